@@ -1,0 +1,31 @@
+# Two commands do everything: `make demo` and `make test`. Each makes .venv first, if it is not there.
+
+VENV ?= .venv
+JAX ?= jax
+PYTEST_ARGS ?= -n 2
+PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python,\
+	$(shell $(p) -c 'import sys; sys.version_info >= (3, 12) and print("$(p)")' 2>/dev/null)))
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/python examples/train_transformer.py $(ARGS)
+
+test: $(VENV)/.installed
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(ARGS)
+
+lint: $(VENV)/.installed
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+$(VENV)/.installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "jaxnorm needs Python 3.12 or newer; the newest found here is" \
+		"$$(python3 --version 2>&1 || echo none). Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
+	$(VENV)/bin/python -m pip install --quiet --editable ".[examples]" --group dev "$(JAX)"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) dist build

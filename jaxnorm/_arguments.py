@@ -1,0 +1,162 @@
+"""Checks of what users pass in: each error names what was given, what was expected, the mend."""
+
+import math
+import operator
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxnorm import _implementation
+from jaxnorm_kernels.specs import FLOAT_DTYPES
+
+Axis = int | Sequence[int] | None
+
+SAVE_MODES = ("output", "input")
+
+
+def float_array(function: str, name: str, value: jax.typing.ArrayLike) -> jax.Array:
+    """`value` as an array of one of the supported float dtypes."""
+    if not isinstance(value, jax.typing.ArrayLike):
+        raise TypeError(
+            f"{function}: {name} is a {type(value).__name__}; expected an array; "
+            f"convert it, e.g. jnp.asarray({name})"
+        )
+    array = jnp.asarray(value)
+    if array.dtype.name not in FLOAT_DTYPES:
+        raise TypeError(
+            f"{function}: {name} has dtype {array.dtype.name}; expected one of "
+            f"{', '.join(FLOAT_DTYPES)}; cast it, e.g. {name}.astype(jnp.float32)"
+        )
+    return array
+
+
+def output_dtype(function: str, given: jax.typing.DTypeLike | None, default: np.dtype) -> np.dtype:
+    """The dtype of the output: `given`, or `default` for None."""
+    return default if given is None else dtype(function, "dtype", given)
+
+
+def dtype(function: str, name: str, given: jax.typing.DTypeLike) -> np.dtype:
+    """`given` as one of the supported dtypes."""
+    try:
+        resolved = np.dtype(given)
+    except TypeError as error:
+        raise TypeError(
+            f"{function}: {name}={given!r} is no dtype; expected one of {', '.join(FLOAT_DTYPES)}"
+        ) from error
+    if resolved.name not in FLOAT_DTYPES:
+        raise TypeError(
+            f"{function}: {name}={resolved.name}; expected one of {', '.join(FLOAT_DTYPES)}; "
+            "cast the result afterwards if you need another"
+        )
+    if resolved.name == "float64" and not jax.config.read("jax_enable_x64"):
+        raise TypeError(
+            f"{function}: {name}=float64 while 64-bit types are off; "
+            'switch them on with jax.config.update("jax_enable_x64", True), or ask for float32'
+        )
+    return resolved
+
+
+def axes(function: str, axis: Axis, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """`axis` as sorted, non-negative axes of an array of `shape`; None means all of them."""
+    ndim = len(shape)
+    if axis is None:
+        given: Sequence[int] = range(ndim)
+    else:
+        given = axis if isinstance(axis, Sequence) else (axis,)
+    try:
+        indices = [operator.index(a) for a in given]
+    except TypeError as error:
+        raise TypeError(
+            f"{function}: axis={axis!r}; expected an integer or a tuple of integers"
+        ) from error
+    if not indices:
+        raise ValueError(
+            f"{function}: axis={axis!r} names no axis of x with shape {shape}; "
+            "expected at least one axis"
+        )
+    for a in indices:
+        if not -ndim <= a < ndim:
+            raise ValueError(
+                f"{function}: axis={axis!r} is out of range for x with shape {shape}; "
+                f"expected axes from {-ndim} to {ndim - 1}"
+            )
+    canonical = tuple(sorted(a % ndim for a in indices))
+    if len(set(canonical)) != len(canonical):
+        raise ValueError(
+            f"{function}: axis={axis!r} names an axis of x with shape {shape} twice; "
+            "name each axis once"
+        )
+    return canonical
+
+
+def parameter(
+    function: str, name: str, value: jax.typing.ArrayLike | None, normalised: tuple[int, ...]
+) -> jax.Array | None:
+    """`value` as a float array of exactly the normalised shape, or None."""
+    if value is None:
+        return None
+    array = float_array(function, name, value)
+    if array.shape != normalised:
+        raise ValueError(
+            f"{function}: {name} has shape {array.shape}; expected {normalised}, the sizes of the "
+            f"normalised axes in the order of x; reshape or broadcast {name} to that shape"
+        )
+    return array
+
+
+def mask(
+    function: str, where: jax.typing.ArrayLike | None, shape: tuple[int, ...]
+) -> jax.Array | None:
+    """`where` as a boolean array with one axis for each axis of x, broadcastable to x's shape."""
+    if where is None:
+        return None
+    array = jnp.asarray(where)
+    if array.dtype != jnp.bool_:
+        raise TypeError(
+            f"{function}: where has dtype {array.dtype.name}; expected bool (True keeps an entry); "
+            "compare it, e.g. where != 0, or add an additive mask to x instead"
+        )
+    padded = (1,) * (len(shape) - array.ndim) + array.shape
+    if len(padded) != len(shape) or any(m not in (1, n) for m, n in zip(padded, shape)):
+        raise ValueError(
+            f"{function}: where has shape {array.shape}; expected a shape that broadcasts to x's "
+            f"shape {shape} without enlarging it"
+        )
+    return array.reshape(padded)
+
+
+def number(function: str, name: str, value: float, *, minimum: float = -math.inf) -> float:
+    """`value` as a finite Python float of at least `minimum`."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{function}: {name} is a traced value; expected a Python number, because it is part "
+            "of the compiled program; mark it static in jax.jit"
+        )
+    try:
+        given = float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{function}: {name} is a {type(value).__name__}; expected a number"
+        ) from error
+    if not (math.isfinite(given) and given >= minimum):
+        raise ValueError(
+            f"{function}: {name}={value!r}; expected a finite number"
+            + (f" of at least {minimum:g}" if minimum > -math.inf else "")
+        )
+    return given
+
+
+def one_of(function: str, name: str, value: str, valid: Sequence[str]) -> None:
+    """Raises unless `value` is one of `valid`."""
+    if value not in valid:
+        raise ValueError(
+            f"{function}: {name}={value!r}; expected one of {', '.join(map(repr, valid))}"
+        )
+
+
+def implementation(function: str, name: str | None) -> None:
+    """Raises unless `name` is None or an implementation."""
+    if name is not None:
+        one_of(function, "implementation", name, _implementation.names())

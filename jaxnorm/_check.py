@@ -1,0 +1,191 @@
+"""check_params: which norms of a model can save their output without losing gradient accuracy."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxnorm import _arguments
+from jaxnorm_kernels.specs import Spec
+
+# Rounding of y to the output dtype, as a relative error of x_hat: `relative` (half a unit roundoff,
+# the measured mean) wherever y is normal, `quantum` the spacing of its subnormals.
+_ROUNDING = {
+    "bfloat16": (2.0**-9, 2.0**-133),
+    "float16": (2.0**-12, 2.0**-24),
+    "float32": (2.0**-25, 2.0**-149),
+    "float64": (2.0**-54, 2.0**-1074),
+}
+
+# A predicted error above this, in the worst column, advises save="input": about the noise that
+# ordinary minibatch gradients carry anyway.
+_ADVISE_INPUT = 0.1
+
+SAFE = "safe"
+INPUT_ADVISED = 'save="input" advised'
+
+
+@dataclasses.dataclass(frozen=True)
+class NormReport:
+    """What saving the output would cost one norm.
+
+    Attributes:
+      path: where the norm's parameters are in the tree.
+      columns: how many scales it has (over all layers, where they are stacked).
+      under_floor: columns whose ``|scale + scale_offset|`` is below what y can carry in ``dtype``:
+        raised to 2**-60 in the forward in bfloat16 and float32; degraded in float16 (below 2**-14).
+      max_bias_ratio: largest ``|bias / (scale + scale_offset)|``; 0 without a bias.
+      dscale_error: predicted relative error of the scale's gradient in the worst column.
+      verdict: ``"safe"``, or advice.
+    """
+
+    path: str
+    columns: int
+    under_floor: int
+    max_bias_ratio: float
+    dscale_error: float
+    verdict: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamReport:
+    """The norms of a model, in the order of the tree; prints as a table."""
+
+    dtype: str
+    norms: tuple[NormReport, ...]
+
+    @property
+    def safe(self) -> bool:
+        """Whether every norm may save its output."""
+        return all(norm.verdict == SAFE for norm in self.norms)
+
+    def __iter__(self) -> Iterator[NormReport]:
+        return iter(self.norms)
+
+    def __len__(self) -> int:
+        return len(self.norms)
+
+    def __str__(self) -> str:
+        if not self.norms:
+            return 'no norm found: no parameter is named "scale"'
+        header = ("norm", "columns", "under floor", "max |bias/scale|", "dscale error", "verdict")
+        lines = [header] + [
+            (
+                norm.path,
+                str(norm.columns),
+                str(norm.under_floor),
+                f"{norm.max_bias_ratio:.2g}",
+                f"{norm.dscale_error:.1e}",
+                norm.verdict,
+            )
+            for norm in self.norms
+        ]
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        left = (0, len(header) - 1)
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if i in left else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(line, widths))
+            ).rstrip()
+            for line in lines
+        )
+
+
+def check_params(
+    params: Any, dtype: jax.typing.DTypeLike, *, scale_offset: float = 0.0
+) -> ParamReport:
+    """Predicts, for each norm, what ``save="output"`` costs in gradient accuracy.
+
+    From the saved y the backward recovers ``x_hat = (y - bias) / scale``. What y's rounding leaves
+    of it depends only on the parameters, so a checkpoint can be judged without data:
+
+        error(dscale_j) = sqrt((0.83 u)^2 (1 + (bias_j / scale_j)^2) + (q / (sqrt(12) scale_j))^2)
+
+    with u and q the rounding of normal and subnormal numbers of ``dtype``. A host utility: it pulls
+    the parameters off the device.
+
+    Args:
+      params: a tree of parameters. A norm is a leaf named ``scale``, with the ``bias`` beside it,
+        if
+        any (Flax's names, linen and nnx alike; leaves may be stacked over layers).
+      dtype: dtype of the norms' *output*, not of the parameters.
+      scale_offset: added to every scale, as in the functions.
+
+    Returns:
+      A :class:`ParamReport`: a sequence of norms, each with a verdict; ``print`` it for a table.
+
+    Raises:
+      TypeError: ``dtype`` is no supported float dtype, or a scale or bias is not a real float
+        array.
+      ValueError: a bias's shape differs from its scale's.
+    """
+    me = "check_params"
+    y_dtype = _arguments.dtype(me, "dtype", dtype)
+    offset = _arguments.number(me, "scale_offset", scale_offset)
+    leaves = {
+        tuple(_key(k) for k in path): leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
+    }
+    norms = []
+    for path, scale in leaves.items():
+        # nnx wraps a parameter: its path ends in the name and then in an attribute.
+        at = next((i for i in (-1, -2) if path[i:][:1] == ("scale",)), None)
+        if at is None:
+            continue
+        parent, rest = path[:at], path[len(path) + at + 1 :]
+        bias = leaves.get((*parent, "bias", *rest))
+        name = "/".join(parent) or "(root)"
+        norms.append(_report(name, scale, bias, y_dtype, offset))
+    return ParamReport(y_dtype.name, tuple(norms))
+
+
+def _report(path: str, scale: Any, bias: Any, y_dtype: np.dtype, offset: float) -> NormReport:
+    g = _host("scale", path, scale) + offset
+    b = np.zeros_like(g) if bias is None else _host("bias", path, bias)
+    if b.shape != g.shape:
+        raise ValueError(
+            f"check_params: {path} has scale of shape {g.shape} and bias of shape {b.shape}; "
+            "expected equal shapes"
+        )
+    floor = _floor_of(y_dtype)
+    magnitude = np.abs(g)
+    under = magnitude < (2.0**-14 if floor is None else floor)
+    carried = magnitude if floor is None else np.maximum(magnitude, floor)
+    u, quantum = _ROUNDING[y_dtype.name]
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        ratio = np.where(b == 0, 0.0, np.abs(b) / carried)
+        subnormal = quantum / (math.sqrt(12) * carried)
+        error = np.hypot(0.83 * u * np.hypot(1.0, ratio), subnormal)
+    # A gradient that is all noise is wrong by about 1, and x_hat is clipped besides.
+    worst = float(np.max(np.minimum(error, 1.0), initial=0.0))
+    return NormReport(
+        path=path,
+        columns=g.size,
+        under_floor=int(np.sum(under)),
+        max_bias_ratio=float(np.max(ratio, initial=0.0)),
+        dscale_error=worst,
+        verdict=SAFE if worst <= _ADVISE_INPUT else INPUT_ADVISED,
+    )
+
+
+def _floor_of(y_dtype: np.dtype) -> float | None:
+    """The floor that an output-saving norm would use."""
+    float32 = np.dtype(np.float32)
+    return Spec("norm", "fwd", 1, 1, float32, y_dtype, scale_dtype=float32).scale_floor
+
+
+def _host(name: str, path: str, value: Any) -> np.ndarray:
+    array = np.asarray(value)
+    _arguments.dtype("check_params", f"{path}/{name}", array.dtype)
+    return array.astype(np.float64)
+
+
+def _key(entry: Any) -> str:
+    """A path entry's bare name: dict key, attribute or index."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)

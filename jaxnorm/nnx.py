@@ -1,0 +1,209 @@
+"""Flax nnx modules: drop-in LayerNorm, RMSNorm and attention function that save their outputs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxnorm import _attention, _flax
+from jaxnorm._flax import nnx, nnx_dtypes
+from jaxnorm._norm import layer_norm, rms_norm
+from jaxnorm_kernels.specs import FLOAT_DTYPES, Save
+
+
+class LayerNorm(nnx.LayerNorm):
+    """:class:`flax.nnx.LayerNorm` that keeps its output, not its input, for the backward pass.
+
+    Every argument, default, parameter name and the call are Flax's, so states load unchanged; two
+    arguments come on top. As in Flax, x and the parameters are first promoted to one dtype
+    (``promote_dtype``). ``use_fast_variance`` is accepted, but the variance is always the stable
+    two-pass one. A call with ``mask``, ``axis_name``, ``feature_axes`` other than
+    ``reduction_axes``, or a dtype that is no float of 16 to 64 bits, is Flax's own, input-saving
+    computation.
+
+    Args:
+      num_features: number of scales and biases.
+      save: ``"output"`` or ``"input"``; see :func:`jaxnorm.layer_norm`.
+      implementation: see :func:`jaxnorm.layer_norm`.
+      **arguments: those of :class:`flax.nnx.LayerNorm`; ``rngs`` is required.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        save: Save = "output",
+        implementation: str | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(num_features, **arguments)
+        self.save = save
+        self.implementation = implementation
+
+    def __call__(self, x: Any, *, mask: jax.Array | None = None) -> jax.Array:
+        """Normalises x, as :meth:`flax.nnx.LayerNorm.__call__` does."""
+        scale, bias = _value(self.scale), _value(self.bias)
+        promoted, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
+        axes = _covered_axes(self, promoted, scale, bias, mask)
+        if axes is None:
+            return super().__call__(x, mask=mask)
+        return layer_norm(
+            promoted,
+            _shaped(scale, promoted, axes),
+            _shaped(bias, promoted, axes),
+            axis=axes,
+            epsilon=self.epsilon,
+            dtype=_flax.result_dtype(self.dtype, promoted, scale, bias),
+            save=self.save,
+            implementation=self.implementation,
+        )
+
+
+class RMSNorm(nnx.RMSNorm):
+    """:class:`flax.nnx.RMSNorm` that keeps its output, not its input, for the backward pass.
+
+    What :class:`jaxnorm.nnx.LayerNorm` says of arguments, parameters and Flax's own path holds
+    here.
+
+    Args:
+      num_features: number of scales.
+      save: ``"output"`` or ``"input"``; see :func:`jaxnorm.rms_norm`.
+      implementation: see :func:`jaxnorm.rms_norm`.
+      **arguments: those of :class:`flax.nnx.RMSNorm`; ``rngs`` is required.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        save: Save = "output",
+        implementation: str | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(num_features, **arguments)
+        self.save = save
+        self.implementation = implementation
+
+    def __call__(self, x: Any, mask: jax.Array | None = None) -> jax.Array:
+        """Normalises x, as :meth:`flax.nnx.RMSNorm.__call__` does."""
+        promoted, scale = self.promote_dtype((x, _value(self.scale)), dtype=self.dtype)
+        axes = _covered_axes(self, promoted, scale, None, mask)
+        if axes is None:
+            return super().__call__(x, mask=mask)
+        return rms_norm(
+            promoted,
+            _shaped(scale, promoted, axes),
+            axis=axes,
+            epsilon=self.epsilon,
+            dtype=_flax.result_dtype(self.dtype, promoted, scale),
+            save=self.save,
+            implementation=self.implementation,
+        )
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: jax.typing.DTypeLike | None = None,
+    precision: Any = None,
+    module: nnx.Module | None = None,
+    promote_dtype: Callable[..., Any] = nnx_dtypes.promote_dtype,
+    is_causal: bool = False,
+) -> jax.Array:
+    """:func:`flax.nnx.dot_product_attention` with :func:`jaxnorm.softmax`.
+
+    For ``nnx.MultiHeadAttention(attention_fn=jaxnorm.nnx.dot_product_attention)``. Arguments,
+    masking and results are Flax's; the softmax is computed in float32 for every dtype, and the
+    backward keeps the attention weights alone. Key and value may have fewer heads than query
+    (grouped-query attention).
+
+    Args:
+      query: ``(batch..., q_length, heads, depth)``.
+      key, value: ``(batch..., kv_length, kv_heads, depth)``.
+      bias, mask: broadcastable to ``(batch..., heads, q_length, kv_length)``; mask keeps where
+        True.
+      broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout of the weights.
+      dtype: dtype of the computation; inferred from the inputs by default.
+      precision: of the two matrix products.
+      module: where to sow the weights, as ``attention_weights`` of type ``nnx.Intermediate``.
+      promote_dtype: how the inputs get one dtype.
+      is_causal: also mask keys that come after the query.
+
+    Returns:
+      ``(batch..., q_length, heads, v_depth)``.
+
+    Raises:
+      ValueError: shapes or numbers of heads that do not fit together.
+    """
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    _attention.check_shapes(query, key, value)
+    compute_dtype = query.dtype
+    logits = jnp.einsum(
+        "...qhgd,...khd->...hgqk",
+        _grouped(_attention.scaled(query), -2, _attention.group_size(query, key, "key")),
+        key,
+        precision=precision,
+    )
+    logits = _merged(logits, -4)
+    if is_causal:
+        causal = jnp.tril(jnp.ones(logits.shape[-2:], dtype=bool))
+        mask = causal if mask is None else jnp.logical_and(mask, causal)
+    weights = _attention.attention_weights(logits, bias, mask, compute_dtype, compute_dtype)
+    if module is not None:
+        module.sow(nnx.Intermediate, "attention_weights", weights)
+    if not deterministic and dropout_rate > 0.0:
+        weights = _attention.dropout(
+            weights,
+            dropout_rng,
+            dropout_rate,
+            broadcast=broadcast_dropout,
+            compute_dtype=compute_dtype,
+        )
+    out = jnp.einsum(
+        "...hgqk,...khd->...qhgd",
+        _grouped(weights, -3, _attention.group_size(query, value, "value")),
+        value,
+        precision=precision,
+    )
+    return _merged(out, -3)
+
+
+def _grouped(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """Splits `axis` into (groups, size)."""
+    axis %= x.ndim
+    return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
+
+
+def _merged(x: jax.Array, axis: int) -> jax.Array:
+    """Merges `axis` with the one after it."""
+    axis %= x.ndim
+    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+
+
+def _value(param: Any) -> jax.Array | None:
+    return None if param is None else param[...]
+
+
+def _covered_axes(
+    module: Any, x: jax.Array, scale: Any, bias: Any, mask: jax.Array | None
+) -> tuple[int, ...] | None:
+    """The axes to normalise, or None where the call is left to Flax."""
+    if mask is not None or module.axis_name is not None:
+        return None
+    operands = [a for a in (x, scale, bias) if a is not None]
+    if any(a.dtype.name not in FLOAT_DTYPES for a in operands):
+        return None
+    return _flax.shared_axes(module.reduction_axes, module.feature_axes, x.ndim)
+
+
+def _shaped(parameter: jax.Array | None, x: jax.Array, axes: tuple[int, ...]) -> jax.Array | None:
+    """Flax stores one flat vector of features, whatever the number of feature axes."""
+    return None if parameter is None else parameter.reshape([x.shape[a] for a in axes])

@@ -1,0 +1,1 @@
+"""Device code of jaxnorm: one subpackage per implementation of the contract in ``specs``."""

@@ -1,0 +1,135 @@
+"""The contract between the API and every implementation (``xla``, later ``mosaic`` and ``triton``).
+
+An implementation is a module with the functions of :class:`Implementation`. It sees two-dimensional
+arrays ``(rows, cols)`` whose last axis is the normalised one, and one frozen :class:`Spec` that
+says everything else about the call. It knows nothing of autodiff, axes, sharding or Flax.
+"""
+
+import dataclasses
+from typing import Literal, Protocol
+
+import jax
+import numpy as np
+
+Op = Literal["softmax", "log_softmax", "norm"]
+Direction = Literal["fwd", "bwd"]
+Save = Literal["output", "input"]
+
+#: dtypes that every function takes and returns.
+FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+# Below this magnitude a scale is raised to it in the forward of an output-saving norm, so that y
+# still carries x_hat for the backward. Small enough to vanish in any sum with ordinary numbers;
+# large enough that 1 / floor**2, which second derivatives need, is finite. float16 has no such
+# room.
+_SCALE_FLOOR = {"bfloat16": 2.0**-60, "float32": 2.0**-60, "float64": 2.0**-500}
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Everything static about one call of an implementation.
+
+    Attributes:
+      op: ``"norm"`` is LayerNorm and RMSNorm: one kernel with the switch ``subtract_mean``.
+      direction: ``"fwd"`` or ``"bwd"``.
+      rows, cols: shape of the two-dimensional view; ``cols`` is the normalised length.
+      x_dtype: dtype of the input; the backward returns dx in it.
+      y_dtype: dtype of the output; the cotangent dy arrives in it.
+      scale_dtype, bias_dtype: dtype of each parameter and of its gradient; None where it is absent.
+      epsilon: added to the variance (or mean square) under the root.
+      subtract_mean: True for LayerNorm, False for RMSNorm.
+      scale_offset: added to ``scale`` in the arithmetic dtype (1.0 for Gemma's ``1 + w``).
+      saved: which array a norm's backward starts from.
+      want_stats: the forward also returns the statistics that the backward needs.
+      has_mask: a ``where`` mask comes with the call (softmaxes only).
+      moved_axis: the two-dimensional view needed a transpose.
+    """
+
+    op: Op
+    direction: Direction
+    rows: int
+    cols: int
+    x_dtype: np.dtype
+    y_dtype: np.dtype
+    scale_dtype: np.dtype | None = None
+    bias_dtype: np.dtype | None = None
+    epsilon: float = 0.0
+    subtract_mean: bool = False
+    scale_offset: float = 0.0
+    saved: Save = "output"
+    want_stats: bool = False
+    has_mask: bool = False
+    moved_axis: bool = False
+
+    @property
+    def compute_dtype(self) -> np.dtype:
+        """dtype of the arithmetic: float64 where x or y is float64, else float32."""
+        wide = np.dtype(np.float64)
+        return wide if wide in (self.x_dtype, self.y_dtype) else np.dtype(np.float32)
+
+    @property
+    def scale_floor(self) -> float | None:
+        """Smallest magnitude of ``scale + scale_offset`` in the arithmetic; None for no floor."""
+        if self.saved == "input" or self.scale_dtype is None:
+            return None
+        return _SCALE_FLOOR.get(self.y_dtype.name)
+
+    @property
+    def returns_mean(self) -> bool:
+        """Whether the norm's statistics include the row means (a saved-input LayerNorm)."""
+        return self.subtract_mean and self.saved == "input"
+
+
+#: Row statistics that a norm's backward needs: ``(rstd,)`` or ``(rstd, mean)``, each ``(rows,)``
+#: in the arithmetic dtype; empty where ``spec.want_stats`` is False.
+Stats = tuple[jax.Array, ...]
+
+
+class Implementation(Protocol):
+    """What an implementation module provides. Arrays: ``(rows, cols)``; parameters: ``(cols,)``."""
+
+    def softmax_fwd(self, x: jax.Array, mask: jax.Array | None, spec: Spec) -> jax.Array:
+        """Returns y in ``spec.y_dtype``."""
+        ...
+
+    def softmax_bwd(
+        self, y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec
+    ) -> jax.Array:
+        """Returns dx in ``spec.x_dtype``."""
+        ...
+
+    def log_softmax_fwd(self, x: jax.Array, mask: jax.Array | None, spec: Spec) -> jax.Array:
+        """Returns y in ``spec.y_dtype``."""
+        ...
+
+    def log_softmax_bwd(
+        self, y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec
+    ) -> jax.Array:
+        """Returns dx in ``spec.x_dtype``."""
+        ...
+
+    def norm_fwd(
+        self, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, spec: Spec
+    ) -> tuple[jax.Array, Stats]:
+        """Returns y in ``spec.y_dtype`` and the statistics."""
+        ...
+
+    def norm_bwd(
+        self,
+        saved: jax.Array,
+        stats: Stats,
+        scale: jax.Array | None,
+        bias: jax.Array | None,
+        dy: jax.Array,
+        spec: Spec,
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """Returns dx, dscale and dbias in the dtypes of ``spec``; None for an absent parameter."""
+        ...
+
+    def supports(self, spec: Spec) -> str | None:
+        """None, or a sentence for the user that says why this call cannot run here."""
+        ...
+
+    def prefers(self, spec: Spec) -> str | None:
+        """None, or a sentence that says why the default should leave this call to ``xla``."""
+        ...

@@ -1,0 +1,21 @@
+"""The contract in plain ``jax.numpy``: the reference, the fallback, the path for CPU and TPU."""
+
+from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.xla.norm import norm_bwd as norm_bwd
+from jaxnorm_kernels.xla.norm import norm_fwd as norm_fwd
+from jaxnorm_kernels.xla.softmax import log_softmax_bwd as log_softmax_bwd
+from jaxnorm_kernels.xla.softmax import log_softmax_fwd as log_softmax_fwd
+from jaxnorm_kernels.xla.softmax import softmax_bwd as softmax_bwd
+from jaxnorm_kernels.xla.softmax import softmax_fwd as softmax_fwd
+
+
+def supports(spec: Spec) -> str | None:
+    """Every call is supported."""
+    del spec
+    return None
+
+
+def prefers(spec: Spec) -> str | None:
+    """There is nothing to fall back to."""
+    del spec
+    return None

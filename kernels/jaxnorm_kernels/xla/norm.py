@@ -1,0 +1,134 @@
+"""LayerNorm and RMSNorm over the last axis, with backward passes from the output or the input.
+
+Row of N; G = scale + scale_offset; LayerNorm subtracts the mean, RMSNorm has mean = 0:
+
+    r = 1 / sqrt(mean((x - mean)^2) + epsilon)     xh = (x - mean) r     y = xh G + bias
+
+Backward with d = dy; c1 is LayerNorm's alone:
+
+    from the output    z = y - bias,  xh = z / G,          c2 = mean(d z)
+    from the input     xh = (x - mean) r,                  c2 = mean(d G xh)
+    both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
+                       dscale = sum_rows(d xh),            dbias = sum_rows(d)
+
+The mean is not needed from the output, and c2 needs no division, because G cancels. Three measures
+keep the output-saving pair right: the forward floors |G| (``Spec.scale_floor``) so that y carries
+xh even where scale is 0; forward and backward use the same bias, rounded to y's dtype; and |xh| is
+clipped to sqrt(N), its true bound. The variance is taken in two passes: E[x^2] - E[x]^2 cancels.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxnorm_kernels.specs import Spec, Stats
+
+
+def norm_fwd(
+    x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, spec: Spec
+) -> tuple[jax.Array, Stats]:
+    x = x.astype(spec.compute_dtype)
+    mean = jnp.mean(x, axis=-1, keepdims=True) if spec.subtract_mean else None
+    centred = x if mean is None else x - mean
+    rstd = lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + spec.epsilon)
+    y = centred * rstd
+    if scale is not None:
+        y = y * gain(scale, spec)
+    if bias is not None:
+        y = y + effective_bias(bias, spec)
+    if not spec.want_stats:
+        return y.astype(spec.y_dtype), ()
+    kept = (rstd, mean) if mean is not None and spec.returns_mean else (rstd,)
+    return y.astype(spec.y_dtype), tuple(a[:, 0] for a in kept)
+
+
+def norm_bwd(
+    saved: jax.Array,
+    stats: Stats,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    dy: jax.Array,
+    spec: Spec,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    d = dy.astype(spec.compute_dtype)
+    saved = saved.astype(spec.compute_dtype)
+    g = None if scale is None else gain(scale, spec)
+    dg = d if g is None else d * g
+    rstd = stats[0][:, None]
+
+    if spec.saved == "input":
+        xh = (saved - stats[1][:, None] if spec.subtract_mean else saved) * rstd
+        c2 = jnp.mean(dg * xh, axis=-1, keepdims=True)
+    else:
+        z = saved if bias is None else saved - effective_bias(bias, spec)
+        c2 = jnp.mean(d * z, axis=-1, keepdims=True)
+        xh = _clip(z if g is None else _safe_divide(z, g), math.sqrt(spec.cols))
+
+    dx = dg - xh * c2
+    if spec.subtract_mean:
+        dx = dx - jnp.mean(dg, axis=-1, keepdims=True)
+    dscale = None if scale is None else jnp.sum(d * xh, axis=0).astype(spec.scale_dtype)
+    dbias = None if bias is None else jnp.sum(d, axis=0).astype(spec.bias_dtype)
+    return (dx * rstd).astype(spec.x_dtype), dscale, dbias
+
+
+def gain(scale: jax.Array, spec: Spec) -> jax.Array:
+    """G = scale + scale_offset in the arithmetic dtype, floored where the spec says so."""
+    g = scale.astype(spec.compute_dtype) + spec.scale_offset
+    return g if spec.scale_floor is None else _floor(g, spec.scale_floor)
+
+
+def effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
+    """bias in the arithmetic dtype; rounded to y's dtype where the output is saved."""
+    b = bias.astype(spec.compute_dtype)
+    return _round_to(b, spec.y_dtype.name) if spec.saved == "output" else b
+
+
+def _safe_divide(z: jax.Array, g: jax.Array) -> jax.Array:
+    """z / g, and 0 where g is 0 (only without a floor: in float16)."""
+    zero = g == 0
+    return jnp.where(zero, 0, z / jnp.where(zero, 1, g))
+
+
+def _straight_through[T](
+    f: Callable[[jax.Array, T], jax.Array],
+) -> Callable[[jax.Array, T], jax.Array]:
+    """f with the derivative of the identity.
+
+    For corrections of representation, which are no part of the function that is differentiated:
+    with their own derivative a scale of 0 would have no second derivative.
+    """
+    wrapped = jax.custom_jvp(f, nondiff_argnums=(1,))
+    wrapped.defjvp(lambda arg, primals, tangents: (f(primals[0], arg), tangents[0]))
+    return wrapped
+
+
+@_straight_through
+def _floor(g: jax.Array, floor: float) -> jax.Array:
+    return jnp.where(jnp.abs(g) < floor, jnp.where(g < 0, -floor, floor).astype(g.dtype), g)
+
+
+@_straight_through
+def _clip(xh: jax.Array, bound: float) -> jax.Array:
+    return jnp.clip(xh, -bound, bound)
+
+
+@_straight_through
+def _round_to(b: jax.Array, dtype: str) -> jax.Array:
+    """b rounded to the values of `dtype`, kept in its own dtype.
+
+    Not a pair of casts: XLA may drop such a pair (`xla_allow_excess_precision`), in the forward and
+    not in the backward. `reduce_precision` is never dropped, but it flushes subnormals, which are
+    ordinary numbers in float16: those are rounded to multiples of its smallest one.
+    """
+    info = jnp.finfo(dtype)
+    if info.bits >= jnp.finfo(b.dtype).bits:
+        return b
+    rounded = lax.reduce_precision(b, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    if dtype != "float16":
+        return rounded
+    quantum = 2.0**-24
+    return jnp.where(jnp.abs(b) < 2.0**-14, jnp.round(b / quantum) * quantum, rounded)

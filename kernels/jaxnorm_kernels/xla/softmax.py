@@ -1,0 +1,71 @@
+"""softmax and log_softmax over the last axis, with backward passes that start from the output.
+
+With m = max(x), d = dy, all sums over a row:
+
+    softmax      y = exp(x - m) / sum(exp(x - m))          dx = y (d - sum(d y))
+    log_softmax  y = x - m - log(sum(exp(x - m)))          dx = d - exp(y) sum(d)
+
+``mask`` keeps the entries where it is True: the row is the softmax of what is kept, the rest is 0
+(softmax) or -inf (log_softmax) with zero gradient. A row with nothing kept is all 0 (or -inf).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxnorm_kernels.specs import Spec
+
+
+def softmax_fwd(x: jax.Array, mask: jax.Array | None, spec: Spec) -> jax.Array:
+    shifted = _shifted(x, mask, spec)
+    e = jnp.exp(shifted)
+    total = jnp.sum(e, axis=-1, keepdims=True)
+    y = e / total if mask is None else jnp.where(mask, e / _nonempty(total, mask), 0)
+    return y.astype(spec.y_dtype)
+
+
+def softmax_bwd(y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec) -> jax.Array:
+    y, d = y.astype(spec.compute_dtype), _masked_cotangent(dy, mask, spec)
+    dx = y * (d - jnp.sum(d * y, axis=-1, keepdims=True))
+    return dx.astype(spec.x_dtype)
+
+
+def log_softmax_fwd(x: jax.Array, mask: jax.Array | None, spec: Spec) -> jax.Array:
+    shifted = _shifted(x, mask, spec)
+    total = jnp.sum(jnp.exp(shifted), axis=-1, keepdims=True)
+    if mask is None:
+        y = shifted - jnp.log(total)
+    else:
+        y = jnp.where(mask, shifted - jnp.log(_nonempty(total, mask)), -jnp.inf)
+    return y.astype(spec.y_dtype)
+
+
+def log_softmax_bwd(y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec) -> jax.Array:
+    y, d = y.astype(spec.compute_dtype), _masked_cotangent(dy, mask, spec)
+    # exp(-inf) is 0, so a masked entry gets 0 - 0 here.
+    dx = d - jnp.exp(y) * jnp.sum(d, axis=-1, keepdims=True)
+    return dx.astype(spec.x_dtype)
+
+
+def _shifted(x: jax.Array, mask: jax.Array | None, spec: Spec) -> jax.Array:
+    """x - max(x), both over what is kept; -inf for the rest."""
+    x = x.astype(spec.compute_dtype)
+    if mask is not None:
+        x = jnp.where(mask, x, -jnp.inf)
+    # `initial` gives rows of length 0 a maximum. The shift cancels, so it carries no derivative.
+    m = lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf))
+    if mask is not None:
+        # An empty row would be -inf - -inf = NaN; a genuine row of -inf stays NaN.
+        m = jnp.where(jnp.any(mask, axis=-1, keepdims=True), m, 0)
+    return x - m
+
+
+def _nonempty(total: jax.Array, mask: jax.Array) -> jax.Array:
+    """The row sums, with 1 for a row that keeps nothing."""
+    return jnp.where(jnp.any(mask, axis=-1, keepdims=True), total, 1)
+
+
+def _masked_cotangent(dy: jax.Array, mask: jax.Array | None, spec: Spec) -> jax.Array:
+    """dy with masked entries zeroed *before* any product: 0 * inf would poison the row."""
+    d = dy.astype(spec.compute_dtype)
+    return d if mask is None else jnp.where(mask, d, 0)
