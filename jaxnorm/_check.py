@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxnorm import _arguments
-from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.specs import FLOAT_DTYPES, Spec
 
 # Rounding of y to the output dtype, as a relative error of x_hat: `relative` (half a unit roundoff,
 # the measured mean) wherever y is normal, `quantum` the spacing of its subnormals.
@@ -179,7 +179,11 @@ def _floor_of(y_dtype: np.dtype) -> float | None:
 
 def _host(name: str, path: str, value: Any) -> np.ndarray:
     array = np.asarray(value)
-    _arguments.dtype("check_params", f"{path}/{name}", array.dtype)
+    if array.dtype.name not in FLOAT_DTYPES:
+        raise TypeError(
+            f"check_params: {path}/{name} has dtype {array.dtype.name}; expected one of "
+            f"{', '.join(FLOAT_DTYPES)}"
+        )
     return array.astype(np.float64)
 
 

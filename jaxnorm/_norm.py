@@ -53,7 +53,9 @@ def layer_norm(
 
     Differentiable in reverse mode, to any order; forward mode (``jax.jvp``, ``jax.jacfwd``) raises
     JAX's TypeError for ``custom_vjp``. Gradients of the parameters come in their own dtypes, summed
-    in float32.
+    in float32. For second derivatives prefer ``save="input"``: from the output, those of ``scale``
+    carry a relative error of about ``u / |scale|`` (u: the output dtype's roundoff), and are NaN in
+    columns with ``|scale| < 2**-60``.
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
@@ -181,13 +183,13 @@ def _normalise(
 def _norm(
     x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, call: NormCall
 ) -> jax.Array:
-    return _forward(x, scale, bias, call, want_stats=False)[0]
+    return _norm_forward(x, scale, bias, call, want_stats=False)[0]
 
 
 def _norm_fwd(
     x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, call: NormCall
 ) -> tuple[jax.Array, _Residuals]:
-    y, stats = _remat.name_norm(*_forward(x, scale, bias, call, want_stats=True))
+    y, stats = _remat.name_norm(*_norm_forward(x, scale, bias, call, want_stats=True))
     # The very array that is returned: a reshaped or cast twin would be stored a second time.
     return y, (y if call.save == "output" else x, stats, scale, bias)
 
@@ -195,14 +197,14 @@ def _norm_fwd(
 def _norm_bwd(
     call: NormCall, residuals: _Residuals, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    return _backward(*residuals, dy, call)
+    return _norm_backward(*residuals, dy, call)
 
 
 _norm.defvjp(_norm_fwd, _norm_bwd)
 
 
 @functools.partial(jax.jit, static_argnames=("call", "want_stats"))
-def _forward(
+def _norm_forward(
     x: jax.Array,
     scale: jax.Array | None,
     bias: jax.Array | None,
@@ -218,7 +220,7 @@ def _forward(
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def _backward(
+def _norm_backward(
     saved: jax.Array,
     stats: Stats,
     scale: jax.Array | None,

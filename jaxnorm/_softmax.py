@@ -140,27 +140,27 @@ def _softmax_of(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _softmax(x: jax.Array, mask: jax.Array | None, call: SoftmaxCall) -> jax.Array:
-    return _forward(x, mask, call)
+    return _softmax_forward(x, mask, call)
 
 
 def _softmax_fwd(
     x: jax.Array, mask: jax.Array | None, call: SoftmaxCall
 ) -> tuple[jax.Array, _Residuals]:
-    y = _remat.name_softmax(_forward(x, mask, call))
+    y = _remat.name_softmax(_softmax_forward(x, mask, call))
     # The mask stays in the shape it came in, and is needed: -inf in a log_softmax may be genuine.
     return y, (y, mask)
 
 
 def _softmax_bwd(call: SoftmaxCall, residuals: _Residuals, dy: jax.Array) -> tuple[jax.Array, None]:
     y, mask = residuals
-    return _backward(y, mask, dy, call), None
+    return _softmax_backward(y, mask, dy, call), None
 
 
 _softmax.defvjp(_softmax_fwd, _softmax_bwd)
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def _forward(x: jax.Array, mask: jax.Array | None, call: SoftmaxCall) -> jax.Array:
+def _softmax_forward(x: jax.Array, mask: jax.Array | None, call: SoftmaxCall) -> jax.Array:
     y = _implementation.run(
         f"{call.op}_fwd",
         call.spec("fwd"),
@@ -172,7 +172,7 @@ def _forward(x: jax.Array, mask: jax.Array | None, call: SoftmaxCall) -> jax.Arr
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def _backward(y: jax.Array, mask: jax.Array | None, dy: jax.Array, call: SoftmaxCall) -> jax.Array:
+def _softmax_backward(y: jax.Array, mask: jax.Array | None, dy: jax.Array, call: SoftmaxCall) -> jax.Array:
     view = call.view
     dx = _implementation.run(
         f"{call.op}_bwd",

@@ -17,6 +17,7 @@ xh even where scale is 0; forward and backward use the same bias, rounded to y's
 clipped to sqrt(N), its true bound. The variance is taken in two passes: E[x^2] - E[x]^2 cancels.
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -93,22 +94,34 @@ def _safe_divide(z: jax.Array, g: jax.Array) -> jax.Array:
     return jnp.where(zero, 0, z / jnp.where(zero, 1, g))
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _floor(g: jax.Array, floor: float) -> jax.Array:
+    return jnp.where(jnp.abs(g) < floor, jnp.where(g < 0, -floor, floor).astype(g.dtype), g)
+
+
+@_floor.defjvp
+def _floor_jvp(
+    floor: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Only second derivatives come here, and below the floor y cannot carry them: NaN.
+
+    There the cotangent of the saved y is the sum of an ordinary one and one of x_hat / floor, which
+    swallows it. A loud answer, where the alternative is noise of any size.
+    """
+    (g,), (t,) = primals, tangents
+    return _floor(g, floor), t * jnp.where(jnp.abs(g) < floor, jnp.nan, 1).astype(t.dtype)
+
+
 def _straight_through[T](
     f: Callable[[jax.Array, T], jax.Array],
 ) -> Callable[[jax.Array, T], jax.Array]:
-    """f with the derivative of the identity.
+    """f with the derivative of the identity: a correction of representation, not of the function.
 
-    For corrections of representation, which are no part of the function that is differentiated:
-    with their own derivative a scale of 0 would have no second derivative.
+    Again for second derivatives: one-hot rows sit on the clip's bound, where they must not vanish.
     """
     wrapped = jax.custom_jvp(f, nondiff_argnums=(1,))
     wrapped.defjvp(lambda arg, primals, tangents: (f(primals[0], arg), tangents[0]))
     return wrapped
-
-
-@_straight_through
-def _floor(g: jax.Array, floor: float) -> jax.Array:
-    return jnp.where(jnp.abs(g) < floor, jnp.where(g < 0, -floor, floor).astype(g.dtype), g)
 
 
 @_straight_through

@@ -1,0 +1,19 @@
+"""Fixtures that every test file shares."""
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """64-bit types, for the tests that need float64."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(params=["xla"])
+def implementation(request: pytest.FixtureRequest) -> str:
+    """Each implementation in turn, forced by name: they all meet the same bounds."""
+    return request.param

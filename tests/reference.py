@@ -1,0 +1,229 @@
+"""The functions and their gradients in float64 numpy, and bounds for what rounding may add.
+
+Inputs are taken at their exact values, so a bound speaks of arithmetic and storage alone. In the
+bounds, u is the unit roundoff of float32 arithmetic, v that of the stored output. A sum of n
+rounded terms errs by at most about ``sqrt(n) u`` of the sum of magnitudes (random walk); the
+factor ``SAFETY`` covers the tail of that walk over all the elements that a test looks at.
+"""
+
+import dataclasses
+import math
+
+import ml_dtypes
+import numpy as np
+
+SAFETY = 4.0
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def unit_roundoff(dtype: str) -> float:
+    return float(ml_dtypes.finfo(dtype).eps) / 2
+
+
+def tiny(dtype: str) -> float:
+    """Spacing of the subnormals."""
+    return float(ml_dtypes.finfo(dtype).smallest_subnormal)
+
+
+def rounding(value: np.ndarray, dtype: str) -> np.ndarray:
+    """Bound on the error of storing `value` in `dtype`."""
+    return unit_roundoff(dtype) * np.abs(value) + tiny(dtype)
+
+
+def exact(x) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def arithmetic(*dtypes: str) -> float:
+    """Unit roundoff of the arithmetic: float32, or float64 where x or the output is."""
+    return unit_roundoff("float64" if "float64" in dtypes else "float32")
+
+
+# --- softmax -------------------------------------------------------------------------------------
+
+
+def softmax(x: np.ndarray, axis, where=None) -> np.ndarray:
+    kept = np.ones(x.shape, bool) if where is None else np.broadcast_to(where, x.shape)
+    x = np.where(kept, x, -np.inf)
+    m = np.max(x, axis=axis, keepdims=True, initial=-np.inf)
+    m = np.where(np.any(kept, axis=axis, keepdims=True), m, 0)
+    e = np.exp(x - m)
+    total = np.sum(e, axis=axis, keepdims=True)
+    return np.where(kept, e / np.where(total == 0, 1, total), 0)
+
+
+def log_softmax(x: np.ndarray, axis, where=None) -> np.ndarray:
+    kept = np.ones(x.shape, bool) if where is None else np.broadcast_to(where, x.shape)
+    x = np.where(kept, x, -np.inf)
+    m = np.max(x, axis=axis, keepdims=True, initial=-np.inf)
+    m = np.where(np.any(kept, axis=axis, keepdims=True), m, 0)
+    total = np.sum(np.exp(x - m), axis=axis, keepdims=True)
+    return x - m - np.log(np.where(total == 0, 1, total))
+
+
+def softmax_bound(x: np.ndarray, y: np.ndarray, axis, out: str, u: float) -> np.ndarray:
+    """exp's argument x - m is rounded, the sum is rounded, the quotient is stored."""
+    depth = np.max(x, axis=axis, keepdims=True) - x
+    n = y.size / max(1, np.max(y, axis=axis).size)
+    return SAFETY * u * y * (depth + np.max(depth) + math.sqrt(n) + 2) + rounding(y, out)
+
+
+def log_softmax_bound(x: np.ndarray, y: np.ndarray, axis, out: str, u: float) -> np.ndarray:
+    n = y.size / max(1, np.max(y, axis=axis).size)
+    spread = np.max(x) - np.min(x)
+    return SAFETY * u * (np.abs(y) + spread + math.sqrt(n) + 2) + rounding(y, out)
+
+
+def softmax_gradient(y: np.ndarray, d: np.ndarray, axis) -> np.ndarray:
+    return y * (d - np.sum(d * y, axis=axis, keepdims=True))
+
+
+def log_softmax_gradient(y: np.ndarray, d: np.ndarray, axis) -> np.ndarray:
+    return d - np.exp(y) * np.sum(d, axis=axis, keepdims=True)
+
+
+def softmax_gradient_bound(
+    y: np.ndarray, d: np.ndarray, axis, y_error: np.ndarray, x_dtype: str, u: float
+) -> np.ndarray:
+    """First order in y's error, then the arithmetic on d - sum(d y), then dx is stored."""
+    total = np.sum(np.abs(d) * y, axis=axis, keepdims=True)
+    n = y.size / max(1, np.max(y, axis=axis).size)
+    inner = np.sum(np.abs(d) * y_error, axis=axis, keepdims=True)
+    inner = inner + SAFETY * u * ((math.sqrt(n) + 2) * total + np.abs(d))
+    centred = np.abs(d - np.sum(d * y, axis=axis, keepdims=True))
+    dx = softmax_gradient(y, d, axis)
+    return (y + y_error) * inner + y_error * centred + rounding(dx, x_dtype) + 4 * u * np.abs(dx)
+
+
+def log_softmax_gradient_bound(
+    y: np.ndarray, d: np.ndarray, axis, y_error: np.ndarray, x_dtype: str, u: float
+) -> np.ndarray:
+    n = y.size / max(1, np.max(y, axis=axis).size)
+    total = np.sum(d, axis=axis, keepdims=True)
+    magnitude = np.sum(np.abs(d), axis=axis, keepdims=True)
+    p = np.exp(y)
+    p_error = p * (np.expm1(y_error) + 4 * u * (1 + np.abs(y)))
+    dx = log_softmax_gradient(y, d, axis)
+    arithmetic_error = (p + p_error) * SAFETY * u * (math.sqrt(n) + 2) * magnitude
+    return p_error * np.abs(total) + arithmetic_error + rounding(dx, x_dtype) + 4 * u * np.abs(d)
+
+
+# --- norms ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Norm:
+    """A norm of rows (M, N), its gradients, and the bounds of both, from exact float64 inputs."""
+
+    x: np.ndarray
+    gain: np.ndarray  # scale + scale_offset, (N,)
+    bias: np.ndarray  # (N,)
+    d: np.ndarray  # cotangent of y, (M, N)
+    subtract_mean: bool
+    epsilon: float
+    saved: str
+    x_dtype: str
+    y_dtype: str
+
+    def __post_init__(self) -> None:
+        self.u = arithmetic(self.x_dtype, self.y_dtype)
+        self.n = self.x.shape[-1]
+        self.mean = self.x.mean(-1, keepdims=True) if self.subtract_mean else 0.0
+        centred = self.x - self.mean
+        self.r = 1 / np.sqrt(np.mean(centred**2, -1, keepdims=True) + self.epsilon)
+        self.xh = centred * self.r
+        self.y = self.xh * self.gain + self.bias
+        dg = self.d * self.gain
+        self.c1 = dg.mean(-1, keepdims=True) if self.subtract_mean else 0.0
+        self.c2 = np.mean(dg * self.xh, -1, keepdims=True)
+        self.dx = self.r * (dg - self.c1 - self.xh * self.c2)
+        self.dscale = np.sum(self.d * self.xh, 0)
+        self.dbias = np.sum(self.d, 0)
+
+    @property
+    def _walk(self) -> float:
+        return SAFETY * self.u * (math.sqrt(self.n) + 4)
+
+    def _xh_error(self) -> np.ndarray:
+        """Of x_hat as the forward computes it: the mean's error, the subtraction's, r's."""
+        biggest = np.max(np.abs(self.x), -1, keepdims=True) if self.subtract_mean else 0.0
+        mean_error = self._walk * biggest
+        # A shift by mean_error moves the variance by its square, relative to the variance.
+        variance_error = self._walk + (mean_error * self.r) ** 2
+        return mean_error * self.r + np.abs(self.xh) * variance_error
+
+    def y_bound(self) -> np.ndarray:
+        v = unit_roundoff(self.y_dtype)
+        bias_rounding = v * np.abs(self.bias) + tiny(self.y_dtype) * (self.bias != 0)
+        floor = 2.0**-60  # what a floored gain may add
+        return (
+            self._xh_error() * (np.abs(self.gain) + floor)
+            + floor * np.abs(self.xh)
+            + 4 * self.u * (np.abs(self.y) + np.abs(self.bias))
+            + (bias_rounding if self.saved == "output" else 0)
+            + rounding(self.y, self.y_dtype)
+        )
+
+    def _recovered_error(self) -> np.ndarray:
+        """Of x_hat as the backward has it: recomputed from x, or recovered from the stored y."""
+        if self.saved == "input":
+            return self._xh_error()
+        gain = np.maximum(np.abs(self.gain), 2.0**-60)
+        stored = np.abs(self.xh) * gain + np.abs(self.bias)
+        recovered = (rounding(stored, self.y_dtype) + 4 * self.u * stored) / gain
+        # Clipped to sqrt(N), so never further off than twice that.
+        return self._xh_error() + np.minimum(recovered, 2 * math.sqrt(self.n))
+
+    def gradient_bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        error = self._recovered_error()
+        dg = np.abs(self.d * self.gain)
+        # From the output c2 = mean(d z), whose z = y - bias never passes through x_hat's clip.
+        z_error = error
+        if self.saved == "output":
+            stored = np.abs(self.xh * self.gain) + np.abs(self.bias)
+            gain = np.maximum(np.abs(self.gain), 2.0**-60)
+            z_error = self._xh_error() + (rounding(stored, self.y_dtype) / gain)
+        weights = np.abs(self.d) * np.maximum(np.abs(self.gain), 2.0**-60)
+        c2_error = np.mean(weights * z_error, -1, keepdims=True) + self._walk * np.mean(
+            dg * np.abs(self.xh), -1, keepdims=True
+        )
+        c1_error = self._walk * np.mean(dg, -1, keepdims=True)
+        inner = dg + np.abs(self.c1) + np.abs(self.xh * self.c2)
+        dx = (
+            self.r
+            * (
+                error * np.abs(self.c2)
+                + (np.abs(self.xh) + error) * c2_error
+                + c1_error
+                + 6 * self.u * inner
+            )
+            + np.abs(self.dx) * self._walk
+            + rounding(self.dx, self.x_dtype)
+            + 2.0**-60 * self.r * np.abs(self.d)
+        )
+        m = self.x.shape[0]
+        walk = SAFETY * self.u * (math.sqrt(m) + 2)
+        dscale = np.sum(np.abs(self.d) * error, 0) + walk * np.sum(np.abs(self.d * self.xh), 0)
+        dbias = walk * np.sum(np.abs(self.d), 0)
+        return dx, dscale, dbias
+
+
+def assert_within(actual, expected: np.ndarray, bound: np.ndarray) -> None:
+    """Each element of `actual` is within `bound` of `expected`; NaN and inf must match exactly."""
+    actual = exact(actual)
+    assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(actual[~finite], expected[~finite])
+    error, bound = np.abs(actual - expected)[finite], np.broadcast_to(bound, expected.shape)[finite]
+    if error.size and not np.all(error <= bound):
+        worst = np.nanargmax(np.where(error <= bound, 0, error / bound))
+        raise AssertionError(
+            f"{np.sum(~(error <= bound))} of {error.size} elements are out of bounds; the worst is "
+            f"{actual[finite][worst]!r} for {expected[finite][worst]!r}: "
+            f"error {error[worst]:.3g}, bound {bound[worst]:.3g}"
+        )
+
+
+def relative_error(actual, expected: np.ndarray) -> float:
+    """||actual - expected|| / ||expected||."""
+    return float(np.linalg.norm(exact(actual) - expected) / np.linalg.norm(expected))

@@ -1,0 +1,164 @@
+"""Bad input: every error names what was given, what was expected, and the mend."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxnorm
+
+X = jnp.ones((2, 3, 4))
+SOFTMAXES = [jaxnorm.softmax, jaxnorm.log_softmax]
+NORMS = [jaxnorm.layer_norm, jaxnorm.rms_norm]
+each = pytest.mark.parametrize("function", SOFTMAXES + NORMS, ids=lambda f: f.__name__)
+each_norm = pytest.mark.parametrize("function", NORMS, ids=lambda f: f.__name__)
+each_softmax = pytest.mark.parametrize("function", SOFTMAXES, ids=lambda f: f.__name__)
+
+
+@each
+@pytest.mark.parametrize("dtype", ["int32", "bool", "complex64", "float8_e4m3fn"])
+def test_dtype_of_x(function, dtype):
+    with pytest.raises(TypeError, match=rf"{function.__name__}: x has dtype {dtype}.*cast it"):
+        function(jnp.ones((2, 3), dtype))
+
+
+@each
+@pytest.mark.parametrize("x", [[1.0, 2.0], None, "abc"])
+def test_x_is_no_array(function, x):
+    with pytest.raises(TypeError, match=rf"x is a {type(x).__name__}; expected an array; convert"):
+        function(x)
+
+
+@each
+@pytest.mark.parametrize("axis", [3, -4, (0, 5)])
+def test_axis_out_of_range(function, axis):
+    with pytest.raises(ValueError, match=r"out of range for x with shape \(2, 3, 4\).*-3 to 2"):
+        function(X, axis=axis)
+
+
+@each
+def test_axis_twice(function):
+    with pytest.raises(ValueError, match="twice; name each axis once"):
+        function(X, axis=(1, -2))
+
+
+@each
+def test_no_axis(function):
+    with pytest.raises(ValueError, match="names no axis"):
+        function(X, axis=())
+    with pytest.raises(ValueError, match="out of range"):
+        function(jnp.float32(1.0))
+
+
+@each
+@pytest.mark.parametrize("axis", [1.0, "last", (0, None)])
+def test_axis_of_wrong_type(function, axis):
+    with pytest.raises(TypeError, match="expected an integer or a tuple of integers"):
+        function(X, axis=axis)
+
+
+@each
+@pytest.mark.parametrize("dtype", ["int8", "complex64", "float8_e4m3fn"])
+def test_output_dtype(function, dtype):
+    with pytest.raises(TypeError, match=rf"dtype={dtype}; expected one of bfloat16"):
+        function(X, dtype=dtype)
+
+
+@each
+def test_output_dtype_is_no_dtype(function):
+    with pytest.raises(TypeError, match="is no dtype; expected one of bfloat16"):
+        function(X, dtype="half precision")
+
+
+@each
+def test_float64_needs_x64(function):
+    with pytest.raises(TypeError, match="jax_enable_x64"):
+        function(X, dtype="float64")
+
+
+@each
+def test_unknown_implementation(function):
+    with pytest.raises(ValueError, match=r"implementation='cudnn'; expected one of 'xla'"):
+        function(X, implementation="cudnn")
+
+
+@each_softmax
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_where_is_not_boolean(function, dtype):
+    with pytest.raises(TypeError, match=rf"where has dtype {dtype}.*additive mask to x"):
+        function(X, where=jnp.zeros((2, 3, 4), dtype))
+
+
+@each_softmax
+@pytest.mark.parametrize("shape", [(3,), (2, 3, 5), (1, 2, 3, 4), (4, 1)])
+def test_where_does_not_broadcast(function, shape):
+    with pytest.raises(ValueError, match=r"broadcasts to x's shape \(2, 3, 4\)"):
+        function(X, where=jnp.ones(shape, bool))
+
+
+@each_norm
+@pytest.mark.parametrize("shape", [(3,), (1,), (), (1, 4), (2, 3, 4)])
+def test_shape_of_scale(function, shape):
+    with pytest.raises(ValueError, match=r"scale has shape .*; expected \(4,\).*reshape"):
+        function(X, jnp.ones(shape))
+
+
+@each_norm
+def test_shape_of_scale_over_several_axes(function):
+    with pytest.raises(ValueError, match=r"scale has shape \(4, 2\); expected \(2, 4\)"):
+        function(X, jnp.ones((4, 2)), axis=(2, 0))
+    assert function(X, jnp.ones((2, 4)), axis=(2, 0)).shape == X.shape
+
+
+def test_bias():
+    with pytest.raises(ValueError, match=r"layer_norm: bias has shape \(3,\); expected \(4,\)"):
+        jaxnorm.layer_norm(X, None, jnp.ones(3))
+    with pytest.raises(TypeError, match="bias has dtype int32"):
+        jaxnorm.layer_norm(X, None, jnp.ones(4, int))
+
+
+@each_norm
+def test_dtype_of_scale(function):
+    with pytest.raises(TypeError, match="scale has dtype int32"):
+        function(X, jnp.ones(4, int))
+
+
+@each_norm
+@pytest.mark.parametrize("epsilon", [-1e-6, float("nan"), float("inf")])
+def test_epsilon(function, epsilon):
+    with pytest.raises(ValueError, match=r"epsilon=.*; expected a finite number of at least 0"):
+        function(X, epsilon=epsilon)
+
+
+@each_norm
+@pytest.mark.parametrize("name", ["epsilon", "scale_offset"])
+def test_traced_or_odd_numbers(function, name):
+    with pytest.raises(TypeError, match=f"{name} is a traced value"):
+        jax.jit(lambda v: function(X, **{name: v}))(1.0)
+    with pytest.raises(TypeError, match=f"{name} is a str; expected a number"):
+        function(X, **{name: "small"})
+
+
+@each_norm
+def test_save(function):
+    with pytest.raises(ValueError, match=r"save='both'; expected one of 'output', 'input'"):
+        function(X, save="both")
+
+
+@each
+def test_errors_come_before_tracing(function):
+    """Under jit the error is the library's own, raised while the caller's code is traced."""
+    with pytest.raises(ValueError, match=r"out of range for x with shape \(2, 3, 4\)"):
+        jax.jit(lambda x: function(x, axis=7))(X)
+
+
+@each
+def test_numpy_input(function):
+    assert function(np.ones((2, 3), np.float32)).dtype == "float32"
+
+
+def test_axis_none_means_all():
+    np.testing.assert_allclose(jaxnorm.softmax(X, None).sum(), 1.0, rtol=1e-6)
+    np.testing.assert_array_equal(
+        jaxnorm.rms_norm(X, axis=None), jaxnorm.rms_norm(X, axis=(0, 1, 2))
+    )

@@ -1,0 +1,122 @@
+"""First and second derivatives against finite differences, in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+from reference import unit_roundoff
+
+import jaxnorm
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
+
+
+def check(function, *operands):
+    check_grads(function, operands, order=2, modes=["rev"])
+
+
+@pytest.mark.parametrize("where", [None, "some"])
+@pytest.mark.parametrize("axis", [-1, (0, 2)])
+def test_softmax(axis, where, implementation):
+    x = normal(3, 4, 5)
+    mask = None if where is None else x > -0.5
+    check(lambda x: jaxnorm.softmax(x, axis, mask, implementation=implementation), x)
+
+
+@pytest.mark.parametrize("where", [None, "some"])
+@pytest.mark.parametrize("axis", [-1, (0, 2)])
+def test_log_softmax(axis, where, implementation):
+    x = normal(3, 4, 5)
+    mask = None if where is None else x > -0.5
+    kept = True if mask is None else mask
+
+    def finite(x):
+        y = jaxnorm.log_softmax(x, axis, mask, implementation=implementation)
+        return jnp.where(kept, y, 0)
+
+    check(finite, x)
+
+
+@pytest.mark.parametrize("save", ["output", "input"])
+@pytest.mark.parametrize("axis", [-1, (0, 2)])
+def test_layer_norm(axis, save, implementation):
+    x = normal(3, 4, 5)
+    shape = (5,) if axis == -1 else (3, 5)
+    scale, bias = normal(*shape, seed=1), normal(*shape, seed=2)
+
+    def function(x, scale, bias):
+        return jaxnorm.layer_norm(
+            x, scale, bias, axis=axis, save=save, implementation=implementation
+        )
+
+    check(function, x, scale, bias)
+    check(lambda x: function(x, None, None), x)
+    check(lambda x, scale: function(x, scale, None), x, scale)
+
+
+@pytest.mark.parametrize(
+    ("save", "scale"),
+    [("output", "ordinary"), ("input", "ordinary"), ("input", "zeros"), ("input", "some zeros")],
+)
+def test_rms_norm(scale, save, implementation):
+    x, w = normal(4, 6), normal(6, seed=1)
+    w = {"ordinary": w, "zeros": 0 * w, "some zeros": w.at[::2].set(0)}[scale]
+    check(lambda x, w: jaxnorm.rms_norm(x, w, save=save, implementation=implementation), x, w)
+    check(
+        lambda x, w: jaxnorm.rms_norm(
+            x, w, scale_offset=1.0, save=save, implementation=implementation
+        ),
+        x,
+        w,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_second_derivative_at_a_floored_scale_is_loud(dtype):
+    """First derivatives are right at scale 0; second ones are not in y, and say so with NaN."""
+    x, w = normal(4, 6).astype(dtype), normal(6, seed=1).at[2].set(0)
+
+    def loss(w, save):
+        return jnp.sum(jaxnorm.rms_norm(x, w, save=save).astype("float64") ** 3)
+
+    np.testing.assert_allclose(
+        jax.grad(loss)(w, "output"), jax.grad(loss)(w, "input"), rtol=0.05, atol=1e-6
+    )
+    penalty = jax.grad(lambda w, save: jnp.sum(jax.grad(loss)(w, save) ** 2))
+    np.testing.assert_array_equal(np.isnan(penalty(w, "output")), np.arange(6) == 2)
+    assert np.isfinite(penalty(w, "input")).all()
+
+
+@pytest.mark.parametrize("save", ["output", "input"])
+def test_one_hot_rows(save):
+    """|x_hat| sits on its bound sqrt(N) there, where the clip must not cut derivatives."""
+    x = jnp.eye(4) * 3
+    check(lambda x: jaxnorm.rms_norm(x, jnp.full(4, 0.7), save=save, epsilon=1e-3), x)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_second_derivative_through_a_rounded_bias(dtype):
+    """The bias is rounded to the output's dtype, yet its derivative is that of the identity."""
+    x, d = normal(3, 8).astype(jnp.float32), normal(3, 8, seed=1).astype(jnp.float32)
+    for bias in (jnp.full(8, 1e-5, jnp.float32), jnp.full(8, 1.001, jnp.float32)):
+
+        def loss(b):
+            y = jaxnorm.layer_norm(x, None, b, dtype=dtype).astype(jnp.float32)
+            return jnp.sum(d * y**2)
+
+        hessian = jax.jacrev(jax.grad(loss))(bias)
+        # The cotangent 2 d of y is stored in y's dtype before the rows are summed.
+        bound = unit_roundoff(dtype) * np.sum(2 * np.abs(d), 0).max()
+        np.testing.assert_allclose(hessian, np.diag(2 * d.sum(0)), rtol=0, atol=bound)
+
+
+def test_forward_mode_raises():
+    x = normal(3, 4)
+    for function in (jaxnorm.softmax, jaxnorm.log_softmax, jaxnorm.layer_norm, jaxnorm.rms_norm):
+        with pytest.raises(TypeError, match="forward-mode"):
+            jax.jvp(function, (x,), (x,))

@@ -1,0 +1,157 @@
+"""Dispatch: which implementation runs, that it is the one lowered for, and what a second one needs.
+
+A stand-in kernel plays the accelerator's part here: xla's functions with a recognisable shift, and
+no differentiation rule of its own.
+"""
+
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxnorm
+from jaxnorm import _implementation
+from jaxnorm_kernels import xla
+
+SHIFT = 100.0
+
+
+@jax.custom_jvp
+def opaque(y):
+    return y + jnp.asarray(SHIFT, y.dtype)
+
+
+@opaque.defjvp
+def _opaque_jvp(primals, tangents):
+    raise AssertionError("a kernel was differentiated instead of its xla twin")
+
+
+class Stub(types.ModuleType):
+    """A kernel module: forward results are shifted, so that it shows which one ran."""
+
+    norm_bwd = staticmethod(xla.norm_bwd)
+    softmax_bwd = staticmethod(xla.softmax_bwd)
+
+    @staticmethod
+    def norm_fwd(x, scale, bias, spec):
+        y, stats = xla.norm_fwd(x, scale, bias, spec)
+        return opaque(y), stats
+
+    @staticmethod
+    def softmax_fwd(x, mask, spec):
+        return opaque(xla.softmax_fwd(x, mask, spec))
+
+    @staticmethod
+    def supports(spec):
+        return "it has no masked kernel" if spec.has_mask else None
+
+    @staticmethod
+    def prefers(spec):
+        return "rows of 7 are faster there" if spec.cols == 7 else None
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """The stand-in, registered as the default of CPUs and of TPUs (which are not here)."""
+    monkeypatch.setitem(sys.modules, "jaxnorm_kernels_stub", Stub("jaxnorm_kernels_stub"))
+    monkeypatch.setitem(_implementation._MODULES, "stub", "jaxnorm_kernels_stub")
+    jax.clear_caches()
+    yield lambda *platforms: monkeypatch.setattr(
+        _implementation, "_CANDIDATES", dict.fromkeys(platforms, ("stub",))
+    )
+    jax.clear_caches()
+
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8)), jnp.float32)
+
+
+def test_the_default_follows_the_platform_lowered_for(stub):
+    stub("cuda")
+    here = jax.jit(jaxnorm.rms_norm)
+    np.testing.assert_array_equal(here(X), jaxnorm.rms_norm(X, implementation="xla"))
+    there = here.trace(X).lower(lowering_platforms=("cuda",)).as_text()
+    assert "1.000000e+02" in there
+    assert "1.000000e+02" not in here.trace(X).lower().as_text()
+
+
+def test_the_default_runs_a_candidate_of_this_platform(stub):
+    stub("cpu")
+    expected = jaxnorm.softmax(X, implementation="xla") + SHIFT
+    for f in (jaxnorm.softmax, jax.jit(jaxnorm.softmax), jax.vmap(jaxnorm.softmax)):
+        np.testing.assert_allclose(f(X), expected, rtol=1e-6)
+
+
+def test_refused_and_unpreferred_calls_run_xla(stub):
+    stub("cpu")
+    mask = X > 0
+    np.testing.assert_array_equal(
+        jaxnorm.softmax(X, where=mask), jaxnorm.softmax(X, where=mask, implementation="xla")
+    )
+    np.testing.assert_array_equal(
+        jaxnorm.rms_norm(X[:, :7]), jaxnorm.rms_norm(X[:, :7], implementation="xla")
+    )
+
+
+def test_a_name_is_honoured_or_refused_with_the_reason(stub):
+    stub()
+    assert (jaxnorm.rms_norm(X[:, :7], implementation="stub") > SHIFT / 2).all()
+    with pytest.raises(ValueError, match=r"'stub' cannot run softmax fwd.*no masked kernel; leave"):
+        jaxnorm.softmax(X, where=X > 0, implementation="stub")
+
+
+def test_second_derivatives_are_those_of_the_twin(stub):
+    """The stand-in raises when differentiated; its twin has a rule, for rstd too."""
+    stub("cpu")
+
+    def penalty(implementation):
+        def loss(x):
+            y = jaxnorm.rms_norm(x, save="input", implementation=implementation)
+            return jnp.sum(y * jnp.arange(8.0))
+
+        return lambda x: jnp.sum(jax.grad(loss)(x) ** 2)
+
+    # From the input the backward reads x and rstd alone, which the stand-in leaves as they are.
+    np.testing.assert_allclose(
+        jax.grad(penalty("stub"))(X), jax.grad(penalty("xla"))(X), rtol=1e-5, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        jax.grad(penalty(None))(X), jax.grad(penalty("xla"))(X), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_implementation_for(stub):
+    stub("cuda")
+    plan = jaxnorm.implementation_for("softmax", (4, 8), jnp.bfloat16, platform="cuda")
+    assert (plan.forward.name, plan.backward.name) == ("stub", "stub")
+    plan = jaxnorm.implementation_for("softmax", (4, 8), "bfloat16", where=True, platform="cuda")
+    assert plan.forward.name == "xla"
+    assert "it has no masked kernel" in str(plan)
+    plan = jaxnorm.implementation_for("rms_norm", (4, 7), "float32", platform="cuda")
+    assert plan.forward.reason == "stub: rows of 7 are faster there"
+    plan = jaxnorm.implementation_for(
+        "rms_norm", (4, 7), "float32", platform="cuda", implementation="stub"
+    )
+    assert plan.backward == _implementation.Choice("stub", "asked for by name")
+    plan = jaxnorm.implementation_for("layer_norm", (4, 7), "float32")
+    assert str(plan).splitlines() == [
+        "forward:  xla (the only implementation for cpu)",
+        "backward: xla (the only implementation for cpu)",
+    ]
+
+
+def test_implementation_for_checks_its_arguments():
+    with pytest.raises(ValueError, match="function='gelu'; expected one of 'softmax'"):
+        jaxnorm.implementation_for("gelu", (4, 8), "float32")
+    with pytest.raises(ValueError, match="platform='gpu'; expected one of 'cpu', 'cuda'"):
+        jaxnorm.implementation_for("softmax", (4, 8), "float32", platform="gpu")
+    with pytest.raises(TypeError, match="dtype=int32"):
+        jaxnorm.implementation_for("softmax", (4, 8), "int32")
+    with pytest.raises(ValueError, match="out of range"):
+        jaxnorm.implementation_for("softmax", (4, 8), "float32", axis=2)
+
+
+def test_xla_alone_adds_no_branch_to_the_program():
+    assert "platform_index" not in str(jax.make_jaxpr(jaxnorm.rms_norm)(X))

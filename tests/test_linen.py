@@ -1,0 +1,204 @@
+"""jaxnorm.linen against Flax's own modules: fields, parameters, values, dtypes, gradients."""
+
+import dataclasses
+import inspect
+
+import flax.linen as nn
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxnorm.linen
+
+PAIRS = {"LayerNorm": (jaxnorm.linen.LayerNorm, nn.LayerNorm)}
+PAIRS["RMSNorm"] = (jaxnorm.linen.RMSNorm, nn.RMSNorm)
+each = pytest.mark.parametrize(("ours", "theirs"), PAIRS.values(), ids=list(PAIRS))
+each_save = pytest.mark.parametrize("save", ["output", "input"])
+
+# One entry or more for every field of Flax's modules.
+FIELDS = [
+    {},
+    {"epsilon": 1e-2},
+    {"dtype": jnp.bfloat16},
+    {"dtype": jnp.float32},
+    {"param_dtype": jnp.bfloat16},
+    {"use_bias": False},
+    {"use_scale": False},
+    {"use_bias": False, "use_scale": False},
+    {"bias_init": nn.initializers.normal(1.0)},
+    {"scale_init": nn.initializers.normal(1.0)},
+    {"reduction_axes": (1, 2), "feature_axes": (1, 2)},
+    {"reduction_axes": (-1, -2), "feature_axes": (-2, -1)},
+    {"reduction_axes": 1, "feature_axes": 1},
+    {"reduction_axes": (1, 2), "feature_axes": -1},
+    {"axis_name": "batch"},
+    {"axis_index_groups": [[0, 1], [2, 3]]},  # without axis_name it means nothing
+    {"use_fast_variance": False},
+    {"force_float32_reductions": False},
+    {"name": "norm"},
+]
+
+
+def data(dtype="float32", shape=(4, 5, 16)):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
+
+
+def accepted(module, fields):
+    return set(fields) <= {f.name for f in dataclasses.fields(module)}
+
+
+def run(module, x, **call):
+    """(variables, output); batched where a named axis is asked for."""
+    if module.axis_name is None:
+        return module.init_with_output(jax.random.key(1), x, **call)[::-1]
+    variables = jax.vmap(
+        lambda x: module.init(jax.random.key(1), x, **call), axis_name=module.axis_name
+    )(x)
+    y = jax.vmap(lambda v, x: module.apply(v, x, **call), axis_name=module.axis_name)(variables, x)
+    return variables, y
+
+
+def assert_same(ours, theirs, tolerance):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=tolerance, atol=tolerance
+        )
+
+
+@each
+@each_save
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
+def test_every_field(ours, theirs, fields, dtype, save):
+    if not accepted(theirs, fields):
+        return  # RMSNorm has no bias
+    x = data(dtype)
+    variables, y = run(ours(**fields, save=save), x)
+    expected_variables, expected = run(theirs(**fields), x)
+    assert_same(variables, expected_variables, 0)
+    # Two float32 computations of the same value, each then rounded to the output's dtype.
+    assert_same(y, expected, 2 * float(jnp.finfo(expected.dtype).eps) + 1e-5)
+
+
+@each
+@each_save
+def test_gradients(ours, theirs, save):
+    x = data()
+    fields = {"scale_init": nn.initializers.normal(1.0)}
+    variables = theirs(**fields).init(jax.random.key(1), x)
+
+    def grads(module):
+        def loss(variables, x):
+            return jnp.sum(module.apply(variables, x) ** 3)
+
+        return jax.grad(loss, argnums=(0, 1))(variables, x)
+
+    assert_same(grads(ours(**fields, save=save)), grads(theirs(**fields)), 1e-3)
+
+
+@each
+def test_mask_is_left_to_flax(ours, theirs):
+    x, mask = data(), data() > 0
+    variables = theirs().init(jax.random.key(0), x)
+    assert_same(ours().apply(variables, x, mask=mask), theirs().apply(variables, x, mask=mask), 0)
+    assert_same(ours().init(jax.random.key(0), x, mask=mask), variables, 0)
+
+
+@each
+@pytest.mark.parametrize("dtype", ["int32", "complex64"])
+def test_other_dtypes_are_left_to_flax(ours, theirs, dtype):
+    x = data().astype(dtype)
+    variables = theirs().init(jax.random.key(0), x)
+    y, expected = ours().apply(variables, x), theirs().apply(variables, x)
+    assert y.dtype == expected.dtype
+    np.testing.assert_array_equal(y, expected)
+
+
+@each
+def test_fields_and_signature_are_flax_s(ours, theirs):
+    def described(module):
+        return {f.name: (f.default, f.init) for f in dataclasses.fields(module)}
+
+    extra = {"save": ("output", True), "implementation": (None, True)}
+    assert described(ours) == {**described(theirs), **extra}
+
+    def parameters(module):
+        return [(p.name, p.kind, p.default) for p in inspect.signature(module).parameters.values()]
+
+    def call(module):
+        return [(p.name, p.kind) for p in inspect.signature(module.__call__).parameters.values()]
+
+    assert call(ours) == call(theirs)
+    positional = [p for p in parameters(theirs) if p[0] not in ("parent", "name")]
+    assert parameters(ours)[: len(positional)] == positional
+
+
+@each
+def test_flax_checkpoint_loads(ours, theirs):
+    x = data()
+    fields = {"scale_init": nn.initializers.normal(1.0)}
+    stored = flax.serialization.to_bytes(theirs(**fields).init(jax.random.key(3), x))
+    variables = flax.serialization.from_bytes(ours().init(jax.random.key(0), x), stored)
+    assert_same(ours().apply(variables, x), theirs().apply(variables, x), 1e-5)
+
+
+def test_bfloat16_input_with_float32_parameters_gives_float32():
+    x = data("bfloat16")
+    assert run(jaxnorm.linen.LayerNorm(), x)[1].dtype == "float32"
+    assert run(jaxnorm.linen.LayerNorm(dtype=jnp.bfloat16), x)[1].dtype == "bfloat16"
+
+
+def test_variance_is_stable_whatever_use_fast_variance_says():
+    x = 1e4 + data()
+    for fast in (True, False):
+        y = run(jaxnorm.linen.LayerNorm(use_fast_variance=fast), x)[1]
+        np.testing.assert_allclose(np.std(y, -1), 1, atol=1e-2)
+
+
+@each
+def test_the_saving_rule_is_used(ours, theirs):
+    """The norm's own residuals are named; Flax's paths have no names."""
+    x = data()
+    variables = theirs().init(jax.random.key(0), x)
+
+    def names(module, **call):
+        return "jaxnorm_out" in str(
+            jax.make_jaxpr(lambda v: jax.vjp(lambda v: module.apply(v, x, **call), v)[0])(variables)
+        )
+
+    assert names(ours())
+    assert not names(ours(), mask=x > 0)
+    assert not names(theirs())
+
+
+@each
+def test_errors_reach_the_user(ours, theirs):
+    with pytest.raises(ValueError, match="save='both'; expected one of"):
+        ours(save="both").init(jax.random.key(0), data())
+
+
+def test_scan_and_remat_over_layers():
+    class Block(nn.Module):
+        norm: type[nn.Module]
+
+        @nn.compact
+        def __call__(self, x, _):
+            return x + nn.Dense(16)(self.norm()(x)), None
+
+    def model(norm):
+        block = nn.remat(Block, prevent_cse=False)
+        return nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(
+            norm
+        )
+
+    x = data()
+    variables = model(nn.LayerNorm).init(jax.random.key(0), x, None)
+
+    def grads(norm):
+        return jax.grad(lambda v: jnp.sum(model(norm).apply(v, x, None)[0] ** 2))(variables)
+
+    assert_same(grads(jaxnorm.linen.LayerNorm), grads(nn.LayerNorm), 1e-3)

@@ -1,0 +1,150 @@
+"""jaxnorm.nnx against Flax's own modules: every argument, the state, values, dtypes, gradients."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxnorm.nnx
+
+PAIRS = {"LayerNorm": (jaxnorm.nnx.LayerNorm, nnx.LayerNorm)}
+PAIRS["RMSNorm"] = (jaxnorm.nnx.RMSNorm, nnx.RMSNorm)
+each = pytest.mark.parametrize(("ours", "theirs"), PAIRS.values(), ids=list(PAIRS))
+each_save = pytest.mark.parametrize("save", ["output", "input"])
+
+
+def keep_dtypes(operands, *, dtype):
+    """A promote_dtype of the user's own, which leaves everything as it is."""
+    del dtype
+    return operands
+
+
+# One entry or more for every argument of Flax's modules.
+ARGUMENTS = [
+    {},
+    {"epsilon": 1e-2},
+    {"dtype": jnp.bfloat16},
+    {"dtype": jnp.float32},
+    {"param_dtype": jnp.bfloat16},
+    {"use_bias": False},
+    {"use_scale": False},
+    {"use_bias": False, "use_scale": False},
+    {"bias_init": nnx.initializers.normal(1.0)},
+    {"scale_init": nnx.initializers.normal(1.0)},
+    {"reduction_axes": 1, "feature_axes": 1, "num_features": 5},
+    {"reduction_axes": (1, 2), "feature_axes": (1, 2), "num_features": 80},
+    {"reduction_axes": (1, 2), "feature_axes": -1},
+    {"axis_name": "batch"},
+    {"axis_index_groups": [[0, 1], [2, 3]]},  # without axis_name it means nothing
+    {"use_fast_variance": False},
+    {"promote_dtype": keep_dtypes},
+    {"scale_metadata": {"note": "gain"}},
+    {"bias_metadata": {"note": "shift"}},
+]
+
+
+def data(dtype="float32", shape=(4, 5, 16)):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
+
+
+def make(module, **arguments):
+    arguments = {"num_features": 16, **arguments}
+    return module(arguments.pop("num_features"), **arguments, rngs=nnx.Rngs(1))
+
+
+def run(module, x, **call):
+    if module.axis_name is None:
+        return module(x, **call)
+    return jax.vmap(lambda x: module(x, **call), axis_name=module.axis_name)(x)
+
+
+def assert_close(a, b, tolerance):
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    np.testing.assert_allclose(
+        np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=tolerance, atol=tolerance
+    )
+
+
+@each
+@each_save
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda a: "-".join(a) or "default")
+def test_every_argument(ours, theirs, arguments, dtype, save):
+    known = inspect.signature(theirs.__init__).parameters
+    if not set(arguments) <= set(known):
+        return  # RMSNorm has no bias
+    x = data(dtype)
+    module, reference = make(ours, **arguments, save=save), make(theirs, **arguments)
+    state, expected = (nnx.to_pure_dict(nnx.state(m)) for m in (module, reference))
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected)):
+        np.testing.assert_array_equal(a, b)
+    if "scale_metadata" in arguments:
+        assert module.scale.get_metadata("note") == "gain"
+    y = run(reference, x)
+    assert_close(run(module, x), y, 2 * float(jnp.finfo(y.dtype).eps) + 1e-5)
+
+
+@each
+@each_save
+def test_gradients(ours, theirs, save):
+    x = data()
+    arguments = {"scale_init": nnx.initializers.normal(1.0)}
+
+    def grads(module):
+        def loss(module, x):
+            return jnp.sum(module(x) ** 3)
+
+        by_module, by_x = nnx.grad(loss, argnums=(0, 1))(module, x)
+        return [*jax.tree.leaves(by_module), by_x]
+
+    for a, b in zip(grads(make(ours, **arguments, save=save)), grads(make(theirs, **arguments))):
+        assert_close(a, b, 1e-3)
+
+
+def test_mask_is_left_to_flax():
+    x, mask = data(), data() > 0
+    ours, theirs = make(jaxnorm.nnx.RMSNorm), make(nnx.RMSNorm)
+    assert_close(ours(x, mask), theirs(x, mask), 0)  # positional, as in Flax
+    ours, theirs = make(jaxnorm.nnx.LayerNorm), make(nnx.LayerNorm)
+    assert_close(ours(x, mask=mask), theirs(x, mask=mask), 0)
+
+
+@each
+def test_signature_is_flax_s(ours, theirs):
+    def call(module):
+        return [(p.name, p.kind) for p in inspect.signature(module.__call__).parameters.values()]
+
+    assert call(ours) == call(theirs)
+    assert issubclass(ours, theirs)
+    with pytest.raises(TypeError, match="rngs"):
+        ours(16)
+
+
+@each
+def test_flax_state_loads(ours, theirs):
+    x = data()
+    trained = make(theirs, scale_init=nnx.initializers.normal(1.0))
+    module = make(ours)
+    nnx.update(module, nnx.state(trained))
+    assert_close(module(x), trained(x), 1e-5)
+
+
+def test_parameters_are_cast_to_dtype_first():
+    """As in Flax: with dtype=bfloat16 the float32 x is rounded before its statistics are taken."""
+    x = 1e3 + data()
+    module, reference = (
+        make(m, dtype=jnp.bfloat16) for m in (jaxnorm.nnx.LayerNorm, nnx.LayerNorm)
+    )
+    reference.use_fast_variance = False
+    assert_close(module(x), reference(x), 0.02)
+    assert not np.allclose(module(x), make(jaxnorm.nnx.LayerNorm)(x), atol=0.1)
+
+
+def test_under_nnx_jit():
+    x = data()
+    module = make(jaxnorm.nnx.LayerNorm)
+    np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(module, x), module(x), rtol=1e-6)

@@ -1,0 +1,232 @@
+"""What saving the output costs, and what it must not cost: each case as a bound against float64.
+
+256 rows of 1024. dx is stored in x's dtype, so 0.83 u of its norm is unavoidable; the bounds leave
+a fifth of room above the law ``relerr(dscale_j) = 0.83 u sqrt(1 + (bias_j / scale_j)^2)``.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import Norm, exact, relative_error
+
+import jaxnorm
+
+ROWS, COLS = 256, 1024
+# Half a unit roundoff: the mean size of what the law calls u.
+U = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-25}
+ROOM = 1.2
+# float32 sums of 1024 terms, measured 1e-7: a few units in the last place.
+F32 = 4 * 2.0**-24
+
+
+def rng(seed):
+    return np.random.default_rng(seed)
+
+
+def near_one(cols=COLS):
+    return 1 + 0.1 * rng(1).normal(size=cols)
+
+
+def five_percent_zeros():
+    scale = near_one()
+    scale[rng(2).random(COLS) < 0.05] = 0
+    return scale
+
+
+def gradients(dtype, scale, bias, *, save="output", p_dtype="float32", x=None, d=None):
+    """Relative errors of (dx, dscale) and their arrays, LayerNorm with a bias, else RMSNorm."""
+    x = rng(3).normal(size=(ROWS, COLS)) if x is None else x
+    d = rng(4).normal(size=(ROWS, COLS)) if d is None else d
+    x, d = jnp.asarray(x, dtype), jnp.asarray(d, dtype)
+    scale = jnp.asarray(scale, p_dtype)
+    bias = None if bias is None else jnp.asarray(bias, p_dtype)
+
+    def call(x, scale):
+        if bias is None:
+            return jaxnorm.rms_norm(x, scale, save=save)
+        return jaxnorm.layer_norm(x, scale, bias, save=save)
+
+    _, vjp = jax.vjp(call, x, scale)
+    dx, dscale = vjp(d)
+    ref = Norm(
+        exact(x),
+        exact(scale),
+        np.zeros(COLS) if bias is None else exact(bias),
+        exact(d),
+        bias is not None,
+        1e-6,
+        save,
+        dtype,
+        dtype,
+    )
+    return dx, dscale, ref
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "dx_bound", "dscale_bound"),
+    [
+        pytest.param("bfloat16", near_one(), 1.7e-3, 1.6e-3, id="bf16, scale near 1"),
+        pytest.param("float32", rng(5).uniform(-1e-2, 1e-2, COLS), F32, F32, id="f32, small"),
+        pytest.param("float32", np.full(COLS, 1e-6), F32, F32, id="f32, 1e-6"),
+        pytest.param("bfloat16", five_percent_zeros(), 1.7e-3, 1.6e-3, id="bf16, 5 % zeros"),
+        pytest.param("float16", near_one(), 1.7e-3 / 8, 1.6e-3 / 8, id="f16, scale near 1"),
+    ],
+)
+def test_rms_norm(dtype, scale, dx_bound, dscale_bound):
+    dx, dscale, ref = gradients(dtype, scale, None)
+    assert relative_error(dx, ref.dx) < ROOM * dx_bound
+    assert relative_error(dscale, ref.dscale) < ROOM * dscale_bound
+
+
+@pytest.mark.parametrize(
+    ("scale", "bias", "dx_bound", "dscale_bound"),
+    [
+        pytest.param(near_one(), np.full(COLS, 10.0), 1.8e-3, 1.8e-2, id="bias 10"),
+        pytest.param(near_one(), rng(6).normal(size=COLS), 1.7e-3, 2.5e-3, id="bias N(0, 1)"),
+    ],
+)
+def test_layer_norm(scale, bias, dx_bound, dscale_bound):
+    dx, dscale, ref = gradients("bfloat16", scale, bias)
+    assert relative_error(dx, ref.dx) < ROOM * dx_bound
+    assert relative_error(dscale, ref.dscale) < ROOM * dscale_bound
+
+
+def test_bias_far_above_scale_is_lost_from_the_output_and_kept_from_the_input():
+    """Information is gone from y: bounded, not exact, and foretold; save="input" is right."""
+    scale, bias = rng(7).uniform(-1e-2, 1e-2, COLS), rng(8).normal(size=COLS)
+    dx, dscale, ref = gradients("bfloat16", scale, bias)
+    assert relative_error(dx, ref.dx) < ROOM * 1.6e-2
+    assert np.abs(exact(dscale)).max() <= np.sum(np.abs(ref.d), 0).max() * np.sqrt(COLS)
+    report = jaxnorm.check_params({"scale": scale, "bias": bias}, "bfloat16")
+    assert not report.safe
+    dx, dscale, ref = gradients("bfloat16", scale, bias, save="input")
+    assert relative_error(dx, ref.dx) < ROOM * 1.7e-3
+    assert relative_error(dscale, ref.dscale) < F32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scale_all_zero(dtype):
+    """y still carries x_hat: dscale is as right as ever, and dx vanishes."""
+    dx, dscale, ref = gradients(dtype, np.zeros(COLS), None)
+    assert np.abs(exact(dx)).max() < 2.0**-50
+    assert relative_error(dscale, ref.dscale) < ROOM * {"float32": F32, "bfloat16": 1.6e-3}[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-30, -1e-30])
+def test_floored_output_vanishes_in_a_matmul(dtype, value):
+    """What the floor adds to y is bitwise invisible behind a matrix product."""
+    x = jnp.asarray(rng(0).normal(size=(16, 64)), dtype)
+    scale = jnp.asarray(near_one(64), "float32").at[::3].set(value)
+    weights = jnp.asarray(rng(1).normal(size=(64, 32)), dtype)
+    products = [
+        jnp.matmul(jaxnorm.rms_norm(x, scale, save=save), weights) for save in ("output", "input")
+    ]
+    np.testing.assert_array_equal(*map(exact, products))
+
+
+@pytest.mark.parametrize("case", ["ordinary", "bias much larger", "tiny scale"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_law(dtype, case):
+    """check_params' formula predicts each column's error, within a factor that 256 rows justify."""
+    scale, bias = {
+        "ordinary": (near_one(), rng(9).normal(size=COLS)),
+        "bias much larger": (near_one() * 0.1, rng(9).normal(size=COLS)),
+        "tiny scale": (np.full(COLS, 2.0**-18), np.zeros(COLS)),
+    }[case]
+    scale, bias = (np.asarray(a, np.float32) for a in (scale, bias))
+    _, dscale, ref = gradients(dtype, scale, bias)
+    # Errors are random in the rows: compare root mean squares over columns of equal law.
+    predicted = np.array(
+        [
+            jaxnorm.check_params({"scale": s, "bias": b}, dtype).norms[0].dscale_error
+            for s, b in zip(scale, bias)
+        ]
+    )
+    magnitude = np.linalg.norm(ref.d * ref.xh, axis=0)  # of dscale_j, with independent rows
+    measured = np.abs(exact(dscale) - ref.dscale) / (predicted * magnitude)
+    assert 0.7 < np.sqrt(np.mean(measured**2)) < 1.4
+
+
+@pytest.mark.parametrize("subtract_mean", [True, False])
+def test_float32_parameters_with_bfloat16_output(subtract_mean):
+    """Forward and backward round the bias to y's dtype alike; XLA may not undo that under jit."""
+    x = jnp.asarray(rng(0).normal(size=(ROWS, COLS)), jnp.float32)
+    d = jnp.asarray(rng(1).normal(size=(ROWS, COLS)), jnp.bfloat16)
+    scale = jnp.asarray(near_one(), jnp.float32)
+    bias = jnp.asarray(10 + rng(2).normal(size=COLS), jnp.float32)
+
+    @jax.jit
+    def run(x, scale, bias, d):
+        def call(x, scale, bias):
+            if subtract_mean:
+                return jaxnorm.layer_norm(x, scale, bias, dtype=jnp.bfloat16)
+            return jaxnorm.rms_norm(x, scale, dtype=jnp.bfloat16)
+
+        return jax.vjp(call, x, scale, bias)[1](d)
+
+    dx, dscale, _ = run(x, scale, bias, d)
+    b = exact(bias) if subtract_mean else np.zeros(COLS)
+    ref = Norm(
+        exact(x), exact(scale), b, exact(d), subtract_mean, 1e-6, "output", "float32", "bfloat16"
+    )
+    law = 0.83 * U["bfloat16"] * np.sqrt(1 + (np.abs(b) / ref.gain) ** 2)
+    assert relative_error(dscale, ref.dscale) < ROOM * np.sqrt(np.mean(law**2))
+    assert relative_error(dx, ref.dx) < 1.8e-3
+
+
+def test_mean_ten_thousand():
+    """Two passes: the variance stays right where E[x^2] - E[x]^2 errs by thousands."""
+    x = 1e4 + rng(0).normal(size=(ROWS, COLS))
+    y = jaxnorm.layer_norm(jnp.asarray(x, jnp.float32))
+    x = exact(jnp.asarray(x, jnp.float32))
+    expected = (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True)
+    # The mean is rounded to float32 (half a unit at 1e4 is 4.9e-4), after a sum of 1024 terms.
+    assert np.abs(exact(y) - expected).max() < 4 * 4.9e-4
+    spread = x.std(-1) / np.sqrt(x.var(-1) + 1e-6)
+    assert np.abs(exact(y).std(-1) - spread).max() < 16 * 2.0**-24
+
+
+def test_cotangent_parallel_to_x_hat():
+    """dx then is a small difference: its error is about u |c2| / |dx|, whatever the scale."""
+    x, noise = rng(0).normal(size=(ROWS, COLS)), rng(1).normal(size=(ROWS, COLS))
+    d = 0.9 * x + np.sqrt(1 - 0.9**2) * noise
+    dx, _, ref = gradients("bfloat16", np.ones(COLS), None, x=x, d=d)
+    law = 0.83 * U["bfloat16"] * np.sqrt(1 + np.mean(ref.c2**2) / np.mean((ref.dx / ref.r) ** 2))
+    assert relative_error(dx, ref.dx) < ROOM * law
+
+
+@pytest.mark.parametrize("save", ["output", "input"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_zero_initialised_scale_trains(dtype, save):
+    """A scale that starts at 0 learns as fast from the output as from the input."""
+    x = jnp.asarray(rng(0).normal(size=(64, 32)), dtype)
+    target = jnp.asarray(rng(1).normal(size=32), jnp.float32)
+
+    @jax.jit
+    def step(scale):
+        def loss(scale):
+            y = jaxnorm.rms_norm(x, scale, save=save).astype(jnp.float32)
+            reference = jaxnorm.rms_norm(x.astype(jnp.float32)) * target
+            return jnp.mean((y - reference) ** 2)
+
+        value, grad = jax.value_and_grad(loss)(scale)
+        return value, scale - 5.0 * grad
+
+    scale = jnp.zeros(32)
+    first, _ = step(scale)
+    for _ in range(60):
+        value, scale = step(scale)
+    assert value < 1e-3 * first
+
+
+def test_log_probabilities_of_a_large_vocabulary_belong_in_float32():
+    """The documented exception: p = exp(y) from a bfloat16 y is off by more than u."""
+    x = jnp.asarray(3 * rng(0).normal(size=(16, 50257)), jnp.bfloat16)
+    d = jnp.asarray(rng(1).normal(size=(16, 50257)), jnp.float32)
+    p = np.exp(exact(x) - np.max(exact(x), -1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    expected = exact(d) - p * exact(d).sum(-1, keepdims=True)
+    dx = jax.vjp(lambda x: jaxnorm.log_softmax(x, dtype=jnp.float32), x)[1](d)[0]
+    assert relative_error(dx, expected) < 2 * U["bfloat16"]  # storing dx, nothing else

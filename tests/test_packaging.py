@@ -1,0 +1,88 @@
+"""The wheel: what it holds, and that it works where there is nothing else."""
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*command, **options):
+    done = subprocess.run(
+        [str(c) for c in command], capture_output=True, text=True, check=False, **options
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    out = tmp_path_factory.mktemp("dist")
+    # hatchling is here already: no isolated environment, no download.
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT)
+    return out
+
+
+def test_wheel_holds_both_packages_and_nothing_else(dist):
+    (wheel,) = dist.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {n.split("/")[0] for n in names}
+    assert {t for t in tops if not t.endswith(".dist-info")} == {"jaxnorm", "jaxnorm_kernels"}
+    assert {"jaxnorm/py.typed", "jaxnorm_kernels/py.typed"} <= set(names)
+    assert not any("__pycache__" in n or "test" in n for n in names)
+    assert any(n.endswith("licenses/LICENSE") for n in names)
+
+
+def test_sdist_builds_the_same_wheel(dist):
+    (sdist,) = dist.glob("*.tar.gz")
+    names = {n.split("/", 1)[1] for n in tarfile.open(sdist).getnames() if "/" in n}
+    assert {"pyproject.toml", "README.md", "LICENSE", "kernels/jaxnorm_kernels/specs.py"} <= names
+
+
+def test_wheel_in_an_empty_environment(dist, tmp_path):
+    """Installed beside jax and numpy alone: the functions work, and Flax modules say what to do."""
+    (wheel,) = dist.glob("*.whl")
+    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    python = tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
+    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    run(*pip, wheel, f"jax=={_version('jax')}", f"numpy=={_version('numpy')}")
+    program = """
+import jax, jax.numpy as jnp, jaxnorm, sys
+x = jnp.ones((2, 8))
+assert jaxnorm.rms_norm(x, jnp.ones(8)).shape == (2, 8)
+assert jax.grad(lambda x: jaxnorm.softmax(x)[0, 0])(x).shape == (2, 8)
+assert not {"flax", "jaxnorm.linen"} & set(sys.modules)
+for module in ("linen", "nnx"):
+    try:
+        __import__("jaxnorm." + module)
+    except ImportError as error:
+        assert 'pip install "jaxnorm[flax]"' in str(error), error
+    else:
+        raise AssertionError("flax is here")
+print("works")
+"""
+    assert run(python, "-W", "error", "-c", program, cwd=tmp_path) == "works\n"
+
+
+def test_version():
+    import jaxnorm
+
+    assert jaxnorm.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_import_costs_no_extra():
+    """Neither Flax nor a kernel backend is imported before it is asked for."""
+    program = "import jaxnorm, sys; print([m for m in sys.modules if m.startswith(('flax', "
+    program += "'jax.experimental.pallas', 'jaxnorm_kernels.'))])"
+    assert run(sys.executable, "-c", program) == "['jaxnorm_kernels.specs']\n"
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import version
+
+    return version(package)

@@ -1,0 +1,111 @@
+"""What holds for every input: properties over generated shapes, axes and values."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import jaxnorm
+
+FUNCTIONS = {
+    "softmax": jaxnorm.softmax,
+    "log_softmax": jaxnorm.log_softmax,
+    "layer_norm": jaxnorm.layer_norm,
+    "rms_norm": jaxnorm.rms_norm,
+}
+each = pytest.mark.parametrize("name", FUNCTIONS)
+# Every new shape is compiled anew: few shapes, and no deadline.
+few = settings(max_examples=25, deadline=None, derandomize=True)
+
+values = st.floats(-30, 30, width=32, allow_subnormal=False)
+arrays = st.sampled_from([(2, 3), (4, 1, 5), (3, 4, 2), (7,)]).flatmap(
+    lambda shape: hnp.arrays(np.float32, shape, elements=values)
+)
+
+
+@st.composite
+def arrays_with_axis(draw):
+    x = draw(arrays)
+    return x, draw(st.integers(-x.ndim, x.ndim - 1))
+
+
+@each
+@few
+@given(arrays_with_axis())
+def test_axis_equals_moveaxis(name, case):
+    x, axis = case
+    function = FUNCTIONS[name]
+    expected = jnp.moveaxis(function(jnp.moveaxis(x, axis, -1)), -1, axis)
+    # The sum runs over the same numbers, perhaps in another order.
+    np.testing.assert_allclose(function(x, axis=axis), expected, rtol=1e-5, atol=1e-5)
+
+
+@each
+@few
+@given(arrays)
+def test_two_axes_equal_one_flattened(name, x):
+    function = FUNCTIONS[name]
+    x = x.reshape(-1, x.shape[-1])
+    flat = function(x.reshape(-1)).reshape(x.shape)
+    np.testing.assert_allclose(function(x, axis=(0, 1)), flat, rtol=1e-5, atol=1e-5)
+
+
+@each
+@few
+@given(arrays, st.randoms(use_true_random=False))
+def test_rows_permute(name, x, random):
+    x = x.reshape(-1, x.shape[-1])
+    order = list(range(x.shape[0]))
+    random.shuffle(order)
+    function = FUNCTIONS[name]
+    np.testing.assert_array_equal(function(x[np.array(order)]), function(x)[np.array(order)])
+
+
+@few
+@given(arrays, st.integers(-64, 64))
+def test_softmax_ignores_a_shift(x, shift):
+    x = np.round(x)  # so that x + shift is exact
+    np.testing.assert_array_equal(jaxnorm.softmax(x + shift), jaxnorm.softmax(x))
+    np.testing.assert_allclose(
+        jaxnorm.log_softmax(x + shift), jaxnorm.log_softmax(x), rtol=1e-6, atol=1e-6
+    )
+
+
+@few
+@given(arrays)
+def test_softmax_is_a_distribution(x):
+    y = np.asarray(jaxnorm.softmax(x))
+    assert (y >= 0).all()
+    np.testing.assert_allclose(y.sum(-1), 1, rtol=1e-5)
+    np.testing.assert_allclose(np.exp(jaxnorm.log_softmax(x)), y, rtol=1e-4, atol=1e-7)
+
+
+@few
+@given(arrays, st.integers(-8, 8))
+def test_rms_norm_ignores_a_power_of_two(x, exponent):
+    scaled = jaxnorm.rms_norm(x * np.float32(2.0**exponent), epsilon=0.0)
+    plain = np.asarray(jaxnorm.rms_norm(x, epsilon=0.0))
+    ordinary = np.abs(x).max(-1, keepdims=True) > 1e-10  # x^2 neither vanishes nor is 0
+    np.testing.assert_array_equal(np.where(ordinary, scaled, 0), np.where(ordinary, plain, 0))
+
+
+@few
+@given(arrays, st.integers(-64, 64))
+def test_layer_norm_ignores_a_shift(x, shift):
+    x = np.round(x)
+    # Each mean is rounded once: units in the last place of the mean, against the spread.
+    np.testing.assert_allclose(
+        jaxnorm.layer_norm(x + shift, epsilon=1.0), jaxnorm.layer_norm(x, epsilon=1.0), atol=1e-4
+    )
+
+
+@few
+@given(arrays, hnp.arrays(bool, (7,)))
+def test_where_equals_leaving_out(x, kept):
+    row = np.resize(x.reshape(-1), 7)
+    y = np.asarray(jaxnorm.softmax(row, where=kept))
+    assert (y[~kept] == 0).all()
+    if kept.any():
+        np.testing.assert_allclose(y[kept], jaxnorm.softmax(row[kept]), rtol=1e-5, atol=1e-7)

@@ -1,0 +1,187 @@
+"""Values and gradients of softmax and log_softmax against float64 numpy."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from reference import assert_within, exact
+
+import jaxnorm
+
+FUNCTIONS = {
+    "softmax": (jaxnorm.softmax, reference.softmax, reference.softmax_bound),
+    "log_softmax": (jaxnorm.log_softmax, reference.log_softmax, reference.log_softmax_bound),
+}
+GRADIENTS = {
+    "softmax": (reference.softmax_gradient, reference.softmax_gradient_bound),
+    "log_softmax": (reference.log_softmax_gradient, reference.log_softmax_gradient_bound),
+}
+AXES = [-1, 0, 1, (0, 2), (-1, -2), None]
+MIXES = [*((d, d) for d in reference.DTYPES), ("bfloat16", "float32"), ("float32", "bfloat16")]
+
+
+def data(shape, dtype, seed=0, scale=3.0):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=shape) * scale, dtype)
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize(("x_dtype", "y_dtype"), MIXES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_gradients(name, x_dtype, y_dtype, axis, implementation):
+    function, expected, bound = FUNCTIONS[name]
+    gradient, gradient_bound = GRADIENTS[name]
+    x, d = data((4, 5, 37), x_dtype), data((4, 5, 37), y_dtype, seed=1, scale=1.0)
+
+    y, vjp = jax.vjp(lambda x: function(x, axis, dtype=y_dtype, implementation=implementation), x)
+    (dx,) = vjp(d)
+
+    u = reference.arithmetic(x_dtype, y_dtype)
+    y_ref = expected(exact(x), axis)
+    y_bound = bound(exact(x), y_ref, axis, y_dtype, u)
+    assert (y.dtype, dx.dtype) == (y_dtype, x_dtype)
+    assert_within(y, y_ref, y_bound)
+    assert_within(
+        dx,
+        gradient(y_ref, exact(d), axis),
+        gradient_bound(y_ref, exact(d), axis, y_bound, x_dtype, u),
+    )
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.usefixtures("x64")
+def test_float64(name):
+    function, expected, bound = FUNCTIONS[name]
+    x = data((3, 50), "float64")
+    y = function(x)
+    assert y.dtype == "float64"
+    y_ref = expected(exact(x), -1)
+    u = reference.unit_roundoff("float64")
+    # numpy's own float64 exp is not exact either: one more unit each.
+    assert_within(y, y_ref, 2 * bound(exact(x), y_ref, -1, "float64", u))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("cols", [1, 2, 31, 50257])
+def test_widths(name, cols, implementation):
+    function, expected, bound = FUNCTIONS[name]
+    x = data((3, cols), "float32")
+    y_ref = expected(exact(x), -1)
+    y = function(x, implementation=implementation)
+    assert_within(
+        y, y_ref, bound(exact(x), y_ref, -1, "float32", reference.unit_roundoff("float32"))
+    )
+
+
+def test_agrees_with_jax_nn():
+    x = data((6, 7), "float32")
+    where = jnp.asarray(np.random.default_rng(2).random((6, 7)) < 0.6).at[2].set(False)
+    for ours, theirs in [
+        (jaxnorm.softmax, jax.nn.softmax),
+        (jaxnorm.log_softmax, jax.nn.log_softmax),
+    ]:
+        for axis, mask in itertools.product((-1, 0, (0, 1), None), (None, where)):
+            np.testing.assert_allclose(
+                ours(x, axis, mask), theirs(x, axis, mask), rtol=1e-6, atol=1e-6
+            )
+
+
+def where_masks():
+    rng = np.random.default_rng(3)
+    some = rng.random((4, 5, 6)) < 0.5
+    some[1, 2] = False  # a row with nothing kept
+    return {"full": some, "broadcast": some[:1, :, :], "lower rank": some[0, 0]}
+
+
+@pytest.mark.parametrize("kind", where_masks())
+@pytest.mark.parametrize("axis", [-1, 0, (0, 2)])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_where(name, axis, kind, implementation):
+    function, expected, _ = FUNCTIONS[name]
+    where = where_masks()[kind]
+    x, d = data((4, 5, 6), "float32"), data((4, 5, 6), "float32", seed=1)
+    kept = np.broadcast_to(where, x.shape)
+    # What is masked must not matter, neither in x nor in the cotangent.
+    x = jnp.where(kept, x, jnp.nan)
+    d = jnp.where(kept, d, jnp.inf)
+
+    y, vjp = jax.vjp(lambda x: function(x, axis, where, implementation=implementation), x)
+    (dx,) = vjp(d)
+
+    y_ref = expected(exact(x), axis, where)
+    np.testing.assert_allclose(y, y_ref, rtol=1e-5, atol=1e-6)
+    d_kept = np.where(kept, exact(d), 0)
+    dx_ref = np.where(kept, GRADIENTS[name][0](y_ref, d_kept, axis), 0)
+    np.testing.assert_allclose(dx, dx_ref, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(dx)[~kept], 0)
+    np.testing.assert_array_equal(np.asarray(y)[~kept], 0 if name == "softmax" else -np.inf)
+
+
+def test_log_softmax_mask_is_not_guessed_from_the_output():
+    """A genuine -inf logit has a gradient of its own; a masked one has none."""
+    x = jnp.asarray([0.0, -jnp.inf, 1.0])
+    for where, expected in [(None, 1.0), (jnp.asarray([True, False, True]), 0.0)]:
+        _, vjp = jax.vjp(lambda x, where=where: jaxnorm.log_softmax(x, where=where), x)
+        assert vjp(jnp.ones(3))[0][1] == expected
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dtype", reference.DTYPES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_and_inf_stay_in_their_row(name, dtype, bad, implementation):
+    function = FUNCTIONS[name][0]
+    x = data((4, 40), dtype)
+    broken = x.at[1, 7].set(bad)
+    y = function(broken, implementation=implementation)
+    assert np.isnan(exact(y)[1]).all()
+    np.testing.assert_array_equal(
+        exact(y)[[0, 2, 3]], exact(function(x, implementation=implementation))[[0, 2, 3]]
+    )
+
+
+def test_row_of_minus_infinity():
+    x = jnp.full((2, 3), -jnp.inf)
+    assert jnp.isnan(jaxnorm.softmax(x)).all()
+    assert jnp.isnan(jaxnorm.log_softmax(x)).all()
+    nothing = jnp.zeros((2, 3), bool)
+    np.testing.assert_array_equal(jaxnorm.softmax(x, where=nothing), 0)
+    np.testing.assert_array_equal(jaxnorm.log_softmax(x, where=nothing), -jnp.inf)
+    np.testing.assert_array_equal(jax.grad(lambda x: jaxnorm.softmax(x, where=nothing).sum())(x), 0)
+
+
+def test_large_logits_do_not_overflow():
+    x = jnp.asarray([[3e38, 3e38, -3e38]])
+    np.testing.assert_array_equal(jaxnorm.softmax(x), [[0.5, 0.5, 0.0]])
+    np.testing.assert_allclose(jaxnorm.log_softmax(x)[0, :2], np.log(0.5), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (3, 0, 4), (0,)])
+def test_empty(name, shape, implementation):
+    function = FUNCTIONS[name][0]
+    x = jnp.zeros(shape, jnp.bfloat16)
+    y, vjp = jax.vjp(lambda x: function(x, implementation=implementation), x)
+    assert y.shape == vjp(y)[0].shape == shape
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_numpy_and_scalar_axes(name):
+    function = FUNCTIONS[name][0]
+    x = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    np.testing.assert_array_equal(function(x, np.int64(1)), function(jnp.asarray(x), -1))
+    np.testing.assert_array_equal(function(x[0]), function(x)[0])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradient_beats_jax_nn_in_low_precision(dtype):
+    """Float32 arithmetic inside: no worse than jax.nn's own gradient in the same dtype."""
+    x, d = data((64, 1000), dtype), data((64, 1000), dtype, seed=1)
+    dx_ref = reference.softmax_gradient(reference.softmax(exact(x), -1), exact(d), -1)
+    errors = [
+        reference.relative_error(jax.vjp(f, x)[1](d)[0], dx_ref)
+        for f in (jaxnorm.softmax, jax.nn.softmax)
+    ]
+    assert errors[0] <= errors[1]

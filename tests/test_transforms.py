@@ -1,0 +1,215 @@
+"""jit, vmap, scan, checkpoint, export: the functions behave like any JAX function under each."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxnorm
+
+
+def normal(*shape, seed=0, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+FUNCTIONS = {
+    "softmax": jaxnorm.softmax,
+    "log_softmax": jaxnorm.log_softmax,
+    "layer_norm": lambda x, **options: jaxnorm.layer_norm(x, SCALE, BIAS, **options),
+    "rms_norm": lambda x, **options: jaxnorm.rms_norm(x, SCALE, **options),
+    "layer_norm from input": lambda x, **options: jaxnorm.layer_norm(
+        x, SCALE, BIAS, save="input", **options
+    ),
+}
+SCALE, BIAS = 1 + 0.1 * normal(16, seed=1), normal(16, seed=2)
+
+each_function = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=list(FUNCTIONS))
+
+
+def weighted(function):
+    """A scalar loss with a different cotangent everywhere."""
+    return lambda x: jnp.sum(function(x) * jnp.cos(jnp.arange(x.size).reshape(x.shape)))
+
+
+@each_function
+def test_jit_changes_nothing(function):
+    x = normal(6, 16)
+    np.testing.assert_array_equal(jax.jit(function)(x), function(x))
+    loss = weighted(function)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), jax.grad(loss)(x), rtol=1e-5, atol=1e-6)
+
+
+@each_function
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_same_bits_with_and_without_a_gradient(function, dtype):
+    x = normal(6, 16, dtype=dtype)
+    y, _ = jax.jit(lambda x: jax.vjp(function, x))(x)
+    np.testing.assert_array_equal(y, jax.jit(function)(x))
+
+
+@each_function
+@pytest.mark.parametrize("in_axes", [0, 1, 2])
+def test_vmap(function, in_axes):
+    x = normal(3, 4, 16) if in_axes < 2 else normal(4, 16, 3)
+    moved = jnp.moveaxis(x, in_axes, 0)
+    np.testing.assert_allclose(
+        jax.vmap(function, in_axes)(x), jnp.stack([function(a) for a in moved]), rtol=1e-6
+    )
+
+
+@each_function
+def test_grad_of_vmap_and_vmap_of_grad(function):
+    x = normal(3, 4, 16)
+    loss = weighted(function)
+    expected = jnp.stack([jax.grad(loss)(a) for a in x])
+    batched = jax.vmap(jax.grad(loss))(x)
+    summed = jax.grad(lambda x: jnp.sum(jax.vmap(loss)(x)))(x)
+    np.testing.assert_allclose(batched, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(summed, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_vmap_over_parameters_and_mask():
+    x, scales = normal(4, 16), normal(3, 16, seed=3)
+    batched = jax.vmap(jaxnorm.rms_norm, (None, 0))(x, scales)
+    np.testing.assert_allclose(
+        batched, jnp.stack([jaxnorm.rms_norm(x, s) for s in scales]), rtol=1e-6
+    )
+    masks = normal(3, 4, 16, seed=4) > 0
+    batched = jax.vmap(lambda m: jaxnorm.softmax(x, where=m))(masks)
+    np.testing.assert_allclose(
+        batched, jnp.stack([jaxnorm.softmax(x, where=m) for m in masks]), rtol=1e-6
+    )
+
+
+@each_function
+def test_scan(function):
+    x = normal(4, 16)
+
+    def scanned(x):
+        return jax.lax.scan(lambda c, _: (function(c) + c, None), x, None, length=3)[0]
+
+    def unrolled(x):
+        for _ in range(3):
+            x = function(x) + x
+        return x
+
+    np.testing.assert_allclose(scanned(x), unrolled(x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        jax.grad(weighted(scanned))(x), jax.grad(weighted(unrolled))(x), rtol=1e-4, atol=1e-5
+    )
+
+
+def stack_of_blocks(block, x, weights):
+    for w in weights:
+        x = block(x, w)
+    return jnp.sum(x**2)
+
+
+def norms_in(function, *operands):
+    """Forward norms in the HLO as lowered: what XLA may still merge is not the policy's doing."""
+    text = jax.jit(function).lower(*operands).as_text(dialect="hlo")
+    assert len(re.findall(r"rsqrt\(", text)) > 0
+    return len(re.findall(r"to_apply=_norm_forward", text))
+
+
+@pytest.mark.parametrize(
+    ("policy", "per_block"),
+    [(None, 2), (jaxnorm.save_policy, 1)],
+    ids=["everything recomputed", "save_policy"],
+)
+@pytest.mark.parametrize("save", ["output", "input"])
+def test_save_policy_computes_each_norm_once(policy, per_block, save):
+    """Without the policy the backward of a rematerialised block computes its norm a second time."""
+
+    def block(x, w):
+        return x + jnp.tanh(jaxnorm.rms_norm(x, SCALE, save=save) @ w)
+
+    x, weights = normal(8, 16), normal(4, 16, 16, seed=5)
+    rematerialised = functools.partial(stack_of_blocks, jax.checkpoint(block, policy=policy))
+    assert norms_in(jax.grad(rematerialised), x, weights) == per_block * len(weights)
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(rematerialised))(x, weights),
+        jax.grad(functools.partial(stack_of_blocks, block))(x, weights),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_without_checkpoint_each_norm_runs_once():
+    def block(x, w):
+        return x + jnp.tanh(jaxnorm.rms_norm(x, SCALE) @ w)
+
+    x, weights = normal(8, 16), normal(4, 16, 16, seed=5)
+    blocks = functools.partial(stack_of_blocks, block)
+    assert norms_in(jax.grad(blocks), x, weights) == len(weights)
+
+
+def saved_names(function, *operands):
+    """Names of the residuals that the policy keeps."""
+    jaxpr = jax.make_jaxpr(lambda *a: jax.vjp(function, *a)[0])(*operands)
+    return set(re.findall(r"name\[name=(\w+)", str(jaxpr)))
+
+
+def test_residual_names():
+    x = normal(4, 16)
+    norm_names = {"jaxnorm_out", "jaxnorm_rstd"}
+    assert saved_names(jaxnorm.rms_norm, x) == norm_names
+    assert saved_names(jaxnorm.layer_norm, x) == norm_names
+    assert saved_names(functools.partial(jaxnorm.layer_norm, save="input"), x) == norm_names
+    assert saved_names(jaxnorm.softmax, x) == {"jaxnorm_softmax_out"}
+
+
+@each_function
+@pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "cuda", "tpu")])
+def test_export_round_trip(function, platforms):
+    x = normal(4, 16)
+    for f in (jax.jit(function), jax.jit(jax.grad(weighted(function)))):
+        exported = jax.export.export(f, platforms=platforms)(jax.ShapeDtypeStruct(x.shape, x.dtype))
+        restored = jax.export.deserialize(exported.serialize())
+        np.testing.assert_allclose(restored.call(x), f(x), rtol=1e-6, atol=1e-7)
+
+
+@each_function
+def test_export_with_a_symbolic_batch(function):
+    rows = jax.export.symbolic_shape("rows")[0]
+    exported = jax.export.export(jax.jit(lambda x: function(x, implementation="xla")))(
+        jax.ShapeDtypeStruct((rows, 16), jnp.float32)
+    )
+    for size in (1, 5):
+        x = normal(size, 16)
+        np.testing.assert_allclose(exported.call(x), function(x), rtol=1e-6, atol=1e-7)
+
+
+@each_function
+def test_cross_lowering_for_a_gpu_from_any_host(function):
+    for f in (function, jax.grad(weighted(function))):
+        lowered = (
+            jax.jit(f)
+            .trace(jax.ShapeDtypeStruct((64, 16), jnp.float32))
+            .lower(lowering_platforms=("cuda",))
+        )
+        assert "func.func public @main" in lowered.as_text()
+
+
+@each_function
+def test_work_placed_on_the_cpu(function):
+    """On a GPU host too: the choice of implementation follows the placement, not the backend."""
+    x = jax.device_put(normal(4, 16), jax.devices("cpu")[0])
+    y = jax.jit(function)(x)
+    assert y.devices() == {jax.devices("cpu")[0]}
+    np.testing.assert_allclose(y, function(x), rtol=1e-6, atol=1e-7)
+
+
+@each_function
+def test_debug_nans_stays_silent_on_ordinary_data(function):
+    with jax.debug_nans(True):
+        jax.grad(weighted(function))(normal(4, 16))
+
+
+def test_donated_input():
+    x = normal(4, 16)
+    expected = jaxnorm.rms_norm(x, SCALE)
+    np.testing.assert_allclose(jax.jit(jaxnorm.rms_norm, donate_argnums=0)(x, SCALE), expected)
