@@ -172,7 +172,9 @@ def _softmax_forward(x: jax.Array, mask: jax.Array | None, call: SoftmaxCall) ->
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def _softmax_backward(y: jax.Array, mask: jax.Array | None, dy: jax.Array, call: SoftmaxCall) -> jax.Array:
+def _softmax_backward(
+    y: jax.Array, mask: jax.Array | None, dy: jax.Array, call: SoftmaxCall
+) -> jax.Array:
     view = call.view
     dx = _implementation.run(
         f"{call.op}_bwd",

@@ -72,7 +72,7 @@ def assert_same(ours, theirs, tolerance):
 @each
 @each_save
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("fields", FIELDS, ids=str)
+@pytest.mark.parametrize("fields", FIELDS, ids=lambda f: "-".join(f) or "default")
 def test_every_field(ours, theirs, fields, dtype, save):
     if not accepted(theirs, fields):
         return  # RMSNorm has no bias

@@ -5,9 +5,12 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
+import jaxnorm
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,9 +41,10 @@ def test_wheel_holds_both_packages_and_nothing_else(dist):
     assert any(n.endswith("licenses/LICENSE") for n in names)
 
 
-def test_sdist_builds_the_same_wheel(dist):
-    (sdist,) = dist.glob("*.tar.gz")
-    names = {n.split("/", 1)[1] for n in tarfile.open(sdist).getnames() if "/" in n}
+def test_sdist_holds_what_a_build_needs(dist):
+    (path,) = dist.glob("*.tar.gz")
+    with tarfile.open(path) as sdist:
+        names = {n.split("/", 1)[1] for n in sdist.getnames() if "/" in n}
     assert {"pyproject.toml", "README.md", "LICENSE", "kernels/jaxnorm_kernels/specs.py"} <= names
 
 
@@ -50,7 +54,7 @@ def test_wheel_in_an_empty_environment(dist, tmp_path):
     run(sys.executable, "-m", "venv", tmp_path / "venv")
     python = tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
     pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    run(*pip, wheel, f"jax=={_version('jax')}", f"numpy=={_version('numpy')}")
+    run(*pip, wheel, f"jax=={version('jax')}", f"numpy=={version('numpy')}")
     program = """
 import jax, jax.numpy as jnp, jaxnorm, sys
 x = jnp.ones((2, 8))
@@ -69,9 +73,8 @@ print("works")
     assert run(python, "-W", "error", "-c", program, cwd=tmp_path) == "works\n"
 
 
-def test_version():
-    import jaxnorm
-
+def testversion():
+    assert jaxnorm.__version__ == version("jaxnorm")
     assert jaxnorm.__version__ in (ROOT / "CHANGELOG.md").read_text()
 
 
@@ -80,9 +83,3 @@ def test_import_costs_no_extra():
     program = "import jaxnorm, sys; print([m for m in sys.modules if m.startswith(('flax', "
     program += "'jax.experimental.pallas', 'jaxnorm_kernels.'))])"
     assert run(sys.executable, "-c", program) == "['jaxnorm_kernels.specs']\n"
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package)

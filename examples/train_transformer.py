@@ -1,0 +1,346 @@
+"""Trains one small transformer three times and compares loss and memory.
+
+The model is a pre-LN causal transformer over bytes (Flax linen, optax); the text is CPython's own
+documentation, out of `pydoc_data.topics`. The same initial parameters see the same batches with
+Flax's norms and softmax, with jaxnorm's that save their inputs, and with jaxnorm's that save their
+outputs. Exit code 1 if the three disagree or, at the default size or above, have not learned.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+import pydoc_data.topics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import optax
+import report
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformer import (
+    LEARNING_RATE_TIMES_WIDTH,
+    VARIANTS,
+    VOCABULARY,
+    Config,
+    Transformer,
+    Variant,
+)
+
+import jaxnorm
+
+DTYPES = ("float32", "bfloat16")
+LOSS_BOUND = 2.6  # nats per held-out byte
+EARLY_STEPS = 20  # before training turns chaotic
+
+Params = Any
+State = tuple[Params, optax.OptState]
+
+
+def read_text() -> tuple[np.ndarray, np.ndarray]:
+    """The bytes to train on, and the last tenth, held out."""
+    topics = pydoc_data.topics.topics
+    text = "\n".join(topics[name] for name in sorted(topics)).encode()
+    tokens = np.frombuffer(text, np.uint8).astype(np.int32)
+    return tuple(np.split(tokens, [len(tokens) * 9 // 10]))
+
+
+def windows(text: np.ndarray, starts: np.ndarray, seq: int) -> np.ndarray:
+    """Stretches of seq + 1 bytes: seq inputs and, shifted by one, seq targets."""
+    return text[starts[:, None] + np.arange(seq + 1)]
+
+
+def heldout_windows(heldout: np.ndarray, seq: int) -> np.ndarray:
+    """All windows whose targets do not overlap."""
+    return windows(heldout, np.arange(0, len(heldout) - seq, seq), seq)
+
+
+def bigram_loss(text: np.ndarray, evaluated: np.ndarray, alpha: float = 0.1) -> float:
+    """Nats per byte of add-`alpha` smoothed byte-pair counts of `text`, on windows."""
+    counts = np.full((VOCABULARY, VOCABULARY), alpha)
+    np.add.at(counts, (text[:-1], text[1:]), 1.0)
+    log_p = np.log(counts / counts.sum(axis=1, keepdims=True))
+    return float(-log_p[evaluated[:, :-1], evaluated[:, 1:]].mean())
+
+
+def loss_fn(model: Transformer, params: Params, batch: jax.Array) -> jax.Array:
+    logits = model.apply({"params": params}, batch[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+
+def early_tolerance(config: Config) -> float:
+    """How far the losses of the first steps may lie apart, in nats."""
+    if config.dtype == "float32":
+        return 1e-4
+    # A norm or softmax computed another way rounds other elements, by 2**-8. The residual stream
+    # is rounded twice per layer, which adds up like a random walk, in a loss of at most ln(256).
+    return 2**-8 * math.sqrt(2 * config.layers + 1) * math.log(VOCABULARY)
+
+
+def make_optimizer(config: Config) -> optax.GradientTransformation:
+    # At least twice the steps whose losses have to agree: a high rate amplifies any rounding.
+    warmup = max(2 * EARLY_STEPS, config.steps // 10)
+    peak = config.learning_rate
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, peak, warmup, max(config.steps, warmup + 1), end_value=peak / 20
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
+
+
+def train_step(
+    model: Transformer, optimizer: optax.GradientTransformation, state: State, batch: jax.Array
+) -> tuple[State, jax.Array]:
+    params, optimizer_state = state
+    loss, gradients = jax.value_and_grad(functools.partial(loss_fn, model))(params, batch)
+    updates, optimizer_state = optimizer.update(gradients, optimizer_state, params)
+    return (optax.apply_updates(params, updates), optimizer_state), loss
+
+
+def residual_bytes(model: Transformer, params: Params, batch: np.ndarray) -> int:
+    """Bytes that the autodiff rules keep from the forward for the backward.
+
+    Counted in the jaxpr of the forward half of `jax.vjp`: its distinct outputs, without the
+    parameters and the batch, which exist anyway. XLA may still store less (it recomputes what is
+    cheap) or more (copies): the compiled temp bytes tell.
+    """
+
+    def forward(params: Params, batch: jax.Array) -> list[jax.Array]:
+        _, pullback = jax.vjp(lambda p: loss_fn(model, p, batch), params)
+        return jax.tree.leaves(pullback)
+
+    jaxpr = jax.make_jaxpr(forward)(params, batch).jaxpr
+    kept = {v for v in jaxpr.outvars if not isinstance(v, jax.extend.core.Literal)}
+    kept -= {*jaxpr.invars, *jaxpr.constvars}
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
+
+
+def train(
+    config: Config,
+    variant: Variant,
+    params: Params,
+    batches: Sequence[np.ndarray],
+    evaluated: np.ndarray,
+    console: Console,
+) -> report.Run:
+    model, optimizer = Transformer(config, variant), make_optimizer(config)
+    # A copy, as the step donates its state and the other variants start from the same parameters.
+    params = jax.tree.map(jnp.copy, params)
+    state = (params, optimizer.init(params))
+    step = jax.jit(functools.partial(train_step, model, optimizer), donate_argnums=0)
+    saved = residual_bytes(model, params, batches[0])
+    with Progress(
+        TextColumn("{task.description:<22}"),
+        BarColumn(16),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[status]:<22}"),
+        TimeRemainingColumn(compact=True),
+        console=console,
+    ) as progress:
+        task = progress.add_task(variant.label, total=len(batches), status="compiling")
+        compiled = step.lower(state, batches[0]).compile()
+        losses, times = [], []
+        for batch in batches:
+            start = time.perf_counter()
+            state, loss = jax.block_until_ready(compiled(state, batch))
+            times.append(1e3 * (time.perf_counter() - start))
+            losses.append(float(loss))
+            status = f"loss {losses[-1]:.3f}, {np.median(times[-9:]):.0f} ms/step"
+            progress.update(task, advance=1, status=status)
+    return report.Run(
+        label=variant.label,
+        losses=np.array(losses),
+        final_loss=evaluate(model, state[0], evaluated, config.batch),
+        ms_per_step=float(np.median(times[3:] or times)),  # the first steps fill caches
+        temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
+        residual_bytes=saved,
+    )
+
+
+def evaluate(model: Transformer, params: Params, evaluated: np.ndarray, batch: int) -> float:
+    """Mean loss over the windows, but for a last batch that is not full."""
+    loss = jax.jit(functools.partial(loss_fn, model))
+    batch = min(batch, len(evaluated))
+    full = len(evaluated) // batch
+    return float(
+        np.mean([loss(params, part) for part in np.split(evaluated[: full * batch], full)])
+    )
+
+
+def setting(config: Config) -> str:
+    device = jax.devices()[0]
+    return f"jax {jax.__version__} on {device.platform} ({device.device_kind}): {config}"
+
+
+def plans(config: Config) -> str:
+    """Which implementation jaxnorm's calls get, and why."""
+    tokens = config.batch * config.seq
+    calls = {
+        "layer_norm": jaxnorm.implementation_for(
+            "layer_norm", (tokens, config.width), config.dtype, param_dtype="float32"
+        ),
+        "softmax": jaxnorm.implementation_for(
+            "softmax", (config.batch, config.heads, config.seq, config.seq), config.dtype
+        ),
+    }
+    return "\n".join(
+        f"jaxnorm.{name} {line}" for name, plan in calls.items() for line in str(plan).splitlines()
+    )
+
+
+def freed(config: Config, runs: Sequence[report.Run]) -> str:
+    _, saved_input, saved_output = runs
+    activation = config.batch * config.seq * config.width * jnp.dtype(config.dtype).itemsize
+    temp = (saved_input.temp_bytes - saved_output.temp_bytes) / activation / config.layers
+    kept = (saved_input.residual_bytes - saved_output.residual_bytes) / activation / config.layers
+    return (
+        f"Saving outputs instead of inputs frees {kept:.2f} T*d activations per layer of residuals "
+        f"and {temp:.2f} of compiled temp (T*d = {activation / report.MIB:.2f} MiB)."
+    )
+
+
+def positive_int(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected an integer of at least 1")
+    return value
+
+
+def positive_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a finite number above 0")
+    return value
+
+
+def output_path(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a file in a folder that exists")
+    return path
+
+
+def parse(argv: Sequence[str] | None, heldout_bytes: int) -> tuple[Config, argparse.Namespace]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = {
+        "layers": "transformer blocks",
+        "width": "features per token, a multiple of --heads",
+        "heads": "attention heads",
+        "seq": f"context length in bytes, below {heldout_bytes}",
+        "batch": "sequences per step",
+        "steps": "optimiser steps per training",
+    }
+    for name, meaning in sizes.items():
+        parser.add_argument(
+            f"--{name}",
+            type=positive_int,
+            default=getattr(Config, name),
+            metavar="N",
+            help=f"{meaning} (default %(default)s)",
+        )
+    parser.add_argument(
+        "--learning-rate",
+        type=positive_float,
+        metavar="RATE",
+        help=f"peak of the schedule (default {LEARNING_RATE_TIMES_WIDTH} / width)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default=Config.dtype,
+        help="of the activations; parameters and loss are float32 (default %(default)s)",
+    )
+    parser.add_argument(
+        "--scan",
+        action=argparse.BooleanOptionalAction,
+        default=Config.scan,
+        help="scan over the layers, or unroll them; unrolled, plain XLA may keep the inputs anyway "
+        "and saving outputs then frees residuals but no compiled temp (default: scan)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=Config.seed,
+        metavar="N",
+        help="of the initial parameters and the batches (default %(default)s)",
+    )
+    parser.add_argument(
+        "--out",
+        type=output_path,
+        default=Path("demo.png"),
+        metavar="PATH",
+        help="where the plot goes, as PNG (default %(default)s)",
+    )
+    parser.add_argument(
+        "--markdown", type=output_path, metavar="PATH", help="also write the table as Markdown"
+    )
+    given = parser.parse_args(argv)
+    if given.width % given.heads:
+        parser.error(
+            f"argument --width: got {given.width}; expected a multiple of --heads {given.heads}"
+        )
+    if given.seq >= heldout_bytes:
+        parser.error(
+            f"argument --seq: got {given.seq}; "
+            f"expected less than the {heldout_bytes} bytes of the held-out text"
+        )
+    if given.seed < 0:
+        parser.error(f"argument --seed: got {given.seed}; expected an integer of at least 0")
+    given.learning_rate = given.learning_rate or LEARNING_RATE_TIMES_WIDTH / given.width
+    return Config(**{f.name: getattr(given, f.name) for f in dataclasses.fields(Config)}), given
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    text, heldout = read_text()
+    config, given = parse(argv, len(heldout))
+    # soft_wrap: a log without a terminal is not 80 columns wide.
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(setting(config))
+    console.print(plans(config))
+    if config.dtype == "float32":
+        # On GPUs the default is TF32, whose roundings of 2**-11 would drown what is compared here.
+        jax.config.update("jax_default_matmul_precision", "highest")
+
+    rng = np.random.default_rng(config.seed)
+    starts = rng.integers(0, len(text) - config.seq, (config.steps, config.batch))
+    batches = [windows(text, row, config.seq) for row in starts]
+    evaluated = heldout_windows(heldout, config.seq)
+    bigram = bigram_loss(text, evaluated)
+    init = jax.jit(Transformer(config, VARIANTS[0]).init)
+    params = init(jax.random.key(config.seed), batches[0][:, :-1])["params"]
+
+    runs = [train(config, variant, params, batches, evaluated, console) for variant in VARIANTS]
+
+    tolerance = early_tolerance(config)
+    checks = report.agreement_checks(runs, EARLY_STEPS, tolerance)
+    checks += report.learning_checks(runs, bigram, LOSS_BOUND, enough=config.reaches(Config()))
+    console.print(report.table(runs))
+    console.print(freed(config, runs))
+    for check in checks:
+        console.print(str(check))
+    report.plot(runs, bigram, (EARLY_STEPS, tolerance), str(config), given.out)
+    console.print(f"plot: {given.out.resolve()}")
+    if given.markdown:
+        given.markdown.write_text(
+            report.markdown(runs, f"{setting(config)}. {freed(config, runs)}"), encoding="utf-8"
+        )
+        console.print(f"table: {given.markdown.resolve()}")
+    return int(any(check.passed is False for check in checks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""The model of train_transformer.py: a pre-LN causal transformer over bytes, in three variants."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import jaxnorm.linen
+
+VOCABULARY = 256  # bytes
+LEARNING_RATE_TIMES_WIDTH = 0.5  # Adam's steps change a layer's output in proportion to its width
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    seq: int = 128
+    batch: int = 16
+    steps: int = 450
+    learning_rate: float = LEARNING_RATE_TIMES_WIDTH / 128
+    dtype: str = "float32"
+    scan: bool = True
+    seed: int = 0
+
+    def __str__(self) -> str:
+        stack = "scan over layers" if self.scan else "layers unrolled"
+        return (
+            f"{self.layers} layers, width {self.width}, {self.batch} x {self.seq} bytes per step, "
+            f"{self.steps} steps, {self.dtype}, {stack}"
+        )
+
+    def reaches(self, other: "Config") -> bool:
+        """Whether model and training are at least as large as `other`'s in every respect."""
+        return (
+            self.layers >= other.layers
+            and self.width >= other.width
+            and self.steps >= other.steps
+            and self.batch * self.seq >= other.batch * other.seq
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """Whose norms and softmax the model uses."""
+
+    label: str
+    norm: Callable[..., nn.Module]
+    attention_fn: Callable[..., jax.Array]
+
+
+VARIANTS = (
+    Variant("Flax", nn.LayerNorm, nn.dot_product_attention),
+    *(
+        Variant(
+            f"jaxnorm, save={save!r}",
+            functools.partial(jaxnorm.linen.LayerNorm, save=save),
+            jaxnorm.linen.dot_product_attention,
+        )
+        for save in ("input", "output")
+    ),
+)
+
+
+class Block(nn.Module):
+    config: Config
+    variant: Variant
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array) -> tuple[jax.Array, None]:
+        width, dtype = self.config.width, self.config.dtype
+        attention = nn.MultiHeadDotProductAttention(
+            num_heads=self.config.heads,
+            dtype=dtype,
+            attention_fn=self.variant.attention_fn,
+            name="attention",
+        )
+        x = x + attention(self.variant.norm(dtype=dtype, name="attention_norm")(x), mask=mask)
+        y = self.variant.norm(dtype=dtype, name="mlp_norm")(x)
+        y = nn.gelu(nn.Dense(4 * width, dtype=dtype, name="mlp_in")(y))
+        return x + nn.Dense(width, dtype=dtype, name="mlp_out")(y), None
+
+
+class Transformer(nn.Module):
+    """Bytes ``(batch, seq)`` to float32 logits ``(batch, seq, 256)``; pre-LN, causal."""
+
+    config: Config
+    variant: Variant
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        config = self.config
+        positions = jnp.arange(tokens.shape[1])
+        embed = functools.partial(nn.Embed, features=config.width, dtype=config.dtype)
+        x = embed(VOCABULARY, name="bytes")(tokens) + embed(config.seq, name="places")(positions)
+        mask = nn.make_causal_mask(tokens[:1], dtype=bool)
+        if config.scan:
+            stack = nn.scan(
+                Block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=nn.broadcast,
+                length=config.layers,
+            )
+            x, _ = stack(config, self.variant, name="blocks")(x, mask)
+        else:
+            for layer in range(config.layers):
+                x, _ = Block(config, self.variant, name=f"block_{layer}")(x, mask)
+        x = self.variant.norm(dtype=config.dtype, name="final_norm")(x)
+        return nn.Dense(VOCABULARY, dtype=jnp.float32, name="head")(x)

@@ -1,0 +1,101 @@
+"""The training run of `make demo`: a short one end to end, its checks, its errors, the README."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+SMALL = "--layers 2 --width 32 --heads 2 --seq 16 --batch 4 --steps 25".split()
+
+
+def demo(*arguments, cwd):
+    return subprocess.run(
+        [sys.executable, EXAMPLES / "train_transformer.py", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+    )
+
+
+@pytest.mark.parametrize("options", [[], ["--no-scan"], ["--dtype", "bfloat16"]], ids=" ".join)
+def test_short_run(options, tmp_path):
+    done = demo(*SMALL, *options, "--markdown", "table.md", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = done.stdout
+    for expected in ["Flax", "save='input'", "save='output'", "first 20 losses", "bigram", "xla ("]:
+        assert expected in out
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert str(tmp_path / "demo.png") in out
+    rows = (tmp_path / "table.md").read_text().splitlines()
+    assert [r.split("|")[1].strip() for r in rows[2:5]] == [
+        "Flax",
+        "jaxnorm, save='input'",
+        "jaxnorm, save='output'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--layers 0", "--layers: got '0'; expected an integer of at least 1"),
+        ("--width many", "--width: got 'many'; expected an integer"),
+        ("--width 30 --heads 4", "--width: got 30; expected a multiple of --heads 4"),
+        ("--seq 1000000", "--seq: got 1000000; expected less than"),
+        ("--dtype int8", "--dtype: invalid choice: 'int8'"),
+        ("--learning-rate -1", "--learning-rate: got '-1'; expected a finite number above 0"),
+        ("--out nowhere/plot.png", "expected a file in a folder that exists"),
+    ],
+)
+def test_bad_values(arguments, message, tmp_path):
+    done = demo(*arguments.split(), cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.fixture
+def report(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import report
+
+    return report
+
+
+def runs(report, *curves):
+    return [
+        report.Run(str(i), np.asarray(c, float), float(c[-1]), 1.0, 1, 1)
+        for i, c in enumerate(curves)
+    ]
+
+
+def test_checks_can_fail(report):
+    good = np.linspace(5, 2, 100)
+    early, late, broken = good.copy(), good.copy(), good.copy()
+    early[7] += 2e-4
+    late[-10:] *= 1.04
+    broken[50:] = np.nan
+
+    def outcome(curve):
+        return [
+            c.passed for c in report.agreement_checks(runs(report, good, good, curve), 20, 1e-4)
+        ]
+
+    assert outcome(good) == [True, True]
+    assert outcome(early) == [False, True]
+    assert outcome(late) == [True, False]
+    assert outcome(broken) == [True, False]
+    learned = [
+        [c.passed for c in report.learning_checks(runs(report, good), bigram, 2.6, enough=enough)]
+        for bigram, enough in [(2.3, True), (1.9, True), (2.3, False)]
+    ]
+    assert learned == [[True, True], [True, False], [None, None]]
+
+
+def test_the_readme_shows_what_the_demo_printed():
+    readme = (ROOT / "README.md").read_text()
+    for line in (EXAMPLES / "demo.md").read_text().splitlines():
+        assert line in readme
