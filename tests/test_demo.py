@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-SMALL = "--layers 2 --width 32 --heads 2 --seq 16 --batch 4 --steps 25".split()
+SMALL = ["--layers=2", "--width=32", "--heads=2", "--seq=16", "--batch=4", "--steps=25"]
 
 
 def demo(*arguments, cwd):
