@@ -18,7 +18,8 @@ SAVE_MODES = ("output", "input")
 
 def float_array(function: str, name: str, value: jax.typing.ArrayLike) -> jax.Array:
     """`value` as an array of one of the supported float dtypes."""
-    if not isinstance(value, jax.typing.ArrayLike):
+    # Objects that stand for an array, such as an nnx.Param, are as welcome as in jax.numpy.
+    if not isinstance(value, jax.typing.ArrayLike) and not hasattr(value, "__jax_array__"):
         raise TypeError(
             f"{function}: {name} is a {type(value).__name__}; expected an array; "
             f"convert it, e.g. jnp.asarray({name})"

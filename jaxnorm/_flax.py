@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from jaxnorm import _arguments
+
 try:
     from flax import linen as linen
     from flax import nnx as nnx
@@ -21,10 +23,19 @@ __all__ = ["linen", "linen_dtypes", "nnx", "nnx_dtypes", "result_dtype", "shared
 Axes = int | Iterable[int]
 
 
-def shared_axes(reduction_axes: Axes, feature_axes: Axes, ndim: int) -> tuple[int, ...] | None:
+def shared_axes(
+    module: str, reduction_axes: Axes, feature_axes: Axes, shape: tuple[int, ...]
+) -> tuple[int, ...] | None:
     """The axes that are both normalised and scaled; None where the two differ."""
     reduced, features = (
-        tuple(sorted({a % ndim for a in (axes if isinstance(axes, Iterable) else (axes,))}))
+        tuple(
+            sorted(
+                {
+                    _arguments.axes(module, a, shape)[0]
+                    for a in (axes if isinstance(axes, Iterable) else (axes,))
+                }
+            )
+        )
         for axes in (reduction_axes, feature_axes)
     )
     return reduced if reduced == features else None

@@ -175,7 +175,8 @@ def _covered_axes(module: Any, x: Any, mask: jax.Array | None) -> tuple[int, ...
         dtypes_seen.append(jnp.dtype(module.dtype))
     if any(seen.name not in FLOAT_DTYPES for seen in dtypes_seen):
         return None
-    return _flax.shared_axes(module.reduction_axes, module.feature_axes, x.ndim)
+    name = type(module).__name__
+    return _flax.shared_axes(name, module.reduction_axes, module.feature_axes, x.shape)
 
 
 def _param(module: nn.Module, name: str, init: Any, x: jax.Array, axes: tuple[int, ...]) -> Any:

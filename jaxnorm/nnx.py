@@ -201,7 +201,8 @@ def _covered_axes(
     operands = [a for a in (x, scale, bias) if a is not None]
     if any(a.dtype.name not in FLOAT_DTYPES for a in operands):
         return None
-    return _flax.shared_axes(module.reduction_axes, module.feature_axes, x.ndim)
+    name = type(module).__name__
+    return _flax.shared_axes(name, module.reduction_axes, module.feature_axes, x.shape)
 
 
 def _shaped(parameter: jax.Array | None, x: jax.Array, axes: tuple[int, ...]) -> jax.Array | None:

@@ -181,6 +181,12 @@ def test_errors_reach_the_user(ours, theirs):
         ours(save="both").init(jax.random.key(0), data())
 
 
+@each
+def test_axis_out_of_range(ours, theirs):
+    with pytest.raises(ValueError, match=r"Norm: axis=3 is out of range for x with shape"):
+        ours(reduction_axes=3, feature_axes=3).init(jax.random.key(0), data())
+
+
 def test_scan_and_remat_over_layers():
     class Block(nn.Module):
         norm: type[nn.Module]

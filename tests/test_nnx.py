@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jaxnorm
 import jaxnorm.nnx
 
 PAIRS = {"LayerNorm": (jaxnorm.nnx.LayerNorm, nnx.LayerNorm)}
@@ -142,6 +143,17 @@ def test_parameters_are_cast_to_dtype_first():
     reference.use_fast_variance = False
     assert_close(module(x), reference(x), 0.02)
     assert not np.allclose(module(x), make(jaxnorm.nnx.LayerNorm)(x), atol=0.1)
+
+
+def test_a_param_is_an_array_to_the_functions():
+    module = make(nnx.RMSNorm)
+    np.testing.assert_allclose(jaxnorm.rms_norm(data(), module.scale), module(data()), rtol=1e-5)
+
+
+@each
+def test_axis_out_of_range(ours, theirs):
+    with pytest.raises(ValueError, match=r"Norm: axis=3 is out of range for x with shape"):
+        make(ours, reduction_axes=3, feature_axes=3)(data())
 
 
 def test_under_nnx_jit():
