@@ -6,9 +6,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any, cast
 
-import jax
 from jax import lax
 
+from jaxnorm._kernel_call import kernel_call
 from jaxnorm_kernels.specs import Implementation, Spec
 
 # Where each implementation lives. Imported on first use: a kernel backend costs nothing until then.
@@ -80,17 +80,10 @@ def _load(name: str) -> Implementation:
 
 
 def _bind(name: str, function: str, spec: Spec) -> Callable[..., Any]:
-    """The function of one implementation over its operands; differentiable for every `name`.
+    """`function` of one implementation over its operands."""
+    module = _load(name)
 
-    A kernel has no differentiation rule, so its second derivative is that of its xla twin.
-    """
-    call = functools.partial(getattr(_load(name), function), spec=spec)
-    if name == "xla":
-        return call
-    twin = _bind("xla", function, spec)
-    kernel = jax.custom_vjp(lambda *operands: call(*operands))
-    kernel.defvjp(
-        lambda *operands: (call(*operands), operands),
-        lambda operands, cotangents: jax.vjp(twin, *operands)[1](cotangents),
-    )
-    return kernel
+    def bind(spec: Spec) -> Callable[..., Any]:
+        return functools.partial(getattr(module, function), spec=spec)
+
+    return bind(spec) if name == "xla" else kernel_call(bind, _bind("xla", function, spec), spec)
