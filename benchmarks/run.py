@@ -16,7 +16,7 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from benchmarks.workloads import Workload
 from jaxnorm import _implementation
 
 COMPILERS = 16
-AHEAD = 48  # compiled programs that wait for their turn
+BATCH = 32  # workloads that are compiled together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,17 +79,18 @@ def compiled(workload: Workload, provider: str) -> Program:
     return Program(function, time.perf_counter() - start)
 
 
-def compile_ahead(
+def compile_in_batches(
     items: Sequence[tuple[Workload, list[str]]],
 ) -> Iterator[tuple[Workload, dict[str, Future[Program]]]]:
-    """The workloads in order, their programs compiled by other threads meanwhile."""
+    """The workloads in order. Nothing compiles while one is timed: XLA tunes on the same GPU."""
     with ThreadPoolExecutor(COMPILERS) as pool:
-        waiting: list[tuple[Workload, dict[str, Future[Program]]]] = []
-        for workload, providers in items:
-            waiting.append((workload, {p: pool.submit(compiled, workload, p) for p in providers}))
-            if len(waiting) >= AHEAD:
-                yield waiting.pop(0)
-        yield from waiting
+        for batch in itertools.batched(items, BATCH):
+            compiling = [
+                (workload, {p: pool.submit(compiled, workload, p) for p in providers})
+                for workload, providers in batch
+            ]
+            wait([future for _, programs in compiling for future in programs.values()])
+            yield from compiling
 
 
 def run(workload: Workload, programs: dict[str, Future[Program]]) -> Iterator[Row]:
@@ -207,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         writer = csv.DictWriter(file, FIELDS)
         if fresh:
             writer.writeheader()
-        for row in itertools.chain.from_iterable(run(*item) for item in compile_ahead(items)):
+        for row in itertools.chain.from_iterable(run(*item) for item in compile_in_batches(items)):
             print(show(row), flush=True)
             writer.writerow(dataclasses.asdict(row))
             file.flush()

@@ -6,6 +6,10 @@ import jax
 import pytest
 
 
+# GPUs multiply float32 matrices in TF32 by default: its roundings are not what these tests look at.
+jax.config.update("jax_default_matmul_precision", "highest")
+
+
 @pytest.fixture
 def x64() -> Iterator[None]:
     """64-bit types, for the tests that need float64."""

@@ -163,7 +163,7 @@ def test_residual_names():
 
 
 @each_function
-@pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "cuda", "tpu")])
+@pytest.mark.parametrize("platforms", [None, ("cpu", "cuda", "tpu")], ids=["here", "all"])
 def test_export_round_trip(function, platforms):
     x = normal(4, 16)
     for f in (jax.jit(function), jax.jit(jax.grad(weighted(function)))):
