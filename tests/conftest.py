@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-
 # GPUs multiply float32 matrices in TF32 by default: its roundings are not what these tests look at.
 jax.config.update("jax_default_matmul_precision", "highest")
 

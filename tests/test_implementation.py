@@ -58,7 +58,7 @@ class Stub(types.ModuleType):
 
 @pytest.fixture
 def stub(monkeypatch):
-    """The stand-in, registered; the value makes it the default of the platforms it is called with."""
+    """The stand-in, registered; calling the fixture makes it the default of some platforms."""
     monkeypatch.setitem(sys.modules, "jaxnorm_kernels_stub", Stub("jaxnorm_kernels_stub"))
     monkeypatch.setitem(_implementation._MODULES, "stub", "jaxnorm_kernels_stub")
     jax.clear_caches()
