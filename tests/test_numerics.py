@@ -149,6 +149,20 @@ def test_the_law(dtype, case):
     assert 0.7 < np.sqrt(np.mean(measured**2)) < 1.4
 
 
+def test_recovered_x_hat_keeps_its_bound():
+    """y's rounding may carry y / scale beyond sqrt(N), where no x_hat can be: it is clipped."""
+    scale = jnp.asarray(np.linspace(1, 2, 101), jnp.float32)
+
+    def one_hot_row(scale):
+        x = jnp.zeros(COLS, jnp.bfloat16).at[5].set(100)
+        y, vjp = jax.vjp(lambda s: jaxnorm.rms_norm(x, s), jnp.full(COLS, scale))
+        return y[5].astype(jnp.float32) / scale, vjp(jnp.ones_like(y))[0][5]
+
+    recovered, dscale = jax.vmap(one_hot_row)(scale)
+    assert (recovered > np.sqrt(COLS) * 1.001).any()
+    assert (dscale <= np.sqrt(COLS)).all()
+
+
 @pytest.mark.parametrize("subtract_mean", [True, False])
 def test_float32_parameters_with_bfloat16_output(subtract_mean):
     """Forward and backward round the bias to y's dtype alike; XLA may not undo that under jit."""
