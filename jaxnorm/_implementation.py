@@ -12,9 +12,10 @@ from jaxnorm._kernel_call import kernel_call
 from jaxnorm_kernels.specs import Implementation, Spec
 
 # Where each implementation lives. Imported on first use: a kernel backend costs nothing until then.
-_MODULES = {"xla": "jaxnorm_kernels.xla"}
+_MODULES = {"xla": "jaxnorm_kernels.xla", "mosaic": "jaxnorm_kernels.mosaic"}
 
-# What the default tries on a platform, in this order, before xla. Platforms not named run xla.
+# What the default tries on a platform, in this order, before xla. Platforms not named run xla; the
+# Mosaic kernels run where they are asked for by name.
 _CANDIDATES: dict[str, tuple[str, ...]] = {}
 
 
@@ -38,12 +39,11 @@ def choose(spec: Spec, platform: str) -> Choice:
     """The default's choice for `spec` on `platform` ("cpu", "cuda", "rocm", "tpu")."""
     refusals = []
     for name in _CANDIDATES.get(platform, ()):
-        module = _load(name)
-        refusal = module.supports(spec) or module.prefers(spec)
+        refusal = _load(name).supports(spec) or _load(name).prefers(spec)
         if refusal is None:
             return Choice(name, f"the default for {spec.op} {spec.direction} on {platform}")
         refusals.append(f"{name}: {refusal}")
-    return Choice("xla", "; ".join(refusals) or f"the only implementation for {platform}")
+    return Choice("xla", "; ".join(refusals) or f"the default for {platform}")
 
 
 def forced(spec: Spec, name: str) -> Choice:

@@ -190,8 +190,8 @@ def test_implementation_for(stub):
     assert plan.backward == _implementation.Choice("stub", "asked for by name")
     plan = jaxnorm.implementation_for("layer_norm", (4, 7), "float32")
     assert str(plan).splitlines() == [
-        f"forward:  xla (the only implementation for {HERE})",
-        f"backward: xla (the only implementation for {HERE})",
+        f"forward:  xla (the default for {HERE})",
+        f"backward: xla (the default for {HERE})",
     ]
 
 

@@ -1,0 +1,150 @@
+"""Backward passes over rows that the copy engine cannot take: they start anywhere in memory.
+
+As in `ring`, persistent blocks carry their column sums. But here each thread reads its own elements
+into registers, some rows ahead of the one that it works on.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm_kernels.mosaic.formulas import Arrays, Columns, Formula, Ref, held_types, keep_columns
+from jaxnorm_kernels.mosaic.launch import BLOCK, WARPGROUP, launch
+from jaxnorm_kernels.mosaic.ring import Chunk, Exchange, Slice, skip_stale, split
+from jaxnorm_kernels.mosaic.tiles import WARPGROUP_THREADS, WARPS, load, store, warps_layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Direct:
+    """Parameters of the kernel.
+
+    Attributes:
+      vector: neighbouring elements that one thread reads and writes at once.
+      warpgroups: of a block. They share a row.
+      ahead: rows that are being read while one is worked on.
+      blocks_per_sm: that fit a multiprocessor at the same time.
+      columns: where what belongs to the columns is kept.
+      auto_barriers: leaves the barriers to Pallas, which puts two around each store.
+    """
+
+    vector: int
+    warpgroups: int = 1
+    ahead: int = 1
+    blocks_per_sm: int = 2
+    columns: Columns = "registers"
+    auto_barriers: bool = False
+
+    @property
+    def slices(self) -> int:
+        return self.warpgroups
+
+    @property
+    def chunk(self) -> int:
+        return WARPGROUP_THREADS * self.vector
+
+    @property
+    def pieces(self) -> int:
+        return 1
+
+
+def direct_backward(
+    formula: Formula,
+    saved: jax.Array,
+    dy: jax.Array,
+    stats: Arrays,
+    params: Arrays,
+    *,
+    schedule: Direct,
+    blocks: int,
+    dx_dtype: np.dtype,
+    name: str,
+) -> tuple[jax.Array, ...]:
+    """dx, then for each column sum of the formula its partial sums, one row for each block."""
+    rows, cols = saved.shape
+    layout = warps_layout(schedule.vector)
+    exchange = Exchange(schedule.warpgroups, formula.row_sums)
+
+    def body(saved_ref: Ref, dy_ref: Ref, *refs: Ref) -> None:
+        stat_refs, param_refs, refs = split(refs, len(stats), len(params))
+        (dx_ref,), partial_refs, refs = split(refs, 1, formula.column_sums)
+        exchanged, held = refs[:2], refs[2:]
+        block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
+        runs = Slice(cols, schedule, warpgroup).runs(0)
+        count = lax.div(rows - block + blocks - 1, blocks)  # rows of this block
+
+        def read(ref: Ref, run: Chunk) -> jax.Array:
+            """The run's columns of a ``(cols,)`` ref."""
+            here = pl.ds(run.start, run.width)
+            return load(ref.at[here], layout, shape(run))
+
+        def read_row(k: Any) -> tuple[list[Any], list[jax.Array]]:
+            row = block + jnp.minimum(k, count - 1) * blocks
+            elements = [[read(ref.at[row], run) for ref in (saved_ref, dy_ref)] for run in runs]
+            return elements, [ref[row] for ref in stat_refs]
+
+        def step(k: Any, carry: Any) -> Any:
+            (now, *coming), carried = carry
+            coming = [*coming, read_row(k + schedule.ahead)]
+            elements, row_stats = now
+            args = [
+                (*(v.astype(jnp.float32) for v in pair), columns(), row_stats)
+                for pair, columns in zip(elements, given)
+            ]
+            terms = [
+                [skip_stale(term, run) for term in formula.terms(*a)] for a, run in zip(args, runs)
+            ]
+            parts = [[jnp.sum(v, axis=1) for v in same] for same in zip(*terms)]
+            exchange.publish(exchanged, [sum(same[1:], same[0]) for same in parts], k)
+            totals = exchange.collect(exchanged, k)
+            added: list[jax.Array] = []
+            for a, run in zip(args, runs):
+                dx, more = formula.finish(*a, totals)
+                store(dx_ref.at[block + k * blocks, pl.ds(run.start, run.width)], dx)
+                added += more
+            return coming, [a + b for a, b in zip(carried, added)]
+
+        queue = [read_row(jnp.int32(k)) for k in range(schedule.ahead)]
+        given = keep_columns(
+            formula,
+            schedule.columns,
+            [[read(ref, run) for ref in param_refs] for run in runs],
+            [[ref.at[warpgroup] for ref in held[at :: len(runs)]] for at in range(len(runs))],
+            layout,
+        )
+        carried = [
+            plgpu.layout_cast(jnp.zeros(shape(run), jnp.float32), layout)
+            for run in runs
+            for _ in range(formula.column_sums)
+        ]
+        _, carried = lax.fori_loop(0, count, step, (queue, carried))
+        for j, ref in enumerate(partial_refs):
+            for run, value in zip(runs, carried[j :: formula.column_sums]):
+                store(ref.at[block, pl.ds(run.start, run.width)], value)
+
+    def shape(run: Chunk) -> tuple[int, int]:
+        return (WARPS, run.width // WARPS)
+
+    # In the order of the arrays that are held; for each, all runs.
+    held_shapes = [
+        held_types(formula, schedule.columns, params, (schedule.warpgroups, *shape(run)))
+        for run in Slice(cols, schedule, 0).runs(0)
+    ]
+    return launch(
+        body,
+        [saved, dy, *stats, *params],
+        name=name,
+        outputs=[
+            ((rows, cols), dx_dtype),
+            *[((blocks, cols), np.dtype(np.float32))] * formula.column_sums,
+        ],
+        blocks=blocks,
+        warpgroups=schedule.warpgroups,
+        scratch=[*exchange.scratch(), *(ref for same in zip(*held_shapes) for ref in same)],
+        auto_barriers=schedule.auto_barriers,
+    )

@@ -1,0 +1,95 @@
+"""What a backward kernel computes, element by element, whatever the kernel that walks the rows."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from jaxnorm_kernels.mosaic.tiles import load, store
+
+Ref = Any
+Arrays = Sequence[jax.Array]
+
+
+class Formula(Protocol):
+    """A backward pass, for elements of one row. All arrays are float32.
+
+    `saved` and `d` (the cotangent) are elements, `columns` what belongs to their columns, `stats`
+    and `totals` what belongs to their row.
+    """
+
+    #: how many sums over the row `finish` needs.
+    row_sums: int
+    #: how many sums over the rows come out.
+    column_sums: int
+
+    def columns(self, params: Arrays) -> list[jax.Array]:
+        """What `terms` and `finish` need of the parameters (scale, bias)."""
+        ...
+
+    def terms(
+        self, saved: jax.Array, d: jax.Array, columns: Arrays, stats: Arrays
+    ) -> list[jax.Array]:
+        """The terms of the sums over the row."""
+        ...
+
+    def finish(
+        self, saved: jax.Array, d: jax.Array, columns: Arrays, stats: Arrays, totals: Arrays
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """dx, and the terms of the sums over the rows."""
+        ...
+
+
+#: Where a kernel keeps what belongs to the columns: in registers; in shared memory, computed once,
+#: in float32; or the bare parameters in shared memory, and the rest recomputed for each row.
+Columns = Literal["registers", "shared", "recomputed"]
+
+
+def keep_columns(
+    formula: Formula,
+    where: Columns,
+    params: Sequence[Arrays],
+    held: Sequence[Sequence[Ref]],
+    layout: Any,
+) -> list[Callable[[], list[jax.Array]]]:
+    """For each set of columns a function that gives what the formula needs of them.
+
+    Args:
+      params: for each set of columns the parameters.
+      held: for each set of columns the shared memory, of `held_types`.
+      layout: of the parameters. A thread reads what it wrote itself, so that there is no barrier.
+    """
+
+    def prepare(params: Arrays) -> list[jax.Array]:
+        return formula.columns([p.astype(jnp.float32) for p in params])
+
+    def reread(refs: Sequence[Ref]) -> list[jax.Array]:
+        values = [load(ref, layout) for ref in refs]
+        return prepare(values) if where == "recomputed" else values
+
+    def keep(params: Arrays, refs: Sequence[Ref]) -> Callable[[], list[jax.Array]]:
+        if where == "registers":
+            columns = prepare(params)
+            return lambda: columns
+        for ref, value in zip(refs, params if where == "recomputed" else prepare(params)):
+            store(ref, value)
+        return functools.partial(reread, refs)
+
+    return [keep(p, refs) for p, refs in zip(params, held)]
+
+
+def held_types(
+    formula: Formula, where: Columns, params: Arrays, shape: tuple[int, ...]
+) -> list[Any]:
+    """Shared memory for `keep_columns`, each of `shape`."""
+    if where == "registers":
+        return []
+    if where == "recomputed":
+        return [plgpu.SMEM(shape, p.dtype) for p in params]
+    columns = jax.eval_shape(
+        lambda: formula.columns([jnp.zeros((1,), jnp.float32) for _ in params])
+    )
+    return [plgpu.SMEM(shape, jnp.float32) for _ in columns]

@@ -1,0 +1,78 @@
+"""How a kernel body becomes a call: grid, warpgroups, output types, and the interpreter for CPU."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
+
+#: Names of the two axes that a kernel body can ask its place in (``lax.axis_index``).
+BLOCK, WARPGROUP = "block", "warpgroup"
+
+_interpreted = contextvars.ContextVar("interpreted", default=False)
+
+
+@contextlib.contextmanager
+def interpreted(params: plgpu.InterpretGPUParams | None = None) -> Iterator[None]:
+    """Runs every kernel that is traced inside on the CPU, in Pallas' interpreter.
+
+    The interpreter sees values, barriers and races; it sees neither layouts nor alignment. Slow:
+    some 10 ms for each warpgroup and row.
+    """
+    token = _interpreted.set(True)
+    try:
+        # JAX's own setting, because `jax.jit` knows it and does not reuse a trace for the GPU.
+        with plgpu.force_gpu_interpret_mode(params or plgpu.InterpretGPUParams()):
+            yield
+    finally:
+        _interpreted.reset(token)
+
+
+def is_interpreted() -> bool:
+    """Whether the kernel that is being traced is for the interpreter."""
+    return _interpreted.get()
+
+
+def launch(
+    body: Callable[..., None],
+    operands: Sequence[jax.Array],
+    *,
+    name: str,
+    outputs: Sequence[tuple[tuple[int, ...], np.dtype]],
+    blocks: int,
+    warpgroups: int = 1,
+    scratch: Sequence[Any] = (),
+    auto_barriers: bool = True,
+    approx_math: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Runs ``body(*operand_refs, *output_refs, *scratch_refs)`` on `blocks` blocks.
+
+    Args:
+      outputs: shape and dtype of each output.
+      warpgroups: warpgroups (of 128 threads) in a block; they all run the body.
+      scratch: shared memory and barriers of a block.
+      auto_barriers: False drops the barrier that Pallas puts around each vector store. Sound only
+        where no thread reads back what another one stored without a barrier in the body.
+      approx_math: approximate exp2, log, rsqrt and the like.
+    """
+    # Inside `jax.shard_map` an output varies over the mesh axes that the input varies over.
+    axes = jax.typeof(operands[0]).manual_axis_type
+    kernel = plgpu.kernel(
+        body,
+        out_type=tuple(
+            jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes) for shape, dtype in outputs
+        ),
+        scratch_types=tuple(scratch),
+        grid=(blocks,),
+        grid_names=(BLOCK,),
+        num_threads=warpgroups,
+        thread_name=WARPGROUP,
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=not auto_barriers, approx_math=approx_math
+        ),
+    )
+    return tuple(kernel(*operands))

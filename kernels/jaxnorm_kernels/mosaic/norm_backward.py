@@ -1,0 +1,156 @@
+"""Backward passes of LayerNorm and RMSNorm from the output or from the input.
+
+Row of N; G = scale + scale_offset, r = rstd, d = dy; c1 is LayerNorm's alone:
+
+    from the output    z = y - bias,  xh = z / G,          c2 = mean(d z)
+    from the input     xh = (x - mean) r,                  c2 = mean(d G xh)
+    both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
+                       dscale = sum_rows(d xh),            dbias = sum_rows(d)
+
+G is floored and the bias rounded to y's dtype as in the forward, and |xh| is clipped to sqrt(N),
+its true bound. A block adds up dscale and dbias over its own rows; the blocks' sums are added
+outside, always in the same order.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxnorm_kernels.mosaic import schedule_backward
+from jaxnorm_kernels.mosaic.direct_backward import Direct, direct_backward
+from jaxnorm_kernels.mosaic.formulas import Arrays
+from jaxnorm_kernels.mosaic.ring import Ring, ring_backward
+from jaxnorm_kernels.mosaic.rows_ring import RowsRing, rows_ring_backward
+from jaxnorm_kernels.mosaic.two_pass import TwoPass, two_pass_backward
+from jaxnorm_kernels.specs import Spec, Stats
+
+# Without a floor (float16) G may be as small as it likes. Below this y has no room for x_hat G, so
+# that z is 0, and 1 / G may be infinite: x_hat is taken as 0.
+_NO_RECIPROCAL = 2.0**-100
+
+
+@dataclasses.dataclass(frozen=True)
+class NormFormula:
+    """The equations above, for elements of a row."""
+
+    spec: Spec
+
+    @property
+    def row_sums(self) -> int:
+        return 1 + self.spec.subtract_mean
+
+    @property
+    def column_sums(self) -> int:
+        return (self.spec.scale_dtype is not None) + (self.spec.bias_dtype is not None)
+
+    @property
+    def _from_output(self) -> bool:
+        return self.spec.saved == "output"
+
+    def columns(self, params: Arrays) -> list[jax.Array]:
+        """G, 1 / G and the bias; those of them that the equations need."""
+        params = list(params)
+        columns = []
+        if self.spec.scale_dtype is not None:
+            g = _gain(params.pop(0), self.spec)
+            columns.append(g)
+            if self._from_output:
+                columns.append(_reciprocal(g, self.spec))
+        if self.spec.bias_dtype is not None and self._from_output:
+            columns.append(params.pop(0).astype(self.spec.y_dtype).astype(jnp.float32))
+        return columns
+
+    def terms(
+        self, saved: jax.Array, d: jax.Array, columns: Arrays, stats: Arrays
+    ) -> list[jax.Array]:
+        dg, z, _ = self._elements(saved, d, columns, stats)
+        c2 = (d if self._from_output else dg) * z
+        return [c2, dg] if self.spec.subtract_mean else [c2]
+
+    def finish(
+        self, saved: jax.Array, d: jax.Array, columns: Arrays, stats: Arrays, totals: Arrays
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        dg, z, reciprocal = self._elements(saved, d, columns, stats)
+        bound = math.sqrt(self.spec.cols)
+        xh = z
+        if self._from_output:
+            xh = jnp.clip(z if reciprocal is None else z * reciprocal, -bound, bound)
+        c2, *c1 = [total * (1 / self.spec.cols) for total in totals]
+        dx = dg - xh * c2
+        if c1:
+            dx = dx - c1[0]
+        sums = []
+        if self.spec.scale_dtype is not None:
+            sums.append(d * xh)
+        if self.spec.bias_dtype is not None:
+            sums.append(d)
+        return dx * stats[0], sums
+
+    def _elements(
+        self, saved: jax.Array, d: jax.Array, columns: Arrays, stats: Arrays
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """d G; z (from the input: xh); and 1 / G where that is needed."""
+        columns = list(columns)
+        g = columns.pop(0) if self.spec.scale_dtype is not None else None
+        dg = d if g is None else d * g
+        if not self._from_output:
+            rstd, *mean = stats
+            return dg, (saved - mean[0] if mean else saved) * rstd, None
+        reciprocal = None if g is None else columns.pop(0)
+        return dg, saved - columns.pop(0) if columns else saved, reciprocal
+
+
+_KERNELS = {Ring: ring_backward, RowsRing: rows_ring_backward, Direct: direct_backward}
+
+
+def norm_bwd(
+    saved: jax.Array,
+    stats: Stats,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    dy: jax.Array,
+    spec: Spec,
+    *,
+    schedule: schedule_backward.NormSchedule | None = None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """dx, dscale and dbias; `schedule` stands in for the one of the table."""
+    formula = NormFormula(spec)
+    schedule = schedule or schedule_backward.norm_schedule(spec)
+    params = [] if scale is None else [scale]
+    if bias is not None and spec.saved == "output":
+        params.append(bias)
+    operands = (formula, saved, dy, stats, params)
+    common = {"schedule": schedule, "dx_dtype": spec.x_dtype, "name": "jaxnorm_norm_bwd"}
+    if isinstance(schedule, TwoPass):
+        dx, *partials = two_pass_backward(*operands, **common)
+    else:
+        run = _KERNELS[type(schedule)]
+        blocks = schedule_backward.persistent_blocks(spec, schedule)
+        dx, *partials = run(*operands, blocks=blocks, **common)
+    dscale, dbias = _total(partials, (spec.scale_dtype, spec.bias_dtype))
+    return dx, dscale, dbias
+
+
+def _total(partials: Sequence[jax.Array], dtypes: Sequence) -> list[jax.Array | None]:
+    partials = list(partials)
+    return [
+        None if dtype is None else jnp.sum(partials.pop(0), axis=0).astype(dtype)
+        for dtype in dtypes
+    ]
+
+
+def _gain(scale: jax.Array, spec: Spec) -> jax.Array:
+    """G, floored where the spec says so."""
+    g = scale + spec.scale_offset
+    floor = spec.scale_floor
+    return g if floor is None else jnp.where(jnp.abs(g) < floor, jnp.where(g < 0, -floor, floor), g)
+
+
+def _reciprocal(g: jax.Array, spec: Spec) -> jax.Array:
+    if spec.scale_floor is not None:
+        return 1 / g
+    none = jnp.abs(g) < _NO_RECIPROCAL
+    return jnp.where(none, jnp.float32(0), 1 / jnp.where(none, jnp.float32(1), g))

@@ -1,0 +1,204 @@
+"""Backward passes without sums over the rows: each block takes its rows and is gone.
+
+    Held       rows in registers, in the tiles of the forward; both inputs are read at once
+    Streamed   rows too long for that, read chunk by chunk, twice: once more from the L2 cache
+
+The rows that a ring of shared memory suits better run in `ring`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm_kernels.mosaic.formulas import Arrays, Formula, Ref
+from jaxnorm_kernels.mosaic.launch import BLOCK, WARPGROUP, launch
+from jaxnorm_kernels.mosaic.ring import Chunk, Exchange, skip_stale, split
+from jaxnorm_kernels.mosaic.tiles import (
+    WARPGROUP_THREADS,
+    WARPS,
+    RowTile,
+    SplitRow,
+    Tile,
+    WarpgroupRow,
+    load,
+    store,
+    warps_layout,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Parameters of `held_backward`.
+
+    Attributes:
+      vector: neighbouring elements that one thread reads and writes at once.
+      warpgroups: that share a row.
+      threads: that share a row: 32 or fewer of a warp, or the 128 of each warpgroup.
+      rows: of a block; more than one only within a warpgroup.
+      auto_barriers: leaves the barriers to Pallas, which puts two around each store.
+    """
+
+    vector: int
+    warpgroups: int = 1
+    threads: int = WARPGROUP_THREADS
+    rows: int = 1
+    auto_barriers: bool = False
+
+    def tile(self, cols: int) -> Tile:
+        if self.warpgroups > 1:
+            return SplitRow(cols, self.vector, split=self.warpgroups)
+        if self.threads == WARPGROUP_THREADS and self.rows == 1:
+            return WarpgroupRow(cols, self.vector)
+        return RowTile(cols, self.vector, threads=self.threads, height=self.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Streamed:
+    """Parameters of `streamed_backward`.
+
+    Attributes:
+      vector: neighbouring elements that one thread reads and writes at once.
+      warpgroups: that share a row.
+      units: vectors of each input that a thread reads before it uses the first.
+    """
+
+    vector: int
+    warpgroups: int = 4
+    units: int = 4
+    auto_barriers: bool = False
+
+
+def held_backward(
+    formula: Formula,
+    saved: jax.Array,
+    dy: jax.Array,
+    *,
+    schedule: Held,
+    dx_dtype: np.dtype,
+    name: str,
+) -> jax.Array:
+    """dx of a formula without parameters and statistics."""
+    rows, cols = saved.shape
+    tile = schedule.tile(cols)
+    exchange = Exchange(tile.warpgroups, formula.row_sums)
+
+    def body(saved_ref: Ref, dy_ref: Ref, dx_ref: Ref, *scratch: Ref) -> None:
+        row = tile.row_index(rows)
+        x, d = tile.load(saved_ref, row), tile.load(dy_ref, row)
+        x, d = ([v.astype(jnp.float32) for v in a] for a in (x, d))
+        terms = [formula.terms(x_, d_, (), ()) for x_, d_ in zip(x, d)]
+        totals = [tile.sum(term) for term in zip(*terms)]
+        if tile.warpgroups > 1:
+            exchange.publish(scratch, totals)
+            totals = exchange.collect(scratch)
+        dx = []
+        for x_, d_ in zip(x, d):
+            spread = [tile.spread(total, x_) for total in totals]
+            dx.append(formula.finish(x_, d_, (), (), spread)[0])
+        tile.store(dx_ref, row, dx)
+
+    (dx,) = launch(
+        body,
+        [saved, dy],
+        name=name,
+        outputs=[(saved.shape, dx_dtype)],
+        blocks=tile.blocks(rows),
+        warpgroups=tile.warpgroups,
+        scratch=exchange.scratch() if tile.warpgroups > 1 else (),
+        auto_barriers=schedule.auto_barriers,
+    )
+    return dx
+
+
+def streamed_backward(
+    formula: Formula,
+    saved: jax.Array,
+    dy: jax.Array,
+    stats: Arrays = (),
+    params: Arrays = (),
+    *,
+    schedule: Streamed,
+    dx_dtype: np.dtype,
+    name: str,
+) -> jax.Array:
+    """dx, from two passes over each row."""
+    rows, cols = saved.shape
+    warpgroups, unit = schedule.warpgroups, WARPGROUP_THREADS * schedule.vector
+    width = schedule.units * unit
+    whole = cols // (warpgroups * width)  # chunks of each warpgroup; then there may be a rest
+    rest = cols - whole * warpgroups * width
+    rest_width = -(-rest // (warpgroups * unit)) * unit
+    if not whole:
+        raise ValueError(f"{schedule} needs rows of {warpgroups * width} columns")
+    layout, shape = warps_layout(schedule.vector), (WARPS, unit // WARPS)
+    exchange = Exchange(warpgroups, formula.row_sums)
+
+    def body(saved_ref: Ref, dy_ref: Ref, *refs: Ref) -> None:
+        stat_refs, param_refs, (dx_ref, *scratch) = split(refs, len(stats), len(params))
+        row = lax.axis_index(BLOCK)
+        row_stats = [ref[row] for ref in stat_refs]
+        warpgroup = lax.axis_index(WARPGROUP)
+
+        def chunk(j: Any) -> list[Chunk]:
+            start = (j * warpgroups + warpgroup) * width
+            return [Chunk(start + at, unit, at) for at in range(0, width, unit)]
+
+        def last_chunk() -> list[Chunk]:
+            fresh = whole * warpgroups * width + warpgroup * rest_width
+            start = jnp.minimum(fresh, cols - rest_width)
+            return [Chunk(start + at, unit, at, fresh) for at in range(0, rest_width, unit)]
+
+        def read(units: Sequence[Chunk]) -> list[Any]:
+            """Of each unit both inputs, and what belongs to its columns and its row."""
+            here = [pl.ds(unit.start, unit.width) for unit in units]
+            refs = [saved_ref.at[row], dy_ref.at[row], *param_refs]
+            loaded = [[load(ref.at[at], layout, shape) for ref in refs] for at in here]
+            elements = [[v.astype(jnp.float32) for v in unit] for unit in loaded]
+            return [(x, d, formula.columns(p), row_stats) for x, d, *p in elements]
+
+        def add(units: Sequence[Chunk], carried: Sequence[jax.Array]) -> list[jax.Array]:
+            carried = list(carried)
+            for unit, elements in zip(units, read(units)):
+                terms = [skip_stale(term, unit) for term in formula.terms(*elements)]
+                carried = [a + b for a, b in zip(carried, terms)]
+            return carried
+
+        def write(units: Sequence[Chunk], totals: Sequence[jax.Array]) -> None:
+            for unit, elements in zip(units, read(units)):
+                dx, _ = formula.finish(*elements, totals)
+                store(dx_ref.at[row, pl.ds(unit.start, unit.width)], dx)
+
+        zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+        sums = [zero] * formula.row_sums
+        sums = lax.fori_loop(0, whole, lambda j, carried: add(chunk(j), carried), sums)
+        if rest:
+            sums = add(last_chunk(), sums)
+        sums = [jnp.sum(v, axis=1) for v in sums]
+        exchange.publish(scratch, sums)
+        totals = exchange.collect(scratch)
+        # Backwards: what was read last is the nearest.
+        if rest:
+            write(last_chunk(), totals)
+
+        @pl.loop(0, whole)
+        def _(j: Any) -> None:
+            write(chunk(whole - 1 - j), totals)
+
+    (dx,) = launch(
+        body,
+        [saved, dy, *stats, *params],
+        name=name,
+        outputs=[(saved.shape, dx_dtype)],
+        blocks=rows,
+        warpgroups=warpgroups,
+        scratch=exchange.scratch(),
+        auto_barriers=schedule.auto_barriers,
+    )
+    return dx

@@ -1,0 +1,107 @@
+"""What the kernels cannot do, and where XLA was measured to be faster: tables of sentences."""
+
+from collections.abc import Callable
+
+from jaxnorm_kernels.mosaic.tiles import WARPGROUP_THREADS, vector_width
+from jaxnorm_kernels.specs import Spec
+
+# Rows are numbered in int32, and the last block may start a tile further.
+_MAX_ROWS = 2**31 - 2**16
+_MIN_COLS = 8
+
+_Table = tuple[tuple[str, Callable[[Spec], bool]], ...]
+
+_CANNOT: _Table = (
+    (
+        "its kernels need sizes that are known when the call is traced, not symbolic ones",
+        lambda s: not all(isinstance(size, int) for size in (s.rows, s.cols)),
+    ),
+    ("its kernels take no `where` mask", lambda s: s.has_mask),
+    (
+        "its kernels compute in float32, and float64 arrays ask for more",
+        lambda s: any(
+            dtype is not None and dtype.itemsize > 4
+            for dtype in (s.x_dtype, s.y_dtype, s.scale_dtype, s.bias_dtype)
+        ),
+    ),
+    ("there is nothing to compute in an array of size 0", lambda s: s.rows == 0 or s.cols == 0),
+    (f"its kernels need rows of {_MIN_COLS} elements or more", lambda s: s.cols < _MIN_COLS),
+    (
+        f"its kernels number rows in 32 bits, up to {_MAX_ROWS}",
+        lambda s: s.rows > _MAX_ROWS,
+    ),
+    (
+        "its softmax backward takes rows this short only by 64 and more",
+        lambda s: (
+            s.direction == "bwd"
+            and s.op != "norm"
+            and s.rows < 64
+            and s.cols < WARPGROUP_THREADS * _vector(s)
+        ),
+    ),
+    (
+        "its norm backward takes rows this short only by 64 and more, in multiples of 16 bytes",
+        lambda s: (
+            _norm_bwd(s)
+            and s.cols < WARPGROUP_THREADS * _vector(s)
+            and (s.rows < 64 or _has_ragged_rows(s))
+        ),
+    ),
+)
+
+# Measured on one H200 with jax 0.11.2 by `python -m benchmarks.run`: kernel time against XLA's.
+_SLOWER: _Table = (
+    (
+        "with fewer rows than 64, XLA spreads a row over more of the GPU",
+        lambda s: s.rows < 64 and s.cols >= 4096,
+    ),
+    (
+        "with fewer rows than multiprocessors, XLA spreads a norm's backward over more of them",
+        lambda s: _norm_bwd(s) and s.rows <= 128,
+    ),
+    (
+        "a norm's backward of rows this wide leaves too few registers to its column sums",
+        lambda s: (
+            _norm_bwd(s)
+            and (
+                s.cols > 32768 or (s.bias_dtype is not None and s.cols * s.y_dtype.itemsize > 98304)
+            )
+        ),
+    ),
+    (
+        "rows of odd length are read one element at a time, which tells in wide rows",
+        lambda s: _vector(s) == 1 and s.cols > 8192,
+    ),
+    (
+        "a norm's backward of rows that are no multiple of 16 bytes is not faster",
+        lambda s: _norm_bwd(s) and _has_ragged_rows(s),
+    ),
+)
+
+
+def supports(spec: Spec) -> str | None:
+    """None, or why this call cannot run here."""
+    return _first(_CANNOT, spec)
+
+
+def prefers(spec: Spec) -> str | None:
+    """None, or why the default leaves this call to xla."""
+    return _first(_SLOWER, spec)
+
+
+def _first(table: _Table, spec: Spec) -> str | None:
+    return next((reason for reason, applies in table if applies(spec)), None)
+
+
+def _norm_bwd(spec: Spec) -> bool:
+    return spec.op == "norm" and spec.direction == "bwd"
+
+
+def _has_ragged_rows(spec: Spec) -> bool:
+    """Whether asynchronous copies cannot take the rows that a norm's backward reads."""
+    saved = spec.y_dtype if spec.saved == "output" else spec.x_dtype
+    return any(spec.cols * dtype.itemsize % 16 for dtype in (saved, spec.y_dtype))
+
+
+def _vector(spec: Spec) -> int:
+    return vector_width(spec.cols, spec.x_dtype, spec.y_dtype)

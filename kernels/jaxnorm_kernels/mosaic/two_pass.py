@@ -1,0 +1,127 @@
+"""Backward passes of norms over rows of any length: one kernel for dx, one for the column sums.
+
+The first reads each row twice, the second time from the L2 cache. The second walks down the
+columns, with their sums in registers. In all, both inputs are read from memory twice, which other
+schedules avoid; this one asks nothing of the rows.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm_kernels.mosaic.formulas import Arrays, Formula, Ref
+from jaxnorm_kernels.mosaic.launch import BLOCK, launch
+from jaxnorm_kernels.mosaic.ring import split
+from jaxnorm_kernels.mosaic.rows_backward import Streamed, streamed_backward
+from jaxnorm_kernels.mosaic.tiles import WARPGROUP_THREADS, load, store, warpgroup_layout
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoPass:
+    """Parameters of the two kernels.
+
+    Attributes:
+      rows: how the first kernel reads a row.
+      vector: neighbouring elements that one thread of the second kernel reads at once.
+      units: vectors of a row that it reads.
+      together: rows that it reads before it uses the first.
+      row_blocks: into how many blocks of rows it cuts the columns.
+    """
+
+    rows: Streamed
+    vector: int
+    units: int = 2
+    together: int = 4
+    row_blocks: int = 32
+
+
+def two_pass_backward(
+    formula: Formula,
+    saved: jax.Array,
+    dy: jax.Array,
+    stats: Arrays,
+    params: Arrays,
+    *,
+    schedule: TwoPass,
+    dx_dtype: np.dtype,
+    name: str,
+) -> tuple[jax.Array, ...]:
+    """dx, then for each column sum of the formula its partial sums, one row for each row block."""
+    operands = (formula, saved, dy, stats, params)
+    dx = streamed_backward(*operands, schedule=schedule.rows, dx_dtype=dx_dtype, name=name)
+    if not formula.column_sums:
+        return (dx,)
+    return dx, *column_sums(*operands, schedule=schedule, name=f"{name}_columns")
+
+
+def column_sums(
+    formula: Formula,
+    saved: jax.Array,
+    dy: jax.Array,
+    stats: Arrays,
+    params: Arrays,
+    *,
+    schedule: TwoPass,
+    name: str,
+) -> tuple[jax.Array, ...]:
+    rows, cols = saved.shape
+    width = schedule.units * WARPGROUP_THREADS * schedule.vector
+    if cols < width:
+        raise ValueError(f"{schedule} needs rows of {width} columns")
+    layout = warpgroup_layout(schedule.vector)
+    across = -(-cols // width)
+    row_blocks = min(schedule.row_blocks, rows)
+    together = schedule.together
+
+    def body(saved_ref: Ref, dy_ref: Ref, *refs: Ref) -> None:
+        stat_refs, param_refs, partial_refs = split(refs, len(stats), len(params))
+        block = lax.axis_index(BLOCK)
+        # The last block of columns overlaps the one before it: it ends with the row.
+        here = pl.ds(jnp.minimum(lax.rem(block, across) * width, cols - width), width)
+        first = lax.div(block, across)
+        count = lax.div(rows - first + row_blocks - 1, row_blocks)
+        columns = formula.columns(
+            [load(ref.at[here], layout).astype(jnp.float32) for ref in param_refs]
+        )
+        # Neither these nor dx are used: the sums over a row are the other kernel's.
+        totals = [jnp.float32(0)] * formula.row_sums
+
+        def terms(k: Any, taken: int) -> list[list[jax.Array]]:
+            """Those of `taken` rows, all read before the first is used."""
+            indices = [first + (k + u) * row_blocks for u in range(taken)]
+            loaded = [
+                [load(ref.at[i, here], layout) for ref in (saved_ref, dy_ref)] for i in indices
+            ]
+            row_stats = [[ref[i] for ref in stat_refs] for i in indices]
+            return [
+                formula.finish(*(v.astype(jnp.float32) for v in pair), columns, s, totals)[1]
+                for pair, s in zip(loaded, row_stats)
+            ]
+
+        def step(taken: int, k: Any, carried: list[jax.Array]) -> list[jax.Array]:
+            for row in terms(k, taken):
+                carried = [a + b for a, b in zip(carried, row)]
+            return carried
+
+        zero = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), layout)
+        carried = [zero] * formula.column_sums
+        whole = lax.div(count, together)
+        carried = lax.fori_loop(0, whole, lambda j, c: step(together, j * together, c), carried)
+        carried = lax.fori_loop(whole * together, count, lambda k, c: step(1, k, c), carried)
+        for ref, value in zip(partial_refs, carried):
+            store(ref.at[first, here], value)
+
+    return launch(
+        body,
+        [saved, dy, *stats, *params],
+        name=name,
+        outputs=[((row_blocks, cols), np.dtype(np.float32))] * formula.column_sums,
+        blocks=across * row_blocks,
+        auto_barriers=False,
+    )

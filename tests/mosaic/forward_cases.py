@@ -1,0 +1,197 @@
+"""What the tests of the forward kernels share: schedules, calls, and references in float64."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jaxnorm_kernels import mosaic, xla
+from jaxnorm_kernels.mosaic.schedule import Schedule
+from jaxnorm_kernels.specs import Spec
+
+OPS = ("softmax", "log_softmax", "rms_norm", "layer_norm")
+BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A schedule with the number of rows and columns of which it makes something special.
+
+    `schedule` is for a vector of 8 elements (for 16 bits), or of 1.
+    """
+
+    name: str
+    rows: int
+    cols: int
+    schedule: Schedule
+
+    def schedule_for(self, *dtypes: np.dtype | None) -> Schedule:
+        """The schedule with the vector that these dtypes allow."""
+        if self.schedule.vector == 1:
+            return self.schedule
+        widest = max(dtype.itemsize for dtype in dtypes if dtype is not None)
+        return dataclasses.replace(self.schedule, vector=16 // widest)
+
+
+# Each kind with rows that are whole units, and with rows (and blocks) that overlap.
+CASES = (
+    Case("rows_in_warps", 9, 512, Schedule("row_tile", 8, rows=4)),
+    Case("rows_in_warps_tail", 9, 440, Schedule("row_tile", 8, rows=8)),
+    Case("rows_in_parts_of_warps", 35, 72, Schedule("row_tile", 8, rows=32, threads=4)),
+    Case("same_row_in_all_warps", 3, 24, Schedule("row_tile", 8, rows=1, threads=2)),
+    Case("rows_in_the_warpgroup", 5, 2048, Schedule("row_tile", 8, rows=2, threads=128)),
+    Case("rows_in_the_warpgroup_tail", 5, 1999, Schedule("row_tile", 1, rows=2, threads=128)),
+    Case("warpgroup_row", 2, 2048, Schedule("warpgroup_row", 8)),
+    Case("warpgroup_row_tail", 2, 3000, Schedule("warpgroup_row", 8)),
+    Case("split_row", 2, 4096, Schedule("split_row", 8, warpgroups=2)),
+    Case("split_row_tail", 2, 2571, Schedule("split_row", 1, warpgroups=4)),
+    Case(
+        "queued_row",
+        5,
+        4096,
+        Schedule("queued_row", 8, warpgroups=2, slots=2, blocks=2, auto_barriers=False),
+    ),
+    Case(
+        "queued_row_tail",
+        4,
+        3000,
+        Schedule("queued_row", 8, slots=3, blocks=2, params_first=True, auto_barriers=False),
+    ),
+    Case("streamed_row", 2, 8192, Schedule("streamed_row", 8, warpgroups=2, chunk=2048)),
+    Case("streamed_row_tail", 2, 2571, Schedule("streamed_row", 1, warpgroups=4, chunk=256)),
+    Case("ring_row", 5, 4096, Schedule("ring_row", 8, warpgroups=2, chunk=1024, slots=3, blocks=2)),
+    # 5 chunks in a row (the last overlaps), 3 in the ring: 2 are fetched again.
+    Case(
+        "ring_row_tail",
+        3,
+        9000,
+        Schedule("ring_row", 8, warpgroups=2, chunk=1024, slots=3, blocks=2),
+    ),
+)
+
+
+def make_spec(op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, **kwargs: Any) -> Spec:
+    if op in ("softmax", "log_softmax"):
+        return Spec(op, "fwd", rows, cols, x, y)  # type: ignore[arg-type]
+    parameters: dict[str, Any] = {"scale_dtype": F32, "epsilon": 1e-6, "want_stats": True}
+    if op == "layer_norm":
+        parameters |= {"subtract_mean": True, "bias_dtype": F32}
+    return Spec("norm", "fwd", rows, cols, x, y, **(parameters | kwargs))
+
+
+def make_operands(spec: Spec, seed: int = 0) -> tuple[np.ndarray | None, ...]:
+    """x, and for a norm the scale and bias that the spec asks for."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(0.5, 3, (spec.rows, spec.cols)).astype(spec.x_dtype)
+    if spec.op != "norm":
+        return (x,)
+    scale = bias = None
+    if spec.scale_dtype is not None:
+        scale = rng.normal(1, 0.5, spec.cols).astype(spec.scale_dtype)
+    if spec.bias_dtype is not None:
+        bias = rng.normal(0, 1, spec.cols).astype(spec.bias_dtype)
+    return x, scale, bias
+
+
+def call(spec: Spec, *operands: Any, module: Any = mosaic, **kwargs: Any) -> tuple[Any, ...]:
+    """The output, then the statistics."""
+    if spec.op == "norm":
+        y, stats = module.norm_fwd(*operands, spec, **kwargs)
+        return y, *stats
+    function = {"softmax": module.softmax_fwd, "log_softmax": module.log_softmax_fwd}[spec.op]
+    return (function(operands[0], None, spec, **kwargs),)
+
+
+def interpret(spec: Spec, *operands: Any, params: Any = None, **kwargs: Any) -> list[np.ndarray]:
+    """`call` in the interpreter, in the dtypes of the spec."""
+    with mosaic.interpreted(params):
+        outputs = jax.jit(lambda *args: call(spec, *args, **kwargs))(*operands)
+    return [np.asarray(out) for out in outputs]
+
+
+def lower(spec: Spec, *operands: Any, **kwargs: Any) -> str:
+    """The module that XLA gets for an NVIDIA GPU; Mosaic's layouts are inferred on the way."""
+    specs = [None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands]
+    traced = jax.jit(lambda *args: call(spec, *args, **kwargs)).trace(*specs)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def xla_call(spec: Spec, *operands: Any) -> list[np.ndarray]:
+    return [np.asarray(out) for out in call(spec, *operands, module=xla)]
+
+
+# -------------------------------------------------------------------- references and error bounds
+#
+# u = 2^-24 is the unit roundoff of float32. A sum of n terms in the kernels is one of at most
+# _TERMS in sequence and then a tree, so its relative error (against the sum of magnitudes) is below
+# _TERMS u. Everything else adds a few roundings.
+
+_U = 2.0**-24
+_TERMS = 128
+
+
+def softmax_reference(spec: Spec, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """y in float64, and the error that a kernel may make."""
+    x = x.astype(np.float64)
+    shifted = x - x.max(axis=1, keepdims=True)
+    e = np.exp(shifted)
+    total = e.sum(axis=1, keepdims=True)
+    # Of exp(t): the rounding of t and, for 16 bits, of t log2(e); 4 u for the function itself.
+    # Parts of a row have maxima of their own, which double the first.
+    exp_error = (4 * np.abs(shifted) + 4) * _U
+    total_error = (e * exp_error).sum(axis=1, keepdims=True) / total + (_TERMS + 8) * _U
+    if spec.op == "softmax":
+        y = e / total
+        return y, y * (exp_error + total_error) + rounding(y, spec.y_dtype)
+    y = shifted - np.log(total)
+    error = total_error + 4 * _U * (np.abs(shifted) + np.abs(np.log(total)))
+    return y, error + rounding(y, spec.y_dtype)
+
+
+def norm_reference(
+    spec: Spec, x: np.ndarray, scale: np.ndarray | None, bias: np.ndarray | None
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """y, rstd and mean in float64, and the errors that a kernel may make."""
+    x = x.astype(np.float64)
+    mean = x.mean(axis=1, keepdims=True) if spec.subtract_mean else np.zeros((spec.rows, 1))
+    mean_error = _TERMS * _U * np.abs(x).mean(axis=1, keepdims=True) * spec.subtract_mean
+    centred = x - mean
+    variance = np.square(centred).mean(axis=1, keepdims=True)
+    rstd = 1 / np.sqrt(variance + spec.epsilon)
+    # A wrong mean adds its square; the magnitudes of the sum are the sum.
+    rstd_error = rstd * ((_TERMS + 8) * _U + np.square(mean_error * rstd))
+    y = centred * rstd
+    error = np.abs(centred) * rstd_error + rstd * (mean_error + _U * np.abs(x)) + 4 * _U * np.abs(y)
+    if scale is not None:
+        g = scale.astype(np.float64) + spec.scale_offset
+        if (floor := spec.scale_floor) is not None:
+            g = np.where(np.abs(g) < floor, np.where(g < 0, -floor, floor), g)
+        y, error = y * g, error * np.abs(g)
+    if bias is not None:
+        b = bias.astype(np.float64)
+        # XLA on CPU may leave out a rounding to y's dtype.
+        error = error + rounding(b, spec.y_dtype) + 4 * _U * np.abs(b)
+        y = y + b
+    outputs, errors = [y], [error + 4 * _U * np.abs(y) + rounding(y, spec.y_dtype)]
+    if spec.want_stats:
+        outputs.append(rstd[:, 0])
+        errors.append(rstd_error[:, 0])
+        if spec.returns_mean:
+            outputs.append(mean[:, 0])
+            errors.append(mean_error[:, 0] + 4 * _U * np.abs(mean[:, 0]))
+    return outputs, errors
+
+
+def rounding(value: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Half a unit in the last place of `dtype` at `value`, a little enlarged."""
+    info = ml_dtypes.finfo(dtype)
+    return 1.01 * np.maximum(np.abs(value) * info.eps, float(info.smallest_subnormal)) / 2
+
+
+def reference(spec: Spec, *operands: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    if spec.op == "norm":
+        return norm_reference(spec, *operands)
+    y, error = softmax_reference(spec, *operands)
+    return [y], [error]

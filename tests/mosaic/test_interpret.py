@@ -1,0 +1,233 @@
+"""Values of the forward kernels, run on the CPU by Pallas' interpreter: every schedule and dtype.
+
+The interpreter knows neither layouts nor alignment; `test_lowering` looks at the former.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
+import pytest
+from forward_cases import (
+    BF16,
+    CASES,
+    F16,
+    F32,
+    Case,
+    interpret,
+    make_operands,
+    make_spec,
+    reference,
+    xla_call,
+)
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.mosaic.schedule import Schedule
+from jaxnorm_kernels.specs import Spec
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+def check(spec: Spec, schedule: Schedule | None, *operands: Any) -> None:
+    """Output and statistics against the reference in float64, within its error bound."""
+    outputs = interpret(spec, *operands, schedule=schedule)
+    expected, errors = reference(spec, *operands)
+    assert len(outputs) == len(expected)
+    assert outputs[0].dtype == spec.y_dtype
+    for output, value, error in zip(outputs, expected, errors):
+        assert output.shape == value.shape
+        excess = np.abs(output.astype(np.float64) - value) - error
+        assert np.max(excess) <= 0, np.max(excess / error)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [
+        ("softmax", BF16),
+        ("softmax", F32),
+        ("log_softmax", F32),
+        ("rms_norm", BF16),
+        ("layer_norm", BF16),
+        ("layer_norm", F32),
+    ],
+    ids=str,
+)
+def test_values(op: str, case: Case, dtype: np.dtype) -> None:
+    spec = make_spec(op, case.rows, case.cols, dtype, dtype)
+    schedule = case.schedule_for(spec.x_dtype, spec.y_dtype, spec.scale_dtype, spec.bias_dtype)
+    check(spec, schedule, *make_operands(spec))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "scale", "bias"),
+    [
+        (BF16, F32, BF16, BF16),
+        (F32, BF16, F16, F32),
+        (F16, F16, BF16, F16),
+        (F16, BF16, F32, F16),
+        (BF16, BF16, BF16, F32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["rows_in_warps_tail", "split_row", "ring_row"])
+def test_dtypes(name: str, x: np.dtype, y: np.dtype, scale: np.dtype, bias: np.dtype) -> None:
+    case = BY_NAME[name]
+    for op in ("softmax", "layer_norm"):
+        parameters = {} if op == "softmax" else {"scale_dtype": scale, "bias_dtype": bias}
+        spec = make_spec(op, case.rows, case.cols, x, y, **parameters)
+        schedule = case.schedule_for(x, y, spec.scale_dtype, spec.bias_dtype)
+        check(spec, schedule, *make_operands(spec))
+
+
+@pytest.mark.parametrize("name", ["rows_in_warps", "split_row_tail", "streamed_row"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"saved": "input"},
+        {"saved": "input", "want_stats": False},
+        {"scale_offset": 1.0},
+        {"scale_dtype": None},
+        {"bias_dtype": None},
+        {"scale_dtype": None, "bias_dtype": None, "want_stats": False},
+    ],
+    ids=str,
+)
+def test_norm_variants(name: str, change: dict[str, Any]) -> None:
+    case = BY_NAME[name]
+    spec = make_spec("layer_norm", case.rows, case.cols, BF16, F32, **change)
+    schedule = case.schedule_for(F32)
+    check(spec, dataclasses.replace(schedule, params_first=True), *make_operands(spec))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_variance_of_large_means(case: Case) -> None:
+    """Mean 1e4, standard deviation 1: E[x^2] - E[x]^2 would be off by thousands."""
+    spec = make_spec("layer_norm", case.rows, case.cols, F32, F32, saved="input")
+    _, scale, bias = make_operands(spec)
+    x = np.random.default_rng(1).normal(1e4, 1, (case.rows, case.cols)).astype(np.float32)
+    # A streamed row whose first chunk, the pivot, is unlike the rest.
+    x[1, : case.cols // 8] -= np.float32(100)
+    check(spec, case.schedule_for(F32), x, scale, bias)
+
+
+@pytest.mark.parametrize("y_dtype", [BF16, F16, F32], ids=str)
+def test_scale_floor(y_dtype: np.dtype) -> None:
+    """A scale of 0 is raised so that y still carries x_hat; float16 has no room for that."""
+    case = BY_NAME["warpgroup_row"]
+    spec = make_spec("rms_norm", case.rows, case.cols, F32, y_dtype)
+    x, scale, _ = make_operands(spec)
+    assert x is not None
+    assert scale is not None
+    scale[::3], scale[1::3] = 0, -1e-30
+    (y, *_) = interpret(spec, x, scale, None, schedule=case.schedule_for(F32))
+    (expected, *_) = xla_call(spec, x, scale, None)
+    assert np.all((y == 0)[:, ::3] == (y_dtype == F16))
+    np.testing.assert_allclose(
+        y.astype(np.float64), expected.astype(np.float64), rtol=2 * float(np.float64(2**-7))
+    )
+
+
+SPECIAL = {
+    "nan": lambda x: x.__setitem__((1, 7), np.nan),
+    "inf": lambda x: x.__setitem__((1, 7), np.inf),
+    "-inf": lambda x: x.__setitem__((1, 7), -np.inf),
+    "all -inf": lambda x: x.__setitem__((1, slice(None)), -np.inf),
+    "first half -inf": lambda x: x.__setitem__((1, slice(x.shape[1] // 2)), -np.inf),
+    "one finite": lambda x: x.__setitem__((1, slice(1, None)), -np.inf),
+    "lowest": lambda x: x.__setitem__((1, slice(None)), np.finfo(np.float32).min),
+}
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("row_tile", 3, 440, Schedule("row_tile", 4, rows=1)),
+        Case("warpgroup_row", 3, 600, Schedule("warpgroup_row", 4)),
+        Case("split_row", 3, 1100, Schedule("split_row", 4, warpgroups=2)),
+        Case("ring_row", 3, 2500, Schedule("ring_row", 4, 1, 32, 2, 512, slots=2, blocks=2)),
+    ],
+    ids=lambda case: case.name,
+)
+def test_special_values_stay_in_their_row(case: Case, special: str) -> None:
+    """NaN and infinities come out as xla has them, and only in their row."""
+    # The norm of a row that overflows is garbage of one kind or another.
+    for op in ("softmax", "log_softmax" if special == "lowest" else "layer_norm"):
+        spec = make_spec(op, 3, case.cols, F32, F32)
+        x, *params = make_operands(spec)
+        SPECIAL[special](x)
+        with np.errstate(all="ignore"):
+            outputs = interpret(spec, x, *params, schedule=case.schedule)
+            expected = xla_call(spec, x, *params)
+        for output, value in zip(outputs, expected):
+            np.testing.assert_allclose(output, value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols"),
+    [
+        (1, 2),
+        (3, 3),
+        (2, 31),
+        (5, 64),
+        (130, 7),
+        (1, 130),
+        (2, 300),
+        (1, 1023),
+        (4, 1025),
+        (1, 4100),
+    ],
+)
+def test_default_schedule_of_small_arrays(rows: int, cols: int) -> None:
+    for op in ("log_softmax", "layer_norm"):
+        spec = make_spec(op, rows, cols, BF16, BF16, scale_dtype=BF16, bias_dtype=BF16)
+        check(spec, None, *make_operands(spec))
+
+
+# Where pieces of a row overlap, two warpgroups store the same value: a race that does no harm.
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if not c.name.endswith("tail")], ids=lambda case: case.name
+)
+@pytest.mark.parametrize("op", ["softmax", "layer_norm"])
+def test_no_races(op: str, case: Case) -> None:
+    # No overlapping blocks.
+    rows = -(-case.rows // case.schedule.rows) * case.schedule.rows
+    spec = make_spec(op, rows, case.cols, BF16, BF16, scale_dtype=BF16, bias_dtype=BF16)
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    interpret(spec, *make_operands(spec), params=params, schedule=case.schedule)
+    assert not interpret_pallas_call.get_races().races_found
+
+
+def test_deterministic() -> None:
+    """Columns that two parts of a row hold come out the same, so that the order does not matter."""
+    case = BY_NAME["split_row_tail"]
+    spec = make_spec("softmax", case.rows, case.cols, F32, F32)
+    (x,) = make_operands(spec)
+    first, second = (interpret(spec, x, schedule=case.schedule)[0] for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+SUPPORTED = make_spec("layer_norm", 4, 128, BF16, F32)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"x_dtype": np.dtype(np.float64)}, "float64"),
+        ({"rows": 0}, "size 0"),
+        ({"cols": 0}, "size 0"),
+        ({"cols": 1}, "8 elements"),
+        ({"rows": 2**31}, "32 bits"),
+        ({"rows": "b"}, "symbolic"),
+        ({"op": "softmax", "has_mask": True}, "`where` mask"),
+        ({"direction": "bwd"}, "backward"),
+    ],
+    ids=str,
+)
+def test_supports(change: dict[str, Any], reason: str | None) -> None:
+    refusal = mosaic.supports(dataclasses.replace(SUPPORTED, **change))
+    assert refusal is None if reason is None else reason in str(refusal)

@@ -1,0 +1,127 @@
+"""The forward kernels lower for an NVIDIA GPU without one at hand: every schedule and dtype.
+
+This goes through Mosaic's layout inference and its lowering to vector and LLVM operations, so that
+a layout that does not fit an operation is found. What comes after (LLVM, ptxas) needs a GPU.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from forward_cases import BF16, CASES, F16, F32, OPS, Case, call, lower, make_operands, make_spec
+
+from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.mosaic.schedule import HOPPER, TABLE, Gpu, Schedule, choose
+from jaxnorm_kernels.specs import Spec
+
+MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]
+
+
+@pytest.mark.parametrize(("x", "y"), MIXES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("op", OPS)
+def test_schedules_lower(op: str, case: Case, x: np.dtype, y: np.dtype) -> None:
+    spec = make_spec(
+        op, case.rows, case.cols, x, y, **({"scale_dtype": BF16} if "norm" in op else {})
+    )
+    schedule = case.schedule_for(x, y, spec.scale_dtype, spec.bias_dtype)
+    assert "mosaic_gpu" in lower(spec, *make_operands(spec), schedule=schedule)
+
+
+def test_a_layout_that_does_not_fit_is_found() -> None:
+    """The test above would be worth nothing if lowering let any layout through."""
+    spec = make_spec("softmax", 4, 512, BF16, BF16)
+    with pytest.raises(ValueError, match="holds rows of"):
+        lower(spec, *make_operands(spec), schedule=Schedule("warpgroup_row", 8))
+    with pytest.raises(ValueError, match="height of 1 or"):
+        lower(spec, *make_operands(spec), schedule=Schedule("row_tile", 8, rows=6))
+
+
+#: The shapes of the benchmarks, odd ones, few rows, and an array of more than 2^31 elements.
+SHAPES = [
+    (32768, 128),
+    (32768, 768),
+    (32768, 1024),
+    (32768, 4096),
+    (8192, 5120),
+    (16384, 8192),
+    (8192, 12288),
+    (4096, 32768),
+    (4096, 65536),
+    (1024, 131072),
+    (8192, 1000),
+    (8192, 4095),
+    (8192, 50257),
+    (1, 4096),
+    (128, 8192),
+    (3, 7),
+    (1, 100),
+    (2, 300),
+    (70000, 65536),
+]
+
+
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+def test_default_schedules_lower(rows: int, cols: int) -> None:
+    for op, dtype in (("softmax", BF16), ("layer_norm", BF16), ("log_softmax", F32)):
+        spec = make_spec(op, rows, cols, dtype, dtype)
+        x = jax.ShapeDtypeStruct((rows, cols), dtype)
+        params = [jax.ShapeDtypeStruct((cols,), F32)] * 2 if spec.op == "norm" else []
+        assert "mosaic_gpu" in lower(spec, x, *params)
+
+
+def test_large_arrays_are_addressed_with_64_bits() -> None:
+    """A row's offset, row * cols, is computed in Mosaic's index type, which is 64 bits wide."""
+    spec = make_spec("softmax", 70000, 65536, BF16, BF16)
+    assert spec.rows * spec.cols > 2**31
+    assert mosaic.supports(spec) is None
+
+
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_schedules_fit_the_gpu(rows: int, cols: int, dtype: np.dtype) -> None:
+    for gpu in (HOPPER, Gpu(sms=20, smem=99 * 1024)):
+        spec = make_spec("rms_norm", rows, cols, dtype, dtype)
+        schedule = choose(spec, gpu)
+        held = schedule.rows_of(spec)
+        assert held.warpgroups <= 8
+        assert cols % schedule.vector == 0
+        assert schedule.vector * dtype.itemsize <= 16
+        if schedule.kind == "ring_row":
+            size = schedule.warpgroups * schedule.slots * schedule.chunk * dtype.itemsize
+            assert size <= gpu.smem - 4096
+            assert schedule.warpgroups * schedule.slots <= 32
+        elif schedule.kind == "row_tile":
+            assert schedule.rows <= rows
+
+
+def test_every_line_of_the_table_is_used() -> None:
+    kinds = {
+        choose(dataclasses.replace(make_spec("softmax", rows, cols, BF16, BF16))).kind
+        for rows, cols in SHAPES
+    }
+    assert kinds == {line.kind for line in TABLE}
+
+
+def test_shard_map_with_explicit_axes() -> None:
+    """The outputs vary over the mesh axes of the input."""
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spec = make_spec("rms_norm", 8, 512, BF16, BF16)
+    sharded = jax.P("rows", None)
+
+    def local(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return call(spec, x, scale, None)[0]
+
+    with jax.set_mesh(mesh):
+        function = jax.shard_map(local, out_specs=sharded)
+        rows = jax.NamedSharding(mesh, sharded)
+        x = jax.ShapeDtypeStruct((8, 512), BF16, sharding=rows)
+        scale = jax.ShapeDtypeStruct((512,), F32)
+        jax.jit(function).trace(x, scale).lower(lowering_platforms=("cuda",))
+
+
+def test_unknown_schedules_of_a_spec() -> None:
+    spec: Spec = make_spec("softmax", 2, 4096, BF16, BF16)
+    with pytest.raises(ValueError, match="all warpgroups have one"):
+        Schedule("streamed_row", 8, warpgroups=8, chunk=2048).rows_of(spec)
