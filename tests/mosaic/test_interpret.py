@@ -224,7 +224,8 @@ SUPPORTED = make_spec("layer_norm", 4, 128, BF16, F32)
         ({"rows": 2**31}, "32 bits"),
         ({"rows": "b"}, "symbolic"),
         ({"op": "softmax", "has_mask": True}, "`where` mask"),
-        ({"direction": "bwd"}, "backward"),
+        ({"direction": "bwd", "rows": 256, "cols": 4096}, None),
+        ({"direction": "bwd", "rows": 8, "cols": 64}, "this short"),
     ],
     ids=str,
 )
