@@ -49,11 +49,12 @@ _CANNOT: _Table = (
     ),
 )
 
-# Measured on one H200 with jax 0.11.2 by `python -m benchmarks.run`: kernel time against XLA's.
+# Measured on one H200 with jax 0.11.2 by `python -m benchmarks.run`: kernel time against XLA's. The
+# figures are in benchmarks/results/nvidia_h200/kernels.csv.
 _SLOWER: _Table = (
     (
-        "with fewer rows than 64, XLA spreads a row over more of the GPU",
-        lambda s: s.rows < 64 and s.cols >= 4096,
+        "with this few rows, XLA spreads a row over more of the GPU",
+        lambda s: s.rows <= 128 and s.cols >= (4096 if s.rows < 64 else 8192),
     ),
     (
         "with fewer rows than multiprocessors, XLA spreads a norm's backward over more of them",
@@ -63,9 +64,7 @@ _SLOWER: _Table = (
         "a norm's backward of rows this wide leaves too few registers to its column sums",
         lambda s: (
             _norm_bwd(s)
-            and (
-                s.cols > 32768 or (s.bias_dtype is not None and s.cols * s.y_dtype.itemsize > 98304)
-            )
+            and (s.cols > 32768 or (s.bias_dtype is not None and _bytes(s) > 96 * 1024))
         ),
     ),
     (
@@ -73,8 +72,8 @@ _SLOWER: _Table = (
         lambda s: _vector(s) == 1 and s.cols > 8192,
     ),
     (
-        "a norm's backward of rows that are no multiple of 16 bytes is not faster",
-        lambda s: _norm_bwd(s) and _has_ragged_rows(s),
+        "in rows this short a bias and a scale are more bytes than x and y",
+        lambda s: s.bias_dtype is not None and s.y_dtype.itemsize == 2 and s.cols <= 128,
     ),
 )
 
@@ -101,6 +100,11 @@ def _has_ragged_rows(spec: Spec) -> bool:
     """Whether asynchronous copies cannot take the rows that a norm's backward reads."""
     saved = spec.y_dtype if spec.saved == "output" else spec.x_dtype
     return any(spec.cols * dtype.itemsize % 16 for dtype in (saved, spec.y_dtype))
+
+
+def _bytes(spec: Spec) -> int:
+    """Of a row, in the wider dtype."""
+    return spec.cols * max(spec.x_dtype.itemsize, spec.y_dtype.itemsize)
 
 
 def _vector(spec: Spec) -> int:
