@@ -1,0 +1,248 @@
+"""What the tests of the backward kernels share: schedules, calls, and references in float64."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jaxnorm_kernels.mosaic import interpreted, norm_backward, softmax_backward
+from jaxnorm_kernels.mosaic.direct_backward import Direct
+from jaxnorm_kernels.mosaic.ring import Ring
+from jaxnorm_kernels.mosaic.rows_backward import Held, Streamed
+from jaxnorm_kernels.mosaic.rows_ring import RowsRing
+from jaxnorm_kernels.mosaic.two_pass import TwoPass
+from jaxnorm_kernels.specs import Spec
+
+BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A schedule with the number of rows and columns of which it makes something special.
+
+    `schedule` is for a vector of 8 elements (for 16 bits), or of 1.
+    """
+
+    name: str
+    rows: int
+    cols: int
+    schedule: Any
+
+    def schedule_for(self, *dtypes: np.dtype) -> Any:
+        """The schedule with the vector that these dtypes allow."""
+        if self.schedule.vector == 1:
+            return self.schedule
+        vector = 16 // max(dtype.itemsize for dtype in dtypes)
+        schedule = dataclasses.replace(self.schedule, vector=vector)
+        if isinstance(schedule, TwoPass):
+            return dataclasses.replace(
+                schedule, rows=dataclasses.replace(schedule.rows, vector=vector)
+            )
+        return schedule
+
+
+#: Rows that are whole chunks, and rows whose chunks (or blocks of rows that) overlap. The tests run
+#: them on two persistent blocks: a ring goes round, and one block has more rows than the other.
+NORM_CASES = (
+    Case("ring", 11, 2048, Ring(8, 1, stages=3, columns="shared")),
+    Case("ring_lag", 7, 2048, Ring(8, 1, stages=2, lag=1)),
+    Case("ring_tail", 7, 1504, Ring(8, 1, stages=2, columns="recomputed")),
+    Case("ring_two_warpgroups", 9, 4096, Ring(8, 2, stages=3, lag=1)),
+    Case("ring_two_warpgroups_tail", 5, 3000, Ring(8, 2, stages=3, lag=1, columns="shared")),
+    Case("ring_pieces", 7, 4096, Ring(8, 1, stages=5, pieces=2, lag=1, columns="recomputed")),
+    Case("ring_four_warpgroups", 5, 8192, Ring(8, 4, stages=3, pieces=2)),
+    Case("rows_ring", 23, 512, RowsRing(8, 32, rows=8, stages=2)),
+    Case("rows_ring_tail", 13, 440, RowsRing(8, 32, rows=4, stages=3, columns="recomputed")),
+    Case("rows_ring_parts_of_warps", 70, 64, RowsRing(8, 4, rows=32, stages=2, columns="shared")),
+    Case("direct", 7, 384, Direct(1, 1, ahead=2)),
+    Case("direct_tail", 7, 1023, Direct(1, 2, ahead=1, columns="shared")),
+    Case("direct_four_warpgroups", 5, 4100, Direct(8, 4, ahead=1, columns="recomputed")),
+    Case(
+        "two_pass", 5, 4096, TwoPass(Streamed(8, 2, units=2), 8, units=2, together=2, row_blocks=2)
+    ),
+    Case(
+        "two_pass_tail", 7, 1999, TwoPass(Streamed(1, 2, 3), 1, units=3, together=4, row_blocks=1)
+    ),
+)
+
+SOFTMAX_CASES = (
+    Case("rows_in_warps", 9, 512, Held(8, threads=32, rows=4)),
+    Case("rows_in_warps_tail", 9, 440, Held(8, threads=32, rows=8)),
+    Case("rows_in_parts_of_warps", 35, 72, Held(8, threads=4, rows=32)),
+    Case("same_row_in_all_warps", 3, 24, Held(8, threads=2, rows=1)),
+    Case("warpgroup_row", 2, 2048, Held(8)),
+    Case("warpgroup_row_tail", 2, 2999, Held(1)),
+    Case("rows_in_the_warpgroup", 5, 2048, Held(8, rows=2)),
+    Case("split_row", 2, 4096, Held(8, 2)),
+    Case("split_row_tail", 2, 2571, Held(1, 4)),
+    Case("streamed", 2, 8192, Streamed(8, 2, units=2)),
+    Case("streamed_tail", 2, 2571, Streamed(1, 4, units=2)),
+    Case("ring", 5, 4096, Ring(8, 2, stages=3, lag=1)),
+    Case("ring_tail", 5, 5000, Ring(8, 2, stages=2)),
+)
+
+#: Rows over several blocks: these lower, but the interpreter knows no clusters.
+CLUSTER_CASES = (
+    Case("cluster_of_2", 9, 16384, Ring(8, 2, stages=3, lag=1, cluster=2)),
+    Case("cluster_of_4_tail", 9, 9000, Ring(8, 1, stages=3, cluster=4, columns="recomputed")),
+    Case("cluster_of_8", 9, 65536, Ring(8, 2, stages=5, pieces=2, lag=1, cluster=8)),
+)
+
+
+def make_spec(op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, **kwargs: Any) -> Spec:
+    if op in ("softmax", "log_softmax"):
+        return Spec(op, "bwd", rows, cols, x, y)  # type: ignore[arg-type]
+    parameters: dict[str, Any] = {"scale_dtype": F32, "epsilon": 1e-6, "want_stats": True}
+    if op == "layer_norm":
+        parameters |= {"subtract_mean": True, "bias_dtype": F32}
+    return Spec("norm", "bwd", rows, cols, x, y, **(parameters | kwargs))
+
+
+def floored(gain: np.ndarray, spec: Spec) -> np.ndarray:
+    floor = spec.scale_floor
+    return gain if floor is None else np.where(np.abs(gain) < floor, math.copysign(floor, 1), gain)
+
+
+def make_operands(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
+    """The arguments of the backward: what the forward in float64 gives, and a cotangent."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(0.5, 3, (spec.rows, spec.cols))
+    d = rng.normal(0, 1, (spec.rows, spec.cols)).astype(spec.y_dtype)
+    if spec.op != "norm":
+        e = np.exp(x - x.max(axis=1, keepdims=True))
+        y = e / e.sum(axis=1, keepdims=True)
+        return (y if spec.op == "softmax" else np.log(y)).astype(spec.y_dtype), d
+    scale = bias = None
+    mean = x.mean(axis=1, keepdims=True) if spec.subtract_mean else np.zeros((spec.rows, 1))
+    rstd = 1 / np.sqrt(np.square(x - mean).mean(axis=1, keepdims=True) + spec.epsilon)
+    y = (x - mean) * rstd
+    if spec.scale_dtype is not None:
+        scale = rng.normal(1, 0.5, spec.cols).astype(spec.scale_dtype)
+        scale[::7] = 0  # floored, where there is a floor
+        y = y * floored(scale.astype(np.float64) + spec.scale_offset, spec)
+    if spec.bias_dtype is not None:
+        bias = rng.normal(0, 1, spec.cols).astype(spec.bias_dtype)
+        if spec.scale_dtype is not None:
+            bias[::7] = 0  # Otherwise y has no room for x_hat times the floor.
+        y = y + effective_bias(bias, spec)
+    stats = tuple(
+        s[:, 0].astype(np.float32) for s in ((rstd, mean) if spec.returns_mean else (rstd,))
+    )
+    saved = x.astype(spec.x_dtype) if spec.saved == "input" else y.astype(spec.y_dtype)
+    return saved, stats, scale, bias, d
+
+
+def effective_bias(bias: np.ndarray, spec: Spec) -> np.ndarray:
+    if spec.saved == "output":
+        bias = bias.astype(spec.y_dtype)
+    return bias.astype(np.float64)
+
+
+def call(spec: Spec, *operands: Any, schedule: Any = None) -> tuple[Any, ...]:
+    """dx; for a norm also dscale and dbias."""
+    if spec.op == "norm":
+        return norm_backward.norm_bwd(*operands, spec, schedule=schedule)
+    y, dy = operands
+    return (softmax_backward.softmax_bwd(y, None, dy, spec, schedule=schedule),)
+
+
+def interpret(spec: Spec, *operands: Any, params: Any = None, schedule: Any = None) -> list[Any]:
+    """`call` in the interpreter, in the dtypes of the spec."""
+    with interpreted(params):
+        outputs = jax.jit(lambda *args: call(spec, *args, schedule=schedule))(*operands)
+    return [None if out is None else np.asarray(out) for out in outputs]
+
+
+def lower(spec: Spec, schedule: Any = None) -> str:
+    """The module that XLA gets for an NVIDIA GPU; Mosaic's layouts are inferred on the way."""
+
+    def array(shape: tuple[int, ...], dtype: np.dtype | None) -> Any:
+        return None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
+
+    rows, cols = spec.rows, spec.cols
+    dy = array((rows, cols), spec.y_dtype)
+    saved = array((rows, cols), spec.x_dtype if spec.saved == "input" else spec.y_dtype)
+    operands: tuple[Any, ...] = (saved, dy)
+    if spec.op == "norm":
+        stats = (array((rows,), F32),) * (1 + spec.returns_mean)
+        params = (array((cols,), spec.scale_dtype), array((cols,), spec.bias_dtype))
+        operands = (saved, stats, *params, dy)
+    traced = jax.jit(lambda *args: call(spec, *args, schedule=schedule)).trace(*operands)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+# -------------------------------------------------------------------- references and error bounds
+#
+# From the very arrays that the kernel gets. u = 2^-24 is the unit roundoff of float32. A sum of n
+# terms is one of at most _TERMS in sequence and then a tree, so its relative error (against the sum
+# of magnitudes) is below _TERMS u. Everything else adds a few roundings.
+
+_U = 2.0**-24
+_TERMS = 128
+
+
+def reference(spec: Spec, *operands: Any) -> tuple[list[Any], list[Any]]:
+    """The outputs in float64, and the errors that a kernel may make; None for no parameter."""
+    if spec.op == "norm":
+        return norm_reference(spec, *operands)
+    y, d = (a.astype(np.float64) for a in operands)
+    log = spec.op == "log_softmax"
+    terms = d if log else d * y
+    total = terms.sum(axis=1, keepdims=True)
+    total_error = _TERMS * _U * np.abs(terms).sum(axis=1, keepdims=True)
+    # The argument of exp may be rounded once more, as y log2(e).
+    weight, weight_error = (np.exp(y), 4 * (1 + np.abs(y)) * _U) if log else (y, 0)
+    dx = d - weight * total if log else y * (d - total)
+    error = np.abs(weight) * (total_error + weight_error * np.abs(total))
+    error += 4 * _U * (np.abs(d) * (1 if log else np.abs(y)) + np.abs(weight * total))
+    return [dx], [error + rounding(dx, spec.x_dtype)]
+
+
+def norm_reference(
+    spec: Spec, saved: Any, stats: Any, scale: Any, bias: Any, dy: Any
+) -> tuple[list[Any], list[Any]]:
+    saved, d = saved.astype(np.float64), dy.astype(np.float64)
+    r = stats[0].astype(np.float64)[:, None]
+    g = np.ones(spec.cols)
+    if scale is not None:
+        g = floored(scale.astype(np.float64) + spec.scale_offset, spec)
+    dg = d * g
+    if spec.saved == "input":
+        mean = stats[1].astype(np.float64)[:, None] if spec.subtract_mean else 0.0
+        xh = (saved - mean) * r
+        xh_error = 4 * _U * (np.abs(xh) + np.abs(mean * r))
+        terms, terms_error = dg * xh, np.abs(dg) * xh_error
+    else:
+        z = saved if bias is None else saved - effective_bias(bias, spec)
+        bound = math.sqrt(spec.cols)
+        xh = np.clip(np.divide(z, g, out=np.zeros_like(z), where=g != 0), -bound, bound)
+        xh_error = 4 * _U * np.abs(xh)
+        terms, terms_error = d * z, 2 * _U * np.abs(d * z)
+    sum_error = _TERMS * _U
+    c2 = terms.mean(axis=1, keepdims=True)
+    c2_error = (terms_error + sum_error * np.abs(terms)).mean(axis=1, keepdims=True)
+    c1 = c1_error = np.zeros((spec.rows, 1))
+    if spec.subtract_mean:
+        c1 = dg.mean(axis=1, keepdims=True)
+        c1_error = sum_error * np.abs(dg).mean(axis=1, keepdims=True)
+    dx = r * (dg - c1 - xh * c2)
+    error = np.abs(xh) * c2_error + np.abs(c2) * xh_error + c1_error
+    error += 4 * _U * (np.abs(dg) + np.abs(c1) + np.abs(xh * c2))
+    outputs: list[Any] = [dx]
+    errors: list[Any] = [r * error + rounding(dx, spec.x_dtype)]
+    column_terms = (d * xh, np.abs(d) * xh_error), (d, 0 * d)
+    for dtype, (terms, terms_error) in zip((spec.scale_dtype, spec.bias_dtype), column_terms):
+        total = terms.sum(axis=0)
+        total_error = (terms_error + sum_error * np.abs(terms)).sum(axis=0)
+        outputs.append(None if dtype is None else total)
+        errors.append(None if dtype is None else total_error + rounding(total, dtype))
+    return outputs, errors
+
+
+def rounding(value: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Half a unit in the last place of `dtype` at `value`, a little enlarged."""
+    info = ml_dtypes.finfo(dtype)
+    return 1.01 * np.maximum(np.abs(value) * info.eps, float(info.smallest_subnormal)) / 2

@@ -1,0 +1,168 @@
+"""Values of the backward kernels, run on the CPU by Pallas' interpreter: every schedule and dtype.
+
+The interpreter knows neither layouts nor alignment nor clusters; `test_backward_lowering` looks at
+the first and the last.
+"""
+
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
+import pytest
+from backward_cases import (
+    BF16,
+    F16,
+    F32,
+    NORM_CASES,
+    SOFTMAX_CASES,
+    Case,
+    interpret,
+    make_operands,
+    make_spec,
+    reference,
+)
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+from jaxnorm_kernels.mosaic import schedule_backward
+from jaxnorm_kernels.specs import Spec
+
+BY_NAME = {case.name: case for case in NORM_CASES}
+
+
+@pytest.fixture(autouse=True)
+def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two persistent blocks, which are enough to add up, and quick to interpret."""
+    monkeypatch.setattr(schedule_backward, "persistent_blocks", lambda spec, schedule: 2)
+
+
+def check(spec: Spec, schedule: Any, *operands: Any) -> None:
+    """Every output against the reference in float64, within its error bound."""
+    outputs = interpret(spec, *operands, schedule=schedule)
+    expected, errors = reference(spec, *operands)
+    dtypes = (spec.x_dtype, spec.scale_dtype, spec.bias_dtype)
+    for output, dtype, value, error in zip(outputs, dtypes, expected, errors):
+        if value is None:
+            assert output is None
+            continue
+        assert output.shape == value.shape
+        assert output.dtype == dtype
+        excess = np.abs(output.astype(np.float64) - value) - error
+        assert np.max(excess) <= 0, np.max(excess / error)
+
+
+@pytest.mark.parametrize("case", NORM_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("op", "dtype", "saved"),
+    [
+        ("rms_norm", BF16, "output"),
+        ("layer_norm", F32, "output"),
+        ("layer_norm", BF16, "input"),
+    ],
+    ids=str,
+)
+def test_norm_values(op: str, case: Case, dtype: np.dtype, saved: str) -> None:
+    spec = make_spec(op, case.rows, case.cols, dtype, dtype, saved=saved)
+    check(spec, case.schedule_for(dtype), *make_operands(spec))
+
+
+@pytest.mark.parametrize("case", SOFTMAX_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("op", "dtype"), [("softmax", BF16), ("log_softmax", F32)], ids=str)
+def test_softmax_values(op: str, case: Case, dtype: np.dtype) -> None:
+    spec = make_spec(op, case.rows, case.cols, dtype, dtype)
+    check(spec, case.schedule_for(dtype), *make_operands(spec))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "scale", "bias", "saved"),
+    [
+        (BF16, F32, BF16, BF16, "output"),
+        (F32, BF16, F16, F32, "input"),
+        (F16, F16, BF16, F16, "output"),
+        (F16, BF16, F32, F16, "input"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["ring_two_warpgroups_tail", "rows_ring", "direct"])
+def test_dtypes(
+    name: str, x: np.dtype, y: np.dtype, scale: np.dtype, bias: np.dtype, saved: str
+) -> None:
+    case = BY_NAME[name]
+    spec = make_spec(
+        "layer_norm", case.rows, case.cols, x, y, scale_dtype=scale, bias_dtype=bias, saved=saved
+    )
+    check(spec, case.schedule_for(x, y), *make_operands(spec))
+
+
+@pytest.mark.parametrize(("op", "x", "y"), [("softmax", F32, BF16), ("log_softmax", F16, F32)])
+def test_softmax_dtypes(op: str, x: np.dtype, y: np.dtype) -> None:
+    case = SOFTMAX_CASES[0]
+    spec = make_spec(op, case.rows, case.cols, x, y)
+    check(spec, case.schedule_for(x, y), *make_operands(spec))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale_offset": 1.0},
+        {"scale_dtype": None},
+        {"bias_dtype": None},
+        {"scale_dtype": None, "bias_dtype": None},
+        {"subtract_mean": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["ring_tail", "rows_ring_tail", "direct_tail", "two_pass"])
+def test_norm_variants(name: str, change: dict[str, Any]) -> None:
+    case = BY_NAME[name]
+    spec = make_spec("layer_norm", case.rows, case.cols, BF16, F32, **change)
+    check(spec, case.schedule_for(F32), *make_operands(spec))
+
+
+@pytest.mark.parametrize("name", ["ring", "rows_ring_tail", "direct", "two_pass"])
+def test_nan_stays_in_its_row(name: str) -> None:
+    """In dx; dscale and dbias are sums over all rows."""
+    case = BY_NAME[name]
+    spec = make_spec("layer_norm", case.rows, case.cols, F32, F32)
+    saved, stats, scale, bias, d = make_operands(spec)
+    clean, *_ = interpret(spec, saved, stats, scale, bias, d, schedule=case.schedule_for(F32))
+    saved[-1, 3] = np.nan
+    dx, dscale, _ = interpret(spec, saved, stats, scale, bias, d, schedule=case.schedule_for(F32))
+    np.testing.assert_array_equal(dx[:-1], clean[:-1])
+    assert np.all(np.isnan(dx[-1]))
+    assert np.flatnonzero(np.isnan(dscale)).tolist() == [3]
+
+
+@pytest.mark.parametrize("name", ["ring_lag", "rows_ring", "direct_four_warpgroups"])
+def test_clip(name: str) -> None:
+    """|x_hat| is at most sqrt(N): what lies beyond is noise of a y that has no room for x_hat G."""
+    case = BY_NAME[name]
+    spec = make_spec("rms_norm", case.rows, case.cols, F32, F32)
+    saved, stats, scale, bias, d = make_operands(spec)
+    saved[1, ::3] *= 1e3
+    check(spec, case.schedule_for(F32), saved, stats, scale, bias, d)
+
+
+def test_float16_has_no_floor() -> None:
+    """Where G is 0, or so small that 1 / G would be infinite, x_hat is 0."""
+    case = BY_NAME["ring"]
+    spec = make_spec("rms_norm", case.rows, case.cols, F16, F16)
+    saved, stats, scale, bias, d = make_operands(spec)
+    scale[1::7] = 1e-40
+    saved[:, 1::7] = 0
+    dx, dscale, _ = interpret(spec, saved, stats, scale, bias, d, schedule=case.schedule_for(F16))
+    assert np.all(np.isfinite(dx))
+    assert np.all(dscale[0::7] == 0)
+    assert np.all(dscale[1::7] == 0)
+
+
+# Where chunks or rows overlap, two threads store the same value: a race that does no harm.
+@pytest.mark.parametrize(
+    "name",
+    ["ring", "ring_two_warpgroups", "ring_pieces", "rows_ring", "direct"],
+)
+def test_no_races(name: str) -> None:
+    case = BY_NAME[name]
+    spec = make_spec("layer_norm", 16 if name == "rows_ring" else 4, case.cols, BF16, BF16)
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    interpret(spec, *make_operands(spec), params=params, schedule=case.schedule_for(BF16))
+    assert not interpret_pallas_call.get_races().races_found
