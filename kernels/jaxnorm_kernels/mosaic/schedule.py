@@ -18,12 +18,12 @@ from typing import Literal
 
 import jax
 
+from jaxnorm_kernels.mosaic.queued import QueuedRow
 from jaxnorm_kernels.mosaic.streams import ReloadedRow, RingRow, Stream
 from jaxnorm_kernels.mosaic.tiles import (
     VECTOR_BYTES,
     WARP,
     WARPGROUP_THREADS,
-    QueuedRow,
     RowTile,
     SplitRow,
     Tile,
