@@ -1,4 +1,4 @@
-"""Makes a kernel an ordinary JAX function: what it lacks comes from its xla twin.
+"""Runs a call, and makes a kernel an ordinary JAX function: what it lacks comes from its xla twin.
 
 A kernel has neither a differentiation nor a batching rule. Its derivative (the second one, as seen
 from the API) is that of the twin. Under ``jax.vmap`` a batch of rows is more rows, and one launch
@@ -6,15 +6,36 @@ does them all; a batch of parameters, or of parameter gradients, is left to the 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.custom_batching import custom_vmap
 
+from jaxnorm import _implementation
+from jaxnorm._default_call import default_call
 from jaxnorm_kernels.specs import Spec
 
 Function = Callable[..., Any]
+
+
+def run(function: str, spec: Spec, implementation: str | None, *operands: Any) -> Any:
+    """`function` of the contract on `operands`, by the implementation that `spec` gets."""
+
+    def twin(spec: Spec) -> Function:
+        return _implementation.bind("xla", function, spec)
+
+    def kernel(spec: Spec) -> Function:
+        if implementation is None:
+            return functools.partial(default_call, function, spec, twin(spec))
+        return _implementation.bind(
+            _implementation.forced(spec, implementation).name, function, spec
+        )
+
+    if implementation == "xla":
+        return twin(spec)(*operands)
+    return kernel_call(kernel, twin(spec), spec)(*operands)
 
 
 def kernel_call(bind: Callable[[Spec], Function], twin: Function, spec: Spec) -> Function:
@@ -46,7 +67,7 @@ def kernel_call(bind: Callable[[Spec], Function], twin: Function, spec: Spec) ->
 
     differentiable = jax.custom_vjp(lambda *operands: batchable(*operands))
     differentiable.defvjp(
-        lambda *operands: (batchable(*operands), operands),
+        lambda *operands: (differentiable(*operands), operands),
         lambda operands, cotangents: jax.vjp(twin, *operands)[1](cotangents),
     )
     return differentiable

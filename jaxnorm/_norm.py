@@ -6,7 +6,7 @@ import functools
 import jax
 import numpy as np
 
-from jaxnorm import _arguments, _implementation, _remat
+from jaxnorm import _arguments, _kernel_call, _remat, _sharding
 from jaxnorm._rows import RowView
 from jaxnorm_kernels.specs import Direction, Save, Spec, Stats
 
@@ -176,7 +176,7 @@ def _normalise(
         save=save,
         implementation=implementation,
     )
-    return _norm(x, scale, bias, call)
+    return _norm(*_sharding.vary_alike(x, scale, bias), call)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -213,7 +213,7 @@ def _norm_forward(
 ) -> tuple[jax.Array, Stats]:
     spec = call.spec("fwd", want_stats=want_stats)
     rows = call.view.to_rows(x)
-    y, stats = _implementation.run(
+    y, stats = _kernel_call.run(
         "norm_fwd", spec, call.implementation, rows, _flat(scale), _flat(bias)
     )
     return call.view.from_rows(y), stats
@@ -230,7 +230,7 @@ def _norm_backward(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     view = call.view
     operands = (view.to_rows(saved), stats, _flat(scale), _flat(bias), view.to_rows(dy))
-    dx, dscale, dbias = _implementation.run(
+    dx, dscale, dbias = _kernel_call.run(
         "norm_bwd", call.spec("bwd"), call.implementation, *operands
     )
     return view.from_rows(dx), _shaped(dscale, view), _shaped(dbias, view)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm import _arguments, _implementation, _remat
+from jaxnorm import _arguments, _kernel_call, _remat, _sharding
 from jaxnorm._rows import RowView
 from jaxnorm_kernels.specs import Direction, Spec
 
@@ -135,7 +135,7 @@ def _softmax_of(
         has_mask=mask is not None,
         implementation=implementation,
     )
-    return _softmax(x, mask, call)
+    return _softmax(*_sharding.vary_alike(x, mask), call)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -161,7 +161,7 @@ _softmax.defvjp(_softmax_fwd, _softmax_bwd)
 
 @functools.partial(jax.jit, static_argnames="call")
 def _softmax_forward(x: jax.Array, mask: jax.Array | None, call: SoftmaxCall) -> jax.Array:
-    y = _implementation.run(
+    y = _kernel_call.run(
         f"{call.op}_fwd",
         call.spec("fwd"),
         call.implementation,
@@ -176,7 +176,7 @@ def _softmax_backward(
     y: jax.Array, mask: jax.Array | None, dy: jax.Array, call: SoftmaxCall
 ) -> jax.Array:
     view = call.view
-    dx = _implementation.run(
+    dx = _kernel_call.run(
         f"{call.op}_bwd",
         call.spec("bwd"),
         call.implementation,

@@ -13,6 +13,9 @@ import pytest
 # GPUs multiply float32 matrices in TF32 by default: its roundings are not what these tests look at.
 jax.config.update("jax_default_matmul_precision", "highest")
 
+# Virtual devices, for the tests on a mesh.
+jax.config.update("jax_num_cpu_devices", 8)
+
 
 @pytest.fixture
 def x64() -> Iterator[None]:

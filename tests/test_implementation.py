@@ -125,6 +125,20 @@ def test_second_derivatives_are_those_of_the_twin(stub):
     )
 
 
+def test_third_derivatives_too(stub):
+    stub(HERE)
+
+    def cubic(implementation):
+        def f(t):
+            y = jaxnorm.rms_norm(t * X, save="input", epsilon=1.0, implementation=implementation)
+            return jnp.sum(y * jnp.arange(8.0))
+
+        return jax.grad(jax.grad(jax.grad(f)))
+
+    np.testing.assert_allclose(cubic("stub")(0.5), cubic("xla")(0.5), rtol=1e-4)
+    np.testing.assert_allclose(cubic(None)(0.5), cubic("xla")(0.5), rtol=1e-4)
+
+
 @pytest.mark.parametrize("function", [jaxnorm.softmax, jaxnorm.rms_norm])
 def test_a_batch_of_rows_is_one_launch_of_more_rows(stub, function):
     stub()
@@ -204,7 +218,3 @@ def test_implementation_for_checks_its_arguments():
         jaxnorm.implementation_for("softmax", (4, 8), "int32")
     with pytest.raises(ValueError, match="out of range"):
         jaxnorm.implementation_for("softmax", (4, 8), "float32", axis=2)
-
-
-def test_xla_alone_adds_no_branch_to_the_program():
-    assert "platform_index" not in str(jax.make_jaxpr(jaxnorm.rms_norm)(X))

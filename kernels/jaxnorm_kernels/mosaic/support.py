@@ -1,6 +1,9 @@
-"""What the kernels cannot do, and where XLA was measured to be faster: tables of sentences."""
+"""What the kernels cannot do, and where the default leaves a call to XLA: tables of sentences."""
 
+import functools
 from collections.abc import Callable
+
+import jax
 
 from jaxnorm_kernels.mosaic.tiles import WARPGROUP_THREADS, vector_width
 from jaxnorm_kernels.specs import Spec
@@ -8,6 +11,14 @@ from jaxnorm_kernels.specs import Spec
 # Rows are numbered in int32, and the last block may start a tile further.
 _MAX_ROWS = 2**31 - 2**16
 _MIN_COLS = 8
+
+
+@functools.cache
+def local_capability() -> str | None:
+    """Compute capability of the GPU at hand; None where there is none (cross-lowering)."""
+    device = jax.local_devices()[0]
+    return getattr(device, "compute_capability", None) if device.platform == "gpu" else None
+
 
 _Table = tuple[tuple[str, Callable[[Spec], bool]], ...]
 
@@ -51,7 +62,11 @@ _CANNOT: _Table = (
 
 # Measured on one H200 with jax 0.11.2 by `python -m benchmarks.run`: kernel time against XLA's. The
 # figures are in benchmarks/results/nvidia_h200/kernels.csv.
-_SLOWER: _Table = (
+_LEFT_TO_XLA: _Table = (
+    (
+        "its schedules are measured on compute capability 9.0 (H100, H200) alone",
+        lambda s: local_capability() not in ("9.0", None),
+    ),
     (
         "with this few rows, XLA spreads a row over more of the GPU",
         lambda s: s.rows <= 128 and s.cols >= (4096 if s.rows < 64 else 8192),
@@ -85,7 +100,7 @@ def supports(spec: Spec) -> str | None:
 
 def prefers(spec: Spec) -> str | None:
     """None, or why the default leaves this call to xla."""
-    return _first(_SLOWER, spec)
+    return _first(_LEFT_TO_XLA, spec)
 
 
 def _first(table: _Table, spec: Spec) -> str | None:
