@@ -1,10 +1,8 @@
 """Which implementation of the contract runs a call, and why."""
 
 import dataclasses
-import functools
 import importlib
-from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 from jaxnorm_kernels.specs import Implementation, Spec
 
@@ -36,7 +34,7 @@ def choose(spec: Spec, platform: str) -> Choice:
     refusals = []
     for name in _CANDIDATES.get(platform, ()):
         try:
-            refusal = _load(name).supports(spec) or _load(name).prefers(spec)
+            refusal = module(name).supports(spec) or module(name).prefers(spec)
         except ImportError as error:  # a jaxlib without this kernel backend
             refusal = f"it cannot be imported: {error}"
         if refusal is None:
@@ -47,7 +45,7 @@ def choose(spec: Spec, platform: str) -> Choice:
 
 def forced(spec: Spec, name: str) -> Choice:
     """`name` itself; ValueError with its reason where it cannot run `spec`."""
-    refusal = _load(name).supports(spec)
+    refusal = module(name).supports(spec)
     if refusal is not None:
         raise ValueError(
             f"implementation={name!r} cannot run {spec.op} {spec.direction} of "
@@ -56,10 +54,6 @@ def forced(spec: Spec, name: str) -> Choice:
     return Choice(name, "asked for by name")
 
 
-def _load(name: str) -> Implementation:
+def module(name: str) -> Implementation:
+    """The implementation `name`, imported."""
     return cast(Implementation, importlib.import_module(_MODULES[name]))
-
-
-def bind(name: str, function: str, spec: Spec) -> Callable[..., Any]:
-    """`function` of one implementation over its operands."""
-    return functools.partial(getattr(_load(name), function), spec=spec)

@@ -13,53 +13,32 @@ from typing import Any
 import jax
 from jax.custom_batching import custom_vmap
 
-from jaxnorm import _implementation
-from jaxnorm._default_call import default_call
-from jaxnorm_kernels.specs import Spec
-
-Function = Callable[..., Any]
+from jaxnorm import _implementation, _sharding
+from jaxnorm._calls import Call
 
 
-def run(function: str, spec: Spec, implementation: str | None, *operands: Any) -> Any:
-    """`function` of the contract on `operands`, by the implementation that `spec` gets."""
-
-    def twin(spec: Spec) -> Function:
-        return _implementation.bind("xla", function, spec)
-
-    def kernel(spec: Spec) -> Function:
-        if implementation is None:
-            return functools.partial(default_call, function, spec, twin(spec))
-        return _implementation.bind(
-            _implementation.forced(spec, implementation).name, function, spec
-        )
-
-    if implementation == "xla":
-        return twin(spec)(*operands)
-    return kernel_call(kernel, twin(spec), spec)(*operands)
+def run(call: Call, *operands: Any) -> Any:
+    """The call's results, by the implementation that it gets where it runs."""
+    if call.implementation == "xla":
+        return _sharding.run(call, *operands)
+    if call.implementation is not None:
+        _implementation.forced(call.in_rows, call.implementation)
+    return _ordinary(call)(*operands)
 
 
-def kernel_call(bind: Callable[[Spec], Function], twin: Function, spec: Spec) -> Function:
-    """The kernel ``bind(spec)`` over its operands, differentiable and batchable.
-
-    Args:
-      bind: gives the kernel for a spec; batching binds it again, for more rows.
-      twin: the same function of the xla implementation.
-      spec: of one call, without batch axes.
-    """
+def _ordinary(call: Call) -> Callable[..., Any]:
+    """The call as a function that can be differentiated and batched."""
+    twin = functools.partial(_sharding.run, dataclasses.replace(call, implementation="xla"))
 
     @custom_vmap
     def batchable(*operands: Any) -> Any:
-        return bind(spec)(*operands)
+        return _sharding.run(call, *operands)
 
     @batchable.def_vmap
     def batched(size: int, in_batched: Sequence[Any], *operands: Any) -> tuple[Any, Any]:
-        if _rows_fold(spec, in_batched):
-            folded = jax.tree.map(
-                lambda a, b: a.reshape(-1, *a.shape[2:]) if b else a, operands, tuple(in_batched)
-            )
-            more_rows = dataclasses.replace(spec, rows=size * spec.rows)
-            out = kernel_call(bind, twin, more_rows)(*folded)
-            out = jax.tree.map(lambda a: a.reshape(size, spec.rows, *a.shape[1:]), out)
+        if _is_more_rows(call, operands, in_batched):
+            more = call.on(call.view.batched(size))
+            out = _ordinary(more)(*_with_batch_axis(call, operands, in_batched))
         else:
             in_axes = jax.tree.map(lambda b: 0 if b else None, tuple(in_batched))
             out = jax.vmap(twin, in_axes, axis_size=size)(*operands)
@@ -73,10 +52,26 @@ def kernel_call(bind: Callable[[Spec], Function], twin: Function, spec: Spec) ->
     return differentiable
 
 
-def _rows_fold(spec: Spec, in_batched: Sequence[Any]) -> bool:
+def _is_more_rows(call: Call, operands: tuple[Any, ...], in_batched: Sequence[Any]) -> bool:
     """Whether a batch is just more rows: parameters are shared, and none has a gradient here."""
-    if spec.op == "norm" and spec.direction == "fwd":
-        x, *parameters = in_batched
-        return bool(x) and not any(jax.tree.leaves(parameters))
-    has_parameters = spec.scale_dtype is not None or spec.bias_dtype is not None
-    return not has_parameters and all(jax.tree.leaves(in_batched))
+    kinds = call.operand_kinds(operands)
+    if call.spec.direction == "bwd" and "param" in kinds:
+        return False
+    return all(
+        batched != (kind == "param") or kind == "mask"
+        for kind, batched in zip(kinds, jax.tree.leaves(in_batched))
+    )
+
+
+def _with_batch_axis(
+    call: Call, operands: tuple[Any, ...], in_batched: Sequence[Any]
+) -> tuple[Any, ...]:
+    """The operands of the batch as one call: a mask that all entries share gets an axis of 1."""
+    leaves, tree = jax.tree.flatten(operands)
+    flags = jax.tree.leaves(in_batched)
+    kinds = call.operand_kinds(operands)
+    leaves = [
+        a[None] if kind == "mask" and not batched else a
+        for kind, batched, a in zip(kinds, flags, leaves)
+    ]
+    return tuple(jax.tree.unflatten(tree, leaves))

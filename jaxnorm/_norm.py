@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jaxnorm import _arguments, _kernel_call, _remat, _sharding
+from jaxnorm._calls import Call
 from jaxnorm._rows import RowView
 from jaxnorm_kernels.specs import Direction, Save, Spec, Stats
 
@@ -142,7 +143,7 @@ class NormCall:
             scale_offset=self.scale_offset,
             saved=self.save,
             want_stats=want_stats,
-            moved_axis=self.view.moved,
+            axes=self.view.axes,
         )
 
 
@@ -212,11 +213,9 @@ def _norm_forward(
     want_stats: bool,
 ) -> tuple[jax.Array, Stats]:
     spec = call.spec("fwd", want_stats=want_stats)
-    rows = call.view.to_rows(x)
-    y, stats = _kernel_call.run(
-        "norm_fwd", spec, call.implementation, rows, _flat(scale), _flat(bias)
-    )
-    return call.view.from_rows(y), stats
+    norm = Call("norm_fwd", spec, call.view, call.implementation)
+    y, stats = _kernel_call.run(norm, x, scale, bias)
+    return y, stats
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -228,17 +227,6 @@ def _norm_backward(
     dy: jax.Array,
     call: NormCall,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    view = call.view
-    operands = (view.to_rows(saved), stats, _flat(scale), _flat(bias), view.to_rows(dy))
-    dx, dscale, dbias = _kernel_call.run(
-        "norm_bwd", call.spec("bwd"), call.implementation, *operands
-    )
-    return view.from_rows(dx), _shaped(dscale, view), _shaped(dbias, view)
-
-
-def _flat(parameter: jax.Array | None) -> jax.Array | None:
-    return None if parameter is None else parameter.reshape(-1)
-
-
-def _shaped(gradient: jax.Array | None, view: RowView) -> jax.Array | None:
-    return None if gradient is None else gradient.reshape(view.normalised)
+    norm = Call("norm_bwd", call.spec("bwd"), call.view, call.implementation)
+    dx, dscale, dbias = _kernel_call.run(norm, saved, stats, scale, bias, dy)
+    return dx, _sharding.like(dscale, scale), _sharding.like(dbias, bias)

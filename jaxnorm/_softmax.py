@@ -5,10 +5,10 @@ import functools
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm import _arguments, _kernel_call, _remat, _sharding
+from jaxnorm._calls import Call
 from jaxnorm._rows import RowView
 from jaxnorm_kernels.specs import Direction, Spec
 
@@ -111,7 +111,7 @@ class SoftmaxCall:
             x_dtype=self.x_dtype,
             y_dtype=self.y_dtype,
             has_mask=self.has_mask,
-            moved_axis=self.view.moved,
+            axes=self.view.axes,
         )
 
 
@@ -161,31 +161,15 @@ _softmax.defvjp(_softmax_fwd, _softmax_bwd)
 
 @functools.partial(jax.jit, static_argnames="call")
 def _softmax_forward(x: jax.Array, mask: jax.Array | None, call: SoftmaxCall) -> jax.Array:
-    y = _kernel_call.run(
-        f"{call.op}_fwd",
-        call.spec("fwd"),
-        call.implementation,
-        call.view.to_rows(x),
-        _mask_rows(mask, call.view),
-    )
-    return call.view.from_rows(y)
+    softmax = Call(f"{call.op}_fwd", call.spec("fwd"), call.view, call.implementation)
+    y: jax.Array = _kernel_call.run(softmax, x, mask)
+    return y
 
 
 @functools.partial(jax.jit, static_argnames="call")
 def _softmax_backward(
     y: jax.Array, mask: jax.Array | None, dy: jax.Array, call: SoftmaxCall
 ) -> jax.Array:
-    view = call.view
-    dx = _kernel_call.run(
-        f"{call.op}_bwd",
-        call.spec("bwd"),
-        call.implementation,
-        view.to_rows(y),
-        _mask_rows(mask, view),
-        view.to_rows(dy),
-    )
-    return view.from_rows(dx)
-
-
-def _mask_rows(mask: jax.Array | None, view: RowView) -> jax.Array | None:
-    return None if mask is None else view.to_rows(jnp.broadcast_to(mask, view.shape))
+    softmax = Call(f"{call.op}_bwd", call.spec("bwd"), call.view, call.implementation)
+    dx: jax.Array = _kernel_call.run(softmax, y, mask, dy)
+    return dx

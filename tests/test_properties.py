@@ -31,6 +31,15 @@ def arrays_with_axis(draw):
     return x, draw(st.integers(-x.ndim, x.ndim - 1))
 
 
+def reordered(name, x, axis):
+    """Bound on what another order of summation changes: in layer_norm the mean by n u max|x|."""
+    if name != "layer_norm":
+        return 1e-5
+    n = np.prod([x.shape[a] for a in np.atleast_1d(axis)])
+    rstd = 1 / np.sqrt(np.min(np.var(x.astype(np.float64), axis=axis)) + 1e-6)
+    return 1e-5 + n * 2.0**-24 * np.max(np.abs(x)) * rstd
+
+
 @each
 @few
 @given(arrays_with_axis())
@@ -39,7 +48,8 @@ def test_axis_equals_moveaxis(name, case):
     function = FUNCTIONS[name]
     expected = jnp.moveaxis(function(jnp.moveaxis(x, axis, -1)), -1, axis)
     # The sum runs over the same numbers, perhaps in another order.
-    np.testing.assert_allclose(function(x, axis=axis), expected, rtol=1e-5, atol=1e-5)
+    atol = reordered(name, x, axis)
+    np.testing.assert_allclose(function(x, axis=axis), expected, rtol=1e-5, atol=atol)
 
 
 @each
@@ -49,7 +59,8 @@ def test_two_axes_equal_one_flattened(name, x):
     function = FUNCTIONS[name]
     x = x.reshape(-1, x.shape[-1])
     flat = function(x.reshape(-1)).reshape(x.shape)
-    np.testing.assert_allclose(function(x, axis=(0, 1)), flat, rtol=1e-5, atol=1e-5)
+    atol = reordered(name, x, (0, 1))
+    np.testing.assert_allclose(function(x, axis=(0, 1)), flat, rtol=1e-5, atol=atol)
 
 
 @each

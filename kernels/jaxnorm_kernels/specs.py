@@ -1,8 +1,10 @@
-"""The contract between the API and every implementation (``xla``, later ``mosaic`` and ``triton``).
+"""The contract between the API and every implementation (``xla``, ``mosaic``, later ``triton``).
 
 An implementation is a module with the functions of :class:`Implementation`. It sees two-dimensional
 arrays ``(rows, cols)`` whose last axis is the normalised one, and one frozen :class:`Spec` that
-says everything else about the call. It knows nothing of autodiff, axes, sharding or Flax.
+says everything else about the call. It knows nothing of autodiff, sharding or Flax. The ``xla``
+implementation alone also takes arrays of any shape with ``Spec.axes``: XLA partitions them over a
+mesh as they are, where a reshape to rows could make it gather them.
 """
 
 import dataclasses
@@ -42,7 +44,10 @@ class Spec:
       saved: which array a norm's backward starts from.
       want_stats: the forward also returns the statistics that the backward needs.
       has_mask: a ``where`` mask comes with the call (softmaxes only).
-      moved_axis: the two-dimensional view needed a transpose.
+      axes: the normalised axes of the arrays: the last one, but for the xla implementation.
+      moved_axis: the two-dimensional view needs a transpose, in and out.
+      cols_over: mesh axes (inside ``jax.shard_map``) that the columns are sharded over, of which
+        there are ``cols`` in all; for the xla implementation alone.
     """
 
     op: Op
@@ -59,7 +64,9 @@ class Spec:
     saved: Save = "output"
     want_stats: bool = False
     has_mask: bool = False
+    axes: tuple[int, ...] = (-1,)
     moved_axis: bool = False
+    cols_over: tuple[str, ...] = ()
 
     @property
     def compute_dtype(self) -> np.dtype:

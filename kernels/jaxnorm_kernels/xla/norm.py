@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over the last axis, with backward passes from the output or the input.
+"""LayerNorm and RMSNorm over ``spec.axes``, with backward passes from the output or the input.
 
 Row of N; G = scale + scale_offset; LayerNorm subtracts the mean, RMSNorm has mean = 0:
 
@@ -26,24 +26,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.specs import Spec, Stats
+from jaxnorm_kernels.xla.reductions import row_mean
 
 
 def norm_fwd(
     x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, spec: Spec
 ) -> tuple[jax.Array, Stats]:
     x = x.astype(spec.compute_dtype)
-    mean = jnp.mean(x, axis=-1, keepdims=True) if spec.subtract_mean else None
+    mean = row_mean(x, spec) if spec.subtract_mean else None
     centred = x if mean is None else x - mean
-    rstd = lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + spec.epsilon)
+    rstd = lax.rsqrt(row_mean(jnp.square(centred), spec) + spec.epsilon)
     y = centred * rstd
     if scale is not None:
-        y = y * gain(scale, spec)
+        y = y * _along_rows(gain(scale, spec), y, spec)
     if bias is not None:
-        y = y + effective_bias(bias, spec)
+        y = y + _along_rows(effective_bias(bias, spec), y, spec)
     if not spec.want_stats:
         return y.astype(spec.y_dtype), ()
     kept = (rstd, mean) if mean is not None and spec.returns_mean else (rstd,)
-    return y.astype(spec.y_dtype), tuple(a[:, 0] for a in kept)
+    return y.astype(spec.y_dtype), tuple(jnp.squeeze(a, spec.axes) for a in kept)
 
 
 def norm_bwd(
@@ -56,24 +57,37 @@ def norm_bwd(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     d = dy.astype(spec.compute_dtype)
     saved = saved.astype(spec.compute_dtype)
-    g = None if scale is None else gain(scale, spec)
+    g = None if scale is None else _along_rows(gain(scale, spec), saved, spec)
     dg = d if g is None else d * g
-    rstd = stats[0][:, None]
+    rstd, *mean = (jnp.expand_dims(stat, spec.axes) for stat in stats)
 
     if spec.saved == "input":
-        xh = (saved - stats[1][:, None] if spec.subtract_mean else saved) * rstd
-        c2 = jnp.mean(dg * xh, axis=-1, keepdims=True)
+        xh = (saved - mean[0] if mean else saved) * rstd
+        c2 = row_mean(dg * xh, spec)
     else:
-        z = saved if bias is None else saved - effective_bias(bias, spec)
-        c2 = jnp.mean(d * z, axis=-1, keepdims=True)
+        z = saved
+        if bias is not None:
+            z = z - _along_rows(effective_bias(bias, spec), z, spec)
+        c2 = row_mean(d * z, spec)
         xh = _clip(z if g is None else _safe_divide(z, g), math.sqrt(spec.cols))
 
     dx = dg - xh * c2
     if spec.subtract_mean:
-        dx = dx - jnp.mean(dg, axis=-1, keepdims=True)
-    dscale = None if scale is None else jnp.sum(d * xh, axis=0).astype(spec.scale_dtype)
-    dbias = None if bias is None else jnp.sum(d, axis=0).astype(spec.bias_dtype)
+        dx = dx - row_mean(dg, spec)
+    others = _other_axes(saved, spec)
+    dscale = None if scale is None else jnp.sum(d * xh, axis=others).astype(spec.scale_dtype)
+    dbias = None if bias is None else jnp.sum(d, axis=others).astype(spec.bias_dtype)
     return (dx * rstd).astype(spec.x_dtype), dscale, dbias
+
+
+def _other_axes(like: jax.Array, spec: Spec) -> tuple[int, ...]:
+    normalised = {axis % like.ndim for axis in spec.axes}
+    return tuple(axis for axis in range(like.ndim) if axis not in normalised)
+
+
+def _along_rows(parameter: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
+    """`parameter`, whose axes are the normalised ones, against an array like `like`."""
+    return jnp.expand_dims(parameter, _other_axes(like, spec))
 
 
 def gain(scale: jax.Array, spec: Spec) -> jax.Array:

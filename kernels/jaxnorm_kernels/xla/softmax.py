@@ -1,4 +1,4 @@
-"""softmax and log_softmax over the last axis, with backward passes that start from the output.
+"""softmax and log_softmax over ``spec.axes``, with backward passes that start from the output.
 
 With m = max(x), d = dy, all sums over a row:
 
@@ -14,36 +14,37 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.xla.reductions import row_any, row_max, row_sum
 
 
 def softmax_fwd(x: jax.Array, mask: jax.Array | None, spec: Spec) -> jax.Array:
     shifted = _shifted(x, mask, spec)
     e = jnp.exp(shifted)
-    total = jnp.sum(e, axis=-1, keepdims=True)
-    y = e / total if mask is None else jnp.where(mask, e / _nonempty(total, mask), 0)
+    total = row_sum(e, spec)
+    y = e / total if mask is None else jnp.where(mask, e / _nonempty(total, mask, spec), 0)
     return y.astype(spec.y_dtype)
 
 
 def softmax_bwd(y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec) -> jax.Array:
     y, d = y.astype(spec.compute_dtype), _masked_cotangent(dy, mask, spec)
-    dx = y * (d - jnp.sum(d * y, axis=-1, keepdims=True))
+    dx = y * (d - row_sum(d * y, spec))
     return dx.astype(spec.x_dtype)
 
 
 def log_softmax_fwd(x: jax.Array, mask: jax.Array | None, spec: Spec) -> jax.Array:
     shifted = _shifted(x, mask, spec)
-    total = jnp.sum(jnp.exp(shifted), axis=-1, keepdims=True)
+    total = row_sum(jnp.exp(shifted), spec)
     if mask is None:
         y = shifted - jnp.log(total)
     else:
-        y = jnp.where(mask, shifted - jnp.log(_nonempty(total, mask)), -jnp.inf)
+        y = jnp.where(mask, shifted - jnp.log(_nonempty(total, mask, spec)), -jnp.inf)
     return y.astype(spec.y_dtype)
 
 
 def log_softmax_bwd(y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec) -> jax.Array:
     y, d = y.astype(spec.compute_dtype), _masked_cotangent(dy, mask, spec)
     # exp(-inf) is 0, so a masked entry gets 0 - 0 here.
-    dx = d - jnp.exp(y) * jnp.sum(d, axis=-1, keepdims=True)
+    dx = d - jnp.exp(y) * row_sum(d, spec)
     return dx.astype(spec.x_dtype)
 
 
@@ -52,17 +53,17 @@ def _shifted(x: jax.Array, mask: jax.Array | None, spec: Spec) -> jax.Array:
     x = x.astype(spec.compute_dtype)
     if mask is not None:
         x = jnp.where(mask, x, -jnp.inf)
-    # `initial` gives rows of length 0 a maximum. The shift cancels, so it carries no derivative.
-    m = lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True, initial=-jnp.inf))
+    # The shift cancels, so it carries no derivative.
+    m = row_max(lax.stop_gradient(x), spec)
     if mask is not None:
         # An empty row would be -inf - -inf = NaN; a genuine row of -inf stays NaN.
-        m = jnp.where(jnp.any(mask, axis=-1, keepdims=True), m, 0)
+        m = jnp.where(row_any(mask, spec), m, 0)
     return x - m
 
 
-def _nonempty(total: jax.Array, mask: jax.Array) -> jax.Array:
+def _nonempty(total: jax.Array, mask: jax.Array, spec: Spec) -> jax.Array:
     """The row sums, with 1 for a row that keeps nothing."""
-    return jnp.where(jnp.any(mask, axis=-1, keepdims=True), total, 1)
+    return jnp.where(row_any(mask, spec), total, 1)
 
 
 def _masked_cotangent(dy: jax.Array, mask: jax.Array | None, spec: Spec) -> jax.Array:

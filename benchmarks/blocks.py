@@ -1,0 +1,148 @@
+"""Blocks of a transformer, forward and backward, with jaxnorm and in plain jnp.
+
+    python -m benchmarks.blocks
+
+A kernel is opaque to XLA, which can no longer fuse a norm or a softmax with its neighbours; blocks
+show what that costs and what the kernels gain. `us` is the time of all GPU kernels of one step by
+CUPTI, on rotating operands; `gain` is plain jnp's time over it. Also runs on a CPU with --compile,
+which prints compiled temp memory alone.
+"""
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxnorm
+from benchmarks import timing
+
+Array = jax.Array
+
+
+def plain_rms_norm(x: Array, scale: Array) -> Array:
+    wide = x.astype(jnp.float32)
+    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
+    return (wide * rstd * scale).astype(x.dtype)
+
+
+def plain_layer_norm(x: Array, scale: Array, bias: Array) -> Array:
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide, axis=-1, keepdims=True)
+    rstd = jax.lax.rsqrt(jnp.var(wide, axis=-1, keepdims=True) + 1e-6)
+    return ((wide - mean) * rstd * scale + bias).astype(x.dtype)
+
+
+PROVIDERS: dict[str, dict[str, Callable[..., Array]]] = {
+    "plain jnp": {
+        "softmax": jax.nn.softmax,
+        "layer_norm": plain_layer_norm,
+        "rms_norm": plain_rms_norm,
+    },
+    **{
+        f"jaxnorm {name or 'default'}": {
+            function: functools.partial(getattr(jaxnorm, function), implementation=name)
+            for function in ("softmax", "layer_norm", "rms_norm")
+        }
+        for name in ("xla", None)
+    },
+}
+
+
+def add_norm(norm: Callable[..., Array], x: Array, r: Array, *params: Array) -> tuple[Array, Array]:
+    """Residual addition and norm: what the kernels can be fused into least."""
+    x = x + r
+    return x, norm(x, *params)
+
+
+def mlp(norm: Callable[..., Array], x: Array, w1: Array, w2: Array, *params: Array) -> Array:
+    """Pre-norm residual MLP."""
+    return x + jax.nn.gelu(norm(x, *params) @ w1) @ w2
+
+
+def attention(softmax: Callable[..., Array], q: Array, k: Array, v: Array) -> Array:
+    """Causal attention over ``(batch, heads, length, depth)`` whose logits are materialised."""
+    logits = jnp.einsum("bhqd,bhkd->bhqk", q, k) / q.shape[-1] ** 0.5
+    causal = jnp.tril(jnp.ones(logits.shape[-2:], bool))
+    weights = softmax(jnp.where(causal, logits, jnp.finfo(logits.dtype).min))
+    return jnp.einsum("bhqk,bhkd->bhqd", weights, v)
+
+
+def training_step(block: Callable[..., Any]) -> Callable[..., Any]:
+    """The block's output and its gradients, for a given cotangent."""
+
+    def step(cotangent: Any, *operands: Array) -> Any:
+        out, vjp = jax.vjp(block, *operands)
+        return out, vjp(cotangent)
+
+    return jax.jit(step)
+
+
+def cases(dtype: str) -> dict[str, tuple[Callable[..., Any], str, list[tuple[int, ...]]]]:
+    """Name -> block, the function it is given, shapes of the operands (vectors are float32)."""
+    rows, width = 8192, 4096
+    params = [(width,), (width,)]
+    matrices = [(width, 4 * width), (4 * width, width)]
+    residual = [(rows, width), (rows, width)]
+    heads = [(4, 16, 2048, 128)] * 3
+    return {
+        "add + RMSNorm 8192x4096": (add_norm, "rms_norm", [*residual, *params[:1]]),
+        "add + LayerNorm 8192x4096": (add_norm, "layer_norm", [*residual, *params]),
+        "RMSNorm MLP 8192x4096": (mlp, "rms_norm", [residual[0], *matrices, *params[:1]]),
+        "LayerNorm MLP 8192x4096": (mlp, "layer_norm", [residual[0], *matrices, *params]),
+        "causal attention 4x16x2048x128": (attention, "softmax", heads),
+    }
+
+
+def random_operands(shapes: Sequence[tuple[int, ...]], dtype: str, seed: int) -> list[Array]:
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return [
+        1 + 0.1 * jax.random.normal(key, shape)
+        if len(shape) == 1
+        else jax.random.normal(key, shape, dtype) / (shape[0] ** 0.5 if len(shape) == 2 else 1)
+        for key, shape in zip(keys, shapes)
+    ]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dtypes", nargs="+", metavar="NAME", default=["bfloat16", "float32"])
+    parser.add_argument("--compile", action="store_true", help="print compiled memory alone")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given = parse(argv)
+    if not given.compile and jax.devices()[0].platform != "gpu":
+        print("benchmarks.blocks times GPU kernels; --compile runs without one", file=sys.stderr)
+        return 2
+    for dtype in given.dtypes:
+        for case, (block, function, shapes) in cases(dtype).items():
+            plain_us = float("nan")
+            for provider, functions in PROVIDERS.items():
+                bound = functools.partial(block, functions[function])
+                step = training_step(bound)
+                example = random_operands(shapes, dtype, 0)
+                out = jax.eval_shape(bound, *example)
+                program = step.lower(out, *example).compile()
+                temp = program.memory_analysis().temp_size_in_bytes / 2**20
+                line = f"{case:32}{dtype:10}{provider:17}temp {temp:8.1f} MiB"
+                if not given.compile:
+                    operands = []
+                    for seed in range(2):
+                        operand = random_operands(shapes, dtype, seed)
+                        operands.append((jax.jit(bound)(*operand), *operand))
+                    us = timing.measure(program, operands).us
+                    plain_us = us if provider == "plain jnp" else plain_us
+                    line += f"{us:10.1f} us  gain {plain_us / us:5.2f}"
+                print(line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

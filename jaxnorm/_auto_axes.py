@@ -1,0 +1,100 @@
+"""Calls on arrays that XLA spreads over devices by itself (Auto axes of a mesh).
+
+The partitioner asks what to do with the shards it has in hand (`custom_partitioning`), and gets the
+same call on a shard. Without that it would gather what a kernel reads.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src import dispatch
+from jax._src import mesh as mesh_lib
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding
+
+from jaxnorm._calls import Call
+from jaxnorm._shards import Layout, on_shards
+
+Bind = Callable[..., Any]
+
+
+def needs_devices(primitive: Any) -> None:
+    """Has JAX say, when it lowers `primitive`, for which devices."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def are_whole(axes: Any) -> bool:
+    """Whether arrays are whole where code is lowered: on one device, or inside `jax.shard_map`."""
+    if isinstance(axes, mlir.SPMDAxisContext):
+        return all(size == 1 or name in axes.manual_axes for name, size in axes.mesh.shape.items())
+    return isinstance(axes, mlir.ShardingContext) and axes.num_devices == 1
+
+
+def can_partition(axes: Any) -> bool:
+    """Whether the partitioner will name the mesh axes of the shards it has."""
+    if not isinstance(axes, mlir.ShardingContext) or not axes.device_assignment:
+        return False
+    return axes.abstract_mesh is not None or not mesh_lib.thread_resources.env.physical_mesh.empty
+
+
+def partitioned(call: Call, bind: Bind) -> Bind:
+    """The call, partitioned as its first array is; `bind` makes the call on a shard."""
+
+    def run(*operands: Any) -> Any:
+        leaves, tree = jax.tree.flatten(operands)
+        out = jax.eval_shape(call.xla, *operands)
+        kinds = call.operand_kinds(operands), call.result_kinds(out)
+        shapes = [a.shape for a in leaves], [a.shape for a in jax.tree.leaves(out)]
+
+        def partition(mesh: Any, given: Any, results: Any) -> tuple[Any, ...]:
+            del results
+            layout = Layout.of(given[0].sharding.spec, call.view)
+            layout.check(call.function, mesh)
+            on_shard = on_shards(call, layout, bind)
+
+            def lowered(*leaves: Any) -> tuple[Any, ...]:
+                return tuple(jax.tree.leaves(on_shard(*jax.tree.unflatten(tree, leaves))))
+
+            operand_shardings, result_shardings = (
+                tuple(NamedSharding(mesh, layout.spec(*each)) for each in zip(*side))
+                for side in zip(kinds, shapes)
+            )
+            return mesh, lowered, result_shardings, operand_shardings
+
+        @custom_partitioning
+        def whole(*leaves: Any) -> tuple[Any, ...]:
+            return tuple(jax.tree.leaves(call.xla(*jax.tree.unflatten(tree, leaves))))
+
+        whole.def_partition(partition, **_propagation(call, kinds, shapes))
+        return jax.tree.unflatten(jax.tree.structure(out), whole(*leaves))
+
+    return run
+
+
+def _propagation(call: Call, kinds: Any, shapes: Any) -> dict[str, Any]:
+    """Shardy's rule: axis i of x is `xi` everywhere.
+
+    Parameters come whole, as small as they are: however they are stored, x stays as it is. Their
+    gradients go wherever they are wanted.
+    """
+
+    def factors(prefix: str, kinds: Any, shapes: Any) -> tuple[str, list[str]]:
+        own: list[str] = []
+        arrays = []
+        for kind, shape in zip(kinds, shapes):
+            names = [f"x{axis}" for axis in call.view.axes_of(kind)]
+            for i, size in enumerate(shape):
+                if kind == "param" or size == 1:
+                    names[i] = f"{prefix}{len(own)}"
+                    own.append(names[i])
+            arrays.append(" ".join(names))
+        return ", ".join(arrays), own
+
+    operands, whole = factors("p", kinds[0], shapes[0])
+    results, _ = factors("g", kinds[1], shapes[1])
+    return {
+        "sharding_rule": f"{operands} -> {results}",
+        "need_replication_factors": tuple(whole),
+    }

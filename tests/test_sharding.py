@@ -1,0 +1,373 @@
+"""On a mesh: values, shardings and collectives, for every kind of mesh axis.
+
+Eight virtual CPU devices. What runs on a shard is xla, or a stand-in for a kernel: xla's functions
+on two-dimensional arrays, which the partitioner cannot look into.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxnorm
+from jaxnorm import _implementation, _plan
+from jaxnorm_kernels import xla
+
+SHAPE = (8, 16, 64)
+
+
+class Kernels(types.ModuleType):
+    """The stand-in. It counts its launches, and refuses what a kernel would refuse."""
+
+    def __init__(self):
+        super().__init__("kernels")
+        self.shapes = []
+
+    def __getattr__(self, name):
+        function = getattr(xla, name)
+
+        def launch(x, *rest, spec):
+            assert x.shape == (spec.rows, spec.cols), "not seen as rows"
+            assert spec.axes == (-1,)
+            assert not spec.cols_over
+            self.shapes.append(x.shape)
+            return function(x, *rest, spec=spec)
+
+        return launch
+
+    def supports(self, spec):
+        return "it has no masked kernel" if spec.has_mask else None
+
+    def prefers(self, spec):
+        return None
+
+
+@pytest.fixture(params=["xla", "kernel"])
+def kernels(request, monkeypatch):
+    """What the default runs here: xla (None), or the stand-in for a kernel."""
+    if request.param == "xla":
+        yield None
+        return
+    module = Kernels()
+    monkeypatch.setitem(sys.modules, "jaxnorm_kernels_stand_in", module)
+    monkeypatch.setitem(_implementation._MODULES, "stand_in", "jaxnorm_kernels_stand_in")
+    monkeypatch.setattr(_implementation, "_CANDIDATES", {_plan._local_platform(): ("stand_in",)})
+    jax.clear_caches()
+    yield module
+    jax.clear_caches()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A mesh, how x lies on it, and how the parameters do."""
+
+    name: str
+    mesh: dict[str, int]
+    x: P
+    params: P = dataclasses.field(default=P())
+
+    @property
+    def shards(self):
+        return math.prod(self.mesh[a] for a in jax.tree.leaves(tuple(self.x)))
+
+
+CASES = [
+    Case("data", {"data": 8}, P("data")),
+    Case("data x sequence", {"data": 4, "seq": 2}, P("data", "seq")),
+    Case("one axis over two", {"data": 2, "fsdp": 4}, P(("data", "fsdp"))),
+    Case("fsdp", {"data": 2, "fsdp": 4}, P(("data", "fsdp")), P("fsdp")),
+    Case("three axes", {"data": 2, "seq": 2, "model": 2}, P("data", "seq")),
+    Case("replicated", {"data": 8}, P()),
+]
+SPLIT_ROWS = Case("features", {"data": 4, "model": 2}, P("data", None, "model"), P("model"))
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+FUNCTIONS = ["softmax", "log_softmax", "rms_norm", "layer_norm"]
+each_function = pytest.mark.parametrize("name", FUNCTIONS)
+KINDS = ["auto", "explicit", "manual"]
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def step(name, save="output", **options):
+    """The function's value and its gradients, over (cotangent, x, *params)."""
+
+    def function(x, *params):
+        if name.endswith("softmax"):
+            return getattr(jaxnorm, name)(x, **options)
+        return getattr(jaxnorm, name)(x, *params, save=save, **options)
+
+    def run(d, *operands):
+        y, vjp = jax.vjp(function, *operands)
+        return y, *vjp(d)
+
+    return run
+
+
+def operands(name, dtype="float32"):
+    rng = np.random.default_rng(0)
+    params = {"rms_norm": 1, "layer_norm": 2}.get(name, 0)
+    x, d = (jnp.asarray(rng.normal(size=SHAPE), dtype) for _ in range(2))
+    return d, x, *(jnp.asarray(rng.normal(size=SHAPE[-1:]), jnp.float32) for _ in range(params))
+
+
+def mesh_of(case, kind):
+    axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    types = (axis_type,) * len(case.mesh)
+    return jax.make_mesh(tuple(case.mesh.values()), tuple(case.mesh), axis_types=types)
+
+
+def on_mesh(function, name, case, kind):
+    """The compiled step on sharded operands, and those."""
+    mesh = mesh_of(case, kind)
+    arrays = operands(name)
+    params = len(arrays) - 2
+    specs = [case.x, case.x, *[case.params] * params]
+    if kind == "manual":
+        function = jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=(case.x, case.x, *[P()] * params),
+            out_specs=(case.x, case.x, *[P()] * params),
+        )
+        specs[2:] = [P()] * params
+    sharded = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs)]
+    return jax.jit(function).lower(*sharded).compile(), sharded
+
+
+def collectives(compiled):
+    """Name -> shapes of what each collective of that name yields, one for each array."""
+    found = {}
+    pattern = r"= (\(?[^=]*?) (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\("
+    for shapes, name in re.findall(pattern, compiled.as_text()):
+        found.setdefault(name, []).extend(re.findall(r"\w+\[([\d,]*)\]", shapes))
+    return found
+
+
+def check_values(compiled, sharded, name, save="output"):
+    expected = jax.jit(step(name, save, implementation="xla"))(*operands(name))
+    for ours, theirs in zip(compiled(*sharded), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+@each_kind
+@each_case
+@each_function
+def test_rows_split_over_a_mesh(kernels, name, case, kind):
+    compiled, sharded = on_mesh(step(name), name, case, kind)
+    check_values(compiled, sharded, name)
+    x = sharded[1]
+    for y in compiled(*sharded)[:2]:
+        assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
+    found = collectives(compiled)
+    gathered = found.pop("all-gather", [])
+    assert all(size == str(SHAPE[-1]) for size in gathered)
+    assert not gathered or case.params != P()
+    params = len(sharded) - 2
+    if case.params == P():
+        # One sum for each parameter, and no other collective. Left to itself, XLA sums over one
+        # axis of x after the other.
+        if kernels is None and kind == "auto":
+            params *= sum(axes is not None for axes in case.x)
+        expected = {"all-reduce": [str(SHAPE[-1])] * params} if params and case.shards > 1 else {}
+        assert found == expected
+    if kernels is not None:
+        rows = math.prod(SHAPE[:-1]) // case.shards
+        assert kernels.shapes == [(rows, SHAPE[-1])] * 2
+
+
+@each_kind
+@pytest.mark.parametrize("save", ["output", "input"])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_both_save_modes(kernels, name, save, kind):
+    compiled, sharded = on_mesh(step(name, save), name, CASES[1], kind)
+    check_values(compiled, sharded, name, save)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@each_function
+def test_a_sharded_normalised_axis(kernels, name, kind):
+    """Statistics are summed over the mesh; x stays as it lies, and at most parameters move."""
+    compiled, sharded = on_mesh(step(name), name, SPLIT_ROWS, kind)
+    check_values(compiled, sharded, name)
+    found = collectives(compiled)
+    assert all(size == str(SHAPE[-1]) for size in found.pop("all-gather", []))
+    assert set(found) == {"all-reduce"}
+    x = sharded[1]
+    for y in compiled(*sharded)[:2]:
+        assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
+    assert kernels is None or not kernels.shapes
+
+
+def moved(compiled):
+    """What collectives move of arrays at least as large as a shard of x."""
+    found = collectives(compiled)
+    return [s for v in found.values() for s in v if s and math.prod(map(int, s.split(","))) >= 512]
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("axis", [0, 1, (0, 1)])
+def test_other_axes(kernels, axis, kind):
+    """Axes that are moved to be rows, with another one sharded."""
+    mesh = mesh_of(Case("", {"data": 8}, P()), kind)
+    x = operands("softmax")[1]
+    sharded = jax.device_put(x, NamedSharding(mesh, P(None, None, "data")))
+    for function in (jaxnorm.softmax, jaxnorm.layer_norm):
+        compiled = jax.jit(functools.partial(function, axis=axis)).lower(sharded).compile()
+        assert not collectives(compiled)
+        expected = function(x, axis=axis, implementation="xla")
+        np.testing.assert_allclose(compiled(sharded), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("mask_shape", [SHAPE, (1, 16, 64), (8, 1, 1), (64,)])
+def test_a_mask_broadcasts_against_shards(kernels, mask_shape, kind):
+    mesh = mesh_of(CASES[0], kind)
+    x = operands("softmax")[1]
+    mask = jnp.asarray(np.random.default_rng(1).random(mask_shape) < 0.7)
+    sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
+    where = jax.device_put(mask, NamedSharding(mesh, P("data" if mask_shape[0] == 8 else None)))
+    compiled = jax.jit(lambda x, m: jaxnorm.softmax(x, where=m)).lower(sharded, where).compile()
+    assert not moved(compiled)
+    expected = jaxnorm.softmax(x, where=mask)
+    np.testing.assert_allclose(compiled(sharded, where), expected, rtol=2e-5, atol=2e-5)
+
+
+def loss(transform, x, params):
+    """A few pre-norm layers, scanned."""
+
+    def layer(x, p):
+        scale, w = p
+        return x + jnp.tanh(jaxnorm.rms_norm(x, scale) @ w), None
+
+    return jnp.sum(jax.lax.scan(transform(layer), x, params)[0] ** 2)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize(
+    "transform",
+    [lambda f: f, jax.checkpoint, functools.partial(jax.checkpoint, policy=jaxnorm.save_policy)],
+    ids=["scan", "checkpoint", "save_policy"],
+)
+def test_training_through_scanned_layers(kernels, transform, kind):
+    mesh = mesh_of(Case("", {"data": 4, "seq": 2}, P()), kind)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=SHAPE), jnp.float32)
+    params = (
+        jnp.asarray(1 + 0.1 * rng.normal(size=(3, 64)), jnp.float32),
+        jnp.asarray(0.1 * rng.normal(size=(3, 64, 64)), jnp.float32),
+    )
+    gradient = jax.jit(jax.grad(functools.partial(loss, transform), argnums=(0, 1)))
+    expected = gradient(x, params)
+    put = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data", "seq")))
+    replicated = jax.device_put(params, NamedSharding(mesh, P()))
+    compiled = gradient.lower(put(x), replicated).compile()
+    found = collectives(compiled)
+    assert set(found) <= {"all-reduce"}
+    for ours, theirs in zip(
+        jax.tree.leaves(compiled(put(x), replicated)), jax.tree.leaves(expected)
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_vmap_of_a_sharded_call(kernels, kind):
+    """The batch axis is one more axis of rows; a launch on each device does its share of all."""
+    mesh = mesh_of(Case("", {"data": 4, "seq": 2}, P()), kind)
+    _, x, scale = operands("rms_norm")
+    sharded = jax.device_put(x, NamedSharding(mesh, P("data", "seq")))
+    function = jax.vmap(jaxnorm.rms_norm, (0, None))
+    compiled = jax.jit(function).lower(sharded, scale).compile()
+    assert not collectives(compiled)
+    expected = jaxnorm.rms_norm(x, scale, implementation="xla")
+    np.testing.assert_allclose(compiled(sharded, scale), expected, rtol=2e-5, atol=2e-5)
+    assert kernels is None or kernels.shapes == [(16, 64)]
+
+
+def test_donated_shards(kernels):
+    mesh = mesh_of(CASES[0], "auto")
+    _, x, scale = operands("rms_norm")
+    expected = jaxnorm.rms_norm(x, scale)
+    sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
+    y = jax.jit(jaxnorm.rms_norm, donate_argnums=0)(sharded, scale)
+    np.testing.assert_allclose(y, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_manual_axes_without_checks(kernels):
+    """check_vma=False: the caller sums the parameters' gradients, as for any function there."""
+    mesh = mesh_of(CASES[0], "manual")
+    arrays = operands("layer_norm")
+    expected = jax.jit(step("layer_norm", implementation="xla"))(*arrays)
+
+    def local(*arrays):
+        y, dx, *dparams = step("layer_norm")(*arrays)
+        return y, dx, *(jax.lax.psum(g, "data") for g in dparams)
+
+    spec = P("data")
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(spec, spec, P(), P()),
+        out_specs=(spec, spec, P(), P()),
+        check_vma=False,
+    )
+    for ours, theirs in zip(jax.jit(mapped)(*arrays), expected):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+def test_some_axes_manual_and_others_not(kernels):
+    """There XLA's partitioner has the rest of the mesh: its own code runs, and is right."""
+    mesh = jax.make_mesh((4, 2), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
+    _, x, scale = operands("rms_norm")
+    mapped = jax.shard_map(
+        jaxnorm.rms_norm,
+        mesh=mesh,
+        in_specs=(P("data"), P()),
+        out_specs=P("data"),
+        axis_names={"data"},
+    )
+    sharded = jax.device_put(x, NamedSharding(mesh, P("data", "seq")))
+    compiled = jax.jit(mapped).lower(sharded, scale).compile()
+    assert not moved(compiled)
+    expected = jaxnorm.rms_norm(x, scale, implementation="xla")
+    np.testing.assert_allclose(compiled(sharded, scale), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_shards_of_unequal_size(kernels):
+    """XLA pads them; a kernel would take the padding for rows."""
+    mesh = mesh_of(CASES[0], "auto")
+    x = jnp.ones((10, 64))
+
+    @jax.jit
+    def run(x):
+        spread = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data")))
+        return jaxnorm.softmax(spread)
+
+    if kernels is None:
+        np.testing.assert_allclose(run(x), 1 / 64, rtol=1e-6)
+        return
+    with pytest.raises(Exception, match=r"\(10, 64\).*10 is no multiple of the 8 shards.*pad x"):
+        run(x)
+
+
+def test_a_forced_kernel_never_gathers(kernels):
+    if kernels is None:
+        pytest.skip("needs a name to force")
+    x = operands("softmax")[1]
+    features = jax.device_put(
+        x, NamedSharding(mesh_of(CASES[0], "explicit"), P(None, None, "data"))
+    )
+    with pytest.raises(ValueError, match=r"over an axis that is sharded.*leave implementation out"):
+        jaxnorm.softmax(features, implementation="stand_in")
+    rows = jax.device_put(x, NamedSharding(mesh_of(CASES[0], "auto"), P("data")))
+    compiled = (
+        jax.jit(functools.partial(jaxnorm.softmax, implementation="stand_in")).lower(rows).compile()
+    )
+    assert not collectives(compiled)
