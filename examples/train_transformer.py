@@ -4,6 +4,7 @@ The model is a pre-LN causal transformer over bytes (Flax linen, optax); the tex
 documentation, out of `pydoc_data.topics`. The same initial parameters see the same batches with
 Flax's norms and softmax, with jaxnorm's that save their inputs, and with jaxnorm's that save their
 outputs. Exit code 1 if the three disagree or, at the default size or above, have not learned.
+With --mesh the same run is spread over devices; figures of memory are then those of one device.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import report
+from placement import Placement, mesh_sizes
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformer import (
@@ -128,13 +130,22 @@ def train(
     batches: Sequence[np.ndarray],
     evaluated: np.ndarray,
     console: Console,
+    placement: Placement,
 ) -> report.Run:
     model, optimizer = Transformer(config, variant), make_optimizer(config)
-    # A copy, as the step donates its state and the other variants start from the same parameters.
-    params = jax.tree.map(jnp.copy, params)
-    state = (params, optimizer.init(params))
-    step = jax.jit(functools.partial(train_step, model, optimizer), donate_argnums=0)
     saved = residual_bytes(model, params, batches[0])
+
+    def initial(params: Params) -> State:
+        # A copy, as the step donates its state and the other variants start from the same one.
+        return jax.tree.map(jnp.copy, params), optimizer.init(params)
+
+    shardings = placement.shardings(jax.eval_shape(initial, params))
+    state = jax.jit(initial, out_shardings=shardings)(params)
+    step = jax.jit(
+        functools.partial(train_step, model, optimizer),
+        donate_argnums=0,
+        out_shardings=None if shardings is None else (shardings, None),
+    )
     with Progress(
         TextColumn("{task.description:<22}"),
         BarColumn(16),
@@ -144,9 +155,9 @@ def train(
         console=console,
     ) as progress:
         task = progress.add_task(variant.label, total=len(batches), status="compiling")
-        compiled = step.lower(state, batches[0]).compile()
+        compiled = step.lower(state, placement.batch(batches[0])).compile()
         losses, times = [], []
-        for batch in batches:
+        for batch in map(placement.batch, batches):
             start = time.perf_counter()
             state, loss = jax.block_until_ready(compiled(state, batch))
             times.append(1e3 * (time.perf_counter() - start))
@@ -173,9 +184,11 @@ def evaluate(model: Transformer, params: Params, evaluated: np.ndarray, batch: i
     )
 
 
-def setting(config: Config) -> str:
+def setting(config: Config, placement: Placement) -> str:
     device = jax.devices()[0]
-    return f"jax {jax.__version__} on {device.platform} ({device.device_kind}): {config}"
+    spread = "" if placement.mesh is None else f"{dict(placement.mesh.shape)} of "
+    where = f"{spread}{device.platform} ({device.device_kind})"
+    return f"jax {jax.__version__} on {where}: {config}"
 
 
 def plans(config: Config) -> str:
@@ -272,6 +285,13 @@ def parse(argv: Sequence[str] | None, heldout_bytes: int) -> tuple[Config, argpa
         "and saving outputs then frees residuals but no compiled temp (default: scan)",
     )
     parser.add_argument(
+        "--mesh",
+        type=mesh_sizes,
+        metavar="AXIS=N,...",
+        help="spread the run over devices, such as data=2,fsdp=2: batches over both axes, "
+        "parameters over fsdp; a CPU takes as many virtual devices (default: one device)",
+    )
+    parser.add_argument(
         "--seed",
         type=int,
         default=Config.seed,
@@ -298,6 +318,12 @@ def parse(argv: Sequence[str] | None, heldout_bytes: int) -> tuple[Config, argpa
             f"argument --seq: got {given.seq}; "
             f"expected less than the {heldout_bytes} bytes of the held-out text"
         )
+    shards = math.prod((given.mesh or {}).values())
+    if given.batch % shards:
+        parser.error(
+            f"argument --batch: got {given.batch}; expected a multiple of the {shards} devices of "
+            "--mesh"
+        )
     if given.seed < 0:
         parser.error(f"argument --seed: got {given.seed}; expected an integer of at least 0")
     given.learning_rate = given.learning_rate or LEARNING_RATE_TIMES_WIDTH / given.width
@@ -309,7 +335,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     config, given = parse(argv, len(heldout))
     # soft_wrap: a log without a terminal is not 80 columns wide.
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(setting(config))
+    try:
+        placement = Placement.over(given.mesh)
+    except ValueError as error:
+        console.print(f"--mesh: {error}")
+        return 2
+    console.print(setting(config, placement))
     console.print(plans(config))
     if config.dtype == "float32":
         # On GPUs the default is TF32, whose roundings of 2**-11 would drown what is compared here.
@@ -323,7 +354,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     init = jax.jit(Transformer(config, VARIANTS[0]).init)
     params = init(jax.random.key(config.seed), batches[0][:, :-1])["params"]
 
-    runs = [train(config, variant, params, batches, evaluated, console) for variant in VARIANTS]
+    runs = [
+        train(config, variant, params, batches, evaluated, console, placement)
+        for variant in VARIANTS
+    ]
 
     tolerance = early_tolerance(config)
     checks = report.agreement_checks(runs, EARLY_STEPS, tolerance)
@@ -336,7 +370,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"plot: {given.out.resolve()}")
     if given.markdown:
         given.markdown.write_text(
-            report.markdown(runs, f"{setting(config)}. {freed(config, runs)}"), encoding="utf-8"
+            report.markdown(runs, f"{setting(config, placement)}. {freed(config, runs)}"),
+            encoding="utf-8",
         )
         console.print(f"table: {given.markdown.resolve()}")
     return int(any(check.passed is False for check in checks))

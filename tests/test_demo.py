@@ -22,7 +22,10 @@ def demo(*arguments, cwd):
     )
 
 
-@pytest.mark.parametrize("options", [[], ["--no-scan"], ["--dtype", "bfloat16"]], ids=" ".join)
+OPTIONS = [[], ["--no-scan"], ["--dtype", "bfloat16"], ["--mesh", "data=2,fsdp=2"]]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
 def test_short_run(options, tmp_path):
     done = demo(*SMALL, *options, "--markdown", "table.md", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -48,6 +51,11 @@ def test_short_run(options, tmp_path):
         ("--seq 1000000", "--seq: got 1000000; expected less than"),
         ("--dtype int8", "--dtype: invalid choice: 'int8'"),
         ("--learning-rate -1", "--learning-rate: got '-1'; expected a finite number above 0"),
+        (
+            "--mesh data=2,rows=2",
+            "--mesh: got 'data=2,rows=2'; expected AXIS=N,... with axes out of",
+        ),
+        ("--mesh data=3", "--batch: got 16; expected a multiple of the 3 devices of --mesh"),
         ("--out nowhere/plot.png", "expected a file in a folder that exists"),
     ],
 )

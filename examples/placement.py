@@ -1,0 +1,83 @@
+"""Where the training run's arrays lie: on one device, or spread over a mesh of devices.
+
+Batches are split over all mesh axes. Parameters and optimiser state are split over the axis "fsdp"
+where one of their axes divides by its size (fully sharded data parallelism), and whole elsewhere.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXES = ("data", "fsdp")
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """The value of --mesh: "data=2,fsdp=4" -> {"data": 2, "fsdp": 4}."""
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        sizes = {name: int(size) for name, size in pairs}
+    except ValueError:
+        sizes = {}
+    unique = len(sizes) == len(text.split(","))
+    if not sizes or not unique or set(sizes) - set(AXES) or min(sizes.values()) < 1:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}; expected AXIS=N,... with axes out of {', '.join(AXES)}, "
+            "such as data=2,fsdp=2"
+        )
+    return sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Puts arrays where they belong; `mesh` None is JAX's default device."""
+
+    mesh: Mesh | None = None
+
+    @classmethod
+    def over(cls, sizes: dict[str, int] | None) -> "Placement":
+        """ValueError where there are fewer devices than asked for; a CPU becomes as many."""
+        if sizes is None:
+            return cls()
+        count = math.prod(sizes.values())
+        with contextlib.suppress(RuntimeError):  # JAX has its devices already.
+            jax.config.update("jax_num_cpu_devices", count)
+        devices = jax.devices()
+        if len(devices) < count:
+            raise ValueError(
+                f"got {len(devices)} {devices[0].platform} devices; expected {count} for this mesh"
+            )
+        shape, types = tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
+        mesh = jax.make_mesh(shape, tuple(sizes), axis_types=types, devices=devices[:count])
+        return cls(mesh)
+
+    @property
+    def devices(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size
+
+    def batch(self, batch: np.ndarray) -> Any:
+        if self.mesh is None:
+            return batch
+        return jax.device_put(batch, self._sharding(PartitionSpec(self.mesh.axis_names)))
+
+    def shardings(self, state: Any) -> Any:
+        """Of a tree of parameters, or of the optimiser's state; None for the default device."""
+        if self.mesh is None:
+            return None
+        return jax.tree.map(lambda a: self._sharding(self._spec(a.shape)), state)
+
+    def _spec(self, shape: tuple[int, ...]) -> PartitionSpec:
+        shards = dict(self.mesh.shape).get("fsdp", 1) if self.mesh else 1
+        fitting = [axis for axis, size in enumerate(shape) if size % shards == 0]
+        if shards == 1 or not fitting:
+            return PartitionSpec()
+        return PartitionSpec(*[None] * fitting[0], "fsdp")
+
+    def _sharding(self, spec: PartitionSpec) -> NamedSharding:
+        assert self.mesh is not None
+        return NamedSharding(self.mesh, spec)
