@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -371,3 +372,38 @@ def test_a_forced_kernel_never_gathers(kernels):
         jax.jit(functools.partial(jaxnorm.softmax, implementation="stand_in")).lower(rows).compile()
     )
     assert not collectives(compiled)
+
+
+def test_an_export_for_a_mesh_holds_no_kernel(kernels):
+    mesh = mesh_of(CASES[0], "auto")
+    x, sharding = operands("softmax")[1], NamedSharding(mesh, P("data"))
+    exported = jax.export.export(jax.jit(jaxnorm.softmax, in_shardings=sharding))(x)
+    assert exported.nr_devices == 8
+    restored = jax.export.deserialize(exported.serialize())
+    y = jax.jit(restored.call)(jax.device_put(x, sharding))
+    np.testing.assert_allclose(y, jaxnorm.softmax(x, implementation="xla"), rtol=1e-6, atol=1e-7)
+    assert kernels is None or not kernels.shapes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_persistent_compilation_cache(kernels, kind, tmp_path):
+    """Hit by every program but a kernel's on Auto axes: a part of that is a Python function."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        for _ in range(2):
+            jax.clear_caches()
+            on_mesh(step("rms_norm"), "rms_norm", CASES[0], kind)
+        entries = list(tmp_path.glob("jit_*run*-cache"))
+        assert len(entries) == (2 if kernels is not None and kind == "auto" else 1)
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
