@@ -37,6 +37,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+    for item in items:
+        if item.get_closest_marker("multigpu") and jax.device_count() < 2:
+            item.add_marker(pytest.mark.skip(reason="needs two GPUs or more"))
 
 
 @pytest.hookimpl(wrapper=True)

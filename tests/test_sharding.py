@@ -4,10 +4,8 @@ Eight virtual CPU devices. What runs on a shard is xla, or a stand-in for a kern
 on two-dimensional arrays, which the partitioner cannot look into.
 """
 
-import dataclasses
 import functools
 import math
-import re
 import sys
 import types
 
@@ -18,12 +16,24 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import (
+    FUNCTIONS,
+    KINDS,
+    SHAPE,
+    Case,
+    check_values,
+    collectives,
+    mesh_of,
+    on_mesh,
+    operands,
+    step,
+)
 
 import jaxnorm
 from jaxnorm import _implementation, _plan
 from jaxnorm_kernels import xla
 
-SHAPE = (8, 16, 64)
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
 
 
 class Kernels(types.ModuleType):
@@ -67,20 +77,6 @@ def kernels(request, monkeypatch):
     jax.clear_caches()
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A mesh, how x lies on it, and how the parameters do."""
-
-    name: str
-    mesh: dict[str, int]
-    x: P
-    params: P = dataclasses.field(default=P())
-
-    @property
-    def shards(self):
-        return math.prod(self.mesh[a] for a in jax.tree.leaves(tuple(self.x)))
-
-
 CASES = [
     Case("data", {"data": 8}, P("data")),
     Case("data x sequence", {"data": 4, "seq": 2}, P("data", "seq")),
@@ -91,78 +87,15 @@ CASES = [
 ]
 SPLIT_ROWS = Case("features", {"data": 4, "model": 2}, P("data", None, "model"), P("model"))
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-FUNCTIONS = ["softmax", "log_softmax", "rms_norm", "layer_norm"]
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
-KINDS = ["auto", "explicit", "manual"]
 each_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def step(name, save="output", **options):
-    """The function's value and its gradients, over (cotangent, x, *params)."""
-
-    def function(x, *params):
-        if name.endswith("softmax"):
-            return getattr(jaxnorm, name)(x, **options)
-        return getattr(jaxnorm, name)(x, *params, save=save, **options)
-
-    def run(d, *operands):
-        y, vjp = jax.vjp(function, *operands)
-        return y, *vjp(d)
-
-    return run
-
-
-def operands(name, dtype="float32"):
-    rng = np.random.default_rng(0)
-    params = {"rms_norm": 1, "layer_norm": 2}.get(name, 0)
-    x, d = (jnp.asarray(rng.normal(size=SHAPE), dtype) for _ in range(2))
-    return d, x, *(jnp.asarray(rng.normal(size=SHAPE[-1:]), jnp.float32) for _ in range(params))
-
-
-def mesh_of(case, kind):
-    axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
-    types = (axis_type,) * len(case.mesh)
-    return jax.make_mesh(tuple(case.mesh.values()), tuple(case.mesh), axis_types=types)
-
-
-def on_mesh(function, name, case, kind):
-    """The compiled step on sharded operands, and those."""
-    mesh = mesh_of(case, kind)
-    arrays = operands(name)
-    params = len(arrays) - 2
-    specs = [case.x, case.x, *[case.params] * params]
-    if kind == "manual":
-        function = jax.shard_map(
-            function,
-            mesh=mesh,
-            in_specs=(case.x, case.x, *[P()] * params),
-            out_specs=(case.x, case.x, *[P()] * params),
-        )
-        specs[2:] = [P()] * params
-    sharded = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs)]
-    return jax.jit(function).lower(*sharded).compile(), sharded
-
-
-def collectives(compiled):
-    """Name -> shapes of what each collective of that name yields, one for each array."""
-    found = {}
-    pattern = r"= (\(?[^=]*?) (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\("
-    for shapes, name in re.findall(pattern, compiled.as_text()):
-        found.setdefault(name, []).extend(re.findall(r"\w+\[([\d,]*)\]", shapes))
-    return found
-
-
-def check_values(compiled, sharded, name, save="output"):
-    expected = jax.jit(step(name, save, implementation="xla"))(*operands(name))
-    for ours, theirs in zip(compiled(*sharded), expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
 @each_kind
 @each_case
 @each_function
 def test_rows_split_over_a_mesh(kernels, name, case, kind):
-    compiled, sharded = on_mesh(step(name), name, case, kind)
+    compiled, sharded = on_mesh(step(name), operands(name), case, kind)
     check_values(compiled, sharded, name)
     x = sharded[1]
     for y in compiled(*sharded)[:2]:
@@ -188,7 +121,7 @@ def test_rows_split_over_a_mesh(kernels, name, case, kind):
 @pytest.mark.parametrize("save", ["output", "input"])
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_both_save_modes(kernels, name, save, kind):
-    compiled, sharded = on_mesh(step(name, save), name, CASES[1], kind)
+    compiled, sharded = on_mesh(step(name, save), operands(name), CASES[1], kind)
     check_values(compiled, sharded, name, save)
 
 
@@ -196,7 +129,7 @@ def test_both_save_modes(kernels, name, save, kind):
 @each_function
 def test_a_sharded_normalised_axis(kernels, name, kind):
     """Statistics are summed over the mesh; x stays as it lies, and at most parameters move."""
-    compiled, sharded = on_mesh(step(name), name, SPLIT_ROWS, kind)
+    compiled, sharded = on_mesh(step(name), operands(name), SPLIT_ROWS, kind)
     check_values(compiled, sharded, name)
     found = collectives(compiled)
     assert all(size == str(SHAPE[-1]) for size in found.pop("all-gather", []))
@@ -400,7 +333,7 @@ def test_the_persistent_compilation_cache(kernels, kind, tmp_path):
         compilation_cache.reset_cache()
         for _ in range(2):
             jax.clear_caches()
-            on_mesh(step("rms_norm"), "rms_norm", CASES[0], kind)
+            on_mesh(step("rms_norm"), operands("rms_norm"), CASES[0], kind)
         entries = list(tmp_path.glob("jit_*run*-cache"))
         assert len(entries) == (2 if kernels is not None and kind == "auto" else 1)
     finally:

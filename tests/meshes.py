@@ -1,0 +1,94 @@
+"""Calls on meshes: cases, their operands, and what their compiled programs do."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxnorm
+
+SHAPE = (8, 16, 64)
+FUNCTIONS = ["softmax", "log_softmax", "rms_norm", "layer_norm"]
+KINDS = ["auto", "explicit", "manual"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A mesh, how x lies on it, and how the parameters do."""
+
+    name: str
+    mesh: dict[str, int]
+    x: P
+    params: P = dataclasses.field(default=P())
+
+    @property
+    def shards(self):
+        return math.prod(self.mesh[a] for a in jax.tree.leaves(tuple(self.x)))
+
+
+def step(name, save="output", **options):
+    """The function's value and its gradients, over (cotangent, x, *params)."""
+
+    def function(x, *params):
+        if name.endswith("softmax"):
+            return getattr(jaxnorm, name)(x, **options)
+        return getattr(jaxnorm, name)(x, *params, save=save, **options)
+
+    def run(d, *operands):
+        y, vjp = jax.vjp(function, *operands)
+        return y, *vjp(d)
+
+    return run
+
+
+def operands(name, shape=SHAPE, dtype="float32"):
+    """A cotangent, x and the parameters."""
+    rng = np.random.default_rng(0)
+    params = {"rms_norm": 1, "layer_norm": 2}.get(name, 0)
+    x, d = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
+    return d, x, *(jnp.asarray(rng.normal(size=shape[-1:]), jnp.float32) for _ in range(params))
+
+
+def mesh_of(case, kind):
+    axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    sizes, types = tuple(case.mesh.values()), (axis_type,) * len(case.mesh)
+    devices = jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(sizes, tuple(case.mesh), axis_types=types, devices=devices)
+
+
+def on_mesh(function, arrays, case, kind):
+    """The compiled step on sharded operands, and those."""
+    mesh = mesh_of(case, kind)
+    params = len(arrays) - 2
+    specs = [case.x, case.x, *[case.params] * params]
+    if kind == "manual":
+        function = jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=(case.x, case.x, *[P()] * params),
+            out_specs=(case.x, case.x, *[P()] * params),
+        )
+        specs[2:] = [P()] * params
+    sharded = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs)]
+    return jax.jit(function).lower(*sharded).compile(), sharded
+
+
+def collectives(compiled):
+    """Name -> shapes of what each collective of that name yields, one for each array."""
+    found = {}
+    pattern = r"= (\(?[^=]*?) (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\("
+    for shapes, name in re.findall(pattern, compiled.as_text()):
+        found.setdefault(name, []).extend(re.findall(r"\w+\[([\d,]*)\]", shapes))
+    return found
+
+
+def check_values(compiled, sharded, name, save="output"):
+    whole = [np.asarray(a) for a in sharded]
+    expected = jax.jit(step(name, save, implementation="xla"))(*whole)
+    for ours, theirs in zip(compiled(*sharded), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
