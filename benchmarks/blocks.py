@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 import jaxnorm
 from benchmarks import timing
+from jaxnorm._attention import attention_weights
 
 Array = jax.Array
 
@@ -36,22 +37,6 @@ def plain_layer_norm(x: Array, scale: Array, bias: Array) -> Array:
     return ((wide - mean) * rstd * scale + bias).astype(x.dtype)
 
 
-PROVIDERS: dict[str, dict[str, Callable[..., Array]]] = {
-    "plain jnp": {
-        "softmax": jax.nn.softmax,
-        "layer_norm": plain_layer_norm,
-        "rms_norm": plain_rms_norm,
-    },
-    **{
-        f"jaxnorm {name or 'default'}": {
-            function: functools.partial(getattr(jaxnorm, function), implementation=name)
-            for function in ("softmax", "layer_norm", "rms_norm")
-        }
-        for name in ("xla", None)
-    },
-}
-
-
 def add_norm(norm: Callable[..., Array], x: Array, r: Array, *params: Array) -> tuple[Array, Array]:
     """Residual addition and norm: what the kernels can be fused into least."""
     x = x + r
@@ -63,12 +48,53 @@ def mlp(norm: Callable[..., Array], x: Array, w1: Array, w2: Array, *params: Arr
     return x + jax.nn.gelu(norm(x, *params) @ w1) @ w2
 
 
-def attention(softmax: Callable[..., Array], q: Array, k: Array, v: Array) -> Array:
-    """Causal attention over ``(batch, heads, length, depth)`` whose logits are materialised."""
-    logits = jnp.einsum("bhqd,bhkd->bhqk", q, k) / q.shape[-1] ** 0.5
-    causal = jnp.tril(jnp.ones(logits.shape[-2:], bool))
-    weights = softmax(jnp.where(causal, logits, jnp.finfo(logits.dtype).min))
-    return jnp.einsum("bhqk,bhkd->bhqd", weights, v)
+def attention(weigh: Callable[..., Array], q: Array, k: Array, v: Array, *, causal: bool) -> Array:
+    """Attention over ``(batch, heads, length, depth)`` whose logits are materialised."""
+    logits = jnp.einsum("bhqd,bhkd->bhqk", q / q.shape[-1] ** 0.5, k)
+    mask = jnp.tril(jnp.ones(logits.shape[-2:], bool)) if causal else None
+    return jnp.einsum("bhqk,bhkd->bhqd", weigh(logits, mask), v)
+
+
+def weigh_by(softmax: Callable[..., Array]) -> Callable[..., Array]:
+    """Attention weights of masked logits, by a softmax."""
+
+    def weigh(logits: Array, mask: Array | None) -> Array:
+        if mask is not None:
+            logits = jnp.where(mask, logits, jnp.finfo(logits.dtype).min)
+        return softmax(logits)
+
+    return weigh
+
+
+def weigh_by_default(logits: Array, mask: Array | None) -> Array:
+    """What jaxnorm's attention functions do."""
+    return attention_weights(logits, None, mask, logits.dtype, logits.dtype)
+
+
+def softmax_over_rows(softmax: Callable[..., Array], x: Array) -> Array:
+    """Over an axis that is not the last one: a kernel needs it transposed."""
+    return softmax(x, axis=-2)
+
+
+def jaxnorm_by(name: str | None) -> dict[str, Callable[..., Array]]:
+    """jaxnorm's functions with this `implementation`."""
+    functions = {
+        function: functools.partial(getattr(jaxnorm, function), implementation=name)
+        for function in ("softmax", "layer_norm", "rms_norm")
+    }
+    weigh = weigh_by_default if name is None else weigh_by(functions["softmax"])
+    return {**functions, "weigh": weigh}
+
+
+PROVIDERS: dict[str, dict[str, Callable[..., Array]]] = {
+    "plain jnp": {
+        "softmax": jax.nn.softmax,
+        "weigh": weigh_by(jax.nn.softmax),
+        "layer_norm": plain_layer_norm,
+        "rms_norm": plain_rms_norm,
+    },
+    **{f"jaxnorm {name or 'default'}": jaxnorm_by(name) for name in ("xla", "mosaic", None)},
+}
 
 
 def training_step(block: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,19 +107,22 @@ def training_step(block: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(step)
 
 
-def cases(dtype: str) -> dict[str, tuple[Callable[..., Any], str, list[tuple[int, ...]]]]:
+def cases() -> dict[str, tuple[Callable[..., Any], str, list[tuple[int, ...]]]]:
     """Name -> block, the function it is given, shapes of the operands (vectors are float32)."""
     rows, width = 8192, 4096
     params = [(width,), (width,)]
     matrices = [(width, 4 * width), (4 * width, width)]
     residual = [(rows, width), (rows, width)]
     heads = [(4, 16, 2048, 128)] * 3
+    causal, full = (functools.partial(attention, causal=flag) for flag in (True, False))
     return {
         "add + RMSNorm 8192x4096": (add_norm, "rms_norm", [*residual, *params[:1]]),
         "add + LayerNorm 8192x4096": (add_norm, "layer_norm", [*residual, *params]),
         "RMSNorm MLP 8192x4096": (mlp, "rms_norm", [residual[0], *matrices, *params[:1]]),
         "LayerNorm MLP 8192x4096": (mlp, "layer_norm", [residual[0], *matrices, *params]),
-        "causal attention 4x16x2048x128": (attention, "softmax", heads),
+        "attention 4x16x2048x128": (full, "weigh", heads),
+        "causal attention 4x16x2048x128": (causal, "weigh", heads),
+        "softmax over axis 1 of 8x4096x4096": (softmax_over_rows, "softmax", [(8, 4096, 4096)]),
     }
 
 
@@ -122,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("benchmarks.blocks times GPU kernels; --compile runs without one", file=sys.stderr)
         return 2
     for dtype in given.dtypes:
-        for case, (block, function, shapes) in cases(dtype).items():
+        for case, (block, function, shapes) in cases().items():
             plain_us = float("nan")
             for provider, functions in PROVIDERS.items():
                 bound = functools.partial(block, functions[function])
@@ -131,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 out = jax.eval_shape(bound, *example)
                 program = step.lower(out, *example).compile()
                 temp = program.memory_analysis().temp_size_in_bytes / 2**20
-                line = f"{case:32}{dtype:10}{provider:17}temp {temp:8.1f} MiB"
+                line = f"{case:36}{dtype:10}{provider:17}temp {temp:8.1f} MiB"
                 if not given.compile:
                     operands = []
                     for seed in range(2):

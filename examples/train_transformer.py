@@ -198,8 +198,12 @@ def plans(config: Config) -> str:
         "layer_norm": jaxnorm.implementation_for(
             "layer_norm", (tokens, config.width), config.dtype, param_dtype="float32"
         ),
+        # Attention names it: XLA fuses the causal mask with the softmax.
         "softmax": jaxnorm.implementation_for(
-            "softmax", (config.batch, config.heads, config.seq, config.seq), config.dtype
+            "softmax",
+            (config.batch, config.heads, config.seq, config.seq),
+            config.dtype,
+            implementation="xla",
         ),
     }
     return "\n".join(
