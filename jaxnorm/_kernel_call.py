@@ -5,7 +5,6 @@ from the API) is that of the twin. Under ``jax.vmap`` a batch of rows is more ro
 does them all; a batch of parameters, or of parameter gradients, is left to the batched twin.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +18,6 @@ from jaxnorm._calls import Call
 
 def run(call: Call, *operands: Any) -> Any:
     """The call's results, by the implementation that it gets where it runs."""
-    if call.implementation == "xla":
-        return _sharding.run(call, *operands)
     if call.implementation is not None:
         _implementation.forced(call.in_rows, call.implementation)
     return _ordinary(call)(*operands)
@@ -28,7 +25,7 @@ def run(call: Call, *operands: Any) -> Any:
 
 def _ordinary(call: Call) -> Callable[..., Any]:
     """The call as a function that can be differentiated and batched."""
-    twin = functools.partial(_sharding.run, dataclasses.replace(call, implementation="xla"))
+    twin = functools.partial(_sharding.run_twin, call)
 
     @custom_vmap
     def batchable(*operands: Any) -> Any:

@@ -52,18 +52,14 @@ def _lower(ctx: Any, *leaves: Any, call: Call, tree: Any, twin: Jaxpr) -> Any:
 
 
 def _choose(ctx: Any, call: Call) -> Callable[..., Any] | None:
-    """What the program that is being lowered runs; None for the xla twin."""
+    """What the program that is being lowered runs; None for the xla twin, as it was traced."""
     program = ctx.module_context
-    platforms = ctx.platforms or program.platforms
     whole = _auto_axes.are_whole(program.axis_context)
-    name = call.implementation
-    if name is None:
-        # An exported program outlives this version's kernels.
-        if program.lowering_parameters.for_export or len(platforms) > 1:
-            return None
-        name = _implementation.choose(call.in_rows, platforms[0]).name
+    name = call.implementation or _default(ctx, call)
     if name == "xla":
-        return None
+        # Of rows XLA fuses more with a softmax, such as attention's mask. But it must not reshape
+        # what is sharded, nor transpose what it can reduce as it lies.
+        return call.kernel("xla") if whole and not call.view.moved else None
     if whole:
         return call.kernel(name)
     if _auto_axes.can_partition(program.axis_context):
@@ -75,6 +71,15 @@ def _choose(ctx: Any, call: Call) -> Callable[..., Any] | None:
         f"that are neither all manual nor all automatic: {program.axis_context}; leave "
         "implementation out, or enter jax.shard_map with all axes of the mesh"
     )
+
+
+def _default(ctx: Any, call: Call) -> str:
+    """The implementation of a call for which none was named."""
+    program = ctx.module_context
+    platforms = ctx.platforms or program.platforms
+    if program.lowering_parameters.for_export or len(platforms) > 1:
+        return "xla"  # An exported program outlives this version's kernels.
+    return _implementation.choose(call.in_rows, platforms[0]).name
 
 
 _call_p = Primitive("jaxnorm")

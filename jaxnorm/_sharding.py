@@ -5,6 +5,8 @@ Auto axes       XLA decides when it compiles: `_auto_axes`
 Manual axes     inside `jax.shard_map` the operands are shards already
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +20,15 @@ from jaxnorm._shards import Layout, on_shards
 
 def run(call: Call, *operands: Any) -> Any:
     """The call on operands of any sharding."""
-    bind = _xla if call.implementation == "xla" else _primitive.bind
+    return _run(call, _primitive.bind, operands)
+
+
+def run_twin(call: Call, *operands: Any) -> Any:
+    """The same in plain JAX, which can be differentiated and batched."""
+    return _run(dataclasses.replace(call, implementation="xla"), _xla, operands)
+
+
+def _run(call: Call, bind: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
     if not any(_names_axes(a) for a in jax.tree.leaves(operands)):
         return bind(call, *operands)
     x = jax.typeof(operands[0])

@@ -68,10 +68,6 @@ _LEFT_TO_XLA: _Table = (
         lambda s: local_capability() not in ("9.0", None),
     ),
     (
-        "its rows would be transposed before and after, three passes for XLA's one or two",
-        lambda s: s.moved_axis,
-    ),
-    (
         "with this few rows, XLA spreads a row over more of the GPU",
         lambda s: s.rows <= 128 and s.cols >= (4096 if s.rows < 64 else 8192),
     ),
