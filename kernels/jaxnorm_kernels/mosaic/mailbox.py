@@ -1,9 +1,11 @@
 """Values that the warps of a cluster send to each other, through distributed shared memory.
 
-Each block has a mailbox: room for a value of each warp of the cluster, and a barrier that counts
-the bytes that arrive. A warp sends its value to all blocks (``st.async``), and no thread waits for
-its own stores to be seen, as a barrier after plain stores would. Pallas has no such operations, so
-this is PTX; the interpreter knows no clusters.
+Each block has a mailbox: room for a value of each warp of the cluster, and barriers that count the
+bytes that arrive. A warp sends its value to all blocks (``st.async``), and goes on. Plain stores
+and an arrival at the other blocks' barriers would not do: these are seen in any order (H200: a
+wrong sum in some rows of a million), unless a fence waits for all that the block has stored, its
+output too (a third of the bandwidth). Pallas has no such operations, so this is PTX; the
+interpreter knows no clusters.
 """
 
 from collections.abc import Sequence

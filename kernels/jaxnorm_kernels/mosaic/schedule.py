@@ -7,8 +7,8 @@ The sizes that matter, and how the lines below use them:
 * About 64 KiB of reads under way in each SM keep the memory of an H100 or H200 busy. Rows in
   registers have as many because an SM runs several blocks: some load while others reduce or store.
   A row of 32 KiB and more leaves room for one or two, so it is spread over the blocks of a cluster.
-* The SMs do not get equal shares of the memory's bandwidth. As many blocks as rows even that out;
-  blocks that share the rows evenly all wait for the slowest SM, which costs up to 8 %. So a block
+* As many blocks as rows reach 0.97 of a copy's bandwidth where a block for each SM, or a few, that
+  share the rows evenly reach 0.91: SMs differ, it seems, and all wait for the slowest. So a block
   takes a few rows at most, and only where it then reads its parameters once for all of them.
 * A second read from the L2 cache costs no memory bandwidth, but L2 bandwidth, of which there is
   about 1.5 times as much. So it is the last resort.
@@ -26,7 +26,7 @@ from jaxnorm_kernels.mosaic.layouts import VECTOR_BYTES, WARP, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.queued import QueuedRow, QueuedTile
 from jaxnorm_kernels.mosaic.streams import Stream
 from jaxnorm_kernels.mosaic.tiles import RowTile, SplitRow, Tile, WarpgroupRow
-from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.specs import Op, Spec
 
 Kind = Literal[
     "row_tile", "queued_tile", "warpgroup_row", "split_row", "queued_row", "streamed_row"
@@ -106,8 +106,8 @@ class Line:
     Attributes:
       waves: only for at most this many rows for each SM.
       row_bytes: only for rows of up to so many bytes.
-      params: only where a column has so many bytes of parameters for each byte of x and y, and
-        asynchronous copies, which need whole multiples of 16 bytes, can take the rows.
+      params: only where a column has so many bytes of parameters for each byte of x and y.
+      op: only for this operation.
       bare: only without parameters.
       values: row values of a thread: gives the rows of a block (tiles, warpgroup_row), or the
         *shares* of a row: how many warpgroups share it. 0: as many as its parameters leave room.
@@ -121,6 +121,7 @@ class Line:
     waves: int | None = None
     row_bytes: int | None = None
     params: float = 0
+    op: Op | None = None
     bare: bool = False
     values: int = 32
     cluster: int = 1
@@ -133,8 +134,10 @@ class Line:
             (self.cols is None or spec.cols <= self.cols)
             and (self.waves is None or spec.rows <= self.waves * gpu.sms)
             and (self.row_bytes is None or row_bytes <= self.row_bytes)
-            and (not self.params or row_bytes % VECTOR_BYTES == 0)
+            # What asynchronous copies can take.
+            and (not self.kind.startswith("queued") or row_bytes % VECTOR_BYTES == 0)
             and _param_bytes(spec) >= self.params * _data_bytes(spec)
+            and self.op in (None, spec.op)
             and (not self.bare or not _params(spec))
         )
 
@@ -150,13 +153,15 @@ TABLE = (
     # Few rows: an SM has one of them at most, so that latency decides. Many threads for each row,
     # in as many SMs as there are for it.
     Line("split_row", cols=2**18, waves=1, values=16, cluster=8, warpgroups=4),
-    # As many parameters as data: in registers, too. Up to 16 KiB of parameters, an SM holds them
-    # for several blocks.
+    # As many parameters as data: in registers, too. So far an SM has room for several blocks.
     Line("queued_row", cols=8192, params=1, values=0, warpgroups=2),
     # A row of more than 8 shares leaves an SM room for a single block, with 4 of them.
     Line("queued_row", cols=2**17, params=1, values=0, cluster=8, warpgroups=4),
     # 64 values a thread still let an SM have 4 rows under way; a row needs 2 or 3 barriers.
     Line("warpgroup_row", cols=8192),
+    # log_softmax needs x again after its exponentials, which take as many registers: x stays in
+    # shared memory.
+    Line("queued_row", row_bytes=2**18, op="log_softmax", values=64, cluster=8, warpgroups=2),
     # The same of each part of a row. Small blocks load while others reduce.
     Line("split_row", row_bytes=2**18, values=64, cluster=8, warpgroups=2),
     # Rows of half a MiB and more fill the registers of several SMs. Few large blocks share one,
@@ -261,7 +266,8 @@ def _split_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
 
 def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     # A column costs a register for each of its parameters, and one for its value.
-    shares = _shares(spec.cols, vector, 80 // len(_params(spec)))
+    values = line.values or 80 // len(_params(spec))
+    shares = _shares(spec.cols, vector, values)
     warpgroups, cluster = _spread(shares, line, gpu, line.cluster)
     unit = warpgroups * WARPGROUP_THREADS * vector
     part = math.ceil(spec.cols / (cluster * unit)) * unit
@@ -291,6 +297,8 @@ def _turns(start: int, spec: Spec, blocks: int, gpu: Gpu) -> int:
     that were `start` bytes of x and y for each byte of parameters, and the more it matters the
     fewer of the former there are. The fewer, the more evenly the SMs end; each should have three.
     """
+    if not _params(spec):
+        return 1
     turns = max(2, round(start * _param_bytes(spec) / _data_bytes(spec) ** 2))
     return max(1, min(turns, blocks // (3 * gpu.sms)))
 

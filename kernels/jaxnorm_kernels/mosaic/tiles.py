@@ -48,7 +48,6 @@ from jaxnorm_kernels.mosaic.layouts import vector_width as vector_width
 #: it is first an array over the warps of the warpgroup, until it has been exchanged.
 Stat = jax.Array
 
-
 #: What is done with a row: see `Tile.each_row`.
 Body = Callable[[Any, Any, Callable[[], list[jax.Array]]], None]
 
