@@ -147,7 +147,8 @@ SPECIAL = {
     [
         Case("row_tile", 3, 440, Schedule("row_tile", 4, rows=1)),
         Case("warpgroup_row", 3, 600, Schedule("warpgroup_row", 4)),
-        Case("split_row", 3, 1100, Schedule("split_row", 4, warpgroups=2)),
+        Case("split_row", 3, 1024, Schedule("split_row", 4, warpgroups=2)),
+        Case("split_row_tail", 3, 1100, Schedule("split_row", 4, warpgroups=2)),
         Case("queued_row", 3, 2500, Schedule("queued_row", 4, slots=2, turns=2)),
         Case("streamed_row", 3, 2500, Schedule("streamed_row", 4, warpgroups=2, chunk=512)),
     ],
