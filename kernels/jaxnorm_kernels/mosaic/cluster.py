@@ -16,11 +16,9 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental.mosaic.gpu import utils
 
-from jaxnorm_kernels.mosaic.launch import BLOCK, WARPGROUP
-from jaxnorm_kernels.mosaic.tiles import WARPS
-
-#: Name of the axis of the blocks in a cluster.
-CLUSTER = "cluster"
+from jaxnorm_kernels.mosaic.launch import CLUSTER as CLUSTER
+from jaxnorm_kernels.mosaic.launch import launch
+from jaxnorm_kernels.mosaic.layouts import WARPS
 
 
 def launch_clusters(
@@ -36,23 +34,17 @@ def launch_clusters(
     auto_barriers: bool,
 ) -> tuple[jax.Array, ...]:
     """As `launch.launch`, on `clusters` clusters of `cluster` blocks."""
-    axes = jax.typeof(operands[0]).manual_axis_type
-    kernel = plgpu.kernel(
+    return launch(
         body,
-        out_type=tuple(
-            jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes) for shape, dtype in outputs
-        ),
-        scratch_types=tuple(scratch),
-        grid=(clusters,),
-        grid_names=(BLOCK,),
-        cluster=(cluster,),
-        cluster_names=(CLUSTER,),
-        num_threads=warpgroups,
-        thread_name=WARPGROUP,
-        kernel_name=name,
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not auto_barriers),
+        operands,
+        name=name,
+        outputs=outputs,
+        blocks=clusters,
+        cluster=cluster,
+        warpgroups=warpgroups,
+        scratch=scratch,
+        auto_barriers=auto_barriers,
     )
-    return tuple(kernel(*operands))
 
 
 def cluster_totals(shared: Any, slot: Any, sums: int, warpgroups: int, blocks: int) -> list[Any]:
