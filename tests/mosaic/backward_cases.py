@@ -52,8 +52,10 @@ NORM_CASES = (
     Case("ring_tail", 7, 1504, Ring(8, 1, stages=2, columns="recomputed")),
     Case("ring_two_warpgroups", 9, 4096, Ring(8, 2, stages=3, lag=1)),
     Case("ring_two_warpgroups_tail", 5, 3000, Ring(8, 2, stages=3, lag=1, columns="shared")),
-    Case("ring_pieces", 7, 4096, Ring(8, 1, stages=5, pieces=2, lag=1, columns="recomputed")),
-    Case("ring_four_warpgroups", 5, 8192, Ring(8, 4, stages=3, pieces=2)),
+    Case("ring_rows", 11, 1024, Ring(8, 1, stages=2, rows=4, lag=1)),
+    Case("ring_rows_tail", 14, 3000, Ring(8, 2, stages=2, rows=2, columns="recomputed")),
+    Case("ring_three_warpgroups", 5, 6144, Ring(8, 3, stages=2, lag=1)),
+    Case("ring_four_warpgroups", 5, 8192, Ring(8, 4, stages=3)),
     Case("rows_ring", 23, 512, RowsRing(8, 32, rows=8, stages=2)),
     Case("rows_ring_tail", 13, 440, RowsRing(8, 32, rows=4, stages=3, columns="recomputed")),
     Case("rows_ring_parts_of_warps", 70, 64, RowsRing(8, 4, rows=32, stages=2, columns="shared")),
@@ -88,7 +90,7 @@ SOFTMAX_CASES = (
 CLUSTER_CASES = (
     Case("cluster_of_2", 9, 16384, Ring(8, 2, stages=3, lag=1, cluster=2)),
     Case("cluster_of_4_tail", 9, 9000, Ring(8, 1, stages=3, cluster=4, columns="recomputed")),
-    Case("cluster_of_8", 9, 65536, Ring(8, 2, stages=5, pieces=2, lag=1, cluster=8)),
+    Case("cluster_of_8", 9, 65536, Ring(8, 4, stages=3, lag=1, cluster=8)),
 )
 
 

@@ -14,9 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.formulas import Arrays, Columns, Formula, Ref, held_types, keep_columns
+from jaxnorm_kernels.mosaic.formulas import (
+    Arrays,
+    Columns,
+    Formula,
+    Ref,
+    held_types,
+    keep_columns,
+    split,
+)
 from jaxnorm_kernels.mosaic.launch import BLOCK, WARPGROUP, launch
-from jaxnorm_kernels.mosaic.ring import Chunk, Exchange, Slice, skip_stale, split
+from jaxnorm_kernels.mosaic.row_sums import RowSums
+from jaxnorm_kernels.mosaic.slices import Chunk, Slice, skip_stale
 from jaxnorm_kernels.mosaic.tiles import WARPGROUP_THREADS, WARPS, load, store, warps_layout
 
 
@@ -30,7 +39,6 @@ class Direct:
       ahead: rows that are being read while one is worked on.
       blocks_per_sm: that fit a multiprocessor at the same time.
       columns: where what belongs to the columns is kept.
-      auto_barriers: leaves the barriers to Pallas, which puts two around each store.
     """
 
     vector: int
@@ -38,19 +46,10 @@ class Direct:
     ahead: int = 1
     blocks_per_sm: int = 2
     columns: Columns = "registers"
-    auto_barriers: bool = False
 
-    @property
-    def slices(self) -> int:
-        return self.warpgroups
-
-    @property
-    def chunk(self) -> int:
-        return WARPGROUP_THREADS * self.vector
-
-    @property
-    def pieces(self) -> int:
-        return 1
+    def slice(self, cols: int, index: Any = 0) -> Slice:
+        """The columns of warpgroup `index`."""
+        return Slice(cols, self.warpgroups, WARPGROUP_THREADS * self.vector, index)
 
 
 def direct_backward(
@@ -68,14 +67,14 @@ def direct_backward(
     """dx, then for each column sum of the formula its partial sums, one row for each block."""
     rows, cols = saved.shape
     layout = warps_layout(schedule.vector)
-    exchange = Exchange(schedule.warpgroups, formula.row_sums)
+    sums = RowSums(schedule.warpgroups, formula.row_sums)
 
     def body(saved_ref: Ref, dy_ref: Ref, *refs: Ref) -> None:
         stat_refs, param_refs, refs = split(refs, len(stats), len(params))
         (dx_ref,), partial_refs, refs = split(refs, 1, formula.column_sums)
         exchanged, held = refs[:2], refs[2:]
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
-        runs = Slice(cols, schedule, warpgroup).runs(0)
+        runs = schedule.slice(cols, warpgroup).runs()
         count = lax.div(rows - block + blocks - 1, blocks)  # rows of this block
 
         def read(ref: Ref, run: Chunk) -> jax.Array:
@@ -100,8 +99,8 @@ def direct_backward(
                 [skip_stale(term, run) for term in formula.terms(*a)] for a, run in zip(args, runs)
             ]
             parts = [[jnp.sum(v, axis=1) for v in same] for same in zip(*terms)]
-            exchange.publish(exchanged, [sum(same[1:], same[0]) for same in parts], k)
-            totals = exchange.collect(exchanged, k)
+            sums.publish(exchanged, [sum(same[1:], same[0]) for same in parts], k)
+            totals = sums.collect(exchanged, k)
             added: list[jax.Array] = []
             for a, run in zip(args, runs):
                 dx, more = formula.finish(*a, totals)
@@ -133,7 +132,7 @@ def direct_backward(
     # In the order of the arrays that are held; for each, all runs.
     held_shapes = [
         held_types(formula, schedule.columns, params, (schedule.warpgroups, *shape(run)))
-        for run in Slice(cols, schedule, 0).runs(0)
+        for run in schedule.slice(cols).runs()
     ]
     return launch(
         body,
@@ -145,6 +144,6 @@ def direct_backward(
         ],
         blocks=blocks,
         warpgroups=schedule.warpgroups,
-        scratch=[*exchange.scratch(), *(ref for same in zip(*held_shapes) for ref in same)],
-        auto_barriers=schedule.auto_barriers,
+        scratch=[*sums.scratch(), *(ref for same in zip(*held_shapes) for ref in same)],
+        auto_barriers=False,
     )

@@ -93,3 +93,12 @@ def held_types(
         lambda: formula.columns([jnp.zeros((1,), jnp.float32) for _ in params])
     )
     return [plgpu.SMEM(shape, jnp.float32) for _ in columns]
+
+
+def split(refs: Sequence[Ref], *sizes: int) -> tuple[Sequence[Ref], ...]:
+    """`refs` in parts of these sizes, and the rest."""
+    parts = []
+    for size in sizes:
+        parts.append(refs[:size])
+        refs = refs[size:]
+    return (*parts, refs)

@@ -21,9 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.formulas import Arrays, Columns, Formula, Ref, held_types, keep_columns
+from jaxnorm_kernels.mosaic.barriers import in_plain_order, warpgroup_barrier
+from jaxnorm_kernels.mosaic.formulas import (
+    Arrays,
+    Columns,
+    Formula,
+    Ref,
+    held_types,
+    keep_columns,
+    split,
+)
 from jaxnorm_kernels.mosaic.launch import BLOCK, launch
-from jaxnorm_kernels.mosaic.ring import in_plain_order, split, warpgroup_barrier
 from jaxnorm_kernels.mosaic.tiles import (
     WARP,
     WARPGROUP_THREADS,
@@ -46,7 +54,6 @@ class RowsRing:
       stages: of the ring.
       blocks_per_sm: that fit a multiprocessor at the same time.
       columns: where what belongs to the columns is kept.
-      auto_barriers: leaves the barriers to Pallas, which puts two around each store.
     """
 
     vector: int
@@ -55,7 +62,6 @@ class RowsRing:
     stages: int = 4
     blocks_per_sm: int = 3
     columns: Columns = "registers"
-    auto_barriers: bool = False
 
     @property
     def height(self) -> int:
@@ -139,8 +145,7 @@ def rows_ring_backward(
             plgpu.barrier_wait(full.at[at])
             for group, row_stats in zip(groups, now):
                 carried = one_group(k, at, group, row_stats, carried)
-            if not ring.auto_barriers:
-                warpgroup_barrier()  # Every warp has read the stage.
+            plgpu.commit_smem()  # Every warp has read the stage.
             pl.when(k + ring.stages < count)(functools.partial(fill, k + ring.stages))
             return ahead, carried
 
@@ -182,13 +187,11 @@ def rows_ring_backward(
         for j, target in enumerate(partial_refs):
             for ref, value in zip(shared, carried[j :: formula.column_sums]):
                 store(ref, value)
-            if not ring.auto_barriers:
-                warpgroup_barrier()
+            warpgroup_barrier()
             for p, ref in zip(pieces, shared):
                 parts = [load(ref.at[row], column_layout) for row in range(height)]
                 store(target.at[block, here(p)], functools.reduce(jnp.add, parts))
-            if not ring.auto_barriers:
-                warpgroup_barrier()
+            warpgroup_barrier()
 
     return launch(
         body,
@@ -206,7 +209,7 @@ def rows_ring_backward(
             plgpu.Barrier(num_arrivals=copies, num_barriers=ring.stages),
             *held_types(formula, ring.columns, params, (cols,)),
         ],
-        auto_barriers=ring.auto_barriers,
+        auto_barriers=False,
     )
 
 

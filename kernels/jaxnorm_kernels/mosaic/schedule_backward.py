@@ -39,7 +39,7 @@ _STAGE_BYTES = 16 * 1024
 
 # Clusters that run at a time: the multiprocessors come in groups of 16 and 18, and a cluster stays
 # within a group.
-_CLUSTERS = {1: MULTIPROCESSORS, 2: 66, 4: 32, 8: 16}
+_CLUSTERS = {1: MULTIPROCESSORS, 2: 66, 4: 32, 8: 16, 16: 8}
 
 
 def persistent_blocks(spec: Spec, schedule: Ring | RowsRing | Direct) -> int:
@@ -49,9 +49,8 @@ def persistent_blocks(spec: Spec, schedule: Ring | RowsRing | Direct) -> int:
     """
     cluster = schedule.cluster if isinstance(schedule, Ring) else 1
     most = _CLUSTERS[cluster] * schedule.blocks_per_sm
-    work = spec.rows
-    if isinstance(schedule, RowsRing):
-        work = -(-spec.rows // schedule.rows)
+    group = 1 if isinstance(schedule, Direct) else schedule.rows
+    work = -(-spec.rows // group)
     rounds = -(-work // most)
     return -(-work // rounds)
 
@@ -166,20 +165,14 @@ def wide_ring(spec: Spec, vector: int, line: _Wide) -> Ring | None:
         columns, held = "shared", 4 * kept * cols
         if shared - held < 3 * row_bytes:
             columns, held = "recomputed", bare * cols
-    # Half rows or quarters, where whole rows would leave the copies nothing to fill ahead.
-    for pieces in (1, 2, 4):
-        stages = (shared - held) * pieces // row_bytes
-        if stages >= 4 or chunks % (2 * pieces) or has_tail:
-            break
-    stages = min(stages, _MOST_STAGES, WARP // warpgroups)
-    if stages <= pieces:
+    stages = min((shared - held) // row_bytes, _MOST_STAGES, WARP // warpgroups)
+    if stages < 2:
         return None
     return Ring(
         vector,
         warpgroups,
         stages,
-        pieces,
-        lag=line.lag if stages > 2 * pieces else 0,
+        lag=line.lag if stages > 2 else 0,
         blocks_per_sm=line.blocks_per_sm,
         columns=columns,
         cluster=line.cluster,
