@@ -54,6 +54,7 @@ NORM_CASES = (
     Case("ring_two_warpgroups_tail", 5, 3000, Ring(8, 2, stages=3, lag=1, columns="shared")),
     Case("ring_rows", 11, 1024, Ring(8, 1, stages=2, rows=4, lag=1)),
     Case("ring_rows_tail", 14, 3000, Ring(8, 2, stages=2, rows=2, columns="recomputed")),
+    Case("ring_pieces", 7, 4096, Ring(8, 1, stages=5, pieces=2, lag=1, columns="recomputed")),
     Case("ring_three_warpgroups", 5, 6144, Ring(8, 3, stages=2, lag=1)),
     Case("ring_four_warpgroups", 5, 8192, Ring(8, 4, stages=3)),
     Case("rows_ring", 23, 512, RowsRing(8, 32, rows=8, stages=2)),

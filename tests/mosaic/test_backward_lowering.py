@@ -17,11 +17,7 @@ from backward_cases import (
     lower,
     make_spec,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.mosaic import schedule_backward
 from jaxnorm_kernels.mosaic.ring import Ring
 
 MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]

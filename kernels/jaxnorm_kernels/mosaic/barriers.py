@@ -21,6 +21,18 @@ def warpgroup_barrier() -> None:
     barrier()
 
 
+def release_stage() -> None:
+    """Every warp has read what asynchronous copies brought: they may overwrite it.
+
+    For that a barrier is enough on a GPU. The interpreter asks for a fence too, as if the stage had
+    been written.
+    """
+    if is_interpreted():
+        plgpu.commit_smem()
+    else:
+        warpgroup_barrier()
+
+
 def in_plain_order(*refs: Any) -> None:
     """Keeps Mosaic from choosing a swizzle for these refs: a bulk copy fills them as they are.
 

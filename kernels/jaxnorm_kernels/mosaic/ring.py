@@ -5,8 +5,8 @@ write dx. Here a *persistent* block takes every n-th row (or group of a few shor
 warpgroups owns a slice of the columns and a ring of stages, which the copy engine (TMA) keeps
 filled with its slice of the rows to come. The two reads of a row are both from shared memory, so
 that few registers live across the exchange of row sums: the column sums (dscale, dbias), which a
-thread carries through all its rows, have room. With `lag`, step k is reduced before step k - 1 is
-finished, which hides the exchange::
+thread carries through all its rows, have room. With a `lag` of 1, step k is reduced before step
+k - 1 is finished, which hides the exchange::
 
     for step k:   wait for its stage      reduce, publish the sums of each warp    (reduce_rows)
                   read the sums of k-1    dx, column sums, refill its stage        (finish_rows)
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.mosaic.barriers import release_stage
 from jaxnorm_kernels.mosaic.cluster import CLUSTER, launch_clusters
 from jaxnorm_kernels.mosaic.formulas import (
     Arrays,
@@ -46,9 +47,10 @@ class Ring:
     Attributes:
       vector: neighbouring elements that one thread reads and writes at once.
       warpgroups: of a block. They share a row.
-      stages: of the ring of each warpgroup; one stage holds its slice of a step's rows.
+      stages: of the ring of each warpgroup; one stage holds a piece of a step's rows.
       rows: of a step. Short rows share an exchange of sums.
-      lag: 1 reduces step k before step k - 1 is finished. Needs two stages.
+      pieces: into which a slice is cut, where few whole slices fit shared memory.
+      lag: steps that are reduced before the first of them is finished. Needs as many stages more.
       blocks_per_sm: that fit a multiprocessor at the same time.
       columns: where what belongs to the columns is kept.
       cluster: blocks that share a row, each with its own ring.
@@ -58,15 +60,20 @@ class Ring:
     warpgroups: int = 1
     stages: int = 4
     rows: int = 1
+    pieces: int = 1
     lag: int = 0
     blocks_per_sm: int = 1
     columns: Columns = "registers"
     cluster: int = 1
 
-    def slice(self, cols: int, index: Any = 0) -> Slice:
-        """The columns of warpgroup `index` of the cluster."""
+    def cut(self, cols: int, warpgroup: Any = 0) -> list[Slice]:
+        """The pieces of a row that belong to a warpgroup, counted through the cluster."""
+        slices = self.cluster * self.warpgroups * self.pieces
         chunk = WARPGROUP_THREADS * self.vector
-        return Slice(cols, self.cluster * self.warpgroups, chunk, index)
+        return [
+            Slice(cols, slices, chunk, warpgroup * self.pieces + piece)
+            for piece in range(self.pieces)
+        ]
 
 
 def ring_backward(
@@ -86,9 +93,9 @@ def ring_backward(
     With a cluster, `blocks` are clusters.
     """
     ring, (rows, cols) = schedule, saved.shape
-    if ring.stages <= ring.lag or rows < ring.rows:
-        raise ValueError(f"{ring} has too few stages, or more rows than {rows}")
-    sketch = ring.slice(cols)
+    if ring.stages < ring.pieces * (1 + ring.lag) or rows < ring.rows:
+        raise ValueError(f"{ring} holds less than {1 + ring.lag} steps, or more than {rows} rows")
+    sketch, *_ = ring.cut(cols)
     layout, shape = warps_layout(ring.vector), (WARPS, sketch.chunk // WARPS)
     sums = RowSums(ring.warpgroups, ring.rows * formula.row_sums, 1 + ring.lag, ring.cluster)
     steps = -(-rows // ring.rows)
@@ -98,41 +105,44 @@ def ring_backward(
         stat_refs, param_refs, refs = split(refs, len(stats), len(params))
         (dx_ref,), partial_refs, refs = split(refs, 1, formula.column_sums)
         (saved_ring, dy_ring, full), exchanged, held = split(refs, 3, 2)
+        sums.open(exchanged)
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
         rank = lax.axis_index(CLUSTER) if ring.cluster > 1 else 0
-        own = ring.slice(cols, rank * ring.warpgroups + warpgroup)
-        chunks = own.cut()
+        pieces = ring.cut(cols, rank * ring.warpgroups + warpgroup)
         count = lax.div(steps - block + blocks - 1, blocks)  # steps of this block
 
         def first_row(k: Any) -> Any:
             """The last step of all overlaps the one before where the rows do not divide."""
             return jnp.minimum((block + k * blocks) * ring.rows, rows - ring.rows)
 
-        def stage(k: Any) -> Any:
-            return warpgroup * ring.stages + lax.rem(k, ring.stages)
+        def stage(k: Any, piece: int) -> Any:
+            return warpgroup * ring.stages + lax.rem(k * ring.pieces + piece, ring.stages)
 
-        def fill(k: Any) -> None:
+        def fill(k: Any, piece: int) -> None:
+            at = stage(k, piece)
             for row in together:
-                for run in own.runs():
+                for run in pieces[piece].runs():
                     here, there = pl.ds(run.start, run.width), pl.ds(run.stage_start, run.width)
                     for source, target in ((saved_ref, saved_ring), (dy_ref, dy_ring)):
                         plgpu.copy_gmem_to_smem(
                             source.at[first_row(k) + row, here],
-                            target.at[stage(k), row, there],
-                            full.at[stage(k)],
+                            target.at[at, row, there],
+                            full.at[at],
                             oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                         )
 
-        for k in range(ring.stages):
-            pl.when(k < count)(functools.partial(fill, jnp.int32(k)))
+        for ahead in range(ring.stages):
+            k, piece = divmod(ahead, ring.pieces)
+            pl.when(k < count)(functools.partial(fill, jnp.int32(k), piece))
 
         def read_param(ref: Ref, chunk: Chunk) -> jax.Array:
             return load(ref.at[pl.ds(chunk.start, chunk.width)], layout, shape)
 
+        chunks = [(piece, chunk) for piece in range(ring.pieces) for chunk in pieces[piece].cut()]
         given = keep_columns(
             formula,
             ring.columns,
-            [[read_param(ref, chunk) for ref in param_refs] for chunk in chunks],
+            [[read_param(ref, chunk) for ref in param_refs] for _, chunk in chunks],
             [[ref.at[warpgroup, at] for ref in held] for at in range(len(chunks))],
             layout,
         )
@@ -142,48 +152,65 @@ def ring_backward(
             first = first_row(jnp.minimum(k, count - 1))
             return [[ref[first + row] for ref in stat_refs] for row in together]
 
-        def read(k: Any, row: int, chunk: Chunk) -> list[jax.Array]:
+        def read(k: Any, row: int, piece: int, chunk: Chunk) -> list[jax.Array]:
             here = pl.ds(chunk.stage_start, chunk.width)
-            loaded = [
-                load(ref.at[stage(k), row, here], layout, shape) for ref in (saved_ring, dy_ring)
-            ]
-            return [v.astype(jnp.float32) for v in loaded]
+            refs = [ref.at[stage(k, piece), row, here] for ref in (saved_ring, dy_ring)]
+            return [load(ref, layout, shape).astype(jnp.float32) for ref in refs]
 
         def reduce_rows(k: Any, row_stats: list[list[jax.Array]]) -> None:
             """Publishes the rows' sums, each warp those of its columns."""
-            plgpu.barrier_wait(full.at[stage(k)])
+            for piece in range(ring.pieces):
+                plgpu.barrier_wait(full.at[stage(k, piece)])
             parts = []
             for row in together:
                 terms = [
                     [
                         skip_stale(term, chunk)
-                        for term in formula.terms(*read(k, row, chunk), columns(), row_stats[row])
+                        for term in formula.terms(
+                            *read(k, row, piece, chunk), columns(), row_stats[row]
+                        )
                     ]
-                    for chunk, columns in zip(chunks, given)
+                    for (piece, chunk), columns in zip(chunks, given)
                 ]
                 parts += [jnp.sum(sum(same[1:], same[0]), axis=1) for same in zip(*terms)]
             sums.publish(exchanged, parts, k)
 
         def finish_rows(k: Any, row_stats: list[list[jax.Array]], carried: Arrays) -> Arrays:
+            """dx and the column sums. Each piece is filled again as soon as it has been read."""
             totals = sums.collect(exchanged, k)
-            for row in together:
-                own_totals, totals = totals[: formula.row_sums], totals[formula.row_sums :]
-                index = first_row(k) + row
-                added: list[jax.Array] = []
-                for chunk, columns in zip(chunks, given):
-                    dx, terms = formula.finish(
-                        *read(k, row, chunk), columns(), row_stats[row], own_totals
-                    )
-                    store(dx_ref.at[index, pl.ds(chunk.start, chunk.width)], dx)
-                    added += terms
-                if rows % ring.rows:
-                    is_new = index >= (block + k * blocks) * ring.rows
-                    is_new = lax.broadcast_in_dim(is_new, shape, ())
-                    added = [jnp.where(is_new, a, jnp.float32(0)) for a in added]
-                carried = [a + b for a, b in zip(carried, added)]
-            plgpu.commit_smem()  # Every warp has read the stage.
-            pl.when(k + ring.stages < count)(functools.partial(fill, k + ring.stages))
-            return carried
+            each = len(chunks) // ring.pieces
+            finished: list[jax.Array] = []
+            for piece in range(ring.pieces):
+                mine = list(zip(chunks, given))[piece * each :][:each]
+                so_far = carried[len(finished) :][: each * formula.column_sums]
+                for row in together:
+                    so_far = add_row(k, row, mine, row_stats[row], totals, so_far)
+                finished += so_far
+                release_stage()
+                t = k * ring.pieces + piece + ring.stages
+                ahead, there = divmod(piece + ring.stages, ring.pieces)
+                pl.when(t < count * ring.pieces)(functools.partial(fill, k + ahead, there))
+            return finished
+
+        def add_row(
+            k: Any, row: int, mine: Any, row_stats: Arrays, totals: Arrays, carried: Arrays
+        ) -> Arrays:
+            index, first = first_row(k) + row, row * formula.row_sums
+            added: list[jax.Array] = []
+            for (piece, chunk), columns in mine:
+                dx, terms = formula.finish(
+                    *read(k, row, piece, chunk),
+                    columns(),
+                    row_stats,
+                    totals[first : first + formula.row_sums],
+                )
+                store(dx_ref.at[index, pl.ds(chunk.start, chunk.width)], dx)
+                added += terms
+            if rows % ring.rows:
+                is_new = index >= (block + k * blocks) * ring.rows
+                is_new = lax.broadcast_in_dim(is_new, shape, ())
+                added = [jnp.where(is_new, a, jnp.float32(0)) for a in added]
+            return [a + b for a, b in zip(carried, added)]
 
         def step(k: Any, carry: Any) -> Any:
             """Reduces step `k`, finishes step ``k - lag``; reads the statistics of ``k + 1``."""
@@ -199,13 +226,13 @@ def ring_backward(
         zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
         carried = [zero] * (len(chunks) * formula.column_sums)
         queue = [statistics(jnp.int32(k)) for k in range(1 + ring.lag)]
-        if ring.lag:
-            reduce_rows(jnp.int32(0), queue[0])
+        sums.ready()
+        for k in range(ring.lag):
+            pl.when(k < count)(functools.partial(reduce_rows, jnp.int32(k), queue[k]))
         _, carried = lax.fori_loop(ring.lag, count + ring.lag, step, (queue, carried))
         for j, ref in enumerate(partial_refs):
-            for chunk, value in zip(chunks, carried[j :: formula.column_sums]):
+            for (_, chunk), value in zip(chunks, carried[j :: formula.column_sums]):
                 store(ref.at[block, pl.ds(chunk.start, chunk.width)], value)
-        sums.leave(exchanged, count)
 
     stages = ring.warpgroups * ring.stages
     run = functools.partial(launch, blocks=blocks)
@@ -226,7 +253,10 @@ def ring_backward(
             plgpu.Barrier(num_arrivals=2 * ring.rows * len(sketch.runs()), num_barriers=stages),
             *sums.scratch(),
             *held_types(
-                formula, ring.columns, params, (ring.warpgroups, len(sketch.cut()), *shape)
+                formula,
+                ring.columns,
+                params,
+                (ring.warpgroups, ring.pieces * len(sketch.cut()), *shape),
             ),
         ],
         auto_barriers=False,

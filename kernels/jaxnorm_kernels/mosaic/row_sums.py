@@ -1,25 +1,19 @@
 """How the warps that share rows add up the sums of them, of which each warp has its part."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.experimental.mosaic.gpu as mosaic_gpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm
-from jax.experimental.mosaic.gpu import utils
 
-from jaxnorm_kernels.mosaic.barriers import warpgroup_barrier
-from jaxnorm_kernels.mosaic.cluster import CLUSTER
+from jaxnorm_kernels.mosaic import mailbox
 from jaxnorm_kernels.mosaic.formulas import Arrays, Ref
 from jaxnorm_kernels.mosaic.launch import WARPGROUP
-from jaxnorm_kernels.mosaic.tiles import WARP, WARPS, load, store
+from jaxnorm_kernels.mosaic.tiles import WARP, WARPS, columns_layout, load, store
 
 # Every thread reads all of an array, four elements at a time, and adds them up by itself.
 _ALL = plgpu.Layout.TILED(
@@ -36,7 +30,7 @@ class RowSums:
 
     Not by Mosaic's reduction over warps: its scratch is at one place for all warpgroups of a block,
     which is a race. With `depth` 2, a step may be published while the one before is not collected.
-    In a cluster, the warps read the parts of the other blocks from there.
+    In a cluster the warps send their parts to all its blocks.
     """
 
     warpgroups: int
@@ -44,94 +38,56 @@ class RowSums:
     depth: int = 1
     cluster: int = 1
 
+    @property
+    def parts(self) -> int:
+        """Of a sum: the warps that share a row."""
+        return WARPS * self.warpgroups * self.cluster
+
+    @property
+    def turns(self) -> int:
+        """The fastest warp publishes step k + turns - 1 while the slowest may collect step k."""
+        return 2 * self.depth
+
     def scratch(self) -> list[Any]:
-        # The fastest warp publishes step k + 2 depth - 1 while the slowest may still collect k.
-        slots = (2 * self.depth, self.sums, WARPS * self.warpgroups)
-        counts = {"num_arrivals": self.warpgroups, "num_barriers": self.depth}
-        barrier = plgpu.Barrier(**counts)
+        shared = plgpu.SMEM((self.turns * self.sums, self.parts), jnp.float32)
         if self.cluster > 1:
-            barrier = plgpu.ClusterBarrier(collective_axes=(CLUSTER,), **counts)
-        return [plgpu.SMEM(slots, jnp.float32), barrier]
+            return [shared, mailbox.barriers(self.turns)]
+        return [shared, plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=self.depth)]
+
+    def open(self, scratch: Sequence[Ref]) -> None:
+        """Before everything else."""
+        if self.cluster > 1:
+            mailbox.open_mailbox(scratch[1], self.warpgroups)
+
+    def ready(self) -> None:
+        """Once, before the first `publish`: the later, the less there is to wait for."""
+        if self.cluster > 1:
+            mailbox.wait_for_cluster()
 
     def publish(self, scratch: Sequence[Ref], sums: Arrays, k: Any = 0) -> None:
         """`sums`: for each sum a ``(4,)`` array over the warps of this warpgroup."""
-        shared, _ = scratch
+        shared, barriers = scratch
+        turn = lax.rem(jnp.int32(k), self.turns)
+        if self.cluster > 1:
+            mailbox.send(shared, barriers, turn, sums, self.warpgroups, self.cluster)
+            return
         mine = pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
         for j, value in enumerate(sums):
-            store(shared.at[lax.rem(k, 2 * self.depth), j, mine], value)
-        if self.cluster > 1:
-            warpgroup_barrier()  # One thread arrives for all.
-        plgpu.barrier_arrive(self._barrier(scratch, k))
+            store(shared.at[turn * self.sums + j, mine], value)
+        plgpu.barrier_arrive(self._barrier(barriers, k))
 
     def collect(self, scratch: Sequence[Ref], k: Any = 0) -> list[jax.Array]:
         """The totals of step `k`. Each warp adds up all parts, in the same order."""
-        shared, _ = scratch
-        plgpu.barrier_wait(self._barrier(scratch, k))
-        slot = lax.rem(k, 2 * self.depth)
+        shared, barriers = scratch
+        k = jnp.int32(k)
+        turn = lax.rem(k, self.turns)
         if self.cluster > 1:
-            return _cluster_sums(shared, slot, self.sums, self.warpgroups, self.cluster)
-        return [jnp.sum(load(shared.at[slot, j], _ALL)) for j in range(self.sums)]
+            mailbox.receive(barriers, turn, lax.rem(lax.div(k, self.turns), 2))
+        else:
+            plgpu.barrier_wait(self._barrier(barriers, k))
+        layout = _ALL if self.parts % WARP else columns_layout(1, WARP)
+        first = turn * self.sums
+        return [jnp.sum(load(shared.at[first + j], layout)) for j in range(self.sums)]
 
-    def leave(self, scratch: Sequence[Ref], k: Any) -> None:
-        """After `k` steps: waits until no other block reads this one's shared memory."""
-        if self.cluster > 1:
-            warpgroup_barrier()
-            plgpu.barrier_arrive(self._barrier(scratch, k))
-            plgpu.barrier_wait(self._barrier(scratch, k))
-
-    def _barrier(self, scratch: Sequence[Ref], k: Any) -> Ref:
-        return scratch[1].at[lax.rem(k, self.depth)] if self.depth > 1 else scratch[1]
-
-
-def _cluster_sums(shared: Ref, slot: Any, sums: int, warpgroups: int, blocks: int) -> list[Any]:
-    """The sums of ``shared[slot, :, :]`` over all warps of all blocks; in every thread alike.
-
-    A lane reads the parts of a warpgroup of a block; then the lanes add up theirs. Pallas' own
-    references into a cluster do not lower here (jax 0.11.2), so that the reading is done in PTX.
-    """
-    scalar = plgpu.ShapeDtypeStruct((), jnp.float32, layout=plgpu.Layout.WG_SPLAT)
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=[scalar] * sums
-    )
-    def add_up(context: Any, shared: Any, slot: Any) -> list[Any]:
-        del context
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        row_bytes = WARPS * warpgroups * 4
-        start = arith.muli(slot.registers.item(), utils.c(sums * row_bytes, i32))
-        start = arith.addi(llvm.ptrtoint(i32, utils.memref_ptr(shared)), start)
-        units = blocks * warpgroups
-        lanes = min(WARP, 2 ** math.ceil(math.log2(units)))  # that read different units
-        lane = arith.remui(utils.thread_idx(), utils.c(lanes, i32))
-        totals = [utils.c(0.0, f32)] * sums
-        for first in range(0, units, lanes):
-            unit = arith.addi(lane, utils.c(first, i32))
-            exists = arith.cmpi(arith.CmpIPredicate.ult, unit, utils.c(units, i32))
-            unit = arith.minui(unit, utils.c(units - 1, i32))
-            offset = arith.muli(
-                arith.remui(unit, utils.c(warpgroups, i32)), utils.c(WARPS * 4, i32)
-            )
-            remote = utils.inline_ptx(
-                "mapa.shared::cluster.u32 $0, $1, $2;",
-                arith.addi(start, offset),
-                arith.divui(unit, utils.c(warpgroups, i32)),
-                result_types=i32,
-                has_side_effects=True,
-            )
-            for j in range(sums):
-                a, b, c, d = utils.inline_ptx(
-                    f"ld.shared::cluster.v4.f32 {{$0, $1, $2, $3}}, [$4+{j * row_bytes}];",
-                    remote,
-                    result_types=[f32] * WARPS,
-                    has_side_effects=True,
-                )
-                part = arith.addf(arith.addf(a, b), arith.addf(c, d))
-                part = arith.select(exists, part, utils.c(0.0, f32))
-                totals[j] = arith.addf(totals[j], part)
-        distance = 1
-        while distance < lanes:
-            totals = [arith.addf(t, utils.shfl_bfly(t, distance)) for t in totals]
-            distance *= 2
-        return [mosaic_gpu.FragmentedArray.splat(total, ()) for total in totals]
-
-    return add_up(shared, slot)
+    def _barrier(self, barriers: Ref, k: Any) -> Ref:
+        return barriers.at[lax.rem(k, self.depth)] if self.depth > 1 else barriers

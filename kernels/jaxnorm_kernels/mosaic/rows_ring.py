@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.barriers import in_plain_order, warpgroup_barrier
+from jaxnorm_kernels.mosaic.barriers import in_plain_order, release_stage, warpgroup_barrier
 from jaxnorm_kernels.mosaic.formulas import (
     Arrays,
     Columns,
@@ -145,7 +145,7 @@ def rows_ring_backward(
             plgpu.barrier_wait(full.at[at])
             for group, row_stats in zip(groups, now):
                 carried = one_group(k, at, group, row_stats, carried)
-            plgpu.commit_smem()  # Every warp has read the stage.
+            release_stage()
             pl.when(k + ring.stages < count)(functools.partial(fill, k + ring.stages))
             return ahead, carried
 
