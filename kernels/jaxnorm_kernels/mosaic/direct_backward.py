@@ -14,15 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.formulas import (
-    Arrays,
-    Columns,
-    Formula,
-    Ref,
-    held_types,
-    keep_columns,
-    split,
-)
+from jaxnorm_kernels.mosaic.formulas import Arrays, Formula, Ref, prepare, split
 from jaxnorm_kernels.mosaic.launch import BLOCK, WARPGROUP, launch
 from jaxnorm_kernels.mosaic.row_sums import RowSums
 from jaxnorm_kernels.mosaic.slices import Chunk, Slice, skip_stale
@@ -38,14 +30,12 @@ class Direct:
       warpgroups: of a block. They share a row.
       ahead: rows that are being read while one is worked on.
       blocks_per_sm: that fit a multiprocessor at the same time.
-      columns: where what belongs to the columns is kept.
     """
 
     vector: int
     warpgroups: int = 1
     ahead: int = 1
     blocks_per_sm: int = 2
-    columns: Columns = "registers"
 
     def slice(self, cols: int, index: Any = 0) -> Slice:
         """The columns of warpgroup `index`."""
@@ -71,8 +61,7 @@ def direct_backward(
 
     def body(saved_ref: Ref, dy_ref: Ref, *refs: Ref) -> None:
         stat_refs, param_refs, refs = split(refs, len(stats), len(params))
-        (dx_ref,), partial_refs, refs = split(refs, 1, formula.column_sums)
-        exchanged, held = refs[:2], refs[2:]
+        (dx_ref,), partial_refs, exchanged = split(refs, 1, formula.column_sums)
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
         runs = schedule.slice(cols, warpgroup).runs()
         count = lax.div(rows - block + blocks - 1, blocks)  # rows of this block
@@ -92,7 +81,7 @@ def direct_backward(
             coming = [*coming, read_row(k + schedule.ahead)]
             elements, row_stats = now
             args = [
-                (*(v.astype(jnp.float32) for v in pair), columns(), row_stats)
+                (*(v.astype(jnp.float32) for v in pair), columns, row_stats)
                 for pair, columns in zip(elements, given)
             ]
             terms = [
@@ -109,13 +98,7 @@ def direct_backward(
             return coming, [a + b for a, b in zip(carried, added)]
 
         queue = [read_row(jnp.int32(k)) for k in range(schedule.ahead)]
-        given = keep_columns(
-            formula,
-            schedule.columns,
-            [[read(ref, run) for ref in param_refs] for run in runs],
-            [[ref.at[warpgroup] for ref in held[at :: len(runs)]] for at in range(len(runs))],
-            layout,
-        )
+        given = [prepare(formula, [read(ref, run) for ref in param_refs]) for run in runs]
         carried = [
             plgpu.layout_cast(jnp.zeros(shape(run), jnp.float32), layout)
             for run in runs
@@ -129,11 +112,6 @@ def direct_backward(
     def shape(run: Chunk) -> tuple[int, int]:
         return (WARPS, run.width // WARPS)
 
-    # In the order of the arrays that are held; for each, all runs.
-    held_shapes = [
-        held_types(formula, schedule.columns, params, (schedule.warpgroups, *shape(run)))
-        for run in schedule.slice(cols).runs()
-    ]
     return launch(
         body,
         [saved, dy, *stats, *params],
@@ -144,6 +122,6 @@ def direct_backward(
         ],
         blocks=blocks,
         warpgroups=schedule.warpgroups,
-        scratch=[*sums.scratch(), *(ref for same in zip(*held_shapes) for ref in same)],
+        scratch=sums.scratch(),
         auto_barriers=False,
     )

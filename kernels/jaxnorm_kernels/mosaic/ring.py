@@ -139,6 +139,7 @@ def ring_backward(
             return load(ref.at[pl.ds(chunk.start, chunk.width)], layout, shape)
 
         chunks = [(piece, chunk) for piece in range(ring.pieces) for chunk in pieces[piece].cut()]
+        each = len(chunks) // ring.pieces
         given = keep_columns(
             formula,
             ring.columns,
@@ -159,26 +160,21 @@ def ring_backward(
 
         def reduce_rows(k: Any, row_stats: list[list[jax.Array]]) -> None:
             """Publishes the rows' sums, each warp those of its columns."""
-            for piece in range(ring.pieces):
-                plgpu.barrier_wait(full.at[stage(k, piece)])
-            parts = []
-            for row in together:
-                terms = [
-                    [
-                        skip_stale(term, chunk)
-                        for term in formula.terms(
-                            *read(k, row, piece, chunk), columns(), row_stats[row]
-                        )
-                    ]
-                    for (piece, chunk), columns in zip(chunks, given)
-                ]
-                parts += [jnp.sum(sum(same[1:], same[0]), axis=1) for same in zip(*terms)]
+            totals: list[list[jax.Array]] = [[] for _ in together]
+            for at, ((piece, chunk), columns) in enumerate(zip(chunks, given)):
+                if at % each == 0:
+                    plgpu.barrier_wait(full.at[stage(k, piece)])
+                for row in together:
+                    terms = formula.terms(*read(k, row, piece, chunk), columns(), row_stats[row])
+                    terms = [skip_stale(term, chunk) for term in terms]
+                    so_far = totals[row]
+                    totals[row] = [a + b for a, b in zip(so_far, terms)] if so_far else terms
+            parts = [jnp.sum(total, axis=1) for row_totals in totals for total in row_totals]
             sums.publish(exchanged, parts, k)
 
         def finish_rows(k: Any, row_stats: list[list[jax.Array]], carried: Arrays) -> Arrays:
             """dx and the column sums. Each piece is filled again as soon as it has been read."""
             totals = sums.collect(exchanged, k)
-            each = len(chunks) // ring.pieces
             finished: list[jax.Array] = []
             for piece in range(ring.pieces):
                 mine = list(zip(chunks, given))[piece * each :][:each]
@@ -253,7 +249,6 @@ def ring_backward(
             plgpu.Barrier(num_arrivals=2 * ring.rows * len(sketch.runs()), num_barriers=stages),
             *sums.scratch(),
             *held_types(
-                formula,
                 ring.columns,
                 params,
                 (ring.warpgroups, ring.pieces * len(sketch.cut()), *shape),
