@@ -158,11 +158,11 @@ def test_float16_has_no_floor() -> None:
 # Where chunks or rows overlap, two threads store the same value: a race that does no harm.
 @pytest.mark.parametrize(
     "name",
-    ["ring", "ring_two_warpgroups", "ring_pieces", "rows_ring", "direct"],
+    ["ring", "ring_two_warpgroups", "ring_rows", "ring_four_warpgroups", "rows_ring", "direct"],
 )
 def test_no_races(name: str) -> None:
     case = BY_NAME[name]
-    spec = make_spec("layer_norm", 16 if name == "rows_ring" else 4, case.cols, BF16, BF16)
+    spec = make_spec("layer_norm", 16 if "rows" in name else 4, case.cols, BF16, BF16)
     params = plgpu.InterpretGPUParams(detect_races=True)
     interpret(spec, *make_operands(spec), params=params, schedule=case.schedule_for(BF16))
     assert not interpret_pallas_call.get_races().races_found

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
-from jax.experimental.mosaic.gpu import utils as mosaic_gpu
 
 #: Names of the axes that a kernel body can ask its place in (``lax.axis_index``). Where blocks form
 #: clusters, `BLOCK` counts those, and `CLUSTER` the blocks in one; elsewhere there is no `CLUSTER`.
@@ -78,31 +77,3 @@ def launch(
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not auto_barriers),
     )
     return tuple(kernel(*operands))
-
-
-def warpgroup_barrier() -> None:
-    """Waits for the warps of the warpgroup, where the kernel has no automatic barriers."""
-    if is_interpreted():
-        return  # There, a warpgroup is one thread.
-
-    @plgpu.inline_mgpu()
-    def barrier(context: Any) -> None:
-        del context
-        mosaic_gpu.warpgroup_barrier()
-
-    barrier()
-
-
-def in_plain_order(*refs: Any) -> None:
-    """Keeps Mosaic from choosing a swizzle for these refs: a bulk copy fills them as they are.
-
-    The search for one also fails on some shapes (jax 0.11.2: an IndexError).
-    """
-    if is_interpreted():
-        return
-
-    @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() for _ in refs))
-    def use(context: Any, *refs: Any) -> None:
-        del context, refs
-
-    use(*refs)

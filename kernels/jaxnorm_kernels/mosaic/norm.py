@@ -28,9 +28,10 @@ from jax import lax
 from jaxnorm_kernels.mosaic import schedule as schedules
 from jaxnorm_kernels.mosaic import tiles
 from jaxnorm_kernels.mosaic.launch import WARPGROUP, launch
+from jaxnorm_kernels.mosaic.layouts import WARPS, Ref
 from jaxnorm_kernels.mosaic.schedule import Schedule
 from jaxnorm_kernels.mosaic.streams import Row, Stream, Units
-from jaxnorm_kernels.mosaic.tiles import WARPS, Ref, SplitRow, Stat, Tile
+from jaxnorm_kernels.mosaic.tiles import SplitRow, Stat, Tile
 from jaxnorm_kernels.specs import Spec, Stats
 
 Gather = Callable[..., list[jax.Array]]

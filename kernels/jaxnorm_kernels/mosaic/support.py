@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 
-from jaxnorm_kernels.mosaic.tiles import WARPGROUP_THREADS, vector_width
+from jaxnorm_kernels.mosaic.layouts import WARPGROUP_THREADS, vector_width
 from jaxnorm_kernels.specs import Spec
 
 # Rows are numbered in int32, and the last block may start a tile further.

@@ -42,7 +42,6 @@ from jaxnorm_kernels.mosaic.layouts import (
     warpgroup_layout,
     warps_layout,
 )
-from jaxnorm_kernels.mosaic.layouts import vector_width as vector_width
 
 #: A value for each row: a scalar, or an array over the rows of a `RowTile`. Of a `SplitRow`
 #: it is first an array over the warps of the warpgroup, until it has been exchanged.
