@@ -10,6 +10,8 @@ os.environ.setdefault("NPROC", "16")
 import jax
 import pytest
 
+from jaxnorm import _implementation
+
 # GPUs multiply float32 matrices in TF32 by default: its roundings are not what these tests look at.
 jax.config.update("jax_default_matmul_precision", "highest")
 
@@ -28,6 +30,15 @@ def x64() -> Iterator[None]:
 def implementation(request: pytest.FixtureRequest) -> str:
     """Each implementation in turn, forced by name: they all meet the same bounds."""
     return request.param
+
+
+@pytest.fixture
+def kernels_by_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The Mosaic kernels are candidates of the default on CUDA."""
+    monkeypatch.setattr(_implementation, "_CANDIDATES", {"cuda": ("mosaic",)})
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

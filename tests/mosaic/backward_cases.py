@@ -8,12 +8,14 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jaxnorm_kernels.mosaic import interpreted, norm_backward, softmax_backward
-from jaxnorm_kernels.mosaic.direct_backward import Direct
-from jaxnorm_kernels.mosaic.ring import Ring
-from jaxnorm_kernels.mosaic.rows_backward import Held, Streamed
-from jaxnorm_kernels.mosaic.rows_ring import RowsRing
-from jaxnorm_kernels.mosaic.two_pass import TwoPass
+from jaxnorm_kernels.mosaic import interpreted
+from jaxnorm_kernels.mosaic.backward import norm as norm_backward
+from jaxnorm_kernels.mosaic.backward import softmax as softmax_backward
+from jaxnorm_kernels.mosaic.backward.direct import Direct
+from jaxnorm_kernels.mosaic.backward.ring import Ring
+from jaxnorm_kernels.mosaic.backward.rows import Held, Streamed
+from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
+from jaxnorm_kernels.mosaic.backward.two_pass import TwoPass
 from jaxnorm_kernels.specs import Spec
 
 BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))

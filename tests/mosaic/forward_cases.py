@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.mosaic.schedule import Schedule
+from jaxnorm_kernels.mosaic.forward.schedule import Schedule
 from jaxnorm_kernels.specs import Spec
 
 OPS = ("softmax", "log_softmax", "rms_norm", "layer_norm")

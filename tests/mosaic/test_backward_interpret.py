@@ -23,7 +23,7 @@ from backward_cases import (
 )
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-from jaxnorm_kernels.mosaic import schedule_backward
+from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.specs import Spec
 
 BY_NAME = {case.name: case for case in NORM_CASES}
@@ -32,7 +32,7 @@ BY_NAME = {case.name: case for case in NORM_CASES}
 @pytest.fixture(autouse=True)
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two persistent blocks, which are enough to add up, and quick to interpret."""
-    monkeypatch.setattr(schedule_backward, "persistent_blocks", lambda spec, schedule: 2)
+    monkeypatch.setattr(schedules, "persistent_blocks", lambda spec, schedule: 2)
 
 
 def check(spec: Spec, schedule: Any, *operands: Any) -> None:

@@ -21,10 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.mosaic import schedule_backward
-from jaxnorm_kernels.mosaic.ring import Ring
-from jaxnorm_kernels.mosaic.rows_ring import RowsRing
-from jaxnorm_kernels.mosaic.two_pass import TwoPass
+from jaxnorm_kernels.mosaic.backward import schedule as schedules
+from jaxnorm_kernels.mosaic.backward.ring import Ring
+from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
+from jaxnorm_kernels.mosaic.backward.two_pass import TwoPass
 
 #: A softmax has nothing to keep for its columns.
 BARE_CLUSTER_CASES = [case for case in CLUSTER_CASES if case.schedule.columns == "registers"]
@@ -101,7 +101,7 @@ def test_every_call_has_a_schedule_that_fits(
     spec = make_spec(op, rows, cols, x, y, scale_dtype=scale, saved=saved)
     if mosaic.supports(spec) is not None:
         return
-    choose = schedule_backward.softmax_schedule if softmax else schedule_backward.norm_schedule
+    choose = schedules.softmax_schedule if softmax else schedules.norm_schedule
     schedule = choose(spec)
     itemsizes = (y if softmax or saved == "output" else x).itemsize + y.itemsize
     if isinstance(schedule, Ring):
@@ -117,14 +117,14 @@ def test_every_call_has_a_schedule_that_fits(
             )
         )
         ring = schedule.stages * schedule.rows * width * itemsizes
-        assert schedule.blocks_per_sm * (ring + held) <= schedule_backward.MOST_SHARED_BYTES
+        assert schedule.blocks_per_sm * (ring + held) <= schedules.MOST_SHARED_BYTES
         assert schedule.stages >= len(pieces) * (1 + schedule.lag)
         assert schedule.warpgroups * schedule.stages <= 32
         assert schedule.rows <= rows
     elif isinstance(schedule, RowsRing):
         ring = schedule.stages * schedule.rows * cols * itemsizes
-        assert schedule.blocks_per_sm * ring <= schedule_backward.MOST_SHARED_BYTES
+        assert schedule.blocks_per_sm * ring <= schedules.MOST_SHARED_BYTES
         assert schedule.stages >= 2
         assert schedule.rows <= rows
     if not softmax and not isinstance(schedule, TwoPass):
-        assert 1 <= schedule_backward.persistent_blocks(spec, schedule) <= rows
+        assert 1 <= schedules.persistent_blocks(spec, schedule) <= rows

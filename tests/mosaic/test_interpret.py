@@ -24,7 +24,7 @@ from forward_cases import (
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.mosaic.schedule import Schedule
+from jaxnorm_kernels.mosaic.forward.schedule import Schedule
 from jaxnorm_kernels.specs import Spec
 
 BY_NAME = {case.name: case for case in CASES}

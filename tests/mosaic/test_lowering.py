@@ -24,9 +24,9 @@ from forward_cases import (
 )
 
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.mosaic.queued import Queue
-from jaxnorm_kernels.mosaic.schedule import HOPPER, TABLE, Gpu, Schedule, choose
-from jaxnorm_kernels.mosaic.tiles import RowTile, SplitRow
+from jaxnorm_kernels.mosaic.forward.queued import Queue
+from jaxnorm_kernels.mosaic.forward.schedule import HOPPER, TABLE, Gpu, Schedule, choose
+from jaxnorm_kernels.mosaic.forward.tiles import RowTile, SplitRow
 from jaxnorm_kernels.specs import Spec
 
 MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]

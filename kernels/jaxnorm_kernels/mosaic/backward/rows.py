@@ -17,12 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.formulas import Arrays, Formula, Ref, split
-from jaxnorm_kernels.mosaic.launch import BLOCK, WARPGROUP, launch
-from jaxnorm_kernels.mosaic.layouts import WARPGROUP_THREADS, WARPS, load, store, warps_layout
-from jaxnorm_kernels.mosaic.row_sums import RowSums
-from jaxnorm_kernels.mosaic.slices import Chunk, skip_stale
-from jaxnorm_kernels.mosaic.tiles import RowTile, SplitRow, Tile, WarpgroupRow
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, split
+from jaxnorm_kernels.mosaic.backward.row_sums import RowSums
+from jaxnorm_kernels.mosaic.backward.slices import Chunk, skip_stale
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch
+from jaxnorm_kernels.mosaic.device.layouts import (
+    WARPGROUP_THREADS,
+    WARPS,
+    Ref,
+    load,
+    store,
+    warps_layout,
+)
+from jaxnorm_kernels.mosaic.forward.tiles import RowTile, SplitRow, Tile, WarpgroupRow
 
 
 @dataclasses.dataclass(frozen=True)

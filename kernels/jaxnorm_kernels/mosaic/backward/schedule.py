@@ -8,13 +8,13 @@ import dataclasses
 
 import numpy as np
 
-from jaxnorm_kernels.mosaic.direct_backward import Direct
-from jaxnorm_kernels.mosaic.formulas import Columns
-from jaxnorm_kernels.mosaic.layouts import WARP, WARPGROUP_THREADS, vector_width
-from jaxnorm_kernels.mosaic.ring import Ring
-from jaxnorm_kernels.mosaic.rows_backward import Held, Streamed
-from jaxnorm_kernels.mosaic.rows_ring import RowsRing
-from jaxnorm_kernels.mosaic.two_pass import TwoPass
+from jaxnorm_kernels.mosaic.backward.direct import Direct
+from jaxnorm_kernels.mosaic.backward.formulas import Columns
+from jaxnorm_kernels.mosaic.backward.ring import Ring
+from jaxnorm_kernels.mosaic.backward.rows import Held, Streamed
+from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
+from jaxnorm_kernels.mosaic.backward.two_pass import TwoPass
+from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPGROUP_THREADS, vector_width
 from jaxnorm_kernels.specs import Spec
 
 NormSchedule = Ring | RowsRing | Direct | TwoPass

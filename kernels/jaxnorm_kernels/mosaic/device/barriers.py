@@ -5,7 +5,7 @@ from typing import Any
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax.experimental.mosaic.gpu import utils as mosaic_gpu
 
-from jaxnorm_kernels.mosaic.launch import is_interpreted
+from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 
 
 def warpgroup_barrier() -> None:

@@ -21,11 +21,16 @@ from typing import Literal
 
 import jax
 
-from jaxnorm_kernels.mosaic.launch import is_interpreted
-from jaxnorm_kernels.mosaic.layouts import VECTOR_BYTES, WARP, WARPGROUP_THREADS, vector_width
-from jaxnorm_kernels.mosaic.queued import QueuedRow, QueuedTile
-from jaxnorm_kernels.mosaic.streams import Stream
-from jaxnorm_kernels.mosaic.tiles import RowTile, SplitRow, Tile, WarpgroupRow
+from jaxnorm_kernels.mosaic.device.launch import is_interpreted
+from jaxnorm_kernels.mosaic.device.layouts import (
+    VECTOR_BYTES,
+    WARP,
+    WARPGROUP_THREADS,
+    vector_width,
+)
+from jaxnorm_kernels.mosaic.forward.queued import QueuedRow, QueuedTile
+from jaxnorm_kernels.mosaic.forward.streams import Stream
+from jaxnorm_kernels.mosaic.forward.tiles import RowTile, SplitRow, Tile, WarpgroupRow
 from jaxnorm_kernels.specs import Op, Spec
 
 Kind = Literal[

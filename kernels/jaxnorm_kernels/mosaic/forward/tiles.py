@@ -26,9 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.exchange import Exchange
-from jaxnorm_kernels.mosaic.launch import BLOCK, CLUSTER, WARPGROUP
-from jaxnorm_kernels.mosaic.layouts import (
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP
+from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
     WARPS,
@@ -42,6 +41,7 @@ from jaxnorm_kernels.mosaic.layouts import (
     warpgroup_layout,
     warps_layout,
 )
+from jaxnorm_kernels.mosaic.forward.exchange import Exchange
 
 #: A value for each row: a scalar, or an array over the rows of a `RowTile`. Of a `SplitRow`
 #: it is first an array over the warps of the warpgroup, until it has been exchanged.

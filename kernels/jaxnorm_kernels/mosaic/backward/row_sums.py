@@ -10,10 +10,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxnorm_kernels.mosaic import mailbox
-from jaxnorm_kernels.mosaic.formulas import Arrays, Ref
-from jaxnorm_kernels.mosaic.launch import WARPGROUP
-from jaxnorm_kernels.mosaic.layouts import WARP, WARPS, columns_layout, load, store
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays
+from jaxnorm_kernels.mosaic.device import mailbox
+from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
+from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPS, Ref, columns_layout, load, store
 
 # Every thread reads all of an array, four elements at a time, and adds them up by itself.
 _ALL = plgpu.Layout.TILED(

@@ -8,9 +8,8 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxnorm_kernels.mosaic.layouts import load, store
+from jaxnorm_kernels.mosaic.device.layouts import Ref, load, store
 
-Ref = Any
 Arrays = Sequence[jax.Array]
 
 

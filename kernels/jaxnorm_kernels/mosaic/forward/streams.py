@@ -19,10 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic import tiles
-from jaxnorm_kernels.mosaic.exchange import Exchange
-from jaxnorm_kernels.mosaic.launch import BLOCK, WARPGROUP
-from jaxnorm_kernels.mosaic.layouts import (
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP
+from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
     WARPS,
@@ -32,7 +30,9 @@ from jaxnorm_kernels.mosaic.layouts import (
     store,
     warps_layout,
 )
-from jaxnorm_kernels.mosaic.tiles import Piece, Stat
+from jaxnorm_kernels.mosaic.forward import tiles
+from jaxnorm_kernels.mosaic.forward.exchange import Exchange
+from jaxnorm_kernels.mosaic.forward.tiles import Piece, Stat
 
 Units = list[jax.Array]
 

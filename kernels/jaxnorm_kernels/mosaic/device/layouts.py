@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.launch import is_interpreted
+from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 
 WARP = 32  # threads of a warp
 WARPS = 4  # warps of a warpgroup

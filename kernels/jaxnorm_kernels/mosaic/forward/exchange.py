@@ -10,9 +10,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxnorm_kernels.mosaic import mailbox
-from jaxnorm_kernels.mosaic.launch import WARPGROUP
-from jaxnorm_kernels.mosaic.layouts import WARP, WARPS, columns_layout, load, store
+from jaxnorm_kernels.mosaic.device import mailbox
+from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
+from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPS, columns_layout, load, store
 
 
 @dataclasses.dataclass(frozen=True)

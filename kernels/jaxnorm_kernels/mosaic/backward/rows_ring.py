@@ -21,11 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.barriers import in_plain_order, release_stage, warpgroup_barrier
-from jaxnorm_kernels.mosaic.formulas import Arrays, Formula, Ref, prepare, split
-from jaxnorm_kernels.mosaic.launch import BLOCK, launch
-from jaxnorm_kernels.mosaic.layouts import WARP, WARPGROUP_THREADS, columns_layout, load, store
-from jaxnorm_kernels.mosaic.tiles import Piece, RowTile
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, prepare, split
+from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_stage, warpgroup_barrier
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
+from jaxnorm_kernels.mosaic.device.layouts import (
+    WARP,
+    WARPGROUP_THREADS,
+    Ref,
+    columns_layout,
+    load,
+    store,
+)
+from jaxnorm_kernels.mosaic.forward.tiles import Piece, RowTile
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.barriers import in_plain_order
-from jaxnorm_kernels.mosaic.exchange import Exchange
-from jaxnorm_kernels.mosaic.launch import BLOCK, WARPGROUP
-from jaxnorm_kernels.mosaic.layouts import Ref, load
-from jaxnorm_kernels.mosaic.tiles import Body, Piece, RowTile, SplitRow, Tile, in_float32
+from jaxnorm_kernels.mosaic.device.barriers import in_plain_order
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP
+from jaxnorm_kernels.mosaic.device.layouts import Ref, load
+from jaxnorm_kernels.mosaic.forward.exchange import Exchange
+from jaxnorm_kernels.mosaic.forward.tiles import Body, Piece, RowTile, SplitRow, Tile, in_float32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm, nvvm
 from jax.experimental.mosaic.gpu import utils
 
-from jaxnorm_kernels.mosaic.layouts import WARP, WARPGROUP_THREADS, WARPS, warps_layout
+from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPGROUP_THREADS, WARPS, warps_layout
 
 _SCALAR = plgpu.Layout.WG_SPLAT
 _REF = plgpu.RefType()

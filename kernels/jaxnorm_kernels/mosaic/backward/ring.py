@@ -23,20 +23,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.barriers import release_stage
-from jaxnorm_kernels.mosaic.formulas import (
+from jaxnorm_kernels.mosaic.backward.formulas import (
     Arrays,
     Columns,
     Formula,
-    Ref,
     held_types,
     keep_columns,
     split,
 )
-from jaxnorm_kernels.mosaic.launch import BLOCK, CLUSTER, WARPGROUP, launch
-from jaxnorm_kernels.mosaic.layouts import WARPGROUP_THREADS, WARPS, load, store, warps_layout
-from jaxnorm_kernels.mosaic.row_sums import RowSums
-from jaxnorm_kernels.mosaic.slices import Chunk, Slice, skip_stale
+from jaxnorm_kernels.mosaic.backward.row_sums import RowSums
+from jaxnorm_kernels.mosaic.backward.slices import Chunk, Slice, skip_stale
+from jaxnorm_kernels.mosaic.device.barriers import release_stage
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
+from jaxnorm_kernels.mosaic.device.layouts import (
+    WARPGROUP_THREADS,
+    WARPS,
+    Ref,
+    load,
+    store,
+    warps_layout,
+)
 
 
 @dataclasses.dataclass(frozen=True)

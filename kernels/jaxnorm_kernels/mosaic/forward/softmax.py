@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic import schedule as schedules
-from jaxnorm_kernels.mosaic.launch import launch
-from jaxnorm_kernels.mosaic.schedule import Schedule
-from jaxnorm_kernels.mosaic.streams import Row, Stream, Units
-from jaxnorm_kernels.mosaic.tiles import SplitRow, Tile
+from jaxnorm_kernels.mosaic.device.launch import launch
+from jaxnorm_kernels.mosaic.forward import schedule as schedules
+from jaxnorm_kernels.mosaic.forward.schedule import Schedule
+from jaxnorm_kernels.mosaic.forward.streams import Row, Stream, Units
+from jaxnorm_kernels.mosaic.forward.tiles import SplitRow, Tile
 from jaxnorm_kernels.specs import Spec
 
 # A part of a row may hold nothing but -inf. Against this maximum its exponentials are 0; against

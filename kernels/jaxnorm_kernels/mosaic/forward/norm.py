@@ -25,13 +25,13 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from jaxnorm_kernels.mosaic import schedule as schedules
-from jaxnorm_kernels.mosaic import tiles
-from jaxnorm_kernels.mosaic.launch import WARPGROUP, launch
-from jaxnorm_kernels.mosaic.layouts import WARPS, Ref
-from jaxnorm_kernels.mosaic.schedule import Schedule
-from jaxnorm_kernels.mosaic.streams import Row, Stream, Units
-from jaxnorm_kernels.mosaic.tiles import SplitRow, Stat, Tile
+from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, launch
+from jaxnorm_kernels.mosaic.device.layouts import WARPS, Ref
+from jaxnorm_kernels.mosaic.forward import schedule as schedules
+from jaxnorm_kernels.mosaic.forward import tiles
+from jaxnorm_kernels.mosaic.forward.schedule import Schedule
+from jaxnorm_kernels.mosaic.forward.streams import Row, Stream, Units
+from jaxnorm_kernels.mosaic.forward.tiles import SplitRow, Stat, Tile
 from jaxnorm_kernels.specs import Spec, Stats
 
 Gather = Callable[..., list[jax.Array]]
