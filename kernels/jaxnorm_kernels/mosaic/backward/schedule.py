@@ -55,7 +55,7 @@ def persistent_blocks(spec: Spec, schedule: Ring | RowsRing | Direct) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Line:
+class Line:
     """A line of a table: for up to `cols` columns, `kib` KiB of both inputs, `sums` column sums.
 
     The other attributes are those of `Ring`; of `stages`, the most.
@@ -77,38 +77,38 @@ class _Line:
 # Stages: two or three rows ahead keep memory busy; more of them slow the writing of dx down.
 _NORM = (
     # A step of two rows, or two blocks and more on a multiprocessor, hide each other's exchange.
-    _Line(cols=1024, kib=4, warpgroups=1, stages=4, rows=2, blocks_per_sm=3),
-    _Line(cols=1024, kib=8, warpgroups=1, stages=2, rows=2, blocks_per_sm=3),
-    _Line(cols=2048, kib=8, warpgroups=1, stages=3, lag=0, blocks_per_sm=3),
-    _Line(cols=2048, kib=16, warpgroups=1, stages=2, blocks_per_sm=3),
-    _Line(cols=3072, kib=12, warpgroups=1, stages=4, blocks_per_sm=2),
-    _Line(cols=3072, kib=24, warpgroups=1, stages=2, rows=2, blocks_per_sm=2),
-    _Line(cols=4096, kib=16, warpgroups=1, stages=3, blocks_per_sm=2),
-    _Line(cols=4096, kib=32, warpgroups=1, stages=2, blocks_per_sm=2),
+    Line(cols=1024, kib=4, warpgroups=1, stages=4, rows=2, blocks_per_sm=3),
+    Line(cols=1024, kib=8, warpgroups=1, stages=2, rows=2, blocks_per_sm=3),
+    Line(cols=2048, kib=8, warpgroups=1, stages=3, lag=0, blocks_per_sm=3),
+    Line(cols=2048, kib=16, warpgroups=1, stages=2, blocks_per_sm=3),
+    Line(cols=3072, kib=12, warpgroups=1, stages=4, blocks_per_sm=2),
+    Line(cols=3072, kib=24, warpgroups=1, stages=2, rows=2, blocks_per_sm=2),
+    Line(cols=4096, kib=16, warpgroups=1, stages=3, blocks_per_sm=2),
+    Line(cols=4096, kib=32, warpgroups=1, stages=2, blocks_per_sm=2),
     # One warpgroup has no registers for more columns: two share a row, of a block or a cluster.
-    _Line(cols=5120, kib=20, warpgroups=1, stages=4, blocks_per_sm=2, cluster=2),
-    _Line(cols=5120, kib=40, warpgroups=2, stages=2, rows=2),
-    _Line(cols=8192, kib=32, warpgroups=2, stages=3, rows=2, cluster=2),
-    _Line(cols=8192, kib=64, warpgroups=2, stages=2, rows=2, cluster=2),
-    _Line(cols=12288, kib=96, warpgroups=3, stages=4, cluster=2),
-    _Line(cols=16384, kib=64, warpgroups=4, stages=6, cluster=2),
-    _Line(cols=16384, kib=128, warpgroups=4, stages=2, cluster=2),
+    Line(cols=5120, kib=20, warpgroups=1, stages=4, blocks_per_sm=2, cluster=2),
+    Line(cols=5120, kib=40, warpgroups=2, stages=2, rows=2),
+    Line(cols=8192, kib=32, warpgroups=2, stages=3, rows=2, cluster=2),
+    Line(cols=8192, kib=64, warpgroups=2, stages=2, rows=2, cluster=2),
+    Line(cols=12288, kib=96, warpgroups=3, stages=4, cluster=2),
+    Line(cols=16384, kib=64, warpgroups=4, stages=6, cluster=2),
+    Line(cols=16384, kib=128, warpgroups=4, stages=2, cluster=2),
     # With one column sum, 32 columns are still well: G is read again from shared memory instead.
-    _Line(cols=32768, kib=128, sums=1, warpgroups=4, stages=4, pieces=2, lag=0, cluster=2),
-    _Line(cols=32768, kib=128, warpgroups=2, stages=4, blocks_per_sm=2, cluster=8),
-    _Line(cols=32768, kib=256, warpgroups=2, stages=3, cluster=4),
+    Line(cols=32768, kib=128, sums=1, warpgroups=4, stages=4, pieces=2, lag=0, cluster=2),
+    Line(cols=32768, kib=128, warpgroups=2, stages=4, blocks_per_sm=2, cluster=8),
+    Line(cols=32768, kib=256, warpgroups=2, stages=3, cluster=4),
     # 128 of the 132 multiprocessors can work.
-    _Line(cols=65536, kib=512, warpgroups=2, stages=3, blocks_per_sm=2, cluster=16),
-    _Line(cols=131072, kib=1024, warpgroups=2, stages=3, cluster=16),
+    Line(cols=65536, kib=512, warpgroups=2, stages=3, blocks_per_sm=2, cluster=16),
+    Line(cols=131072, kib=1024, warpgroups=2, stages=3, cluster=16),
 )
 
 # Nothing is kept of the columns, so that rows are spread only for want of shared memory.
 _SOFTMAX = (
-    _Line(cols=16384, kib=64, warpgroups=4, stages=3, lag=0),
+    Line(cols=16384, kib=64, warpgroups=4, stages=3, lag=0),
     # Two clusters on the same multiprocessors hide each other's exchange.
-    _Line(cols=65536, kib=256, warpgroups=2, stages=2, blocks_per_sm=2, cluster=8),
-    _Line(cols=65536, kib=512, warpgroups=2, stages=3, lag=0, cluster=8),
-    _Line(cols=131072, kib=1024, warpgroups=2, stages=3, cluster=16),
+    Line(cols=65536, kib=256, warpgroups=2, stages=2, blocks_per_sm=2, cluster=8),
+    Line(cols=65536, kib=512, warpgroups=2, stages=3, lag=0, cluster=8),
+    Line(cols=131072, kib=1024, warpgroups=2, stages=3, cluster=16),
 )
 
 
@@ -165,17 +165,17 @@ def rows_ring(spec: Spec) -> RowsRing:
     return dataclasses.replace(ring, rows=rows, stages=stages, blocks_per_sm=blocks_per_sm)
 
 
-def _from_table(table: tuple[_Line, ...], spec: Spec) -> Ring | None:
+def _from_table(table: tuple[Line, ...], spec: Spec) -> Ring | None:
     """The ring of the first line that takes the spec, and fits; None for no line."""
     sums = sum(dtype is not None for dtype in (spec.scale_dtype, spec.bias_dtype))
     for line in table:
         fits = spec.cols <= line.cols and _row_bytes(spec) <= line.kib * 1024
-        if fits and sums <= line.sums and (ring := _wide_ring(spec, line)):
+        if fits and sums <= line.sums and (ring := wide_ring(spec, line)):
             return ring
     return None
 
 
-def _wide_ring(spec: Spec, line: _Line) -> Ring | None:
+def wide_ring(spec: Spec, line: Line) -> Ring | None:
     """The line for this spec: what registers and shared memory allow; None for too little."""
     vector, warpgroups = _vector(spec), line.warpgroups
     threads = line.cluster * line.pieces * WARPGROUP_THREADS
