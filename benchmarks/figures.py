@@ -1,11 +1,11 @@
 """What the timed rows say: each cell with the providers that answered it, and comparisons."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from benchmarks import workloads
 from benchmarks.results import OK, Row
-from benchmarks.suites import TimedCell
 
 # Whose figure is jaxnorm's: what a call gets by default, or else what was measured by name.
 OWN = ("jaxnorm", "mosaic")
@@ -94,13 +94,6 @@ def along_n(
     return result
 
 
-def failures(rows: Iterable[Row]) -> dict[tuple[str, str], list[TimedCell]]:
-    """The cells that failed, by provider and reason."""
-    result: dict[tuple[str, str], list[TimedCell]] = {}
-    fields = [f.name for f in dataclasses.fields(TimedCell)]
-    for row in rows:
-        if row["status"] != OK:
-            sizes = {"rows": int(row["rows"]), "cols": int(row["cols"])}
-            cell = TimedCell(**{name: row[name] for name in fields} | sizes)  # type: ignore[arg-type]
-            result.setdefault((row["provider"], row["status"]), []).append(cell)
-    return result
+def failures(rows: Iterable[Row]) -> Counter[tuple[str, str]]:
+    """How many cells failed, by provider and reason."""
+    return Counter((row["provider"], row["status"]) for row in rows if row["status"] != OK)

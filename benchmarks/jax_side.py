@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import calls, gradients, providers, timing, training
+from benchmarks import calls, gradients, providers, timing
 from benchmarks.suites import TimedCell, provider_of
 from benchmarks.workloads import PARAMETERS, Shape, Workload
 
@@ -133,6 +134,7 @@ def accuracy(cell: TimedCell) -> Figures:
 def measures(suite: str, cells: Sequence[Any]) -> Iterator[Measure]:
     """What measures each cell, in order; a cell's errors are raised by its own measure."""
     if suite in ("memory", "steps"):
+        training = importlib.import_module("benchmarks.training")  # needs Flax and optax
         yield from training.measures(suite, cells)
     elif suite == "accuracy":
         yield from (functools.partial(accuracy, cell) for cell in cells)

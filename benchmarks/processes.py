@@ -45,8 +45,8 @@ def outcomes(
                 _send(process, {"suite": suite.name, "cells": [*map(dataclasses.asdict, left)]})
                 answered = 0
                 hung = threading.Event()
-                for answer in _answers(process, limit_s, hung):
-                    yield Outcome(left[answered], answer["figures"], answer["status"])
+                for cell, answer in zip(left, _answers(process, limit_s, hung)):
+                    yield Outcome(cell, answer["figures"], answer["status"])
                     answered += 1
             left = left[answered:]
             if left and (answered == 0 or process.returncode != RESTART):

@@ -7,6 +7,7 @@ python -m benchmarks.report some/folder     another folder of results; leaves th
 import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 SHOWN = RESULTS / "nvidia_h200"  # in the README
 README = ROOT / "README.md"
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+README_WIDTH = 120
 PLOTTED = ("bfloat16", "float32")
 REPORT = "report.md"
 
@@ -36,7 +38,12 @@ class Results:
 
     @property
     def cells(self) -> int:
-        return len(self.kernels) + len(self.api)
+        """How many questions were answered by jaxnorm."""
+        return sum(
+            figures.own(answers) is not None
+            for measured in (self.kernels, self.api)
+            for answers in measured.values()
+        )
 
     @property
     def missing(self) -> list[str]:
@@ -58,20 +65,33 @@ def readme_section(found: Results) -> str:
     """What stands between the markers: short, for the main shapes."""
     here = os.path.relpath(found.folder, ROOT).replace(os.sep, "/")
     parts = [
-        tables.provenance(found.rows["kernels"]),
+        paragraph(tables.provenance(found.rows["kernels"]), tables.who(found.kernels)),
         f"![GB/s against N, bfloat16]({here}/{plot_name('bfloat16')})",
-        "Of the roof, as the time of a copy of as many bytes over the kernel's; in brackets, how "
-        "many times as long jaxnorm's plain JAX takes under XLA:",
+        paragraph(
+            "The roof is a copy of as many bytes. In the table, the copy's time over the kernel's, "
+            "and in brackets the time of jaxnorm's plain JAX under XLA over it. (A backward reads "
+            "twice what it writes, which goes a little faster than a copy.)"
+        ),
         tables.kernels(found.kernels),
     ]
-    for name, table in (("memory", tables.memory), ("steps", tables.steps)):
+    for name, caption in _CAPTIONS.items():
         if found.rows[name]:
-            parts += [tables.provenance(found.rows[name]), table(found.rows[name])]
+            parts += [paragraph(caption, tables.provenance(found.rows[name])), _TABLES[name](found)]
     parts.append(
-        f"{tables.ahead_by_peer(found.ahead, found.cells)} [{REPORT}]({here}/{REPORT}) lists them, "
-        "and every provider's GB/s; the CSV files beside it have every figure."
+        paragraph(
+            tables.ahead_by_peer(found.ahead, found.cells),
+            f"[{REPORT}]({here}/{REPORT}) lists them, and every provider's GB/s; the CSV files "
+            "beside it have every figure.",
+        )
     )
     return "\n\n".join(parts)
+
+
+def paragraph(*sentences: str) -> str:
+    """Sentences as lines of the README's width."""
+    return textwrap.fill(
+        " ".join(sentences), README_WIDTH, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def full_report(found: Results) -> str:
@@ -93,6 +113,11 @@ def full_report(found: Results) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+_CAPTIONS = {
+    "memory": "Compiled memory of a training step of the demo's transformer, Adam's state "
+    "included, and the largest batch whose step fits in 80 GB.",
+    "steps": "Speed of that step.",
+}
 _TABLES: dict[str, Callable[[Results], str]] = {
     "kernels": lambda found: tables.speeds(found.kernels, ("fwd", "bwd")),
     "api": lambda found: tables.speeds(found.api, ("fwd+bwd",)),

@@ -7,7 +7,6 @@ has a process of its own. The request is one JSON object, {"suite": name, "cells
 answer is {"figures": {...}, "status": "ok" or a reason}, in the order of the cells.
 """
 
-import gc
 import importlib
 import json
 import os
@@ -50,7 +49,6 @@ def work(side_name: str, suite_name: str, cells: list[Any], out: TextIO) -> int:
                 return RESTART
         else:
             answer(out, figures, "ok")
-        gc.collect()
     return 0
 
 
@@ -65,4 +63,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # libraries' own clean-up can hang where the GPU's context is lost
