@@ -19,7 +19,7 @@ from benchmarks.providers import PROVIDERS
 
 # Okabe and Ito's palette, which survives colour blindness, and a marker for each, which survives
 # a black and white printer.
-_STYLES = {
+STYLES = {
     "jaxnorm": ("#000000", "o"),
     "mosaic": ("#0072B2", "s"),
     "xla": ("#56B4E9", "v"),
@@ -66,7 +66,7 @@ def kernels(measured: Figures, dtype: str, title: str, path: Path) -> None:
 
 def _panel(axes: Axes, answers: dict[int, dict[str, figures.Figure]]) -> None:
     axes.set_xscale("log", base=2)
-    for provider, (colour, marker) in _STYLES.items():
+    for provider, (colour, marker) in STYLES.items():
         style = {"color": colour, "marker": marker, "ms": 4, "label": PROVIDERS[provider].label}
         points = [(n, each[provider].gbps) for n, each in answers.items() if provider in each]
         _draw(axes, [p for p in points if p[0] not in figures.ODD], style | {"lw": 1.3})

@@ -1,5 +1,6 @@
 """Runs cells in a process of their side, and starts it again where a cell brings it down."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -33,18 +34,10 @@ def outcomes(
     left = list(cells)
     while left:
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-            command = [sys.executable, "-m", "benchmarks.worker", side]
-            with subprocess.Popen(
-                command,
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            ) as process:
+            answered = 0
+            hung = threading.Event()
+            with _process(side, log) as process:
                 _send(process, {"suite": suite.name, "cells": [*map(dataclasses.asdict, left)]})
-                answered = 0
-                hung = threading.Event()
                 for cell, answer in zip(left, _answers(process, limit_s, hung)):
                     yield Outcome(cell, answer["figures"], answer["status"])
                     answered += 1
@@ -53,6 +46,21 @@ def outcomes(
                 why = f"no answer in {limit_s:.0f} s" if hung.is_set() else _last_words(log)
                 status = f"failed: its process ended with code {process.returncode}: {why}"
                 yield Outcome(left.pop(0), {}, status[:REASON_LENGTH])
+
+
+@contextlib.contextmanager
+def _process(side: Side, log: IO[str]) -> Iterator[subprocess.Popen[str]]:
+    """A worker that outlives neither an interrupt nor a caller that has enough."""
+    command = [sys.executable, "-m", "benchmarks.worker", side]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=log, text=True
+    ) as process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
 
 
 def _send(process: subprocess.Popen[str], request: dict[str, Any]) -> None:

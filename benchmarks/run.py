@@ -17,7 +17,7 @@ files are not measured again.
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -89,14 +89,17 @@ def installed(
     return found
 
 
-def measure(run: Run, suite: Suite, cells: Sequence[Cell], progress: Progress) -> None:
-    """Measures the cells, one side after the other, and appends a row for each."""
-    task = progress.add_task(suite.name, total=len(cells))
-    for outcome in _on_each_side(suite, cells):
-        row = run.row(suite, outcome)
-        Table(run.folder, suite).append(row)
-        progress.console.print(line(suite, row))
-        progress.advance(task)
+def measure(run: Run, todo: Mapping[str, Sequence[Cell]], progress: Progress) -> None:
+    """Measures the cells of each suite, one side after the other, and appends a row for each."""
+    task = progress.add_task("", total=sum(map(len, todo.values())))
+    for name, cells in todo.items():
+        suite = SUITES[name]
+        progress.update(task, description=suite.name)
+        for outcome in _on_each_side(suite, cells):
+            row = run.row(suite, outcome)
+            Table(run.folder, suite).append(row)
+            progress.console.print(line(suite, row))
+            progress.advance(task)
 
 
 def _on_each_side(suite: Suite, cells: Sequence[Cell]) -> Iterator[Outcome]:
@@ -142,9 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"{on.device}, commit {commit}: {sum(map(len, todo.values()))} cells to measure")
     # Interrupted, it reports what it has; the next run goes on from there.
     with bar(console) as progress, contextlib.suppress(KeyboardInterrupt):
-        for suite in suites:
-            if todo[suite.name]:
-                measure(run, suite, todo[suite.name], progress)
+        measure(run, todo, progress)
     for file in report.write(folder):
         console.print(str(file))
     return 0

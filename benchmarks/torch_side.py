@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks import calls, gradients, providers, torch_timing
 from benchmarks.suites import TimedCell, provider_of
 from benchmarks.torch_timing import DEVICE
 from benchmarks.workloads import PARAMETERS, Workload
 
-Tensor = torch.Tensor
 Figures = dict[str, float | None]
 Measure = Callable[[], Figures]
 Inputs = tuple[Tensor, tuple[Tensor, ...], Tensor]  # x, parameters, dy

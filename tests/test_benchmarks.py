@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import accuracy, calls, gradients, options, workloads
+from benchmarks import accuracy, calls, gradients, options, plots, providers, workloads
 from benchmarks.largest import largest
+from benchmarks.providers import PROVIDERS
 from benchmarks.suites import SUITES, Selection
 from benchmarks.workloads import OPERATIONS, Workload
 
@@ -140,17 +141,18 @@ def test_a_line_needs_few_questions():
 # Gradients in float64.
 
 
+def plain(op):
+    if op in ("softmax", "log_softmax"):
+        return getattr(jax.nn, op)
+    return lambda x, scale, bias=None: accuracy.plain(x, scale, bias)
+
+
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_the_formulas_are_the_gradients(op, x64):
     problem = gradients.problem(Workload(op, "bwd", 6, 40, "bfloat16", "bfloat16"))
     wide = [a.astype(np.float64) for a in (problem.x, *problem.parameters)]
 
-    def plain(x, scale=None, bias=None):
-        if scale is None:
-            return getattr(jax.nn, op)(x)
-        return accuracy.plain(x, scale, bias)
-
-    _, pullback = jax.vjp(plain, *wide)
+    _, pullback = jax.vjp(plain(op), *wide)
     actual = [np.asarray(g) for g in pullback(problem.dy.astype(np.float64))]
     errors = gradients.errors(problem, actual)
     assert len(errors) == 1 + workloads.PARAMETERS[op]
@@ -161,3 +163,22 @@ def test_problems_are_representable():
     problem = gradients.problem(Workload("layer_norm", "bwd", 6, 40, "bfloat16", "bfloat16"))
     for array in (problem.x, problem.dy, *problem.parameters):
         assert np.array_equal(array, np.asarray(jax.numpy.asarray(array, "bfloat16"), np.float32))
+
+
+def test_every_provider_has_a_line_of_its_own():
+    colours = [colour for colour, _ in plots.STYLES.values()]
+    assert plots.STYLES.keys() == PROVIDERS.keys()
+    assert len(set(colours)) == len(colours)
+
+
+@pytest.mark.parametrize("name", ["jaxnorm", "xla", "jnp", "flax"])
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_the_providers_compute_the_operation(name, op):
+    """What is compared is the same function, epsilon included, with the output's dtype."""
+    workload = Workload(op, "fwd", 4, 32, "float32", "float32")
+    if not PROVIDERS[name].offers(workload):
+        pytest.skip(f"{name} has no {op}")
+    problem = gradients.problem(workload)
+    small = 1e-3 * problem.x  # where epsilon counts
+    y = providers.function(name, op, "float32")(small, *problem.parameters)
+    np.testing.assert_allclose(y, plain(op)(small, *problem.parameters), rtol=1e-5, atol=1e-6)

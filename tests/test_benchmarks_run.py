@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -141,14 +142,20 @@ for cell in request["cells"]:
 """
 
 
-def test_a_process_that_dies_or_hangs_costs_one_cell(monkeypatch):
-    started = []
+@pytest.fixture
+def started(monkeypatch):
+    """Workers are WORKER; the list has the commands that would have started them."""
+    commands = []
 
     def popen(command, *, real=subprocess.Popen, **options):
-        started.append(command)
+        commands.append(command)
         return real([sys.executable, "-c", WORKER], **options)
 
     monkeypatch.setattr(processes.subprocess, "Popen", popen)
+    return commands
+
+
+def test_a_process_that_dies_or_hangs_costs_one_cell(started):
     cells = [dataclasses.replace(CELL, cols=n) for n in (8, 1, 9, 3, 2, 7)]
     got = list(processes.outcomes("jax", KERNELS, cells, limit_s=3))
     assert [o.cell for o in got] == cells
@@ -157,6 +164,16 @@ def test_a_process_that_dies_or_hangs_costs_one_cell(monkeypatch):
     assert got[4].status.endswith("no answer in 3 s")
     assert len(started) == 4
     assert started[0][1:] == ["-m", "benchmarks.worker", "jax"]
+
+
+@pytest.mark.usefixtures("started")
+def test_an_interrupted_run_leaves_no_process():
+    cells = [dataclasses.replace(CELL, cols=n) for n in (8, 2)]
+    one = processes.outcomes("jax", KERNELS, cells)
+    assert next(one).status == "ok"
+    start = time.monotonic()
+    one.close()  # while the worker sleeps over its second cell, for a minute
+    assert time.monotonic() - start < 30
 
 
 def test_a_run_on_the_cpu(tmp_path, capfd):

@@ -2,7 +2,8 @@
 
 An adapter has ``function(name, op, y_dtype)``: a differentiable function of x and the parameters
 that the operation has (scale, bias), made of the library's public API. It is imported in the
-process of its side alone, so this table is all that a machine without the library needs.
+process of its side alone, so this table is all that a machine without the library needs. A new
+provider is a line here, an adapter, and a colour in plots.py.
 """
 
 import dataclasses
@@ -57,8 +58,6 @@ class Provider:
             raise ModuleNotFoundError(f"{name} is not installed: pip install {name}") from None
 
 
-_TORCH = {"side": "torch", "adapter": "torch_functions", "mixed": NORMS, "wide_parameters": False}
-
 PROVIDERS: dict[str, Provider] = {
     "jaxnorm": Provider("jaxnorm", "jax", "jaxnorm_functions", ("jax",), mixed=NORMS),
     "mosaic": Provider("jaxnorm mosaic", "jax", "jaxnorm_functions", ("jax",), mixed=NORMS),
@@ -84,11 +83,21 @@ PROVIDERS: dict[str, Provider] = {
         ("softmax", *NORMS),
         wide_parameters=False,
     ),
-    "torch": Provider("torch eager", distributions=("torch",), **_TORCH),  # type: ignore[arg-type]
+    "torch": Provider(
+        "torch eager",
+        "torch",
+        "torch_functions",
+        ("torch",),
+        mixed=NORMS,
+        wide_parameters=False,
+    ),
     "torch.compile": Provider(
         "torch.compile",
-        distributions=("torch", "triton"),
-        **_TORCH,  # type: ignore[arg-type]
+        "torch",
+        "torch_functions",
+        ("torch", "triton"),
+        mixed=NORMS,
+        wide_parameters=False,
     ),
 }
 

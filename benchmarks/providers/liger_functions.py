@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 
-import torch
 from liger_kernel.transformers.functional import liger_layer_norm, liger_rms_norm, liger_softmax
+from torch import Tensor
 
 from benchmarks.workloads import Operation
-
-Tensor = torch.Tensor
 
 
 def function(name: str, op: Operation, y_dtype: str) -> Callable[..., Tensor]:

@@ -5,12 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm
 from quack.softmax import softmax
 
 from benchmarks.workloads import Operation
-
-Tensor = torch.Tensor
 
 
 class LayerNorm(torch.autograd.Function):

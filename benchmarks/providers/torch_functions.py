@@ -3,11 +3,10 @@
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.workloads import Operation
-
-Tensor = torch.Tensor
 
 
 def layer_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
