@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm
 from quack.softmax import softmax
+from torch import Tensor
 
 from benchmarks.workloads import Operation
 
