@@ -38,7 +38,7 @@ def rotating_inputs(workload: Workload, parameter_dtype: str) -> list[Inputs]:
     return [inputs() for _ in range(calls.buffers_for(workload.bytes))]
 
 
-def forward(f: Callable[..., Tensor], inputs: Inputs) -> tuple[Any, ...]:
+def forward(f: Callable[..., Tensor], inputs: Inputs) -> Tensor:
     x, parameters, _ = inputs
     with torch.no_grad():
         return f(x, *parameters)
