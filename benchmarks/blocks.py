@@ -19,22 +19,10 @@ import jax.numpy as jnp
 
 import jaxnorm
 from benchmarks import timing
+from benchmarks.providers import jnp_functions
 from jaxnorm._attention import attention_weights
 
 Array = jax.Array
-
-
-def plain_rms_norm(x: Array, scale: Array) -> Array:
-    wide = x.astype(jnp.float32)
-    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
-    return (wide * rstd * scale).astype(x.dtype)
-
-
-def plain_layer_norm(x: Array, scale: Array, bias: Array) -> Array:
-    wide = x.astype(jnp.float32)
-    mean = jnp.mean(wide, axis=-1, keepdims=True)
-    rstd = jax.lax.rsqrt(jnp.var(wide, axis=-1, keepdims=True) + 1e-6)
-    return ((wide - mean) * rstd * scale + bias).astype(x.dtype)
 
 
 def add_norm(norm: Callable[..., Array], x: Array, r: Array, *params: Array) -> tuple[Array, Array]:
@@ -90,8 +78,8 @@ PROVIDERS: dict[str, dict[str, Callable[..., Array]]] = {
     "plain jnp": {
         "softmax": jax.nn.softmax,
         "weigh": weigh_by(jax.nn.softmax),
-        "layer_norm": plain_layer_norm,
-        "rms_norm": plain_rms_norm,
+        "layer_norm": jnp_functions.layer_norm,
+        "rms_norm": jnp_functions.rms_norm,
     },
     **{f"jaxnorm {name or 'default'}": jaxnorm_by(name) for name in ("xla", "mosaic", None)},
 }

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 
 import jaxnorm
-from benchmarks.blocks import plain_layer_norm
+from benchmarks.providers import jnp_functions
 
 LAYERS = 12
 NORMS: dict[str, Callable[..., jax.Array]] = {
-    "plain jnp": plain_layer_norm,
+    "plain jnp": jnp_functions.layer_norm,
     "save='input'": functools.partial(jaxnorm.layer_norm, save="input"),
     "save='output'": jaxnorm.layer_norm,
     "save='output', xla": functools.partial(jaxnorm.layer_norm, implementation="xla"),

@@ -25,10 +25,11 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import timing
-from benchmarks.run import BATCH, COMPILERS
 from benchmarks.workloads import Workload
 from jaxnorm_kernels import mosaic, xla
 
+COMPILERS = 16
+BATCH = 4  # workloads that are compiled together
 SHOWN = 4  # of the fastest schedules of a workload
 
 
@@ -102,7 +103,7 @@ def measured(workload: Workload, programs: dict[str, Future[Any]]) -> Iterator[R
 def sweep(jobs: Sequence[tuple[Workload, Sequence[Any]]]) -> Iterator[list[Row]]:
     """The rows of one workload after the other. Nothing compiles while one is timed."""
     with ThreadPoolExecutor(COMPILERS) as pool:
-        for batch in itertools.batched(jobs, max(1, BATCH // 8)):
+        for batch in itertools.batched(jobs, BATCH):
             compiling = [
                 (
                     workload,

@@ -1,0 +1,56 @@
+"""How a call is timed, whichever side it is on: cold buffers, medians over single calls."""
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+L2_BYTES = 60e6  # of an H200; what a call touches is used again only after 5 times as much
+MAX_BUFFERS = 64
+REPEATS = 20
+LATENCY_REPEATS = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Medians over the calls, in microseconds."""
+
+    us: float  # all kernels of a call
+    main_us: float  # its longest kernel
+
+    def gbps(self, size: int) -> float:
+        """GB/s of a call that moves `size` bytes."""
+        return size / self.us / 1e3
+
+
+def buffers_for(size: int) -> int:
+    """How many sets of operands to rotate, for calls that touch `size` bytes."""
+    return min(MAX_BUFFERS, max(2, math.ceil(5 * L2_BYTES / size)))
+
+
+def calls_for(operands: Sequence[Any]) -> int:
+    """How many calls are timed: all operands, and enough for a median."""
+    return max(REPEATS, len(operands))
+
+
+def of_kernels(kernels_us: Sequence[float], calls: int) -> Timing:
+    """Timing of `calls` equal calls, from the times of their kernels in the order they ran."""
+    each, rest = divmod(len(kernels_us), calls)
+    if each == 0 or rest:
+        raise RuntimeError(f"{len(kernels_us)} kernels in {calls} calls: the calls differ")
+    by_call = [kernels_us[i * each : (i + 1) * each] for i in range(calls)]
+    return Timing(
+        statistics.median(map(sum, by_call)), statistics.median(max(call) for call in by_call)
+    )
+
+
+def wall_us(call: Callable[[int], None], calls: int) -> float:
+    """Median time of ``call(i)`` from the host: it has to return when its result is there."""
+    times = []
+    for i in range(calls):
+        start = time.perf_counter()
+        call(i)
+        times.append(1e6 * (time.perf_counter() - start))
+    return statistics.median(times)

@@ -1,0 +1,99 @@
+"""What the timed rows say: each cell with the providers that answered it, and comparisons."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from benchmarks import workloads
+from benchmarks.results import OK, Row
+
+# Whose figure is jaxnorm's: what a call gets by default, or else what was measured by name.
+OWN = ("jaxnorm", "mosaic")
+# Enough rows to fill a GPU, one shape for each N: those of plots and tables.
+PLOTTED = [
+    shape
+    for group in ("narrow rows", "powers of two", "model widths", "odd rows")
+    for shape in workloads.GRID[group]
+]
+ODD = {cols for _, cols in workloads.GRID["odd rows"]}
+AHEAD = 1.02  # a peer is ahead where jaxnorm takes longer than this times its time
+
+Question = tuple[str, str, int, int, str, str]  # op, direction, rows, cols, x_dtype, y_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """One provider's answer: microseconds, GB/s, and the copy's time over its time."""
+
+    us: float
+    gbps: float
+    roof: float
+
+    @property
+    def roof_gbps(self) -> float:
+        return self.gbps / self.roof
+
+
+Figures = dict[Question, dict[str, Figure]]
+
+
+def of(rows: Iterable[Row]) -> Figures:
+    """The figures of a timed suite, by question and provider; failed rows have none."""
+    figures: Figures = {}
+    for row in rows:
+        if row["status"] != OK:
+            continue
+        sizes = int(row["rows"]), int(row["cols"])
+        key = (row["op"], row["direction"], *sizes, row["x_dtype"], row["y_dtype"])
+        figures.setdefault(key, {})[row["provider"]] = Figure(
+            float(row["us"]), float(row["gbps"]), float(row["roof"])
+        )
+    return figures
+
+
+def own(answers: dict[str, Figure]) -> Figure | None:
+    """jaxnorm's figure."""
+    return next((answers[name] for name in OWN if name in answers), None)
+
+
+def times_faster(answers: dict[str, Figure], peer: str) -> float | None:
+    """How many times as long as jaxnorm the peer takes; None where one was not measured."""
+    mine, other = own(answers), answers.get(peer)
+    return None if mine is None or other is None else other.us / mine.us
+
+
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """A peer that answers a question faster than jaxnorm by more than 2 %."""
+
+    question: Question
+    peer: str
+    ratio: float  # jaxnorm's time over the peer's
+
+
+def ahead(figures: Figures) -> Iterator[Ahead]:
+    """Every peer that is ahead of jaxnorm, question by question."""
+    for question, answers in figures.items():
+        mine = own(answers)
+        if mine is None:
+            continue
+        for peer, other in answers.items():
+            if peer not in OWN and mine.us > AHEAD * other.us:
+                yield Ahead(question, peer, mine.us / other.us)
+
+
+def along_n(
+    figures: Figures, op: str, direction: str, x_dtype: str, y_dtype: str
+) -> dict[int, dict[str, Figure]]:
+    """Answers by N, ascending, over the plotted shapes; of two shapes with one N, the larger."""
+    result = {}
+    for rows, cols in sorted(PLOTTED, key=lambda shape: (shape[1], shape[0])):
+        question = (op, direction, rows, cols, x_dtype, y_dtype)
+        if question in figures:
+            result[cols] = figures[question]
+    return result
+
+
+def failures(rows: Iterable[Row]) -> Counter[tuple[str, str]]:
+    """How many cells failed, by provider and reason."""
+    return Counter((row["provider"], row["status"]) for row in rows if row["status"] != OK)

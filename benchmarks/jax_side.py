@@ -1,0 +1,149 @@
+"""Measures the providers on JAX, in a process of their own."""
+
+import dataclasses
+import functools
+import importlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import calls, gradients, providers, timing
+from benchmarks.suites import TimedCell, provider_of
+from benchmarks.workloads import PARAMETERS, Shape, Workload
+
+Figures = dict[str, float | None]
+Measure = Callable[[], Figures]
+Inputs = tuple[jax.Array, tuple[jax.Array, ...], jax.Array]  # x, parameters, dy
+
+COMPILERS = 16
+BATCH = 64  # cells that are compiled together
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def random_arrays(seed: int, shape: Shape, parameters: int, x_dtype: str, y_dtype: str) -> Inputs:
+    """Normal x and dy, scale near 1: never constants, which compress."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    scale = 1 + 0.1 * jax.random.normal(keys[0], shape[1:])
+    bias = jax.random.normal(keys[1], shape[1:])
+    x = jax.random.normal(keys[2], shape, x_dtype)
+    dy = jax.random.normal(keys[3], shape, y_dtype)
+    return x, (scale, bias)[:parameters], dy
+
+
+def random_inputs(w: Workload, seed: int) -> Inputs:
+    return random_arrays(seed, (w.rows, w.cols), PARAMETERS[w.op], w.x_dtype, w.y_dtype)
+
+
+@functools.lru_cache(maxsize=1)
+def rotating_inputs(workload: Workload) -> list[Inputs]:
+    """As many as keep calls out of the cache; shared by the providers of one workload."""
+    return [random_inputs(workload, i) for i in range(calls.buffers_for(workload.bytes))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled call, and what makes its operands from inputs."""
+
+    call: Callable[..., Any]
+    operands: Callable[..., tuple[Any, ...]]
+    compile_s: float
+
+
+def compile_cell(cell: TimedCell) -> Program:
+    """Compiles what a user would call; raises what the library raises."""
+    f = providers.function(cell.provider, cell.op, cell.y_dtype)
+    x, parameters, dy = jax.eval_shape(lambda: random_inputs(cell.workload, 0))
+    start = time.perf_counter()
+
+    def compiled(step: Callable[..., Any], *shapes: Any) -> Callable[..., Any]:
+        return jax.jit(step).lower(*shapes).compile()
+
+    def timed(call: Callable[..., Any], operands: Callable[..., tuple[Any, ...]]) -> Program:
+        return Program(call, operands, time.perf_counter() - start)
+
+    def forward_and_backward(x: Any, parameters: Any, dy: Any) -> Any:
+        y, pullback = jax.vjp(f, x, *parameters)
+        return y, pullback(dy)
+
+    if cell.direction == "fwd":
+        call = compiled(lambda x, parameters: f(x, *parameters), x, parameters)
+        return timed(call, lambda x, parameters, dy: (x, parameters))
+    if cell.direction == "fwd+bwd":
+        call = compiled(forward_and_backward, x, parameters, dy)
+        return timed(call, lambda x, parameters, dy: (x, parameters, dy))
+    # The operands of a backward are what the library's own rule keeps: the leaves of its pullback.
+    save = jax.jit(lambda x, parameters: jax.vjp(f, x, *parameters)[1]).lower(x, parameters)
+    saved, tree = jax.tree.flatten(save.out_info)
+    saved = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in saved]
+    keep = save.compile()
+    start = time.perf_counter()
+    call = compiled(lambda saved, dy: jax.tree.unflatten(tree, saved)(dy), saved, dy)
+    return timed(call, lambda x, parameters, dy: (jax.tree.leaves(keep(x, parameters)), dy))
+
+
+def compiled_ahead(cells: Sequence[TimedCell]) -> Iterator[tuple[TimedCell, Future[Program]]]:
+    """The cells in order. Nothing compiles while one is timed: XLA tunes on the same GPU."""
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        for batch in itertools.batched(cells, BATCH):
+            programs = [pool.submit(compile_cell, cell) for cell in batch]
+            wait(programs)
+            yield from zip(batch, programs)
+
+
+def operands_of(cell: TimedCell, program: Program) -> list[tuple[Any, ...]]:
+    return [program.operands(*inputs) for inputs in rotating_inputs(cell.workload)]
+
+
+def kernel_time(cell: TimedCell, future: Future[Program]) -> Figures:
+    program = future.result()
+    roof = timing.copy_roof(cell.bytes)
+    measured = timing.measure(program.call, operands_of(cell, program))
+    return {
+        "us": measured.us,
+        "main_us": measured.main_us,
+        "gbps": measured.gbps(cell.bytes),
+        "roof": roof.us / measured.us,
+        "compile_s": program.compile_s,
+    }
+
+
+def latency(cell: TimedCell, future: Future[Program]) -> Figures:
+    program = future.result()
+    operands = operands_of(cell, program)[:1]
+    return {
+        "us": timing.measure(program.call, operands).us,
+        "wall_us": timing.wall_us(program.call, operands, calls.LATENCY_REPEATS),
+    }
+
+
+def accuracy(cell: TimedCell) -> Figures:
+    problem = gradients.problem(cell.workload)
+    parameter_dtype = provider_of(cell).parameter_dtype(cell.x_dtype)
+    x, dy = (jnp.asarray(a, cell.x_dtype) for a in (problem.x, problem.dy))
+    parameters = [jnp.asarray(p, parameter_dtype) for p in problem.parameters]
+    _, saved = jax.vjp(providers.function(cell.provider, cell.op, cell.y_dtype), x, *parameters)
+    return gradients.errors(problem, [np.asarray(g, np.float64) for g in jax.jit(saved)(dy)])
+
+
+def measures(suite: str, cells: Sequence[Any]) -> Iterator[Measure]:
+    """What measures each cell, in order; a cell's errors are raised by its own measure."""
+    if suite in ("memory", "steps"):
+        training = importlib.import_module("benchmarks.training")  # needs Flax and optax
+        yield from training.measures(suite, cells)
+    elif suite == "accuracy":
+        yield from (functools.partial(accuracy, cell) for cell in cells)
+    else:
+        measure = latency if suite == "latency" else kernel_time
+        for cell, program in compiled_ahead(cells):
+            yield functools.partial(measure, cell, program)
+
+
+def needs_restart(error: Exception) -> bool:
+    """Whether the process cannot use the GPU any more: CUDA's errors stick to their context."""
+    return "CUDA_ERROR" in str(error) and "OUT_OF_MEMORY" not in str(error)

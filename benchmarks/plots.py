@@ -1,0 +1,88 @@
+"""GB/s against N: a panel for each operation and direction, a line for each provider.
+
+Odd lengths, which no vector width divides, are hollow markers beside the lines.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # before pyplot: a CI machine has no display
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from benchmarks import figures, workloads
+from benchmarks.figures import Figures
+from benchmarks.providers import PROVIDERS
+
+# Okabe and Ito's palette, which survives colour blindness, and a marker for each, which survives
+# a black and white printer.
+STYLES = {
+    "jaxnorm": ("#000000", "o"),
+    "mosaic": ("#0072B2", "s"),
+    "xla": ("#56B4E9", "v"),
+    "jnp": ("#E69F00", "^"),
+    "flax": ("#F0E442", "D"),
+    "tokamax": ("#CC79A7", "P"),
+    "quack": ("#D55E00", "X"),
+    "liger": ("#009E73", "*"),
+    "torch": ("#999999", "<"),
+    "torch.compile": ("#666666", ">"),
+}
+_TITLES = {"fwd": "forward", "bwd": "backward"}
+
+
+def kernels(measured: Figures, dtype: str, title: str, path: Path) -> None:
+    """Writes a PNG of kernel times in one dtype."""
+    figure, grid = plt.subplots(
+        len(workloads.OPERATIONS),
+        len(_TITLES),
+        figsize=(11, 3.0 * len(workloads.OPERATIONS)),
+        sharex=True,
+        sharey=True,
+        layout="constrained",
+        squeeze=False,
+    )
+    figure.suptitle(title, fontsize=11)
+    for axes_row, op in zip(grid, workloads.OPERATIONS):
+        for axes, (direction, name) in zip(axes_row, _TITLES.items()):
+            axes.set_title(f"{op} {name}", fontsize=10)
+            _panel(axes, figures.along_n(measured, op, direction, dtype, dtype))
+    for axes in grid[-1]:
+        axes.set_xlabel("N, length of a row (hollow: 1000, 3000, 4095, 50257)")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("GB/s, least bytes")
+    drawn = (line for axes in grid.flat for line in axes.get_lines() if line.get_ls() != "None")
+    lines = {line.get_label(): line for line in drawn}
+    if lines:
+        figure.legend(
+            lines.values(), lines.keys(), loc="outside lower center", ncols=6, frameon=False
+        )
+    figure.savefig(path, format="png", dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def _panel(axes: Axes, answers: dict[int, dict[str, figures.Figure]]) -> None:
+    axes.set_xscale("log", base=2)
+    for provider, (colour, marker) in STYLES.items():
+        style = {"color": colour, "marker": marker, "ms": 4, "label": PROVIDERS[provider].label}
+        points = [(n, each[provider].gbps) for n, each in answers.items() if provider in each]
+        _draw(axes, [p for p in points if p[0] not in figures.ODD], style | {"lw": 1.3})
+        _draw(axes, [p for p in points if p[0] in figures.ODD], style | {"ls": "", "mfc": "none"})
+    # Each process measures a copy of its own; the roof is the faster one.
+    roof = [
+        (n, max(figure.roof_gbps for figure in each.values()))
+        for n, each in answers.items()
+        if n not in figures.ODD
+    ]
+    _draw(axes, roof, {"color": "0.35", "ls": "--", "lw": 1.0, "label": "copy (the roof)"})
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw(axes: Axes, points: list[tuple[int, float]], style: dict[str, Any]) -> None:
+    if points:
+        axes.plot(*zip(*points), **style)

@@ -1,0 +1,173 @@
+"""Rebuilds plots and tables, and the README's section of them, from the committed CSV files.
+
+python -m benchmarks.report                 benchmarks/results/nvidia_h200/, and the README
+python -m benchmarks.report some/folder     another folder of results; leaves the README alone
+"""
+
+import argparse
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks import figures, plots, tables
+from benchmarks.machine import ROOT
+from benchmarks.providers import PROVIDERS
+from benchmarks.results import OK, PROVIDER_COLUMNS, Table, latest, path, read
+from benchmarks.suites import SUITES
+
+RESULTS = ROOT / "benchmarks" / "results"
+SHOWN = RESULTS / "nvidia_h200"  # in the README
+README = ROOT / "README.md"
+BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+README_WIDTH = 120
+PLOTTED = ("bfloat16", "float32")
+REPORT = "report.md"
+
+
+class Results:
+    """The rows of a folder that count, suite by suite, and the figures of the timed ones."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rows = {name: Table(folder, suite).rows() for name, suite in SUITES.items()}
+        self.kernels = figures.of(self.rows["kernels"])
+        self.api = figures.of(self.rows["api"])
+        self.ahead = [*figures.ahead(self.kernels), *figures.ahead(self.api)]
+
+    @property
+    def cells(self) -> int:
+        """How many questions were answered by jaxnorm."""
+        return sum(
+            figures.own(answers) is not None
+            for measured in (self.kernels, self.api)
+            for answers in measured.values()
+        )
+
+    @property
+    def missing(self) -> list[str]:
+        """Providers that were not installed, with the reason."""
+        file = path(self.folder, "providers")
+        rows = latest(read(file, PROVIDER_COLUMNS), ["provider"]).values()
+        return [
+            f"{PROVIDERS[row['provider']].label} ({row['status']})"
+            for row in rows
+            if row["status"] != OK
+        ]
+
+
+def plot_name(dtype: str) -> str:
+    return f"kernels_{dtype}.png"
+
+
+def readme_section(found: Results) -> str:
+    """What stands between the markers: short, for the main shapes."""
+    here = os.path.relpath(found.folder, ROOT).replace(os.sep, "/")
+    parts = [
+        paragraph(tables.provenance(found.rows["kernels"]), tables.who(found.kernels)),
+        f"![GB/s against N, bfloat16]({here}/{plot_name('bfloat16')})",
+        paragraph(
+            "The roof is a copy of as many bytes. In the table, the copy's time over the kernel's, "
+            "and in brackets the time of jaxnorm's plain JAX under XLA over it. (A backward reads "
+            "twice what it writes, which goes a little faster than a copy.)"
+        ),
+        tables.kernels(found.kernels),
+    ]
+    for name, caption in _CAPTIONS.items():
+        if found.rows[name]:
+            parts += [paragraph(caption, tables.provenance(found.rows[name])), _TABLES[name](found)]
+    parts.append(
+        paragraph(
+            tables.ahead_by_peer(found.ahead, found.cells),
+            f"[{REPORT}]({here}/{REPORT}) lists them, and every provider's GB/s; the CSV files "
+            "beside it have every figure.",
+        )
+    )
+    return "\n\n".join(parts)
+
+
+def paragraph(*sentences: str) -> str:
+    """Sentences as lines of the README's width."""
+    return textwrap.fill(
+        " ".join(sentences), README_WIDTH, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def full_report(found: Results) -> str:
+    """Every provider's figures, and every cell where a peer is ahead or failed, as Markdown."""
+    parts = ["# Benchmark results", "Made by `python -m benchmarks.report`."]
+    if found.missing:
+        parts.append(f"Not measured, as not installed: {'; '.join(found.missing)}.")
+    if found.kernels:
+        parts += [f"![GB/s against N, {dtype}]({plot_name(dtype)})" for dtype in PLOTTED]
+    for name, rows in found.rows.items():
+        if rows:
+            parts += [f"## {name}", tables.provenance(rows), _TABLES[name](found)]
+    if found.cells:
+        parts += ["## Where a peer is ahead", tables.ahead_by_peer(found.ahead, found.cells)]
+        parts += [tables.ahead(found.ahead)] if found.ahead else []
+    timed = [row for name in ("kernels", "api", "latency", "accuracy") for row in found.rows[name]]
+    if any(row["status"] != OK for row in timed):
+        parts += ["## What failed", tables.failed(timed)]
+    return "\n\n".join(parts) + "\n"
+
+
+_CAPTIONS = {
+    "memory": "Compiled memory of a training step of the demo's transformer, Adam's state "
+    "included, and the largest batch whose step fits in 80 GB.",
+    "steps": "Speed of that step.",
+}
+_TABLES: dict[str, Callable[[Results], str]] = {
+    "kernels": lambda found: tables.speeds(found.kernels, ("fwd", "bwd")),
+    "api": lambda found: tables.speeds(found.api, ("fwd+bwd",)),
+    "latency": lambda found: tables.latency(found.rows["latency"]),
+    "memory": lambda found: tables.memory(found.rows["memory"]),
+    "steps": lambda found: tables.steps(found.rows["steps"]),
+    "accuracy": lambda found: tables.accuracy(found.rows["accuracy"]),
+}
+
+
+def with_section(text: str, section: str) -> str:
+    """`text` with the section between its markers; ValueError where it has none."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{README.name}: expected the markers {BEGIN} and {END} in it; add them")
+    return f"{before}{BEGIN}\n{section}\n{END}{after}"
+
+
+def write(folder: Path) -> list[Path]:
+    """Writes the report and the plots of a folder, and the README's section if it is that one."""
+    found = Results(folder)
+    written = [folder / REPORT]
+    written[0].write_text(full_report(found), encoding="utf-8")
+    if found.kernels:
+        source = tables.provenance(found.rows["kernels"])
+        for dtype in PLOTTED:
+            written.append(folder / plot_name(dtype))
+            plots.kernels(found.kernels, dtype, f"{dtype}. {source}", written[-1])
+    if folder.resolve() == SHOWN:
+        text = with_section(README.read_text(encoding="utf-8"), readme_section(found))
+        README.write_text(text, encoding="utf-8")
+        written.append(README)
+    return written
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=SHOWN, help="(default: %(default)s)"
+    )
+    folder = parser.parse_args(argv).folder
+    if not folder.is_dir():
+        parser.error(f"argument folder: got {str(folder)!r}; expected a folder with CSV files")
+    for file in write(folder):
+        print(file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""The CSV files of results: read, appended to, and asked what is there already.
+
+Rows are dicts of text, as the csv module has them. Measuring a cell again appends a row: the last
+one counts.
+"""
+
+import csv
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.suites import Suite
+
+Row = dict[str, str]
+OK = "ok"
+PROVIDER_COLUMNS = ("device", "driver", "commit", "provider", "side", "software", "status")
+
+
+def path(folder: Path, name: str) -> Path:
+    return folder / f"{name}.csv"
+
+
+def read(file: Path, columns: Sequence[str]) -> list[Row]:
+    """All rows, or none where there is no file; ValueError where its columns are others."""
+    if not file.exists():
+        return []
+    with file.open(newline="", encoding="utf-8") as lines:
+        reader = csv.DictReader(lines)
+        if tuple(reader.fieldnames or ()) != tuple(columns):
+            raise ValueError(
+                f"{file}: got columns {','.join(reader.fieldnames or ())}; expected "
+                f"{','.join(columns)}; write to another folder with --out, or delete the file"
+            )
+        return list(reader)
+
+
+def latest(rows: Iterable[Row], key: Sequence[str]) -> dict[tuple[str, ...], Row]:
+    """The last row of each key, in the order in which the keys came first."""
+    return {tuple(row[name] for name in key): row for row in rows}
+
+
+def append(file: Path, columns: Sequence[str], row: Row) -> None:
+    """Appends a row at once: what was measured survives whatever comes next."""
+    fresh = not file.exists()
+    with file.open("a", newline="", encoding="utf-8") as lines:
+        writer = csv.DictWriter(lines, columns, lineterminator="\n")
+        if fresh:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def rounded(suite: Suite, figures: dict[str, float | None]) -> Row:
+    """The suite's figures as text; those that were not measured are empty."""
+
+    def text(name: str, decimals: int | None) -> str:
+        value = figures.get(name)
+        if value is None:
+            return ""
+        return f"{value:.2e}" if decimals is None else f"{value:.{decimals}f}"
+
+    return {name: text(name, decimals) for name, decimals in suite.figures.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """One suite's CSV in a folder."""
+
+    folder: Path
+    suite: Suite
+
+    @property
+    def file(self) -> Path:
+        return path(self.folder, self.suite.name)
+
+    def rows(self) -> list[Row]:
+        """The row that counts of each cell, whatever software measured it."""
+        cell = [name for name in self.suite.key if name != "software"]
+        return list(latest(read(self.file, self.suite.columns), cell).values())
+
+    def keys(self) -> set[tuple[str, ...]]:
+        """The keys (device, software and cell) that have a row."""
+        return set(latest(read(self.file, self.suite.columns), self.suite.key))
+
+    def append(self, row: Row) -> None:
+        append(self.file, self.suite.columns, row)

@@ -1,0 +1,150 @@
+"""What is measured: one suite for each CSV, with the cells it asks for and the figures it gets.
+
+A cell is one question to one provider; its fields are columns of the CSV.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from benchmarks import models, workloads
+from benchmarks.models import TrainingCell
+from benchmarks.providers import PROVIDERS, SIDES, Provider, Side
+from benchmarks.workloads import Direction, Shape, Workload
+
+LATENCY_ROWS = (1, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedCell(Workload):
+    provider: str
+
+    @property
+    def workload(self) -> Workload:
+        return Workload(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Workload)})
+
+
+Cell = TimedCell | TrainingCell
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """What the command line asks for. `shapes` None: each suite's own."""
+
+    providers: tuple[str, ...] = tuple(PROVIDERS)
+    ops: tuple[workloads.Operation, ...] = workloads.OPERATIONS
+    directions: tuple[Direction, ...] = workloads.DIRECTIONS
+    dtypes: tuple[tuple[str, str], ...] = tuple(workloads.DTYPES)
+    shapes: tuple[Shape, ...] | None = None
+    quick: bool = False
+
+    def timed(
+        self, shapes: Iterable[Shape], directions: tuple[Direction, ...], *, mixed: bool = True
+    ) -> Iterator[TimedCell]:
+        """The cells of some directions over the selection's shapes, or else over `shapes`."""
+        if self.shapes is not None:
+            shapes = self.shapes
+        elif self.quick:
+            shapes = workloads.QUICK
+        for workload in workloads.grid(
+            self.ops,
+            [d for d in directions if d in self.directions],
+            [(x, y) for x, y in self.dtypes if mixed or x == y],
+            list(shapes),
+        ):
+            for name in self.providers:
+                if PROVIDERS[name].offers(workload):
+                    yield TimedCell(**dataclasses.asdict(workload), provider=name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """One CSV.
+
+    Attributes:
+      name: of the suite and of its CSV.
+      cell: what a row asks; its fields are columns.
+      figures: columns that are measured, and to how many decimals they are kept.
+      cells: the cells of a selection.
+      sides: where it can run.
+    """
+
+    name: str
+    cell: type[Any]
+    figures: Mapping[str, int | None]
+    cells: Callable[[Selection], Iterable[Cell]]
+    sides: tuple[Side, ...] = SIDES
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return ("device", "software", *(f.name for f in dataclasses.fields(self.cell)))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        cell = (f.name for f in dataclasses.fields(self.cell))
+        return ("device", "software", "commit", *cell, *self.figures, "status")
+
+
+def provider_name(cell: Cell) -> str:
+    """The provider's name in PROVIDERS: "jaxnorm-input" is a variant of jaxnorm."""
+    return cell.provider.split("-")[0]
+
+
+def provider_of(cell: Cell) -> Provider:
+    return PROVIDERS[provider_name(cell)]
+
+
+def _kernels(selection: Selection) -> Iterable[Cell]:
+    return selection.timed(itertools.chain(*workloads.GRID.values()), ("fwd", "bwd"))
+
+
+def _api(selection: Selection) -> Iterable[Cell]:
+    groups = ("powers of two", "model widths")
+    return selection.timed(
+        itertools.chain(*(workloads.GRID[group] for group in groups)), ("fwd+bwd",)
+    )
+
+
+def _latency(selection: Selection) -> Iterable[Cell]:
+    few = [(m, n) for m, n in workloads.GRID["few rows"] if m in LATENCY_ROWS]
+    if selection.shapes is None:  # --quick keeps them too: they are quick
+        selection = dataclasses.replace(selection, shapes=tuple(few))
+    return selection.timed(few, ("fwd", "fwd+bwd"), mixed=False)
+
+
+def _accuracy(selection: Selection) -> Iterable[Cell]:
+    shapes = [(256, 1024), (4096, 8192)]
+    if selection.quick and selection.shapes is None:
+        selection = dataclasses.replace(selection, shapes=tuple(shapes[:1]))
+    return selection.timed(shapes, ("bwd",), mixed=False)
+
+
+def _training(selection: Selection) -> Iterable[Cell]:
+    return models.cells(selection.providers, quick=selection.quick)
+
+
+_TIME = {"us": 2, "main_us": 2, "gbps": 1, "roof": 4, "compile_s": 2}
+
+SUITES: dict[str, Suite] = {
+    suite.name: suite
+    for suite in (
+        Suite("kernels", TimedCell, _TIME, _kernels),
+        Suite("api", TimedCell, _TIME, _api),
+        Suite("latency", TimedCell, {"us": 2, "wall_us": 2}, _latency),
+        Suite(
+            "memory",
+            TrainingCell,
+            {"temp_bytes": 0, "peak_bytes": 0, "batch_in_80gb": 0},
+            _training,
+            sides=("jax",),
+        ),
+        Suite("steps", TrainingCell, {"ms": 2, "tokens_per_s": 0}, _training, sides=("jax",)),
+        Suite(
+            "accuracy",
+            TimedCell,
+            {"dx_error": None, "dscale_error": None, "dbias_error": None},
+            _accuracy,
+        ),
+    )
+}

@@ -1,0 +1,181 @@
+"""The Markdown tables of results, and the sentences that go with them."""
+
+from collections.abc import Iterable, Sequence
+
+from benchmarks import figures, workloads
+from benchmarks.figures import Ahead, Figures
+from benchmarks.models import MODELS, VARIANTS
+from benchmarks.providers import PROVIDERS
+from benchmarks.results import OK, Row
+
+MAIN = [(32768, 1024), (32768, 4096), (8192, 16384), (4096, 65536)]
+_SHORT = {"bfloat16": "bf16", "float32": "f32"}
+_LONG = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
+GB = 1e9
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first column is text and whose others are figures."""
+    lines = [header, ("---", *["---:"] * (len(header) - 1)), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def dtypes(x: str, y: str) -> str:
+    return _SHORT[x] if x == y else f"{_SHORT[x]} to {_SHORT[y]}"
+
+
+def provenance(rows: Sequence[Row]) -> str:
+    """Where figures come from: device, software, commits."""
+
+    def values(column: str) -> str:
+        return ", ".join(dict.fromkeys(row[column] for row in rows))
+
+    return (
+        f"One {values('device')}; {values('software')}; jaxnorm's kernels of commit "
+        f"{values('commit')}."
+    )
+
+
+def who(measured: Figures) -> str:
+    """Which providers were measured, and which of them stands for jaxnorm."""
+    there = {name for answers in measured.values() for name in answers}
+    labels = ", ".join(PROVIDERS[name].label for name in PROVIDERS if name in there)
+    if "jaxnorm" in there:
+        return f"Measured: {labels}. jaxnorm is what a call gets by default."
+    return (
+        f"Measured: {labels}. Figures are of the kernels, asked for by name; where they are slower "
+        "than XLA the default leaves the call to XLA."
+    )
+
+
+def kernels(measured: Figures) -> str:
+    """For each operation and direction: the share of the roof, and how many times XLA's speed."""
+    columns = [(dtype, shape) for dtype in _SHORT for shape in MAIN]
+
+    def cell(op: str, direction: str, dtype: str, shape: workloads.Shape) -> str:
+        answers = measured.get((op, direction, *shape, dtype, dtype), {})
+        mine, faster = figures.own(answers), figures.times_faster(answers, "xla")
+        if mine is None:
+            return "-"
+        return f"{mine.roof:.2f}" if faster is None else f"{mine.roof:.2f} ({faster:.1f}x)"
+
+    header = ["", *(f"{_SHORT[dtype]}, {rows} x {cols}" for dtype, (rows, cols) in columns)]
+    return markdown(
+        header,
+        (
+            [f"{op} {_LONG[direction]}", *(cell(op, direction, *column) for column in columns)]
+            for op in workloads.OPERATIONS
+            for direction in ("fwd", "bwd")
+        ),
+    )
+
+
+def speeds(measured: Figures, directions: Sequence[str]) -> str:
+    """GB/s of every provider by N: a table for each of the dtypes and directions measured."""
+    each = (
+        _speeds(measured, direction, x, y) for x, y in workloads.DTYPES for direction in directions
+    )
+    return "\n\n".join(filter(None, each))
+
+
+def _speeds(measured: Figures, direction: str, x: str, y: str) -> str:
+    by_op = {op: figures.along_n(measured, op, direction, x, y) for op in workloads.OPERATIONS}
+    columns = sorted({n for answers in by_op.values() for n in answers})
+    if not columns:
+        return ""
+    rows = []
+    for op, answers in by_op.items():
+        for provider in PROVIDERS:
+            found = [answers.get(n, {}).get(provider) for n in columns]
+            if any(found):
+                cells = ["-" if f is None else f"{f.gbps:.0f}" for f in found]
+                rows.append([f"{op}: {PROVIDERS[provider].label}", *cells])
+    header = f"GB/s, {dtypes(x, y)}, {_LONG[direction]}"
+    return markdown([header, *(f"N={n}" for n in columns)], rows)
+
+
+def ahead(found: Sequence[Ahead]) -> str:
+    """Every cell where a peer is ahead, the widest margins first."""
+    rows = []
+    for each in sorted(found, key=lambda a: -a.ratio):
+        op, direction, m, n, x, y = each.question
+        name = f"{op} {_LONG[direction]}, {m} x {n}, {dtypes(x, y)}"
+        rows.append([name, PROVIDERS[each.peer].label, f"{each.ratio:.2f}"])
+    return markdown(["cell", "ahead", "jaxnorm's time over its"], rows)
+
+
+def ahead_by_peer(found: Sequence[Ahead], asked: int) -> str:
+    """One sentence: how often each peer is ahead."""
+    counts = {PROVIDERS[name].label: sum(each.peer == name for each in found) for name in PROVIDERS}
+    parts = [f"{label} in {count}" for label, count in counts.items() if count]
+    if not parts:
+        return f"In none of {asked} cells is anything more than 2 % ahead of these figures."
+    return f"More than 2 % ahead of these figures, of {asked} cells: {', '.join(parts)}."
+
+
+def _training(rows: Sequence[Row], header: Sequence[str], columns: dict[str, float]) -> str:
+    """Rows of a training suite; `columns`: figures, and what to divide them by."""
+    body = []
+    for row in rows:
+        size = MODELS[row["model"]]
+        name = f"{row['model']} ({size.layers} x {size.width}), {row['batch']} x {size.seq}"
+        values = [_in_units(row[column], unit) for column, unit in columns.items()]
+        if row["status"] != OK:
+            values[0] = row["status"]
+        body.append([name, row["stack"], VARIANTS[row["provider"]], *values])
+    return markdown(["model, batch x length", "layers", "norms and softmax", *header], body)
+
+
+def _in_units(value: str, unit: float) -> str:
+    if not value:
+        return "-"
+    return f"{float(value) / unit:.{0 if unit == 1 else 1}f}"
+
+
+def memory(rows: Sequence[Row]) -> str:
+    return _training(
+        rows,
+        ["temp GB", "peak GB", "largest batch in 80 GB"],
+        {"temp_bytes": GB, "peak_bytes": GB, "batch_in_80gb": 1},
+    )
+
+
+def steps(rows: Sequence[Row]) -> str:
+    return _training(rows, ["ms/step", "tokens/s"], {"ms": 1, "tokens_per_s": 1})
+
+
+def _by_cell(rows: Sequence[Row], header: Sequence[str], columns: Sequence[str]) -> str:
+    """Rows of a timed suite, the providers of a cell one after the other."""
+    body = [
+        [
+            f"{row['op']} {_LONG[row['direction']]}, {row['rows']} x {row['cols']}, "
+            f"{dtypes(row['x_dtype'], row['y_dtype'])}",
+            PROVIDERS[row["provider"]].label,
+            *(row[column] or "-" for column in columns),
+        ]
+        for row in rows
+        if row["status"] == OK
+    ]
+    return markdown(["cell", "provider", *header], sorted(body, key=lambda cells: cells[0]))
+
+
+def latency(rows: Sequence[Row]) -> str:
+    """Microseconds: of the kernels, and from the host."""
+    return _by_cell(rows, ["kernels us", "from the host us"], ["us", "wall_us"])
+
+
+def accuracy(rows: Sequence[Row]) -> str:
+    """Relative errors of the gradients against float64."""
+    names = ("dx", "dscale", "dbias")
+    return _by_cell(rows, names, [f"{name}_error" for name in names])
+
+
+def failed(rows: Iterable[Row]) -> str:
+    """What providers could not do: how many cells for each reason."""
+    return markdown(
+        ["provider: reason", "cells"],
+        (
+            [f"{PROVIDERS[provider].label}: {status.replace('|', '/')}", str(count)]
+            for (provider, status), count in figures.failures(rows).items()
+        ),
+    )

@@ -1,0 +1,108 @@
+"""A training step of the demo's transformer (examples/), at the sizes of models.py."""
+
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import models
+from benchmarks.largest import largest
+from benchmarks.machine import ROOT
+from benchmarks.models import TrainingCell
+
+sys.path.insert(0, str(ROOT / "examples"))  # scripts, not a package
+
+import train_transformer as demo
+from transformer import VARIANTS, VOCABULARY, Config, Transformer
+
+Figures = dict[str, float | None]
+COMPILERS = 8
+WARMUP, REPEATS = 3, 20
+
+
+class Step:
+    """A compiled training step, which is not run, and what it takes."""
+
+    def __init__(self, cell: TrainingCell, batch: int) -> None:
+        size = cell.size
+        config = Config(
+            layers=size.layers,
+            width=size.width,
+            heads=size.heads,
+            seq=size.seq,
+            batch=batch,
+            dtype=cell.dtype,
+            scan=cell.stack == "scan",
+        )
+        label = models.VARIANTS[cell.provider]
+        (variant,) = (v for v in VARIANTS if v.label == label)
+        self.batch_shape = (batch, size.seq + 1)
+        self.tokens = batch * size.seq
+        self.model, self.optimizer = Transformer(config, variant), demo.make_optimizer(config)
+        tokens = jax.ShapeDtypeStruct(self.batch_shape, jnp.int32)
+        step = jax.jit(
+            functools.partial(demo.train_step, self.model, self.optimizer), donate_argnums=0
+        )
+        self.run = step.lower(jax.eval_shape(self.state), tokens).compile()
+
+    def state(self) -> Any:
+        """Initial parameters and optimiser state. The parameters' shapes need one sequence."""
+        tokens = jnp.zeros((1, self.batch_shape[1] - 1), jnp.int32)
+        params = self.model.init(jax.random.key(0), tokens)["params"]
+        return params, self.optimizer.init(params)
+
+    @property
+    def temp_bytes(self) -> int:
+        """What XLA plans for intermediates."""
+        return int(self.run.memory_analysis().temp_size_in_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Arguments, results that are not written over them, and temp: what has to fit."""
+        m = self.run.memory_analysis()
+        results = m.output_size_in_bytes - m.alias_size_in_bytes
+        return int(m.argument_size_in_bytes + results + m.temp_size_in_bytes)
+
+
+def memory(cell: TrainingCell) -> Figures:
+    fixed = Step(cell, cell.batch)
+    return {
+        "temp_bytes": fixed.temp_bytes,
+        "peak_bytes": fixed.peak_bytes,
+        "batch_in_80gb": largest(
+            lambda batch: Step(cell, batch).peak_bytes,
+            models.BUDGET_BYTES,
+            {cell.batch: fixed.peak_bytes},
+        ),
+    }
+
+
+def speed(step: Step) -> Figures:
+    """Median time of a step, from its call to its result."""
+    state = jax.jit(step.state)()
+    tokens = jax.random.randint(jax.random.key(1), step.batch_shape, 0, VOCABULARY, jnp.int32)
+    times = []
+    for _ in range(WARMUP + REPEATS):
+        start = time.perf_counter()
+        state, loss = step.run(state, tokens)
+        jax.block_until_ready((state, loss))
+        times.append(1e3 * (time.perf_counter() - start))
+    ms = statistics.median(times[WARMUP:])
+    return {"ms": ms, "tokens_per_s": step.tokens / ms * 1e3}
+
+
+def measures(suite: str, cells: Sequence[TrainingCell]) -> Iterator[Callable[[], Figures]]:
+    """What measures each cell of "memory" or "steps", in order; all compiled at once."""
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        if suite == "memory":
+            yield from [pool.submit(memory, cell).result for cell in cells]
+            return
+        steps = [pool.submit(Step, cell, cell.batch) for cell in cells]
+        wait(steps)  # XLA tunes on the GPU that is timed
+    yield from (lambda step=step: speed(step.result()) for step in steps)

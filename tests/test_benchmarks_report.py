@@ -1,0 +1,147 @@
+"""Plots and tables from the committed CSV files, and the README that shows them."""
+
+import pytest
+
+from benchmarks import figures, report, results, tables
+from benchmarks.figures import Figure
+from benchmarks.report import README, SHOWN, Results
+from benchmarks.results import Table
+from benchmarks.suites import SUITES
+from benchmarks.workloads import Workload, grid
+
+
+@pytest.fixture(scope="module")
+def found():
+    return Results(SHOWN)
+
+
+def test_the_committed_rows_agree_with_themselves(found):
+    for r in found.rows["kernels"]:
+        if r["status"] != "ok":
+            assert r["status"].startswith("failed: ")
+            assert r["us"] == r["gbps"] == ""
+            continue
+        shape = (int(r["rows"]), int(r["cols"]))
+        size = Workload(r["op"], r["direction"], *shape, r["x_dtype"], r["y_dtype"]).bytes
+        us, gbps = float(r["us"]), float(r["gbps"])
+        # us is rounded to 0.01, gbps to 0.1.
+        assert gbps == pytest.approx(size / us / 1e3, abs=0.051 + gbps * 0.0051 / us)
+
+
+def test_the_committed_rows_cover_the_grid(found):
+    for w in grid():
+        answers = found.kernels[w.op, w.direction, w.rows, w.cols, w.x_dtype, w.y_dtype]
+        assert figures.own(answers) is not None
+        assert "xla" in answers
+
+
+def test_the_readme_shows_the_committed_figures(found):
+    assert report.with_section(README.read_text(), report.readme_section(found)) == (
+        README.read_text()
+    ), "run python -m benchmarks.report"
+
+
+def test_the_committed_report_is_of_the_committed_figures(found):
+    assert (SHOWN / report.REPORT).read_text() == report.full_report(found)
+    for dtype in report.PLOTTED:
+        assert (SHOWN / report.plot_name(dtype)).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_main_table(found):
+    lines = tables.kernels(found.kernels).splitlines()
+    assert len(lines) == 2 + 4 * 2
+    assert "-" not in "".join(lines[2:])
+    answers = found.kernels["softmax", "fwd", *tables.MAIN[0], "bfloat16", "bfloat16"]
+    mine, xla = figures.own(answers), answers["xla"]
+    first_cell = lines[2].split("|")[2].strip()
+    assert first_cell == f"{mine.roof:.2f} ({xla.us / mine.us:.1f}x)"
+
+
+def written(folder, rows):
+    """A folder whose kernels.csv has these rows: provider, us or a failure's status."""
+    table = Table(folder, SUITES["kernels"])
+    for provider, us in rows:
+        ok = isinstance(us, float)
+        figures = {"us": us, "main_us": us, "gbps": 6e3 / us, "roof": 2 / us} if ok else {}
+        table.append(
+            {
+                "device": "some GPU",
+                "software": "jax 1",
+                "commit": "abc1234",
+                "op": "softmax",
+                "direction": "fwd",
+                "rows": "32768",
+                "cols": "1024",
+                "x_dtype": "float32",
+                "y_dtype": "float32",
+                "provider": provider,
+                **results.rounded(SUITES["kernels"], figures),
+                "status": "ok" if ok else us,
+            }
+        )
+    return Results(folder)
+
+
+def test_a_peer_is_ahead_by_more_than_two_percent(tmp_path):
+    rows = [("mosaic", 9.0), ("jaxnorm", 4.0), ("xla", 3.93), ("quack", 2.0), ("jnp", 8.0)]
+    found = written(tmp_path, rows)
+    ((question, peer, ratio),) = [(a.question, a.peer, a.ratio) for a in found.ahead]
+    assert question == ("softmax", "fwd", 32768, 1024, "float32", "float32")
+    assert (peer, ratio) == ("quack", 2.0)
+    assert "| softmax forward, 32768 x 1024, f32 | QuACK | 2.00 |" in report.full_report(found)
+    assert tables.ahead_by_peer(found.ahead, 1).endswith("of 1 cells: QuACK in 1.")
+    assert tables.ahead_by_peer([], 1).startswith("In none of 1 cells")
+    assert "Measured: jaxnorm, jaxnorm mosaic" in tables.who(found.kernels)
+
+
+def test_failures_are_listed(tmp_path):
+    text = report.full_report(written(tmp_path, [("mosaic", 2.0), ("quack", "failed: a | b")]))
+    assert "| QuACK: failed: a / b | 1 |" in text
+
+
+def test_a_report_of_another_folder(tmp_path):
+    written(tmp_path, [("jaxnorm", 2.0), ("torch", 3.0)])
+    before = README.read_text()
+    files = report.write(tmp_path)
+    assert [f.name for f in files] == ["report.md", "kernels_bfloat16.png", "kernels_float32.png"]
+    assert all(f.stat().st_size > 0 for f in files)
+    assert "| softmax: torch eager | 2000 |" in files[0].read_text()
+    assert README.read_text() == before
+
+
+def test_of_two_shapes_with_one_n_the_larger_counts():
+    small, large = (Figure(us=1.0, gbps=g, roof=0.9) for g in (1.0, 2.0))
+    measured = {
+        ("softmax", "fwd", rows, 5120, "float32", "float32"): {"xla": figure}
+        for rows, figure in ((8192, large), (4096, small))
+    }
+    by_n = figures.along_n(measured, "softmax", "fwd", "float32", "float32")
+    assert by_n == {5120: {"xla": large}}
+
+
+def test_training_tables():
+    row = {
+        "model": "gpt2-small",
+        "stack": "scan",
+        "batch": "8",
+        "provider": "jaxnorm-output",
+        "temp_bytes": "12340000000",
+        "peak_bytes": "",
+        "batch_in_80gb": "41",
+        "status": "ok",
+    }
+    name = "| gpt2-small (12 x 768), 8 x 1024 | scan | jaxnorm, save='output' |"
+    assert f"{name} 12.3 | - | 41 |" in tables.memory([row])
+    failed = row | {"temp_bytes": "", "batch_in_80gb": "", "status": "failed: no memory"}
+    assert f"{name} failed: no memory | - | - |" in tables.memory([failed])
+
+
+def test_a_readme_without_markers_is_an_error():
+    with pytest.raises(ValueError, match="expected the markers <!-- benchmarks:begin -->"):
+        report.with_section("# jaxnorm", "a table")
+
+
+def test_a_folder_that_is_not_there(capsys):
+    with pytest.raises(SystemExit):
+        report.main(["no/such/folder"])
+    assert "got 'no/such/folder'; expected a folder with CSV files" in capsys.readouterr().err
