@@ -7,7 +7,11 @@ from typing import cast
 from jaxnorm_kernels.specs import Implementation, Spec
 
 # Where each implementation lives. Imported on first use: a kernel backend costs nothing until then.
-_MODULES = {"xla": "jaxnorm_kernels.xla", "mosaic": "jaxnorm_kernels.mosaic"}
+_MODULES = {
+    "xla": "jaxnorm_kernels.xla",
+    "mosaic": "jaxnorm_kernels.mosaic",
+    "triton": "jaxnorm_kernels.triton",
+}
 
 # What the default tries on a platform, in this order, before xla. Platforms not named run xla.
 _CANDIDATES: dict[str, tuple[str, ...]] = {"cuda": ("mosaic",)}
