@@ -16,6 +16,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from jaxnorm_kernels.triton import launch
 
+
 @dataclasses.dataclass(frozen=True)
 class Buffer:
     """What the interpreter asks of a tensor on a device, of a numpy array: its own storage."""
@@ -81,7 +82,7 @@ _cast_of_interpreter = InterpreterBuilder.cast_impl
 
 
 def _cast(self: Any, source: Any, to: Any) -> Any:
-    """A cast that rounds float32 to the nearest bfloat16, as GPUs do; the interpreter's cuts off."""
+    """Rounds float32 to the nearest bfloat16, as GPUs do; the interpreter's own cast cuts off."""
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
     match source.dtype.scalar, to.scalar:
         case tl.float32, tl.bfloat16:

@@ -101,7 +101,12 @@ def _compile(
     )
     registers, spilled = _resources(made.asm["cubin"])
     return Compiled(
-        made.metadata.name, registers, spilled, made.metadata.shared, made.asm["ptx"], made.asm["ttgir"]
+        made.metadata.name,
+        registers,
+        spilled,
+        made.metadata.shared,
+        made.asm["ptx"],
+        made.asm["ttgir"],
     )
 
 

@@ -13,24 +13,30 @@ from jax._src.interpreters import partial_eval
 
 _MEND = 'pip install "jaxnorm[triton]"'
 
+# Those that jax-triton imports, and whose lack it takes for the lack of a backend.
+_NAMES_OF_3_7 = ("TMA_TF32", "TMA_DTYPE_DEVICE_TO_HOST")
+
 
 def check() -> None:
     """ImportError with the mend where Triton or jax-triton is missing or too old."""
-    for name in ("triton", "jax_triton"):
-        try:
-            module = importlib.import_module(name)
-        except ImportError as error:
-            raise ImportError(
-                f"the triton implementation needs jax-triton and Triton ({error}); {_MEND}"
-            ) from error
-        if name == "triton" and not _fits_jax_triton():
-            raise ImportError(
-                f"jax-triton needs Triton 3.7 or newer, and this is {version(name)}; {_MEND}"
-            )
-    if "out_type" not in inspect.signature(module.triton_call).parameters:
+    try:
+        driver = importlib.import_module("triton.backends.nvidia.driver")
+    except ImportError as error:
+        raise ImportError(f"the triton implementation needs Triton ({error}); {_MEND}") from error
+    if not all(hasattr(driver, name) for name in _NAMES_OF_3_7):
         raise ImportError(
-            f"the triton implementation needs jax-triton 0.4.1 or newer, and this is "
-            f"{version('jax-triton')}; {_MEND}"
+            f"the triton implementation needs Triton 3.7 or newer, not {version('triton')}; {_MEND}"
+        )
+    try:
+        jax_triton = importlib.import_module("jax_triton")
+    except ImportError as error:
+        raise ImportError(
+            f"the triton implementation needs jax-triton ({error}); {_MEND}"
+        ) from error
+    if "out_type" not in inspect.signature(jax_triton.triton_call).parameters:
+        raise ImportError(
+            "the triton implementation needs jax-triton 0.4 or newer, "
+            f"not {version('jax-triton')}; {_MEND}"
         )
     _mend_dead_code_elimination()
 
@@ -42,12 +48,6 @@ def check_cuda() -> None:
             "Triton kernels are lowered with JAX's CUDA plugin, which is not installed; "
             'pip install "jax[cuda13]" (or cuda12)'
         )
-
-
-def _fits_jax_triton() -> bool:
-    """Whether jax-triton finds the names that it imports: those of Triton 3.7."""
-    driver = importlib.import_module("triton.backends.nvidia.driver")
-    return all(hasattr(driver, name) for name in ("TMA_TF32", "TMA_DTYPE_DEVICE_TO_HOST"))
 
 
 def _mend_dead_code_elimination() -> None:

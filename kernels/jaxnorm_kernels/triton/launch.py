@@ -51,6 +51,7 @@ def launch(
     outputs: Mapping[str, jax.ShapeDtypeStruct | None],
     grid: tuple[int, ...],
     warps: int,
+    registers: int,
     **arguments: Any,
 ) -> list[jax.Array]:
     """Runs `kernel` on a grid of programs and returns its outputs, those that are not None.
@@ -58,6 +59,7 @@ def launch(
     Args:
       outputs: by the name of the kernel's parameter; None for one that is not wanted.
       warps: of 32 threads, in a program.
+      registers: that a thread may have.
       arguments: arrays, sizes and compile-time constants, by the name of the kernel's parameter.
         An array may be None, and the kernel is compiled without it.
     """
@@ -69,8 +71,8 @@ def launch(
         grid=grid,
         num_warps=warps,
         compute_capability=local_gpu().capability,
-        # Said, because Triton is about to change its default: one rounding less in x * y + z.
-        backend_options={"enable_fp_fusion": True},
+        # Fusion (x * y + z with one rounding) is Triton's default, which is about to change.
+        backend_options={"maxnreg": registers, "enable_fp_fusion": True},
         **arguments,
         **absent,
     )

@@ -12,8 +12,6 @@ the k columns before it (Chan, Golub, LeVeque 1979):
 E[x^2] - E[x]^2 would cancel.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 import jax
 import triton
 import triton.language as tl
@@ -45,6 +43,7 @@ def norm_fwd(
         },
         grid=schedule.grid(spec),
         warps=schedule.warps,
+        registers=schedule.registers,
         x_ptr=x,
         scale_ptr=scale,
         bias_ptr=bias,

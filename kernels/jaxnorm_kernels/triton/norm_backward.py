@@ -15,8 +15,6 @@ sums are added outside, always in the same order. Rows too wide for that are cut
 with programs of its own, and c1 and c2 come from a kernel that ran before.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 import math
 from typing import Any
 
@@ -62,9 +60,10 @@ def norm_bwd(
         "tile_rows": schedule.tile_rows,
         "block": schedule.block,
         "warps": schedule.warps,
+        "registers": schedule.registers,
     }
     row_means = _row_means(spec, schedule, common) if schedule.is_looped(spec) else (None, None)
-    row_programs, _ = grid = schedule.persistent_grid(spec)
+    _, row_programs = grid = schedule.persistent_grid(spec)
     partial = jax.ShapeDtypeStruct((row_programs, spec.cols), spec.compute_dtype)
     dx, *partials = launch(
         _backward,
@@ -162,8 +161,8 @@ def _backward(
     stages: tl.constexpr,
 ):
     """dx and the partial sums; c1 and c2 are None where a block is a whole row."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    first_col = tl.program_id(1) * block
+    first_col = tl.program_id(0) * block
+    program, programs = tl.program_id(1), tl.num_programs(1)
     col = first_col + tl.arange(0, block)
     if hold_params:
         g = gain(scale_ptr, col, cols, scale_offset, scale_floor)

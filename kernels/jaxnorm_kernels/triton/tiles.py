@@ -5,9 +5,6 @@ that a tile may reach over the last row and the last column: what is outside is 
 written. An array may have more than 2^31 elements, so a row's offset has 64 bits.
 """
 
-# Triton compiles functions from their source: no types but those that it knows.
-# mypy: disable-error-code="no-untyped-def"
-
 import triton
 import triton.language as tl
 
@@ -29,8 +26,9 @@ def gain(scale_ptr, col, cols: tl.constexpr, offset: tl.constexpr, floor: tl.con
     if scale_ptr is None:
         g = 1.0
     else:
-        scale = tl.load(scale_ptr + col, mask=col < cols, other=1.0, eviction_policy="evict_last")
-        g = (scale.to(tl.float32) + offset)[None, :]
+        at, exists = col[None, :], (col < cols)[None, :]
+        scale = tl.load(scale_ptr + at, mask=exists, other=1.0, eviction_policy="evict_last")
+        g = scale.to(tl.float32) + offset
         if floor > 0.0:
             g = tl.where(tl.abs(g) < floor, tl.where(g < 0.0, -floor, floor), g)
     return g
@@ -42,8 +40,9 @@ def effective_bias(bias_ptr, y_ptr, col, cols: tl.constexpr, from_output: tl.con
     if bias_ptr is None:
         bias = 0.0
     else:
-        bias = tl.load(bias_ptr + col, mask=col < cols, other=0.0, eviction_policy="evict_last")
-        bias = bias.to(tl.float32)[None, :]
+        at, exists = col[None, :], (col < cols)[None, :]
+        bias = tl.load(bias_ptr + at, mask=exists, other=0.0, eviction_policy="evict_last")
+        bias = bias.to(tl.float32)
         if from_output:
             bias = bias.to(y_ptr.dtype.element_ty).to(tl.float32)
     return bias
