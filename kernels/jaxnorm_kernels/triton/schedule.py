@@ -102,7 +102,8 @@ SOFTMAX_BACKWARD = (
     Line(4096, tile=4096, warps=8, per_sm=4),
     Line(8192, tile=8192, warps=16, per_sm=2),
     Line(16384, tile=16384, warps=32, per_sm=1),
-    Line(None, tile=8192, warps=16, per_sm=2),
+    # 8 values again: each has an address of its own where a row's length is odd.
+    Line(None, tile=4096, warps=16, per_sm=2),
 )
 
 NORM_FORWARD = (
