@@ -4,12 +4,11 @@ The partitioner asks what to do with the shards it has in hand (`custom_partitio
 same call on a shard. Without that it would gather what a kernel reads.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src import dispatch
-from jax._src import mesh as mesh_lib
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding
@@ -21,8 +20,15 @@ Bind = Callable[..., Any]
 
 
 def needs_devices(primitive: Any) -> None:
-    """Has JAX say, when it lowers `primitive`, for which devices."""
-    dispatch.prim_requires_devices_during_lowering.add(primitive)
+    """Has JAX say, when it lowers `primitive`, for which devices.
+
+    JAX's own custom_partitioning asks for it in this way; there is no public one. Without it
+    nothing breaks: `can_partition` is then False, and XLA's code runs.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src import dispatch
+
+        dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def are_whole(axes: Any) -> bool:
@@ -34,9 +40,11 @@ def are_whole(axes: Any) -> bool:
 
 def can_partition(axes: Any) -> bool:
     """Whether the partitioner will name the mesh axes of the shards it has."""
-    if not isinstance(axes, mlir.ShardingContext) or not axes.device_assignment:
-        return False
-    return axes.abstract_mesh is not None or not mesh_lib.thread_resources.env.physical_mesh.empty
+    return (
+        isinstance(axes, mlir.ShardingContext)
+        and axes.device_assignment is not None
+        and axes.abstract_mesh is not None
+    )
 
 
 def partitioned(call: Call, bind: Bind) -> Bind:

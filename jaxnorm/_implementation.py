@@ -4,6 +4,8 @@ import dataclasses
 import importlib
 from typing import cast
 
+import jax
+
 from jaxnorm_kernels.specs import Implementation, Spec
 
 # Where each implementation lives. Imported on first use: a kernel backend costs nothing until then.
@@ -13,8 +15,9 @@ _MODULES = {
     "triton": "jaxnorm_kernels.triton",
 }
 
-# What the default tries on a platform, in this order, before xla. Platforms not named run xla.
-_CANDIDATES: dict[str, tuple[str, ...]] = {"cuda": ("mosaic",)}
+# What the default tries on a platform, in this order, before xla. Platforms not named run xla. The
+# Mosaic kernels, "cuda": ("mosaic",), join when their tests have passed on a GPU as they are now.
+_CANDIDATES: dict[str, tuple[str, ...]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,3 +64,16 @@ def forced(spec: Spec, name: str) -> Choice:
 def module(name: str) -> Implementation:
     """The implementation `name`, imported."""
     return cast(Implementation, importlib.import_module(_MODULES[name]))
+
+
+def local_platform() -> str:
+    """That of JAX's default device, as lowering rules name it."""
+    device = jax.local_devices()[0]
+    if device.platform != "gpu":
+        return str(device.platform)
+    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+
+
+def has_kernels(name: str | None, platform: str) -> bool:
+    """Whether a call may run a kernel there, named so or by default."""
+    return name not in (None, "xla") or (name is None and platform in _CANDIDATES)

@@ -65,7 +65,7 @@ def implementation_for(
     """
     me = "implementation_for"
     _arguments.one_of(me, "function", function, _SOFTMAXES + _NORMS)
-    platform = _local_platform() if platform is None else platform
+    platform = _implementation.local_platform() if platform is None else platform
     _arguments.one_of(me, "platform", platform, _PLATFORMS)
     _arguments.one_of(me, "save", save, _arguments.SAVE_MODES)
     _arguments.implementation(me, implementation)
@@ -98,10 +98,3 @@ def implementation_for(
         return _implementation.choose(spec, platform)
 
     return Plan(choice(call.spec("fwd")), choice(call.spec("bwd")))
-
-
-def _local_platform() -> str:
-    device = jax.local_devices()[0]
-    if device.platform != "gpu":
-        return str(device.platform)
-    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"

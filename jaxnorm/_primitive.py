@@ -25,8 +25,19 @@ def bind(call: Call, *operands: Any) -> Any:
     traced, shapes = jax.make_jaxpr(
         lambda *leaves: call.xla(*jax.tree.unflatten(tree, leaves)), return_shape=True
     )(*leaves)
-    out = _call_p.bind(*leaves, call=call, tree=tree, twin=traced)
+    primitive = _spread_call_p if _may_be_spread(call) else _call_p
+    out = primitive.bind(*leaves, call=call, tree=tree, twin=traced)
     return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+
+def _may_be_spread(call: Call) -> bool:
+    """Whether a kernel may meet arrays that XLA spreads over devices.
+
+    To partition it JAX has to know the devices when it lowers, which programs without any (for an
+    `AbstractMesh`) and with several meshes cannot say. So it is asked for no more than it must.
+    """
+    platform = _implementation.local_platform()
+    return jax.device_count() > 1 and _implementation.has_kernels(call.implementation, platform)
 
 
 def _types(*avals: Any, twin: Jaxpr, **static: Any) -> list[Any]:
@@ -82,9 +93,15 @@ def _default(ctx: Any, call: Call) -> str:
     return _implementation.choose(call.in_rows, platforms[0]).name
 
 
-_call_p = Primitive("jaxnorm")
-_call_p.multiple_results = True
-_call_p.def_abstract_eval(_types)
-_call_p.def_impl(_run)
-mlir.register_lowering(_call_p, _lower)
-_auto_axes.needs_devices(_call_p)
+def _primitive(name: str) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(_types)
+    primitive.def_impl(_run)
+    mlir.register_lowering(primitive, _lower)
+    return primitive
+
+
+_call_p = _primitive("jaxnorm")
+_spread_call_p = _primitive("jaxnorm_spread")
+_auto_axes.needs_devices(_spread_call_p)

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import jaxnorm
-from jaxnorm import _implementation, _plan
+from jaxnorm import _implementation
 from jaxnorm_kernels import xla
 
 SHIFT = 100.0
-HERE = _plan._local_platform()
+HERE = _implementation.local_platform()
 THERE = "cuda" if HERE == "cpu" else "cpu"
 
 

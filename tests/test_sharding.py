@@ -30,7 +30,7 @@ from meshes import (
 )
 
 import jaxnorm
-from jaxnorm import _implementation, _plan
+from jaxnorm import _implementation
 from jaxnorm_kernels import xla
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
@@ -71,7 +71,9 @@ def kernels(request, monkeypatch):
     module = Kernels()
     monkeypatch.setitem(sys.modules, "jaxnorm_kernels_stand_in", module)
     monkeypatch.setitem(_implementation._MODULES, "stand_in", "jaxnorm_kernels_stand_in")
-    monkeypatch.setattr(_implementation, "_CANDIDATES", {_plan._local_platform(): ("stand_in",)})
+    monkeypatch.setattr(
+        _implementation, "_CANDIDATES", {_implementation.local_platform(): ("stand_in",)}
+    )
     jax.clear_caches()
     yield module
     jax.clear_caches()
@@ -340,3 +342,11 @@ def test_the_persistent_compilation_cache(kernels, kind, tmp_path):
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
+
+
+def test_a_mesh_without_devices():
+    """What may run no kernel here can be lowered for a mesh that is only a shape."""
+    mesh = jax.sharding.AbstractMesh((8,), ("data",), (AxisType.Auto,))
+    x = jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    lowered = jax.jit(jaxnorm.softmax).trace(x).lower(lowering_platforms=("cuda",))
+    assert "mosaic" not in lowered.as_text()

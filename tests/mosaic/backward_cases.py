@@ -8,12 +8,14 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jaxnorm_kernels.mosaic import interpreted, norm_backward, softmax_backward
-from jaxnorm_kernels.mosaic.direct_backward import Direct
-from jaxnorm_kernels.mosaic.ring import Ring
-from jaxnorm_kernels.mosaic.rows_backward import Held, Streamed
-from jaxnorm_kernels.mosaic.rows_ring import RowsRing
-from jaxnorm_kernels.mosaic.two_pass import TwoPass
+from jaxnorm_kernels.mosaic import interpreted
+from jaxnorm_kernels.mosaic.backward import norm as norm_backward
+from jaxnorm_kernels.mosaic.backward import softmax as softmax_backward
+from jaxnorm_kernels.mosaic.backward.direct import Direct
+from jaxnorm_kernels.mosaic.backward.ring import Ring
+from jaxnorm_kernels.mosaic.backward.rows import Held, Streamed
+from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
+from jaxnorm_kernels.mosaic.backward.two_pass import TwoPass
 from jaxnorm_kernels.specs import Spec
 
 BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
@@ -47,19 +49,24 @@ class Case:
 #: Rows that are whole chunks, and rows whose chunks (or blocks of rows that) overlap. The tests run
 #: them on two persistent blocks: a ring goes round, and one block has more rows than the other.
 NORM_CASES = (
-    Case("ring", 11, 2048, Ring(8, 1, stages=3, columns="shared")),
+    Case("ring", 11, 2048, Ring(8, 1, stages=3)),
     Case("ring_lag", 7, 2048, Ring(8, 1, stages=2, lag=1)),
     Case("ring_tail", 7, 1504, Ring(8, 1, stages=2, columns="recomputed")),
     Case("ring_two_warpgroups", 9, 4096, Ring(8, 2, stages=3, lag=1)),
-    Case("ring_two_warpgroups_tail", 5, 3000, Ring(8, 2, stages=3, lag=1, columns="shared")),
+    Case("ring_two_warpgroups_tail", 5, 3000, Ring(8, 2, stages=3, lag=1)),
+    Case("ring_rows", 11, 1024, Ring(8, 1, stages=2, rows=4, lag=1)),
+    Case("ring_rows_tail", 14, 3000, Ring(8, 2, stages=2, rows=2, columns="recomputed")),
     Case("ring_pieces", 7, 4096, Ring(8, 1, stages=5, pieces=2, lag=1, columns="recomputed")),
-    Case("ring_four_warpgroups", 5, 8192, Ring(8, 4, stages=3, pieces=2)),
+    Case("ring_pieces_tail", 5, 5000, Ring(8, 1, stages=4, pieces=2)),
+    Case("ring_deeper_lag", 9, 1024, Ring(8, 1, stages=4, lag=2)),
+    Case("ring_three_warpgroups", 5, 6144, Ring(8, 3, stages=2, lag=1)),
+    Case("ring_four_warpgroups", 5, 8192, Ring(8, 4, stages=3)),
     Case("rows_ring", 23, 512, RowsRing(8, 32, rows=8, stages=2)),
-    Case("rows_ring_tail", 13, 440, RowsRing(8, 32, rows=4, stages=3, columns="recomputed")),
-    Case("rows_ring_parts_of_warps", 70, 64, RowsRing(8, 4, rows=32, stages=2, columns="shared")),
+    Case("rows_ring_tail", 13, 440, RowsRing(8, 32, rows=4, stages=3)),
+    Case("rows_ring_parts_of_warps", 70, 64, RowsRing(8, 4, rows=32, stages=2)),
     Case("direct", 7, 384, Direct(1, 1, ahead=2)),
-    Case("direct_tail", 7, 1023, Direct(1, 2, ahead=1, columns="shared")),
-    Case("direct_four_warpgroups", 5, 4100, Direct(8, 4, ahead=1, columns="recomputed")),
+    Case("direct_tail", 7, 1023, Direct(1, 2, ahead=1)),
+    Case("direct_four_warpgroups", 5, 4100, Direct(8, 4, ahead=1)),
     Case(
         "two_pass", 5, 4096, TwoPass(Streamed(8, 2, units=2), 8, units=2, together=2, row_blocks=2)
     ),
@@ -87,8 +94,16 @@ SOFTMAX_CASES = (
 #: Rows over several blocks: these lower, but the interpreter knows no clusters.
 CLUSTER_CASES = (
     Case("cluster_of_2", 9, 16384, Ring(8, 2, stages=3, lag=1, cluster=2)),
+    Case("cluster_of_2_rows", 9, 8192, Ring(8, 2, stages=3, rows=2, lag=1, cluster=2)),
+    Case(
+        "cluster_of_2_pieces",
+        9,
+        16384,
+        Ring(8, 4, stages=4, pieces=2, cluster=2, columns="recomputed"),
+    ),
     Case("cluster_of_4_tail", 9, 9000, Ring(8, 1, stages=3, cluster=4, columns="recomputed")),
-    Case("cluster_of_8", 9, 65536, Ring(8, 2, stages=5, pieces=2, lag=1, cluster=8)),
+    Case("cluster_of_8", 9, 65536, Ring(8, 4, stages=3, lag=1, cluster=8)),
+    Case("cluster_of_16", 9, 131072, Ring(8, 2, stages=3, lag=1, cluster=16)),
 )
 
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.mosaic.schedule import Schedule
+from jaxnorm_kernels.mosaic.forward.schedule import Schedule
 from jaxnorm_kernels.specs import Spec
 
 OPS = ("softmax", "log_softmax", "rms_norm", "layer_norm")
@@ -35,6 +35,8 @@ class Case:
         return dataclasses.replace(self.schedule, vector=16 // widest)
 
 
+UNBARRED: dict[str, Any] = {"auto_barriers": False}
+
 # Each kind with rows that are whole units, and with rows (and blocks) that overlap.
 CASES = (
     Case("rows_in_warps", 9, 512, Schedule("row_tile", 8, rows=4)),
@@ -48,26 +50,54 @@ CASES = (
     Case("split_row", 2, 4096, Schedule("split_row", 8, warpgroups=2)),
     Case("split_row_tail", 2, 2571, Schedule("split_row", 1, warpgroups=4)),
     Case(
+        "queued_tile",
+        11,  # 3 groups of 4 rows, which overlap: 2 for the first block, 1 for the second
+        512,
+        Schedule("queued_tile", 8, rows=4, slots=2, turns=2, params_first=True, **UNBARRED),
+    ),
+    Case(
+        "queued_tile_tail",
+        17,
+        440,
+        Schedule("queued_tile", 8, rows=8, slots=1, turns=3, rereads=True, **UNBARRED),
+    ),
+    Case(
         "queued_row",
         5,
         4096,
-        Schedule("queued_row", 8, warpgroups=2, slots=2, blocks=2, auto_barriers=False),
+        Schedule("queued_row", 8, warpgroups=2, slots=2, turns=3, **UNBARRED),
     ),
     Case(
         "queued_row_tail",
         4,
         3000,
-        Schedule("queued_row", 8, slots=3, blocks=2, params_first=True, auto_barriers=False),
+        Schedule("queued_row", 8, slots=3, turns=4, params_first=True, **UNBARRED),
+    ),
+    Case(
+        "queued_row_that_rereads",
+        3,
+        3000,
+        Schedule("queued_row", 8, slots=2, turns=3, rereads=True, **UNBARRED),
     ),
     Case("streamed_row", 2, 8192, Schedule("streamed_row", 8, warpgroups=2, chunk=2048)),
     Case("streamed_row_tail", 2, 2571, Schedule("streamed_row", 1, warpgroups=4, chunk=256)),
-    Case("ring_row", 5, 4096, Schedule("ring_row", 8, warpgroups=2, chunk=1024, slots=3, blocks=2)),
-    # 5 chunks in a row (the last overlaps), 3 in the ring: 2 are fetched again.
+)
+
+#: Rows that the blocks of a cluster share, of which the interpreter knows nothing.
+CLUSTERED = (
+    Case("split_row", 2, 16384, Schedule("split_row", 8, cluster=4, **UNBARRED)),
+    Case("split_row_tail", 2, 5571, Schedule("split_row", 1, warpgroups=2, cluster=8, **UNBARRED)),
     Case(
-        "ring_row_tail",
-        3,
+        "queued_row",
+        5,
+        16384,
+        Schedule("queued_row", 8, warpgroups=2, cluster=2, slots=2, turns=3, **UNBARRED),
+    ),
+    Case(
+        "queued_row_tail",
+        5,
         9000,
-        Schedule("ring_row", 8, warpgroups=2, chunk=1024, slots=3, blocks=2),
+        Schedule("queued_row", 8, cluster=8, slots=2, turns=3, rereads=True, **UNBARRED),
     ),
 )
 

@@ -23,7 +23,7 @@ from backward_cases import (
 )
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-from jaxnorm_kernels.mosaic import schedule_backward
+from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.specs import Spec
 
 BY_NAME = {case.name: case for case in NORM_CASES}
@@ -32,7 +32,7 @@ BY_NAME = {case.name: case for case in NORM_CASES}
 @pytest.fixture(autouse=True)
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two persistent blocks, which are enough to add up, and quick to interpret."""
-    monkeypatch.setattr(schedule_backward, "persistent_blocks", lambda spec, schedule: 2)
+    monkeypatch.setattr(schedules, "persistent_blocks", lambda spec, schedule: 2)
 
 
 def check(spec: Spec, schedule: Any, *operands: Any) -> None:
@@ -158,11 +158,11 @@ def test_float16_has_no_floor() -> None:
 # Where chunks or rows overlap, two threads store the same value: a race that does no harm.
 @pytest.mark.parametrize(
     "name",
-    ["ring", "ring_two_warpgroups", "ring_pieces", "rows_ring", "direct"],
+    ["ring", "ring_two_warpgroups", "ring_rows", "ring_four_warpgroups", "rows_ring", "direct"],
 )
 def test_no_races(name: str) -> None:
     case = BY_NAME[name]
-    spec = make_spec("layer_norm", 16 if name == "rows_ring" else 4, case.cols, BF16, BF16)
+    spec = make_spec("layer_norm", 16 if "rows" in name else 4, case.cols, BF16, BF16)
     params = plgpu.InterpretGPUParams(detect_races=True)
     interpret(spec, *make_operands(spec), params=params, schedule=case.schedule_for(BF16))
     assert not interpret_pallas_call.get_races().races_found

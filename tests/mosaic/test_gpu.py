@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from forward_cases import BF16, F32, call, make_operands, make_spec
+from forward_cases import reference as forward_reference
 from reference import assert_within, exact
 from test_norm import check, normal
 
@@ -21,12 +23,14 @@ NORM_SHAPES = [
     (200, 768),
     (131, 1000),
     (70, 1024),
+    (131, 1024),
     (300, 2048),
     (67, 3000),
     (66, 4095),
     (300, 4096),
     (140, 5120),
     (140, 8192),
+    (135, 8192),
     (70, 12288),
     (70, 16384),
     (66, 32768),
@@ -133,9 +137,25 @@ def test_nan_stays_in_its_row(cols):
 
 
 def test_more_elements_than_int32_counts():
-    """rows * cols > 2^31: offsets are 64 bits wide. The last rows equal those of a small array."""
+    """rows * cols > 2^31: offsets are 64 bits wide. The last rows equal the first ones."""
     rows, cols = 2**19 + 8, 4096
     x = jnp.broadcast_to(normal((8, cols), "bfloat16", 0), (rows // 8, 8, cols)).reshape(rows, cols)
     for function in (jaxnorm.softmax, jaxnorm.rms_norm):
-        run = jax.jit(functools.partial(function, implementation="mosaic"))
-        np.testing.assert_array_equal(exact(run(x)[-8:]), exact(run(x[:8])))
+        y = jax.jit(functools.partial(function, implementation="mosaic"))(x)
+        np.testing.assert_array_equal(exact(y[-8:]), exact(y[:8]))
+
+
+# Each line of the forward's table: more rows than are few there; the longest are streamed.
+FORWARD_COLS = [72, 512, 768, 1000, 1024, 3000, 5120, 8192, 12288, 16384, 32768, 50257, 65536]
+FORWARD_COLS += [2**17, 2**18, 300000]
+
+
+@pytest.mark.parametrize("cols", FORWARD_COLS)
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "layer_norm", "rms_norm"])
+@pytest.mark.parametrize(("x", "y"), [(BF16, BF16), (F32, F32), (F32, BF16)], ids=str)
+def test_forward_kernels(op, x, y, cols):
+    spec = make_spec(op, 137 if cols > 8192 else 1001, cols, x, y)
+    operands = make_operands(spec)
+    outputs = jax.jit(lambda *args: call(spec, *args))(*operands)
+    for output, expected, bound in zip(outputs, *forward_reference(spec, *operands), strict=True):
+        assert_within(output, expected, bound)

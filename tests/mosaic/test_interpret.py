@@ -24,7 +24,7 @@ from forward_cases import (
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.mosaic.schedule import Schedule
+from jaxnorm_kernels.mosaic.forward.schedule import Schedule
 from jaxnorm_kernels.specs import Spec
 
 BY_NAME = {case.name: case for case in CASES}
@@ -72,7 +72,7 @@ def test_values(op: str, case: Case, dtype: np.dtype) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["rows_in_warps_tail", "split_row", "ring_row"])
+@pytest.mark.parametrize("name", ["rows_in_warps_tail", "split_row", "queued_row"])
 def test_dtypes(name: str, x: np.dtype, y: np.dtype, scale: np.dtype, bias: np.dtype) -> None:
     case = BY_NAME[name]
     for op in ("softmax", "layer_norm"):
@@ -82,7 +82,7 @@ def test_dtypes(name: str, x: np.dtype, y: np.dtype, scale: np.dtype, bias: np.d
         check(spec, schedule, *make_operands(spec))
 
 
-@pytest.mark.parametrize("name", ["rows_in_warps", "split_row_tail", "streamed_row"])
+@pytest.mark.parametrize("name", ["queued_tile", "split_row_tail", "streamed_row"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -147,8 +147,10 @@ SPECIAL = {
     [
         Case("row_tile", 3, 440, Schedule("row_tile", 4, rows=1)),
         Case("warpgroup_row", 3, 600, Schedule("warpgroup_row", 4)),
-        Case("split_row", 3, 1100, Schedule("split_row", 4, warpgroups=2)),
-        Case("ring_row", 3, 2500, Schedule("ring_row", 4, 1, 32, 2, 512, slots=2, blocks=2)),
+        Case("split_row", 3, 1024, Schedule("split_row", 4, warpgroups=2)),
+        Case("split_row_tail", 3, 1100, Schedule("split_row", 4, warpgroups=2)),
+        Case("queued_row", 3, 2500, Schedule("queued_row", 4, slots=2, turns=2)),
+        Case("streamed_row", 3, 2500, Schedule("streamed_row", 4, warpgroups=2, chunk=512)),
     ],
     ids=lambda case: case.name,
 )

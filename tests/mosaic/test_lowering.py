@@ -4,22 +4,36 @@ This goes through Mosaic's layout inference and its lowering to vector and LLVM 
 a layout that does not fit an operation is found. What comes after (LLVM, ptxas) needs a GPU.
 """
 
-import dataclasses
+import math
 
 import jax
 import numpy as np
 import pytest
-from forward_cases import BF16, CASES, F16, F32, OPS, Case, call, lower, make_operands, make_spec
+from forward_cases import (
+    BF16,
+    CASES,
+    CLUSTERED,
+    F16,
+    F32,
+    OPS,
+    Case,
+    call,
+    lower,
+    make_operands,
+    make_spec,
+)
 
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.mosaic.schedule import HOPPER, TABLE, Gpu, Schedule, choose
+from jaxnorm_kernels.mosaic.forward.queued import Queue
+from jaxnorm_kernels.mosaic.forward.schedule import HOPPER, TABLE, Gpu, Schedule, choose
+from jaxnorm_kernels.mosaic.forward.tiles import RowTile, SplitRow
 from jaxnorm_kernels.specs import Spec
 
 MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]
 
 
 @pytest.mark.parametrize(("x", "y"), MIXES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *CLUSTERED], ids=lambda case: case.name)
 @pytest.mark.parametrize("op", OPS)
 def test_schedules_lower(op: str, case: Case, x: np.dtype, y: np.dtype) -> None:
     spec = make_spec(
@@ -47,6 +61,7 @@ SHAPES = [
     (8192, 5120),
     (16384, 8192),
     (8192, 12288),
+    (8192, 16384),
     (4096, 32768),
     (4096, 65536),
     (1024, 131072),
@@ -55,6 +70,9 @@ SHAPES = [
     (8192, 50257),
     (1, 4096),
     (128, 8192),
+    (1, 65536),
+    (512, 2**18),
+    (512, 300000),
     (3, 7),
     (1, 100),
     (2, 300),
@@ -78,30 +96,53 @@ def test_large_arrays_are_addressed_with_64_bits() -> None:
     assert mosaic.supports(spec) is None
 
 
-@pytest.mark.parametrize(("rows", "cols"), SHAPES)
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_schedules_fit_the_gpu(rows: int, cols: int, dtype: np.dtype) -> None:
-    for gpu in (HOPPER, Gpu(sms=20, smem=99 * 1024)):
-        spec = make_spec("rms_norm", rows, cols, dtype, dtype)
+def random_spec(rng: np.random.Generator) -> Spec:
+    """Any forward call that is not refused, of up to a million columns."""
+    rows, cols = int(2 ** rng.uniform(0, 22)), int(2 ** rng.uniform(3, 20))
+    if rng.random() < 0.5:
+        cols = -(-cols // 8) * 8
+    x, y, scale, bias = (np.dtype(d) for d in rng.choice([BF16, F16, F32], 4))
+    op = OPS[rng.integers(len(OPS))]
+    if "softmax" in op:
+        return make_spec(op, rows, cols, x, y)
+    given = {"scale_dtype": scale if rng.random() < 0.8 else None}
+    if op == "layer_norm":
+        given["bias_dtype"] = bias if rng.random() < 0.8 else None
+    return make_spec(op, rows, cols, x, y, **given)
+
+
+@pytest.mark.parametrize("gpu", [HOPPER, Gpu(sms=20, smem=99 * 1024)], ids=str)
+def test_schedules_fit_the_gpu(gpu: Gpu) -> None:
+    rng = np.random.default_rng(0)
+    for spec in [random_spec(rng) for _ in range(20_000)]:
         schedule = choose(spec, gpu)
         held = schedule.rows_of(spec)
+        assert spec.cols % schedule.vector == 0
+        assert schedule.vector * max(spec.x_dtype.itemsize, spec.y_dtype.itemsize) <= 16
+        assert schedule.rows <= spec.rows
         assert held.warpgroups <= 8
-        assert cols % schedule.vector == 0
-        assert schedule.vector * dtype.itemsize <= 16
-        if schedule.kind == "ring_row":
-            size = schedule.warpgroups * schedule.slots * schedule.chunk * dtype.itemsize
-            assert size <= gpu.smem - 4096
-            assert schedule.warpgroups * schedule.slots <= 32
-        elif schedule.kind == "row_tile":
-            assert schedule.rows <= rows
+        assert held.cluster <= 8
+        if isinstance(held, RowTile):
+            assert held.pieces()
+        elif isinstance(held, SplitRow):
+            assert held.body > 0
+        scratch = held.scratch(3, spec.x_dtype)
+        arrays = [s for s in scratch if hasattr(s, "dtype")]
+        assert sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in arrays) <= gpu.smem
+        if isinstance(held, Queue):
+            assert held.warpgroups * held.slots <= 32  # barriers in an array
+            assert spec.cols * spec.x_dtype.itemsize % 16 == 0
 
 
 def test_every_line_of_the_table_is_used() -> None:
-    kinds = {
-        choose(dataclasses.replace(make_spec("softmax", rows, cols, BF16, BF16))).kind
+    specs = [
+        make_spec(op, rows, cols, x, x)
         for rows, cols in SHAPES
-    }
-    assert kinds == {line.kind for line in TABLE}
+        for op in ("softmax", "log_softmax", "layer_norm")
+        for x in (BF16, F32)
+    ]
+    used = {next(line for line in TABLE if line.fits(spec, HOPPER)) for spec in specs}
+    assert used == set(TABLE)
 
 
 def test_shard_map_with_explicit_axes() -> None:

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxnorm_kernels.mosaic import schedule_backward
-from jaxnorm_kernels.mosaic.direct_backward import Direct, direct_backward
-from jaxnorm_kernels.mosaic.formulas import Arrays
-from jaxnorm_kernels.mosaic.ring import Ring, ring_backward
-from jaxnorm_kernels.mosaic.rows_ring import RowsRing, rows_ring_backward
-from jaxnorm_kernels.mosaic.two_pass import TwoPass, two_pass_backward
+from jaxnorm_kernels.mosaic.backward import schedule as schedules
+from jaxnorm_kernels.mosaic.backward.direct import Direct, direct_backward
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays
+from jaxnorm_kernels.mosaic.backward.ring import Ring, ring_backward
+from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing, rows_ring_backward
+from jaxnorm_kernels.mosaic.backward.two_pass import TwoPass, two_pass_backward
 from jaxnorm_kernels.specs import Spec, Stats
 
 # Without a floor (float16) G may be as small as it likes. Below this y has no room for x_hat G, so
@@ -114,11 +114,11 @@ def norm_bwd(
     dy: jax.Array,
     spec: Spec,
     *,
-    schedule: schedule_backward.NormSchedule | None = None,
+    schedule: schedules.NormSchedule | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """dx, dscale and dbias; `schedule` stands in for the one of the table."""
     formula = NormFormula(spec)
-    schedule = schedule or schedule_backward.norm_schedule(spec)
+    schedule = schedule or schedules.norm_schedule(spec)
     params = [] if scale is None else [scale]
     if bias is not None and spec.saved == "output":
         params.append(bias)
@@ -128,7 +128,7 @@ def norm_bwd(
         dx, *partials = two_pass_backward(*operands, **common)
     else:
         run = _KERNELS[type(schedule)]
-        blocks = schedule_backward.persistent_blocks(spec, schedule)
+        blocks = schedules.persistent_blocks(spec, schedule)
         dx, *partials = run(*operands, blocks=blocks, **common)
     dscale, dbias = _total(partials, (spec.scale_dtype, spec.bias_dtype))
     return dx, dscale, dbias

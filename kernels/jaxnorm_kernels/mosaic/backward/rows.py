@@ -17,20 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.formulas import Arrays, Formula, Ref
-from jaxnorm_kernels.mosaic.launch import BLOCK, WARPGROUP, launch
-from jaxnorm_kernels.mosaic.ring import Chunk, Exchange, skip_stale, split
-from jaxnorm_kernels.mosaic.tiles import (
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, split
+from jaxnorm_kernels.mosaic.backward.row_sums import RowSums
+from jaxnorm_kernels.mosaic.backward.slices import Chunk, skip_stale
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch
+from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
     WARPS,
-    RowTile,
-    SplitRow,
-    Tile,
-    WarpgroupRow,
+    Ref,
     load,
     store,
     warps_layout,
 )
+from jaxnorm_kernels.mosaic.forward.tiles import RowTile, SplitRow, Tile, WarpgroupRow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +41,12 @@ class Held:
       warpgroups: that share a row.
       threads: that share a row: 32 or fewer of a warp, or the 128 of each warpgroup.
       rows: of a block; more than one only within a warpgroup.
-      auto_barriers: leaves the barriers to Pallas, which puts two around each store.
     """
 
     vector: int
     warpgroups: int = 1
     threads: int = WARPGROUP_THREADS
     rows: int = 1
-    auto_barriers: bool = False
 
     def tile(self, cols: int) -> Tile:
         if self.warpgroups > 1:
@@ -72,7 +69,6 @@ class Streamed:
     vector: int
     warpgroups: int = 4
     units: int = 4
-    auto_barriers: bool = False
 
 
 def held_backward(
@@ -87,7 +83,7 @@ def held_backward(
     """dx of a formula without parameters and statistics."""
     rows, cols = saved.shape
     tile = schedule.tile(cols)
-    exchange = Exchange(tile.warpgroups, formula.row_sums)
+    exchange = RowSums(tile.warpgroups, formula.row_sums)
 
     def body(saved_ref: Ref, dy_ref: Ref, dx_ref: Ref, *scratch: Ref) -> None:
         row = tile.row_index(rows)
@@ -112,7 +108,7 @@ def held_backward(
         blocks=tile.blocks(rows),
         warpgroups=tile.warpgroups,
         scratch=exchange.scratch() if tile.warpgroups > 1 else (),
-        auto_barriers=schedule.auto_barriers,
+        auto_barriers=False,
     )
     return dx
 
@@ -138,7 +134,7 @@ def streamed_backward(
     if not whole:
         raise ValueError(f"{schedule} needs rows of {warpgroups * width} columns")
     layout, shape = warps_layout(schedule.vector), (WARPS, unit // WARPS)
-    exchange = Exchange(warpgroups, formula.row_sums)
+    exchange = RowSums(warpgroups, formula.row_sums)
 
     def body(saved_ref: Ref, dy_ref: Ref, *refs: Ref) -> None:
         stat_refs, param_refs, (dx_ref, *scratch) = split(refs, len(stats), len(params))
@@ -199,6 +195,6 @@ def streamed_backward(
         blocks=rows,
         warpgroups=warpgroups,
         scratch=exchange.scratch(),
-        auto_barriers=schedule.auto_barriers,
+        auto_barriers=False,
     )
     return dx

@@ -14,10 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.formulas import Arrays, Columns, Formula, Ref, held_types, keep_columns
-from jaxnorm_kernels.mosaic.launch import BLOCK, WARPGROUP, launch
-from jaxnorm_kernels.mosaic.ring import Chunk, Exchange, Slice, skip_stale, split
-from jaxnorm_kernels.mosaic.tiles import WARPGROUP_THREADS, WARPS, load, store, warps_layout
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, prepare, split
+from jaxnorm_kernels.mosaic.backward.row_sums import RowSums
+from jaxnorm_kernels.mosaic.backward.slices import Chunk, Slice, skip_stale
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch
+from jaxnorm_kernels.mosaic.device.layouts import (
+    WARPGROUP_THREADS,
+    WARPS,
+    Ref,
+    load,
+    store,
+    warps_layout,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,28 +37,16 @@ class Direct:
       warpgroups: of a block. They share a row.
       ahead: rows that are being read while one is worked on.
       blocks_per_sm: that fit a multiprocessor at the same time.
-      columns: where what belongs to the columns is kept.
-      auto_barriers: leaves the barriers to Pallas, which puts two around each store.
     """
 
     vector: int
     warpgroups: int = 1
     ahead: int = 1
     blocks_per_sm: int = 2
-    columns: Columns = "registers"
-    auto_barriers: bool = False
 
-    @property
-    def slices(self) -> int:
-        return self.warpgroups
-
-    @property
-    def chunk(self) -> int:
-        return WARPGROUP_THREADS * self.vector
-
-    @property
-    def pieces(self) -> int:
-        return 1
+    def slice(self, cols: int, index: Any = 0) -> Slice:
+        """The columns of warpgroup `index`."""
+        return Slice(cols, self.warpgroups, WARPGROUP_THREADS * self.vector, index)
 
 
 def direct_backward(
@@ -68,14 +64,13 @@ def direct_backward(
     """dx, then for each column sum of the formula its partial sums, one row for each block."""
     rows, cols = saved.shape
     layout = warps_layout(schedule.vector)
-    exchange = Exchange(schedule.warpgroups, formula.row_sums)
+    sums = RowSums(schedule.warpgroups, formula.row_sums)
 
     def body(saved_ref: Ref, dy_ref: Ref, *refs: Ref) -> None:
         stat_refs, param_refs, refs = split(refs, len(stats), len(params))
-        (dx_ref,), partial_refs, refs = split(refs, 1, formula.column_sums)
-        exchanged, held = refs[:2], refs[2:]
+        (dx_ref,), partial_refs, exchanged = split(refs, 1, formula.column_sums)
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
-        runs = Slice(cols, schedule, warpgroup).runs(0)
+        runs = schedule.slice(cols, warpgroup).runs()
         count = lax.div(rows - block + blocks - 1, blocks)  # rows of this block
 
         def read(ref: Ref, run: Chunk) -> jax.Array:
@@ -93,15 +88,15 @@ def direct_backward(
             coming = [*coming, read_row(k + schedule.ahead)]
             elements, row_stats = now
             args = [
-                (*(v.astype(jnp.float32) for v in pair), columns(), row_stats)
+                (*(v.astype(jnp.float32) for v in pair), columns, row_stats)
                 for pair, columns in zip(elements, given)
             ]
             terms = [
                 [skip_stale(term, run) for term in formula.terms(*a)] for a, run in zip(args, runs)
             ]
             parts = [[jnp.sum(v, axis=1) for v in same] for same in zip(*terms)]
-            exchange.publish(exchanged, [sum(same[1:], same[0]) for same in parts], k)
-            totals = exchange.collect(exchanged, k)
+            sums.publish(exchanged, [sum(same[1:], same[0]) for same in parts], k)
+            totals = sums.collect(exchanged, k)
             added: list[jax.Array] = []
             for a, run in zip(args, runs):
                 dx, more = formula.finish(*a, totals)
@@ -110,13 +105,7 @@ def direct_backward(
             return coming, [a + b for a, b in zip(carried, added)]
 
         queue = [read_row(jnp.int32(k)) for k in range(schedule.ahead)]
-        given = keep_columns(
-            formula,
-            schedule.columns,
-            [[read(ref, run) for ref in param_refs] for run in runs],
-            [[ref.at[warpgroup] for ref in held[at :: len(runs)]] for at in range(len(runs))],
-            layout,
-        )
+        given = [prepare(formula, [read(ref, run) for ref in param_refs]) for run in runs]
         carried = [
             plgpu.layout_cast(jnp.zeros(shape(run), jnp.float32), layout)
             for run in runs
@@ -130,11 +119,6 @@ def direct_backward(
     def shape(run: Chunk) -> tuple[int, int]:
         return (WARPS, run.width // WARPS)
 
-    # In the order of the arrays that are held; for each, all runs.
-    held_shapes = [
-        held_types(formula, schedule.columns, params, (schedule.warpgroups, *shape(run)))
-        for run in Slice(cols, schedule, 0).runs(0)
-    ]
     return launch(
         body,
         [saved, dy, *stats, *params],
@@ -145,6 +129,6 @@ def direct_backward(
         ],
         blocks=blocks,
         warpgroups=schedule.warpgroups,
-        scratch=[*exchange.scratch(), *(ref for same in zip(*held_shapes) for ref in same)],
-        auto_barriers=schedule.auto_barriers,
+        scratch=sums.scratch(),
+        auto_barriers=False,
     )

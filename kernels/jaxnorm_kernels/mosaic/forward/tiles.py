@@ -1,10 +1,10 @@
-"""How a block holds rows in registers: layouts, loads, stores, reductions, and the exchange.
+"""How a block holds rows in registers: loads, stores and reductions.
 
 A *tile* says which threads hold a row. Three tiles cover the row lengths that fit in registers::
 
     RowTile        a warpgroup holds several rows    reductions within a warp or the warpgroup
     WarpgroupRow   a warpgroup holds a row           reductions within the warpgroup
-    SplitRow       2 to 8 warpgroups hold a row      reductions within a warp, then an `Exchange`
+    SplitRow       several warpgroups hold a row     reductions within a warp, then an `Exchange`
 
 A tile advances in units: one vector for each thread of a row. There are no masked loads or stores
 on this backend, so a row that is no multiple of the unit is held in two *pieces*: a body of whole
@@ -26,111 +26,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.launch import BLOCK, WARPGROUP, is_interpreted
-
-WARP = 32  # threads of a warp
-WARPS = 4  # warps of a warpgroup
-WARPGROUP_THREADS = WARP * WARPS
-VECTOR_BYTES = 16  # the widest load or store of one thread
-
-# Pallas gives layouts and refs no public types.
-Layout = Any
-Ref = Any
-
-
-def vector_width(cols: int, *dtypes: np.dtype | None) -> int:
-    """Elements that one thread reads at once: the most that fit `VECTOR_BYTES` and divide a row.
-
-    They must divide the row, because otherwise the rows would not start at aligned addresses.
-    """
-    width = VECTOR_BYTES // max(dtype.itemsize for dtype in dtypes if dtype is not None)
-    while cols % width:
-        width //= 2
-    return width
-
-
-def warpgroup_layout(vector: int) -> Layout:
-    """``(n,)``: neighbouring threads of the warpgroup hold neighbouring vectors.
-
-    What ``WG_STRIDED`` is with this vector size, but it may be reduced in parts and sliced.
-    """
-    unit = WARP * vector
-    return _tiled((WARPS * unit,), (unit,), (vector,), warps=(-3,), lanes=(-2,))
-
-
-def warps_layout(vector: int) -> Layout:
-    """``(4, n)``: each warp holds a row, neighbouring lanes neighbouring vectors of it."""
-    return _tiled((WARPS, WARP * vector), (vector,), warps=(-3,), lanes=(-2,))
-
-
-def rows_layout(vector: int, threads: int, height: int) -> Layout:
-    """``(height, n)``: `threads` neighbouring threads share a row: part of a warp, or all warps.
-
-    A height of 1 shared within a warp: every warp, and every part of a warp, holds the same row.
-    """
-    unit = threads * vector
-    if threads == WARPGROUP_THREADS:
-        return _tiled((1, unit), (unit // WARPS,), (vector,), warps=(-3,), lanes=(-2,))
-    if height == 1:
-        return _tiled((1, unit), (vector,), warps=_ALL_WARPS, lanes=_parts_of_a_warp(threads))
-    if threads == WARP:
-        return warps_layout(vector)
-    rows = WARP // threads
-    return _tiled((WARPS * rows, unit), (rows, unit), (vector,), warps=(-5,), lanes=(-3, -2))
-
-
-def columns_layout(vector: int, threads: int) -> Layout:
-    """``(n,)``: what `rows_layout` holds of every row; the layout of its scale and bias."""
-    if threads == WARPGROUP_THREADS:
-        return warpgroup_layout(vector)
-    lanes = _parts_of_a_warp(threads)
-    return _tiled((threads * vector,), (vector,), warps=_ALL_WARPS, lanes=lanes)
-
-
-def column_in_warps(shape: tuple[int, int]) -> jax.Array:
-    """Column of each element of a ``(4, n)`` array whose rows lie side by side."""
-    warp = lax.broadcasted_iota(jnp.int32, shape, 0)
-    return warp * shape[1] + lax.broadcasted_iota(jnp.int32, shape, 1)
-
-
-def load(ref: Ref, layout: Layout, shape: tuple[int, ...] | None = None) -> jax.Array:
-    """The elements of `ref`, as an array of `shape` (by default that of `ref`)."""
-    if shape is None or shape == ref.shape:
-        return plgpu.load(ref, layout=layout, optimized=False)
-    # The interpreter knows no reshaped refs; Mosaic cannot reshape registers of these layouts.
-    if is_interpreted():
-        return plgpu.load(ref, layout=layout, optimized=False).reshape(shape)
-    return plgpu.load(ref.reshape(*shape), layout=layout, optimized=False)
-
-
-def store(ref: Ref, value: jax.Array) -> None:
-    """Stores `value`, rounded to the dtype of `ref`."""
-    value = value.astype(ref.dtype)
-    if value.shape != ref.shape and is_interpreted():
-        value = value.reshape(ref.shape)
-    elif value.shape != ref.shape:
-        ref = ref.reshape(*value.shape)
-    if value.ndim and hasattr(plgpu, "store"):
-        # From jax 0.12 on `ref[...] = value` refuses what is not perfectly coalesced.
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
-
-
-_ALL_WARPS = (plgpu.Replicated(WARPS),)
-
-
-def _parts_of_a_warp(threads: int) -> tuple[Any, ...]:
-    return (-2,) if threads == WARP else (plgpu.Replicated(WARP // threads), -2)
-
-
-def _tiled(*tiles: tuple[int, ...], warps: tuple[Any, ...], lanes: tuple[Any, ...]) -> Layout:
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=warps, lane_dims=lanes, vector_dim=-1)
-
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP
+from jaxnorm_kernels.mosaic.device.layouts import (
+    WARP,
+    WARPGROUP_THREADS,
+    WARPS,
+    Layout,
+    Ref,
+    column_in_warps,
+    columns_layout,
+    load,
+    rows_layout,
+    store,
+    warpgroup_layout,
+    warps_layout,
+)
+from jaxnorm_kernels.mosaic.forward.exchange import Exchange
 
 #: A value for each row: a scalar, or an array over the rows of a `RowTile`. Of a `SplitRow`
 #: it is first an array over the warps of the warpgroup, until it has been exchanged.
 Stat = jax.Array
+
+#: What is done with a row: see `Tile.each_row`.
+Body = Callable[[Any, Any, Callable[[], list[jax.Array]]], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +89,16 @@ class Tile:
         """Warpgroups of a block."""
         return 1
 
+    @property
+    def cluster(self) -> int:
+        """Blocks that share a row."""
+        return 1
+
+    @property
+    def rereads(self) -> bool:
+        """Whether the row is read anew for each use, and takes no registers in between."""
+        return False
+
     def blocks(self, rows: int) -> int:
         return -(-rows // self.rows)
 
@@ -179,21 +107,32 @@ class Tile:
         del stats, dtype
         return []
 
-    def row_index(self, rows: int) -> Any:
-        """Index of the row, or rows, of this block into a ``(rows, ...)`` ref."""
-        return lax.axis_index(BLOCK)
+    def row_index(self, rows: int, group: Any = None) -> Any:
+        """Index of a row, or group of rows, into a ``(rows, ...)`` ref; by default the block's."""
+        return lax.axis_index(BLOCK) if group is None else group
 
     def each_row(
         self,
         x: Ref,
         rows: int,
         scratch: Sequence[Any],
-        body: Callable[[Any, list[jax.Array]], None],
+        body: Body,
     ) -> None:
-        """Runs ``body(index, row)`` on each row, or group of rows, of this block."""
-        del scratch
+        """Runs ``body(index, turn, read)`` on each row, or group of rows, of this block.
+
+        `turn` counts them; ``read()`` gives the row in float32.
+        """
+        self.open(scratch)
         row = self.row_index(rows)
-        body(row, self.load(x, row))
+        held = in_float32(self.load(x, row))
+        self.ready()
+        body(row, 0, lambda: held)
+
+    def open(self, scratch: Sequence[Any]) -> None:
+        """Before everything else: prepares what `scratch` is for."""
+
+    def ready(self) -> None:
+        """After the first loads have been started: waits until `scratch` can be used."""
 
     def pieces(self) -> list[Piece]:
         body = self.cols // self.unit * self.unit
@@ -281,9 +220,9 @@ class RowTile(Tile):
     def rows(self) -> int:
         return self.height
 
-    def row_index(self, rows: int) -> Any:
-        first = lax.axis_index(BLOCK) * self.height
-        return pl.ds(jnp.minimum(first, rows - self.height), self.height)
+    def row_index(self, rows: int, group: Any = None) -> Any:
+        group = lax.axis_index(BLOCK) if group is None else group
+        return pl.ds(jnp.minimum(group * self.height, rows - self.height), self.height)
 
     def load_param(self, ref: Ref) -> list[jax.Array]:
         layout = columns_layout(self.vector, self.threads)
@@ -322,47 +261,16 @@ class WarpgroupRow(Tile):
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
-    """Shows a value of each warp to every warp of a block of up to 8 warpgroups."""
-
-    warpgroups: int
-
-    @property
-    def parts(self) -> int:
-        return WARPS * self.warpgroups
-
-    def scratch(self, stats: int, turns: int = 1) -> list[Any]:
-        """Scratch for up to `stats` values in each of `turns` exchanges under way at once."""
-        return [
-            plgpu.SMEM((turns * stats, self.parts), jnp.float32),
-            plgpu.Barrier(num_arrivals=self.warpgroups),
-        ]
-
-    def gather(self, scratch: Sequence[Any], *stats: Stat, turn: Any = 0) -> list[jax.Array]:
-        """``(4,)`` values of each warpgroup -> ``(parts,)`` values, in the same order everywhere.
-
-        Reducing those stays within a warp, because each warp holds all of them in its lanes.
-        """
-        shared, barrier = scratch
-        mine = pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
-        first = turn * len(stats)
-        for slot, stat in enumerate(stats):
-            store(shared.at[first + slot, mine], stat)
-        plgpu.barrier_arrive(barrier)
-        plgpu.barrier_wait(barrier)
-        layout = columns_layout(1, self.parts)
-        return [load(shared.at[first + slot], layout) for slot in range(len(stats))]
-
-
-@dataclasses.dataclass(frozen=True)
 class SplitRow(Tile):
-    """A row in `split` warpgroups; `max` and `sum` are those of each warp's part of it.
+    """A row in `split` warpgroups, or in those of all `cluster` blocks of a cluster.
 
-    Mosaic's reduction over a warpgroup would use the same scratch for all warpgroups of the block:
-    a race that neither it nor the interpreter reports (jax 0.11.2 and 0.12.0).
+    `max` and `sum` are those of each warp's part of it. Mosaic's reduction over a warpgroup would
+    use the same scratch for all warpgroups of the block: a race that neither it nor the interpreter
+    reports (jax 0.11.2 and 0.12.0).
     """
 
     split: int = 2
+    cluster: int = 1
 
     @property
     def layout(self) -> Layout:
@@ -377,35 +285,51 @@ class SplitRow(Tile):
 
     @property
     def exchange(self) -> Exchange:
-        return Exchange(self.split)
+        return Exchange(self.split, self.cluster)
 
     def scratch(self, stats: int, dtype: np.dtype) -> list[Any]:
         return self.exchange.scratch(stats)
 
+    def open(self, scratch: Sequence[Any]) -> None:
+        self.exchange.open(scratch[:2])
+
+    def ready(self) -> None:
+        self.exchange.ready()
+
+    @property
+    def body(self) -> int:
+        """Columns of a warpgroup, without its tail."""
+        return self.cols // (self.cluster * self.split * self.unit) * self.unit
+
     def pieces(self) -> list[Piece]:
         """The warpgroups' bodies lie side by side; their tails share what is left of the row."""
-        warpgroup = lax.axis_index(WARPGROUP)
-        body = self.cols // (self.split * self.unit) * self.unit
+        body, shares = self.body, self.cluster * self.split
         if body == 0:
-            raise ValueError(f"{self} holds rows of {self.split * self.unit} columns and more")
-        if self.split * body == self.cols:
-            return [Piece(warpgroup * body, body)]
-        fresh = self.split * body + warpgroup * self.unit
+            raise ValueError(f"{self} holds rows of {shares * self.unit} columns and more")
+        share = lax.axis_index(WARPGROUP)
+        if self.cluster > 1:
+            share += lax.axis_index(CLUSTER) * self.split
+        if shares * body == self.cols:
+            return [Piece(share * body, body)]
+        fresh = shares * body + share * self.unit
         start = jnp.minimum(fresh, self.cols - self.unit)
-        return [Piece(warpgroup * body, body), Piece(start, self.unit, fresh)]
+        return [Piece(share * body, body), Piece(start, self.unit, fresh)]
 
     def columns(self, shape: tuple[int, ...]) -> jax.Array:
         return column_in_warps((shape[0], shape[1]))
 
-    def gather(self, scratch: Sequence[Any], *stats: Stat, row: Any) -> list[jax.Array]:
+    def gather(self, scratch: Sequence[Any], *stats: Stat, turn: Any) -> list[jax.Array]:
         """See `Exchange.gather`."""
-        del row
-        return self.exchange.gather(scratch[:2], *stats)
+        return self.exchange.gather(scratch[:2], *stats, count=turn)
 
     def part_sizes(self) -> jax.Array | float:
         """How many columns each warp has that are not stale."""
         body, *tail = self.pieces()
         return sum((count_fresh(self._is_fresh(p), self.layout) for p in tail), body.width / WARPS)
+
+
+def in_float32(raw: Sequence[jax.Array]) -> list[jax.Array]:
+    return [v.astype(jnp.float32) for v in raw]
 
 
 def count_fresh(is_fresh: jax.Array, layout: Layout) -> jax.Array:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxnorm_kernels.mosaic import schedule_backward
-from jaxnorm_kernels.mosaic.formulas import Arrays
-from jaxnorm_kernels.mosaic.ring import Ring, ring_backward
-from jaxnorm_kernels.mosaic.rows_backward import Held, held_backward, streamed_backward
+from jaxnorm_kernels.mosaic.backward import schedule as schedules
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays
+from jaxnorm_kernels.mosaic.backward.ring import Ring, ring_backward
+from jaxnorm_kernels.mosaic.backward.rows import Held, held_backward, streamed_backward
 from jaxnorm_kernels.specs import Spec
 
 
@@ -49,12 +49,12 @@ def softmax_bwd(
     dy: jax.Array,
     spec: Spec,
     *,
-    schedule: schedule_backward.SoftmaxSchedule | None = None,
+    schedule: schedules.SoftmaxSchedule | None = None,
 ) -> jax.Array:
     """dx; `schedule` stands in for the one of the table."""
     del mask  # `supports_backward` lets none through.
     formula = SoftmaxFormula(spec)
-    schedule = schedule or schedule_backward.softmax_schedule(spec)
+    schedule = schedule or schedules.softmax_schedule(spec)
     name = f"jaxnorm_{spec.op}_bwd"
     if isinstance(schedule, Held):
         return held_backward(formula, y, dy, schedule=schedule, dx_dtype=spec.x_dtype, name=name)
@@ -66,7 +66,7 @@ def softmax_bwd(
             (),
             (),
             schedule=schedule,
-            blocks=schedule_backward.persistent_blocks(spec, schedule),
+            blocks=schedules.persistent_blocks(spec, schedule),
             dx_dtype=spec.x_dtype,
             name=name,
         )

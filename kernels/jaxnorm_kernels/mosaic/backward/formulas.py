@@ -8,9 +8,8 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxnorm_kernels.mosaic.tiles import load, store
+from jaxnorm_kernels.mosaic.device.layouts import Ref, load, store
 
-Ref = Any
 Arrays = Sequence[jax.Array]
 
 
@@ -43,9 +42,14 @@ class Formula(Protocol):
         ...
 
 
-#: Where a kernel keeps what belongs to the columns: in registers; in shared memory, computed once,
-#: in float32; or the bare parameters in shared memory, and the rest recomputed for each row.
-Columns = Literal["registers", "shared", "recomputed"]
+def prepare(formula: Formula, params: Arrays) -> list[jax.Array]:
+    """What a formula needs of the parameters, whatever their dtypes."""
+    return formula.columns([p.astype(jnp.float32) for p in params])
+
+
+#: Where a kernel keeps what belongs to the columns: in registers; or the bare parameters in shared
+#: memory, and the rest recomputed for each row.
+Columns = Literal["registers", "recomputed"]
 
 
 def keep_columns(
@@ -63,33 +67,29 @@ def keep_columns(
       layout: of the parameters. A thread reads what it wrote itself, so that there is no barrier.
     """
 
-    def prepare(params: Arrays) -> list[jax.Array]:
-        return formula.columns([p.astype(jnp.float32) for p in params])
-
     def reread(refs: Sequence[Ref]) -> list[jax.Array]:
-        values = [load(ref, layout) for ref in refs]
-        return prepare(values) if where == "recomputed" else values
+        return prepare(formula, [load(ref, layout) for ref in refs])
 
     def keep(params: Arrays, refs: Sequence[Ref]) -> Callable[[], list[jax.Array]]:
         if where == "registers":
-            columns = prepare(params)
+            columns = prepare(formula, params)
             return lambda: columns
-        for ref, value in zip(refs, params if where == "recomputed" else prepare(params)):
+        for ref, value in zip(refs, params):
             store(ref, value)
         return functools.partial(reread, refs)
 
     return [keep(p, refs) for p, refs in zip(params, held)]
 
 
-def held_types(
-    formula: Formula, where: Columns, params: Arrays, shape: tuple[int, ...]
-) -> list[Any]:
+def held_types(where: Columns, params: Arrays, shape: tuple[int, ...]) -> list[Any]:
     """Shared memory for `keep_columns`, each of `shape`."""
-    if where == "registers":
-        return []
-    if where == "recomputed":
-        return [plgpu.SMEM(shape, p.dtype) for p in params]
-    columns = jax.eval_shape(
-        lambda: formula.columns([jnp.zeros((1,), jnp.float32) for _ in params])
-    )
-    return [plgpu.SMEM(shape, jnp.float32) for _ in columns]
+    return [] if where == "registers" else [plgpu.SMEM(shape, p.dtype) for p in params]
+
+
+def split(refs: Sequence[Ref], *sizes: int) -> tuple[Sequence[Ref], ...]:
+    """`refs` in parts of these sizes, and the rest."""
+    parts = []
+    for size in sizes:
+        parts.append(refs[:size])
+        refs = refs[size:]
+    return (*parts, refs)

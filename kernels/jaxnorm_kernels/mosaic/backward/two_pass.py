@@ -15,11 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.formulas import Arrays, Formula, Ref
-from jaxnorm_kernels.mosaic.launch import BLOCK, launch
-from jaxnorm_kernels.mosaic.ring import split
-from jaxnorm_kernels.mosaic.rows_backward import Streamed, streamed_backward
-from jaxnorm_kernels.mosaic.tiles import WARPGROUP_THREADS, load, store, warpgroup_layout
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, split
+from jaxnorm_kernels.mosaic.backward.rows import Streamed, streamed_backward
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
+from jaxnorm_kernels.mosaic.device.layouts import (
+    WARPGROUP_THREADS,
+    Ref,
+    load,
+    store,
+    warpgroup_layout,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,9 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 
-#: Names of the two axes that a kernel body can ask its place in (``lax.axis_index``).
-BLOCK, WARPGROUP = "block", "warpgroup"
+#: Names of the axes that a kernel body can ask its place in (``lax.axis_index``). Where blocks form
+#: clusters, `BLOCK` counts those, and `CLUSTER` the blocks in one; elsewhere there is no `CLUSTER`.
+BLOCK, CLUSTER, WARPGROUP = "block", "cluster", "warpgroup"
 
 _interpreted = contextvars.ContextVar("interpreted", default=False)
 
@@ -43,20 +44,21 @@ def launch(
     name: str,
     outputs: Sequence[tuple[tuple[int, ...], np.dtype]],
     blocks: int,
+    cluster: int = 1,
     warpgroups: int = 1,
     scratch: Sequence[Any] = (),
     auto_barriers: bool = True,
-    approx_math: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Runs ``body(*operand_refs, *output_refs, *scratch_refs)`` on `blocks` blocks.
 
     Args:
+      cluster: above 1, there are `blocks` clusters of this many blocks, which run at the same time
+        and see each other's shared memory.
       outputs: shape and dtype of each output.
       warpgroups: warpgroups (of 128 threads) in a block; they all run the body.
       scratch: shared memory and barriers of a block.
       auto_barriers: False drops the barrier that Pallas puts around each vector store. Sound only
         where no thread reads back what another one stored without a barrier in the body.
-      approx_math: approximate exp2, log, rsqrt and the like.
     """
     # Inside `jax.shard_map` an output varies over the mesh axes that the input varies over.
     axes = jax.typeof(operands[0]).manual_axis_type
@@ -68,11 +70,10 @@ def launch(
         scratch_types=tuple(scratch),
         grid=(blocks,),
         grid_names=(BLOCK,),
+        **({"cluster": (cluster,), "cluster_names": (CLUSTER,)} if cluster > 1 else {}),
         num_threads=warpgroups,
         thread_name=WARPGROUP,
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=not auto_barriers, approx_math=approx_math
-        ),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not auto_barriers),
     )
     return tuple(kernel(*operands))

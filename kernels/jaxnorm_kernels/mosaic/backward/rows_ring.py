@@ -21,18 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.formulas import Arrays, Columns, Formula, Ref, held_types, keep_columns
-from jaxnorm_kernels.mosaic.launch import BLOCK, launch
-from jaxnorm_kernels.mosaic.ring import in_plain_order, split, warpgroup_barrier
-from jaxnorm_kernels.mosaic.tiles import (
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, prepare, split
+from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_stage, warpgroup_barrier
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
+from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
-    Piece,
-    RowTile,
+    Ref,
     columns_layout,
     load,
     store,
 )
+from jaxnorm_kernels.mosaic.forward.tiles import Piece, RowTile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +45,6 @@ class RowsRing:
       rows: of a stage, a multiple of `height`.
       stages: of the ring.
       blocks_per_sm: that fit a multiprocessor at the same time.
-      columns: where what belongs to the columns is kept.
-      auto_barriers: leaves the barriers to Pallas, which puts two around each store.
     """
 
     vector: int
@@ -54,8 +52,6 @@ class RowsRing:
     rows: int = 4
     stages: int = 4
     blocks_per_sm: int = 3
-    columns: Columns = "registers"
-    auto_barriers: bool = False
 
     @property
     def height(self) -> int:
@@ -94,7 +90,7 @@ def rows_ring_backward(
         dx_ref, partial_refs, scratch = refs[0], refs[1 : 1 + formula.column_sums], refs[1:]
         scratch = scratch[formula.column_sums :]
         saved_ring, dy_ring, shared, scratch = split(scratch, *[len(pieces)] * 3)
-        full, *held = scratch
+        (full,) = scratch
         in_plain_order(*saved_ring, *dy_ring, *shared)
         block = lax.axis_index(BLOCK)
         count = lax.div(tiles - block + blocks - 1, blocks)  # stages of this block
@@ -115,13 +111,10 @@ def rows_ring_backward(
 
         for k in range(ring.stages):
             pl.when(k < count)(functools.partial(fill, jnp.int32(k)))
-        columns = keep_columns(
-            formula,
-            ring.columns,
-            [[load(ref.at[here(p)], column_layout) for ref in param_refs] for p in pieces],
-            [[ref.at[here(p)] for ref in held] for p in pieces],
-            column_layout,
-        )
+        columns = [
+            prepare(formula, [load(ref.at[here(p)], column_layout) for ref in param_refs])
+            for p in pieces
+        ]
 
         def statistics(k: Any) -> list[list[jax.Array]]:
             """Those of the rows of a stage, for each group of rows."""
@@ -139,8 +132,7 @@ def rows_ring_backward(
             plgpu.barrier_wait(full.at[at])
             for group, row_stats in zip(groups, now):
                 carried = one_group(k, at, group, row_stats, carried)
-            if not ring.auto_barriers:
-                warpgroup_barrier()  # Every warp has read the stage.
+            release_stage()
             pl.when(k + ring.stages < count)(functools.partial(fill, k + ring.stages))
             return ahead, carried
 
@@ -154,7 +146,7 @@ def rows_ring_backward(
             x, d = read(saved_ring), read(dy_ring)
             spread = [[tile.spread(stat, v) for stat in row_stats] for v in x]
             given = [
-                [lax.broadcast_in_dim(c, v.shape, (1,)) for c in f()] for f, v in zip(columns, x)
+                [lax.broadcast_in_dim(c, v.shape, (1,)) for c in own] for own, v in zip(columns, x)
             ]
             elements = list(zip(x, d, given, spread))
             totals = [tile.sum(term) for term in zip(*(formula.terms(*e) for e in elements))]
@@ -182,13 +174,11 @@ def rows_ring_backward(
         for j, target in enumerate(partial_refs):
             for ref, value in zip(shared, carried[j :: formula.column_sums]):
                 store(ref, value)
-            if not ring.auto_barriers:
-                warpgroup_barrier()
+            warpgroup_barrier()
             for p, ref in zip(pieces, shared):
                 parts = [load(ref.at[row], column_layout) for row in range(height)]
                 store(target.at[block, here(p)], functools.reduce(jnp.add, parts))
-            if not ring.auto_barriers:
-                warpgroup_barrier()
+            warpgroup_barrier()
 
     return launch(
         body,
@@ -204,9 +194,8 @@ def rows_ring_backward(
             *[plgpu.SMEM((ring.stages, ring.rows, p.width), dy.dtype) for p in pieces],
             *[plgpu.SMEM((height, p.width), jnp.float32) for p in pieces],
             plgpu.Barrier(num_arrivals=copies, num_barriers=ring.stages),
-            *held_types(formula, ring.columns, params, (cols,)),
         ],
-        auto_barriers=ring.auto_barriers,
+        auto_barriers=False,
     )
 
 

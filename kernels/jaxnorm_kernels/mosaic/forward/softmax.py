@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic import schedule as schedules
-from jaxnorm_kernels.mosaic.launch import launch
-from jaxnorm_kernels.mosaic.schedule import Schedule
-from jaxnorm_kernels.mosaic.streams import Row, Stream, Units
-from jaxnorm_kernels.mosaic.tiles import SplitRow, Tile
+from jaxnorm_kernels.mosaic.device.launch import launch
+from jaxnorm_kernels.mosaic.forward import schedule as schedules
+from jaxnorm_kernels.mosaic.forward.schedule import Schedule
+from jaxnorm_kernels.mosaic.forward.streams import Row, Stream, Units
+from jaxnorm_kernels.mosaic.forward.tiles import SplitRow, Tile
 from jaxnorm_kernels.specs import Spec
 
 # A part of a row may hold nothing but -inf. Against this maximum its exponentials are 0; against
@@ -56,10 +56,10 @@ def _forward(x: jax.Array, spec: Spec, schedule: Schedule | None) -> jax.Array:
         name=f"jaxnorm_{spec.op}_fwd",
         outputs=[(x.shape, spec.y_dtype)],
         blocks=rows.blocks(spec.rows),
+        cluster=rows.cluster,
         warpgroups=rows.warpgroups,
         scratch=rows.scratch(2, spec.x_dtype),
         auto_barriers=schedule.auto_barriers,
-        approx_math=schedule.approx_math,
     )
     return y
 
@@ -68,19 +68,23 @@ def _in_registers(tile: Tile, spec: Spec) -> Callable[..., None]:
     exp = _exp(spec)
 
     def body(x_ref: Any, y_ref: Any, *scratch: Any) -> None:
-        def one_row(row: Any, raw: list[jax.Array]) -> None:
-            x = [v.astype(jnp.float32) for v in raw]
-            m = jnp.maximum(tile.max(x), _LOWEST)
-            e = [exp(v - tile.spread(m, v)) for v in x]
+        def one_row(row: Any, turn: Any, read: Callable[[], list[jax.Array]]) -> None:
+            part_m = m = jnp.maximum(tile.max(read()), _LOWEST)
+            e = [exp(v - tile.spread(m, v)) for v in read()]
             s = tile.sum(e)
             if isinstance(tile, SplitRow):
-                m, s = _merge(tile.gather(scratch, m, s, row=row), exp)
-                # Not `e` times its part's factor: columns that two parts hold must come out alike.
-                e = [exp(v - m) for v in x]
-            if spec.op == "softmax":
+                m, s = _merge(tile.gather(scratch, m, s, turn=turn), exp)
+            if spec.op == "log_softmax":
+                y = [v - tile.spread(m, v) - tile.spread(jnp.log(s), v) for v in read()]
+            elif not isinstance(tile, SplitRow):
                 y = [v * tile.spread(1 / s, v) for v in e]
+            elif len(e) == 1 and not tile.rereads:
+                # exp(x - m) is exp(x - m_p) exp(m_p - m).
+                r = exp(part_m - m) * (1 / s)
+                y = [v * tile.spread(r, v) for v in e]
             else:
-                y = [v - tile.spread(m, v) - tile.spread(jnp.log(s), v) for v in x]
+                # Columns that two parts hold must come out alike.
+                y = [exp(v - m) * (1 / s) for v in read()]
             tile.store(y_ref, row, y)
 
         tile.each_row(x_ref, spec.rows, scratch, one_row)
@@ -97,23 +101,21 @@ def _streamed(stream: Stream, spec: Spec) -> Callable[..., None]:
         return new, sum((exp(v - new) for v in units), s * exp(m - new))
 
     def body(x_ref: Any, y_ref: Any, *scratch: Any) -> None:
-        def one_row(row: Row) -> None:
-            m, s = row.fold(
-                first=lambda units: step((stream.full(_LOWEST), stream.full(0)), units),
-                step=step,
-                neutral=lambda carry: jnp.float32(-jnp.inf),
-            )
-            part_m = jnp.max(m, axis=1)
-            part_s = jnp.sum(s * exp(m - lax.broadcast_in_dim(part_m, m.shape, (0,))), axis=1)
-            m, s = _merge(row.gather(part_m, part_s), exp)
-            if spec.op == "softmax":
-                r = 1 / s
-                row.write(y_ref, [], lambda x: exp(x - m) * r)
-            else:
-                log_s = jnp.log(s)
-                row.write(y_ref, [], lambda x: x - m - log_s)
-
-        stream.each_row(x_ref, spec.rows, scratch, one_row)
+        row = Row(stream, x_ref, scratch)
+        m, s = row.fold(
+            first=lambda units: step((stream.full(_LOWEST), stream.full(0)), units),
+            step=step,
+            neutral=lambda carry: jnp.float32(-jnp.inf),
+        )
+        part_m = jnp.max(m, axis=1)
+        part_s = jnp.sum(s * exp(m - lax.broadcast_in_dim(part_m, m.shape, (0,))), axis=1)
+        m, s = _merge(row.gather(part_m, part_s), exp)
+        if spec.op == "softmax":
+            r = 1 / s
+            row.write(y_ref, [], lambda x: exp(x - m) * r)
+        else:
+            log_s = jnp.log(s)
+            row.write(y_ref, [], lambda x: x - m - log_s)
 
     return body
 

@@ -25,15 +25,17 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from jaxnorm_kernels.mosaic import schedule as schedules
-from jaxnorm_kernels.mosaic import tiles
-from jaxnorm_kernels.mosaic.launch import WARPGROUP, launch
-from jaxnorm_kernels.mosaic.schedule import Schedule
-from jaxnorm_kernels.mosaic.streams import Row, Stream, Units
-from jaxnorm_kernels.mosaic.tiles import WARPS, Ref, SplitRow, Stat, Tile
+from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, launch
+from jaxnorm_kernels.mosaic.device.layouts import WARPS, Ref
+from jaxnorm_kernels.mosaic.forward import schedule as schedules
+from jaxnorm_kernels.mosaic.forward import tiles
+from jaxnorm_kernels.mosaic.forward.schedule import Schedule
+from jaxnorm_kernels.mosaic.forward.streams import Row, Stream, Units
+from jaxnorm_kernels.mosaic.forward.tiles import SplitRow, Stat, Tile
 from jaxnorm_kernels.specs import Spec, Stats
 
 Gather = Callable[..., list[jax.Array]]
+Read = Callable[[], list[jax.Array]]
 
 
 def norm_fwd(
@@ -63,10 +65,10 @@ def norm_fwd(
         name=f"jaxnorm_{'layer' if spec.subtract_mean else 'rms'}_norm_fwd",
         outputs=[(x.shape, spec.y_dtype), *[((spec.rows,), spec.compute_dtype)] * stats],
         blocks=rows.blocks(spec.rows),
+        cluster=rows.cluster,
         warpgroups=rows.warpgroups,
         scratch=rows.scratch(3, spec.x_dtype),
         auto_barriers=schedule.auto_barriers,
-        approx_math=schedule.approx_math,
     )
     return y, tuple(kept)
 
@@ -85,12 +87,11 @@ def _in_registers(tile: Tile, spec: Spec, params_first: bool) -> Callable[..., N
 
         held = load_columns() if params_first else None
 
-        def one_row(row: Any, raw: list[jax.Array]) -> None:
-            x = [v.astype(jnp.float32) for v in raw]
-            rstd, mean = _row_statistics(tile, x, scratch, row, spec)
+        def one_row(row: Any, turn: Any, read: Read) -> None:
+            rstd, mean = _row_statistics(tile, turn, read, scratch, spec)
             y = [
                 _output(v, tile.spread(rstd, v), _spread(tile, mean, v), columns, spec)
-                for v, columns in zip(x, held or load_columns())
+                for v, columns in zip(read(), held or load_columns())
             ]
             tile.store(y_ref, row, y)
             _store_stats(stat_refs, row, rstd, mean)
@@ -108,31 +109,29 @@ def _streamed(stream: Stream, spec: Spec) -> Callable[..., None]:
         stat_refs: Sequence[Ref],
         scratch: Sequence[Any],
     ) -> None:
-        def one_row(row: Row) -> None:
-            mean, square = _streamed_moments(stream, row, spec)
-            rstd = lax.rsqrt(square / spec.cols + spec.epsilon)
-            row.write(
-                y_ref,
-                param_refs,
-                lambda x, *params: _output(x, rstd, mean, _columns(params, spec), spec),
-            )
-            _store_stats(stat_refs, row.index, rstd, mean)
-
-        stream.each_row(x_ref, spec.rows, scratch, one_row)
+        row = Row(stream, x_ref, scratch)
+        mean, square = _streamed_moments(stream, row, spec)
+        rstd = lax.rsqrt(square / spec.cols + spec.epsilon)
+        row.write(
+            y_ref,
+            param_refs,
+            lambda x, *params: _output(x, rstd, mean, _columns(params, spec), spec),
+        )
+        _store_stats(stat_refs, row.index, rstd, mean)
 
     return normalise
 
 
 def _row_statistics(
-    tile: Tile, x: Sequence[jax.Array], scratch: Sequence[Any], row: Any, spec: Spec
+    tile: Tile, turn: Any, read: Read, scratch: Sequence[Any], spec: Spec
 ) -> tuple[Stat, Stat | None]:
     """r and the mean of a row in registers."""
     size = tile.part_sizes() if isinstance(tile, SplitRow) else float(spec.cols)
-    mean = tile.sum(x) / size if spec.subtract_mean else None
-    centred = x if mean is None else [v - tile.spread(mean, v) for v in x]
+    mean = tile.sum(read()) / size if spec.subtract_mean else None
+    centred = read() if mean is None else [v - tile.spread(mean, v) for v in read()]
     square = tile.sum([jnp.square(v) for v in centred])
     if isinstance(tile, SplitRow):
-        gather = functools.partial(tile.gather, scratch, row=row)
+        gather = functools.partial(tile.gather, scratch, turn=turn)
         mean, square = _merge(gather, size, mean, square, spec)
     return lax.rsqrt(square / spec.cols + spec.epsilon), mean
 

@@ -1,0 +1,153 @@
+"""Times schedules of the Mosaic kernels side by side: what their tables are made of.
+
+    python -m benchmarks.sweep benchmarks/sweeps/backward.py --out sweep.csv
+
+The file defines ``workloads()`` and, for one of them, ``schedules(workload)``. Each schedule is
+compiled, compared with XLA on the same operands, and timed as `benchmarks.run` times. `worst` is
+the largest difference from XLA's result, relative to its largest element: a schedule whose `worst`
+stands out is wrong, however fast.
+"""
+
+import argparse
+import csv
+import dataclasses
+import functools
+import itertools
+import runpy
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import timing
+from benchmarks.run import BATCH, COMPILERS
+from benchmarks.workloads import Workload
+from jaxnorm_kernels import mosaic, xla
+
+SHOWN = 4  # of the fastest schedules of a workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A schedule's figures; `us` is NaN where it failed, with the reason in `status`."""
+
+    op: str
+    direction: str
+    rows: int
+    cols: int
+    x_dtype: str
+    y_dtype: str
+    schedule: str
+    us: float
+    main_us: float
+    roof: float
+    vs_xla: float
+    worst: float
+    status: str
+
+
+def with_schedule(schedule: Any) -> types.SimpleNamespace:
+    """The Mosaic implementation whose functions take `schedule` instead of their table's."""
+    names = [f"{op}_{d}" for op in ("norm", "softmax", "log_softmax") for d in ("fwd", "bwd")]
+    return types.SimpleNamespace(
+        **{name: functools.partial(getattr(mosaic, name), schedule=schedule) for name in names}
+    )
+
+
+def compiled(workload: Workload, implementation: Any) -> Any:
+    shapes = jax.eval_shape(lambda: workload.operands(0))
+    return jax.jit(workload.function(implementation)).lower(*shapes).compile()
+
+
+def difference(ours: Any, theirs: Any) -> float:
+    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+    wide = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in pairs]
+    return max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in wide)
+
+
+def measured(workload: Workload, programs: dict[str, Future[Any]]) -> Iterator[Row]:
+    """XLA first, then each schedule; all on the same operands."""
+    roof = timing.copy_roof(workload.bytes).us
+    operands = [workload.operands(i) for i in range(timing.buffers_for(workload.bytes))]
+    reference, xla_us = None, float("nan")
+    for name, future in programs.items():
+        identity = (*dataclasses.astuple(workload), name)
+        try:
+            program = future.result()
+            out = program(*operands[0])
+            reference = out if reference is None else reference
+            worst = difference(out, reference)
+            time = timing.measure(program, operands)
+        except Exception as error:  # a schedule that fails is a row, not the end of the sweep
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            yield Row(*identity, *[float("nan")] * 5, reason)
+            continue
+        xla_us = time.us if name == "xla" else xla_us
+        yield Row(
+            *identity,
+            us=round(time.us, 2),
+            main_us=round(time.main_us, 2),
+            roof=round(roof / time.us, 4),
+            vs_xla=round(xla_us / time.us, 3),
+            worst=worst,
+            status="ok",
+        )
+
+
+def sweep(jobs: Sequence[tuple[Workload, Sequence[Any]]]) -> Iterator[list[Row]]:
+    """The rows of one workload after the other. Nothing compiles while one is timed."""
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        for batch in itertools.batched(jobs, max(1, BATCH // 8)):
+            compiling = [
+                (
+                    workload,
+                    {"xla": pool.submit(compiled, workload, xla)}
+                    | {str(s): pool.submit(compiled, workload, with_schedule(s)) for s in each},
+                )
+                for workload, each in batch
+            ]
+            wait([future for _, programs in compiling for future in programs.values()])
+            for workload, programs in compiling:
+                yield list(measured(workload, programs))
+
+
+def show(rows: Sequence[Row]) -> str:
+    first, *others = rows
+    ranked = sorted((r for r in others if r.status == "ok"), key=lambda r: r.us)
+    head = f"{first.op} {first.direction} {first.rows} x {first.cols} {first.x_dtype}"
+    lines = [f"{head}: xla {first.roof}, {len(ranked)} of {len(others)} ran"]
+    for r in ranked[:SHOWN]:
+        lines.append(f"  {r.roof:6.3f} {r.us:9.1f} us  worst {r.worst:.0e}  {r.schedule}")
+    lines += [f"  failed: {r.schedule}: {r.status}" for r in others if r.status != "ok"][:1]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, help="Python file with workloads() and schedules()")
+    parser.add_argument("--out", type=Path, default=Path("sweep.csv"), help="(%(default)s)")
+    given = parser.parse_args(argv)
+    if jax.devices()[0].platform != "gpu":
+        print("benchmarks.sweep times GPU kernels; there is no GPU", file=sys.stderr)
+        return 2
+    chosen = runpy.run_path(str(given.file))
+    jobs = [(w, chosen["schedules"](w)) for w in chosen["workloads"]()]
+    with given.out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [f.name for f in dataclasses.fields(Row)])
+        writer.writeheader()
+        for rows in sweep([job for job in jobs if job[1]]):
+            print(show(rows), flush=True)
+            writer.writerows(map(dataclasses.asdict, rows))
+            file.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What `benchmarks.sweep` tries: a file for each question."""

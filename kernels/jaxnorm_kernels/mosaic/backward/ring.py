@@ -1,0 +1,262 @@
+"""Backward passes over rows that stream through a ring of shared memory.
+
+A backward pass reads two arrays, reduces each row to one or two sums, and reads the row again to
+write dx. Here a *persistent* block takes every n-th row (or group of a few short rows). Each of its
+warpgroups owns a slice of the columns and a ring of stages, which the copy engine (TMA) keeps
+filled with its slice of the rows to come. The two reads of a row are both from shared memory, so
+that few registers live across the exchange of row sums: the column sums (dscale, dbias), which a
+thread carries through all its rows, have room. With a `lag` of 1, step k is reduced before step
+k - 1 is finished, which hides the exchange::
+
+    for step k:   wait for its stage      reduce, publish the sums of each warp    (reduce_rows)
+                  read the sums of k-1    dx, column sums, refill its stage        (finish_rows)
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm_kernels.mosaic.backward.formulas import (
+    Arrays,
+    Columns,
+    Formula,
+    held_types,
+    keep_columns,
+    split,
+)
+from jaxnorm_kernels.mosaic.backward.row_sums import RowSums
+from jaxnorm_kernels.mosaic.backward.slices import Chunk, Slice, skip_stale
+from jaxnorm_kernels.mosaic.device.barriers import release_stage
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
+from jaxnorm_kernels.mosaic.device.layouts import (
+    WARPGROUP_THREADS,
+    WARPS,
+    Ref,
+    load,
+    store,
+    warps_layout,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Parameters of the kernel.
+
+    Attributes:
+      vector: neighbouring elements that one thread reads and writes at once.
+      warpgroups: of a block. They share a row.
+      stages: of the ring of each warpgroup; one stage holds a piece of a step's rows.
+      rows: of a step. Short rows share an exchange of sums.
+      pieces: into which a slice is cut, where few whole slices fit shared memory.
+      lag: steps that are reduced before the first of them is finished. Needs as many stages more.
+      blocks_per_sm: that fit a multiprocessor at the same time.
+      columns: where what belongs to the columns is kept.
+      cluster: blocks that share a row, each with its own ring.
+    """
+
+    vector: int
+    warpgroups: int = 1
+    stages: int = 4
+    rows: int = 1
+    pieces: int = 1
+    lag: int = 0
+    blocks_per_sm: int = 1
+    columns: Columns = "registers"
+    cluster: int = 1
+
+    def cut(self, cols: int, warpgroup: Any = 0) -> list[Slice]:
+        """The pieces of a row that belong to a warpgroup, counted through the cluster."""
+        slices = self.cluster * self.warpgroups * self.pieces
+        chunk = WARPGROUP_THREADS * self.vector
+        return [
+            Slice(cols, slices, chunk, warpgroup * self.pieces + piece)
+            for piece in range(self.pieces)
+        ]
+
+
+def ring_backward(
+    formula: Formula,
+    saved: jax.Array,
+    dy: jax.Array,
+    stats: Arrays,
+    params: Arrays,
+    *,
+    schedule: Ring,
+    blocks: int,
+    dx_dtype: np.dtype,
+    name: str,
+) -> tuple[jax.Array, ...]:
+    """dx, then for each column sum of the formula its partial sums, one row for each block.
+
+    With a cluster, `blocks` are clusters.
+    """
+    ring, (rows, cols) = schedule, saved.shape
+    if ring.stages < ring.pieces * (1 + ring.lag) or rows < ring.rows:
+        raise ValueError(f"{ring} holds less than {1 + ring.lag} steps, or more than {rows} rows")
+    sketch, *_ = ring.cut(cols)
+    layout, shape = warps_layout(ring.vector), (WARPS, sketch.chunk // WARPS)
+    sums = RowSums(ring.warpgroups, ring.rows * formula.row_sums, 1 + ring.lag, ring.cluster)
+    steps = -(-rows // ring.rows)
+    together = range(ring.rows)
+
+    def body(saved_ref: Ref, dy_ref: Ref, *refs: Ref) -> None:
+        stat_refs, param_refs, refs = split(refs, len(stats), len(params))
+        (dx_ref,), partial_refs, refs = split(refs, 1, formula.column_sums)
+        (saved_ring, dy_ring, full), exchanged, held = split(refs, 3, 2)
+        sums.open(exchanged)
+        block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
+        rank = lax.axis_index(CLUSTER) if ring.cluster > 1 else 0
+        pieces = ring.cut(cols, rank * ring.warpgroups + warpgroup)
+        count = lax.div(steps - block + blocks - 1, blocks)  # steps of this block
+
+        def first_row(k: Any) -> Any:
+            """The last step of all overlaps the one before where the rows do not divide."""
+            return jnp.minimum((block + k * blocks) * ring.rows, rows - ring.rows)
+
+        def stage(k: Any, piece: int) -> Any:
+            return warpgroup * ring.stages + lax.rem(k * ring.pieces + piece, ring.stages)
+
+        def fill(k: Any, piece: int) -> None:
+            at = stage(k, piece)
+            for row in together:
+                for run in pieces[piece].runs():
+                    here, there = pl.ds(run.start, run.width), pl.ds(run.stage_start, run.width)
+                    for source, target in ((saved_ref, saved_ring), (dy_ref, dy_ring)):
+                        plgpu.copy_gmem_to_smem(
+                            source.at[first_row(k) + row, here],
+                            target.at[at, row, there],
+                            full.at[at],
+                            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                        )
+
+        for ahead in range(ring.stages):
+            k, piece = divmod(ahead, ring.pieces)
+            pl.when(k < count)(functools.partial(fill, jnp.int32(k), piece))
+
+        def read_param(ref: Ref, chunk: Chunk) -> jax.Array:
+            return load(ref.at[pl.ds(chunk.start, chunk.width)], layout, shape)
+
+        chunks = [(piece, chunk) for piece in range(ring.pieces) for chunk in pieces[piece].cut()]
+        each = len(chunks) // ring.pieces
+        given = keep_columns(
+            formula,
+            ring.columns,
+            [[read_param(ref, chunk) for ref in param_refs] for _, chunk in chunks],
+            [[ref.at[warpgroup, at] for ref in held] for at in range(len(chunks))],
+            layout,
+        )
+
+        def statistics(k: Any) -> list[list[jax.Array]]:
+            """Those of each row of step `k`."""
+            first = first_row(jnp.minimum(k, count - 1))
+            return [[ref[first + row] for ref in stat_refs] for row in together]
+
+        def read(k: Any, row: int, piece: int, chunk: Chunk) -> list[jax.Array]:
+            here = pl.ds(chunk.stage_start, chunk.width)
+            refs = [ref.at[stage(k, piece), row, here] for ref in (saved_ring, dy_ring)]
+            return [load(ref, layout, shape).astype(jnp.float32) for ref in refs]
+
+        def reduce_rows(k: Any, row_stats: list[list[jax.Array]]) -> None:
+            """Publishes the rows' sums, each warp those of its columns."""
+            totals: list[list[jax.Array]] = [[] for _ in together]
+            for at, ((piece, chunk), columns) in enumerate(zip(chunks, given)):
+                if at % each == 0:
+                    plgpu.barrier_wait(full.at[stage(k, piece)])
+                for row in together:
+                    terms = formula.terms(*read(k, row, piece, chunk), columns(), row_stats[row])
+                    terms = [skip_stale(term, chunk) for term in terms]
+                    so_far = totals[row]
+                    totals[row] = [a + b for a, b in zip(so_far, terms)] if so_far else terms
+            parts = [jnp.sum(total, axis=1) for row_totals in totals for total in row_totals]
+            sums.publish(exchanged, parts, k)
+
+        def finish_rows(k: Any, row_stats: list[list[jax.Array]], carried: Arrays) -> Arrays:
+            """dx and the column sums. Each piece is filled again as soon as it has been read."""
+            totals = sums.collect(exchanged, k)
+            finished: list[jax.Array] = []
+            for piece in range(ring.pieces):
+                mine = list(zip(chunks, given))[piece * each :][:each]
+                so_far = carried[len(finished) :][: each * formula.column_sums]
+                for row in together:
+                    so_far = add_row(k, row, mine, row_stats[row], totals, so_far)
+                finished += so_far
+                release_stage()
+                t = k * ring.pieces + piece + ring.stages
+                ahead, there = divmod(piece + ring.stages, ring.pieces)
+                pl.when(t < count * ring.pieces)(functools.partial(fill, k + ahead, there))
+            return finished
+
+        def add_row(
+            k: Any, row: int, mine: Any, row_stats: Arrays, totals: Arrays, carried: Arrays
+        ) -> Arrays:
+            index, first = first_row(k) + row, row * formula.row_sums
+            added: list[jax.Array] = []
+            for (piece, chunk), columns in mine:
+                dx, terms = formula.finish(
+                    *read(k, row, piece, chunk),
+                    columns(),
+                    row_stats,
+                    totals[first : first + formula.row_sums],
+                )
+                store(dx_ref.at[index, pl.ds(chunk.start, chunk.width)], dx)
+                added += terms
+            if rows % ring.rows:
+                is_new = index >= (block + k * blocks) * ring.rows
+                is_new = lax.broadcast_in_dim(is_new, shape, ())
+                added = [jnp.where(is_new, a, jnp.float32(0)) for a in added]
+            return [a + b for a, b in zip(carried, added)]
+
+        def step(k: Any, carry: Any) -> Any:
+            """Reduces step `k`, finishes step ``k - lag``; reads the statistics of ``k + 1``."""
+            (*before, now), carried = carry
+            ahead = statistics(k + 1)
+            if ring.lag:
+                pl.when(k < count)(functools.partial(reduce_rows, k, now))
+            else:
+                reduce_rows(k, now)
+            queue = [*before, now, ahead]
+            return queue[1:], finish_rows(k - ring.lag, queue[0], carried)
+
+        zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+        carried = [zero] * (len(chunks) * formula.column_sums)
+        queue = [statistics(jnp.int32(k)) for k in range(1 + ring.lag)]
+        sums.ready()
+        for k in range(ring.lag):
+            pl.when(k < count)(functools.partial(reduce_rows, jnp.int32(k), queue[k]))
+        _, carried = lax.fori_loop(ring.lag, count + ring.lag, step, (queue, carried))
+        for j, ref in enumerate(partial_refs):
+            for (_, chunk), value in zip(chunks, carried[j :: formula.column_sums]):
+                store(ref.at[block, pl.ds(chunk.start, chunk.width)], value)
+
+    stages = ring.warpgroups * ring.stages
+    return launch(
+        body,
+        [saved, dy, *stats, *params],
+        name=name,
+        outputs=[
+            ((rows, cols), dx_dtype),
+            *[((blocks, cols), np.dtype(np.float32))] * formula.column_sums,
+        ],
+        blocks=blocks,
+        cluster=ring.cluster,
+        warpgroups=ring.warpgroups,
+        scratch=[
+            plgpu.SMEM((stages, ring.rows, sketch.width), saved.dtype),
+            plgpu.SMEM((stages, ring.rows, sketch.width), dy.dtype),
+            plgpu.Barrier(num_arrivals=2 * ring.rows * len(sketch.runs()), num_barriers=stages),
+            *sums.scratch(),
+            *held_types(
+                ring.columns,
+                params,
+                (ring.warpgroups, ring.pieces * len(sketch.cut()), *shape),
+            ),
+        ],
+        auto_barriers=False,
+    )

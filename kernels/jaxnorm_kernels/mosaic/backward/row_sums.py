@@ -1,0 +1,93 @@
+"""How the warps that share rows add up the sums of them, of which each warp has its part."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays
+from jaxnorm_kernels.mosaic.device import mailbox
+from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
+from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPS, Ref, columns_layout, load, store
+
+# Every thread reads all of an array, four elements at a time, and adds them up by itself.
+_ALL = plgpu.Layout.TILED(
+    plgpu.Tiling(((WARPS,),)),
+    warp_dims=(plgpu.Replicated(WARPS),),
+    lane_dims=(plgpu.Replicated(WARP),),
+    vector_dim=-1,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSums:
+    """The exchange of `sums` values for each step of a persistent kernel.
+
+    Not by Mosaic's reduction over warps: its scratch is at one place for all warpgroups of a block,
+    which is a race. With `depth` 2, a step may be published while the one before is not collected.
+    In a cluster the warps send their parts to all its blocks.
+    """
+
+    warpgroups: int
+    sums: int
+    depth: int = 1
+    cluster: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Of a sum: the warps that share a row."""
+        return WARPS * self.warpgroups * self.cluster
+
+    @property
+    def turns(self) -> int:
+        """The fastest warp publishes step k + turns - 1 while the slowest may collect step k."""
+        return 2 * self.depth
+
+    def scratch(self) -> list[Any]:
+        shared = plgpu.SMEM((self.turns * self.sums, self.parts), jnp.float32)
+        if self.cluster > 1:
+            return [shared, mailbox.barriers(self.turns)]
+        return [shared, plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=self.depth)]
+
+    def open(self, scratch: Sequence[Ref]) -> None:
+        """Before everything else."""
+        if self.cluster > 1:
+            mailbox.open_mailbox(scratch[1], self.warpgroups)
+
+    def ready(self) -> None:
+        """Once, before the first `publish`: the later, the less there is to wait for."""
+        if self.cluster > 1:
+            mailbox.wait_for_cluster()
+
+    def publish(self, scratch: Sequence[Ref], sums: Arrays, k: Any = 0) -> None:
+        """`sums`: for each sum a ``(4,)`` array over the warps of this warpgroup."""
+        shared, barriers = scratch
+        turn = lax.rem(jnp.int32(k), self.turns)
+        if self.cluster > 1:
+            mailbox.send(shared, barriers, turn, sums, self.warpgroups, self.cluster)
+            return
+        mine = pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
+        for j, value in enumerate(sums):
+            store(shared.at[turn * self.sums + j, mine], value)
+        plgpu.barrier_arrive(self._barrier(barriers, k))
+
+    def collect(self, scratch: Sequence[Ref], k: Any = 0) -> list[jax.Array]:
+        """The totals of step `k`. Each warp adds up all parts, in the same order."""
+        shared, barriers = scratch
+        k = jnp.int32(k)
+        turn = lax.rem(k, self.turns)
+        if self.cluster > 1:
+            mailbox.receive(barriers, turn, lax.rem(lax.div(k, self.turns), 2))
+        else:
+            plgpu.barrier_wait(self._barrier(barriers, k))
+        layout = _ALL if self.parts % WARP else columns_layout(1, WARP)
+        first = turn * self.sums
+        return [jnp.sum(load(shared.at[first + j], layout)) for j in range(self.sums)]
+
+    def _barrier(self, barriers: Ref, k: Any) -> Ref:
+        return barriers.at[lax.rem(k, self.depth)] if self.depth > 1 else barriers

@@ -1,0 +1,1 @@
+"""What every kernel needs of the device: launches, layouts, barriers, clusters."""

@@ -1,0 +1,48 @@
+"""What Pallas has no word for: a barrier of a warpgroup, and shared memory without a swizzle."""
+
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax.experimental.mosaic.gpu import utils as mosaic_gpu
+
+from jaxnorm_kernels.mosaic.device.launch import is_interpreted
+
+
+def warpgroup_barrier() -> None:
+    """Waits for the warps of the warpgroup, where the kernel has no automatic barriers."""
+    if is_interpreted():
+        return  # There, a warpgroup is one thread.
+
+    @plgpu.inline_mgpu()
+    def barrier(context: Any) -> None:
+        del context
+        mosaic_gpu.warpgroup_barrier()
+
+    barrier()
+
+
+def release_stage() -> None:
+    """Every warp has read what asynchronous copies brought: they may overwrite it.
+
+    For that a barrier is enough on a GPU. The interpreter asks for a fence too, as if the stage had
+    been written.
+    """
+    if is_interpreted():
+        plgpu.commit_smem()
+    else:
+        warpgroup_barrier()
+
+
+def in_plain_order(*refs: Any) -> None:
+    """Keeps Mosaic from choosing a swizzle for these refs: a bulk copy fills them as they are.
+
+    The search for one also fails on some shapes (jax 0.11.2: an IndexError).
+    """
+    if is_interpreted():
+        return
+
+    @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() for _ in refs))
+    def use(context: Any, *refs: Any) -> None:
+        del context, refs
+
+    use(*refs)

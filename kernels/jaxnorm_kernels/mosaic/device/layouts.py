@@ -1,0 +1,110 @@
+"""Which thread holds which elements, and loads and stores in these layouts."""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm_kernels.mosaic.device.launch import is_interpreted
+
+WARP = 32  # threads of a warp
+WARPS = 4  # warps of a warpgroup
+WARPGROUP_THREADS = WARP * WARPS
+VECTOR_BYTES = 16  # the widest load or store of one thread
+
+# Pallas gives layouts and refs no public types.
+Layout = Any
+Ref = Any
+
+
+def vector_width(cols: int, *dtypes: np.dtype | None) -> int:
+    """Elements that one thread reads at once: the most that fit `VECTOR_BYTES` and divide a row.
+
+    They must divide the row, because otherwise the rows would not start at aligned addresses.
+    """
+    width = VECTOR_BYTES // max(dtype.itemsize for dtype in dtypes if dtype is not None)
+    while cols % width:
+        width //= 2
+    return width
+
+
+def warpgroup_layout(vector: int) -> Layout:
+    """``(n,)``: neighbouring threads of the warpgroup hold neighbouring vectors.
+
+    What ``WG_STRIDED`` is with this vector size, but it may be reduced in parts and sliced.
+    """
+    unit = WARP * vector
+    return _tiled((WARPS * unit,), (unit,), (vector,), warps=(-3,), lanes=(-2,))
+
+
+def warps_layout(vector: int) -> Layout:
+    """``(4, n)``: each warp holds a row, neighbouring lanes neighbouring vectors of it."""
+    return _tiled((WARPS, WARP * vector), (vector,), warps=(-3,), lanes=(-2,))
+
+
+def rows_layout(vector: int, threads: int, height: int) -> Layout:
+    """``(height, n)``: `threads` neighbouring threads share a row: part of a warp, or all warps.
+
+    A height of 1 shared within a warp: every warp, and every part of a warp, holds the same row.
+    """
+    unit = threads * vector
+    if threads == WARPGROUP_THREADS:
+        return _tiled((1, unit), (unit // WARPS,), (vector,), warps=(-3,), lanes=(-2,))
+    if height == 1:
+        return _tiled((1, unit), (vector,), warps=_ALL_WARPS, lanes=_parts_of_a_warp(threads))
+    if threads == WARP:
+        return warps_layout(vector)
+    rows = WARP // threads
+    return _tiled((WARPS * rows, unit), (rows, unit), (vector,), warps=(-5,), lanes=(-3, -2))
+
+
+def columns_layout(vector: int, threads: int) -> Layout:
+    """``(n,)``: what `rows_layout` holds of every row; the layout of its scale and bias."""
+    if threads == WARPGROUP_THREADS:
+        return warpgroup_layout(vector)
+    lanes = _parts_of_a_warp(threads)
+    return _tiled((threads * vector,), (vector,), warps=_ALL_WARPS, lanes=lanes)
+
+
+def column_in_warps(shape: tuple[int, int]) -> jax.Array:
+    """Column of each element of a ``(4, n)`` array whose rows lie side by side."""
+    warp = lax.broadcasted_iota(jnp.int32, shape, 0)
+    return warp * shape[1] + lax.broadcasted_iota(jnp.int32, shape, 1)
+
+
+def load(ref: Ref, layout: Layout, shape: tuple[int, ...] | None = None) -> jax.Array:
+    """The elements of `ref`, as an array of `shape` (by default that of `ref`)."""
+    if shape is None or shape == ref.shape:
+        return plgpu.load(ref, layout=layout, optimized=False)
+    # The interpreter knows no reshaped refs; Mosaic cannot reshape registers of these layouts.
+    if is_interpreted():
+        return plgpu.load(ref, layout=layout, optimized=False).reshape(shape)
+    return plgpu.load(ref.reshape(*shape), layout=layout, optimized=False)
+
+
+def store(ref: Ref, value: jax.Array) -> None:
+    """Stores `value`, rounded to the dtype of `ref`."""
+    value = value.astype(ref.dtype)
+    if value.shape != ref.shape and is_interpreted():
+        value = value.reshape(ref.shape)
+    elif value.shape != ref.shape:
+        ref = ref.reshape(*value.shape)
+    if value.ndim and hasattr(plgpu, "store"):
+        # From jax 0.12 on `ref[...] = value` refuses what is not perfectly coalesced.
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+_ALL_WARPS = (plgpu.Replicated(WARPS),)
+
+
+def _parts_of_a_warp(threads: int) -> tuple[Any, ...]:
+    return (-2,) if threads == WARP else (plgpu.Replicated(WARP // threads), -2)
+
+
+def _tiled(*tiles: tuple[int, ...], warps: tuple[Any, ...], lanes: tuple[Any, ...]) -> Layout:
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=warps, lane_dims=lanes, vector_dim=-1)

@@ -1,0 +1,71 @@
+"""The exchange of row statistics between the warps that share a row, in a block or in a cluster."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jaxnorm_kernels.mosaic.device import mailbox
+from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
+from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPS, columns_layout, load, store
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Shows a value of each warp to every warp that shares its row.
+
+    Those are the warps of a block of up to 8 warpgroups, or of all `cluster` blocks of a cluster,
+    which send each other their values. With two `turns` a warpgroup may be an exchange ahead of
+    another that still reads.
+    """
+
+    warpgroups: int
+    cluster: int = 1
+    turns: int = 1
+
+    @property
+    def parts(self) -> int:
+        return WARPS * self.warpgroups * self.cluster
+
+    def scratch(self, stats: int) -> list[Any]:
+        """Scratch for exchanges of up to `stats` values."""
+        shared = plgpu.SMEM((self.turns * stats, self.parts), jnp.float32)
+        if self.cluster > 1:
+            return [shared, mailbox.barriers(self.turns)]
+        return [shared, plgpu.Barrier(num_arrivals=self.warpgroups)]
+
+    def open(self, scratch: Sequence[Any]) -> None:
+        """Before everything else."""
+        if self.cluster > 1:
+            mailbox.open_mailbox(scratch[1], self.warpgroups)
+
+    def ready(self) -> None:
+        """Once, before the first `gather`: the later, the less there is to wait for."""
+        if self.cluster > 1:
+            mailbox.wait_for_cluster()
+
+    def gather(self, scratch: Sequence[Any], *stats: jax.Array, count: Any = 0) -> list[jax.Array]:
+        """``(4,)`` values of each warpgroup -> ``(parts,)`` values, in the same order everywhere.
+
+        Reducing those stays within a warp, because each warp holds all of them in its lanes.
+        `count` is how often the block has gathered before.
+        """
+        shared, barrier = scratch
+        turn = lax.rem(jnp.int32(count), self.turns)
+        first = turn * len(stats)
+        if self.cluster > 1:
+            mailbox.send(shared, barrier, turn, stats, self.warpgroups, self.cluster)
+            mailbox.receive(barrier, turn, lax.rem(lax.div(jnp.int32(count), self.turns), 2))
+        else:
+            mine = pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
+            for slot, stat in enumerate(stats):
+                store(shared.at[first + slot, mine], stat)
+            plgpu.barrier_arrive(barrier)
+            plgpu.barrier_wait(barrier)
+        layout = columns_layout(1, min(WARP, self.parts))
+        return [load(shared.at[first + slot], layout) for slot in range(len(stats))]

@@ -1,0 +1,156 @@
+"""Rows in registers that wait for their turn in shared memory: tiles fed by the copy engine.
+
+A block takes `turns` rows, or groups of rows, one after the other. Asynchronous copies (TMA) queue
+them in shared memory, `slots` of them; a slot is filled again as soon as its rows are in registers.
+So memory stays busy through the reductions of a row, and what belongs to the columns stays in
+registers from row to row.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm_kernels.mosaic.device.barriers import in_plain_order
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP
+from jaxnorm_kernels.mosaic.device.layouts import Ref, load
+from jaxnorm_kernels.mosaic.forward.exchange import Exchange
+from jaxnorm_kernels.mosaic.forward.tiles import Body, Piece, RowTile, SplitRow, Tile, in_float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Queue(Tile):
+    """What makes a queued tile of a tile. Each warpgroup has a queue for what it holds of a row.
+
+    With `rereads`, a row stays in shared memory until it is done, and holds no registers meanwhile.
+    """
+
+    slots: int = 2
+    turns: int = 4
+    rereads: bool = False
+
+    def blocks(self, rows: int) -> int:
+        return -(-super().blocks(rows) // self.turns)
+
+    def held(self, width: int) -> tuple[int, ...]:
+        """Shape in shared memory of a piece of `width` columns."""
+        raise NotImplementedError
+
+    def widths(self) -> list[int]:
+        """Those of `pieces`, which are the same in each warpgroup."""
+        raise NotImplementedError
+
+    def copies(self, x: Ref, index: Any, piece: Piece, slot: Ref) -> list[tuple[Ref, Ref]]:
+        """The copies, each of consecutive bytes, that bring a piece into its slot."""
+        raise NotImplementedError
+
+    def scratch(self, stats: int, dtype: np.dtype) -> list[Any]:
+        count = self.warpgroups * self.slots
+        widths = self.widths()
+        copies = len(widths) * (self.rows if len(widths) > 1 else 1)
+        return [
+            *super().scratch(stats, dtype),
+            # A piece has an array of its own: Mosaic reads a slice of columns only where its width
+            # divides the row.
+            *[plgpu.SMEM((count, *self.held(width)), dtype) for width in widths],
+            plgpu.Barrier(num_arrivals=copies, num_barriers=count),
+        ]
+
+    def each_row(
+        self,
+        x: Ref,
+        rows: int,
+        scratch: Sequence[Any],
+        body: Body,
+    ) -> None:
+        pieces = self.pieces()
+        *_, filled = scratch
+        queues = scratch[-1 - len(pieces) : -1]
+        in_plain_order(*queues)
+        self.open(scratch)
+        first = lax.axis_index(BLOCK) * self.turns
+        count = jnp.minimum(self.turns, super().blocks(rows) - first)
+
+        def slot(k: Any) -> Any:
+            return lax.axis_index(WARPGROUP) * self.slots + lax.rem(k, self.slots)
+
+        def index(k: Any) -> Any:
+            return self.row_index(rows, first + k)
+
+        def fill(k: Any) -> None:
+            @pl.when(k < count)
+            def _() -> None:
+                for p, queue in zip(pieces, queues):
+                    for source, target in self.copies(x, index(k), p, queue.at[slot(k)]):
+                        plgpu.copy_gmem_to_smem(
+                            source,
+                            target,
+                            filled.at[slot(k)],
+                            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # of any length
+                        )
+
+        def read(k: Any) -> list[jax.Array]:
+            return in_float32(
+                [
+                    load(queue.at[slot(k)], self.layout, self.shape(p.width))
+                    for p, queue in zip(pieces, queues)
+                ]
+            )
+
+        def one(k: Any) -> None:
+            plgpu.barrier_wait(filled.at[slot(k)])
+            if self.rereads:
+                body(index(k), k, lambda: read(k))
+            else:
+                held = read(k)
+            plgpu.commit_smem()  # every warp has its part of the row: the slot may be filled again
+            fill(k + self.slots)
+            if not self.rereads:
+                body(index(k), k, lambda: held)
+
+        for k in range(self.slots):
+            fill(jnp.int32(k))
+        self.ready()
+        pl.loop(0, count)(one)
+
+
+@dataclasses.dataclass(frozen=True)
+class QueuedRow(Queue, SplitRow):
+    """A `SplitRow` at a time."""
+
+    @property
+    def exchange(self) -> Exchange:
+        return dataclasses.replace(super().exchange, turns=2)
+
+    def held(self, width: int) -> tuple[int, ...]:
+        return (width,)
+
+    def widths(self) -> list[int]:
+        whole = self.cluster * self.split * self.body == self.cols
+        return [self.body] if whole else [self.body, self.unit]
+
+    def copies(self, x: Ref, index: Any, piece: Piece, slot: Ref) -> list[tuple[Ref, Ref]]:
+        return [(x.at[index, pl.ds(piece.start, piece.width)], slot)]
+
+
+@dataclasses.dataclass(frozen=True)
+class QueuedTile(Queue, RowTile):
+    """A `RowTile` at a time."""
+
+    def held(self, width: int) -> tuple[int, ...]:
+        return (self.height, width)
+
+    def widths(self) -> list[int]:
+        return [p.width for p in self.pieces()]
+
+    def copies(self, x: Ref, index: Any, piece: Piece, slot: Ref) -> list[tuple[Ref, Ref]]:
+        if piece.width == self.cols:
+            return [(x.at[index], slot)]
+        columns = pl.ds(piece.start, piece.width)
+        return [(x.at[index.start + row, columns], slot.at[row]) for row in range(self.height)]

@@ -1,0 +1,354 @@
+"""How a forward pass runs: one table; the first line that fits is taken. The reasons are hardware.
+
+The sizes that matter, and how the lines below use them:
+
+* An SM gives 64 registers to each of 1024 threads, 128 to each of 512. A value of a row costs one
+  register, so 32 values for each thread let 8 warpgroups share an SM.
+* About 64 KiB of reads under way in each SM keep the memory of an H100 or H200 busy. Rows in
+  registers have as many because an SM runs several blocks: some load while others reduce or store.
+  A row of 32 KiB and more leaves room for one or two, so it is spread over the blocks of a cluster.
+* As many blocks as rows reach 0.97 of a copy's bandwidth where a block for each SM, or a few, that
+  share the rows evenly reach 0.91: SMs differ, it seems, and all wait for the slowest. So a block
+  takes a few rows at most, and only where it then reads its parameters once for all of them.
+* A second read from the L2 cache costs no memory bandwidth, but L2 bandwidth, of which there is
+  about 1.5 times as much. So it is the last resort.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Literal
+
+import jax
+
+from jaxnorm_kernels.mosaic.device.launch import is_interpreted
+from jaxnorm_kernels.mosaic.device.layouts import (
+    VECTOR_BYTES,
+    WARP,
+    WARPGROUP_THREADS,
+    vector_width,
+)
+from jaxnorm_kernels.mosaic.forward.queued import QueuedRow, QueuedTile
+from jaxnorm_kernels.mosaic.forward.streams import Stream
+from jaxnorm_kernels.mosaic.forward.tiles import RowTile, SplitRow, Tile, WarpgroupRow
+from jaxnorm_kernels.specs import Op, Spec
+
+Kind = Literal[
+    "row_tile", "queued_tile", "warpgroup_row", "split_row", "queued_row", "streamed_row"
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """One way to run a forward pass. What each number means is said where `kind` is defined.
+
+    Attributes:
+      kind: `RowTile`, `QueuedTile`, `WarpgroupRow`, `SplitRow`, `QueuedRow` or `Stream`.
+      vector: elements that a thread reads at once; it must divide the row.
+      rows: rows of a block at a time (tiles).
+      threads: threads that share a row: 2 to 32, or 128 (tiles).
+      warpgroups: warpgroups of a block that share a row (split_row, queued_row, streamed_row).
+      cluster: blocks that share a row (split_row, queued_row).
+      chunk: columns that a warpgroup takes at a time (streamed_row).
+      slots: rows, or groups of rows, in the queue of a block (queued).
+      turns: rows, or groups of rows, that a block takes (queued).
+      rereads: a row is read from shared memory for each use, and holds no registers (queued).
+      params_first: scale and bias are loaded before the reductions, not after: latency against
+        registers (all but streamed_row).
+      auto_barriers: Pallas' barriers around each store. The kernels are sound without them: what
+        one thread reads of another has a barrier of its own.
+    """
+
+    kind: Kind
+    vector: int
+    rows: int = 1
+    threads: int = WARP
+    warpgroups: int = 1
+    cluster: int = 1
+    chunk: int = 0
+    slots: int = 0
+    turns: int = 0
+    rereads: bool = False
+    params_first: bool = False
+    auto_barriers: bool = True
+
+    def rows_of(self, spec: Spec) -> Tile | Stream:
+        """How a block holds, or goes through, its rows."""
+        cols, vector = spec.cols, self.vector
+        queue = {"slots": self.slots, "turns": self.turns, "rereads": self.rereads}
+        match self.kind:
+            case "row_tile":
+                return RowTile(cols, vector, self.threads, self.rows)
+            case "queued_tile":
+                return QueuedTile(cols, vector, self.threads, self.rows, **queue)
+            case "warpgroup_row":
+                return WarpgroupRow(cols, vector)
+            case "split_row":
+                return SplitRow(cols, vector, self.warpgroups, self.cluster)
+            case "queued_row":
+                return QueuedRow(cols, vector, self.warpgroups, self.cluster, **queue)
+            case "streamed_row":
+                return Stream(cols, vector, self.warpgroups, self.chunk)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What a schedule depends on."""
+
+    sms: int
+    smem: int  # bytes of shared memory that a block may have
+    cluster: int = 8  # blocks of the largest cluster that every GPU with clusters supports
+
+
+HOPPER = Gpu(sms=132, smem=227 * 1024)  # H100 SXM, H200
+INTERPRETER = dataclasses.replace(HOPPER, cluster=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of the table: for rows of up to `cols` columns; None is any number.
+
+    Attributes:
+      waves: only for at most this many rows for each SM.
+      row_bytes: only for rows of up to so many bytes.
+      params: only where a column has so many bytes of parameters for each byte of x and y.
+      op: only for this operation.
+      bare: only without parameters.
+      values: row values of a thread: gives the rows of a block (tiles, warpgroup_row), or the
+        *shares* of a row: how many warpgroups share it. 0: as many as its parameters leave room.
+      cluster: blocks that may share a row, with a warpgroup in each.
+      warpgroups: of a block, where a row has more shares than that.
+      chunk: bytes of a chunk.
+    """
+
+    kind: Kind
+    cols: int | None = None
+    waves: int | None = None
+    row_bytes: int | None = None
+    params: float = 0
+    op: Op | None = None
+    bare: bool = False
+    values: int = 32
+    cluster: int = 1
+    warpgroups: int = 1
+    chunk: int = 0
+
+    def fits(self, spec: Spec, gpu: Gpu) -> bool:
+        row_bytes = spec.cols * spec.x_dtype.itemsize
+        return (
+            (self.cols is None or spec.cols <= self.cols)
+            and (self.waves is None or spec.rows <= self.waves * gpu.sms)
+            and (self.row_bytes is None or row_bytes <= self.row_bytes)
+            # What asynchronous copies can take.
+            and (not self.kind.startswith("queued") or row_bytes % VECTOR_BYTES == 0)
+            and _param_bytes(spec) >= self.params * _data_bytes(spec)
+            and self.op in (None, spec.op)
+            and (not self.bare or not _params(spec))
+        )
+
+
+TABLE = (
+    # More parameters than data would come from the L1 or L2 cache for each row, and do not leave
+    # enough of their bandwidth. They stay in registers for a few rows, which a queue brings.
+    Line("queued_tile", cols=1024, params=1.25, values=16),
+    # A warp reads 4 KiB rows with 4 loads or more: no barrier between warps, several rows at once;
+    # fewer where they share no parameters.
+    Line("row_tile", cols=256, bare=True, values=16),
+    Line("row_tile", cols=1024),
+    # Few rows: an SM has one of them at most, so that latency decides. Many threads for each row,
+    # in as many SMs as there are for it.
+    Line("split_row", cols=2**18, waves=1, values=16, cluster=8, warpgroups=4),
+    # As many parameters as data: in registers, too. So far an SM has room for several blocks.
+    Line("queued_row", cols=8192, params=1, values=0, warpgroups=2),
+    # A row of more than 8 shares leaves an SM room for a single block, with 4 of them.
+    Line("queued_row", cols=2**17, params=1, values=0, cluster=8, warpgroups=4),
+    # 64 values a thread still let an SM have 4 rows under way; a row needs 2 or 3 barriers.
+    Line("warpgroup_row", cols=8192),
+    # log_softmax needs x again after its exponentials, which take as many registers: x stays in
+    # shared memory.
+    Line("queued_row", row_bytes=2**18, op="log_softmax", values=64, cluster=8, warpgroups=2),
+    # The same of each part of a row. Small blocks load while others reduce.
+    Line("split_row", row_bytes=2**18, values=64, cluster=8, warpgroups=2),
+    # Rows of half a MiB and more fill the registers of several SMs. Few large blocks share one,
+    # because the blocks of a cluster have to start at the same time.
+    Line("split_row", cols=2**18, cluster=8, warpgroups=8),
+    # What fits in no registers.
+    Line("streamed_row", warpgroups=8, chunk=4096),
+)
+
+
+def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
+    """The schedule for `spec`: that of the first line of the table that fits."""
+    gpu = gpu or (INTERPRETER if is_interpreted() else local_gpu())
+    vector = vector_width(spec.cols, spec.x_dtype, spec.y_dtype)
+    line = next(line for line in TABLE if line.fits(spec, gpu))
+    match line.kind:
+        case "row_tile":
+            return _row_tile(line, spec, vector)
+        case "queued_tile":
+            return _queued_tile(line, spec, vector, gpu)
+        case "warpgroup_row":
+            return _warpgroup_row(line, spec, vector)
+        case "split_row":
+            return _split_row(line, spec, vector, gpu)
+        case "queued_row":
+            return _queued_row(line, spec, vector, gpu)
+        case "streamed_row":
+            return _streamed_row(line, spec, vector)
+
+
+@functools.cache
+def local_gpu() -> Gpu:
+    """The GPU at hand; an H100 or H200 where there is none (cross-lowering)."""
+    device = jax.local_devices()[0]
+    sms = getattr(device, "core_count", None)
+    if device.platform != "gpu" or sms is None:
+        return HOPPER
+    return Gpu(sms, getattr(device, "shared_memory_per_block_optin", HOPPER.smem))
+
+
+def _row_tile(line: Line, spec: Spec, vector: int) -> Schedule:
+    # A unit must fit in the row: short rows take narrower loads.
+    vector = min(vector, _power_of_2(spec.cols // 2))
+    threads = _threads(spec.cols, vector)
+    step = WARPGROUP_THREADS // threads
+    rows = max(1, line.values * WARPGROUP_THREADS // (spec.cols * step)) * step
+    rows = min(rows, spec.rows // step * step)
+    if rows:
+        return Schedule("row_tile", vector, rows=rows, threads=threads)
+    # Fewer rows than the warps of a block hold.
+    if spec.cols >= WARPGROUP_THREADS:
+        return _warpgroup_row(line, spec, vector)
+    return Schedule("row_tile", vector, rows=1, threads=threads)
+
+
+def _threads(cols: int, vector: int) -> int:
+    """Threads for a row: as many of a warp as possible while they read no more than 1/8 twice."""
+    fitting = [n for n in (32, 16, 8, 4, 2) if n * vector <= cols]
+    read = {n: math.ceil(cols / (n * vector)) * n * vector for n in fitting}
+    return next((n for n in fitting if read[n] <= cols * 9 / 8), min(fitting, key=read.__getitem__))
+
+
+def _queued_tile(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
+    tile = _row_tile(line, spec, vector)
+    if tile.rows == 1:
+        return tile
+    return dataclasses.replace(
+        tile,
+        kind="queued_tile",
+        slots=2,
+        turns=_turns(8, spec, spec.rows // tile.rows, gpu),
+        params_first=True,
+        auto_barriers=False,
+    )
+
+
+def _warpgroup_row(line: Line, spec: Spec, vector: int) -> Schedule:
+    vector = min(vector, _power_of_2(spec.cols // WARPGROUP_THREADS))
+    rows = min(line.values * WARPGROUP_THREADS // spec.cols, spec.rows, 4)
+    if rows < 2:
+        return Schedule("warpgroup_row", vector, params_first=True, auto_barriers=False)
+    # Up to 4 rows share the barriers of a reduction: that many fit in its scratch.
+    return Schedule("row_tile", vector, rows=rows, threads=WARPGROUP_THREADS)
+
+
+def _split_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
+    shares = _shares(spec.cols, vector, line.values)
+    cluster = min(line.cluster, gpu.sms // spec.rows) if line.waves else line.cluster
+    warpgroups, cluster = _spread(shares, line, gpu, cluster)
+    values = spec.cols / (cluster * warpgroups * WARPGROUP_THREADS)
+    # What a thread has of 128 registers, or of the 64 that 8 warpgroups leave it.
+    room = 128 if warpgroups < 8 else 48
+    return Schedule(
+        "split_row",
+        vector,
+        cluster=cluster,
+        warpgroups=warpgroups,
+        params_first=values * (1 + len(_params(spec))) <= room,
+        auto_barriers=False,
+    )
+
+
+def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
+    # A column costs a register for each of its parameters, and one for its value.
+    values = line.values or 80 // len(_params(spec))
+    shares = _shares(spec.cols, vector, values)
+    warpgroups, cluster = _spread(shares, line, gpu, line.cluster)
+    unit = warpgroups * WARPGROUP_THREADS * vector
+    part = math.ceil(spec.cols / (cluster * unit)) * unit
+    part_bytes = part * spec.x_dtype.itemsize
+    # The more blocks share a row, the longer they take to start.
+    start = 8 if shares <= 2 else 16 if shares <= line.cluster else 32
+    turns = _turns(start, spec, spec.rows * cluster, gpu)
+    # 24 KiB, or else 2 parts of rows: more room for them would leave fewer blocks to an SM.
+    slots = min(max(2, 24 * 1024 // part_bytes), turns, (gpu.smem - 8192) // part_bytes, 3)
+    return Schedule(
+        "queued_row",
+        vector,
+        cluster=cluster,
+        warpgroups=warpgroups,
+        slots=max(1, slots),
+        turns=turns,
+        rereads=part > 32 * warpgroups * WARPGROUP_THREADS,
+        params_first=True,
+        auto_barriers=False,
+    )
+
+
+def _turns(start: int, spec: Spec, blocks: int, gpu: Gpu) -> int:
+    """How many rows, or groups of them, a block takes; `blocks` is how many blocks could take one.
+
+    The more, the less it matters that a block has to start, and to read its parameters: as if
+    that were `start` bytes of x and y for each byte of parameters, and the more it matters the
+    fewer of the former there are. The fewer, the more evenly the SMs end; each should have three.
+    """
+    if not _params(spec):
+        return 1
+    turns = max(2, round(start * _param_bytes(spec) / _data_bytes(spec) ** 2))
+    return max(1, min(turns, blocks // (3 * gpu.sms)))
+
+
+def _streamed_row(line: Line, spec: Spec, vector: int) -> Schedule:
+    unit = WARPGROUP_THREADS * vector
+    units = min(
+        max(1, line.chunk // (spec.x_dtype.itemsize * unit)),
+        spec.cols // (line.warpgroups * unit),
+    )
+    return Schedule("streamed_row", vector, warpgroups=line.warpgroups, chunk=units * unit)
+
+
+def _shares(cols: int, vector: int, values: int) -> int:
+    """Warpgroups for a row: a power of 2, enough to leave each thread up to `values`."""
+    wanted = math.ceil(cols / (WARPGROUP_THREADS * values))
+    most = max(1, cols // (WARPGROUP_THREADS * vector))
+    return min(2 ** math.ceil(math.log2(wanted)), _power_of_2(most))
+
+
+def _spread(shares: int, line: Line, gpu: Gpu, cluster: int) -> tuple[int, int]:
+    """Warpgroups of a block and blocks of a cluster, for a row of so many shares.
+
+    A warpgroup in each block, if `cluster` blocks are enough.
+    """
+    if shares <= min(cluster, gpu.cluster):
+        return 1, shares
+    warpgroups = min(line.warpgroups, shares)
+    return warpgroups, min(gpu.cluster, shares // warpgroups)
+
+
+def _params(spec: Spec) -> list[int]:
+    """Bytes of each parameter of a column."""
+    return [d.itemsize for d in (spec.scale_dtype, spec.bias_dtype) if d is not None]
+
+
+def _param_bytes(spec: Spec) -> int:
+    return sum(_params(spec))
+
+
+def _data_bytes(spec: Spec) -> int:
+    """Bytes of x and y for each column."""
+    return spec.x_dtype.itemsize + spec.y_dtype.itemsize
+
+
+def _power_of_2(n: int) -> int:
+    """The largest power of 2 up to `n`, which is at least 1."""
+    return 1 << (n.bit_length() - 1)

@@ -1,0 +1,130 @@
+"""The backward kernels lower for an NVIDIA GPU without one at hand: every schedule and dtype.
+
+As `test_lowering` for the forward: this goes through Mosaic's layout inference and its lowering to
+vector and LLVM operations. What comes after (LLVM, ptxas) needs a GPU.
+"""
+
+import numpy as np
+import pytest
+from backward_cases import (
+    BF16,
+    CLUSTER_CASES,
+    F16,
+    F32,
+    NORM_CASES,
+    SOFTMAX_CASES,
+    Case,
+    lower,
+    make_spec,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.mosaic.backward import schedule as schedules
+from jaxnorm_kernels.mosaic.backward.ring import Ring
+from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
+from jaxnorm_kernels.mosaic.backward.two_pass import TwoPass
+
+#: A softmax has nothing to keep for its columns.
+BARE_CLUSTER_CASES = [case for case in CLUSTER_CASES if case.schedule.columns == "registers"]
+
+MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]
+
+
+@pytest.mark.parametrize(("x", "y"), MIXES, ids=str)
+@pytest.mark.parametrize("case", [*NORM_CASES, *CLUSTER_CASES], ids=lambda case: case.name)
+def test_norm_schedules_lower(case: Case, x: np.dtype, y: np.dtype) -> None:
+    saved = "input" if x == F32 else "output"
+    for op in ("rms_norm", "layer_norm"):
+        spec = make_spec(op, case.rows, case.cols, x, y, saved=saved, scale_dtype=BF16)
+        assert "mosaic_gpu" in lower(spec, case.schedule_for(x, y))
+
+
+@pytest.mark.parametrize(("x", "y"), MIXES, ids=str)
+@pytest.mark.parametrize("case", [*SOFTMAX_CASES, *BARE_CLUSTER_CASES], ids=lambda case: case.name)
+def test_softmax_schedules_lower(case: Case, x: np.dtype, y: np.dtype) -> None:
+    for op in ("softmax", "log_softmax"):
+        spec = make_spec(op, case.rows, case.cols, x, y)
+        assert "mosaic_gpu" in lower(spec, case.schedule_for(x, y))
+
+
+#: The shapes of the benchmarks, odd ones, and few rows.
+SHAPES = [
+    (32768, 64),
+    (32768, 128),
+    (32768, 768),
+    (32768, 1024),
+    (32768, 2048),
+    (8192, 3000),
+    (32768, 4096),
+    (8192, 5120),
+    (16384, 8192),
+    (8192, 12288),
+    (8192, 16384),
+    (4096, 32768),
+    (4096, 65536),
+    (1024, 131072),
+    (64, 262144),
+    (8192, 1000),
+    (8192, 4095),
+    (8192, 50257),
+    (1, 4096),
+    (3, 1024),
+]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+def test_default_schedules_lower(rows: int, cols: int, dtype: np.dtype) -> None:
+    for op in ("softmax", "rms_norm", "layer_norm"):
+        assert "mosaic_gpu" in lower(make_spec(op, rows, cols, dtype, dtype))
+
+
+DTYPES = st.sampled_from([BF16, F16, F32])
+
+
+@settings(max_examples=2000, deadline=None)
+@given(
+    op=st.sampled_from(["softmax", "log_softmax", "rms_norm", "layer_norm"]),
+    rows=st.integers(1, 2**20),
+    cols=st.integers(8, 10**6) | st.integers(1, 16384).map(lambda n: 8 * n),
+    x=DTYPES,
+    y=DTYPES,
+    scale=DTYPES | st.none(),
+    saved=st.sampled_from(["output", "input"]),
+)
+def test_every_call_has_a_schedule_that_fits(
+    op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, scale: np.dtype | None, saved: str
+) -> None:
+    softmax = "softmax" in op
+    spec = make_spec(op, rows, cols, x, y, scale_dtype=scale, saved=saved)
+    if mosaic.supports(spec) is not None:
+        return
+    choose = schedules.softmax_schedule if softmax else schedules.norm_schedule
+    schedule = choose(spec)
+    itemsizes = (y if softmax or saved == "output" else x).itemsize + y.itemsize
+    if isinstance(schedule, Ring):
+        pieces = schedule.cut(cols)
+        width = schedule.warpgroups * pieces[0].width
+        held = (
+            width
+            * len(pieces)
+            * sum(
+                dtype.itemsize
+                for dtype in (spec.scale_dtype, spec.bias_dtype)
+                if schedule.columns == "recomputed" and dtype is not None
+            )
+        )
+        ring = schedule.stages * schedule.rows * width * itemsizes
+        assert schedule.blocks_per_sm * (ring + held) <= schedules.MOST_SHARED_BYTES
+        assert schedule.stages >= len(pieces) * (1 + schedule.lag)
+        assert schedule.warpgroups * schedule.stages <= 32
+        assert schedule.rows <= rows
+    elif isinstance(schedule, RowsRing):
+        ring = schedule.stages * schedule.rows * cols * itemsizes
+        assert schedule.blocks_per_sm * ring <= schedules.MOST_SHARED_BYTES
+        assert schedule.stages >= 2
+        assert schedule.rows <= rows
+    if not softmax and not isinstance(schedule, TwoPass):
+        assert 1 <= schedules.persistent_blocks(spec, schedule) <= rows

@@ -1,0 +1,44 @@
+"""The schedules that a sweep times: distinct, and as XLA computes."""
+
+import jax
+import pytest
+
+from benchmarks import sweep
+from benchmarks.sweeps import backward
+from benchmarks.workloads import Workload
+from jaxnorm_kernels import xla
+from jaxnorm_kernels.mosaic import interpreted
+
+
+def test_every_wide_backward_has_several_schedules():
+    jobs = {w: backward.schedules(w) for w in backward.workloads() if w.is_norm}
+    assert all(len(schedules) > 1 for schedules in jobs.values())
+    assert all(len(set(schedules)) == len(schedules) for schedules in jobs.values())
+
+
+def test_a_given_schedule_replaces_the_table():
+    """In the interpreter, which is told two blocks."""
+    workload = Workload("rms_norm", "bwd", 4, 2048, "float32", "float32")
+    given, *_ = backward.schedules(workload)
+    operands = workload.operands(0)
+    with interpreted():
+        ours = workload.function(sweep.with_schedule(given))(*operands)
+    assert sweep.difference(ours, workload.function(xla)(*operands)) < 1e-5
+
+
+def test_needs_a_gpu(capsys):
+    if jax.devices()[0].platform == "gpu":
+        pytest.skip("there is one")
+    assert sweep.main(["benchmarks/sweeps/backward.py"]) == 2
+    assert "no GPU" in capsys.readouterr().err
+
+
+def test_rows_rank_by_time():
+    def row(schedule, us, status="ok"):
+        return sweep.Row("softmax", "bwd", 8, 64, "f", "f", schedule, us, us, 0.5, 1, 0, status)
+
+    nan = float("nan")
+    text = sweep.show([row("xla", 9), row("slow", 8), row("fast", 2), row("bad", nan, "spilled")])
+    assert text.splitlines()[0].endswith("xla 0.5, 2 of 3 ran")
+    assert [line.split()[-1] for line in text.splitlines()[1:3]] == ["fast", "slow"]
+    assert text.splitlines()[3] == "  failed: bad: spilled"
