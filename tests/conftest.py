@@ -47,6 +47,19 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     return request.param
 
 
+@pytest.fixture(
+    params=[
+        pytest.param("mosaic", marks=pytest.mark.gpu),
+        pytest.param("triton", marks=pytest.mark.triton),
+    ]
+)
+def kernels(request: pytest.FixtureRequest) -> str:
+    """Each implementation that is kernels, for tests of a size that takes a GPU."""
+    if INTERPRETED:
+        pytest.skip("an interpreter is too slow for arrays of this size")
+    return request.param
+
+
 @pytest.fixture
 def kernels_by_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The Mosaic kernels are candidates of the default on CUDA."""
