@@ -54,9 +54,10 @@ def check(spec, gpu):
         assert kernel.shared <= gpu.smem
         schedule = choose(spec, gpu)
         assert kernel.registers <= schedule.registers
-        # The most is 3.4 registers for each value that a thread of the widest norm backward holds.
-        values = schedule.block * schedule.tile_rows / (32 * schedule.warps)
-        assert kernel.spilled <= 16 * values
+        # Part of what a thread holds may spill: of each column at most d, the saved value, G, the
+        # bias, both sums over the rows, and dx. Addresses and whole arrays may not.
+        columns = schedule.block * schedule.tile_rows / (32 * schedule.warps)
+        assert kernel.spilled <= 7 * 4 * max(columns, 1)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)

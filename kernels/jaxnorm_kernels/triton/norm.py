@@ -34,7 +34,7 @@ def norm_fwd(
     schedule = schedule or schedules.choose(spec)
     stat = jax.ShapeDtypeStruct((spec.rows,), spec.compute_dtype)
     y, *stats = launch(
-        _forward_looped if schedule.is_looped(spec) else _forward_held,
+        _norm_fwd_looped if schedule.is_looped(spec) else _norm_fwd_held,
         name=f"jaxnorm_{'layer' if spec.subtract_mean else 'rms'}_norm_fwd",
         outputs={
             "y_ptr": jax.ShapeDtypeStruct(x.shape, spec.y_dtype),
@@ -61,7 +61,7 @@ def norm_fwd(
 
 
 @triton.jit
-def _forward_held(
+def _norm_fwd_held(
     x_ptr,
     scale_ptr,
     bias_ptr,
@@ -79,8 +79,8 @@ def _forward_held(
     block: tl.constexpr,
 ):
     first_row = tl.program_id(0) * tile_rows
-    row, col, at, exists = tile_at(first_row, 0, rows, cols, tile_rows, block)
-    centred = tl.load(x_ptr + at, mask=exists, other=0.0).to(tl.float32)
+    row, start, col, exists = tile_at(first_row, 0, rows, cols, tile_rows, block)
+    centred = tl.load(x_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
     mean = tl.zeros([tile_rows], tl.float32)
     if subtract_mean:
         mean = tl.sum(centred, axis=1) / cols
@@ -88,12 +88,12 @@ def _forward_held(
     rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / cols + epsilon)
     g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
     bias = effective_bias(bias_ptr, y_ptr, col, cols, from_output)
-    tl.store(y_ptr + at, centred * rstd[:, None] * g + bias, mask=exists)
+    tl.store(y_ptr + start + col, centred * rstd[:, None] * g + bias, mask=exists)
     _store_stats(rstd_ptr, mean_ptr, row, rows, rstd, mean)
 
 
 @triton.jit
-def _forward_looped(
+def _norm_fwd_looped(
     x_ptr,
     scale_ptr,
     bias_ptr,
@@ -114,8 +114,8 @@ def _forward_looped(
     mean = tl.zeros([tile_rows], tl.float32)
     square = tl.zeros([tile_rows], tl.float32)
     for first_col in tl.range(0, cols, block):
-        _, _, at, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
-        x = tl.load(x_ptr + at, exists, 0.0, eviction_policy="evict_last").to(tl.float32)
+        _, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
+        x = tl.load(x_ptr + start + col, exists, 0.0, eviction_policy="evict_last").to(tl.float32)
         if subtract_mean:
             before = tl.cast(first_col, tl.float32)
             size = tl.cast(tl.minimum(cols - first_col, block), tl.float32)
@@ -128,12 +128,12 @@ def _forward_looped(
         square += tl.sum(x * x, axis=1)
     rstd = tl.rsqrt(square / cols + epsilon)
     for first_col in tl.range(0, cols, block):
-        _, col, at, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
-        x = tl.load(x_ptr + at, exists, 0.0, eviction_policy="evict_first").to(tl.float32)
+        _, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
+        x = tl.load(x_ptr + start + col, exists, 0.0, eviction_policy="evict_first").to(tl.float32)
         g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
         bias = effective_bias(bias_ptr, y_ptr, col, cols, from_output)
         y = (x - mean[:, None]) * rstd[:, None] * g + bias
-        tl.store(y_ptr + at, y, mask=exists)
+        tl.store(y_ptr + start + col, y, mask=exists)
     row = first_row + tl.arange(0, tile_rows)
     _store_stats(rstd_ptr, mean_ptr, row, rows, rstd, mean)
 

@@ -66,7 +66,7 @@ def norm_bwd(
     _, row_programs = grid = schedule.persistent_grid(spec)
     partial = jax.ShapeDtypeStruct((row_programs, spec.cols), spec.compute_dtype)
     dx, *partials = launch(
-        _backward,
+        _norm_bwd,
         name="jaxnorm_norm_bwd",
         outputs={
             "dx_ptr": jax.ShapeDtypeStruct(saved.shape, spec.x_dtype),
@@ -93,7 +93,7 @@ def _row_means(
     """c2 and c1 of rows that are too wide for registers; c1 is LayerNorm's alone."""
     stat = jax.ShapeDtypeStruct((spec.rows,), spec.compute_dtype)
     c2, *c1 = launch(
-        _row_means_kernel,
+        _norm_bwd_row_means,
         name="jaxnorm_norm_bwd_row_means",
         outputs={"c2_ptr": stat, "c1_ptr": stat if spec.subtract_mean else None},
         grid=schedule.grid(spec),
@@ -136,7 +136,7 @@ def _of_rows(stat_ptr, row, rows):
 
 
 @triton.jit
-def _backward(
+def _norm_bwd(
     saved_ptr,
     dy_ptr,
     rstd_ptr,
@@ -163,16 +163,16 @@ def _backward(
     """dx and the partial sums; c1 and c2 are None where a block is a whole row."""
     first_col = tl.program_id(0) * block
     program, programs = tl.program_id(1), tl.num_programs(1)
-    col = first_col + tl.arange(0, block)
+    col = (first_col + tl.arange(0, block))[None, :]
     if hold_params:
         g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
         bias = effective_bias(bias_ptr, saved_ptr, col, cols, from_output)
     dscale = tl.zeros([tile_rows, block], tl.float32)
     dbias = tl.zeros([tile_rows, block], tl.float32)
     for first_row in tl.range(program * tile_rows, rows, programs * tile_rows, num_stages=stages):
-        row, _, at, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
-        saved = tl.load(saved_ptr + at, mask=exists, other=0.0).to(tl.float32)
-        d = tl.load(dy_ptr + at, mask=exists, other=0.0).to(tl.float32)
+        row, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
+        saved = tl.load(saved_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
+        d = tl.load(dy_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
         rstd, mean = _of_rows(rstd_ptr, row, rows), _of_rows(mean_ptr, row, rows)
         if not hold_params:
             g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
@@ -186,18 +186,18 @@ def _backward(
         dx = dg - xh * c2
         if subtract_mean:
             dx -= c1
-        tl.store(dx_ptr + at, dx * rstd, mask=exists)
+        tl.store(dx_ptr + start + col, dx * rstd, mask=exists)
         dscale += d * xh
         dbias += d
     partial = program.to(tl.int64) * cols + col
     if dscale_ptr is not None:
-        tl.store(dscale_ptr + partial, tl.sum(dscale, axis=0), mask=col < cols)
+        tl.store(dscale_ptr + partial, tl.sum(dscale, axis=0)[None, :], mask=col < cols)
     if dbias_ptr is not None:
-        tl.store(dbias_ptr + partial, tl.sum(dbias, axis=0), mask=col < cols)
+        tl.store(dbias_ptr + partial, tl.sum(dbias, axis=0)[None, :], mask=col < cols)
 
 
 @triton.jit
-def _row_means_kernel(
+def _norm_bwd_row_means(
     saved_ptr,
     dy_ptr,
     rstd_ptr,
@@ -223,9 +223,9 @@ def _row_means_kernel(
     c2 = tl.zeros([tile_rows, block], tl.float32)
     c1 = tl.zeros([tile_rows, block], tl.float32)
     for first_col in tl.range(0, cols, block):
-        _, col, at, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
-        saved = tl.load(saved_ptr + at, mask=exists, other=0.0).to(tl.float32)
-        d = tl.load(dy_ptr + at, mask=exists, other=0.0).to(tl.float32)
+        _, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
+        saved = tl.load(saved_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
+        d = tl.load(dy_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
         g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
         bias = effective_bias(bias_ptr, saved_ptr, col, cols, from_output)
         dg, terms, _ = _elements(saved, d, rstd, mean, g, bias, scale_floor, bound, from_output)

@@ -141,8 +141,12 @@ _TABLES = {
 
 def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
     """The schedule for `spec`: that of the first line of its table that fits."""
-    gpu = gpu or local_gpu()
     line = next(line for line in _TABLES[spec.op, spec.direction] if line.fits(spec))
+    return of_line(line, spec, gpu or local_gpu())
+
+
+def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
+    """What a line of a table means for the rows of `spec`."""
     block = line.tile if line.cols is None else min(line.tile, _power_of_2_from(spec.cols))
     return Schedule(
         block=block,

@@ -31,7 +31,7 @@ def softmax_fwd(
     del mask  # `supports` refuses it
     schedule = schedule or schedules.choose(spec)
     (y,) = launch(
-        _forward_looped if schedule.is_looped(spec) else _forward_held,
+        _softmax_fwd_looped if schedule.is_looped(spec) else _softmax_fwd_held,
         name=f"jaxnorm_{spec.op}_fwd",
         outputs={"y_ptr": jax.ShapeDtypeStruct(x.shape, spec.y_dtype)},
         grid=schedule.grid(spec),
@@ -58,7 +58,7 @@ def softmax_bwd(
     del mask
     schedule = schedule or schedules.choose(spec)
     (dx,) = launch(
-        _backward_looped if schedule.is_looped(spec) else _backward_held,
+        _softmax_bwd_looped if schedule.is_looped(spec) else _softmax_bwd_held,
         name=f"jaxnorm_{spec.op}_bwd",
         outputs={"dx_ptr": jax.ShapeDtypeStruct(y.shape, spec.x_dtype)},
         grid=schedule.grid(spec),
@@ -81,7 +81,7 @@ log_softmax_bwd = softmax_bwd
 
 
 @triton.jit
-def _forward_held(
+def _softmax_fwd_held(
     x_ptr,
     y_ptr,
     rows,
@@ -91,17 +91,17 @@ def _forward_held(
     block: tl.constexpr,
 ):
     first_row = tl.program_id(0) * tile_rows
-    _, _, at, exists = tile_at(first_row, 0, rows, cols, tile_rows, block)
-    x = tl.load(x_ptr + at, mask=exists, other=float("-inf")).to(tl.float32)
+    _, start, col, exists = tile_at(first_row, 0, rows, cols, tile_rows, block)
+    x = tl.load(x_ptr + start + col, mask=exists, other=float("-inf")).to(tl.float32)
     m = tl.maximum(tl.max(x, axis=1), _LOWEST)[:, None]
     e = tl.exp(x - m)
     s = tl.sum(e, axis=1)[:, None]
     y = x - m - tl.log(s) if log else e * (1.0 / s)
-    tl.store(y_ptr + at, y, mask=exists)
+    tl.store(y_ptr + start + col, y, mask=exists)
 
 
 @triton.jit
-def _forward_looped(
+def _softmax_fwd_looped(
     x_ptr,
     y_ptr,
     rows,
@@ -114,21 +114,25 @@ def _forward_looped(
     m = tl.full([tile_rows, 1], _LOWEST, tl.float32)
     s = tl.zeros([tile_rows, block], tl.float32)
     for first_col in tl.range(0, cols, block):
-        _, _, at, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
-        x = tl.load(x_ptr + at, exists, float("-inf"), eviction_policy="evict_last").to(tl.float32)
+        _, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
+        x = tl.load(x_ptr + start + col, exists, float("-inf"), eviction_policy="evict_last").to(
+            tl.float32
+        )
         higher = tl.maximum(m, tl.max(x, axis=1)[:, None])
         s = s * tl.exp(m - higher) + tl.exp(x - higher)
         m = higher
     total = tl.sum(s, axis=1)[:, None]
     for first_col in tl.range(0, cols, block):
-        _, _, at, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
-        x = tl.load(x_ptr + at, exists, float("-inf"), eviction_policy="evict_first").to(tl.float32)
+        _, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
+        x = tl.load(x_ptr + start + col, exists, float("-inf"), eviction_policy="evict_first").to(
+            tl.float32
+        )
         y = x - m - tl.log(total) if log else tl.exp(x - m) * (1.0 / total)
-        tl.store(y_ptr + at, y, mask=exists)
+        tl.store(y_ptr + start + col, y, mask=exists)
 
 
 @triton.jit
-def _backward_held(
+def _softmax_bwd_held(
     y_ptr,
     dy_ptr,
     dx_ptr,
@@ -139,16 +143,16 @@ def _backward_held(
     block: tl.constexpr,
 ):
     first_row = tl.program_id(0) * tile_rows
-    _, _, at, exists = tile_at(first_row, 0, rows, cols, tile_rows, block)
-    y = tl.load(y_ptr + at, mask=exists, other=0.0).to(tl.float32)
-    d = tl.load(dy_ptr + at, mask=exists, other=0.0).to(tl.float32)
+    _, start, col, exists = tile_at(first_row, 0, rows, cols, tile_rows, block)
+    y = tl.load(y_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
+    d = tl.load(dy_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
     total = tl.sum(d if log else d * y, axis=1)[:, None]
     dx = d - tl.exp(y) * total if log else y * (d - total)
-    tl.store(dx_ptr + at, dx, mask=exists)
+    tl.store(dx_ptr + start + col, dx, mask=exists)
 
 
 @triton.jit
-def _backward_looped(
+def _softmax_bwd_looped(
     y_ptr,
     dy_ptr,
     dx_ptr,
@@ -161,17 +165,19 @@ def _backward_looped(
     first_row = tl.program_id(0) * tile_rows
     terms = tl.zeros([tile_rows, block], tl.float32)
     for first_col in tl.range(0, cols, block):
-        _, _, at, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
-        d = tl.load(dy_ptr + at, exists, 0.0, eviction_policy="evict_last").to(tl.float32)
+        _, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
+        d = tl.load(dy_ptr + start + col, exists, 0.0, eviction_policy="evict_last").to(tl.float32)
         if log:
             terms += d
         else:
-            y = tl.load(y_ptr + at, exists, 0.0, eviction_policy="evict_last").to(tl.float32)
+            y = tl.load(y_ptr + start + col, exists, 0.0, eviction_policy="evict_last").to(
+                tl.float32
+            )
             terms += d * y
     total = tl.sum(terms, axis=1)[:, None]
     for first_col in tl.range(0, cols, block):
-        _, _, at, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
-        y = tl.load(y_ptr + at, exists, 0.0, eviction_policy="evict_first").to(tl.float32)
-        d = tl.load(dy_ptr + at, exists, 0.0, eviction_policy="evict_first").to(tl.float32)
+        _, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
+        y = tl.load(y_ptr + start + col, exists, 0.0, eviction_policy="evict_first").to(tl.float32)
+        d = tl.load(dy_ptr + start + col, exists, 0.0, eviction_policy="evict_first").to(tl.float32)
         dx = d - tl.exp(y) * total if log else y * (d - total)
-        tl.store(dx_ptr + at, dx, mask=exists)
+        tl.store(dx_ptr + start + col, dx, mask=exists)

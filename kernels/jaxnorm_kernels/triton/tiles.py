@@ -13,11 +13,14 @@ import triton.language as tl
 def tile_at(
     first_row, first_col, rows, cols: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr
 ):
-    """Rows and columns of a tile, its offsets in the array, and which of its elements exist."""
+    """A tile's rows, the offsets of their starts, its columns, and which of its elements exist.
+
+    The element of each row and column has the offset `start + col`.
+    """
     row = first_row + tl.arange(0, tile_rows)
-    col = first_col + tl.arange(0, block)
-    offsets = row.to(tl.int64)[:, None] * cols + col[None, :]
-    return row, col, offsets, (row < rows)[:, None] & (col < cols)[None, :]
+    start = row.to(tl.int64)[:, None] * cols
+    col = (first_col + tl.arange(0, block))[None, :]
+    return row, start, col, (row < rows)[:, None] & (col < cols)
 
 
 @triton.jit
@@ -26,8 +29,7 @@ def gain(scale_ptr, col, cols: tl.constexpr, offset: tl.constexpr, floor: tl.con
     if scale_ptr is None:
         g = 1.0
     else:
-        at, exists = col[None, :], (col < cols)[None, :]
-        scale = tl.load(scale_ptr + at, mask=exists, other=1.0, eviction_policy="evict_last")
+        scale = tl.load(scale_ptr + col, mask=col < cols, other=1.0, eviction_policy="evict_last")
         g = scale.to(tl.float32) + offset
         if floor > 0.0:
             g = tl.where(tl.abs(g) < floor, tl.where(g < 0.0, -floor, floor), g)
@@ -40,8 +42,7 @@ def effective_bias(bias_ptr, y_ptr, col, cols: tl.constexpr, from_output: tl.con
     if bias_ptr is None:
         bias = 0.0
     else:
-        at, exists = col[None, :], (col < cols)[None, :]
-        bias = tl.load(bias_ptr + at, mask=exists, other=0.0, eviction_policy="evict_last")
+        bias = tl.load(bias_ptr + col, mask=col < cols, other=0.0, eviction_policy="evict_last")
         bias = bias.to(tl.float32)
         if from_output:
             bias = bias.to(y_ptr.dtype.element_ty).to(tl.float32)
