@@ -78,14 +78,13 @@ def installed(monkeypatch):
     kept = {m: sys.modules.pop(m) for m in [*sys.modules] if m.startswith("jaxnorm_kernels.triton")}
 
     def install(triton=None, jax_triton=None):
-        driver, theirs = types.ModuleType("driver"), types.ModuleType("jax_triton")
+        driver = types.ModuleType("driver")
         if triton != "3.6.0":
             driver.TMA_TF32 = driver.TMA_DTYPE_DEVICE_TO_HOST = 0
-        theirs.triton_call = lambda *args, out_shape, **options: None
         parents = ("triton", "triton.backends", "triton.backends.nvidia")
         modules = {name: triton and types.ModuleType(name) for name in parents}
         modules |= {"triton.backends.nvidia.driver": triton and driver}
-        modules |= {"jax_triton": jax_triton and theirs}
+        modules |= {"jax_triton": jax_triton and types.ModuleType("jax_triton")}
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
         versions = {"triton": triton, "jax-triton": jax_triton}
@@ -104,8 +103,8 @@ def installed(monkeypatch):
         ({"triton": "3.6.0", "jax_triton": "0.4.1"}, r"needs Triton 3\.7 or newer, not 3\.6\.0"),
         ({"triton": "3.9.0"}, r"needs jax-triton \(.*\)"),
         (
-            {"triton": "3.9.0", "jax_triton": "0.3.1"},
-            r"needs jax-triton 0\.4 or newer, not 0\.3\.1",
+            {"triton": "3.9.0", "jax_triton": "0.4.0"},
+            r"needs jax-triton 0\.4\.1 or newer, not 0\.4\.0",
         ),
     ],
     ids=str,

@@ -15,11 +15,13 @@ import pytest
 from conftest import INTERPRETED
 
 import jaxnorm
+from benchmarks.workloads import Workload
 from jaxnorm_kernels.specs import Spec
 
 try:
     from compiling import compile_call
 
+    from benchmarks.sweeps import triton as sweep
     from jaxnorm_kernels.triton import extra
     from jaxnorm_kernels.triton.launch import Gpu
     from jaxnorm_kernels.triton.schedule import NORM_BACKWARD, choose
@@ -78,6 +80,16 @@ def test_mixes_compile(cols, x, y, direction, params, change):
     scale, bias = params
     changes = {"scale_dtype": scale, "bias_dtype": bias, **change}
     check(make_spec("layer_norm", direction, 4096, cols, x, y, **changes), GPUS["sm_80"])
+
+
+@pytest.mark.parametrize("op", ["softmax", "rms_norm"])
+def test_schedules_of_the_sweep_compile(op):
+    workload = Workload(op, "bwd", 32768, 2048, "bfloat16", "bfloat16")
+    schedules = sweep.schedules(workload)
+    assert len(schedules) >= 10
+    for schedule in schedules:
+        for kernel in compile_call(workload.spec, GPUS["sm_80"], schedule=schedule):
+            assert kernel.shared <= GPUS["sm_80"].smem
 
 
 def test_statistics_are_written_only_where_they_are_wanted():

@@ -9,9 +9,12 @@ import inspect
 from importlib.metadata import version
 
 import jax
-from jax._src.interpreters import partial_eval
+from jax.interpreters import partial_eval
 
 _MEND = 'pip install "jaxnorm[triton]"'
+
+# The first that takes None for an array that a kernel does without.
+_JAX_TRITON = (0, 4, 1)
 
 # Those that jax-triton imports, and whose lack it takes for the lack of a backend.
 _NAMES_OF_3_7 = ("TMA_TF32", "TMA_DTYPE_DEVICE_TO_HOST")
@@ -28,15 +31,15 @@ def check() -> None:
             f"the triton implementation needs Triton 3.7 or newer, not {version('triton')}; {_MEND}"
         )
     try:
-        jax_triton = importlib.import_module("jax_triton")
+        importlib.import_module("jax_triton")
     except ImportError as error:
         raise ImportError(
             f"the triton implementation needs jax-triton ({error}); {_MEND}"
         ) from error
-    if "out_type" not in inspect.signature(jax_triton.triton_call).parameters:
+    if tuple(map(int, version("jax-triton").split(".")[:3])) < _JAX_TRITON:
         raise ImportError(
-            "the triton implementation needs jax-triton 0.4 or newer, "
-            f"not {version('jax-triton')}; {_MEND}"
+            f"the triton implementation needs jax-triton {'.'.join(map(str, _JAX_TRITON))} or "
+            f"newer, not {version('jax-triton')}; {_MEND}"
         )
     _mend_dead_code_elimination()
 

@@ -27,7 +27,7 @@ class Gpu:
     smem: int
 
 
-# Without a GPU at hand (cross-lowering): code for the oldest one runs on all newer ones.
+# What is lowered for where no GPU is at hand.
 AMPERE = Gpu(capability=80, sms=108, smem=163 * 1024)  # A100
 
 
@@ -39,7 +39,7 @@ def local_gpu() -> Gpu:
         return AMPERE
     return Gpu(
         capability=round(10 * float(device.compute_capability)),
-        sms=device.core_count,
+        sms=getattr(device, "core_count", AMPERE.sms),
         smem=getattr(device, "shared_memory_per_block_optin", 99 * 1024),
     )
 
