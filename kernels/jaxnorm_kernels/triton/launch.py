@@ -11,6 +11,10 @@ from jax import lax
 
 from jaxnorm_kernels.triton import extra
 
+# Triton would write PTX for the newest CUDA that it knows; this is what CUDA 12.8 reads. Fusion
+# (x * y + z with one rounding) is its default, which is about to change.
+_OPTIONS = {"ptx_version": 87, "enable_fp_fusion": True}
+
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
@@ -71,8 +75,7 @@ def launch(
         grid=grid,
         num_warps=warps,
         compute_capability=local_gpu().capability,
-        # Fusion (x * y + z with one rounding) is Triton's default, which is about to change.
-        backend_options={"maxnreg": registers, "enable_fp_fusion": True},
+        backend_options={"maxnreg": registers, **_OPTIONS},
         **arguments,
         **absent,
     )
