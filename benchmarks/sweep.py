@@ -1,4 +1,4 @@
-"""Times schedules of the Mosaic kernels side by side: what their tables are made of.
+"""Times schedules of the kernels side by side: what their tables are made of.
 
     python -m benchmarks.sweep benchmarks/sweeps/backward.py --out sweep.csv
 
@@ -12,6 +12,7 @@ import argparse
 import csv
 import dataclasses
 import functools
+import importlib
 import itertools
 import runpy
 import sys
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 
 from benchmarks import timing
 from benchmarks.workloads import Workload
-from jaxnorm_kernels import mosaic, xla
+from jaxnorm_kernels import xla
 
 COMPILERS = 16
 BATCH = 4  # workloads that are compiled together
@@ -53,10 +54,12 @@ class Row:
 
 
 def with_schedule(schedule: Any) -> types.SimpleNamespace:
-    """The Mosaic implementation whose functions take `schedule` instead of their table's."""
+    """The implementation that has this schedule, with it instead of its table's."""
+    package = ".".join(type(schedule).__module__.split(".")[:2])
+    implementation = importlib.import_module(package)
     names = [f"{op}_{d}" for op in ("norm", "softmax", "log_softmax") for d in ("fwd", "bwd")]
     return types.SimpleNamespace(
-        **{name: functools.partial(getattr(mosaic, name), schedule=schedule) for name in names}
+        **{n: functools.partial(getattr(implementation, n), schedule=schedule) for n in names}
     )
 
 

@@ -9,7 +9,11 @@ import jax
 from jaxnorm_kernels.specs import Implementation, Spec
 
 # Where each implementation lives. Imported on first use: a kernel backend costs nothing until then.
-_MODULES = {"xla": "jaxnorm_kernels.xla", "mosaic": "jaxnorm_kernels.mosaic"}
+_MODULES = {
+    "xla": "jaxnorm_kernels.xla",
+    "mosaic": "jaxnorm_kernels.mosaic",
+    "triton": "jaxnorm_kernels.triton",
+}
 
 # What the default tries on a platform, in this order, before xla. Platforms not named run xla. The
 # Mosaic kernels, "cuda": ("mosaic",), join when their tests have passed on a GPU as they are now.

@@ -1,6 +1,7 @@
 """Fixtures that every test file shares."""
 
 import os
+import re
 from collections.abc import Iterator
 
 # Pallas' interpreter runs each warpgroup in a thread of XLA's CPU pool, and they wait for each
@@ -19,6 +20,10 @@ jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_num_cpu_devices", 8)
 
 
+# Whether Triton interprets its kernels on the CPU: it then cannot compile them.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
 @pytest.fixture
 def x64() -> Iterator[None]:
     """64-bit types, for the tests that need float64."""
@@ -26,9 +31,32 @@ def x64() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["xla", pytest.param("mosaic", marks=pytest.mark.gpu)])
-def implementation(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(
+    params=[
+        "xla",
+        pytest.param("mosaic", marks=pytest.mark.gpu),
+        pytest.param("triton", marks=pytest.mark.triton),
+    ]
+)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each implementation in turn, forced by name: they all meet the same bounds."""
+    if request.param == "triton" and INTERPRETED:
+        import triton_interpreter
+
+        triton_interpreter.install(monkeypatch)
+    return request.param
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("mosaic", marks=pytest.mark.gpu),
+        pytest.param("triton", marks=pytest.mark.triton),
+    ]
+)
+def kernels(request: pytest.FixtureRequest) -> str:
+    """Each implementation that is kernels, for tests of a size that takes a GPU."""
+    if INTERPRETED:
+        pytest.skip("an interpreter is too slow for arrays of this size")
     return request.param
 
 
@@ -42,15 +70,16 @@ def kernels_by_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` need one that the kernels support."""
-    if any(item.get_closest_marker("gpu") for item in items) and not _has_hopper():
-        skip = pytest.mark.skip(reason="needs an NVIDIA GPU of compute capability 9.0 or newer")
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(skip)
-    for item in items:
-        if item.get_closest_marker("multigpu") and jax.device_count() < 2:
-            item.add_marker(pytest.mark.skip(reason="needs two GPUs or more"))
+    """Tests are skipped that need what is not here, and say what that is."""
+    for mark, reason in (
+        ("gpu", _no_hopper),
+        ("multigpu", _no_second_gpu),
+        ("triton", _no_triton),
+    ):
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        why = reason() if marked else None
+        for item in marked if why else []:
+            item.add_marker(pytest.mark.skip(reason=why))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -59,11 +88,30 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     try:
         return (yield)
     except ValueError as error:
-        if "implementation='mosaic' cannot run" not in str(error):
+        if not re.match("implementation='(mosaic|triton)' cannot run", str(error)):
             raise
         pytest.skip(str(error))
 
 
-def _has_hopper() -> bool:
+def _no_hopper() -> str | None:
+    return None if _capability() >= 9.0 else "needs an NVIDIA GPU of capability 9.0 or newer"
+
+
+def _no_second_gpu() -> str | None:
+    return None if jax.device_count() >= 2 else "needs two GPUs or more"
+
+
+def _no_triton() -> str | None:
+    try:
+        _implementation.module("triton")
+    except ImportError as error:
+        return str(error)
+    if INTERPRETED or _capability() >= 8.0:
+        return None
+    return "needs an NVIDIA GPU of capability 8.0 or newer, or TRITON_INTERPRET=1"
+
+
+def _capability() -> float:
+    """Compute capability of the GPU at hand; 0 where there is none."""
     device = jax.devices()[0]
-    return device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= 9.0
+    return float(getattr(device, "compute_capability", 0)) if device.platform == "gpu" else 0.0

@@ -1,4 +1,4 @@
-"""The contract between the API and every implementation (``xla``, ``mosaic``, later ``triton``).
+"""The contract between the API and every implementation (``xla``, ``mosaic``, ``triton``).
 
 An implementation is a module with the functions of :class:`Implementation`. It sees two-dimensional
 arrays ``(rows, cols)`` whose last axis is the normalised one, and one frozen :class:`Spec` that

@@ -1,0 +1,14 @@
+"""Triton kernels for NVIDIA GPUs since Ampere, called through jax-triton: the extra ``triton``."""
+
+from jaxnorm_kernels.triton import extra
+
+extra.check()  # Before the modules below import what may not be there.
+
+from jaxnorm_kernels.triton.norm import norm_fwd as norm_fwd  # noqa: E402
+from jaxnorm_kernels.triton.norm_backward import norm_bwd as norm_bwd  # noqa: E402
+from jaxnorm_kernels.triton.softmax import log_softmax_bwd as log_softmax_bwd  # noqa: E402
+from jaxnorm_kernels.triton.softmax import log_softmax_fwd as log_softmax_fwd  # noqa: E402
+from jaxnorm_kernels.triton.softmax import softmax_bwd as softmax_bwd  # noqa: E402
+from jaxnorm_kernels.triton.softmax import softmax_fwd as softmax_fwd  # noqa: E402
+from jaxnorm_kernels.triton.support import prefers as prefers  # noqa: E402
+from jaxnorm_kernels.triton.support import supports as supports  # noqa: E402

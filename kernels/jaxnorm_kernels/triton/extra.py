@@ -1,0 +1,68 @@
+"""What the kernels need besides JAX: whether it is here, and whether its versions fit.
+
+An unfit pair fails late and in the dark: with a Triton that is too old, jax-triton replaces its
+NVIDIA backend by an empty class, which raises when the first kernel is compiled.
+"""
+
+import importlib
+import inspect
+from importlib.metadata import version
+
+import jax
+from jax.interpreters import partial_eval
+
+_MEND = 'pip install "jaxnorm[triton]"'
+
+# The first that takes None for an array that a kernel does without.
+_JAX_TRITON = (0, 4, 1)
+
+# Those that jax-triton imports, and whose lack it takes for the lack of a backend.
+_NAMES_OF_3_7 = ("TMA_TF32", "TMA_DTYPE_DEVICE_TO_HOST")
+
+
+def check() -> None:
+    """ImportError with the mend where Triton or jax-triton is missing or too old."""
+    try:
+        driver = importlib.import_module("triton.backends.nvidia.driver")
+    except ImportError as error:
+        raise ImportError(f"the triton implementation needs Triton ({error}); {_MEND}") from error
+    if not all(hasattr(driver, name) for name in _NAMES_OF_3_7):
+        raise ImportError(
+            f"the triton implementation needs Triton 3.7 or newer, not {version('triton')}; {_MEND}"
+        )
+    try:
+        importlib.import_module("jax_triton")
+    except ImportError as error:
+        raise ImportError(
+            f"the triton implementation needs jax-triton ({error}); {_MEND}"
+        ) from error
+    if tuple(map(int, version("jax-triton").split(".")[:3])) < _JAX_TRITON:
+        raise ImportError(
+            f"the triton implementation needs jax-triton {'.'.join(map(str, _JAX_TRITON))} or "
+            f"newer, not {version('jax-triton')}; {_MEND}"
+        )
+    _mend_dead_code_elimination()
+
+
+def check_cuda() -> None:
+    """ImportError with the mend where JAX cannot make a CUDA program with Triton kernels in it."""
+    if not hasattr(importlib.import_module("jaxlib.gpu_triton"), "TritonKernel"):
+        raise ImportError(
+            "Triton kernels are lowered with JAX's CUDA plugin, which is not installed; "
+            'pip install "jax[cuda13]" (or cuda12)'
+        )
+
+
+def _mend_dead_code_elimination() -> None:
+    """Leaves dead calls of jax-triton to JAX's own rule, where JAX cannot call jax-triton's.
+
+    JAX 0.12 gives such a rule three arguments; that of jax-triton 0.4.1 takes two, so that any
+    traced kernel raises a TypeError. JAX's own drops calls whose results nobody reads.
+    """
+    from jax_triton.triton_lib import triton_kernel_call_p
+
+    rule = partial_eval.dce_rules.get(triton_kernel_call_p)
+    if rule is None or jax.__version_info__ < (0, 12):
+        return
+    if len(inspect.signature(rule).parameters) == 2:
+        del partial_eval.dce_rules[triton_kernel_call_p]

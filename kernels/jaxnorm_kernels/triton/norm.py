@@ -1,0 +1,146 @@
+"""LayerNorm and RMSNorm. LayerNorm subtracts the mean, RMSNorm has mean = 0:
+
+    G = scale + scale_offset        r = 1 / sqrt(mean((x - mean)^2) + epsilon)
+    y = (x - mean) r G + bias
+
+Rows that fit are held in registers and reduced twice. Wider ones are read twice, block after block.
+A block of n columns has its own mean m and sum of squares about it, M; it is merged with those of
+the k columns before it (Chan, Golub, LeVeque 1979):
+
+    mean' = mean + (m - mean) n / (k + n)       M' += M + (m - mean)^2 k n / (k + n)
+
+E[x^2] - E[x]^2 would cancel.
+"""
+
+import jax
+import triton
+import triton.language as tl
+
+from jaxnorm_kernels.specs import Spec, Stats
+from jaxnorm_kernels.triton import schedule as schedules
+from jaxnorm_kernels.triton.launch import launch
+from jaxnorm_kernels.triton.schedule import Schedule
+from jaxnorm_kernels.triton.tiles import effective_bias, gain, tile_at
+
+
+def norm_fwd(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    spec: Spec,
+    *,
+    schedule: Schedule | None = None,
+) -> tuple[jax.Array, Stats]:
+    schedule = schedule or schedules.choose(spec)
+    stat = jax.ShapeDtypeStruct((spec.rows,), spec.compute_dtype)
+    y, *stats = launch(
+        _norm_fwd_looped if schedule.is_looped(spec) else _norm_fwd_held,
+        name=f"jaxnorm_{'layer' if spec.subtract_mean else 'rms'}_norm_fwd",
+        outputs={
+            "y_ptr": jax.ShapeDtypeStruct(x.shape, spec.y_dtype),
+            "rstd_ptr": stat if spec.want_stats else None,
+            "mean_ptr": stat if spec.want_stats and spec.returns_mean else None,
+        },
+        grid=schedule.grid(spec),
+        warps=schedule.warps,
+        registers=schedule.registers,
+        x_ptr=x,
+        scale_ptr=scale,
+        bias_ptr=bias,
+        rows=spec.rows,
+        cols=spec.cols,
+        epsilon=spec.epsilon,
+        subtract_mean=spec.subtract_mean,
+        scale_offset=spec.scale_offset,
+        scale_floor=spec.scale_floor or 0.0,
+        from_output=spec.saved == "output",
+        tile_rows=schedule.tile_rows,
+        block=schedule.block,
+    )
+    return y, tuple(stats)
+
+
+@triton.jit
+def _norm_fwd_held(
+    x_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    rstd_ptr,
+    mean_ptr,
+    rows,
+    cols: tl.constexpr,
+    epsilon: tl.constexpr,
+    subtract_mean: tl.constexpr,
+    scale_offset: tl.constexpr,
+    scale_floor: tl.constexpr,
+    from_output: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    first_row = tl.program_id(0) * tile_rows
+    row, start, col, exists = tile_at(first_row, 0, rows, cols, tile_rows, block)
+    centred = tl.load(x_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
+    mean = tl.zeros([tile_rows], tl.float32)
+    if subtract_mean:
+        mean = tl.sum(centred, axis=1) / cols
+        centred = tl.where(exists, centred - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / cols + epsilon)
+    g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
+    bias = effective_bias(bias_ptr, y_ptr, col, cols, from_output)
+    tl.store(y_ptr + start + col, centred * rstd[:, None] * g + bias, mask=exists)
+    _store_stats(rstd_ptr, mean_ptr, row, rows, rstd, mean)
+
+
+@triton.jit
+def _norm_fwd_looped(
+    x_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    rstd_ptr,
+    mean_ptr,
+    rows,
+    cols: tl.constexpr,
+    epsilon: tl.constexpr,
+    subtract_mean: tl.constexpr,
+    scale_offset: tl.constexpr,
+    scale_floor: tl.constexpr,
+    from_output: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    first_row = tl.program_id(0) * tile_rows
+    mean = tl.zeros([tile_rows], tl.float32)
+    square = tl.zeros([tile_rows], tl.float32)
+    for first_col in tl.range(0, cols, block):
+        _, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
+        x = tl.load(x_ptr + start + col, exists, 0.0, eviction_policy="evict_last").to(tl.float32)
+        if subtract_mean:
+            before = tl.cast(first_col, tl.float32)
+            size = tl.cast(tl.minimum(cols - first_col, block), tl.float32)
+            weight = size / (before + size)
+            block_mean = tl.sum(x, axis=1) / size
+            x = tl.where(exists, x - block_mean[:, None], 0.0)
+            shift = block_mean - mean
+            square += shift * shift * before * weight
+            mean += shift * weight
+        square += tl.sum(x * x, axis=1)
+    rstd = tl.rsqrt(square / cols + epsilon)
+    for first_col in tl.range(0, cols, block):
+        _, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
+        x = tl.load(x_ptr + start + col, exists, 0.0, eviction_policy="evict_first").to(tl.float32)
+        g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
+        bias = effective_bias(bias_ptr, y_ptr, col, cols, from_output)
+        y = (x - mean[:, None]) * rstd[:, None] * g + bias
+        tl.store(y_ptr + start + col, y, mask=exists)
+    row = first_row + tl.arange(0, tile_rows)
+    _store_stats(rstd_ptr, mean_ptr, row, rows, rstd, mean)
+
+
+@triton.jit
+def _store_stats(rstd_ptr, mean_ptr, row, rows, rstd, mean):
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, mean, mask=row < rows)

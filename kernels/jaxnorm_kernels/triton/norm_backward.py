@@ -1,0 +1,236 @@
+"""Backward passes of LayerNorm and RMSNorm from the output or from the input.
+
+Row of N; G = scale + scale_offset, r = rstd, d = dy; c1 is LayerNorm's alone:
+
+    from the output    z = y - bias,  xh = z / G,          c2 = mean(d z)
+    from the input     xh = (x - mean) r,                  c2 = mean(d G xh)
+    both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
+                       dscale = sum_rows(d xh),            dbias = sum_rows(d)
+
+G is floored and the bias rounded to y's dtype as in the forward, and |xh| is clipped to sqrt(N),
+its true bound.
+
+A program walks over its share of the rows and adds up dscale and dbias in registers; the programs'
+sums are added outside, always in the same order. Rows too wide for that are cut into blocks, each
+with programs of its own, and c1 and c2 come from a kernel that ran before.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from jaxnorm_kernels.specs import Spec, Stats
+from jaxnorm_kernels.triton import schedule as schedules
+from jaxnorm_kernels.triton.launch import launch
+from jaxnorm_kernels.triton.schedule import Schedule
+from jaxnorm_kernels.triton.tiles import effective_bias, gain, tile_at
+
+
+def norm_bwd(
+    saved: jax.Array,
+    stats: Stats,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    dy: jax.Array,
+    spec: Spec,
+    *,
+    schedule: Schedule | None = None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    schedule = schedule or schedules.choose(spec)
+    rstd, *mean = stats
+    from_output = spec.saved == "output"
+    common: dict[str, Any] = {
+        "saved_ptr": saved,
+        "dy_ptr": dy,
+        "rstd_ptr": rstd,
+        "mean_ptr": mean[0] if mean else None,
+        "scale_ptr": scale,
+        "bias_ptr": bias if from_output else None,
+        "rows": spec.rows,
+        "cols": spec.cols,
+        "subtract_mean": spec.subtract_mean,
+        "scale_offset": spec.scale_offset,
+        "scale_floor": spec.scale_floor or 0.0,
+        "bound": math.sqrt(spec.cols),
+        "from_output": from_output,
+        "tile_rows": schedule.tile_rows,
+        "block": schedule.block,
+        "warps": schedule.warps,
+        "registers": schedule.registers,
+    }
+    row_means = _row_means(spec, schedule, common) if schedule.is_looped(spec) else (None, None)
+    _, row_programs = grid = schedule.persistent_grid(spec)
+    partial = jax.ShapeDtypeStruct((row_programs, spec.cols), spec.compute_dtype)
+    dx, *partials = launch(
+        _norm_bwd,
+        name="jaxnorm_norm_bwd",
+        outputs={
+            "dx_ptr": jax.ShapeDtypeStruct(saved.shape, spec.x_dtype),
+            "dscale_ptr": None if scale is None else partial,
+            "dbias_ptr": None if bias is None else partial,
+        },
+        grid=grid,
+        c2_ptr=row_means[0],
+        c1_ptr=row_means[1],
+        hold_params=schedule.hold_params,
+        stages=schedule.stages,
+        **common,
+    )
+    dscale, dbias = (
+        None if dtype is None else jnp.sum(partials.pop(0), axis=0).astype(dtype)
+        for dtype in (spec.scale_dtype, spec.bias_dtype)
+    )
+    return dx, dscale, dbias
+
+
+def _row_means(
+    spec: Spec, schedule: Schedule, common: dict[str, Any]
+) -> tuple[jax.Array, jax.Array | None]:
+    """c2 and c1 of rows that are too wide for registers; c1 is LayerNorm's alone."""
+    stat = jax.ShapeDtypeStruct((spec.rows,), spec.compute_dtype)
+    c2, *c1 = launch(
+        _norm_bwd_row_means,
+        name="jaxnorm_norm_bwd_row_means",
+        outputs={"c2_ptr": stat, "c1_ptr": stat if spec.subtract_mean else None},
+        grid=schedule.grid(spec),
+        **common,
+    )
+    return c2, c1[0] if c1 else None
+
+
+@triton.jit
+def _elements(
+    saved,
+    d,
+    rstd,
+    mean,
+    g,
+    bias,
+    scale_floor: tl.constexpr,
+    bound: tl.constexpr,
+    from_output: tl.constexpr,
+):
+    """d G; the terms of c2; and xh: elements of a tile. No scale is g = 1, no bias is 0."""
+    dg = d * g
+    if from_output:
+        z = saved - bias
+        terms = d * z
+        # Without a floor (float16) y holds nothing of xh where G is 0.
+        xh = z / g if scale_floor > 0.0 else tl.where(g == 0.0, 0.0, z / tl.where(g == 0.0, 1.0, g))
+        # Comparisons, unlike min and max, let NaN through.
+        xh = tl.where(xh > bound, bound, tl.where(xh < -bound, -bound, xh))
+    else:
+        xh = (saved - mean) * rstd
+        terms = dg * xh
+    return dg, terms, xh
+
+
+@triton.jit
+def _of_rows(stat_ptr, row, rows):
+    """A statistic of the rows of a tile; 0 where there is no such statistic."""
+    return 0.0 if stat_ptr is None else tl.load(stat_ptr + row, row < rows, 0.0)[:, None]
+
+
+@triton.jit
+def _norm_bwd(
+    saved_ptr,
+    dy_ptr,
+    rstd_ptr,
+    mean_ptr,
+    scale_ptr,
+    bias_ptr,
+    c2_ptr,
+    c1_ptr,
+    dx_ptr,
+    dscale_ptr,
+    dbias_ptr,
+    rows,
+    cols: tl.constexpr,
+    subtract_mean: tl.constexpr,
+    scale_offset: tl.constexpr,
+    scale_floor: tl.constexpr,
+    bound: tl.constexpr,
+    from_output: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+    hold_params: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """dx and the partial sums; c1 and c2 are None where a block is a whole row."""
+    first_col = tl.program_id(0) * block
+    program, programs = tl.program_id(1), tl.num_programs(1)
+    col = (first_col + tl.arange(0, block))[None, :]
+    if hold_params:
+        g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
+        bias = effective_bias(bias_ptr, saved_ptr, col, cols, from_output)
+    dscale = tl.zeros([tile_rows, block], tl.float32)
+    dbias = tl.zeros([tile_rows, block], tl.float32)
+    for first_row in tl.range(program * tile_rows, rows, programs * tile_rows, num_stages=stages):
+        row, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
+        saved = tl.load(saved_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
+        d = tl.load(dy_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
+        rstd, mean = _of_rows(rstd_ptr, row, rows), _of_rows(mean_ptr, row, rows)
+        if not hold_params:
+            g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
+            bias = effective_bias(bias_ptr, saved_ptr, col, cols, from_output)
+        dg, terms, xh = _elements(saved, d, rstd, mean, g, bias, scale_floor, bound, from_output)
+        if c2_ptr is None:
+            c2 = tl.sum(terms, axis=1)[:, None] / cols
+            c1 = tl.sum(dg, axis=1)[:, None] / cols
+        else:
+            c2, c1 = _of_rows(c2_ptr, row, rows), _of_rows(c1_ptr, row, rows)
+        dx = dg - xh * c2
+        if subtract_mean:
+            dx -= c1
+        tl.store(dx_ptr + start + col, dx * rstd, mask=exists)
+        dscale += d * xh
+        dbias += d
+    partial = program.to(tl.int64) * cols + col
+    if dscale_ptr is not None:
+        tl.store(dscale_ptr + partial, tl.sum(dscale, axis=0)[None, :], mask=col < cols)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + partial, tl.sum(dbias, axis=0)[None, :], mask=col < cols)
+
+
+@triton.jit
+def _norm_bwd_row_means(
+    saved_ptr,
+    dy_ptr,
+    rstd_ptr,
+    mean_ptr,
+    scale_ptr,
+    bias_ptr,
+    c2_ptr,
+    c1_ptr,
+    rows,
+    cols: tl.constexpr,
+    subtract_mean: tl.constexpr,
+    scale_offset: tl.constexpr,
+    scale_floor: tl.constexpr,
+    bound: tl.constexpr,
+    from_output: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    """c2 and, where there is a pointer for it, c1."""
+    first_row = tl.program_id(0) * tile_rows
+    row = first_row + tl.arange(0, tile_rows)
+    rstd, mean = _of_rows(rstd_ptr, row, rows), _of_rows(mean_ptr, row, rows)
+    c2 = tl.zeros([tile_rows, block], tl.float32)
+    c1 = tl.zeros([tile_rows, block], tl.float32)
+    for first_col in tl.range(0, cols, block):
+        _, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
+        saved = tl.load(saved_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
+        d = tl.load(dy_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
+        g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
+        bias = effective_bias(bias_ptr, saved_ptr, col, cols, from_output)
+        dg, terms, _ = _elements(saved, d, rstd, mean, g, bias, scale_floor, bound, from_output)
+        c2 += terms
+        c1 += dg
+    tl.store(c2_ptr + row, tl.sum(c2, axis=1) / cols, mask=row < rows)
+    if subtract_mean:
+        tl.store(c1_ptr + row, tl.sum(c1, axis=1) / cols, mask=row < rows)

@@ -1,0 +1,49 @@
+"""Pieces that every kernel is made of: addresses of a tile, and what belongs to its columns.
+
+A tile is (tile_rows, block) elements of an array (rows, cols). Sizes of tiles are powers of two, so
+that a tile may reach over the last row and the last column: what is outside is neither read nor
+written. An array may have more than 2^31 elements, so a row's offset has 64 bits.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_at(
+    first_row, first_col, rows, cols: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr
+):
+    """A tile's rows, the offsets of their starts, its columns, and which of its elements exist.
+
+    The element of each row and column has the offset `start + col`.
+    """
+    row = first_row + tl.arange(0, tile_rows)
+    start = row.to(tl.int64)[:, None] * cols
+    col = (first_col + tl.arange(0, block))[None, :]
+    return row, start, col, (row < rows)[:, None] & (col < cols)
+
+
+@triton.jit
+def gain(scale_ptr, col, cols: tl.constexpr, offset: tl.constexpr, floor: tl.constexpr):
+    """G = scale + offset for the columns of a tile, raised to `floor` (0 for none) in magnitude."""
+    if scale_ptr is None:
+        g = 1.0
+    else:
+        scale = tl.load(scale_ptr + col, mask=col < cols, other=1.0, eviction_policy="evict_last")
+        g = scale.to(tl.float32) + offset
+        if floor > 0.0:
+            g = tl.where(tl.abs(g) < floor, tl.where(g < 0.0, -floor, floor), g)
+    return g
+
+
+@triton.jit
+def effective_bias(bias_ptr, y_ptr, col, cols: tl.constexpr, from_output: tl.constexpr):
+    """The bias for the columns of a tile, rounded to y's dtype where the output is saved."""
+    if bias_ptr is None:
+        bias = 0.0
+    else:
+        bias = tl.load(bias_ptr + col, mask=col < cols, other=0.0, eviction_policy="evict_last")
+        bias = bias.to(tl.float32)
+        if from_output:
+            bias = bias.to(y_ptr.dtype.element_ty).to(tl.float32)
+    return bias

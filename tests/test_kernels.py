@@ -1,0 +1,141 @@
+"""The kernels on a GPU, whoever wrote them: widths of every schedule, a fuzz, determinism, size."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from reference import assert_within, exact
+from test_norm import check, normal
+
+import jaxnorm
+
+# Narrow rows, whole units, overlapping tails, odd lengths, the ring, clusters, streams.
+NORM_SHAPES = [
+    (130, 64),
+    (97, 128),
+    (200, 768),
+    (131, 1000),
+    (70, 1024),
+    (131, 1024),
+    (300, 2048),
+    (67, 3000),
+    (66, 4095),
+    (300, 4096),
+    (140, 5120),
+    (140, 8192),
+    (135, 8192),
+    (70, 12288),
+    (70, 16384),
+    (66, 32768),
+    (66, 50257),
+    (5, 65536),
+    (3, 131072),
+]
+MIXES = [("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16")]
+MIXES += [("float16", "float16"), ("bfloat16", "float32")]
+
+
+def check_norm(kernels, rows, cols, x_dtype, y_dtype, subtract_mean, save, seed=0):
+    check(
+        normal((rows, cols), x_dtype, seed, shift=0.3),
+        normal((cols,), "float32", seed + 1, scale=0.3, shift=1.0),
+        normal((cols,), "float32", seed + 2, scale=0.3) if subtract_mean else None,
+        normal((rows, cols), y_dtype, seed + 3),
+        subtract_mean=subtract_mean,
+        save=save,
+        implementation=kernels,
+        y_dtype=y_dtype,
+    )
+
+
+@pytest.mark.parametrize("save", ["output", "input"])
+@pytest.mark.parametrize("subtract_mean", [True, False], ids=["layer_norm", "rms_norm"])
+@pytest.mark.parametrize(("x_dtype", "y_dtype"), MIXES)
+@pytest.mark.parametrize(("rows", "cols"), NORM_SHAPES)
+def test_norms(rows, cols, x_dtype, y_dtype, subtract_mean, save, kernels):
+    check_norm(kernels, rows, cols, x_dtype, y_dtype, subtract_mean, save)
+
+
+def check_softmax(kernels, name, rows, cols, x_dtype, y_dtype, seed=0):
+    function = getattr(jaxnorm, name)
+    x = normal((rows, cols), x_dtype, seed, scale=3.0)
+    d = normal((rows, cols), y_dtype, seed + 1)
+    y, vjp = jax.vjp(lambda x: function(x, dtype=y_dtype, implementation=kernels), x)
+    (dx,) = vjp(d)
+    u = reference.arithmetic(x_dtype, y_dtype)
+    y_ref = getattr(reference, name)(exact(x), -1)
+    y_bound = getattr(reference, f"{name}_bound")(exact(x), y_ref, -1, y_dtype, u)
+    # For 16 bits exp(t) is exp2(t log2(e)): up to 2^-17 more at the smallest results.
+    y_bound = y_bound + (2.0**-17 * np.abs(y_ref) if jnp.dtype(y_dtype).itemsize == 2 else 0)
+    assert_within(y, y_ref, y_bound)
+    gradient = getattr(reference, f"{name}_gradient")
+    bound = getattr(reference, f"{name}_gradient_bound")
+    assert_within(
+        dx,
+        gradient(y_ref, exact(d), -1),
+        bound(y_ref, exact(d), -1, y_bound, x_dtype, u),
+    )
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize(("x_dtype", "y_dtype"), MIXES)
+@pytest.mark.parametrize(("rows", "cols"), NORM_SHAPES)
+def test_softmaxes(rows, cols, x_dtype, y_dtype, name, kernels):
+    check_softmax(kernels, name, rows, cols, x_dtype, y_dtype)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_fuzz(seed, kernels):
+    rng = np.random.default_rng(seed)
+    cols = int(2 ** rng.uniform(3, 15.5))
+    if rng.random() < 0.5:
+        cols = max(8, cols // 8 * 8)
+    rows = int(2 ** rng.uniform(0, min(9, 22 - np.log2(cols))))
+    x_dtype, y_dtype = MIXES[rng.integers(len(MIXES))]
+    if rng.random() < 0.4:
+        name = ["softmax", "log_softmax"][rng.integers(2)]
+        check_softmax(kernels, name, rows, cols, x_dtype, y_dtype, seed)
+    else:
+        save = ["output", "input"][rng.integers(2)]
+        check_norm(kernels, rows, cols, x_dtype, y_dtype, bool(rng.integers(2)), save, seed)
+
+
+@pytest.mark.parametrize("cols", [256, 4096, 8192, 16384, 32768])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_two_runs_give_the_same_bits(cols, dtype, kernels):
+    x, d = normal((500, cols), dtype, 0), normal((500, cols), dtype, 1)
+    scale, bias = normal((cols,), "float32", 2, shift=1.0), normal((cols,), "float32", 3)
+
+    @jax.jit
+    def run(x, scale, bias, d):
+        y, vjp = jax.vjp(lambda *a: jaxnorm.layer_norm(*a, implementation=kernels), x, scale, bias)
+        return y, *vjp(d)
+
+    for a, b in zip(run(x, scale, bias, d), run(x, scale, bias, d)):
+        np.testing.assert_array_equal(exact(a), exact(b))
+
+
+@pytest.mark.parametrize("cols", [512, 4096, 16384])
+def test_nan_stays_in_its_row(cols, kernels):
+    x, d = normal((200, cols), "bfloat16", 0), normal((200, cols), "bfloat16", 1)
+
+    def run(x):
+        y, vjp = jax.vjp(lambda x: jaxnorm.rms_norm(x, implementation=kernels), x)
+        return exact(y), exact(vjp(d)[0])
+
+    others = np.arange(200) != 77
+    for broken, clean in zip(run(x.at[77, 3].set(jnp.nan)), run(x)):
+        assert np.isnan(broken[77]).all()
+        np.testing.assert_array_equal(broken[others], clean[others])
+
+
+def test_more_elements_than_int32_counts(kernels):
+    """rows * cols > 2^31: offsets are 64 bits wide. The last rows equal the first ones."""
+    rows, cols = 2**19 + 8, 4096
+    x = jnp.broadcast_to(normal((8, cols), "bfloat16", 0), (rows // 8, 8, cols)).reshape(rows, cols)
+    for function in (jaxnorm.softmax, jaxnorm.rms_norm):
+        y = jax.jit(functools.partial(function, implementation=kernels))(x)
+        np.testing.assert_array_equal(exact(y[-8:]), exact(y[:8]))

@@ -1,0 +1,121 @@
+"""Compiles the kernels of a call with Triton's own compiler, for a GPU that need not be here."""
+
+import dataclasses
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from jaxnorm_kernels import triton as implementation
+from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.triton import launch, schedule
+from jaxnorm_kernels.triton.launch import Gpu
+
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+_POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A kernel as the GPU would get it.
+
+    Attributes:
+      registers: of a thread.
+      spilled: bytes of a thread that did not fit in registers.
+      shared: bytes of shared memory of a program.
+      ptx, ttgir: the assembly, and Triton's own form before it.
+    """
+
+    name: str
+    registers: int
+    spilled: int
+    shared: int
+    ptx: str
+    ttgir: str
+
+
+def compile_call(spec: Spec, gpu: Gpu, **options: Any) -> list[Compiled]:
+    """The kernels that a call with this spec runs on `gpu`."""
+    compiled = []
+
+    def run(*, kernel: Any, out_type: list[Any], num_warps: int, **call: Any) -> list[jax.Array]:
+        compiled.append(_compile(kernel, call, out_type, num_warps, gpu.capability))
+        return [jnp.zeros(out.shape, out.dtype) for out in out_type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "run", run)
+        patch.setattr(schedule, "local_gpu", lambda: gpu)
+        jax.eval_shape(lambda *operands: _call(spec, *operands, **options), *_operands(spec))
+    return compiled
+
+
+def _operands(spec: Spec) -> tuple[Any, ...]:
+    def array(shape: tuple[int, ...], dtype: Any) -> Any:
+        return None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
+
+    rows, cols = spec.rows, spec.cols
+    x, dy = (array((rows, cols), dtype) for dtype in (spec.x_dtype, spec.y_dtype))
+    saved = x if spec.direction == "fwd" or spec.saved == "input" else dy
+    if spec.op != "norm":
+        return (x, None) if spec.direction == "fwd" else (dy, None, dy)
+    params = (array((cols,), spec.scale_dtype), array((cols,), spec.bias_dtype))
+    if spec.direction == "fwd":
+        return (x, *params)
+    stats = (array((rows,), jnp.float32),) * (1 + spec.returns_mean)
+    return (saved, stats, *params, dy)
+
+
+def _call(spec: Spec, *operands: Any, **options: Any) -> Any:
+    return getattr(implementation, f"{spec.op}_{spec.direction}")(*operands, spec, **options)
+
+
+def _compile(
+    kernel: Any, call: dict[str, Any], out_type: list[Any], num_warps: int, capability: int
+) -> Compiled:
+    outputs = iter(out_type)
+    signature, constants = {}, {}
+    for param in kernel.params:
+        value = call[param.name] if param.name in call else next(outputs)
+        if param.is_constexpr or value is None:
+            signature[param.name], constants[param.name] = "constexpr", value
+        else:
+            is_array = hasattr(value, "dtype")
+            signature[param.name] = _POINTERS[value.dtype.name] if is_array else "i32"
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, kind in enumerate(signature.values())
+        if kind.startswith("*")
+    }
+    made = triton.compile(
+        ASTSource(kernel, signature, constants, aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": num_warps, **call["backend_options"]},
+    )
+    registers, spilled = _resources(made.asm["cubin"])
+    return Compiled(
+        made.metadata.name,
+        registers,
+        spilled,
+        made.metadata.shared,
+        made.asm["ptx"],
+        made.asm["ttgir"],
+    )
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [_CUOBJDUMP, "--dump-resource-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", printed)
+    assert found is not None, printed
+    return int(found[1]), int(found[2])

@@ -1,0 +1,132 @@
+"""Who gets the Triton kernels, and what is said where they cannot be had; Triton or no Triton."""
+
+import dataclasses
+import importlib.util
+import re
+import subprocess
+import sys
+import types
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jaxnorm
+from jaxnorm import _implementation
+from jaxnorm_kernels.specs import Spec
+
+BF16, F32, F64 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float32, np.float64))
+
+
+def load(name):
+    """A module of the package, without the package, which checks for the extra."""
+    package = importlib.util.find_spec("jaxnorm_kernels").submodule_search_locations[0]
+    spec = importlib.util.spec_from_file_location(name, f"{package}/triton/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+NORM = Spec("norm", "bwd", 4, 128, BF16, F32, F32, F32, subtract_mean=True, want_stats=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"x_dtype": F64}, "float64"),
+        ({"bias_dtype": F64}, "float64"),
+        ({"rows": 0}, "size 0"),
+        ({"cols": 0}, "size 0"),
+        ({"rows": 2**31}, "32 bits"),
+        ({"cols": 2**31}, "32 bits"),
+        ({"rows": "b"}, "symbolic"),
+        ({"op": "softmax", "has_mask": True}, "`where` mask"),
+    ],
+    ids=str,
+)
+def test_supports(change, reason):
+    refusal = load("support").supports(dataclasses.replace(NORM, **change))
+    assert refusal is None if reason is None else reason in refusal
+
+
+def test_supports_whatever_has_elements_of_32_bits_at_most():
+    """Unlike Mosaic's kernels: every number of rows and columns, in every mix of dtypes."""
+    supports = load("support").supports
+    rng = np.random.default_rng(0)
+    dtypes = (BF16, F32, np.dtype(np.float16))
+    for _ in range(500):
+        x, y, scale, bias = (dtypes[i] for i in rng.integers(3, size=4))
+        rows, cols = (int(2 ** rng.uniform(0, 24)) for _ in range(2))
+        for op in ("softmax", "norm"):
+            spec = Spec(op, ("fwd", "bwd")[rng.integers(2)], rows, cols, x, y, scale, bias)
+            assert supports(spec) is None
+
+
+def test_not_a_default_before_it_is_measured():
+    assert all("triton" not in names for names in _implementation._CANDIDATES.values())
+    program = "import jaxnorm, sys; jaxnorm.implementation_for('softmax', (64, 64), 'float32', "
+    program += "platform='cuda'); print([m for m in sys.modules "
+    program += "if m.split('.')[0] in ('triton', 'jax_triton') or 'kernels.triton' in m])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stdout == b"[]\n"
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Makes it look as if these versions were installed; None is for what is not."""
+    kept = {m: sys.modules.pop(m) for m in [*sys.modules] if m.startswith("jaxnorm_kernels.triton")}
+
+    def install(triton=None, jax_triton=None):
+        driver = types.ModuleType("driver")
+        if triton != "3.6.0":
+            driver.TMA_TF32 = driver.TMA_DTYPE_DEVICE_TO_HOST = 0
+        parents = ("triton", "triton.backends", "triton.backends.nvidia")
+        modules = {name: triton and types.ModuleType(name) for name in parents}
+        modules |= {"triton.backends.nvidia.driver": triton and driver}
+        modules |= {"jax_triton": jax_triton and types.ModuleType("jax_triton")}
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+        versions = {"triton": triton, "jax-triton": jax_triton}
+        monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
+
+    yield install
+    for name in [m for m in sys.modules if m.startswith("jaxnorm_kernels.triton")]:
+        del sys.modules[name]
+    sys.modules.update(kept)
+
+
+@pytest.mark.parametrize(
+    ("versions", "complaint"),
+    [
+        ({}, r"needs Triton \(.*\)"),
+        ({"triton": "3.6.0", "jax_triton": "0.4.1"}, r"needs Triton 3\.7 or newer, not 3\.6\.0"),
+        ({"triton": "3.9.0"}, r"needs jax-triton \(.*\)"),
+        (
+            {"triton": "3.9.0", "jax_triton": "0.4.0"},
+            r"needs jax-triton 0\.4\.1 or newer, not 0\.4\.0",
+        ),
+    ],
+    ids=str,
+)
+def test_a_missing_or_unfit_extra(versions, complaint, installed, monkeypatch):
+    """Asked for by name it is an error that tells the mend; for the default it is a reason."""
+    installed(**versions)
+    said = complaint + r'; pip install "jaxnorm\[triton\]"'
+    x = np.ones((4, 8), np.float32)
+    with pytest.raises(ImportError, match=said):
+        jaxnorm.softmax(x, implementation="triton")
+    with pytest.raises(ImportError, match=said):
+        jaxnorm.implementation_for("softmax", x.shape, x.dtype, implementation="triton")
+    monkeypatch.setattr(_implementation, "_CANDIDATES", {"cuda": ("triton",)})
+    forward = jaxnorm.implementation_for("softmax", x.shape, x.dtype, platform="cuda").forward
+    assert forward.name == "xla"
+    assert re.search("^triton: it cannot be imported: .*" + said, forward.reason)
+
+
+@pytest.mark.triton
+def test_a_name_is_honoured_or_refused_with_the_reason():
+    plan = jaxnorm.implementation_for("softmax", (4, 8), "float32", implementation="triton")
+    assert plan.forward == _implementation.Choice("triton", "asked for by name")
+    with pytest.raises(ValueError, match=r"'triton' cannot run softmax fwd.*`where` mask; leave"):
+        jaxnorm.softmax(np.ones((2, 3)), where=np.ones((2, 3), bool), implementation="triton")

@@ -1,0 +1,212 @@
+"""The kernels compile for Ampere, Ada and Hopper without one at hand, as the tables schedule them.
+
+Triton's own compiler makes the machine code, so that registers and shared memory are those of the
+GPU. What JAX makes of it is seen where JAX's CUDA plugin is installed, which needs no GPU either.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import INTERPRETED
+
+import jaxnorm
+from benchmarks.workloads import Workload
+from jaxnorm_kernels.specs import Spec
+
+try:
+    from compiling import compile_call
+
+    from benchmarks.sweeps import triton as sweep
+    from jaxnorm_kernels.triton import extra
+    from jaxnorm_kernels.triton.launch import Gpu
+    from jaxnorm_kernels.triton.schedule import NORM_BACKWARD, choose
+except ImportError as error:
+    pytest.skip(str(error), allow_module_level=True)
+if INTERPRETED:
+    pytest.skip("TRITON_INTERPRET=1 leaves nothing to compile", allow_module_level=True)
+
+BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
+# A100, RTX 4090, H100: multiprocessors, and the shared memory that a program may have.
+GPUS = {
+    "sm_80": Gpu(80, 108, 163 * 1024),
+    "sm_89": Gpu(89, 128, 99 * 1024),
+    "sm_90": Gpu(90, 132, 227 * 1024),
+}
+OPS = ("softmax", "log_softmax", "rms_norm", "layer_norm")
+# Short rows, one line of the tables each, rows that are no multiples of anything, looped rows.
+COLS = [1, 64, 1000, 2048, 4095, 4096, 5120, 8192, 16384, 32768, 50257, 131072]
+
+
+def make_spec(op, direction, rows, cols, x=BF16, y=BF16, **changes):
+    if "softmax" in op:
+        return Spec(op, direction, rows, cols, x, y)
+    layer = {"subtract_mean": True, "bias_dtype": F32} if op == "layer_norm" else {}
+    norm = {"scale_dtype": F32, "epsilon": 1e-6, "want_stats": True, **layer, **changes}
+    return Spec("norm", direction, rows, cols, x, y, **norm)
+
+
+def check(spec, gpu):
+    """It compiles, and what it needs is there."""
+    for kernel in compile_call(spec, gpu):
+        assert kernel.shared <= gpu.smem
+        schedule = choose(spec, gpu)
+        assert kernel.registers <= schedule.registers
+        # Part of what a thread holds may spill: of each column at most d, the saved value, G, the
+        # bias, both sums over the rows, and dx. Addresses and whole arrays may not.
+        columns = schedule.block * schedule.tile_rows / (32 * schedule.warps)
+        assert kernel.spilled <= 7 * 4 * max(columns, 1)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("cols", COLS)
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_tables_compile(gpu, op, direction, cols, dtype):
+    check(make_spec(op, direction, 4096, cols, dtype, dtype), GPUS[gpu])
+
+
+@pytest.mark.parametrize("change", [{}, {"saved": "input"}, {"scale_offset": 1.0}], ids=str)
+@pytest.mark.parametrize("params", [(None, None), (None, BF16), (F16, None), (BF16, F32)], ids=str)
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize(("x", "y"), [(F32, BF16), (BF16, F32), (F16, F16)], ids=str)
+@pytest.mark.parametrize("cols", [1000, 65536])
+def test_mixes_compile(cols, x, y, direction, params, change):
+    scale, bias = params
+    changes = {"scale_dtype": scale, "bias_dtype": bias, **change}
+    check(make_spec("layer_norm", direction, 4096, cols, x, y, **changes), GPUS["sm_80"])
+
+
+@pytest.mark.parametrize("op", ["softmax", "rms_norm"])
+def test_schedules_of_the_sweep_compile(op):
+    workload = Workload(op, "bwd", 32768, 2048, "bfloat16", "bfloat16")
+    schedules = sweep.schedules(workload)
+    assert len(schedules) >= 10
+    for schedule in schedules:
+        for kernel in compile_call(workload.spec, GPUS["sm_80"], schedule=schedule):
+            assert kernel.shared <= GPUS["sm_80"].smem
+
+
+def test_statistics_are_written_only_where_they_are_wanted():
+    def stores(**changes):
+        (kernel,) = compile_call(make_spec("layer_norm", "fwd", 64, 256, **changes), GPUS["sm_80"])
+        return kernel.ptx.count("st.global")
+
+    none, rstd, both = stores(want_stats=False), stores(), stores(saved="input")
+    assert none < rstd < both
+
+
+@pytest.mark.parametrize("cols", [256, 1000, 4096, 65536])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_elements_are_read_and_written_16_bytes_at_a_time(op, dtype, cols):
+    for direction in ("fwd", "bwd"):
+        spec = make_spec(op, direction, 32768, cols, dtype, dtype)
+        for kernel in compile_call(spec, GPUS["sm_80"]):
+            # What is read once for each row is 4 bytes wide.
+            kinds = re.findall(r"(?:ld|st)\.global[\w.:]*", kernel.ptx)
+            assert {kind.split(".")[-1] for kind in kinds} == {"b32"}
+            assert any(".v4." in kind for kind in kinds)
+
+
+def test_large_arrays_are_addressed_with_64_bits():
+    """rows * cols > 2^31: an offset in 32 bits would lack the sign extension of a row's number."""
+    spec = make_spec("softmax", "fwd", 70000, 65536)
+    assert spec.rows * spec.cols > 2**31
+    (kernel,) = compile_call(spec, GPUS["sm_80"])
+    assert "arith.extsi" in kernel.ttgir
+    assert "i64" in kernel.ttgir
+
+
+def test_wide_rows_are_read_ahead_where_shared_memory_has_room():
+    """Asynchronous copies on every GPU for 16 bits; with 99 KiB there is no room for float32."""
+    copies = {
+        (name, dtype): compile_call(make_spec("rms_norm", "bwd", 4096, 8192, dtype, dtype), gpu)[
+            0
+        ].ptx.count("cp.async")
+        for name, gpu in GPUS.items()
+        for dtype in (BF16, F32)
+    }
+    assert [key for key, count in copies.items() if count == 0] == [("sm_89", F32)]
+
+
+# ----------------------------------------------------------------------------------- as JAX sees it
+
+
+@pytest.fixture
+def cuda():
+    try:
+        extra.check_cuda()
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+def kernels_in(function, *shapes):
+    lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
+    return lowered.as_text().count("custom_call @triton_kernel_call_ffi")
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(("cols", "backward"), [(300, 1), (32768, 2)])
+def test_calls_lower_for_cuda(cols, backward):
+    x, p = jax.ShapeDtypeStruct((6, cols), BF16), jax.ShapeDtypeStruct((cols,), F32)
+
+    def step(function, *arguments):
+        y, vjp = jax.vjp(functools.partial(function, implementation="triton"), *arguments)
+        return y, vjp(y)
+
+    for function, params, more in [
+        (jaxnorm.softmax, (), 1),
+        (jaxnorm.log_softmax, (), 1),
+        (jaxnorm.rms_norm, (p,), backward),
+        (jaxnorm.layer_norm, (p, p), backward),
+    ]:
+        assert kernels_in(functools.partial(step, function), x, *params) == 1 + more
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_dead_call_is_dropped():
+    """Its rule for that is JAX's own where JAX cannot call jax-triton's."""
+    x = jax.ShapeDtypeStruct((6, 300), BF16)
+    softmax = functools.partial(jaxnorm.softmax, implementation="triton")
+    assert kernels_in(lambda x: (softmax(x), 2 * x)[1], x) == 0
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_batch_is_more_rows():
+    x = jax.ShapeDtypeStruct((3, 6, 300), BF16)
+    softmax = functools.partial(jaxnorm.softmax, implementation="triton")
+    assert kernels_in(jax.vmap(softmax), x) == 1
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("kind", ["Explicit", "Manual"])
+def test_meshes(kind):
+    """Outputs vary over the mesh axes that the inputs vary over."""
+    axis_type = jax.sharding.AxisType.Explicit if kind == "Explicit" else None
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=axis_type and (axis_type,))
+    rows = jax.P("rows", None)
+
+    def step(x, scale):
+        def loss(x, scale):
+            y = jaxnorm.rms_norm(x, scale, implementation="triton")
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        return jax.grad(loss, argnums=(0, 1))(x, scale)
+
+    if kind == "Manual":
+        step = jax.shard_map(step, mesh=mesh, in_specs=(rows, jax.P()), out_specs=(rows, jax.P()))
+    with jax.set_mesh(mesh):
+        x = jax.ShapeDtypeStruct((8, 512), BF16, sharding=jax.NamedSharding(mesh, rows))
+        scale = jax.ShapeDtypeStruct((512,), F32, sharding=jax.NamedSharding(mesh, jax.P()))
+        assert kernels_in(step, x, scale) == 2
+
+
+def test_every_line_of_a_table_is_used():
+    chosen = {choose(make_spec("layer_norm", "bwd", 4096, cols), GPUS["sm_90"]) for cols in COLS}
+    assert {(s.warps, s.stages) for s in chosen} == {(i.warps, i.stages) for i in NORM_BACKWARD}

@@ -1,0 +1,157 @@
+"""Values and gradients of every kind of schedule, in Triton's interpreter or on a GPU.
+
+The suite itself runs the schedules that the tables choose; here tiles are small, so that arrays of
+few elements have every kind of edge: rows that share a tile, rows of several tiles, tiles that
+reach over the last row and the last column, programs with more rows than others.
+"""
+
+import jax
+import numpy as np
+import pytest
+import test_norm
+import test_softmax
+from conftest import INTERPRETED
+from reference import exact
+from test_norm import normal
+
+import jaxnorm
+
+pytestmark = pytest.mark.triton
+
+# block, warps, rows of a tile, programs, stages, parameters held
+SCHEDULES = {
+    "a row in a tile": (128, 1, 1, 3, 1, True),
+    "rows share a tile": (128, 2, 4, 2, 1, True),
+    "parameters are read again": (128, 1, 2, 2, 1, False),
+    "the next row comes meanwhile": (128, 1, 1, 2, 3, True),
+    "a row is looped over": (32, 1, 1, 6, 1, True),
+    "rows of a tile are looped over": (16, 1, 2, 20, 1, True),
+}
+MIXES = [("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16")]
+MIXES += [("float16", "float16"), ("bfloat16", "float32")]
+
+
+@pytest.fixture(params=SCHEDULES)
+def scheduled(request, monkeypatch):
+    """Every call gets the schedule; the name of the implementation."""
+    from jaxnorm_kernels.triton import schedule
+
+    block, warps, tile_rows, programs, stages, hold_params = SCHEDULES[request.param]
+    chosen = schedule.Schedule(
+        block, warps, tile_rows, programs=programs, stages=stages, hold_params=hold_params
+    )
+    monkeypatch.setattr(schedule, "choose", lambda spec: chosen)
+    if INTERPRETED:
+        import triton_interpreter
+
+        triton_interpreter.install(monkeypatch)
+    jax.clear_caches()
+    yield "triton"
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("save", ["output", "input"])
+@pytest.mark.parametrize("subtract_mean", [True, False], ids=["layer_norm", "rms_norm"])
+@pytest.mark.parametrize(("x_dtype", "y_dtype"), MIXES)
+def test_norms(x_dtype, y_dtype, subtract_mean, save, scheduled):
+    shape = (7, 100)
+    test_norm.check(
+        normal(shape, x_dtype, 0, shift=0.3),
+        normal((100,), "float32", 1, scale=0.3, shift=1.0),
+        normal((100,), "float32", 2, scale=0.3) if subtract_mean else None,
+        normal(shape, y_dtype, 3),
+        subtract_mean=subtract_mean,
+        save=save,
+        implementation=scheduled,
+        y_dtype=y_dtype,
+    )
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize(("x_dtype", "y_dtype"), MIXES)
+def test_softmaxes(x_dtype, y_dtype, name, scheduled):
+    x, d = normal((7, 100), x_dtype, 0, scale=3.0), normal((7, 100), y_dtype, 1)
+    test_softmax.check(name, x, d, implementation=scheduled)
+
+
+def test_variance_of_large_means(scheduled):
+    """Mean 1e4, standard deviation 1: E[x^2] - E[x]^2 would be off by thousands."""
+    x = normal((5, 100), "float32", 0, shift=1e4)
+    # A first block unlike the rest.
+    x = x.at[1, :16].add(-100)
+    test_norm.check(
+        x,
+        None,
+        None,
+        normal((5, 100), "float32", 1),
+        subtract_mean=True,
+        save="input",
+        implementation=scheduled,
+        y_dtype="float32",
+    )
+
+
+@pytest.mark.parametrize("y_dtype", ["bfloat16", "float16", "float32"])
+def test_scales_of_zero(y_dtype, scheduled):
+    """The floor carries x_hat; float16 has no room for one, and a gradient of 0 is what it has."""
+    scale = normal((100,), "float32", 1, shift=1.0).at[::3].set(0).at[1::3].set(-1e-30)
+    arguments = normal((7, 100), "float32", 0), scale, normal((7, 100), y_dtype, 2)
+
+    def run(implementation):
+        x, scale, d = arguments
+        y, vjp = jax.vjp(
+            lambda *a: jaxnorm.rms_norm(*a, dtype=y_dtype, implementation=implementation), x, scale
+        )
+        return y, *vjp(d)
+
+    v = float(np.finfo(np.float16).eps if y_dtype == "float16" else 2.0**-7)
+    for ours, theirs in zip(run(scheduled), run("xla")):
+        bound = 4 * v * np.max(np.abs(exact(theirs)))
+        np.testing.assert_allclose(exact(ours), exact(theirs), rtol=v, atol=bound)
+    y, _, dscale = run(scheduled)
+    assert np.all((exact(y) == 0)[:, ::3] == (y_dtype == "float16"))
+    assert np.all((exact(dscale) == 0)[::3] == (y_dtype == "float16"))
+
+
+SPECIAL = {
+    "nan": (7, np.nan),
+    "inf": (7, np.inf),
+    "-inf": (7, -np.inf),
+    "all -inf": (slice(None), -np.inf),
+    "first half -inf": (slice(50), -np.inf),
+    "one finite": (slice(1, None), -np.inf),
+    "lowest": (slice(None), np.finfo(np.float32).min),
+}
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "layer_norm"])
+def test_special_values_stay_in_their_row(name, special, scheduled):
+    """NaN and infinities come out as xla has them, and only in their row."""
+    if (name, special) == ("layer_norm", "lowest"):
+        pytest.skip("the norm of a row that overflows is garbage of one kind or another")
+    columns, value = SPECIAL[special]
+    x = normal((3, 100), "float32", 0).at[1, columns].set(value)
+    d = normal((3, 100), "float32", 1)
+    results = []
+    for implementation in (scheduled, "xla"):
+        function = getattr(jaxnorm, name)
+        y, vjp = jax.vjp(lambda x, i=implementation, f=function: f(x, implementation=i), x)
+        results.append((y, *vjp(d)))
+    for ours, theirs in zip(*results):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_two_runs_give_the_same_bits(scheduled):
+    x, d = normal((50, 100), "bfloat16", 0), normal((50, 100), "bfloat16", 1)
+    scale, bias = normal((100,), "float32", 2, shift=1.0), normal((100,), "float32", 3)
+
+    @jax.jit
+    def run(x, scale, bias, d):
+        y, vjp = jax.vjp(
+            lambda *a: jaxnorm.layer_norm(*a, implementation=scheduled), x, scale, bias
+        )
+        return y, *vjp(d)
+
+    for a, b in zip(run(x, scale, bias, d), run(x, scale, bias, d)):
+        np.testing.assert_array_equal(exact(a), exact(b))

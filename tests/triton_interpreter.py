@@ -1,0 +1,92 @@
+"""Runs the Triton kernels on the CPU, in Triton's interpreter, wherever JAX calls them.
+
+Run pytest with TRITON_INTERPRET=1: Triton asks for it when it is imported. The interpreter sees
+values; `triton/test_compile.py` looks at what becomes of the kernels on a GPU.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from jaxnorm_kernels.triton import launch
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """What the interpreter asks of a tensor on a device, of a numpy array: its own storage."""
+
+    array: np.ndarray
+
+    @property
+    def dtype(self) -> str:
+        return self.array.dtype.name
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self) -> "Buffer":
+        return self
+
+    def cpu(self) -> "Buffer":
+        return self
+
+    def new_empty(self, size: int, device: str) -> "Buffer":
+        del size, device
+        return self
+
+    def set_(self, *view: Any) -> None: ...
+
+    def copy_(self, other: "Buffer") -> None: ...
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return self.array.strides
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the interpreter run all kernels until `monkeypatch` is undone."""
+    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", _cast)
+
+
+def run(*, kernel: Any, out_type: list[jax.ShapeDtypeStruct], grid: tuple[int, ...], **call: Any):
+    """Stands in for `launch.run`."""
+    arguments = {key: value for key, value in call.items() if key in kernel.arg_names}
+    arrays = {key: value for key, value in arguments.items() if isinstance(value, jax.Array)}
+    static = {key: value for key, value in arguments.items() if key not in arrays}
+    outputs = [key for key in kernel.arg_names if key not in arguments]
+
+    def interpret(arrays: dict[str, Any]) -> list[np.ndarray]:
+        given = {key: Buffer(np.array(value)) for key, value in arrays.items()}
+        made = {key: Buffer(np.empty(t.shape, t.dtype)) for key, t in zip(outputs, out_type)}
+        with np.errstate(all="ignore"):
+            kernel[grid](**given, **made, **static)
+        return [buffer.array for buffer in made.values()]
+
+    assert len(outputs) == len(out_type)
+    return jax.pure_callback(interpret, out_type, arrays)
+
+
+_cast_of_interpreter = InterpreterBuilder.cast_impl
+
+
+def _cast(self: Any, source: Any, to: Any) -> Any:
+    """Rounds float32 to the nearest bfloat16, as GPUs do; the interpreter's own cast cuts off."""
+    bfloat16 = np.dtype(ml_dtypes.bfloat16)
+    match source.dtype.scalar, to.scalar:
+        case tl.float32, tl.bfloat16:
+            return TensorHandle(source.data.astype(bfloat16).view(np.uint16), tl.bfloat16)
+        case tl.bfloat16, tl.float32:
+            return TensorHandle(source.data.view(bfloat16).astype(np.float32), tl.float32)
+    return _cast_of_interpreter(self, source, to)
