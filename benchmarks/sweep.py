@@ -25,8 +25,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import timing
-from benchmarks.workloads import Workload
+from benchmarks import calls, timing
+from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels import xla
 
 COMPILERS = 16
@@ -63,7 +63,7 @@ def with_schedule(schedule: Any) -> types.SimpleNamespace:
     )
 
 
-def compiled(workload: Workload, implementation: Any) -> Any:
+def compiled(workload: KernelWorkload, implementation: Any) -> Any:
     shapes = jax.eval_shape(lambda: workload.operands(0))
     return jax.jit(workload.function(implementation)).lower(*shapes).compile()
 
@@ -74,10 +74,10 @@ def difference(ours: Any, theirs: Any) -> float:
     return max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in wide)
 
 
-def measured(workload: Workload, programs: dict[str, Future[Any]]) -> Iterator[Row]:
+def measured(workload: KernelWorkload, programs: dict[str, Future[Any]]) -> Iterator[Row]:
     """XLA first, then each schedule; all on the same operands."""
     roof = timing.copy_roof(workload.bytes).us
-    operands = [workload.operands(i) for i in range(timing.buffers_for(workload.bytes))]
+    operands = [workload.operands(i) for i in range(calls.buffers_for(workload.bytes))]
     reference, xla_us = None, float("nan")
     for name, future in programs.items():
         identity = (*dataclasses.astuple(workload), name)
@@ -103,7 +103,7 @@ def measured(workload: Workload, programs: dict[str, Future[Any]]) -> Iterator[R
         )
 
 
-def sweep(jobs: Sequence[tuple[Workload, Sequence[Any]]]) -> Iterator[list[Row]]:
+def sweep(jobs: Sequence[tuple[KernelWorkload, Sequence[Any]]]) -> Iterator[list[Row]]:
     """The rows of one workload after the other. Nothing compiles while one is timed."""
     with ThreadPoolExecutor(COMPILERS) as pool:
         for batch in itertools.batched(jobs, BATCH):

@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from benchmarks import sweep
+from benchmarks.contract import KernelWorkload
 from benchmarks.sweeps import backward
-from benchmarks.workloads import Workload
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.mosaic import interpreted
 
@@ -18,7 +18,7 @@ def test_every_wide_backward_has_several_schedules():
 
 def test_a_given_schedule_replaces_the_table():
     """In the interpreter, which is told two blocks."""
-    workload = Workload("rms_norm", "bwd", 4, 2048, "float32", "float32")
+    workload = KernelWorkload("rms_norm", "bwd", 4, 2048, "float32", "float32")
     given, *_ = backward.schedules(workload)
     operands = workload.operands(0)
     with interpreted():

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.workloads import Workload
+from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels.mosaic.backward.ring import Ring
 from jaxnorm_kernels.mosaic.backward.schedule import Line, wide_ring
 from jaxnorm_kernels.specs import Spec
@@ -58,13 +58,13 @@ _SOFTMAX: dict[int, list[dict[str, list[int]]]] = {
 _STAGES = (2, 3, 4, 6)
 
 
-def workloads() -> Iterator[Workload]:
+def workloads() -> Iterator[KernelWorkload]:
     for op in ("rms_norm", "layer_norm", "softmax"):
         for dtype, cols in itertools.product(("bfloat16", "float32"), _ROWS):
-            yield Workload(op, "bwd", _ROWS[cols], cols, dtype, dtype)  # type: ignore[arg-type]
+            yield KernelWorkload(op, "bwd", _ROWS[cols], cols, dtype, dtype)  # type: ignore[arg-type]
 
 
-def schedules(workload: Workload) -> list[Ring]:
+def schedules(workload: KernelWorkload) -> list[Ring]:
     """Every combination that fits, once."""
     grids = (_NORM if workload.is_norm else _SOFTMAX).get(workload.cols, [])
     combined = itertools.chain.from_iterable(map(_combinations, grids))

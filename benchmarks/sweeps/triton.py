@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator
 
-from benchmarks.workloads import Workload
+from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels.triton.launch import local_gpu
 from jaxnorm_kernels.triton.schedule import Line, Schedule, choose, of_line
 
@@ -15,13 +15,13 @@ _VALUES = (4, 8, 16, 32)  # of a tile in a thread
 _PERSISTENT = [(1024, 1, True), (1024, 1, False), (1024, 2, True), (512, 2, True), (512, 3, True)]
 
 
-def workloads() -> Iterator[Workload]:
+def workloads() -> Iterator[KernelWorkload]:
     for op, direction in itertools.product(("softmax", "rms_norm", "layer_norm"), ("fwd", "bwd")):
         for dtype, cols in itertools.product(("bfloat16", "float32"), _ROWS):
-            yield Workload(op, direction, _ROWS[cols], cols, dtype, dtype)  # type: ignore[arg-type]
+            yield KernelWorkload(op, direction, _ROWS[cols], cols, dtype, dtype)  # type: ignore[arg-type]
 
 
-def schedules(workload: Workload) -> list[Schedule]:
+def schedules(workload: KernelWorkload) -> list[Schedule]:
     """That of the table first; then every other that may be of use, once."""
     spec = workload.spec
     persistent = workload.is_norm and workload.direction == "bwd"

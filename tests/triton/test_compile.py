@@ -15,7 +15,7 @@ import pytest
 from conftest import INTERPRETED
 
 import jaxnorm
-from benchmarks.workloads import Workload
+from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels.specs import Spec
 
 try:
@@ -84,7 +84,7 @@ def test_mixes_compile(cols, x, y, direction, params, change):
 
 @pytest.mark.parametrize("op", ["softmax", "rms_norm"])
 def test_schedules_of_the_sweep_compile(op):
-    workload = Workload(op, "bwd", 32768, 2048, "bfloat16", "bfloat16")
+    workload = KernelWorkload(op, "bwd", 32768, 2048, "bfloat16", "bfloat16")
     schedules = sweep.schedules(workload)
     assert len(schedules) >= 10
     for schedule in schedules:
