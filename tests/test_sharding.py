@@ -293,9 +293,8 @@ def test_shards_of_unequal_size(kernels):
         run(x)
 
 
+@pytest.mark.parametrize("kernels", ["kernel"], indirect=True)
 def test_a_forced_kernel_never_gathers(kernels):
-    if kernels is None:
-        pytest.skip("needs a name to force")
     x = operands("softmax")[1]
     features = jax.device_put(
         x, NamedSharding(mesh_of(CASES[0], "explicit"), P(None, None, "data"))

@@ -124,12 +124,18 @@ SPECIAL = {
 }
 
 
-@pytest.mark.parametrize("special", SPECIAL)
-@pytest.mark.parametrize("name", ["softmax", "log_softmax", "layer_norm"])
+# The norm of a row that overflows is garbage of one kind or another: no "lowest" for it.
+@pytest.mark.parametrize(
+    ("name", "special"),
+    [
+        (name, special)
+        for name in ("softmax", "log_softmax", "layer_norm")
+        for special in SPECIAL
+        if (name, special) != ("layer_norm", "lowest")
+    ],
+)
 def test_special_values_stay_in_their_row(name, special, scheduled):
     """NaN and infinities come out as xla has them, and only in their row."""
-    if (name, special) == ("layer_norm", "lowest"):
-        pytest.skip("the norm of a row that overflows is garbage of one kind or another")
     columns, value = SPECIAL[special]
     x = normal((3, 100), "float32", 0).at[1, columns].set(value)
     d = normal((3, 100), "float32", 1)

@@ -1,11 +1,11 @@
 """What the kernels cannot do, and where the default leaves a call to XLA: tables of sentences."""
 
 import functools
-from collections.abc import Callable
 
 import jax
 
 from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, vector_width
+from jaxnorm_kernels.refusals import NO_KERNEL, Table, first
 from jaxnorm_kernels.specs import Spec
 
 # Rows are numbered in int32, and the last block may start a tile further.
@@ -20,22 +20,8 @@ def local_capability() -> str | None:
     return getattr(device, "compute_capability", None) if device.platform == "gpu" else None
 
 
-_Table = tuple[tuple[str, Callable[[Spec], bool]], ...]
-
-_CANNOT: _Table = (
-    (
-        "its kernels need sizes that are known when the call is traced, not symbolic ones",
-        lambda s: not all(isinstance(size, int) for size in (s.rows, s.cols)),
-    ),
-    ("its kernels take no `where` mask", lambda s: s.has_mask),
-    (
-        "its kernels compute in float32, and float64 arrays ask for more",
-        lambda s: any(
-            dtype is not None and dtype.itemsize > 4
-            for dtype in (s.x_dtype, s.y_dtype, s.scale_dtype, s.bias_dtype)
-        ),
-    ),
-    ("there is nothing to compute in an array of size 0", lambda s: s.rows == 0 or s.cols == 0),
+_CANNOT: Table = (
+    *NO_KERNEL,
     (f"its kernels need rows of {_MIN_COLS} elements or more", lambda s: s.cols < _MIN_COLS),
     (
         f"its kernels number rows in 32 bits, up to {_MAX_ROWS}",
@@ -62,7 +48,7 @@ _CANNOT: _Table = (
 
 # Measured on one H200 with jax 0.11.2: kernel time against XLA's (`python -m benchmarks.run`; the
 # committed figures are in benchmarks/results/nvidia_h200). Forward passes are never slower.
-_LEFT_TO_XLA: _Table = (
+_LEFT_TO_XLA: Table = (
     (
         "its schedules are measured on compute capability 9.0 (H100, H200) alone",
         lambda s: local_capability() not in ("9.0", None),
@@ -90,16 +76,12 @@ _LEFT_TO_XLA: _Table = (
 
 def supports(spec: Spec) -> str | None:
     """None, or why this call cannot run here."""
-    return _first(_CANNOT, spec)
+    return first(_CANNOT, spec)
 
 
 def prefers(spec: Spec) -> str | None:
     """None, or why the default leaves this call to xla."""
-    return _first(_LEFT_TO_XLA, spec)
-
-
-def _first(table: _Table, spec: Spec) -> str | None:
-    return next((reason for reason, applies in table if applies(spec)), None)
+    return first(_LEFT_TO_XLA, spec)
 
 
 def _norm_bwd(spec: Spec) -> bool:
