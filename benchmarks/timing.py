@@ -3,8 +3,9 @@
 On a CPU, which has no kernels to count, it is wall-clock time: enough to try the harness.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,18 +24,26 @@ def measure(function: Callable[..., Any], operands: Operands) -> Timing:
     if jax.default_backend() != "gpu":
         us = wall_us(function, operands, calls.calls_for(operands))
         return Timing(us, us)
-    from jax._src.lib import mosaic_gpu
-
-    cupti = mosaic_gpu._mosaic_gpu_ext  # the only CUPTI hook that counts single kernels
     count = calls.calls_for(operands)
-    cupti._cupti_init()
-    try:
+    with kernels() as ran:
         for i in range(count):
             out = function(*operands[i % len(operands)])
         jax.block_until_ready(out)
+    return calls.of_kernels([us for _, us in ran], count)
+
+
+@contextlib.contextmanager
+def kernels() -> Iterator[list[tuple[str, float]]]:
+    """Name and microseconds of each GPU kernel that runs and ends inside, once it is left."""
+    from jax._src.lib import mosaic_gpu
+
+    cupti = mosaic_gpu._mosaic_gpu_ext  # the only CUPTI hook that counts single kernels
+    ran: list[tuple[str, float]] = []
+    cupti._cupti_init()
+    try:
+        yield ran
     finally:
-        kernels = [1e3 * ms for _, ms in cupti._cupti_get_timings(False)]
-    return calls.of_kernels(kernels, count)
+        ran += [(name, 1e3 * ms) for name, ms in cupti._cupti_get_timings(False)]
 
 
 def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> float:

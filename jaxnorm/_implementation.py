@@ -15,9 +15,8 @@ _MODULES = {
     "triton": "jaxnorm_kernels.triton",
 }
 
-# What the default tries on a platform, in this order, before xla. Platforms not named run xla. The
-# Mosaic kernels, "cuda": ("mosaic",), join when their tests have passed on a GPU as they are now.
-_CANDIDATES: dict[str, tuple[str, ...]] = {}
+# What the default tries on a platform, in this order, before xla. Platforms not named run xla.
+_CANDIDATES: dict[str, tuple[str, ...]] = {"cuda": ("mosaic",)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,15 +60,6 @@ def kernels(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
-def kernels_by_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The Mosaic kernels are candidates of the default on CUDA."""
-    monkeypatch.setattr(_implementation, "_CANDIDATES", {"cuda": ("mosaic",)})
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests are skipped that need what is not here, and say what that is."""
     for mark, reason in (

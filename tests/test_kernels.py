@@ -1,6 +1,11 @@
 """The kernels on a GPU, whoever wrote them: widths of every schedule, a fuzz, determinism, size."""
 
 import functools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -139,3 +144,18 @@ def test_more_elements_than_int32_counts(kernels):
     for function in (jaxnorm.softmax, jaxnorm.rms_norm):
         y = jax.jit(functools.partial(function, implementation=kernels))(x)
         np.testing.assert_array_equal(exact(y[-8:]), exact(y[:8]))
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "layer_norm", "rms_norm"])
+def test_no_access_out_of_bounds(name, kernels):
+    checker = shutil.which("compute-sanitizer")
+    if checker is None:
+        pytest.skip("needs compute-sanitizer, of the CUDA toolkit, on PATH")
+    # A buffer of its own for each array: from a pool, a neighbour's memory would be in bounds.
+    environment = os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+    command = [checker, "--error-exitcode=1", "--report-api-errors=no", sys.executable]
+    command += [str(Path(__file__).with_name("memcheck.py")), kernels, name]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    assert "all 26 cases" in run.stdout
+    assert "NOT FINITE" not in run.stdout

@@ -11,11 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from meshes import FUNCTIONS, KINDS, Case, check_values, collectives, on_mesh, operands, step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.multigpu,
-    pytest.mark.usefixtures("kernels_by_default"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
 
 GPUS = jax.device_count()
 SHAPE = (8, 512, 1024)

@@ -10,8 +10,6 @@ import pytest
 import jaxnorm
 from jaxnorm import _implementation
 
-pytestmark = pytest.mark.usefixtures("kernels_by_default")
-
 SHAPE = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16)
 
 

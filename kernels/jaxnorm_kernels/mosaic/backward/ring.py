@@ -161,7 +161,11 @@ def ring_backward(
         def read(k: Any, row: int, piece: int, chunk: Chunk) -> list[jax.Array]:
             here = pl.ds(chunk.stage_start, chunk.width)
             refs = [ref.at[stage(k, piece), row, here] for ref in (saved_ring, dy_ring)]
-            return [load(ref, layout, shape).astype(jnp.float32) for ref in refs]
+            return [load(ref, None, shape).astype(jnp.float32) for ref in refs]
+
+        def in_layout(value: jax.Array) -> jax.Array:
+            """Only results name the layout: each load that did would cost Mosaic's inference."""
+            return plgpu.layout_cast(value, layout)
 
         def reduce_rows(k: Any, row_stats: list[list[jax.Array]]) -> None:
             """Publishes the rows' sums, each warp those of its columns."""
@@ -174,7 +178,8 @@ def ring_backward(
                     terms = [skip_stale(term, chunk) for term in terms]
                     so_far = totals[row]
                     totals[row] = [a + b for a, b in zip(so_far, terms)] if so_far else terms
-            parts = [jnp.sum(total, axis=1) for row_totals in totals for total in row_totals]
+            of_rows = (in_layout(total) for row_totals in totals for total in row_totals)
+            parts = [jnp.sum(total, axis=1) for total in of_rows]
             sums.publish(exchanged, parts, k)
 
         def finish_rows(k: Any, row_stats: list[list[jax.Array]], carried: Arrays) -> Arrays:
@@ -205,7 +210,7 @@ def ring_backward(
                     row_stats,
                     totals[first : first + formula.row_sums],
                 )
-                store(dx_ref.at[index, pl.ds(chunk.start, chunk.width)], dx)
+                store(dx_ref.at[index, pl.ds(chunk.start, chunk.width)], in_layout(dx))
                 added += terms
             if rows % ring.rows:
                 is_new = index >= (block + k * blocks) * ring.rows

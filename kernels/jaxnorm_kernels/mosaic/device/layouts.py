@@ -75,8 +75,11 @@ def column_in_warps(shape: tuple[int, int]) -> jax.Array:
     return warp * shape[1] + lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
-def load(ref: Ref, layout: Layout, shape: tuple[int, ...] | None = None) -> jax.Array:
-    """The elements of `ref`, as an array of `shape` (by default that of `ref`)."""
+def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) -> jax.Array:
+    """The elements of `ref`, as an array of `shape` (by default that of `ref`).
+
+    Without a layout, that of what they are combined with.
+    """
     if shape is None or shape == ref.shape:
         return plgpu.load(ref, layout=layout, optimized=False)
     # The interpreter knows no reshaped refs; Mosaic cannot reshape registers of these layouts.

@@ -1,0 +1,49 @@
+"""A sample of an implementation's kernels, forward and backward, to be run under a memory checker.
+
+XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer python tests/memcheck.py mosaic
+"""
+
+import functools
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxnorm
+
+# Narrow rows, odd and prime widths (tails), whole units, clusters, streams; some with few rows.
+SHAPES = [(130, 64), (97, 131), (131, 1000), (67, 3000), (66, 4095), (299, 4096), (140, 5120)]
+SHAPES += [(141, 8192), (67, 16384), (35, 32768), (5, 50257), (5, 65536), (3, 131072)]
+DTYPES = [jnp.bfloat16, jnp.float32]
+PARAMETERS = {"softmax": 0, "log_softmax": 0, "layer_norm": 2, "rms_norm": 1}
+
+
+def compiled(name: str, shape: tuple[int, int], dtype: Any, implementation: str) -> Any:
+    """Forward and backward, and the operands' types."""
+    call = functools.partial(getattr(jaxnorm, name), implementation=implementation)
+    x, parameter = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[1:], jnp.float32)
+    operands = [x] + [parameter] * PARAMETERS[name]
+
+    def both(dy: jax.Array, *operands: jax.Array) -> Any:
+        y, vjp = jax.vjp(call, *operands)
+        return y, vjp(dy)
+
+    return jax.jit(both).lower(x, *operands).compile(), operands
+
+
+def main(implementation: str, name: str) -> None:
+    cases = [(name, shape, dtype, implementation) for shape in SHAPES for dtype in DTYPES]
+    with ThreadPoolExecutor(4) as pool:
+        for case, (program, operands) in zip(cases, pool.map(lambda c: compiled(*c), cases)):
+            ones = [jax.device_put(np.ones(o.shape, o.dtype)) for o in operands]
+            results = map(np.asarray, jax.tree.leaves(program(ones[0], *ones)))
+            finite = all(np.isfinite(r.astype(np.float32)).all() for r in results)
+            print(*case[:2], case[2].__name__, "finite" if finite else "NOT FINITE", flush=True)
+    print("all", len(cases), "cases")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
