@@ -90,5 +90,10 @@ def collectives(compiled):
 def check_values(compiled, sharded, name, save="output"):
     whole = [np.asarray(a) for a in sharded]
     expected = jax.jit(step(name, save, implementation="xla"))(*whole)
-    for ours, theirs in zip(compiled(*sharded), expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+    # A sum over n rows of terms near 1 grows to 3 sqrt(n); its n roundings add up like a random
+    # walk, in whatever order the rows are added.
+    rows = whole[1].size // whole[1].shape[-1]
+    of_parameters = 3 * rows * 2.0**-24
+    for i, (ours, theirs) in enumerate(zip(compiled(*sharded), expected, strict=True)):
+        atol = 2e-5 if i < 2 else max(2e-5, of_parameters)
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=atol)

@@ -1,4 +1,7 @@
-"""The kernels on a mesh of real GPUs: values, collectives, and a training run."""
+"""The kernels on a mesh of real GPUs: values, collectives, and a training run.
+
+Run them one at a time (``pytest -n 0``): processes that share GPUs wait for each other in NCCL.
+"""
 
 import math
 import re
@@ -33,12 +36,14 @@ def test_rows_split_over_gpus(name, case, kind):
     x = sharded[1]
     for y in compiled(*sharded)[:2]:
         assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
-    found = collectives(compiled)
-    moved = [size for sizes in found.values() for size in sizes]
-    assert all(math.prod(map(int, size.split(","))) <= SHAPE[-1] for size in moved)
-    params = len(sharded) - 2
+    # Each parameter's gradient is summed once, in one collective or several; no activation moves.
+    sizes = [size for sizes in collectives(compiled).values() for size in sizes]
+    moved = sum(math.prod(map(int, size.split(","))) for size in sizes)
+    gradients = (len(sharded) - 2) * SHAPE[-1]
     if case.params == P():
-        assert len(moved) == params
+        assert moved == gradients
+    else:  # gathered for the forward, and for the backward
+        assert moved <= 3 * gradients
 
 
 @pytest.mark.parametrize("save", ["output", "input"])
