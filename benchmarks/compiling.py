@@ -3,7 +3,7 @@
     python -m benchmarks.compiling --cols 1024 3000 8192
 
 Seconds from a traced call to a program that runs. (`compile_s` of `benchmarks.run` is of a call
-that is compiled beside 15 others.)
+that is compiled beside others.)
 """
 
 import argparse

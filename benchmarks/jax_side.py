@@ -1,12 +1,12 @@
-"""Measures the providers on JAX, in a process of their own."""
+"""Measures the providers on JAX, in processes of their own."""
 
 import dataclasses
 import functools
 import importlib
-import itertools
+import os
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,8 +21,10 @@ Figures = dict[str, float | None]
 Measure = Callable[[], Figures]
 Inputs = tuple[jax.Array, tuple[jax.Array, ...], jax.Array]  # x, parameters, dy
 
-COMPILERS = 16
-BATCH = 64  # cells that are compiled together
+THREADS = 16  # that prepare cells, at most
+KEPT_BYTES = 5e9  # by a process that waits; JAX's pool may be twice what it had to hold
+
+one_problem = threading.Lock()  # it is cached: the other providers' threads wait for it
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
@@ -36,14 +38,22 @@ def random_arrays(seed: int, shape: Shape, parameters: int, x_dtype: str, y_dtyp
     return x, (scale, bias)[:parameters], dy
 
 
-def random_inputs(w: Workload, seed: int) -> Inputs:
-    return random_arrays(seed, (w.rows, w.cols), PARAMETERS[w.op], w.x_dtype, w.y_dtype)
+def arguments_of(w: Workload) -> tuple[Shape, int, str, str]:
+    """Of random_arrays, after the seed."""
+    return (w.rows, w.cols), PARAMETERS[w.op], w.x_dtype, w.y_dtype
+
+
+@functools.cache
+def inputs_program(*arguments: Any) -> Callable[[int], Inputs]:
+    """random_arrays of a seed, compiled."""
+    return random_arrays.lower(0, *arguments).compile()
 
 
 @functools.lru_cache(maxsize=1)
 def rotating_inputs(workload: Workload) -> list[Inputs]:
     """As many as keep calls out of the cache; shared by the providers of one workload."""
-    return [random_inputs(workload, i) for i in range(calls.buffers_for(workload.bytes))]
+    make = inputs_program(*arguments_of(workload))
+    return [make(seed) for seed in range(calls.buffers_for(workload.bytes))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +68,7 @@ class Program:
 def compile_cell(cell: TimedCell) -> Program:
     """Compiles what a user would call; raises what the library raises."""
     f = providers.function(cell.provider, cell.op, cell.y_dtype)
-    x, parameters, dy = jax.eval_shape(lambda: random_inputs(cell.workload, 0))
+    x, parameters, dy = jax.eval_shape(lambda: random_arrays(0, *arguments_of(cell.workload)))
     start = time.perf_counter()
 
     def compiled(step: Callable[..., Any], *shapes: Any) -> Callable[..., Any]:
@@ -87,21 +97,11 @@ def compile_cell(cell: TimedCell) -> Program:
     return timed(call, lambda x, parameters, dy: (jax.tree.leaves(keep(x, parameters)), dy))
 
 
-def compiled_ahead(cells: Sequence[TimedCell]) -> Iterator[tuple[TimedCell, Future[Program]]]:
-    """The cells in order. Nothing compiles while one is timed: XLA tunes on the same GPU."""
-    with ThreadPoolExecutor(COMPILERS) as pool:
-        for batch in itertools.batched(cells, BATCH):
-            programs = [pool.submit(compile_cell, cell) for cell in batch]
-            wait(programs)
-            yield from zip(batch, programs)
-
-
 def operands_of(cell: TimedCell, program: Program) -> list[tuple[Any, ...]]:
     return [program.operands(*inputs) for inputs in rotating_inputs(cell.workload)]
 
 
-def kernel_time(cell: TimedCell, future: Future[Program]) -> Figures:
-    program = future.result()
+def kernel_time(cell: TimedCell, program: Program) -> Figures:
     roof = timing.copy_roof(cell.bytes)
     measured = timing.measure(program.call, operands_of(cell, program))
     return {
@@ -113,8 +113,7 @@ def kernel_time(cell: TimedCell, future: Future[Program]) -> Figures:
     }
 
 
-def latency(cell: TimedCell, future: Future[Program]) -> Figures:
-    program = future.result()
+def latency(cell: TimedCell, program: Program) -> Figures:
     operands = operands_of(cell, program)[:1]
     return {
         "us": timing.measure(program.call, operands).us,
@@ -123,7 +122,8 @@ def latency(cell: TimedCell, future: Future[Program]) -> Figures:
 
 
 def accuracy(cell: TimedCell) -> Figures:
-    problem = gradients.problem(cell.workload)
+    with one_problem:
+        problem = gradients.problem(cell.workload)
     parameter_dtype = provider_of(cell).parameter_dtype(cell.x_dtype)
     x, dy = (jnp.asarray(a, cell.x_dtype) for a in (problem.x, problem.dy))
     parameters = [jnp.asarray(p, parameter_dtype) for p in problem.parameters]
@@ -131,17 +131,36 @@ def accuracy(cell: TimedCell) -> Figures:
     return gradients.errors(problem, [np.asarray(g, np.float64) for g in jax.jit(saved)(dy)])
 
 
-def measures(suite: str, cells: Sequence[Any]) -> Iterator[Measure]:
-    """What measures each cell, in order; a cell's errors are raised by its own measure."""
+def prepare(suite: str, cell: Any) -> Measure:
+    """What measures a cell; all that it runs is compiled here. Cells are prepared in threads."""
     if suite in ("memory", "steps"):
         training = importlib.import_module("benchmarks.training")  # needs Flax and optax
-        yield from training.measures(suite, cells)
-    elif suite == "accuracy":
-        yield from (functools.partial(accuracy, cell) for cell in cells)
-    else:
-        measure = latency if suite == "latency" else kernel_time
-        for cell, program in compiled_ahead(cells):
-            yield functools.partial(measure, cell, program)
+        return training.prepare(suite, cell)
+    if suite == "accuracy":  # times nothing, so it waits for no turn
+        figures = accuracy(cell)
+        return lambda: figures
+    program = compile_cell(cell)
+    inputs_program(*arguments_of(cell.workload))
+    if suite == "latency":
+        return functools.partial(latency, cell, program)
+    timing.copy_programs(cell.bytes)
+    return functools.partial(kernel_time, cell, program)
+
+
+def release() -> None:
+    """Drops the arrays that are shared by cells."""
+    rotating_inputs.cache_clear()
+
+
+def crowds_others() -> bool:
+    """Whether it holds too much of a GPU that it shares: JAX gives no memory back before its end.
+
+    Seven of eight processes that wait leave the eighth half of an H200.
+    """
+    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") != "false":
+        return False
+    used = jax.local_devices()[0].memory_stats() or {}  # none on a CPU
+    return used.get("peak_bytes_in_use", 0) > KEPT_BYTES
 
 
 def needs_restart(error: Exception) -> bool:

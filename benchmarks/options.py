@@ -53,6 +53,13 @@ def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Names
         "--again", action="store_true", help="measure what has a row already; the last row counts"
     )
     parser.add_argument(
+        "--workers",
+        type=workers,
+        metavar="N",
+        help="processes of a side that compile at the same time, and then measure one after the "
+        "other (default: on a GPU half of the cores, at most 8; else 1)",
+    )
+    parser.add_argument(
         "--out",
         type=folder,
         metavar="FOLDER",
@@ -89,6 +96,12 @@ def shape(text: str) -> tuple[int, int]:
     if rows < 1 or cols < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}; expected ROWSxCOLS, such as 8192x4096")
     return rows, cols
+
+
+def workers(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected 1 or more processes")
+    return int(text)
 
 
 def folder(text: str) -> Path:

@@ -10,6 +10,9 @@ of the demo's transformer; `accuracy`, gradients against float64.
 
 Kernel time is CUPTI's, on rotating buffers larger than the cache; GB/s are by the least bytes that
 must move; `roof` is the time of a copy of as many bytes in the same process over the time measured.
+Nothing compiles while a call is timed, but calls compile beside each other, in several processes
+(--workers): `compile_s` is what that takes, and of torch also the first call. How long a kernel
+takes that compiles alone, `python -m benchmarks.compiling` says.
 On a machine without an NVIDIA GPU times are wall-clock times of the CPU. Rows already in the CSV
 files are not measured again.
 """
@@ -89,23 +92,23 @@ def installed(
     return found
 
 
-def measure(run: Run, todo: Mapping[str, Sequence[Cell]], progress: Progress) -> None:
+def measure(run: Run, todo: Mapping[str, Sequence[Cell]], progress: Progress, workers: int) -> None:
     """Measures the cells of each suite, one side after the other, and appends a row for each."""
     task = progress.add_task("", total=sum(map(len, todo.values())))
     for name, cells in todo.items():
         suite = SUITES[name]
         progress.update(task, description=suite.name)
-        for outcome in _on_each_side(suite, cells):
+        for outcome in _on_each_side(suite, cells, workers):
             row = run.row(suite, outcome)
             Table(run.folder, suite).append(row)
             progress.console.print(line(suite, row))
             progress.advance(task)
 
 
-def _on_each_side(suite: Suite, cells: Sequence[Cell]) -> Iterator[Outcome]:
+def _on_each_side(suite: Suite, cells: Sequence[Cell], workers: int) -> Iterator[Outcome]:
     for side in suite.sides:
         of_side = [cell for cell in cells if provider_of(cell).side == side]
-        yield from processes.outcomes(side, suite, of_side)
+        yield from processes.outcomes(side, suite, of_side, workers=workers)
 
 
 def line(suite: Suite, row: Row) -> str:
@@ -145,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"{on.device}, commit {commit}: {sum(map(len, todo.values()))} cells to measure")
     # Interrupted, it reports what it has; the next run goes on from there.
     with bar(console) as progress, contextlib.suppress(KeyboardInterrupt):
-        measure(run, todo, progress)
+        measure(run, todo, progress, given.workers or processes.default_workers(on))
     for file in report.write(folder):
         console.print(str(file))
     return 0

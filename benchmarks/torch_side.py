@@ -1,9 +1,9 @@
-"""Measures the providers on torch, in a process of their own."""
+"""Measures the providers on torch, in processes of their own."""
 
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ Figures = dict[str, float | None]
 Measure = Callable[[], Figures]
 Inputs = tuple[Tensor, tuple[Tensor, ...], Tensor]  # x, parameters, dy
 
+THREADS = 1  # torch compiles one call at a time
 
-@functools.lru_cache(maxsize=1)
-def rotating_inputs(workload: Workload, parameter_dtype: str) -> list[Inputs]:
-    """Normal x and dy, scale near 1, in as many sets as keep calls out of the cache."""
+
+def random_inputs(workload: Workload, parameter_dtype: str, sets: int) -> list[Inputs]:
+    """Normal x and dy, scale near 1."""
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def normal(*shape: int, dtype: str) -> Tensor:
@@ -35,7 +36,13 @@ def rotating_inputs(workload: Workload, parameter_dtype: str) -> list[Inputs]:
         x, dy = (normal(*shape, dtype=d) for d in (workload.x_dtype, workload.y_dtype))
         return x, (scale, bias)[: PARAMETERS[workload.op]], dy
 
-    return [inputs() for _ in range(calls.buffers_for(workload.bytes))]
+    return [inputs() for _ in range(sets)]
+
+
+@functools.lru_cache(maxsize=1)
+def rotating_inputs(workload: Workload, parameter_dtype: str) -> list[Inputs]:
+    """As many as keep calls out of the cache."""
+    return random_inputs(workload, parameter_dtype, calls.buffers_for(workload.bytes))
 
 
 def forward(f: Callable[..., Tensor], inputs: Inputs) -> Tensor:
@@ -60,10 +67,10 @@ def forward_and_backward(
     return y, *torch.autograd.grad(y, leaves, dy)
 
 
-def calls_of(cell: TimedCell) -> tuple[Callable[..., Any], list[tuple[Any, ...]]]:
-    """The function to time and its operands."""
-    f = providers.function(cell.provider, cell.op, cell.y_dtype)
-    sets = rotating_inputs(cell.workload, provider_of(cell).parameter_dtype(cell.x_dtype))
+def calls_of(
+    cell: TimedCell, f: Callable[..., Tensor], sets: Sequence[Inputs]
+) -> tuple[Callable[..., Any], list[tuple[Any, ...]]]:
+    """The function to time and its operands, of a provider's function."""
     if cell.direction == "fwd":
         return functools.partial(forward, f), [(inputs,) for inputs in sets]
     leaves = [(leaves_of(inputs), inputs[-1]) for inputs in sets]
@@ -72,18 +79,23 @@ def calls_of(cell: TimedCell) -> tuple[Callable[..., Any], list[tuple[Any, ...]]
     return backward, [(f(*each), each, dy) for each, dy in leaves]
 
 
-def compiled(cell: TimedCell) -> tuple[Callable[..., Any], list[tuple[Any, ...]], float]:
-    """The function, its operands, and seconds until its first result: torch compiles on call."""
+def parameter_dtype(cell: TimedCell) -> str:
+    return provider_of(cell).parameter_dtype(cell.x_dtype)
+
+
+def compiled(cell: TimedCell) -> tuple[Callable[..., Tensor], float]:
+    """The provider's function, and seconds until its first result: torch compiles on call."""
     start = time.perf_counter()
-    function, operands = calls_of(cell)
+    f = providers.function(cell.provider, cell.op, cell.y_dtype)
+    function, operands = calls_of(cell, f, random_inputs(cell.workload, parameter_dtype(cell), 1))
     function(*operands[0])
     torch_timing.synchronize()
-    return function, operands, time.perf_counter() - start
+    return f, time.perf_counter() - start
 
 
-def kernel_time(cell: TimedCell) -> Figures:
+def kernel_time(cell: TimedCell, f: Callable[..., Tensor], compile_s: float) -> Figures:
     roof = torch_timing.copy_roof(cell.bytes)
-    function, operands, compile_s = compiled(cell)
+    function, operands = calls_of(cell, f, rotating_inputs(cell.workload, parameter_dtype(cell)))
     measured = torch_timing.measure(function, operands)
     return {
         "us": measured.us,
@@ -94,51 +106,51 @@ def kernel_time(cell: TimedCell) -> Figures:
     }
 
 
-def latency(cell: TimedCell) -> Figures:
-    function, operands, _ = compiled(cell)
+def latency(cell: TimedCell, f: Callable[..., Tensor]) -> Figures:
+    sets = rotating_inputs(cell.workload, parameter_dtype(cell))[:1]
+    function, operands = calls_of(cell, f, sets)
     return {
-        "us": torch_timing.measure(function, operands[:1]).us,
-        "wall_us": torch_timing.wall_us(function, operands[:1], calls.LATENCY_REPEATS),
+        "us": torch_timing.measure(function, operands).us,
+        "wall_us": torch_timing.wall_us(function, operands, calls.LATENCY_REPEATS),
     }
 
 
 def accuracy(cell: TimedCell) -> Figures:
     problem = gradients.problem(cell.workload)
-    parameter_dtype = getattr(torch, provider_of(cell).parameter_dtype(cell.x_dtype))
+    dtype = getattr(torch, parameter_dtype(cell))
 
     def tensor(array: Any, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(array).to(DEVICE, dtype)
 
     x, dy = (tensor(a, getattr(torch, cell.x_dtype)) for a in (problem.x, problem.dy))
-    leaves = leaves_of((x, tuple(tensor(p, parameter_dtype) for p in problem.parameters), dy))
+    leaves = leaves_of((x, tuple(tensor(p, dtype) for p in problem.parameters), dy))
     y = providers.function(cell.provider, cell.op, cell.y_dtype)(*leaves)
     actual = torch.autograd.grad(y, leaves, dy)
     return gradients.errors(problem, [g.double().cpu().numpy() for g in actual])
 
 
-MEASURES: dict[str, Callable[[TimedCell], Figures]] = {
-    "kernels": kernel_time,
-    "api": kernel_time,
-    "latency": latency,
-    "accuracy": accuracy,
-}
+def prepare(suite: str, cell: TimedCell) -> Measure:
+    """What measures a cell. It keeps what torch compiles in the first call, and no operands."""
+    if suite == "accuracy":  # times nothing, so it waits for no turn
+        figures = accuracy(cell)
+        return lambda: figures
+    f, compile_s = compiled(cell)
+    if suite == "latency":
+        return functools.partial(latency, cell, f)
+    return functools.partial(kernel_time, cell, f, compile_s)
 
 
-def measured(suite: str, cell: TimedCell) -> Figures:
-    """Measures; what a cell that failed held is given back before the next one."""
-    try:
-        return MEASURES[suite](cell)
-    except Exception:
-        rotating_inputs.cache_clear()
-        gc.collect()
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
-        raise
+def release() -> None:
+    """Gives the GPU's memory back, to other cells and other processes."""
+    rotating_inputs.cache_clear()
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
 
 
-def measures(suite: str, cells: Sequence[TimedCell]) -> Iterator[Measure]:
-    """What measures each cell, in order; a cell's errors are raised by its own measure."""
-    return (functools.partial(measured, suite, cell) for cell in cells)
+def crowds_others() -> bool:
+    """Whether it holds the GPU's memory all the same."""
+    return False
 
 
 def needs_restart(error: Exception) -> bool:

@@ -4,8 +4,7 @@ import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +21,6 @@ import train_transformer as demo
 from transformer import VARIANTS, VOCABULARY, Config, Transformer
 
 Figures = dict[str, float | None]
-COMPILERS = 8
 WARMUP, REPEATS = 3, 20
 
 
@@ -57,6 +55,11 @@ class Step:
         params = self.model.init(jax.random.key(0), tokens)["params"]
         return params, self.optimizer.init(params)
 
+    @functools.cached_property
+    def initial(self) -> Callable[[], Any]:
+        """state, compiled."""
+        return jax.jit(self.state).lower().compile()
+
     @property
     def temp_bytes(self) -> int:
         """What XLA plans for intermediates."""
@@ -85,7 +88,7 @@ def memory(cell: TrainingCell) -> Figures:
 
 def speed(step: Step) -> Figures:
     """Median time of a step, from its call to its result."""
-    state = jax.jit(step.state)()
+    state = step.initial()
     tokens = jax.random.randint(jax.random.key(1), step.batch_shape, 0, VOCABULARY, jnp.int32)
     times = []
     for _ in range(WARMUP + REPEATS):
@@ -97,12 +100,11 @@ def speed(step: Step) -> Figures:
     return {"ms": ms, "tokens_per_s": step.tokens / ms * 1e3}
 
 
-def measures(suite: str, cells: Sequence[TrainingCell]) -> Iterator[Callable[[], Figures]]:
-    """What measures each cell of "memory" or "steps", in order; all compiled at once."""
-    with ThreadPoolExecutor(COMPILERS) as pool:
-        if suite == "memory":
-            yield from [pool.submit(memory, cell).result for cell in cells]
-            return
-        steps = [pool.submit(Step, cell, cell.batch) for cell in cells]
-        wait(steps)  # XLA tunes on the GPU that is timed
-    yield from (lambda step=step: speed(step.result()) for step in steps)
+def prepare(suite: str, cell: TrainingCell) -> Callable[[], Figures]:
+    """What measures a cell of "memory", which runs nothing, or of "steps"; compiles it."""
+    if suite == "memory":
+        figures = memory(cell)
+        return lambda: figures
+    step = Step(cell, cell.batch)
+    _ = step.initial
+    return functools.partial(speed, step)

@@ -1,22 +1,68 @@
-"""One side's process: measures cells that its parent sends, and answers with a line for each.
+"""One side's process: compiles a batch of cells, and measures them when its parent says so.
 
-    python -m benchmarks.worker jax < request
+    python -m benchmarks.worker jax 2
 
 JAX and torch each take the GPU's memory, and a bad kernel takes its process with it: so each side
-has a process of its own. The request is one JSON object, {"suite": name, "cells": [...]}; each
-answer is {"figures": {...}, "status": "ok" or a reason}, in the order of the cells.
+has processes of its own. The number is how many cells one of them compiles at once.
+
+Its parent writes a line for each step, and it answers with JSON objects, one on each line:
+
+    {"suite": name, "cells": [...]}   ->  {} when the cells are compiled
+    anything: its turn                ->  {"figures": {...}, "status": "ok" or a reason} for each
+                                          cell, in order; {} when it has given back their memory
+
+and so on, until there are no more lines.
 """
 
+import dataclasses
 import importlib
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO
 
-from benchmarks.suites import SUITES
+from benchmarks.suites import SUITES, Cell
 
-RESTART = 75  # exit code: the GPU's context is lost, and the cells that are left need a new one
+RESTART = 75  # exit code: the cells that are left need another process
 REASON_LENGTH = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """What is kept of an error. The error itself would keep the operands of its frames."""
+
+    status: str
+    restart: bool  # the GPU's context is lost
+
+
+class Absent:
+    """A side that cannot be imported: each of its cells says why."""
+
+    THREADS = 1
+
+    def __init__(self, error: ImportError) -> None:
+        self.error = error
+
+    def prepare(self, suite: str, cell: Cell) -> Any:
+        raise self.error
+
+    def release(self) -> None:
+        pass
+
+    def needs_restart(self, error: Exception) -> bool:
+        return False
+
+    def crowds_others(self) -> bool:
+        return False
+
+
+def import_side(name: str) -> Any:
+    try:
+        return importlib.import_module(f"benchmarks.{name}_side")
+    except ImportError as error:
+        return Absent(error)
 
 
 def reason(error: BaseException) -> str:
@@ -28,38 +74,77 @@ def reason(error: BaseException) -> str:
     return f"{kind}: {type(error).__name__}: {lines[0]}"[:REASON_LENGTH]
 
 
-def answer(out: TextIO, figures: dict[str, Any], status: str) -> None:
-    print(json.dumps({"figures": figures, "status": status}), file=out, flush=True)
-
-
-def work(side_name: str, suite_name: str, cells: list[Any], out: TextIO) -> int:
-    """Answers every cell, whatever happens to it; returns the exit code."""
+def attempt(side: Any, step: Callable[..., Any], *arguments: Any) -> Any:
+    """What a step returns, or Failed: a failing cell is a row, not the end of the run."""
     try:
-        side = importlib.import_module(f"benchmarks.{side_name}_side")
-    except ImportError as error:
-        for _ in cells:
-            answer(out, {}, reason(error))
-        return 0
-    for measure in side.measures(suite_name, cells):
-        try:
-            figures = measure()
-        except Exception as error:  # a failing cell is a row, not the end of the run
-            answer(out, {}, reason(error))
-            if side.needs_restart(error):
-                return RESTART
+        return step(*arguments)
+    except Exception as error:
+        failed = Failed(reason(error), side.needs_restart(error))
+    side.release()  # what the failed cell held, now that its error is gone
+    return failed
+
+
+def prepared(side: Any, suite: str, cells: Sequence[Cell], threads: int) -> list[Any]:
+    """What measures each cell, compiled; or Failed."""
+
+    def prepare(cell: Cell) -> Any:
+        return attempt(side, side.prepare, suite, cell)
+
+    if threads == 1:
+        return [prepare(cell) for cell in cells]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(prepare, cells))
+
+
+def say(out: TextIO, answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), file=out, flush=True)
+
+
+def turn(side: Any, measures: Sequence[Any], out: TextIO) -> bool:
+    """Answers each cell; False where one has lost the GPU's context, and with it those after it."""
+    for measure in measures:
+        got = measure if isinstance(measure, Failed) else attempt(side, measure)
+        if isinstance(got, Failed):
+            say(out, {"figures": {}, "status": got.status})
+            if got.restart:
+                return False
         else:
-            answer(out, figures, "ok")
+            say(out, {"figures": got, "status": "ok"})
+    return True
+
+
+def work(side: Any, requests: TextIO, out: TextIO, threads: int) -> int:
+    """Serves batches until there are no more; returns the exit code."""
+    threads = min(threads, side.THREADS)
+    for line in iter(requests.readline, ""):
+        request = json.loads(line)
+        cell_type = SUITES[request["suite"]].cell
+        cells = [cell_type(**cell) for cell in request["cells"]]
+        measures = prepared(side, request["suite"], cells, threads)
+        lost = any(isinstance(m, Failed) and m.restart for m in measures)
+        if lost and len(cells) > 1:  # which of them did it, the parent finds out one at a time
+            return RESTART
+        side.release()
+        say(out, {})
+        if not requests.readline():
+            break
+        if not turn(side, measures, out):
+            return RESTART
+        del measures
+        side.release()
+        if side.crowds_others():
+            return RESTART
+        say(out, {})
     return 0
 
 
 def main() -> int:
-    # What libraries print is not part of the answer.
+    # What libraries read and print is no part of the talk with the parent.
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    request = json.load(sys.stdin)
-    cell_type = SUITES[request["suite"]].cell
-    cells = [cell_type(**cell) for cell in request["cells"]]
-    return work(sys.argv[1], request["suite"], cells, out)
+    return work(import_side(sys.argv[1]), requests, out, threads=int(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -82,6 +82,8 @@ def test_a_selection_is_a_part():
         (["--dtypes", "int8"], "invalid choice: 'int8'"),
         (["--ops", "batch_norm"], "invalid choice: 'batch_norm'"),
         (["--directions", "sideways"], "invalid choice: 'sideways'"),
+        (["--workers", "0"], "got '0'; expected 1 or more processes"),
+        (["--workers", "all"], "got 'all'; expected 1 or more processes"),
         (["--out", "results.csv"], "got 'results.csv'; expected a folder"),
     ],
 )

@@ -3,15 +3,12 @@
 import csv
 import dataclasses
 import importlib
-import io
-import json
 import subprocess
 import sys
-import time
 
 import pytest
 
-from benchmarks import machine, models, processes, results, run, worker
+from benchmarks import machine, models, results, run
 from benchmarks.machine import ROOT, Machine
 from benchmarks.processes import Outcome
 from benchmarks.providers import PROVIDERS, Provider
@@ -83,103 +80,11 @@ def test_a_provider_that_is_not_installed_is_a_row(tmp_path):
     )
 
 
-def answers(side, suite, cells):
-    out = io.StringIO()
-    code = worker.work(side, suite, cells, out)
-    return code, [json.loads(line) for line in out.getvalue().splitlines()]
-
-
-def test_an_absent_side_is_named_for_every_cell(monkeypatch):
-    monkeypatch.setitem(sys.modules, "benchmarks.torch_side", None)
-    code, got = answers("torch", "kernels", [CELL, CELL])
-    assert code == 0
-    assert len(got) == 2
-    assert all(a["status"].startswith("missing: ModuleNotFoundError") for a in got)
-
-
-class Side:
-    """Cells that fail in several ways."""
-
-    def __init__(self, *errors):
-        self.errors = errors
-
-    def measures(self, suite, cells):
-        def measure(error):
-            if error is not None:
-                raise error
-            return {"us": 1.0}
-
-        return (lambda error=error: measure(error) for error in self.errors)
-
-    def needs_restart(self, error):
-        return "illegal address" in str(error)
-
-
-def test_failures_are_answers(monkeypatch):
-    group = ExceptionGroup("all failed", [NotImplementedError("only f32\nand more")])
-    memory = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
-    side = Side(None, memory, group, ImportError("no"), RuntimeError("illegal address"), None)
-    monkeypatch.setitem(sys.modules, "benchmarks.jax_side", side)
-    code, got = answers("jax", "kernels", [CELL] * 6)
-    assert code == worker.RESTART  # before the last cell
-    assert [a["status"] for a in got] == [
-        "ok",
-        "failed: RuntimeError: RESOURCE_EXHAUSTED: out of memory",
-        "failed: NotImplementedError: only f32",
-        "missing: ImportError: no",
-        "failed: RuntimeError: illegal address",
-    ]
-
-
-WORKER = """
-import json, os, sys, time
-request = json.load(sys.stdin)
-for cell in request["cells"]:
-    if cell["cols"] == 1: print("segmentation fault", file=sys.stderr); os._exit(139)
-    if cell["cols"] == 2: time.sleep(60)
-    print(json.dumps({"figures": {"us": cell["cols"]}, "status": "ok"}), flush=True)
-    if cell["cols"] == 3: sys.exit(75)
-"""
-
-
-@pytest.fixture
-def started(monkeypatch):
-    """Workers are WORKER; the list has the commands that would have started them."""
-    commands = []
-
-    def popen(command, *, real=subprocess.Popen, **options):
-        commands.append(command)
-        return real([sys.executable, "-c", WORKER], **options)
-
-    monkeypatch.setattr(processes.subprocess, "Popen", popen)
-    return commands
-
-
-def test_a_process_that_dies_or_hangs_costs_one_cell(started):
-    cells = [dataclasses.replace(CELL, cols=n) for n in (8, 1, 9, 3, 2, 7)]
-    got = list(processes.outcomes("jax", KERNELS, cells, limit_s=3))
-    assert [o.cell for o in got] == cells
-    assert [o.figures.get("us") for o in got] == [8, None, 9, 3, None, 7]
-    assert got[1].status == "failed: its process ended with code 139: segmentation fault"
-    assert got[4].status.endswith("no answer in 3 s")
-    assert len(started) == 4
-    assert started[0][1:] == ["-m", "benchmarks.worker", "jax"]
-
-
-@pytest.mark.usefixtures("started")
-def test_an_interrupted_run_leaves_no_process():
-    cells = [dataclasses.replace(CELL, cols=n) for n in (8, 2)]
-    one = processes.outcomes("jax", KERNELS, cells)
-    assert next(one).status == "ok"
-    start = time.monotonic()
-    one.close()  # while the worker sleeps over its second cell, for a minute
-    assert time.monotonic() - start < 30
-
-
 def test_a_run_on_the_cpu(tmp_path, capfd):
-    """The whole way, in a process of its own: cells, rows, report; then nothing is left to do."""
+    """The whole way, in two processes: cells, rows, report; then nothing is left to do."""
     arguments = ["kernels", "accuracy", "--ops", "rms_norm", "--dtypes", "bfloat16"]
     arguments += ["--shapes", "4x32", "--providers", "xla", "jnp", "--out", str(tmp_path)]
+    arguments += ["--workers", "2"]
     if machine.here() != Machine("cpu"):
         pytest.skip("takes the GPU's memory from the tests")
     assert run.main(arguments) == 0
@@ -196,17 +101,6 @@ def test_a_run_on_the_cpu(tmp_path, capfd):
     assert "0 cells to measure" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("direction", ["fwd", "bwd", "fwd+bwd"])
-def test_torch_cells(direction):
-    pytest.importorskip("torch")
-    side = importlib.import_module("benchmarks.torch_side")
-    cell = dataclasses.replace(CELL, direction=direction, provider="torch")
-    (measure,) = side.measures("kernels", [cell])
-    assert measure()["us"] > 0
-    (measure,) = side.measures("accuracy", [dataclasses.replace(cell, direction="bwd")])
-    assert measure()["dx_error"] < 1e-6
-
-
 def test_neither_side_is_needed_to_plan():
     """The parent takes no GPU memory: it imports neither JAX nor torch."""
     program = "import sys, benchmarks.run; print([m for m in ('jax', 'torch') if m in sys.modules])"
@@ -220,12 +114,14 @@ def test_a_training_step(monkeypatch):
     training = importlib.import_module("benchmarks.training")
     monkeypatch.setitem(models.MODELS, "tiny", models.Size(2, 32, 2, 16, 4))
     cell = models.TrainingCell("tiny", "scan", "float32", 4, "jaxnorm-output")
-    small, large = (training.Step(cell, batch) for batch in (4, 8))
+    measure = training.prepare("steps", cell)
+    (small,) = measure.args
+    large = training.Step(cell, 8)
     state, _ = training.jax.tree.flatten(training.jax.eval_shape(small.state))
     state_bytes = sum(a.size * a.dtype.itemsize for a in state)
     assert small.peak_bytes >= state_bytes + small.temp_bytes
     assert large.temp_bytes > small.temp_bytes
-    figures = training.speed(small)
+    figures = measure()
     assert figures["tokens_per_s"] == pytest.approx(4 * 16 / figures["ms"] * 1e3)
 
 

@@ -2,7 +2,7 @@
 
 An adapter has ``function(name, op, y_dtype)``: a differentiable function of x and the parameters
 that the operation has (scale, bias), made of the library's public API. It is imported in the
-process of its side alone, so this table is all that a machine without the library needs. A new
+processes of its side alone, so this table is all that a machine without the library needs. A new
 provider is a line here, an adapter, and a colour in plots.py.
 """
 
@@ -25,7 +25,7 @@ class Provider:
 
     Attributes:
       label: name for readers.
-      side: the framework, hence the process, that it runs in.
+      side: the framework, hence the processes, that it runs in.
       adapter: module of this package.
       distributions: what has to be installed; their versions go with every figure.
       operations: what it offers.

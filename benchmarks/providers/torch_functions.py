@@ -1,9 +1,11 @@
 """torch's own functions: eager, and the same through torch.compile."""
 
+import types
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.nn import functional
 
 from benchmarks.workloads import Operation
@@ -41,7 +43,10 @@ def function(name: str, op: Operation, y_dtype: str) -> Callable[..., Tensor]:
 
     if name == "torch":
         return cast
-    torch._dynamo.reset()  # else its limit on recompilations sends later shapes to eager
+    # torch keeps what it compiles with a function's code, of 8 shapes at most: later ones would run
+    # eagerly. So each function has its own code: torch._dynamo.reset() would forget them all.
+    code = cast.__code__.replace()
+    own = types.FunctionType(code, cast.__globals__, closure=cast.__closure__)
     # One graph is run backwards on rotating buffers: its saved tensors are not to be donated.
-    torch._functorch.config.donated_buffer = False
-    return torch.compile(cast, dynamic=False)
+    functorch_config.donated_buffer = False
+    return torch.compile(own, dynamic=False)

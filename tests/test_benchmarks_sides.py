@@ -1,0 +1,117 @@
+"""The two sides of the benchmark harness: what is compiled before a turn, and what is kept."""
+
+import dataclasses
+import functools
+import gc
+import types
+
+import jax
+import pytest
+
+from benchmarks import jax_side
+from benchmarks.suites import TimedCell
+
+CELL = TimedCell("layer_norm", "fwd", 4, 33, "float32", "bfloat16", "jaxnorm")
+CASES = [("kernels", "fwd"), ("kernels", "bwd"), ("api", "fwd+bwd"), ("latency", "fwd+bwd")]
+
+
+@pytest.fixture
+def compiled():
+    """The list grows with every program that XLA compiles."""
+    found = []
+
+    def note(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+@pytest.mark.parametrize(("suite", "direction"), CASES)
+def test_jax_compiles_nothing_in_its_turn(suite, direction, compiled):
+    cols = 37 + CASES.index((suite, direction))  # of no other test
+    cell = dataclasses.replace(CELL, direction=direction, cols=cols)
+    measure = jax_side.prepare(suite, cell)
+    assert compiled
+    before = len(compiled)
+    assert measure()["us"] > 0
+    assert len(compiled) == before
+
+
+def test_jax_drops_its_operands():
+    jax_side.prepare("kernels", CELL)()
+    assert jax_side.rotating_inputs.cache_info().currsize == 1
+    jax_side.release()
+    assert jax_side.rotating_inputs.cache_info().currsize == 0
+
+
+@pytest.mark.parametrize(
+    ("preallocate", "stats", "crowds"),
+    [
+        ("false", {"peak_bytes_in_use": 50_000_000_000}, True),
+        ("false", {"peak_bytes_in_use": 500_000_000}, False),
+        ("false", None, False),
+        (None, {"peak_bytes_in_use": 50_000_000_000}, False),
+    ],
+)
+def test_only_a_jax_that_shares_its_gpu_can_crowd_others(preallocate, stats, crowds, monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+    if preallocate is not None:
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", preallocate)
+    device = types.SimpleNamespace(memory_stats=lambda: stats)
+    monkeypatch.setattr(jax_side.jax, "local_devices", lambda: [device])
+    assert jax_side.crowds_others() is crowds
+
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture
+def torch_side(torch):
+    from benchmarks import torch_side
+
+    return torch_side
+
+
+@pytest.mark.parametrize(("suite", "direction"), CASES)
+def test_torch_cells(suite, direction, torch_side):
+    cell = dataclasses.replace(CELL, direction=direction, provider="torch")
+    assert torch_side.prepare(suite, cell)()["us"] > 0
+    accurate = dataclasses.replace(cell, direction="bwd", y_dtype="float32")
+    assert torch_side.prepare("accuracy", accurate)()["dx_error"] < 1e-6
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_torch_compiles_nothing_in_its_turn(direction, torch, torch_side, monkeypatch):
+    """Whatever was compiled in between, more shapes than torch keeps for one function."""
+    eager = functools.partial(torch.compile, backend="aot_eager")  # Inductor needs a C++ compiler
+    monkeypatch.setattr(torch, "compile", eager)
+    cell = dataclasses.replace(CELL, direction=direction, provider="torch.compile")
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    shapes = range(40, 52)
+    measures = [torch_side.prepare("kernels", dataclasses.replace(cell, cols=n)) for n in shapes]
+    assert graphs["unique_graphs"] == before + len(shapes)
+    for measure in measures:
+        assert measure()["us"] > 0
+    assert graphs["unique_graphs"] == before + len(shapes)
+
+
+def test_torch_keeps_no_operands(torch, torch_side):
+    cell = dataclasses.replace(CELL, direction="bwd", cols=61, provider="torch")
+
+    def held():
+        gc.collect()
+        arrays = (a for a in gc.get_objects() if issubclass(type(a), torch.Tensor))
+        return sum(a.shape == (cell.rows, cell.cols) for a in arrays)
+
+    measure = torch_side.prepare("kernels", cell)
+    assert held() == 0
+    measure()
+    assert held() > 0  # for the workload's other providers
+    torch_side.release()
+    assert held() == 0
