@@ -8,20 +8,18 @@ time of jaxnorm's kernels in a step on each GPU, by CUPTI: it must not grow.
 
 import argparse
 import dataclasses
-import functools
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import timing, training
-from benchmarks.models import MODELS, Size
+from benchmarks.models import MODELS, TrainingCell
 
 demo = training.demo
-WARMUP, REPEATS = 3, 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,48 +32,27 @@ class Scaling:
     norms_us: float
 
 
-def measured(size: Size, axis: str, gpus: int) -> Scaling:
-    batch = size.batch * gpus
-    config = demo.Config(
-        layers=size.layers,
-        width=size.width,
-        heads=size.heads,
-        seq=size.seq,
-        batch=batch,
-        dtype="bfloat16",
-    )
+def measured(model: str, axis: str, gpus: int) -> Scaling:
+    batch = MODELS[model].batch * gpus
     placement = demo.Placement.over({axis: gpus})
-    model, optimizer = (
-        demo.Transformer(config, demo.VARIANTS[-1]),
-        demo.make_optimizer(config),
+    step = training.Step(
+        TrainingCell(model, "scan", "bfloat16", batch, "jaxnorm-output"), batch, placement
     )
-
-    def initial():  # type: ignore[no-untyped-def]
-        params = model.init(jax.random.key(0), jnp.zeros((1, size.seq), jnp.int32))["params"]
-        return params, optimizer.init(params)
-
-    shardings = placement.shardings(jax.eval_shape(initial))
-    state = jax.jit(initial, out_shardings=shardings)()
-    shape = (batch, size.seq + 1)
-    tokens = placement.batch(jax.random.randint(jax.random.key(1), shape, 0, demo.VOCABULARY))
-    step = jax.jit(
-        functools.partial(demo.train_step, model, optimizer),
-        donate_argnums=0,
-        out_shardings=(shardings, None),
-    )
-    program = step.lower(state, tokens).compile()
+    state = step.initial()
+    random = jax.random.randint(jax.random.key(1), step.batch_shape, 0, demo.VOCABULARY)
+    tokens = placement.batch(np.asarray(random))
     times = []
-    for _ in range(WARMUP + REPEATS):
+    for _ in range(training.WARMUP + training.REPEATS):
         start = time.perf_counter()
-        state, _ = jax.block_until_ready(program(state, tokens))
+        state, _ = jax.block_until_ready(step.run(state, tokens))
         times.append(time.perf_counter() - start)
     with timing.kernels() as ran:
-        for _ in range(REPEATS):
-            state, _ = program(state, tokens)
+        for _ in range(training.REPEATS):
+            state, _ = step.run(state, tokens)
         jax.block_until_ready(state)
     norms = sum(us for name, us in ran if "jaxnorm" in name)
-    seconds = statistics.median(times[WARMUP:])
-    return Scaling(gpus, 1e3 * seconds, batch * size.seq / seconds, norms / REPEATS / gpus)
+    seconds = statistics.median(times[training.WARMUP :])
+    return Scaling(gpus, 1e3 * seconds, step.tokens / seconds, norms / training.REPEATS / gpus)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{'GPUs':>4}{'ms':>10}{'tokens/s':>12}{'scaling':>9}{'norms us':>10}")
     alone = None
     for gpus in counts:
-        it = measured(MODELS[given.model], given.axis, gpus)
+        it = measured(given.model, given.axis, gpus)
         alone = alone or it.tokens_per_s
         scaling = it.tokens_per_s / alone / gpus
         print(f"{gpus:4}{it.ms:10.2f}{it.tokens_per_s:12.0f}{scaling:9.3f}{it.norms_us:10.1f}")

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import models
 from benchmarks.largest import largest
@@ -22,12 +23,15 @@ from transformer import VARIANTS, VOCABULARY, Config, Transformer
 
 Figures = dict[str, float | None]
 WARMUP, REPEATS = 3, 20
+_ONE_DEVICE = demo.Placement()
 
 
 class Step:
-    """A compiled training step, which is not run, and what it takes."""
+    """A compiled training step, which is not run, and what it takes; on one device, or a mesh."""
 
-    def __init__(self, cell: TrainingCell, batch: int) -> None:
+    def __init__(
+        self, cell: TrainingCell, batch: int, placement: demo.Placement = _ONE_DEVICE
+    ) -> None:
         size = cell.size
         config = Config(
             layers=size.layers,
@@ -43,11 +47,16 @@ class Step:
         self.batch_shape = (batch, size.seq + 1)
         self.tokens = batch * size.seq
         self.model, self.optimizer = Transformer(config, variant), demo.make_optimizer(config)
-        tokens = jax.ShapeDtypeStruct(self.batch_shape, jnp.int32)
+        state = jax.eval_shape(self.state)
+        self.shardings = placement.shardings(state)
         step = jax.jit(
-            functools.partial(demo.train_step, self.model, self.optimizer), donate_argnums=0
+            functools.partial(demo.train_step, self.model, self.optimizer),
+            donate_argnums=0,
+            in_shardings=None if self.shardings is None else (self.shardings, None),
+            out_shardings=None if self.shardings is None else (self.shardings, None),
         )
-        self.run = step.lower(jax.eval_shape(self.state), tokens).compile()
+        tokens = placement.batch(np.zeros(self.batch_shape, np.int32))
+        self.run = step.lower(state, tokens).compile()
 
     def state(self) -> Any:
         """Initial parameters and optimiser state. The parameters' shapes need one sequence."""
@@ -58,7 +67,7 @@ class Step:
     @functools.cached_property
     def initial(self) -> Callable[[], Any]:
         """state, compiled."""
-        return jax.jit(self.state).lower().compile()
+        return jax.jit(self.state, out_shardings=self.shardings).lower().compile()
 
     @property
     def temp_bytes(self) -> int:
