@@ -1,6 +1,7 @@
 """A sample of an implementation's kernels, forward and backward, to be run under a memory checker.
 
-XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer python tests/memcheck.py mosaic
+export XLA_PYTHON_CLIENT_ALLOCATOR=platform
+compute-sanitizer python tests/memcheck.py mosaic layer_norm
 """
 
 import functools
