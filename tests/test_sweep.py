@@ -26,6 +26,15 @@ def test_a_given_schedule_replaces_the_table():
     assert sweep.difference(ours, workload.function(xla)(*operands)) < 1e-5
 
 
+def test_a_schedule_is_lowered_without_a_gpu():
+    workload = KernelWorkload("rms_norm", "bwd", 256, 2048, "bfloat16", "bfloat16")
+    given, *_ = backward.schedules(workload)
+    exported = jax.export.deserialize(sweep.lowered(workload, given))
+    assert exported.platforms == ("cuda",)
+    assert "mosaic_gpu" in exported.mlir_module()
+    assert [a.shape for a in exported.out_avals] == [(256, 2048), (2048,)]
+
+
 def test_needs_a_gpu(capsys):
     if jax.devices()[0].platform == "gpu":
         pytest.skip("there is one")

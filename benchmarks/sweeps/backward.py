@@ -5,77 +5,90 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.contract import KernelWorkload
-from jaxnorm_kernels.mosaic.backward.ring import Ring
-from jaxnorm_kernels.mosaic.backward.schedule import Line, wide_ring
-from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.mosaic.backward.rows import Held
+from jaxnorm_kernels.mosaic.backward.schedule import (
+    Line,
+    NormSchedule,
+    SoftmaxSchedule,
+    norm_schedule,
+    softmax_schedule,
+    wide_ring,
+)
 
-_ROWS = {1024: 32768, 2048: 32768, 4096: 32768, 3000: 8192, 5120: 8192, 8192: 16384, 12288: 8192}
-_ROWS |= {16384: 8192, 32768: 4096, 65536: 4096, 131072: 1024}
+# Rows and columns: a GiB or so at most, and a few rows.
+_SHAPES = [(32768, 1024), (32768, 2048), (32768, 4096), (2048, 4096), (8192, 3000), (8192, 5120)]
+_SHAPES += [(16384, 8192), (8192, 12288), (8192, 16384), (4096, 32768), (4096, 65536)]
+_SHAPES += [(1024, 131072)]
 
 # For each width some grids of a line's attributes; one block, a row a step and one row of lag where
 # none is said.
-_NORM: dict[int, list[dict[str, list[int]]]] = {
-    1024: [{"warpgroups": [1], "blocks_per_sm": [3, 4], "rows": [1, 2], "lag": [0, 1]}],
-    2048: [{"warpgroups": [1], "blocks_per_sm": [2, 3], "rows": [1, 2], "lag": [0, 1]}],
-    3000: [{"warpgroups": [1, 2], "blocks_per_sm": [1, 2], "rows": [1, 2]}],
-    4096: [{"warpgroups": [1], "blocks_per_sm": [2], "lag": [0, 1]}, {"warpgroups": [2]}],
+Grids = dict[int, list[dict[str, list[Any]]]]
+_KEPT = ["registers", "compact"]
+_NORM: Grids = {
+    1024: [{"warpgroups": [1], "blocks_per_sm": [3], "rows": [1, 2], "stages": [4]}],
+    2048: [{"warpgroups": [1], "blocks_per_sm": [3], "lag": [0, 1], "stages": [2, 3]}],
+    3000: [
+        {"warpgroups": [1], "blocks_per_sm": [1, 2], "rows": [1, 2], "stages": [4]},
+        {"warpgroups": [3], "rows": [1, 2, 4], "stages": [3, 4]},
+        {"warpgroups": [3], "blocks_per_sm": [2], "rows": [1, 2], "stages": [3]},
+        {"warpgroups": [2], "rows": [2], "lag": [1, 2], "stages": [4]},
+    ],
+    4096: [
+        {"warpgroups": [2], "rows": [1, 2], "lag": [1, 2], "stages": [3, 5]},
+        {"warpgroups": [1, 2], "cluster": [2], "blocks_per_sm": [1, 2], "stages": [4]},
+    ],
     5120: [
-        {"warpgroups": [1], "blocks_per_sm": [2], "cluster": [1, 2], "rows": [1, 2]},
-        {"warpgroups": [2], "rows": [1, 2]},
-        {"warpgroups": [5], "cluster": [2]},
+        {"warpgroups": [1], "blocks_per_sm": [2], "cluster": [2], "lag": [1, 2], "stages": [4]},
+        {"warpgroups": [5], "cluster": [2], "lag": [1, 2], "stages": [4]},
     ],
-    8192: [
-        {"warpgroups": [2, 4]},
-        {"warpgroups": [2], "cluster": [2], "rows": [1, 2]},
-        {"warpgroups": [2], "pieces": [2]},
+    8192: [{"warpgroups": [2, 4], "cluster": [2], "rows": [2], "lag": [1, 2], "stages": [3, 5]}],
+    12288: [{"warpgroups": [3, 4], "cluster": [2], "lag": [1, 2], "stages": [4]}],
+    16384: [
+        {"warpgroups": [2], "cluster": [2], "lag": [1, 2], "stages": [3, 4], "columns": _KEPT},
+        {"warpgroups": [2], "cluster": [4], "lag": [2, 3], "stages": [6]},
     ],
-    12288: [{"warpgroups": [2, 3], "cluster": [2]}],
-    16384: [{"warpgroups": [2, 4], "cluster": [2], "pieces": [1, 2]}],
     32768: [
-        {"warpgroups": [4], "cluster": [2], "pieces": [2, 4], "lag": [0, 1]},
-        {"warpgroups": [2, 4], "cluster": [4], "pieces": [1, 2]},
-        {"warpgroups": [2], "cluster": [8]},
+        {"warpgroups": [4], "cluster": [2], "pieces": [2], "lag": [0, 1], "stages": [4]},
+        {"warpgroups": [2, 4], "cluster": [4], "lag": [2, 3], "stages": [4, 6], "columns": _KEPT},
+        {"warpgroups": [2, 4], "cluster": [8], "lag": [2, 3, 4], "stages": [5, 8]},
+        {"warpgroups": [2], "cluster": [8], "lag": [1, 2], "stages": [3, 4]},
     ],
     65536: [
-        {"warpgroups": [4], "cluster": [4, 8], "pieces": [2, 4], "lag": [0, 1]},
-        {"warpgroups": [2], "cluster": [8], "pieces": [1, 2]},
-        {"warpgroups": [2], "cluster": [16], "blocks_per_sm": [1, 2]},
+        {"warpgroups": [2, 4], "cluster": [8], "lag": [2, 3], "stages": [4, 6], "columns": _KEPT},
+        {"warpgroups": [2, 4], "cluster": [16], "lag": [2, 3, 4], "stages": [5, 8]},
     ],
-    131072: [
-        {"warpgroups": [2, 4], "cluster": [16], "pieces": [1, 2]},
-        {"warpgroups": [4], "cluster": [8], "pieces": [2, 4]},
-    ],
+    131072: [{"warpgroups": [2, 4], "cluster": [16], "lag": [1, 2], "stages": [3, 4, 6]}],
 }
-_SOFTMAX: dict[int, list[dict[str, list[int]]]] = {
-    16384: [{"warpgroups": [2, 4], "cluster": [1, 2], "pieces": [1, 2], "lag": [0, 1]}],
-    32768: [{"warpgroups": [2, 4], "cluster": [2, 4, 8], "pieces": [1, 2], "lag": [0, 1]}],
-    65536: [
-        {"warpgroups": [2, 4], "cluster": [4, 8], "pieces": [1, 2], "lag": [0, 1]},
-        {"warpgroups": [2], "cluster": [8, 16], "blocks_per_sm": [2]},
-    ],
-    131072: [{"warpgroups": [2, 4], "cluster": [8, 16], "pieces": [1, 2, 4], "lag": [0, 1]}],
-}
-_STAGES = (2, 3, 4, 6)
+# Softmax rows in registers: warpgroups and clusters that leave a thread so many columns.
+_HELD = list(itertools.product((1, 2, 4), (1, 2, 4, 8, 16)))
+_HELD_COLUMNS = (16, 64)
 
 
 def workloads() -> Iterator[KernelWorkload]:
     for op in ("rms_norm", "layer_norm", "softmax"):
-        for dtype, cols in itertools.product(("bfloat16", "float32"), _ROWS):
-            yield KernelWorkload(op, "bwd", _ROWS[cols], cols, dtype, dtype)  # type: ignore[arg-type]
+        for dtype, shape in itertools.product(("bfloat16", "float32"), _SHAPES):
+            yield KernelWorkload(op, "bwd", *shape, dtype, dtype)  # type: ignore[arg-type]
 
 
-def schedules(workload: KernelWorkload) -> list[Ring]:
-    """Every combination that fits, once."""
-    grids = (_NORM if workload.is_norm else _SOFTMAX).get(workload.cols, [])
-    combined = itertools.chain.from_iterable(map(_combinations, grids))
-    rings = [_ring(workload.spec, attributes) for attributes in combined]
-    return list(dict.fromkeys(ring for ring in rings if ring is not None))
+def schedules(workload: KernelWorkload) -> list[NormSchedule | SoftmaxSchedule]:
+    """The table's first; then every combination that fits, once."""
+    tried = _rings(workload) if workload.is_norm else _held(workload)
+    return list(dict.fromkeys(tried))
 
 
-def _combinations(grid: dict[str, list[int]]) -> Iterator[dict[str, int]]:
-    for values in itertools.product(*grid.values(), _STAGES):
-        yield dict(zip((*grid, "stages"), values))
+def _rings(workload: KernelWorkload) -> Iterator[NormSchedule]:
+    yield norm_schedule(workload.spec)
+    for grid in _NORM.get(workload.cols, []):
+        for values in itertools.product(*grid.values()):
+            line = Line(cols=workload.cols, kib=1024, **dict(zip(grid, values)))
+            if (ring := wide_ring(workload.spec, line)) is not None:
+                yield ring
 
 
-def _ring(spec: Spec, attributes: dict[str, Any]) -> Ring | None:
-    return wide_ring(spec, Line(cols=spec.cols, kib=1024, **attributes))
+def _held(workload: KernelWorkload) -> Iterator[SoftmaxSchedule]:
+    yield softmax_schedule(workload.spec)
+    vector = 16 // workload.spec.y_dtype.itemsize
+    least, most = _HELD_COLUMNS
+    for warpgroups, cluster in _HELD:
+        if least <= workload.cols / (128 * warpgroups * cluster) <= most:
+            yield Held(vector, warpgroups, cluster=cluster)
