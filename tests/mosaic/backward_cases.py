@@ -51,13 +51,11 @@ class Case:
 NORM_CASES = (
     Case("ring", 11, 2048, Ring(8, 1, stages=3)),
     Case("ring_lag", 7, 2048, Ring(8, 1, stages=2, lag=1)),
-    Case("ring_tail", 7, 1504, Ring(8, 1, stages=2, columns="recomputed")),
+    Case("ring_tail", 7, 1504, Ring(8, 1, stages=2)),
     Case("ring_two_warpgroups", 9, 4096, Ring(8, 2, stages=3, lag=1)),
     Case("ring_two_warpgroups_tail", 5, 3000, Ring(8, 2, stages=3, lag=1)),
     Case("ring_rows", 11, 1024, Ring(8, 1, stages=2, rows=4, lag=1)),
-    Case("ring_rows_tail", 14, 3000, Ring(8, 2, stages=2, rows=2, columns="recomputed")),
-    Case("ring_pieces", 7, 4096, Ring(8, 1, stages=5, pieces=2, lag=1, columns="recomputed")),
-    Case("ring_pieces_tail", 5, 5000, Ring(8, 1, stages=4, pieces=2)),
+    Case("ring_rows_tail", 14, 3000, Ring(8, 2, stages=2, rows=2)),
     Case("ring_deeper_lag", 9, 1024, Ring(8, 1, stages=4, lag=2)),
     Case("ring_three_warpgroups", 5, 6144, Ring(8, 3, stages=2, lag=1)),
     Case("ring_four_warpgroups", 5, 8192, Ring(8, 4, stages=3)),
@@ -87,23 +85,20 @@ SOFTMAX_CASES = (
     Case("split_row_tail", 2, 2571, Held(1, 4)),
     Case("streamed", 2, 8192, Streamed(8, 2, units=2)),
     Case("streamed_tail", 2, 2571, Streamed(1, 4, units=2)),
-    Case("ring", 5, 4096, Ring(8, 2, stages=3, lag=1)),
-    Case("ring_tail", 5, 5000, Ring(8, 2, stages=2)),
 )
 
 #: Rows over several blocks: these lower, but the interpreter knows no clusters.
 CLUSTER_CASES = (
     Case("cluster_of_2", 9, 16384, Ring(8, 2, stages=3, lag=1, cluster=2)),
     Case("cluster_of_2_rows", 9, 8192, Ring(8, 2, stages=3, rows=2, lag=1, cluster=2)),
-    Case(
-        "cluster_of_2_pieces",
-        9,
-        16384,
-        Ring(8, 4, stages=4, pieces=2, cluster=2, columns="recomputed"),
-    ),
-    Case("cluster_of_4_tail", 9, 9000, Ring(8, 1, stages=3, cluster=4, columns="recomputed")),
+    Case("cluster_of_4_tail", 9, 9000, Ring(8, 1, stages=3, cluster=4)),
     Case("cluster_of_8", 9, 65536, Ring(8, 4, stages=3, lag=1, cluster=8)),
     Case("cluster_of_16", 9, 131072, Ring(8, 2, stages=3, lag=1, cluster=16)),
+)
+SOFTMAX_CLUSTER_CASES = (
+    Case("row_in_2_blocks", 3, 16384, Held(8, 2, cluster=2)),
+    Case("row_in_4_blocks_tail", 3, 9001, Held(1, 1, cluster=4)),
+    Case("row_in_16_blocks", 3, 131072, Held(8, 2, cluster=16)),
 )
 
 

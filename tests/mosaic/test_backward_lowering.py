@@ -4,6 +4,9 @@ As `test_lowering` for the forward: this goes through Mosaic's layout inference 
 vector and LLVM operations. What comes after (LLVM, ptxas) needs a GPU.
 """
 
+import dataclasses
+
+import jax
 import numpy as np
 import pytest
 from backward_cases import (
@@ -13,6 +16,7 @@ from backward_cases import (
     F32,
     NORM_CASES,
     SOFTMAX_CASES,
+    SOFTMAX_CLUSTER_CASES,
     Case,
     lower,
     make_spec,
@@ -25,9 +29,8 @@ from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.mosaic.backward.ring import Ring
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
 from jaxnorm_kernels.mosaic.backward.two_pass import TwoPass
-
-#: A softmax has nothing to keep for its columns.
-BARE_CLUSTER_CASES = [case for case in CLUSTER_CASES if case.schedule.columns == "registers"]
+from jaxnorm_kernels.mosaic.device.gpu import HOPPER, active_clusters, local_gpu
+from jaxnorm_kernels.mosaic.device.launch import interpreted
 
 MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]
 
@@ -42,7 +45,9 @@ def test_norm_schedules_lower(case: Case, x: np.dtype, y: np.dtype) -> None:
 
 
 @pytest.mark.parametrize(("x", "y"), MIXES, ids=str)
-@pytest.mark.parametrize("case", [*SOFTMAX_CASES, *BARE_CLUSTER_CASES], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*SOFTMAX_CASES, *SOFTMAX_CLUSTER_CASES], ids=lambda case: case.name
+)
 def test_softmax_schedules_lower(case: Case, x: np.dtype, y: np.dtype) -> None:
     for op in ("softmax", "log_softmax"):
         spec = make_spec(op, case.rows, case.cols, x, y)
@@ -105,20 +110,10 @@ def test_every_call_has_a_schedule_that_fits(
     schedule = choose(spec)
     itemsizes = (y if softmax or saved == "output" else x).itemsize + y.itemsize
     if isinstance(schedule, Ring):
-        pieces = schedule.cut(cols)
-        width = schedule.warpgroups * pieces[0].width
-        held = (
-            width
-            * len(pieces)
-            * sum(
-                dtype.itemsize
-                for dtype in (spec.scale_dtype, spec.bias_dtype)
-                if schedule.columns == "recomputed" and dtype is not None
-            )
-        )
+        width = schedule.warpgroups * schedule.slice(cols).width
         ring = schedule.stages * schedule.rows * width * itemsizes
-        assert schedule.blocks_per_sm * (ring + held) <= schedules.MOST_SHARED_BYTES
-        assert schedule.stages >= len(pieces) * (1 + schedule.lag)
+        assert schedule.blocks_per_sm * ring <= schedules.MOST_SHARED_BYTES
+        assert schedule.stages >= 1 + schedule.lag
         assert schedule.warpgroups * schedule.stages <= 32
         assert schedule.rows <= rows
     elif isinstance(schedule, RowsRing):
@@ -128,3 +123,22 @@ def test_every_call_has_a_schedule_that_fits(
         assert schedule.rows <= rows
     if not softmax and not isinstance(schedule, TwoPass):
         assert 1 <= schedules.persistent_blocks(spec, schedule) <= rows
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a CUDA driver")
+def test_without_a_driver_the_clusters_are_those_of_an_h200() -> None:
+    with pytest.raises(OSError, match="libcuda"):
+        active_clusters(0, HOPPER.smem)
+    assert local_gpu() == HOPPER
+    with interpreted():
+        assert not local_gpu().clusters
+
+
+def test_persistent_blocks_run_in_one_round() -> None:
+    spec = make_spec("layer_norm", 4096, 32768, BF16, BF16)
+    schedule = schedules.norm_schedule(spec, HOPPER)
+    assert isinstance(schedule, Ring)
+    assert schedule.cluster == 8
+    for clusters in (15, 16, 14):
+        gpu = dataclasses.replace(HOPPER, clusters={8: clusters})
+        assert clusters - 1 <= schedules.persistent_blocks(spec, schedule, gpu) <= clusters

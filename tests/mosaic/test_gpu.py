@@ -6,6 +6,8 @@ from forward_cases import BF16, F32, call, make_operands, make_spec
 from forward_cases import reference as forward_reference
 from reference import assert_within
 
+from jaxnorm_kernels.mosaic.device.gpu import active_clusters, local_gpu
+
 pytestmark = pytest.mark.gpu
 
 # Each line of the forward's table: more rows than are few there; the longest are streamed.
@@ -22,3 +24,11 @@ def test_forward_kernels(op, x, y, cols):
     outputs = jax.jit(lambda *args: call(spec, *args))(*operands)
     for output, expected, bound in zip(outputs, *forward_reference(spec, *operands), strict=True):
         assert_within(output, expected, bound)
+
+
+def test_clusters_are_those_of_the_driver():
+    gpu = local_gpu()
+    assert gpu.clusters == active_clusters(jax.local_devices()[0].local_hardware_id, gpu.smem)
+    for size, count in gpu.clusters.items():
+        # A cluster stays within a group of multiprocessors, so that some may be left.
+        assert gpu.sms // size / 2 < count <= gpu.sms // size

@@ -24,8 +24,9 @@ from forward_cases import (
 )
 
 from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.mosaic.device.gpu import HOPPER, Gpu
 from jaxnorm_kernels.mosaic.forward.queued import Queue
-from jaxnorm_kernels.mosaic.forward.schedule import HOPPER, TABLE, Gpu, Schedule, choose
+from jaxnorm_kernels.mosaic.forward.schedule import TABLE, Schedule, choose
 from jaxnorm_kernels.mosaic.forward.tiles import RowTile, SplitRow
 from jaxnorm_kernels.specs import Spec
 
@@ -111,7 +112,7 @@ def random_spec(rng: np.random.Generator) -> Spec:
     return make_spec(op, rows, cols, x, y, **given)
 
 
-@pytest.mark.parametrize("gpu", [HOPPER, Gpu(sms=20, smem=99 * 1024)], ids=str)
+@pytest.mark.parametrize("gpu", [HOPPER, Gpu(20, 99 * 1024, clusters={2: 10, 4: 5, 8: 2})], ids=str)
 def test_schedules_fit_the_gpu(gpu: Gpu) -> None:
     rng = np.random.default_rng(0)
     for spec in [random_spec(rng) for _ in range(20_000)]:

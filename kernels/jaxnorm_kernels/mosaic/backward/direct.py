@@ -26,6 +26,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     store,
     warps_layout,
 )
+from jaxnorm_kernels.mosaic.device.registers import store_global, widen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +89,7 @@ def direct_backward(
             coming = [*coming, read_row(k + schedule.ahead)]
             elements, row_stats = now
             args = [
-                (*(v.astype(jnp.float32) for v in pair), columns, row_stats)
+                (*(widen(v, layout) for v in pair), columns, row_stats)
                 for pair, columns in zip(elements, given)
             ]
             terms = [
@@ -100,7 +101,8 @@ def direct_backward(
             added: list[jax.Array] = []
             for a, run in zip(args, runs):
                 dx, more = formula.finish(*a, totals)
-                store(dx_ref.at[block + k * blocks, pl.ds(run.start, run.width)], dx)
+                there = dx_ref.at[block + k * blocks, pl.ds(run.start, run.width)]
+                store_global(there, dx, layout)
                 added += more
             return coming, [a + b for a, b in zip(carried, added)]
 

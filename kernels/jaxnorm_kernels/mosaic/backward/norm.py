@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.mosaic.backward.direct import Direct, direct_backward
@@ -50,6 +51,16 @@ class NormFormula:
     def _from_output(self) -> bool:
         return self.spec.saved == "output"
 
+    @property
+    def _clips(self) -> bool:
+        """Whether z / G can be far above sqrt(N).
+
+        A bias adds its rounding to z, and without a floor G may be so small that y rounds to a few
+        units of its smallest number. Else z / G is x_hat but for y's rounding.
+        """
+        has_bias, has_scale = self.spec.bias_dtype is not None, self.spec.scale_dtype is not None
+        return self._from_output and (has_bias or (has_scale and self.spec.scale_floor is None))
+
     def columns(self, params: Arrays) -> list[jax.Array]:
         """G, 1 / G and the bias; those of them that the equations need."""
         params = list(params)
@@ -74,20 +85,22 @@ class NormFormula:
         self, saved: jax.Array, d: jax.Array, columns: Arrays, stats: Arrays, totals: Arrays
     ) -> tuple[jax.Array, list[jax.Array]]:
         dg, z, reciprocal = self._elements(saved, d, columns, stats)
-        bound = math.sqrt(self.spec.cols)
-        xh = z
-        if self._from_output:
-            xh = jnp.clip(z if reciprocal is None else z * reciprocal, -bound, bound)
-        c2, *c1 = [total * (1 / self.spec.cols) for total in totals]
-        dx = dg - xh * c2
+        xh = z if reciprocal is None else z * reciprocal
+        if self._clips:
+            bound = math.sqrt(self.spec.cols)
+            xh = jnp.clip(xh, -bound, bound)
+        # r in each term: two fused multiply-adds, where r (d G - c1 - xh c2) has one, and two more.
+        c2, *c1 = [total * (stats[0] / self.spec.cols) for total in totals]
+        dx = dg * stats[0]
         if c1:
             dx = dx - c1[0]
+        dx = dx - xh * c2
         sums = []
         if self.spec.scale_dtype is not None:
             sums.append(d * xh)
         if self.spec.bias_dtype is not None:
             sums.append(d)
-        return dx * stats[0], sums
+        return dx, sums
 
     def _elements(
         self, saved: jax.Array, d: jax.Array, columns: Arrays, stats: Arrays
@@ -135,11 +148,14 @@ def norm_bwd(
 
 
 def _total(partials: Sequence[jax.Array], dtypes: Sequence) -> list[jax.Array | None]:
-    partials = list(partials)
-    return [
-        None if dtype is None else jnp.sum(partials.pop(0), axis=0).astype(dtype)
-        for dtype in dtypes
-    ]
+    """The sums over the blocks, all in one reduction: two would be two kernels."""
+    zeros = (jnp.float32(0),) * len(partials)
+    sums = list(lax.reduce(tuple(partials), zeros, _add, (0,))) if partials else []
+    return [None if dtype is None else sums.pop(0).astype(dtype) for dtype in dtypes]
+
+
+def _add(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    return tuple(x + y for x, y in zip(a, b))
 
 
 def _gain(scale: jax.Array, spec: Spec) -> jax.Array:

@@ -23,14 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.backward.formulas import (
-    Arrays,
-    Columns,
-    Formula,
-    held_types,
-    keep_columns,
-    split,
-)
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, prepare, split
 from jaxnorm_kernels.mosaic.backward.row_sums import RowSums
 from jaxnorm_kernels.mosaic.backward.slices import Chunk, Slice, skip_stale
 from jaxnorm_kernels.mosaic.device.barriers import release_stage
@@ -43,6 +36,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     store,
     warps_layout,
 )
+from jaxnorm_kernels.mosaic.device.registers import store_global, widen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +46,10 @@ class Ring:
     Attributes:
       vector: neighbouring elements that one thread reads and writes at once.
       warpgroups: of a block. They share a row.
-      stages: of the ring of each warpgroup; one stage holds a piece of a step's rows.
-      rows: of a step. Short rows share an exchange of sums.
-      pieces: into which a slice is cut, where few whole slices fit shared memory.
+      stages: of the ring of each warpgroup; one stage holds a step's rows.
+      rows: of a step. They share an exchange of sums.
       lag: steps that are reduced before the first of them is finished. Needs as many stages more.
       blocks_per_sm: that fit a multiprocessor at the same time.
-      columns: where what belongs to the columns is kept.
       cluster: blocks that share a row, each with its own ring.
     """
 
@@ -65,20 +57,14 @@ class Ring:
     warpgroups: int = 1
     stages: int = 4
     rows: int = 1
-    pieces: int = 1
     lag: int = 0
     blocks_per_sm: int = 1
-    columns: Columns = "registers"
     cluster: int = 1
 
-    def cut(self, cols: int, warpgroup: Any = 0) -> list[Slice]:
-        """The pieces of a row that belong to a warpgroup, counted through the cluster."""
-        slices = self.cluster * self.warpgroups * self.pieces
+    def slice(self, cols: int, warpgroup: Any = 0) -> Slice:
+        """The columns of a warpgroup, counted through the cluster."""
         chunk = WARPGROUP_THREADS * self.vector
-        return [
-            Slice(cols, slices, chunk, warpgroup * self.pieces + piece)
-            for piece in range(self.pieces)
-        ]
+        return Slice(cols, self.cluster * self.warpgroups, chunk, warpgroup)
 
 
 def ring_backward(
@@ -98,9 +84,9 @@ def ring_backward(
     With a cluster, `blocks` are clusters.
     """
     ring, (rows, cols) = schedule, saved.shape
-    if ring.stages < ring.pieces * (1 + ring.lag) or rows < ring.rows:
+    if ring.stages < 1 + ring.lag or rows < ring.rows:
         raise ValueError(f"{ring} holds less than {1 + ring.lag} steps, or more than {rows} rows")
-    sketch, *_ = ring.cut(cols)
+    sketch = ring.slice(cols)
     layout, shape = warps_layout(ring.vector), (WARPS, sketch.chunk // WARPS)
     sums = RowSums(ring.warpgroups, ring.rows * formula.row_sums, 1 + ring.lag, ring.cluster)
     steps = -(-rows // ring.rows)
@@ -109,24 +95,24 @@ def ring_backward(
     def body(saved_ref: Ref, dy_ref: Ref, *refs: Ref) -> None:
         stat_refs, param_refs, refs = split(refs, len(stats), len(params))
         (dx_ref,), partial_refs, refs = split(refs, 1, formula.column_sums)
-        (saved_ring, dy_ring, full), exchanged, held = split(refs, 3, 2)
+        (saved_ring, dy_ring, full), exchanged = split(refs, 3)
         sums.open(exchanged)
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
         rank = lax.axis_index(CLUSTER) if ring.cluster > 1 else 0
-        pieces = ring.cut(cols, rank * ring.warpgroups + warpgroup)
+        own = ring.slice(cols, rank * ring.warpgroups + warpgroup)
         count = lax.div(steps - block + blocks - 1, blocks)  # steps of this block
 
         def first_row(k: Any) -> Any:
             """The last step of all overlaps the one before where the rows do not divide."""
             return jnp.minimum((block + k * blocks) * ring.rows, rows - ring.rows)
 
-        def stage(k: Any, piece: int) -> Any:
-            return warpgroup * ring.stages + lax.rem(k * ring.pieces + piece, ring.stages)
+        def stage(k: Any) -> Any:
+            return warpgroup * ring.stages + lax.rem(k, ring.stages)
 
-        def fill(k: Any, piece: int) -> None:
-            at = stage(k, piece)
+        def fill(k: Any) -> None:
+            at = stage(k)
             for row in together:
-                for run in pieces[piece].runs():
+                for run in own.runs():
                     here, there = pl.ds(run.start, run.width), pl.ds(run.stage_start, run.width)
                     for source, target in ((saved_ref, saved_ring), (dy_ref, dy_ring)):
                         plgpu.copy_gmem_to_smem(
@@ -136,32 +122,24 @@ def ring_backward(
                             oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                         )
 
-        for ahead in range(ring.stages):
-            k, piece = divmod(ahead, ring.pieces)
-            pl.when(k < count)(functools.partial(fill, jnp.int32(k), piece))
+        for k in range(ring.stages):
+            pl.when(k < count)(functools.partial(fill, jnp.int32(k)))
 
         def read_param(ref: Ref, chunk: Chunk) -> jax.Array:
             return load(ref.at[pl.ds(chunk.start, chunk.width)], layout, shape)
 
-        chunks = [(piece, chunk) for piece in range(ring.pieces) for chunk in pieces[piece].cut()]
-        each = len(chunks) // ring.pieces
-        given = keep_columns(
-            formula,
-            ring.columns,
-            [[read_param(ref, chunk) for ref in param_refs] for _, chunk in chunks],
-            [[ref.at[warpgroup, at] for ref in held] for at in range(len(chunks))],
-            layout,
-        )
+        chunks = own.cut()
+        columns = [prepare(formula, [read_param(ref, c) for ref in param_refs]) for c in chunks]
 
         def statistics(k: Any) -> list[list[jax.Array]]:
             """Those of each row of step `k`."""
             first = first_row(jnp.minimum(k, count - 1))
             return [[ref[first + row] for ref in stat_refs] for row in together]
 
-        def read(k: Any, row: int, piece: int, chunk: Chunk) -> list[jax.Array]:
+        def read(k: Any, row: int, chunk: Chunk) -> list[jax.Array]:
             here = pl.ds(chunk.stage_start, chunk.width)
-            refs = [ref.at[stage(k, piece), row, here] for ref in (saved_ring, dy_ring)]
-            return [load(ref, None, shape).astype(jnp.float32) for ref in refs]
+            refs = [ref.at[stage(k), row, here] for ref in (saved_ring, dy_ring)]
+            return [widen(load(ref, None, shape), layout) for ref in refs]
 
         def in_layout(value: jax.Array) -> jax.Array:
             """Only results name the layout: each load that did would cost Mosaic's inference."""
@@ -169,12 +147,11 @@ def ring_backward(
 
         def reduce_rows(k: Any, row_stats: list[list[jax.Array]]) -> None:
             """Publishes the rows' sums, each warp those of its columns."""
+            plgpu.barrier_wait(full.at[stage(k)])
             totals: list[list[jax.Array]] = [[] for _ in together]
-            for at, ((piece, chunk), columns) in enumerate(zip(chunks, given)):
-                if at % each == 0:
-                    plgpu.barrier_wait(full.at[stage(k, piece)])
+            for chunk, given in zip(chunks, columns):
                 for row in together:
-                    terms = formula.terms(*read(k, row, piece, chunk), columns(), row_stats[row])
+                    terms = formula.terms(*read(k, row, chunk), given, row_stats[row])
                     terms = [skip_stale(term, chunk) for term in terms]
                     so_far = totals[row]
                     totals[row] = [a + b for a, b in zip(so_far, terms)] if so_far else terms
@@ -183,34 +160,25 @@ def ring_backward(
             sums.publish(exchanged, parts, k)
 
         def finish_rows(k: Any, row_stats: list[list[jax.Array]], carried: Arrays) -> Arrays:
-            """dx and the column sums. Each piece is filled again as soon as it has been read."""
+            """dx and the column sums; then the stage is filled again."""
             totals = sums.collect(exchanged, k)
-            finished: list[jax.Array] = []
-            for piece in range(ring.pieces):
-                mine = list(zip(chunks, given))[piece * each :][:each]
-                so_far = carried[len(finished) :][: each * formula.column_sums]
-                for row in together:
-                    so_far = add_row(k, row, mine, row_stats[row], totals, so_far)
-                finished += so_far
-                release_stage()
-                t = k * ring.pieces + piece + ring.stages
-                ahead, there = divmod(piece + ring.stages, ring.pieces)
-                pl.when(t < count * ring.pieces)(functools.partial(fill, k + ahead, there))
-            return finished
+            for row in together:
+                carried = add_row(k, row, row_stats[row], totals, carried)
+            release_stage()
+            pl.when(k + ring.stages < count)(functools.partial(fill, k + ring.stages))
+            return carried
 
-        def add_row(
-            k: Any, row: int, mine: Any, row_stats: Arrays, totals: Arrays, carried: Arrays
-        ) -> Arrays:
+        def add_row(k: Any, row: int, row_stats: Arrays, totals: Arrays, carried: Arrays) -> Arrays:
             index, first = first_row(k) + row, row * formula.row_sums
             added: list[jax.Array] = []
-            for (piece, chunk), columns in mine:
+            for chunk, given in zip(chunks, columns):
                 dx, terms = formula.finish(
-                    *read(k, row, piece, chunk),
-                    columns(),
+                    *read(k, row, chunk),
+                    given,
                     row_stats,
                     totals[first : first + formula.row_sums],
                 )
-                store(dx_ref.at[index, pl.ds(chunk.start, chunk.width)], in_layout(dx))
+                store_global(dx_ref.at[index, pl.ds(chunk.start, chunk.width)], dx, layout)
                 added += terms
             if rows % ring.rows:
                 is_new = index >= (block + k * blocks) * ring.rows
@@ -237,7 +205,7 @@ def ring_backward(
             pl.when(k < count)(functools.partial(reduce_rows, jnp.int32(k), queue[k]))
         _, carried = lax.fori_loop(ring.lag, count + ring.lag, step, (queue, carried))
         for j, ref in enumerate(partial_refs):
-            for (_, chunk), value in zip(chunks, carried[j :: formula.column_sums]):
+            for chunk, value in zip(chunks, carried[j :: formula.column_sums]):
                 store(ref.at[block, pl.ds(chunk.start, chunk.width)], value)
 
     stages = ring.warpgroups * ring.stages
@@ -257,11 +225,6 @@ def ring_backward(
             plgpu.SMEM((stages, ring.rows, sketch.width), dy.dtype),
             plgpu.Barrier(num_arrivals=2 * ring.rows * len(sketch.runs()), num_barriers=stages),
             *sums.scratch(),
-            *held_types(
-                ring.columns,
-                params,
-                (ring.warpgroups, ring.pieces * len(sketch.cut()), *shape),
-            ),
         ],
         auto_barriers=False,
     )

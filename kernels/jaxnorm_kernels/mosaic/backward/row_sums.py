@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.mosaic.backward.formulas import Arrays
-from jaxnorm_kernels.mosaic.device import mailbox
 from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPS, Ref, columns_layout, load, store
+from jaxnorm_kernels.mosaic.device.mailbox import Mailbox
 
 # Every thread reads all of an array, four elements at a time, and adds them up by itself.
 _ALL = plgpu.Layout.TILED(
@@ -30,47 +30,55 @@ class RowSums:
 
     Not by Mosaic's reduction over warps: its scratch is at one place for all warpgroups of a block,
     which is a race. With `depth` 2, a step may be published while the one before is not collected.
-    In a cluster the warps send their parts to all its blocks.
+    In a cluster the blocks send each other their parts.
+
+    A thread reads all parts of a sum, which is quick, or with `in_lanes` one of them, and the warp
+    adds them up by shuffles: for kernels that have no register to spare.
     """
 
     warpgroups: int
     sums: int
     depth: int = 1
     cluster: int = 1
+    in_lanes: bool = False
 
     @property
     def parts(self) -> int:
-        """Of a sum: the warps that share a row."""
-        return WARPS * self.warpgroups * self.cluster
+        """Of a sum: the warps of a block."""
+        return WARPS * self.warpgroups
 
     @property
     def turns(self) -> int:
         """The fastest warp publishes step k + turns - 1 while the slowest may collect step k."""
         return 2 * self.depth
 
+    @property
+    def mailbox(self) -> Mailbox:
+        return Mailbox(self.warpgroups, self.cluster, self.sums, added=True, turns=self.turns)
+
     def scratch(self) -> list[Any]:
-        shared = plgpu.SMEM((self.turns * self.sums, self.parts), jnp.float32)
         if self.cluster > 1:
-            return [shared, mailbox.barriers(self.turns)]
+            return self.mailbox.scratch()
+        shared = plgpu.SMEM((self.turns * self.sums, self.parts), jnp.float32)
         return [shared, plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=self.depth)]
 
     def open(self, scratch: Sequence[Ref]) -> None:
         """Before everything else."""
         if self.cluster > 1:
-            mailbox.open_mailbox(scratch[1], self.warpgroups)
+            self.mailbox.open(scratch)
 
     def ready(self) -> None:
         """Once, before the first `publish`: the later, the less there is to wait for."""
         if self.cluster > 1:
-            mailbox.wait_for_cluster()
+            self.mailbox.ready()
 
     def publish(self, scratch: Sequence[Ref], sums: Arrays, k: Any = 0) -> None:
         """`sums`: for each sum a ``(4,)`` array over the warps of this warpgroup."""
-        shared, barriers = scratch
         turn = lax.rem(jnp.int32(k), self.turns)
         if self.cluster > 1:
-            mailbox.send(shared, barriers, turn, sums, self.warpgroups, self.cluster)
+            self.mailbox.send(scratch, turn, sums)
             return
+        shared, barriers = scratch
         mine = pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
         for j, value in enumerate(sums):
             store(shared.at[turn * self.sums + j, mine], value)
@@ -78,14 +86,15 @@ class RowSums:
 
     def collect(self, scratch: Sequence[Ref], k: Any = 0) -> list[jax.Array]:
         """The totals of step `k`. Each warp adds up all parts, in the same order."""
-        shared, barriers = scratch
         k = jnp.int32(k)
         turn = lax.rem(k, self.turns)
         if self.cluster > 1:
-            mailbox.receive(barriers, turn, lax.rem(lax.div(k, self.turns), 2))
-        else:
-            plgpu.barrier_wait(self._barrier(barriers, k))
-        layout = _ALL if self.parts % WARP else columns_layout(1, WARP)
+            self.mailbox.receive(scratch, turn, lax.rem(lax.div(k, self.turns), 2))
+            return self.mailbox.totals(scratch, turn)
+        shared, barriers = scratch
+        plgpu.barrier_wait(self._barrier(barriers, k))
+        in_lanes = self.in_lanes or self.parts % WARP == 0
+        layout = columns_layout(1, min(self.parts, WARP)) if in_lanes else _ALL
         first = turn * self.sums
         return [jnp.sum(load(shared.at[first + j], layout)) for j in range(self.sums)]
 

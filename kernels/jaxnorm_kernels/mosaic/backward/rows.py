@@ -26,9 +26,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     WARPS,
     Ref,
     load,
-    store,
     warps_layout,
 )
+from jaxnorm_kernels.mosaic.device.registers import store_global, widen
 from jaxnorm_kernels.mosaic.forward.tiles import RowTile, SplitRow, Tile, WarpgroupRow
 
 
@@ -38,19 +38,21 @@ class Held:
 
     Attributes:
       vector: neighbouring elements that one thread reads and writes at once.
-      warpgroups: that share a row.
+      warpgroups: of a block, which share a row.
       threads: that share a row: 32 or fewer of a warp, or the 128 of each warpgroup.
       rows: of a block; more than one only within a warpgroup.
+      cluster: blocks that share a row.
     """
 
     vector: int
     warpgroups: int = 1
     threads: int = WARPGROUP_THREADS
     rows: int = 1
+    cluster: int = 1
 
     def tile(self, cols: int) -> Tile:
-        if self.warpgroups > 1:
-            return SplitRow(cols, self.vector, split=self.warpgroups)
+        if self.warpgroups * self.cluster > 1:
+            return SplitRow(cols, self.vector, split=self.warpgroups, cluster=self.cluster)
         if self.threads == WARPGROUP_THREADS and self.rows == 1:
             return WarpgroupRow(cols, self.vector)
         return RowTile(cols, self.vector, threads=self.threads, height=self.rows)
@@ -83,15 +85,18 @@ def held_backward(
     """dx of a formula without parameters and statistics."""
     rows, cols = saved.shape
     tile = schedule.tile(cols)
-    exchange = RowSums(tile.warpgroups, formula.row_sums)
+    exchange = RowSums(tile.warpgroups, formula.row_sums, cluster=tile.cluster, in_lanes=True)
+    is_split = isinstance(tile, SplitRow)
 
     def body(saved_ref: Ref, dy_ref: Ref, dx_ref: Ref, *scratch: Ref) -> None:
+        exchange.open(scratch)
         row = tile.row_index(rows)
         x, d = tile.load(saved_ref, row), tile.load(dy_ref, row)
-        x, d = ([v.astype(jnp.float32) for v in a] for a in (x, d))
+        x, d = ([widen(v, tile.layout) for v in a] for a in (x, d))
         terms = [formula.terms(x_, d_, (), ()) for x_, d_ in zip(x, d)]
         totals = [tile.sum(term) for term in zip(*terms)]
-        if tile.warpgroups > 1:
+        if is_split:
+            exchange.ready()
             exchange.publish(scratch, totals)
             totals = exchange.collect(scratch)
         dx = []
@@ -106,8 +111,9 @@ def held_backward(
         name=name,
         outputs=[(saved.shape, dx_dtype)],
         blocks=tile.blocks(rows),
+        cluster=tile.cluster,
         warpgroups=tile.warpgroups,
-        scratch=exchange.scratch() if tile.warpgroups > 1 else (),
+        scratch=exchange.scratch() if is_split else (),
         auto_barriers=False,
     )
     return dx
@@ -156,7 +162,7 @@ def streamed_backward(
             here = [pl.ds(unit.start, unit.width) for unit in units]
             refs = [saved_ref.at[row], dy_ref.at[row], *param_refs]
             loaded = [[load(ref.at[at], layout, shape) for ref in refs] for at in here]
-            elements = [[v.astype(jnp.float32) for v in unit] for unit in loaded]
+            elements = [[widen(v, layout) for v in unit] for unit in loaded]
             return [(x, d, formula.columns(p), row_stats) for x, d, *p in elements]
 
         def add(units: Sequence[Chunk], carried: Sequence[jax.Array]) -> list[jax.Array]:
@@ -169,7 +175,7 @@ def streamed_backward(
         def write(units: Sequence[Chunk], totals: Sequence[jax.Array]) -> None:
             for unit, elements in zip(units, read(units)):
                 dx, _ = formula.finish(*elements, totals)
-                store(dx_ref.at[row, pl.ds(unit.start, unit.width)], dx)
+                store_global(dx_ref.at[row, pl.ds(unit.start, unit.width)], dx, layout)
 
         zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
         sums = [zero] * formula.row_sums

@@ -32,6 +32,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     load,
     store,
 )
+from jaxnorm_kernels.mosaic.device.registers import widen
 from jaxnorm_kernels.mosaic.forward.tiles import Piece, RowTile
 
 
@@ -141,7 +142,7 @@ def rows_ring_backward(
         ) -> list[jax.Array]:
             def read(refs: Sequence[Ref]) -> list[jax.Array]:
                 loaded = [load(ref.at[at, pl.ds(group, height)], tile.layout) for ref in refs]
-                return [v.astype(jnp.float32) for v in loaded]
+                return [widen(v, tile.layout) for v in loaded]
 
             x, d = read(saved_ring), read(dy_ring)
             spread = [[tile.spread(stat, v) for stat in row_stats] for v in x]

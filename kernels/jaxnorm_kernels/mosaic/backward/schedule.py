@@ -9,18 +9,17 @@ import dataclasses
 import numpy as np
 
 from jaxnorm_kernels.mosaic.backward.direct import Direct
-from jaxnorm_kernels.mosaic.backward.formulas import Columns
 from jaxnorm_kernels.mosaic.backward.ring import Ring
 from jaxnorm_kernels.mosaic.backward.rows import Held, Streamed
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
 from jaxnorm_kernels.mosaic.backward.two_pass import TwoPass
+from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPGROUP_THREADS, vector_width
 from jaxnorm_kernels.specs import Spec
 
 NormSchedule = Ring | RowsRing | Direct | TwoPass
-SoftmaxSchedule = Held | Streamed | Ring
+SoftmaxSchedule = Held | Streamed
 
-MULTIPROCESSORS = 132
 REGISTERS = 65536  # of a multiprocessor
 MOST_REGISTERS = 255  # of a thread
 SHARED_BYTES = 228 * 1024  # of a multiprocessor
@@ -31,23 +30,23 @@ RESERVED_BYTES = 1024  # of shared memory, in each block
 _OTHER_REGISTERS = 40
 # Barriers, the sums that are being exchanged, and Mosaic's own scratch.
 _OTHER_SHARED_BYTES = 6 * 1024
+# Elements of 16 bits that a thread reads at once, of 4 or 8.
+_LEAST_VECTOR = 4
 COPY_BYTES = 16  # What the copy engine copies is a multiple of, and where it starts.
 # Of both inputs, in a stage of narrow rows: of up to a KiB, and of more.
 _SHORT_STAGE_BYTES, _STAGE_BYTES = 8 * 1024, 16 * 1024
 
 
-# Clusters that run at a time: the multiprocessors come in groups of 16 and 18, and a cluster stays
-# within a group.
-_CLUSTERS = {1: MULTIPROCESSORS, 2: 66, 4: 32, 8: 16, 16: 8}
-
-
-def persistent_blocks(spec: Spec, schedule: Ring | RowsRing | Direct) -> int:
+def persistent_blocks(
+    spec: Spec, schedule: Ring | RowsRing | Direct, gpu: Gpu | None = None
+) -> int:
     """Blocks (or clusters) of a persistent grid: as few as do the work in as many rounds.
 
     Each costs a row of partial sums, to write, to read, and to add up.
     """
+    gpu = gpu or local_gpu()
     cluster = schedule.cluster if isinstance(schedule, Ring) else 1
-    most = _CLUSTERS[cluster] * schedule.blocks_per_sm
+    most = (gpu.clusters[cluster] if cluster > 1 else gpu.sms) * schedule.blocks_per_sm
     group = 1 if isinstance(schedule, Direct) else schedule.rows
     work = -(-spec.rows // group)
     rounds = -(-work // most)
@@ -67,47 +66,38 @@ class Line:
     stages: int
     sums: int = 2
     rows: int = 1
-    pieces: int = 1
     lag: int = 1
     blocks_per_sm: int = 1
     cluster: int = 1
 
 
-# A thread keeps cols / (128 cluster warpgroups) columns: 16 are well in 128 registers, 32 in 255.
-# Stages: two or three rows ahead keep memory busy; more of them slow the writing of dx down.
-_NORM = (
+# A thread keeps cols / (128 cluster warpgroups) columns: up to 32, in 255 registers. Two or three
+# steps ahead keep memory busy; more of them slow the writing of dx down.
+_RINGS = (
     # A step of two rows, or two blocks and more on a multiprocessor, hide each other's exchange.
     Line(cols=1024, kib=4, warpgroups=1, stages=4, rows=2, blocks_per_sm=3),
-    Line(cols=1024, kib=8, warpgroups=1, stages=2, rows=2, blocks_per_sm=3),
+    Line(cols=1024, kib=8, warpgroups=1, stages=4, blocks_per_sm=3),
     Line(cols=2048, kib=8, warpgroups=1, stages=3, lag=0, blocks_per_sm=3),
     Line(cols=2048, kib=16, warpgroups=1, stages=2, blocks_per_sm=3),
-    Line(cols=3072, kib=12, warpgroups=1, stages=4, blocks_per_sm=2),
-    Line(cols=3072, kib=24, warpgroups=1, stages=2, rows=2, blocks_per_sm=2),
-    Line(cols=4096, kib=16, warpgroups=1, stages=3, blocks_per_sm=2),
-    Line(cols=4096, kib=32, warpgroups=1, stages=2, blocks_per_sm=2),
-    # One warpgroup has no registers for more columns: two share a row, of a block or a cluster.
+    Line(cols=3072, kib=12, warpgroups=2, stages=4, rows=2),
+    Line(cols=3072, kib=24, warpgroups=1, stages=4),
+    Line(cols=4096, kib=16, sums=1, warpgroups=1, stages=4, blocks_per_sm=2, cluster=2),
+    Line(cols=4096, kib=16, warpgroups=2, stages=3, rows=2),
+    # Two blocks share a row: each has room for more rows ahead.
+    Line(cols=4096, kib=32, warpgroups=2, stages=4, cluster=2),
     Line(cols=5120, kib=20, warpgroups=1, stages=4, blocks_per_sm=2, cluster=2),
-    Line(cols=5120, kib=40, warpgroups=2, stages=2, rows=2),
+    Line(cols=5120, kib=40, warpgroups=5, stages=4, cluster=2),
     Line(cols=8192, kib=32, warpgroups=2, stages=3, rows=2, cluster=2),
     Line(cols=8192, kib=64, warpgroups=2, stages=2, rows=2, cluster=2),
-    Line(cols=12288, kib=96, warpgroups=3, stages=4, cluster=2),
-    Line(cols=16384, kib=64, warpgroups=4, stages=6, cluster=2),
-    Line(cols=16384, kib=128, warpgroups=4, stages=2, cluster=2),
-    # With one column sum, 32 columns are still well: G is read again from shared memory instead.
-    Line(cols=32768, kib=128, sums=1, warpgroups=4, stages=4, pieces=2, lag=0, cluster=2),
-    Line(cols=32768, kib=128, warpgroups=2, stages=4, blocks_per_sm=2, cluster=8),
-    Line(cols=32768, kib=256, warpgroups=2, stages=3, cluster=4),
-    # 128 of the 132 multiprocessors can work.
-    Line(cols=65536, kib=512, warpgroups=2, stages=3, blocks_per_sm=2, cluster=16),
-    Line(cols=131072, kib=1024, warpgroups=2, stages=3, cluster=16),
-)
-
-# Nothing is kept of the columns, so that rows are spread only for want of shared memory.
-_SOFTMAX = (
-    Line(cols=16384, kib=64, warpgroups=4, stages=3, lag=0),
-    # Two clusters on the same multiprocessors hide each other's exchange.
-    Line(cols=65536, kib=256, warpgroups=2, stages=2, blocks_per_sm=2, cluster=8),
-    Line(cols=65536, kib=512, warpgroups=2, stages=3, lag=0, cluster=8),
+    Line(cols=12288, kib=96, warpgroups=4, stages=4, cluster=2),
+    # The shorter a block's part of a row, the more a step of two rows saves.
+    Line(cols=16384, kib=64, warpgroups=2, stages=4, rows=2, cluster=4),
+    Line(cols=16384, kib=128, warpgroups=2, stages=3, lag=2, cluster=2),
+    Line(cols=32768, kib=128, warpgroups=2, stages=4, rows=2, cluster=8),
+    Line(cols=32768, kib=256, warpgroups=2, stages=3, cluster=8),
+    Line(cols=65536, kib=256, warpgroups=2, stages=3, cluster=8),
+    Line(cols=65536, kib=512, warpgroups=4, stages=3, cluster=16),
+    Line(cols=131072, kib=512, warpgroups=2, stages=4, cluster=16),
     Line(cols=131072, kib=1024, warpgroups=2, stages=3, cluster=16),
 )
 
@@ -119,17 +109,19 @@ _DIRECT = ((2048, 1, 4), (4096, 2, 2), (8192, 4, 1))
 # Shorter rows: a warp has fewer than 32 columns a thread, and the block needs no exchange.
 _NARROW = 1024
 
-# Warpgroups of softmax rows in registers, 8 vectors of each input a thread at most, and columns up
-# to: beyond 48 of a thread only one block of two warpgroups fits a multiprocessor.
-_HELD = {1: 8192, 2: 12288, 4: 32768}
+# Softmax rows in registers, 8 vectors of each input a thread at most: columns up to, warpgroups.
+# Beyond 48 columns of a thread only one block of two warpgroups fits a multiprocessor.
+_HELD = ((8192, 1), (12288, 2), (12288, 4))
+# More columns are spread over a cluster of blocks of so many warpgroups, 32 a thread.
+_SPREAD_COLUMNS, _SPREAD_WARPGROUPS = 32, (2, 4)
 
 
-def norm_schedule(spec: Spec) -> NormSchedule:
+def norm_schedule(spec: Spec, gpu: Gpu | None = None) -> NormSchedule:
     if not _copied(spec):
         return direct(spec)
     if spec.cols < _NARROW and spec.rows >= 2 * WARP:  # the most rows of a tile
         return rows_ring(spec)
-    return _from_table(_NORM, spec) or two_pass(spec)
+    return ring(spec, gpu or local_gpu()) or two_pass(spec)
 
 
 def direct(spec: Spec) -> Direct | TwoPass:
@@ -165,56 +157,63 @@ def rows_ring(spec: Spec) -> RowsRing:
     return dataclasses.replace(ring, rows=rows, stages=stages, blocks_per_sm=blocks_per_sm)
 
 
-def _from_table(table: tuple[Line, ...], spec: Spec) -> Ring | None:
-    """The ring of the first line that takes the spec, and fits; None for no line."""
+def ring(spec: Spec, gpu: Gpu) -> Ring | None:
+    """That of the first line of the table that takes the spec, and fits; None for no line."""
     sums = sum(dtype is not None for dtype in (spec.scale_dtype, spec.bias_dtype))
-    for line in table:
-        fits = spec.cols <= line.cols and _row_bytes(spec) <= line.kib * 1024
-        if fits and sums <= line.sums and (ring := wide_ring(spec, line)):
-            return ring
+    for line in _RINGS:
+        takes = spec.cols <= line.cols and _row_bytes(spec) <= line.kib * 1024
+        runs = line.cluster == 1 or line.cluster in gpu.clusters
+        if takes and runs and sums <= line.sums and (found := wide_ring(spec, line)):
+            return found
     return None
 
 
 def wide_ring(spec: Spec, line: Line) -> Ring | None:
     """The line for this spec: what registers and shared memory allow; None for too little."""
-    vector, warpgroups = _vector(spec), line.warpgroups
-    threads = line.cluster * line.pieces * WARPGROUP_THREADS
-    while warpgroups > 1 and spec.cols < warpgroups * threads * vector:
+    block = line.cluster * WARPGROUP_THREADS  # threads that share a row, with one warpgroup
+    warpgroups = line.warpgroups
+    while warpgroups > 1 and spec.cols < warpgroups * block * _LEAST_VECTOR:
         warpgroups //= 2
-    if spec.cols < warpgroups * threads * vector:
+    vector = _fitting_vector(spec.cols, _vector(spec), warpgroups * block)
+    if spec.cols < warpgroups * block * vector:
         return None
-    # Half a vector at once, where that leaves no tail.
-    if spec.cols % (warpgroups * threads * vector) and vector == 8:
-        vector = 8 if spec.cols % (warpgroups * threads * 4) else 4
     ring = Ring(
         vector,
         warpgroups,
         line.stages,
         rows=line.rows if spec.rows >= line.rows else 1,
-        pieces=line.pieces,
         lag=line.lag,
         blocks_per_sm=line.blocks_per_sm,
         cluster=line.cluster,
     )
-    cols = warpgroups * ring.pieces * ring.cut(spec.cols)[0].width  # of a block
-    columns, held = _columns(spec, ring, cols)
-    stage_bytes = ring.rows * cols // ring.pieces * _row_bytes(spec) // spec.cols
-    stages = min(ring.stages, (_shared_bytes(ring.blocks_per_sm) - held) // stage_bytes)
-    lag = min(ring.lag, stages // ring.pieces - 1)
-    return None if lag < 0 else dataclasses.replace(ring, stages=stages, lag=lag, columns=columns)
+    width = ring.slice(spec.cols).width  # of a warpgroup
+    stage_bytes = ring.rows * warpgroups * width * _row_bytes(spec) // spec.cols
+    stages = min(ring.stages, _shared_bytes(ring.blocks_per_sm) // stage_bytes)
+    lag = min(ring.lag, stages - 1)
+    if lag < 0 or _registers(spec, width) > _most_registers(ring):
+        return None
+    return dataclasses.replace(ring, stages=stages, lag=lag)
 
 
-def _columns(spec: Spec, ring: Ring, cols: int) -> tuple[Columns, int]:
-    """Where to keep what belongs to `cols` columns of a block, and its bytes of shared memory."""
-    params = [dtype for dtype in (spec.scale_dtype, spec.bias_dtype) if dtype is not None]
-    # The sums; G, 1 / G and the bias, as `NormFormula.columns` says.
+def _registers(spec: Spec, width: int) -> int:
+    """Of a thread, with `width` columns in its warpgroup."""
     has_scale, has_bias = spec.scale_dtype is not None, spec.bias_dtype is not None
-    kept = 2 * has_scale + has_bias if spec.saved == "output" else int(has_scale)
+    # A column has its sums; and G, 1 / G and the bias, as `NormFormula.columns` says.
+    kept = 2 * has_scale + has_bias if spec.saved == "output" else has_scale
+    return (has_scale + has_bias + kept) * (width // WARPGROUP_THREADS) + _OTHER_REGISTERS
+
+
+def _most_registers(ring: Ring) -> int:
     threads = ring.warpgroups * WARPGROUP_THREADS
-    free = min(MOST_REGISTERS, REGISTERS // (threads * ring.blocks_per_sm)) - _OTHER_REGISTERS
-    if cols // threads * (len(params) + kept) <= free:
-        return "registers", 0
-    return "recomputed", sum(dtype.itemsize for dtype in params) * cols
+    return min(MOST_REGISTERS, REGISTERS // (threads * ring.blocks_per_sm))
+
+
+def _fitting_vector(cols: int, vector: int, threads: int) -> int:
+    """`vector`; half of 8 elements where some threads had none, or a tenth read twice."""
+    if vector <= _LEAST_VECTOR:
+        return vector
+    whole, half = (-(-cols // (threads * v)) * threads * v for v in (vector, vector // 2))
+    return vector // 2 if cols < threads * vector or whole > half + cols / 10 else vector
 
 
 def _copied(spec: Spec) -> bool:
@@ -243,7 +242,8 @@ def _shared_bytes(blocks_per_sm: int) -> int:
     return most - _OTHER_SHARED_BYTES
 
 
-def softmax_schedule(spec: Spec) -> SoftmaxSchedule:
+def softmax_schedule(spec: Spec, gpu: Gpu | None = None) -> SoftmaxSchedule:
+    gpu = gpu or local_gpu()
     vector = _vector(spec)
     vectors = spec.cols // vector
     if vectors <= 4 * WARP:
@@ -253,8 +253,17 @@ def softmax_schedule(spec: Spec) -> SoftmaxSchedule:
         rows = WARPGROUP_THREADS // threads
         if spec.rows >= rows:
             return Held(vector, threads=threads, rows=rows)
-    warpgroups = next((w for w in _HELD if vectors <= 8 * w * WARPGROUP_THREADS), None)
-    if warpgroups is not None and spec.cols <= _HELD[warpgroups]:
-        return Held(vector, warpgroups)
-    ring = _from_table(_SOFTMAX, spec) if _copied(spec) else None
-    return ring or Streamed(vector)
+    for cols, warpgroups in _HELD:
+        if spec.cols <= cols and vectors <= 8 * warpgroups * WARPGROUP_THREADS:
+            return Held(vector, warpgroups)
+    for warpgroups in _SPREAD_WARPGROUPS:
+        threads = warpgroups * WARPGROUP_THREADS
+        cluster = max(2, _power_of_2_from(-(-spec.cols // (threads * _SPREAD_COLUMNS))))
+        if cluster in gpu.clusters:
+            return Held(vector, warpgroups, cluster=cluster)
+    return Streamed(vector)
+
+
+def _power_of_2_from(n: int) -> int:
+    """The smallest power of two that is `n` or more."""
+    return 1 << (n - 1).bit_length()

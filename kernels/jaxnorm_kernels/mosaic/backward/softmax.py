@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.mosaic.backward.formulas import Arrays
-from jaxnorm_kernels.mosaic.backward.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.backward.rows import Held, held_backward, streamed_backward
 from jaxnorm_kernels.specs import Spec
 
@@ -58,19 +57,6 @@ def softmax_bwd(
     name = f"jaxnorm_{spec.op}_bwd"
     if isinstance(schedule, Held):
         return held_backward(formula, y, dy, schedule=schedule, dx_dtype=spec.x_dtype, name=name)
-    if isinstance(schedule, Ring):
-        (dx,) = ring_backward(
-            formula,
-            y,
-            dy,
-            (),
-            (),
-            schedule=schedule,
-            blocks=schedules.persistent_blocks(spec, schedule),
-            dx_dtype=spec.x_dtype,
-            name=name,
-        )
-        return dx
     return streamed_backward(formula, y, dy, schedule=schedule, dx_dtype=spec.x_dtype, name=name)
 
 

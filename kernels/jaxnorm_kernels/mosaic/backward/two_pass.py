@@ -25,6 +25,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     store,
     warpgroup_layout,
 )
+from jaxnorm_kernels.mosaic.device.registers import widen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +106,7 @@ def column_sums(
             ]
             row_stats = [[ref[i] for ref in stat_refs] for i in indices]
             return [
-                formula.finish(*(v.astype(jnp.float32) for v in pair), columns, s, totals)[1]
+                formula.finish(*(widen(v, layout) for v in pair), columns, s, totals)[1]
                 for pair, s in zip(loaded, row_stats)
             ]
 

@@ -1,13 +1,17 @@
-"""Values that the warps of a cluster send to each other, through distributed shared memory.
+"""Values that the blocks of a cluster send to each other, through distributed shared memory.
 
-Each block has a mailbox: room for a value of each warp of the cluster, and barriers that count the
-bytes that arrive. A warp sends its value to all blocks (``st.async``), and goes on. Plain stores
-and an arrival at the other blocks' barriers would not do: these are seen in any order (H200: a
-wrong sum in some rows of a million), unless a fence waits for all that the block has stored, its
-output too (a third of the bandwidth). Pallas has no such operations, so this is PTX; the
-interpreter knows no clusters.
+Each block has an inbox, and barriers that count the bytes that arrive in it. A warp sends its
+values to all blocks (``st.async``), and goes on. Plain stores and an arrival at the other blocks'
+barriers would not do: these are seen in any order (H200: a wrong sum in some rows of a million),
+unless a fence waits for all that the block has stored, its output too (a third of the bandwidth).
+
+An SM takes in some 10 messages in 100 cycles, however short they are. So where only sums are
+wanted, and nobody waits for them at once, the warps of a warpgroup add theirs up first.
+
+Pallas has no such operations, so this is PTX; the interpreter knows no clusters.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,130 +19,256 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, nvvm
-from jax.experimental.mosaic.gpu import utils
+from jax._src.lib.mlir.dialects import arith, llvm, nvvm, vector
+from jax.experimental.mosaic.gpu import FragmentedArray, utils
 
 from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPGROUP_THREADS, WARPS, warps_layout
 
 _SCALAR = plgpu.Layout.WG_SPLAT
 _REF = plgpu.RefType()
+_MESSAGE = 4  # float32 values, the most that are sent at once
 
 
-def barriers(count: int) -> Any:
-    """Scratch for `count` barriers, of 8 bytes each."""
-    return plgpu.SMEM((2 * count,), jnp.uint32)
+@dataclasses.dataclass(frozen=True)
+class Mailbox:
+    """What the warps that share a row tell each other, once for each row.
 
-
-def open_mailbox(barriers: Any, warpgroups: int) -> None:
-    """Makes the barriers. Nothing may be sent until `wait_for_cluster`."""
-    (words,) = barriers.shape
-
-    @plgpu.inline_mgpu(arg_types=(_REF,))
-    def make(context: Any, barriers: Any) -> None:
-        del context
-        first = arith.cmpi(arith.CmpIPredicate.eq, utils.thread_idx(), _i32(0))
-        for at in range(0, 4 * words, 8):
-            utils.inline_ptx(
-                f"mbarrier.init.shared::cta.b64 [$0+{at}], {warpgroups};",
-                _address(barriers),
-                predicate=first,
-                has_side_effects=True,
-            )
-        ptx = "fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive.relaxed;"
-        utils.inline_ptx(ptx, has_side_effects=True, convergent=True)
-
-    make(barriers)
-
-
-def wait_for_cluster() -> None:
-    """Waits until all blocks of the cluster have opened their mailboxes."""
-
-    @plgpu.inline_mgpu()
-    def wait(context: Any) -> None:
-        del context
-        ptx = "barrier.cluster.wait.acquire;"
-        utils.inline_ptx(ptx, has_side_effects=True, convergent=True)
-
-    wait()
-
-
-def send(
-    mailbox: Any,
-    barriers: Any,
-    turn: Any,
-    values: Sequence[jax.Array],
-    warpgroups: int,
-    blocks: int,
-) -> None:
-    """Sends each warp's elements of `values`, ``(4,)`` arrays, to all `blocks` of the cluster.
-
-    The values of a warp land at its place in the rows ``turn * len(values), ...`` of `mailbox`,
-    which are ``4 * warpgroups * blocks`` long; barrier `turn` counts them.
+    Attributes:
+      warpgroups: of a block.
+      blocks: of the cluster.
+      values: that each warp has to tell, in each exchange.
+      added: only the sums over all warps are wanted: a warpgroup adds its warps' values up first.
+      turns: exchanges that may be under way: the fastest warp sends the values of exchange
+        ``k + turns - 1`` while the slowest may be reading those of exchange k.
     """
-    layout = warps_layout(1).reduce(1)
-    parts = WARPS * warpgroups * blocks
 
-    @plgpu.inline_mgpu(arg_types=(_REF, _REF, _SCALAR, *[layout] * len(values)))
-    def post(context: Any, mailbox: Any, barriers: Any, turn: Any, *values: Any) -> None:
-        del context
-        turn = turn.registers.item()
-        thread = utils.thread_idx()
-        lane = arith.remui(thread, _i32(WARP))
-        rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=_i32_type())
-        part = arith.addi(
-            arith.muli(rank, _i32(WARPS * warpgroups)), arith.divui(thread, _i32(WARP))
+    warpgroups: int
+    blocks: int
+    values: int
+    added: bool = False
+    turns: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Of each value, in an inbox: a warp's or, of those that are added, a warpgroup's."""
+        return self.warpgroups * self.blocks * (1 if self.added else WARPS)
+
+    @property
+    def _width(self) -> int:
+        """Of a warpgroup's sums: whole messages, or a message of 1, 2 or 4."""
+        n = self.values
+        return n if n <= 2 else -(-n // _MESSAGE) * _MESSAGE
+
+    @property
+    def _inbox(self) -> tuple[int, int]:
+        """Shape in a turn: values by parts or, of those that are added, parts by sums."""
+        return (self.parts, self._width) if self.added else (self.values, self.parts)
+
+    def scratch(self) -> list[Any]:
+        """Inbox, barriers of 8 bytes each, and what a warpgroup adds up."""
+        rows, width = self._inbox
+        scratch = [
+            plgpu.SMEM((self.turns * rows, width), jnp.float32),
+            plgpu.SMEM((2 * self.turns,), jnp.uint32),
+        ]
+        if self.added:
+            own = (self.turns * self.warpgroups * self.values, WARPS)
+            scratch.append(plgpu.SMEM(own, jnp.float32))
+        return scratch
+
+    def open(self, scratch: Sequence[Any]) -> None:
+        """Before everything else: makes the barriers."""
+
+        @plgpu.inline_mgpu(arg_types=(_REF,))
+        def make(context: Any, barriers: Any) -> None:
+            del context
+            first = arith.cmpi(arith.CmpIPredicate.eq, utils.thread_idx(), _i32(0))
+            for turn in range(self.turns):
+                utils.inline_ptx(
+                    f"mbarrier.init.shared::cta.b64 [$0+{8 * turn}], {self.warpgroups};",
+                    _address(barriers),
+                    predicate=first,
+                    has_side_effects=True,
+                )
+            ptx = "fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive.relaxed;"
+            utils.inline_ptx(ptx, has_side_effects=True, convergent=True)
+
+        make(scratch[1])
+
+    def ready(self) -> None:
+        """Before the first `send`: waits until all blocks have opened their mailboxes."""
+
+        @plgpu.inline_mgpu()
+        def wait(context: Any) -> None:
+            del context
+            ptx = "barrier.cluster.wait.acquire;"
+            utils.inline_ptx(ptx, has_side_effects=True, convergent=True)
+
+        wait()
+
+    def send(self, scratch: Sequence[Any], turn: Any, values: Sequence[jax.Array]) -> None:
+        """Sends `values`, an array over the four warps each, to all blocks of the cluster."""
+        layout = warps_layout(1).reduce(1)
+        inbox, barriers, *own = scratch[: len(self.scratch())]
+
+        @plgpu.inline_mgpu(
+            arg_types=(_REF, _REF, [_REF] * len(own), _SCALAR, [layout] * len(values))
         )
-        place = arith.addi(arith.muli(turn, _i32(len(values) * parts)), part)
-        target = arith.addi(_address(mailbox), arith.muli(place, _i32(4)))
-        barrier = arith.addi(_address(barriers), arith.muli(turn, _i32(8)))
-        # One thread of each warpgroup announces its share of the bytes to come.
+        def post(
+            context: Any, inbox: Any, barriers: Any, own: Any, turn: Any, values: Sequence[Any]
+        ) -> None:
+            del context
+            turn, thread = turn.registers.item(), utils.thread_idx()
+            rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=_i32_type())
+            of_warp = [value.registers.item() for value in values]
+            barrier = _plus(_address(barriers), _times(turn, 8))
+            rows, width = self._inbox
+            there = _plus(_address(inbox), _times(turn, 4 * rows * width))
+            if self.added:
+                sums = self._add(own[0], turn, of_warp)
+                self._announce(barrier)
+                sender = _plus(_times(rank, self.warpgroups), _warpgroup(thread))
+                there = _plus(there, _times(sender, 4 * width))
+                # Lane i of warp j sends to block 4 i + j.
+                block = _plus(_times(_lane(thread), WARPS), _warp(thread))
+                messages = [(at, sums[at : at + _MESSAGE]) for at in range(0, width, _MESSAGE)]
+            else:
+                self._announce(barrier)
+                sender = _plus(
+                    _times(rank, WARPS * self.warpgroups), arith.divui(thread, _i32(WARP))
+                )
+                there = _plus(there, _times(sender, 4))
+                block = _lane(thread)
+                messages = [(i * width, [value]) for i, value in enumerate(of_warp)]
+            for at, message in messages:
+                _send(message, _plus(there, _i32(4 * at)), barrier, block, self.blocks)
+
+        post(inbox, barriers, own, turn, list(values))
+
+    def _announce(self, barrier: Any) -> None:
+        """One thread of each warpgroup announces its share of the bytes to come."""
+        rows, width = self._inbox
+        of_warpgroup = arith.remui(utils.thread_idx(), _i32(WARPGROUP_THREADS))
         utils.inline_ptx(
             "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
             barrier,
-            _i32(4 * len(values) * parts // warpgroups),
-            predicate=arith.cmpi(
-                arith.CmpIPredicate.eq, arith.remui(thread, _i32(WARPGROUP_THREADS)), _i32(0)
-            ),
+            _i32(4 * rows * width // self.warpgroups),
+            predicate=arith.cmpi(arith.CmpIPredicate.eq, of_warpgroup, _i32(0)),
             has_side_effects=True,
         )
-        # Lane i sends to block i.
-        is_sender = arith.cmpi(arith.CmpIPredicate.ult, lane, _i32(blocks))
-        for row, value in enumerate(values):
-            bits = utils.bitcast(value.registers.item(), _i32_type())
-            utils.inline_ptx(
-                f"""{{
-                .reg .b32 there, counter;
-                @$0 mapa.shared::cluster.u32 there, $1, $3;
-                @$0 mapa.shared::cluster.u32 counter, $2, $3;
-                @$0 st.async.shared::cluster.mbarrier::complete_tx::bytes.b32
-                    [there+{4 * row * parts}], $4, [counter];
-                }}""",
-                is_sender,
-                target,
-                barrier,
-                lane,
-                bits,
-                has_side_effects=True,
+
+    def _add(self, own: Any, turn: Any, of_warp: Sequence[Any]) -> list[Any]:
+        """The sums over the warps of the warpgroup, and zeros to fill the last message."""
+        thread = utils.thread_idx()
+        first = _plus(_times(turn, self.warpgroups), _warpgroup(thread))
+        first = _plus(_address(own), _times(first, 4 * WARPS * self.values))
+        for i, value in enumerate(of_warp):
+            at = _plus(_times(_warp(thread), 4), _i32(4 * WARPS * i))
+            llvm.store(value, _pointer(_plus(first, at)))
+        utils.warpgroup_barrier()
+        sums = [_tree_sum(_load(_plus(first, _i32(16 * i)), WARPS)) for i in range(self.values)]
+        return sums + [arith.constant(ir.F32Type.get(), 0.0)] * (self._width - len(sums))
+
+    def receive(self, scratch: Sequence[Any], turn: Any, parity: Any) -> None:
+        """Waits until all values have arrived in the inbox, for the n-th time.
+
+        `parity` is n % 2, counted from 0 for each turn.
+        """
+
+        @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, _SCALAR))
+        def wait(context: Any, barriers: Any, turn: Any, parity: Any) -> None:
+            del context
+            barrier = _plus(_address(barriers), _times(turn.registers.item(), 8))
+            nvvm.mbarrier_try_wait_parity(
+                _pointer(barrier), parity.registers.item(), _i32(10_000_000)
             )
 
-    post(mailbox, barriers, turn, *values)
+        wait(scratch[1], turn, parity)
+
+    def totals(self, scratch: Sequence[Any], turn: Any) -> list[jax.Array]:
+        """The sums over all warps, where they are `added`: the same in all blocks, bit by bit."""
+        scalar = plgpu.ShapeDtypeStruct((), jnp.float32, _SCALAR)
+        lanes = min(WARP, 1 << (self.parts - 1).bit_length())
+
+        @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR), return_type=[scalar] * self.values)
+        def add(context: Any, inbox: Any, turn: Any) -> list[Any]:
+            del context
+            rows, width = self._inbox
+            first = _plus(_address(inbox), _times(turn.registers.item(), 4 * rows * width))
+            lane = arith.remui(utils.thread_idx(), _i32(lanes))
+            zero = arith.constant(ir.F32Type.get(), 0.0)
+            sums: list[Any] = [zero] * self.values
+            for start in range(0, self.parts, lanes):
+                part = _plus(lane, _i32(start))
+                exists = arith.cmpi(arith.CmpIPredicate.ult, part, _i32(self.parts))
+                part = arith.select(exists, part, _i32(0))
+                at = _plus(first, _times(part, 4 * width))
+                elements = [
+                    element
+                    for j in range(0, width, _MESSAGE)
+                    for element in _load(_plus(at, _i32(4 * j)), min(width, _MESSAGE))
+                ]
+                sums = [
+                    arith.addf(s, arith.select(exists, e, zero)) for s, e in zip(sums, elements)
+                ]
+            distance = lanes // 2
+            while distance:
+                sums = [arith.addf(s, utils.shfl_bfly(s, distance)) for s in sums]
+                distance //= 2
+            return [FragmentedArray.splat(s, ()) for s in sums]
+
+        return add(scratch[0], turn)
 
 
-def receive(barriers: Any, turn: Any, parity: Any) -> None:
-    """Waits until the values of all warps of the cluster have arrived, for the n-th time.
+def _send(message: Sequence[Any], target: Any, barrier: Any, block: Any, blocks: int) -> None:
+    """Sends 1, 2 or 4 values to where `target` is in `block`; nothing to blocks that are not."""
+    kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[len(message)]
+    values = ", ".join(f"${4 + i}" for i in range(len(message)))
+    values = values if len(message) == 1 else f"{{{values}}}"
+    utils.inline_ptx(
+        f"""{{
+        .reg .b32 there, counter;
+        @$0 mapa.shared::cluster.u32 there, $1, $3;
+        @$0 mapa.shared::cluster.u32 counter, $2, $3;
+        @$0 st.async.shared::cluster.mbarrier::complete_tx::bytes.{kind}
+            [there], {values}, [counter];
+        }}""",
+        arith.cmpi(arith.CmpIPredicate.ult, block, _i32(blocks)),
+        target,
+        barrier,
+        block,
+        *[utils.bitcast(value, _i32_type()) for value in message],
+        has_side_effects=True,
+    )
 
-    `parity` is n % 2, counted from 0 for each barrier.
-    """
 
-    @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, _SCALAR))
-    def wait(context: Any, barriers: Any, turn: Any, parity: Any) -> None:
-        del context
-        at = arith.muli(turn.registers.item(), _i32(8))
-        barrier = arith.addi(_address(barriers), at)
-        pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), barrier)
-        nvvm.mbarrier_try_wait_parity(pointer, parity.registers.item(), _i32(10_000_000))
+def _lane(thread: Any) -> Any:
+    return arith.remui(thread, _i32(WARP))
 
-    wait(barriers, turn, parity)
+
+def _warp(thread: Any) -> Any:
+    """Of the warpgroup."""
+    return arith.remui(arith.divui(thread, _i32(WARP)), _i32(WARPS))
+
+
+def _warpgroup(thread: Any) -> Any:
+    return arith.divui(thread, _i32(WARPGROUP_THREADS))
+
+
+def _load(address: Any, count: int) -> list[Any]:
+    """`count` float32 values of shared memory, at an address that is a multiple of their bytes."""
+    kind = ir.VectorType.get((count,), ir.F32Type.get())
+    values = llvm.load(kind, _pointer(address), alignment=4 * count)
+    return [
+        vector.extract(values, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+        for i in range(count)
+    ]
+
+
+def _tree_sum(values: list[Any]) -> Any:
+    while len(values) > 1:
+        values = [arith.addf(a, b) for a, b in zip(values[::2], values[1::2])]
+    return values[0]
 
 
 def _i32_type() -> Any:
@@ -149,5 +279,17 @@ def _i32(value: int) -> Any:
     return utils.c(value, _i32_type())
 
 
+def _plus(a: Any, b: Any) -> Any:
+    return arith.addi(a, b)
+
+
+def _times(a: Any, factor: int) -> Any:
+    return arith.muli(a, _i32(factor))
+
+
 def _address(ref: Any) -> Any:
     return llvm.ptrtoint(_i32_type(), utils.memref_ptr(ref))
+
+
+def _pointer(address: Any) -> Any:
+    return llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address)

@@ -10,9 +10,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device import mailbox
 from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPS, columns_layout, load, store
+from jaxnorm_kernels.mosaic.device.mailbox import Mailbox
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,22 +32,25 @@ class Exchange:
     def parts(self) -> int:
         return WARPS * self.warpgroups * self.cluster
 
+    def mailbox(self, stats: int = 1) -> Mailbox:
+        return Mailbox(self.warpgroups, self.cluster, stats, turns=self.turns)
+
     def scratch(self, stats: int) -> list[Any]:
-        """Scratch for exchanges of up to `stats` values."""
-        shared = plgpu.SMEM((self.turns * stats, self.parts), jnp.float32)
+        """What comes first in `scratch` below, for exchanges of up to `stats` values."""
         if self.cluster > 1:
-            return [shared, mailbox.barriers(self.turns)]
+            return self.mailbox(stats).scratch()
+        shared = plgpu.SMEM((self.turns * stats, self.parts), jnp.float32)
         return [shared, plgpu.Barrier(num_arrivals=self.warpgroups)]
 
     def open(self, scratch: Sequence[Any]) -> None:
         """Before everything else."""
         if self.cluster > 1:
-            mailbox.open_mailbox(scratch[1], self.warpgroups)
+            self.mailbox().open(scratch)
 
     def ready(self) -> None:
         """Once, before the first `gather`: the later, the less there is to wait for."""
         if self.cluster > 1:
-            mailbox.wait_for_cluster()
+            self.mailbox().ready()
 
     def gather(self, scratch: Sequence[Any], *stats: jax.Array, count: Any = 0) -> list[jax.Array]:
         """``(4,)`` values of each warpgroup -> ``(parts,)`` values, in the same order everywhere.
@@ -55,17 +58,18 @@ class Exchange:
         Reducing those stays within a warp, because each warp holds all of them in its lanes.
         `count` is how often the block has gathered before.
         """
-        shared, barrier = scratch
+        shared = scratch[0]
         turn = lax.rem(jnp.int32(count), self.turns)
         first = turn * len(stats)
         if self.cluster > 1:
-            mailbox.send(shared, barrier, turn, stats, self.warpgroups, self.cluster)
-            mailbox.receive(barrier, turn, lax.rem(lax.div(jnp.int32(count), self.turns), 2))
+            box = self.mailbox(len(stats))
+            box.send(scratch, turn, stats)
+            box.receive(scratch, turn, lax.rem(lax.div(jnp.int32(count), self.turns), 2))
         else:
             mine = pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
             for slot, stat in enumerate(stats):
                 store(shared.at[first + slot, mine], stat)
-            plgpu.barrier_arrive(barrier)
-            plgpu.barrier_wait(barrier)
+            plgpu.barrier_arrive(scratch[1])
+            plgpu.barrier_wait(scratch[1])
         layout = columns_layout(1, min(WARP, self.parts))
         return [load(shared.at[first + slot], layout) for slot in range(len(stats))]

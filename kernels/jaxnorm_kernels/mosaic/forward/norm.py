@@ -26,9 +26,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, launch
-from jaxnorm_kernels.mosaic.device.layouts import WARPS, Ref
+from jaxnorm_kernels.mosaic.device.layouts import WARPS, Ref, store
 from jaxnorm_kernels.mosaic.forward import schedule as schedules
-from jaxnorm_kernels.mosaic.forward import tiles
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
 from jaxnorm_kernels.mosaic.forward.streams import Row, Stream, Units
 from jaxnorm_kernels.mosaic.forward.tiles import SplitRow, Stat, Tile
@@ -230,7 +229,7 @@ def _store_stats(refs: Sequence[Ref], row: Any, rstd: Stat, mean: Stat | None) -
     @pl.when(lax.axis_index(WARPGROUP) == 0)
     def _() -> None:
         for ref, stat in zip(refs, _present(rstd, mean)):
-            tiles.store(ref.at[row], stat)
+            store(ref.at[row], stat)
 
 
 def _present(*arrays: jax.Array | None) -> list[jax.Array]:

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.barriers import in_plain_order
+from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_stage
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load
+from jaxnorm_kernels.mosaic.device.registers import widen
 from jaxnorm_kernels.mosaic.forward.exchange import Exchange
-from jaxnorm_kernels.mosaic.forward.tiles import Body, Piece, RowTile, SplitRow, Tile, in_float32
+from jaxnorm_kernels.mosaic.forward.tiles import Body, Piece, RowTile, SplitRow, Tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +97,11 @@ class Queue(Tile):
                         )
 
         def read(k: Any) -> list[jax.Array]:
-            return in_float32(
-                [
-                    load(queue.at[slot(k)], self.layout, self.shape(p.width))
-                    for p, queue in zip(pieces, queues)
-                ]
+            raw = (
+                load(queue.at[slot(k)], self.layout, self.shape(p.width))
+                for p, queue in zip(pieces, queues)
             )
+            return [widen(v, self.layout) for v in raw]
 
         def one(k: Any) -> None:
             plgpu.barrier_wait(filled.at[slot(k)])
@@ -109,7 +109,7 @@ class Queue(Tile):
                 body(index(k), k, lambda: read(k))
             else:
                 held = read(k)
-            plgpu.commit_smem()  # every warp has its part of the row: the slot may be filled again
+            release_stage()
             fill(k + self.slots)
             if not self.rereads:
                 body(index(k), k, lambda: held)

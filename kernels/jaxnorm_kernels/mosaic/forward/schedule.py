@@ -15,13 +15,10 @@ The sizes that matter, and how the lines below use them:
 """
 
 import dataclasses
-import functools
 import math
 from typing import Literal
 
-import jax
-
-from jaxnorm_kernels.mosaic.device.launch import is_interpreted
+from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import (
     VECTOR_BYTES,
     WARP,
@@ -92,19 +89,6 @@ class Schedule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gpu:
-    """What a schedule depends on."""
-
-    sms: int
-    smem: int  # bytes of shared memory that a block may have
-    cluster: int = 8  # blocks of the largest cluster that every GPU with clusters supports
-
-
-HOPPER = Gpu(sms=132, smem=227 * 1024)  # H100 SXM, H200
-INTERPRETER = dataclasses.replace(HOPPER, cluster=1)
-
-
-@dataclasses.dataclass(frozen=True)
 class Line:
     """A line of the table: for rows of up to `cols` columns; None is any number.
 
@@ -117,7 +101,8 @@ class Line:
       values: row values of a thread: gives the rows of a block (tiles, warpgroup_row), or the
         *shares* of a row: how many warpgroups share it. 0: as many as its parameters leave room.
       cluster: blocks that may share a row, with a warpgroup in each.
-      warpgroups: of a block, where a row has more shares than that.
+      least: warpgroups of a block.
+      warpgroups: of a block, where a row has more shares than `cluster` blocks of the least.
       chunk: bytes of a chunk.
     """
 
@@ -130,6 +115,7 @@ class Line:
     bare: bool = False
     values: int = 32
     cluster: int = 1
+    least: int = 1
     warpgroups: int = 1
     chunk: int = 0
 
@@ -160,13 +146,14 @@ TABLE = (
     Line("split_row", cols=2**18, waves=1, values=16, cluster=8, warpgroups=4),
     # As many parameters as data: in registers, too. So far an SM has room for several blocks.
     Line("queued_row", cols=8192, params=1, values=0, warpgroups=2),
-    # A row of more than 8 shares leaves an SM room for a single block, with 4 of them.
-    Line("queued_row", cols=2**17, params=1, values=0, cluster=8, warpgroups=4),
+    Line("queued_row", cols=2**15, params=1, values=0, cluster=8),
+    # Longer rows leave an SM room for a block or two, and a thread has more of a row.
+    Line("queued_row", cols=2**17, params=1, values=64, cluster=8, warpgroups=2),
     # 64 values a thread still let an SM have 4 rows under way; a row needs 2 or 3 barriers.
     Line("warpgroup_row", cols=8192),
     # log_softmax needs x again after its exponentials, which take as many registers: x stays in
-    # shared memory.
-    Line("queued_row", row_bytes=2**18, op="log_softmax", values=64, cluster=8, warpgroups=2),
+    # shared memory. The fewer blocks share a row, the less a block waits for the others.
+    Line("queued_row", row_bytes=2**18, op="log_softmax", values=64, cluster=8, least=2),
     # The same of each part of a row. Small blocks load while others reduce.
     Line("split_row", row_bytes=2**18, values=64, cluster=8, warpgroups=2),
     # Rows of half a MiB and more fill the registers of several SMs. Few large blocks share one,
@@ -179,7 +166,7 @@ TABLE = (
 
 def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
     """The schedule for `spec`: that of the first line of the table that fits."""
-    gpu = gpu or (INTERPRETER if is_interpreted() else local_gpu())
+    gpu = gpu or local_gpu()
     vector = vector_width(spec.cols, spec.x_dtype, spec.y_dtype)
     line = next(line for line in TABLE if line.fits(spec, gpu))
     match line.kind:
@@ -195,16 +182,6 @@ def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
             return _queued_row(line, spec, vector, gpu)
         case "streamed_row":
             return _streamed_row(line, spec, vector)
-
-
-@functools.cache
-def local_gpu() -> Gpu:
-    """The GPU at hand; an H100 or H200 where there is none (cross-lowering)."""
-    device = jax.local_devices()[0]
-    sms = getattr(device, "core_count", None)
-    if device.platform != "gpu" or sms is None:
-        return HOPPER
-    return Gpu(sms, getattr(device, "shared_memory_per_block_optin", HOPPER.smem))
 
 
 def _row_tile(line: Line, spec: Spec, vector: int) -> Schedule:
@@ -278,10 +255,12 @@ def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     part = math.ceil(spec.cols / (cluster * unit)) * unit
     part_bytes = part * spec.x_dtype.itemsize
     # The more blocks share a row, the longer they take to start.
-    start = 8 if shares <= 2 else 16 if shares <= line.cluster else 32
+    start = 8 if cluster == 1 else 16 if shares <= line.cluster else 32
     turns = _turns(start, spec, spec.rows * cluster, gpu)
-    # 24 KiB, or else 2 parts of rows: more room for them would leave fewer blocks to an SM.
-    slots = min(max(2, 24 * 1024 // part_bytes), turns, (gpu.smem - 8192) // part_bytes, 3)
+    # 24 KiB, or else 2 parts of rows: more room for them would leave fewer blocks to an SM. In a
+    # cluster the third pays: its blocks wait for each other.
+    least = 2 if cluster == 1 else 3
+    slots = min(max(least, 24 * 1024 // part_bytes), turns, (gpu.smem - 8192) // part_bytes, 3)
     return Schedule(
         "queued_row",
         vector,
@@ -289,7 +268,9 @@ def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
         warpgroups=warpgroups,
         slots=max(1, slots),
         turns=turns,
-        rereads=part > 32 * warpgroups * WARPGROUP_THREADS,
+        # Of a cluster, an SM has no room for more blocks beside the scale and bias of one anyway.
+        rereads=part > 32 * warpgroups * WARPGROUP_THREADS
+        and (cluster == 1 or len(_params(spec)) < 2),
         params_first=True,
         auto_barriers=False,
     )
@@ -298,13 +279,13 @@ def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
 def _turns(start: int, spec: Spec, blocks: int, gpu: Gpu) -> int:
     """How many rows, or groups of them, a block takes; `blocks` is how many blocks could take one.
 
-    The more, the less it matters that a block has to start, and to read its parameters: as if
-    that were `start` bytes of x and y for each byte of parameters, and the more it matters the
-    fewer of the former there are. The fewer, the more evenly the SMs end; each should have three.
+    The more, the less it matters that a block has to start, and to read its parameters: `start`
+    eighths, where they are as many bytes as x and y, and four times as many where they are twice
+    the bytes. The fewer, the more evenly the SMs end; each should have three.
     """
     if not _params(spec):
         return 1
-    turns = max(2, round(start * _param_bytes(spec) / _data_bytes(spec) ** 2))
+    turns = round(start / 8 * (_param_bytes(spec) / _data_bytes(spec)) ** 2)
     return max(1, min(turns, blocks // (3 * gpu.sms)))
 
 
@@ -325,14 +306,12 @@ def _shares(cols: int, vector: int, values: int) -> int:
 
 
 def _spread(shares: int, line: Line, gpu: Gpu, cluster: int) -> tuple[int, int]:
-    """Warpgroups of a block and blocks of a cluster, for a row of so many shares.
-
-    A warpgroup in each block, if `cluster` blocks are enough.
-    """
-    if shares <= min(cluster, gpu.cluster):
-        return 1, shares
-    warpgroups = min(line.warpgroups, shares)
-    return warpgroups, min(gpu.cluster, shares // warpgroups)
+    """Warpgroups of a block and blocks of a cluster, for a row of so many shares."""
+    for warpgroups in (line.least, line.warpgroups):
+        warpgroups = min(warpgroups, shares)
+        if shares // warpgroups <= min(cluster, gpu.portable_cluster):
+            break
+    return warpgroups, min(gpu.portable_cluster, shares // warpgroups)
 
 
 def _params(spec: Spec) -> list[int]:

@@ -27,9 +27,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Ref,
     column_in_warps,
     load,
-    store,
     warps_layout,
 )
+from jaxnorm_kernels.mosaic.device.registers import store_global, widen
 from jaxnorm_kernels.mosaic.forward import tiles
 from jaxnorm_kernels.mosaic.forward.exchange import Exchange
 from jaxnorm_kernels.mosaic.forward.tiles import Piece, Stat
@@ -170,7 +170,8 @@ class Row:
             # All loads before the first store: the compiler cannot move them past it.
             columns = [[s.load_unit(p, start) for p in params] for start in starts]
             for start, unit, column in zip(starts, units, columns):
-                store(y.at[self.index, pl.ds(start, s.unit)], function(unit, *column))
+                there = y.at[self.index, pl.ds(start, s.unit)]
+                store_global(there, function(unit, *column), warps_layout(s.vector))
 
         if s.has_tail:
             one(s.tail())
@@ -183,4 +184,4 @@ class Row:
     def _load(self, piece: Piece) -> Units:
         s, row = self.stream, self.x.at[self.index]
         raw = [s.load_unit(row, piece.start + offset) for offset in s.offsets(piece)]
-        return tiles.in_float32(raw)
+        return [widen(v, warps_layout(s.vector)) for v in raw]

@@ -37,10 +37,10 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     columns_layout,
     load,
     rows_layout,
-    store,
     warpgroup_layout,
     warps_layout,
 )
+from jaxnorm_kernels.mosaic.device.registers import store_global, widen
 from jaxnorm_kernels.mosaic.forward.exchange import Exchange
 
 #: A value for each row: a scalar, or an array over the rows of a `RowTile`. Of a `SplitRow`
@@ -124,7 +124,7 @@ class Tile:
         """
         self.open(scratch)
         row = self.row_index(rows)
-        held = in_float32(self.load(x, row))
+        held = [widen(v, self.layout) for v in self.load(x, row)]
         self.ready()
         body(row, 0, lambda: held)
 
@@ -157,7 +157,7 @@ class Tile:
 
     def store(self, ref: Ref, row: Any, values: Sequence[jax.Array]) -> None:
         for p, value in zip(self.pieces(), values):
-            store(ref.at[row, pl.ds(p.start, p.width)], value)
+            store_global(ref.at[row, pl.ds(p.start, p.width)], value, self.layout)
 
     def max(self, x: Sequence[jax.Array]) -> Stat:
         return self._reduce(x, jnp.max, jnp.maximum, -jnp.inf)
@@ -291,7 +291,7 @@ class SplitRow(Tile):
         return self.exchange.scratch(stats)
 
     def open(self, scratch: Sequence[Any]) -> None:
-        self.exchange.open(scratch[:2])
+        self.exchange.open(scratch)
 
     def ready(self) -> None:
         self.exchange.ready()
@@ -320,16 +320,12 @@ class SplitRow(Tile):
 
     def gather(self, scratch: Sequence[Any], *stats: Stat, turn: Any) -> list[jax.Array]:
         """See `Exchange.gather`."""
-        return self.exchange.gather(scratch[:2], *stats, count=turn)
+        return self.exchange.gather(scratch, *stats, count=turn)
 
     def part_sizes(self) -> jax.Array | float:
         """How many columns each warp has that are not stale."""
         body, *tail = self.pieces()
         return sum((count_fresh(self._is_fresh(p), self.layout) for p in tail), body.width / WARPS)
-
-
-def in_float32(raw: Sequence[jax.Array]) -> list[jax.Array]:
-    return [v.astype(jnp.float32) for v in raw]
 
 
 def count_fresh(is_fresh: jax.Array, layout: Layout) -> jax.Array:

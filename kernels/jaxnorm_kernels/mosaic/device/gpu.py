@@ -1,0 +1,149 @@
+"""What a schedule depends on: the GPU at hand, or an H100 or H200 where there is none."""
+
+import ctypes
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxnorm_kernels.mosaic.device.launch import is_interpreted
+
+#: Blocks of a cluster. 16 is more than every GPU with clusters promises, and what these GPUs have.
+CLUSTER_SIZES = (2, 4, 8, 16)
+PORTABLE_CLUSTER = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """Attributes:
+    sms: multiprocessors.
+    smem: bytes of shared memory that a block may have.
+    clusters: for each size of a cluster, how many with a block on a multiprocessor run at a time.
+      A cluster stays within a group of multiprocessors (GPC), and chips of one kind differ in how
+      many of each group work. One cluster too many is a second round for all.
+    """
+
+    sms: int
+    smem: int
+    clusters: Mapping[int, int]
+
+    @property
+    def portable_cluster(self) -> int:
+        return max([size for size in self.clusters if size <= PORTABLE_CLUSTER], default=1)
+
+
+#: Clusters as one H200 has them; another chip may have room for one less of a size, or more.
+HOPPER = Gpu(sms=132, smem=227 * 1024, clusters={2: 66, 4: 30, 8: 15, 16: 7})
+INTERPRETER = dataclasses.replace(HOPPER, clusters={})
+
+
+def local_gpu() -> Gpu:
+    return INTERPRETER if is_interpreted() else _first_gpu()
+
+
+@functools.cache
+def _first_gpu() -> Gpu:
+    device = jax.local_devices()[0]
+    sms = getattr(device, "core_count", None)
+    if device.platform != "gpu" or sms is None:
+        return HOPPER
+    smem = getattr(device, "shared_memory_per_block_optin", HOPPER.smem)
+    try:
+        clusters = active_clusters(device.local_hardware_id, smem)
+    except (OSError, RuntimeError):
+        # No CUDA driver that can tell: as many as there are at least.
+        clusters = {size: max(1, sms * n // HOPPER.sms) for size, n in HOPPER.clusters.items()}
+    return Gpu(sms, smem, clusters)
+
+
+def active_clusters(ordinal: int, smem: int) -> dict[int, int]:
+    """`Gpu.clusters` of a CUDA device, for blocks with `smem` bytes of shared memory.
+
+    Raises:
+      OSError: there is no CUDA driver.
+      RuntimeError: a call of the driver failed.
+    """
+    driver = _Driver()
+    context, module, kernel = (ctypes.c_void_p() for _ in range(3))
+    count = ctypes.c_int()
+    driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal)
+    driver.cuCtxPushCurrent_v2(context)
+    try:
+        driver.cuModuleLoadData(ctypes.byref(module), _EMPTY_KERNEL)
+        driver.cuModuleGetFunction(ctypes.byref(kernel), module, b"empty")
+        driver.cuFuncSetAttribute(kernel, _MAX_DYNAMIC_SHARED_SIZE_BYTES, smem)
+        driver.cuFuncSetAttribute(kernel, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+        found = {}
+        for size in CLUSTER_SIZES:
+            launch = _Launch.of(size, smem)
+            driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), kernel, ctypes.byref(launch))
+            found[size] = count.value
+        driver.cuModuleUnload(module)
+    finally:
+        driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+        driver.cuDevicePrimaryCtxRelease_v2(ordinal)
+    return {size: n for size, n in found.items() if n}
+
+
+# Of the CUDA driver API, cuda.h: CUfunction_attribute and CUlaunchAttributeID.
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
+_CLUSTER_DIMENSION = 4
+
+_EMPTY_KERNEL = b"""
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry empty() { ret; }
+"""
+
+
+class _Driver:
+    """The CUDA driver, which JAX has loaded: calls raise what goes wrong."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> None:
+            if status := getattr(self._library, name)(*args):
+                raise RuntimeError(f"{name}: CUDA error {status}")
+
+        return call
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute; of the union its first 3 words, and the rest."""
+
+    _fields_ = [
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_uint * 16),
+    ]
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+    @classmethod
+    def of(cls, cluster: int, shared_bytes: int) -> "_Launch":
+        attribute = _LaunchAttribute(id=_CLUSTER_DIMENSION)
+        attribute.value[:3] = (cluster, 1, 1)
+        return cls(
+            grid=(cluster, 1, 1),
+            block=(256, 1, 1),
+            shared_bytes=shared_bytes,
+            attributes=ctypes.pointer(attribute),
+            attribute_count=1,
+        )

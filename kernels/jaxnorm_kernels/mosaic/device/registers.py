@@ -1,0 +1,86 @@
+"""Conversions and stores, register by register, where Mosaic's own cost more instructions.
+
+The interpreter has no registers: there, these are JAX's operations.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, llvm, vector
+from jax.experimental.mosaic.gpu import FragmentedArray, utils
+
+from jaxnorm_kernels.mosaic.device.launch import is_interpreted
+from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, store
+
+_GLOBAL = 1  # LLVM's number of global memory.
+
+
+def widen(value: jax.Array, layout: Layout) -> jax.Array:
+    """`value` in float32.
+
+    A bfloat16 is the upper half of its float32: a shift for one element of a pair, a mask for the
+    other. From a conversion, the compiler makes three instructions for two elements.
+    """
+    if value.dtype != jnp.bfloat16 or is_interpreted():
+        return value.astype(jnp.float32)
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct(value.shape, jnp.float32, layout),
+    )
+    def widened(context: Any, value: Any) -> Any:
+        del context
+        registers = value.registers.copy()
+        for at, register in enumerate(value.registers.flat):
+            registers.flat[at] = _widen_register(register)
+        return FragmentedArray(
+            _registers=registers, _layout=value.layout, _is_signed=value.is_signed
+        )
+
+    return widened(value)
+
+
+def _widen_register(register: Any) -> Any:
+    (elements,) = ir.VectorType(register.type).shape
+    if elements == 1:
+        return arith.extf(ir.VectorType.get((1,), ir.F32Type.get()), register)
+    i32, half = ir.IntegerType.get_signless(32), elements // 2
+    pairs = ir.VectorType.get((half,), i32)
+    floats = ir.VectorType.get((half,), ir.F32Type.get())
+
+    def all_of(value: int) -> Any:
+        splat = ir.DenseElementsAttr.get_splat(pairs, ir.IntegerAttr.get(i32, value))
+        return arith.constant(pairs, splat)
+
+    words = vector.bitcast(pairs, register)
+    first = vector.bitcast(floats, arith.shli(words, all_of(16)))
+    second = vector.bitcast(floats, arith.andi(words, all_of(-(2**16))))
+    return vector.shuffle(first, second, [k // 2 + k % 2 * half for k in range(elements)])
+
+
+def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
+    """Stores `value`, rounded to the dtype of `ref`, in global memory.
+
+    Mosaic's stores do not say which memory they are to: reads from shared memory that follow have
+    to wait for them.
+    """
+    if is_interpreted():
+        store(ref, value)
+        return
+    value = value.astype(ref.dtype)
+    if value.shape != ref.shape:
+        ref = ref.reshape(*value.shape)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+    def write(context: Any, ref: Any, value: Any) -> None:
+        del context
+        one_tile = utils.memref_reshape(ref, (*[1] * len(value.shape), *value.shape))
+        moves = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
+        for register, _, _, address in moves:
+            there = llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), address)
+            llvm.store(register(value.registers), there)
+
+    write(ref, value)
