@@ -1,0 +1,92 @@
+"""Compiles kernels for an H100 that need not be here, and reads what the compiler says of them.
+
+JAX compiles for a topology that its CUDA plugin is told of; Mosaic then writes the messages of
+ptxas to a folder.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# XLA's description of a GPU, as far as a compilation needs it.
+_H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84978434048
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What ptxas says of a kernel: registers of a thread, and bytes of it that did not fit."""
+
+    name: str
+    registers: int
+    spilled: int
+
+
+class Compiler:
+    """For one H100. A test that makes it is skipped where JAX's CUDA plugin is not installed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        nvcc = pytest.importorskip("nvidia.cu13", reason="needs nvidia-cuda-nvcc").__path__[0]
+        os.environ["PATH"] += f"{os.pathsep}{nvcc}/bin"
+        try:
+            topology = topologies.get_topology_desc(
+                "h100", "cuda", target_config=_H100, topology="1x1x1"
+            )
+        except (NotImplementedError, RuntimeError) as error:
+            pytest.skip(f"needs jax[cuda13] and JAX_PLATFORMS=cpu: {error}")
+        self.sharding = NamedSharding(Mesh(np.array(topology.devices), "x"), PartitionSpec())
+
+    def compile(self, function: Callable[..., Any], operands: Sequence[Any]) -> list[Compiled]:
+        """The kernels of ``function(*operands)``, in the order of their names."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+            patch.setenv("MOSAIC_GPU_DUMP_TO", str(self.folder))
+            shapes = jax.tree.map(self._on_h100, tuple(operands))
+            jax.jit(function).lower(*shapes).compile()
+        found = [_read(file) for file in sorted(self.folder.glob("*.ptxas"))]
+        for file in self.folder.iterdir():
+            file.unlink()
+        return found
+
+    def _on_h100(self, operand: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(operand.shape, operand.dtype, sharding=self.sharding)
+
+
+def _read(file: Path) -> Compiled:
+    said = file.read_text()
+    (registers,) = re.findall(r"Used (\d+) registers", said)
+    (spilled,) = re.findall(r"(\d+) bytes spill stores, \d+ bytes spill loads", said)
+    return Compiled(file.stem, int(registers), int(spilled))

@@ -1,0 +1,61 @@
+"""The kernels that the default chooses, compiled for an H100: registers, and what has no room.
+
+Needs JAX's CUDA plugin, and no GPU::
+
+    pip install "jax[cuda13]"; JAX_PLATFORMS=cpu pytest tests/mosaic/test_compile.py
+"""
+
+import jax
+import pytest
+from compiling import Compiler
+from forward_cases import BF16, F32
+
+from benchmarks.contract import KernelWorkload
+from benchmarks.workloads import GRID
+from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.mosaic.backward import schedule as backward
+from jaxnorm_kernels.mosaic.backward.direct import Direct
+from jaxnorm_kernels.mosaic.backward.ring import Ring
+from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
+
+# A shape for each line of the tables.
+SHAPES = [shape for name in ("powers of two", "model widths", "odd rows") for shape in GRID[name]]
+# A few words of a row that fills the registers of its block (softmax over 32768 columns): measured
+# to cost nothing.
+SPILLED = 32
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory):
+    return Compiler(tmp_path_factory.mktemp("ptxas"))
+
+
+def threads_and_blocks(workload):
+    """Threads of a block, and how many blocks the schedule wants on a multiprocessor."""
+    spec = workload.spec
+    if workload.direction == "fwd" or spec.op != "norm":
+        return None
+    schedule = backward.norm_schedule(spec)
+    if not isinstance(schedule, Ring | RowsRing | Direct):
+        return None
+    return 128 * getattr(schedule, "warpgroups", 1), schedule.blocks_per_sm
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "layer_norm", "rms_norm"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+def test_registers(rows, cols, dtype, op, direction, compiler):
+    workload = KernelWorkload(op, direction, rows, cols, str(dtype), str(dtype))
+    if mosaic.prefers(workload.spec) is not None:
+        return  # the default leaves it to XLA
+    operands = jax.eval_shape(lambda: workload.operands(0))
+    kernels = compiler.compile(workload.function(mosaic), operands)
+    assert kernels
+    assert max(k.spilled for k in kernels) <= SPILLED
+    wanted = threads_and_blocks(workload)
+    if wanted is not None:
+        threads, blocks = wanted
+        (kernel,) = kernels
+        # Registers are given to a warp by 8 for each thread.
+        assert -(-kernel.registers // 8) * 8 * threads * blocks <= backward.REGISTERS
