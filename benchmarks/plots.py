@@ -22,6 +22,7 @@ from benchmarks.providers import PROVIDERS
 STYLES = {
     "jaxnorm": ("#000000", "o"),
     "mosaic": ("#0072B2", "s"),
+    "triton": ("#332288", "d"),
     "xla": ("#56B4E9", "v"),
     "jnp": ("#E69F00", "^"),
     "flax": ("#F0E442", "D"),

@@ -16,6 +16,7 @@ from meshes import FUNCTIONS, KINDS, Case, check_values, collectives, on_mesh, o
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
 
+CALLS = {"mosaic": "mosaic_gpu", "triton": "triton_kernel_call"}  # names in HLO
 GPUS = jax.device_count()
 SHAPE = (8, 512, 1024)
 CASES = [
@@ -53,6 +54,14 @@ def test_both_save_modes(name, save):
     check_values(compiled, sharded, name, save)
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_kernels_by_name(name, kernels):
+    function = step(name, implementation=kernels)
+    compiled, sharded = on_mesh(function, operands(name, SHAPE), CASES[0], "auto")
+    check_values(compiled, sharded, name)
+    assert compiled.as_text().count(CALLS[kernels]) >= 2
+
+
 def final_losses(tmp_path, *options):
     """Of the demo's three trainings, as printed to 4 decimals."""
     program = Path(__file__).parent.parent / "examples" / "train_transformer.py"
@@ -69,8 +78,12 @@ def final_losses(tmp_path, *options):
     return [float(re.split(r"\s*\|\s*", row)[2]) for row in rows]
 
 
+@pytest.fixture(scope="module")
+def losses_alone(tmp_path_factory):
+    return final_losses(tmp_path_factory.mktemp("alone"))
+
+
 @pytest.mark.parametrize("axes", ["data={}", "fsdp={}"])
-def test_training_equals_the_run_on_one_gpu(axes, tmp_path):
-    alone = final_losses(tmp_path)
+def test_training_equals_the_run_on_one_gpu(axes, losses_alone, tmp_path):
     spread = final_losses(tmp_path, "--mesh", axes.format(GPUS))
-    assert spread == pytest.approx(alone, rel=2e-3)
+    assert spread == pytest.approx(losses_alone, rel=2e-3)

@@ -61,6 +61,13 @@ class Provider:
 PROVIDERS: dict[str, Provider] = {
     "jaxnorm": Provider("jaxnorm", "jax", "jaxnorm_functions", ("jax",), mixed=NORMS),
     "mosaic": Provider("jaxnorm mosaic", "jax", "jaxnorm_functions", ("jax",), mixed=NORMS),
+    "triton": Provider(
+        "jaxnorm triton",
+        "jax",
+        "jaxnorm_functions",
+        ("jax", "jax-triton", "triton"),
+        mixed=NORMS,
+    ),
     "xla": Provider("jaxnorm xla", "jax", "jaxnorm_functions", ("jax",), mixed=NORMS),
     "jnp": Provider("jnp", "jax", "jnp_functions", ("jax",), mixed=NORMS),
     "flax": Provider("Flax", "jax", "flax_modules", ("jax", "flax"), NORMS, mixed=NORMS),

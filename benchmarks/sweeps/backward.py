@@ -22,42 +22,41 @@ _SHAPES += [(1024, 131072)]
 
 # For each width some grids of a line's attributes; one block, a row a step and one row of lag where
 # none is said.
-Grids = dict[int, list[dict[str, list[Any]]]]
-_KEPT = ["registers", "compact"]
-_NORM: Grids = {
-    1024: [{"warpgroups": [1], "blocks_per_sm": [3], "rows": [1, 2], "stages": [4]}],
+_NORM: dict[int, list[dict[str, list[int]]]] = {
+    1024: [{"warpgroups": [1], "blocks_per_sm": [3, 4], "rows": [1, 2], "stages": [2, 4]}],
     2048: [{"warpgroups": [1], "blocks_per_sm": [3], "lag": [0, 1], "stages": [2, 3]}],
     3000: [
-        {"warpgroups": [1], "blocks_per_sm": [1, 2], "rows": [1, 2], "stages": [4]},
-        {"warpgroups": [3], "rows": [1, 2, 4], "stages": [3, 4]},
-        {"warpgroups": [3], "blocks_per_sm": [2], "rows": [1, 2], "stages": [3]},
-        {"warpgroups": [2], "rows": [2], "lag": [1, 2], "stages": [4]},
+        {"warpgroups": [1], "blocks_per_sm": [1, 2], "rows": [1, 2], "stages": [2, 4]},
+        {"warpgroups": [2, 3], "rows": [1, 2], "stages": [4]},
+        {"warpgroups": [1], "cluster": [2], "blocks_per_sm": [2, 3], "stages": [4]},
     ],
     4096: [
+        {"warpgroups": [1], "blocks_per_sm": [2], "lag": [0, 1], "stages": [2, 3]},
         {"warpgroups": [2], "rows": [1, 2], "lag": [1, 2], "stages": [3, 5]},
         {"warpgroups": [1, 2], "cluster": [2], "blocks_per_sm": [1, 2], "stages": [4]},
     ],
     5120: [
         {"warpgroups": [1], "blocks_per_sm": [2], "cluster": [2], "lag": [1, 2], "stages": [4]},
-        {"warpgroups": [5], "cluster": [2], "lag": [1, 2], "stages": [4]},
+        {"warpgroups": [5], "cluster": [1, 2], "rows": [1, 2], "stages": [4]},
     ],
-    8192: [{"warpgroups": [2, 4], "cluster": [2], "rows": [2], "lag": [1, 2], "stages": [3, 5]}],
-    12288: [{"warpgroups": [3, 4], "cluster": [2], "lag": [1, 2], "stages": [4]}],
+    8192: [
+        {"warpgroups": [2, 4], "cluster": [2], "rows": [1, 2], "lag": [1, 2], "stages": [2, 3, 5]},
+        {"warpgroups": [2, 4], "cluster": [4], "rows": [1, 2], "stages": [4]},
+    ],
+    12288: [{"warpgroups": [2, 3, 4], "cluster": [2], "lag": [1, 2], "stages": [4]}],
     16384: [
-        {"warpgroups": [2], "cluster": [2], "lag": [1, 2], "stages": [3, 4], "columns": _KEPT},
-        {"warpgroups": [2], "cluster": [4], "lag": [2, 3], "stages": [6]},
+        {"warpgroups": [2, 4], "cluster": [2], "lag": [1, 2], "stages": [2, 3, 4]},
+        {"warpgroups": [2, 4], "cluster": [4], "rows": [1, 2], "stages": [4]},
     ],
     32768: [
-        {"warpgroups": [4], "cluster": [2], "pieces": [2], "lag": [0, 1], "stages": [4]},
-        {"warpgroups": [2, 4], "cluster": [4], "lag": [2, 3], "stages": [4, 6], "columns": _KEPT},
-        {"warpgroups": [2, 4], "cluster": [8], "lag": [2, 3, 4], "stages": [5, 8]},
-        {"warpgroups": [2], "cluster": [8], "lag": [1, 2], "stages": [3, 4]},
+        {"warpgroups": [2, 4], "cluster": [4], "lag": [1, 2], "stages": [3, 4]},
+        {"warpgroups": [2, 4], "cluster": [8], "rows": [1, 2], "lag": [1, 2], "stages": [3, 4]},
     ],
     65536: [
-        {"warpgroups": [2, 4], "cluster": [8], "lag": [2, 3], "stages": [4, 6], "columns": _KEPT},
-        {"warpgroups": [2, 4], "cluster": [16], "lag": [2, 3, 4], "stages": [5, 8]},
+        {"warpgroups": [2, 4], "cluster": [8], "lag": [1, 2], "stages": [3, 4]},
+        {"warpgroups": [2, 4], "cluster": [16], "rows": [1, 2], "stages": [3, 4]},
     ],
-    131072: [{"warpgroups": [2, 4], "cluster": [16], "lag": [1, 2], "stages": [3, 4, 6]}],
+    131072: [{"warpgroups": [2, 4], "cluster": [16], "stages": [2, 3, 4]}],
 }
 # Softmax rows in registers: warpgroups and clusters that leave a thread so many columns.
 _HELD = list(itertools.product((1, 2, 4), (1, 2, 4, 8, 16)))

@@ -55,21 +55,21 @@ _LEFT_TO_XLA: Table = (
     ),
     (
         "with fewer rows than multiprocessors, XLA spreads a norm's backward over more of them",
-        lambda s: _norm_bwd(s) and s.rows <= 128,
-    ),
-    (
-        "in 16 bits, the column sums of a LayerNorm's backward take too many instructions",
-        lambda s: (
-            _norm_bwd(s) and s.bias_dtype is not None and s.y_dtype.itemsize == 2 and s.cols > 32768
-        ),
+        lambda s: _norm_bwd(s) and s.rows < 128,
     ),
     (
         "a norm's backward of rows this wide reads them twice from memory",
         lambda s: _norm_bwd(s) and s.cols > (8192 if _has_ragged_rows(s) else 131072),
     ),
     (
-        "a softmax's backward reads rows of odd length one element at a time",
-        lambda s: s.direction == "bwd" and s.op != "norm" and _vector(s) == 1 and s.cols > 8192,
+        "log_softmax's backward reads 16-bit rows of odd length one element at a time",
+        lambda s: (
+            s.direction == "bwd"
+            and s.op == "log_softmax"
+            and s.y_dtype.itemsize == 2
+            and _vector(s) == 1
+            and s.cols > 8192
+        ),
     ),
 )
 

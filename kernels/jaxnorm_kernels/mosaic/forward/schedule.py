@@ -257,9 +257,13 @@ def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     # The more blocks share a row, the longer they take to start.
     start = 8 if cluster == 1 else 16 if shares <= line.cluster else 32
     turns = _turns(start, spec, spec.rows * cluster, gpu)
+    # Blocks that have an SM to themselves, and many parameters to read: one round takes all rows.
+    alone = shares > line.cluster and _param_bytes(spec) >= 2 * _data_bytes(spec)
+    if alone:
+        turns = math.ceil(spec.rows / gpu.clusters.get(cluster, gpu.sms))
     # 24 KiB, or else 2 parts of rows: more room for them would leave fewer blocks to an SM. In a
     # cluster the third pays: its blocks wait for each other.
-    least = 2 if cluster == 1 else 3
+    least = 2 if cluster == 1 or alone else 3
     slots = min(max(least, 24 * 1024 // part_bytes), turns, (gpu.smem - 8192) // part_bytes, 3)
     return Schedule(
         "queued_row",
