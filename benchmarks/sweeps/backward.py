@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels.mosaic.backward.rows import Held
