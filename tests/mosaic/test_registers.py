@@ -2,13 +2,13 @@
 
 Needs JAX's CUDA plugin, and no GPU::
 
-    pip install "jax[cuda13]"; JAX_PLATFORMS=cpu pytest tests/mosaic/test_compile.py
+    pip install "jax[cuda13]"; JAX_PLATFORMS=cpu pytest tests/mosaic/test_registers.py
 """
 
 import jax
 import pytest
-from compiling import Compiler
 from forward_cases import BF16, F32
+from h100 import Compiler
 
 from benchmarks.contract import KernelWorkload
 from benchmarks.workloads import GRID
