@@ -4,6 +4,7 @@ Run them one at a time (``pytest -n 0``): processes that share GPUs wait for eac
 """
 
 import math
+import os
 import re
 import subprocess
 import sys
@@ -66,12 +67,15 @@ def final_losses(tmp_path, *options):
     """Of the demo's three trainings, as printed to 4 decimals."""
     program = Path(__file__).parent.parent / "examples" / "train_transformer.py"
     sizes = ["--layers=2", "--width=256", "--seq=128", "--batch=8", "--steps=60"]
+    # The choice among matrix products is timed in each process, and longer than it is of use here.
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
     done = subprocess.run(
         [sys.executable, program, *sizes, "--markdown=table.md", *options],
         capture_output=True,
         text=True,
         check=False,
         cwd=tmp_path,
+        env=os.environ | {"XLA_FLAGS": flags},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = (tmp_path / "table.md").read_text().splitlines()[2:5]

@@ -5,8 +5,9 @@ values to all blocks (``st.async``), and goes on. Plain stores and an arrival at
 barriers would not do: these are seen in any order (H200: a wrong sum in some rows of a million),
 unless a fence waits for all that the block has stored, its output too (a third of the bandwidth).
 
-An SM takes in some 10 messages in 100 cycles, however short they are. So where only sums are
-wanted, and nobody waits for them at once, the warps of a warpgroup add theirs up first.
+Messages cost time, however short they are: 64 for a row instead of 512 (H200, LayerNorm's backward
+over 16 blocks) made it a third faster. So where only sums are wanted, and nobody waits for them at
+once, the warps of a warpgroup add theirs up first.
 
 Pallas has no such operations, so this is PTX; the interpreter knows no clusters.
 """
