@@ -14,11 +14,9 @@ outside, always in the same order.
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.mosaic.backward.direct import Direct, direct_backward
@@ -26,6 +24,7 @@ from jaxnorm_kernels.mosaic.backward.formulas import Arrays
 from jaxnorm_kernels.mosaic.backward.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing, rows_ring_backward
 from jaxnorm_kernels.mosaic.backward.two_pass import TwoPass, two_pass_backward
+from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec, Stats
 
 # Without a floor (float16) G may be as small as it likes. Below this y has no room for x_hat G, so
@@ -143,19 +142,8 @@ def norm_bwd(
         run = _KERNELS[type(schedule)]
         blocks = schedules.persistent_blocks(spec, schedule)
         dx, *partials = run(*operands, blocks=blocks, **common)
-    dscale, dbias = _total(partials, (spec.scale_dtype, spec.bias_dtype))
+    dscale, dbias = add_partials(partials, (spec.scale_dtype, spec.bias_dtype))
     return dx, dscale, dbias
-
-
-def _total(partials: Sequence[jax.Array], dtypes: Sequence) -> list[jax.Array | None]:
-    """The sums over the blocks, all in one reduction: two would be two kernels."""
-    zeros = (jnp.float32(0),) * len(partials)
-    sums = list(lax.reduce(tuple(partials), zeros, _add, (0,))) if partials else []
-    return [None if dtype is None else sums.pop(0).astype(dtype) for dtype in dtypes]
-
-
-def _add(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    return tuple(x + y for x, y in zip(a, b))
 
 
 def _gain(scale: jax.Array, spec: Spec) -> jax.Array:
