@@ -20,7 +20,7 @@ from jaxnorm_kernels.specs import Spec, Stats
 from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.launch import launch
 from jaxnorm_kernels.triton.schedule import Schedule
-from jaxnorm_kernels.triton.tiles import effective_bias, gain, tile_at
+from jaxnorm_kernels.triton.tiles import effective_bias, gain, tile_at, zero_beyond
 
 
 def norm_fwd(
@@ -84,7 +84,7 @@ def _norm_fwd_held(
     mean = tl.zeros([tile_rows], tl.float32)
     if subtract_mean:
         mean = tl.sum(centred, axis=1) / cols
-        centred = tl.where(exists, centred - mean[:, None], 0.0)
+        centred = zero_beyond(centred - mean[:, None], col, cols, block)
     rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / cols + epsilon)
     g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
     bias = effective_bias(bias_ptr, y_ptr, col, cols, from_output)
@@ -121,7 +121,7 @@ def _norm_fwd_looped(
             size = tl.cast(tl.minimum(cols - first_col, block), tl.float32)
             weight = size / (before + size)
             block_mean = tl.sum(x, axis=1) / size
-            x = tl.where(exists, x - block_mean[:, None], 0.0)
+            x = zero_beyond(x - block_mean[:, None], col, cols, block)
             shift = block_mean - mean
             square += shift * shift * before * weight
             mean += shift * weight

@@ -8,7 +8,7 @@ Row of N; G = scale + scale_offset, r = rstd, d = dy; c1 is LayerNorm's alone:
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
 G is floored and the bias rounded to y's dtype as in the forward, and |xh| is clipped to sqrt(N),
-its true bound.
+its true bound, where a bias or a vanishing G may have cost y what it knew of xh.
 
 A program walks over its share of the rows and adds up dscale and dbias in registers; the programs'
 sums are added outside, always in the same order. Rows too wide for that are cut into blocks, each
@@ -19,10 +19,10 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec, Stats
 from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.launch import launch
@@ -55,7 +55,7 @@ def norm_bwd(
         "subtract_mean": spec.subtract_mean,
         "scale_offset": spec.scale_offset,
         "scale_floor": spec.scale_floor or 0.0,
-        "bound": math.sqrt(spec.cols),
+        "bound": math.sqrt(spec.cols) if _clips(spec) else 0.0,
         "from_output": from_output,
         "tile_rows": schedule.tile_rows,
         "block": schedule.block,
@@ -80,11 +80,14 @@ def norm_bwd(
         stages=schedule.stages,
         **common,
     )
-    dscale, dbias = (
-        None if dtype is None else jnp.sum(partials.pop(0), axis=0).astype(dtype)
-        for dtype in (spec.scale_dtype, spec.bias_dtype)
-    )
+    dscale, dbias = add_partials(partials, (spec.scale_dtype, spec.bias_dtype))
     return dx, dscale, dbias
+
+
+def _clips(spec: Spec) -> bool:
+    """Whether z / G can be far above sqrt(N): not where it is x_hat but for y's rounding."""
+    has_scale, has_bias = spec.scale_dtype is not None, spec.bias_dtype is not None
+    return has_bias or (has_scale and spec.scale_floor is None)
 
 
 def _row_means(
@@ -103,30 +106,48 @@ def _row_means(
 
 
 @triton.jit
-def _elements(
-    saved,
-    d,
-    rstd,
-    mean,
-    g,
-    bias,
+def _columns(
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    col,
+    cols: tl.constexpr,
+    scale_offset: tl.constexpr,
     scale_floor: tl.constexpr,
-    bound: tl.constexpr,
     from_output: tl.constexpr,
 ):
-    """d G; the terms of c2; and xh: elements of a tile. No scale is g = 1, no bias is 0."""
+    """G, 1 / G and the bias of the columns of a tile. No scale is G = 1, no bias is 0."""
+    g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
+    if scale_ptr is None:
+        inverse = 1.0
+    elif scale_floor > 0.0:
+        inverse = 1.0 / g
+    else:  # float16: y holds nothing of xh where G is 0
+        inverse = tl.where(g == 0.0, 0.0, 1.0 / tl.where(g == 0.0, 1.0, g))
+    return g, inverse, effective_bias(bias_ptr, y_ptr, col, cols, from_output)
+
+
+@triton.jit
+def _elements(
+    saved, d, rstd, mean, g, inverse, bias, bound: tl.constexpr, from_output: tl.constexpr
+):
+    """d G; the terms of c2; and xh: elements of a tile. A `bound` of 0 is none."""
     dg = d * g
     if from_output:
         z = saved - bias
         terms = d * z
-        # Without a floor (float16) y holds nothing of xh where G is 0.
-        xh = z / g if scale_floor > 0.0 else tl.where(g == 0.0, 0.0, z / tl.where(g == 0.0, 1.0, g))
-        # Comparisons, unlike min and max, let NaN through.
-        xh = tl.where(xh > bound, bound, tl.where(xh < -bound, -bound, xh))
+        xh = z * inverse
+        if bound > 0.0:
+            xh = tl.clamp(xh, -bound, bound, propagate_nan=tl.PropagateNan.ALL)
     else:
         xh = (saved - mean) * rstd
         terms = dg * xh
     return dg, terms, xh
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit
@@ -165,8 +186,9 @@ def _norm_bwd(
     program, programs = tl.program_id(1), tl.num_programs(1)
     col = (first_col + tl.arange(0, block))[None, :]
     if hold_params:
-        g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
-        bias = effective_bias(bias_ptr, saved_ptr, col, cols, from_output)
+        g, inverse, bias = _columns(
+            scale_ptr, bias_ptr, saved_ptr, col, cols, scale_offset, scale_floor, from_output
+        )
     dscale = tl.zeros([tile_rows, block], tl.float32)
     dbias = tl.zeros([tile_rows, block], tl.float32)
     for first_row in tl.range(program * tile_rows, rows, programs * tile_rows, num_stages=stages):
@@ -175,18 +197,21 @@ def _norm_bwd(
         d = tl.load(dy_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
         rstd, mean = _of_rows(rstd_ptr, row, rows), _of_rows(mean_ptr, row, rows)
         if not hold_params:
-            g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
-            bias = effective_bias(bias_ptr, saved_ptr, col, cols, from_output)
-        dg, terms, xh = _elements(saved, d, rstd, mean, g, bias, scale_floor, bound, from_output)
-        if c2_ptr is None:
-            c2 = tl.sum(terms, axis=1)[:, None] / cols
-            c1 = tl.sum(dg, axis=1)[:, None] / cols
-        else:
+            g, inverse, bias = _columns(
+                scale_ptr, bias_ptr, saved_ptr, col, cols, scale_offset, scale_floor, from_output
+            )
+        dg, terms, xh = _elements(saved, d, rstd, mean, g, inverse, bias, bound, from_output)
+        if c2_ptr is not None:
             c2, c1 = _of_rows(c2_ptr, row, rows), _of_rows(c1_ptr, row, rows)
-        dx = dg - xh * c2
+        elif subtract_mean:  # one exchange between the warps for both
+            c2, c1 = tl.reduce((terms, dg), 1, _add_pairs)
+            c2, c1 = c2[:, None] / cols, c1[:, None] / cols
+        else:
+            c2 = tl.sum(terms, axis=1)[:, None] / cols
+        dx = dg * rstd
         if subtract_mean:
-            dx -= c1
-        tl.store(dx_ptr + start + col, dx * rstd, mask=exists)
+            dx -= c1 * rstd
+        tl.store(dx_ptr + start + col, dx - xh * (c2 * rstd), mask=exists)
         dscale += d * xh
         dbias += d
     partial = program.to(tl.int64) * cols + col
@@ -226,9 +251,10 @@ def _norm_bwd_row_means(
         _, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
         saved = tl.load(saved_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
         d = tl.load(dy_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
-        g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
-        bias = effective_bias(bias_ptr, saved_ptr, col, cols, from_output)
-        dg, terms, _ = _elements(saved, d, rstd, mean, g, bias, scale_floor, bound, from_output)
+        g, inverse, bias = _columns(
+            scale_ptr, bias_ptr, saved_ptr, col, cols, scale_offset, scale_floor, from_output
+        )
+        dg, terms, _ = _elements(saved, d, rstd, mean, g, inverse, bias, bound, from_output)
         c2 += terms
         c1 += dg
     tl.store(c2_ptr + row, tl.sum(c2, axis=1) / cols, mask=row < rows)

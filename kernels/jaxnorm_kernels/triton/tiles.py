@@ -20,7 +20,18 @@ def tile_at(
     row = first_row + tl.arange(0, tile_rows)
     start = row.to(tl.int64)[:, None] * cols
     col = (first_col + tl.arange(0, block))[None, :]
-    return row, start, col, (row < rows)[:, None] & (col < cols)
+    exists = (row < rows)[:, None]
+    if cols % block != 0:
+        exists = exists & (col < cols)
+    return row, start, col, exists
+
+
+@triton.jit
+def zero_beyond(x, col, cols: tl.constexpr, block: tl.constexpr):
+    """`x`, and 0 in the columns of a tile that do not exist."""
+    if cols % block != 0:
+        x = tl.where(col < cols, x, 0.0)
+    return x
 
 
 @triton.jit
