@@ -5,6 +5,7 @@ vector and LLVM operations. What comes after (LLVM, ptxas) needs a GPU.
 """
 
 import dataclasses
+import types
 
 import jax
 import numpy as np
@@ -29,7 +30,8 @@ from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.mosaic.backward.ring import Ring
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
 from jaxnorm_kernels.mosaic.backward.two_pass import TwoPass
-from jaxnorm_kernels.mosaic.device.gpu import HOPPER, active_clusters, local_gpu
+from jaxnorm_kernels.mosaic.device import gpu as gpu_module
+from jaxnorm_kernels.mosaic.device.gpu import HOPPER, Gpu, active_clusters, local_gpu
 from jaxnorm_kernels.mosaic.device.launch import interpreted
 
 MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]
@@ -132,6 +134,36 @@ def test_without_a_driver_the_clusters_are_those_of_an_h200() -> None:
     assert local_gpu() == HOPPER
     with interpreted():
         assert not local_gpu().clusters
+
+
+@dataclasses.dataclass
+class Device:
+    """As much of a JAX device as is asked of one."""
+
+    local_hardware_id: int
+    core_count: int = 132
+    platform: str = "gpu"
+    shared_memory_per_block_optin: int = HOPPER.smem
+
+
+CLUSTERS = ({2: 66, 4: 30, 8: 15, 16: 7}, {2: 66, 4: 32, 8: 14})  # of two GPUs
+
+
+def test_clusters_are_those_that_all_gpus_of_the_process_run(monkeypatch) -> None:
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(0), Device(1)])
+    monkeypatch.setattr(gpu_module, "active_clusters", lambda ordinal, smem: CLUSTERS[ordinal])
+    found = gpu_module._local_gpu.__wrapped__()
+    assert found == Gpu(132, HOPPER.smem, {2: 66, 4: 30, 8: 14})
+
+
+@pytest.mark.parametrize("status", [None, 801], ids=["no such call", "an error"])
+def test_a_driver_that_cannot_tell_is_no_failure(monkeypatch, status) -> None:
+    calls = {} if status is None else {"cuDevicePrimaryCtxRetain": lambda *args: status}
+    monkeypatch.setattr(gpu_module.ctypes, "CDLL", lambda name: types.SimpleNamespace(**calls))
+    with pytest.raises(RuntimeError, match="too old" if status is None else "CUDA error 801"):
+        active_clusters(0, HOPPER.smem)
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(0, core_count=66)])
+    assert gpu_module._local_gpu.__wrapped__().clusters == {2: 33, 4: 15, 8: 7, 16: 3}
 
 
 def test_persistent_blocks_run_in_one_round() -> None:

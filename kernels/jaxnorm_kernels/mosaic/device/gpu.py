@@ -40,22 +40,24 @@ INTERPRETER = dataclasses.replace(HOPPER, clusters={})
 
 
 def local_gpu() -> Gpu:
-    return INTERPRETER if is_interpreted() else _first_gpu()
+    """What all GPUs of this process have, since a program may run on any; `HOPPER` for none."""
+    return INTERPRETER if is_interpreted() else _local_gpu()
 
 
 @functools.cache
-def _first_gpu() -> Gpu:
-    device = jax.local_devices()[0]
-    sms = getattr(device, "core_count", None)
-    if device.platform != "gpu" or sms is None:
+def _local_gpu() -> Gpu:
+    devices = jax.local_devices()
+    if devices[0].platform != "gpu" or not hasattr(devices[0], "core_count"):
         return HOPPER
-    smem = getattr(device, "shared_memory_per_block_optin", HOPPER.smem)
+    sms = min(device.core_count for device in devices)
+    smem = min(getattr(d, "shared_memory_per_block_optin", HOPPER.smem) for d in devices)
     try:
-        clusters = active_clusters(device.local_hardware_id, smem)
+        each = [active_clusters(device.local_hardware_id, smem) for device in devices]
     except (OSError, RuntimeError):
-        # No CUDA driver that can tell: as many as there are at least.
-        clusters = {size: max(1, sms * n // HOPPER.sms) for size, n in HOPPER.clusters.items()}
-    return Gpu(sms, smem, clusters)
+        # No CUDA driver that can tell: as many as on an H200, for as many multiprocessors.
+        each = [{size: max(1, sms * n // HOPPER.sms) for size, n in HOPPER.clusters.items()}]
+    common = [size for size in CLUSTER_SIZES if all(size in clusters for clusters in each)]
+    return Gpu(sms, smem, {size: min(clusters[size] for clusters in each) for size in common})
 
 
 def active_clusters(ordinal: int, smem: int) -> dict[int, int]:
@@ -108,7 +110,10 @@ class _Driver:
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> None:
-            if status := getattr(self._library, name)(*args):
+            function = getattr(self._library, name, None)
+            if function is None:
+                raise RuntimeError(f"the CUDA driver is too old: it has no {name}")
+            if status := function(*args):
                 raise RuntimeError(f"{name}: CUDA error {status}")
 
         return call
