@@ -82,6 +82,16 @@ class Spec:
         return _SCALE_FLOOR.get(self.y_dtype.name)
 
     @property
+    def clips_x_hat(self) -> bool:
+        """Whether a kernel must hold x_hat = z / G, recovered from the output, to its true bound.
+
+        A bias adds its rounding to z, and without a floor G may be so small that y rounds to a few
+        units of its smallest number. Else z / G is x_hat but for y's rounding.
+        """
+        vanishes = self.scale_dtype is not None and self.scale_floor is None
+        return self.saved == "output" and (self.bias_dtype is not None or vanishes)
+
+    @property
     def returns_mean(self) -> bool:
         """Whether the norm's statistics include the row means (a saved-input LayerNorm)."""
         return self.subtract_mean and self.saved == "input"

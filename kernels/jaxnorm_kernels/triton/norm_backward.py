@@ -55,7 +55,7 @@ def norm_bwd(
         "subtract_mean": spec.subtract_mean,
         "scale_offset": spec.scale_offset,
         "scale_floor": spec.scale_floor or 0.0,
-        "bound": math.sqrt(spec.cols) if _clips(spec) else 0.0,
+        "bound": math.sqrt(spec.cols) if spec.clips_x_hat else 0.0,
         "from_output": from_output,
         "tile_rows": schedule.tile_rows,
         "block": schedule.block,
@@ -82,12 +82,6 @@ def norm_bwd(
     )
     dscale, dbias = add_partials(partials, (spec.scale_dtype, spec.bias_dtype))
     return dx, dscale, dbias
-
-
-def _clips(spec: Spec) -> bool:
-    """Whether z / G can be far above sqrt(N): not where it is x_hat but for y's rounding."""
-    has_scale, has_bias = spec.scale_dtype is not None, spec.bias_dtype is not None
-    return has_bias or (has_scale and spec.scale_floor is None)
 
 
 def _row_means(

@@ -50,16 +50,6 @@ class NormFormula:
     def _from_output(self) -> bool:
         return self.spec.saved == "output"
 
-    @property
-    def _clips(self) -> bool:
-        """Whether z / G can be far above sqrt(N).
-
-        A bias adds its rounding to z, and without a floor G may be so small that y rounds to a few
-        units of its smallest number. Else z / G is x_hat but for y's rounding.
-        """
-        has_bias, has_scale = self.spec.bias_dtype is not None, self.spec.scale_dtype is not None
-        return self._from_output and (has_bias or (has_scale and self.spec.scale_floor is None))
-
     def columns(self, params: Arrays) -> list[jax.Array]:
         """G, 1 / G and the bias; those of them that the equations need."""
         params = list(params)
@@ -85,7 +75,7 @@ class NormFormula:
     ) -> tuple[jax.Array, list[jax.Array]]:
         dg, z, reciprocal = self._elements(saved, d, columns, stats)
         xh = z if reciprocal is None else z * reciprocal
-        if self._clips:
+        if self.spec.clips_x_hat:
             bound = math.sqrt(self.spec.cols)
             xh = jnp.clip(xh, -bound, bound)
         # r in each term: two fused multiply-adds, where r (d G - c1 - xh c2) has one, and two more.
