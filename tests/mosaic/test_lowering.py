@@ -167,3 +167,14 @@ def test_unknown_schedules_of_a_spec() -> None:
     spec: Spec = make_spec("softmax", 2, 4096, BF16, BF16)
     with pytest.raises(ValueError, match="all warpgroups have one"):
         Schedule("streamed_row", 8, warpgroups=8, chunk=2048).rows_of(spec)
+
+
+def test_one_round_takes_all_rows_where_clusters_have_their_sms_to_themselves() -> None:
+    def layer_norm(rows: int, cols: int) -> Schedule:
+        return choose(make_spec("layer_norm", rows, cols, BF16, BF16), HOPPER)
+
+    widest = layer_norm(1024, 131072)
+    assert widest.turns == math.ceil(1024 / HOPPER.clusters[widest.cluster])
+    # Measured: elsewhere a single round is slower than a few rows for each block.
+    for rows, cols in ((16384, 8192), (2048, 8192), (8192, 16384), (4096, 65536)):
+        assert layer_norm(rows, cols).turns <= 8

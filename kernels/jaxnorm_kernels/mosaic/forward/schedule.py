@@ -257,8 +257,9 @@ def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     # The more blocks share a row, the longer they take to start.
     start = 8 if cluster == 1 else 16 if shares <= line.cluster else 32
     turns = _turns(start, spec, spec.rows * cluster, gpu)
-    # Blocks that have an SM to themselves, and many parameters to read: one round takes all rows.
-    alone = shares > line.cluster and _param_bytes(spec) >= 2 * _data_bytes(spec)
+    # Blocks of a cluster that have an SM to themselves, and many parameters to read: one round
+    # takes all rows.
+    alone = 1 < line.cluster < shares and _param_bytes(spec) >= 2 * _data_bytes(spec)
     if alone:
         turns = math.ceil(spec.rows / gpu.clusters.get(cluster, gpu.sms))
     # 24 KiB, or else 2 parts of rows: more room for them would leave fewer blocks to an SM. In a
