@@ -1,6 +1,7 @@
-"""Forward schedules that queue rows: norms with their parameters in registers, and log_softmax.
+"""Forward schedules that queue rows.
 
-Of norms, grids that take all rows in a single round of blocks.
+How many rows a block takes, and how many at the end are taken one each; and how many warpgroups and
+blocks share a row.
 """
 
 import dataclasses
@@ -8,49 +9,60 @@ import itertools
 from collections.abc import Iterator
 
 from benchmarks.contract import KernelWorkload
+from benchmarks.workloads import grid
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule, choose
 
-_SHAPES = [(32768, 1024), (32768, 2048), (32768, 4096), (8192, 5120), (2048, 8192), (16384, 8192)]
-_SHAPES += [(8192, 12288), (8192, 16384), (4096, 32768), (4096, 65536), (1024, 131072)]
-_CALLS = [("layer_norm", "bfloat16"), ("rms_norm", "bfloat16"), ("layer_norm", "float32")]
-_CALLS += [("log_softmax", "bfloat16"), ("log_softmax", "float32")]
-_ROUNDS = (1, 2, 3)  # blocks on a multiprocessor, each of which takes its share of all rows
+_TURNS = (1, 2, 3, 4, 6, 8)
+_TAILS = (0, 1, 2, 4)  # rows, or groups of rows, for each block that could run alone
 _VALUES = (16, 64)  # columns of a thread
-_QUEUED_BYTES = 72 * 1024  # of a block, at most
+_LEAST_BYTES = 32 * 2**20
 
 
 def workloads() -> Iterator[KernelWorkload]:
-    for (op, dtype), shape in itertools.product(_CALLS, _SHAPES):
-        yield KernelWorkload(op, "fwd", *shape, dtype, dtype)  # type: ignore[arg-type]
+    for workload in grid(("layer_norm", "rms_norm", "log_softmax"), ("fwd",)):
+        if workload.bytes >= _LEAST_BYTES:
+            yield KernelWorkload(**vars(workload))
 
 
 def schedules(workload: KernelWorkload) -> list[Schedule]:
     """The table's first; then others of its kind."""
     chosen = choose(workload.spec)
-    tried = [chosen]
-    if chosen.kind == "queued_tile":
-        for rows, rounds in itertools.product((4, 8), _ROUNDS):
-            turns = -(-workload.rows // (rows * rounds * local_gpu().sms))
-            tried.append(dataclasses.replace(chosen, rows=rows, turns=turns, slots=2))
-    if chosen.kind == "queued_row":
-        tried += _queues(workload, chosen)
+    if chosen.kind not in ("queued_tile", "queued_row"):
+        return []
+    tried = [chosen, *_shares(workload, chosen)]
+    if workload.is_norm:
+        tried += _ends(workload, chosen)
     return list(dict.fromkeys(tried))
 
 
-def _queues(workload: KernelWorkload, chosen: Schedule) -> Iterator[Schedule]:
-    gpu = local_gpu()
-    row_bytes = workload.cols * workload.spec.x_dtype.itemsize
+def _ends(workload: KernelWorkload, chosen: Schedule) -> Iterator[Schedule]:
+    """Other numbers of rows for a block."""
+    for turns, tail in itertools.product(_TURNS, _TAILS):
+        if 2 * tail * _together(chosen.cluster) * chosen.rows < workload.rows:
+            # Slots for as many rows as the table gives room.
+            slots = min(turns, max(chosen.slots, 2))
+            tail_rows = tail * _together(chosen.cluster) if turns > 1 else 0
+            yield dataclasses.replace(chosen, turns=turns, tail=tail_rows, slots=slots)
+
+
+def _shares(workload: KernelWorkload, chosen: Schedule) -> Iterator[Schedule]:
+    """Other numbers of warpgroups and blocks for a row."""
+    if chosen.kind == "queued_tile" or workload.x_dtype != workload.y_dtype:
+        return
     for cluster, warpgroups in itertools.product((1, 2, 4, 8), (1, 2, 4)):
-        values = workload.cols // (128 * cluster * warpgroups)
-        if not _VALUES[0] <= values <= _VALUES[1]:
+        if not _VALUES[0] <= workload.cols / (128 * cluster * warpgroups) <= _VALUES[1]:
             continue
         spread = dataclasses.replace(chosen, cluster=cluster, warpgroups=warpgroups)
         if not workload.is_norm:
             yield spread
-            continue
-        for rereads, rounds, slots in itertools.product((False, True), _ROUNDS, (2, 3)):
-            at_a_time = rounds * (gpu.clusters[cluster] if cluster > 1 else gpu.sms)
-            turns = -(-workload.rows // at_a_time)
-            if slots * row_bytes // cluster <= _QUEUED_BYTES:
-                yield dataclasses.replace(spread, rereads=rereads, turns=turns, slots=slots)
+        elif workload.op == "layer_norm" and workload.y_dtype == "bfloat16":
+            turns, tail = 4, 2 * _together(cluster)
+            ends = dataclasses.replace(spread, turns=turns, tail=tail, slots=3)
+            yield from (dataclasses.replace(ends, rereads=r) for r in (False, True))
+
+
+def _together(cluster: int) -> int:
+    """Clusters of so many blocks that run at the same time, one block on a multiprocessor."""
+    gpu = local_gpu()
+    return gpu.clusters[cluster] if cluster > 1 else gpu.sms

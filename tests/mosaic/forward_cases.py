@@ -68,6 +68,12 @@ CASES = (
         Schedule("queued_row", 8, warpgroups=2, slots=2, turns=3, **UNBARRED),
     ),
     Case(
+        "queued_row_that_ends_in_single_rows",
+        6,
+        4096,
+        Schedule("queued_row", 8, warpgroups=2, slots=1, turns=2, tail=3, **UNBARRED),
+    ),
+    Case(
         "queued_row_tail",
         4,
         3000,

@@ -1,14 +1,31 @@
-"""The kernels on a GPU: each line of the forward's table. `test_kernels` has the rest."""
+"""The kernels on a GPU: each line of the forward's table, and arrays that keep all of it busy.
+
+`test_kernels` has the rest.
+"""
+
+import dataclasses
+import math
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from forward_cases import BF16, F32, call, make_operands, make_spec
 from forward_cases import reference as forward_reference
 from reference import assert_within
 
+from benchmarks.contract import KernelWorkload
+from benchmarks.sweep import with_schedule
+from benchmarks.workloads import DIRECTIONS, OPERATIONS
+from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.mosaic.device.gpu import active_clusters, local_gpu
+from jaxnorm_kernels.mosaic.forward.schedule import choose
 
 pytestmark = pytest.mark.gpu
+
+# 64 MiB of bfloat16 and more: only under such a load do copies overtake what they should wait for.
+LARGE = [(32768, 1024), (32768, 2048), (32768, 3000), (16384, 4096), (16384, 5120), (8192, 8192)]
+LARGE += [(8192, 12288), (4096, 16384), (2048, 32768), (1024, 65536), (512, 131072)]
 
 # Each line of the forward's table: more rows than are few there; the longest are streamed.
 FORWARD_COLS = [72, 512, 768, 1000, 1024, 3000, 5120, 8192, 12288, 16384, 32768, 50257, 65536]
@@ -33,3 +50,37 @@ def test_clusters_are_those_of_the_driver():
     for size, count in gpu.clusters.items():
         # A cluster stays within a group of multiprocessors, so that some may be left.
         assert gpu.sms // size / 2 < count <= gpu.sms // size
+
+
+def assert_like_xla(workload: KernelWorkload, implementation: Any, calls: int = 3) -> None:
+    """Each element as near to XLA's as two roundings, and the order of sums, let it be."""
+    operands = workload.operands(0)
+    expected = jax.tree.leaves(jax.jit(workload.function(xla))(*operands))
+    function = jax.jit(workload.function(implementation))
+    for _ in range(calls):
+        for ours, theirs in zip(jax.tree.leaves(function(*operands)), expected, strict=True):
+            wide = theirs.astype(jnp.float32)
+            bound = 2**-7  # a rounding to bfloat16 each
+            if ours.dtype == jnp.float32:
+                bound = 8 * math.sqrt(workload.rows + workload.cols) * 2**-24
+            difference = jnp.max(jnp.abs(ours.astype(jnp.float32) - wide))
+            assert difference <= bound * jnp.max(jnp.abs(wide))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("rows", "cols"), LARGE)
+@pytest.mark.parametrize("direction", DIRECTIONS[:2])
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_large_arrays(op, direction, rows, cols, dtype):
+    assert_like_xla(KernelWorkload(op, direction, rows, cols, dtype, dtype), mosaic)
+
+
+def test_no_copy_overtakes_a_read():
+    """A row is overwritten as soon as it has been read, by one that is partly in the cache.
+
+    Without a fence between them, 150 rows and more are wrong in each call (H200).
+    """
+    workload = KernelWorkload("layer_norm", "fwd", 32768, 3000, "bfloat16", "bfloat16")
+    schedule = dataclasses.replace(choose(workload.spec), slots=1, turns=2, rereads=False)
+    assert schedule.kind == "queued_row"
+    assert_like_xla(workload, with_schedule(schedule))

@@ -26,7 +26,7 @@ from jax import lax
 from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, prepare, split
 from jaxnorm_kernels.mosaic.backward.row_sums import RowSums
 from jaxnorm_kernels.mosaic.backward.slices import Chunk, Slice, skip_stale
-from jaxnorm_kernels.mosaic.device.barriers import release_stage
+from jaxnorm_kernels.mosaic.device.barriers import release_used
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
@@ -164,7 +164,7 @@ def ring_backward(
             totals = sums.collect(exchanged, k)
             for row in together:
                 carried = add_row(k, row, row_stats[row], totals, carried)
-            release_stage()
+            release_used()
             pl.when(k + ring.stages < count)(functools.partial(fill, k + ring.stages))
             return carried
 

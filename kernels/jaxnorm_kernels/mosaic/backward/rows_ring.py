@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, prepare, split
-from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_stage, warpgroup_barrier
+from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_used, warpgroup_barrier
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
@@ -133,7 +133,7 @@ def rows_ring_backward(
             plgpu.barrier_wait(full.at[at])
             for group, row_stats in zip(groups, now):
                 carried = one_group(k, at, group, row_stats, carried)
-            release_stage()
+            release_used()
             pl.when(k + ring.stages < count)(functools.partial(fill, k + ring.stages))
             return ahead, carried
 

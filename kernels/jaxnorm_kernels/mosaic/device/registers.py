@@ -1,4 +1,4 @@
-"""Conversions and stores, register by register, where Mosaic's own cost more instructions.
+"""Conversions and stores, register by register, where Mosaic's own cost more instructions or time.
 
 The interpreter has no registers: there, these are JAX's operations.
 """
@@ -59,6 +59,29 @@ def _widen_register(register: Any) -> Any:
     first = vector.bitcast(floats, arith.shli(words, all_of(16)))
     second = vector.bitcast(floats, arith.andi(words, all_of(-(2**16))))
     return vector.shuffle(first, second, [k // 2 + k % 2 * half for k in range(elements)])
+
+
+def opaque(value: jax.Array) -> jax.Array:
+    """An int32 scalar, of which the compiler does not know what it may be.
+
+    So tests of it stay branches, and the compiler does not move instructions across a branch.
+    """
+    if is_interpreted():
+        return value
+    layout = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout)
+    )
+    def hide(context: Any, value: Any) -> Any:
+        del context
+        i32 = ir.IntegerType.get_signless(32)
+        hidden = utils.inline_ptx(
+            "mov.b32 $0, $1;", value.registers.item(), result_types=i32, has_side_effects=True
+        )
+        return FragmentedArray.splat(hidden, (), is_signed=True)
+
+    return hide(value)
 
 
 def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:

@@ -80,22 +80,26 @@ def _in_registers(tile: Tile, spec: Spec, params_first: bool) -> Callable[..., N
         stat_refs: Sequence[Ref],
         scratch: Sequence[Any],
     ) -> None:
-        def load_columns() -> list[list[jax.Array]]:
-            params = [tile.load_param(p) for p in param_refs]
+        def load() -> list[list[jax.Array]]:
+            return [tile.load_param(p) for p in param_refs]
+
+        def columns_of(params: list[list[jax.Array]]) -> list[list[jax.Array]]:
+            """Of each piece of a row."""
             return [_columns(piece, spec) for piece in zip(*params)] or [[]] * len(tile.pieces())
 
-        held = load_columns() if params_first else None
-
-        def one_row(row: Any, turn: Any, read: Read) -> None:
+        def one_row(row: Any, turn: Any, read: Read, held: list[list[jax.Array]] | None) -> None:
             rstd, mean = _row_statistics(tile, turn, read, scratch, spec)
             y = [
                 _output(v, tile.spread(rstd, v), _spread(tile, mean, v), columns, spec)
-                for v, columns in zip(read(), held or load_columns())
+                for v, columns in zip(read(), held or columns_of(load()))
             ]
             tile.store(y_ref, row, y)
             _store_stats(stat_refs, row, rstd, mean)
 
-        tile.each_row(x_ref, spec.rows, scratch, one_row)
+        if params_first:
+            tile.each_row(x_ref, spec.rows, scratch, one_row, load, columns_of)
+        else:
+            tile.each_row(x_ref, spec.rows, scratch, one_row)
 
     return normalise
 

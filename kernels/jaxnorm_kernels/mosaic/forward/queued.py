@@ -3,11 +3,15 @@
 A block takes `turns` rows, or groups of rows, one after the other. Asynchronous copies (TMA) queue
 them in shared memory, `slots` of them; a slot is filled again as soon as its rows are in registers.
 So memory stays busy through the reductions of a row, and what belongs to the columns stays in
-registers from row to row.
+registers from row to row. The last blocks, which take the `tail`, take one each, so that all
+multiprocessors end at about the same time::
+
+    rows     0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 | 13 | 14      turns = 4, tail = 3
+    block       0    |    1    |     2     |  3 |  4 |  5
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_stage
+from jaxnorm_kernels.mosaic.device import layouts
+from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_read, release_used
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP
-from jaxnorm_kernels.mosaic.device.layouts import Ref, load
-from jaxnorm_kernels.mosaic.device.registers import widen
+from jaxnorm_kernels.mosaic.device.layouts import Ref
+from jaxnorm_kernels.mosaic.device.registers import opaque, widen
 from jaxnorm_kernels.mosaic.forward.exchange import Exchange
 from jaxnorm_kernels.mosaic.forward.tiles import Body, Piece, RowTile, SplitRow, Tile
 
@@ -34,10 +39,16 @@ class Queue(Tile):
 
     slots: int = 2
     turns: int = 4
+    tail: int = 0
     rereads: bool = False
 
     def blocks(self, rows: int) -> int:
-        return -(-super().blocks(rows) // self.turns)
+        whole = self.whole_blocks(rows)
+        return whole + super().blocks(rows) - whole * self.turns
+
+    def whole_blocks(self, rows: int) -> int:
+        """The blocks that take all their turns. They come first; each of the others takes one."""
+        return max(0, super().blocks(rows) - self.tail) // self.turns
 
     def held(self, width: int) -> tuple[int, ...]:
         """Shape in shared memory of a piece of `width` columns."""
@@ -69,14 +80,20 @@ class Queue(Tile):
         rows: int,
         scratch: Sequence[Any],
         body: Body,
+        load: Callable[[], Any] = lambda: None,
+        prepare: Callable[[Any], Any] = lambda loaded: loaded,
     ) -> None:
         pieces = self.pieces()
         *_, filled = scratch
         queues = scratch[-1 - len(pieces) : -1]
         in_plain_order(*queues)
         self.open(scratch)
-        first = lax.axis_index(BLOCK) * self.turns
-        count = jnp.minimum(self.turns, super().blocks(rows) - first)
+        block, whole = lax.axis_index(BLOCK), self.whole_blocks(rows)
+        first = jnp.where(block < whole, block * self.turns, block + whole * (self.turns - 1))
+        count: Any = 1
+        if self.turns > 1:
+            # Of a copy that starts in any case, the compiler moves ahead what waits for `load`.
+            count = opaque(jnp.where(block < whole, self.turns, 1))
 
         def slot(k: Any) -> Any:
             return lax.axis_index(WARPGROUP) * self.slots + lax.rem(k, self.slots)
@@ -98,24 +115,38 @@ class Queue(Tile):
 
         def read(k: Any) -> list[jax.Array]:
             raw = (
-                load(queue.at[slot(k)], self.layout, self.shape(p.width))
+                layouts.load(queue.at[slot(k)], self.layout, self.shape(p.width))
                 for p, queue in zip(pieces, queues)
             )
             return [widen(v, self.layout) for v in raw]
 
+        def refill(k: Any, release: Callable[[], None]) -> None:
+            if self.turns > self.slots:
+                release()
+                fill(k + self.slots)
+
         def one(k: Any) -> None:
             plgpu.barrier_wait(filled.at[slot(k)])
             if self.rereads:
-                body(index(k), k, lambda: read(k))
+                body(index(k), k, lambda: read(k), shared)
+                refill(k, release_used)
             else:
                 held = read(k)
-            release_stage()
-            fill(k + self.slots)
-            if not self.rereads:
-                body(index(k), k, lambda: held)
+                refill(k, release_read)
+                body(index(k), k, lambda: held, shared)
 
-        for k in range(self.slots):
-            fill(jnp.int32(k))
+        def start() -> None:
+            for k in range(self.slots):
+                fill(jnp.int32(k))
+
+        if self.turns == 1:
+            start()
+            loaded = load()
+        else:
+            # What all rows wait for comes first: 0.94 of a copy for 0.92 (LayerNorm, 5120 columns).
+            loaded = load()
+            start()
+        shared = prepare(loaded)
         self.ready()
         pl.loop(0, count)(one)
 

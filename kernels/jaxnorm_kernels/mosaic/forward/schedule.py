@@ -9,7 +9,8 @@ The sizes that matter, and how the lines below use them:
   A row of 32 KiB and more leaves room for one or two, so it is spread over the blocks of a cluster.
 * As many blocks as rows reach 0.97 of a copy's bandwidth where a block for each SM, or a few, that
   share the rows evenly reach 0.91: SMs differ, it seems, and all wait for the slowest. So a block
-  takes a few rows at most, and only where it then reads its parameters once for all of them.
+  takes a few rows at most, and only where it then reads its parameters once for all of them; the
+  last rows are taken one by one.
 * A second read from the L2 cache costs no memory bandwidth, but L2 bandwidth, of which there is
   about 1.5 times as much. So it is the last resort.
 """
@@ -49,6 +50,7 @@ class Schedule:
       chunk: columns that a warpgroup takes at a time (streamed_row).
       slots: rows, or groups of rows, in the queue of a block (queued).
       turns: rows, or groups of rows, that a block takes (queued).
+      tail: the last of all rows, or groups of them, of which a block takes one (queued).
       rereads: a row is read from shared memory for each use, and holds no registers (queued).
       params_first: scale and bias are loaded before the reductions, not after: latency against
         registers (all but streamed_row).
@@ -65,6 +67,7 @@ class Schedule:
     chunk: int = 0
     slots: int = 0
     turns: int = 0
+    tail: int = 0
     rereads: bool = False
     params_first: bool = False
     auto_barriers: bool = True
@@ -72,7 +75,7 @@ class Schedule:
     def rows_of(self, spec: Spec) -> Tile | Stream:
         """How a block holds, or goes through, its rows."""
         cols, vector = spec.cols, self.vector
-        queue = {"slots": self.slots, "turns": self.turns, "rereads": self.rereads}
+        queue = {name: getattr(self, name) for name in ("slots", "turns", "tail", "rereads")}
         match self.kind:
             case "row_tile":
                 return RowTile(cols, vector, self.threads, self.rows)
@@ -145,7 +148,6 @@ TABLE = (
     # in as many SMs as there are for it.
     Line("split_row", cols=2**18, waves=1, values=16, cluster=8, warpgroups=4),
     # As many parameters as data: in registers, too. So far an SM has room for several blocks.
-    Line("queued_row", cols=8192, params=1, values=0, warpgroups=2),
     Line("queued_row", cols=2**15, params=1, values=0, cluster=8),
     # Longer rows leave an SM room for a block or two, and a thread has more of a row.
     Line("queued_row", cols=2**17, params=1, values=64, cluster=8, warpgroups=2),
@@ -162,6 +164,10 @@ TABLE = (
     # What fits in no registers.
     Line("streamed_row", warpgroups=8, chunk=4096),
 )
+
+
+#: Rows for a block of a cluster of so many, where parameters are as many bytes as x and y (H200).
+_START = {1: 1.0, 2: 0.75, 4: 1.0, 8: 1.375}
 
 
 def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
@@ -210,11 +216,15 @@ def _queued_tile(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     tile = _row_tile(line, spec, vector)
     if tile.rows == 1:
         return tile
+    # Of short rows, many share what is loaded of the parameters in any case.
+    groups = spec.rows // tile.rows
+    turns = 2 if spec.cols > 256 and groups >= 6 * gpu.sms else 1
     return dataclasses.replace(
         tile,
         kind="queued_tile",
-        slots=2,
-        turns=_turns(8, spec, spec.rows // tile.rows, gpu),
+        slots=turns,
+        turns=turns,
+        tail=_tail(turns, gpu, cluster=1),
         params_first=True,
         auto_barriers=False,
     )
@@ -247,19 +257,18 @@ def _split_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
 
 
 def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
+    params = len(_params(spec))
     # A column costs a register for each of its parameters, and one for its value.
-    values = line.values or 80 // len(_params(spec))
+    values = line.values or (80 if params == 1 else 48)
     shares = _shares(spec.cols, vector, values)
     warpgroups, cluster = _spread(shares, line, gpu, line.cluster)
     unit = warpgroups * WARPGROUP_THREADS * vector
     part = math.ceil(spec.cols / (cluster * unit)) * unit
-    part_bytes = part * spec.x_dtype.itemsize
-    # The more blocks share a row, the longer they take to start.
-    start = 8 if cluster == 1 else 16 if shares <= line.cluster else 32
-    turns = _turns(start, spec, spec.rows * cluster, gpu)
+    part_bytes, of_thread = part * spec.x_dtype.itemsize, part // (warpgroups * WARPGROUP_THREADS)
     # Blocks of a cluster that have an SM to themselves, and many parameters to read: one round
     # takes all rows.
-    alone = 1 < line.cluster < shares and _param_bytes(spec) >= 2 * _data_bytes(spec)
+    alone = 1 < line.cluster < shares and params == 2
+    turns = _turns(spec, cluster, gpu)
     if alone:
         turns = math.ceil(spec.rows / gpu.clusters.get(cluster, gpu.sms))
     # 24 KiB, or else 2 parts of rows: more room for them would leave fewer blocks to an SM. In a
@@ -273,25 +282,35 @@ def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
         warpgroups=warpgroups,
         slots=max(1, slots),
         turns=turns,
-        # Of a cluster, an SM has no room for more blocks beside the scale and bias of one anyway.
-        rereads=part > 32 * warpgroups * WARPGROUP_THREADS
-        and (cluster == 1 or len(_params(spec)) < 2),
+        tail=0 if alone else _tail(turns, gpu, cluster),
+        # Where two parameters fill the registers, an SM has room for one or two blocks anyway.
+        rereads=of_thread > 32 and (params < 2 or of_thread <= 48),
         params_first=True,
         auto_barriers=False,
     )
 
 
-def _turns(start: int, spec: Spec, blocks: int, gpu: Gpu) -> int:
-    """How many rows, or groups of them, a block takes; `blocks` is how many blocks could take one.
+def _turns(spec: Spec, cluster: int, gpu: Gpu) -> int:
+    """How many rows a block takes.
 
-    The more, the less it matters that a block has to start, and to read its parameters: `start`
-    eighths, where they are as many bytes as x and y, and four times as many where they are twice
-    the bytes. The fewer, the more evenly the SMs end; each should have three.
+    The more, the less it matters that a block has to start, with a cluster of others, and to read
+    its parameters: four times as many where these are twice the bytes. The fewer, the more evenly
+    the SMs end; each should have three blocks.
     """
     if not _params(spec):
         return 1
-    turns = round(start / 8 * (_param_bytes(spec) / _data_bytes(spec)) ** 2)
-    return max(1, min(turns, blocks // (3 * gpu.sms)))
+    turns = round(_START[cluster] * (_param_bytes(spec) / _data_bytes(spec)) ** 2)
+    least = 1 if cluster == 1 else 2
+    return max(1, min(max(least, turns), spec.rows * cluster // (3 * gpu.sms)))
+
+
+def _tail(turns: int, gpu: Gpu, cluster: int) -> int:
+    """Rows, or groups of them, that are taken one by one at the end: two for each SM, or cluster.
+
+    Without them, LayerNorm over 5120 columns of bfloat16 kept the last SM busy for 4 % longer than
+    the average one (H200).
+    """
+    return 2 * gpu.clusters.get(cluster, gpu.sms) if turns > 1 else 0
 
 
 def _streamed_row(line: Line, spec: Spec, vector: int) -> Schedule:

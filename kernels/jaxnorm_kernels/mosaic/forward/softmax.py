@@ -68,7 +68,7 @@ def _in_registers(tile: Tile, spec: Spec) -> Callable[..., None]:
     exp = _exp(spec)
 
     def body(x_ref: Any, y_ref: Any, *scratch: Any) -> None:
-        def one_row(row: Any, turn: Any, read: Callable[[], list[jax.Array]]) -> None:
+        def one_row(row: Any, turn: Any, read: Callable[[], list[jax.Array]], _: None) -> None:
             part_m = m = jnp.maximum(tile.max(read()), _LOWEST)
             e = [exp(v - tile.spread(m, v)) for v in read()]
             s = tile.sum(e)

@@ -48,7 +48,7 @@ from jaxnorm_kernels.mosaic.forward.exchange import Exchange
 Stat = jax.Array
 
 #: What is done with a row: see `Tile.each_row`.
-Body = Callable[[Any, Any, Callable[[], list[jax.Array]]], None]
+Body = Callable[[Any, Any, Callable[[], list[jax.Array]], Any], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,16 +117,20 @@ class Tile:
         rows: int,
         scratch: Sequence[Any],
         body: Body,
+        load: Callable[[], Any] = lambda: None,
+        prepare: Callable[[Any], Any] = lambda loaded: loaded,
     ) -> None:
-        """Runs ``body(index, turn, read)`` on each row, or group of rows, of this block.
+        """Runs ``body(index, turn, read, shared)`` on each row, or group of rows, of this block.
 
-        `turn` counts them; ``read()`` gives the row in float32.
+        `turn` counts them; ``read()`` gives the row in float32. `shared` is ``prepare(load())``,
+        which runs once. What waits for a load belongs in `prepare`: other loads start before it.
         """
         self.open(scratch)
         row = self.row_index(rows)
-        held = [widen(v, self.layout) for v in self.load(x, row)]
+        raw, loaded = self.load(x, row), load()
+        held, shared = [widen(v, self.layout) for v in raw], prepare(loaded)
         self.ready()
-        body(row, 0, lambda: held)
+        body(row, 0, lambda: held, shared)
 
     def open(self, scratch: Sequence[Any]) -> None:
         """Before everything else: prepares what `scratch` is for."""
