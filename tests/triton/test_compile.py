@@ -83,13 +83,13 @@ def test_mixes_compile(cols, x, y, direction, params, change):
 
 
 @pytest.mark.parametrize(
-    ("op", "rows", "cols"), [("softmax", 8192, 16384), ("rms_norm", 32768, 2048)]
+    ("op", "rows", "cols"), [("layer_norm", 32768, 1024), ("rms_norm", 8192, 5120)]
 )
 def test_schedules_of_the_sweep_compile(op, rows, cols):
     workload = KernelWorkload(op, "bwd", rows, cols, "bfloat16", "bfloat16")
     schedules = sweep.schedules(workload)
     assert len(schedules) >= 10
-    for schedule in schedules:
+    for schedule in schedules[::3]:
         for kernel in compile_call(workload.spec, GPUS["sm_80"], schedule=schedule):
             assert kernel.shared <= GPUS["sm_80"].smem
 

@@ -34,7 +34,7 @@ class Schedule:
       tile_rows: rows of a tile, a power of two.
       registers: that a thread may have.
       programs: programs that share the rows of a norm's backward.
-      stages: rows under way in a norm's backward; 1 for no prefetch.
+      stages: tiles under way in a norm's backward; 1 for no prefetch.
       hold_params: a norm's backward keeps scale and bias in registers, and does not read them again
         for each row.
     """
@@ -164,13 +164,14 @@ def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
 def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
     """What a line of a table means for the rows of `spec`."""
     block = line.tile if line.cols is None else min(line.tile, _power_of_2_from(spec.cols))
+    tile_rows = _tile_rows(line.tile // block, spec, gpu)
     return Schedule(
         block=block,
         warps=line.warps,
-        tile_rows=_tile_rows(line.tile // block, spec, gpu),
+        tile_rows=tile_rows,
         registers=min(255, _REGISTERS // (32 * line.warps * line.per_sm)),
         programs=line.per_sm * gpu.sms,
-        stages=_stages(line, block, spec, gpu),
+        stages=_stages(line, block * tile_rows, spec, gpu),
         hold_params=line.hold_params,
     )
 
@@ -180,14 +181,14 @@ def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:
     return min(most, _power_of_2_from(math.ceil(spec.rows / gpu.sms)))
 
 
-def _stages(line: Line, block: int, spec: Spec, gpu: Gpu) -> int:
-    """As many rows under way as there is shared memory for: it holds all but the first.
+def _stages(line: Line, tile: int, spec: Spec, gpu: Gpu) -> int:
+    """As many tiles under way as there is shared memory for: it holds all but the first.
 
-    40 KiB of it are for exchanges between threads: the columns of a tile, in float32.
+    5 bytes of it for each element are for exchanges between threads.
     """
     saved = spec.y_dtype if spec.saved == "output" else spec.x_dtype
-    row = block * (saved.itemsize + spec.y_dtype.itemsize)
-    return min(line.stages, 1 + (gpu.smem - 40 * 1024) // row)
+    room = gpu.smem // line.per_sm - 5 * tile
+    return min(line.stages, 1 + max(0, room) // (tile * (saved.itemsize + spec.y_dtype.itemsize)))
 
 
 def _power_of_2_from(n: int) -> int:
