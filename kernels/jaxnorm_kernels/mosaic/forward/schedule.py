@@ -307,7 +307,7 @@ def _turns(spec: Spec, cluster: int, gpu: Gpu) -> int:
 def _tail(turns: int, gpu: Gpu, cluster: int) -> int:
     """Rows, or groups of them, that are taken one by one at the end: two for each SM, or cluster.
 
-    Without them, LayerNorm over 5120 columns of bfloat16 kept the last SM busy for 4 % longer than
+    Without them, LayerNorm over 5120 columns of bfloat16 kept the last SM busy for 5 % longer than
     the average one (H200).
     """
     return 2 * gpu.clusters.get(cluster, gpu.sms) if turns > 1 else 0
