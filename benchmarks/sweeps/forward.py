@@ -38,11 +38,12 @@ def schedules(workload: KernelWorkload) -> list[Schedule]:
 
 def _ends(workload: KernelWorkload, chosen: Schedule) -> Iterator[Schedule]:
     """Other numbers of rows for a block."""
+    blocks = local_gpu().at_a_time(chosen.cluster)
     for turns, tail in itertools.product(_TURNS, _TAILS):
-        if 2 * tail * _together(chosen.cluster) * chosen.rows < workload.rows:
+        if 2 * tail * blocks * chosen.rows < workload.rows:
             # Slots for as many rows as the table gives room.
             slots = min(turns, max(chosen.slots, 2))
-            tail_rows = tail * _together(chosen.cluster) if turns > 1 else 0
+            tail_rows = tail * blocks if turns > 1 else 0
             yield dataclasses.replace(chosen, turns=turns, tail=tail_rows, slots=slots)
 
 
@@ -57,12 +58,6 @@ def _shares(workload: KernelWorkload, chosen: Schedule) -> Iterator[Schedule]:
         if not workload.is_norm:
             yield spread
         elif workload.op == "layer_norm" and workload.y_dtype == "bfloat16":
-            turns, tail = 4, 2 * _together(cluster)
+            turns, tail = 4, 2 * local_gpu().at_a_time(cluster)
             ends = dataclasses.replace(spread, turns=turns, tail=tail, slots=3)
             yield from (dataclasses.replace(ends, rereads=r) for r in (False, True))
-
-
-def _together(cluster: int) -> int:
-    """Clusters of so many blocks that run at the same time, one block on a multiprocessor."""
-    gpu = local_gpu()
-    return gpu.clusters[cluster] if cluster > 1 else gpu.sms

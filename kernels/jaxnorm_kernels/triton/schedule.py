@@ -11,8 +11,8 @@ The sizes that matter, and how the lines below use them:
   between two rows, unless the next one comes through shared memory meanwhile (`stages`).
 * A second read from the L2 cache costs no memory bandwidth, but L2 bandwidth: the last resort.
 
-Timed on one H200, with Triton 3.6: softmax as it is here; of the norms, the forward in 16 bits and
-the backward as they were before their present lines, which leave out what spilled registers then.
+Timed on one H200, with Triton 3.6: softmax and LayerNorm as they are here; of RMSNorm, the forward
+in 16 bits and the backward as they were before their present lines.
 """
 
 import dataclasses

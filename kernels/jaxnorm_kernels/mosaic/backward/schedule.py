@@ -46,7 +46,7 @@ def persistent_blocks(
     """
     gpu = gpu or local_gpu()
     cluster = schedule.cluster if isinstance(schedule, Ring) else 1
-    most = (gpu.clusters[cluster] if cluster > 1 else gpu.sms) * schedule.blocks_per_sm
+    most = gpu.at_a_time(cluster) * schedule.blocks_per_sm
     group = 1 if isinstance(schedule, Direct) else schedule.rows
     work = -(-spec.rows // group)
     rounds = -(-work // most)

@@ -33,6 +33,10 @@ class Gpu:
     def portable_cluster(self) -> int:
         return max([size for size in self.clusters if size <= PORTABLE_CLUSTER], default=1)
 
+    def at_a_time(self, cluster: int) -> int:
+        """Clusters of so many blocks, or single blocks, that run with an SM for each block."""
+        return self.clusters[cluster] if cluster > 1 else self.sms
+
 
 #: Clusters as one H200 has them; another chip may have room for one less of a size, or more.
 HOPPER = Gpu(sms=132, smem=227 * 1024, clusters={2: 66, 4: 30, 8: 15, 16: 7})

@@ -270,7 +270,7 @@ def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     alone = 1 < line.cluster < shares and params == 2
     turns = _turns(spec, cluster, gpu)
     if alone:
-        turns = math.ceil(spec.rows / gpu.clusters.get(cluster, gpu.sms))
+        turns = math.ceil(spec.rows / gpu.at_a_time(cluster))
     # 24 KiB, or else 2 parts of rows: more room for them would leave fewer blocks to an SM. In a
     # cluster the third pays: its blocks wait for each other.
     least = 2 if cluster == 1 or alone else 3
@@ -310,7 +310,7 @@ def _tail(turns: int, gpu: Gpu, cluster: int) -> int:
     Without them, LayerNorm over 5120 columns of bfloat16 kept the last SM busy for 5 % longer than
     the average one (H200).
     """
-    return 2 * gpu.clusters.get(cluster, gpu.sms) if turns > 1 else 0
+    return 2 * gpu.at_a_time(cluster) if turns > 1 else 0
 
 
 def _streamed_row(line: Line, spec: Spec, vector: int) -> Schedule:
