@@ -18,14 +18,15 @@ import jaxnorm
 
 pytestmark = pytest.mark.triton
 
-# block, warps, rows of a tile, programs, stages, parameters held
+# block, pieces, warps, rows of a tile, programs, stages, parameters held
 SCHEDULES = {
-    "a row in a tile": (128, 1, 1, 3, 1, True),
-    "rows share a tile": (128, 2, 4, 2, 1, True),
-    "parameters are read again": (128, 1, 2, 2, 1, False),
-    "the next row comes meanwhile": (128, 1, 1, 2, 3, True),
-    "a row is looped over": (32, 1, 1, 6, 1, True),
-    "rows of a tile are looped over": (16, 1, 2, 20, 1, True),
+    "a row in a tile": (128, 1, 1, 1, 3, 1, True),
+    "rows share a tile": (128, 1, 2, 4, 2, 1, True),
+    "a row in pieces": (16, 7, 1, 1, 3, 1, True),
+    "rows share pieces, parameters are read again": (64, 2, 1, 2, 2, 1, False),
+    "the next row comes meanwhile": (128, 1, 1, 1, 2, 3, True),
+    "a row is looped over": (32, 1, 1, 1, 6, 1, True),
+    "rows of a tile are looped over": (16, 1, 1, 2, 20, 1, True),
 }
 MIXES = [("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16")]
 MIXES += [("float16", "float16"), ("bfloat16", "float32")]
@@ -36,9 +37,15 @@ def scheduled(request, monkeypatch):
     """Every call gets the schedule; the name of the implementation."""
     from jaxnorm_kernels.triton import schedule
 
-    block, warps, tile_rows, programs, stages, hold_params = SCHEDULES[request.param]
+    block, pieces, warps, tile_rows, programs, stages, hold_params = SCHEDULES[request.param]
     chosen = schedule.Schedule(
-        block, warps, tile_rows, programs=programs, stages=stages, hold_params=hold_params
+        block,
+        warps,
+        tile_rows,
+        pieces=pieces,
+        programs=programs,
+        stages=stages,
+        hold_params=hold_params,
     )
     monkeypatch.setattr(schedule, "choose", lambda spec: chosen)
     if INTERPRETED:

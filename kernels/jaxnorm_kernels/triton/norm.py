@@ -20,7 +20,15 @@ from jaxnorm_kernels.specs import Spec, Stats
 from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.launch import launch
 from jaxnorm_kernels.triton.schedule import Schedule
-from jaxnorm_kernels.triton.tiles import effective_bias, gain, tile_at, zero_beyond
+from jaxnorm_kernels.triton.tiles import (
+    columns_at,
+    effective_bias,
+    gain,
+    load_rows,
+    store_piece,
+    tile_at,
+    zero_beyond,
+)
 
 
 def norm_fwd(
@@ -54,8 +62,7 @@ def norm_fwd(
         scale_offset=spec.scale_offset,
         scale_floor=spec.scale_floor or 0.0,
         from_output=spec.saved == "output",
-        tile_rows=schedule.tile_rows,
-        block=schedule.block,
+        **schedule.tiles(spec),
     )
     return y, tuple(stats)
 
@@ -77,18 +84,31 @@ def _norm_fwd_held(
     from_output: tl.constexpr,
     tile_rows: tl.constexpr,
     block: tl.constexpr,
+    pieces: tl.constexpr,
 ):
     first_row = tl.program_id(0) * tile_rows
-    row, start, col, exists = tile_at(first_row, 0, rows, cols, tile_rows, block)
-    centred = tl.load(x_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
+    x = load_rows(x_ptr, first_row, rows, cols, tile_rows, block, pieces, 0.0)
     mean = tl.zeros([tile_rows], tl.float32)
     if subtract_mean:
-        mean = tl.sum(centred, axis=1) / cols
-        centred = zero_beyond(centred - mean[:, None], col, cols, block)
-    rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / cols + epsilon)
-    g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
-    bias = effective_bias(bias_ptr, y_ptr, col, cols, from_output)
-    tl.store(y_ptr + start + col, centred * rstd[:, None] * g + bias, mask=exists)
+        total = tl.zeros([tile_rows, block], tl.float32)
+        for i in tl.static_range(pieces):
+            total += x[i]
+        mean = tl.sum(total, axis=1) / cols
+    centred = ()
+    square = tl.zeros([tile_rows, block], tl.float32)
+    for i in tl.static_range(pieces):
+        col = columns_at(i * block, block)
+        c = zero_beyond(x[i] - mean[:, None], col, cols, block) if subtract_mean else x[i]
+        square += c * c
+        centred += (c,)
+    rstd = tl.rsqrt(tl.sum(square, axis=1) / cols + epsilon)
+    for i in tl.static_range(pieces):
+        col = columns_at(i * block, block)
+        g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
+        bias = effective_bias(bias_ptr, y_ptr, col, cols, from_output)
+        y = centred[i] * rstd[:, None] * g + bias
+        store_piece(y_ptr, y, i, first_row, rows, cols, tile_rows, block)
+    row = first_row + tl.arange(0, tile_rows)
     _store_stats(rstd_ptr, mean_ptr, row, rows, rstd, mean)
 
 

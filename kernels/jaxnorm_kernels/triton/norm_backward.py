@@ -27,7 +27,7 @@ from jaxnorm_kernels.specs import Spec, Stats
 from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.launch import launch
 from jaxnorm_kernels.triton.schedule import Schedule
-from jaxnorm_kernels.triton.tiles import effective_bias, gain, tile_at
+from jaxnorm_kernels.triton.tiles import columns_at, effective_bias, gain, tile_at
 
 
 def norm_bwd(
@@ -76,6 +76,7 @@ def norm_bwd(
         grid=grid,
         c2_ptr=row_means[0],
         c1_ptr=row_means[1],
+        pieces=schedule.pieces,
         hold_params=schedule.hold_params,
         stages=schedule.stages,
         **common,
@@ -172,47 +173,79 @@ def _norm_bwd(
     from_output: tl.constexpr,
     tile_rows: tl.constexpr,
     block: tl.constexpr,
+    pieces: tl.constexpr,
     hold_params: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """dx and the partial sums; c1 and c2 are None where a block is a whole row."""
+    """dx and the partial sums. c1 and c2 are None where the pieces of a tile are whole rows."""
     first_col = tl.program_id(0) * block
     program, programs = tl.program_id(1), tl.num_programs(1)
-    col = (first_col + tl.arange(0, block))[None, :]
-    if hold_params:
-        g, inverse, bias = _columns(
-            scale_ptr, bias_ptr, saved_ptr, col, cols, scale_offset, scale_floor, from_output
-        )
-    dscale = tl.zeros([tile_rows, block], tl.float32)
-    dbias = tl.zeros([tile_rows, block], tl.float32)
-    for first_row in tl.range(program * tile_rows, rows, programs * tile_rows, num_stages=stages):
-        row, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
-        saved = tl.load(saved_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
-        d = tl.load(dy_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
-        rstd, mean = _of_rows(rstd_ptr, row, rows), _of_rows(mean_ptr, row, rows)
-        if not hold_params:
-            g, inverse, bias = _columns(
-                scale_ptr, bias_ptr, saved_ptr, col, cols, scale_offset, scale_floor, from_output
+    params, dscale, dbias = (), (), ()
+    for i in tl.static_range(pieces):
+        if hold_params:
+            params += (
+                _columns(
+                    scale_ptr,
+                    bias_ptr,
+                    saved_ptr,
+                    columns_at(first_col + i * block, block),
+                    cols,
+                    scale_offset,
+                    scale_floor,
+                    from_output,
+                ),
             )
-        dg, terms, xh = _elements(saved, d, rstd, mean, g, inverse, bias, bound, from_output)
+        dscale += (tl.zeros([tile_rows, block], tl.float32),)
+        dbias += (tl.zeros([tile_rows, block], tl.float32),)
+    for first_row in tl.range(program * tile_rows, rows, programs * tile_rows, num_stages=stages):
+        row = first_row + tl.arange(0, tile_rows)
+        rstd, mean = _of_rows(rstd_ptr, row, rows), _of_rows(mean_ptr, row, rows)
+        dgs, xhs, dscales, dbiases = (), (), (), ()
+        terms = tl.zeros([tile_rows, block], tl.float32)
+        sums = tl.zeros([tile_rows, block], tl.float32)
+        for i in tl.static_range(pieces):
+            _, start, col, exists = tile_at(
+                first_row, first_col + i * block, rows, cols, tile_rows, block
+            )
+            saved = tl.load(saved_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
+            d = tl.load(dy_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
+            if hold_params:
+                g, inverse, bias = params[i]
+            else:
+                g, inverse, bias = _columns(
+                    scale_ptr, bias_ptr, saved_ptr, col, cols, scale_offset, scale_floor, from_output
+                )
+            dg, dz, xh = _elements(saved, d, rstd, mean, g, inverse, bias, bound, from_output)
+            terms += dz
+            sums += dg
+            dgs += (dg,)
+            xhs += (xh,)
+            dscales += (dscale[i] + d * xh,)
+            dbiases += (dbias[i] + d,)
+        dscale, dbias = dscales, dbiases
         if c2_ptr is not None:
             c2, c1 = _of_rows(c2_ptr, row, rows), _of_rows(c1_ptr, row, rows)
         elif subtract_mean:  # one exchange between the warps for both
-            c2, c1 = tl.reduce((terms, dg), 1, _add_pairs)
+            c2, c1 = tl.reduce((terms, sums), 1, _add_pairs)
             c2, c1 = c2[:, None] / cols, c1[:, None] / cols
         else:
             c2 = tl.sum(terms, axis=1)[:, None] / cols
-        dx = dg * rstd
-        if subtract_mean:
-            dx -= c1 * rstd
-        tl.store(dx_ptr + start + col, dx - xh * (c2 * rstd), mask=exists)
-        dscale += d * xh
-        dbias += d
-    partial = program.to(tl.int64) * cols + col
-    if dscale_ptr is not None:
-        tl.store(dscale_ptr + partial, tl.sum(dscale, axis=0)[None, :], mask=col < cols)
-    if dbias_ptr is not None:
-        tl.store(dbias_ptr + partial, tl.sum(dbias, axis=0)[None, :], mask=col < cols)
+        for i in tl.static_range(pieces):
+            dx = dgs[i] * rstd
+            if subtract_mean:
+                dx -= c1 * rstd
+            dx -= xhs[i] * (c2 * rstd)
+            _, start, col, exists = tile_at(
+                first_row, first_col + i * block, rows, cols, tile_rows, block
+            )
+            tl.store(dx_ptr + start + col, dx, mask=exists)
+    for i in tl.static_range(pieces):
+        col = columns_at(first_col + i * block, block)
+        partial = program.to(tl.int64) * cols + col
+        if dscale_ptr is not None:
+            tl.store(dscale_ptr + partial, tl.sum(dscale[i], axis=0)[None, :], mask=col < cols)
+        if dbias_ptr is not None:
+            tl.store(dbias_ptr + partial, tl.sum(dbias[i], axis=0)[None, :], mask=col < cols)
 
 
 @triton.jit

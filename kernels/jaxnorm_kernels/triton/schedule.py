@@ -29,7 +29,9 @@ class Schedule:
     """One way to run a kernel.
 
     Attributes:
-      block: columns of a tile, a power of two. Where it is less than a row, the row is looped over.
+      block: columns of a tile, a power of two.
+      pieces: tiles, side by side, that a program holds at once. Where they are less than a row, the
+        row is looped over, tile by tile.
       warps: of 32 threads, in a program.
       tile_rows: rows of a tile, a power of two.
       registers: that a thread may have.
@@ -46,10 +48,16 @@ class Schedule:
     programs: int = 1
     stages: int = 1
     hold_params: bool = True
+    pieces: int = 1
 
     def is_looped(self, spec: Spec) -> bool:
-        """Whether a row is more than one tile."""
-        return self.block < spec.cols
+        """Whether a row is more than a program holds."""
+        return self.pieces * self.block < spec.cols
+
+    def tiles(self, spec: Spec) -> dict[str, int]:
+        """What a kernel is compiled for."""
+        held = {} if self.is_looped(spec) else {"pieces": self.pieces}
+        return {"tile_rows": self.tile_rows, "block": self.block, **held}
 
     def grid(self, spec: Spec) -> tuple[int, ...]:
         """Programs of a kernel in which each has rows of its own and loops over their columns."""
@@ -57,7 +65,7 @@ class Schedule:
 
     def persistent_grid(self, spec: Spec) -> tuple[int, int]:
         """Programs of a norm's backward: over the blocks of a row, and over the rows."""
-        col_blocks = math.ceil(spec.cols / self.block)
+        col_blocks = math.ceil(spec.cols / (self.pieces * self.block))
         row_programs = min(max(1, self.programs // col_blocks), *self.grid(spec))
         return col_blocks, row_programs
 
@@ -163,17 +171,34 @@ def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
 
 def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
     """What a line of a table means for the rows of `spec`."""
-    block = line.tile if line.cols is None else min(line.tile, _power_of_2_from(spec.cols))
-    tile_rows = _tile_rows(line.tile // block, spec, gpu)
+    block, pieces = (line.tile, 1) if line.cols is None else _held(line, spec)
+    tile_rows = _tile_rows(line.tile // (pieces * block), spec, gpu)
     return Schedule(
         block=block,
+        pieces=pieces,
         warps=line.warps,
         tile_rows=tile_rows,
         registers=min(255, _REGISTERS // (32 * line.warps * line.per_sm)),
         programs=line.per_sm * gpu.sms,
-        stages=_stages(line, block * tile_rows, spec, gpu),
+        stages=_stages(line, pieces * block * tile_rows, spec, gpu),
         hold_params=line.hold_params,
     )
+
+
+def _held(line: Line, spec: Spec) -> tuple[int, int]:
+    """Block and pieces that hold a row: as little beyond its end as up to seven pieces allow.
+
+    A piece is 16 bytes for each thread at least; what is shorter is one piece.
+    """
+    vectors = 32 * line.warps * (16 // min(spec.x_dtype.itemsize, spec.y_dtype.itemsize))
+    block = _power_of_2_from(spec.cols)
+    least = max(block // 8, vectors)
+    if block <= least:
+        return block, 1
+    pieces = math.ceil(spec.cols / least)
+    while pieces % 2 == 0:
+        least, pieces = 2 * least, pieces // 2
+    return least, pieces
 
 
 def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:

@@ -18,7 +18,7 @@ from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.launch import launch
 from jaxnorm_kernels.triton.schedule import Schedule
-from jaxnorm_kernels.triton.tiles import tile_at
+from jaxnorm_kernels.triton.tiles import load_rows, store_piece, tile_at
 
 # A block may hold nothing but -inf. Against this maximum its exponentials are 0; against its own,
 # -inf, they would be NaN. A whole row of -inf still ends as 0 / 0.
@@ -41,8 +41,7 @@ def softmax_fwd(
         rows=spec.rows,
         cols=spec.cols,
         log=spec.op == "log_softmax",
-        tile_rows=schedule.tile_rows,
-        block=schedule.block,
+        **schedule.tiles(spec),
     )
     return y
 
@@ -69,8 +68,7 @@ def softmax_bwd(
         rows=spec.rows,
         cols=spec.cols,
         log=spec.op == "log_softmax",
-        tile_rows=schedule.tile_rows,
-        block=schedule.block,
+        **schedule.tiles(spec),
     )
     return dx
 
@@ -89,15 +87,21 @@ def _softmax_fwd_held(
     log: tl.constexpr,
     tile_rows: tl.constexpr,
     block: tl.constexpr,
+    pieces: tl.constexpr,
 ):
     first_row = tl.program_id(0) * tile_rows
-    _, start, col, exists = tile_at(first_row, 0, rows, cols, tile_rows, block)
-    x = tl.load(x_ptr + start + col, mask=exists, other=float("-inf")).to(tl.float32)
-    m = tl.maximum(tl.max(x, axis=1), _LOWEST)[:, None]
-    e = tl.exp(x - m)
+    x = load_rows(x_ptr, first_row, rows, cols, tile_rows, block, pieces, float("-inf"))
+    top = x[0]
+    for i in tl.static_range(1, pieces):
+        top = tl.maximum(top, x[i])
+    m = tl.maximum(tl.max(top, axis=1), _LOWEST)[:, None]
+    e = tl.zeros([tile_rows, block], tl.float32)
+    for i in tl.static_range(pieces):
+        e += tl.exp(x[i] - m)
     s = tl.sum(e, axis=1)[:, None]
-    y = x - m - tl.log(s) if log else e * (1.0 / s)
-    tl.store(y_ptr + start + col, y, mask=exists)
+    for i in tl.static_range(pieces):
+        y = x[i] - m - tl.log(s) if log else tl.exp(x[i] - m) * (1.0 / s)
+        store_piece(y_ptr, y, i, first_row, rows, cols, tile_rows, block)
 
 
 @triton.jit
@@ -141,14 +145,18 @@ def _softmax_bwd_held(
     log: tl.constexpr,
     tile_rows: tl.constexpr,
     block: tl.constexpr,
+    pieces: tl.constexpr,
 ):
     first_row = tl.program_id(0) * tile_rows
-    _, start, col, exists = tile_at(first_row, 0, rows, cols, tile_rows, block)
-    y = tl.load(y_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
-    d = tl.load(dy_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
-    total = tl.sum(d if log else d * y, axis=1)[:, None]
-    dx = d - tl.exp(y) * total if log else y * (d - total)
-    tl.store(dx_ptr + start + col, dx, mask=exists)
+    y = load_rows(y_ptr, first_row, rows, cols, tile_rows, block, pieces, 0.0)
+    d = load_rows(dy_ptr, first_row, rows, cols, tile_rows, block, pieces, 0.0)
+    terms = tl.zeros([tile_rows, block], tl.float32)
+    for i in tl.static_range(pieces):
+        terms += d[i] if log else d[i] * y[i]
+    total = tl.sum(terms, axis=1)[:, None]
+    for i in tl.static_range(pieces):
+        dx = d[i] - tl.exp(y[i]) * total if log else y[i] * (d[i] - total)
+        store_piece(dx_ptr, dx, i, first_row, rows, cols, tile_rows, block)
 
 
 @triton.jit

@@ -10,6 +10,12 @@ import triton.language as tl
 
 
 @triton.jit
+def columns_at(first_col, block: tl.constexpr):
+    """The columns of a tile."""
+    return (first_col + tl.arange(0, block))[None, :]
+
+
+@triton.jit
 def tile_at(
     first_row, first_col, rows, cols: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr
 ):
@@ -19,11 +25,46 @@ def tile_at(
     """
     row = first_row + tl.arange(0, tile_rows)
     start = row.to(tl.int64)[:, None] * cols
-    col = (first_col + tl.arange(0, block))[None, :]
+    col = columns_at(first_col, block)
     exists = (row < rows)[:, None]
     if cols % block != 0:
         exists = exists & (col < cols)
     return row, start, col, exists
+
+
+@triton.jit
+def load_rows(
+    ptr,
+    first_row,
+    rows,
+    cols: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+    pieces: tl.constexpr,
+    other: tl.constexpr,
+):
+    """Whole rows in float32: a tuple of `pieces` tiles, side by side; `other` beyond the rows."""
+    tiles = ()
+    for i in tl.static_range(pieces):
+        _, start, col, exists = tile_at(first_row, i * block, rows, cols, tile_rows, block)
+        tiles += (tl.load(ptr + start + col, mask=exists, other=other).to(tl.float32),)
+    return tiles
+
+
+@triton.jit
+def store_piece(
+    ptr,
+    tile,
+    piece: tl.constexpr,
+    first_row,
+    rows,
+    cols: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Writes the tile of that number."""
+    _, start, col, exists = tile_at(first_row, piece * block, rows, cols, tile_rows, block)
+    tl.store(ptr + start + col, tile, mask=exists)
 
 
 @triton.jit
