@@ -164,9 +164,13 @@ _TABLES = {
 
 
 def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
-    """The schedule for `spec`: that of the first line of its table that fits."""
-    line = next(line for line in _TABLES[spec.op, spec.direction] if line.fits(spec))
-    return of_line(line, spec, gpu or local_gpu())
+    """The schedule for `spec` on `gpu`, or the one at hand."""
+    return of_line(choose_line(spec), spec, gpu or local_gpu())
+
+
+def choose_line(spec: Spec) -> Line:
+    """The first line of its table that fits `spec`."""
+    return next(line for line in _TABLES[spec.op, spec.direction] if line.fits(spec))
 
 
 def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
