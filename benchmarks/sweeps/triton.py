@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 
 from benchmarks.contract import KernelWorkload
+from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton.launch import local_gpu
 from jaxnorm_kernels.triton.schedule import Line, Schedule, choose_line, of_line
 
@@ -12,11 +13,12 @@ _WIDE = [(8192, 5120), (16384, 8192), (8192, 12288), (8192, 16384), (4096, 32768
 _SHAPES = {"softmax": [*_NARROW[2:3], *_WIDE], "norm": [*_NARROW, *_WIDE]}
 _CALLS = [
     *itertools.product(("softmax", "layer_norm", "rms_norm"), ("fwd", "bwd"), ("bfloat16",)),
-    *itertools.product(("layer_norm",), ("bwd",), ("float32",)),
+    *itertools.product(("layer_norm",), ("fwd", "bwd"), ("float32",)),
 ]
 _WARPS = (4, 8, 16, 32)
-_VALUES = {"fwd": (16, 32, 64), "bwd": (8, 16, 32)}  # of a tile in a thread
-_THREADS = {"fwd": (1024, 512), "bwd": (1024, 768, 512)}  # that an SM has registers for
+_VALUES = {"fwd": (8, 16, 32), "bwd": (8, 16)}  # of a tile in a thread
+_THREADS = (1024, 768, 512)  # that an SM has registers for
+_STAGES = (1, 2, 4, 8)  # rows under way
 
 
 def workloads() -> Iterator[KernelWorkload]:
@@ -29,17 +31,22 @@ def schedules(workload: KernelWorkload) -> list[Schedule]:
     """That of the table first; then every other that may be of use, once."""
     spec, direction = workload.spec, workload.direction
     row = 1 << (spec.cols - 1).bit_length()
-    prefetch = spec.op == "norm" and direction == "bwd"
     lines = [choose_line(spec)]
+    turns = direction == "fwd" or spec.op == "norm"  # of a program over several rows
     for values, warps, threads, stages in itertools.product(
-        _VALUES[direction], _WARPS, _THREADS[direction], (1, 2, 4) if prefetch else (1,)
+        _VALUES[direction], _WARPS, _THREADS, _STAGES if turns else (1,)
     ):
         tile, per_sm = values * 32 * warps, threads // (32 * warps)
         if not per_sm:
             continue
         if row <= tile <= 2 * row:
-            hold = spec.cols <= 8192
+            hold = _holds_params(spec, stages)
             lines.append(Line(spec.cols, tile, warps, per_sm, stages=stages, hold_params=hold))
         if spec.cols > 8192 and values <= 16 and threads == 1024 and stages == 1:
             lines.append(Line(None, tile, warps, per_sm))  # the row is looped over
     return list(dict.fromkeys(of_line(line, spec, local_gpu()) for line in lines))
+
+
+def _holds_params(spec: Spec, stages: int) -> bool:
+    """Where a thread has registers for them, and several rows to use them for."""
+    return spec.cols <= 8192 and (spec.direction == "bwd" or stages > 1)

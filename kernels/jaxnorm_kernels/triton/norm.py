@@ -40,16 +40,21 @@ def norm_fwd(
     schedule: Schedule | None = None,
 ) -> tuple[jax.Array, Stats]:
     schedule = schedule or schedules.choose(spec)
+    if schedule.is_looped(spec):
+        kernel, grid, options = _norm_fwd_looped, schedule.grid(spec), {}
+    else:
+        kernel, grid = _norm_fwd_held, schedule.grid_in_turns(spec)
+        options = {"hold_params": schedule.hold_params, "stages": schedule.stages}
     stat = jax.ShapeDtypeStruct((spec.rows,), spec.compute_dtype)
     y, *stats = launch(
-        _norm_fwd_looped if schedule.is_looped(spec) else _norm_fwd_held,
+        kernel,
         name=f"jaxnorm_{'layer' if spec.subtract_mean else 'rms'}_norm_fwd",
         outputs={
             "y_ptr": jax.ShapeDtypeStruct(x.shape, spec.y_dtype),
             "rstd_ptr": stat if spec.want_stats else None,
             "mean_ptr": stat if spec.want_stats and spec.returns_mean else None,
         },
-        grid=schedule.grid(spec),
+        grid=grid,
         warps=schedule.warps,
         registers=schedule.registers,
         x_ptr=x,
@@ -63,6 +68,7 @@ def norm_fwd(
         scale_floor=spec.scale_floor or 0.0,
         from_output=spec.saved == "output",
         **schedule.tiles(spec),
+        **options,
     )
     return y, tuple(stats)
 
@@ -85,31 +91,51 @@ def _norm_fwd_held(
     tile_rows: tl.constexpr,
     block: tl.constexpr,
     pieces: tl.constexpr,
+    hold_params: tl.constexpr,
+    stages: tl.constexpr,
 ):
-    first_row = tl.program_id(0) * tile_rows
-    x = load_rows(x_ptr, first_row, rows, cols, tile_rows, block, pieces, 0.0)
-    mean = tl.zeros([tile_rows], tl.float32)
-    if subtract_mean:
-        total = tl.zeros([tile_rows, block], tl.float32)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    params = ()
+    if hold_params:
         for i in tl.static_range(pieces):
-            total += x[i]
-        mean = tl.sum(total, axis=1) / cols
-    centred = ()
-    square = tl.zeros([tile_rows, block], tl.float32)
-    for i in tl.static_range(pieces):
-        col = columns_at(i * block, block)
-        c = zero_beyond(x[i] - mean[:, None], col, cols, block) if subtract_mean else x[i]
-        square += c * c
-        centred += (c,)
-    rstd = tl.rsqrt(tl.sum(square, axis=1) / cols + epsilon)
-    for i in tl.static_range(pieces):
-        col = columns_at(i * block, block)
-        g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
-        bias = effective_bias(bias_ptr, y_ptr, col, cols, from_output)
-        y = centred[i] * rstd[:, None] * g + bias
-        store_piece(y_ptr, y, i, first_row, rows, cols, tile_rows, block)
-    row = first_row + tl.arange(0, tile_rows)
-    _store_stats(rstd_ptr, mean_ptr, row, rows, rstd, mean)
+            col = columns_at(i * block, block)
+            params += (
+                (
+                    gain(scale_ptr, col, cols, scale_offset, scale_floor),
+                    effective_bias(bias_ptr, y_ptr, col, cols, from_output),
+                ),
+            )
+    for first_row in tl.range(program * tile_rows, rows, programs * tile_rows, num_stages=stages):
+        x = load_rows(x_ptr, first_row, rows, cols, tile_rows, block, pieces, 0.0)
+        mean = tl.zeros([tile_rows], tl.float32)
+        if subtract_mean:
+            total = tl.zeros([tile_rows, block], tl.float32)
+            for i in tl.static_range(pieces):
+                total += x[i]
+            mean = tl.sum(total, axis=1) / cols
+        centred = ()
+        square = tl.zeros([tile_rows, block], tl.float32)
+        for i in tl.static_range(pieces):
+            c = x[i]
+            if subtract_mean:
+                c = zero_beyond(c - mean[:, None], columns_at(i * block, block), cols, block)
+            square += c * c
+            centred += (c,)
+        rstd = tl.rsqrt(tl.sum(square, axis=1) / cols + epsilon)
+        for i in tl.static_range(pieces):
+            if hold_params:
+                g, bias = params[i]
+            else:
+                col = columns_at(i * block, block)
+                g = tl.full([1, block], 1.0, tl.float32)
+                bias = tl.zeros([1, block], tl.float32)
+                if first_row < rows:  # always: reading ahead leaves the loads of a branch alone
+                    g *= gain(scale_ptr, col, cols, scale_offset, scale_floor)
+                    bias += effective_bias(bias_ptr, y_ptr, col, cols, from_output)
+            y = centred[i] * rstd[:, None] * g + bias
+            store_piece(y_ptr, y, i, first_row, rows, cols, tile_rows, block)
+        row = first_row + tl.arange(0, tile_rows)
+        _store_stats(rstd_ptr, mean_ptr, row, rows, rstd, mean)
 
 
 @triton.jit

@@ -60,8 +60,13 @@ class Schedule:
         return {"tile_rows": self.tile_rows, "block": self.block, **held}
 
     def grid(self, spec: Spec) -> tuple[int, ...]:
-        """Programs of a kernel in which each has rows of its own and loops over their columns."""
+        """Programs of a kernel in which each has a tile of rows."""
         return (math.ceil(spec.rows / self.tile_rows),)
+
+    def grid_in_turns(self, spec: Spec) -> tuple[int, ...]:
+        """Programs of a kernel in which each has several tiles of rows, in turn, if it reads ahead."""
+        (tiles,) = self.grid(spec)
+        return (min(self.programs, tiles) if self.stages > 1 else tiles,)
 
     def persistent_grid(self, spec: Spec) -> tuple[int, int]:
         """Programs of a norm's backward: over the blocks of a row, and over the rows."""
@@ -216,8 +221,9 @@ def _stages(line: Line, tile: int, spec: Spec, gpu: Gpu) -> int:
     5 bytes of it for each element are for exchanges between threads.
     """
     saved = spec.y_dtype if spec.saved == "output" else spec.x_dtype
+    read = (spec.x_dtype,) if spec.direction == "fwd" else (saved, spec.y_dtype)
     room = gpu.smem // line.per_sm - 5 * tile
-    return min(line.stages, 1 + max(0, room) // (tile * (saved.itemsize + spec.y_dtype.itemsize)))
+    return min(line.stages, 1 + max(0, room) // (tile * sum(t.itemsize for t in read)))
 
 
 def _power_of_2_from(n: int) -> int:
