@@ -16,9 +16,9 @@ _CALLS = [
     *itertools.product(("layer_norm",), ("fwd", "bwd"), ("float32",)),
 ]
 _WARPS = (4, 8, 16, 32)
-_VALUES = {"fwd": (8, 16, 32), "bwd": (8, 16)}  # of a tile in a thread
 _THREADS = (1024, 768, 512)  # that an SM has registers for
-_STAGES = (1, 2, 4, 8)  # rows under way
+_STAGES = (1, 2, 3, 4, 8)  # rows under way
+_VALUES = (4, 8, 16)  # of a piece of a row in a thread
 
 
 def workloads() -> Iterator[KernelWorkload]:
@@ -29,24 +29,22 @@ def workloads() -> Iterator[KernelWorkload]:
 
 def schedules(workload: KernelWorkload) -> list[Schedule]:
     """That of the table first; then every other that may be of use, once."""
-    spec, direction = workload.spec, workload.direction
-    row = 1 << (spec.cols - 1).bit_length()
-    lines = [choose_line(spec)]
-    turns = direction == "fwd" or spec.op == "norm"  # of a program over several rows
-    for values, warps, threads, stages in itertools.product(
-        _VALUES[direction], _WARPS, _THREADS, _STAGES if turns else (1,)
-    ):
-        tile, per_sm = values * 32 * warps, threads // (32 * warps)
-        if not per_sm:
-            continue
-        if row <= tile <= 2 * row:
-            hold = _holds_params(spec, stages)
-            lines.append(Line(spec.cols, tile, warps, per_sm, stages=stages, hold_params=hold))
-        if spec.cols > 8192 and values <= 16 and threads == 1024 and stages == 1:
-            lines.append(Line(None, tile, warps, per_sm))  # the row is looped over
+    spec = workload.spec
+    lines = [choose_line(spec), *_held(spec), *(_looped() if spec.cols > 8192 else ())]
     return list(dict.fromkeys(of_line(line, spec, local_gpu()) for line in lines))
 
 
-def _holds_params(spec: Spec, stages: int) -> bool:
-    """Where a thread has registers for them, and several rows to use them for."""
-    return spec.cols <= 8192 and (spec.direction == "bwd" or stages > 1)
+def _held(spec: Spec) -> Iterator[Line]:
+    hold = spec.cols <= 8192  # beyond, there are no registers for parameters
+    for rows, warps, threads, stages, values in itertools.product(
+        (1, 2), _WARPS, _THREADS, _STAGES if spec.op == "norm" else (1,), _VALUES
+    ):
+        share, per_sm = rows * spec.cols, threads // (32 * warps)
+        fits = per_sm and 8 <= share // (32 * warps) <= 64
+        if fits and (rows == 1 or spec.cols <= 2048) and (stages == 1 or spec.cols <= 16384):
+            yield Line(spec.cols, warps, per_sm, values, share, stages, hold)
+
+
+def _looped() -> Iterator[Line]:
+    for values, warps in itertools.product((8, 16), _WARPS):
+        yield Line(None, warps, 1024 // (32 * warps), values, looped=True)

@@ -23,8 +23,9 @@ try:
 
     from benchmarks.sweeps import triton as sweep
     from jaxnorm_kernels.triton import extra
+    from jaxnorm_kernels.triton import schedule as schedules
     from jaxnorm_kernels.triton.launch import Gpu
-    from jaxnorm_kernels.triton.schedule import NORM_BACKWARD, choose
+    from jaxnorm_kernels.triton.schedule import choose, choose_line
 except ImportError as error:
     pytest.skip(str(error), allow_module_level=True)
 if INTERPRETED:
@@ -39,7 +40,7 @@ GPUS = {
 }
 OPS = ("softmax", "log_softmax", "rms_norm", "layer_norm")
 # Short rows, one line of the tables each, rows that are no multiples of anything, looped rows.
-COLS = [1, 64, 1000, 2048, 4095, 4096, 5120, 8192, 16384, 32768, 50257, 131072]
+COLS = [1, 64, 1000, 2048, 3000, 4095, 4096, 5120, 8192, 12288, 16384, 32768, 50257, 131072]
 
 
 def make_spec(op, direction, rows, cols, x=BF16, y=BF16, **changes):
@@ -58,7 +59,8 @@ def check(spec, gpu):
         assert kernel.registers <= schedule.registers
         # Part of what a thread holds may spill: of each column at most d, the saved value, G, the
         # bias, both sums over the rows, and dx. Addresses and whole arrays may not.
-        columns = schedule.block * schedule.tile_rows / (32 * schedule.warps)
+        tile = schedule.pieces * schedule.block * schedule.tile_rows
+        columns = tile / (32 * schedule.warps)
         assert kernel.spilled <= 7 * 4 * max(columns, 1)
 
 
@@ -209,6 +211,14 @@ def test_meshes(kind):
         assert kernels_in(step, x, scale) == 2
 
 
-def test_every_line_of_a_table_is_used():
-    chosen = {choose(make_spec("layer_norm", "bwd", 4096, cols), GPUS["sm_90"]) for cols in COLS}
-    assert {(s.warps, s.stages) for s in chosen} == {(i.warps, i.stages) for i in NORM_BACKWARD}
+@pytest.mark.parametrize("table", ["SOFTMAX", "NORM"])
+@pytest.mark.parametrize("direction", ["FORWARD", "BACKWARD"])
+def test_every_line_of_a_table_is_used(table, direction):
+    ops = [op for op in OPS if op.endswith(table.lower())]
+    specs = [
+        make_spec(op, {"FORWARD": "fwd", "BACKWARD": "bwd"}[direction], 4096, cols, dtype, dtype)
+        for op in ops
+        for cols in COLS
+        for dtype in (BF16, F32)
+    ]
+    assert {choose_line(s) for s in specs} == set(getattr(schedules, f"{table}_{direction}"))

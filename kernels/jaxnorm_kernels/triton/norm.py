@@ -40,11 +40,12 @@ def norm_fwd(
     schedule: Schedule | None = None,
 ) -> tuple[jax.Array, Stats]:
     schedule = schedule or schedules.choose(spec)
+    kernel, grid, options = _norm_fwd_held, schedule.grid(spec), {}
     if schedule.is_looped(spec):
-        kernel, grid, options = _norm_fwd_looped, schedule.grid(spec), {}
-    else:
-        kernel, grid = _norm_fwd_held, schedule.grid_in_turns(spec)
-        options = {"hold_params": schedule.hold_params, "stages": schedule.stages}
+        kernel = _norm_fwd_looped
+    elif schedule.stages > 1:
+        kernel, grid = _norm_fwd_in_turns, schedule.persistent_grid(spec)[1:]
+        options = {"stages": schedule.stages}
     stat = jax.ShapeDtypeStruct((spec.rows,), spec.compute_dtype)
     y, *stats = launch(
         kernel,
@@ -74,6 +75,24 @@ def norm_fwd(
 
 
 @triton.jit
+def _params(
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    piece: tl.constexpr,
+    cols: tl.constexpr,
+    scale_offset: tl.constexpr,
+    scale_floor: tl.constexpr,
+    from_output: tl.constexpr,
+    block: tl.constexpr,
+):
+    """G and the bias of the columns of a piece."""
+    col = columns_at(piece * block, block)
+    g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
+    return g, effective_bias(bias_ptr, y_ptr, col, cols, from_output)
+
+
+@triton.jit
 def _norm_fwd_held(
     x_ptr,
     scale_ptr,
@@ -91,51 +110,84 @@ def _norm_fwd_held(
     tile_rows: tl.constexpr,
     block: tl.constexpr,
     pieces: tl.constexpr,
-    hold_params: tl.constexpr,
+):
+    first_row = tl.program_id(0) * tile_rows
+    x = load_rows(x_ptr, first_row, rows, cols, tile_rows, block, pieces, 0.0)
+    centred, rstd, mean = _normalized(x, cols, epsilon, subtract_mean, tile_rows, block, pieces)
+    for i in tl.static_range(pieces):
+        g, bias = _params(
+            scale_ptr, bias_ptr, y_ptr, i, cols, scale_offset, scale_floor, from_output, block
+        )
+        y = centred[i] * rstd[:, None] * g + bias
+        store_piece(y_ptr, y, i, first_row, rows, cols, tile_rows, block)
+    _store_stats(rstd_ptr, mean_ptr, first_row, rows, rstd, mean, tile_rows)
+
+
+@triton.jit
+def _norm_fwd_in_turns(
+    x_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    rstd_ptr,
+    mean_ptr,
+    rows,
+    cols: tl.constexpr,
+    epsilon: tl.constexpr,
+    subtract_mean: tl.constexpr,
+    scale_offset: tl.constexpr,
+    scale_floor: tl.constexpr,
+    from_output: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+    pieces: tl.constexpr,
     stages: tl.constexpr,
 ):
+    """Programs take turns over the rows, keep the parameters, and read the next rows meanwhile."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     params = ()
-    if hold_params:
-        for i in tl.static_range(pieces):
-            col = columns_at(i * block, block)
-            params += (
-                (
-                    gain(scale_ptr, col, cols, scale_offset, scale_floor),
-                    effective_bias(bias_ptr, y_ptr, col, cols, from_output),
-                ),
-            )
+    for i in tl.static_range(pieces):
+        params += (
+            _params(
+                scale_ptr, bias_ptr, y_ptr, i, cols, scale_offset, scale_floor, from_output, block
+            ),
+        )
     for first_row in tl.range(program * tile_rows, rows, programs * tile_rows, num_stages=stages):
         x = load_rows(x_ptr, first_row, rows, cols, tile_rows, block, pieces, 0.0)
-        mean = tl.zeros([tile_rows], tl.float32)
-        if subtract_mean:
-            total = tl.zeros([tile_rows, block], tl.float32)
-            for i in tl.static_range(pieces):
-                total += x[i]
-            mean = tl.sum(total, axis=1) / cols
-        centred = ()
-        square = tl.zeros([tile_rows, block], tl.float32)
+        centred, rstd, mean = _normalized(x, cols, epsilon, subtract_mean, tile_rows, block, pieces)
         for i in tl.static_range(pieces):
-            c = x[i]
-            if subtract_mean:
-                c = zero_beyond(c - mean[:, None], columns_at(i * block, block), cols, block)
-            square += c * c
-            centred += (c,)
-        rstd = tl.rsqrt(tl.sum(square, axis=1) / cols + epsilon)
-        for i in tl.static_range(pieces):
-            if hold_params:
-                g, bias = params[i]
-            else:
-                col = columns_at(i * block, block)
-                g = tl.full([1, block], 1.0, tl.float32)
-                bias = tl.zeros([1, block], tl.float32)
-                if first_row < rows:  # always: reading ahead leaves the loads of a branch alone
-                    g *= gain(scale_ptr, col, cols, scale_offset, scale_floor)
-                    bias += effective_bias(bias_ptr, y_ptr, col, cols, from_output)
+            g, bias = params[i]
             y = centred[i] * rstd[:, None] * g + bias
             store_piece(y_ptr, y, i, first_row, rows, cols, tile_rows, block)
-        row = first_row + tl.arange(0, tile_rows)
-        _store_stats(rstd_ptr, mean_ptr, row, rows, rstd, mean)
+        _store_stats(rstd_ptr, mean_ptr, first_row, rows, rstd, mean, tile_rows)
+
+
+@triton.jit
+def _normalized(
+    x,
+    cols: tl.constexpr,
+    epsilon: tl.constexpr,
+    subtract_mean: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+    pieces: tl.constexpr,
+):
+    """x - mean, by pieces; r; and the mean."""
+    mean = tl.zeros([tile_rows], tl.float32)
+    if subtract_mean:
+        total = tl.zeros([tile_rows, block], tl.float32)
+        for i in tl.static_range(pieces):
+            total += x[i]
+        mean = tl.sum(total, axis=1) / cols
+    centred = ()
+    square = tl.zeros([tile_rows, block], tl.float32)
+    for i in tl.static_range(pieces):
+        c = x[i]
+        if subtract_mean:
+            c = zero_beyond(c - mean[:, None], columns_at(i * block, block), cols, block)
+        square += c * c
+        centred += (c,)
+    return centred, tl.rsqrt(tl.sum(square, axis=1) / cols + epsilon), mean
 
 
 @triton.jit
@@ -180,12 +232,12 @@ def _norm_fwd_looped(
         bias = effective_bias(bias_ptr, y_ptr, col, cols, from_output)
         y = (x - mean[:, None]) * rstd[:, None] * g + bias
         tl.store(y_ptr + start + col, y, mask=exists)
-    row = first_row + tl.arange(0, tile_rows)
-    _store_stats(rstd_ptr, mean_ptr, row, rows, rstd, mean)
+    _store_stats(rstd_ptr, mean_ptr, first_row, rows, rstd, mean, tile_rows)
 
 
 @triton.jit
-def _store_stats(rstd_ptr, mean_ptr, row, rows, rstd, mean):
+def _store_stats(rstd_ptr, mean_ptr, first_row, rows, rstd, mean, tile_rows: tl.constexpr):
+    row = first_row + tl.arange(0, tile_rows)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd, mask=row < rows)
     if mean_ptr is not None:

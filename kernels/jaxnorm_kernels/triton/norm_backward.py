@@ -212,25 +212,16 @@ def _norm_bwd(
             if hold_params:
                 g, inverse, bias = params[i]
             else:
-                g, inverse = (
-                    tl.full([1, block], 1.0, tl.float32),
-                    tl.full([1, block], 1.0, tl.float32),
+                g, inverse, bias = _columns(
+                    scale_ptr,
+                    bias_ptr,
+                    saved_ptr,
+                    col,
+                    cols,
+                    scale_offset,
+                    scale_floor,
+                    from_output,
                 )
-                bias = tl.zeros([1, block], tl.float32)
-                if first_row < rows:  # always: reading ahead leaves the loads of a branch alone
-                    gs, inverses, biases = _columns(
-                        scale_ptr,
-                        bias_ptr,
-                        saved_ptr,
-                        col,
-                        cols,
-                        scale_offset,
-                        scale_floor,
-                        from_output,
-                    )
-                    g *= gs
-                    inverse *= inverses
-                    bias += biases
             dg, dz, xh = _elements(saved, d, rstd, mean, g, inverse, bias, bound, from_output)
             terms += dz
             sums += dg

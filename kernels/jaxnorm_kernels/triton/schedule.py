@@ -3,16 +3,18 @@
 The sizes that matter, and how the lines below use them:
 
 * A multiprocessor (SM) has 64 K registers: 64 for each of 1024 threads, which most lines have in an
-  SM. A float32 value of a row costs one, so that a thread of a forward pass holds up to 32 values,
-  and one of a backward pass, with two arrays and their sums over the rows, 8 or 16.
-* A thread reads 16 bytes at once, 8 values of 16 bits: fewer values than that waste loads.
+  SM. A float32 value of a row costs one, so that a thread of a forward pass holds up to 48 values,
+  and one of a backward pass, with two arrays and their sums over the rows, up to 16.
+* A row that is held is as many pieces as it takes, so that few threads are left without columns; of
+  a piece a thread has 4, 8 or 16 values. 8 are a read of 16 bytes where values have 16 bits. With 4
+  the parameters, which have 32, lie in the same threads; with 8 or 16 they are first sent around.
 * About 64 KiB of reads under way in each SM keep the memory busy (measured on an H200). Short rows
-  have as many because an SM runs several programs. A row that fills the SM leaves the memory idle
-  between two rows, unless the next one comes through shared memory meanwhile (`stages`).
+  have as many because an SM runs several programs. Programs that take turns over the rows wait for
+  a row, exchange sums and write, unless the next rows come through shared memory meanwhile
+  (`stages`).
 * A second read from the L2 cache costs no memory bandwidth, but L2 bandwidth: the last resort.
 
-Timed on one H200, with Triton 3.6: softmax and LayerNorm as they are here; of RMSNorm, the forward
-in 16 bits and the backward as they were before their present lines.
+What was timed is one H200 with Triton 3.6 (`benchmarks.sweep benchmarks/sweeps/triton.py`).
 """
 
 import dataclasses
@@ -63,13 +65,8 @@ class Schedule:
         """Programs of a kernel in which each has a tile of rows."""
         return (math.ceil(spec.rows / self.tile_rows),)
 
-    def grid_in_turns(self, spec: Spec) -> tuple[int, ...]:
-        """Programs of a kernel in which each has several tiles of rows, in turn, if it reads ahead."""
-        (tiles,) = self.grid(spec)
-        return (min(self.programs, tiles) if self.stages > 1 else tiles,)
-
     def persistent_grid(self, spec: Spec) -> tuple[int, int]:
-        """Programs of a norm's backward: over the blocks of a row, and over the rows."""
+        """Programs that take turns over the rows: over the blocks of a row, and over the rows."""
         col_blocks = math.ceil(spec.cols / (self.pieces * self.block))
         row_programs = min(max(1, self.programs // col_blocks), *self.grid(spec))
         return col_blocks, row_programs
@@ -80,82 +77,96 @@ class Line:
     """A line of a table: for rows of up to `cols` columns; None is any number.
 
     Attributes:
-      tile: elements of a tile. Rows of fewer elements share it.
       warps: of 32 threads, in a program.
       per_sm: programs that an SM has registers for.
-      stages, hold_params: for norms' backwards; see `Schedule`.
-      bias: only with a bias.
+      values: of a piece of a row in a thread.
+      share: elements of the rows that share a tile, where they are short.
+      stages: rows that a program reads at once; for norms.
+      hold_params: for norms' backwards; see `Schedule`.
+      looped: a row is read piece after piece, and never held.
+      mean: only where a mean is subtracted.
       itemsize: only for x of so many bytes.
     """
 
     cols: int | None
-    tile: int
     warps: int
     per_sm: int
+    values: int = 8
+    share: int = 0
     stages: int = 1
     hold_params: bool = True
-    bias: bool = False
+    looped: bool = False
+    mean: bool = False
     itemsize: int | None = None
 
     def fits(self, spec: Spec) -> bool:
         return (
             (self.cols is None or spec.cols <= self.cols)
-            and (not self.bias or spec.bias_dtype is not None)
+            and (not self.mean or spec.subtract_mean)
             and self.itemsize in (None, spec.x_dtype.itemsize)
         )
 
 
 SOFTMAX_FORWARD = (
-    # 16 values in a thread: two loads under way, and many programs in an SM.
-    Line(2048, tile=2048, warps=4, per_sm=8),
-    Line(4096, tile=4096, warps=8, per_sm=4),
-    Line(8192, tile=8192, warps=16, per_sm=2),
-    # 32 values, in 64 registers.
-    Line(16384, tile=16384, warps=16, per_sm=2),
-    Line(32768, tile=32768, warps=32, per_sm=1),
+    # Many programs in an SM: one reads while others exchange sums.
+    Line(3072, warps=4, per_sm=8, share=2048),
+    Line(6144, warps=8, per_sm=4),
+    # Up to 32 values in 64 registers.
+    Line(16384, warps=16, per_sm=2),
+    Line(32768, warps=32, per_sm=1),
     # The second read finds the row in the L2 cache, which has room for all rows under way.
-    Line(None, tile=8192, warps=16, per_sm=2),
+    Line(None, warps=16, per_sm=2, values=16, looped=True),
 )
 
 SOFTMAX_BACKWARD = (
-    # 8 values of two arrays, then 16.
-    Line(1024, tile=1024, warps=4, per_sm=8),
-    Line(2048, tile=2048, warps=8, per_sm=4),
-    Line(4096, tile=4096, warps=8, per_sm=4),
-    Line(8192, tile=8192, warps=16, per_sm=2),
-    Line(16384, tile=16384, warps=32, per_sm=1),
+    Line(1024, warps=4, per_sm=8, share=1024),
+    Line(6144, warps=8, per_sm=4),
+    Line(8192, warps=16, per_sm=2),
+    # 16 values of two arrays are all that a thread has registers for, and one program is alone in
+    # its SM: in 16 bits, where there are fewer bytes to wait for, reading twice is faster.
+    Line(16384, warps=16, per_sm=2, looped=True, itemsize=2),
+    Line(16384, warps=32, per_sm=1),
+    Line(None, warps=32, per_sm=1, looped=True, itemsize=2),
     # 8 values again: each has an address of its own where a row's length is odd.
-    Line(None, tile=4096, warps=16, per_sm=2),
+    Line(None, warps=16, per_sm=2, looped=True),
 )
 
 NORM_FORWARD = (
-    # A row takes longer than softmax's: its parameters come after its sums. So more is under way,
-    # 64 bytes in a thread.
-    Line(2048, tile=2048, warps=4, per_sm=8),
-    Line(4096, tile=4096, warps=4, per_sm=8, itemsize=2),
-    Line(8192, tile=8192, warps=8, per_sm=4, itemsize=2),
-    Line(4096, tile=4096, warps=8, per_sm=4),
-    Line(8192, tile=8192, warps=16, per_sm=2),
-    Line(16384, tile=16384, warps=16, per_sm=2),
-    Line(None, tile=8192, warps=16, per_sm=2),
+    # LayerNorm exchanges sums twice before it writes, and has twice the parameters: programs keep
+    # those, and read the next rows meanwhile.
+    Line(1024, warps=4, per_sm=6, share=2048, stages=3, mean=True, itemsize=2),
+    Line(2048, warps=4, per_sm=6, values=4, share=2048, stages=3, mean=True, itemsize=2),
+    Line(2048, warps=4, per_sm=8, share=2048),
+    # Up to 48 values in a thread: the bytes under way count, and in 16 bits they are few.
+    Line(5120, warps=4, per_sm=8, itemsize=2),
+    Line(12288, warps=8, per_sm=4, values=4, itemsize=2),
+    Line(5120, warps=8, per_sm=4, values=4),
+    Line(16384, warps=16, per_sm=2, values=4),
+    Line(32768, warps=32, per_sm=1, values=4),
+    Line(None, warps=16, per_sm=2, values=16, looped=True),
 )
 
 NORM_BACKWARD = (
-    # 8 values of each array, of the parameters and of their sums: with those of a bias more than
-    # fit in 64 registers.
-    Line(1024, tile=1024, warps=4, per_sm=6, bias=True),
-    Line(2048, tile=2048, warps=8, per_sm=3, bias=True),
-    Line(1024, tile=1024, warps=4, per_sm=8),
-    Line(2048, tile=2048, warps=8, per_sm=4),
-    Line(4096, tile=4096, warps=16, per_sm=2),
-    # 16 values: one program in an SM, which reads ahead.
-    Line(8192, tile=8192, warps=16, per_sm=1, stages=3),
-    # No registers are left for the parameters: they come from the L1 cache. They are loads like
-    # any other, so that reading ahead would put them into shared memory. What spills costs less
-    # than the second read of the line below.
-    Line(16384, tile=16384, warps=32, per_sm=1, hold_params=False),
-    # The sums fit in registers by blocks of columns alone, so that a row's means come first.
-    Line(None, tile=2048, warps=8, per_sm=4),
+    # Programs take turns over the rows. 128 registers hold 8 values of each array, of the
+    # parameters and of their sums; what reading costs in time, the rows under way make up for.
+    Line(1024, warps=4, per_sm=4, share=1024, stages=4),
+    Line(2048, warps=8, per_sm=2, stages=4),
+    # Then 12 and 16 values.
+    Line(3072, warps=8, per_sm=2, values=4, stages=4, itemsize=2),
+    Line(4096, warps=8, per_sm=2, stages=3, itemsize=2),
+    Line(4096, warps=8, per_sm=2, values=4),
+    Line(6144, warps=16, per_sm=1, values=4, stages=3, mean=True),
+    Line(5120, warps=8, per_sm=2, values=4, stages=3),
+    Line(8192, warps=16, per_sm=1, values=16, stages=3),
+    # The sums of LayerNorm fit in registers by pieces alone, so that a row's means come first.
+    Line(None, warps=4, per_sm=8, looped=True, mean=True),
+    # RMSNorm's, but then no registers are left for the scale: it comes from the L1 cache.
+    Line(12288, warps=16, per_sm=1, hold_params=False, itemsize=2),
+    Line(12288, warps=32, per_sm=1, values=4, hold_params=False),
+    # What spills costs less than the second read of the last line.
+    Line(16384, warps=32, per_sm=1, values=16, hold_params=False, itemsize=2),
+    Line(16384, warps=32, per_sm=1, values=16),
+    Line(None, warps=4, per_sm=8, looped=True),
 )
 
 _TABLES = {
@@ -180,8 +191,11 @@ def choose_line(spec: Spec) -> Line:
 
 def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
     """What a line of a table means for the rows of `spec`."""
-    block, pieces = (line.tile, 1) if line.cols is None else _held(line, spec)
-    tile_rows = _tile_rows(line.tile // (pieces * block), spec, gpu)
+    block, pieces = 32 * line.warps * line.values, 1
+    if not line.looped:
+        block = min(block, _power_of_2_from(spec.cols))
+        pieces = math.ceil(spec.cols / block)
+    tile_rows = _tile_rows(line.share // (pieces * block), spec, gpu)
     return Schedule(
         block=block,
         pieces=pieces,
@@ -194,25 +208,9 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
     )
 
 
-def _held(line: Line, spec: Spec) -> tuple[int, int]:
-    """Block and pieces that hold a row: as little beyond its end as up to seven pieces allow.
-
-    A piece is 16 bytes for each thread at least; what is shorter is one piece.
-    """
-    vectors = 32 * line.warps * (16 // min(spec.x_dtype.itemsize, spec.y_dtype.itemsize))
-    block = _power_of_2_from(spec.cols)
-    least = max(block // 8, vectors)
-    if block <= least:
-        return block, 1
-    pieces = math.ceil(spec.cols / least)
-    while pieces % 2 == 0:
-        least, pieces = 2 * least, pieces // 2
-    return least, pieces
-
-
 def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:
-    """Rows of a tile: few rows are spread over all SMs first."""
-    return min(most, _power_of_2_from(math.ceil(spec.rows / gpu.sms)))
+    """Rows of a tile, a power of two: few rows are spread over all SMs first."""
+    return max(1, min(most, _power_of_2_from(math.ceil(spec.rows / gpu.sms))))
 
 
 def _stages(line: Line, tile: int, spec: Spec, gpu: Gpu) -> int:

@@ -30,12 +30,11 @@ def softmax_fwd(
 ) -> jax.Array:
     del mask  # `supports` refuses it
     schedule = schedule or schedules.choose(spec)
-    looped = schedule.is_looped(spec)
     (y,) = launch(
-        _softmax_fwd_looped if looped else _softmax_fwd_held,
+        _softmax_fwd_looped if schedule.is_looped(spec) else _softmax_fwd_held,
         name=f"jaxnorm_{spec.op}_fwd",
         outputs={"y_ptr": jax.ShapeDtypeStruct(x.shape, spec.y_dtype)},
-        grid=schedule.grid(spec) if looped else schedule.grid_in_turns(spec),
+        grid=schedule.grid(spec),
         warps=schedule.warps,
         registers=schedule.registers,
         x_ptr=x,
@@ -43,7 +42,6 @@ def softmax_fwd(
         cols=spec.cols,
         log=spec.op == "log_softmax",
         **schedule.tiles(spec),
-        **({} if looped else {"stages": schedule.stages}),
     )
     return y
 
@@ -90,22 +88,20 @@ def _softmax_fwd_held(
     tile_rows: tl.constexpr,
     block: tl.constexpr,
     pieces: tl.constexpr,
-    stages: tl.constexpr,
 ):
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    for first_row in tl.range(program * tile_rows, rows, programs * tile_rows, num_stages=stages):
-        x = load_rows(x_ptr, first_row, rows, cols, tile_rows, block, pieces, float("-inf"))
-        top = x[0]
-        for i in tl.static_range(1, pieces):
-            top = tl.maximum(top, x[i])
-        m = tl.maximum(tl.max(top, axis=1), _LOWEST)[:, None]
-        e = tl.zeros([tile_rows, block], tl.float32)
-        for i in tl.static_range(pieces):
-            e += tl.exp(x[i] - m)
-        s = tl.sum(e, axis=1)[:, None]
-        for i in tl.static_range(pieces):
-            y = x[i] - m - tl.log(s) if log else tl.exp(x[i] - m) * (1.0 / s)
-            store_piece(y_ptr, y, i, first_row, rows, cols, tile_rows, block)
+    first_row = tl.program_id(0) * tile_rows
+    x = load_rows(x_ptr, first_row, rows, cols, tile_rows, block, pieces, float("-inf"))
+    top = x[0]
+    for i in tl.static_range(1, pieces):
+        top = tl.maximum(top, x[i])
+    m = tl.maximum(tl.max(top, axis=1), _LOWEST)[:, None]
+    e = tl.zeros([tile_rows, block], tl.float32)
+    for i in tl.static_range(pieces):
+        e += tl.exp(x[i] - m)
+    s = tl.sum(e, axis=1)[:, None]
+    for i in tl.static_range(pieces):
+        y = x[i] - m - tl.log(s) if log else tl.exp(x[i] - m) * (1.0 / s)
+        store_piece(y_ptr, y, i, first_row, rows, cols, tile_rows, block)
 
 
 @triton.jit
