@@ -85,9 +85,10 @@ def _params(
     scale_floor: tl.constexpr,
     from_output: tl.constexpr,
     block: tl.constexpr,
+    tile_rows: tl.constexpr = 1,
 ):
     """G and the bias of the columns of a piece."""
-    col = columns_at(piece * block, block)
+    col = columns_at(piece * block, block, tile_rows)
     g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
     return g, effective_bias(bias_ptr, y_ptr, col, cols, from_output)
 
@@ -149,7 +150,16 @@ def _norm_fwd_in_turns(
     for i in tl.static_range(pieces):
         params += (
             _params(
-                scale_ptr, bias_ptr, y_ptr, i, cols, scale_offset, scale_floor, from_output, block
+                scale_ptr,
+                bias_ptr,
+                y_ptr,
+                i,
+                cols,
+                scale_offset,
+                scale_floor,
+                from_output,
+                block,
+                tile_rows,
             ),
         )
     for first_row in tl.range(program * tile_rows, rows, programs * tile_rows, num_stages=stages):

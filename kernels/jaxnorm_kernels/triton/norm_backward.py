@@ -188,7 +188,7 @@ def _norm_bwd(
                     scale_ptr,
                     bias_ptr,
                     saved_ptr,
-                    columns_at(first_col + i * block, block),
+                    columns_at(first_col + i * block, block, tile_rows),
                     cols,
                     scale_offset,
                     scale_floor,

@@ -85,7 +85,7 @@ class Line:
       hold_params: for norms' backwards; see `Schedule`.
       looped: a row is read piece after piece, and never held.
       mean: only where a mean is subtracted.
-      itemsize: only for x of so many bytes.
+      itemsize: only for elements of so many bytes: of x in a forward pass, of dy in a backward one.
     """
 
     cols: int | None
@@ -100,10 +100,11 @@ class Line:
     itemsize: int | None = None
 
     def fits(self, spec: Spec) -> bool:
+        read = spec.x_dtype if spec.direction == "fwd" else spec.y_dtype
         return (
             (self.cols is None or spec.cols <= self.cols)
             and (not self.mean or spec.subtract_mean)
-            and self.itemsize in (None, spec.x_dtype.itemsize)
+            and self.itemsize in (None, read.itemsize)
         )
 
 
@@ -126,9 +127,8 @@ SOFTMAX_BACKWARD = (
     # its SM: in 16 bits, where there are fewer bytes to wait for, reading twice is faster.
     Line(16384, warps=16, per_sm=2, looped=True, itemsize=2),
     Line(16384, warps=32, per_sm=1),
-    Line(None, warps=32, per_sm=1, looped=True, itemsize=2),
-    # 8 values again: each has an address of its own where a row's length is odd.
-    Line(None, warps=16, per_sm=2, looped=True),
+    # One row of two arrays for each SM is what the L2 cache has room for.
+    Line(None, warps=32, per_sm=1, looped=True),
 )
 
 NORM_FORWARD = (

@@ -10,9 +10,16 @@ import triton.language as tl
 
 
 @triton.jit
-def columns_at(first_col, block: tl.constexpr):
-    """The columns of a tile."""
-    return (first_col + tl.arange(0, block))[None, :]
+def columns_at(first_col, block: tl.constexpr, tile_rows: tl.constexpr = 1):
+    """The columns of a tile: of a row that goes for all, or of each row.
+
+    What is kept for many tiles is better loaded for each row: then it lies in the threads that
+    have those rows, and is not sent there anew for every tile.
+    """
+    col = (first_col + tl.arange(0, block))[None, :]
+    if tile_rows > 1:
+        col += tl.zeros([tile_rows, 1], tl.int32)
+    return col
 
 
 @triton.jit
