@@ -16,7 +16,7 @@ _MODULES = {
 }
 
 # What the default tries on a platform, in this order, before xla. Platforms not named run xla.
-_CANDIDATES: dict[str, tuple[str, ...]] = {"cuda": ("mosaic",)}
+_CANDIDATES: dict[str, tuple[str, ...]] = {"cuda": ("mosaic", "triton")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +37,15 @@ def names() -> tuple[str, ...]:
 
 def choose(spec: Spec, platform: str) -> Choice:
     """The default's choice for `spec` on `platform` ("cpu", "cuda", "rocm", "tpu")."""
-    refusals = []
+    refusals: list[str] = []
     for name in _CANDIDATES.get(platform, ()):
         try:
             refusal = module(name).supports(spec) or module(name).prefers(spec)
-        except ImportError as error:  # a jaxlib without this kernel backend
+        except ImportError as error:  # a jaxlib without this kernel backend, or a missing extra
             refusal = f"it cannot be imported: {error}"
         if refusal is None:
-            return Choice(name, f"the default for {spec.op} {spec.direction} on {platform}")
+            default = f"the default for {spec.op} {spec.direction} on {platform}"
+            return Choice(name, "; ".join([default, *refusals]))
         refusals.append(f"{name}: {refusal}")
     return Choice("xla", "; ".join(refusals) or f"the default for {platform}")
 

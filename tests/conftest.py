@@ -1,8 +1,10 @@
 """Fixtures that every test file shares."""
 
+import importlib.util
 import os
 import re
 from collections.abc import Iterator
+from typing import Any
 
 # Pallas' interpreter runs each warpgroup in a thread of XLA's CPU pool, and they wait for each
 # other: with fewer threads than warpgroups they would hang. To be set before JAX makes its backend.
@@ -22,6 +24,16 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 # Whether Triton interprets its kernels on the CPU: it then cannot compile them.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def load_alone(implementation: str, name: str) -> Any:
+    """A module of an implementation, without its package, which checks for an extra."""
+    (package,) = importlib.util.find_spec("jaxnorm_kernels").submodule_search_locations
+    file = f"{package}/{implementation}/{name}.py"
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture

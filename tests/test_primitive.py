@@ -49,12 +49,12 @@ def test_an_export_holds_no_kernel(platforms):
     assert jax.export.deserialize(exported.serialize()).platforms == platforms
 
 
-def test_another_gpu_runs_xla(monkeypatch):
+def test_another_gpu_runs_no_mosaic(monkeypatch):
     from jaxnorm_kernels.mosaic import support
 
-    monkeypatch.setattr(support, "local_capability", lambda: "8.0")
+    monkeypatch.setattr(support, "local_capability", lambda: 80)
     plan = jaxnorm.implementation_for("rms_norm", (4096, 1024), "bfloat16", platform="cuda")
-    assert plan.forward.name == "xla"
+    assert plan.forward.name != "mosaic"  # Triton's, where its extra and a GPU are there
     assert "compute capability 9.0" in plan.forward.reason
     assert kernels(rms_norm, jax.ShapeDtypeStruct((4096, 1032), jnp.bfloat16)) == 0
 

@@ -1,7 +1,6 @@
 """Who gets the Triton kernels, and what is said where they cannot be had; Triton or no Triton."""
 
 import dataclasses
-import importlib.util
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import types
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import load_alone
 
 import jaxnorm
 from jaxnorm import _implementation
@@ -18,16 +18,9 @@ from jaxnorm_kernels.specs import Spec
 BF16, F32, F64 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float32, np.float64))
 
 
-def load(name):
-    """A module of the package, without the package, which checks for the extra."""
-    package = importlib.util.find_spec("jaxnorm_kernels").submodule_search_locations[0]
-    spec = importlib.util.spec_from_file_location(name, f"{package}/triton/{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 NORM = Spec("norm", "bwd", 4, 128, BF16, F32, F32, F32, subtract_mean=True, want_stats=True)
+
+WIDE = Spec("norm", "bwd", 8192, 8192, BF16, BF16, F32, want_stats=True)
 
 
 @pytest.mark.parametrize(
@@ -46,13 +39,20 @@ NORM = Spec("norm", "bwd", 4, 128, BF16, F32, F32, F32, subtract_mean=True, want
     ids=str,
 )
 def test_supports(change, reason):
-    refusal = load("support").supports(dataclasses.replace(NORM, **change))
+    refusal = load_alone("triton", "support").supports(dataclasses.replace(NORM, **change))
     assert refusal is None if reason is None else reason in refusal
+
+
+def test_needs_ampere(monkeypatch):
+    support = load_alone("triton", "support")
+    for capability, refused in [(75, True), (80, False), (89, False), (None, False)]:
+        monkeypatch.setattr(support, "local_capability", lambda c=capability: c)
+        assert ("8.0 (Ampere)" in (support.supports(NORM) or "")) == refused
 
 
 def test_supports_whatever_has_elements_of_32_bits_at_most():
     """Unlike Mosaic's kernels: every number of rows and columns, in every mix of dtypes."""
-    supports = load("support").supports
+    supports = load_alone("triton", "support").supports
     rng = np.random.default_rng(0)
     dtypes = (BF16, F32, np.dtype(np.float16))
     for _ in range(500):
@@ -63,13 +63,32 @@ def test_supports_whatever_has_elements_of_32_bits_at_most():
             assert supports(spec) is None
 
 
-def test_not_a_default_before_it_is_measured():
-    assert all("triton" not in names for names in _implementation._CANDIDATES.values())
+def test_not_imported_unless_mosaic_leaves_a_call():
+    assert _implementation._CANDIDATES["cuda"] == ("mosaic", "triton")
     program = "import jaxnorm, sys; jaxnorm.implementation_for('softmax', (64, 64), 'float32', "
     program += "platform='cuda'); print([m for m in sys.modules "
     program += "if m.split('.')[0] in ('triton', 'jax_triton') or 'kernels.triton' in m])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert done.stdout == b"[]\n"
+
+
+def test_without_jaxs_cuda_plugin_the_default_is_xla(monkeypatch):
+    support = load_alone("triton", "support")
+    monkeypatch.setattr(support, "can_lower", lambda: True)
+    assert support.prefers(WIDE) is None
+    monkeypatch.setattr(support, "can_lower", lambda: False)
+    assert "CUDA plugin" in support.prefers(WIDE)
+
+
+@pytest.mark.triton
+def test_the_default_where_mosaic_leaves_a_call(monkeypatch):
+    """Rows that are no multiple of 16 bytes: Mosaic's kernels read them twice."""
+    from jaxnorm_kernels.triton import support
+
+    monkeypatch.setattr(support, "can_lower", lambda: True)
+    plan = jaxnorm.implementation_for("rms_norm", (8192, 50257), BF16, platform="cuda")
+    assert (plan.forward.name, plan.backward.name) == ("mosaic", "triton")
+    assert re.search("the default for norm bwd on cuda; mosaic: .* reads them twice", str(plan))
 
 
 @pytest.fixture

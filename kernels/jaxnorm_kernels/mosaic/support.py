@@ -1,23 +1,12 @@
 """What the kernels cannot do, and where the default leaves a call to XLA: tables of sentences."""
 
-import functools
-
-import jax
-
 from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, vector_width
-from jaxnorm_kernels.refusals import NO_KERNEL, Table, first
+from jaxnorm_kernels.refusals import NO_KERNEL, Table, first, local_capability
 from jaxnorm_kernels.specs import Spec
 
 # Rows are numbered in int32, and the last block may start a tile further.
 _MAX_ROWS = 2**31 - 2**16
 _MIN_COLS = 8
-
-
-@functools.cache
-def local_capability() -> str | None:
-    """Compute capability of the GPU at hand; None where there is none (cross-lowering)."""
-    device = jax.local_devices()[0]
-    return getattr(device, "compute_capability", None) if device.platform == "gpu" else None
 
 
 _CANNOT: Table = (
@@ -51,7 +40,7 @@ _CANNOT: Table = (
 _LEFT_TO_XLA: Table = (
     (
         "its schedules are measured on compute capability 9.0 (H100, H200) alone",
-        lambda s: local_capability() not in ("9.0", None),
+        lambda s: local_capability() not in (90, None),
     ),
     (
         "with fewer rows than multiprocessors, XLA spreads a norm's backward over more of them",

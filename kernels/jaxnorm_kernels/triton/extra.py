@@ -11,6 +11,8 @@ from importlib.metadata import version
 import jax
 from jax.interpreters import partial_eval
 
+from jaxnorm_kernels.triton import support
+
 _MEND = 'pip install "jaxnorm[triton]"'
 
 # The first that takes None for an array that a kernel does without.
@@ -46,7 +48,7 @@ def check() -> None:
 
 def check_cuda() -> None:
     """ImportError with the mend where JAX cannot make a CUDA program with Triton kernels in it."""
-    if not hasattr(importlib.import_module("jaxlib.gpu_triton"), "TritonKernel"):
+    if not support.can_lower():
         raise ImportError(
             "Triton kernels are lowered with JAX's CUDA plugin, which is not installed; "
             'pip install "jax[cuda13]" (or cuda12)'

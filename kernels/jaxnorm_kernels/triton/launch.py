@@ -9,6 +9,7 @@ import jax
 import jax_triton
 from jax import lax
 
+from jaxnorm_kernels.refusals import local_capability
 from jaxnorm_kernels.triton import extra
 
 # Triton would write PTX for the newest CUDA that it knows; this is what CUDA 12.8 reads. Fusion
@@ -39,10 +40,11 @@ AMPERE = Gpu(capability=80, sms=108, smem=163 * 1024)  # A100
 def local_gpu() -> Gpu:
     """The GPU at hand; an A100 where there is none."""
     device = jax.local_devices()[0]
-    if device.platform != "gpu":
+    capability = local_capability()
+    if capability is None:
         return AMPERE
     return Gpu(
-        capability=round(10 * float(device.compute_capability)),
+        capability=capability,
         sms=getattr(device, "core_count", AMPERE.sms),
         smem=getattr(device, "shared_memory_per_block_optin", 99 * 1024),
     )

@@ -1,10 +1,20 @@
 """What the kernels cannot do, and where the default leaves a call to XLA: tables of sentences."""
 
-from jaxnorm_kernels.refusals import NO_KERNEL, Table, first
+import functools
+import importlib
+
+from jaxnorm_kernels.refusals import NO_KERNEL, Table, first, local_capability
 from jaxnorm_kernels.specs import Spec
 
 # Rows and columns are numbered in int32, and the last step goes over the end by so much at most.
 _MOST = 2**31 - 2**21
+
+
+@functools.cache
+def can_lower() -> bool:
+    """Whether JAX's CUDA plugin is installed, which lowers Triton kernels; a GPU need not be."""
+    return hasattr(importlib.import_module("jaxlib.gpu_triton"), "TritonKernel")
+
 
 _CANNOT: Table = (
     *NO_KERNEL,
@@ -12,10 +22,59 @@ _CANNOT: Table = (
         f"its kernels number rows and columns in 32 bits, up to {_MOST}",
         lambda s: max(s.rows, s.cols) > _MOST,
     ),
+    (
+        "its kernels need compute capability 8.0 (Ampere) or newer",
+        lambda s: (local_capability() or 80) < 80,
+    ),
 )
 
-# Sentences like those above, once the kernels have been timed against XLA's.
-_LEFT_TO_XLA: Table = ()
+# Measured on one H200 with jax 0.11.2 and Triton 3.6: kernel time against XLA's (`python -m
+# benchmarks.run`; the committed figures are in benchmarks/results/nvidia_h200).
+_LEFT_TO_XLA: Table = (
+    (
+        "JAX's CUDA plugin, which lowers its kernels, is not installed",
+        lambda s: not can_lower(),
+    ),
+    (
+        "with few rows, XLA spreads a norm over more multiprocessors",
+        lambda s: s.op == "norm" and s.rows < _few_rows(s),
+    ),
+    (
+        "XLA's softmax of a few rows of float32 is faster",
+        lambda s: (
+            s.op == "softmax" and s.direction == "fwd" and s.rows < 128 and s.x_dtype.itemsize == 4
+        ),
+    ),
+    (
+        "where rows are no multiple of 16 bytes, its forward norms read 16-bit elements one by one",
+        lambda s: _norm(s, "fwd") and _has_ragged_rows(s) and _is_16_bit(s),
+    ),
+    (
+        "rows this wide that are no multiple of 16 bytes are read twice, element by element",
+        lambda s: (
+            _has_ragged_rows(s)
+            and s.cols > 16384
+            and (s.op, s.direction) != ("log_softmax", "fwd")
+            and not _is_rms(s, "bwd")
+        ),
+    ),
+    (
+        "LayerNorm's backward of float32 rows this wide reads them twice from memory",
+        lambda s: _is_layer(s, "bwd") and s.y_dtype.itemsize == 4 and s.cols > 8192,
+    ),
+    (
+        "rows of float32 this wide are read twice from memory",
+        lambda s: (
+            s.cols > 65536
+            and s.x_dtype.itemsize == 4
+            and (_is_rms(s, "fwd") or (s.op != "norm" and s.direction == "bwd"))
+        ),
+    ),
+    (
+        "programs that share short rows had more to exchange than XLA when this was measured",
+        lambda s: _is_layer(s, "fwd") and s.cols < 512 and _is_16_bit(s),
+    ),
+)
 
 
 def supports(spec: Spec) -> str | None:
@@ -26,3 +85,29 @@ def supports(spec: Spec) -> str | None:
 def prefers(spec: Spec) -> str | None:
     """None, or why the default leaves this call to xla."""
     return first(_LEFT_TO_XLA, spec)
+
+
+def _few_rows(spec: Spec) -> int:
+    """The rows from which a norm is known to be faster; measured at 1, 128 and 2048."""
+    float32_layer_norm = spec.subtract_mean and spec.y_dtype.itemsize == 4
+    return 2048 if spec.direction == "fwd" or float32_layer_norm else 128
+
+
+def _norm(spec: Spec, direction: str) -> bool:
+    return spec.op == "norm" and spec.direction == direction
+
+
+def _is_layer(spec: Spec, direction: str) -> bool:
+    return _norm(spec, direction) and spec.subtract_mean
+
+
+def _is_rms(spec: Spec, direction: str) -> bool:
+    return _norm(spec, direction) and not spec.subtract_mean
+
+
+def _is_16_bit(spec: Spec) -> bool:
+    return min(spec.x_dtype.itemsize, spec.y_dtype.itemsize) == 2
+
+
+def _has_ragged_rows(spec: Spec) -> bool:
+    return bool(spec.cols * min(spec.x_dtype.itemsize, spec.y_dtype.itemsize) % 16)
