@@ -5,7 +5,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,24 @@ Figures = dict[str, float | None]
 WARMUP, REPEATS = 3, 20
 _ONE_DEVICE = demo.Placement()
 
+# XLA times matrix products in many forms before it takes one. Memory needs no times, and the form
+# taken may come with a workspace of an activation's size. Steps take cuBLAS's forms alone: with
+# Triton's beside them, the twelve steps of a run compile for longer than all else takes.
+_OPTIONS = {
+    "memory": {"xla_gpu_autotune_level": "0"},
+    "steps": {"xla_gpu_enable_triton_gemm": False},
+}
+
 
 class Step:
     """A compiled training step, which is not run, and what it takes; on one device, or a mesh."""
 
     def __init__(
-        self, cell: TrainingCell, batch: int, placement: demo.Placement = _ONE_DEVICE
+        self,
+        cell: TrainingCell,
+        batch: int,
+        placement: demo.Placement = _ONE_DEVICE,
+        suite: Literal["memory", "steps"] = "steps",
     ) -> None:
         size = cell.size
         config = Config(
@@ -56,7 +68,7 @@ class Step:
             out_shardings=None if self.shardings is None else (self.shardings, None),
         )
         tokens = placement.batch(np.zeros(self.batch_shape, np.int32))
-        self.run = step.lower(state, tokens).compile()
+        self.run = step.lower(state, tokens).compile(_OPTIONS[suite])
 
     def state(self) -> Any:
         """Initial parameters and optimiser state. The parameters' shapes need one sequence."""
@@ -83,12 +95,12 @@ class Step:
 
 
 def memory(cell: TrainingCell) -> Figures:
-    fixed = Step(cell, cell.batch)
+    fixed = Step(cell, cell.batch, suite="memory")
     return {
         "temp_bytes": fixed.temp_bytes,
         "peak_bytes": fixed.peak_bytes,
         "batch_in_80gb": largest(
-            lambda batch: Step(cell, batch).peak_bytes,
+            lambda batch: Step(cell, batch, suite="memory").peak_bytes,
             models.BUDGET_BYTES,
             {cell.batch: fixed.peak_bytes},
         ),
