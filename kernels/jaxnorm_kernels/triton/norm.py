@@ -3,9 +3,10 @@
     G = scale + scale_offset        r = 1 / sqrt(mean((x - mean)^2) + epsilon)
     y = (x - mean) r G + bias
 
-Rows that fit are held in registers and reduced twice. Wider ones are read twice, block after block.
-A block of n columns has its own mean m and sum of squares about it, M; it is merged with those of
-the k columns before it (Chan, Golub, LeVeque 1979):
+Rows that fit are held in registers, as pieces side by side, and reduced twice; where they are
+short, programs may take turns over them and read the next ones meanwhile. Wider rows are read
+twice, block after block. A block of n columns has its own mean m and sum of squares about it, M; it
+is merged with those of the k columns before it (Chan, Golub, LeVeque 1979):
 
     mean' = mean + (m - mean) n / (k + n)       M' += M + (m - mean)^2 k n / (k + n)
 
