@@ -13,17 +13,18 @@ _WIDE = [(8192, 5120), (16384, 8192), (8192, 12288), (8192, 16384), (4096, 32768
 _SHAPES = {"softmax": [*_NARROW[2:3], *_WIDE], "norm": [*_NARROW, *_WIDE]}
 _CALLS = [
     *itertools.product(("softmax", "layer_norm", "rms_norm"), ("fwd", "bwd"), ("bfloat16",)),
+    ("log_softmax", "fwd", "bfloat16"),
     *itertools.product(("layer_norm",), ("fwd", "bwd"), ("float32",)),
 ]
 _WARPS = (4, 8, 16, 32)
-_THREADS = (1024, 768, 512)  # that an SM has registers for
+_THREADS = {"fwd": (1536, 1024, 768), "bwd": (1024, 768, 512)}  # that an SM has registers for
 _STAGES = (1, 2, 3, 4, 8)  # rows under way
 _VALUES = (4, 8, 16)  # of a piece of a row in a thread
 
 
 def workloads() -> Iterator[KernelWorkload]:
     for op, direction, dtype in _CALLS:
-        for shape in _SHAPES["softmax" if op == "softmax" else "norm"]:
+        for shape in _SHAPES[op.split("_")[-1]]:
             yield KernelWorkload(op, direction, *shape, dtype, dtype)  # type: ignore[arg-type]
 
 
@@ -36,12 +37,13 @@ def schedules(workload: KernelWorkload) -> list[Schedule]:
 
 def _held(spec: Spec) -> Iterator[Line]:
     hold = spec.cols <= 8192  # beyond, there are no registers for parameters
+    most = {"fwd": 2048, "bwd": 16384}[spec.direction]  # beyond, reading ahead was slower
     for rows, warps, threads, stages, values in itertools.product(
-        (1, 2), _WARPS, _THREADS, _STAGES if spec.op == "norm" else (1,), _VALUES
+        (1, 2), _WARPS, _THREADS[spec.direction], _STAGES if spec.op == "norm" else (1,), _VALUES
     ):
         share, per_sm = rows * spec.cols, threads // (32 * warps)
         fits = per_sm and 8 <= share // (32 * warps) <= 64
-        if fits and (rows == 1 or spec.cols <= 2048) and (stages == 1 or spec.cols <= 16384):
+        if fits and (rows == 1 or spec.cols <= 2048) and (stages == 1 or spec.cols <= most):
             yield Line(spec.cols, warps, per_sm, values, share, stages, hold)
 
 
