@@ -14,8 +14,9 @@ The sizes that matter, and how the lines below use them:
   (`stages`).
 * A second read from the L2 cache costs no memory bandwidth, but L2 bandwidth: the last resort.
 
-Timed on one H200 with Triton 3.6 (`benchmarks.sweep benchmarks/sweeps/triton.py`), but for float32
-softmax's backward over 16384 columns and for backward passes of float32 x with a 16-bit dy.
+Timed on one H200 with Triton 3.6 (`benchmarks.sweep benchmarks/sweeps/triton.py`), but for
+softmax's backward over 16384 columns of float32, or of 16 bits in ragged rows, and for backward
+passes of float32 x with a 16-bit dy.
 """
 
 import dataclasses
@@ -86,6 +87,7 @@ class Line:
       hold_params: for norms' backwards; see `Schedule`.
       looped: a row is read piece after piece, and never held.
       mean: only where a mean is subtracted.
+      ragged: only for rows that are no multiple of 16 bytes.
       itemsize: only for elements of so many bytes: of x in a forward pass, of dy in a backward one.
     """
 
@@ -98,6 +100,7 @@ class Line:
     hold_params: bool = True
     looped: bool = False
     mean: bool = False
+    ragged: bool = False
     itemsize: int | None = None
 
     def fits(self, spec: Spec) -> bool:
@@ -105,6 +108,7 @@ class Line:
         return (
             (self.cols is None or spec.cols <= self.cols)
             and (not self.mean or spec.subtract_mean)
+            and (not self.ragged or bool(spec.cols * read.itemsize % 16))
             and self.itemsize in (None, read.itemsize)
         )
 
@@ -128,6 +132,8 @@ SOFTMAX_BACKWARD = (
     # its SM: in 16 bits, where there are fewer bytes to wait for, reading twice is faster.
     Line(16384, warps=16, per_sm=2, looped=True, itemsize=2),
     Line(16384, warps=32, per_sm=1),
+    # Where each value has an address of its own, Triton 3.7 has too few registers in 32 warps.
+    Line(None, warps=16, per_sm=2, looped=True, ragged=True),
     # One row of two arrays for each SM is what the L2 cache has room for.
     Line(None, warps=32, per_sm=1, looped=True),
 )
