@@ -39,8 +39,8 @@ class Schedule:
       warps: of 32 threads, in a program.
       tile_rows: rows of a tile, a power of two.
       registers: that a thread may have.
-      programs: programs that share the rows of a norm's backward.
-      stages: tiles under way in a norm's backward; 1 for no prefetch.
+      programs: that take turns over the rows of a norm: in its backward, and where stages > 1.
+      stages: tiles that such a program has under way; 1 for no prefetch.
       hold_params: a norm's backward keeps scale and bias in registers, and does not read them again
         for each row.
     """
