@@ -1,9 +1,6 @@
 """Tables of sentences: why a kernel cannot, or should not, run a call."""
 
-import functools
 from collections.abc import Callable
-
-import jax
 
 from jaxnorm_kernels.specs import Spec
 
@@ -30,12 +27,3 @@ NO_KERNEL: Table = (
 def first(table: Table, spec: Spec) -> str | None:
     """The first sentence that applies to `spec`, if there is one."""
     return next((reason for reason, applies in table if applies(spec)), None)
-
-
-@functools.cache
-def local_capability() -> int | None:
-    """Compute capability of the GPU at hand, times ten; None where there is none."""
-    device = jax.local_devices()[0]
-    if device.platform != "gpu" or not hasattr(device, "compute_capability"):
-        return None
-    return round(10 * float(device.compute_capability))

@@ -1,7 +1,8 @@
 """What the kernels cannot do, and where the default leaves a call to XLA: tables of sentences."""
 
+from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, vector_width
-from jaxnorm_kernels.refusals import NO_KERNEL, Table, first, local_capability
+from jaxnorm_kernels.refusals import NO_KERNEL, Table, first
 from jaxnorm_kernels.specs import Spec
 
 # Rows are numbered in int32, and the last block may start a tile further.

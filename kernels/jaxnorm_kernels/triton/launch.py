@@ -9,7 +9,7 @@ import jax
 import jax_triton
 from jax import lax
 
-from jaxnorm_kernels.refusals import local_capability
+from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.triton import extra
 
 # Triton would write PTX for the newest CUDA that it knows; this is what CUDA 12.8 reads. Fusion

@@ -3,7 +3,8 @@
 import functools
 import importlib
 
-from jaxnorm_kernels.refusals import NO_KERNEL, Table, first, local_capability
+from jaxnorm_kernels.devices import local_capability
+from jaxnorm_kernels.refusals import NO_KERNEL, Table, first
 from jaxnorm_kernels.specs import Spec
 
 # Rows and columns are numbered in int32, and the last step goes over the end by so much at most.
