@@ -15,7 +15,7 @@ import pytest
 
 import jaxnorm
 from jaxnorm import _implementation
-from jaxnorm_kernels import xla
+from jaxnorm_kernels import devices, xla
 
 SHIFT = 100.0
 HERE = _implementation.local_platform()
@@ -218,3 +218,28 @@ def test_implementation_for_checks_its_arguments():
         jaxnorm.implementation_for("softmax", (4, 8), "int32")
     with pytest.raises(ValueError, match="out of range"):
         jaxnorm.implementation_for("softmax", (4, 8), "float32", axis=2)
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "expected"),
+    [
+        ("gpu", "9.0", 90),
+        ("gpu", "8.6", 86),
+        ("gpu", "10.0", 100),
+        ("gpu", "gfx942", None),
+        ("cpu", None, None),
+    ],
+)
+def test_the_default_knows_the_gpu(platform, capability, expected, monkeypatch):
+    """Mosaic's kernels are the default on compute capability 9.0, and where no GPU tells."""
+    device = types.SimpleNamespace(platform=platform)
+    if capability is not None:
+        device.compute_capability = capability
+    with monkeypatch.context() as patch:
+        patch.setattr(devices.jax, "local_devices", lambda: [device])
+        devices.local_capability.cache_clear()
+        assert devices.local_capability() == expected
+    # Cached: what follows asks no device.
+    plan = jaxnorm.implementation_for("rms_norm", (4096, 1024), "bfloat16", platform="cuda")
+    devices.local_capability.cache_clear()
+    assert (plan.forward.name == "mosaic") == (expected in (90, None))

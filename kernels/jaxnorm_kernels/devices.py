@@ -7,8 +7,9 @@ import jax
 
 @functools.cache
 def local_capability() -> int | None:
-    """Compute capability of the GPU at hand, times ten; None where there is none."""
+    """Compute capability of the NVIDIA GPU at hand, times ten; None where there is none."""
     device = jax.local_devices()[0]
-    if device.platform != "gpu" or not hasattr(device, "compute_capability"):
+    capability = getattr(device, "compute_capability", "")  # of an AMD GPU a name: "gfx942"
+    if device.platform != "gpu" or not capability.replace(".", "").isdigit():
         return None
-    return round(10 * float(device.compute_capability))
+    return round(10 * float(capability))
