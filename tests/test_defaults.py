@@ -1,15 +1,12 @@
 """What the default leaves to the next implementation, held against the committed figures."""
 
-import csv
-from pathlib import Path
-
 import pytest
 from conftest import load_alone
 
+from benchmarks import report
 from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels import mosaic
 
-FIGURES = Path(__file__).parents[1] / "benchmarks" / "results" / "nvidia_h200" / "kernels.csv"
 NOISE = 1.02
 
 
@@ -24,16 +21,12 @@ def support(request, monkeypatch):
 
 
 def timed(name):
-    """Times of each workload that both have run, those of a copy being 1: the kernels', XLA's."""
-    found = {}
-    with FIGURES.open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["status"] == "ok":
-                shape = (int(row["rows"]), int(row["cols"]))
-                dtypes = (row["x_dtype"], row["y_dtype"])
-                workload = KernelWorkload(row["op"], row["direction"], *shape, *dtypes)
-                found.setdefault(workload, {})[row["provider"]] = 1 / float(row["roof"])
-    return {w: (each[name], each["xla"]) for w, each in found.items() if {name, "xla"} <= {*each}}
+    """Microseconds of each workload that both have run: of the kernels, and of XLA's."""
+    return {
+        KernelWorkload(*question): (answers[name].us, answers["xla"].us)
+        for question, answers in report.Results(report.SHOWN).kernels.items()
+        if {name, "xla"} <= {*answers}
+    }
 
 
 def test_no_default_is_slower_than_xla(support):
@@ -41,7 +34,7 @@ def test_no_default_is_slower_than_xla(support):
     figures = timed(name)
     assert len(figures) > 500
     slower = {
-        workload: f"{ours:.2f} times a copy against {theirs:.2f}"
+        workload: f"{ours:.2f} us against {theirs:.2f}"
         for workload, (ours, theirs) in figures.items()
         if support.supports(workload.spec) is None
         and support.prefers(workload.spec) is None
