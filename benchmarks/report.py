@@ -69,8 +69,9 @@ def readme_section(found: Results) -> str:
         f"![GB/s against N, bfloat16]({here}/{plot_name('bfloat16')})",
         paragraph(
             "The roof is a copy of as many bytes, the median of all that were timed. In the table, "
-            "the copy's time over the kernel's, and in brackets the time of jaxnorm's plain JAX under XLA over it. (A backward reads "
-            "twice what it writes, which goes a little faster than a copy.)"
+            "the copy's time over the kernel's, and in brackets the time of jaxnorm's plain JAX "
+            "under XLA over it. (A backward reads twice what it writes, which goes a little faster "
+            "than a copy.)"
         ),
         tables.kernels(found.kernels),
     ]

@@ -26,11 +26,11 @@ WARMUP, REPEATS = 3, 20
 _ONE_DEVICE = demo.Placement()
 
 # XLA times matrix products in many forms before it takes one. Memory needs no times, and the form
-# taken may come with a workspace of an activation's size. Steps take cuBLAS's forms alone: with
-# Triton's beside them, none of twelve steps was compiled after four minutes on an H200.
+# taken may come with a workspace of an activation's size. Of twelve steps none was compiled after
+# 200 s on an H200, so they take cuBLAS's own choice.
 _OPTIONS = {
     "memory": {"xla_gpu_autotune_level": "0"},
-    "steps": {"xla_gpu_enable_triton_gemm": False},
+    "steps": {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False},
 }
 
 
@@ -68,7 +68,8 @@ class Step:
             out_shardings=None if self.shardings is None else (self.shardings, None),
         )
         tokens = placement.batch(np.zeros(self.batch_shape, np.int32))
-        self.run = step.lower(state, tokens).compile(_OPTIONS[suite])
+        self.options = _OPTIONS[suite]
+        self.run = step.lower(state, tokens).compile(self.options)
 
     def state(self) -> Any:
         """Initial parameters and optimiser state. The parameters' shapes need one sequence."""
@@ -79,7 +80,7 @@ class Step:
     @functools.cached_property
     def initial(self) -> Callable[[], Any]:
         """state, compiled."""
-        return jax.jit(self.state, out_shardings=self.shardings).lower().compile()
+        return jax.jit(self.state, out_shardings=self.shardings).lower().compile(self.options)
 
     @property
     def temp_bytes(self) -> int:
