@@ -25,7 +25,7 @@ Question = tuple[str, str, int, int, str, str]  # op, direction, rows, cols, x_d
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """One provider's answer: microseconds, GB/s, and these over a copy's."""
+    """One provider's answer: microseconds, GB/s, and a copy's time over its time."""
 
     us: float
     gbps: float
@@ -48,12 +48,12 @@ def of(rows: Iterable[Row]) -> Figures:
     measured = [(_question(row), row) for row in rows if row["status"] == OK]
     copies: dict[int, list[float]] = {}
     for question, row in measured:
-        copies.setdefault(_bytes(question), []).append(float(row["gbps"]) / float(row["roof"]))
-    roofs = {size: statistics.median(each) for size, each in copies.items()}
+        copies.setdefault(bytes_of(question), []).append(float(row["us"]) * float(row["roof"]))
+    copy_us = {size: statistics.median(each) for size, each in copies.items()}
     figures: Figures = {}
     for question, row in measured:
-        gbps = float(row["gbps"])
-        figure = Figure(float(row["us"]), gbps, gbps / roofs[_bytes(question)])
+        us = float(row["us"])
+        figure = Figure(us, float(row["gbps"]), copy_us[bytes_of(question)] / us)
         figures.setdefault(question, {})[row["provider"]] = figure
     return figures
 
@@ -63,7 +63,7 @@ def _question(row: Row) -> Question:
     return (row["op"], row["direction"], *sizes, row["x_dtype"], row["y_dtype"])
 
 
-def _bytes(question: Question) -> int:
+def bytes_of(question: Question) -> int:
     return Workload(*question).bytes  # type: ignore[arg-type]
 
 
@@ -96,6 +96,27 @@ def ahead(figures: Figures) -> Iterator[Ahead]:
         for peer, other in answers.items():
             if peer not in OWN and mine.us > AHEAD * other.us:
                 yield Ahead(question, peer, mine.us / other.us)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """jaxnorm's speed over a peer's: median, least and greatest over the cells that both have."""
+
+    cells: int
+    ahead: int  # of them, where the peer is
+    median: float
+    least: float
+    greatest: float
+
+
+def comparison(figures: Figures, peer: str) -> Comparison | None:
+    """How jaxnorm compares with a peer; None where nothing was measured of both."""
+    each = [times_faster(answers, peer) for answers in figures.values()]
+    ratios = [ratio for ratio in each if ratio is not None]
+    if not ratios:
+        return None
+    ahead = sum(AHEAD * ratio < 1 for ratio in ratios)
+    return Comparison(len(ratios), ahead, statistics.median(ratios), min(ratios), max(ratios))
 
 
 def along_n(

@@ -32,6 +32,7 @@ STYLES = {
     "torch": ("#999999", "<"),
     "torch.compile": ("#666666", ">"),
 }
+ROOF = "copy (the roof)"
 _TITLES = {"fwd": "forward", "bwd": "backward"}
 
 
@@ -51,23 +52,24 @@ def kernels(measured: Figures, dtype: str, title: str, path: Path) -> None:
         for axes, (direction, name) in zip(axes_row, _TITLES.items()):
             axes.set_title(f"{op} {name}", fontsize=10)
             _panel(axes, figures.along_n(measured, op, direction, dtype, dtype))
+    grid.flat[0].set_ylim(bottom=0)  # of all: they share the axis
     for axes in grid[-1]:
         axes.set_xlabel("N, length of a row (hollow: 1000, 3000, 4095, 50257)")
     for axes in grid[:, 0]:
         axes.set_ylabel("GB/s, least bytes")
     drawn = (line for axes in grid.flat for line in axes.get_lines() if line.get_ls() != "None")
     lines = {line.get_label(): line for line in drawn}
-    if lines:
-        figure.legend(
-            lines.values(), lines.keys(), loc="outside lower center", ncols=6, frameon=False
-        )
+    labels = [*(PROVIDERS[name].label for name in STYLES), ROOF]
+    handles = [lines[label] for label in labels if label in lines]
+    if handles:
+        figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
     figure.savefig(path, format="png", dpi=110, metadata={"Software": None})
     plt.close(figure)
 
 
 def _panel(axes: Axes, answers: dict[int, dict[str, figures.Figure]]) -> None:
     axes.set_xscale("log", base=2)
-    for provider, (colour, marker) in STYLES.items():
+    for provider, (colour, marker) in reversed(STYLES.items()):  # jaxnorm over the others
         style = {"color": colour, "marker": marker, "ms": 4, "label": PROVIDERS[provider].label}
         points = [(n, each[provider].gbps) for n, each in answers.items() if provider in each]
         _draw(axes, [p for p in points if p[0] not in figures.ODD], style | {"lw": 1.3})
@@ -77,8 +79,7 @@ def _panel(axes: Axes, answers: dict[int, dict[str, figures.Figure]]) -> None:
         for n, each in answers.items()
         if n not in figures.ODD
     ]
-    _draw(axes, roof, {"color": "0.35", "ls": "--", "lw": 1.0, "label": "copy (the roof)"})
-    axes.set_ylim(bottom=0)
+    _draw(axes, roof, {"color": "0.35", "ls": "--", "lw": 1.0, "label": ROOF})
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 

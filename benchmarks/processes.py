@@ -28,7 +28,6 @@ from benchmarks.suites import Cell, Suite
 from benchmarks.worker import REASON_LENGTH, RESTART
 
 LIMIT_S = 900.0  # for one answer; the first of a batch waits for its compilations
-BATCH = 32  # cells that a process compiles before it measures them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +46,7 @@ def outcomes(
 
     A process that dies or hangs costs the cell it was at.
     """
-    todo = collections.deque(batches(cells, workers))
+    todo = collections.deque(batches(cells, workers, suite.batch))
     running: list[_Worker] = []
     try:
         while todo:
@@ -63,9 +62,9 @@ def outcomes(
                 worker.end()
 
 
-def batches(cells: Sequence[Cell], workers: int) -> list[list[Cell]]:
+def batches(cells: Sequence[Cell], workers: int, most: int) -> list[list[Cell]]:
     """Equal parts of the cells, for whole rounds. Those of one workload share their operands."""
-    rounds = math.ceil(len(cells) / (workers * BATCH))
+    rounds = math.ceil(len(cells) / (workers * most))
     parts: list[list[Cell]] = []
     for _, group in itertools.groupby(cells, lambda cell: getattr(cell, "workload", cell)):
         if not parts or len(parts[-1]) * rounds * workers >= len(cells):

@@ -68,6 +68,7 @@ class Suite:
       figures: columns that are measured, and to how many decimals they are kept.
       cells: the cells of a selection.
       sides: where it can run.
+      batch: cells that a process compiles before it measures them.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Suite:
     figures: Mapping[str, int | None]
     cells: Callable[[Selection], Iterable[Cell]]
     sides: tuple[Side, ...] = SIDES
+    batch: int = 32
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -138,8 +140,16 @@ SUITES: dict[str, Suite] = {
             {"temp_bytes": 0, "peak_bytes": 0, "batch_in_80gb": 0},
             _training,
             sides=("jax",),
+            batch=1,
         ),
-        Suite("steps", TrainingCell, {"ms": 2, "tokens_per_s": 0}, _training, sides=("jax",)),
+        Suite(
+            "steps",
+            TrainingCell,
+            {"ms": 2, "tokens_per_s": 0},
+            _training,
+            sides=("jax",),
+            batch=1,
+        ),
         Suite(
             "accuracy",
             TimedCell,

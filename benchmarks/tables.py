@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from benchmarks import figures, workloads
-from benchmarks.figures import Ahead, Figures
+from benchmarks.figures import Ahead, Comparison, Figures
 from benchmarks.models import MODELS, VARIANTS
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import OK, Row
@@ -12,6 +12,7 @@ MAIN = [(32768, 1024), (32768, 4096), (8192, 16384), (4096, 65536)]
 _SHORT = {"bfloat16": "bf16", "float32": "f32"}
 _LONG = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
 GB = 1e9
+LARGE = 100e6  # bytes: twice an H200's cache
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -30,8 +31,9 @@ def provenance(rows: Sequence[Row]) -> str:
     def values(column: str) -> str:
         return ", ".join(dict.fromkeys(row[column] for row in rows))
 
+    packages = sorted({package for row in rows for package in row["software"].split(" + ")})
     return (
-        f"One {values('device')}; {values('software')}; jaxnorm's kernels of commit "
+        f"One {values('device')}; {', '.join(packages)}; jaxnorm's kernels of commit "
         f"{values('commit')}."
     )
 
@@ -104,13 +106,37 @@ def ahead(found: Sequence[Ahead]) -> str:
     return markdown(["cell", "ahead", "jaxnorm's time over its"], rows)
 
 
-def ahead_by_peer(found: Sequence[Ahead], asked: int) -> str:
-    """One sentence: how often each peer is ahead."""
-    counts = {PROVIDERS[name].label: sum(each.peer == name for each in found) for name in PROVIDERS}
-    parts = [f"{label} in {count}" for label, count in counts.items() if count]
-    if not parts:
-        return f"In none of {asked} cells is anything more than 2 % ahead of these figures."
-    return f"More than 2 % ahead of these figures, of {asked} cells: {', '.join(parts)}."
+def comparisons(*suites: Figures) -> str:
+    """A row for each peer, and two columns for each of `suites`: how jaxnorm compares with it."""
+    rows = []
+    for name, provider in PROVIDERS.items():
+        compared = [figures.comparison(measured, name) for measured in suites]
+        if name not in figures.OWN and any(compared):
+            rows.append([provider.label, *(text for it in compared for text in _compared(it))])
+    header = [f"{what}: {column}" for what in ("kernels", "calls") for column in ("speed", "ahead")]
+    return markdown(["against", *header], rows)
+
+
+def where_ahead(found: Iterable[Ahead]) -> str:
+    """One sentence: on which arrays kernels of other libraries are ahead."""
+    by_cell: dict[figures.Question, float] = {}
+    for each in found:
+        if PROVIDERS[each.peer].adapter != PROVIDERS["jaxnorm"].adapter:
+            by_cell[each.question] = max(each.ratio, by_cell.get(each.question, 1.0))
+    large = [ratio for cell, ratio in by_cell.items() if figures.bytes_of(cell) >= LARGE]
+    most = f", by {100 * (max(large) - 1):.0f} % at most" if large else ""
+    return (
+        f"Kernels of other libraries are ahead in {len(by_cell)} cells: in "
+        f"{len(by_cell) - len(large)} where less than {LARGE / 1e6:.0f} MB move, part of which "
+        f"stays in the GPU's cache, and in {len(large)} others{most}."
+    )
+
+
+def _compared(it: Comparison | None) -> tuple[str, str]:
+    if it is None:
+        return "-", "-"
+    speed = f"{it.median:.2f}x ({it.least:.2f} to {it.greatest:.1f})"
+    return speed, f"{it.ahead} of {it.cells}"
 
 
 def _training(rows: Sequence[Row], header: Sequence[str], columns: dict[str, float]) -> str:

@@ -18,6 +18,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from benchmarks.suites import SUITES, Cell
 
 RESTART = 75  # exit code: the cells that are left need another process
 REASON_LENGTH = 200
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # a terminal's; QuACK's errors have some
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,7 @@ def reason(error: BaseException) -> str:
     """One line that names the error; of a group, its first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    lines = str(error).strip().splitlines() or [""]
+    lines = _COLOUR.sub("", str(error)).strip().splitlines() or [""]
     kind = "missing" if isinstance(error, ImportError) else "failed"
     return f"{kind}: {type(error).__name__}: {lines[0]}"[:REASON_LENGTH]
 

@@ -81,7 +81,7 @@ def test_an_absent_side_is_named_for_every_cell(monkeypatch):
 
 
 def test_failures_are_answers():
-    group = ExceptionGroup("all failed", [NotImplementedError("only f32\nand more")])
+    group = ExceptionGroup("all failed", [NotImplementedError("\x1b[1monly f32\x1b[0m\nand more")])
     memory = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
     lost = RuntimeError("illegal address")
     errors = [(None, None), (None, memory), (group, None), (ImportError("no"), None)]
@@ -226,11 +226,11 @@ def spans(folder):
 
 
 def test_all_compile_at_once_and_measure_alone(started, tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "BATCH", 2)
+    suite = dataclasses.replace(KERNELS, batch=2)
     cells = [
         dataclasses.replace(CELL, cols=n, provider=p) for n in range(6) for p in ("meets two", "")
     ]
-    got = list(processes.outcomes("jax", KERNELS, cells, workers=3))
+    got = list(processes.outcomes("jax", suite, cells, workers=3))
     assert [(o.cell, o.status) for o in got] == [(cell, "ok") for cell in cells]
     assert [o.figures["us"] for o in got] == [cell.cols for cell in cells]
     assert len(started) == 3  # for two rounds
@@ -324,12 +324,12 @@ def test_batches_are_even_and_keep_workloads_together():
     cells = [
         dataclasses.replace(CELL, cols=n, provider=p) for n in range(100) for p in ("xla", "jnp")
     ]
-    parts = processes.batches(cells, 3)
+    parts = processes.batches(cells, 3, 32)
     assert [cell for part in parts for cell in part] == cells
     assert len(parts) == 9  # three rounds of three: 200 cells are more than two of 3 x 32
     assert {len(part) for part in parts} <= {8, 24}
     assert all(part[0].provider == "xla" for part in parts)
-    assert processes.batches([], 3) == []
-    assert processes.batches(cells[:2], 3) == [cells[:2]]
+    assert processes.batches([], 3, 32) == []
+    assert processes.batches(cells[:2], 3, 32) == [cells[:2]]
     steps = list(models.cells(["jaxnorm", "flax"], quick=False))
-    assert [len(part) for part in processes.batches(steps, 8)] == [2] * 6
+    assert processes.batches(steps, 8, SUITES["steps"].batch) == [[step] for step in steps]

@@ -89,8 +89,14 @@ def test_a_peer_is_ahead_by_more_than_two_percent(tmp_path):
     assert question == ("softmax", "fwd", 32768, 1024, "float32", "float32")
     assert (peer, ratio) == ("quack", 2.0)
     assert "| softmax forward, 32768 x 1024, f32 | QuACK | 2.00 |" in report.full_report(found)
-    assert tables.ahead_by_peer(found.ahead, 1).endswith("of 1 cells: QuACK in 1.")
-    assert tables.ahead_by_peer([], 1).startswith("In none of 1 cells")
+    compared = tables.comparisons(found.kernels, found.api)
+    assert "| QuACK | 0.50x (0.50 to 0.5) | 1 of 1 | - | - |" in compared
+    assert "| jnp | 2.00x (2.00 to 2.0) | 0 of 1 | - | - |" in compared
+    assert "jaxnorm mosaic" not in compared
+    said = tables.where_ahead(found.ahead)
+    assert "are ahead in 1 cells: in 0 where" in said
+    assert said.endswith("in 1 others, by 100 % at most.")
+    assert tables.where_ahead([]).endswith("in 0 others.")
     assert "Measured: jaxnorm, jaxnorm mosaic" in tables.who(found.kernels)
 
 
