@@ -14,9 +14,8 @@ The sizes that matter, and how the lines below use them:
   (`stages`).
 * A second read from the L2 cache costs no memory bandwidth, but L2 bandwidth: the last resort.
 
-Timed on one H200 with Triton 3.6 (`benchmarks.sweep benchmarks/sweeps/triton.py`), but for
-softmax's backward over 16384 columns of float32, or of 16 bits in ragged rows, and for backward
-passes of float32 x with a 16-bit dy.
+Chosen out of schedules timed on one H200 with Triton 3.6 (`benchmarks.sweep
+benchmarks/sweeps/triton.py`); what was chosen was timed again with Triton 3.9 (`benchmarks.run`).
 """
 
 import dataclasses
