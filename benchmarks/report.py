@@ -74,6 +74,7 @@ def readme_section(found: Results) -> str:
         ),
         tables.comparisons(found.kernels, found.api),
         paragraph(
+            tables.notes(found.kernels),
             tables.where_ahead(figures.ahead(found.kernels)),
             f"[{REPORT}]({here}/{REPORT}) lists them, and every provider's GB/s; the CSV files "
             "beside it have every figure.",
@@ -102,6 +103,8 @@ def full_report(found: Results) -> str:
     for name, rows in found.rows.items():
         if rows:
             parts += [f"## {name}", tables.provenance(rows), _TABLES[name](found)]
+    if notes := tables.notes(found.kernels):
+        parts.append(notes)
     if found.ahead:
         parts += ["## Where a peer is more than 2 % ahead", tables.ahead(found.ahead)]
     timed = [row for name in ("kernels", "api", "latency", "accuracy") for row in found.rows[name]]

@@ -50,6 +50,12 @@ def who(measured: Figures) -> str:
     )
 
 
+def notes(measured: Figures) -> str:
+    """What has to be known of the providers that were measured."""
+    there = {name for answers in measured.values() for name in answers}
+    return " ".join(p.note for name, p in PROVIDERS.items() if name in there and p.note)
+
+
 def kernels(measured: Figures) -> str:
     """For each operation and direction: the share of the roof, and how many times XLA's speed."""
     columns = [(dtype, shape) for dtype in _SHORT for shape in MAIN]
@@ -172,6 +178,7 @@ def steps(rows: Sequence[Row]) -> str:
 
 def _by_cell(rows: Sequence[Row], header: Sequence[str], columns: Sequence[str]) -> str:
     """Rows of a timed suite, the providers of a cell one after the other."""
+    order = list(PROVIDERS)
     body = [
         [
             f"{row['op']} {_LONG[row['direction']]}, {row['rows']} x {row['cols']}, "
@@ -179,7 +186,7 @@ def _by_cell(rows: Sequence[Row], header: Sequence[str], columns: Sequence[str])
             PROVIDERS[row["provider"]].label,
             *(row[column] or "-" for column in columns),
         ]
-        for row in rows
+        for row in sorted(rows, key=lambda row: order.index(row["provider"]))
         if row["status"] == OK
     ]
     return markdown(["cell", "provider", *header], sorted(body, key=lambda cells: cells[0]))

@@ -31,6 +31,7 @@ class Provider:
       operations: what it offers.
       mixed: operations that it offers with x in float32 and the output in bfloat16.
       wide_parameters: scale and bias are float32 whatever x is; else they have x's dtype.
+      note: what a reader of its figures has to know.
     """
 
     label: str
@@ -40,6 +41,7 @@ class Provider:
     operations: tuple[Operation, ...] = OPERATIONS
     mixed: tuple[Operation, ...] = ()
     wide_parameters: bool = True
+    note: str = ""
 
     def offers(self, workload: Workload) -> bool:
         among = self.operations if workload.x_dtype == workload.y_dtype else self.mixed
@@ -72,7 +74,13 @@ PROVIDERS: dict[str, Provider] = {
     "jnp": Provider("jnp", "jax", "jnp_functions", ("jax",), mixed=NORMS),
     "flax": Provider("Flax", "jax", "flax_modules", ("jax", "flax"), NORMS, mixed=NORMS),
     "tokamax": Provider(
-        "tokamax", "jax", "tokamax_functions", ("jax", "tokamax", "jax-triton", "triton"), NORMS
+        "tokamax",
+        "jax",
+        "tokamax_functions",
+        ("jax", "tokamax", "jax-triton", "triton"),
+        NORMS,
+        note="tokamax writes over its input. The copy of it that XLA makes before is no kernel and "
+        "is not counted, and of small arrays it leaves a part in the cache.",
     ),
     "quack": Provider(
         "QuACK",
@@ -89,6 +97,7 @@ PROVIDERS: dict[str, Provider] = {
         ("torch", "liger-kernel", "triton"),
         ("softmax", *NORMS),
         wide_parameters=False,
+        note="Liger's RMSNorm writes dx over dy.",
     ),
     "torch": Provider(
         "torch eager",
