@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import workloads
+from benchmarks import processes, workloads
 from benchmarks.providers import PROVIDERS
 from benchmarks.suites import SUITES, Selection
 
@@ -60,6 +60,14 @@ def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Names
         "other (default: on a GPU half of the cores, at most 8; else 1)",
     )
     parser.add_argument(
+        "--limit",
+        type=seconds,
+        metavar="SECONDS",
+        default=processes.LIMIT_S,
+        help="that a process may take to compile its batch, or to measure a cell; then it is ended "
+        "and the row says where it was (default: %(default).0f)",
+    )
+    parser.add_argument(
         "--out",
         type=folder,
         metavar="FOLDER",
@@ -102,6 +110,16 @@ def workers(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}; expected 1 or more processes")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected seconds, more than 0")
+    return value
 
 
 def folder(text: str) -> Path:

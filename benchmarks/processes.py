@@ -14,6 +14,8 @@ import json
 import math
 import os
 import queue
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,10 @@ from benchmarks.suites import Cell, Suite
 from benchmarks.worker import REASON_LENGTH, RESTART
 
 LIMIT_S = 900.0  # for one answer; the first of a batch waits for its compilations
+ABORT_S = 10.0  # that a process has to say where it was
+_FRAME = re.compile(
+    rf'File "{re.escape(str(ROOT))}/([^.].*)", line (\d+) in (\S+)'
+)  # faulthandler's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +115,7 @@ class _Worker:
             text=True,
         )
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.why = ""  # it ended
+        self.why = self.where = ""  # it ended
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -135,7 +141,7 @@ class _Worker:
         try:
             line = self.lines.get(timeout=max(0.0, limit_s - waited))
         except queue.Empty:
-            self.end()
+            self.end(signal.SIGABRT)
             self.why = f"no answer in {limit_s:.0f} s"
             return None
         if line:
@@ -144,21 +150,25 @@ class _Worker:
         self.end()
         return None
 
-    def end(self) -> None:
-        """Kills it if it has not ended, and keeps its last words."""
+    def end(self, how: signal.Signals = signal.SIGKILL) -> None:
+        """Ends it if it has not ended, and keeps its last words and where it was."""
         assert self.process.stdin is not None
-        self.process.kill()
-        self.process.wait()
+        self.process.send_signal(how)
+        try:
+            self.process.wait(ABORT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         with self.log:
-            self.why = _last_words(self.log)
+            self.why, self.where = _last_words(self.log)
 
     @property
     def status(self) -> str:
         """Of the cell that it was at when it ended."""
-        text = f"failed: its process ended with code {self.process.returncode}: {self.why}"
-        return text[:REASON_LENGTH]
+        code = self.process.returncode
+        return f"failed: its process ended with code {code}{self.where}: {self.why}"[:REASON_LENGTH]
 
 
 def _round(
@@ -201,7 +211,11 @@ def _turn(
     return left
 
 
-def _last_words(log: IO[str]) -> str:
+def _last_words(log: IO[str]) -> tuple[str, str]:
+    """The last line before Python's own, and out of those the project's line that it was at."""
     log.seek(0)
     lines = [line.strip() for line in log if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    said = list(itertools.takewhile(lambda line: not line.startswith("Fatal Python error"), lines))
+    frames = (_FRAME.search(line) for line in lines[len(said) :])
+    where = next((f" in {f[3]}, {f[1]}:{f[2]}" for f in frames if f), "")
+    return said[-1] if said else "it said nothing", where

@@ -92,23 +92,32 @@ def installed(
     return found
 
 
-def measure(run: Run, todo: Mapping[str, Sequence[Cell]], progress: Progress, workers: int) -> None:
+def measure(
+    run: Run,
+    todo: Mapping[str, Sequence[Cell]],
+    progress: Progress,
+    *,
+    workers: int,
+    limit_s: float,
+) -> None:
     """Measures the cells of each suite, one side after the other, and appends a row for each."""
     task = progress.add_task("", total=sum(map(len, todo.values())))
     for name, cells in todo.items():
         suite = SUITES[name]
         progress.update(task, description=suite.name)
-        for outcome in _on_each_side(suite, cells, workers):
+        for outcome in _on_each_side(suite, cells, workers=workers, limit_s=limit_s):
             row = run.row(suite, outcome)
             Table(run.folder, suite).append(row)
             progress.console.print(line(suite, row))
             progress.advance(task)
 
 
-def _on_each_side(suite: Suite, cells: Sequence[Cell], workers: int) -> Iterator[Outcome]:
+def _on_each_side(
+    suite: Suite, cells: Sequence[Cell], *, workers: int, limit_s: float
+) -> Iterator[Outcome]:
     for side in suite.sides:
         of_side = [cell for cell in cells if provider_of(cell).side == side]
-        yield from processes.outcomes(side, suite, of_side, workers=workers)
+        yield from processes.outcomes(side, suite, of_side, workers=workers, limit_s=limit_s)
 
 
 def line(suite: Suite, row: Row) -> str:
@@ -148,7 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"{on.device}, commit {commit}: {sum(map(len, todo.values()))} cells to measure")
     # Interrupted, it reports what it has; the next run goes on from there.
     with bar(console) as progress, contextlib.suppress(KeyboardInterrupt):
-        measure(run, todo, progress, given.workers or processes.default_workers(on))
+        workers = given.workers or processes.default_workers(on)
+        measure(run, todo, progress, workers=workers, limit_s=given.limit)
     for file in report.write(folder):
         console.print(str(file))
     return 0

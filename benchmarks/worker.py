@@ -15,6 +15,7 @@ and so on, until there are no more lines.
 """
 
 import dataclasses
+import faulthandler
 import importlib
 import json
 import os
@@ -92,7 +93,7 @@ def prepared(side: Any, suite: str, cells: Sequence[Cell], threads: int) -> list
     def prepare(cell: Cell) -> Any:
         return attempt(side, side.prepare, suite, cell)
 
-    if threads == 1:
+    if threads == 1 or len(cells) == 1:
         return [prepare(cell) for cell in cells]
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(prepare, cells))
@@ -146,6 +147,7 @@ def main() -> int:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    faulthandler.enable(all_threads=False)  # where it was when it crashed, or was aborted
     return work(import_side(sys.argv[1]), requests, out, threads=int(sys.argv[2]))
 
 

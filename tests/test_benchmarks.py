@@ -84,6 +84,8 @@ def test_a_selection_is_a_part():
         (["--directions", "sideways"], "invalid choice: 'sideways'"),
         (["--workers", "0"], "got '0'; expected 1 or more processes"),
         (["--workers", "all"], "got 'all'; expected 1 or more processes"),
+        (["--limit", "0"], "got '0'; expected seconds, more than 0"),
+        (["--limit", "long"], "got 'long'; expected seconds, more than 0"),
         (["--out", "results.csv"], "got 'results.csv'; expected a folder"),
     ],
 )
