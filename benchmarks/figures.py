@@ -43,7 +43,7 @@ def of(rows: Iterable[Row]) -> Figures:
     """The figures of a timed suite, by question and provider; failed rows have none.
 
     The roof is the median of the copies of as many bytes that processes timed. That of one process
-    alone may be a tenth too slow, wherever its arrays happened to lie.
+    alone was 7 % slower and more in one of 28 rows of 100 MB and more, on an H200.
     """
     measured = [(_question(row), row) for row in rows if row["status"] == OK]
     copies: dict[int, list[float]] = {}

@@ -31,9 +31,8 @@ from benchmarks.worker import REASON_LENGTH, RESTART
 
 LIMIT_S = 900.0  # for one answer; the first of a batch waits for its compilations
 ABORT_S = 10.0  # that a process has to say where it was
-_FRAME = re.compile(
-    rf'File "{re.escape(str(ROOT))}/([^.].*)", line (\d+) in (\S+)'
-)  # faulthandler's
+# A line of the project in what faulthandler writes, not one of a virtual environment in its folder.
+_FRAME = re.compile(rf'File "{re.escape(str(ROOT))}/([^.].*)", line (\d+) in (\S+)')
 
 
 @dataclasses.dataclass(frozen=True)
