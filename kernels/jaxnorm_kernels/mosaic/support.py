@@ -45,7 +45,9 @@ _LEFT_TO_XLA: Table = (
     ),
     (
         "with fewer rows than multiprocessors, XLA spreads a norm's backward over more of them",
-        lambda s: _norm_bwd(s) and s.rows < 128 and not _is_float32_layer_norm(s),
+        lambda s: (
+            _norm_bwd(s) and s.rows < 128 and not (s.subtract_mean and s.y_dtype.itemsize == 4)
+        ),
     ),
     (
         "a norm's backward of rows this wide reads them twice from memory",
@@ -76,10 +78,6 @@ def prefers(spec: Spec) -> str | None:
 
 def _norm_bwd(spec: Spec) -> bool:
     return spec.op == "norm" and spec.direction == "bwd"
-
-
-def _is_float32_layer_norm(spec: Spec) -> bool:
-    return spec.op == "norm" and spec.subtract_mean and spec.y_dtype.itemsize == 4
 
 
 def _has_ragged_rows(spec: Spec) -> bool:
