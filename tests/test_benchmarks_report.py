@@ -94,7 +94,7 @@ def test_a_peer_is_ahead_by_more_than_two_percent(tmp_path):
     assert "| jnp | 2.00x (2.00 to 2.0) | 0 of 1 | - | - |" in compared
     assert "jaxnorm mosaic" not in compared
     assert tables.notes(found.kernels) == ""
-    assert "over its input" in tables.notes({question: {"tokamax": None, "xla": None}})
+    assert "writes dx over x" in tables.notes({question: {"tokamax": None, "xla": None}})
     said = tables.where_ahead(found.ahead)
     assert "are ahead in 1 cells: in 0 where" in said
     assert said.endswith("in 1 others, by 100 % at most.")

@@ -79,8 +79,8 @@ PROVIDERS: dict[str, Provider] = {
         "tokamax_functions",
         ("jax", "tokamax", "jax-triton", "triton"),
         NORMS,
-        note="tokamax writes over its input. The copy of it that XLA makes before is no kernel and "
-        "is not counted, and of small arrays it leaves a part in the cache.",
+        note="tokamax's backward writes dx over x. The copy of x that XLA makes before it is no "
+        "kernel and is not counted, and of small arrays it leaves a part in the cache.",
     ),
     "quack": Provider(
         "QuACK",
