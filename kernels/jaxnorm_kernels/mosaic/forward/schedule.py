@@ -173,8 +173,12 @@ _START = {1: 1.0, 2: 0.75, 4: 1.0, 8: 1.375}
 def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
     """The schedule for `spec`: that of the first line of the table that fits."""
     gpu = gpu or local_gpu()
+    return of_line(next(line for line in TABLE if line.fits(spec, gpu)), spec, gpu)
+
+
+def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
+    """What a line says for `spec`."""
     vector = vector_width(spec.cols, spec.x_dtype, spec.y_dtype)
-    line = next(line for line in TABLE if line.fits(spec, gpu))
     match line.kind:
         case "row_tile":
             return _row_tile(line, spec, vector)
