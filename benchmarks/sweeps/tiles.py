@@ -14,59 +14,70 @@ from benchmarks.workloads import grid
 from jaxnorm_kernels.mosaic.backward.rows import Held
 from jaxnorm_kernels.mosaic.backward.schedule import softmax_schedule
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
-from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARPGROUP_THREADS
+from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.forward.schedule import Line, Schedule, choose, of_line
 
-_COLS, _WARP_COLS = 4096, 1024  # that a warpgroup shares in a forward pass, and a warp
+_COLS = {"fwd": 4096, "bwd": 12288}
+_WARP_COLS = 1024  # that a warp shares
 _LEAST_BYTES = 8 * 2**20
-_VALUES = (8, 16, 32)  # columns of a thread
+_GROUPS = (1, 2, 4)  # rows of a warp, or of a part of one
+_VALUES = 64  # columns of a thread, at most
 _TURNS = (1, 2, 4)
+# Rows that start anywhere, beside those of the benchmarks.
+_ODD = [(8192, 2047), (8192, 8191), (8192, 12287)]
 
 
 def workloads() -> Iterator[KernelWorkload]:
+    softmaxes = ("softmax", "log_softmax")
     passes = itertools.chain(
-        grid(directions=("fwd",)), grid(("softmax", "log_softmax"), directions=("bwd",))
+        grid(directions=("fwd",)),
+        grid(softmaxes, directions=("bwd",)),
+        grid(softmaxes, directions=("bwd",), shapes=_ODD),
     )
     for workload in passes:
-        short = workload.cols <= (_COLS if workload.direction == "fwd" else 2 * _COLS)
-        if short and workload.bytes >= _LEAST_BYTES:
+        if workload.cols <= _COLS[workload.direction] and workload.bytes >= _LEAST_BYTES:
             yield KernelWorkload(**vars(workload))
 
 
 def schedules(workload: KernelWorkload) -> list[Any]:
-    """The table's first; then others."""
+    """The table's first; then others, once."""
     if workload.direction == "bwd":
-        return list(dict.fromkeys([softmax_schedule(workload.spec), *_backward(workload)]))
-    tried = [choose(workload.spec)]
-    for values in _VALUES:
-        if workload.cols >= WARPGROUP_THREADS:
-            tried += _tiles(workload, Line("warpgroup_row", values=values))
-        if workload.cols <= _WARP_COLS:
-            tried += _tiles(workload, Line("row_tile", values=values))
-            tried += _queued(workload, values)
+        tried: list[Any] = [softmax_schedule(workload.spec), *_backward(workload)]
+    else:
+        tried = [choose(workload.spec), *_forward(workload)]
     return list(dict.fromkeys(tried))
 
 
-def _tiles(workload: KernelWorkload, line: Line) -> Iterator[Schedule]:
-    schedule = of_line(line, workload.spec, local_gpu())
-    for params_first in (False, True) if workload.is_norm else (False,):
-        yield dataclasses.replace(schedule, params_first=params_first, auto_barriers=False)
+def _forward(workload: KernelWorkload) -> Iterator[Schedule]:
+    loads = (False, True) if workload.is_norm else (True,)
+    if workload.cols >= WARPGROUP_THREADS:
+        row = of_line(Line("warpgroup_row"), workload.spec, local_gpu())
+        yield from (dataclasses.replace(row, params_first=first) for first in loads)
+    if workload.cols > _WARP_COLS:
+        return
+    one = of_line(Line("row_tile"), workload.spec, local_gpu())
+    for groups in _GROUPS:
+        rows = groups * WARPGROUP_THREADS // one.threads
+        if groups * workload.cols <= _VALUES * one.threads:
+            tile = dataclasses.replace(one, rows=rows)
+            yield from (dataclasses.replace(tile, params_first=first) for first in loads)
+            if workload.cols * workload.spec.x_dtype.itemsize % VECTOR_BYTES == 0:
+                yield from _queued(tile)
 
 
-def _queued(workload: KernelWorkload, values: int) -> Iterator[Schedule]:
-    schedule = of_line(Line("queued_tile", values=values), workload.spec, local_gpu())
-    if workload.cols * workload.spec.x_dtype.itemsize % VECTOR_BYTES == 0:
-        for turns in _TURNS if workload.is_norm else (1,):
-            tail = 2 * local_gpu().sms if turns > 1 else 0
-            yield dataclasses.replace(schedule, turns=turns, slots=min(turns, 2), tail=tail)
+def _queued(tile: Schedule) -> Iterator[Schedule]:
+    for turns in _TURNS:
+        tail = 2 * local_gpu().sms if turns > 1 else 0
+        yield dataclasses.replace(
+            tile, kind="queued_tile", turns=turns, slots=min(turns, 2), tail=tail
+        )
 
 
 def _backward(workload: KernelWorkload) -> Iterator[Held]:
     vector, cols = softmax_schedule(workload.spec).vector, workload.cols
-    for threads, groups in itertools.product((8, 16, 32, WARPGROUP_THREADS), (1, 2, 4)):
-        rows = groups * WARPGROUP_THREADS // threads
-        if threads * vector <= cols <= 64 * threads // groups:
-            yield Held(vector, threads=threads, rows=rows)
-    for warpgroups in (2, 4, 8):
+    for threads, groups in itertools.product((8, 16, WARP), _GROUPS):
+        if threads * vector <= cols and groups * cols <= _VALUES * threads:
+            yield Held(vector, threads=threads, rows=groups * WARPGROUP_THREADS // threads)
+    for warpgroups in (1, 2, 4, 8):
         if warpgroups * WARPGROUP_THREADS * vector <= cols:
             yield Held(vector, warpgroups)

@@ -80,7 +80,6 @@ SOFTMAX_CASES = (
     Case("same_row_in_all_warps", 3, 24, Held(8, threads=2, rows=1)),
     Case("warpgroup_row", 2, 2048, Held(8)),
     Case("warpgroup_row_tail", 2, 2999, Held(1)),
-    Case("rows_in_the_warpgroup", 5, 2048, Held(8, rows=2)),
     Case("split_row", 2, 4096, Held(8, 2)),
     Case("split_row_tail", 2, 2571, Held(1, 4)),
     Case("streamed", 2, 8192, Streamed(8, 2, units=2)),

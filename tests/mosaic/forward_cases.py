@@ -43,8 +43,6 @@ CASES = (
     Case("rows_in_warps_tail", 9, 440, Schedule("row_tile", 8, rows=8)),
     Case("rows_in_parts_of_warps", 35, 72, Schedule("row_tile", 8, rows=32, threads=4)),
     Case("same_row_in_all_warps", 3, 24, Schedule("row_tile", 8, rows=1, threads=2)),
-    Case("rows_in_the_warpgroup", 5, 2048, Schedule("row_tile", 8, rows=2, threads=128)),
-    Case("rows_in_the_warpgroup_tail", 5, 1999, Schedule("row_tile", 1, rows=2, threads=128)),
     Case("warpgroup_row", 2, 2048, Schedule("warpgroup_row", 8)),
     Case("warpgroup_row_tail", 2, 3000, Schedule("warpgroup_row", 8)),
     Case("split_row", 2, 4096, Schedule("split_row", 8, warpgroups=2)),

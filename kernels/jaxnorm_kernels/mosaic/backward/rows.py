@@ -39,8 +39,8 @@ class Held:
     Attributes:
       vector: neighbouring elements that one thread reads and writes at once.
       warpgroups: of a block, which share a row.
-      threads: that share a row: 32 or fewer of a warp, or the 128 of each warpgroup.
-      rows: of a block; more than one only within a warpgroup.
+      threads: that share a row: of a warp, or the 128 of each warpgroup.
+      rows: of a block; more than one only where the threads of a warp share a row.
       cluster: blocks that share a row.
     """
 
@@ -53,7 +53,7 @@ class Held:
     def tile(self, cols: int) -> Tile:
         if self.warpgroups * self.cluster > 1:
             return SplitRow(cols, self.vector, split=self.warpgroups, cluster=self.cluster)
-        if self.threads == WARPGROUP_THREADS and self.rows == 1:
+        if self.threads == WARPGROUP_THREADS:
             return WarpgroupRow(cols, self.vector)
         return RowTile(cols, self.vector, threads=self.threads, height=self.rows)
 

@@ -109,9 +109,11 @@ _DIRECT = ((2048, 1, 4), (4096, 2, 2), (8192, 4, 1))
 # Shorter rows: a warp has fewer than 32 columns a thread, and the block needs no exchange.
 _NARROW = 1024
 
-# Softmax rows in registers, 8 vectors of each input a thread at most: columns up to, warpgroups.
-# Beyond 48 columns of a thread only one block of two warpgroups fits a multiprocessor.
-_HELD = ((8192, 1), (12288, 2), (12288, 4))
+# Softmax rows in registers: columns up to, warpgroups. Beyond 48 columns of a thread fewer blocks
+# fit a multiprocessor.
+_HELD = ((6144, 1), (12288, 2), (12288, 4))
+# What a thread has of each input, at most.
+_HELD_BYTES, _HELD_VECTORS = 128, 32
 # More columns are spread over a cluster of blocks of so many warpgroups, 32 a thread.
 _SPREAD_COLUMNS, _SPREAD_WARPGROUPS = 32, (2, 4)
 
@@ -246,15 +248,14 @@ def softmax_schedule(spec: Spec, gpu: Gpu | None = None) -> SoftmaxSchedule:
     gpu = gpu or local_gpu()
     vector = _vector(spec)
     vectors = spec.cols // vector
-    if vectors <= 4 * WARP:
-        threads = WARP
-        while threads > vectors or (threads > 8 and vectors <= threads):
-            threads //= 2
+    if vectors < 4 * WARP:
+        threads = next(n for n in (WARP, 16, 8, 4, 2, 1) if n <= vectors)
         rows = WARPGROUP_THREADS // threads
         if spec.rows >= rows:
             return Held(vector, threads=threads, rows=rows)
     for cols, warpgroups in _HELD:
-        if spec.cols <= cols and vectors <= 8 * warpgroups * WARPGROUP_THREADS:
+        most = min(_HELD_VECTORS * vector, _HELD_BYTES // spec.y_dtype.itemsize)
+        if spec.cols <= min(cols, most * warpgroups * WARPGROUP_THREADS):
             return Held(vector, warpgroups)
     for warpgroups in _SPREAD_WARPGROUPS:
         threads = warpgroups * WARPGROUP_THREADS

@@ -46,13 +46,11 @@ def warps_layout(vector: int) -> Layout:
 
 
 def rows_layout(vector: int, threads: int, height: int) -> Layout:
-    """``(height, n)``: `threads` neighbouring threads share a row: part of a warp, or all warps.
+    """``(height, n)``: `threads` neighbouring threads, a warp or a part of one, share a row.
 
-    A height of 1 shared within a warp: every warp, and every part of a warp, holds the same row.
+    A height of 1: every warp, and every part of a warp, holds the same row.
     """
     unit = threads * vector
-    if threads == WARPGROUP_THREADS:
-        return _tiled((1, unit), (unit // WARPS,), (vector,), warps=(-3,), lanes=(-2,))
     if height == 1:
         return _tiled((1, unit), (vector,), warps=_ALL_WARPS, lanes=_parts_of_a_warp(threads))
     if threads == WARP:
@@ -63,8 +61,6 @@ def rows_layout(vector: int, threads: int, height: int) -> Layout:
 
 def columns_layout(vector: int, threads: int) -> Layout:
     """``(n,)``: what `rows_layout` holds of every row; the layout of its scale and bias."""
-    if threads == WARPGROUP_THREADS:
-        return warpgroup_layout(vector)
     lanes = _parts_of_a_warp(threads)
     return _tiled((threads * vector,), (vector,), warps=_ALL_WARPS, lanes=lanes)
 

@@ -44,7 +44,7 @@ class Schedule:
       kind: `RowTile`, `QueuedTile`, `WarpgroupRow`, `SplitRow`, `QueuedRow` or `Stream`.
       vector: elements that a thread reads at once; it must divide the row.
       rows: rows of a block at a time (tiles).
-      threads: threads that share a row: 2 to 32, or 128 (tiles).
+      threads: threads of a warp that share a row (tiles).
       warpgroups: warpgroups of a block that share a row (split_row, queued_row, streamed_row).
       cluster: blocks that share a row (split_row, queued_row).
       chunk: columns that a warpgroup takes at a time (streamed_row).
@@ -100,9 +100,8 @@ class Line:
       row_bytes: only for rows of up to so many bytes.
       params: only where a column has so many bytes of parameters for each byte of x and y.
       op: only for this operation.
-      bare: only without parameters.
-      values: row values of a thread: gives the rows of a block (tiles, warpgroup_row), or the
-        *shares* of a row: how many warpgroups share it. 0: as many as its parameters leave room.
+      values: columns of a thread, which give the *shares* of a row: how many warpgroups share it
+        (split_row, queued_row). 0: as many as its parameters leave room for.
       cluster: blocks that may share a row, with a warpgroup in each.
       least: warpgroups of a block.
       warpgroups: of a block, where a row has more shares than `cluster` blocks of the least.
@@ -115,8 +114,7 @@ class Line:
     row_bytes: int | None = None
     params: float = 0
     op: Op | None = None
-    bare: bool = False
-    values: int = 32
+    values: int = 0
     cluster: int = 1
     least: int = 1
     warpgroups: int = 1
@@ -132,23 +130,20 @@ class Line:
             and (not self.kind.startswith("queued") or row_bytes % VECTOR_BYTES == 0)
             and _param_bytes(spec) >= self.params * _data_bytes(spec)
             and self.op in (None, spec.op)
-            and (not self.bare or not _params(spec))
         )
 
 
 TABLE = (
-    # More parameters than data would come from the L1 or L2 cache for each row, and do not leave
-    # enough of their bandwidth. They stay in registers for a few rows, which a queue brings.
-    Line("queued_tile", cols=1024, params=1.25, values=16),
-    # A warp reads 4 KiB rows with 4 loads or more: no barrier between warps, several rows at once;
-    # fewer where they share no parameters.
-    Line("row_tile", cols=256, bare=True, values=16),
-    Line("row_tile", cols=1024),
+    # As many parameters as data, or more, would come from the L1 or L2 cache for each row, and do
+    # not leave enough of their bandwidth. In registers they serve rows that a queue brings.
+    Line("queued_tile", cols=1024, params=1),
+    # A warp reads a row of 2 KiB with 4 loads or fewer, and needs no barrier.
+    Line("row_tile", row_bytes=2048),
     # Few rows: an SM has one of them at most, so that latency decides. Many threads for each row,
     # in as many SMs as there are for it.
     Line("split_row", cols=2**18, waves=1, values=16, cluster=8, warpgroups=4),
     # As many parameters as data: in registers, too. So far an SM has room for several blocks.
-    Line("queued_row", cols=2**15, params=1, values=0, cluster=8),
+    Line("queued_row", cols=2**15, params=1, cluster=8),
     # Longer rows leave an SM room for a block or two, and a thread has more of a row.
     Line("queued_row", cols=2**17, params=1, values=64, cluster=8, warpgroups=2),
     # 64 values a thread still let an SM have 4 rows under way; a row needs 2 or 3 barriers.
@@ -160,11 +155,15 @@ TABLE = (
     Line("split_row", row_bytes=2**18, values=64, cluster=8, warpgroups=2),
     # Rows of half a MiB and more fill the registers of several SMs. Few large blocks share one,
     # because the blocks of a cluster have to start at the same time.
-    Line("split_row", cols=2**18, cluster=8, warpgroups=8),
+    Line("split_row", cols=2**18, values=32, cluster=8, warpgroups=8),
     # What fits in no registers.
     Line("streamed_row", warpgroups=8, chunk=4096),
 )
 
+
+# Bytes of x in a thread of a tile, if there are as many: what two loads bring. The fewer, the more
+# blocks share an SM; with four loads, rows of 64 to 512 columns of float32 took 2 to 4 % longer.
+_TILE_BYTES = 2 * VECTOR_BYTES
 
 #: Rows for a block of a cluster of so many, where parameters are as many bytes as x and y (H200).
 _START = {1: 1.0, 2: 0.75, 4: 1.0, 8: 1.375}
@@ -181,11 +180,11 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
     vector = vector_width(spec.cols, spec.x_dtype, spec.y_dtype)
     match line.kind:
         case "row_tile":
-            return _row_tile(line, spec, vector)
+            return _row_tile(spec, vector)
         case "queued_tile":
-            return _queued_tile(line, spec, vector, gpu)
+            return _queued_tile(spec, vector, gpu)
         case "warpgroup_row":
-            return _warpgroup_row(line, spec, vector)
+            return _warpgroup_row(spec, vector)
         case "split_row":
             return _split_row(line, spec, vector, gpu)
         case "queued_row":
@@ -194,19 +193,25 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
             return _streamed_row(line, spec, vector)
 
 
-def _row_tile(line: Line, spec: Spec, vector: int) -> Schedule:
+def _row_tile(spec: Spec, vector: int) -> Schedule:
     # A unit must fit in the row: short rows take narrower loads.
     vector = min(vector, _power_of_2(spec.cols // 2))
     threads = _threads(spec.cols, vector)
     step = WARPGROUP_THREADS // threads
-    rows = max(1, line.values * WARPGROUP_THREADS // (spec.cols * step)) * step
+    row_bytes = spec.cols * spec.x_dtype.itemsize
+    rows = max(1, _TILE_BYTES * WARPGROUP_THREADS // (row_bytes * step)) * step
     rows = min(rows, spec.rows // step * step)
-    if rows:
-        return Schedule("row_tile", vector, rows=rows, threads=threads)
     # Fewer rows than the warps of a block hold.
-    if spec.cols >= WARPGROUP_THREADS:
-        return _warpgroup_row(line, spec, vector)
-    return Schedule("row_tile", vector, rows=1, threads=threads)
+    if not rows and spec.cols >= WARPGROUP_THREADS:
+        return _warpgroup_row(spec, vector)
+    return Schedule(
+        "row_tile",
+        vector,
+        rows=rows or 1,
+        threads=threads,
+        params_first=True,
+        auto_barriers=False,
+    )
 
 
 def _threads(cols: int, vector: int) -> int:
@@ -216,31 +221,20 @@ def _threads(cols: int, vector: int) -> int:
     return next((n for n in fitting if read[n] <= cols * 9 / 8), min(fitting, key=read.__getitem__))
 
 
-def _queued_tile(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
-    tile = _row_tile(line, spec, vector)
+def _queued_tile(spec: Spec, vector: int, gpu: Gpu) -> Schedule:
+    tile = _row_tile(spec, vector)
     if tile.rows == 1:
         return tile
     # Of short rows, many share what is loaded of the parameters in any case.
-    groups = spec.rows // tile.rows
-    turns = 2 if spec.cols > 256 and groups >= 6 * gpu.sms else 1
-    return dataclasses.replace(
-        tile,
-        kind="queued_tile",
-        slots=turns,
-        turns=turns,
-        tail=_tail(turns, gpu, cluster=1),
-        params_first=True,
-        auto_barriers=False,
-    )
+    many = spec.cols > 256 and spec.rows >= 6 * gpu.sms * tile.rows
+    turns = 2 if many and _param_bytes(spec) > _data_bytes(spec) else 1
+    tail = _tail(turns, gpu, cluster=1)
+    return dataclasses.replace(tile, kind="queued_tile", slots=turns, turns=turns, tail=tail)
 
 
-def _warpgroup_row(line: Line, spec: Spec, vector: int) -> Schedule:
+def _warpgroup_row(spec: Spec, vector: int) -> Schedule:
     vector = min(vector, _power_of_2(spec.cols // WARPGROUP_THREADS))
-    rows = min(line.values * WARPGROUP_THREADS // spec.cols, spec.rows, 4)
-    if rows < 2:
-        return Schedule("warpgroup_row", vector, params_first=True, auto_barriers=False)
-    # Up to 4 rows share the barriers of a reduction: that many fit in its scratch.
-    return Schedule("row_tile", vector, rows=rows, threads=WARPGROUP_THREADS)
+    return Schedule("warpgroup_row", vector, params_first=True, auto_barriers=False)
 
 
 def _split_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:

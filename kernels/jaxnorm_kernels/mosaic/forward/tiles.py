@@ -2,7 +2,7 @@
 
 A *tile* says which threads hold a row. Three tiles cover the row lengths that fit in registers::
 
-    RowTile        a warpgroup holds several rows    reductions within a warp or the warpgroup
+    RowTile        a warpgroup holds several rows    reductions within a warp
     WarpgroupRow   a warpgroup holds a row           reductions within the warpgroup
     SplitRow       several warpgroups hold a row     reductions within a warp, then an `Exchange`
 
@@ -200,7 +200,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class RowTile(Tile):
-    """`height` rows in a warpgroup, each shared by `threads` threads: 2 to 32, or all 128."""
+    """`height` rows in a warpgroup, each shared by `threads` threads of a warp."""
 
     threads: int = WARP
     height: int = WARPS
@@ -241,7 +241,7 @@ class RowTile(Tile):
 
 @dataclasses.dataclass(frozen=True)
 class WarpgroupRow(Tile):
-    """A row in a warpgroup: `RowTile` with 128 threads and a height of 1, with fewer barriers."""
+    """A row in a warpgroup."""
 
     @property
     def layout(self) -> Layout:
