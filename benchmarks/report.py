@@ -116,7 +116,7 @@ def full_report(found: Results) -> str:
 _CAPTIONS = {
     "memory": "Compiled memory of a training step of the demo's transformer, Adam's state "
     "included, and the largest batch whose step fits in 80 GB.",
-    "steps": "Speed of that step.",
+    "steps": "Speed of that step. Matrix products are in the form that cuBLAS takes by itself.",
 }
 _TABLES: dict[str, Callable[[Results], str]] = {
     "kernels": lambda found: tables.speeds(found.kernels, ("fwd", "bwd")),

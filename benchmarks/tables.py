@@ -145,35 +145,34 @@ def _compared(it: Comparison | None) -> tuple[str, str]:
     return speed, f"{it.ahead} of {it.cells}"
 
 
-def _training(rows: Sequence[Row], header: Sequence[str], columns: dict[str, float]) -> str:
-    """Rows of a training suite; `columns`: figures, and what to divide them by."""
+def _training(
+    rows: Sequence[Row], header: Sequence[str], columns: dict[str, tuple[float, int]]
+) -> str:
+    """Rows of a training suite; `columns`: figures, what to divide them by, and decimals."""
     body = []
     for row in rows:
         size = MODELS[row["model"]]
         name = f"{row['model']} ({size.layers} x {size.width}), {row['batch']} x {size.seq}"
-        values = [_in_units(row[column], unit) for column, unit in columns.items()]
+        values = [
+            f"{float(row[column]) / unit:.{decimals}f}" if row[column] else "-"
+            for column, (unit, decimals) in columns.items()
+        ]
         if row["status"] != OK:
             values[0] = row["status"]
         body.append([name, row["stack"], VARIANTS[row["provider"]], *values])
     return markdown(["model, batch x length", "layers", "norms and softmax", *header], body)
 
 
-def _in_units(value: str, unit: float) -> str:
-    if not value:
-        return "-"
-    return f"{float(value) / unit:.{0 if unit == 1 else 1}f}"
-
-
 def memory(rows: Sequence[Row]) -> str:
     return _training(
         rows,
         ["temp GB", "peak GB", "largest batch in 80 GB"],
-        {"temp_bytes": GB, "peak_bytes": GB, "batch_in_80gb": 1},
+        {"temp_bytes": (GB, 1), "peak_bytes": (GB, 1), "batch_in_80gb": (1, 0)},
     )
 
 
 def steps(rows: Sequence[Row]) -> str:
-    return _training(rows, ["ms/step", "tokens/s"], {"ms": 1, "tokens_per_s": 1})
+    return _training(rows, ["ms/step", "tokens/s"], {"ms": (1, 1), "tokens_per_s": (1, 0)})
 
 
 def _by_cell(rows: Sequence[Row], header: Sequence[str], columns: Sequence[str]) -> str:
