@@ -5,15 +5,25 @@ import pytest
 
 from benchmarks import sweep
 from benchmarks.contract import KernelWorkload
-from benchmarks.sweeps import backward
+from benchmarks.sweeps import backward, tiles
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.mosaic import interpreted
+from jaxnorm_kernels.mosaic.backward.schedule import softmax_schedule
+from jaxnorm_kernels.mosaic.forward.schedule import choose
 
 
 def test_every_wide_backward_has_several_schedules():
     jobs = {w: backward.schedules(w) for w in backward.workloads() if w.is_norm}
     assert all(len(schedules) > 1 for schedules in jobs.values())
     assert all(len(set(schedules)) == len(schedules) for schedules in jobs.values())
+
+
+def test_short_rows_have_the_tables_schedule_and_others():
+    table = {"fwd": choose, "bwd": softmax_schedule}
+    jobs = {w: tiles.schedules(w) for w in tiles.workloads()}
+    assert all(s[0] == table[w.direction](w.spec) for w, s in jobs.items())
+    assert all(len(set(s)) == len(s) for s in jobs.values())
+    assert all(len(s) > 2 for w, s in jobs.items() if w.cols <= 1024)
 
 
 def test_a_given_schedule_replaces_the_table():
