@@ -18,7 +18,8 @@ from jaxnorm_kernels.mosaic.backward.ring import Ring
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
 
 # A shape for each line of the tables.
-SHAPES = [shape for name in ("powers of two", "model widths", "odd rows") for shape in GRID[name]]
+_GROUPS = ("narrow rows", "powers of two", "model widths", "odd rows")
+SHAPES = [shape for group in _GROUPS for shape in GRID[group]]
 # A few words of a row that fills the registers of its block (softmax over 32768 columns): measured
 # to cost nothing.
 SPILLED = 32
