@@ -16,8 +16,9 @@ if not hasattr(triton_driver, "TMA_DTYPE_DEVICE_TO_HOST"):
 
 from tokamax._src.ops.normalization.triton import TritonNormalization
 
-# As tokamax's own benchmark has it. What `tokamax.layer_norm` takes writes y over x, so XLA copies
-# x before, by no kernel, and the copy of a small array leaves a part of it in the cache.
+# As tokamax's own benchmark has it; no public argument says so. What `tokamax.layer_norm` takes is
+# the same but for a forward without a backward, which writes y over x: XLA copies x before, by no
+# kernel, and the copy of a small array leaves a part of it in the cache.
 _NORM = TritonNormalization(input_output_alias=False)
 
 

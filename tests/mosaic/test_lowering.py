@@ -49,6 +49,8 @@ def test_a_layout_that_does_not_fit_is_found() -> None:
     spec = make_spec("softmax", 4, 512, BF16, BF16)
     with pytest.raises(ValueError, match="holds rows of"):
         lower(spec, *make_operands(spec), schedule=Schedule("warpgroup_row", 8))
+    with pytest.raises(ValueError, match="threads of one warp"):
+        lower(spec, *make_operands(spec), schedule=Schedule("row_tile", 8, rows=2, threads=128))
     with pytest.raises(ValueError, match="height of 1 or"):
         lower(spec, *make_operands(spec), schedule=Schedule("row_tile", 8, rows=6))
 

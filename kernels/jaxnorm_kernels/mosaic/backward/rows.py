@@ -53,7 +53,7 @@ class Held:
     def tile(self, cols: int) -> Tile:
         if self.warpgroups * self.cluster > 1:
             return SplitRow(cols, self.vector, split=self.warpgroups, cluster=self.cluster)
-        if self.threads == WARPGROUP_THREADS:
+        if self.threads == WARPGROUP_THREADS and self.rows == 1:
             return WarpgroupRow(cols, self.vector)
         return RowTile(cols, self.vector, threads=self.threads, height=self.rows)
 

@@ -112,7 +112,7 @@ _NARROW = 1024
 # Softmax rows in registers: columns up to, warpgroups. Beyond 48 columns of a thread fewer blocks
 # fit a multiprocessor.
 _HELD = ((6144, 1), (12288, 2), (12288, 4))
-# What a thread has of each input, at most.
+# What a thread has of each input, at most: its registers, and how many loads it waits for.
 _HELD_BYTES, _HELD_VECTORS = 128, 32
 # More columns are spread over a cluster of blocks of so many warpgroups, 32 a thread.
 _SPREAD_COLUMNS, _SPREAD_WARPGROUPS = 32, (2, 4)
@@ -253,8 +253,8 @@ def softmax_schedule(spec: Spec, gpu: Gpu | None = None) -> SoftmaxSchedule:
         rows = WARPGROUP_THREADS // threads
         if spec.rows >= rows:
             return Held(vector, threads=threads, rows=rows)
+    most = min(_HELD_VECTORS * vector, _HELD_BYTES // spec.y_dtype.itemsize)
     for cols, warpgroups in _HELD:
-        most = min(_HELD_VECTORS * vector, _HELD_BYTES // spec.y_dtype.itemsize)
         if spec.cols <= min(cols, most * warpgroups * WARPGROUP_THREADS):
             return Held(vector, warpgroups)
     for warpgroups in _SPREAD_WARPGROUPS:

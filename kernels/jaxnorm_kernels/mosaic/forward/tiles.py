@@ -206,6 +206,8 @@ class RowTile(Tile):
     height: int = WARPS
 
     def __post_init__(self) -> None:
+        if self.threads > WARP:
+            raise ValueError(f"{self} needs threads of one warp, {WARP} at most")
         step = WARPGROUP_THREADS // self.threads
         if self.height != 1 and self.height % step:
             raise ValueError(f"{self} needs a height of 1 or k * {step}")
