@@ -6,6 +6,7 @@ The interpreter knows neither layouts nor alignment; `test_lowering` looks at th
 import dataclasses
 from typing import Any
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 import pytest
@@ -62,6 +63,18 @@ def test_values(op: str, case: Case, dtype: np.dtype) -> None:
 
 
 @pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.name.endswith(("tail", "rows"))],
+    ids=lambda case: case.name,
+)
+def test_with_64_bit_types(case: Case) -> None:
+    """Kernels count in 32 bits, whatever a Python integer is traced as."""
+    spec = make_spec("layer_norm", case.rows, case.cols, BF16, BF16)
+    with jax.enable_x64(True):
+        check(spec, case.schedule_for(BF16, F32), *make_operands(spec))
+
+
+@pytest.mark.parametrize(
     ("x", "y", "scale", "bias"),
     [
         (BF16, F32, BF16, BF16),
@@ -91,6 +104,7 @@ def test_dtypes(name: str, x: np.dtype, y: np.dtype, scale: np.dtype, bias: np.d
         {"scale_offset": 1.0},
         {"scale_dtype": None},
         {"bias_dtype": None},
+        {"subtract_mean": False},
         {"scale_dtype": None, "bias_dtype": None, "want_stats": False},
     ],
     ids=str,

@@ -66,9 +66,10 @@ def direct_backward(
     rows, cols = saved.shape
     layout = warps_layout(schedule.vector)
     sums = RowSums(schedule.warpgroups, formula.row_sums)
+    sizes = len(stats), len(params)  # What traces the body keeps it: it may hold no traced array.
 
     def body(saved_ref: Ref, dy_ref: Ref, *refs: Ref) -> None:
-        stat_refs, param_refs, refs = split(refs, len(stats), len(params))
+        stat_refs, param_refs, refs = split(refs, *sizes)
         (dx_ref,), partial_refs, exchanged = split(refs, 1, formula.column_sums)
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
         runs = schedule.slice(cols, warpgroup).runs()

@@ -91,9 +91,10 @@ def ring_backward(
     sums = RowSums(ring.warpgroups, ring.rows * formula.row_sums, 1 + ring.lag, ring.cluster)
     steps = -(-rows // ring.rows)
     together = range(ring.rows)
+    sizes = len(stats), len(params)  # What traces the body keeps it: it may hold no traced array.
 
     def body(saved_ref: Ref, dy_ref: Ref, *refs: Ref) -> None:
-        stat_refs, param_refs, refs = split(refs, len(stats), len(params))
+        stat_refs, param_refs, refs = split(refs, *sizes)
         (dx_ref,), partial_refs, refs = split(refs, 1, formula.column_sums)
         (saved_ring, dy_ring, full), exchanged = split(refs, 3)
         sums.open(exchanged)

@@ -141,9 +141,10 @@ def streamed_backward(
         raise ValueError(f"{schedule} needs rows of {warpgroups * width} columns")
     layout, shape = warps_layout(schedule.vector), (WARPS, unit // WARPS)
     exchange = RowSums(warpgroups, formula.row_sums)
+    sizes = len(stats), len(params)  # What traces the body keeps it: it may hold no traced array.
 
     def body(saved_ref: Ref, dy_ref: Ref, *refs: Ref) -> None:
-        stat_refs, param_refs, (dx_ref, *scratch) = split(refs, len(stats), len(params))
+        stat_refs, param_refs, (dx_ref, *scratch) = split(refs, *sizes)
         row = lax.axis_index(BLOCK)
         row_stats = [ref[row] for ref in stat_refs]
         warpgroup = lax.axis_index(WARPGROUP)

@@ -85,9 +85,10 @@ def rows_ring_backward(
     pieces = tile.pieces()
     copies = 2 if len(pieces) == 1 else 2 * len(pieces) * ring.rows
     tiles = -(-rows // ring.rows)
+    sizes = len(stats), len(params)  # What traces the body keeps it: it may hold no traced array.
 
     def body(saved_ref: Ref, dy_ref: Ref, *refs: Ref) -> None:
-        stat_refs, param_refs, refs = split(refs, len(stats), len(params))
+        stat_refs, param_refs, refs = split(refs, *sizes)
         dx_ref, partial_refs, scratch = refs[0], refs[1 : 1 + formula.column_sums], refs[1:]
         scratch = scratch[formula.column_sums :]
         saved_ring, dy_ring, shared, scratch = split(scratch, *[len(pieces)] * 3)

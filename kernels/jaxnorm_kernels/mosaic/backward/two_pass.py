@@ -84,9 +84,10 @@ def column_sums(
     across = -(-cols // width)
     row_blocks = min(schedule.row_blocks, rows)
     together = schedule.together
+    sizes = len(stats), len(params)  # What traces the body keeps it: it may hold no traced array.
 
     def body(saved_ref: Ref, dy_ref: Ref, *refs: Ref) -> None:
-        stat_refs, param_refs, partial_refs = split(refs, len(stats), len(params))
+        stat_refs, param_refs, partial_refs = split(refs, *sizes)
         block = lax.axis_index(BLOCK)
         # The last block of columns overlaps the one before it: it ends with the row.
         here = pl.ds(jnp.minimum(lax.rem(block, across) * width, cols - width), width)

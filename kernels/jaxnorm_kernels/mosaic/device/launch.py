@@ -9,6 +9,8 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 
+from jaxnorm_kernels import tracing
+
 #: Names of the axes that a kernel body can ask its place in (``lax.axis_index``). Where blocks form
 #: clusters, `BLOCK` counts those, and `CLUSTER` the blocks in one; elsewhere there is no `CLUSTER`.
 BLOCK, CLUSTER, WARPGROUP = "block", "cluster", "warpgroup"
@@ -76,4 +78,5 @@ def launch(
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not auto_barriers),
     )
-    return tuple(kernel(*operands))
+    with tracing.settings():
+        return tuple(kernel(*operands))

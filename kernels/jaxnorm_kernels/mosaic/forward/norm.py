@@ -48,6 +48,7 @@ def norm_fwd(
     schedule = schedule or schedules.choose(spec)
     rows = schedule.rows_of(spec)
     params = _present(scale, bias)
+    count = len(params)  # What traces the body keeps it: it may hold no traced array.
     stats = 1 + spec.returns_mean if spec.want_stats else 0
     if isinstance(rows, Tile):
         normalise = _in_registers(rows, spec, schedule.params_first)
@@ -55,7 +56,7 @@ def norm_fwd(
         normalise = _streamed(rows, spec)
 
     def body(x_ref: Ref, *refs: Ref) -> None:
-        param_refs, y_ref, refs = refs[: len(params)], refs[len(params)], refs[len(params) + 1 :]
+        param_refs, y_ref, refs = refs[:count], refs[count], refs[count + 1 :]
         normalise(x_ref, param_refs, y_ref, refs[:stats], refs[stats:])
 
     y, *kept = launch(
