@@ -1,13 +1,34 @@
-"""Softmax, LayerNorm and RMSNorm for JAX that save their output, not their input."""
+"""Softmax, LayerNorm and RMSNorm for JAX that save their output, not their input.
 
-from jaxnorm._check import ParamReport as ParamReport
-from jaxnorm._check import check_params as check_params
-from jaxnorm._norm import layer_norm as layer_norm
-from jaxnorm._norm import rms_norm as rms_norm
-from jaxnorm._plan import Plan as Plan
-from jaxnorm._plan import implementation_for as implementation_for
-from jaxnorm._remat import save_policy as save_policy
-from jaxnorm._softmax import log_softmax as log_softmax
-from jaxnorm._softmax import softmax as softmax
+The functions are drop-in for :mod:`jax.nn` and the usual norms; ``jaxnorm.linen`` and
+``jaxnorm.nnx`` have Flax modules made of them.
+"""
+
+from jaxnorm._check import NormReport, ParamReport, check_params
+from jaxnorm._implementation import Choice
+from jaxnorm._norm import layer_norm, rms_norm
+from jaxnorm._plan import Plan, implementation_for
+from jaxnorm._remat import save_policy
+from jaxnorm._softmax import log_softmax, softmax
+
+__all__ = [
+    "Choice",
+    "NormReport",
+    "ParamReport",
+    "Plan",
+    "check_params",
+    "implementation_for",
+    "layer_norm",
+    "log_softmax",
+    "rms_norm",
+    "save_policy",
+    "softmax",
+]
 
 __version__ = "0.1.0"
+
+# Where users find them: in signatures, tracebacks and help(jaxnorm), which lists what is defined
+# in a module.
+for _name in __all__:
+    globals()[_name].__module__ = __name__
+del _name

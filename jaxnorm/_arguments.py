@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +14,32 @@ from jaxnorm_kernels.specs import FLOAT_DTYPES
 
 Axis = int | Sequence[int] | None
 
+
+class StandsForArray(Protocol):
+    """What jax.numpy takes for an array besides one: an ``nnx.Param``, say."""
+
+    def __jax_array__(self) -> Any: ...
+
+
+ArrayLike = jax.typing.ArrayLike | StandsForArray
+
 SAVE_MODES = ("output", "input")
 
+_FLOAT_DTYPES = frozenset(map(jnp.dtype, FLOAT_DTYPES))
 
-def float_array(function: str, name: str, value: jax.typing.ArrayLike) -> jax.Array:
+
+def float_array(function: str, name: str, value: ArrayLike) -> jax.Array:
     """`value` as an array of one of the supported float dtypes."""
-    # Objects that stand for an array, such as an nnx.Param, are as welcome as in jax.numpy.
-    if not isinstance(value, jax.typing.ArrayLike) and not hasattr(value, "__jax_array__"):
+    if isinstance(value, jax.Array):
+        array = value
+    elif isinstance(value, jax.typing.ArrayLike) or hasattr(value, "__jax_array__"):
+        array = jnp.asarray(value)
+    else:
         raise TypeError(
             f"{function}: {name} is a {type(value).__name__}; expected an array; "
             f"convert it, e.g. jnp.asarray({name})"
         )
-    array = jnp.asarray(value)
-    if array.dtype.name not in FLOAT_DTYPES:
+    if array.dtype not in _FLOAT_DTYPES:
         raise TypeError(
             f"{function}: {name} has dtype {array.dtype.name}; expected one of "
             f"{', '.join(FLOAT_DTYPES)}; cast it, e.g. {name}.astype(jnp.float32)"
@@ -51,7 +65,7 @@ def dtype(function: str, name: str, given: jax.typing.DTypeLike) -> np.dtype:
             f"{function}: {name}={resolved.name}; expected one of {', '.join(FLOAT_DTYPES)}; "
             "cast the result afterwards if you need another"
         )
-    if resolved.name == "float64" and not jax.config.read("jax_enable_x64"):
+    if resolved.name == "float64" and not jax.config.jax_enable_x64:
         raise TypeError(
             f"{function}: {name}=float64 while 64-bit types are off; "
             'switch them on with jax.config.update("jax_enable_x64", True), or ask for float32'
@@ -75,9 +89,14 @@ def axes(function: str, axis: Axis, shape: tuple[int, ...]) -> tuple[int, ...]:
     if not indices:
         raise ValueError(
             f"{function}: axis={axis!r} names no axis of x with shape {shape}; "
-            "expected at least one axis"
+            "expected at least one axis" + ("" if ndim else "; give x one, e.g. x[None]")
         )
     for a in indices:
+        if not ndim:
+            raise ValueError(
+                f"{function}: axis={axis!r} is out of range for x with shape (), which has no "
+                "axes; give x one, e.g. x[None]"
+            )
         if not -ndim <= a < ndim:
             raise ValueError(
                 f"{function}: axis={axis!r} is out of range for x with shape {shape}; "
@@ -92,27 +111,19 @@ def axes(function: str, axis: Axis, shape: tuple[int, ...]) -> tuple[int, ...]:
     return canonical
 
 
-def parameter(
-    function: str, name: str, value: jax.typing.ArrayLike | None, normalised: tuple[int, ...]
-) -> jax.Array | None:
-    """`value` as a float array of exactly the normalised shape, or None."""
-    if value is None:
-        return None
-    array = float_array(function, name, value)
-    if array.shape != normalised:
+def parameter_shape(
+    function: str, name: str, shape: tuple[int, ...], normalised: tuple[int, ...]
+) -> None:
+    """Raises unless a parameter has exactly the normalised shape."""
+    if shape != normalised:
         raise ValueError(
-            f"{function}: {name} has shape {array.shape}; expected {normalised}, the sizes of the "
+            f"{function}: {name} has shape {shape}; expected {normalised}, the sizes of the "
             f"normalised axes in the order of x; reshape or broadcast {name} to that shape"
         )
-    return array
 
 
-def mask(
-    function: str, where: jax.typing.ArrayLike | None, shape: tuple[int, ...]
-) -> jax.Array | None:
+def mask(function: str, where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
     """`where` as a boolean array with one axis for each axis of x, broadcastable to x's shape."""
-    if where is None:
-        return None
     array = jnp.asarray(where)
     if array.dtype != jnp.bool_:
         raise TypeError(

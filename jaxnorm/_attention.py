@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxnorm._softmax import softmax
+from jaxnorm_kernels.specs import FLOAT_DTYPES
 
 
 def check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
@@ -57,15 +58,17 @@ def attention_weights(
     out_dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
     """softmax over the last axis of ``(batch..., heads, q_length, kv_length)`` logits."""
-    if bias is None and mask is None:
-        return softmax(logits, dtype=out_dtype)
+    has_neighbours = bias is not None or mask is not None
     if bias is not None:
         logits = logits + bias
     if mask is not None:
         logits = jnp.where(mask, logits, jnp.finfo(compute_dtype).min)
-    # XLA does this and the softmax in one pass, where a kernel would read the logits once more:
-    # with one, a step of causal attention takes 1.15 times as long (benchmarks/blocks.py, H200).
-    return softmax(logits, dtype=out_dtype, implementation="xla")
+    if logits.dtype.name not in FLOAT_DTYPES:  # complex, say, which Flax takes
+        return jax.nn.softmax(logits.astype(out_dtype))
+    # XLA does a bias, a mask and the softmax in one pass, where a kernel would read the logits once
+    # more: with one, a step of causal attention takes 1.15 times as long (benchmarks/blocks.py,
+    # H200).
+    return softmax(logits, dtype=out_dtype, implementation="xla" if has_neighbours else None)
 
 
 def dropout(

@@ -13,7 +13,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
-from jaxnorm._calls import Call
+from jaxnorm._call import Call, Function
+from jaxnorm._rows import PARAMETERS
 from jaxnorm._shards import Layout, on_shards
 
 Bind = Callable[..., Any]
@@ -47,36 +48,31 @@ def can_partition(axes: Any) -> bool:
     )
 
 
-def partitioned(call: Call, bind: Bind) -> Bind:
+def partitioned(call: Call, bind: Bind) -> Function:
     """The call, partitioned as its first array is; `bind` makes the call on a shard."""
 
-    def run(*operands: Any) -> Any:
-        leaves, tree = jax.tree.flatten(operands)
-        out = jax.eval_shape(call.xla, *operands)
-        kinds = call.operand_kinds(operands), call.result_kinds(out)
-        shapes = [a.shape for a in leaves], [a.shape for a in jax.tree.leaves(out)]
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        kinds = call.operand_kinds, call.result_kinds
+        shapes = [a.shape for a in arrays], [call.view.shape_of(kind) for kind in kinds[1]]
 
         def partition(mesh: Any, given: Any, results: Any) -> tuple[Any, ...]:
             del results
             layout = Layout.of(given[0].sharding.spec, call.view)
             layout.check(call.function, mesh)
-            on_shard = on_shards(call, layout, bind)
-
-            def lowered(*leaves: Any) -> tuple[Any, ...]:
-                return tuple(jax.tree.leaves(on_shard(*jax.tree.unflatten(tree, leaves))))
-
             operand_shardings, result_shardings = (
-                tuple(NamedSharding(mesh, layout.spec(*each)) for each in zip(*side))
+                [NamedSharding(mesh, layout.spec(*each)) for each in zip(*side)]
                 for side in zip(kinds, shapes)
             )
-            return mesh, lowered, result_shardings, operand_shardings
+            run_on_shards = on_shards(call, layout, bind)
+            return mesh, run_on_shards, result_shardings, tuple(operand_shardings)
 
         @custom_partitioning
-        def whole(*leaves: Any) -> tuple[Any, ...]:
-            return tuple(jax.tree.leaves(call.xla(*jax.tree.unflatten(tree, leaves))))
+        def whole(*arrays: jax.Array) -> list[jax.Array]:
+            return call.xla(*arrays)
 
         whole.def_partition(partition, **_propagation(call, kinds, shapes))
-        return jax.tree.unflatten(jax.tree.structure(out), whole(*leaves))
+        results: list[jax.Array] = whole(*arrays)
+        return results
 
     return run
 
@@ -94,7 +90,7 @@ def _propagation(call: Call, kinds: Any, shapes: Any) -> dict[str, Any]:
         for kind, shape in zip(kinds, shapes):
             names = [f"x{axis}" for axis in call.view.axes_of(kind)]
             for i, size in enumerate(shape):
-                if kind == "param" or size == 1:
+                if kind in PARAMETERS or size == 1:
                     names[i] = f"{prefix}{len(own)}"
                     own.append(names[i])
             arrays.append(" ".join(names))

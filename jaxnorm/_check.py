@@ -109,8 +109,7 @@ def check_params(
 
     Args:
       params: a tree of parameters. A norm is a leaf named ``scale``, with the ``bias`` beside it,
-        if
-        any (Flax's names, linen and nnx alike; leaves may be stacked over layers).
+        if any (Flax's names, linen and nnx alike; leaves may be stacked over layers).
       dtype: dtype of the norms' *output*, not of the parameters.
       scale_offset: added to every scale, as in the functions.
 

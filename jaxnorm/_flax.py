@@ -1,26 +1,23 @@
-"""Flax, imported in one place that says what to install, and what linen and nnx modules share."""
+"""What linen and nnx modules share; neither imports the other's half of Flax.
 
-from collections.abc import Iterable
+Imported before anything of Flax, it says what to do where that is missing.
+"""
+
+import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from jaxnorm import _arguments
 
-try:
-    from flax import linen as linen
-    from flax import nnx as nnx
-    from flax.linen import dtypes as linen_dtypes
-    from flax.nnx.nn import dtypes as nnx_dtypes
-except ModuleNotFoundError as error:
+if importlib.util.find_spec("flax") is None:
     raise ImportError(
         "jaxnorm.linen and jaxnorm.nnx need Flax, which is not installed; "
         'install it with: pip install "jaxnorm[flax]"'
-    ) from error
+    )
 
-__all__ = ["linen", "linen_dtypes", "nnx", "nnx_dtypes", "result_dtype", "shared_axes"]
-
-Axes = int | Iterable[int]
+Axes = int | Sequence[int]
 
 
 def shared_axes(
@@ -32,7 +29,7 @@ def shared_axes(
             sorted(
                 {
                     _arguments.axes(module, a, shape)[0]
-                    for a in (axes if isinstance(axes, Iterable) else (axes,))
+                    for a in (axes if isinstance(axes, Sequence) else (axes,))
                 }
             )
         )
@@ -41,6 +38,17 @@ def shared_axes(
     return reduced if reduced == features else None
 
 
-def result_dtype(dtype: Any, *operands: jax.Array | None) -> Any:
-    """Flax's rule: `dtype`, or what the operands promote to."""
-    return jax.dtypes.canonicalize_dtype(linen_dtypes.canonicalize_dtype(*operands, dtype=dtype))
+def result_dtype(dtypes: Any, dtype: Any, *operands: jax.Array | None) -> Any:
+    """Flax's rule, by linen's or nnx's `dtypes`: `dtype`, or what the operands promote to."""
+    return jax.dtypes.canonicalize_dtype(dtypes.canonicalize_dtype(*operands, dtype=dtype))
+
+
+def no_offset(module: Any) -> None:
+    """Raises for a module with a scale_offset whose call is left to Flax, which has none."""
+    if module.scale_offset:
+        name = type(module).__name__
+        raise ValueError(
+            f"{name}: scale_offset={module.scale_offset} in a call that is left to Flax's own code "
+            f"(see jaxnorm's {name}), which adds no offset; leave out what leaves the call to "
+            "Flax, or add the offset to the parameter"
+        )

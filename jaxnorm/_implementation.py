@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+from collections.abc import Sequence
 from typing import cast
 
 import jax
@@ -59,6 +60,18 @@ def forced(spec: Spec, name: str) -> Choice:
             f"({spec.rows}, {spec.cols}): {refusal}; leave implementation out to let jaxnorm choose"
         )
     return Choice(name, "asked for by name")
+
+
+def placed(name: str, spec: Spec, platforms: Sequence[str]) -> None:
+    """ValueError where a program for these platforms cannot hold `name`, which was asked for."""
+    can = getattr(module(name), "platforms", lambda: None)()
+    cannot = [platform for platform in platforms if can is not None and platform not in can]
+    if cannot:
+        raise ValueError(
+            f"implementation={name!r} cannot run {spec.op} {spec.direction} on {cannot[0]}: its "
+            "kernels are for NVIDIA GPUs; leave implementation out to let jaxnorm choose, or "
+            "place the arrays on such a GPU"
+        )
 
 
 def module(name: str) -> Implementation:

@@ -1,18 +1,17 @@
 """implementation_for: tells which implementation a call gets, and why, without running it."""
 
 import dataclasses
-from typing import cast
+from typing import Literal
 
 import jax
 
 from jaxnorm import _arguments, _implementation
-from jaxnorm._norm import NormCall
-from jaxnorm._rows import RowView
-from jaxnorm._softmax import Op, SoftmaxCall
-from jaxnorm_kernels.specs import Save, Spec
+from jaxnorm._call import Call
+from jaxnorm._norm import norm_call
+from jaxnorm._softmax import softmax_call
+from jaxnorm_kernels.specs import Name, Save
 
-_NORMS = ("layer_norm", "rms_norm")
-_SOFTMAXES = ("softmax", "log_softmax")
+_FUNCTIONS = ("softmax", "log_softmax", "layer_norm", "rms_norm")
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
@@ -28,28 +27,31 @@ class Plan:
 
 
 def implementation_for(
-    function: str,
+    function: Literal["softmax", "log_softmax", "layer_norm", "rms_norm"],
     shape: tuple[int, ...],
     dtype: jax.typing.DTypeLike,
     *,
     axis: _arguments.Axis = -1,
     where: bool = False,
     use_scale: bool = True,
-    use_bias: bool = True,
+    use_bias: bool | None = None,
     param_dtype: jax.typing.DTypeLike | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     save: Save = "output",
-    implementation: str | None = None,
+    implementation: Name | None = None,
     platform: str | None = None,
 ) -> Plan:
     """Which implementation runs a call of `function`, forward and backward, and why.
 
     Args:
       function: ``"softmax"``, ``"log_softmax"``, ``"layer_norm"`` or ``"rms_norm"``.
-      shape, dtype: of x. Inside ``jax.vmap`` or ``jax.shard_map``, of what one call sees.
+      shape, dtype: of x; inside ``jax.shard_map``, of a shard. Under ``jax.vmap`` a batch of x is
+        more rows: put its size in front. Gradients of parameters that are taken inside ``jax.vmap``
+        (one for each example), and batches of parameters, are the xla implementation's.
       axis: as in the call.
       where: whether the call has a ``where`` mask (softmaxes).
-      use_scale, use_bias: whether the call has these parameters (norms; rms_norm has no bias).
+      use_scale, use_bias: whether the call has these parameters (norms). By default both, but
+        rms_norm no bias.
       param_dtype: dtype of the parameters; ``dtype`` by default.
       out_dtype: dtype of the output; ``dtype`` by default.
       save, implementation: as in the call.
@@ -64,37 +66,36 @@ def implementation_for(
       TypeError, ValueError: as the function itself would; also for an unknown function or platform.
     """
     me = "implementation_for"
-    _arguments.one_of(me, "function", function, _SOFTMAXES + _NORMS)
+    _arguments.one_of(me, "function", function, _FUNCTIONS)
     platform = _implementation.local_platform() if platform is None else platform
     _arguments.one_of(me, "platform", platform, _PLATFORMS)
     _arguments.one_of(me, "save", save, _arguments.SAVE_MODES)
     _arguments.implementation(me, implementation)
     x_dtype = _arguments.dtype(me, "dtype", dtype)
-    y_dtype = _arguments.output_dtype(me, out_dtype, x_dtype)
     shape = tuple(shape)
-    view = RowView(shape, _arguments.axes(me, axis, shape))
-
-    call: NormCall | SoftmaxCall
-    if function in _SOFTMAXES:
-        call = SoftmaxCall(cast(Op, function), view, x_dtype, y_dtype, where, implementation)
+    if function == "softmax" or function == "log_softmax":
+        forward = softmax_call(function, shape, x_dtype, axis, where, out_dtype, implementation)
     else:
-        parameter = _arguments.output_dtype(me, param_dtype, x_dtype)
-        call = NormCall(
-            view=view,
-            x_dtype=x_dtype,
-            y_dtype=y_dtype,
-            scale_dtype=parameter if use_scale else None,
-            bias_dtype=parameter if use_bias and function == "layer_norm" else None,
-            epsilon=1e-6,
-            scale_offset=0.0,
-            subtract_mean=function == "layer_norm",
-            save=save,
-            implementation=implementation,
+        use_bias = function == "layer_norm" if use_bias is None else use_bias
+        normalised = tuple(shape[a] for a in _arguments.axes(me, axis, shape))
+        parameter = normalised, _arguments.output_dtype(me, param_dtype, x_dtype)
+        forward = norm_call(
+            function,
+            shape,
+            x_dtype,
+            parameter if use_scale else None,
+            parameter if use_bias else None,
+            axis,
+            1e-6,
+            0.0,
+            out_dtype,
+            save,
+            implementation,
         )
 
-    def choice(spec: Spec) -> _implementation.Choice:
+    def choice(call: Call) -> _implementation.Choice:
         if implementation is not None:
-            return _implementation.forced(spec, implementation)
-        return _implementation.choose(spec, platform)
+            return _implementation.forced(call.in_rows, implementation)
+        return _implementation.choose(call.in_rows, platform)
 
-    return Plan(choice(call.spec("fwd")), choice(call.spec("bwd")))
+    return Plan(choice(forward), choice(forward.backward(forward.primals)))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Literal
 
 import jax
@@ -9,15 +10,26 @@ import jax.numpy as jnp
 
 #: What an operand or a result of a call is: an array of x's shape; a mask that broadcasts to it; a
 #: statistic of each row, over the axes that are not normalised; a parameter, over those that are.
-Kind = Literal["array", "mask", "stat", "param"]
+Kind = Literal["array", "mask", "stat", "scale", "bias"]
+
+PARAMETERS: tuple[Kind, ...] = ("scale", "bias")
 
 
 @dataclasses.dataclass(frozen=True)
 class RowView:
-    """How an array of ``shape`` looks when its ``axes`` (sorted, not negative) become columns."""
+    """How an array of ``shape`` looks when its ``axes`` (sorted, not negative) become columns.
+
+    Attributes:
+      shape: of x.
+      axes: the normalised ones.
+      scale_lead, bias_lead: axes that the parameter has before the normalised ones, one parameter
+        for each group of rows. They broadcast, right-aligned, to x's other axes.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[int, ...]
+    scale_lead: tuple[int, ...] = ()
+    bias_lead: tuple[int, ...] = ()
 
     @property
     def normalised(self) -> tuple[int, ...]:
@@ -40,28 +52,48 @@ class RowView:
     @property
     def moved(self) -> bool:
         """Whether the view needs a transpose: the normalised axes are not the last ones."""
-        return self._order != tuple(range(len(self.shape)))
+        order = [axis for axis in self._order if self.shape[axis] != 1]
+        return order != sorted(order)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a parameter belongs to groups of rows: such a call has no view of rows."""
+        return bool(self.scale_lead or self.bias_lead)
 
     def axes_of(self, kind: Kind) -> tuple[int, ...]:
-        """Which axes of x an operand of this kind has."""
+        """Which axes of x an operand of this kind has, in its own order."""
         match kind:
             case "array" | "mask":
                 return tuple(range(len(self.shape)))
             case "stat":
                 return self.others
-            case "param":
-                return self.axes
+            case "scale" | "bias":
+                lead = len(self._lead(kind))
+                return self.others[len(self.others) - lead :] + self.axes
 
-    def batched(self, size: int) -> "RowView":
-        """With one more axis of rows, in front."""
-        return RowView((size, *self.shape), tuple(a + 1 for a in self.axes))
+    def shape_of(self, kind: Kind) -> tuple[int, ...]:
+        """Of an operand or result of this kind, but for a mask, which may be broadcast."""
+        if kind in PARAMETERS:
+            return self._lead(kind) + self.normalised
+        return tuple(self.shape[a] for a in self.axes_of(kind))
+
+    def batched(self, size: int, kinds: Collection[Kind]) -> "RowView":
+        """With one more axis of rows in front, for each of the parameters among `kinds`, too."""
+
+        def lead(kind: Kind) -> tuple[int, ...]:
+            own = self._lead(kind)
+            missing = len(self.others) - len(own)
+            return (size, *[1] * missing, *own) if kind in kinds else own
+
+        axes = tuple(axis + 1 for axis in self.axes)
+        return RowView((size, *self.shape), axes, lead("scale"), lead("bias"))
 
     def to_rows(self, kind: Kind, a: jax.Array) -> jax.Array:
         """The two-dimensional view of an array or mask, the one-dimensional view of the others."""
         match kind:
             case "stat":
                 return a.reshape(self.rows)
-            case "param":
+            case "scale" | "bias":
                 return a.reshape(self.cols)
             case "mask":
                 a = jnp.broadcast_to(a, self.shape)
@@ -71,12 +103,15 @@ class RowView:
 
     def from_rows(self, kind: Kind, a: jax.Array) -> jax.Array:
         """The inverse of `to_rows`."""
-        if kind in ("stat", "param"):
+        if kind == "stat" or kind in PARAMETERS:
             return a.reshape([self.shape[axis] for axis in self.axes_of(kind)])
+        if not self.moved:
+            return a.reshape(self.shape)
         a = a.reshape([self.shape[axis] for axis in self._order])
-        if self.moved:
-            a = jnp.transpose(a, [self._order.index(axis) for axis in range(len(self.shape))])
-        return a
+        return jnp.transpose(a, [self._order.index(axis) for axis in range(len(self.shape))])
+
+    def _lead(self, kind: Kind) -> tuple[int, ...]:
+        return self.scale_lead if kind == "scale" else self.bias_lead
 
     @property
     def _order(self) -> tuple[int, ...]:

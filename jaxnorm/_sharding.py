@@ -5,78 +5,71 @@ Auto axes       XLA decides when it compiles: `_auto_axes`
 Manual axes     inside `jax.shard_map` the operands are shards already
 """
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxnorm import _primitive
-from jaxnorm._calls import Call
+from jaxnorm._call import Arrays, Call
 from jaxnorm._shards import Layout, on_shards
 
 
-def run(call: Call, *operands: Any) -> Any:
-    """The call on operands of any sharding."""
-    return _run(call, _primitive.bind, operands)
-
-
-def run_twin(call: Call, *operands: Any) -> Any:
-    """The same in plain JAX, which can be differentiated and batched."""
-    return _run(dataclasses.replace(call, implementation="xla"), _xla, operands)
-
-
-def _run(call: Call, bind: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-    if not any(_names_axes(a) for a in jax.tree.leaves(operands)):
-        return bind(call, *operands)
-    x = jax.typeof(operands[0])
-    mesh = x.sharding.mesh
-    layout = Layout.of(x.sharding.spec, call.view)
-
-    def specs(kinds: Any, tree: Any) -> Any:
-        leaves, structure = jax.tree.flatten(tree)
-        of_leaves = [layout.spec(kind, a.shape) for kind, a in zip(kinds, leaves)]
-        return jax.tree.unflatten(structure, of_leaves)
-
-    in_specs = specs(call.operand_kinds(operands), operands)
+def run(call: Call, bind: Callable[..., Any], arrays: Arrays) -> list[jax.Array]:
+    """The call on arrays of any sharding; ``bind(call, *arrays)`` makes it on whole ones."""
+    avals = [jax.typeof(a) for a in arrays]
+    if not names_axes(*avals):
+        results: list[jax.Array] = bind(call, *arrays)
+        return results
+    mesh = mesh_of(avals)
+    layout = Layout.of(avals[0].sharding.spec, call.view)
+    in_specs = tuple(layout.spec(k, a.shape) for k, a in zip(call.operand_kinds, arrays))
+    out_specs = [layout.spec(k, call.view.shape_of(k)) for k in call.result_kinds]
     # A parameter may be sharded for storage (FSDP): it is gathered, as small as it is.
-    operands = jax.tree.map(lambda a, s: _reshard(a, mesh, s), operands, in_specs)
-    out = jax.eval_shape(call.xla, *operands)
-    return jax.shard_map(
+    arrays = [_reshard(a, mesh, spec) for a, spec in zip(arrays, in_specs)]
+    sharded = jax.shard_map(
         on_shards(call, layout, bind),
         mesh=mesh,
         in_specs=in_specs,
-        out_specs=specs(call.result_kinds(out), out),
+        out_specs=out_specs,
         axis_names=_explicit_axes(mesh),
-    )(*operands)
+    )
+    results = sharded(*arrays)
+    return results
 
 
-def _xla(call: Call, *operands: Any) -> Any:
-    return call.xla(*operands)
+def lie_as(a: jax.Array, aval: Any) -> jax.Array:
+    """`a` with the sharding of a type."""
+    sharding = aval.sharding
+    return a if sharding.mesh.empty else _reshard(a, sharding.mesh, sharding.spec)
 
 
-def like(gradient: jax.Array | None, parameter: jax.Array | None) -> jax.Array | None:
-    """`gradient` with the sharding that the type of `parameter` has."""
-    if gradient is None or parameter is None or not _names_axes(parameter):
-        return gradient
-    sharding = jax.typeof(parameter).sharding
-    return _reshard(gradient, sharding.mesh, sharding.spec)
-
-
-def vary_alike(*operands: jax.Array | None) -> list[jax.Array | None]:
-    """Makes all operands vary over the same manual mesh axes, inside `jax.shard_map`.
+def vary_alike(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Makes all arrays vary over the same manual mesh axes, inside `jax.shard_map`.
 
     A parameter that is the same on every device meets rows that are not. The gradient of this cast
     is the sum over those axes, so that of the parameter is the same on every device again.
     """
-    varying = [frozenset() if a is None else _varying(a) for a in operands]
-    everywhere = frozenset().union(*varying)
+    if len(arrays) == 1:
+        return arrays
+    varying = [frozenset(jax.typeof(a).manual_axis_type.varying) for a in arrays]
+    everywhere = varying[0].union(*varying)
     return [
-        a if a is None or own == everywhere else _vary(a, everywhere - own)
-        for a, own in zip(operands, varying)
+        a if own == everywhere else lax.pcast(a, tuple(sorted(everywhere - own)), to="varying")
+        for a, own in zip(arrays, varying)
     ]
+
+
+def names_axes(*avals: Any) -> bool:
+    """Whether types name mesh axes."""
+    return any(axis is not None for aval in avals for axis in aval.sharding.spec)
+
+
+def mesh_of(avals: Sequence[Any]) -> Any:
+    """The mesh of types: the first that is not empty."""
+    meshes = [aval.sharding.mesh for aval in avals]
+    return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
 
 
 def _explicit_axes(mesh: Any) -> set[str]:
@@ -89,16 +82,3 @@ def _reshard(a: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
     # A sharding and not its spec alone, which would need a mesh to be set.
     resharded: jax.Array = jax.reshard(a, NamedSharding(mesh, spec))
     return resharded
-
-
-def _names_axes(a: jax.Array) -> bool:
-    return any(axis is not None for axis in jax.typeof(a).sharding.spec)
-
-
-def _varying(a: jax.Array) -> frozenset[str]:
-    return frozenset(jax.typeof(a).manual_axis_type.varying)
-
-
-def _vary(a: jax.Array, axes: frozenset[str]) -> jax.Array:
-    varied: jax.Array = lax.pcast(a, tuple(sorted(axes)), to="varying")
-    return varied

@@ -9,10 +9,8 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxnorm._calls import Call
-from jaxnorm._rows import Kind, RowView
-
-Function = Callable[..., Any]
+from jaxnorm._call import Call, Function
+from jaxnorm._rows import PARAMETERS, Kind, RowView
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +37,26 @@ class Layout:
 
     def spec(self, kind: Kind, shape: tuple[int, ...]) -> PartitionSpec:
         """Of an operand or result of this kind and (global) shape."""
-        split = [self.mesh_axes[a] or None for a in self.view.axes_of(kind)]
-        if kind == "mask":  # which may be broadcast along some axes
-            split = [None if size == 1 else s for size, s in zip(shape, split)]
-        return PartitionSpec(*split)
+        split = (self.mesh_axes[axis] or None for axis in self.view.axes_of(kind))
+        # A mask may be broadcast along some axes, and a parameter of groups of rows.
+        return PartitionSpec(*(None if size == 1 else s for size, s in zip(shape, split)))
+
+    def summed_over(self, kind: Kind) -> tuple[str, ...]:
+        """Mesh axes over which devices have sums of their own rows: of a parameter's gradient."""
+        if kind not in PARAMETERS:
+            return ()
+        own = jax.tree.leaves(tuple(self.spec(kind, self.view.shape_of(kind))))
+        return tuple(axis for axis in self.rows_over if axis not in own)
+
+    def view_of_shard(self, shape: tuple[int, ...]) -> RowView:
+        """That of a shard of x with this shape."""
+        view = self.view
+
+        def lead(kind: Kind) -> tuple[int, ...]:
+            sizes = view.shape_of(kind)[: -len(view.axes)]
+            return tuple(1 if s == 1 else shape[a] for s, a in zip(sizes, view.axes_of(kind)))
+
+        return RowView(shape, view.axes, lead("scale"), lead("bias"))
 
     def check(self, function: str, mesh: Any) -> None:
         """ValueError where a shard would not be a whole part of the array."""
@@ -56,25 +70,23 @@ class Layout:
                 )
 
 
-def on_shards(call: Call, layout: Layout, bind: Function) -> Function:
+def on_shards(call: Call, layout: Layout, bind: Callable[..., Any]) -> Function:
     """The call where each device has its shards and the mesh axes have names.
 
     Rows need nothing from each other. What a parameter's gradient needs is one sum over the devices
-    that have rows, and the statistics of split rows one over those that share them.
+    that have rows of it, and the statistics of split rows one over those that share them.
     """
 
-    def run(*operands: Any) -> Any:
-        shard = call.on(RowView(operands[0].shape, call.view.axes))
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        shard = call.on(layout.view_of_shard(arrays[0].shape))
         if layout.cols_over:
-            results = _with_split_rows(shard, call.view.cols, layout).xla(*operands)
+            results = _with_split_rows(shard, call.view.cols, layout).xla(*arrays)
         else:
-            results = bind(shard, *operands)
-        leaves, tree = jax.tree.flatten(results)
-        summed = [
-            lax.psum(a, layout.rows_over) if kind == "param" and layout.rows_over else a
-            for kind, a in zip(shard.result_kinds(results), leaves)
+            results = bind(shard, *arrays)
+        return [
+            lax.psum(a, axes) if (axes := layout.summed_over(kind)) else a
+            for kind, a in zip(call.result_kinds, results)
         ]
-        return jax.tree.unflatten(tree, summed)
 
     return run
 

@@ -7,35 +7,43 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import _attention, _flax
-from jaxnorm._flax import linen as nn
-from jaxnorm._flax import linen_dtypes
+from jaxnorm import _attention, _flax  # first, because it says what to do where Flax is missing
+
+# isort: split
+from flax import linen as nn
+from flax.linen import dtypes
+
 from jaxnorm._norm import layer_norm, rms_norm
-from jaxnorm_kernels.specs import FLOAT_DTYPES, Save
+from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
+
+__all__ = ["LayerNorm", "RMSNorm", "dot_product_attention"]
 
 
 class LayerNorm(nn.LayerNorm):
     """:class:`flax.linen.LayerNorm` that keeps its output, not its input, for the backward pass.
 
-    Every field, default, parameter name and the call are Flax's, so checkpoints load unchanged; two
-    fields come on top. ``use_fast_variance`` is accepted, but the variance is always the stable
-    two-pass one. A call with ``mask``, ``axis_name``, ``force_float32_reductions=False``,
+    Every field, default, parameter name and the call are Flax's, so checkpoints load unchanged;
+    three fields come on top. ``use_fast_variance`` is accepted, but the variance is always the
+    stable two-pass one. A call with ``mask``, ``axis_name``, ``force_float32_reductions=False``,
     ``feature_axes`` other than ``reduction_axes``, or a dtype that is no float of 16 to 64 bits, is
     Flax's own, input-saving computation.
 
     Attributes:
       save: ``"output"`` or ``"input"``; see :func:`jaxnorm.layer_norm`.
       implementation: see :func:`jaxnorm.layer_norm`.
+      scale_offset: added to the parameter ``scale``; 0.0 by default.
     """
 
     save: Save = "output"
-    implementation: str | None = None
+    implementation: Name | None = None
+    scale_offset: float = 0.0
 
     @nn.compact
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalises x, as :meth:`flax.linen.LayerNorm.__call__` does."""
         axes = _covered_axes(self, x, mask)
         if axes is None:
+            _flax.no_offset(self)
             return super().__call__(x, mask=mask)
         scale = _param(self, "scale", self.scale_init, x, axes) if self.use_scale else None
         bias = _param(self, "bias", self.bias_init, x, axes) if self.use_bias else None
@@ -45,7 +53,8 @@ class LayerNorm(nn.LayerNorm):
             bias,
             axis=axes,
             epsilon=self.epsilon,
-            dtype=_flax.result_dtype(self.dtype, x, scale, bias),
+            scale_offset=self.scale_offset,
+            dtype=_flax.result_dtype(dtypes, self.dtype, x, scale, bias),
             save=self.save,
             implementation=self.implementation,
         )
@@ -59,16 +68,20 @@ class RMSNorm(nn.RMSNorm):
     Attributes:
       save: ``"output"`` or ``"input"``; see :func:`jaxnorm.rms_norm`.
       implementation: see :func:`jaxnorm.rms_norm`.
+      scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
+        ``scale_init``.
     """
 
     save: Save = "output"
-    implementation: str | None = None
+    implementation: Name | None = None
+    scale_offset: float = 0.0
 
     @nn.compact
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalises x, as :meth:`flax.linen.RMSNorm.__call__` does."""
         axes = _covered_axes(self, x, mask)
         if axes is None:
+            _flax.no_offset(self)
             return super().__call__(x, mask=mask)
         scale = _param(self, "scale", self.scale_init, x, axes) if self.use_scale else None
         return rms_norm(
@@ -76,7 +89,8 @@ class RMSNorm(nn.RMSNorm):
             scale,
             axis=axes,
             epsilon=self.epsilon,
-            dtype=_flax.result_dtype(self.dtype, x, scale),
+            scale_offset=self.scale_offset,
+            dtype=_flax.result_dtype(dtypes, self.dtype, x, scale),
             save=self.save,
             implementation=self.implementation,
         )
@@ -135,7 +149,7 @@ def dot_product_attention(
             "dot_product_attention: qk_attn_weights_einsum replaces what precision and "
             "einsum_dot_general configure; give one or the other"
         )
-    query, key, value = linen_dtypes.promote_dtype(query, key, value, dtype=dtype)
+    query, key, value = dtypes.promote_dtype(query, key, value, dtype=dtype)
     _attention.check_shapes(query, key, value)
     if not query.shape[-2] == key.shape[-2] == value.shape[-2]:
         raise ValueError(

@@ -1,21 +1,29 @@
 """Flax nnx modules: drop-in LayerNorm, RMSNorm and attention function that save their outputs."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import _attention, _flax
-from jaxnorm._flax import nnx, nnx_dtypes
+from jaxnorm import _attention, _flax  # first, because it says what to do where Flax is missing
+
+# isort: split
+from flax import nnx
+from flax.nnx.nn import dtypes
+
 from jaxnorm._norm import layer_norm, rms_norm
-from jaxnorm_kernels.specs import FLOAT_DTYPES, Save
+from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
+
+__all__ = ["LayerNorm", "RMSNorm", "dot_product_attention"]
 
 
 class LayerNorm(nnx.LayerNorm):
     """:class:`flax.nnx.LayerNorm` that keeps its output, not its input, for the backward pass.
 
-    Every argument, default, parameter name and the call are Flax's, so states load unchanged; two
+    Every argument, default, parameter name and the call are Flax's, so states load unchanged; three
     arguments come on top. As in Flax, x and the parameters are first promoted to one dtype
     (``promote_dtype``). ``use_fast_variance`` is accepted, but the variance is always the stable
     two-pass one. A call with ``mask``, ``axis_name``, ``feature_axes`` other than
@@ -26,20 +34,57 @@ class LayerNorm(nnx.LayerNorm):
       num_features: number of scales and biases.
       save: ``"output"`` or ``"input"``; see :func:`jaxnorm.layer_norm`.
       implementation: see :func:`jaxnorm.layer_norm`.
-      **arguments: those of :class:`flax.nnx.LayerNorm`; ``rngs`` is required.
+      scale_offset: added to the parameter ``scale``; 0.0 by default.
+
+    The others are those of :class:`flax.nnx.LayerNorm`; ``rngs`` is required.
     """
 
     def __init__(
         self,
         num_features: int,
         *,
+        epsilon: float = 1e-6,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        use_bias: bool = True,
+        use_scale: bool = True,
+        bias_init: nnx.Initializer = nnx.initializers.zeros_init(),
+        scale_init: nnx.Initializer = nnx.initializers.ones_init(),
+        reduction_axes: _flax.Axes = -1,
+        feature_axes: _flax.Axes = -1,
+        axis_name: str | None = None,
+        axis_index_groups: Any = None,
+        use_fast_variance: bool = True,
+        promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
+        rngs: nnx.Rngs,
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
+        scale_metadata: Mapping[str, Any] = MappingProxyType({}),
         save: Save = "output",
-        implementation: str | None = None,
-        **arguments: Any,
+        implementation: Name | None = None,
+        scale_offset: float = 0.0,
     ) -> None:
-        super().__init__(num_features, **arguments)
+        super().__init__(
+            num_features,
+            epsilon=epsilon,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            use_bias=use_bias,
+            use_scale=use_scale,
+            bias_init=bias_init,
+            scale_init=scale_init,
+            reduction_axes=reduction_axes,
+            feature_axes=feature_axes,
+            axis_name=axis_name,
+            axis_index_groups=axis_index_groups,
+            use_fast_variance=use_fast_variance,
+            promote_dtype=promote_dtype,
+            rngs=rngs,
+            bias_metadata=bias_metadata,
+            scale_metadata=scale_metadata,
+        )
         self.save = save
         self.implementation = implementation
+        self.scale_offset = scale_offset
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalises x, as :meth:`flax.nnx.LayerNorm.__call__` does."""
@@ -47,14 +92,16 @@ class LayerNorm(nnx.LayerNorm):
         promoted, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
         axes = _covered_axes(self, promoted, scale, bias, mask)
         if axes is None:
+            _flax.no_offset(self)
             return super().__call__(x, mask=mask)
         return layer_norm(
             promoted,
-            _shaped(scale, promoted, axes),
-            _shaped(bias, promoted, axes),
+            _shaped(self, scale, promoted, axes),
+            _shaped(self, bias, promoted, axes),
             axis=axes,
             epsilon=self.epsilon,
-            dtype=_flax.result_dtype(self.dtype, promoted, scale, bias),
+            scale_offset=self.scale_offset,
+            dtype=_flax.result_dtype(dtypes, self.dtype, promoted, scale, bias),
             save=self.save,
             implementation=self.implementation,
         )
@@ -70,33 +117,67 @@ class RMSNorm(nnx.RMSNorm):
       num_features: number of scales.
       save: ``"output"`` or ``"input"``; see :func:`jaxnorm.rms_norm`.
       implementation: see :func:`jaxnorm.rms_norm`.
-      **arguments: those of :class:`flax.nnx.RMSNorm`; ``rngs`` is required.
+      scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
+        ``scale_init``.
+
+    The others are those of :class:`flax.nnx.RMSNorm`; ``rngs`` is required.
     """
 
     def __init__(
         self,
         num_features: int,
         *,
+        epsilon: float = 1e-6,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        use_scale: bool = True,
+        scale_init: nnx.Initializer = nnx.initializers.ones_init(),
+        reduction_axes: _flax.Axes = -1,
+        feature_axes: _flax.Axes = -1,
+        axis_name: str | None = None,
+        axis_index_groups: Any = None,
+        use_fast_variance: bool = True,
+        promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
+        rngs: nnx.Rngs,
+        scale_metadata: Mapping[str, Any] = MappingProxyType({}),
         save: Save = "output",
-        implementation: str | None = None,
-        **arguments: Any,
+        implementation: Name | None = None,
+        scale_offset: float = 0.0,
     ) -> None:
-        super().__init__(num_features, **arguments)
+        super().__init__(
+            num_features,
+            epsilon=epsilon,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            use_scale=use_scale,
+            scale_init=scale_init,
+            reduction_axes=reduction_axes,
+            feature_axes=feature_axes,
+            axis_name=axis_name,
+            axis_index_groups=axis_index_groups,
+            use_fast_variance=use_fast_variance,
+            promote_dtype=promote_dtype,
+            rngs=rngs,
+            scale_metadata=scale_metadata,
+        )
         self.save = save
         self.implementation = implementation
+        self.scale_offset = scale_offset
 
     def __call__(self, x: Any, mask: jax.Array | None = None) -> jax.Array:
         """Normalises x, as :meth:`flax.nnx.RMSNorm.__call__` does."""
         promoted, scale = self.promote_dtype((x, _value(self.scale)), dtype=self.dtype)
         axes = _covered_axes(self, promoted, scale, None, mask)
         if axes is None:
+            _flax.no_offset(self)
             return super().__call__(x, mask=mask)
         return rms_norm(
             promoted,
-            _shaped(scale, promoted, axes),
+            _shaped(self, scale, promoted, axes),
             axis=axes,
             epsilon=self.epsilon,
-            dtype=_flax.result_dtype(self.dtype, promoted, scale),
+            scale_offset=self.scale_offset,
+            dtype=_flax.result_dtype(dtypes, self.dtype, promoted, scale),
             save=self.save,
             implementation=self.implementation,
         )
@@ -115,7 +196,7 @@ def dot_product_attention(
     dtype: jax.typing.DTypeLike | None = None,
     precision: Any = None,
     module: nnx.Module | None = None,
-    promote_dtype: Callable[..., Any] = nnx_dtypes.promote_dtype,
+    promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
     is_causal: bool = False,
 ) -> jax.Array:
     """:func:`flax.nnx.dot_product_attention` with :func:`jaxnorm.softmax`.
@@ -205,6 +286,17 @@ def _covered_axes(
     return _flax.shared_axes(name, module.reduction_axes, module.feature_axes, x.shape)
 
 
-def _shaped(parameter: jax.Array | None, x: jax.Array, axes: tuple[int, ...]) -> jax.Array | None:
+def _shaped(
+    module: Any, parameter: jax.Array | None, x: jax.Array, axes: tuple[int, ...]
+) -> jax.Array | None:
     """Flax stores one flat vector of features, whatever the number of feature axes."""
-    return None if parameter is None else parameter.reshape([x.shape[a] for a in axes])
+    if parameter is None:
+        return None
+    shape = tuple(x.shape[a] for a in axes)
+    if math.prod(shape) != parameter.size:
+        name, given = type(module).__name__, module.num_features
+        raise ValueError(
+            f"{name}: x has shape {x.shape}, with {math.prod(shape)} features on its axes {axes}; "
+            f"expected {given}, the module's num_features; make it {name}({math.prod(shape)}, ...)"
+        )
+    return parameter.reshape(shape)

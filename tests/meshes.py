@@ -1,6 +1,7 @@
 """Calls on meshes: cases, their operands, and what their compiled programs do."""
 
 import dataclasses
+import itertools
 import math
 import re
 
@@ -61,17 +62,32 @@ def mesh_of(case, kind):
     return jax.make_mesh(sizes, tuple(case.mesh), axis_types=types, devices=devices)
 
 
+def specs_of(mesh_axes, axes):
+    """Every way in which mesh axes may split the axes of an array, or not."""
+    specs = []
+    for order in itertools.permutations(mesh_axes):
+        for places in itertools.product([None, *range(axes)], repeat=len(order)):
+            on = [tuple(m for m, at in zip(order, places) if at == axis) for axis in range(axes)]
+            spec = P(*[names[0] if len(names) == 1 else names or None for names in on])
+            if spec not in specs:
+                specs.append(spec)
+    return specs
+
+
 def on_mesh(function, arrays, case, kind):
-    """The compiled step on sharded operands, and those."""
+    """The compiled function on sharded operands, and those; results of x's shape lie as x does."""
     mesh = mesh_of(case, kind)
     params = len(arrays) - 2
     specs = [case.x, case.x, *[case.params] * params]
     if kind == "manual":
+        shapes = jax.tree.leaves(jax.eval_shape(function, *arrays))
+        out_specs = [case.x if a.shape == arrays[1].shape else P() for a in shapes]
+        inner = function
         function = jax.shard_map(
-            function,
+            lambda *a: jax.tree.leaves(inner(*a)),
             mesh=mesh,
             in_specs=(case.x, case.x, *[P()] * params),
-            out_specs=(case.x, case.x, *[P()] * params),
+            out_specs=out_specs,
         )
         specs[2:] = [P()] * params
     sharded = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs)]

@@ -1,5 +1,7 @@
 """The default on CUDA: the kernels where they may run and pay, decided when a call is lowered."""
 
+import functools
+import re
 import subprocess
 import sys
 
@@ -31,6 +33,73 @@ def kernels(function, *operands):
 def test_lowered_for_cuda_a_call_is_a_kernel(function):
     assert kernels(function, SHAPE) == 1
     assert kernels(gradient(function), SHAPE) == 2
+
+
+def kernel_shapes(function, *operands):
+    """The first result of each Mosaic kernel, as text."""
+    lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
+    return re.findall(r"custom_call @mosaic_gpu.*-> \(?tensor<([^>]*)>", lowered.as_text())
+
+
+@pytest.mark.parametrize("implementation", [None, "mosaic"])
+def test_a_batch_of_rows_has_the_kernels_of_the_whole_array(implementation):
+    """The gradient taken outside: of per-example losses; of equinox norms, vmapped twice."""
+
+    def loss(x, scale, bias):
+        y = jaxnorm.layer_norm(x, scale, bias, implementation=implementation)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    def summed(vmaps):
+        function = loss
+        for _ in range(vmaps):
+            function = jax.vmap(function, (0, None, None))
+        return jax.grad(lambda *a: jnp.sum(function(*a)), (0, 1, 2))
+
+    x = jax.ShapeDtypeStruct((64, 128, 1024), jnp.bfloat16)
+    scale = jax.ShapeDtypeStruct((1024,), jnp.float32)
+    whole = kernel_shapes(summed(0), x, scale, scale)
+    assert whole == ["8192x1024xbf16"] * 2
+    for vmaps in (1, 2):
+        assert kernel_shapes(summed(vmaps), x, scale, scale) == whole
+
+
+def test_gradients_of_parameters_for_each_example_are_xla_s():
+    """Documented: those of x alone are kernels, taken inside `jax.vmap` too."""
+
+    def loss(x, scale):
+        return jnp.sum(jaxnorm.rms_norm(x, scale).astype(jnp.float32) ** 2)
+
+    x = jax.ShapeDtypeStruct((64, 128, 1024), jnp.bfloat16)
+    scale = jax.ShapeDtypeStruct((1024,), jnp.float32)
+    of_x, of_both = (jax.vmap(jax.grad(loss, wrt), (0, None)) for wrt in (0, (0, 1)))
+    assert kernels(of_x, x, scale) == 2
+    assert kernels(of_both, x, scale) == 1
+
+
+@pytest.mark.parametrize("function", [jaxnorm.softmax, jaxnorm.log_softmax, jaxnorm.layer_norm])
+def test_an_axis_that_is_not_the_last_is_xla_s(function):
+    x = jax.ShapeDtypeStruct((64, 128, 1024), jnp.bfloat16)
+    for axis in (0, 1, (0, 2)):
+        assert kernels(gradient(functools.partial(function, axis=axis)), x) == 0
+        assert "not the last" in str(
+            jaxnorm.implementation_for(
+                function.__name__, x.shape, x.dtype, axis=axis, platform="cuda"
+            )
+        )
+        # But a kernel runs it, if asked for by name.
+        forced = functools.partial(function, axis=axis, implementation="mosaic")
+        assert kernels(gradient(forced), x) == 2
+    # An axis of size 1 is no obstacle.
+    x = jax.ShapeDtypeStruct((64, 128, 1024, 1), jnp.bfloat16)
+    assert kernels(gradient(functools.partial(function, axis=2)), x) == 2
+
+
+@pytest.mark.parametrize("rows", [1024, 2048])
+def test_a_small_norm_with_no_backward_to_come_is_xla_s(rows):
+    x = jax.ShapeDtypeStruct((rows, 2048), jnp.bfloat16)
+    assert kernels(rms_norm, x) == (rows > 1024)
+    assert kernels(gradient(rms_norm), x) == 2
+    assert kernels(jaxnorm.softmax, x) == 1
 
 
 def test_what_the_kernels_cannot_or_should_not_do_is_xla():

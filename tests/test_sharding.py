@@ -26,6 +26,7 @@ from meshes import (
     mesh_of,
     on_mesh,
     operands,
+    specs_of,
     step,
 )
 
@@ -88,6 +89,16 @@ CASES = [
     Case("replicated", {"data": 8}, P()),
 ]
 SPLIT_ROWS = Case("features", {"data": 4, "model": 2}, P("data", None, "model"), P("model"))
+# Where the two axes of a mesh may split one of three axes, or one of one.
+X_SPECS, PARAMETER_SPECS = (specs_of(("data", "seq"), axes) for axes in (3, 1))
+# Of a function and its primals, with a cotangent.
+MIXED_DERIVATIVES = {
+    "jvp": lambda f, d, *a: jax.jvp(f, a, tuple(map(jnp.cos, a)))[1],
+    "forward over reverse": lambda f, d, *a: jax.jvp(
+        lambda *a: jax.vjp(f, *a)[1](d), a, tuple(map(jnp.cos, a))
+    )[1],
+    "transpose of linearize": lambda f, d, *a: jax.linear_transpose(jax.linearize(f, *a)[1], *a)(d),
+}
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -140,6 +151,40 @@ def test_a_sharded_normalised_axis(kernels, name, kind):
     for y in compiled(*sharded)[:2]:
         assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
     assert kernels is None or not kernels.shapes
+
+
+@pytest.mark.parametrize("params", PARAMETER_SPECS, ids=str)
+@pytest.mark.parametrize("x_spec", X_SPECS, ids=str)
+def test_every_pair_of_explicit_specs(x_spec, params):
+    """However x and the parameters lie on a mesh of two axes, gradients lie as what they are of."""
+    mesh = {"data": 4, "seq": 2}
+    case = Case("", mesh, x_spec, params)
+    shape = (8, 8, 16)
+    compiled, sharded = on_mesh(step("layer_norm"), operands("layer_norm", shape), case, "explicit")
+    check_values(compiled, sharded, "layer_norm")
+    y, dx, dscale, dbias = (jax.typeof(a).sharding.spec for a in compiled(*sharded))
+    x, scale = (jax.typeof(sharded[i]).sharding.spec for i in (1, 2))
+    assert (y, dx, dscale, dbias) == (x, x, scale, scale)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("x_spec", [P("data", "seq"), P("data", None, "seq")], ids=str)
+@pytest.mark.parametrize("derivative", MIXED_DERIVATIVES)
+@each_function
+def test_forward_mode_on_a_mesh(name, derivative, x_spec, kind):
+    if kind == "manual" and x_spec[-1] == "seq":
+        return  # There the axis that a call normalises is its own.
+    derive = MIXED_DERIVATIVES[derivative]
+    case = Case("", {"data": 4, "seq": 2}, x_spec)
+    arrays = operands(name, (8, 8, 16))
+
+    def run(d, *primals):
+        return derive(lambda *a: step(name)(d, *a)[0], d, *primals)
+
+    compiled, sharded = on_mesh(run, arrays, case, kind)
+    expected = jax.jit(run)(*arrays)
+    for ours, theirs in zip(jax.tree.leaves(compiled(*sharded)), jax.tree.leaves(expected)):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def moved(compiled):

@@ -21,6 +21,32 @@ NO_KERNEL: Table = (
         ),
     ),
     ("there is nothing to compute in an array of size 0", lambda s: s.rows == 0 or s.cols == 0),
+    (
+        "tangents, second derivatives and parameters of groups of rows are plain JAX's",
+        lambda s: s.plain,
+    ),
+)
+
+# Up to here a forward pass of a norm takes a GPU a few microseconds, and the host as long.
+_SMALL_BYTES = 4 * 2**20
+
+#: What no kernel here should do, though it can: measured in programs, not alone
+#: (`python -m benchmarks.run stacks`; `python -m benchmarks.blocks`).
+BETTER_FUSED: Table = (
+    (
+        "its kernels would need a transpose of an axis that is not the last, in and out",
+        lambda s: s.moved_axis,
+    ),
+    (
+        "a kernel costs the host more than XLA's own; so small a norm with no backward to come "
+        "gains less than that",
+        lambda s: (
+            s.op == "norm"
+            and s.direction == "fwd"
+            and not s.want_stats
+            and s.rows * s.cols * s.x_dtype.itemsize <= _SMALL_BYTES
+        ),
+    ),
 )
 
 

@@ -4,7 +4,10 @@ An implementation is a module with the functions of :class:`Implementation`. It 
 arrays ``(rows, cols)`` whose last axis is the normalised one, and one frozen :class:`Spec` that
 says everything else about the call. It knows nothing of autodiff, sharding or Flax. The ``xla``
 implementation alone also takes arrays of any shape with ``Spec.axes``: XLA partitions them over a
-mesh as they are, where a reshape to rows could make it gather them.
+mesh as they are, where a reshape to rows could make it gather them. It alone has the tangents
+(``softmax_tan``, ``log_softmax_tan``, ``norm_tan``), parameters of groups of rows, and a backward
+that takes the cotangents of the statistics: what forward mode, ``jax.vmap`` over parameters and
+second derivatives ask for.
 """
 
 import dataclasses
@@ -14,8 +17,9 @@ import jax
 import numpy as np
 
 Op = Literal["softmax", "log_softmax", "norm"]
-Direction = Literal["fwd", "bwd"]
+Direction = Literal["fwd", "tan", "bwd"]
 Save = Literal["output", "input"]
+Name = Literal["xla", "mosaic", "triton"]
 
 #: dtypes that every function takes and returns.
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -33,7 +37,7 @@ class Spec:
 
     Attributes:
       op: ``"norm"`` is LayerNorm and RMSNorm: one kernel with the switch ``subtract_mean``.
-      direction: ``"fwd"`` or ``"bwd"``.
+      direction: the pass: ``"fwd"`` (forward), ``"tan"`` (tangent) or ``"bwd"`` (backward).
       rows, cols: shape of the two-dimensional view; ``cols`` is the normalised length.
       x_dtype: dtype of the input; the backward returns dx in it.
       y_dtype: dtype of the output; the cotangent dy arrives in it.
@@ -42,9 +46,12 @@ class Spec:
       subtract_mean: True for LayerNorm, False for RMSNorm.
       scale_offset: added to ``scale`` in the arithmetic dtype (1.0 for Gemma's ``1 + w``).
       saved: which array a norm's backward starts from.
-      want_stats: the forward also returns the statistics that the backward needs.
+      want_stats: the forward also returns the statistics that the backward needs, and the tangent
+        their tangents.
+      stat_cotangents: the backward also takes cotangents of the statistics: second derivatives.
       has_mask: a ``where`` mask comes with the call (softmaxes only).
       axes: the normalised axes of the arrays: the last one, but for the xla implementation.
+      grouped: a parameter belongs to a group of rows, not to all of them (``jax.vmap`` over it).
       moved_axis: the two-dimensional view needs a transpose, in and out.
       cols_over: mesh axes (inside ``jax.shard_map``) that the columns are sharded over, of which
         there are ``cols`` in all; for the xla implementation alone.
@@ -63,8 +70,10 @@ class Spec:
     scale_offset: float = 0.0
     saved: Save = "output"
     want_stats: bool = False
+    stat_cotangents: bool = False
     has_mask: bool = False
     axes: tuple[int, ...] = (-1,)
+    grouped: bool = False
     moved_axis: bool = False
     cols_over: tuple[str, ...] = ()
 
@@ -95,6 +104,11 @@ class Spec:
     def returns_mean(self) -> bool:
         """Whether the norm's statistics include the row means (a saved-input LayerNorm)."""
         return self.subtract_mean and self.saved == "input"
+
+    @property
+    def plain(self) -> bool:
+        """Whether the xla implementation alone has this pass: no kernel is asked for it."""
+        return self.direction == "tan" or self.stat_cotangents or self.grouped
 
 
 #: Row statistics that a norm's backward needs: ``(rstd,)`` or ``(rstd, mean)``, each ``(rows,)``
@@ -149,4 +163,8 @@ class Implementation(Protocol):
 
     def prefers(self, spec: Spec) -> str | None:
         """None, or a sentence that says why the default should leave this call to ``xla``."""
+        ...
+
+    def platforms(self) -> tuple[str, ...] | None:
+        """The platforms that it can run on ("cpu", "cuda", "rocm", "tpu"); None for all."""
         ...

@@ -7,5 +7,6 @@ from jaxnorm_kernels.mosaic.device.launch import interpreted as interpreted
 from jaxnorm_kernels.mosaic.forward.norm import norm_fwd as norm_fwd
 from jaxnorm_kernels.mosaic.forward.softmax import log_softmax_fwd as log_softmax_fwd
 from jaxnorm_kernels.mosaic.forward.softmax import softmax_fwd as softmax_fwd
+from jaxnorm_kernels.mosaic.support import platforms as platforms
 from jaxnorm_kernels.mosaic.support import prefers as prefers
 from jaxnorm_kernels.mosaic.support import supports as supports

@@ -2,7 +2,7 @@
 
 from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, vector_width
-from jaxnorm_kernels.refusals import NO_KERNEL, Table, first
+from jaxnorm_kernels.refusals import BETTER_FUSED, NO_KERNEL, Table, first
 from jaxnorm_kernels.specs import Spec
 
 # Rows are numbered in int32, and the last block may start a tile further.
@@ -39,6 +39,7 @@ _CANNOT: Table = (
 # Measured on one H200 with jax 0.11.2: kernel time against XLA's (`python -m benchmarks.run`; the
 # committed figures are in benchmarks/results/nvidia_h200). Forward passes are never slower.
 _LEFT_TO_XLA: Table = (
+    *BETTER_FUSED,
     (
         "its schedules are measured on compute capability 9.0 (H100, H200) alone",
         lambda s: local_capability() not in (90, None),
@@ -64,6 +65,11 @@ _LEFT_TO_XLA: Table = (
         ),
     ),
 )
+
+
+def platforms() -> tuple[str, ...]:
+    """Where it can run."""
+    return ("cuda",)
 
 
 def supports(spec: Spec) -> str | None:

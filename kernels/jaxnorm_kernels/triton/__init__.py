@@ -10,5 +10,6 @@ from jaxnorm_kernels.triton.softmax import log_softmax_bwd as log_softmax_bwd  #
 from jaxnorm_kernels.triton.softmax import log_softmax_fwd as log_softmax_fwd  # noqa: E402
 from jaxnorm_kernels.triton.softmax import softmax_bwd as softmax_bwd  # noqa: E402
 from jaxnorm_kernels.triton.softmax import softmax_fwd as softmax_fwd  # noqa: E402
+from jaxnorm_kernels.triton.support import platforms as platforms  # noqa: E402
 from jaxnorm_kernels.triton.support import prefers as prefers  # noqa: E402
 from jaxnorm_kernels.triton.support import supports as supports  # noqa: E402

@@ -2,9 +2,10 @@
 
 import functools
 import importlib
+import os
 
 from jaxnorm_kernels.devices import local_capability
-from jaxnorm_kernels.refusals import NO_KERNEL, Table, first
+from jaxnorm_kernels.refusals import BETTER_FUSED, NO_KERNEL, Table, first
 from jaxnorm_kernels.specs import Spec
 
 # Rows and columns are numbered in int32, and the last step goes over the end by so much at most.
@@ -32,6 +33,7 @@ _CANNOT: Table = (
 # Measured on one H200 with jax 0.11.2 and Triton 3.9: kernel time against XLA's (`python -m
 # benchmarks.run`; the committed figures are in benchmarks/results/nvidia_h200).
 _LEFT_TO_XLA: Table = (
+    *BETTER_FUSED,
     (
         "JAX's CUDA plugin, which lowers its kernels, is not installed",
         lambda s: not can_lower(),
@@ -74,6 +76,11 @@ _LEFT_TO_XLA: Table = (
         lambda s: _is_layer(s, "fwd") and 64 < s.cols <= 128 and _is_16_bit(s),
     ),
 )
+
+
+def platforms() -> tuple[str, ...]:
+    """Where it can run; on a CPU too, once Triton was told to interpret its kernels."""
+    return ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
 
 
 def supports(spec: Spec) -> str | None:

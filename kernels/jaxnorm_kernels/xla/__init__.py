@@ -3,10 +3,17 @@
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.norm import norm_bwd as norm_bwd
 from jaxnorm_kernels.xla.norm import norm_fwd as norm_fwd
+from jaxnorm_kernels.xla.norm import norm_tan as norm_tan
 from jaxnorm_kernels.xla.softmax import log_softmax_bwd as log_softmax_bwd
 from jaxnorm_kernels.xla.softmax import log_softmax_fwd as log_softmax_fwd
+from jaxnorm_kernels.xla.softmax import log_softmax_tan as log_softmax_tan
 from jaxnorm_kernels.xla.softmax import softmax_bwd as softmax_bwd
 from jaxnorm_kernels.xla.softmax import softmax_fwd as softmax_fwd
+from jaxnorm_kernels.xla.softmax import softmax_tan as softmax_tan
+
+
+def platforms() -> None:
+    """It runs on all."""
 
 
 def supports(spec: Spec) -> str | None:

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over ``spec.axes``, with backward passes from the output or the input.
+"""LayerNorm and RMSNorm over ``spec.axes``; tangents and backward passes from the output or input.
 
 Row of N; G = scale + scale_offset; LayerNorm subtracts the mean, RMSNorm has mean = 0:
 
@@ -11,6 +11,11 @@ Backward with d = dy; c1 is LayerNorm's alone:
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
+Tangent with t = r times the tangent of x; mean(t) is LayerNorm's alone:
+
+    G (t - mean(t) - xh mean(xh t)) + xh tangent(scale) + tangent(bias)
+    of r: -r mean(xh t)
+
 The mean is not needed from the output, and c2 needs no division, because G cancels. Three measures
 keep the output-saving pair right: the forward floors |G| (``Spec.scale_floor``) so that y carries
 xh even where scale is 0; forward and backward use the same bias, rounded to y's dtype; and |xh| is
@@ -19,6 +24,7 @@ clipped to sqrt(N), its true bound. The variance is taken in two passes: E[x^2] 
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 
 import jax
@@ -41,10 +47,37 @@ def norm_fwd(
         y = y * _along_rows(gain(scale, spec), y, spec)
     if bias is not None:
         y = y + _along_rows(effective_bias(bias, spec), y, spec)
-    if not spec.want_stats:
-        return y.astype(spec.y_dtype), ()
-    kept = (rstd, mean) if mean is not None and spec.returns_mean else (rstd,)
-    return y.astype(spec.y_dtype), tuple(jnp.squeeze(a, spec.axes) for a in kept)
+    return y.astype(spec.y_dtype), _statistics(rstd, mean, spec)
+
+
+def norm_tan(
+    saved: jax.Array,
+    stats: Stats,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    dx: jax.Array | None,
+    dscale: jax.Array | None,
+    dbias: jax.Array | None,
+    spec: Spec,
+) -> tuple[jax.Array, Stats]:
+    """The tangents of y and of the statistics; None stands for a tangent that is 0."""
+    g, xh, (rstd, *_), _ = _recovered(saved, stats, scale, bias, spec)
+    drstd = dmean = jnp.zeros_like(rstd)
+    terms = []
+    if dx is not None:
+        dx = dx.astype(spec.compute_dtype)
+        dmean = row_mean(dx, spec)
+        t = dx * rstd
+        m = row_mean(xh * t, spec)
+        drstd = -rstd * m
+        dxh = (t - dmean * rstd if spec.subtract_mean else t) - xh * m
+        terms.append(dxh if g is None else dxh * g)
+    if dscale is not None:
+        terms.append(xh * _along_rows(dscale.astype(spec.compute_dtype), xh, spec))
+    if dbias is not None:
+        terms.append(_along_rows(dbias.astype(spec.compute_dtype), xh, spec))
+    dy = jnp.broadcast_to(functools.reduce(operator.add, terms), xh.shape)
+    return dy.astype(spec.y_dtype), _statistics(drstd, dmean, spec)
 
 
 def norm_bwd(
@@ -53,41 +86,91 @@ def norm_bwd(
     scale: jax.Array | None,
     bias: jax.Array | None,
     dy: jax.Array,
+    dstats: Stats = (),
+    *,
     spec: Spec,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """dx, dscale and dbias; `dstats` are cotangents of the statistics, if they have any."""
     d = dy.astype(spec.compute_dtype)
-    saved = saved.astype(spec.compute_dtype)
-    g = None if scale is None else _along_rows(gain(scale, spec), saved, spec)
+    g, xh, (rstd, *_), z = _recovered(saved, stats, scale, bias, spec)
     dg = d if g is None else d * g
-    rstd, *mean = (jnp.expand_dims(stat, spec.axes) for stat in stats)
-
-    if spec.saved == "input":
-        xh = (saved - mean[0] if mean else saved) * rstd
-        c2 = row_mean(dg * xh, spec)
-    else:
-        z = saved
-        if bias is not None:
-            z = z - _along_rows(effective_bias(bias, spec), z, spec)
-        c2 = row_mean(d * z, spec)
-        xh = _clip(z if g is None else _safe_divide(z, g), math.sqrt(spec.cols))
-
+    c2 = row_mean(dg * xh if z is None else d * z, spec)
+    if dstats:
+        drstd, *dmean = (jnp.expand_dims(stat, spec.axes) for stat in dstats)
+        c2 = c2 + rstd * drstd / spec.cols
     dx = dg - xh * c2
     if spec.subtract_mean:
         dx = dx - row_mean(dg, spec)
-    others = _other_axes(saved, spec)
-    dscale = None if scale is None else jnp.sum(d * xh, axis=others).astype(spec.scale_dtype)
-    dbias = None if bias is None else jnp.sum(d, axis=others).astype(spec.bias_dtype)
-    return (dx * rstd).astype(spec.x_dtype), dscale, dbias
+    dx = dx * rstd
+    if dstats and dmean:
+        dx = dx + dmean[0] / spec.cols
+    dscale = None if scale is None else _summed_like(scale, d * xh, spec).astype(spec.scale_dtype)
+    dbias = None if bias is None else _summed_like(bias, d, spec).astype(spec.bias_dtype)
+    return dx.astype(spec.x_dtype), dscale, dbias
 
 
-def _other_axes(like: jax.Array, spec: Spec) -> tuple[int, ...]:
-    normalised = {axis % like.ndim for axis in spec.axes}
-    return tuple(axis for axis in range(like.ndim) if axis not in normalised)
+def _recovered(
+    saved: jax.Array,
+    stats: Stats,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    spec: Spec,
+) -> tuple[jax.Array | None, jax.Array, list[jax.Array], jax.Array | None]:
+    """G, x_hat, the statistics along rows and, from the output, z = x_hat G."""
+    saved = saved.astype(spec.compute_dtype)
+    along = [jnp.expand_dims(stat, spec.axes) for stat in stats]
+    g = None if scale is None else _along_rows(gain(scale, spec), saved, spec)
+    if spec.saved == "input":
+        rstd, *mean = along
+        return g, (saved - mean[0] if mean else saved) * rstd, along, None
+    z = saved
+    if bias is not None:
+        z = z - _along_rows(effective_bias(bias, spec), z, spec)
+    xh = _clip(z if g is None else _safe_divide(z, g), math.sqrt(spec.cols))
+    return g, xh, along, z
+
+
+def _statistics(rstd: jax.Array, mean: jax.Array | None, spec: Spec) -> Stats:
+    """Those that the spec wants, without the normalised axes."""
+    if not spec.want_stats:
+        return ()
+    kept = (rstd, mean) if mean is not None and spec.returns_mean else (rstd,)
+    return tuple(jnp.squeeze(stat, spec.axes) for stat in kept)
+
+
+def _axes_of_parameter(
+    parameter: jax.Array, like: jax.Array, spec: Spec
+) -> tuple[list[int], list[int]]:
+    """Which axes of an array like `like` a parameter has, in its order; and those it lacks.
+
+    Its last axes are the normalised ones. Axes before those, of groups of rows, are right-aligned
+    to the others, as numpy broadcasts.
+    """
+    normalised = [axis % like.ndim for axis in spec.axes]
+    others = [axis for axis in range(like.ndim) if axis not in normalised]
+    lacks = like.ndim - parameter.ndim
+    return others[lacks:] + normalised, others[:lacks]
 
 
 def _along_rows(parameter: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
-    """`parameter`, whose axes are the normalised ones, against an array like `like`."""
-    return jnp.expand_dims(parameter, _other_axes(like, spec))
+    """`parameter` against an array like `like`."""
+    axes, lacking = _axes_of_parameter(parameter, like, spec)
+    in_order = sorted(axes)
+    if axes != in_order:
+        parameter = jnp.transpose(parameter, [axes.index(axis) for axis in in_order])
+    return jnp.expand_dims(parameter, lacking)
+
+
+def _summed_like(parameter: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
+    """The sums of v over the rows that share a parameter."""
+    axes, lacking = _axes_of_parameter(parameter, v, spec)
+    shared = [axis for axis, size in zip(axes, parameter.shape) if size == 1]
+    total = jnp.sum(v, axis=tuple(lacking))
+    kept = sorted(axes)
+    shared = [kept.index(axis) for axis in shared]
+    if shared:
+        total = jnp.sum(total, axis=tuple(shared), keepdims=True)
+    return total if axes == kept else jnp.transpose(total, [kept.index(axis) for axis in axes])
 
 
 def gain(scale: jax.Array, spec: Spec) -> jax.Array:

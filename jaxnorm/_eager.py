@@ -1,0 +1,51 @@
+"""Calls outside `jax.jit`: compiled as a whole, so that Python no more than looks one up.
+
+The checks of a call alone take longer than to normalise a small array. Where an argument is traced
+the function itself runs: no `jax.jit` of ours stands between the caller's code and a primitive.
+"""
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+
+def compiled[T](
+    function: Callable[..., T], *, name: str, arrays: Sequence[int]
+) -> Callable[..., T]:
+    """`function`, of positional arguments of which `arrays` are arrays or None."""
+    count = len(inspect.signature(function).parameters)
+    static = [i for i in range(count) if i not in arrays]
+    arrays_of, statics_of = operator.itemgetter(*arrays), operator.itemgetter(*static)
+
+    def named(*arguments: Any) -> T:
+        return function(*arguments)
+
+    named.__name__ = named.__qualname__ = name  # what profiles show
+    fast = jax.jit(named, static_argnums=static)
+
+    def call(*arguments: Any) -> T:
+        can_be_compiled = all(map(_is_concrete, map(type, arrays_of(arguments))))
+        if can_be_compiled and _is_hashable(statics_of(arguments)):
+            result: T = fast(*arguments)
+            return result
+        return function(*arguments)
+
+    return call
+
+
+@functools.cache
+def _is_concrete(kind: type) -> bool:
+    is_array = issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
+    return is_array or kind is type(None)
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,275 @@
+"""Forward mode, and its mixtures with reverse mode, under every transformation, against plain jnp.
+
+xla in float64; kernels, which have none, in float32 on a GPU, against the same in float64.
+"""
+
+import functools
+import math
+import re
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+import jaxnorm
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def layer_norm(x, scale, bias):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * scale + bias
+
+
+def rms_norm(x, scale, bias):
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+# The plain formula, and ours.
+FUNCTIONS = {
+    "softmax": (lambda x, s, b: jax.nn.softmax(x), lambda x, s, b, **o: jaxnorm.softmax(x, **o)),
+    "log_softmax": (
+        lambda x, s, b: jax.nn.log_softmax(x),
+        lambda x, s, b, **o: jaxnorm.log_softmax(x, **o),
+    ),
+    "layer_norm": (layer_norm, jaxnorm.layer_norm),
+    "layer_norm from input": (layer_norm, functools.partial(jaxnorm.layer_norm, save="input")),
+    "rms_norm": (rms_norm, lambda x, s, b, **o: jaxnorm.rms_norm(x, s, **o)),
+    "rms_norm from input": (
+        rms_norm,
+        lambda x, s, b, **o: jaxnorm.rms_norm(x, s, save="input", **o),
+    ),
+}
+
+
+def along(operands):
+    return tuple(map(jnp.cos, operands))
+
+
+def loss(f):
+    return lambda x, s, b: jnp.sum(jnp.sin(f(x, s, b)) * jnp.cos(jnp.arange(x.shape[-1])))
+
+
+def jvp(f):
+    return lambda *a: jax.jvp(f, a, along(a))
+
+
+def gradient(f):
+    return jax.grad(loss(f), (0, 1, 2))
+
+
+def forward_over_reverse(f):
+    return lambda *a: jax.jvp(gradient(f), a, along(a))[1]
+
+
+def reverse_over_reverse(f):
+    return jax.grad(lambda *a: sum(jnp.sum(jnp.sin(g)) for g in gradient(f)(*a)), (0, 1, 2))
+
+
+# What is done with a function of x, scale and bias.
+DERIVATIVES = {
+    "jvp": jvp,
+    "jvp along scale": lambda f: lambda x, s, b: jax.jvp(lambda s: f(x, s, b), (s,), along((s,))),
+    "jacfwd": lambda f: jax.jacfwd(lambda x, s, b: f(x, s, b)[:2], (0, 1, 2)),
+    "jacrev": lambda f: jax.jacrev(lambda x, s, b: f(x, s, b)[:2], (0, 1, 2)),
+    "linearize": lambda f: lambda *a: jax.linearize(f, *a)[1](*along(a)),
+    "transpose of linearize": lambda f: (
+        lambda *a: jax.linear_transpose(jax.linearize(f, *a)[1], *a)(jnp.cos(a[0]))
+    ),
+    "transpose of vjp": lambda f: (
+        lambda *a: jax.linear_transpose(jax.vjp(f, *a)[1], a[0])(along(a))
+    ),
+    "forward over reverse": forward_over_reverse,
+    "reverse over forward": lambda f: jax.grad(lambda *a: jnp.sum(jvp(loss(f))(*a)[1]), (0, 1, 2)),
+    "reverse over reverse": reverse_over_reverse,
+    "forward over forward": lambda f: lambda *a: jvp(lambda *a: jvp(loss(f))(*a)[1])(*a)[1],
+    "hessian of parameters": lambda f: (
+        lambda x, s, b: jax.hessian(lambda s, b: loss(f)(x, s, b), (0, 1))(s, b)
+    ),
+    "frozen parameters": lambda f: lambda x, s, b: jax.grad(lambda x: loss(f)(x, s, b))(x),
+    "third derivative": lambda f: (
+        lambda *a: jax.grad(jax.grad(jax.grad(lambda t: loss(f)(*(t * v for v in a)))))(1.1)
+    ),
+    "per-example gradients": lambda f: (
+        lambda x, s, b: jax.vmap(gradient(f), (0, None, None))(x, s, b)
+    ),
+    "batches of batches": lambda f: (
+        lambda x, s, b: jax.vmap(jax.vmap(gradient(f), (0, None, None)), (None, 0, None))(
+            jnp.stack([x, 2 * x]), jnp.stack([s, 2 * s]), b
+        )
+    ),
+    "forward over reverse of a batch of parameters": lambda f: (
+        lambda x, s, b: jax.vmap(forward_over_reverse(f), (None, 0, 1))(
+            x, jnp.stack([s, 2 * s]), jnp.stack([b, 2 * b], axis=1)
+        )
+    ),
+    "gradient of a batch of parameters": lambda f: (
+        lambda x, s, b: jax.grad(
+            lambda s: jnp.sum(jnp.sin(jax.vmap(f, (None, 0, None), 1)(x, jnp.stack([s, 2 * s]), b)))
+        )(s)
+    ),
+}
+TRANSFORMATIONS = {
+    "scan": lambda f: (
+        lambda x, s, b: jax.lax.scan(lambda x, _: (x + f(x, s, b), None), x, None, length=3)[0]
+    ),
+    "checkpoint": jax.checkpoint,
+    "save_policy": functools.partial(jax.checkpoint, policy=jaxnorm.save_policy),
+    "jit": jax.jit,
+    "vmap": lambda f: jax.vmap(f, (0, None, None)),
+}
+
+
+def operands(dtype, rows, cols):
+    rng = np.random.default_rng(0)
+    x, scale, bias = (rng.normal(size=shape) for shape in ((rows, cols), cols, cols))
+    return tuple(jnp.asarray(a, dtype) for a in (x, 1 + 0.3 * scale, bias))
+
+
+def check(derivative, reference, function, implementation):
+    function = functools.partial(function, implementation=implementation)
+    if implementation == "xla":
+        arrays = operands("float64", 4, 6)
+        u = 2.0**-53
+    else:
+        arrays = operands("float32", 70, 64)
+        u = 2.0**-24
+    wide = [a.astype("float64") for a in arrays]
+    expected = jax.tree.leaves(jax.jit(derivative(reference))(*wide))
+    got = jax.tree.leaves(jax.jit(derivative(function))(*arrays))
+    # Sums over rows and columns, each rounded like a random walk; what is left of a difference of
+    # two of them is held against the largest entry. 64: roundings of up to three derivatives.
+    bound = 64 * math.sqrt(wide[0].size) * u
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.dtype == arrays[0].dtype
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound * max(1, np.abs(theirs).max()))
+
+
+each_function = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+@each_function
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_derivatives(name, derivative, implementation):
+    check(DERIVATIVES[derivative], *FUNCTIONS[name], implementation)
+
+
+@each_function
+@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
+@pytest.mark.parametrize("derivative", ["jvp", "forward over reverse", "reverse over reverse"])
+def test_under_transformations(name, transformation, derivative, implementation):
+    transform = TRANSFORMATIONS[transformation]
+    check(lambda f: DERIVATIVES[derivative](transform(f)), *FUNCTIONS[name], implementation)
+
+
+@each_function
+def test_outside_jit(name):
+    reference, function = FUNCTIONS[name]
+    arrays = operands("float64", 4, 6)
+    for derivative in (jvp, gradient, forward_over_reverse):
+        for ours, theirs in zip(
+            jax.tree.leaves(derivative(function)(*arrays)),
+            jax.tree.leaves(derivative(reference)(*arrays)),
+        ):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_hutchinson_s_estimator():
+    """optax's estimate of a Hessian's diagonal, by forward over reverse mode."""
+    optax = pytest.importorskip("optax")
+    x, scale, _ = operands("float64", 4, 6)
+    estimates = []
+    for norm in FUNCTIONS["rms_norm"]:
+
+        def objective(scale, norm=norm):
+            return jnp.mean((norm(x, scale, None) - jnp.sin(x)) ** 4)
+
+        estimator = optax.contrib.hutchinson_estimator_diag_hessian(jax.random.key(0))
+        estimate, _ = estimator.update(None, estimator.init(scale), scale, obj_fn=objective)
+        estimates.append(estimate)
+    assert np.abs(estimates[0]).max() > 0.1
+    np.testing.assert_allclose(*estimates, rtol=1e-9)
+
+
+@pytest.mark.parametrize(("save", "bound"), [("output", 2.2e-2), ("input", 2e-3)])
+def test_a_tangent_has_the_accuracy_of_what_is_saved(save, bound):
+    """Documented: along scale, bfloat16 LayerNorm at bias 10; the law of its gradient."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(256, 1024)), jnp.bfloat16)
+    scale, bias = jnp.ones(1024, jnp.float32), jnp.full(1024, 10, jnp.float32)
+    direction = jnp.asarray(rng.normal(size=1024), jnp.float32)
+    _, tangent = jax.jvp(lambda s: jaxnorm.layer_norm(x, s, bias, save=save), [scale], [direction])
+    exact = x.astype("float64")
+    exact = (exact - exact.mean(-1, keepdims=True)) / exact.std(-1, keepdims=True) * direction
+    error = np.linalg.norm(tangent.astype("float64") - exact) / np.linalg.norm(exact)
+    assert error < bound
+
+
+# --- what the programs hold
+
+
+def jaxpr_of(function, *arrays):
+    return str(jax.make_jaxpr(function)(*arrays))
+
+
+def test_the_jaxpr_of_a_gradient_is_short():
+    x, scale = jnp.ones((4, 16), jnp.float32), jnp.ones(16, jnp.float32)
+    text = jaxpr_of(jax.grad(lambda x, s: jaxnorm.rms_norm(x, s).sum(), (0, 1)), x, scale)
+    assert len(text.splitlines()) <= 45
+    assert "jit" not in text
+    assert re.findall(r"jaxnorm\.\w+", text) == ["jaxnorm.rms_norm", "jaxnorm.rms_norm_backward"]
+
+
+@each_function
+def test_primitives_are_named_after_the_functions(name):
+    """In the jaxpr, and in the metadata that profiles show."""
+    function = FUNCTIONS[name][1]
+    public = name.split()[0]
+    arrays = operands("float32", 4, 16)
+    text = jaxpr_of(jvp(function), *arrays)
+    assert f"jaxnorm.{public}[" in text
+    assert f"jaxnorm.{public}_tangent[" in text
+    hlo = jax.jit(gradient(function)).lower(*arrays).compile().as_text()
+    assert f"/jaxnorm.{public}/" in hlo
+    assert f"/jaxnorm.{public}_backward/" in hlo
+
+
+def jaxprs(jaxpr):
+    """A jaxpr and those in it."""
+    yield jaxpr
+    for equation in jaxpr.eqns:
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from jaxprs(inner)
+
+
+def equations(jaxpr):
+    return [equation for each in jaxprs(jaxpr) for equation in each.eqns]
+
+
+@pytest.mark.parametrize("around", TRANSFORMATIONS)
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "layer_norm", "rms_norm"])
+def test_x_is_not_kept(name, around):
+    """x is 3 u, made inside what is transformed; its own derivative needs no array."""
+    u, scale, bias = operands("float32", 4, 16)
+    block = TRANSFORMATIONS[around](lambda u, s, b: FUNCTIONS[name][1](3 * u, s, b))
+    jaxpr = jax.make_jaxpr(lambda *a: jax.vjp(block, *a)[1])(u, scale, bias).jaxpr
+    calls = [e for e in equations(jaxpr) if e.primitive.name == f"jaxnorm.{name}"]
+    made = [e for e in equations(jaxpr) if e.primitive.name == "mul"]
+    assert calls
+    assert {e.invars[0] for e in calls} <= {e.outvars[0] for e in made}, "x goes into the call"
+    made = [e.outvars[0] for e in made]
+    for each in jaxprs(jaxpr):
+        assert not any(kept is x for kept in each.outvars for x in made)
+
+
+def test_checkify_reports_a_nan():
+    """Which a call makes inside: checkify looks at primitives one by one."""
+    x = jnp.asarray([[jnp.inf, 1.0], [1.0, 2.0]])
+    for function in (jaxnorm.softmax, jaxnorm.log_softmax, jaxnorm.rms_norm, jaxnorm.layer_norm):
+        checked = checkify.checkify(jax.jit(function), errors=checkify.float_checks)
+        error, _ = checked(x)
+        assert f"nan generated by primitive: jaxnorm.{function.__name__}" in error.get()
+        assert checked(jnp.ones((2, 2)))[0].get() is None
