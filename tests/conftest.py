@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +9,13 @@ from typing import Any
 # other: with fewer threads than warpgroups they would hang. To be set before JAX makes its backend.
 os.environ.setdefault("NPROC", "16")
 
+# Processes that share a GPU must not each take three quarters of its memory at once.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 import jax
 import pytest
+import refused
 
 from jaxnorm import _implementation
 
@@ -87,13 +91,45 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """A call that an implementation refuses with a reason is no failure of it."""
+    """A test is skipped where an implementation refuses its call for a reason that it expects.
+
+    It names those reasons by `refused.expect`; any other refusal is a failure.
+    """
     try:
         return (yield)
     except ValueError as error:
-        if not re.match("implementation='(mosaic|triton)' cannot run", str(error)):
+        refusal = refused.reason(error)
+        mark = item.get_closest_marker("refused")
+        if refusal is None or mark is None or not any(part in refusal for part in mark.args):
             raise
         pytest.skip(str(error))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-refusals",
+        action="store_true",
+        help=f"write how many calls were refused to {refused.COUNTS.name}",
+    )
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Prints how many calls each implementation refused, beside the committed numbers."""
+    counted = refused.count(terminalreporter.stats)
+    for line in refused.summary(counted):
+        terminalreporter.write_line(line)
+    if config.getoption("--write-refusals"):
+        refused.write(counted)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A number of refusals that is not the committed one fails the run."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(session.config, "workerinput"):
+        return
+    if refused.differences(refused.count(reporter.stats)):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def _no_hopper() -> str | None:

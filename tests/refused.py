@@ -1,0 +1,87 @@
+"""Calls that an implementation refuses: what tests expect of them, and how many there are.
+
+An implementation that refused everything would make every test of it a skip. So a test names the
+reasons that it expects, and what is refused in a run on a GPU is counted and held against
+`refused.json` (written by ``pytest --write-refusals``).
+"""
+
+import collections
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Parts of the sentences of jaxnorm_kernels' tables.
+MASK = "its kernels take no `where` mask"
+FLOAT64 = "float64 arrays ask for more"
+EMPTY = "an array of size 0"
+NARROW = "rows of 8 elements or more"
+FEW_SHORT_ROWS = "takes rows this short only by 64 and more"
+
+#: ``@refused.expect(MASK, FLOAT64)``
+expect = pytest.mark.refused
+
+COUNTS = Path(__file__).with_name("refused.json")
+
+#: Test and implementation -> cases that ran or were refused, and those that were refused.
+Counts = dict[str, tuple[int, int]]
+
+_REFUSAL = re.compile(
+    r"implementation='(mosaic|triton)' cannot run \w+ \w+ of \([^)]*\): (.*); leave implementation"
+)
+
+
+def reason(error: ValueError) -> str | None:
+    """The sentence with which an implementation refuses; None for another error."""
+    match = _REFUSAL.match(str(error))
+    return match[2] if match else None
+
+
+def count(stats: Mapping[str, Sequence[Any]]) -> Counts:
+    """Of the reports of a run, by outcome."""
+    counted: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
+    for outcome in ("passed", "failed", "skipped"):
+        for report in stats.get(outcome, ()):
+            name = re.search(r"\b(mosaic|triton)\b", report.nodeid.partition("[")[2])
+            refusal = outcome == "skipped" and _REFUSAL.search(str(report.longrepr))
+            if name is None or (outcome == "skipped" and not refusal):
+                continue
+            counts = counted[f"{report.nodeid.partition('[')[0]} {name[1]}"]
+            counts[0] += 1
+            counts[1] += bool(refusal)
+    return {test: (cases, refusals) for test, (cases, refusals) in sorted(counted.items())}
+
+
+def differences(counted: Counts) -> list[str]:
+    """What is not as committed, among the tests of which all cases were run."""
+    committed = read()
+    return [
+        f"{test}: {refusals} of {cases} cases refused; expected {committed[test][1]} "
+        f"({COUNTS.name}); if that is right, run pytest --write-refusals"
+        for test, (cases, refusals) in counted.items()
+        if test in committed and committed[test][0] == cases and committed[test][1] != refusals
+    ]
+
+
+def summary(counted: Counts) -> Iterable[str]:
+    for name in ("mosaic", "triton"):
+        of_name = [counts for test, counts in counted.items() if test.endswith(name)]
+        if of_name:
+            cases, refusals = map(sum, zip(*of_name))
+            yield f"{name}: {refusals} of {cases} cases refused, for reasons that tests expect"
+    yield from differences(counted)
+
+
+def read() -> Counts:
+    if not COUNTS.exists():
+        return {}
+    return {test: tuple(counts) for test, counts in json.loads(COUNTS.read_text()).items()}
+
+
+def write(counted: Counts) -> None:
+    """Adds what was counted to the committed numbers."""
+    lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in (read() | counted).items())
+    COUNTS.write_text(f"{{\n{lines}\n}}\n")
