@@ -51,6 +51,22 @@ def test_no_axis(function):
 
 
 @each
+@pytest.mark.parametrize("axis", [-1, 0, None])
+def test_an_array_without_axes(function, axis):
+    with pytest.raises(ValueError, match=r"x with shape \(\).*x\[None\]"):
+        function(jnp.float32(1.0), axis=axis)
+
+
+@each
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")
+def test_a_kernel_on_a_cpu(function):
+    x = jnp.ones((128, 256))
+    for call in (function, jax.jit(function, static_argnames="implementation")):
+        with pytest.raises(ValueError, match="on cpu: its kernels are for NVIDIA GPUs; leave"):
+            call(x, implementation="mosaic")
+
+
+@each
 @pytest.mark.parametrize("axis", [1.0, "last", (0, None)])
 def test_axis_of_wrong_type(function, axis):
     with pytest.raises(TypeError, match="expected an integer or a tuple of integers"):
@@ -108,6 +124,14 @@ def test_shape_of_scale_over_several_axes(function):
     with pytest.raises(ValueError, match=r"scale has shape \(4, 2\); expected \(2, 4\)"):
         function(X, jnp.ones((4, 2)), axis=(2, 0))
     assert function(X, jnp.ones((2, 4)), axis=(2, 0)).shape == X.shape
+
+
+@each_norm
+def test_bias_by_keyword(function):
+    bias = jnp.arange(4.0)
+    np.testing.assert_allclose(function(X * 0, bias=bias), jnp.broadcast_to(bias, X.shape))
+    with pytest.raises(ValueError, match=rf"{function.__name__}: bias has shape \(3,\); expected"):
+        function(X, bias=jnp.ones(3))
 
 
 def test_bias():

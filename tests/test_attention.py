@@ -102,6 +102,33 @@ def test_grouped_queries_and_causal_mask_in_nnx(heads):
         )
 
 
+@pytest.mark.parametrize("kind", [None, "mask", "bias"])
+def test_complex_operands_in_linen(kind):
+    """Which Flax takes, too; its softmax is jax.nn's."""
+    shape = (2, 5, 3, 4)
+    rng = np.random.default_rng(0)
+    operands = [
+        jnp.asarray(rng.normal(size=shape) + 1j * rng.normal(size=shape), "complex64")
+        for _ in range(3)
+    ]
+    options = {
+        None: {},
+        "mask": {"mask": jnp.tril(jnp.ones((5, 5), bool))},
+        "bias": {"bias": jnp.asarray(rng.normal(size=(5, 5)), "complex64")},
+    }[kind]
+    ours, theirs = (
+        f(*operands, **options)
+        for f in (jaxnorm.linen.dot_product_attention, nn.dot_product_attention)
+    )
+    assert ours.dtype == theirs.dtype == "complex64"
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+    module = nn.MultiHeadDotProductAttention(
+        num_heads=2, attention_fn=jaxnorm.linen.dot_product_attention
+    )
+    x = jnp.ones((4, 6, 6), "complex64")
+    assert module.init_with_output(jax.random.key(0), x)[0].dtype == "complex64"
+
+
 def test_softmax_precision_in_linen():
     operands = qkv("bfloat16")
     ours, theirs = (f(*operands, force_fp32_for_softmax=True) for f in FUNCTIONS["linen"])

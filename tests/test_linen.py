@@ -123,7 +123,11 @@ def test_fields_and_signature_are_flax_s(ours, theirs):
     def described(module):
         return {f.name: (f.default, f.init) for f in dataclasses.fields(module)}
 
-    extra = {"save": ("output", True), "implementation": (None, True)}
+    extra = {
+        "save": ("output", True),
+        "implementation": (None, True),
+        "scale_offset": (0.0, True),
+    }
     assert described(ours) == {**described(theirs), **extra}
 
     def parameters(module):
@@ -135,6 +139,21 @@ def test_fields_and_signature_are_flax_s(ours, theirs):
     assert call(ours) == call(theirs)
     positional = [p for p in parameters(theirs) if p[0] not in ("parent", "name")]
     assert parameters(ours)[: len(positional)] == positional
+
+
+@each
+def test_scale_offset(ours, theirs):
+    """Parameters stored as w, where the norm multiplies by 1 + w: Gemma's."""
+    x = data()
+    plain, offset = ours(), ours(scale_offset=1.0, scale_init=nn.initializers.zeros)
+    variables = plain.init(jax.random.key(0), x)
+    shifted = jax.tree.map(jnp.copy, variables)
+    shifted["params"]["scale"] = variables["params"]["scale"] - 1
+    np.testing.assert_array_equal(offset.init(jax.random.key(0), x)["params"]["scale"], 0)
+    np.testing.assert_allclose(offset.apply(shifted, x), plain.apply(variables, x), rtol=1e-6)
+    # Flax's own code, which runs such a call, has no offset.
+    with pytest.raises(ValueError, match=r"scale_offset=1\.0 in a call that is left to Flax's own"):
+        offset.apply(shifted, x, mask=jnp.ones(x.shape, bool))
 
 
 @each

@@ -126,6 +126,41 @@ def test_signature_is_flax_s(ours, theirs):
 
 
 @each
+def test_arguments_are_flax_s_and_three_more(ours, theirs):
+    """Each by name, so that type checkers and editors know them."""
+
+    def parameters(module):
+        return {
+            p.name: (p.kind, p.default)
+            for p in inspect.signature(module.__init__).parameters.values()
+        }
+
+    extra = {"save": "output", "implementation": None, "scale_offset": 0.0}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    known = parameters(theirs)
+    assert parameters(ours) == known | {name: (keyword, value) for name, value in extra.items()}
+
+
+@each
+def test_scale_offset(ours, theirs):
+    """Parameters stored as w, where the norm multiplies by 1 + w: Gemma's."""
+    x = data()
+    plain = make(ours)
+    offset = make(ours, scale_offset=1.0, scale_init=nnx.initializers.zeros_init())
+    np.testing.assert_allclose(offset(x), plain(x), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"scale_offset=1\.0 in a call that is left to Flax's own"):
+        offset(x, mask=jnp.ones(x.shape, bool))
+
+
+@each
+def test_a_wrong_width(ours, theirs):
+    with pytest.raises(
+        ValueError, match=r"32 features on its axes \(2,\); expected 16.*\(32, \.\.\."
+    ):
+        make(ours)(data(shape=(4, 5, 32)))
+
+
+@each
 def test_flax_state_loads(ours, theirs):
     x = data()
     trained = make(theirs, scale_init=nnx.initializers.normal(1.0))

@@ -1,0 +1,134 @@
+"""Stacks of small pre-norm residual layers: programs whose time is the host's, not the GPU's.
+
+A layer is ``x + gelu(norm(x) w) v`` with square matrices. A kernel costs the host more than one of
+XLA's own, which shows where arrays are small and a program has many of them. jaxnorm and plain jnp
+run in turn in one process, so that both meet the same machine.
+"""
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import providers, timing
+from benchmarks.workloads import PARAMETERS, Operation
+
+LAYERS = 24
+REPEATS, WARMUP = 300, 20
+MOST_BYTES = 4 * 2**20  # of x
+
+SHAPES = [
+    *((rows, cols) for rows in (8, 64) for cols in (512, 1024, 2048)),
+    *((rows, cols) for rows in (256, 512, 1024) for cols in (512, 768, 1536, 2048)),
+]
+
+# XLA times matrix products in many forms before it takes one; these take what cuBLAS takes by
+# itself, the same for both.
+_OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
+
+Figures = dict[str, float | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class StackCell:
+    op: Operation
+    direction: str
+    rows: int
+    cols: int
+    dtype: str
+    provider: str
+
+
+def cells(
+    names: Sequence[str],
+    ops: Sequence[Operation],
+    directions: Sequence[str],
+    dtypes: Sequence[str],
+    shapes: Sequence[tuple[int, int]],
+) -> Iterator[StackCell]:
+    """Of the norms among `ops`, where x is no larger than MOST_BYTES."""
+    for op in ops:
+        for direction in directions:
+            for dtype in dtypes:
+                for rows, cols in shapes:
+                    small = rows * cols * jnp.dtype(dtype).itemsize <= MOST_BYTES
+                    if small and PARAMETERS[op]:
+                        yield from (
+                            StackCell(op, direction, rows, cols, dtype, name) for name in names
+                        )
+
+
+def stack(norm: Callable[..., jax.Array], x: jax.Array, layers: Sequence[Any]) -> jax.Array:
+    for (w, v), parameters in layers:
+        x = x + jax.nn.gelu(norm(x, *parameters) @ w) @ v
+    return x
+
+
+def operands(cell: StackCell) -> tuple[jax.Array, list[Any]]:
+    """x and, for each layer, its matrices and its norm's parameters."""
+
+    def normal(key: jax.Array, *shape: int) -> jax.Array:
+        return jax.random.normal(key, shape, cell.dtype) / shape[0] ** 0.5
+
+    keys = jax.random.split(jax.random.key(0), 1 + LAYERS)
+    parameters = (jnp.ones(cell.cols), jnp.zeros(cell.cols))[: PARAMETERS[cell.op]]
+    square = (cell.cols, cell.cols)
+    layers = [
+        (tuple(normal(k, *square) for k in jax.random.split(key)), tuple(map(jnp.copy, parameters)))
+        for key in keys[1:]
+    ]
+    return jax.random.normal(keys[0], (cell.rows, cell.cols), cell.dtype), layers
+
+
+def program(cell: StackCell, name: str) -> Callable[..., Any]:
+    """Compiled: the stack with the provider's norm; forward, or its loss's gradients too."""
+    norm = providers.function(name, cell.op, cell.dtype)
+    step: Callable[..., Any] = functools.partial(stack, norm)
+    if cell.direction != "fwd":
+        forward = step
+        step = jax.value_and_grad(
+            lambda x, layers: jnp.sum(forward(x, layers).astype(jnp.float32) ** 2), argnums=(0, 1)
+        )
+    shapes = jax.eval_shape(lambda: operands(cell))
+    return jax.jit(step).lower(*shapes).compile(_OPTIONS)
+
+
+def in_turn(programs: Sequence[Callable[..., Any]], arguments: Sequence[Any]) -> list[float]:
+    """Median milliseconds of each program, from its call to its results; they take turns."""
+    times: list[list[float]] = [[] for _ in programs]
+    for _ in range(WARMUP + REPEATS):
+        for run, taken in zip(programs, times):
+            start = time.perf_counter()
+            jax.block_until_ready(run(*arguments))
+            taken.append(1e3 * (time.perf_counter() - start))
+    return [statistics.median(taken[WARMUP:]) for taken in times]
+
+
+def kernels_of(run: Callable[..., Any], arguments: Sequence[Any]) -> float | None:
+    """Milliseconds of all GPU kernels of a call; None on a CPU."""
+    if jax.default_backend() != "gpu":
+        return None
+    return timing.measure(run, [tuple(arguments)]).us / 1e3
+
+
+def prepare(cell: StackCell) -> Callable[[], Figures]:
+    """What measures a cell; compiles it, and plain jnp's."""
+    programs = [program(cell, name) for name in (cell.provider, "jnp")]
+
+    def figures() -> Figures:
+        arguments = operands(cell)
+        ms, jnp_ms = in_turn(programs, arguments)
+        kernels_ms, jnp_kernels_ms = (kernels_of(run, arguments) for run in programs)
+        return {
+            "ms": ms,
+            "jnp_ms": jnp_ms,
+            "kernels_ms": kernels_ms,
+            "jnp_kernels_ms": jnp_kernels_ms,
+        }
+
+    return figures

@@ -1,0 +1,86 @@
+"""Every operation in every configuration of JAX that changes how code is traced."""
+
+import contextlib
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxnorm
+
+CONFIGURATIONS = {
+    "default": contextlib.nullcontext,
+    "x64": lambda: jax.enable_x64(True),
+    "strict dtype promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "rank promotion raises": lambda: jax.numpy_rank_promotion("raise"),
+    "checks": lambda: setting("jax_enable_checks", True),
+    "NaNs raise": lambda: jax.debug_nans(True),
+    "leaks raise": lambda: jax.check_tracer_leaks(True),
+}
+FUNCTIONS = {
+    "softmax": lambda x, scale, bias, **o: jaxnorm.softmax(x, **o),
+    "log_softmax": lambda x, scale, bias, **o: jaxnorm.log_softmax(x, **o),
+    "layer_norm": jaxnorm.layer_norm,
+    "layer_norm from input": lambda *a, **o: jaxnorm.layer_norm(*a, save="input", **o),
+    "rms_norm": lambda x, scale, bias, **o: jaxnorm.rms_norm(x, scale, **o),
+}
+# A width for each kind of kernel: rows in parts of warps, in warps, in warpgroups, in clusters, and
+# rows of odd length.
+SHAPES = [(65536, 64), (8192, 1024), (1024, 8192), (256, 65536), (2048, 4095)]
+WIDTHS = [(shape, dtype) for shape, dtype in zip(SHAPES, itertools.cycle(["bfloat16", "float32"]))]
+
+
+@contextlib.contextmanager
+def setting(name, value):
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def forward_and_gradient(function):
+    def run(x, *parameters):
+        y, vjp = jax.vjp(function, x, *parameters)
+        return y, vjp(y)
+
+    return run
+
+
+def kernels_of(lowered):
+    return lowered.as_text().count("stablehlo.custom_call @mosaic_gpu")
+
+
+@pytest.mark.parametrize(("shape", "dtype"), WIDTHS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_lowering(configuration, name, shape, dtype):
+    """What runs does not depend on it: for CUDA kernels, for a CPU XLA's code."""
+    forward = FUNCTIONS[name]
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    parameter = jax.ShapeDtypeStruct(shape[1:], jnp.float32)
+    with CONFIGURATIONS[configuration]():
+        for function, kernels in ((forward, 1), (forward_and_gradient(forward), 2)):
+            traced = jax.jit(function).trace(x, parameter, parameter)
+            assert kernels_of(traced.lower(lowering_platforms=("cuda",))) == kernels
+            assert kernels_of(traced.lower(lowering_platforms=("cpu",))) == 0
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values(name, configuration):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(6, 40)), "bfloat16")
+    scale, bias = (jnp.asarray(rng.normal(size=40), "float32") for _ in range(2))
+    expected = jax.tree.leaves(jax.jit(forward_and_gradient(FUNCTIONS[name]))(x, scale, bias))
+    with CONFIGURATIONS[configuration]():
+        for run in (jax.jit, lambda f: f):
+            got = jax.tree.leaves(run(forward_and_gradient(FUNCTIONS[name]))(x, scale, bias))
+            for ours, theirs in zip(got, expected, strict=True):
+                assert ours.dtype == theirs.dtype
+                np.testing.assert_allclose(
+                    ours.astype("float32"), theirs.astype("float32"), rtol=2**-7, atol=1e-5
+                )

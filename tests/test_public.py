@@ -1,0 +1,68 @@
+"""What users see of the package: names, help, docstrings, types."""
+
+import inspect
+import pydoc
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxnorm
+import jaxnorm.linen
+import jaxnorm.nnx
+
+FUNCTIONS = {
+    "check_params",
+    "implementation_for",
+    "layer_norm",
+    "log_softmax",
+    "rms_norm",
+    "save_policy",
+    "softmax",
+}
+TYPES = {"Choice", "NormReport", "ParamReport", "Plan"}
+
+
+def test_all_names_are_listed():
+    assert set(jaxnorm.__all__) == FUNCTIONS | TYPES
+    for module in (jaxnorm.linen, jaxnorm.nnx):
+        assert set(module.__all__) == {"LayerNorm", "RMSNorm", "dot_product_attention"}
+        for name in module.__all__:
+            assert getattr(module, name).__module__ == module.__name__
+
+
+def test_help_lists_functions():
+    text = pydoc.render_doc(jaxnorm, renderer=pydoc.plaintext)
+    functions = text[text.index("FUNCTIONS") :]
+    for name in FUNCTIONS:
+        assert f"{name}(" in functions
+        assert getattr(jaxnorm, name).__module__ == "jaxnorm"
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS | TYPES))
+def test_docstrings(name):
+    doc = inspect.getdoc(getattr(jaxnorm, name))
+    assert len(doc) > 50
+    if name in FUNCTIONS:
+        assert "Args:" in doc
+        assert "Returns:" in doc
+
+
+def test_types_of_what_is_returned():
+    plan = jaxnorm.implementation_for("softmax", (8, 128), "float32")
+    assert isinstance(plan, jaxnorm.Plan)
+    assert isinstance(plan.forward, jaxnorm.Choice)
+    report = jaxnorm.check_params({"scale": np.ones(4, np.float32)}, "float32")
+    assert isinstance(report, jaxnorm.ParamReport)
+    assert isinstance(report.norms[0], jaxnorm.NormReport)
+
+
+def test_type_checkers_know_the_arguments():
+    """`typed_code.py` says which of its lines are errors."""
+    pytest.importorskip("mypy")
+    code = Path(__file__).with_name("typed_code.py")
+    command = [sys.executable, "-m", "mypy", "--strict", str(code)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=code.parent.parent)
+    assert run.returncode == 0, run.stdout

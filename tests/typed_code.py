@@ -1,0 +1,29 @@
+"""A user's code for mypy, which `test_public.py` runs; each error that it must find is marked."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jaxnorm
+import jaxnorm.linen
+import jaxnorm.nnx
+
+x = jnp.ones((4, 16))
+param = nnx.Param(jnp.ones(16))
+
+y: jax.Array = jaxnorm.rms_norm(x, param)
+y = jaxnorm.layer_norm(x, param, bias=param, save="input", implementation="xla")
+y = jaxnorm.softmax(x, (0, -1), where=x > 0, dtype=jnp.bfloat16)
+y = jaxnorm.rms_norm(x, save="both")  # type: ignore[arg-type]
+y = jaxnorm.rms_norm(x, implementation="cudnn")  # type: ignore[arg-type]
+y = jaxnorm.rms_norm(x, eps=1e-5)  # type: ignore[call-arg]
+
+rngs = nnx.Rngs(0)
+norm = jaxnorm.nnx.RMSNorm(16, epsilon=1e-5, scale_offset=1.0, rngs=rngs)
+jaxnorm.nnx.RMSNorm(16, eps=1e-5, rngs=rngs)  # type: ignore[call-arg]
+jaxnorm.nnx.LayerNorm(16, implementation="cudnn", rngs=rngs)  # type: ignore[arg-type]
+module = jaxnorm.linen.RMSNorm(epsilon=1e-5, implementation="mosaic", scale_offset=1.0)
+jaxnorm.linen.LayerNorm(implementation="cudnn")  # type: ignore[arg-type]
+
+plan: jaxnorm.Plan = jaxnorm.implementation_for("rms_norm", (8, 128), jnp.float32)
+choice: jaxnorm.Choice = plan.forward
