@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import calls, gradients, providers, timing
+from benchmarks import calls, gradients, providers, stacks, timing
 from benchmarks.suites import TimedCell, provider_of
 from benchmarks.workloads import PARAMETERS, Shape, Workload
 
@@ -133,6 +133,8 @@ def accuracy(cell: TimedCell) -> Figures:
 
 def prepare(suite: str, cell: Any) -> Measure:
     """What measures a cell; all that it runs is compiled here. Cells are prepared in threads."""
+    if suite == "stacks":
+        return stacks.prepare(cell)
     if suite in ("memory", "steps"):
         training = importlib.import_module("benchmarks.training")  # needs Flax and optax
         return training.prepare(suite, cell)

@@ -1,7 +1,12 @@
-"""The training steps whose memory and speed are measured: sizes, and whose norms they use."""
+"""The programs whose memory and speed are measured: training steps, and stacks of small layers.
+
+Free of JAX: the process that starts the measuring ones has these, too.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+
+from benchmarks.workloads import ITEMSIZE, PARAMETERS, Direction, Operation, Shape
 
 BUDGET_BYTES = 80 * 10**9  # an H100's memory; the column batch_in_80gb is named after it
 
@@ -50,3 +55,47 @@ def cells(providers: Sequence[str], *, quick: bool) -> Iterator[TrainingCell]:
             for variant in VARIANTS:
                 if variant.split("-")[0] in providers:
                     yield TrainingCell(model, stack, "bfloat16", MODELS[model].batch, variant)
+
+
+STACK_LAYERS = 24
+STACK_BYTES = 4 * 2**20  # of x, at most
+STACK_SHAPES: list[Shape] = [
+    (8, 512),
+    (8, 2048),
+    (64, 1024),
+    (256, 768),
+    (512, 1536),
+    (1024, 512),
+    (1024, 1024),
+    (1024, 2048),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class StackCell:
+    """Pre-norm residual layers over a small x; ``"fwd+bwd"`` is a loss and its gradients."""
+
+    op: Operation
+    direction: Direction
+    rows: int
+    cols: int
+    dtype: str
+    provider: str
+
+
+def stacks(
+    providers: Sequence[str],
+    ops: Sequence[Operation],
+    directions: Sequence[Direction],
+    dtypes: Sequence[str],
+    shapes: Sequence[Shape],
+) -> Iterator[StackCell]:
+    """Of norms: what a call gets by default and, forward, the kernels that it may leave to XLA."""
+    for op in ops:
+        for direction in directions:
+            for dtype in dtypes:
+                for rows, cols in shapes:
+                    for name in ("jaxnorm", "mosaic") if direction == "fwd" else ("jaxnorm",):
+                        is_small = rows * cols * ITEMSIZE[dtype] <= STACK_BYTES
+                        if PARAMETERS[op] and name in providers and is_small:
+                            yield StackCell(op, direction, rows, cols, dtype, name)

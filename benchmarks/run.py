@@ -6,7 +6,8 @@
 
 Suites: `kernels`, kernel time forward and backward over the whole grid; `api`, forward and backward
 in one call; `latency`, calls of few rows, also from the host; `memory` and `steps`, a training step
-of the demo's transformer; `accuracy`, gradients against float64.
+of the demo's transformer; `stacks`, programs of many small norms; `accuracy`, gradients against
+float64.
 
 Kernel time is CUPTI's, on rotating buffers larger than the cache; GB/s are by the least bytes that
 must move; `roof` is the time of a copy of as many bytes in the same process over the time measured.

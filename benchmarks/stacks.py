@@ -5,62 +5,26 @@ XLA's own, which shows where arrays are small and a program has many of them. ja
 run in turn in one process, so that both meet the same machine.
 """
 
-import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks import providers, timing
-from benchmarks.workloads import PARAMETERS, Operation
+from benchmarks.models import STACK_LAYERS, StackCell
+from benchmarks.workloads import PARAMETERS
 
-LAYERS = 24
-REPEATS, WARMUP = 300, 20
-MOST_BYTES = 4 * 2**20  # of x
-
-SHAPES = [
-    *((rows, cols) for rows in (8, 64) for cols in (512, 1024, 2048)),
-    *((rows, cols) for rows in (256, 512, 1024) for cols in (512, 768, 1536, 2048)),
-]
+REPEATS, WARMUP = 150, 20
 
 # XLA times matrix products in many forms before it takes one; these take what cuBLAS takes by
 # itself, the same for both.
 _OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
 
 Figures = dict[str, float | None]
-
-
-@dataclasses.dataclass(frozen=True)
-class StackCell:
-    op: Operation
-    direction: str
-    rows: int
-    cols: int
-    dtype: str
-    provider: str
-
-
-def cells(
-    names: Sequence[str],
-    ops: Sequence[Operation],
-    directions: Sequence[str],
-    dtypes: Sequence[str],
-    shapes: Sequence[tuple[int, int]],
-) -> Iterator[StackCell]:
-    """Of the norms among `ops`, where x is no larger than MOST_BYTES."""
-    for op in ops:
-        for direction in directions:
-            for dtype in dtypes:
-                for rows, cols in shapes:
-                    small = rows * cols * jnp.dtype(dtype).itemsize <= MOST_BYTES
-                    if small and PARAMETERS[op]:
-                        yield from (
-                            StackCell(op, direction, rows, cols, dtype, name) for name in names
-                        )
 
 
 def stack(norm: Callable[..., jax.Array], x: jax.Array, layers: Sequence[Any]) -> jax.Array:
@@ -75,7 +39,7 @@ def operands(cell: StackCell) -> tuple[jax.Array, list[Any]]:
     def normal(key: jax.Array, *shape: int) -> jax.Array:
         return jax.random.normal(key, shape, cell.dtype) / shape[0] ** 0.5
 
-    keys = jax.random.split(jax.random.key(0), 1 + LAYERS)
+    keys = jax.random.split(jax.random.key(0), 1 + STACK_LAYERS)
     parameters = (jnp.ones(cell.cols), jnp.zeros(cell.cols))[: PARAMETERS[cell.op]]
     square = (cell.cols, cell.cols)
     layers = [
@@ -95,7 +59,8 @@ def program(cell: StackCell, name: str) -> Callable[..., Any]:
             lambda x, layers: jnp.sum(forward(x, layers).astype(jnp.float32) ** 2), argnums=(0, 1)
         )
     shapes = jax.eval_shape(lambda: operands(cell))
-    return jax.jit(step).lower(*shapes).compile(_OPTIONS)
+    options = _OPTIONS if jax.default_backend() == "gpu" else None
+    return jax.jit(step).lower(*shapes).compile(options)
 
 
 def in_turn(programs: Sequence[Callable[..., Any]], arguments: Sequence[Any]) -> list[float]:

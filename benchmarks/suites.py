@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from benchmarks import models, workloads
-from benchmarks.models import TrainingCell
+from benchmarks.models import StackCell, TrainingCell
 from benchmarks.providers import PROVIDERS, SIDES, Provider, Side
 from benchmarks.workloads import Direction, Shape, Workload
 
@@ -25,7 +25,7 @@ class TimedCell(Workload):
         return Workload(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Workload)})
 
 
-Cell = TimedCell | TrainingCell
+Cell = TimedCell | TrainingCell | StackCell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +126,17 @@ def _training(selection: Selection) -> Iterable[Cell]:
     return models.cells(selection.providers, quick=selection.quick)
 
 
+def _stacks(selection: Selection) -> Iterable[Cell]:
+    shapes = models.STACK_SHAPES[: 1 if selection.quick else None]
+    return models.stacks(
+        selection.providers,
+        selection.ops,
+        [d for d in ("fwd", "fwd+bwd") if d in selection.directions],
+        [x for x, y in selection.dtypes if x == y],
+        shapes if selection.shapes is None else selection.shapes,
+    )
+
+
 _TIME = {"us": 2, "main_us": 2, "gbps": 1, "roof": 4, "compile_s": 2}
 
 SUITES: dict[str, Suite] = {
@@ -149,6 +160,13 @@ SUITES: dict[str, Suite] = {
             _training,
             sides=("jax",),
             batch=1,
+        ),
+        Suite(
+            "stacks",
+            StackCell,
+            {"ms": 4, "jnp_ms": 4, "kernels_ms": 4, "jnp_kernels_ms": 4},
+            _stacks,
+            sides=("jax",),
         ),
         Suite(
             "accuracy",

@@ -175,6 +175,22 @@ def steps(rows: Sequence[Row]) -> str:
     return _training(rows, ["ms/step", "tokens/s"], {"ms": (1, 1), "tokens_per_s": (1, 0)})
 
 
+def stacks(rows: Sequence[Row]) -> str:
+    """Times of stacks of layers: jaxnorm's, plain jnp's, and one over the other."""
+    body = []
+    for row in rows:
+        name = f"{row['op']} {_LONG[row['direction']]}, {row['rows']} x {row['cols']}"
+        cells = [f"{name}, {_SHORT[row['dtype']]}", PROVIDERS[row["provider"]].label]
+        if row["status"] != OK:
+            body.append([*cells, row["status"], "", "", "", ""])
+            continue
+        ms, jnp_ms = float(row["ms"]), float(row["jnp_ms"])
+        times = [f"{ms:.3f}", f"{jnp_ms:.3f}", f"{ms / jnp_ms:.3f}"]
+        body.append([*cells, *times, row["kernels_ms"] or "-", row["jnp_kernels_ms"] or "-"])
+    header = ["cell", "provider", "ms", "jnp ms", "ms / jnp ms", "kernels ms", "jnp kernels ms"]
+    return markdown(header, body)
+
+
 def _by_cell(rows: Sequence[Row], header: Sequence[str], columns: Sequence[str]) -> str:
     """Rows of a timed suite, the providers of a cell one after the other."""
     order = list(PROVIDERS)

@@ -156,6 +156,14 @@ def kernels_in(function, *shapes):
 
 
 @pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("setting", [jax.enable_x64, jax.check_tracer_leaks])
+@pytest.mark.parametrize(("cols", "backward"), [(300, 1), (32768, 2)])
+def test_calls_lower_with_other_settings(cols, backward, setting):
+    with setting(True):
+        test_calls_lower_for_cuda(cols, backward)
+
+
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(("cols", "backward"), [(300, 1), (32768, 2)])
 def test_calls_lower_for_cuda(cols, backward):
     x, p = jax.ShapeDtypeStruct((6, cols), BF16), jax.ShapeDtypeStruct((cols,), F32)
