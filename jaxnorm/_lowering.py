@@ -47,6 +47,8 @@ def _choose(ctx: Any, call: Call, bind: Callable[..., Any]) -> Function:
     elif call.implementation is not None:
         name = call.implementation
         _implementation.placed(name, call.spec, platforms)
+        # Known here alone: under `jax.vmap` a backward has more rows than where it was called.
+        _implementation.forced(call.in_rows, name)
     elif program.lowering_parameters.for_export or len(platforms) > 1:
         name = "xla"  # An exported program outlives this version's kernels.
     else:

@@ -6,7 +6,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from jaxnorm import _arguments, _eager, _primitive
+from jaxnorm import _arguments, _eager, _implementation, _primitive
 from jaxnorm._call import Call
 from jaxnorm._rows import RowView
 from jaxnorm_kernels.specs import Name, Save, Spec
@@ -139,6 +139,8 @@ def _normalise(
         save,
         implementation,
     )
+    if implementation is not None:
+        _implementation.forced(call.in_rows, implementation)
     return _primitive.bind(call, x, scale, bias)[0]
 
 

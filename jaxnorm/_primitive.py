@@ -28,8 +28,6 @@ from jaxnorm._rows import PARAMETERS, Kind
 
 def bind(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
     """The results of the pass; None stands for an array that there is not."""
-    if call.implementation is not None and not call.spec.plain:
-        _implementation.forced(call.in_rows, call.implementation)
     leaves = _sharding.vary_alike([a for a in arrays if a is not None])
     primitive = _PRIMITIVES[call.function, call.spec.direction, _may_be_spread(call)]
     results: list[jax.Array] = primitive.bind(*leaves, call=call)

@@ -6,7 +6,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from jaxnorm import _arguments, _eager, _primitive
+from jaxnorm import _arguments, _eager, _implementation, _primitive
 from jaxnorm._call import Call
 from jaxnorm._rows import RowView
 from jaxnorm_kernels.specs import Name, Spec
@@ -96,6 +96,8 @@ def _softmax_of(
     x = _arguments.float_array(function, "x", x)
     mask = None if where is None else _arguments.mask(function, where, x.shape)
     call = softmax_call(function, x.shape, x.dtype, axis, mask is not None, dtype, implementation)
+    if implementation is not None:
+        _implementation.forced(call.in_rows, implementation)
     return _primitive.bind(call, x, mask)[0]
 
 

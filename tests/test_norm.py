@@ -86,7 +86,7 @@ def check(x, scale, bias, d, *, axis=-1, subtract_mean, save, implementation, y_
 @pytest.mark.parametrize(("x_dtype", "p_dtype", "y_dtype"), MIXES)
 @pytest.mark.parametrize("subtract_mean", [True, False], ids=["layer_norm", "rms_norm"])
 def test_values_and_gradients(subtract_mean, x_dtype, p_dtype, y_dtype, axis, save, implementation):
-    shape = (6, 7, 40)
+    shape = (64, 8, 40)  # over any of AXES enough rows for every kernel
     axes = axis if isinstance(axis, tuple) else (axis,)
     normalised = tuple(shape[a] for a in sorted(a % 3 for a in axes))
     check(
@@ -107,12 +107,12 @@ def test_values_and_gradients(subtract_mean, x_dtype, p_dtype, y_dtype, axis, sa
 @pytest.mark.parametrize("save", ["output", "input"])
 @pytest.mark.parametrize("y_dtype", ["float32", "bfloat16"])
 def test_layer_norm_parameters(parameters, save, y_dtype, implementation):
-    x = normal((20, 33), "float32", 0)
+    x = normal((70, 40), "float32", 0)
     check(
         x,
-        normal((33,), "float32", 1) if "scale" in parameters else None,
-        normal((33,), "float32", 2) if "bias" in parameters else None,
-        normal((20, 33), y_dtype, 3),
+        normal((40,), "float32", 1) if "scale" in parameters else None,
+        normal((40,), "float32", 2) if "bias" in parameters else None,
+        normal((70, 40), y_dtype, 3),
         subtract_mean=True,
         save=save,
         implementation=implementation,
@@ -123,7 +123,7 @@ def test_layer_norm_parameters(parameters, save, y_dtype, implementation):
 @refused.expect(refused.FEW_SHORT_ROWS)
 @pytest.mark.parametrize("scale", [True, False])
 @pytest.mark.parametrize("save", ["output", "input"])
-@pytest.mark.parametrize(("rows", "cols"), [(20, 33), (70, 1024)])
+@pytest.mark.parametrize(("rows", "cols"), [(70, 40), (70, 1024)])
 def test_rms_norm_with_a_bias(rows, cols, save, scale, implementation):
     check(
         normal((rows, cols), "float32", 0),
@@ -142,10 +142,10 @@ def test_rms_norm_with_a_bias(rows, cols, save, scale, implementation):
 @pytest.mark.parametrize("y_dtype", ["float32", "bfloat16"])
 def test_rms_norm_without_scale(save, y_dtype, implementation):
     check(
-        normal((20, 33), "float32", 0),
+        normal((70, 40), "float32", 0),
         None,
         None,
-        normal((20, 33), y_dtype, 3),
+        normal((70, 40), y_dtype, 3),
         subtract_mean=False,
         save=save,
         implementation=implementation,
@@ -159,10 +159,10 @@ def test_rms_norm_without_scale(save, y_dtype, implementation):
 @pytest.mark.parametrize("options", [{"scale_offset": 1.0}, {"epsilon": 0.0}, {"epsilon": 0.1}])
 def test_options(options, subtract_mean, save, implementation):
     check(
-        normal((9, 64), "bfloat16", 0),
+        normal((70, 64), "bfloat16", 0),
         normal((64,), "float32", 1, scale=0.1, shift=0.2),
         normal((64,), "float32", 2, scale=0.1) if subtract_mean else None,
-        normal((9, 64), "bfloat16", 3),
+        normal((70, 64), "bfloat16", 3),
         subtract_mean=subtract_mean,
         save=save,
         implementation=implementation,
@@ -259,7 +259,8 @@ def test_empty(shape, save, implementation):
 @pytest.mark.parametrize("save", ["output", "input"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_nan_and_inf_stay_in_their_row(dtype, save, bad, implementation):
-    x, d = normal((4, 40), dtype, 0), normal((4, 40), dtype, 1)
+    x, d = normal((70, 40), dtype, 0), normal((70, 40), dtype, 1)
+    others = np.arange(70) != 1
 
     def run(x):
         y, vjp = jax.vjp(
@@ -269,7 +270,7 @@ def test_nan_and_inf_stay_in_their_row(dtype, save, bad, implementation):
 
     for broken, clean in zip(run(x.at[1, 7].set(bad)), run(x)):
         assert np.isnan(broken[1]).all()
-        np.testing.assert_array_equal(broken[[0, 2, 3]], clean[[0, 2, 3]])
+        np.testing.assert_array_equal(broken[others], clean[others])
 
 
 def test_one_dimensional_input(implementation):

@@ -54,7 +54,7 @@ def check(name, x, d, *, axis=-1, implementation):
 @pytest.mark.parametrize(("x_dtype", "y_dtype"), MIXES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_gradients(name, x_dtype, y_dtype, axis, implementation):
-    x, d = data((4, 5, 37), x_dtype), data((4, 5, 37), y_dtype, seed=1, scale=1.0)
+    x, d = data((64, 8, 37), x_dtype), data((64, 8, 37), y_dtype, seed=1, scale=1.0)
     check(name, x, d, axis=axis, implementation=implementation)
 
 
