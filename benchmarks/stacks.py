@@ -18,7 +18,7 @@ from benchmarks import providers, timing
 from benchmarks.models import STACK_LAYERS, StackCell
 from benchmarks.workloads import PARAMETERS
 
-REPEATS, WARMUP = 150, 20
+REPEATS, WARMUP = 200, 20
 
 # XLA times matrix products in many forms before it takes one; these take what cuBLAS takes by
 # itself, the same for both.
@@ -66,8 +66,10 @@ def program(cell: StackCell, name: str) -> Callable[..., Any]:
 def in_turn(programs: Sequence[Callable[..., Any]], arguments: Sequence[Any]) -> list[float]:
     """Median milliseconds of each program, from its call to its results; they take turns."""
     times: list[list[float]] = [[] for _ in programs]
+    turns = list(zip(programs, times))
     for _ in range(WARMUP + REPEATS):
-        for run, taken in zip(programs, times):
+        turns.reverse()  # neither is always the one that comes after the other
+        for run, taken in turns:
             start = time.perf_counter()
             jax.block_until_ready(run(*arguments))
             taken.append(1e3 * (time.perf_counter() - start))

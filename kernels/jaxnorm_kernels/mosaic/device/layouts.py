@@ -23,10 +23,11 @@ Ref = Any
 def vector_width(cols: int, *dtypes: np.dtype | None) -> int:
     """Elements that one thread reads at once: the most that fit `VECTOR_BYTES` and divide a row.
 
-    They must divide the row, because otherwise the rows would not start at aligned addresses.
+    They must divide the row, because otherwise the rows would not start at aligned addresses. And
+    two threads share a row, or more: a layout of one has no canonical form.
     """
     width = VECTOR_BYTES // max(dtype.itemsize for dtype in dtypes if dtype is not None)
-    while cols % width:
+    while cols % width or cols == width:
         width //= 2
     return width
 
