@@ -22,6 +22,7 @@ xh even where scale is 0; forward and backward use the same bias, rounded to y's
 clipped to sqrt(N), its true bound. The variance is taken in two passes: E[x^2] - E[x]^2 cancels.
 """
 
+import dataclasses
 import functools
 import math
 import operator
@@ -43,6 +44,9 @@ def norm_fwd(
     centred = x if mean is None else x - mean
     rstd = lax.rsqrt(row_mean(jnp.square(centred), spec) + spec.epsilon)
     y = centred * rstd
+    if not spec.want_stats:
+        # No backward recovers x_hat from this y: scale and bias are taken as they are.
+        spec = dataclasses.replace(spec, saved="input")
     if scale is not None:
         y = y * _along_rows(gain(scale, spec), y, spec)
     if bias is not None:
