@@ -83,12 +83,12 @@ def on_mesh(function, arrays, case, kind):
         shapes = jax.tree.leaves(jax.eval_shape(function, *arrays))
         out_specs = [case.x if a.shape == arrays[1].shape else P() for a in shapes]
         inner = function
-        function = jax.shard_map(
-            lambda *a: jax.tree.leaves(inner(*a)),
-            mesh=mesh,
-            in_specs=(case.x, case.x, *[P()] * params),
-            out_specs=out_specs,
-        )
+
+        def run(*shards):
+            return jax.tree.leaves(inner(*shards))
+
+        in_specs = (case.x, case.x, *[P()] * params)
+        function = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
         specs[2:] = [P()] * params
     sharded = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs)]
     return jax.jit(function).lower(*sharded).compile(), sharded

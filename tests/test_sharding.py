@@ -62,6 +62,9 @@ class Kernels(types.ModuleType):
     def prefers(self, spec):
         return None
 
+    def platforms(self):
+        return None
+
 
 @pytest.fixture(params=["xla", "kernel"])
 def kernels(request, monkeypatch):
