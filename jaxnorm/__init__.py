@@ -1,12 +1,20 @@
 """Softmax, LayerNorm and RMSNorm for JAX that save their output, not their input.
 
-The functions are drop-in for :mod:`jax.nn` and the usual norms; ``jaxnorm.linen`` and
-``jaxnorm.nnx`` have Flax modules made of them.
+The norms come with the residual addition before or after them, too, in one pass. The functions are
+drop-in for :mod:`jax.nn` and the usual norms; ``jaxnorm.linen`` and ``jaxnorm.nnx`` have Flax
+modules made of them.
 """
 
 from jaxnorm._check import NormReport, ParamReport, check_params
 from jaxnorm._implementation import Choice
-from jaxnorm._norm import layer_norm, rms_norm
+from jaxnorm._norm import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    rms_norm,
+    rms_norm_add,
+    rms_norm_add_rms_norm,
+)
 from jaxnorm._plan import Plan, implementation_for
 from jaxnorm._remat import save_policy
 from jaxnorm._softmax import log_softmax, softmax
@@ -16,11 +24,15 @@ __all__ = [
     "NormReport",
     "ParamReport",
     "Plan",
+    "add_layer_norm",
+    "add_rms_norm",
     "check_params",
     "implementation_for",
     "layer_norm",
     "log_softmax",
     "rms_norm",
+    "rms_norm_add",
+    "rms_norm_add_rms_norm",
     "save_policy",
     "softmax",
 ]

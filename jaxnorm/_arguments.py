@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm import _implementation
+from jaxnorm._rows import RowView
 from jaxnorm_kernels.specs import FLOAT_DTYPES
 
 Axis = int | Sequence[int] | None
@@ -28,7 +29,7 @@ SAVE_MODES = ("output", "input")
 _FLOAT_DTYPES = frozenset(map(jnp.dtype, FLOAT_DTYPES))
 
 
-def float_array(function: str, name: str, value: ArrayLike) -> jax.Array:
+def float_array(function: str, name: str, value: ArrayLike | None) -> jax.Array:
     """`value` as an array of one of the supported float dtypes."""
     if isinstance(value, jax.Array):
         array = value
@@ -111,14 +112,30 @@ def axes(function: str, axis: Axis, shape: tuple[int, ...]) -> tuple[int, ...]:
     return canonical
 
 
-def parameter_shape(
-    function: str, name: str, shape: tuple[int, ...], normalised: tuple[int, ...]
-) -> None:
-    """Raises unless a parameter has exactly the normalised shape."""
-    if shape != normalised:
+def leading_axes(
+    function: str, name: str, shape: tuple[int, ...], view: RowView
+) -> tuple[int, ...]:
+    """The sizes of a parameter's axes before the normalised ones; raises unless they broadcast."""
+    count = len(shape) - len(view.axes)
+    lead, others = shape[: max(count, 0)], [view.shape[axis] for axis in view.others]
+    fits = count <= len(others) and all(
+        own in (1, size) for own, size in zip(reversed(lead), reversed(others))
+    )
+    if shape[len(lead) :] == view.normalised and fits:
+        return lead
+    groups = f", after axes that broadcast to {tuple(others)}, or none" if others else ""
+    raise ValueError(
+        f"{function}: {name} has shape {shape}; expected {view.normalised}, the sizes of the "
+        f"normalised axes in the order of x{groups}; reshape or broadcast {name} to that shape"
+    )
+
+
+def same_shape(function: str, name: str, shape: tuple[int, ...], x_shape: tuple[int, ...]) -> None:
+    """Raises unless an array has x's shape."""
+    if shape != x_shape:
         raise ValueError(
-            f"{function}: {name} has shape {shape}; expected {normalised}, the sizes of the "
-            f"normalised axes in the order of x; reshape or broadcast {name} to that shape"
+            f"{function}: {name} has shape {shape}; expected {x_shape}, the shape of x; broadcast "
+            f"{name}, e.g. jnp.broadcast_to({name}, x.shape)"
         )
 
 

@@ -7,13 +7,18 @@ A call has three passes, each a function of the contract over arrays of any shap
     tan           residuals, tangents        outputs (their tangents)
     bwd           residuals, outputs         tangents (their cotangents)
 
-    norms         primals    x, scale, bias                 outputs     y, statistics if wanted
-                  residuals  y or x, statistics, scale, bias
-    softmaxes     primals    x, mask                        outputs     y
+    softmaxes     primals    x, mask                            outputs     y
                   residuals  y, mask
+    norm          primals    x, scale, bias                     outputs     y, statistics
+                  residuals  y or x, statistics, scale, bias
+    add_norm      primals    x, residual, scale, bias           outputs     y, h, statistics
+    norm_add      primals    x, residual, scale                 outputs     y, statistics
+    norm_add_norm primals    x, residual, scale, next_scale     outputs     y, h, statistics
 
-``tan`` and ``bwd`` are linear in what follows the residuals, and each other's transpose. The arrays
-of a call are passed around as the flat list of those that are there.
+``tan`` and ``bwd`` are linear in what follows the residuals, and each other's transpose. The last
+three have a ``fwd`` alone: their derivatives are made of the ``tan`` and ``bwd`` of ``norm``. Where
+the spec says ``adds_dh``, h is among those passes' outputs too. The arrays of a call are passed
+around as the flat list of those that are there.
 """
 
 import dataclasses
@@ -22,15 +27,29 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxnorm import _implementation
 from jaxnorm._rows import Kind, RowView
-from jaxnorm_kernels.specs import Name, Spec
+from jaxnorm_kernels.specs import Name, Op, Spec
 
 Arrays = Sequence[jax.Array]
 Function = Callable[..., list[jax.Array]]
 
-_TANGENTS: dict[str, Kind] = {"x": "array", "scale": "scale", "bias": "bias"}
+_PRIMALS: dict[Op, tuple[str, ...]] = {
+    "softmax": ("x", "mask"),
+    "log_softmax": ("x", "mask"),
+    "norm": ("x", "scale", "bias"),
+    "add_norm": ("x", "residual", "scale", "bias"),
+    "norm_add": ("x", "residual", "scale"),
+    "norm_add_norm": ("x", "residual", "scale", "next_scale"),
+}
+_KINDS: dict[str, Kind] = {
+    "mask": "mask",
+    "scale": "scale",
+    "next_scale": "scale",
+    "bias": "bias",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +84,7 @@ class Call:
         text = f"{spec.x_dtype.name}{list(self.view.shape)} -> {spec.y_dtype.name}"
         if len(self.view.axes) > 1 or self.view.moved:
             text += f" axis={self.view.axes}"
-        if spec.op == "norm":
+        if spec.is_norm:
             text += f" save={spec.saved}"
         if self.implementation is not None:
             text += f" implementation={self.implementation}"
@@ -75,35 +94,74 @@ class Call:
 
     def with_stats(self) -> "Call":
         """The forward, with the statistics among its outputs."""
-        spec = dataclasses.replace(self.spec, want_stats=self.spec.op == "norm")
-        return dataclasses.replace(self, spec=spec)
+        return self._with(want_stats=self.spec.is_norm)
 
-    def tangent(self, wrt: Sequence[str]) -> "Call":
+    def first(self) -> "Call":
+        """The norm of x, whose output goes to the residual."""
+        return dataclasses.replace(self, spec=self.spec.first)
+
+    def last(self) -> "Call":
+        """The norm that gives y."""
+        return dataclasses.replace(self, spec=self.spec.last)
+
+    def tangent(self, wrt: Sequence[str], *, adds_dh: bool = False) -> "Call":
         """Of the same outputs; of those whose cotangents a backward takes."""
         wanted = self.spec.stat_cotangents if self.spec.direction == "bwd" else self.spec.want_stats
-        return self._pass("tan", wrt, want_stats=wanted, stat_cotangents=False)
+        call = dataclasses.replace(self, wrt=tuple(wrt))
+        return call._with(
+            direction="tan", want_stats=wanted, stat_cotangents=False, adds_dh=adds_dh
+        )
 
-    def backward(self, wrt: Sequence[str], *, stat_cotangents: bool = False) -> "Call":
-        return self._pass("bwd", wrt, want_stats=False, stat_cotangents=stat_cotangents)
+    def backward(
+        self, wrt: Sequence[str], *, adds_dh: bool = False, stat_cotangents: bool = False
+    ) -> "Call":
+        call = dataclasses.replace(self, wrt=tuple(wrt))
+        return call._with(
+            direction="bwd", want_stats=False, stat_cotangents=stat_cotangents, adds_dh=adds_dh
+        )
+
+    def backwards(self) -> list["Call"]:
+        """The passes that the gradient of all outputs of a forward takes."""
+        op, calls = self.spec.op, []
+        if self.spec.normalises_h or op == "norm":
+            calls.append((self.last(), self.spec.normalises_h))
+        if op in ("norm_add", "norm_add_norm"):
+            calls.append((self.first(), False))
+        calls = calls or [(self, False)]
+        return [call.backward(call.differentiable, adds_dh=adds_dh) for call, adds_dh in calls]
 
     def on(self, view: RowView) -> "Call":
         """The same call on arrays of another shape: a batch, or a shard."""
-        spec = dataclasses.replace(
-            self.spec, rows=view.rows, cols=view.cols, axes=view.axes, grouped=view.grouped
+        return dataclasses.replace(self, view=view)._with(
+            rows=view.rows,
+            cols=view.cols,
+            axes=view.axes,
+            scale_groups=view.groups("scale"),
+            bias_groups=view.groups("bias"),
+            scattered=view.scattered,
         )
-        return dataclasses.replace(self, spec=spec, view=view)
 
-    def _pass(self, direction: Any, wrt: Sequence[str], **changes: Any) -> "Call":
-        spec = dataclasses.replace(self.spec, direction=direction, **changes)
-        return dataclasses.replace(self, spec=spec, wrt=tuple(wrt))
+    def _with(self, **changes: Any) -> "Call":
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **changes))
 
     # ------------------------------------------------------------- what a pass takes and returns
 
-    @property
+    @functools.cached_property
     def primals(self) -> tuple[str, ...]:
+        """Names of the arrays that the forward takes."""
+        spec = self.spec
+        absent = {
+            "mask": not spec.has_mask,
+            "scale": spec.scale_dtype is None,
+            "bias": spec.bias_dtype is None,
+            "next_scale": spec.next_scale_dtype is None,
+        }
+        return tuple(name for name in _PRIMALS[spec.op] if not absent.get(name))
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
         """Names of the primals that can have a tangent."""
-        present = {"x": True, "scale": self.spec.scale_dtype, "bias": self.spec.bias_dtype}
-        return tuple(name for name in _TANGENTS if present[name])
+        return tuple(name for name in self.primals if name != "mask")
 
     @functools.cached_property
     def operand_kinds(self) -> list[Kind]:
@@ -112,6 +170,16 @@ class Call:
     @functools.cached_property
     def result_kinds(self) -> list[Kind]:
         return jax.tree.leaves(self._tangents if self.spec.direction == "bwd" else self._outputs)
+
+    @property
+    def array_dtypes(self) -> list[np.dtype]:
+        """Of the results that are arrays of x's shape."""
+        spec = self.spec
+        if spec.direction == "bwd":
+            return [spec.x_dtype]
+        if spec.normalises_h:
+            return [spec.y_dtype, spec.last.x_dtype]
+        return [spec.y_dtype, spec.x_dtype] if spec.adds_dh else [spec.y_dtype]
 
     @functools.cached_property
     def residuals(self) -> int:
@@ -123,40 +191,41 @@ class Call:
         """A tree with a kind for each array, and None for what there is not."""
         match self.spec.direction:
             case "fwd":
-                return ("array", *self._parameters)
+                names = _PRIMALS[self.spec.op]
+                return tuple(_kind(name) if name in self.primals else None for name in names)
             case "tan":
                 return (*self._residuals, *self._tangents)
             case "bwd":
                 return (*self._residuals, *self._outputs)
 
     @property
-    def _parameters(self) -> tuple[Kind | None, ...]:
-        if self.spec.op != "norm":
-            mask: Kind | None = "mask" if self.spec.has_mask else None
-            return (mask,)
-        scale: Kind | None = None if self.spec.scale_dtype is None else "scale"
-        bias: Kind | None = None if self.spec.bias_dtype is None else "bias"
-        return scale, bias
-
-    @property
     def _statistics(self) -> tuple[Kind, ...]:
         stat: Kind = "stat"
+        if self.spec.op == "norm_add_norm":
+            return (stat, stat)
         return (stat,) * (1 + self.spec.returns_mean)
 
     @property
     def _residuals(self) -> tuple[Any, ...]:
-        stats = (self._statistics,) if self.spec.op == "norm" else ()
-        return ("array", *stats, *self._parameters)
+        array: Kind = "array"
+        parameters = [n for n in _PRIMALS[self.spec.op] if n != "x"]
+        kinds = [_kind(name) if name in self.primals else None for name in parameters]
+        return (array, *((self._statistics,) if self.spec.is_norm else ()), *kinds)
 
     @property
     def _outputs(self) -> tuple[Any, ...]:
+        array: Kind = "array"
+        if not self.spec.is_norm:
+            return (array,)
         has_statistics = self.spec.want_stats or self.spec.stat_cotangents
-        return ("array", self._statistics) if has_statistics else ("array",)
+        has_h = self.spec.normalises_h or self.spec.adds_dh
+        statistics = (self._statistics,) if has_statistics else ()
+        return (array, array if has_h else None, *statistics)
 
     @property
     def _tangents(self) -> tuple[Kind | None, ...]:
-        names = _TANGENTS if self.spec.op == "norm" else ["x"]
-        return tuple(_TANGENTS[name] if name in self.wrt else None for name in names)
+        names = [name for name in _PRIMALS[self.spec.op] if name != "mask"]
+        return tuple(_kind(name) if name in self.wrt else None for name in names)
 
     # ------------------------------------------------------------------------------ running it
 
@@ -183,7 +252,12 @@ class Call:
         function = getattr(_implementation.module(name), f"{spec.op}_{spec.direction}")
         operands = jax.tree.unflatten(jax.tree.structure(self._operands), arrays)
         results = function(*operands, spec=spec)
-        if spec.direction == "bwd" and spec.op == "norm":
-            return [d for primal, d in zip(_TANGENTS, results) if primal in self.wrt]
+        if spec.direction == "bwd" and spec.is_norm:
+            names = _PRIMALS[spec.op]
+            return [d for primal, d in zip(names, results) if primal in self.wrt]
         leaves: list[jax.Array] = jax.tree.leaves(results)
         return leaves
+
+
+def _kind(name: str) -> Kind:
+    return _KINDS.get(name, "array")

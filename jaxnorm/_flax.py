@@ -4,10 +4,11 @@ Imported before anything of Flax, it says what to do where that is missing.
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxnorm import _arguments
 
@@ -38,9 +39,30 @@ def shared_axes(
     return reduced if reduced == features else None
 
 
-def result_dtype(dtypes: Any, dtype: Any, *operands: jax.Array | None) -> Any:
-    """Flax's rule, by linen's or nnx's `dtypes`: `dtype`, or what the operands promote to."""
-    return jax.dtypes.canonicalize_dtype(dtypes.canonicalize_dtype(*operands, dtype=dtype))
+def options(dtypes: Any, module: Any, axes: tuple[int, ...], *operands: Any) -> dict[str, Any]:
+    """What the functions take by keyword.
+
+    The output's dtype is by Flax's rule, linen's or nnx's `dtypes`: the module's, or what the
+    operands promote to.
+    """
+    dtype = dtypes.canonicalize_dtype(*operands, dtype=module.dtype)
+    return {
+        "axis": axes,
+        "epsilon": module.epsilon,
+        "scale_offset": module.scale_offset,
+        "dtype": jax.dtypes.canonicalize_dtype(dtype),
+        "save": module.save,
+        "implementation": module.implementation,
+    }
+
+
+def composed(norm: Callable[[Any], Any], x: Any, residual: Any) -> Any:
+    """Flax's own norm of x or, with a residual, (y, h) of the sum h in the residual's dtype."""
+    if residual is None:
+        return norm(x)
+    dtype = jnp.result_type(residual)
+    h = (jnp.asarray(x) + residual).astype(dtype)
+    return norm(h), h
 
 
 def no_offset(module: Any) -> None:

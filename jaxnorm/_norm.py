@@ -1,18 +1,36 @@
-"""layer_norm and rms_norm: the public functions, and the checks that they share."""
+"""The norms, alone and with a residual: the public functions, and the checks that they share."""
 
 import functools
+from collections.abc import Mapping
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm import _arguments, _eager, _implementation, _primitive
+from jaxnorm import _arguments, _eager, _implementation, _primitive, _sharding
 from jaxnorm._call import Call
 from jaxnorm._rows import RowView
-from jaxnorm_kernels.specs import Name, Save, Spec
+from jaxnorm_kernels.specs import Name, Op, Save, Spec
 
-Function = Literal["layer_norm", "rms_norm"]
+Function = Literal[
+    "layer_norm",
+    "rms_norm",
+    "add_layer_norm",
+    "add_rms_norm",
+    "rms_norm_add",
+    "rms_norm_add_rms_norm",
+]
 _Parameter = tuple[tuple[int, ...], np.dtype] | None  # shape and dtype
+
+OPS: dict[Function, Op] = {
+    "layer_norm": "norm",
+    "rms_norm": "norm",
+    "add_layer_norm": "add_norm",
+    "add_rms_norm": "add_norm",
+    "rms_norm_add": "norm_add",
+    "rms_norm_add_rms_norm": "norm_add_norm",
+}
 
 
 def layer_norm(
@@ -39,9 +57,10 @@ def layer_norm(
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
       scale: array whose shape is the sizes of the normalised axes, in the order of x; any of the
-        dtypes of x, not necessarily the same. None multiplies by 1 (``scale_offset`` is then
-        unused).
-      bias: like ``scale``. None adds nothing.
+        dtypes of x, not necessarily the same. It may have axes before those, a scale for each group
+        of rows (adaLN): they broadcast, right-aligned as numpy's, to the other axes of x. None
+        multiplies by 1 (``scale_offset`` is then unused).
+      bias: like ``scale``, with axes of its own. None adds nothing.
       axis: axis or axes to normalise, negative ones count from the end; None for all.
       epsilon: added to the variance, at least 0.
       scale_offset: added to ``scale``; 1.0 for parameters stored as ``1 + w``.
@@ -67,7 +86,10 @@ def layer_norm(
       ValueError: an axis, a parameter's shape, ``epsilon``, ``save`` or ``implementation`` is
         wrong, or the implementation asked for cannot run this call.
     """
-    return _layer_norm(x, scale, bias, axis, epsilon, scale_offset, dtype, save, implementation)
+    (y,) = _layer_norm(
+        x, None, scale, bias, None, axis, epsilon, scale_offset, dtype, save, implementation
+    )
+    return y
 
 
 def rms_norm(
@@ -108,30 +130,167 @@ def rms_norm(
       ValueError: an axis, scale's shape, ``epsilon``, ``save`` or ``implementation`` is wrong, or
         the implementation asked for cannot run this call.
     """
-    return _rms_norm(x, scale, bias, axis, epsilon, scale_offset, dtype, save, implementation)
+    (y,) = _rms_norm(
+        x, None, scale, bias, None, axis, epsilon, scale_offset, dtype, save, implementation
+    )
+    return y
 
 
-def _normalise(
-    function: Function,
+def add_layer_norm(
     x: _arguments.ArrayLike,
-    scale: _arguments.ArrayLike | None,
-    bias: _arguments.ArrayLike | None,
-    axis: _arguments.Axis,
-    epsilon: float,
-    scale_offset: float,
-    dtype: jax.typing.DTypeLike | None,
-    save: Save,
-    implementation: Name | None,
+    residual: _arguments.ArrayLike,
+    scale: _arguments.ArrayLike | None = None,
+    bias: _arguments.ArrayLike | None = None,
+    *,
+    axis: _arguments.Axis = -1,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    dtype: jax.typing.DTypeLike | None = None,
+    save: Save = "output",
+    implementation: Name | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    r"""Residual addition and layer normalisation in one pass: a pre-norm block's step.
+
+    .. math::
+      h = x + \mathrm{residual}, \qquad y = \mathrm{layer\_norm}(h)
+
+    Its backward adds the cotangent of h in the same pass, so that the gradient of x and residual,
+    one array where their dtypes agree, is written once.
+
+    Args:
+      x: array of any shape; bfloat16, float16, float32 or float64.
+      residual: array of x's shape; any of these dtypes.
+      scale, bias, axis, epsilon, scale_offset: as in :func:`jaxnorm.layer_norm`.
+      dtype: dtype of y; x's by default.
+      save: what the norm's backward starts from: ``"output"`` keeps y, ``"input"`` keeps h and the
+        row means.
+      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+
+    Returns:
+      (y, h): arrays of x's shape, y in ``dtype`` and h in residual's dtype; y is the norm of h as
+      rounded to it. Differentiable as :func:`jaxnorm.layer_norm` is.
+
+    Raises:
+      TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
+      ValueError: x and residual differ in shape, or as in :func:`jaxnorm.layer_norm`.
+    """
+    y, h = _add_layer_norm(
+        x, residual, scale, bias, None, axis, epsilon, scale_offset, dtype, save, implementation
+    )
+    return y, h
+
+
+def add_rms_norm(
+    x: _arguments.ArrayLike,
+    residual: _arguments.ArrayLike,
+    scale: _arguments.ArrayLike | None = None,
+    *,
+    axis: _arguments.Axis = -1,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    dtype: jax.typing.DTypeLike | None = None,
+    save: Save = "output",
+    implementation: Name | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    r"""Residual addition and root-mean-square normalisation in one pass: a pre-norm block's step.
+
+    .. math::
+      h = x + \mathrm{residual}, \qquad y = \mathrm{rms\_norm}(h)
+
+    Args:
+      x, residual: as in :func:`jaxnorm.add_layer_norm`.
+      scale, axis, epsilon, scale_offset: as in :func:`jaxnorm.rms_norm`.
+      dtype, save, implementation: as in :func:`jaxnorm.add_layer_norm`.
+
+    Returns:
+      (y, h), as :func:`jaxnorm.add_layer_norm` does.
+
+    Raises:
+      TypeError, ValueError: as :func:`jaxnorm.add_layer_norm` does.
+    """
+    y, h = _add_rms_norm(
+        x, residual, scale, None, None, axis, epsilon, scale_offset, dtype, save, implementation
+    )
+    return y, h
+
+
+def rms_norm_add(
+    x: _arguments.ArrayLike,
+    residual: _arguments.ArrayLike,
+    scale: _arguments.ArrayLike | None = None,
+    *,
+    axis: _arguments.Axis = -1,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    implementation: Name | None = None,
 ) -> jax.Array:
-    x = _arguments.float_array(function, "x", x)
-    scale = None if scale is None else _arguments.float_array(function, "scale", scale)
-    bias = None if bias is None else _arguments.float_array(function, "bias", bias)
-    call = norm_call(
-        function,
-        x.shape,
-        x.dtype,
-        None if scale is None else (scale.shape, scale.dtype),
-        None if bias is None else (bias.shape, bias.dtype),
+    r"""Root-mean-square normalisation and residual addition in one pass: a post-norm block's step.
+
+    .. math::
+      y = \mathrm{residual} + \mathrm{rms\_norm}(x)
+
+    The norm's output is rounded only in the sum, and nobody else needs it: the backward starts from
+    x, whatever it is that needs x, too.
+
+    Args:
+      x, residual: as in :func:`jaxnorm.add_layer_norm`.
+      scale, axis, epsilon, scale_offset: as in :func:`jaxnorm.rms_norm`.
+      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+
+    Returns:
+      Array of x's shape in residual's dtype. Differentiable as :func:`jaxnorm.rms_norm` is with
+      ``save="input"``.
+
+    Raises:
+      TypeError, ValueError: as :func:`jaxnorm.add_layer_norm` does.
+    """
+    (y,) = _rms_norm_add(
+        x, residual, scale, None, None, axis, epsilon, scale_offset, None, "input", implementation
+    )
+    return y
+
+
+def rms_norm_add_rms_norm(
+    x: _arguments.ArrayLike,
+    residual: _arguments.ArrayLike,
+    scale: _arguments.ArrayLike | None = None,
+    next_scale: _arguments.ArrayLike | None = None,
+    *,
+    axis: _arguments.Axis = -1,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    dtype: jax.typing.DTypeLike | None = None,
+    save: Save = "output",
+    implementation: Name | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    r"""The norm after a branch, the residual addition and the next branch's norm, in one pass.
+
+    .. math::
+      h = \mathrm{residual} + \mathrm{rms\_norm}(x), \qquad y = \mathrm{rms\_norm}(h)
+
+    What Gemma 2 and 3 have between two branches.
+
+    Args:
+      x, residual: as in :func:`jaxnorm.add_layer_norm`.
+      scale, next_scale: of the first and of the second norm, as in :func:`jaxnorm.rms_norm`.
+      axis, epsilon, scale_offset: of both norms, as in :func:`jaxnorm.rms_norm`.
+      dtype: dtype of y; x's by default.
+      save: what the second norm's backward starts from: ``"output"`` keeps y, ``"input"`` keeps h.
+        The first norm keeps x.
+      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+
+    Returns:
+      (y, h), as :func:`jaxnorm.add_layer_norm` does.
+
+    Raises:
+      TypeError, ValueError: as :func:`jaxnorm.add_layer_norm` does.
+    """
+    y, h = _rms_norm_add_rms_norm(
+        x,
+        residual,
+        scale,
+        None,
+        next_scale,
         axis,
         epsilon,
         scale_offset,
@@ -139,14 +298,64 @@ def _normalise(
         save,
         implementation,
     )
+    return y, h
+
+
+def _normalise(
+    function: Function,
+    x: _arguments.ArrayLike,
+    residual: _arguments.ArrayLike | None,
+    scale: _arguments.ArrayLike | None,
+    bias: _arguments.ArrayLike | None,
+    next_scale: _arguments.ArrayLike | None,
+    axis: _arguments.Axis,
+    epsilon: float,
+    scale_offset: float,
+    dtype: jax.typing.DTypeLike | None,
+    save: Save,
+    implementation: Name | None,
+) -> list[jax.Array]:
+    x = _arguments.float_array(function, "x", x)
+    given: dict[str, jax.Array] = {}
+    for name, array in (("scale", scale), ("bias", bias), ("next_scale", next_scale)):
+        if array is not None:
+            given[name] = _arguments.float_array(function, name, array)
+    if OPS[function] != "norm":
+        # None is no residual: the check says so.
+        given["residual"] = _arguments.float_array(function, "residual", residual)
+    if "residual" in given:
+        _arguments.same_shape(function, "residual", given["residual"].shape, x.shape)
+        given["residual"] = _sharding.lie_alike(given["residual"], x)
+    call = norm_call(
+        function,
+        x.shape,
+        x.dtype,
+        {name: (a.shape, a.dtype) for name, a in given.items()},
+        axis=axis,
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        dtype=dtype,
+        save=save,
+        implementation=implementation,
+    )
+    if "next_scale" in given and "scale" in given:
+        for name in ("scale", "next_scale"):
+            given[name] = jnp.broadcast_to(given[name], call.view.shape_of("scale"))
     if implementation is not None:
         _implementation.forced(call.in_rows, implementation)
-    return _primitive.bind(call, x, scale, bias)[0]
+    return _primitive.bind(call, x, *[given[name] for name in call.primals[1:]])
 
 
-_layer_norm, _rms_norm = (
-    _eager.compiled(functools.partial(_normalise, function), name=function, arrays=(0, 1, 2))
-    for function in ("layer_norm", "rms_norm")
+(
+    _layer_norm,
+    _rms_norm,
+    _add_layer_norm,
+    _add_rms_norm,
+    _rms_norm_add,
+    _rms_norm_add_rms_norm,
+) = (
+    _eager.compiled(functools.partial(_normalise, function), name=function, arrays=range(5))
+    for function in OPS
 )
 
 
@@ -154,8 +363,8 @@ def norm_call(
     function: Function,
     shape: tuple[int, ...],
     x_dtype: np.dtype,
-    scale: _Parameter,
-    bias: _Parameter,
+    given: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+    *,
     axis: _arguments.Axis,
     epsilon: float,
     scale_offset: float,
@@ -163,26 +372,37 @@ def norm_call(
     save: Save,
     implementation: Name | None,
 ) -> Call:
-    """The forward of a call with these arguments, after the checks."""
-    view = RowView(shape, _arguments.axes(function, axis, shape))
-    for name, parameter in (("scale", scale), ("bias", bias)):
-        if parameter is not None:
-            _arguments.parameter_shape(function, name, parameter[0], view.normalised)
+    """The forward of a call with these arguments, after the checks.
+
+    `given`: shape and dtype of residual, scale, bias and next_scale, those that there are.
+    """
+    axes = _arguments.axes(function, axis, shape)
+    view = RowView(shape, axes)
+    lead = {
+        name: _arguments.leading_axes(function, name, given[name][0], view)
+        for name in ("scale", "bias", "next_scale")
+        if name in given
+    }
+    scales = [lead[name] for name in ("scale", "next_scale") if name in lead]
+    view = RowView(shape, axes, np.broadcast_shapes(*scales), lead.get("bias", ()))
     _arguments.one_of(function, "save", save, _arguments.SAVE_MODES)
     _arguments.implementation(function, implementation)
+    dtypes = {name: own for name, (_, own) in given.items()}
+    default = given["residual"][1] if function == "rms_norm_add" else x_dtype
     spec = Spec(
-        op="norm",
+        op=OPS[function],
         direction="fwd",
         rows=view.rows,
         cols=view.cols,
         x_dtype=x_dtype,
-        y_dtype=_arguments.output_dtype(function, dtype, x_dtype),
-        scale_dtype=None if scale is None else scale[1],
-        bias_dtype=None if bias is None else bias[1],
+        y_dtype=_arguments.output_dtype(function, dtype, default),
         epsilon=_arguments.number(function, "epsilon", epsilon, minimum=0.0),
         scale_offset=_arguments.number(function, "scale_offset", scale_offset),
-        subtract_mean=function == "layer_norm",
+        subtract_mean=function.endswith("layer_norm"),
         saved=save,
-        axes=view.axes,
+        scale_dtype=dtypes.get("scale"),
+        bias_dtype=dtypes.get("bias"),
+        residual_dtype=dtypes.get("residual"),
+        next_scale_dtype=dtypes.get("next_scale"),
     )
-    return Call(function, spec, view, implementation)
+    return Call(function, spec, view, implementation).on(view)

@@ -1,17 +1,20 @@
 """implementation_for: tells which implementation a call gets, and why, without running it."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 from jaxnorm import _arguments, _implementation
 from jaxnorm._call import Call
-from jaxnorm._norm import norm_call
+from jaxnorm._norm import OPS, norm_call
+from jaxnorm._norm import Function as Norm
+from jaxnorm._softmax import Function as Softmax
 from jaxnorm._softmax import softmax_call
 from jaxnorm_kernels.specs import Name, Save
 
-_FUNCTIONS = ("softmax", "log_softmax", "layer_norm", "rms_norm")
+_FUNCTIONS = ("softmax", "log_softmax", *OPS)
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
@@ -27,7 +30,7 @@ class Plan:
 
 
 def implementation_for(
-    function: Literal["softmax", "log_softmax", "layer_norm", "rms_norm"],
+    function: Softmax | Norm,
     shape: tuple[int, ...],
     dtype: jax.typing.DTypeLike,
     *,
@@ -36,6 +39,8 @@ def implementation_for(
     use_scale: bool = True,
     use_bias: bool | None = None,
     param_dtype: jax.typing.DTypeLike | None = None,
+    param_axes: Sequence[int] = (),
+    residual_dtype: jax.typing.DTypeLike | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
@@ -44,15 +49,18 @@ def implementation_for(
     """Which implementation runs a call of `function`, forward and backward, and why.
 
     Args:
-      function: ``"softmax"``, ``"log_softmax"``, ``"layer_norm"`` or ``"rms_norm"``.
+      function: name of a softmax or a norm of this package, such as ``"add_rms_norm"``.
       shape, dtype: of x; inside ``jax.shard_map``, of a shard. Under ``jax.vmap`` a batch of x is
-        more rows: put its size in front. Gradients of parameters that are taken inside ``jax.vmap``
-        (one for each example), and batches of parameters, are the xla implementation's.
+        more rows: put its size in front. A batch of parameters, and gradients of parameters that
+        are taken inside ``jax.vmap`` (one for each example), are parameters of groups of rows:
+        ``param_axes`` begins with its size.
       axis: as in the call.
       where: whether the call has a ``where`` mask (softmaxes).
       use_scale, use_bias: whether the call has these parameters (norms). By default both, but
         rms_norm no bias.
       param_dtype: dtype of the parameters; ``dtype`` by default.
+      param_axes: sizes of the parameters' axes before the normalised ones.
+      residual_dtype: of the residual, where the function takes one; ``dtype`` by default.
       out_dtype: dtype of the output; ``dtype`` by default.
       save, implementation: as in the call.
       platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; by default that of JAX's default
@@ -76,21 +84,32 @@ def implementation_for(
     if function == "softmax" or function == "log_softmax":
         forward = softmax_call(function, shape, x_dtype, axis, where, out_dtype, implementation)
     else:
-        use_bias = function == "layer_norm" if use_bias is None else use_bias
+        use_bias = function.endswith("layer_norm") if use_bias is None else use_bias
         normalised = tuple(shape[a] for a in _arguments.axes(me, axis, shape))
-        parameter = normalised, _arguments.output_dtype(me, param_dtype, x_dtype)
+        shape_of_parameter = (*param_axes, *normalised)
+        parameter = shape_of_parameter, _arguments.output_dtype(me, param_dtype, x_dtype)
+        residual = shape, _arguments.output_dtype(me, residual_dtype, x_dtype)
+        given: dict[str, tuple[tuple[int, ...], np.dtype]] = {
+            name: array
+            for name, array, is_given in (
+                ("residual", residual, OPS[function] != "norm"),
+                ("scale", parameter, use_scale),
+                ("bias", parameter, use_bias),
+                ("next_scale", parameter, use_scale and OPS[function] == "norm_add_norm"),
+            )
+            if is_given
+        }
         forward = norm_call(
             function,
             shape,
             x_dtype,
-            parameter if use_scale else None,
-            parameter if use_bias else None,
-            axis,
-            1e-6,
-            0.0,
-            out_dtype,
-            save,
-            implementation,
+            given,
+            axis=axis,
+            epsilon=1e-6,
+            scale_offset=0.0,
+            dtype=out_dtype,
+            save=save,
+            implementation=implementation,
         )
 
     def choice(call: Call) -> _implementation.Choice:
@@ -98,4 +117,6 @@ def implementation_for(
             return _implementation.forced(call.in_rows, implementation)
         return _implementation.choose(call.in_rows, platform)
 
-    return Plan(choice(forward), choice(forward.backward(forward.primals)))
+    backwards = [choice(backward) for backward in forward.backwards()]
+    left = [backward for backward in backwards if backward.name == "xla"]
+    return Plan(choice(forward), [*left, *backwards][0])

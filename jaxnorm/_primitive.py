@@ -52,7 +52,7 @@ def _types(*avals: Any, call: Call) -> list[Any]:
     """Types of the results: rows lie as x does, and a parameter's gradient as the parameter."""
     x, *_ = avals
     mesh, spec, view = _sharding.mesh_of(avals), x.sharding.spec, call.view
-    array_dtype = call.spec.x_dtype if call.spec.direction == "bwd" else call.spec.y_dtype
+    array_dtypes = iter(call.array_dtypes)
     types = []
     for kind in call.result_kinds:
         if kind in PARAMETERS:
@@ -63,7 +63,7 @@ def _types(*avals: Any, call: Call) -> list[Any]:
         types.append(
             x.update(
                 shape=view.shape_of(kind),
-                dtype=array_dtype if kind == "array" else call.spec.compute_dtype,
+                dtype=next(array_dtypes) if kind == "array" else call.spec.compute_dtype,
                 weak_type=False,
                 sharding=x.sharding if mesh.empty else NamedSharding(mesh, axes),
             )
@@ -93,16 +93,85 @@ def _compiled(primitive: Primitive, call: Call) -> Any:
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, call: Call) -> tuple[Any, Any]:
-    names = [n for n, t in zip(call.primals, tangents) if not isinstance(t, ad.Zero)]
-    outputs = bind(call.with_stats(), *primals)
+    with_stats = call.with_stats()
+    outputs = bind(with_stats, *primals)
     if not call.spec.want_stats:
-        outputs = _remat.name(call.spec.op, outputs)
-    y, *stats = outputs
+        outputs = _remat.name(with_stats, outputs)
+    given = dict(zip(call.primals, primals))
+    along = {n: t for n, t in zip(call.primals, tangents) if not isinstance(t, ad.Zero)}
+    moved: Sequence[jax.Array | None]
+    if call.spec.is_norm:
+        moved = _norm_tangents(call, outputs, given, along)
+    else:
+        moved = bind(call.tangent(["x"]), outputs[0], *primals[1:], along["x"])
+    results = outputs[: len(call.result_kinds)]
+    return results, [_zero_like(a) if t is None else t for a, t in zip(results, moved)]
+
+
+def _norm_tangents(
+    call: Call, outputs: list[jax.Array], given: dict[str, jax.Array], along: dict[str, jax.Array]
+) -> list[jax.Array | None]:
+    """The tangents of all outputs of a forward of norms; None for 0."""
+    op = call.spec.op
+    count = 1 + call.spec.normalises_h
+    stats = outputs[count:]
+    moved_stats: list[jax.Array | None] = []
+    t, residual, dtype = along.get("x"), along.get("residual"), call.spec.residual_dtype
+    scale, moved_scale = given.get("scale"), along.get("scale")
+    if op.startswith("norm_add"):
+        parameters = [(scale, moved_scale)]
+        t, _, moved_stats = _norm_tangent(call.first(), given["x"], stats[:1], t, parameters)
+        stats = stats[1:]
+        scale, moved_scale = given.get("next_scale"), along.get("next_scale")
+    if op != "norm":
+        t = _sum([a for a in (residual, t) if a is not None], dtype)
+    if op == "norm_add":
+        return [t, *moved_stats]
     # The very array that is returned: a reshaped or cast copy would be stored a second time.
-    saved = primals[0] if call.spec.op == "norm" and call.spec.saved == "input" else y
-    linear = [t for t in tangents if not isinstance(t, ad.Zero)]
-    moved = bind(call.tangent(names), saved, *stats, *primals[1:], *linear)
-    return outputs[: len(call.result_kinds)], moved
+    y, *h = outputs[:count]
+    saved = y
+    if call.spec.saved == "input":
+        saved = h[0] if h else given["x"]
+    parameters = [(scale, moved_scale), (given.get("bias"), along.get("bias"))]
+    adds_dh = bool(h) and t is not None
+    dy, dh, last = _norm_tangent(call.last(), saved, stats, t, parameters, adds_dh=adds_dh)
+    return [dy, *([dh] if h else []), *moved_stats, *last]
+
+
+def _norm_tangent(
+    call: Call,
+    saved: jax.Array,
+    stats: list[jax.Array],
+    t: jax.Array | None,
+    parameters: list[tuple[jax.Array | None, jax.Array | None]],
+    *,
+    adds_dh: bool = False,
+) -> tuple[jax.Array | None, jax.Array | None, list[jax.Array | None]]:
+    """The tangents of a norm, of what it normalises if asked for, and of its statistics.
+
+    `t` is the tangent of what it normalises; `parameters` are pairs of a parameter and its tangent.
+    """
+    moving = {"x": t, **{name: moved for name, (_, moved) in zip(("scale", "bias"), parameters)}}
+    names = [name for name, moved in moving.items() if moved is not None]
+    if not names:
+        return None, None, [None] * len(stats)
+    linear = [moving[name] for name in names]
+    operands = [saved, *stats, *[p for p, _ in parameters], *linear]
+    dy, *others = bind(call.tangent(names, adds_dh=adds_dh), *operands)
+    return dy, others.pop(0) if adds_dh else None, list(others) or [None] * len(stats)
+
+
+def _zero_like(a: jax.Array) -> ad.Zero:
+    return ad.Zero(jax.typeof(a).to_tangent_aval())
+
+
+def _sum(arrays: Sequence[jax.Array], dtype: Any) -> jax.Array | None:
+    """Their sum in `dtype`, rounded once; None for that of none."""
+    if not arrays:
+        return None
+    wide = functools.reduce(jnp.promote_types, [a.dtype for a in arrays])
+    arrays = _sharding.vary_alike([a.astype(wide) for a in arrays])
+    return functools.reduce(jnp.add, arrays).astype(dtype)
 
 
 def _linear_jvp(primals: Any, tangents: Any, *, call: Call) -> tuple[Any, Any]:
@@ -127,19 +196,70 @@ def _transpose(cotangents: Any, *operands: Any, call: Call) -> list[Any]:
     """Of a tangent: the backward. Of a backward: the tangent."""
     residuals, linear = operands[: call.residuals], operands[call.residuals :]
     wanted = [ad.is_undefined_primal(a) for a in linear]
-    given = [not isinstance(ct, ad.Zero) for ct in cotangents]
     if call.spec.direction == "tan":
         names = [name for name, is_wanted in zip(call.wrt, wanted) if is_wanted]
-        stat_cotangents = any(given[1:])
-        transpose = call.backward(names, stat_cotangents=stat_cotangents)
-        cotangents = cotangents if stat_cotangents else cotangents[:1]
-        results = iter(bind(transpose, *residuals, *map(ad.instantiate_zeros, cotangents)))
+        results = _backward(cotangents, residuals, names, call)
+        found = [results[name] for name in names]
     else:
-        transpose = call.tangent([name for name, is_given in zip(call.wrt, given) if is_given])
-        cotangents = [ct for ct, is_given in zip(cotangents, given) if is_given]
-        outputs = bind(transpose, *residuals, *cotangents)
-        results = (ct for ct, is_wanted in zip(outputs, wanted) if is_wanted)
-    return [None] * len(residuals) + [next(results) if w else None for w in wanted]
+        found = _tangent(cotangents, residuals, wanted, call)
+    cotangent = iter(found)
+    return [None] * len(residuals) + [next(cotangent) if w else None for w in wanted]
+
+
+def _backward(
+    cotangents: Any, residuals: Arrays, names: list[str], call: Call
+) -> dict[str, jax.Array | None]:
+    """The cotangents of the tangents `names`, from those of a tangent's results."""
+    dy, *others = cotangents
+    dh = others.pop(0) if call.spec.adds_dh else None
+    dh = None if isinstance(dh, ad.Zero) or "x" not in names else dh
+    stat_cotangents = any(not isinstance(ct, ad.Zero) for ct in others)
+    if isinstance(dy, ad.Zero) and not stat_cotangents:
+        return {name: dh if name == "x" else None for name in names}
+    backward = call.backward(names, adds_dh=dh is not None, stat_cotangents=stat_cotangents)
+    dstats = map(ad.instantiate_zeros, others if stat_cotangents else [])
+    results = bind(backward, *residuals, ad.instantiate_zeros(dy), dh, *dstats)
+    return dict(zip(names, results))
+
+
+def _into_accumulators(cotangents: Any, *operands: Any, call: Call) -> None:
+    """The transpose of a norm's tangent, for a backward pass that hands out its accumulators.
+
+    In ``h = x + r; y = norm(h)`` what the residual branch gives the cotangent of h is in its
+    accumulator by now. The backward takes it as dh and writes the sum, which else were another pass
+    over three arrays of this size.
+    """
+    residuals, accumulators = operands[: call.residuals], operands[call.residuals :]
+    wanted = {
+        n: a for n, a in zip(call.wrt, accumulators) if isinstance(a, _accumulators.GradAccum)
+    }
+    x: Any = wanted.get("x")
+    knows = type(x) is _accumulators.ValAccum and not isinstance(x.val, ad.Zero)
+    moves = any(not isinstance(ct, ad.Zero) for ct in cotangents)
+    adds = knows and moves and not call.spec.adds_dh
+    if adds:
+        dy, *others = cotangents
+        cotangents = [dy, x.val, *others]
+        call = call.tangent(call.wrt, adds_dh=True)
+    results = _backward(cotangents, residuals, [*wanted], call)
+    for name, accumulator in wanted.items():
+        if adds and name == "x":
+            accumulator.val = results[name]
+        else:
+            accumulator.accum(results[name])
+
+
+def _tangent(
+    cotangents: Any, residuals: Arrays, wanted: list[bool], call: Call
+) -> list[jax.Array | None]:
+    """The cotangents of those that are wanted of dy, dh and the statistics'."""
+    along = {n: ct for n, ct in zip(call.wrt, cotangents) if not isinstance(ct, ad.Zero)}
+    adds_dh = call.spec.adds_dh and "x" in along
+    tangent = call.tangent([*along], adds_dh=adds_dh)
+    results: list[jax.Array | None] = [*bind(tangent, *residuals, *along.values())]
+    if call.spec.adds_dh and not adds_dh:
+        results.insert(1, None)
+    return [ct for ct, is_wanted in zip(results, wanted) if is_wanted]
 
 
 # ---------------------------------------------------------------------------------------- batching
@@ -178,7 +298,23 @@ def _batch(arrays: Arrays, dims: Sequence[int | None], *, call: Call) -> tuple[A
 # ------------------------------------------------------------------------------------ registration
 
 
-def _primitive(name: str, jvp: Any) -> Primitive:
+def _with_accumulators() -> Any:
+    """JAX's private module, if its backward passes hand their accumulators to transposes.
+
+    Without it nothing breaks: the residual's gradient is then added outside the kernel.
+    """
+    with contextlib.suppress(ImportError):
+        from jax._src.interpreters import ad as private
+
+        if all(hasattr(private, n) for n in ("fancy_transposes", "GradAccum", "ValAccum")):
+            return private
+    return None
+
+
+_accumulators = _with_accumulators()
+
+
+def _primitive(name: str, jvp: Any, *, is_norm_tangent: bool) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(_types)
@@ -188,6 +324,8 @@ def _primitive(name: str, jvp: Any) -> Primitive:
     ad.primitive_jvps[primitive] = jvp
     if jvp is _linear_jvp:
         ad.primitive_transposes[primitive] = _transpose
+        if _accumulators is not None and is_norm_tangent:
+            _accumulators.fancy_transposes[primitive] = _into_accumulators
     batching.primitive_batchers[primitive] = _batch
     with contextlib.suppress(ImportError, AttributeError):
         # `checkify` has no public table of the primitives that may make a NaN. Without it nothing
@@ -200,9 +338,14 @@ def _primitive(name: str, jvp: Any) -> Primitive:
 
 _PRIMITIVES = {
     (function, direction, spread): _primitive(
-        f"jaxnorm.{function}{suffix}", _forward_jvp if direction == "fwd" else _linear_jvp
+        f"jaxnorm.{function}{suffix}",
+        _forward_jvp if direction == "fwd" else _linear_jvp,
+        is_norm_tangent=direction == "tan" and "norm" in function,
     )
-    for function in ("softmax", "log_softmax", "layer_norm", "rms_norm")
+    for function in (
+        *("softmax", "log_softmax", "layer_norm", "rms_norm"),
+        *("add_layer_norm", "add_rms_norm", "rms_norm_add", "rms_norm_add_rms_norm"),
+    )
     for direction, suffix in (("fwd", ""), ("tan", "_tangent"), ("bwd", "_backward"))
     for spread in (False, True)
 }

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxnorm._call import Call
+
 _OUT = "jaxnorm_out"
 _RSTD = "jaxnorm_rstd"
 _SOFTMAX_OUT = "jaxnorm_softmax_out"
@@ -31,10 +33,17 @@ def save_policy(primitive: Any, *avals: Any, **params: Any) -> bool:
     return bool(_keep(primitive, *avals, **params))
 
 
-def name(op: str, outputs: Sequence[jax.Array]) -> list[jax.Array]:
-    """Names a call's output, and a norm's statistics."""
-    y, *stats = outputs
-    return [
-        checkpoint_name(y, _OUT if op == "norm" else _SOFTMAX_OUT),
-        *[checkpoint_name(stat, _RSTD) for stat in stats],
-    ]
+def name(call: Call, outputs: Sequence[jax.Array]) -> list[jax.Array]:
+    """Names a call's outputs, and a norm's statistics.
+
+    h has a name only where it is what the backward starts from: else its sum costs less to make
+    again than to keep.
+    """
+    spec = call.spec
+    if not spec.is_norm:
+        return [checkpoint_name(y, _SOFTMAX_OUT) for y in outputs]
+    y, *others = outputs
+    h = [others.pop(0)] if spec.normalises_h else []
+    if spec.saved == "input":
+        h = [checkpoint_name(a, _OUT) for a in h]
+    return [checkpoint_name(y, _OUT), *h, *[checkpoint_name(stat, _RSTD) for stat in others]]

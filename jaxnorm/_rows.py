@@ -56,9 +56,28 @@ class RowView:
         return order != sorted(order)
 
     @property
-    def grouped(self) -> bool:
-        """Whether a parameter belongs to groups of rows: such a call has no view of rows."""
+    def has_groups(self) -> bool:
+        """Whether a parameter belongs to groups of rows."""
         return bool(self.scale_lead or self.bias_lead)
+
+    @property
+    def scattered(self) -> bool:
+        """Whether a parameter belongs to rows that are not consecutive: there is no view of it."""
+        return any(self._groups(kind) is None for kind in PARAMETERS)
+
+    def groups(self, kind: Kind) -> int:
+        """Of consecutive rows, as many as a parameter has rows of its own."""
+        return self._groups(kind) or 1
+
+    def _groups(self, kind: Kind) -> int | None:
+        sizes = [self.shape[axis] for axis in self.others]
+        lead = self._lead(kind)
+        lead = (1,) * (len(sizes) - len(lead)) + lead
+        # The parameter of a row may change with the first axes alone.
+        shared = next((i for i, (own, all_) in enumerate(zip(lead, sizes)) if own != all_), None)
+        if shared is not None and any(own != 1 for own in lead[shared:]):
+            return None
+        return math.prod(lead)
 
     def axes_of(self, kind: Kind) -> tuple[int, ...]:
         """Which axes of x an operand of this kind has, in its own order."""
@@ -94,7 +113,8 @@ class RowView:
             case "stat":
                 return a.reshape(self.rows)
             case "scale" | "bias":
-                return a.reshape(self.cols)
+                groups = self.groups(kind)
+                return a.reshape(self.cols if groups == 1 else (groups, self.cols))
             case "mask":
                 a = jnp.broadcast_to(a, self.shape)
         if self.moved:
@@ -104,7 +124,7 @@ class RowView:
     def from_rows(self, kind: Kind, a: jax.Array) -> jax.Array:
         """The inverse of `to_rows`."""
         if kind == "stat" or kind in PARAMETERS:
-            return a.reshape([self.shape[axis] for axis in self.axes_of(kind)])
+            return a.reshape(self.shape_of(kind))
         if not self.moved:
             return a.reshape(self.shape)
         a = a.reshape([self.shape[axis] for axis in self._order])

@@ -39,6 +39,13 @@ def run(call: Call, bind: Callable[..., Any], arrays: Arrays) -> list[jax.Array]
     return results
 
 
+def lie_alike(a: jax.Array, like: jax.Array) -> jax.Array:
+    """`a`, of another's shape, with the mesh axes that its type names."""
+    sharding, own = jax.typeof(like).sharding, jax.typeof(a).sharding
+    differs = not sharding.mesh.empty and own.spec != sharding.spec
+    return _reshard(a, sharding.mesh, sharding.spec) if differs else a
+
+
 def lie_as(a: jax.Array, aval: Any) -> jax.Array:
     """`a` with the sharding of a type."""
     sharding = aval.sharding

@@ -13,7 +13,7 @@ from jaxnorm import _attention, _flax  # first, because it says what to do where
 from flax import linen as nn
 from flax.linen import dtypes
 
-from jaxnorm._norm import layer_norm, rms_norm
+from jaxnorm._norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
 
 __all__ = ["LayerNorm", "RMSNorm", "dot_product_attention"]
@@ -39,25 +39,24 @@ class LayerNorm(nn.LayerNorm):
     scale_offset: float = 0.0
 
     @nn.compact
-    def __call__(self, x: Any, *, mask: jax.Array | None = None) -> jax.Array:
-        """Normalises x, as :meth:`flax.linen.LayerNorm.__call__` does."""
-        axes = _covered_axes(self, x, mask)
+    def __call__(self, x: Any, *, mask: jax.Array | None = None, residual: Any = None) -> Any:
+        """Normalises x, as :meth:`flax.linen.LayerNorm.__call__` does.
+
+        With a residual: h = x + residual, in one pass with the addition, and returns (y, h), as
+        :func:`jaxnorm.add_layer_norm` does.
+        """
+        normalised = x if residual is None else residual
+        axes = _covered_axes(self, normalised, mask)
         if axes is None:
             _flax.no_offset(self)
-            return super().__call__(x, mask=mask)
+            flax_norm = functools.partial(super().__call__, mask=mask)
+            return _flax.composed(flax_norm, x, residual)
         scale = _param(self, "scale", self.scale_init, x, axes) if self.use_scale else None
         bias = _param(self, "bias", self.bias_init, x, axes) if self.use_bias else None
-        return layer_norm(
-            x,
-            scale,
-            bias,
-            axis=axes,
-            epsilon=self.epsilon,
-            scale_offset=self.scale_offset,
-            dtype=_flax.result_dtype(dtypes, self.dtype, x, scale, bias),
-            save=self.save,
-            implementation=self.implementation,
-        )
+        options = _flax.options(dtypes, self, axes, normalised, scale, bias)
+        if residual is None:
+            return layer_norm(x, scale, bias, **options)
+        return add_layer_norm(x, residual, scale, bias, **options)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -77,23 +76,23 @@ class RMSNorm(nn.RMSNorm):
     scale_offset: float = 0.0
 
     @nn.compact
-    def __call__(self, x: Any, *, mask: jax.Array | None = None) -> jax.Array:
-        """Normalises x, as :meth:`flax.linen.RMSNorm.__call__` does."""
-        axes = _covered_axes(self, x, mask)
+    def __call__(self, x: Any, *, mask: jax.Array | None = None, residual: Any = None) -> Any:
+        """Normalises x, as :meth:`flax.linen.RMSNorm.__call__` does.
+
+        With a residual: h = x + residual, in one pass with the addition, and returns (y, h), as
+        :func:`jaxnorm.add_rms_norm` does.
+        """
+        normalised = x if residual is None else residual
+        axes = _covered_axes(self, normalised, mask)
         if axes is None:
             _flax.no_offset(self)
-            return super().__call__(x, mask=mask)
+            flax_norm = functools.partial(super().__call__, mask=mask)
+            return _flax.composed(flax_norm, x, residual)
         scale = _param(self, "scale", self.scale_init, x, axes) if self.use_scale else None
-        return rms_norm(
-            x,
-            scale,
-            axis=axes,
-            epsilon=self.epsilon,
-            scale_offset=self.scale_offset,
-            dtype=_flax.result_dtype(dtypes, self.dtype, x, scale),
-            save=self.save,
-            implementation=self.implementation,
-        )
+        options = _flax.options(dtypes, self, axes, normalised, scale)
+        if residual is None:
+            return rms_norm(x, scale, **options)
+        return add_rms_norm(x, residual, scale, **options)
 
 
 def dot_product_attention(

@@ -1,5 +1,6 @@
 """Flax nnx modules: drop-in LayerNorm, RMSNorm and attention function that save their outputs."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -14,7 +15,7 @@ from jaxnorm import _attention, _flax  # first, because it says what to do where
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jaxnorm._norm import layer_norm, rms_norm
+from jaxnorm._norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
 
 __all__ = ["LayerNorm", "RMSNorm", "dot_product_attention"]
@@ -86,25 +87,26 @@ class LayerNorm(nnx.LayerNorm):
         self.implementation = implementation
         self.scale_offset = scale_offset
 
-    def __call__(self, x: Any, *, mask: jax.Array | None = None) -> jax.Array:
-        """Normalises x, as :meth:`flax.nnx.LayerNorm.__call__` does."""
-        scale, bias = _value(self.scale), _value(self.bias)
-        promoted, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
+    def __call__(self, x: Any, *, mask: jax.Array | None = None, residual: Any = None) -> Any:
+        """Normalises x, as :meth:`flax.nnx.LayerNorm.__call__` does.
+
+        With a residual: h = x + residual, in one pass with the addition, and returns (y, h), as
+        :func:`jaxnorm.add_layer_norm` does.
+        """
+        normalised = x if residual is None else residual
+        promoted, scale, bias = self.promote_dtype(
+            (normalised, _value(self.scale), _value(self.bias)), dtype=self.dtype
+        )
         axes = _covered_axes(self, promoted, scale, bias, mask)
         if axes is None:
             _flax.no_offset(self)
-            return super().__call__(x, mask=mask)
-        return layer_norm(
-            promoted,
-            _shaped(self, scale, promoted, axes),
-            _shaped(self, bias, promoted, axes),
-            axis=axes,
-            epsilon=self.epsilon,
-            scale_offset=self.scale_offset,
-            dtype=_flax.result_dtype(dtypes, self.dtype, promoted, scale, bias),
-            save=self.save,
-            implementation=self.implementation,
-        )
+            flax_norm = functools.partial(super().__call__, mask=mask)
+            return _flax.composed(flax_norm, x, residual)
+        parameters = (_shaped(self, p, promoted, axes) for p in (scale, bias))
+        options = _flax.options(dtypes, self, axes, promoted, scale, bias)
+        if residual is None:
+            return layer_norm(promoted, *parameters, **options)
+        return add_layer_norm(x, residual, *parameters, **options)
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -164,23 +166,24 @@ class RMSNorm(nnx.RMSNorm):
         self.implementation = implementation
         self.scale_offset = scale_offset
 
-    def __call__(self, x: Any, mask: jax.Array | None = None) -> jax.Array:
-        """Normalises x, as :meth:`flax.nnx.RMSNorm.__call__` does."""
-        promoted, scale = self.promote_dtype((x, _value(self.scale)), dtype=self.dtype)
+    def __call__(self, x: Any, mask: jax.Array | None = None, *, residual: Any = None) -> Any:
+        """Normalises x, as :meth:`flax.nnx.RMSNorm.__call__` does.
+
+        With a residual: h = x + residual, in one pass with the addition, and returns (y, h), as
+        :func:`jaxnorm.add_rms_norm` does.
+        """
+        normalised = x if residual is None else residual
+        promoted, scale = self.promote_dtype((normalised, _value(self.scale)), dtype=self.dtype)
         axes = _covered_axes(self, promoted, scale, None, mask)
         if axes is None:
             _flax.no_offset(self)
-            return super().__call__(x, mask=mask)
-        return rms_norm(
-            promoted,
-            _shaped(self, scale, promoted, axes),
-            axis=axes,
-            epsilon=self.epsilon,
-            scale_offset=self.scale_offset,
-            dtype=_flax.result_dtype(dtypes, self.dtype, promoted, scale),
-            save=self.save,
-            implementation=self.implementation,
-        )
+            flax_norm = functools.partial(super().__call__, mask=mask)
+            return _flax.composed(flax_norm, x, residual)
+        scale = _shaped(self, scale, promoted, axes)
+        options = _flax.options(dtypes, self, axes, promoted, scale)
+        if residual is None:
+            return rms_norm(promoted, scale, **options)
+        return add_rms_norm(x, residual, scale, **options)
 
 
 def dot_product_attention(

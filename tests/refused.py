@@ -20,6 +20,7 @@ FLOAT64 = "float64 arrays ask for more"
 EMPTY = "an array of size 0"
 NARROW = "rows of 8 elements or more"
 FEW_SHORT_ROWS = "takes rows this short only by 64 and more"
+GROUPS = "groups of rows"
 
 #: ``@refused.expect(MASK, FLOAT64)``
 expect = pytest.mark.refused

@@ -113,10 +113,19 @@ def test_where_does_not_broadcast(function, shape):
 
 
 @each_norm
-@pytest.mark.parametrize("shape", [(3,), (1,), (), (1, 4), (2, 3, 4)])
+@pytest.mark.parametrize("shape", [(3,), (1,), (), (2, 4), (3, 3, 4), (1, 2, 3, 4), (2, 3)])
 def test_shape_of_scale(function, shape):
-    with pytest.raises(ValueError, match=r"scale has shape .*; expected \(4,\).*reshape"):
+    expected = (
+        r"scale has shape .*; expected \(4,\).* after axes that broadcast to \(2, 3\).*reshape"
+    )
+    with pytest.raises(ValueError, match=expected):
         function(X, jnp.ones(shape))
+
+
+@each_norm
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (3, 4), (2, 1, 4), (2, 3, 4)])
+def test_scale_of_groups(function, shape):
+    assert function(X, jnp.ones(shape)).shape == X.shape
 
 
 @each_norm

@@ -28,6 +28,25 @@ def rms_norm(x, scale, bias):
     return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
 
 
+def residual(x):
+    return jnp.sin(x) / 2
+
+
+def two_norms(x, s, b):
+    h = residual(x) + rms_norm(x, s, None)
+    return rms_norm(h, b, None) + 2 * h
+
+
+def with_residual(function, **options):
+    """A function of x, scale and bias that uses both results."""
+
+    def both(x, *parameters, **more):
+        y, h = function(x, residual(x), *parameters, **options, **more)
+        return y + 2 * h
+
+    return both
+
+
 # The plain formula, and ours.
 FUNCTIONS = {
     "softmax": (lambda x, s, b: jax.nn.softmax(x), lambda x, s, b, **o: jaxnorm.softmax(x, **o)),
@@ -42,6 +61,19 @@ FUNCTIONS = {
         rms_norm,
         lambda x, s, b, **o: jaxnorm.rms_norm(x, s, save="input", **o),
     ),
+    "add_layer_norm": (
+        lambda x, s, b: layer_norm(x + residual(x), s, b) + 2 * (x + residual(x)),
+        with_residual(jaxnorm.add_layer_norm),
+    ),
+    "add_rms_norm from input": (
+        lambda x, s, b: rms_norm(x + residual(x), s, b) + 2 * (x + residual(x)),
+        lambda x, s, b, **o: with_residual(jaxnorm.add_rms_norm, save="input")(x, s, **o),
+    ),
+    "rms_norm_add": (
+        lambda x, s, b: residual(x) + rms_norm(x, s, b),
+        lambda x, s, b, **o: jaxnorm.rms_norm_add(x, residual(x), s, **o),
+    ),
+    "rms_norm_add_rms_norm": (two_norms, with_residual(jaxnorm.rms_norm_add_rms_norm)),
 }
 
 

@@ -14,11 +14,15 @@ import jaxnorm.linen
 import jaxnorm.nnx
 
 FUNCTIONS = {
+    "add_layer_norm",
+    "add_rms_norm",
     "check_params",
     "implementation_for",
     "layer_norm",
     "log_softmax",
     "rms_norm",
+    "rms_norm_add",
+    "rms_norm_add_rms_norm",
     "save_policy",
     "softmax",
 }

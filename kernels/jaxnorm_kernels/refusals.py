@@ -17,13 +17,21 @@ NO_KERNEL: Table = (
         "its kernels compute in float32, and float64 arrays ask for more",
         lambda s: any(
             dtype is not None and dtype.itemsize > 4
-            for dtype in (s.x_dtype, s.y_dtype, s.scale_dtype, s.bias_dtype)
+            for dtype in (
+                *(s.x_dtype, s.y_dtype, s.scale_dtype, s.bias_dtype),
+                *(s.residual_dtype, s.next_scale_dtype),
+            )
         ),
     ),
     ("there is nothing to compute in an array of size 0", lambda s: s.rows == 0 or s.cols == 0),
     (
-        "tangents, second derivatives and parameters of groups of rows are plain JAX's",
+        "tangents, second derivatives and parameters of groups of rows that are not consecutive "
+        "are plain JAX's",
         lambda s: s.plain,
+    ),
+    (
+        "scale and bias belong to groups of different sizes",
+        lambda s: s.scale_groups > 1 and s.bias_groups > 1 and s.scale_groups != s.bias_groups,
     ),
 )
 

@@ -5,18 +5,27 @@ arrays ``(rows, cols)`` whose last axis is the normalised one, and one frozen :c
 says everything else about the call. It knows nothing of autodiff, sharding or Flax. The ``xla``
 implementation alone also takes arrays of any shape with ``Spec.axes``: XLA partitions them over a
 mesh as they are, where a reshape to rows could make it gather them. It alone has the tangents
-(``softmax_tan``, ``log_softmax_tan``, ``norm_tan``), parameters of groups of rows, and a backward
-that takes the cotangents of the statistics: what forward mode, ``jax.vmap`` over parameters and
-second derivatives ask for.
+(``softmax_tan``, ``log_softmax_tan``, ``norm_tan``), and a backward that takes the cotangents of
+the statistics: what forward mode and second derivatives ask for.
+
+A norm is fused with the residual addition beside it. Forward, h and out in ``residual``'s dtype::
+
+    norm             y = norm(x)
+    add_norm         h = x + residual          y = norm(h)
+    norm_add         y = residual + norm(x)
+    norm_add_norm    h = residual + norm(x)    y = norm(h)
+
+Their derivatives are those of ``norm``, whose backward can add one more cotangent of what is
+normalised (``Spec.adds_dh``): that of h, which also goes on beside the norm.
 """
 
 import dataclasses
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
 
-Op = Literal["softmax", "log_softmax", "norm"]
+Op = Literal["softmax", "log_softmax", "norm", "add_norm", "norm_add", "norm_add_norm"]
 Direction = Literal["fwd", "tan", "bwd"]
 Save = Literal["output", "input"]
 Name = Literal["xla", "mosaic", "triton"]
@@ -36,22 +45,30 @@ class Spec:
     """Everything static about one call of an implementation.
 
     Attributes:
-      op: ``"norm"`` is LayerNorm and RMSNorm: one kernel with the switch ``subtract_mean``.
+      op: ``"norm"`` is LayerNorm and RMSNorm: one kernel with the switch ``subtract_mean``. Those
+        with a residual have a forward alone.
       direction: the pass: ``"fwd"`` (forward), ``"tan"`` (tangent) or ``"bwd"`` (backward).
       rows, cols: shape of the two-dimensional view; ``cols`` is the normalised length.
       x_dtype: dtype of the input; the backward returns dx in it.
       y_dtype: dtype of the output; the cotangent dy arrives in it.
       scale_dtype, bias_dtype: dtype of each parameter and of its gradient; None where it is absent.
+      residual_dtype: dtype of the residual, and of h or of the sum that is returned.
+      next_scale_dtype: of the second norm's scale, in ``"norm_add_norm"``.
       epsilon: added to the variance (or mean square) under the root.
       subtract_mean: True for LayerNorm, False for RMSNorm.
       scale_offset: added to ``scale`` in the arithmetic dtype (1.0 for Gemma's ``1 + w``).
-      saved: which array a norm's backward starts from.
+      saved: which array a norm's backward starts from; of two norms, the second's (that of the
+        first one starts from x).
       want_stats: the forward also returns the statistics that the backward needs, and the tangent
         their tangents.
       stat_cotangents: the backward also takes cotangents of the statistics: second derivatives.
+      adds_dh: the backward also takes dh, another cotangent of what is normalised, in ``x_dtype``,
+        and adds it to dx; the tangent also returns that tangent as it is.
       has_mask: a ``where`` mask comes with the call (softmaxes only).
       axes: the normalised axes of the arrays: the last one, but for the xla implementation.
-      grouped: a parameter belongs to a group of rows, not to all of them (``jax.vmap`` over it).
+      scale_groups, bias_groups: 1 for a parameter ``(cols,)`` of all rows; n for one ``(n, cols)``,
+        each of whose rows belongs to ``rows / n`` consecutive rows.
+      scattered: a parameter belongs to groups of rows that are not consecutive.
       moved_axis: the two-dimensional view needs a transpose, in and out.
       cols_over: mesh axes (inside ``jax.shard_map``) that the columns are sharded over, of which
         there are ``cols`` in all; for the xla implementation alone.
@@ -65,23 +82,44 @@ class Spec:
     y_dtype: np.dtype
     scale_dtype: np.dtype | None = None
     bias_dtype: np.dtype | None = None
+    residual_dtype: np.dtype | None = None
+    next_scale_dtype: np.dtype | None = None
     epsilon: float = 0.0
     subtract_mean: bool = False
     scale_offset: float = 0.0
     saved: Save = "output"
     want_stats: bool = False
     stat_cotangents: bool = False
+    adds_dh: bool = False
     has_mask: bool = False
     axes: tuple[int, ...] = (-1,)
-    grouped: bool = False
+    scale_groups: int = 1
+    bias_groups: int = 1
+    scattered: bool = False
     moved_axis: bool = False
     cols_over: tuple[str, ...] = ()
 
     @property
     def compute_dtype(self) -> np.dtype:
-        """dtype of the arithmetic: float64 where x or y is float64, else float32."""
-        wide = np.dtype(np.float64)
-        return wide if wide in (self.x_dtype, self.y_dtype) else np.dtype(np.float32)
+        """dtype of the arithmetic: float64 where x, a residual or y is float64, else float32."""
+        arrays = (self.x_dtype, self.residual_dtype, self.y_dtype)
+        # By name: numpy takes None for float64.
+        is_wide = any(dtype is not None and dtype.name == "float64" for dtype in arrays)
+        return np.dtype(np.float64 if is_wide else np.float32)
+
+    @property
+    def is_norm(self) -> bool:
+        return self.op not in ("softmax", "log_softmax")
+
+    @property
+    def normalises_h(self) -> bool:
+        """Whether y is the norm of the sum h, which is returned too."""
+        return self.op in ("add_norm", "norm_add_norm")
+
+    @property
+    def groups(self) -> int:
+        """Of rows, each with parameters of its own."""
+        return max(self.scale_groups, self.bias_groups)
 
     @property
     def scale_floor(self) -> float | None:
@@ -108,11 +146,29 @@ class Spec:
     @property
     def plain(self) -> bool:
         """Whether the xla implementation alone has this pass: no kernel is asked for it."""
-        return self.direction == "tan" or self.stat_cotangents or self.grouped
+        return self.direction == "tan" or self.stat_cotangents or self.scattered
+
+    @property
+    def first(self) -> "Spec":
+        """The norm of x, before the addition of a residual: it keeps x."""
+        changes: dict[str, Any] = {"op": "norm", "residual_dtype": None, "next_scale_dtype": None}
+        if self.residual_dtype is not None:
+            changes["y_dtype"] = self.residual_dtype  # that of its cotangent
+        return dataclasses.replace(self, saved="input", **changes)
+
+    @property
+    def last(self) -> "Spec":
+        """The norm of h, or of x where nothing is added before it."""
+        changes: dict[str, Any] = {"op": "norm", "residual_dtype": None, "next_scale_dtype": None}
+        if self.normalises_h:
+            changes["x_dtype"] = self.residual_dtype
+        if self.op == "norm_add_norm":
+            changes["scale_dtype"] = self.next_scale_dtype
+        return dataclasses.replace(self, **changes)
 
 
 #: Row statistics that a norm's backward needs: ``(rstd,)`` or ``(rstd, mean)``, each ``(rows,)``
-#: in the arithmetic dtype; empty where ``spec.want_stats`` is False.
+#: in the arithmetic dtype; empty where ``spec.want_stats`` is False. Of two norms, each one's rstd.
 Stats = tuple[jax.Array, ...]
 
 
@@ -145,6 +201,34 @@ class Implementation(Protocol):
         """Returns y in ``spec.y_dtype`` and the statistics."""
         ...
 
+    def add_norm_fwd(
+        self,
+        x: jax.Array,
+        residual: jax.Array,
+        scale: jax.Array | None,
+        bias: jax.Array | None,
+        spec: Spec,
+    ) -> tuple[jax.Array, jax.Array, Stats]:
+        """Returns y in ``spec.y_dtype``, h in ``spec.residual_dtype`` and the statistics."""
+        ...
+
+    def norm_add_fwd(
+        self, x: jax.Array, residual: jax.Array, scale: jax.Array | None, spec: Spec
+    ) -> tuple[jax.Array, Stats]:
+        """Returns y in ``spec.residual_dtype`` and the statistics."""
+        ...
+
+    def norm_add_norm_fwd(
+        self,
+        x: jax.Array,
+        residual: jax.Array,
+        scale: jax.Array | None,
+        next_scale: jax.Array | None,
+        spec: Spec,
+    ) -> tuple[jax.Array, jax.Array, Stats]:
+        """Returns y in ``spec.y_dtype``, h in ``spec.residual_dtype`` and each norm's rstd."""
+        ...
+
     def norm_bwd(
         self,
         saved: jax.Array,
@@ -152,6 +236,8 @@ class Implementation(Protocol):
         scale: jax.Array | None,
         bias: jax.Array | None,
         dy: jax.Array,
+        dh: jax.Array | None = None,
+        *,
         spec: Spec,
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """Returns dx, dscale and dbias in the dtypes of ``spec``; None for an absent parameter."""

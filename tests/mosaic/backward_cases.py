@@ -153,7 +153,7 @@ def effective_bias(bias: np.ndarray, spec: Spec) -> np.ndarray:
 def call(spec: Spec, *operands: Any, schedule: Any = None) -> tuple[Any, ...]:
     """dx; for a norm also dscale and dbias."""
     if spec.op == "norm":
-        return norm_backward.norm_bwd(*operands, spec, schedule=schedule)
+        return norm_backward.norm_bwd(*operands, spec=spec, schedule=schedule)
     y, dy = operands
     return (softmax_backward.softmax_bwd(y, None, dy, spec, schedule=schedule),)
 

@@ -12,6 +12,11 @@ _MIN_COLS = 8
 
 _CANNOT: Table = (
     *NO_KERNEL,
+    (
+        "its kernels add no residual, and no second cotangent",
+        lambda s: s.residual_dtype is not None or s.adds_dh,
+    ),
+    ("its kernels take no parameters of groups of rows", lambda s: s.groups > 1),
     (f"its kernels need rows of {_MIN_COLS} elements or more", lambda s: s.cols < _MIN_COLS),
     (
         f"its kernels number rows in 32 bits, up to {_MAX_ROWS}",

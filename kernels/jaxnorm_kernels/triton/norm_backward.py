@@ -36,10 +36,12 @@ def norm_bwd(
     scale: jax.Array | None,
     bias: jax.Array | None,
     dy: jax.Array,
-    spec: Spec,
+    dh: jax.Array | None = None,
     *,
+    spec: Spec,
     schedule: Schedule | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    del dh  # `supports` refuses it
     schedule = schedule or schedules.choose(spec)
     rstd, *mean = stats
     from_output = spec.saved == "output"

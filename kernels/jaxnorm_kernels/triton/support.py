@@ -21,6 +21,11 @@ def can_lower() -> bool:
 _CANNOT: Table = (
     *NO_KERNEL,
     (
+        "its kernels add no residual, and no second cotangent",
+        lambda s: s.residual_dtype is not None or s.adds_dh,
+    ),
+    ("its kernels take no parameters of groups of rows", lambda s: s.groups > 1),
+    (
         f"its kernels number rows and columns in 32 bits, up to {_MOST}",
         lambda s: max(s.rows, s.cols) > _MOST,
     ),

@@ -11,6 +11,10 @@ Backward with d = dy; c1 is LayerNorm's alone:
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
+With a residual, the row that is normalised is h = x + residual, or the normalised row is added to
+the residual, or both, one norm after the other; dh, the cotangent that h has beside the norm's, is
+added to dx.
+
 Tangent with t = r times the tangent of x; mean(t) is LayerNorm's alone:
 
     G (t - mean(t) - xh mean(xh t)) + xh tangent(scale) + tangent(bias)
@@ -22,7 +26,6 @@ xh even where scale is 0; forward and backward use the same bias, rounded to y's
 clipped to sqrt(N), its true bound. The variance is taken in two passes: E[x^2] - E[x]^2 cancels.
 """
 
-import dataclasses
 import functools
 import math
 import operator
@@ -39,19 +42,39 @@ from jaxnorm_kernels.xla.reductions import row_mean
 def norm_fwd(
     x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, spec: Spec
 ) -> tuple[jax.Array, Stats]:
-    x = x.astype(spec.compute_dtype)
-    mean = row_mean(x, spec) if spec.subtract_mean else None
-    centred = x if mean is None else x - mean
-    rstd = lax.rsqrt(row_mean(jnp.square(centred), spec) + spec.epsilon)
-    y = centred * rstd
-    if not spec.want_stats:
-        # No backward recovers x_hat from this y: scale and bias are taken as they are.
-        spec = dataclasses.replace(spec, saved="input")
-    if scale is not None:
-        y = y * _along_rows(gain(scale, spec), y, spec)
-    if bias is not None:
-        y = y + _along_rows(effective_bias(bias, spec), y, spec)
-    return y.astype(spec.y_dtype), _statistics(rstd, mean, spec)
+    y, stats = _normalised(x, scale, bias, spec)
+    return y.astype(spec.y_dtype), stats
+
+
+def add_norm_fwd(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    spec: Spec,
+) -> tuple[jax.Array, jax.Array, Stats]:
+    h = _sum(residual, x, spec)
+    y, stats = norm_fwd(h, scale, bias, spec.last)
+    return y, h, stats
+
+
+def norm_add_fwd(
+    x: jax.Array, residual: jax.Array, scale: jax.Array | None, spec: Spec
+) -> tuple[jax.Array, Stats]:
+    y, stats = _normalised(x, scale, None, spec.first)
+    return _sum(residual, y, spec), stats
+
+
+def norm_add_norm_fwd(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None,
+    next_scale: jax.Array | None,
+    spec: Spec,
+) -> tuple[jax.Array, jax.Array, Stats]:
+    h, stats = norm_add_fwd(x, residual, scale, spec)
+    y, next_stats = norm_fwd(h, next_scale, None, spec.last)
+    return y, h, (*stats, *next_stats)
 
 
 def norm_tan(
@@ -63,9 +86,12 @@ def norm_tan(
     dscale: jax.Array | None,
     dbias: jax.Array | None,
     spec: Spec,
-) -> tuple[jax.Array, Stats]:
-    """The tangents of y and of the statistics; None stands for a tangent that is 0."""
+) -> tuple[jax.Array, jax.Array | None, Stats]:
+    """The tangents of y, of x if the spec wants it, and of the statistics; None stands for 0."""
     g, xh, (rstd, *_), _ = _recovered(saved, stats, scale, bias, spec)
+    through = dx
+    if spec.adds_dh and dx is None:
+        through = jnp.zeros_like(saved, dtype=spec.x_dtype)
     drstd = dmean = jnp.zeros_like(rstd)
     terms = []
     if dx is not None:
@@ -80,8 +106,8 @@ def norm_tan(
         terms.append(xh * _along_rows(dscale.astype(spec.compute_dtype), xh, spec))
     if dbias is not None:
         terms.append(_along_rows(dbias.astype(spec.compute_dtype), xh, spec))
-    dy = jnp.broadcast_to(functools.reduce(operator.add, terms), xh.shape)
-    return dy.astype(spec.y_dtype), _statistics(drstd, dmean, spec)
+    dy = jnp.broadcast_to(functools.reduce(operator.add, terms), xh.shape).astype(spec.y_dtype)
+    return dy, through if spec.adds_dh else None, _statistics(drstd, dmean, spec)
 
 
 def norm_bwd(
@@ -90,11 +116,15 @@ def norm_bwd(
     scale: jax.Array | None,
     bias: jax.Array | None,
     dy: jax.Array,
+    dh: jax.Array | None = None,
     dstats: Stats = (),
     *,
     spec: Spec,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """dx, dscale and dbias; `dstats` are cotangents of the statistics, if they have any."""
+    """dx, dscale and dbias.
+
+    `dh` is another cotangent of x, and `dstats` are those of the statistics, if they have any.
+    """
     d = dy.astype(spec.compute_dtype)
     g, xh, (rstd, *_), z = _recovered(saved, stats, scale, bias, spec)
     dg = d if g is None else d * g
@@ -108,9 +138,33 @@ def norm_bwd(
     dx = dx * rstd
     if dstats and dmean:
         dx = dx + dmean[0] / spec.cols
+    if dh is not None:
+        dx = dx + dh.astype(spec.compute_dtype)
     dscale = None if scale is None else _summed_like(scale, d * xh, spec).astype(spec.scale_dtype)
     dbias = None if bias is None else _summed_like(bias, d, spec).astype(spec.bias_dtype)
     return dx.astype(spec.x_dtype), dscale, dbias
+
+
+def _normalised(
+    x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, spec: Spec
+) -> tuple[jax.Array, Stats]:
+    """y in the arithmetic dtype, and the statistics that the spec wants."""
+    x = x.astype(spec.compute_dtype)
+    mean = row_mean(x, spec) if spec.subtract_mean else None
+    centred = x if mean is None else x - mean
+    rstd = lax.rsqrt(row_mean(jnp.square(centred), spec) + spec.epsilon)
+    y = centred * rstd
+    if scale is not None:
+        y = y * _along_rows(gain(scale, spec), y, spec)
+    if bias is not None:
+        y = y + _along_rows(effective_bias(bias, spec), y, spec)
+    return y, _statistics(rstd, mean, spec)
+
+
+def _sum(residual: jax.Array, y: jax.Array, spec: Spec) -> jax.Array:
+    """In the residual's dtype, rounded once."""
+    total = residual.astype(spec.compute_dtype) + y.astype(spec.compute_dtype)
+    return total.astype(spec.residual_dtype)
 
 
 def _recovered(
@@ -158,6 +212,8 @@ def _axes_of_parameter(
 
 def _along_rows(parameter: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
     """`parameter` against an array like `like`."""
+    if _is_of_groups(parameter, like, spec):
+        return jnp.repeat(parameter, spec.rows // parameter.shape[0], axis=0)
     axes, lacking = _axes_of_parameter(parameter, like, spec)
     in_order = sorted(axes)
     if axes != in_order:
@@ -167,6 +223,8 @@ def _along_rows(parameter: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
 
 def _summed_like(parameter: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
     """The sums of v over the rows that share a parameter."""
+    if _is_of_groups(parameter, v, spec):
+        return jnp.sum(v.reshape(parameter.shape[0], -1, spec.cols), axis=1)
     axes, lacking = _axes_of_parameter(parameter, v, spec)
     shared = [axis for axis, size in zip(axes, parameter.shape) if size == 1]
     total = jnp.sum(v, axis=tuple(lacking))
@@ -175,6 +233,12 @@ def _summed_like(parameter: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
     if shared:
         total = jnp.sum(total, axis=tuple(shared), keepdims=True)
     return total if axes == kept else jnp.transpose(total, [kept.index(axis) for axis in axes])
+
+
+def _is_of_groups(parameter: jax.Array, like: jax.Array, spec: Spec) -> bool:
+    """Whether each row of a parameter belongs to consecutive rows of a two-dimensional view."""
+    in_rows = like.ndim == parameter.ndim == 2 and spec.axes == (-1,)
+    return in_rows and parameter.shape[0] not in (1, spec.rows)
 
 
 def gain(scale: jax.Array, spec: Spec) -> jax.Array:

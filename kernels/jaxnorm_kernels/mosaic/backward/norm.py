@@ -114,11 +114,13 @@ def norm_bwd(
     scale: jax.Array | None,
     bias: jax.Array | None,
     dy: jax.Array,
-    spec: Spec,
+    dh: jax.Array | None = None,
     *,
+    spec: Spec,
     schedule: schedules.NormSchedule | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """dx, dscale and dbias; `schedule` stands in for the one of the table."""
+    del dh  # `supports` refuses it
     formula = NormFormula(spec)
     schedule = schedule or schedules.norm_schedule(spec)
     params = [] if scale is None else [scale]

@@ -1,0 +1,420 @@
+"""Norms with a residual, and parameters of groups of rows, against float64 numpy."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import refused
+from reference import DTYPES, Norm, assert_within, exact, rounding
+from test_norm import normal
+
+import jaxnorm
+
+# x, residual, parameters, y
+MIXES = [
+    *((d, d, d, d) for d in DTYPES),
+    ("bfloat16", "float32", "float32", "bfloat16"),
+    ("bfloat16", "bfloat16", "float32", "bfloat16"),
+    ("float32", "bfloat16", "float32", "bfloat16"),
+    ("bfloat16", "float32", "bfloat16", "float32"),
+]
+SHAPES = [(70, 40), (64, 1024), (130, 768)]
+# The arithmetic between two roundings: a few operations in float32.
+FEW = 8 * 2.0**-24
+
+each_mix = pytest.mark.parametrize(("x_dtype", "r_dtype", "p_dtype", "y_dtype"), MIXES)
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+each_save = pytest.mark.parametrize("save", ["output", "input"])
+
+
+def parameter(cols, dtype, seed):
+    return normal((cols,), dtype, seed, scale=0.3, shift=1.0)
+
+
+def reference(x, scale, bias, d, *, subtract_mean, saved, x_dtype, y_dtype):
+    cols = x.shape[-1]
+    return Norm(
+        x=x,
+        gain=np.ones(cols) if scale is None else exact(scale),
+        bias=np.zeros(cols) if bias is None else exact(bias),
+        d=d,
+        subtract_mean=subtract_mean,
+        epsilon=1e-6,
+        saved=saved,
+        x_dtype=x_dtype,
+        y_dtype=y_dtype,
+    )
+
+
+def check_stored(actual, dtype, expected, error):
+    """Within an error of the arithmetic and one rounding to its dtype."""
+    assert actual.dtype == dtype
+    assert_within(actual, expected, error + rounding(np.abs(expected) + error, dtype))
+
+
+@refused.expect(refused.FEW_SHORT_ROWS)
+@each_save
+@each_shape
+@each_mix
+@pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
+def test_addition_before_a_norm(
+    name, x_dtype, r_dtype, p_dtype, y_dtype, shape, save, implementation
+):
+    x, residual = normal(shape, x_dtype, 0, shift=0.5), normal(shape, r_dtype, 1)
+    subtract_mean = name == "add_layer_norm"
+    parameters = [parameter(shape[1], p_dtype, seed) for seed in (2, 3)[: 1 + subtract_mean]]
+    dy, dh = normal(shape, y_dtype, 4), normal(shape, r_dtype, 5)
+
+    function = functools.partial(
+        getattr(jaxnorm, name), save=save, dtype=y_dtype, implementation=implementation
+    )
+    (y, h), vjp = jax.vjp(function, x, residual, *parameters)
+    check_stored(h, r_dtype, exact(x) + exact(residual), FEW * np.abs(exact(h)))
+    # y is the norm of h as rounded.
+    scale, *bias = parameters
+    ref = reference(
+        exact(h),
+        scale,
+        bias[0] if bias else None,
+        exact(dy),
+        subtract_mean=subtract_mean,
+        saved=save,
+        x_dtype=r_dtype,
+        y_dtype=y_dtype,
+    )
+    assert y.dtype == y_dtype
+    assert_within(y, ref.y, ref.y_bound())
+
+    dx, dresidual, dscale, *dbias = vjp((dy, dh))
+    bound, dscale_bound, dbias_bound = ref.gradient_bounds()
+    total = ref.dx + exact(dh)
+    error = bound + FEW * (np.abs(total) + np.abs(exact(dh)))
+    check_stored(dresidual, r_dtype, total, error)
+    check_stored(dx, x_dtype, total, error + rounding(total, r_dtype))
+    check_stored(dscale, p_dtype, ref.dscale, dscale_bound)
+    if dbias:
+        check_stored(dbias[0], p_dtype, ref.dbias, dbias_bound)
+
+
+@refused.expect(refused.FEW_SHORT_ROWS)
+@each_shape
+@each_mix
+def test_addition_after_a_norm(x_dtype, r_dtype, p_dtype, y_dtype, shape, implementation):
+    del y_dtype  # the sum is in the residual's
+    x, residual = normal(shape, x_dtype, 0), normal(shape, r_dtype, 1)
+    scale, d = parameter(shape[1], p_dtype, 2), normal(shape, r_dtype, 3)
+    function = functools.partial(jaxnorm.rms_norm_add, implementation=implementation)
+    y, vjp = jax.vjp(function, x, residual, scale)
+    ref = reference(
+        exact(x),
+        scale,
+        None,
+        exact(d),
+        subtract_mean=False,
+        saved="input",
+        x_dtype=x_dtype,
+        y_dtype="float32",  # not rounded before the sum
+    )
+    total = exact(residual) + ref.y
+    check_stored(y, r_dtype, total, ref.y_bound() + FEW * (np.abs(total) + np.abs(ref.y)))
+    dx, dresidual, dscale = vjp(d)
+    bound, dscale_bound, _ = ref.gradient_bounds()
+    check_stored(dx, x_dtype, ref.dx, bound)
+    check_stored(dscale, p_dtype, ref.dscale, dscale_bound)
+    np.testing.assert_array_equal(dresidual, d)
+
+
+@refused.expect(refused.FEW_SHORT_ROWS)
+@each_save
+@each_shape
+@each_mix
+def test_addition_between_two_norms(
+    x_dtype, r_dtype, p_dtype, y_dtype, shape, save, implementation
+):
+    x, residual = normal(shape, x_dtype, 0), normal(shape, r_dtype, 1)
+    scale, next_scale = (parameter(shape[1], p_dtype, seed) for seed in (2, 3))
+    dy, dh = normal(shape, y_dtype, 4), normal(shape, r_dtype, 5)
+    function = functools.partial(
+        jaxnorm.rms_norm_add_rms_norm, save=save, dtype=y_dtype, implementation=implementation
+    )
+    (y, h), vjp = jax.vjp(function, x, residual, scale, next_scale)
+    dx, dresidual, dscale, dnext_scale = vjp((dy, dh))
+
+    norm = functools.partial(reference, subtract_mean=False)
+    last = norm(exact(h), next_scale, None, exact(dy), saved=save, x_dtype=r_dtype, y_dtype=y_dtype)
+    assert y.dtype == y_dtype
+    assert_within(y, last.y, last.y_bound())
+    bound, dnext_bound, _ = last.gradient_bounds()
+    total = last.dx + exact(dh)
+    error = bound + FEW * (np.abs(total) + np.abs(exact(dh)))
+    check_stored(dresidual, r_dtype, total, error)
+    check_stored(dnext_scale, p_dtype, last.dscale, dnext_bound)
+
+    first = norm(exact(x), scale, None, total, saved="input", x_dtype=x_dtype, y_dtype="float32")
+    sum_ = exact(residual) + first.y
+    check_stored(h, r_dtype, sum_, first.y_bound() + FEW * (np.abs(sum_) + np.abs(first.y)))
+    # The first norm's backward starts from dresidual, whose error goes through it.
+    error = np.abs(exact(scale)) * (error + rounding(np.abs(total) + error, r_dtype))
+    bound, dscale_bound, _ = first.gradient_bounds()
+    xh = np.abs(first.xh)
+    bound = bound + first.r * (error + xh * np.mean(error * xh, -1, keepdims=True))
+    check_stored(dx, x_dtype, first.dx, bound)
+    dscale_bound = dscale_bound + np.sum(error / np.abs(exact(scale)) * xh, 0)
+    check_stored(dscale, p_dtype, first.dscale, dscale_bound)
+
+
+# --- parameters of groups of rows
+
+LEADS = {
+    "sample": ((4, 1), (4, 1)),
+    "scale alone": ((4, 1), ()),
+    "bias alone": ((), (4, 1)),
+    "each row": ((4, 33), (4, 33)),
+    "one group": ((1, 1), (1,)),
+}
+
+
+@refused.expect(refused.FEW_SHORT_ROWS, refused.GROUPS)
+@each_save
+@pytest.mark.parametrize("cols", [64, 1024])
+@pytest.mark.parametrize(("dtype", "p_dtype"), [("float32", "float32"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("lead", LEADS)
+def test_parameters_of_groups_of_rows(lead, dtype, p_dtype, cols, save, implementation):
+    shape, leads = (4, 33, cols), LEADS[lead]
+    x, d = normal(shape, dtype, 0, shift=0.5), normal(shape, dtype, 1)
+    scale, bias = (
+        normal((*lead, cols), p_dtype, seed, scale=0.3, shift=1.0)
+        for seed, lead in zip((2, 3), leads)
+    )
+    function = functools.partial(jaxnorm.layer_norm, save=save, implementation=implementation)
+    y, vjp = jax.vjp(function, x, scale, bias)
+    dx, dscale, dbias = vjp(d)
+    sums = {
+        name: [np.zeros((4, 33, cols)), np.zeros((4, 33, cols))] for name in ("dscale", "dbias")
+    }
+    of_rows = [np.broadcast_to(exact(p), shape) for p in (scale, bias)]
+    for sample, row in np.ndindex(4, 33):
+        at = np.s_[sample, row : row + 1]
+        ref = reference(
+            exact(x)[at],
+            of_rows[0][sample, row],
+            of_rows[1][sample, row],
+            exact(d)[at],
+            subtract_mean=True,
+            saved=save,
+            x_dtype=dtype,
+            y_dtype=dtype,
+        )
+        bounds = ref.gradient_bounds()
+        assert_within(y[at], ref.y, ref.y_bound())
+        assert_within(dx[at], ref.dx, bounds[0])
+        for name, value, bound in (
+            ("dscale", ref.dscale, bounds[1]),
+            ("dbias", ref.dbias, bounds[2]),
+        ):
+            sums[name][0][sample, row], sums[name][1][sample, row] = value, bound
+    for grad, p, (values, bounds) in zip((dscale, dbias), (scale, bias), sums.values()):
+        assert grad.shape == p.shape
+        over = tuple(i for i, size in enumerate((*(1,) * (3 - p.ndim), *p.shape)) if size == 1)
+        expected, bound, magnitude = (
+            a.sum(over, keepdims=True).reshape(p.shape) for a in (values, bounds, np.abs(values))
+        )
+        walk = 4 * 2.0**-24 * (math.sqrt(4 * 33) + 2) * magnitude
+        check_stored(grad, p_dtype, expected, bound + walk)
+
+
+def test_groups_whose_rows_are_not_consecutive():
+    """What numpy broadcasts; XLA's code, whatever the platform."""
+    x = normal((4, 3, 16), "float32", 0)
+    scale = normal((3, 16), "float32", 1)
+    expected = jaxnorm.rms_norm(x, jnp.broadcast_to(scale, x.shape))
+    np.testing.assert_array_equal(jaxnorm.rms_norm(x, scale), expected)
+    plan = jaxnorm.implementation_for(
+        "rms_norm", x.shape, "float32", param_axes=(3,), platform="cuda"
+    )
+    assert "not consecutive" in plan.forward.reason
+
+
+def test_groups_over_channels():
+    """NCHW, normalised over C, with parameters of each sample: axes in x's order."""
+    x = normal((2, 16, 3, 5), "float32", 0)
+    scale, bias = (normal((2, 1, 1, 16), "float32", seed) for seed in (1, 2))
+    moved = jnp.moveaxis(x, 1, -1)
+    expected = jnp.moveaxis(jaxnorm.layer_norm(moved, scale, bias), -1, 1)
+    got = jaxnorm.layer_norm(x, scale, bias, axis=1)
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+
+
+# --- what the programs hold
+
+
+def jaxpr_of(function, *arrays):
+    return str(jax.make_jaxpr(function)(*arrays))
+
+
+def test_one_gradient_for_both_where_dtypes_agree():
+    x = residual = jnp.ones((4, 16), jnp.bfloat16)
+
+    def loss(x, residual, scale):
+        y, h = jaxnorm.add_rms_norm(x, residual, scale)
+        return jnp.sum(y * h)
+
+    text = jaxpr_of(jax.grad(loss, (0, 1)), x, residual, jnp.ones(16))
+    (results,) = re.findall(r"in \((\w+), (\w+)\)", text)
+    assert results[0] == results[1]
+    assert "add_any" not in text
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_an_unused_result_costs_no_pass_backward(used):
+    x, scale = jnp.ones((4, 16)), jnp.ones(16)
+
+    def loss(x, residual, scale):
+        return jnp.sum(jnp.sin(jaxnorm.add_rms_norm(x, residual, scale)[used]))
+
+    text = jaxpr_of(jax.grad(loss, (0, 1, 2)), x, x, scale)
+    backward = re.findall(r"add_rms_norm_backward\[\n.*\n *\] ([\w ]+)", text)
+    # y, rstd, scale and dy; where y is not used, none.
+    assert [len(operands.split()) for operands in backward] == ([4] if used == 0 else [])
+
+
+def residual_blocks(norm):
+    def block(x, parameters):
+        scale, matrix = parameters
+        return x + jnp.tanh(norm(x, scale) @ matrix)
+
+    return block
+
+
+def unrolled(block, x, parameters):
+    for i in range(3):
+        x = block(x, jax.tree.map(lambda a: a[i], parameters))  # noqa: B023
+    return x
+
+
+def scanned(block, x, parameters):
+    return jax.lax.scan(lambda x, p: (block(x, p), None), x, parameters)[0]
+
+
+WRAPPED = {
+    "plain": lambda block: block,
+    "remat": jax.checkpoint,
+    "save_policy": functools.partial(jax.checkpoint, policy=jaxnorm.save_policy),
+    "jit": jax.jit,
+}
+
+
+def additions_of(jaxpr, shape):
+    """Of arrays of this shape, among cotangents: in all that a jaxpr holds."""
+    found = 0
+    for equation in jaxpr.eqns:
+        found += equation.primitive.name == "add_any" and equation.outvars[0].aval.shape == shape
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            found += additions_of(inner, shape)
+    return found
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.parametrize("layers", [unrolled, scanned])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_the_residual_s_gradient_is_added_in_the_norm_s_backward(name, layers, wrapped):
+    """In ``x + branch(norm(x))`` as models have it, with no change of theirs."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (4, 8))
+    parameters = (
+        1 + 0.3 * jax.random.normal(keys[1], (3, 8)),
+        jax.random.normal(keys[2], (3, 8, 8)),
+    )
+
+    def loss(norm):
+        block = WRAPPED[wrapped](residual_blocks(norm))
+        return jax.grad(lambda x, p: jnp.sum(layers(block, x, p) ** 2), (0, 1))
+
+    def plain(x, scale):
+        centred = x - x.mean(-1, keepdims=True) if name == "layer_norm" else x
+        return centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * scale
+
+    ours, theirs = loss(getattr(jaxnorm, name)), loss(plain)
+    for got, expected in zip(
+        jax.tree.leaves(ours(x, parameters)), jax.tree.leaves(theirs(x, parameters))
+    ):
+        # Three layers, each of products over 8 columns.
+        np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    additions = [
+        additions_of(jax.make_jaxpr(jax.jit(f))(x, parameters).jaxpr, x.shape)
+        for f in (ours, theirs)
+    ]
+    assert additions[0] == 0
+    assert additions[1] > 0
+
+
+def test_without_jax_s_accumulators_the_gradient_is_added_outside(monkeypatch):
+    """On a version of jax that has none: the ordinary transpose."""
+    from jaxnorm import _primitive
+
+    for primitive in _primitive._PRIMITIVES.values():
+        monkeypatch.delitem(_primitive._accumulators.fancy_transposes, primitive, raising=False)
+    x, scale = normal((4, 16), "float32", 0), jnp.ones(16)
+
+    def loss(x):
+        return jnp.sum(x * jnp.sin(jaxnorm.rms_norm(x, scale)))
+
+    def plain(x):
+        return jnp.sum(x * jnp.sin(x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)))
+
+    assert additions_of(jax.make_jaxpr(jax.grad(loss))(x).jaxpr, x.shape) == 1
+    np.testing.assert_allclose(jax.grad(loss)(x), jax.grad(plain)(x), rtol=1e-5, atol=1e-6)
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize(
+    "name", ["add_layer_norm", "add_rms_norm", "rms_norm_add", "rms_norm_add_rms_norm"]
+)
+def test_errors_name_what_is_wrong(name):
+    function, x = getattr(jaxnorm, name), jnp.ones((2, 4))
+    with pytest.raises(ValueError, match=rf"{name}: residual has shape \(4,\); expected \(2, 4\)"):
+        function(x, jnp.ones(4))
+    with pytest.raises(TypeError, match=f"{name}: residual is a NoneType; expected an array"):
+        function(x, None)
+    with pytest.raises(TypeError, match=f"{name}: residual has dtype int32"):
+        function(x, jnp.ones((2, 4), jnp.int32))
+    with pytest.raises(ValueError, match=rf"{name}: scale has shape \(3,\)"):
+        function(x, x, jnp.ones(3))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0, 4)])
+@pytest.mark.parametrize(
+    "name", ["add_layer_norm", "add_rms_norm", "rms_norm_add", "rms_norm_add_rms_norm"]
+)
+def test_no_rows(name, shape):
+    def loss(x, residual, scale):
+        return sum(jnp.sum(a) for a in jax.tree.leaves(getattr(jaxnorm, name)(x, residual, scale)))
+
+    x, scale = jnp.ones(shape), jnp.ones(4)
+    grads = jax.grad(loss, (0, 1, 2))(x, x, scale)
+    assert [g.shape for g in grads] == [shape, shape, (4,)]
+    np.testing.assert_array_equal(grads[2], 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "passes"),
+    [
+        ("add_rms_norm", "norm bwd"),
+        ("rms_norm_add", "norm bwd"),
+        ("rms_norm_add_rms_norm", "norm bwd"),
+    ],
+)
+def test_implementation_for(name, passes):
+    plan = jaxnorm.implementation_for(
+        name, (8192, 4096), "bfloat16", residual_dtype="float32", platform="cpu"
+    )
+    assert (plan.forward.name, plan.backward.name) == ("xla", "xla")
+    plan = jaxnorm.implementation_for(name, (8192, 4096), "bfloat16", platform="cuda")
+    assert passes in plan.backward.reason or "mosaic" in plan.backward.reason
