@@ -61,20 +61,31 @@ def _operands(spec: Spec) -> tuple[Any, ...]:
     def array(shape: tuple[int, ...], dtype: Any) -> Any:
         return None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
 
+    def parameter(dtype: Any, groups: int) -> Any:
+        return array((spec.cols,) if groups == 1 else (groups, spec.cols), dtype)
+
     rows, cols = spec.rows, spec.cols
-    x, dy = (array((rows, cols), dtype) for dtype in (spec.x_dtype, spec.y_dtype))
-    saved = x if spec.direction == "fwd" or spec.saved == "input" else dy
-    if spec.op != "norm":
-        return (x, None) if spec.direction == "fwd" else (dy, None, dy)
-    params = (array((cols,), spec.scale_dtype), array((cols,), spec.bias_dtype))
+    dtypes = (spec.x_dtype, spec.residual_dtype, spec.y_dtype)
+    x, residual, dy = (array((rows, cols), dtype) for dtype in dtypes)
+    scale = parameter(spec.scale_dtype, spec.scale_groups)
+    bias = parameter(spec.bias_dtype, spec.bias_groups)
+    next_scale = parameter(spec.next_scale_dtype, spec.scale_groups)
     if spec.direction == "fwd":
-        return (x, *params)
+        return {
+            "norm": (x, scale, bias),
+            "add_norm": (x, residual, scale, bias),
+            "norm_add": (x, residual, scale),
+            "norm_add_norm": (x, residual, scale, next_scale),
+        }.get(spec.op, (x, None))
+    if spec.op != "norm":
+        return dy, None, dy
+    saved = x if spec.saved == "input" else dy
     stats = (array((rows,), jnp.float32),) * (1 + spec.returns_mean)
-    return (saved, stats, *params, dy)
+    return saved, stats, scale, bias, dy, x if spec.adds_dh else None
 
 
 def _call(spec: Spec, *operands: Any, **options: Any) -> Any:
-    return getattr(implementation, f"{spec.op}_{spec.direction}")(*operands, spec, **options)
+    return getattr(implementation, f"{spec.op}_{spec.direction}")(*operands, spec=spec, **options)
 
 
 def _compile(

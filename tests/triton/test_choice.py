@@ -35,6 +35,10 @@ WIDE = Spec("norm", "bwd", 8192, 8192, BF16, BF16, F32, want_stats=True)
         ({"cols": 2**31}, "32 bits"),
         ({"rows": "b"}, "symbolic"),
         ({"op": "softmax", "has_mask": True}, "`where` mask"),
+        ({"adds_dh": True, "scale_groups": 4, "bias_groups": 4}, None),
+        ({"op": "add_norm", "direction": "fwd", "residual_dtype": F32, "bias_groups": 4}, None),
+        ({"op": "add_norm", "direction": "fwd", "residual_dtype": F64}, "float64"),
+        ({"op": "norm_add_norm", "direction": "fwd", "residual_dtype": F32}, "is RMSNorm's"),
     ],
     ids=str,
 )

@@ -32,13 +32,11 @@ MIXES = [("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16
 MIXES += [("float16", "float16"), ("bfloat16", "float32")]
 
 
-@pytest.fixture(params=SCHEDULES)
-def scheduled(request, monkeypatch):
-    """Every call gets the schedule; the name of the implementation."""
-    from jaxnorm_kernels.triton import schedule
+def make_schedule(name):
+    from jaxnorm_kernels.triton.schedule import Schedule
 
-    block, pieces, warps, tile_rows, programs, stages, hold_params = SCHEDULES[request.param]
-    chosen = schedule.Schedule(
+    block, pieces, warps, tile_rows, programs, stages, hold_params = SCHEDULES[name]
+    return Schedule(
         block,
         warps,
         tile_rows,
@@ -47,6 +45,14 @@ def scheduled(request, monkeypatch):
         stages=stages,
         hold_params=hold_params,
     )
+
+
+@pytest.fixture(params=SCHEDULES)
+def scheduled(request, monkeypatch):
+    """Every call gets the schedule; the name of the implementation."""
+    from jaxnorm_kernels.triton import schedule
+
+    chosen = make_schedule(request.param)
     monkeypatch.setattr(schedule, "choose", lambda spec: chosen)
     if INTERPRETED:
         import triton_interpreter

@@ -7,27 +7,37 @@ Row of N; G = scale + scale_offset, r = rstd, d = dy; c1 is LayerNorm's alone:
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
+Another cotangent of x, dh, is added to dx before it is rounded.
+
 G is floored and the bias rounded to y's dtype as in the forward, and |xh| is clipped to sqrt(N),
 its true bound, where a bias or a vanishing G may have cost y what it knew of xh.
 
 A program walks over its share of the rows and adds up dscale and dbias in registers; the programs'
 sums are added outside, always in the same order. Rows too wide for that are cut into blocks, each
-with programs of its own, and c1 and c2 come from a kernel that ran before.
+with programs of its own, and c1 and c2 come from a kernel that ran before. Where groups of rows
+have parameters of their own, a program has rows of one group alone.
 """
 
 import math
 from typing import Any
 
 import jax
+import numpy as np
 import triton
 import triton.language as tl
 
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec, Stats
 from jaxnorm_kernels.triton import schedule as schedules
-from jaxnorm_kernels.triton.launch import launch
+from jaxnorm_kernels.triton.launch import group_rows, launch
 from jaxnorm_kernels.triton.schedule import Schedule
-from jaxnorm_kernels.triton.tiles import columns_at, effective_bias, gain, tile_at
+from jaxnorm_kernels.triton.tiles import (
+    columns_at,
+    effective_bias,
+    gain,
+    start_of_group,
+    tile_at,
+)
 
 
 def norm_bwd(
@@ -41,7 +51,13 @@ def norm_bwd(
     spec: Spec,
     schedule: Schedule | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    del dh  # `supports` refuses it
+    """Returns dx in ``x_dtype``, and dscale and dbias in the shapes of scale and bias.
+
+    Args:
+      saved, dy, dh: `(rows, cols)`; dh in ``x_dtype``, where ``spec.adds_dh``.
+      stats: rstd, and the mean of a LayerNorm from its input, each `(rows,)` in float32.
+      scale, bias: `(cols,)`, or `(n, cols)` for groups of rows.
+    """
     schedule = schedule or schedules.choose(spec)
     rstd, *mean = stats
     from_output = spec.saved == "output"
@@ -53,6 +69,8 @@ def norm_bwd(
         "scale_ptr": scale,
         "bias_ptr": bias if from_output else None,
         "rows": spec.rows,
+        "scale_rows": group_rows(scale, spec),
+        "bias_rows": group_rows(bias, spec),
         "cols": spec.cols,
         "subtract_mean": spec.subtract_mean,
         "scale_offset": spec.scale_offset,
@@ -65,8 +83,8 @@ def norm_bwd(
         "registers": schedule.registers,
     }
     row_means = _row_means(spec, schedule, common) if schedule.is_looped(spec) else (None, None)
-    _, row_programs = grid = schedule.persistent_grid(spec)
-    partial = jax.ShapeDtypeStruct((row_programs, spec.cols), spec.compute_dtype)
+    col_blocks, row_programs = schedule.persistent_grid(spec)
+    partial = jax.ShapeDtypeStruct((row_programs * spec.groups, spec.cols), np.float32)
     dx, *partials = launch(
         _norm_bwd,
         name="jaxnorm_norm_bwd",
@@ -75,7 +93,9 @@ def norm_bwd(
             "dscale_ptr": None if scale is None else partial,
             "dbias_ptr": None if bias is None else partial,
         },
-        grid=grid,
+        grid=(col_blocks * spec.groups, row_programs),
+        dh_ptr=dh,
+        col_blocks=col_blocks,
         c2_ptr=row_means[0],
         c1_ptr=row_means[1],
         pieces=schedule.pieces,
@@ -83,15 +103,30 @@ def norm_bwd(
         stages=schedule.stages,
         **common,
     )
-    dscale, dbias = add_partials(partials, (spec.scale_dtype, spec.bias_dtype))
+    dscale, dbias = _summed(partials, (scale, bias), spec)
     return dx, dscale, dbias
+
+
+def _summed(
+    partials: list[jax.Array], parameters: tuple[jax.Array | None, ...], spec: Spec
+) -> list[jax.Array | None]:
+    """The gradients of scale and bias: sums of the programs' sums."""
+    dtypes = (spec.scale_dtype, spec.bias_dtype)
+    if spec.groups == 1:
+        return add_partials(partials, dtypes)
+    # A partial has a row for each group of each program.
+    sums: list[jax.Array | None] = []
+    for parameter, dtype in zip(parameters, dtypes):
+        own = [] if parameter is None else [partials.pop(0).reshape(-1, *parameter.shape)]
+        sums += add_partials(own, (dtype,))
+    return sums
 
 
 def _row_means(
     spec: Spec, schedule: Schedule, common: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array | None]:
     """c2 and c1 of rows that are too wide for registers; c1 is LayerNorm's alone."""
-    stat = jax.ShapeDtypeStruct((spec.rows,), spec.compute_dtype)
+    stat = jax.ShapeDtypeStruct((spec.rows,), np.float32)
     c2, *c1 = launch(
         _norm_bwd_row_means,
         name="jaxnorm_norm_bwd_row_means",
@@ -105,7 +140,9 @@ def _row_means(
 @triton.jit
 def _columns(
     scale_ptr,
+    scale_start,
     bias_ptr,
+    bias_start,
     y_ptr,
     col,
     cols: tl.constexpr,
@@ -114,14 +151,14 @@ def _columns(
     from_output: tl.constexpr,
 ):
     """G, 1 / G and the bias of the columns of a tile. No scale is G = 1, no bias is 0."""
-    g = gain(scale_ptr, col, cols, scale_offset, scale_floor)
+    g = gain(scale_ptr, scale_start, col, cols, scale_offset, scale_floor)
     if scale_ptr is None:
         inverse = 1.0
     elif scale_floor > 0.0:
         inverse = 1.0 / g
     else:  # float16: y holds nothing of xh where G is 0
         inverse = tl.where(g == 0.0, 0.0, 1.0 / tl.where(g == 0.0, 1.0, g))
-    return g, inverse, effective_bias(bias_ptr, y_ptr, col, cols, from_output)
+    return g, inverse, effective_bias(bias_ptr, bias_start, y_ptr, col, cols, from_output)
 
 
 @triton.jit
@@ -157,6 +194,7 @@ def _of_rows(stat_ptr, row, rows):
 def _norm_bwd(
     saved_ptr,
     dy_ptr,
+    dh_ptr,
     rstd_ptr,
     mean_ptr,
     scale_ptr,
@@ -167,6 +205,8 @@ def _norm_bwd(
     dscale_ptr,
     dbias_ptr,
     rows,
+    scale_rows,
+    bias_rows,
     cols: tl.constexpr,
     subtract_mean: tl.constexpr,
     scale_offset: tl.constexpr,
@@ -176,19 +216,33 @@ def _norm_bwd(
     tile_rows: tl.constexpr,
     block: tl.constexpr,
     pieces: tl.constexpr,
+    col_blocks: tl.constexpr,
     hold_params: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """dx and the partial sums. c1 and c2 are None where the pieces of a tile are whole rows."""
+    """dx and the partial sums. c1 and c2 are None where the pieces of a tile are whole rows.
+
+    `scale_rows` and `bias_rows` are the rows of a group, None where all rows share the parameter.
+    """
     first_col = tl.program_id(0) * block
     program, programs = tl.program_id(1), tl.num_programs(1)
+    scale_start, bias_start = None, None
+    if scale_rows is not None or bias_rows is not None:
+        first_col = tl.program_id(0) % col_blocks * block
+        group = tl.program_id(0) // col_blocks
+        if scale_rows is not None:
+            scale_start = group.to(tl.int64) * cols
+        if bias_rows is not None:
+            bias_start = group.to(tl.int64) * cols
     params, dscale, dbias = (), (), ()
     for i in tl.static_range(pieces):
         if hold_params:
             params += (
                 _columns(
                     scale_ptr,
+                    scale_start,
                     bias_ptr,
+                    bias_start,
                     saved_ptr,
                     columns_at(first_col + i * block, block, tile_rows),
                     cols,
@@ -199,7 +253,12 @@ def _norm_bwd(
             )
         dscale += (tl.zeros([tile_rows, block], tl.float32),)
         dbias += (tl.zeros([tile_rows, block], tl.float32),)
-    for first_row in tl.range(program * tile_rows, rows, programs * tile_rows, num_stages=stages):
+    begin = program * tile_rows
+    if scale_rows is not None or bias_rows is not None:
+        group_rows = bias_rows if scale_rows is None else scale_rows
+        begin += group * group_rows
+        rows = (group + 1) * group_rows
+    for first_row in tl.range(begin, rows, programs * tile_rows, num_stages=stages):
         row = first_row + tl.arange(0, tile_rows)
         rstd, mean = _of_rows(rstd_ptr, row, rows), _of_rows(mean_ptr, row, rows)
         dgs, xhs, dscales, dbiases = (), (), (), ()
@@ -216,7 +275,9 @@ def _norm_bwd(
             else:
                 g, inverse, bias = _columns(
                     scale_ptr,
+                    scale_start,
                     bias_ptr,
+                    bias_start,
                     saved_ptr,
                     col,
                     cols,
@@ -247,10 +308,15 @@ def _norm_bwd(
             _, start, col, exists = tile_at(
                 first_row, first_col + i * block, rows, cols, tile_rows, block
             )
+            if dh_ptr is not None:
+                dx += tl.load(dh_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
             tl.store(dx_ptr + start + col, dx, mask=exists)
+    partial_row = program
+    if scale_rows is not None or bias_rows is not None:
+        partial_row = program * (tl.num_programs(0) // col_blocks) + group
     for i in tl.static_range(pieces):
         col = columns_at(first_col + i * block, block)
-        partial = program.to(tl.int64) * cols + col
+        partial = partial_row.to(tl.int64) * cols + col
         if dscale_ptr is not None:
             tl.store(dscale_ptr + partial, tl.sum(dscale[i], axis=0)[None, :], mask=col < cols)
         if dbias_ptr is not None:
@@ -268,6 +334,8 @@ def _norm_bwd_row_means(
     c2_ptr,
     c1_ptr,
     rows,
+    scale_rows,
+    bias_rows,
     cols: tl.constexpr,
     subtract_mean: tl.constexpr,
     scale_offset: tl.constexpr,
@@ -280,6 +348,8 @@ def _norm_bwd_row_means(
     """c2 and, where there is a pointer for it, c1."""
     first_row = tl.program_id(0) * tile_rows
     row = first_row + tl.arange(0, tile_rows)
+    scale_start = start_of_group(row, rows, scale_rows, cols)
+    bias_start = start_of_group(row, rows, bias_rows, cols)
     rstd, mean = _of_rows(rstd_ptr, row, rows), _of_rows(mean_ptr, row, rows)
     c2 = tl.zeros([tile_rows, block], tl.float32)
     c1 = tl.zeros([tile_rows, block], tl.float32)
@@ -288,7 +358,16 @@ def _norm_bwd_row_means(
         saved = tl.load(saved_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
         d = tl.load(dy_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
         g, inverse, bias = _columns(
-            scale_ptr, bias_ptr, saved_ptr, col, cols, scale_offset, scale_floor, from_output
+            scale_ptr,
+            scale_start,
+            bias_ptr,
+            bias_start,
+            saved_ptr,
+            col,
+            cols,
+            scale_offset,
+            scale_floor,
+            from_output,
         )
         dg, terms, _ = _elements(saved, d, rstd, mean, g, inverse, bias, bound, from_output)
         c2 += terms

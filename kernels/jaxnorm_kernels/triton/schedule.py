@@ -16,6 +16,8 @@ The sizes that matter, and how the lines below use them:
 
 Chosen out of schedules timed on one H200 with Triton 3.6 (`benchmarks.sweep
 benchmarks/sweeps/triton.py`); what was chosen was timed again with Triton 3.9 (`benchmarks.run`).
+Norms with a residual have the lines of plain ones, with fewer values in a thread where some would
+spill; those were compiled, not timed.
 """
 
 import dataclasses
@@ -67,10 +69,14 @@ class Schedule:
         return (math.ceil(spec.rows / self.tile_rows),)
 
     def persistent_grid(self, spec: Spec) -> tuple[int, int]:
-        """Programs that take turns over the rows: over the blocks of a row, and over the rows."""
+        """Programs that take turns over the rows of a group: over the blocks of a row, and those.
+
+        In a forward pass, and where the rows share their parameters, all rows are one group.
+        """
+        groups = spec.groups if spec.direction == "bwd" else 1
         col_blocks = math.ceil(spec.cols / (self.pieces * self.block))
-        row_programs = min(max(1, self.programs // col_blocks), *self.grid(spec))
-        return col_blocks, row_programs
+        tiles = math.ceil(spec.rows // groups / self.tile_rows)
+        return col_blocks, min(max(1, self.programs // (col_blocks * groups)), tiles)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +93,8 @@ class Line:
       looped: a row is read piece after piece, and never held.
       mean: only where a mean is subtracted.
       ragged: only for rows that are no multiple of 16 bytes.
-      itemsize: only for elements of so many bytes: of x in a forward pass, of dy in a backward one.
+      itemsize: only for elements of so many bytes: of x or a residual, whichever is wider, in a
+        forward pass, of dy in a backward one.
     """
 
     cols: int | None
@@ -103,12 +110,14 @@ class Line:
     itemsize: int | None = None
 
     def fits(self, spec: Spec) -> bool:
-        read = spec.x_dtype if spec.direction == "fwd" else spec.y_dtype
+        itemsize = (spec.x_dtype if spec.direction == "fwd" else spec.y_dtype).itemsize
+        if spec.residual_dtype is not None:
+            itemsize = max(itemsize, spec.residual_dtype.itemsize)
         return (
             (self.cols is None or spec.cols <= self.cols)
             and (not self.mean or spec.subtract_mean)
-            and (not self.ragged or bool(spec.cols * read.itemsize % 16))
-            and self.itemsize in (None, read.itemsize)
+            and (not self.ragged or bool(spec.cols * itemsize % 16))
+            and self.itemsize in (None, itemsize)
         )
 
 
@@ -154,6 +163,23 @@ NORM_FORWARD = (
     Line(None, warps=16, per_sm=2, values=16, looped=True),
 )
 
+# A residual is read where it is added, and rows that are held have registers enough for it. Of a
+# looped row a thread has 8 values, for the sake of one more array's addresses.
+RESIDUAL_FORWARD = (
+    *NORM_FORWARD[:-1],
+    Line(None, warps=16, per_sm=2, looped=True),
+)
+
+# Of 24 values in a thread or fewer, none spill between the two norms.
+TWO_NORMS_FORWARD = (
+    Line(2048, warps=4, per_sm=8, share=2048),
+    Line(5120, warps=8, per_sm=4, values=4),
+    Line(12288, warps=16, per_sm=2, values=4),
+    # Of 32 some do, which costs less than to read a row three times.
+    Line(32768, warps=32, per_sm=1, values=4),
+    Line(None, warps=8, per_sm=4, looped=True),
+)
+
 NORM_BACKWARD = (
     # Programs take turns over the rows. 128 registers hold 8 values of each array, of the
     # parameters and of their sums; what reading costs in time, the rows under way make up for.
@@ -183,6 +209,9 @@ _TABLES = {
     ("log_softmax", "fwd"): SOFTMAX_FORWARD,
     ("log_softmax", "bwd"): SOFTMAX_BACKWARD,
     ("norm", "fwd"): NORM_FORWARD,
+    ("add_norm", "fwd"): RESIDUAL_FORWARD,
+    ("norm_add", "fwd"): RESIDUAL_FORWARD,
+    ("norm_add_norm", "fwd"): TWO_NORMS_FORWARD,
     ("norm", "bwd"): NORM_BACKWARD,
 }
 
@@ -218,7 +247,10 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
 
 def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:
     """Rows of a tile, a power of two: few rows are spread over all SMs first."""
-    return max(1, min(most, _power_of_2_from(math.ceil(spec.rows / gpu.sms))))
+    rows = math.ceil(spec.rows / gpu.sms)
+    if spec.direction == "bwd":
+        rows = min(rows, spec.rows // spec.groups)  # A tile of it has rows of one group alone.
+    return max(1, min(most, _power_of_2_from(rows)))
 
 
 def _stages(line: Line, tile: int, spec: Spec, gpu: Gpu) -> int:
@@ -227,9 +259,11 @@ def _stages(line: Line, tile: int, spec: Spec, gpu: Gpu) -> int:
     5 bytes of it for each element are for exchanges between threads.
     """
     saved = spec.y_dtype if spec.saved == "output" else spec.x_dtype
-    read = (spec.x_dtype,) if spec.direction == "fwd" else (saved, spec.y_dtype)
+    read = (spec.x_dtype, spec.residual_dtype)
+    if spec.direction == "bwd":
+        read = (saved, spec.y_dtype, spec.x_dtype if spec.adds_dh else None)
     room = gpu.smem // line.per_sm - 5 * tile
-    return min(line.stages, 1 + max(0, room) // (tile * sum(t.itemsize for t in read)))
+    return min(line.stages, 1 + max(0, room) // (tile * sum(t.itemsize for t in read if t)))
 
 
 def _power_of_2_from(n: int) -> int:

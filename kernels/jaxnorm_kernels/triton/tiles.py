@@ -53,9 +53,24 @@ def load_rows(
     """Whole rows in float32: a tuple of `pieces` tiles, side by side; `other` beyond the rows."""
     tiles = ()
     for i in tl.static_range(pieces):
-        _, start, col, exists = tile_at(first_row, i * block, rows, cols, tile_rows, block)
-        tiles += (tl.load(ptr + start + col, mask=exists, other=other).to(tl.float32),)
+        tiles += (load_piece(ptr, i, first_row, rows, cols, tile_rows, block, other),)
     return tiles
+
+
+@triton.jit
+def load_piece(
+    ptr,
+    piece: tl.constexpr,
+    first_row,
+    rows,
+    cols: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+    other: tl.constexpr = 0.0,
+):
+    """The tile of that number in float32; `other` beyond the rows."""
+    _, start, col, exists = tile_at(first_row, piece * block, rows, cols, tile_rows, block)
+    return tl.load(ptr + start + col, mask=exists, other=other).to(tl.float32)
 
 
 @triton.jit
@@ -83,26 +98,52 @@ def zero_beyond(x, col, cols: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit
-def gain(scale_ptr, col, cols: tl.constexpr, offset: tl.constexpr, floor: tl.constexpr):
+def start_of_group(row, rows, group_rows, cols: tl.constexpr):
+    """Offsets of the parameters (n, cols) of rows, of which `group_rows` share each of the n.
+
+    None where `group_rows` is None: for parameters (cols,). Rows beyond the last have its.
+    """
+    if group_rows is None:
+        start = None
+    else:
+        start = (tl.minimum(row, rows - 1) // group_rows).to(tl.int64)[:, None] * cols
+    return start
+
+
+@triton.jit
+def load_parameter(ptr, start, col, cols: tl.constexpr, other: tl.constexpr):
+    """A parameter in float32 for the columns of a tile; `start` is that of a group, or None."""
+    if start is not None:
+        ptr += start
+    value = tl.load(ptr + col, mask=col < cols, other=other, eviction_policy="evict_last")
+    return value.to(tl.float32)
+
+
+@triton.jit
+def gain(scale_ptr, start, col, cols: tl.constexpr, offset: tl.constexpr, floor: tl.constexpr):
     """G = scale + offset for the columns of a tile, raised to `floor` (0 for none) in magnitude."""
     if scale_ptr is None:
         g = 1.0
     else:
-        scale = tl.load(scale_ptr + col, mask=col < cols, other=1.0, eviction_policy="evict_last")
-        g = scale.to(tl.float32) + offset
+        g = load_parameter(scale_ptr, start, col, cols, 1.0) + offset
         if floor > 0.0:
             g = tl.where(tl.abs(g) < floor, tl.where(g < 0.0, -floor, floor), g)
     return g
 
 
 @triton.jit
-def effective_bias(bias_ptr, y_ptr, col, cols: tl.constexpr, from_output: tl.constexpr):
+def effective_bias(bias_ptr, start, y_ptr, col, cols: tl.constexpr, from_output: tl.constexpr):
     """The bias for the columns of a tile, rounded to y's dtype where the output is saved."""
     if bias_ptr is None:
         bias = 0.0
     else:
-        bias = tl.load(bias_ptr + col, mask=col < cols, other=0.0, eviction_policy="evict_last")
-        bias = bias.to(tl.float32)
+        bias = load_parameter(bias_ptr, start, col, cols, 0.0)
         if from_output:
-            bias = bias.to(y_ptr.dtype.element_ty).to(tl.float32)
+            bias = rounded_like(bias, y_ptr)
     return bias
+
+
+@triton.jit
+def rounded_like(x, ptr):
+    """`x` rounded to the dtype behind a pointer, in float32 again."""
+    return x.to(ptr.dtype.element_ty).to(tl.float32)
