@@ -1,6 +1,7 @@
 """Calls on meshes: cases, their operands, and what their compiled programs do."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -47,6 +48,22 @@ def step(name, save="output", **options):
     return run
 
 
+def residual_step(name, **options):
+    """Values and gradients of a norm with a residual, over (cotangent, x, residual, *params)."""
+
+    def run(d, *operands):
+        results, vjp = jax.vjp(functools.partial(getattr(jaxnorm, name), **options), *operands)
+        return *jax.tree.leaves(results), *vjp(jax.tree.map(lambda _: d, results))
+
+    return run
+
+
+def residual_operands(name, shape=SHAPE):
+    d, x, scale = operands("rms_norm", shape)
+    scales = [scale] if name in ("add_rms_norm", "rms_norm_add") else [scale, jnp.cos(scale)]
+    return d, x, jnp.sin(x), *scales
+
+
 def operands(name, shape=SHAPE, dtype="float32"):
     """A cotangent, x and the parameters."""
     rng = np.random.default_rng(0)
@@ -77,8 +94,8 @@ def specs_of(mesh_axes, axes):
 def on_mesh(function, arrays, case, kind):
     """The compiled function on sharded operands, and those; results of x's shape lie as x does."""
     mesh = mesh_of(case, kind)
-    params = len(arrays) - 2
-    specs = [case.x, case.x, *[case.params] * params]
+    are_arrays = [a.shape == arrays[1].shape for a in arrays]
+    specs = [case.x if is_array else case.params for is_array in are_arrays]
     if kind == "manual":
         shapes = jax.tree.leaves(jax.eval_shape(function, *arrays))
         out_specs = [case.x if a.shape == arrays[1].shape else P() for a in shapes]
@@ -87,9 +104,8 @@ def on_mesh(function, arrays, case, kind):
         def run(*shards):
             return jax.tree.leaves(inner(*shards))
 
-        in_specs = (case.x, case.x, *[P()] * params)
-        function = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-        specs[2:] = [P()] * params
+        specs = [case.x if is_array else P() for is_array in are_arrays]
+        function = jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs)
     sharded = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs)]
     return jax.jit(function).lower(*sharded).compile(), sharded
 

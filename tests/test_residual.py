@@ -253,6 +253,14 @@ def test_groups_over_channels():
 # --- what the programs hold
 
 
+WRAPPED = {
+    "plain": lambda block: block,
+    "remat": jax.checkpoint,
+    "save_policy": functools.partial(jax.checkpoint, policy=jaxnorm.save_policy),
+    "jit": jax.jit,
+}
+
+
 def jaxpr_of(function, *arrays):
     return str(jax.make_jaxpr(function)(*arrays))
 
@@ -283,6 +291,32 @@ def test_an_unused_result_costs_no_pass_backward(used):
     assert [len(operands.split()) for operands in backward] == ([4] if used == 0 else [])
 
 
+@pytest.mark.parametrize("around", ["plain", "save_policy"])
+@pytest.mark.parametrize(
+    ("name", "save", "kept"),
+    [
+        ("add_layer_norm", "output", 1),  # y
+        ("add_layer_norm", "input", 1),  # h
+        ("add_rms_norm", "output", 1),
+        ("add_rms_norm", "input", 1),
+        ("rms_norm_add", None, 1),  # x
+        ("rms_norm_add_rms_norm", "output", 2),  # x, y
+        ("rms_norm_add_rms_norm", "input", 2),  # x, h
+    ],
+)
+def test_what_is_kept(name, save, kept, around):
+    """Of arrays of x's shape, beside the results; x is 3 u, so that it is none of the arguments."""
+    u, scale = jnp.ones((4, 16)), jnp.ones(16)
+    options = {} if save is None else {"save": save}
+
+    def block(u, residual, scale):
+        return getattr(jaxnorm, name)(3 * u, 2 * residual, scale, **options)
+
+    vjp = jax.make_jaxpr(lambda *a: jax.vjp(WRAPPED[around](block), *a)[1])(u, u, scale).jaxpr
+    large = {v for v in vjp.outvars if v.aval.shape == u.shape}
+    assert len(large) == kept
+
+
 def residual_blocks(norm):
     def block(x, parameters):
         scale, matrix = parameters
@@ -299,14 +333,6 @@ def unrolled(block, x, parameters):
 
 def scanned(block, x, parameters):
     return jax.lax.scan(lambda x, p: (block(x, p), None), x, parameters)[0]
-
-
-WRAPPED = {
-    "plain": lambda block: block,
-    "remat": jax.checkpoint,
-    "save_policy": functools.partial(jax.checkpoint, policy=jaxnorm.save_policy),
-    "jit": jax.jit,
-}
 
 
 def additions_of(jaxpr, shape):

@@ -26,6 +26,8 @@ from meshes import (
     mesh_of,
     on_mesh,
     operands,
+    residual_operands,
+    residual_step,
     specs_of,
     step,
 )
@@ -139,6 +141,73 @@ def test_rows_split_over_a_mesh(kernels, name, case, kind):
 def test_both_save_modes(kernels, name, save, kind):
     compiled, sharded = on_mesh(step(name, save), operands(name), CASES[1], kind)
     check_values(compiled, sharded, name, save)
+
+
+RESIDUAL_FUNCTIONS = ["add_layer_norm", "add_rms_norm", "rms_norm_add", "rms_norm_add_rms_norm"]
+
+
+@each_kind
+@pytest.mark.parametrize("case", [CASES[1], CASES[3], SPLIT_ROWS], ids=lambda c: c.name)
+@pytest.mark.parametrize("name", RESIDUAL_FUNCTIONS)
+def test_norms_with_a_residual(kernels, name, case, kind):
+    """The residual and h lie as x does; nothing of their size moves."""
+    if kind == "manual" and case is SPLIT_ROWS:
+        return  # There the axis that a call normalises is its own.
+    arrays = residual_operands(name)
+    compiled, sharded = on_mesh(residual_step(name), arrays, case, kind)
+    expected = jax.jit(residual_step(name, implementation="xla"))(*arrays)
+    x = sharded[1]
+    for ours, theirs in zip(compiled(*sharded), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+        if ours.shape == x.shape:
+            assert ours.sharding.is_equivalent_to(x.sharding, x.ndim)
+    assert not moved(compiled)
+    if case is not SPLIT_ROWS and kernels is not None:
+        launches = {"rms_norm_add_rms_norm": 3}.get(name, 2)
+        assert kernels.shapes == [(math.prod(SHAPE[:-1]) // case.shards, SHAPE[-1])] * launches
+
+
+def test_a_residual_that_lies_otherwise():
+    """On explicit axes it is brought to where x is, and its gradient back."""
+    mesh = mesh_of(Case("", {"data": 4, "seq": 2}, P()), "explicit")
+    d, x, residual, scale = residual_operands("add_rms_norm")
+    specs = (P("data"), P("data"), P(None, "seq"), P())
+    sharded = [
+        jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((d, x, residual, scale), specs)
+    ]
+    y, h, dx, dresidual, dscale = jax.jit(residual_step("add_rms_norm"))(*sharded)
+    assert [jax.typeof(a).sharding.spec[:2] for a in (y, h, dx, dresidual)] == [
+        *[("data", None)] * 3,
+        (None, "seq"),
+    ]
+    expected = residual_step("add_rms_norm")(d, x, residual, scale)
+    for ours, theirs in zip((y, h, dx, dresidual, dscale), expected):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@each_kind
+@pytest.mark.parametrize("lead", [(8, 1), (1, 1), (8, 16)])
+def test_parameters_of_groups_on_a_mesh(kernels, lead, kind):
+    """Each device has its groups; a gradient is summed over the devices that share one."""
+    d, x, _ = operands("rms_norm")
+    scale = 1 + 0.3 * jnp.asarray(np.random.default_rng(2).normal(size=(*lead, SHAPE[-1])))
+    specs = (
+        P("data", "seq"),
+        P(*[n if size > 1 else None for n, size in zip(("data", "seq"), lead)]),
+    )
+    mesh = mesh_of(Case("", {"data": 4, "seq": 2}, P()), kind)
+    function = step("rms_norm")
+    if kind == "manual":
+        ins = (specs[0], specs[0], specs[1])
+        function = jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=ins)
+    sharded = [
+        jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((d, x, scale), (specs[0], *specs))
+    ]
+    compiled = jax.jit(function).lower(*sharded).compile()
+    expected = step("rms_norm", implementation="xla")(d, x, scale)
+    for ours, theirs in zip(compiled(*sharded), expected):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+    assert kernels is None or len(kernels.shapes) == 2
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
