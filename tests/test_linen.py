@@ -227,3 +227,33 @@ def test_scan_and_remat_over_layers():
         return jax.grad(lambda v: jnp.sum(model(norm).apply(v, x, None)[0] ** 2))(variables)
 
     assert_same(grads(jaxnorm.linen.LayerNorm), grads(nn.LayerNorm), 1e-3)
+
+
+@each
+@each_save
+@pytest.mark.parametrize(("x_dtype", "dtype"), [("float32", "float32"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"dtype": jnp.bfloat16}, {"use_scale": False}, {"reduction_axes": 1, "feature_axes": 1}],
+    ids=lambda f: "-".join(f) or "default",
+)
+def test_residual(ours, theirs, fields, x_dtype, dtype, save):
+    """(y, h): h = x + residual in the residual's dtype, and Flax's norm of h."""
+    x, residual = data(x_dtype), jnp.sin(data(dtype))
+    module = ours(**fields, save=save)
+    variables = module.init(jax.random.key(1), x, residual=residual)
+    assert_same(variables, theirs(**fields).init(jax.random.key(1), residual), 0)
+    y, h = module.apply(variables, x, residual=residual)
+    assert_same(h, x + residual, 1e-6)
+    expected = theirs(**fields).apply(variables, x + residual)
+    assert_same(y, expected, 2 * float(jnp.finfo(expected.dtype).eps) + 1e-5)
+
+
+@each
+def test_residual_of_a_call_that_is_left_to_flax(ours, theirs):
+    x, residual = data(), jnp.sin(data("bfloat16"))
+    mask = data() > -1
+    y, h = ours().apply(ours().init(jax.random.key(1), x), x, mask=mask, residual=residual)
+    assert h.dtype == residual.dtype
+    expected = theirs().apply(theirs().init(jax.random.key(1), x), h, mask=mask)
+    assert_same(y, expected, 1e-6)

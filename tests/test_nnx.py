@@ -195,3 +195,25 @@ def test_under_nnx_jit():
     x = data()
     module = make(jaxnorm.nnx.LayerNorm)
     np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(module, x), module(x), rtol=1e-6)
+
+
+@each
+@pytest.mark.parametrize(("x_dtype", "dtype"), [("float32", "float32"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("options", [{}, {"dtype": jnp.bfloat16}, {"save": "input"}], ids=str)
+def test_residual(ours, theirs, options, x_dtype, dtype):
+    """(y, h): h = x + residual in the residual's dtype, and Flax's norm of h."""
+    x, residual = data(x_dtype), jnp.sin(data(dtype))
+    y, h = make(ours, **options)(x, residual=residual)
+    assert h.dtype == residual.dtype
+    np.testing.assert_allclose(h, x + residual, rtol=1e-6)
+    expected = make(theirs, dtype=options.get("dtype"))(x + residual)
+    assert_close(y, expected, 2 * float(jnp.finfo(expected.dtype).eps) + 1e-5)
+
+
+@each
+def test_residual_of_a_call_that_is_left_to_flax(ours, theirs):
+    x, residual = data(), jnp.sin(data())
+    mask = data() > -1
+    y, h = make(ours)(x, mask=mask, residual=residual)
+    np.testing.assert_allclose(h, x + residual, rtol=1e-6)
+    assert_close(y, make(theirs)(h, mask=mask), 1e-6)
