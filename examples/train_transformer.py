@@ -195,8 +195,8 @@ def plans(config: Config) -> str:
     """Which implementation jaxnorm's calls get, and why."""
     tokens = config.batch * config.seq
     calls = {
-        "layer_norm": jaxnorm.implementation_for(
-            "layer_norm", (tokens, config.width), config.dtype, param_dtype="float32"
+        "add_layer_norm": jaxnorm.implementation_for(
+            "add_layer_norm", (tokens, config.width), config.dtype, param_dtype="float32"
         ),
         # Attention names it: XLA fuses the causal mask with the softmax.
         "softmax": jaxnorm.implementation_for(

@@ -44,6 +44,15 @@ class Config:
         )
 
 
+class AddLayerNorm(nn.LayerNorm):
+    """Flax's norm with the residual addition before it, called as jaxnorm's is."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = x + residual
+        return super().__call__(h), h
+
+
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """Whose norms and softmax the model uses."""
@@ -54,7 +63,7 @@ class Variant:
 
 
 VARIANTS = (
-    Variant("Flax", nn.LayerNorm, nn.dot_product_attention),
+    Variant("Flax", AddLayerNorm, nn.dot_product_attention),
     *(
         Variant(
             f"jaxnorm, save={save!r}",
@@ -67,11 +76,19 @@ VARIANTS = (
 
 
 class Block(nn.Module):
+    """Takes the residual stream x and the branch that is to be added to it, and returns these.
+
+    Every addition is beside a norm, which takes both: jaxnorm's in one pass.
+    """
+
     config: Config
     variant: Variant
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array) -> tuple[jax.Array, None]:
+    def __call__(
+        self, carry: tuple[jax.Array, jax.Array], mask: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+        branch, x = carry
         width, dtype = self.config.width, self.config.dtype
         attention = nn.MultiHeadDotProductAttention(
             num_heads=self.config.heads,
@@ -79,10 +96,11 @@ class Block(nn.Module):
             attention_fn=self.variant.attention_fn,
             name="attention",
         )
-        x = x + attention(self.variant.norm(dtype=dtype, name="attention_norm")(x), mask=mask)
-        y = self.variant.norm(dtype=dtype, name="mlp_norm")(x)
+        y, x = self.variant.norm(dtype=dtype, name="attention_norm")(branch, residual=x)
+        branch = attention(y, mask=mask)
+        y, x = self.variant.norm(dtype=dtype, name="mlp_norm")(branch, residual=x)
         y = nn.gelu(nn.Dense(4 * width, dtype=dtype, name="mlp_in")(y))
-        return x + nn.Dense(width, dtype=dtype, name="mlp_out")(y), None
+        return (nn.Dense(width, dtype=dtype, name="mlp_out")(y), x), None
 
 
 class Transformer(nn.Module):
@@ -96,7 +114,9 @@ class Transformer(nn.Module):
         config = self.config
         positions = jnp.arange(tokens.shape[1])
         embed = functools.partial(nn.Embed, features=config.width, dtype=config.dtype)
-        x = embed(VOCABULARY, name="bytes")(tokens) + embed(config.seq, name="places")(positions)
+        x = embed(VOCABULARY, name="bytes")(tokens)
+        places = embed(config.seq, name="places")(positions)
+        carry = jnp.broadcast_to(places, x.shape), x
         mask = nn.make_causal_mask(tokens[:1], dtype=bool)
         if config.scan:
             stack = nn.scan(
@@ -106,9 +126,10 @@ class Transformer(nn.Module):
                 in_axes=nn.broadcast,
                 length=config.layers,
             )
-            x, _ = stack(config, self.variant, name="blocks")(x, mask)
+            carry, _ = stack(config, self.variant, name="blocks")(carry, mask)
         else:
             for layer in range(config.layers):
-                x, _ = Block(config, self.variant, name=f"block_{layer}")(x, mask)
-        x = self.variant.norm(dtype=config.dtype, name="final_norm")(x)
-        return nn.Dense(VOCABULARY, dtype=jnp.float32, name="head")(x)
+                carry, _ = Block(config, self.variant, name=f"block_{layer}")(carry, mask)
+        branch, x = carry
+        y, _ = self.variant.norm(dtype=config.dtype, name="final_norm")(branch, residual=x)
+        return nn.Dense(VOCABULARY, dtype=jnp.float32, name="head")(y)
