@@ -1,6 +1,7 @@
 """What the tests of the forward kernels share: schedules, calls, and references in float64."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jaxnorm_kernels.mosaic.forward.schedule import Schedule
 from jaxnorm_kernels.specs import Spec
 
 OPS = ("softmax", "log_softmax", "rms_norm", "layer_norm")
+RESIDUAL_OPS = ("add_rms_norm", "add_layer_norm", "rms_norm_add", "rms_norm_add_rms_norm")
 BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
 
 
@@ -106,34 +108,60 @@ CLUSTERED = (
 )
 
 
+#: Those that add residuals: all but rows that are streamed.
+RESIDUAL_CASES = tuple(case for case in CASES if case.schedule.kind != "streamed_row")
+
+
 def make_spec(op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, **kwargs: Any) -> Spec:
+    """An operation of `OPS`, or a norm with a residual, by default of x's dtype."""
     if op in ("softmax", "log_softmax"):
         return Spec(op, "fwd", rows, cols, x, y)  # type: ignore[arg-type]
     parameters: dict[str, Any] = {"scale_dtype": F32, "epsilon": 1e-6, "want_stats": True}
-    if op == "layer_norm":
-        parameters |= {"subtract_mean": True, "bias_dtype": F32}
-    return Spec("norm", "fwd", rows, cols, x, y, **(parameters | kwargs))
+    if "layer_norm" in op:
+        parameters["subtract_mean"] = True
+    if op.endswith("layer_norm") and "norm_add" not in op:
+        parameters["bias_dtype"] = F32
+    op = op.replace("layer_norm", "norm").replace("rms_norm", "norm")
+    if op != "norm":
+        parameters["residual_dtype"] = x
+    if op == "norm_add_norm":
+        parameters["next_scale_dtype"] = F32
+    parameters |= kwargs
+    if op == "norm_add":
+        y = parameters["residual_dtype"]
+    return Spec(op, "fwd", rows, cols, x, y, **parameters)  # type: ignore[arg-type]
 
 
 def make_operands(spec: Spec, seed: int = 0) -> tuple[np.ndarray | None, ...]:
-    """x, and for a norm the scale and bias that the spec asks for."""
+    """x; and for a norm its residual, if it has one, and the parameters that its function takes."""
     rng = np.random.default_rng(seed)
     x = rng.normal(0.5, 3, (spec.rows, spec.cols)).astype(spec.x_dtype)
-    if spec.op != "norm":
+    if not spec.is_norm:
         return (x,)
-    scale = bias = None
-    if spec.scale_dtype is not None:
-        scale = rng.normal(1, 0.5, spec.cols).astype(spec.scale_dtype)
-    if spec.bias_dtype is not None:
-        bias = rng.normal(0, 1, spec.cols).astype(spec.bias_dtype)
-    return x, scale, bias
+
+    def param(mean: float, deviation: float, dtype: np.dtype | None, groups: int) -> Any:
+        if dtype is None:
+            return None
+        shape = (spec.cols,) if groups == 1 else (groups, spec.cols)
+        return rng.normal(mean, deviation, shape).astype(dtype)
+
+    scale = param(1, 0.5, spec.scale_dtype, spec.scale_groups)
+    if spec.op == "norm":
+        return x, scale, param(0, 1, spec.bias_dtype, spec.bias_groups)
+    residual = rng.normal(-1, 2, (spec.rows, spec.cols)).astype(spec.residual_dtype)
+    match spec.op:
+        case "add_norm":
+            return x, residual, scale, param(0, 1, spec.bias_dtype, spec.bias_groups)
+        case "norm_add":
+            return x, residual, scale
+    return x, residual, scale, param(1, 0.5, spec.next_scale_dtype, spec.scale_groups)
 
 
 def call(spec: Spec, *operands: Any, module: Any = mosaic, **kwargs: Any) -> tuple[Any, ...]:
-    """The output, then the statistics."""
-    if spec.op == "norm":
-        y, stats = module.norm_fwd(*operands, spec, **kwargs)
-        return y, *stats
+    """The outputs, then the statistics."""
+    if spec.is_norm:
+        *outputs, stats = getattr(module, f"{spec.op}_fwd")(*operands, spec, **kwargs)
+        return *outputs, *stats
     function = {"softmax": module.softmax_fwd, "log_softmax": module.log_softmax_fwd}[spec.op]
     return (function(operands[0], None, spec, **kwargs),)
 
@@ -196,6 +224,7 @@ def norm_reference(
     rstd = 1 / np.sqrt(variance + spec.epsilon)
     # A wrong mean adds its square; the magnitudes of the sum are the sum.
     rstd_error = rstd * ((_TERMS + 8) * _U + np.square(mean_error * rstd))
+    scale, bias = (of_rows(param, spec.rows) for param in (scale, bias))
     y = centred * rstd
     error = np.abs(centred) * rstd_error + rstd * (mean_error + _U * np.abs(x)) + 4 * _U * np.abs(y)
     if scale is not None:
@@ -224,7 +253,38 @@ def rounding(value: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return 1.01 * np.maximum(np.abs(value) * info.eps, float(info.smallest_subnormal)) / 2
 
 
-def reference(spec: Spec, *operands: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def residual_reference(
+    spec: Spec, outputs: Sequence[np.ndarray], x: Any, residual: Any, *params: Any
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """What `norm_reference` gives, of all outputs; y is held against the norm of the h given."""
+    if spec.op == "add_norm":
+        h = (x.astype(F32) + residual.astype(F32)).astype(spec.residual_dtype)
+        (y, *stats), (error, *stat_errors) = norm_reference(spec.last, outputs[1], *params)
+        return [y, h, *stats], [error, np.zeros_like(y), *stat_errors]
+    scale, *next_scale = params
+    first = dataclasses.replace(spec.first, y_dtype=F32)
+    (normal, *stats), (error, *stat_errors) = norm_reference(first, x, scale, None)
+    h = residual.astype(np.float64) + normal
+    error = error + 4 * _U * np.abs(h) + rounding(h, spec.residual_dtype)
+    if not next_scale:
+        return [h, *stats], [error, *stat_errors]
+    (y, *last), (y_error, *last_errors) = norm_reference(spec.last, outputs[1], *next_scale, None)
+    return [y, h, *stats, *last], [y_error, error, *stat_errors, *last_errors]
+
+
+def of_rows(param: np.ndarray | None, rows: int) -> np.ndarray | None:
+    """A parameter of groups of rows, for each row."""
+    if param is None or param.ndim == 1:
+        return param
+    return np.repeat(param, rows // len(param), axis=0)
+
+
+def reference(
+    spec: Spec, *operands: Any, outputs: Sequence[np.ndarray] = ()
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The outputs in float64 and the errors that a kernel may make, which gave these `outputs`."""
+    if spec.residual_dtype is not None:
+        return residual_reference(spec, outputs, *operands)
     if spec.op == "norm":
         return norm_reference(spec, *operands)
     y, error = softmax_reference(spec, *operands)

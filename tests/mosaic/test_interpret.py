@@ -15,6 +15,7 @@ from forward_cases import (
     CASES,
     F16,
     F32,
+    RESIDUAL_CASES,
     Case,
     interpret,
     make_operands,
@@ -32,11 +33,12 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def check(spec: Spec, schedule: Schedule | None, *operands: Any) -> None:
-    """Output and statistics against the reference in float64, within its error bound."""
+    """Outputs and statistics against the reference in float64, within its error bound."""
     outputs = interpret(spec, *operands, schedule=schedule)
-    expected, errors = reference(spec, *operands)
+    expected, errors = reference(spec, *operands, outputs=outputs)
     assert len(outputs) == len(expected)
     assert outputs[0].dtype == spec.y_dtype
+    assert not spec.normalises_h or outputs[1].dtype == spec.residual_dtype
     for output, value, error in zip(outputs, expected, errors):
         assert output.shape == value.shape
         excess = np.abs(output.astype(np.float64) - value) - error
@@ -60,6 +62,22 @@ def test_values(op: str, case: Case, dtype: np.dtype) -> None:
     spec = make_spec(op, case.rows, case.cols, dtype, dtype)
     schedule = case.schedule_for(spec.x_dtype, spec.y_dtype, spec.scale_dtype, spec.bias_dtype)
     check(spec, schedule, *make_operands(spec))
+
+
+@pytest.mark.parametrize("case", RESIDUAL_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("op", "x", "residual", "y"),
+    [
+        ("add_rms_norm", BF16, BF16, BF16),
+        ("add_layer_norm", BF16, F32, BF16),
+        ("rms_norm_add", F32, BF16, BF16),
+        ("rms_norm_add_rms_norm", BF16, BF16, F32),
+    ],
+    ids=str,
+)
+def test_residuals(op: str, x: np.dtype, residual: np.dtype, y: np.dtype, case: Case) -> None:
+    spec = make_spec(op, case.rows, case.cols, x, y, residual_dtype=residual)
+    check(spec, case.schedule_for(x, residual, y, F32), *make_operands(spec))
 
 
 @pytest.mark.parametrize(

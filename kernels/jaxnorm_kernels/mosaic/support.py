@@ -8,15 +8,21 @@ from jaxnorm_kernels.specs import Spec
 # Rows are numbered in int32, and the last block may start a tile further.
 _MAX_ROWS = 2**31 - 2**16
 _MIN_COLS = 8
+# Of a row with a residual, in the registers of the blocks of a cluster.
+_MAX_COLS_WITH_RESIDUAL = 2**17
 
 
 _CANNOT: Table = (
     *NO_KERNEL,
+    ("its kernels add no second cotangent", lambda s: s.adds_dh),
     (
-        "its kernels add no residual, and no second cotangent",
-        lambda s: s.residual_dtype is not None or s.adds_dh,
+        "its backward kernels take no parameters of groups of rows",
+        lambda s: s.direction == "bwd" and s.groups > 1,
     ),
-    ("its kernels take no parameters of groups of rows", lambda s: s.groups > 1),
+    (
+        f"its kernels add a residual to rows of up to {_MAX_COLS_WITH_RESIDUAL} elements",
+        lambda s: s.residual_dtype is not None and s.cols > _MAX_COLS_WITH_RESIDUAL,
+    ),
     (f"its kernels need rows of {_MIN_COLS} elements or more", lambda s: s.cols < _MIN_COLS),
     (
         f"its kernels number rows in 32 bits, up to {_MAX_ROWS}",

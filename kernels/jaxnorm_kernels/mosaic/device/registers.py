@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
@@ -41,6 +43,12 @@ def widen(value: jax.Array, layout: Layout) -> jax.Array:
         )
 
     return widened(value)
+
+
+def rounded(value: jax.Array, dtype: np.dtype) -> jax.Array:
+    """`value` in `dtype`. XLA on CPU drops a rounding that is undone; in the interpreter, too."""
+    value = value.astype(dtype)
+    return lax.optimization_barrier(value) if is_interpreted() else value
 
 
 def _widen_register(register: Any) -> Any:

@@ -3,6 +3,13 @@
     G = scale + scale_offset        r = 1 / sqrt(mean((x - mean)^2) + epsilon)
     y = (x - mean) r G + bias
 
+With a residual, h and the y of norm_add in its dtype, and the second norm's scale its own::
+
+    norm             y = norm(x)
+    add_norm         h = x + residual          y = norm(h)
+    norm_add         y = residual + norm(x)
+    norm_add_norm    h = residual + norm(x)    y = norm(h)
+
 The variance is never E[x^2] - E[x]^2, which cancels. Rows in registers are reduced twice. Where
 parts of a row are reduced apart, part p of size n_p has its own mean and its own sum of squares
 about it, M_p, and (Chan, Golub, LeVeque 1979)
@@ -16,6 +23,7 @@ A part that is streamed is reduced once, about a pivot c, the mean of its first 
 The pivot lies among the data, so what cancels is no more than (chunks of the row) * M_p.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,18 +31,20 @@ from typing import Any
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, launch
+from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import WARPS, Ref, store
+from jaxnorm_kernels.mosaic.device.registers import rounded, widen
 from jaxnorm_kernels.mosaic.forward import schedule as schedules
+from jaxnorm_kernels.mosaic.forward.kernel import Refs, of_group, run
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
 from jaxnorm_kernels.mosaic.forward.streams import Row, Stream, Units
-from jaxnorm_kernels.mosaic.forward.tiles import SplitRow, Stat, Tile
+from jaxnorm_kernels.mosaic.forward.tiles import LoadedRow, Pieces, SplitRow, Stat, Steps, Tile
 from jaxnorm_kernels.specs import Spec, Stats
 
 Gather = Callable[..., list[jax.Array]]
-Read = Callable[[], list[jax.Array]]
 
 
 def norm_fwd(
@@ -45,89 +55,213 @@ def norm_fwd(
     *,
     schedule: Schedule | None = None,
 ) -> tuple[jax.Array, Stats]:
+    """y ``(rows, cols)`` in ``spec.y_dtype``; and the statistics, each ``(rows,)`` in float32.
+
+    Args:
+      x: ``(rows, cols)``; 16 or 32 bits, like every array here.
+      scale, bias: ``(cols,)``, or ``(groups, cols)``; None where there is none.
+      schedule: how it runs; by default, what `schedule.choose` says.
+    """
+    (y,), stats = _forward([x], [scale, bias], [spec.y_dtype], spec, schedule)
+    return y, stats
+
+
+def add_norm_fwd(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    spec: Spec,
+    *,
+    schedule: Schedule | None = None,
+) -> tuple[jax.Array, jax.Array, Stats]:
+    """y in ``spec.y_dtype``, h in ``spec.residual_dtype``, both ``(rows, cols)``; the statistics.
+
+    Args:
+      residual: like `x` ``(rows, cols)``. For the others see `norm_fwd`.
+    """
+    results = [spec.y_dtype, _residual_dtype(spec)]
+    (y, h), stats = _forward([x, residual], [scale, bias], results, spec, schedule)
+    return y, h, stats
+
+
+def norm_add_fwd(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None,
+    spec: Spec,
+    *,
+    schedule: Schedule | None = None,
+) -> tuple[jax.Array, Stats]:
+    """y ``(rows, cols)`` in ``spec.residual_dtype``, and the statistics. See `add_norm_fwd`."""
+    results = [_residual_dtype(spec)]
+    (y,), stats = _forward([x, residual], [scale], results, spec, schedule)
+    return y, stats
+
+
+def norm_add_norm_fwd(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None,
+    next_scale: jax.Array | None,
+    spec: Spec,
+    *,
+    schedule: Schedule | None = None,
+) -> tuple[jax.Array, jax.Array, Stats]:
+    """y, h and the statistics of both norms; `next_scale` is the second's. See `add_norm_fwd`."""
+    results = [spec.y_dtype, _residual_dtype(spec)]
+    (y, h), stats = _forward([x, residual], [scale, next_scale], results, spec, schedule)
+    return y, h, stats
+
+
+def _forward(
+    operands: Sequence[jax.Array],
+    params: Sequence[jax.Array | None],
+    results: Sequence[np.dtype],
+    spec: Spec,
+    schedule: Schedule | None,
+) -> tuple[list[jax.Array], Stats]:
     schedule = schedule or schedules.choose(spec)
     rows = schedule.rows_of(spec)
-    params = _present(scale, bias)
-    count = len(params)  # What traces the body keeps it: it may hold no traced array.
-    stats = 1 + spec.returns_mean if spec.want_stats else 0
     if isinstance(rows, Tile):
-        normalise = _in_registers(rows, spec, schedule.params_first)
+        body = _in_registers(rows, spec, schedule.params_first)
     else:
-        normalise = _streamed(rows, spec)
-
-    def body(x_ref: Ref, *refs: Ref) -> None:
-        param_refs, y_ref, refs = refs[:count], refs[count], refs[count + 1 :]
-        normalise(x_ref, param_refs, y_ref, refs[:stats], refs[stats:])
-
-    y, *kept = launch(
+        body = _streamed(rows, spec)
+    outputs, stats = run(
         body,
-        [x, *params],
-        name=f"jaxnorm_{'layer' if spec.subtract_mean else 'rms'}_norm_fwd",
-        outputs=[(x.shape, spec.y_dtype), *[((spec.rows,), spec.compute_dtype)] * stats],
-        blocks=rows.blocks(spec.rows),
-        cluster=rows.cluster,
-        warpgroups=rows.warpgroups,
-        scratch=rows.scratch(3, spec.x_dtype),
-        auto_barriers=schedule.auto_barriers,
+        rows,
+        spec,
+        schedule,
+        operands=operands,
+        params=[p for p in params if p is not None],
+        results=results,
+        stats=sum(1 + norm.returns_mean for norm in _norms(spec)) if spec.want_stats else 0,
+        exchanged=3,
+        name=spec.op.replace("norm", "layer_norm" if spec.subtract_mean else "rms_norm") + "_fwd",
     )
-    return y, tuple(kept)
+    return outputs, tuple(stats)
 
 
-def _in_registers(tile: Tile, spec: Spec, params_first: bool) -> Callable[..., None]:
-    def normalise(
-        x_ref: Ref,
-        param_refs: Sequence[Ref],
-        y_ref: Ref,
-        stat_refs: Sequence[Ref],
-        scratch: Sequence[Any],
-    ) -> None:
-        def load() -> list[list[jax.Array]]:
-            return [tile.load_param(p) for p in param_refs]
+def _norms(spec: Spec) -> list[Spec]:
+    """The norms of a call, in their order."""
+    return {
+        "norm": [spec],
+        "add_norm": [spec.last],
+        "norm_add": [spec.first],
+        "norm_add_norm": [spec.first, spec.last],
+    }[spec.op]
 
-        def columns_of(params: list[list[jax.Array]]) -> list[list[jax.Array]]:
-            """Of each piece of a row."""
-            return [_columns(piece, spec) for piece in zip(*params)] or [[]] * len(tile.pieces())
 
-        def one_row(row: Any, turn: Any, read: Read, held: list[list[jax.Array]] | None) -> None:
-            rstd, mean = _row_statistics(tile, turn, read, scratch, spec)
-            y = [
-                _output(v, tile.spread(rstd, v), _spread(tile, mean, v), columns, spec)
-                for v, columns in zip(read(), held or columns_of(load()))
-            ]
-            tile.store(y_ref, row, y)
-            _store_stats(stat_refs, row, rstd, mean)
+def _residual_dtype(spec: Spec) -> np.dtype:
+    if spec.residual_dtype is None:
+        raise ValueError(f"{spec.op} needs a residual, and {spec} has none")
+    return spec.residual_dtype
 
+
+def _in_registers(tile: Tile, spec: Spec, params_first: bool) -> Callable[[Refs], None]:
+    norms = _norms(spec)
+
+    def add(x: jax.Array, residual: jax.Array) -> jax.Array:
+        return x + widen(residual, tile.layout)
+
+    def load(x: jax.Array, *residual: jax.Array) -> tuple[jax.Array, ...]:
+        """The row to reduce; then h, or a residual that is added later."""
+        x = widen(x, tile.layout)
+        if spec.op != "add_norm":
+            return x, *residual
+        h = rounded(add(x, *residual), _residual_dtype(spec))
+        return widen(h, tile.layout), h
+
+    def columns_of(params: list[list[jax.Array]], norm: Spec) -> list[list[jax.Array]]:
+        """Of each piece of a row."""
+        return [_columns(piece, norm) for piece in zip(*params)] or [[]] * len(tile.pieces())
+
+    def body(refs: Refs) -> None:
+        param_refs = _by_norm(refs.params, norms)
+
+        def params(k: int, index: Callable[[], Any]) -> list[list[jax.Array]]:
+            return [tile.load_param(of_group(p, spec.rows, index)) for p in param_refs[k]]
+
+        def finish(row: LoadedRow, held: list[list[list[jax.Array]]] | None) -> None:
+            kept: list[Stat] = []
+
+            def norm(read: Callable[[], Pieces], k: int = 0) -> Pieces:
+                """Of what `read` gives, the norm `k` of this call."""
+                gather = functools.partial(_gather, tile, refs.scratch, row.turn, k)
+                rstd, mean = _row_statistics(tile, read, gather, norms[k])
+                kept.extend(_present(rstd, mean)[: 1 + norms[k].returns_mean])
+                return [
+                    _output(v, tile.spread(rstd, v), _spread(tile, mean, v), columns, norms[k])
+                    for v, columns in zip(
+                        read(),
+                        held[k] if held else columns_of(params(k, lambda: row.index), norms[k]),
+                    )
+                ]
+
+            def write(result: int, values: Pieces) -> None:
+                tile.store(refs.results[result], row.index, values)
+
+            match spec.op:
+                case "norm":
+                    write(0, norm(row.read))
+                case "add_norm":
+                    write(1, row.read(1))
+                    write(0, norm(row.read))
+                case "norm_add":
+                    write(0, [add(*v) for v in zip(norm(row.read), row.read(1))])
+                case "norm_add_norm":
+                    total = [add(*v) for v in zip(norm(row.read), row.read(1))]
+                    h = [rounded(v, _residual_dtype(spec)) for v in total]
+                    write(1, h)
+                    wide = [widen(v, tile.layout) for v in h]
+                    write(0, norm(lambda: wide, 1))
+            _store_stats(refs.stats, row.index, kept)
+
+        steps = Steps(load, finish)
         if params_first:
-            tile.each_row(x_ref, spec.rows, scratch, one_row, load, columns_of)
-        else:
-            tile.each_row(x_ref, spec.rows, scratch, one_row)
+            steps = dataclasses.replace(
+                steps,
+                params=lambda: [
+                    params(k, lambda: tile.row_index(spec.rows)) for k in range(len(norms))
+                ],
+                prepare=lambda loaded: [columns_of(*each) for each in zip(loaded, norms)],
+            )
+        tile.each_row(refs.operands, spec.rows, refs.scratch, steps)
 
-    return normalise
+    return body
 
 
-def _streamed(stream: Stream, spec: Spec) -> Callable[..., None]:
-    def normalise(
-        x_ref: Ref,
-        param_refs: Sequence[Ref],
-        y_ref: Ref,
-        stat_refs: Sequence[Ref],
-        scratch: Sequence[Any],
-    ) -> None:
-        row = Row(stream, x_ref, scratch)
+def _streamed(stream: Stream, spec: Spec) -> Callable[[Refs], None]:
+    def body(refs: Refs) -> None:
+        (x_ref,), (y_ref,) = refs.operands, refs.results
+        row = Row(stream, x_ref, refs.scratch)
         mean, square = _streamed_moments(stream, row, spec)
         rstd = lax.rsqrt(square / spec.cols + spec.epsilon)
         row.write(
             y_ref,
-            param_refs,
+            [of_group(p, spec.rows, lambda: row.index) for p in refs.params],
             lambda x, *params: _output(x, rstd, mean, _columns(params, spec), spec),
         )
-        _store_stats(stat_refs, row.index, rstd, mean)
+        _store_stats(refs.stats, row.index, _present(rstd, mean))
 
-    return normalise
+    return body
+
+
+def _by_norm(params: Sequence[Ref], norms: Sequence[Spec]) -> list[list[Ref]]:
+    """The parameters of each norm."""
+    rest = list(params)
+    return [[rest.pop(0) for _ in _present(n.scale_dtype, n.bias_dtype)] for n in norms]
+
+
+def _gather(
+    tile: Tile, scratch: Sequence[Any], turn: Any, nth: int, *stats: Stat
+) -> list[jax.Array]:
+    assert isinstance(tile, SplitRow)
+    return tile.gather(scratch, *stats, turn=turn, nth=nth)
 
 
 def _row_statistics(
-    tile: Tile, turn: Any, read: Read, scratch: Sequence[Any], spec: Spec
+    tile: Tile, read: Callable[[], Pieces], gather: Gather, spec: Spec
 ) -> tuple[Stat, Stat | None]:
     """r and the mean of a row in registers."""
     size = tile.part_sizes() if isinstance(tile, SplitRow) else float(spec.cols)
@@ -135,7 +269,6 @@ def _row_statistics(
     centred = read() if mean is None else [v - tile.spread(mean, v) for v in read()]
     square = tile.sum([jnp.square(v) for v in centred])
     if isinstance(tile, SplitRow):
-        gather = functools.partial(tile.gather, scratch, turn=turn)
         mean, square = _merge(gather, size, mean, square, spec)
     return lax.rsqrt(square / spec.cols + spec.epsilon), mean
 
@@ -228,17 +361,17 @@ def _effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
     return bias.astype(jnp.float32)
 
 
-def _store_stats(refs: Sequence[Ref], row: Any, rstd: Stat, mean: Stat | None) -> None:
+def _store_stats(refs: Sequence[Ref], row: Any, stats: Sequence[Stat]) -> None:
     """Stores as many of the statistics as there are refs; every warpgroup has all of them."""
 
     @pl.when(lax.axis_index(WARPGROUP) == 0)
     def _() -> None:
-        for ref, stat in zip(refs, _present(rstd, mean)):
+        for ref, stat in zip(refs, stats):
             store(ref.at[row], stat)
 
 
-def _present(*arrays: jax.Array | None) -> list[jax.Array]:
-    return [a for a in arrays if a is not None]
+def _present[T](*values: T | None) -> list[T]:
+    return [v for v in values if v is not None]
 
 
 def _spread(tile: Tile, stat: Stat | None, like: jax.Array) -> jax.Array | None:

@@ -25,9 +25,9 @@ from jaxnorm_kernels.mosaic.device import layouts
 from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_read, release_used
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import Ref
-from jaxnorm_kernels.mosaic.device.registers import opaque, widen
+from jaxnorm_kernels.mosaic.device.registers import opaque
 from jaxnorm_kernels.mosaic.forward.exchange import Exchange
-from jaxnorm_kernels.mosaic.forward.tiles import Body, Piece, RowTile, SplitRow, Tile
+from jaxnorm_kernels.mosaic.forward.tiles import LoadedRow, Piece, RowTile, SplitRow, Steps, Tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,40 +59,35 @@ class Queue(Tile):
         raise NotImplementedError
 
     def copies(self, x: Ref, index: Any, piece: Piece, slot: Ref) -> list[tuple[Ref, Ref]]:
-        """The copies, each of consecutive bytes, that bring a piece into its slot."""
+        """The copies, each of consecutive bytes, that bring a piece of a row into its slot."""
         raise NotImplementedError
 
-    def scratch(self, stats: int, dtype: np.dtype) -> list[Any]:
+    def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
         count = self.warpgroups * self.slots
         widths = self.widths()
-        copies = len(widths) * (self.rows if len(widths) > 1 else 1)
+        copies = len(dtypes) * len(widths) * (self.rows if len(widths) > 1 else 1)
         return [
-            *super().scratch(stats, dtype),
+            *super().scratch(stats, dtypes),
             # A piece has an array of its own: Mosaic reads a slice of columns only where its width
             # divides the row.
-            *[plgpu.SMEM((count, *self.held(width)), dtype) for width in widths],
+            *[plgpu.SMEM((count, *self.held(width)), d) for d in dtypes for width in widths],
             plgpu.Barrier(num_arrivals=copies, num_barriers=count),
         ]
 
     def each_row(
-        self,
-        x: Ref,
-        rows: int,
-        scratch: Sequence[Any],
-        body: Body,
-        load: Callable[[], Any] = lambda: None,
-        prepare: Callable[[Any], Any] = lambda loaded: loaded,
+        self, operands: Sequence[Ref], rows: int, scratch: Sequence[Any], steps: Steps
     ) -> None:
         pieces = self.pieces()
         *_, filled = scratch
-        queues = scratch[-1 - len(pieces) : -1]
-        in_plain_order(*queues)
+        arrays = scratch[-1 - len(operands) * len(pieces) : -1]
+        in_plain_order(*arrays)
+        queues = [arrays[k :: len(pieces)] for k in range(len(pieces))]  # of each piece
         self.open(scratch)
         block, whole = lax.axis_index(BLOCK), self.whole_blocks(rows)
         first = jnp.where(block < whole, block * self.turns, block + whole * (self.turns - 1))
         count: Any = 1
         if self.turns > 1:
-            # Of a copy that starts in any case, the compiler moves ahead what waits for `load`.
+            # Of a copy that starts in any case, the compiler moves ahead what waits for `params`.
             count = opaque(jnp.where(block < whole, self.turns, 1))
 
         def slot(k: Any) -> Any:
@@ -105,20 +100,22 @@ class Queue(Tile):
             @pl.when(k < count)
             def _() -> None:
                 for p, queue in zip(pieces, queues):
-                    for source, target in self.copies(x, index(k), p, queue.at[slot(k)]):
-                        plgpu.copy_gmem_to_smem(
-                            source,
-                            target,
-                            filled.at[slot(k)],
-                            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # of any length
-                        )
+                    for x, q in zip(operands, queue):
+                        for source, target in self.copies(x, index(k), p, q.at[slot(k)]):
+                            plgpu.copy_gmem_to_smem(
+                                source,
+                                target,
+                                filled.at[slot(k)],
+                                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # of any length
+                            )
 
-        def read(k: Any) -> list[jax.Array]:
-            raw = (
-                layouts.load(queue.at[slot(k)], self.layout, self.shape(p.width))
+        def read(k: Any) -> list[tuple[jax.Array, ...]]:
+            return [
+                steps.load(
+                    *[layouts.load(q.at[slot(k)], self.layout, self.shape(p.width)) for q in queue]
+                )
                 for p, queue in zip(pieces, queues)
-            )
-            return [widen(v, self.layout) for v in raw]
+            ]
 
         def refill(k: Any, release: Callable[[], None]) -> None:
             if self.turns > self.slots:
@@ -128,12 +125,12 @@ class Queue(Tile):
         def one(k: Any) -> None:
             plgpu.barrier_wait(filled.at[slot(k)])
             if self.rereads:
-                body(index(k), k, lambda: read(k), shared)
+                steps.finish(LoadedRow(index(k), k, lambda: read(k)), shared)
                 refill(k, release_used)
             else:
                 held = read(k)
                 refill(k, release_read)
-                body(index(k), k, lambda: held, shared)
+                steps.finish(LoadedRow(index(k), k, lambda: held), shared)
 
         def start() -> None:
             for k in range(self.slots):
@@ -141,12 +138,12 @@ class Queue(Tile):
 
         if self.turns == 1:
             start()
-            loaded = load()
+            loaded = steps.params()
         else:
             # What all rows wait for comes first: 0.94 of a copy for 0.92 (LayerNorm, 5120 columns).
-            loaded = load()
+            loaded = steps.params()
             start()
-        shared = prepare(loaded)
+        shared = steps.prepare(loaded)
         self.ready()
         pl.loop(0, count)(one)
 

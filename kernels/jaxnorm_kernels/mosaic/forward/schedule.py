@@ -3,7 +3,8 @@
 The sizes that matter, and how the lines below use them:
 
 * An SM gives 64 registers to each of 1024 threads, 128 to each of 512. A value of a row costs one
-  register, so 32 values for each thread let 8 warpgroups share an SM.
+  register, so 32 values for each thread let 8 warpgroups share an SM. A residual that waits to be
+  added costs another: rows count as twice as long (`_registers`).
 * About 64 KiB of reads under way in each SM keep the memory of an H100 or H200 busy. Rows in
   registers have as many because an SM runs several blocks: some load while others reduce or store.
   A row of 32 KiB and more leaves room for one or two, so it is spread over the blocks of a cluster.
@@ -11,6 +12,8 @@ The sizes that matter, and how the lines below use them:
   share the rows evenly reach 0.91: SMs differ, it seems, and all wait for the slowest. So a block
   takes a few rows at most, and only where it then reads its parameters once for all of them; the
   last rows are taken one by one.
+* The bytes of a row are those of x and of its residual: both are under way at the same time.
+* Groups of rows have parameters of their own, so no block can keep them for its next rows.
 * A second read from the L2 cache costs no memory bandwidth, but L2 bandwidth, of which there is
   about 1.5 times as much. So it is the last resort.
 """
@@ -18,6 +21,8 @@ The sizes that matter, and how the lines below use them:
 import dataclasses
 import math
 from typing import Literal
+
+import numpy as np
 
 from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import (
@@ -74,7 +79,12 @@ class Schedule:
 
     def rows_of(self, spec: Spec) -> Tile | Stream:
         """How a block holds, or goes through, its rows."""
+        if spec.groups > 1 and (spec.rows // spec.groups % self.rows or self._keeps_params):
+            raise ValueError(f"{self} has parameters of one group for rows of another")
+        if spec.residual_dtype is not None and self.kind == "streamed_row":
+            raise ValueError(f"{self} adds no residual")
         cols, vector = spec.cols, self.vector
+        exchanges = 2 if spec.op == "norm_add_norm" else 1
         queue = {name: getattr(self, name) for name in ("slots", "turns", "tail", "rereads")}
         match self.kind:
             case "row_tile":
@@ -84,21 +94,28 @@ class Schedule:
             case "warpgroup_row":
                 return WarpgroupRow(cols, vector)
             case "split_row":
-                return SplitRow(cols, vector, self.warpgroups, self.cluster)
+                return SplitRow(cols, vector, self.warpgroups, self.cluster, exchanges)
             case "queued_row":
-                return QueuedRow(cols, vector, self.warpgroups, self.cluster, **queue)
+                return QueuedRow(cols, vector, self.warpgroups, self.cluster, exchanges, **queue)
             case "streamed_row":
                 return Stream(cols, vector, self.warpgroups, self.chunk)
+
+    @property
+    def _keeps_params(self) -> bool:
+        """Whether the rows of a block share what is loaded of the parameters."""
+        return self.kind.startswith("queued") and self.params_first
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
     """A line of the table: for rows of up to `cols` columns; None is any number.
 
+    Where a column takes two registers, `cols` and `values` are half as many.
+
     Attributes:
       waves: only for at most this many rows for each SM.
-      row_bytes: only for rows of up to so many bytes.
-      params: only where a column has so many bytes of parameters for each byte of x and y.
+      row_bytes: only for rows of up to so many bytes, with the residual's.
+      params: only where a column has so many bytes of parameters for each byte of rows.
       op: only for this operation.
       values: columns of a thread, which give the *shares* of a row: how many warpgroups share it
         (split_row, queued_row). 0: as many as its parameters leave room for.
@@ -121,14 +138,15 @@ class Line:
     chunk: int = 0
 
     def fits(self, spec: Spec, gpu: Gpu) -> bool:
-        row_bytes = spec.cols * spec.x_dtype.itemsize
         return (
-            (self.cols is None or spec.cols <= self.cols)
+            (self.cols is None or spec.cols * _registers(spec) <= self.cols)
             and (self.waves is None or spec.rows <= self.waves * gpu.sms)
-            and (self.row_bytes is None or row_bytes <= self.row_bytes)
+            and (self.row_bytes is None or spec.cols * _column_bytes(spec) <= self.row_bytes)
             # What asynchronous copies can take.
-            and (not self.kind.startswith("queued") or row_bytes % VECTOR_BYTES == 0)
+            and (not self.kind.startswith("queued") or not _is_unaligned(spec))
             and _param_bytes(spec) >= self.params * _data_bytes(spec)
+            and not (self.params and spec.groups > 1)
+            and (self.kind != "streamed_row" or spec.residual_dtype is None)
             and self.op in (None, spec.op)
         )
 
@@ -178,7 +196,7 @@ def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
 
 def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
     """What a line says for `spec`."""
-    vector = vector_width(spec.cols, spec.x_dtype, spec.y_dtype)
+    vector = vector_width(spec.cols, spec.x_dtype, spec.residual_dtype, spec.y_dtype)
     match line.kind:
         case "row_tile":
             return _row_tile(spec, vector)
@@ -199,9 +217,13 @@ def _row_tile(spec: Spec, vector: int) -> Schedule:
     vector = min(vector, _power_of_2(spec.cols // 2))
     threads = _threads(spec.cols, vector)
     step = WARPGROUP_THREADS // threads
-    row_bytes = spec.cols * spec.x_dtype.itemsize
+    row_bytes = spec.cols * _column_bytes(spec)
     rows = max(1, _TILE_BYTES * WARPGROUP_THREADS // (row_bytes * step)) * step
     rows = min(rows, spec.rows // step * step)
+    if spec.groups > 1:
+        # The rows of a tile share its parameters.
+        group = spec.rows // spec.groups
+        rows = next((n for n in range(rows, 0, -step) if group % n == 0), 0)
     # Fewer rows than the warps of a block hold.
     if not rows and spec.cols >= WARPGROUP_THREADS:
         return _warpgroup_row(spec, vector)
@@ -239,7 +261,7 @@ def _warpgroup_row(spec: Spec, vector: int) -> Schedule:
 
 
 def _split_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
-    shares = _shares(spec.cols, vector, line.values)
+    shares = _shares(spec.cols, vector, line.values // _registers(spec))
     cluster = min(line.cluster, gpu.sms // spec.rows) if line.waves else line.cluster
     warpgroups, cluster = _spread(shares, line, gpu, cluster)
     values = spec.cols / (cluster * warpgroups * WARPGROUP_THREADS)
@@ -250,7 +272,7 @@ def _split_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
         vector,
         cluster=cluster,
         warpgroups=warpgroups,
-        params_first=values * (1 + len(_params(spec))) <= room,
+        params_first=values * (_registers(spec) + len(_params(spec))) <= room,
         auto_barriers=False,
     )
 
@@ -259,11 +281,11 @@ def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     params = len(_params(spec))
     # A column costs a register for each of its parameters, and one for its value.
     values = line.values or (80 if params == 1 else 48)
-    shares = _shares(spec.cols, vector, values)
+    shares = _shares(spec.cols, vector, values // _registers(spec))
     warpgroups, cluster = _spread(shares, line, gpu, line.cluster)
     unit = warpgroups * WARPGROUP_THREADS * vector
     part = math.ceil(spec.cols / (cluster * unit)) * unit
-    part_bytes, of_thread = part * spec.x_dtype.itemsize, part // (warpgroups * WARPGROUP_THREADS)
+    part_bytes, of_thread = part * _column_bytes(spec), part // (warpgroups * WARPGROUP_THREADS)
     # Blocks of a cluster that have an SM to themselves, and many parameters to read: one round
     # takes all rows.
     alone = 1 < line.cluster < shares and params == 2
@@ -337,18 +359,45 @@ def _spread(shares: int, line: Line, gpu: Gpu, cluster: int) -> tuple[int, int]:
     return warpgroups, min(gpu.portable_cluster, shares // warpgroups)
 
 
+def _registers(spec: Spec) -> int:
+    """Registers of a thread for each column of a row, at most.
+
+    x and a residual of 32 bits wait for each other, and a residual that is added to the norm of x
+    for its statistics. In 16 bits, x and its residual share the register that their sum then takes.
+    """
+    if spec.residual_dtype is None:
+        return 1
+    return 1 if spec.op == "add_norm" and _column_bytes(spec) <= 4 else 2
+
+
 def _params(spec: Spec) -> list[int]:
     """Bytes of each parameter of a column."""
-    return [d.itemsize for d in (spec.scale_dtype, spec.bias_dtype) if d is not None]
+    return _sizes(spec.scale_dtype, spec.bias_dtype, spec.next_scale_dtype)
 
 
 def _param_bytes(spec: Spec) -> int:
     return sum(_params(spec))
 
 
+def _column_bytes(spec: Spec) -> int:
+    """Bytes of each column of the rows that are read."""
+    return sum(_sizes(spec.x_dtype, spec.residual_dtype))
+
+
 def _data_bytes(spec: Spec) -> int:
-    """Bytes of x and y for each column."""
-    return spec.x_dtype.itemsize + spec.y_dtype.itemsize
+    """Bytes of each column of the rows that are read and written."""
+    h_dtype = spec.residual_dtype if spec.normalises_h else None
+    return _column_bytes(spec) + sum(_sizes(spec.y_dtype, h_dtype))
+
+
+def _sizes(*dtypes: np.dtype | None) -> list[int]:
+    return [dtype.itemsize for dtype in dtypes if dtype is not None]
+
+
+def _is_unaligned(spec: Spec) -> bool:
+    """Whether a row that is read is no multiple of what asynchronous copies take."""
+    sizes = _sizes(spec.x_dtype, spec.residual_dtype)
+    return any(spec.cols * size % VECTOR_BYTES for size in sizes)
 
 
 def _power_of_2(n: int) -> int:

@@ -11,18 +11,18 @@ Where parts of a row are reduced apart, part p by its own maximum,
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.launch import launch
+from jaxnorm_kernels.mosaic.device.registers import widen
 from jaxnorm_kernels.mosaic.forward import schedule as schedules
+from jaxnorm_kernels.mosaic.forward.kernel import Refs, run
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
 from jaxnorm_kernels.mosaic.forward.streams import Row, Stream, Units
-from jaxnorm_kernels.mosaic.forward.tiles import SplitRow, Tile
+from jaxnorm_kernels.mosaic.forward.tiles import LoadedRow, SplitRow, Steps, Tile
 from jaxnorm_kernels.specs import Spec
 
 # A part of a row may hold nothing but -inf. Against this maximum its exponentials are 0; against
@@ -49,33 +49,36 @@ def log_softmax_fwd(
 def _forward(x: jax.Array, spec: Spec, schedule: Schedule | None) -> jax.Array:
     schedule = schedule or schedules.choose(spec)
     rows = schedule.rows_of(spec)
-    body = _in_registers(rows, spec) if isinstance(rows, Tile) else _streamed(rows, spec)
-    (y,) = launch(
-        body,
-        [x],
-        name=f"jaxnorm_{spec.op}_fwd",
-        outputs=[(x.shape, spec.y_dtype)],
-        blocks=rows.blocks(spec.rows),
-        cluster=rows.cluster,
-        warpgroups=rows.warpgroups,
-        scratch=rows.scratch(2, spec.x_dtype),
-        auto_barriers=schedule.auto_barriers,
+    (y,), _ = run(
+        _in_registers(rows, spec) if isinstance(rows, Tile) else _streamed(rows, spec),
+        rows,
+        spec,
+        schedule,
+        operands=[x],
+        results=[spec.y_dtype],
+        exchanged=2,
+        name=f"{spec.op}_fwd",
     )
     return y
 
 
-def _in_registers(tile: Tile, spec: Spec) -> Callable[..., None]:
+def _in_registers(tile: Tile, spec: Spec) -> Callable[[Refs], None]:
     exp = _exp(spec)
 
-    def body(x_ref: Any, y_ref: Any, *scratch: Any) -> None:
-        def one_row(row: Any, turn: Any, read: Callable[[], list[jax.Array]], _: None) -> None:
-            part_m = m = jnp.maximum(tile.max(read()), _LOWEST)
-            e = [exp(v - tile.spread(m, v)) for v in read()]
+    def load(x: jax.Array) -> tuple[jax.Array]:
+        return (widen(x, tile.layout),)
+
+    def body(refs: Refs) -> None:
+        (y_ref,) = refs.results
+
+        def finish(row: LoadedRow, _: None) -> None:
+            part_m = m = jnp.maximum(tile.max(row.read()), _LOWEST)
+            e = [exp(v - tile.spread(m, v)) for v in row.read()]
             s = tile.sum(e)
             if isinstance(tile, SplitRow):
-                m, s = _merge(tile.gather(scratch, m, s, turn=turn), exp)
+                m, s = _merge(tile.gather(refs.scratch, m, s, turn=row.turn), exp)
             if spec.op == "log_softmax":
-                y = [v - tile.spread(m, v) - tile.spread(jnp.log(s), v) for v in read()]
+                y = [v - tile.spread(m, v) - tile.spread(jnp.log(s), v) for v in row.read()]
             elif not isinstance(tile, SplitRow):
                 y = [v * tile.spread(1 / s, v) for v in e]
             elif len(e) == 1 and not tile.rereads:
@@ -84,15 +87,15 @@ def _in_registers(tile: Tile, spec: Spec) -> Callable[..., None]:
                 y = [v * tile.spread(r, v) for v in e]
             else:
                 # Columns that two parts hold must come out alike.
-                y = [exp(v - m) * (1 / s) for v in read()]
-            tile.store(y_ref, row, y)
+                y = [exp(v - m) * (1 / s) for v in row.read()]
+            tile.store(y_ref, row.index, y)
 
-        tile.each_row(x_ref, spec.rows, scratch, one_row)
+        tile.each_row(refs.operands, spec.rows, refs.scratch, Steps(load, finish))
 
     return body
 
 
-def _streamed(stream: Stream, spec: Spec) -> Callable[..., None]:
+def _streamed(stream: Stream, spec: Spec) -> Callable[[Refs], None]:
     exp = _exp(spec)
 
     def step(carry: tuple[jax.Array, jax.Array], units: Units) -> tuple[jax.Array, jax.Array]:
@@ -100,8 +103,9 @@ def _streamed(stream: Stream, spec: Spec) -> Callable[..., None]:
         new = functools.reduce(jnp.maximum, units, m)
         return new, sum((exp(v - new) for v in units), s * exp(m - new))
 
-    def body(x_ref: Any, y_ref: Any, *scratch: Any) -> None:
-        row = Row(stream, x_ref, scratch)
+    def body(refs: Refs) -> None:
+        (x_ref,), (y_ref,) = refs.operands, refs.results
+        row = Row(stream, x_ref, refs.scratch)
         m, s = row.fold(
             first=lambda units: step((stream.full(_LOWEST), stream.full(0)), units),
             step=step,

@@ -92,9 +92,9 @@ class Stream:
     def blocks(self, rows: int) -> int:
         return rows
 
-    def scratch(self, stats: int, dtype: np.dtype) -> list[Any]:
+    def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
         """Scratch of a block."""
-        del dtype
+        del dtypes
         return self.exchange.scratch(stats)
 
     def load_unit(self, ref: Ref, start: Any) -> jax.Array:

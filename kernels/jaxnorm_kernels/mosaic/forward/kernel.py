@@ -1,0 +1,87 @@
+"""What every forward kernel has around its formulas: operands, results, and the launch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm_kernels.mosaic.device.launch import launch
+from jaxnorm_kernels.mosaic.device.layouts import Ref
+from jaxnorm_kernels.mosaic.forward.schedule import Schedule
+from jaxnorm_kernels.mosaic.forward.streams import Stream
+from jaxnorm_kernels.mosaic.forward.tiles import Tile
+from jaxnorm_kernels.specs import Spec
+
+_F32 = np.dtype(np.float32)
+
+
+class Refs(NamedTuple):
+    """What a kernel reads and writes.
+
+    Attributes:
+      operands, results: of rows: ``(rows, cols)``.
+      params: of columns: ``(cols,)``, or ``(groups, cols)`` for groups of rows.
+      stats: ``(rows,)`` in float32.
+      scratch: of a block.
+    """
+
+    operands: Sequence[Ref]
+    params: Sequence[Ref]
+    results: Sequence[Ref]
+    stats: Sequence[Ref]
+    scratch: Sequence[Any]
+
+
+def run(
+    body: Callable[[Refs], None],
+    held: Tile | Stream,
+    spec: Spec,
+    schedule: Schedule,
+    *,
+    operands: Sequence[jax.Array],
+    results: Sequence[np.dtype],
+    params: Sequence[jax.Array] = (),
+    stats: int = 0,
+    exchanged: int,
+    name: str,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Runs a kernel: its results in these dtypes, and as many statistics of rows.
+
+    Args:
+      exchanged: how many values the parts of a row exchange at a time, at most.
+      name: of the kernel, without the package's.
+    """
+    # What traces the body keeps the counts: it may hold no traced array.
+    counts = (len(operands), len(params), len(results), stats)
+
+    def split(*refs: Ref) -> None:
+        parts = []
+        for count in counts:
+            parts.append(refs[:count])
+            refs = refs[count:]
+        body(Refs(*parts, refs))
+
+    shape = (spec.rows, spec.cols)
+    outputs = launch(
+        split,
+        [*operands, *params],
+        name=f"jaxnorm_{name}",
+        outputs=[*((shape, dtype) for dtype in results), *[((spec.rows,), _F32)] * stats],
+        blocks=held.blocks(spec.rows),
+        cluster=held.cluster,
+        warpgroups=held.warpgroups,
+        scratch=held.scratch(exchanged, [operand.dtype for operand in operands]),
+        auto_barriers=schedule.auto_barriers,
+    )
+    return list(outputs[: len(results)]), list(outputs[len(results) :])
+
+
+def of_group(param: Ref, rows: int, index: Callable[[], Any]) -> Ref:
+    """The ``(cols,)`` of a parameter that belong to a row, or to all rows of a tile."""
+    if len(param.shape) == 1:
+        return param
+    first = getattr(index(), "start", index())
+    return param.at[lax.div(jnp.int32(first), jnp.int32(rows // param.shape[0]))]
