@@ -132,29 +132,39 @@ def make_spec(op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, **kwargs:
     return Spec(op, "fwd", rows, cols, x, y, **parameters)  # type: ignore[arg-type]
 
 
-def make_operands(spec: Spec, seed: int = 0) -> tuple[np.ndarray | None, ...]:
-    """x; and for a norm its residual, if it has one, and the parameters that its function takes."""
-    rng = np.random.default_rng(seed)
-    x = rng.normal(0.5, 3, (spec.rows, spec.cols)).astype(spec.x_dtype)
-    if not spec.is_norm:
-        return (x,)
+#: What each function takes, with the mean and the standard deviation of its elements here.
+_OPERANDS = {
+    "softmax": ("x",),
+    "log_softmax": ("x",),
+    "norm": ("x", "scale", "bias"),
+    "add_norm": ("x", "residual", "scale", "bias"),
+    "norm_add": ("x", "residual", "scale"),
+    "norm_add_norm": ("x", "residual", "scale", "next_scale"),
+}
+_NORMAL = {"x": (0.5, 3), "residual": (-1, 2), "bias": (0, 1), "scale": (1, 0.5)}
+_NORMAL["next_scale"] = _NORMAL["scale"]
 
-    def param(mean: float, deviation: float, dtype: np.dtype | None, groups: int) -> Any:
-        if dtype is None:
-            return None
+
+def operand_types(spec: Spec) -> dict[str, jax.ShapeDtypeStruct | None]:
+    """The operands of a call, without values; None for a parameter that it does not have."""
+
+    def of(name: str) -> jax.ShapeDtypeStruct | None:
+        dtype = getattr(spec, f"{name}_dtype")
+        if name in ("x", "residual"):
+            return jax.ShapeDtypeStruct((spec.rows, spec.cols), dtype)
+        groups = spec.bias_groups if name == "bias" else spec.scale_groups
         shape = (spec.cols,) if groups == 1 else (groups, spec.cols)
-        return rng.normal(mean, deviation, shape).astype(dtype)
+        return None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
 
-    scale = param(1, 0.5, spec.scale_dtype, spec.scale_groups)
-    if spec.op == "norm":
-        return x, scale, param(0, 1, spec.bias_dtype, spec.bias_groups)
-    residual = rng.normal(-1, 2, (spec.rows, spec.cols)).astype(spec.residual_dtype)
-    match spec.op:
-        case "add_norm":
-            return x, residual, scale, param(0, 1, spec.bias_dtype, spec.bias_groups)
-        case "norm_add":
-            return x, residual, scale
-    return x, residual, scale, param(1, 0.5, spec.next_scale_dtype, spec.scale_groups)
+    return {name: of(name) for name in _OPERANDS[spec.op]}
+
+
+def make_operands(spec: Spec, seed: int = 0) -> tuple[np.ndarray | None, ...]:
+    rng = np.random.default_rng(seed)
+    return tuple(
+        None if a is None else rng.normal(*_NORMAL[name], a.shape).astype(a.dtype)
+        for name, a in operand_types(spec).items()
+    )
 
 
 def call(spec: Spec, *operands: Any, module: Any = mosaic, **kwargs: Any) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from forward_cases import (
     CASES,
     F16,
     F32,
+    OPS,
     RESIDUAL_CASES,
     Case,
     interpret,
@@ -78,6 +79,56 @@ def test_values(op: str, case: Case, dtype: np.dtype) -> None:
 def test_residuals(op: str, x: np.dtype, residual: np.dtype, y: np.dtype, case: Case) -> None:
     spec = make_spec(op, case.rows, case.cols, x, y, residual_dtype=residual)
     check(spec, case.schedule_for(x, residual, y, F32), *make_operands(spec))
+
+
+@pytest.mark.parametrize("name", ["rows_in_warps_tail", "split_row_tail", "queued_row_tail"])
+@pytest.mark.parametrize(
+    ("op", "change"),
+    [
+        ("add_rms_norm", {"want_stats": False}),
+        ("add_rms_norm", {"residual_dtype": F16, "scale_dtype": None, "saved": "input"}),
+        ("add_layer_norm", {"saved": "input", "bias_dtype": None, "scale_offset": 1.0}),
+        ("rms_norm_add", {"scale_offset": 1.0, "want_stats": False}),
+        ("rms_norm_add", {"scale_dtype": None, "residual_dtype": F32}),
+        ("layer_norm_add", {}),
+        ("rms_norm_add_rms_norm", {"scale_offset": 1.0, "want_stats": False}),
+        ("rms_norm_add_rms_norm", {"scale_dtype": None, "residual_dtype": F32}),
+        ("rms_norm_add_rms_norm", {"next_scale_dtype": None, "residual_dtype": F16}),
+        ("layer_norm_add_layer_norm", {"saved": "input"}),
+    ],
+    ids=str,
+)
+def test_residual_variants(op: str, change: dict[str, Any], name: str) -> None:
+    case = BY_NAME[name]
+    spec = make_spec(op, case.rows, case.cols, BF16, F16, **change)
+    schedule = case.schedule_for(spec.x_dtype, spec.residual_dtype)
+    check(spec, dataclasses.replace(schedule, params_first=True), *make_operands(spec))
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm", "rms_norm_add_rms_norm"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_groups_of_rows(case: Case, op: str) -> None:
+    """Each group has its scale, or its bias; tiles and queues end within a group or with it."""
+    schedule, groups = case.schedule_for(F32), 3
+    if schedule.kind == "streamed_row" and op != "layer_norm":
+        with pytest.raises(ValueError, match="adds no residual"):
+            schedule.rows_of(make_spec(op, case.rows, case.cols, F32, F32))
+        return
+    queued = schedule.kind.startswith("queued")
+    schedule = dataclasses.replace(schedule, params_first=not queued)
+    shared = {"bias_groups": groups} if op == "add_layer_norm" else {"scale_groups": groups}
+    spec = make_spec(op, groups * 2 * schedule.rows, case.cols, F32, F32, **shared)
+    check(spec, schedule, *make_operands(spec))
+
+
+def test_groups_that_no_tile_can_have() -> None:
+    of_rows = make_spec("rms_norm", 30, 512, F32, F32, scale_groups=5)
+    for schedule in (
+        Schedule("row_tile", 4, rows=4),  # rows 4 to 7 are of two groups
+        Schedule("queued_row", 4, slots=1, turns=2, params_first=True),
+    ):
+        with pytest.raises(ValueError, match="of one group for rows of another"):
+            schedule.rows_of(of_rows)
 
 
 @pytest.mark.parametrize(
@@ -216,8 +267,19 @@ def test_special_values_stay_in_their_row(case: Case, special: str) -> None:
     ],
 )
 def test_default_schedule_of_small_arrays(rows: int, cols: int) -> None:
-    for op in ("log_softmax", "layer_norm"):
-        spec = make_spec(op, rows, cols, BF16, BF16, scale_dtype=BF16, bias_dtype=BF16)
+    for op in ("log_softmax", "layer_norm", "add_rms_norm", "rms_norm_add_rms_norm"):
+        spec = make_spec(op, rows, cols, BF16, BF16, scale_dtype=BF16)
+        check(spec, None, *make_operands(spec))
+
+
+@pytest.mark.parametrize(
+    ("groups", "rows", "cols"), [(4, 32, 16), (4, 4, 64), (2, 10, 200), (3, 9, 1100)]
+)
+def test_default_schedule_of_groups(groups: int, rows: int, cols: int) -> None:
+    for op in ("layer_norm", "add_layer_norm"):
+        given = {"scale_groups": groups, "bias_groups": groups}
+        spec = make_spec(op, rows, cols, BF16, BF16, **given)
+        assert mosaic.supports(spec) is None
         check(spec, None, *make_operands(spec))
 
 
@@ -225,11 +287,13 @@ def test_default_schedule_of_small_arrays(rows: int, cols: int) -> None:
 @pytest.mark.parametrize(
     "case", [c for c in CASES if not c.name.endswith("tail")], ids=lambda case: case.name
 )
-@pytest.mark.parametrize("op", ["softmax", "layer_norm"])
+@pytest.mark.parametrize("op", ["softmax", "layer_norm", "rms_norm_add_rms_norm"])
 def test_no_races(op: str, case: Case) -> None:
+    if op not in OPS and case not in RESIDUAL_CASES:
+        return  # `test_groups_of_rows` sees that it is refused
     # No overlapping blocks.
     rows = -(-case.rows // case.schedule.rows) * case.schedule.rows
-    spec = make_spec(op, rows, case.cols, BF16, BF16, scale_dtype=BF16, bias_dtype=BF16)
+    spec = make_spec(op, rows, case.cols, BF16, BF16, scale_dtype=BF16)
     params = plgpu.InterpretGPUParams(detect_races=True)
     interpret(spec, *make_operands(spec), params=params, schedule=case.schedule)
     assert not interpret_pallas_call.get_races().races_found
@@ -260,6 +324,14 @@ SUPPORTED = make_spec("layer_norm", 4, 128, BF16, F32)
         ({"op": "softmax", "has_mask": True}, "`where` mask"),
         ({"direction": "bwd", "rows": 256, "cols": 4096}, None),
         ({"direction": "bwd", "rows": 8, "cols": 64}, "this short"),
+        ({"scale_groups": 2, "bias_groups": 2}, None),
+        ({"scale_groups": 2, "bias_groups": 4}, "different sizes"),
+        ({"scale_groups": 2, "direction": "bwd", "rows": 256, "cols": 4096}, "groups of rows"),
+        ({"adds_dh": True, "direction": "bwd", "rows": 256, "cols": 4096}, "second cotangent"),
+        ({"op": "add_norm", "residual_dtype": BF16}, None),
+        ({"op": "add_norm", "residual_dtype": np.dtype(np.float64)}, "float64"),
+        ({"op": "norm_add", "residual_dtype": F32, "cols": 2**17}, None),
+        ({"op": "norm_add", "residual_dtype": F32, "cols": 2**17 + 8}, "up to 131072 elements"),
     ],
     ids=str,
 )

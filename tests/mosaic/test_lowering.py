@@ -5,6 +5,7 @@ a layout that does not fit an operation is found. What comes after (LLVM, ptxas)
 """
 
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,11 +17,14 @@ from forward_cases import (
     F16,
     F32,
     OPS,
+    RESIDUAL_CASES,
+    RESIDUAL_OPS,
     Case,
     call,
     lower,
     make_operands,
     make_spec,
+    operand_types,
 )
 
 from jaxnorm_kernels import mosaic
@@ -42,6 +46,15 @@ def test_schedules_lower(op: str, case: Case, x: np.dtype, y: np.dtype) -> None:
     )
     schedule = case.schedule_for(x, y, spec.scale_dtype, spec.bias_dtype)
     assert "mosaic_gpu" in lower(spec, *make_operands(spec), schedule=schedule)
+
+
+@pytest.mark.parametrize("case", [*RESIDUAL_CASES, *CLUSTERED], ids=lambda case: case.name)
+@pytest.mark.parametrize("op", RESIDUAL_OPS)
+def test_residuals_lower(op: str, case: Case) -> None:
+    for x, residual, y in ((BF16, BF16, BF16), (BF16, F32, F16), (F32, BF16, F32)):
+        spec = make_spec(op, case.rows, case.cols, x, y, residual_dtype=residual)
+        schedule = case.schedule_for(x, residual, y)
+        assert "mosaic_gpu" in lower(spec, *make_operands(spec), schedule=schedule)
 
 
 def test_a_layout_that_does_not_fit_is_found() -> None:
@@ -85,6 +98,11 @@ SHAPES = [
 ]
 
 
+#: Of rows with a residual: those above that are not refused, and widths that no table names.
+RESIDUAL_SHAPES = [shape for shape in SHAPES if 8 <= shape[1] <= 2**17]
+RESIDUAL_SHAPES += [(4096, 2048), (8192, 3000), (8192, 5000), (8192, 7168), (1024, 100000)]
+
+
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 def test_default_schedules_lower(rows: int, cols: int) -> None:
     for op, dtype in (("softmax", BF16), ("layer_norm", BF16), ("log_softmax", F32)):
@@ -92,6 +110,27 @@ def test_default_schedules_lower(rows: int, cols: int) -> None:
         x = jax.ShapeDtypeStruct((rows, cols), dtype)
         params = [jax.ShapeDtypeStruct((cols,), F32)] * 2 if spec.op == "norm" else []
         assert "mosaic_gpu" in lower(spec, x, *params)
+
+
+@pytest.mark.parametrize("op", RESIDUAL_OPS)
+@pytest.mark.parametrize(("rows", "cols"), RESIDUAL_SHAPES)
+def test_default_schedules_of_residuals_lower(rows: int, cols: int, op: str) -> None:
+    for x, residual, y in ((BF16, BF16, BF16), (BF16, F32, BF16), (F32, F32, F32)):
+        spec = make_spec(op, rows, cols, x, y, residual_dtype=residual, scale_dtype=BF16)
+        assert mosaic.supports(spec) is None
+        assert "mosaic_gpu" in lower(spec, *operand_types(spec).values())
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", *RESIDUAL_OPS])
+@pytest.mark.parametrize(
+    ("groups", "rows", "cols"),
+    [(8, 8192, 128), (16, 4096, 768), (16, 16 * 197, 768), (8, 8192, 4096), (3, 3 * 77, 50257)],
+)
+def test_groups_of_rows_lower(groups: int, rows: int, cols: int, op: str) -> None:
+    for bias_groups in (1, groups):
+        spec = make_spec(op, rows, cols, BF16, BF16, scale_groups=groups, bias_groups=bias_groups)
+        assert mosaic.supports(spec) is None
+        assert "mosaic_gpu" in lower(spec, *operand_types(spec).values())
 
 
 def test_large_arrays_are_addressed_with_64_bits() -> None:
@@ -106,13 +145,19 @@ def random_spec(rng: np.random.Generator) -> Spec:
     rows, cols = int(2 ** rng.uniform(0, 22)), int(2 ** rng.uniform(3, 20))
     if rng.random() < 0.5:
         cols = -(-cols // 8) * 8
-    x, y, scale, bias = (np.dtype(d) for d in rng.choice([BF16, F16, F32], 4))
-    op = OPS[rng.integers(len(OPS))]
+    x, y, scale, bias, residual = (np.dtype(d) for d in rng.choice([BF16, F16, F32], 5))
+    op = str(rng.choice([*OPS, *RESIDUAL_OPS]))
     if "softmax" in op:
         return make_spec(op, rows, cols, x, y)
-    given = {"scale_dtype": scale if rng.random() < 0.8 else None}
-    if op == "layer_norm":
+    given: dict[str, Any] = {"scale_dtype": scale if rng.random() < 0.8 else None}
+    if op.endswith("layer_norm"):
         given["bias_dtype"] = bias if rng.random() < 0.8 else None
+    if op in RESIDUAL_OPS:
+        given["residual_dtype"], cols = residual, min(cols, 2**17)
+    if rng.random() < 0.3:
+        groups = int(2 ** rng.uniform(1, 8))
+        rows = min(max(1, rows // groups), 2**13) * groups
+        given["scale_groups"] = groups
     return make_spec(op, rows, cols, x, y, **given)
 
 
@@ -120,10 +165,12 @@ def random_spec(rng: np.random.Generator) -> Spec:
 def test_schedules_fit_the_gpu(gpu: Gpu) -> None:
     rng = np.random.default_rng(0)
     for spec in [random_spec(rng) for _ in range(20_000)]:
+        assert mosaic.supports(spec) is None
         schedule = choose(spec, gpu)
         held = schedule.rows_of(spec)
+        inputs = [d for d in (spec.x_dtype, spec.residual_dtype) if d is not None]
         assert spec.cols % schedule.vector == 0
-        assert schedule.vector * max(spec.x_dtype.itemsize, spec.y_dtype.itemsize) <= 16
+        assert schedule.vector * max(d.itemsize for d in (*inputs, spec.y_dtype)) <= 16
         assert schedule.rows <= spec.rows
         assert held.warpgroups <= 8
         assert held.cluster <= 8
@@ -131,12 +178,12 @@ def test_schedules_fit_the_gpu(gpu: Gpu) -> None:
             assert held.pieces()
         elif isinstance(held, SplitRow):
             assert held.body > 0
-        scratch = held.scratch(3, spec.x_dtype)
+        scratch = held.scratch(3, inputs)
         arrays = [s for s in scratch if hasattr(s, "dtype")]
         assert sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in arrays) <= gpu.smem
         if isinstance(held, Queue):
             assert held.warpgroups * held.slots <= 32  # barriers in an array
-            assert spec.cols * spec.x_dtype.itemsize % 16 == 0
+            assert not any(spec.cols * dtype.itemsize % 16 for dtype in inputs)
 
 
 def test_every_line_of_the_table_is_used() -> None:

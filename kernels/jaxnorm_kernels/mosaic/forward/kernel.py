@@ -83,5 +83,6 @@ def of_group(param: Ref, rows: int, index: Callable[[], Any]) -> Ref:
     """The ``(cols,)`` of a parameter that belong to a row, or to all rows of a tile."""
     if len(param.shape) == 1:
         return param
-    first = getattr(index(), "start", index())
-    return param.at[lax.div(jnp.int32(first), jnp.int32(rows // param.shape[0]))]
+    row = index()
+    first = jnp.int32(getattr(row, "start", row))
+    return param.at[lax.div(first, jnp.int32(rows // param.shape[0]))]

@@ -197,13 +197,16 @@ def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
 def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
     """What a line says for `spec`."""
     vector = vector_width(spec.cols, spec.x_dtype, spec.residual_dtype, spec.y_dtype)
+    # A unit must fit in the row: short rows take narrower loads.
+    threads = 2 if line.kind.endswith("tile") else WARPGROUP_THREADS
+    vector = min(vector, _power_of_2(spec.cols // threads))
     match line.kind:
         case "row_tile":
-            return _row_tile(spec, vector)
+            return _row_tile(spec, vector, gpu)
         case "queued_tile":
             return _queued_tile(spec, vector, gpu)
         case "warpgroup_row":
-            return _warpgroup_row(spec, vector)
+            return Schedule("warpgroup_row", vector, params_first=True, auto_barriers=False)
         case "split_row":
             return _split_row(line, spec, vector, gpu)
         case "queued_row":
@@ -212,9 +215,7 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
             return _streamed_row(line, spec, vector)
 
 
-def _row_tile(spec: Spec, vector: int) -> Schedule:
-    # A unit must fit in the row: short rows take narrower loads.
-    vector = min(vector, _power_of_2(spec.cols // 2))
+def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     threads = _threads(spec.cols, vector)
     step = WARPGROUP_THREADS // threads
     row_bytes = spec.cols * _column_bytes(spec)
@@ -226,7 +227,7 @@ def _row_tile(spec: Spec, vector: int) -> Schedule:
         rows = next((n for n in range(rows, 0, -step) if group % n == 0), 0)
     # Fewer rows than the warps of a block hold.
     if not rows and spec.cols >= WARPGROUP_THREADS:
-        return _warpgroup_row(spec, vector)
+        return of_line(Line("warpgroup_row"), spec, gpu)
     return Schedule(
         "row_tile",
         vector,
@@ -245,7 +246,7 @@ def _threads(cols: int, vector: int) -> int:
 
 
 def _queued_tile(spec: Spec, vector: int, gpu: Gpu) -> Schedule:
-    tile = _row_tile(spec, vector)
+    tile = _row_tile(spec, vector, gpu)
     if tile.rows == 1:
         return tile
     # Of short rows, many share what is loaded of the parameters in any case.
@@ -253,11 +254,6 @@ def _queued_tile(spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     turns = 2 if many and _param_bytes(spec) > _data_bytes(spec) else 1
     tail = _tail(turns, gpu, cluster=1)
     return dataclasses.replace(tile, kind="queued_tile", slots=turns, turns=turns, tail=tail)
-
-
-def _warpgroup_row(spec: Spec, vector: int) -> Schedule:
-    vector = min(vector, _power_of_2(spec.cols // WARPGROUP_THREADS))
-    return Schedule("warpgroup_row", vector, params_first=True, auto_barriers=False)
 
 
 def _split_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
