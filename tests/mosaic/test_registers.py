@@ -7,7 +7,7 @@ Needs JAX's CUDA plugin, and no GPU::
 
 import jax
 import pytest
-from forward_cases import BF16, F32
+from forward_cases import BF16, F32, RESIDUAL_OPS, call, make_spec, operand_types
 from h100 import Compiler
 
 from benchmarks.contract import KernelWorkload
@@ -60,3 +60,15 @@ def test_registers(rows, cols, dtype, op, direction, compiler):
         (kernel,) = kernels
         # Registers are given to a warp by 8 for each thread.
         assert -(-kernel.registers // 8) * 8 * threads * blocks <= backward.REGISTERS
+
+
+@pytest.mark.parametrize("op", RESIDUAL_OPS)
+@pytest.mark.parametrize(
+    ("x", "residual", "y"), [(BF16, BF16, BF16), (F32, F32, F32), (BF16, F32, BF16)], ids=str
+)
+@pytest.mark.parametrize("cols", [768, 1024, 2048, 4096, 5120, 8192, 12288, 16384, 50257, 2**17])
+def test_registers_of_residuals(cols, x, residual, y, op, compiler):
+    spec = make_spec(op, 8192, cols, x, y, residual_dtype=residual)
+    operands = list(operand_types(spec).values())
+    (kernel,) = compiler.compile(lambda *args: call(spec, *args), operands)
+    assert kernel.spilled <= SPILLED
