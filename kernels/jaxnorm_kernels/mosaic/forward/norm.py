@@ -3,28 +3,15 @@
     G = scale + scale_offset        r = 1 / sqrt(mean((x - mean)^2) + epsilon)
     y = (x - mean) r G + bias
 
-With a residual, h and the y of norm_add in its dtype, and the second norm's scale its own::
+With a residual; h and the y of norm_add are in its dtype, and the second norm has its own scale::
 
     norm             y = norm(x)
     add_norm         h = x + residual          y = norm(h)
     norm_add         y = residual + norm(x)
     norm_add_norm    h = residual + norm(x)    y = norm(h)
-
-The variance is never E[x^2] - E[x]^2, which cancels. Rows in registers are reduced twice. Where
-parts of a row are reduced apart, part p of size n_p has its own mean and its own sum of squares
-about it, M_p, and (Chan, Golub, LeVeque 1979)
-
-    mean = sum(n_p mean_p) / n      sum((x - mean)^2) = sum(M_p + n_p (mean_p - mean)^2)
-
-A part that is streamed is reduced once, about a pivot c, the mean of its first chunk:
-
-    mean_p = c + sum(x - c) / n_p   M_p = sum((x - c)^2) - n_p (mean_p - c)^2
-
-The pivot lies among the data, so what cancels is no more than (chunks of the row) * M_p.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,16 +22,15 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
-from jaxnorm_kernels.mosaic.device.layouts import WARPS, Ref, store
+from jaxnorm_kernels.mosaic.device.layouts import Ref, store
 from jaxnorm_kernels.mosaic.device.registers import rounded, widen
 from jaxnorm_kernels.mosaic.forward import schedule as schedules
 from jaxnorm_kernels.mosaic.forward.kernel import Refs, of_group, run
+from jaxnorm_kernels.mosaic.forward.moments import row_statistics, streamed_moments
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
-from jaxnorm_kernels.mosaic.forward.streams import Row, Stream, Units
-from jaxnorm_kernels.mosaic.forward.tiles import LoadedRow, Pieces, SplitRow, Stat, Steps, Tile
+from jaxnorm_kernels.mosaic.forward.streams import Row, Stream
+from jaxnorm_kernels.mosaic.forward.tiles import LoadedRow, Pieces, Stat, Steps, Tile
 from jaxnorm_kernels.specs import Spec, Stats
-
-Gather = Callable[..., list[jax.Array]]
 
 
 def norm_fwd(
@@ -187,8 +173,7 @@ def _in_registers(tile: Tile, spec: Spec, params_first: bool) -> Callable[[Refs]
 
             def norm(read: Callable[[], Pieces], k: int = 0) -> Pieces:
                 """Of what `read` gives, the norm `k` of this call."""
-                gather = functools.partial(_gather, tile, refs.scratch, row.turn, k)
-                rstd, mean = _row_statistics(tile, read, gather, norms[k])
+                rstd, mean = row_statistics(tile, read, refs.scratch, norms[k], row.turn, k)
                 kept.extend(_present(rstd, mean)[: 1 + norms[k].returns_mean])
                 return [
                     _output(v, tile.spread(rstd, v), _spread(tile, mean, v), columns, norms[k])
@@ -235,7 +220,7 @@ def _streamed(stream: Stream, spec: Spec) -> Callable[[Refs], None]:
     def body(refs: Refs) -> None:
         (x_ref,), (y_ref,) = refs.operands, refs.results
         row = Row(stream, x_ref, refs.scratch)
-        mean, square = _streamed_moments(stream, row, spec)
+        mean, square = streamed_moments(stream, row, spec)
         rstd = lax.rsqrt(square / spec.cols + spec.epsilon)
         row.write(
             y_ref,
@@ -251,74 +236,6 @@ def _by_norm(params: Sequence[Ref], norms: Sequence[Spec]) -> list[list[Ref]]:
     """The parameters of each norm."""
     rest = list(params)
     return [[rest.pop(0) for _ in _present(n.scale_dtype, n.bias_dtype)] for n in norms]
-
-
-def _gather(
-    tile: Tile, scratch: Sequence[Any], turn: Any, nth: int, *stats: Stat
-) -> list[jax.Array]:
-    assert isinstance(tile, SplitRow)
-    return tile.gather(scratch, *stats, turn=turn, nth=nth)
-
-
-def _row_statistics(
-    tile: Tile, read: Callable[[], Pieces], gather: Gather, spec: Spec
-) -> tuple[Stat, Stat | None]:
-    """r and the mean of a row in registers."""
-    size = tile.part_sizes() if isinstance(tile, SplitRow) else float(spec.cols)
-    mean = tile.sum(read()) / size if spec.subtract_mean else None
-    centred = read() if mean is None else [v - tile.spread(mean, v) for v in read()]
-    square = tile.sum([jnp.square(v) for v in centred])
-    if isinstance(tile, SplitRow):
-        mean, square = _merge(gather, size, mean, square, spec)
-    return lax.rsqrt(square / spec.cols + spec.epsilon), mean
-
-
-def _streamed_moments(stream: Stream, row: Row, spec: Spec) -> tuple[Stat | None, Stat]:
-    """The mean and the sum of squares about it, of a row that is read once."""
-
-    def spread(pivot: jax.Array) -> jax.Array:
-        return lax.broadcast_in_dim(pivot, stream.shape, (0,))
-
-    def first(units: Units) -> tuple[jax.Array, ...]:
-        if not spec.subtract_mean:
-            return step((stream.full(0),), units)
-        pivot = jnp.sum(sum(units[1:], units[0]), axis=1) / (stream.chunk / WARPS)
-        return step((stream.full(0), stream.full(0), pivot), units)
-
-    def step(carry: tuple[jax.Array, ...], units: Units) -> tuple[jax.Array, ...]:
-        square, *rest = carry
-        if rest:
-            linear, pivot = rest
-            units = [v - spread(pivot) for v in units]
-            rest = [sum(units, linear), pivot]
-        return sum((jnp.square(v) for v in units), square), *rest
-
-    def neutral(carry: tuple[jax.Array, ...]) -> jax.Array:
-        return spread(carry[-1]) if spec.subtract_mean else jnp.float32(0)
-
-    square, *rest = row.fold(first, step, neutral)
-    square = jnp.sum(square, axis=1)
-    if not spec.subtract_mean:
-        return _merge(row.gather, 0.0, None, square, spec)
-    linear, pivot = rest
-    linear, size = jnp.sum(linear, axis=1), stream.part_sizes()
-    shift = linear / size
-    return _merge(row.gather, size, pivot + shift, square - linear * shift, spec)
-
-
-def _merge(
-    gather: Gather, size: jax.Array | float, mean: Stat | None, square: Stat, spec: Spec
-) -> tuple[Stat | None, Stat]:
-    """The mean of a row and the sum of squares about it, of those of its parts."""
-    if mean is None:
-        (part_square,) = gather(square)
-        return None, jnp.sum(part_square)
-    if isinstance(size, float):
-        part_mean, part_square = gather(mean, square)
-    else:
-        part_mean, part_square, size = gather(mean, square, size)
-    mean = jnp.sum(size * part_mean) / spec.cols
-    return mean, jnp.sum(part_square + size * jnp.square(part_mean - mean))
 
 
 def _output(

@@ -4,7 +4,7 @@ The sizes that matter, and how the lines below use them:
 
 * An SM gives 64 registers to each of 1024 threads, 128 to each of 512. A value of a row costs one
   register, so 32 values for each thread let 8 warpgroups share an SM. A residual that waits to be
-  added costs another: rows count as twice as long (`_registers`).
+  added costs another: rows count as twice as long (`registers`).
 * About 64 KiB of reads under way in each SM keep the memory of an H100 or H200 busy. Rows in
   registers have as many because an SM runs several blocks: some load while others reduce or store.
   A row of 32 KiB and more leaves room for one or two, so it is spread over the blocks of a cluster.
@@ -22,8 +22,6 @@ import dataclasses
 import math
 from typing import Literal
 
-import numpy as np
-
 from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import (
     VECTOR_BYTES,
@@ -32,6 +30,14 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     vector_width,
 )
 from jaxnorm_kernels.mosaic.forward.queued import QueuedRow, QueuedTile
+from jaxnorm_kernels.mosaic.forward.sizes import (
+    column_bytes,
+    data_bytes,
+    is_unaligned,
+    param_bytes,
+    param_sizes,
+    registers,
+)
 from jaxnorm_kernels.mosaic.forward.streams import Stream
 from jaxnorm_kernels.mosaic.forward.tiles import RowTile, SplitRow, Tile, WarpgroupRow
 from jaxnorm_kernels.specs import Op, Spec
@@ -139,12 +145,12 @@ class Line:
 
     def fits(self, spec: Spec, gpu: Gpu) -> bool:
         return (
-            (self.cols is None or spec.cols * _registers(spec) <= self.cols)
+            (self.cols is None or spec.cols * registers(spec) <= self.cols)
             and (self.waves is None or spec.rows <= self.waves * gpu.sms)
-            and (self.row_bytes is None or spec.cols * _column_bytes(spec) <= self.row_bytes)
+            and (self.row_bytes is None or spec.cols * column_bytes(spec) <= self.row_bytes)
             # What asynchronous copies can take.
-            and (not self.kind.startswith("queued") or not _is_unaligned(spec))
-            and _param_bytes(spec) >= self.params * _data_bytes(spec)
+            and (not self.kind.startswith("queued") or not is_unaligned(spec))
+            and param_bytes(spec) >= self.params * data_bytes(spec)
             and not (self.params and spec.groups > 1)
             and (self.kind != "streamed_row" or spec.residual_dtype is None)
             and self.op in (None, spec.op)
@@ -218,7 +224,7 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
 def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     threads = _threads(spec.cols, vector)
     step = WARPGROUP_THREADS // threads
-    row_bytes = spec.cols * _column_bytes(spec)
+    row_bytes = spec.cols * column_bytes(spec)
     rows = max(1, _TILE_BYTES * WARPGROUP_THREADS // (row_bytes * step)) * step
     rows = min(rows, spec.rows // step * step)
     if spec.groups > 1:
@@ -251,13 +257,13 @@ def _queued_tile(spec: Spec, vector: int, gpu: Gpu) -> Schedule:
         return tile
     # Of short rows, many share what is loaded of the parameters in any case.
     many = spec.cols > 256 and spec.rows >= 6 * gpu.sms * tile.rows
-    turns = 2 if many and _param_bytes(spec) > _data_bytes(spec) else 1
+    turns = 2 if many and param_bytes(spec) > data_bytes(spec) else 1
     tail = _tail(turns, gpu, cluster=1)
     return dataclasses.replace(tile, kind="queued_tile", slots=turns, turns=turns, tail=tail)
 
 
 def _split_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
-    shares = _shares(spec.cols, vector, line.values // _registers(spec))
+    shares = _shares(spec.cols, vector, line.values // registers(spec))
     cluster = min(line.cluster, gpu.sms // spec.rows) if line.waves else line.cluster
     warpgroups, cluster = _spread(shares, line, gpu, cluster)
     values = spec.cols / (cluster * warpgroups * WARPGROUP_THREADS)
@@ -268,20 +274,20 @@ def _split_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
         vector,
         cluster=cluster,
         warpgroups=warpgroups,
-        params_first=values * (_registers(spec) + len(_params(spec))) <= room,
+        params_first=values * (registers(spec) + len(param_sizes(spec))) <= room,
         auto_barriers=False,
     )
 
 
 def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
-    params = len(_params(spec))
+    params = len(param_sizes(spec))
     # A column costs a register for each of its parameters, and one for its value.
     values = line.values or (80 if params == 1 else 48)
-    shares = _shares(spec.cols, vector, values // _registers(spec))
+    shares = _shares(spec.cols, vector, values // registers(spec))
     warpgroups, cluster = _spread(shares, line, gpu, line.cluster)
     unit = warpgroups * WARPGROUP_THREADS * vector
     part = math.ceil(spec.cols / (cluster * unit)) * unit
-    part_bytes, of_thread = part * _column_bytes(spec), part // (warpgroups * WARPGROUP_THREADS)
+    part_bytes, of_thread = part * column_bytes(spec), part // (warpgroups * WARPGROUP_THREADS)
     # Blocks of a cluster that have an SM to themselves, and many parameters to read: one round
     # takes all rows.
     alone = 1 < line.cluster < shares and params == 2
@@ -314,9 +320,9 @@ def _turns(spec: Spec, cluster: int, gpu: Gpu) -> int:
     its parameters: four times as many where these are twice the bytes. The fewer, the more evenly
     the SMs end; each should have three blocks.
     """
-    if not _params(spec):
+    if not param_sizes(spec):
         return 1
-    turns = round(_START[cluster] * (_param_bytes(spec) / _data_bytes(spec)) ** 2)
+    turns = round(_START[cluster] * (param_bytes(spec) / data_bytes(spec)) ** 2)
     least = 1 if cluster == 1 else 2
     return max(1, min(max(least, turns), spec.rows * cluster // (3 * gpu.sms)))
 
@@ -353,47 +359,6 @@ def _spread(shares: int, line: Line, gpu: Gpu, cluster: int) -> tuple[int, int]:
         if shares // warpgroups <= min(cluster, gpu.portable_cluster):
             break
     return warpgroups, min(gpu.portable_cluster, shares // warpgroups)
-
-
-def _registers(spec: Spec) -> int:
-    """Registers of a thread for each column of a row, at most.
-
-    x and a residual of 32 bits wait for each other, and a residual that is added to the norm of x
-    for its statistics. In 16 bits, x and its residual share the register that their sum then takes.
-    """
-    if spec.residual_dtype is None:
-        return 1
-    return 1 if spec.op == "add_norm" and _column_bytes(spec) <= 4 else 2
-
-
-def _params(spec: Spec) -> list[int]:
-    """Bytes of each parameter of a column."""
-    return _sizes(spec.scale_dtype, spec.bias_dtype, spec.next_scale_dtype)
-
-
-def _param_bytes(spec: Spec) -> int:
-    return sum(_params(spec))
-
-
-def _column_bytes(spec: Spec) -> int:
-    """Bytes of each column of the rows that are read."""
-    return sum(_sizes(spec.x_dtype, spec.residual_dtype))
-
-
-def _data_bytes(spec: Spec) -> int:
-    """Bytes of each column of the rows that are read and written."""
-    h_dtype = spec.residual_dtype if spec.normalises_h else None
-    return _column_bytes(spec) + sum(_sizes(spec.y_dtype, h_dtype))
-
-
-def _sizes(*dtypes: np.dtype | None) -> list[int]:
-    return [dtype.itemsize for dtype in dtypes if dtype is not None]
-
-
-def _is_unaligned(spec: Spec) -> bool:
-    """Whether a row that is read is no multiple of what asynchronous copies take."""
-    sizes = _sizes(spec.x_dtype, spec.residual_dtype)
-    return any(spec.cols * size % VECTOR_BYTES for size in sizes)
 
 
 def _power_of_2(n: int) -> int:
