@@ -49,7 +49,7 @@ BETTER_FUSED: Table = (
         "a kernel costs the host more than XLA's own; so small a norm with no backward to come "
         "gains less than that",
         lambda s: (
-            s.op == "norm"
+            s.is_norm
             and s.direction == "fwd"
             and not s.want_stats
             and s.rows * s.cols * s.x_dtype.itemsize <= _SMALL_BYTES

@@ -300,9 +300,9 @@ class SplitRow(Tile):
     """A row in `split` warpgroups, or in those of all `cluster` blocks of a cluster.
 
     A row takes `exchanges` of statistics, one after the other. `max` and `sum` are those of each
-    warp's part of it. Mosaic's reduction over a warpgroup would
-    use the same scratch for all warpgroups of the block: a race that neither it nor the interpreter
-    reports (jax 0.11.2 and 0.12.0).
+    warp's part of it. Mosaic's reduction over a warpgroup would use the same scratch for all
+    warpgroups of the block: a race that neither it nor the interpreter reports (jax 0.11.2 and
+    0.12.0).
     """
 
     split: int = 2
