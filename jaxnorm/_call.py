@@ -14,11 +14,12 @@ A call has three passes, each a function of the contract over arrays of any shap
     add_norm      primals    x, residual, scale, bias           outputs     y, h, statistics
     norm_add      primals    x, residual, scale                 outputs     y, statistics
     norm_add_norm primals    x, residual, scale, next_scale     outputs     y, h, statistics
+                  residuals  x, y or h, statistics, scale, next_scale
 
-``tan`` and ``bwd`` are linear in what follows the residuals, and each other's transpose. The last
-three have a ``fwd`` alone: their derivatives are made of the ``tan`` and ``bwd`` of ``norm``. Where
-the spec says ``adds_dh``, h is among those passes' outputs too. The arrays of a call are passed
-around as the flat list of those that are there.
+``tan`` and ``bwd`` are linear in what follows the residuals, and each other's transpose. add_norm
+and norm_add have a ``fwd`` alone: their derivatives are made of the ``tan`` and ``bwd`` of
+``norm``, which has h among its outputs, too, where the spec says ``adds_dh``. The arrays of a call
+are passed around as the flat list of those that are there.
 """
 
 import dataclasses
@@ -44,6 +45,7 @@ _PRIMALS: dict[Op, tuple[str, ...]] = {
     "norm_add": ("x", "residual", "scale"),
     "norm_add_norm": ("x", "residual", "scale", "next_scale"),
 }
+_ARRAYS = ("x", "residual")
 _KINDS: dict[str, Kind] = {
     "mask": "mask",
     "scale": "scale",
@@ -120,15 +122,10 @@ class Call:
             direction="bwd", want_stats=False, stat_cotangents=stat_cotangents, adds_dh=adds_dh
         )
 
-    def backwards(self) -> list["Call"]:
-        """The passes that the gradient of all outputs of a forward takes."""
-        op, calls = self.spec.op, []
-        if self.spec.normalises_h or op == "norm":
-            calls.append((self.last(), self.spec.normalises_h))
-        if op in ("norm_add", "norm_add_norm"):
-            calls.append((self.first(), False))
-        calls = calls or [(self, False)]
-        return [call.backward(call.differentiable, adds_dh=adds_dh) for call, adds_dh in calls]
+    def gradient(self) -> "Call":
+        """The backward that the gradient of all outputs of a forward takes."""
+        call = {"add_norm": self.last, "norm_add": self.first}.get(self.spec.op, lambda: self)()
+        return call.backward(call.differentiable, adds_dh=self.spec.normalises_h)
 
     def on(self, view: RowView) -> "Call":
         """The same call on arrays of another shape: a batch, or a shard."""
@@ -176,10 +173,15 @@ class Call:
         """Of the results that are arrays of x's shape."""
         spec = self.spec
         if spec.direction == "bwd":
-            return [spec.x_dtype]
-        if spec.normalises_h:
-            return [spec.y_dtype, spec.last.x_dtype]
-        return [spec.y_dtype, spec.x_dtype] if spec.adds_dh else [spec.y_dtype]
+            dtypes = {"x": spec.x_dtype, "residual": spec.last.x_dtype}
+            return [dtypes[name] for name in self.wrt if name in dtypes]
+        return [spec.y_dtype, spec.last.x_dtype]
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, int]:
+        """Where the operands of ``tan`` and ``bwd`` have each parameter."""
+        names = [name for name in self.primals if name not in _ARRAYS]
+        return {name: self.residuals - len(names) + i for i, name in enumerate(names)}
 
     @functools.cached_property
     def residuals(self) -> int:
@@ -207,10 +209,10 @@ class Call:
 
     @property
     def _residuals(self) -> tuple[Any, ...]:
-        array: Kind = "array"
-        parameters = [n for n in _PRIMALS[self.spec.op] if n != "x"]
+        arrays: list[Kind] = ["array"] * (1 + (self.spec.op == "norm_add_norm"))
+        parameters = [name for name in _PRIMALS[self.spec.op] if name not in _ARRAYS]
         kinds = [_kind(name) if name in self.primals else None for name in parameters]
-        return (array, *((self._statistics,) if self.spec.is_norm else ()), *kinds)
+        return (*arrays, *((self._statistics,) if self.spec.is_norm else ()), *kinds)
 
     @property
     def _outputs(self) -> tuple[Any, ...]:
@@ -218,7 +220,9 @@ class Call:
         if not self.spec.is_norm:
             return (array,)
         has_statistics = self.spec.want_stats or self.spec.stat_cotangents
-        has_h = self.spec.normalises_h or self.spec.adds_dh
+        has_h = self.spec.adds_dh
+        if self.spec.direction != "bwd":
+            has_h = has_h or self.spec.normalises_h
         statistics = (self._statistics,) if has_statistics else ()
         return (array, array if has_h else None, *statistics)
 

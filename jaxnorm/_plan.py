@@ -117,6 +117,4 @@ def implementation_for(
             return _implementation.forced(call.in_rows, implementation)
         return _implementation.choose(call.in_rows, platform)
 
-    backwards = [choice(backward) for backward in forward.backwards()]
-    left = [backward for backward in backwards if backward.name == "xla"]
-    return Plan(choice(forward), [*left, *backwards][0])
+    return Plan(choice(forward), choice(forward.gradient()))

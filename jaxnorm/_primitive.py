@@ -53,10 +53,11 @@ def _types(*avals: Any, call: Call) -> list[Any]:
     x, *_ = avals
     mesh, spec, view = _sharding.mesh_of(avals), x.sharding.spec, call.view
     array_dtypes = iter(call.array_dtypes)
+    gradients = iter(name for name in call.wrt if name in call.parameters)
     types = []
     for kind in call.result_kinds:
         if kind in PARAMETERS:
-            parameter = avals[call.operand_kinds.index(kind)]
+            parameter = avals[call.parameters[next(gradients)]]
             types.append(parameter.update(weak_type=False))
             continue
         axes = PartitionSpec(*[spec[axis] for axis in view.axes_of(kind)])
@@ -112,61 +113,60 @@ def _norm_tangents(
     call: Call, outputs: list[jax.Array], given: dict[str, jax.Array], along: dict[str, jax.Array]
 ) -> list[jax.Array | None]:
     """The tangents of all outputs of a forward of norms; None for 0."""
-    op = call.spec.op
-    count = 1 + call.spec.normalises_h
-    stats = outputs[count:]
-    moved_stats: list[jax.Array | None] = []
-    t, residual, dtype = along.get("x"), along.get("residual"), call.spec.residual_dtype
-    scale, moved_scale = given.get("scale"), along.get("scale")
-    if op.startswith("norm_add"):
-        parameters = [(scale, moved_scale)]
-        t, _, moved_stats = _norm_tangent(call.first(), given["x"], stats[:1], t, parameters)
-        stats = stats[1:]
-        scale, moved_scale = given.get("next_scale"), along.get("next_scale")
-    if op != "norm":
-        t = _sum([a for a in (residual, t) if a is not None], dtype)
-    if op == "norm_add":
-        return [t, *moved_stats]
+    op, dtype = call.spec.op, call.spec.residual_dtype
+    y, *others = outputs
+    h = [others.pop(0)] if call.spec.normalises_h else []
+    stats = others
     # The very array that is returned: a reshaped or cast copy would be stored a second time.
-    y, *h = outputs[:count]
-    saved = y
-    if call.spec.saved == "input":
-        saved = h[0] if h else given["x"]
-    parameters = [(scale, moved_scale), (given.get("bias"), along.get("bias"))]
-    adds_dh = bool(h) and t is not None
-    dy, dh, last = _norm_tangent(call.last(), saved, stats, t, parameters, adds_dh=adds_dh)
-    return [dy, *([dh] if h else []), *moved_stats, *last]
+    from_input = h[0] if h else given["x"]
+    saved = y if call.spec.saved == "output" else from_input
+    parameters = [n for n in call.primals if n not in ("x", "residual")]
+    values = [given[name] for name in parameters]
+    moving = {name: along.get(name) for name in parameters}
+    t = along.get("x")
+    match op:
+        case "norm":
+            return _tangents_of(call, [saved, *stats, *values], {"x": t, **moving})
+        case "add_norm":
+            t = _sum([t, along.get("residual")], dtype)
+            adds_dh = t is not None
+            norm = call.last()
+            moved = _tangents_of(
+                norm, [saved, *stats, *values], {"x": t, **moving}, adds_dh=adds_dh
+            )
+            return moved if adds_dh else [moved[0], None, *moved[1:]]
+        case "norm_add":
+            operands = [given["x"], *stats, *values]
+            dy, *moved = _tangents_of(call.first(), operands, {"x": t, **moving})
+            return [_sum([along.get("residual"), dy], dtype), *moved]
+        case _:
+            operands = [given["x"], saved, *stats, *values]
+            moving = {"x": t, "residual": along.get("residual"), **moving}
+            return _tangents_of(call, operands, moving)
 
 
-def _norm_tangent(
+def _tangents_of(
     call: Call,
-    saved: jax.Array,
-    stats: list[jax.Array],
-    t: jax.Array | None,
-    parameters: list[tuple[jax.Array | None, jax.Array | None]],
+    residuals: Sequence[jax.Array],
+    moving: dict[str, jax.Array | None],
     *,
     adds_dh: bool = False,
-) -> tuple[jax.Array | None, jax.Array | None, list[jax.Array | None]]:
-    """The tangents of a norm, of what it normalises if asked for, and of its statistics.
-
-    `t` is the tangent of what it normalises; `parameters` are pairs of a parameter and its tangent.
-    """
-    moving = {"x": t, **{name: moved for name, (_, moved) in zip(("scale", "bias"), parameters)}}
-    names = [name for name, moved in moving.items() if moved is not None]
-    if not names:
-        return None, None, [None] * len(stats)
-    linear = [moving[name] for name in names]
-    operands = [saved, *stats, *[p for p, _ in parameters], *linear]
-    dy, *others = bind(call.tangent(names, adds_dh=adds_dh), *operands)
-    return dy, others.pop(0) if adds_dh else None, list(others) or [None] * len(stats)
+) -> list[jax.Array | None]:
+    """What the tangent of a forward returns; `moving` are tangents by name, None for 0."""
+    along = {name: t for name, t in moving.items() if t is not None}
+    tangent = call.tangent([*along], adds_dh=adds_dh)
+    if not along:
+        return [None] * len(tangent.result_kinds)
+    return [*bind(tangent, *residuals, *along.values())]
 
 
 def _zero_like(a: jax.Array) -> ad.Zero:
     return ad.Zero(jax.typeof(a).to_tangent_aval())
 
 
-def _sum(arrays: Sequence[jax.Array], dtype: Any) -> jax.Array | None:
-    """Their sum in `dtype`, rounded once; None for that of none."""
+def _sum(terms: Sequence[jax.Array | None], dtype: Any) -> jax.Array | None:
+    """The sum in `dtype`, rounded once, of those that are not None; None for that of none."""
+    arrays: Sequence[jax.Array] = [a for a in terms if a is not None]
     if not arrays:
         return None
     wide = functools.reduce(jnp.promote_types, [a.dtype for a in arrays])
@@ -211,15 +211,33 @@ def _backward(
 ) -> dict[str, jax.Array | None]:
     """The cotangents of the tangents `names`, from those of a tangent's results."""
     dy, *others = cotangents
-    dh = others.pop(0) if call.spec.adds_dh else None
-    dh = None if isinstance(dh, ad.Zero) or "x" not in names else dh
+    dh = others.pop(0) if call.spec.adds_dh or call.spec.normalises_h else None
+    if isinstance(dh, ad.Zero) or not {"x", "residual", "scale"} & {*names}:
+        dh = None
     stat_cotangents = any(not isinstance(ct, ad.Zero) for ct in others)
     if isinstance(dy, ad.Zero) and not stat_cotangents:
-        return {name: dh if name == "x" else None for name in names}
+        return _backward_of_h(dh, residuals, names, call)
     backward = call.backward(names, adds_dh=dh is not None, stat_cotangents=stat_cotangents)
     dstats = map(ad.instantiate_zeros, others if stat_cotangents else [])
     results = bind(backward, *residuals, ad.instantiate_zeros(dy), dh, *dstats)
     return dict(zip(names, results))
+
+
+def _backward_of_h(
+    dh: jax.Array | None, residuals: Arrays, names: list[str], call: Call
+) -> dict[str, jax.Array | None]:
+    """`_backward` where y is not used."""
+    if call.spec.op == "norm":
+        return {name: dh if name == "x" else None for name in names}
+    results: dict[str, jax.Array | None] = dict.fromkeys(names)
+    if dh is None:
+        return results
+    x, _, rstd, _, *parameters = residuals
+    first = call.first()
+    if inner := [name for name in names if name in ("x", "scale")]:
+        scale = parameters[: len(first.parameters)]
+        results.update(zip(inner, bind(first.backward(inner), x, rstd, *scale, dh)))
+    return {**results, **({"residual": dh} if "residual" in names else {})}
 
 
 def _into_accumulators(cotangents: Any, *operands: Any, call: Call) -> None:
@@ -236,7 +254,7 @@ def _into_accumulators(cotangents: Any, *operands: Any, call: Call) -> None:
     x: Any = wanted.get("x")
     knows = type(x) is _accumulators.ValAccum and not isinstance(x.val, ad.Zero)
     moves = any(not isinstance(ct, ad.Zero) for ct in cotangents)
-    adds = knows and moves and not call.spec.adds_dh
+    adds = knows and moves and call.spec.op == "norm" and not call.spec.adds_dh
     if adds:
         dy, *others = cotangents
         cotangents = [dy, x.val, *others]
@@ -254,11 +272,14 @@ def _tangent(
 ) -> list[jax.Array | None]:
     """The cotangents of those that are wanted of dy, dh and the statistics'."""
     along = {n: ct for n, ct in zip(call.wrt, cotangents) if not isinstance(ct, ad.Zero)}
-    adds_dh = call.spec.adds_dh and "x" in along
-    tangent = call.tangent([*along], adds_dh=adds_dh)
+    takes_dh, is_one_norm = call.spec.adds_dh, call.spec.op == "norm"
+    returns_h = takes_dh and "x" in along if is_one_norm else True
+    tangent = call.tangent([*along], adds_dh=is_one_norm and returns_h)
     results: list[jax.Array | None] = [*bind(tangent, *residuals, *along.values())]
-    if call.spec.adds_dh and not adds_dh:
+    if takes_dh and not returns_h:
         results.insert(1, None)
+    if returns_h and not takes_dh:
+        results.pop(1)
     return [ct for ct, is_wanted in zip(results, wanted) if is_wanted]
 
 

@@ -26,6 +26,7 @@ xh even where scale is 0; forward and backward use the same bias, rounded to y's
 clipped to sqrt(N), its true bound. The variance is taken in two passes: E[x^2] - E[x]^2 cancels.
 """
 
+import dataclasses
 import functools
 import math
 import operator
@@ -143,6 +144,50 @@ def norm_bwd(
     dscale = None if scale is None else _summed_like(scale, d * xh, spec).astype(spec.scale_dtype)
     dbias = None if bias is None else _summed_like(bias, d, spec).astype(spec.bias_dtype)
     return dx.astype(spec.x_dtype), dscale, dbias
+
+
+def norm_add_norm_tan(
+    x: jax.Array,
+    saved: jax.Array,
+    stats: Stats,
+    scale: jax.Array | None,
+    next_scale: jax.Array | None,
+    dx: jax.Array | None,
+    dresidual: jax.Array | None,
+    dscale: jax.Array | None,
+    dnext_scale: jax.Array | None,
+    spec: Spec,
+) -> tuple[jax.Array, jax.Array, Stats]:
+    """The tangents of y, h and the statistics; None stands for a tangent that is 0."""
+    rstd, next_rstd = stats
+    dh = jnp.zeros_like(x) if dresidual is None else dresidual
+    drstd: Stats = (jnp.zeros_like(rstd),) if spec.want_stats else ()
+    if dx is not None or dscale is not None:
+        wide = dataclasses.replace(spec.first, y_dtype=spec.compute_dtype)
+        t, _, drstd = norm_tan(x, (rstd,), scale, None, dx, dscale, None, wide)
+        dh = _sum(dh, t, spec)
+    dy, _, dnext = norm_tan(saved, (next_rstd,), next_scale, None, dh, dnext_scale, None, spec.last)
+    return dy, dh.astype(spec.residual_dtype), (*drstd, *dnext)
+
+
+def norm_add_norm_bwd(
+    x: jax.Array,
+    saved: jax.Array,
+    stats: Stats,
+    scale: jax.Array | None,
+    next_scale: jax.Array | None,
+    dy: jax.Array,
+    dh: jax.Array | None = None,
+    dstats: Stats = (),
+    *,
+    spec: Spec,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """dx, dresidual, dscale and dnext_scale; `dh` and `dstats` as of `norm_bwd`."""
+    last = dataclasses.replace(spec.last, x_dtype=spec.compute_dtype)
+    dh, dnext_scale, _ = norm_bwd(saved, stats[1:], next_scale, None, dy, dh, dstats[1:], spec=last)
+    first = dataclasses.replace(spec.first, adds_dh=False)
+    dx, dscale, _ = norm_bwd(x, stats[:1], scale, None, dh, None, dstats[:1], spec=first)
+    return dx, dh.astype(spec.residual_dtype), dscale, dnext_scale
 
 
 def _normalised(
