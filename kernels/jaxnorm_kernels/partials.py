@@ -9,16 +9,38 @@ from jax import lax
 
 
 def add_partials(
-    partials: Sequence[jax.Array], dtypes: Sequence[np.dtype | None]
+    partials: Sequence[jax.Array],
+    dtypes: Sequence[np.dtype | None],
+    groups: Sequence[int] | None = None,
 ) -> list[jax.Array | None]:
-    """The sums over the first axis of `partials`, each in its dtype.
+    """The sums over the first axis of `partials`, ``(n, cols)`` each, in the parameters' dtypes.
 
     All in one reduction, since two would be two kernels. A dtype of None stands for a parameter
     that there is not, and has no partial.
+
+    `groups` says how many groups of rows have a parameter of their own: one ``(groups, cols)`` has
+    as many sums, each over its part of the first axis. One that all rows share has a sum of all.
     """
-    zeros = (jnp.float32(0),) * len(partials)
-    sums = list(lax.reduce(tuple(partials), zeros, _add, (0,))) if partials else []
-    return [None if dtype is None else sums.pop(0).astype(dtype) for dtype in dtypes]
+    own = [1 if dtype is None else n for dtype, n in zip(dtypes, groups or [1] * len(dtypes))]
+    most = max(own)
+    if most > 1:
+        partials = [p.reshape(most, -1, p.shape[-1]) for p in partials]
+    sums = _sums(partials, axis=int(most > 1))
+    totals: list[jax.Array | None] = []
+    for dtype, n in zip(dtypes, own):
+        if dtype is None:
+            totals.append(None)
+            continue
+        total = sums.pop(0)
+        if n < most:
+            (total,) = _sums([total], axis=0)
+        totals.append(total.astype(dtype))
+    return totals
+
+
+def _sums(arrays: Sequence[jax.Array], axis: int) -> list[jax.Array]:
+    zeros = (jnp.float32(0),) * len(arrays)
+    return list(lax.reduce(tuple(arrays), zeros, _add, (axis,))) if arrays else []
 
 
 def _add(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

@@ -1,6 +1,7 @@
 """What the kernels cannot do, and where the default leaves a call to XLA: tables of sentences."""
 
 from jaxnorm_kernels.devices import local_capability
+from jaxnorm_kernels.mosaic.backward.schedule import COPY_BYTES, row_dtypes
 from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, vector_width
 from jaxnorm_kernels.refusals import BETTER_FUSED, NO_KERNEL, Table, first
 from jaxnorm_kernels.specs import Spec
@@ -14,14 +15,13 @@ _MAX_COLS_WITH_RESIDUAL = 2**17
 
 _CANNOT: Table = (
     *NO_KERNEL,
-    ("its kernels add no second cotangent", lambda s: s.adds_dh),
     (
-        "its backward kernels take no parameters of groups of rows",
-        lambda s: s.direction == "bwd" and s.groups > 1,
-    ),
-    (
-        f"its kernels add a residual to rows of up to {_MAX_COLS_WITH_RESIDUAL} elements",
-        lambda s: s.residual_dtype is not None and s.cols > _MAX_COLS_WITH_RESIDUAL,
+        f"its forward kernels add a residual to rows of up to {_MAX_COLS_WITH_RESIDUAL} elements",
+        lambda s: (
+            s.direction == "fwd"
+            and s.residual_dtype is not None
+            and s.cols > _MAX_COLS_WITH_RESIDUAL
+        ),
     ),
     (f"its kernels need rows of {_MIN_COLS} elements or more", lambda s: s.cols < _MIN_COLS),
     (
@@ -38,11 +38,12 @@ _CANNOT: Table = (
         ),
     ),
     (
-        "its norm backward takes rows this short only by 64 and more, in multiples of 16 bytes",
+        "its norm backward takes rows this short only by 64 and more (of each group that has "
+        "parameters of its own), in multiples of 16 bytes",
         lambda s: (
             _norm_bwd(s)
             and s.cols < WARPGROUP_THREADS * _vector(s)
-            and (s.rows < 64 or _has_ragged_rows(s))
+            and (s.rows // s.groups < 64 or _has_ragged_rows(s))
         ),
     ),
 )
@@ -99,8 +100,7 @@ def _norm_bwd(spec: Spec) -> bool:
 
 def _has_ragged_rows(spec: Spec) -> bool:
     """Whether asynchronous copies cannot take the rows that a norm's backward reads."""
-    saved = spec.y_dtype if spec.saved == "output" else spec.x_dtype
-    return any(spec.cols * dtype.itemsize % 16 for dtype in (saved, spec.y_dtype))
+    return any(spec.cols * dtype.itemsize % COPY_BYTES for dtype in row_dtypes(spec))
 
 
 def _vector(spec: Spec) -> int:

@@ -5,6 +5,7 @@ into registers, some rows ahead of the one that it works on.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, prepare, split
+from jaxnorm_kernels.mosaic.backward.formulas import Formula, Operands, prepare, split
 from jaxnorm_kernels.mosaic.backward.row_sums import RowSums
+from jaxnorm_kernels.mosaic.backward.shares import Share
 from jaxnorm_kernels.mosaic.backward.slices import Chunk, Slice, skip_stale
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch
 from jaxnorm_kernels.mosaic.device.layouts import (
@@ -52,28 +54,29 @@ class Direct:
 
 def direct_backward(
     formula: Formula,
-    saved: jax.Array,
-    dy: jax.Array,
-    stats: Arrays,
-    params: Arrays,
+    operands: Operands,
     *,
     schedule: Direct,
     blocks: int,
-    dx_dtype: np.dtype,
+    results: Sequence[np.dtype],
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """dx, then for each column sum of the formula its partial sums, one row for each block."""
-    rows, cols = saved.shape
+    """The row results, then for each column sum its partial sums, one row for each block.
+
+    `blocks` are those of a group of rows.
+    """
+    (rows, cols), groups = operands.shape, operands.groups
     layout = warps_layout(schedule.vector)
     sums = RowSums(schedule.warpgroups, formula.row_sums)
-    sizes = len(stats), len(params)  # What traces the body keeps it: it may hold no traced array.
+    sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
 
-    def body(saved_ref: Ref, dy_ref: Ref, *refs: Ref) -> None:
-        stat_refs, param_refs, refs = split(refs, *sizes)
-        (dx_ref,), partial_refs, exchanged = split(refs, 1, formula.column_sums)
+    def body(*refs: Ref) -> None:
+        row_refs, stat_refs, param_refs, refs = split(refs, *sizes)
+        result_refs, partial_refs, exchanged = split(refs, len(results), formula.column_sums)
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
         runs = schedule.slice(cols, warpgroup).runs()
-        count = lax.div(rows - block + blocks - 1, blocks)  # rows of this block
+        share = Share.of(block, rows=rows, groups=groups, blocks=blocks)
+        count = share.count()
 
         def read(ref: Ref, run: Chunk) -> jax.Array:
             """The run's columns of a ``(cols,)`` ref."""
@@ -81,17 +84,25 @@ def direct_backward(
             return load(ref.at[here], layout, shape(run))
 
         def read_row(k: Any) -> tuple[list[Any], list[jax.Array]]:
-            row = block + jnp.minimum(k, count - 1) * blocks
-            elements = [[read(ref.at[row], run) for ref in (saved_ref, dy_ref)] for run in runs]
+            """What the sums need of a row, and its statistics."""
+            row = share.row(jnp.minimum(k, count - 1))
+            refs = row_refs[: formula.summed]
+            elements = [[read(ref.at[row], run) for ref in refs] for run in runs]
             return elements, [ref[row] for ref in stat_refs]
+
+        def read_rest(k: Any) -> list[Any]:
+            """What only `finish` needs of a row: no registers hold it for the rows ahead."""
+            refs = row_refs[formula.summed :]
+            return [[read(ref.at[share.row(k)], run) for ref in refs] for run in runs]
 
         def step(k: Any, carry: Any) -> Any:
             (now, *coming), carried = carry
             coming = [*coming, read_row(k + schedule.ahead)]
-            elements, row_stats = now
+            summed, row_stats = now
+            rest = read_rest(k)
             args = [
-                (*(widen(v, layout) for v in pair), columns, row_stats)
-                for pair, columns in zip(elements, given)
+                ([widen(v, layout) for v in elements], columns, row_stats)
+                for elements, columns in zip(summed, given)
             ]
             terms = [
                 [skip_stale(term, run) for term in formula.terms(*a)] for a, run in zip(args, runs)
@@ -100,15 +111,19 @@ def direct_backward(
             sums.publish(exchanged, [sum(same[1:], same[0]) for same in parts], k)
             totals = sums.collect(exchanged, k)
             added: list[jax.Array] = []
-            for a, run in zip(args, runs):
-                dx, more = formula.finish(*a, totals)
-                there = dx_ref.at[block + k * blocks, pl.ds(run.start, run.width)]
-                store_global(there, dx, layout)
-                added += more
+            for (elements, *a), more, run in zip(args, rest, runs):
+                elements = [*elements, *(widen(v, layout) for v in more)]
+                values, column_terms = formula.finish(elements, *a, totals)
+                for ref, value in zip(result_refs, values):
+                    there = ref.at[share.row(k), pl.ds(run.start, run.width)]
+                    store_global(there, value, layout)
+                added += column_terms
             return coming, [a + b for a, b in zip(carried, added)]
 
         queue = [read_row(jnp.int32(k)) for k in range(schedule.ahead)]
-        given = [prepare(formula, [read(ref, run) for ref in param_refs]) for run in runs]
+        given = [
+            prepare(formula, [read(share.param(ref), run) for ref in param_refs]) for run in runs
+        ]
         carried = [
             plgpu.layout_cast(jnp.zeros(shape(run), jnp.float32), layout)
             for run in runs
@@ -124,13 +139,13 @@ def direct_backward(
 
     return launch(
         body,
-        [saved, dy, *stats, *params],
+        operands.arrays,
         name=name,
         outputs=[
-            ((rows, cols), dx_dtype),
-            *[((blocks, cols), np.dtype(np.float32))] * formula.column_sums,
+            *[((rows, cols), dtype) for dtype in results],
+            *[((groups * blocks, cols), np.dtype(np.float32))] * formula.column_sums,
         ],
-        blocks=blocks,
+        blocks=groups * blocks,
         warpgroups=schedule.warpgroups,
         scratch=sums.scratch(),
         auto_barriers=False,

@@ -1,5 +1,10 @@
-"""What a backward kernel computes, element by element, whatever the kernel that walks the rows."""
+"""What a backward kernel computes, element by element, whatever the kernel that walks the rows.
 
+A kernel knows how many row operands and row results there are, and their dtypes; a formula alone
+knows what they mean.
+"""
+
+import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -11,13 +16,48 @@ from jaxnorm_kernels.mosaic.device.layouts import Ref
 Arrays = Sequence[jax.Array]
 
 
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What a backward kernel reads.
+
+    Attributes:
+      rows: ``(rows, cols)`` each, every one in a dtype of its own.
+      stats: ``(rows,)`` float32 each: what belongs to a row.
+      params: ``(cols,)`` or ``(groups, cols)`` each: what belongs to a column, or to a column of a
+        group of rows.
+      groups: of ``rows / groups`` consecutive rows, each with column sums of its own.
+    """
+
+    rows: Arrays
+    stats: Arrays = ()
+    params: Arrays = ()
+    groups: int = 1
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        rows, cols = self.rows[0].shape
+        return rows, cols
+
+    @property
+    def arrays(self) -> list[jax.Array]:
+        return [*self.rows, *self.stats, *self.params]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """How many there are of each kind: what `split` takes."""
+        return len(self.rows), len(self.stats), len(self.params)
+
+
 class Formula(Protocol):
     """A backward pass, for elements of one row. All arrays are float32.
 
-    `saved` and `d` (the cotangent) are elements, `columns` what belongs to their columns, `stats`
-    and `totals` what belongs to their row.
+    `elements` are those of the row operands, `columns` what belongs to their columns, `stats` and
+    `totals` what belongs to their row.
     """
 
+    #: how many row operands the sums need, over the row and over the rows: the first ones.
+    summed: int
     #: how many sums over the row `finish` needs.
     row_sums: int
     #: how many sums over the rows come out.
@@ -27,16 +67,14 @@ class Formula(Protocol):
         """What `terms` and `finish` need of the parameters (scale, bias)."""
         ...
 
-    def terms(
-        self, saved: jax.Array, d: jax.Array, columns: Arrays, stats: Arrays
-    ) -> list[jax.Array]:
-        """The terms of the sums over the row."""
+    def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
+        """The terms of the sums over the row, from the first `summed` operands."""
         ...
 
     def finish(
-        self, saved: jax.Array, d: jax.Array, columns: Arrays, stats: Arrays, totals: Arrays
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        """dx, and the terms of the sums over the rows."""
+        self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The row results (dx), and the terms of the sums over the rows."""
         ...
 
 

@@ -8,8 +8,9 @@ Row of N; G = scale + scale_offset, r = rstd, d = dy; c1 is LayerNorm's alone:
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
 G is floored and the bias rounded to y's dtype as in the forward, and |xh| is clipped to sqrt(N),
-its true bound. A block adds up dscale and dbias over its own rows; the blocks' sums are added
-outside, always in the same order.
+its true bound. dh, another cotangent of the row that is normalised, is added to dx before that is
+rounded. A block adds up dscale and dbias over its own rows; the blocks' sums are added outside,
+always in the same order.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.mosaic.backward.direct import Direct, direct_backward
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Operands
 from jaxnorm_kernels.mosaic.backward.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing, rows_ring_backward
 from jaxnorm_kernels.mosaic.backward.two_pass import TwoPass, two_pass_backward
@@ -34,9 +35,10 @@ _NO_RECIPROCAL = 2.0**-100
 
 @dataclasses.dataclass(frozen=True)
 class NormFormula:
-    """The equations above, for elements of a row."""
+    """The equations above, for elements of a row: of saved and d, then of dh where there is one."""
 
     spec: Spec
+    summed: int = 2
 
     @property
     def row_sums(self) -> int:
@@ -63,16 +65,16 @@ class NormFormula:
             columns.append(params.pop(0).astype(self.spec.y_dtype).astype(jnp.float32))
         return columns
 
-    def terms(
-        self, saved: jax.Array, d: jax.Array, columns: Arrays, stats: Arrays
-    ) -> list[jax.Array]:
+    def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
+        saved, d = elements
         dg, z, _ = self._elements(saved, d, columns, stats)
         c2 = (d if self._from_output else dg) * z
         return [c2, dg] if self.spec.subtract_mean else [c2]
 
     def finish(
-        self, saved: jax.Array, d: jax.Array, columns: Arrays, stats: Arrays, totals: Arrays
-    ) -> tuple[jax.Array, list[jax.Array]]:
+        self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        saved, d, *dh = elements
         dg, z, reciprocal = self._elements(saved, d, columns, stats)
         xh = z if reciprocal is None else z * reciprocal
         if self.spec.clips_x_hat:
@@ -84,12 +86,14 @@ class NormFormula:
         if c1:
             dx = dx - c1[0]
         dx = dx - xh * c2
+        if dh:
+            dx = dx + dh[0]
         sums = []
         if self.spec.scale_dtype is not None:
             sums.append(d * xh)
         if self.spec.bias_dtype is not None:
             sums.append(d)
-        return dx, sums
+        return [dx], sums
 
     def _elements(
         self, saved: jax.Array, d: jax.Array, columns: Arrays, stats: Arrays
@@ -120,21 +124,22 @@ def norm_bwd(
     schedule: schedules.NormSchedule | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """dx, dscale and dbias; `schedule` stands in for the one of the table."""
-    del dh  # `supports` refuses it
     formula = NormFormula(spec)
     schedule = schedule or schedules.norm_schedule(spec)
     params = [] if scale is None else [scale]
     if bias is not None and spec.saved == "output":
         params.append(bias)
-    operands = (formula, saved, dy, stats, params)
-    common = {"schedule": schedule, "dx_dtype": spec.x_dtype, "name": "jaxnorm_norm_bwd"}
+    rows = [saved, dy] if dh is None else [saved, dy, dh]
+    operands = Operands(rows, stats, params, spec.groups)
+    common = {"schedule": schedule, "results": [spec.x_dtype], "name": "jaxnorm_norm_bwd"}
     if isinstance(schedule, TwoPass):
-        dx, *partials = two_pass_backward(*operands, **common)
+        dx, *partials = two_pass_backward(formula, operands, **common)
     else:
         run = _KERNELS[type(schedule)]
         blocks = schedules.persistent_blocks(spec, schedule)
-        dx, *partials = run(*operands, blocks=blocks, **common)
-    dscale, dbias = add_partials(partials, (spec.scale_dtype, spec.bias_dtype))
+        dx, *partials = run(formula, operands, blocks=blocks, **common)
+    dtypes, groups = (spec.scale_dtype, spec.bias_dtype), (spec.scale_groups, spec.bias_groups)
+    dscale, dbias = add_partials(partials, dtypes, groups)
     return dx, dscale, dbias
 
 

@@ -1,7 +1,7 @@
 """Backward passes over rows that stream through a ring of shared memory.
 
-A backward pass reads two arrays, reduces each row to one or two sums, and reads the row again to
-write dx. Here a *persistent* block takes every n-th row (or group of a few short rows). Each of its
+A backward pass reads two arrays or more, reduces each row to a few sums, and reads the row again to
+write dx. Here a *persistent* block takes every n-th row (or step of a few short rows). Each of its
 warpgroups owns a slice of the columns and a ring of stages, which the copy engine (TMA) keeps
 filled with its slice of the rows to come. The two reads of a row are both from shared memory, so
 that few registers live across the exchange of row sums: the column sums (dscale, dbias), which a
@@ -14,6 +14,7 @@ k - 1 is finished, which hides the exchange::
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,8 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, prepare, split
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, Operands, prepare, split
 from jaxnorm_kernels.mosaic.backward.row_sums import RowSums
+from jaxnorm_kernels.mosaic.backward.shares import Share
 from jaxnorm_kernels.mosaic.backward.slices import Chunk, Slice, skip_stale
 from jaxnorm_kernels.mosaic.device.barriers import release_used
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
@@ -69,43 +71,36 @@ class Ring:
 
 def ring_backward(
     formula: Formula,
-    saved: jax.Array,
-    dy: jax.Array,
-    stats: Arrays,
-    params: Arrays,
+    operands: Operands,
     *,
     schedule: Ring,
     blocks: int,
-    dx_dtype: np.dtype,
+    results: Sequence[np.dtype],
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """dx, then for each column sum of the formula its partial sums, one row for each block.
+    """The row results, then for each column sum its partial sums, one row for each block.
 
-    With a cluster, `blocks` are clusters.
+    `blocks` are those of a group of rows; with a cluster, they are clusters.
     """
-    ring, (rows, cols) = schedule, saved.shape
-    if ring.stages < 1 + ring.lag or rows < ring.rows:
-        raise ValueError(f"{ring} holds less than {1 + ring.lag} steps, or more than {rows} rows")
+    ring, (rows, cols), groups = schedule, operands.shape, operands.groups
+    if ring.stages < 1 + ring.lag or rows // groups < ring.rows:
+        raise ValueError(f"{ring} holds less than {1 + ring.lag} steps, or too many rows")
     sketch = ring.slice(cols)
     layout, shape = warps_layout(ring.vector), (WARPS, sketch.chunk // WARPS)
     sums = RowSums(ring.warpgroups, ring.rows * formula.row_sums, 1 + ring.lag, ring.cluster)
-    steps = -(-rows // ring.rows)
     together = range(ring.rows)
-    sizes = len(stats), len(params)  # What traces the body keeps it: it may hold no traced array.
+    sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
 
-    def body(saved_ref: Ref, dy_ref: Ref, *refs: Ref) -> None:
-        stat_refs, param_refs, refs = split(refs, *sizes)
-        (dx_ref,), partial_refs, refs = split(refs, 1, formula.column_sums)
-        (saved_ring, dy_ring, full), exchanged = split(refs, 3)
+    def body(*refs: Ref) -> None:
+        row_refs, stat_refs, param_refs, refs = split(refs, *sizes)
+        result_refs, partial_refs, refs = split(refs, len(results), formula.column_sums)
+        rings, (full, *exchanged) = split(refs, len(row_refs))
         sums.open(exchanged)
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
         rank = lax.axis_index(CLUSTER) if ring.cluster > 1 else 0
         own = ring.slice(cols, rank * ring.warpgroups + warpgroup)
-        count = lax.div(steps - block + blocks - 1, blocks)  # steps of this block
-
-        def first_row(k: Any) -> Any:
-            """The last step of all overlaps the one before where the rows do not divide."""
-            return jnp.minimum((block + k * blocks) * ring.rows, rows - ring.rows)
+        share = Share.of(block, rows=rows, groups=groups, blocks=blocks, height=ring.rows)
+        count = share.count()
 
         def stage(k: Any) -> Any:
             return warpgroup * ring.stages + lax.rem(k, ring.stages)
@@ -115,9 +110,9 @@ def ring_backward(
             for row in together:
                 for run in own.runs():
                     here, there = pl.ds(run.start, run.width), pl.ds(run.stage_start, run.width)
-                    for source, target in ((saved_ref, saved_ring), (dy_ref, dy_ring)):
+                    for source, target in zip(row_refs, rings):
                         plgpu.copy_gmem_to_smem(
-                            source.at[first_row(k) + row, here],
+                            source.at[share.first_row(k) + row, here],
                             target.at[at, row, there],
                             full.at[at],
                             oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
@@ -127,19 +122,19 @@ def ring_backward(
             pl.when(k < count)(functools.partial(fill, jnp.int32(k)))
 
         def read_param(ref: Ref, chunk: Chunk) -> jax.Array:
-            return load(ref.at[pl.ds(chunk.start, chunk.width)], layout, shape)
+            return load(share.param(ref).at[pl.ds(chunk.start, chunk.width)], layout, shape)
 
         chunks = own.cut()
         columns = [prepare(formula, [read_param(ref, c) for ref in param_refs]) for c in chunks]
 
         def statistics(k: Any) -> list[list[jax.Array]]:
             """Those of each row of step `k`."""
-            first = first_row(jnp.minimum(k, count - 1))
+            first = share.first_row(jnp.minimum(k, count - 1))
             return [[ref[first + row] for ref in stat_refs] for row in together]
 
-        def read(k: Any, row: int, chunk: Chunk) -> list[jax.Array]:
+        def read(stages: Sequence[Ref], k: Any, row: int, chunk: Chunk) -> list[jax.Array]:
             here = pl.ds(chunk.stage_start, chunk.width)
-            refs = [ref.at[stage(k), row, here] for ref in (saved_ring, dy_ring)]
+            refs = [ref.at[stage(k), row, here] for ref in stages]
             return [widen(load(ref, None, shape), layout) for ref in refs]
 
         def in_layout(value: jax.Array) -> jax.Array:
@@ -152,7 +147,8 @@ def ring_backward(
             totals: list[list[jax.Array]] = [[] for _ in together]
             for chunk, given in zip(chunks, columns):
                 for row in together:
-                    terms = formula.terms(*read(k, row, chunk), given, row_stats[row])
+                    elements = read(rings[: formula.summed], k, row, chunk)
+                    terms = formula.terms(elements, given, row_stats[row])
                     terms = [skip_stale(term, chunk) for term in terms]
                     so_far = totals[row]
                     totals[row] = [a + b for a, b in zip(so_far, terms)] if so_far else terms
@@ -161,7 +157,7 @@ def ring_backward(
             sums.publish(exchanged, parts, k)
 
         def finish_rows(k: Any, row_stats: list[list[jax.Array]], carried: Arrays) -> Arrays:
-            """dx and the column sums; then the stage is filled again."""
+            """The row results and the column sums; then the stage is filled again."""
             totals = sums.collect(exchanged, k)
             for row in together:
                 carried = add_row(k, row, row_stats[row], totals, carried)
@@ -170,20 +166,21 @@ def ring_backward(
             return carried
 
         def add_row(k: Any, row: int, row_stats: Arrays, totals: Arrays, carried: Arrays) -> Arrays:
-            index, first = first_row(k) + row, row * formula.row_sums
+            index, first = share.first_row(k) + row, row * formula.row_sums
             added: list[jax.Array] = []
             for chunk, given in zip(chunks, columns):
-                dx, terms = formula.finish(
-                    *read(k, row, chunk),
+                values, terms = formula.finish(
+                    read(rings, k, row, chunk),
                     given,
                     row_stats,
                     totals[first : first + formula.row_sums],
                 )
-                store_global(dx_ref.at[index, pl.ds(chunk.start, chunk.width)], dx, layout)
+                for ref, value in zip(result_refs, values):
+                    there = ref.at[index, pl.ds(chunk.start, chunk.width)]
+                    store_global(there, value, layout)
                 added += terms
-            if rows % ring.rows:
-                is_new = index >= (block + k * blocks) * ring.rows
-                is_new = lax.broadcast_in_dim(is_new, shape, ())
+            if share.has_stale_rows:
+                is_new = lax.broadcast_in_dim(share.is_new(index, k), shape, ())
                 added = [jnp.where(is_new, a, jnp.float32(0)) for a in added]
             return [a + b for a, b in zip(carried, added)]
 
@@ -210,21 +207,21 @@ def ring_backward(
                 store(ref.at[block, pl.ds(chunk.start, chunk.width)], value)
 
     stages = ring.warpgroups * ring.stages
+    copies = len(operands.rows) * ring.rows * len(sketch.runs())  # of a stage
     return launch(
         body,
-        [saved, dy, *stats, *params],
+        operands.arrays,
         name=name,
         outputs=[
-            ((rows, cols), dx_dtype),
-            *[((blocks, cols), np.dtype(np.float32))] * formula.column_sums,
+            *[((rows, cols), dtype) for dtype in results],
+            *[((groups * blocks, cols), np.dtype(np.float32))] * formula.column_sums,
         ],
-        blocks=blocks,
+        blocks=groups * blocks,
         cluster=ring.cluster,
         warpgroups=ring.warpgroups,
         scratch=[
-            plgpu.SMEM((stages, ring.rows, sketch.width), saved.dtype),
-            plgpu.SMEM((stages, ring.rows, sketch.width), dy.dtype),
-            plgpu.Barrier(num_arrivals=2 * ring.rows * len(sketch.runs()), num_barriers=stages),
+            *[plgpu.SMEM((stages, ring.rows, sketch.width), v.dtype) for v in operands.rows],
+            plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             *sums.scratch(),
         ],
         auto_barriers=False,

@@ -1,6 +1,6 @@
 """Backward passes without sums over the rows: each block takes its rows and is gone.
 
-    Held       rows in registers, in the tiles of the forward; both inputs are read at once
+    Held       rows in registers, in the tiles of the forward; all inputs are read at once
     Streamed   rows too long for that, read chunk by chunk, twice: once more from the L2 cache
 
 The rows that a ring of shared memory suits better run in `ring`.
@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, split
+from jaxnorm_kernels.mosaic.backward.formulas import Formula, Operands, split
 from jaxnorm_kernels.mosaic.backward.row_sums import RowSums
+from jaxnorm_kernels.mosaic.backward.shares import Share
 from jaxnorm_kernels.mosaic.backward.slices import Chunk, skip_stale
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch
 from jaxnorm_kernels.mosaic.device.layouts import (
@@ -75,63 +76,62 @@ class Streamed:
 
 def held_backward(
     formula: Formula,
-    saved: jax.Array,
-    dy: jax.Array,
+    operands: Operands,
     *,
     schedule: Held,
-    dx_dtype: np.dtype,
+    results: Sequence[np.dtype],
     name: str,
-) -> jax.Array:
-    """dx of a formula without parameters and statistics."""
-    rows, cols = saved.shape
+) -> tuple[jax.Array, ...]:
+    """The row results of a formula without parameters and statistics."""
+    rows, cols = operands.shape
     tile = schedule.tile(cols)
     exchange = RowSums(tile.warpgroups, formula.row_sums, cluster=tile.cluster, in_lanes=True)
     is_split = isinstance(tile, SplitRow)
+    operand_count = len(operands.rows)
 
-    def body(saved_ref: Ref, dy_ref: Ref, dx_ref: Ref, *scratch: Ref) -> None:
+    def body(*refs: Ref) -> None:
+        row_refs, result_refs, scratch = split(refs, operand_count, len(results))
         exchange.open(scratch)
         row = tile.row_index(rows)
-        x, d = tile.load(saved_ref, row), tile.load(dy_ref, row)
-        x, d = ([widen(v, tile.layout) for v in a] for a in (x, d))
-        terms = [formula.terms(x_, d_, (), ()) for x_, d_ in zip(x, d)]
+        loaded = [tile.load(ref, row) for ref in row_refs]
+        wide = [[widen(v, tile.layout) for v in values] for values in loaded]
+        elements = list(zip(*wide))  # of each piece
+        terms = [formula.terms(v[: formula.summed], (), ()) for v in elements]
         totals = [tile.sum(term) for term in zip(*terms)]
         if is_split:
             exchange.ready()
             exchange.publish(scratch, totals)
             totals = exchange.collect(scratch)
-        dx = []
-        for x_, d_ in zip(x, d):
-            spread = [tile.spread(total, x_) for total in totals]
-            dx.append(formula.finish(x_, d_, (), (), spread)[0])
-        tile.store(dx_ref, row, dx)
+        finished = []
+        for v in elements:
+            spread = [tile.spread(total, v[0]) for total in totals]
+            finished.append(formula.finish(v, (), (), spread)[0])
+        for ref, values in zip(result_refs, zip(*finished)):
+            tile.store(ref, row, values)
 
-    (dx,) = launch(
+    return launch(
         body,
-        [saved, dy],
+        operands.arrays,
         name=name,
-        outputs=[(saved.shape, dx_dtype)],
+        outputs=[((rows, cols), dtype) for dtype in results],
         blocks=tile.blocks(rows),
         cluster=tile.cluster,
         warpgroups=tile.warpgroups,
         scratch=exchange.scratch() if is_split else (),
         auto_barriers=False,
     )
-    return dx
 
 
 def streamed_backward(
     formula: Formula,
-    saved: jax.Array,
-    dy: jax.Array,
-    stats: Arrays = (),
-    params: Arrays = (),
+    operands: Operands,
     *,
     schedule: Streamed,
-    dx_dtype: np.dtype,
+    results: Sequence[np.dtype],
     name: str,
-) -> jax.Array:
-    """dx, from two passes over each row."""
-    rows, cols = saved.shape
+) -> tuple[jax.Array, ...]:
+    """The row results, from two passes over each row."""
+    (rows, cols), groups = operands.shape, operands.groups
     warpgroups, unit = schedule.warpgroups, WARPGROUP_THREADS * schedule.vector
     width = schedule.units * unit
     whole = cols // (warpgroups * width)  # chunks of each warpgroup; then there may be a rest
@@ -141,11 +141,13 @@ def streamed_backward(
         raise ValueError(f"{schedule} needs rows of {warpgroups * width} columns")
     layout, shape = warps_layout(schedule.vector), (WARPS, unit // WARPS)
     exchange = RowSums(warpgroups, formula.row_sums)
-    sizes = len(stats), len(params)  # What traces the body keeps it: it may hold no traced array.
+    sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
 
-    def body(saved_ref: Ref, dy_ref: Ref, *refs: Ref) -> None:
-        stat_refs, param_refs, (dx_ref, *scratch) = split(refs, *sizes)
+    def body(*refs: Ref) -> None:
+        row_refs, stat_refs, param_refs, refs = split(refs, *sizes)
+        result_refs, scratch = split(refs, len(results))
         row = lax.axis_index(BLOCK)
+        share = Share.of(row, rows=rows, groups=groups, blocks=rows // groups)
         row_stats = [ref[row] for ref in stat_refs]
         warpgroup = lax.axis_index(WARPGROUP)
 
@@ -158,25 +160,27 @@ def streamed_backward(
             start = jnp.minimum(fresh, cols - rest_width)
             return [Chunk(start + at, unit, at, fresh) for at in range(0, rest_width, unit)]
 
-        def read(units: Sequence[Chunk]) -> list[Any]:
-            """Of each unit both inputs, and what belongs to its columns and its row."""
+        def read(units: Sequence[Chunk], inputs: Sequence[Ref]) -> list[Any]:
+            """Of each unit its elements, and what belongs to its columns and its row."""
             here = [pl.ds(unit.start, unit.width) for unit in units]
-            refs = [saved_ref.at[row], dy_ref.at[row], *param_refs]
+            refs = [ref.at[row] for ref in inputs] + [share.param(ref) for ref in param_refs]
             loaded = [[load(ref.at[at], layout, shape) for ref in refs] for at in here]
-            elements = [[widen(v, layout) for v in unit] for unit in loaded]
-            return [(x, d, formula.columns(p), row_stats) for x, d, *p in elements]
+            wide = [[widen(v, layout) for v in unit] for unit in loaded]
+            n = len(inputs)
+            return [(unit[:n], formula.columns(unit[n:]), row_stats) for unit in wide]
 
         def add(units: Sequence[Chunk], carried: Sequence[jax.Array]) -> list[jax.Array]:
             carried = list(carried)
-            for unit, elements in zip(units, read(units)):
-                terms = [skip_stale(term, unit) for term in formula.terms(*elements)]
+            for unit, args in zip(units, read(units, row_refs[: formula.summed])):
+                terms = [skip_stale(term, unit) for term in formula.terms(*args)]
                 carried = [a + b for a, b in zip(carried, terms)]
             return carried
 
         def write(units: Sequence[Chunk], totals: Sequence[jax.Array]) -> None:
-            for unit, elements in zip(units, read(units)):
-                dx, _ = formula.finish(*elements, totals)
-                store_global(dx_ref.at[row, pl.ds(unit.start, unit.width)], dx, layout)
+            for unit, args in zip(units, read(units, row_refs)):
+                values, _ = formula.finish(*args, totals)
+                for ref, value in zip(result_refs, values):
+                    store_global(ref.at[row, pl.ds(unit.start, unit.width)], value, layout)
 
         zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
         sums = [zero] * formula.row_sums
@@ -194,14 +198,13 @@ def streamed_backward(
         def _(j: Any) -> None:
             write(chunk(whole - 1 - j), totals)
 
-    (dx,) = launch(
+    return launch(
         body,
-        [saved, dy, *stats, *params],
+        operands.arrays,
         name=name,
-        outputs=[(saved.shape, dx_dtype)],
+        outputs=[((rows, cols), dtype) for dtype in results],
         blocks=rows,
         warpgroups=warpgroups,
         scratch=exchange.scratch(),
         auto_barriers=False,
     )
-    return dx

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, prepare, split
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, Operands, prepare, split
+from jaxnorm_kernels.mosaic.backward.shares import Share
 from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_used, warpgroup_barrier
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
 from jaxnorm_kernels.mosaic.device.layouts import (
@@ -62,48 +63,43 @@ class RowsRing:
 
 def rows_ring_backward(
     formula: Formula,
-    saved: jax.Array,
-    dy: jax.Array,
-    stats: Arrays,
-    params: Arrays,
+    operands: Operands,
     *,
     schedule: RowsRing,
     blocks: int,
-    dx_dtype: np.dtype,
+    results: Sequence[np.dtype],
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """dx, then for each column sum of the formula its partial sums, one row for each block."""
-    ring, (rows, cols) = schedule, saved.shape
+    """The row results, then for each column sum its partial sums, one row for each block.
+
+    `blocks` are those of a group of rows.
+    """
+    ring, (rows, cols), groups = schedule, operands.shape, operands.groups
     height = ring.height
-    if ring.rows % height or rows < ring.rows:
-        raise ValueError(f"{ring} needs k * {height} rows, and {rows} rows are given")
+    if ring.rows % height or rows // groups < ring.rows:
+        raise ValueError(f"{ring} needs k * {height} rows, and {rows // groups} rows are given")
     tile = RowTile(cols, ring.vector, threads=ring.threads, height=height)
     column_layout = columns_layout(ring.vector, ring.threads)
-    groups = range(0, ring.rows, height)
+    tops = range(0, ring.rows, height)  # of the tiles of a stage
     # A piece of rows has its own array in shared memory: Mosaic reads a slice of columns only where
     # its width divides the row. So rows of two pieces are copied one by one.
     pieces = tile.pieces()
-    copies = 2 if len(pieces) == 1 else 2 * len(pieces) * ring.rows
-    tiles = -(-rows // ring.rows)
-    sizes = len(stats), len(params)  # What traces the body keeps it: it may hold no traced array.
+    copies = len(operands.rows) * (1 if len(pieces) == 1 else len(pieces) * ring.rows)
+    sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
 
-    def body(saved_ref: Ref, dy_ref: Ref, *refs: Ref) -> None:
-        stat_refs, param_refs, refs = split(refs, *sizes)
-        dx_ref, partial_refs, scratch = refs[0], refs[1 : 1 + formula.column_sums], refs[1:]
-        scratch = scratch[formula.column_sums :]
-        saved_ring, dy_ring, shared, scratch = split(scratch, *[len(pieces)] * 3)
-        (full,) = scratch
-        in_plain_order(*saved_ring, *dy_ring, *shared)
+    def body(*refs: Ref) -> None:
+        row_refs, stat_refs, param_refs, refs = split(refs, *sizes)
+        result_refs, partial_refs, scratch = split(refs, len(results), formula.column_sums)
+        *rings, shared, (full,) = split(scratch, *[len(pieces)] * (len(row_refs) + 1))
+        in_plain_order(*(ref for ring_refs in rings for ref in ring_refs), *shared)
         block = lax.axis_index(BLOCK)
-        count = lax.div(tiles - block + blocks - 1, blocks)  # stages of this block
-
-        def first_row(k: Any) -> Any:
-            return jnp.minimum((block + k * blocks) * ring.rows, rows - ring.rows)
+        share = Share.of(block, rows=rows, groups=groups, blocks=blocks, height=ring.rows)
+        count = share.count()
 
         def fill(k: Any) -> None:
             at = lax.rem(k, ring.stages)
-            first = first_row(k)
-            for source, targets in ((saved_ref, saved_ring), (dy_ref, dy_ring)):
+            first = share.first_row(k)
+            for source, targets in zip(row_refs, rings):
                 if len(pieces) == 1:
                     copy(source.at[pl.ds(first, ring.rows)], targets[0].at[at], full.at[at])
                     continue
@@ -114,16 +110,18 @@ def rows_ring_backward(
         for k in range(ring.stages):
             pl.when(k < count)(functools.partial(fill, jnp.int32(k)))
         columns = [
-            prepare(formula, [load(ref.at[here(p)], column_layout) for ref in param_refs])
+            prepare(
+                formula, [load(share.param(ref).at[here(p)], column_layout) for ref in param_refs]
+            )
             for p in pieces
         ]
 
         def statistics(k: Any) -> list[list[jax.Array]]:
-            """Those of the rows of a stage, for each group of rows."""
-            first, layout = first_row(k), tile.layout.reduce(1)
+            """Those of the rows of a stage, for each tile."""
+            first, layout = share.first_row(k), tile.layout.reduce(1)
             return [
-                [load(ref.at[pl.ds(first + group, height)], layout) for ref in stat_refs]
-                for group in groups
+                [load(ref.at[pl.ds(first + top, height)], layout) for ref in stat_refs]
+                for top in tops
             ]
 
         def step(k: Any, carry: Any) -> Any:
@@ -132,39 +130,47 @@ def rows_ring_backward(
             ahead = statistics(jnp.minimum(k + 1, count - 1))
             at = lax.rem(k, ring.stages)
             plgpu.barrier_wait(full.at[at])
-            for group, row_stats in zip(groups, now):
-                carried = one_group(k, at, group, row_stats, carried)
+            for top, row_stats in zip(tops, now):
+                carried = one_tile(k, at, top, row_stats, carried)
             release_used()
             pl.when(k + ring.stages < count)(functools.partial(fill, k + ring.stages))
             return ahead, carried
 
-        def one_group(
-            k: Any, at: Any, group: int, row_stats: Arrays, carried: Arrays
+        def one_tile(
+            k: Any, at: Any, top: int, row_stats: Arrays, carried: Arrays
         ) -> list[jax.Array]:
             def read(refs: Sequence[Ref]) -> list[jax.Array]:
-                loaded = [load(ref.at[at, pl.ds(group, height)], tile.layout) for ref in refs]
+                loaded = [load(ref.at[at, pl.ds(top, height)], tile.layout) for ref in refs]
                 return [widen(v, tile.layout) for v in loaded]
 
-            x, d = read(saved_ring), read(dy_ring)
-            spread = [[tile.spread(stat, v) for stat in row_stats] for v in x]
+            def read_all(some: Sequence[Sequence[Ref]]) -> list[list[jax.Array]]:
+                """Of each piece, its elements in some of the rings."""
+                of_rings = [read(refs) for refs in some]
+                return [[values[j] for values in of_rings] for j in range(len(pieces))]
+
+            summed = read_all(rings[: formula.summed])
+            spread = [[tile.spread(stat, v) for stat in row_stats] for v, *_ in summed]
             given = [
-                [lax.broadcast_in_dim(c, v.shape, (1,)) for c in own] for own, v in zip(columns, x)
+                [lax.broadcast_in_dim(c, v.shape, (1,)) for c in own]
+                for own, (v, *_) in zip(columns, summed)
             ]
-            elements = list(zip(x, d, given, spread))
-            totals = [tile.sum(term) for term in zip(*(formula.terms(*e) for e in elements))]
-            first, added, dx = first_row(k), [], []
-            for e in elements:
-                v, terms = formula.finish(*e, [tile.spread(total, e[0]) for total in totals])
-                dx.append(v)
-                added += [skip_stale_rows(term, k, first + group) for term in terms]
-            tile.store(dx_ref, pl.ds(first + group, height), dx)
+            args = list(zip(summed, given, spread))
+            totals = [tile.sum(term) for term in zip(*(formula.terms(*a) for a in args))]
+            first, added, results_of = share.first_row(k), [], []
+            for (elements, *a), rest in zip(args, read_all(rings[formula.summed :])):
+                to_piece = [tile.spread(total, elements[0]) for total in totals]
+                values, terms = formula.finish([*elements, *rest], *a, to_piece)
+                results_of.append(values)
+                added += [skip_stale_rows(term, k, first + top) for term in terms]
+            for ref, pieces_of in zip(result_refs, zip(*results_of)):
+                tile.store(ref, pl.ds(first + top, height), pieces_of)
             return [a + b for a, b in zip(carried, added)]
 
         def skip_stale_rows(term: jax.Array, k: Any, first: Any) -> jax.Array:
-            if rows % ring.rows == 0:
+            if not share.has_stale_rows:
                 return term
             row = first + lax.broadcasted_iota(jnp.int32, term.shape, 0)
-            return jnp.where(row >= (block + k * blocks) * ring.rows, term, jnp.float32(0))
+            return jnp.where(share.is_new(row, k), term, jnp.float32(0))
 
         carried = [
             plgpu.layout_cast(jnp.zeros(tile.shape(p.width), jnp.float32), tile.layout)
@@ -184,16 +190,19 @@ def rows_ring_backward(
 
     return launch(
         body,
-        [saved, dy, *stats, *params],
+        operands.arrays,
         name=name,
         outputs=[
-            ((rows, cols), dx_dtype),
-            *[((blocks, cols), np.dtype(np.float32))] * formula.column_sums,
+            *[((rows, cols), dtype) for dtype in results],
+            *[((groups * blocks, cols), np.dtype(np.float32))] * formula.column_sums,
         ],
-        blocks=blocks,
+        blocks=groups * blocks,
         scratch=[
-            *[plgpu.SMEM((ring.stages, ring.rows, p.width), saved.dtype) for p in pieces],
-            *[plgpu.SMEM((ring.stages, ring.rows, p.width), dy.dtype) for p in pieces],
+            *[
+                plgpu.SMEM((ring.stages, ring.rows, p.width), v.dtype)
+                for v in operands.rows
+                for p in pieces
+            ],
             *[plgpu.SMEM((height, p.width), jnp.float32) for p in pieces],
             plgpu.Barrier(num_arrivals=copies, num_barriers=ring.stages),
         ],

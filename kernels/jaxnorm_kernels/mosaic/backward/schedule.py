@@ -33,29 +33,35 @@ _OTHER_SHARED_BYTES = 6 * 1024
 # Elements of 16 bits that a thread reads at once, of 4 or 8.
 _LEAST_VECTOR = 4
 COPY_BYTES = 16  # What the copy engine copies is a multiple of, and where it starts.
-# Of both inputs, in a stage of narrow rows: of up to a KiB, and of more.
+# Of all inputs, in a stage of narrow rows: of up to a KiB, and of more.
 _SHORT_STAGE_BYTES, _STAGE_BYTES = 8 * 1024, 16 * 1024
 
 
 def persistent_blocks(
     spec: Spec, schedule: Ring | RowsRing | Direct, gpu: Gpu | None = None
 ) -> int:
-    """Blocks (or clusters) of a persistent grid: as few as do the work in as many rounds.
+    """Blocks (or clusters) of a persistent grid for each group of rows: as few as are quickest.
 
     Each costs a row of partial sums, to write, to read, and to add up.
     """
     gpu = gpu or local_gpu()
     cluster = schedule.cluster if isinstance(schedule, Ring) else 1
     most = gpu.at_a_time(cluster) * schedule.blocks_per_sm
-    group = 1 if isinstance(schedule, Direct) else schedule.rows
-    work = -(-spec.rows // group)
-    rounds = -(-work // most)
-    return -(-work // rounds)
+    steps = -(-_rows(spec) // (1 if isinstance(schedule, Direct) else schedule.rows))
+
+    def time(blocks: int) -> int:
+        """In steps: the blocks that do not run at a time follow each other; each has to start."""
+        return -(-spec.groups * blocks // most) * (-(-steps // blocks) + 1)
+
+    return min(range(1, min(steps, most) + 1), key=time)
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
     """A line of a table: for up to `cols` columns, `kib` KiB of both inputs, `sums` column sums.
+
+    Both inputs are those that the sums of a row need. What is added to dx, dh, takes no part in the
+    exchange of sums and no registers across it: it only takes room from stages.
 
     The other attributes are those of `Ring`; of `stages`, the most.
     """
@@ -121,7 +127,7 @@ _SPREAD_COLUMNS, _SPREAD_WARPGROUPS = 32, (2, 4)
 def norm_schedule(spec: Spec, gpu: Gpu | None = None) -> NormSchedule:
     if not _copied(spec):
         return direct(spec)
-    if spec.cols < _NARROW and spec.rows >= 2 * WARP:  # the most rows of a tile
+    if spec.cols < _NARROW and _rows(spec) >= 2 * WARP:  # the most rows of a tile
         return rows_ring(spec)
     return ring(spec, gpu or local_gpu()) or two_pass(spec)
 
@@ -153,7 +159,7 @@ def rows_ring(spec: Spec) -> RowsRing:
     blocks_per_sm = 3 if spec.cols <= 8 * threads else 2
     stage_bytes = _SHORT_STAGE_BYTES if _row_bytes(spec) <= 1024 else _STAGE_BYTES
     rows = max(1, stage_bytes // (ring.height * _row_bytes(spec))) * ring.height
-    while rows > ring.height and rows > spec.rows:
+    while rows > ring.height and rows > _rows(spec):
         rows -= ring.height
     stages = min(3, _shared_bytes(blocks_per_sm) // (rows * _row_bytes(spec)))
     return dataclasses.replace(ring, rows=rows, stages=stages, blocks_per_sm=blocks_per_sm)
@@ -163,7 +169,7 @@ def ring(spec: Spec, gpu: Gpu) -> Ring | None:
     """That of the first line of the table that takes the spec, and fits; None for no line."""
     sums = sum(dtype is not None for dtype in (spec.scale_dtype, spec.bias_dtype))
     for line in _RINGS:
-        takes = spec.cols <= line.cols and _row_bytes(spec) <= line.kib * 1024
+        takes = spec.cols <= line.cols and _summed_bytes(spec) <= line.kib * 1024
         runs = line.cluster == 1 or line.cluster in gpu.clusters
         if takes and runs and sums <= line.sums and (found := wide_ring(spec, line)):
             return found
@@ -183,7 +189,7 @@ def wide_ring(spec: Spec, line: Line) -> Ring | None:
         vector,
         warpgroups,
         line.stages,
-        rows=line.rows if spec.rows >= line.rows else 1,
+        rows=line.rows if _rows(spec) >= line.rows else 1,
         lag=line.lag,
         blocks_per_sm=line.blocks_per_sm,
         cluster=line.cluster,
@@ -219,23 +225,33 @@ def _fitting_vector(cols: int, vector: int, threads: int) -> int:
 
 
 def _copied(spec: Spec) -> bool:
-    """Whether the copy engine takes the rows of both inputs."""
-    return not any(
-        spec.cols * dtype.itemsize % COPY_BYTES for dtype in (_saved_dtype(spec), spec.y_dtype)
-    )
+    """Whether the copy engine takes the rows of all inputs."""
+    return not any(spec.cols * dtype.itemsize % COPY_BYTES for dtype in row_dtypes(spec))
 
 
 def _vector(spec: Spec) -> int:
     return vector_width(spec.cols, spec.x_dtype, spec.y_dtype)
 
 
-def _saved_dtype(spec: Spec) -> np.dtype:
-    return spec.y_dtype if spec.saved == "output" else spec.x_dtype
+def row_dtypes(spec: Spec) -> list[np.dtype]:
+    """Of what a norm's backward reads of a row: saved, dy and, with `Spec.adds_dh`, dh."""
+    saved = spec.y_dtype if spec.saved == "output" else spec.x_dtype
+    return [saved, spec.y_dtype] + [spec.x_dtype] * spec.adds_dh
+
+
+def _rows(spec: Spec) -> int:
+    """That share their parameters."""
+    return spec.rows // spec.groups
 
 
 def _row_bytes(spec: Spec) -> int:
-    """Of both inputs."""
-    return spec.cols * (_saved_dtype(spec).itemsize + spec.y_dtype.itemsize)
+    """Of all inputs."""
+    return spec.cols * sum(dtype.itemsize for dtype in row_dtypes(spec))
+
+
+def _summed_bytes(spec: Spec) -> int:
+    """Of the two inputs that the sums of a row need."""
+    return spec.cols * sum(dtype.itemsize for dtype in row_dtypes(spec)[:2])
 
 
 def _shared_bytes(blocks_per_sm: int) -> int:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Operands
 from jaxnorm_kernels.mosaic.backward.rows import Held, held_backward, streamed_backward
 from jaxnorm_kernels.specs import Spec
 
@@ -22,20 +22,22 @@ class SoftmaxFormula:
     """The equations above, for elements of a row."""
 
     spec: Spec
+    summed: int = 2
     row_sums: int = 1
     column_sums: int = 0
 
     def columns(self, params: Arrays) -> list[jax.Array]:
         return list(params)
 
-    def terms(self, y: jax.Array, d: jax.Array, columns: Arrays, stats: Arrays) -> list[jax.Array]:
+    def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
+        y, d = elements
         return [d] if self._is_log else [d * y]
 
     def finish(
-        self, y: jax.Array, d: jax.Array, columns: Arrays, stats: Arrays, totals: Arrays
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        (total,) = totals
-        return (d - _exp(self.spec)(y) * total if self._is_log else y * (d - total)), []
+        self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        (y, d), (total,) = elements, totals
+        return [d - _exp(self.spec)(y) * total if self._is_log else y * (d - total)], []
 
     @property
     def _is_log(self) -> bool:
@@ -54,10 +56,12 @@ def softmax_bwd(
     del mask  # `supports_backward` lets none through.
     formula = SoftmaxFormula(spec)
     schedule = schedule or schedules.softmax_schedule(spec)
-    name = f"jaxnorm_{spec.op}_bwd"
+    operands, results, name = Operands([y, dy]), [spec.x_dtype], f"jaxnorm_{spec.op}_bwd"
     if isinstance(schedule, Held):
-        return held_backward(formula, y, dy, schedule=schedule, dx_dtype=spec.x_dtype, name=name)
-    return streamed_backward(formula, y, dy, schedule=schedule, dx_dtype=spec.x_dtype, name=name)
+        (dx,) = held_backward(formula, operands, schedule=schedule, results=results, name=name)
+    else:
+        (dx,) = streamed_backward(formula, operands, schedule=schedule, results=results, name=name)
+    return dx
 
 
 #: The op is in the spec.

@@ -1,11 +1,12 @@
 """Backward passes of norms over rows of any length: one kernel for dx, one for the column sums.
 
 The first reads each row twice, the second time from the L2 cache. The second walks down the
-columns, with their sums in registers. In all, both inputs are read from memory twice, which other
+columns, with their sums in registers. In all, inputs are read from memory twice, which other
 schedules avoid; this one asks nothing of the rows.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, split
+from jaxnorm_kernels.mosaic.backward.formulas import Formula, Operands, prepare, split
 from jaxnorm_kernels.mosaic.backward.rows import Streamed, streamed_backward
+from jaxnorm_kernels.mosaic.backward.shares import Share
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
@@ -49,66 +51,57 @@ class TwoPass:
 
 def two_pass_backward(
     formula: Formula,
-    saved: jax.Array,
-    dy: jax.Array,
-    stats: Arrays,
-    params: Arrays,
+    operands: Operands,
     *,
     schedule: TwoPass,
-    dx_dtype: np.dtype,
+    results: Sequence[np.dtype],
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """dx, then for each column sum of the formula its partial sums, one row for each row block."""
-    operands = (formula, saved, dy, stats, params)
-    dx = streamed_backward(*operands, schedule=schedule.rows, dx_dtype=dx_dtype, name=name)
+    """The row results, then for each column sum its partial sums, one row for each row block."""
+    values = streamed_backward(
+        formula, operands, schedule=schedule.rows, results=results, name=name
+    )
     if not formula.column_sums:
-        return (dx,)
-    return dx, *column_sums(*operands, schedule=schedule, name=f"{name}_columns")
+        return values
+    return *values, *column_sums(formula, operands, schedule=schedule, name=f"{name}_columns")
 
 
 def column_sums(
-    formula: Formula,
-    saved: jax.Array,
-    dy: jax.Array,
-    stats: Arrays,
-    params: Arrays,
-    *,
-    schedule: TwoPass,
-    name: str,
+    formula: Formula, operands: Operands, *, schedule: TwoPass, name: str
 ) -> tuple[jax.Array, ...]:
-    rows, cols = saved.shape
+    unread_operands = len(operands.rows) - formula.summed
+    operands = dataclasses.replace(operands, rows=operands.rows[: formula.summed])
+    (rows, cols), groups = operands.shape, operands.groups
     width = schedule.units * WARPGROUP_THREADS * schedule.vector
     if cols < width:
         raise ValueError(f"{schedule} needs rows of {width} columns")
     layout = warpgroup_layout(schedule.vector)
     across = -(-cols // width)
-    row_blocks = min(schedule.row_blocks, rows)
+    row_blocks = min(-(-schedule.row_blocks // groups), rows // groups)  # of a group
     together = schedule.together
-    sizes = len(stats), len(params)  # What traces the body keeps it: it may hold no traced array.
+    sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
 
-    def body(saved_ref: Ref, dy_ref: Ref, *refs: Ref) -> None:
-        stat_refs, param_refs, partial_refs = split(refs, *sizes)
+    def body(*refs: Ref) -> None:
+        row_refs, stat_refs, param_refs, partial_refs = split(refs, *sizes)
         block = lax.axis_index(BLOCK)
         # The last block of columns overlaps the one before it: it ends with the row.
         here = pl.ds(jnp.minimum(lax.rem(block, across) * width, cols - width), width)
         first = lax.div(block, across)
-        count = lax.div(rows - first + row_blocks - 1, row_blocks)
-        columns = formula.columns(
-            [load(ref.at[here], layout).astype(jnp.float32) for ref in param_refs]
-        )
-        # Neither these nor dx are used: the sums over a row are the other kernel's.
-        totals = [jnp.float32(0)] * formula.row_sums
+        share = Share.of(first, rows=rows, groups=groups, blocks=row_blocks)
+        count = share.count()
+        params = [load(share.param(ref).at[here], layout) for ref in param_refs]
+        columns = prepare(formula, params)
+        # Neither these nor the row results are used: both are the other kernel's.
+        totals, unread = [jnp.float32(0)] * formula.row_sums, [jnp.float32(0)] * unread_operands
 
         def terms(k: Any, taken: int) -> list[list[jax.Array]]:
             """Those of `taken` rows, all read before the first is used."""
-            indices = [first + (k + u) * row_blocks for u in range(taken)]
-            loaded = [
-                [load(ref.at[i, here], layout) for ref in (saved_ref, dy_ref)] for i in indices
-            ]
+            indices = [share.row(k + u) for u in range(taken)]
+            loaded = [[load(ref.at[i, here], layout) for ref in row_refs] for i in indices]
             row_stats = [[ref[i] for ref in stat_refs] for i in indices]
             return [
-                formula.finish(*(widen(v, layout) for v in pair), columns, s, totals)[1]
-                for pair, s in zip(loaded, row_stats)
+                formula.finish([*(widen(v, layout) for v in row), *unread], columns, s, totals)[1]
+                for row, s in zip(loaded, row_stats)
             ]
 
         def step(taken: int, k: Any, carried: list[jax.Array]) -> list[jax.Array]:
@@ -126,9 +119,9 @@ def column_sums(
 
     return launch(
         body,
-        [saved, dy, *stats, *params],
+        operands.arrays,
         name=name,
-        outputs=[((row_blocks, cols), np.dtype(np.float32))] * formula.column_sums,
-        blocks=across * row_blocks,
+        outputs=[((groups * row_blocks, cols), np.dtype(np.float32))] * formula.column_sums,
+        blocks=across * groups * row_blocks,
         auto_barriers=False,
     )
