@@ -115,8 +115,19 @@ def floored(gain: np.ndarray, spec: Spec) -> np.ndarray:
     return gain if floor is None else np.where(np.abs(gain) < floor, math.copysign(floor, 1), gain)
 
 
+def of_rows(parameter: np.ndarray, spec: Spec) -> np.ndarray:
+    """``(rows, cols)`` or ``(1, cols)``: the parameter of each row, of all rows or of a group."""
+    if parameter.ndim == 1:
+        return parameter[None]
+    return np.repeat(parameter, spec.rows // len(parameter), axis=0)
+
+
+def parameter_shape(groups: int, spec: Spec) -> tuple[int, ...]:
+    return (spec.cols,) if groups == 1 else (groups, spec.cols)
+
+
 def make_operands(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
-    """The arguments of the backward: what the forward in float64 gives, and a cotangent."""
+    """The arguments of the backward: what the forward in float64 gives, and the cotangents."""
     rng = np.random.default_rng(seed)
     x = rng.normal(0.5, 3, (spec.rows, spec.cols))
     d = rng.normal(0, 1, (spec.rows, spec.cols)).astype(spec.y_dtype)
@@ -129,19 +140,22 @@ def make_operands(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
     rstd = 1 / np.sqrt(np.square(x - mean).mean(axis=1, keepdims=True) + spec.epsilon)
     y = (x - mean) * rstd
     if spec.scale_dtype is not None:
-        scale = rng.normal(1, 0.5, spec.cols).astype(spec.scale_dtype)
-        scale[::7] = 0  # floored, where there is a floor
-        y = y * floored(scale.astype(np.float64) + spec.scale_offset, spec)
+        shape = parameter_shape(spec.scale_groups, spec)
+        scale = rng.normal(1, 0.5, shape).astype(spec.scale_dtype)
+        scale[..., ::7] = 0  # floored, where there is a floor
+        y = y * of_rows(floored(scale.astype(np.float64) + spec.scale_offset, spec), spec)
     if spec.bias_dtype is not None:
-        bias = rng.normal(0, 1, spec.cols).astype(spec.bias_dtype)
+        bias = rng.normal(0, 1, parameter_shape(spec.bias_groups, spec)).astype(spec.bias_dtype)
         if spec.scale_dtype is not None:
-            bias[::7] = 0  # Otherwise y has no room for x_hat times the floor.
-        y = y + effective_bias(bias, spec)
+            bias[..., ::7] = 0  # Otherwise y has no room for x_hat times the floor.
+        y = y + of_rows(effective_bias(bias, spec), spec)
     stats = tuple(
         s[:, 0].astype(np.float32) for s in ((rstd, mean) if spec.returns_mean else (rstd,))
     )
     saved = x.astype(spec.x_dtype) if spec.saved == "input" else y.astype(spec.y_dtype)
-    return saved, stats, scale, bias, d
+    if not spec.adds_dh:
+        return saved, stats, scale, bias, d
+    return saved, stats, scale, bias, d, rng.normal(0, 1, x.shape).astype(spec.x_dtype)
 
 
 def effective_bias(bias: np.ndarray, spec: Spec) -> np.ndarray:
@@ -165,8 +179,8 @@ def interpret(spec: Spec, *operands: Any, params: Any = None, schedule: Any = No
     return [None if out is None else np.asarray(out) for out in outputs]
 
 
-def lower(spec: Spec, schedule: Any = None) -> str:
-    """The module that XLA gets for an NVIDIA GPU; Mosaic's layouts are inferred on the way."""
+def abstract_operands(spec: Spec) -> tuple[Any, ...]:
+    """Shapes and dtypes of the arguments of `call`."""
 
     def array(shape: tuple[int, ...], dtype: np.dtype | None) -> Any:
         return None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
@@ -177,8 +191,17 @@ def lower(spec: Spec, schedule: Any = None) -> str:
     operands: tuple[Any, ...] = (saved, dy)
     if spec.op == "norm":
         stats = (array((rows,), F32),) * (1 + spec.returns_mean)
-        params = (array((cols,), spec.scale_dtype), array((cols,), spec.bias_dtype))
-        operands = (saved, stats, *params, dy)
+        scale = array(parameter_shape(spec.scale_groups, spec), spec.scale_dtype)
+        bias = array(parameter_shape(spec.bias_groups, spec), spec.bias_dtype)
+        operands = (saved, stats, scale, bias, dy)
+        if spec.adds_dh:
+            operands += (array((rows, cols), spec.x_dtype),)
+    return operands
+
+
+def lower(spec: Spec, schedule: Any = None) -> str:
+    """The module that XLA gets for an NVIDIA GPU; Mosaic's layouts are inferred on the way."""
+    operands = abstract_operands(spec)
     traced = jax.jit(lambda *args: call(spec, *args, schedule=schedule)).trace(*operands)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -211,13 +234,13 @@ def reference(spec: Spec, *operands: Any) -> tuple[list[Any], list[Any]]:
 
 
 def norm_reference(
-    spec: Spec, saved: Any, stats: Any, scale: Any, bias: Any, dy: Any
+    spec: Spec, saved: Any, stats: Any, scale: Any, bias: Any, dy: Any, dh: Any = None
 ) -> tuple[list[Any], list[Any]]:
     saved, d = saved.astype(np.float64), dy.astype(np.float64)
     r = stats[0].astype(np.float64)[:, None]
-    g = np.ones(spec.cols)
+    g = np.ones((1, spec.cols))
     if scale is not None:
-        g = floored(scale.astype(np.float64) + spec.scale_offset, spec)
+        g = of_rows(floored(scale.astype(np.float64) + spec.scale_offset, spec), spec)
     dg = d * g
     if spec.saved == "input":
         mean = stats[1].astype(np.float64)[:, None] if spec.subtract_mean else 0.0
@@ -225,7 +248,7 @@ def norm_reference(
         xh_error = 4 * _U * (np.abs(xh) + np.abs(mean * r))
         terms, terms_error = dg * xh, np.abs(dg) * xh_error
     else:
-        z = saved if bias is None else saved - effective_bias(bias, spec)
+        z = saved if bias is None else saved - of_rows(effective_bias(bias, spec), spec)
         bound = math.sqrt(spec.cols)
         xh = np.clip(np.divide(z, g, out=np.zeros_like(z), where=g != 0), -bound, bound)
         xh_error = 4 * _U * np.abs(xh)
@@ -240,12 +263,22 @@ def norm_reference(
     dx = r * (dg - c1 - xh * c2)
     error = np.abs(xh) * c2_error + np.abs(c2) * xh_error + c1_error
     error += 4 * _U * (np.abs(dg) + np.abs(c1) + np.abs(xh * c2))
+    error = r * error
+    if dh is not None:  # one more addition
+        dx = dx + dh.astype(np.float64)
+        error += _U * np.abs(dx)
     outputs: list[Any] = [dx]
-    errors: list[Any] = [r * error + rounding(dx, spec.x_dtype)]
+    errors: list[Any] = [error + rounding(dx, spec.x_dtype)]
+    parameters = (spec.scale_dtype, spec.scale_groups), (spec.bias_dtype, spec.bias_groups)
     column_terms = (d * xh, np.abs(d) * xh_error), (d, 0 * d)
-    for dtype, (terms, terms_error) in zip((spec.scale_dtype, spec.bias_dtype), column_terms):
-        total = terms.sum(axis=0)
-        total_error = (terms_error + sum_error * np.abs(terms)).sum(axis=0)
+    for (dtype, groups), (terms, terms_error) in zip(parameters, column_terms):
+
+        def summed(v: np.ndarray, groups: int = groups) -> np.ndarray:
+            total = v.reshape(groups, -1, spec.cols).sum(axis=1)
+            return total.reshape(parameter_shape(groups, spec))
+
+        total = summed(terms)
+        total_error = summed(terms_error + sum_error * np.abs(terms))
         outputs.append(None if dtype is None else total)
         errors.append(None if dtype is None else total_error + rounding(total, dtype))
     return outputs, errors

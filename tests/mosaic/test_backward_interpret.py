@@ -137,6 +137,105 @@ def test_norm_variants(name: str, change: dict[str, Any]) -> None:
     check(spec, case.schedule_for(F32), *make_operands(spec))
 
 
+@pytest.mark.parametrize("case", NORM_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("op", "x", "y", "saved"),
+    [("rms_norm", BF16, BF16, "output"), ("layer_norm", F32, BF16, "input")],
+    ids=str,
+)
+def test_dh_is_added(op: str, case: Case, x: np.dtype, y: np.dtype, saved: str) -> None:
+    """dh in the dtype of x, which may be wider than that of saved and dy; one rounding."""
+    spec = make_spec(op, case.rows, case.cols, x, y, saved=saved, adds_dh=True)
+    check(spec, case.schedule_for(x, y), *make_operands(spec))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "saved", "scale"),
+    [
+        (F32, BF16, "output", BF16),
+        (BF16, F32, "output", F32),
+        (F16, BF16, "input", None),
+        (F32, F32, "output", F32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "name", ["ring_two_warpgroups_tail", "ring_rows_tail", "rows_ring_tail", "direct", "two_pass"]
+)
+def test_dtypes_of_dh(
+    name: str, x: np.dtype, y: np.dtype, saved: str, scale: np.dtype | None
+) -> None:
+    case = BY_NAME[name]
+    change = {"scale_dtype": scale, "saved": saved, "adds_dh": True}
+    spec = make_spec("layer_norm", case.rows, case.cols, x, y, **change)
+    check(spec, case.schedule_for(x, y), *make_operands(spec))
+
+
+#: Groups with rows that two blocks or the rows of a step do not divide; and groups of a step each.
+GROUPED = [
+    ("ring", 3, 5),
+    ("ring_lag", 2, 3),
+    ("ring_two_warpgroups_tail", 3, 3),
+    ("ring_rows", 2, 9),
+    ("ring_rows", 3, 4),
+    ("ring_rows_tail", 2, 5),
+    ("ring_deeper_lag", 2, 5),
+    ("rows_ring", 3, 21),
+    ("rows_ring_tail", 2, 11),
+    ("rows_ring_parts_of_warps", 2, 70),
+    ("direct", 3, 5),
+    ("direct_tail", 2, 1),
+    ("two_pass", 3, 3),
+    ("two_pass_tail", 2, 7),
+]
+
+
+@pytest.mark.parametrize(("name", "groups", "rows"), GROUPED)
+def test_parameters_of_groups(name: str, groups: int, rows: int) -> None:
+    case = BY_NAME[name]
+    change = {"scale_groups": groups, "bias_groups": groups}
+    spec = make_spec("layer_norm", groups * rows, case.cols, BF16, BF16, **change)
+    check(spec, case.schedule_for(BF16), *make_operands(spec))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale_groups": 3},
+        {"bias_groups": 3, "saved": "input"},
+        {"scale_groups": 3, "subtract_mean": False, "bias_dtype": None, "adds_dh": True},
+        {"bias_groups": 3, "scale_dtype": None},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["ring_tail", "rows_ring_tail", "direct", "two_pass"])
+def test_one_parameter_of_groups(name: str, change: dict[str, Any]) -> None:
+    """The other is absent, or belongs to all rows."""
+    case = BY_NAME[name]
+    spec = make_spec("layer_norm", 3 * case.rows, case.cols, BF16, BF16, **change)
+    check(spec, case.schedule_for(BF16), *make_operands(spec))
+
+
+@pytest.mark.parametrize("name", ["ring_rows", "rows_ring_tail", "direct", "two_pass_tail"])
+def test_groups_with_64_bit_types(name: str) -> None:
+    case = BY_NAME[name]
+    change = {"scale_groups": 3, "bias_groups": 3, "adds_dh": True}
+    spec = make_spec("layer_norm", 3 * case.rows, case.cols, BF16, BF16, **change)
+    with jax.enable_x64(True):
+        check(spec, case.schedule_for(BF16), *make_operands(spec))
+
+
+@pytest.mark.parametrize("name", ["ring_two_warpgroups", "rows_ring", "direct", "two_pass"])
+def test_results_are_the_same_again(name: str) -> None:
+    case = BY_NAME[name]
+    change = {"scale_groups": 2, "adds_dh": True}
+    spec = make_spec("layer_norm", 2 * case.rows, case.cols, BF16, F32, **change)
+    operands, schedule = make_operands(spec), case.schedule_for(F32)
+    once, again = (interpret(spec, *operands, schedule=schedule) for _ in range(2))
+    for a, b in zip(once, again):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("name", ["ring", "rows_ring_tail", "direct", "two_pass"])
 def test_nan_stays_in_its_row(name: str) -> None:
     """In dx; dscale and dbias are sums over all rows."""
@@ -182,6 +281,19 @@ def test_float16_has_no_floor() -> None:
 def test_no_races(name: str) -> None:
     case = BY_NAME[name]
     spec = make_spec("layer_norm", 16 if "rows" in name else 4, case.cols, BF16, BF16)
+    assert no_races(spec, case)
+
+
+@pytest.mark.parametrize("name", ["ring_two_warpgroups", "ring_rows", "rows_ring", "direct"])
+def test_no_races_with_dh_and_groups(name: str) -> None:
+    case = BY_NAME[name]
+    change = {"scale_groups": 2, "adds_dh": True}
+    rows = 32 if "rows" in name else 4
+    assert no_races(make_spec("rms_norm", rows, case.cols, F32, BF16, **change), case)
+
+
+def no_races(spec: Spec, case: Case) -> bool:
     params = plgpu.InterpretGPUParams(detect_races=True)
-    interpret(spec, *make_operands(spec), params=params, schedule=case.schedule_for(BF16))
-    assert not interpret_pallas_call.get_races().races_found
+    schedule = case.schedule_for(spec.x_dtype, spec.y_dtype)
+    interpret(spec, *make_operands(spec), params=params, schedule=schedule)
+    return not interpret_pallas_call.get_races().races_found

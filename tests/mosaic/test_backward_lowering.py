@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
+from jaxnorm_kernels.mosaic.backward.direct import Direct
 from jaxnorm_kernels.mosaic.backward.ring import Ring
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
 from jaxnorm_kernels.mosaic.backward.two_pass import TwoPass
@@ -89,6 +90,70 @@ def test_default_schedules_lower(rows: int, cols: int, dtype: np.dtype) -> None:
         assert "mosaic_gpu" in lower(make_spec(op, rows, cols, dtype, dtype))
 
 
+#: Widths that the tables name, and others.
+WIDTHS = [64, 768, 1000, 1024, 2048, 3000, 4096, 5000, 5120, 7168, 8192, 12288, 16384, 32768]
+
+
+@pytest.mark.parametrize(
+    ("op", "x", "y", "saved"),
+    [
+        ("layer_norm", BF16, BF16, "output"),
+        ("rms_norm", F32, F32, "output"),
+        ("layer_norm", F32, BF16, "input"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("cols", [*WIDTHS, 999, 4095, 65536, 262144])
+def test_default_schedules_with_dh_lower(
+    cols: int, op: str, x: np.dtype, y: np.dtype, saved: str
+) -> None:
+    spec = make_spec(op, 4096, cols, x, y, saved=saved, adds_dh=True)
+    assert mosaic.supports(spec) is None
+    assert "mosaic_gpu" in lower(spec)
+    schedule = schedules.norm_schedule(spec)
+    if cols in WIDTHS:
+        assert isinstance(schedule, Ring | RowsRing)
+        assert schedule.stages >= 2
+
+
+def test_rows_of_dh_decide_whether_they_can_be_copied() -> None:
+    """They are no multiple of 16 bytes, where those of the other operands are."""
+    spec = make_spec("rms_norm", 4096, 4100, BF16, F32, adds_dh=True)
+    assert isinstance(schedules.norm_schedule(spec), Direct)
+    assert isinstance(schedules.norm_schedule(dataclasses.replace(spec, adds_dh=False)), Ring)
+
+
+@pytest.mark.parametrize("rows", [7, 64, 100])
+@pytest.mark.parametrize("cols", [256, 1000, 4095, 4096, 32768, 262144])
+def test_groups_of_rows_lower(cols: int, rows: int) -> None:
+    for change in ({"scale_groups": 6}, {"scale_groups": 6, "bias_groups": 6, "adds_dh": True}):
+        spec = make_spec("layer_norm", 6 * rows, cols, BF16, BF16, **change)
+        if (reason := mosaic.supports(spec)) is not None:
+            assert "of each group" in reason
+            assert cols < 1024
+            assert rows < 64
+        else:
+            assert "mosaic_gpu" in lower(spec)
+
+
+@pytest.mark.parametrize(
+    ("groups", "rows"), [(2, 5000), (8, 1024), (100, 512), (133, 77), (3000, 9)]
+)
+def test_blocks_of_groups_have_no_idle_round(groups: int, rows: int) -> None:
+    """As much as they can, the blocks of all groups end together."""
+    spec = make_spec("rms_norm", groups * rows, 4096, BF16, BF16, scale_groups=groups)
+    schedule = schedules.norm_schedule(spec, HOPPER)
+    assert isinstance(schedule, Ring)
+    blocks = schedules.persistent_blocks(spec, schedule, HOPPER)
+    at_a_time = HOPPER.at_a_time(schedule.cluster) * schedule.blocks_per_sm
+    steps = -(-rows // schedule.rows)
+    rounds = -(-groups * blocks // at_a_time)
+    best = -(-groups * steps // at_a_time)
+    assert rounds * -(-steps // blocks) <= 1.25 * best + 4
+    if groups * 2 <= at_a_time:
+        assert groups * blocks <= at_a_time
+
+
 DTYPES = st.sampled_from([BF16, F16, F32])
 
 
@@ -101,17 +166,32 @@ DTYPES = st.sampled_from([BF16, F16, F32])
     y=DTYPES,
     scale=DTYPES | st.none(),
     saved=st.sampled_from(["output", "input"]),
+    adds_dh=st.booleans(),
+    groups=st.sampled_from([1, 1, 2, 50, 1000]),
 )
 def test_every_call_has_a_schedule_that_fits(
-    op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, scale: np.dtype | None, saved: str
+    op: str,
+    rows: int,
+    cols: int,
+    x: np.dtype,
+    y: np.dtype,
+    scale: np.dtype | None,
+    saved: str,
+    adds_dh: bool,
+    groups: int,
 ) -> None:
+    """`rows` are those of a group."""
     softmax = "softmax" in op
-    spec = make_spec(op, rows, cols, x, y, scale_dtype=scale, saved=saved)
+    change = {"scale_dtype": scale, "saved": saved, "adds_dh": adds_dh, "bias_groups": groups}
+    if op != "layer_norm":
+        change["bias_groups"] = groups = 1
+    spec = make_spec(op, groups * rows, cols, x, y, **change)
     if mosaic.supports(spec) is not None:
         return
     choose = schedules.softmax_schedule if softmax else schedules.norm_schedule
     schedule = choose(spec)
     itemsizes = (y if softmax or saved == "output" else x).itemsize + y.itemsize
+    itemsizes += x.itemsize * (adds_dh and not softmax)
     if isinstance(schedule, Ring):
         width = schedule.warpgroups * schedule.slice(cols).width
         ring = schedule.stages * schedule.rows * width * itemsizes
