@@ -7,6 +7,7 @@ factor ``SAFETY`` covers the tail of that walk over all the elements that a test
 """
 
 import dataclasses
+import functools
 import math
 
 import ml_dtypes
@@ -206,6 +207,52 @@ class Norm:
         dscale = np.sum(np.abs(self.d) * error, 0) + walk * np.sum(np.abs(self.d * self.xh), 0)
         dbias = walk * np.sum(np.abs(self.d), 0)
         return dx, dscale, dbias
+
+
+@dataclasses.dataclass
+class TwoNorms:
+    """h = residual + norm(x), y = norm(h), RMSNorms of rows (M, N), from h as it was stored."""
+
+    x: np.ndarray
+    h: np.ndarray
+    gain: np.ndarray  # of the first norm, (N,)
+    next_gain: np.ndarray  # of the second, (N,)
+    dy: np.ndarray
+    dh: np.ndarray
+    saved: str
+    x_dtype: str
+    residual_dtype: str
+    y_dtype: str
+
+    def __post_init__(self) -> None:
+        def norm(x: np.ndarray, gain: np.ndarray, d: np.ndarray, *options: str) -> Norm:
+            return Norm(x, gain, np.zeros(x.shape[-1]), d, False, 1e-6, *options)
+
+        self.last = norm(
+            self.h, self.next_gain, self.dy, self.saved, self.residual_dtype, self.y_dtype
+        )
+        self.dresidual = self.last.dx + self.dh
+        # Not rounded before it is added.
+        self.first = norm(self.x, self.gain, self.dresidual, "input", self.x_dtype, "float32")
+
+    def gradient_bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Of dx, dresidual, dscale and dnext_scale."""
+        first, last = self.first, self.last
+        of_last, dnext_scale, _ = last.gradient_bounds()
+        few = 8 * last.u  # a few operations
+        dresidual = of_last + few * (np.abs(self.dresidual) + np.abs(self.dh))
+        dresidual = dresidual + rounding(np.abs(self.dresidual) + dresidual, self.residual_dtype)
+        # It goes through the first norm's backward, whose mean of dresidual u may be put together
+        # from those of its terms.
+        u = np.abs(first.xh * self.gain)
+        mean = functools.partial(np.mean, axis=-1, keepdims=True)
+        terms = mean(np.abs(self.dy * self.next_gain) * u) + np.abs(last.c2) * mean(
+            np.abs(last.xh) * u
+        )
+        c = mean(dresidual * u) + first._walk * (mean(np.abs(self.dh) * u) + last.r * terms)
+        dx, dscale, _ = first.gradient_bounds()
+        dx = dx + first.r * (dresidual * np.abs(self.gain) + np.abs(first.xh) * c)
+        return dx, dresidual, dscale + np.sum(dresidual * np.abs(first.xh), 0), dnext_scale
 
 
 def assert_within(actual, expected: np.ndarray, bound: np.ndarray) -> None:

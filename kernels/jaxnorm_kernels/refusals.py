@@ -59,5 +59,10 @@ BETTER_FUSED: Table = (
 
 
 def first(table: Table, spec: Spec) -> str | None:
-    """The first sentence that applies to `spec`, if there is one."""
-    return next((reason for reason, applies in table if applies(spec)), None)
+    """The first sentence that applies to `spec`, if there is one.
+
+    The backward of two norms is in one kernel or two: what holds for each norm's holds for it.
+    """
+    of_two = spec.op == "norm_add_norm" and spec.direction == "bwd"
+    specs = [spec, *(spec.norms if of_two else [])]
+    return next((reason for reason, applies in table if any(map(applies, specs))), None)

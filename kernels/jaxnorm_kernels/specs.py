@@ -15,8 +15,8 @@ A norm is fused with the residual addition beside it. Forward, h and out in ``re
     norm_add         y = residual + norm(x)
     norm_add_norm    h = residual + norm(x)    y = norm(h)
 
-Their derivatives are those of ``norm``, whose backward can add one more cotangent of what is
-normalised (``Spec.adds_dh``): that of h, which also goes on beside the norm.
+The derivatives of the second and third are those of ``norm``, whose backward can add one more
+cotangent of what is normalised (``Spec.adds_dh``): that of h, which also goes on beside the norm.
 """
 
 import dataclasses
@@ -45,8 +45,8 @@ class Spec:
     """Everything static about one call of an implementation.
 
     Attributes:
-      op: ``"norm"`` is LayerNorm and RMSNorm: one kernel with the switch ``subtract_mean``. Those
-        with a residual have a forward alone.
+      op: ``"norm"`` is LayerNorm and RMSNorm: one kernel with the switch ``subtract_mean``.
+        ``"add_norm"`` and ``"norm_add"`` have a forward alone.
       direction: the pass: ``"fwd"`` (forward), ``"tan"`` (tangent) or ``"bwd"`` (backward).
       rows, cols: shape of the two-dimensional view; ``cols`` is the normalised length.
       x_dtype: dtype of the input; the backward returns dx in it.
@@ -62,8 +62,8 @@ class Spec:
       want_stats: the forward also returns the statistics that the backward needs, and the tangent
         their tangents.
       stat_cotangents: the backward also takes cotangents of the statistics: second derivatives.
-      adds_dh: the backward also takes dh, another cotangent of what is normalised, in ``x_dtype``,
-        and adds it to dx; the tangent also returns that tangent as it is.
+      adds_dh: the backward also takes dh, another cotangent of what is normalised (of h), in its
+        dtype, and adds it to dx (to dresidual); a norm's tangent also returns dx as it is.
       has_mask: a ``where`` mask comes with the call (softmaxes only).
       axes: the normalised axes of the arrays: the last one, but for the xla implementation.
       scale_groups, bias_groups: 1 for a parameter ``(cols,)`` of all rows; n for one ``(n, cols)``,
@@ -154,7 +154,20 @@ class Spec:
         changes: dict[str, Any] = {"op": "norm", "residual_dtype": None, "next_scale_dtype": None}
         if self.residual_dtype is not None:
             changes["y_dtype"] = self.residual_dtype  # that of its cotangent
-        return dataclasses.replace(self, saved="input", **changes)
+        return dataclasses.replace(self, saved="input", adds_dh=False, **changes)
+
+    @property
+    def norms(self) -> list["Spec"]:
+        """The norms of a call, in their order."""
+        match self.op:
+            case "add_norm":
+                return [self.last]
+            case "norm_add":
+                return [self.first]
+            case "norm_add_norm":
+                return [self.first, self.last]
+            case _:
+                return [self]
 
     @property
     def last(self) -> "Spec":
@@ -241,6 +254,21 @@ class Implementation(Protocol):
         spec: Spec,
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """Returns dx, dscale and dbias in the dtypes of ``spec``; None for an absent parameter."""
+        ...
+
+    def norm_add_norm_bwd(
+        self,
+        x: jax.Array,
+        saved: jax.Array,
+        stats: Stats,
+        scale: jax.Array | None,
+        next_scale: jax.Array | None,
+        dy: jax.Array,
+        dh: jax.Array | None = None,
+        *,
+        spec: Spec,
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+        """Returns dx, dresidual, dscale and dnext_scale in the dtypes of ``spec``."""
         ...
 
     def supports(self, spec: Spec) -> str | None:

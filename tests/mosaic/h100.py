@@ -88,5 +88,5 @@ class Compiler:
 def _read(file: Path) -> Compiled:
     said = file.read_text()
     (registers,) = re.findall(r"Used (\d+) registers", said)
-    (spilled,) = re.findall(r"(\d+) bytes spill stores, \d+ bytes spill loads", said)
+    (spilled, *_) = re.findall(r"(\d+) bytes spill stores, \d+ bytes spill loads", said)
     return Compiled(file.stem, int(registers), int(spilled))

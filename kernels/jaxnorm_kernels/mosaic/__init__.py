@@ -3,6 +3,7 @@
 from jaxnorm_kernels.mosaic.backward.norm import norm_bwd as norm_bwd
 from jaxnorm_kernels.mosaic.backward.softmax import log_softmax_bwd as log_softmax_bwd
 from jaxnorm_kernels.mosaic.backward.softmax import softmax_bwd as softmax_bwd
+from jaxnorm_kernels.mosaic.backward.two_norms import norm_add_norm_bwd as norm_add_norm_bwd
 from jaxnorm_kernels.mosaic.device.launch import interpreted as interpreted
 from jaxnorm_kernels.mosaic.forward.norm import add_norm_fwd as add_norm_fwd
 from jaxnorm_kernels.mosaic.forward.norm import norm_add_fwd as norm_add_fwd

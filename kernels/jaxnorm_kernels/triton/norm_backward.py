@@ -26,6 +26,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from jaxnorm_kernels.composed import two_norms_bwd
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec, Stats
 from jaxnorm_kernels.triton import schedule as schedules
@@ -105,6 +106,21 @@ def norm_bwd(
     )
     dscale, dbias = _summed(partials, (scale, bias), spec)
     return dx, dscale, dbias
+
+
+def norm_add_norm_bwd(
+    x: jax.Array,
+    saved: jax.Array,
+    stats: Stats,
+    scale: jax.Array | None,
+    next_scale: jax.Array | None,
+    dy: jax.Array,
+    dh: jax.Array | None = None,
+    *,
+    spec: Spec,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """Returns dx, dresidual, dscale and dnext_scale: a kernel for each norm."""
+    return two_norms_bwd(norm_bwd, x, saved, stats, scale, next_scale, dy, dh, spec)
 
 
 def _summed(

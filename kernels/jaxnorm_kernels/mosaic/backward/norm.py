@@ -57,10 +57,10 @@ class NormFormula:
         params = list(params)
         columns = []
         if self.spec.scale_dtype is not None:
-            g = _gain(params.pop(0), self.spec)
+            g = gain(params.pop(0), self.spec)
             columns.append(g)
             if self._from_output:
-                columns.append(_reciprocal(g, self.spec))
+                columns.append(reciprocal(g, self.spec))
         if self.spec.bias_dtype is not None and self._from_output:
             columns.append(params.pop(0).astype(self.spec.y_dtype).astype(jnp.float32))
         return columns
@@ -143,14 +143,15 @@ def norm_bwd(
     return dx, dscale, dbias
 
 
-def _gain(scale: jax.Array, spec: Spec) -> jax.Array:
+def gain(scale: jax.Array, spec: Spec) -> jax.Array:
     """G, floored where the spec says so."""
     g = scale + spec.scale_offset
     floor = spec.scale_floor
     return g if floor is None else jnp.where(jnp.abs(g) < floor, jnp.where(g < 0, -floor, floor), g)
 
 
-def _reciprocal(g: jax.Array, spec: Spec) -> jax.Array:
+def reciprocal(g: jax.Array, spec: Spec) -> jax.Array:
+    """1 / G."""
     if spec.scale_floor is not None:
         return 1 / g
     none = jnp.abs(g) < _NO_RECIPROCAL

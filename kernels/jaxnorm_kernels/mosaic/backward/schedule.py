@@ -114,6 +114,7 @@ _DIRECT = ((2048, 1, 4), (4096, 2, 2), (8192, 4, 1))
 
 # Shorter rows: a warp has fewer than 32 columns a thread, and the block needs no exchange.
 _NARROW = 1024
+_NARROW_OF_TWO = 768
 
 # Softmax rows in registers: columns up to, warpgroups. Beyond 48 columns of a thread fewer blocks
 # fit a multiprocessor.
@@ -122,6 +123,16 @@ _HELD = ((6144, 1), (12288, 2), (12288, 4))
 _HELD_BYTES, _HELD_VECTORS = 128, 32
 # More columns are spread over a cluster of blocks of so many warpgroups, 32 a thread.
 _SPREAD_COLUMNS, _SPREAD_WARPGROUPS = 32, (2, 4)
+
+
+def two_norms_schedule(spec: Spec, gpu: Gpu | None = None) -> Ring | RowsRing | None:
+    """For the backward of two norms with a residual between them; None for a kernel each."""
+    if not _copied(spec):
+        return None
+    # 24 columns of a thread fill its registers.
+    if spec.cols <= _NARROW_OF_TWO and _rows(spec) >= 2 * WARP:
+        return rows_ring(spec)
+    return ring(spec, gpu or local_gpu())
 
 
 def norm_schedule(spec: Spec, gpu: Gpu | None = None) -> NormSchedule:
@@ -167,7 +178,7 @@ def rows_ring(spec: Spec) -> RowsRing:
 
 def ring(spec: Spec, gpu: Gpu) -> Ring | None:
     """That of the first line of the table that takes the spec, and fits; None for no line."""
-    sums = sum(dtype is not None for dtype in (spec.scale_dtype, spec.bias_dtype))
+    sums = _column_sums(spec)
     for line in _RINGS:
         takes = spec.cols <= line.cols and _summed_bytes(spec) <= line.kib * 1024
         runs = line.cluster == 1 or line.cluster in gpu.clusters
@@ -205,10 +216,18 @@ def wide_ring(spec: Spec, line: Line) -> Ring | None:
 
 def _registers(spec: Spec, width: int) -> int:
     """Of a thread, with `width` columns in its warpgroup."""
-    has_scale, has_bias = spec.scale_dtype is not None, spec.bias_dtype is not None
-    # A column has its sums; and G, 1 / G and the bias, as `NormFormula.columns` says.
-    kept = 2 * has_scale + has_bias if spec.saved == "output" else has_scale
-    return (has_scale + has_bias + kept) * (width // WARPGROUP_THREADS) + _OTHER_REGISTERS
+    # A column has its sums; and G, 1 / G and the bias, as `columns` of the formulas says.
+    kept = 0
+    for norm in spec.norms:
+        has_scale, has_bias = norm.scale_dtype is not None, norm.bias_dtype is not None
+        kept += 2 * has_scale + has_bias if norm.saved == "output" else has_scale
+    of_column = (_column_sums(spec) + kept) * len(spec.norms)  # what is under way, too
+    return of_column * (width // WARPGROUP_THREADS) + _OTHER_REGISTERS
+
+
+def _column_sums(spec: Spec) -> int:
+    parameters = (spec.scale_dtype, spec.bias_dtype, spec.next_scale_dtype)
+    return sum(dtype is not None for dtype in parameters)
 
 
 def _most_registers(ring: Ring) -> int:
@@ -230,13 +249,18 @@ def _copied(spec: Spec) -> bool:
 
 
 def _vector(spec: Spec) -> int:
-    return vector_width(spec.cols, spec.x_dtype, spec.y_dtype)
+    return vector_width(spec.cols, spec.x_dtype, spec.residual_dtype, spec.y_dtype)
 
 
 def row_dtypes(spec: Spec) -> list[np.dtype]:
-    """Of what a norm's backward reads of a row: saved, dy and, with `Spec.adds_dh`, dh."""
-    saved = spec.y_dtype if spec.saved == "output" else spec.x_dtype
-    return [saved, spec.y_dtype] + [spec.x_dtype] * spec.adds_dh
+    """Of what a norm's backward reads of a row: saved, dy and, with `Spec.adds_dh`, dh.
+
+    That of two norms begins with x.
+    """
+    last = spec.last
+    saved = last.y_dtype if last.saved == "output" else last.x_dtype
+    x = [spec.x_dtype] * (spec.op == "norm_add_norm")
+    return [*x, saved, spec.y_dtype, *[last.x_dtype] * spec.adds_dh]
 
 
 def _rows(spec: Spec) -> int:
@@ -250,7 +274,9 @@ def _row_bytes(spec: Spec) -> int:
 
 
 def _summed_bytes(spec: Spec) -> int:
-    """Of the two inputs that the sums of a row need."""
+    """Of the inputs that the sums of a row need: of two norms, all."""
+    if spec.op == "norm_add_norm":
+        return _row_bytes(spec)
     return spec.cols * sum(dtype.itemsize for dtype in row_dtypes(spec)[:2])
 
 

@@ -121,21 +121,11 @@ def _forward(
         operands=operands,
         params=[p for p in params if p is not None],
         results=results,
-        stats=sum(1 + norm.returns_mean for norm in _norms(spec)) if spec.want_stats else 0,
+        stats=sum(1 + norm.returns_mean for norm in spec.norms) if spec.want_stats else 0,
         exchanged=3,
         name=spec.op.replace("norm", "layer_norm" if spec.subtract_mean else "rms_norm") + "_fwd",
     )
     return outputs, tuple(stats)
-
-
-def _norms(spec: Spec) -> list[Spec]:
-    """The norms of a call, in their order."""
-    return {
-        "norm": [spec],
-        "add_norm": [spec.last],
-        "norm_add": [spec.first],
-        "norm_add_norm": [spec.first, spec.last],
-    }[spec.op]
 
 
 def _residual_dtype(spec: Spec) -> np.dtype:
@@ -145,7 +135,7 @@ def _residual_dtype(spec: Spec) -> np.dtype:
 
 
 def _in_registers(tile: Tile, spec: Spec, params_first: bool) -> Callable[[Refs], None]:
-    norms = _norms(spec)
+    norms = spec.norms
 
     def add(x: jax.Array, residual: jax.Array) -> jax.Array:
         return x + widen(residual, tile.layout)
