@@ -21,6 +21,7 @@ EMPTY = "an array of size 0"
 NARROW = "rows of 8 elements or more"
 FEW_SHORT_ROWS = "takes rows this short only by 64 and more"
 GROUPS = "groups of rows"
+LONG = "hold no rows of this length"
 
 #: ``@refused.expect(MASK, FLOAT64)``
 expect = pytest.mark.refused

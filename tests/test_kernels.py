@@ -18,7 +18,7 @@ from test_norm import check, normal
 
 import jaxnorm
 
-# Narrow rows, whole units, overlapping tails, odd lengths, the ring, clusters, streams.
+# Narrow rows, whole units, overlapping tails, odd lengths, the ring, clusters.
 NORM_SHAPES = [
     (130, 64),
     (97, 128),
@@ -57,6 +57,7 @@ def check_norm(kernels, rows, cols, x_dtype, y_dtype, subtract_mean, save, seed=
     )
 
 
+@refused.expect(refused.LONG)
 @pytest.mark.parametrize("save", ["output", "input"])
 @pytest.mark.parametrize("subtract_mean", [True, False], ids=["layer_norm", "rms_norm"])
 @pytest.mark.parametrize(("x_dtype", "y_dtype"), MIXES)
@@ -93,7 +94,7 @@ def test_softmaxes(rows, cols, x_dtype, y_dtype, name, kernels):
     check_softmax(kernels, name, rows, cols, x_dtype, y_dtype)
 
 
-@refused.expect(refused.FEW_SHORT_ROWS)
+@refused.expect(refused.FEW_SHORT_ROWS, refused.LONG)
 @pytest.mark.parametrize("seed", range(200))
 def test_fuzz(seed, kernels):
     rng = np.random.default_rng(seed)
@@ -148,7 +149,13 @@ def test_more_elements_than_int32_counts(kernels):
         np.testing.assert_array_equal(exact(y[-8:]), exact(y[:8]))
 
 
-@pytest.mark.parametrize("name", ["softmax", "log_softmax", "layer_norm", "rms_norm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("softmax", "log_softmax", "layer_norm", "rms_norm"),
+        *("add_layer_norm", "rms_norm_add", "rms_norm_add_rms_norm"),
+    ],
+)
 def test_no_access_out_of_bounds(name, kernels):
     checker = shutil.which("compute-sanitizer")
     if checker is None:

@@ -12,10 +12,9 @@ from jaxnorm_kernels.mosaic import interpreted
 from jaxnorm_kernels.mosaic.backward import norm as norm_backward
 from jaxnorm_kernels.mosaic.backward import softmax as softmax_backward
 from jaxnorm_kernels.mosaic.backward.direct import Direct
+from jaxnorm_kernels.mosaic.backward.held import Held
 from jaxnorm_kernels.mosaic.backward.ring import Ring
-from jaxnorm_kernels.mosaic.backward.rows import Held, Streamed
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
-from jaxnorm_kernels.mosaic.backward.two_pass import TwoPass
 from jaxnorm_kernels.specs import Spec
 
 BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
@@ -38,12 +37,7 @@ class Case:
         if self.schedule.vector == 1:
             return self.schedule
         vector = 16 // max(dtype.itemsize for dtype in dtypes)
-        schedule = dataclasses.replace(self.schedule, vector=vector)
-        if isinstance(schedule, TwoPass):
-            return dataclasses.replace(
-                schedule, rows=dataclasses.replace(schedule.rows, vector=vector)
-            )
-        return schedule
+        return dataclasses.replace(self.schedule, vector=vector)
 
 
 #: Rows that are whole chunks, and rows whose chunks (or blocks of rows that) overlap. The tests run
@@ -65,12 +59,6 @@ NORM_CASES = (
     Case("direct", 7, 384, Direct(1, 1, ahead=2)),
     Case("direct_tail", 7, 1023, Direct(1, 2, ahead=1)),
     Case("direct_four_warpgroups", 5, 4100, Direct(8, 4, ahead=1)),
-    Case(
-        "two_pass", 5, 4096, TwoPass(Streamed(8, 2, units=2), 8, units=2, together=2, row_blocks=2)
-    ),
-    Case(
-        "two_pass_tail", 7, 1999, TwoPass(Streamed(1, 2, 3), 1, units=3, together=4, row_blocks=1)
-    ),
 )
 
 SOFTMAX_CASES = (
@@ -82,8 +70,6 @@ SOFTMAX_CASES = (
     Case("warpgroup_row_tail", 2, 2999, Held(1)),
     Case("split_row", 2, 4096, Held(8, 2)),
     Case("split_row_tail", 2, 2571, Held(1, 4)),
-    Case("streamed", 2, 8192, Streamed(8, 2, units=2)),
-    Case("streamed_tail", 2, 2571, Streamed(1, 4, units=2)),
 )
 
 #: Rows over several blocks: these lower, but the interpreter knows no clusters.

@@ -85,8 +85,6 @@ CASES = (
         3000,
         Schedule("queued_row", 8, slots=2, turns=3, rereads=True, **UNBARRED),
     ),
-    Case("streamed_row", 2, 8192, Schedule("streamed_row", 8, warpgroups=2, chunk=2048)),
-    Case("streamed_row_tail", 2, 2571, Schedule("streamed_row", 1, warpgroups=4, chunk=256)),
 )
 
 #: Rows that the blocks of a cluster share, of which the interpreter knows nothing.
@@ -106,10 +104,6 @@ CLUSTERED = (
         Schedule("queued_row", 8, cluster=8, slots=2, turns=3, rereads=True, **UNBARRED),
     ),
 )
-
-
-#: Those that add residuals: all but rows that are streamed.
-RESIDUAL_CASES = tuple(case for case in CASES if case.schedule.kind != "streamed_row")
 
 
 def make_spec(op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, **kwargs: Any) -> Spec:

@@ -71,7 +71,7 @@ def test_norm_values(op: str, case: Case, dtype: np.dtype, saved: str) -> None:
     [
         *(
             ("layer_norm", BY_NAME[name])
-            for name in ("ring_lag", "ring_tail", "rows_ring_tail", "direct_tail", "two_pass_tail")
+            for name in ("ring_lag", "ring_tail", "rows_ring_tail", "direct_tail")
         ),
         *(("softmax", case) for case in SOFTMAX_CASES if case.name.endswith("tail")),
     ],
@@ -130,7 +130,7 @@ def test_softmax_dtypes(op: str, x: np.dtype, y: np.dtype) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["ring_tail", "rows_ring_tail", "direct_tail", "two_pass"])
+@pytest.mark.parametrize("name", ["ring_tail", "rows_ring_tail", "direct_tail"])
 def test_norm_variants(name: str, change: dict[str, Any]) -> None:
     case = BY_NAME[name]
     spec = make_spec("layer_norm", case.rows, case.cols, BF16, F32, **change)
@@ -160,7 +160,7 @@ def test_dh_is_added(op: str, case: Case, x: np.dtype, y: np.dtype, saved: str) 
     ids=str,
 )
 @pytest.mark.parametrize(
-    "name", ["ring_two_warpgroups_tail", "ring_rows_tail", "rows_ring_tail", "direct", "two_pass"]
+    "name", ["ring_two_warpgroups_tail", "ring_rows_tail", "rows_ring_tail", "direct"]
 )
 def test_dtypes_of_dh(
     name: str, x: np.dtype, y: np.dtype, saved: str, scale: np.dtype | None
@@ -185,8 +185,6 @@ GROUPED = [
     ("rows_ring_parts_of_warps", 2, 70),
     ("direct", 3, 5),
     ("direct_tail", 2, 1),
-    ("two_pass", 3, 3),
-    ("two_pass_tail", 2, 7),
 ]
 
 
@@ -208,7 +206,7 @@ def test_parameters_of_groups(name: str, groups: int, rows: int) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["ring_tail", "rows_ring_tail", "direct", "two_pass"])
+@pytest.mark.parametrize("name", ["ring_tail", "rows_ring_tail", "direct"])
 def test_one_parameter_of_groups(name: str, change: dict[str, Any]) -> None:
     """The other is absent, or belongs to all rows."""
     case = BY_NAME[name]
@@ -216,7 +214,7 @@ def test_one_parameter_of_groups(name: str, change: dict[str, Any]) -> None:
     check(spec, case.schedule_for(BF16), *make_operands(spec))
 
 
-@pytest.mark.parametrize("name", ["ring_rows", "rows_ring_tail", "direct", "two_pass_tail"])
+@pytest.mark.parametrize("name", ["ring_rows", "rows_ring_tail", "direct"])
 def test_groups_with_64_bit_types(name: str) -> None:
     case = BY_NAME[name]
     change = {"scale_groups": 3, "bias_groups": 3, "adds_dh": True}
@@ -225,7 +223,7 @@ def test_groups_with_64_bit_types(name: str) -> None:
         check(spec, case.schedule_for(BF16), *make_operands(spec))
 
 
-@pytest.mark.parametrize("name", ["ring_two_warpgroups", "rows_ring", "direct", "two_pass"])
+@pytest.mark.parametrize("name", ["ring_two_warpgroups", "rows_ring", "direct"])
 def test_results_are_the_same_again(name: str) -> None:
     case = BY_NAME[name]
     change = {"scale_groups": 2, "adds_dh": True}
@@ -236,7 +234,7 @@ def test_results_are_the_same_again(name: str) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["ring", "rows_ring_tail", "direct", "two_pass"])
+@pytest.mark.parametrize("name", ["ring", "rows_ring_tail", "direct"])
 def test_nan_stays_in_its_row(name: str) -> None:
     """In dx; dscale and dbias are sums over all rows."""
     case = BY_NAME[name]

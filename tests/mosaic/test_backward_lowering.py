@@ -30,7 +30,6 @@ from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.mosaic.backward.direct import Direct
 from jaxnorm_kernels.mosaic.backward.ring import Ring
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
-from jaxnorm_kernels.mosaic.backward.two_pass import TwoPass
 from jaxnorm_kernels.mosaic.device import gpu as gpu_module
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER, Gpu, active_clusters, local_gpu
 from jaxnorm_kernels.mosaic.device.launch import interpreted
@@ -87,8 +86,15 @@ SHAPES = [
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 def test_default_schedules_lower(rows: int, cols: int, dtype: np.dtype) -> None:
     for op in ("softmax", "rms_norm", "layer_norm"):
-        assert "mosaic_gpu" in lower(make_spec(op, rows, cols, dtype, dtype))
+        spec = make_spec(op, rows, cols, dtype, dtype)
+        if cols in TOO_LONG and op != "softmax":
+            assert "no rows of this length" in str(mosaic.supports(spec))
+        else:
+            assert "mosaic_gpu" in lower(spec)
 
+
+#: For a norm's backward: of any kind, and of those whose rows are no multiple of 16 bytes.
+TOO_LONG = (262144, 50257)
 
 #: Widths that the tables name, and others.
 WIDTHS = [64, 768, 1000, 1024, 2048, 3000, 4096, 5000, 5120, 7168, 8192, 12288, 16384, 32768]
@@ -103,7 +109,7 @@ WIDTHS = [64, 768, 1000, 1024, 2048, 3000, 4096, 5000, 5120, 7168, 8192, 12288, 
     ],
     ids=str,
 )
-@pytest.mark.parametrize("cols", [*WIDTHS, 999, 4095, 65536, 262144])
+@pytest.mark.parametrize("cols", [*WIDTHS, 999, 4095, 65536])
 def test_default_schedules_with_dh_lower(
     cols: int, op: str, x: np.dtype, y: np.dtype, saved: str
 ) -> None:
@@ -124,7 +130,7 @@ def test_rows_of_dh_decide_whether_they_can_be_copied() -> None:
 
 
 @pytest.mark.parametrize("rows", [7, 64, 100])
-@pytest.mark.parametrize("cols", [256, 1000, 4095, 4096, 32768, 262144])
+@pytest.mark.parametrize("cols", [256, 1000, 4095, 4096, 32768])
 def test_groups_of_rows_lower(cols: int, rows: int) -> None:
     for change in ({"scale_groups": 6}, {"scale_groups": 6, "bias_groups": 6, "adds_dh": True}):
         spec = make_spec("layer_norm", 6 * rows, cols, BF16, BF16, **change)
@@ -204,7 +210,7 @@ def test_every_call_has_a_schedule_that_fits(
         assert schedule.blocks_per_sm * ring <= schedules.MOST_SHARED_BYTES
         assert schedule.stages >= 2
         assert schedule.rows <= rows
-    if not softmax and not isinstance(schedule, TwoPass):
+    if not softmax:
         assert 1 <= schedules.persistent_blocks(spec, schedule) <= rows
 
 

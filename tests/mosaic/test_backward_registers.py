@@ -42,7 +42,7 @@ def test_with_dh(
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("cols", [1023, 2999, 4095, 262144])
+@pytest.mark.parametrize("cols", [1023, 2999, 4095])
 def test_rows_that_no_ring_takes(cols: int, dtype: np.dtype, compiler: Compiler) -> None:
     check(make_spec("layer_norm", 8192, cols, dtype, dtype, adds_dh=True), compiler)
 

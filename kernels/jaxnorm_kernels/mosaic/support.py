@@ -1,28 +1,19 @@
 """What the kernels cannot do, and where the default leaves a call to XLA: tables of sentences."""
 
 from jaxnorm_kernels.devices import local_capability
+from jaxnorm_kernels.mosaic.backward import schedule as backward
 from jaxnorm_kernels.mosaic.backward.schedule import COPY_BYTES, row_dtypes
 from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, vector_width
+from jaxnorm_kernels.mosaic.forward import schedule as forward
 from jaxnorm_kernels.refusals import BETTER_FUSED, NO_KERNEL, Table, first
 from jaxnorm_kernels.specs import Spec
 
 # Rows are numbered in int32, and the last block may start a tile further.
 _MAX_ROWS = 2**31 - 2**16
 _MIN_COLS = 8
-# Of a row with a residual, in the registers of the blocks of a cluster.
-_MAX_COLS_WITH_RESIDUAL = 2**17
-
 
 _CANNOT: Table = (
     *NO_KERNEL,
-    (
-        f"its forward kernels add a residual to rows of up to {_MAX_COLS_WITH_RESIDUAL} elements",
-        lambda s: (
-            s.direction == "fwd"
-            and s.residual_dtype is not None
-            and s.cols > _MAX_COLS_WITH_RESIDUAL
-        ),
-    ),
     (f"its kernels need rows of {_MIN_COLS} elements or more", lambda s: s.cols < _MIN_COLS),
     (
         f"its kernels number rows in 32 bits, up to {_MAX_ROWS}",
@@ -32,7 +23,7 @@ _CANNOT: Table = (
         "its softmax backward takes rows this short only by 64 and more",
         lambda s: (
             s.direction == "bwd"
-            and s.op != "norm"
+            and not s.is_norm
             and s.rows < 64
             and s.cols < WARPGROUP_THREADS * _vector(s)
         ),
@@ -46,6 +37,7 @@ _CANNOT: Table = (
             and (s.rows // s.groups < 64 or _has_ragged_rows(s))
         ),
     ),
+    ("its kernels hold no rows of this length", lambda s: not _is_held(s)),
 )
 
 # Measured on one H200 with jax 0.11.2: kernel time against XLA's (`python -m benchmarks.run`; the
@@ -61,10 +53,6 @@ _LEFT_TO_XLA: Table = (
         lambda s: (
             _norm_bwd(s) and s.rows < 128 and not (s.subtract_mean and s.y_dtype.itemsize == 4)
         ),
-    ),
-    (
-        "a norm's backward of rows this wide reads them twice from memory",
-        lambda s: _norm_bwd(s) and s.cols > (8192 if _has_ragged_rows(s) else 131072),
     ),
     (
         "log_softmax's backward reads 16-bit rows of odd length one element at a time",
@@ -92,6 +80,16 @@ def supports(spec: Spec) -> str | None:
 def prefers(spec: Spec) -> str | None:
     """None, or why the default leaves this call to xla."""
     return first(_LEFT_TO_XLA, spec)
+
+
+def _is_held(spec: Spec) -> bool:
+    """Whether registers and shared memory have room for the rows of a call."""
+    if spec.direction == "fwd":
+        return forward.choose(spec) is not None
+    if spec.op == "norm_add_norm":
+        return True  # In a kernel for each norm, if need be.
+    schedule = backward.norm_schedule if spec.op == "norm" else backward.softmax_schedule
+    return schedule(spec) is not None
 
 
 def _norm_bwd(spec: Spec) -> bool:

@@ -1,1 +1,1 @@
-"""Backward passes: rings, tiles and streams of rows, and the tables that choose among them."""
+"""Backward passes: rings and tiles of rows, and the tables that choose among them."""

@@ -24,7 +24,7 @@ from jaxnorm_kernels.mosaic.backward.direct import Direct, direct_backward
 from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Operands
 from jaxnorm_kernels.mosaic.backward.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing, rows_ring_backward
-from jaxnorm_kernels.mosaic.backward.two_pass import TwoPass, two_pass_backward
+from jaxnorm_kernels.mosaic.device.launch import found
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec, Stats
 
@@ -125,19 +125,20 @@ def norm_bwd(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """dx, dscale and dbias; `schedule` stands in for the one of the table."""
     formula = NormFormula(spec)
-    schedule = schedule or schedules.norm_schedule(spec)
+    schedule = found(schedule or schedules.norm_schedule(spec), spec)
     params = [] if scale is None else [scale]
     if bias is not None and spec.saved == "output":
         params.append(bias)
     rows = [saved, dy] if dh is None else [saved, dy, dh]
     operands = Operands(rows, stats, params, spec.groups)
-    common = {"schedule": schedule, "results": [spec.x_dtype], "name": "jaxnorm_norm_bwd"}
-    if isinstance(schedule, TwoPass):
-        dx, *partials = two_pass_backward(formula, operands, **common)
-    else:
-        run = _KERNELS[type(schedule)]
-        blocks = schedules.persistent_blocks(spec, schedule)
-        dx, *partials = run(formula, operands, blocks=blocks, **common)
+    dx, *partials = _KERNELS[type(schedule)](
+        formula,
+        operands,
+        schedule=schedule,
+        blocks=schedules.persistent_blocks(spec, schedule),
+        results=[spec.x_dtype],
+        name="jaxnorm_norm_bwd",
+    )
     dtypes, groups = (spec.scale_dtype, spec.bias_dtype), (spec.scale_groups, spec.bias_groups)
     dscale, dbias = add_partials(partials, dtypes, groups)
     return dx, dscale, dbias

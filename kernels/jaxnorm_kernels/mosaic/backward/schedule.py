@@ -9,16 +9,14 @@ import dataclasses
 import numpy as np
 
 from jaxnorm_kernels.mosaic.backward.direct import Direct
+from jaxnorm_kernels.mosaic.backward.held import Held
 from jaxnorm_kernels.mosaic.backward.ring import Ring
-from jaxnorm_kernels.mosaic.backward.rows import Held, Streamed
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
-from jaxnorm_kernels.mosaic.backward.two_pass import TwoPass
 from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPGROUP_THREADS, vector_width
 from jaxnorm_kernels.specs import Spec
 
-NormSchedule = Ring | RowsRing | Direct | TwoPass
-SoftmaxSchedule = Held | Streamed
+NormSchedule = Ring | RowsRing | Direct
 
 REGISTERS = 65536  # of a multiprocessor
 MOST_REGISTERS = 255  # of a thread
@@ -135,15 +133,16 @@ def two_norms_schedule(spec: Spec, gpu: Gpu | None = None) -> Ring | RowsRing | 
     return ring(spec, gpu or local_gpu())
 
 
-def norm_schedule(spec: Spec, gpu: Gpu | None = None) -> NormSchedule:
+def norm_schedule(spec: Spec, gpu: Gpu | None = None) -> NormSchedule | None:
+    """None where no kernel takes the rows."""
     if not _copied(spec):
         return direct(spec)
     if spec.cols < _NARROW and _rows(spec) >= 2 * WARP:  # the most rows of a tile
         return rows_ring(spec)
-    return ring(spec, gpu or local_gpu()) or two_pass(spec)
+    return ring(spec, gpu or local_gpu())
 
 
-def direct(spec: Spec) -> Direct | TwoPass:
+def direct(spec: Spec) -> Direct | None:
     """For rows that are no multiple of 16 bytes."""
     vector = _vector(spec)
     for cols, warpgroups, blocks_per_sm in _DIRECT:
@@ -151,13 +150,7 @@ def direct(spec: Spec) -> Direct | TwoPass:
             while spec.cols < warpgroups * WARPGROUP_THREADS * vector:
                 warpgroups //= 2
             return Direct(vector, warpgroups, ahead=1, blocks_per_sm=blocks_per_sm)
-    return two_pass(spec)
-
-
-def two_pass(spec: Spec) -> TwoPass:
-    vector = _vector(spec)
-    units = 2 if vector > 2 else 4
-    return TwoPass(Streamed(vector, warpgroups=4, units=units), vector, units=units)
+    return None
 
 
 def rows_ring(spec: Spec) -> RowsRing:
@@ -286,7 +279,8 @@ def _shared_bytes(blocks_per_sm: int) -> int:
     return most - _OTHER_SHARED_BYTES
 
 
-def softmax_schedule(spec: Spec, gpu: Gpu | None = None) -> SoftmaxSchedule:
+def softmax_schedule(spec: Spec, gpu: Gpu | None = None) -> Held | None:
+    """None where no kernel takes the rows."""
     gpu = gpu or local_gpu()
     vector = _vector(spec)
     vectors = spec.cols // vector
@@ -304,7 +298,7 @@ def softmax_schedule(spec: Spec, gpu: Gpu | None = None) -> SoftmaxSchedule:
         cluster = max(2, _power_of_2_from(-(-spec.cols // (threads * _SPREAD_COLUMNS))))
         if cluster in gpu.clusters:
             return Held(vector, warpgroups, cluster=cluster)
-    return Streamed(vector)
+    return None
 
 
 def _power_of_2_from(n: int) -> int:

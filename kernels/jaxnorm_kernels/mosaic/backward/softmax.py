@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Operands
-from jaxnorm_kernels.mosaic.backward.rows import Held, held_backward, streamed_backward
+from jaxnorm_kernels.mosaic.backward.held import Held, held_backward
+from jaxnorm_kernels.mosaic.device.launch import found
 from jaxnorm_kernels.specs import Spec
 
 
@@ -50,17 +51,19 @@ def softmax_bwd(
     dy: jax.Array,
     spec: Spec,
     *,
-    schedule: schedules.SoftmaxSchedule | None = None,
+    schedule: Held | None = None,
 ) -> jax.Array:
     """dx; `schedule` stands in for the one of the table."""
     del mask  # `supports_backward` lets none through.
     formula = SoftmaxFormula(spec)
-    schedule = schedule or schedules.softmax_schedule(spec)
-    operands, results, name = Operands([y, dy]), [spec.x_dtype], f"jaxnorm_{spec.op}_bwd"
-    if isinstance(schedule, Held):
-        (dx,) = held_backward(formula, operands, schedule=schedule, results=results, name=name)
-    else:
-        (dx,) = streamed_backward(formula, operands, schedule=schedule, results=results, name=name)
+    schedule = found(schedule or schedules.softmax_schedule(spec), spec)
+    (dx,) = held_backward(
+        formula,
+        Operands([y, dy]),
+        schedule=schedule,
+        results=[spec.x_dtype],
+        name=f"jaxnorm_{spec.op}_bwd",
+    )
     return dx
 
 

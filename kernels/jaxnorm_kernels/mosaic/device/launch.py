@@ -10,6 +10,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 
 from jaxnorm_kernels import tracing
+from jaxnorm_kernels.specs import Spec
 
 #: Names of the axes that a kernel body can ask its place in (``lax.axis_index``). Where blocks form
 #: clusters, `BLOCK` counts those, and `CLUSTER` the blocks in one; elsewhere there is no `CLUSTER`.
@@ -37,6 +38,13 @@ def interpreted(params: plgpu.InterpretGPUParams | None = None) -> Iterator[None
 def is_interpreted() -> bool:
     """Whether the kernel that is being traced is for the interpreter."""
     return _interpreted.get()
+
+
+def found[T](schedule: T | None, spec: Spec) -> T:
+    """The schedule for a call; `supports` refuses those that have none."""
+    if schedule is None:
+        raise ValueError(f"no kernel takes the rows of {spec}")
+    return schedule
 
 
 def launch(

@@ -1,1 +1,1 @@
-"""Forward passes: tiles and streams of rows, and the table that chooses among them."""
+"""Forward passes: tiles of rows, and the table that chooses among them."""

@@ -11,7 +11,6 @@ from jax import lax
 from jaxnorm_kernels.mosaic.device.launch import launch
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
-from jaxnorm_kernels.mosaic.forward.streams import Stream
 from jaxnorm_kernels.mosaic.forward.tiles import Tile
 from jaxnorm_kernels.specs import Spec
 
@@ -37,7 +36,7 @@ class Refs(NamedTuple):
 
 def run(
     body: Callable[[Refs], None],
-    held: Tile | Stream,
+    held: Tile,
     spec: Spec,
     schedule: Schedule,
     *,

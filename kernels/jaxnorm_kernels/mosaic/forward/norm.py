@@ -21,14 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
+from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, found
 from jaxnorm_kernels.mosaic.device.layouts import Ref, store
 from jaxnorm_kernels.mosaic.device.registers import rounded, widen
 from jaxnorm_kernels.mosaic.forward import schedule as schedules
 from jaxnorm_kernels.mosaic.forward.kernel import Refs, of_group, run
-from jaxnorm_kernels.mosaic.forward.moments import row_statistics, streamed_moments
+from jaxnorm_kernels.mosaic.forward.moments import row_statistics
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
-from jaxnorm_kernels.mosaic.forward.streams import Row, Stream
 from jaxnorm_kernels.mosaic.forward.tiles import LoadedRow, Pieces, Stat, Steps, Tile
 from jaxnorm_kernels.specs import Spec, Stats
 
@@ -107,14 +106,10 @@ def _forward(
     spec: Spec,
     schedule: Schedule | None,
 ) -> tuple[list[jax.Array], Stats]:
-    schedule = schedule or schedules.choose(spec)
+    schedule = found(schedule or schedules.choose(spec), spec)
     rows = schedule.rows_of(spec)
-    if isinstance(rows, Tile):
-        body = _in_registers(rows, spec, schedule.params_first)
-    else:
-        body = _streamed(rows, spec)
     outputs, stats = run(
-        body,
+        _in_registers(rows, spec, schedule.params_first),
         rows,
         spec,
         schedule,
@@ -202,22 +197,6 @@ def _in_registers(tile: Tile, spec: Spec, params_first: bool) -> Callable[[Refs]
                 prepare=lambda loaded: [columns_of(*each) for each in zip(loaded, norms)],
             )
         tile.each_row(refs.operands, spec.rows, refs.scratch, steps)
-
-    return body
-
-
-def _streamed(stream: Stream, spec: Spec) -> Callable[[Refs], None]:
-    def body(refs: Refs) -> None:
-        (x_ref,), (y_ref,) = refs.operands, refs.results
-        row = Row(stream, x_ref, refs.scratch)
-        mean, square = streamed_moments(stream, row, spec)
-        rstd = lax.rsqrt(square / spec.cols + spec.epsilon)
-        row.write(
-            y_ref,
-            [of_group(p, spec.rows, lambda: row.index) for p in refs.params],
-            lambda x, *params: _output(x, rstd, mean, _columns(params, spec), spec),
-        )
-        _store_stats(refs.stats, row.index, _present(rstd, mean))
 
     return body
 

@@ -14,8 +14,6 @@ The sizes that matter, and how the lines below use them:
   last rows are taken one by one.
 * The bytes of a row are those of x and of its residual: both are under way at the same time.
 * Groups of rows have parameters of their own, so no block can keep them for its next rows.
-* A second read from the L2 cache costs no memory bandwidth, but L2 bandwidth, of which there is
-  about 1.5 times as much. So it is the last resort.
 """
 
 import dataclasses
@@ -38,13 +36,10 @@ from jaxnorm_kernels.mosaic.forward.sizes import (
     param_sizes,
     registers,
 )
-from jaxnorm_kernels.mosaic.forward.streams import Stream
 from jaxnorm_kernels.mosaic.forward.tiles import RowTile, SplitRow, Tile, WarpgroupRow
 from jaxnorm_kernels.specs import Op, Spec
 
-Kind = Literal[
-    "row_tile", "queued_tile", "warpgroup_row", "split_row", "queued_row", "streamed_row"
-]
+Kind = Literal["row_tile", "queued_tile", "warpgroup_row", "split_row", "queued_row"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,19 +47,18 @@ class Schedule:
     """One way to run a forward pass. What each number means is said where `kind` is defined.
 
     Attributes:
-      kind: `RowTile`, `QueuedTile`, `WarpgroupRow`, `SplitRow`, `QueuedRow` or `Stream`.
+      kind: `RowTile`, `QueuedTile`, `WarpgroupRow`, `SplitRow` or `QueuedRow`.
       vector: elements that a thread reads at once; it must divide the row.
       rows: rows of a block at a time (tiles).
       threads: threads of a warp that share a row (tiles).
-      warpgroups: warpgroups of a block that share a row (split_row, queued_row, streamed_row).
+      warpgroups: warpgroups of a block that share a row (split_row, queued_row).
       cluster: blocks that share a row (split_row, queued_row).
-      chunk: columns that a warpgroup takes at a time (streamed_row).
       slots: rows, or groups of rows, in the queue of a block (queued).
       turns: rows, or groups of rows, that a block takes (queued).
       tail: the last of all rows, or groups of them, of which a block takes one (queued).
       rereads: a row is read from shared memory for each use, and holds no registers (queued).
       params_first: scale and bias are loaded before the reductions, not after: latency against
-        registers (all but streamed_row).
+        registers.
       auto_barriers: Pallas' barriers around each store. The kernels are sound without them: what
         one thread reads of another has a barrier of its own.
     """
@@ -75,7 +69,6 @@ class Schedule:
     threads: int = WARP
     warpgroups: int = 1
     cluster: int = 1
-    chunk: int = 0
     slots: int = 0
     turns: int = 0
     tail: int = 0
@@ -83,12 +76,10 @@ class Schedule:
     params_first: bool = False
     auto_barriers: bool = True
 
-    def rows_of(self, spec: Spec) -> Tile | Stream:
-        """How a block holds, or goes through, its rows."""
+    def rows_of(self, spec: Spec) -> Tile:
+        """How a block holds its rows."""
         if spec.groups > 1 and (spec.rows // spec.groups % self.rows or self._keeps_params):
             raise ValueError(f"{self} has parameters of one group for rows of another")
-        if spec.residual_dtype is not None and self.kind == "streamed_row":
-            raise ValueError(f"{self} adds no residual")
         cols, vector = spec.cols, self.vector
         exchanges = 2 if spec.op == "norm_add_norm" else 1
         queue = {name: getattr(self, name) for name in ("slots", "turns", "tail", "rereads")}
@@ -103,8 +94,6 @@ class Schedule:
                 return SplitRow(cols, vector, self.warpgroups, self.cluster, exchanges)
             case "queued_row":
                 return QueuedRow(cols, vector, self.warpgroups, self.cluster, exchanges, **queue)
-            case "streamed_row":
-                return Stream(cols, vector, self.warpgroups, self.chunk)
 
     @property
     def _keeps_params(self) -> bool:
@@ -128,7 +117,6 @@ class Line:
       cluster: blocks that may share a row, with a warpgroup in each.
       least: warpgroups of a block.
       warpgroups: of a block, where a row has more shares than `cluster` blocks of the least.
-      chunk: bytes of a chunk.
     """
 
     kind: Kind
@@ -141,7 +129,6 @@ class Line:
     cluster: int = 1
     least: int = 1
     warpgroups: int = 1
-    chunk: int = 0
 
     def fits(self, spec: Spec, gpu: Gpu) -> bool:
         return (
@@ -152,7 +139,6 @@ class Line:
             and (not self.kind.startswith("queued") or not is_unaligned(spec))
             and param_bytes(spec) >= self.params * data_bytes(spec)
             and not (self.params and spec.groups > 1)
-            and (self.kind != "streamed_row" or spec.residual_dtype is None)
             and self.op in (None, spec.op)
         )
 
@@ -180,8 +166,6 @@ TABLE = (
     # Rows of half a MiB and more fill the registers of several SMs. Few large blocks share one,
     # because the blocks of a cluster have to start at the same time.
     Line("split_row", cols=2**18, values=32, cluster=8, warpgroups=8),
-    # What fits in no registers.
-    Line("streamed_row", warpgroups=8, chunk=4096),
 )
 
 
@@ -194,10 +178,11 @@ _TILE_BYTES = 2 * VECTOR_BYTES
 _START = {1: 1.0, 2: 0.75, 4: 1.0, 8: 1.375}
 
 
-def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
-    """The schedule for `spec`: that of the first line of the table that fits."""
+def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule | None:
+    """The schedule for `spec`: that of the first line of the table that fits; None for no line."""
     gpu = gpu or local_gpu()
-    return of_line(next(line for line in TABLE if line.fits(spec, gpu)), spec, gpu)
+    line = next((line for line in TABLE if line.fits(spec, gpu)), None)
+    return None if line is None else of_line(line, spec, gpu)
 
 
 def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
@@ -217,8 +202,6 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
             return _split_row(line, spec, vector, gpu)
         case "queued_row":
             return _queued_row(line, spec, vector, gpu)
-        case "streamed_row":
-            return _streamed_row(line, spec, vector)
 
 
 def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> Schedule:
@@ -334,15 +317,6 @@ def _tail(turns: int, gpu: Gpu, cluster: int) -> int:
     the average one (H200).
     """
     return 2 * gpu.at_a_time(cluster) if turns > 1 else 0
-
-
-def _streamed_row(line: Line, spec: Spec, vector: int) -> Schedule:
-    unit = WARPGROUP_THREADS * vector
-    units = min(
-        max(1, line.chunk // (spec.x_dtype.itemsize * unit)),
-        spec.cols // (line.warpgroups * unit),
-    )
-    return Schedule("streamed_row", vector, warpgroups=line.warpgroups, chunk=units * unit)
 
 
 def _shares(cols: int, vector: int, values: int) -> int:

@@ -8,20 +8,18 @@ Where parts of a row are reduced apart, part p by its own maximum,
     m = max(m_p)        sum(exp(x - m)) = sum(s_p exp(m_p - m))        s_p = sum(exp(x - m_p))
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from jaxnorm_kernels.mosaic.device.launch import found
 from jaxnorm_kernels.mosaic.device.registers import widen
 from jaxnorm_kernels.mosaic.forward import schedule as schedules
 from jaxnorm_kernels.mosaic.forward.kernel import Refs, run
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
-from jaxnorm_kernels.mosaic.forward.streams import Row, Stream, Units
 from jaxnorm_kernels.mosaic.forward.tiles import LoadedRow, SplitRow, Steps, Tile
 from jaxnorm_kernels.specs import Spec
 
@@ -47,10 +45,10 @@ def log_softmax_fwd(
 
 
 def _forward(x: jax.Array, spec: Spec, schedule: Schedule | None) -> jax.Array:
-    schedule = schedule or schedules.choose(spec)
+    schedule = found(schedule or schedules.choose(spec), spec)
     rows = schedule.rows_of(spec)
     (y,), _ = run(
-        _in_registers(rows, spec) if isinstance(rows, Tile) else _streamed(rows, spec),
+        _in_registers(rows, spec),
         rows,
         spec,
         schedule,
@@ -91,35 +89,6 @@ def _in_registers(tile: Tile, spec: Spec) -> Callable[[Refs], None]:
             tile.store(y_ref, row.index, y)
 
         tile.each_row(refs.operands, spec.rows, refs.scratch, Steps(load, finish))
-
-    return body
-
-
-def _streamed(stream: Stream, spec: Spec) -> Callable[[Refs], None]:
-    exp = _exp(spec)
-
-    def step(carry: tuple[jax.Array, jax.Array], units: Units) -> tuple[jax.Array, jax.Array]:
-        m, s = carry
-        new = functools.reduce(jnp.maximum, units, m)
-        return new, sum((exp(v - new) for v in units), s * exp(m - new))
-
-    def body(refs: Refs) -> None:
-        (x_ref,), (y_ref,) = refs.operands, refs.results
-        row = Row(stream, x_ref, refs.scratch)
-        m, s = row.fold(
-            first=lambda units: step((stream.full(_LOWEST), stream.full(0)), units),
-            step=step,
-            neutral=lambda carry: jnp.float32(-jnp.inf),
-        )
-        part_m = jnp.max(m, axis=1)
-        part_s = jnp.sum(s * exp(m - lax.broadcast_in_dim(part_m, m.shape, (0,))), axis=1)
-        m, s = _merge(row.gather(part_m, part_s), exp)
-        if spec.op == "softmax":
-            r = 1 / s
-            row.write(y_ref, [], lambda x: exp(x - m) * r)
-        else:
-            log_s = jnp.log(s)
-            row.write(y_ref, [], lambda x: x - m - log_s)
 
     return body
 
