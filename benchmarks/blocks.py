@@ -1,165 +1,186 @@
-"""Blocks of a transformer, forward and backward, with jaxnorm and in plain jnp.
+"""Blocks: a norm with what a transformer does to the same rows before it and after it.
 
-    python -m benchmarks.blocks
+A kernel is opaque to XLA, which cannot fuse a norm with its neighbours any more: so a kernel is
+judged in its block, beside plain compositions that a compiler fuses. A new block is an entry here,
+and a function in each adapter of `benchmarks/providers` that offers it.
 
-A kernel is opaque to XLA, which can no longer fuse a norm or a softmax with its neighbours; blocks
-show what that costs and what the kernels gain. `us` is the time of all GPU kernels of one step by
-CUPTI, on rotating operands; `gain` is plain jnp's time over it. Also runs on a CPU with --compile,
-which prints compiled temp memory alone.
+Free of JAX and torch, as `workloads` is.
 """
 
-import argparse
-import functools
-import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 
-import jax
-import jax.numpy as jnp
+from benchmarks.workloads import ITEMSIZE, Array, Direction, Shape
 
-import jaxnorm
-from benchmarks import timing
-from benchmarks.providers import jnp_functions
-from jaxnorm._attention import attention_weights
-
-Array = jax.Array
-
-
-def add_norm(norm: Callable[..., Array], x: Array, r: Array, *params: Array) -> tuple[Array, Array]:
-    """Residual addition and norm: what the kernels can be fused into least."""
-    x = x + r
-    return x, norm(x, *params)
-
-
-def mlp(norm: Callable[..., Array], x: Array, w1: Array, w2: Array, *params: Array) -> Array:
-    """Pre-norm residual MLP."""
-    return x + jax.nn.gelu(norm(x, *params) @ w1) @ w2
+# bfloat16 arrays of 50 MB to 128 MB.
+ROWS_BY_COLS: tuple[Shape, ...] = (
+    (32768, 768),
+    (32768, 1024),
+    (16384, 2048),
+    (8192, 4096),
+    (8192, 5120),
+    (8192, 8192),
+    (4096, 12288),
+    (4096, 16384),
+)
+DIRECTIONS: tuple[Direction, ...] = ("fwd", "fwd+bwd")
+DTYPES = ("bfloat16", "float32", "mixed")
+QUICK_COLS = 4096
 
 
-def attention(weigh: Callable[..., Array], q: Array, k: Array, v: Array, *, causal: bool) -> Array:
-    """Attention over ``(batch, heads, length, depth)`` whose logits are materialised."""
-    logits = jnp.einsum("bhqd,bhkd->bhqk", q / q.shape[-1] ** 0.5, k)
-    mask = jnp.tril(jnp.ones(logits.shape[-2:], bool)) if causal else None
-    return jnp.einsum("bhqk,bhkd->bhqd", weigh(logits, mask), v)
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The arrays of one block. Its backward starts from `saved` and a cotangent of each result.
+
+    Attributes:
+      results: y, and h where the block returns the residual stream, too.
+      saved: the least that the backward has to read beside the cotangents.
+      gradients: those of the row operands that are arrays of their own. That of an addend is the
+        cotangent of the sum: where dtypes agree it is an array that is there already.
+      parameters: the norms' scales and bias, by name.
+      operands: what it takes of x's shape.
+      shapes: of x. Its last axis is normalised.
+      grouped: parameters have x's first axis, too, with all between of size 1: one for each sample.
+      mixed: is measured with a float32 residual stream (residual and h) beside 16-bit x and y.
+    """
+
+    results: tuple[str, ...]
+    saved: tuple[str, ...]
+    gradients: tuple[str, ...]
+    parameters: tuple[str, ...]
+    operands: tuple[str, ...] = ("x", "residual")
+    shapes: tuple[Shape, ...] = ROWS_BY_COLS
+    grouped: bool = False
+    mixed: bool = False
 
 
-def weigh_by(softmax: Callable[..., Array]) -> Callable[..., Array]:
-    """Attention weights of masked logits, by a softmax."""
+_ADD_RMS_NORM = Block(("y", "h"), saved=("y",), gradients=("x",), parameters=("scale",))
+_ADD_LAYER_NORM = dataclasses.replace(_ADD_RMS_NORM, parameters=("scale", "bias"))
 
-    def weigh(logits: Array, mask: Array | None) -> Array:
-        if mask is not None:
-            logits = jnp.where(mask, logits, jnp.finfo(logits.dtype).min)
-        return softmax(logits)
-
-    return weigh
-
-
-def weigh_by_default(logits: Array, mask: Array | None) -> Array:
-    """What jaxnorm's attention functions do."""
-    return attention_weights(logits, None, mask, logits.dtype, logits.dtype)
-
-
-def softmax_over_rows(softmax: Callable[..., Array], x: Array) -> Array:
-    """Over an axis that is not the last one: a kernel needs it transposed."""
-    return softmax(x, axis=-2)
-
-
-def jaxnorm_by(name: str | None) -> dict[str, Callable[..., Array]]:
-    """jaxnorm's functions with this `implementation`."""
-    functions = {
-        function: functools.partial(getattr(jaxnorm, function), implementation=name)
-        for function in ("softmax", "layer_norm", "rms_norm")
-    }
-    weigh = weigh_by_default if name is None else weigh_by(functions["softmax"])
-    return {**functions, "weigh": weigh}
-
-
-PROVIDERS: dict[str, dict[str, Callable[..., Array]]] = {
-    "plain jnp": {
-        "softmax": jax.nn.softmax,
-        "weigh": weigh_by(jax.nn.softmax),
-        "layer_norm": jnp_functions.layer_norm,
-        "rms_norm": jnp_functions.rms_norm,
-    },
-    **{f"jaxnorm {name or 'default'}": jaxnorm_by(name) for name in ("xla", "mosaic", None)},
+BLOCKS: dict[str, Block] = {
+    # h = x + residual, y = norm(h): the step of a pre-norm model.
+    "add_rms_norm": dataclasses.replace(_ADD_RMS_NORM, mixed=True),
+    "add_layer_norm": dataclasses.replace(_ADD_LAYER_NORM, mixed=True),
+    # The same as a library's plain norm beside an addition, as it stands in models.
+    "residual_rms_norm": _ADD_RMS_NORM,
+    "residual_layer_norm": _ADD_LAYER_NORM,
+    # y = residual + norm(x).
+    "post_norm": Block(("y",), saved=("x",), gradients=("x",), parameters=("scale",)),
+    # h = residual + norm(x), y = norm(h): Gemma's, between two branches.
+    "sandwich": Block(
+        ("y", "h"),
+        saved=("x", "y"),
+        gradients=("x", "residual"),
+        parameters=("scale", "next_scale"),
+    ),
+    # y = norm(x) (1 + scale) + bias, with parameters of each sample: diffusion transformers' adaLN.
+    "ada_layer_norm": Block(
+        ("y",),
+        saved=("y",),
+        gradients=("x",),
+        parameters=("scale", "bias"),
+        operands=("x",),
+        shapes=((32, 1024, 1152), (16, 1024, 2048), (8, 2048, 4096)),
+        grouped=True,
+    ),
 }
+MIXED = tuple(name for name, block in BLOCKS.items() if block.mixed)
 
 
-def training_step(block: Callable[..., Any]) -> Callable[..., Any]:
-    """The block's output and its gradients, for a given cotangent."""
+@dataclasses.dataclass(frozen=True)
+class BlockWorkload:
+    """One block in one direction on one shape.
 
-    def step(cotangent: Any, *operands: Array) -> Any:
-        out, vjp = jax.vjp(block, *operands)
-        return out, vjp(cotangent)
+    Attributes:
+      op: the block's name.
+      direction: ``"fwd+bwd"`` returns the results and all gradients, from one call.
+      shape: of x, as text: "8192x4096".
+      dtype: of all arrays of x's shape, or "mixed".
+    """
 
-    return jax.jit(step)
+    op: str
+    direction: Direction
+    shape: str
+    dtype: str
+
+    @property
+    def block(self) -> Block:
+        return BLOCKS[self.op]
+
+    @property
+    def sizes(self) -> Shape:
+        return tuple(map(int, self.shape.split("x")))
+
+    @property
+    def cols(self) -> int:
+        return self.sizes[-1]
+
+    @property
+    def mixed(self) -> bool:
+        return self.dtype == "mixed"
+
+    def dtype_of(self, name: str) -> str:
+        """Of the array of this name, and of its cotangent."""
+        if not self.mixed:
+            return self.dtype
+        return "float32" if name in ("residual", "h") else "bfloat16"
+
+    @property
+    def x_dtype(self) -> str:
+        """Of what is normalised, by which a library may choose the dtype of its parameters."""
+        return self.dtype_of("h" if "h" in self.block.results else "x")
+
+    @property
+    def y_dtype(self) -> str:
+        return self.dtype_of("y")
+
+    @property
+    def row_operands(self) -> tuple[Array, ...]:
+        return tuple((self.sizes, self.dtype_of(name)) for name in self.block.operands)
+
+    @property
+    def parameter_shapes(self) -> tuple[Shape, ...]:
+        first, *others, cols = self.sizes
+        lead = (first, *(1 for _ in others)) if self.block.grouped else ()
+        return ((*lead, cols),) * len(self.block.parameters)
+
+    @property
+    def cotangents(self) -> tuple[Array, ...]:
+        return tuple((self.sizes, self.dtype_of(name)) for name in self.block.results)
+
+    @property
+    def gradients(self) -> tuple[int, ...]:
+        """Which row operands have a gradient that is an array of its own."""
+        names = self.block.operands if self.mixed else self.block.gradients
+        return tuple(self.block.operands.index(name) for name in names)
+
+    @property
+    def bytes(self) -> int:
+        """Least traffic: each array of x's shape once in the forward, and once in the backward."""
+        block = self.block
+        arrays = [*block.operands, *block.results]
+        if self.direction == "fwd+bwd":
+            arrays += [*block.saved, *block.results, *(block.operands[i] for i in self.gradients)]
+        return math.prod(self.sizes) * sum(ITEMSIZE[self.dtype_of(name)] for name in arrays)
 
 
-def cases() -> dict[str, tuple[Callable[..., Any], str, list[tuple[int, ...]]]]:
-    """Name -> block, the function it is given, shapes of the operands (vectors are float32)."""
-    rows, width = 8192, 4096
-    params = [(width,), (width,)]
-    matrices = [(width, 4 * width), (4 * width, width)]
-    residual = [(rows, width), (rows, width)]
-    heads = [(4, 16, 2048, 128)] * 3
-    causal, full = (functools.partial(attention, causal=flag) for flag in (True, False))
-    return {
-        "add + RMSNorm 8192x4096": (add_norm, "rms_norm", [*residual, *params[:1]]),
-        "add + LayerNorm 8192x4096": (add_norm, "layer_norm", [*residual, *params]),
-        "RMSNorm MLP 8192x4096": (mlp, "rms_norm", [residual[0], *matrices, *params[:1]]),
-        "LayerNorm MLP 8192x4096": (mlp, "layer_norm", [residual[0], *matrices, *params]),
-        "attention 4x16x2048x128": (full, "weigh", heads),
-        "causal attention 4x16x2048x128": (causal, "weigh", heads),
-        "softmax over axis 1 of 8x4096x4096": (softmax_over_rows, "softmax", [(8, 4096, 4096)]),
-    }
-
-
-def random_operands(shapes: Sequence[tuple[int, ...]], dtype: str, seed: int) -> list[Array]:
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    return [
-        1 + 0.1 * jax.random.normal(key, shape)
-        if len(shape) == 1
-        else jax.random.normal(key, shape, dtype) / (shape[0] ** 0.5 if len(shape) == 2 else 1)
-        for key, shape in zip(keys, shapes)
-    ]
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--dtypes", nargs="+", metavar="NAME", default=["bfloat16", "float32"])
-    parser.add_argument("--compile", action="store_true", help="print compiled memory alone")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    given = parse(argv)
-    if not given.compile and jax.devices()[0].platform != "gpu":
-        print("benchmarks.blocks times GPU kernels; --compile runs without one", file=sys.stderr)
-        return 2
-    for dtype in given.dtypes:
-        for case, (block, function, shapes) in cases().items():
-            plain_us = float("nan")
-            for provider, functions in PROVIDERS.items():
-                bound = functools.partial(block, functions[function])
-                step = training_step(bound)
-                example = random_operands(shapes, dtype, 0)
-                out = jax.eval_shape(bound, *example)
-                program = step.lower(out, *example).compile()
-                temp = program.memory_analysis().temp_size_in_bytes / 2**20
-                line = f"{case:36}{dtype:10}{provider:17}temp {temp:8.1f} MiB"
-                if not given.compile:
-                    operands = []
-                    for seed in range(2):
-                        operand = random_operands(shapes, dtype, seed)
-                        operands.append((jax.jit(bound)(*operand), *operand))
-                    us = timing.measure(program, operands).us
-                    plain_us = us if provider == "plain jnp" else plain_us
-                    line += f"{us:10.1f} us  gain {plain_us / us:5.2f}"
-                print(line, flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def grid(
+    ops: Sequence[str],
+    directions: Sequence[Direction],
+    dtypes: Sequence[str],
+    shapes: Sequence[Shape] | None = None,
+    *,
+    quick: bool = False,
+) -> Iterator[BlockWorkload]:
+    """Every workload asked for; of `shapes` those of as many axes as the block's own have."""
+    for op in (name for name in ops if name in BLOCKS):
+        block = BLOCKS[op]
+        if shapes is not None:
+            its = [shape for shape in shapes if len(shape) == len(block.shapes[0])]
+        else:
+            its = [shape for shape in block.shapes if not quick or shape[-1] == QUICK_COLS]
+        for direction, dtype, shape in itertools.product(directions, dtypes, its):
+            if direction in DIRECTIONS and (dtype != "mixed" or block.mixed):
+                yield BlockWorkload(op, direction, "x".join(map(str, shape)), dtype)

@@ -19,6 +19,7 @@ class Timing:
 
     us: float  # all kernels of a call
     main_us: float  # its longest kernel
+    kernels: int | None = None  # of a call; unknown on a CPU
 
     def gbps(self, size: int) -> float:
         """GB/s of a call that moves `size` bytes."""
@@ -42,7 +43,9 @@ def of_kernels(kernels_us: Sequence[float], calls: int) -> Timing:
         raise RuntimeError(f"{len(kernels_us)} kernels in {calls} calls: the calls differ")
     by_call = [kernels_us[i * each : (i + 1) * each] for i in range(calls)]
     return Timing(
-        statistics.median(map(sum, by_call)), statistics.median(max(call) for call in by_call)
+        statistics.median(map(sum, by_call)),
+        statistics.median(max(call) for call in by_call),
+        each,
     )
 
 

@@ -13,13 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import calls, gradients, providers, stacks, timing
-from benchmarks.suites import TimedCell, provider_of
-from benchmarks.workloads import PARAMETERS, Shape, Workload
+from benchmarks import calls, gradients, hlo, providers, stacks, timing
+from benchmarks.blocks import BlockWorkload
+from benchmarks.suites import BlockCell, TimedCell, provider_of
+from benchmarks.workloads import Array, Shape, Workload
 
 Figures = dict[str, float | None]
 Measure = Callable[[], Figures]
-Inputs = tuple[jax.Array, tuple[jax.Array, ...], jax.Array]  # x, parameters, dy
+Arrays = tuple[jax.Array, ...]
+Inputs = tuple[Arrays, Arrays, Arrays]  # row operands, parameters, cotangents
 
 THREADS = 16  # that prepare cells, at most
 KEPT_BYTES = 5e9  # by a process that waits; JAX's pool may be twice what it had to hold
@@ -27,20 +29,28 @@ KEPT_BYTES = 5e9  # by a process that waits; JAX's pool may be twice what it had
 one_problem = threading.Lock()  # it is cached: the other providers' threads wait for it
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def random_arrays(seed: int, shape: Shape, parameters: int, x_dtype: str, y_dtype: str) -> Inputs:
-    """Normal x and dy, scale near 1: never constants, which compress."""
-    keys = jax.random.split(jax.random.key(seed), 4)
-    scale = 1 + 0.1 * jax.random.normal(keys[0], shape[1:])
-    bias = jax.random.normal(keys[1], shape[1:])
-    x = jax.random.normal(keys[2], shape, x_dtype)
-    dy = jax.random.normal(keys[3], shape, y_dtype)
-    return x, (scale, bias)[:parameters], dy
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def random_arrays(
+    seed: int,
+    row_operands: tuple[Array, ...],
+    parameter_shapes: tuple[Shape, ...],
+    cotangents: tuple[Array, ...],
+) -> Inputs:
+    """Normal rows, parameters near 1: never constants, which compress."""
+    count = len(row_operands) + len(parameter_shapes) + len(cotangents)
+    keys = iter(jax.random.split(jax.random.key(seed), count))
+    return (
+        tuple(jax.random.normal(next(keys), *array) for array in row_operands),
+        tuple(1 + 0.1 * jax.random.normal(next(keys), shape) for shape in parameter_shapes),
+        tuple(jax.random.normal(next(keys), *array) for array in cotangents),
+    )
 
 
-def arguments_of(w: Workload) -> tuple[Shape, int, str, str]:
+def arguments_of(
+    w: Workload | BlockWorkload,
+) -> tuple[tuple[Array, ...], tuple[Shape, ...], tuple[Array, ...]]:
     """Of random_arrays, after the seed."""
-    return (w.rows, w.cols), PARAMETERS[w.op], w.x_dtype, w.y_dtype
+    return w.row_operands, w.parameter_shapes, w.cotangents
 
 
 @functools.cache
@@ -50,7 +60,7 @@ def inputs_program(*arguments: Any) -> Callable[[int], Inputs]:
 
 
 @functools.lru_cache(maxsize=1)
-def rotating_inputs(workload: Workload) -> list[Inputs]:
+def rotating_inputs(workload: Workload | BlockWorkload) -> list[Inputs]:
     """As many as keep calls out of the cache; shared by the providers of one workload."""
     make = inputs_program(*arguments_of(workload))
     return [make(seed) for seed in range(calls.buffers_for(workload.bytes))]
@@ -63,45 +73,65 @@ class Program:
     call: Callable[..., Any]
     operands: Callable[..., tuple[Any, ...]]
     compile_s: float
+    extra_passes: int  # over an array of x's size
 
 
-def compile_cell(cell: TimedCell) -> Program:
-    """Compiles what a user would call; raises what the library raises."""
+def compile_cell(cell: TimedCell | BlockCell) -> Program:
+    """Compiles what a user would call; raises what the library raises.
+
+    A gradient that is another array already is not returned: XLA would have to copy it.
+    """
     f = providers.function(cell.provider, cell.op, cell.y_dtype)
-    x, parameters, dy = jax.eval_shape(lambda: random_arrays(0, *arguments_of(cell.workload)))
+    rows, parameters, cotangents = jax.eval_shape(
+        lambda: random_arrays(0, *arguments_of(cell.workload))
+    )
     start = time.perf_counter()
 
     def compiled(step: Callable[..., Any], *shapes: Any) -> Callable[..., Any]:
         return jax.jit(step).lower(*shapes).compile()
 
-    def timed(call: Callable[..., Any], operands: Callable[..., tuple[Any, ...]]) -> Program:
-        return Program(call, operands, time.perf_counter() - start)
+    def timed(call: Any, operands: Callable[..., tuple[Any, ...]]) -> Program:
+        took = time.perf_counter() - start
+        return Program(call, operands, took, hlo.extra_passes(call.as_text(), rows[0].size))
 
-    def forward_and_backward(x: Any, parameters: Any, dy: Any) -> Any:
-        y, pullback = jax.vjp(f, x, *parameters)
-        return y, pullback(dy)
+    def forward(rows: Any, parameters: Any) -> Any:
+        results = f(*rows, *parameters)
+        return results if isinstance(results, tuple) else (results,)
+
+    def forward_and_backward(rows: Any, parameters: Any, cotangents: Any) -> Any:
+        results, pullback = jax.vjp(forward, rows, parameters)
+        of_rows, of_parameters = pullback(cotangents)
+        return results, [of_rows[i] for i in cell.gradients], of_parameters
 
     if cell.direction == "fwd":
-        call = compiled(lambda x, parameters: f(x, *parameters), x, parameters)
-        return timed(call, lambda x, parameters, dy: (x, parameters))
+        call = compiled(forward, rows, parameters)
+        return timed(call, lambda rows, parameters, cotangents: (rows, parameters))
     if cell.direction == "fwd+bwd":
-        call = compiled(forward_and_backward, x, parameters, dy)
-        return timed(call, lambda x, parameters, dy: (x, parameters, dy))
+        call = compiled(forward_and_backward, rows, parameters, cotangents)
+        return timed(call, lambda rows, parameters, cotangents: (rows, parameters, cotangents))
     # The operands of a backward are what the library's own rule keeps: the leaves of its pullback.
-    save = jax.jit(lambda x, parameters: jax.vjp(f, x, *parameters)[1]).lower(x, parameters)
+    save = jax.jit(lambda *primals: jax.vjp(forward, *primals)[1]).lower(rows, parameters)
     saved, tree = jax.tree.flatten(save.out_info)
     saved = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in saved]
     keep = save.compile()
     start = time.perf_counter()
-    call = compiled(lambda saved, dy: jax.tree.unflatten(tree, saved)(dy), saved, dy)
-    return timed(call, lambda x, parameters, dy: (jax.tree.leaves(keep(x, parameters)), dy))
+    call = compiled(
+        lambda saved, cotangents: jax.tree.unflatten(tree, saved)(cotangents), saved, cotangents
+    )
+    return timed(
+        call,
+        lambda rows, parameters, cotangents: (
+            jax.tree.leaves(keep(rows, parameters)),
+            cotangents,
+        ),
+    )
 
 
-def operands_of(cell: TimedCell, program: Program) -> list[tuple[Any, ...]]:
+def operands_of(cell: TimedCell | BlockCell, program: Program) -> list[tuple[Any, ...]]:
     return [program.operands(*inputs) for inputs in rotating_inputs(cell.workload)]
 
 
-def kernel_time(cell: TimedCell, program: Program) -> Figures:
+def kernel_time(cell: TimedCell | BlockCell, program: Program) -> Figures:
     roof = timing.copy_roof(cell.bytes)
     measured = timing.measure(program.call, operands_of(cell, program))
     return {
@@ -110,6 +140,8 @@ def kernel_time(cell: TimedCell, program: Program) -> Figures:
         "gbps": measured.gbps(cell.bytes),
         "roof": roof.us / measured.us,
         "compile_s": program.compile_s,
+        "kernels": measured.kernels,
+        "extra_passes": program.extra_passes,
     }
 
 

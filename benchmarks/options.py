@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import processes, workloads
+from benchmarks.blocks import BLOCKS
 from benchmarks.providers import PROVIDERS
 from benchmarks.suites import SUITES, Selection
 
@@ -28,9 +29,15 @@ def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Names
     )
     names: dict[str, tuple[list[str], str]] = {
         "providers": (list(PROVIDERS), "whose functions"),
-        "ops": (list(workloads.OPERATIONS), "which operations"),
-        "directions": (list(workloads.DIRECTIONS), "fwd and bwd for kernels, fwd+bwd for api"),
-        "dtypes": (["bfloat16", "float32", "mixed"], "mixed: float32 x, bfloat16 output (norms)"),
+        "ops": ([*workloads.OPERATIONS, *BLOCKS], "which operations and blocks"),
+        "directions": (
+            list(workloads.DIRECTIONS),
+            "fwd and bwd for kernels, fwd+bwd for api, fwd and fwd+bwd for blocks",
+        ),
+        "dtypes": (
+            ["bfloat16", "float32", "mixed"],
+            "mixed: float32 x, bfloat16 output (norms); float32 residual, bfloat16 x (blocks)",
+        ),
     }
     for name, (choices, meaning) in names.items():
         parser.add_argument(
@@ -46,7 +53,7 @@ def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Names
         nargs="+",
         type=shape,
         metavar="ROWSxCOLS",
-        help="instead of the suites' own",
+        help="instead of the suites' own; of the block ada_layer_norm BATCHxLENGTHxCOLS",
     )
     parser.add_argument("--quick", action="store_true", help="few shapes, one training step")
     parser.add_argument(
@@ -96,14 +103,11 @@ def suite(text: str) -> str:
     return text
 
 
-def shape(text: str) -> tuple[int, int]:
-    try:
-        rows, cols = map(int, text.split("x"))
-    except ValueError:
-        rows = cols = 0
-    if rows < 1 or cols < 1:
+def shape(text: str) -> workloads.Shape:
+    sizes = text.split("x")
+    if len(sizes) < 2 or not all(size.isdecimal() and int(size) for size in sizes):
         raise argparse.ArgumentTypeError(f"got {text!r}; expected ROWSxCOLS, such as 8192x4096")
-    return rows, cols
+    return tuple(map(int, sizes))
 
 
 def workers(text: str) -> int:

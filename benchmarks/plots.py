@@ -3,6 +3,7 @@
 Odd lengths, which no vector width divides, are hollow markers beside the lines.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ matplotlib.use("Agg")  # before pyplot: a CI machine has no display
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks import figures, workloads
-from benchmarks.figures import Figures
+from benchmarks import blocks, figures, workloads
+from benchmarks.figures import Figure, Figures
 from benchmarks.providers import PROVIDERS
 
 # Okabe and Ito's palette, which survives colour blindness, and a marker for each, which survives
@@ -24,6 +25,7 @@ STYLES = {
     "mosaic": ("#0072B2", "s"),
     "triton": ("#332288", "d"),
     "xla": ("#56B4E9", "v"),
+    "composed": ("#882255", "p"),
     "jnp": ("#E69F00", "^"),
     "flax": ("#F0E442", "D"),
     "tokamax": ("#CC79A7", "P"),
@@ -33,28 +35,55 @@ STYLES = {
     "torch.compile": ("#666666", ">"),
 }
 ROOF = "copy (the roof)"
-_TITLES = {"fwd": "forward", "bwd": "backward"}
+_TITLES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
+
+Answers = dict[int, dict[str, Figure]]  # by N and provider
 
 
 def kernels(measured: Figures, dtype: str, title: str, path: Path) -> None:
     """Writes a PNG of kernel times in one dtype."""
+    panels = [
+        [
+            (f"{op} {_TITLES[way]}", figures.along_n(measured, op, way, dtype, dtype))
+            for way in ("fwd", "bwd")
+        ]
+        for op in workloads.OPERATIONS
+    ]
+    _plot(panels, "N, length of a row (hollow: 1000, 3000, 4095, 50257)", title, path)
+
+
+def by_block(measured: Figures, dtype: str, title: str, path: Path) -> None:
+    """Writes a PNG of blocks in one dtype."""
+    panels = [
+        [
+            (f"{op} {_TITLES[way]}", figures.along_cols(measured, op, way, dtype))
+            for way in blocks.DIRECTIONS
+        ]
+        for op in blocks.BLOCKS
+    ]
+    _plot(panels, "N, length of a row", title, path)
+
+
+def _plot(
+    panels: Sequence[Sequence[tuple[str, Answers]]], x_label: str, title: str, path: Path
+) -> None:
     figure, grid = plt.subplots(
-        len(workloads.OPERATIONS),
-        len(_TITLES),
-        figsize=(11, 3.0 * len(workloads.OPERATIONS)),
+        len(panels),
+        len(panels[0]),
+        figsize=(11, 3.0 * len(panels)),
         sharex=True,
         sharey=True,
         layout="constrained",
         squeeze=False,
     )
     figure.suptitle(title, fontsize=11)
-    for axes_row, op in zip(grid, workloads.OPERATIONS):
-        for axes, (direction, name) in zip(axes_row, _TITLES.items()):
-            axes.set_title(f"{op} {name}", fontsize=10)
-            _panel(axes, figures.along_n(measured, op, direction, dtype, dtype))
+    for axes_row, panel_row in zip(grid, panels):
+        for axes, (name, answers) in zip(axes_row, panel_row):
+            axes.set_title(name, fontsize=10)
+            _panel(axes, answers)
     grid.flat[0].set_ylim(bottom=0)  # of all: they share the axis
     for axes in grid[-1]:
-        axes.set_xlabel("N, length of a row (hollow: 1000, 3000, 4095, 50257)")
+        axes.set_xlabel(x_label)
     for axes in grid[:, 0]:
         axes.set_ylabel("GB/s, least bytes")
     drawn = (line for axes in grid.flat for line in axes.get_lines() if line.get_ls() != "None")
@@ -67,7 +96,7 @@ def kernels(measured: Figures, dtype: str, title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def _panel(axes: Axes, answers: dict[int, dict[str, figures.Figure]]) -> None:
+def _panel(axes: Axes, answers: Answers) -> None:
     axes.set_xscale("log", base=2)
     for provider, (colour, marker) in reversed(STYLES.items()):  # jaxnorm over the others
         style = {"color": colour, "marker": marker, "ms": 4, "label": PROVIDERS[provider].label}

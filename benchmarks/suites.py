@@ -8,7 +8,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from benchmarks import models, workloads
+from benchmarks import blocks, models, workloads
+from benchmarks.blocks import BLOCKS, BlockWorkload
 from benchmarks.models import StackCell, TrainingCell
 from benchmarks.providers import PROVIDERS, SIDES, Provider, Side
 from benchmarks.workloads import Direction, Shape, Workload
@@ -25,30 +26,48 @@ class TimedCell(Workload):
         return Workload(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Workload)})
 
 
-Cell = TimedCell | TrainingCell | StackCell
+@dataclasses.dataclass(frozen=True)
+class BlockCell(BlockWorkload):
+    provider: str
+
+    @property
+    def workload(self) -> BlockWorkload:
+        return BlockWorkload(self.op, self.direction, self.shape, self.dtype)
+
+
+Cell = TimedCell | BlockCell | TrainingCell | StackCell
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What the command line asks for. `shapes` None: each suite's own."""
+    """What the command line asks for: `ops` also names blocks. `shapes` None: each suite's own."""
 
     providers: tuple[str, ...] = tuple(PROVIDERS)
-    ops: tuple[workloads.Operation, ...] = workloads.OPERATIONS
+    ops: tuple[str, ...] = (*workloads.OPERATIONS, *BLOCKS)
     directions: tuple[Direction, ...] = workloads.DIRECTIONS
     dtypes: tuple[tuple[str, str], ...] = tuple(workloads.DTYPES)
     shapes: tuple[Shape, ...] | None = None
     quick: bool = False
 
+    @property
+    def operations(self) -> list[workloads.Operation]:
+        return [op for op in workloads.OPERATIONS if op in self.ops]
+
+    @property
+    def rows_by_cols(self) -> list[Shape] | None:
+        """The shapes, for all but blocks."""
+        return None if self.shapes is None else [s for s in self.shapes if len(s) == 2]
+
     def timed(
         self, shapes: Iterable[Shape], directions: tuple[Direction, ...], *, mixed: bool = True
     ) -> Iterator[TimedCell]:
         """The cells of some directions over the selection's shapes, or else over `shapes`."""
-        if self.shapes is not None:
-            shapes = self.shapes
+        if self.rows_by_cols is not None:
+            shapes = self.rows_by_cols
         elif self.quick:
             shapes = workloads.QUICK
         for workload in workloads.grid(
-            self.ops,
+            self.operations,
             [d for d in directions if d in self.directions],
             [(x, y) for x, y in self.dtypes if mixed or x == y],
             list(shapes),
@@ -130,11 +149,21 @@ def _stacks(selection: Selection) -> Iterable[Cell]:
     shapes = models.STACK_SHAPES[: 1 if selection.quick else None]
     return models.stacks(
         selection.providers,
-        selection.ops,
+        selection.operations,
         [d for d in ("fwd", "fwd+bwd") if d in selection.directions],
         [x for x, y in selection.dtypes if x == y],
-        shapes if selection.shapes is None else selection.shapes,
+        shapes if selection.rows_by_cols is None else selection.rows_by_cols,
     )
+
+
+def _blocks(selection: Selection) -> Iterable[Cell]:
+    dtypes = [x if x == y else "mixed" for x, y in selection.dtypes]
+    for workload in blocks.grid(
+        selection.ops, selection.directions, dtypes, selection.shapes, quick=selection.quick
+    ):
+        for name in selection.providers:
+            if PROVIDERS[name].offers(workload):
+                yield BlockCell(**dataclasses.asdict(workload), provider=name)
 
 
 _TIME = {"us": 2, "main_us": 2, "gbps": 1, "roof": 4, "compile_s": 2}
@@ -144,6 +173,7 @@ SUITES: dict[str, Suite] = {
     for suite in (
         Suite("kernels", TimedCell, _TIME, _kernels),
         Suite("api", TimedCell, _TIME, _api),
+        Suite("blocks", BlockCell, {**_TIME, "kernels": 0, "extra_passes": 0}, _blocks),
         Suite("latency", TimedCell, {"us": 2, "wall_us": 2}, _latency),
         Suite(
             "memory",

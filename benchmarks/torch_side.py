@@ -10,65 +10,70 @@ import torch
 from torch import Tensor
 
 from benchmarks import calls, gradients, providers, torch_timing
-from benchmarks.suites import TimedCell, provider_of
+from benchmarks.blocks import BlockWorkload
+from benchmarks.suites import BlockCell, TimedCell, provider_of
 from benchmarks.torch_timing import DEVICE
-from benchmarks.workloads import PARAMETERS, Workload
+from benchmarks.workloads import Workload
 
 Figures = dict[str, float | None]
 Measure = Callable[[], Figures]
-Inputs = tuple[Tensor, tuple[Tensor, ...], Tensor]  # x, parameters, dy
+Tensors = tuple[Tensor, ...]
+Inputs = tuple[Tensors, Tensors, Tensors]  # row operands, parameters, cotangents
+Cell = TimedCell | BlockCell
 
 THREADS = 1  # torch compiles one call at a time
 
 
-def random_inputs(workload: Workload, parameter_dtype: str, sets: int) -> list[Inputs]:
-    """Normal x and dy, scale near 1."""
+def random_inputs(
+    workload: Workload | BlockWorkload, parameter_dtype: str, sets: int
+) -> list[Inputs]:
+    """Normal rows, parameters near 1."""
     generator = torch.Generator(DEVICE).manual_seed(0)
 
-    def normal(*shape: int, dtype: str) -> Tensor:
+    def normal(shape: tuple[int, ...], dtype: str) -> Tensor:
         wanted = getattr(torch, dtype)
         return torch.randn(shape, generator=generator, device=DEVICE, dtype=wanted)
 
     def inputs() -> Inputs:
-        scale = 1 + 0.1 * normal(workload.cols, dtype=parameter_dtype)
-        bias = normal(workload.cols, dtype=parameter_dtype)
-        shape = (workload.rows, workload.cols)
-        x, dy = (normal(*shape, dtype=d) for d in (workload.x_dtype, workload.y_dtype))
-        return x, (scale, bias)[: PARAMETERS[workload.op]], dy
+        return (
+            tuple(normal(*array) for array in workload.row_operands),
+            tuple(1 + 0.1 * normal(s, parameter_dtype) for s in workload.parameter_shapes),
+            tuple(normal(*array) for array in workload.cotangents),
+        )
 
     return [inputs() for _ in range(sets)]
 
 
 @functools.lru_cache(maxsize=1)
-def rotating_inputs(workload: Workload, parameter_dtype: str) -> list[Inputs]:
+def rotating_inputs(workload: Workload | BlockWorkload, parameter_dtype: str) -> list[Inputs]:
     """As many as keep calls out of the cache."""
     return random_inputs(workload, parameter_dtype, calls.buffers_for(workload.bytes))
 
 
-def forward(f: Callable[..., Tensor], inputs: Inputs) -> Tensor:
-    x, parameters, _ = inputs
+def forward(f: Callable[..., Any], inputs: Inputs) -> Any:
+    rows, parameters, _ = inputs
     with torch.no_grad():
-        return f(x, *parameters)
+        return f(*rows, *parameters)
 
 
-def backward(y: Tensor, leaves: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(y, leaves, dy, retain_graph=True)
+def backward(results: Any, leaves: Tensors, cotangents: Tensors) -> Tensors:
+    return torch.autograd.grad(results, leaves, cotangents, retain_graph=True)
 
 
-def leaves_of(inputs: Inputs) -> tuple[Tensor, ...]:
-    x, parameters, _ = inputs
-    return tuple(a.detach().requires_grad_() for a in (x, *parameters))
+def leaves_of(inputs: Inputs) -> Tensors:
+    rows, parameters, _ = inputs
+    return tuple(a.detach().requires_grad_() for a in (*rows, *parameters))
 
 
 def forward_and_backward(
-    f: Callable[..., Tensor], leaves: tuple[Tensor, ...], dy: Tensor
-) -> tuple[Tensor, ...]:
-    y = f(*leaves)
-    return y, *torch.autograd.grad(y, leaves, dy)
+    f: Callable[..., Any], leaves: Tensors, cotangents: Tensors
+) -> tuple[Any, Tensors]:
+    results = f(*leaves)
+    return results, torch.autograd.grad(results, leaves, cotangents)
 
 
 def calls_of(
-    cell: TimedCell, f: Callable[..., Tensor], sets: Sequence[Inputs]
+    cell: Cell, f: Callable[..., Any], sets: Sequence[Inputs]
 ) -> tuple[Callable[..., Any], list[tuple[Any, ...]]]:
     """The function to time and its operands, of a provider's function."""
     if cell.direction == "fwd":
@@ -76,14 +81,14 @@ def calls_of(
     leaves = [(leaves_of(inputs), inputs[-1]) for inputs in sets]
     if cell.direction == "fwd+bwd":
         return functools.partial(forward_and_backward, f), leaves
-    return backward, [(f(*each), each, dy) for each, dy in leaves]
+    return backward, [(f(*each), each, cotangents) for each, cotangents in leaves]
 
 
-def parameter_dtype(cell: TimedCell) -> str:
+def parameter_dtype(cell: Cell) -> str:
     return provider_of(cell).parameter_dtype(cell.x_dtype)
 
 
-def compiled(cell: TimedCell) -> tuple[Callable[..., Tensor], float]:
+def compiled(cell: Cell) -> tuple[Callable[..., Any], float]:
     """The provider's function, and seconds until its first result: torch compiles on call."""
     start = time.perf_counter()
     f = providers.function(cell.provider, cell.op, cell.y_dtype)
@@ -93,7 +98,7 @@ def compiled(cell: TimedCell) -> tuple[Callable[..., Tensor], float]:
     return f, time.perf_counter() - start
 
 
-def kernel_time(cell: TimedCell, f: Callable[..., Tensor], compile_s: float) -> Figures:
+def kernel_time(cell: Cell, f: Callable[..., Any], compile_s: float) -> Figures:
     roof = torch_timing.copy_roof(cell.bytes)
     function, operands = calls_of(cell, f, rotating_inputs(cell.workload, parameter_dtype(cell)))
     measured = torch_timing.measure(function, operands)
@@ -103,10 +108,11 @@ def kernel_time(cell: TimedCell, f: Callable[..., Tensor], compile_s: float) -> 
         "gbps": measured.gbps(cell.bytes),
         "roof": roof.us / measured.us,
         "compile_s": compile_s,
+        "kernels": measured.kernels,
     }
 
 
-def latency(cell: TimedCell, f: Callable[..., Tensor]) -> Figures:
+def latency(cell: TimedCell, f: Callable[..., Any]) -> Figures:
     sets = rotating_inputs(cell.workload, parameter_dtype(cell))[:1]
     function, operands = calls_of(cell, f, sets)
     return {
@@ -123,13 +129,13 @@ def accuracy(cell: TimedCell) -> Figures:
         return torch.from_numpy(array).to(DEVICE, dtype)
 
     x, dy = (tensor(a, getattr(torch, cell.x_dtype)) for a in (problem.x, problem.dy))
-    leaves = leaves_of((x, tuple(tensor(p, dtype) for p in problem.parameters), dy))
+    leaves = leaves_of(((x,), tuple(tensor(p, dtype) for p in problem.parameters), (dy,)))
     y = providers.function(cell.provider, cell.op, cell.y_dtype)(*leaves)
     actual = torch.autograd.grad(y, leaves, dy)
     return gradients.errors(problem, [g.double().cpu().numpy() for g in actual])
 
 
-def prepare(suite: str, cell: TimedCell) -> Measure:
+def prepare(suite: str, cell: Any) -> Measure:
     """What measures a cell. It keeps what torch compiles in the first call, and no operands."""
     if suite == "accuracy":  # times nothing, so it waits for no turn
         figures = accuracy(cell)

@@ -10,7 +10,8 @@ from typing import Literal
 
 Operation = Literal["softmax", "log_softmax", "layer_norm", "rms_norm"]
 Direction = Literal["fwd", "bwd", "fwd+bwd"]
-Shape = tuple[int, int]
+Shape = tuple[int, ...]  # rows x cols, but for blocks
+Array = tuple[Shape, str]  # shape and dtype
 
 OPERATIONS: tuple[Operation, ...] = ("softmax", "log_softmax", "layer_norm", "rms_norm")
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd", "fwd+bwd")
@@ -58,6 +59,27 @@ class Workload:
     cols: int
     x_dtype: str
     y_dtype: str
+
+    @property
+    def mixed(self) -> bool:
+        return self.x_dtype != self.y_dtype
+
+    @property
+    def row_operands(self) -> tuple[Array, ...]:
+        return (((self.rows, self.cols), self.x_dtype),)
+
+    @property
+    def parameter_shapes(self) -> tuple[Shape, ...]:
+        return ((self.cols,),) * PARAMETERS[self.op]
+
+    @property
+    def cotangents(self) -> tuple[Array, ...]:
+        return (((self.rows, self.cols), self.y_dtype),)
+
+    @property
+    def gradients(self) -> tuple[int, ...]:
+        """Which row operands have a gradient that a call returns."""
+        return (0,)
 
     @property
     def bytes(self) -> int:

@@ -7,10 +7,21 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import accuracy, calls, gradients, options, plots, providers, workloads
+from benchmarks import (
+    accuracy,
+    calls,
+    gradients,
+    hlo,
+    jax_side,
+    options,
+    plots,
+    providers,
+    workloads,
+)
+from benchmarks.blocks import BLOCKS, BlockWorkload
 from benchmarks.largest import largest
 from benchmarks.providers import PROVIDERS
-from benchmarks.suites import SUITES, Selection
+from benchmarks.suites import SUITES, BlockCell, Selection
 from benchmarks.workloads import OPERATIONS, Workload
 
 SMALL = Selection(providers=("xla", "jnp"), ops=("rms_norm",), shapes=((4, 32),))
@@ -33,6 +44,32 @@ KERNELS = SUITES["kernels"]
 )
 def test_bytes(direction, dtypes, arrays):
     assert Workload("rms_norm", direction, 10, 30, *dtypes).bytes == 300 * arrays
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "forward", "backward"),
+    [
+        # x, residual, y, h; y, dy, dh and the one gradient.
+        ("add_rms_norm", "bfloat16", 4 * 2, 4 * 2),
+        ("residual_layer_norm", "float32", 4 * 4, 4 * 4),
+        # A float32 residual, h and dh; gradients of x and residual.
+        ("add_layer_norm", "mixed", 2 + 4 + 2 + 4, 2 + 2 + 4 + 2 + 4),
+        # x, residual, y; x, dy, dx: the residual's gradient is dy.
+        ("post_norm", "bfloat16", 3 * 2, 3 * 2),
+        # x, residual, y, h; x, y, dy, dh and two gradients.
+        ("sandwich", "float32", 4 * 4, 6 * 4),
+    ],
+)
+def test_bytes_of_blocks(op, dtype, forward, backward):
+    assert BlockWorkload(op, "fwd", "10x30", dtype).bytes == 300 * forward
+    assert BlockWorkload(op, "fwd+bwd", "10x30", dtype).bytes == 300 * (forward + backward)
+
+
+def test_a_block_with_parameters_of_each_sample():
+    workload = BlockWorkload("ada_layer_norm", "fwd+bwd", "2x5x30", "bfloat16")
+    assert workload.bytes == 300 * (2 + 3) * 2  # x, y; y, dy, dx
+    assert workload.parameter_shapes == ((2, 1, 30), (2, 1, 30))
+    assert workload.row_operands == (((2, 5, 30), "bfloat16"),)
 
 
 def test_the_grid():
@@ -68,6 +105,18 @@ def test_a_selection_is_a_part():
     cells = list(KERNELS.cells(dataclasses.replace(SMALL, directions=("bwd",))))
     assert {(c.op, c.direction, c.rows, c.cols) for c in cells} == {("rms_norm", "bwd", 4, 32)}
     assert {c.provider for c in cells} == {"xla", "jnp"}
+    blocks = list(SUITES["blocks"].cells(dataclasses.replace(SMALL, ops=("rms_norm", "post_norm"))))
+    assert {(c.op, c.direction, c.shape, c.dtype, c.provider) for c in blocks} == {
+        ("post_norm", direction, "4x32", dtype, provider)
+        for direction in ("fwd", "fwd+bwd")
+        for dtype in ("bfloat16", "float32")
+        for provider in ("xla", "jnp")
+    }
+    by_samples = SUITES["blocks"].cells(Selection(providers=("jnp",), shapes=((2, 4, 32),)))
+    assert {(c.op, c.shape) for c in by_samples} == {("ada_layer_norm", "2x4x32")}
+    assert not list(KERNELS.cells(Selection(shapes=((2, 4, 32),))))
+    few = {c.shape for c in SUITES["blocks"].cells(Selection(quick=True))}
+    assert few == {"8192x4096", "8x2048x4096"}
     quick = {(c.rows, c.cols) for c in KERNELS.cells(Selection(quick=True))}
     assert quick == set(workloads.QUICK)
 
@@ -186,3 +235,89 @@ def test_the_providers_compute_the_operation(name, op):
     small = 1e-3 * problem.x  # where epsilon counts
     y = providers.function(name, op, "float32")(small, *problem.parameters)
     np.testing.assert_allclose(y, plain(op)(small, *problem.parameters), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["jaxnorm", "xla", "composed", "jnp"])
+@pytest.mark.parametrize("op", BLOCKS)
+def test_the_providers_compute_the_block(name, op):
+    """The results of jnp's composition, in the dtypes that the least bytes are counted by."""
+    shape = "2x4x32" if BLOCKS[op].grouped else "4x32"
+    for dtype in ("float32", "mixed"):
+        workload = BlockWorkload(op, "fwd", shape, dtype)
+        if not PROVIDERS[name].offers(workload):
+            continue
+        rows, parameters, _ = jax_side.random_arrays(0, *jax_side.arguments_of(workload))
+        parameters = [p.astype("bfloat16").astype("float32") for p in parameters]
+        expected, actual = (
+            jax.tree.leaves(providers.function(n, op, workload.y_dtype)(*rows, *parameters))
+            for n in ("jnp", name)
+        )
+        assert [a.dtype for a in actual] == [d for _, d in workload.cotangents]
+        for a, e in zip(actual, expected):
+            # A result in bfloat16 may be rounded to the next one; a bias is rounded, too.
+            rtol = 1e-5 if a.dtype == "float32" else 2**-7
+            np.testing.assert_allclose(
+                a.astype("float32"), e.astype("float32"), rtol=rtol, atol=1e-5
+            )
+
+
+def test_gradients_that_are_arrays_of_their_own_are_returned():
+    for op, dtype, count in [
+        ("add_rms_norm", "float32", 1),
+        ("add_rms_norm", "mixed", 2),
+        ("post_norm", "float32", 1),
+        ("sandwich", "float32", 2),
+    ]:
+        cell = BlockCell(op, "fwd+bwd", "4x32", dtype, "jaxnorm")
+        program = jax_side.compile_cell(cell)
+        inputs = jax_side.random_arrays(0, *jax_side.arguments_of(cell))
+        results, of_rows, of_parameters = program.call(*program.operands(*inputs))
+        assert len(results) == len(BLOCKS[op].results)
+        assert len(of_rows) == count
+        assert len(of_parameters) == len(BLOCKS[op].parameters)
+
+
+# What a compiled program does besides.
+
+PROGRAM = """HloModule jit_step, entry_computation_layout={(bf16[8,4]{1,0})->f32[8,4]{1,0}}
+
+%wrapped_convert_computation (param_0: bf16[8,4]) -> f32[8,4] {
+  %param_0 = bf16[8,4]{1,0} parameter(0)
+  ROOT %convert.1 = f32[8,4]{1,0} convert(%param_0)
+}
+
+%fused_add (param_0.1: bf16[8,4]) -> f32[8,4] {
+  %param_0.1 = bf16[8,4]{1,0} parameter(0)
+  %convert.2 = f32[8,4]{1,0} convert(%param_0.1)
+  ROOT %add.1 = f32[8,4]{1,0} add(%convert.2, %convert.2)
+}
+
+%command_buffer (p: bf16[8,4]) -> bf16[8,4] {
+  %p = bf16[8,4]{1,0} parameter(0)
+  ROOT %copy.1 = bf16[8,4]{1,0} copy(%p)
+}
+
+ENTRY %main.1 (x.1: bf16[8,4]) -> (f32[8,4], bf16[8,4], f32[8,4]) {
+  %x.1 = bf16[8,4]{1,0} parameter(0), metadata={op_name="x"}
+  %copy.2 = f32[4]{0} copy(%scale)
+  %wrapped_convert = f32[8,4]{1,0} fusion(%x.1), kind=kLoop, calls=%wrapped_convert_computation
+  %loop_add_fusion = f32[8,4]{1,0} fusion(%x.1), kind=kLoop, calls=%fused_add
+  %call = bf16[8,4]{1,0} call(%x.1), to_apply=%command_buffer
+  %copy-start.1 = (f32[8,4]{1,0}, f32[8,4]{1,0}, u32[]) copy-start(%loop_add_fusion)
+  %copy-done.1 = f32[8,4]{1,0} copy-done(%copy-start.1)
+  ROOT %tuple.1 = (f32[8,4]{1,0}, bf16[8,4]{1,0}, f32[8,4]{1,0}) tuple(%wrapped_convert, %call)
+}
+"""
+
+
+def test_extra_passes():
+    """A fusion that converts alone, the copy in a command buffer, and the one that starts."""
+    assert hlo.extra_passes(PROGRAM, 32) == 3
+    assert hlo.extra_passes(PROGRAM, 4) == 4  # of the parameter, too
+    assert hlo.extra_passes(PROGRAM, 33) == 0
+
+
+def test_extra_passes_of_a_compiled_program():
+    x = jax.ShapeDtypeStruct((64, 32), "float32")
+    for function, passes in [(lambda x: x.T, 1), (lambda x: jax.numpy.sin(x) + x, 0)]:
+        assert hlo.extra_passes(jax.jit(function).lower(x).compile().as_text(), x.size) == passes

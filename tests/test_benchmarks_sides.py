@@ -9,9 +9,11 @@ import jax
 import pytest
 
 from benchmarks import jax_side
-from benchmarks.suites import TimedCell
+from benchmarks.blocks import BLOCKS
+from benchmarks.suites import BlockCell, TimedCell
 
 CELL = TimedCell("layer_norm", "fwd", 4, 33, "float32", "bfloat16", "jaxnorm")
+BLOCK = BlockCell("sandwich", "fwd+bwd", "4x36", "float32", "jaxnorm")
 CASES = [("kernels", "fwd"), ("kernels", "bwd"), ("api", "fwd+bwd"), ("latency", "fwd+bwd")]
 
 
@@ -29,10 +31,12 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(note)
 
 
-@pytest.mark.parametrize(("suite", "direction"), CASES)
+@pytest.mark.parametrize(("suite", "direction"), [*CASES, ("blocks", "fwd+bwd")])
 def test_jax_compiles_nothing_in_its_turn(suite, direction, compiled):
-    cols = 37 + CASES.index((suite, direction))  # of no other test
-    cell = dataclasses.replace(CELL, direction=direction, cols=cols)
+    cell = BLOCK
+    if suite != "blocks":
+        cols = 37 + CASES.index((suite, direction))  # of no other test
+        cell = dataclasses.replace(CELL, direction=direction, cols=cols)
     measure = jax_side.prepare(suite, cell)
     assert compiled
     before = len(compiled)
@@ -83,6 +87,23 @@ def test_torch_cells(suite, direction, torch_side):
     assert torch_side.prepare(suite, cell)()["us"] > 0
     accurate = dataclasses.replace(cell, direction="bwd", y_dtype="float32")
     assert torch_side.prepare("accuracy", accurate)()["dx_error"] < 1e-6
+
+
+@pytest.mark.parametrize("op", BLOCKS)
+def test_torch_blocks(op, torch, torch_side, monkeypatch):
+    eager = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", eager)
+    shape = "2x4x32" if BLOCKS[op].grouped else "4x32"
+    for dtype in ("bfloat16", "mixed") if BLOCKS[op].mixed else ("bfloat16",):
+        cell = BlockCell(op, "fwd+bwd", shape, dtype, "torch.compile")
+        f, _ = torch_side.compiled(cell)
+        inputs = torch_side.random_inputs(cell.workload, torch_side.parameter_dtype(cell), 1)
+        function, (operands,) = torch_side.calls_of(cell, f, inputs)
+        results, gradients = function(*operands)
+        results = results if isinstance(results, tuple) else (results,)
+        assert [str(a.dtype) for a in results] == [f"torch.{d}" for _, d in cell.cotangents]
+        assert [g.shape for g in gradients] == [a.shape for a in operands[0]]
+        assert torch_side.prepare("blocks", cell)()["us"] > 0
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])

@@ -1,7 +1,8 @@
 """Whose functions are compared: one entry each, one adapter module beside this file for each.
 
-An adapter has ``function(name, op, y_dtype)``: a differentiable function of x and the parameters
-that the operation has (scale, bias), made of the library's public API. It is imported in the
+An adapter has ``function(name, op, y_dtype)``: a differentiable function of the row operands and
+the parameters that the operation has (x, scale, bias; of a block, x, residual, ...), made of the
+library's public API. It returns y, or of a block its results in a tuple. It is imported in the
 processes of its side alone, so this table is all that a machine without the library needs. A new
 provider is a line here, an adapter, and a colour in plots.py.
 """
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any, Literal
 
+from benchmarks.blocks import BLOCKS, MIXED, BlockWorkload
 from benchmarks.workloads import OPERATIONS, Operation, Workload
 
 Side = Literal["jax", "torch"]
@@ -29,7 +31,9 @@ class Provider:
       adapter: module of this package.
       distributions: what has to be installed; their versions go with every figure.
       operations: what it offers.
-      mixed: operations that it offers with x in float32 and the output in bfloat16.
+      blocks: those that it offers.
+      mixed: operations that it offers with x in float32 and the output in bfloat16, and blocks
+        with a float32 residual stream beside bfloat16 x and y.
       wide_parameters: scale and bias are float32 whatever x is; else they have x's dtype.
       note: what a reader of its figures has to know.
     """
@@ -39,13 +43,13 @@ class Provider:
     adapter: str
     distributions: tuple[str, ...]
     operations: tuple[Operation, ...] = OPERATIONS
-    mixed: tuple[Operation, ...] = ()
+    blocks: tuple[str, ...] = ()
+    mixed: tuple[str, ...] = ()
     wide_parameters: bool = True
     note: str = ""
 
-    def offers(self, workload: Workload) -> bool:
-        among = self.operations if workload.x_dtype == workload.y_dtype else self.mixed
-        return workload.op in among
+    def offers(self, workload: Workload | BlockWorkload) -> bool:
+        return workload.op in (self.mixed if workload.mixed else (*self.operations, *self.blocks))
 
     def parameter_dtype(self, x_dtype: str) -> str:
         return "float32" if self.wide_parameters else x_dtype
@@ -60,18 +64,31 @@ class Provider:
             raise ModuleNotFoundError(f"{name} is not installed: pip install {name}") from None
 
 
+_EVERYTHING: dict[str, Any] = {"blocks": tuple(BLOCKS), "mixed": (*NORMS, *MIXED)}
+
 PROVIDERS: dict[str, Provider] = {
-    "jaxnorm": Provider("jaxnorm", "jax", "jaxnorm_functions", ("jax",), mixed=NORMS),
-    "mosaic": Provider("jaxnorm mosaic", "jax", "jaxnorm_functions", ("jax",), mixed=NORMS),
+    "jaxnorm": Provider("jaxnorm", "jax", "jaxnorm_functions", ("jax",), **_EVERYTHING),
+    "mosaic": Provider("jaxnorm mosaic", "jax", "jaxnorm_functions", ("jax",), **_EVERYTHING),
     "triton": Provider(
         "jaxnorm triton",
         "jax",
         "jaxnorm_functions",
         ("jax", "jax-triton", "triton"),
-        mixed=NORMS,
+        **_EVERYTHING,
     ),
-    "xla": Provider("jaxnorm xla", "jax", "jaxnorm_functions", ("jax",), mixed=NORMS),
-    "jnp": Provider("jnp", "jax", "jnp_functions", ("jax",), mixed=NORMS),
+    "xla": Provider("jaxnorm xla", "jax", "jaxnorm_functions", ("jax",), **_EVERYTHING),
+    # jaxnorm's plain norms beside jnp's arithmetic, where it has a function for the whole block.
+    # In one dtype, add_rms_norm and add_layer_norm so composed are the blocks residual_*.
+    "composed": Provider(
+        "jaxnorm composed",
+        "jax",
+        "jaxnorm_functions",
+        ("jax",),
+        operations=(),
+        blocks=("post_norm", "sandwich", "ada_layer_norm"),
+        mixed=MIXED,
+    ),
+    "jnp": Provider("jnp", "jax", "jnp_functions", ("jax",), **_EVERYTHING),
     "flax": Provider("Flax", "jax", "flax_modules", ("jax", "flax"), NORMS, mixed=NORMS),
     "tokamax": Provider(
         "tokamax",
@@ -88,7 +105,8 @@ PROVIDERS: dict[str, Provider] = {
         "quack_functions",
         ("torch", "quack-kernels"),
         ("softmax", *NORMS),
-        mixed=("rms_norm",),
+        blocks=("add_rms_norm",),
+        mixed=("rms_norm", "add_rms_norm"),
     ),
     "liger": Provider(
         "Liger",
@@ -96,6 +114,7 @@ PROVIDERS: dict[str, Provider] = {
         "liger_functions",
         ("torch", "liger-kernel", "triton"),
         ("softmax", *NORMS),
+        blocks=("add_rms_norm",),
         wide_parameters=False,
         note="Liger's RMSNorm writes dx over dy.",
     ),
@@ -112,13 +131,13 @@ PROVIDERS: dict[str, Provider] = {
         "torch",
         "torch_functions",
         ("torch", "triton"),
-        mixed=NORMS,
+        **_EVERYTHING,
         wide_parameters=False,
     ),
 }
 
 
-def function(name: str, op: Operation, y_dtype: str) -> Callable[..., Any]:
-    """The differentiable function of x and the parameters that the provider gives for `op`."""
+def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
+    """The differentiable function of operands and parameters that the provider gives for `op`."""
     adapter = importlib.import_module(f"{__name__}.{PROVIDERS[name].adapter}")
     return adapter.function(name, op, y_dtype)

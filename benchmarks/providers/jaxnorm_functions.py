@@ -1,14 +1,34 @@
-"""jaxnorm itself: what it chooses by default, and each implementation by name."""
+"""jaxnorm itself: what it chooses by default, each implementation by name, and its plain norms."""
 
 import functools
 from collections.abc import Callable
-
-import jax
+from typing import Any
 
 import jaxnorm
-from benchmarks.workloads import Operation
+from benchmarks.providers import jnp_functions
+
+# Functions of whole blocks, and their options.
+_BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "add_rms_norm": (jaxnorm.add_rms_norm, {}),
+    "add_layer_norm": (jaxnorm.add_layer_norm, {}),
+    "post_norm": (jaxnorm.rms_norm_add, {}),
+    "sandwich": (jaxnorm.rms_norm_add_rms_norm, {}),
+    "ada_layer_norm": (jaxnorm.layer_norm, {"scale_offset": 1.0}),
+}
 
 
-def function(name: str, op: Operation, y_dtype: str) -> Callable[..., jax.Array]:
-    implementation = None if name == "jaxnorm" else name
-    return functools.partial(getattr(jaxnorm, op), dtype=y_dtype, implementation=implementation)
+def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
+    implementation = None if name in ("jaxnorm", "composed") else name
+
+    def plain(norm: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(norm, implementation=implementation)
+
+    if op in ("softmax", "log_softmax", "layer_norm", "rms_norm"):
+        return functools.partial(plain(getattr(jaxnorm, op)), dtype=y_dtype)
+    if op not in _BLOCKS or name == "composed":
+        norms = jnp_functions.Norms(plain(jaxnorm.rms_norm), plain(jaxnorm.layer_norm))
+        return norms.block(op, y_dtype)
+    block, given = _BLOCKS[op]
+    if op != "post_norm":  # its result has the residual's dtype
+        given = {**given, "dtype": y_dtype}
+    return functools.partial(plain(block), **given)

@@ -9,8 +9,6 @@ from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm
 from quack.softmax import softmax
 from torch import Tensor
 
-from benchmarks.workloads import Operation
-
 
 class LayerNorm(torch.autograd.Function):
     @staticmethod
@@ -25,9 +23,13 @@ class LayerNorm(torch.autograd.Function):
         return layernorm_bwd(x, scale, dy, rstd, mean, has_bias=True)
 
 
-def function(name: str, op: Operation, y_dtype: str) -> Callable[..., Tensor]:
+def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
+    rms_norm = functools.partial(rmsnorm, out_dtype=getattr(torch, y_dtype), eps=1e-6)
     return {
         "softmax": softmax,
         "layer_norm": LayerNorm.apply,
-        "rms_norm": functools.partial(rmsnorm, out_dtype=getattr(torch, y_dtype), eps=1e-6),
+        "rms_norm": rms_norm,
+        "add_rms_norm": lambda x, residual, scale: rms_norm(
+            x, scale, residual=residual, prenorm=True
+        ),
     }[op]

@@ -2,13 +2,12 @@
 
 import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.nn import functional
-
-from benchmarks.workloads import Operation
 
 
 def layer_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -27,19 +26,57 @@ def log_softmax(x: Tensor) -> Tensor:
     return functional.log_softmax(x, dim=-1)
 
 
-FUNCTIONS: dict[Operation, Callable[..., Tensor]] = {
+def add_rms_norm(x: Tensor, residual: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    h = x + residual
+    return rms_norm(h, scale), h
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    h = x + residual
+    return layer_norm(h, scale, bias), h
+
+
+def post_norm(x: Tensor, residual: Tensor, scale: Tensor) -> Tensor:
+    return residual + rms_norm(x, scale)
+
+
+def sandwich(
+    x: Tensor, residual: Tensor, scale: Tensor, next_scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    h = residual + rms_norm(x, scale)
+    return rms_norm(h, next_scale), h
+
+
+def ada_layer_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    return functional.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + bias
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     "softmax": softmax,
     "log_softmax": log_softmax,
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
+    "add_layer_norm": add_layer_norm,
+    "residual_rms_norm": add_rms_norm,
+    "residual_layer_norm": add_layer_norm,
+    "post_norm": post_norm,
+    "sandwich": sandwich,
+    "ada_layer_norm": ada_layer_norm,
 }
 
 
-def function(name: str, op: Operation, y_dtype: str) -> Callable[..., Tensor]:
+def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
     dtype = getattr(torch, y_dtype)
 
-    def cast(x: Tensor, *parameters: Tensor) -> Tensor:
-        return FUNCTIONS[op](x, *parameters).to(dtype)
+    def cast(x: Tensor, *others: Tensor) -> Any:
+        results = FUNCTIONS[op](x, *others)
+        if isinstance(results, tuple):
+            y, h = results
+            return y.to(dtype), h
+        return results.to(dtype)
 
     if name == "torch":
         return cast
