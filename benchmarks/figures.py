@@ -4,8 +4,10 @@ import dataclasses
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from benchmarks import workloads
+from benchmarks.blocks import BLOCKS, BlockWorkload
 from benchmarks.results import OK, Row
 from benchmarks.workloads import Workload
 
@@ -20,16 +22,22 @@ PLOTTED = [
 ODD = {cols for _, cols in workloads.GRID["odd rows"]}
 AHEAD = 1.02  # a peer is ahead where jaxnorm takes longer than this times its time
 
-Question = tuple[str, str, int, int, str, str]  # op, direction, rows, cols, x_dtype, y_dtype
+# The fields of a Workload (op, direction, rows, cols, x_dtype, y_dtype) or of a BlockWorkload.
+Question = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """One provider's answer: microseconds, GB/s, and a copy's time over its time."""
+    """One provider's answer: microseconds, GB/s, and a copy's time over its time.
+
+    `extra_passes` are those over whole arrays that compute nothing, where they are known: copies
+    among them may not be in `us`.
+    """
 
     us: float
     gbps: float
     roof: float
+    extra_passes: int = 0
 
     @property
     def roof_gbps(self) -> float:
@@ -39,32 +47,35 @@ class Figure:
 Figures = dict[Question, dict[str, Figure]]
 
 
-def of(rows: Iterable[Row]) -> Figures:
+def of(rows: Iterable[Row], kind: type[Any] = Workload) -> Figures:
     """The figures of a timed suite, by question and provider; failed rows have none.
 
     The roof is the median of the copies of as many bytes that processes timed. That of one process
     alone was 7 % slower and more in one of 28 rows of 100 MB and more, on an H200.
     """
-    measured = [(_question(row), row) for row in rows if row["status"] == OK]
+    measured = [(_question(row, kind), row) for row in rows if row["status"] == OK]
+    size_of = {question: kind(*question).bytes for question, _ in measured}
     copies: dict[int, list[float]] = {}
     for question, row in measured:
-        copies.setdefault(bytes_of(question), []).append(float(row["us"]) * float(row["roof"]))
+        copies.setdefault(size_of[question], []).append(float(row["us"]) * float(row["roof"]))
     copy_us = {size: statistics.median(each) for size, each in copies.items()}
     figures: Figures = {}
     for question, row in measured:
         us = float(row["us"])
-        figure = Figure(us, float(row["gbps"]), copy_us[bytes_of(question)] / us)
+        roof = copy_us[size_of[question]] / us
+        extra_passes = int(row.get("extra_passes") or 0)
+        figure = Figure(us, float(row["gbps"]), roof, extra_passes)
         figures.setdefault(question, {})[row["provider"]] = figure
     return figures
 
 
-def _question(row: Row) -> Question:
-    sizes = int(row["rows"]), int(row["cols"])
-    return (row["op"], row["direction"], *sizes, row["x_dtype"], row["y_dtype"])
+def _question(row: Row, kind: type[Any]) -> Question:
+    fields = dataclasses.fields(kind)
+    return tuple(int(row[f.name]) if f.type is int else row[f.name] for f in fields)
 
 
 def bytes_of(question: Question) -> int:
-    return Workload(*question).bytes  # type: ignore[arg-type]
+    return Workload(*question).bytes
 
 
 def own(answers: dict[str, Figure]) -> Figure | None:
@@ -129,6 +140,31 @@ def along_n(
         if question in figures:
             result[cols] = figures[question]
     return result
+
+
+def along_shapes(
+    figures: Figures, op: str, direction: str, dtype: str
+) -> dict[str, dict[str, Figure]]:
+    """Answers of a block by shape: its own in their order, then others."""
+    own = ["x".join(map(str, shape)) for shape in BLOCKS[op].shapes]
+    measured = {
+        shape: answers
+        for (*asked, shape, its_dtype), answers in figures.items()
+        if asked == [op, direction] and its_dtype == dtype
+    }
+    return {shape: measured[shape] for shape in (*own, *measured) if shape in measured}
+
+
+def along_cols(
+    figures: Figures, op: str, direction: str, dtype: str
+) -> dict[int, dict[str, Figure]]:
+    """Answers of a block by the length of its rows, ascending."""
+    by_shape = along_shapes(figures, op, direction, dtype)
+    by_cols = {
+        BlockWorkload(op, direction, shape, dtype).cols: each  # type: ignore[arg-type]
+        for shape, each in by_shape.items()
+    }
+    return dict(sorted(by_cols.items()))
 
 
 def failures(rows: Iterable[Row]) -> Counter[tuple[str, str]]:

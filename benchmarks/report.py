@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import figures, plots, tables
+from benchmarks.blocks import BlockWorkload
 from benchmarks.machine import ROOT
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import OK, PROVIDER_COLUMNS, Table, latest, path, read
@@ -35,7 +36,14 @@ class Results:
         self.rows = {name: Table(folder, suite).rows() for name, suite in SUITES.items()}
         self.kernels = figures.of(self.rows["kernels"])
         self.api = figures.of(self.rows["api"])
+        self.blocks = figures.of(self.rows["blocks"], BlockWorkload)
         self.ahead = [*figures.ahead(self.kernels), *figures.ahead(self.api)]
+
+    @property
+    def plotted(self) -> list[tuple[str, str]]:
+        """Suite and dtype of each plot."""
+        figures_of = {"kernels": self.kernels, "blocks": self.blocks}
+        return [(suite, dtype) for suite, found in figures_of.items() if found for dtype in PLOTTED]
 
     @property
     def missing(self) -> list[str]:
@@ -49,8 +57,8 @@ class Results:
         ]
 
 
-def plot_name(dtype: str) -> str:
-    return f"kernels_{dtype}.png"
+def plot_name(dtype: str, suite: str = "kernels") -> str:
+    return f"{suite}_{dtype}.png"
 
 
 def readme_section(found: Results) -> str:
@@ -82,7 +90,8 @@ def readme_section(found: Results) -> str:
     ]
     for name, caption in _CAPTIONS.items():
         if found.rows[name]:
-            parts += [paragraph(caption, tables.provenance(found.rows[name])), _TABLES[name](found)]
+            table = _SHORT_TABLES.get(name, _TABLES[name])
+            parts += [paragraph(caption, tables.provenance(found.rows[name])), table(found)]
     return "\n\n".join(parts)
 
 
@@ -98,22 +107,27 @@ def full_report(found: Results) -> str:
     parts = ["# Benchmark results", "Made by `python -m benchmarks.report`."]
     if found.missing:
         parts.append(f"Not measured, as not installed: {'; '.join(found.missing)}.")
-    if found.kernels:
-        parts += [f"![GB/s against N, {dtype}]({plot_name(dtype)})" for dtype in PLOTTED]
+    parts += [
+        f"![GB/s against N, {dtype}]({plot_name(dtype, suite)})" for suite, dtype in found.plotted
+    ]
     for name, rows in found.rows.items():
         if rows:
             parts += [f"## {name}", tables.provenance(rows), _TABLES[name](found)]
-    if notes := tables.notes(found.kernels):
+            parts += [_FOOTNOTES[name]] if name in _FOOTNOTES else []
+    if notes := tables.notes(found.kernels | found.blocks):
         parts.append(notes)
     if found.ahead:
         parts += ["## Where a peer is more than 2 % ahead", tables.ahead(found.ahead)]
-    timed = [row for name in ("kernels", "api", "latency", "accuracy") for row in found.rows[name]]
+    suites = ("kernels", "api", "blocks", "latency", "accuracy")
+    timed = [row for name in suites for row in found.rows[name]]
     if any(row["status"] != OK for row in timed):
         parts += ["## What failed", tables.failed(timed)]
     return "\n\n".join(parts) + "\n"
 
 
 _CAPTIONS = {
+    "blocks": "Blocks: norms with their neighbours, forward and backward in one call. jaxnorm's "
+    "share of a copy of the least bytes, and its speed over others; medians over the shapes.",
     "memory": "Compiled memory of a training step of the demo's transformer, Adam's state "
     "included, and the largest batch whose step fits in 80 GB.",
     "steps": "Speed of that step. Matrix products are in the form that cuBLAS takes by itself.",
@@ -123,11 +137,21 @@ _CAPTIONS = {
 _TABLES: dict[str, Callable[[Results], str]] = {
     "kernels": lambda found: tables.speeds(found.kernels, ("fwd", "bwd")),
     "api": lambda found: tables.speeds(found.api, ("fwd+bwd",)),
+    "blocks": lambda found: tables.by_block(found.blocks),
     "latency": lambda found: tables.latency(found.rows["latency"]),
     "memory": lambda found: tables.memory(found.rows["memory"]),
     "steps": lambda found: tables.steps(found.rows["steps"]),
     "stacks": lambda found: tables.stacks(found.rows["stacks"]),
     "accuracy": lambda found: tables.accuracy(found.rows["accuracy"]),
+}
+
+_SHORT_TABLES: dict[str, Callable[[Results], str]] = {  # for the README
+    "blocks": lambda found: tables.by_block(found.blocks, ("fwd+bwd",), medians=True),
+}
+_FOOTNOTES = {
+    "blocks": "`of a copy` is jaxnorm's share of a copy of the least bytes; the others are its "
+    "speed over theirs. *: the program also copies, converts or transposes whole arrays "
+    "(`extra_passes`); copies that are no kernels are not in its time.",
 }
 
 
@@ -145,12 +169,12 @@ def write(folder: Path) -> list[Path]:
     found = Results(folder)
     written = [folder / REPORT]
     written[0].write_text(full_report(found), encoding="utf-8")
-    if found.kernels:
-        source = tables.provenance(found.rows["kernels"])
-        for dtype in PLOTTED:
-            written.append(folder / plot_name(dtype))
-            title = textwrap.fill(f"{dtype}. {source}", PLOT_WIDTH)
-            plots.kernels(found.kernels, dtype, title, written[-1])
+    for suite, dtype in found.plotted:
+        written.append(folder / plot_name(dtype, suite))
+        source = tables.provenance(found.rows[suite])
+        title = textwrap.fill(f"{dtype}. {source}", PLOT_WIDTH)
+        plot = {"kernels": plots.kernels, "blocks": plots.by_block}[suite]
+        plot(getattr(found, suite), dtype, title, written[-1])
     if folder.resolve() == SHOWN:
         text = with_section(README.read_text(encoding="utf-8"), readme_section(found))
         README.write_text(text, encoding="utf-8")

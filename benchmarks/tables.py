@@ -1,15 +1,18 @@
 """The Markdown tables of results, and the sentences that go with them."""
 
+import statistics
 from collections.abc import Iterable, Sequence
 
-from benchmarks import figures, workloads
-from benchmarks.figures import Ahead, Comparison, Figures
+from benchmarks import blocks, figures, workloads
+from benchmarks.blocks import BLOCKS
+from benchmarks.figures import Ahead, Comparison, Figure, Figures
 from benchmarks.models import MODELS, VARIANTS
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import OK, Row
 
 MAIN = [(32768, 1024), (32768, 4096), (8192, 16384), (4096, 65536)]
 _SHORT = {"bfloat16": "bf16", "float32": "f32"}
+_BLOCK_DTYPES = {**_SHORT, "mixed": "bf16 beside an f32 residual stream"}
 _LONG = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
 GB = 1e9
 LARGE = 100e6  # bytes: twice an H200's cache
@@ -196,6 +199,61 @@ def stacks(rows: Sequence[Row]) -> str:
         body.append([*cells, *times, row["kernels_ms"] or "-", row["jnp_kernels_ms"] or "-"])
     header = ["cell", "provider", "ms", "jnp ms", "ms / jnp ms", "kernels ms", "jnp kernels ms"]
     return markdown(header, body)
+
+
+def by_block(
+    measured: Figures, directions: Sequence[str] = blocks.DIRECTIONS, *, medians: bool = False
+) -> str:
+    """A table for each dtype and direction: jaxnorm's share of a copy, and its speed over others.
+
+    Block by block the shapes, then their median; with `medians` that alone.
+    """
+    each = (
+        _by_block(measured, direction, dtype, medians)
+        for dtype in blocks.DTYPES
+        for direction in directions
+    )
+    return "\n\n".join(filter(None, each))
+
+
+def _by_block(measured: Figures, direction: str, dtype: str, medians: bool) -> str:
+    found = {op: figures.along_shapes(measured, op, direction, dtype) for op in BLOCKS}
+    there = {name for shapes in found.values() for answers in shapes.values() for name in answers}
+    peers = [name for name in PROVIDERS if name in there and name not in figures.OWN]
+    body = []
+    for op, shapes in found.items():
+        rows = [
+            (shape, answers, mine)
+            for shape, answers in shapes.items()
+            if (mine := figures.own(answers)) is not None
+        ]
+        for shape, answers, mine in rows if not medians else ():
+            speeds = [_speed(mine, answers.get(peer)) for peer in peers]
+            body.append(
+                [f"{op}, {shape.replace('x', ' x ')}", f"{mine.roof:.2f}{_star(mine)}", *speeds]
+            )
+        if rows:
+            roof = statistics.median(mine.roof for _, _, mine in rows)
+            ratios = [
+                [answers[peer].us / mine.us for _, answers, mine in rows if peer in answers]
+                for peer in peers
+            ]
+            speeds = [f"{statistics.median(r):.2f}x" if r else "-" for r in ratios]
+            body.append([f"{op}, median", f"{roof:.2f}", *speeds])
+    if not body:
+        return ""
+    title = f"{_BLOCK_DTYPES[dtype]}, {_LONG[direction]}"
+    against = (f"against {PROVIDERS[peer].label}" for peer in peers)
+    return markdown([title, "of a copy", *against], body)
+
+
+def _speed(mine: Figure, other: Figure | None) -> str:
+    return "-" if other is None else f"{other.us / mine.us:.2f}x{_star(other)}"
+
+
+def _star(figure: Figure) -> str:
+    """Where the program also passes over whole arrays without computing."""
+    return "*" if figure.extra_passes else ""
 
 
 def _by_cell(rows: Sequence[Row], header: Sequence[str], columns: Sequence[str]) -> str:

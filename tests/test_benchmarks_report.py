@@ -117,6 +117,43 @@ def test_a_report_of_another_folder(tmp_path):
     assert README.read_text() == before
 
 
+def test_a_report_of_blocks(tmp_path):
+    table = Table(tmp_path, SUITES["blocks"])
+    # Shape, provider, us, extra passes; a copy takes 4 us.
+    for shape, provider, us, extra_passes in [
+        ("8192x4096", "jaxnorm", 5.0, 0),
+        ("8192x4096", "jnp", 6.0, 1),
+        ("8192x4096", "quack", 4.0, None),
+        ("32768x768", "jaxnorm", 8.0, 0),
+        ("32768x768", "jnp", 16.0, 0),
+        ("32768x1024", "jnp", 16.0, 0),
+        ("32768x1024", "jaxnorm", "failed: no", 0),
+    ]:
+        ok = isinstance(us, float)
+        figures = {"us": us, "main_us": us, "gbps": 1.0, "roof": 4 / us} if ok else {}
+        row = {"device": "some GPU", "software": "jax 1", "commit": "abc1234"}
+        cell = {"op": "add_rms_norm", "direction": "fwd+bwd", "shape": shape, "dtype": "mixed"}
+        measured = results.rounded(table.suite, figures | {"extra_passes": extra_passes})
+        status = "ok" if ok else us
+        table.append(row | cell | {"provider": provider} | measured | {"status": status})
+    files = report.write(tmp_path)
+    assert [f.name for f in files] == ["report.md", "blocks_bfloat16.png", "blocks_float32.png"]
+    text = files[0].read_text()
+    title = "bf16 beside an f32 residual stream, forward and backward"
+    assert (
+        f"| {title} | of a copy | against jnp | against QuACK |\n"
+        "| --- | ---: | ---: | ---: |\n"
+        "| add_rms_norm, 32768 x 768 | 0.50 | 2.00x | - |\n"
+        "| add_rms_norm, 8192 x 4096 | 0.80 | 1.20x* | 0.80x |\n"
+        "| add_rms_norm, median | 0.65 | 1.60x | 0.80x |\n"
+    ) in text
+    assert "*: the program also copies" in text
+    assert "| jaxnorm: failed: no | 1 |" in text
+    short = report.readme_section(Results(tmp_path))
+    assert "| add_rms_norm, median | 0.65 | 1.60x | 0.80x |" in short
+    assert "32768 x 768" not in short
+
+
 def test_of_two_shapes_with_one_n_the_larger_counts():
     small, large = (Figure(us=1.0, gbps=g, roof=0.9) for g in (1.0, 2.0))
     measured = {

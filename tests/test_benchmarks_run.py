@@ -101,6 +101,23 @@ def test_a_run_on_the_cpu(tmp_path, capfd):
     assert "0 cells to measure" in capfd.readouterr().out
 
 
+def test_a_run_of_blocks(tmp_path):
+    arguments = ["blocks", "--ops", "add_rms_norm", "--dtypes", "mixed", "--shapes", "4x32"]
+    arguments += ["--providers", "jaxnorm", "jnp", "--workers", "1", "--out", str(tmp_path)]
+    if machine.here() != Machine("cpu"):
+        pytest.skip("takes the GPU's memory from the tests")
+    assert run.main(arguments) == 0
+    rows = Table(tmp_path, SUITES["blocks"]).rows()
+    assert [(r["direction"], r["provider"], r["status"]) for r in rows] == [
+        (direction, provider, "ok")
+        for direction in ("fwd", "fwd+bwd")
+        for provider in ("jaxnorm", "jnp")
+    ]
+    assert all(float(r["us"]) > 0 and r["shape"] == "4x32" for r in rows)
+    assert all(int(r["extra_passes"]) >= 0 and r["kernels"] == "" for r in rows)
+    assert "| add_rms_norm, 4 x 32 |" in (tmp_path / "report.md").read_text()
+
+
 def test_neither_side_is_needed_to_plan():
     """The parent takes no GPU memory: it imports neither JAX nor torch."""
     program = "import sys, benchmarks.run; print([m for m in ('jax', 'torch') if m in sys.modules])"
