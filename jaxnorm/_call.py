@@ -12,13 +12,14 @@ A call has three passes, each a function of the contract over arrays of any shap
     norm          primals    x, scale, bias                     outputs     y, statistics
                   residuals  y or x, statistics, scale, bias
     add_norm      primals    x, residual, scale, bias           outputs     y, h, statistics
+                  residuals  y or h, statistics, scale, bias
     norm_add      primals    x, residual, scale                 outputs     y, statistics
     norm_add_norm primals    x, residual, scale, next_scale     outputs     y, h, statistics
                   residuals  x, y or h, statistics, scale, next_scale
 
-``tan`` and ``bwd`` are linear in what follows the residuals, and each other's transpose. add_norm
-and norm_add have a ``fwd`` alone: their derivatives are made of the ``tan`` and ``bwd`` of
-``norm``, which has h among its outputs, too, where the spec says ``adds_dh``. The arrays of a call
+``tan`` and ``bwd`` are linear in what follows the residuals, and each other's transpose. A ``bwd``
+takes h's cotangent where the spec says ``adds_dh``; that of a plain norm may, too, for which h is
+its x. norm_add has a ``fwd`` alone, because its derivatives are the norm's. The arrays of a call
 are passed around as the flat list of those that are there.
 """
 
@@ -102,10 +103,6 @@ class Call:
         """The norm of x, whose output goes to the residual."""
         return dataclasses.replace(self, spec=self.spec.first)
 
-    def last(self) -> "Call":
-        """The norm that gives y."""
-        return dataclasses.replace(self, spec=self.spec.last)
-
     def tangent(self, wrt: Sequence[str], *, adds_dh: bool = False) -> "Call":
         """Of the same outputs; of those whose cotangents a backward takes."""
         wanted = self.spec.stat_cotangents if self.spec.direction == "bwd" else self.spec.want_stats
@@ -124,7 +121,7 @@ class Call:
 
     def gradient(self) -> "Call":
         """The backward that the gradient of all outputs of a forward takes."""
-        call = {"add_norm": self.last, "norm_add": self.first}.get(self.spec.op, lambda: self)()
+        call = self.first() if self.spec.op == "norm_add" else self
         return call.backward(call.differentiable, adds_dh=self.spec.normalises_h)
 
     def on(self, view: RowView) -> "Call":

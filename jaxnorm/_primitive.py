@@ -113,48 +113,32 @@ def _norm_tangents(
     call: Call, outputs: list[jax.Array], given: dict[str, jax.Array], along: dict[str, jax.Array]
 ) -> list[jax.Array | None]:
     """The tangents of all outputs of a forward of norms; None for 0."""
-    op, dtype = call.spec.op, call.spec.residual_dtype
-    y, *others = outputs
-    h = [others.pop(0)] if call.spec.normalises_h else []
-    stats = others
+    y, *stats = outputs
+    h = [stats.pop(0)] if call.spec.normalises_h else []
     # The very array that is returned: a reshaped or cast copy would be stored a second time.
     from_input = h[0] if h else given["x"]
     saved = y if call.spec.saved == "output" else from_input
-    parameters = [n for n in call.primals if n not in ("x", "residual")]
-    values = [given[name] for name in parameters]
-    moving = {name: along.get(name) for name in parameters}
-    t = along.get("x")
-    match op:
-        case "norm":
-            return _tangents_of(call, [saved, *stats, *values], {"x": t, **moving})
-        case "add_norm":
-            t = _sum([t, along.get("residual")], dtype)
-            adds_dh = t is not None
-            norm = call.last()
-            moved = _tangents_of(
-                norm, [saved, *stats, *values], {"x": t, **moving}, adds_dh=adds_dh
-            )
-            return moved if adds_dh else [moved[0], None, *moved[1:]]
+    parameters = [given[name] for name in call.parameters]
+    tangents = {name: along.get(name) for name in call.primals}
+    match call.spec.op:
+        case "norm" | "add_norm":
+            return _tangents_of(call, [saved, *stats, *parameters], tangents)
         case "norm_add":
-            operands = [given["x"], *stats, *values]
-            dy, *moved = _tangents_of(call.first(), operands, {"x": t, **moving})
-            return [_sum([along.get("residual"), dy], dtype), *moved]
+            residual = tangents.pop("residual")
+            dy, *others = _tangents_of(call.first(), [given["x"], *stats, *parameters], tangents)
+            return [_sum([residual, dy], call.spec.residual_dtype), *others]
         case _:
-            operands = [given["x"], saved, *stats, *values]
-            moving = {"x": t, "residual": along.get("residual"), **moving}
-            return _tangents_of(call, operands, moving)
+            return _tangents_of(call, [given["x"], saved, *stats, *parameters], tangents)
 
 
 def _tangents_of(
     call: Call,
     residuals: Sequence[jax.Array],
-    moving: dict[str, jax.Array | None],
-    *,
-    adds_dh: bool = False,
+    tangents: dict[str, jax.Array | None],
 ) -> list[jax.Array | None]:
-    """What the tangent of a forward returns; `moving` are tangents by name, None for 0."""
-    along = {name: t for name, t in moving.items() if t is not None}
-    tangent = call.tangent([*along], adds_dh=adds_dh)
+    """What the tangent of a forward returns; None for a tangent of 0, among `tangents`, too."""
+    along = {name: t for name, t in tangents.items() if t is not None}
+    tangent = call.tangent([*along])
     if not along:
         return [None] * len(tangent.result_kinds)
     return [*bind(tangent, *residuals, *along.values())]
@@ -227,17 +211,21 @@ def _backward_of_h(
     dh: jax.Array | None, residuals: Arrays, names: list[str], call: Call
 ) -> dict[str, jax.Array | None]:
     """`_backward` where y is not used."""
-    if call.spec.op == "norm":
-        return {name: dh if name == "x" else None for name in names}
-    results: dict[str, jax.Array | None] = dict.fromkeys(names)
+    found: dict[str, jax.Array | None] = dict.fromkeys(names)
     if dh is None:
-        return results
-    x, _, rstd, _, *parameters = residuals
-    first = call.first()
-    if inner := [name for name in names if name in ("x", "scale")]:
+        return found
+    if call.spec.op == "norm_add_norm":
+        x, _, rstd, _, *parameters = residuals
+        first = call.first()
+        inner = [name for name in names if name in ("x", "scale")]
         scale = parameters[: len(first.parameters)]
-        results.update(zip(inner, bind(first.backward(inner), x, rstd, *scale, dh)))
-    return {**results, **({"residual": dh} if "residual" in names else {})}
+        results = bind(first.backward(inner), x, rstd, *scale, dh) if inner else []
+        found.update(zip(inner, results))
+    elif "x" in names:
+        found["x"] = dh.astype(call.spec.x_dtype)
+    if "residual" in names:
+        found["residual"] = dh
+    return found
 
 
 def _into_accumulators(cotangents: Any, *operands: Any, call: Call) -> None:

@@ -61,8 +61,9 @@ BETTER_FUSED: Table = (
 def first(table: Table, spec: Spec) -> str | None:
     """The first sentence that applies to `spec`, if there is one.
 
-    The backward of two norms is in one kernel or two: what holds for each norm's holds for it.
+    A backward with a residual is that of each norm in it, in one kernel or two: what holds for
+    theirs holds for it.
     """
-    of_two = spec.op == "norm_add_norm" and spec.direction == "bwd"
-    specs = [spec, *(spec.norms if of_two else [])]
+    has_residual = spec.direction == "bwd" and spec.residual_dtype is not None
+    specs = [spec, *(spec.norms if has_residual else [])]
     return next((reason for reason, applies in table if any(map(applies, specs))), None)

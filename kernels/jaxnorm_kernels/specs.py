@@ -15,8 +15,8 @@ A norm is fused with the residual addition beside it. Forward, h and out in ``re
     norm_add         y = residual + norm(x)
     norm_add_norm    h = residual + norm(x)    y = norm(h)
 
-The derivatives of the second and third are those of ``norm``, whose backward can add one more
-cotangent of what is normalised (``Spec.adds_dh``): that of h, which also goes on beside the norm.
+The derivatives of the third are those of ``norm``. A backward can add the cotangent that h has
+beside the norm's (``Spec.adds_dh``); that of a plain norm, another cotangent of its x.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Spec:
 
     Attributes:
       op: ``"norm"`` is LayerNorm and RMSNorm: one kernel with the switch ``subtract_mean``.
-        ``"add_norm"`` and ``"norm_add"`` have a forward alone.
+        ``"norm_add"`` has a forward alone.
       direction: the pass: ``"fwd"`` (forward), ``"tan"`` (tangent) or ``"bwd"`` (backward).
       rows, cols: shape of the two-dimensional view; ``cols`` is the normalised length.
       x_dtype: dtype of the input; the backward returns dx in it.
@@ -62,8 +62,8 @@ class Spec:
       want_stats: the forward also returns the statistics that the backward needs, and the tangent
         their tangents.
       stat_cotangents: the backward also takes cotangents of the statistics: second derivatives.
-      adds_dh: the backward also takes dh, another cotangent of what is normalised (of h), in its
-        dtype, and adds it to dx (to dresidual); a norm's tangent also returns dx as it is.
+      adds_dh: the backward also takes dh, another cotangent of what is normalised, in its dtype,
+        and adds it to that one's; a plain norm's tangent also returns dx as it is.
       has_mask: a ``where`` mask comes with the call (softmaxes only).
       axes: the normalised axes of the arrays: the last one, but for the xla implementation.
       scale_groups, bias_groups: 1 for a parameter ``(cols,)`` of all rows; n for one ``(n, cols)``,
@@ -254,6 +254,20 @@ class Implementation(Protocol):
         spec: Spec,
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """Returns dx, dscale and dbias in the dtypes of ``spec``; None for an absent parameter."""
+        ...
+
+    def add_norm_bwd(
+        self,
+        saved: jax.Array,
+        stats: Stats,
+        scale: jax.Array | None,
+        bias: jax.Array | None,
+        dy: jax.Array,
+        dh: jax.Array | None = None,
+        *,
+        spec: Spec,
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+        """Returns dx, dresidual, dscale and dbias; dx is dresidual where their dtypes agree."""
         ...
 
     def norm_add_norm_bwd(

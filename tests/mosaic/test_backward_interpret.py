@@ -4,6 +4,7 @@ The interpreter knows neither layouts nor alignment nor clusters; `test_backward
 the first and the last.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from backward_cases import (
 )
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
+from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.specs import Spec
 
@@ -295,3 +297,25 @@ def no_races(spec: Spec, case: Case) -> bool:
     schedule = case.schedule_for(spec.x_dtype, spec.y_dtype)
     interpret(spec, *make_operands(spec), params=params, schedule=schedule)
     return not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize("name", ["ring_two_warpgroups_tail", "rows_ring", "direct_tail"])
+@pytest.mark.parametrize("dtypes", [(BF16, F32), (F32, BF16), (BF16, BF16)], ids=str)
+def test_gradients_of_both_addends(dtypes: tuple[np.dtype, np.dtype], name: str) -> None:
+    """Of h = x + residual: that of h, rounded to the dtype of each."""
+    case, (x, residual) = BY_NAME[name], dtypes
+    plain = make_spec("rms_norm", case.rows, case.cols, residual, BF16, adds_dh=True)
+    spec = dataclasses.replace(plain, op="add_norm", x_dtype=x, residual_dtype=residual)
+    operands, schedule = make_operands(plain), case.schedule_for(x, residual, BF16)
+    dh, *sums = interpret(plain, *operands, schedule=schedule)
+    with mosaic.interpreted():
+        dx, dresidual, *own_sums = jax.jit(
+            lambda *operands: mosaic.add_norm_bwd(*operands, spec=spec, schedule=schedule)
+        )(*operands)
+    np.testing.assert_array_equal(dresidual, dh)
+    assert dx.dtype == x
+    # Where x's dtype is wider than h's, dx is not rounded to h's first.
+    dx, dh = (np.asarray(a).astype(np.float64) for a in (dx, dh))
+    np.testing.assert_allclose(dx, dh, rtol=2**-8, atol=0)
+    for ours, theirs in zip(own_sums, sums):
+        np.testing.assert_array_equal(ours, theirs)

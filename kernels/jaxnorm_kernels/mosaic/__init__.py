@@ -1,5 +1,6 @@
 """Pallas kernels for NVIDIA GPUs with the Mosaic GPU backend (Hopper and newer)."""
 
+from jaxnorm_kernels.mosaic.backward.norm import add_norm_bwd as add_norm_bwd
 from jaxnorm_kernels.mosaic.backward.norm import norm_bwd as norm_bwd
 from jaxnorm_kernels.mosaic.backward.softmax import log_softmax_bwd as log_softmax_bwd
 from jaxnorm_kernels.mosaic.backward.softmax import softmax_bwd as softmax_bwd

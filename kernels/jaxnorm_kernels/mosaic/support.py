@@ -88,7 +88,7 @@ def _is_held(spec: Spec) -> bool:
         return forward.choose(spec) is not None
     if spec.op == "norm_add_norm":
         return True  # In a kernel for each norm, if need be.
-    schedule = backward.norm_schedule if spec.op == "norm" else backward.softmax_schedule
+    schedule = backward.norm_schedule if spec.is_norm else backward.softmax_schedule
     return schedule(spec) is not None
 
 

@@ -8,6 +8,7 @@ from jaxnorm_kernels.triton.norm import add_norm_fwd as add_norm_fwd  # noqa: E4
 from jaxnorm_kernels.triton.norm import norm_add_fwd as norm_add_fwd  # noqa: E402
 from jaxnorm_kernels.triton.norm import norm_add_norm_fwd as norm_add_norm_fwd  # noqa: E402
 from jaxnorm_kernels.triton.norm import norm_fwd as norm_fwd  # noqa: E402
+from jaxnorm_kernels.triton.norm_backward import add_norm_bwd as add_norm_bwd  # noqa: E402
 from jaxnorm_kernels.triton.norm_backward import norm_add_norm_bwd as norm_add_norm_bwd  # noqa: E402
 from jaxnorm_kernels.triton.norm_backward import norm_bwd as norm_bwd  # noqa: E402
 from jaxnorm_kernels.triton.softmax import log_softmax_bwd as log_softmax_bwd  # noqa: E402

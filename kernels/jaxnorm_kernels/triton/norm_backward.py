@@ -108,6 +108,22 @@ def norm_bwd(
     return dx, dscale, dbias
 
 
+def add_norm_bwd(
+    saved: jax.Array,
+    stats: Stats,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    dy: jax.Array,
+    dh: jax.Array | None = None,
+    *,
+    spec: Spec,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """Returns dx, dresidual, dscale and dbias; dx is converted where its dtype is another."""
+    last = spec.last
+    dresidual, dscale, dbias = norm_bwd(saved, stats, scale, bias, dy, dh, spec=last)
+    return dresidual.astype(spec.x_dtype), dresidual, dscale, dbias
+
+
 def norm_add_norm_bwd(
     x: jax.Array,
     saved: jax.Array,

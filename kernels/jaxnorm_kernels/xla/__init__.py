@@ -1,7 +1,9 @@
 """The contract in plain ``jax.numpy``: the reference, the fallback, the path for CPU and TPU."""
 
 from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.xla.norm import add_norm_bwd as add_norm_bwd
 from jaxnorm_kernels.xla.norm import add_norm_fwd as add_norm_fwd
+from jaxnorm_kernels.xla.norm import add_norm_tan as add_norm_tan
 from jaxnorm_kernels.xla.norm import norm_add_fwd as norm_add_fwd
 from jaxnorm_kernels.xla.norm import norm_add_norm_bwd as norm_add_norm_bwd
 from jaxnorm_kernels.xla.norm import norm_add_norm_fwd as norm_add_norm_fwd

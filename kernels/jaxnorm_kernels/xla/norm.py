@@ -146,6 +146,45 @@ def norm_bwd(
     return dx.astype(spec.x_dtype), dscale, dbias
 
 
+def add_norm_tan(
+    saved: jax.Array,
+    stats: Stats,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    dx: jax.Array | None,
+    dresidual: jax.Array | None,
+    dscale: jax.Array | None,
+    dbias: jax.Array | None,
+    spec: Spec,
+) -> tuple[jax.Array, jax.Array, Stats]:
+    """The tangents of y, h and the statistics; None stands for a tangent that is 0."""
+    last = spec.last
+    if dx is None and dresidual is None:
+        dy, _, dstats = norm_tan(saved, stats, scale, bias, None, dscale, dbias, last)
+        return dy, jnp.zeros_like(saved, dtype=spec.residual_dtype), dstats
+    zero = jnp.zeros((), spec.compute_dtype)
+    dh = _sum(zero if dresidual is None else dresidual, zero if dx is None else dx, spec)
+    dy, _, dstats = norm_tan(saved, stats, scale, bias, dh, dscale, dbias, last)
+    return dy, dh, dstats
+
+
+def add_norm_bwd(
+    saved: jax.Array,
+    stats: Stats,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    dy: jax.Array,
+    dh: jax.Array | None = None,
+    dstats: Stats = (),
+    *,
+    spec: Spec,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """dx, dresidual, dscale and dbias; `dh` and `dstats` as of `norm_bwd`."""
+    last = spec.last
+    dresidual, dscale, dbias = norm_bwd(saved, stats, scale, bias, dy, dh, dstats, spec=last)
+    return dresidual.astype(spec.x_dtype), dresidual, dscale, dbias
+
+
 def norm_add_norm_tan(
     x: jax.Array,
     saved: jax.Array,

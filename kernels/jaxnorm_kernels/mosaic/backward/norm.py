@@ -15,9 +15,11 @@ always in the same order.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.mosaic.backward.direct import Direct, direct_backward
@@ -35,9 +37,13 @@ _NO_RECIPROCAL = 2.0**-100
 
 @dataclasses.dataclass(frozen=True)
 class NormFormula:
-    """The equations above, for elements of a row: of saved and d, then of dh where there is one."""
+    """The equations above, for elements of a row: of saved and d, then of dh where there is one.
+
+    dx comes out `copies` times, for results of other dtypes.
+    """
 
     spec: Spec
+    copies: int = 1
     summed: int = 2
 
     @property
@@ -93,7 +99,7 @@ class NormFormula:
             sums.append(d * xh)
         if self.spec.bias_dtype is not None:
             sums.append(d)
-        return [dx], sums
+        return [dx] * self.copies, sums
 
     def _elements(
         self, saved: jax.Array, d: jax.Array, columns: Arrays, stats: Arrays
@@ -124,23 +130,66 @@ def norm_bwd(
     schedule: schedules.NormSchedule | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """dx, dscale and dbias; `schedule` stands in for the one of the table."""
-    formula = NormFormula(spec)
+    (dx,), dscale, dbias = _backward(
+        saved, stats, scale, bias, dy, dh, [spec.x_dtype], spec, schedule
+    )
+    return dx, dscale, dbias
+
+
+def add_norm_bwd(
+    saved: jax.Array,
+    stats: Stats,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    dy: jax.Array,
+    dh: jax.Array | None = None,
+    *,
+    spec: Spec,
+    schedule: schedules.NormSchedule | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """dx, dresidual, dscale and dbias; one array for both where their dtypes agree.
+
+    Args:
+      saved, dy, dh: ``(rows, cols)``; saved is y, or h.
+      stats: ``(rows,)`` in float32 each.
+      scale, bias: ``(cols,)``, or ``(groups, cols)``; None where there is none.
+      schedule: how it runs; by default, what the table says.
+    """
+    dtypes = [spec.last.x_dtype]
+    if spec.x_dtype != dtypes[0]:
+        dtypes.append(spec.x_dtype)
+    of_h, dscale, dbias = _backward(saved, stats, scale, bias, dy, dh, dtypes, spec, schedule)
+    return of_h[-1], of_h[0], dscale, dbias
+
+
+def _backward(
+    saved: jax.Array,
+    stats: Stats,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    dy: jax.Array,
+    dh: jax.Array | None,
+    dtypes: Sequence[np.dtype],
+    spec: Spec,
+    schedule: schedules.NormSchedule | None,
+) -> tuple[Sequence[jax.Array], jax.Array | None, jax.Array | None]:
+    """The cotangent of what is normalised in each of `dtypes`; dscale and dbias."""
     schedule = found(schedule or schedules.norm_schedule(spec), spec)
     params = [] if scale is None else [scale]
     if bias is not None and spec.saved == "output":
         params.append(bias)
     rows = [saved, dy] if dh is None else [saved, dy, dh]
-    operands = Operands(rows, stats, params, spec.groups)
-    dx, *partials = _KERNELS[type(schedule)](
-        formula,
-        operands,
+    results = _KERNELS[type(schedule)](
+        NormFormula(spec.last, copies=len(dtypes)),
+        Operands(rows, stats, params, spec.groups),
         schedule=schedule,
         blocks=schedules.persistent_blocks(spec, schedule),
-        results=[spec.x_dtype],
-        name="jaxnorm_norm_bwd",
+        results=dtypes,
+        name=f"jaxnorm_{spec.op}_bwd",
     )
-    dtypes, groups = (spec.scale_dtype, spec.bias_dtype), (spec.scale_groups, spec.bias_groups)
-    dscale, dbias = add_partials(partials, dtypes, groups)
+    dx, partials = results[: len(dtypes)], results[len(dtypes) :]
+    groups = (spec.scale_groups, spec.bias_groups)
+    dscale, dbias = add_partials(partials, (spec.scale_dtype, spec.bias_dtype), groups)
     return dx, dscale, dbias
 
 
