@@ -39,7 +39,7 @@ NO_KERNEL: Table = (
 _SMALL_BYTES = 4 * 2**20
 
 #: What no kernel here should do, though it can: measured in programs, not alone
-#: (`python -m benchmarks.run stacks`; `python -m benchmarks.blocks`).
+#: (`python -m benchmarks.run stacks blocks`).
 BETTER_FUSED: Table = (
     (
         "its kernels would need a transpose of an axis that is not the last, in and out",

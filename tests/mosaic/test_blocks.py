@@ -1,0 +1,83 @@
+"""What XLA makes of the blocks that use the kernels, compiled for an H100 that need not be here."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from h100 import Compiler
+
+import jaxnorm
+
+ROWS, COLS = 8192, 4096
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
+    return Compiler(tmp_path_factory.mktemp("ptxas"))
+
+
+def unchanged(x: Any, residual: Any, scale: Any) -> Any:
+    """What models write."""
+    h = x + residual
+    return jaxnorm.rms_norm(h, scale), h
+
+
+def adaptive(x: Any, scale: Any, bias: Any) -> Any:
+    return jaxnorm.layer_norm(x, scale, bias, scale_offset=1.0)
+
+
+def two_norms(x: Any, residual: Any, scale: Any) -> Any:
+    return jaxnorm.rms_norm_add_rms_norm(x, residual, scale, scale)
+
+
+ROW, WIDE, COLUMN = ((ROWS, COLS), "bfloat16"), ((ROWS, COLS), "float32"), ((COLS,), "float32")
+SAMPLES, OF_SAMPLE = ((8, ROWS // 8, COLS), "bfloat16"), ((8, 1, COLS), "float32")
+
+# A block, its operands, which gradients are arrays of their own, and how many fusions of x's size
+# XLA may add: the addition that a user's code has before the norm.
+BLOCKS: dict[str, tuple[Callable[..., Any], list[Any], list[int], int]] = {
+    "add_rms_norm": (jaxnorm.add_rms_norm, [ROW, ROW, COLUMN], [0, 2], 0),
+    "add_layer_norm": (jaxnorm.add_layer_norm, [ROW, ROW, COLUMN, COLUMN], [0, 2, 3], 0),
+    "float32 residual": (jaxnorm.add_rms_norm, [ROW, WIDE, COLUMN], [0, 1, 2], 0),
+    "unchanged code": (unchanged, [ROW, ROW, COLUMN], [0, 2], 1),
+    "post-norm": (jaxnorm.rms_norm_add, [ROW, ROW, COLUMN], [0, 2], 0),
+    "two norms": (two_norms, [ROW, ROW, COLUMN], [0, 1, 2], 0),
+    "adaLN": (adaptive, [SAMPLES, OF_SAMPLE, OF_SAMPLE], [0, 1, 2], 0),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_is_a_kernel_each_way(name: str, compiler: Compiler) -> None:
+    """And the sum of partial gradients: no other pass over arrays of x's size, and no copy."""
+    block, operands, own, additions = BLOCKS[name]
+
+    def step(cotangents: Any, *operands: Any) -> Any:
+        results, vjp = jax.vjp(block, *operands)
+        gradients = vjp(cotangents)
+        return results, [gradients[i] for i in own]
+
+    shapes = [
+        jax.ShapeDtypeStruct(s, jnp.dtype(d), sharding=compiler.sharding) for s, d in operands
+    ]
+    results = jax.eval_shape(block, *shapes)
+    cotangents = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=compiler.sharding), results
+    )
+    text = jax.jit(step).lower(cotangents, *shapes).compile().as_text()
+    entry = text[text.index("ENTRY") :]
+    instructions = re.findall(r"= (.+?) ([a-z][\w-]*)\(", entry)
+    assert entry.count('custom_call_target="mosaic_gpu_v2"') == 2
+    others = [
+        opcode
+        for kind, opcode in instructions
+        if opcode not in ("custom-call", "parameter", "tuple", "get-tuple-element", "bitcast")
+        and any(
+            math.prod(map(int, filter(None, sizes.split(",")))) >= ROWS * COLS
+            for sizes in re.findall(r"\[([\d,]*)\]", kind)
+        )
+    ]
+    assert others == ["fusion"] * additions
