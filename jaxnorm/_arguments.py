@@ -1,4 +1,4 @@
-"""Checks of what users pass in: each error names what was given, what was expected, the mend."""
+"""Checks of what users pass in: each error names what was given, what was expected, the fix."""
 
 import math
 import operator

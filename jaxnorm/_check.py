@@ -121,9 +121,9 @@ def check_params(
         array.
       ValueError: a bias's shape differs from its scale's.
     """
-    me = "check_params"
-    y_dtype = _arguments.dtype(me, "dtype", dtype)
-    offset = _arguments.number(me, "scale_offset", scale_offset)
+    caller = "check_params"
+    y_dtype = _arguments.dtype(caller, "dtype", dtype)
+    offset = _arguments.number(caller, "scale_offset", scale_offset)
     leaves = {
         tuple(_key(k) for k in path): leaf
         for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]

@@ -73,22 +73,22 @@ def implementation_for(
     Raises:
       TypeError, ValueError: as the function itself would; also for an unknown function or platform.
     """
-    me = "implementation_for"
-    _arguments.one_of(me, "function", function, _FUNCTIONS)
+    caller = "implementation_for"
+    _arguments.one_of(caller, "function", function, _FUNCTIONS)
     platform = _implementation.local_platform() if platform is None else platform
-    _arguments.one_of(me, "platform", platform, _PLATFORMS)
-    _arguments.one_of(me, "save", save, _arguments.SAVE_MODES)
-    _arguments.implementation(me, implementation)
-    x_dtype = _arguments.dtype(me, "dtype", dtype)
+    _arguments.one_of(caller, "platform", platform, _PLATFORMS)
+    _arguments.one_of(caller, "save", save, _arguments.SAVE_MODES)
+    _arguments.implementation(caller, implementation)
+    x_dtype = _arguments.dtype(caller, "dtype", dtype)
     shape = tuple(shape)
     if function == "softmax" or function == "log_softmax":
         forward = softmax_call(function, shape, x_dtype, axis, where, out_dtype, implementation)
     else:
         use_bias = function.endswith("layer_norm") if use_bias is None else use_bias
-        normalised = tuple(shape[a] for a in _arguments.axes(me, axis, shape))
+        normalised = tuple(shape[a] for a in _arguments.axes(caller, axis, shape))
         shape_of_parameter = (*param_axes, *normalised)
-        parameter = shape_of_parameter, _arguments.output_dtype(me, param_dtype, x_dtype)
-        residual = shape, _arguments.output_dtype(me, residual_dtype, x_dtype)
+        parameter = shape_of_parameter, _arguments.output_dtype(caller, param_dtype, x_dtype)
+        residual = shape, _arguments.output_dtype(caller, residual_dtype, x_dtype)
         given: dict[str, tuple[tuple[int, ...], np.dtype]] = {
             name: array
             for name, array, is_given in (

@@ -1,4 +1,4 @@
-"""Bad input: every error names what was given, what was expected, and the mend."""
+"""Bad input: every error names what was given, what was expected, and the fix."""
 
 import jax
 import jax.numpy as jnp

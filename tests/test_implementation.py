@@ -29,7 +29,7 @@ def opaque(y):
 
 @opaque.defjvp
 def _opaque_jvp(primals, tangents):
-    raise AssertionError("a kernel was differentiated instead of its xla twin")
+    raise AssertionError("a kernel was differentiated instead of its xla fallback")
 
 
 class Stub(types.ModuleType):
@@ -106,7 +106,7 @@ def test_a_name_is_honoured_or_refused_with_the_reason(stub):
 
 
 def test_second_derivatives_are_those_of_the_twin(stub):
-    """The stand-in raises when differentiated; its twin has a rule, for rstd too."""
+    """The stand-in raises when differentiated; its fallback has a rule, for rstd too."""
     stub(HERE)
 
     def penalty(implementation):

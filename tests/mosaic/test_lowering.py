@@ -30,7 +30,7 @@ from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER, Gpu
 from jaxnorm_kernels.mosaic.forward.queued import Queue
 from jaxnorm_kernels.mosaic.forward.schedule import TABLE, Schedule, choose
-from jaxnorm_kernels.mosaic.forward.tiles import RowTile, SplitRow
+from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow
 from jaxnorm_kernels.specs import Spec
 
 MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]

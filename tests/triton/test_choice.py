@@ -133,7 +133,7 @@ def installed(monkeypatch):
     ids=str,
 )
 def test_a_missing_or_unfit_extra(versions, complaint, installed, monkeypatch):
-    """Asked for by name it is an error that tells the mend; for the default it is a reason."""
+    """Asked for by name it is an error that tells the fix; for the default it is a reason."""
     installed(**versions)
     said = complaint + r'; pip install "jaxnorm\[triton\]"'
     x = np.ones((4, 8), np.float32)

@@ -13,7 +13,7 @@ from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.schedule import choose, choose_line
 
-# Rows that are short, ragged, held, and looped over.
+# Rows that are short, unaligned, held, and looped over.
 COLS = [1000, 4095, 4096, 16384, 32768, 50257]
 KINDS = ["add_rms_norm", "add_layer_norm", "rms_norm_add", "rms_norm_add_rms_norm"]
 

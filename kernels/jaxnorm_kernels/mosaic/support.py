@@ -34,7 +34,7 @@ _CANNOT: Table = (
         lambda s: (
             _norm_bwd(s)
             and s.cols < WARPGROUP_THREADS * _vector(s)
-            and (s.rows // s.groups < 64 or _has_ragged_rows(s))
+            and (s.rows // s.groups < 64 or _has_unaligned_rows(s))
         ),
     ),
     ("its kernels hold no rows of this length", lambda s: not _is_held(s)),
@@ -96,7 +96,7 @@ def _norm_bwd(spec: Spec) -> bool:
     return spec.op == "norm" and spec.direction == "bwd"
 
 
-def _has_ragged_rows(spec: Spec) -> bool:
+def _has_unaligned_rows(spec: Spec) -> bool:
     """Whether asynchronous copies cannot take the rows that a norm's backward reads."""
     return any(spec.cols * dtype.itemsize % COPY_BYTES for dtype in row_dtypes(spec))
 

@@ -23,7 +23,7 @@ _NAMES_OF_3_7 = ("TMA_TF32", "TMA_DTYPE_DEVICE_TO_HOST")
 
 
 def check() -> None:
-    """ImportError with the mend where Triton or jax-triton is missing or too old."""
+    """ImportError with the fix where Triton or jax-triton is missing or too old."""
     try:
         driver = importlib.import_module("triton.backends.nvidia.driver")
     except ImportError as error:
@@ -47,7 +47,7 @@ def check() -> None:
 
 
 def check_cuda() -> None:
-    """ImportError with the mend where JAX cannot make a CUDA program with Triton kernels in it."""
+    """ImportError with the fix where JAX cannot make a CUDA program with Triton kernels in it."""
     if not support.can_lower():
         raise ImportError(
             "Triton kernels are lowered with JAX's CUDA plugin, which is not installed; "

@@ -92,7 +92,7 @@ class Line:
       hold_params: for norms' backwards; see `Schedule`.
       looped: a row is read piece after piece, and never held.
       mean: only where a mean is subtracted.
-      ragged: only for rows that are no multiple of 16 bytes.
+      unaligned: only for rows that are no multiple of 16 bytes.
       itemsize: only for elements of so many bytes: of x or a residual, whichever is wider, in a
         forward pass, of dy in a backward one.
     """
@@ -106,7 +106,7 @@ class Line:
     hold_params: bool = True
     looped: bool = False
     mean: bool = False
-    ragged: bool = False
+    unaligned: bool = False
     itemsize: int | None = None
 
     def fits(self, spec: Spec) -> bool:
@@ -116,7 +116,7 @@ class Line:
         return (
             (self.cols is None or spec.cols <= self.cols)
             and (not self.mean or spec.subtract_mean)
-            and (not self.ragged or bool(spec.cols * itemsize % 16))
+            and (not self.unaligned or bool(spec.cols * itemsize % 16))
             and self.itemsize in (None, itemsize)
         )
 
@@ -143,7 +143,7 @@ SOFTMAX_BACKWARD = (
     Line(16384, warps=16, per_sm=2, looped=True, itemsize=2),
     Line(16384, warps=32, per_sm=1),
     # Where each value has an address of its own, Triton 3.7 has too few registers in 32 warps.
-    Line(None, warps=16, per_sm=2, looped=True, ragged=True),
+    Line(None, warps=16, per_sm=2, looped=True, unaligned=True),
     # One row of two arrays for each SM is what the L2 cache has room for.
     Line(None, warps=32, per_sm=1, looped=True),
 )

@@ -55,12 +55,12 @@ _LEFT_TO_XLA: Table = (
     ),
     (
         "where rows are no multiple of 16 bytes, this norm reads 16-bit elements one by one",
-        lambda s: _has_ragged_rows(s) and _is_16_bit(s) and s.is_norm and not _is_rms(s, "bwd"),
+        lambda s: _has_unaligned_rows(s) and _is_16_bit(s) and s.is_norm and not _is_rms(s, "bwd"),
     ),
     (
         "rows this wide that are no multiple of 16 bytes are read twice, element by element",
         lambda s: (
-            _has_ragged_rows(s)
+            _has_unaligned_rows(s)
             and s.cols > 16384
             and not _norm(s, "bwd")
             and (s.op, s.direction) != ("log_softmax", "fwd")
@@ -118,7 +118,7 @@ def _is_16_bit(spec: Spec) -> bool:
     return _narrowest(spec) == 2
 
 
-def _has_ragged_rows(spec: Spec) -> bool:
+def _has_unaligned_rows(spec: Spec) -> bool:
     return bool(spec.cols * _narrowest(spec) % 16)
 
 

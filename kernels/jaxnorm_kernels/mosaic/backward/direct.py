@@ -16,9 +16,6 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic.backward.formulas import Formula, Operands, prepare, split
-from jaxnorm_kernels.mosaic.backward.row_sums import RowSums
-from jaxnorm_kernels.mosaic.backward.shares import Share
-from jaxnorm_kernels.mosaic.backward.slices import Chunk, Slice, skip_stale
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
@@ -29,6 +26,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     warps_layout,
 )
 from jaxnorm_kernels.mosaic.device.registers import store_global, widen
+from jaxnorm_kernels.mosaic.rows.row_sums import RowSums
+from jaxnorm_kernels.mosaic.rows.shares import Share
+from jaxnorm_kernels.mosaic.rows.slices import Chunk, Slice, skip_stale
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,14 +11,14 @@ import jax
 import numpy as np
 
 from jaxnorm_kernels.mosaic.backward.formulas import Formula, Operands, split
-from jaxnorm_kernels.mosaic.backward.row_sums import RowSums
 from jaxnorm_kernels.mosaic.device.launch import launch
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
     Ref,
 )
 from jaxnorm_kernels.mosaic.device.registers import widen
-from jaxnorm_kernels.mosaic.forward.tiles import RowTile, SplitRow, Tile, WarpgroupRow
+from jaxnorm_kernels.mosaic.rows.row_sums import RowSums
+from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow, Tile, WarpgroupRow
 
 
 @dataclasses.dataclass(frozen=True)

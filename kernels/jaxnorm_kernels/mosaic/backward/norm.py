@@ -27,12 +27,9 @@ from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Operands
 from jaxnorm_kernels.mosaic.backward.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing, rows_ring_backward
 from jaxnorm_kernels.mosaic.device.launch import found
+from jaxnorm_kernels.mosaic.elementwise import effective_bias, gain, reciprocal
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec, Stats
-
-# Without a floor (float16) G may be as small as it likes. Below this y has no room for x_hat G, so
-# that z is 0, and 1 / G may be infinite: x_hat is taken as 0.
-_NO_RECIPROCAL = 2.0**-100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +65,7 @@ class NormFormula:
             if self._from_output:
                 columns.append(reciprocal(g, self.spec))
         if self.spec.bias_dtype is not None and self._from_output:
-            columns.append(params.pop(0).astype(self.spec.y_dtype).astype(jnp.float32))
+            columns.append(effective_bias(params.pop(0), self.spec))
         return columns
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
@@ -191,18 +188,3 @@ def _backward(
     groups = (spec.scale_groups, spec.bias_groups)
     dscale, dbias = add_partials(partials, (spec.scale_dtype, spec.bias_dtype), groups)
     return dx, dscale, dbias
-
-
-def gain(scale: jax.Array, spec: Spec) -> jax.Array:
-    """G, floored where the spec says so."""
-    g = scale + spec.scale_offset
-    floor = spec.scale_floor
-    return g if floor is None else jnp.where(jnp.abs(g) < floor, jnp.where(g < 0, -floor, floor), g)
-
-
-def reciprocal(g: jax.Array, spec: Spec) -> jax.Array:
-    """1 / G."""
-    if spec.scale_floor is not None:
-        return 1 / g
-    none = jnp.abs(g) < _NO_RECIPROCAL
-    return jnp.where(none, jnp.float32(0), 1 / jnp.where(none, jnp.float32(1), g))

@@ -25,9 +25,6 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, Operands, prepare, split
-from jaxnorm_kernels.mosaic.backward.row_sums import RowSums
-from jaxnorm_kernels.mosaic.backward.shares import Share
-from jaxnorm_kernels.mosaic.backward.slices import Chunk, Slice, skip_stale
 from jaxnorm_kernels.mosaic.device.barriers import release_used
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
 from jaxnorm_kernels.mosaic.device.layouts import (
@@ -39,6 +36,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     warps_layout,
 )
 from jaxnorm_kernels.mosaic.device.registers import store_global, widen
+from jaxnorm_kernels.mosaic.rows.row_sums import RowSums
+from jaxnorm_kernels.mosaic.rows.shares import Share
+from jaxnorm_kernels.mosaic.rows.slices import Chunk, Slice, skip_stale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +85,8 @@ def ring_backward(
     ring, (rows, cols), groups = schedule, operands.shape, operands.groups
     if ring.stages < 1 + ring.lag or rows // groups < ring.rows:
         raise ValueError(f"{ring} holds less than {1 + ring.lag} steps, or too many rows")
-    sketch = ring.slice(cols)
-    layout, shape = warps_layout(ring.vector), (WARPS, sketch.chunk // WARPS)
+    slice_ = ring.slice(cols)
+    layout, shape = warps_layout(ring.vector), (WARPS, slice_.chunk // WARPS)
     sums = RowSums(ring.warpgroups, ring.rows * formula.row_sums, 1 + ring.lag, ring.cluster)
     together = range(ring.rows)
     sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
@@ -207,7 +207,7 @@ def ring_backward(
                 store(ref.at[block, pl.ds(chunk.start, chunk.width)], value)
 
     stages = ring.warpgroups * ring.stages
-    copies = len(operands.rows) * ring.rows * len(sketch.runs())  # of a stage
+    copies = len(operands.rows) * ring.rows * len(slice_.runs())  # of a stage
     return launch(
         body,
         operands.arrays,
@@ -220,7 +220,7 @@ def ring_backward(
         cluster=ring.cluster,
         warpgroups=ring.warpgroups,
         scratch=[
-            *[plgpu.SMEM((stages, ring.rows, sketch.width), v.dtype) for v in operands.rows],
+            *[plgpu.SMEM((stages, ring.rows, slice_.width), v.dtype) for v in operands.rows],
             plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             *sums.scratch(),
         ],

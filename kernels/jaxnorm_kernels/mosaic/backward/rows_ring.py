@@ -22,7 +22,6 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, Operands, prepare, split
-from jaxnorm_kernels.mosaic.backward.shares import Share
 from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_used, warpgroup_barrier
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
 from jaxnorm_kernels.mosaic.device.layouts import (
@@ -34,7 +33,8 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     store,
 )
 from jaxnorm_kernels.mosaic.device.registers import widen
-from jaxnorm_kernels.mosaic.forward.tiles import Piece, RowTile
+from jaxnorm_kernels.mosaic.rows.shares import Share
+from jaxnorm_kernels.mosaic.rows.tiles import Piece, RowTile
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,17 +12,19 @@ from jaxnorm_kernels.mosaic.backward.direct import Direct
 from jaxnorm_kernels.mosaic.backward.held import Held
 from jaxnorm_kernels.mosaic.backward.ring import Ring
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
-from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
+from jaxnorm_kernels.mosaic.device.gpu import (
+    MOST_REGISTERS,
+    MOST_SHARED_BYTES,
+    REGISTERS,
+    RESERVED_BYTES,
+    SHARED_BYTES,
+    Gpu,
+    local_gpu,
+)
 from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPGROUP_THREADS, vector_width
 from jaxnorm_kernels.specs import Spec
 
 NormSchedule = Ring | RowsRing | Direct
-
-REGISTERS = 65536  # of a multiprocessor
-MOST_REGISTERS = 255  # of a thread
-SHARED_BYTES = 228 * 1024  # of a multiprocessor
-MOST_SHARED_BYTES = 227 * 1024  # of a block
-RESERVED_BYTES = 1024  # of shared memory, in each block
 
 # What a thread needs beside what it keeps of its columns: addresses, and a chunk of both inputs.
 _OTHER_REGISTERS = 40

@@ -24,9 +24,10 @@ import jax.numpy as jnp
 from jaxnorm_kernels.composed import two_norms_bwd
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Operands
-from jaxnorm_kernels.mosaic.backward.norm import gain, norm_bwd, reciprocal
+from jaxnorm_kernels.mosaic.backward.norm import norm_bwd
 from jaxnorm_kernels.mosaic.backward.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing, rows_ring_backward
+from jaxnorm_kernels.mosaic.elementwise import gain, reciprocal
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec, Stats
 

@@ -14,6 +14,13 @@ from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 CLUSTER_SIZES = (2, 4, 8, 16)
 PORTABLE_CLUSTER = 8
 
+# Of Hopper, and of B200.
+REGISTERS = 65536  # of a multiprocessor
+MOST_REGISTERS = 255  # of a thread
+SHARED_BYTES = 228 * 1024  # of a multiprocessor
+MOST_SHARED_BYTES = 227 * 1024  # of a block
+RESERVED_BYTES = 1024  # of shared memory, in each block
+
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
@@ -39,7 +46,7 @@ class Gpu:
 
 
 #: Clusters as one H200 has them; another chip may have room for one less of a size, or more.
-HOPPER = Gpu(sms=132, smem=227 * 1024, clusters={2: 66, 4: 30, 8: 15, 16: 7})
+HOPPER = Gpu(sms=132, smem=MOST_SHARED_BYTES, clusters={2: 66, 4: 30, 8: 15, 16: 7})
 INTERPRETER = dataclasses.replace(HOPPER, clusters={})
 
 

@@ -11,7 +11,7 @@ from jax import lax
 from jaxnorm_kernels.mosaic.device.launch import launch
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
-from jaxnorm_kernels.mosaic.forward.tiles import Tile
+from jaxnorm_kernels.mosaic.rows.tiles import Tile
 from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)

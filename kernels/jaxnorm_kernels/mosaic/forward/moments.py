@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxnorm_kernels.mosaic.forward.tiles import Pieces, SplitRow, Stat, Tile
+from jaxnorm_kernels.mosaic.rows.tiles import Pieces, SplitRow, Stat, Tile
 from jaxnorm_kernels.specs import Spec
 
 #: Shows the values of each part of a row to all of them: `Exchange.gather`.

@@ -17,18 +17,18 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, found
 from jaxnorm_kernels.mosaic.device.layouts import Ref, store
 from jaxnorm_kernels.mosaic.device.registers import rounded, widen
+from jaxnorm_kernels.mosaic.elementwise import effective_bias, gain
 from jaxnorm_kernels.mosaic.forward import schedule as schedules
 from jaxnorm_kernels.mosaic.forward.kernel import Refs, of_group, run
 from jaxnorm_kernels.mosaic.forward.moments import row_statistics
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
-from jaxnorm_kernels.mosaic.forward.tiles import LoadedRow, Pieces, Stat, Steps, Tile
+from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, Stat, Steps, Tile
 from jaxnorm_kernels.specs import Spec, Stats
 
 
@@ -225,26 +225,10 @@ def _columns(params: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
     rest = list(params)
     columns = []
     if spec.scale_dtype is not None:
-        columns.append(_gain(rest.pop(0), spec))
+        columns.append(gain(rest.pop(0), spec))
     if spec.bias_dtype is not None:
-        columns.append(_effective_bias(rest.pop(0), spec))
+        columns.append(effective_bias(rest.pop(0), spec))
     return columns
-
-
-def _gain(scale: jax.Array, spec: Spec) -> jax.Array:
-    """G in float32, raised to `Spec.scale_floor` where its magnitude is below that."""
-    g = scale.astype(jnp.float32)
-    if spec.scale_offset:
-        g = g + spec.scale_offset
-    floor = spec.scale_floor
-    return g if floor is None else jnp.where(jnp.abs(g) < floor, jnp.where(g < 0, -floor, floor), g)
-
-
-def _effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
-    """bias in float32; rounded to y's dtype where the output is saved."""
-    if spec.saved == "output":
-        bias = bias.astype(spec.y_dtype)
-    return bias.astype(jnp.float32)
 
 
 def _store_stats(refs: Sequence[Ref], row: Any, stats: Sequence[Stat]) -> None:

@@ -26,8 +26,8 @@ from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_read,
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.device.registers import opaque
-from jaxnorm_kernels.mosaic.forward.exchange import Exchange
-from jaxnorm_kernels.mosaic.forward.tiles import LoadedRow, Piece, RowTile, SplitRow, Steps, Tile
+from jaxnorm_kernels.mosaic.rows.exchange import Exchange
+from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Piece, RowTile, SplitRow, Steps, Tile
 
 
 @dataclasses.dataclass(frozen=True)

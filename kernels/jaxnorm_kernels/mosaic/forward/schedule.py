@@ -36,7 +36,7 @@ from jaxnorm_kernels.mosaic.forward.sizes import (
     param_sizes,
     registers,
 )
-from jaxnorm_kernels.mosaic.forward.tiles import RowTile, SplitRow, Tile, WarpgroupRow
+from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow, Tile, WarpgroupRow
 from jaxnorm_kernels.specs import Op, Spec
 
 Kind = Literal["row_tile", "queued_tile", "warpgroup_row", "split_row", "queued_row"]

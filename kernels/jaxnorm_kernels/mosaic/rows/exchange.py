@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPS, columns_layout, load, store
-from jaxnorm_kernels.mosaic.device.mailbox import Mailbox
+from jaxnorm_kernels.mosaic.rows.cluster_exchange import ClusterExchange
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,25 +32,25 @@ class Exchange:
     def parts(self) -> int:
         return WARPS * self.warpgroups * self.cluster
 
-    def mailbox(self, stats: int = 1) -> Mailbox:
-        return Mailbox(self.warpgroups, self.cluster, stats, turns=self.turns)
+    def in_cluster(self, stats: int = 1) -> ClusterExchange:
+        return ClusterExchange(self.warpgroups, self.cluster, stats, turns=self.turns)
 
     def scratch(self, stats: int) -> list[Any]:
         """What comes first in `scratch` below, for exchanges of up to `stats` values."""
         if self.cluster > 1:
-            return self.mailbox(stats).scratch()
+            return self.in_cluster(stats).scratch()
         shared = plgpu.SMEM((self.turns * stats, self.parts), jnp.float32)
         return [shared, plgpu.Barrier(num_arrivals=self.warpgroups)]
 
     def open(self, scratch: Sequence[Any]) -> None:
         """Before everything else."""
         if self.cluster > 1:
-            self.mailbox().open(scratch)
+            self.in_cluster().open(scratch)
 
     def ready(self) -> None:
         """Once, before the first `gather`: the later, the less there is to wait for."""
         if self.cluster > 1:
-            self.mailbox().ready()
+            self.in_cluster().ready()
 
     def gather(self, scratch: Sequence[Any], *stats: jax.Array, count: Any = 0) -> list[jax.Array]:
         """``(4,)`` values of each warpgroup -> ``(parts,)`` values, in the same order everywhere.
@@ -62,7 +62,7 @@ class Exchange:
         turn = lax.rem(jnp.int32(count), self.turns)
         first = turn * len(stats)
         if self.cluster > 1:
-            box = self.mailbox(len(stats))
+            box = self.in_cluster(len(stats))
             box.send(scratch, turn, stats)
             box.receive(scratch, turn, lax.rem(lax.div(jnp.int32(count), self.turns), 2))
         else:

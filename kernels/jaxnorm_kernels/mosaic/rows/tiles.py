@@ -41,7 +41,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     warps_layout,
 )
 from jaxnorm_kernels.mosaic.device.registers import store_global
-from jaxnorm_kernels.mosaic.forward.exchange import Exchange
+from jaxnorm_kernels.mosaic.rows.exchange import Exchange
 
 #: A value for each row: a scalar, or an array over the rows of a `RowTile`. Of a `SplitRow`
 #: it is first an array over the warps of the warpgroup, until it has been exchanged.

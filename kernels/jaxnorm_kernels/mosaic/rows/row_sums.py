@@ -10,10 +10,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays
 from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPS, Ref, columns_layout, load, store
-from jaxnorm_kernels.mosaic.device.mailbox import Mailbox
+from jaxnorm_kernels.mosaic.rows.cluster_exchange import ClusterExchange
 
 # Every thread reads all of an array, four elements at a time, and adds them up by itself.
 _ALL = plgpu.Layout.TILED(
@@ -53,30 +52,32 @@ class RowSums:
         return 2 * self.depth
 
     @property
-    def mailbox(self) -> Mailbox:
-        return Mailbox(self.warpgroups, self.cluster, self.sums, added=True, turns=self.turns)
+    def in_cluster(self) -> ClusterExchange:
+        return ClusterExchange(
+            self.warpgroups, self.cluster, self.sums, added=True, turns=self.turns
+        )
 
     def scratch(self) -> list[Any]:
         if self.cluster > 1:
-            return self.mailbox.scratch()
+            return self.in_cluster.scratch()
         shared = plgpu.SMEM((self.turns * self.sums, self.parts), jnp.float32)
         return [shared, plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=self.depth)]
 
     def open(self, scratch: Sequence[Ref]) -> None:
         """Before everything else."""
         if self.cluster > 1:
-            self.mailbox.open(scratch)
+            self.in_cluster.open(scratch)
 
     def ready(self) -> None:
         """Once, before the first `publish`: the later, the less there is to wait for."""
         if self.cluster > 1:
-            self.mailbox.ready()
+            self.in_cluster.ready()
 
-    def publish(self, scratch: Sequence[Ref], sums: Arrays, k: Any = 0) -> None:
+    def publish(self, scratch: Sequence[Ref], sums: Sequence[jax.Array], k: Any = 0) -> None:
         """`sums`: for each sum a ``(4,)`` array over the warps of this warpgroup."""
         turn = lax.rem(jnp.int32(k), self.turns)
         if self.cluster > 1:
-            self.mailbox.send(scratch, turn, sums)
+            self.in_cluster.send(scratch, turn, sums)
             return
         shared, barriers = scratch
         mine = pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
@@ -89,8 +90,8 @@ class RowSums:
         k = jnp.int32(k)
         turn = lax.rem(k, self.turns)
         if self.cluster > 1:
-            self.mailbox.receive(scratch, turn, lax.rem(lax.div(k, self.turns), 2))
-            return self.mailbox.totals(scratch, turn)
+            self.in_cluster.receive(scratch, turn, lax.rem(lax.div(k, self.turns), 2))
+            return self.in_cluster.totals(scratch, turn)
         shared, barriers = scratch
         plgpu.barrier_wait(self._barrier(barriers, k))
         in_lanes = self.in_lanes or self.parts % WARP == 0

@@ -1,6 +1,6 @@
 """Values that the blocks of a cluster send to each other, through distributed shared memory.
 
-Each block has an inbox, and barriers that count the bytes that arrive in it. A warp sends its
+Each block has slots, and barriers that count the bytes that arrive in it. A warp sends its
 values to all blocks (``st.async``), and goes on. Plain stores and an arrival at the other blocks'
 barriers would not do: these are seen in any order (H200: a wrong sum in some rows of a million),
 unless a fence waits for all that the block has stored, its output too (a third of the bandwidth).
@@ -31,7 +31,7 @@ _MESSAGE = 4  # float32 values, the most that are sent at once
 
 
 @dataclasses.dataclass(frozen=True)
-class Mailbox:
+class ClusterExchange:
     """What the warps that share a row tell each other, once for each row.
 
     Attributes:
@@ -51,7 +51,7 @@ class Mailbox:
 
     @property
     def parts(self) -> int:
-        """Of each value, in an inbox: a warp's or, of those that are added, a warpgroup's."""
+        """Of each value, in the slots: a warp's or, of those that are added, a warpgroup's."""
         return self.warpgroups * self.blocks * (1 if self.added else WARPS)
 
     @property
@@ -61,13 +61,13 @@ class Mailbox:
         return n if n <= 2 else -(-n // _MESSAGE) * _MESSAGE
 
     @property
-    def _inbox(self) -> tuple[int, int]:
+    def _slots(self) -> tuple[int, int]:
         """Shape in a turn: values by parts or, of those that are added, parts by sums."""
         return (self.parts, self._width) if self.added else (self.values, self.parts)
 
     def scratch(self) -> list[Any]:
-        """Inbox, barriers of 8 bytes each, and what a warpgroup adds up."""
-        rows, width = self._inbox
+        """Slots, barriers of 8 bytes each, and what a warpgroup adds up."""
+        rows, width = self._slots
         scratch = [
             plgpu.SMEM((self.turns * rows, width), jnp.float32),
             plgpu.SMEM((2 * self.turns,), jnp.uint32),
@@ -97,7 +97,7 @@ class Mailbox:
         make(scratch[1])
 
     def ready(self) -> None:
-        """Before the first `send`: waits until all blocks have opened their mailboxes."""
+        """Before the first `send`: waits until all blocks have opened their exchanges."""
 
         @plgpu.inline_mgpu()
         def wait(context: Any) -> None:
@@ -110,21 +110,21 @@ class Mailbox:
     def send(self, scratch: Sequence[Any], turn: Any, values: Sequence[jax.Array]) -> None:
         """Sends `values`, an array over the four warps each, to all blocks of the cluster."""
         layout = warps_layout(1).reduce(1)
-        inbox, barriers, *own = scratch[: len(self.scratch())]
+        slots, barriers, *own = scratch[: len(self.scratch())]
 
         @plgpu.inline_mgpu(
             arg_types=(_REF, _REF, [_REF] * len(own), _SCALAR, [layout] * len(values))
         )
         def post(
-            context: Any, inbox: Any, barriers: Any, own: Any, turn: Any, values: Sequence[Any]
+            context: Any, slots: Any, barriers: Any, own: Any, turn: Any, values: Sequence[Any]
         ) -> None:
             del context
             turn, thread = turn.registers.item(), utils.thread_idx()
             rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=_i32_type())
             of_warp = [value.registers.item() for value in values]
             barrier = _plus(_address(barriers), _times(turn, 8))
-            rows, width = self._inbox
-            there = _plus(_address(inbox), _times(turn, 4 * rows * width))
+            rows, width = self._slots
+            there = _plus(_address(slots), _times(turn, 4 * rows * width))
             if self.added:
                 sums = self._add(own[0], turn, of_warp)
                 self._announce(barrier)
@@ -144,11 +144,11 @@ class Mailbox:
             for at, message in messages:
                 _send(message, _plus(there, _i32(4 * at)), barrier, block, self.blocks)
 
-        post(inbox, barriers, own, turn, list(values))
+        post(slots, barriers, own, turn, list(values))
 
     def _announce(self, barrier: Any) -> None:
         """One thread of each warpgroup announces its share of the bytes to come."""
-        rows, width = self._inbox
+        rows, width = self._slots
         of_warpgroup = arith.remui(utils.thread_idx(), _i32(WARPGROUP_THREADS))
         utils.inline_ptx(
             "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
@@ -171,7 +171,7 @@ class Mailbox:
         return sums + [arith.constant(ir.F32Type.get(), 0.0)] * (self._width - len(sums))
 
     def receive(self, scratch: Sequence[Any], turn: Any, parity: Any) -> None:
-        """Waits until all values have arrived in the inbox, for the n-th time.
+        """Waits until all values have arrived in the slots, for the n-th time.
 
         `parity` is n % 2, counted from 0 for each turn.
         """
@@ -192,10 +192,10 @@ class Mailbox:
         lanes = min(WARP, 1 << (self.parts - 1).bit_length())
 
         @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR), return_type=[scalar] * self.values)
-        def add(context: Any, inbox: Any, turn: Any) -> list[Any]:
+        def add(context: Any, slots: Any, turn: Any) -> list[Any]:
             del context
-            rows, width = self._inbox
-            first = _plus(_address(inbox), _times(turn.registers.item(), 4 * rows * width))
+            rows, width = self._slots
+            first = _plus(_address(slots), _times(turn.registers.item(), 4 * rows * width))
             lane = arith.remui(utils.thread_idx(), _i32(lanes))
             zero = arith.constant(ir.F32Type.get(), 0.0)
             sums: list[Any] = [zero] * self.values

@@ -1,0 +1,47 @@
+"""What forward and backward kernels alike do to single elements: G, the bias, exp. In float32."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxnorm_kernels.specs import Spec
+
+# Without a floor (float16) G may be as small as it likes. Below this y has no room for x_hat G, so
+# that z is 0, and 1 / G may be infinite: x_hat is taken as 0.
+_NO_RECIPROCAL = 2.0**-100
+
+
+def gain(scale: jax.Array, spec: Spec) -> jax.Array:
+    """G = scale + scale_offset, raised to `Spec.scale_floor` where its magnitude is below that."""
+    g = scale.astype(jnp.float32)
+    if spec.scale_offset:
+        g = g + spec.scale_offset
+    floor = spec.scale_floor
+    return g if floor is None else jnp.where(jnp.abs(g) < floor, jnp.where(g < 0, -floor, floor), g)
+
+
+def reciprocal(g: jax.Array, spec: Spec) -> jax.Array:
+    """1 / G."""
+    if spec.scale_floor is not None:
+        return 1 / g
+    none = jnp.abs(g) < _NO_RECIPROCAL
+    return jnp.where(none, jnp.float32(0), 1 / jnp.where(none, jnp.float32(1), g))
+
+
+def effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
+    """The bias; rounded to y's dtype where the output is saved."""
+    if spec.saved == "output":
+        bias = bias.astype(spec.y_dtype)
+    return bias.astype(jnp.float32)
+
+
+def exp(is_wide: bool) -> Callable[[jax.Array], jax.Array]:
+    """exp of numbers <= 0: within 2 ulp for what is wide (float32), cheaper for 16 bits.
+
+    exp2(x log2(e)) is a multiplication and an instruction. The rounding of x log2(e) gives it a
+    relative error that grows with |x|: at x = -88, where float32 ends, 2^-17. 16 bits do not show
+    that; a float32 would be 60 ulp off.
+    """
+    return jnp.exp if is_wide else lambda x: jnp.exp2(x * math.log2(math.e))
