@@ -119,6 +119,9 @@ class Call:
             direction="bwd", want_stats=False, stat_cotangents=stat_cotangents, adds_dh=adds_dh
         )
 
+    def without_dh(self) -> "Call":
+        return self._with(adds_dh=False)
+
     def gradient(self) -> "Call":
         """The backward that the gradient of all outputs of a forward takes."""
         call = self.first() if self.spec.op == "norm_add" else self

@@ -42,6 +42,8 @@ def _choose(ctx: Any, call: Call, bind: Callable[..., Any]) -> Function:
     program = ctx.module_context
     whole = _auto_axes.are_whole(program.axis_context)
     platforms = ctx.platforms or program.platforms
+    if _loses_its_kernel_by_dh(call, platforms[0]):
+        return _with_dh_added_outside(call, bind)
     if call.spec.plain:
         name = "xla"
     elif call.implementation is not None:
@@ -69,3 +71,28 @@ def _choose(ctx: Any, call: Call, bind: Callable[..., Any]) -> Function:
         f"that are neither all manual nor all automatic: {program.axis_context}; leave "
         "implementation out, or enter jax.shard_map with all axes of the mesh"
     )
+
+
+def _loses_its_kernel_by_dh(call: Call, platform: str) -> bool:
+    """Whether a kernel that runs a plain norm's backward does not with dh, whose rows it reads too.
+
+    The transpose adds dh to whatever norm it meets: the user did not ask for that.
+    """
+    if call.spec.op != "norm" or not call.spec.adds_dh or call.spec.plain:
+        return False
+
+    def is_kernel_s(call: Call) -> bool:
+        if call.implementation is not None:
+            return _implementation.module(call.implementation).supports(call.in_rows) is None
+        return _implementation.choose(call.in_rows, platform).name != "xla"
+
+    return is_kernel_s(call.without_dh()) and not is_kernel_s(call)
+
+
+def _with_dh_added_outside(call: Call, bind: Callable[..., Any]) -> Function:
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        *operands, dh = arrays
+        dx, *gradients = bind(call.without_dh(), *operands)
+        return [dx + dh, *gradients]
+
+    return run

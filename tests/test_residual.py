@@ -396,6 +396,26 @@ def test_without_jax_s_accumulators_the_gradient_is_added_outside(monkeypatch):
     np.testing.assert_allclose(jax.grad(loss)(x), jax.grad(plain)(x), rtol=1e-5, atol=1e-6)
 
 
+def test_a_kernel_that_cannot_take_the_residual_s_gradient_runs_without():
+    """Rows of dh (bfloat16) are no multiple of 16 bytes, those of y and dy (float32) are."""
+    x, scale = (
+        jax.ShapeDtypeStruct((512, 8196), "bfloat16"),
+        jax.ShapeDtypeStruct((8196,), "float32"),
+    )
+
+    def loss(x, scale, implementation):
+        y = jaxnorm.rms_norm(x, scale, dtype=jnp.float32, implementation=implementation)
+        return jnp.sum(x * jnp.sin(y))
+
+    for implementation in (None, "mosaic"):
+        gradient = jax.jit(jax.grad(loss), static_argnums=2)
+        text = (
+            gradient.trace(x, scale, implementation).lower(lowering_platforms=("cuda",)).as_text()
+        )
+        assert len(re.findall("@mosaic_gpu", text)) == 2
+        assert "stablehlo.add" in text
+
+
 # --- arguments
 
 
