@@ -260,9 +260,10 @@ def _tangent(
 ) -> list[jax.Array | None]:
     """The cotangents of those that are wanted of dy, dh and the statistics'."""
     along = {n: ct for n, ct in zip(call.wrt, cotangents) if not isinstance(ct, ad.Zero)}
-    takes_dh, is_one_norm = call.spec.adds_dh, call.spec.op == "norm"
-    returns_h = takes_dh and "x" in along if is_one_norm else True
-    tangent = call.tangent([*along], adds_dh=is_one_norm and returns_h)
+    takes_dh = call.spec.adds_dh
+    adds_dh = takes_dh and call.spec.op == "norm" and "x" in along
+    returns_h = adds_dh or call.spec.normalises_h
+    tangent = call.tangent([*along], adds_dh=adds_dh)
     results: list[jax.Array | None] = [*bind(tangent, *residuals, *along.values())]
     if takes_dh and not returns_h:
         results.insert(1, None)

@@ -34,7 +34,7 @@ def residual(x):
 
 def two_norms(x, s, b):
     h = residual(x) + rms_norm(x, s, None)
-    return rms_norm(h, b, None) + 2 * h
+    return rms_norm(h, b, None) + h / 4
 
 
 def with_residual(function, **options):
@@ -42,7 +42,7 @@ def with_residual(function, **options):
 
     def both(x, *parameters, **more):
         y, h = function(x, residual(x), *parameters, **options, **more)
-        return y + 2 * h
+        return y + h / 4
 
     return both
 
@@ -62,11 +62,11 @@ FUNCTIONS = {
         lambda x, s, b, **o: jaxnorm.rms_norm(x, s, save="input", **o),
     ),
     "add_layer_norm": (
-        lambda x, s, b: layer_norm(x + residual(x), s, b) + 2 * (x + residual(x)),
+        lambda x, s, b: layer_norm(x + residual(x), s, b) + (x + residual(x)) / 4,
         with_residual(jaxnorm.add_layer_norm),
     ),
     "add_rms_norm from input": (
-        lambda x, s, b: rms_norm(x + residual(x), s, b) + 2 * (x + residual(x)),
+        lambda x, s, b: rms_norm(x + residual(x), s, b) + (x + residual(x)) / 4,
         lambda x, s, b, **o: with_residual(jaxnorm.add_rms_norm, save="input")(x, s, **o),
     ),
     "rms_norm_add": (

@@ -4,11 +4,10 @@ import itertools
 from collections.abc import Iterator
 
 from benchmarks.contract import KernelWorkload
-from jaxnorm_kernels.mosaic.backward.rows import Held
+from jaxnorm_kernels.mosaic.backward.held import Held
 from jaxnorm_kernels.mosaic.backward.schedule import (
     Line,
     NormSchedule,
-    SoftmaxSchedule,
     norm_schedule,
     softmax_schedule,
     wide_ring,
@@ -68,13 +67,13 @@ def workloads() -> Iterator[KernelWorkload]:
             yield KernelWorkload(op, "bwd", *shape, dtype, dtype)  # type: ignore[arg-type]
 
 
-def schedules(workload: KernelWorkload) -> list[NormSchedule | SoftmaxSchedule]:
+def schedules(workload: KernelWorkload) -> list[NormSchedule | Held]:
     """The table's first; then every combination that fits, once."""
     tried = _rings(workload) if workload.is_norm else _held(workload)
-    return list(dict.fromkeys(tried))
+    return list(dict.fromkeys(schedule for schedule in tried if schedule is not None))
 
 
-def _rings(workload: KernelWorkload) -> Iterator[NormSchedule]:
+def _rings(workload: KernelWorkload) -> Iterator[NormSchedule | None]:
     yield norm_schedule(workload.spec)
     for grid in _NORM.get(workload.cols, []):
         for values in itertools.product(*grid.values()):
@@ -83,7 +82,7 @@ def _rings(workload: KernelWorkload) -> Iterator[NormSchedule]:
                 yield ring
 
 
-def _held(workload: KernelWorkload) -> Iterator[SoftmaxSchedule]:
+def _held(workload: KernelWorkload) -> Iterator[Held | None]:
     yield softmax_schedule(workload.spec)
     vector = 16 // workload.spec.y_dtype.itemsize
     least, most = _HELD_COLUMNS

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.contract import KernelWorkload
 from benchmarks.workloads import grid
-from jaxnorm_kernels.mosaic.backward.rows import Held
+from jaxnorm_kernels.mosaic.backward.held import Held
 from jaxnorm_kernels.mosaic.backward.schedule import softmax_schedule
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP, WARPGROUP_THREADS
