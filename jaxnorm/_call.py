@@ -96,8 +96,12 @@ class Call:
     # ------------------------------------------------------------------------- other passes
 
     def with_stats(self) -> "Call":
-        """The forward, with the statistics among its outputs."""
-        return self._with(want_stats=self.spec.is_norm)
+        """The forward, with h and the statistics among its outputs."""
+        return self._with(want_stats=self.spec.is_norm, returns_h=True)
+
+    def without_h(self) -> "Call":
+        """The forward, without h among its outputs."""
+        return self._with(returns_h=False)
 
     def first(self) -> "Call":
         """The norm of x, whose output goes to the residual."""
@@ -108,7 +112,11 @@ class Call:
         wanted = self.spec.stat_cotangents if self.spec.direction == "bwd" else self.spec.want_stats
         call = dataclasses.replace(self, wrt=tuple(wrt))
         return call._with(
-            direction="tan", want_stats=wanted, stat_cotangents=False, adds_dh=adds_dh
+            direction="tan",
+            want_stats=wanted,
+            returns_h=True,
+            stat_cotangents=False,
+            adds_dh=adds_dh,
         )
 
     def backward(
@@ -222,7 +230,7 @@ class Call:
         has_statistics = self.spec.want_stats or self.spec.stat_cotangents
         has_h = self.spec.adds_dh
         if self.spec.direction != "bwd":
-            has_h = has_h or self.spec.normalises_h
+            has_h = has_h or (self.spec.normalises_h and self.spec.returns_h)
         statistics = (self._statistics,) if has_statistics else ()
         return (array, array if has_h else None, *statistics)
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxnorm import _auto_axes, _implementation, _lowering, _remat, _sharding
@@ -105,8 +105,12 @@ def _forward_jvp(primals: Any, tangents: Any, *, call: Call) -> tuple[Any, Any]:
         moved = _norm_tangents(call, outputs, given, along)
     else:
         moved = bind(call.tangent(["x"]), outputs[0], *primals[1:], along["x"])
-    results = outputs[: len(call.result_kinds)]
-    return results, [_zero_like(a) if t is None else t for a, t in zip(results, moved)]
+    both = list(zip(outputs, moved))
+    if call.spec.normalises_h and not call.spec.returns_h:
+        both.pop(1)
+    both = both[: len(call.result_kinds)]
+    results = [a for a, _ in both]
+    return results, [_zero_like(a) if t is None else t for a, t in both]
 
 
 def _norm_tangents(
@@ -272,6 +276,21 @@ def _tangent(
     return [ct for ct, is_wanted in zip(results, wanted) if is_wanted]
 
 
+# --------------------------------------------------------------------------- what is not used
+
+
+def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """A call of which nothing is used goes, and h of one where only y is: it costs no pass."""
+    equation = rest[-1]  # Newer versions of JAX say in between which inputs are live.
+    call = equation.params["call"]
+    if not any(used):
+        return [False] * len(equation.invars), None
+    if call.spec.normalises_h and call.spec.returns_h and not used[1]:
+        y, _, *stats = equation.outvars
+        equation = equation.replace(outvars=[y, *stats], params={"call": call.without_h()})
+    return [True] * len(equation.invars), equation
+
+
 # ---------------------------------------------------------------------------------------- batching
 
 
@@ -337,6 +356,8 @@ def _primitive(name: str, jvp: Any, *, is_norm_tangent: bool) -> Primitive:
         if _accumulators is not None and is_norm_tangent:
             _accumulators.fancy_transposes[primitive] = _into_accumulators
     batching.primitive_batchers[primitive] = _batch
+    if jvp is _forward_jvp:
+        partial_eval.dce_rules[primitive] = _drop_unused
     with contextlib.suppress(ImportError, AttributeError):
         # `checkify` has no public table of the primitives that may make a NaN. Without it nothing
         # breaks, but its float checks see none that a call makes.

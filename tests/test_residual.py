@@ -316,6 +316,57 @@ def test_what_is_kept(name, save, kept, around):
     assert len(large) == kept
 
 
+@pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm", "rms_norm_add_rms_norm"])
+def test_an_unused_sum_is_not_written(name):
+    """Forward, with gradients, and in a scan's body, which is traced by itself."""
+    shape = (8192, 4096)
+    x, scale = jax.ShapeDtypeStruct(shape, "bfloat16"), jax.ShapeDtypeStruct(shape[1:], "float32")
+
+    def only_y(x, scale):
+        return getattr(jaxnorm, name)(x, 2 * x, scale)[0]
+
+    def written(function):
+        text = jax.jit(function).trace(x, scale).lower(lowering_platforms=("cuda",)).as_text()
+        kernels = [line for line in text.splitlines() if "@mosaic_gpu" in line]
+        return [line.rpartition("->")[2].count("8192x4096") for line in kernels]
+
+    def scanned(x, scale):
+        return jax.lax.scan(lambda x, _: (only_y(x, scale), None), x, None, length=2)[0]
+
+    def loss(x, scale):
+        return jnp.sum(only_y(x, scale))
+
+    assert written(only_y) == [1]
+    assert written(scanned) == [1]
+    forward, _ = written(jax.value_and_grad(loss))
+    assert forward == 1
+
+
+def test_derivatives_of_a_program_whose_unused_sum_is_gone():
+    """It is back where a backward starts from it."""
+    x, scale = normal((4, 16), "float32", 0), jnp.ones(16)
+
+    @functools.partial(jax.jit, static_argnames="save")
+    def scanned(x, save):
+        def body(x, _):
+            return jaxnorm.add_rms_norm(x, jnp.sin(x), scale, save=save)[0], None
+
+        return jnp.sum(jax.lax.scan(body, x, None, length=2)[0] * jnp.cos(x))
+
+    def plain(x):
+        y = x
+        for _ in range(2):
+            h = y + jnp.sin(y)
+            y = h / jnp.sqrt((h**2).mean(-1, keepdims=True) + 1e-6)
+        return jnp.sum(y * jnp.cos(x))
+
+    for save in ("output", "input"):
+        ours = jax.grad(functools.partial(scanned, save=save))(x)
+        np.testing.assert_allclose(ours, jax.grad(plain)(x), rtol=1e-4, atol=1e-5)
+        hessians = [jax.hessian(f)(x[0:1]) for f in (functools.partial(scanned, save=save), plain)]
+        np.testing.assert_allclose(*hessians, rtol=1e-3, atol=1e-3)
+
+
 def residual_blocks(norm):
     def block(x, parameters):
         scale, matrix = parameters

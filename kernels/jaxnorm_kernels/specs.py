@@ -61,6 +61,7 @@ class Spec:
         first one starts from x).
       want_stats: the forward also returns the statistics that the backward needs, and the tangent
         their tangents.
+      returns_h: a forward of ``"add_norm"`` or ``"norm_add_norm"`` returns h; else None for it.
       stat_cotangents: the backward also takes cotangents of the statistics: second derivatives.
       adds_dh: the backward also takes dh, another cotangent of what is normalised, in its dtype,
         and adds it to that one's; a plain norm's tangent also returns dx as it is.
@@ -89,6 +90,7 @@ class Spec:
     scale_offset: float = 0.0
     saved: Save = "output"
     want_stats: bool = False
+    returns_h: bool = True
     stat_cotangents: bool = False
     adds_dh: bool = False
     has_mask: bool = False
@@ -221,7 +223,7 @@ class Implementation(Protocol):
         scale: jax.Array | None,
         bias: jax.Array | None,
         spec: Spec,
-    ) -> tuple[jax.Array, jax.Array, Stats]:
+    ) -> tuple[jax.Array, jax.Array | None, Stats]:
         """Returns y in ``spec.y_dtype``, h in ``spec.residual_dtype`` and the statistics."""
         ...
 
@@ -238,7 +240,7 @@ class Implementation(Protocol):
         scale: jax.Array | None,
         next_scale: jax.Array | None,
         spec: Spec,
-    ) -> tuple[jax.Array, jax.Array, Stats]:
+    ) -> tuple[jax.Array, jax.Array | None, Stats]:
         """Returns y in ``spec.y_dtype``, h in ``spec.residual_dtype`` and each norm's rstd."""
         ...
 

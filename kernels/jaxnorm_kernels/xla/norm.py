@@ -53,10 +53,10 @@ def add_norm_fwd(
     scale: jax.Array | None,
     bias: jax.Array | None,
     spec: Spec,
-) -> tuple[jax.Array, jax.Array, Stats]:
+) -> tuple[jax.Array, jax.Array | None, Stats]:
     h = _sum(residual, x, spec)
     y, stats = norm_fwd(h, scale, bias, spec.last)
-    return y, h, stats
+    return y, h if spec.returns_h else None, stats
 
 
 def norm_add_fwd(
@@ -72,10 +72,10 @@ def norm_add_norm_fwd(
     scale: jax.Array | None,
     next_scale: jax.Array | None,
     spec: Spec,
-) -> tuple[jax.Array, jax.Array, Stats]:
+) -> tuple[jax.Array, jax.Array | None, Stats]:
     h, stats = norm_add_fwd(x, residual, scale, spec)
     y, next_stats = norm_fwd(h, next_scale, None, spec.last)
-    return y, h, (*stats, *next_stats)
+    return y, h if spec.returns_h else None, (*stats, *next_stats)
 
 
 def norm_tan(

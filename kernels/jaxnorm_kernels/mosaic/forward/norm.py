@@ -59,15 +59,14 @@ def add_norm_fwd(
     spec: Spec,
     *,
     schedule: Schedule | None = None,
-) -> tuple[jax.Array, jax.Array, Stats]:
+) -> tuple[jax.Array, jax.Array | None, Stats]:
     """y in ``spec.y_dtype``, h in ``spec.residual_dtype``, both ``(rows, cols)``; the statistics.
 
     Args:
       residual: like `x` ``(rows, cols)``. For the others see `norm_fwd`.
     """
-    results = [spec.y_dtype, _residual_dtype(spec)]
-    (y, h), stats = _forward([x, residual], [scale, bias], results, spec, schedule)
-    return y, h, stats
+    (y, *h), stats = _forward([x, residual], [scale, bias], _y_and_h(spec), spec, schedule)
+    return y, h[0] if h else None, stats
 
 
 def norm_add_fwd(
@@ -92,11 +91,11 @@ def norm_add_norm_fwd(
     spec: Spec,
     *,
     schedule: Schedule | None = None,
-) -> tuple[jax.Array, jax.Array, Stats]:
+) -> tuple[jax.Array, jax.Array | None, Stats]:
     """y, h and the statistics of both norms; `next_scale` is the second's. See `add_norm_fwd`."""
-    results = [spec.y_dtype, _residual_dtype(spec)]
-    (y, h), stats = _forward([x, residual], [scale, next_scale], results, spec, schedule)
-    return y, h, stats
+    params, results = [scale, next_scale], _y_and_h(spec)
+    (y, *h), stats = _forward([x, residual], params, results, spec, schedule)
+    return y, h[0] if h else None, stats
 
 
 def _forward(
@@ -121,6 +120,11 @@ def _forward(
         name=spec.op.replace("norm", "layer_norm" if spec.subtract_mean else "rms_norm") + "_fwd",
     )
     return outputs, tuple(stats)
+
+
+def _y_and_h(spec: Spec) -> list[np.dtype]:
+    """The dtypes of those that are returned."""
+    return [spec.y_dtype, _residual_dtype(spec)][: 1 + spec.returns_h]
 
 
 def _residual_dtype(spec: Spec) -> np.dtype:
@@ -169,7 +173,8 @@ def _in_registers(tile: Tile, spec: Spec, params_first: bool) -> Callable[[Refs]
                 ]
 
             def write(result: int, values: Pieces) -> None:
-                tile.store(refs.results[result], row.index, values)
+                if result < len(refs.results):
+                    tile.store(refs.results[result], row.index, values)
 
             match spec.op:
                 case "norm":
