@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxnorm import _auto_axes, _implementation, _lowering, _remat, _sharding
 from jaxnorm._call import Arrays, Call
 from jaxnorm._rows import PARAMETERS, Kind
+from jaxnorm_kernels.specs import Op
 
 
 def bind(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
@@ -194,13 +195,21 @@ def _transpose(cotangents: Any, *operands: Any, call: Call) -> list[Any]:
     return [None] * len(residuals) + [next(cotangent) if w else None for w in wanted]
 
 
+# Gradients that h's cotangent is part of.
+_FROM_H: dict[Op, set[str]] = {
+    "norm": {"x"},
+    "add_norm": {"x", "residual"},
+    "norm_add_norm": {"x", "residual", "scale"},
+}
+
+
 def _backward(
     cotangents: Any, residuals: Arrays, names: list[str], call: Call
 ) -> dict[str, jax.Array | None]:
     """The cotangents of the tangents `names`, from those of a tangent's results."""
     dy, *others = cotangents
     dh = others.pop(0) if call.spec.adds_dh or call.spec.normalises_h else None
-    if isinstance(dh, ad.Zero) or not {"x", "residual", "scale"} & {*names}:
+    if isinstance(dh, ad.Zero) or not _FROM_H.get(call.spec.op, set()) & {*names}:
         dh = None
     stat_cotangents = any(not isinstance(ct, ad.Zero) for ct in others)
     if isinstance(dy, ad.Zero) and not stat_cotangents:
