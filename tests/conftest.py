@@ -47,6 +47,18 @@ def x64() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def quick_to_compile() -> Iterator[None]:
+    """LLVM optimises nothing, for tests of many programs that look at no speed.
+
+    XLA's own passes run as ever: what is fused, shared and moved is what users get.
+    """
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(
     params=[
         "xla",

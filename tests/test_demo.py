@@ -22,7 +22,7 @@ def demo(*arguments, cwd):
     )
 
 
-OPTIONS = [[], ["--no-scan"], ["--dtype", "bfloat16"], ["--mesh", "data=2,fsdp=2"]]
+OPTIONS = [[], ["--no-scan", "--dtype", "bfloat16"], ["--mesh", "data=2,fsdp=2"]]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)

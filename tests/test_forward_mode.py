@@ -16,7 +16,7 @@ from jax.experimental import checkify
 
 import jaxnorm
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = pytest.mark.usefixtures("x64", "quick_to_compile")
 
 
 def layer_norm(x, scale, bias):

@@ -36,7 +36,10 @@ import jaxnorm
 from jaxnorm import _implementation
 from jaxnorm_kernels import xla
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
+pytestmark = [
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices"),
+    pytest.mark.usefixtures("quick_to_compile"),
+]
 
 
 class Kernels(types.ModuleType):

@@ -29,6 +29,8 @@ from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.specs import Spec
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 BY_NAME = {case.name: case for case in NORM_CASES}
 
 

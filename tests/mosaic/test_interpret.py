@@ -28,6 +28,8 @@ from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
 from jaxnorm_kernels.specs import Spec
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 BY_NAME = {case.name: case for case in CASES}
 
 
