@@ -26,7 +26,7 @@ are passed around as the flat list of those that are there.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -97,11 +97,11 @@ class Call:
 
     def with_stats(self) -> "Call":
         """The forward, with h and the statistics among its outputs."""
-        return self._with(want_stats=self.spec.is_norm, returns_h=True)
+        return self._with(want_stats=self.spec.is_norm, unused=None)
 
-    def without_h(self) -> "Call":
-        """The forward, without h among its outputs."""
-        return self._with(returns_h=False)
+    def without(self, unused: Literal["y", "h"]) -> "Call":
+        """The forward, without y or h among its outputs."""
+        return self._with(unused=unused, want_stats=self.spec.want_stats and unused != "y")
 
     def first(self) -> "Call":
         """The norm of x, whose output goes to the residual."""
@@ -114,7 +114,7 @@ class Call:
         return call._with(
             direction="tan",
             want_stats=wanted,
-            returns_h=True,
+            unused=None,
             stat_cotangents=False,
             adds_dh=adds_dh,
         )
@@ -124,7 +124,11 @@ class Call:
     ) -> "Call":
         call = dataclasses.replace(self, wrt=tuple(wrt))
         return call._with(
-            direction="bwd", want_stats=False, stat_cotangents=stat_cotangents, adds_dh=adds_dh
+            direction="bwd",
+            want_stats=False,
+            unused=None,
+            stat_cotangents=stat_cotangents,
+            adds_dh=adds_dh,
         )
 
     def without_dh(self) -> "Call":
@@ -183,7 +187,7 @@ class Call:
         if spec.direction == "bwd":
             dtypes = {"x": spec.x_dtype, "residual": spec.last.x_dtype}
             return [dtypes[name] for name in self.wrt if name in dtypes]
-        return [spec.y_dtype, spec.last.x_dtype]
+        return [spec.y_dtype, spec.last.x_dtype][spec.unused == "y" :]
 
     @functools.cached_property
     def parameters(self) -> dict[str, int]:
@@ -228,11 +232,10 @@ class Call:
         if not self.spec.is_norm:
             return (array,)
         has_statistics = self.spec.want_stats or self.spec.stat_cotangents
-        has_h = self.spec.adds_dh
-        if self.spec.direction != "bwd":
-            has_h = has_h or (self.spec.normalises_h and self.spec.returns_h)
+        has_h = self.spec.adds_dh or (self.spec.direction != "bwd" and self.spec.returns_h)
         statistics = (self._statistics,) if has_statistics else ()
-        return (array, array if has_h else None, *statistics)
+        y = None if self.spec.unused == "y" else array
+        return (y, array if has_h else None, *statistics)
 
     @property
     def _tangents(self) -> tuple[Kind | None, ...]:

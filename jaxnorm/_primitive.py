@@ -107,8 +107,8 @@ def _forward_jvp(primals: Any, tangents: Any, *, call: Call) -> tuple[Any, Any]:
     else:
         moved = bind(call.tangent(["x"]), outputs[0], *primals[1:], along["x"])
     both = list(zip(outputs, moved))
-    if call.spec.normalises_h and not call.spec.returns_h:
-        both.pop(1)
+    if call.spec.unused is not None:
+        both.pop(("y", "h").index(call.spec.unused))
     both = both[: len(call.result_kinds)]
     results = [a for a, _ in both]
     return results, [_zero_like(a) if t is None else t for a, t in both]
@@ -289,14 +289,17 @@ def _tangent(
 
 
 def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
-    """A call of which nothing is used goes, and h of one where only y is: it costs no pass."""
+    """A call of which nothing is used goes, and so does h where only y is used, or y: no pass."""
     equation = rest[-1]  # Newer versions of JAX say in between which inputs are live.
     call = equation.params["call"]
     if not any(used):
         return [False] * len(equation.invars), None
-    if call.spec.normalises_h and call.spec.returns_h and not used[1]:
-        y, _, *stats = equation.outvars
-        equation = equation.replace(outvars=[y, *stats], params={"call": call.without_h()})
+    if call.spec.normalises_h and call.spec.unused is None:
+        y, h, *stats = equation.outvars
+        if not used[1]:
+            equation = equation.replace(outvars=[y, *stats], params={"call": call.without("h")})
+        elif not any(used[:1] + used[2:]):
+            equation = equation.replace(outvars=[h], params={"call": call.without("y")})
     return [True] * len(equation.invars), equation
 
 

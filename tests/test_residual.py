@@ -342,6 +342,38 @@ def test_an_unused_sum_is_not_written(name):
     assert forward == 1
 
 
+@pytest.mark.parametrize("residual", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm", "rms_norm_add_rms_norm"])
+def test_where_the_norm_is_not_used_a_sum_is_left(name, residual):
+    """Forward, with gradients, of batches and in a scan: no norm of h is computed."""
+    x, r = normal((8, 16), "bfloat16", 0), normal((8, 16), residual, 1)
+    scale = jnp.ones(16)
+
+    def only_h(x, r, scale):
+        return getattr(jaxnorm, name)(x, r, scale)[1]
+
+    def summed(x, r, scale):
+        return jnp.sum(jnp.sin(only_h(x, r, scale).astype("float32")))
+
+    programs = {
+        "forward": only_h,
+        "gradient": jax.grad(summed, (0, 1)),
+        "batch": jax.vmap(only_h, (0, 0, None)),
+        "scan": lambda x, r, s: jax.lax.scan(lambda r, _: (only_h(x, r, s), None), r, length=2)[0],
+    }
+    norms = dict.fromkeys(programs, 0)
+    if name == "rms_norm_add_rms_norm":
+        # That of x is left; with gradients, which start from its statistics, the call as it was.
+        norms = {**dict.fromkeys(programs, 1), "gradient": 2}
+    for key, program in programs.items():
+        text = jax.jit(program).lower(x, r, scale).as_text()
+        assert text.count("rsqrt") == norms[key]
+        got = jax.jit(program)(x, r, scale)
+        with jax.disable_jit():
+            expected = program(x, r, scale)
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
 def test_derivatives_of_a_program_whose_unused_sum_is_gone():
     """It is back where a backward starts from it."""
     x, scale = normal((4, 16), "float32", 0), jnp.ones(16)

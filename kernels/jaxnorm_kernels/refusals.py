@@ -25,8 +25,8 @@ NO_KERNEL: Table = (
     ),
     ("there is nothing to compute in an array of size 0", lambda s: s.rows == 0 or s.cols == 0),
     (
-        "tangents, second derivatives and parameters of groups of rows that are not consecutive "
-        "are plain JAX's",
+        "tangents, second derivatives, sums whose norm is not used, and parameters of groups of "
+        "rows that are not consecutive are plain JAX's",
         lambda s: s.plain,
     ),
     (

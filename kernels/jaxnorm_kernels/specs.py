@@ -61,7 +61,8 @@ class Spec:
         first one starts from x).
       want_stats: the forward also returns the statistics that the backward needs, and the tangent
         their tangents.
-      returns_h: a forward of ``"add_norm"`` or ``"norm_add_norm"`` returns h; else None for it.
+      unused: which of ``"y"`` and ``"h"`` a forward of ``"add_norm"`` or ``"norm_add_norm"`` returns
+        None for; without y, which the xla implementation alone has, it is a sum.
       stat_cotangents: the backward also takes cotangents of the statistics: second derivatives.
       adds_dh: the backward also takes dh, another cotangent of what is normalised, in its dtype,
         and adds it to that one's; a plain norm's tangent also returns dx as it is.
@@ -90,7 +91,7 @@ class Spec:
     scale_offset: float = 0.0
     saved: Save = "output"
     want_stats: bool = False
-    returns_h: bool = True
+    unused: Literal["y", "h"] | None = None
     stat_cotangents: bool = False
     adds_dh: bool = False
     has_mask: bool = False
@@ -108,6 +109,10 @@ class Spec:
         # By name: numpy takes None for float64.
         is_wide = any(dtype is not None and dtype.name == "float64" for dtype in arrays)
         return np.dtype(np.float64 if is_wide else np.float32)
+
+    @property
+    def returns_h(self) -> bool:
+        return self.normalises_h and self.unused != "h"
 
     @property
     def is_norm(self) -> bool:
@@ -148,7 +153,8 @@ class Spec:
     @property
     def plain(self) -> bool:
         """Whether the xla implementation alone has this pass: no kernel is asked for it."""
-        return self.direction == "tan" or self.stat_cotangents or self.scattered
+        no_y = self.unused == "y"
+        return self.direction == "tan" or self.stat_cotangents or self.scattered or no_y
 
     @property
     def first(self) -> "Spec":
@@ -223,8 +229,11 @@ class Implementation(Protocol):
         scale: jax.Array | None,
         bias: jax.Array | None,
         spec: Spec,
-    ) -> tuple[jax.Array, jax.Array | None, Stats]:
-        """Returns y in ``spec.y_dtype``, h in ``spec.residual_dtype`` and the statistics."""
+    ) -> tuple[jax.Array | None, jax.Array | None, Stats]:
+        """Returns y in ``spec.y_dtype``, h in ``spec.residual_dtype`` and the statistics.
+
+        None for what is ``spec.unused``.
+        """
         ...
 
     def norm_add_fwd(
@@ -240,8 +249,11 @@ class Implementation(Protocol):
         scale: jax.Array | None,
         next_scale: jax.Array | None,
         spec: Spec,
-    ) -> tuple[jax.Array, jax.Array | None, Stats]:
-        """Returns y in ``spec.y_dtype``, h in ``spec.residual_dtype`` and each norm's rstd."""
+    ) -> tuple[jax.Array | None, jax.Array | None, Stats]:
+        """Returns y in ``spec.y_dtype``, h in ``spec.residual_dtype`` and each norm's rstd.
+
+        None for what is ``spec.unused``.
+        """
         ...
 
     def norm_bwd(

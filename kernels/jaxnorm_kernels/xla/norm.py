@@ -53,8 +53,10 @@ def add_norm_fwd(
     scale: jax.Array | None,
     bias: jax.Array | None,
     spec: Spec,
-) -> tuple[jax.Array, jax.Array | None, Stats]:
+) -> tuple[jax.Array | None, jax.Array | None, Stats]:
     h = _sum(residual, x, spec)
+    if spec.unused == "y":
+        return None, h, ()
     y, stats = norm_fwd(h, scale, bias, spec.last)
     return y, h if spec.returns_h else None, stats
 
@@ -72,8 +74,10 @@ def norm_add_norm_fwd(
     scale: jax.Array | None,
     next_scale: jax.Array | None,
     spec: Spec,
-) -> tuple[jax.Array, jax.Array | None, Stats]:
+) -> tuple[jax.Array | None, jax.Array | None, Stats]:
     h, stats = norm_add_fwd(x, residual, scale, spec)
+    if spec.unused == "y":
+        return None, h, ()
     y, next_stats = norm_fwd(h, next_scale, None, spec.last)
     return y, h if spec.returns_h else None, (*stats, *next_stats)
 
