@@ -30,12 +30,12 @@ from jaxnorm_kernels.specs import Op
 def bind(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
     """The results of the pass; None stands for an array that there is not."""
     leaves = _sharding.vary_alike([a for a in arrays if a is not None])
-    primitive = _PRIMITIVES[call.function, call.spec.direction, _may_be_spread(call)]
+    primitive = _PRIMITIVES[call.function, call.spec.direction, _may_be_partitioned(call)]
     results: list[jax.Array] = primitive.bind(*leaves, call=call)
     return results
 
 
-def _may_be_spread(call: Call) -> bool:
+def _may_be_partitioned(call: Call) -> bool:
     """Whether a kernel may meet arrays that XLA spreads over devices.
 
     To partition it JAX has to know the devices when it lowers, which programs without any (for an
@@ -298,7 +298,7 @@ def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
         y, h, *stats = equation.outvars
         if not used[1]:
             equation = equation.replace(outvars=[y, *stats], params={"call": call.without("h")})
-        elif not any(used[:1] + used[2:]):
+        elif not (used[0] or any(used[2:])):
             equation = equation.replace(outvars=[h], params={"call": call.without("y")})
     return [True] * len(equation.invars), equation
 
@@ -380,7 +380,7 @@ def _primitive(name: str, jvp: Any, *, is_norm_tangent: bool) -> Primitive:
 
 
 _PRIMITIVES = {
-    (function, direction, spread): _primitive(
+    (function, direction, partitioned): _primitive(
         f"jaxnorm.{function}{suffix}",
         _forward_jvp if direction == "fwd" else _linear_jvp,
         is_norm_tangent=direction == "tan" and "norm" in function,
@@ -390,8 +390,8 @@ _PRIMITIVES = {
         *("add_layer_norm", "add_rms_norm", "rms_norm_add", "rms_norm_add_rms_norm"),
     )
     for direction, suffix in (("fwd", ""), ("tan", "_tangent"), ("bwd", "_backward"))
-    for spread in (False, True)
+    for partitioned in (False, True)
 }
-for (*_, spread), primitive in _PRIMITIVES.items():
-    if spread:
+for (*_, partitioned), primitive in _PRIMITIVES.items():
+    if partitioned:
         _auto_axes.needs_devices(primitive)

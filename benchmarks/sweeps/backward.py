@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 
 from benchmarks.contract import KernelWorkload
-from jaxnorm_kernels.mosaic.backward.held import Held
+from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.backward.schedule import (
     Line,
     NormSchedule,
@@ -67,7 +67,7 @@ def workloads() -> Iterator[KernelWorkload]:
             yield KernelWorkload(op, "bwd", *shape, dtype, dtype)  # type: ignore[arg-type]
 
 
-def schedules(workload: KernelWorkload) -> list[NormSchedule | Held]:
+def schedules(workload: KernelWorkload) -> list[NormSchedule | InRegisters]:
     """The table's first; then every combination that fits, once."""
     tried = _rings(workload) if workload.is_norm else _held(workload)
     return list(dict.fromkeys(schedule for schedule in tried if schedule is not None))
@@ -82,10 +82,10 @@ def _rings(workload: KernelWorkload) -> Iterator[NormSchedule | None]:
                 yield ring
 
 
-def _held(workload: KernelWorkload) -> Iterator[Held | None]:
+def _held(workload: KernelWorkload) -> Iterator[InRegisters | None]:
     yield softmax_schedule(workload.spec)
     vector = 16 // workload.spec.y_dtype.itemsize
     least, most = _HELD_COLUMNS
     for warpgroups, cluster in _HELD:
         if least <= workload.cols / (128 * warpgroups * cluster) <= most:
-            yield Held(vector, warpgroups, cluster=cluster)
+            yield InRegisters(vector, warpgroups, cluster=cluster)

@@ -13,7 +13,7 @@ from benchmarks.workloads import grid
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule, choose
 
-_TURNS = (1, 2, 3, 4, 6, 8)
+_TILES = (1, 2, 3, 4, 6, 8)
 _TAILS = (0, 1, 2, 4)  # rows, or groups of rows, for each block that could run alone
 _VALUES = (16, 64)  # columns of a thread
 _LEAST_BYTES = 32 * 2**20
@@ -39,12 +39,12 @@ def schedules(workload: KernelWorkload) -> list[Schedule]:
 def _ends(workload: KernelWorkload, chosen: Schedule) -> Iterator[Schedule]:
     """Other numbers of rows for a block."""
     blocks = local_gpu().at_a_time(chosen.cluster)
-    for turns, tail in itertools.product(_TURNS, _TAILS):
+    for tiles, tail in itertools.product(_TILES, _TAILS):
         if 2 * tail * blocks * chosen.rows < workload.rows:
             # Slots for as many rows as the table gives room.
-            slots = min(turns, max(chosen.slots, 2))
-            tail_rows = tail * blocks if turns > 1 else 0
-            yield dataclasses.replace(chosen, turns=turns, tail=tail_rows, slots=slots)
+            slots = min(tiles, max(chosen.slots, 2))
+            tail_rows = tail * blocks if tiles > 1 else 0
+            yield dataclasses.replace(chosen, tiles=tiles, tail=tail_rows, slots=slots)
 
 
 def _shares(workload: KernelWorkload, chosen: Schedule) -> Iterator[Schedule]:
@@ -58,6 +58,6 @@ def _shares(workload: KernelWorkload, chosen: Schedule) -> Iterator[Schedule]:
         if not workload.is_norm:
             yield spread
         elif workload.op == "layer_norm" and workload.y_dtype == "bfloat16":
-            turns, tail = 4, 2 * local_gpu().at_a_time(cluster)
-            ends = dataclasses.replace(spread, turns=turns, tail=tail, slots=3)
+            tiles, tail = 4, 2 * local_gpu().at_a_time(cluster)
+            ends = dataclasses.replace(spread, tiles=tiles, tail=tail, slots=3)
             yield from (dataclasses.replace(ends, rereads=r) for r in (False, True))

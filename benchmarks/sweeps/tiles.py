@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.contract import KernelWorkload
 from benchmarks.workloads import grid
-from jaxnorm_kernels.mosaic.backward.held import Held
+from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.backward.schedule import softmax_schedule
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP, WARPGROUP_THREADS
@@ -22,7 +22,7 @@ _WARP_COLS = 1024  # that a warp shares
 _LEAST_BYTES = 8 * 2**20
 _GROUPS = (1, 2, 4)  # rows of a warp, or of a part of one
 _VALUES = 64  # columns of a thread, at most
-_TURNS = (1, 2, 4)
+_TILES = (1, 2, 4)
 # Rows that start anywhere, beside those of the benchmarks.
 _ODD = [(8192, 2047), (8192, 8191), (8192, 12287)]
 
@@ -66,18 +66,18 @@ def _forward(workload: KernelWorkload) -> Iterator[Schedule]:
 
 
 def _queued(tile: Schedule) -> Iterator[Schedule]:
-    for turns in _TURNS:
-        tail = 2 * local_gpu().sms if turns > 1 else 0
+    for tiles in _TILES:
+        tail = 2 * local_gpu().sms if tiles > 1 else 0
         yield dataclasses.replace(
-            tile, kind="queued_tile", turns=turns, slots=min(turns, 2), tail=tail
+            tile, kind="queued_tile", tiles=tiles, slots=min(tiles, 2), tail=tail
         )
 
 
-def _backward(workload: KernelWorkload) -> Iterator[Held]:
+def _backward(workload: KernelWorkload) -> Iterator[InRegisters]:
     vector, cols = softmax_schedule(workload.spec).vector, workload.cols
     for threads, groups in itertools.product((8, 16, WARP), _GROUPS):
         if threads * vector <= cols and groups * cols <= _VALUES * threads:
-            yield Held(vector, threads=threads, rows=groups * WARPGROUP_THREADS // threads)
+            yield InRegisters(vector, threads=threads, rows=groups * WARPGROUP_THREADS // threads)
     for warpgroups in (1, 2, 4, 8):
         if warpgroups * WARPGROUP_THREADS * vector <= cols:
-            yield Held(vector, warpgroups)
+            yield InRegisters(vector, warpgroups)

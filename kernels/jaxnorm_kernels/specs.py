@@ -61,8 +61,8 @@ class Spec:
         first one starts from x).
       want_stats: the forward also returns the statistics that the backward needs, and the tangent
         their tangents.
-      unused: which of ``"y"`` and ``"h"`` a forward of ``"add_norm"`` or ``"norm_add_norm"`` returns
-        None for; without y, which the xla implementation alone has, it is a sum.
+      unused: ``"y"`` or ``"h"``: a forward of ``"add_norm"`` or ``"norm_add_norm"`` returns None
+        for it. Without y it is a sum, of which the xla implementation makes no norm.
       stat_cotangents: the backward also takes cotangents of the statistics: second derivatives.
       adds_dh: the backward also takes dh, another cotangent of what is normalised, in its dtype,
         and adds it to that one's; a plain norm's tangent also returns dx as it is.

@@ -12,7 +12,7 @@ from jaxnorm_kernels.mosaic import interpreted
 from jaxnorm_kernels.mosaic.backward import norm as norm_backward
 from jaxnorm_kernels.mosaic.backward import softmax as softmax_backward
 from jaxnorm_kernels.mosaic.backward.direct import Direct
-from jaxnorm_kernels.mosaic.backward.held import Held
+from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.backward.ring import Ring
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
 from jaxnorm_kernels.specs import Spec
@@ -62,14 +62,14 @@ NORM_CASES = (
 )
 
 SOFTMAX_CASES = (
-    Case("rows_in_warps", 9, 512, Held(8, threads=32, rows=4)),
-    Case("rows_in_warps_tail", 9, 440, Held(8, threads=32, rows=8)),
-    Case("rows_in_parts_of_warps", 35, 72, Held(8, threads=4, rows=32)),
-    Case("same_row_in_all_warps", 3, 24, Held(8, threads=2, rows=1)),
-    Case("warpgroup_row", 2, 2048, Held(8)),
-    Case("warpgroup_row_tail", 2, 2999, Held(1)),
-    Case("split_row", 2, 4096, Held(8, 2)),
-    Case("split_row_tail", 2, 2571, Held(1, 4)),
+    Case("rows_in_warps", 9, 512, InRegisters(8, threads=32, rows=4)),
+    Case("rows_in_warps_tail", 9, 440, InRegisters(8, threads=32, rows=8)),
+    Case("rows_in_parts_of_warps", 35, 72, InRegisters(8, threads=4, rows=32)),
+    Case("same_row_in_all_warps", 3, 24, InRegisters(8, threads=2, rows=1)),
+    Case("warpgroup_row", 2, 2048, InRegisters(8)),
+    Case("warpgroup_row_tail", 2, 2999, InRegisters(1)),
+    Case("split_row", 2, 4096, InRegisters(8, 2)),
+    Case("split_row_tail", 2, 2571, InRegisters(1, 4)),
 )
 
 #: Rows over several blocks: these lower, but the interpreter knows no clusters.
@@ -81,9 +81,9 @@ CLUSTER_CASES = (
     Case("cluster_of_16", 9, 131072, Ring(8, 2, stages=3, lag=1, cluster=16)),
 )
 SOFTMAX_CLUSTER_CASES = (
-    Case("row_in_2_blocks", 3, 16384, Held(8, 2, cluster=2)),
-    Case("row_in_4_blocks_tail", 3, 9001, Held(1, 1, cluster=4)),
-    Case("row_in_16_blocks", 3, 131072, Held(8, 2, cluster=16)),
+    Case("row_in_2_blocks", 3, 16384, InRegisters(8, 2, cluster=2)),
+    Case("row_in_4_blocks_tail", 3, 9001, InRegisters(1, 1, cluster=4)),
+    Case("row_in_16_blocks", 3, 131072, InRegisters(8, 2, cluster=16)),
 )
 
 

@@ -53,37 +53,37 @@ CASES = (
         "queued_tile",
         11,  # 3 groups of 4 rows, which overlap: 2 for the first block, 1 for the second
         512,
-        Schedule("queued_tile", 8, rows=4, slots=2, turns=2, params_first=True, **UNBARRED),
+        Schedule("queued_tile", 8, rows=4, slots=2, tiles=2, params_first=True, **UNBARRED),
     ),
     Case(
         "queued_tile_tail",
         17,
         440,
-        Schedule("queued_tile", 8, rows=8, slots=1, turns=3, rereads=True, **UNBARRED),
+        Schedule("queued_tile", 8, rows=8, slots=1, tiles=3, rereads=True, **UNBARRED),
     ),
     Case(
         "queued_row",
         5,
         4096,
-        Schedule("queued_row", 8, warpgroups=2, slots=2, turns=3, **UNBARRED),
+        Schedule("queued_row", 8, warpgroups=2, slots=2, tiles=3, **UNBARRED),
     ),
     Case(
         "queued_row_that_ends_in_single_rows",
         6,
         4096,
-        Schedule("queued_row", 8, warpgroups=2, slots=1, turns=2, tail=3, **UNBARRED),
+        Schedule("queued_row", 8, warpgroups=2, slots=1, tiles=2, tail=3, **UNBARRED),
     ),
     Case(
         "queued_row_tail",
         4,
         3000,
-        Schedule("queued_row", 8, slots=3, turns=4, params_first=True, **UNBARRED),
+        Schedule("queued_row", 8, slots=3, tiles=4, params_first=True, **UNBARRED),
     ),
     Case(
         "queued_row_that_rereads",
         3,
         3000,
-        Schedule("queued_row", 8, slots=2, turns=3, rereads=True, **UNBARRED),
+        Schedule("queued_row", 8, slots=2, tiles=3, rereads=True, **UNBARRED),
     ),
 )
 
@@ -95,13 +95,13 @@ CLUSTERED = (
         "queued_row",
         5,
         16384,
-        Schedule("queued_row", 8, warpgroups=2, cluster=2, slots=2, turns=3, **UNBARRED),
+        Schedule("queued_row", 8, warpgroups=2, cluster=2, slots=2, tiles=3, **UNBARRED),
     ),
     Case(
         "queued_row_tail",
         5,
         9000,
-        Schedule("queued_row", 8, cluster=8, slots=2, turns=3, rereads=True, **UNBARRED),
+        Schedule("queued_row", 8, cluster=8, slots=2, tiles=3, rereads=True, **UNBARRED),
     ),
 )
 

@@ -81,6 +81,6 @@ def test_no_copy_overtakes_a_read():
     With a barrier instead of a fence, 145 to 191 rows were wrong in each of 15 calls (H200).
     """
     workload = KernelWorkload("layer_norm", "fwd", 32768, 3000, "bfloat16", "bfloat16")
-    schedule = dataclasses.replace(choose(workload.spec), slots=1, turns=2, rereads=False)
+    schedule = dataclasses.replace(choose(workload.spec), slots=1, tiles=2, rereads=False)
     assert schedule.kind == "queued_row"
     assert_like_xla(workload, with_schedule(schedule))

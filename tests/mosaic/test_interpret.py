@@ -121,7 +121,7 @@ def test_groups_that_no_tile_can_have() -> None:
     of_rows = make_spec("rms_norm", 30, 512, F32, F32, scale_groups=5)
     for schedule in (
         Schedule("row_tile", 4, rows=4),  # rows 4 to 7 are of two groups
-        Schedule("queued_row", 4, slots=1, turns=2, params_first=True),
+        Schedule("queued_row", 4, slots=1, tiles=2, params_first=True),
     ):
         with pytest.raises(ValueError, match="of one group for rows of another"):
             schedule.rows_of(of_rows)
@@ -227,7 +227,7 @@ SPECIAL = {
         Case("warpgroup_row", 3, 600, Schedule("warpgroup_row", 4)),
         Case("split_row", 3, 1024, Schedule("split_row", 4, warpgroups=2)),
         Case("split_row_tail", 3, 1100, Schedule("split_row", 4, warpgroups=2)),
-        Case("queued_row", 3, 2500, Schedule("queued_row", 4, slots=2, turns=2)),
+        Case("queued_row", 3, 2500, Schedule("queued_row", 4, slots=2, tiles=2)),
     ],
     ids=lambda case: case.name,
 )

@@ -224,7 +224,7 @@ def test_one_round_takes_all_rows_where_clusters_have_their_sms_to_themselves() 
         return choose(make_spec("layer_norm", rows, cols, BF16, BF16), HOPPER)
 
     widest = layer_norm(1024, 131072)
-    assert widest.turns == math.ceil(1024 / HOPPER.clusters[widest.cluster])
+    assert widest.tiles == math.ceil(1024 / HOPPER.clusters[widest.cluster])
     # Measured: elsewhere a single round is slower than a few rows for each block.
     for rows, cols in ((16384, 8192), (2048, 8192), (8192, 16384), (4096, 65536)):
-        assert layer_norm(rows, cols).turns <= 8
+        assert layer_norm(rows, cols).tiles <= 8

@@ -149,16 +149,16 @@ def rows_ring_backward(
                 return [[values[j] for values in of_rings] for j in range(len(pieces))]
 
             summed = read_all(rings[: formula.summed])
-            spread = [[tile.spread(stat, v) for stat in row_stats] for v, *_ in summed]
+            broadcast = [[tile.broadcast(stat, v) for stat in row_stats] for v, *_ in summed]
             given = [
                 [lax.broadcast_in_dim(c, v.shape, (1,)) for c in own]
                 for own, (v, *_) in zip(columns, summed)
             ]
-            args = list(zip(summed, given, spread))
+            args = list(zip(summed, given, broadcast))
             totals = [tile.sum(term) for term in zip(*(formula.terms(*a) for a in args))]
             first, added, results_of = share.first_row(k), [], []
             for (elements, *a), rest in zip(args, read_all(rings[formula.summed :])):
-                to_piece = [tile.spread(total, elements[0]) for total in totals]
+                to_piece = [tile.broadcast(total, elements[0]) for total in totals]
                 values, terms = formula.finish([*elements, *rest], *a, to_piece)
                 results_of.append(values)
                 added += [skip_stale_rows(term, k, first + top) for term in terms]

@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 
 from jaxnorm_kernels.mosaic.backward.direct import Direct
-from jaxnorm_kernels.mosaic.backward.held import Held
+from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.backward.ring import Ring
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
 from jaxnorm_kernels.mosaic.device.gpu import (
@@ -281,7 +281,7 @@ def _shared_bytes(blocks_per_sm: int) -> int:
     return most - _OTHER_SHARED_BYTES
 
 
-def softmax_schedule(spec: Spec, gpu: Gpu | None = None) -> Held | None:
+def softmax_schedule(spec: Spec, gpu: Gpu | None = None) -> InRegisters | None:
     """None where no kernel takes the rows."""
     gpu = gpu or local_gpu()
     vector = _vector(spec)
@@ -290,16 +290,16 @@ def softmax_schedule(spec: Spec, gpu: Gpu | None = None) -> Held | None:
         threads = next(n for n in (WARP, 16, 8, 4, 2, 1) if n <= vectors)
         rows = WARPGROUP_THREADS // threads
         if spec.rows >= rows:
-            return Held(vector, threads=threads, rows=rows)
+            return InRegisters(vector, threads=threads, rows=rows)
     most = min(_HELD_VECTORS * vector, _HELD_BYTES // spec.y_dtype.itemsize)
     for cols, warpgroups in _HELD:
         if spec.cols <= min(cols, most * warpgroups * WARPGROUP_THREADS):
-            return Held(vector, warpgroups)
+            return InRegisters(vector, warpgroups)
     for warpgroups in _SPREAD_WARPGROUPS:
         threads = warpgroups * WARPGROUP_THREADS
         cluster = max(2, _power_of_2_from(-(-spec.cols // (threads * _SPREAD_COLUMNS))))
         if cluster in gpu.clusters:
-            return Held(vector, warpgroups, cluster=cluster)
+            return InRegisters(vector, warpgroups, cluster=cluster)
     return None
 
 

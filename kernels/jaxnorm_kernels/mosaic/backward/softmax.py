@@ -11,7 +11,7 @@ import jax
 from jaxnorm_kernels.mosaic import elementwise
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Operands
-from jaxnorm_kernels.mosaic.backward.held import Held, held_backward
+from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters, in_registers_backward
 from jaxnorm_kernels.mosaic.device.launch import found
 from jaxnorm_kernels.specs import Spec
 
@@ -53,13 +53,13 @@ def softmax_bwd(
     dy: jax.Array,
     spec: Spec,
     *,
-    schedule: Held | None = None,
+    schedule: InRegisters | None = None,
 ) -> jax.Array:
     """dx; `schedule` stands in for the one of the table."""
     del mask  # `supports_backward` lets none through.
     formula = SoftmaxFormula(spec)
     schedule = found(schedule or schedules.softmax_schedule(spec), spec)
-    (dx,) = held_backward(
+    (dx,) = in_registers_backward(
         formula,
         Operands([y, dy]),
         schedule=schedule,

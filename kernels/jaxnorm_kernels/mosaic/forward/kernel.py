@@ -36,7 +36,7 @@ class Refs(NamedTuple):
 
 def run(
     body: Callable[[Refs], None],
-    held: Tile,
+    tile: Tile,
     spec: Spec,
     schedule: Schedule,
     *,
@@ -69,10 +69,10 @@ def run(
         [*operands, *params],
         name=f"jaxnorm_{name}",
         outputs=[*((shape, dtype) for dtype in results), *[((spec.rows,), _F32)] * stats],
-        blocks=held.blocks(spec.rows),
-        cluster=held.cluster,
-        warpgroups=held.warpgroups,
-        scratch=held.scratch(exchanged, [operand.dtype for operand in operands]),
+        blocks=tile.blocks(spec.rows),
+        cluster=tile.cluster,
+        warpgroups=tile.warpgroups,
+        scratch=tile.scratch(exchanged, [operand.dtype for operand in operands]),
         auto_barriers=schedule.auto_barriers,
     )
     return list(outputs[: len(results)]), list(outputs[len(results) :])

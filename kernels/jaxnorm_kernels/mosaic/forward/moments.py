@@ -27,16 +27,16 @@ def row_statistics(
     read: Callable[[], Pieces],
     scratch: Sequence[Any],
     spec: Spec,
-    turn: Any,
+    step: Any,
     nth: int,
 ) -> tuple[Stat, Stat | None]:
-    """r and the mean of a row in registers; `nth` of the norms of this turn's row."""
+    """r and the mean of a row in registers; `nth` of the norms of this step's row."""
     size = tile.part_sizes() if isinstance(tile, SplitRow) else float(spec.cols)
     mean = tile.sum(read()) / size if spec.subtract_mean else None
-    centred = read() if mean is None else [v - tile.spread(mean, v) for v in read()]
+    centred = read() if mean is None else [v - tile.broadcast(mean, v) for v in read()]
     square = tile.sum([jnp.square(v) for v in centred])
     if isinstance(tile, SplitRow):
-        gather = functools.partial(tile.gather, scratch, turn=turn, nth=nth)
+        gather = functools.partial(tile.gather, scratch, step=step, nth=nth)
         mean, square = _merge(gather, size, mean, square, spec)
     return lax.rsqrt(square / spec.cols + spec.epsilon), mean
 

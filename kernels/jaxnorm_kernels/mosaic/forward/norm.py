@@ -157,18 +157,20 @@ def _in_registers(tile: Tile, spec: Spec, params_first: bool) -> Callable[[Refs]
         def params(k: int, index: Callable[[], Any]) -> list[list[jax.Array]]:
             return [tile.load_param(of_group(p, spec.rows, index)) for p in param_refs[k]]
 
-        def finish(row: LoadedRow, held: list[list[list[jax.Array]]] | None) -> None:
+        def finish(row: LoadedRow, ready: list[list[list[jax.Array]]] | None) -> None:
             kept: list[Stat] = []
 
             def norm(read: Callable[[], Pieces], k: int = 0) -> Pieces:
                 """Of what `read` gives, the norm `k` of this call."""
-                rstd, mean = row_statistics(tile, read, refs.scratch, norms[k], row.turn, k)
+                rstd, mean = row_statistics(tile, read, refs.scratch, norms[k], row.step, k)
                 kept.extend(_present(rstd, mean)[: 1 + norms[k].returns_mean])
                 return [
-                    _output(v, tile.spread(rstd, v), _spread(tile, mean, v), columns, norms[k])
+                    _output(
+                        v, tile.broadcast(rstd, v), _broadcast(tile, mean, v), columns, norms[k]
+                    )
                     for v, columns in zip(
                         read(),
-                        held[k] if held else columns_of(params(k, lambda: row.index), norms[k]),
+                        ready[k] if ready else columns_of(params(k, lambda: row.index), norms[k]),
                     )
                 ]
 
@@ -249,5 +251,5 @@ def _present[T](*values: T | None) -> list[T]:
     return [v for v in values if v is not None]
 
 
-def _spread(tile: Tile, stat: Stat | None, like: jax.Array) -> jax.Array | None:
-    return None if stat is None else tile.spread(stat, like)
+def _broadcast(tile: Tile, stat: Stat | None, like: jax.Array) -> jax.Array | None:
+    return None if stat is None else tile.broadcast(stat, like)

@@ -1,12 +1,12 @@
 """Rows in registers that wait for their turn in shared memory: tiles fed by the copy engine.
 
-A block takes `turns` rows, or groups of rows, one after the other. Asynchronous copies (TMA) queue
+A block takes `tiles` rows, or groups of rows, one after the other. Asynchronous copies (TMA) queue
 them in shared memory, `slots` of them; a slot is filled again as soon as its rows are in registers.
 So memory stays busy through the reductions of a row, and what belongs to the columns stays in
 registers from row to row. The last blocks, which take the `tail`, take one each, so that all
 multiprocessors end at about the same time::
 
-    rows     0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 | 13 | 14      turns = 4, tail = 3
+    rows     0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 | 13 | 14      tiles = 4, tail = 3
     block       0    |    1    |     2     |  3 |  4 |  5
 """
 
@@ -38,19 +38,19 @@ class Queue(Tile):
     """
 
     slots: int = 2
-    turns: int = 4
+    tiles: int = 4
     tail: int = 0
     rereads: bool = False
 
     def blocks(self, rows: int) -> int:
         whole = self.whole_blocks(rows)
-        return whole + super().blocks(rows) - whole * self.turns
+        return whole + super().blocks(rows) - whole * self.tiles
 
     def whole_blocks(self, rows: int) -> int:
-        """The blocks that take all their turns. They come first; each of the others takes one."""
-        return max(0, super().blocks(rows) - self.tail) // self.turns
+        """The blocks that take all their tiles. They come first; each of the others takes one."""
+        return max(0, super().blocks(rows) - self.tail) // self.tiles
 
-    def held(self, width: int) -> tuple[int, ...]:
+    def slot_shape(self, width: int) -> tuple[int, ...]:
         """Shape in shared memory of a piece of `width` columns."""
         raise NotImplementedError
 
@@ -70,7 +70,7 @@ class Queue(Tile):
             *super().scratch(stats, dtypes),
             # A piece has an array of its own: Mosaic reads a slice of columns only where its width
             # divides the row.
-            *[plgpu.SMEM((count, *self.held(width)), d) for d in dtypes for width in widths],
+            *[plgpu.SMEM((count, *self.slot_shape(width)), d) for d in dtypes for width in widths],
             plgpu.Barrier(num_arrivals=copies, num_barriers=count),
         ]
 
@@ -84,11 +84,11 @@ class Queue(Tile):
         queues = [arrays[k :: len(pieces)] for k in range(len(pieces))]  # of each piece
         self.open(scratch)
         block, whole = lax.axis_index(BLOCK), self.whole_blocks(rows)
-        first = jnp.where(block < whole, block * self.turns, block + whole * (self.turns - 1))
+        first = jnp.where(block < whole, block * self.tiles, block + whole * (self.tiles - 1))
         count: Any = 1
-        if self.turns > 1:
+        if self.tiles > 1:
             # Of a copy that starts in any case, the compiler moves ahead what waits for `params`.
-            count = opaque(jnp.where(block < whole, self.turns, 1))
+            count = opaque(jnp.where(block < whole, self.tiles, 1))
 
         def slot(k: Any) -> Any:
             return lax.axis_index(WARPGROUP) * self.slots + lax.rem(k, self.slots)
@@ -118,7 +118,7 @@ class Queue(Tile):
             ]
 
         def refill(k: Any, release: Callable[[], None]) -> None:
-            if self.turns > self.slots:
+            if self.tiles > self.slots:
                 release()
                 fill(k + self.slots)
 
@@ -128,15 +128,15 @@ class Queue(Tile):
                 steps.finish(LoadedRow(index(k), k, lambda: read(k)), shared)
                 refill(k, release_used)
             else:
-                held = read(k)
+                loaded = read(k)
                 refill(k, release_read)
-                steps.finish(LoadedRow(index(k), k, lambda: held), shared)
+                steps.finish(LoadedRow(index(k), k, lambda: loaded), shared)
 
         def start() -> None:
             for k in range(self.slots):
                 fill(jnp.int32(k))
 
-        if self.turns == 1:
+        if self.tiles == 1:
             start()
             loaded = steps.params()
         else:
@@ -154,9 +154,9 @@ class QueuedRow(Queue, SplitRow):
 
     @property
     def exchange(self) -> Exchange:
-        return dataclasses.replace(super().exchange, turns=2)
+        return dataclasses.replace(super().exchange, stages=2)
 
-    def held(self, width: int) -> tuple[int, ...]:
+    def slot_shape(self, width: int) -> tuple[int, ...]:
         return (width,)
 
     def widths(self) -> list[int]:
@@ -171,7 +171,7 @@ class QueuedRow(Queue, SplitRow):
 class QueuedTile(Queue, RowTile):
     """A `RowTile` at a time."""
 
-    def held(self, width: int) -> tuple[int, ...]:
+    def slot_shape(self, width: int) -> tuple[int, ...]:
         return (self.height, width)
 
     def widths(self) -> list[int]:

@@ -54,7 +54,7 @@ class Schedule:
       warpgroups: warpgroups of a block that share a row (split_row, queued_row).
       cluster: blocks that share a row (split_row, queued_row).
       slots: rows, or groups of rows, in the queue of a block (queued).
-      turns: rows, or groups of rows, that a block takes (queued).
+      tiles: rows, or groups of rows, that a block takes (queued).
       tail: the last of all rows, or groups of them, of which a block takes one (queued).
       rereads: a row is read from shared memory for each use, and holds no registers (queued).
       params_first: scale and bias are loaded before the reductions, not after: latency against
@@ -70,7 +70,7 @@ class Schedule:
     warpgroups: int = 1
     cluster: int = 1
     slots: int = 0
-    turns: int = 0
+    tiles: int = 0
     tail: int = 0
     rereads: bool = False
     params_first: bool = False
@@ -82,7 +82,7 @@ class Schedule:
             raise ValueError(f"{self} has parameters of one group for rows of another")
         cols, vector = spec.cols, self.vector
         exchanges = 2 if spec.op == "norm_add_norm" else 1
-        queue = {name: getattr(self, name) for name in ("slots", "turns", "tail", "rereads")}
+        queue = {name: getattr(self, name) for name in ("slots", "tiles", "tail", "rereads")}
         match self.kind:
             case "row_tile":
                 return RowTile(cols, vector, self.threads, self.rows)
@@ -240,15 +240,15 @@ def _queued_tile(spec: Spec, vector: int, gpu: Gpu) -> Schedule:
         return tile
     # Of short rows, many share what is loaded of the parameters in any case.
     many = spec.cols > 256 and spec.rows >= 6 * gpu.sms * tile.rows
-    turns = 2 if many and param_bytes(spec) > data_bytes(spec) else 1
-    tail = _tail(turns, gpu, cluster=1)
-    return dataclasses.replace(tile, kind="queued_tile", slots=turns, turns=turns, tail=tail)
+    tiles = 2 if many and param_bytes(spec) > data_bytes(spec) else 1
+    tail = _tail(tiles, gpu, cluster=1)
+    return dataclasses.replace(tile, kind="queued_tile", slots=tiles, tiles=tiles, tail=tail)
 
 
 def _split_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     shares = _shares(spec.cols, vector, line.values // registers(spec))
     cluster = min(line.cluster, gpu.sms // spec.rows) if line.waves else line.cluster
-    warpgroups, cluster = _spread(shares, line, gpu, cluster)
+    warpgroups, cluster = _distribute(shares, line, gpu, cluster)
     values = spec.cols / (cluster * warpgroups * WARPGROUP_THREADS)
     # What a thread has of 128 registers, or of the 64 that 8 warpgroups leave it.
     room = 128 if warpgroups < 8 else 48
@@ -267,28 +267,28 @@ def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     # A column costs a register for each of its parameters, and one for its value.
     values = line.values or (80 if params == 1 else 48)
     shares = _shares(spec.cols, vector, values // registers(spec))
-    warpgroups, cluster = _spread(shares, line, gpu, line.cluster)
+    warpgroups, cluster = _distribute(shares, line, gpu, line.cluster)
     unit = warpgroups * WARPGROUP_THREADS * vector
     part = math.ceil(spec.cols / (cluster * unit)) * unit
     part_bytes, of_thread = part * column_bytes(spec), part // (warpgroups * WARPGROUP_THREADS)
     # Blocks of a cluster that have an SM to themselves, and many parameters to read: one round
     # takes all rows.
     alone = 1 < line.cluster < shares and params == 2
-    turns = _turns(spec, cluster, gpu)
+    tiles = _tiles_of_a_block(spec, cluster, gpu)
     if alone:
-        turns = math.ceil(spec.rows / gpu.at_a_time(cluster))
+        tiles = math.ceil(spec.rows / gpu.at_a_time(cluster))
     # 24 KiB, or else 2 parts of rows: more room for them would leave fewer blocks to an SM. In a
     # cluster the third pays: its blocks wait for each other.
     least = 2 if cluster == 1 or alone else 3
-    slots = min(max(least, 24 * 1024 // part_bytes), turns, (gpu.smem - 8192) // part_bytes, 3)
+    slots = min(max(least, 24 * 1024 // part_bytes), tiles, (gpu.smem - 8192) // part_bytes, 3)
     return Schedule(
         "queued_row",
         vector,
         cluster=cluster,
         warpgroups=warpgroups,
         slots=max(1, slots),
-        turns=turns,
-        tail=0 if alone else _tail(turns, gpu, cluster),
+        tiles=tiles,
+        tail=0 if alone else _tail(tiles, gpu, cluster),
         # Where two parameters fill the registers, an SM has room for one or two blocks anyway.
         rereads=of_thread > 32 and (params < 2 or of_thread <= 48),
         params_first=True,
@@ -296,7 +296,7 @@ def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     )
 
 
-def _turns(spec: Spec, cluster: int, gpu: Gpu) -> int:
+def _tiles_of_a_block(spec: Spec, cluster: int, gpu: Gpu) -> int:
     """How many rows a block takes.
 
     The more, the less it matters that a block has to start, with a cluster of others, and to read
@@ -305,18 +305,18 @@ def _turns(spec: Spec, cluster: int, gpu: Gpu) -> int:
     """
     if not param_sizes(spec):
         return 1
-    turns = round(_START[cluster] * (param_bytes(spec) / data_bytes(spec)) ** 2)
+    tiles = round(_START[cluster] * (param_bytes(spec) / data_bytes(spec)) ** 2)
     least = 1 if cluster == 1 else 2
-    return max(1, min(max(least, turns), spec.rows * cluster // (3 * gpu.sms)))
+    return max(1, min(max(least, tiles), spec.rows * cluster // (3 * gpu.sms)))
 
 
-def _tail(turns: int, gpu: Gpu, cluster: int) -> int:
+def _tail(tiles: int, gpu: Gpu, cluster: int) -> int:
     """Rows, or groups of them, that are taken one by one at the end: two for each SM, or cluster.
 
     Without them, LayerNorm over 5120 columns of bfloat16 kept the last SM busy for 5 % longer than
     the average one (H200).
     """
-    return 2 * gpu.at_a_time(cluster) if turns > 1 else 0
+    return 2 * gpu.at_a_time(cluster) if tiles > 1 else 0
 
 
 def _shares(cols: int, vector: int, values: int) -> int:
@@ -326,7 +326,7 @@ def _shares(cols: int, vector: int, values: int) -> int:
     return min(2 ** math.ceil(math.log2(wanted)), _power_of_2(most))
 
 
-def _spread(shares: int, line: Line, gpu: Gpu, cluster: int) -> tuple[int, int]:
+def _distribute(shares: int, line: Line, gpu: Gpu, cluster: int) -> tuple[int, int]:
     """Warpgroups of a block and blocks of a cluster, for a row of so many shares."""
     for warpgroups in (line.least, line.warpgroups):
         warpgroups = min(warpgroups, shares)

@@ -71,18 +71,18 @@ def _in_registers(tile: Tile, spec: Spec) -> Callable[[Refs], None]:
 
         def finish(row: LoadedRow, _: None) -> None:
             part_m = m = jnp.maximum(tile.max(row.read()), _LOWEST)
-            e = [exp(v - tile.spread(m, v)) for v in row.read()]
+            e = [exp(v - tile.broadcast(m, v)) for v in row.read()]
             s = tile.sum(e)
             if isinstance(tile, SplitRow):
-                m, s = _merge(tile.gather(refs.scratch, m, s, turn=row.turn), exp)
+                m, s = _merge(tile.gather(refs.scratch, m, s, step=row.step), exp)
             if spec.op == "log_softmax":
-                y = [v - tile.spread(m, v) - tile.spread(jnp.log(s), v) for v in row.read()]
+                y = [v - tile.broadcast(m, v) - tile.broadcast(jnp.log(s), v) for v in row.read()]
             elif not isinstance(tile, SplitRow):
-                y = [v * tile.spread(1 / s, v) for v in e]
+                y = [v * tile.broadcast(1 / s, v) for v in e]
             elif len(e) == 1 and not tile.rereads:
                 # exp(x - m) is exp(x - m_p) exp(m_p - m).
                 r = exp(part_m - m) * (1 / s)
-                y = [v * tile.spread(r, v) for v in e]
+                y = [v * tile.broadcast(r, v) for v in e]
             else:
                 # Columns that two parts hold must come out alike.
                 y = [exp(v - m) * (1 / s) for v in row.read()]

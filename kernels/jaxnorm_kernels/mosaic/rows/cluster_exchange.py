@@ -39,15 +39,15 @@ class ClusterExchange:
       blocks: of the cluster.
       values: that each warp has to tell, in each exchange.
       added: only the sums over all warps are wanted: a warpgroup adds its warps' values up first.
-      turns: exchanges that may be under way: the fastest warp sends the values of exchange
-        ``k + turns - 1`` while the slowest may be reading those of exchange k.
+      stages: exchanges that may be under way: the fastest warp sends the values of exchange
+        ``k + stages - 1`` while the slowest may be reading those of exchange k.
     """
 
     warpgroups: int
     blocks: int
     values: int
     added: bool = False
-    turns: int = 1
+    stages: int = 1
 
     @property
     def parts(self) -> int:
@@ -62,18 +62,18 @@ class ClusterExchange:
 
     @property
     def _slots(self) -> tuple[int, int]:
-        """Shape in a turn: values by parts or, of those that are added, parts by sums."""
+        """Shape in a stage: values by parts or, of those that are added, parts by sums."""
         return (self.parts, self._width) if self.added else (self.values, self.parts)
 
     def scratch(self) -> list[Any]:
         """Slots, barriers of 8 bytes each, and what a warpgroup adds up."""
         rows, width = self._slots
         scratch = [
-            plgpu.SMEM((self.turns * rows, width), jnp.float32),
-            plgpu.SMEM((2 * self.turns,), jnp.uint32),
+            plgpu.SMEM((self.stages * rows, width), jnp.float32),
+            plgpu.SMEM((2 * self.stages,), jnp.uint32),
         ]
         if self.added:
-            own = (self.turns * self.warpgroups * self.values, WARPS)
+            own = (self.stages * self.warpgroups * self.values, WARPS)
             scratch.append(plgpu.SMEM(own, jnp.float32))
         return scratch
 
@@ -84,9 +84,9 @@ class ClusterExchange:
         def make(context: Any, barriers: Any) -> None:
             del context
             first = arith.cmpi(arith.CmpIPredicate.eq, utils.thread_idx(), _i32(0))
-            for turn in range(self.turns):
+            for stage in range(self.stages):
                 utils.inline_ptx(
-                    f"mbarrier.init.shared::cta.b64 [$0+{8 * turn}], {self.warpgroups};",
+                    f"mbarrier.init.shared::cta.b64 [$0+{8 * stage}], {self.warpgroups};",
                     _address(barriers),
                     predicate=first,
                     has_side_effects=True,
@@ -107,7 +107,7 @@ class ClusterExchange:
 
         wait()
 
-    def send(self, scratch: Sequence[Any], turn: Any, values: Sequence[jax.Array]) -> None:
+    def send(self, scratch: Sequence[Any], stage: Any, values: Sequence[jax.Array]) -> None:
         """Sends `values`, an array over the four warps each, to all blocks of the cluster."""
         layout = warps_layout(1).reduce(1)
         slots, barriers, *own = scratch[: len(self.scratch())]
@@ -115,18 +115,18 @@ class ClusterExchange:
         @plgpu.inline_mgpu(
             arg_types=(_REF, _REF, [_REF] * len(own), _SCALAR, [layout] * len(values))
         )
-        def post(
-            context: Any, slots: Any, barriers: Any, own: Any, turn: Any, values: Sequence[Any]
+        def send_values(
+            context: Any, slots: Any, barriers: Any, own: Any, stage: Any, values: Sequence[Any]
         ) -> None:
             del context
-            turn, thread = turn.registers.item(), utils.thread_idx()
+            stage, thread = stage.registers.item(), utils.thread_idx()
             rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=_i32_type())
             of_warp = [value.registers.item() for value in values]
-            barrier = _plus(_address(barriers), _times(turn, 8))
+            barrier = _plus(_address(barriers), _times(stage, 8))
             rows, width = self._slots
-            there = _plus(_address(slots), _times(turn, 4 * rows * width))
+            there = _plus(_address(slots), _times(stage, 4 * rows * width))
             if self.added:
-                sums = self._add(own[0], turn, of_warp)
+                sums = self._add(own[0], stage, of_warp)
                 self._announce(barrier)
                 sender = _plus(_times(rank, self.warpgroups), _warpgroup(thread))
                 there = _plus(there, _times(sender, 4 * width))
@@ -144,7 +144,7 @@ class ClusterExchange:
             for at, message in messages:
                 _send(message, _plus(there, _i32(4 * at)), barrier, block, self.blocks)
 
-        post(slots, barriers, own, turn, list(values))
+        send_values(slots, barriers, own, stage, list(values))
 
     def _announce(self, barrier: Any) -> None:
         """One thread of each warpgroup announces its share of the bytes to come."""
@@ -158,10 +158,10 @@ class ClusterExchange:
             has_side_effects=True,
         )
 
-    def _add(self, own: Any, turn: Any, of_warp: Sequence[Any]) -> list[Any]:
+    def _add(self, own: Any, stage: Any, of_warp: Sequence[Any]) -> list[Any]:
         """The sums over the warps of the warpgroup, and zeros to fill the last message."""
         thread = utils.thread_idx()
-        first = _plus(_times(turn, self.warpgroups), _warpgroup(thread))
+        first = _plus(_times(stage, self.warpgroups), _warpgroup(thread))
         first = _plus(_address(own), _times(first, 4 * WARPS * self.values))
         for i, value in enumerate(of_warp):
             at = _plus(_times(_warp(thread), 4), _i32(4 * WARPS * i))
@@ -170,32 +170,32 @@ class ClusterExchange:
         sums = [_tree_sum(_load(_plus(first, _i32(16 * i)), WARPS)) for i in range(self.values)]
         return sums + [arith.constant(ir.F32Type.get(), 0.0)] * (self._width - len(sums))
 
-    def receive(self, scratch: Sequence[Any], turn: Any, parity: Any) -> None:
+    def receive(self, scratch: Sequence[Any], stage: Any, parity: Any) -> None:
         """Waits until all values have arrived in the slots, for the n-th time.
 
-        `parity` is n % 2, counted from 0 for each turn.
+        `parity` is n % 2, counted from 0 for each stage.
         """
 
         @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, _SCALAR))
-        def wait(context: Any, barriers: Any, turn: Any, parity: Any) -> None:
+        def wait(context: Any, barriers: Any, stage: Any, parity: Any) -> None:
             del context
-            barrier = _plus(_address(barriers), _times(turn.registers.item(), 8))
+            barrier = _plus(_address(barriers), _times(stage.registers.item(), 8))
             nvvm.mbarrier_try_wait_parity(
                 _pointer(barrier), parity.registers.item(), _i32(10_000_000)
             )
 
-        wait(scratch[1], turn, parity)
+        wait(scratch[1], stage, parity)
 
-    def totals(self, scratch: Sequence[Any], turn: Any) -> list[jax.Array]:
+    def totals(self, scratch: Sequence[Any], stage: Any) -> list[jax.Array]:
         """The sums over all warps, where they are `added`: the same in all blocks, bit by bit."""
         scalar = plgpu.ShapeDtypeStruct((), jnp.float32, _SCALAR)
         lanes = min(WARP, 1 << (self.parts - 1).bit_length())
 
         @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR), return_type=[scalar] * self.values)
-        def add(context: Any, slots: Any, turn: Any) -> list[Any]:
+        def add(context: Any, slots: Any, stage: Any) -> list[Any]:
             del context
             rows, width = self._slots
-            first = _plus(_address(slots), _times(turn.registers.item(), 4 * rows * width))
+            first = _plus(_address(slots), _times(stage.registers.item(), 4 * rows * width))
             lane = arith.remui(utils.thread_idx(), _i32(lanes))
             zero = arith.constant(ir.F32Type.get(), 0.0)
             sums: list[Any] = [zero] * self.values
@@ -218,7 +218,7 @@ class ClusterExchange:
                 distance //= 2
             return [FragmentedArray.splat(s, ()) for s in sums]
 
-        return add(scratch[0], turn)
+        return add(scratch[0], stage)
 
 
 def _send(message: Sequence[Any], target: Any, barrier: Any, block: Any, blocks: int) -> None:

@@ -20,26 +20,26 @@ class Exchange:
     """Shows a value of each warp to every warp that shares its row.
 
     Those are the warps of a block of up to 8 warpgroups, or of all `cluster` blocks of a cluster,
-    which send each other their values. With two `turns` a warpgroup may be an exchange ahead of
+    which send each other their values. With two `stages` a warpgroup may be an exchange ahead of
     another that still reads.
     """
 
     warpgroups: int
     cluster: int = 1
-    turns: int = 1
+    stages: int = 1
 
     @property
     def parts(self) -> int:
         return WARPS * self.warpgroups * self.cluster
 
     def in_cluster(self, stats: int = 1) -> ClusterExchange:
-        return ClusterExchange(self.warpgroups, self.cluster, stats, turns=self.turns)
+        return ClusterExchange(self.warpgroups, self.cluster, stats, stages=self.stages)
 
     def scratch(self, stats: int) -> list[Any]:
         """What comes first in `scratch` below, for exchanges of up to `stats` values."""
         if self.cluster > 1:
             return self.in_cluster(stats).scratch()
-        shared = plgpu.SMEM((self.turns * stats, self.parts), jnp.float32)
+        shared = plgpu.SMEM((self.stages * stats, self.parts), jnp.float32)
         return [shared, plgpu.Barrier(num_arrivals=self.warpgroups)]
 
     def open(self, scratch: Sequence[Any]) -> None:
@@ -59,12 +59,12 @@ class Exchange:
         `count` is how often the block has gathered before.
         """
         shared = scratch[0]
-        turn = lax.rem(jnp.int32(count), self.turns)
-        first = turn * len(stats)
+        stage = lax.rem(jnp.int32(count), self.stages)
+        first = stage * len(stats)
         if self.cluster > 1:
             box = self.in_cluster(len(stats))
-            box.send(scratch, turn, stats)
-            box.receive(scratch, turn, lax.rem(lax.div(jnp.int32(count), self.turns), 2))
+            box.send(scratch, stage, stats)
+            box.receive(scratch, stage, lax.rem(lax.div(jnp.int32(count), self.stages), 2))
         else:
             mine = pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
             for slot, stat in enumerate(stats):

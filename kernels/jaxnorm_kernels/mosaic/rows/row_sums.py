@@ -47,20 +47,20 @@ class RowSums:
         return WARPS * self.warpgroups
 
     @property
-    def turns(self) -> int:
-        """The fastest warp publishes step k + turns - 1 while the slowest may collect step k."""
+    def stages(self) -> int:
+        """The fastest warp publishes step k + stages - 1 while the slowest may collect step k."""
         return 2 * self.depth
 
     @property
     def in_cluster(self) -> ClusterExchange:
         return ClusterExchange(
-            self.warpgroups, self.cluster, self.sums, added=True, turns=self.turns
+            self.warpgroups, self.cluster, self.sums, added=True, stages=self.stages
         )
 
     def scratch(self) -> list[Any]:
         if self.cluster > 1:
             return self.in_cluster.scratch()
-        shared = plgpu.SMEM((self.turns * self.sums, self.parts), jnp.float32)
+        shared = plgpu.SMEM((self.stages * self.sums, self.parts), jnp.float32)
         return [shared, plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=self.depth)]
 
     def open(self, scratch: Sequence[Ref]) -> None:
@@ -75,28 +75,28 @@ class RowSums:
 
     def publish(self, scratch: Sequence[Ref], sums: Sequence[jax.Array], k: Any = 0) -> None:
         """`sums`: for each sum a ``(4,)`` array over the warps of this warpgroup."""
-        turn = lax.rem(jnp.int32(k), self.turns)
+        stage = lax.rem(jnp.int32(k), self.stages)
         if self.cluster > 1:
-            self.in_cluster.send(scratch, turn, sums)
+            self.in_cluster.send(scratch, stage, sums)
             return
         shared, barriers = scratch
         mine = pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
         for j, value in enumerate(sums):
-            store(shared.at[turn * self.sums + j, mine], value)
+            store(shared.at[stage * self.sums + j, mine], value)
         plgpu.barrier_arrive(self._barrier(barriers, k))
 
     def collect(self, scratch: Sequence[Ref], k: Any = 0) -> list[jax.Array]:
         """The totals of step `k`. Each warp adds up all parts, in the same order."""
         k = jnp.int32(k)
-        turn = lax.rem(k, self.turns)
+        stage = lax.rem(k, self.stages)
         if self.cluster > 1:
-            self.in_cluster.receive(scratch, turn, lax.rem(lax.div(k, self.turns), 2))
-            return self.in_cluster.totals(scratch, turn)
+            self.in_cluster.receive(scratch, stage, lax.rem(lax.div(k, self.stages), 2))
+            return self.in_cluster.totals(scratch, stage)
         shared, barriers = scratch
         plgpu.barrier_wait(self._barrier(barriers, k))
         in_lanes = self.in_lanes or self.parts % WARP == 0
         layout = columns_layout(1, min(self.parts, WARP)) if in_lanes else _ALL
-        first = turn * self.sums
+        first = stage * self.sums
         return [jnp.sum(load(shared.at[first + j], layout)) for j in range(self.sums)]
 
     def _barrier(self, barriers: Ref, k: Any) -> Ref:

@@ -57,12 +57,12 @@ class LoadedRow:
 
     Attributes:
       index: into a ``(rows, ...)`` ref.
-      turn: counts the rows of the block.
+      step: counts the rows of the block.
       load: gives what `Steps.load` makes of each piece.
     """
 
     index: Any
-    turn: Any
+    step: Any
     load: Callable[[], list[tuple[jax.Array, ...]]]
 
     def read(self, which: int = 0) -> Pieces:
@@ -198,7 +198,7 @@ class Tile:
     def sum(self, x: Sequence[jax.Array]) -> Stat:
         return self._reduce(x, jnp.sum, operator.add, 0)
 
-    def spread(self, stat: Stat, like: jax.Array) -> jax.Array:
+    def broadcast(self, stat: Stat, like: jax.Array) -> jax.Array:
         """`stat` for every element of a piece."""
         return lax.broadcast_in_dim(stat, like.shape, (0,)) if stat.ndim else stat
 
@@ -322,7 +322,7 @@ class SplitRow(Tile):
 
     @property
     def exchange(self) -> Exchange:
-        return Exchange(self.split, self.cluster, turns=min(2, self.exchanges))
+        return Exchange(self.split, self.cluster, stages=min(2, self.exchanges))
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
         return self.exchange.scratch(stats)
@@ -356,10 +356,10 @@ class SplitRow(Tile):
         return column_in_warps((shape[0], shape[1]))
 
     def gather(
-        self, scratch: Sequence[Any], *stats: Stat, turn: Any, nth: int = 0
+        self, scratch: Sequence[Any], *stats: Stat, step: Any, nth: int = 0
     ) -> list[jax.Array]:
-        """The `nth` exchange of the row of this turn: see `Exchange.gather`."""
-        count = turn if self.exchanges == 1 else turn * self.exchanges + nth
+        """The `nth` exchange of the row of this step: see `Exchange.gather`."""
+        count = step if self.exchanges == 1 else step * self.exchanges + nth
         return self.exchange.gather(scratch, *stats, count=count)
 
     def part_sizes(self) -> jax.Array | float:

@@ -22,8 +22,8 @@ from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow, Tile, Warpgroup
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
-    """Parameters of `held_backward`.
+class InRegisters:
+    """Parameters of `in_registers_backward`.
 
     Attributes:
       vector: neighbouring elements that one thread reads and writes at once.
@@ -47,11 +47,11 @@ class Held:
         return RowTile(cols, self.vector, threads=self.threads, height=self.rows)
 
 
-def held_backward(
+def in_registers_backward(
     formula: Formula,
     operands: Operands,
     *,
-    schedule: Held,
+    schedule: InRegisters,
     results: Sequence[np.dtype],
     name: str,
 ) -> tuple[jax.Array, ...]:
@@ -77,8 +77,8 @@ def held_backward(
             totals = exchange.collect(scratch)
         finished = []
         for v in elements:
-            spread = [tile.spread(total, v[0]) for total in totals]
-            finished.append(formula.finish(v, (), (), spread)[0])
+            broadcast = [tile.broadcast(total, v[0]) for total in totals]
+            finished.append(formula.finish(v, (), (), broadcast)[0])
         for ref, values in zip(result_refs, zip(*finished)):
             tile.store(ref, row, values)
 
