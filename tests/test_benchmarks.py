@@ -19,9 +19,9 @@ from benchmarks import (
     workloads,
 )
 from benchmarks.blocks import BLOCKS, BlockWorkload
-from benchmarks.largest import largest
 from benchmarks.providers import PROVIDERS
 from benchmarks.suites import SUITES, BlockCell, Selection
+from benchmarks.training import largest
 from benchmarks.workloads import OPERATIONS, Workload
 
 SMALL = Selection(providers=("xla", "jnp"), ops=("rms_norm",), shapes=((4, 32),))

@@ -1,6 +1,6 @@
 """What saving the output frees, block by block: compiled temp memory of 12 layers, per layer.
 
-    python -m benchmarks.memory
+    python -m benchmarks.block_memory
 
 The table counts activations of rows x width, T*d. In a pre-norm block the norm's output is kept
 anyway, for the next product; saving it instead of the input frees one of them. Where the output is
