@@ -37,8 +37,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.device.registers import store_global, widen
 from jaxnorm_kernels.mosaic.rows.row_sums import RowSums
-from jaxnorm_kernels.mosaic.rows.shares import Share
-from jaxnorm_kernels.mosaic.rows.slices import Chunk, Slice, skip_stale
+from jaxnorm_kernels.mosaic.rows.shares import Chunk, Share, Slice, skip_stale
 
 
 @dataclasses.dataclass(frozen=True)

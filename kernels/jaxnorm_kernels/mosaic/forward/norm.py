@@ -9,14 +9,22 @@ With a residual; h and the y of norm_add are in its dtype, and the second norm h
     add_norm         h = x + residual          y = norm(h)
     norm_add         y = residual + norm(x)
     norm_add_norm    h = residual + norm(x)    y = norm(h)
+
+The variance is never E[x^2] - E[x]^2, which cancels. Rows in registers are reduced twice. Where
+parts of a row are reduced apart, part p of size n_p has its own mean and its own sum of squares
+about it, M_p, and (Chan, Golub, LeVeque 1979)
+
+    mean = sum(n_p mean_p) / n      sum((x - mean)^2) = sum(M_p + n_p (mean_p - mean)^2)
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -26,9 +34,8 @@ from jaxnorm_kernels.mosaic.device.registers import rounded, widen
 from jaxnorm_kernels.mosaic.elementwise import effective_bias, gain
 from jaxnorm_kernels.mosaic.forward import schedule as schedules
 from jaxnorm_kernels.mosaic.forward.kernel import Refs, of_group, run
-from jaxnorm_kernels.mosaic.forward.moments import row_statistics
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
-from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, Stat, Steps, Tile
+from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, SplitRow, Stat, Steps, Tile
 from jaxnorm_kernels.specs import Spec, Stats
 
 
@@ -162,7 +169,7 @@ def _in_registers(tile: Tile, spec: Spec, params_first: bool) -> Callable[[Refs]
 
             def norm(read: Callable[[], Pieces], k: int = 0) -> Pieces:
                 """Of what `read` gives, the norm `k` of this call."""
-                rstd, mean = row_statistics(tile, read, refs.scratch, norms[k], row.step, k)
+                rstd, mean = _row_statistics(tile, read, refs.scratch, norms[k], row.step, k)
                 kept.extend(_present(rstd, mean)[: 1 + norms[k].returns_mean])
                 return [
                     _output(
@@ -206,6 +213,47 @@ def _in_registers(tile: Tile, spec: Spec, params_first: bool) -> Callable[[Refs]
         tile.each_row(refs.operands, spec.rows, refs.scratch, steps)
 
     return body
+
+
+def _row_statistics(
+    tile: Tile,
+    read: Callable[[], Pieces],
+    scratch: Sequence[Any],
+    spec: Spec,
+    step: Any,
+    nth: int,
+) -> tuple[Stat, Stat | None]:
+    """r and the mean of a row in registers; `nth` of the norms of this step's row."""
+    size = tile.part_sizes() if isinstance(tile, SplitRow) else float(spec.cols)
+    mean = tile.sum(read()) / size if spec.subtract_mean else None
+    centred = read() if mean is None else [v - tile.broadcast(mean, v) for v in read()]
+    square = tile.sum([jnp.square(v) for v in centred])
+    if isinstance(tile, SplitRow):
+        gather = functools.partial(tile.gather, scratch, step=step, nth=nth)
+        mean, square = _merge(gather, size, mean, square, spec)
+    return lax.rsqrt(square / spec.cols + spec.epsilon), mean
+
+
+def _merge(
+    gather: Callable[..., list[jax.Array]],
+    size: jax.Array | float,
+    mean: Stat | None,
+    square: Stat,
+    spec: Spec,
+) -> tuple[Stat | None, Stat]:
+    """The mean of a row and the sum of squares about it, of those of its parts.
+
+    `gather` shows the values of each part to all of them: see `Exchange.gather`.
+    """
+    if mean is None:
+        (part_square,) = gather(square)
+        return None, jnp.sum(part_square)
+    if isinstance(size, float):
+        part_mean, part_square = gather(mean, square)
+    else:
+        part_mean, part_square, size = gather(mean, square, size)
+    mean = jnp.sum(size * part_mean) / spec.cols
+    return mean, jnp.sum(part_square + size * jnp.square(part_mean - mean))
 
 
 def _by_norm(params: Sequence[Ref], norms: Sequence[Spec]) -> list[list[Ref]]:

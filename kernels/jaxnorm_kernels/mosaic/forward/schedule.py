@@ -20,6 +20,8 @@ import dataclasses
 import math
 from typing import Literal
 
+import numpy as np
+
 from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import (
     VECTOR_BYTES,
@@ -28,14 +30,6 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     vector_width,
 )
 from jaxnorm_kernels.mosaic.forward.queued import QueuedRow, QueuedTile
-from jaxnorm_kernels.mosaic.forward.sizes import (
-    column_bytes,
-    data_bytes,
-    is_unaligned,
-    param_bytes,
-    param_sizes,
-    registers,
-)
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow, Tile, WarpgroupRow
 from jaxnorm_kernels.specs import Op, Spec
 
@@ -338,3 +332,47 @@ def _distribute(shares: int, line: Line, gpu: Gpu, cluster: int) -> tuple[int, i
 def _power_of_2(n: int) -> int:
     """The largest power of 2 up to `n`, which is at least 1."""
     return 1 << (n.bit_length() - 1)
+
+
+# ------------------------------------------------------------------- what a column of a row costs
+
+
+def registers(spec: Spec) -> int:
+    """Registers of a thread for each column of a row, at most.
+
+    x and a residual of 32 bits wait for each other, and a residual that is added to the norm of x
+    for its statistics. In 16 bits, x and its residual share the register that their sum then takes.
+    """
+    if spec.residual_dtype is None:
+        return 1
+    return 1 if spec.op == "add_norm" and column_bytes(spec) <= 4 else 2
+
+
+def param_sizes(spec: Spec) -> list[int]:
+    """Bytes of each parameter of a column."""
+    return _sizes(spec.scale_dtype, spec.bias_dtype, spec.next_scale_dtype)
+
+
+def param_bytes(spec: Spec) -> int:
+    return sum(param_sizes(spec))
+
+
+def column_bytes(spec: Spec) -> int:
+    """Bytes of each column of the rows that are read."""
+    return sum(_sizes(spec.x_dtype, spec.residual_dtype))
+
+
+def data_bytes(spec: Spec) -> int:
+    """Bytes of each column of the rows that are read and written."""
+    h_dtype = spec.residual_dtype if spec.normalises_h else None
+    return column_bytes(spec) + sum(_sizes(spec.y_dtype, h_dtype))
+
+
+def _sizes(*dtypes: np.dtype | None) -> list[int]:
+    return [dtype.itemsize for dtype in dtypes if dtype is not None]
+
+
+def is_unaligned(spec: Spec) -> bool:
+    """Whether a row that is read is no multiple of what asynchronous copies take."""
+    sizes = _sizes(spec.x_dtype, spec.residual_dtype)
+    return any(spec.cols * size % VECTOR_BYTES for size in sizes)
