@@ -289,7 +289,7 @@ def _tangent(
 
 
 def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
-    """A call of which nothing is used goes, and so does h where only y is used, or y: no pass."""
+    """What is not used goes: a call, its h where only y is used, its norm where only h is."""
     equation = rest[-1]  # Newer versions of JAX say in between which inputs are live.
     call = equation.params["call"]
     if not any(used):
