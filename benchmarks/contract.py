@@ -52,8 +52,9 @@ class KernelWorkload(Workload):
         """Random operands, as large as they are in use: never constants, which compress."""
         keys = jax.random.split(jax.random.key(seed), 5)
         shape = (self.rows, self.cols)
-        scale = 1 + 0.1 * jax.random.normal(keys[0], shape[1:])
-        bias = jax.random.normal(keys[1], shape[1:]) if self.op == "layer_norm" else None
+        scale = 1 + 0.1 * jax.random.normal(keys[0], shape[1:], jnp.float32)
+        bias = jax.random.normal(keys[1], shape[1:], jnp.float32)
+        bias = bias if self.op == "layer_norm" else None
         if self.direction == "fwd":
             x = jax.random.normal(keys[2], shape, self.x_dtype)
             return (x, scale, bias) if self.is_norm else (x,)
@@ -61,4 +62,5 @@ class KernelWorkload(Workload):
         if not self.is_norm:
             function = jax.nn.softmax if self.op == "softmax" else jax.nn.log_softmax
             return function(y), dy
-        return y, dy, 1 + jax.random.uniform(keys[4], shape[:1]), scale, bias
+        rstd = 1 + jax.random.uniform(keys[4], shape[:1], jnp.float32)
+        return y, dy, rstd, scale, bias

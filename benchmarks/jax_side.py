@@ -41,7 +41,9 @@ def random_arrays(
     keys = iter(jax.random.split(jax.random.key(seed), count))
     return (
         tuple(jax.random.normal(next(keys), *array) for array in row_operands),
-        tuple(1 + 0.1 * jax.random.normal(next(keys), shape) for shape in parameter_shapes),
+        tuple(
+            1 + 0.1 * jax.random.normal(next(keys), shape, "float32") for shape in parameter_shapes
+        ),
         tuple(jax.random.normal(next(keys), *array) for array in cotangents),
     )
 

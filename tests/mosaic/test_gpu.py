@@ -14,7 +14,9 @@ from forward_cases import BF16, F32, call, make_operands, make_spec
 from forward_cases import reference as forward_reference
 from reference import assert_within
 
+from benchmarks import blocks, jax_side
 from benchmarks.contract import KernelWorkload
+from benchmarks.suites import BlockCell
 from benchmarks.sweep import with_schedule
 from benchmarks.workloads import DIRECTIONS, OPERATIONS
 from jaxnorm_kernels import mosaic, xla
@@ -33,9 +35,11 @@ FORWARD_COLS += [2**17, 2**18]
 
 
 @pytest.mark.parametrize("cols", FORWARD_COLS)
-@pytest.mark.parametrize("op", ["softmax", "log_softmax", "layer_norm", "rms_norm"])
-@pytest.mark.parametrize(("x", "y"), [(BF16, BF16), (F32, F32), (F32, BF16)], ids=str)
-def test_forward_kernels(op, x, y, cols):
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_forward_kernels(op, cols):
+    # In turn, so that each width and each function meets all three.
+    turn = FORWARD_COLS.index(cols) + OPERATIONS.index(op)
+    x, y = [(BF16, BF16), (F32, F32), (F32, BF16)][turn % 3]
     spec = make_spec(op, 137 if cols > 8192 else 1001, cols, x, y)
     operands = make_operands(spec)
     outputs = jax.jit(lambda *args: call(spec, *args))(*operands)
@@ -52,6 +56,13 @@ def test_clusters_are_those_of_the_driver():
         assert gpu.sms // size / 2 < count <= gpu.sms // size
 
 
+@jax.jit
+def relative_difference(ours: jax.Array, theirs: jax.Array) -> jax.Array:
+    """The largest, of the largest element."""
+    ours, theirs = ours.astype(jnp.float32), theirs.astype(jnp.float32)
+    return jnp.max(jnp.abs(ours - theirs)) / jnp.max(jnp.abs(theirs))
+
+
 def assert_like_xla(workload: KernelWorkload, implementation: Any, calls: int = 3) -> None:
     """Each element as near to XLA's as two roundings, and the order of sums, let it be."""
     operands = workload.operands(0)
@@ -59,12 +70,10 @@ def assert_like_xla(workload: KernelWorkload, implementation: Any, calls: int = 
     function = jax.jit(workload.function(implementation))
     for _ in range(calls):
         for ours, theirs in zip(jax.tree.leaves(function(*operands)), expected, strict=True):
-            wide = theirs.astype(jnp.float32)
             bound = 2**-7  # a rounding to bfloat16 each
             if ours.dtype == jnp.float32:
                 bound = 8 * math.sqrt(workload.rows + workload.cols) * 2**-24
-            difference = jnp.max(jnp.abs(ours.astype(jnp.float32) - wide))
-            assert difference <= bound * jnp.max(jnp.abs(wide))
+            assert relative_difference(ours, theirs) <= bound
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -73,6 +82,34 @@ def assert_like_xla(workload: KernelWorkload, implementation: Any, calls: int = 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_large_arrays(op, direction, rows, cols, dtype):
     assert_like_xla(KernelWorkload(op, direction, rows, cols, dtype, dtype), mosaic)
+
+
+# Of each kind of block, with gradients. A plain norm beside an addition has the same kernels.
+BLOCKS = [
+    pytest.param(block, id=f"{block.op}-{block.shape}-{block.dtype}")
+    for block in blocks.grid(
+        ["add_layer_norm", "post_norm", "sandwich", "ada_layer_norm"], ["fwd+bwd"], blocks.DTYPES
+    )
+]
+
+
+@pytest.mark.parametrize("workload", BLOCKS)
+def test_large_blocks(workload):
+    """As `assert_like_xla`, of a forward and the backward that starts from what it kept."""
+    inputs = jax_side.random_arrays(0, *jax_side.arguments_of(workload))
+
+    def compiled(provider: str) -> jax_side.Program:
+        return jax_side.compile_cell(BlockCell(**dataclasses.asdict(workload), provider=provider))
+
+    expected = jax.tree.leaves(compiled("xla").call(*inputs))
+    call = compiled("mosaic").call
+    # y is rounded differently here and there, and gradients are taken from y as it is stored.
+    bound = 2**-7
+    if workload.dtype == "float32":
+        bound = 8 * math.sqrt(math.prod(workload.sizes[:-1]) + workload.cols) * 2**-24
+    for _ in range(3):
+        for ours, theirs in zip(jax.tree.leaves(call(*inputs)), expected, strict=True):
+            assert relative_difference(ours, theirs) <= bound
 
 
 def test_no_copy_overtakes_a_read():
