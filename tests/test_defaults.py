@@ -68,13 +68,6 @@ def test_mosaics_forward_passes_are_left_for_the_program_s_sake_alone():
             assert mosaic.prefers(w.spec) == first(BETTER_FUSED, w.spec)
 
 
-# Cells over the bar in the one run there is, whose two programs ran in a fixed order.
-SLOWER_STACKS = {
-    ("layer_norm", "fwd", "1024", "512", "bfloat16"): 1.034,
-    ("rms_norm", "fwd", "1024", "512", "float32"): 1.033,
-}
-
-
 def stacks():
     """Milliseconds over plain jnp's, of each provider and direction, by cell."""
     (rows,) = [
@@ -95,8 +88,7 @@ def test_no_stack_of_small_layers_is_slower_by_default():
     for direction in ("fwd", "fwd+bwd"):
         cells = ratios["jaxnorm", direction]
         assert len(cells) == 30
-        slower = {cell: round(ratio, 3) for cell, ratio in cells.items() if ratio > 1.03}
-        assert slower == {cell: r for cell, r in SLOWER_STACKS.items() if cell[1] == direction}
+        assert not {cell: round(ratio, 3) for cell, ratio in cells.items() if ratio > 1.03}
 
 
 def test_small_forward_norms_are_left_for_a_reason():
