@@ -18,12 +18,13 @@ from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP, WARPGROUP_
 from jaxnorm_kernels.mosaic.forward.schedule import Line, Schedule, choose, of_line
 
 _COLS = {"fwd": 4096, "bwd": 12288}
-_WARP_COLS = 1024  # that a warp shares
+_WARP_COLS = 1536  # that a warp shares
 _LEAST_BYTES = 8 * 2**20
 _GROUPS = (1, 2, 4)  # rows of a warp, or of a part of one
 _VALUES = 64  # columns of a thread, at most
 _TILES = (1, 2, 4)
-# Rows that start anywhere, beside those of the benchmarks.
+# Beside those of the benchmarks: rows that no power of two divides, and those that start anywhere.
+_BETWEEN = [(32768, 640), (32768, 1152), (32768, 1280), (32768, 1536)]
 _ODD = [(8192, 2047), (8192, 8191), (8192, 12287)]
 
 
@@ -31,6 +32,7 @@ def workloads() -> Iterator[KernelWorkload]:
     softmaxes = ("softmax", "log_softmax")
     passes = itertools.chain(
         grid(directions=("fwd",)),
+        grid(directions=("fwd",), shapes=_BETWEEN),
         grid(softmaxes, directions=("bwd",)),
         grid(softmaxes, directions=("bwd",), shapes=_ODD),
     )

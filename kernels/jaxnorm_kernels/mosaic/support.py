@@ -3,7 +3,11 @@
 from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.mosaic.backward import schedule as backward
 from jaxnorm_kernels.mosaic.backward.schedule import COPY_BYTES, row_dtypes
-from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, vector_width
+from jaxnorm_kernels.mosaic.device.layouts import (
+    LEAST_VECTOR,
+    WARPGROUP_THREADS,
+    vector_width,
+)
 from jaxnorm_kernels.mosaic.forward import schedule as forward
 from jaxnorm_kernels.refusals import BETTER_FUSED, NO_KERNEL, Table, first
 from jaxnorm_kernels.specs import Spec
@@ -33,7 +37,7 @@ _CANNOT: Table = (
         "parameters of its own), in multiples of 16 bytes",
         lambda s: (
             _norm_bwd(s)
-            and s.cols < WARPGROUP_THREADS * _vector(s)
+            and s.cols < WARPGROUP_THREADS * min(_vector(s), LEAST_VECTOR)
             and (s.rows // s.groups < 64 or _has_unaligned_rows(s))
         ),
     ),

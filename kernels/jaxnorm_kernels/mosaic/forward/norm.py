@@ -206,7 +206,7 @@ def _in_registers(tile: Tile, spec: Spec, params_first: bool) -> Callable[[Refs]
             steps = dataclasses.replace(
                 steps,
                 params=lambda: [
-                    params(k, lambda: tile.row_index(spec.rows)) for k in range(len(norms))
+                    params(k, lambda: tile.first_row(spec.rows)) for k in range(len(norms))
                 ],
                 prepare=lambda loaded: [columns_of(*each) for each in zip(loaded, norms)],
             )

@@ -50,6 +50,14 @@ class Queue(Tile):
         """The blocks that take all their tiles. They come first; each of the others takes one."""
         return max(0, super().blocks(rows) - self.tail) // self.tiles
 
+    def first(self, rows: int) -> Any:
+        """The first that this block takes, of all rows or groups of them."""
+        block, whole = lax.axis_index(BLOCK), self.whole_blocks(rows)
+        return jnp.where(block < whole, block * self.tiles, block + whole * (self.tiles - 1))
+
+    def first_row(self, rows: int) -> Any:
+        return self.row_index(rows, self.first(rows))
+
     def slot_shape(self, width: int) -> tuple[int, ...]:
         """Shape in shared memory of a piece of `width` columns."""
         raise NotImplementedError
@@ -83,12 +91,12 @@ class Queue(Tile):
         in_plain_order(*arrays)
         queues = [arrays[k :: len(pieces)] for k in range(len(pieces))]  # of each piece
         self.open(scratch)
-        block, whole = lax.axis_index(BLOCK), self.whole_blocks(rows)
-        first = jnp.where(block < whole, block * self.tiles, block + whole * (self.tiles - 1))
+        first = self.first(rows)
         count: Any = 1
         if self.tiles > 1:
+            whole = lax.axis_index(BLOCK) < self.whole_blocks(rows)
             # Of a copy that starts in any case, the compiler moves ahead what waits for `params`.
-            count = opaque(jnp.where(block < whole, self.tiles, 1))
+            count = opaque(jnp.where(whole, self.tiles, 1))
 
         def slot(k: Any) -> Any:
             return lax.axis_index(WARPGROUP) * self.slots + lax.rem(k, self.slots)
