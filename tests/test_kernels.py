@@ -151,6 +151,7 @@ def test_more_elements_than_int32_counts(kernels):
         np.testing.assert_array_equal(exact(y[-8:]), exact(y[:8]))
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "name",
