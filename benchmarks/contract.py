@@ -1,6 +1,7 @@
 """A workload as the implementations see it: a function of their contract, and its operands."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,59 +9,119 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.workloads import PARAMETERS, Workload
-from jaxnorm_kernels.specs import Spec
+from benchmarks.workloads import ITEMSIZE, Workload
+from jaxnorm_kernels.specs import Op, Spec
+
+#: The contract's operation of each function. The backward of `add_norm` is a norm's that adds dh.
+_OPS: dict[str, Op] = {
+    "softmax": "softmax",
+    "log_softmax": "log_softmax",
+    "layer_norm": "norm",
+    "rms_norm": "norm",
+    "add_layer_norm": "add_norm",
+    "add_rms_norm": "add_norm",
+    "rms_norm_add": "norm_add",
+    "rms_norm_add_rms_norm": "norm_add_norm",
+}
+#: Arrays of x's shape that a pass moves, of x's dtype and of y's. A backward is from the output.
+_ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
+    ("add_norm", "fwd"): (3, 1),  # x, residual, h; y
+    ("add_norm", "bwd"): (2, 2),  # dh, dx; y, dy
+    ("norm_add", "fwd"): (3, 0),  # x, residual, the sum
+    ("norm_add_norm", "fwd"): (3, 1),
+    ("norm_add_norm", "bwd"): (4, 2),  # x, dh, dx, dresidual; y, dy
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelWorkload(Workload):
-    """One function of the contract on one shape, forward or backward from the output."""
+    """One function of the contract on one shape, forward or backward from the output.
+
+    Its operation may also be one with a residual, which then has x's dtype.
+    """
+
+    @property
+    def bytes(self) -> int:
+        arrays = _ARRAYS.get((_OPS[self.op], self.direction))
+        if arrays is None:
+            return super().bytes
+        of_x, of_y = arrays
+        itemsizes = of_x * ITEMSIZE[self.x_dtype] + of_y * ITEMSIZE[self.y_dtype]
+        return math.prod(self.shape) * itemsizes
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.cols
 
     @property
     def is_norm(self) -> bool:
-        return PARAMETERS[self.op] > 0
+        return "norm" in self.op
 
     @property
     def spec(self) -> Spec:
+        op = _OPS[self.op]
+        types = jnp.dtype(self.x_dtype), jnp.dtype(self.y_dtype)
+        if not self.is_norm:
+            return Spec(op, self.direction, self.rows, self.cols, *types)  # type: ignore[arg-type]
+        backward_of_sum = op == "add_norm" and self.direction == "bwd"
         parameter = np.dtype(np.float32)
         return Spec(
-            op="norm" if self.is_norm else self.op,  # type: ignore[arg-type]
-            direction=self.direction,  # type: ignore[arg-type]
-            rows=self.rows,
-            cols=self.cols,
-            x_dtype=jnp.dtype(self.x_dtype),
-            y_dtype=jnp.dtype(self.y_dtype),
-            scale_dtype=parameter if self.is_norm else None,
-            bias_dtype=parameter if self.op == "layer_norm" else None,
-            epsilon=1e-6 if self.is_norm else 0.0,
-            subtract_mean=self.op == "layer_norm",
+            "norm" if backward_of_sum else op,
+            self.direction,  # type: ignore[arg-type]
+            self.rows,
+            self.cols,
+            *types,
+            scale_dtype=parameter,
+            bias_dtype=parameter if self._subtracts_mean else None,
+            residual_dtype=None if op == "norm" or backward_of_sum else types[0],
+            next_scale_dtype=parameter if op == "norm_add_norm" else None,
+            epsilon=1e-6,
+            subtract_mean=self._subtracts_mean,
+            adds_dh=self._adds_dh,
         )
 
     def function(self, implementation: Any) -> Callable[..., Any]:
         """The implementation's function over what `operands` gives."""
-        spec, name = self.spec, "norm" if self.is_norm else self.op
-        call = getattr(implementation, f"{name}_{self.direction}")
-        if not self.is_norm and self.direction == "fwd":
-            return lambda x: call(x, None, spec=spec)
-        if not self.is_norm:
-            return lambda y, dy: call(y, None, dy, spec=spec)
-        if self.direction == "fwd":
-            return lambda x, scale, bias: call(x, scale, bias, spec=spec)[0]
-        return lambda y, dy, rstd, scale, bias: call(y, (rstd,), scale, bias, dy, spec=spec)
+        spec = self.spec
+        call = getattr(implementation, f"{spec.op}_{self.direction}")
+        if self.is_norm:
+            results = -1 if self.direction == "fwd" else None  # without the statistics
+            return lambda *operands: call(*operands, spec=spec)[:results]
+        return lambda first, *others: call(first, None, *others, spec=spec)
 
-    def operands(self, seed: int) -> tuple[jax.Array | None, ...]:
+    def operands(self, seed: int) -> tuple[Any, ...]:
         """Random operands, as large as they are in use: never constants, which compress."""
-        keys = jax.random.split(jax.random.key(seed), 5)
-        shape = (self.rows, self.cols)
-        scale = 1 + 0.1 * jax.random.normal(keys[0], shape[1:], jnp.float32)
-        bias = jax.random.normal(keys[1], shape[1:], jnp.float32)
-        bias = bias if self.op == "layer_norm" else None
-        if self.direction == "fwd":
-            x = jax.random.normal(keys[2], shape, self.x_dtype)
-            return (x, scale, bias) if self.is_norm else (x,)
-        y, dy = (jax.random.normal(key, shape, self.y_dtype) for key in keys[2:4])
+        keys = iter(jax.random.split(jax.random.key(seed), 8))
+        spec, backward = self.spec, self.direction == "bwd"
+
+        def normal(shape: tuple[int, ...], dtype: str = "float32") -> jax.Array:
+            return jax.random.normal(next(keys), shape, dtype)
+
+        def of_rows(dtype: str) -> jax.Array:
+            return normal(self.shape, dtype)
+
+        if not self.is_norm and not backward:
+            return (of_rows(self.x_dtype),)
         if not self.is_norm:
             function = jax.nn.softmax if self.op == "softmax" else jax.nn.log_softmax
-            return function(y), dy
-        rstd = 1 + jax.random.uniform(keys[4], shape[:1], jnp.float32)
-        return y, dy, rstd, scale, bias
+            return function(of_rows(self.y_dtype)), of_rows(self.y_dtype)
+        params: list[jax.Array | None] = [1 + 0.1 * normal((self.cols,))]
+        if spec.next_scale_dtype is not None:
+            params.append(1 + 0.1 * normal((self.cols,)))
+        elif spec.op != "norm_add":
+            params.append(normal((self.cols,)) if self._subtracts_mean else None)
+        if not backward:
+            residual = [] if spec.residual_dtype is None else [of_rows(self.x_dtype)]
+            return (of_rows(self.x_dtype), *residual, *params)
+        rstd = [1 + jax.random.uniform(next(keys), (self.rows,), jnp.float32) for _ in spec.norms]
+        dh = [of_rows(self.x_dtype)] if self._adds_dh else []
+        x = [of_rows(self.x_dtype)] if spec.op == "norm_add_norm" else []
+        return (*x, of_rows(self.y_dtype), tuple(rstd), *params, of_rows(self.y_dtype), *dh)
+
+    @property
+    def _subtracts_mean(self) -> bool:
+        return self.op.endswith("layer_norm")
+
+    @property
+    def _adds_dh(self) -> bool:
+        return self.direction == "bwd" and _OPS[self.op] in ("add_norm", "norm_add_norm")

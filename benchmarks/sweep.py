@@ -1,6 +1,6 @@
 """Times schedules of the kernels side by side: what their tables are made of.
 
-    python -m benchmarks.sweep benchmarks/sweeps/backward.py --out sweep.csv
+    python -m benchmarks.sweep benchmarks/sweeps/backward.py --ops layer_norm --out sweep.csv
 
 The file defines ``workloads()`` and, for one of them, ``schedules(workload)``. Each schedule is
 compiled, compared with XLA on the same operands, and timed as `benchmarks.run` times. `worst` is
@@ -15,6 +15,7 @@ import functools
 import importlib
 import multiprocessing
 import os
+import re
 import runpy
 import sys
 import types
@@ -30,9 +31,11 @@ import jax.numpy as jnp
 from benchmarks import calls, timing
 from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels import mosaic, xla
+from jaxnorm_kernels.specs import Implementation
 
 PROCESSES = os.cpu_count() or 1
 _MOSAIC_CALLS = ("mosaic_gpu", "mosaic_gpu_v2")  # JAX vouches for neither in an export
+_PASS = re.compile("_(fwd|bwd)$")
 SHOWN = 4  # of the fastest schedules of a workload
 
 
@@ -59,9 +62,9 @@ def with_schedule(schedule: Any) -> types.SimpleNamespace:
     """The implementation that has this schedule, with it instead of its table's."""
     package = ".".join(type(schedule).__module__.split(".")[:2])
     implementation = importlib.import_module(package)
-    names = [f"{op}_{d}" for op in ("norm", "softmax", "log_softmax") for d in ("fwd", "bwd")]
+    functions = {n: getattr(implementation, n) for n in dir(Implementation) if _PASS.search(n)}
     return types.SimpleNamespace(
-        **{n: functools.partial(getattr(implementation, n), schedule=schedule) for n in names}
+        **{n: functools.partial(f, schedule=schedule) for n, f in functions.items()}
     )
 
 
@@ -155,12 +158,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("file", type=Path, help="Python file with workloads() and schedules()")
     parser.add_argument("--out", type=Path, default=Path("sweep.csv"), help="(%(default)s)")
+    parser.add_argument("--ops", nargs="+", metavar="NAME", help="of these alone")
+    parser.add_argument("--cols", nargs="+", type=int, metavar="N", help="of these alone")
     given = parser.parse_args(argv)
     if jax.devices()[0].platform != "gpu":
         print("benchmarks.sweep times GPU kernels; there is no GPU", file=sys.stderr)
         return 2
     chosen = runpy.run_path(str(given.file))
-    jobs = [(w, chosen["schedules"](w)) for w in chosen["workloads"]()]
+    jobs = [
+        (w, chosen["schedules"](w))
+        for w in chosen["workloads"]()
+        if w.op in (given.ops or [w.op]) and w.cols in (given.cols or [w.cols])
+    ]
     with given.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, [f.name for f in dataclasses.fields(Row)])
         writer.writeheader()

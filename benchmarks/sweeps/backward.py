@@ -1,4 +1,8 @@
-"""Rings of the backward, around those that the tables have and where they miss their bars."""
+"""Schedules of the backward: of norms, with dh and of two norms, over widths that no table names.
+
+Of a ring, how many warpgroups and blocks share a row, how many blocks a multiprocessor has, and how
+many rows a step; stages are as many as keep it busy. Of softmaxes in registers, the same shares.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -9,62 +13,31 @@ from jaxnorm_kernels.mosaic.backward.schedule import (
     Line,
     NormSchedule,
     norm_schedule,
+    row_dtypes,
+    rows_ring,
     softmax_schedule,
+    two_norms_schedule,
     wide_ring,
 )
 
-# Rows and columns: a GiB or so at most, and a few rows.
-_SHAPES = [(32768, 1024), (32768, 2048), (32768, 4096), (2048, 4096), (8192, 3000), (8192, 5120)]
-_SHAPES += [(16384, 8192), (8192, 12288), (8192, 16384), (4096, 32768), (4096, 65536)]
-_SHAPES += [(1024, 131072)]
-
-# For each width some grids of a line's attributes; one block, a row a step and one row of lag where
-# none is said.
-_NORM: dict[int, list[dict[str, list[int]]]] = {
-    1024: [{"warpgroups": [1], "blocks_per_sm": [3, 4], "rows": [1, 2], "stages": [2, 4]}],
-    2048: [{"warpgroups": [1], "blocks_per_sm": [3], "lag": [0, 1], "stages": [2, 3]}],
-    3000: [
-        {"warpgroups": [1], "blocks_per_sm": [1, 2], "rows": [1, 2], "stages": [2, 4]},
-        {"warpgroups": [2, 3], "rows": [1, 2], "stages": [4]},
-        {"warpgroups": [1], "cluster": [2], "blocks_per_sm": [2, 3], "stages": [4]},
-    ],
-    4096: [
-        {"warpgroups": [1], "blocks_per_sm": [2], "lag": [0, 1], "stages": [2, 3]},
-        {"warpgroups": [2], "rows": [1, 2], "lag": [1, 2], "stages": [3, 5]},
-        {"warpgroups": [1, 2], "cluster": [2], "blocks_per_sm": [1, 2], "stages": [4]},
-    ],
-    5120: [
-        {"warpgroups": [1], "blocks_per_sm": [2], "cluster": [2], "lag": [1, 2], "stages": [4]},
-        {"warpgroups": [5], "cluster": [1, 2], "rows": [1, 2], "stages": [4]},
-    ],
-    8192: [
-        {"warpgroups": [2, 4], "cluster": [2], "rows": [1, 2], "lag": [1, 2], "stages": [2, 3, 5]},
-        {"warpgroups": [2, 4], "cluster": [4], "rows": [1, 2], "stages": [4]},
-    ],
-    12288: [{"warpgroups": [2, 3, 4], "cluster": [2], "lag": [1, 2], "stages": [4]}],
-    16384: [
-        {"warpgroups": [2, 4], "cluster": [2], "lag": [1, 2], "stages": [2, 3, 4]},
-        {"warpgroups": [2, 4], "cluster": [4], "rows": [1, 2], "stages": [4]},
-    ],
-    32768: [
-        {"warpgroups": [2, 4], "cluster": [4], "lag": [1, 2], "stages": [3, 4]},
-        {"warpgroups": [2, 4], "cluster": [8], "rows": [1, 2], "lag": [1, 2], "stages": [3, 4]},
-    ],
-    65536: [
-        {"warpgroups": [2, 4], "cluster": [8], "lag": [1, 2], "stages": [3, 4]},
-        {"warpgroups": [2, 4], "cluster": [16], "rows": [1, 2], "stages": [3, 4]},
-    ],
-    131072: [{"warpgroups": [2, 4], "cluster": [16], "stages": [2, 3, 4]}],
-}
-# Softmax rows in registers: warpgroups and clusters that leave a thread so many columns.
-_HELD = list(itertools.product((1, 2, 4), (1, 2, 4, 8, 16)))
+_OPS = ("layer_norm", "rms_norm", "add_layer_norm", "rms_norm_add_rms_norm", "softmax")
+_ELEMENTS = 2**26
+_COLS = [512, 640, 768, 896, 1024, 1152, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168]
+_COLS += [8192, 10240, 12288, 14336, 16384, 20480, 24576, 32768, 49152, 65536, 131072]
+# Rows in a block of a multiprocessor, or in a cluster: bytes under way in each multiprocessor.
+_KIB_AHEAD = {False: 112, True: 192}
+_WARPGROUPS, _CLUSTERS, _BLOCKS_PER_SM = (1, 2, 4), (1, 2, 4, 8, 16), (1, 2, 3)
+# Columns of a thread; in a cluster, blocks that have fewer than 8 wait for each other.
+_RING_COLUMNS = {False: (4, 32), True: (8, 32)}
 _HELD_COLUMNS = (16, 64)
 
 
 def workloads() -> Iterator[KernelWorkload]:
-    for op in ("rms_norm", "layer_norm", "softmax"):
-        for dtype, shape in itertools.product(("bfloat16", "float32"), _SHAPES):
-            yield KernelWorkload(op, "bwd", *shape, dtype, dtype)  # type: ignore[arg-type]
+    for op, cols, dtype in itertools.product(_OPS, _COLS, ("bfloat16", "float32")):
+        rows = _ELEMENTS // cols // 8 * 8
+        workload = KernelWorkload(op, "bwd", rows, cols, dtype, dtype)  # type: ignore[arg-type]
+        if len(schedules(workload)) > 1:
+            yield workload
 
 
 def schedules(workload: KernelWorkload) -> list[NormSchedule | InRegisters]:
@@ -74,18 +47,42 @@ def schedules(workload: KernelWorkload) -> list[NormSchedule | InRegisters]:
 
 
 def _rings(workload: KernelWorkload) -> Iterator[NormSchedule | None]:
-    yield norm_schedule(workload.spec)
-    for grid in _NORM.get(workload.cols, []):
-        for values in itertools.product(*grid.values()):
-            line = Line(cols=workload.cols, kib=1024, **dict(zip(grid, values)))
-            if (ring := wide_ring(workload.spec, line)) is not None:
-                yield ring
+    spec, cols = workload.spec, workload.cols
+    table = two_norms_schedule if spec.op == "norm_add_norm" else norm_schedule
+    yield table(spec)
+    if cols <= 1024:
+        yield rows_ring(spec)
+    row_bytes = cols * sum(dtype.itemsize for dtype in row_dtypes(spec))
+    shares = itertools.product(_WARPGROUPS, _CLUSTERS, _BLOCKS_PER_SM)
+    for warpgroups, cluster, blocks_per_sm in shares:
+        columns = cols / (128 * warpgroups * cluster)
+        if not 2 <= warpgroups * blocks_per_sm <= 4 or not _in(_RING_COLUMNS[cluster > 1], columns):
+            continue
+        for rows in (1, 2):
+            step_bytes = blocks_per_sm * rows * row_bytes // cluster
+            stages = min(4, max(2, _KIB_AHEAD[cluster > 1] * 1024 // step_bytes))
+            line = Line(
+                cols=cols,
+                kib=row_bytes // 1024 + 1,
+                warpgroups=warpgroups,
+                stages=stages,
+                rows=rows,
+                blocks_per_sm=blocks_per_sm,
+                cluster=cluster,
+            )
+            ring = wide_ring(spec, line)
+            # With one stage, nothing is ahead of the row that is computed.
+            yield ring if ring is not None and ring.stages > 1 else None
 
 
 def _held(workload: KernelWorkload) -> Iterator[InRegisters | None]:
     yield softmax_schedule(workload.spec)
     vector = 16 // workload.spec.y_dtype.itemsize
-    least, most = _HELD_COLUMNS
-    for warpgroups, cluster in _HELD:
-        if least <= workload.cols / (128 * warpgroups * cluster) <= most:
+    for warpgroups, cluster in itertools.product(_WARPGROUPS, _CLUSTERS):
+        if _in(_HELD_COLUMNS, workload.cols / (128 * warpgroups * cluster)):
             yield InRegisters(vector, warpgroups, cluster=cluster)
+
+
+def _in(limits: tuple[int, int], columns: float) -> bool:
+    least, most = limits
+    return least <= columns <= most
