@@ -1,0 +1,270 @@
+"""What the programs of residual norms hold: kernels, passes over the rows, and what is kept."""
+
+import functools
+import re
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_norm import normal
+
+import jaxnorm
+
+WRAPPED = {
+    "plain": lambda block: block,
+    "remat": jax.checkpoint,
+    "save_policy": functools.partial(jax.checkpoint, policy=jaxnorm.save_policy),
+    "jit": jax.jit,
+}
+
+
+def jaxpr_of(function, *arrays):
+    return str(jax.make_jaxpr(function)(*arrays))
+
+
+@pytest.mark.parametrize(("dtype", "written"), [("bfloat16", 1), ("float32", 2)])
+def test_a_block_is_a_kernel_each_way(dtype, written):
+    """Whose backward writes one gradient for both operands where their dtypes agree."""
+    shape = (8192, 4096)
+    x, residual = jax.ShapeDtypeStruct(shape, "bfloat16"), jax.ShapeDtypeStruct(shape, dtype)
+    scale = jax.ShapeDtypeStruct(shape[1:], "float32")
+
+    def both(x, residual, scale, *cotangents):
+        results, vjp = jax.vjp(jaxnorm.add_rms_norm, x, residual, scale)
+        return results, vjp(cotangents)
+
+    traced = jax.jit(both).trace(x, residual, scale, x, residual)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    kernels = [line for line in text.splitlines() if "@mosaic_gpu" in line]
+    assert len(kernels) == 2
+    results = [line.rpartition("->")[2].count("8192x4096") for line in kernels]
+    assert results == [2, written]
+    # Nothing else in the program works on arrays of this size.
+    assert not re.search(r"stablehlo\.(add|convert|multiply|transpose) .*8192x4096", text)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_an_unused_result_costs_no_pass_backward(used):
+    x, scale = jnp.ones((4, 16)), jnp.ones(16)
+
+    def loss(x, residual, scale):
+        return jnp.sum(jnp.sin(jaxnorm.add_rms_norm(x, residual, scale)[used]))
+
+    text = jaxpr_of(jax.grad(loss, (0, 1, 2)), x, x, scale)
+    backward = re.findall(r"add_rms_norm_backward\[\n.*\n *\] ([\w ]+)", text)
+    # y, rstd, scale and dy; where y is not used, none.
+    assert [len(operands.split()) for operands in backward] == ([4] if used == 0 else [])
+
+
+@pytest.mark.parametrize("around", ["plain", "save_policy"])
+@pytest.mark.parametrize(
+    ("name", "save", "kept"),
+    [
+        ("add_layer_norm", "output", 1),  # y
+        ("add_layer_norm", "input", 1),  # h
+        ("add_rms_norm", "output", 1),
+        ("add_rms_norm", "input", 1),
+        ("rms_norm_add", None, 1),  # x
+        ("rms_norm_add_rms_norm", "output", 2),  # x, y
+        ("rms_norm_add_rms_norm", "input", 2),  # x, h
+    ],
+)
+def test_what_is_kept(name, save, kept, around):
+    """Of arrays of x's shape, beside the results; x is 3 u, so that it is none of the arguments."""
+    u, scale = jnp.ones((4, 16)), jnp.ones(16)
+    options = {} if save is None else {"save": save}
+
+    def block(u, residual, scale):
+        return getattr(jaxnorm, name)(3 * u, 2 * residual, scale, **options)
+
+    vjp = jax.make_jaxpr(lambda *a: jax.vjp(WRAPPED[around](block), *a)[1])(u, u, scale).jaxpr
+    large = {v for v in vjp.outvars if v.aval.shape == u.shape}
+    assert len(large) == kept
+
+
+@pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm", "rms_norm_add_rms_norm"])
+def test_an_unused_sum_is_not_written(name):
+    """Forward, with gradients, and in a scan's body, which is traced by itself."""
+    shape = (8192, 4096)
+    x, scale = jax.ShapeDtypeStruct(shape, "bfloat16"), jax.ShapeDtypeStruct(shape[1:], "float32")
+
+    def only_y(x, scale):
+        return getattr(jaxnorm, name)(x, 2 * x, scale)[0]
+
+    def written(function):
+        text = jax.jit(function).trace(x, scale).lower(lowering_platforms=("cuda",)).as_text()
+        kernels = [line for line in text.splitlines() if "@mosaic_gpu" in line]
+        return [line.rpartition("->")[2].count("8192x4096") for line in kernels]
+
+    def scanned(x, scale):
+        return jax.lax.scan(lambda x, _: (only_y(x, scale), None), x, None, length=2)[0]
+
+    def loss(x, scale):
+        return jnp.sum(only_y(x, scale))
+
+    assert written(only_y) == [1]
+    assert written(scanned) == [1]
+    forward, _ = written(jax.value_and_grad(loss))
+    assert forward == 1
+
+
+@pytest.mark.parametrize("residual", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm", "rms_norm_add_rms_norm"])
+def test_where_the_norm_is_not_used_a_sum_is_left(name, residual):
+    """Forward, with gradients, of batches and in a scan: no norm of h is computed."""
+    x, r = normal((8, 16), "bfloat16", 0), normal((8, 16), residual, 1)
+    scale = jnp.ones(16)
+
+    def only_h(x, r, scale):
+        return getattr(jaxnorm, name)(x, r, scale)[1]
+
+    def summed(x, r, scale):
+        return jnp.sum(jnp.sin(only_h(x, r, scale).astype("float32")))
+
+    programs = {
+        "forward": only_h,
+        "gradient": jax.grad(summed, (0, 1)),
+        "batch": jax.vmap(only_h, (0, 0, None)),
+        "scan": lambda x, r, s: jax.lax.scan(lambda r, _: (only_h(x, r, s), None), r, length=2)[0],
+    }
+    norms = dict.fromkeys(programs, 0)
+    if name == "rms_norm_add_rms_norm":
+        # That of x is left; with gradients, which start from its statistics, the call as it was.
+        norms = {**dict.fromkeys(programs, 1), "gradient": 2}
+    for key, program in programs.items():
+        text = jax.jit(program).lower(x, r, scale).as_text()
+        assert text.count("rsqrt") == norms[key]
+        got = jax.jit(program)(x, r, scale)
+        with jax.disable_jit():
+            expected = program(x, r, scale)
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_derivatives_of_a_program_whose_unused_sum_is_gone():
+    """It is back where a backward starts from it."""
+    x, scale = normal((4, 16), "float32", 0), jnp.ones(16)
+
+    @functools.partial(jax.jit, static_argnames="save")
+    def scanned(x, save):
+        def body(x, _):
+            return jaxnorm.add_rms_norm(x, jnp.sin(x), scale, save=save)[0], None
+
+        return jnp.sum(jax.lax.scan(body, x, None, length=2)[0] * jnp.cos(x))
+
+    def plain(x):
+        y = x
+        for _ in range(2):
+            h = y + jnp.sin(y)
+            y = h / jnp.sqrt((h**2).mean(-1, keepdims=True) + 1e-6)
+        return jnp.sum(y * jnp.cos(x))
+
+    for save in ("output", "input"):
+        ours = jax.grad(functools.partial(scanned, save=save))(x)
+        np.testing.assert_allclose(ours, jax.grad(plain)(x), rtol=1e-4, atol=1e-5)
+        hessians = [jax.hessian(f)(x[0:1]) for f in (functools.partial(scanned, save=save), plain)]
+        np.testing.assert_allclose(*hessians, rtol=1e-3, atol=1e-3)
+
+
+def residual_blocks(norm):
+    def block(x, parameters):
+        scale, matrix = parameters
+        return x + jnp.tanh(norm(x, scale) @ matrix)
+
+    return block
+
+
+def unrolled(block, x, parameters):
+    for i in range(3):
+        x = block(x, jax.tree.map(lambda a: a[i], parameters))  # noqa: B023
+    return x
+
+
+def scanned(block, x, parameters):
+    return jax.lax.scan(lambda x, p: (block(x, p), None), x, parameters)[0]
+
+
+def additions_of(jaxpr, shape):
+    """Of arrays of this shape, among cotangents: in all that a jaxpr holds."""
+    found = 0
+    for equation in jaxpr.eqns:
+        found += equation.primitive.name == "add_any" and equation.outvars[0].aval.shape == shape
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            found += additions_of(inner, shape)
+    return found
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.parametrize("layers", [unrolled, scanned])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_the_residual_s_gradient_is_added_in_the_norm_s_backward(name, layers, wrapped):
+    """In ``x + branch(norm(x))`` as models have it, with no change of theirs."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (4, 8))
+    parameters = (
+        1 + 0.3 * jax.random.normal(keys[1], (3, 8)),
+        jax.random.normal(keys[2], (3, 8, 8)),
+    )
+
+    def loss(norm):
+        block = WRAPPED[wrapped](residual_blocks(norm))
+        return jax.grad(lambda x, p: jnp.sum(layers(block, x, p) ** 2), (0, 1))
+
+    def plain(x, scale):
+        centred = x - x.mean(-1, keepdims=True) if name == "layer_norm" else x
+        return centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * scale
+
+    ours, theirs = loss(getattr(jaxnorm, name)), loss(plain)
+    for got, expected in zip(
+        jax.tree.leaves(ours(x, parameters)), jax.tree.leaves(theirs(x, parameters))
+    ):
+        # Three layers, each of products over 8 columns.
+        np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    additions = [
+        additions_of(jax.make_jaxpr(jax.jit(f))(x, parameters).jaxpr, x.shape)
+        for f in (ours, theirs)
+    ]
+    assert additions[0] == 0
+    assert additions[1] > 0
+
+
+def test_without_jax_s_accumulators_the_gradient_is_added_outside(monkeypatch):
+    """On a version of jax that has none: the ordinary transpose."""
+    from jaxnorm import _primitive
+
+    for primitive in _primitive._PRIMITIVES.values():
+        monkeypatch.delitem(_primitive._accumulators.fancy_transposes, primitive, raising=False)
+    x, scale = normal((4, 16), "float32", 0), jnp.ones(16)
+
+    def loss(x):
+        return jnp.sum(x * jnp.sin(jaxnorm.rms_norm(x, scale)))
+
+    def plain(x):
+        return jnp.sum(x * jnp.sin(x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)))
+
+    assert additions_of(jax.make_jaxpr(jax.grad(loss))(x).jaxpr, x.shape) == 1
+    np.testing.assert_allclose(jax.grad(loss)(x), jax.grad(plain)(x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_kernel_that_cannot_take_the_residual_s_gradient_runs_without():
+    """Rows of dh (bfloat16) are no multiple of 16 bytes, those of y and dy (float32) are."""
+    x, scale = (
+        jax.ShapeDtypeStruct((512, 8196), "bfloat16"),
+        jax.ShapeDtypeStruct((8196,), "float32"),
+    )
+
+    def loss(x, scale, implementation):
+        y = jaxnorm.rms_norm(x, scale, dtype=jnp.float32, implementation=implementation)
+        return jnp.sum(x * jnp.sin(y))
+
+    for implementation in (None, "mosaic"):
+        gradient = jax.jit(jax.grad(loss), static_argnums=2)
+        text = (
+            gradient.trace(x, scale, implementation).lower(lowering_platforms=("cuda",)).as_text()
+        )
+        assert len(re.findall("@mosaic_gpu", text)) == 2
+        assert "stablehlo.add" in text
+
+
+# --- arguments
