@@ -13,7 +13,7 @@ from benchmarks.workloads import ITEMSIZE, Workload
 from jaxnorm_kernels.specs import Op, Spec
 
 #: The contract's operation of each function. The backward of `add_norm` is a norm's that adds dh.
-_OPS: dict[str, Op] = {
+OPS: dict[str, Op] = {
     "softmax": "softmax",
     "log_softmax": "log_softmax",
     "layer_norm": "norm",
@@ -42,7 +42,7 @@ class KernelWorkload(Workload):
 
     @property
     def bytes(self) -> int:
-        arrays = _ARRAYS.get((_OPS[self.op], self.direction))
+        arrays = _ARRAYS.get((OPS[self.op], self.direction))
         if arrays is None:
             return super().bytes
         of_x, of_y = arrays
@@ -59,7 +59,7 @@ class KernelWorkload(Workload):
 
     @property
     def spec(self) -> Spec:
-        op = _OPS[self.op]
+        op = OPS[self.op]
         types = jnp.dtype(self.x_dtype), jnp.dtype(self.y_dtype)
         if not self.is_norm:
             return Spec(op, self.direction, self.rows, self.cols, *types)  # type: ignore[arg-type]
@@ -124,4 +124,4 @@ class KernelWorkload(Workload):
 
     @property
     def _adds_dh(self) -> bool:
-        return self.direction == "bwd" and _OPS[self.op] in ("add_norm", "norm_add_norm")
+        return self.direction == "bwd" and OPS[self.op] in ("add_norm", "norm_add_norm")

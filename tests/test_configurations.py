@@ -10,15 +10,15 @@ import pytest
 
 import jaxnorm
 
-CONFIGURATIONS = {
-    "default": contextlib.nullcontext,
-    "x64": lambda: jax.enable_x64(True),
+TYPES = {"default": contextlib.nullcontext, "x64": lambda: jax.enable_x64(True)}
+CHECKS = {
     "strict dtype promotion": lambda: jax.numpy_dtype_promotion("strict"),
     "rank promotion raises": lambda: jax.numpy_rank_promotion("raise"),
     "checks": lambda: setting("jax_enable_checks", True),
     "NaNs raise": lambda: jax.debug_nans(True),
     "leaks raise": lambda: jax.check_tracer_leaks(True),
 }
+CONFIGURATIONS = TYPES | CHECKS
 FUNCTIONS = {
     "softmax": lambda x, scale, bias, **o: jaxnorm.softmax(x, **o),
     "log_softmax": lambda x, scale, bias, **o: jaxnorm.log_softmax(x, **o),
@@ -54,22 +54,30 @@ def kernels_of(lowered):
     return lowered.as_text().count("stablehlo.custom_call @mosaic_gpu")
 
 
-@pytest.mark.parametrize(("shape", "dtype"), WIDTHS)
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_lowering(configuration, name, shape, dtype):
+def check_lowering(configuration, shape, dtype, *programs):
     """What runs does not depend on it: for CUDA kernels, for a CPU XLA's code."""
-    forward = FUNCTIONS[name]
     x = jax.ShapeDtypeStruct(shape, dtype)
     parameter = jax.ShapeDtypeStruct(shape[1:], jnp.float32)
-    programs = [(forward_and_gradient(forward), 2)]
-    if configuration in ("default", "x64"):
-        programs.append((forward, 1))  # what no gradient follows
     with CONFIGURATIONS[configuration]():
         for function, kernels in programs:
             traced = jax.jit(function).trace(x, parameter, parameter)
             assert kernels_of(traced.lower(lowering_platforms=("cuda",))) == kernels
             assert kernels_of(traced.lower(lowering_platforms=("cpu",))) == 0
+
+
+@pytest.mark.parametrize(("shape", "dtype"), WIDTHS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("configuration", TYPES)
+def test_lowering(configuration, name, shape, dtype):
+    forward = FUNCTIONS[name]
+    check_lowering(configuration, shape, dtype, (forward_and_gradient(forward), 2), (forward, 1))
+
+
+@pytest.mark.parametrize(("shape", "dtype"), WIDTHS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("configuration", CHECKS)
+def test_lowering_with_checks(configuration, name, shape, dtype):
+    check_lowering(configuration, shape, dtype, (forward_and_gradient(FUNCTIONS[name]), 2))
 
 
 @pytest.mark.usefixtures("quick_to_compile")

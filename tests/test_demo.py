@@ -24,7 +24,7 @@ def demo(*arguments, cwd):
     )
 
 
-OPTIONS = [[], ["--no-scan", "--dtype", "bfloat16"], ["--mesh", "data=2,fsdp=2"]]
+OPTIONS = [["--dtype", "bfloat16"], ["--no-scan", "--mesh", "data=2,fsdp=2"]]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
