@@ -87,7 +87,9 @@ class KernelWorkload(Workload):
         if self.is_norm:
             results = -1 if self.direction == "fwd" else None  # without the statistics
             return lambda *operands: call(*operands, spec=spec)[:results]
-        return lambda first, *others: call(first, None, *others, spec=spec)
+        if self.direction == "fwd":
+            return lambda x: call(x, None, None, spec=spec)
+        return lambda y, dy: call(y, None, dy, spec=spec)[0]
 
     def operands(self, seed: int) -> tuple[Any, ...]:
         """Random operands, as large as they are in use: never constants, which compress."""

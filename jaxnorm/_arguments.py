@@ -145,15 +145,30 @@ def mask(function: str, where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
     if array.dtype != jnp.bool_:
         raise TypeError(
             f"{function}: where has dtype {array.dtype.name}; expected bool (True keeps an entry); "
-            "compare it, e.g. where != 0, or add an additive mask to x instead"
+            "compare it, e.g. where != 0, or pass an additive mask as bias"
         )
+    return broadcastable(function, "where", array, shape)
+
+
+def broadcastable(function: str, name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`array` with one axis for each axis of x; ValueError unless it broadcasts to x's shape."""
     padded = (1,) * (len(shape) - array.ndim) + array.shape
     if len(padded) != len(shape) or any(m not in (1, n) for m, n in zip(padded, shape)):
         raise ValueError(
-            f"{function}: where has shape {array.shape}; expected a shape that broadcasts to x's "
+            f"{function}: {name} has shape {array.shape}; expected a shape that broadcasts to x's "
             f"shape {shape} without enlarging it"
         )
     return array.reshape(padded)
+
+
+def matrix(function: str, name: str, view: RowView) -> None:
+    """ValueError unless the columns are the last axis of x, and there is one before it."""
+    if view.axes != (len(view.shape) - 1,) or len(view.shape) < 2:
+        raise ValueError(
+            f"{function}: {name}=True for axis={view.axes} of x with shape {view.shape}; expected "
+            "the last axis, of two or more: column j of row i takes part where j <= i; pass where= "
+            "for another mask"
+        )
 
 
 def number(function: str, name: str, value: float, *, minimum: float = -math.inf) -> float:

@@ -7,7 +7,7 @@ A call has three passes, each a function of the contract over arrays of any shap
     tan           residuals, tangents        outputs (their tangents)
     bwd           residuals, outputs         tangents (their cotangents)
 
-    softmaxes     primals    x, mask                            outputs     y
+    softmaxes     primals    x, mask, bias                      outputs     y
                   residuals  y, mask
     norm          primals    x, scale, bias                     outputs     y, statistics
                   residuals  y or x, statistics, scale, bias
@@ -39,16 +39,17 @@ Arrays = Sequence[jax.Array]
 Function = Callable[..., list[jax.Array]]
 
 _PRIMALS: dict[Op, tuple[str, ...]] = {
-    "softmax": ("x", "mask"),
-    "log_softmax": ("x", "mask"),
+    "softmax": ("x", "mask", "logits_bias"),
+    "log_softmax": ("x", "mask", "logits_bias"),
     "norm": ("x", "scale", "bias"),
     "add_norm": ("x", "residual", "scale", "bias"),
     "norm_add": ("x", "residual", "scale"),
     "norm_add_norm": ("x", "residual", "scale", "next_scale"),
 }
-_ARRAYS = ("x", "residual")
+_NOT_SAVED = ("x", "residual", "logits_bias")
 _KINDS: dict[str, Kind] = {
     "mask": "mask",
+    "logits_bias": "logits_bias",
     "scale": "scale",
     "next_scale": "scale",
     "bias": "bias",
@@ -89,6 +90,10 @@ class Call:
             text += f" axis={self.view.axes}"
         if spec.is_norm:
             text += f" save={spec.saved}"
+        if spec.logits_scale != 1:
+            text += f" scale={spec.logits_scale}"
+        if spec.causal:
+            text += " causal"
         if self.implementation is not None:
             text += f" implementation={self.implementation}"
         return f"({text})" if not self.wrt else f"({text} wrt={','.join(self.wrt)})"
@@ -129,6 +134,8 @@ class Call:
             unused=None,
             stat_cotangents=stat_cotangents,
             adds_dh=adds_dh,
+            # Its gradient is computed only where it is asked for.
+            **({} if "logits_bias" in wrt else {"logits_bias_dtype": None}),
         )
 
     def without_dh(self) -> "Call":
@@ -147,6 +154,7 @@ class Call:
             axes=view.axes,
             scale_groups=view.groups("scale"),
             bias_groups=view.groups("bias"),
+            logits_bias_shape=view.logits_bias,
             scattered=view.scattered,
         )
 
@@ -164,6 +172,7 @@ class Call:
             "scale": spec.scale_dtype is None,
             "bias": spec.bias_dtype is None,
             "next_scale": spec.next_scale_dtype is None,
+            "logits_bias": spec.logits_bias_dtype is None,
         }
         return tuple(name for name in _PRIMALS[spec.op] if not absent.get(name))
 
@@ -192,7 +201,7 @@ class Call:
     @functools.cached_property
     def parameters(self) -> dict[str, int]:
         """Where the operands of ``tan`` and ``bwd`` have each parameter."""
-        names = [name for name in self.primals if name not in _ARRAYS]
+        names = [name for name in self.primals if name not in _NOT_SAVED]
         return {name: self.residuals - len(names) + i for i, name in enumerate(names)}
 
     @functools.cached_property
@@ -222,7 +231,7 @@ class Call:
     @property
     def _residuals(self) -> tuple[Any, ...]:
         arrays: list[Kind] = ["array"] * (1 + (self.spec.op == "norm_add_norm"))
-        parameters = [name for name in _PRIMALS[self.spec.op] if name not in _ARRAYS]
+        parameters = [name for name in _PRIMALS[self.spec.op] if name not in _NOT_SAVED]
         kinds = [_kind(name) if name in self.primals else None for name in parameters]
         return (*arrays, *((self._statistics,) if self.spec.is_norm else ()), *kinds)
 
@@ -267,8 +276,8 @@ class Call:
         function = getattr(_implementation.module(name), f"{spec.op}_{spec.direction}")
         operands = jax.tree.unflatten(jax.tree.structure(self._operands), arrays)
         results = function(*operands, spec=spec)
-        if spec.direction == "bwd" and spec.is_norm:
-            names = _PRIMALS[spec.op]
+        if spec.direction == "bwd":
+            names = [name for name in _PRIMALS[spec.op] if name != "mask"]
             return [d for primal, d in zip(names, results) if primal in self.wrt]
         leaves: list[jax.Array] = jax.tree.leaves(results)
         return leaves

@@ -58,7 +58,8 @@ def _choose(ctx: Any, call: Call, bind: Callable[..., Any]) -> Function:
     if name == "xla":
         # Of rows XLA fuses more with a softmax, such as attention's mask. But it must not reshape
         # what is sharded, nor transpose what it can reduce as it lies.
-        in_rows = whole and not (call.view.moved or call.view.has_groups)
+        natural = call.view.moved or call.view.has_groups or call.view.logits_bias
+        in_rows = whole and not (natural or call.spec.causal)
         return call.kernel("xla") if in_rows else call.xla
     if whole:
         return call.kernel(name)

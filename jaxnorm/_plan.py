@@ -10,6 +10,7 @@ from jaxnorm import _arguments, _implementation
 from jaxnorm._call import Call
 from jaxnorm._norm import OPS, norm_call
 from jaxnorm._norm import Function as Norm
+from jaxnorm._rows import RowView
 from jaxnorm._softmax import Function as Softmax
 from jaxnorm._softmax import softmax_call
 from jaxnorm_kernels.specs import Name, Save
@@ -36,6 +37,8 @@ def implementation_for(
     *,
     axis: _arguments.Axis = -1,
     where: bool = False,
+    scale: float = 1.0,
+    causal: bool = False,
     use_scale: bool = True,
     use_bias: bool | None = None,
     param_dtype: jax.typing.DTypeLike | None = None,
@@ -56,8 +59,9 @@ def implementation_for(
         ``param_axes`` begins with its size.
       axis: as in the call.
       where: whether the call has a ``where`` mask (softmaxes).
-      use_scale, use_bias: whether the call has these parameters (norms). By default both, but
-        rms_norm no bias.
+      scale, causal: as in the call (softmaxes).
+      use_scale, use_bias: whether the call has these parameters. By default norms have both, but
+        rms_norm no bias, and softmaxes none.
       param_dtype: dtype of the parameters; ``dtype`` by default.
       param_axes: sizes of the parameters' axes before the normalised ones.
       residual_dtype: of the residual, where the function takes one; ``dtype`` by default.
@@ -82,7 +86,19 @@ def implementation_for(
     x_dtype = _arguments.dtype(caller, "dtype", dtype)
     shape = tuple(shape)
     if function == "softmax" or function == "log_softmax":
-        forward = softmax_call(function, shape, x_dtype, axis, where, out_dtype, implementation)
+        bias_dtype = _arguments.output_dtype(caller, param_dtype, x_dtype)
+        forward = softmax_call(
+            function,
+            shape,
+            x_dtype,
+            (_bias_shape(shape, axis, param_axes), bias_dtype) if use_bias else None,
+            axis=axis,
+            has_mask=where,
+            scale=scale,
+            causal=causal,
+            dtype=out_dtype,
+            implementation=implementation,
+        )
     else:
         use_bias = function.endswith("layer_norm") if use_bias is None else use_bias
         normalised = tuple(shape[a] for a in _arguments.axes(caller, axis, shape))
@@ -118,3 +134,16 @@ def implementation_for(
         return _implementation.choose(call.in_rows, platform)
 
     return Plan(choice(forward), choice(forward.gradient()))
+
+
+def _bias_shape(
+    shape: tuple[int, ...], axis: _arguments.Axis, param_axes: Sequence[int]
+) -> tuple[int, ...]:
+    """Of a softmax's bias: with the sizes of the normalised axes, and `param_axes` before them."""
+    view = RowView(shape, _arguments.axes("implementation_for", axis, shape))
+    sizes = [1] * len(shape)
+    for a in view.axes:
+        sizes[a] = shape[a]
+    for a, size in zip(reversed(view.others), reversed(param_axes)):
+        sizes[a] = size
+    return tuple(sizes)

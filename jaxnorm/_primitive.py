@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxnorm import _auto_axes, _implementation, _lowering, _remat, _sharding
 from jaxnorm._call import Arrays, Call
-from jaxnorm._rows import PARAMETERS, Kind
+from jaxnorm._rows import PARAMETERS, SHARED, Kind
 from jaxnorm_kernels.specs import Op
 
 
@@ -61,11 +61,19 @@ def _types(*avals: Any, call: Call) -> list[Any]:
             parameter = avals[call.parameters[next(gradients)]]
             types.append(parameter.update(weak_type=False))
             continue
-        axes = PartitionSpec(*[spec[axis] for axis in view.axes_of(kind)])
+        shape = view.shape_of(kind)
+        split = [spec[axis] for axis in view.axes_of(kind)]
+        dtype: Any = call.spec.compute_dtype
+        if kind == "array":
+            dtype = next(array_dtypes)
+        elif kind == "logits_bias":
+            dtype = call.spec.logits_bias_dtype
+            split = [None if size == 1 else over for size, over in zip(shape, split)]
+        axes = PartitionSpec(*split)
         types.append(
             x.update(
-                shape=view.shape_of(kind),
-                dtype=next(array_dtypes) if kind == "array" else call.spec.compute_dtype,
+                shape=shape,
+                dtype=dtype,
                 weak_type=False,
                 sharding=x.sharding if mesh.empty else NamedSharding(mesh, axes),
             )
@@ -105,7 +113,8 @@ def _forward_jvp(primals: Any, tangents: Any, *, call: Call) -> tuple[Any, Any]:
     if call.spec.is_norm:
         moved = _norm_tangents(call, outputs, given, along)
     else:
-        moved = bind(call.tangent(["x"]), outputs[0], *primals[1:], along["x"])
+        mask = [given["mask"]] if call.spec.has_mask else []
+        moved = _tangents_of(call, [*outputs, *mask], along)
     both = list(zip(outputs, moved))
     if call.spec.unused is not None:
         both.pop(("y", "h").index(call.spec.unused))
@@ -314,13 +323,13 @@ def _batch(arrays: Arrays, dims: Sequence[int | None], *, call: Call) -> tuple[A
     size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
     batched = {kind for kind, dim in zip(call.operand_kinds, dims) if dim is not None}
     if call.spec.direction == "bwd":
-        batched.update(kind for kind in call.result_kinds if kind in PARAMETERS)
+        batched.update(kind for kind in call.result_kinds if kind in SHARED)
     view = call.view.batched(size, batched)
 
     def with_batch_axis(a: jax.Array, dim: int | None, kind: Kind) -> jax.Array:
         if dim is not None:
             a = jnp.moveaxis(a, dim, 0)
-        elif kind == "mask":
+        elif kind in ("mask", "logits_bias"):
             a = a[None]
         elif kind in PARAMETERS and kind not in batched:
             return a

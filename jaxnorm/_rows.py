@@ -8,11 +8,14 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-#: What an operand or a result of a call is: an array of x's shape; a mask that broadcasts to it; a
-#: statistic of each row, over the axes that are not normalised; a parameter, over those that are.
-Kind = Literal["array", "mask", "stat", "scale", "bias"]
+#: What an operand or a result of a call is: an array of x's shape; a mask or a bias of logits, each
+#: broadcast to it; a statistic of each row, over axes that are not normalised; a parameter, over
+#: those that are.
+Kind = Literal["array", "mask", "logits_bias", "stat", "scale", "bias"]
 
 PARAMETERS: tuple[Kind, ...] = ("scale", "bias")
+#: Whose gradients are sums over those elements of x that share one of theirs.
+SHARED: tuple[Kind, ...] = (*PARAMETERS, "logits_bias")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +27,14 @@ class RowView:
       axes: the normalised ones.
       scale_lead, bias_lead: axes that the parameter has before the normalised ones, one parameter
         for each group of rows. They broadcast, right-aligned, to x's other axes.
+      logits_bias: shape of a softmax's bias: x's, with 1 where it is broadcast.
     """
 
     shape: tuple[int, ...]
     axes: tuple[int, ...]
     scale_lead: tuple[int, ...] = ()
     bias_lead: tuple[int, ...] = ()
+    logits_bias: tuple[int, ...] = ()
 
     @property
     def normalised(self) -> tuple[int, ...]:
@@ -82,7 +87,7 @@ class RowView:
     def axes_of(self, kind: Kind) -> tuple[int, ...]:
         """Which axes of x an operand of this kind has, in its own order."""
         match kind:
-            case "array" | "mask":
+            case "array" | "mask" | "logits_bias":
                 return tuple(range(len(self.shape)))
             case "stat":
                 return self.others
@@ -94,6 +99,8 @@ class RowView:
         """Of an operand or result of this kind, but for a mask, which may be broadcast."""
         if kind in PARAMETERS:
             return self._lead(kind) + self.normalised
+        if kind == "logits_bias":
+            return self.logits_bias
         return tuple(self.shape[a] for a in self.axes_of(kind))
 
     def batched(self, size: int, kinds: Collection[Kind]) -> "RowView":
@@ -105,7 +112,9 @@ class RowView:
             return (size, *[1] * missing, *own) if kind in kinds else own
 
         axes = tuple(axis + 1 for axis in self.axes)
-        return RowView((size, *self.shape), axes, lead("scale"), lead("bias"))
+        own = size if "logits_bias" in kinds else 1
+        logits_bias = (own, *self.logits_bias) if self.logits_bias else ()
+        return RowView((size, *self.shape), axes, lead("scale"), lead("bias"), logits_bias)
 
     def to_rows(self, kind: Kind, a: jax.Array) -> jax.Array:
         """The two-dimensional view of an array or mask, the one-dimensional view of the others."""

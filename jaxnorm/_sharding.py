@@ -46,6 +46,15 @@ def lie_alike(a: jax.Array, like: jax.Array) -> jax.Array:
     return _reshard(a, sharding.mesh, sharding.spec) if differs else a
 
 
+def broadcast_alike(a: jax.Array, like: jax.Array) -> jax.Array:
+    """`a`, whose axes are those of another or of size 1, with the mesh axes that its type names."""
+    sharding = jax.typeof(like).sharding
+    if sharding.mesh.empty:
+        return a
+    spec = PartitionSpec(*[None if n == 1 else s for n, s in zip(a.shape, sharding.spec)])
+    return a if jax.typeof(a).sharding.spec == spec else _reshard(a, sharding.mesh, spec)
+
+
 def lie_as(a: jax.Array, aval: Any) -> jax.Array:
     """`a` with the sharding of a type."""
     sharding = aval.sharding

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxnorm._call import Call, Function
-from jaxnorm._rows import PARAMETERS, Kind, RowView
+from jaxnorm._rows import SHARED, Kind, RowView
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +28,6 @@ class Layout:
         return cls(view, (*map(tuple, entries), *[()] * missing))
 
     @property
-    def rows_over(self) -> tuple[str, ...]:
-        return sum((self.mesh_axes[a] for a in self.view.others), ())
-
-    @property
     def cols_over(self) -> tuple[str, ...]:
         return sum((self.mesh_axes[a] for a in self.view.axes), ())
 
@@ -42,11 +38,11 @@ class Layout:
         return PartitionSpec(*(None if size == 1 else s for size, s in zip(shape, split)))
 
     def summed_over(self, kind: Kind) -> tuple[str, ...]:
-        """Mesh axes over which devices have sums of their own rows: of a parameter's gradient."""
-        if kind not in PARAMETERS:
+        """Mesh axes over which devices have sums of their own elements: of a shared gradient."""
+        if kind not in SHARED:
             return ()
         own = jax.tree.leaves(tuple(self.spec(kind, self.view.shape_of(kind))))
-        return tuple(axis for axis in self.rows_over if axis not in own)
+        return tuple(axis for axis in sum(self.mesh_axes, ()) if axis not in own)
 
     def view_of_shard(self, shape: tuple[int, ...]) -> RowView:
         """That of a shard of x with this shape."""
@@ -56,7 +52,12 @@ class Layout:
             sizes = view.shape_of(kind)[: -len(view.axes)]
             return tuple(1 if s == 1 else shape[a] for s, a in zip(sizes, view.axes_of(kind)))
 
-        return RowView(shape, view.axes, lead("scale"), lead("bias"))
+        logits_bias = tuple(1 if s == 1 else n for s, n in zip(view.logits_bias, shape))
+        return RowView(shape, view.axes, lead("scale"), lead("bias"), logits_bias)
+
+    def queries_over(self, call: Call) -> tuple[str, ...]:
+        """Mesh axes over which the rows of a matrix are split, where ``causal`` counts them."""
+        return self.mesh_axes[-2] if call.spec.causal else ()
 
     def check(self, function: str, mesh: Any) -> None:
         """ValueError where a shard would not be a whole part of the array."""
@@ -81,6 +82,9 @@ def on_shards(call: Call, layout: Layout, bind: Callable[..., Any]) -> Function:
         shard = call.on(layout.view_of_shard(arrays[0].shape))
         if layout.cols_over:
             results = _with_split_rows(shard, call.view.cols, layout).xla(*arrays)
+        elif queries_over := layout.queries_over(call):
+            spec = dataclasses.replace(shard.spec, queries_over=queries_over)
+            results = dataclasses.replace(shard, spec=spec).xla(*arrays)
         else:
             results = bind(shard, *arrays)
         return [
@@ -99,5 +103,7 @@ def _with_split_rows(shard: Call, cols: int, layout: Layout) -> Call:
             f"{layout.spec('array', layout.view.shape)}; leave implementation out, or shard other "
             "axes"
         )
-    spec = dataclasses.replace(shard.spec, cols=cols, cols_over=layout.cols_over)
+    spec = dataclasses.replace(
+        shard.spec, cols=cols, cols_over=layout.cols_over, queries_over=layout.queries_over(shard)
+    )
     return dataclasses.replace(shard, spec=spec)

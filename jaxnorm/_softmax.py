@@ -6,7 +6,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from jaxnorm import _arguments, _eager, _implementation, _primitive
+from jaxnorm import _arguments, _eager, _implementation, _primitive, _sharding
 from jaxnorm._call import Call
 from jaxnorm._rows import RowView
 from jaxnorm_kernels.specs import Name, Spec
@@ -19,6 +19,9 @@ def softmax(
     axis: _arguments.Axis = -1,
     where: _arguments.ArrayLike | None = None,
     *,
+    scale: float = 1.0,
+    bias: _arguments.ArrayLike | None = None,
+    causal: bool = False,
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
@@ -26,15 +29,20 @@ def softmax(
     backward.
 
     .. math::
-      y_i = \frac{\exp(x_i)}{\sum_j \exp(x_j)}
+      y_i = \frac{\exp(z_i)}{\sum_j \exp(z_j)} \qquad z = \mathrm{scale} \cdot x + \mathrm{bias}
 
-    The arithmetic is float32 (float64 where x or the output is float64) for every dtype.
+    The arithmetic is float32 (float64 where x, the bias or the output is float64) for every dtype;
+    z is not rounded.
 
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
       axis: axis or axes over which the output sums to 1; None for all.
       where: boolean mask that broadcasts to x's shape. Entries where it is False take no part:
         their output and gradient are 0, also in a row where all are False.
+      scale: a finite Python number.
+      bias: float array that broadcasts to x's shape; its -inf count as those of x.
+      causal: of the last axis, column j of row i takes part where j <= i; rows are those of the
+        axis before it, and both count from 0. As with ``where``, the others are 0.
       dtype: dtype of the output; x's by default.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
 
@@ -45,10 +53,12 @@ def softmax(
     Differentiable in reverse and forward mode, to any order; tangents, too, start from y.
 
     Raises:
-      TypeError: x or ``dtype`` is not a supported float dtype, or ``where`` is not boolean.
-      ValueError: ``axis``, ``where``'s shape or ``implementation`` is wrong.
+      TypeError: x, bias or ``dtype`` is not a supported float dtype, ``where`` is not boolean, or
+        ``scale`` is no Python number.
+      ValueError: ``axis``, the shape of ``where`` or ``bias``, ``scale``, ``causal`` (for other
+        axes than the last, or for an x of one axis) or ``implementation`` is wrong.
     """
-    return _softmax(x, axis, where, dtype, implementation)
+    return _softmax(x, axis, where, scale, bias, causal, dtype, implementation)
 
 
 def log_softmax(
@@ -56,13 +66,16 @@ def log_softmax(
     axis: _arguments.Axis = -1,
     where: _arguments.ArrayLike | None = None,
     *,
+    scale: float = 1.0,
+    bias: _arguments.ArrayLike | None = None,
+    causal: bool = False,
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
     r"""Logarithm of the softmax; the output-saving counterpart of :func:`jax.nn.log_softmax`.
 
     .. math::
-      y_i = x_i - \log \sum_j \exp(x_j)
+      y_i = z_i - \log \sum_j \exp(z_j) \qquad z = \mathrm{scale} \cdot x + \mathrm{bias}
 
     The backward recomputes probabilities as ``exp(y)``, so keep log-probabilities of a large
     vocabulary in float32: with bfloat16 logits, pass ``dtype=jnp.float32``.
@@ -72,6 +85,7 @@ def log_softmax(
       axis: axis or axes over which ``exp`` of the output sums to 1; None for all.
       where: boolean mask that broadcasts to x's shape. Entries where it is False take no part:
         their output is -inf and their gradient 0.
+      scale, bias, causal: as of :func:`jaxnorm.softmax`; what is not causal is -inf.
       dtype: dtype of the output; x's by default.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
 
@@ -79,10 +93,9 @@ def log_softmax(
       Array of x's shape in ``dtype``. Differentiable as :func:`jaxnorm.softmax` is.
 
     Raises:
-      TypeError: x or ``dtype`` is not a supported float dtype, or ``where`` is not boolean.
-      ValueError: ``axis``, ``where``'s shape or ``implementation`` is wrong.
+      TypeError, ValueError: as :func:`jaxnorm.softmax`.
     """
-    return _log_softmax(x, axis, where, dtype, implementation)
+    return _log_softmax(x, axis, where, scale, bias, causal, dtype, implementation)
 
 
 def _softmax_of(
@@ -90,19 +103,38 @@ def _softmax_of(
     x: _arguments.ArrayLike,
     axis: _arguments.Axis,
     where: _arguments.ArrayLike | None,
+    scale: float,
+    bias: _arguments.ArrayLike | None,
+    causal: bool,
     dtype: jax.typing.DTypeLike | None,
     implementation: Name | None,
 ) -> jax.Array:
     x = _arguments.float_array(function, "x", x)
     mask = None if where is None else _arguments.mask(function, where, x.shape)
-    call = softmax_call(function, x.shape, x.dtype, axis, mask is not None, dtype, implementation)
+    if bias is not None:
+        bias = _arguments.float_array(function, "bias", bias)
+        bias = _arguments.broadcastable(function, "bias", bias, x.shape)
+    call = softmax_call(
+        function,
+        x.shape,
+        x.dtype,
+        None if bias is None else (bias.shape, bias.dtype),
+        axis=axis,
+        has_mask=mask is not None,
+        scale=scale,
+        causal=causal,
+        dtype=dtype,
+        implementation=implementation,
+    )
     if implementation is not None:
         _implementation.forced(call.in_rows, implementation)
-    return _primitive.bind(call, x, mask)[0]
+    if bias is not None:
+        bias = _sharding.broadcast_alike(bias, x)
+    return _primitive.bind(call, x, mask, bias)[0]
 
 
 _softmax, _log_softmax = (
-    _eager.compiled(functools.partial(_softmax_of, function), name=function, arrays=(0, 2))
+    _eager.compiled(functools.partial(_softmax_of, function), name=function, arrays=(0, 2, 4))
     for function in ("softmax", "log_softmax")
 )
 
@@ -111,14 +143,21 @@ def softmax_call(
     function: Function,
     shape: tuple[int, ...],
     x_dtype: np.dtype,
+    bias: tuple[tuple[int, ...], np.dtype] | None,
+    *,
     axis: _arguments.Axis,
     has_mask: bool,
+    scale: float,
+    causal: bool,
     dtype: jax.typing.DTypeLike | None,
     implementation: Name | None,
 ) -> Call:
-    """The forward of a call with these arguments, after the checks."""
-    view = RowView(shape, _arguments.axes(function, axis, shape))
+    """The forward of a call with these arguments, after the checks; `bias` has x's rank."""
+    bias_shape, bias_dtype = bias or ((), None)
+    view = RowView(shape, _arguments.axes(function, axis, shape), logits_bias=bias_shape)
     _arguments.implementation(function, implementation)
+    if causal:
+        _arguments.matrix(function, "causal", view)
     spec = Spec(
         op=function,
         direction="fwd",
@@ -127,6 +166,10 @@ def softmax_call(
         x_dtype=x_dtype,
         y_dtype=_arguments.output_dtype(function, dtype, x_dtype),
         has_mask=has_mask,
+        logits_scale=_arguments.number(function, "scale", scale),
+        logits_bias_dtype=bias_dtype,
+        logits_bias_shape=bias_shape,
+        causal=bool(causal),
         axes=view.axes,
     )
     return Call(function, spec, view, implementation)

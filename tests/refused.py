@@ -16,6 +16,7 @@ import pytest
 
 # Parts of the sentences of jaxnorm_kernels' tables.
 MASK = "its kernels take no `where` mask"
+LOGITS = "its kernels take no scale, bias or causal mask"
 FLOAT64 = "float64 arrays ask for more"
 EMPTY = "an array of size 0"
 NARROW = "rows of 8 elements or more"

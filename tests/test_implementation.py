@@ -44,8 +44,8 @@ class Stub(types.ModuleType):
         return opaque(y), stats
 
     @staticmethod
-    def softmax_fwd(x, mask, spec):
-        return opaque(xla.softmax_fwd(x, mask, spec))
+    def softmax_fwd(x, mask, bias, spec):
+        return opaque(xla.softmax_fwd(x, mask, bias, spec))
 
     @staticmethod
     def supports(spec):

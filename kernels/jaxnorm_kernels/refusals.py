@@ -14,6 +14,10 @@ NO_KERNEL: Table = (
     ),
     ("its kernels take no `where` mask", lambda s: s.has_mask),
     (
+        "its kernels take no scale, bias or causal mask of a softmax",
+        lambda s: s.logits_scale != 1 or s.logits_bias_dtype is not None or s.causal,
+    ),
+    (
         "its kernels compute in float32, and float64 arrays ask for more",
         lambda s: any(
             dtype is not None and dtype.itemsize > 4

@@ -66,7 +66,12 @@ class Spec:
       stat_cotangents: the backward also takes cotangents of the statistics: second derivatives.
       adds_dh: the backward also takes dh, another cotangent of what is normalised, in its dtype,
         and adds it to that one's; a plain norm's tangent also returns dx as it is.
-      has_mask: a ``where`` mask comes with the call (softmaxes only).
+      has_mask: a ``where`` mask comes with the call (softmaxes only, as the four that follow).
+      logits_scale: x is multiplied by it.
+      logits_bias_dtype: of the bias that is then added, and of its gradient; None for no bias, and
+        for a backward that does not return its gradient.
+      logits_bias_shape: of the bias: that of the whole x, with 1 where it is broadcast.
+      causal: column j of row i of a matrix takes part where j <= i.
       axes: the normalised axes of the arrays: the last one, but for the xla implementation.
       scale_groups, bias_groups: 1 for a parameter ``(cols,)`` of all rows; n for one ``(n, cols)``,
         each of whose rows belongs to ``rows / n`` consecutive rows.
@@ -74,6 +79,7 @@ class Spec:
       moved_axis: the two-dimensional view needs a transpose, in and out.
       cols_over: mesh axes (inside ``jax.shard_map``) that the columns are sharded over, of which
         there are ``cols`` in all; for the xla implementation alone.
+      queries_over: likewise of the axis before them, for ``causal``.
     """
 
     op: Op
@@ -95,17 +101,22 @@ class Spec:
     stat_cotangents: bool = False
     adds_dh: bool = False
     has_mask: bool = False
+    logits_scale: float = 1.0
+    logits_bias_dtype: np.dtype | None = None
+    logits_bias_shape: tuple[int, ...] = ()
+    causal: bool = False
     axes: tuple[int, ...] = (-1,)
     scale_groups: int = 1
     bias_groups: int = 1
     scattered: bool = False
     moved_axis: bool = False
     cols_over: tuple[str, ...] = ()
+    queries_over: tuple[str, ...] = ()
 
     @property
     def compute_dtype(self) -> np.dtype:
-        """dtype of the arithmetic: float64 where x, a residual or y is float64, else float32."""
-        arrays = (self.x_dtype, self.residual_dtype, self.y_dtype)
+        """dtype of the arithmetic: float64 where an array of rows is float64, else float32."""
+        arrays = (self.x_dtype, self.residual_dtype, self.y_dtype, self.logits_bias_dtype)
         # By name: numpy takes None for float64.
         is_wide = any(dtype is not None and dtype.name == "float64" for dtype in arrays)
         return np.dtype(np.float64 if is_wide else np.float32)
@@ -196,24 +207,28 @@ Stats = tuple[jax.Array, ...]
 class Implementation(Protocol):
     """What an implementation module provides. Arrays: ``(rows, cols)``; parameters: ``(cols,)``."""
 
-    def softmax_fwd(self, x: jax.Array, mask: jax.Array | None, spec: Spec) -> jax.Array:
+    def softmax_fwd(
+        self, x: jax.Array, mask: jax.Array | None, bias: jax.Array | None, spec: Spec
+    ) -> jax.Array:
         """Returns y in ``spec.y_dtype``."""
         ...
 
     def softmax_bwd(
         self, y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec
-    ) -> jax.Array:
-        """Returns dx in ``spec.x_dtype``."""
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns dx in ``spec.x_dtype``, and the bias' gradient where the spec has its dtype."""
         ...
 
-    def log_softmax_fwd(self, x: jax.Array, mask: jax.Array | None, spec: Spec) -> jax.Array:
+    def log_softmax_fwd(
+        self, x: jax.Array, mask: jax.Array | None, bias: jax.Array | None, spec: Spec
+    ) -> jax.Array:
         """Returns y in ``spec.y_dtype``."""
         ...
 
     def log_softmax_bwd(
         self, y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec
-    ) -> jax.Array:
-        """Returns dx in ``spec.x_dtype``."""
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns dx in ``spec.x_dtype``, and the bias' gradient where the spec has its dtype."""
         ...
 
     def norm_fwd(

@@ -155,7 +155,7 @@ def call(spec: Spec, *operands: Any, schedule: Any = None) -> tuple[Any, ...]:
     if spec.op == "norm":
         return norm_backward.norm_bwd(*operands, spec=spec, schedule=schedule)
     y, dy = operands
-    return (softmax_backward.softmax_bwd(y, None, dy, spec, schedule=schedule),)
+    return softmax_backward.softmax_bwd(y, None, dy, spec, schedule=schedule)[:1]
 
 
 def interpret(spec: Spec, *operands: Any, params: Any = None, schedule: Any = None) -> list[Any]:

@@ -167,7 +167,7 @@ def call(spec: Spec, *operands: Any, module: Any = mosaic, **kwargs: Any) -> tup
         *outputs, stats = getattr(module, f"{spec.op}_fwd")(*operands, spec, **kwargs)
         return *outputs, *stats
     function = {"softmax": module.softmax_fwd, "log_softmax": module.log_softmax_fwd}[spec.op]
-    return (function(operands[0], None, spec, **kwargs),)
+    return (function(operands[0], None, None, spec, **kwargs),)
 
 
 def interpret(spec: Spec, *operands: Any, params: Any = None, **kwargs: Any) -> list[np.ndarray]:

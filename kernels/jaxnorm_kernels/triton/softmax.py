@@ -26,9 +26,14 @@ _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 def softmax_fwd(
-    x: jax.Array, mask: jax.Array | None, spec: Spec, *, schedule: Schedule | None = None
+    x: jax.Array,
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+    spec: Spec,
+    *,
+    schedule: Schedule | None = None,
 ) -> jax.Array:
-    del mask  # `supports` refuses it
+    del mask, bias  # `supports` refuses them
     schedule = schedule or schedules.choose(spec)
     (y,) = launch(
         _softmax_fwd_looped if schedule.is_looped(spec) else _softmax_fwd_held,
@@ -53,7 +58,7 @@ def softmax_bwd(
     spec: Spec,
     *,
     schedule: Schedule | None = None,
-) -> jax.Array:
+) -> tuple[jax.Array, None]:
     del mask
     schedule = schedule or schedules.choose(spec)
     (dx,) = launch(
@@ -70,7 +75,7 @@ def softmax_bwd(
         log=spec.op == "log_softmax",
         **schedule.tiles(spec),
     )
-    return dx
+    return dx, None
 
 
 # One kernel each with one switch, `spec.op`.

@@ -1,87 +1,152 @@
 """softmax and log_softmax over ``spec.axes``; tangents and backward passes start from the output.
 
-With m = max(x), t the tangent of x, d = dy, all sums over a row:
+Of z = scale x + bias. With m = max(z), t the tangent of z, d = dy, all sums over a row:
 
-    softmax      y = exp(x - m) / sum(exp(x - m))
-                 tangent  y (t - sum(t y))          dx = y (d - sum(d y))
-    log_softmax  y = x - m - log(sum(exp(x - m)))
-                 tangent  t - sum(exp(y) t)         dx = d - exp(y) sum(d)
+    softmax      y = exp(z - m) / sum(exp(z - m))
+                 tangent  y (t - sum(t y))          dz = y (d - sum(d y))
+    log_softmax  y = z - m - log(sum(exp(z - m)))
+                 tangent  t - sum(exp(y) t)         dz = d - exp(y) sum(d)
+    both         t = scale dx + dbias               dx = scale dz,  dbias = sum(dz) where broadcast
 
-``mask`` keeps the entries where it is True: the row is the softmax of what is kept, the rest is 0
-(softmax) or -inf (log_softmax) with zero gradient. A row with nothing kept is all 0 (or -inf).
+``mask`` keeps the entries where it is True; so does ``causal`` those up to the diagonal. The row is
+the softmax of what is kept, the rest is 0 (softmax) or -inf (log_softmax) with zero gradient. A row
+with nothing kept is all 0 (or -inf).
 """
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.reductions import row_any, row_max, row_sum
 
 
-def softmax_fwd(x: jax.Array, mask: jax.Array | None, spec: Spec) -> jax.Array:
-    shifted = _shifted(x, mask, spec)
+def softmax_fwd(
+    x: jax.Array, mask: jax.Array | None, bias: jax.Array | None, spec: Spec
+) -> jax.Array:
+    kept = _kept(mask, x.shape, spec)
+    shifted = _shifted(x, kept, bias, spec)
     e = jnp.exp(shifted)
     total = row_sum(e, spec)
-    y = e / total if mask is None else jnp.where(mask, e / _nonempty(total, mask, spec), 0)
+    y = e / total if kept is None else jnp.where(kept, e / _nonempty(total, kept, spec), 0)
     return y.astype(spec.y_dtype)
 
 
-def softmax_tan(y: jax.Array, mask: jax.Array | None, dx: jax.Array, spec: Spec) -> jax.Array:
+def softmax_tan(
+    y: jax.Array,
+    mask: jax.Array | None,
+    dx: jax.Array | None,
+    dbias: jax.Array | None,
+    spec: Spec,
+) -> jax.Array:
     # The Jacobian is symmetric: the tangent is what the backward makes of t.
-    return _jacobian(y, mask, dx, spec).astype(spec.y_dtype)
+    return _jacobian(y, mask, _tangent(y, dx, dbias, spec), spec).astype(spec.y_dtype)
 
 
-def softmax_bwd(y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec) -> jax.Array:
-    return _jacobian(y, mask, dy, spec).astype(spec.x_dtype)
+def softmax_bwd(
+    y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec
+) -> tuple[jax.Array, jax.Array | None]:
+    return _gradients(_jacobian(y, mask, dy, spec), spec)
 
 
-def log_softmax_fwd(x: jax.Array, mask: jax.Array | None, spec: Spec) -> jax.Array:
-    shifted = _shifted(x, mask, spec)
+def log_softmax_fwd(
+    x: jax.Array, mask: jax.Array | None, bias: jax.Array | None, spec: Spec
+) -> jax.Array:
+    kept = _kept(mask, x.shape, spec)
+    shifted = _shifted(x, kept, bias, spec)
     total = row_sum(jnp.exp(shifted), spec)
-    if mask is None:
+    if kept is None:
         y = shifted - jnp.log(total)
     else:
-        y = jnp.where(mask, shifted - jnp.log(_nonempty(total, mask, spec)), -jnp.inf)
+        y = jnp.where(kept, shifted - jnp.log(_nonempty(total, kept, spec)), -jnp.inf)
     return y.astype(spec.y_dtype)
 
 
-def log_softmax_tan(y: jax.Array, mask: jax.Array | None, dx: jax.Array, spec: Spec) -> jax.Array:
-    t = _masked(dx, mask, spec)
+def log_softmax_tan(
+    y: jax.Array,
+    mask: jax.Array | None,
+    dx: jax.Array | None,
+    dbias: jax.Array | None,
+    spec: Spec,
+) -> jax.Array:
+    kept = _kept(mask, y.shape, spec)
+    t = _masked(_tangent(y, dx, dbias, spec), kept, spec)
     dy = t - row_sum(jnp.exp(y.astype(spec.compute_dtype)) * t, spec)
-    return _masked(dy, mask, spec).astype(spec.y_dtype)
+    return _masked(dy, kept, spec).astype(spec.y_dtype)
 
 
-def log_softmax_bwd(y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec) -> jax.Array:
-    y, d = y.astype(spec.compute_dtype), _masked(dy, mask, spec)
+def log_softmax_bwd(
+    y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec
+) -> tuple[jax.Array, jax.Array | None]:
+    d = _masked(dy, _kept(mask, y.shape, spec), spec)
     # exp(-inf) is 0, so a masked entry gets 0 - 0 here.
-    dx = d - jnp.exp(y) * row_sum(d, spec)
-    return dx.astype(spec.x_dtype)
+    return _gradients(d - jnp.exp(y.astype(spec.compute_dtype)) * row_sum(d, spec), spec)
 
 
 def _jacobian(y: jax.Array, mask: jax.Array | None, v: jax.Array, spec: Spec) -> jax.Array:
     """Softmax's Jacobian, which is its own transpose, times v."""
-    y, v = y.astype(spec.compute_dtype), _masked(v, mask, spec)
+    v = _masked(v, _kept(mask, y.shape, spec), spec)
+    y = y.astype(spec.compute_dtype)
     return y * (v - row_sum(v * y, spec))
 
 
-def _shifted(x: jax.Array, mask: jax.Array | None, spec: Spec) -> jax.Array:
-    """x - max(x), both over what is kept; -inf for the rest."""
-    x = x.astype(spec.compute_dtype)
-    if mask is not None:
-        x = jnp.where(mask, x, -jnp.inf)
-    m = row_max(x, spec)
-    if mask is not None:
+def _tangent(y: jax.Array, dx: jax.Array | None, dbias: jax.Array | None, spec: Spec) -> jax.Array:
+    """That of z."""
+    terms = [] if dx is None else [_scaled(dx.astype(spec.compute_dtype), spec)]
+    if dbias is not None:
+        terms.append(jnp.broadcast_to(dbias.astype(spec.compute_dtype), y.shape))
+    return sum(terms[1:], terms[0])
+
+
+def _gradients(dz: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array | None]:
+    """Of x, and of the bias, as wide as it is."""
+    dbias = None
+    if spec.logits_bias_dtype is not None:
+        broadcast = [axis for axis, size in enumerate(spec.logits_bias_shape) if size == 1]
+        dbias = jnp.sum(dz, axis=broadcast, keepdims=True).astype(spec.logits_bias_dtype)
+    return _scaled(dz, spec).astype(spec.x_dtype), dbias
+
+
+def _scaled(z: jax.Array, spec: Spec) -> jax.Array:
+    return z if spec.logits_scale == 1 else spec.logits_scale * z
+
+
+def _shifted(x: jax.Array, kept: jax.Array | None, bias: jax.Array | None, spec: Spec) -> jax.Array:
+    """z - max(z), both over what is kept; -inf for the rest."""
+    z = _scaled(x.astype(spec.compute_dtype), spec)
+    if bias is not None:
+        z = z + bias.astype(spec.compute_dtype)
+    if kept is not None:
+        z = jnp.where(kept, z, -jnp.inf)
+    m = row_max(z, spec)
+    if kept is not None:
         # An empty row would be -inf - -inf = NaN; a genuine row of -inf stays NaN.
-        m = jnp.where(row_any(mask, spec), m, 0)
-    return x - m
+        m = jnp.where(row_any(kept, spec), m, 0)
+    return z - m
 
 
-def _nonempty(total: jax.Array, mask: jax.Array, spec: Spec) -> jax.Array:
+def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Array | None:
+    """Which entries take part, of a shape that broadcasts to x's; None for all."""
+    if not spec.causal:
+        return mask
+    rank = len(shape)
+
+    def index(axis: int, over: tuple[str, ...]) -> jax.Array:
+        sizes = [1] * rank
+        sizes[axis] = shape[axis]
+        first = lax.axis_index(over) * shape[axis] if over else 0
+        return first + lax.broadcasted_iota(jnp.int32, sizes, axis % rank)
+
+    reached = index(-2, spec.queries_over) >= index(-1, spec.cols_over)
+    return reached if mask is None else mask & reached
+
+
+def _nonempty(total: jax.Array, kept: jax.Array, spec: Spec) -> jax.Array:
     """The row sums, with 1 for a row that keeps nothing."""
-    return jnp.where(row_any(mask, spec), total, 1)
+    return jnp.where(row_any(kept, spec), total, 1)
 
 
-def _masked(v: jax.Array, mask: jax.Array | None, spec: Spec) -> jax.Array:
+def _masked(v: jax.Array, kept: jax.Array | None, spec: Spec) -> jax.Array:
     """v with masked entries zeroed *before* any product: 0 * inf would poison the row."""
     v = v.astype(spec.compute_dtype)
-    return v if mask is None else jnp.where(mask, v, 0)
+    return v if kept is None else jnp.where(kept, v, 0)

@@ -54,8 +54,8 @@ def softmax_bwd(
     spec: Spec,
     *,
     schedule: InRegisters | None = None,
-) -> jax.Array:
-    """dx; `schedule` stands in for the one of the table."""
+) -> tuple[jax.Array, None]:
+    """dx, and no gradient of a bias; `schedule` stands in for the one of the table."""
     del mask  # `supports_backward` lets none through.
     formula = SoftmaxFormula(spec)
     schedule = found(schedule or schedules.softmax_schedule(spec), spec)
@@ -66,7 +66,7 @@ def softmax_bwd(
         results=[spec.x_dtype],
         name=f"jaxnorm_{spec.op}_bwd",
     )
-    return dx
+    return dx, None
 
 
 #: The op is in the spec.

@@ -31,20 +31,15 @@ Exp = Callable[[jax.Array], jax.Array]
 
 
 def softmax_fwd(
-    x: jax.Array, mask: jax.Array | None, spec: Spec, *, schedule: Schedule | None = None
+    x: jax.Array,
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+    spec: Spec,
+    *,
+    schedule: Schedule | None = None,
 ) -> jax.Array:
-    del mask  # `supports` refuses it
-    return _forward(x, spec, schedule)
-
-
-def log_softmax_fwd(
-    x: jax.Array, mask: jax.Array | None, spec: Spec, *, schedule: Schedule | None = None
-) -> jax.Array:
-    del mask
-    return _forward(x, spec, schedule)
-
-
-def _forward(x: jax.Array, spec: Spec, schedule: Schedule | None) -> jax.Array:
+    """y; `schedule` stands in for the one of the table."""
+    del mask, bias  # `supports` refuses them
     schedule = found(schedule or schedules.choose(spec), spec)
     rows = schedule.rows_of(spec)
     (y,), _ = run(
@@ -58,6 +53,10 @@ def _forward(x: jax.Array, spec: Spec, schedule: Schedule | None) -> jax.Array:
         name=f"{spec.op}_fwd",
     )
     return y
+
+
+#: The op is in the spec.
+log_softmax_fwd = softmax_fwd
 
 
 def _in_registers(tile: Tile, spec: Spec) -> Callable[[Refs], None]:

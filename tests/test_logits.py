@@ -1,0 +1,305 @@
+"""softmax and log_softmax of scale x + bias, masked and causal, against float64 numpy."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+import refused
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from reference import assert_within, exact
+from test_softmax import FUNCTIONS, GRADIENTS, data
+
+import jaxnorm
+
+SCALE = 0.37
+# x, bias, y
+MIXES = [
+    *((d, d, d) for d in reference.DTYPES),
+    ("bfloat16", "float32", "bfloat16"),
+    ("float32", "float16", "float32"),
+    ("float16", "bfloat16", "float32"),
+]
+SHAPE = (4, 3, 40, 72)
+# Shapes of bias and mask: one for each head, sample, key, query, or pair of them.
+BROADCAST = [(3, 40, 72), (4, 1, 1, 72), (40, 1), (), (4, 3, 40, 72), (1, 3, 1, 72)]
+
+
+def mask_of(shape, seed=7):
+    return jnp.asarray(np.random.default_rng(seed).random(shape) < 0.7)
+
+
+def kept_of(shape, where, causal):
+    """As numpy has it; None where all take part."""
+    rows, cols = shape[-2:]
+    reached = np.arange(cols) <= np.arange(rows)[:, None] if causal else None
+    masks = [np.asarray(m) for m in (where, reached) if m is not None]
+    return functools.reduce(np.logical_and, masks) if masks else None
+
+
+def check(name, x, bias, d, *, where=None, causal=False, scale=SCALE, implementation=None):
+    function, expected, bound = FUNCTIONS[name]
+    gradient, gradient_bound = GRADIENTS[name]
+    y_dtype = d.dtype.name
+
+    def call(x, bias):
+        return function(
+            x,
+            where=where,
+            scale=scale,
+            bias=bias,
+            causal=causal,
+            dtype=y_dtype,
+            implementation=implementation,
+        )
+
+    y, vjp = jax.vjp(call, x, bias)
+    dx, dbias = vjp(d)
+    assert (y.dtype, dx.dtype, dbias.dtype) == (d.dtype, x.dtype, bias.dtype)
+    assert (dx.shape, dbias.shape) == (x.shape, bias.shape)
+
+    u = reference.arithmetic(x.dtype.name, y_dtype)
+    kept = kept_of(x.shape, where, causal)
+    z = scale * exact(x) + exact(bias)
+    everything = np.ones(x.shape, bool) if kept is None else np.broadcast_to(kept, x.shape)
+    # Two roundings of z, of which y has the exponential: those of the row's largest, too.
+    rounded = u * (2 * np.abs(scale * exact(x)) + np.abs(exact(bias)))
+    rounded = rounded + np.max(np.where(everything, rounded, 0), -1, keepdims=True)
+    y_ref = expected(z, -1, kept)
+    finite = np.where(everything, y_ref, 0)
+    y_bound = bound(np.where(everything, z, z.min()), finite, -1, y_dtype, u)
+    y_bound = y_bound + rounded * (finite if name == "softmax" else 1)
+    assert_within(np.where(everything, exact(y), 0), finite, y_bound)
+    np.testing.assert_array_equal(exact(y)[~everything], y_ref[~everything])
+
+    # Entries that take no part are as if they were not: exp(-inf), and no cotangent.
+    probabilities = finite if name == "softmax" else np.where(everything, y_ref, -np.inf)
+    ds = np.where(everything, exact(d), 0)
+    y_error = np.where(everything, y_bound, 0)
+    dz = gradient(probabilities, ds, -1)
+    with np.errstate(invalid="ignore"):
+        dz_bound = gradient_bound(probabilities, ds, -1, y_error, "float32", u)
+    dz, dz_bound = (np.where(everything, a, 0) for a in (dz, dz_bound))
+    assert_within(dx, scale * dz, scale * dz_bound + reference.rounding(scale * dz, x.dtype.name))
+
+    lead = x.ndim - bias.ndim
+    own = (*range(lead), *(lead + i for i, size in enumerate(bias.shape) if size == 1))
+    terms = math.prod(x.shape[axis] for axis in own)
+
+    def summed(a):
+        return np.sum(a, axis=own, keepdims=True).reshape(bias.shape)
+
+    walk = reference.SAFETY * u * (math.sqrt(terms) + 2) * summed(np.abs(dz))
+    total = summed(dz)
+    error = summed(dz_bound) + walk
+    rounding = reference.rounding(np.abs(total) + error, bias.dtype.name)
+    assert_within(dbias, total, error + rounding)
+
+
+@refused.expect(refused.LOGITS, refused.MASK)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", BROADCAST, ids=str)
+@pytest.mark.parametrize(("x_dtype", "bias_dtype", "y_dtype"), MIXES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_bias(name, x_dtype, bias_dtype, y_dtype, shape, causal, implementation):
+    x, d = data(SHAPE, x_dtype), data(SHAPE, y_dtype, seed=1, scale=1.0)
+    bias = data(shape, bias_dtype, seed=2)
+    check(name, x, bias, d, causal=causal, implementation=implementation)
+
+
+@refused.expect(refused.LOGITS, refused.MASK)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", BROADCAST, ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_where(name, shape, causal, implementation):
+    x, d = data(SHAPE, "float32"), data(SHAPE, "float32", seed=1, scale=1.0)
+    bias = data((1, 3, 1, 72), "float32", seed=2)
+    options = {"where": mask_of(shape), "causal": causal, "scale": 1.0}
+    check(name, x, bias, d, **options, implementation=implementation)
+
+
+@refused.expect(refused.LOGITS, refused.FEW_SHORT_ROWS, refused.NARROW)
+@pytest.mark.parametrize("shape", [(5, 9), (9, 5), (1, 8), (2, 3, 64, 64)], ids=str)
+def test_causal_counts_from_the_top_left(shape, implementation):
+    x = data(shape, "float32")
+    got = jaxnorm.softmax(x, causal=True, implementation=implementation)
+    kept = jnp.tril(jnp.ones(shape[-2:], bool))
+    np.testing.assert_allclose(got, jax.nn.softmax(x, where=kept), rtol=1e-6, atol=1e-7)
+    assert not np.any(np.asarray(got)[..., 0, 1:])
+
+
+def test_a_row_without_an_entry_is_0():
+    x = data((4, 6), "float32")
+    where = jnp.arange(4)[:, None] != 2
+
+    def call(x, bias):
+        return jaxnorm.softmax(x, where=where, bias=bias, scale=2.0, causal=True)
+
+    y, vjp = jax.vjp(call, x, jnp.zeros(6))
+    dx, _ = vjp(jnp.full_like(y, jnp.inf).at[:2].set(1))
+    np.testing.assert_array_equal(y[2], 0)
+    np.testing.assert_array_equal(dx[2], 0)
+    assert np.all(np.isfinite(dx[:2]))
+    log = jaxnorm.log_softmax(x, where=where, causal=True)
+    np.testing.assert_array_equal(log[2], -jnp.inf)
+
+
+def test_minus_infinity_in_a_bias_is_as_in_x():
+    x = data((3, 5), "float32")
+    bias = jnp.zeros((3, 5)).at[0, 2].set(-jnp.inf).at[1].set(-jnp.inf)
+    np.testing.assert_array_equal(jaxnorm.softmax(x, bias=bias), jaxnorm.softmax(x + bias))
+    assert np.isnan(jaxnorm.softmax(x, bias=bias)[1]).all()
+
+
+@pytest.mark.usefixtures("x64")
+def test_float64():
+    x, bias = data((3, 4, 50), "float32"), data((4, 50), "float64", seed=1)
+    y = jaxnorm.softmax(x, bias=bias, scale=SCALE)
+    assert y.dtype == "float32"  # a bias never widens
+    expected = reference.softmax(SCALE * exact(x) + exact(bias), -1)
+    assert_within(y, expected, 1.01 * reference.rounding(expected, "float32"))
+
+
+def gradients(x, bias, where, **wrt):
+    def loss(x, bias):
+        return jnp.sum(jnp.sin(jaxnorm.softmax(x, where=where, bias=bias, scale=2.0)))
+
+    return jax.grad(loss, **wrt)(x, bias)
+
+
+def test_what_is_kept_and_computed():
+    """y and the mask; the bias' gradient only where it is asked for."""
+    x, bias, where = jnp.ones((2, 3, 5)), jnp.ones((3, 1)), mask_of((2, 1, 5))
+    alone = str(jax.make_jaxpr(functools.partial(gradients, argnums=0))(x, bias, where))
+    assert "wrt=x)" in alone
+    both = str(jax.make_jaxpr(functools.partial(gradients, argnums=(0, 1)))(x, bias, where))
+    assert "wrt=x,logits_bias)" in both
+    _, vjp = jax.vjp(lambda x, b: jaxnorm.softmax(x, where=where, bias=b), x, bias)
+    kept = sorted((a.dtype.name, a.shape) for a in jax.tree.leaves(vjp))
+    assert kept == [("bool", (2, 1, 5)), ("float32", (2, 3, 5))]
+
+
+@pytest.mark.parametrize("in_axes", [(0, None, None), (0, 0, None), (None, 1, 0), (0, 2, 0)])
+def test_vmap(in_axes):
+    size = 3
+    arrays = [data(s, "float32", seed=i) for i, s in enumerate([(4, 6), (1, 6)])]
+    arrays.append(mask_of((4, 1)))
+    batched = [
+        a if axis is None else jnp.stack([jnp.roll(a, i) for i in range(size)], axis)
+        for a, axis in zip(arrays, in_axes)
+    ]
+    both = functools.partial(gradients, argnums=(0, 1))
+    got = jax.jit(jax.vmap(both, in_axes))(*batched)
+    for i in range(size):
+        one = [a if axis is None else jnp.take(a, i, axis) for a, axis in zip(batched, in_axes)]
+        for ours, theirs in zip(got, both(*one), strict=True):
+            np.testing.assert_allclose(ours[i], theirs, rtol=1e-5, atol=1e-6)
+
+
+# x's sharding over a mesh of two axes: batch, queries, keys.
+SPECS = [
+    P("data"),
+    P("data", "seq"),
+    P(None, "seq"),
+    P("data", None, "seq"),
+    P(None, "data", "seq"),
+]
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("bias_shape", [(4, 8, 16), (1, 8, 16), (4, 1, 1), (1, 1, 16), (4, 8, 1)])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.usefixtures("quick_to_compile")
+def test_on_a_mesh(spec, bias_shape, kind, name):
+    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+    x, d = (data((4, 8, 16), "float32", seed=i, scale=1.0) for i in range(2))
+    bias = data(bias_shape, "float32", seed=2)
+
+    def run(x, bias, d):
+        function = functools.partial(getattr(jaxnorm, name), scale=0.5, causal=name == "softmax")
+        y, vjp = jax.vjp(lambda x, bias: function(x, bias=bias), x, bias)
+        return y, *vjp(d)
+
+    expected = jax.jit(run)(x, bias, d)
+    x, d = (jax.device_put(a, NamedSharding(mesh, spec)) for a in (x, d))
+    for bias_spec in (P(), P(*[None if n == 1 else s for n, s in zip(bias_shape, spec)])):
+        lying = jax.device_put(bias, NamedSharding(mesh, bias_spec))
+        with jax.set_mesh(mesh):
+            got = jax.jit(run)(x, lying, d)
+        # A sum of n terms near 1 grows to 3 sqrt(n), and its n roundings like a random walk.
+        of_bias = 3 * x.size * 2.0**-24
+        for ours, theirs, atol in zip(got, expected, (1e-6, 1e-6, of_bias), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=atol)
+        if kind == AxisType.Explicit:
+            assert jax.typeof(got[0]) == jax.typeof(got[1]) == jax.typeof(x)
+            assert jax.typeof(got[2]) == jax.typeof(lying)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
+def test_the_gradient_of_a_bias_that_shards_share_is_their_sum():
+    auto, devices = (AxisType.Auto,), jax.devices()[:4]
+    mesh = jax.make_mesh((4,), ("data",), axis_types=auto, devices=devices)
+    x, bias = data((8, 3, 16), "float32"), data((3, 16), "float32", seed=1)
+    both = functools.partial(gradients, where=None, argnums=(0, 1))
+    specs = P("data"), P()
+    sharded = jax.shard_map(
+        lambda x, bias: both(x, bias), mesh=mesh, in_specs=specs, out_specs=specs
+    )
+    for ours, theirs in zip(jax.jit(sharded)(x, bias), both(x, bias), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"bias": jnp.ones((3, 1, 1))}, ValueError, "bias has shape (3, 1, 1)"),
+        ({"bias": jnp.ones(5)}, ValueError, "broadcasts to x's shape (4, 6) without enlarging"),
+        ({"bias": jnp.ones(6, jnp.int32)}, TypeError, "bias has dtype int32"),
+        ({"scale": math.inf}, ValueError, "scale=inf; expected a finite number"),
+        ({"scale": "x"}, TypeError, "scale is a str; expected a number"),
+        (
+            {"causal": True, "axis": 0},
+            ValueError,
+            "causal=True for axis=(0,) of x with shape (4, 6)",
+        ),
+    ],
+    ids=lambda v: None,
+)
+def test_errors(name, options, error, message):
+    with pytest.raises(error) as caught:
+        getattr(jaxnorm, name)(jnp.ones((4, 6)), **options)
+    assert str(caught.value).startswith(f"{name}: ")
+    assert message in str(caught.value)
+
+
+def test_causal_needs_rows():
+    with pytest.raises(ValueError, match="shape \\(6,\\); expected the last axis, of two or more"):
+        jaxnorm.softmax(jnp.ones(6), causal=True)
+
+
+def test_scale_is_no_traced_value():
+    with pytest.raises(TypeError, match="scale is a traced value"):
+        jax.jit(lambda s: jaxnorm.softmax(jnp.ones((2, 3)), scale=s))(2.0)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0, 4), (2, 0)])
+def test_nothing(shape):
+    x = jnp.zeros(shape)
+    bias = jnp.zeros(shape[-1:])
+    dx, dbias = gradients(x, bias, None, argnums=(0, 1))
+    assert (dx.shape, dbias.shape) == (shape, bias.shape)
+    np.testing.assert_array_equal(dbias, 0)
+
+
+def test_implementation_for():
+    plan = jaxnorm.implementation_for(
+        "softmax", (4, 16, 64, 64), "bfloat16", causal=True, use_bias=True, param_axes=(16, 64)
+    )
+    assert plan.forward.name == plan.backward.name == "xla"
