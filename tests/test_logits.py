@@ -101,11 +101,14 @@ def check(name, x, bias, d, *, where=None, causal=False, scale=SCALE, implementa
 
 
 @refused.expect(refused.LOGITS, refused.MASK)
+@pytest.mark.parametrize("half", [0, 3])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", BROADCAST, ids=str)
-@pytest.mark.parametrize(("x_dtype", "bias_dtype", "y_dtype"), MIXES)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_bias(name, x_dtype, bias_dtype, y_dtype, shape, causal, implementation):
+def test_bias(name, shape, causal, half, implementation):
+    # In turn, so that each shape meets every mix of dtypes, with one of the functions.
+    turn = 2 * causal + BROADCAST.index(shape) + (name == "softmax") + half
+    x_dtype, bias_dtype, y_dtype = MIXES[turn % len(MIXES)]
     x, d = data(SHAPE, x_dtype), data(SHAPE, y_dtype, seed=1, scale=1.0)
     bias = data(shape, bias_dtype, seed=2)
     check(name, x, bias, d, causal=causal, implementation=implementation)
@@ -213,7 +216,7 @@ SPECS = [
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-@pytest.mark.parametrize("bias_shape", [(4, 8, 16), (1, 8, 16), (4, 1, 1), (1, 1, 16), (4, 8, 1)])
+@pytest.mark.parametrize("bias_shape", [(4, 8, 16), (1, 8, 16), (4, 1, 1)], ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.usefixtures("quick_to_compile")
 def test_on_a_mesh(spec, bias_shape, kind, name):
@@ -228,7 +231,7 @@ def test_on_a_mesh(spec, bias_shape, kind, name):
 
     expected = jax.jit(run)(x, bias, d)
     x, d = (jax.device_put(a, NamedSharding(mesh, spec)) for a in (x, d))
-    for bias_spec in (P(), P(*[None if n == 1 else s for n, s in zip(bias_shape, spec)])):
+    for bias_spec in {P(), P(*[None if n == 1 else s for n, s in zip(bias_shape, spec)])}:
         lying = jax.device_put(bias, NamedSharding(mesh, bias_spec))
         with jax.set_mesh(mesh):
             got = jax.jit(run)(x, lying, d)
