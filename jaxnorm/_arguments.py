@@ -145,7 +145,7 @@ def mask(function: str, where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
     if array.dtype != jnp.bool_:
         raise TypeError(
             f"{function}: where has dtype {array.dtype.name}; expected bool (True keeps an entry); "
-            "compare it, e.g. where != 0, or pass an additive mask as bias"
+            "compare it, e.g. where != 0, or add an additive mask to x with bias="
         )
     return broadcastable(function, "where", array, shape)
 
