@@ -53,13 +53,13 @@ def halves(a):
 
 
 def causal_softmax(x, s, b):
-    logits = 0.7 * halves(x) + halves(s * b)
+    logits = 0.7 * halves(x) + halves(s + b)
     reached = jnp.tril(jnp.ones(logits.shape[-2:], bool))
     return jax.nn.softmax(logits, where=reached).reshape(x.shape)
 
 
 def our_causal_softmax(x, s, b, **options):
-    y = jaxnorm.softmax(halves(x), scale=0.7, bias=halves(s * b), causal=True, **options)
+    y = jaxnorm.softmax(halves(x), scale=0.7, bias=halves(s + b), causal=True, **options)
     return y.reshape(x.shape)
 
 
@@ -67,8 +67,8 @@ def our_causal_softmax(x, s, b, **options):
 FUNCTIONS = {
     "softmax causal": (causal_softmax, our_causal_softmax),
     "log_softmax with a bias": (
-        lambda x, s, b: jax.nn.log_softmax(0.7 * x + s * b),
-        lambda x, s, b, **o: jaxnorm.log_softmax(x, scale=0.7, bias=s * b, **o),
+        lambda x, s, b: jax.nn.log_softmax(0.7 * x + s + b),
+        lambda x, s, b, **o: jaxnorm.log_softmax(x, scale=0.7, bias=s + b, **o),
     ),
     "softmax": (lambda x, s, b: jax.nn.softmax(x), lambda x, s, b, **o: jaxnorm.softmax(x, **o)),
     "log_softmax": (
