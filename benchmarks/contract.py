@@ -10,19 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.workloads import ITEMSIZE, Workload
+from jaxnorm import _norm
 from jaxnorm_kernels.specs import Op, Spec
 
 #: The contract's operation of each function. The backward of `add_norm` is a norm's that adds dh.
-OPS: dict[str, Op] = {
-    "softmax": "softmax",
-    "log_softmax": "log_softmax",
-    "layer_norm": "norm",
-    "rms_norm": "norm",
-    "add_layer_norm": "add_norm",
-    "add_rms_norm": "add_norm",
-    "rms_norm_add": "norm_add",
-    "rms_norm_add_rms_norm": "norm_add_norm",
-}
+OPS: dict[str, Op] = {"softmax": "softmax", "log_softmax": "log_softmax", **_norm.OPS}
 #: Arrays of x's shape that a pass moves, of x's dtype and of y's. A backward is from the output.
 _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
     ("add_norm", "fwd"): (3, 1),  # x, residual, h; y
