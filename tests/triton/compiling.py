@@ -76,7 +76,7 @@ def _operands(spec: Spec) -> tuple[Any, ...]:
             "add_norm": (x, residual, scale, bias),
             "norm_add": (x, residual, scale),
             "norm_add_norm": (x, residual, scale, next_scale),
-        }.get(spec.op, (x, None))
+        }.get(spec.op, (x, None, None))
     if spec.op != "norm":
         return dy, None, dy
     saved = x if spec.saved == "input" else dy
