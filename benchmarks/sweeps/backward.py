@@ -1,7 +1,7 @@
 """Schedules of the backward: of norms, with dh and of two norms, over widths that no table names.
 
 Of a ring, how many warpgroups and blocks share a row, how many blocks a multiprocessor has, and how
-many rows a step; stages are as many as keep it busy. Of softmaxes in registers, the same shares.
+many rows a step. Of softmaxes in registers, the same shares.
 """
 
 import itertools
@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.backward.schedule import (
-    Line,
     NormSchedule,
     norm_schedule,
-    row_dtypes,
     rows_ring,
     softmax_schedule,
     two_norms_schedule,
@@ -24,8 +22,6 @@ _OPS = ("layer_norm", "rms_norm", "add_layer_norm", "rms_norm_add_rms_norm", "so
 _ELEMENTS = 2**26
 _COLS = [512, 640, 768, 896, 1024, 1152, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168]
 _COLS += [8192, 10240, 12288, 14336, 16384, 20480, 24576, 32768, 49152, 65536, 131072]
-# Rows in a block of a multiprocessor, or in a cluster: bytes under way in each multiprocessor.
-_KIB_AHEAD = {False: 112, True: 192}
 _WARPGROUPS, _CLUSTERS, _BLOCKS_PER_SM = (1, 2, 4), (1, 2, 4, 8, 16), (1, 2, 3)
 # Columns of a thread; in a cluster, blocks that have fewer than 8 wait for each other.
 _RING_COLUMNS = {False: (4, 32), True: (8, 32)}
@@ -52,27 +48,11 @@ def _rings(workload: KernelWorkload) -> Iterator[NormSchedule | None]:
     yield table(spec)
     if cols <= 1024:
         yield rows_ring(spec)
-    row_bytes = cols * sum(dtype.itemsize for dtype in row_dtypes(spec))
-    shares = itertools.product(_WARPGROUPS, _CLUSTERS, _BLOCKS_PER_SM)
-    for warpgroups, cluster, blocks_per_sm in shares:
+    shares = itertools.product(_WARPGROUPS, _CLUSTERS, _BLOCKS_PER_SM, (1, 2))
+    for warpgroups, cluster, blocks_per_sm, rows in shares:
         columns = cols / (128 * warpgroups * cluster)
-        if not 2 <= warpgroups * blocks_per_sm <= 4 or not _in(_RING_COLUMNS[cluster > 1], columns):
-            continue
-        for rows in (1, 2):
-            step_bytes = blocks_per_sm * rows * row_bytes // cluster
-            stages = min(4, max(2, _KIB_AHEAD[cluster > 1] * 1024 // step_bytes))
-            line = Line(
-                cols=cols,
-                kib=row_bytes // 1024 + 1,
-                warpgroups=warpgroups,
-                stages=stages,
-                rows=rows,
-                blocks_per_sm=blocks_per_sm,
-                cluster=cluster,
-            )
-            ring = wide_ring(spec, line)
-            # With one stage, nothing is ahead of the row that is computed.
-            yield ring if ring is not None and ring.stages > 1 else None
+        if 2 <= warpgroups * blocks_per_sm <= 4 and _in(_RING_COLUMNS[cluster > 1], columns):
+            yield wide_ring(spec, warpgroups, cluster, blocks_per_sm, rows)
 
 
 def _held(workload: KernelWorkload) -> Iterator[InRegisters | None]:

@@ -267,7 +267,21 @@ def test_persistent_blocks_run_in_one_round() -> None:
     spec = make_spec("layer_norm", 4096, 32768, BF16, BF16)
     schedule = schedules.norm_schedule(spec, HOPPER)
     assert isinstance(schedule, Ring)
-    assert schedule.cluster == 8
-    for clusters in (15, 16, 14):
-        gpu = dataclasses.replace(HOPPER, clusters={8: clusters})
-        assert clusters - 1 <= schedules.persistent_blocks(spec, schedule, gpu) <= clusters
+    assert schedule.cluster == 16
+    for clusters in (7, 8, 6):
+        gpu = dataclasses.replace(HOPPER, clusters={16: clusters})
+        most = clusters * schedule.blocks_per_sm
+        assert most - 1 <= schedules.persistent_blocks(spec, schedule, gpu) <= most
+
+
+@pytest.mark.parametrize("x", [BF16, F32], ids=str)
+@pytest.mark.parametrize("cols", [768, 1152, 2056, 4096, 5120, 24576, 32768])
+def test_without_large_clusters_rows_are_held_by_more_warpgroups(cols: int, x: np.dtype) -> None:
+    spec = make_spec("rms_norm", 8192, cols, x, x)
+    for clusters in ({}, {2: 66}, {2: 66, 4: 30, 8: 15}):
+        gpu = dataclasses.replace(HOPPER, clusters=clusters)
+        schedule = schedules.norm_schedule(spec, gpu)
+        if isinstance(schedule, Ring):
+            assert schedule.cluster == 1 or schedule.cluster in clusters
+        else:
+            assert cols > 8192 * max(clusters, default=1)

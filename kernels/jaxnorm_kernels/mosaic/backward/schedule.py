@@ -51,66 +51,27 @@ def persistent_blocks(
     gpu = gpu or local_gpu()
     cluster = schedule.cluster if isinstance(schedule, Ring) else 1
     most = gpu.at_a_time(cluster) * schedule.blocks_per_sm
-    steps = -(-_rows(spec) // (1 if isinstance(schedule, Direct) else schedule.rows))
+    rows, stages = (1, 2) if isinstance(schedule, Direct) else (schedule.rows, schedule.stages)
+    steps = -(-_rows(spec) // rows)
 
     def time(blocks: int) -> int:
-        """In steps: the blocks that do not run at a time follow each other; each has to start."""
-        return -(-spec.groups * blocks // most) * (-(-steps // blocks) + 1)
+        """In steps: blocks that do not run at a time follow each other; each fills its stages."""
+        return -(-spec.groups * blocks // most) * (-(-steps // blocks) + stages)
 
     return min(range(1, min(steps, most) + 1), key=time)
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """A line of a table: for up to `cols` columns, `kib` KiB of both inputs, `sums` column sums.
-
-    Both inputs are those that the sums of a row need. What is added to dx, dh, takes no part in the
-    exchange of sums and no registers across it: it only takes room from stages.
-
-    The other attributes are those of `Ring`; of `stages`, the most.
-    """
-
-    cols: int
-    kib: int
-    warpgroups: int
-    stages: int
-    sums: int = 2
-    rows: int = 1
-    lag: int = 1
-    blocks_per_sm: int = 1
-    cluster: int = 1
-
-
-# A thread keeps cols / (128 cluster warpgroups) columns: up to 32, in 255 registers. Two or three
-# steps ahead keep memory busy; more of them slow the writing of dx down.
-_RINGS = (
-    # A step of two rows, or two blocks and more on a multiprocessor, hide each other's exchange.
-    Line(cols=1024, kib=4, warpgroups=1, stages=4, rows=2, blocks_per_sm=3),
-    Line(cols=1024, kib=8, warpgroups=1, stages=4, blocks_per_sm=3),
-    Line(cols=2048, kib=8, warpgroups=1, stages=3, lag=0, blocks_per_sm=3),
-    Line(cols=2048, kib=16, warpgroups=1, stages=2, blocks_per_sm=3),
-    Line(cols=3072, kib=12, warpgroups=2, stages=4, rows=2),
-    Line(cols=3072, kib=24, warpgroups=1, stages=4),
-    Line(cols=4096, kib=16, sums=1, warpgroups=1, stages=4, blocks_per_sm=2, cluster=2),
-    Line(cols=4096, kib=16, warpgroups=2, stages=3, rows=2),
-    # Two blocks share a row: each has room for more rows ahead.
-    Line(cols=4096, kib=32, warpgroups=2, stages=4, cluster=2),
-    Line(cols=5120, kib=20, warpgroups=1, stages=4, blocks_per_sm=2, cluster=2),
-    Line(cols=5120, kib=40, warpgroups=5, stages=4, cluster=2),
-    Line(cols=8192, kib=32, warpgroups=2, stages=3, rows=2, cluster=2),
-    Line(cols=8192, kib=64, warpgroups=2, stages=2, rows=2, cluster=2),
-    Line(cols=12288, kib=96, warpgroups=4, stages=4, cluster=2),
-    # The shorter a block's part of a row, the more a step of two rows saves.
-    Line(cols=16384, kib=64, warpgroups=2, stages=4, rows=2, cluster=4),
-    Line(cols=16384, kib=128, warpgroups=2, stages=3, lag=2, cluster=2),
-    Line(cols=32768, kib=128, warpgroups=2, stages=4, rows=2, cluster=8),
-    Line(cols=32768, kib=256, warpgroups=2, stages=3, cluster=8),
-    Line(cols=65536, kib=256, warpgroups=2, stages=3, cluster=8),
-    Line(cols=65536, kib=512, warpgroups=4, stages=3, cluster=16),
-    Line(cols=131072, kib=512, warpgroups=2, stages=4, cluster=16),
-    Line(cols=131072, kib=1024, warpgroups=2, stages=3, cluster=16),
-)
-
+# Of a ring, columns of a thread: up to 12 while the GPU has clusters for it, because many small
+# blocks wait less for each other's sums than few large ones; 255 registers hold 32 at most.
+_RING_COLUMNS, _MOST_RING_COLUMNS = 12, 32
+# Four steps are to keep 48 to 96 KiB under way on a multiprocessor: less leaves memory idle, more
+# slows the writing of dx down. Hence, in bytes,
+# - the part of a row in a block, of all inputs, up to which a step has two rows, which share an
+#   exchange of sums (not of two norms: each of their rows has two exchanges);
+# - the step, dx included, up to which three blocks share a multiprocessor, and not two;
+# - the part of a row from which one block is enough, where it needs several warpgroups.
+_RING_STAGES = 4
+_TWO_ROWS_BYTES, _THREE_BLOCKS_BYTES, _ONE_BLOCK_BYTES = 5 * 1024, 10 * 1024, 12 * 1024
 
 # Columns up to, warpgroups, blocks for each multiprocessor: 16 columns of a thread, of which it
 # holds seven values (two rows of both inputs, G, 1 / G, the sum), in 128 registers.
@@ -120,8 +81,6 @@ _DIRECT = ((2048, 1, 4), (4096, 2, 2), (8192, 4, 1))
 # time, or three blocks, hide that. LayerNorm reaches 0.97 of copy bandwidth, not 0.92, over 768
 # columns of float32; over 512 of bfloat16 it would be 0.83, not 0.87 (H100).
 _WARPGROUP_ROWS = 768
-# Of two norms 24 columns of a thread fill its registers.
-_WARP_ROWS_OF_TWO = 768
 
 # Softmax rows in registers: columns up to, warpgroups. Beyond 48 columns of a thread fewer blocks
 # fit a multiprocessor.
@@ -134,11 +93,8 @@ _SPREAD_COLUMNS, _SPREAD_WARPGROUPS = 32, (2, 4)
 
 def two_norms_schedule(spec: Spec, gpu: Gpu | None = None) -> Ring | RowsRing | None:
     """For the backward of two norms with a residual between them; None for a kernel each."""
-    if not _copied(spec):
-        return None
-    if spec.cols <= _WARP_ROWS_OF_TWO and _rows(spec) >= 2 * WARP:
-        return rows_ring(spec)
-    return ring(spec, gpu or local_gpu())
+    schedule = norm_schedule(spec, gpu)
+    return None if isinstance(schedule, Direct) else schedule
 
 
 def norm_schedule(spec: Spec, gpu: Gpu | None = None) -> NormSchedule | None:
@@ -178,20 +134,29 @@ def rows_ring(spec: Spec) -> RowsRing:
 
 
 def ring(spec: Spec, gpu: Gpu) -> Ring | None:
-    """That of the first line of the table that takes the spec, and fits; None for no line."""
-    sums = _column_sums(spec)
-    for line in _RINGS:
-        takes = spec.cols <= line.cols and _summed_bytes(spec) <= line.kib * 1024
-        runs = line.cluster == 1 or line.cluster in gpu.clusters
-        if takes and runs and sums <= line.sums and (found := wide_ring(spec, line)):
-            return found
-    return None
+    """A row in one warpgroup of each block of a cluster, or in several; None for too long a row."""
+    most = WARPGROUP_THREADS * _RING_COLUMNS
+    sizes = [1, *sorted(gpu.clusters)]
+    cluster = next((size for size in sizes if spec.cols <= size * most), sizes[-1])
+    part = spec.cols // cluster
+    part_bytes = part * _column_bytes(spec)
+    rows = 2 if len(spec.norms) == 1 and part_bytes <= _TWO_ROWS_BYTES else 1
+    step_bytes = rows * (part_bytes + part * spec.x_dtype.itemsize)
+    shapes = [(2, 1), (4, 1)]
+    if spec.cols <= cluster * most or part_bytes < _ONE_BLOCK_BYTES:
+        shapes.insert(0, (1, 3 if step_bytes <= _THREE_BLOCKS_BYTES else 2))
+    rings = (
+        wide_ring(spec, warpgroups, cluster, blocks_per_sm, rows)
+        for warpgroups, blocks_per_sm in shapes
+    )
+    return next((found for found in rings if found), None)
 
 
-def wide_ring(spec: Spec, line: Line) -> Ring | None:
-    """The line for this spec: what registers and shared memory allow; None for too little."""
-    block = line.cluster * WARPGROUP_THREADS  # threads that share a row, with one warpgroup
-    warpgroups = line.warpgroups
+def wide_ring(
+    spec: Spec, warpgroups: int, cluster: int, blocks_per_sm: int, rows: int = 1
+) -> Ring | None:
+    """With these, what registers and shared memory allow; None for too little."""
+    block = cluster * WARPGROUP_THREADS  # threads that share a row, with one warpgroup
     while warpgroups > 1 and spec.cols < warpgroups * block * LEAST_VECTOR:
         warpgroups //= 2
     vector = fitting_vector(spec.cols, _vector(spec), warpgroups * block)
@@ -200,19 +165,21 @@ def wide_ring(spec: Spec, line: Line) -> Ring | None:
     ring = Ring(
         vector,
         warpgroups,
-        line.stages,
-        rows=line.rows if _rows(spec) >= line.rows else 1,
-        lag=line.lag,
-        blocks_per_sm=line.blocks_per_sm,
-        cluster=line.cluster,
+        _RING_STAGES,
+        rows=min(rows, _rows(spec)),
+        lag=1,
+        blocks_per_sm=blocks_per_sm,
+        cluster=cluster,
     )
     width = ring.slice(spec.cols).width  # of a warpgroup
     stage_bytes = ring.rows * warpgroups * width * _row_bytes(spec) // spec.cols
     stages = min(ring.stages, _shared_bytes(ring.blocks_per_sm) // stage_bytes)
-    lag = min(ring.lag, stages - 1)
-    if lag < 0 or _registers(spec, width) > _most_registers(ring):
+    fits = width <= _MOST_RING_COLUMNS * WARPGROUP_THREADS
+    fits = fits and _registers(spec, width) <= _most_registers(ring)
+    # With one stage, nothing is ahead of the row that is computed.
+    if not fits or stages < 2:
         return None
-    return dataclasses.replace(ring, stages=stages, lag=lag)
+    return dataclasses.replace(ring, stages=stages)
 
 
 def _registers(spec: Spec, width: int) -> int:
@@ -263,14 +230,11 @@ def _rows(spec: Spec) -> int:
 
 def _row_bytes(spec: Spec) -> int:
     """Of all inputs."""
-    return spec.cols * sum(dtype.itemsize for dtype in row_dtypes(spec))
+    return spec.cols * _column_bytes(spec)
 
 
-def _summed_bytes(spec: Spec) -> int:
-    """Of the inputs that the sums of a row need: of two norms, all."""
-    if spec.op == "norm_add_norm":
-        return _row_bytes(spec)
-    return spec.cols * sum(dtype.itemsize for dtype in row_dtypes(spec)[:2])
+def _column_bytes(spec: Spec) -> int:
+    return sum(dtype.itemsize for dtype in row_dtypes(spec))
 
 
 def _shared_bytes(blocks_per_sm: int) -> int:
