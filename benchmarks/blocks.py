@@ -1,8 +1,8 @@
-"""Blocks: a norm with what a transformer does to the same rows before it and after it.
+"""Blocks: a norm or a softmax with what a model does to the same rows before it and after it.
 
-A kernel is opaque to XLA, which cannot fuse a norm with its neighbours any more: so a kernel is
-judged in its block, beside plain compositions that a compiler fuses. A new block is an entry here,
-and a function in each adapter of `benchmarks/providers` that offers it.
+A kernel is opaque to XLA, which cannot fuse it with its neighbours: so a kernel is judged in its
+block, beside plain compositions that a compiler fuses. A new block is an entry here, and a function
+in each adapter of `benchmarks/providers` that offers it.
 
 Free of JAX and torch, as `workloads` is.
 """
@@ -10,7 +10,7 @@ Free of JAX and torch, as `workloads` is.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.workloads import ITEMSIZE, Array, Direction, Shape
 
@@ -28,6 +28,10 @@ ROWS_BY_COLS: tuple[Shape, ...] = (
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "fwd+bwd")
 DTYPES = ("bfloat16", "float32", "mixed")
 QUICK_COLS = 4096
+#: Of attention's logits: batch, heads, queries, keys.
+LOGITS: Shape = (4, 16, 2048, 2048)
+#: What attention multiplies them by: 1 / sqrt(64).
+LOGITS_SCALE = 0.125
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +44,10 @@ class Block:
       gradients: those of the row operands that are arrays of their own. That of an addend is the
         cotangent of the sum: where dtypes agree it is an array that is there already.
       parameters: the norms' scales and bias, by name.
-      operands: what it takes of x's shape.
-      shapes: of x. Its last axis is normalised.
+      operands: what it takes of x's shape; `where` is boolean.
+      broadcast: the axis of x, if there is one, along which an operand has size 1.
+      shapes: of x.
+      axis: that is normalised.
       grouped: parameters have x's first axis, too, with all between of size 1: one for each sample.
       mixed: is measured with a float32 residual stream (residual and h) beside 16-bit x and y.
     """
@@ -51,13 +57,18 @@ class Block:
     gradients: tuple[str, ...]
     parameters: tuple[str, ...]
     operands: tuple[str, ...] = ("x", "residual")
+    broadcast: Mapping[str, int] = dataclasses.field(default_factory=dict)
     shapes: tuple[Shape, ...] = ROWS_BY_COLS
+    axis: int = -1
     grouped: bool = False
     mixed: bool = False
 
 
 _ADD_RMS_NORM = Block(("y", "h"), saved=("y",), gradients=("x",), parameters=("scale",))
 _ADD_LAYER_NORM = dataclasses.replace(_ADD_RMS_NORM, parameters=("scale", "bias"))
+_SOFTMAX = Block(
+    ("y",), saved=("y",), gradients=("x",), parameters=(), operands=("x",), shapes=(LOGITS,)
+)
 
 BLOCKS: dict[str, Block] = {
     # h = x + residual, y = norm(h): the step of a pre-norm model.
@@ -84,6 +95,20 @@ BLOCKS: dict[str, Block] = {
         operands=("x",),
         shapes=((32, 1024, 1152), (16, 1024, 2048), (8, 2048, 4096)),
         grouped=True,
+    ),
+    # y = softmax(scale x), of what a mask for all heads keeps; up to the diagonal; with a bias of
+    # each head's logits, such as a position's, for all samples.
+    "masked_softmax": dataclasses.replace(
+        _SOFTMAX, operands=("x", "where"), broadcast={"where": 1}
+    ),
+    "causal_softmax": _SOFTMAX,
+    "biased_softmax": dataclasses.replace(
+        _SOFTMAX, operands=("x", "bias"), gradients=("x", "bias"), broadcast={"bias": 0}
+    ),
+    # Over an axis whose elements are not neighbours: queries, and channels of images.
+    "column_softmax": dataclasses.replace(_SOFTMAX, shapes=((8, 4096, 4096),), axis=-2),
+    "channel_layer_norm": dataclasses.replace(
+        _SOFTMAX, parameters=("scale", "bias"), shapes=((32, 256, 64, 64),), axis=1
     ),
 }
 MIXED = tuple(name for name, block in BLOCKS.items() if block.mixed)
@@ -115,7 +140,7 @@ class BlockWorkload:
 
     @property
     def cols(self) -> int:
-        return self.sizes[-1]
+        return self.sizes[self.block.axis]
 
     @property
     def mixed(self) -> bool:
@@ -123,6 +148,8 @@ class BlockWorkload:
 
     def dtype_of(self, name: str) -> str:
         """Of the array of this name, and of its cotangent."""
+        if name == "where":
+            return "bool"
         if not self.mixed:
             return self.dtype
         return "float32" if name in ("residual", "h") else "bfloat16"
@@ -136,15 +163,20 @@ class BlockWorkload:
     def y_dtype(self) -> str:
         return self.dtype_of("y")
 
+    def shape_of(self, name: str) -> Shape:
+        """Of the array of this name, but for parameters."""
+        axis = self.block.broadcast.get(name)
+        return tuple(1 if at == axis else size for at, size in enumerate(self.sizes))
+
     @property
     def row_operands(self) -> tuple[Array, ...]:
-        return tuple((self.sizes, self.dtype_of(name)) for name in self.block.operands)
+        return tuple((self.shape_of(name), self.dtype_of(name)) for name in self.block.operands)
 
     @property
     def parameter_shapes(self) -> tuple[Shape, ...]:
-        first, *others, cols = self.sizes
+        first, *others, _ = self.sizes
         lead = (first, *(1 for _ in others)) if self.block.grouped else ()
-        return ((*lead, cols),) * len(self.block.parameters)
+        return ((*lead, self.cols),) * len(self.block.parameters)
 
     @property
     def cotangents(self) -> tuple[Array, ...]:
@@ -158,12 +190,12 @@ class BlockWorkload:
 
     @property
     def bytes(self) -> int:
-        """Least traffic: each array of x's shape once in the forward, and once in the backward."""
+        """Least traffic: each array of rows once in the forward, and once in the backward."""
         block = self.block
         arrays = [*block.operands, *block.results]
         if self.direction == "fwd+bwd":
             arrays += [*block.saved, *block.results, *(block.operands[i] for i in self.gradients)]
-        return math.prod(self.sizes) * sum(ITEMSIZE[self.dtype_of(name)] for name in arrays)
+        return sum(math.prod(self.shape_of(n)) * ITEMSIZE[self.dtype_of(n)] for n in arrays)
 
 
 def grid(

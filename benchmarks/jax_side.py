@@ -36,15 +36,21 @@ def random_arrays(
     parameter_shapes: tuple[Shape, ...],
     cotangents: tuple[Array, ...],
 ) -> Inputs:
-    """Normal rows, parameters near 1: never constants, which compress."""
+    """Normal rows, parameters near 1, masks that keep most: never constants, which compress."""
     count = len(row_operands) + len(parameter_shapes) + len(cotangents)
     keys = iter(jax.random.split(jax.random.key(seed), count))
+
+    def rows(shape: Shape, dtype: str) -> jax.Array:
+        if dtype == "bool":
+            return jax.random.bernoulli(next(keys), 0.8, shape)
+        return jax.random.normal(next(keys), shape, dtype)
+
     return (
-        tuple(jax.random.normal(next(keys), *array) for array in row_operands),
+        tuple(rows(*array) for array in row_operands),
         tuple(
             1 + 0.1 * jax.random.normal(next(keys), shape, "float32") for shape in parameter_shapes
         ),
-        tuple(jax.random.normal(next(keys), *array) for array in cotangents),
+        tuple(rows(*array) for array in cotangents),
     )
 
 

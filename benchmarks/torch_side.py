@@ -27,11 +27,13 @@ THREADS = 1  # torch compiles one call at a time
 def random_inputs(
     workload: Workload | BlockWorkload, parameter_dtype: str, sets: int
 ) -> list[Inputs]:
-    """Normal rows, parameters near 1."""
+    """Normal rows, parameters near 1, masks that keep most."""
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def normal(shape: tuple[int, ...], dtype: str) -> Tensor:
         wanted = getattr(torch, dtype)
+        if dtype == "bool":
+            return torch.rand(shape, generator=generator, device=DEVICE) < 0.8
         return torch.randn(shape, generator=generator, device=DEVICE, dtype=wanted)
 
     def inputs() -> Inputs:
@@ -57,19 +59,24 @@ def forward(f: Callable[..., Any], inputs: Inputs) -> Any:
 
 
 def backward(results: Any, leaves: Tensors, cotangents: Tensors) -> Tensors:
-    return torch.autograd.grad(results, leaves, cotangents, retain_graph=True)
+    return torch.autograd.grad(results, floating(leaves), cotangents, retain_graph=True)
 
 
 def leaves_of(inputs: Inputs) -> Tensors:
     rows, parameters, _ = inputs
-    return tuple(a.detach().requires_grad_() for a in (*rows, *parameters))
+    leaves = (a.detach() for a in (*rows, *parameters))
+    return tuple(a.requires_grad_() if a.is_floating_point() else a for a in leaves)
+
+
+def floating(leaves: Tensors) -> Tensors:
+    return tuple(a for a in leaves if a.requires_grad)
 
 
 def forward_and_backward(
     f: Callable[..., Any], leaves: Tensors, cotangents: Tensors
 ) -> tuple[Any, Tensors]:
     results = f(*leaves)
-    return results, torch.autograd.grad(results, leaves, cotangents)
+    return results, torch.autograd.grad(results, floating(leaves), cotangents)
 
 
 def calls_of(

@@ -37,7 +37,7 @@ QUICK: list[Shape] = [(32768, 1024), (16384, 8192)]
 
 # x, y. The mixed pair is a float32 residual stream with 16-bit matmuls.
 DTYPES = [("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16")]
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+ITEMSIZE = {"bool": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 @dataclasses.dataclass(frozen=True)

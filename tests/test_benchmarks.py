@@ -72,6 +72,17 @@ def test_a_block_with_parameters_of_each_sample():
     assert workload.row_operands == (((2, 5, 30), "bfloat16"),)
 
 
+def test_a_block_with_operands_that_are_broadcast():
+    masked = BlockWorkload("masked_softmax", "fwd", "2x3x5x7", "bfloat16")
+    assert masked.row_operands == (((2, 3, 5, 7), "bfloat16"), ((2, 1, 5, 7), "bool"))
+    assert masked.bytes == 210 * 2 * 2 + 70  # x, y and the mask
+    biased = BlockWorkload("biased_softmax", "fwd+bwd", "2x3x5x7", "float32")
+    assert biased.bytes == (210 * 5 + 105 * 2) * 4  # x, y; y, dy, dx; the bias and its gradient
+    channels = BlockWorkload("channel_layer_norm", "fwd", "2x8x5x7", "float32")
+    assert channels.cols == 8
+    assert channels.parameter_shapes == ((8,), (8,))
+
+
 def test_the_grid():
     shapes = list(itertools.chain(*workloads.GRID.values()))
     assert len(shapes) == len(set(shapes)) == 29
@@ -113,10 +124,13 @@ def test_a_selection_is_a_part():
         for provider in ("xla", "jnp")
     }
     by_samples = SUITES["blocks"].cells(Selection(providers=("jnp",), shapes=((2, 4, 32),)))
-    assert {(c.op, c.shape) for c in by_samples} == {("ada_layer_norm", "2x4x32")}
+    assert {(c.op, c.shape) for c in by_samples} == {
+        ("ada_layer_norm", "2x4x32"),
+        ("column_softmax", "2x4x32"),
+    }
     assert not list(KERNELS.cells(Selection(shapes=((2, 4, 32),))))
     few = {c.shape for c in SUITES["blocks"].cells(Selection(quick=True))}
-    assert few == {"8192x4096", "8x2048x4096"}
+    assert few == {"8192x4096", "8x2048x4096", "8x4096x4096"}
     quick = {(c.rows, c.cols) for c in KERNELS.cells(Selection(quick=True))}
     assert quick == set(workloads.QUICK)
 
@@ -237,11 +251,15 @@ def test_the_providers_compute_the_operation(name, op):
     np.testing.assert_allclose(y, plain(op)(small, *problem.parameters), rtol=1e-5, atol=1e-6)
 
 
+#: Of blocks, by their number of axes.
+SMALL_SHAPES = {2: "4x32", 3: "2x4x32", 4: "2x3x4x32"}
+
+
 @pytest.mark.parametrize("name", ["jaxnorm", "xla", "composed", "jnp"])
 @pytest.mark.parametrize("op", BLOCKS)
 def test_the_providers_compute_the_block(name, op):
     """The results of jnp's composition, in the dtypes that the least bytes are counted by."""
-    shape = "2x4x32" if BLOCKS[op].grouped else "4x32"
+    shape = SMALL_SHAPES[len(BLOCKS[op].shapes[0])]
     for dtype in ("float32", "mixed"):
         workload = BlockWorkload(op, "fwd", shape, dtype)
         if not PROVIDERS[name].offers(workload):
@@ -267,8 +285,11 @@ def test_gradients_that_are_arrays_of_their_own_are_returned():
         ("add_rms_norm", "mixed", 2),
         ("post_norm", "float32", 1),
         ("sandwich", "float32", 2),
+        ("masked_softmax", "bfloat16", 1),
+        ("biased_softmax", "float32", 2),
     ]:
-        cell = BlockCell(op, "fwd+bwd", "4x32", dtype, "jaxnorm")
+        shape = SMALL_SHAPES[len(BLOCKS[op].shapes[0])]
+        cell = BlockCell(op, "fwd+bwd", shape, dtype, "jaxnorm")
         program = jax_side.compile_cell(cell)
         inputs = jax_side.random_arrays(0, *jax_side.arguments_of(cell))
         results, of_rows, of_parameters = program.call(*program.operands(*inputs))

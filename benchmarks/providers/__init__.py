@@ -77,7 +77,7 @@ PROVIDERS: dict[str, Provider] = {
         **_EVERYTHING,
     ),
     "xla": Provider("jaxnorm xla", "jax", "jaxnorm_functions", ("jax",), **_EVERYTHING),
-    # jaxnorm's plain norms beside jnp's arithmetic, where it has a function for the whole block.
+    # jaxnorm's plain functions beside jnp's arithmetic, where one of its functions is the block.
     # In one dtype, add_rms_norm and add_layer_norm so composed are the blocks residual_*.
     "composed": Provider(
         "jaxnorm composed",
@@ -85,7 +85,7 @@ PROVIDERS: dict[str, Provider] = {
         "jaxnorm_functions",
         ("jax",),
         operations=(),
-        blocks=("post_norm", "sandwich", "ada_layer_norm"),
+        blocks=tuple(op for op in BLOCKS if not op.startswith(("add_", "residual_"))),
         mixed=MIXED,
     ),
     "jnp": Provider("jnp", "jax", "jnp_functions", ("jax",), **_EVERYTHING),

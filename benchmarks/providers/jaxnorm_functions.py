@@ -4,8 +4,20 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 import jaxnorm
+from benchmarks.blocks import LOGITS_SCALE
 from benchmarks.providers import jnp_functions
+
+
+def biased_softmax(x: jax.Array, bias: jax.Array, **given: Any) -> jax.Array:
+    return jaxnorm.softmax(x, bias=bias, **given)
+
+
+def masked_softmax(x: jax.Array, where: jax.Array, **given: Any) -> jax.Array:
+    return jaxnorm.softmax(x, where=where, **given)
+
 
 # Functions of whole blocks, and their options.
 _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -14,6 +26,11 @@ _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "post_norm": (jaxnorm.rms_norm_add, {}),
     "sandwich": (jaxnorm.rms_norm_add_rms_norm, {}),
     "ada_layer_norm": (jaxnorm.layer_norm, {"scale_offset": 1.0}),
+    "masked_softmax": (masked_softmax, {"scale": LOGITS_SCALE}),
+    "causal_softmax": (jaxnorm.softmax, {"scale": LOGITS_SCALE, "causal": True}),
+    "biased_softmax": (biased_softmax, {"scale": LOGITS_SCALE}),
+    "column_softmax": (jaxnorm.softmax, {"axis": -2}),
+    "channel_layer_norm": (jaxnorm.layer_norm, {"axis": 1}),
 }
 
 
@@ -26,8 +43,8 @@ def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
     if op in ("softmax", "log_softmax", "layer_norm", "rms_norm"):
         return functools.partial(plain(getattr(jaxnorm, op)), dtype=y_dtype)
     if op not in _BLOCKS or name == "composed":
-        norms = jnp_functions.Norms(plain(jaxnorm.rms_norm), plain(jaxnorm.layer_norm))
-        return norms.block(op, y_dtype)
+        functions = (jaxnorm.rms_norm, jaxnorm.layer_norm, jaxnorm.softmax)
+        return jnp_functions.Plain(*map(plain, functions)).block(op, y_dtype)
     block, given = _BLOCKS[op]
     if op != "post_norm":  # its result has the residual's dtype
         given = {**given, "dtype": y_dtype}

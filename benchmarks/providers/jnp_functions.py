@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.blocks import LOGITS_SCALE
+
 Array = jax.Array
 
 
@@ -18,20 +20,26 @@ def rms_norm(x: Array, scale: Array, *, dtype: str | None = None) -> Array:
 
 
 def layer_norm(
-    x: Array, scale: Array | float = 1.0, bias: Array | float = 0.0, *, dtype: str | None = None
+    x: Array,
+    scale: Array | float = 1.0,
+    bias: Array | float = 0.0,
+    *,
+    axis: int = -1,
+    dtype: str | None = None,
 ) -> Array:
     wide = x.astype(jnp.float32)
-    mean = jnp.mean(wide, axis=-1, keepdims=True)
-    rstd = jax.lax.rsqrt(jnp.var(wide, axis=-1, keepdims=True) + 1e-6)
+    mean = jnp.mean(wide, axis=axis, keepdims=True)
+    rstd = jax.lax.rsqrt(jnp.var(wide, axis=axis, keepdims=True) + 1e-6)
     return ((wide - mean) * rstd * scale + bias).astype(dtype or x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
-class Norms:
-    """A library's plain norms, and the blocks that a model makes of them."""
+class Plain:
+    """A library's plain norms and softmax, and the blocks that a model makes of them."""
 
     rms_norm: Callable[..., Array]
     layer_norm: Callable[..., Array]
+    softmax: Callable[..., Array]
 
     def block(self, op: str, y_dtype: str) -> Callable[..., Any]:
         blocks: dict[str, Callable[..., Any]] = {
@@ -42,6 +50,11 @@ class Norms:
             "post_norm": self.post_norm,
             "sandwich": self.sandwich,
             "ada_layer_norm": self.ada_layer_norm,
+            "masked_softmax": self.masked_softmax,
+            "causal_softmax": self.causal_softmax,
+            "biased_softmax": self.biased_softmax,
+            "column_softmax": self.column_softmax,
+            "channel_layer_norm": self.channel_layer_norm,
         }
         return functools.partial(blocks[op], dtype=y_dtype)
 
@@ -63,11 +76,28 @@ class Norms:
     def ada_layer_norm(self, x: Array, scale: Array, bias: Array, *, dtype: str) -> Array:
         return (self.layer_norm(x) * (1 + scale) + bias).astype(dtype)
 
+    def masked_softmax(self, x: Array, where: Array, *, dtype: str) -> Array:
+        return self.softmax(jnp.where(where, LOGITS_SCALE * x, -jnp.inf)).astype(dtype)
 
-_NORMS = Norms(rms_norm, layer_norm)
+    def causal_softmax(self, x: Array, *, dtype: str) -> Array:
+        where = jnp.tri(*x.shape[-2:], dtype=bool)
+        return self.masked_softmax(x, where, dtype=dtype)
+
+    def biased_softmax(self, x: Array, bias: Array, *, dtype: str) -> Array:
+        return self.softmax(LOGITS_SCALE * x + bias).astype(dtype)
+
+    def column_softmax(self, x: Array, *, dtype: str) -> Array:
+        return self.softmax(x, axis=-2).astype(dtype)
+
+    def channel_layer_norm(self, x: Array, scale: Array, bias: Array, *, dtype: str) -> Array:
+        scale, bias = (a[:, None, None] for a in (scale, bias))
+        return (self.layer_norm(x, axis=1) * scale + bias).astype(dtype)
+
+
+_PLAIN = Plain(rms_norm, layer_norm, jax.nn.softmax)
 
 
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
     if op in ("layer_norm", "rms_norm"):
-        return functools.partial(getattr(_NORMS, op), dtype=y_dtype)
-    return getattr(jax.nn, op) if op in ("softmax", "log_softmax") else _NORMS.block(op, y_dtype)
+        return functools.partial(getattr(_PLAIN, op), dtype=y_dtype)
+    return getattr(jax.nn, op) if op in ("softmax", "log_softmax") else _PLAIN.block(op, y_dtype)

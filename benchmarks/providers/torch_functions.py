@@ -9,6 +9,8 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.nn import functional
 
+from benchmarks.blocks import LOGITS_SCALE
+
 
 def layer_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return functional.layer_norm(x, scale.shape, scale, bias, eps=1e-6)
@@ -53,6 +55,28 @@ def ada_layer_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return functional.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + bias
 
 
+def masked_softmax(x: Tensor, where: Tensor) -> Tensor:
+    return softmax((LOGITS_SCALE * x).masked_fill(~where, -torch.inf))
+
+
+def causal_softmax(x: Tensor) -> Tensor:
+    return masked_softmax(x, torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril())
+
+
+def biased_softmax(x: Tensor, bias: Tensor) -> Tensor:
+    return softmax(LOGITS_SCALE * x + bias)
+
+
+def column_softmax(x: Tensor) -> Tensor:
+    return functional.softmax(x, dim=-2)
+
+
+def channel_layer_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    variance, mean = torch.var_mean(x.float(), dim=1, correction=0, keepdim=True)
+    x_hat = (x - mean) * torch.rsqrt(variance + 1e-6)
+    return x_hat * scale[:, None, None] + bias[:, None, None]
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "softmax": softmax,
     "log_softmax": log_softmax,
@@ -65,6 +89,11 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "post_norm": post_norm,
     "sandwich": sandwich,
     "ada_layer_norm": ada_layer_norm,
+    "masked_softmax": masked_softmax,
+    "causal_softmax": causal_softmax,
+    "biased_softmax": biased_softmax,
+    "column_softmax": column_softmax,
+    "channel_layer_norm": channel_layer_norm,
 }
 
 
