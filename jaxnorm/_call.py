@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm import _implementation
@@ -256,7 +257,15 @@ class Call:
     @property
     def in_rows(self) -> Spec:
         """The spec of the two-dimensional arrays."""
-        return dataclasses.replace(self.spec, axes=(-1,), moved_axis=self.view.moved)
+        view = self.view
+        return dataclasses.replace(
+            self.spec,
+            axes=(-1,),
+            moved_axis=view.moved,
+            mask_rows=view.shared("mask"),
+            logits_bias_rows=view.shared("logits_bias"),
+            queries=view.shape[-2] if self.spec.causal else 0,
+        )
 
     def xla(self, *arrays: jax.Array) -> list[jax.Array]:
         """The results by the xla implementation, which needs no view."""
@@ -265,8 +274,13 @@ class Call:
     def kernel(self, name: str) -> Function:
         """The implementation `name`, through the view of rows."""
 
+        def view_of(kind: Kind, a: jax.Array) -> jax.Array:
+            if kind == "mask" and name == "xla":  # which knows no `Shared`, and fuses this
+                a = jnp.broadcast_to(a, self.view.shape)
+            return self.view.to_rows(kind, a)
+
         def run(*arrays: jax.Array) -> list[jax.Array]:
-            rows = [self.view.to_rows(kind, a) for kind, a in zip(self.operand_kinds, arrays)]
+            rows = [view_of(kind, a) for kind, a in zip(self.operand_kinds, arrays)]
             results = self._run(name, self.in_rows, rows)
             return [self.view.from_rows(kind, a) for kind, a in zip(self.result_kinds, results)]
 

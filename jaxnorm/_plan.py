@@ -93,7 +93,7 @@ def implementation_for(
             x_dtype,
             (_bias_shape(shape, axis, param_axes), bias_dtype) if use_bias else None,
             axis=axis,
-            has_mask=where,
+            mask=shape if where else None,
             scale=scale,
             causal=causal,
             dtype=out_dtype,

@@ -8,6 +8,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxnorm_kernels.specs import Shared
+
 #: What an operand or a result of a call is: an array of x's shape; a mask or a bias of logits, each
 #: broadcast to it; a statistic of each row, over axes that are not normalised; a parameter, over
 #: those that are.
@@ -27,7 +29,8 @@ class RowView:
       axes: the normalised ones.
       scale_lead, bias_lead: axes that the parameter has before the normalised ones, one parameter
         for each group of rows. They broadcast, right-aligned, to x's other axes.
-      logits_bias: shape of a softmax's bias: x's, with 1 where it is broadcast.
+      logits_bias, mask: shapes of a softmax's bias and of its mask: x's, with 1 where they are
+        broadcast.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +38,7 @@ class RowView:
     scale_lead: tuple[int, ...] = ()
     bias_lead: tuple[int, ...] = ()
     logits_bias: tuple[int, ...] = ()
+    mask: tuple[int, ...] = ()
 
     @property
     def normalised(self) -> tuple[int, ...]:
@@ -84,6 +88,24 @@ class RowView:
             return None
         return math.prod(lead)
 
+    def shared(self, kind: Literal["mask", "logits_bias"]) -> Shared | None:
+        """Where the rows find theirs in a mask or a bias; None for one of a part of the columns."""
+        shape = self.shape_of(kind)
+        if not shape:
+            return None
+        own_cols = {shape[a] != 1 for a in self.axes if self.shape[a] != 1}
+        if len(own_cols) > 1:
+            return None
+        segments: list[tuple[int, bool]] = []
+        for axis in self.others:
+            size, own = self.shape[axis], shape[axis] != 1
+            if size == 1:
+                continue
+            if segments and segments[-1][1] == own:
+                size *= segments.pop()[0]
+            segments.append((size, own))
+        return Shared(tuple(segments), has_columns=own_cols != {False})
+
     def axes_of(self, kind: Kind) -> tuple[int, ...]:
         """Which axes of x an operand of this kind has, in its own order."""
         match kind:
@@ -96,11 +118,13 @@ class RowView:
                 return self.others[len(self.others) - lead :] + self.axes
 
     def shape_of(self, kind: Kind) -> tuple[int, ...]:
-        """Of an operand or result of this kind, but for a mask, which may be broadcast."""
+        """Of an operand or result of this kind."""
         if kind in PARAMETERS:
             return self._lead(kind) + self.normalised
         if kind == "logits_bias":
             return self.logits_bias
+        if kind == "mask":
+            return self.mask
         return tuple(self.shape[a] for a in self.axes_of(kind))
 
     def batched(self, size: int, kinds: Collection[Kind]) -> "RowView":
@@ -112,31 +136,46 @@ class RowView:
             return (size, *[1] * missing, *own) if kind in kinds else own
 
         axes = tuple(axis + 1 for axis in self.axes)
-        own = size if "logits_bias" in kinds else 1
-        logits_bias = (own, *self.logits_bias) if self.logits_bias else ()
-        return RowView((size, *self.shape), axes, lead("scale"), lead("bias"), logits_bias)
+
+        def logits(kind: Literal["mask", "logits_bias"]) -> tuple[int, ...]:
+            own = self.shape_of(kind)
+            return (size if kind in kinds else 1, *own) if own else ()
+
+        return RowView(
+            shape=(size, *self.shape),
+            axes=axes,
+            scale_lead=lead("scale"),
+            bias_lead=lead("bias"),
+            logits_bias=logits("logits_bias"),
+            mask=logits("mask"),
+        )
 
     def to_rows(self, kind: Kind, a: jax.Array) -> jax.Array:
-        """The two-dimensional view of an array or mask, the one-dimensional view of the others."""
+        """The two-dimensional view of an array, the one-dimensional view of the others.
+
+        A mask or a bias of logits is ``(n, cols)`` or ``(n, 1)``, as `shared` describes it, or that
+        of a whole array.
+        """
         match kind:
             case "stat":
                 return a.reshape(self.rows)
             case "scale" | "bias":
                 groups = self.groups(kind)
                 return a.reshape(self.cols if groups == 1 else (groups, self.cols))
-            case "mask":
-                a = jnp.broadcast_to(a, self.shape)
+        rows = math.prod(a.shape[axis] for axis in self.others)
+        cols = math.prod(a.shape[axis] for axis in self.axes)
         if self.moved:
             a = jnp.transpose(a, self._order)
-        return a.reshape(self.rows, self.cols)
+        return a.reshape(rows, cols)
 
     def from_rows(self, kind: Kind, a: jax.Array) -> jax.Array:
         """The inverse of `to_rows`."""
         if kind == "stat" or kind in PARAMETERS:
             return a.reshape(self.shape_of(kind))
+        shape = self.shape_of(kind)
         if not self.moved:
-            return a.reshape(self.shape)
-        a = a.reshape([self.shape[axis] for axis in self._order])
+            return a.reshape(shape)
+        a = a.reshape([shape[axis] for axis in self._order])
         return jnp.transpose(a, [self._order.index(axis) for axis in range(len(self.shape))])
 
     def _lead(self, kind: Kind) -> tuple[int, ...]:

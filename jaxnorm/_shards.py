@@ -52,8 +52,17 @@ class Layout:
             sizes = view.shape_of(kind)[: -len(view.axes)]
             return tuple(1 if s == 1 else shape[a] for s, a in zip(sizes, view.axes_of(kind)))
 
-        logits_bias = tuple(1 if s == 1 else n for s, n in zip(view.logits_bias, shape))
-        return RowView(shape, view.axes, lead("scale"), lead("bias"), logits_bias)
+        def logits(kind: Kind) -> tuple[int, ...]:
+            return tuple(1 if s == 1 else n for s, n in zip(view.shape_of(kind), shape))
+
+        return RowView(
+            shape=shape,
+            axes=view.axes,
+            scale_lead=lead("scale"),
+            bias_lead=lead("bias"),
+            logits_bias=logits("logits_bias"),
+            mask=logits("mask"),
+        )
 
     def queries_over(self, call: Call) -> tuple[str, ...]:
         """Mesh axes over which the rows of a matrix are split, where ``causal`` counts them."""

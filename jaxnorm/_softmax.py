@@ -120,7 +120,7 @@ def _softmax_of(
         x.dtype,
         None if bias is None else (bias.shape, bias.dtype),
         axis=axis,
-        has_mask=mask is not None,
+        mask=None if mask is None else mask.shape,
         scale=scale,
         causal=causal,
         dtype=dtype,
@@ -146,15 +146,19 @@ def softmax_call(
     bias: tuple[tuple[int, ...], np.dtype] | None,
     *,
     axis: _arguments.Axis,
-    has_mask: bool,
+    mask: tuple[int, ...] | None,
     scale: float,
     causal: bool,
     dtype: jax.typing.DTypeLike | None,
     implementation: Name | None,
 ) -> Call:
-    """The forward of a call with these arguments, after the checks; `bias` has x's rank."""
+    """The forward of a call with these arguments, after the checks.
+
+    `mask` is a shape, `bias` a shape and a dtype, both of x's rank.
+    """
     bias_shape, bias_dtype = bias or ((), None)
-    view = RowView(shape, _arguments.axes(function, axis, shape), logits_bias=bias_shape)
+    axes = _arguments.axes(function, axis, shape)
+    view = RowView(shape, axes, logits_bias=bias_shape, mask=mask or ())
     _arguments.implementation(function, implementation)
     if causal:
         _arguments.matrix(function, "causal", view)
@@ -165,7 +169,7 @@ def softmax_call(
         cols=view.cols,
         x_dtype=x_dtype,
         y_dtype=_arguments.output_dtype(function, dtype, x_dtype),
-        has_mask=has_mask,
+        has_mask=mask is not None,
         logits_scale=_arguments.number(function, "scale", scale),
         logits_bias_dtype=bias_dtype,
         logits_bias_shape=bias_shape,

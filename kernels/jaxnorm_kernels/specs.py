@@ -20,6 +20,7 @@ beside the norm's (``Spec.adds_dh``); that of a plain norm, another cotangent of
 """
 
 import dataclasses
+import math
 from typing import Any, Literal, Protocol
 
 import jax
@@ -38,6 +39,35 @@ FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 # large enough that 1 / floor**2, which second derivatives need, is finite. float16 has no such
 # room.
 _SCALE_FLOOR = {"bfloat16": 2.0**-60, "float32": 2.0**-60, "float64": 2.0**-500}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Which row of a mask or a bias belongs to a row of x, among whose rows it is broadcast.
+
+    Attributes:
+      segments: the axes of x's rows, each with its size and whether the operand has it: those that
+        are neighbours and alike as one. A row's index in the operand is that along its own axes.
+      has_columns: the operand is ``(n, cols)``; else ``(n, 1)``, a value for each row.
+    """
+
+    segments: tuple[tuple[int, bool], ...]
+    has_columns: bool
+
+    @property
+    def rows(self) -> int:
+        """Of the operand."""
+        return math.prod(size for size, own in self.segments if own)
+
+    @property
+    def sharing(self) -> int:
+        """How many rows of x have the same one."""
+        return math.prod(size for size, own in self.segments if not own)
+
+    @property
+    def run(self) -> int:
+        """Consecutive rows of x that have consecutive ones, or all the same one."""
+        return self.segments[-1][0] if self.segments else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +102,9 @@ class Spec:
         for a backward that does not return its gradient.
       logits_bias_shape: of the bias: that of the whole x, with 1 where it is broadcast.
       causal: column j of row i of a matrix takes part where j <= i.
+      mask_rows, logits_bias_rows: where the rows find theirs in the mask and in the bias; None for
+        one that is not there, or whose columns are neither all there nor all broadcast.
+      queries: rows of a matrix, for ``causal``.
       axes: the normalised axes of the arrays: the last one, but for the xla implementation.
       scale_groups, bias_groups: 1 for a parameter ``(cols,)`` of all rows; n for one ``(n, cols)``,
         each of whose rows belongs to ``rows / n`` consecutive rows.
@@ -105,6 +138,9 @@ class Spec:
     logits_bias_dtype: np.dtype | None = None
     logits_bias_shape: tuple[int, ...] = ()
     causal: bool = False
+    mask_rows: Shared | None = None
+    logits_bias_rows: Shared | None = None
+    queries: int = 0
     axes: tuple[int, ...] = (-1,)
     scale_groups: int = 1
     bias_groups: int = 1
@@ -205,7 +241,11 @@ Stats = tuple[jax.Array, ...]
 
 
 class Implementation(Protocol):
-    """What an implementation module provides. Arrays: ``(rows, cols)``; parameters: ``(cols,)``."""
+    """What an implementation module provides. Arrays: ``(rows, cols)``; parameters: ``(cols,)``.
+
+    A mask or a bias of logits is as `Spec.mask_rows` and `Spec.logits_bias_rows` say, and so is the
+    bias' gradient; xla's, who has the call as it is, broadcast to x's shape by numpy's rules.
+    """
 
     def softmax_fwd(
         self, x: jax.Array, mask: jax.Array | None, bias: jax.Array | None, spec: Spec
