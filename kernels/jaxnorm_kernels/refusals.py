@@ -12,18 +12,13 @@ NO_KERNEL: Table = (
         "its kernels need sizes that are known when the call is traced, not symbolic ones",
         lambda s: not all(isinstance(size, int) for size in (s.rows, s.cols)),
     ),
-    ("its kernels take no `where` mask", lambda s: s.has_mask),
-    (
-        "its kernels take no scale, bias or causal mask of a softmax",
-        lambda s: s.logits_scale != 1 or s.logits_bias_dtype is not None or s.causal,
-    ),
     (
         "its kernels compute in float32, and float64 arrays ask for more",
         lambda s: any(
             dtype is not None and dtype.itemsize > 4
             for dtype in (
                 *(s.x_dtype, s.y_dtype, s.scale_dtype, s.bias_dtype),
-                *(s.residual_dtype, s.next_scale_dtype),
+                *(s.residual_dtype, s.next_scale_dtype, s.logits_bias_dtype),
             )
         ),
     ),
@@ -36,6 +31,15 @@ NO_KERNEL: Table = (
     (
         "scale and bias belong to groups of different sizes",
         lambda s: s.scale_groups > 1 and s.bias_groups > 1 and s.scale_groups != s.bias_groups,
+    ),
+)
+
+#: For kernels that have nothing of a softmax but x.
+NO_LOGITS: Table = (
+    ("its kernels take no `where` mask", lambda s: s.has_mask),
+    (
+        "its kernels take no scale, bias or causal mask of a softmax",
+        lambda s: s.logits_scale != 1 or s.logits_bias_dtype is not None or s.causal,
     ),
 )
 

@@ -1,4 +1,4 @@
-"""What forward and backward kernels alike do to single elements: G, the bias, exp. In float32."""
+"""What forward and backward kernels alike do to single elements, in float32: G, biases, exp."""
 
 import math
 from collections.abc import Callable
@@ -35,6 +35,11 @@ def effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
     if spec.saved == "output":
         bias = bias.astype(spec.y_dtype)
     return bias.astype(jnp.float32)
+
+
+def scaled(z: jax.Array, spec: Spec) -> jax.Array:
+    """A softmax's scale times z; it is part of the derivative, too."""
+    return z if spec.logits_scale == 1 else jnp.float32(spec.logits_scale) * z
 
 
 def exp(is_wide: bool) -> Callable[[jax.Array], jax.Array]:

@@ -18,6 +18,13 @@ _MIN_COLS = 8
 
 _CANNOT: Table = (
     *NO_KERNEL,
+    (
+        "its backward takes no scale, bias or mask of a softmax",
+        lambda s: (
+            s.direction == "bwd"
+            and (s.has_mask or s.causal or s.logits_scale != 1 or s.logits_bias_dtype is not None)
+        ),
+    ),
     (f"its kernels need rows of {_MIN_COLS} elements or more", lambda s: s.cols < _MIN_COLS),
     (
         f"its kernels number rows in 32 bits, up to {_MAX_ROWS}",
@@ -40,6 +47,17 @@ _CANNOT: Table = (
             and s.cols < WARPGROUP_THREADS * min(_vector(s), LEAST_VECTOR)
             and (s.rows // s.groups < 64 or _has_unaligned_rows(s))
         ),
+    ),
+    (
+        "its kernels take a mask or a bias that has all columns, or one value for a row",
+        lambda s: (
+            (s.has_mask and s.mask_rows is None)
+            or (s.logits_bias_dtype is not None and s.logits_bias_rows is None)
+        ),
+    ),
+    (
+        "its kernels know no shards of the rows or columns that a causal mask counts",
+        lambda s: bool(s.cols_over or s.queries_over),
     ),
     ("its kernels hold no rows of this length", lambda s: not _is_held(s)),
 )

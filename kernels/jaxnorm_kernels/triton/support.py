@@ -5,7 +5,7 @@ import importlib
 import os
 
 from jaxnorm_kernels.devices import local_capability
-from jaxnorm_kernels.refusals import BETTER_FUSED, NO_KERNEL, Table, first
+from jaxnorm_kernels.refusals import BETTER_FUSED, NO_KERNEL, NO_LOGITS, Table, first
 from jaxnorm_kernels.specs import Spec
 
 # Rows and columns are numbered in int32, and the last step goes over the end by so much at most.
@@ -20,6 +20,7 @@ def can_lower() -> bool:
 
 _CANNOT: Table = (
     *NO_KERNEL,
+    *NO_LOGITS,
     (
         "its kernel of two norms with a residual between them is RMSNorm's",
         lambda s: s.op == "norm_add_norm" and s.subtract_mean,

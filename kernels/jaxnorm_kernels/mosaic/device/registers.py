@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, vector
+from jax._src.lib.mlir.dialects import arith, builtin, llvm, vector
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
 
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
-from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, store
+from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, load, store
 
 _GLOBAL = 1  # LLVM's number of global memory.
 
@@ -43,6 +43,35 @@ def widen(value: jax.Array, layout: Layout) -> jax.Array:
         )
 
     return widened(value)
+
+
+def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
+    """A boolean ref in global memory as int8, an array of `shape`.
+
+    An element is a byte. Mosaic's own load of several takes them for bits (jax 0.11.2 and 0.12.0).
+    """
+    if is_interpreted():
+        return load(ref, layout, shape).astype(jnp.int8)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, jnp.int8, layout)
+    )
+    def read(context: Any, ref: Any) -> Any:
+        del context
+        of_bits, i64 = ir.MemRefType(ref.type), ir.IntegerType.get_signless(64)
+        pointer, sizes = llvm.PointerType.get(), llvm.ArrayType.get(i64, len(of_bits.shape))
+        descriptor = llvm.StructType.get_literal([pointer, pointer, i64, sizes, sizes])
+        of_bytes = ir.MemRefType.get(
+            of_bits.shape, ir.IntegerType.get_signless(8), of_bits.layout, of_bits.memory_space
+        )
+        same = builtin.unrealized_conversion_cast([descriptor], [ref])
+        ref = builtin.unrealized_conversion_cast([of_bytes], [same])
+        if tuple(of_bits.shape) != shape:
+            ref = utils.memref_reshape(ref, shape)
+        mgpu = layout.to_mgpu()
+        return FragmentedArray.load_untiled(ref, layout=mgpu, is_signed=True, optimized=False)
+
+    return read(ref)
 
 
 def rounded(value: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -74,6 +103,18 @@ def opaque(value: jax.Array) -> jax.Array:
 
     So tests of it stay branches, and the compiler does not move instructions across a branch.
     """
+    return _through(value, "mov.b32 $0, $1;")
+
+
+def renewed(value: jax.Array) -> jax.Array:
+    """An int32 scalar that the assembler, too, takes for another one: from the first lane.
+
+    So what is computed from it is computed again, where to keep it would take more registers.
+    """
+    return _through(value, "shfl.sync.idx.b32 $0, $1, 0, 31, -1;")
+
+
+def _through(value: jax.Array, instruction: str) -> jax.Array:
     if is_interpreted():
         return value
     layout = plgpu.Layout.WG_SPLAT
@@ -85,7 +126,7 @@ def opaque(value: jax.Array) -> jax.Array:
         del context
         i32 = ir.IntegerType.get_signless(32)
         hidden = utils.inline_ptx(
-            "mov.b32 $0, $1;", value.registers.item(), result_types=i32, has_side_effects=True
+            instruction, value.registers.item(), result_types=i32, has_side_effects=True
         )
         return FragmentedArray.splat(hidden, (), is_signed=True)
 

@@ -31,6 +31,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     vector_width,
 )
 from jaxnorm_kernels.mosaic.forward.queued import QueuedRow, QueuedTile
+from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow, Tile, WarpgroupRow
 from jaxnorm_kernels.specs import Op, Spec
 
@@ -75,18 +76,18 @@ class Schedule:
         """How a block holds its rows."""
         if spec.rows // spec.groups % self._rows_of_params and spec.groups > 1:
             raise ValueError(f"{self} has parameters of one group for rows of another")
-        cols, vector = spec.cols, self.vector
+        cols, vector, apart = spec.cols, self.vector, spec.causal
         exchanges = 2 if spec.op == "norm_add_norm" else 1
         queue = {name: getattr(self, name) for name in ("slots", "tiles", "tail", "rereads")}
         match self.kind:
             case "row_tile":
-                return RowTile(cols, vector, self.threads, self.rows)
+                return RowTile(cols, vector, self.threads, self.rows, apart=apart)
             case "queued_tile":
                 return QueuedTile(cols, vector, self.threads, self.rows, **queue)
             case "warpgroup_row":
-                return WarpgroupRow(cols, vector)
+                return WarpgroupRow(cols, vector, apart=apart)
             case "split_row":
-                return SplitRow(cols, vector, self.warpgroups, self.cluster, exchanges)
+                return SplitRow(cols, vector, self.warpgroups, self.cluster, exchanges, apart=apart)
             case "queued_row":
                 return QueuedRow(cols, vector, self.warpgroups, self.cluster, exchanges, **queue)
 
@@ -108,6 +109,7 @@ class Line:
       row_bytes: only for rows of up to so many bytes, with the residual's.
       params: only where a column has so many bytes of parameters for each byte of rows.
       op: only for this operation.
+      causal: only for softmaxes that are.
       values: columns of a thread, which give the *shares* of a row: how many warpgroups share it
         (split_row, queued_row). 0: as many as its parameters leave room for.
       cluster: blocks that may share a row, with a warpgroup in each.
@@ -121,6 +123,7 @@ class Line:
     row_bytes: int | None = None
     params: float = 0
     op: Op | None = None
+    causal: bool = False
     values: int = 0
     cluster: int = 1
     least: int = 1
@@ -135,6 +138,7 @@ class Line:
             and (not self.kind.startswith("queued") or not is_unaligned(spec))
             and param_bytes(spec) >= self.params * data_bytes(spec)
             and self.op in (None, spec.op)
+            and spec.causal >= self.causal
         )
 
 
@@ -165,6 +169,15 @@ TABLE = (
 )
 
 
+#: For softmaxes with a mask or a bias, or causal ones: a queue brings x alone. The smaller a unit,
+#: the more of a row lies in units above the diagonal.
+PLACED = (
+    Line("row_tile", row_bytes=2048),
+    Line("row_tile", cols=2048, causal=True),
+    *(line for line in TABLE if line.kind in ("split_row", "warpgroup_row") and line.waves is None),
+)
+
+
 # Bytes of x in a thread of a tile, where one row has no more: what two loads bring. The fewer, the
 # more blocks share an SM: with eight, RMSNorm over 64 to 512 columns of float32 took up to 4 % more
 # time (H200).
@@ -177,13 +190,15 @@ _START = {1: 1.0, 2: 0.75, 4: 1.0, 8: 1.375}
 def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule | None:
     """The schedule for `spec`: that of the first line of the table that fits; None for no line."""
     gpu = gpu or local_gpu()
-    line = next((line for line in TABLE if line.fits(spec, gpu)), None)
+    table = PLACED if has_places(spec) else TABLE
+    line = next((line for line in table if line.fits(spec, gpu)), None)
     return None if line is None else of_line(line, spec, gpu)
 
 
 def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
     """What a line says for `spec`."""
-    vector = vector_width(spec.cols, spec.x_dtype, spec.residual_dtype, spec.y_dtype)
+    dtypes = spec.x_dtype, spec.residual_dtype, spec.y_dtype
+    vector = vector_width(spec.cols, *dtypes, _full_bias_dtype(spec))
     # A unit must fit in the row: short rows take narrower loads.
     least, most = (2, WARP) if line.kind.endswith("tile") else (WARPGROUP_THREADS,) * 2
     vector = min(vector, _power_of_2(spec.cols // least))
@@ -204,13 +219,15 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
 
 def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     threads = _threads(spec.cols, vector)
+    if has_places(spec):
+        threads, vector = threads_of_runs(spec, threads, vector)
     step = WARPGROUP_THREADS // threads
     row_bytes = spec.cols * column_bytes(spec)
     rows = max(1, _TILE_BYTES * WARPGROUP_THREADS // (row_bytes * step)) * step
     rows = min(rows, spec.rows // step * step)
-    if spec.groups > 1:
-        # The rows of a tile share its parameters.
-        group = spec.rows // spec.groups
+    if spec.groups > 1 or has_places(spec):
+        # The rows of a tile share its parameters, or lie in one run.
+        group = math.gcd(spec.rows // spec.groups, run_of_rows(spec))
         rows = next((n for n in range(rows, 0, -step) if group % n == 0), 0)
     # Fewer rows than the warps of a block hold.
     if not rows and spec.cols >= WARPGROUP_THREADS:
@@ -230,6 +247,18 @@ def _threads(cols: int, vector: int) -> int:
     fitting = [n for n in (32, 16, 8, 4, 2) if n * vector <= cols]
     read = {n: math.ceil(cols / (n * vector)) * n * vector for n in fitting}
     return next((n for n in fitting if read[n] <= cols * 9 / 8), min(fitting, key=read.__getitem__))
+
+
+def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
+    """As many threads for a row that a block's rows are a part of a run, and a vector for them.
+
+    All warps of a block would share one row otherwise.
+    """
+    run = run_of_rows(spec)
+    while run % (WARPGROUP_THREADS // threads) and threads < min(WARP, spec.cols // 2):
+        threads *= 2
+        vector = min(vector, _power_of_2(spec.cols // threads))
+    return threads, vector
 
 
 def _queued_tile(spec: Spec, vector: int, gpu: Gpu) -> Schedule:
@@ -362,7 +391,7 @@ def registers(spec: Spec) -> int:
     for its statistics. In 16 bits, x and its residual share the register that their sum then takes.
     """
     if spec.residual_dtype is None:
-        return 1
+        return 1 + (_full_bias_dtype(spec) is not None)
     return 1 if spec.op == "add_norm" and column_bytes(spec) <= 4 else 2
 
 
@@ -377,13 +406,19 @@ def param_bytes(spec: Spec) -> int:
 
 def column_bytes(spec: Spec) -> int:
     """Bytes of each column of the rows that are read."""
-    return sum(_sizes(spec.x_dtype, spec.residual_dtype))
+    return sum(_sizes(spec.x_dtype, spec.residual_dtype, _full_bias_dtype(spec)))
 
 
 def data_bytes(spec: Spec) -> int:
     """Bytes of each column of the rows that are read and written."""
     h_dtype = spec.residual_dtype if spec.normalises_h else None
     return column_bytes(spec) + sum(_sizes(spec.y_dtype, h_dtype))
+
+
+def _full_bias_dtype(spec: Spec) -> np.dtype | None:
+    """Of a softmax's bias that is read with x; not that of one value for a row."""
+    shared = spec.logits_bias_rows
+    return None if shared is None or not shared.has_columns else spec.logits_bias_dtype
 
 
 def _sizes(*dtypes: np.dtype | None) -> list[int]:

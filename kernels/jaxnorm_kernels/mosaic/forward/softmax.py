@@ -1,14 +1,14 @@
-"""softmax and log_softmax. With m = max(x) over a row:
+"""softmax and log_softmax of z = scale x + bias. With m = max(z) over what a row keeps:
 
-    softmax      y = exp(x - m) / sum(exp(x - m))
-    log_softmax  y = x - m - log(sum(exp(x - m)))
+    softmax      y = exp(z - m) / sum(exp(z - m))       0 for the rest
+    log_softmax  y = z - m - log(sum(exp(z - m)))       -inf for the rest
 
 Where parts of a row are reduced apart, part p by its own maximum,
 
-    m = max(m_p)        sum(exp(x - m)) = sum(s_p exp(m_p - m))        s_p = sum(exp(x - m_p))
+    m = max(m_p)        sum(exp(z - m)) = sum(s_p exp(m_p - m))        s_p = sum(exp(z - m_p))
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,12 @@ import numpy as np
 
 from jaxnorm_kernels.mosaic import elementwise
 from jaxnorm_kernels.mosaic.device.launch import found
+from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.device.registers import widen
 from jaxnorm_kernels.mosaic.forward import schedule as schedules
 from jaxnorm_kernels.mosaic.forward.kernel import Refs, run
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
+from jaxnorm_kernels.mosaic.rows.logits import Place, each_piece, has_places
 from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, SplitRow, Steps, Tile
 from jaxnorm_kernels.specs import Spec
 
@@ -39,7 +41,6 @@ def softmax_fwd(
     schedule: Schedule | None = None,
 ) -> jax.Array:
     """y; `schedule` stands in for the one of the table."""
-    del mask, bias  # `supports` refuses them
     schedule = found(schedule or schedules.choose(spec), spec)
     rows = schedule.rows_of(spec)
     (y,), _ = run(
@@ -47,9 +48,9 @@ def softmax_fwd(
         rows,
         spec,
         schedule,
-        operands=[x],
+        operands=[a for a in (x, mask, bias) if a is not None],
         results=[spec.y_dtype],
-        exchanged=2,
+        exchanged=2 + spec.has_mask,
         name=f"{spec.op}_fwd",
     )
     return y
@@ -61,38 +62,74 @@ log_softmax_fwd = softmax_fwd
 
 def _in_registers(tile: Tile, spec: Spec) -> Callable[[Refs], None]:
     exp = elementwise.exp(is_wide=spec.y_dtype.itemsize > 2)
+    dropped = -jnp.inf if spec.op == "log_softmax" else 0.0
 
     def load(x: jax.Array) -> tuple[jax.Array]:
-        return (widen(x, tile.layout),)
+        return (elementwise.scaled(widen(x, tile.layout), spec),)
 
     def body(refs: Refs) -> None:
         (y_ref,) = refs.results
 
-        def finish(row: LoadedRow, _: None) -> None:
-            part_m = m = jnp.maximum(tile.max(row.read()), _LOWEST)
-            e = [exp(v - tile.broadcast(m, v)) for v in row.read()]
+        def finish(row: LoadedRow, place: Place | None) -> None:
+            each = each_piece if place is None else place.each
+            highest = row.read()
+            if place is not None and spec.has_mask:
+                # That of a row that keeps nothing but -inf is finite, unlike one that keeps none.
+                highest = [
+                    jnp.where(kept, jnp.maximum(v, _LOWEST), -jnp.inf)
+                    for kept, v in zip(place.kept(), highest)
+                ]
+            top = tile.max(highest)
+            part_m = m = jnp.maximum(top, _LOWEST)
+            e = each(lambda v: exp(v - tile.broadcast(m, v)), row.read())
             s = tile.sum(e)
+            counts = [jnp.where(top == -jnp.inf, 0.0, 1.0)] if spec.has_mask else []
             if isinstance(tile, SplitRow):
-                m, s = _merge(tile.gather(refs.scratch, m, s, step=row.step), exp)
+                m, s, *counts = tile.gather(refs.scratch, m, s, *counts, step=row.step)
+                m, s = _merge(m, s, exp)
+                counts = [jnp.max(count) for count in counts]
+            for count in counts:  # of a row that keeps nothing: 0
+                s = jnp.where(count > 0, s, 1.0)
             if spec.op == "log_softmax":
                 y = [v - tile.broadcast(m, v) - tile.broadcast(jnp.log(s), v) for v in row.read()]
             elif not isinstance(tile, SplitRow):
-                y = [v * tile.broadcast(1 / s, v) for v in e]
+                y = each(lambda v: v * tile.broadcast(1 / s, v), e)
             elif len(e) == 1 and not tile.rereads:
-                # exp(x - m) is exp(x - m_p) exp(m_p - m).
+                # exp(z - m) is exp(z - m_p) exp(m_p - m).
                 r = exp(part_m - m) * (1 / s)
                 y = [v * tile.broadcast(r, v) for v in e]
             else:
                 # Columns that two parts hold must come out alike.
-                y = [exp(v - m) * (1 / s) for v in row.read()]
+                y = each(lambda v: exp(v - m) * (1 / s), row.read())
+            if place is not None and place.drops:
+                y = [jnp.where(kept, v, dropped) for kept, v in zip(place.kept(again=True), y)]
             tile.store(y_ref, row.index, y)
 
-        tile.each_row(refs.operands, spec.rows, refs.scratch, Steps(load, finish))
+        if not has_places(spec):
+            tile.each_row(refs.operands, spec.rows, refs.scratch, Steps(load, finish))
+            return
+        tile.open(refs.scratch)
+        x, *rest = refs.operands
+        place = Place(tile, spec, tile.first_row(spec.rows), rest[0] if spec.has_mask else None)
+        z = _load(place, x, *rest[spec.has_mask :])
+        tile.ready()
+        finish(LoadedRow(place.row, 0, lambda: [(v,) for v in z]), place)
 
     return body
 
 
-def _merge(parts: Sequence[jax.Array], exp: Exp) -> tuple[jax.Array, jax.Array]:
-    part_m, part_s = parts
+def _load(place: Place, x: Ref, bias: Ref | None = None) -> list[jax.Array]:
+    """scale x + bias where it is kept, else -inf."""
+    spec, layout = place.spec, place.tile.layout
+    z = [elementwise.scaled(widen(v, layout), spec) for v in place.load(x)]
+    if bias is not None and spec.logits_bias_rows is not None:
+        added = place.load_shared(bias, spec.logits_bias_rows)
+        z = [v + widen(b, layout) for v, b in zip(z, added)]
+    if not place.drops:
+        return z
+    return [jnp.where(kept, v, -jnp.inf) for kept, v in zip(place.kept(), z)]
+
+
+def _merge(part_m: jax.Array, part_s: jax.Array, exp: Exp) -> tuple[jax.Array, jax.Array]:
     m = jnp.max(part_m)
     return m, jnp.sum(part_s * exp(part_m - m))

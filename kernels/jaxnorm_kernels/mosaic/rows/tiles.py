@@ -99,10 +99,16 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What the tiles have in common. A row is a list of arrays: one for each piece."""
+    """What the tiles have in common. A row is a list of arrays: one for each piece.
+
+    Attributes:
+      vector: elements that a thread reads at once.
+      apart: each unit is a piece of its own, so that it need not be loaded.
+    """
 
     cols: int
     vector: int
+    apart: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def unit(self) -> int:
@@ -176,7 +182,13 @@ class Tile:
         if body == 0:
             raise ValueError(f"{self} holds rows of {self.unit} columns and more")
         tail = [Piece(self.cols - self.unit, self.unit, fresh=body)] if body < self.cols else []
-        return [Piece(0, body), *tail]
+        return [*self._bodies(0, body), *tail]
+
+    def _bodies(self, start: Any, width: int) -> list[Piece]:
+        """The pieces of whole units that begin there, so wide in all."""
+        if not self.apart:
+            return [Piece(start, width)]
+        return [Piece(start + at, self.unit) for at in range(0, width, self.unit)]
 
     def load(self, ref: Ref, row: Any) -> list[jax.Array]:
         """A row of a ``(rows, cols)`` ref, in its own dtype."""
@@ -218,6 +230,8 @@ class Tile:
         neutral: float,
     ) -> Stat:
         kept = self._skip_stale(x, neutral)
+        if self.apart:  # all of a width
+            return within(functools.reduce(pairwise, kept), axis=-1)
         return functools.reduce(pairwise, [within(v, axis=-1) for v in kept])
 
     def _skip_stale(self, x: Sequence[jax.Array], neutral: float) -> list[jax.Array]:
@@ -294,6 +308,8 @@ class WarpgroupRow(Tile):
         # A reduction over the warpgroup costs barriers: the pieces are folded into a unit first.
         if len(x) == 1:
             return within(x[0])
+        if self.apart:
+            return within(functools.reduce(pairwise, self._skip_stale(x, neutral)))
         body, tail = self._skip_stale(x, neutral)
         units = [body[start : start + self.unit] for start in range(0, body.size, self.unit)]
         return within(functools.reduce(pairwise, [*units, tail]))
@@ -351,10 +367,10 @@ class SplitRow(Tile):
         if self.cluster > 1:
             share += lax.axis_index(CLUSTER) * self.split
         if shares * body == self.cols:
-            return [Piece(share * body, body)]
+            return self._bodies(share * body, body)
         fresh = shares * body + share * self.unit
         start = jnp.minimum(fresh, self.cols - self.unit)
-        return [Piece(share * body, body), Piece(start, self.unit, fresh)]
+        return [*self._bodies(share * body, body), Piece(start, self.unit, fresh)]
 
     def columns(self, shape: tuple[int, ...]) -> jax.Array:
         return column_in_warps((shape[0], shape[1]))

@@ -1,0 +1,186 @@
+"""What a softmax reads of its rows beside, or instead of, all their columns.
+
+A mask and a bias are broadcast among the rows; `Shared` says how. A block reads their rows as they
+are. Above the diagonal, a causal softmax reads nothing.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, columns_layout, load
+from jaxnorm_kernels.mosaic.device.registers import load_mask, renewed
+from jaxnorm_kernels.mosaic.rows.tiles import Piece, Pieces, RowTile, Tile
+from jaxnorm_kernels.specs import Shared, Spec
+
+
+def shared_operands(spec: Spec) -> list[Shared | None]:
+    """Of those that a pass reads, or whose gradient it writes; None for one that is not described.
+
+    The backward of softmax needs no mask: y is 0 where nothing is kept.
+    """
+    reads_mask = spec.has_mask and (spec.direction == "fwd" or spec.op == "log_softmax")
+    mask = [spec.mask_rows] * reads_mask
+    return mask + [spec.logits_bias_rows] * (spec.logits_bias_dtype is not None)
+
+
+def has_places(spec: Spec) -> bool:
+    """Whether it matters where a row lies in x."""
+    return spec.causal or bool(shared_operands(spec))
+
+
+def run_of_rows(spec: Spec) -> int:
+    """Consecutive rows, of which a block takes a part at a time.
+
+    They are of one matrix, where that matters, and a mask or a bias has one row for all of them, or
+    as many consecutive ones.
+    """
+    runs = [shared.run for shared in shared_operands(spec) if shared is not None]
+    return math.gcd(*runs, *[spec.queries] * spec.causal)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The rows of x that a block holds: all of one run.
+
+    Attributes:
+      row: their index.
+      mask_ref: the whole mask.
+    """
+
+    tile: Tile
+    spec: Spec
+    row: Any
+    mask_ref: Ref | None = None
+
+    def load(self, ref: Ref) -> Pieces:
+        """Of a ``(rows, cols)`` ref, in its own dtype."""
+        return [self._load_piece(ref, self.row, p) for p in self.tile.pieces()]
+
+    def load_shared(self, ref: Ref, shared: Shared) -> Pieces:
+        """Of an operand that is broadcast among the rows, one value for each element."""
+        row = self.shared_row(shared)
+        if not shared.has_columns:
+            value = self._load_value(ref, row)
+            shapes = [self.tile.shape(p.width) for p in self.tile.pieces()]
+            return [_expanded(value, shape, 0) for shape in shapes]
+        return [self._load_piece(ref, row, p) for p in self.tile.pieces()]
+
+    @property
+    def drops(self) -> bool:
+        """Whether some elements take no part."""
+        return self.spec.causal or self.mask_ref is not None
+
+    def kept(self, *, again: bool = False) -> list[jax.Array]:
+        """Which elements take part, if some do not.
+
+        Columns and rows are compared `again` where that is needed again: it takes an instruction,
+        and to keep a predicate for each element several.
+        """
+        masks = [] if self._mask is None else [self._mask]
+        if self.spec.causal:
+            query = renewed(self.query) if again else self.query
+            masks.append([self._reached(p, query) for p in self.tile.pieces()])
+        return [functools.reduce(jnp.logical_and, of_piece) for of_piece in zip(*masks)]
+
+    def each(self, function: Callable[[jax.Array], jax.Array], values: Pieces) -> Pieces:
+        """`each_piece` of what is 0, or need not be computed, above the diagonal."""
+        if not self.spec.causal:
+            return each_piece(function, values)
+
+        def of_piece(piece: Piece, value: jax.Array) -> jax.Array:
+            zero = plgpu.layout_cast(jnp.zeros_like(value), self.tile.layout)
+            return lax.cond(self._is_reached(piece), lambda: function(value), lambda: zero)
+
+        return [of_piece(p, v) for p, v in zip(self.tile.pieces(), values)]
+
+    @functools.cached_property
+    def _mask(self) -> Pieces | None:
+        if self.mask_ref is None or self.spec.mask_rows is None:
+            return None
+        return [values != 0 for values in self.load_shared(self.mask_ref, self.spec.mask_rows)]
+
+    def _is_reached(self, piece: Piece) -> jax.Array:
+        """Whether a piece has an element on the diagonal or below it."""
+        return piece.start <= self.query + (self.tile.rows - 1)
+
+    def shared_row(self, shared: Shared) -> Any:
+        """The row of the operand, or the rows, if it has one for each of the tile's."""
+        row = operand_row(shared, self.first)
+        has_each = bool(shared.segments) and shared.segments[-1][1]
+        return pl.ds(row, self.tile.rows) if self.tile.rows > 1 and has_each else row
+
+    @property
+    def first(self) -> jax.Array:
+        return jnp.int32(getattr(self.row, "start", self.row))
+
+    @property
+    def query(self) -> jax.Array:
+        """The first row's index in its matrix."""
+        return lax.rem(self.first, jnp.int32(self.spec.queries))
+
+    def _reached(self, piece: Piece, query: jax.Array) -> jax.Array:
+        """Elements of a piece on the diagonal and below it, of rows that begin with this query."""
+        shape = self.tile.shape(piece.width)
+        if self.tile.rows > 1:
+            query = query + lax.broadcasted_iota(jnp.int32, shape, 0)
+        return self.tile.columns(shape) <= query - piece.start
+
+    def _load_piece(self, ref: Ref, row: Any, piece: Piece) -> jax.Array:
+        """Where all of it is above the diagonal, columns instead that are read in any case.
+
+        They come from the L1 cache. Loads behind branches would wait for each other: a thread has
+        predicates for six of them.
+        """
+        layout, shape = self.tile.layout, self.tile.shape(piece.width)
+        is_row = isinstance(self.tile, RowTile) and not isinstance(row, pl.Slice)
+        if is_row:  # one for all rows of the tile
+            layout, shape = columns_layout(self.tile.vector, self.tile.threads), (piece.width,)
+
+        start = piece.start
+        if self.spec.causal:
+            start = jnp.where(self._is_reached(piece), start, 0)
+        values = _load(ref.at[row, pl.ds(start, piece.width)], layout, shape)
+        return _expanded(values, self.tile.shape(piece.width), 1) if is_row else values
+
+    def _load_value(self, ref: Ref, row: Any) -> jax.Array:
+        """One for each row, or one for all."""
+        if isinstance(row, pl.Slice):
+            return _load(ref.at[row, 0], self.tile.layout.reduce(1), (self.tile.rows,))
+        value = load(ref.at[row, 0], None)
+        return value.astype(jnp.int8) if value.dtype == np.bool_ else value
+
+
+def operand_row(shared: Shared, row: jax.Array) -> jax.Array:
+    """The operand's row that belongs to a row of x."""
+    index, rows_inside = jnp.int32(0), 1
+    for at, (size, own) in reversed(list(enumerate(shared.segments))):
+        if own:
+            along = lax.rem(row, jnp.int32(size)) if at else row
+            index, rows_inside = index + along * rows_inside, rows_inside * size
+        row = lax.div(row, jnp.int32(size))
+    return index
+
+
+def each_piece(function: Callable[[jax.Array], jax.Array], values: Pieces) -> Pieces:
+    return [function(v) for v in values]
+
+
+def _load(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
+    return (load_mask if ref.dtype == np.bool_ else load)(ref, layout, shape)
+
+
+def _expanded(value: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """A value of each row (axis 0) or column, or of all, for each element of a piece."""
+    if not value.ndim:
+        return lax.broadcast(value, shape)
+    return lax.broadcast_in_dim(value, shape, (axis,))
