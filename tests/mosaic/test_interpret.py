@@ -26,7 +26,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
-from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.specs import Shared, Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
@@ -312,7 +312,12 @@ SUPPORTED = make_spec("layer_norm", 4, 128, BF16, F32)
         ({"cols": 1}, "8 elements"),
         ({"rows": 2**31}, "32 bits"),
         ({"rows": "b"}, "symbolic"),
-        ({"op": "softmax", "has_mask": True}, "`where` mask"),
+        ({"op": "softmax", "has_mask": True}, "all columns, or one value"),
+        ({"op": "softmax", "has_mask": True, "mask_rows": Shared(((4, True),), True)}, None),
+        ({"op": "softmax", "logits_bias_dtype": BF16}, "all columns, or one value"),
+        ({"op": "softmax", "logits_bias_dtype": np.dtype(np.float64)}, "float64"),
+        ({"op": "softmax", "causal": True, "queries": 4}, None),
+        ({"op": "softmax", "causal": True, "queries": 4, "queries_over": ("i",)}, "no shards"),
         ({"direction": "bwd", "rows": 256, "cols": 4096}, None),
         ({"direction": "bwd", "rows": 8, "cols": 64}, "this short"),
         ({"scale_groups": 2, "bias_groups": 2}, None),

@@ -18,13 +18,6 @@ _MIN_COLS = 8
 
 _CANNOT: Table = (
     *NO_KERNEL,
-    (
-        "its backward takes no scale, bias or mask of a softmax",
-        lambda s: (
-            s.direction == "bwd"
-            and (s.has_mask or s.causal or s.logits_scale != 1 or s.logits_bias_dtype is not None)
-        ),
-    ),
     (f"its kernels need rows of {_MIN_COLS} elements or more", lambda s: s.cols < _MIN_COLS),
     (
         f"its kernels number rows in 32 bits, up to {_MAX_ROWS}",

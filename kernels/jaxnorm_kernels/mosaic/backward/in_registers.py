@@ -1,24 +1,35 @@
-"""Backward passes without sums over the rows, of rows in registers: in the tiles of the forward.
+"""Backward passes of rows in registers, in the tiles of the forward: those of softmaxes.
 
-All inputs of a row are read at once. Each block takes as many rows as it holds, and ends. Passes
-with sums over the rows run in `ring`, `rows_ring` and `direct`.
+All inputs of a row are read at once. Each block takes as many rows as it holds, and ends, unless it
+adds up what they have to a bias' gradient. Passes with sums over all rows run in `ring`,
+`rows_ring` and `direct`.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import numpy as np
+from jax import lax
 
-from jaxnorm_kernels.mosaic.backward.formulas import Formula, Operands, split
-from jaxnorm_kernels.mosaic.device.launch import launch
-from jaxnorm_kernels.mosaic.device.layouts import (
-    WARPGROUP_THREADS,
-    Ref,
-)
-from jaxnorm_kernels.mosaic.device.registers import widen
+from jaxnorm_kernels.mosaic.backward.bias_sums import BiasSums
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, split
+from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, launch
+from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, Ref, store
 from jaxnorm_kernels.mosaic.rows.row_sums import RowSums
-from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow, Tile, WarpgroupRow
+from jaxnorm_kernels.mosaic.rows.tiles import (
+    Pieces,
+    RowTile,
+    SplitRow,
+    Stat,
+    Tile,
+    WarpgroupRow,
+)
+
+#: Gives the elements of a block's rows, in float32: for each piece, one array of each kind.
+Read = Callable[[Any, Sequence[Ref]], list[Sequence[jax.Array]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +42,8 @@ class InRegisters:
       threads: that share a row: of a warp, or the 128 of each warpgroup.
       rows: of a block; more than one only where the threads of a warp share a row.
       cluster: blocks that share a row.
+      splits: blocks, or clusters, for the rows of x that share one of a bias (`BiasSums`).
+      apart: each unit of a row is a piece of its own (`Tile`).
     """
 
     vector: int
@@ -38,58 +51,92 @@ class InRegisters:
     threads: int = WARPGROUP_THREADS
     rows: int = 1
     cluster: int = 1
+    splits: int = 1
+    apart: bool = False
 
     def tile(self, cols: int) -> Tile:
+        vector, apart = self.vector, self.apart
         if self.warpgroups * self.cluster > 1:
-            return SplitRow(cols, self.vector, split=self.warpgroups, cluster=self.cluster)
+            return SplitRow(cols, vector, self.warpgroups, self.cluster, apart=apart)
         if self.threads == WARPGROUP_THREADS and self.rows == 1:
-            return WarpgroupRow(cols, self.vector)
-        return RowTile(cols, self.vector, threads=self.threads, height=self.rows)
+            return WarpgroupRow(cols, vector, apart=apart)
+        return RowTile(cols, vector, self.threads, self.rows, apart=apart)
 
 
 def in_registers_backward(
     formula: Formula,
-    operands: Operands,
+    operands: Arrays,
+    read: Read,
+    tile: Tile,
     *,
-    schedule: InRegisters,
+    rows: int,
     results: Sequence[np.dtype],
     name: str,
+    row_values: int = 0,
+    sums: BiasSums | None = None,
 ) -> tuple[jax.Array, ...]:
-    """The row results of a formula without parameters and statistics."""
-    rows, cols = operands.shape
-    tile = schedule.tile(cols)
+    """The row results of a formula without parameters and statistics, and what follows.
+
+    Args:
+      row_values: how many of the formula's row sums are results, too, ``(rows,)`` in float32.
+      sums: for the formula's column sum, where it has one; the last result.
+    """
     exchange = RowSums(tile.warpgroups, formula.row_sums, cluster=tile.cluster, in_lanes=True)
     is_split = isinstance(tile, SplitRow)
-    operand_count = len(operands.rows)
+    counts = len(operands), len(results), row_values, int(sums is not None)
 
     def body(*refs: Ref) -> None:
-        row_refs, result_refs, scratch = split(refs, operand_count, len(results))
+        operand_refs, result_refs, value_refs, sum_refs, scratch = split(refs, *counts)
+
+        def step(row: Any, k: Any = 0) -> Pieces:
+            """Stores the results of a tile of rows; the terms of the column sum."""
+            elements = read(row, operand_refs)
+            terms = [formula.terms(v[: formula.summed], (), ()) for v in elements]
+            totals = [tile.sum(term) for term in zip(*terms)]
+            if is_split:
+                if sums is None:
+                    exchange.ready()
+                exchange.publish(scratch, totals, k)
+                totals = exchange.collect(scratch, k)
+            finished = []
+            for v in elements:
+                broadcast = [tile.broadcast(total, v[0]) for total in totals]
+                finished.append(formula.finish(v, (), (), broadcast))
+            for ref, values in zip(result_refs, zip(*(results for results, _ in finished))):
+                tile.store(ref, row, values)
+            if value_refs:
+                _store_values(value_refs, row, totals)
+            return [term for _, of_piece in finished for term in of_piece]
+
         exchange.open(scratch)
-        row = tile.row_index(rows)
-        loaded = [tile.load(ref, row) for ref in row_refs]
-        wide = [[widen(v, tile.layout) for v in values] for values in loaded]
-        elements = list(zip(*wide))  # of each piece
-        terms = [formula.terms(v[: formula.summed], (), ()) for v in elements]
-        totals = [tile.sum(term) for term in zip(*terms)]
+        if sums is None:
+            step(tile.row_index(rows))
+            return
         if is_split:
             exchange.ready()
-            exchange.publish(scratch, totals)
-            totals = exchange.collect(scratch)
-        finished = []
-        for v in elements:
-            broadcast = [tile.broadcast(total, v[0]) for total in totals]
-            finished.append(formula.finish(v, (), (), broadcast)[0])
-        for ref, values in zip(result_refs, zip(*finished)):
-            tile.store(ref, row, values)
+        sums.run(sum_refs[0], step)
 
     return launch(
         body,
-        operands.arrays,
+        operands,
         name=name,
-        outputs=[((rows, cols), dtype) for dtype in results],
-        blocks=tile.blocks(rows),
+        outputs=[
+            *[((rows, tile.cols), dtype) for dtype in results],
+            *[((rows,), np.dtype(np.float32))] * row_values,
+            *([] if sums is None else [sums.output]),
+        ],
+        blocks=tile.blocks(rows) if sums is None else sums.blocks,
         cluster=tile.cluster,
         warpgroups=tile.warpgroups,
         scratch=exchange.scratch() if is_split else (),
         auto_barriers=False,
     )
+
+
+def _store_values(refs: Sequence[Ref], row: Any, values: Sequence[Stat]) -> None:
+    """Every warpgroup has all of them."""
+
+    @pl.when(lax.axis_index(WARPGROUP) == 0)
+    def _() -> None:
+        for ref, value in zip(refs, values):
+            store(ref.at[row], value)

@@ -28,6 +28,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     fitting_vector,
     vector_width,
 )
+from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
 from jaxnorm_kernels.specs import Spec
 
 NormSchedule = Ring | RowsRing | Direct
@@ -85,6 +86,12 @@ _WARPGROUP_ROWS = 768
 # Softmax rows in registers: columns up to, warpgroups. Beyond 48 columns of a thread fewer blocks
 # fit a multiprocessor.
 _HELD = ((6144, 1), (12288, 2), (12288, 4))
+# The same with a sum of each column: 32 columns of a thread.
+_SUMMED = ((4096, 1), (8192, 2), (16384, 4))
+# Rows, or tiles of them, for each row of partial sums of a bias' gradient.
+_ROWS_OF_SPLIT = 8
+# Columns up to which a warp has a causal row, in units of a vector for each of its threads.
+_CAUSAL_TILE = 2048
 # What a thread has of each input, at most: its registers, and how many loads it waits for.
 _HELD_BYTES, _HELD_VECTORS = 128, 32
 # More columns are spread over a cluster of blocks of so many warpgroups, 32 a thread.
@@ -246,6 +253,15 @@ def _shared_bytes(blocks_per_sm: int) -> int:
 def softmax_schedule(spec: Spec, gpu: Gpu | None = None) -> InRegisters | None:
     """None where no kernel takes the rows."""
     gpu = gpu or local_gpu()
+    schedule = _placed_tile(spec) if has_places(spec) else _tile(spec)
+    schedule = schedule or _wide_rows(spec, gpu)
+    if schedule is None or not has_places(spec):
+        return schedule
+    return dataclasses.replace(schedule, splits=_splits(spec, schedule, gpu), apart=spec.causal)
+
+
+def _tile(spec: Spec) -> InRegisters | None:
+    """Rows that the threads of a warp share."""
     vector = _vector(spec)
     vectors = spec.cols // vector
     if vectors < 4 * WARP:
@@ -253,8 +269,30 @@ def softmax_schedule(spec: Spec, gpu: Gpu | None = None) -> InRegisters | None:
         rows = WARPGROUP_THREADS // threads
         if spec.rows >= rows:
             return InRegisters(vector, threads=threads, rows=rows)
+    return None
+
+
+def _placed_tile(spec: Spec) -> InRegisters | None:
+    """The same of a run. Above the diagonal, the units of a warp skip more than a warpgroup's."""
+    vector = _vector(spec)
+    most = _CAUSAL_TILE if spec.causal and not _sums_columns(spec) else 4 * WARP * vector - 1
+    if spec.cols > most:
+        return None
+    threads = next(n for n in (WARP, 16, 8, 4, 2) if n * vector <= spec.cols)
+    threads, vector = threads_of_runs(spec, threads, vector)
+    rows = WARPGROUP_THREADS // threads
+    if run_of_rows(spec) % rows == 0:
+        return InRegisters(vector, threads=threads, rows=rows)
+    if spec.cols < WARPGROUP_THREADS:
+        return InRegisters(vector, threads=threads)
+    return InRegisters(min(vector, spec.cols // WARPGROUP_THREADS))
+
+
+def _wide_rows(spec: Spec, gpu: Gpu) -> InRegisters | None:
+    """A row in a warpgroup, or in several; of a cluster, if need be."""
+    vector = _vector(spec)
     most = min(_HELD_VECTORS * vector, _HELD_BYTES // spec.y_dtype.itemsize)
-    for cols, warpgroups in _HELD:
+    for cols, warpgroups in _SUMMED if _sums_columns(spec) else _HELD:
         if spec.cols <= min(cols, most * warpgroups * WARPGROUP_THREADS):
             return InRegisters(vector, warpgroups)
     for warpgroups in _SPREAD_WARPGROUPS:
@@ -263,6 +301,34 @@ def softmax_schedule(spec: Spec, gpu: Gpu | None = None) -> InRegisters | None:
         if cluster in gpu.clusters:
             return InRegisters(vector, warpgroups, cluster=cluster)
     return None
+
+
+def _sums_columns(spec: Spec) -> bool:
+    """Whether a softmax adds up the gradient of a bias that has all columns."""
+    shared = spec.logits_bias_rows
+    return spec.logits_bias_dtype is not None and shared is not None and shared.has_columns
+
+
+def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
+    """Blocks, or clusters, for the rows of x that share one of the bias.
+
+    As many as run at a time. Each writes sums in float32, which is little beside eight rows.
+    """
+    shared = spec.logits_bias_rows
+    if not _sums_columns(spec) or shared is None:
+        return 1
+    is_own = bool(shared.segments) and shared.segments[-1][1]
+    own, sharing = shared.rows, shared.sharing
+    if is_own:
+        own //= schedule.rows
+    else:
+        sharing //= schedule.rows
+    threads = schedule.warpgroups * WARPGROUP_THREADS
+    # y, d and the sum of a column.
+    values = 3 * spec.cols * schedule.rows // (schedule.cluster * threads)
+    blocks_per_sm = min(8, max(1, REGISTERS // ((values + _OTHER_REGISTERS) * threads)))
+    wanted = blocks_per_sm * gpu.at_a_time(schedule.cluster)
+    return max(1, min(-(-wanted // own), sharing // _ROWS_OF_SPLIT))
 
 
 def _power_of_2_from(n: int) -> int:

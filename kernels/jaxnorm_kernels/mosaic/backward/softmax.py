@@ -1,19 +1,36 @@
 """Backward passes of softmax and log_softmax from the output. With d = dy, sums over the row:
 
-softmax       dx = y (d - sum(d y))
-log_softmax   dx = d - exp(y) sum(d)
+softmax       dz = y (d - sum(d y))
+log_softmax   dz = d - exp(y) sum(d)
+both          dx = scale dz,  dbias = sum(dz) over the rows that share a bias
+
+A bias of one value for a row needs the sum of dz over the row, which those of d, d y and y give:
+
+softmax       sum(dz) = sum(d y) (1 - sum(y))
+log_softmax   sum(dz) = sum(d) (1 - sum(exp(y)))
+
+What takes no part has y = 0, or -inf, and its d counts as 0, infinite though it may be. softmax
+looks at y alone and reads no mask: a cotangent of what has rounded to 0 is dropped, too.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxnorm_kernels.mosaic import elementwise
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Operands
+from jaxnorm_kernels.mosaic.backward.bias_sums import BiasSums
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays
 from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters, in_registers_backward
 from jaxnorm_kernels.mosaic.device.launch import found
-from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.mosaic.device.layouts import Ref
+from jaxnorm_kernels.mosaic.device.registers import widen
+from jaxnorm_kernels.mosaic.rows.logits import Place, reads_mask
+from jaxnorm_kernels.mosaic.rows.tiles import Tile
+from jaxnorm_kernels.specs import Shared, Spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,21 +39,39 @@ class SoftmaxFormula:
 
     spec: Spec
     summed: int = 2
-    row_sums: int = 1
-    column_sums: int = 0
+
+    @property
+    def row_sums(self) -> int:
+        return 2 if self.sums_rows else 1
+
+    @property
+    def column_sums(self) -> int:
+        return int(self.bias is not None and self.bias.has_columns)
+
+    @property
+    def bias(self) -> Shared | None:
+        """That whose gradient is asked for."""
+        return None if self.spec.logits_bias_dtype is None else self.spec.logits_bias_rows
+
+    @property
+    def sums_rows(self) -> bool:
+        """Whether a bias has one value for a row."""
+        return self.bias is not None and not self.bias.has_columns
 
     def columns(self, params: Arrays) -> list[jax.Array]:
         return list(params)
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
         y, d = elements
-        return [d] if self._is_log else [d * y]
+        weights = [self._exp(y) if self._is_log else y] if self.sums_rows else []
+        return [d if self._is_log else d * y, *weights]
 
     def finish(
         self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        (y, d), (total,) = elements, totals
-        return [d - self._exp(y) * total if self._is_log else y * (d - total)], []
+        (y, d), total = elements, totals[0]
+        dz = d - self._exp(y) * total if self._is_log else y * (d - total)
+        return [elementwise.scaled(dz, self.spec)], [dz] * self.column_sums
 
     def _exp(self, y: jax.Array) -> jax.Array:
         widest = max(self.spec.x_dtype.itemsize, self.spec.y_dtype.itemsize)
@@ -54,20 +89,60 @@ def softmax_bwd(
     spec: Spec,
     *,
     schedule: InRegisters | None = None,
-) -> tuple[jax.Array, None]:
-    """dx, and no gradient of a bias; `schedule` stands in for the one of the table."""
-    del mask  # `supports_backward` lets none through.
+) -> tuple[jax.Array, jax.Array | None]:
+    """dx, and the bias' gradient; `schedule` stands in for the one of the table."""
     formula = SoftmaxFormula(spec)
     schedule = found(schedule or schedules.softmax_schedule(spec), spec)
-    (dx,) = in_registers_backward(
+    tile = schedule.tile(spec.cols)
+    sums = None
+    if formula.bias is not None and spec.logits_bias_dtype is not None and formula.column_sums:
+        sums = BiasSums(tile, formula.bias, spec.logits_bias_dtype, schedule.splits)
+
+    def read(row: Any, refs: Sequence[Ref]) -> list[Sequence[jax.Array]]:
+        return _read(tile, spec, row, *refs)
+
+    dx, *rest = in_registers_backward(
         formula,
-        Operands([y, dy]),
-        schedule=schedule,
+        [y, dy, *([mask] if mask is not None and reads_mask(spec) else [])],
+        read,
+        tile,
+        rows=spec.rows,
         results=[spec.x_dtype],
         name=f"jaxnorm_{spec.op}_bwd",
+        row_values=2 * formula.sums_rows,
+        sums=sums,
     )
+    if sums is not None:
+        return dx, sums.gradient(*rest)
+    if formula.bias is not None:
+        return dx, _of_rows(formula.bias, *rest).astype(spec.logits_bias_dtype)
     return dx, None
 
 
 #: The op is in the spec.
 log_softmax_bwd = softmax_bwd
+
+
+def _read(
+    tile: Tile, spec: Spec, row: Any, y_ref: Ref, dy_ref: Ref, mask: Ref | None = None
+) -> list[Sequence[jax.Array]]:
+    """y and d of each piece."""
+    place = Place(tile, spec, row, mask)
+    loaded = [place.load(ref) for ref in (y_ref, dy_ref)]
+    y, d = [[widen(v, tile.layout) for v in values] for values in loaded]
+    if place.drops:
+        kept = place.kept()
+        d = [jnp.where(k, v, 0.0) for k, v in zip(kept, d)]
+    if spec.causal:  # What is above the diagonal has not been read.
+        nothing = -jnp.inf if spec.op == "log_softmax" else 0.0
+        y = [jnp.where(k, v, nothing) for k, v in zip(kept, y)]
+    if spec.has_mask and mask is None:
+        d = [jnp.where(p == 0, 0.0, v) for p, v in zip(y, d)]
+    return list(zip(y, d))
+
+
+def _of_rows(shared: Shared, totals: jax.Array, weights: jax.Array) -> jax.Array:
+    """``(n, 1)``: the sums of dz over the rows that share a value of the bias."""
+    dz = totals * (1 - weights)
+    broadcast = [axis for axis, (_, own) in enumerate(shared.segments) if not own]
+    return dz.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)

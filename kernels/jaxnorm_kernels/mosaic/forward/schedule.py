@@ -31,7 +31,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     vector_width,
 )
 from jaxnorm_kernels.mosaic.forward.queued import QueuedRow, QueuedTile
-from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows
+from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow, Tile, WarpgroupRow
 from jaxnorm_kernels.specs import Op, Spec
 
@@ -247,18 +247,6 @@ def _threads(cols: int, vector: int) -> int:
     fitting = [n for n in (32, 16, 8, 4, 2) if n * vector <= cols]
     read = {n: math.ceil(cols / (n * vector)) * n * vector for n in fitting}
     return next((n for n in fitting if read[n] <= cols * 9 / 8), min(fitting, key=read.__getitem__))
-
-
-def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
-    """As many threads for a row that a block's rows are a part of a run, and a vector for them.
-
-    All warps of a block would share one row otherwise.
-    """
-    run = run_of_rows(spec)
-    while run % (WARPGROUP_THREADS // threads) and threads < min(WARP, spec.cols // 2):
-        threads *= 2
-        vector = min(vector, _power_of_2(spec.cols // threads))
-    return threads, vector
 
 
 def _queued_tile(spec: Spec, vector: int, gpu: Gpu) -> Schedule:

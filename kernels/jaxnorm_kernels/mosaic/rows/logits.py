@@ -17,20 +17,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, columns_layout, load
+from jaxnorm_kernels.mosaic.device.layouts import (
+    WARP,
+    WARPGROUP_THREADS,
+    Layout,
+    Ref,
+    columns_layout,
+    load,
+)
 from jaxnorm_kernels.mosaic.device.registers import load_mask, renewed
 from jaxnorm_kernels.mosaic.rows.tiles import Piece, Pieces, RowTile, Tile
 from jaxnorm_kernels.specs import Shared, Spec
 
 
-def shared_operands(spec: Spec) -> list[Shared | None]:
-    """Of those that a pass reads, or whose gradient it writes; None for one that is not described.
+def reads_mask(spec: Spec) -> bool:
+    """softmax's backward needs none: y is 0 where nothing is kept."""
+    return spec.has_mask and (spec.direction == "fwd" or spec.op == "log_softmax")
 
-    The backward of softmax needs no mask: y is 0 where nothing is kept.
-    """
-    reads_mask = spec.has_mask and (spec.direction == "fwd" or spec.op == "log_softmax")
-    mask = [spec.mask_rows] * reads_mask
-    return mask + [spec.logits_bias_rows] * (spec.logits_bias_dtype is not None)
+
+def shared_operands(spec: Spec) -> list[Shared | None]:
+    """Of those that a pass reads or gives the gradient of; None for one that is not described."""
+    bias = [spec.logits_bias_rows] * (spec.logits_bias_dtype is not None)
+    return [spec.mask_rows] * reads_mask(spec) + bias
 
 
 def has_places(spec: Spec) -> bool:
@@ -46,6 +54,19 @@ def run_of_rows(spec: Spec) -> int:
     """
     runs = [shared.run for shared in shared_operands(spec) if shared is not None]
     return math.gcd(*runs, *[spec.queries] * spec.causal)
+
+
+def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
+    """As many threads for a row that a block's rows are a part of a run, and a vector for them.
+
+    All warps of a block would share one row otherwise. Where no number does, that is left.
+    """
+    run = run_of_rows(spec)
+    while run % (WARPGROUP_THREADS // threads) and threads < min(WARP, spec.cols // 2):
+        threads *= 2
+        while threads * vector > spec.cols:
+            vector //= 2
+    return threads, vector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +190,20 @@ def operand_row(shared: Shared, row: jax.Array) -> jax.Array:
             index, rows_inside = index + along * rows_inside, rows_inside * size
         row = lax.div(row, jnp.int32(size))
     return index
+
+
+def row_of_x(shared: Shared, own: Any, nth: Any) -> jax.Array:
+    """The `nth` of the rows of x that share the operand's row `own`."""
+    row, rows_inside = jnp.int32(0), 1
+    for size, is_own in reversed(shared.segments):
+        index = own if is_own else nth
+        row = row + lax.rem(index, jnp.int32(size)) * rows_inside
+        rows_inside *= size
+        if is_own:
+            own = lax.div(own, jnp.int32(size))
+        else:
+            nth = lax.div(nth, jnp.int32(size))
+    return row
 
 
 def each_piece(function: Callable[[jax.Array], jax.Array], values: Pieces) -> Pieces:
