@@ -1,0 +1,232 @@
+"""Kernels of softmaxes with a mask, a bias or `causal`: values by the interpreter, and lowering."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_logits
+from forward_cases import BF16, F16, F32
+from jax.sharding import PartitionSpec as P
+from placed_cases import SCALE, Case, interpret, interpreted, lower
+from test_softmax import FUNCTIONS, data
+
+import jaxnorm
+from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.mosaic.backward.schedule import softmax_schedule
+from jaxnorm_kernels.mosaic.forward.schedule import choose
+from jaxnorm_kernels.mosaic.rows.logits import operand_row, row_of_x
+from jaxnorm_kernels.specs import Shared
+
+# Each kind of tile, and each way in which rows share a row of a mask or a bias: one for all of a
+# tile or one for each row of it, with all columns or one. And rows that no tile of several fits.
+VALUES = [
+    Case((2, 2, 8, 72), mask=(2, 1, 1, 72), bias=(2, 8, 72)),
+    Case((2, 2, 16, 72), mask=(16, 1), bias=(2, 1, 1, 72), causal=True),
+    Case((4, 2, 8, 72), bias=(4, 1, 1, 1), causal=True),
+    Case((9, 3, 5, 72), mask=(3, 1, 72), bias=(5, 1)),
+    Case((3, 3, 600), mask=(3, 600), bias=(3, 1, 600), causal=True),
+    Case((1, 16, 600), bias=(16, 600), causal=True),
+    Case((2, 3, 2500), mask=(2, 1, 1), bias=(3, 2500), causal=True),
+    Case((2, 2, 3000), mask=(2, 2, 3000)),
+    Case((2, 2, 9000), mask=(2, 9000), bias=(2, 1, 9000), causal=True),
+]
+
+
+@pytest.mark.usefixtures("quick_to_compile")
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("case", VALUES, ids=str)
+def test_values(case, name, monkeypatch):
+    # In turn, so that each function meets most mixes of dtypes.
+    mixes = test_logits.MIXES
+    x_dtype, bias_dtype, y_dtype = mixes[
+        (2 * VALUES.index(case) + (name == "softmax")) % len(mixes)
+    ]
+    monkeypatch.setitem(FUNCTIONS, name, (interpreted(name), *FUNCTIONS[name][1:]))
+    x, d = data(case.shape, x_dtype), data(case.shape, y_dtype, seed=1, scale=1.0)
+    bias = data(case.bias or (), bias_dtype, seed=2)
+    where = None if case.mask is None else test_logits.mask_of(case.mask)
+    test_logits.check(name, x, bias, d, where=where, causal=case.causal)
+
+
+EDGES = [
+    Case((64, 1, 72), mask=(64, 1, 72), scale=1.0),
+    Case((2, 600), mask=(2, 600), scale=1.0),
+    Case((2, 5000), mask=(2, 5000), scale=1.0, bias=(5000,)),
+    Case((64, 72), causal=True, mask=(64, 72), scale=1.0),
+]
+
+
+@pytest.mark.usefixtures("quick_to_compile")
+@pytest.mark.parametrize("op", FUNCTIONS)
+@pytest.mark.parametrize("case", EDGES, ids=str)
+def test_what_takes_no_part_does_not_matter(case, op):
+    """In rows that keep nothing, or -inf alone, or what is not finite, too."""
+    rows = case.shape[0]
+    mask = test_logits.mask_of(case.mask).at[0].set(False)
+    kept = mask if not case.causal else mask & jnp.tril(jnp.ones((rows, case.shape[-1]), bool))
+    x = data(case.shape, "float32").at[1, ..., 1:].set(-jnp.inf).at[1, ..., 0].set(jnp.inf)
+    if rows > 5:
+        x = x.at[3].set(-jnp.inf).at[4, ..., 1].set(jnp.nan).at[5, ..., :3].set(-jnp.inf)
+    d = data(case.shape, "float32", seed=1)
+    bias = [jnp.zeros(case.call(op, F32).view.logits_bias)] * (case.bias is not None)
+    forward, backward = case.call(op, F32), case.backward(op, F32)
+    # The specification has what is dropped as 0; the kernel must not look at it.
+    (expected,) = forward.xla(jnp.where(kept, x, 0), mask, *bias)
+    (y,) = interpret(forward, jnp.where(kept, x, jnp.nan), mask, *bias)
+    np.testing.assert_allclose(y, expected, rtol=3e-6, atol=1e-6)
+    of_d = backward.xla(expected, mask, jnp.where(kept, d, 0))
+    got = interpret(backward, expected, mask, jnp.where(kept, d, jnp.inf))
+    for ours, theirs in zip(got, of_d, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+S = 2048
+KINDS = {
+    "mask": Case((4, 16, S, S), mask=(4, 1, S, S)),
+    "bias": Case((4, 16, S, S), bias=(16, S, S)),
+    "keys": Case((4, 16, S, S), bias=(4, 1, 1, S), mask=(4, 1, 1, S)),
+    "rows": Case((4, 16, S, S), bias=(4, 16, S, 1), mask=(S, 1)),
+    "causal": Case((4, 16, S, S), causal=True),
+    "all": Case((4, 16, S, S), mask=(4, 16, S, S), bias=(4, 1, S, S), causal=True),
+}
+COLS = [64, 100, 256, 1000, 1024, 2048, 3000, 4096, 8192, 16384]
+
+
+def of_width(kind: str, rows: int, cols: int) -> Case:
+    """With as many queries and keys, where both are S."""
+
+    def sized(shape):
+        if shape is None:
+            return None
+        *lead, keys = (rows if n == S else n for n in shape)
+        return (*lead, cols if keys == rows else keys)
+
+    case = KINDS[kind]
+    return dataclasses.replace(
+        case, shape=sized(case.shape), mask=sized(case.mask), bias=sized(case.bias)
+    )
+
+
+def mixed():
+    """Each width with all kinds, in one mix of dtypes and the other in turn."""
+    for i, cols in enumerate(COLS):
+        for j, kind in enumerate(KINDS):
+            mix = [(BF16, BF16, BF16), (F32, F32, F32), (BF16, F32, F16)][(i + j) % 3]
+            yield pytest.param(kind, cols, mix, id=f"{kind}-{cols}-{mix[0]}-{mix[1]}-{mix[2]}")
+
+
+@pytest.mark.parametrize(("kind", "cols", "dtypes"), [*mixed()])
+def test_default_schedules_lower(kind, cols, dtypes):
+    op = ["softmax", "log_softmax"][(COLS.index(cols) + list(KINDS).index(kind)) % 2]
+    case = of_width(kind, 512, cols)
+    for call in (case.call(op, *dtypes), case.backward(op, *dtypes)):
+        assert mosaic.supports(call.in_rows) is None
+        assert "mosaic_gpu" in lower(call)
+
+
+@pytest.mark.parametrize("queries", [1, 6, 49, 197])
+@pytest.mark.parametrize("cols", [49, 197, 512, 2048])
+def test_runs_of_any_length_lower(cols, queries):
+    shape = (24, 4, queries, cols)
+    for case in (
+        Case(shape, causal=True),
+        Case(shape, bias=(4, queries, cols), mask=(24, 1, 1, 1)),
+    ):
+        for call in (case.call("softmax", BF16), case.backward("log_softmax", BF16)):
+            assert mosaic.supports(call.in_rows) is None
+            assert "mosaic_gpu" in lower(call)
+
+
+def test_rows_are_whole_parts_of_runs():
+    for queries, cols in ((2048, 64), (100, 100), (197, 1000), (49, 72), (1, 64)):
+        for case in (
+            Case((4, 8, queries, cols), bias=(8, queries, cols), causal=True),
+            Case((4, 8, queries, cols), bias=(4, 1, 1, cols)),
+        ):
+            run = queries if case.causal else 8 * queries
+            spec = case.call("softmax", F32).in_rows
+            assert run % choose(spec).rows == 0
+            spec = case.backward("softmax", F32).in_rows
+            assert run % softmax_schedule(spec).rows == 0
+
+
+@pytest.mark.parametrize(
+    "shape", [(5, 1, 1), (1, 3, 1), (1, 3, 4), (5, 1, 4), (5, 3, 4), (1, 1, 1)], ids=str
+)
+def test_rows_of_an_operand(shape):
+    case = Case((5, 3, 4, 8), mask=(*shape, 1))
+    shared = case.call("softmax", F32).in_rows.mask_rows
+    own = np.arange(np.prod(shape)).reshape(shape)
+    expected = np.broadcast_to(own, (5, 3, 4)).reshape(-1)
+    got = jax.vmap(functools.partial(operand_row, shared))(jnp.arange(60))
+    np.testing.assert_array_equal(got, expected)
+    assert shared.rows * shared.sharing == 60
+    for row in range(shared.rows):
+        found = [int(row_of_x(shared, jnp.int32(row), jnp.int32(k))) for k in range(shared.sharing)]
+        np.testing.assert_array_equal(found, np.flatnonzero(expected == row))
+
+
+def test_neighbouring_axes_are_one():
+    def shared(mask):
+        return Case((4, 16, 32, 64), mask=mask).call("softmax", F32).in_rows.mask_rows
+
+    assert shared((4, 16, 32, 64)) == Shared(((2048, True),), True)
+    assert shared((4, 1, 1, 64)) == Shared(((4, True), (512, False)), True)
+    assert shared((16, 32, 1)) == Shared(((4, False), (512, True)), False)
+    assert shared((1, 1, 1, 64)) == Shared(((2048, False),), True)
+
+
+def test_a_part_of_the_columns_is_refused():
+    x, mask = jnp.ones((4, 8, 16)), jnp.ones((4, 1, 16), bool)
+    with pytest.raises(ValueError, match="has all columns, or one value for a row"):
+        jaxnorm.softmax(x, axis=(1, 2), where=mask, implementation="mosaic")
+
+
+def program(*arrays, transform=lambda f: f, **options):
+    """That of the values and all gradients, for an NVIDIA GPU."""
+
+    def loss(x, bias, where):
+        y = jaxnorm.softmax(x, where=where, bias=bias, implementation="mosaic", **options)
+        return jnp.sum(jnp.sin(y))
+
+    both = jax.jit(transform(jax.value_and_grad(loss, argnums=(0, 1))))
+    return both.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+ARRAYS = data((4, 64, 256), "float32"), data((1, 1, 256), "float32"), jnp.ones((4, 1, 1), bool)
+
+
+@pytest.mark.parametrize("in_axes", [(0, None, None), (0, 0, 0), (0, None, 0), (0, 0, None)])
+def test_vmap(in_axes):
+    arrays = [a if axis is None else jnp.stack([a] * 3) for a, axis in zip(ARRAYS, in_axes)]
+    text = program(*arrays, transform=lambda f: jax.vmap(f, in_axes), causal=True, scale=SCALE)
+    assert text.count("mosaic_gpu_v2") == 2
+
+
+@pytest.mark.usefixtures("x64")
+def test_64_bit_types():
+    assert program(*ARRAYS, causal=True, scale=SCALE).count("mosaic_gpu_v2") == 2
+
+
+def test_shard_map():
+    """The gradient of a bias that the shards share is summed over them."""
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = P("rows"), P(), P("rows")
+
+    def sharded(f):
+        out = P("rows"), P()
+        return jax.shard_map(lambda *a: f(*a)[1], mesh=mesh, in_specs=specs, out_specs=out)
+
+    text = program(*ARRAYS, transform=sharded, causal=True)
+    assert text.count("mosaic_gpu_v2") == 2
+    assert "all_reduce" in text
+
+
+def test_the_default_takes_them():
+    for kind in KINDS:
+        case = of_width(kind, 2048, 2048)
+        for call in (case.call("softmax", BF16), case.backward("softmax", BF16)):
+            assert mosaic.prefers(call.in_rows) is None
