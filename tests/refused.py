@@ -17,6 +17,7 @@ import pytest
 # Parts of the sentences of jaxnorm_kernels' tables.
 MASK = "its kernels take no `where` mask"
 LOGITS = "its kernels take no scale, bias or causal mask"
+SOME_COLUMNS = "has all columns, or one value for a row"
 FLOAT64 = "float64 arrays ask for more"
 EMPTY = "an array of size 0"
 NARROW = "rows of 8 elements or more"

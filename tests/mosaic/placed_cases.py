@@ -52,6 +52,33 @@ class Case:
         return call.backward(call.differentiable)
 
 
+#: Rows share masks and biases in all ways that attention has.
+S = 2048
+KINDS = {
+    "mask": Case((4, 16, S, S), mask=(4, 1, S, S)),
+    "bias": Case((4, 16, S, S), bias=(16, S, S)),
+    "keys": Case((4, 16, S, S), bias=(4, 1, 1, S), mask=(4, 1, 1, S)),
+    "rows": Case((4, 16, S, S), bias=(4, 16, S, 1), mask=(S, 1)),
+    "causal": Case((4, 16, S, S), causal=True),
+    "all": Case((4, 16, S, S), mask=(4, 16, S, S), bias=(4, 1, S, S), causal=True),
+}
+
+
+def of_width(kind: str, rows: int, cols: int) -> Case:
+    """With as many queries and keys, where both are S."""
+
+    def sized(shape):
+        if shape is None:
+            return None
+        *lead, keys = (rows if n == S else n for n in shape)
+        return (*lead, cols if keys == rows else keys)
+
+    case = KINDS[kind]
+    return dataclasses.replace(
+        case, shape=sized(case.shape), mask=sized(case.mask), bias=sized(case.bias)
+    )
+
+
 def operand_types(call: Call) -> list[jax.ShapeDtypeStruct]:
     """Of the forward, or of the backward."""
     spec, view = call.spec, call.view
