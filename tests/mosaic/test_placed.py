@@ -114,7 +114,7 @@ def test_default_schedules_lower(kind, cols, dtypes):
 
 
 @pytest.mark.parametrize("queries", [1, 6, 49, 197])
-@pytest.mark.parametrize("cols", [49, 197, 512, 2048])
+@pytest.mark.parametrize("cols", [49, 197, 512, 1000, 2048])
 def test_runs_of_any_length_lower(cols, queries):
     shape = (24, 4, queries, cols)
     for case in (

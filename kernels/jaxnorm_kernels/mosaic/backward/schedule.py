@@ -285,7 +285,9 @@ def _placed_tile(spec: Spec) -> InRegisters | None:
         return InRegisters(vector, threads=threads, rows=rows)
     if spec.cols < WARPGROUP_THREADS:
         return InRegisters(vector, threads=threads)
-    return InRegisters(min(vector, spec.cols // WARPGROUP_THREADS))
+    while WARPGROUP_THREADS * vector > spec.cols:
+        vector //= 2
+    return InRegisters(vector)
 
 
 def _wide_rows(spec: Spec, gpu: Gpu) -> InRegisters | None:

@@ -124,7 +124,7 @@ def _load(place: Place, x: Ref, bias: Ref | None = None) -> list[jax.Array]:
     z = [elementwise.scaled(widen(v, layout), spec) for v in place.load(x)]
     if bias is not None and spec.logits_bias_rows is not None:
         added = place.load_shared(bias, spec.logits_bias_rows)
-        z = [v + widen(b, layout) for v, b in zip(z, added)]
+        z = [v + b for v, b in zip(z, added)]
     if not place.drops:
         return z
     return [jnp.where(kept, v, -jnp.inf) for kept, v in zip(place.kept(), z)]

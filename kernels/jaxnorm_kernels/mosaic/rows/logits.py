@@ -25,7 +25,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     columns_layout,
     load,
 )
-from jaxnorm_kernels.mosaic.device.registers import load_mask, renewed
+from jaxnorm_kernels.mosaic.device.registers import load_mask, renewed, widen
 from jaxnorm_kernels.mosaic.rows.tiles import Piece, Pieces, RowTile, Tile
 from jaxnorm_kernels.specs import Shared, Spec
 
@@ -88,13 +88,18 @@ class Place:
         return [self._load_piece(ref, self.row, p) for p in self.tile.pieces()]
 
     def load_shared(self, ref: Ref, shared: Shared) -> Pieces:
-        """Of an operand that is broadcast among the rows, one value for each element."""
-        row = self.shared_row(shared)
+        """Of an operand that is broadcast among the rows, one value for each element, in float32.
+
+        A mask is in int8.
+        """
+        row, is_mask = self.shared_row(shared), ref.dtype == np.bool_
         if not shared.has_columns:
             value = self._load_value(ref, row)
+            value = value if is_mask else value.astype(jnp.float32)
             shapes = [self.tile.shape(p.width) for p in self.tile.pieces()]
             return [_expanded(value, shape, 0) for shape in shapes]
-        return [self._load_piece(ref, row, p) for p in self.tile.pieces()]
+        pieces = [self._load_piece(ref, row, p) for p in self.tile.pieces()]
+        return pieces if is_mask else [widen(v, self.tile.layout) for v in pieces]
 
     @property
     def drops(self) -> bool:
