@@ -9,8 +9,6 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     vector_width,
 )
 from jaxnorm_kernels.mosaic.forward import schedule as forward
-from jaxnorm_kernels.mosaic.rows.logits import has_places
-from jaxnorm_kernels.mosaic.rows.tiles import RowTile
 from jaxnorm_kernels.refusals import BETTER_FUSED, NO_KERNEL, Table, first
 from jaxnorm_kernels.specs import Spec
 
@@ -72,9 +70,8 @@ _LEFT_TO_XLA: Table = (
         ),
     ),
     (
-        "its blocks hold one row each, where so short rows have a mask, a bias or a diagonal for "
-        "no multiple of four of them",
-        lambda s: has_places(s) and _has_lone_rows(s),
+        "its softmaxes with a mask, a bias or a diagonal are not measured yet",
+        lambda s: s.has_mask or s.causal or s.logits_bias_dtype is not None,
     ),
     (
         "log_softmax's backward reads 16-bit rows of odd length one element at a time",
@@ -112,17 +109,6 @@ def _is_held(spec: Spec) -> bool:
         return True  # In a kernel for each norm, if need be.
     schedule = backward.norm_schedule if spec.is_norm else backward.softmax_schedule
     return schedule(spec) is not None
-
-
-def _has_lone_rows(spec: Spec) -> bool:
-    """Whether all warps of a block hold the same row."""
-    if spec.direction == "fwd":
-        schedule = forward.choose(spec)
-        tile = schedule and schedule.rows_of(spec)
-    else:
-        in_registers = backward.softmax_schedule(spec)
-        tile = in_registers and in_registers.tile(spec.cols)
-    return isinstance(tile, RowTile) and tile.rows == 1
 
 
 def _norm_bwd(spec: Spec) -> bool:
