@@ -1,6 +1,7 @@
 """softmax and log_softmax: the public functions, and the checks that they share."""
 
 import functools
+import math
 from typing import Literal
 
 import jax
@@ -58,7 +59,7 @@ def softmax(
       ValueError: ``axis``, the shape of ``where`` or ``bias``, ``scale``, ``causal`` (for other
         axes than the last, or for an x of one axis) or ``implementation`` is wrong.
     """
-    return _softmax(x, axis, where, scale, bias, causal, dtype, implementation)
+    return _softmax(x, axis, where, scale, bias, causal, dtype, implementation, -math.inf)
 
 
 def log_softmax(
@@ -95,7 +96,22 @@ def log_softmax(
     Raises:
       TypeError, ValueError: as :func:`jaxnorm.softmax`.
     """
-    return _log_softmax(x, axis, where, scale, bias, causal, dtype, implementation)
+    return _log_softmax(x, axis, where, scale, bias, causal, dtype, implementation, -math.inf)
+
+
+def filled_softmax(
+    x: jax.Array,
+    where: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    fill: float,
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """softmax over the last axis of x + bias, or of the finite `fill` where the mask is False.
+
+    As the logits of attention are masked in Flax: a row that keeps nothing is even.
+    """
+    return _softmax(x, -1, where, 1.0, bias, False, dtype, None, fill)
 
 
 def _softmax_of(
@@ -108,6 +124,7 @@ def _softmax_of(
     causal: bool,
     dtype: jax.typing.DTypeLike | None,
     implementation: Name | None,
+    masked_logit: float,
 ) -> jax.Array:
     x = _arguments.float_array(function, "x", x)
     mask = None if where is None else _arguments.mask(function, where, x.shape)
@@ -125,6 +142,7 @@ def _softmax_of(
         causal=causal,
         dtype=dtype,
         implementation=implementation,
+        masked_logit=masked_logit,
     )
     if implementation is not None:
         _implementation.forced(call.in_rows, implementation)
@@ -151,6 +169,7 @@ def softmax_call(
     causal: bool,
     dtype: jax.typing.DTypeLike | None,
     implementation: Name | None,
+    masked_logit: float = -math.inf,
 ) -> Call:
     """The forward of a call with these arguments, after the checks.
 
@@ -170,6 +189,7 @@ def softmax_call(
         x_dtype=x_dtype,
         y_dtype=_arguments.output_dtype(function, dtype, x_dtype),
         has_mask=mask is not None,
+        masked_logit=masked_logit,
         logits_scale=_arguments.number(function, "scale", scale),
         logits_bias_dtype=bias_dtype,
         logits_bias_shape=bias_shape,

@@ -15,6 +15,7 @@ from reference import assert_within, exact
 from test_softmax import FUNCTIONS, GRADIENTS, data
 
 import jaxnorm
+from jaxnorm._softmax import filled_softmax
 
 SCALE = 0.37
 # x, bias, y
@@ -211,6 +212,31 @@ SPECS = [
     P("data", None, "seq"),
     P(None, "data", "seq"),
 ]
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_what_is_masked_may_take_part(with_bias):
+    """As attention masks it: the composition in jnp, in rows that keep nothing, too."""
+    fill = float(np.finfo(np.float32).min)
+    x = data((2, 3, 5, 7), "float32").at[0, 0, 1].set(fill)
+    where = mask_of((2, 1, 5, 7)).at[1, 0, 2].set(False)
+    bias = data((3, 5, 7), "float32", seed=2) if with_bias else jnp.zeros(())
+
+    def ours(x, bias):
+        return filled_softmax(x, where, bias if with_bias else None, fill=fill, dtype="float32")
+
+    def theirs(x, bias):
+        return jax.nn.softmax(jnp.where(where, x + bias if with_bias else x, fill))
+
+    tangents = data(x.shape, "float32", seed=3), data(bias.shape, "float32", seed=4)
+    pairs = [jax.jvp(f, (x, bias), tangents) for f in (ours, theirs)]
+    d = data(x.shape, "float32", seed=5)
+    gradients = [jax.vjp(f, x, bias)[1](d) for f in (ours, theirs)]
+    for a, b in zip(
+        jax.tree.leaves(pairs[0] + gradients[0]), jax.tree.leaves(pairs[1] + gradients[1])
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(pairs[0][0][1, 0, 2], 1 / 7, rtol=1e-6)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")

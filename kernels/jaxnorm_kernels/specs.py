@@ -96,7 +96,9 @@ class Spec:
       stat_cotangents: the backward also takes cotangents of the statistics: second derivatives.
       adds_dh: the backward also takes dh, another cotangent of what is normalised, in its dtype,
         and adds it to that one's; a plain norm's tangent also returns dx as it is.
-      has_mask: a ``where`` mask comes with the call (softmaxes only, as the four that follow).
+      has_mask: a ``where`` mask comes with the call (softmaxes only, as the five that follow).
+      masked_logit: what a logit is that the mask does not keep. -inf: it takes no part, and a row
+        that keeps none is 0; a finite number (of a softmax): it takes part, without a gradient.
       logits_scale: x is multiplied by it.
       logits_bias_dtype: of the bias that is then added, and of its gradient; None for no bias, and
         for a backward that does not return its gradient.
@@ -134,6 +136,7 @@ class Spec:
     stat_cotangents: bool = False
     adds_dh: bool = False
     has_mask: bool = False
+    masked_logit: float = -math.inf
     logits_scale: float = 1.0
     logits_bias_dtype: np.dtype | None = None
     logits_bias_shape: tuple[int, ...] = ()
@@ -156,6 +159,11 @@ class Spec:
         # By name: numpy takes None for float64.
         is_wide = any(dtype is not None and dtype.name == "float64" for dtype in arrays)
         return np.dtype(np.float64 if is_wide else np.float32)
+
+    @property
+    def drops_masked(self) -> bool:
+        """Whether what a mask does not keep takes no part."""
+        return self.masked_logit == -math.inf
 
     @property
     def returns_h(self) -> bool:

@@ -1,6 +1,7 @@
 """What the tests of softmaxes with a mask, a bias or `causal` share: calls of their kernels."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ class Case:
     bias: tuple[int, ...] | None = None
     causal: bool = False
     scale: float = SCALE
+    masked_logit: float = -math.inf
 
     def __str__(self) -> str:
         given = {"mask": self.mask, "bias": self.bias, "causal": self.causal}
@@ -45,6 +47,7 @@ class Case:
             causal=self.causal,
             dtype=y or x,
             implementation=None,
+            masked_logit=self.masked_logit,
         )
 
     def backward(self, op: str, x: Any, bias: Any = None, y: Any = None) -> Call:

@@ -93,6 +93,39 @@ def test_what_takes_no_part_does_not_matter(case, op):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+FILL = float(np.finfo(np.float32).min)
+FILLED = [
+    Case((64, 1, 72), mask=(64, 1, 72), scale=1.0, masked_logit=FILL),
+    Case((4, 600), mask=(4, 600), scale=1.0, bias=(4, 600), masked_logit=FILL),
+    Case((4, 5000), mask=(5000,), scale=1.0, bias=(1, 5000), masked_logit=FILL),
+]
+
+
+@pytest.mark.usefixtures("quick_to_compile")
+@pytest.mark.parametrize("case", FILLED, ids=str)
+def test_what_is_masked_may_take_part(case):
+    """As in Flax's attention: a row that keeps nothing is even, and has no gradient."""
+    mask = test_logits.mask_of(case.mask)
+    mask = mask.at[0].set(False) if mask.ndim > 1 else mask
+    x = data(case.shape, "float32").at[1].set(FILL)  # as what is masked
+    d = data(case.shape, "float32", seed=1)
+    bias = [data(case.call("softmax", F32).view.logits_bias, "float32")] if case.bias else []
+    forward, backward = case.call("softmax", F32), case.backward("softmax", F32)
+    mask = mask.reshape(forward.view.mask)
+    (expected,) = forward.xla(x, mask, *bias)
+    (y,) = interpret(forward, x, mask, *bias)
+    np.testing.assert_allclose(y, expected, rtol=3e-6, atol=1e-6)
+    got = interpret(backward, expected, mask, d)
+    for ours, theirs in zip(got, backward.xla(expected, mask, d), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gradient_of_one_value_for_a_row_is_refused_beside_masked_logits():
+    case = Case((4, 600), mask=(4, 600), bias=(4, 1), masked_logit=FILL)
+    assert mosaic.supports(case.call("softmax", F32).in_rows) is None
+    assert "take part" in str(mosaic.supports(case.backward("softmax", F32).in_rows))
+
+
 COLS = [64, 100, 256, 1000, 1024, 2048, 3000, 4096, 8192, 16384]
 
 

@@ -49,6 +49,15 @@ _CANNOT: Table = (
         ),
     ),
     (
+        "its kernels add up no gradient of one value for a row where masked logits take part",
+        lambda s: (
+            not s.drops_masked
+            and s.direction == "bwd"
+            and s.logits_bias_rows is not None
+            and not s.logits_bias_rows.has_columns
+        ),
+    ),
+    (
         "its kernels know no shards of the rows or columns that a causal mask counts",
         lambda s: bool(s.cols_over or s.queries_over),
     ),

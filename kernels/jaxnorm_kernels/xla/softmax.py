@@ -10,7 +10,8 @@ Of z = scale x + bias. With m = max(z), t the tangent of z, d = dy, all sums ove
 
 ``mask`` keeps the entries where it is True; so does ``causal`` those up to the diagonal. The row is
 the softmax of what is kept, the rest is 0 (softmax) or -inf (log_softmax) with zero gradient. A row
-with nothing kept is all 0 (or -inf).
+with nothing kept is all 0 (or -inf). With a finite ``Spec.masked_logit`` the rest is that number, a
+constant.
 """
 
 import jax
@@ -28,8 +29,9 @@ def softmax_fwd(
     shifted = _shifted(x, kept, bias, spec)
     e = jnp.exp(shifted)
     total = row_sum(e, spec)
-    y = e / total if kept is None else jnp.where(kept, e / _nonempty(total, kept, spec), 0)
-    return y.astype(spec.y_dtype)
+    if kept is None or not spec.drops_masked:
+        return (e / total).astype(spec.y_dtype)
+    return jnp.where(kept, e / _nonempty(total, kept, spec), 0).astype(spec.y_dtype)
 
 
 def softmax_tan(
@@ -39,14 +41,17 @@ def softmax_tan(
     dbias: jax.Array | None,
     spec: Spec,
 ) -> jax.Array:
-    # The Jacobian is symmetric: the tangent is what the backward makes of t.
-    return _jacobian(y, mask, _tangent(y, dx, dbias, spec), spec).astype(spec.y_dtype)
+    t = _masked(_tangent(y, dx, dbias, spec), _kept(mask, y.shape, spec), spec)
+    return _jacobian(y, t, spec).astype(spec.y_dtype)
 
 
 def softmax_bwd(
     y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec
 ) -> tuple[jax.Array, jax.Array | None]:
-    return _gradients(_jacobian(y, mask, dy, spec), spec)
+    kept = _kept(mask, y.shape, spec)
+    if spec.drops_masked:
+        return _gradients(_jacobian(y, _masked(dy, kept, spec), spec), spec)
+    return _gradients(_masked(_jacobian(y, dy.astype(spec.compute_dtype), spec), kept, spec), spec)
 
 
 def log_softmax_fwd(
@@ -83,9 +88,8 @@ def log_softmax_bwd(
     return _gradients(d - jnp.exp(y.astype(spec.compute_dtype)) * row_sum(d, spec), spec)
 
 
-def _jacobian(y: jax.Array, mask: jax.Array | None, v: jax.Array, spec: Spec) -> jax.Array:
+def _jacobian(y: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
     """Softmax's Jacobian, which is its own transpose, times v."""
-    v = _masked(v, _kept(mask, y.shape, spec), spec)
     y = y.astype(spec.compute_dtype)
     return y * (v - row_sum(v * y, spec))
 
@@ -112,14 +116,14 @@ def _scaled(z: jax.Array, spec: Spec) -> jax.Array:
 
 
 def _shifted(x: jax.Array, kept: jax.Array | None, bias: jax.Array | None, spec: Spec) -> jax.Array:
-    """z - max(z), both over what is kept; -inf for the rest."""
+    """z - max(z), both over what is kept; -inf, or `Spec.masked_logit`, for the rest."""
     z = _scaled(x.astype(spec.compute_dtype), spec)
     if bias is not None:
         z = z + bias.astype(spec.compute_dtype)
     if kept is not None:
-        z = jnp.where(kept, z, -jnp.inf)
+        z = jnp.where(kept, z, spec.masked_logit)
     m = row_max(z, spec)
-    if kept is not None:
+    if kept is not None and spec.drops_masked:
         # An empty row would be -inf - -inf = NaN; a genuine row of -inf stays NaN.
         m = jnp.where(row_any(kept, spec), m, 0)
     return z - m

@@ -10,7 +10,8 @@ softmax       sum(dz) = sum(d y) (1 - sum(y))
 log_softmax   sum(dz) = sum(d) (1 - sum(exp(y)))
 
 What takes no part has y = 0, or -inf, and its d counts as 0, infinite though it may be. softmax
-looks at y alone and reads no mask: a cotangent of what has rounded to 0 is dropped, too.
+looks at y alone and reads no mask: a cotangent of what has rounded to 0 is dropped, too. With a
+finite `Spec.masked_logit` it does: what is not kept has its y, and dz = 0.
 """
 
 import dataclasses
@@ -69,8 +70,10 @@ class SoftmaxFormula:
     def finish(
         self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        (y, d), total = elements, totals[0]
+        (y, d, *kept), total = elements, totals[0]
         dz = d - self._exp(y) * total if self._is_log else y * (d - total)
+        if kept:
+            dz = jnp.where(kept[0], dz, 0.0)
         return [elementwise.scaled(dz, self.spec)], [dz] * self.column_sums
 
     def _exp(self, y: jax.Array) -> jax.Array:
@@ -126,7 +129,7 @@ log_softmax_bwd = softmax_bwd
 def _read(
     tile: Tile, spec: Spec, row: Any, y_ref: Ref, dy_ref: Ref, mask: Ref | None = None
 ) -> list[Sequence[jax.Array]]:
-    """y and d of each piece."""
+    """y and d of each piece; and what is kept, where the rest takes part, too."""
     place = Place(tile, spec, row, mask)
     loaded = [place.load(ref) for ref in (y_ref, dy_ref)]
     y, d = [[widen(v, tile.layout) for v in values] for values in loaded]
@@ -136,6 +139,8 @@ def _read(
     if spec.causal:  # What is above the diagonal has not been read.
         nothing = -jnp.inf if spec.op == "log_softmax" else 0.0
         y = [jnp.where(k, v, nothing) for k, v in zip(kept, y)]
+    if place.masks and not place.drops:
+        return list(zip(y, d, place.kept()))
     if spec.has_mask and mask is None:
         d = [jnp.where(p == 0, 0.0, v) for p, v in zip(y, d)]
     return list(zip(y, d))

@@ -73,7 +73,8 @@ def _in_registers(tile: Tile, spec: Spec) -> Callable[[Refs], None]:
         def finish(row: LoadedRow, place: Place | None) -> None:
             each = each_piece if place is None else place.each
             highest = row.read()
-            if place is not None and spec.has_mask:
+            may_be_empty = spec.has_mask and spec.drops_masked
+            if place is not None and may_be_empty:
                 # That of a row that keeps nothing but -inf is finite, unlike one that keeps none.
                 highest = [
                     jnp.where(kept, jnp.maximum(v, _LOWEST), -jnp.inf)
@@ -83,7 +84,7 @@ def _in_registers(tile: Tile, spec: Spec) -> Callable[[Refs], None]:
             part_m = m = jnp.maximum(top, _LOWEST)
             e = each(lambda v: exp(v - tile.broadcast(m, v)), row.read())
             s = tile.sum(e)
-            counts = [jnp.where(top == -jnp.inf, 0.0, 1.0)] if spec.has_mask else []
+            counts = [jnp.where(top == -jnp.inf, 0.0, 1.0)] if may_be_empty else []
             if isinstance(tile, SplitRow):
                 m, s, *counts = tile.gather(refs.scratch, m, s, *counts, step=row.step)
                 m, s = _merge(m, s, exp)
@@ -119,15 +120,15 @@ def _in_registers(tile: Tile, spec: Spec) -> Callable[[Refs], None]:
 
 
 def _load(place: Place, x: Ref, bias: Ref | None = None) -> list[jax.Array]:
-    """scale x + bias where it is kept, else -inf."""
+    """scale x + bias where it is kept, else `Spec.masked_logit`."""
     spec, layout = place.spec, place.tile.layout
     z = [elementwise.scaled(widen(v, layout), spec) for v in place.load(x)]
     if bias is not None and spec.logits_bias_rows is not None:
         added = place.load_shared(bias, spec.logits_bias_rows)
         z = [v + b for v, b in zip(z, added)]
-    if not place.drops:
+    if not place.masks:
         return z
-    return [jnp.where(kept, v, -jnp.inf) for kept, v in zip(place.kept(), z)]
+    return [jnp.where(kept, v, spec.masked_logit) for kept, v in zip(place.kept(), z)]
 
 
 def _merge(part_m: jax.Array, part_s: jax.Array, exp: Exp) -> tuple[jax.Array, jax.Array]:

@@ -31,8 +31,9 @@ from jaxnorm_kernels.specs import Shared, Spec
 
 
 def reads_mask(spec: Spec) -> bool:
-    """softmax's backward needs none: y is 0 where nothing is kept."""
-    return spec.has_mask and (spec.direction == "fwd" or spec.op == "log_softmax")
+    """softmax's backward needs none where y is 0 for what is not kept."""
+    shows = spec.direction == "bwd" and spec.op == "softmax" and spec.drops_masked
+    return spec.has_mask and not shows
 
 
 def shared_operands(spec: Spec) -> list[Shared | None]:
@@ -102,9 +103,14 @@ class Place:
         return pieces if is_mask else [widen(v, self.tile.layout) for v in pieces]
 
     @property
-    def drops(self) -> bool:
-        """Whether some elements take no part."""
+    def masks(self) -> bool:
+        """Whether some elements are not kept."""
         return self.spec.causal or self.mask_ref is not None
+
+    @property
+    def drops(self) -> bool:
+        """Whether these take no part."""
+        return self.masks and self.spec.drops_masked
 
     def kept(self, *, again: bool = False) -> list[jax.Array]:
         """Which elements take part, if some do not.
