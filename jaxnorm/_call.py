@@ -254,11 +254,14 @@ class Call:
 
     # ------------------------------------------------------------------------------ running it
 
-    @property
-    def in_rows(self) -> Spec:
-        """The spec of the two-dimensional arrays."""
+    def as_seen_by(self, name: str) -> Spec:
+        """The spec of the view that the implementation `name` gets.
+
+        That is two-dimensional, by a transpose where the normalised axes are not the last ones, but
+        for an implementation that takes those as they lie.
+        """
         view = self.view
-        return dataclasses.replace(
+        in_rows = dataclasses.replace(
             self.spec,
             axes=(-1,),
             moved_axis=view.moved,
@@ -266,23 +269,33 @@ class Call:
             logits_bias_rows=view.shared("logits_bias"),
             queries=view.shape[-2] if self.spec.causal else 0,
         )
+        if view.inner > 1:
+            strided = dataclasses.replace(in_rows, moved_axis=False, inner=view.inner)
+            if _implementation.takes_inner(name, strided):
+                return strided
+        return in_rows
 
     def xla(self, *arrays: jax.Array) -> list[jax.Array]:
         """The results by the xla implementation, which needs no view."""
         return self._run("xla", self.spec, arrays)
 
     def kernel(self, name: str) -> Function:
-        """The implementation `name`, through the view of rows."""
+        """The implementation `name`, through its view of the arrays."""
 
-        def view_of(kind: Kind, a: jax.Array) -> jax.Array:
+        def view_of(kind: Kind, a: jax.Array, strided: bool) -> jax.Array:
             if kind == "mask" and name == "xla":  # which knows no `Shared`, and fuses this
                 a = jnp.broadcast_to(a, self.view.shape)
-            return self.view.to_rows(kind, a)
+            return self.view.to_rows(kind, a, strided=strided)
 
         def run(*arrays: jax.Array) -> list[jax.Array]:
-            rows = [view_of(kind, a) for kind, a in zip(self.operand_kinds, arrays)]
-            results = self._run(name, self.in_rows, rows)
-            return [self.view.from_rows(kind, a) for kind, a in zip(self.result_kinds, results)]
+            spec = self.as_seen_by(name)
+            strided = spec.inner > 1
+            rows = [view_of(kind, a, strided) for kind, a in zip(self.operand_kinds, arrays)]
+            results = self._run(name, spec, rows)
+            return [
+                self.view.from_rows(kind, a, strided=strided)
+                for kind, a in zip(self.result_kinds, results)
+            ]
 
         return run
 

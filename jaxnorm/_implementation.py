@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import jax
@@ -36,11 +36,15 @@ def names() -> tuple[str, ...]:
     return tuple(_MODULES)
 
 
-def choose(spec: Spec, platform: str) -> Choice:
-    """The default's choice for `spec` on `platform` ("cpu", "cuda", "rocm", "tpu")."""
+def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
+    """The default's choice for a call on `platform` ("cpu", "cuda", "rocm", "tpu").
+
+    `as_seen_by` gives the spec of the view that an implementation gets, by its name.
+    """
     refusals: list[str] = []
     for name in _CANDIDATES.get(platform, ()):
         try:
+            spec = as_seen_by(name)
             refusal = module(name).supports(spec) or module(name).prefers(spec)
         except ImportError as error:  # a jaxlib without this kernel backend, or a missing extra
             refusal = f"it cannot be imported: {error}"
@@ -72,6 +76,12 @@ def placed(name: str, spec: Spec, platforms: Sequence[str]) -> None:
             "kernels are for NVIDIA GPUs; leave implementation out to let jaxnorm choose, or "
             "place the arrays on such a GPU"
         )
+
+
+def takes_inner(name: str, spec: Spec) -> bool:
+    """Whether `name` takes the view of this spec, which needs no transpose."""
+    takes: Callable[[Spec], bool] = getattr(module(name), "takes_inner", lambda spec: False)
+    return takes(spec)
 
 
 def module(name: str) -> Implementation:

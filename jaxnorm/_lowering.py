@@ -50,11 +50,11 @@ def _choose(ctx: Any, call: Call, bind: Callable[..., Any]) -> Function:
         name = call.implementation
         _implementation.placed(name, call.spec, platforms)
         # Known here alone: under `jax.vmap` a backward has more rows than where it was called.
-        _implementation.forced(call.in_rows, name)
+        _implementation.forced(call.as_seen_by(name), name)
     elif program.lowering_parameters.for_export or len(platforms) > 1:
         name = "xla"  # An exported program outlives this version's kernels.
     else:
-        name = _implementation.choose(call.in_rows, platforms[0]).name
+        name = _implementation.choose(call.as_seen_by, platforms[0]).name
     if name == "xla":
         # Of rows XLA fuses more with a softmax, such as attention's mask. But it must not reshape
         # what is sharded, nor transpose what it can reduce as it lies.
@@ -84,8 +84,9 @@ def _loses_its_kernel_by_dh(call: Call, platform: str) -> bool:
 
     def is_kernel_s(call: Call) -> bool:
         if call.implementation is not None:
-            return _implementation.module(call.implementation).supports(call.in_rows) is None
-        return _implementation.choose(call.in_rows, platform).name != "xla"
+            spec = call.as_seen_by(call.implementation)
+            return _implementation.module(call.implementation).supports(spec) is None
+        return _implementation.choose(call.as_seen_by, platform).name != "xla"
 
     return is_kernel_s(call.without_dh()) and not is_kernel_s(call)
 

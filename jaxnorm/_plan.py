@@ -130,8 +130,8 @@ def implementation_for(
 
     def choice(call: Call) -> _implementation.Choice:
         if implementation is not None:
-            return _implementation.forced(call.in_rows, implementation)
-        return _implementation.choose(call.in_rows, platform)
+            return _implementation.forced(call.as_seen_by(implementation), implementation)
+        return _implementation.choose(call.as_seen_by, platform)
 
     return Plan(choice(forward), choice(forward.gradient()))
 

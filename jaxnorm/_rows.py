@@ -1,4 +1,4 @@
-"""Any shape and axes, seen as two-dimensional ``(rows, cols)``: the only place that reshapes."""
+"""Any shape and axes, seen as ``(rows, cols)`` or strided: the only place that reshapes."""
 
 import dataclasses
 import math
@@ -63,6 +63,20 @@ class RowView:
         """Whether the view needs a transpose: the normalised axes are not the last ones."""
         order = [axis for axis in self._order if self.shape[axis] != 1]
         return order != sorted(order)
+
+    @property
+    def inner(self) -> int:
+        """Elements behind normalised axes that lie side by side, and are not the last; else 1.
+
+        Then an array is ``(rows / inner, cols, inner)`` as it lies.
+        """
+        order = [axis for axis in self._order if self.shape[axis] != 1]
+        normalised = [axis for axis in self.axes if self.shape[axis] != 1]
+        behind = [axis for axis in order if normalised and axis > normalised[-1]]
+        before = [axis for axis in order if normalised and axis < normalised[0]]
+        if not behind or [*before, *normalised, *behind] != sorted(order):
+            return 1
+        return math.prod(self.shape[axis] for axis in behind)
 
     @property
     def has_groups(self) -> bool:
@@ -150,11 +164,11 @@ class RowView:
             mask=logits("mask"),
         )
 
-    def to_rows(self, kind: Kind, a: jax.Array) -> jax.Array:
+    def to_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:
         """The two-dimensional view of an array, the one-dimensional view of the others.
 
         A mask or a bias of logits is ``(n, cols)`` or ``(n, 1)``, as `shared` describes it, or that
-        of a whole array.
+        of a whole array. `strided`: that of an array is ``(rows / inner, cols, inner)`` instead.
         """
         match kind:
             case "stat":
@@ -162,18 +176,20 @@ class RowView:
             case "scale" | "bias":
                 groups = self.groups(kind)
                 return a.reshape(self.cols if groups == 1 else (groups, self.cols))
+        if strided:
+            return a.reshape(self.rows // self.inner, self.cols, self.inner)
         rows = math.prod(a.shape[axis] for axis in self.others)
         cols = math.prod(a.shape[axis] for axis in self.axes)
         if self.moved:
             a = jnp.transpose(a, self._order)
         return a.reshape(rows, cols)
 
-    def from_rows(self, kind: Kind, a: jax.Array) -> jax.Array:
+    def from_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:
         """The inverse of `to_rows`."""
         if kind == "stat" or kind in PARAMETERS:
             return a.reshape(self.shape_of(kind))
         shape = self.shape_of(kind)
-        if not self.moved:
+        if strided or not self.moved:
             return a.reshape(shape)
         a = a.reshape([shape[axis] for axis in self._order])
         return jnp.transpose(a, [self._order.index(axis) for axis in range(len(self.shape))])

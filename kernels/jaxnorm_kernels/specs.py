@@ -2,7 +2,9 @@
 
 An implementation is a module with the functions of :class:`Implementation`. It sees two-dimensional
 arrays ``(rows, cols)`` whose last axis is the normalised one, and one frozen :class:`Spec` that
-says everything else about the call. It knows nothing of autodiff, sharding or Flax. The ``xla``
+says everything else about the call. It knows nothing of autodiff, sharding or Flax. One whose
+``takes_inner`` says so also takes ``(outer, cols, inner)`` with ``Spec.inner``, the view that needs
+no transpose; its statistics are ``(outer * inner,)``. The ``xla``
 implementation alone also takes arrays of any shape with ``Spec.axes``: XLA partitions them over a
 mesh as they are, where a reshape to rows could make it gather them. It alone has the tangents
 (``softmax_tan``, ``log_softmax_tan``, ``norm_tan``), and a backward that takes the cotangents of
@@ -112,6 +114,8 @@ class Spec:
         each of whose rows belongs to ``rows / n`` consecutive rows.
       scattered: a parameter belongs to groups of rows that are not consecutive.
       moved_axis: the two-dimensional view needs a transpose, in and out.
+      inner: above 1, arrays are ``(rows / inner, cols, inner)``, normalised over the middle axis:
+        for implementations whose `takes_inner` says so.
       cols_over: mesh axes (inside ``jax.shard_map``) that the columns are sharded over, of which
         there are ``cols`` in all; for the xla implementation alone.
       queries_over: likewise of the axis before them, for ``causal``.
@@ -149,6 +153,7 @@ class Spec:
     bias_groups: int = 1
     scattered: bool = False
     moved_axis: bool = False
+    inner: int = 1
     cols_over: tuple[str, ...] = ()
     queries_over: tuple[str, ...] = ()
 
@@ -368,6 +373,10 @@ class Implementation(Protocol):
 
     def prefers(self, spec: Spec) -> str | None:
         """None, or a sentence that says why the default should leave this call to ``xla``."""
+        ...
+
+    def takes_inner(self, spec: Spec) -> bool:
+        """Whether it takes the view with ``spec.inner``; may be missing, for False."""
         ...
 
     def platforms(self) -> tuple[str, ...] | None:

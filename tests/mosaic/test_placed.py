@@ -122,8 +122,8 @@ def test_what_is_masked_may_take_part(case):
 
 def test_the_gradient_of_one_value_for_a_row_is_refused_beside_masked_logits():
     case = Case((4, 600), mask=(4, 600), bias=(4, 1), masked_logit=FILL)
-    assert mosaic.supports(case.call("softmax", F32).in_rows) is None
-    assert "take part" in str(mosaic.supports(case.backward("softmax", F32).in_rows))
+    assert mosaic.supports(case.call("softmax", F32).as_seen_by("mosaic")) is None
+    assert "take part" in str(mosaic.supports(case.backward("softmax", F32).as_seen_by("mosaic")))
 
 
 COLS = [64, 100, 256, 1000, 1024, 2048, 3000, 4096, 8192, 16384]
@@ -142,7 +142,7 @@ def test_default_schedules_lower(kind, cols, dtypes):
     op = ["softmax", "log_softmax"][(COLS.index(cols) + list(KINDS).index(kind)) % 2]
     case = of_width(kind, 512, cols)
     for call in (case.call(op, *dtypes), case.backward(op, *dtypes)):
-        assert mosaic.supports(call.in_rows) is None
+        assert mosaic.supports(call.as_seen_by("mosaic")) is None
         assert "mosaic_gpu" in lower(call)
 
 
@@ -155,7 +155,7 @@ def test_runs_of_any_length_lower(cols, queries):
         Case(shape, bias=(4, queries, cols), mask=(24, 1, 1, 1)),
     ):
         for call in (case.call("softmax", BF16), case.backward("log_softmax", BF16)):
-            assert mosaic.supports(call.in_rows) is None
+            assert mosaic.supports(call.as_seen_by("mosaic")) is None
             assert "mosaic_gpu" in lower(call)
 
 
@@ -166,9 +166,9 @@ def test_rows_are_whole_parts_of_runs():
             Case((4, 8, queries, cols), bias=(4, 1, 1, cols)),
         ):
             run = queries if case.causal else 8 * queries
-            spec = case.call("softmax", F32).in_rows
+            spec = case.call("softmax", F32).as_seen_by("mosaic")
             assert run % choose(spec).rows == 0
-            spec = case.backward("softmax", F32).in_rows
+            spec = case.backward("softmax", F32).as_seen_by("mosaic")
             assert run % softmax_schedule(spec).rows == 0
 
 
@@ -177,7 +177,7 @@ def test_rows_are_whole_parts_of_runs():
 )
 def test_rows_of_an_operand(shape):
     case = Case((5, 3, 4, 8), mask=(*shape, 1))
-    shared = case.call("softmax", F32).in_rows.mask_rows
+    shared = case.call("softmax", F32).as_seen_by("mosaic").mask_rows
     own = np.arange(np.prod(shape)).reshape(shape)
     expected = np.broadcast_to(own, (5, 3, 4)).reshape(-1)
     got = jax.vmap(functools.partial(operand_row, shared))(jnp.arange(60))
@@ -190,7 +190,7 @@ def test_rows_of_an_operand(shape):
 
 def test_neighbouring_axes_are_one():
     def shared(mask):
-        return Case((4, 16, 32, 64), mask=mask).call("softmax", F32).in_rows.mask_rows
+        return Case((4, 16, 32, 64), mask=mask).call("softmax", F32).as_seen_by("mosaic").mask_rows
 
     assert shared((4, 16, 32, 64)) == Shared(((2048, True),), True)
     assert shared((4, 1, 1, 64)) == Shared(((4, True), (512, False)), True)
@@ -247,9 +247,11 @@ def test_shard_map():
 def test_the_default_leaves_them_to_xla_until_they_are_measured():
     for case in KINDS.values():
         (reason,) = {
-            mosaic.prefers(call.in_rows)
+            mosaic.prefers(call.as_seen_by("mosaic"))
             for call in (case.call("softmax", BF16), case.backward("softmax", BF16))
-            if call.in_rows.has_mask or call.in_rows.causal or call.in_rows.logits_bias_dtype
+            if call.as_seen_by("mosaic").has_mask
+            or call.as_seen_by("mosaic").causal
+            or call.as_seen_by("mosaic").logits_bias_dtype
         }
         assert "not measured yet" in reason
 

@@ -15,3 +15,4 @@ from jaxnorm_kernels.mosaic.forward.softmax import softmax_fwd as softmax_fwd
 from jaxnorm_kernels.mosaic.support import platforms as platforms
 from jaxnorm_kernels.mosaic.support import prefers as prefers
 from jaxnorm_kernels.mosaic.support import supports as supports
+from jaxnorm_kernels.mosaic.support import takes_inner as takes_inner

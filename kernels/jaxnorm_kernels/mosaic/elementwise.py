@@ -1,16 +1,21 @@
-"""What forward and backward kernels alike do to single elements, in float32: G, biases, exp."""
+"""What kernels of several kinds do to single elements: G, biases, y, exp. In float32."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxnorm_kernels.specs import Spec
 
 # Without a floor (float16) G may be as small as it likes. Below this y has no room for x_hat G, so
 # that z is 0, and 1 / G may be infinite: x_hat is taken as 0.
 _NO_RECIPROCAL = 2.0**-100
+
+# A part of a row may hold nothing but -inf. Against this maximum its exponentials are 0; against
+# its own, -inf, they would be NaN. A whole row of -inf still ends as 0 / 0.
+LOWEST = float(np.finfo(np.float32).min)
 
 
 def gain(scale: jax.Array, spec: Spec) -> jax.Array:
@@ -40,6 +45,30 @@ def effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
 def scaled(z: jax.Array, spec: Spec) -> jax.Array:
     """A softmax's scale times z; it is part of the derivative, too."""
     return z if spec.logits_scale == 1 else jnp.float32(spec.logits_scale) * z
+
+
+def norm_output(
+    x: jax.Array, rstd: jax.Array, mean: jax.Array | None, columns: Sequence[jax.Array], spec: Spec
+) -> jax.Array:
+    """y; `columns` is what `norm_columns` gives for the columns of x."""
+    rest = list(columns)
+    y = (x if mean is None else x - mean) * rstd
+    if spec.scale_dtype is not None:
+        y = y * rest.pop(0)
+    if spec.bias_dtype is not None:
+        y = y + rest.pop(0)
+    return y
+
+
+def norm_columns(params: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
+    """G and the bias, of the scale and bias, as far as there are any."""
+    rest = list(params)
+    columns = []
+    if spec.scale_dtype is not None:
+        columns.append(gain(rest.pop(0), spec))
+    if spec.bias_dtype is not None:
+        columns.append(effective_bias(rest.pop(0), spec))
+    return columns
 
 
 def exp(is_wide: bool) -> Callable[[jax.Array], jax.Array]:

@@ -1,6 +1,7 @@
 """What the kernels cannot do, and where the default leaves a call to XLA: tables of sentences."""
 
 from jaxnorm_kernels.devices import local_capability
+from jaxnorm_kernels.mosaic import strided
 from jaxnorm_kernels.mosaic.backward import schedule as backward
 from jaxnorm_kernels.mosaic.backward.schedule import COPY_BYTES, row_dtypes
 from jaxnorm_kernels.mosaic.device.layouts import (
@@ -9,7 +10,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     vector_width,
 )
 from jaxnorm_kernels.mosaic.forward import schedule as forward
-from jaxnorm_kernels.refusals import BETTER_FUSED, NO_KERNEL, Table, first
+from jaxnorm_kernels.refusals import BETTER_FUSED, NO_KERNEL, SMALL_BYTES, Table, first
 from jaxnorm_kernels.specs import Spec
 
 # Rows are numbered in int32, and the last block may start a tile further.
@@ -66,12 +67,15 @@ _CANNOT: Table = (
 
 # Measured on one H200 with jax 0.11.2: kernel time against XLA's (`python -m benchmarks.run`; the
 # committed figures are in benchmarks/results/nvidia_h200). Forward passes are never slower.
-_LEFT_TO_XLA: Table = (
+_MEASURED: Table = (
     *BETTER_FUSED,
     (
         "its schedules are measured on compute capability 9.0 (H100, H200) alone",
         lambda s: local_capability() not in (90, None),
     ),
+)
+_LEFT_TO_XLA: Table = (
+    *_MEASURED,
     (
         "with fewer rows than multiprocessors, XLA spreads a norm's backward over more of them",
         lambda s: (
@@ -94,20 +98,35 @@ _LEFT_TO_XLA: Table = (
     ),
 )
 
+# Of an axis that is not the last.
+_STRIDED_LEFT_TO_XLA: Table = (
+    *_MEASURED,
+    (
+        "XLA fuses so small an array, normalised over an axis that is not the last, with the code "
+        "around it",
+        lambda s: s.rows * s.cols * s.x_dtype.itemsize <= SMALL_BYTES,
+    ),
+)
+
 
 def platforms() -> tuple[str, ...]:
     """Where it can run."""
     return ("cuda",)
 
 
+def takes_inner(spec: Spec) -> bool:
+    """Whether the kernels over an axis that is not the last take this call, without a transpose."""
+    return strided.refusal(spec) is None
+
+
 def supports(spec: Spec) -> str | None:
     """None, or why this call cannot run here."""
-    return first(_CANNOT, spec)
+    return first(_CANNOT, spec) if spec.inner == 1 else strided.refusal(spec)
 
 
 def prefers(spec: Spec) -> str | None:
     """None, or why the default leaves this call to xla."""
-    return first(_LEFT_TO_XLA, spec)
+    return first(_LEFT_TO_XLA if spec.inner == 1 else _STRIDED_LEFT_TO_XLA, spec)
 
 
 def _is_held(spec: Spec) -> bool:

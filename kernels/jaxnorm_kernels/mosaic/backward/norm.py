@@ -26,8 +26,10 @@ from jaxnorm_kernels.mosaic.backward.direct import Direct, direct_backward
 from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Operands
 from jaxnorm_kernels.mosaic.backward.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing, rows_ring_backward
+from jaxnorm_kernels.mosaic.backward.strided import strided_backward
 from jaxnorm_kernels.mosaic.device.launch import found
 from jaxnorm_kernels.mosaic.elementwise import effective_bias, gain, reciprocal
+from jaxnorm_kernels.mosaic.strided import strips_of
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec, Stats
 
@@ -171,19 +173,25 @@ def _backward(
     schedule: schedules.NormSchedule | None,
 ) -> tuple[Sequence[jax.Array], jax.Array | None, jax.Array | None]:
     """The cotangent of what is normalised in each of `dtypes`; dscale and dbias."""
-    schedule = found(schedule or schedules.norm_schedule(spec), spec)
     params = [] if scale is None else [scale]
     if bias is not None and spec.saved == "output":
         params.append(bias)
     rows = [saved, dy] if dh is None else [saved, dy, dh]
-    results = _KERNELS[type(schedule)](
-        NormFormula(spec.last, copies=len(dtypes)),
-        Operands(rows, stats, params, spec.groups),
-        schedule=schedule,
-        blocks=schedules.persistent_blocks(spec, schedule),
-        results=dtypes,
-        name=f"jaxnorm_{spec.op}_bwd",
-    )
+    formula = NormFormula(spec.last, copies=len(dtypes))
+    operands = Operands(rows, stats, params, spec.groups)
+    if spec.inner > 1:
+        strips, name = found(strips_of(spec), spec), "jaxnorm_norm_strided_bwd"
+        results = strided_backward(formula, operands, strips=strips, results=dtypes, name=name)
+    else:
+        schedule = found(schedule or schedules.norm_schedule(spec), spec)
+        results = _KERNELS[type(schedule)](
+            formula,
+            operands,
+            schedule=schedule,
+            blocks=schedules.persistent_blocks(spec, schedule),
+            results=dtypes,
+            name=f"jaxnorm_{spec.op}_bwd",
+        )
     dx, partials = results[: len(dtypes)], results[len(dtypes) :]
     groups = (spec.scale_groups, spec.bias_groups)
     dscale, dbias = add_partials(partials, (spec.scale_dtype, spec.bias_dtype), groups)

@@ -24,13 +24,15 @@ import jax.numpy as jnp
 from jaxnorm_kernels.mosaic import elementwise
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.mosaic.backward.bias_sums import BiasSums
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Operands
 from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters, in_registers_backward
+from jaxnorm_kernels.mosaic.backward.strided import strided_backward
 from jaxnorm_kernels.mosaic.device.launch import found
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.device.registers import widen
 from jaxnorm_kernels.mosaic.rows.logits import Place, reads_mask
 from jaxnorm_kernels.mosaic.rows.tiles import Tile
+from jaxnorm_kernels.mosaic.strided import strips_of
 from jaxnorm_kernels.specs import Shared, Spec
 
 
@@ -95,6 +97,15 @@ def softmax_bwd(
 ) -> tuple[jax.Array, jax.Array | None]:
     """dx, and the bias' gradient; `schedule` stands in for the one of the table."""
     formula = SoftmaxFormula(spec)
+    if spec.inner > 1:
+        (dx,) = strided_backward(
+            formula,
+            Operands([y, dy]),
+            strips=found(strips_of(spec), spec),
+            results=[spec.x_dtype],
+            name=f"jaxnorm_{spec.op}_strided_bwd",
+        )
+        return dx, None
     schedule = found(schedule or schedules.softmax_schedule(spec), spec)
     tile = schedule.tile(spec.cols)
     sums = None

@@ -72,6 +72,13 @@ def rows_layout(vector: int, threads: int, height: int) -> Layout:
     return _tiled((WARPS * rows, unit), (rows, unit), (vector,), warps=(-5,), lanes=(-3, -2))
 
 
+def strip_layout(vector: int, threads: int) -> Layout:
+    """``(4, m, n)``: a warp holds rows of neighbouring vectors, `threads` in each, one by one."""
+    tile = (WARPS, WARP // threads, threads * vector)
+    lanes = (-2,) if threads == WARP else (-3, -2)
+    return _tiled(tile, (vector,), warps=(-4,), lanes=lanes)
+
+
 def columns_layout(vector: int, threads: int) -> Layout:
     """``(n,)``: what `rows_layout` holds of every row; the layout of its scale and bias."""
     lanes = _parts_of_a_warp(threads)

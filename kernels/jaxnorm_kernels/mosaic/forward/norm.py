@@ -31,8 +31,9 @@ from jax import lax
 from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, found
 from jaxnorm_kernels.mosaic.device.layouts import Ref, store
 from jaxnorm_kernels.mosaic.device.registers import rounded, widen
-from jaxnorm_kernels.mosaic.elementwise import effective_bias, gain
+from jaxnorm_kernels.mosaic.elementwise import norm_columns, norm_output
 from jaxnorm_kernels.mosaic.forward import schedule as schedules
+from jaxnorm_kernels.mosaic.forward import strided
 from jaxnorm_kernels.mosaic.forward.kernel import Refs, of_group, run
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
 from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, SplitRow, Stat, Steps, Tile
@@ -54,6 +55,8 @@ def norm_fwd(
       scale, bias: ``(cols,)``, or ``(groups, cols)``; None where there is none.
       schedule: how it runs; by default, what `schedule.choose` says.
     """
+    if spec.inner > 1:
+        return strided.norm_fwd(x, scale, bias, spec)
     (y,), stats = _forward([x], [scale, bias], [spec.y_dtype], spec, schedule)
     return y, stats
 
@@ -156,7 +159,7 @@ def _in_registers(tile: Tile, spec: Spec, params_first: bool) -> Callable[[Refs]
 
     def columns_of(params: list[list[jax.Array]], norm: Spec) -> list[list[jax.Array]]:
         """Of each piece of a row."""
-        return [_columns(piece, norm) for piece in zip(*params)] or [[]] * len(tile.pieces())
+        return [norm_columns(piece, norm) for piece in zip(*params)] or [[]] * len(tile.pieces())
 
     def body(refs: Refs) -> None:
         param_refs = _by_norm(refs.params, norms)
@@ -172,7 +175,7 @@ def _in_registers(tile: Tile, spec: Spec, params_first: bool) -> Callable[[Refs]
                 rstd, mean = _row_statistics(tile, read, refs.scratch, norms[k], row.step, k)
                 kept.extend(_present(rstd, mean)[: 1 + norms[k].returns_mean])
                 return [
-                    _output(
+                    norm_output(
                         v, tile.broadcast(rstd, v), _broadcast(tile, mean, v), columns, norms[k]
                     )
                     for v, columns in zip(
@@ -260,30 +263,6 @@ def _by_norm(params: Sequence[Ref], norms: Sequence[Spec]) -> list[list[Ref]]:
     """The parameters of each norm."""
     rest = list(params)
     return [[rest.pop(0) for _ in _present(n.scale_dtype, n.bias_dtype)] for n in norms]
-
-
-def _output(
-    x: jax.Array, rstd: Stat, mean: Stat | None, columns: Sequence[jax.Array], spec: Spec
-) -> jax.Array:
-    """y; `columns` is what `_columns` gives for the columns of x."""
-    rest = list(columns)
-    y = (x if mean is None else x - mean) * rstd
-    if spec.scale_dtype is not None:
-        y = y * rest.pop(0)
-    if spec.bias_dtype is not None:
-        y = y + rest.pop(0)
-    return y
-
-
-def _columns(params: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
-    """G and the bias, of the scale and bias, as far as there are any."""
-    rest = list(params)
-    columns = []
-    if spec.scale_dtype is not None:
-        columns.append(gain(rest.pop(0), spec))
-    if spec.bias_dtype is not None:
-        columns.append(effective_bias(rest.pop(0), spec))
-    return columns
 
 
 def _store_stats(refs: Sequence[Ref], row: Any, stats: Sequence[Stat]) -> None:

@@ -12,22 +12,18 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxnorm_kernels.mosaic import elementwise
 from jaxnorm_kernels.mosaic.device.launch import found
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.device.registers import widen
 from jaxnorm_kernels.mosaic.forward import schedule as schedules
+from jaxnorm_kernels.mosaic.forward import strided
 from jaxnorm_kernels.mosaic.forward.kernel import Refs, run
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
 from jaxnorm_kernels.mosaic.rows.logits import Place, each_piece, has_places
 from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, SplitRow, Steps, Tile
 from jaxnorm_kernels.specs import Spec
-
-# A part of a row may hold nothing but -inf. Against this maximum its exponentials are 0; against
-# its own, -inf, they would be NaN. A whole row of -inf still ends as 0 / 0.
-_LOWEST = float(np.finfo(np.float32).min)
 
 Exp = Callable[[jax.Array], jax.Array]
 
@@ -41,6 +37,8 @@ def softmax_fwd(
     schedule: Schedule | None = None,
 ) -> jax.Array:
     """y; `schedule` stands in for the one of the table."""
+    if spec.inner > 1:
+        return strided.softmax_fwd(x, spec)
     schedule = found(schedule or schedules.choose(spec), spec)
     rows = schedule.rows_of(spec)
     (y,), _ = run(
@@ -77,11 +75,11 @@ def _in_registers(tile: Tile, spec: Spec) -> Callable[[Refs], None]:
             if place is not None and may_be_empty:
                 # That of a row that keeps nothing but -inf is finite, unlike one that keeps none.
                 highest = [
-                    jnp.where(kept, jnp.maximum(v, _LOWEST), -jnp.inf)
+                    jnp.where(kept, jnp.maximum(v, elementwise.LOWEST), -jnp.inf)
                     for kept, v in zip(place.kept(), highest)
                 ]
             top = tile.max(highest)
-            part_m = m = jnp.maximum(top, _LOWEST)
+            part_m = m = jnp.maximum(top, elementwise.LOWEST)
             e = each(lambda v: exp(v - tile.broadcast(m, v)), row.read())
             s = tile.sum(e)
             counts = [jnp.where(top == -jnp.inf, 0.0, 1.0)] if may_be_empty else []

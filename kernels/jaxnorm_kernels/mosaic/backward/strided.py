@@ -1,0 +1,131 @@
+"""Backward passes of ``(outer, cols, inner)`` that is normalised over the middle axis.
+
+The equations are those of `backward.softmax` and `backward.norm`. Blocks hold strips of all arrays
+that are read (see `rows.strips`) and read them twice from shared memory::
+
+    for each strip:   sums over the columns of each warp, exchanged between the warps
+                      dx; sums over the inner elements, added to those of the strips before it
+
+The sums over inner elements are dscale and dbias, of each block; those are added up outside, always
+in the same order.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm_kernels.mosaic.backward.formulas import Formula, Operands, prepare, split
+from jaxnorm_kernels.mosaic.device.barriers import warpgroup_barrier
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch
+from jaxnorm_kernels.mosaic.device.layouts import Ref, store
+from jaxnorm_kernels.mosaic.rows.shares import Chunk
+from jaxnorm_kernels.mosaic.rows.strip_exchange import Parts, StripExchange
+from jaxnorm_kernels.mosaic.rows.strips import Strip, Strips
+
+_F32 = np.dtype(np.float32)
+
+
+def strided_backward(
+    formula: Formula,
+    operands: Operands,
+    *,
+    strips: Strips,
+    results: Sequence[np.dtype],
+    name: str,
+) -> tuple[jax.Array, ...]:
+    """The results like x, then for each column sum its partial sums, one row for each block.
+
+    Args:
+      operands: those of rows are ``(outer, cols, inner)``; statistics ``(outer * inner,)``.
+      results: dtypes of the results ``(outer, cols, inner)``.
+    """
+    shape = (strips.outer, strips.cols, strips.inner)
+    exchange = StripExchange(strips, formula.row_sums)
+    sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
+    held = sizes[0] + 1
+    sums = plgpu.SMEM((strips.warpgroups, strips.slice().width), jnp.float32)
+
+    def body(*refs: Ref) -> None:
+        row_refs, stat_refs, param_refs, refs = split(refs, *sizes)
+        result_refs, partial_refs, refs = split(refs, len(results), formula.column_sums)
+        stages, exchanged, column_sums = split(refs, held, len(exchange.scratch()))
+
+        def of_chunk(ref: Ref, chunk: Chunk) -> Ref:
+            """The column sums of a chunk."""
+            return ref.at[lax.axis_index(WARPGROUP), pl.ds(chunk.stage_start, chunk.width)]
+
+        def finish(strip: Strip) -> None:
+            stats = [strip.along(strip.stat(ref)) for ref in stat_refs]
+
+            def elements(chunk: Chunk, count: int) -> list[jax.Array]:
+                return [strip.read(k, chunk) for k in range(count)]
+
+            def columns(chunk: Chunk) -> list[jax.Array]:
+                own = prepare(formula, [strip.param(ref, chunk) for ref in param_refs])
+                return [strip.of_columns(column) for column in own]
+
+            def terms(chunk: Chunk) -> list[jax.Array]:
+                return formula.terms(elements(chunk, formula.summed), columns(chunk), stats)
+
+            totals = exchange(exchanged, _add_parts, strip.sum(terms, formula.row_sums), strip.step)
+            along = [strip.along(total) for total in totals]
+
+            def write(chunk: Chunk) -> None:
+                values, terms = formula.finish(
+                    elements(chunk, len(row_refs)), columns(chunk), stats, along
+                )
+                for ref, value in zip(result_refs, values):
+                    strip.store(ref, chunk, value)
+                for ref, term in zip(column_sums, terms):
+                    here = of_chunk(ref, chunk)
+                    store(here, strip.load_columns(here) + strip.sum_inner(term))
+
+            strip.each_chunk(write)
+
+        exchange.open()
+        first = Strip.of(strips, lax.axis_index(BLOCK), jnp.int32(0), stages)
+        for ref in column_sums:
+            zero = first.no_columns()
+            first.each_chunk(lambda chunk, ref=ref, zero=zero: store(of_chunk(ref, chunk), zero))
+        strips.each(row_refs, stages, finish, exchange.ready)
+        warpgroup_barrier()
+        for ref, partial in zip(column_sums, partial_refs):
+
+            def write(chunk: Chunk, ref: Ref = ref, partial: Ref = partial) -> None:
+                here = partial.at[lax.axis_index(BLOCK), pl.ds(chunk.start, chunk.width)]
+                store(here, first.load_columns(of_chunk(ref, chunk)))
+
+            first.each_chunk(write)
+
+    return launch(
+        body,
+        [
+            *operands.rows,
+            *[stat.reshape(strips.outer, strips.inner) for stat in operands.stats],
+            *operands.params,
+        ],
+        name=name,
+        outputs=[
+            *[(shape, dtype) for dtype in results],
+            *[((strips.blocks, strips.cols), _F32)] * formula.column_sums,
+        ],
+        blocks=strips.blocks,
+        cluster=strips.cluster,
+        warpgroups=strips.warpgroups,
+        scratch=[
+            *strips.scratch([a.dtype for a in operands.rows]),
+            *exchange.scratch(),
+            *[sums] * formula.column_sums,
+        ],
+        auto_barriers=False,
+    )
+
+
+def _add_parts(parts: Parts) -> list[Any]:
+    return [parts.sum(lambda *sums, k=k: sums[k]) for k in range(len(parts.stats))]

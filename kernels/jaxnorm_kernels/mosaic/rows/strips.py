@@ -1,0 +1,358 @@
+"""How a block holds a strip of an array that is normalised over an axis that is not its last.
+
+Of ``(outer, cols, inner)`` with the middle axis normalised, a *strip* is all columns of one outer
+index by `width` neighbouring inner elements: wide enough to use whole sectors of memory. A block
+holds a strip, or the blocks of a cluster where the columns are many. The copy engine (TMA) brings it
+to shared memory once, in the dtype that it has, and each pass over it reads it from there, so that
+a thread needs registers for a few of its elements alone.
+
+Each warpgroup owns a slice of the columns (see `shares`), in chunks of one vector for each thread,
+``(4, columns of a warp, width)``: the lanes of a warp run along the width, then along the columns.
+Strips overlap where the width does not divide the inner axis: the last one ends with it, and its
+first elements, which are *stale*, are stored twice with the same value.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_used
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP
+from jaxnorm_kernels.mosaic.device.layouts import (
+    WARP,
+    WARPS,
+    Layout,
+    Ref,
+    columns_layout,
+    load,
+    store,
+    strip_layout,
+)
+from jaxnorm_kernels.mosaic.device.registers import store_global, widen
+from jaxnorm_kernels.mosaic.rows.shares import Chunk, Slice
+
+# The copy engine takes boxes of up to so many elements along each axis.
+_BOX = 256
+# Of a thread, read from shared memory at a time: enough to hide its latency, in few registers.
+_VALUES = 16
+
+#: A value for each inner element of a strip: ``(width,)``; or for each of those and each warp of
+#: the warpgroup, ``(4, width)``, of the columns that it has.
+Stat = jax.Array
+#: Something for each element of a chunk, ``(4, columns of a warp, width)``.
+Read = Callable[[Chunk], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Strips:
+    """How an array is cut into strips, and a strip into parts.
+
+    Attributes:
+      outer, cols, inner: the array's shape.
+      vector: neighbouring elements that one thread reads and writes at once.
+      threads: of a warp, whose vectors lie side by side: the width of a strip.
+      warpgroups: of a block.
+      cluster: blocks that share a strip.
+      blocks: (or clusters) of the grid, each of which takes every n-th strip.
+    """
+
+    outer: int
+    cols: int
+    inner: int
+    vector: int
+    threads: int
+    warpgroups: int = 1
+    cluster: int = 1
+    blocks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.width > self.inner:
+            raise ValueError(f"{self} needs an inner axis of {self.width} elements or more")
+        if not 0 < self.blocks <= self.count:
+            raise ValueError(f"{self} needs 1 to {self.count} blocks")
+        self.slice()  # raises where the columns are too few
+
+    @property
+    def width(self) -> int:
+        """Inner elements of a strip."""
+        return self.threads * self.vector
+
+    @property
+    def across(self) -> int:
+        """Strips of each outer index."""
+        return -(-self.inner // self.width)
+
+    @property
+    def count(self) -> int:
+        """Strips of the array."""
+        return self.outer * self.across
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of a chunk in registers."""
+        return WARPS, WARP // self.threads, self.width
+
+    @property
+    def layout(self) -> Layout:
+        """Of a chunk."""
+        return strip_layout(self.vector, self.threads)
+
+    @property
+    def stat_layout(self) -> Layout:
+        """Of ``(width,)``, which every warp has."""
+        return columns_layout(self.vector, self.threads)
+
+    def slice(self, index: Any = 0) -> Slice:
+        """The columns of a warpgroup, counted through the cluster."""
+        return Slice(self.cols, self.cluster * self.warpgroups, WARPS * self.shape[1], index)
+
+    def scratch(self, dtypes: Sequence[np.dtype]) -> list[Any]:
+        """A stage for each array that is read, and a barrier for each warpgroup's part of them."""
+        held = (self.warpgroups, self.slice().width, self.width)
+        copies = len(dtypes) * sum(len(_boxes(run)) for run in self.slice().runs())
+        return [
+            *[plgpu.SMEM(held, dtype) for dtype in dtypes],
+            plgpu.Barrier(num_arrivals=copies, num_barriers=self.warpgroups),
+        ]
+
+    def each(
+        self,
+        operands: Sequence[Ref],
+        scratch: Sequence[Any],
+        finish: Callable[["Strip"], None],
+        ready: Callable[[], None],
+    ) -> None:
+        """Runs `finish` on each strip that this block takes of the operands.
+
+        Args:
+          scratch: of `scratch`, for the operands.
+          ready: runs once, after the first copies have been started.
+        """
+        *stages, full = scratch
+        in_plain_order(*stages)
+        block = lax.axis_index(BLOCK)
+        most = -(-self.count // self.blocks)
+
+        def strip(k: Any) -> Strip:
+            return Strip.of(self, block + k * self.blocks, k, stages)
+
+        def fill(k: Any) -> None:
+            for source, target in zip(operands, stages):
+                strip(k).copy(source, target, full)
+
+        fill(jnp.int32(0))
+        ready()
+        if most == 1:
+            plgpu.barrier_wait(full.at[lax.axis_index(WARPGROUP)])
+            finish(strip(jnp.int32(0)))
+            return
+        count = lax.div(self.count - block + self.blocks - 1, self.blocks)
+
+        def step(k: Any) -> None:
+            plgpu.barrier_wait(full.at[lax.axis_index(WARPGROUP)])
+            finish(strip(k))
+            release_used()
+            pl.when(k + 1 < count)(lambda: fill(k + 1))
+
+        pl.loop(0, count)(step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Strip:
+    """A strip, and what this warpgroup has of it.
+
+    Attributes:
+      strips: that it is one of.
+      outer, start: where it begins: index of the outer axis, and the first inner element.
+      fresh: the first inner element that is in no strip before it; None where all are.
+      step: counts the strips of the block.
+      slice: the columns of the warpgroup.
+      stages: what the block reads, in shared memory.
+    """
+
+    strips: Strips
+    outer: Any
+    start: Any
+    fresh: Any
+    step: Any
+    slice: Slice
+    stages: Sequence[Ref]
+
+    @classmethod
+    def of(cls, strips: Strips, index: Any, step: Any, stages: Sequence[Ref]) -> "Strip":
+        """Number `index` of the array."""
+        fresh = lax.rem(index, strips.across) * strips.width
+        start = jnp.minimum(fresh, strips.inner - strips.width)
+        part = lax.axis_index(WARPGROUP)
+        if strips.cluster > 1:
+            part += lax.axis_index(CLUSTER) * strips.warpgroups
+        return cls(
+            strips,
+            outer=lax.div(index, strips.across),
+            start=start,
+            fresh=fresh if strips.inner % strips.width else None,
+            step=step,
+            slice=strips.slice(part),
+            stages=stages,
+        )
+
+    @property
+    def inner(self) -> Any:
+        """Its inner elements, as an index."""
+        return pl.ds(self.start, self.strips.width)
+
+    def copy(self, source: Ref, stage: Ref, full: Ref) -> None:
+        """Starts the copies that bring the warpgroup's part to shared memory."""
+        warpgroup = lax.axis_index(WARPGROUP)
+        for run in self.slice.runs():
+            for at, columns in _boxes(run):
+                plgpu.copy_gmem_to_smem(
+                    source.at[self.outer, pl.ds(run.start + at, columns), self.inner],
+                    stage.at[warpgroup, pl.ds(run.stage_start + at, columns)],
+                    full.at[warpgroup],
+                )
+
+    def read(self, which: int, chunk: Chunk) -> jax.Array:
+        """Elements of one of the arrays, in float32."""
+        ref = self.stages[which].at[lax.axis_index(WARPGROUP)]
+        # Only results name the layout: each load that did would cost Mosaic's inference.
+        value = load(ref.at[pl.ds(chunk.stage_start, chunk.width)], None, self.strips.shape)
+        return widen(value, self.strips.layout)
+
+    def reader(self, which: int) -> Read:
+        """One of the arrays: see `read`."""
+        return functools.partial(self.read, which)
+
+    def param(self, ref: Ref, chunk: Chunk) -> jax.Array:
+        """What a ``(cols,)`` ref has for the columns of a chunk: ``(4, columns of a warp)``."""
+        return self.load_columns(ref.at[pl.ds(chunk.start, chunk.width)])
+
+    def load_columns(self, ref: Ref) -> jax.Array:
+        """The columns of a chunk as ``(4, columns of a warp)``."""
+        return load(ref, self.strips.layout.reduce(2), self.strips.shape[:2])
+
+    def no_columns(self) -> jax.Array:
+        """Zeros in the place of `load_columns`."""
+        zeros = jnp.zeros(self.strips.shape[:2], jnp.float32)
+        return plgpu.layout_cast(zeros, self.strips.layout.reduce(2))
+
+    def of_columns(self, value: jax.Array) -> jax.Array:
+        """``(4, columns of a warp)`` for every element of a chunk."""
+        return lax.broadcast_in_dim(value, self.strips.shape, (0, 1))
+
+    def along(self, stat: Stat) -> jax.Array:
+        """A statistic for every element of a chunk."""
+        axes = (0, 2) if stat.ndim == 2 else (2,)
+        return lax.broadcast_in_dim(stat, self.strips.shape, axes)
+
+    def stat(self, ref: Ref) -> Stat:
+        """What an ``(outer, inner)`` ref has for this strip."""
+        return load(ref.at[self.outer, self.inner], self.strips.stat_layout)
+
+    def store(self, ref: Ref, chunk: Chunk, value: jax.Array) -> None:
+        """Stores the elements of a chunk, rounded to the dtype of `ref`."""
+        there = ref.at[self.outer, pl.ds(chunk.start, chunk.width), self.inner]
+        store_global(there, value, self.strips.layout)
+
+    def store_stat(self, ref: Ref, stat: Stat) -> None:
+        """Stores ``(width,)``, which every warp has, in an ``(outer, inner)`` ref."""
+        is_first = lax.axis_index(WARPGROUP) == 0
+        if self.strips.cluster > 1:
+            is_first &= lax.axis_index(CLUSTER) == 0
+        pl.when(is_first)(lambda: store(ref.at[self.outer, self.inner], stat))
+
+    def max(self, read: Read, least: float) -> Stat:
+        """Of each warp's columns, and `least`."""
+        (most,) = self._fold(lambda chunk: [read(chunk)], jnp.maximum, least, 1)
+        return jnp.max(most, axis=1)
+
+    def sum(self, terms: Callable[[Chunk], Sequence[jax.Array]], count: int = 1) -> list[Stat]:
+        """Of each warp's columns, for each of `count` terms."""
+        return [jnp.sum(total, axis=1) for total in self._fold(terms, jnp.add, 0, count)]
+
+    def sizes(self) -> Stat | float:
+        """How many columns each warp has that no other one has."""
+        if not self.slice.has_tail:
+            return self.slice.width / WARPS
+        (sizes,) = self.sum(lambda chunk: [self._all(1)])
+        return sizes
+
+    def each_chunk(self, step: Callable[[Chunk], None]) -> None:
+        """Runs `step` on each chunk of the warpgroup's columns."""
+
+        def one(chunk: Chunk, carry: tuple[()]) -> tuple[()]:
+            step(chunk)
+            return carry
+
+        self._walk(one, ())
+
+    def sum_inner(self, term: jax.Array) -> jax.Array:
+        """The sums over the inner elements that no strip before has: see `load_columns`."""
+        if self.fresh is not None:
+            inner = self.start + lax.broadcasted_iota(jnp.int32, term.shape, 2)
+            term = jnp.where(inner < self.fresh, jnp.float32(0), term)
+        return jnp.sum(term, axis=2)
+
+    def _fold(
+        self,
+        terms: Callable[[Chunk], Sequence[jax.Array]],
+        pairwise: Callable[[jax.Array, jax.Array], jax.Array],
+        start: float,
+        count: int,
+    ) -> list[jax.Array]:
+        """Element by element of a chunk, over all chunks."""
+
+        def add(chunk: Chunk, carry: list[jax.Array]) -> list[jax.Array]:
+            new = [_skip_columns(term, chunk, start) for term in terms(chunk)]
+            return [pairwise(a, b) for a, b in zip(carry, new, strict=True)]
+
+        return self._walk(add, [self._all(start)] * count)
+
+    def _walk[T](self, step: Callable[[Chunk, T], T], carry: T) -> T:
+        """`step` on each chunk in turn; a loop over groups of them where they are many."""
+        body, *tail = self.slice.runs()
+        unit, chunks = self.slice.chunk, self.slice.chunks
+        group = max(1, _VALUES // self.strips.vector)
+
+        def nth(k: Any, carry: T) -> T:
+            return step(Chunk(body.start + k * unit, unit, k * unit), carry)
+
+        def several(i: Any, carry: T) -> T:
+            return functools.reduce(lambda c, j: nth(i * group + j, c), range(group), carry)
+
+        looped = chunks // group if chunks >= 2 * group else 0
+        if looped:
+            carry = lax.fori_loop(0, looped, several, carry)
+        for k in range(looped * group, chunks):
+            carry = nth(k, carry)
+        for chunk in tail:
+            carry = step(chunk, carry)
+        return carry
+
+    def _all(self, value: float) -> jax.Array:
+        """`value` for every element of a chunk."""
+        return plgpu.layout_cast(
+            jnp.full(self.strips.shape, value, jnp.float32), self.strips.layout
+        )
+
+
+def _boxes(run: Chunk) -> list[tuple[int, int]]:
+    """Where what the copy engine takes at a time begins in a run of columns, and its columns."""
+    return [(at, min(_BOX, run.width - at)) for at in range(0, run.width, _BOX)]
+
+
+def _skip_columns(term: jax.Array, chunk: Chunk, neutral: float) -> jax.Array:
+    """`term`, and `neutral` where another chunk has the same column."""
+    if chunk.fresh is None:
+        return term
+    warp, column = (lax.broadcasted_iota(jnp.int32, term.shape, axis) for axis in (0, 1))
+    stale = warp * term.shape[1] + column < chunk.fresh - chunk.start
+    return jnp.where(stale, jnp.float32(neutral), term)
