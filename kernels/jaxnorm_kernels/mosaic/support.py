@@ -1,7 +1,7 @@
 """What the kernels cannot do, and where the default leaves a call to XLA: tables of sentences."""
 
 from jaxnorm_kernels.devices import local_capability
-from jaxnorm_kernels.mosaic import strided
+from jaxnorm_kernels.mosaic import strip_schedule
 from jaxnorm_kernels.mosaic.backward import schedule as backward
 from jaxnorm_kernels.mosaic.backward.schedule import COPY_BYTES, row_dtypes
 from jaxnorm_kernels.mosaic.device.layouts import (
@@ -116,12 +116,12 @@ def platforms() -> tuple[str, ...]:
 
 def takes_inner(spec: Spec) -> bool:
     """Whether the kernels over an axis that is not the last take this call, without a transpose."""
-    return strided.refusal(spec) is None
+    return strip_schedule.refusal(spec) is None
 
 
 def supports(spec: Spec) -> str | None:
     """None, or why this call cannot run here."""
-    return first(_CANNOT, spec) if spec.inner == 1 else strided.refusal(spec)
+    return first(_CANNOT, spec) if spec.inner == 1 else strip_schedule.refusal(spec)
 
 
 def prefers(spec: Spec) -> str | None:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxnorm_kernels.mosaic import strip_schedule
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.mosaic.backward.direct import Direct, direct_backward
 from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Operands
@@ -29,7 +30,6 @@ from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing, rows_ring_backwa
 from jaxnorm_kernels.mosaic.backward.strided import strided_backward
 from jaxnorm_kernels.mosaic.device.launch import found
 from jaxnorm_kernels.mosaic.elementwise import effective_bias, gain, reciprocal
-from jaxnorm_kernels.mosaic.strided import strips_of
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec, Stats
 
@@ -180,7 +180,7 @@ def _backward(
     formula = NormFormula(spec.last, copies=len(dtypes))
     operands = Operands(rows, stats, params, spec.groups)
     if spec.inner > 1:
-        strips, name = found(strips_of(spec), spec), "jaxnorm_norm_strided_bwd"
+        strips, name = found(strip_schedule.strips_of(spec), spec), "jaxnorm_norm_strided_bwd"
         results = strided_backward(formula, operands, strips=strips, results=dtypes, name=name)
     else:
         schedule = found(schedule or schedules.norm_schedule(spec), spec)

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxnorm_kernels.mosaic import elementwise
+from jaxnorm_kernels.mosaic import elementwise, strip_schedule
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.mosaic.backward.bias_sums import BiasSums
 from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Operands
@@ -32,7 +32,6 @@ from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.device.registers import widen
 from jaxnorm_kernels.mosaic.rows.logits import Place, reads_mask
 from jaxnorm_kernels.mosaic.rows.tiles import Tile
-from jaxnorm_kernels.mosaic.strided import strips_of
 from jaxnorm_kernels.specs import Shared, Spec
 
 
@@ -101,7 +100,7 @@ def softmax_bwd(
         (dx,) = strided_backward(
             formula,
             Operands([y, dy]),
-            strips=found(strips_of(spec), spec),
+            strips=found(strip_schedule.strips_of(spec), spec),
             results=[spec.x_dtype],
             name=f"jaxnorm_{spec.op}_strided_bwd",
         )

@@ -10,8 +10,8 @@ The sums over inner elements are dscale and dbias, of each block; those are adde
 in the same order.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -26,9 +26,48 @@ from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch
 from jaxnorm_kernels.mosaic.device.layouts import Ref, store
 from jaxnorm_kernels.mosaic.rows.shares import Chunk
 from jaxnorm_kernels.mosaic.rows.strip_exchange import Parts, StripExchange
-from jaxnorm_kernels.mosaic.rows.strips import Strip, Strips
+from jaxnorm_kernels.mosaic.rows.strips import Stat, Strip, Strips
 
 _F32 = np.dtype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ColumnSums:
+    """What a block has added up for each column: ``(warpgroups, columns)`` in shared memory each.
+
+    Each warp has columns of its own, which the strips of a block have in common.
+    """
+
+    refs: Sequence[Ref]
+
+    def clear(self, strip: Strip) -> None:
+        """Before the first strip."""
+
+        def clear(chunk: Chunk) -> None:
+            for ref in self.refs:
+                store(self._of(ref, chunk), strip.no_columns())
+
+        strip.each_chunk(clear)
+
+    def add(self, strip: Strip, chunk: Chunk, terms: Sequence[jax.Array]) -> None:
+        """Adds the sums over the inner elements of a chunk."""
+        for ref, term in zip(self.refs, terms, strict=True):
+            here = self._of(ref, chunk)
+            store(here, strip.load_columns(here) + strip.sum_inner(term))
+
+    def write(self, strip: Strip, partials: Sequence[Ref]) -> None:
+        """After the last strip: to the block's row of each ``(blocks, cols)`` ref."""
+        warpgroup_barrier()
+
+        def write(chunk: Chunk) -> None:
+            for ref, partial in zip(self.refs, partials, strict=True):
+                there = partial.at[lax.axis_index(BLOCK), pl.ds(chunk.start, chunk.width)]
+                store(there, strip.load_columns(self._of(ref, chunk)))
+
+        strip.each_chunk(write)
+
+    def _of(self, ref: Ref, chunk: Chunk) -> Ref:
+        return ref.at[lax.axis_index(WARPGROUP), pl.ds(chunk.stage_start, chunk.width)]
 
 
 def strided_backward(
@@ -54,11 +93,8 @@ def strided_backward(
     def body(*refs: Ref) -> None:
         row_refs, stat_refs, param_refs, refs = split(refs, *sizes)
         result_refs, partial_refs, refs = split(refs, len(results), formula.column_sums)
-        stages, exchanged, column_sums = split(refs, held, len(exchange.scratch()))
-
-        def of_chunk(ref: Ref, chunk: Chunk) -> Ref:
-            """The column sums of a chunk."""
-            return ref.at[lax.axis_index(WARPGROUP), pl.ds(chunk.stage_start, chunk.width)]
+        stages, exchanged, refs = split(refs, held, len(exchange.scratch()))
+        column_sums = _ColumnSums(refs)
 
         def finish(strip: Strip) -> None:
             stats = [strip.along(strip.stat(ref)) for ref in stat_refs]
@@ -73,7 +109,7 @@ def strided_backward(
             def terms(chunk: Chunk) -> list[jax.Array]:
                 return formula.terms(elements(chunk, formula.summed), columns(chunk), stats)
 
-            totals = exchange(exchanged, _add_parts, strip.sum(terms, formula.row_sums), strip.step)
+            totals = exchange(exchanged, strip.step, _add_parts, strip.sum(terms, formula.row_sums))
             along = [strip.along(total) for total in totals]
 
             def write(chunk: Chunk) -> None:
@@ -82,26 +118,15 @@ def strided_backward(
                 )
                 for ref, value in zip(result_refs, values):
                     strip.store(ref, chunk, value)
-                for ref, term in zip(column_sums, terms):
-                    here = of_chunk(ref, chunk)
-                    store(here, strip.load_columns(here) + strip.sum_inner(term))
+                column_sums.add(strip, chunk, terms)
 
             strip.each_chunk(write)
 
         exchange.open()
         first = Strip.of(strips, lax.axis_index(BLOCK), jnp.int32(0), stages)
-        for ref in column_sums:
-            zero = first.no_columns()
-            first.each_chunk(lambda chunk, ref=ref, zero=zero: store(of_chunk(ref, chunk), zero))
+        column_sums.clear(first)
         strips.each(row_refs, stages, finish, exchange.ready)
-        warpgroup_barrier()
-        for ref, partial in zip(column_sums, partial_refs):
-
-            def write(chunk: Chunk, ref: Ref = ref, partial: Ref = partial) -> None:
-                here = partial.at[lax.axis_index(BLOCK), pl.ds(chunk.start, chunk.width)]
-                store(here, first.load_columns(of_chunk(ref, chunk)))
-
-            first.each_chunk(write)
+        column_sums.write(first, partial_refs)
 
     return launch(
         body,
@@ -127,5 +152,5 @@ def strided_backward(
     )
 
 
-def _add_parts(parts: Parts) -> list[Any]:
-    return [parts.sum(lambda *sums, k=k: sums[k]) for k in range(len(parts.stats))]
+def _add_parts(parts: Parts) -> list[Stat | float]:
+    return [parts.total(k) for k in range(len(parts.stats))]

@@ -73,10 +73,9 @@ def rows_layout(vector: int, threads: int, height: int) -> Layout:
 
 
 def strip_layout(vector: int, threads: int) -> Layout:
-    """``(4, m, n)``: a warp holds rows of neighbouring vectors, `threads` in each, one by one."""
+    """``(4, m, n)``: each warp holds rows of neighbouring vectors, `threads` of it share a row."""
     tile = (WARPS, WARP // threads, threads * vector)
-    lanes = (-2,) if threads == WARP else (-3, -2)
-    return _tiled(tile, (vector,), warps=(-4,), lanes=lanes)
+    return _tiled(tile, (vector,), warps=(-4,), lanes=(-3, -2))
 
 
 def columns_layout(vector: int, threads: int) -> Layout:

@@ -1,9 +1,13 @@
 """Softmax, log_softmax, LayerNorm and RMSNorm of ``(outer, cols, inner)`` over the middle axis.
 
-The equations are those of `forward.softmax` and `forward.norm`, the same merging of parts included;
-a part is what a warp has of the columns. Instead of rows, blocks hold strips: see `rows.strips`.
+The equations are those of `forward.softmax` and `forward.norm`, and so is how parts are merged; a
+part is what a warp has of the columns, or a block of a cluster. Blocks hold strips, not rows: see
+`rows.strips`.
 """
 
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,150 +15,160 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic import elementwise
+from jaxnorm_kernels.mosaic import elementwise, strip_schedule
 from jaxnorm_kernels.mosaic.device.launch import found, launch
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.elementwise import LOWEST, norm_columns, norm_output
 from jaxnorm_kernels.mosaic.rows.shares import Chunk
-from jaxnorm_kernels.mosaic.rows.strip_exchange import Parts, StripExchange
-from jaxnorm_kernels.mosaic.rows.strips import Stat, Strip, Strips
-from jaxnorm_kernels.mosaic.strided import strips_of
+from jaxnorm_kernels.mosaic.rows.strip_exchange import Merge, Parts, StripExchange
+from jaxnorm_kernels.mosaic.rows.strips import Stat, Strip
 from jaxnorm_kernels.specs import Spec, Stats
 
-_F32 = np.dtype(np.float32)
+# Statistics of the parts of a strip -> those of the strip, and the same of several kinds.
+_Gather = Callable[[Merge, Sequence[Stat | float]], list[Any]]
 
 
-def softmax_fwd(x: jax.Array, spec: Spec, *, strips: Strips | None = None) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    """What a kernel reads and writes, beside x."""
+
+    params: Sequence[Ref]
+    y: Ref
+    stats: Sequence[Ref]
+
+
+def softmax_fwd(x: jax.Array, spec: Spec) -> jax.Array:
     """y ``(outer, cols, inner)``, of softmax or log_softmax.
 
     Args:
       x: ``(outer, cols, inner)``; 16 or 32 bits.
       spec: with ``spec.inner`` above 1.
-      strips: how blocks share the array; by default, what `strided.strips_of` says.
     """
-    strips = found(strips or strips_of(spec), spec)
-    exchange = StripExchange(strips, stats=2)
     exp = elementwise.exp(is_wide=spec.y_dtype.itemsize > 2)
 
     def merge(parts: Parts) -> list[Stat]:
         m = parts.max(lambda part_m, part_s: part_m)
         return [m, parts.sum(lambda part_m, part_s: part_s * exp(part_m - m))]
 
-    def body(x_ref: Ref, y_ref: Ref, *scratch: Any) -> None:
-        held, exchanged = scratch[:2], scratch[2:]
+    def finish(strip: Strip, gather: _Gather, refs: _Refs) -> None:
+        x = strip.reader(0)
+        part_m = strip.max(x, LOWEST)
+        along_m = strip.along(part_m)
+        (part_s,) = strip.sum(lambda chunk: [exp(x(chunk) - along_m)])
+        m, s = gather(merge, [part_m, part_s])
+        is_log = spec.op == "log_softmax"
+        m, r = strip.along(m), strip.along(jnp.log(s) if is_log else 1 / s)
 
-        def finish(strip: Strip) -> None:
-            x = strip.reader(0)
-            part_m = strip.max(x, LOWEST)
-            along_m = strip.along(part_m)
-            (part_s,) = strip.sum(lambda chunk: [exp(x(chunk) - along_m)])
-            m, s = exchange(exchanged, merge, [part_m, part_s], strip.step)
-            along_m = strip.along(m)
-            if spec.op == "log_softmax":
-                log_s = strip.along(jnp.log(s))
-                strip.each_chunk(lambda c: strip.store(y_ref, c, x(c) - along_m - log_s))
-            else:
-                r = strip.along(1 / s)
-                strip.each_chunk(lambda c: strip.store(y_ref, c, exp(x(c) - along_m) * r))
+        def y(chunk: Chunk) -> jax.Array:
+            return x(chunk) - m - r if is_log else exp(x(chunk) - m) * r
 
-        exchange.open()
-        strips.each([x_ref], held, finish, exchange.ready)
+        strip.each_chunk(lambda chunk: strip.store(refs.y, chunk, y(chunk)))
 
-    (y,) = launch(
-        body,
-        [x],
-        name=f"jaxnorm_{spec.op}_strided_fwd",
-        outputs=[(x.shape, spec.y_dtype)],
-        blocks=strips.blocks,
-        cluster=strips.cluster,
-        warpgroups=strips.warpgroups,
-        scratch=[*strips.scratch([x.dtype]), *exchange.scratch()],
-        auto_barriers=False,
-    )
+    y, _ = _forward(finish, x, [], spec, exchanged=2, name=spec.op)
     return y
 
 
 def norm_fwd(
-    x: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    spec: Spec,
-    *,
-    strips: Strips | None = None,
+    x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, spec: Spec
 ) -> tuple[jax.Array, Stats]:
     """y ``(outer, cols, inner)``; and the statistics, each ``(outer * inner,)`` in float32.
 
     Args:
       scale, bias: ``(cols,)``; None where there is none. For the others see `softmax_fwd`.
     """
-    strips = found(strips or strips_of(spec), spec)
-    exchange = StripExchange(strips, stats=3)
-    params = [p for p in (scale, bias) if p is not None]
+    name = "layer_norm" if spec.subtract_mean else "rms_norm"
+    params = [param for param in (scale, bias) if param is not None]
+
+    def finish(strip: Strip, gather: _Gather, refs: _Refs) -> None:
+        x = strip.reader(0)
+        rstd, mean = _statistics(strip, x, gather, spec)
+        along_rstd, along_mean = strip.along(rstd), None if mean is None else strip.along(mean)
+
+        def write(chunk: Chunk) -> None:
+            columns = norm_columns([strip.param(ref, chunk) for ref in refs.params], spec)
+            along = [strip.of_columns(column) for column in columns]
+            y = norm_output(x(chunk), along_rstd, along_mean, along, spec)
+            strip.store(refs.y, chunk, y)
+
+        strip.each_chunk(write)
+        for ref, stat in zip(refs.stats, (rstd, mean)):
+            strip.store_stat(ref, stat)
+
+    return _forward(finish, x, params, spec, exchanged=3 if spec.subtract_mean else 1, name=name)
+
+
+def _statistics(
+    strip: Strip, x: Callable[[Chunk], jax.Array], gather: _Gather, spec: Spec
+) -> tuple[Stat, Stat | None]:
+    """r and the mean of each inner element."""
+    mean = None
+    if spec.subtract_mean:
+        size = strip.sizes()
+        (total,) = strip.sum(lambda chunk: [x(chunk)])
+        part_mean = total / size
+        along = strip.along(part_mean)
+        (part_square,) = strip.sum(lambda chunk: [jnp.square(x(chunk) - along)])
+        mean, square, _ = gather(_merge_moments, [part_mean, part_square, size])
+    else:
+        (square,) = gather(_add, strip.sum(lambda chunk: [jnp.square(x(chunk))]))
+    return lax.rsqrt(square / spec.cols + spec.epsilon), mean
+
+
+def _add(parts: Parts) -> list[Stat]:
+    return [parts.sum(lambda part_square: part_square)]
+
+
+def _merge_moments(parts: Parts) -> list[Any]:
+    """The mean, the sum of squares about it, and the number of columns."""
+    size = parts.total(2)
+    mean = parts.sum(lambda part_mean, part_square, n: n * part_mean) / size
+    square = parts.sum(
+        lambda part_mean, part_square, n: part_square + n * jnp.square(part_mean - mean)
+    )
+    return [mean, square, size]
+
+
+def _forward(
+    finish: Callable[[Strip, _Gather, _Refs], None],
+    x: jax.Array,
+    params: Sequence[jax.Array],
+    spec: Spec,
+    *,
+    exchanged: int,
+    name: str,
+) -> tuple[jax.Array, Stats]:
+    """Runs `finish` on each strip of x: y, and the statistics that the spec wants."""
+    strips = found(strip_schedule.strips_of(spec), spec)
+    exchange = StripExchange(strips, exchanged)
+    stats = 1 + spec.returns_mean if spec.is_norm and spec.want_stats else 0
     # What traces the body keeps the count: it may hold no traced array.
     param_count = len(params)
-    stats = 1 + spec.returns_mean if spec.want_stats else 0
-
-    def merge_squares(parts: Parts) -> list[Stat]:
-        return [parts.sum(lambda part_square: part_square)]
-
-    def merge_moments(parts: Parts) -> list[Any]:
-        """The mean, the sum of squares about it, and of how many columns."""
-        total = parts.sum(lambda part_mean, part_square, n: n * part_mean)
-        size = (
-            parts.count * parts.stats[2]
-            if isinstance(parts.stats[2], float)
-            else parts.sum(lambda m, s, n: n)
-        )
-        mean = total / size
-        square = parts.sum(
-            lambda part_mean, part_square, n: part_square + n * jnp.square(part_mean - mean)
-        )
-        return [mean, square, size]
+    held = strips.scratch([x.dtype])
 
     def body(x_ref: Ref, *refs: Any) -> None:
-        param_refs, refs = refs[:param_count], refs[param_count:]
-        y_ref, stat_refs, scratch = refs[0], refs[1 : 1 + stats], refs[1 + stats :]
-        held, exchanged = scratch[:2], scratch[2:]
+        param_refs, (y_ref, *refs) = refs[:param_count], refs[param_count:]
+        stat_refs, scratch = refs[:stats], refs[stats:]
+        exchanged_refs = scratch[len(held) :]
 
-        def finish(strip: Strip) -> None:
-            x = strip.reader(0)
-            if spec.subtract_mean:
-                size = strip.sizes()
-                part_mean = strip.sum(lambda c: [x(c)])[0] / size
-                along = strip.along(part_mean)
-                (part_square,) = strip.sum(lambda c: [jnp.square(x(c) - along)])
-                parts = [part_mean, part_square, size]
-                mean, square, _ = exchange(exchanged, merge_moments, parts, strip.step)
-            else:
-                part_squares = strip.sum(lambda c: [jnp.square(x(c))])
-                mean = None
-                (square,) = exchange(exchanged, merge_squares, part_squares, strip.step)
-            rstd = lax.rsqrt(square / spec.cols + spec.epsilon)
-            along_rstd = strip.along(rstd)
-            along_mean = None if mean is None else strip.along(mean)
-
-            def write(chunk: Chunk) -> None:
-                columns = norm_columns([strip.param(p, chunk) for p in param_refs], spec)
-                columns = [strip.of_columns(column) for column in columns]
-                y = norm_output(x(chunk), along_rstd, along_mean, columns, spec)
-                strip.store(y_ref, chunk, y)
-
-            strip.each_chunk(write)
-            for ref, stat in zip(stat_refs, (rstd, mean)):
-                strip.store_stat(ref, stat)
+        def one(strip: Strip) -> None:
+            gather = functools.partial(exchange, exchanged_refs, strip.step)
+            finish(strip, gather, _Refs(param_refs, y_ref, stat_refs))
 
         exchange.open()
-        strips.each([x_ref], held, finish, exchange.ready)
+        strips.each([x_ref], scratch[: len(held)], one, exchange.ready)
 
     y, *statistics = launch(
         body,
         [x, *params],
-        name=f"jaxnorm_{'layer' if spec.subtract_mean else 'rms'}_norm_strided_fwd",
-        outputs=[(x.shape, spec.y_dtype), *[((strips.outer, strips.inner), _F32)] * stats],
+        name=f"jaxnorm_{name}_strided_fwd",
+        outputs=[
+            (x.shape, spec.y_dtype),
+            *[((strips.outer, strips.inner), np.dtype(np.float32))] * stats,
+        ],
         blocks=strips.blocks,
         cluster=strips.cluster,
         warpgroups=strips.warpgroups,
-        scratch=[*strips.scratch([x.dtype]), *exchange.scratch()],
+        scratch=[*held, *exchange.scratch()],
         auto_barriers=False,
     )
     return y, tuple(stat.reshape(spec.rows) for stat in statistics)

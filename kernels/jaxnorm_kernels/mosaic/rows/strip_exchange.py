@@ -10,6 +10,7 @@ knows no clusters.
 """
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,6 +47,11 @@ class Parts:
     def sum(self, term: Callable[..., Stat]) -> Stat:
         """The sum over the parts of what `term` makes of the statistics of each."""
         return self._reduce(operator.add, term)
+
+    def total(self, which: int) -> Stat | float:
+        """The sum of a statistic over the parts."""
+        stat = self.stats[which]
+        return self.count * stat if isinstance(stat, float) else self.sum(lambda *s: s[which])
 
     def _reduce(self, pairwise: Callable[[Stat, Stat], Stat], term: Callable[..., Stat]) -> Stat:
         """In a loop, or the compiler would load all parts at once, and need registers for them."""
@@ -104,15 +110,15 @@ class StripExchange:
             _cluster_barrier("wait.acquire")
 
     def __call__(
-        self, scratch: Sequence[Any], merge: Merge, stats: Sequence[Stat | float], step: Any
+        self, scratch: Sequence[Any], step: Any, merge: Merge, stats: Sequence[Stat | float]
     ) -> list[Any]:
         """``(4, width)`` of each warpgroup -> ``(width,)``, the same in all warps, bit by bit.
 
         Args:
           scratch: of `scratch`.
+          step: how often the block has exchanged before.
           merge: run once on the parts of a block, and once on those of the blocks.
           stats: of this warpgroup's warps.
-          step: how often the block has exchanged before.
         """
         of_warps, barrier, *of_blocks = scratch
         first = lax.rem(jnp.int32(step), self._stages) * self.stats
@@ -136,15 +142,17 @@ class StripExchange:
     def _parts_in(self, slots: Ref, first: Any, stats: Sequence[Any], parts: int) -> Parts:
         """Those of a list of statistics, of which `slots` has those that are no numbers."""
         readers: list[Callable[[Any], Stat] | float] = []
+        at = first
         for stat in stats:
             if isinstance(stat, float):
                 readers.append(stat)
-            else:
-                at = first + sum(callable(reader) for reader in readers)
-                readers.append(
-                    lambda part, at=at: load(slots.at[at, part], self.strips.stat_layout)
-                )
+                continue
+            readers.append(functools.partial(self._part, slots, at))
+            at = at + 1
         return Parts(parts, readers)
+
+    def _part(self, slots: Ref, row: Any, part: Any) -> Stat:
+        return load(slots.at[row, part], self.strips.stat_layout)
 
     def _send(self, slots: Sequence[Ref], stats: Sequence[Stat]) -> None:
         """Stores this block's statistics in a slot of each block of the cluster.

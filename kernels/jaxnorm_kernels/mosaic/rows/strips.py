@@ -2,9 +2,9 @@
 
 Of ``(outer, cols, inner)`` with the middle axis normalised, a *strip* is all columns of one outer
 index by `width` neighbouring inner elements: wide enough to use whole sectors of memory. A block
-holds a strip, or the blocks of a cluster where the columns are many. The copy engine (TMA) brings it
-to shared memory once, in the dtype that it has, and each pass over it reads it from there, so that
-a thread needs registers for a few of its elements alone.
+holds a strip, or the blocks of a cluster where the columns are many. The copy engine (TMA) brings
+it to shared memory once, in the dtype that it has, and each pass over it reads it from there, so
+that a thread needs registers for a few of its elements alone.
 
 Each warpgroup owns a slice of the columns (see `shares`), in chunks of one vector for each thread,
 ``(4, columns of a warp, width)``: the lanes of a warp run along the width, then along the columns.
@@ -74,6 +74,9 @@ class Strips:
     blocks: int = 0
 
     def __post_init__(self) -> None:
+        if not 2 <= self.threads < WARP:
+            # A layout of one thread, or of a chunk with a column for each warp, is not inferred.
+            raise ValueError(f"{self} needs 2 to {WARP // 2} threads")
         if self.width > self.inner:
             raise ValueError(f"{self} needs an inner axis of {self.width} elements or more")
         if not 0 < self.blocks <= self.count:

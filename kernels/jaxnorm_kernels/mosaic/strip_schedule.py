@@ -34,7 +34,6 @@ class Line:
 # A vector has 16 bytes of the widest array: 8 threads read 128 of them, a whole line of the cache.
 TABLE = (
     # Few columns: wider strips, so that a block has something to do.
-    Line(threads=32, kib=32),
     Line(threads=16, kib=32),
     # Three blocks of a multiprocessor load, reduce and store in turn.
     Line(threads=8, kib=72),
@@ -57,8 +56,8 @@ TABLE = (
 # thread of theirs may have 168 registers, and there are few parts of a strip to exchange.
 _TWO_WARPGROUPS_KIB, _MOST_WARPGROUPS = 96, 4
 
-# Registers of a thread, at most, where a grid is as large as all its blocks run at a time.
-_MOST_REGISTERS = 128
+#: Registers of a thread, at most, where a grid is as large as all its blocks run at a time.
+MOST_REGISTERS = 128
 
 # What the exchange of statistics takes of shared memory, and what sums over columns do.
 _OTHER_SHARED_BYTES = 8 * _KIB
@@ -116,7 +115,7 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Strips | None:
     has_sums = spec.direction == "bwd" and (spec.scale_dtype or spec.bias_dtype) is not None
     per_sm = min(
         SHARED_BYTES // (block_bytes + _OTHER_SHARED_BYTES + RESERVED_BYTES),
-        REGISTERS // (WARPGROUP_THREADS * warpgroups * _MOST_REGISTERS),
+        REGISTERS // (WARPGROUP_THREADS * warpgroups * MOST_REGISTERS),
     )
     at_a_time = gpu.at_a_time(line.cluster) * per_sm
     steps = math.ceil(count / at_a_time) if has_sums else 1
