@@ -22,7 +22,14 @@ import jaxnorm
 from jaxnorm._rows import RowView
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic import strip_schedule
-from jaxnorm_kernels.mosaic.device.gpu import REGISTERS
+from jaxnorm_kernels.mosaic.device.gpu import (
+    MOST_SHARED_BYTES,
+    REGISTERS,
+    RESERVED_BYTES,
+    SHARED_BYTES,
+    local_gpu,
+)
+from jaxnorm_kernels.mosaic.rows.strip_exchange import StripExchange
 from jaxnorm_kernels.mosaic.rows.strips import Strips
 from jaxnorm_kernels.specs import Spec
 
@@ -238,6 +245,33 @@ def test_registers(
         assert kernel.registers <= strip_schedule.MOST_REGISTERS
     elif strips.warpgroups == 1:  # three blocks at a time
         assert kernel.registers <= REGISTERS // (3 * 128)
+
+
+@pytest.mark.parametrize("direction", CASES)
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_shared_memory(dtype: Any, direction: str) -> None:
+    """Blocks fit a multiprocessor: as many as a grid takes for granted, and one in any case."""
+    for cols in range(8, 24000, 179):
+        for inner in (16, 64, 784, 4096):
+            spec = make_spec(direction, "layer_norm", (64, cols, inner), dtype, dtype)
+            strips = strip_schedule.strips_of(spec)
+            if strips is None:
+                continue
+            held = strips.scratch([dtype] * (1 if direction == "fwd" else 2))
+            scratch = [
+                *held,
+                *StripExchange(strips, stats=3 if direction == "fwd" else 2).scratch(),
+            ]
+            used = sum(
+                math.prod(s.shape) * s.dtype.itemsize for s in scratch if hasattr(s, "shape")
+            )
+            if direction == "bwd":
+                used += 2 * 4 * strips.warpgroups * strips.slice().width
+            used += 1024  # barriers, and Mosaic's own
+            assert used <= MOST_SHARED_BYTES
+            at_a_time = local_gpu().at_a_time(strips.cluster)
+            blocks = -(-strips.blocks // at_a_time) if strips.blocks < strips.count else 1
+            assert blocks * (used + RESERVED_BYTES) <= SHARED_BYTES
 
 
 # ----------------------------------------------------------------------- refusals, and the choice

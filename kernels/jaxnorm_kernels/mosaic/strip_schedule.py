@@ -6,6 +6,8 @@ See `rows.strips` for what a strip is. The numbers are those of Hopper (H100, H2
 import dataclasses
 import math
 
+import numpy as np
+
 from jaxnorm_kernels.mosaic.backward.schedule import COPY_BYTES, row_dtypes
 from jaxnorm_kernels.mosaic.device.gpu import (
     REGISTERS,
@@ -36,20 +38,20 @@ TABLE = (
     # Few columns: wider strips, so that a block has something to do.
     Line(threads=16, kib=32),
     # Three blocks of a multiprocessor load, reduce and store in turn.
-    Line(threads=8, kib=72),
+    Line(threads=8, kib=68),
     # Sectors are still read whole; two blocks.
-    Line(threads=4, kib=104),
+    Line(threads=4, kib=96),
     # Many columns: several blocks share a strip.
-    Line(threads=8, kib=72, cluster=2),
-    Line(threads=8, kib=72, cluster=4),
-    Line(threads=8, kib=72, cluster=8),
-    Line(threads=4, kib=72, cluster=8),
-    Line(threads=8, kib=104, cluster=8),
-    Line(threads=4, kib=104, cluster=8),
-    Line(threads=4, kib=208, cluster=8),
+    Line(threads=8, kib=68, cluster=2),
+    Line(threads=8, kib=68, cluster=4),
+    Line(threads=8, kib=68, cluster=8),
+    Line(threads=4, kib=68, cluster=8),
+    Line(threads=8, kib=96, cluster=8),
+    Line(threads=4, kib=96, cluster=8),
+    Line(threads=4, kib=192, cluster=8),
     # Of an inner axis that is no longer, or of more columns still.
-    Line(threads=2, kib=104),
-    Line(threads=2, kib=208, cluster=8),
+    Line(threads=2, kib=96),
+    Line(threads=2, kib=192, cluster=8),
 )
 
 # Of a block that has two warpgroups. Three blocks of one each hide each other's loads and stores; a
@@ -59,8 +61,8 @@ _TWO_WARPGROUPS_KIB, _MOST_WARPGROUPS = 96, 4
 #: Registers of a thread, at most, where a grid is as large as all its blocks run at a time.
 MOST_REGISTERS = 128
 
-# What the exchange of statistics takes of shared memory, and what sums over columns do.
-_OTHER_SHARED_BYTES = 8 * _KIB
+# Of shared memory: barriers, what Mosaic needs, and what each block has reserved.
+_OTHER_SHARED_BYTES = 1024 + RESERVED_BYTES
 
 #: What no kernel of strips can do; the call is then one of rows, with a transpose.
 _CANNOT: Table = (
@@ -111,15 +113,7 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Strips | None:
     warpgroups = _power_of_2(max(1, min(most, busy)))
     outer = spec.rows // spec.inner
     count = outer * -(-spec.inner // width)
-    # A block that adds up gradients of parameters takes many strips: each block's sums are written.
-    has_sums = spec.direction == "bwd" and (spec.scale_dtype or spec.bias_dtype) is not None
-    per_sm = min(
-        SHARED_BYTES // (block_bytes + _OTHER_SHARED_BYTES + RESERVED_BYTES),
-        REGISTERS // (WARPGROUP_THREADS * warpgroups * MOST_REGISTERS),
-    )
-    at_a_time = gpu.at_a_time(line.cluster) * per_sm
-    steps = math.ceil(count / at_a_time) if has_sums else 1
-    return Strips(
+    strips = Strips(
         outer,
         spec.cols,
         spec.inner,
@@ -127,11 +121,28 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Strips | None:
         line.threads,
         warpgroups=warpgroups,
         cluster=line.cluster,
-        blocks=math.ceil(count / steps),
+        blocks=count,
     )
+    if spec.direction == "fwd" or (spec.scale_dtype is None and spec.bias_dtype is None):
+        return strips
+    # Gradients of parameters: each block adds up those of many strips, and writes its sums. As many
+    # blocks as run at a time, or as few as take as many strips each.
+    at_a_time = gpu.at_a_time(line.cluster) * _blocks_per_sm(strips, spec)
+    return dataclasses.replace(strips, blocks=math.ceil(count / math.ceil(count / at_a_time)))
 
 
-def _held(spec: Spec) -> list:
+def _blocks_per_sm(strips: Strips, spec: Spec) -> int:
+    """Of a norm's backward: what registers and shared memory have room for."""
+    columns = strips.warpgroups * strips.slice().width
+    column_bytes = strips.width * sum(dtype.itemsize for dtype in _held(spec))
+    exchanged = WARPS * strips.warpgroups + strips.cluster * (strips.cluster > 1)
+    # Two sums are exchanged, in two stages, and two are added up for each column.
+    shared = columns * (column_bytes + 8) + 4 * exchanged * strips.width * 4 + _OTHER_SHARED_BYTES
+    threads = WARPGROUP_THREADS * strips.warpgroups
+    return max(1, min(SHARED_BYTES // shared, REGISTERS // (threads * MOST_REGISTERS)))
+
+
+def _held(spec: Spec) -> list[np.dtype]:
     """dtypes of the arrays that are read."""
     return [spec.x_dtype] if spec.direction == "fwd" else row_dtypes(spec)
 

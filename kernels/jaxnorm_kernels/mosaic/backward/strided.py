@@ -124,9 +124,11 @@ def strided_backward(
 
         exchange.open()
         first = Strip.of(strips, lax.axis_index(BLOCK), jnp.int32(0), stages)
-        column_sums.clear(first)
+        if formula.column_sums:
+            column_sums.clear(first)
         strips.each(row_refs, stages, finish, exchange.ready)
-        column_sums.write(first, partial_refs)
+        if formula.column_sums:
+            column_sums.write(first, partial_refs)
 
     return launch(
         body,
