@@ -18,6 +18,8 @@ import jaxnorm
 SHAPES = [(130, 64), (97, 131), (131, 1000), (67, 3000), (66, 4095), (299, 4096), (140, 5120)]
 SHAPES += [(141, 8192), (67, 16384), (35, 32768), (5, 50257), (5, 65536), (3, 131072)]
 LONGEST_ODD = 8191  # of a norm
+# Over the axis in the middle: a strip in a block, strips that overlap, clusters.
+STRIDED = [(3, 256, 64), (5, 37, 72), (2, 1000, 784), (3, 3001, 144)]
 # Rows and parameters that each takes.
 OPERANDS = {
     "softmax": (1, 0),
@@ -30,10 +32,10 @@ OPERANDS = {
 }
 
 
-def compiled(name: str, shape: tuple[int, int], dtype: str, implementation: str) -> Any:
-    """Forward and backward, and the operands' types."""
-    call = functools.partial(getattr(jaxnorm, name), implementation=implementation)
-    row, column = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[1:], jnp.float32)
+def compiled(name: str, shape: tuple[int, ...], dtype: str, implementation: str) -> Any:
+    """Forward and backward, over axis 1, and the operands' types."""
+    call = functools.partial(getattr(jaxnorm, name), axis=1, implementation=implementation)
+    row, column = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[1:2], jnp.float32)
     rows, parameters = OPERANDS[name]
     operands = [row] * rows + [column] * parameters
 
@@ -44,9 +46,10 @@ def compiled(name: str, shape: tuple[int, int], dtype: str, implementation: str)
     return jax.jit(both).lower(*operands).compile(), operands
 
 
-def shapes(name: str) -> list[tuple[int, int]]:
+def shapes(name: str) -> list[tuple[int, ...]]:
     longest = 50257 if "softmax" in name else LONGEST_ODD
-    return [(rows, min(cols, longest) if cols % 2 else cols) for rows, cols in SHAPES]
+    two = [(rows, min(cols, longest) if cols % 2 else cols) for rows, cols in SHAPES]
+    return two if "add" in name else [*two, *STRIDED]
 
 
 def main(implementation: str, name: str, dtype: str) -> None:
