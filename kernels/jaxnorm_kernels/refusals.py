@@ -43,8 +43,8 @@ NO_LOGITS: Table = (
     ),
 )
 
-#: Up to here a forward pass of a norm takes a GPU a few microseconds, and the host as long.
-SMALL_BYTES = 4 * 2**20
+# Up to here a forward pass of a norm takes a GPU a few microseconds, and the host as long.
+_SMALL_BYTES = 4 * 2**20
 
 #: What no kernel here should do, though it can: measured in programs, not alone
 #: (`python -m benchmarks.run stacks blocks`).
@@ -60,7 +60,7 @@ BETTER_FUSED: Table = (
             s.is_norm
             and s.direction == "fwd"
             and not s.want_stats
-            and s.rows * s.cols * s.x_dtype.itemsize <= SMALL_BYTES
+            and s.rows * s.cols * s.x_dtype.itemsize <= _SMALL_BYTES
         ),
     ),
 )

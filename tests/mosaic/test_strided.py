@@ -335,12 +335,15 @@ def program(function: Any, *shapes: tuple[int, ...], dtype: Any = BF16) -> str:
 
 
 def test_programs_hold_no_transpose() -> None:
-    softmax = program(lambda x: jaxnorm.softmax(x, axis=-2), (8, 1024, 512))
+    by_name: Any = {"implementation": "mosaic"}
+    softmax = program(lambda x: jaxnorm.softmax(x, axis=-2, **by_name), (8, 1024, 512))
     norm = program(
-        lambda x, s, b: jaxnorm.layer_norm(x, s, b, axis=1), (8, 256, 32, 64), (256,), (256,)
+        lambda x, s, b: jaxnorm.layer_norm(x, s, b, axis=1, **by_name),
+        *((8, 256, 32, 64), (256,), (256,)),
     )
     batched = program(
-        jax.vmap(lambda x, s: jaxnorm.rms_norm(x, s, axis=0), (1, None)), (256, 8, 2048), (256,)
+        jax.vmap(lambda x, s: jaxnorm.rms_norm(x, s, axis=0, **by_name), (1, None)),
+        *((256, 8, 2048), (256,)),
     )
     for text, transposes in ((softmax, 0), (norm, 0), (batched, 2)):
         assert text.count("custom_call @mosaic_gpu") == 2
@@ -352,7 +355,7 @@ def test_programs_hold_no_transpose() -> None:
     ("shape", "axis"), [((64, 256, 7, 7), 1), ((64, 16, 64, 64), (0, 2)), ((2, 16, 64), 1)]
 )
 def test_calls_left_to_xla(shape: tuple[int, ...], axis: Any) -> None:
-    """An inner axis of 98 bytes, axes that are not adjacent, and a small array."""
+    """An inner axis of 98 bytes, axes that are not adjacent, and all others until measured."""
     for direction in ("forward", "backward"):
         plan = jaxnorm.implementation_for("softmax", shape, BF16, axis=axis, platform="cuda")
         assert getattr(plan, direction).name == "xla"

@@ -10,7 +10,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     vector_width,
 )
 from jaxnorm_kernels.mosaic.forward import schedule as forward
-from jaxnorm_kernels.refusals import BETTER_FUSED, NO_KERNEL, SMALL_BYTES, Table, first
+from jaxnorm_kernels.refusals import BETTER_FUSED, NO_KERNEL, Table, first
 from jaxnorm_kernels.specs import Spec
 
 # Rows are numbered in int32, and the last block may start a tile further.
@@ -67,15 +67,16 @@ _CANNOT: Table = (
 
 # Measured on one H200 with jax 0.11.2: kernel time against XLA's (`python -m benchmarks.run`; the
 # committed figures are in benchmarks/results/nvidia_h200). Forward passes are never slower.
-_MEASURED: Table = (
+_LEFT_TO_XLA: Table = (
     *BETTER_FUSED,
     (
         "its schedules are measured on compute capability 9.0 (H100, H200) alone",
         lambda s: local_capability() not in (90, None),
     ),
-)
-_LEFT_TO_XLA: Table = (
-    *_MEASURED,
+    (
+        "its kernels over an axis that is not the last are not measured yet",
+        lambda s: s.inner > 1,
+    ),
     (
         "with fewer rows than multiprocessors, XLA spreads a norm's backward over more of them",
         lambda s: (
@@ -98,16 +99,6 @@ _LEFT_TO_XLA: Table = (
     ),
 )
 
-# Of an axis that is not the last.
-_STRIDED_LEFT_TO_XLA: Table = (
-    *_MEASURED,
-    (
-        "XLA fuses so small an array, normalised over an axis that is not the last, with the code "
-        "around it",
-        lambda s: s.rows * s.cols * s.x_dtype.itemsize <= SMALL_BYTES,
-    ),
-)
-
 
 def platforms() -> tuple[str, ...]:
     """Where it can run."""
@@ -126,7 +117,7 @@ def supports(spec: Spec) -> str | None:
 
 def prefers(spec: Spec) -> str | None:
     """None, or why the default leaves this call to xla."""
-    return first(_LEFT_TO_XLA if spec.inner == 1 else _STRIDED_LEFT_TO_XLA, spec)
+    return first(_LEFT_TO_XLA, spec)
 
 
 def _is_held(spec: Spec) -> bool:
