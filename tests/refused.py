@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 
 # Parts of the sentences of jaxnorm_kernels' tables.
-MASK = "its kernels take no `where` mask"
-LOGITS = "its kernels take no scale, bias or causal mask"
 SOME_COLUMNS = "has all columns, or one value for a row"
 FLOAT64 = "float64 arrays ask for more"
 EMPTY = "an array of size 0"
@@ -25,7 +23,7 @@ FEW_SHORT_ROWS = "takes rows this short only by 64 and more"
 GROUPS = "groups of rows"
 LONG = "hold no rows of this length"
 
-#: ``@refused.expect(MASK, FLOAT64)``
+#: ``@refused.expect(EMPTY, FLOAT64)``
 expect = pytest.mark.refused
 
 COUNTS = Path(__file__).with_name("refused.json")

@@ -210,7 +210,7 @@ each_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 
 # Of per-example gradients each row is a group of its own.
-@refused.expect(refused.FEW_SHORT_ROWS, refused.LOGITS)
+@refused.expect(refused.FEW_SHORT_ROWS)
 @each_function
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 def test_derivatives(name, derivative, implementation):
@@ -228,7 +228,6 @@ def test_under_transformations(name, transformation, derivative):
     check(transformed(derivative, transformation), *FUNCTIONS[name], "xla")
 
 
-@refused.expect(refused.LOGITS)
 @each_function
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
 def test_kernels_under_transformations(name, transformation, kernels):

@@ -104,7 +104,7 @@ def where_masks():
     return {"full": some, "broadcast": some[:1, :, :], "lower rank": some[0, 0]}
 
 
-@refused.expect(refused.MASK, refused.NARROW, refused.FEW_SHORT_ROWS, refused.SOME_COLUMNS)
+@refused.expect(refused.NARROW, refused.FEW_SHORT_ROWS, refused.SOME_COLUMNS)
 @pytest.mark.parametrize("kind", where_masks())
 @pytest.mark.parametrize("axis", [-1, 0, (0, 2)])
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -34,12 +34,18 @@ NO_KERNEL: Table = (
     ),
 )
 
-#: For kernels that have nothing of a softmax but x.
+#: What no kernel here can do of a softmax.
 NO_LOGITS: Table = (
-    ("its kernels take no `where` mask", lambda s: s.has_mask),
     (
-        "its kernels take no scale, bias or causal mask of a softmax",
-        lambda s: s.logits_scale != 1 or s.logits_bias_dtype is not None or s.causal,
+        "its kernels take a mask or a bias that has all columns, or one value for a row",
+        lambda s: (
+            (s.has_mask and s.mask_rows is None)
+            or (s.logits_bias_dtype is not None and s.logits_bias_rows is None)
+        ),
+    ),
+    (
+        "its kernels know no shards of the rows or columns that a causal mask counts",
+        lambda s: bool(s.cols_over or s.queries_over),
     ),
 )
 

@@ -171,6 +171,12 @@ class Spec:
         return self.masked_logit == -math.inf
 
     @property
+    def reads_mask(self) -> bool:
+        """softmax's backward needs none where y is 0 for what is not kept."""
+        shows = self.direction == "bwd" and self.op == "softmax" and self.drops_masked
+        return self.has_mask and not shows
+
+    @property
     def returns_h(self) -> bool:
         return self.normalises_h and self.unused != "h"
 

@@ -13,12 +13,14 @@ from conftest import load_alone
 
 import jaxnorm
 from jaxnorm import _implementation
-from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.specs import Shared, Spec
 
 BF16, F32, F64 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float32, np.float64))
 
 
 NORM = Spec("norm", "bwd", 4, 128, BF16, F32, F32, F32, subtract_mean=True, want_stats=True)
+
+ROWS = Shared(((4, True),), has_columns=True)
 
 WIDE = Spec("norm", "bwd", 8192, 8192, BF16, BF16, F32, want_stats=True)
 
@@ -34,7 +36,12 @@ WIDE = Spec("norm", "bwd", 8192, 8192, BF16, BF16, F32, want_stats=True)
         ({"rows": 2**31}, "32 bits"),
         ({"cols": 2**31}, "32 bits"),
         ({"rows": "b"}, "symbolic"),
-        ({"op": "softmax", "has_mask": True}, "`where` mask"),
+        ({"op": "softmax", "has_mask": True}, "all columns, or one value"),
+        ({"op": "softmax", "has_mask": True, "mask_rows": ROWS}, None),
+        ({"op": "softmax", "logits_bias_dtype": BF16}, "all columns, or one value"),
+        ({"op": "softmax", "logits_bias_dtype": F64, "logits_bias_rows": ROWS}, "float64"),
+        ({"op": "softmax", "causal": True, "queries": 4}, None),
+        ({"op": "softmax", "causal": True, "queries": 4, "queries_over": ("i",)}, "no shards"),
         ({"adds_dh": True, "scale_groups": 4, "bias_groups": 4}, None),
         ({"op": "add_norm", "direction": "fwd", "residual_dtype": F32, "bias_groups": 4}, None),
         ({"op": "add_norm", "direction": "fwd", "residual_dtype": F64}, "float64"),
@@ -82,6 +89,16 @@ def test_without_jaxs_cuda_plugin_the_default_is_xla(monkeypatch):
     assert support.prefers(WIDE) is None
     monkeypatch.setattr(support, "can_lower", lambda: False)
     assert "CUDA plugin" in support.prefers(WIDE)
+
+
+def test_the_default_leaves_what_is_not_measured(monkeypatch):
+    support = load_alone("triton", "support")
+    monkeypatch.setattr(support, "can_lower", lambda: True)
+    softmax = Spec("softmax", "fwd", 8192, 1024, BF16, BF16)
+    assert support.prefers(softmax) is None
+    assert support.prefers(dataclasses.replace(softmax, logits_scale=0.5)) is None
+    for change in ({"has_mask": True}, {"logits_bias_dtype": BF16}, {"causal": True}):
+        assert "not measured yet" in support.prefers(dataclasses.replace(softmax, **change))
 
 
 @pytest.mark.triton
@@ -151,5 +168,6 @@ def test_a_missing_or_unfit_extra(versions, complaint, installed, monkeypatch):
 def test_a_name_is_honoured_or_refused_with_the_reason():
     plan = jaxnorm.implementation_for("softmax", (4, 8), "float32", implementation="triton")
     assert plan.forward == _implementation.Choice("triton", "asked for by name")
-    with pytest.raises(ValueError, match=r"'triton' cannot run softmax fwd.*`where` mask; leave"):
-        jaxnorm.softmax(np.ones((2, 3)), where=np.ones((2, 3), bool), implementation="triton")
+    x, where = np.ones((2, 3, 4), np.float32), np.ones((2, 1, 4), bool)
+    with pytest.raises(ValueError, match=r"'triton' cannot run softmax fwd.*for a row; leave"):
+        jaxnorm.softmax(x, (1, 2), where, implementation="triton")

@@ -10,7 +10,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     vector_width,
 )
 from jaxnorm_kernels.mosaic.forward import schedule as forward
-from jaxnorm_kernels.refusals import BETTER_FUSED, NO_KERNEL, Table, first
+from jaxnorm_kernels.refusals import BETTER_FUSED, NO_KERNEL, NO_LOGITS, Table, first
 from jaxnorm_kernels.specs import Spec
 
 # Rows are numbered in int32, and the last block may start a tile further.
@@ -42,13 +42,7 @@ _CANNOT: Table = (
             and (s.rows // s.groups < 64 or _has_unaligned_rows(s))
         ),
     ),
-    (
-        "its kernels take a mask or a bias that has all columns, or one value for a row",
-        lambda s: (
-            (s.has_mask and s.mask_rows is None)
-            or (s.logits_bias_dtype is not None and s.logits_bias_rows is None)
-        ),
-    ),
+    *NO_LOGITS,
     (
         "its kernels add up no gradient of one value for a row where masked logits take part",
         lambda s: (
@@ -57,10 +51,6 @@ _CANNOT: Table = (
             and s.logits_bias_rows is not None
             and not s.logits_bias_rows.has_columns
         ),
-    ),
-    (
-        "its kernels know no shards of the rows or columns that a causal mask counts",
-        lambda s: bool(s.cols_over or s.queries_over),
     ),
     ("its kernels hold no rows of this length", lambda s: not _is_held(s)),
 )

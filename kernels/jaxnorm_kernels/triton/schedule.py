@@ -25,6 +25,7 @@ import math
 
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton.launch import Gpu, local_gpu
+from jaxnorm_kernels.triton.logits import sums_columns
 
 _REGISTERS = 2**16  # of an SM
 
@@ -148,6 +149,17 @@ SOFTMAX_BACKWARD = (
     Line(None, warps=32, per_sm=1, looped=True),
 )
 
+# Programs take turns over the rows of x that share a row of a bias, and keep the sum of what they
+# give. Of 16 values of three arrays, 128 registers have room for all, and for addresses.
+SOFTMAX_BIAS_BACKWARD = (
+    Line(1024, warps=4, per_sm=4, share=1024, stages=3),
+    Line(2048, warps=8, per_sm=2, stages=3),
+    Line(4096, warps=8, per_sm=2, stages=2),
+    Line(8192, warps=16, per_sm=1, stages=2),
+    # Then the sums fit by pieces alone, so that a row's total comes first.
+    Line(None, warps=4, per_sm=8, looped=True),
+)
+
 NORM_FORWARD = (
     # LayerNorm exchanges sums twice before it writes, and has twice the parameters: programs keep
     # those, and read the next rows meanwhile.
@@ -223,7 +235,8 @@ def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
 
 def choose_line(spec: Spec) -> Line:
     """The first line of its table that fits `spec`."""
-    return next(line for line in _TABLES[spec.op, spec.direction] if line.fits(spec))
+    table = SOFTMAX_BIAS_BACKWARD if sums_columns(spec) else _TABLES[spec.op, spec.direction]
+    return next(line for line in table if line.fits(spec))
 
 
 def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:

@@ -45,6 +45,10 @@ _LEFT_TO_XLA: Table = (
         lambda s: not can_lower(),
     ),
     (
+        "its softmaxes with a mask, a bias or a diagonal are not measured yet",
+        lambda s: s.has_mask or s.logits_bias_dtype is not None or s.causal,
+    ),
+    (
         "with few rows, XLA spreads a norm over more multiprocessors",
         lambda s: s.is_norm and s.rows < _few_rows(s),
     ),

@@ -30,7 +30,7 @@ from jaxnorm_kernels.mosaic.backward.strided import strided_backward
 from jaxnorm_kernels.mosaic.device.launch import found
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.device.registers import widen
-from jaxnorm_kernels.mosaic.rows.logits import Place, reads_mask
+from jaxnorm_kernels.mosaic.rows.logits import Place
 from jaxnorm_kernels.mosaic.rows.tiles import Tile
 from jaxnorm_kernels.specs import Shared, Spec
 
@@ -116,7 +116,7 @@ def softmax_bwd(
 
     dx, *rest = in_registers_backward(
         formula,
-        [y, dy, *([mask] if mask is not None and reads_mask(spec) else [])],
+        [y, dy, *([mask] if mask is not None and spec.reads_mask else [])],
         read,
         tile,
         rows=spec.rows,

@@ -30,16 +30,10 @@ from jaxnorm_kernels.mosaic.rows.tiles import Piece, Pieces, RowTile, Tile
 from jaxnorm_kernels.specs import Shared, Spec
 
 
-def reads_mask(spec: Spec) -> bool:
-    """softmax's backward needs none where y is 0 for what is not kept."""
-    shows = spec.direction == "bwd" and spec.op == "softmax" and spec.drops_masked
-    return spec.has_mask and not shows
-
-
 def shared_operands(spec: Spec) -> list[Shared | None]:
     """Of those that a pass reads or gives the gradient of; None for one that is not described."""
     bias = [spec.logits_bias_rows] * (spec.logits_bias_dtype is not None)
-    return [spec.mask_rows] * reads_mask(spec) + bias
+    return [spec.mask_rows] * spec.reads_mask + bias
 
 
 def has_places(spec: Spec) -> bool:

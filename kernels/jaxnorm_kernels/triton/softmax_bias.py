@@ -1,0 +1,226 @@
+"""The gradient of a softmax's bias that has columns: dz, added up over the rows that share one.
+
+A program walks over the rows of x that share a row of the bias, or some rows of it, and adds up dz
+in registers. Where few rows of a bias are shared by many of x, several programs have a part of
+those each, and their sums are added outside, always in the same order. Rows too wide for that are
+cut into blocks, each with programs of its own, and the rows' totals come from a kernel that ran
+before.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import triton
+import triton.language as tl
+
+from jaxnorm_kernels.specs import Shared, Spec
+from jaxnorm_kernels.triton import logits as logits_of
+from jaxnorm_kernels.triton.launch import launch
+from jaxnorm_kernels.triton.logits import (
+    drop_zeros,
+    load_cotangent,
+    load_output,
+    looped_total,
+    renumbered,
+    scaled,
+)
+from jaxnorm_kernels.triton.schedule import Schedule
+from jaxnorm_kernels.triton.tiles import columns_at
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """How programs share the rows of x.
+
+    Attributes:
+      col_blocks: parts of a row, each with programs of its own.
+      own_tiles: parts of the bias' rows, likewise.
+      splits: parts of the rows of x that share a row of the bias, likewise.
+      each: of those rows, how many a part has.
+      tile_shares: the rows of a tile share one of the bias; else each has its own.
+    """
+
+    col_blocks: int
+    own_tiles: int
+    splits: int
+    each: int
+    tile_shares: bool
+
+    @classmethod
+    def of(cls, shared: Shared, schedule: Schedule, spec: Spec) -> "Programs":
+        """With as many programs as `schedule` has, where the rows are enough."""
+        size = schedule.tile_rows
+        # Those of a tile are neighbours in x.
+        has_own = bool(shared.segments) and shared.segments[-1][1]
+        tile_shares = size > 1 and not (has_own and shared.rows >= size)
+        own_tiles = shared.rows if tile_shares else math.ceil(shared.rows / size)
+        steps = math.ceil(shared.sharing / size) if tile_shares else shared.sharing
+        col_blocks = math.ceil(spec.cols / (schedule.pieces * schedule.block))
+        wanted = min(max(1, schedule.programs // (col_blocks * own_tiles)), steps)
+        each = math.ceil(steps / wanted)
+        return cls(
+            col_blocks,
+            own_tiles,
+            splits=math.ceil(steps / each),
+            each=each * size if tile_shares else each,
+            tile_shares=tile_shares,
+        )
+
+
+def softmax_bwd_bias(
+    y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec, schedule: Schedule
+) -> tuple[jax.Array, jax.Array]:
+    """Returns dx and dbias `(n, cols)`.
+
+    Args:
+      y, dy: `(rows, cols)`.
+      mask: `(n, cols)` or `(n, 1)`; None for one that is not read.
+    """
+    shared = spec.logits_bias_rows
+    assert shared is not None  # or `supports` refuses it
+    common: dict[str, Any] = {
+        "y_ptr": y,
+        "dy_ptr": dy,
+        "mask_ptr": mask,
+        "rows": spec.rows,
+        "cols": spec.cols,
+        "log": spec.op == "log_softmax",
+        "logits": logits_of.of(spec),
+        "tile_rows": schedule.tile_rows,
+        "block": schedule.block,
+        "warps": schedule.warps,
+        "registers": schedule.registers,
+    }
+    total = None
+    if schedule.is_looped(spec):
+        (total,) = launch(
+            _softmax_bwd_totals,
+            name=f"jaxnorm_{spec.op}_bwd_totals",
+            outputs={"total_ptr": jax.ShapeDtypeStruct((spec.rows,), np.float32)},
+            grid=schedule.grid(spec),
+            **common,
+        )
+    programs = Programs.of(shared, schedule, spec)
+    is_whole = programs.splits == 1
+    partial = jax.ShapeDtypeStruct(
+        (programs.splits * shared.rows, spec.cols),
+        spec.logits_bias_dtype if is_whole else np.float32,
+    )
+    dx, dbias = launch(
+        _softmax_bwd_bias,
+        name=f"jaxnorm_{spec.op}_bwd_bias",
+        outputs={"dx_ptr": jax.ShapeDtypeStruct(y.shape, spec.x_dtype), "dbias_ptr": partial},
+        grid=(programs.col_blocks * programs.own_tiles, programs.splits),
+        total_ptr=total,
+        bias_rows=shared.rows,
+        sharing=shared.sharing,
+        each=programs.each,
+        col_blocks=programs.col_blocks,
+        tile_shares=programs.tile_shares,
+        pieces=schedule.pieces,
+        stages=schedule.stages,
+        **common,
+    )
+    if not is_whole:
+        dbias = dbias.reshape(programs.splits, shared.rows, spec.cols).sum(0)
+    return dx, dbias.astype(spec.logits_bias_dtype)
+
+
+@triton.jit
+def _softmax_bwd_totals(
+    y_ptr,
+    dy_ptr,
+    mask_ptr,
+    total_ptr,
+    rows,
+    cols: tl.constexpr,
+    log: tl.constexpr,
+    logits: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    """sum(d y) or sum(d) of each row."""
+    first_row = tl.program_id(0) * tile_rows
+    total = looped_total(
+        y_ptr, dy_ptr, mask_ptr, first_row, rows, cols, log, logits, tile_rows, block
+    )
+    row = (first_row + tl.arange(0, tile_rows))[:, None]
+    tl.store(total_ptr + row, total, mask=row < rows)
+
+
+@triton.jit
+def _softmax_bwd_bias(
+    y_ptr,
+    dy_ptr,
+    mask_ptr,
+    total_ptr,
+    dx_ptr,
+    dbias_ptr,
+    rows,
+    bias_rows,
+    sharing,
+    each,
+    cols: tl.constexpr,
+    log: tl.constexpr,
+    logits: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+    pieces: tl.constexpr,
+    col_blocks: tl.constexpr,
+    tile_shares: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """dx and the partial sums. The totals are None where the pieces of a tile are whole rows.
+
+    Of the `sharing` rows of x with a row of the bias, `each` are a program's.
+    """
+    first_col = tl.program_id(0) % col_blocks * (pieces * block)
+    lane = tl.arange(0, tile_rows)
+    if tile_shares:
+        own, offset, step = tl.program_id(0) // col_blocks + lane * 0, lane, tile_rows
+    else:
+        own, offset, step = tl.program_id(0) // col_blocks * tile_rows + lane, lane * 0, 1
+    dbias = ()
+    for _ in tl.static_range(pieces):
+        dbias += (tl.zeros([tile_rows, block], tl.float32),)
+    begin = tl.program_id(1) * each
+    end = tl.minimum(begin + each, sharing)
+    for first in tl.range(begin, end, step, num_stages=stages):
+        nth = first + offset
+        row = renumbered(own, logits.bias.own) + renumbered(nth, logits.bias.nth)
+        here = ((own < bias_rows) & (nth < end))[:, None]
+        start = row.to(tl.int64)[:, None] * cols
+        ys, ds = (), ()
+        terms = tl.zeros([tile_rows, block], tl.float32)
+        for i in tl.static_range(pieces):
+            col = columns_at(first_col + i * block, block)
+            exists = here & (col < cols)
+            y = load_output(y_ptr, row, start, col, exists, log, logits, "")
+            d = load_cotangent(dy_ptr, mask_ptr, row, start, col, exists, cols, logits, "")
+            d = drop_zeros(d, y, logits)
+            terms += d if log else d * y
+            ys += (y,)
+            ds += (d,)
+        if total_ptr is None:
+            total = tl.sum(terms, axis=1)[:, None]
+        else:
+            total = tl.load(total_ptr + row, row < rows, 0.0)[:, None]
+        sums = ()
+        for i in tl.static_range(pieces):
+            dz = ds[i] - tl.exp(ys[i]) * total if log else ys[i] * (ds[i] - total)
+            sums += (dbias[i] + dz,)
+            col = columns_at(first_col + i * block, block)
+            tl.store(dx_ptr + start + col, scaled(dz, logits), mask=here & (col < cols))
+        dbias = sums
+    for i in tl.static_range(pieces):
+        col = columns_at(first_col + i * block, block)
+        if tile_shares:
+            partial_row = tl.program_id(1) * bias_rows + tl.program_id(0) // col_blocks
+            partial = partial_row.to(tl.int64) * cols + col
+            tl.store(dbias_ptr + partial, tl.sum(dbias[i], axis=0)[None, :], mask=col < cols)
+        else:
+            partial = (tl.program_id(1) * bias_rows + own).to(tl.int64)[:, None] * cols + col
+            tl.store(dbias_ptr + partial, dbias[i], mask=(own < bias_rows)[:, None] & (col < cols))
