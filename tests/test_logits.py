@@ -11,6 +11,7 @@ import reference
 import refused
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from logits_cases import BF16, F32, KINDS, assert_like_xla, mixed, of_width, op_of
 from reference import assert_within, exact
 from test_softmax import FUNCTIONS, GRADIENTS, data
 
@@ -122,6 +123,17 @@ def test_where(name, shape, causal, implementation):
     bias = data((1, 3, 1, 72), "float32", seed=2)
     options = {"where": mask_of(shape), "causal": causal, "scale": 1.0}
     check(name, x, bias, d, **options, implementation=implementation)
+
+
+@pytest.mark.parametrize(("kind", "cols", "dtypes"), [*mixed()])
+def test_kernels(kind, cols, dtypes, kernels):
+    assert_like_xla(kernels, of_width(kind, 128, cols), op_of(kind, cols), dtypes)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_on_large_arrays(kind, dtype, kernels):
+    assert_like_xla(kernels, KINDS[kind], "softmax", (dtype, dtype, dtype))
 
 
 @refused.expect(refused.FEW_SHORT_ROWS, refused.NARROW)

@@ -1,7 +1,6 @@
 """Kernels of softmaxes with a mask, a bias or `causal`: values by the interpreter, and lowering."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +8,10 @@ import numpy as np
 import pytest
 import refused
 import test_logits
-from forward_cases import BF16, F16, F32
+from forward_cases import BF16, F32
 from jax.sharding import PartitionSpec as P
-from placed_cases import (
-    KINDS,
-    SCALE,
-    Case,
-    interpret,
-    interpreted,
-    lower,
-    of_width,
-    operand_types,
-)
+from logits_cases import KINDS, SCALE, Case, mixed, of_width, op_of
+from placed_cases import interpret, interpreted, lower
 from test_softmax import FUNCTIONS, data
 
 import jaxnorm
@@ -126,20 +117,9 @@ def test_the_gradient_of_one_value_for_a_row_is_refused_beside_masked_logits():
     assert "take part" in str(mosaic.supports(case.backward("softmax", F32).as_seen_by("mosaic")))
 
 
-COLS = [64, 100, 256, 1000, 1024, 2048, 3000, 4096, 8192, 16384]
-
-
-def mixed():
-    """Each width with all kinds, in one mix of dtypes and the other in turn."""
-    for i, cols in enumerate(COLS):
-        for j, kind in enumerate(KINDS):
-            mix = [(BF16, BF16, BF16), (F32, F32, F32), (BF16, F32, F16)][(i + j) % 3]
-            yield pytest.param(kind, cols, mix, id=f"{kind}-{cols}-{mix[0]}-{mix[1]}-{mix[2]}")
-
-
 @pytest.mark.parametrize(("kind", "cols", "dtypes"), [*mixed()])
 def test_default_schedules_lower(kind, cols, dtypes):
-    op = ["softmax", "log_softmax"][(COLS.index(cols) + list(KINDS).index(kind)) % 2]
+    op = op_of(kind, cols)
     case = of_width(kind, 512, cols)
     for call in (case.call(op, *dtypes), case.backward(op, *dtypes)):
         assert mosaic.supports(call.as_seen_by("mosaic")) is None
@@ -247,72 +227,10 @@ def test_shard_map():
 def test_the_default_leaves_them_to_xla_until_they_are_measured():
     for case in KINDS.values():
         (reason,) = {
-            mosaic.prefers(call.as_seen_by("mosaic"))
+            mosaic.prefers(spec)
             for call in (case.call("softmax", BF16), case.backward("softmax", BF16))
-            if call.as_seen_by("mosaic").has_mask
-            or call.as_seen_by("mosaic").causal
-            or call.as_seen_by("mosaic").logits_bias_dtype
+            if (spec := call.as_seen_by("mosaic")).has_mask
+            or spec.causal
+            or spec.logits_bias_dtype is not None
         }
         assert "not measured yet" in reason
-
-
-# ------------------------------------------------------------------------------------- on a GPU
-
-
-def assert_like_xla(case, op, dtypes):
-    """Forward and backward, as near to XLA's as two roundings and the order of sums let them be."""
-    forward, backward = case.call(op, *dtypes), case.backward(op, *dtypes)
-    keys = iter(jax.random.split(jax.random.key(0), 4))
-
-    def normal(a, deviation):
-        return (deviation * jax.random.normal(next(keys), a.shape)).astype(a.dtype)
-
-    x, *rest = operand_types(forward)
-    operands = [normal(x, 3)]
-    operands += [
-        jax.random.bernoulli(next(keys), 0.7, a.shape) if a.dtype == bool else normal(a, 2)
-        for a in rest
-    ]
-    (y,) = assert_near(forward, *operands)
-    masks = [a for a in operands if a.dtype == bool]
-    assert_near(backward, y, *masks, normal(y, 1))
-
-
-def assert_near(call, *operands):
-    expected = jax.jit(call.xla)(*operands)
-    got = jax.jit(call.kernel("mosaic"))(*operands)
-    for ours, theirs in zip(got, expected, strict=True):
-        assert ours.dtype == theirs.dtype
-        of = jnp.finfo(theirs.dtype)
-        terms = call.view.cols + theirs.size // call.view.cols
-        bound = max(4 * float(of.eps), 8 * math.sqrt(terms) * 2.0**-24)
-        # The terms of a sum of dz over a row may cancel: those of log_softmax are near 1.
-        least = math.sqrt(call.view.cols) if theirs.shape[-1] == 1 else 0.0
-        error, alike = difference(ours, theirs, least)
-        assert alike
-        assert error <= bound, (error, bound)
-    return expected
-
-
-@jax.jit
-def difference(ours, theirs, least):
-    """The largest, of the largest element, or of `least`; whether what is not finite agrees."""
-    finite = jnp.isfinite(theirs)
-    alike = jnp.all(finite | (ours == theirs))
-    ours, theirs = (jnp.where(finite, a, 0).astype(jnp.float32) for a in (ours, theirs))
-    largest = jnp.maximum(jnp.max(jnp.abs(theirs)), least)
-    return jnp.max(jnp.abs(ours - theirs)) / largest, alike
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "cols", "dtypes"), [*mixed()])
-def test_on_a_gpu(kind, cols, dtypes):
-    op = ["softmax", "log_softmax"][(COLS.index(cols) + list(KINDS).index(kind)) % 2]
-    assert_like_xla(of_width(kind, 128, cols), op, dtypes)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_large_arrays(kind, dtype):
-    assert_like_xla(KINDS[kind], "softmax", (dtype, dtype, dtype))

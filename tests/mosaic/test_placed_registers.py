@@ -6,7 +6,7 @@ As in `test_registers`.
 import pytest
 from forward_cases import BF16, F32
 from h100 import Compiler
-from placed_cases import KINDS, of_width, operand_types
+from logits_cases import KINDS, of_width, operand_types
 
 SPILLED = 32  # bytes of a thread: a few words
 

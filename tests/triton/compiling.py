@@ -15,12 +15,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from jaxnorm_kernels import triton as implementation
-from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.specs import Shared, Spec
 from jaxnorm_kernels.triton import launch, schedule
 from jaxnorm_kernels.triton.launch import Gpu
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-_POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
+_POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "bool": "*i1"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,21 +64,29 @@ def _operands(spec: Spec) -> tuple[Any, ...]:
     def parameter(dtype: Any, groups: int) -> Any:
         return array((spec.cols,) if groups == 1 else (groups, spec.cols), dtype)
 
+    def of_logits(dtype: Any, shared: Shared | None) -> Any:
+        if shared is None:
+            return None
+        return array((shared.rows, spec.cols if shared.has_columns else 1), dtype)
+
     rows, cols = spec.rows, spec.cols
     dtypes = (spec.x_dtype, spec.residual_dtype, spec.y_dtype)
     x, residual, dy = (array((rows, cols), dtype) for dtype in dtypes)
     scale = parameter(spec.scale_dtype, spec.scale_groups)
     bias = parameter(spec.bias_dtype, spec.bias_groups)
     next_scale = parameter(spec.next_scale_dtype, spec.scale_groups)
+    if not spec.is_norm:
+        mask = of_logits(jnp.bool_, spec.mask_rows)
+        if spec.direction == "bwd":
+            return dy, mask, dy
+        return x, mask, of_logits(spec.logits_bias_dtype, spec.logits_bias_rows)
     if spec.direction == "fwd":
         return {
             "norm": (x, scale, bias),
             "add_norm": (x, residual, scale, bias),
             "norm_add": (x, residual, scale),
             "norm_add_norm": (x, residual, scale, next_scale),
-        }.get(spec.op, (x, None, None))
-    if spec.op != "norm":
-        return dy, None, dy
+        }[spec.op]
     saved = x if spec.saved == "input" else dy
     stats = (array((rows,), jnp.float32),) * (1 + spec.returns_mean)
     return saved, stats, scale, bias, dy, x if spec.adds_dh else None

@@ -16,8 +16,9 @@ The sizes that matter, and how the lines below use them:
 
 Chosen out of schedules timed on one H200 with Triton 3.6 (`benchmarks.sweep
 benchmarks/sweeps/triton.py`); what was chosen was timed again with Triton 3.9 (`benchmarks.run`).
-Norms with a residual have the lines of plain ones, with fewer values in a thread where some would
-spill; those were compiled, not timed.
+Norms with a residual, and softmaxes with a mask, a bias or a diagonal, have the lines of plain
+ones, with fewer values in a thread where some would spill; those, and those that add up the
+gradient of a bias, were compiled, not timed.
 """
 
 import dataclasses
@@ -135,6 +136,14 @@ SOFTMAX_FORWARD = (
     Line(None, warps=16, per_sm=2, values=16, looped=True),
 )
 
+# With a mask, a bias or a diagonal. Of a looped row a thread has 8 values, for the sake of the
+# addresses of more arrays; of unaligned rows each value has one in each, and registers for them.
+LOGITS_FORWARD = (
+    *SOFTMAX_FORWARD[:-1],
+    Line(None, warps=16, per_sm=1, looped=True, unaligned=True),
+    Line(None, warps=16, per_sm=2, looped=True),
+)
+
 SOFTMAX_BACKWARD = (
     Line(1024, warps=4, per_sm=8, share=1024),
     Line(6144, warps=8, per_sm=4),
@@ -235,8 +244,7 @@ def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
 
 def choose_line(spec: Spec) -> Line:
     """The first line of its table that fits `spec`."""
-    table = SOFTMAX_BIAS_BACKWARD if sums_columns(spec) else _TABLES[spec.op, spec.direction]
-    return next(line for line in table if line.fits(spec))
+    return next(line for line in _table(spec) if line.fits(spec))
 
 
 def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
@@ -256,6 +264,15 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
         stages=_stages(line, pieces * block * tile_rows, spec, gpu),
         hold_params=line.hold_params,
     )
+
+
+def _table(spec: Spec) -> tuple[Line, ...]:
+    if sums_columns(spec):
+        return SOFTMAX_BIAS_BACKWARD
+    has_bias = spec.logits_bias_dtype is not None
+    if spec.direction == "fwd" and (spec.has_mask or has_bias or spec.causal):
+        return LOGITS_FORWARD
+    return _TABLES[spec.op, spec.direction]
 
 
 def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:

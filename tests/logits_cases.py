@@ -1,0 +1,159 @@
+"""What the tests of softmaxes with a mask, a bias or `causal` share: cases, and their calls."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxnorm._call import Call
+from jaxnorm._softmax import softmax_call
+
+SCALE = 0.37
+BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A softmax of an array; shapes of its mask and its bias, which broadcast to it."""
+
+    shape: tuple[int, ...]
+    mask: tuple[int, ...] | None = None
+    bias: tuple[int, ...] | None = None
+    causal: bool = False
+    scale: float = SCALE
+    masked_logit: float = -math.inf
+
+    def __str__(self) -> str:
+        given = {"mask": self.mask, "bias": self.bias, "causal": self.causal}
+        return "-".join([str(self.shape), *(f"{k} {v}" for k, v in given.items() if v)])
+
+    def call(self, op: str, x: Any, bias: Any = None, y: Any = None) -> Call:
+        """The forward, for these dtypes: by default that of x."""
+
+        def padded(shape: tuple[int, ...]) -> tuple[int, ...]:
+            return (1,) * (len(self.shape) - len(shape)) + shape
+
+        return softmax_call(
+            op,
+            self.shape,
+            np.dtype(x),
+            None if self.bias is None else (padded(self.bias), np.dtype(bias or x)),
+            axis=-1,
+            mask=None if self.mask is None else padded(self.mask),
+            scale=self.scale,
+            causal=self.causal,
+            dtype=y or x,
+            implementation=None,
+            masked_logit=self.masked_logit,
+        )
+
+    def backward(self, op: str, x: Any, bias: Any = None, y: Any = None) -> Call:
+        call = self.call(op, x, bias, y)
+        return call.backward(call.differentiable)
+
+
+#: Rows share masks and biases in all ways that attention has.
+S = 2048
+KINDS = {
+    "mask": Case((4, 16, S, S), mask=(4, 1, S, S)),
+    "bias": Case((4, 16, S, S), bias=(16, S, S)),
+    "keys": Case((4, 16, S, S), bias=(4, 1, 1, S), mask=(4, 1, 1, S)),
+    "rows": Case((4, 16, S, S), bias=(4, 16, S, 1), mask=(S, 1)),
+    "causal": Case((4, 16, S, S), causal=True),
+    "all": Case((4, 16, S, S), mask=(4, 16, S, S), bias=(4, 1, S, S), causal=True),
+}
+
+
+def of_width(kind: str, rows: int, cols: int) -> Case:
+    """With as many queries and keys, where both are S."""
+
+    def sized(shape):
+        if shape is None:
+            return None
+        *lead, keys = (rows if n == S else n for n in shape)
+        return (*lead, cols if keys == rows else keys)
+
+    case = KINDS[kind]
+    return dataclasses.replace(
+        case, shape=sized(case.shape), mask=sized(case.mask), bias=sized(case.bias)
+    )
+
+
+#: Widths of every kind of schedule.
+COLS = [64, 100, 256, 1000, 1024, 2048, 3000, 4096, 8192, 16384]
+
+
+def mixed():
+    """Each width with all kinds, in one mix of dtypes and the other in turn."""
+    for i, cols in enumerate(COLS):
+        for j, kind in enumerate(KINDS):
+            mix = [(BF16, BF16, BF16), (F32, F32, F32), (BF16, F32, F16)][(i + j) % 3]
+            yield pytest.param(kind, cols, mix, id=f"{kind}-{cols}-{mix[0]}-{mix[1]}-{mix[2]}")
+
+
+def op_of(kind: str, cols: int) -> str:
+    """In turn, so that each width and each kind meets both."""
+    return ["softmax", "log_softmax"][(COLS.index(cols) + list(KINDS).index(kind)) % 2]
+
+
+def operand_types(call: Call) -> list[jax.ShapeDtypeStruct]:
+    """Of the forward, or of the backward."""
+    spec, view = call.spec, call.view
+    is_forward = spec.direction == "fwd"
+    x = jax.ShapeDtypeStruct(view.shape, spec.x_dtype if is_forward else spec.y_dtype)
+    mask = [jax.ShapeDtypeStruct(view.mask, jnp.bool_)] * spec.has_mask
+    if not is_forward:
+        return [x, *mask, x]
+    if spec.logits_bias_dtype is None:
+        return [x, *mask]
+    return [x, *mask, jax.ShapeDtypeStruct(view.logits_bias, spec.logits_bias_dtype)]
+
+
+def assert_like_xla(implementation, case, op, dtypes):
+    """Forward and backward, as near to XLA's as two roundings and the order of sums let them be."""
+    forward, backward = case.call(op, *dtypes), case.backward(op, *dtypes)
+    keys = iter(jax.random.split(jax.random.key(0), 4))
+
+    def normal(a, deviation):
+        return (deviation * jax.random.normal(next(keys), a.shape)).astype(a.dtype)
+
+    x, *rest = operand_types(forward)
+    operands = [normal(x, 3)]
+    operands += [
+        jax.random.bernoulli(next(keys), 0.7, a.shape) if a.dtype == bool else normal(a, 2)
+        for a in rest
+    ]
+    (y,) = assert_near(implementation, forward, *operands)
+    masks = [a for a in operands if a.dtype == bool]
+    assert_near(implementation, backward, y, *masks, normal(y, 1))
+
+
+def assert_near(implementation, call, *operands):
+    expected = jax.jit(call.xla)(*operands)
+    got = jax.jit(call.kernel(implementation))(*operands)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        of = jnp.finfo(theirs.dtype)
+        terms = call.view.cols + theirs.size // call.view.cols
+        bound = max(4 * float(of.eps), 8 * math.sqrt(terms) * 2.0**-24)
+        # The terms of a sum of dz over a row may cancel: those of log_softmax are near 1.
+        least = math.sqrt(call.view.cols) if theirs.shape[-1] == 1 else 0.0
+        error, alike = difference(ours, theirs, least)
+        assert alike
+        assert error <= bound, (error, bound)
+    return expected
+
+
+@jax.jit
+def difference(ours, theirs, least):
+    """The largest, of the largest element, or of `least`; whether what is not finite agrees."""
+    finite = jnp.isfinite(theirs)
+    alike = jnp.all(finite | (ours == theirs))
+    ours, theirs = (jnp.where(finite, a, 0).astype(jnp.float32) for a in (ours, theirs))
+    largest = jnp.maximum(jnp.max(jnp.abs(theirs)), least)
+    return jnp.max(jnp.abs(ours - theirs)) / largest, alike

@@ -1,0 +1,85 @@
+"""Softmaxes with a mask, a bias or `causal` compile for every GPU."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from logits_cases import KINDS, Case, of_width
+from test_compile import (  # noqa: F401
+    BF16,
+    COLS,
+    F32,
+    GPUS,
+    check,
+    choose_line,
+    compile_call,
+    cuda,
+    kernels_in,
+    schedules,
+)
+
+import jaxnorm
+
+# Rows that are short, unaligned, held, and looped over.
+WIDTHS = [64, 1000, 4095, 4096, 16384, 32768, 50257]
+
+
+def specs(kind, cols, dtype):
+    """Forward and backward of one of the functions, in turn."""
+    op = ["softmax", "log_softmax"][(WIDTHS.index(cols) + list(KINDS).index(kind)) % 2]
+    case = of_width(kind, cols, cols)
+    return [call.in_rows for call in (case.call(op, dtype), case.backward(op, dtype))]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("cols", WIDTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_compile(kind, cols, dtype):
+    # In turn, so that each width and each kind meets all.
+    gpu = [*GPUS][(WIDTHS.index(cols) + list(KINDS).index(kind)) % len(GPUS)]
+    for spec in specs(kind, cols, dtype):
+        check(spec, GPUS[gpu])
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("kind", ["causal", "bias"])
+def test_vectors_are_read_up_to_the_diagonal(kind, dtype):
+    """An element that is not read must not cost the others of 16 bytes their common read."""
+    for spec in specs(kind, 4096, dtype):
+        for kernel in compile_call(spec, GPUS["sm_80"]):
+            of_rows = re.findall(r"(?:ld|st)\.global[\w.:]*|cp\.async\.\w+\.shared", kernel.ptx)
+            assert of_rows
+            assert all(".v4.b32" in one or "cp.async.cg" in one for one in of_rows)
+
+
+def test_every_line_of_a_table_is_used():
+    cases = [Case((4, 64, cols), bias=(64, cols)) for cols in COLS]
+    for table, call in (("LOGITS_FORWARD", Case.call), ("SOFTMAX_BIAS_BACKWARD", Case.backward)):
+        lines = {choose_line(call(case, "softmax", BF16).in_rows) for case in cases}
+        assert lines == {*getattr(schedules, table)}
+
+
+# ----------------------------------------------------------------------------------- as JAX sees it
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("setting", [jax.enable_x64, jax.check_tracer_leaks])
+@pytest.mark.parametrize(("cols", "backward"), [(300, 1), (16384, 2)])
+def test_calls_lower(cols, backward, setting):
+    x = jax.ShapeDtypeStruct((2, 6, cols), F32)
+    bias, mask = jax.ShapeDtypeStruct((6, cols), BF16), jax.ShapeDtypeStruct((2, 1, 1), jnp.bool_)
+
+    def step(x, bias, mask):
+        def loss(x, bias):
+            y = jaxnorm.softmax(
+                x, where=mask, bias=bias, scale=0.5, causal=True, implementation="triton"
+            )
+            return jnp.sum(jnp.sin(y))
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(x, bias)
+
+    with setting(True):
+        assert kernels_in(step, x, bias, mask) == 1 + backward
+        batch = jax.ShapeDtypeStruct((3, *x.shape), F32)
+        assert kernels_in(jax.vmap(step, (0, None, None)), batch, bias, mask) == 1 + backward

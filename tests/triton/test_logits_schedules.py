@@ -1,0 +1,71 @@
+"""Softmaxes with a mask, a bias or `causal` in every kind of schedule, as in `test_schedules`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_logits
+from conftest import INTERPRETED
+from logits_cases import Case
+from test_schedules import scheduled  # noqa: F401
+from test_softmax import FUNCTIONS, data
+
+pytestmark = pytest.mark.triton
+
+# Each way in which rows share a row of a mask or a bias; biases that many rows share.
+CASES = [
+    Case((2, 3, 5, 100), mask=(2, 1, 1, 100), bias=(3, 5, 100), causal=True),
+    Case((2, 3, 5, 100), mask=(5, 1), bias=(2, 1, 1, 100)),
+    Case((2, 3, 5, 100), mask=(3, 1, 100), bias=(5, 1), causal=True),
+]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values(case, name, scheduled):  # noqa: F811
+    mixes = test_logits.MIXES
+    turn = 2 * CASES.index(case) + (name == "softmax")
+    x_dtype, bias_dtype, y_dtype = mixes[turn % len(mixes)]
+    x, d = data(case.shape, x_dtype), data(case.shape, y_dtype, seed=1, scale=1.0)
+    bias, where = data(case.bias, bias_dtype, seed=2), test_logits.mask_of(case.mask)
+    options = {"where": where, "causal": case.causal, "implementation": scheduled}
+    test_logits.check(name, x, bias, d, **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_takes_no_part_does_not_matter(name, causal, scheduled):  # noqa: F811
+    """In rows that keep nothing, or -inf alone, or what is not finite, too."""
+    x, d = data((7, 100), "float32"), data((7, 100), "float32", seed=1)
+    x = x.at[1, 2:].set(-jnp.inf).at[2, 0].set(jnp.inf).at[3].set(-jnp.inf).at[4, 0].set(jnp.nan)
+    kept = test_logits.mask_of((7, 100)).at[0].set(False).at[1:, 0].set(True)
+    reached = kept & jnp.tril(jnp.ones((7, 100), bool)) if causal else kept
+    bias = jnp.zeros(100).at[1].set(-jnp.inf)
+
+    def run(implementation, dropped, of_dropped):
+        function = functools.partial(
+            FUNCTIONS[name][0], where=kept, causal=causal, implementation=implementation
+        )
+        x_, d_ = jnp.where(reached, x, dropped), jnp.where(reached, d, of_dropped)
+        y, vjp = jax.vjp(lambda x, bias: function(x, bias=bias), x_, bias)
+        return y, *vjp(d_)
+
+    # The specification has what is dropped as 0; a kernel must not look at it.
+    for ours, theirs in zip(run(scheduled, jnp.nan, jnp.inf), run("xla", 0, 0), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreter runs its programs in order")
+def test_two_runs_give_the_same_bits(scheduled):  # noqa: F811
+    x, d = data((50, 3, 100), "bfloat16"), data((50, 3, 100), "bfloat16", seed=1)
+    bias = data((3, 100), "float32", seed=2)
+
+    @jax.jit
+    def run(x, bias, d):
+        function = functools.partial(FUNCTIONS["softmax"][0], implementation=scheduled)
+        return jax.vjp(lambda x, bias: function(x, bias=bias), x, bias)[1](d)
+
+    for a, b in zip(run(x, bias, d), run(x, bias, d)):
+        np.testing.assert_array_equal(a, b)
