@@ -1,8 +1,8 @@
 """What a softmax reads of its rows beside, or instead of, all their columns.
 
 A mask and a bias are broadcast among the rows; `Shared` says how. A kernel reads their rows as they
-are: the rows of x are numbered by digits, one for each axis, and the operand has some of them. What
-lies above the diagonal of a causal softmax is not read.
+are: the number of a row of x has a digit for each axis, and the operand's rows have some of them.
+Above the diagonal of a causal softmax, nothing is read but the rest of a vector.
 """
 
 import dataclasses
@@ -13,11 +13,12 @@ import triton.language as tl
 from jaxnorm_kernels.specs import Shared, Spec
 from jaxnorm_kernels.triton.tiles import tile_at
 
-# A vector is read whole or not at all: these elements are 16 bytes of the narrowest, a mask's.
+# With a predicate for each element, each would be read alone. As many as these have one: they are
+# 16 bytes of the narrowest, a mask's.
 _VECTOR = tl.constexpr(16)
 
-#: Of numbers that count along some axes: for each axis the divisor that its digit has in one
-#: number, its size, and the factor that it has in another.
+#: How to renumber: for each axis the divisor that its digit has in one number, its size, and the
+#: factor that it has in another.
 Digits = tuple[int, ...]
 
 
@@ -27,9 +28,9 @@ class Operand:
 
     Attributes:
       has_columns: it is ``(n, cols)``; else ``(n, 1)``.
-      row: its row that belongs to a row of x.
-      own, nth: the parts of a row of x that its row has, and that the number of this among the rows
-        that share that one has.
+      row: from a row of x to its row.
+      own, nth: from its row, and from a number among the rows of x that share that one, to what
+        they add to the number of a row of x.
     """
 
     has_columns: bool
