@@ -38,6 +38,7 @@ WIDE = Spec("norm", "bwd", 8192, 8192, BF16, BF16, F32, want_stats=True)
         ({"rows": "b"}, "symbolic"),
         ({"op": "softmax", "has_mask": True}, "all columns, or one value"),
         ({"op": "softmax", "has_mask": True, "mask_rows": ROWS}, None),
+        ({"op": "softmax", "has_mask": True, "mask_rows": ROWS, "masked_logit": -1e9}, "leave out"),
         ({"op": "softmax", "logits_bias_dtype": BF16}, "all columns, or one value"),
         ({"op": "softmax", "logits_bias_dtype": F64, "logits_bias_rows": ROWS}, "float64"),
         ({"op": "softmax", "causal": True, "queries": 4}, None),

@@ -29,7 +29,7 @@ def specs(kind, cols, dtype):
     """Forward and backward of one of the functions, in turn."""
     op = ["softmax", "log_softmax"][(WIDTHS.index(cols) + list(KINDS).index(kind)) % 2]
     case = of_width(kind, cols, cols)
-    return [call.in_rows for call in (case.call(op, dtype), case.backward(op, dtype))]
+    return [call.as_seen_by("triton") for call in (case.call(op, dtype), case.backward(op, dtype))]
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
@@ -56,7 +56,7 @@ def test_vectors_are_read_up_to_the_diagonal(kind, dtype):
 def test_every_line_of_a_table_is_used():
     cases = [Case((4, 64, cols), bias=(64, cols)) for cols in COLS]
     for table, call in (("LOGITS_FORWARD", Case.call), ("SOFTMAX_BIAS_BACKWARD", Case.backward)):
-        lines = {choose_line(call(case, "softmax", BF16).in_rows) for case in cases}
+        lines = {choose_line(call(case, "softmax", BF16).as_seen_by("triton")) for case in cases}
         assert lines == {*getattr(schedules, table)}
 
 

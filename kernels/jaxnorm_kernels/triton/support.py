@@ -21,6 +21,7 @@ def can_lower() -> bool:
 _CANNOT: Table = (
     *NO_KERNEL,
     *NO_LOGITS,
+    ("its kernels leave out what a mask does not keep", lambda s: not s.drops_masked),
     (
         "its kernel of two norms with a residual between them is RMSNorm's",
         lambda s: s.op == "norm_add_norm" and s.subtract_mean,
