@@ -1,5 +1,6 @@
 """Fixtures that every test file shares."""
 
+import collections
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -88,8 +89,18 @@ def kernels(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests are skipped that need what is not here, and say what that is."""
+    every = config.getoption("--every")
+    if every > 1:
+        seen = collections.Counter[str]()
+        chosen, others = [], []
+        for item in items:
+            test = item.nodeid.partition("[")[0]
+            (others if seen[test] % every else chosen).append(item)
+            seen[test] += 1
+        config.hook.pytest_deselected(items=others)
+        items[:] = chosen
     for mark, reason in (
         ("gpu", _no_hopper),
         ("multigpu", _no_second_gpu),
@@ -118,6 +129,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every", type=int, default=1, metavar="N", help="of each test, every n-th of its cases"
+    )
     parser.addoption(
         "--write-refusals",
         action="store_true",

@@ -89,9 +89,11 @@ COLS = [64, 100, 256, 1000, 1024, 2048, 3000, 4096, 8192, 16384]
 
 
 def mixed():
-    """Each width with all kinds, in one mix of dtypes and the other in turn."""
+    """Each width with every second kind, in one mix of dtypes and the other in turn."""
     for i, cols in enumerate(COLS):
         for j, kind in enumerate(KINDS):
+            if (i + j) % 2:
+                continue
             mix = [(BF16, BF16, BF16), (F32, F32, F32), (BF16, F32, F16)][(i + j) % 3]
             yield pytest.param(kind, cols, mix, id=f"{kind}-{cols}-{mix[0]}-{mix[1]}-{mix[2]}")
 

@@ -126,7 +126,7 @@ def test_default_schedules_lower(kind, cols, dtypes):
         assert "mosaic_gpu" in lower(call)
 
 
-@pytest.mark.parametrize("queries", [1, 6, 49, 197])
+@pytest.mark.parametrize("queries", [6, 197])
 @pytest.mark.parametrize("cols", [49, 197, 512, 1000, 2048])
 def test_runs_of_any_length_lower(cols, queries):
     shape = (24, 4, queries, cols)
