@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,6 @@ os.environ.setdefault("NPROC", "16")
 # Processes that share a GPU must not each take three quarters of its memory at once.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-import zlib
 
 import jax
 import pytest
