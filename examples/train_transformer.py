@@ -198,12 +198,12 @@ def plans(config: Config) -> str:
         "add_layer_norm": jaxnorm.implementation_for(
             "add_layer_norm", (tokens, config.width), config.dtype, param_dtype="float32"
         ),
-        # Attention names it: XLA fuses the causal mask with the softmax.
+        # Attention's, with its causal mask.
         "softmax": jaxnorm.implementation_for(
             "softmax",
             (config.batch, config.heads, config.seq, config.seq),
             config.dtype,
-            implementation="xla",
+            where=True,
         ),
     }
     return "\n".join(
