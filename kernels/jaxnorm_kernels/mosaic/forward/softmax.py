@@ -21,7 +21,7 @@ from jaxnorm_kernels.mosaic.forward import schedule as schedules
 from jaxnorm_kernels.mosaic.forward import strided
 from jaxnorm_kernels.mosaic.forward.kernel import Refs, run
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
-from jaxnorm_kernels.mosaic.rows.logits import Place, each_piece, has_places
+from jaxnorm_kernels.mosaic.rows.logits import Place, each_piece, first_row, has_places
 from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, SplitRow, Steps, Tile
 from jaxnorm_kernels.specs import Spec
 
@@ -109,7 +109,7 @@ def _in_registers(tile: Tile, spec: Spec) -> Callable[[Refs], None]:
             return
         tile.open(refs.scratch)
         x, *rest = refs.operands
-        place = Place(tile, spec, tile.first_row(spec.rows), rest[0] if spec.has_mask else None)
+        place = Place(tile, spec, first_row(tile, spec), rest[0] if spec.has_mask else None)
         z = _load(place, x, *rest[spec.has_mask :])
         tile.ready()
         finish(LoadedRow(place.row, 0, lambda: [(v,) for v in z]), place)

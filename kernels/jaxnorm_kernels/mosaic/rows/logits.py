@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.mosaic.device.launch import BLOCK
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
@@ -184,6 +185,21 @@ class Place:
             return _load(ref.at[row, 0], self.tile.layout.reduce(1), (self.tile.rows,))
         value = load(ref.at[row, 0], None)
         return value.astype(jnp.int8) if value.dtype == np.bool_ else value
+
+
+def first_row(tile: Tile, spec: Spec) -> Any:
+    """Index of the rows that a block takes.
+
+    Blocks that run at the same time take rows that share one of the bias, or of the mask, so that
+    all but the first read it from the L2 cache.
+    """
+    operands = [s for s in shared_operands(spec) if s is not None and s.has_columns and s.segments]
+    shared = operands[-1] if operands else None
+    if shared is None or shared.sharing == 1 or not shared.segments[-1][1]:
+        return tile.first_row(spec.rows)
+    block, sharing = lax.axis_index(BLOCK), jnp.int32(shared.sharing)
+    row = row_of_x(shared, lax.div(block, sharing) * tile.rows, lax.rem(block, sharing))
+    return tile.row_index(spec.rows, lax.div(row, jnp.int32(tile.rows)))
 
 
 def operand_row(shared: Shared, row: jax.Array) -> jax.Array:
