@@ -10,7 +10,7 @@ output, and nothing else, for the backward.
 import jax
 import jax.numpy as jnp
 
-from jaxnorm._softmax import filled_softmax
+from jaxnorm._softmax import filled_softmax, softmax
 from jaxnorm_kernels.specs import FLOAT_DTYPES
 
 
@@ -56,10 +56,18 @@ def attention_weights(
     mask: jax.Array | None,
     compute_dtype: jax.typing.DTypeLike,
     out_dtype: jax.typing.DTypeLike,
+    *,
+    is_causal: bool = False,
 ) -> jax.Array:
     """softmax over the last axis of ``(batch..., heads, q_length, kv_length)`` logits."""
     fill = float(jnp.finfo(compute_dtype).min)
     is_real = logits.dtype.name in FLOAT_DTYPES  # or complex, say, which Flax takes
+    if is_causal and is_real and bias is None and mask is None:
+        # No row is without an entry, so that a finite fill and -inf are the same.
+        return softmax(logits, causal=True, dtype=out_dtype)
+    if is_causal:
+        causal = jnp.tril(jnp.ones(logits.shape[-2:], dtype=bool))
+        mask = causal if mask is None else jnp.logical_and(mask, causal)
     if bias is not None and not (is_real and _fits(bias, logits)):
         logits, bias = logits + bias, None
     if mask is not None and not (is_real and _broadcasts(mask, logits)):

@@ -237,10 +237,9 @@ def dot_product_attention(
         precision=precision,
     )
     logits = _merged(logits, -4)
-    if is_causal:
-        causal = jnp.tril(jnp.ones(logits.shape[-2:], dtype=bool))
-        mask = causal if mask is None else jnp.logical_and(mask, causal)
-    weights = _attention.attention_weights(logits, bias, mask, compute_dtype, compute_dtype)
+    weights = _attention.attention_weights(
+        logits, bias, mask, compute_dtype, compute_dtype, is_causal=is_causal
+    )
     if module is not None:
         module.sow(nnx.Intermediate, "attention_weights", weights)
     if not deterministic and dropout_rate > 0.0:

@@ -76,8 +76,8 @@ _OTHER_SHARED_BYTES = 1024 + RESERVED_BYTES
 _CANNOT: Table = (
     *NO_KERNEL,
     (
-        "its kernels over an axis that is not the last take no mask, scale or bias of a softmax",
-        lambda s: s.has_mask or s.causal or s.logits_scale != 1 or s.logits_bias_dtype is not None,
+        "its kernels over an axis that is not the last take no mask or bias of a softmax",
+        lambda s: s.has_mask or s.causal or s.logits_bias_dtype is not None,
     ),
     (
         "its kernels over an axis that is not the last take no residual",

@@ -64,18 +64,10 @@ _LEFT_TO_XLA: Table = (
         lambda s: local_capability() not in (90, None),
     ),
     (
-        "its kernels over an axis that is not the last are not measured yet",
-        lambda s: s.inner > 1,
-    ),
-    (
         "with fewer rows than multiprocessors, XLA spreads a norm's backward over more of them",
         lambda s: (
             _norm_bwd(s) and s.rows < 128 and not (s.subtract_mean and s.y_dtype.itemsize == 4)
         ),
-    ),
-    (
-        "its softmaxes with a mask, a bias or a diagonal are not measured yet",
-        lambda s: s.has_mask or s.causal or s.logits_bias_dtype is not None,
     ),
     (
         "log_softmax's backward reads 16-bit rows of odd length one element at a time",

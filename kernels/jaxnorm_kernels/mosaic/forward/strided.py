@@ -51,16 +51,18 @@ def softmax_fwd(x: jax.Array, spec: Spec) -> jax.Array:
         return [m, parts.sum(lambda part_m, part_s: part_s * exp(part_m - m))]
 
     def finish(strip: Strip, gather: _Gather, refs: _Refs) -> None:
-        x = strip.reader(0)
-        part_m = strip.max(x, LOWEST)
+        def z(chunk: Chunk) -> jax.Array:
+            return elementwise.scaled(strip.read(0, chunk), spec)
+
+        part_m = strip.max(z, LOWEST)
         along_m = strip.along(part_m)
-        (part_s,) = strip.sum(lambda chunk: [exp(x(chunk) - along_m)])
+        (part_s,) = strip.sum(lambda chunk: [exp(z(chunk) - along_m)])
         m, s = gather(merge, [part_m, part_s])
         is_log = spec.op == "log_softmax"
         m, r = strip.along(m), strip.along(jnp.log(s) if is_log else 1 / s)
 
         def y(chunk: Chunk) -> jax.Array:
-            return x(chunk) - m - r if is_log else exp(x(chunk) - m) * r
+            return z(chunk) - m - r if is_log else exp(z(chunk) - m) * r
 
         strip.each_chunk(lambda chunk: strip.store(refs.y, chunk, y(chunk)))
 
