@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -157,6 +158,7 @@ def test_more_elements_than_int32_counts(kernels):
     "name",
     [
         *("softmax", "log_softmax", "layer_norm", "rms_norm"),
+        *("logits of softmax", "logits of log_softmax"),
         *("add_layer_norm", "rms_norm_add", "rms_norm_add_rms_norm"),
     ],
 )
@@ -170,5 +172,5 @@ def test_no_access_out_of_bounds(name, dtype, kernels):
     command += [str(Path(__file__).with_name("memcheck.py")), kernels, name, dtype]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    assert "all 13 cases" in run.stdout
-    assert "NOT FINITE" not in run.stdout
+    assert re.search(r"all \d+ cases", run.stdout)
+    assert "WRONG" not in run.stdout
