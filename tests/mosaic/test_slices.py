@@ -1,9 +1,9 @@
 """Slices of one array, as queries and keys of one projection: which a kernel reads where they lie.
 
-XLA gives a kernel the address of an operand that is dense in memory. A slice of leading axes is: XLA
-makes a *dynamic-slice fusion* of slice and kernel, which passes an address inside the array. One of
-columns is not, and is copied first. So a projection whose parts are to be normalised puts them on
-its first axis.
+XLA gives a kernel the address of an operand that is dense in memory. A slice of leading axes is:
+XLA makes a *dynamic-slice fusion* of slice and kernel, which passes an address inside the array.
+One of columns is not, and is copied first. So a projection whose parts are to be normalised puts
+them on its first axis.
 """
 
 import jax
