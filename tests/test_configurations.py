@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pairs import pairwise
 
 import jaxnorm
 
@@ -73,9 +74,12 @@ def test_lowering(configuration, name, shape, dtype):
     check_lowering(configuration, shape, dtype, (forward_and_gradient(forward), 2), (forward, 1))
 
 
-@pytest.mark.parametrize(("shape", "dtype"), WIDTHS)
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("configuration", CHECKS)
+# Each operation in each configuration; the shapes in turn, so that each configuration and each
+# operation meets all of them.
+@pytest.mark.parametrize(
+    ("configuration", "name", "shape", "dtype"),
+    [(*of, *width) for *of, width in pairwise([*CHECKS], [*FUNCTIONS], WIDTHS)],
+)
 def test_lowering_with_checks(configuration, name, shape, dtype):
     check_lowering(configuration, shape, dtype, (forward_and_gradient(FUNCTIONS[name]), 2))
 

@@ -1,0 +1,29 @@
+"""Fewer combinations of parameters than all of them."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+
+def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Combinations of a value of each axis, such that any two values of two axes meet in one.
+
+    For parameters that do not depend on each other by threes. The same ones each time, and in the
+    order of the full product.
+    """
+    places = [*itertools.product(*(range(len(axis)) for axis in axes))]
+    pairs = [set(itertools.combinations(enumerate(at), 2)) for at in places]
+    missing = set().union(*pairs)
+    chosen = set()
+    # Greedily; from the one that meets the fewest others so far, where several add as much.
+    times = dict.fromkeys(itertools.chain(*(enumerate(at) for at in places)), 0)
+    while missing:
+        best = min(
+            range(len(places)),
+            key=lambda i: (-len(pairs[i] & missing), sum(times[v] for v in enumerate(places[i]))),
+        )
+        missing -= pairs[best]
+        chosen.add(best)
+        for value in enumerate(places[best]):
+            times[value] += 1
+    return [tuple(axis[i] for axis, i in zip(axes, places[at])) for at in sorted(chosen)]
