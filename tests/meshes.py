@@ -58,6 +58,13 @@ def residual_step(name, **options):
     return run
 
 
+@functools.cache
+def expected_of_residual(name):
+    """What `residual_step` gives of `residual_operands` on one device."""
+    run = jax.jit(residual_step(name, implementation="xla"))
+    return [np.asarray(a) for a in run(*residual_operands(name))]
+
+
 def residual_operands(name, shape=SHAPE):
     d, x, scale = operands("rms_norm", shape)
     scales = [scale] if name in ("add_rms_norm", "rms_norm_add") else [scale, jnp.cos(scale)]
@@ -119,12 +126,19 @@ def collectives(compiled):
     return found
 
 
+@functools.cache
+def expected_of(name, save, shape):
+    """What `step` gives of `operands` on one device."""
+    run = jax.jit(step(name, save, implementation="xla"))
+    return [np.asarray(a) for a in run(*operands(name, shape))]
+
+
 def check_values(compiled, sharded, name, save="output"):
-    whole = [np.asarray(a) for a in sharded]
-    expected = jax.jit(step(name, save, implementation="xla"))(*whole)
+    """Of `operands`, wherever they lie."""
+    expected = expected_of(name, save, sharded[1].shape)
     # A sum over n rows of terms near 1 grows to 3 sqrt(n); its n roundings add up like a random
     # walk, in whatever order the rows are added.
-    rows = whole[1].size // whole[1].shape[-1]
+    rows = sharded[1].size // sharded[1].shape[-1]
     of_parameters = 3 * rows * 2.0**-24
     for i, (ours, theirs) in enumerate(zip(compiled(*sharded), expected, strict=True)):
         atol = 2e-5 if i < 2 else max(2e-5, of_parameters)

@@ -1,6 +1,7 @@
 """softmax and log_softmax of scale x + bias, masked and causal, against float64 numpy."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -12,6 +13,7 @@ import refused
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from logits_cases import BF16, F32, KINDS, assert_like_xla, mixed, of_width, op_of
+from pairs import pairwise
 from reference import assert_within, exact
 from test_softmax import FUNCTIONS, GRADIENTS, data
 
@@ -249,14 +251,9 @@ def test_what_is_masked_may_take_part(with_bias):
     np.testing.assert_allclose(pairs[0][0][1, 0, 2], 1 / 7, rtol=1e-6)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-@pytest.mark.parametrize("bias_shape", [(4, 8, 16), (1, 8, 16), (4, 1, 1)], ids=str)
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.usefixtures("quick_to_compile")
-def test_on_a_mesh(spec, bias_shape, kind, name):
-    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+@functools.cache
+def on_one_device(name, bias_shape):
+    """A function with its gradients, its operands, and what it gives."""
     x, d = (data((4, 8, 16), "float32", seed=i, scale=1.0) for i in range(2))
     bias = data(bias_shape, "float32", seed=2)
 
@@ -265,7 +262,27 @@ def test_on_a_mesh(spec, bias_shape, kind, name):
         y, vjp = jax.vjp(lambda x, bias: function(x, bias=bias), x, bias)
         return y, *vjp(d)
 
-    expected = jax.jit(run)(x, bias, d)
+    return run, (x, bias, d), [np.asarray(a) for a in jax.jit(run)(x, bias, d)]
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
+@pytest.mark.parametrize(
+    ("spec", "kind", "bias_shape", "name"),
+    # Each function and each bias wherever x lies; the functions in turn over both.
+    [
+        (*on, *of)
+        for on, *of in pairwise(
+            [*itertools.product(SPECS, [AxisType.Explicit, AxisType.Auto])],
+            [(4, 8, 16), (1, 8, 16), (4, 1, 1)],
+            [*FUNCTIONS],
+        )
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("quick_to_compile")
+def test_on_a_mesh(spec, bias_shape, kind, name):
+    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+    run, (x, bias, d), expected = on_one_device(name, bias_shape)
     x, d = (jax.device_put(a, NamedSharding(mesh, spec)) for a in (x, d))
     for bias_spec in {P(), P(*[None if n == 1 else s for n, s in zip(bias_shape, spec)])}:
         lying = jax.device_put(bias, NamedSharding(mesh, bias_spec))

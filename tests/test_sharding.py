@@ -5,6 +5,7 @@ on two-dimensional arrays, which the partitioner cannot look into.
 """
 
 import functools
+import itertools
 import math
 import sys
 import types
@@ -23,6 +24,7 @@ from meshes import (
     Case,
     check_values,
     collectives,
+    expected_of_residual,
     mesh_of,
     on_mesh,
     operands,
@@ -31,6 +33,7 @@ from meshes import (
     specs_of,
     step,
 )
+from pairs import pairwise
 
 import jaxnorm
 from jaxnorm import _implementation
@@ -107,14 +110,32 @@ MIXED_DERIVATIVES = {
     )[1],
     "transpose of linearize": lambda f, d, *a: jax.linear_transpose(jax.linearize(f, *a)[1], *a)(d),
 }
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-@each_kind
-@each_case
-@each_function
+def in_turn(names, cases, kinds):
+    """Each function in each case on each kind of axis, by xla and by a kernel in turn.
+
+    Both meet every case on every kind, and every function.
+    """
+    places = [
+        (case, kind)
+        for case, kind in itertools.product(cases, kinds)
+        # There the axis that a call normalises is its own.
+        if not (case is SPLIT_ROWS and kind == "manual")
+    ]
+    return pytest.mark.parametrize(
+        ("kernels", "name", "case", "kind"),
+        [
+            pytest.param(runs, name, case, kind, id=f"{runs}-{name}-{case.name}-{kind}")
+            for runs, name, (case, kind) in pairwise(["xla", "kernel"], names, places)
+        ],
+        indirect=["kernels"],
+    )
+
+
+@in_turn(FUNCTIONS, CASES, KINDS)
 def test_rows_split_over_a_mesh(kernels, name, case, kind):
     compiled, sharded = on_mesh(step(name), operands(name), case, kind)
     check_values(compiled, sharded, name)
@@ -149,18 +170,12 @@ def test_both_save_modes(kernels, name, save, kind):
 RESIDUAL_FUNCTIONS = ["add_layer_norm", "add_rms_norm", "rms_norm_add", "rms_norm_add_rms_norm"]
 
 
-@each_kind
-@pytest.mark.parametrize("case", [CASES[1], CASES[3], SPLIT_ROWS], ids=lambda c: c.name)
-@pytest.mark.parametrize("name", RESIDUAL_FUNCTIONS)
+@in_turn(RESIDUAL_FUNCTIONS, [CASES[1], CASES[3], SPLIT_ROWS], KINDS)
 def test_norms_with_a_residual(kernels, name, case, kind):
     """The residual and h lie as x does; nothing of their size moves."""
-    if kind == "manual" and case is SPLIT_ROWS:
-        return  # There the axis that a call normalises is its own.
-    arrays = residual_operands(name)
-    compiled, sharded = on_mesh(residual_step(name), arrays, case, kind)
-    expected = jax.jit(residual_step(name, implementation="xla"))(*arrays)
+    compiled, sharded = on_mesh(residual_step(name), residual_operands(name), case, kind)
     x = sharded[1]
-    for ours, theirs in zip(compiled(*sharded), expected, strict=True):
+    for ours, theirs in zip(compiled(*sharded), expected_of_residual(name), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
         if ours.shape == x.shape:
             assert ours.sharding.is_equivalent_to(x.sharding, x.ndim)
@@ -241,6 +256,17 @@ def test_every_pair_of_explicit_specs(x_spec, params):
     assert (y, dx, dscale, dbias) == (x, x, scale, scale)
 
 
+@functools.cache
+def derivative_on_one_device(name, derivative):
+    """A function, its operands, and what it gives."""
+    derive, arrays = MIXED_DERIVATIVES[derivative], operands(name, (8, 8, 16))
+
+    def run(d, *primals):
+        return derive(lambda *a: step(name)(d, *a)[0], d, *primals)
+
+    return run, arrays, [np.asarray(a) for a in jax.tree.leaves(jax.jit(run)(*arrays))]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("x_spec", [P("data", "seq"), P("data", None, "seq")], ids=str)
 @pytest.mark.parametrize("derivative", MIXED_DERIVATIVES)
@@ -248,16 +274,10 @@ def test_every_pair_of_explicit_specs(x_spec, params):
 def test_forward_mode_on_a_mesh(name, derivative, x_spec, kind):
     if kind == "manual" and x_spec[-1] == "seq":
         return  # There the axis that a call normalises is its own.
-    derive = MIXED_DERIVATIVES[derivative]
     case = Case("", {"data": 4, "seq": 2}, x_spec)
-    arrays = operands(name, (8, 8, 16))
-
-    def run(d, *primals):
-        return derive(lambda *a: step(name)(d, *a)[0], d, *primals)
-
+    run, arrays, expected = derivative_on_one_device(name, derivative)
     compiled, sharded = on_mesh(run, arrays, case, kind)
-    expected = jax.jit(run)(*arrays)
-    for ours, theirs in zip(jax.tree.leaves(compiled(*sharded)), jax.tree.leaves(expected)):
+    for ours, theirs in zip(jax.tree.leaves(compiled(*sharded)), expected):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -295,14 +315,32 @@ def test_a_mask_broadcasts_against_shards(kernels, mask_shape, kind):
     np.testing.assert_allclose(compiled(sharded, where), expected, rtol=2e-5, atol=2e-5)
 
 
-def loss(transform, x, params):
+def loss(transform, x, params, **options):
     """A few pre-norm layers, scanned."""
 
     def layer(x, p):
         scale, w = p
-        return x + jnp.tanh(jaxnorm.rms_norm(x, scale) @ w), None
+        return x + jnp.tanh(jaxnorm.rms_norm(x, scale, **options) @ w), None
 
     return jnp.sum(jax.lax.scan(transform(layer), x, params)[0] ** 2)
+
+
+def gradient_of(transform, **options):
+    return jax.jit(jax.grad(functools.partial(loss, transform, **options), argnums=(0, 1)))
+
+
+def training_operands():
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.normal(size=SHAPE), jnp.float32), (
+        jnp.asarray(1 + 0.1 * rng.normal(size=(3, 64)), jnp.float32),
+        jnp.asarray(0.1 * rng.normal(size=(3, 64, 64)), jnp.float32),
+    )
+
+
+@functools.cache
+def trained_on_one_device():
+    gradient = gradient_of(lambda f: f, implementation="xla")
+    return [np.asarray(a) for a in jax.tree.leaves(gradient(*training_operands()))]
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
@@ -313,21 +351,15 @@ def loss(transform, x, params):
 )
 def test_training_through_scanned_layers(kernels, transform, kind):
     mesh = mesh_of(Case("", {"data": 4, "seq": 2}, P()), kind)
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=SHAPE), jnp.float32)
-    params = (
-        jnp.asarray(1 + 0.1 * rng.normal(size=(3, 64)), jnp.float32),
-        jnp.asarray(0.1 * rng.normal(size=(3, 64, 64)), jnp.float32),
-    )
-    gradient = jax.jit(jax.grad(functools.partial(loss, transform), argnums=(0, 1)))
-    expected = gradient(x, params)
+    x, params = training_operands()
+    gradient = gradient_of(transform)
     put = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data", "seq")))
     replicated = jax.device_put(params, NamedSharding(mesh, P()))
     compiled = gradient.lower(put(x), replicated).compile()
     found = collectives(compiled)
     assert set(found) <= {"all-reduce"}
     for ours, theirs in zip(
-        jax.tree.leaves(compiled(put(x), replicated)), jax.tree.leaves(expected)
+        jax.tree.leaves(compiled(put(x), replicated)), trained_on_one_device(), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
