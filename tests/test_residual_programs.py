@@ -142,6 +142,7 @@ def test_where_the_norm_is_not_used_a_sum_is_left(name, residual):
         jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
+@pytest.mark.usefixtures("quick_to_compile")
 def test_derivatives_of_a_program_whose_unused_sum_is_gone():
     """It is back where a backward starts from it."""
     x, scale = normal((4, 16), "float32", 0), jnp.ones(16)
@@ -160,11 +161,11 @@ def test_derivatives_of_a_program_whose_unused_sum_is_gone():
             y = h / jnp.sqrt((h**2).mean(-1, keepdims=True) + 1e-6)
         return jnp.sum(y * jnp.cos(x))
 
+    gradient, hessian = jax.jit(jax.grad(plain))(x), jax.jit(jax.hessian(plain))(x[0:1])
     for save in ("output", "input"):
-        ours = jax.grad(functools.partial(scanned, save=save))(x)
-        np.testing.assert_allclose(ours, jax.grad(plain)(x), rtol=1e-4, atol=1e-5)
-        hessians = [jax.hessian(f)(x[0:1]) for f in (functools.partial(scanned, save=save), plain)]
-        np.testing.assert_allclose(*hessians, rtol=1e-3, atol=1e-3)
+        function = functools.partial(scanned, save=save)
+        np.testing.assert_allclose(jax.grad(function)(x), gradient, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(jax.hessian(function)(x[0:1]), hessian, rtol=1e-3, atol=1e-3)
 
 
 def residual_blocks(norm):
@@ -195,6 +196,7 @@ def additions_of(jaxpr, shape):
     return found
 
 
+@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("wrapped", WRAPPED)
 @pytest.mark.parametrize("layers", [unrolled, scanned])
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
@@ -215,15 +217,16 @@ def test_the_residual_s_gradient_is_added_in_the_norm_s_backward(name, layers, w
         centred = x - x.mean(-1, keepdims=True) if name == "layer_norm" else x
         return centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * scale
 
-    ours, theirs = loss(getattr(jaxnorm, name)), loss(plain)
+    ours, theirs = (jax.jit(loss(norm)) for norm in (getattr(jaxnorm, name), plain))
+    # Also outside jit.
+    run = loss(getattr(jaxnorm, name)) if wrapped == "plain" else ours
     for got, expected in zip(
-        jax.tree.leaves(ours(x, parameters)), jax.tree.leaves(theirs(x, parameters))
+        jax.tree.leaves(run(x, parameters)), jax.tree.leaves(theirs(x, parameters))
     ):
         # Three layers, each of products over 8 columns.
         np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
     additions = [
-        additions_of(jax.make_jaxpr(jax.jit(f))(x, parameters).jaxpr, x.shape)
-        for f in (ours, theirs)
+        additions_of(jax.make_jaxpr(f)(x, parameters).jaxpr, x.shape) for f in (ours, theirs)
     ]
     assert additions[0] == 0
     assert additions[1] > 0
