@@ -61,10 +61,21 @@ def test_short_run(options, tmp_path):
         ("--out nowhere/plot.png", "expected a file in a folder that exists"),
     ],
 )
-def test_bad_values(arguments, message, tmp_path):
-    done = demo(*arguments.split(), cwd=tmp_path)
+def test_bad_values(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.chdir(tmp_path)
+    from train_transformer import main
+
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments.split())
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_bad_value_ends_the_process(tmp_path):
+    done = demo("--layers", "0", cwd=tmp_path)
     assert done.returncode == 2
-    assert message in done.stderr
+    assert "--layers: got '0'; expected an integer of at least 1" in done.stderr
 
 
 @pytest.fixture
