@@ -24,6 +24,7 @@ from backward_cases import (
     reference,
 )
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from pairs import pairwise
 
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
@@ -55,15 +56,15 @@ def check(spec: Spec, schedule: Any, *operands: Any) -> None:
         assert np.max(excess) <= 0, np.max(excess / error)
 
 
-@pytest.mark.parametrize("case", NORM_CASES, ids=lambda case: case.name)
+# Each schedule with both functions, both dtypes and both of what is saved, these in pairs.
 @pytest.mark.parametrize(
-    ("op", "dtype", "saved"),
+    ("op", "dtype", "saved", "case"),
     [
-        ("rms_norm", BF16, "output"),
-        ("layer_norm", F32, "output"),
-        ("layer_norm", BF16, "input"),
+        pytest.param(op, dtype, saved, case, id=f"{op}-{dtype}-{saved}-{case.name}")
+        for op, dtype, saved, case in pairwise(
+            ["rms_norm", "layer_norm"], [BF16, F32], ["output", "input"], NORM_CASES
+        )
     ],
-    ids=str,
 )
 def test_norm_values(op: str, case: Case, dtype: np.dtype, saved: str) -> None:
     spec = make_spec(op, case.rows, case.cols, dtype, dtype, saved=saved)
@@ -141,11 +142,14 @@ def test_norm_variants(name: str, change: dict[str, Any]) -> None:
     check(spec, case.schedule_for(F32), *make_operands(spec))
 
 
-@pytest.mark.parametrize("case", NORM_CASES, ids=lambda case: case.name)
+# Each schedule with one of two calls, in turn: each kind of schedule meets both.
 @pytest.mark.parametrize(
-    ("op", "x", "y", "saved"),
-    [("rms_norm", BF16, BF16, "output"), ("layer_norm", F32, BF16, "input")],
-    ids=str,
+    ("op", "x", "y", "saved", "case"),
+    [
+        pytest.param(op, x, BF16, saved, case, id=f"{op}-{x}-{saved}-{case.name}")
+        for i, case in enumerate(NORM_CASES)
+        for op, x, saved in [[("rms_norm", BF16, "output"), ("layer_norm", F32, "input")][i % 2]]
+    ],
 )
 def test_dh_is_added(op: str, case: Case, x: np.dtype, y: np.dtype, saved: str) -> None:
     """dh in the dtype of x, which may be wider than that of saved and dy; one rounding."""
