@@ -47,23 +47,35 @@ def mixed(cases: Sequence[Case]) -> list[Any]:
         kind = type(case.schedule_for(BF16))
         mixes = MIXES if kind not in kinds else [MIXES[j % len(MIXES)] for j in (2 * i, 2 * i + 1)]
         kinds.add(kind)
-        found += [pytest.param(case, x, y, id=f"{case.name}-{x}-{y}") for x, y in mixes]
+        found += [(case, x, y) for x, y in mixes]
     return found
 
 
-@pytest.mark.parametrize(("case", "x", "y"), mixed([*NORM_CASES, *CLUSTER_CASES]))
-def test_norm_schedules_lower(case: Case, x: np.dtype, y: np.dtype) -> None:
+def in_turn(ops: Sequence[str], cases: Sequence[Any]) -> list[Any]:
+    """One of two functions and the other: each schedule and each mix meets both."""
+    return [
+        pytest.param(ops[i % 2], case, x, y, id=f"{ops[i % 2]}-{case.name}-{x}-{y}")
+        for i, (case, x, y) in enumerate(cases)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("op", "case", "x", "y"),
+    in_turn(["rms_norm", "layer_norm"], mixed([*NORM_CASES, *CLUSTER_CASES])),
+)
+def test_norm_schedules_lower(op: str, case: Case, x: np.dtype, y: np.dtype) -> None:
     saved = "input" if x == F32 else "output"
-    for op in ("rms_norm", "layer_norm"):
-        spec = make_spec(op, case.rows, case.cols, x, y, saved=saved, scale_dtype=BF16)
-        assert "mosaic_gpu" in lower(spec, case.schedule_for(x, y))
+    spec = make_spec(op, case.rows, case.cols, x, y, saved=saved, scale_dtype=BF16)
+    assert "mosaic_gpu" in lower(spec, case.schedule_for(x, y))
 
 
-@pytest.mark.parametrize(("case", "x", "y"), mixed([*SOFTMAX_CASES, *SOFTMAX_CLUSTER_CASES]))
-def test_softmax_schedules_lower(case: Case, x: np.dtype, y: np.dtype) -> None:
-    for op in ("softmax", "log_softmax"):
-        spec = make_spec(op, case.rows, case.cols, x, y)
-        assert "mosaic_gpu" in lower(spec, case.schedule_for(x, y))
+@pytest.mark.parametrize(
+    ("op", "case", "x", "y"),
+    in_turn(["softmax", "log_softmax"], mixed([*SOFTMAX_CASES, *SOFTMAX_CLUSTER_CASES])),
+)
+def test_softmax_schedules_lower(op: str, case: Case, x: np.dtype, y: np.dtype) -> None:
+    spec = make_spec(op, case.rows, case.cols, x, y)
+    assert "mosaic_gpu" in lower(spec, case.schedule_for(x, y))
 
 
 #: The shapes of the benchmarks, odd ones, and few rows.

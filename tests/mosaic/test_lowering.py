@@ -25,6 +25,7 @@ from forward_cases import (
     make_spec,
     operand_types,
 )
+from pairs import pairwise
 
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER, Gpu
@@ -37,9 +38,14 @@ RESIDUAL_MIXES = [(BF16, BF16, BF16), (BF16, F32, F16), (F32, BF16, F32)]
 MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]
 
 
-@pytest.mark.parametrize(("x", "y"), MIXES, ids=str)
-@pytest.mark.parametrize("case", [*CASES, *CLUSTERED], ids=lambda case: case.name)
-@pytest.mark.parametrize("op", OPS)
+# Each schedule with each function and each mix of dtypes, these in pairs.
+@pytest.mark.parametrize(
+    ("op", "case", "x", "y"),
+    [
+        pytest.param(op, case, x, y, id=f"{op}-{case.name}-{x}-{y}")
+        for op, case, (x, y) in pairwise(OPS, [*CASES, *CLUSTERED], MIXES)
+    ],
+)
 def test_schedules_lower(op: str, case: Case, x: np.dtype, y: np.dtype) -> None:
     spec = make_spec(
         op, case.rows, case.cols, x, y, **({"scale_dtype": BF16} if "norm" in op else {})
@@ -117,13 +123,25 @@ def test_default_schedules_lower(rows: int, cols: int) -> None:
         assert "mosaic_gpu" in lower(spec, x, *params)
 
 
-@pytest.mark.parametrize("op", RESIDUAL_OPS)
-@pytest.mark.parametrize(("rows", "cols"), RESIDUAL_SHAPES)
-def test_default_schedules_of_residuals_lower(rows: int, cols: int, op: str) -> None:
-    for x, residual, y in ((BF16, BF16, BF16), (BF16, F32, BF16), (F32, F32, F32)):
-        spec = make_spec(op, rows, cols, x, y, residual_dtype=residual, scale_dtype=BF16)
-        assert mosaic.supports(spec) is None
-        assert "mosaic_gpu" in lower(spec, *operand_types(spec).values())
+# Each shape with each function, the mixes of dtypes in turn, so that both meet all of them.
+@pytest.mark.parametrize(
+    ("rows", "cols", "op", "dtypes"),
+    [
+        pytest.param(rows, cols, op, dtypes, id=f"{rows}-{cols}-{op}-{'-'.join(map(str, dtypes))}")
+        for (rows, cols), op, dtypes in pairwise(
+            RESIDUAL_SHAPES,
+            RESIDUAL_OPS,
+            [(BF16, BF16, BF16), (BF16, F32, BF16), (F32, F32, F32)],
+        )
+    ],
+)
+def test_default_schedules_of_residuals_lower(
+    rows: int, cols: int, op: str, dtypes: tuple[np.dtype, ...]
+) -> None:
+    x, residual, y = dtypes
+    spec = make_spec(op, rows, cols, x, y, residual_dtype=residual, scale_dtype=BF16)
+    assert mosaic.supports(spec) is None
+    assert "mosaic_gpu" in lower(spec, *operand_types(spec).values())
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm", *RESIDUAL_OPS])
