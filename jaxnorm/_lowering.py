@@ -44,13 +44,14 @@ def _choose(ctx: Any, call: Call, bind: Callable[..., Any]) -> Function:
     platforms = ctx.platforms or program.platforms
     if _loses_its_kernel_by_dh(call, platforms[0]):
         return _with_dh_added_outside(call, bind)
-    if call.spec.plain:
+    named = None if call.implementation is None else call.as_seen_by(call.implementation)
+    if call.spec.plain or (named is not None and named.scattered):
         name = "xla"
-    elif call.implementation is not None:
+    elif call.implementation is not None and named is not None:
         name = call.implementation
         _implementation.placed(name, call.spec, platforms)
         # Known here alone: under `jax.vmap` a backward has more rows than where it was called.
-        _implementation.forced(call.as_seen_by(name), name)
+        _implementation.forced(named, name)
     elif program.lowering_parameters.for_export or len(platforms) > 1:
         name = "xla"  # An exported program outlives this version's kernels.
     else:

@@ -24,9 +24,13 @@ NO_KERNEL: Table = (
     ),
     ("there is nothing to compute in an array of size 0", lambda s: s.rows == 0 or s.cols == 0),
     (
-        "tangents, second derivatives, sums whose norm is not used, and parameters of groups of "
-        "rows that are not consecutive are plain JAX's",
+        "tangents, second derivatives and sums whose norm is not used are plain JAX's",
         lambda s: s.plain,
+    ),
+    (
+        "parameters of groups of rows that are not consecutive, or that are broadcast along "
+        "normalised axes, are plain JAX's",
+        lambda s: s.scattered,
     ),
     (
         "scale and bias belong to groups of different sizes",

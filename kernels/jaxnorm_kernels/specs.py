@@ -4,7 +4,7 @@ An implementation is a module with the functions of :class:`Implementation`. It 
 arrays ``(rows, cols)`` whose last axis is the normalised one, and one frozen :class:`Spec` that
 says everything else about the call. It knows nothing of autodiff, sharding or Flax. One whose
 ``takes_inner`` says so also takes ``(outer, cols, inner)`` with ``Spec.inner``, the view that needs
-no transpose; its statistics are ``(outer * inner,)``. The ``xla``
+no transpose; its statistics are those of ``(outer, inner)``, flat. The ``xla``
 implementation alone also takes arrays of any shape with ``Spec.axes``: XLA partitions them over a
 mesh as they are, where a reshape to rows could make it gather them. It alone has the tangents
 (``softmax_tan``, ``log_softmax_tan``, ``norm_tan``), and a backward that takes the cotangents of
@@ -112,10 +112,15 @@ class Spec:
       axes: the normalised axes of the arrays: the last one, but for the xla implementation.
       scale_groups, bias_groups: 1 for a parameter ``(cols,)`` of all rows; n for one ``(n, cols)``,
         each of whose rows belongs to ``rows / n`` consecutive rows.
-      scattered: a parameter belongs to groups of rows that are not consecutive.
+      scattered: a parameter belongs to groups of rows that are not consecutive, or is broadcast
+        along normalised axes.
       moved_axis: the two-dimensional view needs a transpose, in and out.
-      inner: above 1, arrays are ``(rows / inner, cols, inner)``, normalised over the middle axis:
-        for implementations whose `takes_inner` says so.
+      inner: above 1, arrays are as `strided` says, normalised over the middle axis: for
+        implementations whose `takes_inner` says so.
+      inner_cols: of the `cols` elements of a row, those that are neighbours on the inner axis:
+        GroupNorm's channels of a group. Statistics are then ``(outer * inner / inner_cols,)``.
+      inner_params: scale and bias are ``(inner,)``, or ``(n, inner)`` for n groups of consecutive
+        outer indices, and not of columns.
       cols_over: mesh axes (inside ``jax.shard_map``) that the columns are sharded over, of which
         there are ``cols`` in all; for the xla implementation alone.
       queries_over: likewise of the axis before them, for ``causal``.
@@ -154,8 +159,15 @@ class Spec:
     scattered: bool = False
     moved_axis: bool = False
     inner: int = 1
+    inner_cols: int = 1
+    inner_params: bool = False
     cols_over: tuple[str, ...] = ()
     queries_over: tuple[str, ...] = ()
+
+    @property
+    def strided(self) -> tuple[int, int, int]:
+        """Shape ``(outer, cols, inner)`` of the arrays, for `inner` above 1."""
+        return self.rows * self.inner_cols // self.inner, self.cols // self.inner_cols, self.inner
 
     @property
     def compute_dtype(self) -> np.dtype:
@@ -219,8 +231,7 @@ class Spec:
     @property
     def plain(self) -> bool:
         """Whether the xla implementation alone has this pass: no kernel is asked for it."""
-        no_y = self.unused == "y"
-        return self.direction == "tan" or self.stat_cotangents or self.scattered or no_y
+        return self.direction == "tan" or self.stat_cotangents or self.unused == "y"
 
     @property
     def first(self) -> "Spec":

@@ -85,13 +85,24 @@ _CANNOT: Table = (
     ),
     (
         "its kernels over an axis that is not the last take no parameters of groups of rows",
-        lambda s: s.groups > 1,
+        lambda s: s.groups > 1 and not s.inner_params,
+    ),
+    (
+        "its softmaxes are over one axis, or over axes that lie side by side",
+        lambda s: s.inner_cols > 1 and not s.is_norm,
+    ),
+    (
+        "its kernels normalise neighbours on the last axis together by powers of 2",
+        lambda s: s.inner_cols & (s.inner_cols - 1) != 0,
     ),
     (
         f"its kernels need {COPY_BYTES} bytes, or a multiple, behind an axis that is not the last",
         lambda s: any(s.inner * dtype.itemsize % COPY_BYTES for dtype in _held(s)),
     ),
-    ("its kernels hold no columns as many, or as few, as these", lambda s: strips_of(s) is None),
+    (
+        "its kernels hold no columns as many, or as few, as these, or no neighbours as many",
+        lambda s: strips_of(s) is None,
+    ),
 )
 
 
@@ -112,12 +123,14 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Strips | None:
     itemsize = max(dtype.itemsize for dtype in dtypes)
     vector = VECTOR_BYTES // itemsize
     threads = line.width // vector
-    array_bytes = -(-spec.cols // line.cluster) * line.width * itemsize
+    outer, cols, inner = spec.strided
+    array_bytes = -(-cols // line.cluster) * line.width * itemsize
     block_bytes = array_bytes * sum(d.itemsize for d in _held(spec)) // itemsize
     fits = (
         2 <= threads <= WARP // 2
-        and line.width <= spec.inner
-        and (WARPS * WARP // threads) * line.cluster <= spec.cols
+        and line.width <= inner
+        and line.width % spec.inner_cols == 0
+        and (WARPS * WARP // threads) * line.cluster <= cols
         and block_bytes <= (line.kib or _BLOCK_KIB[spec.direction]) * _KIB
         and line.direction in (None, spec.direction)
         and line.itemsize in (None, itemsize)
@@ -127,20 +140,21 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Strips | None:
         return None
     chunk = WARPS * WARP // threads
     busy = array_bytes // ((_NORM_KIB if spec.is_norm else _SOFTMAX_KIB) * _KIB)
-    most = min(_MOST_WARPGROUPS[vector], spec.cols // (line.cluster * chunk))
-    outer = spec.rows // spec.inner
-    count = outer * -(-spec.inner // line.width)
+    most = min(_MOST_WARPGROUPS[vector], cols // (line.cluster * chunk))
+    count = outer * -(-inner // line.width)
     strips = Strips(
         outer,
-        spec.cols,
-        spec.inner,
+        cols,
+        inner,
         vector,
         threads,
         warpgroups=_power_of_2(max(1, min(most, busy))),
         cluster=line.cluster,
         blocks=count,
+        group=spec.inner_cols,
     )
-    if spec.direction == "fwd" or (spec.scale_dtype is None and spec.bias_dtype is None):
+    has_column_sums = spec.direction == "bwd" and not spec.inner_params
+    if not has_column_sums or (spec.scale_dtype is None and spec.bias_dtype is None):
         return strips
     # Gradients of parameters: each block adds up those of many strips, and writes its sums. As many
     # blocks as run at a time, or as few as take as many strips each.

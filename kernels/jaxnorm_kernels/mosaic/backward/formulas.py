@@ -78,6 +78,21 @@ class Formula(Protocol):
         ...
 
 
+class InnerFormula(Formula, Protocol):
+    """One whose parameters are those of an inner element of a strip: all its columns share them."""
+
+    #: how many of the sums over the columns are gradients of parameters.
+    inner_sums: int
+
+    def gradients(self, sums: Arrays) -> list[jax.Array]:
+        """Those of the sums over the columns of each inner element."""
+        ...
+
+    def totals(self, sums: Arrays, params: Arrays) -> list[jax.Array]:
+        """What those sums add to the sums over a row; `params` as `columns` gives them."""
+        ...
+
+
 def prepare(formula: Formula, params: Arrays) -> list[jax.Array]:
     """What a formula needs of the parameters, whatever their dtypes."""
     return formula.columns([p.astype(jnp.float32) for p in params])

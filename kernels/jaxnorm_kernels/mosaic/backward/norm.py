@@ -81,10 +81,7 @@ class NormFormula:
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         saved, d, *dh = elements
         dg, z, reciprocal = self._elements(saved, d, columns, stats)
-        xh = z if reciprocal is None else z * reciprocal
-        if self.spec.clips_x_hat:
-            bound = math.sqrt(self.spec.cols)
-            xh = jnp.clip(xh, -bound, bound)
+        xh = self._x_hat(z, reciprocal)
         # r in each term: two fused multiply-adds, where r (d G - c1 - xh c2) has one, and two more.
         c2, *c1 = [total * (stats[0] / self.spec.cols) for total in totals]
         dx = dg * stats[0]
@@ -100,6 +97,13 @@ class NormFormula:
             sums.append(d)
         return [dx] * self.copies, sums
 
+    def _x_hat(self, z: jax.Array, reciprocal: jax.Array | None) -> jax.Array:
+        xh = z if reciprocal is None else z * reciprocal
+        if self.spec.clips_x_hat:
+            bound = math.sqrt(self.spec.cols)
+            xh = jnp.clip(xh, -bound, bound)
+        return xh
+
     def _elements(
         self, saved: jax.Array, d: jax.Array, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -112,6 +116,45 @@ class NormFormula:
             return dg, (saved - mean[0] if mean else saved) * rstd, None
         reciprocal = None if g is None else columns.pop(0)
         return dg, saved - columns.pop(0) if columns else saved, reciprocal
+
+
+class InnerNormFormula(NormFormula):
+    """The same where G and the bias belong to an inner element of a strip, not to a column.
+
+    The sums over its columns are dscale and dbias, and G times them its part of c2 and c1: so c2 is
+    that of d G xh from the output, too.
+    """
+
+    @property
+    def row_sums(self) -> int:
+        return 1 + (self.spec.subtract_mean or self.spec.bias_dtype is not None)
+
+    @property
+    def column_sums(self) -> int:
+        return 0
+
+    @property
+    def inner_sums(self) -> int:
+        return super().column_sums
+
+    def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
+        saved, d = elements
+        _, z, reciprocal = self._elements(saved, d, columns, stats)
+        return [d * self._x_hat(z, reciprocal), d][: self.row_sums]
+
+    def finish(
+        self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        results, _ = super().finish(elements, columns, stats, totals)
+        return results, []
+
+    def gradients(self, sums: Arrays) -> list[jax.Array]:
+        has = (self.spec.scale_dtype is not None, self.spec.bias_dtype is not None)
+        return [total for total, is_there in zip(sums, has) if is_there]
+
+    def totals(self, sums: Arrays, params: Arrays) -> list[jax.Array]:
+        rows = list(sums[: 1 + self.spec.subtract_mean])
+        return rows if self.spec.scale_dtype is None else [params[0] * total for total in rows]
 
 
 _KERNELS = {Ring: ring_backward, RowsRing: rows_ring_backward, Direct: direct_backward}
@@ -177,11 +220,14 @@ def _backward(
     if bias is not None and spec.saved == "output":
         params.append(bias)
     rows = [saved, dy] if dh is None else [saved, dy, dh]
-    formula = NormFormula(spec.last, copies=len(dtypes))
+    inner = InnerNormFormula(spec.last, len(dtypes)) if spec.inner_params else None
+    formula = inner or NormFormula(spec.last, copies=len(dtypes))
     operands = Operands(rows, stats, params, spec.groups)
     if spec.inner > 1:
         strips, name = found(strip_schedule.strips_of(spec), spec), "jaxnorm_norm_strided_bwd"
-        results = strided_backward(formula, operands, strips=strips, results=dtypes, name=name)
+        results = strided_backward(
+            formula, operands, strips=strips, results=dtypes, name=name, inner=inner
+        )
     else:
         schedule = found(schedule or schedules.norm_schedule(spec), spec)
         results = _KERNELS[type(schedule)](

@@ -7,10 +7,12 @@ that are read (see `rows.strips`) and read them twice from shared memory::
                       dx; sums over the inner elements, added to those of the strips before it
 
 The sums over inner elements are dscale and dbias, of each block; those are added up outside, always
-in the same order.
+in the same order. Where the parameters belong to inner elements and not to columns, the sums over
+the columns are what dscale and dbias are of: each strip writes its own.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -20,7 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.backward.formulas import Formula, Operands, prepare, split
+from jaxnorm_kernels.mosaic.backward.formulas import (
+    Formula,
+    InnerFormula,
+    Operands,
+    prepare,
+    split,
+)
 from jaxnorm_kernels.mosaic.device.barriers import warpgroup_barrier
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch
 from jaxnorm_kernels.mosaic.device.layouts import Ref, store
@@ -77,22 +85,27 @@ def strided_backward(
     strips: Strips,
     results: Sequence[np.dtype],
     name: str,
+    inner: InnerFormula | None = None,
 ) -> tuple[jax.Array, ...]:
     """The results like x, then for each column sum its partial sums, one row for each block.
 
     Args:
-      operands: those of rows are ``(outer, cols, inner)``; statistics ``(outer * inner,)``.
+      operands: those of rows are ``(outer, cols, inner)``; statistics ``(rows,)``.
       results: dtypes of the results ``(outer, cols, inner)``.
+      inner: the formula, where the parameters are of inner elements: ``(inner,)`` or
+        ``(n, inner)``. The partial sums are then ``(outer, inner)``.
     """
     shape = (strips.outer, strips.cols, strips.inner)
     exchange = StripExchange(strips, formula.row_sums)
     sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
     held = sizes[0] + 1
+    inner_sums = 0 if inner is None else inner.inner_sums
     sums = plgpu.SMEM((strips.warpgroups, strips.slice().width), jnp.float32)
 
     def body(*refs: Ref) -> None:
         row_refs, stat_refs, param_refs, refs = split(refs, *sizes)
-        result_refs, partial_refs, refs = split(refs, len(results), formula.column_sums)
+        result_refs, inner_refs, refs = split(refs, len(results), inner_sums)
+        partial_refs, refs = split(refs, formula.column_sums)
         stages, exchanged, refs = split(refs, held, len(exchange.scratch()))
         column_sums = _ColumnSums(refs)
 
@@ -102,15 +115,22 @@ def strided_backward(
             def elements(chunk: Chunk, count: int) -> list[jax.Array]:
                 return [strip.read(k, chunk) for k in range(count)]
 
-            def columns(chunk: Chunk) -> list[jax.Array]:
-                own = prepare(formula, [strip.param(ref, chunk) for ref in param_refs])
-                return [strip.of_columns(column) for column in own]
+            own: Sequence[jax.Array] = ()
+            if inner is None:
+                columns = strip.params(param_refs, functools.partial(prepare, formula))
+            else:
+                own = prepare(formula, [strip.inner_param(ref) for ref in param_refs])
+                columns = strip.same_of_columns(own)
 
             def terms(chunk: Chunk) -> list[jax.Array]:
                 return formula.terms(elements(chunk, formula.summed), columns(chunk), stats)
 
             totals = exchange(exchanged, strip.step, _add_parts, strip.sum(terms, formula.row_sums))
-            along = [strip.along(total) for total in totals]
+            if inner is not None:
+                for ref, total in zip(inner_refs, inner.gradients(totals)):
+                    strip.store_inner(ref, total)
+                totals = inner.totals(totals, own)
+            along = [strip.along(strip.group_sum(total)) for total in totals]
 
             def write(chunk: Chunk) -> None:
                 values, terms = formula.finish(
@@ -134,12 +154,13 @@ def strided_backward(
         body,
         [
             *operands.rows,
-            *[stat.reshape(strips.outer, strips.inner) for stat in operands.stats],
+            *[stat.reshape(strips.stats_shape) for stat in operands.stats],
             *operands.params,
         ],
         name=name,
         outputs=[
             *[(shape, dtype) for dtype in results],
+            *[((strips.outer, strips.inner), _F32)] * inner_sums,
             *[((strips.blocks, strips.cols), _F32)] * formula.column_sums,
         ],
         blocks=strips.blocks,

@@ -1,5 +1,8 @@
 """Softmax, log_softmax, LayerNorm and RMSNorm of ``(outer, cols, inner)`` over the middle axis.
 
+The norms also over groups of neighbours on the inner axis (GroupNorm): what the columns of each
+inner element give is then merged once more.
+
 The equations are those of `forward.softmax` and `forward.norm`, and so is how parts are merged; a
 part is what a warp has of the columns, or a block of a cluster. Blocks hold strips, not rows: see
 `rows.strips`.
@@ -73,23 +76,30 @@ def softmax_fwd(x: jax.Array, spec: Spec) -> jax.Array:
 def norm_fwd(
     x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, spec: Spec
 ) -> tuple[jax.Array, Stats]:
-    """y ``(outer, cols, inner)``; and the statistics, each ``(outer * inner,)`` in float32.
+    """y ``(outer, cols, inner)``; and the statistics, each ``(rows,)`` in float32.
 
     Args:
-      scale, bias: ``(cols,)``; None where there is none. For the others see `softmax_fwd`.
+      scale, bias: ``(cols,)``, or as `Spec.inner_params` says; None where there is none. For the
+        others see `softmax_fwd`.
     """
     name = "layer_norm" if spec.subtract_mean else "rms_norm"
     params = [param for param in (scale, bias) if param is not None]
 
+    prepare = functools.partial(norm_columns, spec=spec)
+
     def finish(strip: Strip, gather: _Gather, refs: _Refs) -> None:
         x = strip.reader(0)
+        if spec.inner_params:
+            # Read first: that takes as long as the sums do.
+            own = prepare([strip.inner_param(ref) for ref in refs.params])
+            columns = strip.same_of_columns(own)
+        else:
+            columns = strip.params(refs.params, prepare)
         rstd, mean = _statistics(strip, x, gather, spec)
         along_rstd, along_mean = strip.along(rstd), None if mean is None else strip.along(mean)
 
         def write(chunk: Chunk) -> None:
-            columns = norm_columns([strip.param(ref, chunk) for ref in refs.params], spec)
-            along = [strip.of_columns(column) for column in columns]
-            y = norm_output(x(chunk), along_rstd, along_mean, along, spec)
+            y = norm_output(x(chunk), along_rstd, along_mean, columns(chunk), spec)
             strip.store(refs.y, chunk, y)
 
         strip.each_chunk(write)
@@ -102,7 +112,7 @@ def norm_fwd(
 def _statistics(
     strip: Strip, x: Callable[[Chunk], jax.Array], gather: _Gather, spec: Spec
 ) -> tuple[Stat, Stat | None]:
-    """r and the mean of each inner element."""
+    """r and the mean of each inner element, or of its group."""
     mean = None
     if spec.subtract_mean:
         size = strip.sizes()
@@ -111,8 +121,12 @@ def _statistics(
         along = strip.along(part_mean)
         (part_square,) = strip.sum(lambda chunk: [jnp.square(x(chunk) - along)])
         mean, square, _ = gather(_merge_moments, [part_mean, part_square, size])
+        if strip.strips.group > 1:
+            own_mean, mean = mean, strip.group_sum(mean) / strip.strips.group
+            square = square + strip.strips.cols * jnp.square(own_mean - mean)
     else:
         (square,) = gather(_add, strip.sum(lambda chunk: [jnp.square(x(chunk))]))
+    square = strip.group_sum(square)
     return lax.rsqrt(square / spec.cols + spec.epsilon), mean
 
 
@@ -165,7 +179,7 @@ def _forward(
         name=f"jaxnorm_{name}_strided_fwd",
         outputs=[
             (x.shape, spec.y_dtype),
-            *[((strips.outer, strips.inner), np.dtype(np.float32))] * stats,
+            *[(strips.stats_shape, np.dtype(np.float32))] * stats,
         ],
         blocks=strips.blocks,
         cluster=strips.cluster,

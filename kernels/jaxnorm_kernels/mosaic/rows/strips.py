@@ -8,6 +8,7 @@ that a thread needs registers for a few of its elements alone.
 
 Each warpgroup owns a slice of the columns (see `shares`), in chunks of one vector for each thread,
 ``(4, columns of a warp, width)``: the lanes of a warp run along the width, then along the columns.
+Inner elements that are normalised together are a *group*, whole in each strip (see `strip_groups`).
 Strips overlap where the width does not divide the inner axis: the last one ends with it, and its
 first elements, which are *stale*, are stored twice with the same value.
 """
@@ -38,6 +39,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.device.registers import store_global, widen
 from jaxnorm_kernels.mosaic.rows.shares import Chunk, Slice
+from jaxnorm_kernels.mosaic.rows.strip_groups import group_sum, load_of_groups, store_of_groups
 
 # The copy engine takes boxes of up to so many elements along each axis.
 _BOX = 256
@@ -62,6 +64,7 @@ class Strips:
       warpgroups: of a block.
       cluster: blocks that share a strip.
       blocks: (or clusters) of the grid, each of which takes every n-th strip.
+      group: neighbouring inner elements that are normalised together.
     """
 
     outer: int
@@ -72,6 +75,7 @@ class Strips:
     warpgroups: int = 1
     cluster: int = 1
     blocks: int = 0
+    group: int = 1
 
     def __post_init__(self) -> None:
         if not 2 <= self.threads < WARP:
@@ -81,6 +85,8 @@ class Strips:
             raise ValueError(f"{self} needs an inner axis of {self.width} elements or more")
         if not 0 < self.blocks <= self.count:
             raise ValueError(f"{self} needs 1 to {self.count} blocks")
+        if self.group & (self.group - 1) or self.width % self.group or self.inner % self.group:
+            raise ValueError(f"{self} needs groups of a power of 2 that divides width and inner")
         self.slice()  # raises where the columns are too few
 
     @property
@@ -112,6 +118,11 @@ class Strips:
     def stat_layout(self) -> Layout:
         """Of ``(width,)``, which every warp has."""
         return columns_layout(self.vector, self.threads)
+
+    @property
+    def stats_shape(self) -> tuple[int, int]:
+        """Of a statistic of each group of the array."""
+        return self.outer, self.inner // self.group
 
     def slice(self, index: Any = 0) -> Slice:
         """The columns of a warpgroup, counted through the cluster."""
@@ -257,8 +268,32 @@ class Strip:
         return lax.broadcast_in_dim(stat, self.strips.shape, axes)
 
     def stat(self, ref: Ref) -> Stat:
-        """What an ``(outer, inner)`` ref has for this strip."""
-        return load(ref.at[self.outer, self.inner], self.strips.stat_layout)
+        """What a ref of `Strips.stats_shape` has for each inner element of this strip."""
+        group, layout = self.strips.group, self.strips.stat_layout
+        if group == 1:
+            return load(ref.at[self.outer, self.inner], layout)
+        return load_of_groups(self._of_groups(ref), group, self.strips.vector, layout)
+
+    def inner_param(self, ref: Ref) -> Stat:
+        """What ``(inner,)``, or ``(n, inner)`` of groups of outer indices, has for this strip."""
+        if len(ref.shape) == 2:
+            ref = ref.at[lax.div(self.outer, self.strips.outer // ref.shape[0])]
+        return load(ref.at[self.inner], self.strips.stat_layout)
+
+    def params(
+        self,
+        refs: Sequence[Ref],
+        prepare: Callable[[Sequence[jax.Array]], Sequence[jax.Array]],
+    ) -> Callable[[Chunk], list[jax.Array]]:
+        """What `prepare` makes of the parameters of columns, for every element of a chunk."""
+        return lambda chunk: [
+            self.of_columns(column) for column in prepare([self.param(ref, chunk) for ref in refs])
+        ]
+
+    def same_of_columns(self, stats: Sequence[Stat]) -> Callable[[Chunk], list[jax.Array]]:
+        """In the place of `params`, what belongs to inner elements: columns have it in common."""
+        along = [self.along(stat) for stat in stats]
+        return lambda chunk: along
 
     def store(self, ref: Ref, chunk: Chunk, value: jax.Array) -> None:
         """Stores the elements of a chunk, rounded to the dtype of `ref`."""
@@ -266,11 +301,37 @@ class Strip:
         store_global(there, value, self.strips.layout)
 
     def store_stat(self, ref: Ref, stat: Stat) -> None:
+        """Stores what each group has in common, in a ref of `Strips.stats_shape`."""
+        strips = self.strips
+        if strips.group == 1:
+            self.store_inner(ref, stat)
+            return
+        there, layout = self._of_groups(ref), strips.stat_layout
+        pl.when(self._is_first)(
+            lambda: store_of_groups(there, stat, strips.group, strips.vector, layout)
+        )
+
+    def store_inner(self, ref: Ref, stat: Stat) -> None:
         """Stores ``(width,)``, which every warp has, in an ``(outer, inner)`` ref."""
+        pl.when(self._is_first)(lambda: store(ref.at[self.outer, self.inner], stat))
+
+    @property
+    def _is_first(self) -> Any:
+        """Whether this warpgroup is the first of those that share the strip."""
         is_first = lax.axis_index(WARPGROUP) == 0
         if self.strips.cluster > 1:
             is_first &= lax.axis_index(CLUSTER) == 0
-        pl.when(is_first)(lambda: store(ref.at[self.outer, self.inner], stat))
+        return is_first
+
+    def _of_groups(self, ref: Ref) -> Ref:
+        """The ``(width / group,)`` that a ref of `Strips.stats_shape` has for this strip."""
+        group = self.strips.group
+        return ref.at[self.outer, pl.ds(lax.div(self.start, group), self.strips.width // group)]
+
+    def group_sum(self, stat: Stat) -> Stat:
+        """The sum over the inner elements of each group, for each of them."""
+        group = self.strips.group
+        return stat if group == 1 else group_sum(stat, group, self.strips.stat_layout)
 
     def max(self, read: Read, least: float) -> Stat:
         """Of each warp's columns, and `least`."""
