@@ -112,21 +112,20 @@ def axes(function: str, axis: Axis, shape: tuple[int, ...]) -> tuple[int, ...]:
     return canonical
 
 
-def leading_axes(
-    function: str, name: str, shape: tuple[int, ...], view: RowView
-) -> tuple[int, ...]:
-    """The sizes of a parameter's axes before the normalised ones; raises unless they broadcast."""
-    count = len(shape) - len(view.axes)
-    lead, others = shape[: max(count, 0)], [view.shape[axis] for axis in view.others]
-    fits = count <= len(others) and all(
-        own in (1, size) for own, size in zip(reversed(lead), reversed(others))
+def check_parameter(function: str, name: str, shape: tuple[int, ...], view: RowView) -> None:
+    """Raises unless a parameter's axes are normalised ones, after others, and broadcast to them."""
+    expected = [view.shape[axis] for axis in view.others + view.axes]
+    fits = len(view.axes) <= len(shape) <= len(expected) and all(
+        own in (1, size) for own, size in zip(reversed(shape), reversed(expected))
     )
-    if shape[len(lead) :] == view.normalised and fits:
-        return lead
-    groups = f", after axes that broadcast to {tuple(others)}, or none" if others else ""
+    if fits:
+        return
+    others = tuple(expected[: len(view.others)])
+    groups = f", after axes that broadcast to {others}, or none" if others else ""
     raise ValueError(
         f"{function}: {name} has shape {shape}; expected {view.normalised}, the sizes of the "
-        f"normalised axes in the order of x{groups}; reshape or broadcast {name} to that shape"
+        "normalised axes in the order of x (or 1, where it is the same along an axis)"
+        f"{groups}; reshape or broadcast {name} to that shape"
     )
 
 

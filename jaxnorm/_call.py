@@ -269,11 +269,32 @@ class Call:
             logits_bias_rows=view.shared("logits_bias"),
             queries=view.shape[-2] if self.spec.causal else 0,
         )
-        if view.inner > 1:
-            strided = dataclasses.replace(in_rows, moved_axis=False, inner=view.inner)
-            if _implementation.takes_inner(name, strided):
-                return strided
+        strided = self._strided(in_rows)
+        if strided is None or not _implementation.knows_inner(name):
+            return in_rows
+        # Where rows have no view, the reason to refuse is that of the strided one.
+        if in_rows.scattered or _implementation.takes_inner(name, strided):
+            return strided
         return in_rows
+
+    def _strided(self, in_rows: Spec) -> Spec | None:
+        """`in_rows` of the view that needs no transpose; None where there is no such view."""
+        view = self.view
+        if view.strided is None:
+            return None
+        *_, inner, inner_cols = view.strided
+        strided = dataclasses.replace(in_rows, moved_axis=False, inner=inner, inner_cols=inner_cols)
+        kinds = {_KINDS[name] for name in self.parameters if self.spec.is_norm}
+        groups = {kind: view.inner_groups(kind) for kind in kinds}
+        if groups and None not in groups.values():
+            return dataclasses.replace(
+                strided,
+                scattered=False,
+                inner_params=True,
+                scale_groups=groups.get("scale") or 1,
+                bias_groups=groups.get("bias") or 1,
+            )
+        return strided if inner_cols == 1 or not groups else None
 
     def xla(self, *arrays: jax.Array) -> list[jax.Array]:
         """The results by the xla implementation, which needs no view."""

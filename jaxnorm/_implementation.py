@@ -78,9 +78,14 @@ def placed(name: str, spec: Spec, platforms: Sequence[str]) -> None:
         )
 
 
+def knows_inner(name: str) -> bool:
+    """Whether `name` takes views that need no transpose at all."""
+    return hasattr(module(name), "takes_inner")
+
+
 def takes_inner(name: str, spec: Spec) -> bool:
-    """Whether `name` takes the view of this spec, which needs no transpose."""
-    takes: Callable[[Spec], bool] = getattr(module(name), "takes_inner", lambda spec: False)
+    """Whether `name`, which knows such views, takes that of this spec."""
+    takes: Callable[[Spec], bool] = module(name).takes_inner
     return takes(spec)
 
 

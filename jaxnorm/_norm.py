@@ -56,10 +56,11 @@ def layer_norm(
 
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
-      scale: array whose shape is the sizes of the normalised axes, in the order of x; any of the
-        dtypes of x, not necessarily the same. It may have axes before those, a scale for each group
-        of rows (adaLN): they broadcast, right-aligned as numpy's, to the other axes of x. None
-        multiplies by 1 (``scale_offset`` is then unused).
+      scale: array whose shape is the sizes of the normalised axes, in the order of x, or 1 where it
+        is the same along such an axis; any of the dtypes of x, not necessarily the same. It may
+        have axes before those, a scale for each group of rows (adaLN): they broadcast,
+        right-aligned as numpy's, to the other axes of x. None multiplies by 1 (``scale_offset`` is
+        then unused).
       bias: like ``scale``, with axes of its own. None adds nothing.
       axis: axis or axes to normalise, negative ones count from the end; None for all.
       epsilon: added to the variance, at least 0.
@@ -75,11 +76,16 @@ def layer_norm(
       Array of x's shape in ``dtype``.
 
     Differentiable in reverse and forward mode, to any order. Gradients of the parameters come in
-    their own dtypes, summed in float32. Tangents, too, start from what is saved: along ``scale``
-    they have y's accuracy from the output, and float32's with ``save="input"``. For second
-    derivatives prefer ``save="input"``: from the output, those of ``scale`` carry a relative error
-    of about ``u / |scale|`` (u: the output dtype's roundoff), and are NaN in columns with
+    their own shapes and dtypes, summed in float32. Tangents, too, start from what is saved: along
+    ``scale`` they have y's accuracy from the output, and float32's with ``save="input"``. For
+    second derivatives prefer ``save="input"``: from the output, those of ``scale`` carry a relative
+    error of about ``u / |scale|`` (u: the output dtype's roundoff), and are NaN in columns with
     ``|scale| < 2**-60``.
+
+    GroupNorm (Wu and He, 2018, https://arxiv.org/abs/1803.08494) of images with channels last is
+    this function over all but the axes of samples and of groups, without a transpose: of x
+    ``(N, H, W, G, C / G)`` with ``axis=(1, 2, 4)`` and parameters ``(G, 1, 1, C / G)``.
+    InstanceNorm is that of x ``(N, H, W, C)`` with ``axis=(1, 2)`` and parameters ``(C, 1, 1)``.
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
@@ -378,13 +384,12 @@ def norm_call(
     """
     axes = _arguments.axes(function, axis, shape)
     view = RowView(shape, axes)
-    lead = {
-        name: _arguments.leading_axes(function, name, given[name][0], view)
-        for name in ("scale", "bias", "next_scale")
-        if name in given
-    }
-    scales = [lead[name] for name in ("scale", "next_scale") if name in lead]
-    view = RowView(shape, axes, np.broadcast_shapes(*scales), lead.get("bias", ()))
+    shapes = {name: given[name][0] for name in ("scale", "bias", "next_scale") if name in given}
+    for name, own in shapes.items():
+        _arguments.check_parameter(function, name, own, view)
+    scales = [shapes[name] for name in ("scale", "next_scale") if name in shapes]
+    scale, bias = np.broadcast_shapes(*scales), shapes.get("bias", ())
+    view = RowView(shape, axes, *(() if own == view.normalised else own for own in (scale, bias)))
     _arguments.one_of(function, "save", save, _arguments.SAVE_MODES)
     _arguments.implementation(function, implementation)
     dtypes = {name: own for name, (_, own) in given.items()}

@@ -43,6 +43,7 @@ def implementation_for(
     use_bias: bool | None = None,
     param_dtype: jax.typing.DTypeLike | None = None,
     param_axes: Sequence[int] = (),
+    param_shape: Sequence[int] | None = None,
     residual_dtype: jax.typing.DTypeLike | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     save: Save = "output",
@@ -64,6 +65,8 @@ def implementation_for(
         rms_norm no bias, and softmaxes none.
       param_dtype: dtype of the parameters; ``dtype`` by default.
       param_axes: sizes of the parameters' axes before the normalised ones.
+      param_shape: the whole shape of a norm's parameters, where they are broadcast along normalised
+        axes; by default ``param_axes`` and the sizes of the normalised axes.
       residual_dtype: of the residual, where the function takes one; ``dtype`` by default.
       out_dtype: dtype of the output; ``dtype`` by default.
       save, implementation: as in the call.
@@ -103,6 +106,8 @@ def implementation_for(
         use_bias = function.endswith("layer_norm") if use_bias is None else use_bias
         normalised = tuple(shape[a] for a in _arguments.axes(caller, axis, shape))
         shape_of_parameter = (*param_axes, *normalised)
+        if param_shape is not None:
+            shape_of_parameter = tuple(param_shape)
         parameter = shape_of_parameter, _arguments.output_dtype(caller, param_dtype, x_dtype)
         residual = shape, _arguments.output_dtype(caller, residual_dtype, x_dtype)
         given: dict[str, tuple[tuple[int, ...], np.dtype]] = {

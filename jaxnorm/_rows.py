@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import jax
@@ -27,22 +27,23 @@ class RowView:
     Attributes:
       shape: of x.
       axes: the normalised ones.
-      scale_lead, bias_lead: axes that the parameter has before the normalised ones, one parameter
-        for each group of rows. They broadcast, right-aligned, to x's other axes.
+      scale, bias: shapes of the parameters: axes that broadcast, right-aligned, to x's other axes
+        (a parameter for each group of rows), then the normalised ones, with 1 where it is
+        broadcast. By default the sizes of the normalised axes.
       logits_bias, mask: shapes of a softmax's bias and of its mask: x's, with 1 where they are
         broadcast.
     """
 
     shape: tuple[int, ...]
     axes: tuple[int, ...]
-    scale_lead: tuple[int, ...] = ()
-    bias_lead: tuple[int, ...] = ()
+    scale: tuple[int, ...] = ()
+    bias: tuple[int, ...] = ()
     logits_bias: tuple[int, ...] = ()
     mask: tuple[int, ...] = ()
 
     @property
     def normalised(self) -> tuple[int, ...]:
-        """Sizes of the normalised axes: the shape of scale and bias."""
+        """Sizes of the normalised axes: the shape of scale and bias, if not told otherwise."""
         return tuple(self.shape[a] for a in self.axes)
 
     @property
@@ -65,27 +66,47 @@ class RowView:
         return order != sorted(order)
 
     @property
-    def inner(self) -> int:
-        """Elements behind normalised axes that lie side by side, and are not the last; else 1.
+    def strided(self) -> tuple[int, int, int, int] | None:
+        """``(outer, cols, inner)`` that an array is as it lies, and `inner_cols`; None for no such.
 
-        Then an array is ``(rows / inner, cols, inner)`` as it lies.
+        The normalised axes lie side by side and are not the last; or the last axes are normalised,
+        too, and `inner_cols` is their size: those are neighbours on the inner axis that belong to
+        one row.
         """
-        order = [axis for axis in self._order if self.shape[axis] != 1]
-        normalised = [axis for axis in self.axes if self.shape[axis] != 1]
-        behind = [axis for axis in order if normalised and axis > normalised[-1]]
-        before = [axis for axis in order if normalised and axis < normalised[0]]
-        if not behind or [*before, *normalised, *behind] != sorted(order):
-            return 1
-        return math.prod(self.shape[axis] for axis in behind)
+        match [math.prod(self._sizes(axes)) for axes in self._runs]:
+            case [outer, cols, inner]:
+                return outer, cols, inner, 1
+            case [outer, cols, groups, inner_cols]:
+                return outer, cols, groups * inner_cols, inner_cols
+            case _:
+                return None
+
+    @property
+    def _runs(self) -> list[tuple[int, ...]]:
+        """Neighbouring axes: others (or none), normalised ones, others, and so on.
+
+        Those of size 1 are left out.
+        """
+        runs: list[tuple[int, ...]] = [()]
+        for axis in (axis for axis, size in enumerate(self.shape) if size != 1):
+            if (len(runs) % 2 == 0) != (axis in self.axes):
+                runs.append(())
+            runs[-1] += (axis,)
+        return runs
+
+    @property
+    def inner(self) -> int:
+        """Of `strided`; 1 for none."""
+        return 1 if self.strided is None else self.strided[2]
 
     @property
     def has_groups(self) -> bool:
-        """Whether a parameter belongs to groups of rows."""
-        return bool(self.scale_lead or self.bias_lead)
+        """Whether a parameter belongs to groups of rows, or is broadcast along normalised axes."""
+        return any(self.shape_of(kind) != self.normalised for kind in PARAMETERS)
 
     @property
     def scattered(self) -> bool:
-        """Whether a parameter belongs to rows that are not consecutive: there is no view of it."""
+        """Whether a parameter is none of consecutive rows with all columns: it has no view."""
         return any(self._groups(kind) is None for kind in PARAMETERS)
 
     def groups(self, kind: Kind) -> int:
@@ -93,14 +114,32 @@ class RowView:
         return self._groups(kind) or 1
 
     def _groups(self, kind: Kind) -> int | None:
-        sizes = [self.shape[axis] for axis in self.others]
-        lead = self._lead(kind)
-        lead = (1,) * (len(sizes) - len(lead)) + lead
-        # The parameter of a row may change with the first axes alone.
-        shared = next((i for i, (own, all_) in enumerate(zip(lead, sizes)) if own != all_), None)
-        if shared is not None and any(own != 1 for own in lead[shared:]):
+        lead, own = self._parts(kind)
+        return _leading(lead, self._sizes(self.others)) if own == self.normalised else None
+
+    def inner_groups(self, kind: Kind) -> int | None:
+        """Of consecutive outer indices, where a parameter is one of the inner elements of each.
+
+        It is broadcast along the columns of `strided`. None for any other parameter.
+        """
+        if self.strided is None:
             return None
-        return math.prod(lead)
+        outer, columns, *inner = self._runs
+        behind = sum(inner, ())
+        own = dict(zip(self.others + self.axes, sum(self._parts(kind), ())))
+        is_inner = all(own[a] == 1 for a in columns)
+        if not is_inner or any(own[a] != self.shape[a] for a in behind):
+            return None
+        return _leading([own[a] for a in outer], self._sizes(outer))
+
+    def _parts(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The sizes that a parameter has along x's other axes, and along the normalised ones."""
+        shape = self.shape_of(kind)
+        padded = (1,) * (len(self.shape) - len(shape)) + shape
+        return padded[: len(self.others)], padded[len(self.others) :]
+
+    def _sizes(self, axes: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self.shape[axis] for axis in axes)
 
     def shared(self, kind: Literal["mask", "logits_bias"]) -> Shared | None:
         """Where the rows find theirs in a mask or a bias; None for one of a part of the columns."""
@@ -128,13 +167,13 @@ class RowView:
             case "stat":
                 return self.others
             case "scale" | "bias":
-                lead = len(self._lead(kind))
-                return self.others[len(self.others) - lead :] + self.axes
+                lacking = len(self.shape) - len(self.shape_of(kind))
+                return self.others[lacking:] + self.axes
 
     def shape_of(self, kind: Kind) -> tuple[int, ...]:
         """Of an operand or result of this kind."""
         if kind in PARAMETERS:
-            return self._lead(kind) + self.normalised
+            return (self.scale if kind == "scale" else self.bias) or self.normalised
         if kind == "logits_bias":
             return self.logits_bias
         if kind == "mask":
@@ -144,10 +183,11 @@ class RowView:
     def batched(self, size: int, kinds: Collection[Kind]) -> "RowView":
         """With one more axis of rows in front, for each of the parameters among `kinds`, too."""
 
-        def lead(kind: Kind) -> tuple[int, ...]:
-            own = self._lead(kind)
-            missing = len(self.others) - len(own)
-            return (size, *[1] * missing, *own) if kind in kinds else own
+        def parameter(kind: Kind, own: tuple[int, ...]) -> tuple[int, ...]:
+            if kind not in kinds:
+                return own
+            own = self.shape_of(kind)
+            return (size, *[1] * (len(self.shape) - len(own)), *own)
 
         axes = tuple(axis + 1 for axis in self.axes)
 
@@ -158,8 +198,8 @@ class RowView:
         return RowView(
             shape=(size, *self.shape),
             axes=axes,
-            scale_lead=lead("scale"),
-            bias_lead=lead("bias"),
+            scale=parameter("scale", self.scale),
+            bias=parameter("bias", self.bias),
             logits_bias=logits("logits_bias"),
             mask=logits("mask"),
         )
@@ -168,16 +208,19 @@ class RowView:
         """The two-dimensional view of an array, the one-dimensional view of the others.
 
         A mask or a bias of logits is ``(n, cols)`` or ``(n, 1)``, as `shared` describes it, or that
-        of a whole array. `strided`: that of an array is ``(rows / inner, cols, inner)`` instead.
+        of a whole array. `strided`: that of an array is ``(outer, cols, inner)`` instead, and a
+        parameter of inner elements is ``(inner,)`` or ``(groups, inner)``.
         """
         match kind:
             case "stat":
                 return a.reshape(self.rows)
             case "scale" | "bias":
-                groups = self.groups(kind)
-                return a.reshape(self.cols if groups == 1 else (groups, self.cols))
-        if strided:
-            return a.reshape(self.rows // self.inner, self.cols, self.inner)
+                inner_groups = self.inner_groups(kind) if strided else None
+                groups = inner_groups or self.groups(kind)
+                length = self.cols if inner_groups is None else self.inner
+                return a.reshape(length if groups == 1 else (groups, length))
+        if strided and self.strided is not None:
+            return a.reshape(self.strided[:3])
         rows = math.prod(a.shape[axis] for axis in self.others)
         cols = math.prod(a.shape[axis] for axis in self.axes)
         if self.moved:
@@ -194,9 +237,17 @@ class RowView:
         a = a.reshape([shape[axis] for axis in self._order])
         return jnp.transpose(a, [self._order.index(axis) for axis in range(len(self.shape))])
 
-    def _lead(self, kind: Kind) -> tuple[int, ...]:
-        return self.scale_lead if kind == "scale" else self.bias_lead
-
     @property
     def _order(self) -> tuple[int, ...]:
         return self.others + self.axes
+
+
+def _leading(own: Sequence[int], sizes: Sequence[int]) -> int | None:
+    """Groups of neighbours along axes of these sizes, each with a value of its own.
+
+    None where what is shared changes along another axis than the first ones.
+    """
+    shared = next((i for i, (n, all_) in enumerate(zip(own, sizes)) if n != all_), None)
+    if shared is not None and any(n != 1 for n in own[shared:]):
+        return None
+    return math.prod(own)

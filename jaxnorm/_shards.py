@@ -34,7 +34,7 @@ class Layout:
     def spec(self, kind: Kind, shape: tuple[int, ...]) -> PartitionSpec:
         """Of an operand or result of this kind and (global) shape."""
         split = (self.mesh_axes[axis] or None for axis in self.view.axes_of(kind))
-        # A mask may be broadcast along some axes, and a parameter of groups of rows.
+        # A mask or a parameter may be broadcast along some axes.
         return PartitionSpec(*(None if size == 1 else s for size, s in zip(shape, split)))
 
     def summed_over(self, kind: Kind) -> tuple[str, ...]:
@@ -48,8 +48,8 @@ class Layout:
         """That of a shard of x with this shape."""
         view = self.view
 
-        def lead(kind: Kind) -> tuple[int, ...]:
-            sizes = view.shape_of(kind)[: -len(view.axes)]
+        def parameter(kind: Kind) -> tuple[int, ...]:
+            sizes = view.shape_of(kind)
             return tuple(1 if s == 1 else shape[a] for s, a in zip(sizes, view.axes_of(kind)))
 
         def logits(kind: Kind) -> tuple[int, ...]:
@@ -58,8 +58,8 @@ class Layout:
         return RowView(
             shape=shape,
             axes=view.axes,
-            scale_lead=lead("scale"),
-            bias_lead=lead("bias"),
+            scale=parameter("scale"),
+            bias=parameter("bias"),
             logits_bias=logits("logits_bias"),
             mask=logits("mask"),
         )

@@ -113,7 +113,7 @@ def test_where_does_not_broadcast(function, shape):
 
 
 @each_norm
-@pytest.mark.parametrize("shape", [(3,), (1,), (), (2, 4), (3, 3, 4), (1, 2, 3, 4), (2, 3)])
+@pytest.mark.parametrize("shape", [(3,), (), (2, 4), (3, 3, 4), (1, 2, 3, 4), (2, 3), (3, 1, 1)])
 def test_shape_of_scale(function, shape):
     expected = (
         r"scale has shape .*; expected \(4,\).* after axes that broadcast to \(2, 3\).*reshape"
@@ -123,7 +123,7 @@ def test_shape_of_scale(function, shape):
 
 
 @each_norm
-@pytest.mark.parametrize("shape", [(4,), (1, 4), (3, 4), (2, 1, 4), (2, 3, 4)])
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (3, 4), (2, 1, 4), (2, 3, 4), (1,), (2, 1, 1)])
 def test_scale_of_groups(function, shape):
     assert function(X, jnp.ones(shape)).shape == X.shape
 
@@ -132,7 +132,8 @@ def test_scale_of_groups(function, shape):
 def test_shape_of_scale_over_several_axes(function):
     with pytest.raises(ValueError, match=r"scale has shape \(4, 2\); expected \(2, 4\)"):
         function(X, jnp.ones((4, 2)), axis=(2, 0))
-    assert function(X, jnp.ones((2, 4)), axis=(2, 0)).shape == X.shape
+    for shape in [(2, 4), (1, 4), (2, 1), (3, 2, 1), (1, 1)]:
+        assert function(X, jnp.ones(shape), axis=(2, 0)).shape == X.shape
 
 
 @each_norm

@@ -1,0 +1,310 @@
+"""Norms over groups of neighbours on the inner axis, and parameters of inner elements.
+
+As in `test_strided`, references are those of rows, and the interpreter knows neither layouts nor
+clusters.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import backward_cases
+import forward_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from forward_cases import BF16, F32
+from h100 import Compiler
+
+import jaxnorm
+from jaxnorm._rows import RowView
+from jaxnorm_kernels import mosaic, xla
+from jaxnorm_kernels.mosaic import strip_schedule
+from jaxnorm_kernels.mosaic.device.gpu import REGISTERS
+from jaxnorm_kernels.mosaic.rows.strips import Strips
+from jaxnorm_kernels.specs import Spec
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+BOTH = ("scale", "bias")
+
+
+def make_spec(
+    direction: str,
+    shape: tuple[int, int, int],
+    group: int,
+    dtype: Any,
+    *,
+    params: tuple[str, ...] = BOTH,
+    param_groups: int = 1,
+    **changes: Any,
+) -> Spec:
+    """Of ``(outer, cols, inner)``."""
+    outer, cols, inner = shape
+    spec = Spec(
+        "norm",
+        direction,  # type: ignore[arg-type]
+        outer * inner // group,
+        cols * group,
+        dtype,
+        dtype,
+        epsilon=1e-6,
+        subtract_mean=True,
+        want_stats=True,
+        scale_dtype=F32 if "scale" in params else None,
+        bias_dtype=F32 if "bias" in params else None,
+        scale_groups=param_groups,
+        bias_groups=param_groups,
+        inner=inner,
+        inner_cols=group,
+        inner_params=bool(params),
+    )
+    return dataclasses.replace(spec, **changes)
+
+
+def strided(array: Any, spec: Spec) -> Any:
+    """``(outer, cols, inner)`` of ``(rows, cols)``."""
+    outer, cols, inner = spec.strided
+    parts = array.reshape(outer, inner // spec.inner_cols, cols, spec.inner_cols)
+    return np.ascontiguousarray(np.moveaxis(parts, 2, 1).reshape(outer, cols, inner))
+
+
+def in_rows(array: Any, spec: Spec) -> Any:
+    """The inverse of `strided`."""
+    outer, cols, inner = spec.strided
+    parts = array.reshape(outer, cols, inner // spec.inner_cols, spec.inner_cols)
+    return np.ascontiguousarray(np.moveaxis(parts, 1, 2).reshape(spec.rows, spec.cols))
+
+
+def of_rows(spec: Spec) -> Spec:
+    """The same with parameters of each row and its columns."""
+    plain = dataclasses.replace(spec, inner=1, inner_cols=1, inner_params=False)
+    return dataclasses.replace(plain, scale_groups=spec.rows, bias_groups=spec.rows)
+
+
+def make_params(spec: Spec) -> list[np.ndarray | None]:
+    rng = np.random.default_rng(1)
+    shape = (spec.inner,) if spec.groups == 1 else (spec.groups, spec.inner)
+    scale, bias = rng.normal(1, 0.5, shape).astype(F32), rng.normal(0, 1, shape).astype(F32)
+    scale[..., ::7] = 0  # floored
+    bias[..., ::7] *= spec.scale_dtype is None
+    dtypes = (spec.scale_dtype, spec.bias_dtype)
+    return [None if dtype is None else a for a, dtype in zip((scale, bias), dtypes)]
+
+
+def summed_like(param: np.ndarray, values: Any, spec: Spec) -> Any:
+    """The sums over what shares an element of a parameter."""
+    by_inner = strided(values, spec).sum(axis=1)
+    return by_inner.reshape(spec.groups, -1, spec.inner).sum(axis=1).reshape(param.shape)
+
+
+def within(output: Any, value: Any, error: Any) -> None:
+    excess = np.abs(np.asarray(output).astype(np.float64) - value) - error
+    assert np.max(excess) <= 0, np.max(excess)
+
+
+def check(spec: Spec) -> None:
+    """Forward and backward, every output within its error bound in float64."""
+    rng, params, rows = np.random.default_rng(0), make_params(spec), of_rows(spec)
+    outer, _, inner = spec.strided
+    wide = [
+        None
+        if p is None
+        else in_rows(
+            np.broadcast_to(
+                np.repeat(p.reshape(-1, inner), outer // spec.groups, axis=0)[:, None], spec.strided
+            ),
+            spec,
+        )
+        for p in params
+    ]
+    x, d, dh = (rng.normal(0.5, 3, (spec.rows, spec.cols)).astype(spec.x_dtype) for _ in range(3))
+    y, *stats = forward_cases.interpret(spec, strided(x, spec), *params)
+    values, errors = forward_cases.norm_reference(rows, x, *wide)
+    for output, value, error in zip((in_rows(y, spec), *stats), values, errors, strict=True):
+        within(output, value, error)
+
+    # From what the forward of XLA keeps.
+    y, kept = xla.norm_fwd(x, *wide, spec=rows)
+    saved, kept = np.asarray(y) if spec.saved == "output" else x, [np.asarray(s) for s in kept]
+    backward, rows = (dataclasses.replace(s, direction="bwd") for s in (spec, rows))
+    given = (d, dh) if spec.adds_dh else (d,)
+    dx, *gradients = backward_cases.interpret(
+        backward, strided(saved, spec), kept, *params, *(strided(a, spec) for a in given)
+    )
+    values, errors = backward_cases.norm_reference(rows, saved, kept, *wide, *given)
+    within(in_rows(dx, spec), values[0], errors[0])
+    for gradient, param, value, error in zip(gradients, params, values[1:], errors[1:]):
+        assert (gradient is None) == (param is None)
+        if param is not None:
+            within(gradient, *(summed_like(param, a, spec) for a in (value, error)))
+
+
+#: Strips, groups of a part of a thread's vector, of one, and of the vectors of several threads.
+STRIPS = {
+    "a_vector": Strips(1, 37, 32, 4, 8, blocks=1, group=4),
+    "part_of_a_vector": Strips(1, 72, 32, 8, 4, warpgroups=2, blocks=1, group=2),
+    "several_threads": Strips(2, 16, 48, 4, 8, blocks=4, group=16),
+    "no_group": Strips(3, 21, 40, 4, 8, blocks=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("strips", "dtype", "changes"),
+    [
+        ("a_vector", F32, {}),
+        ("part_of_a_vector", BF16, {"saved": "input"}),
+        ("several_threads", F32, {"param_groups": 2, "subtract_mean": False}),
+        ("several_threads", F32, {"params": (), "adds_dh": True}),
+        ("no_group", F32, {"params": ("bias",)}),
+        ("no_group", F32, {"params": ("scale",), "scale_offset": 1.0}),
+    ],
+)
+def test_values(
+    strips: str, dtype: Any, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = STRIPS[strips]
+    monkeypatch.setattr(strip_schedule, "strips_of", lambda spec: chosen)
+    check(
+        make_spec("fwd", (chosen.outer, chosen.cols, chosen.inner), chosen.group, dtype, **changes)
+    )
+
+
+# ------------------------------------------------------------------------- layouts and registers
+
+#: Samples, positions, channels, groups.
+SIZES = [(32, 4096, 256, 32), (8, 16384, 128, 32), (16, 1024, 512, 32), (64, 64, 256, 128)]
+
+
+def call_of(spec: Spec) -> Any:
+    cases = {"fwd": forward_cases, "bwd": backward_cases}[spec.direction]
+    return lambda *operands: cases.call(spec, *operands)
+
+
+def types(spec: Spec) -> list[Any]:
+    """Shapes and dtypes of the operands."""
+    array = jax.ShapeDtypeStruct(spec.strided, spec.x_dtype)
+    param = jax.ShapeDtypeStruct((spec.inner,), F32)
+    if spec.direction == "fwd":
+        return [array, param, param]
+    stat = jax.ShapeDtypeStruct((spec.rows,), F32)
+    return [array, (stat,) * (1 + spec.returns_mean), param, param, array]
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
+    return Compiler(tmp_path_factory.mktemp("ptxas"))
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_registers(sizes: tuple[int, ...], dtype: Any, direction: str, compiler: Compiler) -> None:
+    outer, cols, inner, groups = sizes
+    saved = "input" if groups > 32 else "output"
+    spec = make_spec(direction, (outer, cols, inner), inner // groups, dtype, saved=saved)
+    (kernel,) = compiler.compile(call_of(spec), types(spec))
+    assert kernel.spilled == 0
+    # Two blocks at a time, of up to two warpgroups.
+    assert kernel.registers <= REGISTERS // (4 * 128)
+
+
+# ------------------------------------------------------------------ views, refusals, and programs
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "strided", "scale", "groups"),
+    [
+        ((2, 6, 4, 8), (1, 3), (2, 6, 32, 8), (4, 1, 8), 1),
+        ((2, 6, 4, 8), (1, 3), (2, 6, 32, 8), (2, 4, 1, 8), 2),
+        ((2, 6, 4, 8), (1, 3), (2, 6, 32, 8), (1, 1, 8), None),
+        ((2, 6, 4, 8), (1, 3), (2, 6, 32, 8), (6, 8), None),
+        ((2, 3, 2, 4, 1, 8), (1, 2, 5), (2, 6, 32, 8), (4, 1, 1, 1, 8), 1),
+        ((6, 4, 8), (0, 2), (1, 6, 32, 8), (4, 1, 8), 1),
+        ((2, 3, 2, 32), (1, 2), (2, 6, 32, 1), (32, 1, 1), 1),
+        ((2, 3, 6, 32), (2,), (6, 6, 32, 1), (3, 32, 1), None),
+        ((2, 3, 6, 32), (2,), (6, 6, 32, 1), (2, 1, 32, 1), 2),
+        ((2, 3, 4, 5, 6), (0, 2, 4), None, (3, 5, 1, 1, 1), None),
+    ],
+    ids=str,
+)
+def test_views(
+    shape: tuple[int, ...], axes: tuple[int, ...], strided: Any, scale: Any, groups: int | None
+) -> None:
+    view = RowView(shape, axes, scale=scale)
+    assert view.strided == strided
+    assert view.inner_groups("scale") == groups
+    if groups is not None:
+        param = np.random.default_rng(0).normal(size=scale)
+        there = view.to_rows("scale", param, strided=True)
+        assert there.shape == ((view.inner,) if groups == 1 else (groups, view.inner))
+        np.testing.assert_array_equal(view.from_rows("scale", there, strided=True), param)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "param", "part"),
+    [
+        ((8, 1024, 32, 10), (1, 3), (32, 1, 10), "powers of 2"),
+        ((8, 1024, 4, 256), (1, 3), (4, 1, 256), "no neighbours as many"),
+        ((8, 4, 32, 8), (1, 3), (32, 1, 8), "as many, or as few"),
+        ((8, 1024, 1, 3), (1,), (3, 1), "16 bytes, or a multiple"),
+        ((8, 1024, 32, 8), (1, 3), (8,), "broadcast along normalised axes"),
+        ((8, 32, 8, 1024), (2, 3), (32, 8, 1), "broadcast along normalised axes"),
+    ],
+    ids=str,
+)
+def test_refusals(shape: Any, axis: Any, param: Any, part: str) -> None:
+    scale = jnp.ones((1, *param) if len(param) == 1 else param)
+    with pytest.raises(ValueError, match=part):
+        jaxnorm.layer_norm(jnp.ones(shape), scale, axis=axis, implementation="mosaic")
+
+
+def test_softmaxes_are_refused() -> None:
+    spec = Spec("softmax", "fwd", 64, 512, F32, F32, inner=32, inner_cols=8)
+    assert "side by side" in str(mosaic.supports(spec))
+
+
+def gradients(x: jax.Array, scale: jax.Array, bias: jax.Array, d: jax.Array, **given: Any) -> Any:
+    norm = functools.partial(jaxnorm.layer_norm, axis=(1, 3), **given)
+    y, pullback = jax.vjp(norm, x, scale, bias)
+    return y, *pullback(d)
+
+
+@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]], ids=str)
+def test_programs_hold_no_transpose(sizes: tuple[int, ...]) -> None:
+    outer, cols, inner, groups = sizes
+    x = jax.ShapeDtypeStruct((outer, cols, groups, inner // groups), BF16)
+    param = jax.ShapeDtypeStruct((groups, 1, inner // groups), BF16)
+    run = jax.jit(functools.partial(gradients, implementation="mosaic"))
+    text = run.trace(x, param, param, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2
+    assert "stablehlo.transpose" not in text
+
+
+# ------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("save", ["output", "input"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("sizes", [*SIZES, (4, 1000, 96, 24), (3, 333, 64, 64)], ids=str)
+def test_large_arrays(sizes: tuple[int, ...], dtype: Any, save: str) -> None:
+    """Forward and gradients beside XLA's: two roundings of each, and the order of sums, apart."""
+    outer, cols, inner, groups = sizes
+    keys = jax.random.split(jax.random.key(0), 4)
+    shape, param = (outer, cols, groups, inner // groups), (groups, 1, inner // groups)
+    x, d = (jax.random.normal(key, shape, dtype) for key in keys[:2])
+    scale, bias = (jax.random.uniform(key, param, minval=0.5, maxval=1.5) for key in keys[2:])
+
+    def compiled(implementation: str) -> Any:
+        run = jax.jit(functools.partial(gradients, save=save, implementation=implementation))
+        return run.lower(x, scale, bias, d).compile()
+
+    expected, call = compiled("xla")(x, scale, bias, d), compiled("mosaic")
+    bound = 2**-7 if dtype == BF16 else 8 * math.sqrt(outer * cols + cols * inner) * 2**-24
+    for _ in range(3):
+        for ours, theirs in zip(call(x, scale, bias, d), expected, strict=True):
+            ours, theirs = ours.astype(jnp.float32), theirs.astype(jnp.float32)
+            assert jnp.max(jnp.abs(ours - theirs)) <= bound * jnp.max(jnp.abs(theirs))

@@ -1,0 +1,213 @@
+"""Parameters that are broadcast along normalised axes: GroupNorm and InstanceNorm."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import refused
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from reference import Norm, assert_within, exact, rounding
+from test_norm import normal
+
+import jaxnorm
+
+# x, axis, scale, bias.
+CASES = {
+    "group norm": ((2, 37, 4, 8), (1, 3), (4, 1, 8), (4, 1, 8)),
+    "images": ((2, 5, 8, 4, 8), (1, 2, 4), (4, 1, 1, 8), (4, 1, 1, 8)),
+    "one bias of a sample": ((2, 37, 4, 8), (1, 3), (4, 1, 8), (2, 4, 1, 8)),
+    "parameters of each sample": ((2, 37, 4, 8), (1, 3), (2, 4, 1, 8), (2, 4, 1, 8)),
+    "instance norm": ((2, 5, 8, 32), (1, 2), (32, 1, 1), (32, 1, 1)),
+    "channels first": ((2, 4, 8, 3, 5), (2, 3, 4), (4, 8, 1, 1), (4, 8, 1, 1)),
+    "unlike each other": ((2, 37, 4, 8), (1, 3), (37, 1), (4, 1, 1)),
+    "one number": ((5, 16), -1, (1,), (1, 16)),
+}
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+
+def rows_of(a, axes):
+    """``(rows, cols)`` of an array; and of a parameter broadcast to it."""
+    return np.moveaxis(a, axes, range(-len(axes), 0)).reshape(
+        -1, math.prod(a.shape[i] for i in axes)
+    )
+
+
+def against(x_shape, axes, parameter):
+    """A parameter with x's axes, of size 1 where it has none of its own."""
+    padded = exact(parameter).reshape((1,) * (len(x_shape) - parameter.ndim) + parameter.shape)
+    others = [axis for axis in range(len(x_shape)) if axis not in axes]
+    return np.moveaxis(padded, range(len(x_shape)), [*others, *axes])
+
+
+def check_gradient(actual, like, values, bounds, x_shape, axes):
+    """The sum of `values`, ``(rows, cols)``, over what a parameter is broadcast along."""
+    order = [axis for axis in range(len(x_shape)) if axis not in axes] + [*axes]
+    padded = (1,) * (len(x_shape) - like.ndim) + like.shape
+    over = tuple(i for i, size in enumerate(padded) if size == 1)
+    expected, bound, magnitude = (
+        a.reshape([x_shape[i] for i in order]).sum(over, keepdims=True).reshape(like.shape)
+        for a in (values, bounds, np.abs(values))
+    )
+    bound = bound + 4 * 2.0**-24 * (math.sqrt(values.size / expected.size) + 2) * magnitude
+    assert (actual.shape, actual.dtype) == (like.shape, like.dtype)
+    assert_within(actual, expected, bound + rounding(np.abs(expected) + bound, like.dtype.name))
+
+
+@refused.expect(refused.FEW_SHORT_ROWS, refused.GROUPS, refused.NARROW)
+@pytest.mark.parametrize(
+    ("dtype", "p_dtype", "save"),
+    [("float32", "bfloat16", "input"), ("bfloat16", "float32", "output")],
+)
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients(case, dtype, p_dtype, save, implementation):
+    shape, axis, *sizes = CASES[case]
+    axes = tuple(a % len(shape) for a in np.atleast_1d(axis))
+    x, d = normal(shape, dtype, 0, shift=0.5), normal(shape, dtype, 1)
+    scale, bias = (normal(size, p_dtype, seed, 0.3, 1.0) for seed, size in zip((2, 3), sizes))
+    scale = scale.at[..., 0].set(0) if scale.shape[-1] > 1 else scale
+    bias = jnp.where(scale == 0, 0, bias) if bias.shape == scale.shape else bias
+    function = functools.partial(
+        jaxnorm.layer_norm, axis=axis, save=save, implementation=implementation
+    )
+    y, vjp = jax.vjp(function, x, scale, bias)
+    of_rows = [
+        rows_of(np.broadcast_to(a, shape), axes)
+        for a in (exact(x), against(shape, axes, scale), against(shape, axes, bias), exact(d))
+    ]
+    values, bounds = [], []
+    if save == "output":  # The forward raises a gain of 0.
+        of_rows[1] = np.where(of_rows[1] == 0, 2.0**-60, of_rows[1])
+    for x_row, gain, b, d_row in zip(*of_rows):
+        ref = Norm(x_row[None], gain, b, d_row[None], True, 1e-6, save, dtype, dtype)
+        values.append((ref.y[0], ref.dx[0], ref.dscale, ref.dbias))
+        found = ref.gradient_bounds()
+        bounds.append((ref.y_bound()[0], found[0][0], *found[1:]))
+    values, bounds = (list(map(np.stack, zip(*each))) for each in (values, bounds))
+    dx, dscale, dbias = vjp(d)
+    assert (y.dtype, dx.dtype) == (dtype, dtype)
+    assert_within(rows_of(exact(y), axes), values[0], bounds[0])
+    assert_within(rows_of(exact(dx), axes), values[1], bounds[1])
+    check_gradient(dscale, scale, values[2], bounds[2], shape, axes)
+    check_gradient(dbias, bias, values[3], bounds[3], shape, axes)
+
+
+X = normal((2, 6, 4, 8), "float32", 0)
+SCALE, BIAS = normal((4, 1, 8), "float32", 1), normal((4, 1, 8), "float32", 2)
+FUNCTIONS = {
+    "layer_norm": lambda norm, x, *p, **given: norm(x, *p, **given),
+    "rms_norm": lambda norm, x, s, b, **given: norm(x, s, bias=b, **given),
+    "add_layer_norm": lambda norm, x, *p, **given: norm(x, 2 * x, *p, **given),
+    "rms_norm_add": lambda norm, x, s, b, **given: norm(x, 2 * x, s + b, **given),
+    "rms_norm_add_rms_norm": lambda norm, x, s, b, **given: norm(x, x, s, b[:, :, :1], **given),
+}
+
+
+def summed(name, x, *parameters, scale_offset=1.0, **given):
+    norm = functools.partial(getattr(jaxnorm, name), axis=(1, 3), scale_offset=scale_offset)
+    results = FUNCTIONS[name](norm, x, *parameters, **given)
+    weights = jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)
+    return sum(jnp.sum(weights * a) for a in jax.tree.leaves(results))
+
+
+@pytest.mark.parametrize(
+    ("name", "save"), [(name, ("output", "input")[i % 2]) for i, name in enumerate(FUNCTIONS)]
+)
+def test_whole_parameters_give_the_same(name, save):
+    """Forward mode, too: whatever an operation does with a parameter, it does with these."""
+    given = {} if name == "rms_norm_add" else {"save": save}
+
+    def whole(x, *parameters):
+        return summed(name, x, *(jnp.broadcast_to(p, (4, 6, 8)) for p in parameters), **given)
+
+    function = functools.partial(summed, name, **given)
+    for ours, theirs in zip(
+        jax.grad(function, (0, 1, 2))(X, SCALE, BIAS), jax.grad(whole, (0, 1, 2))(X, SCALE, BIAS)
+    ):
+        assert ours.shape == theirs.shape
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    primals, tangents = (X, SCALE, BIAS), (jnp.sin(X), BIAS, SCALE)
+    for ours, theirs in zip(
+        jax.jvp(function, primals, tangents), jax.jvp(whole, primals, tangents)
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dims", [(0, None, None), (None, 0, 0), (0, 0, None)])
+def test_vmap(dims):
+    """Gradients of each example, inside."""
+    function = functools.partial(summed, "layer_norm", save="input")
+    operands = [jnp.stack([a, a + 1]) if d == 0 else a for a, d in zip((X, SCALE, BIAS), dims)]
+    got = jax.vmap(jax.grad(function, (0, 1, 2)), dims)(*operands)
+    for i in range(2):
+        each = [a[i] if d == 0 else a for a, d in zip(operands, dims)]
+        for ours, theirs in zip(got, jax.grad(function, (0, 1, 2))(*each)):
+            np.testing.assert_allclose(ours[i], theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_float64(x64):
+    operands = [jnp.asarray(a, jnp.float64) for a in (X, SCALE, BIAS)]
+    function = functools.partial(summed, "layer_norm")
+    dx, dscale, dbias = jax.grad(function, (0, 1, 2))(*operands)
+    step = 1e-6 * jnp.cos(operands[1])
+    slope = function(operands[0], operands[1] + step, operands[2]) - function(
+        operands[0], operands[1] - step, operands[2]
+    )
+    assert dx.dtype == dscale.dtype == dbias.dtype == "float64"
+    np.testing.assert_allclose(jnp.sum(dscale * step) * 2, slope, rtol=1e-8)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
+@pytest.mark.parametrize("spec", [P("a", None, "b"), P("a", "b"), P(None, "b", None, "a")], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_meshes(kind, spec):
+    """Samples, groups, and normalised axes, which the parameters have or have not, in shards."""
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2)
+    expected = jax.grad(functools.partial(summed, "layer_norm"), (0, 1, 2))(X, SCALE, BIAS)
+    x, *parameters = (
+        jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((X, spec), (SCALE, P()), (BIAS, P()))
+    )
+
+    def loss(x, *parameters):
+        y = jaxnorm.layer_norm(x, *parameters, axis=(1, 3), scale_offset=1.0)
+        return jnp.sum(y * weights)
+
+    weights = jax.device_put(
+        np.cos(np.arange(X.size, dtype=np.float32)).reshape(X.shape), NamedSharding(mesh, spec)
+    )
+    got = jax.jit(jax.grad(loss, (0, 1, 2)))(x, *parameters)
+    for ours, theirs in zip(got, expected):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_errors():
+    for shape in [(4, 8), (2, 1, 8), (4, 2, 8), (4, 1, 4)]:
+        with pytest.raises(
+            ValueError, match=r"scale has shape .*; expected \(6, 8\).*\(or 1, where"
+        ):
+            jaxnorm.layer_norm(X, jnp.ones(shape), axis=(1, 3))
+
+
+def test_implementation_for():
+    """Of parameters that are broadcast, by their shape."""
+    asked = functools.partial(
+        jaxnorm.implementation_for,
+        "layer_norm",
+        dtype="bfloat16",
+        axis=(1, 3),
+        platform="cuda",
+    )
+    plan = asked(shape=(32, 4096, 32, 8), param_shape=(32, 1, 8))
+    assert plan.forward.name == "xla"
+    assert "not measured yet" in plan.forward.reason
+    plan = asked(shape=(8, 1024, 32, 8), param_shape=(32, 1, 8), implementation="mosaic")
+    assert plan.backward.name == "mosaic"
+    assert "broadcast along" in asked(shape=(8, 1024, 32, 8), param_shape=(1, 8)).forward.reason
+
+
+def test_check_params():
+    report = jaxnorm.check_params({"norm": {"scale": SCALE, "bias": BIAS}}, "bfloat16")
+    assert report.norms[0].columns == 32
