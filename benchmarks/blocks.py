@@ -32,6 +32,8 @@ QUICK_COLS = 4096
 LOGITS: Shape = (4, 16, 2048, 2048)
 #: What attention multiplies them by: 1 / sqrt(64).
 LOGITS_SCALE = 0.125
+#: Of channels, that GroupNorm normalises.
+CHANNEL_GROUPS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +111,12 @@ BLOCKS: dict[str, Block] = {
     "column_softmax": dataclasses.replace(_SOFTMAX, shapes=((8, 4096, 4096),), axis=-2),
     "channel_layer_norm": dataclasses.replace(
         _SOFTMAX, parameters=("scale", "bias"), shapes=((32, 256, 64, 64),), axis=1
+    ),
+    # Of images with channels last, over positions and the channels of each group.
+    "group_norm": dataclasses.replace(
+        _SOFTMAX,
+        parameters=("scale", "bias"),
+        shapes=((32, 64, 64, 256), (8, 128, 128, 128)),
     ),
 }
 MIXED = tuple(name for name, block in BLOCKS.items() if block.mixed)

@@ -81,6 +81,9 @@ def test_a_block_with_operands_that_are_broadcast():
     channels = BlockWorkload("channel_layer_norm", "fwd", "2x8x5x7", "float32")
     assert channels.cols == 8
     assert channels.parameter_shapes == ((8,), (8,))
+    groups = BlockWorkload("group_norm", "fwd+bwd", "2x4x8x64", "float32")
+    assert groups.parameter_shapes == ((64,), (64,))
+    assert groups.bytes == 2 * 4 * 8 * 64 * 5 * 4
 
 
 def test_the_grid():

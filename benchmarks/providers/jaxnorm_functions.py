@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 import jaxnorm
-from benchmarks.blocks import LOGITS_SCALE
+from benchmarks.blocks import CHANNEL_GROUPS, LOGITS_SCALE
 from benchmarks.providers import jnp_functions
 
 
@@ -17,6 +17,12 @@ def biased_softmax(x: jax.Array, bias: jax.Array, **given: Any) -> jax.Array:
 
 def masked_softmax(x: jax.Array, where: jax.Array, **given: Any) -> jax.Array:
     return jaxnorm.softmax(x, where=where, **given)
+
+
+def group_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, **given: Any) -> jax.Array:
+    groups = x.reshape(*x.shape[:-1], CHANNEL_GROUPS, -1)
+    parameters = (a.reshape(CHANNEL_GROUPS, 1, 1, -1) for a in (scale, bias))
+    return jaxnorm.layer_norm(groups, *parameters, axis=(1, 2, 4), **given).reshape(x.shape)
 
 
 # Functions of whole blocks, and their options.
@@ -31,6 +37,7 @@ _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "biased_softmax": (biased_softmax, {"scale": LOGITS_SCALE}),
     "column_softmax": (jaxnorm.softmax, {"axis": -2}),
     "channel_layer_norm": (jaxnorm.layer_norm, {"axis": 1}),
+    "group_norm": (group_norm, {}),
 }
 
 

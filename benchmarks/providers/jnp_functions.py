@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.blocks import LOGITS_SCALE
+from benchmarks.blocks import CHANNEL_GROUPS, LOGITS_SCALE
 
 Array = jax.Array
 
@@ -24,7 +24,7 @@ def layer_norm(
     scale: Array | float = 1.0,
     bias: Array | float = 0.0,
     *,
-    axis: int = -1,
+    axis: int | tuple[int, ...] = -1,
     dtype: str | None = None,
 ) -> Array:
     wide = x.astype(jnp.float32)
@@ -55,6 +55,7 @@ class Plain:
             "biased_softmax": self.biased_softmax,
             "column_softmax": self.column_softmax,
             "channel_layer_norm": self.channel_layer_norm,
+            "group_norm": self.group_norm,
         }
         return functools.partial(blocks[op], dtype=y_dtype)
 
@@ -92,6 +93,11 @@ class Plain:
     def channel_layer_norm(self, x: Array, scale: Array, bias: Array, *, dtype: str) -> Array:
         scale, bias = (a[:, None, None] for a in (scale, bias))
         return (self.layer_norm(x, axis=1) * scale + bias).astype(dtype)
+
+    def group_norm(self, x: Array, scale: Array, bias: Array, *, dtype: str) -> Array:
+        groups = x.reshape(*x.shape[:-1], CHANNEL_GROUPS, -1)
+        y = self.layer_norm(groups, axis=(1, 2, 4)).reshape(x.shape)
+        return (y * scale + bias).astype(dtype)
 
 
 _PLAIN = Plain(rms_norm, layer_norm, jax.nn.softmax)

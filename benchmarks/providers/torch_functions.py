@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.nn import functional
 
-from benchmarks.blocks import LOGITS_SCALE
+from benchmarks.blocks import CHANNEL_GROUPS, LOGITS_SCALE
 
 
 def layer_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -77,6 +77,13 @@ def channel_layer_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return x_hat * scale[:, None, None] + bias[:, None, None]
 
 
+def group_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    # torch's axes: channels first, in the memory format channels_last.
+    images = x.permute(0, 3, 1, 2)
+    y = functional.group_norm(images, CHANNEL_GROUPS, scale, bias, eps=1e-6)
+    return y.permute(0, 2, 3, 1)
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "softmax": softmax,
     "log_softmax": log_softmax,
@@ -94,6 +101,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "biased_softmax": biased_softmax,
     "column_softmax": column_softmax,
     "channel_layer_norm": channel_layer_norm,
+    "group_norm": group_norm,
 }
 
 
