@@ -64,11 +64,6 @@ _LEFT_TO_XLA: Table = (
         lambda s: local_capability() not in (90, None),
     ),
     (
-        "its kernels of groups of channels, and of parameters of channels that are not normalised, "
-        "are not measured yet",
-        lambda s: s.inner_cols > 1 or s.inner_params,
-    ),
-    (
         "with fewer rows than multiprocessors, XLA spreads a norm's backward over more of them",
         lambda s: (
             _norm_bwd(s) and s.rows < 128 and not (s.subtract_mean and s.y_dtype.itemsize == 4)
