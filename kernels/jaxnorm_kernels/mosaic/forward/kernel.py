@@ -63,7 +63,9 @@ def run(
             refs = refs[count:]
         body(Refs(*parts, refs))
 
-    shape = (spec.rows, spec.cols)
+    shape, window = (spec.rows, spec.cols), tile.window
+    if window is not None:
+        shape, operands = window.shape(spec.rows), [window.view(operand) for operand in operands]
     outputs = launch(
         split,
         [*operands, *params],
@@ -75,7 +77,8 @@ def run(
         scratch=tile.scratch(exchanged, [operand.dtype for operand in operands]),
         auto_barriers=schedule.auto_barriers,
     )
-    return list(outputs[: len(results)]), list(outputs[len(results) :])
+    of_rows = [output.reshape(spec.rows, spec.cols) for output in outputs[: len(results)]]
+    return of_rows, list(outputs[len(results) :])
 
 
 def of_group(param: Ref, rows: int, index: Callable[[], Any]) -> Ref:

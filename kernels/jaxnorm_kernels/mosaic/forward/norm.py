@@ -202,7 +202,7 @@ def _in_registers(tile: Tile, spec: Spec, params_first: bool) -> Callable[[Refs]
                     write(1, h)
                     wide = [widen(v, tile.layout) for v in h]
                     write(0, norm(lambda: wide, 1))
-            _store_stats(refs.stats, row.index, kept)
+            _store_stats(refs.stats, tile.row_number(row.index), kept)
 
         steps = Steps(load, finish)
         if params_first:

@@ -23,7 +23,7 @@ from jax import lax
 
 from jaxnorm_kernels.mosaic.device import layouts
 from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_read, release_used
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP
+from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.device.registers import opaque
 from jaxnorm_kernels.mosaic.rows.exchange import Exchange
@@ -42,17 +42,17 @@ class Queue(Tile):
     tail: int = 0
     rereads: bool = False
 
-    def blocks(self, rows: int) -> int:
+    def blocks_of(self, rows: int) -> int:
         whole = self.whole_blocks(rows)
-        return whole + super().blocks(rows) - whole * self.tiles
+        return whole + super().blocks_of(rows) - whole * self.tiles
 
     def whole_blocks(self, rows: int) -> int:
         """The blocks that take all their tiles. They come first; each of the others takes one."""
-        return max(0, super().blocks(rows) - self.tail) // self.tiles
+        return max(0, super().blocks_of(rows) - self.tail) // self.tiles
 
     def first(self, rows: int) -> Any:
         """The first that this block takes, of all rows or groups of them."""
-        block, whole = lax.axis_index(BLOCK), self.whole_blocks(rows)
+        block, whole = self.own_block(), self.whole_blocks(rows)
         return jnp.where(block < whole, block * self.tiles, block + whole * (self.tiles - 1))
 
     def first_row(self, rows: int) -> Any:
@@ -91,10 +91,11 @@ class Queue(Tile):
         in_plain_order(*arrays)
         queues = [arrays[k :: len(pieces)] for k in range(len(pieces))]  # of each piece
         self.open(scratch)
+        rows = self.own_rows(rows)
         first = self.first(rows)
         count: Any = 1
         if self.tiles > 1:
-            whole = lax.axis_index(BLOCK) < self.whole_blocks(rows)
+            whole = self.own_block() < self.whole_blocks(rows)
             # Of a copy that starts in any case, the compiler moves ahead what waits for `params`.
             count = opaque(jnp.where(whole, self.tiles, 1))
 
@@ -169,10 +170,11 @@ class QueuedRow(Queue, SplitRow):
 
     def widths(self) -> list[int]:
         whole = self.cluster * self.split * self.body == self.cols
-        return [self.body] if whole else [self.body, self.unit]
+        bodies = [self.unit] * (self.body // self.unit) if self.apart else [self.body]
+        return bodies if whole else [*bodies, self.unit]
 
     def copies(self, x: Ref, index: Any, piece: Piece, slot: Ref) -> list[tuple[Ref, Ref]]:
-        return [(x.at[index, pl.ds(piece.start, piece.width)], slot)]
+        return [(self.part(x, index, piece), slot)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,8 @@ The sizes that matter, and how the lines below use them:
 
 import dataclasses
 import math
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,6 +34,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 from jaxnorm_kernels.mosaic.forward.queued import QueuedRow, QueuedTile
 from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow, Tile, WarpgroupRow
+from jaxnorm_kernels.mosaic.rows.windows import Window, window_of
 from jaxnorm_kernels.specs import Op, Spec
 
 Kind = Literal["row_tile", "queued_tile", "warpgroup_row", "split_row", "queued_row"]
@@ -55,6 +57,7 @@ class Schedule:
       rereads: a row is read from shared memory for each use, and holds no registers (queued).
       params_first: scale and bias are loaded before the reductions, not after: latency against
         registers.
+      window: of unaligned rows, what a block holds of each.
       auto_barriers: Pallas' barriers around each store. The kernels are sound without them: what
         one thread reads of another has a barrier of its own.
     """
@@ -70,26 +73,32 @@ class Schedule:
     tail: int = 0
     rereads: bool = False
     params_first: bool = False
+    window: Window | None = None
     auto_barriers: bool = True
 
     def rows_of(self, spec: Spec) -> Tile:
         """How a block holds its rows."""
         if spec.rows // spec.groups % self._rows_of_params and spec.groups > 1:
             raise ValueError(f"{self} has parameters of one group for rows of another")
-        cols, vector, apart = spec.cols, self.vector, spec.causal
+        cols, vector, window = spec.cols, self.vector, self.window
+        apart: dict[str, Any] = {"apart": spec.causal}
         exchanges = 2 if spec.op == "norm_add_norm" else 1
         queue = {name: getattr(self, name) for name in ("slots", "tiles", "tail", "rereads")}
+        if window is not None:
+            cols, apart = window.width, {"apart": True, "window": window}
+            queue["tail"] = -(-self.tail // window.period)
         match self.kind:
             case "row_tile":
-                return RowTile(cols, vector, self.threads, self.rows, apart=apart)
+                return RowTile(cols, vector, self.threads, self.rows, **apart)
             case "queued_tile":
                 return QueuedTile(cols, vector, self.threads, self.rows, **queue)
             case "warpgroup_row":
-                return WarpgroupRow(cols, vector, apart=apart)
+                return WarpgroupRow(cols, vector, **apart)
             case "split_row":
-                return SplitRow(cols, vector, self.warpgroups, self.cluster, exchanges, apart=apart)
+                return SplitRow(cols, vector, self.warpgroups, self.cluster, exchanges, **apart)
             case "queued_row":
-                return QueuedRow(cols, vector, self.warpgroups, self.cluster, exchanges, **queue)
+                shares = {"split": self.warpgroups, "cluster": self.cluster, "exchanges": exchanges}
+                return QueuedRow(cols, vector, **shares, **queue, **apart)
 
     @property
     def _rows_of_params(self) -> int:
@@ -115,6 +124,7 @@ class Line:
       cluster: blocks that may share a row, with a warpgroup in each.
       least: warpgroups of a block.
       warpgroups: of a block, where a row has more shares than `cluster` blocks of the least.
+      tiles: rows that a block takes (queued_row). 0: as many as its parameters make worth while.
     """
 
     kind: Kind
@@ -128,6 +138,7 @@ class Line:
     cluster: int = 1
     least: int = 1
     warpgroups: int = 1
+    tiles: int = 0
 
     def fits(self, spec: Spec, gpu: Gpu) -> bool:
         return (
@@ -178,10 +189,25 @@ PLACED = (
 )
 
 
+_ANY = 2.0**-8  # Some parameters for the rows' bytes, however few.
+
+#: For unaligned rows, in `Window`s. Parameters are read one by one, so that a norm reads them once
+#: for many rows. Short rows would be masked in each unit.
+UNALIGNED = (
+    *(line for line in TABLE if line.waves is not None),
+    Line("queued_row", cols=2**15, params=_ANY, cluster=8, tiles=4),
+    Line("queued_row", cols=2**17, params=_ANY, values=64, cluster=8, warpgroups=2, tiles=8),
+    *(line for line in TABLE if not line.params and line.waves is None and line.kind != "row_tile"),
+)
+
+
 # Bytes of x in a thread of a tile, where one row has no more: what two loads bring. The fewer, the
 # more blocks share an SM: with eight, RMSNorm over 64 to 512 columns of float32 took up to 4 % more
 # time (H200).
 _TILE_BYTES = 2 * VECTOR_BYTES
+
+# Unaligned rows of no more bytes are held by a warp, element by element.
+_LEAST_WINDOW_BYTES = 2048
 
 #: Rows for a block of a cluster of so many, where parameters are as many bytes as x and y (H200).
 _START = {1: 1.0, 2: 0.75, 4: 1.0, 8: 1.375}
@@ -190,9 +216,24 @@ _START = {1: 1.0, 2: 0.75, 4: 1.0, 8: 1.375}
 def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule | None:
     """The schedule for `spec`: that of the first line of the table that fits; None for no line."""
     gpu = gpu or local_gpu()
-    table = PLACED if has_places(spec) else TABLE
+    return _in_windows(spec, gpu) or _of_table(PLACED if has_places(spec) else TABLE, spec, gpu)
+
+
+def _of_table(table: Sequence[Line], spec: Spec, gpu: Gpu) -> Schedule | None:
     line = next((line for line in table if line.fits(spec, gpu)), None)
     return None if line is None else of_line(line, spec, gpu)
+
+
+def _in_windows(spec: Spec, gpu: Gpu) -> Schedule | None:
+    """That of rows as long as the windows; None where rows are aligned, or are not held in them."""
+    dtypes = (spec.x_dtype, spec.residual_dtype, spec.y_dtype)
+    window = window_of(spec.rows, spec.cols, [dtype for dtype in dtypes if dtype is not None])
+    if window is None or not is_unaligned(spec) or has_places(spec) or spec.groups > 1:
+        return None
+    if spec.cols * column_bytes(spec) <= _LEAST_WINDOW_BYTES:
+        return None
+    schedule = _of_table(UNALIGNED, dataclasses.replace(spec, cols=window.width), gpu)
+    return schedule and dataclasses.replace(schedule, window=window)
 
 
 def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
@@ -290,7 +331,7 @@ def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     # Blocks of a cluster that have an SM to themselves, and many parameters to read: one round
     # takes all rows.
     alone = 1 < line.cluster < shares and params == 2 and spec.groups == 1
-    tiles = _tiles_of_a_block(spec, cluster, gpu)
+    tiles = line.tiles or _tiles_of_a_block(spec, cluster, gpu)
     if alone:
         tiles = math.ceil(spec.rows / gpu.at_a_time(cluster))
     # 24 KiB, or else 2 parts of rows: more room for them would leave fewer blocks to an SM. In a

@@ -173,10 +173,10 @@ class Place:
         if is_row:  # one for all rows of the tile
             layout, shape = columns_layout(self.tile.vector, self.tile.threads), (piece.width,)
 
-        start = piece.start
         if self.spec.causal:
-            start = jnp.where(self._is_reached(piece), start, 0)
-        values = _load(ref.at[row, pl.ds(start, piece.width)], layout, shape)
+            start = jnp.where(self._is_reached(piece), piece.start, 0)
+            piece = dataclasses.replace(piece, start=start)
+        values = _load(self.tile.part(ref, row, piece), layout, shape)
         return _expanded(values, self.tile.shape(piece.width), 1) if is_row else values
 
     def _load_value(self, ref: Ref, row: Any) -> jax.Array:

@@ -11,6 +11,9 @@ on this backend, so a row that is no multiple of the unit is held in two *pieces
 units, and a tail, one unit that ends with the row. The first columns of the tail are in the body
 too. Reductions skip them (they are *stale*), and they are stored twice with the same value. Rows
 overlap in the same way: the last block starts early enough to be whole.
+
+Of unaligned rows a tile holds the windows (`windows`), of which `cols` is the width. Each unit is a
+piece of its own, so that those alone that may hold parts of other rows, its *edges*, are masked.
 """
 
 import dataclasses
@@ -26,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.mosaic.device.edges import load_each, store_inside
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
@@ -42,6 +46,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.device.registers import store_global
 from jaxnorm_kernels.mosaic.rows.exchange import Exchange
+from jaxnorm_kernels.mosaic.rows.windows import Window
 
 #: A value for each row: a scalar, or an array over the rows of a `RowTile`. Of a `SplitRow`
 #: it is first an array over the warps of the warpgroup, until it has been exchanged.
@@ -90,11 +95,15 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Columns ``[start, start + width)`` of a row; those before `fresh` are stale."""
+    """Columns ``[start, start + width)`` of a row; those before `fresh` are stale.
+
+    Of a window, an `edge` may hold columns of other rows.
+    """
 
     start: Any
     width: int
     fresh: Any = None
+    edge: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +113,13 @@ class Tile:
     Attributes:
       vector: elements that a thread reads at once.
       apart: each unit is a piece of its own, so that it need not be loaded.
+      window: of unaligned rows. A row's index is then that among the rows of its class.
     """
 
     cols: int
     vector: int
     apart: bool = dataclasses.field(default=False, kw_only=True)
+    window: Window | None = dataclasses.field(default=None, kw_only=True)
 
     @property
     def unit(self) -> int:
@@ -143,7 +154,26 @@ class Tile:
         return False
 
     def blocks(self, rows: int) -> int:
+        if self.window is None:
+            return self.blocks_of(rows)
+        return self.window.period * self.blocks_of(self.own_rows(rows))
+
+    def blocks_of(self, rows: int) -> int:
+        """For these rows, of all or of a class."""
         return -(-rows // self.rows)
+
+    def own_rows(self, rows: int) -> int:
+        """Of all rows, those of one class."""
+        return rows if self.window is None else rows // self.window.period
+
+    def own_block(self) -> Any:
+        """This block, counted among those of its class."""
+        block = lax.axis_index(BLOCK)
+        return block if self.window is None else self.window.place(block)
+
+    def row_number(self, row: Any) -> Any:
+        """Of a row of this block, its index among all rows."""
+        return row if self.window is None else self.window.row(row)
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
         """Scratch of a block: to exchange up to `stats` values, and for rows in these dtypes."""
@@ -152,7 +182,7 @@ class Tile:
 
     def row_index(self, rows: int, group: Any = None) -> Any:
         """Index of a row, or group of rows, into a ``(rows, ...)`` ref; by default the block's."""
-        return lax.axis_index(BLOCK) if group is None else group
+        return self.own_block() if group is None else group
 
     def first_row(self, rows: int) -> Any:
         """Index of the first row, or group of rows, that this block takes."""
@@ -181,24 +211,40 @@ class Tile:
         body = self.cols // self.unit * self.unit
         if body == 0:
             raise ValueError(f"{self} holds rows of {self.unit} columns and more")
-        tail = [Piece(self.cols - self.unit, self.unit, fresh=body)] if body < self.cols else []
+        tail = [self._tail(self.cols - self.unit, body)] if body < self.cols else []
         return [*self._bodies(0, body), *tail]
 
     def _bodies(self, start: Any, width: int) -> list[Piece]:
         """The pieces of whole units that begin there, so wide in all."""
         if not self.apart:
             return [Piece(start, width)]
-        return [Piece(start + at, self.unit) for at in range(0, width, self.unit)]
+        pieces = [Piece(start + at, self.unit) for at in range(0, width, self.unit)]
+        if self.window is not None:
+            for at in {0, len(pieces) - 1}:
+                pieces[at] = dataclasses.replace(pieces[at], edge=True)
+        return pieces
+
+    def _tail(self, start: Any, fresh: Any) -> Piece:
+        return Piece(start, self.unit, fresh, edge=self.window is not None)
+
+    def part(self, ref: Ref, row: Any, piece: Piece) -> Ref:
+        """A piece of a row of a ``(rows, cols)`` ref, or of its view as the window's."""
+        start = piece.start if self.window is None else self.window.start() + piece.start
+        return ref.at[row, pl.ds(start, piece.width)]
 
     def load(self, ref: Ref, row: Any) -> list[jax.Array]:
         """A row of a ``(rows, cols)`` ref, in its own dtype."""
         return [
-            load(ref.at[row, pl.ds(p.start, p.width)], self.layout, self.shape(p.width))
-            for p in self.pieces()
+            load(self.part(ref, row, p), self.layout, self.shape(p.width)) for p in self.pieces()
         ]
 
     def load_param(self, ref: Ref) -> list[jax.Array]:
         """A ``(cols,)`` ref, held as a row is held, in its own dtype."""
+        if self.window is not None:
+            return [
+                load_each(ref, p.start - self.window.before(), self.shape(p.width), self.layout)
+                for p in self.pieces()
+            ]
         return [
             load(ref.at[pl.ds(p.start, p.width)], self.layout, self.shape(p.width))
             for p in self.pieces()
@@ -206,7 +252,11 @@ class Tile:
 
     def store(self, ref: Ref, row: Any, values: Sequence[jax.Array]) -> None:
         for p, value in zip(self.pieces(), values):
-            store_global(ref.at[row, pl.ds(p.start, p.width)], value, self.layout)
+            if self.window is None or not p.edge:
+                store_global(self.part(ref, row, p), value, self.layout)
+                continue
+            start, first = self.window.start() + p.start, p.start - self.window.before()
+            store_inside(ref.at[row], start, value, first, self.window.cols, self.layout)
 
     def max(self, x: Sequence[jax.Array]) -> Stat:
         return self._reduce(x, jnp.max, jnp.maximum, -jnp.inf)
@@ -236,12 +286,21 @@ class Tile:
 
     def _skip_stale(self, x: Sequence[jax.Array], neutral: float) -> list[jax.Array]:
         return [
-            v if p.fresh is None else jnp.where(self._is_fresh(p), v, jnp.float32(neutral))
+            v
+            if p.fresh is None and not p.edge
+            else jnp.where(self._is_fresh(p), v, jnp.float32(neutral))
             for p, v in zip(self.pieces(), x)
         ]
 
     def _is_fresh(self, piece: Piece) -> jax.Array:
-        return self.columns(self.shape(piece.width)) >= piece.fresh - piece.start
+        """Which elements of a piece are not stale, and not of another row."""
+        columns = self.columns(self.shape(piece.width))
+        if self.window is None:
+            return columns >= piece.fresh - piece.start
+        before = self.window.before()
+        first = before if piece.fresh is None else jnp.maximum(before, piece.fresh)
+        end = before + self.window.cols
+        return (columns >= first - piece.start) & (columns < end - piece.start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +333,7 @@ class RowTile(Tile):
         return self.height
 
     def row_index(self, rows: int, group: Any = None) -> Any:
-        group = lax.axis_index(BLOCK) if group is None else group
+        group = self.own_block() if group is None else group
         return pl.ds(jnp.minimum(group * self.height, rows - self.height), self.height)
 
     def load_param(self, ref: Ref) -> list[jax.Array]:
@@ -370,7 +429,7 @@ class SplitRow(Tile):
             return self._bodies(share * body, body)
         fresh = shares * body + share * self.unit
         start = jnp.minimum(fresh, self.cols - self.unit)
-        return [*self._bodies(share * body, body), Piece(start, self.unit, fresh)]
+        return [*self._bodies(share * body, body), self._tail(start, fresh)]
 
     def columns(self, shape: tuple[int, ...]) -> jax.Array:
         return column_in_warps((shape[0], shape[1]))
@@ -384,6 +443,12 @@ class SplitRow(Tile):
 
     def part_sizes(self) -> jax.Array | float:
         """How many columns each warp has that are not stale."""
+        if self.window is not None:
+            pieces = self.pieces()
+            edges = [jnp.where(self._is_fresh(p), jnp.float32(1), 0.0) for p in pieces if p.edge]
+            ones = plgpu.layout_cast(functools.reduce(operator.add, edges), self.layout)
+            whole = (len(pieces) - len(edges)) * self.unit // WARPS
+            return jnp.sum(ones, axis=1) + whole
         body, *tail = self.pieces()
         return sum((count_fresh(self._is_fresh(p), self.layout) for p in tail), body.width / WARPS)
 

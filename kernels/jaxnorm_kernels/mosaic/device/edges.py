@@ -1,0 +1,160 @@
+"""Loads and stores of consecutive elements that begin, or end, between the vectors of a thread.
+
+A register holds a vector of them; `first` is the index of the first element of all. The interpreter
+has no registers: there, these are JAX's operations.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, llvm, vector
+from jax.experimental.mosaic.gpu import FragmentedArray, utils
+
+from jaxnorm_kernels.mosaic.device.launch import is_interpreted
+from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, column_in_warps, load, store
+
+_GLOBAL = 1  # LLVM's number of global memory.
+
+
+def flat_index(shape: tuple[int, ...]) -> jax.Array:
+    """Of each element of an ``(n,)`` array, or of a ``(4, n)`` one whose rows lie side by side."""
+    if len(shape) == 1:
+        return lax.broadcasted_iota(jnp.int32, shape, 0)
+    return column_in_warps((shape[0], shape[1]))
+
+
+def load_each(ref: Ref, first: Any, shape: tuple[int, ...], layout: Layout) -> jax.Array:
+    """Elements of a ``(n,)`` ref in global memory, one at a time; any where it has none."""
+    (size,) = ref.shape
+    index = jnp.clip(first + flat_index(shape), 0, size - 1)
+    if is_interpreted():
+        return load(ref, None)[index]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), layout),
+        return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout),
+    )
+    def read(context: Any, ref: Any, index: Any) -> Any:
+        del context
+        kind, base = ir.MemRefType(ref.type).element_type, _global(utils.memref_ptr(ref))
+        registers = index.registers.copy()
+        for at, register in enumerate(index.registers.flat):
+            loaded = [
+                llvm.load(kind, utils.getelementptr(base, [i], kind)) for i in _each(register)
+            ]
+            registers.flat[at] = vector.from_elements(
+                ir.VectorType.get((len(loaded),), kind), loaded
+            )
+        signed = None if isinstance(kind, ir.FloatType) else True
+        return FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=signed)
+
+    return read(ref, plgpu.layout_cast(index, layout))
+
+
+def store_each(ref: Ref, first: Any, value: jax.Array, layout: Layout) -> None:
+    """Stores those elements of `value` that a ``(n,)`` ref in global memory has, one at a time."""
+    (size,) = ref.shape
+    if is_interpreted():
+        _store_some(ref, first, value, first, size)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    def write(context: Any, ref: Any, value: Any, index: Any) -> None:
+        del context
+        base = _global(utils.memref_ptr(ref))
+        kind = ir.MemRefType(ref.type).element_type
+        for register, indices in zip(value.registers.flat, index.registers.flat):
+            for element, i in zip(_each(register), _each(indices)):
+                _store(element, utils.getelementptr(base, [i], kind), _is_inside(i, size))
+
+    index = plgpu.layout_cast(first + flat_index(value.shape), layout)
+    write(ref, value.astype(ref.dtype), index)
+
+
+def store_inside(
+    ref: Ref, start: Any, value: jax.Array, first: Any, size: int, layout: Layout
+) -> None:
+    """Stores `value` at `start` of a ``(n,)`` ref in global memory, but for what lies outside.
+
+    Only elements of an index in ``[0, size)`` are stored: the vectors of a thread that lie inside,
+    and of those that lie there in part their elements.
+    """
+    if is_interpreted():
+        _store_some(ref, start, value, first, size)
+        return
+    target = ref.at[pl.ds(start, value.size)]
+    if value.ndim > 1:
+        target = target.reshape(*value.shape)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    def write(context: Any, ref: Any, value: Any, index: Any) -> None:
+        del context
+        one_tile = utils.memref_reshape(ref, (*[1] * len(value.shape), *value.shape))
+        moves = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
+        kind = ir.MemRefType(ref.type).element_type
+        for register, _, _, address in moves:
+            elements, indices = register(value.registers), _each(register(index.registers))
+            there, ends = _global(address), [indices[0], indices[-1]]
+            inside = [_is_inside(i, size) for i in ends]
+            is_whole = arith.andi(*inside)
+            with utils.when(is_whole):
+                llvm.store(elements, there)
+            with utils.when(arith.xori(*inside)):
+                for k, (element, i) in enumerate(zip(_each(elements), indices)):
+                    at = utils.getelementptr(there, [k], kind)
+                    _store(element, at, _is_inside(i, size))
+
+    index = plgpu.layout_cast(first + flat_index(value.shape), layout)
+    write(target, value.astype(ref.dtype), index)
+
+
+def _store_some(ref: Ref, start: Any, value: jax.Array, first: Any, size: int) -> None:
+    """In the interpreter: as few slices as their sizes, which are powers of 2, allow.
+
+    Another block, or warpgroup, may be storing what is left out.
+    """
+    value = value.astype(ref.dtype).reshape(-1)
+    at = jnp.clip(-first, 0, value.size)
+    count = jnp.clip(size - first, 0, value.size) - at
+    for width in (1 << k for k in reversed(range(value.size.bit_length()))):
+        has_slice = (count & width) != 0
+
+        @pl.when(has_slice)
+        def _(at: Any = at, width: int = width) -> None:
+            store(ref.at[pl.ds(start + at, width)], lax.dynamic_slice(value, (at,), (width,)))
+
+        at = jnp.where(has_slice, at + width, at)
+
+
+def _store(element: Any, address: Any, predicate: Any) -> None:
+    bits = utils.bitwidth(element.type)
+    utils.inline_ptx(
+        f"st.global.b{bits} [$0], $1;",
+        address,
+        utils.bitcast(element, ir.IntegerType.get_signless(bits)),
+        predicate=predicate,
+        has_side_effects=True,
+    )
+
+
+def _each(register: Any) -> list[Any]:
+    (count,) = ir.VectorType(register.type).shape
+    return [
+        vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([k]))
+        for k in range(count)
+    ]
+
+
+def _is_inside(index: Any, size: int) -> Any:
+    """Whether an index is in ``[0, size)``: a negative one is a large unsigned number."""
+    limit = utils.c(size, ir.IntegerType.get_signless(32))
+    return arith.cmpi(arith.CmpIPredicate.ult, index, limit)
+
+
+def _global(address: Any) -> Any:
+    return llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), address)
