@@ -27,6 +27,7 @@ from jaxnorm_kernels.mosaic.rows.tiles import (
     Tile,
     WarpgroupRow,
 )
+from jaxnorm_kernels.mosaic.rows.windows import Window
 
 #: Gives the elements of a block's rows, in float32: for each piece, one array of each kind.
 Read = Callable[[Any, Sequence[Ref]], list[Sequence[jax.Array]]]
@@ -44,6 +45,7 @@ class InRegisters:
       cluster: blocks that share a row.
       splits: blocks, or clusters, for the rows of x that share one of a bias (`BiasSums`).
       apart: each unit of a row is a piece of its own (`Tile`).
+      window: of unaligned rows, what a block holds of each.
     """
 
     vector: int
@@ -53,14 +55,18 @@ class InRegisters:
     cluster: int = 1
     splits: int = 1
     apart: bool = False
+    window: Window | None = None
 
     def tile(self, cols: int) -> Tile:
-        vector, apart = self.vector, self.apart
+        vector = self.vector
+        apart: dict[str, Any] = {"apart": self.apart}
+        if self.window is not None:
+            cols, apart = self.window.width, {"apart": True, "window": self.window}
         if self.warpgroups * self.cluster > 1:
-            return SplitRow(cols, vector, self.warpgroups, self.cluster, apart=apart)
+            return SplitRow(cols, vector, self.warpgroups, self.cluster, **apart)
         if self.threads == WARPGROUP_THREADS and self.rows == 1:
-            return WarpgroupRow(cols, vector, apart=apart)
-        return RowTile(cols, vector, self.threads, self.rows, apart=apart)
+            return WarpgroupRow(cols, vector, **apart)
+        return RowTile(cols, vector, self.threads, self.rows, **apart)
 
 
 def in_registers_backward(
@@ -84,6 +90,9 @@ def in_registers_backward(
     exchange = RowSums(tile.warpgroups, formula.row_sums, cluster=tile.cluster, in_lanes=True)
     is_split = isinstance(tile, SplitRow)
     counts = len(operands), len(results), row_values, int(sums is not None)
+    shape, window = (rows, tile.cols), tile.window
+    if window is not None:
+        shape, operands = window.shape(rows), [window.view(operand) for operand in operands]
 
     def body(*refs: Ref) -> None:
         operand_refs, result_refs, value_refs, sum_refs, scratch = split(refs, *counts)
@@ -116,12 +125,12 @@ def in_registers_backward(
             exchange.ready()
         sums.run(sum_refs[0], step)
 
-    return launch(
+    outputs = launch(
         body,
         operands,
         name=name,
         outputs=[
-            *[((rows, tile.cols), dtype) for dtype in results],
+            *[(shape, dtype) for dtype in results],
             *[((rows,), np.dtype(np.float32))] * row_values,
             *([] if sums is None else [sums.output]),
         ],
@@ -131,6 +140,8 @@ def in_registers_backward(
         scratch=exchange.scratch() if is_split else (),
         auto_barriers=False,
     )
+    of_rows = [output.reshape(rows, -1) for output in outputs[: len(results)]]
+    return (*of_rows, *outputs[len(results) :])
 
 
 def _store_values(refs: Sequence[Ref], row: Any, values: Sequence[Stat]) -> None:

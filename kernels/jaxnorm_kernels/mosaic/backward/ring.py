@@ -32,12 +32,12 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     WARPS,
     Ref,
     load,
-    store,
     warps_layout,
 )
-from jaxnorm_kernels.mosaic.device.registers import store_global, widen
+from jaxnorm_kernels.mosaic.device.registers import widen
 from jaxnorm_kernels.mosaic.rows.row_sums import RowSums
-from jaxnorm_kernels.mosaic.rows.shares import Chunk, Share, Slice, skip_stale
+from jaxnorm_kernels.mosaic.rows.shares import Chunk, Share, Slice
+from jaxnorm_kernels.mosaic.rows.windows import Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Ring:
       lag: steps that are reduced before the first of them is finished. Needs as many stages more.
       blocks_per_sm: that fit a multiprocessor at the same time.
       cluster: blocks that share a row, each with its own ring.
+      window: of unaligned rows, what the rings hold of each.
     """
 
     vector: int
@@ -61,11 +62,13 @@ class Ring:
     lag: int = 0
     blocks_per_sm: int = 1
     cluster: int = 1
+    window: Window | None = None
 
     def slice(self, cols: int, warpgroup: Any = 0) -> Slice:
         """The columns of a warpgroup, counted through the cluster."""
-        chunk = WARPGROUP_THREADS * self.vector
-        return Slice(cols, self.cluster * self.warpgroups, chunk, warpgroup)
+        chunk, window = WARPGROUP_THREADS * self.vector, self.window
+        cols = cols if window is None else window.width
+        return Slice(cols, self.cluster * self.warpgroups, chunk, warpgroup, window)
 
 
 def ring_backward(
@@ -82,6 +85,10 @@ def ring_backward(
     `blocks` are those of a group of rows; with a cluster, they are clusters.
     """
     ring, (rows, cols), groups = schedule, operands.shape, operands.groups
+    window, view = ring.window, (rows, cols)
+    if window is not None:
+        view = window.shape(rows)
+        operands = dataclasses.replace(operands, rows=[window.view(v) for v in operands.rows])
     if ring.stages < 1 + ring.lag or rows // groups < ring.rows:
         raise ValueError(f"{ring} holds less than {1 + ring.lag} steps, or too many rows")
     slice_ = ring.slice(cols)
@@ -98,7 +105,9 @@ def ring_backward(
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
         rank = lax.axis_index(CLUSTER) if ring.cluster > 1 else 0
         own = ring.slice(cols, rank * ring.warpgroups + warpgroup)
-        share = Share.of(block, rows=rows, groups=groups, blocks=blocks, height=ring.rows)
+        share = Share.of(
+            block, rows=rows, groups=groups, blocks=blocks, height=ring.rows, window=window
+        )
         count = share.count()
 
         def stage(k: Any) -> Any:
@@ -108,7 +117,7 @@ def ring_backward(
             at = stage(k)
             for row in together:
                 for run in own.runs():
-                    here, there = pl.ds(run.start, run.width), pl.ds(run.stage_start, run.width)
+                    here, there = own.columns(run), pl.ds(run.stage_start, run.width)
                     for source, target in zip(row_refs, rings):
                         plgpu.copy_gmem_to_smem(
                             source.at[share.first_row(k) + row, here],
@@ -121,7 +130,7 @@ def ring_backward(
             pl.when(k < count)(functools.partial(fill, jnp.int32(k)))
 
         def read_param(ref: Ref, chunk: Chunk) -> jax.Array:
-            return load(share.param(ref).at[pl.ds(chunk.start, chunk.width)], layout, shape)
+            return own.load_param(share.param(ref), chunk, layout, shape)
 
         chunks = own.cut()
         columns = [prepare(formula, [read_param(ref, c) for ref in param_refs]) for c in chunks]
@@ -129,7 +138,10 @@ def ring_backward(
         def statistics(k: Any) -> list[list[jax.Array]]:
             """Those of each row of step `k`."""
             first = share.first_row(jnp.minimum(k, count - 1))
-            return [[ref[first + row] for ref in stat_refs] for row in together]
+            numbers = [first + row for row in together]
+            if window is not None:
+                numbers = [window.row(number) for number in numbers]
+            return [[ref[number] for ref in stat_refs] for number in numbers]
 
         def read(stages: Sequence[Ref], k: Any, row: int, chunk: Chunk) -> list[jax.Array]:
             here = pl.ds(chunk.stage_start, chunk.width)
@@ -148,7 +160,7 @@ def ring_backward(
                 for row in together:
                     elements = read(rings[: formula.summed], k, row, chunk)
                     terms = formula.terms(elements, given, row_stats[row])
-                    terms = [skip_stale(term, chunk) for term in terms]
+                    terms = [own.skip_others(term, chunk) for term in terms]
                     so_far = totals[row]
                     totals[row] = [a + b for a, b in zip(so_far, terms)] if so_far else terms
             of_rows = (in_layout(total) for row_totals in totals for total in row_totals)
@@ -175,8 +187,7 @@ def ring_backward(
                     totals[first : first + formula.row_sums],
                 )
                 for ref, value in zip(result_refs, values):
-                    there = ref.at[index, pl.ds(chunk.start, chunk.width)]
-                    store_global(there, value, layout)
+                    own.store(ref, index, chunk, value, layout)
                 added += terms
             if share.has_stale_rows:
                 is_new = lax.broadcast_in_dim(share.is_new(index, k), shape, ())
@@ -203,16 +214,16 @@ def ring_backward(
         _, carried = lax.fori_loop(ring.lag, count + ring.lag, step, (queue, carried))
         for j, ref in enumerate(partial_refs):
             for chunk, value in zip(chunks, carried[j :: formula.column_sums]):
-                store(ref.at[block, pl.ds(chunk.start, chunk.width)], value)
+                own.store_sum(ref.at[block], chunk, value, layout)
 
     stages = ring.warpgroups * ring.stages
     copies = len(operands.rows) * ring.rows * len(slice_.runs())  # of a stage
-    return launch(
+    outputs = launch(
         body,
         operands.arrays,
         name=name,
         outputs=[
-            *[((rows, cols), dtype) for dtype in results],
+            *[(view, dtype) for dtype in results],
             *[((groups * blocks, cols), np.dtype(np.float32))] * formula.column_sums,
         ],
         blocks=groups * blocks,
@@ -225,3 +236,5 @@ def ring_backward(
         ],
         auto_barriers=False,
     )
+    of_rows = [output.reshape(rows, cols) for output in outputs[: len(results)]]
+    return (*of_rows, *outputs[len(results) :])

@@ -5,6 +5,7 @@ shared memory each, and memory that wants some 32 KiB under way on each of them.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     vector_width,
 )
 from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
+from jaxnorm_kernels.mosaic.rows.windows import Window, window_of
 from jaxnorm_kernels.specs import Spec
 
 NormSchedule = Ring | RowsRing | Direct
@@ -50,16 +52,20 @@ def persistent_blocks(
     Each costs a row of partial sums, to write, to read, and to add up.
     """
     gpu = gpu or local_gpu()
-    cluster = schedule.cluster if isinstance(schedule, Ring) else 1
+    cluster, window = 1, None
+    if isinstance(schedule, Ring):
+        cluster, window = schedule.cluster, schedule.window
     most = gpu.at_a_time(cluster) * schedule.blocks_per_sm
     rows, stages = (1, 2) if isinstance(schedule, Direct) else (schedule.rows, schedule.stages)
-    steps = -(-_rows(spec) // rows)
+    # With windows, a block has rows of one class; as many blocks have those of each.
+    classes = 1 if window is None else window.period
+    steps = classes * -(-(_rows(spec) // classes) // rows)
 
     def time(blocks: int) -> int:
         """In steps: blocks that do not run at a time follow each other; each fills its stages."""
         return -(-spec.groups * blocks // most) * (-(-steps // blocks) + stages)
 
-    return min(range(1, min(steps, most) + 1), key=time)
+    return min(range(classes, min(steps, classes * most) + 1, classes), key=time)
 
 
 # Of a ring, columns of a thread: up to 12 while the GPU has clusters for it, because many small
@@ -107,14 +113,24 @@ def two_norms_schedule(spec: Spec, gpu: Gpu | None = None) -> Ring | RowsRing | 
 def norm_schedule(spec: Spec, gpu: Gpu | None = None) -> NormSchedule | None:
     """None where no kernel takes the rows."""
     if not _copied(spec):
-        return direct(spec)
+        return _ring_of_windows(spec, gpu or local_gpu()) or direct(spec)
     if spec.cols < _WARPGROUP_ROWS and _rows(spec) >= 2 * WARP:  # the most rows of a tile
         return rows_ring(spec)
     return ring(spec, gpu or local_gpu())
 
 
+def _ring_of_windows(spec: Spec, gpu: Gpu) -> Ring | None:
+    """For unaligned rows, that of a class, which are their windows; None where there are none."""
+    window = _window(spec, row_dtypes(spec))
+    if window is None or spec.groups > 1 or spec.cols < _WARPGROUP_ROWS:
+        return None
+    of_class = dataclasses.replace(spec, rows=spec.rows // window.period, cols=window.width)
+    found = ring(of_class, gpu)
+    return found and dataclasses.replace(found, window=window)
+
+
 def direct(spec: Spec) -> Direct | None:
-    """For rows that are no multiple of 16 bytes."""
+    """For unaligned rows that are short, or no whole periods of a window."""
     vector = _vector(spec)
     for cols, warpgroups, blocks_per_sm in _DIRECT:
         if spec.cols <= cols:
@@ -230,6 +246,11 @@ def row_dtypes(spec: Spec) -> list[np.dtype]:
     return [*x, saved, spec.y_dtype, *[last.x_dtype] * spec.adds_dh]
 
 
+def _window(spec: Spec, read: Sequence[np.dtype]) -> Window | None:
+    """Of the rows that are read, in these dtypes, and of those that are written."""
+    return window_of(spec.rows, spec.cols, [*read, spec.x_dtype, spec.last.x_dtype])
+
+
 def _rows(spec: Spec) -> int:
     """That share their parameters."""
     return spec.rows // spec.groups
@@ -253,11 +274,23 @@ def _shared_bytes(blocks_per_sm: int) -> int:
 def softmax_schedule(spec: Spec, gpu: Gpu | None = None) -> InRegisters | None:
     """None where no kernel takes the rows."""
     gpu = gpu or local_gpu()
-    schedule = _placed_tile(spec) if has_places(spec) else _tile(spec)
+    schedule = _placed_tile(spec) if has_places(spec) else _in_windows(spec, gpu) or _tile(spec)
     schedule = schedule or _wide_rows(spec, gpu)
     if schedule is None or not has_places(spec):
         return schedule
     return dataclasses.replace(schedule, splits=_splits(spec, schedule, gpu), apart=spec.causal)
+
+
+def _in_windows(spec: Spec, gpu: Gpu) -> InRegisters | None:
+    """Unaligned rows, like rows as long as their windows; of no row that is short."""
+    window = _window(spec, [spec.y_dtype])
+    if window is None or spec.cols * spec.y_dtype.itemsize % COPY_BYTES == 0:
+        return None
+    of_class = dataclasses.replace(spec, cols=window.width)
+    if spec.cols <= WARPGROUP_THREADS * _vector(of_class):
+        return None
+    schedule = _wide_rows(of_class, gpu)
+    return schedule and dataclasses.replace(schedule, window=window)
 
 
 def _tile(spec: Spec) -> InRegisters | None:

@@ -5,16 +5,23 @@ threads. Where the slices leave a rest of the row, each slice has one chunk more
 end with the row at the latest, so their first columns may belong to another chunk too: reductions
 skip those (they are *stale*), and their results, which are the same in both chunks, are stored
 twice.
+
+Of unaligned rows, a row is its window (`windows`): the columns of other rows in it are skipped too,
+and not stored.
 """
 
 import dataclasses
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.layouts import Ref
+from jaxnorm_kernels.mosaic.device.edges import flat_index, load_each, store_each, store_inside
+from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, load, store
+from jaxnorm_kernels.mosaic.device.registers import store_global
+from jaxnorm_kernels.mosaic.rows.windows import Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +45,23 @@ class Share:
     group: Any = None
 
     @classmethod
-    def of(cls, block: Any, *, rows: int, groups: int, blocks: int, height: int = 1) -> "Share":
-        """That of block number `block`; `rows` of all groups, `blocks` of each."""
+    def of(
+        cls,
+        block: Any,
+        *,
+        rows: int,
+        groups: int,
+        blocks: int,
+        height: int = 1,
+        window: Window | None = None,
+    ) -> "Share":
+        """That of block number `block`; `rows` of all groups, `blocks` of each.
+
+        With windows, that of the rows of its class.
+        """
+        if window is not None:
+            classes = window.period
+            return cls(rows // classes, height, blocks // classes, window.place(block))
         if groups == 1:
             return cls(rows, height, blocks, block)
         place, group = lax.rem(block, blocks), lax.div(block, blocks)
@@ -85,13 +107,15 @@ class Share:
 class Chunk:
     """Columns ``[start, start + width)``; those before `fresh` belong to another chunk too.
 
-    `stage_start` is where they lie in shared memory, counted from the start of the slice.
+    `stage_start` is where they lie in shared memory, counted from the start of the slice. Of a
+    window, an `edge` may hold columns of other rows.
     """
 
     start: Any
     width: int
     stage_start: int
     fresh: Any = None
+    edge: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,16 +123,18 @@ class Slice:
     """The columns of one warpgroup.
 
     Attributes:
-      cols: of the row.
+      cols: of the row, or of its window.
       slices: of the row: the warpgroups that share it.
       chunk: columns of a chunk.
       index: of this slice.
+      window: of unaligned rows.
     """
 
     cols: int
     slices: int
     chunk: int
     index: Any = 0
+    window: Window | None = None
 
     def __post_init__(self) -> None:
         if not self.chunks:
@@ -142,7 +168,49 @@ class Slice:
         """The columns in chunks that fill the warpgroup once."""
         body, *tail = self.runs()
         starts = range(0, body.width, self.chunk)
-        return [Chunk(body.start + at, self.chunk, at) for at in starts] + tail
+        chunks = [Chunk(body.start + at, self.chunk, at) for at in starts] + tail
+        if self.window is None:
+            return chunks
+        edges = {0, len(starts) - 1, len(chunks) - 1}
+        return [dataclasses.replace(c, edge=at in edges) for at, c in enumerate(chunks)]
+
+    def columns(self, run: Chunk) -> Any:
+        """Where a run lies in a row of an array, or of its view as the window's."""
+        start = run.start if self.window is None else self.window.start() + run.start
+        return pl.ds(start, run.width)
+
+    def load_param(
+        self, ref: Ref, chunk: Chunk, layout: Layout, shape: tuple[int, ...]
+    ) -> jax.Array:
+        """A chunk of a ``(cols,)`` ref."""
+        if self.window is None:
+            return load(ref.at[pl.ds(chunk.start, chunk.width)], layout, shape)
+        return load_each(ref, chunk.start - self.window.before(), shape, layout)
+
+    def store(self, ref: Ref, row: Any, chunk: Chunk, value: jax.Array, layout: Layout) -> None:
+        """Stores a chunk of a row, but for what belongs to other rows."""
+        if self.window is None or not chunk.edge:
+            store_global(ref.at[row, self.columns(chunk)], value, layout)
+            return
+        start, first = self.window.start() + chunk.start, chunk.start - self.window.before()
+        store_inside(ref.at[row], start, value, first, self.window.cols, layout)
+
+    def store_sum(self, ref: Ref, chunk: Chunk, value: jax.Array, layout: Layout) -> None:
+        """Stores a chunk of a ``(cols,)`` ref."""
+        if self.window is None:
+            store(ref.at[pl.ds(chunk.start, chunk.width)], value)
+        else:
+            store_each(ref, chunk.start - self.window.before(), value, layout)
+
+    def skip_others(self, term: jax.Array, chunk: Chunk) -> jax.Array:
+        """`term`, and 0 where a column is stale or of another row."""
+        if not chunk.edge or self.window is None:
+            return skip_stale(term, chunk)
+        before, column = self.window.before(), flat_index(term.shape)
+        first = before if chunk.fresh is None else jnp.maximum(before, chunk.fresh)
+        end = before + self.window.cols
+        own = (column >= first - chunk.start) & (column < end - chunk.start)
+        return jnp.where(own, term, jnp.float32(0))
 
 
 def skip_stale(term: jax.Array, chunk: Chunk) -> jax.Array:
