@@ -14,6 +14,7 @@ k - 1 is finished, which hides the exchange::
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, laun
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
     WARPS,
+    Layout,
     Ref,
     load,
     warps_layout,
@@ -92,7 +94,6 @@ def ring_backward(
     if ring.stages < 1 + ring.lag or rows // groups < ring.rows:
         raise ValueError(f"{ring} holds less than {1 + ring.lag} steps, or too many rows")
     slice_ = ring.slice(cols)
-    layout, shape = warps_layout(ring.vector), (WARPS, slice_.chunk // WARPS)
     sums = RowSums(ring.warpgroups, ring.rows * formula.row_sums, 1 + ring.lag, ring.cluster)
     together = range(ring.rows)
     sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
@@ -130,7 +131,7 @@ def ring_backward(
             pl.when(k < count)(functools.partial(fill, jnp.int32(k)))
 
         def read_param(ref: Ref, chunk: Chunk) -> jax.Array:
-            return own.load_param(share.param(ref), chunk, layout, shape)
+            return own.load_param(share.param(ref), chunk, layout(chunk.width), shape(chunk.width))
 
         chunks = own.cut()
         columns = [prepare(formula, [read_param(ref, c) for ref in param_refs]) for c in chunks]
@@ -138,33 +139,39 @@ def ring_backward(
         def statistics(k: Any) -> list[list[jax.Array]]:
             """Those of each row of step `k`."""
             first = share.first_row(jnp.minimum(k, count - 1))
-            numbers = [first + row for row in together]
-            if window is not None:
-                numbers = [window.row(number) for number in numbers]
-            return [[ref[number] for ref in stat_refs] for number in numbers]
+
+            def number(row: int) -> Any:
+                return first + row if window is None else window.row(first + row)
+
+            return [[ref[number(row)] for ref in stat_refs] for row in together]
 
         def read(stages: Sequence[Ref], k: Any, row: int, chunk: Chunk) -> list[jax.Array]:
             here = pl.ds(chunk.stage_start, chunk.width)
-            refs = [ref.at[stage(k), row, here] for ref in stages]
-            return [widen(load(ref, None, shape), layout) for ref in refs]
+            refs, width = [ref.at[stage(k), row, here] for ref in stages], chunk.width
+            return [widen(load(ref, None, shape(width)), layout(width)) for ref in refs]
 
-        def in_layout(value: jax.Array) -> jax.Array:
-            """Only results name the layout: each load that did would cost Mosaic's inference."""
-            return plgpu.layout_cast(value, layout)
+        def sum_of(terms: dict[int, jax.Array]) -> jax.Array:
+            """Of each warp, from the chunks' sums for each of their widths.
+
+            Only results name the layout: each load that did would cost Mosaic's inference.
+            """
+            of_widths = [plgpu.layout_cast(value, layout(width)) for width, value in terms.items()]
+            return functools.reduce(operator.add, [jnp.sum(value, axis=1) for value in of_widths])
 
         def reduce_rows(k: Any, row_stats: list[list[jax.Array]]) -> None:
             """Publishes the rows' sums, each warp those of its columns."""
             plgpu.barrier_wait(full.at[stage(k)])
-            totals: list[list[jax.Array]] = [[] for _ in together]
+            sums_of = range(formula.row_sums)
+            totals: list[list[dict[int, jax.Array]]] = [[{} for _ in sums_of] for _ in together]
             for chunk, given in zip(chunks, columns):
                 for row in together:
                     elements = read(rings[: formula.summed], k, row, chunk)
                     terms = formula.terms(elements, given, row_stats[row])
                     terms = [own.skip_others(term, chunk) for term in terms]
-                    so_far = totals[row]
-                    totals[row] = [a + b for a, b in zip(so_far, terms)] if so_far else terms
-            of_rows = (in_layout(total) for row_totals in totals for total in row_totals)
-            parts = [jnp.sum(total, axis=1) for total in of_rows]
+                    for total, term in zip(totals[row], terms):
+                        width = chunk.width
+                        total[width] = total[width] + term if width in total else term
+            parts = [sum_of(total) for row_totals in totals for total in row_totals]
             sums.publish(exchanged, parts, k)
 
         def finish_rows(k: Any, row_stats: list[list[jax.Array]], carried: Arrays) -> Arrays:
@@ -187,11 +194,12 @@ def ring_backward(
                     totals[first : first + formula.row_sums],
                 )
                 for ref, value in zip(result_refs, values):
-                    own.store(ref, index, chunk, value, layout)
+                    own.store(ref, index, chunk, value, layout(chunk.width))
                 added += terms
             if share.has_stale_rows:
-                is_new = lax.broadcast_in_dim(share.is_new(index, k), shape, ())
-                added = [jnp.where(is_new, a, jnp.float32(0)) for a in added]
+                is_new, shapes = share.is_new(index, k), dict.fromkeys(a.shape for a in added)
+                masks = {shape: lax.broadcast_in_dim(is_new, shape, ()) for shape in shapes}
+                added = [jnp.where(masks[a.shape], a, jnp.float32(0)) for a in added]
             return [a + b for a, b in zip(carried, added)]
 
         def step(k: Any, carry: Any) -> Any:
@@ -205,8 +213,11 @@ def ring_backward(
             queue = [*before, now, ahead]
             return queue[1:], finish_rows(k - ring.lag, queue[0], carried)
 
-        zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-        carried = [zero] * (len(chunks) * formula.column_sums)
+        zeros = {
+            width: plgpu.layout_cast(jnp.zeros(shape(width), jnp.float32), layout(width))
+            for width in dict.fromkeys(chunk.width for chunk in chunks)
+        }
+        carried = [zeros[chunk.width] for chunk in chunks for _ in range(formula.column_sums)]
         queue = [statistics(jnp.int32(k)) for k in range(1 + ring.lag)]
         sums.ready()
         for k in range(ring.lag):
@@ -214,7 +225,14 @@ def ring_backward(
         _, carried = lax.fori_loop(ring.lag, count + ring.lag, step, (queue, carried))
         for j, ref in enumerate(partial_refs):
             for chunk, value in zip(chunks, carried[j :: formula.column_sums]):
-                own.store_sum(ref.at[block], chunk, value, layout)
+                own.store_sum(ref, block, chunk, value, layout(chunk.width))
+
+    def layout(width: int) -> Layout:
+        """Of a chunk."""
+        return warps_layout(width // WARPGROUP_THREADS)
+
+    def shape(width: int) -> tuple[int, int]:
+        return WARPS, width // WARPS
 
     stages = ring.warpgroups * ring.stages
     copies = len(operands.rows) * ring.rows * len(slice_.runs())  # of a stage

@@ -30,7 +30,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     vector_width,
 )
 from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
-from jaxnorm_kernels.mosaic.rows.windows import Window, window_of
+from jaxnorm_kernels.mosaic.rows.windows import Window, widest_vector, window_of
 from jaxnorm_kernels.specs import Spec
 
 NormSchedule = Ring | RowsRing | Direct
@@ -125,8 +125,7 @@ def _ring_of_windows(spec: Spec, gpu: Gpu) -> Ring | None:
     if window is None or spec.groups > 1 or spec.cols < _WARPGROUP_ROWS:
         return None
     of_class = dataclasses.replace(spec, rows=spec.rows // window.period, cols=window.width)
-    found = ring(of_class, gpu)
-    return found and dataclasses.replace(found, window=window)
+    return ring(of_class, gpu, window)
 
 
 def direct(spec: Spec) -> Direct | None:
@@ -156,8 +155,11 @@ def rows_ring(spec: Spec) -> RowsRing:
     return dataclasses.replace(ring, rows=rows, stages=stages, blocks_per_sm=blocks_per_sm)
 
 
-def ring(spec: Spec, gpu: Gpu) -> Ring | None:
-    """A row in one warpgroup of each block of a cluster, or in several; None for too long a row."""
+def ring(spec: Spec, gpu: Gpu, window: Window | None = None) -> Ring | None:
+    """A row in one warpgroup of each block of a cluster, or in several; None for too long a row.
+
+    With a window, `spec` is that of the rows of a class, as long as their windows.
+    """
     most = WARPGROUP_THREADS * _RING_COLUMNS
     sizes = [1, *sorted(gpu.clusters)]
     cluster = next((size for size in sizes if spec.cols <= size * most), sizes[-1])
@@ -169,20 +171,26 @@ def ring(spec: Spec, gpu: Gpu) -> Ring | None:
     if spec.cols <= cluster * most or part_bytes < _ONE_BLOCK_BYTES:
         shapes.insert(0, (1, 3 if step_bytes <= _THREE_BLOCKS_BYTES else 2))
     rings = (
-        wide_ring(spec, warpgroups, cluster, blocks_per_sm, rows)
+        wide_ring(spec, warpgroups, cluster, blocks_per_sm, rows, window)
         for warpgroups, blocks_per_sm in shapes
     )
     return next((found for found in rings if found), None)
 
 
 def wide_ring(
-    spec: Spec, warpgroups: int, cluster: int, blocks_per_sm: int, rows: int = 1
+    spec: Spec,
+    warpgroups: int,
+    cluster: int,
+    blocks_per_sm: int,
+    rows: int = 1,
+    window: Window | None = None,
 ) -> Ring | None:
-    """With these, what registers and shared memory allow; None for too little."""
+    """With these, what registers and shared memory allow; None for too little. See `ring`."""
     block = cluster * WARPGROUP_THREADS  # threads that share a row, with one warpgroup
     while warpgroups > 1 and spec.cols < warpgroups * block * LEAST_VECTOR:
         warpgroups //= 2
-    vector = fitting_vector(spec.cols, _vector(spec), warpgroups * block)
+    fitting = fitting_vector if window is None else widest_vector
+    vector = fitting(spec.cols, _vector(spec), warpgroups * block)
     if spec.cols < warpgroups * block * vector:
         return None
     ring = Ring(
@@ -193,6 +201,7 @@ def wide_ring(
         lag=1,
         blocks_per_sm=blocks_per_sm,
         cluster=cluster,
+        window=window,
     )
     width = ring.slice(spec.cols).width  # of a warpgroup
     stage_bytes = ring.rows * warpgroups * width * _row_bytes(spec) // spec.cols

@@ -142,7 +142,7 @@ def _read(
     """y and d of each piece; and what is kept, where the rest takes part, too."""
     place = Place(tile, spec, row, mask)
     loaded = [place.load(ref) for ref in (y_ref, dy_ref)]
-    y, d = [[widen(v, tile.layout) for v in values] for values in loaded]
+    y, d = [[widen(v, tile.layout_of(v.shape)) for v in values] for values in loaded]
     if place.drops:
         kept = place.kept()
         d = [jnp.where(k, v, 0.0) for k, v in zip(kept, d)]

@@ -147,15 +147,15 @@ def _in_registers(tile: Tile, spec: Spec, params_first: bool) -> Callable[[Refs]
     norms = spec.norms
 
     def add(x: jax.Array, residual: jax.Array) -> jax.Array:
-        return x + widen(residual, tile.layout)
+        return x + widen(residual, tile.layout_of(x.shape))
 
     def load(x: jax.Array, *residual: jax.Array) -> tuple[jax.Array, ...]:
         """The row to reduce; then h, or a residual that is added later."""
-        x = widen(x, tile.layout)
+        x = widen(x, tile.layout_of(x.shape))
         if spec.op != "add_norm":
             return x, *residual
         h = rounded(add(x, *residual), _residual_dtype(spec))
-        return widen(h, tile.layout), h
+        return widen(h, tile.layout_of(h.shape)), h
 
     def columns_of(params: list[list[jax.Array]], norm: Spec) -> list[list[jax.Array]]:
         """Of each piece of a row."""
@@ -200,7 +200,7 @@ def _in_registers(tile: Tile, spec: Spec, params_first: bool) -> Callable[[Refs]
                     total = [add(*v) for v in zip(norm(row.read), row.read(1))]
                     h = [rounded(v, _residual_dtype(spec)) for v in total]
                     write(1, h)
-                    wide = [widen(v, tile.layout) for v in h]
+                    wide = [widen(v, tile.layout_of(v.shape)) for v in h]
                     write(0, norm(lambda: wide, 1))
             _store_stats(refs.stats, tile.row_number(row.index), kept)
 

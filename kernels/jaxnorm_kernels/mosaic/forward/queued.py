@@ -120,10 +120,8 @@ class Queue(Tile):
 
         def read(k: Any) -> list[tuple[jax.Array, ...]]:
             return [
-                steps.load(
-                    *[layouts.load(q.at[slot(k)], self.layout, self.shape(p.width)) for q in queue]
-                )
-                for p, queue in zip(pieces, queues)
+                steps.load(*[layouts.load(q.at[slot(k)], self.layout_of(s), s) for q in queue])
+                for s, queue in zip([self.shape(p.width) for p in pieces], queues)
             ]
 
         def refill(k: Any, release: Callable[[], None]) -> None:
@@ -171,7 +169,7 @@ class QueuedRow(Queue, SplitRow):
     def widths(self) -> list[int]:
         whole = self.cluster * self.split * self.body == self.cols
         bodies = [self.unit] * (self.body // self.unit) if self.apart else [self.body]
-        return bodies if whole else [*bodies, self.unit]
+        return bodies if whole else [*bodies, self.tail_width]
 
     def copies(self, x: Ref, index: Any, piece: Piece, slot: Ref) -> list[tuple[Ref, Ref]]:
         return [(self.part(x, index, piece), slot)]

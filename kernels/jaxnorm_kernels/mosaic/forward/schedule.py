@@ -34,7 +34,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 from jaxnorm_kernels.mosaic.forward.queued import QueuedRow, QueuedTile
 from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow, Tile, WarpgroupRow
-from jaxnorm_kernels.mosaic.rows.windows import Window, window_of
+from jaxnorm_kernels.mosaic.rows.windows import Window, widest_vector, window_of
 from jaxnorm_kernels.specs import Op, Spec
 
 Kind = Literal["row_tile", "queued_tile", "warpgroup_row", "split_row", "queued_row"]
@@ -226,14 +226,20 @@ def _of_table(table: Sequence[Line], spec: Spec, gpu: Gpu) -> Schedule | None:
 
 def _in_windows(spec: Spec, gpu: Gpu) -> Schedule | None:
     """That of rows as long as the windows; None where rows are aligned, or are not held in them."""
-    dtypes = (spec.x_dtype, spec.residual_dtype, spec.y_dtype)
-    window = window_of(spec.rows, spec.cols, [dtype for dtype in dtypes if dtype is not None])
+    maybe = (spec.x_dtype, spec.residual_dtype, spec.y_dtype)
+    dtypes = [dtype for dtype in maybe if dtype is not None]
+    window = window_of(spec.rows, spec.cols, dtypes)
     if window is None or not is_unaligned(spec) or has_places(spec) or spec.groups > 1:
         return None
     if spec.cols * column_bytes(spec) <= _LEAST_WINDOW_BYTES:
         return None
-    schedule = _of_table(UNALIGNED, dataclasses.replace(spec, cols=window.width), gpu)
-    return schedule and dataclasses.replace(schedule, window=window)
+    of_windows = dataclasses.replace(spec, cols=window.width)
+    schedule = _of_table(UNALIGNED, of_windows, gpu)
+    if schedule is None:
+        return None
+    threads = schedule.cluster * schedule.warpgroups * WARPGROUP_THREADS
+    vector = widest_vector(window.width, VECTOR_BYTES // max(d.itemsize for d in dtypes), threads)
+    return dataclasses.replace(schedule, vector=vector, window=window)
 
 
 def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:

@@ -63,7 +63,7 @@ def _in_registers(tile: Tile, spec: Spec) -> Callable[[Refs], None]:
     dropped = -jnp.inf if spec.op == "log_softmax" else 0.0
 
     def load(x: jax.Array) -> tuple[jax.Array]:
-        return (elementwise.scaled(widen(x, tile.layout), spec),)
+        return (elementwise.scaled(widen(x, tile.layout_of(x.shape)), spec),)
 
     def body(refs: Refs) -> None:
         (y_ref,) = refs.results

@@ -168,7 +168,8 @@ class Place:
         They come from the L1 cache. Loads behind branches would wait for each other: a thread has
         predicates for six of them.
         """
-        layout, shape = self.tile.layout, self.tile.shape(piece.width)
+        shape = self.tile.shape(piece.width)
+        layout = self.tile.layout_of(shape)
         is_row = isinstance(self.tile, RowTile) and not isinstance(row, pl.Slice)
         if is_row:  # one for all rows of the tile
             layout, shape = columns_layout(self.tile.vector, self.tile.threads), (piece.width,)

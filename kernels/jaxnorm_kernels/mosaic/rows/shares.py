@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device.edges import flat_index, load_each, store_each, store_inside
-from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, load, store
+from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, Layout, Ref, load, store
 from jaxnorm_kernels.mosaic.device.registers import store_global
-from jaxnorm_kernels.mosaic.rows.windows import Window
+from jaxnorm_kernels.mosaic.rows.windows import Window, tail_vector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,9 +150,18 @@ class Slice:
         return self.cols % (self.slices * self.chunk) != 0
 
     @property
+    def tail_width(self) -> int:
+        """Columns of the tail: of a window, with vectors that may be narrower."""
+        rest = self.cols % (self.slices * self.chunk)
+        if self.window is None or not rest:
+            return self.chunk
+        vector, threads = self.chunk // WARPGROUP_THREADS, self.slices * WARPGROUP_THREADS
+        return tail_vector(rest, vector, threads) * WARPGROUP_THREADS
+
+    @property
     def width(self) -> int:
         """Columns of the slice, with the tail."""
-        return (self.chunks + self.has_tail) * self.chunk
+        return self.chunks * self.chunk + self.has_tail * self.tail_width
 
     def runs(self) -> list[Chunk]:
         """The columns as few chunks of any width: what is copied at once."""
@@ -160,9 +169,9 @@ class Slice:
         body = Chunk(self.index * width, width, 0)
         if not self.has_tail:
             return [body]
-        fresh = self.slices * width + self.index * self.chunk
-        start = jnp.minimum(fresh, self.cols - self.chunk)
-        return [body, Chunk(start, self.chunk, width, fresh)]
+        fresh = self.slices * width + self.index * self.tail_width
+        start = jnp.minimum(fresh, self.cols - self.tail_width)
+        return [body, Chunk(start, self.tail_width, width, fresh)]
 
     def cut(self) -> list[Chunk]:
         """The columns in chunks that fill the warpgroup once."""
@@ -195,12 +204,14 @@ class Slice:
         start, first = self.window.start() + chunk.start, chunk.start - self.window.before()
         store_inside(ref.at[row], start, value, first, self.window.cols, layout)
 
-    def store_sum(self, ref: Ref, chunk: Chunk, value: jax.Array, layout: Layout) -> None:
-        """Stores a chunk of a ``(cols,)`` ref."""
+    def store_sum(
+        self, ref: Ref, block: Any, chunk: Chunk, value: jax.Array, layout: Layout
+    ) -> None:
+        """Stores a chunk of what a block has added up, in a ``(blocks, cols)`` ref."""
         if self.window is None:
-            store(ref.at[pl.ds(chunk.start, chunk.width)], value)
+            store(ref.at[block, pl.ds(chunk.start, chunk.width)], value)
         else:
-            store_each(ref, chunk.start - self.window.before(), value, layout)
+            store_each(ref.at[block], chunk.start - self.window.before(), value, layout)
 
     def skip_others(self, term: jax.Array, chunk: Chunk) -> jax.Array:
         """`term`, and 0 where a column is stale or of another row."""

@@ -18,6 +18,7 @@ piece of its own, so that those alone that may hold parts of other rows, its *ed
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,7 +47,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.device.registers import store_global
 from jaxnorm_kernels.mosaic.rows.exchange import Exchange
-from jaxnorm_kernels.mosaic.rows.windows import Window
+from jaxnorm_kernels.mosaic.rows.windows import Window, tail_vector
 
 #: A value for each row: a scalar, or an array over the rows of a `RowTile`. Of a `SplitRow`
 #: it is first an array over the warps of the warpgroup, until it has been exchanged.
@@ -127,7 +128,16 @@ class Tile:
 
     @property
     def layout(self) -> Layout:
+        return self.layout_of_vectors(self.vector)
+
+    def layout_of_vectors(self, vector: int) -> Layout:
         raise NotImplementedError
+
+    def layout_of(self, shape: tuple[int, ...]) -> Layout:
+        """Of a piece of this shape: the tail of a window may have narrower vectors."""
+        if self.window is None:
+            return self.layout
+        return self.layout_of_vectors(math.prod(shape) // WARPGROUP_THREADS)
 
     def shape(self, width: int) -> tuple[int, ...]:
         """Shape in registers of a piece of `width` columns."""
@@ -211,7 +221,7 @@ class Tile:
         body = self.cols // self.unit * self.unit
         if body == 0:
             raise ValueError(f"{self} holds rows of {self.unit} columns and more")
-        tail = [self._tail(self.cols - self.unit, body)] if body < self.cols else []
+        tail = [self._tail(body)] if body < self.cols else []
         return [*self._bodies(0, body), *tail]
 
     def _bodies(self, start: Any, width: int) -> list[Piece]:
@@ -224,8 +234,25 @@ class Tile:
                 pieces[at] = dataclasses.replace(pieces[at], edge=True)
         return pieces
 
-    def _tail(self, start: Any, fresh: Any) -> Piece:
-        return Piece(start, self.unit, fresh, edge=self.window is not None)
+    @property
+    def tail_width(self) -> int:
+        """Columns of a tail."""
+        rest, threads = self.cols % (self._shares * self.unit), WARPGROUP_THREADS
+        if self.window is None or not rest:
+            return self.unit
+        return tail_vector(rest, self.vector, self._shares * threads) * threads
+
+    @property
+    def _shares(self) -> int:
+        """Warpgroups that share a row."""
+        return self.warpgroups * self.cluster
+
+    def _tail(self, fresh: Any) -> Piece:
+        """One that ends with the row at the latest."""
+        start = self.cols - self.tail_width
+        if not isinstance(fresh, int):
+            start = jnp.minimum(fresh, start)
+        return Piece(start, self.tail_width, fresh, edge=self.window is not None)
 
     def part(self, ref: Ref, row: Any, piece: Piece) -> Ref:
         """A piece of a row of a ``(rows, cols)`` ref, or of its view as the window's."""
@@ -235,15 +262,17 @@ class Tile:
     def load(self, ref: Ref, row: Any) -> list[jax.Array]:
         """A row of a ``(rows, cols)`` ref, in its own dtype."""
         return [
-            load(self.part(ref, row, p), self.layout, self.shape(p.width)) for p in self.pieces()
+            load(self.part(ref, row, p), self.layout_of(self.shape(p.width)), self.shape(p.width))
+            for p in self.pieces()
         ]
 
     def load_param(self, ref: Ref) -> list[jax.Array]:
         """A ``(cols,)`` ref, held as a row is held, in its own dtype."""
         if self.window is not None:
+            shapes = [self.shape(p.width) for p in self.pieces()]
             return [
-                load_each(ref, p.start - self.window.before(), self.shape(p.width), self.layout)
-                for p in self.pieces()
+                load_each(ref, p.start - self.window.before(), shape, self.layout_of(shape))
+                for p, shape in zip(self.pieces(), shapes)
             ]
         return [
             load(ref.at[pl.ds(p.start, p.width)], self.layout, self.shape(p.width))
@@ -256,7 +285,8 @@ class Tile:
                 store_global(self.part(ref, row, p), value, self.layout)
                 continue
             start, first = self.window.start() + p.start, p.start - self.window.before()
-            store_inside(ref.at[row], start, value, first, self.window.cols, self.layout)
+            layout = self.layout_of(value.shape)
+            store_inside(ref.at[row], start, value, first, self.window.cols, layout)
 
     def max(self, x: Sequence[jax.Array]) -> Stat:
         return self._reduce(x, jnp.max, jnp.maximum, -jnp.inf)
@@ -280,8 +310,8 @@ class Tile:
         neutral: float,
     ) -> Stat:
         kept = self._skip_stale(x, neutral)
-        if self.apart:  # all of a width
-            return within(functools.reduce(pairwise, kept), axis=-1)
+        if self.apart:
+            kept = _folded(kept, pairwise)
         return functools.reduce(pairwise, [within(v, axis=-1) for v in kept])
 
     def _skip_stale(self, x: Sequence[jax.Array], neutral: float) -> list[jax.Array]:
@@ -321,9 +351,8 @@ class RowTile(Tile):
     def unit(self) -> int:
         return self.threads * self.vector
 
-    @property
-    def layout(self) -> Layout:
-        return rows_layout(self.vector, self.threads, self.height)
+    def layout_of_vectors(self, vector: int) -> Layout:
+        return rows_layout(vector, self.threads, self.height)
 
     def shape(self, width: int) -> tuple[int, ...]:
         return (self.height, width)
@@ -350,9 +379,8 @@ class RowTile(Tile):
 class WarpgroupRow(Tile):
     """A row in a warpgroup."""
 
-    @property
-    def layout(self) -> Layout:
-        return warpgroup_layout(self.vector)
+    def layout_of_vectors(self, vector: int) -> Layout:
+        return warpgroup_layout(vector)
 
     def shape(self, width: int) -> tuple[int, ...]:
         return (width,)
@@ -368,7 +396,8 @@ class WarpgroupRow(Tile):
         if len(x) == 1:
             return within(x[0])
         if self.apart:
-            return within(functools.reduce(pairwise, self._skip_stale(x, neutral)))
+            folded = _folded(self._skip_stale(x, neutral), pairwise)
+            return functools.reduce(pairwise, [within(v) for v in folded])
         body, tail = self._skip_stale(x, neutral)
         units = [body[start : start + self.unit] for start in range(0, body.size, self.unit)]
         return within(functools.reduce(pairwise, [*units, tail]))
@@ -388,9 +417,8 @@ class SplitRow(Tile):
     cluster: int = 1
     exchanges: int = 1
 
-    @property
-    def layout(self) -> Layout:
-        return warps_layout(self.vector)
+    def layout_of_vectors(self, vector: int) -> Layout:
+        return warps_layout(vector)
 
     def shape(self, width: int) -> tuple[int, ...]:
         return (WARPS, width // WARPS)
@@ -427,9 +455,8 @@ class SplitRow(Tile):
             share += lax.axis_index(CLUSTER) * self.split
         if shares * body == self.cols:
             return self._bodies(share * body, body)
-        fresh = shares * body + share * self.unit
-        start = jnp.minimum(fresh, self.cols - self.unit)
-        return [*self._bodies(share * body, body), self._tail(start, fresh)]
+        fresh = shares * body + share * self.tail_width
+        return [*self._bodies(share * body, body), self._tail(fresh)]
 
     def columns(self, shape: tuple[int, ...]) -> jax.Array:
         return column_in_warps((shape[0], shape[1]))
@@ -444,13 +471,19 @@ class SplitRow(Tile):
     def part_sizes(self) -> jax.Array | float:
         """How many columns each warp has that are not stale."""
         if self.window is not None:
-            pieces = self.pieces()
-            edges = [jnp.where(self._is_fresh(p), jnp.float32(1), 0.0) for p in pieces if p.edge]
-            ones = plgpu.layout_cast(functools.reduce(operator.add, edges), self.layout)
-            whole = (len(pieces) - len(edges)) * self.unit // WARPS
-            return jnp.sum(ones, axis=1) + whole
+            shapes = [self.shape(p.width) for p in self.pieces()]
+            ones = [plgpu.layout_cast(jnp.ones(s, jnp.float32), self.layout_of(s)) for s in shapes]
+            return self.sum(ones)
         body, *tail = self.pieces()
         return sum((count_fresh(self._is_fresh(p), self.layout) for p in tail), body.width / WARPS)
+
+
+def _folded(
+    units: Sequence[jax.Array], pairwise: Callable[[jax.Array, jax.Array], jax.Array]
+) -> list[jax.Array]:
+    """Units of a shape as one: first those of the body, then a tail of another shape."""
+    shapes = dict.fromkeys(unit.shape for unit in units)
+    return [functools.reduce(pairwise, [v for v in units if v.shape == s]) for s in shapes]
 
 
 def count_fresh(is_fresh: jax.Array, layout: Layout) -> jax.Array:

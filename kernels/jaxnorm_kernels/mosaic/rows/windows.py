@@ -13,6 +13,9 @@ has its columns of them. A block takes rows of one class, and of each its *windo
 So all that lies in a block's registers lies alike for all its rows. What a window has of other rows
 takes no part in reductions, and is not stored. Windows are as wide for all classes, and within the
 array: some begin or end 16 bytes further from their row.
+
+They are often a little wider than whole units of a block, for rows are often a little shorter. Then
+the last unit, the tail, has narrower vectors.
 """
 
 import dataclasses
@@ -85,6 +88,22 @@ class Window:
 
     def _row_start(self) -> jax.Array:
         return self._class() * self.cols
+
+
+def tail_vector(rest: int, vector: int, threads: int) -> int:
+    """Elements for each of so many threads, up to `vector`, to hold a rest of the row."""
+    return min(vector, 1 << (-(-rest // threads) - 1).bit_length())
+
+
+def widest_vector(cols: int, vector: int, threads: int) -> int:
+    """`vector`, or half of it where threads then hold a tenth less, or all of them something."""
+
+    def held(vector: int) -> int:
+        whole, rest = divmod(cols, threads * vector)
+        return whole * vector + (tail_vector(rest, vector, threads) if rest else 0)
+
+    half = vector // 2
+    return half if cols < threads * vector or held(vector) > held(half) * 1.1 else vector
 
 
 def window_of(rows: int, cols: int, dtypes: Sequence[np.dtype]) -> Window | None:
