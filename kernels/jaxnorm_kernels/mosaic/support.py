@@ -70,13 +70,14 @@ _LEFT_TO_XLA: Table = (
         ),
     ),
     (
-        "log_softmax's backward reads 16-bit rows of odd length one element at a time",
+        "log_softmax's backward reads 16-bit rows of odd length, in no periods, one element at a time",
         lambda s: (
             s.direction == "bwd"
             and s.op == "log_softmax"
             and s.y_dtype.itemsize == 2
             and _vector(s) == 1
             and s.cols > 8192
+            and not _has_windows(s)
         ),
     ),
 )
@@ -110,6 +111,12 @@ def _is_held(spec: Spec) -> bool:
         return True  # In a kernel for each norm, if need be.
     schedule = backward.norm_schedule if spec.is_norm else backward.softmax_schedule
     return schedule(spec) is not None
+
+
+def _has_windows(spec: Spec) -> bool:
+    """Whether a softmax's backward holds unaligned rows in windows."""
+    schedule = backward.softmax_schedule(spec)
+    return schedule is not None and schedule.window is not None
 
 
 def _norm_bwd(spec: Spec) -> bool:

@@ -1,0 +1,216 @@
+"""Rows that are no multiple of 16 bytes: values in the interpreter, on a GPU, and registers.
+
+Of a period, each row begins at another place between two multiples of 16 bytes.
+"""
+
+import dataclasses
+from typing import Any
+
+import backward_cases as backward
+import forward_cases as forward
+import jax
+import numpy as np
+import pytest
+from forward_cases import BF16, F32, RESIDUAL_OPS
+from h100 import Compiler
+from reference import assert_within
+
+from benchmarks.contract import KernelWorkload
+from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.mosaic.backward import schedule as backward_schedules
+from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters
+from jaxnorm_kernels.mosaic.backward.ring import Ring
+from jaxnorm_kernels.mosaic.forward import schedule as forward_schedules
+from jaxnorm_kernels.mosaic.forward.schedule import Schedule
+from jaxnorm_kernels.mosaic.rows.windows import Window, tail_vector, widest_vector, window_of
+from jaxnorm_kernels.specs import Spec
+
+QUEUED: dict[str, Any] = {"slots": 2, "tiles": 2, "params_first": True, "auto_barriers": False}
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("cols", [1001, 1018, 4095, 50257])
+def test_windows(cols: int, itemsize: int) -> None:
+    """Each has its row, begins and ends with 16 bytes, and lies within the array."""
+    step = 16 // itemsize
+    window = Window(cols, step)
+    width, period = window.width, window.period
+    assert width % step == 0
+    assert period * cols % step == 0
+    for row_start in range(0, period * cols, cols):
+        start = min(row_start // step * step, period * cols - width)
+        assert start % step == 0
+        assert 0 <= row_start - start < window.edge
+        assert 0 <= start + width - (row_start + cols) < window.edge
+
+
+def test_rows_that_have_no_windows() -> None:
+    assert window_of(64, 4095, [BF16]) == Window(4095, 8)
+    assert window_of(64, 4094, [F32, BF16]) == Window(4094, 8)
+    assert window_of(63, 4095, [BF16]) is None
+    assert window_of(64, 4096, [BF16, F32]) is None
+    assert window_of(64, 4092, [F32]) is None
+
+
+def test_vectors_of_windows() -> None:
+    assert [tail_vector(rest, 8, 128) for rest in (8, 128, 129, 500, 1016)] == [1, 1, 2, 4, 8]
+    assert widest_vector(4104, 8, 128) == 8
+    assert widest_vector(50264, 8, 32 * 128) == 4  # 13 columns of a thread, and not 16
+    assert widest_vector(1008, 8, 128) == 4  # a warpgroup has something to do for all its threads
+
+
+FORWARD = (
+    ("softmax", 8, 1999, BF16, Schedule("warpgroup_row", 8)),
+    ("log_softmax", 4, 2571, F32, Schedule("split_row", 4, warpgroups=2)),
+    ("layer_norm", 20, 1031, F32, Schedule("queued_row", 4, tail=7, **QUEUED)),
+    ("add_rms_norm", 16, 1031, BF16, Schedule("queued_row", 8, rereads=True, **QUEUED)),
+)
+BACKWARD = (
+    ("softmax", 8, 1999, BF16, InRegisters(8)),
+    ("layer_norm", 20, 1031, F32, Ring(4, 1, stages=2, lag=1)),
+    ("rms_norm", 16, 2571, BF16, Ring(4, 2, stages=2, rows=2)),
+)
+
+
+def with_window(schedule: Any, spec: Spec) -> Any:
+    return dataclasses.replace(schedule, window=window_of(spec.rows, spec.cols, [spec.x_dtype]))
+
+
+@pytest.mark.usefixtures("quick_to_compile")
+@pytest.mark.parametrize(("op", "rows", "cols", "dtype", "schedule"), FORWARD)
+def test_forward_values(op: str, rows: int, cols: int, dtype: np.dtype, schedule: Schedule) -> None:
+    spec = forward.make_spec(op, rows, cols, dtype, dtype)
+    operands = forward.make_operands(spec)
+    outputs = forward.interpret(spec, *operands, schedule=with_window(schedule, spec))
+    expected, errors = forward.reference(spec, *operands, outputs=outputs)
+    for output, value, error in zip(outputs, expected, errors, strict=True):
+        assert np.max(np.abs(output.astype(np.float64) - value) - error) <= 0
+
+
+def blocks(spec: Spec, schedule: Any) -> int:
+    """Of a class, one for all its rows."""
+    return schedule.window.period
+
+
+@pytest.mark.usefixtures("quick_to_compile")
+@pytest.mark.parametrize(("op", "rows", "cols", "dtype", "schedule"), BACKWARD)
+def test_backward_values(
+    op: str,
+    rows: int,
+    cols: int,
+    dtype: np.dtype,
+    schedule: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backward_schedules, "persistent_blocks", blocks)
+    spec = backward.make_spec(op, rows, cols, dtype, dtype)
+    operands = backward.make_operands(spec)
+    outputs = backward.interpret(spec, *operands, schedule=with_window(schedule, spec))
+    for output, value, error in zip(outputs, *backward.reference(spec, *operands)):
+        if value is not None:
+            assert np.max(np.abs(output.astype(np.float64) - value) - error) <= 0
+
+
+@pytest.mark.usefixtures("quick_to_compile")
+@pytest.mark.parametrize(("op", "rows", "cols", "dtype", "schedule"), [FORWARD[0], FORWARD[2]])
+def test_what_is_not_finite_stays_in_its_row(
+    op: str, rows: int, cols: int, dtype: np.dtype, schedule: Schedule
+) -> None:
+    spec = forward.make_spec(op, rows, cols, dtype, dtype)
+    x, *rest = forward.make_operands(spec)
+    schedule = with_window(schedule, spec)
+    expected = forward.interpret(spec, x, *rest, schedule=schedule)[0]
+    spoilt = np.array(x)
+    spoilt[1::3] = np.nan
+    spoilt[2::6] = np.inf
+    got = forward.interpret(spec, spoilt, *rest, schedule=schedule)[0]
+    np.testing.assert_array_equal(got[::3], expected[::3])
+    assert np.isnan(got[1::3].astype(np.float32)).all()
+
+
+@pytest.mark.usefixtures("quick_to_compile")
+def test_dx_of_rows_beside_what_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_schedules, "persistent_blocks", blocks)
+    op, _, cols, dtype, schedule = BACKWARD[1]
+    spec = backward.make_spec(op, 8, cols, dtype, dtype)
+    saved, *rest, d = backward.make_operands(spec)[:5]
+    schedule = with_window(schedule, spec)
+    expected = backward.interpret(spec, saved, *rest, d, schedule=schedule)[0]
+    spoilt = np.array(d)
+    spoilt[1::2] = np.nan
+    got = backward.interpret(spec, saved, *rest, spoilt, schedule=schedule)[0]
+    np.testing.assert_array_equal(got[::2], expected[::2])
+
+
+@pytest.mark.parametrize("cols", [1001, 4095, 50257])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_what_has_windows(dtype: np.dtype, cols: int) -> None:
+    """Rows of more than 2 KiB; in periods that are not whole, none."""
+    for op in ("softmax", "layer_norm"):
+        fwd = forward.make_spec(op, 8192, cols, dtype, dtype)
+        bwd = backward.make_spec(op, 8192, cols, dtype, dtype)
+        choose = backward_schedules.norm_schedule if bwd.is_norm else None
+        choose = choose or backward_schedules.softmax_schedule
+        is_long = cols * dtype.itemsize > 2048
+        for found in (forward_schedules.choose(fwd), choose(bwd)):
+            has_window = getattr(found, "window", None) is not None
+            assert has_window == (is_long or isinstance(found, Ring))
+        fwd, bwd = (dataclasses.replace(spec, rows=8191) for spec in (fwd, bwd))
+        for found in (forward_schedules.choose(fwd), choose(bwd)):
+            assert getattr(found, "window", None) is None
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("op", ["log_softmax", "layer_norm"])
+@pytest.mark.parametrize(("x", "y"), [(BF16, BF16), (F32, F32), (F32, BF16)], ids=str)
+@pytest.mark.parametrize("cols", [1001, 4095, 50257])
+def test_registers(
+    cols: int, x: np.dtype, y: np.dtype, op: str, direction: Any, compiler: Compiler
+) -> None:
+    workload = KernelWorkload(op, direction, 8192, cols, str(x), str(y))  # type: ignore[arg-type]
+    operands = jax.eval_shape(lambda: workload.operands(0))
+    (kernel,) = compiler.compile(workload.function(mosaic), operands)
+    assert kernel.spilled <= 32
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
+    return Compiler(tmp_path_factory.mktemp("ptxas"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "cols"), [(24, 1031), (1056, 4095), (272, 9002), (264, 50257)])
+@pytest.mark.parametrize(("x", "y"), [(BF16, BF16), (F32, F32), (F32, BF16)], ids=str)
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "layer_norm", "rms_norm", *RESIDUAL_OPS])
+def test_forward_on_a_gpu(op: str, x: np.dtype, y: np.dtype, rows: int, cols: int) -> None:
+    spec = forward.make_spec(op, rows, cols, x, y)
+    operands = forward.make_operands(spec)
+    outputs = [np.asarray(v) for v in jax.jit(lambda *a: forward.call(spec, *a))(*operands)]
+    expected = forward.reference(spec, *operands, outputs=outputs)
+    for output, value, error in zip(outputs, *expected, strict=True):
+        assert_within(output, value, error)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "cols"), [(24, 1031), (1056, 4095), (272, 9002), (264, 50257)])
+@pytest.mark.parametrize(("x", "y"), [(BF16, BF16), (F32, F32), (F32, BF16)], ids=str)
+@pytest.mark.parametrize(
+    ("op", "change"),
+    [
+        ("softmax", {}),
+        ("log_softmax", {}),
+        ("layer_norm", {"adds_dh": True}),
+        ("rms_norm", {}),
+        ("layer_norm", {"saved": "input"}),
+    ],
+    ids=str,
+)
+def test_backward_on_a_gpu(
+    op: str, change: dict[str, Any], x: np.dtype, y: np.dtype, rows: int, cols: int
+) -> None:
+    spec = backward.make_spec(op, rows, cols, x, y, **change)
+    operands = backward.make_operands(spec)
+    outputs = jax.jit(lambda *a: backward.call(spec, *a))(*operands)
+    for output, value, error in zip(outputs, *backward.reference(spec, *operands)):
+        if value is not None:
+            assert_within(np.asarray(output), value, error)
