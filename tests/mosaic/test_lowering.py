@@ -31,7 +31,8 @@ from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER, Gpu
 from jaxnorm_kernels.mosaic.forward.queued import Queue
 from jaxnorm_kernels.mosaic.forward.schedule import TABLE, Schedule, choose
-from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow
+from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
+from jaxnorm_kernels.mosaic.rows.tiles import RowTile
 from jaxnorm_kernels.specs import Spec
 
 RESIDUAL_MIXES = [(BF16, BF16, BF16), (BF16, F32, F16), (F32, BF16, F32)]

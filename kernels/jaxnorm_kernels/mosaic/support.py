@@ -70,7 +70,7 @@ _LEFT_TO_XLA: Table = (
         ),
     ),
     (
-        "log_softmax's backward reads 16-bit rows of odd length, in no periods, one element at a time",
+        "log_softmax's backward reads 16-bit rows of odd length in no periods by single elements",
         lambda s: (
             s.direction == "bwd"
             and s.op == "log_softmax"

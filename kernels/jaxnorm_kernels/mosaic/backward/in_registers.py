@@ -19,14 +19,8 @@ from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, split
 from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, launch
 from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, Ref, store
 from jaxnorm_kernels.mosaic.rows.row_sums import RowSums
-from jaxnorm_kernels.mosaic.rows.tiles import (
-    Pieces,
-    RowTile,
-    SplitRow,
-    Stat,
-    Tile,
-    WarpgroupRow,
-)
+from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
+from jaxnorm_kernels.mosaic.rows.tiles import Pieces, RowTile, Stat, Tile, WarpgroupRow
 from jaxnorm_kernels.mosaic.rows.windows import Window
 
 #: Gives the elements of a block's rows, in float32: for each piece, one array of each kind.

@@ -36,7 +36,8 @@ from jaxnorm_kernels.mosaic.forward import schedule as schedules
 from jaxnorm_kernels.mosaic.forward import strided
 from jaxnorm_kernels.mosaic.forward.kernel import Refs, of_group, run
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
-from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, SplitRow, Stat, Steps, Tile
+from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
+from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, Stat, Steps, Tile
 from jaxnorm_kernels.specs import Spec, Stats
 
 

@@ -27,7 +27,8 @@ from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.device.registers import opaque
 from jaxnorm_kernels.mosaic.rows.exchange import Exchange
-from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Piece, RowTile, SplitRow, Steps, Tile
+from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
+from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Piece, RowTile, Steps, Tile
 
 
 @dataclasses.dataclass(frozen=True)

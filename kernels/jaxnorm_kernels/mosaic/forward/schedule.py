@@ -21,8 +21,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import numpy as np
-
 from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import (
     VECTOR_BYTES,
@@ -31,9 +29,19 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     fitting_vector,
     vector_width,
 )
+from jaxnorm_kernels.mosaic.forward.columns import (
+    column_bytes,
+    data_bytes,
+    full_bias_dtype,
+    is_unaligned,
+    param_bytes,
+    param_sizes,
+    registers,
+)
 from jaxnorm_kernels.mosaic.forward.queued import QueuedRow, QueuedTile
 from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
-from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow, Tile, WarpgroupRow
+from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
+from jaxnorm_kernels.mosaic.rows.tiles import RowTile, Tile, WarpgroupRow
 from jaxnorm_kernels.mosaic.rows.windows import Window, widest_vector, window_of
 from jaxnorm_kernels.specs import Op, Spec
 
@@ -245,7 +253,7 @@ def _in_windows(spec: Spec, gpu: Gpu) -> Schedule | None:
 def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
     """What a line says for `spec`."""
     dtypes = spec.x_dtype, spec.residual_dtype, spec.y_dtype
-    vector = vector_width(spec.cols, *dtypes, _full_bias_dtype(spec))
+    vector = vector_width(spec.cols, *dtypes, full_bias_dtype(spec))
     # A unit must fit in the row: short rows take narrower loads.
     least, most = (2, WARP) if line.kind.endswith("tile") else (WARPGROUP_THREADS,) * 2
     vector = min(vector, _power_of_2(spec.cols // least))
@@ -414,53 +422,3 @@ def _distribute(shares: int, line: Line, gpu: Gpu, cluster: int) -> tuple[int, i
 def _power_of_2(n: int) -> int:
     """The largest power of 2 up to `n`, which is at least 1."""
     return 1 << (n.bit_length() - 1)
-
-
-# ------------------------------------------------------------------- what a column of a row costs
-
-
-def registers(spec: Spec) -> int:
-    """Registers of a thread for each column of a row, at most.
-
-    x and a residual of 32 bits wait for each other, and a residual that is added to the norm of x
-    for its statistics. In 16 bits, x and its residual share the register that their sum then takes.
-    """
-    if spec.residual_dtype is None:
-        return 1 + (_full_bias_dtype(spec) is not None)
-    return 1 if spec.op == "add_norm" and column_bytes(spec) <= 4 else 2
-
-
-def param_sizes(spec: Spec) -> list[int]:
-    """Bytes of each parameter of a column."""
-    return _sizes(spec.scale_dtype, spec.bias_dtype, spec.next_scale_dtype)
-
-
-def param_bytes(spec: Spec) -> int:
-    return sum(param_sizes(spec))
-
-
-def column_bytes(spec: Spec) -> int:
-    """Bytes of each column of the rows that are read."""
-    return sum(_sizes(spec.x_dtype, spec.residual_dtype, _full_bias_dtype(spec)))
-
-
-def data_bytes(spec: Spec) -> int:
-    """Bytes of each column of the rows that are read and written."""
-    h_dtype = spec.residual_dtype if spec.normalises_h else None
-    return column_bytes(spec) + sum(_sizes(spec.y_dtype, h_dtype))
-
-
-def _full_bias_dtype(spec: Spec) -> np.dtype | None:
-    """Of a softmax's bias that is read with x; not that of one value for a row."""
-    shared = spec.logits_bias_rows
-    return None if shared is None or not shared.has_columns else spec.logits_bias_dtype
-
-
-def _sizes(*dtypes: np.dtype | None) -> list[int]:
-    return [dtype.itemsize for dtype in dtypes if dtype is not None]
-
-
-def is_unaligned(spec: Spec) -> bool:
-    """Whether a row that is read is no multiple of what asynchronous copies take."""
-    sizes = _sizes(spec.x_dtype, spec.residual_dtype)
-    return any(spec.cols * size % VECTOR_BYTES for size in sizes)

@@ -22,7 +22,8 @@ from jaxnorm_kernels.mosaic.forward import strided
 from jaxnorm_kernels.mosaic.forward.kernel import Refs, run
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
 from jaxnorm_kernels.mosaic.rows.logits import Place, each_piece, first_row, has_places
-from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, SplitRow, Steps, Tile
+from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
+from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Steps, Tile
 from jaxnorm_kernels.specs import Spec
 
 Exp = Callable[[jax.Array], jax.Array]

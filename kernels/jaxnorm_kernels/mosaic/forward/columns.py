@@ -1,0 +1,53 @@
+"""What a column of a row costs a forward pass: bytes in memory, and registers of a thread."""
+
+import numpy as np
+
+from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES
+from jaxnorm_kernels.specs import Spec
+
+
+def registers(spec: Spec) -> int:
+    """Registers of a thread for each column of a row, at most.
+
+    x and a residual of 32 bits wait for each other, and a residual that is added to the norm of x
+    for its statistics. In 16 bits, x and its residual share the register that their sum then takes.
+    """
+    if spec.residual_dtype is None:
+        return 1 + (full_bias_dtype(spec) is not None)
+    return 1 if spec.op == "add_norm" and column_bytes(spec) <= 4 else 2
+
+
+def param_sizes(spec: Spec) -> list[int]:
+    """Bytes of each parameter of a column."""
+    return _sizes(spec.scale_dtype, spec.bias_dtype, spec.next_scale_dtype)
+
+
+def param_bytes(spec: Spec) -> int:
+    return sum(param_sizes(spec))
+
+
+def column_bytes(spec: Spec) -> int:
+    """Bytes of each column of the rows that are read."""
+    return sum(_sizes(spec.x_dtype, spec.residual_dtype, full_bias_dtype(spec)))
+
+
+def data_bytes(spec: Spec) -> int:
+    """Bytes of each column of the rows that are read and written."""
+    h_dtype = spec.residual_dtype if spec.normalises_h else None
+    return column_bytes(spec) + sum(_sizes(spec.y_dtype, h_dtype))
+
+
+def full_bias_dtype(spec: Spec) -> np.dtype | None:
+    """Of a softmax's bias that is read with x; not that of one value for a row."""
+    shared = spec.logits_bias_rows
+    return None if shared is None or not shared.has_columns else spec.logits_bias_dtype
+
+
+def _sizes(*dtypes: np.dtype | None) -> list[int]:
+    return [dtype.itemsize for dtype in dtypes if dtype is not None]
+
+
+def is_unaligned(spec: Spec) -> bool:
+    """Whether a row that is read is no multiple of what asynchronous copies take."""
+    sizes = _sizes(spec.x_dtype, spec.residual_dtype)
+    return any(spec.cols * size % VECTOR_BYTES for size in sizes)

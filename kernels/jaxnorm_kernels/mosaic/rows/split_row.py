@@ -1,0 +1,97 @@
+"""A row in several warpgroups: of a block, or of all blocks of a cluster. See `tiles`."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm_kernels.mosaic.device.launch import CLUSTER, WARPGROUP
+from jaxnorm_kernels.mosaic.device.layouts import WARPS, Layout, column_in_warps, warps_layout
+from jaxnorm_kernels.mosaic.rows.exchange import Exchange
+from jaxnorm_kernels.mosaic.rows.tiles import Piece, Stat, Tile
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitRow(Tile):
+    """A row in `split` warpgroups, or in those of all `cluster` blocks of a cluster.
+
+    A row takes `exchanges` of statistics, one after the other. `max` and `sum` are those of each
+    warp's part of it. Mosaic's reduction over a warpgroup would use the same scratch for all
+    warpgroups of the block: a race that neither it nor the interpreter reports (jax 0.11.2 and
+    0.12.0).
+    """
+
+    split: int = 2
+    cluster: int = 1
+    exchanges: int = 1
+
+    def layout_of_vectors(self, vector: int) -> Layout:
+        return warps_layout(vector)
+
+    def shape(self, width: int) -> tuple[int, ...]:
+        return (WARPS, width // WARPS)
+
+    @property
+    def warpgroups(self) -> int:
+        return self.split
+
+    @property
+    def exchange(self) -> Exchange:
+        return Exchange(self.split, self.cluster, stages=min(2, self.exchanges))
+
+    def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
+        return self.exchange.scratch(stats)
+
+    def open(self, scratch: Sequence[Any]) -> None:
+        self.exchange.open(scratch)
+
+    def ready(self) -> None:
+        self.exchange.ready()
+
+    @property
+    def body(self) -> int:
+        """Columns of a warpgroup, without its tail."""
+        return self.cols // (self.cluster * self.split * self.unit) * self.unit
+
+    def pieces(self) -> list[Piece]:
+        """The warpgroups' bodies lie side by side; their tails share what is left of the row."""
+        body, shares = self.body, self.cluster * self.split
+        if body == 0:
+            raise ValueError(f"{self} holds rows of {shares * self.unit} columns and more")
+        share = lax.axis_index(WARPGROUP)
+        if self.cluster > 1:
+            share += lax.axis_index(CLUSTER) * self.split
+        if shares * body == self.cols:
+            return self._bodies(share * body, body)
+        fresh = shares * body + share * self.tail_width
+        return [*self._bodies(share * body, body), self._tail(fresh)]
+
+    def columns(self, shape: tuple[int, ...]) -> jax.Array:
+        return column_in_warps((shape[0], shape[1]))
+
+    def gather(
+        self, scratch: Sequence[Any], *stats: Stat, step: Any, nth: int = 0
+    ) -> list[jax.Array]:
+        """The `nth` exchange of the row of this step: see `Exchange.gather`."""
+        count = step if self.exchanges == 1 else step * self.exchanges + nth
+        return self.exchange.gather(scratch, *stats, count=count)
+
+    def part_sizes(self) -> jax.Array | float:
+        """How many columns each warp has that are not stale."""
+        if self.window is not None:
+            shapes = [self.shape(p.width) for p in self.pieces()]
+            ones = [plgpu.layout_cast(jnp.ones(s, jnp.float32), self.layout_of(s)) for s in shapes]
+            return self.sum(ones)
+        body, *tail = self.pieces()
+        return sum((count_fresh(self._is_fresh(p), self.layout) for p in tail), body.width / WARPS)
+
+
+def count_fresh(is_fresh: jax.Array, layout: Layout) -> jax.Array:
+    """How many columns of each warp are fresh, of a ``(4, n)`` mask."""
+    ones = jnp.where(is_fresh, jnp.float32(1), jnp.float32(0))
+    return jnp.sum(plgpu.layout_cast(ones, layout), axis=1)
