@@ -118,14 +118,14 @@ def test_what_is_not_finite_stays_in_its_row(
 ) -> None:
     spec = forward.make_spec(op, rows, cols, dtype, dtype)
     x, *rest = forward.make_operands(spec)
-    schedule = with_window(schedule, spec)
-    expected = forward.interpret(spec, x, *rest, schedule=schedule)[0]
     spoilt = np.array(x)
     spoilt[1::3] = np.nan
     spoilt[2::6] = np.inf
-    got = forward.interpret(spec, spoilt, *rest, schedule=schedule)[0]
-    np.testing.assert_array_equal(got[::3], expected[::3])
-    assert np.isnan(got[1::3].astype(np.float32)).all()
+    got = forward.interpret(spec, spoilt, *rest, schedule=with_window(schedule, spec))
+    expected, errors = forward.reference(spec, x, *rest, outputs=got)
+    error = np.abs(got[0][::3].astype(np.float64) - expected[0][::3])
+    assert (error <= np.broadcast_to(errors[0], expected[0].shape)[::3]).all()
+    assert np.isnan(got[0][1::3].astype(np.float32)).all()
 
 
 @pytest.mark.usefixtures("quick_to_compile")
@@ -133,13 +133,13 @@ def test_dx_of_rows_beside_what_is_not_finite(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(backward_schedules, "persistent_blocks", blocks)
     op, _, cols, dtype, schedule = BACKWARD[1]
     spec = backward.make_spec(op, 8, cols, dtype, dtype)
-    saved, *rest, d = backward.make_operands(spec)[:5]
-    schedule = with_window(schedule, spec)
-    expected = backward.interpret(spec, saved, *rest, d, schedule=schedule)[0]
+    *saved, d = backward.make_operands(spec)
     spoilt = np.array(d)
     spoilt[1::2] = np.nan
-    got = backward.interpret(spec, saved, *rest, spoilt, schedule=schedule)[0]
-    np.testing.assert_array_equal(got[::2], expected[::2])
+    got = backward.interpret(spec, *saved, spoilt, schedule=with_window(schedule, spec))[0]
+    (expected, *_), (error, *_) = backward.reference(spec, *saved, d)
+    within = np.abs(got.astype(np.float64) - expected) <= np.broadcast_to(error, got.shape)
+    assert within[::2].all()
 
 
 @pytest.mark.parametrize("cols", [1001, 4095, 50257])

@@ -95,7 +95,7 @@ def in_registers_backward(
             """Stores the results of a tile of rows; the terms of the column sum."""
             elements = read(row, operand_refs)
             terms = [formula.terms(v[: formula.summed], (), ()) for v in elements]
-            totals = [tile.sum(term) for term in zip(*terms)]
+            totals = [tile.sum(tile.own(term)) for term in zip(*terms)]
             if is_split:
                 if sums is None:
                     exchange.ready()

@@ -229,9 +229,9 @@ def _row_statistics(
 ) -> tuple[Stat, Stat | None]:
     """r and the mean of a row in registers; `nth` of the norms of this step's row."""
     size = tile.part_sizes() if isinstance(tile, SplitRow) else float(spec.cols)
-    mean = tile.sum(read()) / size if spec.subtract_mean else None
+    mean = tile.sum(tile.own(read())) / size if spec.subtract_mean else None
     centred = read() if mean is None else [v - tile.broadcast(mean, v) for v in read()]
-    square = tile.sum([jnp.square(v) for v in centred])
+    square = tile.sum([jnp.square(v) for v in tile.own(centred)])
     if isinstance(tile, SplitRow):
         gather = functools.partial(tile.gather, scratch, step=step, nth=nth)
         mean, square = _merge(gather, size, mean, square, spec)

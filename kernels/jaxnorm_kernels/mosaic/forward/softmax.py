@@ -23,7 +23,7 @@ from jaxnorm_kernels.mosaic.forward.kernel import Refs, run
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
 from jaxnorm_kernels.mosaic.rows.logits import Place, each_piece, first_row, has_places
 from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
-from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Steps, Tile
+from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, Steps, Tile
 from jaxnorm_kernels.specs import Spec
 
 Exp = Callable[[jax.Array], jax.Array]
@@ -71,7 +71,11 @@ def _in_registers(tile: Tile, spec: Spec) -> Callable[[Refs], None]:
 
         def finish(row: LoadedRow, place: Place | None) -> None:
             each = each_piece if place is None else place.each
-            highest = row.read()
+
+            def read() -> Pieces:
+                return tile.own(row.read(), -jnp.inf)
+
+            highest = read()
             may_be_empty = spec.has_mask and spec.drops_masked
             if place is not None and may_be_empty:
                 # That of a row that keeps nothing but -inf is finite, unlike one that keeps none.
@@ -81,7 +85,7 @@ def _in_registers(tile: Tile, spec: Spec) -> Callable[[Refs], None]:
                 ]
             top = tile.max(highest)
             part_m = m = jnp.maximum(top, elementwise.LOWEST)
-            e = each(lambda v: exp(v - tile.broadcast(m, v)), row.read())
+            e = each(lambda v: exp(v - tile.broadcast(m, v)), read())
             s = tile.sum(e)
             counts = [jnp.where(top == -jnp.inf, 0.0, 1.0)] if may_be_empty else []
             if isinstance(tile, SplitRow):
@@ -91,7 +95,7 @@ def _in_registers(tile: Tile, spec: Spec) -> Callable[[Refs], None]:
             for count in counts:  # of a row that keeps nothing: 0
                 s = jnp.where(count > 0, s, 1.0)
             if spec.op == "log_softmax":
-                y = [v - tile.broadcast(m, v) - tile.broadcast(jnp.log(s), v) for v in row.read()]
+                y = [v - tile.broadcast(m, v) - tile.broadcast(jnp.log(s), v) for v in read()]
             elif not isinstance(tile, SplitRow):
                 y = each(lambda v: v * tile.broadcast(1 / s, v), e)
             elif len(e) == 1 and not tile.rereads:
@@ -100,7 +104,7 @@ def _in_registers(tile: Tile, spec: Spec) -> Callable[[Refs], None]:
                 y = [v * tile.broadcast(r, v) for v in e]
             else:
                 # Columns that two parts hold must come out alike.
-                y = each(lambda v: exp(v - m) * (1 / s), row.read())
+                y = each(lambda v: exp(v - m) * (1 / s), read())
             if place is not None and place.drops:
                 y = [jnp.where(kept, v, dropped) for kept, v in zip(place.kept(again=True), y)]
             tile.store(y_ref, row.index, y)

@@ -69,7 +69,8 @@ class SplitRow(Tile):
         if shares * body == self.cols:
             return self._bodies(share * body, body)
         fresh = shares * body + share * self.tail_width
-        return [*self._bodies(share * body, body), self._tail(fresh)]
+        tail = self._tail(fresh)
+        return [*self._bodies(share * body, body), tail]
 
     def columns(self, shape: tuple[int, ...]) -> jax.Array:
         return column_in_warps((shape[0], shape[1]))
@@ -86,7 +87,7 @@ class SplitRow(Tile):
         if self.window is not None:
             shapes = [self.shape(p.width) for p in self.pieces()]
             ones = [plgpu.layout_cast(jnp.ones(s, jnp.float32), self.layout_of(s)) for s in shapes]
-            return self.sum(ones)
+            return self.sum(self.own(ones))
         body, *tail = self.pieces()
         return sum((count_fresh(self._is_fresh(p), self.layout) for p in tail), body.width / WARPS)
 

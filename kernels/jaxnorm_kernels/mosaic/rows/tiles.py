@@ -284,6 +284,25 @@ class Tile:
             layout = self.layout_of(value.shape)
             store_inside(ref.at[row], start, value, first, self.window.cols, layout)
 
+    def own(self, x: Sequence[jax.Array], neutral: float = 0.0) -> Pieces:
+        """`x`, and `neutral` for what a window has of other rows: before a reduction.
+
+        Best as soon as it is loaded, and once: predicates that wait for a second use, or both
+        values, take registers.
+        """
+        if self.window is None:
+            return list(x)
+        before, cols = self.window.before(), self.window.cols
+
+        def is_own(piece: Piece) -> jax.Array:
+            column = self.columns(self.shape(piece.width)) + (piece.start - before)
+            return (column >= 0) & (column < cols)
+
+        return [
+            jnp.where(is_own(p), v, jnp.float32(neutral)) if p.edge else v
+            for p, v in zip(self.pieces(), x)
+        ]
+
     def max(self, x: Sequence[jax.Array]) -> Stat:
         return self._reduce(x, jnp.max, jnp.maximum, -jnp.inf)
 
@@ -312,21 +331,12 @@ class Tile:
 
     def _skip_stale(self, x: Sequence[jax.Array], neutral: float) -> list[jax.Array]:
         return [
-            v
-            if p.fresh is None and not p.edge
-            else jnp.where(self._is_fresh(p), v, jnp.float32(neutral))
+            v if p.fresh is None else jnp.where(self._is_fresh(p), v, jnp.float32(neutral))
             for p, v in zip(self.pieces(), x)
         ]
 
     def _is_fresh(self, piece: Piece) -> jax.Array:
-        """Which elements of a piece are not stale, and not of another row."""
-        columns = self.columns(self.shape(piece.width))
-        if self.window is None:
-            return columns >= piece.fresh - piece.start
-        before = self.window.before()
-        first = before if piece.fresh is None else jnp.maximum(before, piece.fresh)
-        end = before + self.window.cols
-        return (columns >= first - piece.start) & (columns < end - piece.start)
+        return self.columns(self.shape(piece.width)) >= piece.fresh - piece.start
 
 
 @dataclasses.dataclass(frozen=True)
