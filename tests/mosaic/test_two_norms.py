@@ -16,6 +16,7 @@ from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.mosaic.backward.ring import Ring
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
+from jaxnorm_kernels.mosaic.rows.windows import Window
 from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -80,7 +81,9 @@ def make_operands(spec: Spec) -> tuple[Any, ...]:
 
 
 def check(spec: Spec, schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedules, "persistent_blocks", lambda spec, schedule: 2)
+    window = getattr(schedule, "window", None)
+    blocks = 2 if window is None else window.period
+    monkeypatch.setattr(schedules, "persistent_blocks", lambda spec, schedule: blocks)
     operands, h = make_operands(spec)
     with mosaic.interpreted():
         got = jax.jit(
@@ -131,6 +134,11 @@ def test_values(
 ) -> None:
     rows, cols, schedule = CASES[name]
     check(make_spec(rows, cols, dtypes, saved), schedule, monkeypatch)
+
+
+def test_values_of_unaligned_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = Ring(8, 1, stages=2, lag=1, window=Window(1031, 8))
+    check(make_spec(16, 1031, (BF16, BF16, BF16)), ring, monkeypatch)
 
 
 @pytest.mark.parametrize(
