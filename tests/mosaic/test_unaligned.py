@@ -145,16 +145,16 @@ def test_dx_of_rows_beside_what_is_not_finite(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("cols", [1001, 4095, 50257])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_what_has_windows(dtype: np.dtype, cols: int) -> None:
-    """Rows of more than 2 KiB; in periods that are not whole, none."""
+    """Rows of more than 1024 columns, or 2 KiB of a softmax's; none in periods not whole."""
     for op in ("softmax", "layer_norm"):
         fwd = forward.make_spec(op, 8192, cols, dtype, dtype)
         bwd = backward.make_spec(op, 8192, cols, dtype, dtype)
         choose = backward_schedules.norm_schedule if bwd.is_norm else None
         choose = choose or backward_schedules.softmax_schedule
-        is_long = cols * dtype.itemsize > 2048
-        for found in (forward_schedules.choose(fwd), choose(bwd)):
-            has_window = getattr(found, "window", None) is not None
-            assert has_window == (is_long or isinstance(found, Ring))
+        assert (forward_schedules.choose(fwd).window is not None) == (cols > 1024)
+        found = choose(bwd)
+        has_window = getattr(found, "window", None) is not None
+        assert has_window == (cols * dtype.itemsize > 2048 or isinstance(found, Ring))
         fwd, bwd = (dataclasses.replace(spec, rows=8191) for spec in (fwd, bwd))
         for found in (forward_schedules.choose(fwd), choose(bwd)):
             assert getattr(found, "window", None) is None

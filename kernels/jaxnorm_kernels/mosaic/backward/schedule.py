@@ -71,6 +71,8 @@ def persistent_blocks(
 # Of a ring, columns of a thread: up to 12 while the GPU has clusters for it, because many small
 # blocks wait less for each other's sums than few large ones; 255 registers hold 32 at most.
 _RING_COLUMNS, _MOST_RING_COLUMNS = 12, 32
+# The same of a window, whose class has few rows for each block: so many bytes of all inputs.
+_WINDOW_BYTES = 100
 # Four steps are to keep 48 to 96 KiB under way on a multiprocessor: less leaves memory idle, more
 # slows the writing of dx down. Hence, in bytes,
 # - the part of a row in a block, of all inputs, up to which a step has two rows, which share an
@@ -160,7 +162,8 @@ def ring(spec: Spec, gpu: Gpu, window: Window | None = None) -> Ring | None:
 
     With a window, `spec` is that of the rows of a class, as long as their windows.
     """
-    most = WARPGROUP_THREADS * _RING_COLUMNS
+    columns = _RING_COLUMNS if window is None else _WINDOW_BYTES // _column_bytes(spec)
+    most = WARPGROUP_THREADS * columns
     sizes = [1, *sorted(gpu.clusters)]
     cluster = next((size for size in sizes if spec.cols <= size * most), sizes[-1])
     part = spec.cols // cluster
