@@ -1,12 +1,14 @@
-"""Softmax, LayerNorm and RMSNorm for JAX that save their output, not their input.
+"""Softmax, cross-entropy, LayerNorm and RMSNorm for JAX: kernels, and what they keep is little.
 
-The norms come with the residual addition before or after them, too, in one pass. The functions are
-drop-in for :mod:`jax.nn` and the usual norms; ``jaxnorm.linen`` and ``jaxnorm.nnx`` have Flax
+Softmax and the norms save their output for the backward, not their input. The norms come with the
+residual addition before or after them, too, in one pass. The functions are drop-in for
+:mod:`jax.nn`, optax's loss and the usual norms; ``jaxnorm.linen`` and ``jaxnorm.nnx`` have Flax
 modules made of them.
 """
 
 from jaxnorm._check import NormReport, ParamReport, check_params
 from jaxnorm._implementation import Choice
+from jaxnorm._loss import softmax_cross_entropy_with_integer_labels
 from jaxnorm._norm import (
     add_layer_norm,
     add_rms_norm,
@@ -35,6 +37,7 @@ __all__ = [
     "rms_norm_add_rms_norm",
     "save_policy",
     "softmax",
+    "softmax_cross_entropy_with_integer_labels",
 ]
 
 __version__ = "0.1.0"

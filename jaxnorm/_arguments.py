@@ -74,8 +74,11 @@ def dtype(function: str, name: str, given: jax.typing.DTypeLike) -> np.dtype:
     return resolved
 
 
-def axes(function: str, axis: Axis, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """`axis` as sorted, non-negative axes of an array of `shape`; None means all of them."""
+def axes(function: str, axis: Axis, shape: tuple[int, ...], of: str = "x") -> tuple[int, ...]:
+    """`axis` as sorted, non-negative axes of an array of `shape`; None means all of them.
+
+    `of` is the array's name.
+    """
     ndim = len(shape)
     if axis is None:
         given: Sequence[int] = range(ndim)
@@ -89,24 +92,24 @@ def axes(function: str, axis: Axis, shape: tuple[int, ...]) -> tuple[int, ...]:
         ) from error
     if not indices:
         raise ValueError(
-            f"{function}: axis={axis!r} names no axis of x with shape {shape}; "
-            "expected at least one axis" + ("" if ndim else "; give x one, e.g. x[None]")
+            f"{function}: axis={axis!r} names no axis of {of} with shape {shape}; "
+            "expected at least one axis" + ("" if ndim else f"; give {of} one, e.g. {of}[None]")
         )
     for a in indices:
         if not ndim:
             raise ValueError(
-                f"{function}: axis={axis!r} is out of range for x with shape (), which has no "
-                "axes; give x one, e.g. x[None]"
+                f"{function}: axis={axis!r} is out of range for {of} with shape (), which has no "
+                f"axes; give {of} one, e.g. {of}[None]"
             )
         if not -ndim <= a < ndim:
             raise ValueError(
-                f"{function}: axis={axis!r} is out of range for x with shape {shape}; "
+                f"{function}: axis={axis!r} is out of range for {of} with shape {shape}; "
                 f"expected axes from {-ndim} to {ndim - 1}"
             )
     canonical = tuple(sorted(a % ndim for a in indices))
     if len(set(canonical)) != len(canonical):
         raise ValueError(
-            f"{function}: axis={axis!r} names an axis of x with shape {shape} twice; "
+            f"{function}: axis={axis!r} names an axis of {of} with shape {shape} twice; "
             "name each axis once"
         )
     return canonical
@@ -140,13 +143,39 @@ def same_shape(function: str, name: str, shape: tuple[int, ...], x_shape: tuple[
 
 def mask(function: str, where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
     """`where` as a boolean array with one axis for each axis of x, broadcastable to x's shape."""
-    array = jnp.asarray(where)
+    also = ", or add an additive mask to x with bias="
+    return broadcastable(function, "where", boolean(function, "where", where, also), shape)
+
+
+def boolean(function: str, name: str, value: ArrayLike, also: str = "") -> jax.Array:
+    """`value` as a boolean array; `also` is another fix."""
+    array = jnp.asarray(value)
     if array.dtype != jnp.bool_:
         raise TypeError(
-            f"{function}: where has dtype {array.dtype.name}; expected bool (True keeps an entry); "
-            "compare it, e.g. where != 0, or add an additive mask to x with bias="
+            f"{function}: {name} has dtype {array.dtype.name}; expected bool (True keeps an "
+            f"entry); compare it, e.g. {name} != 0{also}"
         )
-    return broadcastable(function, "where", array, shape)
+    return array
+
+
+def integer_array(function: str, name: str, value: ArrayLike) -> jax.Array:
+    """`value` as an array of integers, of the dtype that it has."""
+    if isinstance(value, np.ndarray) and not jax.config.jax_enable_x64:
+        value = _in_32_bits(value)
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(
+            f"{function}: {name} has dtype {array.dtype.name}; expected integers; cast it, e.g. "
+            f"{name}.astype(jnp.int32)"
+        )
+    return array
+
+
+def _in_32_bits(value: np.ndarray) -> np.ndarray:
+    """64-bit integers within 32 bits: without 64-bit types JAX would wrap them."""
+    if value.dtype.name not in ("int64", "uint64"):
+        return value
+    return np.clip(value, -1 if value.dtype.kind == "i" else 0, 2**31 - 1)
 
 
 def broadcastable(function: str, name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -170,8 +199,15 @@ def matrix(function: str, name: str, view: RowView) -> None:
         )
 
 
-def number(function: str, name: str, value: float, *, minimum: float = -math.inf) -> float:
-    """`value` as a finite Python float of at least `minimum`."""
+def number(
+    function: str,
+    name: str,
+    value: float,
+    *,
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
+) -> float:
+    """`value` as a finite Python float of at least `minimum` and at most `maximum`."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
             f"{function}: {name} is a traced value; expected a Python number, because it is part "
@@ -183,11 +219,11 @@ def number(function: str, name: str, value: float, *, minimum: float = -math.inf
         raise TypeError(
             f"{function}: {name} is a {type(value).__name__}; expected a number"
         ) from error
-    if not (math.isfinite(given) and given >= minimum):
-        raise ValueError(
-            f"{function}: {name}={value!r}; expected a finite number"
-            + (f" of at least {minimum:g}" if minimum > -math.inf else "")
-        )
+    if not (math.isfinite(given) and minimum <= given <= maximum):
+        limits = f" of at least {minimum:g}" if minimum > -math.inf else ""
+        if maximum < math.inf:
+            limits = f" from {minimum:g} to {maximum:g}"
+        raise ValueError(f"{function}: {name}={value!r}; expected a finite number{limits}")
     return given
 
 

@@ -9,6 +9,8 @@ A call has three passes, each a function of the contract over arrays of any shap
 
     softmaxes     primals    x, mask, bias                      outputs     y
                   residuals  y, mask
+    cross_entropy primals    x, labels, mask, positions         outputs     loss, statistics
+                  residuals  x, statistics, labels, mask
     norm          primals    x, scale, bias                     outputs     y, statistics
                   residuals  y or x, statistics, scale, bias
     add_norm      primals    x, residual, scale, bias           outputs     y, h, statistics
@@ -42,14 +44,20 @@ Function = Callable[..., list[jax.Array]]
 _PRIMALS: dict[Op, tuple[str, ...]] = {
     "softmax": ("x", "mask", "logits_bias"),
     "log_softmax": ("x", "mask", "logits_bias"),
+    "cross_entropy": ("x", "labels", "mask", "positions"),
     "norm": ("x", "scale", "bias"),
     "add_norm": ("x", "residual", "scale", "bias"),
     "norm_add": ("x", "residual", "scale"),
     "norm_add_norm": ("x", "residual", "scale", "next_scale"),
 }
-_NOT_SAVED = ("x", "residual", "logits_bias")
+# The statistics tell which rows have an entry.
+_NOT_SAVED = ("x", "residual", "logits_bias", "positions")
+# Booleans and integers, which have no tangents.
+_CONSTANTS = ("mask", "labels", "positions")
 _KINDS: dict[str, Kind] = {
     "mask": "mask",
+    "labels": "label",
+    "positions": "label",
     "logits_bias": "logits_bias",
     "scale": "scale",
     "next_scale": "scale",
@@ -95,6 +103,10 @@ class Call:
             text += f" scale={spec.logits_scale}"
         if spec.causal:
             text += " causal"
+        if spec.label_smoothing:
+            text += f" label_smoothing={spec.label_smoothing}"
+        if spec.z_loss:
+            text += f" z_loss={spec.z_loss}"
         if self.implementation is not None:
             text += f" implementation={self.implementation}"
         return f"({text})" if not self.wrt else f"({text} wrt={','.join(self.wrt)})"
@@ -103,7 +115,7 @@ class Call:
 
     def with_stats(self) -> "Call":
         """The forward, with h and the statistics among its outputs."""
-        return self._with(want_stats=self.spec.is_norm, unused=None)
+        return self._with(want_stats=not self.spec.is_softmax, unused=None)
 
     def without(self, unused: Literal["y", "h"]) -> "Call":
         """The forward, without y or h among its outputs."""
@@ -170,6 +182,7 @@ class Call:
         spec = self.spec
         absent = {
             "mask": not spec.has_mask,
+            "positions": not spec.has_positions,
             "scale": spec.scale_dtype is None,
             "bias": spec.bias_dtype is None,
             "next_scale": spec.next_scale_dtype is None,
@@ -180,7 +193,7 @@ class Call:
     @property
     def differentiable(self) -> tuple[str, ...]:
         """Names of the primals that can have a tangent."""
-        return tuple(name for name in self.primals if name != "mask")
+        return tuple(name for name in self.primals if name not in _CONSTANTS)
 
     @functools.cached_property
     def operand_kinds(self) -> list[Kind]:
@@ -225,7 +238,7 @@ class Call:
     @property
     def _statistics(self) -> tuple[Kind, ...]:
         stat: Kind = "stat"
-        if self.spec.op == "norm_add_norm":
+        if self.spec.op in ("norm_add_norm", "cross_entropy"):
             return (stat, stat)
         return (stat,) * (1 + self.spec.returns_mean)
 
@@ -234,22 +247,24 @@ class Call:
         arrays: list[Kind] = ["array"] * (1 + (self.spec.op == "norm_add_norm"))
         parameters = [name for name in _PRIMALS[self.spec.op] if name not in _NOT_SAVED]
         kinds = [_kind(name) if name in self.primals else None for name in parameters]
-        return (*arrays, *((self._statistics,) if self.spec.is_norm else ()), *kinds)
+        return (*arrays, *(() if self.spec.is_softmax else (self._statistics,)), *kinds)
 
     @property
     def _outputs(self) -> tuple[Any, ...]:
         array: Kind = "array"
-        if not self.spec.is_norm:
+        if self.spec.is_softmax:
             return (array,)
         has_statistics = self.spec.want_stats or self.spec.stat_cotangents
-        has_h = self.spec.adds_dh or (self.spec.direction != "bwd" and self.spec.returns_h)
         statistics = (self._statistics,) if has_statistics else ()
+        if self.spec.op == "cross_entropy":
+            return ("stat", *statistics)
+        has_h = self.spec.adds_dh or (self.spec.direction != "bwd" and self.spec.returns_h)
         y = None if self.spec.unused == "y" else array
         return (y, array if has_h else None, *statistics)
 
     @property
     def _tangents(self) -> tuple[Kind | None, ...]:
-        names = [name for name in _PRIMALS[self.spec.op] if name != "mask"]
+        names = [name for name in _PRIMALS[self.spec.op] if name not in _CONSTANTS]
         return tuple(_kind(name) if name in self.wrt else None for name in names)
 
     # ------------------------------------------------------------------------------ running it
@@ -325,7 +340,7 @@ class Call:
         operands = jax.tree.unflatten(jax.tree.structure(self._operands), arrays)
         results = function(*operands, spec=spec)
         if spec.direction == "bwd":
-            names = [name for name in _PRIMALS[spec.op] if name != "mask"]
+            names = [name for name in _PRIMALS[spec.op] if name not in _CONSTANTS]
             return [d for primal, d in zip(names, results) if primal in self.wrt]
         leaves: list[jax.Array] = jax.tree.leaves(results)
         return leaves

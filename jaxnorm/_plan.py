@@ -8,6 +8,9 @@ import numpy as np
 
 from jaxnorm import _arguments, _implementation
 from jaxnorm._call import Call
+from jaxnorm._loss import NAME as CROSS_ENTROPY
+from jaxnorm._loss import Function as Loss
+from jaxnorm._loss import cross_entropy_call
 from jaxnorm._norm import OPS, norm_call
 from jaxnorm._norm import Function as Norm
 from jaxnorm._rows import RowView
@@ -15,7 +18,7 @@ from jaxnorm._softmax import Function as Softmax
 from jaxnorm._softmax import softmax_call
 from jaxnorm_kernels.specs import Name, Save
 
-_FUNCTIONS = ("softmax", "log_softmax", *OPS)
+_FUNCTIONS = ("softmax", "log_softmax", CROSS_ENTROPY, *OPS)
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
@@ -31,7 +34,7 @@ class Plan:
 
 
 def implementation_for(
-    function: Softmax | Norm,
+    function: Softmax | Loss | Norm,
     shape: tuple[int, ...],
     dtype: jax.typing.DTypeLike,
     *,
@@ -52,14 +55,17 @@ def implementation_for(
 ) -> Plan:
     """Which implementation runs a call of `function`, forward and backward, and why.
 
+    A cross-entropy's labels, ``label_smoothing``, ``z_loss`` and a mask of positions make no
+    difference.
+
     Args:
-      function: name of a softmax or a norm of this package, such as ``"add_rms_norm"``.
-      shape, dtype: of x; inside ``jax.shard_map``, of a shard. Under ``jax.vmap`` a batch of x is
-        more rows: put its size in front. A batch of parameters, and gradients of parameters that
-        are taken inside ``jax.vmap`` (one for each example), are parameters of groups of rows:
-        ``param_axes`` begins with its size.
+      function: name of a function of this package, such as ``"add_rms_norm"``.
+      shape, dtype: of x, or of logits; inside ``jax.shard_map``, of a shard. Under ``jax.vmap`` a
+        batch of x is more rows: put its size in front. A batch of parameters, and gradients of
+        parameters that are taken inside ``jax.vmap`` (one for each example), are parameters of
+        groups of rows: ``param_axes`` begins with its size.
       axis: as in the call.
-      where: whether the call has a ``where`` mask (softmaxes).
+      where: whether the call has a ``where`` mask (softmaxes), of classes (cross-entropy).
       scale, causal: as in the call (softmaxes).
       use_scale, use_bias: whether the call has these parameters. By default norms have both, but
         rms_norm no bias, and softmaxes none.
@@ -102,6 +108,17 @@ def implementation_for(
             dtype=out_dtype,
             implementation=implementation,
         )
+    elif function == CROSS_ENTROPY:
+        forward = cross_entropy_call(
+            shape,
+            x_dtype,
+            axis=axis,
+            mask=shape if where else None,
+            has_positions=False,
+            label_smoothing=0.0,
+            z_loss=0.0,
+            implementation=implementation,
+        ).with_stats()
     else:
         use_bias = function.endswith("layer_norm") if use_bias is None else use_bias
         normalised = tuple(shape[a] for a in _arguments.axes(caller, axis, shape))

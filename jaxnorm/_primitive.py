@@ -112,6 +112,10 @@ def _forward_jvp(primals: Any, tangents: Any, *, call: Call) -> tuple[Any, Any]:
     moved: Sequence[jax.Array | None]
     if call.spec.is_norm:
         moved = _norm_tangents(call, outputs, given, along)
+    elif call.spec.op == "cross_entropy":
+        _, *stats = outputs
+        constants = [given[name] for name in call.parameters]
+        moved = _tangents_of(call, [given["x"], *stats, *constants], along)
     else:
         mask = [given["mask"]] if call.spec.has_mask else []
         moved = _tangents_of(call, [*outputs, *mask], along)
@@ -395,7 +399,8 @@ _PRIMITIVES = {
         is_norm_tangent=direction == "tan" and "norm" in function,
     )
     for function in (
-        *("softmax", "log_softmax", "layer_norm", "rms_norm"),
+        *("softmax", "log_softmax", "softmax_cross_entropy_with_integer_labels"),
+        *("layer_norm", "rms_norm"),
         *("add_layer_norm", "add_rms_norm", "rms_norm_add", "rms_norm_add_rms_norm"),
     )
     for direction, suffix in (("fwd", ""), ("tan", "_tangent"), ("bwd", "_backward"))

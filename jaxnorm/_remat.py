@@ -10,19 +10,21 @@ from jaxnorm._call import Call
 
 _OUT = "jaxnorm_out"
 _RSTD = "jaxnorm_rstd"
+_LSE = "jaxnorm_lse"
 _SOFTMAX_OUT = "jaxnorm_softmax_out"
 
-_keep = jax.checkpoint_policies.save_only_these_names(_OUT, _RSTD)
+_keep = jax.checkpoint_policies.save_only_these_names(_OUT, _RSTD, _LSE)
 
 
 def save_policy(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Policy for :func:`jax.checkpoint`: norms are kept, and everything else is recomputed.
 
     ``jax.checkpoint(block, policy=jaxnorm.save_policy)`` keeps the outputs and statistics of the
-    norms (named ``jaxnorm_out`` and ``jaxnorm_rstd``), so the backward computes no norm again. A
+    norms (named ``jaxnorm_out`` and ``jaxnorm_rstd``), so the backward computes no norm again, and
+    the log-sum-exp of each row of a cross-entropy (``jaxnorm_lse``, two numbers), not its logits. A
     softmax's output, as large as the attention matrix, has a name of its own
     (``jaxnorm_softmax_out``) and is not kept; to keep it too, use
-    :func:`jax.checkpoint_policies.save_only_these_names` with the three names.
+    :func:`jax.checkpoint_policies.save_only_these_names` with the four names.
 
     Args:
       primitive, *avals, **params: an equation, as JAX hands it to a policy.
@@ -34,13 +36,16 @@ def save_policy(primitive: Any, *avals: Any, **params: Any) -> bool:
 
 
 def name(call: Call, outputs: Sequence[jax.Array]) -> list[jax.Array]:
-    """Names a call's outputs, and a norm's statistics.
+    """Names a call's outputs, and the statistics of a norm or a cross-entropy.
 
     h has a name only where it is what the backward starts from: else its sum costs less to make
     again than to keep.
     """
     spec = call.spec
-    if not spec.is_norm:
+    if spec.op == "cross_entropy":
+        loss, *stats = outputs
+        return [loss, *[checkpoint_name(stat, _LSE) for stat in stats]]
+    if spec.is_softmax:
         return [checkpoint_name(y, _SOFTMAX_OUT) for y in outputs]
     y, *others = outputs
     h = [others.pop(0)] if spec.normalises_h else []

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jaxnorm_kernels.specs import Shared
 
 #: What an operand or a result of a call is: an array of x's shape; a mask or a bias of logits, each
-#: broadcast to it; a statistic of each row, over axes that are not normalised; a parameter, over
-#: those that are.
-Kind = Literal["array", "mask", "logits_bias", "stat", "scale", "bias"]
+#: broadcast to it; a statistic or a label of each row, over axes that are not normalised; a
+#: parameter, over those that are.
+Kind = Literal["array", "mask", "logits_bias", "stat", "label", "scale", "bias"]
 
 PARAMETERS: tuple[Kind, ...] = ("scale", "bias")
 #: Whose gradients are sums over those elements of x that share one of theirs.
@@ -164,7 +164,7 @@ class RowView:
         match kind:
             case "array" | "mask" | "logits_bias":
                 return tuple(range(len(self.shape)))
-            case "stat":
+            case "stat" | "label":
                 return self.others
             case "scale" | "bias":
                 lacking = len(self.shape) - len(self.shape_of(kind))
@@ -212,7 +212,7 @@ class RowView:
         parameter of inner elements is ``(inner,)`` or ``(groups, inner)``.
         """
         match kind:
-            case "stat":
+            case "stat" | "label":
                 return a.reshape(self.rows)
             case "scale" | "bias":
                 inner_groups = self.inner_groups(kind) if strided else None

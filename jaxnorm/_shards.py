@@ -113,6 +113,10 @@ def _with_split_rows(shard: Call, cols: int, layout: Layout) -> Call:
             "axes"
         )
     spec = dataclasses.replace(
-        shard.spec, cols=cols, cols_over=layout.cols_over, queries_over=layout.queries_over(shard)
+        shard.spec,
+        cols=cols,
+        cols_over=layout.cols_over,
+        axes_over=tuple(layout.mesh_axes[axis] for axis in layout.view.axes),
+        queries_over=layout.queries_over(shard),
     )
     return dataclasses.replace(shard, spec=spec)

@@ -25,6 +25,7 @@ FUNCTIONS = {
     "rms_norm_add_rms_norm",
     "save_policy",
     "softmax",
+    "softmax_cross_entropy_with_integer_labels",
 }
 TYPES = {"Choice", "NormReport", "ParamReport", "Plan"}
 

@@ -38,6 +38,10 @@ NO_KERNEL: Table = (
     ),
 )
 
+NO_CROSS_ENTROPY: Table = (
+    ("its kernels have no cross-entropy yet", lambda s: s.op == "cross_entropy"),
+)
+
 #: What no kernel here can do of a softmax.
 NO_LOGITS: Table = (
     (

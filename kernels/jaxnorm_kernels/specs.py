@@ -7,8 +7,13 @@ says everything else about the call. It knows nothing of autodiff, sharding or F
 no transpose; its statistics are those of ``(outer, inner)``, flat. The ``xla``
 implementation alone also takes arrays of any shape with ``Spec.axes``: XLA partitions them over a
 mesh as they are, where a reshape to rows could make it gather them. It alone has the tangents
-(``softmax_tan``, ``log_softmax_tan``, ``norm_tan``), and a backward that takes the cotangents of
-the statistics: what forward mode and second derivatives ask for.
+(``softmax_tan``, ``log_softmax_tan``, ``cross_entropy_tan``, ``norm_tan``), and a backward that
+takes the cotangents of the statistics: what forward mode and second derivatives ask for.
+
+A cross-entropy takes logits, a label of each row, and masks::
+
+    cross_entropy    loss = logsumexp(x) - sum(targets x) + z_loss logsumexp(x)^2
+                     targets = (1 - label_smoothing) one_hot(label) + label_smoothing / cols
 
 A norm is fused with the residual addition beside it. Forward, h and out in ``residual``'s dtype::
 
@@ -28,7 +33,9 @@ from typing import Any, Literal, Protocol
 import jax
 import numpy as np
 
-Op = Literal["softmax", "log_softmax", "norm", "add_norm", "norm_add", "norm_add_norm"]
+Op = Literal[
+    "softmax", "log_softmax", "cross_entropy", "norm", "add_norm", "norm_add", "norm_add_norm"
+]
 Direction = Literal["fwd", "tan", "bwd"]
 Save = Literal["output", "input"]
 Name = Literal["xla", "mosaic", "triton"]
@@ -82,7 +89,7 @@ class Spec:
       direction: the pass: ``"fwd"`` (forward), ``"tan"`` (tangent) or ``"bwd"`` (backward).
       rows, cols: shape of the two-dimensional view; ``cols`` is the normalised length.
       x_dtype: dtype of the input; the backward returns dx in it.
-      y_dtype: dtype of the output; the cotangent dy arrives in it.
+      y_dtype: dtype of the output; the cotangent dy arrives in it. Of a cross-entropy, its loss.
       scale_dtype, bias_dtype: dtype of each parameter and of its gradient; None where it is absent.
       residual_dtype: dtype of the residual, and of h or of the sum that is returned.
       next_scale_dtype: of the second norm's scale, in ``"norm_add_norm"``.
@@ -98,9 +105,12 @@ class Spec:
       stat_cotangents: the backward also takes cotangents of the statistics: second derivatives.
       adds_dh: the backward also takes dh, another cotangent of what is normalised, in its dtype,
         and adds it to that one's; a plain norm's tangent also returns dx as it is.
-      has_mask: a ``where`` mask comes with the call (softmaxes only, as the five that follow).
+      has_mask: a ``where`` mask of columns comes with the call (softmaxes and cross-entropy).
+      has_positions: a mask of rows comes with a cross-entropy: its loss is 0 where that is False.
+      label_smoothing, z_loss: of a cross-entropy, as in its equation above.
       masked_logit: what a logit is that the mask does not keep. -inf: it takes no part, and a row
         that keeps none is 0; a finite number (of a softmax): it takes part, without a gradient.
+        Softmaxes only, as the four that follow.
       logits_scale: x is multiplied by it.
       logits_bias_dtype: of the bias that is then added, and of its gradient; None for no bias, and
         for a backward that does not return its gradient.
@@ -123,6 +133,7 @@ class Spec:
         outer indices, and not of columns.
       cols_over: mesh axes (inside ``jax.shard_map``) that the columns are sharded over, of which
         there are ``cols`` in all; for the xla implementation alone.
+      axes_over: the same for each of ``axes``: where a label's column is.
       queries_over: likewise of the axis before them, for ``causal``.
     """
 
@@ -145,6 +156,9 @@ class Spec:
     stat_cotangents: bool = False
     adds_dh: bool = False
     has_mask: bool = False
+    has_positions: bool = False
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
     masked_logit: float = -math.inf
     logits_scale: float = 1.0
     logits_bias_dtype: np.dtype | None = None
@@ -162,6 +176,7 @@ class Spec:
     inner_cols: int = 1
     inner_params: bool = False
     cols_over: tuple[str, ...] = ()
+    axes_over: tuple[tuple[str, ...], ...] = ()
     queries_over: tuple[str, ...] = ()
 
     @property
@@ -193,8 +208,12 @@ class Spec:
         return self.normalises_h and self.unused != "h"
 
     @property
+    def is_softmax(self) -> bool:
+        return self.op in ("softmax", "log_softmax")
+
+    @property
     def is_norm(self) -> bool:
-        return self.op not in ("softmax", "log_softmax")
+        return not self.is_softmax and self.op != "cross_entropy"
 
     @property
     def normalises_h(self) -> bool:
@@ -267,6 +286,9 @@ class Spec:
 
 #: Row statistics that a norm's backward needs: ``(rstd,)`` or ``(rstd, mean)``, each ``(rows,)``
 #: in the arithmetic dtype; empty where ``spec.want_stats`` is False. Of two norms, each one's rstd.
+#: Of a cross-entropy ``(m, log_s)``, the maximum of what a row keeps and log(sum(exp(x - m))); the
+#: log-sum-exp is their sum. log_s is -inf, the logarithm of nothing, for a row without an entry,
+#: and NaN for one whose label is none of its columns.
 Stats = tuple[jax.Array, ...]
 
 
@@ -299,6 +321,33 @@ class Implementation(Protocol):
         self, y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec
     ) -> tuple[jax.Array, jax.Array | None]:
         """Returns dx in ``spec.x_dtype``, and the bias' gradient where the spec has its dtype."""
+        ...
+
+    def cross_entropy_fwd(
+        self,
+        x: jax.Array,
+        labels: jax.Array,
+        mask: jax.Array | None,
+        positions: jax.Array | None,
+        spec: Spec,
+    ) -> tuple[jax.Array, Stats]:
+        """Returns the loss of each row in ``spec.y_dtype`` and the statistics.
+
+        `labels` are of any integer dtype, `positions` a boolean mask, ``(rows,)`` each.
+        """
+        ...
+
+    def cross_entropy_bwd(
+        self,
+        x: jax.Array,
+        stats: Stats,
+        labels: jax.Array,
+        mask: jax.Array | None,
+        dloss: jax.Array,
+        *,
+        spec: Spec,
+    ) -> tuple[jax.Array]:
+        """Returns dx in ``spec.x_dtype``."""
         ...
 
     def norm_fwd(

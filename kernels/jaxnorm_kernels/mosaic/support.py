@@ -10,7 +10,14 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     vector_width,
 )
 from jaxnorm_kernels.mosaic.forward import schedule as forward
-from jaxnorm_kernels.refusals import BETTER_FUSED, NO_KERNEL, NO_LOGITS, Table, first
+from jaxnorm_kernels.refusals import (
+    BETTER_FUSED,
+    NO_CROSS_ENTROPY,
+    NO_KERNEL,
+    NO_LOGITS,
+    Table,
+    first,
+)
 from jaxnorm_kernels.specs import Spec
 
 # Rows are numbered in int32, and the last block may start a tile further.
@@ -19,6 +26,7 @@ _MIN_COLS = 8
 
 _CANNOT: Table = (
     *NO_KERNEL,
+    *NO_CROSS_ENTROPY,
     (f"its kernels need rows of {_MIN_COLS} elements or more", lambda s: s.cols < _MIN_COLS),
     (
         f"its kernels number rows in 32 bits, up to {_MAX_ROWS}",
@@ -28,7 +36,7 @@ _CANNOT: Table = (
         "its softmax backward takes rows this short only by 64 and more",
         lambda s: (
             s.direction == "bwd"
-            and not s.is_norm
+            and s.is_softmax
             and s.rows < 64
             and s.cols < WARPGROUP_THREADS * _vector(s)
         ),

@@ -5,7 +5,14 @@ import importlib
 import os
 
 from jaxnorm_kernels.devices import local_capability
-from jaxnorm_kernels.refusals import BETTER_FUSED, NO_KERNEL, NO_LOGITS, Table, first
+from jaxnorm_kernels.refusals import (
+    BETTER_FUSED,
+    NO_CROSS_ENTROPY,
+    NO_KERNEL,
+    NO_LOGITS,
+    Table,
+    first,
+)
 from jaxnorm_kernels.specs import Spec
 
 # Rows and columns are numbered in int32, and the last step goes over the end by so much at most.
@@ -20,6 +27,7 @@ def can_lower() -> bool:
 
 _CANNOT: Table = (
     *NO_KERNEL,
+    *NO_CROSS_ENTROPY,
     *NO_LOGITS,
     ("its kernels leave out what a mask does not keep", lambda s: not s.drops_masked),
     (

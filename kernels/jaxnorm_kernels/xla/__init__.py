@@ -1,6 +1,9 @@
 """The contract in plain ``jax.numpy``: the reference, the fallback, the path for CPU and TPU."""
 
 from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.xla.cross_entropy import cross_entropy_bwd as cross_entropy_bwd
+from jaxnorm_kernels.xla.cross_entropy import cross_entropy_fwd as cross_entropy_fwd
+from jaxnorm_kernels.xla.cross_entropy import cross_entropy_tan as cross_entropy_tan
 from jaxnorm_kernels.xla.norm import add_norm_bwd as add_norm_bwd
 from jaxnorm_kernels.xla.norm import add_norm_fwd as add_norm_fwd
 from jaxnorm_kernels.xla.norm import add_norm_tan as add_norm_tan

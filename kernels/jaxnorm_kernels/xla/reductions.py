@@ -1,5 +1,7 @@
 """Reductions over the rows of a call: over ``spec.axes``, and over the shards of a sharded row."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,6 +12,24 @@ from jaxnorm_kernels.specs import Spec
 def row_sum(v: jax.Array, spec: Spec) -> jax.Array:
     total = jnp.sum(v, axis=spec.axes, keepdims=True)
     return lax.psum(total, spec.cols_over) if spec.cols_over else total
+
+
+def row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
+    """`row_sum` of each, in one exchange with the other shards."""
+    totals = [jnp.sum(v, axis=spec.axes, keepdims=True) for v in values]
+    return list(lax.psum(jnp.stack(totals), spec.cols_over)) if spec.cols_over else totals
+
+
+def fused_row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
+    """`row_sums` in one reduction, with which XLA fuses what makes the values; has no derivative.
+
+    On a CPU, XLA leaves a sum of one array to a library, for which it writes that array out.
+    """
+    axes = [axis % values[0].ndim for axis in spec.axes]
+    zeros = tuple(jnp.zeros((), v.dtype) for v in values)
+    totals = lax.reduce(tuple(values), zeros, lambda a, b: [*map(jnp.add, a, b)], axes)
+    totals = [jnp.expand_dims(total, axes) for total in totals]
+    return list(lax.psum(jnp.stack(totals), spec.cols_over)) if spec.cols_over else totals
 
 
 def row_mean(v: jax.Array, spec: Spec) -> jax.Array:

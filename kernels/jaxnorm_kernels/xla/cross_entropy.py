@@ -1,0 +1,170 @@
+"""Softmax cross-entropy with integer labels over ``spec.axes``; all passes start from the logits.
+
+Row of V logits x, label l, a = label_smoothing, b = z_loss; sums over what ``mask`` keeps, but
+those of the targets over all:
+
+    lse      = m + log(s)        m = max(x)        s = sum(exp(x - m))
+    targets  = (1 - a) [j = l] + a / V
+    loss     = lse - sum(targets x) + b lse^2
+
+With p = exp(x - m - log(s)), t the tangent of x and d = dloss:
+
+    tangent  (1 + 2 b lse) sum(p t) - sum(targets t)             of lse: sum(p t)
+    backward dx = d (p - targets + 2 b lse p)                    and p times lse's cotangent
+
+m and log(s) are kept apart: rounded to one number, lse would miss log(s) where logits are large.
+Nothing depends on one alone, so that the whole tangent of lse is log(s)'.
+
+Where the label is nearly certain, lse - x_l is nearly 0 and would cancel. So the label's own term
+is left out of the sum; D = m - x_l is 0 where the label is the largest:
+
+    lse - x_l = D + log(s)      log(s) = log1p(sum(exp(x - m), j != l) + exp(-D) - 1)
+
+    loss = (1 - a) (lse - x_l) + a (log(s) - mean(x - m)) + b lse^2
+
+A row without an entry, whose ``positions`` is False or of which ``mask`` keeps nothing, has loss
+and gradient 0, and log(s) = -inf, by which the other passes know it. One with a label that is none
+of its columns has NaN for log(s), loss and gradient.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxnorm_kernels.specs import Spec, Stats
+from jaxnorm_kernels.xla.reductions import fused_row_sums, row_any, row_max, row_sums
+
+_INT32_MAX = 2**31 - 1
+
+
+def cross_entropy_fwd(
+    x: jax.Array,
+    labels: jax.Array,
+    mask: jax.Array | None,
+    positions: jax.Array | None,
+    spec: Spec,
+) -> tuple[jax.Array, Stats]:
+    """The loss, and the statistics that the spec wants; each of the rows' shape."""
+    label, a = _label(labels, spec), spec.label_smoothing
+    at_label = _columns(x.shape, spec) == label
+    kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
+    # The maximum in x's dtype: nothing is rounded.
+    m, kept, x = (v.astype(spec.compute_dtype) for v in (row_max(kept, spec), kept, x))
+    sums = [
+        jnp.where(at_label, 0, jnp.exp(kept - m)),  # -inf - -inf: a row of -inf is NaN
+        jnp.where(at_label, x, 0),
+    ]
+    if a:
+        sums.append(x - m)
+    if mask is not None:
+        sums.append(jnp.where(at_label & mask, x.dtype.type(1), 0))
+    others, x_l, *rest = fused_row_sums(sums, spec)
+    d = m - x_l
+    own = jnp.expm1(-d)
+    if mask is not None:  # The label may be none of what is kept.
+        own = jnp.where(rest[-1] > 0, own, -1)
+    log_s = jnp.log1p(others + own)
+    loss = d + log_s
+    if a:
+        even = log_s - rest[0] / spec.cols
+        loss = a * even if a == 1 else (1 - a) * loss + a * even
+    if spec.z_loss:
+        loss = loss + spec.z_loss * jnp.square(m + log_s)
+    loss, log_s = (jnp.where(label < 0, jnp.nan, v) for v in (loss, log_s))
+    has_entry = None if mask is None else row_any(mask, spec)
+    if positions is not None:
+        positions = jnp.expand_dims(positions, spec.axes)
+        has_entry = positions if has_entry is None else positions & has_entry
+    if has_entry is not None:
+        loss, m = (jnp.where(has_entry, v, 0) for v in (loss, m))
+        log_s = jnp.where(has_entry, log_s, -jnp.inf)
+    loss, m, log_s = (jnp.squeeze(v, spec.axes) for v in (loss, m, log_s))
+    return loss.astype(spec.y_dtype), (m, log_s) if spec.want_stats else ()
+
+
+def cross_entropy_tan(
+    x: jax.Array,
+    stats: Stats,
+    labels: jax.Array,
+    mask: jax.Array | None,
+    dx: jax.Array,
+    spec: Spec,
+) -> tuple[jax.Array, Stats]:
+    """The tangents of the loss, and of the statistics where the spec wants them."""
+    p, lse, has_entry = _probabilities(x, stats, mask, spec)
+    a, at_label = spec.label_smoothing, _columns(x.shape, spec) == _label(labels, spec)
+    # Zeroed before any product: 0 * inf would poison the row.
+    t = jnp.where(has_entry, dx.astype(spec.compute_dtype), 0)
+    weighted = p * (t if mask is None else jnp.where(mask, t, 0))
+    dlse, t_l, *total = row_sums([weighted, jnp.where(at_label, t, 0), *([t] if a else [])], spec)
+    dloss = dlse - ((1 - a) * t_l if a else t_l)
+    if a:
+        dloss = dloss - a / spec.cols * total[0]
+    if spec.z_loss:
+        dloss = dloss + 2 * spec.z_loss * lse * dlse
+    dloss, dlse = (jnp.squeeze(v, spec.axes) for v in (dloss, dlse))
+    return dloss.astype(spec.y_dtype), (jnp.zeros_like(dlse), dlse) if spec.want_stats else ()
+
+
+def cross_entropy_bwd(
+    x: jax.Array,
+    stats: Stats,
+    labels: jax.Array,
+    mask: jax.Array | None,
+    dloss: jax.Array,
+    dstats: Stats = (),
+    *,
+    spec: Spec,
+) -> tuple[jax.Array]:
+    """dx; `dstats` are the cotangents of the statistics, if they have any."""
+    p, lse, has_entry = _probabilities(x, stats, mask, spec)
+    a, at_label = spec.label_smoothing, _columns(x.shape, spec) == _label(labels, spec)
+    d = jnp.expand_dims(dloss.astype(spec.compute_dtype), spec.axes)
+    even = a / spec.cols if a else 0.0
+    slope = p - jnp.where(at_label, p.dtype.type(1 - a + even), p.dtype.type(even))
+    if spec.z_loss:
+        slope = slope + 2 * spec.z_loss * lse * p
+    dx = d * slope
+    if dstats:
+        _, dlse = dstats
+        dx = dx + jnp.expand_dims(dlse, spec.axes) * p
+    return (jnp.where(has_entry, dx, 0).astype(spec.x_dtype),)
+
+
+def _probabilities(
+    x: jax.Array, stats: Stats, mask: jax.Array | None, spec: Spec
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """p; along rows lse, 0 where there is no entry, and whether there is one."""
+    m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in stats)
+    has_entry = log_s != -jnp.inf
+    log_s = jnp.where(has_entry, log_s, 0)
+    kept = has_entry if mask is None else has_entry & mask
+    # Before the exponential, so that the derivative of what is not kept is 0, not NaN.
+    shifted = jnp.where(kept, x.astype(spec.compute_dtype) - m - log_s, -jnp.inf)
+    return jnp.exp(shifted), m + log_s, has_entry
+
+
+def _label(labels: jax.Array, spec: Spec) -> jax.Array:
+    """The column of each row's label, along rows; -1 for one that is no column."""
+    index = labels.astype(jnp.int32)
+    is_column = (labels >= 0) & (index < spec.cols)
+    if jnp.iinfo(labels.dtype).max > _INT32_MAX:
+        is_column &= labels <= labels.dtype.type(_INT32_MAX)
+    return jnp.expand_dims(jnp.where(is_column, index, -1), spec.axes)
+
+
+def _columns(shape: Sequence[int], spec: Spec) -> jax.Array:
+    """The column of each element, of all shards of a row."""
+    column: jax.Array | None = None
+    over = spec.axes_over or ((),) * len(spec.axes)
+    for axis, names in zip(spec.axes, over):
+        size = shape[axis]
+        index = lax.broadcasted_iota(jnp.int32, shape, axis % len(shape))
+        if names:
+            index = index + lax.axis_index(names) * size
+            size = size * lax.axis_size(names)
+        column = index if column is None else column * size + index
+    assert column is not None
+    return column

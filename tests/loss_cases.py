@@ -1,0 +1,108 @@
+"""Softmax cross-entropy in float64 numpy, over the last axis, and bounds for what rounding adds."""
+
+import dataclasses
+import functools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from reference import SAFETY, arithmetic, exact, rounding
+
+
+def operands(shape, dtype, seed=0, scale=3.0, label_dtype="int32"):
+    """Logits, labels of all classes, and a cotangent of the loss."""
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.normal(size=shape) * scale, dtype)
+    labels = jnp.asarray(rng.integers(0, min(shape[-1], 127), shape[:-1]), label_dtype)
+    d_dtype = "float64" if dtype == "float64" else "float32"
+    return x, labels, jnp.asarray(rng.normal(size=shape[:-1]), d_dtype)
+
+
+@dataclasses.dataclass
+class CrossEntropy:
+    """Of rows of logits ``(..., V)``; `labels` of another number than a class give NaN.
+
+    The bounds follow what is computed: m = max(x), s = sum(exp(x - m)), lse = m + log(s), and
+    loss = m - x_l + log(s) where the term of the label, if it is the largest, is not rounded.
+    """
+
+    x: np.ndarray
+    labels: np.ndarray
+    kept: np.ndarray | None = None  # of classes, of x's shape
+    positions: np.ndarray | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        self.x, labels = exact(self.x), np.asarray(self.labels)
+        a, self.cols = self.label_smoothing, self.x.shape[-1]
+        kept = np.ones(self.x.shape, bool) if self.kept is None else self.kept
+        self.has_entry = kept.any(-1)
+        if self.positions is not None:
+            self.has_entry = self.has_entry & self.positions
+        self.is_class = (labels >= 0) & (labels < self.cols)
+        one_hot = np.arange(self.cols) == labels[..., None].astype(np.float64)
+        self.targets = (1 - a) * one_hot + a / self.cols
+        x = np.where(self.has_entry[..., None], self.x, 0.0)
+        logits = np.where(kept, x, -np.inf)
+        self.m = np.where(self.has_entry, logits.max(-1), 0.0)
+        self.e = np.exp(logits - self.m[..., None])
+        others = np.where(one_hot, 0, self.e).sum(-1)
+        self.x_l = np.where(self.is_class, np.where(one_hot, x, 0).sum(-1), 0.0)
+        self.d = self.m - self.x_l
+        own = np.where((kept & one_hot).any(-1), np.expm1(-self.d), -1)
+        self.log_s = np.log1p(np.where(self.has_entry, others + own, 0))
+        self.lse = self.m + self.log_s
+        loss = self.d + self.log_s
+        if a:
+            self.mean = np.mean(x - self.m[..., None], -1)
+            loss = (1 - a) * loss + a * (self.log_s - self.mean)
+        loss = loss + self.z_loss * self.lse**2
+        self.loss = np.where(self.has_entry, np.where(self.is_class, loss, np.nan), 0)
+        self.p = np.where(self.has_entry[..., None], np.exp(logits - self.lse[..., None]), 0)
+
+    def gradient(self, d):
+        """Of sum(d loss)."""
+        slope = self.p * (1 + 2 * self.z_loss * self.lse[..., None]) - self.targets
+        dx = np.where(self.is_class[..., None], exact(d)[..., None] * slope, np.nan)
+        return np.where(self.has_entry[..., None], dx, 0)
+
+    @functools.cached_property
+    def u(self):
+        return arithmetic(self.dtype)
+
+    @functools.cached_property
+    def _sum_error(self):
+        """Of log(s): each exponential has the error of its argument; not a largest label's."""
+        terms = np.where((self.d == 0)[..., None] & (self.targets > self.targets.min()), 0, self.e)
+        if self.label_smoothing == 1:
+            terms = self.e
+        x = np.where(self.has_entry[..., None] & (self.e > 0), self.x, self.m[..., None])
+        depth = self.m[..., None] - x
+        error = np.sum(terms * (np.abs(depth) + math.sqrt(self.cols) + 4), -1)
+        return SAFETY * self.u * error / np.maximum(self.e.sum(-1), 1e-300)
+
+    @property
+    def _log_s_error(self):
+        return self._sum_error + SAFETY * self.u * np.abs(self.log_s)
+
+    def loss_bound(self):
+        a, b, few = self.label_smoothing, self.z_loss, SAFETY * self.u
+        error = self._sum_error + few * (np.abs(self.d) + np.abs(self.log_s))
+        if a:
+            x = np.where(self.has_entry[..., None], self.x, 0)
+            # Taken from the maximum, or from the label's logit, one after the other.
+            spread = np.mean(np.abs(x - self.m[..., None]), -1) + np.abs(self.d)
+            error = error + a * few * (math.sqrt(self.cols) + 2) * spread
+        error = error + 2 * b * np.abs(self.lse) * self._log_s_error + few * b * self.lse**2
+        return error + few * np.abs(self.loss) + 1e-37
+
+    def gradient_bound(self, d):
+        dx = np.nan_to_num(self.gradient(d), nan=0)
+        d, few, b = np.abs(exact(d))[..., None], SAFETY * self.u, self.z_loss
+        lse, error = np.abs(self.lse[..., None]), self._log_s_error[..., None]
+        x = np.where(self.has_entry[..., None] & (self.p > 0), self.x, self.m[..., None])
+        p = self.p * np.expm1(error + few * (np.abs(x - self.m[..., None]) + 2))
+        slope = p * (1 + 2 * b * lse) + 2 * b * self.p * (error + few * lse)
+        return d * (slope + few * (self.p + self.targets)) + rounding(dx, self.dtype)

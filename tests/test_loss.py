@@ -1,0 +1,421 @@
+"""softmax_cross_entropy_with_integer_labels: values and gradients against float64 numpy."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+import refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from jax.test_util import check_grads
+from loss_cases import CrossEntropy, operands
+from reference import assert_within, exact
+
+import jaxnorm
+from benchmarks.hlo import _computations, _elements
+from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+NAME = "softmax_cross_entropy_with_integer_labels"
+OPTIONS = [
+    {},
+    {"label_smoothing": 0.1},
+    {"z_loss": 1e-3},
+    {"label_smoothing": 0.2, "z_loss": 1e-2},
+    {"label_smoothing": 1.0},
+]
+refusable = refused.expect(
+    refused.NO_CROSS_ENTROPY, refused.SHORT_LOGITS, refused.CLASSES, refused.EMPTY
+)
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "options"))
+def value_and_gradient(x, labels, d, where=None, axis=-1, options=()):
+    loss, vjp = jax.vjp(lambda x: cross_entropy(x, labels, axis, where, **dict(options)), x)
+    return loss, vjp(d)[0]
+
+
+def check(x, labels, d, where=None, *, implementation, **options):
+    """Loss and gradient over the last axis, each within its bound; the loss."""
+    given = {**options, "implementation": implementation}
+    loss, dx = value_and_gradient(x, labels, d, where, options=tuple(given.items()))
+    masks = {}
+    if where is not None:
+        is_of_classes = where.ndim == x.ndim
+        shape = x.shape if is_of_classes else labels.shape
+        masks = {"kept" if is_of_classes else "positions": np.broadcast_to(where, shape)}
+    expected = CrossEntropy(x, labels, **masks, **options, dtype=x.dtype.name)
+    assert (loss.dtype, dx.dtype) == (d.dtype, x.dtype)
+    assert_within(loss, expected.loss, expected.loss_bound())
+    assert_within(dx, expected.gradient(d), expected.gradient_bound(d))
+    return loss
+
+
+@refusable
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", reference.DTYPES)
+def test_values_and_gradients(dtype, options, implementation):
+    check(*operands((3, 8, 1000), dtype), implementation=implementation, **options)
+
+
+@refusable
+@pytest.mark.parametrize("cols", [1, 2, 131, 4099, 50257])
+def test_widths(cols, implementation):
+    check(*operands((5, cols), "float32"), implementation=implementation, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
+@pytest.mark.usefixtures("x64")
+def test_float64(options):
+    check(*operands((3, 50), "float64"), implementation="xla", **options)
+
+
+@refusable
+@pytest.mark.parametrize(
+    "dtype", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+)
+def test_labels_of_any_integer_dtype(dtype, implementation):
+    """Those outside, too; under 64-bit types as they are, and else as JAX has them."""
+    values = [0, 1, 126, 199, 200, 255, -1, -128, 2**15, 2**32 + 5, -(2**33)]
+    info = np.iinfo(dtype)
+    labels = np.array([v for v in values if info.min <= v <= info.max], dtype)
+    x, _, d = operands((len(labels), 200), "bfloat16")
+    expected = CrossEntropy(x, labels, dtype="bfloat16")
+    for wide in (False, True):
+        with jax.enable_x64(wide):
+            if wide:
+                assert jnp.asarray(labels).dtype == dtype
+            loss, vjp = jax.vjp(
+                lambda x: cross_entropy(x, labels, implementation=implementation), x
+            )
+            assert_within(loss, expected.loss, expected.loss_bound())
+            assert_within(vjp(d)[0], expected.gradient(d), expected.gradient_bound(d))
+    assert np.isnan(loss[~expected.is_class]).all()
+
+
+@refusable
+@pytest.mark.parametrize("dtype", reference.DTYPES)
+def test_positions_that_do_not_count(dtype, implementation):
+    """Loss and gradient are 0, whatever label, logits and cotangent are."""
+    x, labels, d = operands((6, 300), dtype)
+    labels = labels.at[1].set(-100).at[3].set(1000)
+    x = x.at[1].set(jnp.inf).at[3, 7].set(jnp.nan)
+    where = jnp.arange(6) % 2 == 0
+    options = tuple({"implementation": implementation, "z_loss": 0.1}.items())
+    cotangent = jnp.where(where, d, jnp.nan)
+    loss, dx = value_and_gradient(x, labels, cotangent, where, options=options)
+    np.testing.assert_array_equal(loss[1::2], 0)
+    np.testing.assert_array_equal(dx[1::2], 0)
+    check(x, labels, d, where, implementation=implementation, z_loss=0.1)
+
+
+@refusable
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_bad_rows_stay_alone(bad, implementation):
+    """A label outside, and a logit that is no number: NaN in that row, and no other."""
+    x, labels, d = operands((5, 400), "float32")
+    labels = labels.at[1].set(400).at[4].set(-1)
+    x = x.at[2, 9].set(bad)
+    loss, dx = value_and_gradient(x, labels, d, options=(("implementation", implementation),))
+    assert np.isnan(loss[jnp.array([1, 2, 4])]).all()
+    assert np.isnan(dx[jnp.array([1, 2, 4])]).all()
+    rows = jnp.array([0, 3])
+    check(x[rows], labels[rows], d[rows], implementation=implementation)
+    assert np.isfinite(loss[rows]).all()
+    assert np.isfinite(dx[rows]).all()
+
+
+@refusable
+def test_masks_of_classes(implementation):
+    rng = np.random.default_rng(1)
+    x, labels, d = operands((4, 6, 200), "float32")
+    where = rng.random((4, 6, 200)) < 0.5
+    where[1, 2] = False  # a row without an entry
+    where[3, 1] = np.arange(200) == labels[3, 1]  # the label alone
+    hidden = ~where & (np.arange(200) != labels[..., None])  # what must not matter
+    for bad in (jnp.nan, jnp.inf):
+        check(
+            jnp.where(hidden, bad, x), labels, d, jnp.asarray(where), implementation=implementation
+        )
+    broadcast = jnp.asarray(where[:1, :1])
+    loss = check(x, labels, d, broadcast, z_loss=0.1, implementation=implementation)
+    one = cross_entropy(x[0, 0], labels[0, 0], where=broadcast[0, 0], z_loss=0.1)
+    np.testing.assert_allclose(loss[0, 0], one, rtol=1e-6)
+
+
+@refusable
+@pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
+def test_confident_labels(options, implementation):
+    """A loss of 1e-6 is right to 1e-3 of itself, and to much less."""
+    x = jnp.zeros((4, 1000)).at[:, 3].set(jnp.array([14.0, 16.0, 18.0, 20.0]) + np.log(999))
+    labels = jnp.full(4, 3)
+    loss = check(x, labels, jnp.ones(4), implementation=implementation, **options)
+    if not options:
+        np.testing.assert_allclose(loss, np.log1p(np.exp(-exact([14, 16, 18, 20]))), rtol=1e-4)
+
+
+@refusable
+@pytest.mark.parametrize("options", OPTIONS[:1] + OPTIONS[2:3], ids=str)
+def test_extreme_logits(options, implementation):
+    x, labels, d = operands((4, 300), "float32")
+    big = jnp.sign(x) * 1e4
+    check(big, labels, d, implementation=implementation, **options)
+    check(x + 1e4, labels, d, implementation=implementation, **options)
+    # -inf is a class of probability 0; the label's has an infinite loss, and a finite gradient.
+    x = x.at[:, 10:].set(-jnp.inf).at[0, labels[0]].set(-jnp.inf)
+    loss, dx = value_and_gradient(x, labels, d, options=(("implementation", implementation),))
+    expected = CrossEntropy(x, labels)
+    with np.errstate(invalid="ignore"):
+        assert_within(loss[1:], expected.loss[1:], 1e-4 + 0 * expected.loss[1:])
+        assert_within(dx, expected.gradient(d), 1e-5 + 0 * expected.gradient(d))
+    assert np.isposinf(loss[0])
+
+
+def test_more_than_float32_halves():
+    x = jnp.array([[3e38, 3e38, -3e38], [3e38, 0.0, -3e38]])
+    loss, dx = value_and_gradient(x, jnp.array([0, 0]), jnp.ones(2))
+    np.testing.assert_allclose(loss, [np.log(2), 0.0], rtol=1e-6)
+    np.testing.assert_allclose(dx, [[-0.5, 0.5, 0], [0, 0, 0]], atol=1e-6)
+    nothing = jnp.full((1, 3), -jnp.inf)
+    assert np.isnan(cross_entropy(nothing, jnp.array([0]))).all()
+    np.testing.assert_array_equal(cross_entropy(nothing, [0], where=nothing > 0), 0)
+
+
+@pytest.mark.parametrize("axis", [0, 1, (0, 2), (2, -3), None])
+def test_axes(axis):
+    """As on the moved and flattened array; also with masks."""
+    x = operands((4, 5, 6), "float32")[0]
+    axes = sorted(a % 3 for a in np.atleast_1d(range(3) if axis is None else axis))
+    others = [a for a in range(3) if a not in axes]
+    rows = jnp.transpose(x, [*others, *axes]).reshape(*(x.shape[a] for a in others), -1)
+    labels = jnp.asarray(np.random.default_rng(2).integers(0, rows.shape[-1], rows.shape[:-1]))
+    d = jnp.cos(labels.astype(jnp.float32))
+    loss, dx = value_and_gradient(x, labels, d, axis=axis)
+    expected, drows = value_and_gradient(rows, labels, d)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    moved = jnp.transpose(dx, [*others, *axes]).reshape(rows.shape)
+    np.testing.assert_allclose(moved, drows, rtol=1e-5, atol=1e-7)
+    where = labels % 2 == 0
+    np.testing.assert_allclose(
+        cross_entropy(x, labels, axis, where), jnp.where(where, loss, 0), rtol=1e-6
+    )
+
+
+@refusable
+@pytest.mark.parametrize("shape", [(0, 300), (3, 0, 300)])
+def test_no_rows(shape, implementation):
+    x, labels = jnp.zeros(shape, jnp.bfloat16), jnp.zeros(shape[:-1], int)
+    loss, dx = value_and_gradient(
+        x, labels, jnp.zeros(shape[:-1]), options=(("implementation", implementation),)
+    )
+    assert (loss.shape, dx.shape) == (shape[:-1], shape)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (([[1, 2]], [0]), {}, TypeError, r"logits is a list; expected an array"),
+        ((jnp.ones((2, 3), int), [0, 0]), {}, TypeError, r"logits has dtype int32.*astype"),
+        ((jnp.ones((2, 3)), jnp.ones(2)), {}, TypeError, r"labels has dtype float32; expected int"),
+        ((jnp.ones((2, 3)), jnp.ones(2, bool)), {}, TypeError, r"labels has dtype bool"),
+        ((jnp.ones((2, 3)), jnp.ones((2, 1), int)), {}, ValueError, r"\(2, 1\); expected \(2,\)"),
+        ((jnp.ones((2, 3)), [0, 0], 2), {}, ValueError, r"axis=2 is out of range for logits"),
+        ((jnp.ones((2, 3)), [0, 0], -1, jnp.ones(2)), {}, TypeError, r"where has dtype float32"),
+        ((jnp.ones((2, 3)), [0, 0], -1, jnp.ones(3, bool)), {}, ValueError, r"\(2,\), with 1 axes"),
+        ((jnp.ones((2, 3)), [0, 0]), {"label_smoothing": 1.5}, ValueError, r"from 0 to 1"),
+        ((jnp.ones((2, 3)), [0, 0]), {"z_loss": -1.0}, ValueError, r"of at least 0"),
+        ((jnp.ones((2, 3)), [0, 0]), {"z_loss": "a"}, TypeError, r"z_loss is a str"),
+        ((jnp.ones((2, 3)), [0, 0]), {"implementation": "cuda"}, ValueError, r"expected one of"),
+        (
+            (jnp.ones((2, 3)), [0, 0], -1, jnp.ones((2, 3), bool)),
+            {"label_smoothing": 0.1},
+            ValueError,
+            r"label_smoothing=0.1 with a mask of classes.*leave one of both out",
+        ),
+    ],
+)
+def test_errors(arguments, options, error, message):
+    logits, labels, *rest = arguments
+    labels = jnp.asarray(labels) if isinstance(labels, list) else labels
+    with pytest.raises(error, match=f"^{NAME}: .*{message}"):
+        cross_entropy(logits, labels, *rest, **options)
+
+
+# ---------------------------------------------------------------------------------- derivatives
+
+
+def plain(x, labels, label_smoothing=0.0, z_loss=0.0):
+    lse = jax.nn.logsumexp(x, axis=-1)
+    x_l = jnp.take_along_axis(x, labels[..., None], -1)[..., 0]
+    return lse - (1 - label_smoothing) * x_l - label_smoothing * x.mean(-1) + z_loss * lse**2
+
+
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3]], ids=str)
+@pytest.mark.usefixtures("x64")
+def test_derivatives_to_second_order(options):
+    x, labels, _ = operands((3, 7), "float64", scale=1.0)
+    check_grads(lambda x: cross_entropy(x, labels, **options), (x,), order=2)
+    where = jnp.arange(21).reshape(3, 7) % 3 > 0
+    if not options:
+        check_grads(lambda x: cross_entropy(x, labels, where=where), (x,), order=2)
+
+
+TRANSFORMS = {
+    "jvp": lambda f, x, d: jax.jvp(f, (x,), (jnp.cos(x),)),
+    "linearize": lambda f, x, d: jax.linearize(f, x)[1](jnp.cos(x)),
+    "hessian": lambda f, x, d: jax.hessian(lambda x: jnp.sum(f(x) * d))(x),
+    "forward over reverse": lambda f, x, d: jax.jvp(
+        jax.grad(lambda x: jnp.sum(jnp.sin(f(x)))), (x,), (jnp.cos(x),)
+    ),
+    "reverse over reverse": lambda f, x, d: jax.grad(
+        lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x) ** 2)
+    )(x),
+    "remat": lambda f, x, d: jax.vjp(jax.checkpoint(f, policy=jaxnorm.save_policy), x)[1](d),
+    "scan": lambda f, x, d: jax.grad(
+        lambda x: jax.lax.scan(
+            lambda c, r: (c + jnp.sum(f(r * x)), None), 0.0, jnp.ones((2, 3, 1))
+        )[0]
+    )(x),
+}
+
+
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3]], ids=str)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.usefixtures("x64")
+def test_transformations(transform, options):
+    x, labels, d = operands((3, 5), "float64", scale=1.0)
+    ours, theirs = (
+        jax.jit(lambda x, d, f=f: TRANSFORMS[transform](lambda x: f(x, labels, **options), x, d))
+        for f in (cross_entropy, plain)
+    )
+    for a, b in zip(jax.tree.leaves(ours(x, d)), jax.tree.leaves(theirs(x, d)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0, 0), (0, None, None), (1, 1, None), (None, 0, 0)])
+def test_vmap(in_axes):
+    """Batched logits, labels and masks, with the gradient inside and outside."""
+    sizes = {0: (4, 3), 1: (3, 4), None: (3,)}
+    x = operands((*sizes[in_axes[0]], 7), "float32")[0]
+    labels = operands((*sizes[in_axes[1]], 7), "float32")[1]
+    where = operands((*sizes[in_axes[2]], 7), "float32", seed=2)[2] > 0
+    whole = [jnp.moveaxis(a, i, 0) if i else a for a, i in zip((x, labels, where), in_axes)]
+    whole = [a if i is not None else jnp.stack([a] * 4) for a, i in zip(whole, in_axes)]
+    batched = jax.vmap(lambda x, t, w: cross_entropy(x, t, where=w), in_axes)
+    np.testing.assert_array_equal(
+        batched(x, labels, where), cross_entropy(whole[0], whole[1], where=whole[2])
+    )
+    inside = jax.vmap(jax.grad(lambda x, t, w: cross_entropy(x, t, where=w).sum()), in_axes)
+    gradient = jax.grad(lambda x: cross_entropy(x, whole[1], where=whole[2]).sum())(whole[0])
+    np.testing.assert_allclose(inside(x, labels, where), gradient, rtol=1e-6, atol=1e-7)
+    outside = jax.grad(lambda x: batched(x, labels, where).sum())(x)
+    expected = gradient.sum(0) if in_axes[0] is None else jnp.moveaxis(gradient, 0, in_axes[0])
+    np.testing.assert_allclose(outside, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_remat_keeps_two_numbers_for_each_row():
+    x, labels, _ = operands((8, 64), "float32")
+    w = jnp.ones((64, 200))
+
+    def kept(policy):
+        f = jax.checkpoint(lambda x, w: cross_entropy(x @ w, labels).sum(), policy=policy)
+        residuals = jax.vjp(f, x, w)[1]
+        return [a.shape for a in jax.tree.leaves(residuals) if a.dtype == jnp.float32]
+
+    assert kept(jaxnorm.save_policy).count((8,)) == 2
+    assert (8,) not in kept(None)
+    assert (8, 200) not in kept(jaxnorm.save_policy)
+    step = jax.make_jaxpr(
+        jax.grad(
+            jax.checkpoint(lambda x: cross_entropy(x, labels).sum(), policy=jaxnorm.save_policy)
+        )
+    )
+    # The forward once: what it keeps is not computed again.
+    assert str(step(x)).count(f"jaxnorm.{NAME}[") == 1
+
+
+# ------------------------------------------------------------------------------------- programs
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3]], ids=str)
+def test_nothing_else_of_the_logits_size(dtype, options):
+    """The compiled step makes the gradient, and no other array as large."""
+    x, labels, d = operands((64, 4096), dtype)
+    text = (
+        value_and_gradient.lower(x, labels, d, options=tuple(options.items())).compile().as_text()
+    )
+    computations = dict(_computations(text))
+    made = [
+        line
+        for name, instructions in computations.items()
+        if "fused" not in name and "wrapped" not in name and "region" not in name
+        for opcode, kind, line in instructions
+        if opcode not in ("parameter", "tuple", "get-tuple-element", "call", "bitcast")
+        and _elements(kind) >= x.size
+    ]
+    assert len(made) == 1, made
+
+
+def test_implementation_for():
+    plan = jaxnorm.implementation_for(NAME, (64, 4096), "bfloat16", platform="cpu")
+    assert (plan.forward.name, plan.backward.name) == ("xla", "xla")
+    with pytest.raises(ValueError, match="axis=4 is out of range for logits"):
+        jaxnorm.implementation_for(NAME, (64, 4096), "bfloat16", axis=4)
+
+
+# ----------------------------------------------------------------------------------- properties
+
+few = settings(max_examples=25, deadline=None, derandomize=True)
+rows = hnp.arrays(np.float32, (3, 5), elements=st.floats(-30, 30, width=32, allow_subnormal=False))
+some_labels = hnp.arrays(np.int32, (3,), elements=st.integers(0, 4))
+
+
+@few
+@given(rows, some_labels, st.integers(-64, 64))
+def test_a_shift_changes_nothing(x, labels, shift):
+    x = np.round(x)  # so that x + shift is exact
+    for options in OPTIONS[:2]:
+        np.testing.assert_allclose(
+            cross_entropy(x + shift, labels, **options),
+            cross_entropy(x, labels, **options),
+            rtol=1e-6,
+        )
+
+
+@few
+@given(rows, some_labels)
+def test_smoothing_is_a_mean_of_losses(x, labels):
+    """0 is none; 1 is the mean over all labels; between them the loss is a line."""
+    plain = cross_entropy(x, labels)
+    np.testing.assert_array_equal(cross_entropy(x, labels, label_smoothing=0), plain)
+    each = [cross_entropy(x, np.full(3, k, np.int32)) for k in range(5)]
+    even = cross_entropy(x, labels, label_smoothing=1)
+    np.testing.assert_allclose(even, np.mean(each, 0), rtol=1e-5)
+    half = cross_entropy(x, labels, label_smoothing=0.5)
+    np.testing.assert_allclose(half, (plain + even) / 2, rtol=1e-5)
+
+
+@few
+@given(rows, some_labels)
+def test_loss_is_positive_and_gradients_sum_to_0(x, labels):
+    assert (np.asarray(cross_entropy(x, labels)) >= 0).all()
+    _, dx = value_and_gradient(x, labels, jnp.ones(3), options=(("label_smoothing", 0.3),))
+    np.testing.assert_allclose(np.asarray(dx).sum(-1), 0, atol=1e-5)
+
+
+@few
+@given(hnp.arrays(np.float32, (4, 1), elements=st.floats(-(2.0**100), 2.0**100, width=32)))
+def test_one_class_is_certain(x):
+    for options in itertools.chain(OPTIONS[:2], OPTIONS[4:]):
+        loss, dx = value_and_gradient(
+            x, jnp.zeros(4, jnp.int32), jnp.ones(4), options=tuple(options.items())
+        )
+        np.testing.assert_array_equal(loss, 0)
+        np.testing.assert_array_equal(dx, 0)

@@ -1,0 +1,141 @@
+"""The cross-entropy on a mesh: rows split, the vocabulary split, for every kind of mesh axis."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from loss_cases import operands
+from meshes import KINDS, Case, collectives, mesh_of
+from test_sharding import Kernels, kernels  # noqa: F401
+
+from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
+
+pytestmark = [
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices"),
+    pytest.mark.usefixtures("quick_to_compile"),
+]
+
+SHAPE = (8, 4, 128)
+MESH = {"data": 4, "model": 2}
+ROWS, VOCABULARY = P("data", "model"), P("data", None, "model")
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2}
+
+
+def step(x, labels, where, d, **options):
+    loss, vjp = jax.vjp(lambda x: cross_entropy(x, labels, where=where, **options), x)
+    return loss, *vjp(d)
+
+
+def arrays():
+    x, labels, d = operands(SHAPE, "float32")
+    return x, labels.at[0, 0].set(-1).at[1, 1].set(-100), labels > 0, d
+
+
+def placed(mesh, spec):
+    """The arrays on a mesh: logits lie by `spec`, what belongs to rows by its first axes."""
+    specs = [spec, *[P(*spec[:2])] * 3]
+    return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays(), specs)], specs
+
+
+reference = jax.jit(functools.partial(step, implementation="xla", **OPTIONS))
+
+
+def check(results, spec=None):
+    """Values, and that the gradient lies as the logits do."""
+    for ours, theirs in zip(results, reference(*arrays())):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+    if spec is not None:
+        _, dx = results
+        assert dx.sharding.is_equivalent_to(NamedSharding(dx.sharding.mesh, spec), dx.ndim)
+
+
+def sizes(found):
+    return [math.prod(int(n) for n in shape.split(",") if n) for v in found.values() for shape in v]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_split(kernels, kind):  # noqa: F811
+    mesh = mesh_of(Case("", MESH, P()), kind)
+    sharded, specs = placed(mesh, ROWS)
+    function = functools.partial(step, **OPTIONS)
+    if kind == "manual":
+        outs = (specs[1], specs[0])
+        function = jax.shard_map(function, mesh=mesh, in_specs=tuple(specs), out_specs=outs)
+    compiled = jax.jit(function).lower(*sharded).compile()
+    check(compiled(*sharded), ROWS)
+    assert not collectives(compiled)
+    assert kernels is None or kernels.shapes == [(4, 128)] * 2
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_vocabulary_split(kernels, kind):  # noqa: F811
+    """A maximum and a sum for each row; no logits move.
+
+    Where XLA partitions its own code, it gathers the shards' sums, one for each, and adds them up.
+    """
+    mesh = mesh_of(Case("", MESH, P()), kind)
+    sharded, _ = placed(mesh, VOCABULARY)
+    compiled = jax.jit(functools.partial(step, **OPTIONS)).lower(*sharded).compile()
+    check(compiled(*sharded), VOCABULARY)
+    found = collectives(compiled)
+    rows = SHAPE[0] * SHAPE[1] // 4
+    if kernels is None and kind == "auto":
+        assert max(sizes(found)) <= 2 * rows
+    else:
+        assert set(found) == {"all-reduce"}
+        assert sizes(found) == [rows, 3 * rows]
+    assert kernels is None or not kernels.shapes
+
+
+def test_vocabulary_split_beside_manual_rows():
+    """Inside `jax.shard_map` over the rows' axis, with the vocabulary on an explicit one."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    sharded, _ = placed(mesh, VOCABULARY)
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(
+            functools.partial(step, **OPTIONS),
+            in_specs=P("data"),
+            out_specs=(P("data"), P("data")),
+            axis_names={"data"},
+        )
+        compiled = jax.jit(mapped).lower(*sharded).compile()
+        check(compiled(*sharded))
+    assert set(collectives(compiled)) == {"all-reduce"}
+    assert max(sizes(collectives(compiled))) <= 3 * SHAPE[0] * SHAPE[1]
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_several_axes_of_classes_split(kind):
+    """Labels count in row-major order, whichever axis of it lies where."""
+    mesh = mesh_of(Case("", MESH, P()), kind)
+    x, _, _ = operands((4, 8, 6), "float32")
+    labels = jnp.array([3, 17, 30, 47, 46, 5, 23, 24])
+    sharded = jax.device_put(x, NamedSharding(mesh, P("data", None, "model")))
+    # 24 classes: 4 by 6, both split; the last labels are none of them.
+    function = jax.value_and_grad(
+        lambda x: jnp.sum(jnp.cos(cross_entropy(x, labels, (0, 2)))[jnp.array([0, 1, 5, 6])])
+    )
+    loss, dx = jax.jit(function)(sharded)
+    expected, dx_ref = function(x)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(dx, dx_ref, rtol=1e-5, atol=1e-6)
+
+
+def test_forward_mode_and_second_order_with_a_split_vocabulary():
+    mesh = mesh_of(Case("", MESH, P()), "explicit")
+    (x, labels, where, d), _ = placed(mesh, VOCABULARY)
+
+    def derivatives(x, labels, where, d):
+        def loss(x):
+            return jnp.sum(jnp.sin(cross_entropy(x, labels, where=where, **OPTIONS)) * d)
+
+        return jax.jvp(jax.grad(loss), (x,), (jnp.cos(x),))
+
+    expected = jax.jit(derivatives)(*arrays())
+    for ours, theirs in zip(jax.jit(derivatives)(x, labels, where, d), expected):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
