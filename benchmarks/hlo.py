@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?\S+ = (.+?) ([a-z][\w-]*)\(")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(\S+) .*\{$")
@@ -20,13 +20,6 @@ def extra_passes(text: str, elements: int) -> int:
     A copy may be no kernel on a GPU, but the driver's: its time is then not among the kernels'.
     """
     computations = dict(_computations(text))
-    fused = {
-        called
-        for instructions in computations.values()
-        for opcode, _, line in instructions
-        if opcode == "fusion"
-        for called in _CALLED.findall(line)
-    }
 
     def moves_alone(opcode: str, line: str) -> bool:
         if opcode != "fusion":
@@ -35,12 +28,31 @@ def extra_passes(text: str, elements: int) -> int:
         inside = {name for each in called for name, _, _ in computations.get(each, ())}
         return bool(inside & _MOVES) and inside <= _MOVES | _FREE
 
-    return sum(
-        _elements(kind) >= elements and moves_alone(opcode, line)
-        for name, instructions in computations.items()
-        if name not in fused
-        for opcode, kind, line in instructions
-    )
+    large = _large(computations, elements)
+    return sum(moves_alone(opcode, line) for opcode, _, line in large)
+
+
+def made(text: str, elements: int) -> list[str]:
+    """What makes arrays of `elements` or more: opcodes."""
+    large = _large(dict(_computations(text)), elements)
+    return [opcode for opcode, *_ in large if opcode not in _FREE | {"call"}]
+
+
+def _large(
+    computations: Mapping[str, Sequence[Instruction]], elements: int
+) -> Iterator[Instruction]:
+    """Instructions outside of fusions of which an array has `elements` or more."""
+    fused = {
+        called
+        for instructions in computations.values()
+        for opcode, _, line in instructions
+        if opcode == "fusion"
+        for called in _CALLED.findall(line)
+    }
+    for name, instructions in computations.items():
+        for instruction in instructions if name not in fused else ():
+            if _elements(instruction[1]) >= elements:
+                yield instruction
 
 
 def _computations(text: str) -> Iterator[tuple[str, list[Instruction]]]:

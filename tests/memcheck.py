@@ -3,6 +3,7 @@
 export XLA_PYTHON_CLIENT_ALLOCATOR=platform
 compute-sanitizer python tests/memcheck.py mosaic layer_norm float32
 compute-sanitizer python tests/memcheck.py mosaic "logits of softmax" float32
+compute-sanitizer python tests/memcheck.py mosaic "loss" float32
 """
 
 import functools
@@ -71,6 +72,20 @@ def logits(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
         yield call, [jax.ShapeDtypeStruct(a, dtype) for a in (shape, bias) if a is not None]
 
 
+def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
+    """Cross-entropies, and the logits' types; labels of all columns, and far outside."""
+    for shape in [(9, 128), (97, 131), (66, 4095), (67, 5120), (9, 50257), (3, 131072)]:
+
+        def call(x: jax.Array) -> Any:
+            rows, cols = x.shape
+            labels = (jnp.arange(rows) * 7919 % cols).at[0].set(cols - 1).at[1].set(2**31 - 1)
+            return jaxnorm.softmax_cross_entropy_with_integer_labels(
+                x, labels.at[2].set(-1), where=jnp.arange(rows) != 3, implementation=implementation
+            )[jnp.array([0, *range(3, rows)])]
+
+        yield call, [jax.ShapeDtypeStruct(shape, dtype)]
+
+
 def compiled(call: Any, operands: Any) -> Any:
     """Forward and backward."""
 
@@ -83,7 +98,8 @@ def compiled(call: Any, operands: Any) -> Any:
 
 def main(implementation: str, name: str, dtype: str) -> None:
     kind, _, op = name.rpartition(" ")
-    cases = list((logits if kind else strided_or_rows)(op, dtype, implementation))
+    cases_of = losses if op == "loss" else logits if kind else strided_or_rows
+    cases = list(cases_of(op, dtype, implementation))
     # One compiles after the other, and none while a kernel runs: under the checker, either ended in
     # a crash of this process now and then.
     programs = [compiled(*case) for case in cases]

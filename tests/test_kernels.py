@@ -160,9 +160,12 @@ def test_more_elements_than_int32_counts(kernels):
         *("softmax", "log_softmax", "layer_norm", "rms_norm"),
         *("logits of softmax", "logits of log_softmax"),
         *("add_layer_norm", "rms_norm_add", "rms_norm_add_rms_norm"),
+        "loss",
     ],
 )
 def test_no_access_out_of_bounds(name, dtype, kernels):
+    if (kernels, name) == ("triton", "loss"):
+        pytest.skip("its kernels have no cross-entropy yet")
     checker = shutil.which("compute-sanitizer")
     if checker is None:
         pytest.skip("needs compute-sanitizer, of the CUDA toolkit, on PATH")

@@ -1,11 +1,13 @@
 """Pallas kernels for NVIDIA GPUs with the Mosaic GPU backend (Hopper and newer)."""
 
+from jaxnorm_kernels.mosaic.backward.cross_entropy import cross_entropy_bwd as cross_entropy_bwd
 from jaxnorm_kernels.mosaic.backward.norm import add_norm_bwd as add_norm_bwd
 from jaxnorm_kernels.mosaic.backward.norm import norm_bwd as norm_bwd
 from jaxnorm_kernels.mosaic.backward.softmax import log_softmax_bwd as log_softmax_bwd
 from jaxnorm_kernels.mosaic.backward.softmax import softmax_bwd as softmax_bwd
 from jaxnorm_kernels.mosaic.backward.two_norms import norm_add_norm_bwd as norm_add_norm_bwd
 from jaxnorm_kernels.mosaic.device.launch import interpreted as interpreted
+from jaxnorm_kernels.mosaic.forward.cross_entropy import cross_entropy_fwd as cross_entropy_fwd
 from jaxnorm_kernels.mosaic.forward.norm import add_norm_fwd as add_norm_fwd
 from jaxnorm_kernels.mosaic.forward.norm import norm_add_fwd as norm_add_fwd
 from jaxnorm_kernels.mosaic.forward.norm import norm_add_norm_fwd as norm_add_norm_fwd

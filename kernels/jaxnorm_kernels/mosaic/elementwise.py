@@ -71,6 +71,15 @@ def norm_columns(params: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
     return columns
 
 
+def log1p(x: jax.Array) -> jax.Array:
+    """log(1 + x) for x > -1, right to a few units in the last place where x is small, too.
+
+    1 + x is rounded to u, whose log(u) / (u - 1) is nearly that of 1 + x.
+    """
+    u = 1 + x
+    return jnp.where(u == 1, x, jnp.log(u) * (x / jnp.where(u == 1, 1.0, u - 1)))
+
+
 def exp(is_wide: bool) -> Callable[[jax.Array], jax.Array]:
     """exp of numbers <= 0: within 2 ulp for what is wide (float32), cheaper for 16 bits.
 

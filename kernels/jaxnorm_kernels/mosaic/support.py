@@ -3,6 +3,7 @@
 from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.mosaic import strip_schedule
 from jaxnorm_kernels.mosaic.backward import schedule as backward
+from jaxnorm_kernels.mosaic.backward.cross_entropy import parts_of_a_row
 from jaxnorm_kernels.mosaic.backward.schedule import COPY_BYTES, row_dtypes
 from jaxnorm_kernels.mosaic.device.layouts import (
     LEAST_VECTOR,
@@ -12,7 +13,6 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 from jaxnorm_kernels.mosaic.forward import schedule as forward
 from jaxnorm_kernels.refusals import (
     BETTER_FUSED,
-    NO_CROSS_ENTROPY,
     NO_KERNEL,
     NO_LOGITS,
     Table,
@@ -26,7 +26,22 @@ _MIN_COLS = 8
 
 _CANNOT: Table = (
     *NO_KERNEL,
-    *NO_CROSS_ENTROPY,
+    (
+        f"its cross-entropy kernels take rows of {WARPGROUP_THREADS} columns and more",
+        lambda s: s.op == "cross_entropy" and s.cols < WARPGROUP_THREADS,
+    ),
+    (
+        "its cross-entropy kernels take no mask of classes",
+        lambda s: s.op == "cross_entropy" and s.has_mask,
+    ),
+    (
+        f"its kernels number blocks, the parts of rows, in 32 bits, up to {_MAX_ROWS}",
+        lambda s: (
+            s.op == "cross_entropy"
+            and s.direction == "bwd"
+            and s.rows * parts_of_a_row(s) > _MAX_ROWS
+        ),
+    ),
     (f"its kernels need rows of {_MIN_COLS} elements or more", lambda s: s.cols < _MIN_COLS),
     (
         f"its kernels number rows in 32 bits, up to {_MAX_ROWS}",
@@ -113,6 +128,8 @@ def prefers(spec: Spec) -> str | None:
 
 def _is_held(spec: Spec) -> bool:
     """Whether registers and shared memory have room for the rows of a call."""
+    if spec.op == "cross_entropy":
+        return True  # In a loop.
     if spec.direction == "fwd":
         return forward.choose(spec) is not None
     if spec.op == "norm_add_norm":

@@ -1,0 +1,82 @@
+"""Backward pass of cross-entropy, from the logits. With d = dloss and p = exp(x - m - log(s)):
+
+    dx = d (p - targets + 2 b lse p)      lse = m + log(s)      targets = (1 - a) [j = l] + a / V
+
+No element needs another one: each block takes a part of a row. In a row without an entry, where
+log(s) = -inf, dx is 0. In one whose label is no column log(s) is NaN, and so is dx.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm_kernels.mosaic import elementwise
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
+from jaxnorm_kernels.mosaic.device.layouts import Ref, load
+from jaxnorm_kernels.mosaic.device.registers import widen
+from jaxnorm_kernels.mosaic.forward.cross_entropy import read_label, widest_vector
+from jaxnorm_kernels.mosaic.rows.units import Unit, Units
+from jaxnorm_kernels.specs import Spec, Stats
+
+# Of a block, which is a warpgroup: 64 bytes of a thread are under way, and blocks are small enough
+# that an SM has room for many.
+UNITS = 4
+
+
+def cross_entropy_bwd(
+    x: jax.Array,
+    stats: Stats,
+    labels: jax.Array,
+    mask: jax.Array | None,
+    dloss: jax.Array,
+    *,
+    spec: Spec,
+    units: int = UNITS,
+) -> tuple[jax.Array]:
+    """dx; `units` of a block."""
+    assert mask is None, "of classes: `support` refuses it"
+    parts = parts_of_a_row(spec, units)
+    of_rows = Units.of(spec.cols, widest_vector(spec))
+    exp = elementwise.exp(is_wide=spec.x_dtype.itemsize > 2)
+    even = spec.label_smoothing / spec.cols
+
+    def body(x: Ref, m: Ref, log_s: Ref, labels: Ref, dloss: Ref, dx: Ref) -> None:
+        block = lax.axis_index(BLOCK)
+        row, part = lax.div(block, parts), lax.rem(block, parts)
+
+        def write(of_block: Sequence[Unit]) -> None:
+            # The logits first: the numbers of the row are small, and on their way meanwhile.
+            raw = [unit.load(x, row) for unit in of_block]
+            label = read_label(labels, row)
+            top, log_sum, d = (load(ref.at[row], None) for ref in (m, log_s, dloss))
+            slope = 2 * spec.z_loss * (top + log_sum)
+            for unit, value in zip(of_block, raw):
+                p = exp(widen(value, unit.layout) - top - log_sum)
+                is_label = unit.columns() == label - unit.start
+                q = jnp.where(is_label, jnp.float32(1 - spec.label_smoothing + even), even)
+                of_z_loss = p - q + slope * p if spec.z_loss else p - q
+                counts = lax.broadcast(log_sum != -jnp.inf, unit.shape)
+                unit.store(dx, row, jnp.where(counts, d * of_z_loss, 0.0))
+
+        write([of_rows.unit(row, part * units + k) for k in range(units)])
+        if of_rows.has_edges:
+            pl.when(part == 0)(lambda: write(of_rows.edges(row)))
+
+    (dx,) = launch(
+        body,
+        [x, *stats, labels, dloss],
+        name="jaxnorm_cross_entropy_bwd",
+        outputs=[((spec.rows, spec.cols), np.dtype(spec.x_dtype))],
+        blocks=spec.rows * parts,
+        auto_barriers=False,
+    )
+    return (dx,)
+
+
+def parts_of_a_row(spec: Spec, units: int = UNITS) -> int:
+    """Blocks of a row."""
+    return -(-Units.of(spec.cols, widest_vector(spec)).count // units)

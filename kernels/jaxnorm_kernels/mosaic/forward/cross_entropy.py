@@ -1,0 +1,308 @@
+"""Cross-entropy of a row x with the label l; a = label_smoothing, b = z_loss:
+
+    m = max(x)      s = sum(exp(x - m))      lse = m + log(s)      D = m - x_l
+
+    loss = (1 - a) (D + log(s)) + a (m - r + log(s) - mean(x - r)) + b lse^2
+
+r is x_l, or 0 where that is infinite: near the mean, so that the sum of x - r loses little.
+
+A row is read once, in a loop: each thread has the maximum of what it has read so far, and the sum
+by that, which it rescales when the maximum grows,
+
+    m' = max(m, x)      s' = s exp(m - m') + sum(exp(x - m'))
+
+and parts of a row merge in the same way. The label's own term is not in the sum s_o of the others,
+because log(1 + s_o) of a small s_o is accurate where the log of the rounded sum is not:
+
+    log(s) = log1p(s_o)                 where D = 0
+             log1p(s_o - 1 + exp(-D))   elsewhere: s_o has the maximum's term, 1
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm_kernels.mosaic import elementwise
+from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
+from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, Ref, load, store
+from jaxnorm_kernels.mosaic.device.registers import widen
+from jaxnorm_kernels.mosaic.device.threads import (
+    OF_THREADS,
+    exp_of_term,
+    of_threads,
+    spread,
+    thread_max,
+    thread_sum,
+)
+from jaxnorm_kernels.mosaic.rows.exchange import Exchange
+from jaxnorm_kernels.mosaic.rows.units import Unit, Units
+from jaxnorm_kernels.specs import Spec, Stats
+
+_F32 = np.dtype(np.float32)
+
+#: Of what has been read: the maximum m, the sum of exp(x - m) and, for smoothed labels, of x - r.
+Sums = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How a row is read.
+
+    Attributes:
+      units: that a thread has under way, and as many again that it adds up meanwhile.
+      warpgroups: of a block, which share a row.
+      cluster: blocks that share a row.
+    """
+
+    units: int
+    warpgroups: int = 1
+    cluster: int = 1
+
+    @property
+    def shares(self) -> int:
+        """Warpgroups for a row."""
+        return self.warpgroups * self.cluster
+
+
+# Of a row, for each warpgroup: with so much to read, how long it takes to begin and to merge does
+# not matter. Small blocks, because some begin while others read.
+_SHARE_BYTES, _MOST_WARPGROUPS = 32 * 1024, 4
+# Of a thread, in a step: as many leave 64 registers enough, so that 1024 threads of an SM have 32
+# KiB under way while they add up.
+_COLUMNS = 16
+
+
+def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
+    """The schedule for a call. With fewer rows than SMs, those of a cluster share a row."""
+    gpu = gpu or local_gpu()
+    units = Units.of(spec.cols, widest_vector(spec))
+    wanted = max(1, spec.cols * spec.x_dtype.itemsize // _SHARE_BYTES)
+    # Smoothing takes 80 registers: a block of 512 threads would have an SM to itself.
+    most = _MOST_WARPGROUPS if not spec.label_smoothing else 2
+    warpgroups = 1 << min(wanted, most).bit_length() - 1
+    cluster = 1
+    while 2 * cluster * spec.rows <= gpu.sms and 2 * cluster <= gpu.portable_cluster:
+        cluster *= 2
+    step = max(1, _COLUMNS // units.vector)
+    while cluster > 1 and cluster * warpgroups * step > units.count:
+        cluster //= 2
+    return Schedule(min(step, max(1, units.count // (cluster * warpgroups))), warpgroups, cluster)
+
+
+def widest_vector(spec: Spec) -> int:
+    return VECTOR_BYTES // spec.x_dtype.itemsize
+
+
+def cross_entropy_fwd(
+    x: jax.Array,
+    labels: jax.Array,
+    mask: jax.Array | None,
+    positions: jax.Array | None,
+    spec: Spec,
+    *,
+    schedule: Schedule | None = None,
+) -> tuple[jax.Array, Stats]:
+    """The loss and the statistics; `schedule` stands in for the chosen one."""
+    assert mask is None, "of classes: `support` refuses it"
+    schedule = schedule or choose(spec)
+    stats = 2 if spec.want_stats else 0
+    exchange = Exchange(schedule.warpgroups, schedule.cluster)
+    operands = [x, labels, *([] if positions is None else [positions])]
+
+    def body(*refs: Ref) -> None:
+        operand_refs, refs = refs[: len(operands)], refs[len(operands) :]
+        result_refs, scratch = refs[: 1 + stats], refs[1 + stats :]
+        _row(spec, schedule, exchange, operand_refs, result_refs, scratch)
+
+    loss, *kept = launch(
+        body,
+        operands,
+        name="jaxnorm_cross_entropy_fwd",
+        outputs=[((spec.rows,), _F32)] * (1 + stats),
+        blocks=spec.rows,
+        cluster=schedule.cluster,
+        warpgroups=schedule.warpgroups,
+        scratch=exchange.scratch(2 + bool(spec.label_smoothing)),
+        auto_barriers=False,
+    )
+    return loss, tuple(kept)
+
+
+def _row(
+    spec: Spec,
+    schedule: Schedule,
+    exchange: Exchange,
+    operands: Sequence[Ref],
+    results: Sequence[Ref],
+    scratch: Sequence[Any],
+) -> None:
+    x, labels, *positions = operands
+    row = lax.axis_index(BLOCK)
+    exchange.open(scratch)
+    label = read_label(labels, row)
+    # Any column for a label that is none: nothing outside of the row is read.
+    x_l = load(x.at[row, jnp.clip(label, 0, spec.cols - 1)], None).astype(jnp.float32)
+    exchange.ready()
+
+    def write(*values: Any) -> None:
+        @pl.when(lax.axis_index(WARPGROUP) == 0)
+        def _() -> None:
+            for ref, value in zip(results, values):
+                store(ref.at[row], jnp.float32(value))
+
+    def reduce() -> None:
+        r = jnp.where(jnp.abs(x_l) < jnp.inf, x_l, 0.0)
+        parts = _read(spec, schedule, x, row, label, r)
+        parts = exchange.gather(scratch, *parts)
+        write(*_finish(_merge(parts), x_l, r, label, spec))
+
+    if not positions:
+        reduce()
+        return
+    counts = load(positions[0].at[row], None).astype(jnp.int8) != 0
+    pl.when(counts)(reduce)
+    pl.when(jnp.logical_not(counts))(lambda: write(0.0, 0.0, -jnp.inf))
+
+
+def read_label(labels: Ref, row: Any) -> jax.Array:
+    """In int32, in which one that is no column is none, too."""
+    label = load(labels.at[row], None)
+    if label.dtype.itemsize < 8:
+        return label.astype(jnp.int32)
+    # Kernels are traced without 64-bit constants to compare it with.
+    fits = jnp.abs(label.astype(jnp.float32)) < 2.0**31
+    return jnp.where(fits, label.astype(jnp.int32), -1)
+
+
+def _read(spec: Spec, schedule: Schedule, x: Ref, row: Any, label: jax.Array, r: jax.Array) -> Sums:
+    """The sums of each warp of the warpgroup, ``(4,)``, without the label's exponential."""
+    units = Units.of(spec.cols, widest_vector(spec))
+    share = lax.axis_index(WARPGROUP)
+    if schedule.cluster > 1:
+        share += lax.axis_index(CLUSTER) * schedule.warpgroups
+    step = schedule.units * schedule.shares
+    # Whole steps, and the rest of the body.
+    steps, rest = divmod(units.body // units.width, step)
+    rest = -(-(units.count - steps * step) // schedule.shares)
+
+    def of_step(i: Any, count: int, *, whole: bool) -> list[Unit]:
+        return [
+            units.unit(row, i * step + k * schedule.shares + share, whole=whole)
+            for k in range(count)
+        ]
+
+    def load_step(i: Any) -> list[jax.Array]:
+        return [unit.load(x, row) for unit in of_step(i, schedule.units, whole=True)]
+
+    def add(sums: Sums, of: Sequence[Unit], raw: Sequence[jax.Array], mine: Any = None) -> Sums:
+        return _add(sums, of, raw, label, r, mine)
+
+    def advance(i: Any, carry: tuple[list[jax.Array], Sums]) -> tuple[list[jax.Array], Sums]:
+        raw, sums = carry
+        coming = load_step(i + 1)
+        return coming, add(sums, of_step(i, schedule.units, whole=True), raw)
+
+    sums: Sums = (of_threads(elementwise.LOWEST), of_threads(0.0))
+    if spec.label_smoothing:
+        sums = (*sums, of_threads(0.0))
+    last = of_step(steps, rest, whole=False)
+    if steps:
+        raw, sums = lax.fori_loop(0, steps - 1, advance, (load_step(0), sums))
+        coming = [unit.load(x, row) for unit in last]
+        sums = add(sums, of_step(steps - 1, schedule.units, whole=True), raw)
+    else:
+        coming = [unit.load(x, row) for unit in last]
+    if last:
+        sums = add(sums, last, coming)
+    for edge in units.edges(row):
+        sums = add(sums, [edge], [edge.load(x, row)], share == 0)
+    return _of_warps(sums)
+
+
+def _add(
+    sums: Sums,
+    units: Sequence[Unit],
+    raw: Sequence[jax.Array],
+    label: jax.Array,
+    r: jax.Array,
+    mine: Any = None,
+) -> Sums:
+    """The sums of each thread, with these units; `mine`: only where that is True."""
+    m, s, *t = sums
+    x, v = [widen(value, unit.layout) for unit, value in zip(units, raw)], units[0].vector
+    fresh = [unit.is_fresh() for unit in units]
+    if mine is not None:
+        fresh = [jnp.logical_and(f, mine) for f in fresh]
+    if t:
+        shifted = [_where(is_fresh, value - r, 0.0) for is_fresh, value in zip(fresh, x)]
+        t = [t[0] + thread_sum(functools.reduce(jnp.add, shifted))]
+    others = [_where(is_fresh, value, -jnp.inf) for is_fresh, value in zip(fresh, x)]
+    # Few units have the label: the others are not compared with it.
+    has_label = functools.reduce(jnp.logical_or, [unit.has(label) for unit in units])
+    others = lax.cond(has_label, lambda: _without(label, units, others), lambda: others)
+    grown = jnp.maximum(m, thread_max(functools.reduce(jnp.maximum, others)))
+    of_each = spread(grown, v)
+    e = functools.reduce(jnp.add, [exp_of_term(value - of_each) for value in others])
+    return grown, s * exp_of_term(m - grown) + thread_sum(e), *t
+
+
+def _without(label: jax.Array, units: Sequence[Unit], x: Sequence[jax.Array]) -> list[jax.Array]:
+    """-inf for the label's column."""
+    return [
+        jnp.where(unit.columns() == label - unit.start, -jnp.inf, value)
+        for unit, value in zip(units, x)
+    ]
+
+
+def _where(mask: jax.Array | None, value: jax.Array, other: float) -> jax.Array:
+    return value if mask is None else jnp.where(mask, value, other)
+
+
+def _of_warps(sums: Sums) -> Sums:
+    m, s, *t = sums
+    of_warp = jnp.max(m, axis=1)
+    s = jnp.sum(s * _exp(m - lax.broadcast_in_dim(of_warp, OF_THREADS, (0,))), axis=1)
+    return of_warp, s, *[jnp.sum(v, axis=1) for v in t]
+
+
+def _merge(parts: Sequence[jax.Array]) -> Sums:
+    """Of the parts of a row."""
+    m, s, *t = parts
+    top = jnp.max(m)
+    return top, jnp.sum(s * _exp(m - top)), *[jnp.sum(v) for v in t]
+
+
+def _finish(
+    sums: Sums, x_l: jax.Array, r: jax.Array, label: jax.Array, spec: Spec
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The loss, m and log(s)."""
+    m_o, s_o, *t = sums
+    a, b = spec.label_smoothing, spec.z_loss
+    m = jnp.maximum(m_o, x_l)
+    d = m - x_l
+    others = s_o * _exp(m_o - m)
+    log_s = elementwise.log1p(jnp.where(d == 0, others, others - 1 + _exp(-d)))
+    # Nothing but -inf; a label that is no column.
+    is_nothing = jnp.logical_and(s_o == 0, x_l == -jnp.inf)
+    is_column = jnp.logical_and(label >= 0, label < spec.cols)
+    log_s = jnp.where(jnp.logical_or(is_nothing, jnp.logical_not(is_column)), jnp.nan, log_s)
+    loss = d + log_s
+    if a:
+        even = (m - r) + log_s - t[0] * (1 / spec.cols)
+        loss = even if a == 1 else (1 - a) * loss + a * even
+    if b:
+        lse = m + log_s
+        loss = loss + b * lse * lse
+    return loss, m, log_s
+
+
+#: Of the numbers <= 0 that a sum is made of: one of exp(-80) need not be as accurate as one of 1.
+_exp: Callable[[jax.Array], jax.Array] = elementwise.exp(is_wide=False)

@@ -1,0 +1,142 @@
+"""Rows in units of 16 bytes for each thread of a warpgroup, wherever they begin.
+
+Where rows are no multiple of 16 bytes, a row may begin between two. Its *body* is what whole units
+of 16 bytes can read: from the first multiple of 16 bytes on, as many columns for every row. The few
+before and behind it are read in two *edges*, units of one element for each thread, which begin or
+end with the row::
+
+    multiples of 16 bytes   |       |       |       |       |       |       |
+    row                          0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0
+    body                            0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0
+    edges                        0 0 0 0 0                     0 0 0 0 0
+
+There are no masked loads: what has been read before is *stale*. The last units of the body end with
+it, and overlap; the edges overlap with the body. What is stored twice has the same value.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jaxnorm_kernels.mosaic.device.layouts import (
+    WARP,
+    WARPGROUP_THREADS,
+    WARPS,
+    Layout,
+    Ref,
+    column_in_warps,
+    load,
+    warps_layout,
+)
+from jaxnorm_kernels.mosaic.device.registers import store_global
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Columns from `start` on, `vector` neighbours for each thread.
+
+    Attributes:
+      fresh: the columns that are not stale, a range; None where none is.
+    """
+
+    start: Any
+    vector: int
+    fresh: tuple[Any, Any] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (WARPS, WARP * self.vector)
+
+    @property
+    def layout(self) -> Layout:
+        return warps_layout(self.vector)
+
+    def columns(self) -> jax.Array:
+        """Of each element, counted from `start`."""
+        return plgpu.layout_cast(column_in_warps(self.shape), self.layout)
+
+    def has(self, column: jax.Array) -> jax.Array:
+        """Whether it has a column."""
+        behind = self.start + WARPGROUP_THREADS * self.vector
+        return jnp.logical_and(column >= self.start, column < behind)
+
+    def is_fresh(self) -> jax.Array | None:
+        """Which elements are not stale; None for all."""
+        if self.fresh is None:
+            return None
+        first, end = self.fresh
+        columns = self.columns()
+        return jnp.logical_and(columns >= first - self.start, columns < end - self.start)
+
+    def load(self, ref: Ref, row: Any) -> jax.Array:
+        """Of a ``(rows, cols)`` ref, in its own dtype."""
+        width = WARPGROUP_THREADS * self.vector
+        return load(ref.at[row, pl.ds(self.start, width)], self.layout, self.shape)
+
+    def store(self, ref: Ref, row: Any, value: jax.Array) -> None:
+        width = WARPGROUP_THREADS * self.vector
+        store_global(ref.at[row, pl.ds(self.start, width)], value, self.layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """Of rows of `cols` columns, with `vector` elements for each thread."""
+
+    cols: int
+    vector: int
+
+    @classmethod
+    def of(cls, cols: int, widest: int) -> "Units":
+        """With the widest vector, up to `widest`, of which a body has a unit."""
+        vector = widest
+        while vector > 1 and cls(cols, vector).body < WARPGROUP_THREADS * vector:
+            vector //= 2
+        return cls(cols, vector)
+
+    @property
+    def width(self) -> int:
+        """Columns of a unit."""
+        return WARPGROUP_THREADS * self.vector
+
+    @property
+    def has_edges(self) -> bool:
+        return self.cols % self.vector != 0
+
+    @property
+    def body(self) -> int:
+        """Columns of the body."""
+        most = self.cols - (self.vector - 1) * self.has_edges
+        return most // self.vector * self.vector
+
+    @property
+    def count(self) -> int:
+        """Units of a body; the last one may overlap with the one before it."""
+        return -(-self.body // self.width)
+
+    def first(self, row: Any) -> Any:
+        """The column with which the body of a row begins."""
+        if not self.has_edges:
+            return 0
+        of_period = lax.rem(jnp.int32(row), self.vector)
+        return lax.rem((self.vector - self.cols % self.vector) * of_period, self.vector)
+
+    def unit(self, row: Any, index: Any, *, whole: bool = False) -> Unit:
+        """A unit of the body; of those behind its end, one that is stale. `whole`: nothing is."""
+        first = self.first(row)
+        at = index * self.width
+        if whole:
+            return Unit(first + at, self.vector)
+        start = first + jnp.minimum(at, self.body - self.width)
+        return Unit(start, self.vector, (first + at, first + self.body))
+
+    def edges(self, row: Any) -> list[Unit]:
+        """What is read beside the body."""
+        if not self.has_edges:
+            return []
+        first, last = self.first(row), self.cols - WARPGROUP_THREADS
+        return [Unit(0, 1, (0, first)), Unit(last, 1, (first + self.body, self.cols))]

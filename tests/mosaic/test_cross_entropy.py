@@ -1,0 +1,310 @@
+"""The cross-entropy's kernels: interpreted, lowered, compiled for an H100, and on a GPU."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from forward_cases import BF16, F16, F32
+from h100 import Compiler
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from loss_cases import CrossEntropy, operands
+from reference import assert_within
+
+import jaxnorm
+from benchmarks import hlo
+from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
+from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.mosaic.device.gpu import HOPPER
+from jaxnorm_kernels.mosaic.forward.cross_entropy import Schedule, choose
+from jaxnorm_kernels.mosaic.rows.units import Units
+from jaxnorm_kernels.specs import Spec
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-2}
+
+
+def make_spec(rows, cols, dtype, **options):
+    options = {"want_stats": True, **options}
+    return Spec("cross_entropy", "fwd", rows, cols, np.dtype(dtype), F32, **options)
+
+
+def forward_and_backward(spec, schedule=None, units=2):
+    """A function of logits, labels, dloss and, if there are any, positions."""
+    backward = dataclasses.replace(spec, direction="bwd", want_stats=False)
+
+    def both(x, labels, d, positions=None):
+        loss, stats = mosaic.cross_entropy_fwd(x, labels, None, positions, spec, schedule=schedule)
+        (dx,) = mosaic.cross_entropy_bwd(x, stats, labels, None, d, spec=backward, units=units)
+        return loss, dx
+
+    return jax.jit(both)
+
+
+def check(x, labels, d, positions=None, *, schedule=None, params=None, **options):
+    """Both passes in the interpreter, within the bounds of the reference in float64."""
+    spec = make_spec(*x.shape, x.dtype, has_positions=positions is not None, **options)
+    arrays = [a for a in (x, labels, d, positions) if a is not None]
+    with mosaic.interpreted(params):
+        loss, dx = forward_and_backward(spec, schedule)(*arrays)
+    expected = CrossEntropy(x, labels, positions=positions, dtype=x.dtype.name, **options)
+    assert_within(loss, expected.loss, expected.loss_bound())
+    assert_within(dx, expected.gradient(d), expected.gradient_bound(d))
+
+
+# Whole units and steps; a rest of a step; rows that begin between multiples of 16 bytes; rows
+# shorter than a unit of 16 bytes for each thread.
+@pytest.mark.parametrize(
+    ("cols", "dtype", "schedule", "options"),
+    [
+        (4096, "bfloat16", Schedule(2), {}),
+        (4096, "bfloat16", Schedule(1, warpgroups=2), SMOOTHED),
+        (2056, "float16", Schedule(1, warpgroups=2), {"z_loss": 0.1}),
+        (3000, "float32", Schedule(2), SMOOTHED),
+        (3001, "float32", Schedule(2), {}),
+        (5003, "bfloat16", Schedule(1, warpgroups=2), SMOOTHED),
+        (131, "float32", None, {}),
+        (516, "bfloat16", None, {"label_smoothing": 1.0}),
+        (1031, "bfloat16", None, {}),
+    ],
+    ids=str,
+)
+def test_values(cols, dtype, schedule, options):
+    """More rows than there are places where one may begin."""
+    check(*operands((9 if cols % 2 else 2, cols), dtype), schedule=schedule, **options)
+
+
+def test_rows_of_all_kinds():
+    """Bad labels, logits that are no numbers, and positions that do not count."""
+    x, labels, d = operands((8, 515), "float32")
+    labels = labels.at[0].set(-1).at[1].set(515).at[2].set(-100)
+    x = x.at[2].set(jnp.nan).at[3].set(-jnp.inf).at[4, 7].set(jnp.inf).at[5, :-3].set(-jnp.inf)
+    x = x.at[5, labels[5]].set(1.0).at[6].set(1e4).at[6, labels[6]].add(14)
+    positions = jnp.arange(8) != 2
+    with np.errstate(invalid="ignore"):
+        expected = CrossEntropy(x, labels, positions=positions)
+    spec = make_spec(8, 515, "float32", has_positions=True)
+    with mosaic.interpreted():
+        loss, dx = forward_and_backward(spec)(x, labels, d.at[2].set(jnp.nan), positions)
+    assert np.isnan(loss).tolist() == [True, True, False, True, True, False, False, False]
+    assert np.isnan(dx).all(-1).tolist() == np.isnan(loss).tolist()
+    assert (loss[2], np.abs(dx[2]).max()) == (0, 0)
+    np.testing.assert_allclose(loss[5:], expected.loss[5:], rtol=1e-5)
+    np.testing.assert_allclose(dx[5:], expected.gradient(d)[5:], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "uint32", "int64", "uint64"])
+def test_labels(dtype):
+    """Of other dtypes, inside and outside of the classes."""
+    values = [0, 5, 127, 2**15, 2**31 + 5, 2**32 + 5, -(2**33) + 5]
+    info = np.iinfo(dtype)
+    x, _, d = operands((3, 256), "bfloat16")
+    labels = np.array([v for v in values if info.min <= v <= info.max][-3:], dtype)
+    with jax.enable_x64(True):
+        check(x, jnp.asarray(labels), d)
+
+
+def test_no_races():
+    for cols, dtype in ((2048, "bfloat16"), (1031, "float32")):
+        arrays = operands((2, cols), dtype)
+        # Where units overlap, a block stores the same value twice.
+        with mosaic.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+            spec = make_spec(2, cols, dtype)
+            jax.jit(lambda x, t, s=spec: mosaic.cross_entropy_fwd(x, t, None, None, s))(*arrays[:2])
+        assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize("cols", [128, 131, 1000, 4099, 32768, 50257, 128256])
+@pytest.mark.parametrize("vector", [4, 8])
+def test_units_cover_a_row(cols, vector):
+    units = Units.of(cols, vector)
+    for row in range(vector + 1):
+        first = int(units.first(jnp.int32(row)))
+        assert (row * cols + first) % units.vector == 0
+        assert 0 <= first <= first + units.body <= cols
+        assert units.body >= units.width
+        # The edges have what the body has not.
+        assert units.has_edges == (units.body < cols)
+        assert first < 128
+        assert cols - first - units.body < 128
+
+
+def test_schedules():
+    for dtype in (BF16, F32):
+        for cols in (131, 1000, 32768, 50257, 128256, 262144):
+            for rows in (1, 5, 66, 8192):
+                schedule = choose(make_spec(rows, cols, dtype), HOPPER)
+                units = Units.of(cols, 16 // dtype.itemsize)
+                assert schedule.shares * schedule.units <= max(units.count, 1)
+                assert schedule.cluster == 1 or schedule.cluster * rows <= HOPPER.sms
+    assert choose(make_spec(5, 128256, BF16), HOPPER) == Schedule(2, 4, 8)
+
+
+def test_what_the_kernels_refuse():
+    refusals = {
+        "128 columns": make_spec(8, 127, BF16),
+        "mask of classes": make_spec(8, 1000, BF16, has_mask=True),
+        "float64": make_spec(8, 1000, np.float64),
+        "size 0": make_spec(0, 1000, BF16),
+        "number blocks": dataclasses.replace(make_spec(2**26, 2**18, BF16), direction="bwd"),
+    }
+    for words, spec in refusals.items():
+        assert words in mosaic.supports(spec)
+    assert mosaic.supports(make_spec(8, 1000, BF16)) is None
+    plan = jaxnorm.implementation_for(
+        "softmax_cross_entropy_with_integer_labels", (8192, 50257), "bfloat16", platform="cuda"
+    )
+    assert (plan.forward.name, plan.backward.name) == ("mosaic", "mosaic")
+
+
+# ------------------------------------------------------------------------ lowered and compiled
+
+
+def types(rows, cols, dtype, label_dtype="int32"):
+    of_rows = [(label_dtype), F32, bool]
+    x = jax.ShapeDtypeStruct((rows, cols), dtype)
+    return x, *[jax.ShapeDtypeStruct((rows,), t) for t in of_rows]
+
+
+# Few rows are shared by the blocks of a cluster.
+@pytest.mark.parametrize(
+    ("rows", "cols", "dtype", "label_dtype"),
+    [
+        (5, 128256, BF16, "int32"),
+        (512, 50257, F32, "int8"),
+        (512, 4096, F16, "uint64"),
+        (5, 50257, F16, "uint8"),
+        (512, 50257, BF16, "int64"),
+    ],
+    ids=str,
+)
+def test_lowers(rows, cols, dtype, label_dtype):
+    with jax.enable_x64(True):
+        spec = make_spec(rows, cols, dtype, has_positions=True, **SMOOTHED)
+        traced = forward_and_backward(spec).trace(*types(rows, cols, dtype, label_dtype))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory):
+    return Compiler(tmp_path_factory.mktemp("ptxas"))
+
+
+# With smoothed labels a block shares an SM with one other or more; without, with three or more.
+@pytest.mark.parametrize(("options", "registers"), [({}, 64), (SMOOTHED, 96)], ids=str)
+@pytest.mark.parametrize(
+    ("cols", "dtype"),
+    [*itertools.product((1000, 50257, 128256), (BF16, F32)), (50257, F16), (262144, F32)],
+    ids=str,
+)
+def test_registers(cols, dtype, options, registers, compiler):
+    spec = make_spec(8192, cols, dtype, has_positions=bool(options), **options)
+    arrays = types(8192, cols, dtype)
+    backward, forward = compiler.compile(
+        forward_and_backward(spec, units=4), arrays if options else arrays[:3]
+    )
+    assert (forward.spilled, backward.spilled) == (0, 0)
+    assert forward.registers <= registers
+    assert backward.registers <= 96
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_nothing_else_of_the_logits_size(dtype, implementation, compiler):
+    """Loss and gradient on a GPU: by default two kernels; no array is made but the gradient."""
+
+    def step(x, labels, d):
+        loss, vjp = jax.vjp(
+            lambda x: cross_entropy(x, labels, implementation=implementation, **SMOOTHED), x
+        )
+        return loss, *vjp(d)
+
+    shapes = [((8, 512, 50257), dtype), ((8, 512), np.int32), ((8, 512), F32)]
+    arrays = [jax.ShapeDtypeStruct(s, t, sharding=compiler.sharding) for s, t in shapes]
+    text = jax.jit(step).lower(*arrays).compile().as_text()
+    made = hlo.made(text, 8 * 512 * 50257)
+    assert made == (["custom-call"] if implementation is None else ["fusion"])
+
+
+def test_a_slice_that_begins_anywhere_is_copied(compiler):
+    """The kernels take arrays to begin with 16 bytes; XLA hands them no others."""
+    rows, cols = 255, 50257
+    x = jax.ShapeDtypeStruct((3, rows, cols), BF16, sharding=compiler.sharding)
+    labels = jax.ShapeDtypeStruct((rows,), np.int32, sharding=compiler.sharding)
+
+    def static(x, labels):
+        return cross_entropy(x[1], labels)
+
+    def scanned(x, labels):
+        return jax.lax.map(lambda x: cross_entropy(x, labels), x)
+
+    for function in (static, scanned):
+        text = jax.jit(function).lower(x, labels).compile().as_text()
+        assert "mosaic_gpu" in text
+        assert "dynamic-slice-fusion" not in text
+
+
+# ------------------------------------------------------------------------------------ on a GPU
+
+LARGE = [(8192, 4096), (8192, 32768), (4096, 50257), (2048, 128256), (1024, 262144), (5, 128256)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, SMOOTHED], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("rows", "cols"), LARGE)
+def test_large_arrays(rows, cols, dtype, options):
+    """As XLA's, but for a rounding of the gradient, and the order of sums."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = (3 * jax.random.normal(keys[0], (rows, cols))).astype(dtype)
+    labels = jax.random.randint(keys[1], (rows,), 0, cols).at[0].set(-1)
+    d = jax.random.normal(keys[2], (rows,))
+    where = jnp.arange(rows) % 5 != 3
+
+    def step(x, labels, d, where, implementation):
+        loss, vjp = jax.vjp(
+            lambda x: cross_entropy(
+                x, labels, where=where, implementation=implementation, **options
+            ),
+            x,
+        )
+        return loss, *vjp(d)
+
+    @jax.jit
+    def differences(x, labels, d, where):
+        ours, theirs = (step(x, labels, d, where, name) for name in ("mosaic", "xla"))
+        (loss, dx), (loss_ref, dx_ref) = ours, theirs
+        return (
+            jnp.max(jnp.abs(loss - loss_ref)[1:]),
+            jnp.max(jnp.abs(dx - dx_ref)[1:].astype(jnp.float32) / jnp.abs(d)[1:, None]),
+            jnp.all(jnp.isnan(loss[0])) & jnp.all(jnp.isnan(dx[0])),
+            jnp.all(jnp.where(where[:, None], 0, dx) == 0),
+        )
+
+    for _ in range(3):
+        of_loss, of_dx, is_nan, is_zero = differences(x, labels, d, where)
+        assert of_loss <= 1e-4
+        assert of_dx <= (2**-7 if dtype == "bfloat16" else 1e-5)
+        assert is_nan
+        assert is_zero
+
+
+@pytest.mark.gpu
+def test_more_elements_than_int32_counts():
+    """The last rows, behind 2^31 elements, are as good as the first."""
+    rows, cols = 16500, 131072
+    x = jnp.zeros((rows, cols), jnp.bfloat16).at[-1, 7].set(5).at[-1, -1].set(-5)
+    labels = jnp.full(rows, 7)
+    loss, dx = jax.jit(
+        jax.value_and_grad(lambda x: cross_entropy(x, labels, implementation="mosaic")[-1])
+    )(x)
+    expected = CrossEntropy(np.asarray(x[-1:]), labels[-1:])
+    np.testing.assert_allclose(loss, expected.loss[0], rtol=1e-5)
+    np.testing.assert_allclose(
+        np.asarray(dx[-1:]).astype(np.float64), expected.gradient(np.ones(1)), rtol=2**-8
+    )
