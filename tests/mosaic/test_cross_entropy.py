@@ -190,6 +190,26 @@ def test_lowers(rows, cols, dtype, label_dtype):
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
 
 
+def test_programs():
+    """A kernel each way, under `jax.vmap` and with what `save_policy` keeps, too."""
+    x, labels, where = (types(8 * 512, 32768, BF16)[i] for i in (0, 1, 3))
+    x, labels, where = (
+        jax.ShapeDtypeStruct((8, 512, *a.shape[1:]), a.dtype) for a in (x, labels, where)
+    )
+
+    def loss(x, labels, where):
+        return jnp.sum(cross_entropy(x, labels, where=where))
+
+    for function in (
+        loss,
+        lambda *arrays: jnp.sum(jax.vmap(loss)(*arrays)),
+        jax.checkpoint(loss, policy=jaxnorm.save_policy),
+    ):
+        lowered = jax.jit(jax.grad(function)).trace(x, labels, where)
+        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
+
+
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory):
     return Compiler(tmp_path_factory.mktemp("ptxas"))

@@ -39,8 +39,8 @@ def cross_entropy_bwd(
 ) -> tuple[jax.Array]:
     """dx; `units` of a block."""
     assert mask is None, "of classes: `support` refuses it"
-    parts = parts_of_a_row(spec, units)
     of_rows = Units.of(spec.cols, widest_vector(spec))
+    parts, units = parts_of_a_row(spec, units), min(units, of_rows.count)
     exp = elementwise.exp(is_wide=spec.x_dtype.itemsize > 2)
     even = spec.label_smoothing / spec.cols
 

@@ -146,10 +146,13 @@ def _row(
 ) -> None:
     x, labels, *positions = operands
     row = lax.axis_index(BLOCK)
+    share = _Share(Units.of(spec.cols, widest_vector(spec)), schedule, row)
     exchange.open(scratch)
+    # What takes long to come, in this order: the label's logit waits for the label.
     label = read_label(labels, row)
+    first = share.load(x, share.first())
     # Any column for a label that is none: nothing outside of the row is read.
-    x_l = load(x.at[row, jnp.clip(label, 0, spec.cols - 1)], None).astype(jnp.float32)
+    x_l = load(x.at[row, jnp.clip(label, 0, spec.cols - 1)], None)
     exchange.ready()
 
     def write(*values: Any) -> None:
@@ -159,10 +162,12 @@ def _row(
                 store(ref.at[row], jnp.float32(value))
 
     def reduce() -> None:
-        r = jnp.where(jnp.abs(x_l) < jnp.inf, x_l, 0.0)
-        parts = _read(spec, schedule, x, row, label, r)
-        parts = exchange.gather(scratch, *parts)
-        write(*_finish(_merge(parts), x_l, r, label, spec))
+        r = None
+        if spec.label_smoothing:
+            r = x_l.astype(jnp.float32)
+            r = jnp.where(jnp.abs(r) < jnp.inf, r, 0.0)
+        parts = exchange.gather(scratch, *_of_warps(share.reduce(x, first, label, r)))
+        write(*_finish(_merge(parts), x_l.astype(jnp.float32), r, label, spec))
 
     if not positions:
         reduce()
@@ -182,49 +187,68 @@ def read_label(labels: Ref, row: Any) -> jax.Array:
     return jnp.where(fits, label.astype(jnp.int32), -1)
 
 
-def _read(spec: Spec, schedule: Schedule, x: Ref, row: Any, label: jax.Array, r: jax.Array) -> Sums:
-    """The sums of each warp of the warpgroup, ``(4,)``, without the label's exponential."""
-    units = Units.of(spec.cols, widest_vector(spec))
-    share = lax.axis_index(WARPGROUP)
-    if schedule.cluster > 1:
-        share += lax.axis_index(CLUSTER) * schedule.warpgroups
-    step = schedule.units * schedule.shares
-    # Whole steps, and the rest of the body.
-    steps, rest = divmod(units.body // units.width, step)
-    rest = -(-(units.count - steps * step) // schedule.shares)
+@dataclasses.dataclass(frozen=True)
+class _Share:
+    """What a warpgroup reads of a row: units in turn with those that share it, in steps."""
 
-    def of_step(i: Any, count: int, *, whole: bool) -> list[Unit]:
-        return [
-            units.unit(row, i * step + k * schedule.shares + share, whole=whole)
-            for k in range(count)
-        ]
+    units: Units
+    schedule: Schedule
+    row: Any
 
-    def load_step(i: Any) -> list[jax.Array]:
-        return [unit.load(x, row) for unit in of_step(i, schedule.units, whole=True)]
+    @property
+    def whole_steps(self) -> int:
+        """Of whole units alone."""
+        return self.units.body // self.units.width // (self.schedule.units * self.schedule.shares)
 
-    def add(sums: Sums, of: Sequence[Unit], raw: Sequence[jax.Array], mine: Any = None) -> Sums:
-        return _add(sums, of, raw, label, r, mine)
+    def step(self, index: Any) -> list[Unit]:
+        """The units of a whole step."""
+        return self._of(index, self.schedule.units, whole=True)
 
-    def advance(i: Any, carry: tuple[list[jax.Array], Sums]) -> tuple[list[jax.Array], Sums]:
-        raw, sums = carry
-        coming = load_step(i + 1)
-        return coming, add(sums, of_step(i, schedule.units, whole=True), raw)
+    def rest(self) -> list[Unit]:
+        """Those behind the whole steps, if there are any."""
+        shares = self.schedule.shares
+        left = self.units.count - self.whole_steps * self.schedule.units * shares
+        return self._of(self.whole_steps, -(-left // shares), whole=False)
 
-    sums: Sums = (of_threads(elementwise.LOWEST), of_threads(0.0))
-    if spec.label_smoothing:
-        sums = (*sums, of_threads(0.0))
-    last = of_step(steps, rest, whole=False)
-    if steps:
-        raw, sums = lax.fori_loop(0, steps - 1, advance, (load_step(0), sums))
-        coming = [unit.load(x, row) for unit in last]
-        sums = add(sums, of_step(steps - 1, schedule.units, whole=True), raw)
-    else:
-        coming = [unit.load(x, row) for unit in last]
-    if last:
-        sums = add(sums, last, coming)
-    for edge in units.edges(row):
-        sums = add(sums, [edge], [edge.load(x, row)], share == 0)
-    return _of_warps(sums)
+    def first(self) -> list[Unit]:
+        return self.step(0) if self.whole_steps else self.rest()
+
+    def load(self, x: Ref, units: Sequence[Unit]) -> list[jax.Array]:
+        return [unit.load(x, self.row) for unit in units]
+
+    def reduce(self, x: Ref, raw: list[jax.Array], label: jax.Array, r: jax.Array | None) -> Sums:
+        """The sums of each thread; `raw` is what it has loaded first."""
+        sums: Sums = (of_threads(elementwise.LOWEST), of_threads(0.0))
+        if r is not None:
+            sums = (*sums, of_threads(0.0))
+
+        def advance(i: Any, carry: tuple[list[jax.Array], Sums]) -> tuple[list[jax.Array], Sums]:
+            raw, sums = carry
+            return self.load(x, self.step(i + 1)), _add(sums, self.step(i), raw, label, r)
+
+        rest = self.rest()
+        if self.whole_steps:
+            last = self.whole_steps - 1
+            raw, sums = lax.fori_loop(0, last, advance, (raw, sums))
+            coming = self.load(x, rest)
+            sums, raw = _add(sums, self.step(last), raw, label, r), coming
+        if rest:
+            sums = _add(sums, rest, raw, label, r)
+        for edge in self.units.edges(self.row):
+            sums = _add(sums, [edge], self.load(x, [edge]), label, r, self._index() == 0)
+        return sums
+
+    def _of(self, step: Any, count: int, *, whole: bool) -> list[Unit]:
+        shares = self.schedule.shares
+        first = step * (self.schedule.units * shares) + self._index()
+        return [self.units.unit(self.row, first + k * shares, whole=whole) for k in range(count)]
+
+    def _index(self) -> Any:
+        """Of the warpgroup, among those that share the row."""
+        index = lax.axis_index(WARPGROUP)
+        if self.schedule.cluster > 1:
+            index += lax.axis_index(CLUSTER) * self.schedule.warpgroups
+        return index
 
 
 def _add(
@@ -232,7 +256,7 @@ def _add(
     units: Sequence[Unit],
     raw: Sequence[jax.Array],
     label: jax.Array,
-    r: jax.Array,
+    r: jax.Array | None,
     mine: Any = None,
 ) -> Sums:
     """The sums of each thread, with these units; `mine`: only where that is True."""
@@ -241,7 +265,7 @@ def _add(
     fresh = [unit.is_fresh() for unit in units]
     if mine is not None:
         fresh = [jnp.logical_and(f, mine) for f in fresh]
-    if t:
+    if r is not None:
         shifted = [_where(is_fresh, value - r, 0.0) for is_fresh, value in zip(fresh, x)]
         t = [t[0] + thread_sum(functools.reduce(jnp.add, shifted))]
     others = [_where(is_fresh, value, -jnp.inf) for is_fresh, value in zip(fresh, x)]
@@ -281,7 +305,7 @@ def _merge(parts: Sequence[jax.Array]) -> Sums:
 
 
 def _finish(
-    sums: Sums, x_l: jax.Array, r: jax.Array, label: jax.Array, spec: Spec
+    sums: Sums, x_l: jax.Array, r: jax.Array | None, label: jax.Array, spec: Spec
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The loss, m and log(s)."""
     m_o, s_o, *t = sums
@@ -295,7 +319,7 @@ def _finish(
     is_column = jnp.logical_and(label >= 0, label < spec.cols)
     log_s = jnp.where(jnp.logical_or(is_nothing, jnp.logical_not(is_column)), jnp.nan, log_s)
     loss = d + log_s
-    if a:
+    if r is not None:
         even = (m - r) + log_s - t[0] * (1 / spec.cols)
         loss = even if a == 1 else (1 - a) * loss + a * even
     if b:
