@@ -8,6 +8,7 @@ modules made of them.
 
 from jaxnorm._check import NormReport, ParamReport, check_params
 from jaxnorm._implementation import Choice
+from jaxnorm._linear_loss import linear_softmax_cross_entropy
 from jaxnorm._loss import softmax_cross_entropy_with_integer_labels
 from jaxnorm._norm import (
     add_layer_norm,
@@ -31,6 +32,7 @@ __all__ = [
     "check_params",
     "implementation_for",
     "layer_norm",
+    "linear_softmax_cross_entropy",
     "log_softmax",
     "rms_norm",
     "rms_norm_add",

@@ -27,13 +27,13 @@ def run(call: Call, bind: Callable[..., Any], arrays: Arrays) -> list[jax.Array]
     in_specs = tuple(layout.spec(k, a.shape) for k, a in zip(call.operand_kinds, arrays))
     out_specs = [layout.spec(k, call.view.shape_of(k)) for k in call.result_kinds]
     # A parameter may be sharded for storage (FSDP): it is gathered, as small as it is.
-    arrays = [_reshard(a, mesh, spec) for a, spec in zip(arrays, in_specs)]
+    arrays = [reshard(a, mesh, spec) for a, spec in zip(arrays, in_specs)]
     sharded = jax.shard_map(
         on_shards(call, layout, bind),
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names=_explicit_axes(mesh),
+        axis_names=explicit_axes(mesh),
     )
     results = sharded(*arrays)
     return results
@@ -43,7 +43,7 @@ def lie_alike(a: jax.Array, like: jax.Array) -> jax.Array:
     """`a`, of another's shape, with the mesh axes that its type names."""
     sharding, own = jax.typeof(like).sharding, jax.typeof(a).sharding
     differs = not sharding.mesh.empty and own.spec != sharding.spec
-    return _reshard(a, sharding.mesh, sharding.spec) if differs else a
+    return reshard(a, sharding.mesh, sharding.spec) if differs else a
 
 
 def broadcast_alike(a: jax.Array, like: jax.Array) -> jax.Array:
@@ -52,13 +52,13 @@ def broadcast_alike(a: jax.Array, like: jax.Array) -> jax.Array:
     if sharding.mesh.empty:
         return a
     spec = PartitionSpec(*[None if n == 1 else s for n, s in zip(a.shape, sharding.spec)])
-    return a if jax.typeof(a).sharding.spec == spec else _reshard(a, sharding.mesh, spec)
+    return a if jax.typeof(a).sharding.spec == spec else reshard(a, sharding.mesh, spec)
 
 
 def lie_as(a: jax.Array, aval: Any) -> jax.Array:
     """`a` with the sharding of a type."""
     sharding = aval.sharding
-    return a if sharding.mesh.empty else _reshard(a, sharding.mesh, sharding.spec)
+    return a if sharding.mesh.empty else reshard(a, sharding.mesh, sharding.spec)
 
 
 def vary_alike(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
@@ -88,13 +88,15 @@ def mesh_of(avals: Sequence[Any]) -> Any:
     return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
 
 
-def _explicit_axes(mesh: Any) -> set[str]:
+def explicit_axes(mesh: Any) -> set[str]:
+    """What `jax.shard_map` takes as ``axis_names`` to make the explicit axes manual."""
     if mesh.are_all_axes_explicit:
         return set()  # All, for `jax.shard_map`; but not those that `jax.vmap` has taken.
     return {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
 
 
-def _reshard(a: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
+def reshard(a: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
+    """`a`, lying over a mesh as `spec` says."""
     # A sharding and not its spec alone, which would need a mesh to be set.
     resharded: jax.Array = jax.reshard(a, NamedSharding(mesh, spec))
     return resharded

@@ -19,6 +19,7 @@ FUNCTIONS = {
     "check_params",
     "implementation_for",
     "layer_norm",
+    "linear_softmax_cross_entropy",
     "log_softmax",
     "rms_norm",
     "rms_norm_add",

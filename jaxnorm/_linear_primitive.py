@@ -1,0 +1,359 @@
+"""linear_softmax_cross_entropy as JAX primitives: a forward, a tangent and a backward one.
+
+    "mean", "sum"   the JVP rule of the forward binds the forward that returns the gradients too;
+                    the tangent is their inner product with the operands' tangents
+    "none"          the JVP rule of the forward binds, on the primals, the tangent, whose transpose
+                    is the backward; both make the logits again
+
+So what is not differentiated makes one product; the gradient of a mean three, and of rows' losses
+four.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxnorm import _auto_axes, _linear_chunks, _sharding
+from jaxnorm._linear_call import Head, Kind, Over
+
+NAME = "linear_softmax_cross_entropy"
+_GRADIENT = "jaxnorm_linear_gradient"
+
+Arrays = Sequence[jax.Array]
+
+
+def bind(head: Head, *arrays: jax.Array) -> list[jax.Array]:
+    """The results of the pass."""
+    # Only programs for several devices have to say for which they are, to be partitioned.
+    primitive = _PRIMITIVES[head.direction, jax.device_count() > 1]
+    results: list[jax.Array] = primitive.bind(*_sharding.vary_alike(arrays), head=head)
+    return results
+
+
+# ------------------------------------------------------------------------------------ evaluation
+
+
+def _types(*avals: Any, head: Head) -> list[Any]:
+    """Types of the results: rows lie as those of x, and a gradient as what it is of."""
+    given = dict(zip(head.primals, avals))
+    x, mesh = given["x"], _sharding.mesh_of(avals)
+    wide = np.dtype(np.float64 if _logits_dtype(given) == np.float64 else np.float32)
+
+    def of_x(axes: int) -> Any:
+        """The type of the losses along the first axes of x."""
+        spec = PartitionSpec(*x.sharding.spec[:axes])
+        return x.update(
+            shape=x.shape[:axes],
+            dtype=wide,
+            weak_type=False,
+            sharding=x.sharding if mesh.empty else NamedSharding(mesh, spec),
+        )
+
+    def gradient(operand: Any) -> Any:
+        return operand.update(dtype=head.gradient_dtype(operand.dtype), weak_type=False)
+
+    gradients = iter(head.wrt)
+    return [
+        of_x(x.ndim - 1 if kind == "row" else 0)
+        if kind in ("row", "total")
+        else gradient(given[next(gradients)])
+        for kind in head.result_kinds
+    ]
+
+
+def _logits_dtype(given: dict[str, Any]) -> np.dtype:
+    return jnp.promote_types(given["x"].dtype, given["weight"].dtype)
+
+
+def _run(primitive: Primitive, *arrays: jax.Array, head: Head) -> list[jax.Array]:
+    """Outside `jax.jit`: compiled alone."""
+    if jax.config.jax_disable_jit:
+        return _linear_chunks.run(head, *arrays)
+    results: list[jax.Array] = _compiled(primitive, head)(*arrays)
+    return results
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(primitive: Primitive, head: Head) -> Any:
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        results: list[jax.Array] = primitive.bind(*arrays, head=head)
+        return results
+
+    run.__name__ = run.__qualname__ = primitive.name  # what profiles show
+    return jax.jit(run)
+
+
+# -------------------------------------------------------------------------------- differentiation
+
+
+def _forward_jvp(primals: Any, tangents: Any, *, head: Head) -> tuple[Any, Any]:
+    if head.wrt:  # Second order: `_linear_chunks.run` is differentiated as it is.
+        return _jvp_of_run(primals, tangents, head)
+    along = {n: t for n, t in zip(head.primals, tangents) if not isinstance(t, ad.Zero)}
+    if not along:
+        results = bind(head, *primals)
+        return results, [_zero_like(a) for a in results]
+    if head.reduction == "none":
+        results = bind(head, *primals)
+        return results, bind(head.to("tan", [*along]), *primals, *along.values())
+    total, *gradients = bind(head.to("fwd", [*along]), *primals)
+    gradients = [checkpoint_name(g, _GRADIENT) for g in gradients]
+    terms = [
+        jnp.sum(g.astype(total.dtype) * t.astype(total.dtype))
+        for g, t in zip(gradients, along.values())
+    ]
+    return [total], [functools.reduce(jnp.add, terms)]
+
+
+def _linear_jvp(primals: Any, tangents: Any, *, head: Head) -> tuple[Any, Any]:
+    """Of a tangent or a backward, which are linear in what follows the primals."""
+    count = len(head.primals)
+    if any(not isinstance(t, ad.Zero) for t in tangents[:count]):
+        return _jvp_of_run(primals, tangents, head)
+    linear = [ad.instantiate_zeros(t) for t in tangents[count:]]
+    return bind(head, *primals), bind(head, *primals[:count], *linear)
+
+
+def _jvp_of_run(primals: Any, tangents: Any, head: Head) -> tuple[Any, Any]:
+    along = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+
+    def function(*moving: jax.Array) -> list[jax.Array]:
+        operands = list(primals)
+        for i, a in zip(along, moving):
+            operands[i] = a
+        return _run_anywhere(head, operands, recompute=True)
+
+    results = bind(head, *primals)
+    _, moved = jax.jvp(function, [primals[i] for i in along], [tangents[i] for i in along])
+    return results, moved
+
+
+def _zero_like(a: jax.Array) -> ad.Zero:
+    return ad.Zero(jax.typeof(a).to_tangent_aval())
+
+
+def _transpose(cotangents: Any, *operands: Any, head: Head) -> list[Any]:
+    """Of a tangent: the backward. Of a backward: the tangent."""
+    count = len(head.primals)
+    primals, linear = operands[:count], operands[count:]
+    wanted = [ad.is_undefined_primal(a) for a in linear]
+    found: list[Any] = [None] * len(linear)
+    along = {n: ct for n, ct in zip(head.wrt, cotangents) if not isinstance(ct, ad.Zero)}
+    if head.direction == "tan":
+        (dloss,) = cotangents
+        if not isinstance(dloss, ad.Zero):
+            wrt = [name for name, is_wanted in zip(head.wrt, wanted) if is_wanted]
+            results = iter(bind(head.to("bwd", wrt), *primals, dloss))
+            found = [next(results) if is_wanted else None for is_wanted in wanted]
+    elif along:
+        found = bind(head.to("tan", [*along]), *primals, *along.values())
+    return [None] * count + found
+
+
+def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """Gradients that are not used are not made: a rematerialised forward makes one product."""
+    equation = rest[-1]  # Newer versions of JAX say in between which inputs are live.
+    head: Head = equation.params["head"]
+    if not any(used):
+        return [False] * len(equation.invars), None
+    if head.direction == "fwd" and head.wrt:
+        wrt = [name for name, is_used in zip(head.wrt, used[1:]) if is_used]
+        outvars = [v for v, kept in zip(equation.outvars, [True, *used[1:]]) if kept]
+        equation = equation.replace(outvars=outvars, params={"head": head.to("fwd", wrt)})
+    return [True] * len(equation.invars), equation
+
+
+# ---------------------------------------------------------------------------------------- batching
+
+
+def _batch(arrays: Arrays, dims: Sequence[int | None], *, head: Head) -> tuple[Arrays, list[int]]:
+    """A batch of rows is more rows, where they share weight and bias.
+
+    Else, and where each of the batch has a gradient of weight, it is a loop: the products of one
+    are large enough. The mean of each of a batch becomes a mean of rows' losses, so that a gradient
+    taken outside `jax.vmap` sums weight's over all rows and makes none for each of the batch.
+    """
+    size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
+    kinds = head.operand_kinds
+    parameters = {"weight", "bias"}
+    if parameters & {*head.result_kinds, *(k for k, d in zip(kinds, dims) if d is not None)} or (
+        head.direction == "fwd" and head.wrt
+    ):
+        return _batch_in_turn(arrays, dims, head), [0] * len(head.result_kinds)
+
+    def with_batch_axis(a: jax.Array, dim: int | None, kind: Kind) -> jax.Array:
+        if kind in parameters:
+            return a
+        return jnp.broadcast_to(a, (size, *a.shape)) if dim is None else jnp.moveaxis(a, dim, 0)
+
+    rows = [*map(with_batch_axis, arrays, dims, kinds)]
+    if head.direction != "fwd" or head.reduction == "none":
+        return bind(head, *rows), [0] * len(head.result_kinds)
+    (losses,) = bind(head.rowwise(), *rows)
+    positions = dict(zip(head.primals, rows)).get("positions")
+    axes = range(1, losses.ndim)
+    return [_linear_chunks.reduced(losses, positions, head.reduction, axes)], [0]
+
+
+def _batch_in_turn(arrays: Arrays, dims: Sequence[int | None], head: Head) -> list[jax.Array]:
+    batched = {i: jnp.moveaxis(arrays[i], d, 0) for i, d in enumerate(dims) if d is not None}
+
+    def one(batched: dict[int, jax.Array]) -> list[jax.Array]:
+        return bind(head, *[batched.get(i, a) for i, a in enumerate(arrays)])
+
+    results: list[jax.Array] = lax.map(one, batched)
+    return results
+
+
+# ----------------------------------------------------------------------------------------- meshes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """Over which mesh axes the rows of x and the classes of weight are split.
+
+    Weight is gathered along d, once, before the loop (FSDP), and along the classes where those are
+    split as the rows are. Its gradient is summed over the devices once, after the loop.
+    """
+
+    rows: tuple[tuple[str, ...], ...]
+    classes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, x: Any, weight: Any, mesh: Any) -> "_Layout":
+        """Of types with shardings. What does not divide an axis does not split it."""
+
+        def over(a: Any, axis: int) -> tuple[str, ...]:
+            entry = (*a.sharding.spec, *[None] * a.ndim)[axis]
+            names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+            shards = math.prod(mesh.shape[name] for name in names)
+            return () if a.shape[axis] % shards else names
+
+        rows = tuple(over(x, axis) for axis in range(len(x.shape) - 1))
+        taken = {*sum(rows, ())}
+        classes = over(weight, 1)
+        return cls(rows, () if taken & {*classes} else classes)
+
+    @property
+    def over(self) -> Over:
+        return Over(sum(self.rows, ()), self.classes)
+
+    def spec(self, kind: Kind) -> PartitionSpec:
+        rows, classes = [names or None for names in self.rows], self.classes or None
+        specs: dict[Kind, tuple[Any, ...]] = {
+            "x": (*rows, None),
+            "weight": (None, classes),
+            "bias": (classes,),
+            "row": (*rows,),
+            "total": (),
+        }
+        return PartitionSpec(*specs[kind])
+
+
+def _lower(ctx: Any, *arrays: Any, head: Head) -> Any:
+    axes = ctx.module_context.axis_context
+
+    def function(*arrays: jax.Array) -> list[jax.Array]:
+        with jax.named_scope(ctx.primitive.name):
+            if _sharding.names_axes(*ctx.avals_in):
+                results = _run_anywhere(head, arrays)
+                return [_sharding.lie_as(a, aval) for a, aval in zip(results, ctx.avals_out)]
+            if _auto_axes.can_partition(axes) and not _auto_axes.are_whole(axes):
+                return _partitioned(head, arrays)
+            return _linear_chunks.run(head, *arrays)
+
+    return mlir.lower_fun(function)(ctx, *arrays)
+
+
+def _run_anywhere(head: Head, arrays: Arrays, *, recompute: bool = False) -> list[jax.Array]:
+    """`_linear_chunks.run`, on shards where types name mesh axes."""
+    run = functools.partial(_linear_chunks.run, head, recompute=recompute)
+    avals = [jax.typeof(a) for a in arrays]
+    if not _sharding.names_axes(*avals):
+        return run(*arrays)
+    mesh = _sharding.mesh_of(avals)
+    layout = _Layout.of(avals[0], avals[1], mesh)
+    in_specs = tuple(map(layout.spec, head.operand_kinds))
+    results: list[jax.Array] = jax.shard_map(
+        functools.partial(run, over=layout.over),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=[layout.spec(kind) for kind in head.result_kinds],
+        axis_names=_sharding.explicit_axes(mesh),
+    )(*[_sharding.reshard(a, mesh, spec) for a, spec in zip(arrays, in_specs)])
+    return results
+
+
+def _partitioned(head: Head, arrays: Arrays) -> list[jax.Array]:
+    """`_linear_chunks.run`, on the shards that XLA's partitioner has in hand (Auto axes).
+
+    Its own code would be right, too, but would sum weight's gradient over the devices, and gather
+    weight, in each turn of the loop.
+    """
+
+    def partition(mesh: Any, given: Any, results: Any) -> tuple[Any, ...]:
+        del results
+        layout = _Layout.of(given[0], given[1], mesh)
+        operand_shardings, result_shardings = (
+            [NamedSharding(mesh, layout.spec(kind)) for kind in kinds]
+            for kinds in (head.operand_kinds, head.result_kinds)
+        )
+        run = functools.partial(_linear_chunks.run, head, over=layout.over)
+        return mesh, run, result_shardings, tuple(operand_shardings)
+
+    @custom_partitioning
+    def whole(*arrays: jax.Array) -> list[jax.Array]:
+        return _linear_chunks.run(head, *arrays)
+
+    rows = " ".join(f"r{axis}" for axis in range(arrays[0].ndim - 1))
+    factors = {"x": f"{rows} d", "weight": "d v", "bias": "v", "row": rows, "total": ""}
+    operands, results = (
+        ", ".join(factors[kind] for kind in kinds)
+        for kinds in (head.operand_kinds, head.result_kinds)
+    )
+    whole.def_partition(
+        partition,
+        sharding_rule=f"{operands} -> {results}",
+        need_replication_factors=("d",),
+    )
+    found: list[jax.Array] = whole(*arrays)
+    return found
+
+
+# ------------------------------------------------------------------------------------ registration
+
+
+def _primitive(direction: str, suffix: str, partitioned: bool) -> Primitive:
+    primitive = Primitive(f"jaxnorm.{NAME}{suffix}")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(_types)
+    primitive.def_impl(functools.partial(_run, primitive))
+    mlir.register_lowering(primitive, _lower, inline=False)
+    ad.primitive_jvps[primitive] = _forward_jvp if direction == "fwd" else _linear_jvp
+    if direction == "fwd":
+        partial_eval.dce_rules[primitive] = _drop_unused
+    else:
+        ad.primitive_transposes[primitive] = _transpose
+    batching.primitive_batchers[primitive] = _batch
+    if partitioned:
+        _auto_axes.needs_devices(primitive)
+    return primitive
+
+
+_PRIMITIVES = {
+    (direction, partitioned): _primitive(direction, suffix, partitioned)
+    for direction, suffix in (("fwd", ""), ("tan", "_tangent"), ("bwd", "_backward"))
+    for partitioned in (False, True)
+}

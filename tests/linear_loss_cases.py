@@ -1,0 +1,92 @@
+"""The loss of linear logits in float64 numpy, and bounds for what rounding adds."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from loss_cases import CrossEntropy
+from reference import SAFETY, arithmetic, exact, rounding, unit_roundoff
+
+
+def operands(rows, d, classes, dtypes="float32", seed=0, lead=()):
+    """x, weight, bias and labels; logits are of the size of 1. `dtypes`: of all, or of each."""
+    rng = np.random.default_rng(seed)
+    x_dtype, w_dtype, b_dtype = (dtypes,) * 3 if isinstance(dtypes, str) else dtypes
+    return (
+        jnp.asarray(rng.normal(size=(*lead, rows, d)), x_dtype),
+        jnp.asarray(rng.normal(size=(d, classes)) / math.sqrt(d), w_dtype),
+        jnp.asarray(rng.normal(size=classes), b_dtype),
+        jnp.asarray(rng.integers(0, classes, (*lead, rows)), jnp.int32),
+    )
+
+
+@dataclasses.dataclass
+class Linear:
+    """The losses of rows of ``x @ weight + bias``, and gradients of sum(d * losses).
+
+    Logits are wrong by the sums in a product, and by being rounded to its dtype; the derivative of
+    a loss along them has elements whose magnitudes add up to 2 at most.
+    """
+
+    x: np.ndarray
+    weight: np.ndarray
+    bias: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self):
+        self.dtypes = [a.dtype.name for a in (self.x, self.weight, self.bias)]
+        dtype = jnp.promote_types(self.x.dtype, self.weight.dtype).name
+        self.u, self.v = arithmetic(dtype), unit_roundoff(dtype)
+        self.x, self.weight, self.bias = map(exact, (self.x, self.weight, self.bias))
+        self.labels = np.asarray(self.labels)
+        if self.positions is not None:
+            self.x = np.where(self.positions[..., None], self.x, 0)
+        product = self.x @ self.weight
+        logits = product + self.bias
+        self.rows = CrossEntropy(
+            logits,
+            self.labels,
+            positions=self.positions,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            dtype="float64" if dtype == "float64" else "float32",
+        )
+        sums = SAFETY * self.u * math.sqrt(self.x.shape[-1] + 1)
+        error = sums * (np.abs(self.x) @ np.abs(self.weight))
+        error = error + self.v * (np.abs(product) + np.abs(logits) + np.abs(self.bias))
+        # Of a row; to be roundings of first order, it has to be small.
+        self.error = 1.1 * error.max(-1)
+
+    @property
+    def losses(self):
+        return self.rows.loss
+
+    def losses_bound(self):
+        slope = 2 * (1 + 2 * self.z_loss * (np.abs(self.rows.lse) + self.error))
+        return self.rows.loss_bound() + slope * self.error
+
+    def gradients(self, d):
+        """Of x, weight and bias, for each with its bound; `d` belongs to rows."""
+        dlogits = self.rows.gradient(d)
+        error = self.rows.gradient_bound(d) + self.v * np.abs(dlogits)
+        p, lse = self.rows.p, np.abs(self.rows.lse[..., None])
+        moved = np.expm1(2 * self.error)[..., None] * (1 + 2 * self.z_loss * lse)
+        moved = p * (moved + 2 * self.z_loss * self.error[..., None])
+        error = error + np.abs(exact(d))[..., None] * moved
+        flat = [a.reshape(-1, a.shape[-1]) for a in (self.x, dlogits, error)]
+        x, g, e = flat
+        size = np.abs(g)
+        results = (
+            (dlogits @ self.weight.T, e @ np.abs(self.weight.T), size @ np.abs(self.weight.T)),
+            (x.T @ g, np.abs(x.T) @ e, np.abs(x.T) @ size),
+            (g.sum(0), e.sum(0), size.sum(0)),
+        )
+        for (value, bound, terms), dtype in zip(results, self.dtypes):
+            sums = SAFETY * self.u * (math.sqrt(max(g.shape)) + 4) * terms
+            # Rounded as it is kept, and once more when it is multiplied by the loss's cotangent.
+            stored = 2 * rounding(value, dtype)
+            yield value, (bound + sums).reshape(value.shape) + stored

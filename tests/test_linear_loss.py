@@ -1,0 +1,350 @@
+"""linear_softmax_cross_entropy: values and gradients against float64 numpy, and its programs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from jax.test_util import check_grads
+from linear_loss_cases import Linear, operands
+from reference import assert_within
+
+import jaxnorm
+from jaxnorm import linear_softmax_cross_entropy as linear_loss
+from jaxnorm._linear_chunks import chunk_rows
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+NAME = "linear_softmax_cross_entropy"
+REDUCTIONS = ["mean", "sum", "none"]
+OPTIONS = [{}, {"label_smoothing": 0.1, "z_loss": 1e-2}]
+ALL = (0, 1, 2)
+
+
+@functools.partial(jax.jit, static_argnames=("options",))
+def value_and_gradients(x, weight, bias, labels, where, d, options=()):
+    def function(x, weight, bias):
+        return linear_loss(x, weight, labels, bias=bias, where=where, **dict(options))
+
+    loss, vjp = jax.vjp(function, x, weight, bias)
+    return loss, vjp(d)
+
+
+def check(x, weight, bias, labels, where=None, *, reduction, chunk=None, **options):
+    """The loss and its gradients, each within its bound; they are returned."""
+    expected = Linear(
+        x, weight, bias, labels, None if where is None else np.asarray(where), **options
+    )
+    counted = np.ones(labels.shape, bool) if where is None else np.asarray(where)
+    count = max(counted.sum(), 1) if reduction == "mean" else 1
+    wide = expected.losses.dtype if "float64" in expected.dtypes[:2] else np.float32
+    if reduction == "none":
+        d = jnp.cos(jnp.arange(labels.size).reshape(labels.shape)).astype(wide)
+        loss, bound, rows = expected.losses, expected.losses_bound(), d
+    else:
+        d = jnp.asarray(1.7, wide)
+        loss, bound = (a.sum() / count for a in (expected.losses, expected.losses_bound()))
+        bound = bound + 4 * expected.u * np.abs(expected.losses).sum()
+        rows = np.full(labels.shape, float(d) / count)
+    given = {**options, "reduction": reduction, "chunk": chunk}
+    results = value_and_gradients(x, weight, bias, labels, where, d, options=tuple(given.items()))
+    assert results[0].dtype == wide
+    assert_within(results[0], loss, bound)
+    for ours, (value, bound), operand in zip(
+        results[1], expected.gradients(rows), (x, weight, bias), strict=True
+    ):
+        assert ours.dtype == operand.dtype
+        assert_within(ours, value, bound)
+    return results
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", reference.DTYPES)
+def test_values_and_gradients(dtype, reduction, options):
+    check(*operands(7, 48, 300, dtype, lead=(3,)), reduction=reduction, chunk=8, **options)
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        ("bfloat16", "float32", "float32"),
+        ("float32", "bfloat16", "bfloat16"),
+        ("bfloat16", "bfloat16", "float32"),
+        ("float16", "bfloat16", "float16"),
+    ],
+    ids=str,
+)
+def test_dtypes_promote_as_in_a_product(dtypes):
+    for reduction in ("mean", "none"):
+        check(*operands(9, 32, 70, dtypes), reduction=reduction, chunk=4)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.usefixtures("x64")
+def test_float64(reduction):
+    check(*operands(9, 8, 30, "float64"), reduction=reduction, chunk=4, **OPTIONS[1])
+    check(*operands(9, 8, 30, ("float32", "float64", "float32")), reduction=reduction)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 7, 20, 21, 64, None])
+def test_chunks(chunk):
+    """Any size: one that does not divide the rows, one row, more than there are."""
+    arrays = operands(21, 16, 40)
+    where = arrays[-1] % 3 > 0
+    for reduction in ("mean", "none"):
+        check(*arrays, where, reduction=reduction, chunk=chunk)
+
+
+def test_chunks_by_default():
+    """Chunks of 256 MiB of logits, as many rows in each, in tiles of 128."""
+    bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
+    assert chunk_rows(None, 8192, 128256, bf16) == 1024
+    assert chunk_rows(None, 8192, 128256, f32) == 512
+    assert chunk_rows(None, 8192, 256000, bf16) == 512
+    assert chunk_rows(None, 8192, 32000, bf16) == 2048
+    assert chunk_rows(None, 9000, 32000, bf16) == 1920  # five, not four and a rest
+    assert chunk_rows(None, 100, 32000, bf16) == 100
+    assert chunk_rows(4096, 100, 32000, bf16) == 100
+    assert chunk_rows(None, 0, 32000, bf16) == 1
+    check(*operands(3000, 2, 3), reduction="mean")
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_positions_that_do_not_count(reduction):
+    """Whatever their labels and x: NaN, too, does not reach weight's gradient."""
+    x, weight, bias, labels = operands(7, 16, 40)
+    labels = labels.at[1].set(-100).at[3].set(1000)
+    x = x.at[1].set(jnp.nan).at[3, 2].set(jnp.inf)
+    where = jnp.arange(7) % 2 == 0
+    _, (dx, *_) = check(x, weight, bias, labels, where, reduction=reduction, chunk=3)
+    np.testing.assert_array_equal(dx[1::2], 0)
+    loss, gradients = value_and_gradients(
+        *(x, weight, bias, labels, jnp.zeros(7, bool)),
+        jnp.ones((7,) if reduction == "none" else ()),
+        options=(("reduction", reduction),),
+    )
+    for a in (loss, *gradients):
+        np.testing.assert_array_equal(a, 0)
+
+
+def test_masks_broadcast():
+    x, weight, _, labels = operands(6, 16, 40, lead=(4,))
+    where = jnp.arange(6)[None] < 4
+    ours = linear_loss(x, weight, labels, where=where)
+    np.testing.assert_allclose(ours, linear_loss(x[:, :4], weight, labels[:, :4]), rtol=1e-6)
+
+
+def test_labels_outside():
+    """NaN in the row's loss and in x's gradient there; in all of weight's."""
+    x, weight, bias, labels = operands(5, 16, 40)
+    labels = labels.at[1].set(40).at[3].set(-1)
+    d = jnp.ones(5)
+    loss, (dx, dw, _) = value_and_gradients(
+        x, weight, bias, labels, None, d, options=(("reduction", "none"), ("chunk", 2))
+    )
+    bad = np.isin(np.arange(5), [1, 3])
+    np.testing.assert_array_equal(np.isnan(loss), bad)
+    np.testing.assert_array_equal(np.isnan(dx), bad[:, None] & np.ones((5, 16), bool))
+    assert np.isnan(dw).all()
+    assert np.isnan(linear_loss(x, weight, labels))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_shapes(reduction):
+    """No rows, one class, x of one axis; no bias."""
+    for lead, classes in (((0,), 5), ((2, 0), 5), ((), 5), ((3,), 1)):
+        x, weight = jnp.ones((*lead, 4), jnp.bfloat16), jnp.ones((4, classes), jnp.bfloat16)
+        labels = jnp.zeros(lead, jnp.int32)
+
+        def function(x, weight, labels=labels):
+            return jnp.sum(linear_loss(x, weight, labels, reduction=reduction, chunk=2))
+
+        loss = linear_loss(x, weight, labels, reduction=reduction)
+        assert loss.shape == (lead if reduction == "none" else ())
+        value, (dx, dw) = jax.value_and_grad(function, (0, 1))(x, weight)
+        assert (dx.shape, dw.shape) == (x.shape, weight.shape)
+        if 0 in lead or classes == 1:
+            for a in (value, dx, dw):
+                np.testing.assert_array_equal(a, 0)
+        else:
+            np.testing.assert_allclose(value, np.log(5), rtol=1e-6)
+
+
+def test_small_gradients_in_float16():
+    """1 / n, and what loss scaling multiplies by, meet gradients in float32."""
+    x, weight, _, labels = operands(64, 8, 2048, "float16")
+    x, scale = x * 2**-6, 2.0**12
+
+    def function(x, weight):
+        return scale * linear_loss(x, weight, labels, chunk=16)
+
+    def plain(x, weight):
+        logits = x.astype(jnp.float32) @ weight.astype(jnp.float32)
+        return scale * jnp.mean(
+            jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
+        )
+
+    ours, theirs = (jax.jit(jax.grad(f, (0, 1)))(x, weight) for f in (function, plain))
+    for a, b in zip(ours, theirs):
+        assert reference.relative_error(a, np.asarray(b, np.float64)) < 4e-3
+
+    def rows(x, weight):
+        return jnp.mean(linear_loss(x, weight, labels, reduction="none", chunk=16)) * 2.0**-4
+
+    for a, b in zip(jax.jit(jax.grad(rows, (0, 1)))(x, weight), theirs):
+        # What is below 6e-8 is lost where it is returned, not before.
+        np.testing.assert_allclose(np.float64(a), np.float64(b) * 2.0**-16, atol=6e-8, rtol=4e-3)
+
+
+ERRORS = [
+    ({"x": [1.0]}, TypeError, r"x is a list; expected an array"),
+    ({"x": jnp.ones((2, 3), int)}, TypeError, r"x has dtype int32.*astype"),
+    ({"x": jnp.ones(())}, ValueError, r"x has shape \(\); expected \(..., d\).*x\[None\]"),
+    ({"weight": jnp.ones((4, 5))}, ValueError, r"\(4, 5\); expected \(3, V\).*weight.T"),
+    ({"weight": jnp.ones(3)}, ValueError, r"weight has shape \(3,\); expected \(3, V\)"),
+    ({"weight": jnp.ones((3, 0))}, ValueError, r"one class or more"),
+    ({"labels": jnp.ones(2)}, TypeError, r"labels has dtype float32; expected integers"),
+    ({"labels": jnp.ones((2, 1), int)}, ValueError, r"\(2, 1\); expected \(2,\).*reshape"),
+    ({"bias": jnp.ones((1, 5))}, ValueError, r"bias has shape \(1, 5\); expected \(5,\)"),
+    ({"where": jnp.ones(2)}, TypeError, r"where has dtype float32; expected bool"),
+    ({"where": jnp.ones((1, 2), bool)}, ValueError, r"labels' shape \(2,\), with 1 axes"),
+    ({"reduction": "max"}, ValueError, r"reduction='max'; expected one of 'mean', 'sum', 'none'"),
+    ({"chunk": 0}, ValueError, r"chunk=0; expected at least 1 row"),
+    ({"chunk": 1.5}, TypeError, r"chunk=1.5; expected a number of rows"),
+    ({"label_smoothing": 2.0}, ValueError, r"from 0 to 1"),
+    ({"z_loss": -1.0}, ValueError, r"of at least 0"),
+    ({"implementation": "cuda"}, ValueError, r"expected one of 'xla'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), ERRORS, ids=lambda v: str(v)[:20])
+def test_errors(arguments, error, message):
+    given = {"x": jnp.ones((2, 3)), "weight": jnp.ones((3, 5)), "labels": jnp.zeros(2, int)}
+    with pytest.raises(error, match=f"^{NAME}: .*{message}"):
+        linear_loss(**{**given, **arguments})
+
+
+# ---------------------------------------------------------------------------------- derivatives
+
+
+def plain(x, weight, bias, labels, where, reduction, label_smoothing=0.0, z_loss=0.0):
+    logits = x @ weight + bias
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    at_label = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    even = label_smoothing * logits.mean(-1)
+    losses = lse - (1 - label_smoothing) * at_label - even + z_loss * lse**2
+    losses = jnp.where(where, losses, 0)
+    if reduction == "none":
+        return losses
+    return losses.sum() / (where.sum() if reduction == "mean" else 1)
+
+
+def gradient(f, *arrays):
+    return jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a))), ALL)(*arrays)
+
+
+def tangents(arrays):
+    return tuple(map(jnp.cos, arrays))
+
+
+TRANSFORMS = {
+    "jvp": lambda f, *a: jax.jvp(f, a, tangents(a)),
+    "jvp of weight": lambda f, x, w, b: jax.jvp(lambda w: f(x, w, b), (w,), (jnp.cos(w),)),
+    "linearize": lambda f, *a: jax.linearize(f, *a)[1](*tangents(a)),
+    "forward over reverse": lambda f, *a: jax.jvp(functools.partial(gradient, f), a, tangents(a)),
+    "reverse over reverse": lambda f, *a: jax.grad(
+        lambda *a: sum(jnp.sum(g**2) for g in gradient(f, *a)), ALL
+    )(*a),
+    "reverse over forward": lambda f, *a: jax.grad(
+        lambda *a: jnp.sum(jax.jvp(f, a, tangents(a))[1] ** 2), ALL
+    )(*a),
+    "remat": lambda f, *a: gradient(jax.checkpoint(f, policy=jaxnorm.save_policy), *a),
+    "scan": lambda f, *a: jax.grad(
+        lambda *a: jax.lax.scan(
+            lambda c, r: (c + jnp.sum(f(r * a[0], *a[1:])), None), 0.0, jnp.arange(1.0, 4.0)
+        )[0],
+        ALL,
+    )(*a),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.usefixtures("x64")
+def test_transformations(transform, reduction):
+    *arrays, labels = operands(5, 3, 7, "float64")
+    where = jnp.arange(5) != 2
+
+    def ours(x, weight, bias):
+        return linear_loss(
+            x, weight, labels, bias=bias, where=where, reduction=reduction, chunk=2, **OPTIONS[1]
+        )
+
+    def theirs(x, weight, bias):
+        return plain(x, weight, bias, labels, where, reduction, **OPTIONS[1])
+
+    found, expected = (
+        jax.tree.leaves(jax.jit(functools.partial(TRANSFORMS[transform], f))(*arrays))
+        for f in (ours, theirs)
+    )
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+def test_outside_jit():
+    *arrays, labels = operands(3, 2, 4, "float64")
+    check_grads(lambda x, w, b: linear_loss(x, w, labels, bias=b, chunk=2), arrays, order=1)
+    with jax.disable_jit():
+        loss = linear_loss(arrays[0], arrays[1], labels, chunk=2)
+    np.testing.assert_allclose(loss, linear_loss(arrays[0], arrays[1], labels), rtol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    "in_axes", [(0, None, None, 0), (0, 0, None, None), (None, None, 0, 1), (1, None, None, None)]
+)
+def test_vmap(in_axes, reduction):
+    """Of rows, of weights, of masks; the gradient inside and outside."""
+    x, weight, _, labels = operands(5, 8, 20)
+    where = labels % 3 > 0
+    arrays = [
+        a if axis is None else jnp.stack([a, jnp.roll(a, 1, 0), jnp.flip(a)], axis)
+        for a, axis in zip((x, weight, labels, where), in_axes)
+    ]
+
+    def function(x, weight, labels, where):
+        return linear_loss(x, weight, labels, where=where, reduction=reduction, chunk=2)
+
+    def summed(*arrays):
+        return jnp.sum(jnp.sin(function(*arrays)))
+
+    gradients = jax.grad(summed, (0, 1))
+
+    @jax.jit
+    def both(*arrays):
+        def outside(x, w):
+            return jnp.sum(jax.vmap(summed, in_axes)(x, w, *arrays[2:]))
+
+        batched = (jax.vmap(f, in_axes)(*arrays) for f in (function, gradients))
+        return *batched, jax.grad(outside, (0, 1))(*arrays[:2])
+
+    @jax.jit
+    def one_by_one(*arrays):
+        parts = [
+            [a if axis is None else jnp.take(a, i, axis) for a, axis in zip(arrays, in_axes)]
+            for i in range(3)
+        ]
+        return [function(*p) for p in parts], [gradients(*p) for p in parts]
+
+    batched, inside, outside = both(*arrays)
+    each, each_gradient = one_by_one(*arrays)
+    np.testing.assert_allclose(batched, jnp.stack(each), rtol=1e-5, atol=1e-6)
+    for k in range(2):
+        parts = jnp.stack([g[k] for g in each_gradient])
+        np.testing.assert_allclose(inside[k], parts, rtol=1e-4, atol=1e-5)
+        whole = parts.sum(0) if in_axes[k] is None else jnp.moveaxis(parts, 0, in_axes[k])
+        np.testing.assert_allclose(outside[k], whole, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,110 @@
+"""Programs of linear_softmax_cross_entropy: products, loops, memory."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from linear_loss_cases import operands
+
+from jaxnorm import linear_softmax_cross_entropy as linear_loss
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+ROWS, WIDTH, CLASSES, CHUNK = 512, 32, 1000, 96
+
+
+def program(function):
+    """The program of a function of x and weight, as it is lowered."""
+    shapes = (ROWS, WIDTH), (WIDTH, CLASSES)
+    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    return jax.jit(function).trace(*given).lower(lowering_platforms=("cpu",))
+
+
+def of(reduction, wrap=lambda f: f):
+    labels = jnp.zeros(ROWS, jnp.int32)
+
+    def function(x, weight):
+        return jnp.sum(linear_loss(x, weight, labels, reduction=reduction, chunk=CHUNK))
+
+    return wrap(function)
+
+
+def checkpoint(policy=None):
+    return lambda f: jax.grad(lambda *a: jnp.sin(jax.checkpoint(f, policy=policy)(*a)), (0, 1))
+
+
+KEPT = jax.checkpoint_policies.save_only_these_names("jaxnorm_linear_gradient")
+# Name -> the function, its products, its loops.
+PROGRAMS = {
+    "the loss": (of("mean"), 1, 1),
+    "losses": (of("none"), 1, 1),
+    "gradient of a mean": (of("mean", lambda f: jax.grad(f, (0, 1))), 3, 1),
+    "gradient of losses": (of("none", lambda f: jax.value_and_grad(f, (0, 1))), 4, 2),
+    "frozen weight": (of("mean", jax.grad), 2, 1),
+    "x alone without a gradient": (of("mean", lambda f: jax.grad(f, 1)), 2, 1),
+    "linearize": (of("sum", lambda f: lambda *a: jax.linearize(f, *a)[1](*a)), 3, 1),
+    "remat": (of("mean", checkpoint()), 1 + 3, 2),
+    "remat that keeps gradients": (of("mean", checkpoint(KEPT)), 3, 1),
+    "vmap": (
+        lambda x, w: jax.grad(
+            lambda w: jnp.mean(
+                jax.vmap(lambda x, t: linear_loss(x, w, t, chunk=CHUNK))(
+                    x.reshape(4, ROWS // 4, WIDTH), jnp.zeros((4, ROWS // 4), jnp.int32)
+                )
+            )
+        )(w),
+        2,
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_products_and_loops(name):
+    function, products, loops = PROGRAMS[name]
+    text = program(function).as_text()
+    assert text.count("stablehlo.dot_general") == products
+    assert text.count("stablehlo.while") == loops
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_logits_of_all_rows(name):
+    """Nor a gradient of weight for each of a batch, nor one in each turn of the loop."""
+    compiled = program(PROGRAMS[name][0]).compile()
+    sizes = {
+        np.prod([int(n) for n in shape.split(",") if n])
+        for shape in re.findall(r"\w+\[([\d,]*)\]", compiled.as_text())
+    }
+    assert max(sizes) <= CHUNK * CLASSES
+    assert CHUNK * CLASSES in sizes
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_memory(reduction):
+    """Of a chunk the logits and their gradient; of weight's size one float32 array."""
+    compiled = program(of(reduction, lambda f: jax.grad(f, (0, 1)))).compile()
+    accumulator = 4 * WIDTH * CLASSES
+    # The CPU multiplies, and computes, in float32.
+    chunk = 4 * CHUNK * CLASSES
+    assert compiled.memory_analysis().temp_size_in_bytes < 3 * accumulator + 3 * chunk
+    text = compiled.as_text()
+    assert f"bf16[{ROWS},{CLASSES}]" not in text
+    assert f"f32[{WIDTH},{CLASSES}]" in text
+
+
+def test_nothing_but_gradients_is_kept():
+    x, weight, _, labels = operands(6, 4, 9, "bfloat16")
+    vjp = jax.vjp(lambda x, w: linear_loss(x, w, labels, chunk=2), x, weight)[1]
+    kept = sorted(a.shape for a in jax.tree.leaves(vjp))
+    assert kept == [(4, 9), (6, 4)]
+    jaxpr = jax.make_jaxpr(jax.grad(lambda x: linear_loss(x, weight, labels)))(x)
+    assert "name[name=jaxnorm_linear_gradient" in str(jaxpr)
+
+
+def test_the_precision_of_products_is_that_of_the_call():
+    x, weight, _, labels = operands(6, 4, 9)
+    with jax.default_matmul_precision("tensorfloat32"):
+        traced = jax.jit(lambda x, w: linear_loss(x, w, labels)).trace(x, weight)
+    assert "precision = [HIGH, HIGH]" in traced.lower().as_text()
