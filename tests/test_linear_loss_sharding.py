@@ -1,0 +1,182 @@
+"""linear_softmax_cross_entropy on a mesh: rows split, and weight over V or d."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import KINDS, Case, collectives, mesh_of
+
+import jaxnorm
+from benchmarks.hlo import _computations
+
+pytestmark = [
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices"),
+    pytest.mark.usefixtures("quick_to_compile"),
+]
+
+MESH = {"data": 4, "model": 2}
+D, V = 16, 64
+# How x's axes and weight's are split, and what the compiled step may exchange.
+LAYOUTS = {
+    "rows": (P("data", "model"), P(), {"all-reduce"}),
+    "rows and V": (P("data"), P(None, "model"), {"all-reduce"}),
+    "FSDP over d": (P(("data", "model")), P(("data", "model")), {"all-reduce", "all-gather"}),
+    "FSDP over V": (P("data"), P(None, "data"), {"all-reduce", "all-gather"}),
+    "FSDP over d, and V": (P("data"), P("data", "model"), {"all-reduce", "all-gather"}),
+    "weight alone": (P(), P("data", "model"), {"all-reduce", "all-gather"}),
+}
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    x, weight, bias = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 6, D), (D, V), (V,))
+    )
+    labels = jnp.asarray(rng.integers(0, V, (8, 6)), jnp.int32)
+    return x, weight, bias, labels.at[0].set(-100)
+
+
+def loss(x, weight, bias, labels, *, reduction, **options):
+    result = jaxnorm.linear_softmax_cross_entropy(
+        x,
+        weight,
+        labels,
+        bias=bias,
+        where=labels >= 0,
+        reduction=reduction,
+        chunk=4,
+        label_smoothing=0.1,
+        z_loss=1e-2,
+        **options,
+    )
+    return jnp.sum(jnp.sin(result))
+
+
+def step(*arrays, reduction):
+    return jax.value_and_grad(functools.partial(loss, reduction=reduction), (0, 1, 2))(*arrays)
+
+
+@functools.cache
+def expected(reduction):
+    return jax.jit(step, static_argnames="reduction")(*arrays(), reduction=reduction)
+
+
+def check(results, reduction):
+    for ours, theirs in zip(jax.tree.leaves(results), jax.tree.leaves(expected(reduction))):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+def placed(mesh, x_spec, weight_spec):
+    specs = [x_spec, weight_spec, P(*weight_spec[1:2]), P(*x_spec[:2])]
+    return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays(), specs)], specs
+
+
+def in_loops(compiled):
+    """What the bodies of loops exchange: names of collectives, and numbers of their elements."""
+    text = compiled.as_text()
+    computations = dict(_computations(text))
+    bodies = re.findall(r"body=%?([\w.\-]+)", text)
+    lines = [line for name in bodies for *_, line in computations[name]]
+    pattern = r"= (\(?[^=]*?) (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\("
+    return [
+        (name, np.prod([int(n) for n in shape.split(",") if n]))
+        for line in lines
+        for shapes, name in re.findall(pattern, line)
+        for shape in re.findall(r"\w+\[([\d,]*)\]", shapes)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, kind):
+    """Gradients lie as what they are of; weight, and its gradient, move outside the loop alone."""
+    x_spec, weight_spec, allowed = LAYOUTS[layout]
+    mesh = mesh_of(Case("", MESH, P()), kind)
+    sharded, specs = placed(mesh, x_spec, weight_spec)
+    outs = (NamedSharding(mesh, P()), tuple(NamedSharding(mesh, s) for s in specs[:3]))
+    jitted = jax.jit(
+        functools.partial(step, reduction="mean"),
+        out_shardings=outs if kind == "auto" else None,
+    )
+    compiled = jitted.lower(*sharded).compile()
+    results = compiled(*sharded)
+    check(results, "mean")
+    for gradient, spec in zip(results[1], specs):
+        assert gradient.sharding.is_equivalent_to(NamedSharding(mesh, spec), gradient.ndim)
+    found = collectives(compiled)
+    assert set(found) <= allowed
+    moved = in_loops(compiled)
+    # Statistics of a chunk's rows, and the sum for its part of x's gradient.
+    assert all(name == "all-reduce" and size <= 4 * D for name, size in moved), moved
+    assert bool(moved) == ("model" in weight_spec[1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_of_rows(kind):
+    mesh = mesh_of(Case("", MESH, P()), kind)
+    layout = LAYOUTS["rows" if kind == "manual" else "rows and V"]
+    sharded, specs = placed(mesh, *layout[:2])
+    function = functools.partial(loss, reduction="none")
+    if kind == "manual":
+        inner = function
+
+        def function(*shards):
+            return jax.lax.psum(inner(*shards), ("data", "model"))
+
+        function = jax.shard_map(function, mesh=mesh, in_specs=tuple(specs), out_specs=P())
+    check(jax.jit(jax.value_and_grad(function, (0, 1, 2)))(*sharded), "none")
+
+
+def test_a_mean_inside_shard_map():
+    """That of the shard's rows; gradients of what is replicated are summed."""
+    mesh = mesh_of(Case("", MESH, P()), "auto")
+    sharded, specs = placed(mesh, P("data", "model"), P())
+
+    def function(*shards):
+        return jax.lax.pmean(loss(*shards, reduction="mean"), ("data", "model"))
+
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=tuple(specs), out_specs=P())
+
+    def whole(x, weight, bias, labels):
+        parts = [
+            loss(
+                x[i : i + 2, j : j + 3],
+                weight,
+                bias,
+                labels[i : i + 2, j : j + 3],
+                reduction="mean",
+            )
+            for i in range(0, 8, 2)
+            for j in range(0, 6, 3)
+        ]
+        return sum(parts) / 8
+
+    ours, theirs = (
+        jax.jit(jax.value_and_grad(f, (0, 1, 2)))(*a)
+        for f, a in ((mapped, sharded), (whole, arrays()))
+    )
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_forward_mode_and_second_order():
+    mesh = mesh_of(Case("", MESH, P()), "explicit")
+    sharded, _ = placed(mesh, P("data"), P(None, "model"))
+
+    def derivatives(x, weight, bias, labels):
+        def function(x, weight):
+            return loss(x, weight, bias, labels, reduction="mean")
+
+        tangents = (jnp.cos(x), jnp.cos(weight))
+        return jax.jvp(jax.grad(function, (0, 1)), (x, weight), tangents)
+
+    for ours, theirs in zip(
+        jax.tree.leaves(jax.jit(derivatives)(*sharded)),
+        jax.tree.leaves(jax.jit(derivatives)(*arrays())),
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
