@@ -160,6 +160,12 @@ def _check_shapes(x: jax.Array, weight: jax.Array, labels: jax.Array) -> None:
             f"{NAME}: x has shape (); expected (..., d), a vector of features for each position; "
             "give x an axis, e.g. x[None]"
         )
+    if not all(isinstance(size, int) for size in (*x.shape, *weight.shape)):
+        raise ValueError(
+            f"{NAME}: x has shape {x.shape} and weight {weight.shape}; expected sizes that are "
+            "numbers, because chunks of rows are cut when the call is traced; export one program "
+            "for each size"
+        )
     if weight.ndim != 2 or weight.shape[0] != x.shape[-1] or not weight.shape[1]:
         raise ValueError(
             f"{NAME}: weight has shape {weight.shape}; expected ({x.shape[-1]}, V), the last axis "

@@ -9,6 +9,7 @@ So what is not differentiated makes one product; the gradient of a mean three, a
 four.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -36,10 +37,18 @@ Arrays = Sequence[jax.Array]
 
 def bind(head: Head, *arrays: jax.Array) -> list[jax.Array]:
     """The results of the pass."""
-    # Only programs for several devices have to say for which they are, to be partitioned.
-    primitive = _PRIMITIVES[head.direction, jax.device_count() > 1]
-    results: list[jax.Array] = primitive.bind(*_sharding.vary_alike(arrays), head=head)
+    arrays = (*_sharding.vary_alike(arrays),)
+    primitive = _PRIMITIVES[head.direction, _may_be_partitioned(arrays)]
+    results: list[jax.Array] = primitive.bind(*arrays, head=head)
     return results
+
+
+def _may_be_partitioned(arrays: Arrays) -> bool:
+    """Whether XLA may spread arrays over devices, of which JAX then has to know when it lowers.
+
+    Programs without any, for an `AbstractMesh`, cannot say. On Explicit axes the types do.
+    """
+    return jax.device_count() > 1 and not _sharding.names_axes(*map(jax.typeof, arrays))
 
 
 # ------------------------------------------------------------------------------------ evaluation
@@ -347,6 +356,11 @@ def _primitive(direction: str, suffix: str, partitioned: bool) -> Primitive:
     else:
         ad.primitive_transposes[primitive] = _transpose
     batching.primitive_batchers[primitive] = _batch
+    with contextlib.suppress(ImportError, AttributeError):
+        # As those of `_primitive`: without it `checkify` sees no NaN that a call makes.
+        from jax._src import checkify
+
+        checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
     if partitioned:
         _auto_axes.needs_devices(primitive)
     return primitive

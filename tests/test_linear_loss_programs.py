@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from linear_loss_cases import operands
 
 from jaxnorm import linear_softmax_cross_entropy as linear_loss
@@ -108,3 +109,40 @@ def test_the_precision_of_products_is_that_of_the_call():
     with jax.default_matmul_precision("tensorfloat32"):
         traced = jax.jit(lambda x, w: linear_loss(x, w, labels)).trace(x, weight)
     assert "precision = [HIGH, HIGH]" in traced.lower().as_text()
+
+
+# ------------------------------------------------------------------------- around these programs
+
+
+def step(x, weight, labels):
+    def function(x, weight):
+        return linear_loss(x, weight, labels, where=labels > 0, chunk=4)
+
+    return jax.value_and_grad(function, (0, 1))(x, weight)
+
+
+@pytest.mark.parametrize("platforms", [None, ("cpu", "cuda", "tpu")], ids=["here", "all"])
+def test_export_round_trip(platforms):
+    x, weight, _, labels = operands(6, 4, 9)
+    exported = jax.export.export(jax.jit(step), platforms=platforms)(x, weight, labels)
+    restored = jax.export.deserialize(exported.serialize()).call(x, weight, labels)
+    for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(step(x, weight, labels))):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_symbolic_sizes_are_refused():
+    _, weight, _, labels = operands(6, 4, 9)
+    x = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("rows"), 4), jnp.float32)
+    with pytest.raises(ValueError, match=r"expected sizes that are numbers.*for each size"):
+        jax.export.export(jax.jit(linear_loss))(x, weight, labels)
+
+
+def test_settings_of_jax():
+    """Strict promotion, leaks, NaNs."""
+    x, weight, _, labels = operands(6, 4, 9, "bfloat16")
+    with jax.numpy_dtype_promotion("strict"), jax.checking_leaks(), jax.debug_nans(True):
+        jax.jvp(lambda x, w: jax.jit(step)(x, w, labels), (x, weight), (x, weight))
+        jax.jvp(lambda x: linear_loss(x, weight, labels, reduction="none"), (x,), (x,))
+    checked = checkify.checkify(jax.jit(linear_loss), errors=checkify.nan_checks)
+    error, _ = checked(x.at[0].set(jnp.nan), weight, labels)
+    assert "linear_softmax_cross_entropy" in error.get()

@@ -1,0 +1,67 @@
+"""linear_softmax_cross_entropy as XLA compiles it for an H100: its products, and what it moves.
+
+In the sizes of a Llama 3 of 8 billion parameters. cuBLAS is asked for, which a GPU that is here may
+leave for Triton's products where those are faster; they fuse the same sum.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from h100 import Compiler
+
+import jaxnorm
+from benchmarks.hlo import _computations, _elements
+
+ROWS, D, V = 8192, 4096, 128256
+LOGITS = 2 * ROWS * V  # bytes
+ACCUMULATOR = 4 * D * V
+CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
+    return Compiler(tmp_path_factory.mktemp("ptxas"))
+
+
+def compiled(compiler: Compiler, reduction: str, rows: int = ROWS, **options):
+    def loss(x, weight, labels):
+        result = jaxnorm.linear_softmax_cross_entropy(
+            x, weight, labels, reduction=reduction, **options
+        )
+        return jnp.mean(result)
+
+    shapes = ((rows, D), jnp.bfloat16), ((D, V), jnp.bfloat16), ((rows,), jnp.int32)
+    operands = [jax.ShapeDtypeStruct(*each, sharding=compiler.sharding) for each in shapes]
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    return step.lower(*operands).compile(compiler_options=CUBLAS)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "rows", "options"),
+    [("mean", ROWS, {}), ("none", ROWS, {}), ("mean", 8000, {"chunk": 768})],
+    ids=["mean", "none", "rows that chunks do not divide"],
+)
+def test_products(compiler: Compiler, reduction, rows, options):
+    """Three, or four, of which one adds to what is there, in place."""
+    program = compiled(compiler, reduction, rows, **options)
+    text = program.as_text()
+    products = [line for line in text.splitlines() if 'custom_call_target="__cublas' in line]
+    assert len(products) == (3 if reduction == "mean" else 4)
+    (accumulating,) = (line for line in products if '"beta":1' in line)
+    assert f"f32[{D},{V}]" in accumulating.split(" custom-call(")[0]
+    assert "output_to_operand_aliasing={{0}: (2, {})}" in accumulating
+    # No pass of weight's size in a loop but this product.
+    computations = dict(_computations(text))
+    bodies = re.findall(r"body=%?([\w.\-]+)", text)
+    assert len(bodies) == (1 if reduction == "mean" else 2)
+    made = [
+        line
+        for body in bodies
+        for opcode, kind, line in computations[body]
+        if opcode not in ("parameter", "tuple", "get-tuple-element", "bitcast")
+        and _elements(kind) >= D * V
+    ]
+    assert len(made) == 1, made
+    assert program.memory_analysis().temp_size_in_bytes < ACCUMULATOR + LOGITS / 4
