@@ -90,7 +90,13 @@ def _kind(name: str) -> Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Over:
-    """Mesh axes over which the rows and the classes are split; those of devices with shards."""
+    """Mesh axes over which arrays of devices with shards are split.
+
+    Attributes:
+      rows, classes: of x and of weight.
+      scattered: those of the rows' over which weight's gradient is to be split, along d and V.
+    """
 
     rows: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
+    scattered: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())

@@ -173,7 +173,13 @@ class _Chunks:
         assert operand is not None
         if name == "x":
             return gradient
-        gradient = _sum_over(gradient, self.over.rows)
+        scattered = self.over.scattered if name == "weight" else ()
+        gradient = _sum_over(
+            gradient, tuple(n for n in self.over.rows if n not in sum(scattered, ()))
+        )
+        for axis, names in enumerate(scattered):
+            if names:
+                gradient = lax.psum_scatter(gradient, names, scatter_dimension=axis, tiled=True)
         return (scale * gradient).astype(self.head.gradient_dtype(operand.dtype))
 
     def tangent(self) -> list[jax.Array]:

@@ -76,7 +76,7 @@ def linear_softmax_cross_entropy(
 
     On a mesh rows, V and d may be split: shards of V exchange statistics of rows and sums for x's
     gradient; a weight in shards of d, or of V over axes that split the rows (FSDP), is gathered
-    once, before the loop; weight's gradient is summed over devices once, after it.
+    once, before the loop; weight's gradient is summed over the devices once, after it.
 
     Raises:
       TypeError: x, weight or bias is not of a supported float dtype, labels are no integers,

@@ -231,35 +231,41 @@ def _batch_in_turn(arrays: Arrays, dims: Sequence[int | None], head: Head) -> li
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Over which mesh axes the rows of x and the classes of weight are split.
+    """Over which mesh axes the rows of x and the axes of weight are split.
 
     Weight is gathered along d, once, before the loop (FSDP), and along the classes where those are
-    split as the rows are. Its gradient is summed over the devices once, after the loop.
+    split as the rows are. Its gradient is summed over the devices once, after the loop, and each
+    keeps its shard of what was gathered.
     """
 
     rows: tuple[tuple[str, ...], ...]
     classes: tuple[str, ...]
+    scattered: tuple[tuple[str, ...], tuple[str, ...]]
 
     @classmethod
     def of(cls, x: Any, weight: Any, mesh: Any) -> "_Layout":
         """Of types with shardings. What does not divide an axis does not split it."""
 
         def over(a: Any, axis: int) -> tuple[str, ...]:
-            entry = (*a.sharding.spec, *[None] * a.ndim)[axis]
+            entry = (*a.sharding.spec, *[None] * len(a.shape))[axis]
             names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
             shards = math.prod(mesh.shape[name] for name in names)
             return () if a.shape[axis] % shards else names
 
         rows = tuple(over(x, axis) for axis in range(len(x.shape) - 1))
         taken = {*sum(rows, ())}
-        classes = over(weight, 1)
-        return cls(rows, () if taken & {*classes} else classes)
+        d, v = over(weight, 0), over(weight, 1)
+        return cls(
+            rows,
+            classes=() if taken & {*v} else v,
+            scattered=(d if taken >= {*d} else (), v if taken >= {*v} else ()),
+        )
 
     @property
     def over(self) -> Over:
-        return Over(sum(self.rows, ()), self.classes)
+        return Over(sum(self.rows, ()), self.classes, self.scattered)
 
-    def spec(self, kind: Kind) -> PartitionSpec:
+    def operand(self, kind: Kind) -> PartitionSpec:
         rows, classes = [names or None for names in self.rows], self.classes or None
         specs: dict[Kind, tuple[Any, ...]] = {
             "x": (*rows, None),
@@ -269,6 +275,12 @@ class _Layout:
             "total": (),
         }
         return PartitionSpec(*specs[kind])
+
+    def result(self, kind: Kind) -> PartitionSpec:
+        if kind != "weight":
+            return self.operand(kind)
+        d, v = self.scattered
+        return PartitionSpec(d or None, v or self.classes or None)
 
 
 def _lower(ctx: Any, *arrays: Any, head: Head) -> Any:
@@ -294,12 +306,12 @@ def _run_anywhere(head: Head, arrays: Arrays, *, recompute: bool = False) -> lis
         return run(*arrays)
     mesh = _sharding.mesh_of(avals)
     layout = _Layout.of(avals[0], avals[1], mesh)
-    in_specs = tuple(map(layout.spec, head.operand_kinds))
+    in_specs = tuple(map(layout.operand, head.operand_kinds))
     results: list[jax.Array] = jax.shard_map(
         functools.partial(run, over=layout.over),
         mesh=mesh,
         in_specs=in_specs,
-        out_specs=[layout.spec(kind) for kind in head.result_kinds],
+        out_specs=[*map(layout.result, head.result_kinds)],
         axis_names=_sharding.explicit_axes(mesh),
     )(*[_sharding.reshard(a, mesh, spec) for a, spec in zip(arrays, in_specs)])
     return results
@@ -312,22 +324,20 @@ def _partitioned(head: Head, arrays: Arrays) -> list[jax.Array]:
     weight, in each turn of the loop.
     """
 
-    def partition(mesh: Any, given: Any, results: Any) -> tuple[Any, ...]:
-        del results
+    def partition(mesh: Any, given: Any, _: Any) -> tuple[Any, ...]:
         layout = _Layout.of(given[0], given[1], mesh)
-        operand_shardings, result_shardings = (
-            [NamedSharding(mesh, layout.spec(kind)) for kind in kinds]
-            for kinds in (head.operand_kinds, head.result_kinds)
-        )
+        operands = tuple(NamedSharding(mesh, layout.operand(kind)) for kind in head.operand_kinds)
+        results = [NamedSharding(mesh, layout.result(kind)) for kind in head.result_kinds]
         run = functools.partial(_linear_chunks.run, head, over=layout.over)
-        return mesh, run, result_shardings, tuple(operand_shardings)
+        return mesh, run, results, operands
 
     @custom_partitioning
     def whole(*arrays: jax.Array) -> list[jax.Array]:
         return _linear_chunks.run(head, *arrays)
 
     rows = " ".join(f"r{axis}" for axis in range(arrays[0].ndim - 1))
-    factors = {"x": f"{rows} d", "weight": "d v", "bias": "v", "row": rows, "total": ""}
+    # Weight's d is another than x's: how it is stored says how its gradient is to lie.
+    factors = {"x": f"{rows} d", "weight": "k v", "bias": "v", "row": rows, "total": ""}
     operands, results = (
         ", ".join(factors[kind] for kind in kinds)
         for kinds in (head.operand_kinds, head.result_kinds)

@@ -1,6 +1,7 @@
 """linear_softmax_cross_entropy on a mesh: rows split, and weight over V or d."""
 
 import functools
+import math
 import re
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import KINDS, Case, collectives, mesh_of
+from meshes import KINDS, Case, mesh_of
 
 import jaxnorm
 from benchmarks.hlo import _computations
@@ -21,13 +22,15 @@ pytestmark = [
 
 MESH = {"data": 4, "model": 2}
 D, V = 16, 64
-# How x's axes and weight's are split, and what the compiled step may exchange.
+SUMS = {"all-reduce"}
+FSDP = {"all-reduce", "all-gather", "reduce-scatter"}
+# How x's axes and weight's are split, and what the compiled step exchanges.
 LAYOUTS = {
-    "rows": (P("data", "model"), P(), {"all-reduce"}),
-    "rows and V": (P("data"), P(None, "model"), {"all-reduce"}),
-    "FSDP over d": (P(("data", "model")), P(("data", "model")), {"all-reduce", "all-gather"}),
-    "FSDP over V": (P("data"), P(None, "data"), {"all-reduce", "all-gather"}),
-    "FSDP over d, and V": (P("data"), P("data", "model"), {"all-reduce", "all-gather"}),
+    "rows": (P("data", "model"), P(), SUMS),
+    "rows and V": (P("data"), P(None, "model"), SUMS),
+    "FSDP over d": (P(("data", "model")), P(("data", "model")), FSDP),
+    "FSDP over V": (P("data"), P(None, "data"), FSDP),
+    "FSDP over d, and V": (P("data"), P("data", "model"), FSDP),
     "weight alone": (P(), P("data", "model"), {"all-reduce", "all-gather"}),
 }
 
@@ -76,17 +79,13 @@ def placed(mesh, x_spec, weight_spec):
     return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays(), specs)], specs
 
 
-def in_loops(compiled):
-    """What the bodies of loops exchange: names of collectives, and numbers of their elements."""
-    text = compiled.as_text()
-    computations = dict(_computations(text))
-    bodies = re.findall(r"body=%?([\w.\-]+)", text)
-    lines = [line for name in bodies for *_, line in computations[name]]
-    pattern = r"= (\(?[^=]*?) (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\("
+def exchanged(lines):
+    """Of instructions that are collectives: names, and how many elements each array has."""
+    names = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     return [
-        (name, np.prod([int(n) for n in shape.split(",") if n]))
+        (name, math.prod(int(n) for n in shape.split(",") if n))
         for line in lines
-        for shapes, name in re.findall(pattern, line)
+        for shapes, name in re.findall(rf"= (\(?[^=]*?) ({names})(?:-start)?\(", line)
         for shape in re.findall(r"\w+\[([\d,]*)\]", shapes)
     ]
 
@@ -95,7 +94,7 @@ def in_loops(compiled):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout, kind):
     """Gradients lie as what they are of; weight, and its gradient, move outside the loop alone."""
-    x_spec, weight_spec, allowed = LAYOUTS[layout]
+    x_spec, weight_spec, collectives = LAYOUTS[layout]
     mesh = mesh_of(Case("", MESH, P()), kind)
     sharded, specs = placed(mesh, x_spec, weight_spec)
     outs = (NamedSharding(mesh, P()), tuple(NamedSharding(mesh, s) for s in specs[:3]))
@@ -108,12 +107,17 @@ def test_layouts(layout, kind):
     check(results, "mean")
     for gradient, spec in zip(results[1], specs):
         assert gradient.sharding.is_equivalent_to(NamedSharding(mesh, spec), gradient.ndim)
-    found = collectives(compiled)
-    assert set(found) <= allowed
-    moved = in_loops(compiled)
+    text = compiled.as_text()
+    found = exchanged(text.splitlines())
+    assert {name for name, _ in found} == collectives
+    if "reduce-scatter" in collectives:
+        assert all(size < D * V // 2 for name, size in found if name == "all-reduce")
+    computations = dict(_computations(text))
+    bodies = re.findall(r"body=%?([\w.\-]+)", text)
+    found = exchanged(line for body in bodies for *_, line in computations[body])
     # Statistics of a chunk's rows, and the sum for its part of x's gradient.
-    assert all(name == "all-reduce" and size <= 4 * D for name, size in moved), moved
-    assert bool(moved) == ("model" in weight_spec[1:])
+    assert all(name == "all-reduce" and size <= 4 * D for name, size in found), found
+    assert bool(found) == ("model" in weight_spec[1:])
 
 
 @pytest.mark.parametrize("kind", KINDS)
