@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import KINDS, Case, mesh_of
+from test_sharding import Kernels, kernels  # noqa: F401
 
 import jaxnorm
 from benchmarks.hlo import _computations
@@ -134,6 +135,26 @@ def test_losses_of_rows(kind):
 
         function = jax.shard_map(function, mesh=mesh, in_specs=tuple(specs), out_specs=P())
     check(jax.jit(jax.value_and_grad(function, (0, 1, 2)))(*sharded), "none")
+
+
+@pytest.mark.parametrize("kernels", ["kernel"], indirect=True)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["rows", "rows and V"])
+def test_kernels_get_chunks_of_shards(kernels, kind, layout):  # noqa: F811
+    """But where classes are split: XLA's code sums their statistics over the mesh."""
+    mesh = mesh_of(Case("", MESH, P()), kind)
+    sharded, specs = placed(mesh, *LAYOUTS[layout][:2])
+    function = functools.partial(loss, reduction="sum")
+    if kind == "manual":
+        inner, specs = function, [P("data"), P(), P(), P("data")]
+
+        def function(*shards):
+            return jax.lax.psum(inner(*shards), "data")
+
+        function = jax.shard_map(function, mesh=mesh, in_specs=tuple(specs), out_specs=P())
+    jax.jit(jax.value_and_grad(function, (0, 1, 2)))(*sharded)
+    chunks = [] if layout == "rows and V" and kind != "manual" else [(4, V)]
+    assert sorted(set(kernels.shapes)) == chunks
 
 
 def test_a_mean_inside_shard_map():
