@@ -12,6 +12,9 @@ from linear_loss_cases import operands
 from jaxnorm import linear_softmax_cross_entropy as linear_loss
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
+of_the_cpu = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="of a GPU's program: mosaic/test_linear_products.py"
+)
 
 ROWS, WIDTH, CLASSES, CHUNK = 512, 32, 1000, 96
 
@@ -70,6 +73,7 @@ def test_products_and_loops(name):
     assert text.count("stablehlo.while") == loops
 
 
+@of_the_cpu
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_logits_of_all_rows(name):
     """Nor a gradient of weight for each of a batch, nor one in each turn of the loop."""
@@ -82,6 +86,7 @@ def test_no_logits_of_all_rows(name):
     assert CHUNK * CLASSES in sizes
 
 
+@of_the_cpu
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_memory(reduction):
     """Of a chunk the logits and their gradient; of weight's size one float32 array."""
