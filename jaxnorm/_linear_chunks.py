@@ -101,6 +101,7 @@ class _Chunks:
         self.dtype = jnp.promote_types(self.x.dtype, self.weight.dtype)
         self.wide = np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
         self.rows, self.classes = len(self.x), self.weight.shape[1]
+        self.factor = self.weight.astype(self.dtype)  # once, before the loop
         self.chunk = chunk_rows(head.chunk, self.rows, self.classes, self.dtype)
 
     # --------------------------------------------------------------------------------- passes
@@ -117,7 +118,10 @@ class _Chunks:
     def backward(self) -> list[jax.Array]:
         (dloss,) = self.linear
         size = jnp.abs(lax.stop_gradient(dloss))
-        largest = jnp.max(jnp.where(jnp.isfinite(size), size, 0), initial=0)
+        counts = jnp.isfinite(size)
+        if self.positions is not None:
+            counts &= self.positions
+        largest = jnp.max(jnp.where(counts, size, 0), initial=0)
         if self.over.rows:
             largest = lax.pmax(largest, self.over.rows)
         scale = jnp.where(largest > 0, largest, 1).astype(self.wide)
@@ -127,7 +131,7 @@ class _Chunks:
         """The loss of each row."""
 
         def step(rows: _Rows, carry: Carry) -> Carry:
-            logits = self.product(rows.of_x(self.x), self.weight, self.bias)
+            logits = self.product(rows.of_x(self.x), self.factor, self.bias)
             call = self.call(logits.shape)
             (loss,) = _bind(call, logits, rows.of(self.labels), None, rows.counted)
             return {"loss": rows.put(carry["loss"], loss)}
@@ -137,7 +141,7 @@ class _Chunks:
     def gradients(self, dloss: jax.Array | None, scale: jax.Array) -> list[jax.Array]:
         """Losses, and `scale` times the gradients; rows' cotangents are 1 where not given."""
         head = self.head
-        weight = self.weight.astype(self.dtype)  # once, before the loop
+        weight = self.factor
 
         def step(rows: _Rows, carry: Carry) -> Carry:
             x = rows.of_x(self.x)
@@ -186,13 +190,14 @@ class _Chunks:
         """Of each row's loss, along those of x, weight and bias that there are."""
         along = dict(zip(self.head.wrt, self.linear))
         tx, tw, tb = (along.get(name) for name in ("x", "weight", "bias"))
+        tw = None if tw is None else tw.astype(self.dtype)
 
         def step(rows: _Rows, carry: Carry) -> Carry:
             x = rows.of_x(self.x)
-            logits = self.product(x, self.weight, self.bias)
+            logits = self.product(x, self.factor, self.bias)
             moves = []
             if tx is not None:
-                moves.append(self.product(rows.of_x(tx), self.weight))
+                moves.append(self.product(rows.of_x(tx), self.factor))
             if tw is not None:
                 moves.append(self.product(x, tw))
             if tb is not None:
@@ -221,8 +226,7 @@ class _Chunks:
     # --------------------------------------------------------------------------- of one chunk
 
     def product(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-        x, weight = (a.astype(self.dtype) for a in (x, weight))
-        logits = self.dot(x, weight, (1, 0), self.dtype)
+        logits = self.dot(x.astype(self.dtype), weight, (1, 0), self.dtype)
         return logits if bias is None else logits + bias.astype(self.dtype)
 
     def dot(self, a: jax.Array, b: jax.Array, over: tuple[int, int], dtype: np.dtype) -> jax.Array:
@@ -234,7 +238,7 @@ class _Chunks:
 
     def call(self, shape: tuple[int, ...]) -> Call:
         """The cross-entropy of a chunk's logits."""
-        # Rows that an earlier chunk has are left out like those that do not count.
+        # Rows that the next chunk has, too, are left out like those that do not count.
         call = chunk_call(
             self.head, shape, self.dtype, has_positions=self.head.has_positions or self.overlaps
         )
