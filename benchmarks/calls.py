@@ -9,6 +9,8 @@ from typing import Any
 
 L2_BYTES = 60e6  # of an H200; what a call touches is used again only after 5 times as much
 MAX_BUFFERS = 64
+# That a copy moves at most, to fit beside operands: of more, its time is in proportion.
+COPY_BYTES = 8e9
 REPEATS = 20
 LATENCY_REPEATS = 200
 
@@ -21,6 +23,10 @@ class Timing:
     main_us: float  # its longest kernel
     kernels: int | None = None  # of a call; unknown on a CPU
 
+    def times(self, factor: float) -> "Timing":
+        """Of what takes so many times as long."""
+        return Timing(factor * self.us, factor * self.main_us, self.kernels)
+
     def gbps(self, size: int) -> float:
         """GB/s of a call that moves `size` bytes."""
         return size / self.us / 1e3
@@ -29,6 +35,12 @@ class Timing:
 def buffers_for(size: int) -> int:
     """How many sets of operands to rotate, for calls that touch `size` bytes."""
     return min(MAX_BUFFERS, max(2, math.ceil(5 * L2_BYTES / size)))
+
+
+def words_for(size: int) -> tuple[int, float]:
+    """How many 32-bit words to copy, and what makes of it the time of `size` bytes moved."""
+    words = max(1, min(size, int(COPY_BYTES)) // 8)
+    return words, max(1.0, size / COPY_BYTES)
 
 
 def calls_for(operands: Sequence[Any]) -> int:

@@ -15,13 +15,15 @@ import numpy as np
 
 from benchmarks import calls, gradients, hlo, providers, stacks, timing
 from benchmarks.blocks import BlockWorkload
-from benchmarks.suites import BlockCell, TimedCell, provider_of
+from benchmarks.losses import LossWorkload
+from benchmarks.suites import BlockCell, LossCell, TimedCell, provider_of
 from benchmarks.workloads import Array, Shape, Workload
 
 Figures = dict[str, float | None]
 Measure = Callable[[], Figures]
 Arrays = tuple[jax.Array, ...]
 Inputs = tuple[Arrays, Arrays, Arrays]  # row operands, parameters, cotangents
+Cell = TimedCell | BlockCell | LossCell
 
 THREADS = 16  # that prepare cells, at most
 KEPT_BYTES = 5e9  # by a process that waits; JAX's pool may be twice what it had to hold
@@ -36,14 +38,20 @@ def random_arrays(
     parameter_shapes: tuple[Shape, ...],
     cotangents: tuple[Array, ...],
 ) -> Inputs:
-    """Normal rows, parameters near 1, masks that keep most: never constants, which compress."""
+    """Normal rows and weights, parameters near 1, masks that keep most, labels of any class.
+
+    Never constants, which compress.
+    """
     count = len(row_operands) + len(parameter_shapes) + len(cotangents)
     keys = iter(jax.random.split(jax.random.key(seed), count))
 
-    def rows(shape: Shape, dtype: str) -> jax.Array:
+    def rows(shape: Shape, dtype: str, size: float = 1) -> jax.Array:
         if dtype == "bool":
             return jax.random.bernoulli(next(keys), 0.8, shape)
-        return jax.random.normal(next(keys), shape, dtype)
+        if dtype == "int32":
+            return jax.random.randint(next(keys), shape, 0, int(size), dtype)
+        normal = jax.random.normal(next(keys), shape, dtype)
+        return normal if size == 1 else size * normal
 
     return (
         tuple(rows(*array) for array in row_operands),
@@ -55,7 +63,7 @@ def random_arrays(
 
 
 def arguments_of(
-    w: Workload | BlockWorkload,
+    w: Workload | BlockWorkload | LossWorkload,
 ) -> tuple[tuple[Array, ...], tuple[Shape, ...], tuple[Array, ...]]:
     """Of random_arrays, after the seed."""
     return w.row_operands, w.parameter_shapes, w.cotangents
@@ -68,7 +76,7 @@ def inputs_program(*arguments: Any) -> Callable[[int], Inputs]:
 
 
 @functools.lru_cache(maxsize=1)
-def rotating_inputs(workload: Workload | BlockWorkload) -> list[Inputs]:
+def rotating_inputs(workload: Workload | BlockWorkload | LossWorkload) -> list[Inputs]:
     """As many as keep calls out of the cache; shared by the providers of one workload."""
     make = inputs_program(*arguments_of(workload))
     return [make(seed) for seed in range(calls.buffers_for(workload.bytes))]
@@ -82,9 +90,10 @@ class Program:
     operands: Callable[..., tuple[Any, ...]]
     compile_s: float
     extra_passes: int  # over an array of x's size
+    temp_bytes: int  # what XLA plans for intermediates
 
 
-def compile_cell(cell: TimedCell | BlockCell) -> Program:
+def compile_cell(cell: Cell) -> Program:
     """Compiles what a user would call; raises what the library raises.
 
     A gradient that is another array already is not returned: XLA would have to copy it.
@@ -100,7 +109,9 @@ def compile_cell(cell: TimedCell | BlockCell) -> Program:
 
     def timed(call: Any, operands: Callable[..., tuple[Any, ...]]) -> Program:
         took = time.perf_counter() - start
-        return Program(call, operands, took, hlo.extra_passes(call.as_text(), rows[0].size))
+        passes = hlo.extra_passes(call.as_text(), rows[0].size)
+        temp_bytes = int(call.memory_analysis().temp_size_in_bytes)
+        return Program(call, operands, took, passes, temp_bytes)
 
     def forward(rows: Any, parameters: Any) -> Any:
         results = f(*rows, *parameters)
@@ -108,7 +119,8 @@ def compile_cell(cell: TimedCell | BlockCell) -> Program:
 
     def forward_and_backward(rows: Any, parameters: Any, cotangents: Any) -> Any:
         results, pullback = jax.vjp(forward, rows, parameters)
-        of_rows, of_parameters = pullback(cotangents)
+        # A mean has none: a constant 1, as of jax.grad.
+        of_rows, of_parameters = pullback(cotangents or jax.tree.map(jnp.ones_like, results))
         return results, [of_rows[i] for i in cell.gradients], of_parameters
 
     if cell.direction == "fwd":
@@ -135,21 +147,23 @@ def compile_cell(cell: TimedCell | BlockCell) -> Program:
     )
 
 
-def operands_of(cell: TimedCell | BlockCell, program: Program) -> list[tuple[Any, ...]]:
+def operands_of(cell: Cell, program: Program) -> list[tuple[Any, ...]]:
     return [program.operands(*inputs) for inputs in rotating_inputs(cell.workload)]
 
 
-def kernel_time(cell: TimedCell | BlockCell, program: Program) -> Figures:
-    roof = timing.copy_roof(cell.bytes)
+def kernel_time(cell: Cell, program: Program) -> Figures:
+    by_bytes = not (isinstance(cell, LossCell) and cell.bound_by_products)
+    roof = timing.copy_roof(cell.bytes) if by_bytes else None
     measured = timing.measure(program.call, operands_of(cell, program))
     return {
         "us": measured.us,
         "main_us": measured.main_us,
-        "gbps": measured.gbps(cell.bytes),
-        "roof": roof.us / measured.us,
+        "gbps": measured.gbps(cell.bytes) if by_bytes else None,
+        "roof": None if roof is None else roof.us / measured.us,
         "compile_s": program.compile_s,
         "kernels": measured.kernels,
         "extra_passes": program.extra_passes,
+        "temp_bytes": program.temp_bytes,
     }
 
 

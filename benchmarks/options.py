@@ -6,6 +6,7 @@ from pathlib import Path
 
 from benchmarks import processes, workloads
 from benchmarks.blocks import BLOCKS
+from benchmarks.losses import LOSSES
 from benchmarks.providers import PROVIDERS
 from benchmarks.suites import SUITES, Selection
 
@@ -29,10 +30,10 @@ def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Names
     )
     names: dict[str, tuple[list[str], str]] = {
         "providers": (list(PROVIDERS), "whose functions"),
-        "ops": ([*workloads.OPERATIONS, *BLOCKS], "which operations and blocks"),
+        "ops": ([*workloads.OPERATIONS, *BLOCKS, *LOSSES], "which operations, blocks and losses"),
         "directions": (
             list(workloads.DIRECTIONS),
-            "fwd and bwd for kernels, fwd+bwd for api, fwd and fwd+bwd for blocks",
+            "fwd and bwd for kernels, fwd+bwd for api, fwd and fwd+bwd for blocks and loss",
         ),
         "dtypes": (
             ["bfloat16", "float32", "mixed"],
@@ -53,7 +54,8 @@ def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Names
         nargs="+",
         type=shape,
         metavar="ROWSxCOLS",
-        help="instead of the suites' own; of the block ada_layer_norm BATCHxLENGTHxCOLS",
+        help="instead of the suites' own; of the block ada_layer_norm BATCHxLENGTHxCOLS, of "
+        "linear_cross_entropy ROWSxFEATURESxCLASSES",
     )
     parser.add_argument("--quick", action="store_true", help="few shapes, one training step")
     parser.add_argument(

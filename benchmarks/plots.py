@@ -28,6 +28,8 @@ STYLES = {
     "composed": ("#882255", "p"),
     "jnp": ("#E69F00", "^"),
     "flax": ("#F0E442", "D"),
+    "optax": ("#44AA99", "h"),
+    "products": ("#661100", "+"),
     "tokamax": ("#CC79A7", "P"),
     "quack": ("#D55E00", "X"),
     "liger": ("#009E73", "*"),

@@ -5,14 +5,16 @@
     python -m benchmarks.run kernels --ops layer_norm --directions bwd --shapes 8192x4096
 
 Suites: `kernels`, kernel time forward and backward over the whole grid; `api`, forward and backward
-in one call; `blocks`, norms with what a model does to the same rows before and after; `latency`,
-calls of few rows, also from the host; `memory` and `steps`, a training step of the demo's
-transformer; `stacks`, programs of many small norms; `accuracy`, gradients against float64.
+in one call; `blocks`, norms with what a model does to the same rows before and after; `loss`,
+cross-entropies, and their memory; `latency`, calls of few rows, also from the host; `memory` and
+`steps`, a training step of the demo's transformer; `stacks`, programs of many small norms;
+`accuracy`, gradients against float64.
 
 Kernel time is CUPTI's, on rotating buffers larger than the cache; GB/s are by the least bytes that
 must move, of a block each of its arrays once in each direction; `roof` is the time of a copy of as
 many bytes in the same process over the time measured. `kernels` are those of a call, `extra_passes`
 those over whole arrays that copy, convert or transpose: a copy may be no kernel, and not timed.
+`temp_bytes` are beside operands and results: what XLA plans, and what torch allocates.
 Nothing compiles while a call is timed, but calls compile beside each other, in several processes
 (--workers): `compile_s` is what that takes, and of torch also the first call. How long a kernel
 takes that compiles alone, `python -m benchmarks.compiling` says.

@@ -8,8 +8,9 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from benchmarks import blocks, models, workloads
+from benchmarks import blocks, losses, models, workloads
 from benchmarks.blocks import BLOCKS, BlockWorkload
+from benchmarks.losses import LOSSES, LossWorkload
 from benchmarks.models import StackCell, TrainingCell
 from benchmarks.providers import PROVIDERS, SIDES, Provider, Side
 from benchmarks.workloads import Direction, Shape, Workload
@@ -35,15 +36,27 @@ class BlockCell(BlockWorkload):
         return BlockWorkload(self.op, self.direction, self.shape, self.dtype)
 
 
-Cell = TimedCell | BlockCell | TrainingCell | StackCell
+@dataclasses.dataclass(frozen=True)
+class LossCell(LossWorkload):
+    provider: str
+
+    @property
+    def workload(self) -> LossWorkload:
+        return LossWorkload(self.op, self.direction, self.shape, self.dtype)
+
+
+Cell = TimedCell | BlockCell | LossCell | TrainingCell | StackCell
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What the command line asks for: `ops` also names blocks. `shapes` None: each suite's own."""
+    """What the command line asks for: `ops` also names blocks and losses.
+
+    `shapes` None: each suite's own.
+    """
 
     providers: tuple[str, ...] = tuple(PROVIDERS)
-    ops: tuple[str, ...] = (*workloads.OPERATIONS, *BLOCKS)
+    ops: tuple[str, ...] = (*workloads.OPERATIONS, *BLOCKS, *LOSSES)
     directions: tuple[Direction, ...] = workloads.DIRECTIONS
     dtypes: tuple[tuple[str, str], ...] = tuple(workloads.DTYPES)
     shapes: tuple[Shape, ...] | None = None
@@ -55,7 +68,7 @@ class Selection:
 
     @property
     def rows_by_cols(self) -> list[Shape] | None:
-        """The shapes, for all but blocks."""
+        """The shapes, for all but blocks and losses."""
         return None if self.shapes is None else [s for s in self.shapes if len(s) == 2]
 
     def timed(
@@ -166,6 +179,16 @@ def _blocks(selection: Selection) -> Iterable[Cell]:
                 yield BlockCell(**dataclasses.asdict(workload), provider=name)
 
 
+def _losses(selection: Selection) -> Iterable[Cell]:
+    dtypes = [x for x, y in selection.dtypes if x == y]
+    for workload in losses.grid(
+        selection.ops, selection.directions, dtypes, selection.shapes, quick=selection.quick
+    ):
+        for name in selection.providers:
+            if PROVIDERS[name].offers(workload):
+                yield LossCell(**dataclasses.asdict(workload), provider=name)
+
+
 _TIME = {"us": 2, "main_us": 2, "gbps": 1, "roof": 4, "compile_s": 2}
 
 SUITES: dict[str, Suite] = {
@@ -174,6 +197,7 @@ SUITES: dict[str, Suite] = {
         Suite("kernels", TimedCell, _TIME, _kernels),
         Suite("api", TimedCell, _TIME, _api),
         Suite("blocks", BlockCell, {**_TIME, "kernels": 0, "extra_passes": 0}, _blocks),
+        Suite("loss", LossCell, {**_TIME, "temp_bytes": 0}, _losses),
         Suite("latency", TimedCell, {"us": 2, "wall_us": 2}, _latency),
         Suite(
             "memory",

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from benchmarks import blocks, figures, workloads
 from benchmarks.blocks import BLOCKS
 from benchmarks.figures import Ahead, Comparison, Figure, Figures
+from benchmarks.losses import LossWorkload
 from benchmarks.models import MODELS, VARIANTS
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import OK, Row
@@ -15,6 +16,7 @@ _SHORT = {"bfloat16": "bf16", "float32": "f32"}
 _BLOCK_DTYPES = {**_SHORT, "mixed": "bf16 beside an f32 residual stream"}
 _LONG = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
 GB = 1e9
+MIB = 2**20
 LARGE = 100e6  # bytes: twice an H200's cache
 
 
@@ -254,6 +256,38 @@ def _speed(mine: Figure, other: Figure | None) -> str:
 def _star(figure: Figure) -> str:
     """Where the program also passes over whole arrays without computing."""
     return "*" if figure.extra_passes else ""
+
+
+def losses(rows: Sequence[Row]) -> str:
+    """Time, share of the roof, jaxnorm's speed over it, and memory of each provider, by cell."""
+    of_copies = figures.of((row for row in rows if row["roof"]), LossWorkload)
+    by_cell: dict[tuple[str, str, str, str], dict[str, Row]] = {}
+    for row in rows:
+        if row["status"] == OK:
+            cell = (row["op"], row["direction"], row["shape"], row["dtype"])
+            by_cell.setdefault(cell, {})[row["provider"]] = row
+    body = []
+    for cell, answers in by_cell.items():
+        op, direction, shape, dtype = cell
+        us = {name: float(row["us"]) for name, row in answers.items()}
+        mine = next((us[name] for name in figures.OWN if name in us), None)
+        for name in (name for name in PROVIDERS if name in answers):
+            if cell in of_copies:
+                roof = f"{of_copies[cell][name].roof:.2f}"
+            else:
+                roof = f"{us['products'] / us[name]:.2f}" if "products" in us else "-"
+            temp = answers[name]["temp_bytes"]
+            body.append(
+                [
+                    f"{op} {_LONG[direction]}, {shape.replace('x', ' x ')}, {_SHORT[dtype]}",
+                    PROVIDERS[name].label,
+                    f"{us[name]:.0f}",
+                    roof,
+                    "-" if mine is None else f"{us[name] / mine:.2f}x",
+                    f"{int(temp) / MIB:.0f}" if temp else "-",
+                ]
+            )
+    return markdown(["cell", "provider", "us", "of the roof", "jaxnorm's speed", "temp MiB"], body)
 
 
 def _by_cell(rows: Sequence[Row], header: Sequence[str], columns: Sequence[str]) -> str:

@@ -56,7 +56,7 @@ def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> flo
 @functools.cache
 def copy_programs(size: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Compiled: what makes an array, and what copies it; `size` bytes are read and written."""
-    words = max(1, size // 8)
+    words, _ = calls.words_for(size)
     fill = jax.jit(lambda i: jnp.full(words, i, jnp.uint32)).lower(0).compile()
     copy = jax.jit(lambda x: x ^ 1).lower(jax.ShapeDtypeStruct((words,), jnp.uint32)).compile()
     return fill, copy
@@ -66,4 +66,5 @@ def copy_programs(size: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def copy_roof(size: int) -> Timing:
     """A kernel that reads and writes `size` bytes in all, as fast as XLA can."""
     fill, copy = copy_programs(size)
-    return measure(copy, [(fill(i),) for i in range(calls.buffers_for(size))])
+    copied = measure(copy, [(fill(i),) for i in range(calls.buffers_for(size))])
+    return copied.times(calls.words_for(size)[1])

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from benchmarks import calls, gradients, providers, torch_timing
 from benchmarks.blocks import BlockWorkload
-from benchmarks.suites import BlockCell, TimedCell, provider_of
+from benchmarks.losses import LossWorkload
+from benchmarks.suites import BlockCell, LossCell, TimedCell, provider_of
 from benchmarks.torch_timing import DEVICE
 from benchmarks.workloads import Workload
 
@@ -19,21 +20,25 @@ Figures = dict[str, float | None]
 Measure = Callable[[], Figures]
 Tensors = tuple[Tensor, ...]
 Inputs = tuple[Tensors, Tensors, Tensors]  # row operands, parameters, cotangents
-Cell = TimedCell | BlockCell
+Cell = TimedCell | BlockCell | LossCell
 
 THREADS = 1  # torch compiles one call at a time
 
 
 def random_inputs(
-    workload: Workload | BlockWorkload, parameter_dtype: str, sets: int
+    workload: Workload | BlockWorkload | LossWorkload, parameter_dtype: str, sets: int
 ) -> list[Inputs]:
-    """Normal rows, parameters near 1, masks that keep most."""
+    """Normal rows and weights, parameters near 1, masks that keep most, labels of any class."""
     generator = torch.Generator(DEVICE).manual_seed(0)
 
-    def normal(shape: tuple[int, ...], dtype: str) -> Tensor:
+    def normal(shape: tuple[int, ...], dtype: str, size: float = 1) -> Tensor:
         wanted = getattr(torch, dtype)
         if dtype == "bool":
             return torch.rand(shape, generator=generator, device=DEVICE) < 0.8
+        if dtype == "int32":  # torch's own losses take none but 64-bit labels
+            return torch.randint(int(size), shape, generator=generator, device=DEVICE)
+        if size != 1:  # as torch.nn.Linear keeps a weight: transposed
+            return normal(shape[::-1], dtype).mul_(size).t()
         return torch.randn(shape, generator=generator, device=DEVICE, dtype=wanted)
 
     def inputs() -> Inputs:
@@ -47,7 +52,9 @@ def random_inputs(
 
 
 @functools.lru_cache(maxsize=1)
-def rotating_inputs(workload: Workload | BlockWorkload, parameter_dtype: str) -> list[Inputs]:
+def rotating_inputs(
+    workload: Workload | BlockWorkload | LossWorkload, parameter_dtype: str
+) -> list[Inputs]:
     """As many as keep calls out of the cache."""
     return random_inputs(workload, parameter_dtype, calls.buffers_for(workload.bytes))
 
@@ -76,7 +83,8 @@ def forward_and_backward(
     f: Callable[..., Any], leaves: Tensors, cotangents: Tensors
 ) -> tuple[Any, Tensors]:
     results = f(*leaves)
-    return results, torch.autograd.grad(results, floating(leaves), cotangents)
+    # A mean has none: a constant 1, as of Tensor.backward.
+    return results, torch.autograd.grad(results, floating(leaves), cotangents or None)
 
 
 def calls_of(
@@ -106,16 +114,21 @@ def compiled(cell: Cell) -> tuple[Callable[..., Any], float]:
 
 
 def kernel_time(cell: Cell, f: Callable[..., Any], compile_s: float) -> Figures:
-    roof = torch_timing.copy_roof(cell.bytes)
+    by_bytes = not (isinstance(cell, LossCell) and cell.bound_by_products)
+    roof = torch_timing.copy_roof(cell.bytes) if by_bytes else None
     function, operands = calls_of(cell, f, rotating_inputs(cell.workload, parameter_dtype(cell)))
     measured = torch_timing.measure(function, operands)
+    temp_bytes = torch_timing.temp_bytes(function, operands[0])
+    if cell.op in provider_of(cell).overwrites:
+        rotating_inputs.cache_clear()  # the workload's other providers get what it got
     return {
         "us": measured.us,
         "main_us": measured.main_us,
-        "gbps": measured.gbps(cell.bytes),
-        "roof": roof.us / measured.us,
+        "gbps": measured.gbps(cell.bytes) if by_bytes else None,
+        "roof": None if roof is None else roof.us / measured.us,
         "compile_s": compile_s,
         "kernels": measured.kernels,
+        "temp_bytes": temp_bytes,
     }
 
 

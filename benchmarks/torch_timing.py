@@ -42,6 +42,19 @@ def measure(function: Callable[..., Any], operands: Operands) -> Timing:
     return calls.of_kernels([event.time_range.elapsed_us() for event in kernels], count)
 
 
+def temp_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int | None:
+    """What a call takes at its peak beside its operands and results; None on a CPU."""
+    if DEVICE == "cpu":
+        return None
+    synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    results = function(*operands)
+    synchronize()
+    temp = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    del results  # until here: they are no temporaries
+    return temp
+
+
 def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> float:
     """Median microseconds from a call to its result, on operands that are warm."""
 
@@ -55,9 +68,9 @@ def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> flo
 @functools.lru_cache(maxsize=4)
 def copy_roof(size: int) -> Timing:
     """A copy that reads and writes `size` bytes in all, by Tensor.copy_."""
-    words = max(1, size // 8)
+    words, factor = calls.words_for(size)
     pairs = [
         tuple(torch.full((words,), i, dtype=torch.int32, device=DEVICE) for _ in range(2))
         for i in range(calls.buffers_for(size))
     ]
-    return measure(lambda source, target: target.copy_(source), pairs)
+    return measure(lambda source, target: target.copy_(source), pairs).times(factor)

@@ -10,8 +10,9 @@ from typing import Literal
 
 Operation = Literal["softmax", "log_softmax", "layer_norm", "rms_norm"]
 Direction = Literal["fwd", "bwd", "fwd+bwd"]
-Shape = tuple[int, ...]  # rows x cols, but for blocks
-Array = tuple[Shape, str]  # shape and dtype
+Shape = tuple[int, ...]  # rows x cols, but for blocks and losses
+# Shape and dtype; and of integers how many there are, from 0, of weights their deviation.
+Array = tuple[Shape, str] | tuple[Shape, str, float]
 
 OPERATIONS: tuple[Operation, ...] = ("softmax", "log_softmax", "layer_norm", "rms_norm")
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd", "fwd+bwd")
@@ -37,7 +38,7 @@ QUICK: list[Shape] = [(32768, 1024), (16384, 8192)]
 
 # x, y. The mixed pair is a float32 residual stream with 16-bit matmuls.
 DTYPES = [("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16")]
-ITEMSIZE = {"bool": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+ITEMSIZE = {"bool": 1, "bfloat16": 2, "float16": 2, "int32": 4, "float32": 4, "float64": 8}
 
 
 @dataclasses.dataclass(frozen=True)

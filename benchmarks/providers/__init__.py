@@ -1,10 +1,11 @@
 """Whose functions are compared: one entry each, one adapter module beside this file for each.
 
 An adapter has ``function(name, op, y_dtype)``: a differentiable function of the row operands and
-the parameters that the operation has (x, scale, bias; of a block, x, residual, ...), made of the
-library's public API. It returns y, or of a block its results in a tuple. It is imported in the
-processes of its side alone, so this table is all that a machine without the library needs. A new
-provider is a line here, an adapter, and a colour in plots.py.
+the parameters that the operation has (x, scale, bias; of a block, x, residual, ...; of a loss, x,
+weight where it has one, labels), made of the library's public API. It returns y, or of a block its
+results in a tuple. It is imported in the processes of its side alone, so this table is all that a
+machine without the library needs. A new provider is a line here, an adapter, and a colour in
+plots.py.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from importlib import metadata
 from typing import Any, Literal
 
 from benchmarks.blocks import BLOCKS, MIXED, BlockWorkload
+from benchmarks.losses import LOSSES, LossWorkload
 from benchmarks.workloads import OPERATIONS, Operation, Workload
 
 Side = Literal["jax", "torch"]
@@ -31,9 +33,10 @@ class Provider:
       adapter: module of this package.
       distributions: what has to be installed; their versions go with every figure.
       operations: what it offers.
-      blocks: those that it offers.
+      blocks, losses: those that it offers.
       mixed: operations that it offers with x in float32 and the output in bfloat16, and blocks
         with a float32 residual stream beside bfloat16 x and y.
+      overwrites: what it offers that writes over its row operands.
       wide_parameters: scale and bias are float32 whatever x is; else they have x's dtype.
       note: what a reader of its figures has to know.
     """
@@ -44,12 +47,15 @@ class Provider:
     distributions: tuple[str, ...]
     operations: tuple[Operation, ...] = OPERATIONS
     blocks: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()
     mixed: tuple[str, ...] = ()
+    overwrites: tuple[str, ...] = ()
     wide_parameters: bool = True
     note: str = ""
 
-    def offers(self, workload: Workload | BlockWorkload) -> bool:
-        return workload.op in (self.mixed if workload.mixed else (*self.operations, *self.blocks))
+    def offers(self, workload: Workload | BlockWorkload | LossWorkload) -> bool:
+        plain = (*self.operations, *self.blocks, *self.losses)
+        return workload.op in (self.mixed if workload.mixed else plain)
 
     def parameter_dtype(self, x_dtype: str) -> str:
         return "float32" if self.wide_parameters else x_dtype
@@ -64,7 +70,8 @@ class Provider:
             raise ModuleNotFoundError(f"{name} is not installed: pip install {name}") from None
 
 
-_EVERYTHING: dict[str, Any] = {"blocks": tuple(BLOCKS), "mixed": (*NORMS, *MIXED)}
+_BLOCKS: dict[str, Any] = {"blocks": tuple(BLOCKS), "mixed": (*NORMS, *MIXED)}
+_EVERYTHING: dict[str, Any] = {**_BLOCKS, "losses": tuple(LOSSES)}
 
 PROVIDERS: dict[str, Provider] = {
     "jaxnorm": Provider("jaxnorm", "jax", "jaxnorm_functions", ("jax",), **_EVERYTHING),
@@ -74,7 +81,7 @@ PROVIDERS: dict[str, Provider] = {
         "jax",
         "jaxnorm_functions",
         ("jax", "jax-triton", "triton"),
-        **_EVERYTHING,
+        **_BLOCKS,
     ),
     "xla": Provider("jaxnorm xla", "jax", "jaxnorm_functions", ("jax",), **_EVERYTHING),
     # jaxnorm's plain functions beside jnp's arithmetic, where one of its functions is the block.
@@ -90,12 +97,25 @@ PROVIDERS: dict[str, Provider] = {
     ),
     "jnp": Provider("jnp", "jax", "jnp_functions", ("jax",), **_EVERYTHING),
     "flax": Provider("Flax", "jax", "flax_modules", ("jax", "flax"), NORMS, mixed=NORMS),
+    "optax": Provider(
+        "optax", "jax", "optax_functions", ("jax", "optax"), (), losses=tuple(LOSSES)
+    ),
+    # No loss, but what the time of one is measured by.
+    "products": Provider(
+        "matrix products",
+        "jax",
+        "matrix_products",
+        ("jax",),
+        (),
+        losses=("linear_cross_entropy",),
+    ),
     "tokamax": Provider(
         "tokamax",
         "jax",
         "tokamax_functions",
         ("jax", "tokamax", "jax-triton", "triton"),
         NORMS,
+        losses=("linear_cross_entropy",),
         note="tokamax's backward writes dx over x. The copy of x that XLA makes before it is no "
         "kernel and is not counted, and of small arrays it leaves a part in the cache.",
     ),
@@ -106,6 +126,7 @@ PROVIDERS: dict[str, Provider] = {
         ("torch", "quack-kernels"),
         ("softmax", *NORMS),
         blocks=("add_rms_norm",),
+        losses=("cross_entropy",),
         mixed=("rms_norm", "add_rms_norm"),
     ),
     "liger": Provider(
@@ -115,6 +136,8 @@ PROVIDERS: dict[str, Provider] = {
         ("torch", "liger-kernel", "triton"),
         ("softmax", *NORMS),
         blocks=("add_rms_norm",),
+        losses=tuple(LOSSES),
+        overwrites=("cross_entropy",),
         wide_parameters=False,
         note="Liger's RMSNorm writes dx over dy.",
     ),

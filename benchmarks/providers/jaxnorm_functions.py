@@ -40,6 +40,11 @@ _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "group_norm": (group_norm, {}),
 }
 
+_LOSSES: dict[str, Callable[..., jax.Array]] = {
+    "cross_entropy": jaxnorm.softmax_cross_entropy_with_integer_labels,
+    "linear_cross_entropy": jaxnorm.linear_softmax_cross_entropy,
+}
+
 
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
     implementation = None if name in ("jaxnorm", "composed") else name
@@ -49,6 +54,8 @@ def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
 
     if op in ("softmax", "log_softmax", "layer_norm", "rms_norm"):
         return functools.partial(plain(getattr(jaxnorm, op)), dtype=y_dtype)
+    if op in _LOSSES:
+        return plain(_LOSSES[op])
     if op not in _BLOCKS or name == "composed":
         functions = (jaxnorm.rms_norm, jaxnorm.layer_norm, jaxnorm.softmax)
         return jnp_functions.Plain(*map(plain, functions)).block(op, y_dtype)

@@ -100,10 +100,26 @@ class Plain:
         return (y * scale + bias).astype(dtype)
 
 
+def cross_entropy(logits: Array, labels: Array) -> Array:
+    wide = logits.astype(jnp.float32)
+    chosen = jnp.take_along_axis(wide, labels[:, None], axis=-1)[:, 0]
+    return jax.nn.logsumexp(wide, axis=-1) - chosen
+
+
+def linear_cross_entropy(x: Array, weight: Array, labels: Array) -> Array:
+    return jnp.mean(cross_entropy(x @ weight, labels))
+
+
+_LOSSES: dict[str, Callable[..., Array]] = {
+    "cross_entropy": cross_entropy,
+    "linear_cross_entropy": linear_cross_entropy,
+}
 _PLAIN = Plain(rms_norm, layer_norm, jax.nn.softmax)
 
 
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
     if op in ("layer_norm", "rms_norm"):
         return functools.partial(getattr(_PLAIN, op), dtype=y_dtype)
+    if op in _LOSSES:
+        return _LOSSES[op]
     return getattr(jax.nn, op) if op in ("softmax", "log_softmax") else _PLAIN.block(op, y_dtype)

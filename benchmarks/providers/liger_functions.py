@@ -1,14 +1,27 @@
-"""Liger's kernels as its functional API calls them: RMSNorm's dx is written over dy."""
+"""Liger's kernels as its API calls them: RMSNorm's dx is written over dy, logits' over logits."""
 
 from collections.abc import Callable
 from typing import Any
 
+from liger_kernel.transformers import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
 from liger_kernel.transformers.functional import (
     liger_fused_add_rms_norm,
     liger_layer_norm,
     liger_rms_norm,
     liger_softmax,
 )
+from torch import Tensor
+
+_CROSS_ENTROPY = LigerCrossEntropyLoss(reduction="none")
+_LINEAR_CROSS_ENTROPY = LigerFusedLinearCrossEntropyLoss()
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return _CROSS_ENTROPY(logits, labels).float()  # it has the dtype of logits
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return _LINEAR_CROSS_ENTROPY(weight.t(), x, labels)
 
 
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
@@ -19,4 +32,6 @@ def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
         "add_rms_norm": lambda x, residual, scale: liger_fused_add_rms_norm(
             x, residual, scale, 1e-6
         ),
+        "cross_entropy": cross_entropy,
+        "linear_cross_entropy": linear_cross_entropy,
     }[op]

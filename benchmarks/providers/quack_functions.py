@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from quack.cross_entropy import cross_entropy
 from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm
 from quack.softmax import softmax
 from torch import Tensor
@@ -32,4 +33,5 @@ def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
         "add_rms_norm": lambda x, residual, scale: rms_norm(
             x, scale, residual=residual, prenorm=True
         ),
+        "cross_entropy": functools.partial(cross_entropy, reduction="none"),
     }[op]

@@ -1,11 +1,9 @@
-"""tokamax's normalization, by its Triton kernels. Its output has x's dtype."""
+"""tokamax's normalization, by its Triton kernels: its output has x's dtype. And its linear loss."""
 
 from collections.abc import Callable
 
 import jax
 import triton.backends.nvidia.driver as triton_driver
-
-from benchmarks.workloads import Operation
 
 # jax-triton 0.4.1 imports two names of Triton 3.7. Triton 3.6, which torch 2.11 pins, lacks them,
 # and jax-triton would then take no NVIDIA GPU for granted, without a word.
@@ -14,6 +12,7 @@ if not hasattr(triton_driver, "TMA_TF32"):
 if not hasattr(triton_driver, "TMA_DTYPE_DEVICE_TO_HOST"):
     triton_driver.TMA_DTYPE_DEVICE_TO_HOST = {i: i for i in range(16)}
 
+import tokamax
 from tokamax._src.ops.normalization.triton import TritonNormalization
 
 # As tokamax's own benchmark has it; no public argument says so. What `tokamax.layer_norm` takes is
@@ -22,7 +21,14 @@ from tokamax._src.ops.normalization.triton import TritonNormalization
 _NORM = TritonNormalization(input_output_alias=False)
 
 
-def function(name: str, op: Operation, y_dtype: str) -> Callable[..., jax.Array]:
+def linear_cross_entropy(x: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+    return tokamax.linear_softmax_cross_entropy_loss(x, labels, weight, reduction="mean")
+
+
+def function(name: str, op: str, y_dtype: str) -> Callable[..., jax.Array]:
+    if op == "linear_cross_entropy":
+        return linear_cross_entropy
+
     def norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         return _NORM(x, scale, bias, subtract_mean=op == "layer_norm")
 

@@ -84,6 +84,14 @@ def group_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return y.permute(0, 2, 3, 1)
 
 
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.float(), labels, reduction="none")
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(x @ weight, labels).mean()
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "softmax": softmax,
     "log_softmax": log_softmax,
@@ -102,6 +110,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "column_softmax": column_softmax,
     "channel_layer_norm": channel_layer_norm,
     "group_norm": group_norm,
+    "cross_entropy": cross_entropy,
+    "linear_cross_entropy": linear_cross_entropy,
 }
 
 

@@ -1,0 +1,27 @@
+"""optax's cross-entropy: of logits as they are, and of those that a model's last layer makes."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    # In 16 bits optax's loss is, too; a training step sums it in float32.
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.astype(jnp.float32)
+
+
+def linear_cross_entropy(x: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+    return jnp.mean(cross_entropy(x @ weight, labels))
+
+
+_LOSSES: dict[str, Callable[..., jax.Array]] = {
+    "cross_entropy": cross_entropy,
+    "linear_cross_entropy": linear_cross_entropy,
+}
+
+
+def function(name: str, op: str, y_dtype: str) -> Callable[..., jax.Array]:
+    return _LOSSES[op]

@@ -1,0 +1,168 @@
+"""The benchmarks of losses, without a GPU: what is asked, what the sides make of it, the table."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import calls, jax_side, machine, providers, run, tables
+from benchmarks.losses import LossWorkload
+from benchmarks.machine import Machine
+from benchmarks.providers import PROVIDERS
+from benchmarks.results import Table
+from benchmarks.suites import SUITES, LossCell, Selection
+
+LOSS = SUITES["loss"]
+POSITIONS = LossCell("cross_entropy", "fwd+bwd", "6x40", "float32", "jaxnorm")
+MEAN = LossCell("linear_cross_entropy", "fwd+bwd", "6x8x40", "bfloat16", "jaxnorm")
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
+def test_bytes(dtype, size):
+    """The logits once, and backwards read again, with the gradient written."""
+    forward = 10 * 30 * size + 10 * (4 + 4)  # labels and losses, too
+    assert LossWorkload("cross_entropy", "fwd", "10x30", dtype).bytes == forward
+    both = LossWorkload("cross_entropy", "fwd+bwd", "10x30", dtype).bytes
+    assert both == 2 * forward + 10 * 30 * size
+
+
+def test_what_is_asked():
+    cells = list(LOSS.cells(Selection()))
+    plain = [c for c in cells if c.op == "cross_entropy"]
+    assert len({c.workload for c in plain}) == 5 * 2 * 2
+    assert not any(c.bound_by_products for c in plain)
+    assert {c.provider for c in plain} == {
+        *("jaxnorm", "mosaic", "xla", "jnp", "optax", "quack", "liger", "torch.compile")
+    }
+    linear = [c for c in cells if c.op == "linear_cross_entropy"]
+    assert {c.workload for c in linear} == {
+        LossWorkload("linear_cross_entropy", "fwd+bwd", "8192x4096x128256", "bfloat16")
+    }
+    assert {c.provider for c in linear} == {
+        *("jaxnorm", "mosaic", "xla", "jnp", "optax", "products"),
+        *("tokamax", "liger", "torch.compile"),
+    }
+    few = LOSS.cells(Selection(providers=("jnp",), shapes=((4, 32), (4, 8, 32)), quick=True))
+    assert {(c.op, c.shape) for c in few} == {
+        ("cross_entropy", "4x32"),
+        ("linear_cross_entropy", "4x8x32"),
+    }
+    assert {c.shape for c in LOSS.cells(Selection(providers=("jnp",), quick=True))} == {
+        "8192x32768",
+        "8192x4096x128256",
+    }
+
+
+def test_a_copy_fits_beside_the_operands():
+    assert calls.words_for(8_000) == (1_000, 1.0)
+    assert calls.words_for(int(2.5 * calls.COPY_BYTES)) == (calls.COPY_BYTES // 8, 2.5)
+    assert calls.Timing(3.0, 2.0, 1).times(2.0) == calls.Timing(6.0, 4.0, 1)
+
+
+def test_labels_are_classes_and_logits_near_normal():
+    workload = LossWorkload("linear_cross_entropy", "fwd+bwd", "256x64x40", "bfloat16")
+    inputs = jax_side.random_arrays(0, *jax_side.arguments_of(workload))
+    (x, weight, labels), parameters, cotangents = inputs
+    assert (parameters, cotangents) == ((), ())
+    assert x.dtype == weight.dtype == "bfloat16"
+    assert set(np.asarray(labels).tolist()) == set(range(40))
+    logits = np.asarray(x, np.float32) @ np.asarray(weight, np.float32)
+    assert logits.std() == pytest.approx(1, rel=0.1)
+
+
+@functools.cache
+def program(cell):
+    return jax_side.compile_cell(cell)
+
+
+@pytest.mark.parametrize("name", ["jaxnorm", "optax"])
+@pytest.mark.parametrize("cell", [POSITIONS, MEAN])
+def test_the_providers_compute_the_loss(name, cell):
+    """The loss and the gradients of the plain formula, in its dtypes."""
+    inputs = jax_side.random_arrays(0, *jax_side.arguments_of(cell))
+    expected, actual = (
+        jax.tree.leaves(each.call(*each.operands(*inputs)))
+        for each in (
+            program(LossCell(**vars(cell.workload), provider=provider))
+            for provider in ("jnp", name)
+        )
+    )
+    assert len(actual) == 1 + len(cell.gradients)
+    assert [a.dtype for a in actual] == ["float32", *[cell.dtype] * len(cell.gradients)]
+    rtol, atol = (1e-5, 1e-6) if cell.dtype == "float32" else (2**-5, 2**-9)
+    for a, e in zip(actual, expected):
+        np.testing.assert_allclose(a.astype("float32"), e.astype("float32"), rtol=rtol, atol=atol)
+
+
+def test_the_products_are_those_of_the_loss():
+    rows, *_ = jax_side.random_arrays(0, *jax_side.arguments_of(MEAN))
+    products = providers.function("products", MEAN.op, MEAN.y_dtype)
+    _, (dx, dweight) = jax.value_and_grad(products, (0, 1))(*rows)
+    assert [(a.shape, a.dtype) for a in (dx, dweight)] == [(a.shape, a.dtype) for a in rows[:2]]
+    text = jax.jit(jax.grad(products, (0, 1))).lower(*rows).as_text()
+    assert text.count("stablehlo.dot_general") == 3
+
+
+@pytest.mark.parametrize("cell", [POSITIONS, MEAN])
+def test_torch_losses(cell, monkeypatch):
+    torch = pytest.importorskip("torch")
+    from benchmarks import torch_side
+
+    eager = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", eager)
+    cell = LossCell(**vars(cell.workload), provider="torch.compile")
+    f, _ = torch_side.compiled(cell)
+    inputs = torch_side.random_inputs(cell.workload, torch_side.parameter_dtype(cell), 1)
+    function, (operands,) = torch_side.calls_of(cell, f, inputs)
+    loss, gradients = function(*operands)
+    assert loss.dtype == torch.float32
+    assert [g.shape for g in gradients] == [a.shape for a in inputs[0][0][:-1]]
+    figures = torch_side.prepare("loss", cell)()
+    assert figures["us"] > 0
+    assert (figures["roof"] is None) == cell.bound_by_products
+
+
+def test_a_run(tmp_path):
+    if machine.here() != Machine("cpu"):
+        pytest.skip("takes the GPU's memory from the tests")
+    arguments = ["loss", "--dtypes", "bfloat16", "--shapes", "4x32", "4x8x32", "--workers", "1"]
+    arguments += ["--providers", "jaxnorm", "products", "--out", str(tmp_path)]
+    assert run.main(arguments) == 0
+    rows = Table(tmp_path, LOSS).rows()
+    assert [(r["op"], r["direction"], r["provider"]) for r in rows] == [
+        ("cross_entropy", "fwd", "jaxnorm"),
+        ("cross_entropy", "fwd+bwd", "jaxnorm"),
+        ("linear_cross_entropy", "fwd+bwd", "jaxnorm"),
+        ("linear_cross_entropy", "fwd+bwd", "products"),
+    ]
+    assert {r["status"] for r in rows} == {"ok"}
+    assert all(float(r["us"]) > 0 and int(r["temp_bytes"]) >= 0 for r in rows)
+    assert [r["roof"] == "" for r in rows] == [False, False, True, True]
+    text = (tmp_path / "report.md").read_text()
+    asked = "linear_cross_entropy forward and backward, 4 x 8 x 32, bf16"
+    assert f"| {asked} | matrix products |" in text
+
+
+def test_the_table():
+    def row(op, shape, provider, us, roof, temp_bytes):
+        asked = {"op": op, "direction": "fwd+bwd", "shape": shape, "dtype": "bfloat16"}
+        figures = {"us": us, "gbps": "1.0", "roof": roof, "temp_bytes": temp_bytes}
+        return {**asked, "provider": provider, **figures, "status": "ok"}
+
+    linear = ("linear_cross_entropy", "8192x4096x128256")
+    rows = [
+        row("cross_entropy", "8192x32768", "quack", "600.0", "0.9000", ""),
+        row("cross_entropy", "8192x32768", "jaxnorm", "500.0", "1.0800", "0"),
+        row(*linear, "liger", "60000.0", "", str(3 * 2**20)),
+        row(*linear, "products", "40000.0", "", ""),
+        {**row(*linear, "jnp", "", "", ""), "status": "failed: no"},
+    ]
+    plain = "cross_entropy forward and backward, 8192 x 32768, bf16"
+    whole = "linear_cross_entropy forward and backward, 8192 x 4096 x 128256, bf16"
+    assert tables.losses(rows).splitlines()[2:] == [
+        f"| {plain} | {PROVIDERS['jaxnorm'].label} | 500 | 1.08 | 1.00x | 0 |",
+        f"| {plain} | QuACK | 600 | 0.90 | 1.20x | - |",
+        f"| {whole} | matrix products | 40000 | 1.00 | - | - |",
+        f"| {whole} | Liger | 60000 | 0.67 | - | 3 |",
+    ]
