@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.workloads import ITEMSIZE, Array, Direction, Shape
+from benchmarks.workloads import ITEMSIZE, Array, Direction, Shape, of_as_many_axes
 
 # bfloat16 arrays of 50 MB to 128 MB.
 ROWS_BY_COLS: tuple[Shape, ...] = (
@@ -218,7 +218,7 @@ def grid(
     for op in (name for name in ops if name in BLOCKS):
         block = BLOCKS[op]
         if shapes is not None:
-            its = [shape for shape in shapes if len(shape) == len(block.shapes[0])]
+            its = of_as_many_axes(shapes, block.shapes)
         else:
             its = [shape for shape in block.shapes if not quick or shape[-1] == QUICK_COLS]
         for direction, dtype, shape in itertools.product(directions, dtypes, its):

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from benchmarks.workloads import ITEMSIZE, Array, Direction, Shape
+from benchmarks.workloads import ITEMSIZE, Array, Direction, Shape, of_as_many_axes
 
 #: Positions x classes: vocabularies of a power of two, GPT-2, Llama 3 and Gemma.
 LOGITS: tuple[Shape, ...] = (
@@ -131,7 +131,7 @@ def grid(
     for op in (name for name in ops if name in LOSSES):
         loss = LOSSES[op]
         if shapes is not None:
-            its = [shape for shape in shapes if len(shape) == len(loss.shapes[0])]
+            its = of_as_many_axes(shapes, loss.shapes)
         else:
             its = list(loss.shapes[: 1 if quick else None])
         for direction, dtype, shape in itertools.product(directions, dtypes, its):

@@ -41,6 +41,11 @@ DTYPES = [("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat1
 ITEMSIZE = {"bool": 1, "bfloat16": 2, "float16": 2, "int32": 4, "float32": 4, "float64": 8}
 
 
+def of_as_many_axes(shapes: Sequence[Shape], own: Sequence[Shape]) -> list[Shape]:
+    """Those of `shapes` that have as many axes as the `own` of an operation."""
+    return [shape for shape in shapes if len(shape) == len(own[0])]
+
+
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """One operation in one direction on one shape.

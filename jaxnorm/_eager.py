@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import Primitive
 
 
 def compiled[T](
@@ -35,6 +36,28 @@ def compiled[T](
         return function(*arguments)
 
     return call
+
+
+def alone(primitive: Primitive, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A primitive's implementation outside `jax.jit`: it is compiled alone.
+
+    Where JAX compiles nothing, which is there to see each step, `plain` runs.
+    """
+
+    @functools.lru_cache(maxsize=4096)
+    def compiled_alone(**static: Any) -> Callable[..., Any]:
+        def run(*arrays: jax.Array) -> Any:
+            return primitive.bind(*arrays, **static)
+
+        run.__name__ = run.__qualname__ = primitive.name  # what profiles show
+        return jax.jit(run)
+
+    def implementation(*arrays: jax.Array, **static: Any) -> Any:
+        if jax.config.jax_disable_jit:
+            return plain(*arrays, **static)
+        return compiled_alone(**static)(*arrays)
+
+    return implementation
 
 
 @functools.cache

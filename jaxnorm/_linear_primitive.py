@@ -26,7 +26,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxnorm import _auto_axes, _linear_chunks, _sharding
+from jaxnorm import _auto_axes, _eager, _linear_chunks, _sharding
 from jaxnorm._linear_call import Head, Kind, Over
 
 NAME = "linear_softmax_cross_entropy"
@@ -86,22 +86,8 @@ def _logits_dtype(given: dict[str, Any]) -> np.dtype:
     return jnp.promote_types(given["x"].dtype, given["weight"].dtype)
 
 
-def _run(primitive: Primitive, *arrays: jax.Array, head: Head) -> list[jax.Array]:
-    """Outside `jax.jit`: compiled alone."""
-    if jax.config.jax_disable_jit:
-        return _linear_chunks.run(head, *arrays)
-    results: list[jax.Array] = _compiled(primitive, head)(*arrays)
-    return results
-
-
-@functools.lru_cache(maxsize=1024)
-def _compiled(primitive: Primitive, head: Head) -> Any:
-    def run(*arrays: jax.Array) -> list[jax.Array]:
-        results: list[jax.Array] = primitive.bind(*arrays, head=head)
-        return results
-
-    run.__name__ = run.__qualname__ = primitive.name  # what profiles show
-    return jax.jit(run)
+def _run(*arrays: jax.Array, head: Head) -> list[jax.Array]:
+    return _linear_chunks.run(head, *arrays)
 
 
 # -------------------------------------------------------------------------------- differentiation
@@ -358,7 +344,7 @@ def _primitive(direction: str, suffix: str, partitioned: bool) -> Primitive:
     primitive = Primitive(f"jaxnorm.{NAME}{suffix}")
     primitive.multiple_results = True
     primitive.def_abstract_eval(_types)
-    primitive.def_impl(functools.partial(_run, primitive))
+    primitive.def_impl(_eager.alone(primitive, _run))
     mlir.register_lowering(primitive, _lower, inline=False)
     ad.primitive_jvps[primitive] = _forward_jvp if direction == "fwd" else _linear_jvp
     if direction == "fwd":

@@ -21,7 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxnorm import _auto_axes, _implementation, _lowering, _remat, _sharding
+from jaxnorm import _auto_axes, _eager, _implementation, _lowering, _remat, _sharding
 from jaxnorm._call import Arrays, Call
 from jaxnorm._rows import PARAMETERS, SHARED, Kind
 from jaxnorm_kernels.specs import Op
@@ -79,24 +79,6 @@ def _types(*avals: Any, call: Call) -> list[Any]:
             )
         )
     return types
-
-
-def _run(primitive: Primitive, *arrays: jax.Array, call: Call) -> list[jax.Array]:
-    """Outside `jax.jit`: compiled alone."""
-    if jax.config.jax_disable_jit:
-        return call.xla(*arrays)  # which is there to see each step
-    results: list[jax.Array] = _compiled(primitive, call)(*arrays)
-    return results
-
-
-@functools.lru_cache(maxsize=4096)
-def _compiled(primitive: Primitive, call: Call) -> Any:
-    def run(*arrays: jax.Array) -> list[jax.Array]:
-        results: list[jax.Array] = primitive.bind(*arrays, call=call)
-        return results
-
-    run.__name__ = run.__qualname__ = primitive.name  # what profiles show
-    return jax.jit(run)
 
 
 # -------------------------------------------------------------------------------- differentiation
@@ -372,7 +354,7 @@ def _primitive(name: str, jvp: Any, *, is_norm_tangent: bool) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(_types)
-    primitive.def_impl(functools.partial(_run, primitive))
+    primitive.def_impl(_eager.alone(primitive, lambda *arrays, call: call.xla(*arrays)))
     # Out of line: the same call of another layer is lowered once.
     mlir.register_lowering(primitive, functools.partial(_lowering.lower, bind=bind), inline=False)
     ad.primitive_jvps[primitive] = jvp

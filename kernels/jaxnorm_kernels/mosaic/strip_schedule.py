@@ -16,7 +16,13 @@ from jaxnorm_kernels.mosaic.device.gpu import (
     Gpu,
     local_gpu,
 )
-from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP, WARPGROUP_THREADS, WARPS
+from jaxnorm_kernels.mosaic.device.layouts import (
+    VECTOR_BYTES,
+    WARP,
+    WARPGROUP_THREADS,
+    WARPS,
+    power_of_2,
+)
 from jaxnorm_kernels.mosaic.rows.strips import Strips
 from jaxnorm_kernels.refusals import NO_KERNEL, Table, first
 from jaxnorm_kernels.specs import Direction, Spec
@@ -153,7 +159,7 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Strips | None:
         inner,
         vector,
         threads,
-        warpgroups=_power_of_2(max(1, min(most, busy))),
+        warpgroups=power_of_2(max(1, min(most, busy))),
         cluster=line.cluster,
         blocks=count,
         group=spec.inner_cols,
@@ -181,8 +187,3 @@ def _blocks_per_sm(strips: Strips, spec: Spec) -> int:
 def _held(spec: Spec) -> list[np.dtype]:
     """dtypes of the arrays that are read."""
     return [spec.x_dtype] if spec.direction == "fwd" else row_dtypes(spec)
-
-
-def _power_of_2(n: int) -> int:
-    """The largest power of 2 up to `n`, which is at least 1."""
-    return 1 << (n.bit_length() - 1)

@@ -18,7 +18,7 @@ from jaxnorm_kernels.mosaic import elementwise
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load
 from jaxnorm_kernels.mosaic.device.registers import widen
-from jaxnorm_kernels.mosaic.forward.cross_entropy import read_label, widest_vector
+from jaxnorm_kernels.mosaic.forward.cross_entropy import most_elements, read_label
 from jaxnorm_kernels.mosaic.rows.units import Unit, Units
 from jaxnorm_kernels.specs import Spec, Stats
 
@@ -39,7 +39,7 @@ def cross_entropy_bwd(
 ) -> tuple[jax.Array]:
     """dx; `units` of a block."""
     assert mask is None, "of classes: `support` refuses it"
-    of_rows = Units.of(spec.cols, widest_vector(spec))
+    of_rows = Units.of(spec.cols, most_elements(spec))
     parts, units = parts_of_a_row(spec, units), min(units, of_rows.count)
     exp = elementwise.exp(is_wide=spec.x_dtype.itemsize > 2)
     even = spec.label_smoothing / spec.cols
@@ -79,4 +79,4 @@ def cross_entropy_bwd(
 
 def parts_of_a_row(spec: Spec, units: int = UNITS) -> int:
     """Blocks of a row."""
-    return -(-Units.of(spec.cols, widest_vector(spec)).count // units)
+    return -(-Units.of(spec.cols, most_elements(spec)).count // units)

@@ -17,8 +17,7 @@ from jax.experimental.mosaic.gpu import FragmentedArray, utils
 
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, column_in_warps, load, store
-
-_GLOBAL = 1  # LLVM's number of global memory.
+from jaxnorm_kernels.mosaic.device.registers import elements_of, in_global
 
 
 def flat_index(shape: tuple[int, ...]) -> jax.Array:
@@ -41,11 +40,11 @@ def load_each(ref: Ref, first: Any, shape: tuple[int, ...], layout: Layout) -> j
     )
     def read(context: Any, ref: Any, index: Any) -> Any:
         del context
-        kind, base = ir.MemRefType(ref.type).element_type, _global(utils.memref_ptr(ref))
+        kind, base = ir.MemRefType(ref.type).element_type, in_global(utils.memref_ptr(ref))
         registers = index.registers.copy()
         for at, register in enumerate(index.registers.flat):
             loaded = [
-                llvm.load(kind, utils.getelementptr(base, [i], kind)) for i in _each(register)
+                llvm.load(kind, utils.getelementptr(base, [i], kind)) for i in elements_of(register)
             ]
             registers.flat[at] = vector.from_elements(
                 ir.VectorType.get((len(loaded),), kind), loaded
@@ -66,10 +65,10 @@ def store_each(ref: Ref, first: Any, value: jax.Array, layout: Layout) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
     def write(context: Any, ref: Any, value: Any, index: Any) -> None:
         del context
-        base = _global(utils.memref_ptr(ref))
+        base = in_global(utils.memref_ptr(ref))
         kind = ir.MemRefType(ref.type).element_type
         for register, indices in zip(value.registers.flat, index.registers.flat):
-            for element, i in zip(_each(register), _each(indices)):
+            for element, i in zip(elements_of(register), elements_of(indices)):
                 _store(element, utils.getelementptr(base, [i], kind), _is_inside(i, size))
 
     index = plgpu.layout_cast(first + flat_index(value.shape), layout)
@@ -98,14 +97,14 @@ def store_inside(
         moves = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
         kind = ir.MemRefType(ref.type).element_type
         for register, _, _, address in moves:
-            elements, indices = register(value.registers), _each(register(index.registers))
-            there, ends = _global(address), [indices[0], indices[-1]]
+            elements, indices = register(value.registers), elements_of(register(index.registers))
+            there, ends = in_global(address), [indices[0], indices[-1]]
             inside = [_is_inside(i, size) for i in ends]
             is_whole = arith.andi(*inside)
             with utils.when(is_whole):
                 llvm.store(elements, there)
             with utils.when(arith.xori(*inside)):
-                for k, (element, i) in enumerate(zip(_each(elements), indices)):
+                for k, (element, i) in enumerate(zip(elements_of(elements), indices)):
                     at = utils.getelementptr(there, [k], kind)
                     _store(element, at, _is_inside(i, size))
 
@@ -142,19 +141,7 @@ def _store(element: Any, address: Any, predicate: Any) -> None:
     )
 
 
-def _each(register: Any) -> list[Any]:
-    (count,) = ir.VectorType(register.type).shape
-    return [
-        vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([k]))
-        for k in range(count)
-    ]
-
-
 def _is_inside(index: Any, size: int) -> Any:
     """Whether an index is in ``[0, size)``: a negative one is a large unsigned number."""
     limit = utils.c(size, ir.IntegerType.get_signless(32))
     return arith.cmpi(arith.CmpIPredicate.ult, index, limit)
-
-
-def _global(address: Any) -> Any:
-    return llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), address)

@@ -21,6 +21,11 @@ Layout = Any
 Ref = Any
 
 
+def power_of_2(n: int) -> int:
+    """The largest power of 2 up to `n`, which is at least 1."""
+    return 1 << (n.bit_length() - 1)
+
+
 def vector_width(cols: int, *dtypes: np.dtype | None) -> int:
     """Elements that one thread reads at once: the most that fit `VECTOR_BYTES` and divide a row.
 

@@ -98,6 +98,20 @@ def _widen_register(register: Any) -> Any:
     return vector.shuffle(first, second, [k // 2 + k % 2 * half for k in range(elements)])
 
 
+def elements_of(register: Any) -> list[Any]:
+    """Of a thread's vector."""
+    (count,) = ir.VectorType(register.type).shape
+    return [
+        vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([k]))
+        for k in range(count)
+    ]
+
+
+def in_global(address: Any) -> Any:
+    """An address, of which the compiler is to know that it is in global memory."""
+    return llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), address)
+
+
 def opaque(value: jax.Array) -> jax.Array:
     """An int32 scalar, of which the compiler does not know what it may be.
 
@@ -152,7 +166,6 @@ def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
         one_tile = utils.memref_reshape(ref, (*[1] * len(value.shape), *value.shape))
         moves = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
         for register, _, _, address in moves:
-            there = llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), address)
-            llvm.store(register(value.registers), there)
+            llvm.store(register(value.registers), in_global(address))
 
     write(ref, value)

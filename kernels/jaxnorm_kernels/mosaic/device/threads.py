@@ -19,6 +19,7 @@ from jax.experimental.mosaic.gpu import FragmentedArray
 
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPS, warps_layout
+from jaxnorm_kernels.mosaic.device.registers import elements_of
 
 OF_THREADS = (WARPS, WARP)
 
@@ -54,7 +55,7 @@ def spread(value: jax.Array, v: int) -> jax.Array:
         del context
         (register,) = value.registers.flat
         kind = ir.VectorType.get((v,), ir.F32Type.get())
-        return _with_register(vector.broadcast(kind, _elements(register)[0]), shape, v)
+        return _with_register(vector.broadcast(kind, elements_of(register)[0]), shape, v)
 
     return copy(value)
 
@@ -93,21 +94,13 @@ def _fold(unit: jax.Array, pairwise: Callable[..., Any], of_axis: Callable[..., 
     def fold(context: Any, unit: Any) -> Any:
         del context
         (register,) = unit.registers.flat
-        elements = _elements(register)
+        elements = elements_of(register)
         while len(elements) > 1:
             elements = [pairwise(a, b) for a, b in zip(elements[::2], elements[1::2])]
         kind = ir.VectorType.get((1,), ir.F32Type.get())
         return _with_register(vector.broadcast(kind, elements[0]), OF_THREADS, 1)
 
     return fold(unit)
-
-
-def _elements(register: Any) -> list[Any]:
-    (count,) = ir.VectorType(register.type).shape
-    return [
-        vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([k]))
-        for k in range(count)
-    ]
 
 
 def _with_register(register: Any, shape: tuple[int, ...], v: int) -> Any:

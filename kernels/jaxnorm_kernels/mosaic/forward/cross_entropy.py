@@ -83,7 +83,7 @@ _COLUMNS = 16
 def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
     """The schedule for a call. With fewer rows than SMs, those of a cluster share a row."""
     gpu = gpu or local_gpu()
-    units = Units.of(spec.cols, widest_vector(spec))
+    units = Units.of(spec.cols, most_elements(spec))
     wanted = max(1, spec.cols * spec.x_dtype.itemsize // _SHARE_BYTES)
     # Smoothing takes 80 registers: a block of 512 threads would have an SM to itself.
     most = _MOST_WARPGROUPS if not spec.label_smoothing else 2
@@ -97,7 +97,7 @@ def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
     return Schedule(min(step, max(1, units.count // (cluster * warpgroups))), warpgroups, cluster)
 
 
-def widest_vector(spec: Spec) -> int:
+def most_elements(spec: Spec) -> int:
     return VECTOR_BYTES // spec.x_dtype.itemsize
 
 
@@ -146,7 +146,7 @@ def _row(
 ) -> None:
     x, labels, *positions = operands
     row = lax.axis_index(BLOCK)
-    share = _Share(Units.of(spec.cols, widest_vector(spec)), schedule, row)
+    share = _Share(Units.of(spec.cols, most_elements(spec)), schedule, row)
     exchange.open(scratch)
     # What takes long to come, in this order: the label's logit waits for the label.
     label = read_label(labels, row)

@@ -27,6 +27,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
     fitting_vector,
+    power_of_2,
     vector_width,
 )
 from jaxnorm_kernels.mosaic.forward.columns import (
@@ -261,7 +262,7 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
     vector = vector_width(spec.cols, *dtypes, full_bias_dtype(spec))
     # A unit must fit in the row: short rows take narrower loads.
     least, most = (2, WARP) if line.kind.endswith("tile") else (WARPGROUP_THREADS,) * 2
-    vector = min(vector, _power_of_2(spec.cols // least))
+    vector = min(vector, power_of_2(spec.cols // least))
     if spec.cols >= most * vector:
         vector = fitting_vector(spec.cols, vector, most)
     match line.kind:
@@ -412,7 +413,7 @@ def _shares(cols: int, vector: int, values: int) -> int:
     """Warpgroups for a row: a power of 2, enough to leave each thread up to `values`."""
     wanted = math.ceil(cols / (WARPGROUP_THREADS * values))
     most = max(1, cols // (WARPGROUP_THREADS * vector))
-    return min(2 ** math.ceil(math.log2(wanted)), _power_of_2(most))
+    return min(2 ** math.ceil(math.log2(wanted)), power_of_2(most))
 
 
 def _distribute(shares: int, line: Line, gpu: Gpu, cluster: int) -> tuple[int, int]:
@@ -422,8 +423,3 @@ def _distribute(shares: int, line: Line, gpu: Gpu, cluster: int) -> tuple[int, i
         if shares // warpgroups <= min(cluster, gpu.portable_cluster):
             break
     return warpgroups, min(gpu.portable_cluster, shares // warpgroups)
-
-
-def _power_of_2(n: int) -> int:
-    """The largest power of 2 up to `n`, which is at least 1."""
-    return 1 << (n.bit_length() - 1)

@@ -20,10 +20,11 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, nvvm, vector
+from jax._src.lib.mlir.dialects import arith, llvm, nvvm
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
 
 from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPGROUP_THREADS, WARPS, warps_layout
+from jaxnorm_kernels.mosaic.device.registers import elements_of
 
 _SCALAR = plgpu.Layout.WG_SPLAT
 _REF = plgpu.RefType()
@@ -260,10 +261,7 @@ def _load(address: Any, count: int) -> list[Any]:
     """`count` float32 values of shared memory, at an address that is a multiple of their bytes."""
     kind = ir.VectorType.get((count,), ir.F32Type.get())
     values = llvm.load(kind, _pointer(address), alignment=4 * count)
-    return [
-        vector.extract(values, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
-        for i in range(count)
-    ]
+    return elements_of(values)
 
 
 def _tree_sum(values: list[Any]) -> Any:

@@ -20,11 +20,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, vector
+from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental.mosaic.gpu import utils
 
 from jaxnorm_kernels.mosaic.device.launch import CLUSTER, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import WARPS, Ref, load, store
+from jaxnorm_kernels.mosaic.device.registers import elements_of
 from jaxnorm_kernels.mosaic.rows.strips import Stat, Strips
 
 
@@ -170,16 +171,10 @@ class StripExchange:
             exists = arith.cmpi(arith.CmpIPredicate.ult, block, utils.c(cluster, i32))
             lane = arith.remui(utils.thread_idx(), utils.c(threads, i32))
             for slot, stat in zip(slots, stats):
-                (values,) = stat.registers.flat
-                (count,) = ir.VectorType(values.type).shape
+                values = elements_of(stat.registers.item())
                 first = llvm.ptrtoint(i32, utils.memref_ptr(slot))
-                first = arith.addi(first, arith.muli(lane, utils.c(4 * count, i32)))
-                for at in range(count):
-                    value = vector.extract(
-                        values,
-                        dynamic_position=[],
-                        static_position=ir.DenseI64ArrayAttr.get([at]),
-                    )
+                first = arith.addi(first, arith.muli(lane, utils.c(4 * len(values), i32)))
+                for at, value in enumerate(values):
                     utils.inline_ptx(
                         """{
                         .reg .b32 there;

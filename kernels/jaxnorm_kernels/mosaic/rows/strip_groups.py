@@ -17,6 +17,7 @@ from jax.experimental.mosaic.gpu import FragmentedArray, utils
 
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, load, store
+from jaxnorm_kernels.mosaic.device.registers import elements_of
 
 
 def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
@@ -33,7 +34,7 @@ def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
             distance *= 2
         if group <= size:
             return register
-        total, distance = _element(register, 0), 1
+        total, distance = elements_of(register)[0], 1
         while distance < group // size:
             total = arith.addf(total, utils.shfl_bfly(total, distance))
             distance *= 2
@@ -87,9 +88,9 @@ def store_of_groups(
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
     def write(context: Any, ref: Any, value: Any) -> None:
         del context
-        register = value.registers.item()
+        elements = elements_of(value.registers.item())
         for at, there in enumerate(_addresses(ref, group, vector_width, threads)):
-            llvm.store(_element(register, at * group), there)
+            llvm.store(elements[at * group], there)
 
     write(ref, stat)
 
@@ -108,11 +109,6 @@ def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[An
         utils.getelementptr(start, [arith.addi(first, utils.c(at, i32))], ir.F32Type.get())
         for at in range(each)
     ]
-
-
-def _element(register: Any, at: int) -> Any:
-    position = ir.DenseI64ArrayAttr.get([at])
-    return vector.extract(register, dynamic_position=[], static_position=position)
 
 
 def _with_register(like: Any, register: Any) -> Any:
