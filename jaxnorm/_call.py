@@ -138,7 +138,12 @@ class Call:
         )
 
     def backward(
-        self, wrt: Sequence[str], *, adds_dh: bool = False, stat_cotangents: bool = False
+        self,
+        wrt: Sequence[str],
+        *,
+        adds_dh: bool = False,
+        stat_cotangents: bool = False,
+        overwrites_x: bool = False,
     ) -> "Call":
         call = dataclasses.replace(self, wrt=tuple(wrt))
         return call._with(
@@ -147,6 +152,7 @@ class Call:
             unused=None,
             stat_cotangents=stat_cotangents,
             adds_dh=adds_dh,
+            overwrites_x=overwrites_x,
             # Its gradient is computed only where it is asked for.
             **({} if "logits_bias" in wrt else {"logits_bias_dtype": None}),
         )

@@ -320,12 +320,11 @@ def loss_and_dlogits(
 ) -> tuple[jax.Array, jax.Array]:
     """Rows' losses, and the gradient of sum(dloss * loss), in the logits' dtype.
 
-    The one place where a chunk's logits become dlogits. A kernel of both passes, which writes the
-    one over the other, would take the place of these two.
+    dlogits take the logits' place, which nothing reads after this.
     """
     with_stats = call.with_stats()
     loss, *stats = _bind(with_stats, logits, labels, None, positions)
-    (dlogits,) = _bind(with_stats.backward(["x"]), logits, *stats, labels, dloss)
+    (dlogits,) = _bind(with_stats.backward(["x"], overwrites_x=True), logits, *stats, labels, dloss)
     return loss, dlogits
 
 

@@ -33,9 +33,9 @@ def make_spec(rows, cols, dtype, **options):
     return Spec("cross_entropy", "fwd", rows, cols, np.dtype(dtype), F32, **options)
 
 
-def forward_and_backward(spec, schedule=None, units=2):
+def forward_and_backward(spec, schedule=None, units=2, **backward_options):
     """A function of logits, labels, dloss and, if there are any, positions."""
-    backward = dataclasses.replace(spec, direction="bwd", want_stats=False)
+    backward = dataclasses.replace(spec, direction="bwd", want_stats=False, **backward_options)
 
     def both(x, labels, d, positions=None):
         loss, stats = mosaic.cross_entropy_fwd(x, labels, None, positions, spec, schedule=schedule)
@@ -108,13 +108,24 @@ def test_labels(dtype):
         check(x, jnp.asarray(labels), d)
 
 
+@pytest.mark.parametrize(("cols", "dtype"), [(5003, "bfloat16"), (3000, "float32"), (131, "float32")])
+def test_gradient_in_the_logits_place(cols, dtype):
+    """The same bits where dx is written over x: units that overlap, and edges, included."""
+    arrays = operands((9, cols), dtype)
+    spec = make_spec(9, cols, dtype, **SMOOTHED)
+    with mosaic.interpreted():
+        results = [
+            forward_and_backward(spec, overwrites_x=overwrites)(*arrays)
+            for overwrites in (False, True)
+        ]
+    np.testing.assert_array_equal(*[np.asarray(dx).view(np.uint8) for _, dx in results])
+
+
 def test_no_races():
     for cols, dtype in ((2048, "bfloat16"), (1031, "float32")):
         arrays = operands((2, cols), dtype)
-        # Where units overlap, a block stores the same value twice.
         with mosaic.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
-            spec = make_spec(2, cols, dtype)
-            jax.jit(lambda x, t, s=spec: mosaic.cross_entropy_fwd(x, t, None, None, s))(*arrays[:2])
+            forward_and_backward(make_spec(2, cols, dtype))(*arrays)
         assert not interpret_pallas_call.get_races().races_found
 
 
@@ -155,12 +166,11 @@ def test_what_the_kernels_refuse():
     for words, spec in refusals.items():
         assert words in mosaic.supports(spec)
     assert mosaic.supports(make_spec(8, 1000, BF16)) is None
-    plan = jaxnorm.implementation_for(
-        "softmax_cross_entropy_with_integer_labels", (8192, 50257), "bfloat16", platform="cuda"
-    )
-    for choice in (plan.forward, plan.backward):
-        assert choice.name == "xla"
-        assert "has not run on a GPU" in choice.reason
+    for dtype in ("bfloat16", "float32"):
+        plan = jaxnorm.implementation_for(
+            "softmax_cross_entropy_with_integer_labels", (8192, 50257), dtype, platform="cuda"
+        )
+        assert (plan.forward.name, plan.backward.name) == ("mosaic", "mosaic")
 
 
 # ------------------------------------------------------------------------ lowered and compiled
@@ -314,6 +324,24 @@ def test_large_arrays(rows, cols, dtype, options):
         assert of_dx <= (2**-7 if dtype == "bfloat16" else 1e-5)
         assert is_nan
         assert is_zero
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("label_dtype", ["int32", "int64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("rows", "cols"), [(512, 50257), (2048, 128256), (300, 131)])
+def test_gradient_in_the_logits_place_on_a_gpu(rows, cols, dtype, label_dtype):
+    with jax.enable_x64(True):
+        x, labels, d = operands((rows, cols), dtype)
+        labels = labels.astype(label_dtype)
+        spec = make_spec(rows, cols, dtype)
+        (loss, dx), (loss_in_place, dx_in_place) = (
+            forward_and_backward(spec, overwrites_x=overwrites)(x, labels, d)
+            for overwrites in (False, True)
+        )
+        assert jnp.array_equal(loss, loss_in_place)
+        assert jnp.array_equal(dx, dx_in_place)
+        assert not jnp.isnan(dx).any()
 
 
 @pytest.mark.gpu

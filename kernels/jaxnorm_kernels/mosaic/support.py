@@ -86,7 +86,6 @@ _LEFT_TO_XLA: Table = (
         "its schedules are measured on compute capability 9.0 (H100, H200) alone",
         lambda s: local_capability() not in (90, None),
     ),
-    ("its cross-entropy has not run on a GPU yet", lambda s: s.op == "cross_entropy"),
     (
         "with fewer rows than multiprocessors, XLA spreads a norm's backward over more of them",
         lambda s: (

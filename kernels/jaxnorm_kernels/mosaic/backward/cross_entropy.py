@@ -2,7 +2,7 @@
 
     dx = d (p - targets + 2 b lse p)      lse = m + log(s)      targets = (1 - a) [j = l] + a / V
 
-No element needs another one: each block takes a part of a row. In a row without an entry, where
+No element needs another one: each block takes a part of a row, and may write dx over x. In a row without an entry, where
 log(s) = -inf, dx is 0. In one whose label is no column log(s) is NaN, and so is dx.
 """
 
@@ -22,9 +22,9 @@ from jaxnorm_kernels.mosaic.forward.cross_entropy import most_elements, read_lab
 from jaxnorm_kernels.mosaic.rows.units import Unit, Units
 from jaxnorm_kernels.specs import Spec, Stats
 
-# Of a block, which is a warpgroup: 64 bytes of a thread are under way, and blocks are small enough
-# that an SM has room for many.
-UNITS = 4
+# Of a block, which is a warpgroup: an SM has room for many blocks, and more units of one would take
+# registers, and with these blocks, from it.
+UNITS = 2
 
 
 def cross_entropy_bwd(
@@ -44,7 +44,8 @@ def cross_entropy_bwd(
     exp = elementwise.exp(is_wide=spec.x_dtype.itemsize > 2)
     even = spec.label_smoothing / spec.cols
 
-    def body(x: Ref, m: Ref, log_s: Ref, labels: Ref, dloss: Ref, dx: Ref) -> None:
+    def body(x: Ref, m: Ref, log_s: Ref, labels: Ref, dloss: Ref, dx: Ref | None = None) -> None:
+        dx = x if dx is None else dx
         block = lax.axis_index(BLOCK)
         row, part = lax.div(block, parts), lax.rem(block, parts)
 
@@ -70,7 +71,8 @@ def cross_entropy_bwd(
         body,
         [x, *stats, labels, dloss],
         name="jaxnorm_cross_entropy_bwd",
-        outputs=[((spec.rows, spec.cols), np.dtype(spec.x_dtype))],
+        outputs=[] if spec.overwrites_x else [((spec.rows, spec.cols), np.dtype(spec.x_dtype))],
+        overwritten=int(spec.overwrites_x),
         blocks=spec.rows * parts,
         auto_barriers=False,
     )

@@ -112,7 +112,32 @@ def store_inside(
     write(target, value.astype(ref.dtype), index)
 
 
-def _store_some(ref: Ref, start: Any, value: jax.Array, first: Any, size: int) -> None:
+def store_vectors(
+    ref: Ref, start: Any, value: jax.Array, first: Any, end: Any, layout: Layout
+) -> None:
+    """Stores `value` at `start` of a ``(n,)`` ref in global memory, but for what lies outside.
+
+    Only what is at ``[first, end)`` is stored, where a thread's vectors do not lie in part.
+    """
+    if is_interpreted():
+        _store_some(ref, start, value, start - first, end - first)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    def write(context: Any, ref: Any, value: Any, inside: Any) -> None:
+        del context
+        one_tile = utils.memref_reshape(ref, (*[1] * len(value.shape), *value.shape))
+        moves = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
+        for register, _, _, address in moves:
+            with utils.when(elements_of(register(inside.registers))[0]):
+                llvm.store(register(value.registers), in_global(address))
+
+    at = start + plgpu.layout_cast(flat_index(value.shape), layout)
+    target = ref.at[pl.ds(start, value.size)].reshape(*value.shape)
+    write(target, value.astype(ref.dtype), jnp.logical_and(at >= first, at < end))
+
+
+def _store_some(ref: Ref, start: Any, value: jax.Array, first: Any, size: Any) -> None:
     """In the interpreter: as few slices as their sizes, which are powers of 2, allow.
 
     Another block, or warpgroup, may be storing what is left out.

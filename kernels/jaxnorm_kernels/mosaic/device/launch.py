@@ -53,6 +53,7 @@ def launch(
     *,
     name: str,
     outputs: Sequence[tuple[tuple[int, ...], np.dtype]],
+    overwritten: int = 0,
     blocks: int,
     cluster: int = 1,
     warpgroups: int = 1,
@@ -65,6 +66,8 @@ def launch(
       cluster: above 1, there are `blocks` clusters of this many blocks, which run at the same time
         and see each other's shared memory.
       outputs: shape and dtype of each output.
+      overwritten: how many operands, the first ones, the body writes to. They are results, too, the
+        first ones, and no memory is taken for these: XLA copies an operand that is still needed.
       warpgroups: warpgroups (of 128 threads) in a block; they all run the body.
       scratch: shared memory and barriers of a block.
       auto_barriers: False drops the barrier that Pallas puts around each vector store. Sound only
@@ -87,4 +90,6 @@ def launch(
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not auto_barriers),
     )
     with tracing.settings():
-        return tuple(kernel(*operands))
+        refs = [jax.new_ref(operand) for operand in operands[:overwritten]]
+        results = kernel(*refs, *operands[overwritten:])
+        return (*[jax.freeze(ref) for ref in refs], *results)

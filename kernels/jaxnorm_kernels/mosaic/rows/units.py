@@ -11,7 +11,8 @@ end with the row::
     edges                        0 0 0 0 0                     0 0 0 0 0
 
 There are no masked loads: what has been read before is *stale*. The last units of the body end with
-it, and overlap; the edges overlap with the body. What is stored twice has the same value.
+it, and overlap; the edges overlap with the body. What is stale is not stored: each column is stored
+once, so what is stored may take the place of what is read.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jaxnorm_kernels.mosaic.device.edges import store_vectors
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
@@ -79,8 +81,12 @@ class Unit:
         return load(ref.at[row, pl.ds(self.start, width)], self.layout, self.shape)
 
     def store(self, ref: Ref, row: Any, value: jax.Array) -> None:
+        """What is fresh of it."""
         width = WARPGROUP_THREADS * self.vector
-        store_global(ref.at[row, pl.ds(self.start, width)], value, self.layout)
+        if self.fresh is None:
+            store_global(ref.at[row, pl.ds(self.start, width)], value, self.layout)
+        else:
+            store_vectors(ref.at[row], self.start, value, *self.fresh, self.layout)
 
 
 @dataclasses.dataclass(frozen=True)
