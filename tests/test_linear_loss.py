@@ -98,11 +98,11 @@ def test_chunks(chunk):
 
 
 def test_chunks_by_default():
-    """Chunks of 256 MiB of logits, as many rows in each, in tiles of 128."""
+    """Chunks of 2048 rows or 1 GiB of logits, as many rows in each, in tiles of 128."""
     bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
-    assert chunk_rows(None, 8192, 128256, bf16) == 1024
-    assert chunk_rows(None, 8192, 128256, f32) == 512
-    assert chunk_rows(None, 8192, 256000, bf16) == 512
+    assert chunk_rows(None, 8192, 128256, bf16) == 2048
+    assert chunk_rows(None, 8192, 256000, f32) == 1024
+    assert chunk_rows(None, 8192, 2**20, f32) == 512
     assert chunk_rows(None, 8192, 32000, bf16) == 2048
     assert chunk_rows(None, 9000, 32000, bf16) == 1920  # five, not four and a rest
     assert chunk_rows(None, 100, 32000, bf16) == 100

@@ -108,7 +108,7 @@ class Spec:
       has_mask: a ``where`` mask of columns comes with the call (softmaxes and cross-entropy).
       has_positions: a mask of rows comes with a cross-entropy: its loss is 0 where that is False.
       label_smoothing, z_loss: of a cross-entropy, as in its equation above.
-      overwrites_x: nothing reads x after this backward of a cross-entropy, which may write dx there.
+      overwrites_x: a cross-entropy's backward may write dx over x, which nothing reads after it.
       masked_logit: what a logit is that the mask does not keep. -inf: it takes no part, and a row
         that keeps none is 0; a finite number (of a softmax): it takes part, without a gradient.
         Softmaxes only, as the four that follow.

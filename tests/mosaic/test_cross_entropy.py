@@ -108,7 +108,9 @@ def test_labels(dtype):
         check(x, jnp.asarray(labels), d)
 
 
-@pytest.mark.parametrize(("cols", "dtype"), [(5003, "bfloat16"), (3000, "float32"), (131, "float32")])
+@pytest.mark.parametrize(
+    ("cols", "dtype"), [(5003, "bfloat16"), (3000, "float32"), (131, "float32")]
+)
 def test_gradient_in_the_logits_place(cols, dtype):
     """The same bits where dx is written over x: units that overlap, and edges, included."""
     arrays = operands((9, cols), dtype)

@@ -25,7 +25,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
     return Compiler(tmp_path_factory.mktemp("ptxas"))
 
 
-def compiled(compiler: Compiler, reduction: str, rows: int = ROWS, **options):
+def compiled(compiler: Compiler, reduction: str, rows: int = ROWS, donated=(), **options):
     def loss(x, weight, labels):
         result = jaxnorm.linear_softmax_cross_entropy(
             x, weight, labels, reduction=reduction, **options
@@ -34,7 +34,7 @@ def compiled(compiler: Compiler, reduction: str, rows: int = ROWS, **options):
 
     shapes = ((rows, D), jnp.bfloat16), ((D, V), jnp.bfloat16), ((rows,), jnp.int32)
     operands = [jax.ShapeDtypeStruct(*each, sharding=compiler.sharding) for each in shapes]
-    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)), donate_argnums=donated)
     return step.lower(*operands).compile(compiler_options=CUBLAS)
 
 
@@ -65,3 +65,12 @@ def test_products(compiler: Compiler, reduction, rows, options):
     ]
     assert len(made) == 1, made
     assert program.memory_analysis().temp_size_in_bytes < ACCUMULATOR + LOGITS / 4
+
+
+def test_dlogits_take_the_logits_place(compiler: Compiler):
+    """Where weight's gradient takes weight's memory, and no chunk can be there before."""
+    program = compiled(compiler, "mean", donated=(1,))
+    calls = [line for line in program.as_text().splitlines() if "mosaic_gpu" in line]
+    assert sum("output_to_operand_aliasing" in line for line in calls) == 1
+    workspace = 2**26  # of cuBLAS, and what there is for each row
+    assert program.memory_analysis().temp_size_in_bytes < ACCUMULATOR + LOGITS / 4 + workspace

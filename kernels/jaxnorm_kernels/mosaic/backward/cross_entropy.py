@@ -2,8 +2,9 @@
 
     dx = d (p - targets + 2 b lse p)      lse = m + log(s)      targets = (1 - a) [j = l] + a / V
 
-No element needs another one: each block takes a part of a row, and may write dx over x. In a row without an entry, where
-log(s) = -inf, dx is 0. In one whose label is no column log(s) is NaN, and so is dx.
+No element needs another one: each block takes a part of a row, and may write dx over x. In a row
+without an entry, where log(s) = -inf, dx is 0. In one whose label is no column log(s) is NaN, and
+so is dx.
 """
 
 from collections.abc import Sequence
