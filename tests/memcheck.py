@@ -73,7 +73,7 @@ def logits(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
 
 
 def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Cross-entropies, and the logits' types; labels of all columns, and far outside."""
+    """Cross-entropies, and the operands' types; labels of all columns, and far outside."""
     for shape in [(9, 128), (97, 131), (66, 4095), (67, 5120), (9, 50257), (3, 131072)]:
 
         def call(x: jax.Array) -> Any:
@@ -89,6 +89,19 @@ def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
             return jnp.where(outside, 0, loss)
 
         yield call, [jax.ShapeDtypeStruct(shape, dtype)]
+
+    # In chunks, whose gradient is written over them.
+    for rows, features, classes in [(18, 8, 131), (66, 64, 4095), (20, 16, 50257)]:
+
+        def linear(x: jax.Array, weight: jax.Array) -> Any:
+            rows, classes = len(x), weight.shape[1]
+            labels = (jnp.arange(rows) * 7919 % classes).at[0].set(classes - 1)
+            return jaxnorm.linear_softmax_cross_entropy(
+                x, weight, labels, chunk=rows // 2, implementation=implementation
+            )
+
+        shapes = [(rows, features), (features, classes)]
+        yield linear, [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
 
 def compiled(call: Any, operands: Any) -> Any:

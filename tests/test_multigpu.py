@@ -1,8 +1,9 @@
-"""The kernels on a mesh of real GPUs: values, collectives, and a training run.
+"""The kernels on a mesh of real GPUs: values, collectives, losses, and a training run.
 
 Run them one at a time (``pytest -n 0``): processes that share GPUs wait for each other in NCCL.
 """
 
+import functools
 import math
 import os
 import re
@@ -11,9 +12,24 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import FUNCTIONS, KINDS, Case, check_values, collectives, on_mesh, operands, step
+from meshes import (
+    FUNCTIONS,
+    KINDS,
+    Case,
+    check_values,
+    collectives,
+    mesh_of,
+    on_mesh,
+    operands,
+    step,
+)
+
+import jaxnorm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
 
@@ -61,6 +77,56 @@ def test_kernels_by_name(name, kernels):
     compiled, sharded = on_mesh(function, operands(name, SHAPE), CASES[0], "auto")
     check_values(compiled, sharded, name)
     assert compiled.as_text().count(CALLS[kernels]) >= 2
+
+
+# How logits lie, or x and weight.
+LOSSES = {
+    "rows": (P("data"), None),
+    "vocabulary": (P(None, "data"), None),
+    "linear, rows": (P("data"), P()),
+    "linear, rows; FSDP": (P("data"), P("data")),
+    "linear, vocabulary": (P(), P(None, "data")),
+}
+
+
+def loss_of(labels, x, weight=None, **options):
+    if weight is None:
+        loss = jaxnorm.softmax_cross_entropy_with_integer_labels
+        return jnp.mean(loss(x, labels, where=labels >= 0, **options))
+    return jaxnorm.linear_softmax_cross_entropy(
+        x, weight, labels, where=labels >= 0, chunk=96, **options
+    )
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name, kind):
+    """As without a mesh; by kernels where rows are split, and nothing of the logits' size moves."""
+    rows, features, classes = 128 * GPUS, 256, 4096
+    specs = [spec for spec in LOSSES[name] if spec is not None]
+    shapes = [(rows, classes)] if len(specs) == 1 else [(rows, features), (features, classes)]
+    keys = jax.random.split(jax.random.key(0), len(shapes) + 1)
+    arrays = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes)]
+    labels = jax.random.randint(keys[-1], (rows,), 0, classes).at[1].set(-100)
+    step = jax.value_and_grad(loss_of, tuple(range(1, 1 + len(arrays))))
+    expected = jax.jit(functools.partial(step, implementation="xla"))(labels, *arrays)
+    mesh = mesh_of(CASES[0], kind)
+    specs = [P(*specs[0][:1]), *specs]
+    placed = [
+        jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((labels, *arrays), specs)
+    ]
+    compiled = jax.jit(step).lower(*placed).compile()
+    for ours, theirs in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(expected)):
+        # Products are of TF32: 10 bits, of sums of up to `rows` terms of either sign.
+        np.testing.assert_allclose(
+            ours, theirs, rtol=2e-5, atol=2**-9 * float(jnp.abs(theirs).max())
+        )
+    if specs[1] == P("data"):
+        assert compiled.as_text().count("mosaic_gpu") >= 2
+    moved = [size for sizes in collectives(compiled).values() for size in sizes]
+    assert all(
+        math.prod(map(int, size.split(",") if size else [])) < rows * classes for size in moved
+    )
 
 
 def final_losses(tmp_path, *options):
