@@ -1,4 +1,4 @@
-# Two commands do everything: `make demo` and `make test`. Each makes .venv first, if it is not there.
+# `make demo`, `make test` and `make docs` do everything. Each makes .venv first, if it is not there.
 
 VENV ?= .venv
 JAX ?= jax
@@ -6,7 +6,7 @@ PYTEST_ARGS ?= -n 2
 PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python,\
 	$(shell $(p) -c 'import sys; sys.version_info >= (3, 12) and print("$(p)")' 2>/dev/null)))
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/python examples/train_transformer.py $(ARGS)
@@ -18,6 +18,10 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+
+docs: $(VENV)/.installed
+	JAX_PLATFORMS=cpu $(VENV)/bin/python -m sphinx -b html -W --keep-going -q docs build/docs
+	@echo build/docs/index.html
 
 $(VENV)/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "jaxnorm needs Python 3.12 or newer; the newest found here is" \

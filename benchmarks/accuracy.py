@@ -1,4 +1,4 @@
-"""Prints the README's accuracy table: errors of the norms' gradients against float64.
+"""Prints the docs' accuracy table: errors of the norms' gradients against float64.
 
     python -m benchmarks.accuracy
 

@@ -1,7 +1,7 @@
-"""Rebuilds plots and tables, and the README's section of them, from the committed CSV files.
+"""Rebuilds plots and tables, and those of README.md and docs/results.md, from committed CSV files.
 
-python -m benchmarks.report                 benchmarks/results/nvidia_h200/, and the README
-python -m benchmarks.report some/folder     another folder of results; leaves the README alone
+python -m benchmarks.report                 benchmarks/results/nvidia_h200/, and both pages
+python -m benchmarks.report some/folder     another folder of results; leaves the pages alone
 """
 
 import argparse
@@ -19,10 +19,11 @@ from benchmarks.results import OK, PROVIDER_COLUMNS, Table, latest, path, read
 from benchmarks.suites import SUITES
 
 RESULTS = ROOT / "benchmarks" / "results"
-SHOWN = RESULTS / "nvidia_h200"  # in the README
+SHOWN = RESULTS / "nvidia_h200"  # in the README and the docs
 README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
-README_WIDTH = 120
+PAGE_WIDTH = 120
 PLOT_WIDTH = 125
 PLOTTED = ("bfloat16", "float32")
 REPORT = "report.md"
@@ -62,17 +63,25 @@ def plot_name(dtype: str, suite: str = "kernels") -> str:
 
 
 def readme_section(found: Results) -> str:
-    """What stands between the markers: short, for the main shapes."""
-    here = os.path.relpath(found.folder, ROOT).replace(os.sep, "/")
+    """What stands between the README's markers: one plot, one table of speed, one of memory."""
+    here = os.path.relpath(found.folder, README.parent).replace(os.sep, "/")
+    parts = [
+        paragraph(tables.provenance(found.rows["kernels"]), _ROOF),
+        tables.kernels(found.kernels),
+    ]
+    parts.append(f"![GB/s against N, bfloat16]({here}/{plot_name('bfloat16')})")
+    if found.rows["memory"]:
+        parts += _captioned(found, "memory")
+    return "\n\n".join(parts)
+
+
+def page_section(found: Results) -> str:
+    """What stands between the markers of the docs' page: all suites, for the main shapes."""
+    here = os.path.relpath(found.folder, PAGE.parent).replace(os.sep, "/")
     parts = [
         paragraph(tables.provenance(found.rows["kernels"]), tables.who(found.kernels)),
         f"![GB/s against N, bfloat16]({here}/{plot_name('bfloat16')})",
-        paragraph(
-            "The roof is a copy of as many bytes, the median of all that were timed. In the table, "
-            "the copy's time over the kernel's, and in brackets the time of jaxnorm's plain JAX "
-            "under XLA over it. (A backward reads twice what it writes, which goes a little faster "
-            "than a copy.)"
-        ),
+        paragraph(_ROOF, "(A backward reads twice what it writes, which goes a little faster.)"),
         tables.kernels(found.kernels),
         paragraph(
             "How jaxnorm compares with the others: its speed over theirs, median (least to "
@@ -88,17 +97,22 @@ def readme_section(found: Results) -> str:
             "beside it have every figure.",
         ),
     ]
-    for name, caption in _CAPTIONS.items():
+    for name in _CAPTIONS:
         if found.rows[name]:
-            table = _SHORT_TABLES.get(name, _TABLES[name])
-            parts += [paragraph(caption, tables.provenance(found.rows[name])), table(found)]
+            parts += _captioned(found, name)
     return "\n\n".join(parts)
 
 
+def _captioned(found: Results, name: str) -> list[str]:
+    """Caption and table of a suite."""
+    table = _SHORT_TABLES.get(name, _TABLES[name])
+    return [paragraph(_CAPTIONS[name], tables.provenance(found.rows[name])), table(found)]
+
+
 def paragraph(*sentences: str) -> str:
-    """Sentences as lines of the README's width."""
+    """Sentences as lines of a page's width."""
     return textwrap.fill(
-        " ".join(sentences), README_WIDTH, break_long_words=False, break_on_hyphens=False
+        " ".join(sentences), PAGE_WIDTH, break_long_words=False, break_on_hyphens=False
     )
 
 
@@ -125,6 +139,11 @@ def full_report(found: Results) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+_ROOF = (
+    "The roof is a copy of as many bytes, the median of all that were timed. In the table, the "
+    "copy's time over the kernel's, and in brackets the time of jaxnorm's plain JAX under XLA over "
+    "it."
+)
 _CAPTIONS = {
     "blocks": "Blocks: norms with their neighbours, forward and backward in one call. jaxnorm's "
     "share of a copy of the least bytes, and its speed over others; medians over the shapes.",
@@ -146,7 +165,7 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "accuracy": lambda found: tables.accuracy(found.rows["accuracy"]),
 }
 
-_SHORT_TABLES: dict[str, Callable[[Results], str]] = {  # for the README
+_SHORT_TABLES: dict[str, Callable[[Results], str]] = {  # for the pages
     "blocks": lambda found: tables.by_block(found.blocks, ("fwd+bwd",), medians=True),
 }
 _FOOTNOTES = {
@@ -161,17 +180,17 @@ _FOOTNOTES = {
 }
 
 
-def with_section(text: str, section: str) -> str:
-    """`text` with the section between its markers; ValueError where it has none."""
-    before, begin, rest = text.partition(BEGIN)
+def with_section(file: Path, section: str) -> str:
+    """The text of `file` with the section between its markers; ValueError where it has none."""
+    before, begin, rest = file.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{README.name}: expected the markers {BEGIN} and {END} in it; add them")
+        raise ValueError(f"{file.name}: expected the markers {BEGIN} and {END} in it; add them")
     return f"{before}{BEGIN}\n{section}\n{END}{after}"
 
 
 def write(folder: Path) -> list[Path]:
-    """Writes the report and the plots of a folder, and the README's section if it is that one."""
+    """Writes the report and the plots of a folder, and the pages' sections if it is that one."""
     found = Results(folder)
     written = [folder / REPORT]
     written[0].write_text(full_report(found), encoding="utf-8")
@@ -182,9 +201,9 @@ def write(folder: Path) -> list[Path]:
         plot = {"kernels": plots.kernels, "blocks": plots.by_block}[suite]
         plot(getattr(found, suite), dtype, title, written[-1])
     if folder.resolve() == SHOWN:
-        text = with_section(README.read_text(encoding="utf-8"), readme_section(found))
-        README.write_text(text, encoding="utf-8")
-        written.append(README)
+        for file, section in ((README, readme_section), (PAGE, page_section)):
+            file.write_text(with_section(file, section(found)), encoding="utf-8")
+            written.append(file)
     return written
 
 

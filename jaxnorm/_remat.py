@@ -27,7 +27,7 @@ def save_policy(primitive: Any, *avals: Any, **params: Any) -> bool:
     :func:`jax.checkpoint_policies.save_only_these_names` with the four names.
 
     Args:
-      primitive, *avals, **params: an equation, as JAX hands it to a policy.
+      primitive, avals, params: an equation, as JAX hands it to a policy.
 
     Returns:
       Whether its result is kept.

@@ -1,10 +1,10 @@
-"""Plots and tables from the committed CSV files, and the README that shows them."""
+"""Plots and tables from the committed CSV files, and the pages that show them."""
 
 import pytest
 
 from benchmarks import figures, report, results, tables
 from benchmarks.figures import Figure
-from benchmarks.report import README, SHOWN, Results
+from benchmarks.report import PAGE, README, SHOWN, Results
 from benchmarks.results import Table
 from benchmarks.suites import SUITES
 from benchmarks.workloads import Workload, grid
@@ -35,10 +35,12 @@ def test_the_committed_rows_cover_the_grid(found):
         assert "xla" in answers
 
 
-def test_the_readme_shows_the_committed_figures(found):
-    assert report.with_section(README.read_text(), report.readme_section(found)) == (
-        README.read_text()
-    ), "run python -m benchmarks.report"
+@pytest.mark.parametrize(
+    ("file", "section"), [(README, report.readme_section), (PAGE, report.page_section)]
+)
+def test_the_pages_show_the_committed_figures(found, file, section):
+    shown = report.with_section(file, section(found))
+    assert shown == file.read_text(), "run python -m benchmarks.report"
 
 
 def test_the_committed_report_is_of_the_committed_figures(found):
@@ -109,12 +111,12 @@ def test_failures_are_listed(tmp_path):
 
 def test_a_report_of_another_folder(tmp_path):
     written(tmp_path, [("jaxnorm", 2.0), ("torch", 3.0)])
-    before = README.read_text()
+    before = README.read_text(), PAGE.read_text()
     files = report.write(tmp_path)
     assert [f.name for f in files] == ["report.md", "kernels_bfloat16.png", "kernels_float32.png"]
     assert all(f.stat().st_size > 0 for f in files)
     assert "| softmax: torch eager | 2000 |" in files[0].read_text()
-    assert README.read_text() == before
+    assert (README.read_text(), PAGE.read_text()) == before
 
 
 def test_a_report_of_blocks(tmp_path):
@@ -149,7 +151,7 @@ def test_a_report_of_blocks(tmp_path):
     ) in text
     assert "*: the program also copies" in text
     assert "| jaxnorm: failed: no | 1 |" in text
-    short = report.readme_section(Results(tmp_path))
+    short = report.page_section(Results(tmp_path))
     assert "| add_rms_norm, median | 0.65 | 1.60x | 0.80x |" in short
     assert "32768 x 768" not in short
 
@@ -181,9 +183,12 @@ def test_training_tables():
     assert f"{name} failed: no memory | - | - |" in tables.memory([failed])
 
 
-def test_a_readme_without_markers_is_an_error():
-    with pytest.raises(ValueError, match="expected the markers <!-- benchmarks:begin -->"):
-        report.with_section("# jaxnorm", "a table")
+def test_a_page_without_markers_is_an_error(tmp_path):
+    (tmp_path / "page.md").write_text("# jaxnorm")
+    with pytest.raises(
+        ValueError, match=r"page.md: expected the markers <!-- benchmarks:begin -->"
+    ):
+        report.with_section(tmp_path / "page.md", "a table")
 
 
 def test_a_folder_that_is_not_there(capsys):

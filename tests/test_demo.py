@@ -1,4 +1,4 @@
-"""The training run of `make demo`: a short one end to end, its checks, its errors, the README."""
+"""The training run of `make demo`: a short one end to end, its checks, its errors, the docs."""
 
 import os
 import subprocess
@@ -116,7 +116,7 @@ def test_checks_can_fail(report):
     assert learned == [[True, True], [True, False], [None, None]]
 
 
-def test_the_readme_shows_what_the_demo_printed():
-    readme = (ROOT / "README.md").read_text()
+def test_the_docs_show_what_the_demo_printed():
+    page = (ROOT / "docs" / "memory.md").read_text()
     for line in (EXAMPLES / "demo.md").read_text().splitlines():
-        assert line in readme
+        assert line in page

@@ -1,20 +1,74 @@
-"""The README's Python blocks run, in order, as one program (on eight virtual devices)."""
+"""The Python blocks of the README and the docs run: a page's, in order, as one program."""
 
+import pkgutil
 import re
 from pathlib import Path
 
 import jax
 import pytest
 
-BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+import jaxnorm
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# A block may be indented, in a list; the comment before it says why it does not run.
+BLOCK = re.compile(
+    r"(?:<!-- (?P<why>needs|not run:) (?P<what>.*?) -->\n)?"
+    r"(?P<indent> *)```python\n(?P<code>.*?)\n *```",
+    re.DOTALL,
+)
+# What a block may need that is not everywhere. One that needs anything else is an error.
+OPTIONAL = {"jaxnorm.equinox", "jaxnorm.linen.converted", "jaxnorm.nnx.convert"}
+
+
+def is_here(name: str) -> bool:
+    assert name in OPTIONAL
+    try:
+        pkgutil.resolve_name(name)
+    except (AttributeError, ImportError):
+        return False
+    return True
+
+
+def blocks(page: Path) -> list[str]:
+    """Those that can run here."""
+    found = []
+    for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
+        if block["why"] is None or (block["why"] == "needs" and is_here(block["what"])):
+            found.append(block["code"])
+    return found
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the mesh examples want 8 devices")
-def test_the_examples_run():
-    text = (Path(__file__).parent.parent / "README.md").read_text()
-    blocks = BLOCK.findall(text)
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda page: page.name)
+def test_the_examples_run(page):
     namespace: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), namespace)
-    assert len(blocks) >= 6
-    assert namespace["dscale"].shape == (512,)
+    for block in blocks(page):
+        exec(compile(block, page.name, "exec"), namespace)
+    assert "jaxnorm" in namespace
+
+
+def test_the_pages_have_examples():
+    """The expression that finds them finds them."""
+    without = {"benchmarks", "correctness", "determinism", "faq", "maxtext", "results", "use"}
+    assert {page.stem for page in PAGES if not blocks(page)} == without
+    assert sum(len(blocks(page)) for page in PAGES) >= 30
+
+
+def test_the_api_reference_has_every_public_name():
+    """Those of jaxnorm; the pages of its modules list their members by themselves."""
+    page = (ROOT / "docs" / "api" / "jaxnorm.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"auto(?:function|class):: (\w+)", page)) == set(jaxnorm.__all__)
+    modules = {path.stem for path in (ROOT / "jaxnorm").glob("[a-z]*.py")}
+    assert modules <= {path.stem for path in (ROOT / "docs" / "api").glob("*.md")}
+
+
+def test_every_link_leads_somewhere():
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+            assert "://" in target or (page.parent / target).exists(), (page.name, target)
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
