@@ -22,6 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 SHOWN = RESULTS / "nvidia_h200"  # in the README and the docs
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "results.md"
+README_SUITES = ("memory",)  # beside kernels
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 PAGE_WIDTH = 120
 PLOT_WIDTH = 125
@@ -68,10 +69,11 @@ def readme_section(found: Results) -> str:
     parts = [
         paragraph(tables.provenance(found.rows["kernels"]), _ROOF),
         tables.kernels(found.kernels),
+        f"![GB/s against N, bfloat16]({here}/{plot_name('bfloat16')})",
     ]
-    parts.append(f"![GB/s against N, bfloat16]({here}/{plot_name('bfloat16')})")
-    if found.rows["memory"]:
-        parts += _captioned(found, "memory")
+    for name in README_SUITES:
+        if found.rows.get(name):
+            parts += _captioned(found, name)
     return "\n\n".join(parts)
 
 
@@ -165,7 +167,7 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "accuracy": lambda found: tables.accuracy(found.rows["accuracy"]),
 }
 
-_SHORT_TABLES: dict[str, Callable[[Results], str]] = {  # for the pages
+_SHORT_TABLES: dict[str, Callable[[Results], str]] = {  # for the README
     "blocks": lambda found: tables.by_block(found.blocks, ("fwd+bwd",), medians=True),
 }
 _FOOTNOTES = {
