@@ -26,11 +26,11 @@ def linear_softmax_cross_entropy(
     z_loss: float = 0.0,
     implementation: Name | None = None,
 ) -> jax.Array:
-    r"""Cross-entropy between the softmax of ``x @ weight + bias`` and integer labels, without these
-    logits: they exist for a chunk of rows at a time.
+    r"""Cross-entropy of the logits ``x @ weight + bias`` and integer labels, without these logits.
 
-    It is :func:`softmax_cross_entropy_with_integer_labels` of the logits, reduced. One loop over
-    the chunks makes the loss and, where it is differentiated, the gradients: a mean or a sum takes
+    They exist for a chunk of rows at a time. It is
+    :func:`softmax_cross_entropy_with_integer_labels` of the logits, reduced. One loop over the
+    chunks makes the loss and, where it is differentiated, the gradients: a mean or a sum takes
     three matrix products (logits, and the gradients of x and weight), ``reduction="none"`` four,
     because its backward makes the logits again. What is not differentiated takes one.
 

@@ -26,8 +26,9 @@ def softmax_cross_entropy_with_integer_labels(
     z_loss: float = 0.0,
     implementation: Name | None = None,
 ) -> jax.Array:
-    r"""Cross-entropy between the softmax of logits and integer labels; the counterpart of
-    ``optax.softmax_cross_entropy_with_integer_labels``.
+    r"""Cross-entropy between the softmax of logits and integer labels.
+
+    The counterpart of ``optax.softmax_cross_entropy_with_integer_labels``.
 
     .. math::
       L - \sum_j q_j x_j + \mathrm{z\_loss} \cdot L^2 \qquad L = \log \sum_j \exp(x_j) \qquad

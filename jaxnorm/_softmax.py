@@ -26,8 +26,7 @@ def softmax(
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
-    r"""Softmax; the counterpart of :func:`jax.nn.softmax` that keeps only its output for the
-    backward.
+    r"""Softmax; the output-saving counterpart of :func:`jax.nn.softmax`.
 
     .. math::
       y_i = \frac{\exp(z_i)}{\sum_j \exp(z_j)} \qquad z = \mathrm{scale} \cdot x + \mathrm{bias}

@@ -207,14 +207,17 @@ class Spec:
 
     @property
     def returns_h(self) -> bool:
+        """Whether the sum h is a result."""
         return self.normalises_h and self.unused != "h"
 
     @property
     def is_softmax(self) -> bool:
+        """Whether it is softmax or log_softmax."""
         return self.op in ("softmax", "log_softmax")
 
     @property
     def is_norm(self) -> bool:
+        """Whether it is LayerNorm or RMSNorm, alone or with a residual."""
         return not self.is_softmax and self.op != "cross_entropy"
 
     @property

@@ -112,6 +112,7 @@ class Line:
     itemsize: int | None = None
 
     def fits(self, spec: Spec) -> bool:
+        """Whether it is for calls such as this one."""
         itemsize = (spec.x_dtype if spec.direction == "fwd" else spec.y_dtype).itemsize
         if spec.residual_dtype is not None:
             itemsize = max(itemsize, spec.residual_dtype.itemsize)

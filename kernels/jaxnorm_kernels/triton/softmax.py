@@ -1,4 +1,6 @@
-"""softmax and log_softmax of z = scale x + bias. With m = max(z), d = dy, all sums over a row:
+"""softmax and log_softmax of z = scale x + bias.
+
+With m = max(z), d = dy, all sums over a row:
 
     softmax      y = exp(z - m) / sum(exp(z - m))          dz = y (d - sum(d y))
     log_softmax  y = z - m - log(sum(exp(z - m)))          dz = d - exp(y) sum(d)

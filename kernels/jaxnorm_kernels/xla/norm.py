@@ -43,6 +43,7 @@ from jaxnorm_kernels.xla.reductions import row_mean
 def norm_fwd(
     x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, spec: Spec
 ) -> tuple[jax.Array, Stats]:
+    """y in ``spec.y_dtype``, and the statistics; see `specs.Implementation`."""
     y, stats = _normalised(x, scale, bias, spec)
     return y.astype(spec.y_dtype), stats
 
@@ -54,6 +55,7 @@ def add_norm_fwd(
     bias: jax.Array | None,
     spec: Spec,
 ) -> tuple[jax.Array | None, jax.Array | None, Stats]:
+    """y, h in the residual's dtype, and the statistics; None for what nobody uses."""
     h = _sum(residual, x, spec)
     if spec.unused == "y":
         return None, h, ()
@@ -64,6 +66,7 @@ def add_norm_fwd(
 def norm_add_fwd(
     x: jax.Array, residual: jax.Array, scale: jax.Array | None, spec: Spec
 ) -> tuple[jax.Array, Stats]:
+    """residual + norm(x) in the residual's dtype, and the statistics."""
     y, stats = _normalised(x, scale, None, spec.first)
     return _sum(residual, y, spec), stats
 
@@ -75,6 +78,7 @@ def norm_add_norm_fwd(
     next_scale: jax.Array | None,
     spec: Spec,
 ) -> tuple[jax.Array | None, jax.Array | None, Stats]:
+    """y, h and the statistics of both norms; None for what nobody uses."""
     h, stats = norm_add_fwd(x, residual, scale, spec)
     if spec.unused == "y":
         return None, h, ()

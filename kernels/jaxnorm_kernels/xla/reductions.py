@@ -10,6 +10,7 @@ from jaxnorm_kernels.specs import Spec
 
 
 def row_sum(v: jax.Array, spec: Spec) -> jax.Array:
+    """The sum over the normalised axes, which stay as 1; over all shards of them."""
     total = jnp.sum(v, axis=spec.axes, keepdims=True)
     return lax.psum(total, spec.cols_over) if spec.cols_over else total
 
@@ -33,12 +34,14 @@ def fused_row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
 
 
 def row_mean(v: jax.Array, spec: Spec) -> jax.Array:
+    """The mean, likewise."""
     if spec.cols_over:
         return row_sum(v, spec) / spec.cols
     return jnp.mean(v, axis=spec.axes, keepdims=True)
 
 
 def row_max(v: jax.Array, spec: Spec) -> jax.Array:
+    """The maximum, likewise; -inf of nothing."""
     # `initial` gives rows of length 0 a maximum.
     largest = jnp.max(v, axis=spec.axes, keepdims=True, initial=-jnp.inf)
     return lax.pmax(largest, spec.cols_over) if spec.cols_over else largest

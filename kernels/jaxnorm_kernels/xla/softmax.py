@@ -25,6 +25,7 @@ from jaxnorm_kernels.xla.reductions import row_any, row_max, row_sum
 def softmax_fwd(
     x: jax.Array, mask: jax.Array | None, bias: jax.Array | None, spec: Spec
 ) -> jax.Array:
+    """y in ``spec.y_dtype``; 0 for what the mask does not keep."""
     kept = _kept(mask, x.shape, spec)
     shifted = _shifted(x, kept, bias, spec)
     e = jnp.exp(shifted)
@@ -41,6 +42,7 @@ def softmax_tan(
     dbias: jax.Array | None,
     spec: Spec,
 ) -> jax.Array:
+    """The tangent of y, from y; a tangent of None stands for 0."""
     t = _masked(_tangent(y, dx, dbias, spec), _kept(mask, y.shape, spec), spec)
     return _jacobian(y, t, spec).astype(spec.y_dtype)
 
@@ -48,6 +50,7 @@ def softmax_tan(
 def softmax_bwd(
     y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec
 ) -> tuple[jax.Array, jax.Array | None]:
+    """dx and, if the spec wants it, dbias, from y."""
     kept = _kept(mask, y.shape, spec)
     if spec.drops_masked:
         return _gradients(_jacobian(y, _masked(dy, kept, spec), spec), spec)
@@ -57,6 +60,7 @@ def softmax_bwd(
 def log_softmax_fwd(
     x: jax.Array, mask: jax.Array | None, bias: jax.Array | None, spec: Spec
 ) -> jax.Array:
+    """y in ``spec.y_dtype``; -inf for what the mask does not keep."""
     kept = _kept(mask, x.shape, spec)
     shifted = _shifted(x, kept, bias, spec)
     total = row_sum(jnp.exp(shifted), spec)
@@ -74,6 +78,7 @@ def log_softmax_tan(
     dbias: jax.Array | None,
     spec: Spec,
 ) -> jax.Array:
+    """The tangent of y, from y; a tangent of None stands for 0."""
     kept = _kept(mask, y.shape, spec)
     t = _masked(_tangent(y, dx, dbias, spec), kept, spec)
     dy = t - row_sum(jnp.exp(y.astype(spec.compute_dtype)) * t, spec)
@@ -83,6 +88,7 @@ def log_softmax_tan(
 def log_softmax_bwd(
     y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec
 ) -> tuple[jax.Array, jax.Array | None]:
+    """dx and, if the spec wants it, dbias, from y."""
     d = _masked(dy, _kept(mask, y.shape, spec), spec)
     # exp(-inf) is 0, so a masked entry gets 0 - 0 here.
     return _gradients(d - jnp.exp(y.astype(spec.compute_dtype)) * row_sum(d, spec), spec)

@@ -39,6 +39,7 @@ class BiasSums:
 
     @property
     def blocks(self) -> int:
+        """Of the whole grid."""
         return self.splits * self._tiles.rows
 
     @property

@@ -1,4 +1,6 @@
-"""Backward pass of cross-entropy, from the logits. With d = dloss and p = exp(x - m - log(s)):
+"""Backward pass of cross-entropy, from the logits.
+
+With d = dloss and p = exp(x - m - log(s)):
 
     dx = d (p - targets + 2 b lse p)      lse = m + log(s)      targets = (1 - a) [j = l] + a / V
 

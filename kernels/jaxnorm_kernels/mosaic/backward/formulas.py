@@ -41,6 +41,7 @@ class Operands:
 
     @property
     def arrays(self) -> list[jax.Array]:
+        """All of them: of rows, of single rows, of columns."""
         return [*self.rows, *self.stats, *self.params]
 
     @property

@@ -52,6 +52,7 @@ class InRegisters:
     window: Window | None = None
 
     def tile(self, cols: int) -> Tile:
+        """How a block holds rows of so many columns."""
         vector = self.vector
         apart: dict[str, Any] = {"apart": self.apart}
         if self.window is not None:

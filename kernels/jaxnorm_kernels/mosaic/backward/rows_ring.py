@@ -211,9 +211,11 @@ def rows_ring_backward(
 
 
 def copy(source: Ref, target: Ref, barrier: Ref) -> None:
+    """Starts an asynchronous copy of what is inside the array."""
     mode = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
     plgpu.copy_gmem_to_smem(source, target, barrier, oob_mode=mode)
 
 
 def here(piece: Piece) -> Any:
+    """The columns of a piece."""
     return pl.ds(piece.start, piece.width)

@@ -142,6 +142,7 @@ def direct(spec: Spec) -> Direct | None:
 
 
 def rows_ring(spec: Spec) -> RowsRing:
+    """A ring of narrow rows: as many at a time as fill a stage."""
     vector = _vector(spec)
     threads = WARP
     while threads > 2 and spec.cols < threads * vector:

@@ -1,4 +1,6 @@
-"""Backward passes of softmax and log_softmax from the output. With d = dy, sums over the row:
+"""Backward passes of softmax and log_softmax from the output.
+
+With d = dy, sums over the row:
 
 softmax       dz = y (d - sum(d y))
 log_softmax   dz = d - exp(y) sum(d)

@@ -24,12 +24,14 @@ RESERVED_BYTES = 1024  # of shared memory, in each block
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Attributes:
-    sms: multiprocessors.
-    smem: bytes of shared memory that a block may have.
-    clusters: for each size of a cluster, how many with a block on a multiprocessor run at a time.
-      A cluster stays within a group of multiprocessors (GPC), and chips of one kind differ in how
-      many of each group work. One cluster too many is a second round for all.
+    """What schedules go by.
+
+    Attributes:
+      sms: multiprocessors.
+      smem: bytes of shared memory that a block may have.
+      clusters: for each size of a cluster, how many with a block on a multiprocessor run at a time.
+        A cluster stays within a group of multiprocessors (GPC), and chips of one kind differ in how
+        many of each group work. One cluster too many is a second round for all.
     """
 
     sms: int
@@ -38,6 +40,7 @@ class Gpu:
 
     @property
     def portable_cluster(self) -> int:
+        """The largest cluster that every GPU with clusters runs."""
         return max([size for size in self.clusters if size <= PORTABLE_CLUSTER], default=1)
 
     def at_a_time(self, cluster: int) -> int:

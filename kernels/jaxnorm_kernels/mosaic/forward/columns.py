@@ -23,6 +23,7 @@ def param_sizes(spec: Spec) -> list[int]:
 
 
 def param_bytes(spec: Spec) -> int:
+    """Bytes of all parameters of a column."""
     return sum(param_sizes(spec))
 
 

@@ -1,4 +1,6 @@
-"""Cross-entropy of a row x with the label l; a = label_smoothing, b = z_loss:
+"""Cross-entropy of a row x with the label l.
+
+With a = label_smoothing, b = z_loss:
 
     m = max(x)      s = sum(exp(x - m))      lse = m + log(s)      D = m - x_l
 
@@ -98,6 +100,7 @@ def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
 
 
 def most_elements(spec: Spec) -> int:
+    """Elements of the widest load."""
     return VECTOR_BYTES // spec.x_dtype.itemsize
 
 

@@ -1,4 +1,6 @@
-"""LayerNorm and RMSNorm. LayerNorm subtracts the mean, RMSNorm has mean = 0:
+"""LayerNorm and RMSNorm.
+
+LayerNorm subtracts the mean, RMSNorm has mean = 0:
 
     G = scale + scale_offset        r = 1 / sqrt(mean((x - mean)^2) + epsilon)
     y = (x - mean) r G + bias

@@ -150,6 +150,7 @@ class Line:
     tiles: int = 0
 
     def fits(self, spec: Spec, gpu: Gpu) -> bool:
+        """Whether it is for calls such as this one."""
         return (
             (self.cols is None or spec.cols * registers(spec) <= self.cols)
             and (self.waves is None or spec.rows <= self.waves * gpu.sms)

@@ -1,4 +1,6 @@
-"""softmax and log_softmax of z = scale x + bias. With m = max(z) over what a row keeps:
+"""softmax and log_softmax of z = scale x + bias.
+
+With m = max(z) over what a row keeps:
 
     softmax      y = exp(z - m) / sum(exp(z - m))       0 for the rest
     log_softmax  y = z - m - log(sum(exp(z - m)))       -inf for the rest

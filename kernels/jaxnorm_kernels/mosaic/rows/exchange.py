@@ -30,9 +30,11 @@ class Exchange:
 
     @property
     def parts(self) -> int:
+        """Warps that share a row, each with a partial result."""
         return WARPS * self.warpgroups * self.cluster
 
     def in_cluster(self, stats: int = 1) -> ClusterExchange:
+        """What exchanges so many statistics between the blocks of a cluster."""
         return ClusterExchange(self.warpgroups, self.cluster, stats, stages=self.stages)
 
     def scratch(self, stats: int) -> list[Any]:

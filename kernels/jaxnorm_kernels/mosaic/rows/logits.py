@@ -148,6 +148,7 @@ class Place:
 
     @property
     def first(self) -> jax.Array:
+        """The row, or the first one of the tile's."""
         return jnp.int32(getattr(self.row, "start", self.row))
 
     @property
@@ -229,6 +230,7 @@ def row_of_x(shared: Shared, own: Any, nth: Any) -> jax.Array:
 
 
 def each_piece(function: Callable[[jax.Array], jax.Array], values: Pieces) -> Pieces:
+    """The function of each piece."""
     return [function(v) for v in values]
 
 

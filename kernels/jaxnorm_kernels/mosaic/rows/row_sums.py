@@ -53,11 +53,13 @@ class RowSums:
 
     @property
     def in_cluster(self) -> ClusterExchange:
+        """What exchanges the sums between the blocks of a cluster."""
         return ClusterExchange(
             self.warpgroups, self.cluster, self.sums, added=True, stages=self.stages
         )
 
     def scratch(self) -> list[Any]:
+        """Shared memory and barriers, in the order of a kernel's arguments."""
         if self.cluster > 1:
             return self.in_cluster.scratch()
         shared = plgpu.SMEM((self.stages * self.sums, self.parts), jnp.float32)

@@ -137,6 +137,7 @@ class Slice:
     window: Window | None = None
 
     def __post_init__(self) -> None:
+        """Refuses rows that are too short."""
         if not self.chunks:
             raise ValueError(f"{self} needs rows of {self.slices * self.chunk} columns")
 
@@ -147,6 +148,7 @@ class Slice:
 
     @property
     def has_tail(self) -> bool:
+        """Whether the chunks leave columns over."""
         return self.cols % (self.slices * self.chunk) != 0
 
     @property

@@ -78,6 +78,7 @@ class Strips:
     group: int = 1
 
     def __post_init__(self) -> None:
+        """Refuses sizes that do not fit together."""
         if not 2 <= self.threads < WARP:
             # A layout of one thread, or of a chunk with a column for each warp, is not inferred.
             raise ValueError(f"{self} needs 2 to {WARP // 2} threads")

@@ -120,13 +120,16 @@ class Tile:
 
     @property
     def unit(self) -> int:
+        """Columns that the threads of a row read at once."""
         return WARPGROUP_THREADS * self.vector
 
     @property
     def layout(self) -> Layout:
+        """Of a piece that is read with the whole vector."""
         return self.layout_of_vectors(self.vector)
 
     def layout_of_vectors(self, vector: int) -> Layout:
+        """Of a piece that is read by so many elements."""
         raise NotImplementedError
 
     def layout_of(self, shape: tuple[int, ...]) -> Layout:
@@ -160,6 +163,7 @@ class Tile:
         return False
 
     def blocks(self, rows: int) -> int:
+        """Of the grid, for all rows."""
         if self.window is None:
             return self.blocks_of(rows)
         return self.window.period * self.blocks_of(self.own_rows(rows))
@@ -214,6 +218,7 @@ class Tile:
         """After the first loads have been started: waits until `scratch` can be used."""
 
     def pieces(self) -> list[Piece]:
+        """The columns of a row, piece by piece."""
         body = self.cols // self.unit * self.unit
         if body == 0:
             raise ValueError(f"{self} holds rows of {self.unit} columns and more")
@@ -276,6 +281,7 @@ class Tile:
         ]
 
     def store(self, ref: Ref, row: Any, values: Sequence[jax.Array]) -> None:
+        """Writes the pieces of a row to the array `ref`, each element once or twice the same."""
         for p, value in zip(self.pieces(), values):
             if self.window is None or not p.edge:
                 store_global(self.part(ref, row, p), value, self.layout)
@@ -304,9 +310,11 @@ class Tile:
         ]
 
     def max(self, x: Sequence[jax.Array]) -> Stat:
+        """The largest element of each row."""
         return self._reduce(x, jnp.max, jnp.maximum, -jnp.inf)
 
     def sum(self, x: Sequence[jax.Array]) -> Stat:
+        """The sum of each row's elements."""
         return self._reduce(x, jnp.sum, operator.add, 0)
 
     def broadcast(self, stat: Stat, like: jax.Array) -> jax.Array:
@@ -347,6 +355,7 @@ class RowTile(Tile):
     height: int = WARPS
 
     def __post_init__(self) -> None:
+        """Refuses sizes that do not fit together."""
         if self.threads > WARP:
             raise ValueError(f"{self} needs threads of one warp, {WARP} at most")
         step = WARPGROUP_THREADS // self.threads

@@ -52,10 +52,12 @@ class Unit:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Of the array that a warpgroup holds."""
         return (WARPS, WARP * self.vector)
 
     @property
     def layout(self) -> Layout:
+        """Of that array."""
         return warps_layout(self.vector)
 
     def columns(self) -> jax.Array:
@@ -111,6 +113,7 @@ class Units:
 
     @property
     def has_edges(self) -> bool:
+        """Whether a row ends within a vector."""
         return self.cols % self.vector != 0
 
     @property
