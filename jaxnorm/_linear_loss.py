@@ -51,10 +51,10 @@ def linear_softmax_cross_entropy(
         NaN, and x's gradient is 0.
       reduction: ``"mean"`` over the positions that count, 0 if there are none; ``"sum"``; or
         ``"none"`` for the loss of each position.
-      chunk: rows of x at a time, at least 1; on a mesh, of a device's rows. None chooses: 512 to
-        2048, so that a chunk's logits take about 256 MiB. Beside weight's gradient, memory is the
-        float32 array for its sum, and of a chunk the logits and their gradient. A larger chunk
-        reads and writes that array less often.
+      chunk: rows of x at a time, at least 1; on a mesh, of a device's rows. None chooses:
+        2048, or fewer, down to 512, where the logits of as many take more than 1 GiB. Beside
+        weight's gradient, memory is the float32 array for its sum, and a chunk's logits, whose
+        place their gradient takes. A larger chunk reads and writes that array less often.
       label_smoothing: a Python number from 0 to 1, the share of the targets that is spread evenly
         over all classes.
       z_loss: a finite Python number of at least 0: z_loss times the square of the log of the sum of
