@@ -20,7 +20,7 @@ _VERDICTS = {
     False: "FAILED",
     None: "not checked (smaller than the default run)",
 }
-COLUMNS = ("norms and softmax", "final loss", "ms/step", "temp MiB", "saved MiB")
+COLUMNS = ("norms, softmax, loss", "final loss", "ms/step", "temp MiB", "saved MiB")
 
 # Okabe and Ito's palette, which survives colour blindness; widths and dashes keep curves that
 # coincide (as they should) visible.

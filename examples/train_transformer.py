@@ -2,9 +2,10 @@
 
 The model is a pre-LN causal transformer over bytes (Flax linen, optax); the text is CPython's own
 documentation, out of `pydoc_data.topics`. The same initial parameters see the same batches with
-Flax's norms and softmax, with jaxnorm's that save their inputs, and with jaxnorm's that save their
-outputs. Exit code 1 if the three disagree or, at the default size or above, have not learned.
-With --mesh the same run is spread over devices; figures of memory are then those of one device.
+Flax's norms and softmax and optax's loss, and twice with jaxnorm's: norms that save their inputs,
+and norms that save their outputs. Exit code 1 if the three disagree or, at the default size or
+above, have not learned. With --mesh the same run is spread over devices; figures of memory are then
+those of one device.
 """
 
 import argparse
@@ -74,7 +75,7 @@ def bigram_loss(text: np.ndarray, evaluated: np.ndarray, alpha: float = 0.1) -> 
 
 def loss_fn(model: Transformer, params: Params, batch: jax.Array) -> jax.Array:
     logits = model.apply({"params": params}, batch[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+    return model.variant.cross_entropy(logits, batch[:, 1:]).mean()
 
 
 def early_tolerance(config: Config) -> float:
@@ -204,6 +205,9 @@ def plans(config: Config) -> str:
             (config.batch, config.heads, config.seq, config.seq),
             config.dtype,
             where=True,
+        ),
+        "softmax_cross_entropy_with_integer_labels": jaxnorm.implementation_for(
+            "softmax_cross_entropy_with_integer_labels", (tokens, VOCABULARY), "float32"
         ),
     }
     return "\n".join(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 
 import jaxnorm.linen
 
@@ -55,20 +56,30 @@ class AddLayerNorm(nn.LayerNorm):
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Whose norms and softmax the model uses."""
+    """Whose norms and softmax the model uses, and whose loss its training.
+
+    The loss is Flax's users' own, optax's, or jaxnorm's of the same name and arguments.
+    """
 
     label: str
     norm: Callable[..., nn.Module]
     attention_fn: Callable[..., jax.Array]
+    cross_entropy: Callable[..., jax.Array]
 
 
 VARIANTS = (
-    Variant("Flax", AddLayerNorm, nn.dot_product_attention),
+    Variant(
+        "Flax",
+        AddLayerNorm,
+        nn.dot_product_attention,
+        optax.softmax_cross_entropy_with_integer_labels,
+    ),
     *(
         Variant(
             f"jaxnorm, save={save!r}",
             functools.partial(jaxnorm.linen.LayerNorm, save=save),
             jaxnorm.linen.dot_product_attention,
+            jaxnorm.softmax_cross_entropy_with_integer_labels,
         )
         for save in ("input", "output")
     ),
