@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?\S+ = (.+?) ([a-z][\w-]*)\(")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(\S+) .*\{$")
 _CALLED = re.compile(r"calls=%?([\w.-]+)")
+_SCOPE = re.compile(r'^ +(?:ROOT )?%?(\S+) = .*op_name="([^"]*)"', re.MULTILINE)
 _SHAPE = re.compile(r"\[([\d,]*)\]")
 _MOVES = {"copy", "copy-start", "convert", "transpose"}
 _FREE = {"parameter", "bitcast", "reshape", "constant", "tuple", "get-tuple-element"}
@@ -36,6 +37,11 @@ def made(text: str, elements: int) -> list[str]:
     """What makes arrays of `elements` or more: opcodes."""
     large = _large(dict(_computations(text)), elements)
     return [opcode for opcode, *_ in large if opcode not in _FREE | {"call"}]
+
+
+def scopes(text: str) -> dict[str, str]:
+    """Where in the traced program an instruction comes from, by the name of a kernel made of it."""
+    return {re.sub(r"\W", "_", name): scope for name, scope in _SCOPE.findall(text)}
 
 
 def _large(

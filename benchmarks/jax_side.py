@@ -189,8 +189,8 @@ def prepare(suite: str, cell: Any) -> Measure:
     """What measures a cell; all that it runs is compiled here. Cells are prepared in threads."""
     if suite == "stacks":
         return stacks.prepare(cell)
-    if suite in ("memory", "steps"):
-        training = importlib.import_module("benchmarks.training")  # needs Flax and optax
+    if suite in ("training", "capacity"):
+        training = importlib.import_module("benchmarks.training")  # needs optax
         return training.prepare(suite, cell)
     if suite == "accuracy":  # times nothing, so it waits for no turn
         figures = accuracy(cell)

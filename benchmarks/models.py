@@ -5,40 +5,53 @@ Free of JAX: the process that starts the measuring ones has these, too.
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from benchmarks.workloads import ITEMSIZE, PARAMETERS, Direction, Operation, Shape
 
 BUDGET_BYTES = 80 * 10**9  # an H100's memory; the column batch_in_80gb is named after it
+LOSS_STEPS = (1, 10, 20, 30, 40)  # whose loss is a column; so many are run
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Of the demo's transformer (examples/transformer.py): its vocabulary is bytes."""
+    """Of a model in language_models.py."""
 
+    kind: Literal["gpt2", "llama"]
     layers: int
     width: int
     heads: int
+    kv_heads: int
+    hidden: int  # of the MLP
+    vocabulary: int
     seq: int
     batch: int  # sequences per step
 
+    @property
+    def head(self) -> int:
+        return self.width // self.heads
+
 
 MODELS = {
-    "gpt2-small": Size(layers=12, width=768, heads=12, seq=1024, batch=8),
-    "llama-1b": Size(layers=16, width=2048, heads=32, seq=2048, batch=4),
+    "gpt2-small": Size("gpt2", 12, 768, 12, 12, 3072, 50257, seq=1024, batch=16),
+    "llama-1b": Size("llama", 16, 2048, 32, 8, 8192, 128256, seq=2048, batch=4),
 }
-STACKS = ("scan", "unrolled")
-# By provider: the demo's variants (examples/transformer.py), and what each saves.
+Remat = Literal["none", "dots", "block"]
+# What a layer keeps for its backward: all, its matrix products, or its input alone.
+REMATS: tuple[Remat, ...] = ("none", "dots", "block")
+# By provider: whose norms and loss, and their name in tables.
+PLAIN = "jnp"
 VARIANTS = {
-    "flax": "Flax",
-    "jaxnorm-input": "jaxnorm, save='input'",
-    "jaxnorm-output": "jaxnorm, save='output'",
+    PLAIN: "jnp and optax",
+    "jaxnorm-norms": "jaxnorm's norms",
+    "jaxnorm-everything": "jaxnorm's norms and loss",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingCell:
     model: str
-    stack: str
+    remat: Remat
     dtype: str
     batch: int
     provider: str
@@ -48,13 +61,14 @@ class TrainingCell:
         return MODELS[self.model]
 
 
-def cells(providers: Sequence[str], *, quick: bool) -> Iterator[TrainingCell]:
-    """Every model and stack with the variants of `providers`; the first of each if `quick`."""
-    for model in list(MODELS)[: 1 if quick else None]:
-        for stack in STACKS[: 1 if quick else None]:
+def cells(providers: Sequence[str], names: Sequence[str], *, quick: bool) -> Iterator[TrainingCell]:
+    """Those `names` that are models, with the variants of `providers`; one of each if `quick`."""
+    asked = [name for name in MODELS if name in names]
+    for model in asked[: 1 if quick else None]:
+        for remat in REMATS[: 1 if quick else None]:
             for variant in VARIANTS:
                 if variant.split("-")[0] in providers:
-                    yield TrainingCell(model, stack, "bfloat16", MODELS[model].batch, variant)
+                    yield TrainingCell(model, remat, "bfloat16", MODELS[model].batch, variant)
 
 
 STACK_LAYERS = 24

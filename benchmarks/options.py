@@ -7,6 +7,7 @@ from pathlib import Path
 from benchmarks import processes, workloads
 from benchmarks.blocks import BLOCKS
 from benchmarks.losses import LOSSES
+from benchmarks.models import MODELS
 from benchmarks.providers import PROVIDERS
 from benchmarks.suites import SUITES, Selection
 
@@ -30,7 +31,10 @@ def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Names
     )
     names: dict[str, tuple[list[str], str]] = {
         "providers": (list(PROVIDERS), "whose functions"),
-        "ops": ([*workloads.OPERATIONS, *BLOCKS, *LOSSES], "which operations, blocks and losses"),
+        "ops": (
+            [*workloads.OPERATIONS, *BLOCKS, *LOSSES, *MODELS],
+            "which operations, blocks, losses and models",
+        ),
         "directions": (
             list(workloads.DIRECTIONS),
             "fwd and bwd for kernels, fwd+bwd for api, fwd and fwd+bwd for blocks and loss",
@@ -57,7 +61,9 @@ def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Names
         help="instead of the suites' own; of the block ada_layer_norm BATCHxLENGTHxCOLS, of "
         "linear_cross_entropy ROWSxFEATURESxCLASSES",
     )
-    parser.add_argument("--quick", action="store_true", help="few shapes, one training step")
+    parser.add_argument(
+        "--quick", action="store_true", help="few shapes, one training step of each variant"
+    )
     parser.add_argument(
         "--again", action="store_true", help="measure what has a row already; the last row counts"
     )

@@ -1,6 +1,7 @@
 """GB/s against N: a panel for each operation and direction, a line for each provider.
 
-Odd lengths, which no vector width divides, are hollow markers beside the lines.
+Odd lengths, which no vector width divides, are hollow markers beside the lines. Of training steps,
+for each model bars of time and memory, and the losses.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ from matplotlib.axes import Axes
 
 from benchmarks import blocks, figures, workloads
 from benchmarks.figures import Figure, Figures
+from benchmarks.models import LOSS_STEPS, MODELS, REMATS, VARIANTS
 from benchmarks.providers import PROVIDERS
+from benchmarks.results import Row
 
 # Okabe and Ito's palette, which survives colour blindness, and a marker for each, which survives
 # a black and white printer.
@@ -36,6 +39,7 @@ STYLES = {
     "torch": ("#999999", "<"),
     "torch.compile": ("#666666", ">"),
 }
+_OF_VARIANTS = dict(zip(VARIANTS, ("#E69F00", "#56B4E9", "#0072B2")))
 ROOF = "copy (the roof)"
 _TITLES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
 
@@ -64,6 +68,45 @@ def by_block(measured: Figures, dtype: str, title: str, path: Path) -> None:
         for op in blocks.BLOCKS
     ]
     _plot(panels, "N, length of a row", title, path)
+
+
+def training(rows: Sequence[Row], dtype: str, title: str, path: Path) -> None:
+    """Writes a PNG of training steps in one dtype."""
+    models = [name for name in MODELS if any(row["model"] == name for row in rows)]
+    figure, grid = plt.subplots(
+        len(models), 3, figsize=(11, 3.0 * len(models)), layout="constrained", squeeze=False
+    )
+    figure.suptitle(title, fontsize=11)
+    for name, (times, memory, curves) in zip(models, grid):
+        its = [row for row in rows if row["model"] == name and row["dtype"] == dtype]
+        times.set_title(f"{name}: ms of a step", fontsize=10)
+        _bars(times, its, "ms", 1.0)
+        memory.set_title(f"{name}: temp memory, GB", fontsize=10)
+        _bars(memory, its, "temp_bytes", 1e9)
+        curves.set_title(f"{name}: loss by step, nats", fontsize=10)
+        for row in its:
+            losses = [float(row[f"loss_{step}"]) for step in LOSS_STEPS]
+            curves.plot(LOSS_STEPS, losses, color=_OF_VARIANTS[row["provider"]], lw=1.0)
+    for axes in grid.flat:
+        axes.grid(axis="y", alpha=0.25)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, format="png", dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def _bars(axes: Axes, rows: Sequence[Row], column: str, unit: float) -> None:
+    """Groups by remat, a bar for each variant."""
+    width = 0.8 / len(VARIANTS)
+    for index, (variant, label) in enumerate(VARIANTS.items()):
+        values = {r["remat"]: float(r[column]) / unit for r in rows if r["provider"] == variant}
+        places = [i + (index - 1) * width for i, remat in enumerate(REMATS) if remat in values]
+        heights = [values[remat] for remat in REMATS if remat in values]
+        bars = axes.bar(places, heights, 0.9 * width, color=_OF_VARIANTS[variant], label=label)
+        axes.bar_label(bars, fmt="%.3g", fontsize=7)
+    axes.set_xticks(range(len(REMATS)), [f"remat {remat}" for remat in REMATS])
 
 
 def _plot(

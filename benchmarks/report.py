@@ -22,7 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 SHOWN = RESULTS / "nvidia_h200"  # in the README and the docs
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "results.md"
-README_SUITES = ("memory",)  # beside kernels
+README_SUITES = ("capacity",)  # beside kernels
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 PAGE_WIDTH = 120
 PLOT_WIDTH = 125
@@ -39,13 +39,16 @@ class Results:
         self.kernels = figures.of(self.rows["kernels"])
         self.api = figures.of(self.rows["api"])
         self.blocks = figures.of(self.rows["blocks"], BlockWorkload)
+        self.training = [row for row in self.rows["training"] if row["status"] == OK]
         self.ahead = [*figures.ahead(self.kernels), *figures.ahead(self.api)]
 
     @property
     def plotted(self) -> list[tuple[str, str]]:
         """Suite and dtype of each plot."""
         figures_of = {"kernels": self.kernels, "blocks": self.blocks}
-        return [(suite, dtype) for suite, found in figures_of.items() if found for dtype in PLOTTED]
+        timed = [suite for suite, found in figures_of.items() if found]
+        steps = [("training", "bfloat16")] if self.training else []
+        return [*((suite, dtype) for suite in timed for dtype in PLOTTED), *steps]
 
     @property
     def missing(self) -> list[str]:
@@ -124,7 +127,8 @@ def full_report(found: Results) -> str:
     if found.missing:
         parts.append(f"Not measured, as not installed: {'; '.join(found.missing)}.")
     parts += [
-        f"![GB/s against N, {dtype}]({plot_name(dtype, suite)})" for suite, dtype in found.plotted
+        f"![{_PLOTS[suite][0]}, {dtype}]({plot_name(dtype, suite)})"
+        for suite, dtype in found.plotted
     ]
     for name, rows in found.rows.items():
         if rows:
@@ -149,9 +153,11 @@ _ROOF = (
 _CAPTIONS = {
     "blocks": "Blocks: norms with their neighbours, forward and backward in one call. jaxnorm's "
     "share of a copy of the least bytes, and its speed over others; medians over the shapes.",
-    "memory": "Compiled memory of a training step of the demo's transformer, Adam's state "
-    "included, and the largest batch whose step fits in 80 GB.",
-    "steps": "Speed of that step. Matrix products are in the form that cuBLAS takes by itself.",
+    "training": "A training step of models as people write them (benchmarks/language_models.py): "
+    "AdamW, float32 parameters, bfloat16 activations, layers scanned, cuDNN's attention. Remat: a "
+    "layer keeps all that its backward needs, its matrix products, or its input alone. Products "
+    "are in the form that cuBLAS takes by itself.",
+    "capacity": "The largest batch whose step fits in 80 GB, by what XLA plans.",
     "stacks": "Many small norms: 24 pre-norm residual layers, from a call to its results, beside "
     "plain jnp in turn. By default a small norm with no backward to come is XLA's.",
 }
@@ -161,12 +167,18 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "blocks": lambda found: tables.by_block(found.blocks),
     "loss": lambda found: tables.losses(found.rows["loss"]),
     "latency": lambda found: tables.latency(found.rows["latency"]),
-    "memory": lambda found: tables.memory(found.rows["memory"]),
-    "steps": lambda found: tables.steps(found.rows["steps"]),
+    "training": lambda found: tables.training(found.rows["training"]),
+    "capacity": lambda found: tables.capacity(found.rows["capacity"]),
     "stacks": lambda found: tables.stacks(found.rows["stacks"]),
     "accuracy": lambda found: tables.accuracy(found.rows["accuracy"]),
 }
 
+# Of a suite: what its plots show, and what draws them.
+_PLOTS: dict[str, tuple[str, Callable[..., None]]] = {
+    "kernels": ("GB/s against N", plots.kernels),
+    "blocks": ("GB/s against N", plots.by_block),
+    "training": ("Time, temp memory and losses of training steps", plots.training),
+}
 _SHORT_TABLES: dict[str, Callable[[Results], str]] = {  # for the README
     "blocks": lambda found: tables.by_block(found.blocks, ("fwd+bwd",), medians=True),
 }
@@ -200,7 +212,7 @@ def write(folder: Path) -> list[Path]:
         written.append(folder / plot_name(dtype, suite))
         source = tables.provenance(found.rows[suite])
         title = textwrap.fill(f"{dtype}. {source}", PLOT_WIDTH)
-        plot = {"kernels": plots.kernels, "blocks": plots.by_block}[suite]
+        _, plot = _PLOTS[suite]
         plot(getattr(found, suite), dtype, title, written[-1])
     if folder.resolve() == SHOWN:
         for file, section in ((README, readme_section), (PAGE, page_section)):

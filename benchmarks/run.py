@@ -6,9 +6,10 @@
 
 Suites: `kernels`, kernel time forward and backward over the whole grid; `api`, forward and backward
 in one call; `blocks`, norms with what a model does to the same rows before and after; `loss`,
-cross-entropies, and their memory; `latency`, calls of few rows, also from the host; `memory` and
-`steps`, a training step of the demo's transformer; `stacks`, programs of many small norms;
-`accuracy`, gradients against float64.
+cross-entropies, and their memory; `latency`, calls of few rows, also from the host; `training`,
+steps of GPT-2 small and Llama 3.2 1B, their time, memory and losses; `capacity`, the largest batch
+of such a step that fits in 80 GB; `stacks`, programs of many small norms; `accuracy`, gradients
+against float64.
 
 Kernel time is CUPTI's, on rotating buffers larger than the cache; GB/s are by the least bytes that
 must move, of a block each of its arrays once in each direction; `roof` is the time of a copy of as

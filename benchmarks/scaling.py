@@ -1,4 +1,4 @@
-"""Weak scaling: the demo's training step on 1, 2, 4, ... GPUs, with as many sequences for each.
+"""Weak scaling: a training step on 1, 2, 4, ... GPUs, with as many sequences for each.
 
     python -m benchmarks.scaling --axis fsdp
 
@@ -10,16 +10,19 @@ import argparse
 import dataclasses
 import statistics
 import sys
-import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
-import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import timing, training
-from benchmarks.models import MODELS, TrainingCell
+from benchmarks import training
+from benchmarks.machine import ROOT
+from benchmarks.models import LOSS_STEPS, MODELS, TrainingCell
 
-demo = training.demo
+sys.path.insert(0, str(ROOT / "examples"))  # scripts, not a package
+
+from placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,26 +36,18 @@ class Scaling:
 
 
 def measured(model: str, axis: str, gpus: int) -> Scaling:
+    placement = Placement.over({axis: gpus})
     batch = MODELS[model].batch * gpus
-    placement = demo.Placement.over({axis: gpus})
-    step = training.Step(
-        TrainingCell(model, "scan", "bfloat16", batch, "jaxnorm-output"), batch, placement
-    )
-    state = step.initial()
-    random = jax.random.randint(jax.random.key(1), step.batch_shape, 0, demo.VOCABULARY)
-    tokens = placement.batch(np.asarray(random))
-    times = []
-    for _ in range(training.WARMUP + training.REPEATS):
-        start = time.perf_counter()
-        state, _ = jax.block_until_ready(step.run(state, tokens))
-        times.append(time.perf_counter() - start)
-    with timing.kernels() as ran:
-        for _ in range(training.REPEATS):
-            state, _ = step.run(state, tokens)
-        jax.block_until_ready(state)
-    norms = sum(us for name, us in ran if "jaxnorm" in name)
-    seconds = statistics.median(times[training.WARMUP :])
-    return Scaling(gpus, 1e3 * seconds, step.tokens / seconds, norms / training.REPEATS / gpus)
+    cell = TrainingCell(model, "none", "bfloat16", batch, "jaxnorm-everything")
+
+    def shardings(state: Any) -> tuple[Any, Any]:
+        return placement.shardings(state), NamedSharding(placement.mesh, PartitionSpec(axis))
+
+    step = training.Step(cell, batch, shardings)
+    state, times, _ = step.times(LOSS_STEPS[-1])
+    norms = sum(us for name, us in step.kernels(state) if "jaxnorm" in name)
+    ms = statistics.median(times[training.WARMUP :])
+    return Scaling(gpus, ms, 1e3 * step.tokens / ms, norms / training.KERNEL_STEPS / gpus)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

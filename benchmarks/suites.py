@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import blocks, losses, models, workloads
 from benchmarks.blocks import BLOCKS, BlockWorkload
 from benchmarks.losses import LOSSES, LossWorkload
-from benchmarks.models import StackCell, TrainingCell
+from benchmarks.models import LOSS_STEPS, MODELS, StackCell, TrainingCell
 from benchmarks.providers import PROVIDERS, SIDES, Provider, Side
 from benchmarks.workloads import Direction, Shape, Workload
 
@@ -50,13 +50,13 @@ Cell = TimedCell | BlockCell | LossCell | TrainingCell | StackCell
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What the command line asks for: `ops` also names blocks and losses.
+    """What the command line asks for: `ops` also names blocks, losses and models.
 
     `shapes` None: each suite's own.
     """
 
     providers: tuple[str, ...] = tuple(PROVIDERS)
-    ops: tuple[str, ...] = (*workloads.OPERATIONS, *BLOCKS, *LOSSES)
+    ops: tuple[str, ...] = (*workloads.OPERATIONS, *BLOCKS, *LOSSES, *MODELS)
     directions: tuple[Direction, ...] = workloads.DIRECTIONS
     dtypes: tuple[tuple[str, str], ...] = tuple(workloads.DTYPES)
     shapes: tuple[Shape, ...] | None = None
@@ -121,7 +121,7 @@ class Suite:
 
 
 def provider_name(cell: Cell) -> str:
-    """The provider's name in PROVIDERS: "jaxnorm-input" is a variant of jaxnorm."""
+    """The provider's name in PROVIDERS: "jaxnorm-norms" is a variant of jaxnorm."""
     return cell.provider.split("-")[0]
 
 
@@ -155,7 +155,7 @@ def _accuracy(selection: Selection) -> Iterable[Cell]:
 
 
 def _training(selection: Selection) -> Iterable[Cell]:
-    return models.cells(selection.providers, quick=selection.quick)
+    return models.cells(selection.providers, selection.ops, quick=selection.quick)
 
 
 def _stacks(selection: Selection) -> Iterable[Cell]:
@@ -200,17 +200,20 @@ SUITES: dict[str, Suite] = {
         Suite("loss", LossCell, {**_TIME, "temp_bytes": 0}, _losses),
         Suite("latency", TimedCell, {"us": 2, "wall_us": 2}, _latency),
         Suite(
-            "memory",
+            "training",
             TrainingCell,
-            {"temp_bytes": 0, "peak_bytes": 0, "batch_in_80gb": 0},
+            {
+                **{"ms": 2, "kernels_ms": 2, "tokens_per_s": 0, "temp_bytes": 0, "peak_bytes": 0},
+                **{f"loss_{step}": 4 for step in LOSS_STEPS},
+            },
             _training,
             sides=("jax",),
             batch=1,
         ),
         Suite(
-            "steps",
+            "capacity",
             TrainingCell,
-            {"ms": 2, "tokens_per_s": 0},
+            {"batch_in_80gb": 0},
             _training,
             sides=("jax",),
             batch=1,

@@ -1,13 +1,13 @@
 """The Markdown tables of results, and the sentences that go with them."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks import blocks, figures, workloads
 from benchmarks.blocks import BLOCKS
 from benchmarks.figures import Ahead, Comparison, Figure, Figures
 from benchmarks.losses import LossWorkload
-from benchmarks.models import MODELS, VARIANTS
+from benchmarks.models import LOSS_STEPS, MODELS, PLAIN, VARIANTS
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import OK, Row
 
@@ -157,34 +157,81 @@ def _compared(it: Comparison | None) -> tuple[str, str]:
     return speed, f"{it.ahead} of {it.cells}"
 
 
-def _training(
-    rows: Sequence[Row], header: Sequence[str], columns: dict[str, tuple[float, int]]
-) -> str:
-    """Rows of a training suite; `columns`: figures, what to divide them by, and decimals."""
+def training(rows: Sequence[Row]) -> str:
+    """Steps of models: times and memory, also over plain jnp's, and losses."""
+    measured = {_step(row): row for row in rows}
     body = []
-    for row in rows:
-        size = MODELS[row["model"]]
-        name = f"{row['model']} ({size.layers} x {size.width}), {row['batch']} x {size.seq}"
-        values = [
-            f"{float(row[column]) / unit:.{decimals}f}" if row[column] else "-"
-            for column, (unit, decimals) in columns.items()
-        ]
+    for (model, remat, dtype, batch, variant), row in measured.items():
+        cells = [f"{model}, {batch} x {MODELS[model].seq}", remat, VARIANTS[variant]]
         if row["status"] != OK:
-            values[0] = row["status"]
-        body.append([name, row["stack"], VARIANTS[row["provider"]], *values])
-    return markdown(["model, batch x length", "layers", "norms and softmax", *header], body)
+            body.append([*cells, row["status"], *[""] * 7])
+            continue
+        plain = measured.get((model, remat, dtype, batch, PLAIN), {})
+        first_and_last = [float(row[f"loss_{step}"]) for step in (LOSS_STEPS[0], LOSS_STEPS[-1])]
+        body.append(
+            [
+                *cells,
+                f"{float(row['ms']):.1f}",
+                _ratio(row, plain, "ms"),
+                row["kernels_ms"] or "-",
+                _ratio(row, plain, "kernels_ms"),
+                f"{float(row['temp_bytes']) / GB:.1f}",
+                _ratio(row, plain, "temp_bytes"),
+                f"{float(row['peak_bytes']) / GB:.1f}",
+                " to ".join(f"{loss:.3f}" for loss in first_and_last),
+            ]
+        )
+    header = ["ms/step", "of jnp's", "kernels ms", "of jnp's", "temp GB", "of jnp's", "peak GB"]
+    losses = f"loss, step {LOSS_STEPS[0]} to {LOSS_STEPS[-1]}"
+    table = markdown(["model, batch x length", "remat", "norms and loss", *header, losses], body)
+    said = ", ".join(map(str, LOSS_STEPS))
+    return f"{table}\n\nAt steps {said} losses are at most {_apart(measured):.4f} nats from jnp's."
 
 
-def memory(rows: Sequence[Row]) -> str:
-    return _training(
-        rows,
-        ["temp GB", "peak GB", "largest batch in 80 GB"],
-        {"temp_bytes": (GB, 1), "peak_bytes": (GB, 1), "batch_in_80gb": (1, 0)},
+def _apart(measured: Mapping[tuple[str, ...], Row]) -> float:
+    """How far losses of a model with jaxnorm's functions are from plain jnp's, at most."""
+    pairs = [
+        (row, measured.get((*asked, PLAIN)))
+        for (*asked, _), row in measured.items()
+        if row["status"] == OK
+    ]
+    return max(
+        (
+            abs(float(row[name]) - float(plain[name]))
+            for row, plain in pairs
+            if plain is not None and plain["status"] == OK
+            for name in (f"loss_{step}" for step in LOSS_STEPS)
+        ),
+        default=0.0,
     )
 
 
-def steps(rows: Sequence[Row]) -> str:
-    return _training(rows, ["ms/step", "tokens/s"], {"ms": (1, 1), "tokens_per_s": (1, 0)})
+def capacity(rows: Sequence[Row]) -> str:
+    """The largest batch of each step that fits: a column for each variant."""
+    found = {
+        (row["model"], row["remat"], row["provider"]): row["batch_in_80gb"] or row["status"]
+        for row in rows
+    }
+    body = [
+        [
+            f"{model}, length {MODELS[model].seq}",
+            remat,
+            *(found.get((model, remat, variant), "-") for variant in VARIANTS),
+        ]
+        for model, remat in dict.fromkeys(asked[:2] for asked in found)
+    ]
+    return markdown(["model", "remat", *VARIANTS.values()], body)
+
+
+def _step(row: Row) -> tuple[str, str, str, str, str]:
+    return row["model"], row["remat"], row["dtype"], row["batch"], row["provider"]
+
+
+def _ratio(row: Row, plain: Mapping[str, str], column: str) -> str:
+    """Of a column, over plain jnp's."""
+    if not row[column] or not plain.get(column):
+        return "-"
+    return f"{float(row[column]) / float(plain[column]):.2f}"
 
 
 def stacks(rows: Sequence[Row]) -> str:

@@ -1,89 +1,89 @@
-"""A training step of the demo's transformer (examples/), at the sizes of models.py."""
+"""A training step of the models of language_models.py: its time, its memory, its losses."""
 
 import functools
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from benchmarks import models
-from benchmarks.machine import ROOT
-from benchmarks.models import TrainingCell
-
-sys.path.insert(0, str(ROOT / "examples"))  # scripts, not a package
-
-import train_transformer as demo
-from transformer import VARIANTS, VOCABULARY, Config, Transformer
+from benchmarks import language_models, models, timing
+from benchmarks.language_models import Model, State
+from benchmarks.models import LOSS_STEPS, TrainingCell
 
 Figures = dict[str, float | None]
-WARMUP, REPEATS = 3, 20
+WARMUP = 3
+KERNEL_STEPS = 10  # whose kernels are timed
 _GUESSES = 8  # along the line; after them the interval is halved
-_ONE_DEVICE = demo.Placement()
 
-# XLA times matrix products in many forms before it takes one. Memory needs no times, and the form
-# taken may come with a workspace of an activation's size. Steps take what cuBLAS takes by itself:
-# it is the same for every variant.
-_OPTIONS = {
-    "memory": {"xla_gpu_autotune_level": "0"},
-    "steps": {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False},
-}
+# XLA times matrix products in many forms before it takes one, and that may come with a workspace of
+# an activation's size. These are what cuBLAS takes by itself: the same for every variant.
+_GPU_OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
 
 
 class Step:
-    """A compiled training step, which is not run, and what it takes; on one device, or a mesh."""
+    """A compiled training step, which is not run, and what it takes.
+
+    Attributes:
+      run: of the state, which it overwrites, and tokens; the state and the loss.
+      initial: makes the first state.
+      batch: makes the tokens of a step, by its number.
+
+    On a mesh, `shardings` says how the state and the tokens of a batch lie.
+    """
 
     def __init__(
         self,
         cell: TrainingCell,
         batch: int,
-        placement: demo.Placement = _ONE_DEVICE,
-        suite: Literal["memory", "steps"] = "steps",
+        shardings: Callable[[State], tuple[Any, Any]] = lambda state: (None, None),
     ) -> None:
-        size = cell.size
-        config = Config(
-            layers=size.layers,
-            width=size.width,
-            heads=size.heads,
-            seq=size.seq,
-            batch=batch,
-            dtype=cell.dtype,
-            scan=cell.stack == "scan",
+        on_gpu = jax.default_backend() == "gpu"
+        self.model = Model(
+            cell.size,
+            language_models.VARIANTS[cell.provider],
+            cell.remat,
+            cell.dtype,
+            "cudnn" if on_gpu else "xla",
         )
-        label = models.VARIANTS[cell.provider]
-        (variant,) = (v for v in VARIANTS if v.label == label)
-        self.batch_shape = (batch, size.seq + 1)
-        self.tokens = batch * size.seq
-        self.model, self.optimizer = Transformer(config, variant), demo.make_optimizer(config)
-        state = jax.eval_shape(self.state)
-        self.shardings = placement.shardings(state)
-        step = jax.jit(
-            functools.partial(demo.train_step, self.model, self.optimizer),
-            donate_argnums=0,
-            in_shardings=None if self.shardings is None else (self.shardings, None),
-            out_shardings=None if self.shardings is None else (self.shardings, None),
+        self.tokens = batch * cell.size.seq
+        self._options = _GPU_OPTIONS if on_gpu else None
+        self._batch_shape = (batch, cell.size.seq + 1)
+        state, tokens = jax.eval_shape(lambda: (self._initial(), self._batch(0)))
+        self._state_shardings, self._batch_shardings = shardings(state)
+        step = functools.partial(language_models.train_step, self.model)
+        self.run = (
+            jax.jit(
+                step,
+                donate_argnums=0,
+                in_shardings=(self._state_shardings, self._batch_shardings),
+                out_shardings=(self._state_shardings, None),
+            )
+            .lower(state, tokens)
+            .compile(self._options)
         )
-        tokens = placement.batch(np.zeros(self.batch_shape, np.int32))
-        self.options = _OPTIONS[suite]
-        self.run = step.lower(state, tokens).compile(self.options)
-
-    def state(self) -> Any:
-        """Initial parameters and optimiser state. The parameters' shapes need one sequence.
-
-        Of unrolled layers with Threefry's random bits, XLA had not compiled it in two minutes.
-        """
-        tokens = jnp.zeros((1, self.batch_shape[1] - 1), jnp.int32)
-        params = self.model.init(jax.random.key(0, impl="rbg"), tokens)["params"]
-        return params, self.optimizer.init(params)
 
     @functools.cached_property
-    def initial(self) -> Callable[[], Any]:
-        """state, compiled."""
-        return jax.jit(self.state, out_shardings=self.shardings).lower().compile(self.options)
+    def initial(self) -> Callable[[], State]:
+        lowered = jax.jit(self._initial, out_shardings=self._state_shardings).lower()
+        return lowered.compile(self._options)
+
+    @functools.cached_property
+    def batch(self) -> Callable[[int], jax.Array]:
+        return jax.jit(self._batch, out_shardings=self._batch_shardings).lower(0).compile()
+
+    def _initial(self) -> State:
+        params = self.model.init(jax.random.key(0))
+        return params, language_models.OPTIMIZER.init(params)
+
+    def _batch(self, step: int) -> jax.Array:
+        """Tokens whose frequencies fall as 1 / (1 + token): those are what there is to learn."""
+        uniform = jax.random.uniform(jax.random.key(step), self._batch_shape)
+        vocabulary = self.model.size.vocabulary
+        tokens = jnp.exp(uniform * jnp.log(vocabulary + 1.0)).astype(jnp.int32) - 1
+        return jnp.clip(tokens, 0, vocabulary - 1)
 
     @property
     def temp_bytes(self) -> int:
@@ -97,42 +97,55 @@ class Step:
         results = m.output_size_in_bytes - m.alias_size_in_bytes
         return int(m.argument_size_in_bytes + results + m.temp_size_in_bytes)
 
+    def times(self, steps: int) -> tuple[State, list[float], list[float]]:
+        """The state after so many steps; milliseconds of each to its results, and its loss."""
+        state, times, losses = self.initial(), [], []
+        for i in range(steps):
+            tokens = jax.block_until_ready(self.batch(i))
+            start = time.perf_counter()
+            state, loss = jax.block_until_ready(self.run(state, tokens))
+            times.append(1e3 * (time.perf_counter() - start))
+            losses.append(float(loss))
+        return state, times, losses
 
-def memory(cell: TrainingCell) -> Figures:
-    fixed = Step(cell, cell.batch, suite="memory")
-    return {
-        "temp_bytes": fixed.temp_bytes,
-        "peak_bytes": fixed.peak_bytes,
-        "batch_in_80gb": largest(
-            lambda batch: Step(cell, batch, suite="memory").peak_bytes,
-            models.BUDGET_BYTES,
-            {cell.batch: fixed.peak_bytes},
-        ),
-    }
+    def kernels(self, state: State) -> list[tuple[str, float]]:
+        """Names and microseconds of the GPU kernels of KERNEL_STEPS steps."""
+        tokens = jax.block_until_ready(self.batch(0))
+        with timing.kernels() as ran:
+            for _ in range(KERNEL_STEPS):
+                state, _ = self.run(state, tokens)
+            jax.block_until_ready(state)
+        return ran
 
 
 def speed(step: Step) -> Figures:
-    """Median time of a step, from its call to its result."""
-    state = step.initial()
-    tokens = jax.random.randint(jax.random.key(1), step.batch_shape, 0, VOCABULARY, jnp.int32)
-    times = []
-    for _ in range(WARMUP + REPEATS):
-        start = time.perf_counter()
-        state, loss = step.run(state, tokens)
-        jax.block_until_ready((state, loss))
-        times.append(1e3 * (time.perf_counter() - start))
+    """Of a step: its median time, also of its kernels alone, its memory; and losses."""
+    state, times, losses = step.times(LOSS_STEPS[-1])
     ms = statistics.median(times[WARMUP:])
-    return {"ms": ms, "tokens_per_s": step.tokens / ms * 1e3}
+    on_gpu = jax.default_backend() == "gpu"
+    us = sum(us for _, us in step.kernels(state)) / KERNEL_STEPS if on_gpu else None
+    return {
+        "ms": ms,
+        "kernels_ms": None if us is None else us / 1e3,
+        "tokens_per_s": step.tokens / ms * 1e3,
+        "temp_bytes": step.temp_bytes,
+        "peak_bytes": step.peak_bytes,
+        **{f"loss_{n}": losses[n - 1] for n in LOSS_STEPS},
+    }
 
 
 def prepare(suite: str, cell: TrainingCell) -> Callable[[], Figures]:
-    """What measures a cell of "memory", which runs nothing, or of "steps"; compiles it."""
-    if suite == "memory":
-        figures = memory(cell)
-        return lambda: figures
+    """What measures a cell of "training", or of "capacity", which runs nothing; compiles it."""
     step = Step(cell, cell.batch)
-    _ = step.initial
-    return functools.partial(speed, step)
+    if suite == "training":
+        _ = step.initial, step.batch
+        return functools.partial(speed, step)
+    fits = largest(
+        lambda batch: Step(cell, batch).peak_bytes,
+        models.BUDGET_BYTES,
+        {cell.batch: step.peak_bytes},
+    )
+    return lambda: {"batch_in_80gb": fits}
 
 
 def largest(used: Callable[[int], int], limit: int, known: Mapping[int, int]) -> int:

@@ -107,12 +107,11 @@ def test_every_suite_asks_what_its_providers_offer():
     }
     assert {c.rows for c in SUITES["latency"].cells(Selection())} == {1, 128}
     assert {c.direction for c in SUITES["api"].cells(Selection())} == {"fwd+bwd"}
-    assert {(c.model, c.stack) for c in SUITES["memory"].cells(Selection())} == {
-        ("gpt2-small", "scan"),
-        ("gpt2-small", "unrolled"),
-        ("llama-1b", "scan"),
-        ("llama-1b", "unrolled"),
-    }
+    for name in ("training", "capacity"):
+        cells = list(SUITES[name].cells(Selection()))
+        assert len(cells) == 2 * 3 * 3  # models, remats, variants
+        few = SUITES[name].cells(Selection(ops=("llama-1b",), quick=True))
+        assert {(c.model, c.remat) for c in few} == {("llama-1b", "none")}
 
 
 def test_a_selection_is_a_part():
@@ -345,3 +344,7 @@ def test_extra_passes_of_a_compiled_program():
     x = jax.ShapeDtypeStruct((64, 32), "float32")
     for function, passes in [(lambda x: x.T, 1), (lambda x: jax.numpy.sin(x) + x, 0)]:
         assert hlo.extra_passes(jax.jit(function).lower(x).compile().as_text(), x.size) == passes
+
+
+def test_scopes_of_kernels():
+    assert hlo.scopes(PROGRAM) == {"x_1": "x"}

@@ -333,5 +333,5 @@ def test_batches_are_even_and_keep_workloads_together():
     assert all(part[0].provider == "xla" for part in parts)
     assert processes.batches([], 3, 32) == []
     assert processes.batches(cells[:2], 3, 32) == [cells[:2]]
-    steps = list(models.cells(["jaxnorm", "flax"], quick=False))
-    assert processes.batches(steps, 8, SUITES["steps"].batch) == [[step] for step in steps]
+    steps = list(models.cells(["jaxnorm", "jnp"], list(models.MODELS), quick=False))
+    assert processes.batches(steps, 8, SUITES["training"].batch) == [[step] for step in steps]

@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks import figures, report, results, tables
 from benchmarks.figures import Figure
+from benchmarks.models import LOSS_STEPS
 from benchmarks.report import PAGE, README, SHOWN, Results
 from benchmarks.results import Table
 from benchmarks.suites import SUITES
@@ -166,21 +167,34 @@ def test_of_two_shapes_with_one_n_the_larger_counts():
     assert by_n == {5120: {"xla": large}}
 
 
-def test_training_tables():
-    row = {
-        "model": "gpt2-small",
-        "stack": "scan",
-        "batch": "8",
-        "provider": "jaxnorm-output",
-        "temp_bytes": "12340000000",
-        "peak_bytes": "",
-        "batch_in_80gb": "41",
-        "status": "ok",
-    }
-    name = "| gpt2-small (12 x 768), 8 x 1024 | scan | jaxnorm, save='output' |"
-    assert f"{name} 12.3 | - | 41 |" in tables.memory([row])
-    failed = row | {"temp_bytes": "", "batch_in_80gb": "", "status": "failed: no memory"}
-    assert f"{name} failed: no memory | - | - |" in tables.memory([failed])
+def training_row(provider, **figures):
+    row = {"device": "some GPU", "software": "jax 1", "commit": "abc1234"}
+    row |= {"model": "llama-1b", "remat": "dots", "dtype": "bfloat16", "batch": "4"}
+    row |= {"provider": provider, "status": figures.pop("status", "ok")}
+    return row | results.rounded(SUITES["training"], figures)
+
+
+def test_a_report_of_training_steps(tmp_path):
+    losses = {f"loss_{step}": 12.0 - step / 10 for step in LOSS_STEPS}
+    plain = {"ms": 200.0, "kernels_ms": 198.0, "tokens_per_s": 1.0, "peak_bytes": 50e9}
+    table = Table(tmp_path, SUITES["training"])
+    table.append(training_row("jnp", **plain, temp_bytes=20e9, **losses))
+    ours = plain | losses | {"ms": 170.0, "kernels_ms": None, "loss_20": losses["loss_20"] - 0.25}
+    table.append(training_row("jaxnorm-everything", **ours, temp_bytes=11e9))
+    table.append(training_row("jaxnorm-norms", status="failed: no memory"))
+    fits = Table(tmp_path, SUITES["capacity"])
+    cell = {k: v for k, v in training_row("jnp").items() if k in fits.suite.columns}
+    fits.append(cell | {"batch_in_80gb": "9"})
+    files = report.write(tmp_path)
+    assert [f.name for f in files] == ["report.md", "training_bfloat16.png"]
+    text = files[0].read_text()
+    name = "| llama-1b, 4 x 2048 | dots |"
+    assert f"{name} jnp and optax | 200.0 | 1.00 | 198.00 | 1.00 | 20.0 | 1.00 | 50.0 |" in text
+    assert f"{name} jaxnorm's norms and loss | 170.0 | 0.85 | - | - | 11.0 | 0.55 | 50.0 |" in text
+    assert f"{name} jaxnorm's norms | failed: no memory |" in text
+    assert "| 11.900 to 8.000 |" in text
+    assert "losses are at most 0.2500 nats from jnp's" in text
+    assert "| llama-1b, length 2048 | dots | 9 | - | - |" in text
 
 
 def test_a_page_without_markers_is_an_error(tmp_path):

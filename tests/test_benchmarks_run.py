@@ -2,13 +2,12 @@
 
 import csv
 import dataclasses
-import importlib
 import subprocess
 import sys
 
 import pytest
 
-from benchmarks import machine, models, results, run
+from benchmarks import machine, results, run
 from benchmarks.machine import ROOT, Machine
 from benchmarks.processes import Outcome
 from benchmarks.providers import PROVIDERS, Provider
@@ -125,23 +124,3 @@ def test_neither_side_is_needed_to_plan():
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
-
-
-def test_a_training_step(monkeypatch):
-    training = importlib.import_module("benchmarks.training")
-    monkeypatch.setitem(models.MODELS, "tiny", models.Size(2, 32, 2, 16, 4))
-    cell = models.TrainingCell("tiny", "scan", "float32", 4, "jaxnorm-output")
-    measure = training.prepare("steps", cell)
-    (small,) = measure.args
-    large = training.Step(cell, 8)
-    state, _ = training.jax.tree.flatten(training.jax.eval_shape(small.state))
-    state_bytes = sum(a.size * a.dtype.itemsize for a in state)
-    assert small.peak_bytes >= state_bytes + small.temp_bytes
-    assert large.temp_bytes > small.temp_bytes
-    figures = measure()
-    assert figures["tokens_per_s"] == pytest.approx(4 * 16 / figures["ms"] * 1e3)
-
-
-def test_the_variants_are_the_demos():
-    training = importlib.import_module("benchmarks.training")
-    assert [v.label for v in training.VARIANTS] == list(models.VARIANTS.values())

@@ -1,0 +1,168 @@
+"""The models whose training steps are measured, without a GPU: their variants are one function."""
+
+import functools
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import language_models, models, profile, training
+from benchmarks.language_models import Model, train_step
+from benchmarks.models import LOSS_STEPS, MODELS, REMATS, Size, TrainingCell
+
+TINY = {
+    "gpt2": Size("gpt2", 2, 32, 4, 4, 64, 97, seq=24, batch=4),
+    "llama": Size("llama", 2, 32, 4, 2, 64, 97, seq=24, batch=4),
+}
+
+
+@functools.cache
+def loss_and_gradients(kind, variant=models.PLAIN, remat="none", dtype="float32"):
+    size = TINY[kind]
+    model = Model(size, language_models.VARIANTS[variant], remat, dtype)
+    shape = (size.batch, size.seq + 1)
+    tokens = jax.random.randint(jax.random.key(1), shape, 0, size.vocabulary)
+    params = model.init(jax.random.key(0))
+    return jax.jit(jax.value_and_grad(model.loss))(params, tokens)
+
+
+def bound(size, dtype):
+    """Relative, of a loss or a gradient in norm.
+
+    Forward and back a layer takes some 20 operations that round or sum at most as many terms as it
+    has hidden features or tokens. Their errors are independent, and add up like a random walk.
+    """
+    unit = {"float32": 2.0**-24, "bfloat16": 2.0**-9}[dtype]
+    # In bfloat16 sums are float32, and round once.
+    terms = max(size.hidden, size.batch * size.seq, size.vocabulary) if dtype == "float32" else 1
+    return unit * math.sqrt(20 * 2 * (size.layers + 1) * terms)
+
+
+@pytest.mark.usefixtures("quick_to_compile")
+@pytest.mark.parametrize(
+    ("variant", "remat", "dtype"),
+    [
+        ("jaxnorm-norms", "none", "float32"),
+        *(("jaxnorm-everything", remat, "float32") for remat in REMATS),
+        ("jaxnorm-everything", "none", "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("kind", TINY)
+def test_variants_are_one_function(kind, variant, remat, dtype):
+    loss, gradients = loss_and_gradients(kind, variant, remat, dtype)
+    expected, expected_gradients = loss_and_gradients(kind)
+    allowed = bound(TINY[kind], dtype)
+    assert abs(loss - expected) <= allowed * expected
+    assert abs(expected - math.log(TINY[kind].vocabulary)) < 0.1  # nothing is learned yet
+    for (path, ours), theirs in zip(
+        jax.tree.leaves_with_path(gradients), jax.tree.leaves(expected_gradients), strict=True
+    ):
+        assert ours.dtype == theirs.dtype == "float32"
+        assert np.linalg.norm(theirs) > 0
+        error = np.linalg.norm(ours - theirs)
+        assert error <= allowed * np.linalg.norm(theirs), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "remat", "kernels"),
+    [
+        ("llama-1b", "jnp", "none", ""),
+        ("gpt2-small", "jaxnorm-norms", "none", "layer_norm_fwd norm_bwd"),
+        *(
+            (name, "jaxnorm-everything", remat, f"{norm}_fwd add_{norm}_fwd norm_bwd add_norm_bwd")
+            for name, norm, remat in [
+                ("llama-1b", "rms_norm", "none"),
+                ("gpt2-small", "layer_norm", "dots"),
+            ]
+        ),
+    ],
+)
+def test_kernels_in_programs_for_a_gpu(name, variant, remat, kernels):
+    """In the sizes that are measured; the loss's kernels are there once the default takes them."""
+    size = MODELS[name]
+    model = Model(size, language_models.VARIANTS[variant], remat)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((size.batch, size.seq + 1), "int32")
+    traced = jax.jit(jax.value_and_grad(model.loss)).trace(params, tokens)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+    found = re.findall(r"jaxnorm_(\w+)/mpmd_map", text)
+    assert {kernel for kernel in found if "cross_entropy" not in kernel} == set(kernels.split())
+
+
+@pytest.fixture
+def cell(monkeypatch):
+    monkeypatch.setitem(MODELS, "tiny", TINY["llama"])
+    return TrainingCell("tiny", "dots", "float32", 4, "jaxnorm-everything")
+
+
+@pytest.mark.usefixtures("quick_to_compile")
+def test_a_training_step(cell):
+    measure = training.prepare("training", cell)
+    (small,) = measure.args
+    state = jax.tree.leaves(jax.eval_shape(small.initial))
+    state_bytes = sum(a.size * a.dtype.itemsize for a in state)
+    assert small.peak_bytes >= state_bytes + small.temp_bytes
+    figures = measure()
+    assert figures["tokens_per_s"] == pytest.approx(4 * 24 / figures["ms"] * 1e3)
+    assert figures["temp_bytes"] == small.temp_bytes
+    losses = [figures[f"loss_{n}"] for n in LOSS_STEPS]
+    assert losses[-1] < losses[0] - 0.05
+    tokens = np.asarray(small.batch(0))
+    assert tokens.min() == 0
+    assert 60 < tokens.max() < 97
+    # As many of token 0 as of 1 and 2 together, but for chance.
+    assert np.mean(np.concatenate([small.batch(i) for i in range(20)]) == 0) == pytest.approx(
+        math.log(2) / math.log(98), rel=0.1
+    )
+
+
+def test_what_fits(cell, monkeypatch):
+    class Line:
+        def __init__(self, cell, batch):
+            self.peak_bytes = 100 + 7 * batch
+
+    monkeypatch.setattr(training, "Step", Line)
+    monkeypatch.setattr(models, "BUDGET_BYTES", 200)
+    assert training.prepare("capacity", cell)() == {"batch_in_80gb": 14}
+
+
+def test_the_step_trains_in_place():
+    """It returns the state's own types, which a donated argument needs."""
+    model = Model(TINY["gpt2"], language_models.VARIANTS["jnp"])
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    state = params, jax.eval_shape(language_models.OPTIMIZER.init, params)
+    tokens = jax.ShapeDtypeStruct((4, 25), "int32")
+    after, loss = jax.eval_shape(functools.partial(train_step, model), state, tokens)
+    assert after == state
+    assert loss.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NNT", "matrix products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "matrix products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
+        ("jaxnorm_add_rms_norm_fwd", "norms"),
+        ("jaxnorm_cross_entropy_bwd", "loss"),
+        ("input_reduce_fusion_5", "norms"),
+        ("loop_add_fusion", "optimiser"),
+        ("input_reduce_fusion", "loss"),
+        ("loop_dynamic_update_slice_fusion_3", "copies and slices"),
+        ("loop_multiply_fusion", "other fusions"),
+    ],
+)
+def test_classes_of_kernels(name, kind):
+    scopes = {
+        "input_reduce_fusion_5": "jit(step)/transpose(jvp())/while/body/jaxnorm.rms_norm_backward",
+        "loop_add_fusion": "jit(train_step)/optimizer/add",
+        "input_reduce_fusion": "jit(train_step)/transpose(jvp(loss))/reduce_sum",
+        "loop_multiply_fusion": "jit(train_step)/jvp()/while/body/mul",
+    }
+    assert profile.kernel_class(name, scopes) == kind
+    ms = profile.by_class([(name, 3000.0), ("fusion", 1000.0)], scopes, steps=2)
+    assert sum(ms.values()) == 2.0
+    assert ms[kind] == (2.0 if kind == profile.OTHER else 1.5)
+    assert kind in profile.longest([(name, 3000.0)], scopes, steps=1)[0]
