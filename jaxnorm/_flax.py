@@ -4,13 +4,15 @@ Imported before anything of Flax, it says what to do where that is missing.
 """
 
 import importlib.util
-from collections.abc import Callable, Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxnorm import _arguments
+from jaxnorm_kernels.specs import Name, Save
 
 if importlib.util.find_spec("flax") is None:
     raise ImportError(
@@ -19,6 +21,26 @@ if importlib.util.find_spec("flax") is None:
     )
 
 Axes = int | Sequence[int]
+
+
+class Added(NamedTuple):
+    """What jaxnorm's modules have beyond Flax's: fields of theirs, or given to a conversion."""
+
+    save: Save
+    implementation: Name | None
+    scale_offset: float = 0.0
+
+
+def added(module: Any) -> Added:
+    """The fields of one of jaxnorm's modules that Flax's lacks."""
+    return Added(module.save, module.implementation, module.scale_offset)
+
+
+def given_to(function: str, save: Save, implementation: Name | None) -> Added:
+    """The arguments of a conversion, checked."""
+    _arguments.one_of(function, "save", save, _arguments.SAVE_MODES)
+    _arguments.implementation(function, implementation)
+    return Added(save, implementation)
 
 
 def shared_axes(
@@ -39,7 +61,9 @@ def shared_axes(
     return reduced if reduced == features else None
 
 
-def options(dtypes: Any, module: Any, axes: tuple[int, ...], *operands: Any) -> dict[str, Any]:
+def options(
+    dtypes: Any, module: Any, added: Added, axes: tuple[int, ...], *operands: Any
+) -> dict[str, Any]:
     """What the functions take by keyword.
 
     The output's dtype is by Flax's rule, linen's or nnx's `dtypes`: the module's, or what the
@@ -49,10 +73,8 @@ def options(dtypes: Any, module: Any, axes: tuple[int, ...], *operands: Any) -> 
     return {
         "axis": axes,
         "epsilon": module.epsilon,
-        "scale_offset": module.scale_offset,
         "dtype": jax.dtypes.canonicalize_dtype(dtype),
-        "save": module.save,
-        "implementation": module.implementation,
+        **added._asdict(),
     }
 
 
@@ -73,4 +95,27 @@ def no_offset(module: Any) -> None:
             f"{name}: scale_offset={module.scale_offset} in a call that is left to Flax's own code "
             f"(see jaxnorm's {name}), which adds no offset; leave out what leaves the call to "
             "Flax, or add the offset to the parameter"
+        )
+
+
+def subclass(module: Any, flax_class: type) -> str:
+    """Why a conversion leaves a module whose class is derived from one of Flax's."""
+    name, base = type(module).__name__, flax_class.__name__
+    return f"{name} is a subclass of Flax's {base}, with code of its own"
+
+
+def log_left(function: str, converted: int, left: Mapping[str, str]) -> None:
+    """One line on the norms that a conversion left to Flax: the path and the reason of each.
+
+    A warning, because these norms were meant to be converted, run slower without a sign of it, and
+    Python's logging shows no lower level by default.
+    """
+    if left:
+        reasons = "; ".join(f"{path or 'the module itself'} ({why})" for path, why in left.items())
+        logging.getLogger("jaxnorm").warning(
+            "jaxnorm.%s: converted %d norms, left %d to Flax: %s",
+            function,
+            converted,
+            len(left),
+            reasons,
         )

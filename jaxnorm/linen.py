@@ -1,7 +1,8 @@
 """Flax linen modules: drop-in LayerNorm, RMSNorm and attention function that save their outputs."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from flax.linen import dtypes
 from jaxnorm._norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
 
-__all__ = ["LayerNorm", "RMSNorm", "dot_product_attention"]
+__all__ = ["LayerNorm", "RMSNorm", "converted", "dot_product_attention"]
 
 
 class LayerNorm(nn.LayerNorm):
@@ -45,18 +46,7 @@ class LayerNorm(nn.LayerNorm):
         With a residual: h = x + residual, in one pass with the addition, and returns (y, h), as
         :func:`jaxnorm.add_layer_norm` does.
         """
-        normalised = x if residual is None else residual
-        axes = _covered_axes(self, normalised, mask)
-        if axes is None:
-            _flax.no_offset(self)
-            flax_norm = functools.partial(super().__call__, mask=mask)
-            return _flax.composed(flax_norm, x, residual)
-        scale = _param(self, "scale", self.scale_init, x, axes) if self.use_scale else None
-        bias = _param(self, "bias", self.bias_init, x, axes) if self.use_bias else None
-        options = _flax.options(dtypes, self, axes, normalised, scale, bias)
-        if residual is None:
-            return layer_norm(x, scale, bias, **options)
-        return add_layer_norm(x, residual, scale, bias, **options)
+        return _called(self, super().__call__, x, mask, residual)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -82,17 +72,78 @@ class RMSNorm(nn.RMSNorm):
         With a residual: h = x + residual, in one pass with the addition, and returns (y, h), as
         :func:`jaxnorm.add_rms_norm` does.
         """
-        normalised = x if residual is None else residual
-        axes = _covered_axes(self, normalised, mask)
-        if axes is None:
-            _flax.no_offset(self)
-            flax_norm = functools.partial(super().__call__, mask=mask)
-            return _flax.composed(flax_norm, x, residual)
-        scale = _param(self, "scale", self.scale_init, x, axes) if self.use_scale else None
-        options = _flax.options(dtypes, self, axes, normalised, scale)
-        if residual is None:
-            return rms_norm(x, scale, **options)
-        return add_rms_norm(x, residual, scale, **options)
+        return _called(self, super().__call__, x, mask, residual)
+
+
+@contextlib.contextmanager
+def converted(*, save: Save = "output", implementation: Name | None = None) -> Iterator[None]:
+    """Inside it, :class:`flax.linen.LayerNorm` and ``RMSNorm`` run jaxnorm's code.
+
+    For models that exist, and whose source is not to be changed: parameters have the same names,
+    shapes, dtypes and initial values, so checkpoints of either load into the other. ::
+
+        with jaxnorm.linen.converted():
+            variables = model.init(key, tokens)
+            logits = model.apply(variables, tokens)
+
+    What counts is where a model is *traced*. A function compiled by ``jax.jit`` is traced once for
+    inside and once for outside, wherever it was called first, so the context may be around calls
+    of compiled functions, or in them. A call with ``mask``, ``axis_name``,
+    ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a dtype
+    that is no float of 16 to 64 bits, stays Flax's, and so do subclasses of Flax's classes, whose
+    code may be their own: where the context ends, one warning of the logger ``"jaxnorm"`` names
+    those that were traced inside, with the reasons. Modules that are jaxnorm's already keep their
+    own settings. Of nested contexts the innermost counts; interceptors (``nn.intercept_methods``)
+    that are entered inside see no calls of converted norms.
+
+    Norms of other classes, of which this knows nothing, can be replaced in the same way, without a
+    change of their source; here those of a module with a parameter ``weight``::
+
+        def replaced(call, arguments, options, context):
+            norm = context.module
+            if not (type(norm) is LlamaRMSNorm and context.method_name == "__call__"):
+                return call(*arguments, **options)
+            return jaxnorm.rms_norm(*arguments, norm.weight, epsilon=norm.epsilon)
+
+
+        with flax.linen.intercept_methods(replaced):
+            logits = model.apply(variables, tokens)
+
+    Args:
+      save: ``"output"`` or ``"input"``, of all norms; see :func:`jaxnorm.layer_norm`.
+      implementation: of all norms; see :func:`jaxnorm.layer_norm`.
+
+    Raises:
+      ValueError: ``save`` or ``implementation`` is wrong.
+    """
+    added = _flax.given_to("converted", save, implementation)
+    calls: dict[str, str | None] = {}
+
+    def call(
+        call: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        context: nn.module.InterceptorContext,
+    ) -> Any:
+        norm = context.module
+        is_flax_s = isinstance(norm, _FLAX) and not isinstance(norm, (LayerNorm, RMSNorm))
+        if not (is_flax_s and context.method_name == "__call__" and _innermost.value == added):
+            return call(*arguments, **options)
+        x = arguments[0] if arguments else options["x"]
+        why = _why_left(norm, x, options.get("mask"))
+        path = "/".join(norm.path)
+        calls[path] = calls.get(path) or why
+        return call(*arguments, **options) if why else _normalised(norm, added, x)
+
+    with _innermost(added), nn.intercept_methods(call):
+        yield
+    left = {path: why for path, why in calls.items() if why}
+    _flax.log_left("linen.converted", len(calls) - len(left), left)
+
+
+# The arguments of the innermost `converted`. It is a part of what jax.jit looks up its traces by.
+_innermost = jax.make_user_context()
+_FLAX = (nn.LayerNorm, nn.RMSNorm)
 
 
 def dot_product_attention(
@@ -179,19 +230,62 @@ def dot_product_attention(
     return (attn_weights_value_einsum or einsum)("...hqk,...khd->...qhd", weights, value)
 
 
-def _covered_axes(module: Any, x: Any, mask: jax.Array | None) -> tuple[int, ...] | None:
-    """The axes to normalise, or None where the call is left to Flax."""
-    if mask is not None or module.axis_name is not None or not module.force_float32_reductions:
-        return None
-    dtypes_seen = [jnp.result_type(x), jnp.dtype(module.param_dtype)]
-    if module.dtype is not None:
-        dtypes_seen.append(jnp.dtype(module.dtype))
-    if any(seen.name not in FLOAT_DTYPES for seen in dtypes_seen):
-        return None
-    name = type(module).__name__
-    return _flax.shared_axes(name, module.reduction_axes, module.feature_axes, x.shape)
+def _called(
+    norm: Any, flax_norm: Callable[..., Any], x: Any, mask: jax.Array | None, residual: Any
+) -> Any:
+    """A call of one of jaxnorm's modules; `flax_norm` is that of its base."""
+    if _why_flax(norm, x if residual is None else residual, mask):
+        _flax.no_offset(norm)
+        return _flax.composed(functools.partial(flax_norm, mask=mask), x, residual)
+    return _normalised(norm, _flax.added(norm), x, residual)
 
 
-def _param(module: nn.Module, name: str, init: Any, x: jax.Array, axes: tuple[int, ...]) -> Any:
-    shape = [x.shape[a] for a in axes]
-    return module.param(name, init, shape, module.param_dtype)
+def _normalised(norm: Any, added: _flax.Added, x: Any, residual: Any = None) -> Any:
+    """y or, with a residual, (y, h), by a module's fields; its parameters are made in its scope."""
+    normalised = x if residual is None else residual
+    has_mean = isinstance(norm, nn.LayerNorm)
+    axes = _axes(norm, normalised)
+    assert axes is not None
+    shape = [normalised.shape[a] for a in axes]
+    parameters = {
+        name: norm.param(name, init, shape, norm.param_dtype)
+        for name, is_used, init in (
+            ("scale", norm.use_scale, norm.scale_init),
+            *([("bias", norm.use_bias, norm.bias_init)] if has_mean else []),
+        )
+        if is_used
+    }
+    options = _flax.options(dtypes, norm, added, axes, normalised, *parameters.values())
+    if residual is None:
+        return (layer_norm if has_mean else rms_norm)(x, **parameters, **options)
+    return (add_layer_norm if has_mean else add_rms_norm)(x, residual, **parameters, **options)
+
+
+def _axes(norm: Any, x: Any) -> tuple[int, ...] | None:
+    return _flax.shared_axes(type(norm).__name__, norm.reduction_axes, norm.feature_axes, x.shape)
+
+
+def _why_flax(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
+    """Why a call is left to Flax's own code; None where it is not."""
+    dtypes_seen = [jnp.result_type(x), jnp.dtype(norm.param_dtype)]
+    if norm.dtype is not None:
+        dtypes_seen.append(jnp.dtype(norm.dtype))
+    names = [seen.name for seen in dtypes_seen]
+    reasons = (
+        ("a mask", mask is not None),
+        (f"axis_name={norm.axis_name!r}", norm.axis_name is not None),
+        ("force_float32_reductions=False", not norm.force_float32_reductions),
+        (f"dtypes {', '.join(names)}", not set(names) <= set(FLOAT_DTYPES)),
+    )
+    why = next((why for why, applies in reasons if applies), None)
+    if why is None and _axes(norm, x) is None:
+        return f"feature_axes={norm.feature_axes} are not reduction_axes={norm.reduction_axes}"
+    return why
+
+
+def _why_left(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
+    """Why a call of a module of Flax's is not converted; None where it is."""
+    for flax_class in _FLAX:
+        if isinstance(norm, flax_class) and type(norm) is not flax_class:
+            return _flax.subclass(norm, flax_class)
+    return _why_flax(norm, x, mask)

@@ -1,8 +1,9 @@
 """Flax nnx modules: drop-in LayerNorm, RMSNorm and attention function that save their outputs."""
 
 import functools
+import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +19,7 @@ from flax.nnx.nn import dtypes
 from jaxnorm._norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
 
-__all__ = ["LayerNorm", "RMSNorm", "dot_product_attention"]
+__all__ = ["LayerNorm", "RMSNorm", "convert", "dot_product_attention"]
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -103,7 +104,7 @@ class LayerNorm(nnx.LayerNorm):
             flax_norm = functools.partial(super().__call__, mask=mask)
             return _flax.composed(flax_norm, x, residual)
         parameters = (_shaped(self, p, promoted, axes) for p in (scale, bias))
-        options = _flax.options(dtypes, self, axes, promoted, scale, bias)
+        options = _flax.options(dtypes, self, _flax.added(self), axes, promoted, scale, bias)
         if residual is None:
             return layer_norm(promoted, *parameters, **options)
         return add_layer_norm(x, residual, *parameters, **options)
@@ -180,10 +181,103 @@ class RMSNorm(nnx.RMSNorm):
             flax_norm = functools.partial(super().__call__, mask=mask)
             return _flax.composed(flax_norm, x, residual)
         scale = _shaped(self, scale, promoted, axes)
-        options = _flax.options(dtypes, self, axes, promoted, scale)
+        options = _flax.options(dtypes, self, _flax.added(self), axes, promoted, scale)
         if residual is None:
             return rms_norm(promoted, scale, **options)
         return add_rms_norm(x, residual, scale, **options)
+
+
+def convert[Model](
+    model: Model, *, save: Save = "output", implementation: Name | None = None
+) -> Model:
+    """Makes every :class:`flax.nnx.LayerNorm` and ``RMSNorm`` in a model jaxnorm's, in place.
+
+    A norm stays the object that it is, with the very same ``nnx.Param`` objects, and gets
+    jaxnorm's class: what shares it goes on sharing it, optimisers that hold the parameters go on
+    holding them, and the paths, shapes and dtypes of the state are as before, so checkpoints of
+    either load into the other. Graph definitions that were split off before still describe the old
+    model: convert before ``nnx.split`` and ``nnx.Optimizer``, or split again. ::
+
+        model = jaxnorm.nnx.convert(Transformer(config, rngs=nnx.Rngs(0)))
+
+    Norms are found wherever nnx finds modules: attributes, ``nnx.List``, ``nnx.Dict``,
+    ``nnx.Sequential``, lists and dictionaries; among them the stacked ones that ``nnx.vmap`` and
+    ``nnx.scan`` use, those of ``nnx.MultiHeadAttention(normalize_qk=True)``, and abstract ones
+    (``nnx.eval_shape``). A converted norm takes the stable two-pass variance, whatever
+    ``use_fast_variance`` says, and a call with ``mask`` stays Flax's.
+
+    Left as they are are norms with an ``axis_name``, with ``feature_axes`` that are not
+    ``reduction_axes``, or with dtypes that are no floats of 16 to 64 bits, and subclasses of
+    Flax's classes, whose code may be their own. One warning of the logger ``"jaxnorm"`` names them
+    all with the reasons; it also says so where a model has none of these norms at all. Norms that
+    are jaxnorm's already keep their own settings.
+
+    Args:
+      model: an ``nnx.Module``, or a list, tuple or dictionary of them.
+      save: ``"output"`` or ``"input"``, of all norms; see :func:`jaxnorm.layer_norm`.
+      implementation: of all norms; see :func:`jaxnorm.layer_norm`.
+
+    Returns:
+      ``model``, the same object.
+
+    Raises:
+      TypeError: ``model`` has no ``nnx.Module`` in it.
+      ValueError: ``save`` or ``implementation`` is wrong.
+    """
+    added = _flax.given_to("convert", save, implementation)
+    modules = [
+        (".".join(map(str, path)), node)
+        for path, node in nnx.iter_graph(model, graph=True)
+        if isinstance(node, nnx.Module)
+    ]
+    if not modules:
+        raise TypeError(
+            f"convert: model is a {type(model).__name__}; expected an nnx.Module, or a list, tuple "
+            "or dictionary of them; call linen modules inside jaxnorm.linen.converted()"
+        )
+    norms = [
+        (path, node) for path, node in modules if isinstance(node, (nnx.LayerNorm, nnx.RMSNorm))
+    ]
+    if not norms:
+        logging.getLogger("jaxnorm").warning(
+            "jaxnorm.nnx.convert: %s has no nnx.LayerNorm and no nnx.RMSNorm; norms of other "
+            "classes can call jaxnorm.layer_norm and jaxnorm.rms_norm",
+            type(model).__name__,
+        )
+    theirs = [(path, norm) for path, norm in norms if not isinstance(norm, (LayerNorm, RMSNorm))]
+    reasons = {path: _why_left(norm) for path, norm in theirs}
+    left = {path: why for path, why in reasons.items() if why is not None}
+    for path, norm in theirs:
+        if path not in left:
+            for name, value in added._asdict().items():
+                setattr(norm, name, value)
+            norm.__class__ = _CONVERTED[type(norm)]
+    _flax.log_left("nnx.convert", len(theirs) - len(left), left)
+    return model
+
+
+_CONVERTED: dict[type, type] = {nnx.LayerNorm: LayerNorm, nnx.RMSNorm: RMSNorm}
+
+
+def _why_left(norm: Any) -> str | None:
+    """Why a norm of Flax's is not converted; None where it is."""
+    if type(norm) not in _CONVERTED:
+        base = nnx.LayerNorm if isinstance(norm, nnx.LayerNorm) else nnx.RMSNorm
+        return _flax.subclass(norm, base)
+    reduction, features = (
+        set(axes) if isinstance(axes, Sequence) else {axes}
+        for axes in (norm.reduction_axes, norm.feature_axes)
+    )
+    dtypes_seen = [jnp.dtype(d).name for d in (norm.dtype, norm.param_dtype) if d is not None]
+    reasons = (
+        (f"axis_name={norm.axis_name!r}", norm.axis_name is not None),
+        (
+            f"feature_axes={norm.feature_axes} are not reduction_axes={norm.reduction_axes}",
+            reduction != features,
+        ),
+        (f"dtypes {', '.join(dtypes_seen)}", not set(dtypes_seen) <= set(FLOAT_DTYPES)),
+    )
+    return next((why for why, applies in reasons if applies), None)
 
 
 def dot_product_attention(

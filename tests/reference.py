@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -274,3 +275,18 @@ def assert_within(actual, expected: np.ndarray, bound: np.ndarray) -> None:
 def relative_error(actual, expected: np.ndarray) -> float:
     """||actual - expected|| / ||expected||."""
     return float(np.linalg.norm(exact(actual) - expected) / np.linalg.norm(expected))
+
+
+def assert_as_accurate(ours, theirs, expected) -> None:
+    """`ours` is as near to `expected`, the same in float64, as `theirs` is: each of their leaves.
+
+    Both round at the same places, but not alike: their errors are two draws of one size. Where one
+    happens to be exact, it is the roundoff of its own dtype.
+    """
+    structure = jax.tree.structure(ours)
+    assert structure == jax.tree.structure(theirs) == jax.tree.structure(expected)
+    for a, b, wanted in zip(*map(jax.tree.leaves, (ours, theirs, expected))):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        size = np.linalg.norm(exact(wanted))
+        of_theirs = np.linalg.norm(exact(b) - exact(wanted)) + unit_roundoff(b.dtype) * size
+        assert np.linalg.norm(exact(a) - exact(wanted)) <= SAFETY * of_theirs

@@ -49,7 +49,7 @@ def test_sdist_holds_what_a_build_needs(dist):
 
 
 def test_wheel_in_an_empty_environment(dist, tmp_path):
-    """Installed beside jax and numpy alone: the functions work, and Flax modules say what to do."""
+    """Installed beside jax and numpy alone: functions work, other modules say what to do."""
     (wheel,) = dist.glob("*.whl")
     run(sys.executable, "-m", "venv", tmp_path / "venv")
     python = tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
@@ -61,13 +61,13 @@ x = jnp.ones((2, 8))
 assert jaxnorm.rms_norm(x, jnp.ones(8)).shape == (2, 8)
 assert jax.grad(lambda x: jaxnorm.softmax(x)[0, 0])(x).shape == (2, 8)
 assert not {"flax", "jaxnorm.linen"} & set(sys.modules)
-for module in ("linen", "nnx"):
+for module, extra in (("linen", "flax"), ("nnx", "flax"), ("equinox", "equinox")):
     try:
         __import__("jaxnorm." + module)
     except ImportError as error:
-        assert 'pip install "jaxnorm[flax]"' in str(error), error
+        assert f'pip install "jaxnorm[{extra}]"' in str(error), error
     else:
-        raise AssertionError("flax is here")
+        raise AssertionError(extra + " is here")
 print("works")
 """
     assert run(python, "-W", "error", "-c", program, cwd=tmp_path) == "works\n"

@@ -33,8 +33,9 @@ TYPES = {"Choice", "NormReport", "ParamReport", "Plan"}
 
 def test_all_names_are_listed():
     assert set(jaxnorm.__all__) == FUNCTIONS | TYPES
-    for module in (jaxnorm.linen, jaxnorm.nnx):
-        assert set(module.__all__) == {"LayerNorm", "RMSNorm", "dot_product_attention"}
+    for module, conversion in ((jaxnorm.linen, "converted"), (jaxnorm.nnx, "convert")):
+        names = {"LayerNorm", "RMSNorm", "dot_product_attention", conversion}
+        assert set(module.__all__) == names
         for name in module.__all__:
             assert getattr(module, name).__module__ == module.__name__
 
