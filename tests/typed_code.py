@@ -25,6 +25,11 @@ rngs = nnx.Rngs(0)
 norm = jaxnorm.nnx.RMSNorm(16, epsilon=1e-5, scale_offset=1.0, rngs=rngs)
 jaxnorm.nnx.RMSNorm(16, eps=1e-5, rngs=rngs)  # type: ignore[call-arg]
 jaxnorm.nnx.LayerNorm(16, implementation="cudnn", rngs=rngs)  # type: ignore[arg-type]
+same: jaxnorm.nnx.RMSNorm = jaxnorm.nnx.convert(norm, save="input")
+jaxnorm.nnx.convert(norm, implementation="cudnn")  # type: ignore[arg-type]
+with jaxnorm.linen.converted(implementation="xla"):
+    pass
+jaxnorm.linen.converted(save="both")  # type: ignore[arg-type]
 module = jaxnorm.linen.RMSNorm(epsilon=1e-5, implementation="mosaic", scale_offset=1.0)
 jaxnorm.linen.LayerNorm(implementation="cudnn")  # type: ignore[arg-type]
 

@@ -1,0 +1,250 @@
+"""Models of other people, converted as they are: Hugging Face's in Flax, one of equinox's modules.
+
+Not in the ordinary suite: ``pip install --group models``, then ``pytest -m models``.
+"""
+
+import contextlib
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+import jaxnorm
+
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.filterwarnings("ignore"),  # of packages that are as old as their last Flax models
+]
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA_S = {
+    **SIZES,
+    "intermediate_size": 64,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+CONFIGURATIONS = {
+    "GPT2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16},
+    "Bert": {**SIZES, "intermediate_size": 64, "max_position_embeddings": 64},
+    "Llama": LLAMA_S,
+    "Gemma": {**LLAMA_S, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"},
+}
+NORMS = 5  # in each of these: two in a layer, and the last or the first
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    return pytest.importorskip("transformers")
+
+
+def hugging_face(transformers, name, dtype):
+    """A small model with random parameters; nothing is downloaded."""
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    options = dropout if name == "GPT2" else {}
+    configuration = getattr(transformers, f"{name}Config")(**CONFIGURATIONS[name], **options)
+    return getattr(transformers, f"Flax{name}Model")(configuration, seed=0, dtype=jnp.dtype(dtype))
+
+
+def jittered(parameters):
+    """None of them has a special value, as ones and zeros are to norms."""
+    generator = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda a: a + 0.1 * generator.normal(size=a.shape).astype(a.dtype), parameters
+    )
+
+
+def gradient(model):
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 64, (8, 16)))
+
+    def loss(parameters):
+        y = model(tokens, params=parameters).last_hidden_state
+        return jnp.sum(jnp.sin(y.astype("float32" if y.dtype != "float64" else y.dtype))), y
+
+    return jax.jit(jax.grad(loss, has_aux=True))
+
+
+def calls_in(function, *arguments):
+    """How many norms of jaxnorm's a program calls, forward and backward; those of a scan once."""
+    return len(re.findall(r"jaxnorm\.(?:layer|rms)_norm", str(function.trace(*arguments).jaxpr)))
+
+
+def kernels_in(function, *arguments):
+    """Whether a program for CUDA has kernels. (Equal ones are one function of it.)"""
+    text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    return "@mosaic_gpu" in text
+
+
+def check(transformers, name, dtype, context, of_kernels):
+    """Outputs and gradients inside `context` are as accurate as outside; kernels, all of them."""
+    model = hugging_face(transformers, name, dtype)
+    parameters = jittered(model.params)
+    theirs = gradient(model)(parameters)
+    with jax.enable_x64(True):
+        exact = hugging_face(transformers, name, "float64")
+        double = jax.tree.map(lambda a: np.asarray(a, "float64"), parameters)
+        expected = gradient(exact)(double)
+    with context:
+        same = hugging_face(transformers, name, dtype).params
+        ours = gradient(model)(parameters)
+    jax.tree.map(np.testing.assert_array_equal, same, model.params)
+    reference.assert_as_accurate(ours, theirs, expected)
+    assert calls_in(gradient(model), parameters) == 0
+    with of_kernels:
+        assert calls_in(gradient(model), parameters) == 2 * NORMS
+        assert kernels_in(gradient(model), parameters)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["GPT2", "Bert"])
+def test_converted(transformers, name, dtype, caplog):
+    from jaxnorm.linen import converted
+
+    check(transformers, name, dtype, converted(), converted(implementation="mosaic"))
+    assert not [record for record in caplog.records if record.name == "jaxnorm"]
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma"])
+def test_norms_of_a_class_of_their_own_are_not_converted(transformers, name):
+    from jaxnorm.linen import converted
+
+    model = hugging_face(transformers, name, "float32")
+    with converted():
+        assert calls_in(gradient(model), model.params) == 0
+
+
+@contextlib.contextmanager
+def replaced(norm_class, **options):
+    """Calls of modules of this class are jaxnorm's, as their parameters are: `converted`'s hint."""
+    from flax import linen as nn
+
+    def call(call, arguments, keywords, context):
+        norm = context.module
+        if not (type(norm) is norm_class and context.method_name == "__call__"):
+            return call(*arguments, **keywords)
+        dtype = jnp.promote_types(norm.weight.dtype, norm.dtype)
+        return jaxnorm.rms_norm(
+            *arguments, norm.weight, epsilon=norm.epsilon, dtype=dtype, **options
+        )
+
+    with nn.intercept_methods(call):
+        yield
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "offset"), [("Llama", 0.0), ("Gemma", 1.0)])
+def test_norms_of_a_class_of_their_own_can_be_replaced(transformers, name, offset, dtype):
+    module = f"transformers.models.{name.lower()}.modeling_flax_{name.lower()}"
+    norm_class = getattr(__import__(module, fromlist=["*"]), f"Flax{name}RMSNorm")
+    contexts = (
+        replaced(norm_class, scale_offset=offset, **options)
+        for options in ({}, {"implementation": "mosaic"})
+    )
+    check(transformers, name, dtype, *contexts)
+
+
+def test_the_documented_replacement(transformers):
+    """The code in the docstring of `converted`."""
+    import flax
+    from transformers.models.llama.modeling_flax_llama import FlaxLlamaRMSNorm
+
+    import jaxnorm.linen
+
+    doc = inspect.getdoc(jaxnorm.linen.converted)
+    code = inspect.cleandoc(doc.partition("``weight``::")[2].partition("Args:")[0])
+    model = hugging_face(transformers, "Llama", "float32")
+    tokens = jnp.arange(8)[None]
+
+    class Applied:
+        @staticmethod
+        def apply(variables, tokens):
+            return calls_in(jax.jit(lambda t: model(t, params=variables)[0]), tokens)
+
+    names = {
+        "LlamaRMSNorm": FlaxLlamaRMSNorm,
+        "model": Applied,
+        "variables": model.params,
+        "tokens": tokens,
+        "flax": flax,
+        "jaxnorm": jaxnorm,
+    }
+    exec(compile(code, "converted", "exec"), names)
+    assert names["logits"] == NORMS
+
+
+def test_a_transformer_of_equinox():
+    """Its layers are stacked and scanned; its norms come from equinox.nn."""
+    eqx = pytest.importorskip("equinox")
+    from test_equinox import converted_as_documented
+
+    class Layer(eqx.Module):
+        attention_norm: eqx.nn.RMSNorm
+        attention: eqx.nn.MultiheadAttention
+        mlp_norm: eqx.nn.LayerNorm
+        mlp: eqx.nn.MLP
+
+        def __init__(self, width, key):
+            keys = jax.random.split(key)
+            self.attention_norm = eqx.nn.RMSNorm(width)
+            self.attention = eqx.nn.MultiheadAttention(2, width, key=keys[0])
+            self.mlp_norm = eqx.nn.LayerNorm(width)
+            self.mlp = eqx.nn.MLP(width, width, width, 1, jax.nn.gelu, key=keys[1])
+
+        def __call__(self, x):
+            y = jax.vmap(self.attention_norm)(x)
+            x = x + self.attention(y, y, y)
+            return x + jax.vmap(self.mlp)(jax.vmap(self.mlp_norm)(x))
+
+    class Transformer(eqx.Module):
+        embedding: eqx.nn.Embedding
+        layers: Layer
+        last: eqx.nn.LayerNorm
+
+        def __init__(self, width, key):
+            keys = jax.random.split(key)
+            self.embedding = eqx.nn.Embedding(64, width, key=keys[0])
+            layers = eqx.filter_vmap(lambda key: Layer(width, key))
+            self.layers = layers(jax.random.split(keys[1], 2))
+            self.last = eqx.nn.LayerNorm(width)
+
+        def __call__(self, tokens):
+            arrays, static = eqx.partition(self.layers, eqx.is_array)
+
+            def step(x, arrays):
+                return eqx.combine(arrays, static)(x), None
+
+            x, _ = jax.lax.scan(step, jax.vmap(self.embedding)(tokens), arrays)
+            return jax.vmap(self.last)(x)
+
+    def gradient(model):
+        """Of its arrays: a function of them, and they."""
+        arrays, others = eqx.partition(model, lambda leaf: hasattr(leaf, "dtype"))
+
+        def loss(arrays, tokens):
+            y = jax.vmap(eqx.combine(arrays, others))(tokens)
+            return jnp.sum(jnp.sin(y)), y
+
+        def leaves(arrays, tokens):
+            return jax.tree.leaves(jax.grad(loss, has_aux=True)(arrays, tokens))
+
+        return jax.jit(leaves), arrays
+
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 64, (2, 8)))
+    model = Transformer(32, jax.random.key(0))
+    arrays, others = eqx.partition(model, eqx.is_array)
+    model = eqx.combine(jittered(arrays), others)
+    theirs, ours = (f(a, tokens) for f, a in map(gradient, (model, converted_as_documented(model))))
+    with jax.enable_x64(True):
+        function, arrays = gradient(model)
+        expected = function(jax.tree.map(lambda a: jnp.asarray(a, "float64"), arrays), tokens)
+    reference.assert_as_accurate(ours, theirs, expected)
+    # Of a size for which the default is a kernel: two norms in the scan's body, and the last.
+    wide = eqx.filter_eval_shape(Transformer, 1024, jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((8, 256), "int32")
+    for model, calls in ((wide, 0), (converted_as_documented(wide), 6)):
+        function, arrays = gradient(model)
+        assert calls_in(function, arrays, tokens) == calls
+        assert kernels_in(function, arrays, tokens) == bool(calls)
