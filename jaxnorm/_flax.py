@@ -104,8 +104,8 @@ def subclass(module: Any, flax_class: type) -> str:
     return f"{name} is a subclass of Flax's {base}, with code of its own"
 
 
-def log_left(function: str, converted: int, left: Mapping[str, str]) -> None:
-    """One line on the norms that a conversion left to Flax: the path and the reason of each.
+def log_left(function: str, seen: int, left: Mapping[str, str]) -> None:
+    """One line on the norms of those seen that a conversion left to Flax: each path and reason.
 
     A warning, because these norms were meant to be converted, run slower without a sign of it, and
     Python's logging shows no lower level by default.
@@ -113,9 +113,9 @@ def log_left(function: str, converted: int, left: Mapping[str, str]) -> None:
     if left:
         reasons = "; ".join(f"{path or 'the module itself'} ({why})" for path, why in left.items())
         logging.getLogger("jaxnorm").warning(
-            "jaxnorm.%s: converted %d norms, left %d to Flax: %s",
+            "jaxnorm.%s: %d of %d norms are left to Flax: %s",
             function,
-            converted,
             len(left),
+            seen,
             reasons,
         )

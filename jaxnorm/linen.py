@@ -138,7 +138,7 @@ def converted(*, save: Save = "output", implementation: Name | None = None) -> I
     with _innermost(added), nn.intercept_methods(call):
         yield
     left = {path: why for path, why in calls.items() if why}
-    _flax.log_left("linen.converted", len(calls) - len(left), left)
+    _flax.log_left("linen.converted", len(calls), left)
 
 
 # The arguments of the innermost `converted`. It is a part of what jax.jit looks up its traces by.

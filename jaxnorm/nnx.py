@@ -252,7 +252,7 @@ def convert[Model](
             for name, value in added._asdict().items():
                 setattr(norm, name, value)
             norm.__class__ = _CONVERTED[type(norm)]
-    _flax.log_left("nnx.convert", len(theirs) - len(left), left)
+    _flax.log_left("nnx.convert", len(theirs), left)
     return model
 
 

@@ -204,7 +204,7 @@ def test_norms_that_are_left_are_named_in_one_line(caplog):
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("jaxnorm", logging.WARNING)
     line = record.getMessage()
-    assert line.startswith("jaxnorm.nnx.convert: converted 1 norms, left 4 to Flax: ")
+    assert line.startswith("jaxnorm.nnx.convert: 4 of 5 norms are left to Flax: ")
     for part in (
         "scaled (Scaled is a subclass of Flax's RMSNorm, with code of its own)",
         "synchronised (axis_name='batch')",
@@ -383,13 +383,12 @@ def test_calls_that_are_left_are_named_in_one_line(caplog):
 
     x = normal((4, 16))
     with jaxnorm.linen.converted():
-        variables = Several().init(jax.random.key(0), x)
-        y = Several().apply(variables, x)
+        y, variables = Several().init_with_output(jax.random.key(0), x)
     np.testing.assert_allclose(y, Several().apply(variables, x), rtol=1e-4, atol=1e-5)
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("jaxnorm", logging.WARNING)
     line = record.getMessage()
-    assert line.startswith("jaxnorm.linen.converted: converted 1 norms, left 5 to Flax: ")
+    assert line.startswith("jaxnorm.linen.converted: 5 of 6 norms are left to Flax: ")
     for part in (
         "scaled (Scaled is a subclass of Flax's RMSNorm, with code of its own)",
         "masked (a mask)",
