@@ -22,7 +22,6 @@ NARROW = "rows of 8 elements or more"
 FEW_SHORT_ROWS = "takes rows this short only by 64 and more"
 GROUPS = "groups of rows"
 LONG = "hold no rows of this length"
-NO_CROSS_ENTROPY = "have no cross-entropy yet"
 SHORT_LOGITS = "take rows of 128 columns and more"
 CLASSES = "take no mask of classes"
 

@@ -164,8 +164,6 @@ def test_more_elements_than_int32_counts(kernels):
     ],
 )
 def test_no_access_out_of_bounds(name, dtype, kernels):
-    if (kernels, name) == ("triton", "loss"):
-        pytest.skip("its kernels have no cross-entropy yet")
     checker = shutil.which("compute-sanitizer")
     if checker is None:
         pytest.skip("needs compute-sanitizer, of the CUDA toolkit, on PATH")

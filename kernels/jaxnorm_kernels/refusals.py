@@ -38,8 +38,12 @@ NO_KERNEL: Table = (
     ),
 )
 
-NO_CROSS_ENTROPY: Table = (
-    ("its kernels have no cross-entropy yet", lambda s: s.op == "cross_entropy"),
+#: What no kernel here can do of a cross-entropy.
+NO_CLASSES: Table = (
+    (
+        "its cross-entropy kernels take no mask of classes",
+        lambda s: s.op == "cross_entropy" and s.has_mask,
+    ),
 )
 
 #: What no kernel here can do of a softmax.

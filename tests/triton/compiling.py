@@ -21,6 +21,7 @@ from jaxnorm_kernels.triton.launch import Gpu
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "bool": "*i1"}
+_POINTERS |= {"int32": "*i32"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,12 @@ def _operands(spec: Spec) -> tuple[Any, ...]:
     scale = parameter(spec.scale_dtype, spec.scale_groups)
     bias = parameter(spec.bias_dtype, spec.bias_groups)
     next_scale = parameter(spec.next_scale_dtype, spec.scale_groups)
+    if spec.op == "cross_entropy":
+        label_dtype, of_row = jnp.int32, array((rows,), jnp.float32)
+        labels = array((rows,), label_dtype)
+        if spec.direction == "bwd":
+            return x, (of_row, of_row), labels, None, of_row
+        return x, labels, None, array((rows,), jnp.bool_ if spec.has_positions else None)
     if not spec.is_norm:
         mask = of_logits(jnp.bool_, spec.mask_rows)
         if spec.direction == "bwd":

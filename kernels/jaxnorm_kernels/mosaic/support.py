@@ -13,6 +13,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 from jaxnorm_kernels.mosaic.forward import schedule as forward
 from jaxnorm_kernels.refusals import (
     BETTER_FUSED,
+    NO_CLASSES,
     NO_KERNEL,
     NO_LOGITS,
     Table,
@@ -30,10 +31,7 @@ _CANNOT: Table = (
         f"its cross-entropy kernels take rows of {WARPGROUP_THREADS} columns and more",
         lambda s: s.op == "cross_entropy" and s.cols < WARPGROUP_THREADS,
     ),
-    (
-        "its cross-entropy kernels take no mask of classes",
-        lambda s: s.op == "cross_entropy" and s.has_mask,
-    ),
+    *NO_CLASSES,
     (
         f"its kernels number blocks, the parts of rows, in 32 bits, up to {_MAX_ROWS}",
         lambda s: (

@@ -240,6 +240,8 @@ _TABLES = {
 
 def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
     """The schedule for `spec` on `gpu`, or the one at hand."""
+    if spec.op == "cross_entropy":
+        return _of_loss(spec, gpu or local_gpu())
     return of_line(choose_line(spec), spec, gpu or local_gpu())
 
 
@@ -265,6 +267,51 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
         stages=_stages(line, pieces * block * tile_rows, spec, gpu),
         hold_params=line.hold_params,
     )
+
+
+# Of a cross-entropy, by a rule. A thread has 64 bytes of a row under way, so that half of an SM's
+# threads have the 64 KiB, and 64 registers for what it makes of them. Small programs, because some
+# begin while others read; but where a warp of a forward pass has so much to read in its row, how
+# long it takes to begin and to merge does not matter, and fewer rows under way end together.
+_LOSS_BYTES, _LOSS_REGISTERS, _LOSS_WARPS, _LOSS_BYTES_OF_A_WARP = 64, 64, 4, 8192
+
+
+def _of_loss(spec: Spec, gpu: Gpu) -> Schedule:
+    itemsize = spec.x_dtype.itemsize
+    values, warps = _LOSS_BYTES // itemsize, _LOSS_WARPS
+    at_once = _REGISTERS // (32 * _LOSS_REGISTERS) * gpu.sms  # warps
+    while spec.direction == "fwd" and warps < 32:
+        # Few rows are spread over all threads, as far as each has something to read.
+        is_few = 2 * warps * spec.rows <= at_once
+        of_a_warp = 32 * _LOSS_BYTES if is_few else _LOSS_BYTES_OF_A_WARP
+        if spec.cols * itemsize < 2 * warps * of_a_warp or (warps == 16 and not is_few):
+            break
+        warps *= 2
+    share = 32 * warps * values
+    block = min(share, _power_of_2_from(spec.cols))
+    return Schedule(
+        block=block,
+        warps=warps,
+        tile_rows=_tile_rows(share // block, spec, gpu),
+        registers=_LOSS_REGISTERS,
+    )
+
+
+def loss_vector(spec: Spec, schedule: Schedule) -> int:
+    """Elements that a thread of a cross-entropy reads at once, of 16 bytes at most.
+
+    Where rows are no multiple of them, the blocks of a row begin before its first column; but not
+    those of rows so short that they have no block inside.
+    """
+    most = min(16 // spec.x_dtype.itemsize, schedule.block)
+    return most if spec.cols >= 2 * schedule.block else math.gcd(most, spec.cols)
+
+
+def loss_blocks(spec: Spec, schedule: Schedule) -> int:
+    """Of a row of a cross-entropy."""
+    vector = loss_vector(spec, schedule)
+    lead = vector - 1 if spec.cols % vector else 0
+    return math.ceil((spec.cols + lead) / schedule.block)
 
 
 def _table(spec: Spec) -> tuple[Line, ...]:

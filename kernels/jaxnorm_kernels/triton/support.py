@@ -7,7 +7,7 @@ import os
 from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.refusals import (
     BETTER_FUSED,
-    NO_CROSS_ENTROPY,
+    NO_CLASSES,
     NO_KERNEL,
     NO_LOGITS,
     Table,
@@ -18,6 +18,10 @@ from jaxnorm_kernels.specs import Spec
 # Rows and columns are numbered in int32, and the last step goes over the end by so much at most.
 _MOST = 2**31 - 2**21
 
+#: Columns that a program of a cross-entropy's backward has at least, of a row that has more. Such a
+#: row may have a block less at its beginning, and one at its end.
+LOSS_BLOCK = 2048
+
 
 @functools.cache
 def can_lower() -> bool:
@@ -27,7 +31,7 @@ def can_lower() -> bool:
 
 _CANNOT: Table = (
     *NO_KERNEL,
-    *NO_CROSS_ENTROPY,
+    *NO_CLASSES,
     *NO_LOGITS,
     ("its kernels leave out what a mask does not keep", lambda s: not s.drops_masked),
     (
@@ -37,6 +41,15 @@ _CANNOT: Table = (
     (
         f"its kernels number rows and columns in 32 bits, up to {_MOST}",
         lambda s: max(s.rows, s.cols) > _MOST,
+    ),
+    (
+        f"its kernels number programs, the blocks of rows, in 32 bits, up to {_MOST}",
+        lambda s: (
+            s.op == "cross_entropy"
+            and s.direction == "bwd"
+            and s.cols > LOSS_BLOCK
+            and s.rows * (s.cols // LOSS_BLOCK + 2) > _MOST
+        ),
     ),
     (
         "its kernels need compute capability 8.0 (Ampere) or newer",
@@ -57,6 +70,7 @@ _LEFT_TO_XLA: Table = (
         "its softmaxes with a mask, a bias or a diagonal are not measured yet",
         lambda s: s.has_mask or s.logits_bias_dtype is not None or s.causal,
     ),
+    ("its cross-entropy is not measured yet", lambda s: s.op == "cross_entropy"),
     (
         "with few rows, XLA spreads a norm over more multiprocessors",
         lambda s: s.is_norm and s.rows < _few_rows(s),

@@ -1,0 +1,418 @@
+"""Cross-entropy of a row x with the label l; a = label_smoothing, b = z_loss, d = dloss:
+
+    m = max(x)      s = sum(exp(x - m))      lse = m + log(s)      D = m - x_l
+
+    loss = (1 - a) (D + log(s)) + a (m - r + log(s) - mean(x - r)) + b lse^2
+
+    dx = d (p - targets + 2 b lse p)      p = exp(x - m - log(s))
+                                          targets = (1 - a) [j = l] + a / V
+
+r is x_l, or 0 where that is infinite: near the mean, so that the sum of x - r loses little.
+
+The forward reads a row once, block after block, and exchanges nothing meanwhile: each thread has a
+maximum of its own of what it has read so far, and a sum by that (Milakov, Gimelshein 2018),
+
+    m' = max(m, x)      s' = s exp(m - m') + sum(exp(x - m'))
+
+which merge at the end. The label's own term is not in the sum s_o of the others, because
+log(1 + s_o) of a small s_o is accurate where the log of the rounded sum is not:
+
+    log(s) = log1p(s_o)                 where D = 0
+             log1p(s_o - 1 + exp(-D))   elsewhere: s_o has the maximum's term, 1
+
+In the backward no element needs another one: a program reads a block, each element once, before it
+writes it. A row without an entry has log(s) = -inf and dx = 0; one whose label is no column has NaN
+for both.
+
+Rows that are no multiple of 16 bytes begin between two of them. The blocks of such a row begin up
+to a vector before its first column, at a multiple of 16 bytes, so that all of them but the first
+and the last are read and written by 16 bytes, too.
+"""
+
+import jax
+import numpy as np
+import triton
+import triton.language as tl
+
+from jaxnorm_kernels.specs import Spec, Stats
+from jaxnorm_kernels.triton import schedule as schedules
+from jaxnorm_kernels.triton.launch import launch
+from jaxnorm_kernels.triton.schedule import Schedule, loss_blocks, loss_vector
+
+# A block may hold nothing but -inf: against this maximum its exponentials are 0.
+_LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+def cross_entropy_fwd(
+    x: jax.Array,
+    labels: jax.Array,
+    mask: jax.Array | None,
+    positions: jax.Array | None,
+    spec: Spec,
+    *,
+    schedule: Schedule | None = None,
+) -> tuple[jax.Array, Stats]:
+    """Returns the loss `(rows,)` in float32, and m and log(s) where the spec wants them.
+
+    Args:
+      x: `(rows, cols)`.
+      labels: `(rows,)` of any integer dtype.
+      mask: None; `support` refuses one of classes.
+      positions: `(rows,)` of booleans, or None.
+    """
+    assert mask is None, "of classes: `support` refuses it"
+    schedule = schedule or schedules.choose(spec)
+    of_rows = jax.ShapeDtypeStruct((spec.rows,), np.float32)
+    stat = of_rows if spec.want_stats else None
+    vector = loss_vector(spec, schedule)
+    loss, *stats = launch(
+        _cross_entropy_fwd,
+        name="jaxnorm_cross_entropy_fwd",
+        outputs={"loss_ptr": of_rows, "m_ptr": stat, "log_s_ptr": stat},
+        grid=schedule.grid(spec),
+        warps=schedule.warps,
+        registers=schedule.registers,
+        x_ptr=x,
+        labels_ptr=labels,
+        positions_ptr=positions,
+        rows=spec.rows,
+        cols=spec.cols,
+        label_smoothing=spec.label_smoothing,
+        z_loss=spec.z_loss,
+        tile_rows=schedule.tile_rows,
+        block=schedule.block,
+        blocks=loss_blocks(spec, schedule),
+        lanes=min(32 * schedule.warps, schedule.block // vector),
+        vector=vector,
+    )
+    return loss, tuple(stats)
+
+
+def cross_entropy_bwd(
+    x: jax.Array,
+    stats: Stats,
+    labels: jax.Array,
+    mask: jax.Array | None,
+    dloss: jax.Array,
+    *,
+    spec: Spec,
+    schedule: Schedule | None = None,
+) -> tuple[jax.Array]:
+    """Returns dx `(rows, cols)` in ``x_dtype``.
+
+    Args:
+      x: `(rows, cols)`.
+      stats: m and log(s), `(rows,)` each in float32.
+      labels: `(rows,)` of any integer dtype.
+      mask: None; `support` refuses one of classes.
+      dloss: `(rows,)` in float32.
+    """
+    assert mask is None, "of classes: `support` refuses it"
+    schedule = schedule or schedules.choose(spec)
+    m, log_s = stats
+    blocks, even = loss_blocks(spec, schedule), spec.label_smoothing / spec.cols
+    (tiles,) = schedule.grid(spec)
+    (dx,) = launch(
+        _cross_entropy_bwd,
+        name="jaxnorm_cross_entropy_bwd",
+        outputs={"dx_ptr": jax.ShapeDtypeStruct(x.shape, spec.x_dtype)},
+        grid=(tiles * blocks,),
+        warps=schedule.warps,
+        registers=schedule.registers,
+        x_ptr=x,
+        m_ptr=m,
+        log_s_ptr=log_s,
+        labels_ptr=labels,
+        dloss_ptr=dloss,
+        rows=spec.rows,
+        cols=spec.cols,
+        of_label=1 - spec.label_smoothing + even,
+        of_others=even,
+        z_loss=spec.z_loss,
+        tile_rows=schedule.tile_rows,
+        block=schedule.block,
+        blocks=blocks,
+        vector=loss_vector(spec, schedule),
+    )
+    return (dx,)
+
+
+@triton.jit
+def _cross_entropy_fwd(
+    x_ptr,
+    labels_ptr,
+    positions_ptr,
+    loss_ptr,
+    m_ptr,
+    log_s_ptr,
+    rows,
+    cols: tl.constexpr,
+    label_smoothing: tl.constexpr,
+    z_loss: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+    blocks: tl.constexpr,
+    lanes: tl.constexpr,
+    vector: tl.constexpr,
+):
+    row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    exists = row < rows
+    label, is_column = _load_label(labels_ptr, row, exists, cols)
+    counts = exists
+    if positions_ptr is not None:
+        counts = exists & tl.load(positions_ptr + row, exists, 0)
+    begin, lead = _start(row, cols, vector)
+    at = label[:, None] + lead
+    # Nothing outside of the row is read, whatever the label is.
+    read = counts[:, None]
+    x_l = tl.load(x_ptr + begin + at, read & is_column[:, None], 0.0).to(tl.float32)
+    r = tl.where(tl.abs(x_l) < float("inf"), x_l, 0.0)
+
+    m = tl.full([tile_rows, lanes], _LOWEST, tl.float32)
+    s = tl.zeros([tile_rows, lanes], tl.float32)
+    t = tl.zeros([tile_rows, lanes], tl.float32)
+    smooths: tl.constexpr = label_smoothing > 0.0
+    first_whole: tl.constexpr = 0 if cols % vector == 0 else 1
+    whole: tl.constexpr = cols // block
+    if first_whole > 0:
+        m, s, t = _add(
+            m, s, t, x_ptr, begin, lead, at, r, read, 0, cols, smooths, block, vector, False
+        )
+    # Of rows that do not count, no block is read.
+    end = tl.where(tl.max(counts.to(tl.int32), axis=0) > 0, whole * block, 0)
+    for first in tl.range(first_whole * block, end, block):
+        m, s, t = _add(
+            m, s, t, x_ptr, begin, lead, at, r, read, first, cols, smooths, block, vector, True
+        )
+    for i in tl.static_range(max(whole, first_whole), blocks):
+        m, s, t = _add(
+            m, s, t, x_ptr, begin, lead, at, r, read, i * block, cols, smooths, block, vector, False
+        )
+
+    m_o = tl.max(m, axis=1)[:, None]
+    s_o = tl.sum(s * tl.exp(m - m_o), axis=1)[:, None]
+    m = tl.maximum(m_o, x_l)
+    d = m - x_l
+    others = s_o * tl.exp(m_o - m)
+    log_s = _log1p(tl.where(d == 0.0, others, others - 1.0 + tl.exp(-d)))
+    is_nothing = (s_o == 0.0) & (x_l == float("-inf"))
+    log_s = tl.where(is_column[:, None] & (is_nothing == 0), log_s, float("nan"))
+    loss = d + log_s
+    if label_smoothing > 0.0:
+        even = m - r + log_s - tl.sum(t, axis=1)[:, None] * (1.0 / cols)
+        if label_smoothing == 1.0:
+            loss = even
+        else:
+            loss = (1.0 - label_smoothing) * loss + label_smoothing * even
+    if z_loss > 0.0:
+        lse = m + log_s
+        loss += z_loss * lse * lse
+    of_row, is_row = row[:, None], exists[:, None]
+    tl.store(loss_ptr + of_row, tl.where(read, loss, 0.0), is_row)
+    if m_ptr is not None:
+        tl.store(m_ptr + of_row, tl.where(read, m, 0.0), is_row)
+        tl.store(log_s_ptr + of_row, tl.where(read, log_s, float("-inf")), is_row)
+
+
+@triton.jit
+def _add(
+    m,
+    s,
+    t,
+    x_ptr,
+    begin,
+    lead,
+    at,
+    r,
+    read,
+    first,
+    cols: tl.constexpr,
+    smooths: tl.constexpr,
+    block: tl.constexpr,
+    vector: tl.constexpr,
+    is_whole: tl.constexpr,
+):
+    """The sums of each thread, with a block; `is_whole` is one that lies inside of the row.
+
+    Args:
+      m, s, t: `(tile_rows, lanes)`: the maximum, the sum by it, and that of x - r.
+      begin, lead: of the first block, as `_start` says.
+      at: where the label's column is, from there.
+      r: of each row.
+      read: which rows are.
+      first: where the block begins, from the first one's beginning.
+      smooths: t is wanted.
+    """
+    lane = tl.arange(0, block)[None, :]
+    here = read
+    if not is_whole:
+        here = here & _is_column(lane, first, lead, cols, vector)
+    x = tl.load(x_ptr + begin + first + lane, here, float("-inf")).to(tl.float32)
+    if smooths:
+        t += tl.sum(tl.sum(_by_lanes(tl.where(here, x - r, 0.0), m, vector), axis=3), axis=1)
+    others = _by_lanes(tl.where(lane == at - first, float("-inf"), x), m, vector)
+    higher = tl.maximum(m, tl.max(tl.max(others, axis=3), axis=1))
+    e = tl.exp(others - higher[:, None, :, None])
+    return higher, s * tl.exp(m - higher) + tl.sum(tl.sum(e, axis=3), axis=1), t
+
+
+@triton.jit
+def _by_lanes(x, m, vector: tl.constexpr):
+    """A block `(tile_rows, n, lanes, vector)`: the second and the last axis lie in a thread."""
+    tile_rows: tl.constexpr = m.shape[0]
+    lanes: tl.constexpr = m.shape[1]
+    return tl.reshape(x, [tile_rows, x.shape[1] // (lanes * vector), lanes, vector])
+
+
+@triton.jit
+def _cross_entropy_bwd(
+    x_ptr,
+    m_ptr,
+    log_s_ptr,
+    labels_ptr,
+    dloss_ptr,
+    dx_ptr,
+    rows,
+    cols: tl.constexpr,
+    of_label: tl.constexpr,
+    of_others: tl.constexpr,
+    z_loss: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+    blocks: tl.constexpr,
+    vector: tl.constexpr,
+):
+    row = tl.program_id(0) // blocks * tile_rows + tl.arange(0, tile_rows)
+    nth = tl.program_id(0) % blocks
+    exists = row < rows
+    if cols % vector != 0 and cols // block > 1:
+        if (nth > 0) & (nth < cols // block):
+            _store_gradient(
+                x_ptr,
+                m_ptr,
+                log_s_ptr,
+                labels_ptr,
+                dloss_ptr,
+                dx_ptr,
+                row,
+                exists,
+                nth,
+                cols,
+                of_label,
+                of_others,
+                z_loss,
+                block,
+                vector,
+                True,
+            )
+        else:
+            _store_gradient(
+                x_ptr,
+                m_ptr,
+                log_s_ptr,
+                labels_ptr,
+                dloss_ptr,
+                dx_ptr,
+                row,
+                exists,
+                nth,
+                cols,
+                of_label,
+                of_others,
+                z_loss,
+                block,
+                vector,
+                False,
+            )
+    else:
+        _store_gradient(
+            x_ptr,
+            m_ptr,
+            log_s_ptr,
+            labels_ptr,
+            dloss_ptr,
+            dx_ptr,
+            row,
+            exists,
+            nth,
+            cols,
+            of_label,
+            of_others,
+            z_loss,
+            block,
+            vector,
+            False,
+        )
+
+
+@triton.jit
+def _store_gradient(
+    x_ptr,
+    m_ptr,
+    log_s_ptr,
+    labels_ptr,
+    dloss_ptr,
+    dx_ptr,
+    row,
+    exists,
+    nth,
+    cols: tl.constexpr,
+    of_label: tl.constexpr,
+    of_others: tl.constexpr,
+    z_loss: tl.constexpr,
+    block: tl.constexpr,
+    vector: tl.constexpr,
+    is_whole: tl.constexpr,
+):
+    """dx of the block of that number; `is_whole` is one that lies inside of the row."""
+    begin, lead = _start(row, cols, vector)
+    lane, first = tl.arange(0, block)[None, :], nth * block
+    here = exists[:, None]
+    if not is_whole:
+        here = here & _is_column(lane, first, lead, cols, vector)
+    offset = begin + first + lane
+    # The logits first: the numbers of a row are small, and on their way meanwhile.
+    x = tl.load(x_ptr + offset, here, 0.0).to(tl.float32)
+    label, _ = _load_label(labels_ptr, row, exists, cols)
+    m = tl.load(m_ptr + row, exists, 0.0)[:, None]
+    log_s = tl.load(log_s_ptr + row, exists, 0.0)[:, None]
+    d = tl.load(dloss_ptr + row, exists, 0.0)[:, None]
+    p = tl.exp(x - m - log_s)
+    slope = p - tl.where(lane == label[:, None] + lead - first, of_label, of_others)
+    if z_loss > 0.0:
+        slope += 2.0 * z_loss * (m + log_s) * p
+    tl.store(dx_ptr + offset, tl.where(log_s == float("-inf"), 0.0, d * slope), here)
+
+
+@triton.jit
+def _load_label(labels_ptr, row, exists, cols: tl.constexpr):
+    """The label of each row, -1 for one that is no column; and whether it is one."""
+    label = tl.load(labels_ptr + row, exists, 0).to(tl.int64)
+    is_column = (label >= 0) & (label < cols)
+    return tl.where(is_column, label, -1).to(tl.int32), is_column
+
+
+@triton.jit
+def _start(row, cols: tl.constexpr, vector: tl.constexpr):
+    """Where the first block of each row begins, and by how much before the first column."""
+    start = row.to(tl.int64)[:, None] * cols
+    begin = start // vector * vector
+    return begin, (start - begin).to(tl.int32)
+
+
+@triton.jit
+def _is_column(lane, first, lead, cols: tl.constexpr, vector: tl.constexpr):
+    """Which elements of a block are columns; alike for `vector` neighbours if that divides rows."""
+    if cols % vector != 0:
+        return (lane >= lead - first) & (lane < cols + lead - first)
+    return lane + first < cols
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) for x > -1, right to a few units in the last place where x is small, too.
+
+    1 + x is rounded to u, whose log(u) / (u - 1) is nearly that of 1 + x.
+    """
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
