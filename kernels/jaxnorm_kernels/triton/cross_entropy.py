@@ -82,6 +82,7 @@ def cross_entropy_fwd(
         tile_rows=schedule.tile_rows,
         block=schedule.block,
         blocks=loss_blocks(spec, schedule),
+        stages=schedule.stages,
         lanes=min(32 * schedule.warps, schedule.block // vector),
         vector=vector,
     )
@@ -152,6 +153,7 @@ def _cross_entropy_fwd(
     tile_rows: tl.constexpr,
     block: tl.constexpr,
     blocks: tl.constexpr,
+    stages: tl.constexpr,
     lanes: tl.constexpr,
     vector: tl.constexpr,
 ):
@@ -180,7 +182,7 @@ def _cross_entropy_fwd(
         )
     # Of rows that do not count, no block is read.
     end = tl.where(tl.max(counts.to(tl.int32), axis=0) > 0, whole * block, 0)
-    for first in tl.range(first_whole * block, end, block):
+    for first in tl.range(first_whole * block, end, block, num_stages=stages):
         m, s, t = _add(
             m, s, t, x_ptr, begin, lead, at, r, read, first, cols, smooths, block, vector, True
         )

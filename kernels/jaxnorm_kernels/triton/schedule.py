@@ -269,31 +269,33 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
     )
 
 
-# Of a cross-entropy, by a rule. A thread has 64 bytes of a row under way, so that half of an SM's
-# threads have the 64 KiB, and 64 registers for what it makes of them. Small programs, because some
-# begin while others read; but where a warp of a forward pass has so much to read in its row, how
-# long it takes to begin and to merge does not matter, and fewer rows under way end together.
-_LOSS_BYTES, _LOSS_REGISTERS, _LOSS_WARPS, _LOSS_BYTES_OF_A_WARP = 64, 64, 4, 8192
+# Of a cross-entropy. 16 values of a row, and what is made of them, take 64 registers. Of the 1024
+# threads that an SM has those for, 64 KiB are under way while they add up: 2 blocks in 16 bits.
+_LOSS_VALUES, _LOSS_REGISTERS, _LOSS_WARPS_OF_AN_SM = 16, 64, 32
+# Small programs, because some begin while others read. But where each warp has so much of a row to
+# read, how long it takes to begin and to merge does not matter, and of fewer rows under way less is
+# left at the end.
+_LOSS_WARPS, _MOST_LOSS_WARPS, _LOSS_BYTES_OF_A_WARP = 4, 16, 8192
 
 
 def _of_loss(spec: Spec, gpu: Gpu) -> Schedule:
-    itemsize = spec.x_dtype.itemsize
-    values, warps = _LOSS_BYTES // itemsize, _LOSS_WARPS
-    at_once = _REGISTERS // (32 * _LOSS_REGISTERS) * gpu.sms  # warps
-    while spec.direction == "fwd" and warps < 32:
-        # Few rows are spread over all threads, as far as each has something to read.
-        is_few = 2 * warps * spec.rows <= at_once
-        of_a_warp = 32 * _LOSS_BYTES if is_few else _LOSS_BYTES_OF_A_WARP
-        if spec.cols * itemsize < 2 * warps * of_a_warp or (warps == 16 and not is_few):
+    """By a rule, not by a table."""
+    warps, itemsize = _LOSS_WARPS, spec.x_dtype.itemsize
+    while spec.direction == "fwd" and warps < _MOST_LOSS_WARPS:
+        # Few rows are spread over all warps, as far as there is something to read for each.
+        is_few = 2 * warps * spec.rows <= _LOSS_WARPS_OF_AN_SM * gpu.sms
+        least = 32 * _LOSS_VALUES * itemsize if is_few else _LOSS_BYTES_OF_A_WARP
+        if spec.cols * itemsize < 2 * warps * least:
             break
         warps *= 2
-    share = 32 * warps * values
+    share = 32 * warps * _LOSS_VALUES
     block = min(share, _power_of_2_from(spec.cols))
     return Schedule(
         block=block,
         warps=warps,
         tile_rows=_tile_rows(share // block, spec, gpu),
         registers=_LOSS_REGISTERS,
+        stages=min(1 + 4 // itemsize, max(1, spec.cols // block)) if spec.direction == "fwd" else 1,
     )
 
 
