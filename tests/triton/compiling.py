@@ -21,7 +21,7 @@ from jaxnorm_kernels.triton.launch import Gpu
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "bool": "*i1"}
-_POINTERS |= {"int32": "*i32"}
+_POINTERS |= {f"{sign}int{n}": f"*{sign or 'i'}{n}" for sign in ("", "u") for n in (8, 16, 32, 64)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,9 @@ class Compiled:
     ttgir: str
 
 
-def compile_call(spec: Spec, gpu: Gpu, **options: Any) -> list[Compiled]:
+def compile_call(
+    spec: Spec, gpu: Gpu, *, label_dtype: Any = jnp.int32, **options: Any
+) -> list[Compiled]:
     """The kernels that a call with this spec runs on `gpu`."""
     compiled = []
 
@@ -54,11 +56,13 @@ def compile_call(spec: Spec, gpu: Gpu, **options: Any) -> list[Compiled]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "run", run)
         patch.setattr(schedule, "local_gpu", lambda: gpu)
-        jax.eval_shape(lambda *operands: _call(spec, *operands, **options), *_operands(spec))
+        with jax.enable_x64(True):  # for labels of 64 bits
+            operands = _operands(spec, label_dtype)
+            jax.eval_shape(lambda *operands: _call(spec, *operands, **options), *operands)
     return compiled
 
 
-def _operands(spec: Spec) -> tuple[Any, ...]:
+def _operands(spec: Spec, label_dtype: Any) -> tuple[Any, ...]:
     def array(shape: tuple[int, ...], dtype: Any) -> Any:
         return None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
 
@@ -77,8 +81,7 @@ def _operands(spec: Spec) -> tuple[Any, ...]:
     bias = parameter(spec.bias_dtype, spec.bias_groups)
     next_scale = parameter(spec.next_scale_dtype, spec.scale_groups)
     if spec.op == "cross_entropy":
-        label_dtype, of_row = jnp.int32, array((rows,), jnp.float32)
-        labels = array((rows,), label_dtype)
+        labels, of_row = array((rows,), label_dtype), array((rows,), jnp.float32)
         if spec.direction == "bwd":
             return x, (of_row, of_row), labels, None, of_row
         return x, labels, None, array((rows,), jnp.bool_ if spec.has_positions else None)

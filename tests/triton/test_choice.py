@@ -36,6 +36,10 @@ WIDE = Spec("norm", "bwd", 8192, 8192, BF16, BF16, F32, want_stats=True)
         ({"rows": 2**31}, "32 bits"),
         ({"cols": 2**31}, "32 bits"),
         ({"rows": "b"}, "symbolic"),
+        ({"op": "cross_entropy"}, None),
+        ({"op": "cross_entropy", "has_mask": True, "mask_rows": ROWS}, "no mask of classes"),
+        ({"op": "cross_entropy", "rows": 2**20, "cols": 2**22}, "number programs"),
+        ({"op": "cross_entropy", "rows": 2**30, "cols": 2048}, None),
         ({"op": "softmax", "has_mask": True}, "all columns, or one value"),
         ({"op": "softmax", "has_mask": True, "mask_rows": ROWS}, None),
         ({"op": "softmax", "has_mask": True, "mask_rows": ROWS, "masked_logit": -1e9}, "leave out"),
@@ -98,7 +102,8 @@ def test_the_default_leaves_what_is_not_measured(monkeypatch):
     softmax = Spec("softmax", "fwd", 8192, 1024, BF16, BF16)
     assert support.prefers(softmax) is None
     assert support.prefers(dataclasses.replace(softmax, logits_scale=0.5)) is None
-    for change in ({"has_mask": True}, {"logits_bias_dtype": BF16}, {"causal": True}):
+    unmeasured = [{"has_mask": True}, {"logits_bias_dtype": BF16}, {"causal": True}]
+    for change in (*unmeasured, {"op": "cross_entropy"}):
         assert "not measured yet" in support.prefers(dataclasses.replace(softmax, **change))
 
 

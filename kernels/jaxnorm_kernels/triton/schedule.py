@@ -17,8 +17,8 @@ The sizes that matter, and how the lines below use them:
 Chosen out of schedules timed on one H200 with Triton 3.6 (`benchmarks.sweep
 benchmarks/sweeps/triton.py`); what was chosen was timed again with Triton 3.9 (`benchmarks.run`).
 Norms with a residual, and softmaxes with a mask, a bias or a diagonal, have the lines of plain
-ones, with fewer values in a thread where some would spill; those, and those that add up the
-gradient of a bias, were compiled, not timed.
+ones, with fewer values in a thread where some would spill; those, those that add up the gradient of
+a bias, and the rule for cross-entropies were compiled, not timed.
 """
 
 import dataclasses

@@ -1,0 +1,130 @@
+"""Cross-entropies compile for every GPU, by the rule that schedules them."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_compile import (  # noqa: F401
+    BF16,
+    F16,
+    F32,
+    GPUS,
+    check,
+    choose,
+    compile_call,
+    cuda,
+    kernels_in,
+    schedules,
+)
+
+from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
+from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.triton import support
+
+# Rows that share a tile; that have no whole block inside; vocabularies.
+WIDTHS = [10, 1000, 3001, 32768, 50257, 128256, 262144]
+SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-2}
+
+
+def make_spec(direction, rows, cols, dtype, **changes):
+    options = {"want_stats": direction == "fwd", **changes}
+    return Spec("cross_entropy", direction, rows, cols, dtype, F32, **options)
+
+
+@pytest.mark.parametrize("cols", WIDTHS)
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("gpu", GPUS)
+def test_rule_compiles(gpu, direction, cols):
+    # In turn, so that each width and each GPU meets all.
+    turn = [*GPUS].index(gpu) + WIDTHS.index(cols)
+    for dtype, options in [(BF16, {}), (F32, SMOOTHED), (BF16, SMOOTHED), (F32, {})][turn % 2 :: 2]:
+        positions = {"has_positions": direction == "fwd" and bool(options)}
+        spec = make_spec(direction, 8192, cols, dtype, **options, **positions)
+        check(spec, GPUS[gpu])
+        (kernel,) = compile_call(spec, GPUS[gpu])
+        # Where rows share a tile, part of the 16 values of a thread may spill.
+        assert kernel.spilled <= (0 if cols > 4096 else 4 * 16)
+
+
+@pytest.mark.parametrize("label_dtype", ["int8", "uint16", "uint32", "int64", "uint64"])
+def test_labels_compile(label_dtype):
+    for direction in ("fwd", "bwd"):
+        compile_call(
+            make_spec(direction, 8, 3000, F16), GPUS["sm_80"], label_dtype=np.dtype(label_dtype)
+        )
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("cols", [32768, 50257])
+def test_logits_are_read_and_written_16_bytes_at_a_time(cols, dtype):
+    """The forward's in asynchronous copies; of unaligned rows, those of all blocks inside."""
+    forward, backward = (
+        compile_call(make_spec(direction, 8192, cols, dtype), GPUS["sm_80"])[0]
+        for direction in ("fwd", "bwd")
+    )
+    copies = re.findall(r"cp\.async\.c[ag]", forward.ptx)
+    assert copies
+    assert {*copies} == {"cp.async.cg"}
+    single = {2: "b16", 4: "b32"}[dtype.itemsize]
+    is_aligned = cols * dtype.itemsize % 16 == 0
+    for access in ("ld", "st"):
+        kinds = re.findall(rf"{access}\.global[\w.:]*", backward.ptx)
+        assert sum(".v4." in kind for kind in kinds) == 16 * dtype.itemsize // 16
+        # Beside, four numbers of each row, or of each of its two kinds of blocks.
+        ones = sum(kind == f"{access}.global.{single}" for kind in kinds)
+        of_rows = 4 * (access == "ld" and single == "b32") * (1 if is_aligned else 2)
+        assert ones == of_rows + (0 if is_aligned else 16)
+
+
+def test_parts_of_a_row_exchange_nothing_but_at_the_end():
+    """As often over 128256 columns as where one warp, and one step, has them all."""
+    wide, narrow = (
+        compile_call(make_spec("fwd", 8192, cols, F32), GPUS["sm_80"])[0] for cols in (128256, 512)
+    )
+    assert wide.ptx.count("shfl") <= 2 * narrow.ptx.count("shfl")
+
+
+def test_few_rows_are_spread_over_all_warps():
+    gpu = GPUS["sm_80"]
+    warps = {
+        (rows, cols): choose(make_spec("fwd", rows, cols, BF16), gpu).warps
+        for rows in (8192, 100)
+        for cols in (1000, 16384, 50257, 128256)
+    }
+    assert list(warps.values()) == [4, 4, 8, 16, 4, 16, 16, 16]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_programs_are_counted_as_support_counts_them(dtype):
+    for gpu in GPUS.values():
+        for cols in (1, 131, 2047, 2048, 2049, 4095, 4097, 50257, 128256, 262143):
+            spec = make_spec("bwd", 512, cols, dtype)
+            schedule = choose(spec, gpu)
+            blocks = schedules.loss_blocks(spec, schedule)
+            assert (blocks - 1) * schedule.block < cols + schedules.loss_vector(spec, schedule)
+            is_short = cols <= support.LOSS_BLOCK
+            assert blocks <= (1 if is_short else cols // support.LOSS_BLOCK + 2)
+            assert schedule.tile_rows == 1 or is_short
+
+
+# ----------------------------------------------------------------------------------- as JAX sees it
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("setting", [jax.enable_x64, jax.check_tracer_leaks])
+@pytest.mark.parametrize("cols", [300, 50257])
+def test_calls_lower(cols, setting):
+    x, labels = jax.ShapeDtypeStruct((2, 6, cols), BF16), jax.ShapeDtypeStruct((2, 6), np.uint8)
+    where = jax.ShapeDtypeStruct((6,), bool)
+
+    def step(x, labels, where):
+        where = jnp.broadcast_to(where, labels.shape)
+        loss = cross_entropy(x, labels, where=where, implementation="triton", **SMOOTHED)
+        return jnp.sum(loss)
+
+    with setting(True):
+        assert kernels_in(jax.value_and_grad(step), x, labels, where) == 2
+        batch = jax.ShapeDtypeStruct((3, *x.shape), BF16)
+        assert kernels_in(jax.vmap(jax.grad(step), (0, None, None)), batch, labels, where) == 2

@@ -1,0 +1,86 @@
+"""Cross-entropies in every kind of schedule, as in `test_schedules`."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_loss
+from conftest import INTERPRETED
+from loss_cases import CrossEntropy, operands
+from reference import assert_within
+from test_schedules import scheduled  # noqa: F401
+
+from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
+from jaxnorm_kernels.specs import Spec
+
+pytestmark = pytest.mark.triton
+
+# More rows than there are places where one may begin: between multiples of 16 bytes, or at them.
+CASES = [("bfloat16", 101), ("float32", 101), ("float16", 104), ("float32", 100), ("bfloat16", 37)]
+
+
+@pytest.mark.parametrize(("dtype", "cols"), CASES)
+def test_values(dtype, cols, scheduled):  # noqa: F811
+    options = test_loss.OPTIONS[CASES.index((dtype, cols))]
+    test_loss.check(*operands((9, cols), dtype), implementation=scheduled, **options)
+
+
+def test_positions(scheduled):  # noqa: F811
+    x, labels, d = operands((9, 101), "bfloat16")
+    x = x.at[4].set(jnp.nan)
+    labels = labels.at[4].set(-100)
+    where = jnp.arange(9) % 4 != 0
+    test_loss.check(x, labels, d, where, implementation=scheduled, label_smoothing=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter's maximum
+def test_rows_of_all_kinds(scheduled):  # noqa: F811
+    """Bad labels, and logits that are no numbers, come out as xla has them, in their row alone."""
+    x, labels, d = operands((9, 101), "float32")
+    options = {"label_smoothing": 0.1, "z_loss": 1e-3}
+    labels = labels.at[0].set(-1).at[1].set(101)
+    x = x.at[2, 50].set(jnp.nan).at[3].set(-jnp.inf).at[4, 7].set(jnp.inf).at[5, :90].set(-jnp.inf)
+    x = x.at[5, labels[5]].set(1.0).at[6, :50].set(-3e38).at[7].set(1e4).at[7, labels[7]].add(14)
+
+    def run(implementation):
+        loss, vjp = jax.vjp(
+            lambda x: cross_entropy(x, labels, implementation=implementation, **options), x
+        )
+        return loss, *vjp(d)
+
+    (loss, dx), (loss_ref, dx_ref) = run(scheduled), run("xla")
+    assert np.isnan(loss).tolist() == [True] * 5 + [False] * 4
+    np.testing.assert_allclose(loss, loss_ref, rtol=1e-5)
+    np.testing.assert_allclose(dx, dx_ref, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="writes over an operand by the interpreter's means")
+@pytest.mark.parametrize(("dtype", "cols"), CASES[:2])
+def test_dx_may_lie_where_x_lies(dtype, cols, scheduled, monkeypatch):  # noqa: F811
+    """Every logit is read before its gradient is written, and by no program that comes later."""
+    import triton_interpreter
+
+    from jaxnorm_kernels import triton
+
+    x, labels, d = operands((9, cols), dtype)
+    forward = Spec("cross_entropy", "fwd", 9, cols, x.dtype, d.dtype, want_stats=True)
+    _, stats = triton.cross_entropy_fwd(x, labels, None, None, forward)
+
+    def run_in_place(*, kernel, out_type, grid, **call):
+        arguments = {key: value for key, value in call.items() if key in kernel.arg_names}
+        for key, value in arguments.items():
+            if isinstance(value, jax.Array):
+                arguments[key] = triton_interpreter.Buffer(np.array(value))
+        with np.errstate(all="ignore"):
+            kernel[grid](**arguments, dx_ptr=arguments["x_ptr"])
+        assert [t.shape for t in out_type] == [x.shape]
+        return [arguments["x_ptr"].array]
+
+    monkeypatch.setattr(triton_interpreter.launch, "run", run_in_place)
+    monkeypatch.setattr(triton_interpreter.launch, "_vary_like", lambda arguments, result: result)
+    spec = dataclasses.replace(forward, direction="bwd", want_stats=False)
+    (dx,) = triton.cross_entropy_bwd(x, stats, labels, None, d, spec=spec)
+    expected = CrossEntropy(x, labels, dtype=dtype)
+    assert_within(dx, expected.gradient(d), expected.gradient_bound(d))
