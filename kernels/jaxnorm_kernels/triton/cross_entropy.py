@@ -127,8 +127,7 @@ def cross_entropy_bwd(
         dloss_ptr=dloss,
         rows=spec.rows,
         cols=spec.cols,
-        of_label=1 - spec.label_smoothing + even,
-        of_others=even,
+        targets=(1 - spec.label_smoothing + even, even),
         z_loss=spec.z_loss,
         tile_rows=schedule.tile_rows,
         block=schedule.block,
@@ -170,27 +169,23 @@ def _cross_entropy_fwd(
     x_l = tl.load(x_ptr + begin + at, read & is_column[:, None], 0.0).to(tl.float32)
     r = tl.where(tl.abs(x_l) < float("inf"), x_l, 0.0)
 
-    m = tl.full([tile_rows, lanes], _LOWEST, tl.float32)
-    s = tl.zeros([tile_rows, lanes], tl.float32)
-    t = tl.zeros([tile_rows, lanes], tl.float32)
+    of_rows = (x_ptr + begin, lead, at, r, read)
     smooths: tl.constexpr = label_smoothing > 0.0
     first_whole: tl.constexpr = 0 if cols % vector == 0 else 1
     whole: tl.constexpr = cols // block
+    m = tl.full([tile_rows, lanes], _LOWEST, tl.float32)
+    zero = tl.zeros([tile_rows, lanes], tl.float32)
+    sums = (m, zero, zero)
     if first_whole > 0:
-        m, s, t = _add(
-            m, s, t, x_ptr, begin, lead, at, r, read, 0, cols, smooths, block, vector, False
-        )
+        sums = _add(sums, of_rows, 0, cols, smooths, block, vector, False)
     # Of rows that do not count, no block is read.
     end = tl.where(tl.max(counts.to(tl.int32), axis=0) > 0, whole * block, 0)
     for first in tl.range(first_whole * block, end, block, num_stages=stages):
-        m, s, t = _add(
-            m, s, t, x_ptr, begin, lead, at, r, read, first, cols, smooths, block, vector, True
-        )
+        sums = _add(sums, of_rows, first, cols, smooths, block, vector, True)
     for i in tl.static_range(max(whole, first_whole), blocks):
-        m, s, t = _add(
-            m, s, t, x_ptr, begin, lead, at, r, read, i * block, cols, smooths, block, vector, False
-        )
+        sums = _add(sums, of_rows, i * block, cols, smooths, block, vector, False)
 
+    m, s, t = sums
     m_o = tl.max(m, axis=1)[:, None]
     s_o = tl.sum(s * tl.exp(m - m_o), axis=1)[:, None]
     m = tl.maximum(m_o, x_l)
@@ -218,15 +213,8 @@ def _cross_entropy_fwd(
 
 @triton.jit
 def _add(
-    m,
-    s,
-    t,
-    x_ptr,
-    begin,
-    lead,
-    at,
-    r,
-    read,
+    sums,
+    of_rows,
     first,
     cols: tl.constexpr,
     smooths: tl.constexpr,
@@ -234,22 +222,22 @@ def _add(
     vector: tl.constexpr,
     is_whole: tl.constexpr,
 ):
-    """The sums of each thread, with a block; `is_whole` is one that lies inside of the row.
+    """The sums of each thread, with a block.
 
     Args:
-      m, s, t: `(tile_rows, lanes)`: the maximum, the sum by it, and that of x - r.
-      begin, lead: of the first block, as `_start` says.
-      at: where the label's column is, from there.
-      r: of each row.
-      read: which rows are.
+      sums: m, s, and the sum of x - r, `(tile_rows, lanes)` each.
+      of_rows: where the first block begins, by how much before the first column, and where from
+        there the label's column is; r, and whether the row is read. `(tile_rows, 1)` each.
       first: where the block begins, from the first one's beginning.
-      smooths: t is wanted.
+      smooths: the sum of x - r is wanted.
+      is_whole: the block lies inside of the row.
     """
+    m, s, t = sums
+    begin, lead, at, r, here = of_rows
     lane = tl.arange(0, block)[None, :]
-    here = read
     if not is_whole:
         here = here & _is_column(lane, first, lead, cols, vector)
-    x = tl.load(x_ptr + begin + first + lane, here, float("-inf")).to(tl.float32)
+    x = tl.load(begin + first + lane, here, float("-inf")).to(tl.float32)
     if smooths:
         t += tl.sum(tl.sum(_by_lanes(tl.where(here, x - r, 0.0), m, vector), axis=3), axis=1)
     others = _by_lanes(tl.where(lane == at - first, float("-inf"), x), m, vector)
@@ -276,8 +264,7 @@ def _cross_entropy_bwd(
     dx_ptr,
     rows,
     cols: tl.constexpr,
-    of_label: tl.constexpr,
-    of_others: tl.constexpr,
+    targets: tl.constexpr,
     z_loss: tl.constexpr,
     tile_rows: tl.constexpr,
     block: tl.constexpr,
@@ -286,87 +273,31 @@ def _cross_entropy_bwd(
 ):
     row = tl.program_id(0) // blocks * tile_rows + tl.arange(0, tile_rows)
     nth = tl.program_id(0) % blocks
-    exists = row < rows
-    if cols % vector != 0 and cols // block > 1:
-        if (nth > 0) & (nth < cols // block):
-            _store_gradient(
-                x_ptr,
-                m_ptr,
-                log_s_ptr,
-                labels_ptr,
-                dloss_ptr,
-                dx_ptr,
-                row,
-                exists,
-                nth,
-                cols,
-                of_label,
-                of_others,
-                z_loss,
-                block,
-                vector,
-                True,
-            )
-        else:
-            _store_gradient(
-                x_ptr,
-                m_ptr,
-                log_s_ptr,
-                labels_ptr,
-                dloss_ptr,
-                dx_ptr,
-                row,
-                exists,
-                nth,
-                cols,
-                of_label,
-                of_others,
-                z_loss,
-                block,
-                vector,
-                False,
-            )
+    of_rows = (m_ptr, log_s_ptr, labels_ptr, dloss_ptr, row, row < rows)
+    if cols % vector == 0:
+        fits: tl.constexpr = cols % block == 0
+        _store_gradient(x_ptr, dx_ptr, of_rows, nth, cols, targets, z_loss, block, vector, fits)
+    elif (nth > 0) & (nth < cols // block):
+        _store_gradient(x_ptr, dx_ptr, of_rows, nth, cols, targets, z_loss, block, vector, True)
     else:
-        _store_gradient(
-            x_ptr,
-            m_ptr,
-            log_s_ptr,
-            labels_ptr,
-            dloss_ptr,
-            dx_ptr,
-            row,
-            exists,
-            nth,
-            cols,
-            of_label,
-            of_others,
-            z_loss,
-            block,
-            vector,
-            False,
-        )
+        _store_gradient(x_ptr, dx_ptr, of_rows, nth, cols, targets, z_loss, block, vector, False)
 
 
 @triton.jit
 def _store_gradient(
     x_ptr,
-    m_ptr,
-    log_s_ptr,
-    labels_ptr,
-    dloss_ptr,
     dx_ptr,
-    row,
-    exists,
+    of_rows,
     nth,
     cols: tl.constexpr,
-    of_label: tl.constexpr,
-    of_others: tl.constexpr,
+    targets: tl.constexpr,
     z_loss: tl.constexpr,
     block: tl.constexpr,
     vector: tl.constexpr,
     is_whole: tl.constexpr,
 ):
     """dx of the block of that number; `is_whole` is one that lies inside of the row."""
+    m_ptr, log_s_ptr, labels_ptr, dloss_ptr, row, exists = of_rows
     begin, lead = _start(row, cols, vector)
     lane, first = tl.arange(0, block)[None, :], nth * block
     here = exists[:, None]
@@ -380,7 +311,7 @@ def _store_gradient(
     log_s = tl.load(log_s_ptr + row, exists, 0.0)[:, None]
     d = tl.load(dloss_ptr + row, exists, 0.0)[:, None]
     p = tl.exp(x - m - log_s)
-    slope = p - tl.where(lane == label[:, None] + lead - first, of_label, of_others)
+    slope = p - tl.where(lane == label[:, None] + lead - first, targets[0], targets[1])
     if z_loss > 0.0:
         slope += 2.0 * z_loss * (m + log_s) * p
     tl.store(dx_ptr + offset, tl.where(log_s == float("-inf"), 0.0, d * slope), here)
