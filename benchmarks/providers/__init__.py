@@ -70,8 +70,11 @@ class Provider:
             raise ModuleNotFoundError(f"{name} is not installed: pip install {name}") from None
 
 
-_BLOCKS: dict[str, Any] = {"blocks": tuple(BLOCKS), "mixed": (*NORMS, *MIXED)}
-_EVERYTHING: dict[str, Any] = {**_BLOCKS, "losses": tuple(LOSSES)}
+_EVERYTHING: dict[str, Any] = {
+    "blocks": tuple(BLOCKS),
+    "mixed": (*NORMS, *MIXED),
+    "losses": tuple(LOSSES),
+}
 
 PROVIDERS: dict[str, Provider] = {
     "jaxnorm": Provider("jaxnorm", "jax", "jaxnorm_functions", ("jax",), **_EVERYTHING),
@@ -81,7 +84,7 @@ PROVIDERS: dict[str, Provider] = {
         "jax",
         "jaxnorm_functions",
         ("jax", "jax-triton", "triton"),
-        **_BLOCKS,
+        **_EVERYTHING,
     ),
     "xla": Provider("jaxnorm xla", "jax", "jaxnorm_functions", ("jax",), **_EVERYTHING),
     # jaxnorm's plain functions beside jnp's arithmetic, where one of its functions is the block.

@@ -18,8 +18,8 @@ from jaxnorm_kernels.specs import Spec
 # Rows and columns are numbered in int32, and the last step goes over the end by so much at most.
 _MOST = 2**31 - 2**21
 
-#: Columns that a program of a cross-entropy's backward has at least, of a row that has more. Such a
-#: row may have a block less at its beginning, and one at its end.
+#: Columns of a block of a cross-entropy's backward, at least, in a row that has more; but the first
+#: block and the last may have fewer.
 LOSS_BLOCK = 2048
 
 
