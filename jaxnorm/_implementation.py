@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -18,6 +19,23 @@ _MODULES = {
 
 # What the default tries on a platform, in this order, before xla. Platforms not named run xla.
 _CANDIDATES: dict[str, tuple[str, ...]] = {"cuda": ("mosaic", "triton")}
+
+#: Environment variable, read at import: what ``implementation=None`` means.
+VARIABLE = "JAXNORM_IMPLEMENTATION"
+
+
+def _from_environment() -> str | None:
+    """The name that the variable holds; None where it is empty or not set."""
+    name = os.environ.get(VARIABLE) or None
+    if name is not None and name not in _MODULES:
+        raise ValueError(
+            f"jaxnorm: the environment has {VARIABLE}={name!r}; expected one of "
+            f"{', '.join(map(repr, _MODULES))}; unset it to let jaxnorm choose"
+        )
+    return name
+
+
+_PREFERRED = _from_environment()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,19 +57,33 @@ def names() -> tuple[str, ...]:
 def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
     """The default's choice for a call on `platform` ("cpu", "cuda", "rocm", "tpu").
 
-    `as_seen_by` gives the spec of the view that an implementation gets, by its name.
+    `as_seen_by` gives the spec of the view that an implementation gets, by its name. What the
+    environment names is the first that is tried, and runs whatever it can.
     """
+    if _PREFERRED == "xla":
+        return Choice("xla", f"asked for by {VARIABLE}")
     refusals: list[str] = []
-    for name in _CANDIDATES.get(platform, ()):
+    candidates = _CANDIDATES.get(platform, ())
+    if _PREFERRED in candidates:
+        candidates = candidates[candidates.index(_PREFERRED) :]
+    elif _PREFERRED is not None:
+        refusals.append(f"{_PREFERRED}: asked for by {VARIABLE}, it has no kernels for {platform}")
+    for name in candidates:
+        is_preferred = name == _PREFERRED
         try:
             spec = as_seen_by(name)
-            refusal = module(name).supports(spec) or module(name).prefers(spec)
+            refusal = module(name).supports(spec)
+            if refusal is None and not is_preferred:
+                refusal = module(name).prefers(spec)
         except ImportError as error:  # a jaxlib without this kernel backend, or a missing extra
             refusal = f"it cannot be imported: {error}"
         if refusal is None:
-            default = f"the default for {spec.op} {spec.direction} on {platform}"
-            return Choice(name, "; ".join([default, *refusals]))
-        refusals.append(f"{name}: {refusal}")
+            reason = f"the default for {spec.op} {spec.direction} on {platform}"
+            if is_preferred:
+                reason = f"asked for by {VARIABLE}"
+            return Choice(name, "; ".join([reason, *refusals]))
+        asked = f"asked for by {VARIABLE}, " if is_preferred else ""
+        refusals.append(f"{name}: {asked}{refusal}")
     return Choice("xla", "; ".join(refusals) or f"the default for {platform}")
 
 
@@ -104,4 +136,6 @@ def local_platform() -> str:
 
 def has_kernels(name: str | None, platform: str) -> bool:
     """Whether a call may run a kernel there, named so or by default."""
-    return name not in (None, "xla") or (name is None and platform in _CANDIDATES)
+    if name is None:
+        return _PREFERRED != "xla" and platform in _CANDIDATES
+    return name != "xla"

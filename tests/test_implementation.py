@@ -5,6 +5,8 @@ no differentiation rule of its own.
 """
 
 import functools
+import os
+import subprocess
 import sys
 import types
 
@@ -207,6 +209,73 @@ def test_implementation_for(stub):
         f"forward:  xla (the default for {HERE})",
         f"backward: xla (the default for {HERE})",
     ]
+
+
+def test_the_environment_names_the_default(stub, monkeypatch):
+    """It is tried first, runs what it can, and comes before no other than in the ordinary order."""
+    monkeypatch.setitem(_implementation._MODULES, "second", "jaxnorm_kernels_stub")
+    stub()
+    monkeypatch.setattr(_implementation, "_CANDIDATES", {HERE: ("second", "stub")})
+
+    def plan(cols=8, platform=HERE, **options):
+        function = "softmax" if options else "rms_norm"
+        return jaxnorm.implementation_for(
+            function, (4, cols), "float32", platform=platform, **options
+        )
+
+    monkeypatch.setattr(_implementation, "_PREFERRED", "stub")
+    chosen = _implementation.Choice("stub", "asked for by JAXNORM_IMPLEMENTATION")
+    assert plan().forward == plan().backward == chosen
+    assert plan(cols=7).forward == chosen  # which the default leaves to xla
+    assert plan(where=True).forward == _implementation.Choice(
+        "xla", "stub: asked for by JAXNORM_IMPLEMENTATION, it has no masked kernel"
+    )
+    assert plan(platform=THERE).forward == _implementation.Choice(
+        "xla", f"stub: asked for by JAXNORM_IMPLEMENTATION, it has no kernels for {THERE}"
+    )
+    np.testing.assert_array_equal(
+        jaxnorm.rms_norm(X[:, :7]), jaxnorm.rms_norm(X[:, :7], implementation="stub")
+    )
+    # A name in the call comes before the environment's.
+    assert plan(implementation="xla", causal=False).forward.reason == "asked for by name"
+
+    monkeypatch.setattr(_implementation, "_PREFERRED", "xla")
+    jax.clear_caches()
+    assert plan().forward == _implementation.Choice("xla", chosen.reason)
+    assert not _implementation.has_kernels(None, HERE)
+    np.testing.assert_array_equal(jaxnorm.rms_norm(X), jaxnorm.rms_norm(X, implementation="xla"))
+
+
+def test_what_cannot_be_imported_is_no_default(stub, monkeypatch):
+    stub(HERE)
+    monkeypatch.setitem(_implementation._MODULES, "gone", "jaxnorm_kernels.no_such_backend")
+    monkeypatch.setattr(_implementation, "_CANDIDATES", {HERE: ("gone", "stub")})
+    monkeypatch.setattr(_implementation, "_PREFERRED", "gone")
+    reason = jaxnorm.implementation_for("rms_norm", (4, 8), "float32").forward.reason
+    assert reason.startswith(f"the default for norm fwd on {HERE}; gone: asked for by JAXNORM_")
+    assert "it cannot be imported: No module named" in reason
+
+
+@pytest.mark.parametrize("value", ["xla", "", "cudnn"])
+def test_the_environment_is_read_at_import(value):
+    program = "import jaxnorm; print(jaxnorm.implementation_for('softmax', (4, 8), 'float32', "
+    program += "platform='tpu').forward)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"JAXNORM_IMPLEMENTATION": value},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if value == "cudnn":
+        assert done.returncode != 0
+        assert done.stderr.endswith(
+            "ValueError: jaxnorm: the environment has JAXNORM_IMPLEMENTATION='cudnn'; expected one "
+            "of 'xla', 'mosaic', 'triton'; unset it to let jaxnorm choose\n"
+        )
+        return
+    expected = "asked for by JAXNORM_IMPLEMENTATION" if value else "the default for tpu"
+    assert done.stdout == f"xla ({expected})\n", done.stderr
 
 
 def test_implementation_for_checks_its_arguments():
