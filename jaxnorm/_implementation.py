@@ -81,7 +81,8 @@ def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
             reason = f"the default for {spec.op} {spec.direction} on {platform}"
             if is_preferred:
                 reason = f"asked for by {VARIABLE}"
-            return Choice(name, "; ".join([reason, *refusals]))
+            caveat = getattr(module(name), "caveat", lambda: None)()
+            return Choice(name, "; ".join([reason, *filter(None, [caveat]), *refusals]))
         asked = f"asked for by {VARIABLE}, " if is_preferred else ""
         refusals.append(f"{name}: {asked}{refusal}")
     return Choice("xla", "; ".join(refusals) or f"the default for {platform}")
@@ -108,6 +109,17 @@ def placed(name: str, spec: Spec, platforms: Sequence[str]) -> None:
             "kernels are for NVIDIA GPUs; leave implementation out to let jaxnorm choose, or "
             "place the arrays on such a GPU"
         )
+
+
+def absence(name: str, platform: str) -> str | None:
+    """Why nothing of `name` can run on a platform; None where something may."""
+    try:
+        can = getattr(module(name), "platforms", lambda: None)()
+    except ImportError as error:
+        return f"it cannot be imported: {error}"
+    if can is None or platform in can:
+        return None
+    return f"its kernels are for {' and '.join(can)}"
 
 
 def knows_inner(name: str) -> bool:

@@ -300,7 +300,7 @@ def test_implementation_for_checks_its_arguments():
     ],
 )
 def test_the_default_knows_the_gpu(platform, capability, expected, monkeypatch):
-    """Mosaic's kernels are the default on compute capability 9.0, and where no GPU tells."""
+    """Mosaic's kernels are the default on 9.0 and, not timed, 10.0; and where no GPU tells."""
     device = types.SimpleNamespace(platform=platform)
     if capability is not None:
         device.compute_capability = capability
@@ -311,4 +311,5 @@ def test_the_default_knows_the_gpu(platform, capability, expected, monkeypatch):
     # Cached: what follows asks no device.
     plan = jaxnorm.implementation_for("rms_norm", (4096, 1024), "bfloat16", platform="cuda")
     devices.local_capability.cache_clear()
-    assert (plan.forward.name == "mosaic") == (expected in (90, None))
+    assert (plan.forward.name == "mosaic") == (expected in (90, 100, None))
+    assert ("not timed" in plan.forward.reason) == (expected == 100)

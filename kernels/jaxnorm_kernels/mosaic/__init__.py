@@ -14,6 +14,7 @@ from jaxnorm_kernels.mosaic.forward.norm import norm_add_norm_fwd as norm_add_no
 from jaxnorm_kernels.mosaic.forward.norm import norm_fwd as norm_fwd
 from jaxnorm_kernels.mosaic.forward.softmax import log_softmax_fwd as log_softmax_fwd
 from jaxnorm_kernels.mosaic.forward.softmax import softmax_fwd as softmax_fwd
+from jaxnorm_kernels.mosaic.support import caveat as caveat
 from jaxnorm_kernels.mosaic.support import platforms as platforms
 from jaxnorm_kernels.mosaic.support import prefers as prefers
 from jaxnorm_kernels.mosaic.support import supports as supports

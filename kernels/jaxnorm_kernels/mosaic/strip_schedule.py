@@ -12,7 +12,6 @@ from jaxnorm_kernels.mosaic.backward.schedule import COPY_BYTES, row_dtypes
 from jaxnorm_kernels.mosaic.device.gpu import (
     REGISTERS,
     RESERVED_BYTES,
-    SHARED_BYTES,
     Gpu,
     local_gpu,
 )
@@ -164,24 +163,31 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Strips | None:
         blocks=count,
         group=spec.inner_cols,
     )
+    if _shared_bytes(strips, spec) - RESERVED_BYTES > gpu.smem:
+        return None
     has_column_sums = spec.direction == "bwd" and not spec.inner_params
     if not has_column_sums or (spec.scale_dtype is None and spec.bias_dtype is None):
         return strips
     # Gradients of parameters: each block adds up those of many strips, and writes its sums. As many
     # blocks as run at a time, or as few as take as many strips each.
-    at_a_time = gpu.at_a_time(line.cluster) * _blocks_per_sm(strips, spec)
+    at_a_time = gpu.at_a_time(line.cluster) * _blocks_per_sm(strips, spec, gpu)
     return dataclasses.replace(strips, blocks=math.ceil(count / math.ceil(count / at_a_time)))
 
 
-def _blocks_per_sm(strips: Strips, spec: Spec) -> int:
+def _blocks_per_sm(strips: Strips, spec: Spec, gpu: Gpu) -> int:
     """Of a norm's backward: what registers and shared memory have room for."""
+    threads = WARPGROUP_THREADS * strips.warpgroups
+    by_registers = REGISTERS // (threads * MOST_REGISTERS)
+    return max(1, min(gpu.shared_bytes // _shared_bytes(strips, spec), by_registers))
+
+
+def _shared_bytes(strips: Strips, spec: Spec) -> int:
+    """Of a block, at most."""
     columns = strips.warpgroups * strips.slice().width
     column_bytes = strips.width * sum(dtype.itemsize for dtype in _held(spec))
     exchanged = WARPS * strips.warpgroups + strips.cluster * (strips.cluster > 1)
     # Two sums are exchanged, in two stages, and two are added up for each column.
-    shared = columns * (column_bytes + 8) + 4 * exchanged * strips.width * 4 + _OTHER_SHARED_BYTES
-    threads = WARPGROUP_THREADS * strips.warpgroups
-    return max(1, min(SHARED_BYTES // shared, REGISTERS // (threads * MOST_REGISTERS)))
+    return columns * (column_bytes + 8) + 4 * exchanged * strips.width * 4 + _OTHER_SHARED_BYTES
 
 
 def _held(spec: Spec) -> list[np.dtype]:

@@ -1,7 +1,8 @@
 """Which backward kernel runs a call, and with which parameters: one table each, with the reasons.
 
 The numbers are those of Hopper (H100, H200): multiprocessors with 65536 registers and 228 KiB of
-shared memory each, and memory that wants some 32 KiB under way on each of them.
+shared memory each, and memory that wants some 32 KiB under way on each of them. Where a GPU has
+less shared memory, rings have fewer stages, or blocks.
 """
 
 import dataclasses
@@ -15,10 +16,8 @@ from jaxnorm_kernels.mosaic.backward.ring import Ring
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
 from jaxnorm_kernels.mosaic.device.gpu import (
     MOST_REGISTERS,
-    MOST_SHARED_BYTES,
     REGISTERS,
     RESERVED_BYTES,
-    SHARED_BYTES,
     Gpu,
     local_gpu,
 )
@@ -114,11 +113,12 @@ def two_norms_schedule(spec: Spec, gpu: Gpu | None = None) -> Ring | RowsRing | 
 
 def norm_schedule(spec: Spec, gpu: Gpu | None = None) -> NormSchedule | None:
     """None where no kernel takes the rows."""
+    gpu = gpu or local_gpu()
     if not _copied(spec):
-        return _ring_of_windows(spec, gpu or local_gpu()) or direct(spec)
+        return _ring_of_windows(spec, gpu) or direct(spec)
     if spec.cols < _WARPGROUP_ROWS and _rows(spec) >= 2 * WARP:  # the most rows of a tile
-        return rows_ring(spec)
-    return ring(spec, gpu or local_gpu())
+        return rows_ring(spec, gpu)
+    return ring(spec, gpu)
 
 
 def _ring_of_windows(spec: Spec, gpu: Gpu) -> Ring | None:
@@ -141,8 +141,9 @@ def direct(spec: Spec) -> Direct | None:
     return None
 
 
-def rows_ring(spec: Spec) -> RowsRing:
+def rows_ring(spec: Spec, gpu: Gpu | None = None) -> RowsRing:
     """A ring of narrow rows: as many at a time as fill a stage."""
+    gpu = gpu or local_gpu()
     vector = _vector(spec)
     threads = WARP
     while threads > 2 and spec.cols < threads * vector:
@@ -154,7 +155,10 @@ def rows_ring(spec: Spec) -> RowsRing:
     rows = max(1, stage_bytes // (ring.height * _row_bytes(spec))) * ring.height
     while rows > ring.height and rows > _rows(spec):
         rows -= ring.height
-    stages = min(3, _shared_bytes(blocks_per_sm) // (rows * _row_bytes(spec)))
+    step_bytes = rows * _row_bytes(spec)
+    while blocks_per_sm > 1 and _shared_bytes(gpu, blocks_per_sm) < 2 * step_bytes:
+        blocks_per_sm -= 1
+    stages = min(3, _shared_bytes(gpu, blocks_per_sm) // step_bytes)
     return dataclasses.replace(ring, rows=rows, stages=stages, blocks_per_sm=blocks_per_sm)
 
 
@@ -175,7 +179,7 @@ def ring(spec: Spec, gpu: Gpu, window: Window | None = None) -> Ring | None:
     if spec.cols <= cluster * most or part_bytes < _ONE_BLOCK_BYTES:
         shapes.insert(0, (1, 3 if step_bytes <= _THREE_BLOCKS_BYTES else 2))
     rings = (
-        wide_ring(spec, warpgroups, cluster, blocks_per_sm, rows, window)
+        wide_ring(spec, warpgroups, cluster, blocks_per_sm, rows, window, gpu)
         for warpgroups, blocks_per_sm in shapes
     )
     return next((found for found in rings if found), None)
@@ -188,6 +192,7 @@ def wide_ring(
     blocks_per_sm: int,
     rows: int = 1,
     window: Window | None = None,
+    gpu: Gpu | None = None,
 ) -> Ring | None:
     """With these, what registers and shared memory allow; None for too little. See `ring`."""
     block = cluster * WARPGROUP_THREADS  # threads that share a row, with one warpgroup
@@ -209,7 +214,8 @@ def wide_ring(
     )
     width = ring.slice(spec.cols).width  # of a warpgroup
     stage_bytes = ring.rows * warpgroups * width * _row_bytes(spec) // spec.cols
-    stages = min(ring.stages, _shared_bytes(ring.blocks_per_sm) // stage_bytes)
+    shared_bytes = _shared_bytes(gpu or local_gpu(), ring.blocks_per_sm)
+    stages = min(ring.stages, shared_bytes // stage_bytes)
     fits = width <= _MOST_RING_COLUMNS * WARPGROUP_THREADS
     fits = fits and _registers(spec, width) <= _most_registers(ring)
     # With one stage, nothing is ahead of the row that is computed.
@@ -278,10 +284,9 @@ def _column_bytes(spec: Spec) -> int:
     return sum(dtype.itemsize for dtype in row_dtypes(spec))
 
 
-def _shared_bytes(blocks_per_sm: int) -> int:
+def _shared_bytes(gpu: Gpu, blocks_per_sm: int) -> int:
     """For the ring of a block."""
-    most = min(MOST_SHARED_BYTES, SHARED_BYTES // blocks_per_sm - RESERVED_BYTES)
-    return most - _OTHER_SHARED_BYTES
+    return gpu.shared_bytes // blocks_per_sm - RESERVED_BYTES - _OTHER_SHARED_BYTES
 
 
 def softmax_schedule(spec: Spec, gpu: Gpu | None = None) -> InRegisters | None:

@@ -8,15 +8,18 @@ from typing import Any
 
 import jax
 
+from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 
-#: Blocks of a cluster. 16 is more than every GPU with clusters promises, and what these GPUs have.
+#: Blocks of a cluster. 16 is more than every GPU with clusters promises, and what Hopper and B200
+#: have.
 CLUSTER_SIZES = (2, 4, 8, 16)
 PORTABLE_CLUSTER = 8
 
-# Of Hopper, and of B200.
+# Of all GPUs with clusters.
 REGISTERS = 65536  # of a multiprocessor
 MOST_REGISTERS = 255  # of a thread
+# Of Hopper, and of B200.
 SHARED_BYTES = 228 * 1024  # of a multiprocessor
 MOST_SHARED_BYTES = 227 * 1024  # of a block
 RESERVED_BYTES = 1024  # of shared memory, in each block
@@ -39,6 +42,11 @@ class Gpu:
     clusters: Mapping[int, int]
 
     @property
+    def shared_bytes(self) -> int:
+        """Of a multiprocessor: what one block may have, and what is reserved in it."""
+        return self.smem + RESERVED_BYTES
+
+    @property
     def portable_cluster(self) -> int:
         """The largest cluster that every GPU with clusters runs."""
         return max([size for size in self.clusters if size <= PORTABLE_CLUSTER], default=1)
@@ -53,6 +61,23 @@ HOPPER = Gpu(sms=132, smem=MOST_SHARED_BYTES, clusters={2: 66, 4: 30, 8: 15, 16:
 INTERPRETER = dataclasses.replace(HOPPER, clusters={})
 
 
+def _of_size(sms: int, like: Gpu) -> Gpu:
+    """`like`, with so many multiprocessors, and clusters in proportion."""
+    clusters = {size: max(1, sms * n // like.sms) for size, n in like.clusters.items()}
+    return dataclasses.replace(like, sms=sms, clusters=clusters)
+
+
+#: Not measured: clusters are in proportion to an H200's. Where there is a driver, it is asked.
+B200 = _of_size(148, HOPPER)
+#: The same, with no clusters but those that every GPU with clusters has.
+RTX_5090 = dataclasses.replace(
+    _of_size(170, dataclasses.replace(HOPPER, clusters={2: 66, 4: 30, 8: 15})), smem=99 * 1024
+)
+
+#: By compute capability, times ten.
+GPUS = {90: HOPPER, 100: B200, 120: RTX_5090}
+
+
 def local_gpu() -> Gpu:
     """What all GPUs of this process have, since a program may run on any; `HOPPER` for none."""
     return INTERPRETER if is_interpreted() else _local_gpu()
@@ -63,13 +88,14 @@ def _local_gpu() -> Gpu:
     devices = jax.local_devices()
     if devices[0].platform != "gpu" or not hasattr(devices[0], "core_count"):
         return HOPPER
+    like = GPUS.get(local_capability() or 0, HOPPER)
     sms = min(device.core_count for device in devices)
-    smem = min(getattr(d, "shared_memory_per_block_optin", HOPPER.smem) for d in devices)
+    smem = min(getattr(d, "shared_memory_per_block_optin", like.smem) for d in devices)
     try:
         each = [active_clusters(device.local_hardware_id, smem) for device in devices]
     except (OSError, RuntimeError):
-        # No CUDA driver that can tell: as many as on an H200, for as many multiprocessors.
-        each = [{size: max(1, sms * n // HOPPER.sms) for size, n in HOPPER.clusters.items()}]
+        # No CUDA driver that can tell: as the table has it, for as many multiprocessors.
+        each = [dict(_of_size(sms, like).clusters)]
     common = [size for size in CLUSTER_SIZES if all(size in clusters for clusters in each)]
     return Gpu(sms, smem, {size: min(clusters[size] for clusters in each) for size in common})
 

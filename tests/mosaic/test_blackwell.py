@@ -1,0 +1,289 @@
+"""A call for each line of the tables, compiled for GPUs on which nothing was timed: B200, RTX 50.
+
+The schedules are those of the GPU's own sizes. As in `test_registers`, this needs JAX's CUDA
+plugin, and no GPU; that the calls meet every line, and that their memory is there, needs neither.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import backward_cases
+import forward_cases
+import jax
+import numpy as np
+import pytest
+from forward_cases import BF16, F32
+from h100 import CONFIGS, Compiler
+from logits_cases import of_width, operand_types
+
+from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.mosaic import strip_schedule, support
+from jaxnorm_kernels.mosaic.backward import schedule as backward
+from jaxnorm_kernels.mosaic.backward.direct import Direct
+from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters
+from jaxnorm_kernels.mosaic.backward.ring import Ring
+from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
+from jaxnorm_kernels.mosaic.device import gpu as gpu_module
+from jaxnorm_kernels.mosaic.device.gpu import B200, GPUS, RTX_5090, Gpu
+from jaxnorm_kernels.mosaic.forward import schedule as forward
+from jaxnorm_kernels.specs import Spec
+
+SPILLED = 32  # bytes of a thread: a few words
+
+# x, y; rows and columns.
+FORWARD = [
+    forward_cases.make_spec(op, rows, cols, x, y)
+    for op, rows, cols, x, y in (
+        ("layer_norm", 8192, 512, BF16, BF16),  # queued_tile
+        ("softmax", 8192, 1000, BF16, BF16),  # row_tile
+        ("rms_norm", 8, 8192, BF16, BF16),  # split_row of few rows
+        ("layer_norm", 8192, 4096, BF16, BF16),  # queued_row
+        ("layer_norm", 4096, 65536, F32, BF16),  # the same, wide
+        ("rms_norm", 8192, 4096, F32, F32),  # warpgroup_row
+        ("log_softmax", 8192, 16384, F32, F32),  # queued_row that rereads
+        ("softmax", 8192, 32768, BF16, BF16),  # split_row
+        ("softmax", 1024, 2**18, BF16, BF16),  # the same, of half a MiB
+        # In windows.
+        ("rms_norm", 8, 8199, BF16, BF16),
+        ("layer_norm", 8192, 4095, BF16, BF16),
+        ("layer_norm", 8192, 50257, F32, F32),
+        ("softmax", 8192, 4095, F32, F32),
+        ("softmax", 8192, 50257, BF16, BF16),
+        ("softmax", 1024, 140001, F32, F32),
+        # With a residual.
+        ("add_layer_norm", 8192, 4096, BF16, BF16),
+        ("add_rms_norm", 8192, 12288, BF16, BF16),
+        ("rms_norm_add", 8192, 5120, F32, F32),
+        ("rms_norm_add_rms_norm", 8192, 4096, BF16, BF16),
+    )
+]
+BACKWARD = [
+    backward_cases.make_spec(op, rows, cols, x, y, **change)
+    for op, rows, cols, x, y, change in (
+        ("layer_norm", 8192, 128, BF16, BF16, {}),
+        ("layer_norm", 8192, 512, F32, F32, {}),
+        ("layer_norm", 8192, 1024, BF16, BF16, {}),
+        ("rms_norm", 8192, 4096, BF16, BF16, {"adds_dh": True}),
+        ("layer_norm", 8192, 8192, F32, F32, {"saved": "input"}),
+        ("layer_norm", 4096, 32768, BF16, BF16, {}),
+        ("rms_norm", 4096, 65536, F32, F32, {}),
+        ("layer_norm", 8192, 4096, BF16, BF16, {"scale_groups": 16, "bias_groups": 16}),
+        ("layer_norm", 8192, 1001, BF16, BF16, {}),
+        ("layer_norm", 8192, 4095, BF16, BF16, {"adds_dh": True}),
+        ("rms_norm", 8191, 2999, F32, F32, {}),
+        ("softmax", 8192, 512, BF16, BF16, {}),
+        ("softmax", 8192, 4096, BF16, BF16, {}),
+        ("log_softmax", 8192, 8192, F32, F32, {}),
+        ("softmax", 8192, 50257, BF16, BF16, {}),
+        ("log_softmax", 1024, 65536, F32, F32, {}),
+    )
+]
+STRIPS = [
+    dataclasses.replace(cases.make_spec(op, outer * inner, cols, x, x), inner=inner)
+    for cases, op, outer, cols, inner, x in (
+        (forward_cases, "softmax", 64, 49, 1024, BF16),  # 128 elements wide
+        (forward_cases, "layer_norm", 64, 48, 4096, F32),  # 64
+        (forward_cases, "layer_norm", 32, 512, 4096, BF16),  # 32
+        (forward_cases, "softmax", 8, 4096, 4096, BF16),  # the strip of a cluster
+        (backward_cases, "layer_norm", 32, 256, 4096, BF16),
+        (backward_cases, "log_softmax", 8, 4096, 4096, F32),
+        (backward_cases, "rms_norm", 8, 4096, 784, F32),
+    )
+]
+LOSSES = [
+    Spec("cross_entropy", "fwd", rows, cols, x, F32, want_stats=True, **options)
+    for rows, cols, x, options in (
+        (8192, 4096, BF16, {}),
+        (5, 128256, BF16, {}),  # of a cluster
+        (4096, 50257, F32, {"label_smoothing": 0.1, "z_loss": 1e-2}),
+    )
+]
+PLACED = [
+    pytest.param(of_width(kind, 2048, cols).call(op, x), id=f"{op}-{kind}-{cols}-{x}")
+    for op, kind, cols, x in (
+        ("softmax", "mask", 512, BF16),
+        ("softmax", "causal", 2048, BF16),
+        ("softmax", "bias", 4096, BF16),
+        ("log_softmax", "all", 8192, F32),
+    )
+]
+
+
+@pytest.fixture(params=[100, 120], ids=["B200", "RTX 50"])
+def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of a GPU whose sizes schedules then see."""
+    monkeypatch.setattr(gpu_module, "_local_gpu", lambda: GPUS[request.param])
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def compilers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Compiler]:
+    return {c: Compiler(tmp_path_factory.mktemp("ptxas"), text) for c, text in CONFIGS.items()}
+
+
+def rows_of(spec: Spec, *dtypes: np.dtype) -> list[jax.ShapeDtypeStruct]:
+    shape = spec.rows, spec.cols
+    if spec.inner > 1:
+        shape = spec.rows // spec.inner, spec.cols, spec.inner
+    return [jax.ShapeDtypeStruct(shape, dtype) for dtype in dtypes]
+
+
+def function_of(spec: Spec) -> tuple[Any, Any]:
+    """A kernel's call, and the shapes of its operands."""
+    if spec.op == "cross_entropy":
+        return loss_of(spec)
+    cases = forward_cases if spec.direction == "fwd" else backward_cases
+    if spec.direction == "fwd":
+        types: Any = list(forward_cases.operand_types(spec).values())
+    else:
+        types = backward_cases.abstract_operands(spec)
+    if spec.inner > 1:
+        types = jax.tree.map(
+            lambda a: rows_of(spec, a.dtype)[0] if a.shape == (spec.rows, spec.cols) else a, types
+        )
+    return (lambda *operands: cases.call(spec, *operands)), types
+
+
+def loss_of(spec: Spec) -> tuple[Any, Any]:
+    """Forward and backward."""
+    of_backward = dataclasses.replace(spec, direction="bwd", want_stats=False)
+
+    def both(x: Any, labels: Any, d: Any) -> Any:
+        loss, stats = mosaic.cross_entropy_fwd(x, labels, None, None, spec)
+        return loss, mosaic.cross_entropy_bwd(x, stats, labels, None, d, spec=of_backward)
+
+    row = [jax.ShapeDtypeStruct((spec.rows,), dtype) for dtype in (np.int32, F32)]
+    return both, [*rows_of(spec, spec.x_dtype), *row]
+
+
+def name(spec: Spec) -> str:
+    inner = f"x{spec.inner}" if spec.inner > 1 else ""
+    return f"{spec.op}-{spec.direction}-{spec.rows}x{spec.cols}{inner}-{spec.x_dtype}"
+
+
+@pytest.mark.parametrize("spec", [*FORWARD, *BACKWARD, *STRIPS, *LOSSES], ids=name)
+def test_kernels_compile(spec: Spec, capability: int, compilers: dict[int, Compiler]) -> None:
+    assert support.supports(spec) is None
+    kernels = compilers[capability].compile(*function_of(spec))
+    assert kernels
+    assert max(kernel.spilled for kernel in kernels) <= SPILLED
+
+
+@pytest.mark.parametrize("forward", PLACED)
+def test_softmaxes_of_logits_compile(
+    forward: Any, capability: int, compilers: dict[int, Compiler]
+) -> None:
+    for call in (forward, forward.backward(forward.differentiable)):
+        kernels = compilers[capability].compile(call.kernel("mosaic"), operand_types(call))
+        assert max(kernel.spilled for kernel in kernels) <= SPILLED
+
+
+def test_two_norms_compile(capability: int, compilers: dict[int, Compiler]) -> None:
+    spec = Spec(
+        "norm_add_norm",
+        "bwd",
+        8192,
+        4096,
+        BF16,
+        BF16,
+        residual_dtype=BF16,
+        scale_dtype=F32,
+        next_scale_dtype=F32,
+        adds_dh=True,
+    )
+    stat, column = (jax.ShapeDtypeStruct((n,), F32) for n in (spec.rows, spec.cols))
+    x, saved, dy, dh = rows_of(spec, *[BF16] * 4)
+    (kernel,) = compilers[capability].compile(
+        lambda *operands: mosaic.norm_add_norm_bwd(*operands, spec=spec),
+        [x, saved, (stat, stat), column, column, dy, dh],
+    )
+    assert kernel.spilled <= SPILLED
+
+
+# ------------------------------------------------------------------- without the CUDA plugin, too
+
+
+def test_the_calls_meet_every_line() -> None:
+    def lines(table: Any, specs: Any) -> set[Any]:
+        return {next(line for line in table if line.fits(spec, B200)) for spec in specs}
+
+    chosen = [forward.choose(spec, B200) for spec in FORWARD]
+    in_windows = [
+        dataclasses.replace(spec, cols=schedule.window.width)
+        for spec, schedule in zip(FORWARD, chosen)
+        if schedule.window is not None
+    ]
+    in_rows = [spec for spec, schedule in zip(FORWARD, chosen) if schedule.window is None]
+    assert lines(forward.TABLE, in_rows) == set(forward.TABLE)
+    assert lines(forward.UNALIGNED, in_windows) == set(forward.UNALIGNED)
+
+    norms = [backward.norm_schedule(spec, B200) for spec in BACKWARD if spec.op == "norm"]
+    assert {type(schedule) for schedule in norms} == {Ring, RowsRing, Direct}
+    rings = [schedule for schedule in norms if isinstance(schedule, Ring)]
+    assert {ring.window is None for ring in rings} == {True, False}
+    assert {ring.cluster for ring in rings} >= {1, 4, 16}
+    softmaxes = [backward.softmax_schedule(spec, B200) for spec in BACKWARD if spec.op != "norm"]
+    assert all(isinstance(schedule, InRegisters) for schedule in softmaxes)
+    assert {schedule.cluster > 1 for schedule in softmaxes} == {True, False}
+    assert {schedule.threads < 128 for schedule in softmaxes} == {True, False}
+
+    strips = [strip_schedule.strips_of(spec, B200) for spec in STRIPS]
+    assert {found.width for found in strips} >= {line.width for line in strip_schedule.TABLE[:3]}
+    assert {found.cluster > 1 for found in strips} == {True, False}
+
+
+def norm_backwards() -> Iterator[Spec]:
+    widths = [64, 512, 640, 760, 768, 1001, 1024, 2048, 3000, 4095, 4096, 5120, 8192, 16384, 32768]
+    for op, cols, x, adds_dh in itertools.product(
+        ("layer_norm", "rms_norm"), widths, (BF16, F32), (False, True)
+    ):
+        yield backward_cases.make_spec(op, 8192, cols, x, x, adds_dh=adds_dh)
+
+
+@pytest.mark.parametrize("gpu", [B200, RTX_5090], ids=["B200", "RTX 50"])
+def test_backwards_fit_shared_memory(gpu: Gpu) -> None:
+    """With as many blocks of a multiprocessor as a schedule asks for."""
+    for spec in norm_backwards():
+        schedule = backward.norm_schedule(spec, gpu)
+        if not isinstance(schedule, Ring | RowsRing):
+            continue
+        columns = spec.cols
+        if isinstance(schedule, Ring):
+            assert schedule.cluster == 1 or schedule.cluster in gpu.clusters
+            width = spec.cols if schedule.window is None else schedule.window.width
+            columns = schedule.warpgroups * schedule.slice(width).width
+        held = sum(dtype.itemsize for dtype in backward.row_dtypes(spec))
+        used = schedule.stages * schedule.rows * columns * held + 1024
+        assert schedule.stages >= 2
+        assert used <= gpu.smem
+        assert schedule.blocks_per_sm * (used + 1024) <= gpu.shared_bytes
+
+
+def test_strips_fit_shared_memory_of_99_kib() -> None:
+    refused = 0
+    for direction, cols, inner, x in itertools.product(
+        (forward_cases, backward_cases), range(8, 24000, 179), (16, 784, 4096), (BF16, F32)
+    ):
+        spec = direction.make_spec("layer_norm", 64 * inner, cols, x, x)
+        spec = dataclasses.replace(spec, inner=inner)
+        strips = strip_schedule.strips_of(spec, RTX_5090)
+        refused += strips is None
+        if strips is not None:
+            arrays = strips.scratch([x] * (1 if spec.direction == "fwd" else 2))
+            held = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays if hasattr(a, "dtype"))
+            assert held + 1024 <= RTX_5090.smem
+            assert strips.cluster <= 8
+    assert refused < 1000  # of 1620
+
+
+@pytest.mark.parametrize(
+    ("capability", "part"), [(90, None), (100, None), (103, "9.0"), (120, "12"), (None, None)]
+)
+def test_where_they_are_the_default(capability: int | None, part: str | None, monkeypatch) -> None:
+    monkeypatch.setattr(support, "local_capability", lambda: capability)
+    spec = forward_cases.make_spec("layer_norm", 8192, 4096, BF16, BF16)
+    refusal = support.prefers(spec)
+    assert (refusal is None) if part is None else (part in refusal)
