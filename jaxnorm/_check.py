@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxnorm import _arguments
+from jaxnorm._text import table
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Spec
 
 # Rounding of y to the output dtype, as a relative error of x_hat: `relative` (half a unit roundoff,
@@ -83,15 +84,7 @@ class ParamReport:
             )
             for norm in self.norms
         ]
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        left = (0, len(header) - 1)
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if i in left else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(line, widths))
-            ).rstrip()
-            for line in lines
-        )
+        return table(lines, left=(0, len(header) - 1))
 
 
 def check_params(

@@ -54,6 +54,17 @@ def names() -> tuple[str, ...]:
     return tuple(_MODULES)
 
 
+def order(platform: str) -> tuple[str, ...]:
+    """All names: in the order in which the default tries them, then those that it does not."""
+    return tuple(dict.fromkeys([*_candidates(platform), "xla", *_MODULES]))
+
+
+def _candidates(platform: str) -> tuple[str, ...]:
+    """What the default tries before xla: from what the environment names on."""
+    ordinary = (*_CANDIDATES.get(platform, ()), "xla")
+    return ordinary[ordinary.index(_PREFERRED) if _PREFERRED in ordinary else 0 : -1]
+
+
 def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
     """The default's choice for a call on `platform` ("cpu", "cuda", "rocm", "tpu").
 
@@ -63,10 +74,8 @@ def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
     if _PREFERRED == "xla":
         return Choice("xla", f"asked for by {VARIABLE}")
     refusals: list[str] = []
-    candidates = _CANDIDATES.get(platform, ())
-    if _PREFERRED in candidates:
-        candidates = candidates[candidates.index(_PREFERRED) :]
-    elif _PREFERRED is not None:
+    candidates = _candidates(platform)
+    if _PREFERRED is not None and _PREFERRED not in candidates:
         refusals.append(f"{_PREFERRED}: asked for by {VARIABLE}, it has no kernels for {platform}")
     for name in candidates:
         is_preferred = name == _PREFERRED
@@ -112,14 +121,17 @@ def placed(name: str, spec: Spec, platforms: Sequence[str]) -> None:
 
 
 def absence(name: str, platform: str) -> str | None:
-    """Why nothing of `name` can run on a platform; None where something may."""
+    """Why nothing of `name` runs on a platform by default; None where something may."""
+    if name == "xla":
+        return None
+    if name not in _CANDIDATES.get(platform, ()):
+        has_it = [place for place, candidates in _CANDIDATES.items() if name in candidates]
+        return f"its kernels are for {' and '.join(has_it)}"
     try:
-        can = getattr(module(name), "platforms", lambda: None)()
+        module(name)
     except ImportError as error:
         return f"it cannot be imported: {error}"
-    if can is None or platform in can:
-        return None
-    return f"its kernels are for {' and '.join(can)}"
+    return None
 
 
 def knows_inner(name: str) -> bool:

@@ -18,7 +18,8 @@ from jaxnorm._softmax import Function as Softmax
 from jaxnorm._softmax import softmax_call
 from jaxnorm_kernels.specs import Name, Save
 
-_FUNCTIONS = ("softmax", "log_softmax", CROSS_ENTROPY, *OPS)
+#: What `implementation_for` knows.
+FUNCTIONS: tuple[Softmax | Loss | Norm, ...] = ("softmax", "log_softmax", CROSS_ENTROPY, *OPS)
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
@@ -87,7 +88,7 @@ def implementation_for(
       TypeError, ValueError: as the function itself would; also for an unknown function or platform.
     """
     caller = "implementation_for"
-    _arguments.one_of(caller, "function", function, _FUNCTIONS)
+    _arguments.one_of(caller, "function", function, FUNCTIONS)
     platform = _implementation.local_platform() if platform is None else platform
     _arguments.one_of(caller, "platform", platform, _PLATFORMS)
     _arguments.one_of(caller, "save", save, _arguments.SAVE_MODES)

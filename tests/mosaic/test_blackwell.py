@@ -166,6 +166,10 @@ def name(spec: Spec) -> str:
 
 @pytest.mark.parametrize("spec", [*FORWARD, *BACKWARD, *STRIPS, *LOSSES], ids=name)
 def test_kernels_compile(spec: Spec, capability: int, compilers: dict[int, Compiler]) -> None:
+    if capability == 120 and spec.direction == "bwd" and spec.cols == 65536:
+        # 256 KiB of each of two arrays need clusters of 16, or more shared memory.
+        assert "no rows of this length" in (support.supports(spec) or "")
+        return
     assert support.supports(spec) is None
     kernels = compilers[capability].compile(*function_of(spec))
     assert kernels

@@ -1,0 +1,42 @@
+"""``python -m jaxnorm``: what is here, and what runs; ``--check``: values, and speed on a GPU."""
+
+import argparse
+from collections.abc import Sequence
+
+from jaxnorm import _implementation, _machine, _selfcheck, _wall_time
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a report. 1 if a value was checked and is wrong, otherwise 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxnorm",
+        description="Prints versions, devices, and which implementation runs each function here.",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="run every function, forward and backward, against float64; on a GPU, time a few "
+        "against XLA (half a minute)",
+    )
+    options = parser.parse_args(arguments)
+    print(_machine.report())
+    return _check() if options.check else 0
+
+
+def _check() -> int:
+    print("\nvalues and gradients: the worst error, in units of its bound (above 1 is wrong)\n")
+    outcomes = _selfcheck.run()
+    print(_selfcheck.report(outcomes))
+    wrong = [outcome for outcome in outcomes if not outcome.is_right]
+    print(f"\n{len(outcomes) - len(wrong)} of {len(outcomes)} are right")
+    if not any(outcome.has_kernel for outcome in outcomes):
+        here = _implementation.local_platform()
+        print(f"No kernel was checked: on {here}, all of this is XLA's.")
+    elif not wrong:
+        print("\nwall time of jitted calls, forward and backward, with the host's part of it\n")
+        print(_wall_time.report())
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,225 @@
+"""``python -m jaxnorm``: what it prints, what its check finds, and its exit status."""
+
+import ctypes
+import io
+import subprocess
+import sys
+import types
+from importlib import metadata
+
+import jax
+import numpy as np
+import pytest
+
+import jaxnorm
+from jaxnorm import _implementation, _machine, _selfcheck, _text, _wall_time
+from jaxnorm.__main__ import main
+from jaxnorm._running_error import Bounded
+from jaxnorm_kernels import xla
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+HERE = _implementation.local_platform()
+on_a_cpu = pytest.mark.skipif(HERE != "cpu", reason="kernels run here")
+
+
+# ----------------------------------------------------------------------------------- what is here
+
+
+@pytest.mark.parametrize("flax", [True, False], ids=["flax", "no flax"])
+def test_report(flax):
+    program = "import runpy, sys; sys.argv = ['jaxnorm']; "
+    program += "" if flax else "sys.modules['flax'] = None; "
+    program += "runpy.run_module('jaxnorm', run_name='__main__')"
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    words = done.stdout.split()
+    for package in ("jax", "jaxlib", "numpy"):
+        assert words[words.index(package) + 1] == metadata.version(package)
+    assert words[words.index("jaxnorm") + 1] == jaxnorm.__version__
+    for function in jaxnorm.__all__:
+        if function.endswith(("norm", "norm_add", "softmax", "labels", "entropy")):
+            assert f"\n  {function} " in done.stdout
+    assert str(jax.local_devices()[0].device_kind) in done.stdout
+
+
+def test_what_runs_names_the_reasons(monkeypatch):
+    monkeypatch.setattr(_implementation, "local_platform", lambda: "cuda")
+    monkeypatch.setitem(_implementation._MODULES, "triton", "jaxnorm_kernels.no_such_backend")
+    here = dict(_machine._implementations())
+    assert list(here) == ["mosaic", "triton", "xla"]
+    assert here["mosaic"] == "can run on cuda"
+    assert here["triton"].startswith("not on cuda: it cannot be imported: No module named")
+    lines = list(_machine._choices())
+    at = [line[0] for line in lines].index("layer_norm")
+    plan = jaxnorm.implementation_for("layer_norm", (8192, 4096), "bfloat16")
+    assert lines[at : at + 2] == [
+        ("layer_norm", "forward", str(plan.forward)),
+        ("", "backward", str(plan.backward)),
+    ]
+    plan = jaxnorm.implementation_for(_machine.LOSS, (8192, 4096), "bfloat16")
+    assert (_machine.LOSS, "", str(plan.forward)) in lines  # alike for both: no kernel has it
+    monkeypatch.setattr(_implementation, "local_platform", lambda: "tpu")
+    assert dict(_machine._implementations())["mosaic"] == "not on tpu: its kernels are for cuda"
+
+
+def test_devices_and_cuda(monkeypatch):
+    device = types.SimpleNamespace(
+        device_kind="NVIDIA H100",
+        compute_capability="9.0",
+        memory_stats=lambda: {"bytes_limit": 60 * 2**30},
+        client=types.SimpleNamespace(platform_version="PJRT C API\ncuda 13000"),
+    )
+    said = _machine._device(device)
+    assert said.endswith("(NVIDIA H100), compute capability 9.0, 60.0 GiB of memory for JAX")
+
+    def version(pointer):
+        pointer._obj.value = 12080
+        return 0
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    driver = types.SimpleNamespace(cuDriverGetVersion=version)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    expected = {"CUDA driver": "up to CUDA 12.8", "CUDA runtime": "13.0"}
+    assert dict(_machine._cuda_versions()) == expected
+
+
+def test_missing_extras(monkeypatch):
+    needed = ["jax>=0.11.2", "numpy>=2.0"]
+    needed += [f'jax[{c}]>=0.11.2; extra == "{c}"' for c in ("cuda12", "cuda13")]
+    needed += ["there>=1; extra == 'flax'", "there; extra == 'triton'", "gone<2; extra == 'triton'"]
+    installed = {"there"}
+    monkeypatch.setattr(metadata, "requires", lambda name: needed)
+    monkeypatch.setattr(_machine, "_version_of", lambda name: "1" if name in installed else None)
+    assert dict(_machine._missing_extras()) == {
+        name: f'pip install "jaxnorm[{name}]"' for name in ("cuda12", "cuda13", "triton")
+    }
+    installed |= {"jax-cuda13-plugin"}  # one of CUDA's is enough
+    assert [extra for extra, _ in _machine._missing_extras()] == ["triton"]
+
+
+# -------------------------------------------------------------------------------------- the check
+
+
+def shifted(function, factor):
+    """A public function with results that are wrong by a factor."""
+    return lambda **operands: jax.tree.map(lambda a: a * factor, function(**operands))
+
+
+@pytest.mark.parametrize("case", _selfcheck.CASES, ids=str)
+def test_right_and_wrong_values(case, monkeypatch):
+    """An error of a unit in the last place of bfloat16, or of 2**-12, is found."""
+    right = _selfcheck.check(case, "bfloat16")
+    assert right.is_right, right
+    function = getattr(jaxnorm, case.function)
+    monkeypatch.setattr(jaxnorm, case.function, shifted(function, 1 + 2**-12))
+    wrong = _selfcheck.check(case, "float32")
+    assert min(wrong.value, wrong.gradient) > 1, wrong
+    assert not wrong.is_right
+
+
+def few_cases(monkeypatch):
+    cases = [case for case in _selfcheck.CASES if str(case) in ("softmax", "rms_norm")]
+    monkeypatch.setattr(_selfcheck, "CASES", cases)
+
+
+@on_a_cpu
+def test_exit_status_of_what_is_right(monkeypatch, capsys):
+    few_cases(monkeypatch)
+    assert main(["--check"]) == 0
+    out = capsys.readouterr().out
+    assert "4 of 4 are right" in out
+    assert "No kernel was checked: on cpu" in out
+    assert out.count("xla, xla") == 4
+
+
+class Kernels(types.ModuleType):
+    """xla's functions in an implementation of their own."""
+
+    supports = prefers = staticmethod(lambda spec: None)
+    softmax_fwd, softmax_bwd = staticmethod(xla.softmax_fwd), staticmethod(xla.softmax_bwd)
+    norm_fwd, norm_bwd = staticmethod(xla.norm_fwd), staticmethod(xla.norm_bwd)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """An implementation that is the default here, for four checks, and is timed on small arrays."""
+    module = Kernels("kernels_of_this_test")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(_implementation._MODULES, "kernels", module.__name__)
+    monkeypatch.setattr(_implementation, "_CANDIDATES", {HERE: ("kernels",)})
+    few_cases(monkeypatch)
+    small = _wall_time.Timed("rms_norm", {"x": (4, 8), "scale": (8,)}, "float32")
+    monkeypatch.setattr(_wall_time, "CALLS", (small,))
+    jax.clear_caches()
+    yield module
+    jax.clear_caches()
+
+
+def test_kernels_are_timed_against_xla(kernels, capsys):
+    assert main(["--check"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("kernels, kernels") == 4
+    assert "No kernel was checked" not in out
+    (line,) = [line for line in out.splitlines() if line.startswith("rms_norm  4 x 8  float32")]
+    assert line.count(" us") == 2
+    assert float(line.split()[-1]) > 0
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_a_wrong_kernel_is_an_exit_status(direction, kernels, capsys):
+    def wrong(*operands, spec):
+        first, *others = getattr(xla, f"norm_{direction}")(*operands, spec=spec)
+        return (first + 0.1, *others)
+
+    setattr(kernels, f"norm_{direction}", wrong)
+    assert main(["--check"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("WRONG") == 2
+    assert "2 of 4 are right" in out
+    assert "wall time" not in out
+
+
+def test_a_kernel_that_does_not_run_is_wrong(kernels, capsys):
+    def fails(*operands, spec):
+        raise RuntimeError("no such instruction\nand much more")
+
+    kernels.norm_bwd = fails
+    assert main(["--check"]) == 1
+    assert "RuntimeError: no such instruction\n" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------- bounds, and text
+
+
+def test_running_errors_bound_float32():
+    """Of sums and products that are made in float32, element by element."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=(64, 512)).astype(np.float32) for _ in range(2))
+    x, y = Bounded.exact(a), Bounded.exact(b)
+    for ours, bounded in (
+        ((a * b).sum(-1, keepdims=True), (x * y).sum()),
+        (np.cumsum(a * b, -1)[:, -1:], (x * y).sum()),
+        (a @ b.T, x @ y.transposed),
+        (np.exp(a - b) / (1 + a * a), (x - y).exp() / (1 + x * x)),
+        (1 / np.sqrt(b * b + np.float32(0.1)), (y * y + 0.1).rsqrt()),
+        (np.log(a * a + 1) - b, (x * x + 1).log() - y),
+    ):
+        error = np.abs(ours.astype(np.float64) - bounded.value)
+        assert np.all(error <= bounded.error)
+        # Not by far: bounds that are too wide would find nothing.
+        assert np.max(bounded.error) <= 1e3 * np.max(error)
+    stored = x.stored("bfloat16")
+    error = np.abs(np.asarray(jax.numpy.asarray(a, "bfloat16"), np.float64) - stored.value)
+    assert 0.9 < np.max(error / stored.error) <= 1
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_for_terminals(terminal, monkeypatch):
+    written = io.StringIO()
+    written.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", written)
+    assert list(_text.progress(["a", "b"])) == ["a", "b"]
+    assert ("1/2 b" in written.getvalue()) == terminal
+    assert bool(written.getvalue()) == terminal
