@@ -291,3 +291,10 @@ def test_where_they_are_the_default(capability: int | None, part: str | None, mo
     spec = forward_cases.make_spec("layer_norm", 8192, 4096, BF16, BF16)
     refusal = support.prefers(spec)
     assert (refusal is None) if part is None else (part in refusal)
+
+
+def test_older_gpus_are_refused(monkeypatch) -> None:
+    """By name, and where the environment names them, too."""
+    monkeypatch.setattr(support, "local_capability", lambda: 89)
+    for spec in (FORWARD[0], STRIPS[0]):
+        assert "9.0 (Hopper) or newer" in (support.supports(spec) or "")

@@ -25,6 +25,13 @@ from jaxnorm_kernels.specs import Spec
 _MAX_ROWS = 2**31 - 2**16
 _MIN_COLS = 8
 
+_TOO_OLD: Table = (
+    (
+        "its kernels need compute capability 9.0 (Hopper) or newer",
+        lambda s: (local_capability() or 90) < 90,
+    ),
+)
+
 _CANNOT: Table = (
     *NO_KERNEL,
     (
@@ -125,6 +132,9 @@ def takes_inner(spec: Spec) -> bool:
 
 def supports(spec: Spec) -> str | None:
     """None, or why this call cannot run here."""
+    refusal = first(_TOO_OLD, spec)
+    if refusal is not None:
+        return refusal
     return first(_CANNOT, spec) if spec.inner == 1 else strip_schedule.refusal(spec)
 
 
