@@ -15,18 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxnorm
-from jaxnorm import _references
+from jaxnorm import _implementation, _references
+from jaxnorm._loss import NAME as _LOSS
 from jaxnorm._references import Results
 from jaxnorm._running_error import Bounded
 from jaxnorm._text import progress, table
 
 DTYPES = ("float32", "bfloat16")
 
-# Enough rows for kernels that take no few; of 16 bytes each multiple, and no power of 2.
+# Enough rows for all kernels; columns that are a multiple of 16 bytes, and no power of 2.
 _X = (2, 128, 1000)
 _ROWS, _FEATURES, _CLASSES = 256, 384, 1000
 
-_LOSS = "softmax_cross_entropy_with_integer_labels"
 _LINEAR_LOSS = "linear_softmax_cross_entropy"
 
 
@@ -39,7 +39,6 @@ class Case:
       reference: its results and gradients, of `_references`.
       shapes: of its operands, by name.
       options: what else the function and the reference are given.
-      plan: what :func:`jaxnorm.implementation_for` is given besides the options.
       note: what is special.
     """
 
@@ -47,18 +46,10 @@ class Case:
     reference: Callable[..., Results]
     shapes: Mapping[str, tuple[int, ...]]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    plan: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     note: str = ""
 
     def __str__(self) -> str:
         return f"{self.function} {self.note}".rstrip()
-
-    def implementations(self, dtype: str) -> tuple[str, str]:
-        """What runs it here, forward and backward."""
-        function: Any = _LOSS if self.function == _LINEAR_LOSS else self.function
-        shape = (_ROWS, _CLASSES) if "labels" in self.shapes else _X
-        chosen = jaxnorm.implementation_for(function, shape, dtype, **self.options, **self.plan)
-        return chosen.forward.name, chosen.backward.name
 
 
 def _norm(function: str, reference: Callable[..., Results], *names: str) -> Case:
@@ -66,15 +57,12 @@ def _norm(function: str, reference: Callable[..., Results], *names: str) -> Case
 
 
 def _softmaxes(function: str, reference: Callable[..., Results]) -> tuple[Case, ...]:
-    def case(note: str, *, of: Any = None, options: Any = None, plan: Any = None) -> Case:
-        return Case(function, reference, {"x": _X, **(of or {})}, options or {}, plan or {}, note)
-
-    mask, bias = {"where": (2, 1, _X[-1])}, {"bias": _X[1:]}
+    masked, biased = {"x": _X, "where": (2, 1, _X[-1])}, {"x": _X, "bias": _X[1:]}
     return (
-        case(""),
-        case("where", of=mask, plan={"where": True}),
-        case("scale, bias", of=bias, options={"scale": 0.37}, plan={"use_bias": True}),
-        case("causal", options={"causal": True}),
+        Case(function, reference, {"x": _X}),
+        Case(function, reference, masked, note="where"),
+        Case(function, reference, biased, {"scale": 0.37}, note="scale, bias"),
+        Case(function, reference, {"x": _X}, {"causal": True}, note="causal"),
     )
 
 
@@ -110,7 +98,7 @@ class Outcome:
 
     case: Case
     dtype: str
-    implementations: tuple[str, str]
+    implementations: tuple[str, ...]
     value: float = math.nan
     gradient: float = math.nan
     failure: str = ""
@@ -126,16 +114,14 @@ class Outcome:
     @property
     def cells(self) -> tuple[str, ...]:
         verdict = "right" if self.is_right else self.failure or "WRONG"
-        errors = f"{self.value:.2f}", f"{self.gradient:.2f}"
+        errors = ("-", "-") if self.failure else (f"{self.value:.2f}", f"{self.gradient:.2f}")
         return str(self.case), self.dtype, ", ".join(self.implementations), *errors, verdict
 
 
 def run() -> list[Outcome]:
     """All cases in all dtypes."""
     pairs = [_Pair(case, dtype) for case in CASES for dtype in DTYPES]
-    # Products of float32 are of float32, and not of TensorFloat-32, which a GPU would take.
-    with jax.default_matmul_precision("highest"):
-        return [check(case, dtype) for case, dtype in progress(pairs)]
+    return [check(case, dtype) for case, dtype in progress(pairs)]
 
 
 class _Pair(NamedTuple):
@@ -147,17 +133,7 @@ class _Pair(NamedTuple):
 
 
 def check(case: Case, dtype: str) -> Outcome:
-    implementations = case.implementations(dtype)
-    try:
-        value, gradient = _errors(case, dtype)
-    except Exception as error:  # a kernel that does not compile or start is what is looked for
-        said = str(error).strip().partition("\n")[0]
-        return Outcome(case, dtype, implementations, failure=f"{type(error).__name__}: {said}")
-    return Outcome(case, dtype, implementations, value, gradient)
-
-
-def _errors(case: Case, dtype: str) -> tuple[float, float]:
-    """The worst of all results, and of all gradients."""
+    """The errors of all results, and of all gradients."""
     given = _references.operands(case.shapes, _CLASSES, seed=0)
     constants = {name: jnp.asarray(a) for name, a in given.items() if a.dtype != np.float64}
     floats = {name: jnp.asarray(a, dtype) for name, a in given.items() if name not in constants}
@@ -167,26 +143,42 @@ def _errors(case: Case, dtype: str) -> tuple[float, float]:
         results: list[jax.Array] = jax.tree.leaves(call(**floats, **constants, **case.options))
         return results
 
-    types = jax.eval_shape(function, floats)
-    along = _references.operands({str(i): t.shape for i, t in enumerate(types)}, 0, seed=1)
-    cotangents = [jnp.asarray(d, t.dtype) for d, t in zip(along.values(), types)]
-
     @jax.jit
     def both(floats: Any, cotangents: Any) -> Any:
         results, pullback = jax.vjp(function, floats)
         return results, *pullback(cotangents)
 
-    results, gradients = jax.device_get(both(floats, cotangents))
+    # Products of float32 are of float32, and not of TensorFloat-32, which a GPU would take.
+    with jax.default_matmul_precision("highest"):
+        types = jax.eval_shape(function, floats)
+        along = _references.operands({str(i): t.shape for i, t in enumerate(types)}, 0, seed=1)
+        cotangents = [jnp.asarray(d, t.dtype) for d, t in zip(along.values(), types)]
+        implementations = _implementations(both.trace(floats, cotangents).jaxpr)
+        try:
+            results, gradients = jax.device_get(both(floats, cotangents))
+        except Exception as error:  # a kernel that does not compile or start is what is looked for
+            said = str(error).strip().partition("\n")[0]
+            return Outcome(case, dtype, implementations, failure=f"{type(error).__name__}: {said}")
     expected, expected_gradients = case.reference(
         {n: a if n in constants else Bounded.exact(a) for n, a in given.items()},
         [Bounded.exact(d) for d in along.values()],
         dtype,
         **case.options,
     )
-    return (
-        max(_worst(ours, theirs) for ours, theirs in zip(results, expected, strict=True)),
-        max(_worst(ours, expected_gradients[name]) for name, ours in gradients.items()),
-    )
+    value = max(_worst(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
+    gradient = max(_worst(ours, expected_gradients[name]) for name, ours in gradients.items())
+    return Outcome(case, dtype, implementations, value, gradient)
+
+
+def _implementations(program: Any) -> tuple[str, ...]:
+    """What runs the passes of a jaxpr here, in their order."""
+    calls = [equation.params["call"] for equation in program.eqns if "call" in equation.params]
+    if calls:
+        here = _implementation.local_platform()
+        return tuple(_implementation.choose(call.as_seen_by, here).name for call in calls)
+    # The loss of a linear layer, whose calls are in its loop.
+    plan = jaxnorm.implementation_for(_LOSS, (_ROWS, _CLASSES), np.float32)
+    return plan.forward.name, plan.backward.name
 
 
 def _worst(computed: np.ndarray, expected: Bounded) -> float:
