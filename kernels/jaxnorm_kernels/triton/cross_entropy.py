@@ -1,4 +1,6 @@
-"""Cross-entropy of a row x with the label l; a = label_smoothing, b = z_loss, d = dloss:
+"""Cross-entropy of a row x with the label l.
+
+With a = label_smoothing, b = z_loss, d = dloss::
 
     m = max(x)      s = sum(exp(x - m))      lse = m + log(s)      D = m - x_l
 
