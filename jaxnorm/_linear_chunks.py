@@ -38,6 +38,9 @@ _LEAST, _MOST = 512, 2048
 _BYTES = 2**30
 # Tiles of a product have 128 rows.
 _TILE = 128
+# Classes are padded to a multiple of this, with weight once: XLA pads the operands of each product
+# of a chunk, and cuts its result, where rows are no multiple of 16 bytes.
+_COLUMNS = 8
 
 _WHOLE = Over()
 
@@ -102,7 +105,9 @@ class _Chunks:
         self.dtype = jnp.promote_types(self.x.dtype, self.weight.dtype)
         self.wide = np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
         self.rows, self.classes = len(self.x), self.weight.shape[1]
-        self.factor = self.weight.astype(self.dtype)  # once, before the loop
+        # Shards of a row's classes have no padding between them.
+        self.padding = 0 if over.classes else -self.classes % _COLUMNS
+        self.factor = self.padded(self.weight)  # once, before the loop
         self.chunk = chunk_rows(head.chunk, self.rows, self.classes, self.dtype)
 
     # --------------------------------------------------------------------------------- passes
@@ -166,8 +171,8 @@ class _Chunks:
         empty = {
             "loss": jnp.zeros(self.rows, self.wide),
             "x": jnp.zeros(self.x.shape, head.gradient_dtype(self.x.dtype)),
-            "weight": jnp.zeros(self.weight.shape, self.wide),
-            "bias": jnp.zeros(self.classes, self.wide),
+            "weight": jnp.zeros(self.factor.shape, self.wide),
+            "bias": jnp.zeros(self.classes + self.padding, self.wide),
         }
         found = self.loop(step, {name: empty[name] for name in ("loss", *head.wrt)})
         return [found["loss"], *[self.finished(name, found[name], scale) for name in head.wrt]]
@@ -178,6 +183,7 @@ class _Chunks:
         assert operand is not None
         if name == "x":
             return gradient
+        gradient = lax.slice_in_dim(gradient, 0, self.classes, axis=-1)
         scattered = self.over.scattered if name == "weight" else ()
         gradient = _sum_over(
             gradient, tuple(n for n in self.over.rows if n not in sum(scattered, ()))
@@ -191,7 +197,7 @@ class _Chunks:
         """Of each row's loss, along those of x, weight and bias that there are."""
         along = dict(zip(self.head.wrt, self.linear))
         tx, tw, tb = (along.get(name) for name in ("x", "weight", "bias"))
-        tw = None if tw is None else tw.astype(self.dtype)
+        tw, tb = (None if t is None else self.padded(t) for t in (tw, tb))
 
         def step(rows: _Rows, carry: Carry) -> Carry:
             x = rows.of_x(self.x)
@@ -202,7 +208,7 @@ class _Chunks:
             if tw is not None:
                 moves.append(self.product(x, tw))
             if tb is not None:
-                moves.append(jnp.broadcast_to(tb.astype(self.dtype), logits.shape))
+                moves.append(jnp.broadcast_to(tb, logits.shape))
             call, labels = self.call(logits.shape).with_stats(), rows.of(self.labels)
             _, *stats = _bind(call, logits, labels, None, rows.counted)
             along = _sharding.vary_alike([logits, sum(moves[1:], moves[0])])[1]
@@ -228,7 +234,12 @@ class _Chunks:
 
     def product(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         logits = self.dot(x.astype(self.dtype), weight, (1, 0), self.dtype)
-        return logits if bias is None else logits + bias.astype(self.dtype)
+        return logits if bias is None else logits + self.padded(bias)
+
+    def padded(self, a: jax.Array) -> jax.Array:
+        """Weight, bias, or a tangent of theirs, in the products' dtype; its padding is 0."""
+        a = a.astype(self.dtype)
+        return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, self.padding)]) if self.padding else a
 
     def dot(self, a: jax.Array, b: jax.Array, over: tuple[int, int], dtype: np.dtype) -> jax.Array:
         """The product over an axis of each, its sums in float32 (float64), rounded once."""
@@ -244,7 +255,9 @@ class _Chunks:
             self.head, shape, self.dtype, has_positions=self.head.has_positions or self.overlaps
         )
         if not self.over.classes:
-            return call
+            return dataclasses.replace(
+                call, spec=dataclasses.replace(call.spec, padding=self.padding)
+            )
         spec = dataclasses.replace(
             call.spec,
             cols=shape[1] * lax.axis_size(self.over.classes),

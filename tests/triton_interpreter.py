@@ -63,7 +63,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(*, kernel: Any, out_type: list[jax.ShapeDtypeStruct], grid: tuple[int, ...], **call: Any):
     """Stands in for `launch.run`."""
     arguments = {key: value for key, value in call.items() if key in kernel.arg_names}
+    refs = {key: value for key, value in arguments.items() if isinstance(value, jax.Ref)}
     arrays = {key: value for key, value in arguments.items() if isinstance(value, jax.Array)}
+    arrays |= {key: ref[...] for key, ref in refs.items()}
     static = {key: value for key, value in arguments.items() if key not in arrays}
     outputs = [key for key in kernel.arg_names if key not in arguments]
 
@@ -72,10 +74,14 @@ def run(*, kernel: Any, out_type: list[jax.ShapeDtypeStruct], grid: tuple[int, .
         made = {key: Buffer(np.empty(t.shape, t.dtype)) for key, t in zip(outputs, out_type)}
         with np.errstate(all="ignore"):
             kernel[grid](**given, **made, **static)
-        return [buffer.array for buffer in made.values()]
+        return [given[key].array for key in refs] + [buffer.array for buffer in made.values()]
 
     assert len(outputs) == len(out_type)
-    return jax.pure_callback(interpret, out_type, arrays)
+    overwritten = [jax.ShapeDtypeStruct.like(arrays[key]) for key in refs]
+    results = jax.pure_callback(interpret, [*overwritten, *out_type], arrays)
+    for ref, result in zip(refs.values(), results):
+        ref[...] = result
+    return results[len(refs) :]
 
 
 _cast_of_interpreter = InterpreterBuilder.cast_impl

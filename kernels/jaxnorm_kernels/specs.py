@@ -108,6 +108,7 @@ class Spec:
       has_mask: a ``where`` mask of columns comes with the call (softmaxes and cross-entropy).
       has_positions: a mask of rows comes with a cross-entropy: its loss is 0 where that is False.
       label_smoothing, z_loss: of a cross-entropy, as in its equation above.
+      padding: of a cross-entropy: how many of the last columns are no classes; their dx is 0.
       overwrites_x: a cross-entropy's backward may write dx over x, which nothing reads after it.
       masked_logit: what a logit is that the mask does not keep. -inf: it takes no part, and a row
         that keeps none is 0; a finite number (of a softmax): it takes part, without a gradient.
@@ -160,6 +161,7 @@ class Spec:
     has_positions: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    padding: int = 0
     overwrites_x: bool = False
     masked_logit: float = -math.inf
     logits_scale: float = 1.0
@@ -180,6 +182,11 @@ class Spec:
     cols_over: tuple[str, ...] = ()
     axes_over: tuple[tuple[str, ...], ...] = ()
     queries_over: tuple[str, ...] = ()
+
+    @property
+    def classes(self) -> int:
+        """Of a cross-entropy."""
+        return self.cols - self.padding
 
     @property
     def strided(self) -> tuple[int, int, int]:

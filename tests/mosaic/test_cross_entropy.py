@@ -45,12 +45,19 @@ def forward_and_backward(spec, schedule=None, units=2, **backward_options):
     return jax.jit(both)
 
 
-def check(x, labels, d, positions=None, *, schedule=None, params=None, **options):
+def check(x, labels, d, positions=None, *, schedule=None, params=None, padding=0, **options):
     """Both passes in the interpreter, within the bounds of the reference in float64."""
-    spec = make_spec(*x.shape, x.dtype, has_positions=positions is not None, **options)
-    arrays = [a for a in (x, labels, d, positions) if a is not None]
+    rows, classes = x.shape
+    options = {"has_positions": positions is not None, **options}
+    spec = make_spec(rows, classes + padding, x.dtype, padding=padding, **options)
+    # Of which nothing may become a part of a sum, and nothing of NaN for the products that follow.
+    wide = jnp.concatenate([x, jnp.full((rows, padding), jnp.finfo(x.dtype).max)], 1)
+    arrays = [a for a in (wide, labels, d, positions) if a is not None]
     with mosaic.interpreted(params):
         loss, dx = forward_and_backward(spec, schedule)(*arrays)
+    assert not dx[:, classes:].any()
+    dx = dx[:, :classes]
+    options.pop("has_positions")
     expected = CrossEntropy(x, labels, positions=positions, dtype=x.dtype.name, **options)
     assert_within(loss, expected.loss, expected.loss_bound())
     assert_within(dx, expected.gradient(d), expected.gradient_bound(d))
@@ -106,6 +113,29 @@ def test_labels(dtype):
     labels = np.array([v for v in values if info.min <= v <= info.max][-3:], dtype)
     with jax.enable_x64(True):
         check(x, jnp.asarray(labels), d)
+
+
+@pytest.mark.parametrize(
+    ("classes", "padding", "dtype", "options"),
+    [
+        (4089, 7, "bfloat16", {}),
+        (2047, 1, "float32", SMOOTHED),
+        (127, 1, "float32", {}),
+        (1001, 30, "bfloat16", SMOOTHED),
+    ],
+    ids=str,
+)
+def test_padding(classes, padding, dtype, options):
+    """The last columns are no classes, and no label is one of them."""
+    x, labels, d = operands((3, classes), dtype)
+    labels = labels.at[0].set(classes - 1)
+    check(x, labels, d, padding=padding, **options)
+    with mosaic.interpreted():
+        spec = make_spec(3, classes + padding, dtype, padding=padding)
+        wide = jnp.concatenate([x, x[:, :padding]], 1)
+        loss, dx = forward_and_backward(spec)(wide, labels.at[1].set(classes), d)
+    assert np.isnan(loss).tolist() == [False, True, False]
+    assert np.isnan(dx).any(1).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,16 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
     return Compiler(tmp_path_factory.mktemp("ptxas"))
 
 
-def compiled(compiler: Compiler, reduction: str, rows: int = ROWS, donated=(), **options):
+def compiled(
+    compiler: Compiler, reduction: str, rows: int = ROWS, classes: int = V, donated=(), **options
+):
     def loss(x, weight, labels):
         result = jaxnorm.linear_softmax_cross_entropy(
             x, weight, labels, reduction=reduction, **options
         )
         return jnp.mean(result)
 
-    shapes = ((rows, D), jnp.bfloat16), ((D, V), jnp.bfloat16), ((rows,), jnp.int32)
+    shapes = ((rows, D), jnp.bfloat16), ((D, classes), jnp.bfloat16), ((rows,), jnp.int32)
     operands = [jax.ShapeDtypeStruct(*each, sharding=compiler.sharding) for each in shapes]
     step = jax.jit(jax.value_and_grad(loss, (0, 1)), donate_argnums=donated)
     return step.lower(*operands).compile(compiler_options=CUBLAS)
@@ -74,3 +76,19 @@ def test_dlogits_take_the_logits_place(compiler: Compiler):
     assert sum("output_to_operand_aliasing" in line for line in calls) == 1
     workspace = 2**26  # of cuBLAS, and what there is for each row
     assert program.memory_analysis().temp_size_in_bytes < ACCUMULATOR + LOGITS / 4 + workspace
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_classes_that_are_no_multiple_of_16_bytes(compiler: Compiler, implementation):
+    """Weight is padded once: in the loop no operand of a product is, and no result is cut."""
+    program = compiled(compiler, "mean", classes=50257, implementation=implementation)
+    computations = dict(_computations(program.as_text()))
+    (body,) = re.findall(r"body=%?([\w.\-]+)", program.as_text())
+    made = [
+        (opcode, kind)
+        for opcode, kind, line in computations[body]
+        if opcode not in ("parameter", "tuple", "get-tuple-element", "bitcast")
+        and _elements(kind) >= 2048 * 50257
+    ]
+    # Logits, weight's gradient and dlogits, which a kernel, or a fusion, makes of the logits.
+    assert len(made) == 3, made

@@ -23,8 +23,8 @@ log(1 + s_o) of a small s_o is accurate where the log of the rounded sum is not:
              log1p(s_o - 1 + exp(-D))   elsewhere: s_o has the maximum's term, 1
 
 In the backward no element needs another one: a program reads a block, each element once, before it
-writes it. A row without an entry has log(s) = -inf and dx = 0; one whose label is no column has NaN
-for both.
+writes it, which may be where it was. A row without an entry has log(s) = -inf and dx = 0; one whose
+label is no column has NaN for both.
 
 Rows that are no multiple of 16 bytes begin between two of them. The blocks of such a row begin up
 to a vector before its first column, at a multiple of 16 bytes, so that all of them but the first
@@ -79,6 +79,7 @@ def cross_entropy_fwd(
         positions_ptr=positions,
         rows=spec.rows,
         cols=spec.cols,
+        classes=spec.classes,
         label_smoothing=spec.label_smoothing,
         z_loss=spec.z_loss,
         tile_rows=schedule.tile_rows,
@@ -113,22 +114,26 @@ def cross_entropy_bwd(
     assert mask is None, "of classes: `support` refuses it"
     schedule = schedule or schedules.choose(spec)
     m, log_s = stats
-    blocks, even = loss_blocks(spec, schedule), spec.label_smoothing / spec.cols
+    blocks, even = loss_blocks(spec, schedule), spec.label_smoothing / spec.classes
     (tiles,) = schedule.grid(spec)
-    (dx,) = launch(
+    place = jax.new_ref(x) if spec.overwrites_x else None
+    results = launch(
         _cross_entropy_bwd,
         name="jaxnorm_cross_entropy_bwd",
-        outputs={"dx_ptr": jax.ShapeDtypeStruct(x.shape, spec.x_dtype)},
+        outputs={
+            "dx_ptr": None if place is not None else jax.ShapeDtypeStruct(x.shape, spec.x_dtype)
+        },
         grid=(tiles * blocks,),
         warps=schedule.warps,
         registers=schedule.registers,
-        x_ptr=x,
+        x_ptr=x if place is None else place,
         m_ptr=m,
         log_s_ptr=log_s,
         labels_ptr=labels,
         dloss_ptr=dloss,
         rows=spec.rows,
         cols=spec.cols,
+        classes=spec.classes,
         targets=(1 - spec.label_smoothing + even, even),
         z_loss=spec.z_loss,
         tile_rows=schedule.tile_rows,
@@ -136,7 +141,7 @@ def cross_entropy_bwd(
         blocks=blocks,
         vector=loss_vector(spec, schedule),
     )
-    return (dx,)
+    return (results[0] if place is None else jax.freeze(place),)
 
 
 @triton.jit
@@ -149,6 +154,7 @@ def _cross_entropy_fwd(
     log_s_ptr,
     rows,
     cols: tl.constexpr,
+    classes: tl.constexpr,
     label_smoothing: tl.constexpr,
     z_loss: tl.constexpr,
     tile_rows: tl.constexpr,
@@ -160,7 +166,7 @@ def _cross_entropy_fwd(
 ):
     row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     exists = row < rows
-    label, is_column = _load_label(labels_ptr, row, exists, cols)
+    label, is_column = _load_label(labels_ptr, row, exists, classes)
     counts = exists
     if positions_ptr is not None:
         counts = exists & tl.load(positions_ptr + row, exists, 0)
@@ -174,18 +180,18 @@ def _cross_entropy_fwd(
     of_rows = (x_ptr + begin, lead, at, r, read)
     smooths: tl.constexpr = label_smoothing > 0.0
     first_whole: tl.constexpr = 0 if cols % vector == 0 else 1
-    whole: tl.constexpr = cols // block
+    whole: tl.constexpr = classes // block
     m = tl.full([tile_rows, lanes], _LOWEST, tl.float32)
     zero = tl.zeros([tile_rows, lanes], tl.float32)
     sums = (m, zero, zero)
     if first_whole > 0:
-        sums = _add(sums, of_rows, 0, cols, smooths, block, vector, False)
+        sums = _add(sums, of_rows, 0, cols, classes, smooths, block, vector, False)
     # Of rows that do not count, no block is read.
     end = tl.where(tl.max(counts.to(tl.int32), axis=0) > 0, whole * block, 0)
     for first in tl.range(first_whole * block, end, block, num_stages=stages):
-        sums = _add(sums, of_rows, first, cols, smooths, block, vector, True)
+        sums = _add(sums, of_rows, first, cols, classes, smooths, block, vector, True)
     for i in tl.static_range(max(whole, first_whole), blocks):
-        sums = _add(sums, of_rows, i * block, cols, smooths, block, vector, False)
+        sums = _add(sums, of_rows, i * block, cols, classes, smooths, block, vector, False)
 
     m, s, t = sums
     m_o = tl.max(m, axis=1)[:, None]
@@ -198,7 +204,7 @@ def _cross_entropy_fwd(
     log_s = tl.where(is_column[:, None] & (is_nothing == 0), log_s, float("nan"))
     loss = d + log_s
     if label_smoothing > 0.0:
-        even = m - r + log_s - tl.sum(t, axis=1)[:, None] * (1.0 / cols)
+        even = m - r + log_s - tl.sum(t, axis=1)[:, None] * (1.0 / classes)
         if label_smoothing == 1.0:
             loss = even
         else:
@@ -219,6 +225,7 @@ def _add(
     of_rows,
     first,
     cols: tl.constexpr,
+    classes: tl.constexpr,
     smooths: tl.constexpr,
     block: tl.constexpr,
     vector: tl.constexpr,
@@ -238,7 +245,7 @@ def _add(
     begin, lead, at, r, here = of_rows
     lane = tl.arange(0, block)[None, :]
     if not is_whole:
-        here = here & _is_column(lane, first, lead, cols, vector)
+        here = here & _is_column(lane, first, lead, cols, classes, vector)
     x = tl.load(begin + first + lane, here, float("-inf")).to(tl.float32)
     if smooths:
         t += tl.sum(tl.sum(_by_lanes(tl.where(here, x - r, 0.0), m, vector), axis=3), axis=1)
@@ -266,6 +273,7 @@ def _cross_entropy_bwd(
     dx_ptr,
     rows,
     cols: tl.constexpr,
+    classes: tl.constexpr,
     targets: tl.constexpr,
     z_loss: tl.constexpr,
     tile_rows: tl.constexpr,
@@ -273,16 +281,24 @@ def _cross_entropy_bwd(
     blocks: tl.constexpr,
     vector: tl.constexpr,
 ):
+    if dx_ptr is None:
+        dx_ptr = x_ptr
     row = tl.program_id(0) // blocks * tile_rows + tl.arange(0, tile_rows)
     nth = tl.program_id(0) % blocks
     of_rows = (m_ptr, log_s_ptr, labels_ptr, dloss_ptr, row, row < rows)
     if cols % vector == 0:
         fits: tl.constexpr = cols % block == 0
-        _store_gradient(x_ptr, dx_ptr, of_rows, nth, cols, targets, z_loss, block, vector, fits)
+        _store_gradient(
+            x_ptr, dx_ptr, of_rows, nth, cols, classes, targets, z_loss, block, vector, fits
+        )
     elif (nth > 0) & (nth < cols // block):
-        _store_gradient(x_ptr, dx_ptr, of_rows, nth, cols, targets, z_loss, block, vector, True)
+        _store_gradient(
+            x_ptr, dx_ptr, of_rows, nth, cols, classes, targets, z_loss, block, vector, True
+        )
     else:
-        _store_gradient(x_ptr, dx_ptr, of_rows, nth, cols, targets, z_loss, block, vector, False)
+        _store_gradient(
+            x_ptr, dx_ptr, of_rows, nth, cols, classes, targets, z_loss, block, vector, False
+        )
 
 
 @triton.jit
@@ -292,6 +308,7 @@ def _store_gradient(
     of_rows,
     nth,
     cols: tl.constexpr,
+    classes: tl.constexpr,
     targets: tl.constexpr,
     z_loss: tl.constexpr,
     block: tl.constexpr,
@@ -304,11 +321,11 @@ def _store_gradient(
     lane, first = tl.arange(0, block)[None, :], nth * block
     here = exists[:, None]
     if not is_whole:
-        here = here & _is_column(lane, first, lead, cols, vector)
+        here = here & _is_column(lane, first, lead, cols, cols, vector)
     offset = begin + first + lane
     # The logits first: the numbers of a row are small, and on their way meanwhile.
     x = tl.load(x_ptr + offset, here, 0.0).to(tl.float32)
-    label, _ = _load_label(labels_ptr, row, exists, cols)
+    label, _ = _load_label(labels_ptr, row, exists, classes)
     m = tl.load(m_ptr + row, exists, 0.0)[:, None]
     log_s = tl.load(log_s_ptr + row, exists, 0.0)[:, None]
     d = tl.load(dloss_ptr + row, exists, 0.0)[:, None]
@@ -316,14 +333,17 @@ def _store_gradient(
     slope = p - tl.where(lane == label[:, None] + lead - first, targets[0], targets[1])
     if z_loss > 0.0:
         slope += 2.0 * z_loss * (m + log_s) * p
-    tl.store(dx_ptr + offset, tl.where(log_s == float("-inf"), 0.0, d * slope), here)
+    counts = log_s != float("-inf")
+    if classes < cols:
+        counts = counts & (lane < classes + lead - first)
+    tl.store(dx_ptr + offset, tl.where(counts, d * slope, 0.0), here)
 
 
 @triton.jit
-def _load_label(labels_ptr, row, exists, cols: tl.constexpr):
+def _load_label(labels_ptr, row, exists, classes: tl.constexpr):
     """The label of each row, -1 for one that is no column; and whether it is one."""
     label = tl.load(labels_ptr + row, exists, 0).to(tl.int64)
-    is_column = (label >= 0) & (label < cols)
+    is_column = (label >= 0) & (label < classes)
     return tl.where(is_column, label, -1).to(tl.int32), is_column
 
 
@@ -336,11 +356,14 @@ def _start(row, cols: tl.constexpr, vector: tl.constexpr):
 
 
 @triton.jit
-def _is_column(lane, first, lead, cols: tl.constexpr, vector: tl.constexpr):
-    """Which elements of a block are columns; alike for `vector` neighbours if that divides rows."""
+def _is_column(lane, first, lead, cols: tl.constexpr, end: tl.constexpr, vector: tl.constexpr):
+    """Which elements of a block are columns up to `end`.
+
+    Alike for `vector` neighbours if that divides both.
+    """
     if cols % vector != 0:
-        return (lane >= lead - first) & (lane < cols + lead - first)
-    return lane + first < cols
+        return (lane >= lead - first) & (lane < end + lead - first)
+    return lane + first < end
 
 
 @triton.jit

@@ -24,9 +24,10 @@ is left out of the sum; D = m - x_l is 0 where the label is the largest:
 
 A row without an entry, whose ``positions`` is False or of which ``mask`` keeps nothing, has loss
 and gradient 0, and log(s) = -inf, by which the other passes know it. One with a label that is none
-of its columns has NaN for log(s), loss and gradient.
+of its columns has NaN for log(s), loss and gradient. Columns of padding are not read.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -47,6 +48,7 @@ def cross_entropy_fwd(
     spec: Spec,
 ) -> tuple[jax.Array, Stats]:
     """The loss, and the statistics that the spec wants; each of the rows' shape."""
+    (x,), spec = _without_padding([x], spec)
     label, a = _label(labels, spec), spec.label_smoothing
     at_label = _columns(x.shape, spec) == label
     kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
@@ -93,6 +95,7 @@ def cross_entropy_tan(
     spec: Spec,
 ) -> tuple[jax.Array, Stats]:
     """The tangents of the loss, and of the statistics where the spec wants them."""
+    (x, dx), spec = _without_padding([x, dx], spec)
     p, lse, has_entry = _probabilities(x, stats, mask, spec)
     a, at_label = spec.label_smoothing, _columns(x.shape, spec) == _label(labels, spec)
     # Zeroed before any product: 0 * inf would poison the row.
@@ -119,6 +122,8 @@ def cross_entropy_bwd(
     spec: Spec,
 ) -> tuple[jax.Array]:
     """dx; `dstats` are the cotangents of the statistics, if they have any."""
+    padding = spec.padding
+    (x,), spec = _without_padding([x], spec)
     p, lse, has_entry = _probabilities(x, stats, mask, spec)
     a, at_label = spec.label_smoothing, _columns(x.shape, spec) == _label(labels, spec)
     d = jnp.expand_dims(dloss.astype(spec.compute_dtype), spec.axes)
@@ -130,7 +135,16 @@ def cross_entropy_bwd(
     if dstats:
         _, dlse = dstats
         dx = dx + jnp.expand_dims(dlse, spec.axes) * p
-    return (jnp.where(has_entry, dx, 0).astype(spec.x_dtype),)
+    dx = jnp.where(has_entry, dx, 0).astype(spec.x_dtype)
+    return (jnp.pad(dx, [(0, 0)] * (dx.ndim - 1) + [(0, padding)]) if padding else dx,)
+
+
+def _without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.Array], Spec]:
+    """Arrays of x's shape and a spec, of classes alone."""
+    if not spec.padding:
+        return list(arrays), spec
+    arrays = [lax.slice_in_dim(a, 0, spec.classes, axis=-1) for a in arrays]
+    return arrays, dataclasses.replace(spec, cols=spec.classes, padding=0)
 
 
 def _probabilities(

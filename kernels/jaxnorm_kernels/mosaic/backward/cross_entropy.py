@@ -45,7 +45,7 @@ def cross_entropy_bwd(
     of_rows = Units.of(spec.cols, most_elements(spec))
     parts, units = parts_of_a_row(spec, units), min(units, of_rows.count)
     exp = elementwise.exp(is_wide=spec.x_dtype.itemsize > 2)
-    even = spec.label_smoothing / spec.cols
+    even = spec.label_smoothing / spec.classes
 
     def body(x: Ref, m: Ref, log_s: Ref, labels: Ref, dloss: Ref, dx: Ref | None = None) -> None:
         dx = x if dx is None else dx
@@ -64,6 +64,9 @@ def cross_entropy_bwd(
                 q = jnp.where(is_label, jnp.float32(1 - spec.label_smoothing + even), even)
                 of_z_loss = p - q + slope * p if spec.z_loss else p - q
                 counts = lax.broadcast(log_sum != -jnp.inf, unit.shape)
+                if spec.padding:
+                    is_class = unit.columns() < spec.classes - unit.start
+                    counts = jnp.logical_and(counts, is_class)
                 unit.store(dx, row, jnp.where(counts, d * of_z_loss, 0.0))
 
         write([of_rows.unit(row, part * units + k) for k in range(units)])

@@ -85,7 +85,7 @@ _COLUMNS = 16
 def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
     """The schedule for a call. With fewer rows than SMs, those of a cluster share a row."""
     gpu = gpu or local_gpu()
-    units = Units.of(spec.cols, most_elements(spec))
+    units = units_of(spec)
     wanted = max(1, spec.cols * spec.x_dtype.itemsize // _SHARE_BYTES)
     # Smoothing takes 80 registers: a block of 512 threads would have an SM to itself.
     most = _MOST_WARPGROUPS if not spec.label_smoothing else 2
@@ -97,6 +97,11 @@ def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
     while cluster > 1 and cluster * warpgroups * step > units.count:
         cluster //= 2
     return Schedule(min(step, max(1, units.count // (cluster * warpgroups))), warpgroups, cluster)
+
+
+def units_of(spec: Spec) -> Units:
+    """Of the classes of a row."""
+    return Units.of(spec.cols, most_elements(spec), spec.classes)
 
 
 def most_elements(spec: Spec) -> int:
@@ -149,13 +154,13 @@ def _row(
 ) -> None:
     x, labels, *positions = operands
     row = lax.axis_index(BLOCK)
-    share = _Share(Units.of(spec.cols, most_elements(spec)), schedule, row)
+    share = _Share(units_of(spec), schedule, row)
     exchange.open(scratch)
     # What takes long to come, in this order: the label's logit waits for the label.
     label = read_label(labels, row)
     first = share.load(x, share.first())
     # Any column for a label that is none: nothing outside of the row is read.
-    x_l = load(x.at[row, jnp.clip(label, 0, spec.cols - 1)], None)
+    x_l = load(x.at[row, jnp.clip(label, 0, spec.classes - 1)], None)
     exchange.ready()
 
     def write(*values: Any) -> None:
@@ -201,7 +206,7 @@ class _Share:
     @property
     def whole_steps(self) -> int:
         """Of whole units alone."""
-        return self.units.body // self.units.width // (self.schedule.units * self.schedule.shares)
+        return self.units.whole // (self.schedule.units * self.schedule.shares)
 
     def step(self, index: Any) -> list[Unit]:
         """The units of a whole step."""
@@ -319,11 +324,11 @@ def _finish(
     log_s = elementwise.log1p(jnp.where(d == 0, others, others - 1 + _exp(-d)))
     # Nothing but -inf; a label that is no column.
     is_nothing = jnp.logical_and(s_o == 0, x_l == -jnp.inf)
-    is_column = jnp.logical_and(label >= 0, label < spec.cols)
+    is_column = jnp.logical_and(label >= 0, label < spec.classes)
     log_s = jnp.where(jnp.logical_or(is_nothing, jnp.logical_not(is_column)), jnp.nan, log_s)
     loss = d + log_s
     if r is not None:
-        even = (m - r) + log_s - t[0] * (1 / spec.cols)
+        even = (m - r) + log_s - t[0] * (1 / spec.classes)
         loss = even if a == 1 else (1 - a) * loss + a * even
     if b:
         lse = m + log_s

@@ -93,18 +93,23 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """Of rows of `cols` columns, with `vector` elements for each thread."""
+    """Of rows of `cols` columns, with `vector` elements for each thread.
+
+    Attributes:
+      end: columns from there on are stale.
+    """
 
     cols: int
     vector: int
+    end: int
 
     @classmethod
-    def of(cls, cols: int, widest: int) -> "Units":
+    def of(cls, cols: int, widest: int, end: int | None = None) -> "Units":
         """With the widest vector, up to `widest`, of which a body has a unit."""
-        vector = widest
-        while vector > 1 and cls(cols, vector).body < WARPGROUP_THREADS * vector:
+        vector, end = widest, cols if end is None else end
+        while vector > 1 and cls(cols, vector, end).body < WARPGROUP_THREADS * vector:
             vector //= 2
-        return cls(cols, vector)
+        return cls(cols, vector, end)
 
     @property
     def width(self) -> int:
@@ -127,6 +132,12 @@ class Units:
         """Units of a body; the last one may overlap with the one before it."""
         return -(-self.body // self.width)
 
+    @property
+    def whole(self) -> int:
+        """So many of the first units have nothing stale, whatever the row."""
+        latest = (self.vector - 1) * self.has_edges
+        return min(self.body, self.end - latest) // self.width
+
     def first(self, row: Any) -> Any:
         """The column with which the body of a row begins."""
         if not self.has_edges:
@@ -141,11 +152,16 @@ class Units:
         if whole:
             return Unit(first + at, self.vector)
         start = first + jnp.minimum(at, self.body - self.width)
-        return Unit(start, self.vector, (first + at, first + self.body))
+        return Unit(start, self.vector, (first + at, self._fresh(first + self.body)))
 
     def edges(self, row: Any) -> list[Unit]:
         """What is read beside the body."""
         if not self.has_edges:
             return []
         first, last = self.first(row), self.cols - WARPGROUP_THREADS
-        return [Unit(0, 1, (0, first)), Unit(last, 1, (first + self.body, self.cols))]
+        behind = (first + self.body, min(self.cols, self.end))
+        return [Unit(0, 1, (0, self._fresh(first))), Unit(last, 1, behind)]
+
+    def _fresh(self, column: Any) -> Any:
+        """The column, or the end, if that comes first."""
+        return column if self.end == self.cols else jnp.minimum(column, self.end)
