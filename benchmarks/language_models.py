@@ -85,15 +85,17 @@ class Variant:
     loss: Callable[[Array, Array, Array], Array]
 
 
+_NORMS = Variant(
+    jaxnorm.rms_norm,
+    add_then(jaxnorm.rms_norm),
+    jaxnorm.layer_norm,
+    add_then(jaxnorm.layer_norm),
+    loss_of_logits,
+)
 VARIANTS = {
     "jnp": Variant(rms_norm, add_then(rms_norm), layer_norm, add_then(layer_norm), loss_of_logits),
-    "jaxnorm-norms": Variant(
-        jaxnorm.rms_norm,
-        add_then(jaxnorm.rms_norm),
-        jaxnorm.layer_norm,
-        add_then(jaxnorm.layer_norm),
-        loss_of_logits,
-    ),
+    "jaxnorm-norms": _NORMS,
+    "jaxnorm-norms-loss": dataclasses.replace(_NORMS, loss=loss_without_logits),
     "jaxnorm-everything": Variant(
         jaxnorm.rms_norm,
         jaxnorm.add_rms_norm,

@@ -44,7 +44,8 @@ PLAIN = "jnp"
 VARIANTS = {
     PLAIN: "jnp and optax",
     "jaxnorm-norms": "jaxnorm's norms",
-    "jaxnorm-everything": "jaxnorm's norms and loss",
+    "jaxnorm-norms-loss": "jaxnorm's norms and loss",
+    "jaxnorm-everything": "jaxnorm's norms with residual, and loss",
 }
 
 

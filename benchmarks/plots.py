@@ -39,7 +39,7 @@ STYLES = {
     "torch": ("#999999", "<"),
     "torch.compile": ("#666666", ">"),
 }
-_OF_VARIANTS = dict(zip(VARIANTS, ("#E69F00", "#56B4E9", "#0072B2")))
+_OF_VARIANTS = dict(zip(VARIANTS, ("#E69F00", "#56B4E9", "#009E73", "#0072B2")))
 ROOF = "copy (the roof)"
 _TITLES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
 

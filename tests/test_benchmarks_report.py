@@ -190,11 +190,11 @@ def test_a_report_of_training_steps(tmp_path):
     text = files[0].read_text()
     name = "| llama-1b, 4 x 2048 | dots |"
     assert f"{name} jnp and optax | 200.0 | 1.00 | 198.00 | 1.00 | 20.0 | 1.00 | 50.0 |" in text
-    assert f"{name} jaxnorm's norms and loss | 170.0 | 0.85 | - | - | 11.0 | 0.55 | 50.0 |" in text
+    assert f"{name} jaxnorm's norms with residual, and loss | 170.0 | 0.85 | - | - | 11.0 | 0.55 | 50.0 |" in text
     assert f"{name} jaxnorm's norms | failed: no memory |" in text
     assert "| 11.900 to 8.000 |" in text
     assert "losses are at most 0.2500 nats from jnp's" in text
-    assert "| llama-1b, length 2048 | dots | 9 | - | - |" in text
+    assert "| llama-1b, length 2048 | dots | 9 | - | - | - |" in text
 
 
 def test_a_page_without_markers_is_an_error(tmp_path):
