@@ -1,7 +1,7 @@
 """Rebuilds plots and tables, and those of README.md and docs/results.md, from committed CSV files.
 
 python -m benchmarks.report                 benchmarks/results/nvidia_h200/, and both pages
-python -m benchmarks.report some/folder     another folder of results; leaves the pages alone
+python -m benchmarks.report some/folder     another folder of results, and the pages if they show it
 """
 
 import argparse
@@ -15,14 +15,14 @@ from benchmarks import figures, plots, tables
 from benchmarks.blocks import BlockWorkload
 from benchmarks.machine import ROOT
 from benchmarks.providers import PROVIDERS
-from benchmarks.results import OK, PROVIDER_COLUMNS, Table, latest, path, read
+from benchmarks.results import OK, PROVIDER_COLUMNS, Row, Table, latest, path, read
 from benchmarks.suites import SUITES
 
 RESULTS = ROOT / "benchmarks" / "results"
-SHOWN = RESULTS / "nvidia_h200"  # in the README and the docs
+# In the README and the docs: of a suite, what the first of these has.
+SHOWN = (RESULTS / "nvidia_h200", RESULTS / "nvidia_h100_80gb_hbm3")
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "results.md"
-README_SUITES = ("capacity",)  # beside kernels
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 PAGE_WIDTH = 120
 PLOT_WIDTH = 125
@@ -31,11 +31,20 @@ REPORT = "report.md"
 
 
 class Results:
-    """The rows of a folder that count, suite by suite, and the figures of the timed ones."""
+    """The rows that count, suite by suite, and the figures of the timed ones.
 
-    def __init__(self, folder: Path) -> None:
+    Of a suite that several folders have, those of the first.
+    """
+
+    def __init__(self, folder: Path, *others: Path) -> None:
         self.folder = folder
-        self.rows = {name: Table(folder, suite).rows() for name, suite in SUITES.items()}
+        self.rows: dict[str, list[Row]] = {}
+        self.folders: dict[str, Path] = {}
+        for name, suite in SUITES.items():
+            found = ((each, Table(each, suite).rows()) for each in (folder, *others))
+            self.folders[name], self.rows[name] = next(
+                ((each, rows) for each, rows in found if rows), (folder, [])
+            )
         self.kernels = figures.of(self.rows["kernels"])
         self.api = figures.of(self.rows["api"])
         self.blocks = figures.of(self.rows["blocks"], BlockWorkload)
@@ -67,17 +76,29 @@ def plot_name(dtype: str, suite: str = "kernels") -> str:
 
 
 def readme_section(found: Results) -> str:
-    """What stands between the README's markers: one plot, one table of speed, one of memory."""
-    here = os.path.relpath(found.folder, README.parent).replace(os.sep, "/")
+    """What stands between the README's markers: one table of speed, one of memory, one plot."""
+    steps, fitting = found.rows["training"], found.rows["capacity"]
+    if not steps:
+        return ""
     parts = [
-        paragraph(tables.provenance(found.rows["kernels"]), _ROOF),
-        tables.kernels(found.kernels),
-        f"![GB/s against N, bfloat16]({here}/{plot_name('bfloat16')})",
+        paragraph(
+            "Milliseconds of a step, and in brackets over those of plain JAX and optax.",
+            tables.provenance(steps),
+        ),
+        tables.step_times(steps),
+        paragraph(
+            "Gigabytes that a step takes beside its arguments and results, and in brackets the "
+            "largest batch whose step fits in 80 GB."
+        ),
+        tables.step_memory(steps, fitting),
+        _image(found, "training", README),
     ]
-    for name in README_SUITES:
-        if found.rows.get(name):
-            parts += _captioned(found, name)
     return "\n\n".join(parts)
+
+
+def _image(found: Results, suite: str, page: Path) -> str:
+    here = os.path.relpath(found.folders[suite], page.parent).replace(os.sep, "/")
+    return f"![{_PLOTS[suite][0]}, bfloat16]({here}/{plot_name('bfloat16', suite)})"
 
 
 def page_section(found: Results) -> str:
@@ -85,7 +106,7 @@ def page_section(found: Results) -> str:
     here = os.path.relpath(found.folder, PAGE.parent).replace(os.sep, "/")
     parts = [
         paragraph(tables.provenance(found.rows["kernels"]), tables.who(found.kernels)),
-        f"![GB/s against N, bfloat16]({here}/{plot_name('bfloat16')})",
+        _image(found, "kernels", PAGE),
         paragraph(_ROOF, "(A backward reads twice what it writes, which goes a little faster.)"),
         tables.kernels(found.kernels),
         paragraph(
@@ -214,7 +235,8 @@ def write(folder: Path) -> list[Path]:
         title = textwrap.fill(f"{dtype}. {source}", PLOT_WIDTH)
         _, plot = _PLOTS[suite]
         plot(getattr(found, suite), dtype, title, written[-1])
-    if folder.resolve() == SHOWN:
+    if folder.resolve() in SHOWN:
+        found = Results(*SHOWN)
         for file, section in ((README, readme_section), (PAGE, page_section)):
             file.write_text(with_section(file, section(found)), encoding="utf-8")
             written.append(file)
@@ -226,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "folder", nargs="?", type=Path, default=SHOWN, help="(default: %(default)s)"
+        "folder", nargs="?", type=Path, default=SHOWN[0], help="(default: %(default)s)"
     )
     folder = parser.parse_args(argv).folder
     if not folder.is_dir():

@@ -1,7 +1,7 @@
 """The Markdown tables of results, and the sentences that go with them."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from benchmarks import blocks, figures, workloads
 from benchmarks.blocks import BLOCKS
@@ -221,6 +221,40 @@ def capacity(rows: Sequence[Row]) -> str:
         for model, remat in dict.fromkeys(asked[:2] for asked in found)
     ]
     return markdown(["model", "remat", *VARIANTS.values()], body)
+
+
+def step_times(rows: Sequence[Row]) -> str:
+    """Milliseconds of steps: a column for each variant, and how much that is of plain jnp's."""
+
+    def cell(row: Row, plain: Row) -> str:
+        time = f"{float(row['ms']):.1f}"
+        return time if row is plain else f"{time} ({_ratio(row, plain, 'ms')})"
+
+    return _by_variant(rows, cell)
+
+
+def step_memory(rows: Sequence[Row], fitting: Sequence[Row]) -> str:
+    """Temp gigabytes of steps and the largest batch that fits: a column for each variant."""
+    batches = {(r["model"], r["remat"], r["provider"]): r["batch_in_80gb"] for r in fitting}
+
+    def cell(row: Row, plain: Row) -> str:
+        del plain
+        batch = batches.get((row["model"], row["remat"], row["provider"]), "-")
+        return f"{float(row['temp_bytes']) / GB:.1f} ({batch})"
+
+    return _by_variant(rows, cell)
+
+
+def _by_variant(rows: Sequence[Row], cell: Callable[[Row, Row], str]) -> str:
+    measured = {_step(row): row for row in rows if row["status"] == OK}
+    body = []
+    for asked in dict.fromkeys(tuple(step[:-1]) for step in measured):
+        model, remat, _, batch = asked
+        plain = measured.get((*asked, PLAIN))
+        found = [measured.get((*asked, variant)) for variant in VARIANTS]
+        cells = [cell(row, plain) if row and plain else "-" for row in found]
+        body.append([f"{model}, {batch} x {MODELS[model].seq}", remat, *cells])
+    return markdown(["model, batch x length", "remat", *VARIANTS.values()], body)
 
 
 def _step(row: Row) -> tuple[str, str, str, str, str]:

@@ -33,7 +33,7 @@ def timed(name):
     """
     return {
         KernelWorkload(*question): (answers[name].us, answers["xla"].us)
-        for folder in (report.SHOWN, report.RESULTS / "nvidia_h100_80gb_hbm3")
+        for folder in report.SHOWN
         for question, answers in report.Results(folder).kernels.items()
         if {name, "xla"} <= {*answers}
     }
