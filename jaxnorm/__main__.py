@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--check",
         action="store_true",
         help="run every function, forward and backward, against float64; on a GPU, time a few "
-        "against XLA (half a minute)",
+        "against XLA (a minute)",
     )
     options = parser.parse_args(arguments)
     print(_machine.report())

@@ -111,7 +111,10 @@ def compiled(call: Any, operands: Any) -> Any:
         results, vjp = jax.vjp(call, *operands)
         return results, vjp(results)
 
-    return jax.jit(both).lower(*operands).compile()
+    # Of cuBLAS' and Triton's forms of a product, any will do: to time them all takes minutes here.
+    options = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
+    on_gpu = jax.default_backend() == "gpu"
+    return jax.jit(both).lower(*operands).compile(options if on_gpu else None)
 
 
 def main(implementation: str, name: str, dtype: str) -> None:
