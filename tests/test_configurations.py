@@ -84,6 +84,7 @@ def test_lowering_with_checks(configuration, name, shape, dtype):
     check_lowering(configuration, shape, dtype, (forward_and_gradient(FUNCTIONS[name]), 2))
 
 
+@pytest.mark.oldest_jax
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 @pytest.mark.parametrize("name", FUNCTIONS)

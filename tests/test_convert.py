@@ -14,7 +14,7 @@ from flax import nnx
 import jaxnorm.linen
 import jaxnorm.nnx
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 each_norm = pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 

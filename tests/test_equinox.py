@@ -12,6 +12,8 @@ eqx = pytest.importorskip("equinox")
 
 import jaxnorm.equinox  # noqa: E402
 
+pytestmark = pytest.mark.oldest_jax
+
 PAIRS = {
     "LayerNorm": (jaxnorm.equinox.LayerNorm, eqx.nn.LayerNorm),
     "RMSNorm": (jaxnorm.equinox.RMSNorm, eqx.nn.RMSNorm),

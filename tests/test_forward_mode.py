@@ -18,7 +18,7 @@ from pairs import pairwise
 
 import jaxnorm
 
-pytestmark = pytest.mark.usefixtures("x64", "quick_to_compile")
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("x64", "quick_to_compile")]
 
 
 def layer_norm(x, scale, bias):

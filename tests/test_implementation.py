@@ -19,6 +19,8 @@ import jaxnorm
 from jaxnorm import _implementation
 from jaxnorm_kernels import devices, xla
 
+pytestmark = pytest.mark.oldest_jax
+
 SHIFT = 100.0
 HERE = _implementation.local_platform()
 THERE = "cuda" if HERE == "cpu" else "cpu"

@@ -15,7 +15,7 @@ import jaxnorm
 from jaxnorm import linear_softmax_cross_entropy as linear_loss
 from jaxnorm._linear_chunks import chunk_rows
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 NAME = "linear_softmax_cross_entropy"
 REDUCTIONS = ["mean", "sum", "none"]

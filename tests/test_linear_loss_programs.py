@@ -11,7 +11,7 @@ from linear_loss_cases import operands
 
 from jaxnorm import linear_softmax_cross_entropy as linear_loss
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 of_the_cpu = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="of a GPU's program: mosaic/test_linear_products.py"
 )

@@ -17,6 +17,7 @@ import jaxnorm
 from benchmarks.hlo import _computations
 
 pytestmark = [
+    pytest.mark.oldest_jax,
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices"),
     pytest.mark.usefixtures("quick_to_compile"),
 ]

@@ -12,6 +12,8 @@ import pytest
 
 import jaxnorm.linen
 
+pytestmark = pytest.mark.oldest_jax
+
 PAIRS = {"LayerNorm": (jaxnorm.linen.LayerNorm, nn.LayerNorm)}
 PAIRS["RMSNorm"] = (jaxnorm.linen.RMSNorm, nn.RMSNorm)
 each = pytest.mark.parametrize(("ours", "theirs"), PAIRS.values(), ids=list(PAIRS))

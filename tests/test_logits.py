@@ -20,6 +20,8 @@ from test_softmax import FUNCTIONS, GRADIENTS, data
 import jaxnorm
 from jaxnorm._softmax import filled_softmax
 
+pytestmark = pytest.mark.oldest_jax
+
 SCALE = 0.37
 # x, bias, y
 MIXES = [

@@ -20,7 +20,7 @@ import jaxnorm
 from benchmarks import hlo
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 NAME = "softmax_cross_entropy_with_integer_labels"
 OPTIONS = [

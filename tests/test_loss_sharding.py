@@ -16,6 +16,7 @@ from test_sharding import Kernels, kernels  # noqa: F401
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 
 pytestmark = [
+    pytest.mark.oldest_jax,
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices"),
     pytest.mark.usefixtures("quick_to_compile"),
 ]

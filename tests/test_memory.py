@@ -10,6 +10,8 @@ import pytest
 import jaxnorm
 from jaxnorm_kernels import xla
 
+pytestmark = pytest.mark.oldest_jax
+
 LAYERS, TOKENS, WIDTH = 12, 512, 256
 
 

@@ -11,6 +11,8 @@ from flax import nnx
 import jaxnorm
 import jaxnorm.nnx
 
+pytestmark = pytest.mark.oldest_jax
+
 PAIRS = {"LayerNorm": (jaxnorm.nnx.LayerNorm, nnx.LayerNorm)}
 PAIRS["RMSNorm"] = (jaxnorm.nnx.RMSNorm, nnx.RMSNorm)
 each = pytest.mark.parametrize(("ours", "theirs"), PAIRS.values(), ids=list(PAIRS))

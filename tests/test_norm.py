@@ -9,6 +9,8 @@ from reference import DTYPES, Norm, assert_within, exact
 
 import jaxnorm
 
+pytestmark = pytest.mark.oldest_jax
+
 # x, scale and bias, output
 MIXES = [
     *((d, d, d) for d in DTYPES),

@@ -12,6 +12,8 @@ import pytest
 import jaxnorm
 from jaxnorm import _implementation
 
+pytestmark = pytest.mark.oldest_jax
+
 SHAPE = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16)
 
 

@@ -13,6 +13,8 @@ from test_norm import normal
 
 import jaxnorm
 
+pytestmark = pytest.mark.oldest_jax
+
 # x, residual, parameters, y
 MIXES = [
     *((d, d, d, d) for d in DTYPES),

@@ -12,6 +12,8 @@ from test_norm import normal
 
 import jaxnorm
 
+pytestmark = pytest.mark.oldest_jax
+
 WRAPPED = {
     "plain": lambda block: block,
     "remat": jax.checkpoint,

@@ -10,6 +10,8 @@ import pytest
 
 import jaxnorm
 
+pytestmark = pytest.mark.oldest_jax
+
 
 def normal(*shape, seed=0, dtype="float32"):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)

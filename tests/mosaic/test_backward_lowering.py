@@ -104,6 +104,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.oldest_jax
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 def test_default_schedules_lower(rows: int, cols: int, dtype: np.dtype) -> None:
@@ -122,6 +123,7 @@ TOO_LONG = (262144,)
 WIDTHS = [64, 768, 1000, 1024, 2048, 3000, 4096, 5000, 5120, 7168, 8192, 12288, 16384, 32768]
 
 
+@pytest.mark.oldest_jax
 @pytest.mark.parametrize(
     ("op", "x", "y", "saved"),
     [

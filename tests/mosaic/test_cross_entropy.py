@@ -214,6 +214,7 @@ def types(rows, cols, dtype, label_dtype="int32"):
     return x, *[jax.ShapeDtypeStruct((rows,), t) for t in of_rows]
 
 
+@pytest.mark.oldest_jax
 # Few rows are shared by the blocks of a cluster.
 @pytest.mark.parametrize(
     ("rows", "cols", "dtype", "label_dtype"),

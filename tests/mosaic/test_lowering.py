@@ -35,6 +35,8 @@ from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile
 from jaxnorm_kernels.specs import Spec
 
+pytestmark = pytest.mark.oldest_jax
+
 RESIDUAL_MIXES = [(BF16, BF16, BF16), (BF16, F32, F16), (F32, BF16, F32)]
 MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]
 
