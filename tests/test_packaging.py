@@ -73,7 +73,7 @@ print("works")
     assert run(python, "-W", "error", "-c", program, cwd=tmp_path) == "works\n"
 
 
-def testversion():
+def test_version():
     assert jaxnorm.__version__ == version("jaxnorm")
     assert jaxnorm.__version__ in (ROOT / "CHANGELOG.md").read_text()
 
