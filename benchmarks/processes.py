@@ -24,8 +24,8 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import IO, Any
 
-from benchmarks.machine import ROOT, Machine
 from benchmarks.providers import Side
+from benchmarks.results import ROOT, Machine
 from benchmarks.suites import Cell, Suite
 from benchmarks.worker import REASON_LENGTH, RESTART
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from benchmarks import figures, plots, tables
 from benchmarks.blocks import BlockWorkload
-from benchmarks.machine import ROOT
 from benchmarks.providers import PROVIDERS
-from benchmarks.results import OK, PROVIDER_COLUMNS, Row, Table, latest, path, read
+from benchmarks.results import OK, PROVIDER_COLUMNS, ROOT, Row, Table, latest, path, read
 from benchmarks.suites import SUITES
 
 RESULTS = ROOT / "benchmarks" / "results"

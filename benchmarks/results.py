@@ -1,4 +1,4 @@
-"""The CSV files of results: read, appended to, and asked what is there already.
+"""The CSV files of results, and what they were measured on.
 
 Rows are dicts of text, as the csv module has them. Measuring a cell again appends a row: the last
 one counts.
@@ -6,13 +6,18 @@ one counts.
 
 import csv
 import dataclasses
+import re
+import shutil
+import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.suites import Suite
 
+ROOT = Path(__file__).parent.parent
 Row = dict[str, str]
 OK = "ok"
+_KERNELS = ("jaxnorm", "kernels")
 PROVIDER_COLUMNS = ("device", "driver", "commit", "provider", "side", "software", "status")
 
 
@@ -83,3 +88,45 @@ class Table:
 
     def append(self, row: Row) -> None:
         append(self.file, self.suite.columns, row)
+
+
+# GPU, driver, and the commit of the kernels.
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Attributes: the device's name, the GPU driver's version ("" on a CPU)."""
+
+    device: str
+    driver: str = ""
+
+    @property
+    def folder(self) -> str:
+        """Its name as a folder of results: "NVIDIA H200" is nvidia_h200."""
+        return re.sub(r"\W+", "_", self.device.lower())
+
+
+def this_machine() -> Machine:
+    """The first NVIDIA GPU, or the CPU. Asks the driver: JAX would take the GPU's memory."""
+    if shutil.which("nvidia-smi") is None:
+        return Machine("cpu")
+    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
+    answer = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        return Machine("cpu")
+    device, driver = answer.stdout.strip().split(", ")
+    return Machine(device, driver)
+
+
+def commit() -> str:
+    """Short hash of HEAD, with "-dirty" where the kernels differ from it; "unknown" without git."""
+    try:
+        head = _git("rev-parse", "--short=7", "HEAD")
+        return head + ("-dirty" if _git("status", "--porcelain", "--", *_KERNELS) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    asked = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()

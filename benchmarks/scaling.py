@@ -17,8 +17,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import training
-from benchmarks.machine import ROOT
 from benchmarks.models import LOSS_STEPS, MODELS, TrainingCell
+from benchmarks.results import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))  # scripts, not a package
 

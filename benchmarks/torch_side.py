@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import calls, gradients, providers, torch_timing
+from benchmarks import calls, gradients, providers
 from benchmarks.blocks import BlockWorkload
+from benchmarks.calls import Timing
 from benchmarks.losses import LossWorkload
 from benchmarks.suites import BlockCell, LossCell, TimedCell, provider_of
-from benchmarks.torch_timing import DEVICE
 from benchmarks.workloads import Workload
 
 Figures = dict[str, float | None]
@@ -21,7 +22,9 @@ Measure = Callable[[], Figures]
 Tensors = tuple[Tensor, ...]
 Inputs = tuple[Tensors, Tensors, Tensors]  # row operands, parameters, cotangents
 Cell = TimedCell | BlockCell | LossCell
+Operands = Sequence[tuple[Any, ...]]
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 THREADS = 1  # torch compiles one call at a time
 
 
@@ -109,16 +112,84 @@ def compiled(cell: Cell) -> tuple[Callable[..., Any], float]:
     f = providers.function(cell.provider, cell.op, cell.y_dtype)
     function, operands = calls_of(cell, f, random_inputs(cell.workload, parameter_dtype(cell), 1))
     function(*operands[0])
-    torch_timing.synchronize()
+    synchronize()
     return f, time.perf_counter() - start
+
+
+# Timing: that of timing.py, by torch's profiler.
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(function: Callable[..., Any], operands: Operands) -> Timing:
+    """Times a function on each of `operands` in turn; wall-clock time on a CPU."""
+    for operand in operands:
+        function(*operand)
+    synchronize()
+    count = calls.calls_for(operands)
+    if DEVICE == "cpu":
+        us = wall_us(function, operands, count)
+        return Timing(us, us)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for i in range(count):
+            function(*operands[i % len(operands)])
+        synchronize()
+    kernels = [
+        event
+        for event in profiled.events()
+        # Annotations span the kernels they name: counting both would count twice.
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
+    ]
+    kernels.sort(key=lambda event: event.time_range.start)
+    return calls.of_kernels([event.time_range.elapsed_us() for event in kernels], count)
+
+
+def temp_bytes(function: Callable[..., Any], operands: tuple[Any, ...]) -> int | None:
+    """What a call takes at its peak beside its operands and results; None on a CPU."""
+    if DEVICE == "cpu":
+        return None
+    synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    results = function(*operands)
+    synchronize()
+    temp = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    del results  # until here: they are no temporaries
+    return temp
+
+
+def wall_us(function: Callable[..., Any], operands: Operands, count: int) -> float:
+    """Median microseconds from a call to its result, on operands that are warm."""
+
+    def call(i: int) -> None:
+        function(*operands[i % len(operands)])
+        synchronize()
+
+    return calls.wall_us(call, count)
+
+
+@functools.lru_cache(maxsize=4)
+def copy_roof(size: int) -> Timing:
+    """A copy that reads and writes `size` bytes in all, by Tensor.copy_."""
+    words, factor = calls.words_for(size)
+    pairs = [
+        tuple(torch.full((words,), i, dtype=torch.int32, device=DEVICE) for _ in range(2))
+        for i in range(calls.buffers_for(size))
+    ]
+    return timed(lambda source, target: target.copy_(source), pairs).times(factor)
+
+
+# Figures of cells.
 
 
 def kernel_time(cell: Cell, f: Callable[..., Any], compile_s: float) -> Figures:
     by_bytes = not (isinstance(cell, LossCell) and cell.bound_by_products)
-    roof = torch_timing.copy_roof(cell.bytes) if by_bytes else None
+    roof = copy_roof(cell.bytes) if by_bytes else None
     function, operands = calls_of(cell, f, rotating_inputs(cell.workload, parameter_dtype(cell)))
-    measured = torch_timing.measure(function, operands)
-    temp_bytes = torch_timing.temp_bytes(function, operands[0])
+    measured = timed(function, operands)
+    temp = temp_bytes(function, operands[0])
     if cell.op in provider_of(cell).overwrites:
         rotating_inputs.cache_clear()  # the workload's other providers get what it got
     return {
@@ -128,7 +199,7 @@ def kernel_time(cell: Cell, f: Callable[..., Any], compile_s: float) -> Figures:
         "roof": None if roof is None else roof.us / measured.us,
         "compile_s": compile_s,
         "kernels": measured.kernels,
-        "temp_bytes": temp_bytes,
+        "temp_bytes": temp,
     }
 
 
@@ -136,8 +207,8 @@ def latency(cell: TimedCell, f: Callable[..., Any]) -> Figures:
     sets = rotating_inputs(cell.workload, parameter_dtype(cell))[:1]
     function, operands = calls_of(cell, f, sets)
     return {
-        "us": torch_timing.measure(function, operands).us,
-        "wall_us": torch_timing.wall_us(function, operands, calls.LATENCY_REPEATS),
+        "us": timed(function, operands).us,
+        "wall_us": wall_us(function, operands, calls.LATENCY_REPEATS),
     }
 
 

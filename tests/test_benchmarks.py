@@ -13,9 +13,9 @@ from benchmarks import (
     gradients,
     hlo,
     jax_side,
-    options,
     plots,
     providers,
+    run,
     workloads,
 )
 from benchmarks.blocks import BLOCKS, BlockWorkload
@@ -156,7 +156,7 @@ def test_a_selection_is_a_part():
 )
 def test_bad_arguments(arguments, message, capsys):
     with pytest.raises(SystemExit) as caught:
-        options.parse(arguments, None)
+        run.parse(arguments)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
 

@@ -6,11 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import calls, jax_side, machine, providers, run, tables
+from benchmarks import calls, jax_side, providers, results, run, tables
 from benchmarks.losses import LossWorkload
-from benchmarks.machine import Machine
 from benchmarks.providers import PROVIDERS
-from benchmarks.results import Table
+from benchmarks.results import Machine, Table
 from benchmarks.suites import SUITES, LossCell, Selection
 
 LOSS = SUITES["loss"]
@@ -125,7 +124,7 @@ def test_torch_losses(cell, monkeypatch):
 
 
 def test_a_run(tmp_path):
-    if machine.here() != Machine("cpu"):
+    if results.this_machine() != Machine("cpu"):
         pytest.skip("takes the GPU's memory from the tests")
     arguments = ["loss", "--dtypes", "bfloat16", "--shapes", "4x32", "4x8x32", "--workers", "1"]
     arguments += ["--providers", "jaxnorm", "products", "--out", str(tmp_path)]

@@ -15,7 +15,7 @@ import time
 import pytest
 
 from benchmarks import models, processes, worker
-from benchmarks.machine import Machine
+from benchmarks.results import Machine
 from benchmarks.suites import SUITES, TimedCell
 
 KERNELS = SUITES["kernels"]

@@ -7,11 +7,10 @@ import sys
 
 import pytest
 
-from benchmarks import machine, results, run
-from benchmarks.machine import ROOT, Machine
+from benchmarks import results, run
 from benchmarks.processes import Outcome
 from benchmarks.providers import PROVIDERS, Provider
-from benchmarks.results import Table
+from benchmarks.results import ROOT, Machine, Table
 from benchmarks.suites import SUITES, TimedCell
 
 KERNELS = SUITES["kernels"]
@@ -57,8 +56,8 @@ def test_a_csv_of_other_columns_is_refused(tmp_path):
 
 def test_the_machine(monkeypatch):
     assert Machine("NVIDIA H200").folder == "nvidia_h200"
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
-    assert machine.here() == Machine("cpu")
+    monkeypatch.setattr(results.shutil, "which", lambda name: None)
+    assert results.this_machine() == Machine("cpu")
 
 
 # Providers that fail, or are not there.
@@ -84,7 +83,7 @@ def test_a_run_on_the_cpu(tmp_path, capfd):
     arguments = ["kernels", "accuracy", "--ops", "rms_norm", "--dtypes", "bfloat16"]
     arguments += ["--shapes", "4x32", "--providers", "xla", "jnp", "--out", str(tmp_path)]
     arguments += ["--workers", "2"]
-    if machine.here() != Machine("cpu"):
+    if results.this_machine() != Machine("cpu"):
         pytest.skip("takes the GPU's memory from the tests")
     assert run.main(arguments) == 0
     rows = Table(tmp_path, KERNELS).rows()
@@ -103,7 +102,7 @@ def test_a_run_on_the_cpu(tmp_path, capfd):
 def test_a_run_of_blocks(tmp_path):
     arguments = ["blocks", "--ops", "add_rms_norm", "--dtypes", "mixed", "--shapes", "4x32"]
     arguments += ["--providers", "jaxnorm", "jnp", "--workers", "1", "--out", str(tmp_path)]
-    if machine.here() != Machine("cpu"):
+    if results.this_machine() != Machine("cpu"):
         pytest.skip("takes the GPU's memory from the tests")
     assert run.main(arguments) == 0
     rows = Table(tmp_path, SUITES["blocks"]).rows()
