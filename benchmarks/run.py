@@ -18,7 +18,7 @@ those over whole arrays that copy, convert or transpose: a copy may be no kernel
 `temp_bytes` are beside operands and results: what XLA plans, and what torch allocates.
 Nothing compiles while a call is timed, but calls compile beside each other, in several processes
 (--workers): `compile_s` is what that takes, and of torch also the first call. How long a kernel
-takes that compiles alone, `python -m benchmarks.compiling` says.
+takes that compiles alone, `python -m benchmarks.sweep` says with `--compile-times`.
 On a machine without an NVIDIA GPU times are wall-clock times of the CPU. Rows already in the CSV
 files are not measured again.
 """

@@ -1,11 +1,16 @@
 """Times schedules of the kernels side by side: what their tables are made of.
 
     python -m benchmarks.sweep benchmarks/sweeps/backward.py --ops layer_norm --out sweep.csv
+    python -m benchmarks.sweep benchmarks/sweeps/backward.py --compile-times
 
 The file defines ``workloads()`` and, for one of them, ``schedules(workload)``. Each schedule is
 compiled, compared with XLA on the same operands, and timed as `benchmarks.run` times. `worst` is
 the largest difference from XLA's result, relative to its largest element: a schedule whose `worst`
 stands out is wrong, however fast.
+
+`--compile-times` is of the first schedule of each, the table's, one after the other as a user's
+calls have it: seconds from a traced call to a program that runs, of the first with the start of the
+compilers. (`compile_s` of `benchmarks.run` is of a call that is compiled beside others.)
 """
 
 import argparse
@@ -18,6 +23,7 @@ import os
 import re
 import runpy
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
@@ -103,18 +109,18 @@ def measured(workload: KernelWorkload, programs: dict[str, Future[Any]]) -> Iter
             out = program(*operands[0])
             reference = out if reference is None else reference
             worst = difference(out, reference)
-            time = timing.measure(program, operands)
+            timed = timing.measure(program, operands)
         except Exception as error:  # a schedule that fails is a row, not the end of the sweep
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             yield Row(*identity, *[float("nan")] * 5, reason)
             continue
-        xla_us = time.us if name == "xla" else xla_us
+        xla_us = timed.us if name == "xla" else xla_us
         yield Row(
             *identity,
-            us=round(time.us, 2),
-            main_us=round(time.main_us, 2),
-            roof=round(roof / time.us, 4),
-            vs_xla=round(xla_us / time.us, 3),
+            us=round(timed.us, 2),
+            main_us=round(timed.main_us, 2),
+            roof=round(roof / timed.us, 4),
+            vs_xla=round(xla_us / timed.us, 3),
             worst=worst,
             status="ok",
         )
@@ -141,11 +147,22 @@ def sweep(jobs: Sequence[tuple[KernelWorkload, Sequence[Any]]]) -> Iterator[list
             yield list(measured(workload, own))
 
 
+def compile_seconds(workload: KernelWorkload, schedule: Any) -> float:
+    """From the traced call to a program that runs."""
+    traced = jax.jit(workload.function(with_schedule(schedule))).trace(*shapes(workload))
+    start = time.perf_counter()
+    traced.lower().compile()
+    return time.perf_counter() - start
+
+
+def name_of(call: Row | KernelWorkload) -> str:
+    return f"{call.op} {call.direction} {call.rows} x {call.cols} {call.x_dtype}"
+
+
 def show(rows: Sequence[Row]) -> str:
     first, *others = rows
     ranked = sorted((r for r in others if r.status == "ok"), key=lambda r: r.us)
-    head = f"{first.op} {first.direction} {first.rows} x {first.cols} {first.x_dtype}"
-    lines = [f"{head}: xla {first.roof}, {len(ranked)} of {len(others)} ran"]
+    lines = [f"{name_of(first)}: xla {first.roof}, {len(ranked)} of {len(others)} ran"]
     for r in ranked[:SHOWN]:
         lines.append(f"  {r.roof:6.3f} {r.us:9.1f} us  worst {r.worst:.0e}  {r.schedule}")
     lines += [f"  failed: {r.schedule}: {r.status}" for r in others if r.status != "ok"][:1]
@@ -160,20 +177,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("sweep.csv"), help="(%(default)s)")
     parser.add_argument("--ops", nargs="+", metavar="NAME", help="of these alone")
     parser.add_argument("--cols", nargs="+", type=int, metavar="N", help="of these alone")
+    parser.add_argument(
+        "--compile-times", action="store_true", help="time no schedules, but their compilation"
+    )
     given = parser.parse_args(argv)
     if jax.devices()[0].platform != "gpu":
         print("benchmarks.sweep times GPU kernels; there is no GPU", file=sys.stderr)
         return 2
     chosen = runpy.run_path(str(given.file))
     jobs = [
-        (w, chosen["schedules"](w))
+        (w, schedules)
         for w in chosen["workloads"]()
         if w.op in (given.ops or [w.op]) and w.cols in (given.cols or [w.cols])
+        if (schedules := chosen["schedules"](w))
     ]
+    if given.compile_times:
+        for w, (first, *_) in jobs:
+            print(f"{name_of(w)}: {compile_seconds(w, first):.2f} s", flush=True)
+        return 0
     with given.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, [f.name for f in dataclasses.fields(Row)])
         writer.writeheader()
-        for rows in sweep([job for job in jobs if job[1]]):
+        for rows in sweep(jobs):
             print(show(rows), flush=True)
             writer.writerows(map(dataclasses.asdict, rows))
             file.flush()

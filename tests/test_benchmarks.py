@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from benchmarks import (
-    accuracy,
     calls,
     gradients,
     hlo,
@@ -16,10 +15,12 @@ from benchmarks import (
     plots,
     providers,
     run,
+    save,
     workloads,
 )
 from benchmarks.blocks import BLOCKS, BlockWorkload
 from benchmarks.providers import PROVIDERS
+from benchmarks.results import ROOT
 from benchmarks.suites import SUITES, BlockCell, Selection
 from benchmarks.training import largest
 from benchmarks.workloads import OPERATIONS, Workload
@@ -213,7 +214,7 @@ def test_a_line_needs_few_questions():
 def plain(op):
     if op in ("softmax", "log_softmax"):
         return getattr(jax.nn, op)
-    return lambda x, scale, bias=None: accuracy.plain(x, scale, bias)
+    return lambda x, scale, bias=None: save.plain(x, scale, bias)
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
@@ -226,6 +227,12 @@ def test_the_formulas_are_the_gradients(op, x64):
     errors = gradients.errors(problem, actual)
     assert len(errors) == 1 + workloads.PARAMETERS[op]
     assert max(errors.values()) < 1e-13
+
+
+def test_the_docs_have_the_cases_of_their_tables():
+    numerics, memory = ((ROOT / "docs" / f"{n}.md").read_text() for n in ("numerics", "memory"))
+    assert all(f"| {case.label} |" in numerics for case in save.cases())
+    assert all(block.removesuffix(" norms") in memory for block in save.BLOCKS)
 
 
 def test_problems_are_representable():

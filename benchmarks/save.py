@@ -1,0 +1,222 @@
+"""What ``save="output"`` costs, and what it frees: tables of docs/numerics.md and docs/memory.md.
+
+    python -m benchmarks.save errors
+    python -m benchmarks.save memory
+
+`errors`: relative errors ||a - b|| / ||b|| of dx and dscale over 256 rows of 1024. The reference is
+JAX's autodiff of the plain formula in float64, at the exact values of the inputs.
+
+`memory`: compiled temp memory of 12 layers, in activations of rows x width (T*d) per layer. In a
+pre-norm block the norm's output is kept anyway, for the next product; saving it instead of the
+input frees one of them. Where the output is not kept anyway, it is one array for another. Nothing
+runs; the figures are those of the device's compiler, of the gradient with respect to the parameters
+of RMSNorms and matrices.
+"""
+
+import argparse
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxnorm
+from benchmarks.providers import jnp_functions
+
+Array = jax.Array
+Norm = Callable[..., Array]
+
+# Errors.
+
+ROWS, COLS = 256, 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    label: str
+    dtype: str
+    scale: np.ndarray
+    bias: np.ndarray | None = None  # with a bias it is LayerNorm, else RMSNorm
+
+
+def cases() -> list[Case]:
+    rng = np.random.default_rng(0)
+    near_one = 1 + 0.1 * rng.normal(size=COLS)
+    small = rng.uniform(-1e-2, 1e-2, COLS)
+    some_zeros = np.where(rng.random(COLS) < 0.05, 0, near_one)
+    return [
+        Case("bf16 RMSNorm, scale near 1", "bfloat16", near_one),
+        Case("bf16 RMSNorm, 5 % of the scales 0", "bfloat16", some_zeros),
+        Case("bf16 RMSNorm, all scales 0", "bfloat16", np.zeros(COLS)),
+        Case("f16 RMSNorm, scale near 1", "float16", near_one),
+        Case("f32 RMSNorm, scale in ±1e-2", "float32", small),
+        Case("f32 RMSNorm, scale 1e-6", "float32", np.full(COLS, 1e-6)),
+        Case("f32 LayerNorm, bias N(0, 1)", "float32", near_one, rng.normal(size=COLS)),
+        Case("bf16 LayerNorm, bias N(0, 1)", "bfloat16", near_one, rng.normal(size=COLS)),
+        Case("bf16 LayerNorm, bias 10", "bfloat16", near_one, np.full(COLS, 10.0)),
+        Case(
+            "bf16 LayerNorm, scale in ±1e-2, bias N(0, 1)",
+            "bfloat16",
+            small,
+            rng.normal(size=COLS),
+        ),
+    ]
+
+
+def plain(x: Array, scale: Array, bias: Array | None) -> Array:
+    """The formula, for autodiff."""
+    if bias is not None:
+        x = x - jnp.mean(x, -1, keepdims=True)
+    y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+    return y if bias is None else y + bias
+
+
+def library(save: str) -> Norm:
+    def norm(x: Array, scale: Array, bias: Array | None) -> Array:
+        if bias is None:
+            return jaxnorm.rms_norm(x, scale, save=save)
+        return jaxnorm.layer_norm(x, scale, bias, save=save)
+
+    return norm
+
+
+def gradients(norm: Norm, case: Case, dtype: str) -> list[np.ndarray]:
+    """(dx, dscale) as float64; x and dy have the case's values, whatever `dtype` computes with."""
+    rng = np.random.default_rng(1)
+    x, dy = (jnp.asarray(rng.normal(size=(ROWS, COLS)), case.dtype).astype(dtype) for _ in "xd")
+    p_dtype = "float64" if dtype == "float64" else "float32"
+    scale, bias = (
+        None if p is None else jnp.asarray(p, "float32").astype(p_dtype)
+        for p in (case.scale, case.bias)
+    )
+    _, vjp = jax.vjp(lambda x, scale: norm(x, scale, bias), x, scale)
+    return [np.asarray(g).astype(np.float64) for g in vjp(dy)]
+
+
+def error(actual: np.ndarray, expected: np.ndarray) -> str:
+    size = np.linalg.norm(expected)
+    if size == 0:
+        return f"≤ {np.max(np.abs(actual)):.0e} abs." if actual.any() else "0"
+    return f"{np.linalg.norm(actual - expected) / size:.1e}"
+
+
+def print_errors() -> None:
+    print('| dx / dscale | `save="input"` | `save="output"` | `check_params` |')
+    print("|---|---|---|---|")
+    for case in cases():
+        with jax.enable_x64(True):
+            expected = gradients(plain, case, "float64")
+        cells = []
+        for save in ("input", "output"):
+            actual = gradients(library(save), case, case.dtype)
+            cells.append(" / ".join(error(a, e) for a, e in zip(actual, expected)))
+        params = {"scale": case.scale} | ({} if case.bias is None else {"bias": case.bias})
+        (norm,) = jaxnorm.check_params(params, case.dtype)
+        print(f"| {case.label} | {' | '.join(cells)} | {norm.verdict} |")
+
+
+# Memory.
+
+LAYERS, TOKENS, WIDTH = 12, 2048, 512
+HEADS, BATCH = 8, 4
+
+NORMS: dict[str, Norm] = {
+    "plain jnp": jnp_functions.rms_norm,
+    "save='input'": functools.partial(jaxnorm.rms_norm, save="input"),
+    "save='output'": jaxnorm.rms_norm,
+    "save='output', xla": functools.partial(jaxnorm.rms_norm, implementation="xla"),
+}
+
+
+def mlp(x: Array, w1: Array, w2: Array) -> Array:
+    return jax.nn.relu(x @ w1) @ w2
+
+
+def pre_norm(norm: Norm, x: Array, s1: Array, s2: Array, w1: Array, w2: Array) -> Array:
+    return x + mlp(norm(x, s1), w1, w2)
+
+
+def post_norm(norm: Norm, x: Array, s1: Array, s2: Array, w1: Array, w2: Array) -> Array:
+    return norm(x + mlp(x, w1, w2), s1)
+
+
+def sandwich(norm: Norm, x: Array, s1: Array, s2: Array, w1: Array, w2: Array) -> Array:
+    """Gemma's: a norm before a branch, and one after it."""
+    return x + norm(mlp(norm(x, s1), w1, w2), s2)
+
+
+def qk_norm(norm: Norm, x: Array, s1: Array, s2: Array, w1: Array, w2: Array) -> Array:
+    """Attention with norms of the queries and keys of each head; w1 makes both, x is the values."""
+    width = x.shape[-1]
+    q, k = jnp.split((x @ w1).reshape(BATCH, -1, HEADS, 2 * width // HEADS), 2, axis=-1)
+    q, k = norm(q, s1[: width // HEADS]), norm(k, s2[: width // HEADS])
+    v = x.reshape(*q.shape)
+    return x + jax.nn.dot_product_attention(q, k, v).reshape(x.shape)
+
+
+BLOCKS: dict[str, Callable[..., Array]] = {
+    "pre-norm": pre_norm,
+    "post-norm": post_norm,
+    "sandwich norms": sandwich,
+    "QK norms": qk_norm,
+}
+
+
+def scanned(layer: Callable[..., Array], params: Any, x: Array) -> Array:
+    out, _ = jax.lax.scan(lambda x, p: (layer(x, *p), None), x, params)
+    return jnp.sum(out.astype(jnp.float32) ** 2)
+
+
+def unrolled(layer: Callable[..., Array], params: Any, x: Array) -> Array:
+    for p in params:
+        x = layer(x, *p)
+    return jnp.sum(x.astype(jnp.float32) ** 2)
+
+
+def temp_bytes(
+    layer: Callable[..., Array], dtype: str, rows: int, width: int, *, scan: bool
+) -> int:
+    """Parameters are stacked for a scan, else apart."""
+    shapes = [(width,), (width,), (width, 2 * width), (2 * width, width)]
+    if scan:
+        params: Any = [jax.ShapeDtypeStruct((LAYERS, *shape), dtype) for shape in shapes]
+    else:
+        params = [[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes] for _ in range(LAYERS)]
+    x = jax.ShapeDtypeStruct((rows, width), dtype)
+    step = jax.jit(jax.grad(functools.partial(scanned if scan else unrolled, layer)))
+    # XLA times matrix products and takes the fastest, whose workspace may be an activation's size.
+    options = {"xla_gpu_autotune_level": "0"} if jax.default_backend() == "gpu" else None
+    program = step.lower(params, x).compile(options)
+    return int(program.memory_analysis().temp_size_in_bytes)
+
+
+def print_memory() -> None:
+    print(f"temp memory in T*d per layer; jax {jax.__version__}, {jax.devices()[0].device_kind}")
+    print(f"{'block':16}{'layers':10}{'dtype':10}" + "".join(f"{name:>20}" for name in NORMS))
+    for block, layer in BLOCKS.items():
+        for scan in (True, False):
+            for dtype in ("bfloat16", "float32"):
+                activation = TOKENS * WIDTH * jnp.dtype(dtype).itemsize * LAYERS
+                layers = [functools.partial(layer, norm) for norm in NORMS.values()]
+                used = [temp_bytes(each, dtype, TOKENS, WIDTH, scan=scan) for each in layers]
+                kind = "scan" if scan else "unrolled"
+                cells = "".join(f"{size / activation:20.2f}" for size in used)
+                print(f"{block:16}{kind:10}{dtype:10}{cells}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    tables = {"errors": print_errors, "memory": print_memory}
+    parser.add_argument("table", choices=tables)
+    tables[parser.parse_args(argv).table]()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
