@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import results, run
+from benchmarks import report, results, run
 from benchmarks.processes import Outcome
 from benchmarks.providers import PROVIDERS, Provider
 from benchmarks.results import ROOT, Machine, Table
@@ -78,6 +78,13 @@ def test_a_provider_that_is_not_installed_is_a_row(tmp_path):
     )
 
 
+@pytest.fixture
+def no_plots(monkeypatch):
+    """They take longer than these runs, and test_benchmarks_report.py makes them."""
+    monkeypatch.setattr(report, "PLOTTED", ())
+
+
+@pytest.mark.usefixtures("no_plots")
 def test_a_run_on_the_cpu(tmp_path, capfd):
     """The whole way, in two processes: cells, rows, report; then nothing is left to do."""
     arguments = ["kernels", "accuracy", "--ops", "rms_norm", "--dtypes", "bfloat16"]
@@ -99,6 +106,7 @@ def test_a_run_on_the_cpu(tmp_path, capfd):
     assert "0 cells to measure" in capfd.readouterr().out
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_a_run_of_blocks(tmp_path):
     arguments = ["blocks", "--ops", "add_rms_norm", "--dtypes", "mixed", "--shapes", "4x32"]
     arguments += ["--providers", "jaxnorm", "jnp", "--workers", "1", "--out", str(tmp_path)]
