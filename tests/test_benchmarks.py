@@ -25,6 +25,8 @@ from benchmarks.suites import SUITES, BlockCell, Selection
 from benchmarks.training import largest
 from benchmarks.workloads import OPERATIONS, Workload
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 SMALL = Selection(providers=("xla", "jnp"), ops=("rms_norm",), shapes=((4, 32),))
 KERNELS = SUITES["kernels"]
 

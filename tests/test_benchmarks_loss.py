@@ -12,6 +12,8 @@ from benchmarks.providers import PROVIDERS
 from benchmarks.results import Machine, Table
 from benchmarks.suites import SUITES, LossCell, Selection
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 LOSS = SUITES["loss"]
 POSITIONS = LossCell("cross_entropy", "fwd+bwd", "6x40", "float32", "jaxnorm")
 MEAN = LossCell("linear_cross_entropy", "fwd+bwd", "6x8x40", "bfloat16", "jaxnorm")

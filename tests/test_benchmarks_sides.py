@@ -12,6 +12,8 @@ from benchmarks import jax_side
 from benchmarks.blocks import BLOCKS
 from benchmarks.suites import BlockCell, TimedCell
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 CELL = TimedCell("layer_norm", "fwd", 4, 33, "float32", "bfloat16", "jaxnorm")
 BLOCK = BlockCell("sandwich", "fwd+bwd", "4x36", "float32", "jaxnorm")
 CASES = [("kernels", "fwd"), ("kernels", "bwd"), ("api", "fwd+bwd"), ("latency", "fwd+bwd")]
