@@ -10,7 +10,7 @@ from reference import unit_roundoff
 
 import jaxnorm
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = pytest.mark.usefixtures("x64", "quick_to_compile")
 
 
 def normal(*shape, seed=0):

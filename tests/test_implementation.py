@@ -19,7 +19,7 @@ import jaxnorm
 from jaxnorm import _implementation
 from jaxnorm_kernels import devices, xla
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 SHIFT = 100.0
 HERE = _implementation.local_platform()

@@ -12,7 +12,7 @@ import pytest
 
 import jaxnorm.linen
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 PAIRS = {"LayerNorm": (jaxnorm.linen.LayerNorm, nn.LayerNorm)}
 PAIRS["RMSNorm"] = (jaxnorm.linen.RMSNorm, nn.RMSNorm)

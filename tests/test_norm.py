@@ -9,7 +9,7 @@ from reference import DTYPES, Norm, assert_within, exact
 
 import jaxnorm
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 # x, scale and bias, output
 MIXES = [
