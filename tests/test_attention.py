@@ -12,6 +12,8 @@ from flax import nnx
 import jaxnorm.linen
 import jaxnorm.nnx
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 FUNCTIONS = {
     "linen": (jaxnorm.linen.dot_product_attention, nn.dot_product_attention),
     "nnx": (jaxnorm.nnx.dot_product_attention, nnx.dot_product_attention),
