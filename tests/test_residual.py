@@ -13,7 +13,7 @@ from test_norm import normal
 
 import jaxnorm
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 # x, residual, parameters, y
 MIXES = [
