@@ -61,6 +61,9 @@ NO_LOGITS: Table = (
     ),
 )
 
+#: Of an implementation without kernels of a :class:`LinearSpec`.
+NO_PRODUCT = "its kernels have no norm with a product yet"
+
 # Up to here a forward pass of a norm takes a GPU a few microseconds, and the host as long.
 _SMALL_BYTES = 4 * 2**20
 

@@ -24,11 +24,16 @@ A norm is fused with the residual addition beside it. Forward, h and out in ``re
 
 The derivatives of the third are those of ``norm``. A backward can add the cotangent that h has
 beside the norm's (``Spec.adds_dh``); that of a plain norm, another cotangent of its x.
+
+A norm is fused with the product after it, too, whose spec is a :class:`LinearSpec`. It has a
+forward alone: its backward is two products and the backward of a norm that keeps its input::
+
+    rms_norm_linear  y = activation(z),  z = rms_norm(x) weight + bias
 """
 
 import dataclasses
 import math
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import jax
 import numpy as np
@@ -39,6 +44,7 @@ Op = Literal[
 Direction = Literal["fwd", "tan", "bwd"]
 Save = Literal["output", "input"]
 Name = Literal["xla", "mosaic", "triton"]
+Activation = Literal["relu", "leaky_relu", "gelu", "silu"]
 
 #: dtypes that every function takes and returns.
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -296,6 +302,77 @@ class Spec:
         return dataclasses.replace(self, **changes)
 
 
+@dataclasses.dataclass(frozen=True)
+class LinearSpec:
+    """Everything static about one call of ``rms_norm_linear_fwd``.
+
+    Since rms_norm(x) weight = rstd (x (G weight)) row by row, with G = scale + scale_offset, a
+    kernel need not write the normalised array.
+
+    Attributes:
+      rows, cols, features: x is ``(rows, cols)``, weight ``(cols, features)``.
+      x_dtype, weight_dtype: of these arrays.
+      product_dtype: to which the normalised x (or what stands for it in a kernel's product) and
+        weight are rounded. Sums are of `compute_dtype`.
+      y_dtype: of y and of z, each rounded to it once, from `compute_dtype`.
+      scale_dtype, bias_dtype: of ``(cols,)`` and ``(features,)``; None for one that is absent.
+      epsilon, scale_offset: as in :class:`Spec`.
+      activation: that of `jax.nn` with its defaults, of z in `compute_dtype`; None for y = z.
+      precision: of the product, as ``jax.default_matmul_precision``.
+      want_y: False where rstd alone is wanted, which is the xla implementation's.
+      want_z: z is returned too, for a backward; only with an activation.
+      want_rstd: rstd is returned too, for a backward.
+      cols_over: mesh axes (inside ``jax.shard_map``) that the columns are sharded over, of which
+        there are ``cols`` in all; for the xla implementation alone.
+    """
+
+    op: ClassVar[Literal["rms_norm_linear"]] = "rms_norm_linear"
+    direction: ClassVar[Direction] = "fwd"
+
+    rows: int
+    cols: int
+    features: int
+    x_dtype: np.dtype
+    weight_dtype: np.dtype
+    product_dtype: np.dtype
+    y_dtype: np.dtype
+    scale_dtype: np.dtype | None = None
+    bias_dtype: np.dtype | None = None
+    epsilon: float = 0.0
+    scale_offset: float = 0.0
+    activation: Activation | None = None
+    precision: str | None = None
+    want_y: bool = True
+    want_z: bool = False
+    want_rstd: bool = False
+    cols_over: tuple[str, ...] = ()
+
+    @property
+    def compute_dtype(self) -> np.dtype:
+        """dtype of the product's sums and of z: float64 where an array of rows is, else float32."""
+        names = (self.x_dtype.name, self.product_dtype.name, self.y_dtype.name)
+        return np.dtype(np.float64 if "float64" in names else np.float32)
+
+    @property
+    def norm(self) -> Spec:
+        """The norm of x, whose output is the product's operand."""
+        return Spec(
+            op="norm",
+            direction="fwd",
+            rows=self.rows,
+            cols=self.cols,
+            x_dtype=self.x_dtype,
+            y_dtype=self.product_dtype,
+            scale_dtype=self.scale_dtype,
+            epsilon=self.epsilon,
+            scale_offset=self.scale_offset,
+            saved="input",
+            want_stats=True,
+            cols_over=self.cols_over,
+            axes_over=(self.cols_over,) if self.cols_over else (),
+        )
+
+
 #: Row statistics that a norm's backward needs: ``(rstd,)`` or ``(rstd, mean)``, each ``(rows,)``
 #: in the arithmetic dtype; empty where ``spec.want_stats`` is False. Of two norms, each one's rstd.
 #: Of a cross-entropy ``(m, log_s)``, the maximum of what a row keeps and log(sum(exp(x - m))); the
@@ -445,11 +522,26 @@ class Implementation(Protocol):
         """Returns dx, dresidual, dscale and dnext_scale in the dtypes of ``spec``."""
         ...
 
-    def supports(self, spec: Spec) -> str | None:
+    def rms_norm_linear_fwd(
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        scale: jax.Array | None,
+        bias: jax.Array | None,
+        spec: LinearSpec,
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """Returns y, z and rstd; None for what ``spec`` does not want.
+
+        y and z are ``(rows, features)`` in ``spec.y_dtype``, rstd is ``(rows,)`` in the norm's
+        arithmetic dtype.
+        """
+        ...
+
+    def supports(self, spec: Spec | LinearSpec) -> str | None:
         """None, or a sentence for the user that says why this call cannot run here."""
         ...
 
-    def prefers(self, spec: Spec) -> str | None:
+    def prefers(self, spec: Spec | LinearSpec) -> str | None:
         """None, or a sentence that says why the default should leave this call to ``xla``."""
         ...
 

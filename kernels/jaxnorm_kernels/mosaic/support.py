@@ -16,10 +16,11 @@ from jaxnorm_kernels.refusals import (
     NO_CLASSES,
     NO_KERNEL,
     NO_LOGITS,
+    NO_PRODUCT,
     Table,
     first,
 )
-from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.specs import LinearSpec, Spec
 
 # Rows are numbered in int32, and the last block may start a tile further.
 _MAX_ROWS = 2**31 - 2**16
@@ -130,16 +131,20 @@ def takes_inner(spec: Spec) -> bool:
     return strip_schedule.refusal(spec) is None
 
 
-def supports(spec: Spec) -> str | None:
+def supports(spec: Spec | LinearSpec) -> str | None:
     """None, or why this call cannot run here."""
+    if isinstance(spec, LinearSpec):
+        return NO_PRODUCT
     refusal = first(_TOO_OLD, spec)
     if refusal is not None:
         return refusal
     return first(_CANNOT, spec) if spec.inner == 1 else strip_schedule.refusal(spec)
 
 
-def prefers(spec: Spec) -> str | None:
+def prefers(spec: Spec | LinearSpec) -> str | None:
     """None, or why the default leaves this call to xla."""
+    if isinstance(spec, LinearSpec):
+        return NO_PRODUCT
     return first(_LEFT_TO_XLA, spec)
 
 

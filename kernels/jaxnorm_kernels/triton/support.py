@@ -10,10 +10,11 @@ from jaxnorm_kernels.refusals import (
     NO_CLASSES,
     NO_KERNEL,
     NO_LOGITS,
+    NO_PRODUCT,
     Table,
     first,
 )
-from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.specs import LinearSpec, Spec
 
 # Rows and columns are numbered in int32, and the last step goes over the end by so much at most.
 _MOST = 2**31 - 2**21
@@ -114,13 +115,17 @@ def platforms() -> tuple[str, ...]:
     return ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
 
 
-def supports(spec: Spec) -> str | None:
+def supports(spec: Spec | LinearSpec) -> str | None:
     """None, or why this call cannot run here."""
+    if isinstance(spec, LinearSpec):
+        return NO_PRODUCT
     return first(_CANNOT, spec)
 
 
-def prefers(spec: Spec) -> str | None:
+def prefers(spec: Spec | LinearSpec) -> str | None:
     """None, or why the default leaves this call to xla."""
+    if isinstance(spec, LinearSpec):
+        return NO_PRODUCT
     return first(_LEFT_TO_XLA, spec)
 
 

@@ -1,0 +1,113 @@
+"""RMSNorm, the product with a matrix and an activation: the composition.
+
+    n = rms_norm(x)                rounded to the product's dtype
+    z = n weight + bias            summed in the arithmetic dtype
+    y = activation(z)
+
+Tangents, from x, rstd and z, of n recomputed; that of n is the norm's own:
+
+    dz = dn weight + n dweight + dbias          dy = activation'(z) dz
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxnorm_kernels.specs import Activation, LinearSpec
+from jaxnorm_kernels.xla.norm import gain, norm_fwd
+
+_ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "leaky_relu": jax.nn.leaky_relu,
+    "gelu": jax.nn.gelu,
+    "silu": jax.nn.silu,
+}
+
+
+def rms_norm_linear_fwd(
+    x: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    spec: LinearSpec,
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """y, z and rstd; None for what the spec does not want."""
+    n, (rstd,) = norm_fwd(x, scale, None, spec.norm)
+    kept = rstd if spec.want_rstd else None
+    if not spec.want_y:
+        return None, None, kept
+    z = _product(n, weight, spec)
+    if spec.cols_over:
+        z = lax.psum(z, spec.cols_over)
+    if bias is not None:
+        z = z + bias.astype(z.dtype)
+    y = z if spec.activation is None else _ACTIVATIONS[spec.activation](z)
+    return y.astype(spec.y_dtype), z.astype(spec.y_dtype) if spec.want_z else None, kept
+
+
+def rms_norm_linear_tan(
+    x: jax.Array,
+    rstd: jax.Array,
+    scale: jax.Array | None,
+    weight: jax.Array,
+    z: jax.Array | None,
+    dn: jax.Array | None,
+    dweight: jax.Array | None,
+    dbias: jax.Array | None,
+    spec: LinearSpec,
+    out_sharding: jax.sharding.NamedSharding | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The tangents of y and z, in ``spec.y_dtype``; None stands for one that is 0.
+
+    `out_sharding` is that of z, where types name mesh axes.
+    """
+    terms = []
+    if dn is not None:
+        terms.append(_rounded_product(dn, weight, spec, out_sharding))
+    if dweight is not None:
+        n = x.astype(spec.norm.compute_dtype) * rstd[..., None]
+        if scale is not None:
+            n = n * gain(scale, spec.norm)
+        n = n.astype(spec.product_dtype)
+        terms.append(_rounded_product(n, dweight, spec, out_sharding))
+    if dbias is not None:
+        shape = (*x.shape[:-1], spec.features)
+        wide = dbias.astype(spec.compute_dtype)
+        terms.append(jnp.broadcast_to(wide, shape, out_sharding=out_sharding))
+    dz = sum(terms[1:], terms[0])
+    dy = dz
+    if spec.activation is not None:
+        assert z is not None
+        _, dy = jax.jvp(_ACTIVATIONS[spec.activation], (z.astype(dz.dtype),), (dz,))
+    return dy.astype(spec.y_dtype), dz.astype(spec.y_dtype)
+
+
+def _rounded_product(
+    a: jax.Array, b: jax.Array, spec: LinearSpec, out_sharding: jax.sharding.NamedSharding | None
+) -> jax.Array:
+    """The product rounded to its operands' dtype: its transposes then take operands of that dtype.
+
+    Were it of float32, a cotangent of float32 would meet 16-bit operands, in slower products.
+    """
+    product = _product(a, b, spec, spec.product_dtype, out_sharding)
+    return product.astype(spec.compute_dtype)
+
+
+def _product(
+    a: jax.Array,
+    b: jax.Array,
+    spec: LinearSpec,
+    dtype: jax.typing.DTypeLike | None = None,
+    out_sharding: jax.sharding.NamedSharding | None = None,
+) -> jax.Array:
+    """a b, of operands in the product's dtype, its sums in the arithmetic dtype."""
+    return lax.dot_general(
+        a.astype(spec.product_dtype),
+        b.astype(spec.product_dtype),
+        (((a.ndim - 1,), (0,)), ((), ())),
+        precision=spec.precision,
+        preferred_element_type=spec.compute_dtype if dtype is None else dtype,
+        out_sharding=out_sharding,
+    )
