@@ -18,6 +18,7 @@ from jaxnorm._norm import (
     rms_norm_add,
     rms_norm_add_rms_norm,
 )
+from jaxnorm._norm_linear import rms_norm_linear
 from jaxnorm._plan import Plan, implementation_for
 from jaxnorm._remat import save_policy
 from jaxnorm._softmax import log_softmax, softmax
@@ -37,6 +38,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_add",
     "rms_norm_add_rms_norm",
+    "rms_norm_linear",
     "save_policy",
     "softmax",
     "softmax_cross_entropy_with_integer_labels",

@@ -8,7 +8,7 @@ from typing import cast
 
 import jax
 
-from jaxnorm_kernels.specs import Implementation, Spec
+from jaxnorm_kernels.specs import Implementation, LinearSpec, Spec
 
 # Where each implementation lives. Imported on first use: a kernel backend costs nothing until then.
 _MODULES = {
@@ -65,7 +65,7 @@ def _candidates(platform: str) -> tuple[str, ...]:
     return ordinary[ordinary.index(_PREFERRED) if _PREFERRED in ordinary else 0 : -1]
 
 
-def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
+def choose(as_seen_by: Callable[[str], Spec | LinearSpec], platform: str) -> Choice:
     """The default's choice for a call on `platform` ("cpu", "cuda", "rocm", "tpu").
 
     `as_seen_by` gives the spec of the view that an implementation gets, by its name. What the
@@ -97,7 +97,7 @@ def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
     return Choice("xla", "; ".join(refusals) or f"the default for {platform}")
 
 
-def forced(spec: Spec, name: str) -> Choice:
+def forced(spec: Spec | LinearSpec, name: str) -> Choice:
     """`name` itself; ValueError with its reason where it cannot run `spec`."""
     refusal = module(name).supports(spec)
     if refusal is not None:
@@ -108,7 +108,7 @@ def forced(spec: Spec, name: str) -> Choice:
     return Choice(name, "asked for by name")
 
 
-def placed(name: str, spec: Spec, platforms: Sequence[str]) -> None:
+def placed(name: str, spec: Spec | LinearSpec, platforms: Sequence[str]) -> None:
     """ValueError where a program for these platforms cannot hold `name`, which was asked for."""
     can = getattr(module(name), "platforms", lambda: None)()
     cannot = [platform for platform in platforms if can is not None and platform not in can]

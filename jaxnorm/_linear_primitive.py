@@ -12,7 +12,6 @@ four.
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -231,16 +230,9 @@ class _Layout:
     @classmethod
     def of(cls, x: Any, weight: Any, mesh: Any) -> "_Layout":
         """Of types with shardings. What does not divide an axis does not split it."""
-
-        def over(a: Any, axis: int) -> tuple[str, ...]:
-            entry = (*a.sharding.spec, *[None] * len(a.shape))[axis]
-            names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-            shards = math.prod(mesh.shape[name] for name in names)
-            return () if a.shape[axis] % shards else names
-
-        rows = tuple(over(x, axis) for axis in range(len(x.shape) - 1))
+        rows = tuple(_sharding.axes_over(x, axis, mesh) for axis in range(len(x.shape) - 1))
         taken = {*sum(rows, ())}
-        d, v = over(weight, 0), over(weight, 1)
+        d, v = (_sharding.axes_over(weight, axis, mesh) for axis in (0, 1))
         return cls(
             rows,
             classes=() if taken & {*v} else v,

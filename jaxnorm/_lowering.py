@@ -14,6 +14,7 @@ from jax.interpreters import mlir
 
 from jaxnorm import _auto_axes, _implementation, _sharding
 from jaxnorm._call import Call, Function
+from jaxnorm._norm_linear_call import Linear
 
 
 def lower(ctx: Any, *arrays: Any, call: Call, bind: Callable[..., Any]) -> Any:
@@ -39,38 +40,51 @@ def _on_explicit_axes(ctx: Any, call: Call, bind: Callable[..., Any]) -> Functio
 
 
 def _choose(ctx: Any, call: Call, bind: Callable[..., Any]) -> Function:
-    program = ctx.module_context
-    whole = _auto_axes.are_whole(program.axis_context)
-    platforms = ctx.platforms or program.platforms
+    platforms = ctx.platforms or ctx.module_context.platforms
     if _loses_its_kernel_by_dh(call, platforms[0]):
         return _with_dh_added_outside(call, bind)
     named = None if call.implementation is None else call.as_seen_by(call.implementation)
-    if call.spec.plain or (named is not None and named.scattered):
-        name = "xla"
-    elif call.implementation is not None and named is not None:
-        name = call.implementation
-        _implementation.placed(name, call.spec, platforms)
-        # Known here alone: under `jax.vmap` a backward has more rows than where it was called.
-        _implementation.forced(named, name)
-    elif program.lowering_parameters.for_export or len(platforms) > 1:
-        name = "xla"  # An exported program outlives this version's kernels.
-    else:
-        name = _implementation.choose(call.as_seen_by, platforms[0]).name
+    is_plain = call.spec.plain or (named is not None and named.scattered)
+    name = "xla" if is_plain else chosen(ctx, call)
     if name == "xla":
         # Of rows XLA fuses more with a softmax, such as attention's mask. But it must not reshape
         # what is sharded, nor transpose what it can reduce as it lies.
         natural = call.view.moved or call.view.has_groups or call.view.logits_bias
+        whole = _auto_axes.are_whole(ctx.module_context.axis_context)
         in_rows = whole and not (natural or call.spec.causal)
         return call.kernel("xla") if in_rows else call.xla
-    if whole:
+    return where_it_lies(ctx, call, name, lambda: _auto_axes.partitioned(call, bind))
+
+
+def chosen(ctx: Any, call: Call | Linear) -> str:
+    """The implementation that runs a call which kernels may run."""
+    program = ctx.module_context
+    platforms = ctx.platforms or program.platforms
+    if call.implementation is not None:
+        name = call.implementation
+        _implementation.placed(name, call.spec, platforms)
+        # Known here alone: under `jax.vmap` a backward has more rows than where it was called.
+        _implementation.forced(call.as_seen_by(name), name)
+        return name
+    if program.lowering_parameters.for_export or len(platforms) > 1:
+        return "xla"  # An exported program outlives this version's kernels.
+    return _implementation.choose(call.as_seen_by, platforms[0]).name
+
+
+def where_it_lies(
+    ctx: Any, call: Call | Linear, name: str, partitioned: Callable[[], Function]
+) -> Function:
+    """The kernel `name` on whole arrays, or on what XLA spreads over devices."""
+    axes = ctx.module_context.axis_context
+    if _auto_axes.are_whole(axes):
         return call.kernel(name)
-    if _auto_axes.can_partition(program.axis_context):
-        return _auto_axes.partitioned(call, bind)
+    if _auto_axes.can_partition(axes):
+        return partitioned()
     if call.implementation is None:
         return call.xla
     raise ValueError(
         f"implementation={name!r} cannot run {call.spec.op} on arrays that lie on a mesh with axes "
-        f"that are neither all manual nor all automatic: {program.axis_context}; leave "
+        f"that are neither all manual nor all automatic: {axes}; leave "
         "implementation out, or enter jax.shard_map with all axes of the mesh"
     )
 

@@ -24,18 +24,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxnorm import _auto_axes, _eager, _implementation, _lowering, _remat, _sharding
 from jaxnorm._call import Arrays, Call
 from jaxnorm._rows import PARAMETERS, SHARED, Kind
-from jaxnorm_kernels.specs import Op
+from jaxnorm_kernels.specs import Name, Op
 
 
 def bind(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
     """The results of the pass; None stands for an array that there is not."""
     leaves = _sharding.vary_alike([a for a in arrays if a is not None])
-    primitive = _PRIMITIVES[call.function, call.spec.direction, _may_be_partitioned(call)]
+    partitioned = may_be_partitioned(call.implementation)
+    primitive = _PRIMITIVES[call.function, call.spec.direction, partitioned]
     results: list[jax.Array] = primitive.bind(*leaves, call=call)
     return results
 
 
-def _may_be_partitioned(call: Call) -> bool:
+def may_be_partitioned(implementation: Name | None) -> bool:
     """Whether a kernel may meet arrays that XLA spreads over devices.
 
     To partition it JAX has to know the devices when it lowers, which programs without any (for an
@@ -43,7 +44,7 @@ def _may_be_partitioned(call: Call) -> bool:
     """
     if jax.device_count() == 1:
         return False
-    return _implementation.has_kernels(call.implementation, _implementation.local_platform())
+    return _implementation.has_kernels(implementation, _implementation.local_platform())
 
 
 # ------------------------------------------------------------------------------------ evaluation
@@ -97,16 +98,16 @@ def _forward_jvp(primals: Any, tangents: Any, *, call: Call) -> tuple[Any, Any]:
     elif call.spec.op == "cross_entropy":
         _, *stats = outputs
         constants = [given[name] for name in call.parameters]
-        moved = _tangents_of(call, [given["x"], *stats, *constants], along)
+        moved = tangents_of(call, [given["x"], *stats, *constants], along)
     else:
         mask = [given["mask"]] if call.spec.has_mask else []
-        moved = _tangents_of(call, [*outputs, *mask], along)
+        moved = tangents_of(call, [*outputs, *mask], along)
     both = list(zip(outputs, moved))
     if call.spec.unused is not None:
         both.pop(("y", "h").index(call.spec.unused))
     both = both[: len(call.result_kinds)]
     results = [a for a, _ in both]
-    return results, [_zero_like(a) if t is None else t for a, t in both]
+    return results, [zero_like(a) if t is None else t for a, t in both]
 
 
 def _norm_tangents(
@@ -122,16 +123,16 @@ def _norm_tangents(
     tangents = {name: along.get(name) for name in call.primals}
     match call.spec.op:
         case "norm" | "add_norm":
-            return _tangents_of(call, [saved, *stats, *parameters], tangents)
+            return tangents_of(call, [saved, *stats, *parameters], tangents)
         case "norm_add":
             residual = tangents.pop("residual")
-            dy, *others = _tangents_of(call.first(), [given["x"], *stats, *parameters], tangents)
-            return [_sum([residual, dy], call.spec.residual_dtype), *others]
+            dy, *others = tangents_of(call.first(), [given["x"], *stats, *parameters], tangents)
+            return [total_of([residual, dy], call.spec.residual_dtype), *others]
         case _:
-            return _tangents_of(call, [given["x"], saved, *stats, *parameters], tangents)
+            return tangents_of(call, [given["x"], saved, *stats, *parameters], tangents)
 
 
-def _tangents_of(
+def tangents_of(
     call: Call,
     residuals: Sequence[jax.Array],
     tangents: dict[str, jax.Array | None],
@@ -144,11 +145,11 @@ def _tangents_of(
     return [*bind(tangent, *residuals, *along.values())]
 
 
-def _zero_like(a: jax.Array) -> ad.Zero:
+def zero_like(a: jax.Array) -> ad.Zero:
     return ad.Zero(jax.typeof(a).to_tangent_aval())
 
 
-def _sum(terms: Sequence[jax.Array | None], dtype: Any) -> jax.Array | None:
+def total_of(terms: Sequence[jax.Array | None], dtype: Any) -> jax.Array | None:
     """The sum in `dtype`, rounded once, of those that are not None; None for that of none."""
     arrays: Sequence[jax.Array] = [a for a in terms if a is not None]
     if not arrays:

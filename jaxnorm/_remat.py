@@ -12,6 +12,7 @@ _OUT = "jaxnorm_out"
 _RSTD = "jaxnorm_rstd"
 _LSE = "jaxnorm_lse"
 _SOFTMAX_OUT = "jaxnorm_softmax_out"
+_PREACTIVATION = "jaxnorm_preactivation"
 
 _keep = jax.checkpoint_policies.save_only_these_names(_OUT, _RSTD, _LSE)
 
@@ -23,8 +24,9 @@ def save_policy(primitive: Any, *avals: Any, **params: Any) -> bool:
     norms (named ``jaxnorm_out`` and ``jaxnorm_rstd``), so the backward computes no norm again, and
     the log-sum-exp of each row of a cross-entropy (``jaxnorm_lse``, two numbers), not its logits. A
     softmax's output, as large as the attention matrix, has a name of its own
-    (``jaxnorm_softmax_out``) and is not kept; to keep it too, use
-    :func:`jax.checkpoint_policies.save_only_these_names` with the four names.
+    (``jaxnorm_softmax_out``) and is not kept, and neither is what ``rms_norm_linear`` gives to an
+    activation (``jaxnorm_preactivation``), a product's result; to keep them too, use
+    :func:`jax.checkpoint_policies.save_only_these_names` with the names.
 
     Args:
       primitive, avals, params: an equation, as JAX hands it to a policy.
@@ -52,3 +54,9 @@ def name(call: Call, outputs: Sequence[jax.Array]) -> list[jax.Array]:
     if spec.saved == "input":
         h = [checkpoint_name(a, _OUT) for a in h]
     return [checkpoint_name(y, _OUT), *h, *[checkpoint_name(stat, _RSTD) for stat in others]]
+
+
+def name_of_linear(result: str, a: jax.Array) -> jax.Array:
+    """Names a result of rms_norm_linear, or the sum h that it normalises."""
+    names = {"h": _OUT, "rstd": _RSTD, "z": _PREACTIVATION}
+    return checkpoint_name(a, names[result]) if result in names else a

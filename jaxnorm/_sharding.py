@@ -5,6 +5,7 @@ Auto axes       XLA decides when it compiles: `_auto_axes`
 Manual axes     inside `jax.shard_map` the operands are shards already
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,6 +87,13 @@ def mesh_of(avals: Sequence[Any]) -> Any:
     """The mesh of types: the first that is not empty."""
     meshes = [aval.sharding.mesh for aval in avals]
     return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
+
+
+def axes_over(aval: Any, axis: int, mesh: Any) -> tuple[str, ...]:
+    """Mesh axes that split an axis of a type; none where its size is no multiple of the shards."""
+    entry = (*aval.sharding.spec, *[None] * len(aval.shape))[axis]
+    names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+    return () if aval.shape[axis] % math.prod(mesh.shape[name] for name in names) else names
 
 
 def explicit_axes(mesh: Any) -> set[str]:
