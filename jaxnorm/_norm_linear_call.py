@@ -2,15 +2,16 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from jaxnorm import _implementation
-from jaxnorm._call import Function
+from jaxnorm._call import Function as Run
 from jaxnorm_kernels.specs import LinearSpec, Name
 
-NAME = "rms_norm_linear"
+Function = Literal["rms_norm_linear"]
+NAME: Function = "rms_norm_linear"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Linear:
         """The results by the xla implementation, which takes arrays of any shape."""
         return self._run("xla", arrays)
 
-    def kernel(self, name: str) -> Function:
+    def kernel(self, name: str) -> Run:
         """The implementation `name`, through two-dimensional views of the arrays."""
 
         def run(x: jax.Array, *others: jax.Array) -> list[jax.Array]:

@@ -25,7 +25,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxnorm import _auto_axes, _eager, _implementation, _lowering, _primitive, _remat, _sharding
-from jaxnorm._call import Arrays, Function
+from jaxnorm._call import Arrays, Call, Function
 from jaxnorm._norm import norm_call
 from jaxnorm._norm_linear_call import NAME, Linear
 
@@ -80,7 +80,7 @@ def _tangents(
     along: dict[str, jax.Array],
 ) -> dict[str, jax.Array | None]:
     """Those of the results; None, or none, for a tangent of 0."""
-    norm = _norm_of(call, given)
+    norm = norm_of(call, given["x"].shape)
     stats_and_scale = [results["rstd"], *([given["scale"]] if "scale" in given else [])]
     of_norm = {name: along.get(name) for name in ("x", "scale")}
     moved: dict[str, jax.Array | None] = {}
@@ -98,14 +98,17 @@ def _tangents(
     return moved
 
 
-def _norm_of(call: Linear, given: dict[str, jax.Array]) -> Any:
+def norm_of(call: Linear, shape: tuple[int, ...]) -> Call:
+    """The norm of x with this shape, from its input: its tangent and its backward are the call's.
+
+    They know rstd where the call returns it.
+    """
     spec = call.spec
-    scale = {name: (a.shape, a.dtype) for name, a in given.items() if name == "scale"}
     norm = norm_call(
         "rms_norm",
-        given["x"].shape,
+        shape,
         spec.x_dtype,
-        scale,
+        {} if spec.scale_dtype is None else {"scale": (shape[-1:], spec.scale_dtype)},
         axis=-1,
         epsilon=spec.epsilon,
         scale_offset=spec.scale_offset,

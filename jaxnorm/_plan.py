@@ -13,13 +13,22 @@ from jaxnorm._loss import Function as Loss
 from jaxnorm._loss import cross_entropy_call
 from jaxnorm._norm import OPS, norm_call
 from jaxnorm._norm import Function as Norm
+from jaxnorm._norm_linear import linear_call
+from jaxnorm._norm_linear_call import NAME as LINEAR
+from jaxnorm._norm_linear_call import Function as WithLinear
+from jaxnorm._norm_linear_call import Linear
+from jaxnorm._norm_linear_primitive import norm_of
 from jaxnorm._rows import RowView
 from jaxnorm._softmax import Function as Softmax
 from jaxnorm._softmax import softmax_call
-from jaxnorm_kernels.specs import Name, Save
+from jaxnorm_kernels.specs import Activation, Name, Save
 
 #: What `implementation_for` knows.
-FUNCTIONS: tuple[Softmax | Loss | Norm, ...] = ("softmax", "log_softmax", CROSS_ENTROPY, *OPS)
+FUNCTIONS: tuple[Softmax | Loss | Norm | WithLinear, ...] = (
+    *("softmax", "log_softmax", CROSS_ENTROPY),
+    *OPS,
+    LINEAR,
+)
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
@@ -35,7 +44,7 @@ class Plan:
 
 
 def implementation_for(
-    function: Softmax | Loss | Norm,
+    function: Softmax | Loss | Norm | WithLinear,
     shape: tuple[int, ...],
     dtype: jax.typing.DTypeLike,
     *,
@@ -51,13 +60,15 @@ def implementation_for(
     residual_dtype: jax.typing.DTypeLike | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     save: Save = "output",
+    features: int | None = None,
+    activation: Activation | None = None,
     implementation: Name | None = None,
     platform: str | None = None,
 ) -> Plan:
     """Which implementation runs a call of `function`, forward and backward, and why.
 
     A cross-entropy's labels, ``label_smoothing``, ``z_loss`` and a mask of positions make no
-    difference.
+    difference. The backward of ``"rms_norm_linear"`` is that of its norm; products are XLA's.
 
     Args:
       function: name of a function of this package, such as ``"add_rms_norm"``.
@@ -69,14 +80,16 @@ def implementation_for(
       where: whether the call has a ``where`` mask (softmaxes), of classes (cross-entropy).
       scale, causal: as in the call (softmaxes).
       use_scale, use_bias: whether the call has these parameters. By default norms have both, but
-        rms_norm no bias, and softmaxes none.
-      param_dtype: dtype of the parameters; ``dtype`` by default.
+        rms_norm and rms_norm_linear no bias, and softmaxes none.
+      param_dtype: dtype of the parameters, weight among them; ``dtype`` by default.
       param_axes: sizes of the parameters' axes before the normalised ones.
       param_shape: the whole shape of a norm's parameters, where they are broadcast along normalised
         axes; by default ``param_axes`` and the sizes of the normalised axes.
-      residual_dtype: of the residual, where the function takes one; ``dtype`` by default.
+      residual_dtype: of the residual, where the function takes one; ``dtype`` by default, and None
+        for no residual of rms_norm_linear.
       out_dtype: dtype of the output; ``dtype`` by default.
-      save, implementation: as in the call.
+      save, activation, implementation: as in the call.
+      features: columns of weight (rms_norm_linear); by default as many as x has.
       platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; by default that of JAX's default
         device. (Calls themselves never look at it: they decide when they are lowered.)
 
@@ -120,6 +133,20 @@ def implementation_for(
             z_loss=0.0,
             implementation=implementation,
         ).with_stats()
+    elif function == LINEAR:
+        return _plan_of_linear(
+            shape,
+            x_dtype,
+            features=features,
+            parameters=_arguments.output_dtype(caller, param_dtype, x_dtype),
+            use_scale=use_scale,
+            use_bias=bool(use_bias),
+            residual_dtype=residual_dtype,
+            out_dtype=out_dtype,
+            activation=activation,
+            implementation=implementation,
+            platform=platform,
+        )
     else:
         use_bias = function.endswith("layer_norm") if use_bias is None else use_bias
         normalised = tuple(shape[a] for a in _arguments.axes(caller, axis, shape))
@@ -151,12 +178,55 @@ def implementation_for(
             implementation=implementation,
         )
 
-    def choice(call: Call) -> _implementation.Choice:
+    return _plan(forward, forward.gradient(), implementation, platform)
+
+
+def _plan(
+    forward: Call | Linear, backward: Call, implementation: Name | None, platform: str
+) -> Plan:
+    def choice(call: Call | Linear) -> _implementation.Choice:
         if implementation is not None:
             return _implementation.forced(call.as_seen_by(implementation), implementation)
         return _implementation.choose(call.as_seen_by, platform)
 
-    return Plan(choice(forward), choice(forward.gradient()))
+    return Plan(choice(forward), choice(backward))
+
+
+def _plan_of_linear(
+    shape: tuple[int, ...],
+    x_dtype: np.dtype,
+    *,
+    features: int | None,
+    parameters: np.dtype,
+    use_scale: bool,
+    use_bias: bool,
+    residual_dtype: jax.typing.DTypeLike | None,
+    out_dtype: jax.typing.DTypeLike | None,
+    activation: Activation | None,
+    implementation: Name | None,
+    platform: str,
+) -> Plan:
+    cols = shape[-1:]
+    columns = cols if features is None else (features,)
+    given = {"weight": ((*cols, *columns), parameters)}
+    if use_scale:
+        given["scale"] = cols, parameters
+    if use_bias:
+        given["bias"] = columns, parameters
+    if residual_dtype is not None:
+        given["residual"] = shape, _arguments.dtype("implementation_for", "dtype", residual_dtype)
+    forward = linear_call(
+        shape,
+        x_dtype,
+        given,
+        activation=activation,
+        epsilon=1e-6,
+        scale_offset=0.0,
+        dtype=out_dtype,
+        implementation=implementation,
+        precision=None,
+    )
+    return _plan(forward, norm_of(forward, shape).gradient(), implementation, platform)
 
 
 def _bias_shape(
