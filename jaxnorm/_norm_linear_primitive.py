@@ -1,20 +1,20 @@
-"""rms_norm_linear as a JAX primitive: a forward, whose derivatives are made of what exists.
+"""rms_norm_linear as JAX primitives: a forward, and what is linear in its tangents.
 
-    forward     y, z, rstd  from  x, weight, scale, bias          this primitive
-    tangent     dn          from  x, rstd, scale | dx, dscale     that of rms_norm from its input
-                dy          from  x, rstd, scale, weight, z | dn, dweight, dbias
+    jaxnorm.rms_norm_linear           x, weight, scale, bias          y, z, rstd
+    jaxnorm.rms_norm_tangent          x, rstd, scale | dx, dscale     dn, from the norm's input
+    jaxnorm.rms_norm_linear_tangent   x, rstd, scale, weight, bias, z | dn, dweight, dbias
 
-The transpose of the first tangent is the backward of rms_norm, a kernel where there is one. The
-second one is plain JAX, rematerialised as a whole: what it needs of the normalised x it makes again
-from x and rstd, in the forward mode as in its transpose, and keeps nothing but its operands. So
-every derivative, of any order, keeps x, rstd and, with an activation, z.
+The JVP rule of the first binds the other two on what is saved: x, rstd and, with an activation, z.
+The transpose of the second is the backward of rms_norm, a kernel where there is one; that of the
+third is ``jaxnorm.rms_norm_linear_backward``. Both of these are plain JAX, and make the normalised
+x again from x and rstd; as primitives they keep no more than their operands.
 """
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,31 @@ from jaxnorm import _auto_axes, _eager, _implementation, _lowering, _primitive, 
 from jaxnorm._call import Arrays, Call, Function
 from jaxnorm._norm import norm_call
 from jaxnorm._norm_linear_call import NAME, Linear
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """The static part of what follows the norm: its tangent, or its backward.
+
+    Attributes:
+      direction: ``"tan"`` takes `kept` and the tangents of `wrt`, and returns those of y and, where
+        the call returns it, of z; ``"bwd"`` takes `kept` and the cotangents of these, and returns
+        those of `wrt`.
+      kept: names of the operands and results of the call that it takes.
+      wrt: which of n (the normalised x), weight and bias have tangents.
+    """
+
+    call: Linear
+    direction: Literal["tan", "bwd"]
+    kept: tuple[str, ...]
+    wrt: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """What a jaxpr shows."""
+        return f"{str(self.call)[:-1]} wrt={','.join(self.wrt)})"
+
+    def to(self, direction: Literal["tan", "bwd"], wrt: Iterable[str]) -> "Product":
+        return dataclasses.replace(self, direction=direction, wrt=tuple(wrt))
 
 
 def bind(call: Linear, *arrays: jax.Array) -> list[jax.Array]:
@@ -55,6 +80,53 @@ def _types(*avals: Any, call: Linear) -> list[Any]:
         )
         for name in call.results
     ]
+
+
+def _run(*arrays: jax.Array, product: Product) -> list[jax.Array]:
+    """The pass of a product; the backward is what JAX makes of the tangent."""
+    count = len(product.kept)
+    kept, linear = dict(zip(product.kept, arrays[:count])), arrays[count:]
+    tangent = functools.partial(_tangent, product, kept)
+    if product.direction == "tan":
+        return tangent(*linear)
+    types = [
+        kept["x"].astype(product.call.spec.product_dtype) if n == "n" else kept[n]
+        for n in product.wrt
+    ]
+    return [*jax.linear_transpose(tangent, *types)([*linear])]
+
+
+def _tangent(product: Product, kept: dict[str, jax.Array], *linear: jax.Array) -> list[jax.Array]:
+    layout, spec = _layout_of(kept), product.call.spec
+
+    def lie(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        if layout is None:
+            return arrays
+        return {n: _sharding.reshard(a, layout.mesh, layout.spec(n)) for n, a in arrays.items()}
+
+    kept, along = lie(kept), lie(dict(zip(product.wrt, linear)))
+    # Else XLA finds that the forward has made the normalised x before, and keeps that.
+    kept["x"] = lax.optimization_barrier(kept["x"])
+    tangent: Callable[..., tuple[jax.Array, jax.Array]]
+    tangent = _implementation.module("xla").rms_norm_linear_tan  # type: ignore[attr-defined]
+    dy, dz = tangent(
+        kept["x"],
+        kept["rstd"],
+        kept.get("scale"),
+        kept["weight"],
+        kept.get("z"),
+        along.get("n"),
+        along.get("weight"),
+        along.get("bias"),
+        spec=spec,
+        out_sharding=None if layout is None else NamedSharding(layout.mesh, layout.spec("z")),
+    )
+    return [dy, dz] if spec.want_z else [dy]
+
+
+def _types_of_product(*avals: Any, product: Product) -> list[Any]:
+    run = functools.partial(_run, product=product)
+    return [*jax.make_jaxpr(run)(*avals).out_avals]
 
 
 # -------------------------------------------------------------------------------- differentiation
@@ -92,10 +164,53 @@ def _tangents(
         linear["n"] = dn
     if not linear:
         return moved
-    kept = {name: a for name, a in {**given, **results}.items() if name not in ("y", "bias")}
-    run = jax.checkpoint(functools.partial(_of_product, call, _layout_of(given)))
-    moved["y"], moved["z"] = run(kept, linear)
+    kept = {**given, **results}
+    del kept["y"]
+    product = Product(call, "tan", tuple(kept), tuple(linear))
+    moved.update(zip(("y", "z"), _bind_product(product, *kept.values(), *linear.values())))
     return moved
+
+
+def _bind_product(product: Product, *arrays: jax.Array) -> list[jax.Array]:
+    primitive = _PRODUCTS[product.direction]
+    results: list[jax.Array] = primitive.bind(*_sharding.vary_alike(arrays), product=product)
+    return results
+
+
+def _jvp_of_product(primals: Any, tangents: Any, *, product: Product) -> tuple[Any, Any]:
+    count = len(product.kept)
+    results = _bind_product(product, *primals)
+    if all(isinstance(t, ad.Zero) for t in tangents[:count]):
+        linear = [ad.instantiate_zeros(t) for t in tangents[count:]]
+        return results, _bind_product(product, *primals[:count], *linear)
+    along = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+
+    def function(*moving: jax.Array) -> list[jax.Array]:
+        operands = list(primals)
+        for i, a in zip(along, moving):
+            operands[i] = a
+        return _run(*operands, product=product)
+
+    _, moved = jax.jvp(function, [primals[i] for i in along], [tangents[i] for i in along])
+    return results, moved
+
+
+def _transpose(cotangents: Any, *operands: Any, product: Product) -> list[Any]:
+    """Of the tangent: the backward. Of the backward: the tangent."""
+    count = len(product.kept)
+    kept, linear = operands[:count], operands[count:]
+    wanted = [ad.is_undefined_primal(a) for a in linear]
+    found: list[Any] = [None] * len(linear)
+    if product.direction == "tan" and any(not isinstance(ct, ad.Zero) for ct in cotangents):
+        wrt = [name for name, is_wanted in zip(product.wrt, wanted) if is_wanted]
+        cotangents = map(ad.instantiate_zeros, cotangents)
+        results = iter(_bind_product(product.to("bwd", wrt), *kept, *cotangents))
+        found = [next(results) if is_wanted else None for is_wanted in wanted]
+    elif product.direction == "bwd":
+        along = {n: ct for n, ct in zip(product.wrt, cotangents) if not isinstance(ct, ad.Zero)}
+        if along:
+            found = _bind_product(product.to("tan", along), *kept, *along.values())
+    return [None] * count + [a if is_wanted else None for a, is_wanted in zip(found, wanted)]
 
 
 def norm_of(call: Linear, shape: tuple[int, ...]) -> Call:
@@ -117,37 +232,6 @@ def norm_of(call: Linear, shape: tuple[int, ...]) -> Call:
         implementation=call.implementation,
     )
     return norm.with_stats() if spec.want_rstd else norm
-
-
-def _of_product(
-    call: Linear,
-    layout: "_Layout | None",
-    kept: dict[str, jax.Array],
-    along: dict[str, jax.Array],
-) -> tuple[jax.Array, jax.Array]:
-    """The tangents of y and z, from what is kept; its transpose makes those of the operands."""
-
-    def lie(name: str, a: jax.Array) -> jax.Array:
-        return a if layout is None else _sharding.reshard(a, layout.mesh, layout.spec(name))
-
-    kept = {name: lie(name, a) for name, a in kept.items()}
-    along = {name: lie(name, a) for name, a in along.items()}
-    arrays = _sharding.vary_alike([*kept.values(), *along.values()])
-    kept, along = dict(zip(kept, arrays)), dict(zip(along, arrays[len(kept) :]))
-    tangent: Callable[..., tuple[jax.Array, jax.Array]]
-    tangent = _implementation.module("xla").rms_norm_linear_tan  # type: ignore[attr-defined]
-    return tangent(
-        kept["x"],
-        kept["rstd"],
-        kept.get("scale"),
-        kept["weight"],
-        kept.get("z"),
-        along.get("n"),
-        along.get("weight"),
-        along.get("bias"),
-        spec=call.spec,
-        out_sharding=None if layout is None else NamedSharding(layout.mesh, layout.spec("z")),
-    )
 
 
 def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
@@ -178,6 +262,14 @@ def _batch(arrays: Arrays, dims: Sequence[int | None], *, call: Linear) -> tuple
     x, weight, *others = arrays
     x = jnp.moveaxis(x, dims[0] or 0, 0)
     return bind(call.on(x, weight), x, weight, *others), results
+
+
+def _batch_of_product(
+    arrays: Arrays, dims: Sequence[int | None], *, product: Product
+) -> tuple[Arrays, Sequence[int]]:
+    """As plain JAX: the gradient that is taken outside `jax.vmap` has batched the forward."""
+    results = jax.vmap(functools.partial(_run, product=product), dims)(*arrays)
+    return results, [0] * len(results)
 
 
 # ----------------------------------------------------------------------------------------- meshes
@@ -316,23 +408,47 @@ def _partitioned(call: Linear) -> Function:
 # ------------------------------------------------------------------------------------ registration
 
 
-def _registered(*, partitioned: bool) -> Primitive:
-    primitive = Primitive(f"jaxnorm.{NAME}")
+def _registered(name: str, **rules: Any) -> Primitive:
+    primitive = Primitive(f"jaxnorm.{name}")
     primitive.multiple_results = True
-    primitive.def_abstract_eval(_types)
-    primitive.def_impl(_eager.alone(primitive, lambda *arrays, call: call.xla(*arrays)))
-    mlir.register_lowering(primitive, _lower, inline=False)
-    ad.primitive_jvps[primitive] = _jvp
-    batching.primitive_batchers[primitive] = _batch
-    partial_eval.dce_rules[primitive] = _drop_unused
+    primitive.def_abstract_eval(rules["types"])
+    primitive.def_impl(_eager.alone(primitive, rules["run"]))
+    mlir.register_lowering(primitive, rules["lower"], inline=False)
+    ad.primitive_jvps[primitive] = rules["jvp"]
+    batching.primitive_batchers[primitive] = rules["batch"]
     with contextlib.suppress(ImportError, AttributeError):
         # As those of `_primitive`: without it `checkify` sees no NaN that a call makes.
         from jax._src import checkify
 
         checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
-    if partitioned:
-        _auto_axes.needs_devices(primitive)
     return primitive
 
 
-_PRIMITIVES = {partitioned: _registered(partitioned=partitioned) for partitioned in (False, True)}
+_PRIMITIVES = {
+    partitioned: _registered(
+        NAME,
+        types=_types,
+        run=lambda *arrays, call: call.xla(*arrays),
+        lower=_lower,
+        jvp=_jvp,
+        batch=_batch,
+    )
+    for partitioned in (False, True)
+}
+for primitive in _PRIMITIVES.values():
+    partial_eval.dce_rules[primitive] = _drop_unused
+_auto_axes.needs_devices(_PRIMITIVES[True])
+
+_PRODUCTS = {
+    direction: _registered(
+        f"{NAME}{suffix}",
+        types=_types_of_product,
+        run=_run,
+        lower=mlir.lower_fun(_run),
+        jvp=_jvp_of_product,
+        batch=_batch_of_product,
+    )
+    for direction, suffix in (("tan", "_tangent"), ("bwd", "_backward"))
+}
+for primitive in _PRODUCTS.values():
+    ad.primitive_transposes[primitive] = _transpose
