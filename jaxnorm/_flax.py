@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxnorm import _arguments
-from jaxnorm_kernels.specs import Name, Save
+from jaxnorm._norm_linear import rms_norm_linear
+from jaxnorm_kernels.specs import Activation, Name, Save
 
 if importlib.util.find_spec("flax") is None:
     raise ImportError(
@@ -76,6 +77,36 @@ def options(
         "dtype": jax.dtypes.canonicalize_dtype(dtype),
         **added._asdict(),
     }
+
+
+def norm_and_dense(
+    dtypes: Any,
+    module: Any,
+    parameters: Mapping[str, Any],
+    x: Any,
+    residual: Any,
+    activation: Activation | None,
+    dtype: Any,
+) -> Any:
+    """y or, with a residual, (y, h), of scale, kernel and bias; `module` has the norm's fields.
+
+    The product and its result have the dtype that Flax gives a Dense after the norm.
+    """
+    normalised = x if residual is None else residual
+    promoted = dtypes.canonicalize_dtype(normalised, *parameters.values(), dtype=dtype)
+    promoted = jax.dtypes.canonicalize_dtype(promoted)
+    return rms_norm_linear(
+        x,
+        parameters["kernel"].astype(promoted),
+        parameters.get("scale"),
+        bias=parameters.get("bias"),
+        residual=residual,
+        activation=activation,
+        epsilon=module.epsilon,
+        scale_offset=module.scale_offset,
+        dtype=promoted,
+        implementation=module.implementation,
+    )
 
 
 def composed(norm: Callable[[Any], Any], x: Any, residual: Any) -> Any:

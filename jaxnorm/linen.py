@@ -15,9 +15,9 @@ from flax import linen as nn
 from flax.linen import dtypes
 
 from jaxnorm._norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
+from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation, Name, Save
 
-__all__ = ["LayerNorm", "RMSNorm", "converted", "dot_product_attention"]
+__all__ = ["LayerNorm", "RMSNorm", "RMSNormDense", "converted", "dot_product_attention"]
 
 
 class LayerNorm(nn.LayerNorm):
@@ -73,6 +73,70 @@ class RMSNorm(nn.RMSNorm):
         :func:`jaxnorm.add_rms_norm` does.
         """
         return _called(self, super().__call__, x, mask, residual)
+
+
+class RMSNormDense(nn.Module):
+    """RMSNorm and the Dense after it, as :func:`jaxnorm.rms_norm_linear`.
+
+    Parameters are those of the two modules, in trees of their names, so that theirs load unchanged,
+    in both directions::
+
+        {"norm": {"scale": ...}, "dense": {"kernel": ..., "bias": ...}}
+
+    Attributes:
+      features: of the result.
+      use_bias, kernel_init, bias_init: as in :class:`flax.linen.Dense`.
+      epsilon, use_scale, scale_init: as in :class:`flax.linen.RMSNorm`.
+      dtype: of the product and its result; by default that to which what is normalised and the
+        parameters promote.
+      param_dtype: of all parameters.
+      activation: None, or a name; see :func:`jaxnorm.rms_norm_linear`.
+      implementation: see :func:`jaxnorm.rms_norm_linear`.
+      scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
+        ``scale_init``.
+    """
+
+    features: int
+    use_bias: bool = True
+    use_scale: bool = True
+    epsilon: float = 1e-6
+    dtype: jax.typing.DTypeLike | None = None
+    param_dtype: jax.typing.DTypeLike = jnp.float32
+    kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
+    bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+    scale_init: nn.initializers.Initializer = nn.initializers.ones_init()
+    activation: Activation | None = None
+    implementation: Name | None = None
+    scale_offset: float = 0.0
+
+    @nn.compact
+    def __call__(self, x: Any, *, residual: Any = None) -> Any:
+        """The result, or (y, h) with a residual, as :func:`jaxnorm.rms_norm_linear` gives them."""
+        cols = jnp.shape(x)[-1]
+        norm: _Declared = {"scale": (self.scale_init, (cols,))} if self.use_scale else {}
+        dense: _Declared = {"kernel": (self.kernel_init, (cols, self.features))}
+        if self.use_bias:
+            dense["bias"] = (self.bias_init, (self.features,))
+        parameters = {
+            **_Parameters(self.param_dtype, name="norm")(norm),
+            **_Parameters(self.param_dtype, name="dense")(dense),
+        }
+        return _flax.norm_and_dense(
+            dtypes, self, parameters, x, residual, self.activation, self.dtype
+        )
+
+
+_Declared = dict[str, tuple[Any, tuple[int, ...]]]  # by name: initialiser and shape
+
+
+class _Parameters(nn.Module):
+    """Parameters in a tree of their own."""
+
+    dtype: jax.typing.DTypeLike
+
+    @nn.compact
+    def __call__(self, declared: _Declared) -> dict[str, Any]:
+        return {n: self.param(n, init, shape, self.dtype) for n, (init, shape) in declared.items()}
 
 
 @contextlib.contextmanager

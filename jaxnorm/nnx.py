@@ -17,9 +17,9 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jaxnorm._norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
+from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation, Name, Save
 
-__all__ = ["LayerNorm", "RMSNorm", "convert", "dot_product_attention"]
+__all__ = ["LayerNorm", "RMSNorm", "RMSNormDense", "convert", "dot_product_attention"]
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -185,6 +185,87 @@ class RMSNorm(nnx.RMSNorm):
         if residual is None:
             return rms_norm(promoted, scale, **options)
         return add_rms_norm(x, residual, scale, **options)
+
+
+class RMSNormDense(nnx.Module):
+    """RMSNorm and the linear layer after it, as :func:`jaxnorm.rms_norm_linear`.
+
+    They are two modules, ``norm`` and ``dense``, so that the states of an RMSNorm and of a
+    :class:`flax.nnx.Linear` load into them unchanged, and back. Their fields count where the whole
+    is called.
+
+    Args:
+      in_features, out_features: columns and features of the product.
+      use_bias, kernel_init, bias_init: as in :class:`flax.nnx.Linear`.
+      epsilon, use_scale, scale_init: as in :class:`flax.nnx.RMSNorm`.
+      dtype: of the product and its result; by default that to which what is normalised and the
+        parameters promote.
+      param_dtype: of all parameters.
+      rngs: keys of the parameters.
+      kernel_metadata, bias_metadata, scale_metadata: of the parameters.
+      activation: None, or a name; see :func:`jaxnorm.rms_norm_linear`.
+      implementation: see :func:`jaxnorm.rms_norm_linear`.
+      scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
+        ``scale_init``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = True,
+        use_scale: bool = True,
+        epsilon: float = 1e-6,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        kernel_init: nnx.Initializer = nnx.initializers.lecun_normal(),
+        bias_init: nnx.Initializer = nnx.initializers.zeros_init(),
+        scale_init: nnx.Initializer = nnx.initializers.ones_init(),
+        rngs: nnx.Rngs,
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
+        scale_metadata: Mapping[str, Any] = MappingProxyType({}),
+        activation: Activation | None = None,
+        implementation: Name | None = None,
+        scale_offset: float = 0.0,
+    ) -> None:
+        self.norm = RMSNorm(
+            in_features,
+            epsilon=epsilon,
+            param_dtype=param_dtype,
+            use_scale=use_scale,
+            scale_init=scale_init,
+            rngs=rngs,
+            scale_metadata=scale_metadata,
+            implementation=implementation,
+            scale_offset=scale_offset,
+        )
+        self.dense = nnx.Linear(
+            in_features,
+            out_features,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
+            kernel_metadata=kernel_metadata,
+            bias_metadata=bias_metadata,
+        )
+        self.activation = activation
+
+    def __call__(self, x: Any, *, residual: Any = None) -> Any:
+        """The result, or (y, h) with a residual, as :func:`jaxnorm.rms_norm_linear` gives them."""
+        given = {
+            "scale": _value(self.norm.scale),
+            "kernel": _value(self.dense.kernel),
+            "bias": _value(self.dense.bias),
+        }
+        parameters = {name: a for name, a in given.items() if a is not None}
+        return _flax.norm_and_dense(
+            dtypes, self.norm, parameters, x, residual, self.activation, self.dense.dtype
+        )
 
 
 def convert[Model](

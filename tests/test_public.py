@@ -24,6 +24,7 @@ FUNCTIONS = {
     "rms_norm",
     "rms_norm_add",
     "rms_norm_add_rms_norm",
+    "rms_norm_linear",
     "save_policy",
     "softmax",
     "softmax_cross_entropy_with_integer_labels",
@@ -34,7 +35,7 @@ TYPES = {"Choice", "NormReport", "ParamReport", "Plan"}
 def test_all_names_are_listed():
     assert set(jaxnorm.__all__) == FUNCTIONS | TYPES
     for module, conversion in ((jaxnorm.linen, "converted"), (jaxnorm.nnx, "convert")):
-        names = {"LayerNorm", "RMSNorm", "dot_product_attention", conversion}
+        names = {"LayerNorm", "RMSNorm", "RMSNormDense", "dot_product_attention", conversion}
         assert set(module.__all__) == names
         for name in module.__all__:
             assert getattr(module, name).__module__ == module.__name__

@@ -1,0 +1,159 @@
+"""RMSNormDense of linen and nnx against Flax's RMSNorm and the Dense after it."""
+
+import flax.linen as nn
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxnorm
+import jaxnorm.linen
+import jaxnorm.nnx
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+FIELDS = [
+    {},
+    {"epsilon": 1e-2},
+    {"dtype": jnp.bfloat16},
+    {"param_dtype": jnp.bfloat16},
+    {"use_bias": False},
+    {"use_scale": False},
+    {"bias_init": nn.initializers.normal(1.0), "scale_init": nn.initializers.normal(1.0)},
+    {"kernel_init": nn.initializers.normal(1.0)},
+]
+NORM = {"epsilon", "dtype", "param_dtype", "use_scale", "scale_init"}
+DENSE = {"dtype", "param_dtype", "use_bias", "kernel_init", "bias_init"}
+each_field = pytest.mark.parametrize("fields", FIELDS, ids=lambda f: "-".join(f) or "default")
+
+
+def data(dtype="float32", shape=(4, 5, 16), seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def some(fields, names):
+    return {name: value for name, value in fields.items() if name in names}
+
+
+class Composed(nn.Module):
+    """Flax's two modules, under the names that ours gives them."""
+
+    fields: dict
+
+    @nn.compact
+    def __call__(self, x):
+        n = nn.RMSNorm(**some(self.fields, NORM), name="norm")(x)
+        return nn.Dense(24, **some(self.fields, DENSE), name="dense")(n)
+
+
+def tolerance(fields, dtype):
+    """Without a scale Flax rounds the norm's result to x's dtype, before a product in float32."""
+    rounds = "use_scale" in fields and dtype == "bfloat16"
+    return 2 * float(jnp.finfo(dtype).eps) if rounds else None
+
+
+def assert_same(ours, theirs, tolerance=None):
+    """Equal, or both within a few roundings of the output's dtype."""
+    for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        limit = 8 * float(jnp.finfo(b.dtype).eps) if tolerance is None else tolerance
+        size = max(1, float(jnp.abs(b.astype("float32")).max()))
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0, atol=limit * size
+        )
+
+
+@each_field
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_linen(fields, dtype):
+    """The same initial values, in the same tree, and results in the same dtype."""
+    x, key = data(dtype), jax.random.key(1)
+    ours, theirs = jaxnorm.linen.RMSNormDense(24, **fields), Composed(fields)
+    variables, expected = ours.init(key, x), theirs.init(key, x)
+    assert jax.tree.structure(variables) == jax.tree.structure(expected)
+    assert_same(variables, expected, 0)
+    assert_same(ours.apply(variables, x), theirs.apply(variables, x), tolerance(fields, dtype))
+
+
+@each_field
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nnx(fields, dtype):
+    x = data(dtype)
+    ours = jaxnorm.nnx.RMSNormDense(16, 24, **fields, rngs=nnx.Rngs(1))
+    rngs = nnx.Rngs(1)
+    norm = nnx.RMSNorm(16, **some(fields, NORM), rngs=rngs)
+    dense = nnx.Linear(16, 24, **some(fields, DENSE), rngs=rngs)
+    assert_same(nnx.state(ours.norm), nnx.state(norm), 0)
+    assert_same(nnx.state(ours.dense), nnx.state(dense), 0)
+    assert_same(ours(x), dense(norm(x)), tolerance(fields, dtype))
+
+
+def test_checkpoints_of_linen_load_both_ways():
+    """Those of a model that has the two modules, whatever it calls them."""
+    x = data()
+    pair = nn.Sequential([nn.RMSNorm(scale_init=nn.initializers.normal()), nn.Dense(24)])
+    ours = jaxnorm.linen.RMSNormDense(24)
+    saved = pair.init(jax.random.key(0), x)
+    stored = flax.serialization.msgpack_restore(flax.serialization.to_bytes(saved))["params"]
+    params = {"norm": stored["layers_0"], "dense": stored["layers_1"]}
+    empty = ours.init(jax.random.key(1), x)
+    loaded = flax.serialization.from_state_dict(empty, {"params": params})
+    assert_same(ours.apply(loaded, x), pair.apply(saved, x))
+    back = {"layers_0": loaded["params"]["norm"], "layers_1": loaded["params"]["dense"]}
+    assert_same(pair.apply({"params": back}, x), pair.apply(saved, x), 0)
+
+
+def test_states_of_nnx_load_both_ways():
+    x, rngs = data(), nnx.Rngs(0)
+    norm, dense = nnx.RMSNorm(16, rngs=rngs), nnx.Linear(16, 24, rngs=rngs)
+    norm.scale[...] = data(shape=(16,))
+    ours = jaxnorm.nnx.RMSNormDense(16, 24, rngs=nnx.Rngs(1))
+    nnx.update(ours.norm, nnx.state(norm))
+    nnx.update(ours.dense, nnx.state(dense))
+    assert_same(ours(x), dense(norm(x)))
+    other = nnx.RMSNorm(16, rngs=rngs), nnx.Linear(16, 24, rngs=rngs)
+    for module, part in zip(other, (ours.norm, ours.dense)):
+        nnx.update(module, nnx.state(part))
+    assert_same(other[1](other[0](x)), dense(norm(x)), 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_residuals_and_activations(dtype):
+    """(y, h) of the sum, in the dtypes of the modules that they stand for; gradients too."""
+    x, r = data(dtype), data("float32", seed=1)
+    linen = jaxnorm.linen.RMSNormDense(24, activation="gelu", scale_offset=0.5)
+    variables = linen.init(jax.random.key(0), x)
+    ours = jaxnorm.nnx.RMSNormDense(16, 24, activation="gelu", scale_offset=0.5, rngs=nnx.Rngs(0))
+    ours.dense.kernel[...] = variables["params"]["dense"]["kernel"]
+    y, h = linen.apply(variables, x, residual=r)
+    assert_same(ours(x, residual=r), (y, h), 0)
+    norm = jaxnorm.linen.RMSNorm(scale_offset=0.5)
+
+    def composed(params, x):
+        n, h = norm.apply({"params": params["norm"]}, x, residual=r)
+        return nn.gelu(nn.Dense(24).apply({"params": params["dense"]}, n)), h
+
+    def module(params, x):
+        return linen.apply({"params": params}, x, residual=r)
+
+    assert_same((y, h), composed(variables["params"], x))
+
+    def gradients(f):
+        def loss(params, x):
+            y, h = f(params, x)
+            return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.sin(h))
+
+        return jax.jit(jax.grad(loss, (0, 1)))(variables["params"], x)
+
+    assert_same(gradients(module), gradients(composed), None if dtype == "bfloat16" else 1e-5)
+
+
+def test_converted_models_keep_it():
+    model = nnx.List([jaxnorm.nnx.RMSNormDense(16, 24, rngs=nnx.Rngs(0))])
+    before = model[0](data())
+    assert type(jaxnorm.nnx.convert(model)[0]) is jaxnorm.nnx.RMSNormDense
+    np.testing.assert_array_equal(model[0](data()), before)
+    with pytest.raises(ValueError, match=r"rms_norm_linear: activation='tanh'"):
+        jaxnorm.linen.RMSNormDense(24, activation="tanh").init(jax.random.key(0), data())
