@@ -12,7 +12,6 @@ from jaxnorm import (
     _eager,
     _implementation,
     _norm_linear_primitive,
-    _primitive,
     _remat,
     _sharding,
 )
@@ -158,10 +157,16 @@ def _rms_norm_linear_of(
     other = given.pop("residual", None)
     if other is None:
         return _norm_linear_primitive.bind(call, x, *given.values())
-    h = _primitive.total_of([x, _sharding.lie_alike(other, x)], other.dtype)
-    assert h is not None
-    h = _remat.name_of_linear("h", h)
+    h = _remat.name_of_linear("h", _sum(x, _sharding.lie_alike(other, x)))
     return [*_norm_linear_primitive.bind(call, h, *given.values()), h]
+
+
+def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
+    """In the residual's dtype, rounded once."""
+    is_wide = "float64" in (x.dtype.name, residual.dtype.name)
+    wide = np.float64 if is_wide else np.float32
+    x, other = _sharding.vary_alike([x.astype(wide), residual.astype(wide)])
+    return (x + other).astype(residual.dtype)
 
 
 _rms_norm_linear = _eager.compiled(_rms_norm_linear_of, name=NAME, arrays=range(5))
@@ -192,7 +197,8 @@ def linear_call(
             f"{', '.join(map(repr, _ACTIVATIONS))}, or None; apply another one to the result"
         )
     _arguments.implementation(NAME, implementation)
-    promoted = np.dtype(jnp.promote_types(x_dtype, dtypes["weight"]))
+    with jax.numpy_dtype_promotion("standard"):  # This is the function's own rule.
+        promoted = np.dtype(jnp.promote_types(x_dtype, dtypes["weight"]))
     y_dtype = _arguments.output_dtype(NAME, dtype, promoted)
     rows, cols = shape[:-1], shape[-1]
     spec = LinearSpec(

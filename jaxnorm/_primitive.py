@@ -127,7 +127,7 @@ def _norm_tangents(
         case "norm_add":
             residual = tangents.pop("residual")
             dy, *others = tangents_of(call.first(), [given["x"], *stats, *parameters], tangents)
-            return [total_of([residual, dy], call.spec.residual_dtype), *others]
+            return [_sum([residual, dy], call.spec.residual_dtype), *others]
         case _:
             return tangents_of(call, [given["x"], saved, *stats, *parameters], tangents)
 
@@ -149,7 +149,7 @@ def zero_like(a: jax.Array) -> ad.Zero:
     return ad.Zero(jax.typeof(a).to_tangent_aval())
 
 
-def total_of(terms: Sequence[jax.Array | None], dtype: Any) -> jax.Array | None:
+def _sum(terms: Sequence[jax.Array | None], dtype: Any) -> jax.Array | None:
     """The sum in `dtype`, rounded once, of those that are not None; None for that of none."""
     arrays: Sequence[jax.Array] = [a for a in terms if a is not None]
     if not arrays:

@@ -42,7 +42,7 @@ def rms_norm_linear_fwd(
     if spec.cols_over:
         z = lax.psum(z, spec.cols_over)
     if bias is not None:
-        z = z + bias.astype(z.dtype)
+        z = z + _of_rows(bias.astype(z.dtype), z)
     y = z if spec.activation is None else _ACTIVATIONS[spec.activation](z)
     return y.astype(spec.y_dtype), z.astype(spec.y_dtype) if spec.want_z else None, kept
 
@@ -63,25 +63,30 @@ def rms_norm_linear_tan(
 
     `out_sharding` is that of z, where types name mesh axes.
     """
+    shape = (*x.shape[:-1], weight.shape[1])
     terms = []
     if dn is not None:
         terms.append(_rounded_product(dn, weight, spec, out_sharding))
     if dweight is not None:
         n = x.astype(spec.norm.compute_dtype) * rstd[..., None]
         if scale is not None:
-            n = n * gain(scale, spec.norm)
+            n = n * _of_rows(gain(scale, spec.norm), n)
         n = n.astype(spec.product_dtype)
         terms.append(_rounded_product(n, dweight, spec, out_sharding))
     if dbias is not None:
-        shape = (*x.shape[:-1], spec.features)
         wide = dbias.astype(spec.compute_dtype)
-        terms.append(jnp.broadcast_to(wide, shape, out_sharding=out_sharding))
+        terms.append(jnp.broadcast_to(_of_rows(wide, x), shape, out_sharding=out_sharding))
     dz = sum(terms[1:], terms[0])
     dy = dz
     if spec.activation is not None:
         assert z is not None
         _, dy = jax.jvp(_ACTIVATIONS[spec.activation], (z.astype(dz.dtype),), (dz,))
     return dy.astype(spec.y_dtype), dz.astype(spec.y_dtype)
+
+
+def _of_rows(parameter: jax.Array, like: jax.Array) -> jax.Array:
+    """A parameter with as many axes as an array of rows."""
+    return jnp.expand_dims(parameter, range(like.ndim - 1))
 
 
 def _rounded_product(
