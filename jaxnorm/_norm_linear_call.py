@@ -1,12 +1,13 @@
-"""One call of rms_norm_linear: its static part, and how a kernel sees its arrays."""
+"""One call of rms_norm_linear: its static part, and how its arrays lie on a mesh."""
 
 import dataclasses
 import math
 from typing import Any, Literal
 
 import jax
+from jax.sharding import PartitionSpec
 
-from jaxnorm import _implementation
+from jaxnorm import _implementation, _sharding
 from jaxnorm._call import Function as Run
 from jaxnorm_kernels.specs import LinearSpec, Name
 
@@ -99,3 +100,48 @@ class Linear:
             given["x"], given["weight"], given.get("scale"), given.get("bias"), self.spec
         )
         return [a for a in results if a is not None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Over which mesh axes rows, columns and features are split.
+
+    Weight is split along its columns as x is, and gathered where it is stored otherwise (FSDP), or
+    where features are split over axes that split x. Where columns are split, the products' sums
+    cross the mesh.
+    """
+
+    mesh: Any
+    rows: tuple[tuple[str, ...], ...]
+    cols: tuple[str, ...]
+    features: tuple[str, ...]
+
+    @classmethod
+    def of(cls, x: Any, weight: Any, mesh: Any) -> "Layout":
+        """Of types with shardings. What does not divide an axis does not split it."""
+        *rows, cols = (_sharding.axes_over(x, axis, mesh) for axis in range(len(x.shape)))
+        features = _sharding.axes_over(weight, 1, mesh)
+        taken = {*sum(rows, ()), *cols}
+        return cls(mesh, tuple(rows), cols, () if taken & {*features} else features)
+
+    def spec(self, name: str) -> PartitionSpec:
+        """Of an operand or a result, or of the normalised x, ``n``."""
+        rows = [names or None for names in self.rows]
+        cols, features = self.cols or None, self.features or None
+        specs: dict[str, tuple[Any, ...]] = {
+            "weight": (cols, features),
+            "scale": (cols,),
+            "bias": (features,),
+            "rstd": (*rows,),
+            **dict.fromkeys(("x", "n"), (*rows, cols)),
+            **dict.fromkeys(("y", "z"), (*rows, features)),
+        }
+        return PartitionSpec(*specs[name])
+
+
+def layout_of(given: dict[str, jax.Array]) -> Layout | None:
+    """Of arrays whose types name mesh axes; else None."""
+    avals = [jax.typeof(a) for a in given.values()]
+    if not _sharding.names_axes(*avals):
+        return None
+    return Layout.of(jax.typeof(given["x"]), jax.typeof(given["weight"]), _sharding.mesh_of(avals))

@@ -17,6 +17,10 @@ y = jaxnorm.softmax(x, (0, -1), where=x > 0, dtype=jnp.bfloat16)
 y = jaxnorm.log_softmax(x, scale=0.5, bias=jnp.zeros(16), causal=True)
 labels = jnp.zeros(4, int)
 y = jaxnorm.softmax_cross_entropy_with_integer_labels(x, labels, where=labels > 0, z_loss=1e-4)
+weight = jnp.ones((16, 8))
+y = jaxnorm.rms_norm_linear(x, weight, param, activation="gelu")
+y, h = jaxnorm.rms_norm_linear(x, weight, param, residual=x)
+y = jaxnorm.rms_norm_linear(x, weight, activation="tanh")  # type: ignore[call-overload]
 y = jaxnorm.rms_norm(x, save="both")  # type: ignore[arg-type]
 y = jaxnorm.rms_norm(x, implementation="cudnn")  # type: ignore[arg-type]
 y = jaxnorm.rms_norm(x, eps=1e-5)  # type: ignore[call-arg]

@@ -1,0 +1,179 @@
+"""What is linear in the tangents of rms_norm_linear, but for its norm, as JAX primitives.
+
+    jaxnorm.rms_norm_linear_tangent   x, rstd, scale, weight, bias, z | dn, dweight, dbias
+    jaxnorm.rms_norm_linear_backward  x, rstd, scale, weight, bias, z | dy, dz
+
+They are each other's transpose, and plain JAX: the products that it makes are XLA's. The normalised
+x they make again from x and rstd; as primitives they keep no more than their operands.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding
+
+from jaxnorm import _eager, _implementation, _sharding
+from jaxnorm._call import Arrays
+from jaxnorm._norm_linear_call import NAME, Linear, layout_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """The static part of what follows the norm: its tangent, or its backward.
+
+    Attributes:
+      direction: ``"tan"`` takes `kept` and the tangents of `wrt`, and returns those of y and, where
+        the call returns it, of z; ``"bwd"`` takes `kept` and the cotangents of these, and returns
+        those of `wrt`.
+      kept: names of the operands and results of the call that it takes.
+      wrt: which of n (the normalised x), weight and bias have tangents.
+    """
+
+    call: Linear
+    direction: Literal["tan", "bwd"]
+    kept: tuple[str, ...]
+    wrt: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """What a jaxpr shows."""
+        return f"{str(self.call)[:-1]} wrt={','.join(self.wrt)})"
+
+    def to(self, direction: Literal["tan", "bwd"], wrt: Iterable[str]) -> "Product":
+        return dataclasses.replace(self, direction=direction, wrt=tuple(wrt))
+
+
+def bind(product: Product, *arrays: jax.Array) -> list[jax.Array]:
+    """The results of the pass."""
+    primitive = _PRODUCTS[product.direction]
+    results: list[jax.Array] = primitive.bind(*_sharding.vary_alike(arrays), product=product)
+    return results
+
+
+def _run(*arrays: jax.Array, product: Product) -> list[jax.Array]:
+    """The pass of a product; the backward is what JAX makes of the tangent."""
+    count = len(product.kept)
+    kept, linear = dict(zip(product.kept, arrays[:count])), arrays[count:]
+    tangent = functools.partial(_tangent, product, kept)
+    if product.direction == "tan":
+        return tangent(*linear)
+    types = [
+        kept["x"].astype(product.call.spec.product_dtype) if n == "n" else kept[n]
+        for n in product.wrt
+    ]
+    return [*jax.linear_transpose(tangent, *types)([*linear])]
+
+
+def _tangent(product: Product, kept: dict[str, jax.Array], *linear: jax.Array) -> list[jax.Array]:
+    layout, spec = layout_of(kept), product.call.spec
+
+    def lie(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        if layout is None:
+            return arrays
+        return {n: _sharding.reshard(a, layout.mesh, layout.spec(n)) for n, a in arrays.items()}
+
+    kept, along = lie(kept), lie(dict(zip(product.wrt, linear)))
+    # Else XLA finds that the forward has made the normalised x before, and keeps that.
+    kept["x"] = lax.optimization_barrier(kept["x"])
+    tangent: Callable[..., tuple[jax.Array, jax.Array]]
+    tangent = _implementation.module("xla").rms_norm_linear_tan  # type: ignore[attr-defined]
+    dy, dz = tangent(
+        kept["x"],
+        kept["rstd"],
+        kept.get("scale"),
+        kept["weight"],
+        kept.get("z"),
+        along.get("n"),
+        along.get("weight"),
+        along.get("bias"),
+        spec=spec,
+        out_sharding=None if layout is None else NamedSharding(layout.mesh, layout.spec("z")),
+    )
+    return [dy, dz] if spec.want_z else [dy]
+
+
+def _types(*avals: Any, product: Product) -> list[Any]:
+    run = functools.partial(_run, product=product)
+    return [*jax.make_jaxpr(run)(*avals).out_avals]
+
+
+def _jvp(primals: Any, tangents: Any, *, product: Product) -> tuple[Any, Any]:
+    count = len(product.kept)
+    results = bind(product, *primals)
+    if all(isinstance(t, ad.Zero) for t in tangents[:count]):
+        linear = [ad.instantiate_zeros(t) for t in tangents[count:]]
+        return results, bind(product, *primals[:count], *linear)
+    along = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+
+    def function(*moving: jax.Array) -> list[jax.Array]:
+        operands = list(primals)
+        for i, a in zip(along, moving):
+            operands[i] = a
+        return _run(*operands, product=product)
+
+    _, moved = jax.jvp(function, [primals[i] for i in along], [tangents[i] for i in along])
+    return results, moved
+
+
+def _transpose(cotangents: Any, *operands: Any, product: Product) -> list[Any]:
+    """Of the tangent: the backward. Of the backward: the tangent."""
+    count = len(product.kept)
+    kept, linear = operands[:count], operands[count:]
+    wanted = [ad.is_undefined_primal(a) for a in linear]
+    found: list[Any] = [None] * len(linear)
+    if product.direction == "tan" and any(not isinstance(ct, ad.Zero) for ct in cotangents):
+        wrt = [name for name, is_wanted in zip(product.wrt, wanted) if is_wanted]
+        cotangents = map(ad.instantiate_zeros, cotangents)
+        results = iter(bind(product.to("bwd", wrt), *kept, *cotangents))
+        found = [next(results) if is_wanted else None for is_wanted in wanted]
+    elif product.direction == "bwd":
+        along = {n: ct for n, ct in zip(product.wrt, cotangents) if not isinstance(ct, ad.Zero)}
+        if along:
+            found = bind(product.to("tan", along), *kept, *along.values())
+    return [None] * count + [a if is_wanted else None for a, is_wanted in zip(found, wanted)]
+
+
+def _batch(
+    arrays: Arrays, dims: Sequence[int | None], *, product: Product
+) -> tuple[Arrays, Sequence[int]]:
+    """As plain JAX: the gradient that is taken outside `jax.vmap` has batched the forward."""
+    results = jax.vmap(functools.partial(_run, product=product), dims)(*arrays)
+    return results, [0] * len(results)
+
+
+def registered(name: str, **rules: Any) -> Primitive:
+    """A primitive of several results with these rules."""
+    primitive = Primitive(f"jaxnorm.{name}")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(rules["types"])
+    primitive.def_impl(_eager.alone(primitive, rules["run"]))
+    mlir.register_lowering(primitive, rules["lower"], inline=False)
+    ad.primitive_jvps[primitive] = rules["jvp"]
+    batching.primitive_batchers[primitive] = rules["batch"]
+    with contextlib.suppress(ImportError, AttributeError):
+        # As those of `_primitive`: without it `checkify` sees no NaN that a call makes.
+        from jax._src import checkify
+
+        checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
+    return primitive
+
+
+_PRODUCTS = {
+    direction: registered(
+        f"{NAME}{suffix}",
+        types=_types,
+        run=_run,
+        lower=mlir.lower_fun(_run),
+        jvp=_jvp,
+        batch=_batch,
+    )
+    for direction, suffix in (("tan", "_tangent"), ("bwd", "_backward"))
+}
+for primitive in _PRODUCTS.values():
+    ad.primitive_transposes[primitive] = _transpose
