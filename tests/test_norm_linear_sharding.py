@@ -68,8 +68,13 @@ def placed(mesh, x, weight):
     return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays(), specs)], specs
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        *((layout, "explicit") for layout in LAYOUTS),
+        *((layout, "auto") for layout in ("rows and n", "FSDP over d, and n", "x over d")),
+    ],
+)
 def test_layouts(layout, kind):
     """Gradients lie as what they are of; no array of rows crosses the mesh."""
     x, weight, names = LAYOUTS[layout]
