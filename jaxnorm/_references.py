@@ -122,6 +122,15 @@ def norm_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     return [y, h], _stored(gradients, dtype)
 
 
+def norm_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
+    """``y = rms_norm(x) @ weight + bias``, whose norm is rounded; the backward starts from x."""
+    of = _Norm(given["x"], given["scale"], None)
+    n, weight = of.y.stored(dtype), given["weight"]
+    gradients = of.backward((d[0] @ weight.transposed).stored(dtype), None)
+    gradients |= {"weight": n.transposed @ d[0], "bias": d[0].sum(0)}
+    return [(n @ weight + given["bias"]).stored(dtype)], _stored(gradients, dtype)
+
+
 def cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     """``log sum exp(x) - x[label]`` of each row."""
     loss, slope = _losses(given["logits"], given["labels"])

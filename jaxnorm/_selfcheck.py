@@ -91,6 +91,11 @@ CASES = (
         _references.norm_add_norm,
         *("x", "residual", "scale", "next_scale"),
     ),
+    Case(
+        "rms_norm_linear",
+        _references.norm_linear,
+        {"scale": (_FEATURES,), **{name: _LAYER[name] for name in ("x", "weight", "bias")}},
+    ),
     Case(_LOSS, _references.cross_entropy, _LOGITS),
     Case(_LINEAR_LOSS, _references.linear_cross_entropy, _LAYER),
 )

@@ -14,7 +14,7 @@ import jaxnorm
 import jaxnorm.linen
 import jaxnorm.nnx
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 FIELDS = [
     {},

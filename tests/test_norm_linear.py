@@ -18,7 +18,7 @@ from test_forward_mode import DERIVATIVES, check, transformed
 import jaxnorm
 from jaxnorm import rms_norm_linear
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 NAME = "rms_norm_linear"
 # x, residual, weight, scale, bias; the product's; y's, and whether it is asked for

@@ -17,6 +17,7 @@ from jaxnorm import _implementation, rms_norm_linear
 from jaxnorm_kernels import xla
 
 pytestmark = [
+    pytest.mark.oldest_jax,
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices"),
     pytest.mark.usefixtures("quick_to_compile", "x64"),
 ]
