@@ -31,7 +31,7 @@ DENSE = {"dtype", "param_dtype", "use_bias", "kernel_init", "bias_init"}
 each_field = pytest.mark.parametrize(
     ("fields", "dtype"),
     [*zip(FIELDS, itertools.cycle(["float32", "bfloat16"])), ({}, "bfloat16")],
-    ids=str,
+    ids=lambda case: " ".join(case) or "default" if isinstance(case, dict) else case,
 )
 
 
