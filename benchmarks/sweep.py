@@ -68,7 +68,8 @@ def with_schedule(schedule: Any) -> types.SimpleNamespace:
     """The implementation that has this schedule, with it instead of its table's."""
     package = ".".join(type(schedule).__module__.split(".")[:2])
     implementation = importlib.import_module(package)
-    functions = {n: getattr(implementation, n) for n in dir(Implementation) if _PASS.search(n)}
+    passes = [n for n in dir(Implementation) if _PASS.search(n)]
+    functions = {n: getattr(implementation, n) for n in passes if hasattr(implementation, n)}
     return types.SimpleNamespace(
         **{n: functools.partial(f, schedule=schedule) for n, f in functions.items()}
     )
