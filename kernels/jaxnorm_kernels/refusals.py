@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
-from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.specs import LinearSpec, Spec
 
 Table = tuple[tuple[str, Callable[[Spec], bool]], ...]
+LinearTable = tuple[tuple[str, Callable[[LinearSpec], bool]], ...]
 
 #: What no kernel here can do.
 NO_KERNEL: Table = (
@@ -61,8 +62,39 @@ NO_LOGITS: Table = (
     ),
 )
 
-#: Of an implementation without kernels of a :class:`LinearSpec`.
-NO_PRODUCT = "its kernels have no norm with a product yet"
+#: What no kernel here can do of a norm and the product after it.
+NO_PRODUCT: LinearTable = (
+    (
+        "its kernels need sizes that are known when the call is traced, not symbolic ones",
+        lambda s: not all(isinstance(size, int) for size in (s.rows, s.cols, s.features)),
+    ),
+    (
+        "its product kernel multiplies bfloat16 and float16; ask for one of them with `dtype`",
+        lambda s: s.product_dtype.itemsize != 2,
+    ),
+    (
+        "its product kernel reads x as it multiplies it, in the product's dtype",
+        lambda s: s.x_dtype != s.product_dtype,
+    ),
+    (
+        "its kernels compute in float32, and float64 arrays ask for more",
+        lambda s: any(
+            dtype is not None and dtype.itemsize > 4
+            for dtype in (s.weight_dtype, s.y_dtype, s.scale_dtype, s.bias_dtype)
+        ),
+    ),
+    (
+        "there is nothing to compute in an array of size 0",
+        lambda s: 0 in (s.rows, s.cols, s.features),
+    ),
+    (
+        "sums over shards of columns, and sums whose norm is not used, are plain JAX's",
+        lambda s: bool(s.cols_over) or not s.want_y,
+    ),
+)
+
+#: Of a product kernel, until its default is measured.
+PRODUCT_NOT_TIMED = "its product kernel has not been timed yet"
 
 # Up to here a forward pass of a norm takes a GPU a few microseconds, and the host as long.
 _SMALL_BYTES = 4 * 2**20
@@ -96,3 +128,8 @@ def first(table: Table, spec: Spec) -> str | None:
     has_residual = spec.direction == "bwd" and spec.residual_dtype is not None
     specs = [spec, *(spec.norms if has_residual else [])]
     return next((reason for reason, applies in table if any(map(applies, specs))), None)
+
+
+def first_of_linear(table: LinearTable, spec: LinearSpec) -> str | None:
+    """The first sentence that applies to `spec`, if there is one."""
+    return next((reason for reason, applies in table if applies(spec)), None)

@@ -70,11 +70,15 @@ CONFIGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What ptxas says of a kernel: registers of a thread, and bytes of it that did not fit."""
+    """What ptxas says of a kernel: registers of a thread, and bytes of it that did not fit.
+
+    `serialised`: that it has matrix products wait for each other.
+    """
 
     name: str
     registers: int
     spilled: int
+    serialised: bool
 
 
 class Compiler:
@@ -112,4 +116,5 @@ def _read(file: Path) -> Compiled:
     said = file.read_text()
     (registers,) = re.findall(r"Used (\d+) registers", said)
     (spilled, *_) = re.findall(r"(\d+) bytes spill stores, \d+ bytes spill loads", said)
-    return Compiled(file.stem, int(registers), int(spilled))
+    serialised = "wgmma.mma_async instructions are serialized" in said
+    return Compiled(file.stem, int(registers), int(spilled), serialised)

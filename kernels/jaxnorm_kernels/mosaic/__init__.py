@@ -12,6 +12,9 @@ from jaxnorm_kernels.mosaic.forward.norm import add_norm_fwd as add_norm_fwd
 from jaxnorm_kernels.mosaic.forward.norm import norm_add_fwd as norm_add_fwd
 from jaxnorm_kernels.mosaic.forward.norm import norm_add_norm_fwd as norm_add_norm_fwd
 from jaxnorm_kernels.mosaic.forward.norm import norm_fwd as norm_fwd
+from jaxnorm_kernels.mosaic.forward.norm_linear import (
+    rms_norm_linear_fwd as rms_norm_linear_fwd,
+)
 from jaxnorm_kernels.mosaic.forward.softmax import log_softmax_fwd as log_softmax_fwd
 from jaxnorm_kernels.mosaic.forward.softmax import softmax_fwd as softmax_fwd
 from jaxnorm_kernels.mosaic.support import caveat as caveat

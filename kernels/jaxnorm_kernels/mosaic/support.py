@@ -10,6 +10,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
     vector_width,
 )
+from jaxnorm_kernels.mosaic.forward import norm_linear
 from jaxnorm_kernels.mosaic.forward import schedule as forward
 from jaxnorm_kernels.refusals import (
     BETTER_FUSED,
@@ -17,8 +18,11 @@ from jaxnorm_kernels.refusals import (
     NO_KERNEL,
     NO_LOGITS,
     NO_PRODUCT,
+    PRODUCT_NOT_TIMED,
+    LinearTable,
     Table,
     first,
+    first_of_linear,
 )
 from jaxnorm_kernels.specs import LinearSpec, Spec
 
@@ -84,6 +88,19 @@ _CANNOT: Table = (
     ("its kernels hold no rows of this length", lambda s: not _is_held(s)),
 )
 
+_CANNOT_MULTIPLY: LinearTable = (
+    (
+        "its product kernel is made of the matrix instructions of compute capability 9.0 (Hopper)",
+        lambda s: local_capability() not in (90, None),
+    ),
+    *NO_PRODUCT,
+    (
+        f"its product kernel takes rows and columns in multiples of {norm_linear.MULTIPLE}",
+        lambda s: any(size % norm_linear.MULTIPLE for size in (s.rows, s.cols, s.features)),
+    ),
+    (f"its kernels number rows in 32 bits, up to {_MAX_ROWS}", lambda s: s.rows > _MAX_ROWS),
+)
+
 # Compute capabilities where its kernels are the default because all of them compile, with few words
 # of spills (`tests/mosaic/test_blackwell.py`): B200.
 _NOT_TIMED = (100,)
@@ -134,7 +151,7 @@ def takes_inner(spec: Spec) -> bool:
 def supports(spec: Spec | LinearSpec) -> str | None:
     """None, or why this call cannot run here."""
     if isinstance(spec, LinearSpec):
-        return NO_PRODUCT
+        return first_of_linear(_CANNOT_MULTIPLY, spec)
     refusal = first(_TOO_OLD, spec)
     if refusal is not None:
         return refusal
@@ -144,7 +161,7 @@ def supports(spec: Spec | LinearSpec) -> str | None:
 def prefers(spec: Spec | LinearSpec) -> str | None:
     """None, or why the default leaves this call to xla."""
     if isinstance(spec, LinearSpec):
-        return NO_PRODUCT
+        return PRODUCT_NOT_TIMED
     return first(_LEFT_TO_XLA, spec)
 
 

@@ -10,7 +10,6 @@ from jaxnorm_kernels.refusals import (
     NO_CLASSES,
     NO_KERNEL,
     NO_LOGITS,
-    NO_PRODUCT,
     Table,
     first,
 )
@@ -110,6 +109,9 @@ _LEFT_TO_XLA: Table = (
 )
 
 
+_NO_PRODUCT = "its kernels have no norm with a product yet"
+
+
 def platforms() -> tuple[str, ...]:
     """Where it can run; on a CPU too, once Triton was told to interpret its kernels."""
     return ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
@@ -118,14 +120,14 @@ def platforms() -> tuple[str, ...]:
 def supports(spec: Spec | LinearSpec) -> str | None:
     """None, or why this call cannot run here."""
     if isinstance(spec, LinearSpec):
-        return NO_PRODUCT
+        return _NO_PRODUCT
     return first(_CANNOT, spec)
 
 
 def prefers(spec: Spec | LinearSpec) -> str | None:
     """None, or why the default leaves this call to xla."""
     if isinstance(spec, LinearSpec):
-        return NO_PRODUCT
+        return _NO_PRODUCT
     return first(_LEFT_TO_XLA, spec)
 
 

@@ -1,0 +1,397 @@
+"""RMSNorm and the product with a matrix, by Hopper's matrix instructions (wgmma).
+
+With G = scale + scale_offset, row by row:
+
+    a = x G                              rounded to the product's dtype
+    z = rstd (a weight) + bias           rstd = 1 / sqrt(mean(x^2) + epsilon)
+    y = activation(z)
+
+The sum of squares comes from the tiles of x that the product reads, so it is known when the product
+is done, and the normalised array is never written. Of float16, whose x G might overflow before it
+is normalised, G goes to the weight, beforehand.
+
+A block makes one tile of y after the other. Its third warpgroup copies tiles of x and weight to a
+ring in shared memory; each of the two others multiplies half of a tile's rows, and while a product
+is under way takes its rows of x's next tile to registers, adds up their squares and scales them.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm_kernels.mosaic import elementwise
+from jaxnorm_kernels.mosaic.device.barriers import release_used
+from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, is_interpreted, launch
+from jaxnorm_kernels.mosaic.device.layouts import Ref, load, store
+from jaxnorm_kernels.specs import Activation, LinearSpec
+
+_F32 = np.dtype(np.float32)
+
+#: Rows of x and columns of x and weight are multiples of it: 16 bytes, as copies of tiles ask for.
+MULTIPLE = 8
+# The columns of the narrowest swizzle; columns that are no multiple get zeros, in copies.
+_SWIZZLED = 16
+
+# Rows that a wgmma multiplies; columns of x, so that they fill a row of the widest swizzle.
+_ROWS, _DEPTH = 64, 64
+_MULTIPLY = 2  # warpgroups
+_COPY = _MULTIPLY  # the warpgroup that copies
+# For a thread; of 65536, with as many for each of two warpgroups and few for the one that copies.
+_REGISTERS, _REGISTERS_TO_COPY = 232, 40
+# Of y's tile, on its way to memory: columns for a warpgroup, of two stores under way.
+_STORED_BYTES, _STORES = 64, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How y is cut in tiles.
+
+    Attributes:
+      features: columns of a tile. It has 128 rows.
+      stages: tiles of x and weight in shared memory.
+      group: columns of tiles that follow each other before the next rows do: as many read the same
+        rows of x, and the next rows the same columns of weight, while both are in the L2 cache.
+    """
+
+    features: int
+    stages: int
+    group: int
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return _MULTIPLY * _ROWS
+
+    def tiles(self, spec: LinearSpec) -> tuple[int, int]:
+        """Tiles of y: of rows, of columns."""
+        return -(-spec.rows // self.rows), -(-spec.features // self.features)
+
+
+# The larger a tile, the less is read for a product. A wgmma has 256 columns at most.
+_WIDE = Schedule(features=256, stages=4, group=8)
+# Half of it, where there are not enough of the others for all multiprocessors.
+_NARROW = Schedule(features=128, stages=6, group=8)
+
+
+def choose(spec: LinearSpec, gpu: Gpu | None = None) -> Schedule:
+    """The schedule for a call."""
+    rows, columns = _WIDE.tiles(spec)
+    return _WIDE if rows * columns >= (gpu or local_gpu()).sms else _NARROW
+
+
+def rms_norm_linear_fwd(
+    x: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    spec: LinearSpec,
+    *,
+    schedule: Schedule | None = None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """y, z and rstd; `schedule` stands in for the chosen one."""
+    schedule = schedule or choose(spec)
+    if scale is not None and spec.product_dtype == np.float16:
+        g = elementwise.gain(scale, spec.norm)
+        weight, scale = weight.astype(_F32) * g[:, None], None
+    weight = weight.astype(spec.product_dtype)
+    given = {"x": x, "weight": weight, "scale": scale, "bias": bias}
+    operands = {name: _padded(a, name) for name, a in given.items() if a is not None}
+    outputs = {"y": ((spec.rows, operands["weight"].shape[1]), spec.y_dtype)}
+    if spec.want_z:
+        outputs["z"] = outputs["y"]
+    if spec.want_rstd:
+        outputs["rstd"] = ((spec.rows,), _F32)
+    rows, columns = schedule.tiles(spec)
+    shared = _shared(spec, schedule, operands, jax.ShapeDtypeStruct(*outputs["y"]))
+
+    def body(*refs: Ref) -> None:
+        arrays = dict(zip((*operands, *outputs), refs))
+        own = dict(zip(shared, refs[len(arrays) :]))
+        kernel = _Kernel(spec, schedule, arrays, own)
+        index = lax.axis_index(WARPGROUP)
+        pl.when(index == _COPY)(kernel.copy)
+        pl.when(index < _MULTIPLY)(kernel.multiply)
+
+    results = launch(
+        body,
+        [*operands.values()],
+        name="jaxnorm_rms_norm_linear_fwd",
+        outputs=[*outputs.values()],
+        blocks=min(rows * columns, local_gpu().sms),
+        warpgroups=_MULTIPLY + 1,
+        scratch=[*shared.values()],
+        auto_barriers=False,
+    )
+    found = dict(zip(outputs, results))
+    y, z = (found[name][:, : spec.features] if name in found else None for name in ("y", "z"))
+    assert y is not None
+    return y, z, found.get("rstd")
+
+
+def _padded(array: jax.Array, name: str) -> jax.Array:
+    """With zeros up to a multiple of the columns of the narrowest swizzle."""
+    rows = (0, 0) if name == "x" else (0, -array.shape[0] % _SWIZZLED)
+    widths = [rows, *[(0, -size % _SWIZZLED) for size in array.shape[1:]]]
+    return jnp.pad(array, widths) if any(after for _, after in widths) else array
+
+
+def _shared(
+    spec: LinearSpec, schedule: Schedule, operands: dict[str, jax.Array], y: jax.ShapeDtypeStruct
+) -> dict[str, Any]:
+    """Shared memory and barriers of a block."""
+    stages = schedule.stages
+    of_stage = 3 if "scale" in operands else 2  # copies
+    shared = {
+        "x": _swizzled((stages, schedule.rows, _DEPTH), operands["x"]),
+        "weight": _swizzled((stages, _DEPTH, schedule.features), operands["weight"]),
+        "stored": _swizzled((_MULTIPLY, _STORES, _ROWS, stored_columns(spec)), y),
+        "full": plgpu.Barrier(num_arrivals=of_stage, num_barriers=stages),
+        "empty": plgpu.Barrier(num_arrivals=_MULTIPLY, num_barriers=stages),
+    }
+    if "scale" in operands:
+        shared["scale"] = plgpu.SMEM((stages, _DEPTH), operands["scale"].dtype)
+    if "bias" in operands:
+        shared["bias"] = plgpu.SMEM((schedule.features,), operands["bias"].dtype)
+        shared["bias_full"] = plgpu.Barrier()
+        shared["bias_empty"] = plgpu.Barrier(num_arrivals=_MULTIPLY)
+    if spec.want_rstd:
+        shared["rstd"] = plgpu.SMEM((_MULTIPLY, _ROWS), _F32)
+    if is_interpreted():
+        shared["a"] = plgpu.SMEM((_MULTIPLY, _ROWS, _DEPTH), spec.product_dtype)
+    return shared
+
+
+def stored_columns(spec: LinearSpec) -> int:
+    """Of y, in one store."""
+    return _STORED_BYTES // spec.y_dtype.itemsize
+
+
+def _swizzled(shape: tuple[int, ...], array: Any) -> Any:
+    """Shared memory for tiles of an array, in the order that the matrix instructions read.
+
+    The widest swizzle, of those that divide its rows.
+    """
+    size = array.dtype.itemsize
+    swizzle = math.gcd(128, shape[-1] * size, array.shape[-1] * size)
+    transforms: Any = plgpu  # Its classes seem abstract to mypy.
+    tiled = transforms.TilingTransform((8, swizzle // size))
+    return plgpu.SMEM(shape, array.dtype, transforms=(tiled, transforms.SwizzleTransform(swizzle)))
+
+
+class _Taken(NamedTuple):
+    """What a warpgroup has in registers.
+
+    Attributes:
+      squares: sums over the tiles of x so far, ``(64, 8)``.
+      scaled: its rows of the last one times G, in float32; None without a scale.
+    """
+
+    squares: jax.Array
+    scaled: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """What a block does; `arrays` in memory and `shared` memory by their names."""
+
+    spec: LinearSpec
+    schedule: Schedule
+    arrays: dict[str, Ref]
+    shared: dict[str, Any]
+
+    @property
+    def steps(self) -> int:
+        """Tiles of x for a tile of y."""
+        return -(-self.spec.cols // _DEPTH)
+
+    def each_tile(self, body: Callable[[Any, Any, Any], None]) -> None:
+        """Calls ``body(t, row, column)`` for each tile of the block, with where it begins."""
+        rows, columns = self.schedule.tiles(self.spec)
+        first, blocks = lax.axis_index(BLOCK), lax.axis_size(BLOCK)
+        mine = lax.div(rows * columns - first + blocks - 1, blocks)
+
+        @pl.loop(0, mine)
+        def _(t: Any) -> None:
+            place = first + t * blocks
+            i, j = plgpu.planar_snake(place, (rows, columns), 1, self.schedule.group)
+            body(t, i * self.schedule.rows, j * self.schedule.features)
+
+    # -------------------------------------------------------------------------------------- copies
+
+    def copy(self) -> None:
+        """Fills the ring."""
+        plgpu.set_max_registers(_REGISTERS_TO_COPY, action="decrease")
+        self.each_tile(self._copy_tile)
+
+    def _copy_tile(self, t: Any, row: Any, column: Any) -> None:
+        shared, stages = self.shared, self.schedule.stages
+
+        @pl.loop(0, self.steps)
+        def _(i: Any) -> None:
+            step = t * self.steps + i
+            stage = lax.rem(step, stages)
+
+            @pl.when(step >= stages)
+            def _() -> None:
+                plgpu.barrier_wait(shared["empty"].at[stage])
+
+            rows, depth = pl.ds(row, self.schedule.rows), pl.ds(i * _DEPTH, _DEPTH)
+            columns = pl.ds(column, self.schedule.features)
+            places = {"x": (rows, depth), "weight": (depth, columns), "scale": (depth,)}
+            for name, place in places.items():
+                if name in shared:
+                    source = self.arrays[name].at[place]
+                    plgpu.copy_gmem_to_smem(
+                        source, shared[name].at[stage], shared["full"].at[stage]
+                    )
+
+        if "bias" in shared:
+            # Last: the one before is used when the tile before is done, which is by now.
+            @pl.when(t > 0)
+            def _() -> None:
+                plgpu.barrier_wait(shared["bias_empty"])
+
+            source = self.arrays["bias"].at[pl.ds(column, self.schedule.features)]
+            plgpu.copy_gmem_to_smem(source, shared["bias"], shared["bias_full"])
+
+    # ------------------------------------------------------------------------------------- product
+
+    def multiply(self) -> None:
+        """Makes the warpgroup's rows of each tile."""
+        plgpu.set_max_registers(_REGISTERS, action="increase")
+        self.each_tile(self._multiply_tile)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _multiply_tile(self, t: Any, row: Any, column: Any) -> None:
+        first = t * self.steps
+
+        def with_sums(sums: Ref) -> None:
+            def step(i: Any, taken: _Taken) -> _Taken:
+                self._product(first + i, taken, sums)
+                coming = self._take(first + i + 1, taken.squares)
+                self._release(first + i)
+                return coming
+
+            none = plgpu.layout_cast(jnp.zeros((_ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
+            taken = lax.fori_loop(0, self.steps - 1, step, self._take(first, none))
+            last = first + self.steps - 1
+            self._product(last, taken, sums)
+            self._release(last)
+            mean = jnp.sum(taken.squares, axis=1) * (1 / self.spec.cols)
+            self._finish(row, column, lax.rsqrt(mean + self.spec.epsilon), sums[...])
+
+        accumulator = plgpu.ACC((_ROWS, self.schedule.features), jnp.float32)
+        pl.run_scoped(with_sums, accumulator)
+
+    def _stage(self, step: Any) -> Any:
+        return lax.rem(step, self.schedule.stages)
+
+    def _take(self, step: Any, squares: jax.Array) -> "_Taken":
+        """The warpgroup's rows of a tile of x, and the sums of squares with them."""
+        plgpu.barrier_wait(self.shared["full"].at[self._stage(step)])
+        x = self._rows_of_x(step)[...].astype(jnp.float32)
+        # Of columns that one thread holds: between threads they are added up once, in the end.
+        parts = [x[:, j : j + 8] for j in range(0, _DEPTH, 8)]
+        squares = squares + functools.reduce(jnp.add, [part * part for part in parts])
+        if "scale" not in self.shared:
+            return _Taken(squares, None)
+        scale = load(self.shared["scale"].at[self._stage(step)], plgpu.Layout.WGMMA.reduce(0))
+        g = elementwise.gain(scale, self.spec.norm)
+        return _Taken(squares, x * lax.broadcast_in_dim(g, x.shape, (1,)))
+
+    def _product(self, step: Any, taken: "_Taken", sums: Ref) -> None:
+        """Begins to add that of a tile to the sums."""
+        a = self._rows_of_x(step)
+        if taken.scaled is not None:
+            # Only here, when no product is under way: it would wait for what it reads.
+            a = taken.scaled.astype(self.spec.product_dtype)
+            if is_interpreted():  # It multiplies what is in shared memory alone.
+                registers, a = a, self.shared["a"].at[lax.axis_index(WARPGROUP)]
+                a[...] = registers
+                plgpu.commit_smem()
+        plgpu.wgmma(sums, a, self.shared["weight"].at[self._stage(step)])
+
+    def _rows_of_x(self, step: Any) -> Ref:
+        """The warpgroup's, of a tile."""
+        rows = pl.ds(lax.axis_index(WARPGROUP) * _ROWS, _ROWS)
+        return self.shared["x"].at[self._stage(step)].at[rows]
+
+    def _release(self, step: Any) -> None:
+        """Once the product of a tile is done, which has used all of it."""
+        plgpu.wgmma_wait(0)
+        if is_interpreted():
+            release_used()
+        plgpu.barrier_arrive(self.shared["empty"].at[self._stage(step)])
+
+    # ------------------------------------------------------------------------------------- results
+
+    def _finish(self, row: Any, column: Any, rstd: jax.Array, sums: jax.Array) -> None:
+        """Stores what becomes of the tile's sums."""
+        spec, shared, index = self.spec, self.shared, lax.axis_index(WARPGROUP)
+        rows = pl.ds(row + index * _ROWS, _ROWS)
+        if spec.want_rstd:
+
+            @pl.when(column == 0)
+            def _() -> None:
+                store(shared["rstd"].at[index], rstd)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(shared["rstd"].at[index], self.arrays["rstd"].at[rows])
+
+        if "bias" in shared:
+            plgpu.barrier_wait(shared["bias_full"])
+        width, stores = stored_columns(spec), 0
+        for start in range(0, self.schedule.features, width):
+            part = sums[:, start : start + width]
+            z = part * lax.broadcast_in_dim(rstd, part.shape, (0,))
+            if "bias" in shared:
+                layout = plgpu.Layout.WGMMA.reduce(0)
+                bias = load(shared["bias"].at[pl.ds(start, width)], layout).astype(jnp.float32)
+                z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
+            results = {"y": activated(z, spec.activation)}
+            if spec.want_z:
+                results["z"] = z
+            for name, result in results.items():
+                # The store before the last one has read what this one overwrites.
+                plgpu.wait_smem_to_gmem(_STORES - 1, wait_read_only=True)
+                part = shared["stored"].at[index, stores % _STORES]
+                part[...] = result.astype(spec.y_dtype)
+                plgpu.commit_smem()
+                place = (rows, pl.ds(column + start, width))
+                plgpu.copy_smem_to_gmem(part, self.arrays[name].at[place])
+                stores += 1
+        if "bias" in shared:
+            if is_interpreted():
+                release_used()
+            plgpu.barrier_arrive(shared["bias_empty"])
+
+
+def activated(z: jax.Array, activation: Activation | None) -> jax.Array:
+    """y of z, in float32."""
+    return z if activation is None else _ACTIVATIONS[activation](z)
+
+
+def _silu(z: jax.Array) -> jax.Array:
+    return z / (1 + jnp.exp(-z))
+
+
+def _gelu(z: jax.Array) -> jax.Array:
+    inner = np.sqrt(2 / np.pi).astype(np.float32) * (z + 0.044715 * (z * z * z))
+    return 0.5 * z * (1 + jnp.tanh(inner))
+
+
+_ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    "relu": lambda z: jnp.maximum(z, 0),
+    "leaky_relu": lambda z: jnp.where(z >= 0, z, 0.01 * z),
+    "gelu": _gelu,
+    "silu": _silu,
+}

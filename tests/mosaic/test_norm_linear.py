@@ -1,0 +1,366 @@
+"""The kernel of a norm and the product after it: interpreted, lowered, and compiled for an H100."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from forward_cases import BF16, F16, F32
+from h100 import Compiler
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from norm_linear_cases import NormLinear, operands
+from reference import assert_within, exact
+
+import jaxnorm
+from jaxnorm._norm_linear_call import Linear
+from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.mosaic.device.gpu import HOPPER
+from jaxnorm_kernels.mosaic.forward import norm_linear
+from jaxnorm_kernels.mosaic.forward.norm_linear import Schedule, choose
+from jaxnorm_kernels.specs import LinearSpec
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+SMALL = Schedule(features=128, stages=2, group=2)
+EVERYTHING = {"want_z": True, "want_rstd": True}
+
+
+def make_spec(rows, cols, features, dtype=BF16, **options):
+    """x, weight and y of one dtype, unless `options` say otherwise."""
+    options = {"weight_dtype": dtype, "y_dtype": dtype, "epsilon": 1e-6, **options}
+    return LinearSpec(rows, cols, features, x_dtype=dtype, product_dtype=dtype, **options)
+
+
+def arrays_of(spec, seed=0):
+    """x, weight, scale and bias; None for what the call has not."""
+    dtypes = (spec.x_dtype, spec.x_dtype, spec.weight_dtype, spec.scale_dtype, spec.bias_dtype)
+    given = operands(spec.rows, spec.cols, spec.features, [d or F32 for d in dtypes], seed)
+    scale = None if spec.scale_dtype is None else given["scale"]
+    return [given["x"], given["weight"], scale, None if spec.bias_dtype is None else given["bias"]]
+
+
+def reference(spec, x, weight, scale, bias):
+    """In float64, with the bounds of what rounding adds."""
+    return NormLinear(
+        excess=np.zeros(x.shape),
+        x=exact(x),
+        weight=exact(weight),
+        gain=np.ones(spec.cols) if scale is None else exact(scale) + spec.scale_offset,
+        bias=np.zeros(spec.features) if bias is None else exact(bias),
+        d=np.zeros((spec.rows, spec.features)),
+        x_dtype=spec.x_dtype.name,
+        weight_dtype=spec.weight_dtype.name,
+        product_dtype=spec.product_dtype.name,
+        y_dtype=spec.y_dtype.name,
+        activation=spec.activation,
+        epsilon=spec.epsilon,
+    )
+
+
+def run(spec, *arrays, schedule=None):
+    """y, z and rstd."""
+
+    @jax.jit
+    def function(*arrays):
+        return mosaic.rms_norm_linear_fwd(*arrays, spec, schedule=schedule)
+
+    return function(*arrays)
+
+
+def check_results(spec, arrays, results):
+    """Within the bounds of the reference in float64."""
+    y, z, rstd = results
+    expected = reference(spec, *arrays)
+    assert (y.dtype, y.shape) == (spec.y_dtype, (spec.rows, spec.features))
+    assert_within(y, expected.y, expected.y_bound())
+    assert (z is not None, rstd is not None) == (spec.want_z, spec.want_rstd)
+    if z is not None:
+        without = reference(dataclasses.replace(spec, activation=None), *arrays)
+        assert_within(z, without.y, without.y_bound())
+    if rstd is not None:
+        r = expected.norm.r[:, 0]
+        assert (rstd.dtype, rstd.shape) == (F32, r.shape)
+        assert_within(rstd, r, r * expected.walk(spec.cols))
+
+
+def check(spec, schedule=None, params=None):
+    """In the interpreter."""
+    arrays = arrays_of(spec)
+    with mosaic.interpreted(params):
+        check_results(spec, arrays, run(spec, *arrays, schedule=schedule))
+
+
+# Each edge by itself and all of them: parts of tiles of rows, columns and features; one step, and
+# fewer than there are stages; columns that no swizzle divides, for which there are copies.
+SIZES = [
+    (128, 256, 128, None),
+    (136, 64, 128, F32),
+    (64, 40, 128, None),
+    (8, 128, 264, F32),
+    (200, 200, 136, F32),
+    (8, 8, 8, F32),
+    (8, 72, 8, None),
+]
+
+
+@pytest.mark.parametrize(("rows", "cols", "features", "scale"), SIZES, ids=str)
+def test_sizes(rows, cols, features, scale):
+    options = {"scale_dtype": scale, "bias_dtype": F32, **EVERYTHING}
+    check(make_spec(rows, cols, features, **options), SMALL)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (BF16, {"scale_dtype": BF16, "scale_offset": 1.0, "activation": "gelu"}),
+        (F16, {"scale_dtype": F16, "scale_offset": 1.0, "bias_dtype": BF16, **EVERYTHING}),
+        (F16, {"bias_dtype": F16, "activation": "silu", "y_dtype": F32, "want_z": True}),
+        (BF16, {"scale_dtype": F16, "weight_dtype": F32, "activation": "relu", "y_dtype": F32}),
+        (BF16, {"y_dtype": F16, "activation": "leaky_relu", "epsilon": 0.25, "want_rstd": True}),
+    ],
+    ids=str,
+)
+def test_dtypes_and_options(dtype, options):
+    check(make_spec(72, 136, 144, dtype, **options))
+
+
+@pytest.mark.parametrize(("blocks", "stages"), [(1, 2), (3, 3)])
+def test_tiles_in_turn(blocks, stages, monkeypatch):
+    """A block makes several tiles; none of its warpgroups reads what another is writing."""
+    one = dataclasses.replace(HOPPER, sms=blocks)
+    monkeypatch.setattr(norm_linear, "local_gpu", lambda: one)
+    spec = make_spec(
+        200, 192, 264, scale_dtype=F32, bias_dtype=F32, activation="silu", **EVERYTHING
+    )
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    check(spec, Schedule(features=128, stages=stages, group=2), params)
+    assert not interpret_pallas_call.get_races().races_found
+
+
+def special_rows(x):
+    """NaN, an infinity, zeros, and numbers whose squares leave float32's, beside ordinary rows."""
+    x = x.at[1, 3].set(jnp.nan).at[2, 5].set(jnp.inf).at[3].set(0).at[4].set(-jnp.inf)
+    return x.at[6].multiply(jnp.finfo(x.dtype).tiny)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's product
+@pytest.mark.parametrize(("dtype", "scale"), [(BF16, F32), (F16, F32), (BF16, None)], ids=str)
+def test_rows_keep_to_themselves(dtype, scale):
+    """As the composition has them; no other row is changed by a bit."""
+    spec = make_spec(16, 72, 40, dtype, scale_dtype=scale, bias_dtype=F32, y_dtype=F32)
+    x, *parameters = arrays_of(spec)
+    special = special_rows(x)
+    with mosaic.interpreted():
+        y, _, _ = run(spec, x, *parameters)
+        changed, _, _ = run(spec, special, *parameters)
+    ordinary = np.array([0, 5, *range(7, 16)])
+    np.testing.assert_array_equal(changed[ordinary], y[ordinary])
+    assert jnp.isnan(changed[np.array([1, 2, 4])]).all()
+    of_zeros = np.broadcast_to(exact(parameters[-1]), (1, 40))
+    np.testing.assert_array_equal(changed[3:4], of_zeros.astype(np.float32))
+    expected = reference(spec, special[6:7], *parameters)
+    assert_within(changed[6:7], expected.y, expected.y_bound())
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_large_rows_with_a_large_scale(dtype):
+    """x G is no number of float16, and y is."""
+    spec = make_spec(8, 64, 128, dtype, scale_dtype=F32)
+    x, weight, scale, _ = arrays_of(spec)
+    x = (x / jnp.max(jnp.abs(x), 1, keepdims=True) * 60000).astype(dtype)
+    arrays = [x, weight, scale * 64, None]
+    with mosaic.interpreted():
+        check_results(spec, arrays, run(spec, *arrays))
+
+
+def test_small_schedule_where_tiles_are_few():
+    """Half the tile where there are not enough for all multiprocessors, and only there."""
+    few, many = make_spec(1024, 4096, 4096), make_spec(8192, 4096, 4096)
+    assert choose(few, HOPPER).features == 128
+    assert choose(many, HOPPER).features == 256
+
+
+# ---------------------------------------------------------------------------------- the function
+
+
+def test_leading_axes():
+    spec = make_spec(24, 64, 136, scale_dtype=F32, bias_dtype=F32, activation="gelu", **EVERYTHING)
+    x, *parameters = arrays_of(spec)
+    with mosaic.interpreted():
+        kernel = jax.jit(Linear(spec, "mosaic").kernel("mosaic"))
+        y, z, rstd = kernel(x.reshape(3, 8, 64), *parameters)
+    assert (y.shape, z.shape, rstd.shape) == ((3, 8, 136), (3, 8, 136), (3, 8))
+    results = y.reshape(24, 136), z.reshape(24, 136), rstd.reshape(24)
+    check_results(spec, [x, *parameters], results)
+
+
+@pytest.mark.oldest_jax
+@pytest.mark.parametrize("scale", [None, "float32"])
+def test_program(scale):
+    """One kernel and nothing of x's size beside it, not even the normalised array."""
+    shapes = {"x": (8192, 4096), "weight": (4096, 6144), "bias": (6144,)}
+    types = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
+    if scale is not None:
+        types["scale"] = jax.ShapeDtypeStruct((4096,), scale)
+
+    def call(arrays):
+        return jaxnorm.rms_norm_linear(**arrays, activation="silu", implementation="mosaic")
+
+    text = jax.jit(call).trace(types).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert "dot_general" not in text
+    assert not [line for line in text.splitlines() if "stablehlo.multiply" in line]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"rows": 12}, "multiples of 8"),
+        ({"cols": 60}, "multiples of 8"),
+        ({"features": 100}, "multiples of 8"),
+        ({"x_dtype": F32}, "in the product's dtype"),
+        ({"product_dtype": F32, "x_dtype": F32}, "multiplies bfloat16 and float16"),
+        ({"scale_dtype": np.dtype(np.float64)}, "float64 arrays ask for more"),
+        ({"rows": 0}, "an array of size 0"),
+        ({"want_y": False, "want_rstd": True}, "plain JAX's"),
+        ({"cols_over": ("model",)}, "plain JAX's"),
+        ({"rows": 2**31}, "number rows in 32 bits"),
+    ],
+    ids=str,
+)
+def test_what_it_cannot_do(change, reason):
+    spec = make_spec(16, 64, 128, scale_dtype=F32)
+    assert mosaic.supports(spec) is None
+    assert reason in mosaic.supports(dataclasses.replace(spec, **change))
+
+
+@pytest.mark.parametrize("capability", [80, 100, 120])
+def test_gpus_without_its_instructions(capability, monkeypatch):
+    monkeypatch.setattr(mosaic.support, "local_capability", lambda: capability)
+    assert "compute capability 9.0 (Hopper)" in mosaic.supports(make_spec(16, 64, 128))
+
+
+# ----------------------------------------------------------------------------- lowered, compiled
+
+# Both tiles; every operand and result; stores of both sizes; copies of columns; one row of tiles.
+COMPILED = [
+    make_spec(8192, 2048, 3072, scale_dtype=F32),
+    make_spec(8192, 4096, 6144),
+    make_spec(8192, 4096, 14336, scale_dtype=BF16, bias_dtype=F32, activation="gelu", **EVERYTHING),
+    make_spec(8192, 4096, 6144, F16, scale_dtype=F32, activation="silu", **EVERYTHING),
+    make_spec(8192, 4096, 6144, scale_dtype=F32, y_dtype=F32, bias_dtype=BF16, **EVERYTHING),
+    make_spec(8192, 4096, 6144, scale_dtype=F32, activation="relu", want_z=True),
+    make_spec(8192, 4096, 6144, scale_dtype=F32, scale_offset=1.0, activation="leaky_relu"),
+    make_spec(64, 4096, 6144, scale_dtype=BF16, bias_dtype=BF16, activation="silu", **EVERYTHING),
+    make_spec(1000, 1000, 1000, scale_dtype=F32, want_rstd=True),
+    make_spec(8, 8, 8, scale_dtype=F32),
+]
+
+
+def types_of(spec):
+    parameters = [((spec.cols,), spec.scale_dtype), ((spec.features,), spec.bias_dtype)]
+    return [
+        jax.ShapeDtypeStruct((spec.rows, spec.cols), spec.x_dtype),
+        jax.ShapeDtypeStruct((spec.cols, spec.features), spec.weight_dtype),
+        *[
+            None if dtype is None else jax.ShapeDtypeStruct(*a)
+            for a in parameters
+            for dtype in a[1:]
+        ],
+    ]
+
+
+@pytest.mark.oldest_jax
+@pytest.mark.parametrize("spec", COMPILED, ids=str)
+def test_lowering(spec):
+    def function(*arrays):
+        return mosaic.rms_norm_linear_fwd(*arrays, spec)
+
+    text = jax.jit(function).trace(*types_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory):
+    return Compiler(tmp_path_factory.mktemp("ptxas"))
+
+
+@pytest.mark.parametrize("spec", COMPILED, ids=str)
+def test_registers(spec, compiler):
+    """Nothing is spilled, and products run while others are prepared."""
+
+    def function(*arrays):
+        return mosaic.rms_norm_linear_fwd(*arrays, spec)
+
+    (kernel,) = compiler.compile(function, types_of(spec))
+    assert not kernel.spilled
+    assert not kernel.serialised
+
+
+# --------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "spec",
+    [
+        make_spec(
+            *sizes, dtype, scale_dtype=scale, bias_dtype=F32, activation=activation, **EVERYTHING
+        )
+        for sizes, dtype, (scale, activation) in itertools.product(
+            [(1024, 512, 768), (264, 1000, 520), (8, 8, 8), (4096, 2048, 6144)],
+            (BF16, F16),
+            [(None, "relu"), (F32, "gelu"), (BF16, "silu"), (F32, "leaky_relu")],
+        )
+    ],
+    ids=str,
+)
+def test_values_on_a_gpu(spec):
+    arrays = arrays_of(spec)
+    results = run(spec, *arrays)
+    check_results(spec, arrays, results)
+    for first, second in zip(results, run(spec, *arrays)):
+        np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_rows_keep_to_themselves_on_a_gpu(dtype):
+    spec = make_spec(264, 1024, 520, dtype, scale_dtype=F32, bias_dtype=F32, y_dtype=F32)
+    x, *parameters = arrays_of(spec)
+    y, _, _ = run(spec, x, *parameters)
+    changed, _, _ = run(spec, special_rows(x), *parameters)
+    ordinary = np.array([0, 5, *range(7, 264)])
+    np.testing.assert_array_equal(changed[ordinary], y[ordinary])
+    assert jnp.isnan(changed[np.array([1, 2, 4])]).all()
+
+
+@pytest.mark.gpu
+def test_gradients_on_a_gpu():
+    """By name: the kernel's forward, from whose rstd and z the backward starts."""
+    spec = make_spec(1024, 512, 776, scale_dtype=F32, bias_dtype=F32, activation="gelu")
+    x, weight, scale, bias = arrays_of(spec)
+    d = jnp.asarray(np.random.default_rng(1).normal(size=(1024, 776)), BF16)
+
+    @jax.jit
+    def both(x, weight, scale, bias):
+        def call(x, weight, scale, bias):
+            return jaxnorm.rms_norm_linear(
+                x, weight, scale, bias=bias, activation="gelu", implementation="mosaic"
+            )
+
+        y, vjp = jax.vjp(call, x, weight, scale, bias)
+        return y, vjp(d)
+
+    y, gradients = both(x, weight, scale, bias)
+    expected = reference(spec, x, weight, scale, bias)
+    assert_within(y, expected.y, expected.y_bound())
+    expected.d = exact(d)
+    bounds = expected.gradients()
+    for name, gradient in zip(("x", "weight", "scale", "bias"), gradients):
+        value, bound = bounds[name]
+        bound = bound + 2.0**-8 * (np.abs(value) + bound) * (gradient.dtype == BF16)
+        assert_within(gradient, value, bound)
