@@ -4,6 +4,7 @@ export XLA_PYTHON_CLIENT_ALLOCATOR=platform
 compute-sanitizer python tests/memcheck.py mosaic layer_norm float32
 compute-sanitizer python tests/memcheck.py mosaic "logits of softmax" float32
 compute-sanitizer python tests/memcheck.py mosaic "loss" float32
+compute-sanitizer python tests/memcheck.py mosaic "rms_norm_linear" bfloat16
 """
 
 import functools
@@ -104,6 +105,20 @@ def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
         yield linear, [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
 
+def products(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
+    """Norms and the products after them, and the operands' types; parts of tiles on all sides."""
+    for rows, cols, features in [(8, 8, 8), (136, 72, 264), (200, 1000, 520), (1032, 256, 4104)]:
+
+        def call(x: jax.Array, weight: jax.Array, scale: jax.Array, bias: jax.Array) -> Any:
+            function = getattr(jaxnorm, name)
+            return function(
+                x, weight, scale, bias=bias, activation="silu", implementation=implementation
+            )
+
+        shapes = [(rows, cols), (cols, features), (cols,), (features,)]
+        yield call, [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+
 def compiled(call: Any, operands: Any) -> Any:
     """Forward and backward."""
 
@@ -119,7 +134,8 @@ def compiled(call: Any, operands: Any) -> Any:
 
 def main(implementation: str, name: str, dtype: str) -> None:
     kind, _, op = name.rpartition(" ")
-    cases_of = losses if op == "loss" else logits if kind else strided_or_rows
+    of_names = {"loss": losses, "rms_norm_linear": products}
+    cases_of = of_names.get(op, logits if kind else strided_or_rows)
     cases = list(cases_of(op, dtype, implementation))
     # One compiles after the other, and none while a kernel runs: under the checker, either ended in
     # a crash of this process now and then.

@@ -1,6 +1,7 @@
 """The kernels on a GPU, whoever wrote them: widths of every schedule, a fuzz, determinism, size."""
 
 import functools
+import itertools
 import os
 import re
 import shutil
@@ -213,14 +214,19 @@ def test_losses_of_more_elements_than_int32_counts(kernels):
 
 
 @pytest.mark.memcheck
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "dtype"),
     [
-        *("softmax", "log_softmax", "layer_norm", "rms_norm"),
-        *("logits of softmax", "logits of log_softmax"),
-        *("add_layer_norm", "rms_norm_add", "rms_norm_add_rms_norm"),
-        "loss",
+        *itertools.product(
+            [
+                *("softmax", "log_softmax", "layer_norm", "rms_norm"),
+                *("logits of softmax", "logits of log_softmax"),
+                *("add_layer_norm", "rms_norm_add", "rms_norm_add_rms_norm"),
+                "loss",
+            ],
+            ["bfloat16", "float32"],
+        ),
+        *(("rms_norm_linear", dtype) for dtype in ("bfloat16", "float16")),
     ],
 )
 def test_no_access_out_of_bounds(name, dtype, kernels):
