@@ -8,11 +8,11 @@ Free of JAX and torch, as `workloads` is.
 """
 
 import dataclasses
-import itertools
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
-from benchmarks.workloads import ITEMSIZE, Array, Direction, Shape, of_as_many_axes
+from benchmarks.workloads import ITEMSIZE, Array, Direction, Shape, ShapedWorkload, shaped
 
 # bfloat16 arrays of 50 MB to 128 MB.
 ROWS_BY_COLS: tuple[Shape, ...] = (
@@ -64,6 +64,16 @@ class Block:
     axis: int = -1
     grouped: bool = False
     mixed: bool = False
+
+    directions = DIRECTIONS
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(dtype for dtype in DTYPES if dtype != "mixed" or self.mixed)
+
+    @property
+    def quick(self) -> tuple[Shape, ...]:
+        return tuple(shape for shape in self.shapes if shape[-1] == QUICK_COLS)
 
 
 _ADD_RMS_NORM = Block(("y", "h"), saved=("y",), gradients=("x",), parameters=("scale",))
@@ -122,29 +132,12 @@ BLOCKS: dict[str, Block] = {
 MIXED = tuple(name for name, block in BLOCKS.items() if block.mixed)
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockWorkload:
-    """One block in one direction on one shape.
-
-    Attributes:
-      op: the block's name.
-      direction: ``"fwd+bwd"`` returns the results and all gradients, from one call.
-      shape: of x, as text: "8192x4096".
-      dtype: of all arrays of x's shape, or "mixed".
-    """
-
-    op: str
-    direction: Direction
-    shape: str
-    dtype: str
+class BlockWorkload(ShapedWorkload):
+    """One block in one direction on one shape, x's. The dtype is of all arrays of this shape."""
 
     @property
     def block(self) -> Block:
         return BLOCKS[self.op]
-
-    @property
-    def sizes(self) -> Shape:
-        return tuple(map(int, self.shape.split("x")))
 
     @property
     def cols(self) -> int:
@@ -206,21 +199,4 @@ class BlockWorkload:
         return sum(math.prod(self.shape_of(n)) * ITEMSIZE[self.dtype_of(n)] for n in arrays)
 
 
-def grid(
-    ops: Sequence[str],
-    directions: Sequence[Direction],
-    dtypes: Sequence[str],
-    shapes: Sequence[Shape] | None = None,
-    *,
-    quick: bool = False,
-) -> Iterator[BlockWorkload]:
-    """Every workload asked for; of `shapes` those of as many axes as the block's own have."""
-    for op in (name for name in ops if name in BLOCKS):
-        block = BLOCKS[op]
-        if shapes is not None:
-            its = of_as_many_axes(shapes, block.shapes)
-        else:
-            its = [shape for shape in block.shapes if not quick or shape[-1] == QUICK_COLS]
-        for direction, dtype, shape in itertools.product(directions, dtypes, its):
-            if direction in DIRECTIONS and (dtype != "mixed" or block.mixed):
-                yield BlockWorkload(op, direction, "x".join(map(str, shape)), dtype)
+grid = functools.partial(shaped, BlockWorkload, BLOCKS)

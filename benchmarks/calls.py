@@ -31,6 +31,17 @@ class Timing:
         """GB/s of a call that moves `size` bytes."""
         return size / self.us / 1e3
 
+    def figures(self, workload: Any, roof: "Timing | None") -> dict[str, float | None]:
+        """Of a call: GB/s and its share of a copy, or where products set its time TFLOP/s."""
+        return {
+            "us": self.us,
+            "main_us": self.main_us,
+            "gbps": None if roof is None else self.gbps(workload.bytes),
+            "roof": None if roof is None else roof.us / self.us,
+            "tflops": workload.flops / self.us / 1e6 if workload.flops else None,
+            "kernels": self.kernels,
+        }
+
 
 def buffers_for(size: int) -> int:
     """How many sets of operands to rotate, for calls that touch `size` bytes."""

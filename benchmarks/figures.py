@@ -1,15 +1,17 @@
 """What the timed rows say: each cell with the providers that answered it, and comparisons."""
 
 import dataclasses
+import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from benchmarks import workloads
 from benchmarks.blocks import BLOCKS, BlockWorkload
+from benchmarks.linear import PROJECTIONS, SQUARES, LinearWorkload
 from benchmarks.results import OK, Row
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Shape, Workload
 
 # Whose figure is jaxnorm's: what a call gets by default, or else what was measured by name.
 OWN = ("jaxnorm", "mosaic")
@@ -22,7 +24,7 @@ PLOTTED = [
 ODD = {cols for _, cols in workloads.GRID["odd rows"]}
 AHEAD = 1.02  # a peer is ahead where jaxnorm takes longer than this times its time
 
-# The fields of a Workload (op, direction, rows, cols, x_dtype, y_dtype) or of a BlockWorkload.
+# The fields of a Workload (op, direction, rows, cols, x_dtype, y_dtype) or of a ShapedWorkload.
 Question = tuple[Any, ...]
 
 
@@ -30,18 +32,19 @@ Question = tuple[Any, ...]
 class Figure:
     """One provider's answer: microseconds, GB/s, and a copy's time over its time.
 
-    `extra_passes` are those over whole arrays that compute nothing, where they are known: copies
-    among them may not be in `us`.
+    Of a product, TFLOP/s, and the time of the product alone over its time. `extra_passes` are those
+    over whole arrays that compute nothing, where they are known: copies among them may not be in
+    `us`.
     """
 
     us: float
-    gbps: float
+    speed: float
     roof: float
     extra_passes: int = 0
 
     @property
-    def roof_gbps(self) -> float:
-        return self.gbps / self.roof
+    def roof_speed(self) -> float:
+        return self.speed / self.roof
 
 
 Figures = dict[Question, dict[str, Figure]]
@@ -72,6 +75,26 @@ def of(rows: Iterable[Row], kind: type[Any] = Workload) -> Figures:
 def _question(row: Row, kind: type[Any]) -> Question:
     fields = dataclasses.fields(kind)
     return tuple(int(row[f.name]) if f.type is int else row[f.name] for f in fields)
+
+
+def of_products(rows: Iterable[Row]) -> Figures:
+    """The figures of products, by question and provider.
+
+    The roof is the product alone as XLA has it, jnp's: NaN where that was not measured.
+    """
+    measured = {
+        (_question(row, LinearWorkload), row["provider"]): row
+        for row in rows
+        if row["status"] == OK
+    }
+    figures: Figures = {}
+    for (question, provider), row in measured.items():
+        alone = measured.get((("product", *question[1:]), "jnp"))
+        us = float(row["us"])
+        roof = math.nan if alone is None else float(alone["us"]) / us
+        figure = Figure(us, float(row["tflops"]), roof, int(row["extra_passes"] or 0))
+        figures.setdefault(question, {})[provider] = figure
+    return figures
 
 
 def bytes_of(question: Question) -> int:
@@ -165,6 +188,27 @@ def along_cols(
         for shape, each in by_shape.items()
     }
     return dict(sorted(by_cols.items()))
+
+
+def along_squares(
+    figures: Figures, op: str, direction: str, dtype: str
+) -> dict[int, dict[str, Figure]]:
+    """Answers of products whose M, N and K are equal, by it."""
+    return _of_shapes(figures, (op, direction), dtype, {shape: shape[0] for shape in SQUARES})
+
+
+def along_projections(
+    figures: Figures, op: str, direction: str, dtype: str
+) -> dict[str, dict[str, Figure]]:
+    """Answers of the products of models, by name."""
+    return _of_shapes(figures, (op, direction), dtype, PROJECTIONS)
+
+
+def _of_shapes(
+    figures: Figures, asked: tuple[str, str], dtype: str, names: Mapping[Shape, Any]
+) -> dict[Any, dict[str, Figure]]:
+    questions = {name: (*asked, "x".join(map(str, shape)), dtype) for shape, name in names.items()}
+    return {name: figures[q] for name, q in questions.items() if q in figures}
 
 
 def failures(rows: Iterable[Row]) -> Counter[tuple[str, str]]:

@@ -14,16 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import calls, gradients, hlo, providers, stacks, timing
-from benchmarks.blocks import BlockWorkload
-from benchmarks.losses import LossWorkload
-from benchmarks.suites import BlockCell, LossCell, TimedCell, provider_of
-from benchmarks.workloads import Array, Shape, Workload
+from benchmarks.suites import Timed, TimedCell, provider_of
+from benchmarks.workloads import Array, Shape, ShapedWorkload, Workload
 
 Figures = dict[str, float | None]
 Measure = Callable[[], Figures]
 Arrays = tuple[jax.Array, ...]
 Inputs = tuple[Arrays, Arrays, Arrays]  # row operands, parameters, cotangents
-Cell = TimedCell | BlockCell | LossCell
 
 THREADS = 16  # that prepare cells, at most
 KEPT_BYTES = 5e9  # by a process that waits; JAX's pool may be twice what it had to hold
@@ -63,7 +60,7 @@ def random_arrays(
 
 
 def arguments_of(
-    w: Workload | BlockWorkload | LossWorkload,
+    w: Workload | ShapedWorkload,
 ) -> tuple[tuple[Array, ...], tuple[Shape, ...], tuple[Array, ...]]:
     """Of random_arrays, after the seed."""
     return w.row_operands, w.parameter_shapes, w.cotangents
@@ -76,7 +73,7 @@ def inputs_program(*arguments: Any) -> Callable[[int], Inputs]:
 
 
 @functools.lru_cache(maxsize=1)
-def rotating_inputs(workload: Workload | BlockWorkload | LossWorkload) -> list[Inputs]:
+def rotating_inputs(workload: Workload | ShapedWorkload) -> list[Inputs]:
     """As many as keep calls out of the cache; shared by the providers of one workload."""
     make = inputs_program(*arguments_of(workload))
     return [make(seed) for seed in range(calls.buffers_for(workload.bytes))]
@@ -93,7 +90,7 @@ class Program:
     temp_bytes: int  # what XLA plans for intermediates
 
 
-def compile_cell(cell: Cell) -> Program:
+def compile_cell(cell: Timed) -> Program:
     """Compiles what a user would call; raises what the library raises.
 
     A gradient that is another array already is not returned: XLA would have to copy it.
@@ -147,21 +144,16 @@ def compile_cell(cell: Cell) -> Program:
     )
 
 
-def operands_of(cell: Cell, program: Program) -> list[tuple[Any, ...]]:
+def operands_of(cell: Timed, program: Program) -> list[tuple[Any, ...]]:
     return [program.operands(*inputs) for inputs in rotating_inputs(cell.workload)]
 
 
-def kernel_time(cell: Cell, program: Program) -> Figures:
-    by_bytes = not (isinstance(cell, LossCell) and cell.bound_by_products)
-    roof = timing.copy_roof(cell.bytes) if by_bytes else None
+def kernel_time(cell: Timed, program: Program) -> Figures:
+    roof = None if cell.flops else timing.copy_roof(cell.bytes)
     measured = timing.measure(program.call, operands_of(cell, program))
     return {
-        "us": measured.us,
-        "main_us": measured.main_us,
-        "gbps": measured.gbps(cell.bytes) if by_bytes else None,
-        "roof": None if roof is None else roof.us / measured.us,
+        **measured.figures(cell, roof),
         "compile_s": program.compile_s,
-        "kernels": measured.kernels,
         "extra_passes": program.extra_passes,
         "temp_bytes": program.temp_bytes,
     }
@@ -199,7 +191,8 @@ def prepare(suite: str, cell: Any) -> Measure:
     inputs_program(*arguments_of(cell.workload))
     if suite == "latency":
         return functools.partial(latency, cell, program)
-    timing.copy_programs(cell.bytes)
+    if not cell.flops:
+        timing.copy_programs(cell.bytes)
     return functools.partial(kernel_time, cell, program)
 
 

@@ -6,11 +6,10 @@ Free of JAX and torch, as `workloads` is.
 """
 
 import dataclasses
+import functools
 import itertools
-import math
-from collections.abc import Iterator, Sequence
 
-from benchmarks.workloads import ITEMSIZE, Array, Direction, Shape, of_as_many_axes
+from benchmarks.workloads import Array, Direction, Shape, ShapedWorkload, shaped
 
 #: Positions x classes: vocabularies of a power of two, GPT-2, Llama 3 and Gemma.
 LOGITS: tuple[Shape, ...] = (
@@ -36,6 +35,10 @@ class Loss:
     dtypes: tuple[str, ...]
     mean: bool
 
+    @property
+    def quick(self) -> tuple[Shape, ...]:
+        return self.shapes[:1]
+
 
 LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(LOGITS, ("fwd", "fwd+bwd"), ("bfloat16", "float32"), mean=False),
@@ -44,35 +47,12 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class LossWorkload:
-    """One loss in one direction on one shape.
-
-    Attributes:
-      op: the loss's name.
-      direction: ``"fwd+bwd"`` returns the loss and the gradients of x and weight, from one call.
-      shape: as text: "8192x32768", "8192x4096x128256".
-      dtype: of x and weight.
-    """
-
-    op: str
-    direction: Direction
-    shape: str
-    dtype: str
-
-    mixed = False
+class LossWorkload(ShapedWorkload):
+    """One loss in one direction on one shape. The dtype is that of x and weight."""
 
     @property
     def loss(self) -> Loss:
         return LOSSES[self.op]
-
-    @property
-    def sizes(self) -> Shape:
-        return tuple(map(int, self.shape.split("x")))
-
-    @property
-    def x_dtype(self) -> str:
-        return self.dtype
 
     @property
     def y_dtype(self) -> str:
@@ -94,9 +74,13 @@ class LossWorkload:
         return ()
 
     @property
+    def result(self) -> Array:
+        return () if self.loss.mean else self.sizes[:1], self.y_dtype
+
+    @property
     def cotangents(self) -> tuple[Array, ...]:
         """None for a mean: a training step differentiates it as it is, and libraries use that."""
-        return () if self.loss.mean else (((self.sizes[0],), self.y_dtype),)
+        return () if self.loss.mean else (self.result,)
 
     @property
     def gradients(self) -> tuple[int, ...]:
@@ -104,36 +88,9 @@ class LossWorkload:
         return tuple(range(len(self.sizes) - 1))
 
     @property
-    def bound_by_products(self) -> bool:
-        """Whether matrix products set its time, and not the bytes that move."""
-        return len(self.sizes) > 2
-
-    @property
-    def bytes(self) -> int:
-        """Least traffic: operands and loss once; backwards the same, and the gradients."""
-        operands = [(shape, dtype) for shape, dtype, *_ in self.row_operands]
-        loss = (() if self.loss.mean else self.sizes[:1], self.y_dtype)
-        arrays = [*operands, loss]
-        if self.direction == "fwd+bwd":
-            arrays += [*arrays, *(operands[i] for i in self.gradients)]
-        return sum(math.prod(shape) * ITEMSIZE[dtype] for shape, dtype in arrays)
+    def flops(self) -> int:
+        """Of the products of x, weight and their gradients, where there is a weight."""
+        return self.product_flops if len(self.sizes) > 2 else 0
 
 
-def grid(
-    ops: Sequence[str],
-    directions: Sequence[Direction],
-    dtypes: Sequence[str],
-    shapes: Sequence[Shape] | None = None,
-    *,
-    quick: bool = False,
-) -> Iterator[LossWorkload]:
-    """Every workload asked for; of `shapes` those of as many axes as the loss's own have."""
-    for op in (name for name in ops if name in LOSSES):
-        loss = LOSSES[op]
-        if shapes is not None:
-            its = of_as_many_axes(shapes, loss.shapes)
-        else:
-            its = list(loss.shapes[: 1 if quick else None])
-        for direction, dtype, shape in itertools.product(directions, dtypes, its):
-            if direction in loss.directions and dtype in loss.dtypes:
-                yield LossWorkload(op, direction, "x".join(map(str, shape)), dtype)
+grid = functools.partial(shaped, LossWorkload, LOSSES)

@@ -1,7 +1,8 @@
 """GB/s against N: a panel for each operation and direction, a line for each provider.
 
-Odd lengths, which no vector width divides, are hollow markers beside the lines. Of training steps,
-for each model bars of time and memory, and the losses.
+Odd lengths, which no vector width divides, are hollow markers beside the lines. Of products TFLOP/s
+against their size, and of those of models. Of training steps, for each model bars of time and
+memory, and the losses.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from matplotlib.axes import Axes
 
 from benchmarks import blocks, figures, workloads
 from benchmarks.figures import Figure, Figures
+from benchmarks.linear import LINEAR, TOKENS
 from benchmarks.models import LOSS_STEPS, MODELS, REMATS, VARIANTS
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Row
@@ -40,10 +42,11 @@ STYLES = {
     "torch.compile": ("#666666", ">"),
 }
 _OF_VARIANTS = dict(zip(VARIANTS, ("#E69F00", "#56B4E9", "#009E73", "#0072B2")))
-ROOF = "copy (the roof)"
+COPY = "copy (the roof)"
+PRODUCT = "the product alone, by XLA"
 _TITLES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
 
-Answers = dict[int, dict[str, Figure]]  # by N and provider
+Answers = dict[Any, dict[str, Figure]]  # by N, or a name, and provider
 
 
 def kernels(measured: Figures, dtype: str, title: str, path: Path) -> None:
@@ -55,7 +58,8 @@ def kernels(measured: Figures, dtype: str, title: str, path: Path) -> None:
         ]
         for op in workloads.OPERATIONS
     ]
-    _plot(panels, "N, length of a row (hollow: 1000, 3000, 4095, 50257)", title, path)
+    x_label = "N, length of a row (hollow: 1000, 3000, 4095, 50257)"
+    _plot(panels, [x_label] * 2, title, path)
 
 
 def by_block(measured: Figures, dtype: str, title: str, path: Path) -> None:
@@ -67,7 +71,21 @@ def by_block(measured: Figures, dtype: str, title: str, path: Path) -> None:
         ]
         for op in blocks.BLOCKS
     ]
-    _plot(panels, "N, length of a row", title, path)
+    _plot(panels, ["N, length of a row"] * 2, title, path)
+
+
+def linear(measured: Figures, dtype: str, title: str, path: Path) -> None:
+    """Writes a PNG of products in one dtype: squares, and beside them those of models."""
+    panels = [
+        [
+            (f"{op} {_TITLES[way]}", along(measured, op, way, dtype))
+            for along in (figures.along_squares, figures.along_projections)
+        ]
+        for op, asked in LINEAR.items()
+        for way in asked.directions
+    ]
+    x_labels = ["M = N = K", f"KxN of Llama's projections, M = {TOKENS}"]
+    _plot(panels, x_labels, title, path, y_label="TFLOP/s", roof=PRODUCT)
 
 
 def training(rows: Sequence[Row], dtype: str, title: str, path: Path) -> None:
@@ -110,13 +128,20 @@ def _bars(axes: Axes, rows: Sequence[Row], column: str, unit: float) -> None:
 
 
 def _plot(
-    panels: Sequence[Sequence[tuple[str, Answers]]], x_label: str, title: str, path: Path
+    panels: Sequence[Sequence[tuple[str, Answers]]],
+    x_labels: Sequence[str],
+    title: str,
+    path: Path,
+    *,
+    y_label: str = "GB/s, least bytes",
+    roof: str = COPY,
 ) -> None:
+    """Panels with titles, whose columns have an x axis each; all have one y axis."""
     figure, grid = plt.subplots(
         len(panels),
         len(panels[0]),
         figsize=(11, 3.0 * len(panels)),
-        sharex=True,
+        sharex="col",
         sharey=True,
         layout="constrained",
         squeeze=False,
@@ -125,15 +150,15 @@ def _plot(
     for axes_row, panel_row in zip(grid, panels):
         for axes, (name, answers) in zip(axes_row, panel_row):
             axes.set_title(name, fontsize=10)
-            _panel(axes, answers)
+            _panel(axes, answers, roof)
     grid.flat[0].set_ylim(bottom=0)  # of all: they share the axis
-    for axes in grid[-1]:
+    for axes, x_label in zip(grid[-1], x_labels):
         axes.set_xlabel(x_label)
     for axes in grid[:, 0]:
-        axes.set_ylabel("GB/s, least bytes")
+        axes.set_ylabel(y_label)
     drawn = (line for axes in grid.flat for line in axes.get_lines() if line.get_ls() != "None")
     lines = {line.get_label(): line for line in drawn}
-    labels = [*(PROVIDERS[name].label for name in STYLES), ROOF]
+    labels = [*(PROVIDERS[name].label for name in STYLES), roof]
     handles = [lines[label] for label in labels if label in lines]
     if handles:
         figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
@@ -141,19 +166,23 @@ def _plot(
     plt.close(figure)
 
 
-def _panel(axes: Axes, answers: Answers) -> None:
-    axes.set_xscale("log", base=2)
+def _panel(axes: Axes, answers: Answers, roof: str) -> None:
+    if names := [n for n in answers if isinstance(n, str)]:
+        axes.xaxis.update_units(names)  # their order, whoever lacks one
+        axes.tick_params(axis="x", labelsize=7)
+    elif answers:
+        axes.set_xscale("log", base=2)
     for provider, (colour, marker) in reversed(STYLES.items()):  # jaxnorm over the others
         style = {"color": colour, "marker": marker, "ms": 4, "label": PROVIDERS[provider].label}
-        points = [(n, each[provider].gbps) for n, each in answers.items() if provider in each]
+        points = [(n, each[provider].speed) for n, each in answers.items() if provider in each]
         _draw(axes, [p for p in points if p[0] not in figures.ODD], style | {"lw": 1.3})
         _draw(axes, [p for p in points if p[0] in figures.ODD], style | {"ls": "", "mfc": "none"})
-    roof = [
-        (n, next(iter(each.values())).roof_gbps)
+    at_roof = [
+        (n, next(iter(each.values())).roof_speed)
         for n, each in answers.items()
         if n not in figures.ODD
     ]
-    _draw(axes, roof, {"color": "0.35", "ls": "--", "lw": 1.0, "label": ROOF})
+    _draw(axes, at_roof, {"color": "0.35", "ls": "--", "lw": 1.0, "label": roof})
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 

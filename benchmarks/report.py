@@ -47,16 +47,17 @@ class Results:
         self.kernels = figures.of(self.rows["kernels"])
         self.api = figures.of(self.rows["api"])
         self.blocks = figures.of(self.rows["blocks"], BlockWorkload)
+        self.linear = figures.of_products(self.rows["linear"])
         self.training = [row for row in self.rows["training"] if row["status"] == OK]
         self.ahead = [*figures.ahead(self.kernels), *figures.ahead(self.api)]
 
     @property
     def plotted(self) -> list[tuple[str, str]]:
         """Suite and dtype of each plot."""
-        figures_of = {"kernels": self.kernels, "blocks": self.blocks}
-        timed = [suite for suite, found in figures_of.items() if found]
-        steps = [("training", "bfloat16")] if self.training else []
-        return [*((suite, dtype) for suite in timed for dtype in PLOTTED), *steps]
+        first = PLOTTED[:1]
+        dtypes = {"kernels": PLOTTED, "blocks": PLOTTED, "linear": first, "training": first}
+        measured = [suite for suite in dtypes if getattr(self, suite)]
+        return [(suite, dtype) for suite in measured for dtype in dtypes[suite]]
 
     @property
     def missing(self) -> list[str]:
@@ -129,9 +130,10 @@ def page_section(found: Results) -> str:
 
 
 def _captioned(found: Results, name: str) -> list[str]:
-    """Caption and table of a suite."""
+    """Caption, plot where it belongs there, and table of a suite."""
     table = _SHORT_TABLES.get(name, _TABLES[name])
-    return [paragraph(_CAPTIONS[name], tables.provenance(found.rows[name])), table(found)]
+    plot = [_image(found, name, PAGE)] if name in _ILLUSTRATED else []
+    return [paragraph(_CAPTIONS[name], tables.provenance(found.rows[name])), *plot, table(found)]
 
 
 def paragraph(*sentences: str) -> str:
@@ -158,7 +160,7 @@ def full_report(found: Results) -> str:
         parts.append(notes)
     if found.ahead:
         parts += ["## Where a peer is more than 2 % ahead", tables.ahead(found.ahead)]
-    suites = ("kernels", "api", "blocks", "loss", "latency", "accuracy")
+    suites = ("kernels", "api", "blocks", "loss", "linear", "latency", "accuracy")
     timed = [row for name in suites for row in found.rows[name]]
     if any(row["status"] != OK for row in timed):
         parts += ["## What failed", tables.failed(timed)]
@@ -173,6 +175,8 @@ _ROOF = (
 _CAPTIONS = {
     "blocks": "Blocks: norms with their neighbours, forward and backward in one call. jaxnorm's "
     "share of a copy of the least bytes, and its speed over others; medians over the shapes.",
+    "linear": "A norm and the product after it: TFLOP/s, and in brackets the time of the product "
+    "alone, which XLA tunes, over its time.",
     "training": "A training step of models as people write them (benchmarks/language_models.py): "
     "AdamW, float32 parameters, bfloat16 activations, layers scanned, cuDNN's attention. Remat: a "
     "layer keeps all that its backward needs, its matrix products, or its input alone. Products "
@@ -181,11 +185,13 @@ _CAPTIONS = {
     "stacks": "Many small norms: 24 pre-norm residual layers, from a call to its results, beside "
     "plain jnp in turn. By default a small norm with no backward to come is XLA's.",
 }
+_ILLUSTRATED = ("linear",)  # on the page, beside the kernels
 _TABLES: dict[str, Callable[[Results], str]] = {
     "kernels": lambda found: tables.speeds(found.kernels, ("fwd", "bwd")),
     "api": lambda found: tables.speeds(found.api, ("fwd+bwd",)),
     "blocks": lambda found: tables.by_block(found.blocks),
     "loss": lambda found: tables.losses(found.rows["loss"]),
+    "linear": lambda found: tables.linear(found.rows["linear"]),
     "latency": lambda found: tables.latency(found.rows["latency"]),
     "training": lambda found: tables.training(found.rows["training"]),
     "capacity": lambda found: tables.capacity(found.rows["capacity"]),
@@ -197,10 +203,12 @@ _TABLES: dict[str, Callable[[Results], str]] = {
 _PLOTS: dict[str, tuple[str, Callable[..., None]]] = {
     "kernels": ("GB/s against N", plots.kernels),
     "blocks": ("GB/s against N", plots.by_block),
+    "linear": ("TFLOP/s against M, N and K", plots.linear),
     "training": ("Time, temp memory and losses of training steps", plots.training),
 }
-_SHORT_TABLES: dict[str, Callable[[Results], str]] = {  # for the README
+_SHORT_TABLES: dict[str, Callable[[Results], str]] = {  # for the docs' page
     "blocks": lambda found: tables.by_block(found.blocks, ("fwd+bwd",), medians=True),
+    "linear": lambda found: tables.by_product(found.linear),
 }
 _FOOTNOTES = {
     "blocks": "`of a copy` is jaxnorm's share of a copy of the least bytes; the others are its "
@@ -211,6 +219,11 @@ _FOOTNOTES = {
     "speed` is over the provider's. `temp` is memory beside operands and results. Liger writes the "
     "gradient over the logits, and sums weight's in weight's dtype; optax rounds the loss to the "
     "logits' dtype.",
+    "linear": "M x K x N: x is (M, K), weight (K, N), which torch and QuACK have transposed, as "
+    "torch.nn.Linear keeps it. `of the product` is the time of jnp's product alone, in the same "
+    "direction, over the provider's; `jaxnorm's speed` is over the provider's. XLA and QuACK try "
+    "products and choose; torch and torch.compile leave it to cuBLAS. `temp` is memory beside "
+    "operands and results. What 256 x 256 x 256 moves stays in the GPU's cache.",
 }
 
 

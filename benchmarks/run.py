@@ -6,19 +6,21 @@
 
 Suites: `kernels`, kernel time forward and backward over the whole grid; `api`, forward and backward
 in one call; `blocks`, norms with what a model does to the same rows before and after; `loss`,
-cross-entropies, and their memory; `latency`, calls of few rows, also from the host; `training`,
-steps of GPT-2 small and Llama 3.2 1B, their time, memory and losses; `capacity`, the largest batch
-of such a step that fits in 80 GB; `stacks`, programs of many small norms; `accuracy`, gradients
-against float64.
+cross-entropies, and their memory; `linear`, a matrix product alone and after a norm; `latency`,
+calls of few rows, also from the host; `training`, steps of GPT-2 small and Llama 3.2 1B, their
+time, memory and losses; `capacity`, the largest batch of such a step that fits in 80 GB; `stacks`,
+programs of many small norms; `accuracy`, gradients against float64.
 
 Kernel time is CUPTI's, on rotating buffers larger than the cache; GB/s are by the least bytes that
 must move, of a block each of its arrays once in each direction; `roof` is the time of a copy of as
-many bytes in the same process over the time measured. `kernels` are those of a call, `extra_passes`
-those over whole arrays that copy, convert or transpose: a copy may be no kernel, and not timed.
-`temp_bytes` are beside operands and results: what XLA plans, and what torch allocates.
+many bytes in the same process over the time measured. TFLOP/s are by 2 M N K of a product, of which
+forward and backward are three. `kernels` are those of a call, `extra_passes` those over whole
+arrays that copy, convert or transpose: a copy may be no kernel, and not timed. `temp_bytes` are
+beside operands and results: what XLA plans, and what torch allocates.
 Nothing compiles while a call is timed, but calls compile beside each other, in several processes
-(--workers): `compile_s` is what that takes, and of torch also the first call. How long a kernel
-takes that compiles alone, `python -m benchmarks.sweep` says with `--compile-times`.
+(--workers): `compile_s` is what that takes, and of torch also the first call. Those of `linear`
+compile one after the other, since compilers try products on the GPU. How long a kernel takes that
+compiles alone, `python -m benchmarks.sweep` says with `--compile-times`.
 On a machine without an NVIDIA GPU times are wall-clock times of the CPU. Rows already in the CSV
 files are not measured again.
 """
@@ -35,6 +37,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks import processes, report, results, workloads
 from benchmarks.blocks import BLOCKS
+from benchmarks.linear import LINEAR
 from benchmarks.losses import LOSSES
 from benchmarks.models import MODELS
 from benchmarks.processes import Outcome
@@ -124,6 +127,7 @@ def measure(
 def _on_each_side(
     suite: Suite, cells: Sequence[Cell], *, workers: int, limit_s: float
 ) -> Iterator[Outcome]:
+    workers = 1 if suite.alone else workers
     for side in suite.sides:
         of_side = [cell for cell in cells if provider_of(cell).side == side]
         yield from processes.outcomes(side, suite, of_side, workers=workers, limit_s=limit_s)
@@ -168,12 +172,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     names: dict[str, tuple[list[str], str]] = {
         "providers": (list(PROVIDERS), "whose functions"),
         "ops": (
-            [*workloads.OPERATIONS, *BLOCKS, *LOSSES, *MODELS],
-            "which operations, blocks, losses and models",
+            [*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR, *MODELS],
+            "which operations, blocks, losses, products and models",
         ),
         "directions": (
             list(workloads.DIRECTIONS),
-            "fwd and bwd for kernels, fwd+bwd for api, fwd and fwd+bwd for blocks and loss",
+            "fwd and bwd for kernels, fwd+bwd for api, fwd and fwd+bwd for blocks, loss and linear",
         ),
         "dtypes": (
             ["bfloat16", "float32", "mixed"],
@@ -195,7 +199,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=shape,
         metavar="ROWSxCOLS",
         help="instead of the suites' own; of the block ada_layer_norm BATCHxLENGTHxCOLS, of "
-        "linear_cross_entropy ROWSxFEATURESxCLASSES",
+        "linear_cross_entropy ROWSxFEATURESxCLASSES, of linear MxKxN",
     )
     parser.add_argument(
         "--quick", action="store_true", help="few shapes, one training step of each variant"

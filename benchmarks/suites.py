@@ -4,59 +4,65 @@ A cell is one question to one provider; its fields are columns of the CSV.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from benchmarks import blocks, losses, models, workloads
+from benchmarks import blocks, linear, losses, models, workloads
 from benchmarks.blocks import BLOCKS, BlockWorkload
+from benchmarks.linear import LINEAR, LinearWorkload
 from benchmarks.losses import LOSSES, LossWorkload
 from benchmarks.models import LOSS_STEPS, MODELS, StackCell, TrainingCell
 from benchmarks.providers import PROVIDERS, SIDES, Provider, Side
-from benchmarks.workloads import Direction, Shape, Workload
+from benchmarks.workloads import Direction, Shape, ShapedWorkload, Workload
 
 LATENCY_ROWS = (1, 128)
+
+
+def _asked(kind: type[Any]) -> Any:
+    """The property of a cell that is its question, the same for all providers."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    return property(lambda cell: kind(*(getattr(cell, name) for name in names)))
 
 
 @dataclasses.dataclass(frozen=True)
 class TimedCell(Workload):
     provider: str
-
-    @property
-    def workload(self) -> Workload:
-        return Workload(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Workload)})
+    workload = _asked(Workload)
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockCell(BlockWorkload):
     provider: str
-
-    @property
-    def workload(self) -> BlockWorkload:
-        return BlockWorkload(self.op, self.direction, self.shape, self.dtype)
+    workload = _asked(BlockWorkload)
 
 
 @dataclasses.dataclass(frozen=True)
 class LossCell(LossWorkload):
     provider: str
-
-    @property
-    def workload(self) -> LossWorkload:
-        return LossWorkload(self.op, self.direction, self.shape, self.dtype)
+    workload = _asked(LossWorkload)
 
 
-Cell = TimedCell | BlockCell | LossCell | TrainingCell | StackCell
+@dataclasses.dataclass(frozen=True)
+class LinearCell(LinearWorkload):
+    provider: str
+    workload = _asked(LinearWorkload)
+
+
+Timed = TimedCell | BlockCell | LossCell | LinearCell
+Cell = Timed | TrainingCell | StackCell
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What the command line asks for: `ops` also names blocks, losses and models.
+    """What the command line asks for: `ops` also names blocks, losses, products and models.
 
     `shapes` None: each suite's own.
     """
 
     providers: tuple[str, ...] = tuple(PROVIDERS)
-    ops: tuple[str, ...] = (*workloads.OPERATIONS, *BLOCKS, *LOSSES, *MODELS)
+    ops: tuple[str, ...] = (*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR, *MODELS)
     directions: tuple[Direction, ...] = workloads.DIRECTIONS
     dtypes: tuple[tuple[str, str], ...] = tuple(workloads.DTYPES)
     shapes: tuple[Shape, ...] | None = None
@@ -68,7 +74,7 @@ class Selection:
 
     @property
     def rows_by_cols(self) -> list[Shape] | None:
-        """The shapes, for all but blocks and losses."""
+        """The shapes, for all but blocks, losses and products."""
         return None if self.shapes is None else [s for s in self.shapes if len(s) == 2]
 
     def timed(
@@ -101,6 +107,8 @@ class Suite:
       cells: the cells of a selection.
       sides: where it can run.
       batch: cells that a process compiles before it measures them.
+      alone: they are compiled one after the other, in one process. A compiler chooses a matrix
+        product by its time on the GPU.
     """
 
     name: str
@@ -109,6 +117,7 @@ class Suite:
     cells: Callable[[Selection], Iterable[Cell]]
     sides: tuple[Side, ...] = SIDES
     batch: int = 32
+    alone: bool = False
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -169,25 +178,21 @@ def _stacks(selection: Selection) -> Iterable[Cell]:
     )
 
 
-def _blocks(selection: Selection) -> Iterable[Cell]:
+def _shaped(
+    grid: Callable[..., Iterator[ShapedWorkload]], cell: type[Any], selection: Selection
+) -> Iterator[Cell]:
     dtypes = [x if x == y else "mixed" for x, y in selection.dtypes]
-    for workload in blocks.grid(
+    for workload in grid(
         selection.ops, selection.directions, dtypes, selection.shapes, quick=selection.quick
     ):
         for name in selection.providers:
             if PROVIDERS[name].offers(workload):
-                yield BlockCell(**dataclasses.asdict(workload), provider=name)
+                yield cell(**dataclasses.asdict(workload), provider=name)
 
 
-def _losses(selection: Selection) -> Iterable[Cell]:
-    dtypes = [x for x, y in selection.dtypes if x == y]
-    for workload in losses.grid(
-        selection.ops, selection.directions, dtypes, selection.shapes, quick=selection.quick
-    ):
-        for name in selection.providers:
-            if PROVIDERS[name].offers(workload):
-                yield LossCell(**dataclasses.asdict(workload), provider=name)
-
+_blocks = functools.partial(_shaped, blocks.grid, BlockCell)
+_losses = functools.partial(_shaped, losses.grid, LossCell)
+_linear = functools.partial(_shaped, linear.grid, LinearCell)
 
 _TIME = {"us": 2, "main_us": 2, "gbps": 1, "roof": 4, "compile_s": 2}
 
@@ -198,6 +203,17 @@ SUITES: dict[str, Suite] = {
         Suite("api", TimedCell, _TIME, _api),
         Suite("blocks", BlockCell, {**_TIME, "kernels": 0, "extra_passes": 0}, _blocks),
         Suite("loss", LossCell, {**_TIME, "temp_bytes": 0}, _losses),
+        Suite(
+            "linear",
+            LinearCell,
+            {
+                **{"us": 2, "main_us": 2, "tflops": 1, "compile_s": 2},
+                **{"kernels": 0, "extra_passes": 0, "temp_bytes": 0},
+            },
+            _linear,
+            batch=1,
+            alone=True,
+        ),
         Suite("latency", TimedCell, {"us": 2, "wall_us": 2}, _latency),
         Suite(
             "training",

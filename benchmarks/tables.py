@@ -1,5 +1,6 @@
 """The Markdown tables of results, and the sentences that go with them."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -108,7 +109,7 @@ def _speeds(measured: Figures, direction: str, x: str, y: str) -> str:
         for provider in PROVIDERS:
             found = [answers.get(n, {}).get(provider) for n in columns]
             if any(found):
-                cells = ["-" if f is None else f"{f.gbps:.0f}" for f in found]
+                cells = ["-" if f is None else f"{f.speed:.0f}" for f in found]
                 rows.append([f"{op}: {PROVIDERS[provider].label}", *cells])
     header = f"GB/s, {dtypes(x, y)}, {_LONG[direction]}"
     return markdown([header, *(f"N={n}" for n in columns)], rows)
@@ -342,7 +343,40 @@ def _star(figure: Figure) -> str:
 def losses(rows: Sequence[Row]) -> str:
     """Time, share of the roof, jaxnorm's speed over it, and memory of each provider, by cell."""
     of_copies = figures.of((row for row in rows if row["roof"]), LossWorkload)
-    by_cell: dict[tuple[str, str, str, str], dict[str, Row]] = {}
+
+    def roof(cell: figures.Question, answers: Mapping[str, Row], name: str) -> str:
+        if cell in of_copies:
+            return f"{of_copies[cell][name].roof:.2f}"
+        if "products" not in answers:
+            return "-"
+        return f"{float(answers['products']['us']) / float(answers[name]['us']):.2f}"
+
+    return _by_shape(rows, {"of the roof": roof})
+
+
+def linear(rows: Sequence[Row]) -> str:
+    """As `losses`, with TFLOP/s, and the share of the product alone."""
+    found = figures.of_products(rows)
+
+    def tflops(cell: figures.Question, answers: Mapping[str, Row], name: str) -> str:
+        return f"{found[cell][name].speed:.0f}"
+
+    def of_product(cell: figures.Question, answers: Mapping[str, Row], name: str) -> str:
+        return _share(found[cell][name])
+
+    return _by_shape(rows, {"TFLOP/s": tflops, "of the product": of_product})
+
+
+def _share(figure: Figure) -> str:
+    return "-" if math.isnan(figure.roof) else f"{figure.roof:.2f}"
+
+
+def _by_shape(rows: Sequence[Row], columns: Mapping[str, Callable[..., str]]) -> str:
+    """The providers of a cell one after the other; `columns` beside time, speed and memory.
+
+    A column is a function of the cell, the rows of its providers, and a provider.
+    """
+    by_cell: dict[figures.Question, dict[str, Row]] = {}
     for row in rows:
         if row["status"] == OK:
             cell = (row["op"], row["direction"], row["shape"], row["dtype"])
@@ -353,22 +387,45 @@ def losses(rows: Sequence[Row]) -> str:
         us = {name: float(row["us"]) for name, row in answers.items()}
         mine = next((us[name] for name in figures.OWN if name in us), None)
         for name in (name for name in PROVIDERS if name in answers):
-            if cell in of_copies:
-                roof = f"{of_copies[cell][name].roof:.2f}"
-            else:
-                roof = f"{us['products'] / us[name]:.2f}" if "products" in us else "-"
             temp = answers[name]["temp_bytes"]
             body.append(
                 [
                     f"{op} {_LONG[direction]}, {shape.replace('x', ' x ')}, {_SHORT[dtype]}",
                     PROVIDERS[name].label,
                     f"{us[name]:.0f}",
-                    roof,
+                    *(column(cell, answers, name) for column in columns.values()),
                     "-" if mine is None else f"{us[name] / mine:.2f}x",
                     f"{int(temp) / MIB:.0f}" if temp else "-",
                 ]
             )
-    return markdown(["cell", "provider", "us", "of the roof", "jaxnorm's speed", "temp MiB"], body)
+    return markdown(["cell", "provider", "us", *columns, "jaxnorm's speed", "temp MiB"], body)
+
+
+def by_product(measured: Figures) -> str:
+    """TFLOP/s of a norm with its product: a table for each dtype and direction."""
+    asked = dict.fromkeys(
+        (direction, dtype) for op, direction, _, dtype in measured if op == "rms_norm_linear"
+    )
+    return "\n\n".join(_by_product(measured, *each) for each in asked)
+
+
+def _by_product(measured: Figures, direction: str, dtype: str) -> str:
+    found = {
+        shape: answers
+        for (op, way, shape, its_dtype), answers in measured.items()
+        if (op, way, its_dtype) == ("rms_norm_linear", direction, dtype)
+    }
+    there = [name for name in PROVIDERS if any(name in answers for answers in found.values())]
+    body = []
+    for shape, answers in found.items():
+        alone = measured.get(("product", direction, shape, dtype), {}).get("jnp")
+        cells = ["-" if alone is None else f"{alone.speed:.0f}"]
+        for figure in map(answers.get, there):
+            cells.append("-" if figure is None else f"{figure.speed:.0f} ({_share(figure)})")
+        body.append([shape.replace("x", " x "), *cells])
+    title = f"M x K x N, {_SHORT[dtype]}, {_LONG[direction]}"
+    labels = (PROVIDERS[name].label for name in there)
+    return markdown([title, "product alone", *labels], body)
 
 
 def _by_cell(rows: Sequence[Row], header: Sequence[str], columns: Sequence[str]) -> str:

@@ -11,17 +11,14 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import calls, gradients, providers
-from benchmarks.blocks import BlockWorkload
 from benchmarks.calls import Timing
-from benchmarks.losses import LossWorkload
-from benchmarks.suites import BlockCell, LossCell, TimedCell, provider_of
-from benchmarks.workloads import Workload
+from benchmarks.suites import Timed, TimedCell, provider_of
+from benchmarks.workloads import ShapedWorkload, Workload
 
 Figures = dict[str, float | None]
 Measure = Callable[[], Figures]
 Tensors = tuple[Tensor, ...]
 Inputs = tuple[Tensors, Tensors, Tensors]  # row operands, parameters, cotangents
-Cell = TimedCell | BlockCell | LossCell
 Operands = Sequence[tuple[Any, ...]]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,7 +26,7 @@ THREADS = 1  # torch compiles one call at a time
 
 
 def random_inputs(
-    workload: Workload | BlockWorkload | LossWorkload, parameter_dtype: str, sets: int
+    workload: Workload | ShapedWorkload, parameter_dtype: str, sets: int
 ) -> list[Inputs]:
     """Normal rows and weights, parameters near 1, masks that keep most, labels of any class."""
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -55,9 +52,7 @@ def random_inputs(
 
 
 @functools.lru_cache(maxsize=1)
-def rotating_inputs(
-    workload: Workload | BlockWorkload | LossWorkload, parameter_dtype: str
-) -> list[Inputs]:
+def rotating_inputs(workload: Workload | ShapedWorkload, parameter_dtype: str) -> list[Inputs]:
     """As many as keep calls out of the cache."""
     return random_inputs(workload, parameter_dtype, calls.buffers_for(workload.bytes))
 
@@ -91,7 +86,7 @@ def forward_and_backward(
 
 
 def calls_of(
-    cell: Cell, f: Callable[..., Any], sets: Sequence[Inputs]
+    cell: Timed, f: Callable[..., Any], sets: Sequence[Inputs]
 ) -> tuple[Callable[..., Any], list[tuple[Any, ...]]]:
     """The function to time and its operands, of a provider's function."""
     if cell.direction == "fwd":
@@ -102,11 +97,11 @@ def calls_of(
     return backward, [(f(*each), each, cotangents) for each, cotangents in leaves]
 
 
-def parameter_dtype(cell: Cell) -> str:
+def parameter_dtype(cell: Timed) -> str:
     return provider_of(cell).parameter_dtype(cell.x_dtype)
 
 
-def compiled(cell: Cell) -> tuple[Callable[..., Any], float]:
+def compiled(cell: Timed) -> tuple[Callable[..., Any], float]:
     """The provider's function, and seconds until its first result: torch compiles on call."""
     start = time.perf_counter()
     f = providers.function(cell.provider, cell.op, cell.y_dtype)
@@ -184,23 +179,14 @@ def copy_roof(size: int) -> Timing:
 # Figures of cells.
 
 
-def kernel_time(cell: Cell, f: Callable[..., Any], compile_s: float) -> Figures:
-    by_bytes = not (isinstance(cell, LossCell) and cell.bound_by_products)
-    roof = copy_roof(cell.bytes) if by_bytes else None
+def kernel_time(cell: Timed, f: Callable[..., Any], compile_s: float) -> Figures:
+    roof = None if cell.flops else copy_roof(cell.bytes)
     function, operands = calls_of(cell, f, rotating_inputs(cell.workload, parameter_dtype(cell)))
     measured = timed(function, operands)
     temp = temp_bytes(function, operands[0])
     if cell.op in provider_of(cell).overwrites:
         rotating_inputs.cache_clear()  # the workload's other providers get what it got
-    return {
-        "us": measured.us,
-        "main_us": measured.main_us,
-        "gbps": measured.gbps(cell.bytes) if by_bytes else None,
-        "roof": None if roof is None else roof.us / measured.us,
-        "compile_s": compile_s,
-        "kernels": measured.kernels,
-        "temp_bytes": temp,
-    }
+    return {**measured.figures(cell, roof), "compile_s": compile_s, "temp_bytes": temp}
 
 
 def latency(cell: TimedCell, f: Callable[..., Any]) -> Figures:

@@ -121,9 +121,9 @@ def work(side: Any, requests: TextIO, out: TextIO, threads: int) -> int:
     threads = min(threads, side.THREADS)
     for line in iter(requests.readline, ""):
         request = json.loads(line)
-        cell_type = SUITES[request["suite"]].cell
-        cells = [cell_type(**cell) for cell in request["cells"]]
-        measures = prepared(side, request["suite"], cells, threads)
+        suite = SUITES[request["suite"]]
+        cells = [suite.cell(**cell) for cell in request["cells"]]
+        measures = prepared(side, suite.name, cells, 1 if suite.alone else threads)
         lost = any(isinstance(m, Failed) and m.restart for m in measures)
         if lost and len(cells) > 1:  # which of them did it, the parent finds out one at a time
             return RESTART

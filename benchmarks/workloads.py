@@ -5,12 +5,13 @@ Free of JAX and torch: both sides, and the process that starts them, share it.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Literal
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 Operation = Literal["softmax", "log_softmax", "layer_norm", "rms_norm"]
 Direction = Literal["fwd", "bwd", "fwd+bwd"]
-Shape = tuple[int, ...]  # rows x cols, but for blocks and losses
+Shape = tuple[int, ...]  # rows x cols, but for blocks, losses and products
 # Shape and dtype; and of integers how many there are, from 0, of weights their deviation.
 Array = tuple[Shape, str] | tuple[Shape, str, float]
 
@@ -41,11 +42,6 @@ DTYPES = [("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat1
 ITEMSIZE = {"bool": 1, "bfloat16": 2, "float16": 2, "int32": 4, "float32": 4, "float64": 8}
 
 
-def of_as_many_axes(shapes: Sequence[Shape], own: Sequence[Shape]) -> list[Shape]:
-    """Those of `shapes` that have as many axes as the `own` of an operation."""
-    return [shape for shape in shapes if len(shape) == len(own[0])]
-
-
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """One operation in one direction on one shape.
@@ -65,6 +61,8 @@ class Workload:
     cols: int
     x_dtype: str
     y_dtype: str
+
+    flops = 0  # the bytes that move set its time
 
     @property
     def mixed(self) -> bool:
@@ -108,3 +106,77 @@ def grid(
     ):
         if x == y or PARAMETERS[op]:
             yield Workload(op, direction, rows, cols, x, y)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapedWorkload:
+    """One operation in one direction, on arrays that a shape tells.
+
+    Its kinds have row_operands, parameter_shapes, result, cotangents and gradients.
+
+    Attributes:
+      op: a name in the table of its kind: of blocks, of losses, of products.
+      direction: ``"fwd+bwd"`` returns the results and all gradients, from one call.
+      shape: as text: "8192x4096".
+      dtype: of its arrays, or "mixed".
+    """
+
+    op: str
+    direction: Direction
+    shape: str
+    dtype: str
+
+    mixed = False
+    flops = 0  # of matrix products, where they set its time and not the bytes that move
+
+    @property
+    def sizes(self) -> Shape:
+        return tuple(map(int, self.shape.split("x")))
+
+    @property
+    def product_flops(self) -> int:
+        """Multiplications and additions of M x K by K x N, and of the two products backwards."""
+        products = 3 if self.direction == "fwd+bwd" else 1
+        return 2 * products * math.prod(self.sizes)
+
+    @property
+    def x_dtype(self) -> str:
+        return self.dtype
+
+    @property
+    def y_dtype(self) -> str:
+        return self.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Least traffic: operands and result once; backwards the same, and the gradients."""
+        operands = [(shape, dtype) for shape, dtype, *_ in self.row_operands]
+        arrays = [*operands, self.result]
+        if self.direction == "fwd+bwd":
+            arrays += [*arrays, *(operands[i] for i in self.gradients)]
+        return sum(math.prod(shape) * ITEMSIZE[dtype] for shape, dtype in arrays)
+
+
+def shaped(
+    kind: Callable[..., Any],
+    table: Mapping[str, Any],
+    ops: Sequence[str],
+    directions: Sequence[Direction],
+    dtypes: Sequence[str],
+    shapes: Sequence[Shape] | None = None,
+    *,
+    quick: bool = False,
+) -> Iterator[Any]:
+    """Every workload asked for; of `shapes` those of as many axes as the operation's own have.
+
+    `kind` is its class, a ShapedWorkload. `table` has what can be asked of each operation: shapes,
+    quick (of them), directions and dtypes.
+    """
+    for op in (name for name in ops if name in table):
+        asked = table[op]
+        its = asked.quick if quick else asked.shapes
+        if shapes is not None:
+            its = [shape for shape in shapes if len(shape) == len(asked.shapes[0])]
+        for direction, dtype, shape in itertools.product(directions, dtypes, its):
+            if direction in asked.directions and dtype in asked.dtypes:
+                yield kind(op, direction, "x".join(map(str, shape)), dtype)

@@ -159,7 +159,7 @@ def test_a_report_of_blocks(tmp_path):
 
 
 def test_of_two_shapes_with_one_n_the_larger_counts():
-    small, large = (Figure(us=1.0, gbps=g, roof=0.9) for g in (1.0, 2.0))
+    small, large = (Figure(us=1.0, speed=s, roof=0.9) for s in (1.0, 2.0))
     measured = {
         ("softmax", "fwd", rows, 5120, "float32", "float32"): {"xla": figure}
         for rows, figure in ((8192, large), (4096, small))

@@ -2,10 +2,10 @@
 
 An adapter has ``function(name, op, y_dtype)``: a differentiable function of the row operands and
 the parameters that the operation has (x, scale, bias; of a block, x, residual, ...; of a loss, x,
-weight where it has one, labels), made of the library's public API. It returns y, or of a block its
-results in a tuple. It is imported in the processes of its side alone, so this table is all that a
-machine without the library needs. A new provider is a line here, an adapter, and a colour in
-plots.py.
+weight where it has one, labels; of a product, x, weight, scale), made of the library's public API.
+It returns y, or of a block its results in a tuple. It is imported in the processes of its side
+alone, so this table is all that a machine without the library needs. A new provider is a line here,
+an adapter, and a colour in plots.py.
 """
 
 import dataclasses
@@ -14,9 +14,10 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any, Literal
 
-from benchmarks.blocks import BLOCKS, MIXED, BlockWorkload
-from benchmarks.losses import LOSSES, LossWorkload
-from benchmarks.workloads import OPERATIONS, Operation, Workload
+from benchmarks.blocks import BLOCKS, MIXED
+from benchmarks.linear import LINEAR
+from benchmarks.losses import LOSSES
+from benchmarks.workloads import OPERATIONS, Operation, ShapedWorkload, Workload
 
 Side = Literal["jax", "torch"]
 SIDES: tuple[Side, ...] = ("jax", "torch")
@@ -33,7 +34,7 @@ class Provider:
       adapter: module of this package.
       distributions: what has to be installed; their versions go with every figure.
       operations: what it offers.
-      blocks, losses: those that it offers.
+      blocks, losses, linear: those that it offers.
       mixed: operations that it offers with x in float32 and the output in bfloat16, and blocks
         with a float32 residual stream beside bfloat16 x and y.
       overwrites: what it offers that writes over its row operands.
@@ -48,13 +49,14 @@ class Provider:
     operations: tuple[Operation, ...] = OPERATIONS
     blocks: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
+    linear: tuple[str, ...] = ()
     mixed: tuple[str, ...] = ()
     overwrites: tuple[str, ...] = ()
     wide_parameters: bool = True
     note: str = ""
 
-    def offers(self, workload: Workload | BlockWorkload | LossWorkload) -> bool:
-        plain = (*self.operations, *self.blocks, *self.losses)
+    def offers(self, workload: Workload | ShapedWorkload) -> bool:
+        plain = (*self.operations, *self.blocks, *self.losses, *self.linear)
         return workload.op in (self.mixed if workload.mixed else plain)
 
     def parameter_dtype(self, x_dtype: str) -> str:
@@ -74,19 +76,21 @@ _EVERYTHING: dict[str, Any] = {
     "blocks": tuple(BLOCKS),
     "mixed": (*NORMS, *MIXED),
     "losses": tuple(LOSSES),
+    "linear": tuple(LINEAR),
 }
+_JAXNORM: dict[str, Any] = {**_EVERYTHING, "linear": ("rms_norm_linear",)}
 
 PROVIDERS: dict[str, Provider] = {
-    "jaxnorm": Provider("jaxnorm", "jax", "jaxnorm_functions", ("jax",), **_EVERYTHING),
-    "mosaic": Provider("jaxnorm mosaic", "jax", "jaxnorm_functions", ("jax",), **_EVERYTHING),
+    "jaxnorm": Provider("jaxnorm", "jax", "jaxnorm_functions", ("jax",), **_JAXNORM),
+    "mosaic": Provider("jaxnorm mosaic", "jax", "jaxnorm_functions", ("jax",), **_JAXNORM),
     "triton": Provider(
         "jaxnorm triton",
         "jax",
         "jaxnorm_functions",
         ("jax", "jax-triton", "triton"),
-        **_EVERYTHING,
+        **_JAXNORM,
     ),
-    "xla": Provider("jaxnorm xla", "jax", "jaxnorm_functions", ("jax",), **_EVERYTHING),
+    "xla": Provider("jaxnorm xla", "jax", "jaxnorm_functions", ("jax",), **_JAXNORM),
     # jaxnorm's plain functions beside jnp's arithmetic, where one of its functions is the block.
     # In one dtype, add_rms_norm and add_layer_norm so composed are the blocks residual_*.
     "composed": Provider(
@@ -96,6 +100,7 @@ PROVIDERS: dict[str, Provider] = {
         ("jax",),
         operations=(),
         blocks=tuple(op for op in BLOCKS if not op.startswith(("add_", "residual_"))),
+        linear=("rms_norm_linear",),
         mixed=MIXED,
     ),
     "jnp": Provider("jnp", "jax", "jnp_functions", ("jax",), **_EVERYTHING),
@@ -130,6 +135,7 @@ PROVIDERS: dict[str, Provider] = {
         ("softmax", *NORMS),
         blocks=("add_rms_norm",),
         losses=("cross_entropy",),
+        linear=tuple(LINEAR),
         mixed=("rms_norm", "add_rms_norm"),
     ),
     "liger": Provider(
@@ -149,6 +155,7 @@ PROVIDERS: dict[str, Provider] = {
         "torch",
         "torch_functions",
         ("torch",),
+        linear=tuple(LINEAR),
         mixed=NORMS,
         wide_parameters=False,
     ),

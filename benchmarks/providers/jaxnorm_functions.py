@@ -25,7 +25,7 @@ def group_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, **given: Any) ->
     return jaxnorm.layer_norm(groups, *parameters, axis=(1, 2, 4), **given).reshape(x.shape)
 
 
-# Functions of whole blocks, and their options.
+# Functions of whole blocks and of a norm with its product, and their options.
 _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "add_rms_norm": (jaxnorm.add_rms_norm, {}),
     "add_layer_norm": (jaxnorm.add_layer_norm, {}),
@@ -38,6 +38,7 @@ _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "column_softmax": (jaxnorm.softmax, {"axis": -2}),
     "channel_layer_norm": (jaxnorm.layer_norm, {"axis": 1}),
     "group_norm": (group_norm, {}),
+    "rms_norm_linear": (jaxnorm.rms_norm_linear, {}),
 }
 
 _LOSSES: dict[str, Callable[..., jax.Array]] = {

@@ -35,7 +35,7 @@ def layer_norm(
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """A library's plain norms and softmax, and the blocks that a model makes of them."""
+    """A library's plain norms and softmax, and what a model makes of them."""
 
     rms_norm: Callable[..., Array]
     layer_norm: Callable[..., Array]
@@ -56,6 +56,7 @@ class Plain:
             "column_softmax": self.column_softmax,
             "channel_layer_norm": self.channel_layer_norm,
             "group_norm": self.group_norm,
+            "rms_norm_linear": self.rms_norm_linear,
         }
         return functools.partial(blocks[op], dtype=y_dtype)
 
@@ -99,6 +100,9 @@ class Plain:
         y = self.layer_norm(groups, axis=(1, 2, 4)).reshape(x.shape)
         return (y * scale + bias).astype(dtype)
 
+    def rms_norm_linear(self, x: Array, weight: Array, scale: Array, *, dtype: str) -> Array:
+        return (self.rms_norm(x, scale) @ weight).astype(dtype)
+
 
 def cross_entropy(logits: Array, labels: Array) -> Array:
     wide = logits.astype(jnp.float32)
@@ -110,9 +114,10 @@ def linear_cross_entropy(x: Array, weight: Array, labels: Array) -> Array:
     return jnp.mean(cross_entropy(x @ weight, labels))
 
 
-_LOSSES: dict[str, Callable[..., Array]] = {
+_OTHERS: dict[str, Callable[..., Array]] = {
     "cross_entropy": cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
+    "product": jnp.matmul,
 }
 _PLAIN = Plain(rms_norm, layer_norm, jax.nn.softmax)
 
@@ -120,6 +125,6 @@ _PLAIN = Plain(rms_norm, layer_norm, jax.nn.softmax)
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
     if op in ("layer_norm", "rms_norm"):
         return functools.partial(getattr(_PLAIN, op), dtype=y_dtype)
-    if op in _LOSSES:
-        return _LOSSES[op]
+    if op in _OTHERS:
+        return _OTHERS[op]
     return getattr(jax.nn, op) if op in ("softmax", "log_softmax") else _PLAIN.block(op, y_dtype)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from quack.cross_entropy import cross_entropy
+from quack.linear import linear_func
 from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm
 from quack.softmax import softmax
 from torch import Tensor
@@ -24,6 +25,10 @@ class LayerNorm(torch.autograd.Function):
         return layernorm_bwd(x, scale, dy, rstd, mean, has_bias=True)
 
 
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    return linear_func(x, weight.t())  # tuned on the first call; it takes weight as torch keeps it
+
+
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
     rms_norm = functools.partial(rmsnorm, out_dtype=getattr(torch, y_dtype), eps=1e-6)
     return {
@@ -34,4 +39,6 @@ def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
             x, scale, residual=residual, prenorm=True
         ),
         "cross_entropy": functools.partial(cross_entropy, reduction="none"),
+        "product": product,
+        "rms_norm_linear": lambda x, weight, scale: product(rms_norm(x, scale), weight),
     }[op]

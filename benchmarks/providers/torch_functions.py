@@ -92,6 +92,10 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(x @ weight, labels).mean()
 
 
+def rms_norm_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    return rms_norm(x, scale) @ weight
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "softmax": softmax,
     "log_softmax": log_softmax,
@@ -112,6 +116,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "group_norm": group_norm,
     "cross_entropy": cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
+    "product": torch.matmul,
+    "rms_norm_linear": rms_norm_linear,
 }
 
 

@@ -1,0 +1,76 @@
+"""Matrix products: alone, as the yardstick, and after the norm of a pre-norm model.
+
+Free of JAX and torch, as `workloads` is.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+from benchmarks.workloads import Array, Direction, Shape, ShapedWorkload, shaped
+
+SQUARES: tuple[Shape, ...] = tuple((n, n, n) for n in (256, 512, 1024, 2048, 4096, 8192))
+TOKENS = 8192
+#: Llama's hidden size, and what it is projected to: queries, keys and values in one; gate and up.
+LLAMA: dict[str, tuple[int, tuple[int, ...]]] = {
+    "1B": (2048, (3072, 16384)),
+    "8B": (4096, (6144, 14336, 28672)),  # gate alone, too
+    "70B": (8192, (10240, 57344)),
+}
+PROJECTIONS: dict[Shape, str] = {
+    (TOKENS, hidden, features): f"{model}\n{hidden}x{features}"
+    for model, (hidden, projected) in LLAMA.items()
+    for features in projected
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """What is asked of one operation. A shape is M x K x N, of x (M, K) and weight (K, N)."""
+
+    normalises: bool
+    shapes: tuple[Shape, ...] = (*SQUARES, *PROJECTIONS)
+    quick: tuple[Shape, ...] = ((8192, 2048, 3072), (8192, 4096, 6144), (8192, 4096, 14336))
+    directions: tuple[Direction, ...] = ("fwd", "fwd+bwd")
+    dtypes: tuple[str, ...] = ("bfloat16",)
+
+
+LINEAR: dict[str, Linear] = {
+    # x @ weight. jnp's is what the others are measured by.
+    "product": Linear(normalises=False),
+    # rms_norm(x, scale) @ weight.
+    "rms_norm_linear": Linear(normalises=True),
+}
+
+
+class LinearWorkload(ShapedWorkload):
+    """One product in one direction on one shape. The dtype is that of x, weight and y."""
+
+    @property
+    def row_operands(self) -> tuple[Array, ...]:
+        """x and weight, by which y is near normal: a GPU's clock depends on what it multiplies."""
+        x, weight = itertools.pairwise(self.sizes)
+        return (x, self.dtype), (weight, self.dtype, weight[0] ** -0.5)
+
+    @property
+    def parameter_shapes(self) -> tuple[Shape, ...]:
+        return (self.sizes[1:2],) if LINEAR[self.op].normalises else ()
+
+    @property
+    def result(self) -> Array:
+        return (self.sizes[0], self.sizes[-1]), self.dtype
+
+    @property
+    def cotangents(self) -> tuple[Array, ...]:
+        return (self.result,)
+
+    @property
+    def gradients(self) -> tuple[int, ...]:
+        return 0, 1
+
+    @property
+    def flops(self) -> int:
+        return self.product_flops
+
+
+grid = functools.partial(shaped, LinearWorkload, LINEAR)

@@ -1,0 +1,243 @@
+"""The benchmarks of products, without a GPU: what is asked, what is computed, and the tables."""
+
+import dataclasses
+import functools
+import io
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import figures, jax_side, processes, report, results, run, tables, worker
+from benchmarks.linear import LINEAR, LinearWorkload
+from benchmarks.providers import PROVIDERS
+from benchmarks.report import Results
+from benchmarks.results import Machine, Table
+from benchmarks.suites import SUITES, LinearCell, Selection
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+SUITE = SUITES["linear"]
+BARS = {"8192x2048x3072", "8192x4096x6144", "8192x4096x14336"}
+BOTH = LinearCell("rms_norm_linear", "fwd+bwd", "6x32x48", "bfloat16", "jaxnorm")
+PRODUCT = dataclasses.replace(BOTH, op="product", provider="jnp")
+
+
+def test_flops_and_bytes():
+    """Each array once in the forward, and once in the backward; products of M x K and K x N."""
+    x, weight, y = 10 * 20 * 2, 20 * 30 * 2, 10 * 30 * 2
+    forward = LinearWorkload("product", "fwd", "10x20x30", "bfloat16")
+    assert forward.flops == 2 * 10 * 20 * 30
+    assert forward.bytes == x + weight + y
+    both = dataclasses.replace(forward, direction="fwd+bwd")
+    assert both.flops == 3 * forward.flops
+    assert both.bytes == 2 * forward.bytes + x + weight
+    assert dataclasses.replace(both, op="rms_norm_linear").parameter_shapes == ((20,),)
+
+
+def test_what_is_asked():
+    cells = list(SUITE.cells(Selection()))
+    shapes = {c.shape for c in cells}
+    assert len(shapes) == 6 + 7
+    assert shapes >= BARS | {f"{n}x{n}x{n}" for n in (256, 8192)} | {"8192x8192x57344"}
+    assert {c.dtype for c in cells} == {"bfloat16"}
+    assert {c.direction for c in cells} == {"fwd", "fwd+bwd"}
+    by_op = {op: {c.provider for c in cells if c.op == op} for op in LINEAR}
+    compilers = {"jnp", "torch", "torch.compile", "quack"}
+    assert by_op == {
+        "product": compilers,
+        "rms_norm_linear": compilers | {"jaxnorm", "mosaic", "triton", "xla", "composed"},
+    }
+    assert {c.shape for c in SUITE.cells(Selection(quick=True))} == BARS
+    few = SUITE.cells(Selection(ops=("product",), shapes=((4, 8), (4, 8, 16))))
+    assert {(c.op, c.shape) for c in few} == {("product", "4x8x16")}
+
+
+@functools.cache
+def program(cell):
+    return jax_side.compile_cell(cell)
+
+
+def result(cell):
+    inputs = jax_side.random_arrays(0, *jax_side.arguments_of(cell))
+    compiled = program(cell)
+    return jax.tree.leaves(compiled.call(*compiled.operands(*inputs)))
+
+
+@pytest.mark.parametrize("name", ["jaxnorm", "xla", "composed"])
+def test_the_providers_compute_the_product_of_a_norm(name):
+    """y and the gradients of x, weight and scale, as plain jnp has them, in their dtypes."""
+    actual = result(dataclasses.replace(BOTH, provider=name))
+    expected = result(dataclasses.replace(BOTH, provider="jnp"))
+    assert [a.shape for a in actual] == [(6, 48), (6, 32), (32, 48), (32,)]
+    assert [a.dtype for a in actual] == ["bfloat16", "bfloat16", "bfloat16", "float32"]
+    for a, e in zip(actual, expected):
+        a, e = (np.asarray(array, np.float64) for array in (a, e))
+        # Each has a few arrays rounded to 8 bits on its way, differently.
+        assert np.linalg.norm(a - e) <= 4 * 2**-8 * np.linalg.norm(e)
+
+
+def test_the_product_has_three_products():
+    y, dx, dweight = result(PRODUCT)
+    (x, weight), parameters, (dy,) = jax_side.random_arrays(0, *jax_side.arguments_of(PRODUCT))
+    assert parameters == ()
+    wide = [np.asarray(a, np.float64) for a in (x, weight, dy)]
+    x, weight, dy = wide
+    for actual, expected in ((y, x @ weight), (dx, dy @ weight.T), (dweight, x.T @ dy)):
+        np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=2**-7, atol=2**-7)
+    assert y.astype("float32").std() == pytest.approx(1, rel=0.2)
+
+
+def test_figures_are_by_flops():
+    measured = jax_side.prepare("linear", PRODUCT)()
+    assert measured["tflops"] == pytest.approx(PRODUCT.flops / measured["us"] / 1e6)
+    assert measured["gbps"] is measured["roof"] is None
+    row = results.rounded(SUITE, measured)
+    assert row.keys() == SUITE.figures.keys()
+    assert all(row[name] for name in ("us", "tflops", "compile_s", "extra_passes", "temp_bytes"))
+
+
+@pytest.mark.parametrize("op", LINEAR)
+@pytest.mark.parametrize("name", ["torch", "torch.compile"])
+def test_torch_products(op, name, monkeypatch):
+    torch = pytest.importorskip("torch")
+    from benchmarks import torch_side
+
+    eager = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", eager)
+    cell = dataclasses.replace(BOTH, op=op, provider=name)
+    f, _ = torch_side.compiled(cell)
+    inputs = torch_side.random_inputs(cell.workload, torch_side.parameter_dtype(cell), 1)
+    function, (operands,) = torch_side.calls_of(cell, f, inputs)
+    y, gradients = function(*operands)
+    leaves, _ = operands
+    assert y.dtype == torch.bfloat16
+    assert [g.shape for g in gradients] == [a.shape for a in leaves]
+    x, weight, *scale = (a.detach().double() for a in leaves)
+    if scale:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * scale[0]
+    torch.testing.assert_close(y.double(), x @ weight, rtol=2**-6, atol=2**-5)
+    measured = torch_side.prepare("linear", cell)()
+    assert measured["tflops"] == pytest.approx(cell.flops / measured["us"] / 1e6)
+
+
+def test_one_process_compiles(monkeypatch):
+    """One cell after the other: compilers time products on the GPU."""
+    asked = []
+    monkeypatch.setattr(
+        processes, "outcomes", lambda *_, workers, **__: asked.append(workers) or []
+    )
+    for suite in (SUITE, SUITES["loss"]):
+        list(run._on_each_side(suite, [PRODUCT], workers=4, limit_s=1.0))
+    assert asked == [1, 1, 4, 4]  # on each side
+
+
+@pytest.mark.parametrize(("suite", "expected"), [("linear", 1), ("loss", 16)])
+def test_one_thread_compiles(suite, expected, monkeypatch):
+    asked = []
+    monkeypatch.setattr(worker, "prepared", lambda *given: asked.append(given[-1]) or [])
+    requests = io.StringIO(json.dumps({"suite": suite, "cells": []}) + "\n")
+    assert worker.work(jax_side, requests, io.StringIO(), threads=16) == 0
+    assert asked == [expected]
+
+
+def test_a_run(tmp_path, monkeypatch):
+    if results.this_machine() != Machine("cpu"):
+        pytest.skip("takes the GPU's memory from the tests")
+    monkeypatch.setattr(report, "PLOTTED", ())  # test_a_report makes the plot
+    arguments = ["linear", "--shapes", "4x16x32", "--directions", "fwd", "--out", str(tmp_path)]
+    assert run.main([*arguments, "--providers", "jaxnorm", "jnp"]) == 0
+    rows = Table(tmp_path, SUITE).rows()
+    assert [(r["op"], r["provider"], r["status"]) for r in rows] == [
+        ("product", "jnp", "ok"),
+        ("rms_norm_linear", "jaxnorm", "ok"),
+        ("rms_norm_linear", "jnp", "ok"),
+    ]
+    assert all(float(r["us"]) > 0 and int(r["temp_bytes"]) >= 0 for r in rows)
+    assert (
+        "| rms_norm_linear forward, 4 x 16 x 32, bf16 | jnp |"
+        in (tmp_path / "report.md").read_text()
+    )
+
+
+# What the report makes of rows: time of the product alone, and of a norm and the product.
+
+
+def written(folder, rows):
+    table = Table(folder, SUITE)
+    for op, direction, shape, provider, us in rows:
+        workload = LinearWorkload(op, direction, shape, "bfloat16")
+        ok = isinstance(us, float)
+        tflops = workload.flops / us / 1e6 if ok else None
+        measured = {"us": us, "main_us": us, "tflops": tflops, "temp_bytes": 2**20} if ok else {}
+        row = {"device": "some GPU", "software": "jax 1", "commit": "abc1234"}
+        row |= dataclasses.asdict(workload) | {"provider": provider}
+        row |= results.rounded(SUITE, measured)
+        table.append(row | {"status": "ok" if ok else us})
+    return Results(folder)
+
+
+SHAPE = "8192x4096x6144"
+ROWS = [
+    ("product", "fwd", SHAPE, "torch", 550.0),
+    ("product", "fwd", SHAPE, "jnp", 600.0),
+    ("rms_norm_linear", "fwd", SHAPE, "quack", 800.0),
+    ("rms_norm_linear", "fwd", SHAPE, "jaxnorm", 625.0),
+    ("rms_norm_linear", "fwd", SHAPE, "mosaic", "failed: no"),
+    ("rms_norm_linear", "fwd+bwd", SHAPE, "jaxnorm", 2000.0),
+    *(
+        (op, "fwd", f"{n}x{n}x{n}", provider, us * (n / 256) ** 2)
+        for n in (256, 1024)
+        for op, provider, us in (("product", "jnp", 4.0), ("rms_norm_linear", "jaxnorm", 5.0))
+    ),
+]
+
+
+def test_the_tables(tmp_path):
+    found = written(tmp_path, ROWS)
+    mine = PROVIDERS["jaxnorm"].label
+    asked = "8192 x 4096 x 6144, bf16"
+    # 412.3 GFLOP in 600 us are 687 TFLOP/s.
+    assert tables.linear(found.rows["linear"]).splitlines()[:7] == [
+        "| cell | provider | us | TFLOP/s | of the product | jaxnorm's speed | temp MiB |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        f"| product forward, {asked} | jnp | 600 | 687 | 1.00 | - | 1 |",
+        f"| product forward, {asked} | torch eager | 550 | 750 | 1.09 | - | 1 |",
+        f"| rms_norm_linear forward, {asked} | {mine} | 625 | 660 | 0.96 | 1.00x | 1 |",
+        f"| rms_norm_linear forward, {asked} | QuACK | 800 | 515 | 0.75 | 1.28x | 1 |",
+        f"| rms_norm_linear forward and backward, {asked} | {mine} | 2000 | 618 | - | 1.00x | 1 |",
+    ]
+    forward, both = tables.by_product(found.linear).split("\n\n")
+    assert forward.splitlines()[:1] + forward.splitlines()[2:4] == [
+        f"| M x K x N, bf16, forward | product alone | {mine} | QuACK |",
+        "| 8192 x 4096 x 6144 | 687 | 660 (0.96) | 515 (0.75) |",
+        "| 256 x 256 x 256 | 8 | 7 (0.80) | - |",
+    ]
+    assert both.splitlines()[2:] == ["| 8192 x 4096 x 6144 | - | 618 (-) |"]
+
+
+def test_lines_of_the_plot(tmp_path):
+    found = written(tmp_path, ROWS).linear
+    squares = figures.along_squares(found, "rms_norm_linear", "fwd", "bfloat16")
+    assert list(squares) == [256, 1024]
+    assert squares[256]["jaxnorm"].roof_speed == pytest.approx(2 * 256**3 / 4.0 / 1e6, rel=0.01)
+    models = figures.along_projections(found, "rms_norm_linear", "fwd", "bfloat16")
+    assert [name.split("\n") for name in models] == [["8B", "4096x6144"]]
+    assert models["8B\n4096x6144"].keys() == {"quack", "jaxnorm"}
+
+
+def test_a_report(tmp_path):
+    found = written(tmp_path, ROWS)
+    files = report.write(tmp_path)
+    assert [f.name for f in files] == ["report.md", "linear_bfloat16.png"]
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+    text = files[0].read_text()
+    assert "![TFLOP/s against M, N and K, bfloat16](linear_bfloat16.png)" in text
+    assert "| jaxnorm mosaic: failed: no | 1 |" in text
+    shown = report.page_section(found)
+    assert "A norm and the product after it: TFLOP/s" in shown
+    assert "linear_bfloat16.png)" in shown
+    assert "| 8192 x 4096 x 6144 | 687 | 660 (0.96) | 515 (0.75) |" in shown
+    others = report.page_section(Results(*report.SHOWN))
+    assert ("linear_bfloat16.png" in others) == bool(Results(*report.SHOWN).rows["linear"])
