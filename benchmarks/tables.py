@@ -359,12 +359,17 @@ def linear(rows: Sequence[Row]) -> str:
     found = figures.of_products(rows)
 
     def tflops(cell: figures.Question, answers: Mapping[str, Row], name: str) -> str:
-        return f"{found[cell][name].speed:.0f}"
+        return _digits(found[cell][name].speed)
 
     def of_product(cell: figures.Question, answers: Mapping[str, Row], name: str) -> str:
         return _share(found[cell][name])
 
     return _by_shape(rows, {"TFLOP/s": tflops, "of the product": of_product})
+
+
+def _digits(value: float) -> str:
+    """With as many decimals, two at most, as make three digits."""
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
 def _share(figure: Figure) -> str:
@@ -392,7 +397,7 @@ def _by_shape(rows: Sequence[Row], columns: Mapping[str, Callable[..., str]]) ->
                 [
                     f"{op} {_LONG[direction]}, {shape.replace('x', ' x ')}, {_SHORT[dtype]}",
                     PROVIDERS[name].label,
-                    f"{us[name]:.0f}",
+                    _digits(us[name]),
                     *(column(cell, answers, name) for column in columns.values()),
                     "-" if mine is None else f"{us[name] / mine:.2f}x",
                     f"{int(temp) / MIB:.0f}" if temp else "-",
@@ -419,9 +424,9 @@ def _by_product(measured: Figures, direction: str, dtype: str) -> str:
     body = []
     for shape, answers in found.items():
         alone = measured.get(("product", direction, shape, dtype), {}).get("jnp")
-        cells = ["-" if alone is None else f"{alone.speed:.0f}"]
+        cells = ["-" if alone is None else _digits(alone.speed)]
         for figure in map(answers.get, there):
-            cells.append("-" if figure is None else f"{figure.speed:.0f} ({_share(figure)})")
+            cells.append("-" if figure is None else f"{_digits(figure.speed)} ({_share(figure)})")
         body.append([shape.replace("x", " x "), *cells])
     title = f"M x K x N, {_SHORT[dtype]}, {_LONG[direction]}"
     labels = (PROVIDERS[name].label for name in there)
