@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.linear import LinearWorkload
 from benchmarks.workloads import ITEMSIZE, Workload
 from jaxnorm import _norm
-from jaxnorm_kernels.specs import Op, Spec
+from jaxnorm_kernels.specs import LinearSpec, Op, Spec
 
 #: The contract's operation of each function. The backward of `add_norm` is a norm's that adds dh.
 OPS: dict[str, Op] = {"softmax": "softmax", "log_softmax": "log_softmax", **_norm.OPS}
@@ -119,3 +120,35 @@ class KernelWorkload(Workload):
     @property
     def _adds_dh(self) -> bool:
         return self.direction == "bwd" and OPS[self.op] in ("add_norm", "norm_add_norm")
+
+
+class LinearKernelWorkload(LinearWorkload):
+    """A norm and the product after it, forward alone, on one shape."""
+
+    @property
+    def cols(self) -> int:
+        return self.sizes[1]
+
+    @property
+    def spec(self) -> LinearSpec:
+        rows, cols, features = self.sizes
+        dtype = jnp.dtype(self.dtype)
+        return LinearSpec(
+            *(rows, cols, features),
+            *(dtype, dtype, dtype, dtype),
+            scale_dtype=np.dtype(np.float32) if self.parameter_shapes else None,
+            epsilon=1e-6,
+        )
+
+    def function(self, implementation: Any) -> Callable[..., Any]:
+        """The implementation's function over what `operands` gives."""
+        call, spec = implementation.rms_norm_linear_fwd, self.spec
+        return lambda x, weight, scale=None: call(x, weight, scale, None, spec=spec)[0]
+
+    def operands(self, seed: int) -> tuple[jax.Array, ...]:
+        """Random operands: what a GPU's clock is depends on them."""
+        keys = jax.random.split(jax.random.key(seed), 3)
+        (x, dtype), (weight, _, deviation) = self.row_operands
+        scales = [1 + 0.1 * jax.random.normal(keys[2], shape) for shape in self.parameter_shapes]
+        of_weight = jax.random.normal(keys[1], weight, dtype) * jnp.asarray(deviation, dtype)
+        return jax.random.normal(keys[0], x, dtype), of_weight, *scales

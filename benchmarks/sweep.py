@@ -35,9 +35,11 @@ import jax.export
 import jax.numpy as jnp
 
 from benchmarks import calls, timing
-from benchmarks.contract import KernelWorkload
+from benchmarks.contract import KernelWorkload, LinearKernelWorkload
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.specs import Implementation
+
+KernelCall = KernelWorkload | LinearKernelWorkload
 
 PROCESSES = os.cpu_count() or 1
 _MOSAIC_CALLS = ("mosaic_gpu", "mosaic_gpu_v2")  # JAX vouches for neither in an export
@@ -51,8 +53,7 @@ class Row:
 
     op: str
     direction: str
-    rows: int
-    cols: int
+    shape: str
     x_dtype: str
     y_dtype: str
     schedule: str
@@ -75,7 +76,7 @@ def with_schedule(schedule: Any) -> types.SimpleNamespace:
     )
 
 
-def lowered(workload: KernelWorkload, schedule: Any) -> bytes:
+def lowered(workload: KernelCall, schedule: Any) -> bytes:
     """The call lowered for CUDA, which needs no GPU: seconds of Python, in a process of its own."""
     jax.config.update("jax_platforms", "cpu")
     call = jax.jit(workload.function(with_schedule(schedule)))
@@ -84,11 +85,11 @@ def lowered(workload: KernelWorkload, schedule: Any) -> bytes:
     return exported(*shapes(workload)).serialize()
 
 
-def compiled(function: Callable[..., Any], workload: KernelWorkload) -> Any:
+def compiled(function: Callable[..., Any], workload: KernelCall) -> Any:
     return jax.jit(function).lower(*shapes(workload)).compile()
 
 
-def shapes(workload: KernelWorkload) -> Any:
+def shapes(workload: KernelCall) -> Any:
     return jax.eval_shape(lambda: workload.operands(0))
 
 
@@ -98,13 +99,14 @@ def difference(ours: Any, theirs: Any) -> float:
     return max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in wide)
 
 
-def measured(workload: KernelWorkload, programs: dict[str, Future[Any]]) -> Iterator[Row]:
+def measured(workload: KernelCall, programs: dict[str, Future[Any]]) -> Iterator[Row]:
     """XLA first, then each schedule; all on the same operands."""
     roof = timing.copy_roof(workload.bytes).us
     operands = [workload.operands(i) for i in range(calls.buffers_for(workload.bytes))]
     reference, xla_us = None, float("nan")
+    call, shape = (workload.op, workload.direction), text_of(workload)
     for name, future in programs.items():
-        identity = (*dataclasses.astuple(workload), name)
+        identity = (*call, shape, workload.x_dtype, workload.y_dtype, name)
         try:
             program = future.result()
             out = program(*operands[0])
@@ -127,12 +129,12 @@ def measured(workload: KernelWorkload, programs: dict[str, Future[Any]]) -> Iter
         )
 
 
-def sweep(jobs: Sequence[tuple[KernelWorkload, Sequence[Any]]]) -> Iterator[list[Row]]:
+def sweep(jobs: Sequence[tuple[KernelCall, Sequence[Any]]]) -> Iterator[list[Row]]:
     """The rows of one workload after the other. Nothing compiles while one is timed."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(PROCESSES, spawn) as others, ThreadPoolExecutor(PROCESSES) as pool:
 
-        def build(workload: KernelWorkload, schedule: Any) -> Any:
+        def build(workload: KernelCall, schedule: Any) -> Any:
             if type(schedule).__module__.startswith(mosaic.__name__):
                 call = others.submit(lowered, workload, schedule).result()
                 return compiled(jax.export.deserialize(call).call, workload)
@@ -148,7 +150,7 @@ def sweep(jobs: Sequence[tuple[KernelWorkload, Sequence[Any]]]) -> Iterator[list
             yield list(measured(workload, own))
 
 
-def compile_seconds(workload: KernelWorkload, schedule: Any) -> float:
+def compile_seconds(workload: KernelCall, schedule: Any) -> float:
     """From the traced call to a program that runs."""
     traced = jax.jit(workload.function(with_schedule(schedule))).trace(*shapes(workload))
     start = time.perf_counter()
@@ -156,8 +158,14 @@ def compile_seconds(workload: KernelWorkload, schedule: Any) -> float:
     return time.perf_counter() - start
 
 
-def name_of(call: Row | KernelWorkload) -> str:
-    return f"{call.op} {call.direction} {call.rows} x {call.cols} {call.x_dtype}"
+def text_of(call: Row | KernelCall) -> str:
+    """Its shape."""
+    shape = call.shape
+    return shape if isinstance(shape, str) else "x".join(map(str, shape))
+
+
+def name_of(call: Row | KernelCall) -> str:
+    return f"{call.op} {call.direction} {text_of(call)} {call.x_dtype}"
 
 
 def show(rows: Sequence[Row]) -> str:

@@ -4,11 +4,12 @@ import jax
 import pytest
 
 from benchmarks import sweep
-from benchmarks.contract import KernelWorkload
-from benchmarks.sweeps import backward, tiles
+from benchmarks.contract import KernelWorkload, LinearKernelWorkload
+from benchmarks.sweeps import backward, linear, tiles
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.mosaic import interpreted
 from jaxnorm_kernels.mosaic.backward.schedule import softmax_schedule
+from jaxnorm_kernels.mosaic.forward import norm_linear
 from jaxnorm_kernels.mosaic.forward.schedule import choose
 
 
@@ -46,6 +47,19 @@ def test_a_schedule_is_lowered_without_a_gpu():
     assert [a.shape for a in exported.out_avals] == [(256, 2048), (2048,)]
 
 
+def test_schedules_of_a_product():
+    *_, workload = products = [*linear.workloads()]
+    tables, *others = linear.schedules(workload)
+    assert tables == norm_linear.choose(workload.spec)
+    assert len({tables, *others}) == len(others) + 1 > 10
+    assert {w.op for w in products} == {"product", "rms_norm_linear"}
+    exported = jax.export.deserialize(sweep.lowered(workload, others[0]))
+    assert "mosaic_gpu" in exported.mlir_module()
+    small = LinearKernelWorkload("rms_norm_linear", "fwd", "16x64x128", "bfloat16")
+    y = small.function(xla)(*small.operands(0))
+    assert (y.shape, y.dtype) == ((16, 128), "bfloat16")
+
+
 def test_needs_a_gpu(capsys):
     if jax.devices()[0].platform == "gpu":
         pytest.skip("there is one")
@@ -55,7 +69,7 @@ def test_needs_a_gpu(capsys):
 
 def test_rows_rank_by_time():
     def row(schedule, us, status="ok"):
-        return sweep.Row("softmax", "bwd", 8, 64, "f", "f", schedule, us, us, 0.5, 1, 0, status)
+        return sweep.Row("softmax", "bwd", "8x64", "f", "f", schedule, us, us, 0.5, 1, 0, status)
 
     nan = float("nan")
     text = sweep.show([row("xla", 9), row("slow", 8), row("fast", 2), row("bad", nan, "spilled")])

@@ -176,6 +176,14 @@ def stored_columns(spec: LinearSpec) -> int:
     return _STORED_BYTES // spec.y_dtype.itemsize
 
 
+def shared_bytes(spec: LinearSpec, schedule: Schedule) -> int:
+    """Of a block, as many as a schedule may need; barriers and parameters have a KiB."""
+    of_stage = (schedule.rows + schedule.features) * _DEPTH * spec.product_dtype.itemsize
+    of_scale = _DEPTH * 4 if spec.scale_dtype is not None else 0
+    stored = _MULTIPLY * _STORES * _ROWS * _STORED_BYTES
+    return schedule.stages * (of_stage + of_scale) + stored + 2048
+
+
 def _swizzled(shape: tuple[int, ...], array: Any) -> Any:
     """Shared memory for tiles of an array, in the order that the matrix instructions read.
 

@@ -1,0 +1,38 @@
+"""Schedules of a norm and the product after it.
+
+How wide a tile is, how many are in shared memory, and how many columns of tiles follow each other
+before the next rows do. With the norm's scale and, as `product`, without.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from benchmarks.contract import LinearKernelWorkload
+from benchmarks.linear import LINEAR, SQUARES
+from jaxnorm_kernels.mosaic.device.gpu import local_gpu
+from jaxnorm_kernels.mosaic.forward.norm_linear import Schedule, choose, shared_bytes
+
+_FEATURES = (128, 192, 256)
+_STAGES = (3, 4, 5, 6)
+_GROUPS = (4, 8, 16, 32)
+_LEAST = 1024  # rows, columns and features of a square
+
+
+def workloads() -> Iterator[LinearKernelWorkload]:
+    for op, asked in LINEAR.items():
+        squares = [shape for shape in SQUARES if shape[0] >= _LEAST]
+        for shape in dict.fromkeys((*asked.quick, *squares)):
+            yield LinearKernelWorkload(op, "fwd", "x".join(map(str, shape)), "bfloat16")
+
+
+def schedules(workload: LinearKernelWorkload) -> list[Schedule]:
+    """The table's first; then others that shared memory has room for."""
+    spec = workload.spec
+    chosen = choose(spec)
+    tried = [
+        dataclasses.replace(chosen, features=features, stages=stages, group=group)
+        for features, stages, group in itertools.product(_FEATURES, _STAGES, _GROUPS)
+    ]
+    room = local_gpu().smem
+    return list(dict.fromkeys([chosen, *(s for s in tried if shared_bytes(spec, s) <= room)]))
