@@ -166,12 +166,13 @@ def test_rows_keep_to_themselves(dtype, scale):
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_large_rows_with_a_large_scale(dtype):
-    """x G is no number of float16, and y is."""
-    spec = make_spec(8, 64, 128, dtype, scale_dtype=F32)
+@pytest.mark.parametrize("power", [6, -13])
+def test_numbers_that_float16_has_not(power, dtype):
+    """Of large rows x G, and of small weights G weight; y is."""
+    spec = make_spec(8, 64, 128, dtype, scale_dtype=F32, y_dtype=F32)
     x, weight, scale, _ = arrays_of(spec)
     x = (x / jnp.max(jnp.abs(x), 1, keepdims=True) * 60000).astype(dtype)
-    arrays = [x, weight, scale * 64, None]
+    arrays = [x, (weight / 32).astype(dtype), scale * 2.0**power, None]
     with mosaic.interpreted():
         check_results(spec, arrays, run(spec, *arrays))
 

@@ -8,7 +8,8 @@ With G = scale + scale_offset, row by row:
 
 The sum of squares comes from the tiles of x that the product reads, so it is known when the product
 is done, and the normalised array is never written. Of float16, whose x G might overflow before it
-is normalised, G goes to the weight, beforehand.
+is normalised, G goes to the weight beforehand: as c G, with a power of 2 that makes it 1 at most,
+and by rstd / c the product is what it would be.
 
 A block makes one tile of y after the other. Its third warpgroup copies tiles of x and weight to a
 ring in shared memory; each of the two others multiplies half of a tile's rows, and while a product
@@ -100,11 +101,12 @@ def rms_norm_linear_fwd(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """y, z and rstd; `schedule` stands in for the chosen one."""
     schedule = schedule or choose(spec)
+    power = None
     if scale is not None and spec.product_dtype == np.float16:
-        g = elementwise.gain(scale, spec.norm)
-        weight, scale = weight.astype(_F32) * g[:, None], None
+        weight, power = _scaled(weight, elementwise.gain(scale, spec.norm))
+        scale = None
     weight = weight.astype(spec.product_dtype)
-    given = {"x": x, "weight": weight, "scale": scale, "bias": bias}
+    given = {"x": x, "weight": weight, "scale": scale, "bias": bias, "power": power}
     operands = {name: _padded(a, name) for name, a in given.items() if a is not None}
     outputs = {"y": ((spec.rows, operands["weight"].shape[1]), spec.y_dtype)}
     if spec.want_z:
@@ -138,10 +140,17 @@ def rms_norm_linear_fwd(
     return y, z, found.get("rstd")
 
 
+def _scaled(weight: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """c G weight in float32, and 1 / c, a power of 2 above the largest |G|, as ``(1,)``."""
+    _, exponent = jnp.frexp(jnp.max(jnp.abs(g), keepdims=True))
+    return weight.astype(_F32) * jnp.ldexp(g, -exponent)[:, None], jnp.ldexp(_F32.type(1), exponent)
+
+
 def _padded(array: jax.Array, name: str) -> jax.Array:
     """With zeros up to a multiple of the columns of the narrowest swizzle."""
-    rows = (0, 0) if name == "x" else (0, -array.shape[0] % _SWIZZLED)
-    widths = [rows, *[(0, -size % _SWIZZLED) for size in array.shape[1:]]]
+    widths = [(0, -size % _SWIZZLED) for size in array.shape]
+    if name in ("x", "power"):
+        widths[0] = (0, 0)
     return jnp.pad(array, widths) if any(after for _, after in widths) else array
 
 
@@ -357,6 +366,8 @@ class _Kernel:
 
         if "bias" in shared:
             plgpu.barrier_wait(shared["bias_full"])
+        if "power" in self.arrays:
+            rstd = rstd * load(self.arrays["power"].at[0], None)
         width, stores = stored_columns(spec), 0
         for start in range(0, self.schedule.features, width):
             part = sums[:, start : start + width]
