@@ -58,6 +58,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the interpreter run all kernels until `monkeypatch` is undone."""
     monkeypatch.setattr(launch, "run", run)
     monkeypatch.setattr(InterpreterBuilder, "cast_impl", _cast)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
 
 
 def run(*, kernel: Any, out_type: list[jax.ShapeDtypeStruct], grid: tuple[int, ...], **call: Any):
@@ -96,3 +97,10 @@ def _cast(self: Any, source: Any, to: Any) -> Any:
         case tl.bfloat16, tl.float32:
             return TensorHandle(source.data.view(bfloat16).astype(np.float32), tl.float32)
     return _cast_of_interpreter(self, source, to)
+
+
+def _dot(self: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
+    """Multiplies bfloat16 as numbers; the interpreter's own product is one of their bits."""
+    del options
+    a, b = (_cast(self, factor, tl.float32).data for factor in (a, b))
+    return TensorHandle(a @ b + total.data, total.dtype.scalar)

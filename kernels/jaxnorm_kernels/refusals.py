@@ -96,6 +96,9 @@ NO_PRODUCT: LinearTable = (
 #: Of a product kernel, until its default is measured.
 PRODUCT_NOT_TIMED = "its product kernel has not been timed yet"
 
+#: Of one that has such kernels.
+UNTIMED_PRODUCT = "its kernel of a norm with a product is not measured yet"
+
 # Up to here a forward pass of a norm takes a GPU a few microseconds, and the host as long.
 _SMALL_BYTES = 4 * 2**20
 

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import os
+from collections.abc import Callable
 
 from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.refusals import (
@@ -10,6 +11,7 @@ from jaxnorm_kernels.refusals import (
     NO_CLASSES,
     NO_KERNEL,
     NO_LOGITS,
+    UNTIMED_PRODUCT,
     Table,
     first,
 )
@@ -53,7 +55,57 @@ _CANNOT: Table = (
     ),
     (
         "its kernels need compute capability 8.0 (Ampere) or newer",
-        lambda s: (local_capability() or 80) < 80,
+        lambda s: _is_too_old(),
+    ),
+)
+
+#: The smallest tile of a product, which is a program's.
+LEAST_TILE = 16 * 32
+
+# "float32", say, is a precision that products of 16 bits have anyway: their factors are exact, and
+# summed in float32. But upper case names one algorithm.
+_ALGORITHMS = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
+
+_CANNOT_MULTIPLY: tuple[tuple[str, Callable[[LinearSpec], bool]], ...] = (
+    (
+        "its kernels need sizes that are known when the call is traced, not symbolic ones",
+        lambda s: not all(isinstance(size, int) for size in (s.rows, s.cols, s.features)),
+    ),
+    (
+        "its kernels compute in float32, and float64 arrays ask for more",
+        lambda s: any(
+            dtype is not None and dtype.itemsize > 4
+            for dtype in (s.x_dtype, s.weight_dtype, s.y_dtype, s.scale_dtype, s.bias_dtype)
+        ),
+    ),
+    (
+        "its products are of bfloat16 or float16; cast weight, or ask for a dtype of 16 bits",
+        lambda s: s.product_dtype.name not in _ALGORITHMS,
+    ),
+    (
+        "there is nothing to compute in an array of size 0",
+        lambda s: 0 in (s.rows, s.cols, s.features),
+    ),
+    (
+        "its products have one algorithm, sums in float32 of factors of 16 bits as they are, and "
+        "jax_default_matmul_precision names another",
+        lambda s: (
+            s.precision is not None
+            and s.precision.isupper()
+            and s.precision != _ALGORITHMS[s.product_dtype.name]
+        ),
+    ),
+    (
+        f"its kernels number rows, columns and features in 32 bits, up to {_MOST}",
+        lambda s: max(s.rows, s.cols, s.features) > _MOST,
+    ),
+    (
+        f"its kernels number programs, the tiles of y, in 32 bits, up to {_MOST}",
+        lambda s: s.rows * s.features > _MOST * LEAST_TILE,
+    ),
+    (
+        "its kernels need compute capability 8.0 (Ampere) or newer",
+        lambda s: _is_too_old(),
     ),
 )
 
@@ -109,9 +161,6 @@ _LEFT_TO_XLA: Table = (
 )
 
 
-_NO_PRODUCT = "its kernels have no norm with a product yet"
-
-
 def platforms() -> tuple[str, ...]:
     """Where it can run; on a CPU too, once Triton was told to interpret its kernels."""
     return ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
@@ -120,15 +169,19 @@ def platforms() -> tuple[str, ...]:
 def supports(spec: Spec | LinearSpec) -> str | None:
     """None, or why this call cannot run here."""
     if isinstance(spec, LinearSpec):
-        return _NO_PRODUCT
+        return next((reason for reason, applies in _CANNOT_MULTIPLY if applies(spec)), None)
     return first(_CANNOT, spec)
 
 
 def prefers(spec: Spec | LinearSpec) -> str | None:
     """None, or why the default leaves this call to xla."""
     if isinstance(spec, LinearSpec):
-        return _NO_PRODUCT
+        return UNTIMED_PRODUCT
     return first(_LEFT_TO_XLA, spec)
+
+
+def _is_too_old() -> bool:
+    return (local_capability() or 80) < 80
 
 
 def _few_rows(spec: Spec) -> int:
