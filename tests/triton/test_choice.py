@@ -13,9 +13,11 @@ from conftest import load_alone
 
 import jaxnorm
 from jaxnorm import _implementation
-from jaxnorm_kernels.specs import Shared, Spec
+from jaxnorm_kernels.specs import LinearSpec, Shared, Spec
 
-BF16, F32, F64 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float32, np.float64))
+BF16, F16, F32, F64 = (
+    np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)
+)
 
 
 NORM = Spec("norm", "bwd", 4, 128, BF16, F32, F32, F32, subtract_mean=True, want_stats=True)
@@ -59,11 +61,45 @@ def test_supports(change, reason):
     assert refusal is None if reason is None else reason in refusal
 
 
-def test_needs_ampere(monkeypatch):
+LINEAR = LinearSpec(4, 128, 64, BF16, BF16, BF16, BF16, F32, F32, activation="gelu")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"x_dtype": F32, "weight_dtype": F16, "y_dtype": F32, "scale_dtype": None}, None),
+        ({"product_dtype": F16, "precision": "F16_F16_F32"}, None),
+        ({"product_dtype": F32, "y_dtype": F32}, "are of bfloat16 or float16; cast weight"),
+        ({"product_dtype": F64}, "are of bfloat16 or float16"),
+        ({"bias_dtype": F64}, "float64 arrays"),
+        ({"weight_dtype": F64}, "float64 arrays"),
+        ({"rows": 0}, "size 0"),
+        ({"cols": 0}, "size 0"),
+        ({"features": 0}, "size 0"),
+        ({"rows": "b"}, "symbolic"),
+        ({"features": 2**31}, "32 bits"),
+        ({"rows": 2**30, "features": 2**12}, "number programs"),
+        *(({"precision": name}, None) for name in ("default", "highest", "bfloat16", "float32")),
+        *(({"precision": name}, "algorithm") for name in ("F16_F16_F16", "BF16_BF16_F32_X3")),
+    ],
+    ids=str,
+)
+def test_supports_a_norm_with_a_product(change, reason, monkeypatch):
+    support = load_alone("triton", "support")
+    spec = dataclasses.replace(LINEAR, **change)
+    refusal = support.supports(spec)
+    assert refusal is None if reason is None else reason in refusal
+    monkeypatch.setattr(support, "can_lower", lambda: True)
+    assert "not measured yet" in support.prefers(spec)
+
+
+@pytest.mark.parametrize("spec", [NORM, LINEAR], ids=["norm", "product"])
+def test_needs_ampere(spec, monkeypatch):
     support = load_alone("triton", "support")
     for capability, refused in [(75, True), (80, False), (89, False), (None, False)]:
         monkeypatch.setattr(support, "local_capability", lambda c=capability: c)
-        assert ("8.0 (Ampere)" in (support.supports(NORM) or "")) == refused
+        assert ("8.0 (Ampere)" in (support.supports(spec) or "")) == refused
 
 
 def test_supports_whatever_has_elements_of_32_bits_at_most():

@@ -129,9 +129,7 @@ def check(call, arrays, spec, schedule):
 
 @pytest.mark.parametrize(
     ("mix", "activation", "present", "schedule"),
-    pairwise(
-        MIXES, ACTIVATIONS, [("scale", "bias"), ("scale",), ("bias",), ()], list(SCHEDULES)
-    ),
+    pairwise(MIXES, ACTIVATIONS, [("scale", "bias"), ("scale",), ("bias",), ()], list(SCHEDULES)),
     ids=str,
 )
 def test_values(mix, activation, present, schedule, call):

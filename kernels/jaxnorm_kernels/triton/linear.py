@@ -173,7 +173,7 @@ def _rms_norm_linear_fwd(
         col = first + k
         x_at = x_ptr + first + x_offset
         weight_at = weight_ptr + weight_offset
-        weight_ptr += block * features  # One number, of 64 bits.
+        weight_ptr += block * features  # A number of 64 bits where it takes them.
         x = _load(x_at, (col < cols)[None, :], cols % block == 0)
         if cols % block == 0:
             weight = _load(weight_at, is_feature, features % tile_features == 0)
@@ -204,18 +204,13 @@ def _rms_norm_linear_fwd(
             first = feature_tile * tile_features + (2 * i + j) * width
             _store(quarters[j], bias_ptr, y_ptr, z_ptr, row, first, rows, features, activation)
     if rstd_ptr is not None:
-        if feature_tile == 0:
-            tl.store(rstd_ptr + row, rstd, row < rows)
+        tl.store(rstd_ptr + row, rstd, row < tl.where(feature_tile == 0, rows, 0))
 
 
 @triton.jit
 def _load(pointer, mask, is_whole: tl.constexpr):
     """What is there, and 0 elsewhere; of a whole tile without the mask."""
-    if is_whole:
-        value = tl.load(pointer)
-    else:
-        value = tl.load(pointer, mask=mask, other=0.0)
-    return value
+    return tl.load(pointer) if is_whole else tl.load(pointer, mask=mask, other=0.0)
 
 
 @triton.jit

@@ -30,6 +30,8 @@ _REGISTERS = 2**16  # of a multiprocessor
 # of 16 by 7 tiles of 128 by 256, or of 16 by 13 of 128 by 128, they read the fewest different ones.
 _GROUP = 16
 
+# Of a tile of a tensor core's.
+_LEAST_ROWS = 16
 # The shortest inner axis: two steps of a tensor core, and 64 bytes of a row of x at once.
 _LEAST_BLOCK = 32
 # A tile is multiplied, another one waits, and a third one is on its way.
@@ -75,6 +77,7 @@ class Line:
       warps: of 32 threads, in a program.
       per_sm: programs that a multiprocessor has registers and shared memory for.
       unaligned: only where rows of x or weight are no multiple of 8 bytes.
+      wide: only for an x or a weight of float32.
     """
 
     tile_rows: int
@@ -84,12 +87,14 @@ class Line:
     per_sm: int
     stages: int
     unaligned: bool = False
+    wide: bool = False
 
     def fits(self, spec: LinearSpec, gpu: Gpu) -> bool:
-        """Whether half of a tile's rows exist, and every multiprocessor has a tile."""
+        """Whether no smaller tile has all rows, and every multiprocessor has a tile."""
         return (
             (not self.unaligned or _is_unaligned(spec))
-            and spec.rows > self.tile_rows // 2
+            and (not self.wide or 4 in (spec.x_dtype.itemsize, spec.weight_dtype.itemsize))
+            and (spec.rows > self.tile_rows // 2 or self.tile_rows == _LEAST_ROWS)
             and _tiles(self.tile_rows, self.tile_features, spec) >= gpu.sms
         )
 
@@ -99,12 +104,15 @@ LINES = (
     # there are no registers to read ahead.
     Line(128, 128, block=32, warps=8, per_sm=1, stages=1, unaligned=True),
     Line(32, 64, block=32, warps=4, per_sm=4, stages=2, unaligned=True),
+    # What is rounded on its way to the product needs registers: 64 sums in each of 256 threads.
+    Line(128, 128, block=32, warps=8, per_sm=1, stages=4, wide=True),
     # 128 sums in each of 256 threads: the most that leave room for x and for addresses.
     Line(128, 256, block=64, warps=8, per_sm=1, stages=4),
     # As many in 128 threads, twice in a multiprocessor: one multiplies while another one begins.
     Line(128, 128, block=64, warps=4, per_sm=2, stages=4),
-    Line(64, 128, block=64, warps=4, per_sm=3, stages=4),
-    Line(64, 64, block=64, warps=4, per_sm=4, stages=4),
+    # Then fewer sums, and more programs that begin while others multiply.
+    Line(64, 128, block=64, warps=4, per_sm=2, stages=4),
+    Line(64, 64, block=64, warps=4, per_sm=3, stages=4),
     # Few rows: reads of weight by 128 bytes and more, 16 KiB at a time.
     Line(32, 64, block=128, warps=4, per_sm=2, stages=4),
     Line(16, 64, block=128, warps=4, per_sm=2, stages=4),
