@@ -6,7 +6,8 @@
 r belongs to a row, and so to a row of the product: each program adds up the squares of the rows
 whose product it makes, of tiles that it has in hand anyway, and multiplies by r at the end. Nothing
 of x's size is written. x G is rounded to the product's dtype, once and as the normalised x would
-be: in bfloat16, which has the exponents of float32, it makes no difference how large a row is.
+be: in bfloat16, which has the exponents of float32, it makes no difference how large a row is, up
+to squares that float32 does not have, whose r is 0 in any norm here.
 
 float16 has few exponents: there x G may overflow, or lose its last bits, where r x G does not. Only
 an x of float16 itself without a scale is in its range as it is. Else a small kernel finds r first,
