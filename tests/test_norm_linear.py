@@ -191,9 +191,10 @@ def test_which_implementation_runs():
     )
     assert plan.forward.name == "xla"
     assert plan.backward.name == "mosaic"
-    assert "mosaic: its product kernel has not been timed yet" in plan.forward.reason
+    assert "mosaic: its kernel of a norm with a product is not measured yet" in plan.forward.reason
     with pytest.raises(
-        ValueError, match=r"cannot run rms_norm_linear fwd of \(2, 8\): its product kernel"
+        ValueError,
+        match=r"cannot run rms_norm_linear fwd of \(2, 8\): its products are of bfloat16",
     ):
         rms_norm_linear(jnp.ones((2, 8)), jnp.ones((8, 4)), implementation="mosaic")
     with pytest.raises(ValueError, match=f"{NAME}: activation='tanh'"):

@@ -62,6 +62,10 @@ NO_LOGITS: Table = (
     ),
 )
 
+# "float32", say, is a precision that products of 16 bits have anyway: their factors are exact, and
+# summed in float32. But upper case names one algorithm.
+_ALGORITHMS = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
+
 #: What no kernel here can do of a norm and the product after it.
 NO_PRODUCT: LinearTable = (
     (
@@ -69,23 +73,28 @@ NO_PRODUCT: LinearTable = (
         lambda s: not all(isinstance(size, int) for size in (s.rows, s.cols, s.features)),
     ),
     (
-        "its product kernel multiplies bfloat16 and float16; ask for one of them with `dtype`",
-        lambda s: s.product_dtype.itemsize != 2,
-    ),
-    (
-        "its product kernel reads x as it multiplies it, in the product's dtype",
-        lambda s: s.x_dtype != s.product_dtype,
-    ),
-    (
         "its kernels compute in float32, and float64 arrays ask for more",
         lambda s: any(
             dtype is not None and dtype.itemsize > 4
-            for dtype in (s.weight_dtype, s.y_dtype, s.scale_dtype, s.bias_dtype)
+            for dtype in (s.x_dtype, s.weight_dtype, s.y_dtype, s.scale_dtype, s.bias_dtype)
         ),
+    ),
+    (
+        "its products are of bfloat16 or float16; cast weight, or ask for a dtype of 16 bits",
+        lambda s: s.product_dtype.name not in _ALGORITHMS,
     ),
     (
         "there is nothing to compute in an array of size 0",
         lambda s: 0 in (s.rows, s.cols, s.features),
+    ),
+    (
+        "its products have one algorithm, sums in float32 of factors of 16 bits as they are, and "
+        "jax_default_matmul_precision names another",
+        lambda s: (
+            s.precision is not None
+            and s.precision.isupper()
+            and s.precision != _ALGORITHMS[s.product_dtype.name]
+        ),
     ),
     (
         "sums over shards of columns, and sums whose norm is not used, are plain JAX's",
@@ -93,10 +102,7 @@ NO_PRODUCT: LinearTable = (
     ),
 )
 
-#: Of a product kernel, until its default is measured.
-PRODUCT_NOT_TIMED = "its product kernel has not been timed yet"
-
-#: Of one that has such kernels.
+#: Of an implementation whose kernel of a :class:`LinearSpec` is yet to be timed.
 UNTIMED_PRODUCT = "its kernel of a norm with a product is not measured yet"
 
 # Up to here a forward pass of a norm takes a GPU a few microseconds, and the host as long.

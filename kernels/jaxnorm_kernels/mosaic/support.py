@@ -18,7 +18,7 @@ from jaxnorm_kernels.refusals import (
     NO_KERNEL,
     NO_LOGITS,
     NO_PRODUCT,
-    PRODUCT_NOT_TIMED,
+    UNTIMED_PRODUCT,
     LinearTable,
     Table,
     first,
@@ -95,6 +95,10 @@ _CANNOT_MULTIPLY: LinearTable = (
     ),
     *NO_PRODUCT,
     (
+        "its product kernel reads x as it multiplies it, in the product's dtype",
+        lambda s: s.x_dtype != s.product_dtype,
+    ),
+    (
         f"its product kernel takes rows and columns in multiples of {norm_linear.MULTIPLE}",
         lambda s: any(size % norm_linear.MULTIPLE for size in (s.rows, s.cols, s.features)),
     ),
@@ -161,7 +165,7 @@ def supports(spec: Spec | LinearSpec) -> str | None:
 def prefers(spec: Spec | LinearSpec) -> str | None:
     """None, or why the default leaves this call to xla."""
     if isinstance(spec, LinearSpec):
-        return PRODUCT_NOT_TIMED
+        return UNTIMED_PRODUCT
     return first(_LEFT_TO_XLA, spec)
 
 

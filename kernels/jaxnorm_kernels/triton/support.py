@@ -3,7 +3,6 @@
 import functools
 import importlib
 import os
-from collections.abc import Callable
 
 from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.refusals import (
@@ -11,9 +10,12 @@ from jaxnorm_kernels.refusals import (
     NO_CLASSES,
     NO_KERNEL,
     NO_LOGITS,
+    NO_PRODUCT,
     UNTIMED_PRODUCT,
+    LinearTable,
     Table,
     first,
+    first_of_linear,
 )
 from jaxnorm_kernels.specs import LinearSpec, Spec
 
@@ -62,39 +64,8 @@ _CANNOT: Table = (
 #: The smallest tile of a product, which is a program's.
 LEAST_TILE = 16 * 32
 
-# "float32", say, is a precision that products of 16 bits have anyway: their factors are exact, and
-# summed in float32. But upper case names one algorithm.
-_ALGORITHMS = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
-
-_CANNOT_MULTIPLY: tuple[tuple[str, Callable[[LinearSpec], bool]], ...] = (
-    (
-        "its kernels need sizes that are known when the call is traced, not symbolic ones",
-        lambda s: not all(isinstance(size, int) for size in (s.rows, s.cols, s.features)),
-    ),
-    (
-        "its kernels compute in float32, and float64 arrays ask for more",
-        lambda s: any(
-            dtype is not None and dtype.itemsize > 4
-            for dtype in (s.x_dtype, s.weight_dtype, s.y_dtype, s.scale_dtype, s.bias_dtype)
-        ),
-    ),
-    (
-        "its products are of bfloat16 or float16; cast weight, or ask for a dtype of 16 bits",
-        lambda s: s.product_dtype.name not in _ALGORITHMS,
-    ),
-    (
-        "there is nothing to compute in an array of size 0",
-        lambda s: 0 in (s.rows, s.cols, s.features),
-    ),
-    (
-        "its products have one algorithm, sums in float32 of factors of 16 bits as they are, and "
-        "jax_default_matmul_precision names another",
-        lambda s: (
-            s.precision is not None
-            and s.precision.isupper()
-            and s.precision != _ALGORITHMS[s.product_dtype.name]
-        ),
-    ),
+_CANNOT_MULTIPLY: LinearTable = (
+    *NO_PRODUCT,
     (
         f"its kernels number rows, columns and features in 32 bits, up to {_MOST}",
         lambda s: max(s.rows, s.cols, s.features) > _MOST,
@@ -169,7 +140,7 @@ def platforms() -> tuple[str, ...]:
 def supports(spec: Spec | LinearSpec) -> str | None:
     """None, or why this call cannot run here."""
     if isinstance(spec, LinearSpec):
-        return next((reason for reason, applies in _CANNOT_MULTIPLY if applies(spec)), None)
+        return first_of_linear(_CANNOT_MULTIPLY, spec)
     return first(_CANNOT, spec)
 
 
