@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from benchmarks import calls, timing
 from benchmarks.contract import KernelWorkload, LinearKernelWorkload
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.specs import Implementation
+from jaxnorm_kernels.implementation import Implementation
 
 KernelCall = KernelWorkload | LinearKernelWorkload
 

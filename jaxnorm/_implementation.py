@@ -4,11 +4,14 @@ import dataclasses
 import importlib
 import os
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import jax
 
-from jaxnorm_kernels.specs import Implementation, LinearSpec, Spec
+from jaxnorm_kernels.specs import LinearSpec, Spec
+
+if TYPE_CHECKING:
+    from jaxnorm_kernels.implementation import Implementation
 
 # Where each implementation lives. Imported on first use: a kernel backend costs nothing until then.
 _MODULES = {
@@ -145,9 +148,9 @@ def takes_inner(name: str, spec: Spec) -> bool:
     return takes(spec)
 
 
-def module(name: str) -> Implementation:
+def module(name: str) -> "Implementation":
     """The implementation `name`, imported."""
-    return cast(Implementation, importlib.import_module(_MODULES[name]))
+    return cast("Implementation", importlib.import_module(_MODULES[name]))
 
 
 def local_platform() -> str:

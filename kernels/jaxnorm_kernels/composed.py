@@ -20,7 +20,7 @@ def two_norms_bwd(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """``norm_add_norm_bwd`` of two ``norm_bwd``: the second norm's, whose dx is the first one's dy.
 
-    Arrays are as in :class:`jaxnorm_kernels.specs.Implementation`.
+    Arrays are as in :class:`jaxnorm_kernels.implementation.Implementation`.
     """
     rstd, next_rstd = stats
     dresidual, dnext_scale, _ = norm_bwd(

@@ -1,14 +1,4 @@
-"""The contract between the API and every implementation (``xla``, ``mosaic``, ``triton``).
-
-An implementation is a module with the functions of :class:`Implementation`. It sees two-dimensional
-arrays ``(rows, cols)`` whose last axis is the normalised one, and one frozen :class:`Spec` that
-says everything else about the call. It knows nothing of autodiff, sharding or Flax. One whose
-``takes_inner`` says so also takes ``(outer, cols, inner)`` with ``Spec.inner``, the view that needs
-no transpose; its statistics are those of ``(outer, inner)``, flat. The ``xla``
-implementation alone also takes arrays of any shape with ``Spec.axes``: XLA partitions them over a
-mesh as they are, where a reshape to rows could make it gather them. It alone has the tangents
-(``softmax_tan``, ``log_softmax_tan``, ``cross_entropy_tan``, ``norm_tan``), and a backward that
-takes the cotangents of the statistics: what forward mode and second derivatives ask for.
+"""Everything static about one call of an implementation, and the equation of each operation.
 
 A cross-entropy takes logits, a label of each row, and masks::
 
@@ -33,7 +23,7 @@ forward alone: its backward is two products and the backward of a norm that keep
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import jax
 import numpy as np
@@ -48,6 +38,13 @@ Activation = Literal["relu", "leaky_relu", "gelu", "silu"]
 
 #: dtypes that every function takes and returns.
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+#: Row statistics that a norm's backward needs: ``(rstd,)`` or ``(rstd, mean)``, each ``(rows,)``
+#: in the arithmetic dtype; empty where ``spec.want_stats`` is False. Of two norms, each one's rstd.
+#: Of a cross-entropy ``(m, log_s)``, the maximum of what a row keeps and log(sum(exp(x - m))); the
+#: log-sum-exp is their sum. log_s is -inf, the logarithm of nothing, for a row without an entry,
+#: and NaN for one whose label is none of its columns.
+Stats = tuple[jax.Array, ...]
 
 # Below this magnitude a scale is raised to it in the forward of an output-saving norm, so that y
 # still carries x_hat for the backward. Small enough to vanish in any sum with ordinary numbers;
@@ -371,184 +368,3 @@ class LinearSpec:
             cols_over=self.cols_over,
             axes_over=(self.cols_over,) if self.cols_over else (),
         )
-
-
-#: Row statistics that a norm's backward needs: ``(rstd,)`` or ``(rstd, mean)``, each ``(rows,)``
-#: in the arithmetic dtype; empty where ``spec.want_stats`` is False. Of two norms, each one's rstd.
-#: Of a cross-entropy ``(m, log_s)``, the maximum of what a row keeps and log(sum(exp(x - m))); the
-#: log-sum-exp is their sum. log_s is -inf, the logarithm of nothing, for a row without an entry,
-#: and NaN for one whose label is none of its columns.
-Stats = tuple[jax.Array, ...]
-
-
-class Implementation(Protocol):
-    """What an implementation module provides. Arrays: ``(rows, cols)``; parameters: ``(cols,)``.
-
-    A mask or a bias of logits is as `Spec.mask_rows` and `Spec.logits_bias_rows` say, and so is the
-    bias' gradient; xla's, who has the call as it is, broadcast to x's shape by numpy's rules.
-    """
-
-    def softmax_fwd(
-        self, x: jax.Array, mask: jax.Array | None, bias: jax.Array | None, spec: Spec
-    ) -> jax.Array:
-        """Returns y in ``spec.y_dtype``."""
-        ...
-
-    def softmax_bwd(
-        self, y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns dx in ``spec.x_dtype``, and the bias' gradient where the spec has its dtype."""
-        ...
-
-    def log_softmax_fwd(
-        self, x: jax.Array, mask: jax.Array | None, bias: jax.Array | None, spec: Spec
-    ) -> jax.Array:
-        """Returns y in ``spec.y_dtype``."""
-        ...
-
-    def log_softmax_bwd(
-        self, y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns dx in ``spec.x_dtype``, and the bias' gradient where the spec has its dtype."""
-        ...
-
-    def cross_entropy_fwd(
-        self,
-        x: jax.Array,
-        labels: jax.Array,
-        mask: jax.Array | None,
-        positions: jax.Array | None,
-        spec: Spec,
-    ) -> tuple[jax.Array, Stats]:
-        """Returns the loss of each row in ``spec.y_dtype`` and the statistics.
-
-        `labels` are of any integer dtype, `positions` a boolean mask, ``(rows,)`` each.
-        """
-        ...
-
-    def cross_entropy_bwd(
-        self,
-        x: jax.Array,
-        stats: Stats,
-        labels: jax.Array,
-        mask: jax.Array | None,
-        dloss: jax.Array,
-        *,
-        spec: Spec,
-    ) -> tuple[jax.Array]:
-        """Returns dx in ``spec.x_dtype``."""
-        ...
-
-    def norm_fwd(
-        self, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, spec: Spec
-    ) -> tuple[jax.Array, Stats]:
-        """Returns y in ``spec.y_dtype`` and the statistics."""
-        ...
-
-    def add_norm_fwd(
-        self,
-        x: jax.Array,
-        residual: jax.Array,
-        scale: jax.Array | None,
-        bias: jax.Array | None,
-        spec: Spec,
-    ) -> tuple[jax.Array | None, jax.Array | None, Stats]:
-        """Returns y in ``spec.y_dtype``, h in ``spec.residual_dtype`` and the statistics.
-
-        None for what is ``spec.unused``.
-        """
-        ...
-
-    def norm_add_fwd(
-        self, x: jax.Array, residual: jax.Array, scale: jax.Array | None, spec: Spec
-    ) -> tuple[jax.Array, Stats]:
-        """Returns y in ``spec.residual_dtype`` and the statistics."""
-        ...
-
-    def norm_add_norm_fwd(
-        self,
-        x: jax.Array,
-        residual: jax.Array,
-        scale: jax.Array | None,
-        next_scale: jax.Array | None,
-        spec: Spec,
-    ) -> tuple[jax.Array | None, jax.Array | None, Stats]:
-        """Returns y in ``spec.y_dtype``, h in ``spec.residual_dtype`` and each norm's rstd.
-
-        None for what is ``spec.unused``.
-        """
-        ...
-
-    def norm_bwd(
-        self,
-        saved: jax.Array,
-        stats: Stats,
-        scale: jax.Array | None,
-        bias: jax.Array | None,
-        dy: jax.Array,
-        dh: jax.Array | None = None,
-        *,
-        spec: Spec,
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Returns dx, dscale and dbias in the dtypes of ``spec``; None for an absent parameter."""
-        ...
-
-    def add_norm_bwd(
-        self,
-        saved: jax.Array,
-        stats: Stats,
-        scale: jax.Array | None,
-        bias: jax.Array | None,
-        dy: jax.Array,
-        dh: jax.Array | None = None,
-        *,
-        spec: Spec,
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-        """Returns dx, dresidual, dscale and dbias; dx is dresidual where their dtypes agree."""
-        ...
-
-    def norm_add_norm_bwd(
-        self,
-        x: jax.Array,
-        saved: jax.Array,
-        stats: Stats,
-        scale: jax.Array | None,
-        next_scale: jax.Array | None,
-        dy: jax.Array,
-        dh: jax.Array | None = None,
-        *,
-        spec: Spec,
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-        """Returns dx, dresidual, dscale and dnext_scale in the dtypes of ``spec``."""
-        ...
-
-    def rms_norm_linear_fwd(
-        self,
-        x: jax.Array,
-        weight: jax.Array,
-        scale: jax.Array | None,
-        bias: jax.Array | None,
-        spec: LinearSpec,
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Returns y, z and rstd; None for what ``spec`` does not want.
-
-        y and z are ``(rows, features)`` in ``spec.y_dtype``, rstd is ``(rows,)`` in the norm's
-        arithmetic dtype.
-        """
-        ...
-
-    def supports(self, spec: Spec | LinearSpec) -> str | None:
-        """None, or a sentence for the user that says why this call cannot run here."""
-        ...
-
-    def prefers(self, spec: Spec | LinearSpec) -> str | None:
-        """None, or a sentence that says why the default should leave this call to ``xla``."""
-        ...
-
-    def takes_inner(self, spec: Spec) -> bool:
-        """Whether it takes the view with ``spec.inner``; may be missing, for False."""
-        ...
-
-    def platforms(self) -> tuple[str, ...] | None:
-        """The platforms that it can run on ("cpu", "cuda", "rocm", "tpu"); None for all."""
-        ...

@@ -43,7 +43,7 @@ from jaxnorm_kernels.xla.reductions import row_mean
 def norm_fwd(
     x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, spec: Spec
 ) -> tuple[jax.Array, Stats]:
-    """y in ``spec.y_dtype``, and the statistics; see `specs.Implementation`."""
+    """y in ``spec.y_dtype``, and the statistics; see `Implementation.norm_fwd`."""
     y, stats = _normalised(x, scale, bias, spec)
     return y.astype(spec.y_dtype), stats
 
