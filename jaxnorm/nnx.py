@@ -10,16 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import _attention, _flax  # first, because it says what to do where Flax is missing
+from jaxnorm import _flax  # first, because it says what to do where Flax is missing
 
 # isort: split
 from flax import nnx
 from flax.nnx.nn import dtypes
 
+from jaxnorm._nnx_attention import dot_product_attention
 from jaxnorm._norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation, Name, Save
 
 __all__ = ["LayerNorm", "RMSNorm", "RMSNormDense", "convert", "dot_product_attention"]
+
+dot_product_attention.__module__ = __name__  # where users find it
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -359,91 +362,6 @@ def _why_left(norm: Any) -> str | None:
         (f"dtypes {', '.join(dtypes_seen)}", not set(dtypes_seen) <= set(FLOAT_DTYPES)),
     )
     return next((why for why, applies in reasons if applies), None)
-
-
-def dot_product_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: jax.typing.DTypeLike | None = None,
-    precision: Any = None,
-    module: nnx.Module | None = None,
-    promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
-    is_causal: bool = False,
-) -> jax.Array:
-    """:func:`flax.nnx.dot_product_attention` with :func:`jaxnorm.softmax`.
-
-    For ``nnx.MultiHeadAttention(attention_fn=jaxnorm.nnx.dot_product_attention)``. Arguments,
-    masking and results are Flax's; the softmax is computed in float32 for every dtype, and the
-    backward keeps the attention weights alone. Key and value may have fewer heads than query
-    (grouped-query attention).
-
-    Args:
-      query: ``(batch..., q_length, heads, depth)``.
-      key, value: ``(batch..., kv_length, kv_heads, depth)``.
-      bias, mask: broadcastable to ``(batch..., heads, q_length, kv_length)``; mask keeps where
-        True.
-      broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout of the weights.
-      dtype: dtype of the computation; inferred from the inputs by default.
-      precision: of the two matrix products.
-      module: where to sow the weights, as ``attention_weights`` of type ``nnx.Intermediate``.
-      promote_dtype: how the inputs get one dtype.
-      is_causal: also mask keys that come after the query.
-
-    Returns:
-      ``(batch..., q_length, heads, v_depth)``.
-
-    Raises:
-      ValueError: shapes or numbers of heads that do not fit together.
-    """
-    query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    _attention.check_shapes(query, key, value)
-    compute_dtype = query.dtype
-    logits = jnp.einsum(
-        "...qhgd,...khd->...hgqk",
-        _grouped(_attention.scaled(query), -2, _attention.group_size(query, key, "key")),
-        key,
-        precision=precision,
-    )
-    logits = _merged(logits, -4)
-    weights = _attention.attention_weights(
-        logits, bias, mask, compute_dtype, compute_dtype, is_causal=is_causal
-    )
-    if module is not None:
-        module.sow(nnx.Intermediate, "attention_weights", weights)
-    if not deterministic and dropout_rate > 0.0:
-        weights = _attention.dropout(
-            weights,
-            dropout_rng,
-            dropout_rate,
-            broadcast=broadcast_dropout,
-            compute_dtype=compute_dtype,
-        )
-    out = jnp.einsum(
-        "...hgqk,...khd->...qhgd",
-        _grouped(weights, -3, _attention.group_size(query, value, "value")),
-        value,
-        precision=precision,
-    )
-    return _merged(out, -3)
-
-
-def _grouped(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Splits `axis` into (groups, size)."""
-    axis %= x.ndim
-    return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
-
-
-def _merged(x: jax.Array, axis: int) -> jax.Array:
-    """Merges `axis` with the one after it."""
-    axis %= x.ndim
-    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
 def _value(param: Any) -> jax.Array | None:
