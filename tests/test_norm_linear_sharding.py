@@ -1,8 +1,6 @@
 """rms_norm_linear on a mesh: rows split, and weight over d or n."""
 
 import functools
-import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +10,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import KINDS, Case, collectives, mesh_of
 from norm_linear_cases import operands
+from stand_in import StandIn, as_default
 
-from jaxnorm import _implementation, rms_norm_linear
+from jaxnorm import rms_norm_linear
 from jaxnorm_kernels import xla
 
 pytestmark = [
@@ -98,12 +97,8 @@ def test_second_order(layout):
     check(jax.jit(second_order)(*sharded), second_order)
 
 
-class Kernel(types.ModuleType):
+class Kernel(StandIn):
     """The stand-in for a kernel: xla's function of two-dimensional arrays."""
-
-    def __init__(self):
-        super().__init__("kernel")
-        self.shapes = []
 
     def rms_norm_linear_fwd(self, x, weight, scale, bias, spec):
         assert x.shape == (spec.rows, spec.cols), "not seen as rows"
@@ -115,25 +110,12 @@ class Kernel(types.ModuleType):
     def supports(self, spec):
         return None if spec.op == "rms_norm_linear" else "it has no other"
 
-    def prefers(self, spec):
-        return None
-
-    def platforms(self):
-        return None
-
 
 @pytest.fixture
-def kernel(monkeypatch):
+def kernel():
     expected(step)  # by xla's code
-    module = Kernel()
-    monkeypatch.setitem(sys.modules, "jaxnorm_kernels_stand_in", module)
-    monkeypatch.setitem(_implementation._MODULES, "stand_in", "jaxnorm_kernels_stand_in")
-    monkeypatch.setattr(
-        _implementation, "_CANDIDATES", {_implementation.local_platform(): ("stand_in",)}
-    )
-    jax.clear_caches()
-    yield module
-    jax.clear_caches()
+    with as_default(Kernel()) as module:
+        yield module
 
 
 @pytest.mark.parametrize("kind", KINDS)

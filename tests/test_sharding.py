@@ -7,8 +7,6 @@ on two-dimensional arrays, which the partitioner cannot look into.
 import functools
 import itertools
 import math
-import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +32,9 @@ from meshes import (
     step,
 )
 from pairs import pairwise
+from stand_in import StandIn, as_default
 
 import jaxnorm
-from jaxnorm import _implementation
 from jaxnorm_kernels import xla
 
 pytestmark = [
@@ -46,12 +44,8 @@ pytestmark = [
 ]
 
 
-class Kernels(types.ModuleType):
+class Kernels(StandIn):
     """The stand-in. It counts its launches, and refuses what a kernel would refuse."""
-
-    def __init__(self):
-        super().__init__("kernels")
-        self.shapes = []
 
     def __getattr__(self, name):
         function = getattr(xla, name)
@@ -68,28 +62,15 @@ class Kernels(types.ModuleType):
     def supports(self, spec):
         return "it has no masked kernel" if spec.has_mask else None
 
-    def prefers(self, spec):
-        return None
-
-    def platforms(self):
-        return None
-
 
 @pytest.fixture(params=["xla", "kernel"])
-def kernels(request, monkeypatch):
+def kernels(request):
     """What the default runs here: xla (None), or the stand-in for a kernel."""
     if request.param == "xla":
         yield None
         return
-    module = Kernels()
-    monkeypatch.setitem(sys.modules, "jaxnorm_kernels_stand_in", module)
-    monkeypatch.setitem(_implementation._MODULES, "stand_in", "jaxnorm_kernels_stand_in")
-    monkeypatch.setattr(
-        _implementation, "_CANDIDATES", {_implementation.local_platform(): ("stand_in",)}
-    )
-    jax.clear_caches()
-    yield module
-    jax.clear_caches()
+    with as_default(Kernels()) as module:
+        yield module
 
 
 CASES = [

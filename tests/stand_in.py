@@ -1,0 +1,43 @@
+"""A stand-in for a kernel: a module that the default takes where there is no GPU."""
+
+import contextlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+
+from jaxnorm import _implementation
+
+
+class StandIn(types.ModuleType):
+    """What every stand-in has, besides its functions and `supports`.
+
+    Attributes:
+      shapes: of each launch, which its functions note.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("jaxnorm_kernels_stand_in")
+        self.shapes: list[Any] = []
+
+    def prefers(self, spec: Any) -> None:
+        return None
+
+    def platforms(self) -> None:
+        return None
+
+
+@contextlib.contextmanager
+def as_default(module: StandIn) -> Iterator[StandIn]:
+    """Makes it the implementation ``"stand_in"``, which is the default on this platform."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__, module)
+        patch.setitem(_implementation._MODULES, "stand_in", module.__name__)
+        platform = _implementation.local_platform()
+        patch.setattr(_implementation, "_CANDIDATES", {platform: ("stand_in",)})
+        jax.clear_caches()
+        yield module
+        jax.clear_caches()
