@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.specs import Activation, LinearSpec
-from jaxnorm_kernels.xla.norm import gain, norm_fwd
+from jaxnorm_kernels.xla.elementwise import gain
+from jaxnorm_kernels.xla.norm import norm_fwd
 
 _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
