@@ -21,7 +21,6 @@ Function = Literal[
     "rms_norm_add",
     "rms_norm_add_rms_norm",
 ]
-_Parameter = tuple[tuple[int, ...], np.dtype] | None  # shape and dtype
 
 OPS: dict[Function, Op] = {
     "layer_norm": "norm",

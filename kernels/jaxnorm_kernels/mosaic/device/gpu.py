@@ -21,8 +21,8 @@ REGISTERS = 65536  # of a multiprocessor
 MOST_REGISTERS = 255  # of a thread
 # Of Hopper, and of B200.
 SHARED_BYTES = 228 * 1024  # of a multiprocessor
-MOST_SHARED_BYTES = 227 * 1024  # of a block
 RESERVED_BYTES = 1024  # of shared memory, in each block
+MOST_SHARED_BYTES = SHARED_BYTES - RESERVED_BYTES  # of a block
 
 
 @dataclasses.dataclass(frozen=True)
