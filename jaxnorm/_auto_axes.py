@@ -13,7 +13,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
-from jaxnorm._call import Call, Function
+from jaxnorm._call import Call, Run
 from jaxnorm._rows import PARAMETERS
 from jaxnorm._shards import Layout, on_shards
 
@@ -48,7 +48,7 @@ def can_partition(axes: Any) -> bool:
     )
 
 
-def partitioned(call: Call, bind: Bind) -> Function:
+def partitioned(call: Call, bind: Bind) -> Run:
     """The call, partitioned as its first array is; `bind` makes the call on a shard."""
 
     def run(*arrays: jax.Array) -> list[jax.Array]:

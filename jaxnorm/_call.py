@@ -39,7 +39,8 @@ from jaxnorm._rows import Kind, RowView
 from jaxnorm_kernels.specs import Name, Op, Spec
 
 Arrays = Sequence[jax.Array]
-Function = Callable[..., list[jax.Array]]
+#: What computes a pass: takes the arrays of a call one by one, and returns those of its results.
+Run = Callable[..., list[jax.Array]]
 
 _PRIMALS: dict[Op, tuple[str, ...]] = {
     "softmax": ("x", "mask", "logits_bias"),
@@ -321,7 +322,7 @@ class Call:
         """The results by the xla implementation, which needs no view."""
         return self._run("xla", self.spec, arrays)
 
-    def kernel(self, name: str) -> Function:
+    def kernel(self, name: str) -> Run:
         """The implementation `name`, through its view of the arrays."""
 
         def view_of(kind: Kind, a: jax.Array, strided: bool) -> jax.Array:

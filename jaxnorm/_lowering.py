@@ -13,7 +13,7 @@ import jax
 from jax.interpreters import mlir
 
 from jaxnorm import _auto_axes, _implementation, _sharding
-from jaxnorm._call import Call, Function
+from jaxnorm._call import Call, Run
 from jaxnorm._norm_linear_call import Linear
 
 
@@ -31,7 +31,7 @@ def lower(ctx: Any, *arrays: Any, call: Call, bind: Callable[..., Any]) -> Any:
     return mlir.lower_fun(named)(ctx, *arrays)
 
 
-def _on_explicit_axes(ctx: Any, call: Call, bind: Callable[..., Any]) -> Function:
+def _on_explicit_axes(ctx: Any, call: Call, bind: Callable[..., Any]) -> Run:
     def run(*arrays: jax.Array) -> list[jax.Array]:
         results = _sharding.run(call, bind, arrays)
         return [_sharding.lie_as(a, aval) for a, aval in zip(results, ctx.avals_out)]
@@ -39,7 +39,7 @@ def _on_explicit_axes(ctx: Any, call: Call, bind: Callable[..., Any]) -> Functio
     return run
 
 
-def _choose(ctx: Any, call: Call, bind: Callable[..., Any]) -> Function:
+def _choose(ctx: Any, call: Call, bind: Callable[..., Any]) -> Run:
     platforms = ctx.platforms or ctx.module_context.platforms
     if _loses_its_kernel_by_dh(call, platforms[0]):
         return _with_dh_added_outside(call, bind)
@@ -71,9 +71,7 @@ def chosen(ctx: Any, call: Call | Linear) -> str:
     return _implementation.choose(call.as_seen_by, platforms[0]).name
 
 
-def where_it_lies(
-    ctx: Any, call: Call | Linear, name: str, partitioned: Callable[[], Function]
-) -> Function:
+def where_it_lies(ctx: Any, call: Call | Linear, name: str, partitioned: Callable[[], Run]) -> Run:
     """The kernel `name` on whole arrays, or on what XLA spreads over devices."""
     axes = ctx.module_context.axis_context
     if _auto_axes.are_whole(axes):
@@ -106,7 +104,7 @@ def _loses_its_kernel_by_dh(call: Call, platform: str) -> bool:
     return is_kernel_s(call.without_dh()) and not is_kernel_s(call)
 
 
-def _with_dh_added_outside(call: Call, bind: Callable[..., Any]) -> Function:
+def _with_dh_added_outside(call: Call, bind: Callable[..., Any]) -> Run:
     def run(*arrays: jax.Array) -> list[jax.Array]:
         *operands, dh = arrays
         dx, *gradients = bind(call.without_dh(), *operands)

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxnorm import _implementation, _sharding
-from jaxnorm._call import Function as Run
+from jaxnorm._call import Run
 from jaxnorm_kernels.specs import LinearSpec, Name
 
 Function = Literal["rms_norm_linear"]

@@ -27,7 +27,7 @@ from jaxnorm import (
     _remat,
     _sharding,
 )
-from jaxnorm._call import Arrays, Call, Function
+from jaxnorm._call import Arrays, Call, Run
 from jaxnorm._norm import norm_call
 from jaxnorm._norm_linear_call import NAME, Layout, Linear
 from jaxnorm._norm_linear_product import Product, registered
@@ -158,7 +158,7 @@ def _batch(arrays: Arrays, dims: Sequence[int | None], *, call: Linear) -> tuple
 # ----------------------------------------------------------------------------------------- meshes
 
 
-def _on_shards(call: Linear, layout: Layout) -> Function:
+def _on_shards(call: Linear, layout: Layout) -> Run:
     """The call where each device has its shards and the mesh axes have names."""
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
@@ -186,14 +186,14 @@ def _lower(ctx: Any, *arrays: Any, call: Linear) -> Any:
     return mlir.lower_fun(named)(ctx, *arrays)
 
 
-def _choose(ctx: Any, call: Linear) -> Function:
+def _choose(ctx: Any, call: Linear) -> Run:
     name = _lowering.chosen(ctx, call) if call.spec.want_y else "xla"
     if name == "xla":
         return call.xla
     return _lowering.where_it_lies(ctx, call, name, lambda: _partitioned(call))
 
 
-def _on_explicit_axes(ctx: Any, call: Linear) -> Function:
+def _on_explicit_axes(ctx: Any, call: Linear) -> Run:
     x, weight, *_ = ctx.avals_in
     layout = Layout.of(x, weight, _sharding.mesh_of(ctx.avals_in))
     in_specs = tuple(map(layout.spec, call.operands))
@@ -213,7 +213,7 @@ def _on_explicit_axes(ctx: Any, call: Linear) -> Function:
     return run
 
 
-def _partitioned(call: Linear) -> Function:
+def _partitioned(call: Linear) -> Run:
     """The call on the shards that XLA's partitioner has in hand (Auto axes)."""
 
     def run(*arrays: jax.Array) -> list[jax.Array]:

@@ -9,7 +9,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxnorm._call import Call, Function
+from jaxnorm._call import Call, Run
 from jaxnorm._rows import SHARED, Kind, RowView
 
 
@@ -80,7 +80,7 @@ class Layout:
                 )
 
 
-def on_shards(call: Call, layout: Layout, bind: Callable[..., Any]) -> Function:
+def on_shards(call: Call, layout: Layout, bind: Callable[..., Any]) -> Run:
     """The call where each device has its shards and the mesh axes have names.
 
     Rows need nothing from each other. What a parameter's gradient needs is one sum over the devices
