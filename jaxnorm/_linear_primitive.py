@@ -9,7 +9,6 @@ So what is not differentiated makes one product; the gradient of a mean three, a
 four.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -21,12 +20,12 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxnorm import _auto_axes, _eager, _linear_chunks, _sharding
+from jaxnorm import _auto_axes, _linear_chunks, _sharding
 from jaxnorm._linear_call import Head, Kind, Over
+from jaxnorm._registration import registered
 
 NAME = "linear_softmax_cross_entropy"
 _GRADIENT = "jaxnorm_linear_gradient"
@@ -332,30 +331,18 @@ def _partitioned(head: Head, arrays: Arrays) -> list[jax.Array]:
 # ------------------------------------------------------------------------------------ registration
 
 
-def _primitive(direction: str, suffix: str, partitioned: bool) -> Primitive:
-    primitive = Primitive(f"jaxnorm.{NAME}{suffix}")
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(_types)
-    primitive.def_impl(_eager.alone(primitive, _run))
-    mlir.register_lowering(primitive, _lower, inline=False)
-    ad.primitive_jvps[primitive] = _forward_jvp if direction == "fwd" else _linear_jvp
-    if direction == "fwd":
-        partial_eval.dce_rules[primitive] = _drop_unused
-    else:
-        ad.primitive_transposes[primitive] = _transpose
-    batching.primitive_batchers[primitive] = _batch
-    with contextlib.suppress(ImportError, AttributeError):
-        # As those of `_primitive`: without it `checkify` sees no NaN that a call makes.
-        from jax._src import checkify
-
-        checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
-    if partitioned:
-        _auto_axes.needs_devices(primitive)
-    return primitive
-
-
 _PRIMITIVES = {
-    (direction, partitioned): _primitive(direction, suffix, partitioned)
+    (direction, partitioned): registered(
+        f"{NAME}{suffix}",
+        types=_types,
+        run=_run,
+        lower=_lower,
+        jvp=_forward_jvp if direction == "fwd" else _linear_jvp,
+        batch=_batch,
+        transpose=None if direction == "fwd" else _transpose,
+        drop_unused=_drop_unused if direction == "fwd" else None,
+        partitioned=partitioned,
+    )
     for direction, suffix in (("fwd", ""), ("tan", "_tangent"), ("bwd", "_backward"))
     for partitioned in (False, True)
 }

@@ -16,21 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.interpreters import ad, mlir, partial_eval
+from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding
 
-from jaxnorm import (
-    _auto_axes,
-    _lowering,
-    _norm_linear_product,
-    _primitive,
-    _remat,
-    _sharding,
-)
+from jaxnorm import _lowering, _norm_linear_product, _primitive, _remat, _sharding
 from jaxnorm._call import Arrays, Call, Run
 from jaxnorm._norm import norm_call
 from jaxnorm._norm_linear_call import NAME, Layout, Linear
-from jaxnorm._norm_linear_product import Product, registered
+from jaxnorm._norm_linear_product import Product
+from jaxnorm._registration import registered
 
 
 def bind(call: Linear, *arrays: jax.Array) -> list[jax.Array]:
@@ -254,9 +248,8 @@ _PRIMITIVES = {
         lower=_lower,
         jvp=_jvp,
         batch=_batch,
+        drop_unused=_drop_unused,
+        partitioned=partitioned,
     )
     for partitioned in (False, True)
 }
-for primitive in _PRIMITIVES.values():
-    partial_eval.dce_rules[primitive] = _drop_unused
-_auto_axes.needs_devices(_PRIMITIVES[True])

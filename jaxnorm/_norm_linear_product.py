@@ -7,7 +7,6 @@ They are each other's transpose, and plain JAX: the products that it makes are X
 x they make again from x and rstd; as primitives they keep no more than their operands.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -15,13 +14,13 @@ from typing import Any, Literal
 
 import jax
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding
 
-from jaxnorm import _eager, _implementation, _sharding
+from jaxnorm import _implementation, _sharding
 from jaxnorm._call import Arrays
 from jaxnorm._norm_linear_call import NAME, Linear, layout_of
+from jaxnorm._registration import registered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,23 +146,6 @@ def _batch(
     return results, [0] * len(results)
 
 
-def registered(name: str, **rules: Any) -> Primitive:
-    """A primitive of several results with these rules."""
-    primitive = Primitive(f"jaxnorm.{name}")
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(rules["types"])
-    primitive.def_impl(_eager.alone(primitive, rules["run"]))
-    mlir.register_lowering(primitive, rules["lower"], inline=False)
-    ad.primitive_jvps[primitive] = rules["jvp"]
-    batching.primitive_batchers[primitive] = rules["batch"]
-    with contextlib.suppress(ImportError, AttributeError):
-        # As those of `_primitive`: without it `checkify` sees no NaN that a call makes.
-        from jax._src import checkify
-
-        checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
-    return primitive
-
-
 _PRODUCTS = {
     direction: registered(
         f"{NAME}{suffix}",
@@ -172,8 +154,7 @@ _PRODUCTS = {
         lower=mlir.lower_fun(_run),
         jvp=_jvp,
         batch=_batch,
+        transpose=_transpose,
     )
     for direction, suffix in (("tan", "_tangent"), ("bwd", "_backward"))
 }
-for primitive in _PRODUCTS.values():
-    ad.primitive_transposes[primitive] = _transpose

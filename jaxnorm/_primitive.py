@@ -18,11 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.interpreters import ad
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxnorm import _auto_axes, _eager, _implementation, _lowering, _remat, _sharding
+from jaxnorm import _implementation, _lowering, _remat, _sharding
 from jaxnorm._call import Arrays, Call
+from jaxnorm._registration import registered
 from jaxnorm._rows import PARAMETERS, SHARED, Kind
 from jaxnorm_kernels.specs import Name, Op
 
@@ -351,36 +352,26 @@ def _with_accumulators() -> Any:
 _accumulators = _with_accumulators()
 
 
-def _primitive(name: str, jvp: Any, *, is_norm_tangent: bool) -> Primitive:
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(_types)
-    primitive.def_impl(_eager.alone(primitive, lambda *arrays, call: call.xla(*arrays)))
-    # Out of line: the same call of another layer is lowered once.
-    mlir.register_lowering(primitive, functools.partial(_lowering.lower, bind=bind), inline=False)
-    ad.primitive_jvps[primitive] = jvp
-    if jvp is _linear_jvp:
-        ad.primitive_transposes[primitive] = _transpose
-        if _accumulators is not None and is_norm_tangent:
-            _accumulators.fancy_transposes[primitive] = _into_accumulators
-    batching.primitive_batchers[primitive] = _batch
-    if jvp is _forward_jvp:
-        partial_eval.dce_rules[primitive] = _drop_unused
-    with contextlib.suppress(ImportError, AttributeError):
-        # `checkify` has no public table of the primitives that may make a NaN. Without it nothing
-        # breaks, but its float checks see none that a call makes.
-        from jax._src import checkify
-
-        checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
+def _primitive(function: str, direction: str, suffix: str, partitioned: bool) -> Primitive:
+    is_linear = direction != "fwd"
+    primitive = registered(
+        f"{function}{suffix}",
+        types=_types,
+        run=lambda *arrays, call: call.xla(*arrays),
+        lower=functools.partial(_lowering.lower, bind=bind),
+        jvp=_linear_jvp if is_linear else _forward_jvp,
+        batch=_batch,
+        transpose=_transpose if is_linear else None,
+        drop_unused=None if is_linear else _drop_unused,
+        partitioned=partitioned,
+    )
+    if _accumulators is not None and direction == "tan" and "norm" in function:
+        _accumulators.fancy_transposes[primitive] = _into_accumulators
     return primitive
 
 
 _PRIMITIVES = {
-    (function, direction, partitioned): _primitive(
-        f"jaxnorm.{function}{suffix}",
-        _forward_jvp if direction == "fwd" else _linear_jvp,
-        is_norm_tangent=direction == "tan" and "norm" in function,
-    )
+    (function, direction, partitioned): _primitive(function, direction, suffix, partitioned)
     for function in (
         *("softmax", "log_softmax", "softmax_cross_entropy_with_integer_labels"),
         *("layer_norm", "rms_norm"),
@@ -389,6 +380,3 @@ _PRIMITIVES = {
     for direction, suffix in (("fwd", ""), ("tan", "_tangent"), ("bwd", "_backward"))
     for partitioned in (False, True)
 }
-for (*_, partitioned), primitive in _PRIMITIVES.items():
-    if partitioned:
-        _auto_axes.needs_devices(primitive)
