@@ -18,7 +18,7 @@ from jaxnorm._norm_linear_call import Linear
 
 
 def lower(ctx: Any, *arrays: Any, call: Call, bind: Callable[..., Any]) -> Any:
-    """The lowering rule of all primitives; `bind` binds the call's own, on shards."""
+    """The lowering rule of the primitives of `_primitive`; `bind` makes the call on a shard."""
     if _sharding.names_axes(*ctx.avals_in):
         function = _on_explicit_axes(ctx, call, bind)
     else:

@@ -97,11 +97,11 @@ def _call(
 ) -> list[jax.Array]:
     """y, h where there is one, and the statistics."""
     schedule = schedule or schedules.choose(spec)
-    kernel, grid, options = kernels.norm_fwd_held, schedule.grid(spec), {}
+    kernel, grid, options = kernels.norm_fwd_in_registers, schedule.grid(spec), {}
     if schedule.is_looped(spec):
         kernel = kernels.norm_fwd_looped
     elif schedule.stages > 1 and spec.op in ("norm", "add_norm") and spec.groups == 1:
-        kernel, grid = kernels.norm_fwd_in_turns, schedule.persistent_grid(spec)[1:]
+        kernel, grid = kernels.norm_fwd_persistent, schedule.persistent_grid(spec)[1:]
         options = {"stages": schedule.stages}
     stat = jax.ShapeDtypeStruct((spec.rows,), np.float32)
     # Of two norms the first keeps x and has neither mean, floor nor bias: the second one decides.

@@ -9,10 +9,10 @@ Where a residual is added to x, or to the normalised x before another norm, what
 the sum h as it is stored: rounded.
 
 Rows that fit are held in registers, as pieces side by side, and reduced twice; where they are
-short, programs may take turns over them and read the next ones meanwhile. Wider rows are read
-twice, block after block; of h, what is read is what the program has written. A block of n columns
-has its own mean m and sum of squares about it, M; it is merged with those of the k columns before
-it (Chan, Golub, LeVeque 1979):
+short, persistent programs may take turns over them and read the next ones meanwhile. Wider rows
+are read twice, block after block; of h, what is read is what the program has written. A block of n
+columns has its own mean m and sum of squares about it, M; it is merged with those of the k columns
+before it (Chan, Golub, LeVeque 1979):
 
     mean' = mean + (m - mean) n / (k + n)       M' += M + (m - mean)^2 k n / (k + n)
 
@@ -58,7 +58,7 @@ def _params(
 
 
 @triton.jit
-def norm_fwd_held(
+def norm_fwd_in_registers(
     x_ptr,
     residual_ptr,
     scale_ptr,
@@ -126,7 +126,7 @@ def norm_fwd_held(
 
 
 @triton.jit
-def norm_fwd_in_turns(
+def norm_fwd_persistent(
     x_ptr,
     residual_ptr,
     scale_ptr,
@@ -153,9 +153,9 @@ def norm_fwd_in_turns(
     pieces: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Programs take turns over the rows, keep the parameters, and read the next rows meanwhile.
+    """Persistent programs take turns over the rows, and read the next ones meanwhile.
 
-    Of one norm, whose parameters all rows share.
+    Of one norm, whose parameters all rows share: a program keeps them.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     params = ()

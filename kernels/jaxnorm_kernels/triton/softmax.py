@@ -62,7 +62,7 @@ def softmax_fwd(
     """
     schedule = schedule or schedules.choose(spec)
     (y,) = launch(
-        _softmax_fwd_looped if schedule.is_looped(spec) else _softmax_fwd_held,
+        _softmax_fwd_looped if schedule.is_looped(spec) else _softmax_fwd_in_registers,
         name=f"jaxnorm_{spec.op}_fwd",
         outputs={"y_ptr": jax.ShapeDtypeStruct(x.shape, spec.y_dtype)},
         grid=schedule.grid(spec),
@@ -101,7 +101,7 @@ def softmax_bwd(
     dbias = None if spec.logits_bias_dtype is None else spec.logits_bias_rows
     row_sums = jax.ShapeDtypeStruct((spec.rows,), np.float32)
     dx, *sums = launch(
-        _softmax_bwd_looped if schedule.is_looped(spec) else _softmax_bwd_held,
+        _softmax_bwd_looped if schedule.is_looped(spec) else _softmax_bwd_in_registers,
         name=f"jaxnorm_{spec.op}_bwd",
         outputs={
             "dx_ptr": jax.ShapeDtypeStruct(y.shape, spec.x_dtype),
@@ -134,7 +134,7 @@ def _of_rows(shared: Shared, sums: jax.Array) -> jax.Array:
 
 
 @triton.jit
-def _softmax_fwd_held(
+def _softmax_fwd_in_registers(
     x_ptr,
     mask_ptr,
     bias_ptr,
@@ -219,7 +219,7 @@ def _softmax_fwd_looped(
 
 
 @triton.jit
-def _softmax_bwd_held(
+def _softmax_bwd_in_registers(
     y_ptr,
     dy_ptr,
     mask_ptr,
