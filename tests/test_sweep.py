@@ -9,7 +9,7 @@ from benchmarks.sweeps import backward, linear, tiles
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.mosaic import interpreted
 from jaxnorm_kernels.mosaic.backward.schedule import softmax_schedule
-from jaxnorm_kernels.mosaic.forward import norm_linear
+from jaxnorm_kernels.mosaic.forward import linear_schedule
 from jaxnorm_kernels.mosaic.forward.schedule import choose
 
 
@@ -50,7 +50,7 @@ def test_a_schedule_is_lowered_without_a_gpu():
 def test_schedules_of_a_product():
     *_, workload = products = [*linear.workloads()]
     tables, *others = linear.schedules(workload)
-    assert tables == norm_linear.choose(workload.spec)
+    assert tables == linear_schedule.choose(workload.spec)
     assert len({tables, *others}) == len(others) + 1 > 10
     assert {w.op for w in products} == {"product", "rms_norm_linear"}
     exported = jax.export.deserialize(sweep.lowered(workload, others[0]))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from benchmarks.contract import LinearKernelWorkload
 from benchmarks.linear import LINEAR, SQUARES
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
-from jaxnorm_kernels.mosaic.forward.norm_linear import Schedule, choose, shared_bytes
+from jaxnorm_kernels.mosaic.forward.linear_schedule import Schedule, choose
 
 _FEATURES = (128, 192, 256)
 _STAGES = (3, 4, 5, 6)
@@ -35,4 +35,4 @@ def schedules(workload: LinearKernelWorkload) -> list[Schedule]:
         for features, stages, group in itertools.product(_FEATURES, _STAGES, _GROUPS)
     ]
     room = local_gpu().smem
-    return list(dict.fromkeys([chosen, *(s for s in tried if shared_bytes(spec, s) <= room)]))
+    return list(dict.fromkeys([chosen, *(s for s in tried if s.shared_bytes(spec) <= room)]))

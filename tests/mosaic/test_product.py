@@ -18,8 +18,8 @@ import jaxnorm
 from jaxnorm._norm_linear_call import Linear
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER
-from jaxnorm_kernels.mosaic.forward import norm_linear
-from jaxnorm_kernels.mosaic.forward.norm_linear import Schedule, choose
+from jaxnorm_kernels.mosaic.forward import linear as kernel
+from jaxnorm_kernels.mosaic.forward.linear_schedule import Schedule, choose
 from jaxnorm_kernels.specs import LinearSpec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -131,7 +131,7 @@ def test_dtypes_and_options(dtype, options):
 def test_tiles_in_turn(blocks, stages, monkeypatch):
     """A block makes several tiles; none of its warpgroups reads what another is writing."""
     one = dataclasses.replace(HOPPER, sms=blocks)
-    monkeypatch.setattr(norm_linear, "local_gpu", lambda: one)
+    monkeypatch.setattr(kernel, "local_gpu", lambda: one)
     spec = make_spec(
         200, 192, 264, scale_dtype=F32, bias_dtype=F32, activation="silu", **EVERYTHING
     )

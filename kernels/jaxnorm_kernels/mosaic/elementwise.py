@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
-from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.specs import Activation, Spec
 
 # Without a floor (float16) G may be as small as it likes. Below this y has no room for x_hat G, so
 # that z is 0, and 1 / G may be infinite: x_hat is taken as 0.
@@ -92,3 +92,25 @@ def exp(is_wide: bool) -> Callable[[jax.Array], jax.Array]:
     that; a float32 would be 60 ulp off.
     """
     return jnp.exp if is_wide else lambda x: jnp.exp2(x * math.log2(math.e))
+
+
+def activated(z: jax.Array, activation: Activation | None) -> jax.Array:
+    """y of z, that of `jax.nn`, in float32."""
+    return z if activation is None else _ACTIVATIONS[activation](z)
+
+
+def _silu(z: jax.Array) -> jax.Array:
+    return z / (1 + jnp.exp(-z))
+
+
+def _gelu(z: jax.Array) -> jax.Array:
+    inner = np.sqrt(2 / np.pi).astype(np.float32) * (z + 0.044715 * (z * z * z))
+    return 0.5 * z * (1 + jnp.tanh(inner))
+
+
+_ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    "relu": lambda z: jnp.maximum(z, 0),
+    "leaky_relu": lambda z: jnp.where(z >= 0, z, 0.01 * z),
+    "gelu": _gelu,
+    "silu": _silu,
+}

@@ -10,7 +10,6 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
     vector_width,
 )
-from jaxnorm_kernels.mosaic.forward import norm_linear
 from jaxnorm_kernels.mosaic.forward import schedule as forward
 from jaxnorm_kernels.refusals import (
     BETTER_FUSED,
@@ -29,6 +28,8 @@ from jaxnorm_kernels.specs import LinearSpec, Spec
 # Rows are numbered in int32, and the last block may start a tile further.
 _MAX_ROWS = 2**31 - 2**16
 _MIN_COLS = 8
+# Rows of 16 bytes, and tiles of 8 of them, are what asynchronous copies of a product's tiles take.
+_MULTIPLE = 8
 
 _TOO_OLD: Table = (
     (
@@ -99,8 +100,8 @@ _CANNOT_MULTIPLY: LinearTable = (
         lambda s: s.x_dtype != s.product_dtype,
     ),
     (
-        f"its product kernel takes rows and columns in multiples of {norm_linear.MULTIPLE}",
-        lambda s: any(size % norm_linear.MULTIPLE for size in (s.rows, s.cols, s.features)),
+        f"its product kernel takes rows and columns in multiples of {_MULTIPLE}",
+        lambda s: any(size % _MULTIPLE for size in (s.rows, s.cols, s.features)),
     ),
     (f"its kernels number rows in 32 bits, up to {_MAX_ROWS}", lambda s: s.rows > _MAX_ROWS),
 )

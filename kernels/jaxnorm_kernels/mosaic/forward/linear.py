@@ -31,63 +31,27 @@ from jax import lax
 
 from jaxnorm_kernels.mosaic import elementwise
 from jaxnorm_kernels.mosaic.device.barriers import release_used
-from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
+from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, is_interpreted, launch
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load, store
-from jaxnorm_kernels.specs import Activation, LinearSpec
+from jaxnorm_kernels.mosaic.forward.linear_schedule import (
+    DEPTH,
+    MULTIPLY,
+    ROWS,
+    STORES,
+    Schedule,
+    choose,
+    stored_columns,
+)
+from jaxnorm_kernels.specs import LinearSpec
 
 _F32 = np.dtype(np.float32)
 
-#: Rows of x and columns of x and weight are multiples of it: 16 bytes, as copies of tiles ask for.
-MULTIPLE = 8
 # The columns of the narrowest swizzle; columns that are no multiple get zeros, in copies.
 _SWIZZLED = 16
 
-# Rows that a wgmma multiplies; columns of x, so that they fill a row of the widest swizzle.
-_ROWS, _DEPTH = 64, 64
-_MULTIPLY = 2  # warpgroups
-_COPY = _MULTIPLY  # the warpgroup that copies
 # For a thread; of 65536, with as many for each of two warpgroups and few for the one that copies.
 _REGISTERS, _REGISTERS_TO_COPY = 232, 40
-# Of y's tile, on its way to memory: columns for a warpgroup, of two stores under way.
-_STORED_BYTES, _STORES = 64, 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """How y is cut in tiles.
-
-    Attributes:
-      features: columns of a tile. It has 128 rows.
-      stages: tiles of x and weight in shared memory.
-      group: columns of tiles that follow each other before the next rows do: as many read the same
-        rows of x, and the next rows the same columns of weight, while both are in the L2 cache.
-    """
-
-    features: int
-    stages: int
-    group: int
-
-    @property
-    def rows(self) -> int:
-        """Of a tile."""
-        return _MULTIPLY * _ROWS
-
-    def tiles(self, spec: LinearSpec) -> tuple[int, int]:
-        """Tiles of y: of rows, of columns."""
-        return -(-spec.rows // self.rows), -(-spec.features // self.features)
-
-
-# The larger a tile, the less is read for a product. A wgmma has 256 columns at most.
-_WIDE = Schedule(features=256, stages=4, group=8)
-# Half of it, where there are not enough of the others for all multiprocessors.
-_NARROW = Schedule(features=128, stages=6, group=8)
-
-
-def choose(spec: LinearSpec, gpu: Gpu | None = None) -> Schedule:
-    """The schedule for a call."""
-    rows, columns = _WIDE.tiles(spec)
-    return _WIDE if rows * columns >= (gpu or local_gpu()).sms else _NARROW
 
 
 def rms_norm_linear_fwd(
@@ -121,8 +85,8 @@ def rms_norm_linear_fwd(
         own = dict(zip(shared, refs[len(arrays) :]))
         kernel = _Kernel(spec, schedule, arrays, own)
         index = lax.axis_index(WARPGROUP)
-        pl.when(index == _COPY)(kernel.copy)
-        pl.when(index < _MULTIPLY)(kernel.multiply)
+        pl.when(index == MULTIPLY)(kernel.copy)
+        pl.when(index < MULTIPLY)(kernel.multiply)
 
     results = launch(
         body,
@@ -130,7 +94,7 @@ def rms_norm_linear_fwd(
         name="jaxnorm_rms_norm_linear_fwd",
         outputs=[*outputs.values()],
         blocks=min(rows * columns, local_gpu().sms),
-        warpgroups=_MULTIPLY + 1,
+        warpgroups=MULTIPLY + 1,
         scratch=[*shared.values()],
         auto_barriers=False,
     )
@@ -161,36 +125,23 @@ def _shared(
     stages = schedule.stages
     of_stage = 3 if "scale" in operands else 2  # copies
     shared = {
-        "x": _swizzled((stages, schedule.rows, _DEPTH), operands["x"]),
-        "weight": _swizzled((stages, _DEPTH, schedule.features), operands["weight"]),
-        "stored": _swizzled((_MULTIPLY, _STORES, _ROWS, stored_columns(spec)), y),
+        "x": _swizzled((stages, schedule.rows, DEPTH), operands["x"]),
+        "weight": _swizzled((stages, DEPTH, schedule.features), operands["weight"]),
+        "stored": _swizzled((MULTIPLY, STORES, ROWS, stored_columns(spec)), y),
         "full": plgpu.Barrier(num_arrivals=of_stage, num_barriers=stages),
-        "empty": plgpu.Barrier(num_arrivals=_MULTIPLY, num_barriers=stages),
+        "empty": plgpu.Barrier(num_arrivals=MULTIPLY, num_barriers=stages),
     }
     if "scale" in operands:
-        shared["scale"] = plgpu.SMEM((stages, _DEPTH), operands["scale"].dtype)
+        shared["scale"] = plgpu.SMEM((stages, DEPTH), operands["scale"].dtype)
     if "bias" in operands:
         shared["bias"] = plgpu.SMEM((schedule.features,), operands["bias"].dtype)
         shared["bias_full"] = plgpu.Barrier()
-        shared["bias_empty"] = plgpu.Barrier(num_arrivals=_MULTIPLY)
+        shared["bias_empty"] = plgpu.Barrier(num_arrivals=MULTIPLY)
     if spec.want_rstd:
-        shared["rstd"] = plgpu.SMEM((_MULTIPLY, _ROWS), _F32)
+        shared["rstd"] = plgpu.SMEM((MULTIPLY, ROWS), _F32)
     if is_interpreted():
-        shared["a"] = plgpu.SMEM((_MULTIPLY, _ROWS, _DEPTH), spec.product_dtype)
+        shared["a"] = plgpu.SMEM((MULTIPLY, ROWS, DEPTH), spec.product_dtype)
     return shared
-
-
-def stored_columns(spec: LinearSpec) -> int:
-    """Of y, in one store."""
-    return _STORED_BYTES // spec.y_dtype.itemsize
-
-
-def shared_bytes(spec: LinearSpec, schedule: Schedule) -> int:
-    """Of a block, as many as a schedule may need; barriers and parameters have a KiB."""
-    of_stage = (schedule.rows + schedule.features) * _DEPTH * spec.product_dtype.itemsize
-    of_scale = _DEPTH * 4 if spec.scale_dtype is not None else 0
-    stored = _MULTIPLY * _STORES * _ROWS * _STORED_BYTES
-    return schedule.stages * (of_stage + of_scale) + stored + 2048
 
 
 def _swizzled(shape: tuple[int, ...], array: Any) -> Any:
@@ -229,7 +180,7 @@ class _Kernel:
     @property
     def steps(self) -> int:
         """Tiles of x for a tile of y."""
-        return -(-self.spec.cols // _DEPTH)
+        return -(-self.spec.cols // DEPTH)
 
     def each_tile(self, body: Callable[[Any, Any, Any], None]) -> None:
         """Calls ``body(t, row, column)`` for each tile of the block, with where it begins."""
@@ -262,7 +213,7 @@ class _Kernel:
             def _() -> None:
                 plgpu.barrier_wait(shared["empty"].at[stage])
 
-            rows, depth = pl.ds(row, self.schedule.rows), pl.ds(i * _DEPTH, _DEPTH)
+            rows, depth = pl.ds(row, self.schedule.rows), pl.ds(i * DEPTH, DEPTH)
             columns = pl.ds(column, self.schedule.features)
             places = {"x": (rows, depth), "weight": (depth, columns), "scale": (depth,)}
             for name, place in places.items():
@@ -299,7 +250,7 @@ class _Kernel:
                 self._release(first + i)
                 return coming
 
-            none = plgpu.layout_cast(jnp.zeros((_ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
+            none = plgpu.layout_cast(jnp.zeros((ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
             taken = lax.fori_loop(0, self.steps - 1, step, self._take(first, none))
             last = first + self.steps - 1
             self._product(last, taken, sums)
@@ -307,7 +258,7 @@ class _Kernel:
             mean = jnp.sum(taken.squares, axis=1) * (1 / self.spec.cols)
             self._finish(row, column, lax.rsqrt(mean + self.spec.epsilon), sums[...])
 
-        accumulator = plgpu.ACC((_ROWS, self.schedule.features), jnp.float32)
+        accumulator = plgpu.ACC((ROWS, self.schedule.features), jnp.float32)
         pl.run_scoped(with_sums, accumulator)
 
     def _stage(self, step: Any) -> Any:
@@ -318,7 +269,7 @@ class _Kernel:
         plgpu.barrier_wait(self.shared["full"].at[self._stage(step)])
         x = self._rows_of_x(step)[...].astype(jnp.float32)
         # Of columns that one thread holds: between threads they are added up once, in the end.
-        parts = [x[:, j : j + 8] for j in range(0, _DEPTH, 8)]
+        parts = [x[:, j : j + 8] for j in range(0, DEPTH, 8)]
         squares = squares + functools.reduce(jnp.add, [part * part for part in parts])
         if "scale" not in self.shared:
             return _Taken(squares, None)
@@ -340,7 +291,7 @@ class _Kernel:
 
     def _rows_of_x(self, step: Any) -> Ref:
         """The warpgroup's, of a tile."""
-        rows = pl.ds(lax.axis_index(WARPGROUP) * _ROWS, _ROWS)
+        rows = pl.ds(lax.axis_index(WARPGROUP) * ROWS, ROWS)
         return self.shared["x"].at[self._stage(step)].at[rows]
 
     def _release(self, step: Any) -> None:
@@ -355,7 +306,7 @@ class _Kernel:
     def _finish(self, row: Any, column: Any, rstd: jax.Array, sums: jax.Array) -> None:
         """Stores what becomes of the tile's sums."""
         spec, shared, index = self.spec, self.shared, lax.axis_index(WARPGROUP)
-        rows = pl.ds(row + index * _ROWS, _ROWS)
+        rows = pl.ds(row + index * ROWS, ROWS)
         if spec.want_rstd:
 
             @pl.when(column == 0)
@@ -376,13 +327,13 @@ class _Kernel:
                 layout = plgpu.Layout.WGMMA.reduce(0)
                 bias = load(shared["bias"].at[pl.ds(start, width)], layout).astype(jnp.float32)
                 z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
-            results = {"y": activated(z, spec.activation)}
+            results = {"y": elementwise.activated(z, spec.activation)}
             if spec.want_z:
                 results["z"] = z
             for name, result in results.items():
                 # The store before the last one has read what this one overwrites.
-                plgpu.wait_smem_to_gmem(_STORES - 1, wait_read_only=True)
-                part = shared["stored"].at[index, stores % _STORES]
+                plgpu.wait_smem_to_gmem(STORES - 1, wait_read_only=True)
+                part = shared["stored"].at[index, stores % STORES]
                 part[...] = result.astype(spec.y_dtype)
                 plgpu.commit_smem()
                 place = (rows, pl.ds(column + start, width))
@@ -392,25 +343,3 @@ class _Kernel:
             if is_interpreted():
                 release_used()
             plgpu.barrier_arrive(shared["bias_empty"])
-
-
-def activated(z: jax.Array, activation: Activation | None) -> jax.Array:
-    """y of z, in float32."""
-    return z if activation is None else _ACTIVATIONS[activation](z)
-
-
-def _silu(z: jax.Array) -> jax.Array:
-    return z / (1 + jnp.exp(-z))
-
-
-def _gelu(z: jax.Array) -> jax.Array:
-    inner = np.sqrt(2 / np.pi).astype(np.float32) * (z + 0.044715 * (z * z * z))
-    return 0.5 * z * (1 + jnp.tanh(inner))
-
-
-_ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
-    "relu": lambda z: jnp.maximum(z, 0),
-    "leaky_relu": lambda z: jnp.where(z >= 0, z, 0.01 * z),
-    "gelu": _gelu,
-    "silu": _silu,
-}

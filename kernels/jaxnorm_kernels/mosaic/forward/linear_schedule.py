@@ -1,0 +1,70 @@
+"""How the kernel of a norm with a product runs: how y is cut in tiles, and what a block holds.
+
+From sizes, and compiled; nothing of it was timed (`benchmarks/sweeps/linear.py` does).
+"""
+
+import dataclasses
+
+from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
+from jaxnorm_kernels.specs import LinearSpec
+
+#: Warpgroups that multiply. Another one copies.
+MULTIPLY = 2
+#: Rows of a tile of y that one of them multiplies at a time: a wgmma's.
+ROWS = 64
+#: Columns of a tile of x: those of 16 bits fill a row of the widest swizzle.
+DEPTH = 64
+#: Bytes of y's rows in one store, and how many stores of a warpgroup are under way.
+STORED_BYTES, STORES = 64, 2
+
+# Of shared memory: barriers, rstd and bias.
+_OTHER_BYTES = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """One way to run the kernel.
+
+    Attributes:
+      features: columns of a tile of y. It has 128 rows.
+      stages: tiles of x and weight in shared memory.
+      group: columns of tiles that follow each other before the next rows do: as many read the same
+        rows of x, and the next rows the same columns of weight, while both are in the L2 cache.
+    """
+
+    features: int
+    stages: int
+    group: int
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return MULTIPLY * ROWS
+
+    def tiles(self, spec: LinearSpec) -> tuple[int, int]:
+        """Tiles of y: of rows, of columns."""
+        return -(-spec.rows // self.rows), -(-spec.features // self.features)
+
+    def shared_bytes(self, spec: LinearSpec) -> int:
+        """Of a block, the most that a call may need."""
+        of_tiles = (self.rows + self.features) * DEPTH * spec.product_dtype.itemsize
+        of_scale = 0 if spec.scale_dtype is None else DEPTH * spec.scale_dtype.itemsize
+        stored = MULTIPLY * STORES * ROWS * STORED_BYTES
+        return self.stages * (of_tiles + of_scale) + stored + _OTHER_BYTES
+
+
+# The larger a tile, the less is read for a product. A wgmma has 256 columns at most.
+_WIDE = Schedule(features=256, stages=4, group=8)
+# Half of it, where there are not enough of the others for all multiprocessors.
+_NARROW = Schedule(features=128, stages=6, group=8)
+
+
+def choose(spec: LinearSpec, gpu: Gpu | None = None) -> Schedule:
+    """The schedule for a call."""
+    rows, columns = _WIDE.tiles(spec)
+    return _WIDE if rows * columns >= (gpu or local_gpu()).sms else _NARROW
+
+
+def stored_columns(spec: LinearSpec) -> int:
+    """Of y, in one store."""
+    return STORED_BYTES // spec.y_dtype.itemsize
