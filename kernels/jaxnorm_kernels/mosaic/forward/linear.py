@@ -264,7 +264,7 @@ class _Kernel:
     def _stage(self, step: Any) -> Any:
         return lax.rem(step, self.schedule.stages)
 
-    def _take(self, step: Any, squares: jax.Array) -> "_Taken":
+    def _take(self, step: Any, squares: jax.Array) -> _Taken:
         """The warpgroup's rows of a tile of x, and the sums of squares with them."""
         plgpu.barrier_wait(self.shared["full"].at[self._stage(step)])
         x = self._rows_of_x(step)[...].astype(jnp.float32)
@@ -277,7 +277,7 @@ class _Kernel:
         g = elementwise.gain(scale, self.spec.norm)
         return _Taken(squares, x * lax.broadcast_in_dim(g, x.shape, (1,)))
 
-    def _product(self, step: Any, taken: "_Taken", sums: Ref) -> None:
+    def _product(self, step: Any, taken: _Taken, sums: Ref) -> None:
         """Begins to add that of a tile to the sums."""
         a = self._rows_of_x(step)
         if taken.scaled is not None:
