@@ -1,18 +1,24 @@
-# `make demo`, `make test` and `make docs` do everything. Each makes .venv first, if it is not there.
+# `make demo`, `make test`, `make compile` and `make docs` do everything. Each makes .venv first, if it
+# is not there.
 
 VENV ?= .venv
 JAX ?= jax
 PYTEST_ARGS ?= -n 2
+SELECTED ?= -m compiles
 PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python,\
 	$(shell $(p) -c 'import sys; sys.version_info >= (3, 12) and print("$(p)")' 2>/dev/null)))
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test compile lint docs clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/python examples/train_transformer.py $(ARGS)
 
 test: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(ARGS)
+
+# Compiles kernels for GPUs that need not be here.
+compile: $(VENV)/cuda/.installed
+	JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/cuda $(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(SELECTED) $(ARGS)
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check
@@ -30,6 +36,13 @@ $(VENV)/.installed: pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
 	$(VENV)/bin/python -m pip install --quiet --editable ".[examples]" --group dev "$(JAX)"
 	@touch $@
+
+# A place of their own: where jax finds a plugin for GPUs, it is no longer the jax that `make test` tests.
+$(VENV)/cuda/.installed: $(VENV)/.installed
+	$(VENV)/bin/python -c 'import jax; print("jax-cuda13-plugin==" + jax.__version__)' > $(VENV)/cuda.txt
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(VENV)/cuda \
+		--group compile --constraint $(VENV)/cuda.txt
+	@mkdir -p $(@D) && touch $@
 
 clean:
 	rm -rf $(VENV) dist build

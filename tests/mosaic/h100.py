@@ -1,13 +1,18 @@
 """Compiles kernels for a GPU that need not be here, an H100, and reads what the compiler says.
 
-JAX compiles for a topology that its CUDA plugin is told of; Mosaic then writes the messages of
-ptxas to a folder.
+JAX compiles for a topology that its CUDA plugin is told of; Mosaic then prints the messages of
+ptxas. `make compile` installs both.
 """
 
+import contextlib
+import ctypes
 import dataclasses
+import functools
+import importlib
 import os
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,40 +86,70 @@ class Compiled:
     serialised: bool
 
 
+@functools.cache
+def missing() -> str | None:
+    """What a compilation needs and is not here; None for nothing."""
+    try:
+        for module in ("jax_plugins.xla_cuda13", "nvidia.cu13.bin"):
+            importlib.import_module(module)
+    except ImportError as error:
+        return f"needs JAX's CUDA plugin and ptxas, which `make compile` installs: {error}"
+    if jax.config.jax_platforms != "cpu":
+        return "needs JAX_PLATFORMS=cpu: it compiles for GPUs that are not here"
+    return None
+
+
 class Compiler:
-    """For one GPU. A test that makes it is skipped where JAX's CUDA plugin is not installed."""
+    """For one GPU. A test that makes it is skipped where something is `missing`."""
 
     def __init__(self, folder: Path, config: str = H100) -> None:
+        if missing():
+            pytest.skip(missing())
         self.folder = folder
-        nvcc = pytest.importorskip("nvidia.cu13", reason="needs nvidia-cuda-nvcc").__path__[0]
-        os.environ["PATH"] += f"{os.pathsep}{nvcc}/bin"
-        try:
-            topology = topologies.get_topology_desc(
-                "gpu", "cuda", target_config=config, topology="1x1x1"
-            )
-        except (NotImplementedError, RuntimeError) as error:
-            pytest.skip(f"needs jax[cuda13] and JAX_PLATFORMS=cpu: {error}")
+        (nvcc,) = importlib.import_module("nvidia.cu13.bin").__path__
+        # First: another ptxas of this machine may be older, and spill other registers.
+        os.environ["PATH"] = f"{nvcc}{os.pathsep}{os.environ['PATH']}"
+        topology = topologies.get_topology_desc(
+            "gpu", "cuda", target_config=config, topology="1x1x1"
+        )
         self.sharding = NamedSharding(Mesh(np.array(topology.devices), "x"), PartitionSpec())
 
     def compile(self, function: Callable[..., Any], operands: Sequence[Any]) -> list[Compiled]:
         """The kernels of ``function(*operands)``, in the order of their names."""
         with pytest.MonkeyPatch.context() as patch:
+            # And nowhere to: with a folder, it writes the kernel after each of its passes, which
+            # takes longer than they do.
             patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-            patch.setenv("MOSAIC_GPU_DUMP_TO", str(self.folder))
             shapes = jax.tree.map(self._on_gpu, tuple(operands))
-            jax.jit(function).lower(*shapes).compile()
-        found = [_read(file) for file in sorted(self.folder.glob("*.ptxas"))]
-        for file in self.folder.iterdir():
-            file.unlink()
-        return found
+            with _printed_to(self.folder / "ptxas"):
+                jax.jit(function).lower(*shapes).compile()
+        return _read((self.folder / "ptxas").read_text())
 
     def _on_gpu(self, operand: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(operand.shape, operand.dtype, sharding=self.sharding)
 
 
-def _read(file: Path) -> Compiled:
-    said = file.read_text()
-    (registers,) = re.findall(r"Used (\d+) registers", said)
-    (spilled, *_) = re.findall(r"(\d+) bytes spill stores, \d+ bytes spill loads", said)
-    serialised = "wgmma.mma_async instructions are serialized" in said
-    return Compiled(file.stem, int(registers), int(spilled), serialised)
+@contextlib.contextmanager
+def _printed_to(file: Path) -> Iterator[None]:
+    """What this process prints, its C++ too, is in `file` and not on its standard output."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        with file.open("w") as to:
+            os.dup2(to.fileno(), 1)
+            yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _read(said: str) -> list[Compiled]:
+    _, *parts = re.split(r"Compiling entry function '(\w+)'", said)
+    found = []
+    for name, of_kernel in zip(parts[::2], parts[1::2]):
+        (registers,) = re.findall(r"Used (\d+) registers", of_kernel)
+        (spilled, *_) = re.findall(r"(\d+) bytes spill stores, \d+ bytes spill loads", of_kernel)
+        serialised = re.search(f"wgmma.mma_async instructions are serialized .*'{name}'", said)
+        found.append(Compiled(name, int(registers), int(spilled), serialised is not None))
+    return sorted(found, key=lambda kernel: kernel.name)

@@ -14,6 +14,8 @@ from h100 import Compiler
 import jaxnorm
 from benchmarks.hlo import _computations, _elements
 
+pytestmark = pytest.mark.compiles
+
 ROWS, D, V = 8192, 4096, 128256
 LOGITS = 2 * ROWS * V  # bytes
 ACCUMULATOR = 4 * D * V

@@ -32,6 +32,7 @@ def test_registers(cols, kind, dtype, compiler):
             assert kernel.spilled <= SPILLED
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("kind", ["mask", "bias", "causal"])
 def test_a_program_holds_two_kernels_and_nothing_else(kind, compiler):
     """With dbias, which no other array of its size leads to."""

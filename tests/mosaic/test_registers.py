@@ -1,8 +1,8 @@
 """The kernels that the default chooses, compiled for an H100: registers, and what has no room.
 
-Needs JAX's CUDA plugin, and no GPU::
+Needs JAX's CUDA plugin, and no GPU. Not in CI, of which `test_blackwell` is enough::
 
-    pip install "jax[cuda13]"; JAX_PLATFORMS=cpu pytest tests/mosaic/test_registers.py
+    make compile SELECTED=tests/mosaic/test_registers.py
 """
 
 import jax

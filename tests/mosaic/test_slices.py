@@ -13,6 +13,8 @@ from h100 import Compiler
 
 import jaxnorm
 
+pytestmark = pytest.mark.compiles
+
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
