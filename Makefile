@@ -29,12 +29,13 @@ docs: $(VENV)/.installed
 	JAX_PLATFORMS=cpu $(VENV)/bin/python -m sphinx -b html -W --keep-going -q docs build/docs
 	@echo build/docs/index.html
 
+# --no-compile: Python compiles what is imported, a part of what is installed, and does so in parallel.
 $(VENV)/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "jaxnorm needs Python 3.12 or newer; the newest found here is" \
 		"$$(python3 --version 2>&1 || echo none). Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
-	$(VENV)/bin/python -m pip install --quiet --editable ".[examples]" --group dev "$(JAX)"
+	$(VENV)/bin/python -m pip install --quiet --no-compile --editable ".[examples]" --group dev "$(JAX)"
 	@touch $@
 
 # A place of their own: where jax finds a plugin for GPUs, it is no longer the jax that `make test` tests.

@@ -66,16 +66,18 @@ def check_lowering(configuration, shape, dtype, *programs):
             assert kernels_of(traced.lower(lowering_platforms=("cpu",))) == 0
 
 
-@pytest.mark.parametrize(("shape", "dtype"), WIDTHS)
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("configuration", TYPES)
+# Each operation in each configuration; the shapes in turn, so that each configuration and each
+# operation meets all of them.
+@pytest.mark.parametrize(
+    ("configuration", "name", "shape", "dtype"),
+    [(*of, *width) for *of, width in pairwise([*TYPES], [*FUNCTIONS], WIDTHS)],
+)
 def test_lowering(configuration, name, shape, dtype):
     forward = FUNCTIONS[name]
     check_lowering(configuration, shape, dtype, (forward_and_gradient(forward), 2), (forward, 1))
 
 
-# Each operation in each configuration; the shapes in turn, so that each configuration and each
-# operation meets all of them.
+# In turn, likewise.
 @pytest.mark.parametrize(
     ("configuration", "name", "shape", "dtype"),
     [(*of, *width) for *of, width in pairwise([*CHECKS], [*FUNCTIONS], WIDTHS)],

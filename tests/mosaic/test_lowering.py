@@ -153,7 +153,7 @@ def test_default_schedules_of_residuals_lower(
     [(8, 8192, 128), (16, 4096, 768), (16, 16 * 197, 768), (8, 8192, 4096), (3, 3 * 77, 50257)],
 )
 def test_groups_of_rows_lower(groups: int, rows: int, cols: int, op: str) -> None:
-    for bias_groups in (1, groups):
+    for bias_groups in {1, groups} if op.endswith("layer_norm") else {groups}:
         spec = make_spec(op, rows, cols, BF16, BF16, scale_groups=groups, bias_groups=bias_groups)
         assert mosaic.supports(spec) is None
         assert "mosaic_gpu" in lower(spec, *operand_types(spec).values())
