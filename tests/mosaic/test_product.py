@@ -290,6 +290,7 @@ def compiler(tmp_path_factory):
     return Compiler(tmp_path_factory.mktemp("ptxas"))
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("spec", COMPILED, ids=str)
 def test_registers(spec, compiler):
     """Nothing is spilled, and products run while others are prepared."""
