@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 
@@ -41,7 +42,8 @@ def compiled[T](
 def alone(primitive: Primitive, plain: Callable[..., Any]) -> Callable[..., Any]:
     """A primitive's implementation outside `jax.jit`: it is compiled alone.
 
-    Where JAX compiles nothing, which is there to see each step, `plain` runs.
+    Where JAX compiles nothing, which is there to see each step, `plain` runs. Where it looks for
+    NaNs or infinities, one in a result is the error that it is of JAX's own primitives.
     """
 
     @functools.lru_cache(maxsize=4096)
@@ -52,10 +54,27 @@ def alone(primitive: Primitive, plain: Callable[..., Any]) -> Callable[..., Any]
         run.__name__ = run.__qualname__ = primitive.name  # what profiles show
         return jax.jit(run)
 
-    def implementation(*arrays: jax.Array, **static: Any) -> Any:
+    def run(*arrays: jax.Array, **static: Any) -> Any:
         if jax.config.jax_disable_jit:
             return plain(*arrays, **static)
         return compiled_alone(**static)(*arrays)
+
+    def implementation(*arrays: jax.Array, **static: Any) -> Any:
+        checks_nans, checks_infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
+        if not (checks_nans or checks_infs):
+            return run(*arrays, **static)
+        # At a NaN, jax.jit calls its function once more, uncompiled: that were this one, for ever.
+        with jax.debug_nans(False), jax.debug_infs(False):
+            results = run(*arrays, **static)
+            for found, is_checked, test in (
+                ("nan", checks_nans, jnp.isnan),
+                ("inf", checks_infs, jnp.isinf),
+            ):
+                if is_checked and any(test(a).any() for a in results):
+                    raise FloatingPointError(
+                        f"invalid value ({found}) encountered in {primitive.name}"
+                    )
+        return results
 
     return implementation
 

@@ -61,6 +61,35 @@ def test_without_jit():
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.oldest_jax
+@pytest.mark.parametrize("compiles", [True, False])
+def test_debug_nans_names_the_call(compiles):
+    """As for JAX's own primitives, forward and backward, in `jax.jit` and outside."""
+    x, weight, labels = jnp.ones((2, 4)), jnp.ones((4, 3)), jnp.zeros(2, jnp.int32)
+    bad = x.at[0, 0].set(jnp.nan)
+    loss = jaxnorm.softmax_cross_entropy_with_integer_labels
+    functions = {
+        "softmax": jaxnorm.softmax,
+        "rms_norm": jaxnorm.rms_norm,
+        "rms_norm_linear": lambda x: jaxnorm.rms_norm_linear(x, weight),
+        "softmax_cross_entropy_with_integer_labels": lambda x: loss(x, labels),
+        "linear_softmax_cross_entropy": lambda x: jaxnorm.linear_softmax_cross_entropy(
+            x, weight, labels
+        ),
+    }
+    with jax.debug_nans(True), jax.disable_jit(not compiles):
+        for name, function in functions.items():
+            for run in (function, jax.jit(function)):
+                run(x)
+                with pytest.raises(FloatingPointError, match=rf"\(nan\) .* jaxnorm\.{name}\b"):
+                    run(bad)
+        _, vjp = jax.vjp(jaxnorm.softmax, x)
+        with pytest.raises(FloatingPointError, match=r"\(nan\) .* jaxnorm\.softmax_backward\b"):
+            vjp(bad)
+    with jax.debug_infs(True), pytest.raises(FloatingPointError, match=r"\(inf\) .*softmax\b"):
+        jaxnorm.log_softmax(x, where=x < 0)
+
+
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
