@@ -74,6 +74,12 @@ def dtype(function: str, name: str, given: jax.typing.DTypeLike) -> np.dtype:
     return resolved
 
 
+def product_dtype(x: np.dtype, weight: np.dtype) -> np.dtype:
+    """That of a product: to which both promote, also where JAX promotes nothing by itself."""
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jnp.promote_types(x, weight))
+
+
 def axes(function: str, axis: Axis, shape: tuple[int, ...], of: str = "x") -> tuple[int, ...]:
     """`axis` as sorted, non-negative axes of an array of `shape`; None means all of them.
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm import _primitive, _sharding
+from jaxnorm import _arguments, _primitive, _sharding
 from jaxnorm._call import Call
 from jaxnorm._linear_call import Head, Over, Reduction
 from jaxnorm._loss import cross_entropy_call
@@ -102,7 +102,7 @@ class _Chunks:
         self.linear = arrays[count:]
         self.x, self.weight, self.labels = given["x"], given["weight"], given["labels"]
         self.bias, self.positions = given.get("bias"), given.get("positions")
-        self.dtype = jnp.promote_types(self.x.dtype, self.weight.dtype)
+        self.dtype = _arguments.product_dtype(self.x.dtype, self.weight.dtype)
         self.wide = np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
         self.rows, self.classes = len(self.x), self.weight.shape[1]
         # Shards of a row's classes have no padding between them.
@@ -234,7 +234,7 @@ class _Chunks:
 
     def product(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         logits = self.dot(x.astype(self.dtype), weight, (1, 0), self.dtype)
-        return logits if bias is None else logits + self.padded(bias)
+        return logits if bias is None else logits + self.padded(bias)[None]
 
     def padded(self, a: jax.Array) -> jax.Array:
         """Weight, bias, or a tangent of theirs, in the products' dtype; its padding is 0."""

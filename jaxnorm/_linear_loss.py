@@ -211,7 +211,7 @@ def _chunk(chunk: int | None) -> int | None:
 
 def _check_implementation(head: Head, x: jax.Array, weight: jax.Array, name: Name) -> None:
     """Raises where `name` cannot run a chunk of these arrays."""
-    dtype, classes = jnp.promote_types(x.dtype, weight.dtype), weight.shape[1]
+    dtype, classes = _arguments.product_dtype(x.dtype, weight.dtype), weight.shape[1]
     rows = _linear_chunks.chunk_rows(head.chunk, x.size // max(x.shape[-1], 1), classes, dtype)
     call = _linear_chunks.chunk_call(head, (rows, classes), dtype, head.has_positions)
     _implementation.forced(call.as_seen_by(name), name)

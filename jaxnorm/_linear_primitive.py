@@ -23,7 +23,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxnorm import _auto_axes, _linear_chunks, _sharding
+from jaxnorm import _arguments, _auto_axes, _linear_chunks, _sharding
 from jaxnorm._linear_call import Head, Kind, Over
 from jaxnorm._registration import registered
 
@@ -81,7 +81,7 @@ def _types(*avals: Any, head: Head) -> list[Any]:
 
 
 def _logits_dtype(given: dict[str, Any]) -> np.dtype:
-    return jnp.promote_types(given["x"].dtype, given["weight"].dtype)
+    return _arguments.product_dtype(given["x"].dtype, given["weight"].dtype)
 
 
 def _run(*arrays: jax.Array, head: Head) -> list[jax.Array]:

@@ -4,7 +4,6 @@ import math
 from typing import get_args, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm import (
@@ -197,8 +196,7 @@ def linear_call(
             f"{', '.join(map(repr, _ACTIVATIONS))}, or None; apply another one to the result"
         )
     _arguments.implementation(NAME, implementation)
-    with jax.numpy_dtype_promotion("standard"):  # This is the function's own rule.
-        promoted = np.dtype(jnp.promote_types(x_dtype, dtypes["weight"]))
+    promoted = _arguments.product_dtype(x_dtype, dtypes["weight"])
     y_dtype = _arguments.output_dtype(NAME, dtype, promoted)
     rows, cols = shape[:-1], shape[-1]
     spec = LinearSpec(

@@ -1,5 +1,6 @@
 """Programs of linear_softmax_cross_entropy: products, loops, memory."""
 
+import contextlib
 import re
 
 import jax
@@ -143,11 +144,23 @@ def test_symbolic_sizes_are_refused():
 
 
 def test_settings_of_jax():
-    """Strict promotion, leaks, NaNs."""
+    """Strict promotion, of dtypes and of ranks, leaks, NaNs."""
     x, weight, _, labels = operands(6, 4, 9, "bfloat16")
-    with jax.numpy_dtype_promotion("strict"), jax.checking_leaks(), jax.debug_nans(True):
+    bias = jnp.ones(9, "float16")
+    with contextlib.ExitStack() as settings:
+        for setting in (
+            jax.numpy_dtype_promotion("strict"),
+            jax.numpy_rank_promotion("raise"),
+            jax.checking_leaks(),
+            jax.debug_nans(True),
+        ):
+            settings.enter_context(setting)
         jax.jvp(lambda x, w: jax.jit(step)(x, w, labels), (x, weight), (x, weight))
         jax.jvp(lambda x: linear_loss(x, weight, labels, reduction="none"), (x,), (x,))
+        # Of several dtypes, which promote by the function's own rule, and with a bias.
+        of_all = jax.grad(lambda *a: linear_loss(*a[:2], labels, bias=a[2]), (0, 1, 2))
+        gradients = of_all(x, weight.astype("float32"), bias)
+        assert [g.dtype.name for g in gradients] == ["bfloat16", "float32", "float16"]
     checked = checkify.checkify(jax.jit(linear_loss), errors=checkify.nan_checks)
     error, _ = checked(x.at[0].set(jnp.nan), weight, labels)
     assert "linear_softmax_cross_entropy" in error.get()
