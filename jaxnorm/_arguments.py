@@ -85,6 +85,13 @@ def axes(function: str, axis: Axis, shape: tuple[int, ...], of: str = "x") -> tu
 
     `of` is the array's name.
     """
+    return tuple(sorted(axes_in_order(function, axis, shape, of)))
+
+
+def axes_in_order(
+    function: str, axis: Axis, shape: tuple[int, ...], of: str = "x"
+) -> tuple[int, ...]:
+    """`axes`, in the order in which they are given."""
     ndim = len(shape)
     if axis is None:
         given: Sequence[int] = range(ndim)
@@ -112,7 +119,7 @@ def axes(function: str, axis: Axis, shape: tuple[int, ...], of: str = "x") -> tu
                 f"{function}: axis={axis!r} is out of range for {of} with shape {shape}; "
                 f"expected axes from {-ndim} to {ndim - 1}"
             )
-    canonical = tuple(sorted(a % ndim for a in indices))
+    canonical = tuple(a % ndim for a in indices)
     if len(set(canonical)) != len(canonical):
         raise ValueError(
             f"{function}: axis={axis!r} names an axis of {of} with shape {shape} twice; "

@@ -44,7 +44,8 @@ def softmax_cross_entropy_with_integer_labels(
         along that. A position with another number, a negative one too, has the loss NaN, and its
         logits the gradient NaN.
       axis: the axis of the classes; of several, or of all for None, labels count classes in
-        row-major order.
+        row-major order of the axes as given, as optax's do: the last one varies fastest. Others
+        than ascending ones cost a transpose of logits.
       where: boolean mask. One that broadcasts to labels' shape, with as many axes, says which
         positions count, for example ``labels != -100``; the others' loss and gradient are 0,
         whatever their labels and logits. One with as many axes as logits, which broadcasts to
@@ -84,10 +85,15 @@ def _cross_entropy_of(
 ) -> jax.Array:
     logits = _arguments.float_array(NAME, "logits", logits)
     labels = _arguments.integer_array(NAME, "labels", labels)
-    axes = _arguments.axes(NAME, axis, logits.shape, of="logits")
+    shape = logits.shape
+    in_order = _arguments.axes_in_order(NAME, axis, shape, of="logits")
+    axes = tuple(sorted(in_order))
     mask = positions = None
     if where is not None:
-        mask, positions = _masks(where, RowView(logits.shape, axes))
+        mask, positions = _masks(where, RowView(shape, axes))
+    if in_order != axes:  # Labels count along the axes as given, as optax's do.
+        logits = jnp.moveaxis(logits, in_order, axes)
+        mask = None if mask is None else jnp.moveaxis(mask, in_order, axes)
     call = cross_entropy_call(
         logits.shape,
         logits.dtype,
@@ -102,7 +108,7 @@ def _cross_entropy_of(
     if labels.shape != expected:
         raise ValueError(
             f"{NAME}: labels have shape {labels.shape}; expected {expected}, the shape of logits "
-            f"{logits.shape} without axis={axis!r}; reshape or broadcast labels to that shape"
+            f"{shape} without axis={axis!r}; reshape or broadcast labels to that shape"
         )
     if implementation is not None:
         _implementation.forced(call.as_seen_by(implementation), implementation)

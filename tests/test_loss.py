@@ -183,11 +183,11 @@ def test_more_than_float32_halves():
     np.testing.assert_array_equal(cross_entropy(nothing, [0], where=nothing > 0), 0)
 
 
-@pytest.mark.parametrize("axis", [0, 1, (0, 2), (2, -3), None])
+@pytest.mark.parametrize("axis", [0, 1, (0, 2), (2, -3), (2, 0, 1), None])
 def test_axes(axis):
-    """As on the moved and flattened array; also with masks."""
+    """As on the moved and flattened array, in the order of the axes; also with masks."""
     x = operands((4, 5, 6), "float32")[0]
-    axes = sorted(a % 3 for a in np.atleast_1d(range(3) if axis is None else axis))
+    axes = [a % 3 for a in np.atleast_1d(range(3) if axis is None else axis)]
     others = [a for a in range(3) if a not in axes]
     rows = jnp.transpose(x, [*others, *axes]).reshape(*(x.shape[a] for a in others), -1)
     labels = jnp.asarray(np.random.default_rng(2).integers(0, rows.shape[-1], rows.shape[:-1]))
@@ -200,6 +200,10 @@ def test_axes(axis):
     where = labels % 2 == 0
     np.testing.assert_allclose(
         cross_entropy(x, labels, axis, where), jnp.where(where, loss, 0), rtol=1e-6
+    )
+    classes = jnp.transpose(x > 0, [*others, *axes]).reshape(rows.shape)
+    np.testing.assert_allclose(
+        cross_entropy(x, labels, axis, x > 0), cross_entropy(rows, labels, where=classes), rtol=1e-6
     )
 
 
