@@ -36,16 +36,28 @@ def float_array(function: str, name: str, value: ArrayLike | None) -> jax.Array:
     elif isinstance(value, jax.typing.ArrayLike) or hasattr(value, "__jax_array__"):
         array = jnp.asarray(value)
     else:
-        raise TypeError(
-            f"{function}: {name} is a {type(value).__name__}; expected an array; "
-            f"convert it, e.g. jnp.asarray({name})"
-        )
+        raise _no_array(function, name, value)
     if array.dtype not in _FLOAT_DTYPES:
         raise TypeError(
             f"{function}: {name} has dtype {array.dtype.name}; expected one of "
             f"{', '.join(FLOAT_DTYPES)}; cast it, e.g. {name}.astype(jnp.float32)"
         )
     return array
+
+
+def _array(function: str, name: str, value: ArrayLike) -> jax.Array:
+    """`value` as an array; a list, too."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise _no_array(function, name, value) from error
+
+
+def _no_array(function: str, name: str, value: object) -> TypeError:
+    return TypeError(
+        f"{function}: {name} is a {type(value).__name__}; expected an array; "
+        f"convert it, e.g. jnp.asarray({name})"
+    )
 
 
 def output_dtype(function: str, given: jax.typing.DTypeLike | None, default: np.dtype) -> np.dtype:
@@ -162,7 +174,7 @@ def mask(function: str, where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
 
 def boolean(function: str, name: str, value: ArrayLike, also: str = "") -> jax.Array:
     """`value` as a boolean array; `also` is another fix."""
-    array = jnp.asarray(value)
+    array = _array(function, name, value)
     if array.dtype != jnp.bool_:
         raise TypeError(
             f"{function}: {name} has dtype {array.dtype.name}; expected bool (True keeps an "
@@ -175,7 +187,7 @@ def integer_array(function: str, name: str, value: ArrayLike) -> jax.Array:
     """`value` as an array of integers, of the dtype that it has."""
     if isinstance(value, np.ndarray) and not jax.config.jax_enable_x64:
         value = _in_32_bits(value)
-    array = jnp.asarray(value)
+    array = _array(function, name, value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(
             f"{function}: {name} has dtype {array.dtype.name}; expected integers; cast it, e.g. "
@@ -227,7 +239,7 @@ def number(
             "of the compiled program; mark it static in jax.jit"
         )
     try:
-        given = float(value)
+        given = math.ldexp(value, 0)  # float() would read text, too
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{function}: {name} is a {type(value).__name__}; expected a number"

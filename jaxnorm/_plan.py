@@ -107,7 +107,12 @@ def implementation_for(
     _arguments.one_of(caller, "save", save, _arguments.SAVE_MODES)
     _arguments.implementation(caller, implementation)
     x_dtype = _arguments.dtype(caller, "dtype", dtype)
-    shape = tuple(shape)
+    try:
+        shape = tuple(shape)
+    except TypeError as error:
+        raise TypeError(
+            f"{caller}: shape={shape!r}; expected a tuple of sizes, e.g. x.shape"
+        ) from error
     if function == "softmax" or function == "log_softmax":
         bias_dtype = _arguments.output_dtype(caller, param_dtype, x_dtype)
         forward = softmax_call(

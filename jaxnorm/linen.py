@@ -115,7 +115,7 @@ class RMSNormDense(nn.Module):
     @nn.compact
     def __call__(self, x: Any, *, residual: Any = None) -> Any:
         """The result, or (y, h) with a residual, as :func:`jaxnorm.rms_norm_linear` gives them."""
-        cols = jnp.shape(x)[-1]
+        *_, cols = jnp.shape(x) or (1,)  # rms_norm_linear says what an x without axes lacks
         norm: _Declared = {"scale": (self.scale_init, (cols,))} if self.use_scale else {}
         dense: _Declared = {"kernel": (self.kernel_init, (cols, self.features))}
         if self.use_bias:

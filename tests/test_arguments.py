@@ -169,8 +169,9 @@ def test_epsilon(function, epsilon):
 def test_traced_or_odd_numbers(function, name):
     with pytest.raises(TypeError, match=f"{name} is a traced value"):
         jax.jit(lambda v: function(X, **{name: v}))(1.0)
-    with pytest.raises(TypeError, match=f"{name} is a str; expected a number"):
-        function(X, **{name: "small"})
+    for text in ("small", "0.1"):
+        with pytest.raises(TypeError, match=f"{name} is a str; expected a number"):
+            function(X, **{name: text})
 
 
 @each_norm

@@ -289,6 +289,8 @@ def test_implementation_for_checks_its_arguments():
         jaxnorm.implementation_for("softmax", (4, 8), "int32")
     with pytest.raises(ValueError, match="out of range"):
         jaxnorm.implementation_for("softmax", (4, 8), "float32", axis=2)
+    with pytest.raises(TypeError, match=r"shape=8; expected a tuple of sizes, e.g. x\.shape"):
+        jaxnorm.implementation_for("softmax", 8, "float32")
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,13 @@ def test_no_rows(shape, implementation):
         ((jnp.ones((2, 3), int), [0, 0]), {}, TypeError, r"logits has dtype int32.*astype"),
         ((jnp.ones((2, 3)), jnp.ones(2)), {}, TypeError, r"labels has dtype float32; expected int"),
         ((jnp.ones((2, 3)), jnp.ones(2, bool)), {}, TypeError, r"labels has dtype bool"),
+        ((jnp.ones((2, 3)), None), {}, TypeError, r"labels is a NoneType; expected an array"),
+        (
+            (jnp.ones((2, 3)), [0, 0], -1, "all"),
+            {},
+            TypeError,
+            r"where is a str; expected an array",
+        ),
         ((jnp.ones((2, 3)), jnp.ones((2, 1), int)), {}, ValueError, r"\(2, 1\); expected \(2,\)"),
         ((jnp.ones((2, 3)), [0, 0], 2), {}, ValueError, r"axis=2 is out of range for logits"),
         ((jnp.ones((2, 3)), [0, 0], -1, jnp.ones(2)), {}, TypeError, r"where has dtype float32"),

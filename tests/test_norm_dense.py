@@ -161,3 +161,11 @@ def test_converted_models_keep_it():
     np.testing.assert_array_equal(model[0](data()), before)
     with pytest.raises(ValueError, match=r"rms_norm_linear: activation='tanh'"):
         jaxnorm.linen.RMSNormDense(24, activation="tanh").init(jax.random.key(0), data())
+
+
+def test_an_input_without_axes():
+    linen = jaxnorm.linen.RMSNormDense(3)
+    dense = jaxnorm.nnx.RMSNormDense(4, 3, rngs=nnx.Rngs(0))
+    for call in (lambda x: linen.init(jax.random.key(0), x), dense):
+        with pytest.raises(ValueError, match=r"x has shape \(\); expected \(\.\.\., d\)"):
+            call(jnp.float32(1))
