@@ -201,7 +201,7 @@ def test_leading_axes():
 @pytest.mark.oldest_jax
 @pytest.mark.parametrize("scale", [None, "float32"])
 def test_program(scale):
-    """One kernel and nothing of x's size beside it, not even the normalised array."""
+    """One kernel; beside it G weight, and nothing of x's size: not even the normalised array."""
     shapes = {"x": (8192, 4096), "weight": (4096, 6144), "bias": (6144,)}
     types = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
     if scale is not None:
@@ -213,7 +213,9 @@ def test_program(scale):
     text = jax.jit(call).trace(types).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
     assert "dot_general" not in text
-    assert not [line for line in text.splitlines() if "stablehlo.multiply" in line]
+    products = [line for line in text.splitlines() if "stablehlo.multiply" in line]
+    assert len(products) == (scale is not None)
+    assert all("tensor<4096x6144xf32>" in line for line in products)
 
 
 @pytest.mark.parametrize(
@@ -259,6 +261,7 @@ COMPILED = [
     make_spec(64, 4096, 6144, scale_dtype=BF16, bias_dtype=BF16, activation="silu", **EVERYTHING),
     make_spec(1000, 1000, 1000, scale_dtype=F32, want_rstd=True),
     make_spec(8, 8, 8, scale_dtype=F32),
+    make_spec(128, 1024, 4360, bias_dtype=F32),
 ]
 
 

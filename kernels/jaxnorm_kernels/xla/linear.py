@@ -39,7 +39,9 @@ def rms_norm_linear_fwd(
     kept = rstd if spec.want_rstd else None
     if not spec.want_y:
         return None, None, kept
-    z = _product(n, weight, spec)
+    plain = bias is None and spec.activation is None and not spec.cols_over
+    # Nothing but the sums is rounded to y: the product does that itself, in no pass of its own.
+    z = _product(n, weight, spec, spec.y_dtype if plain else None)
     if spec.cols_over:
         z = lax.psum(z, spec.cols_over)
     if bias is not None:
