@@ -222,7 +222,7 @@ def test_losses_of_more_elements_than_int32_counts(kernels):
                 *("softmax", "log_softmax", "layer_norm", "rms_norm"),
                 *("logits of softmax", "logits of log_softmax"),
                 *("add_layer_norm", "rms_norm_add", "rms_norm_add_rms_norm"),
-                "loss",
+                *("loss", "linear loss"),
             ],
             ["bfloat16", "float32"],
         ),

@@ -52,8 +52,8 @@ class Schedule:
         return self.stages * of_tiles + stored + _OTHER_BYTES
 
 
-# The larger a tile, the less is read for a product: 192 columns take 1.09 times as long. A wgmma has
-# 256 at most. Groups of 4, 16 or 32 take up to 1.10 times as long where x and weight exceed L2.
+# The larger a tile, the less is read for a product, and a wgmma has 256 columns at most: 192 take
+# 1.09 times as long. Groups of 4, 16 or 32 take up to 1.11 times as long where weight exceeds L2.
 _WIDE = Schedule(features=256, stages=4, group=8)
 # Half of it, where there are not enough of the others for all multiprocessors.
 _NARROW = Schedule(features=128, stages=6, group=8)
