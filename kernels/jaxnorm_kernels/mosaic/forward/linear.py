@@ -18,10 +18,10 @@ G on its way costs more than the pass over weight. Times of 8192 rows of bfloat1
 those of cuBLAS' product alone:
 
     weight                               2048 x 3072    4096 x 6144    4096 x 14336
-    this kernel, without a scale             1.04           1.06           1.08
-    G to weight, its pass included           1.12           1.13           1.16
-    G to x in registers                      1.16           1.17           1.27
-    G to x in shared memory                  1.30           1.32           1.39
+    this kernel, without G                   1.04           1.06           1.09
+    with the pass that gives weight G        1.12           1.13           1.16
+    instead, G to x in registers             1.16           1.17           1.27
+    or G to x in shared memory               1.30           1.32           1.39
     XLA's norm, and cuBLAS                   1.18           1.09           1.05
 
 In registers no product may be under way when x is written to them, or ptxas has all of them wait;
