@@ -102,9 +102,6 @@ NO_PRODUCT: LinearTable = (
     ),
 )
 
-#: Of an implementation whose kernel of a :class:`LinearSpec` is yet to be timed.
-UNTIMED_PRODUCT = "its kernel of a norm with a product is not measured yet"
-
 # Up to here a forward pass of a norm takes a GPU a few microseconds, and the host as long.
 _SMALL_BYTES = 4 * 2**20
 
