@@ -17,9 +17,6 @@ DEPTH = 64
 #: Bytes of y's rows in one store, and how many stores of a warpgroup are under way.
 STORED_BYTES, STORES = 64, 2
 
-# Of shared memory: barriers, rstd and bias.
-_OTHER_BYTES = 2048
-
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
@@ -44,12 +41,6 @@ class Schedule:
     def tiles(self, spec: LinearSpec) -> tuple[int, int]:
         """Tiles of y: of rows, of columns."""
         return -(-spec.rows // self.rows), -(-spec.features // self.features)
-
-    def shared_bytes(self, spec: LinearSpec) -> int:
-        """Of a block, the most that a call may need."""
-        of_tiles = (self.rows + self.features) * DEPTH * spec.product_dtype.itemsize
-        stored = MULTIPLY * STORES * ROWS * STORED_BYTES
-        return self.stages * of_tiles + stored + _OTHER_BYTES
 
 
 # The larger a tile, the less is read for a product, and a wgmma has 256 columns at most: 192 take
