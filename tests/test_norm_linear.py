@@ -296,6 +296,16 @@ def test_a_program_for_cuda():
     assert all(line.partition("->")[0].count("bf16") == 2 for line in products)
 
 
+@pytest.mark.parametrize("bias", [None, "bfloat16"])
+def test_the_product_rounds_its_sums_to_y(bias):
+    """Itself, in no pass of its own; with a bias the sums stay float32."""
+    shapes = {"x": (8, 64), "weight": (64, 32), **({"bias": (32,)} if bias else {})}
+    arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
+    text = jax.jit(lambda arrays: rms_norm_linear(**arrays)).trace(arrays).lower().as_text()
+    (product,) = [line for line in text.splitlines() if "dot_general" in line]
+    assert product.rpartition("tensor<8x32x")[2].startswith("f32" if bias else "bf16")
+
+
 def test_checkify_sees_a_nan():
     x, weight = jnp.full((2, 4), jnp.nan), jnp.ones((4, 3))
     error, _ = checkify.checkify(rms_norm_linear, errors=checkify.float_checks)(x, weight)
