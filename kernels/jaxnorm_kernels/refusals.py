@@ -84,6 +84,10 @@ NO_PRODUCT: LinearTable = (
         lambda s: s.product_dtype.name not in _ALGORITHMS,
     ),
     (
+        "its product kernel reads x as it multiplies it, in the product's dtype",
+        lambda s: s.x_dtype != s.product_dtype,
+    ),
+    (
         "there is nothing to compute in an array of size 0",
         lambda s: 0 in (s.rows, s.cols, s.features),
     ),

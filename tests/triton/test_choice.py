@@ -68,8 +68,9 @@ LINEAR = LinearSpec(4, 128, 64, BF16, BF16, BF16, BF16, F32, F32, activation="ge
     ("change", "reason"),
     [
         ({}, None),
-        ({"x_dtype": F32, "weight_dtype": F16, "y_dtype": F32, "scale_dtype": None}, None),
-        ({"product_dtype": F16, "precision": "F16_F16_F32"}, None),
+        ({"weight_dtype": F32, "y_dtype": F32, "scale_dtype": None}, None),
+        ({"x_dtype": F16, "product_dtype": F16, "precision": "F16_F16_F32"}, None),
+        ({"x_dtype": F32}, "reads x as it multiplies it"),
         ({"product_dtype": F32, "y_dtype": F32}, "are of bfloat16 or float16; cast weight"),
         ({"product_dtype": F64}, "are of bfloat16 or float16"),
         ({"bias_dtype": F64}, "float64 arrays"),

@@ -95,10 +95,6 @@ _CANNOT_MULTIPLY: LinearTable = (
     ),
     *NO_PRODUCT,
     (
-        "its product kernel reads x as it multiplies it, in the product's dtype",
-        lambda s: s.x_dtype != s.product_dtype,
-    ),
-    (
         f"its product kernel takes rows and columns in multiples of {_MULTIPLE}",
         lambda s: any(size % _MULTIPLE for size in (s.rows, s.cols, s.features)),
     ),

@@ -361,9 +361,11 @@ def _is_column(lane, first, lead, cols: tl.constexpr, end: tl.constexpr, vector:
 
     Alike for `vector` neighbours if that divides both.
     """
-    if cols % vector != 0:
-        return (lane >= lead - first) & (lane < end + lead - first)
-    return lane + first < end
+    if cols % vector == 0:
+        is_column = lane + first < end
+    else:
+        is_column = (lane >= lead - first) & (lane < end + lead - first)
+    return is_column
 
 
 @triton.jit

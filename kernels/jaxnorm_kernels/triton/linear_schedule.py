@@ -6,8 +6,6 @@ The sizes that matter, and how the lines below use them:
   m n pairs. An A100's multiprocessor multiplies 1024 pairs in a cycle and reads 32 numbers of 16
   bits from the L2 cache: a tile of 128 by 128 takes 16 cycles and 8, one of 64 by 64 takes 4 and 4.
   So the largest tile whose sums the registers hold is best, where there are enough of them.
-* x passes through registers, where it is squared and scaled, but weight does not: wide tiles are
-  better than high ones.
 * Tiles are fewer than multiprocessors where y is small. Then smaller tiles keep all of them busy.
 * Of few rows the product costs what reading weight does, and about 64 KiB of reads under way in
   each multiprocessor keep the memory busy.
@@ -22,7 +20,6 @@ import math
 
 from jaxnorm_kernels.specs import LinearSpec
 from jaxnorm_kernels.triton.launch import Gpu, local_gpu
-from jaxnorm_kernels.triton.schedule import Schedule
 
 _REGISTERS = 2**16  # of a multiprocessor
 
@@ -51,7 +48,6 @@ class LinearSchedule:
       stages: tiles of x and weight that a program has under way.
       group: tiles of rows that programs go down before they go right.
       registers: that a thread may have.
-      rstd_first: a kernel finds the rows' rstd before, in whatever dtype.
     """
 
     tile_rows: int
@@ -61,7 +57,6 @@ class LinearSchedule:
     stages: int
     group: int = _GROUP
     registers: int = 255
-    rstd_first: bool = False
 
     def grid(self, spec: LinearSpec) -> tuple[int]:
         """A program for each tile of y."""
@@ -77,7 +72,6 @@ class Line:
       warps: of 32 threads, in a program.
       per_sm: programs that a multiprocessor has registers and shared memory for.
       unaligned: only where rows of x or weight are no multiple of 8 bytes.
-      wide: only for an x or a weight of float32.
     """
 
     tile_rows: int
@@ -87,13 +81,11 @@ class Line:
     per_sm: int
     stages: int
     unaligned: bool = False
-    wide: bool = False
 
     def fits(self, spec: LinearSpec, gpu: Gpu) -> bool:
         """Whether no smaller tile has all rows, and every multiprocessor has a tile."""
         return (
             (not self.unaligned or _is_unaligned(spec))
-            and (not self.wide or 4 in (spec.x_dtype.itemsize, spec.weight_dtype.itemsize))
             and (spec.rows > self.tile_rows // 2 or self.tile_rows == _LEAST_ROWS)
             and _tiles(self.tile_rows, self.tile_features, spec) >= gpu.sms
         )
@@ -104,9 +96,7 @@ LINES = (
     # there are no registers to read ahead.
     Line(128, 128, block=32, warps=8, per_sm=1, stages=1, unaligned=True),
     Line(32, 64, block=32, warps=4, per_sm=4, stages=2, unaligned=True),
-    # What is rounded on its way to the product needs registers: 64 sums in each of 256 threads.
-    Line(128, 128, block=32, warps=8, per_sm=1, stages=4, wide=True),
-    # 128 sums in each of 256 threads: the most that leave room for x and for addresses.
+    # 128 sums in each of 256 threads: the most that leave room for addresses.
     Line(128, 256, block=64, warps=8, per_sm=1, stages=4),
     # As many in 128 threads, twice in a multiprocessor: one multiplies while another one begins.
     Line(128, 128, block=64, warps=4, per_sm=2, stages=4),
@@ -152,23 +142,14 @@ def of_line(line: Line, spec: LinearSpec, gpu: Gpu) -> LinearSchedule:
 def _stages(line: Line, block: int, room: int, spec: LinearSpec, gpu: Gpu) -> int:
     """As many as there is shared memory for: it holds the tiles of all but one.
 
-    Hopper's tensor cores read weight from there, and one more tile of it is kept meanwhile.
+    Hopper's tensor cores read from there, and one more tile is kept meanwhile.
     """
-    of_weight = block * line.tile_features * spec.weight_dtype.itemsize
-    of_scale = 0 if spec.scale_dtype is None else block * spec.scale_dtype.itemsize
-    of_all = block * line.tile_rows * spec.x_dtype.itemsize + of_weight + of_scale
-    return 1 + (room - (of_weight if gpu.capability >= 90 else 0)) // of_all
+    of_all = block * (line.tile_rows + line.tile_features) * spec.product_dtype.itemsize
+    return room // of_all + (gpu.capability < 90)
 
 
 def _is_unaligned(spec: LinearSpec) -> bool:
-    of_x = spec.cols * spec.x_dtype.itemsize
-    return bool(of_x % 8 or spec.features * spec.weight_dtype.itemsize % 8)
-
-
-def of_rstd(spec: LinearSpec) -> Schedule:
-    """Of the kernel that finds rstd first: 8 values of a thread at a time, of one row."""
-    block = min(1024, 1 << (spec.cols - 1).bit_length())
-    return Schedule(block=block, warps=4, tile_rows=1024 // block)
+    return any(size * spec.product_dtype.itemsize % 8 for size in (spec.cols, spec.features))
 
 
 def _tiles(tile_rows: int, tile_features: int, spec: LinearSpec) -> int:

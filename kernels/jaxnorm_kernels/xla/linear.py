@@ -7,12 +7,15 @@
 Tangents, from x, rstd and z, of n recomputed; that of n is the norm's own:
 
     dz = dn weight + n dweight + dbias          dy = activation'(z) dz
+
+And, for kernels, what is as fast here: the product of weight with the norm's gain.
 """
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.specs import Activation, LinearSpec
@@ -85,6 +88,22 @@ def rms_norm_linear_tan(
         assert z is not None
         _, dy = jax.jvp(_ACTIVATIONS[spec.activation], (z.astype(dz.dtype),), (dz,))
     return dy.astype(spec.y_dtype), dz.astype(spec.y_dtype)
+
+
+def scaled_weight(
+    weight: jax.Array, scale: jax.Array | None, spec: LinearSpec
+) -> tuple[jax.Array, jax.Array | None]:
+    """c G weight in the product's dtype and, where c is not 1, 1 / c as ``(1,)``.
+
+    1 / c is a power of 2 above the largest |G|. float16 has few exponents: G weight may be none.
+    """
+    if scale is None:
+        return weight.astype(spec.product_dtype), None
+    g, power = gain(scale, spec.norm), None
+    if spec.product_dtype == np.float16:
+        _, exponent = jnp.frexp(jnp.max(jnp.abs(g), keepdims=True))
+        g, power = jnp.ldexp(g, -exponent), jnp.ldexp(jnp.ones((), g.dtype), exponent)
+    return (weight.astype(g.dtype) * g[:, None]).astype(spec.product_dtype), power
 
 
 def _of_rows(parameter: jax.Array, like: jax.Array) -> jax.Array:

@@ -56,6 +56,7 @@ from jaxnorm_kernels.mosaic.forward.linear_schedule import (
     stored_columns,
 )
 from jaxnorm_kernels.specs import LinearSpec
+from jaxnorm_kernels.xla.linear import scaled_weight
 
 _F32 = np.dtype(np.float32)
 
@@ -77,7 +78,7 @@ def rms_norm_linear_fwd(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """y, z and rstd; `schedule` stands in for the chosen one."""
     schedule = schedule or choose(spec)
-    weight, power = _scaled(weight, scale, spec)
+    weight, power = scaled_weight(weight, scale, spec)
     given = {"x": x, "weight": weight, "bias": bias, "power": power}
     operands = {name: _padded(a, name) for name, a in given.items() if a is not None}
     outputs = {"y": ((spec.rows, operands["weight"].shape[1]), spec.y_dtype)}
@@ -110,22 +111,6 @@ def rms_norm_linear_fwd(
     y, z = (found[name][:, : spec.features] if name in found else None for name in ("y", "z"))
     assert y is not None
     return y, z, found.get("rstd")
-
-
-def _scaled(
-    weight: jax.Array, scale: jax.Array | None, spec: LinearSpec
-) -> tuple[jax.Array, jax.Array | None]:
-    """c G weight in the product's dtype and, where c is not 1, 1 / c as ``(1,)``.
-
-    1 / c is a power of 2 above the largest |G|. float16 has few exponents: G weight may be none.
-    """
-    if scale is None:
-        return weight.astype(spec.product_dtype), None
-    g, power = elementwise.gain(scale, spec.norm), None
-    if spec.product_dtype == np.float16:
-        _, exponent = jnp.frexp(jnp.max(jnp.abs(g), keepdims=True))
-        g, power = jnp.ldexp(g, -exponent), jnp.ldexp(_F32.type(1), exponent)
-    return (weight.astype(_F32) * g[:, None]).astype(spec.product_dtype), power
 
 
 def _padded(array: jax.Array, name: str) -> jax.Array:
