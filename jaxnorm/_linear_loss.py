@@ -5,9 +5,9 @@ import operator
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import _arguments, _eager, _implementation, _linear_chunks, _linear_primitive
-from jaxnorm._linear_call import Head, Reduction
-from jaxnorm._linear_primitive import NAME
+from jaxnorm import _arguments, _eager, _implementation, _linear_loss_chunks, _linear_loss_primitive
+from jaxnorm._linear_loss_call import Head, Reduction
+from jaxnorm._linear_loss_primitive import NAME
 from jaxnorm_kernels.specs import Name
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -148,7 +148,7 @@ def _linear_cross_entropy_of(
     )
     if implementation is not None:
         _check_implementation(head, x, weight, implementation)
-    return _linear_primitive.bind(head, *arrays)[0]
+    return _linear_loss_primitive.bind(head, *arrays)[0]
 
 
 _linear_cross_entropy = _eager.compiled(_linear_cross_entropy_of, name=NAME, arrays=(0, 1, 2, 3, 4))
@@ -212,6 +212,6 @@ def _chunk(chunk: int | None) -> int | None:
 def _check_implementation(head: Head, x: jax.Array, weight: jax.Array, name: Name) -> None:
     """Raises where `name` cannot run a chunk of these arrays."""
     dtype, classes = _arguments.product_dtype(x.dtype, weight.dtype), weight.shape[1]
-    rows = _linear_chunks.chunk_rows(head.chunk, x.size // max(x.shape[-1], 1), classes, dtype)
-    call = _linear_chunks.chunk_call(head, (rows, classes), dtype, head.has_positions)
+    rows = _linear_loss_chunks.chunk_rows(head.chunk, x.size // max(x.shape[-1], 1), classes, dtype)
+    call = _linear_loss_chunks.chunk_call(head, (rows, classes), dtype, head.has_positions)
     _implementation.forced(call.as_seen_by(name), name)

@@ -23,8 +23,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxnorm import _arguments, _auto_axes, _linear_chunks, _sharding
-from jaxnorm._linear_call import Head, Kind, Over
+from jaxnorm import _arguments, _auto_axes, _linear_loss_chunks, _sharding
+from jaxnorm._linear_loss_call import Head, Kind, Over
 from jaxnorm._registration import registered
 
 NAME = "linear_softmax_cross_entropy"
@@ -85,14 +85,14 @@ def _logits_dtype(given: dict[str, Any]) -> np.dtype:
 
 
 def _run(*arrays: jax.Array, head: Head) -> list[jax.Array]:
-    return _linear_chunks.run(head, *arrays)
+    return _linear_loss_chunks.run(head, *arrays)
 
 
 # -------------------------------------------------------------------------------- differentiation
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, head: Head) -> tuple[Any, Any]:
-    if head.wrt:  # Second order: `_linear_chunks.run` is differentiated as it is.
+    if head.wrt:  # Second order: `_linear_loss_chunks.run` is differentiated as it is.
         return _jvp_of_run(primals, tangents, head)
     along = {n: t for n, t in zip(head.primals, tangents) if not isinstance(t, ad.Zero)}
     if not along:
@@ -197,7 +197,7 @@ def _batch(arrays: Arrays, dims: Sequence[int | None], *, head: Head) -> tuple[A
     (losses,) = bind(head.rowwise(), *rows)
     positions = dict(zip(head.primals, rows)).get("positions")
     axes = range(1, losses.ndim)
-    return [_linear_chunks.reduced(losses, positions, head.reduction, axes)], [0]
+    return [_linear_loss_chunks.reduced(losses, positions, head.reduction, axes)], [0]
 
 
 def _batch_in_turn(arrays: Arrays, dims: Sequence[int | None], head: Head) -> list[jax.Array]:
@@ -270,14 +270,14 @@ def _lower(ctx: Any, *arrays: Any, head: Head) -> Any:
                 return [_sharding.lie_as(a, aval) for a, aval in zip(results, ctx.avals_out)]
             if _auto_axes.can_partition(axes) and not _auto_axes.are_whole(axes):
                 return _partitioned(head, arrays)
-            return _linear_chunks.run(head, *arrays)
+            return _linear_loss_chunks.run(head, *arrays)
 
     return mlir.lower_fun(function)(ctx, *arrays)
 
 
 def _run_anywhere(head: Head, arrays: Arrays, *, recompute: bool = False) -> list[jax.Array]:
-    """`_linear_chunks.run`, on shards where types name mesh axes."""
-    run = functools.partial(_linear_chunks.run, head, recompute=recompute)
+    """`_linear_loss_chunks.run`, on shards where types name mesh axes."""
+    run = functools.partial(_linear_loss_chunks.run, head, recompute=recompute)
     avals = [jax.typeof(a) for a in arrays]
     if not _sharding.names_axes(*avals):
         return run(*arrays)
@@ -295,7 +295,7 @@ def _run_anywhere(head: Head, arrays: Arrays, *, recompute: bool = False) -> lis
 
 
 def _partitioned(head: Head, arrays: Arrays) -> list[jax.Array]:
-    """`_linear_chunks.run`, on the shards that XLA's partitioner has in hand (Auto axes).
+    """`_linear_loss_chunks.run`, on the shards that XLA's partitioner has in hand (Auto axes).
 
     Its own code would be right, too, but would sum weight's gradient over the devices, and gather
     weight, in each turn of the loop.
@@ -305,12 +305,12 @@ def _partitioned(head: Head, arrays: Arrays) -> list[jax.Array]:
         layout = _Layout.of(given[0], given[1], mesh)
         operands = tuple(NamedSharding(mesh, layout.operand(kind)) for kind in head.operand_kinds)
         results = [NamedSharding(mesh, layout.result(kind)) for kind in head.result_kinds]
-        run = functools.partial(_linear_chunks.run, head, over=layout.over)
+        run = functools.partial(_linear_loss_chunks.run, head, over=layout.over)
         return mesh, run, results, operands
 
     @custom_partitioning
     def whole(*arrays: jax.Array) -> list[jax.Array]:
-        return _linear_chunks.run(head, *arrays)
+        return _linear_loss_chunks.run(head, *arrays)
 
     rows = " ".join(f"r{axis}" for axis in range(arrays[0].ndim - 1))
     # Weight's d is another than x's: how it is stored says how its gradient is to lie.

@@ -28,7 +28,7 @@ from jax import lax
 
 from jaxnorm import _arguments, _primitive, _sharding
 from jaxnorm._call import Call
-from jaxnorm._linear_call import Head, Over, Reduction
+from jaxnorm._linear_loss_call import Head, Over, Reduction
 from jaxnorm._loss import cross_entropy_call
 
 # Rows of x at a time. The fewer, the more often dW is read and written, which its product does not
