@@ -97,6 +97,14 @@ def of_products(rows: Iterable[Row]) -> Figures:
     return figures
 
 
+def steps(rows: Iterable[Row]) -> dict[tuple[str, ...], Row]:
+    """Rows of training steps by model, remat, dtype, batch and provider."""
+    return {
+        (row["model"], row["remat"], row["dtype"], row["batch"], row["provider"]): row
+        for row in rows
+    }
+
+
 def bytes_of(question: Question) -> int:
     return Workload(*question).bytes
 

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import figures, plots, tables
+from benchmarks import figures, page_tables, plots, report_tables, text
 from benchmarks.blocks import BlockWorkload
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import OK, PROVIDER_COLUMNS, ROOT, Row, Table, latest, path, read
@@ -83,14 +83,14 @@ def readme_section(found: Results) -> str:
     parts = [
         paragraph(
             "Milliseconds of a step, and in brackets over those of plain JAX and optax.",
-            tables.provenance(steps),
+            text.provenance(steps),
         ),
-        tables.step_times(steps),
+        page_tables.step_times(steps),
         paragraph(
             "Gigabytes that a step takes beside its arguments and results, and in brackets the "
             "largest batch whose step fits in 80 GB."
         ),
-        tables.step_memory(steps, fitting),
+        page_tables.step_memory(steps, fitting),
         _image(found, "training", README),
     ]
     return "\n\n".join(parts)
@@ -105,20 +105,20 @@ def page_section(found: Results) -> str:
     """What stands between the markers of the docs' page: all suites, for the main shapes."""
     here = os.path.relpath(found.folder, PAGE.parent).replace(os.sep, "/")
     parts = [
-        paragraph(tables.provenance(found.rows["kernels"]), tables.who(found.kernels)),
+        paragraph(text.provenance(found.rows["kernels"]), page_tables.who(found.kernels)),
         _image(found, "kernels", PAGE),
         paragraph(_ROOF, "(A backward reads twice what it writes, which goes a little faster.)"),
-        tables.kernels(found.kernels),
+        page_tables.kernels(found.kernels),
         paragraph(
             "How jaxnorm compares with the others: its speed over theirs, median (least to "
             "greatest), and in how many cells they are more than 2 % ahead. Kernels are forward "
             "and backward each on its own; calls are both at once, through the library's own API "
             "and compiler."
         ),
-        tables.comparisons(found.kernels, found.api),
+        page_tables.comparisons(found.kernels, found.api),
         paragraph(
-            tables.notes(found.kernels),
-            tables.where_ahead(figures.ahead(found.kernels)),
+            text.notes(found.kernels),
+            page_tables.where_ahead(figures.ahead(found.kernels)),
             f"[{REPORT}]({here}/{REPORT}) lists them, and every provider's GB/s; the CSV files "
             "beside it have every figure.",
         ),
@@ -133,7 +133,7 @@ def _captioned(found: Results, name: str) -> list[str]:
     """Caption, plot where it belongs there, and table of a suite."""
     table = _SHORT_TABLES.get(name, _TABLES[name])
     plot = [_image(found, name, PAGE)] if name in _ILLUSTRATED else []
-    return [paragraph(_CAPTIONS[name], tables.provenance(found.rows[name])), *plot, table(found)]
+    return [paragraph(_CAPTIONS[name], text.provenance(found.rows[name])), *plot, table(found)]
 
 
 def paragraph(*sentences: str) -> str:
@@ -154,16 +154,16 @@ def full_report(found: Results) -> str:
     ]
     for name, rows in found.rows.items():
         if rows:
-            parts += [f"## {name}", tables.provenance(rows), _TABLES[name](found)]
+            parts += [f"## {name}", text.provenance(rows), _TABLES[name](found)]
             parts += [_FOOTNOTES[name]] if name in _FOOTNOTES else []
-    if notes := tables.notes(found.kernels | found.blocks):
+    if notes := text.notes(found.kernels | found.blocks):
         parts.append(notes)
     if found.ahead:
-        parts += ["## Where a peer is more than 2 % ahead", tables.ahead(found.ahead)]
+        parts += ["## Where a peer is more than 2 % ahead", report_tables.ahead(found.ahead)]
     suites = ("kernels", "api", "blocks", "loss", "linear", "latency", "accuracy")
     timed = [row for name in suites for row in found.rows[name]]
     if any(row["status"] != OK for row in timed):
-        parts += ["## What failed", tables.failed(timed)]
+        parts += ["## What failed", report_tables.failed(timed)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -187,16 +187,16 @@ _CAPTIONS = {
 }
 _ILLUSTRATED = ("linear",)  # on the page, beside the kernels
 _TABLES: dict[str, Callable[[Results], str]] = {
-    "kernels": lambda found: tables.speeds(found.kernels, ("fwd", "bwd")),
-    "api": lambda found: tables.speeds(found.api, ("fwd+bwd",)),
-    "blocks": lambda found: tables.by_block(found.blocks),
-    "loss": lambda found: tables.losses(found.rows["loss"]),
-    "linear": lambda found: tables.linear(found.rows["linear"]),
-    "latency": lambda found: tables.latency(found.rows["latency"]),
-    "training": lambda found: tables.training(found.rows["training"]),
-    "capacity": lambda found: tables.capacity(found.rows["capacity"]),
-    "stacks": lambda found: tables.stacks(found.rows["stacks"]),
-    "accuracy": lambda found: tables.accuracy(found.rows["accuracy"]),
+    "kernels": lambda found: report_tables.speeds(found.kernels, ("fwd", "bwd")),
+    "api": lambda found: report_tables.speeds(found.api, ("fwd+bwd",)),
+    "blocks": lambda found: report_tables.by_block(found.blocks),
+    "loss": lambda found: report_tables.losses(found.rows["loss"]),
+    "linear": lambda found: report_tables.linear(found.rows["linear"]),
+    "latency": lambda found: report_tables.latency(found.rows["latency"]),
+    "training": lambda found: report_tables.training(found.rows["training"]),
+    "capacity": lambda found: report_tables.capacity(found.rows["capacity"]),
+    "stacks": lambda found: report_tables.stacks(found.rows["stacks"]),
+    "accuracy": lambda found: report_tables.accuracy(found.rows["accuracy"]),
 }
 
 # Of a suite: what its plots show, and what draws them.
@@ -207,8 +207,8 @@ _PLOTS: dict[str, tuple[str, Callable[..., None]]] = {
     "training": ("Time, temp memory and losses of training steps", plots.training),
 }
 _SHORT_TABLES: dict[str, Callable[[Results], str]] = {  # for the docs' page
-    "blocks": lambda found: tables.by_block(found.blocks, ("fwd+bwd",), medians=True),
-    "linear": lambda found: tables.by_product(found.linear),
+    "blocks": lambda found: report_tables.by_block(found.blocks, ("fwd+bwd",), medians=True),
+    "linear": lambda found: page_tables.by_product(found.linear),
 }
 _FOOTNOTES = {
     "blocks": "`of a copy` is jaxnorm's share of a copy of the least bytes; the others are its "
@@ -243,7 +243,7 @@ def write(folder: Path) -> list[Path]:
     written[0].write_text(full_report(found), encoding="utf-8")
     for suite, dtype in found.plotted:
         written.append(folder / plot_name(dtype, suite))
-        source = tables.provenance(found.rows[suite])
+        source = text.provenance(found.rows[suite])
         title = textwrap.fill(f"{dtype}. {source}", PLOT_WIDTH)
         _, plot = _PLOTS[suite]
         plot(getattr(found, suite), dtype, title, written[-1])

@@ -9,7 +9,17 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import figures, jax_side, processes, report, results, run, tables, worker
+from benchmarks import (
+    figures,
+    jax_side,
+    page_tables,
+    processes,
+    report,
+    report_tables,
+    results,
+    run,
+    worker,
+)
 from benchmarks.linear import LINEAR, LinearWorkload
 from benchmarks.providers import PROVIDERS
 from benchmarks.report import Results
@@ -199,7 +209,7 @@ def test_the_tables(tmp_path):
     mine = PROVIDERS["jaxnorm"].label
     asked = "8192 x 4096 x 6144, bf16"
     # 412.3 GFLOP in 600 us are 687 TFLOP/s.
-    assert tables.linear(found.rows["linear"]).splitlines()[:7] == [
+    assert report_tables.linear(found.rows["linear"]).splitlines()[:7] == [
         "| cell | provider | us | TFLOP/s | of the product | jaxnorm's speed | temp MiB |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
         f"| product forward, {asked} | jnp | 600 | 687 | 1.00 | - | 1 |",
@@ -208,7 +218,7 @@ def test_the_tables(tmp_path):
         f"| rms_norm_linear forward, {asked} | QuACK | 800 | 515 | 0.75 | 1.28x | 1 |",
         f"| rms_norm_linear forward and backward, {asked} | {mine} | 2000 | 618 | - | 1.00x | 1 |",
     ]
-    forward, both = tables.by_product(found.linear).split("\n\n")
+    forward, both = page_tables.by_product(found.linear).split("\n\n")
     assert forward.splitlines()[:1] + forward.splitlines()[2:4] == [
         f"| M x K x N, bf16, forward | product alone | {mine} | QuACK |",
         "| 8192 x 4096 x 6144 | 687 | 660 (0.96) | 515 (0.75) |",

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import calls, jax_side, providers, results, run, tables
+from benchmarks import calls, jax_side, providers, report_tables, results, run
 from benchmarks.losses import LossWorkload
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Machine, Table
@@ -162,7 +162,7 @@ def test_the_table():
     ]
     plain = "cross_entropy forward and backward, 8192 x 32768, bf16"
     whole = "linear_cross_entropy forward and backward, 8192 x 4096 x 128256, bf16"
-    assert tables.losses(rows).splitlines()[2:] == [
+    assert report_tables.losses(rows).splitlines()[2:] == [
         f"| {plain} | {PROVIDERS['jaxnorm'].label} | 500 | 1.08 | 1.00x | 0 |",
         f"| {plain} | QuACK | 600 | 0.90 | 1.20x | - |",
         f"| {whole} | matrix products | 40000 | 1.00 | - | - |",

@@ -2,12 +2,13 @@
 
 import pytest
 
-from benchmarks import figures, report, results, tables
+from benchmarks import figures, page_tables, report, results
 from benchmarks.figures import Figure
 from benchmarks.models import LOSS_STEPS
 from benchmarks.report import PAGE, README, SHOWN, Results
 from benchmarks.results import Table
 from benchmarks.suites import SUITES
+from benchmarks.text import notes
 from benchmarks.workloads import Workload, grid
 
 
@@ -52,10 +53,10 @@ def test_the_committed_report_is_of_the_committed_figures(found):
 
 
 def test_the_main_table(found):
-    lines = tables.kernels(found.kernels).splitlines()
+    lines = page_tables.kernels(found.kernels).splitlines()
     assert len(lines) == 2 + 4 * 2
     assert "-" not in "".join(lines[2:])
-    answers = found.kernels["softmax", "fwd", *tables.MAIN[0], "bfloat16", "bfloat16"]
+    answers = found.kernels["softmax", "fwd", *page_tables.MAIN[0], "bfloat16", "bfloat16"]
     mine, xla = figures.own(answers), answers["xla"]
     first_cell = lines[2].split("|")[2].strip()
     assert first_cell == f"{mine.roof:.2f} ({xla.us / mine.us:.1f}x)"
@@ -93,17 +94,17 @@ def test_a_peer_is_ahead_by_more_than_two_percent(tmp_path):
     assert question == ("softmax", "fwd", 32768, 1024, "float32", "float32")
     assert (peer, ratio) == ("quack", 2.0)
     assert "| softmax forward, 32768 x 1024, f32 | QuACK | 2.00 |" in report.full_report(found)
-    compared = tables.comparisons(found.kernels, found.api)
+    compared = page_tables.comparisons(found.kernels, found.api)
     assert "| QuACK | 0.50x (0.50 to 0.5) | 1 of 1 | - | - |" in compared
     assert "| jnp | 2.00x (2.00 to 2.0) | 0 of 1 | - | - |" in compared
     assert "jaxnorm mosaic" not in compared
-    assert tables.notes(found.kernels) == ""
-    assert "writes dx over x" in tables.notes({question: {"tokamax": None, "xla": None}})
-    said = tables.where_ahead(found.ahead)
+    assert notes(found.kernels) == ""
+    assert "writes dx over x" in notes({question: {"tokamax": None, "xla": None}})
+    said = page_tables.where_ahead(found.ahead)
     assert "are ahead in 1 cells: in 0 where" in said
     assert said.endswith("in 1 others, by 100 % at most.")
-    assert tables.where_ahead([]).endswith("in 0 others.")
-    assert "Measured: jaxnorm, jaxnorm mosaic" in tables.who(found.kernels)
+    assert page_tables.where_ahead([]).endswith("in 0 others.")
+    assert "Measured: jaxnorm, jaxnorm mosaic" in page_tables.who(found.kernels)
 
 
 def test_failures_are_listed(tmp_path):

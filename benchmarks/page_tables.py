@@ -1,0 +1,151 @@
+"""The tables that only README.md and docs/results.md have, and the sentences beside them."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from benchmarks import figures, text, workloads
+from benchmarks.figures import Ahead, Comparison, Figure, Figures
+from benchmarks.models import MODELS, PLAIN, VARIANTS
+from benchmarks.providers import PROVIDERS
+from benchmarks.results import OK, Row
+
+MAIN = [(32768, 1024), (32768, 4096), (8192, 16384), (4096, 65536)]
+LARGE = 100e6  # bytes: twice an H200's cache
+
+
+def who(measured: Figures) -> str:
+    """Which providers were measured, and which of them stands for jaxnorm."""
+    there = {name for answers in measured.values() for name in answers}
+    labels = ", ".join(PROVIDERS[name].label for name in PROVIDERS if name in there)
+    if "jaxnorm" in there:
+        by_name = any(
+            "mosaic" in answers and "jaxnorm" not in answers for answers in measured.values()
+        )
+        return f"Measured: {labels}. jaxnorm is what a call gets by default" + (
+            "; of a forward norm of up to 4 MiB its kernel, for which the default takes XLA's code."
+            if by_name
+            else "."
+        )
+    return (
+        f"Measured: {labels}. Figures are of the kernels, asked for by name; where they are slower "
+        "than XLA the default leaves the call to XLA."
+    )
+
+
+def kernels(measured: Figures) -> str:
+    """For each operation and direction: the share of the roof, and how many times XLA's speed."""
+    columns = [(dtype, shape) for dtype in text.DTYPES for shape in MAIN]
+
+    def cell(op: str, direction: str, dtype: str, shape: workloads.Shape) -> str:
+        answers = measured.get((op, direction, *shape, dtype, dtype), {})
+        mine, faster = figures.own(answers), figures.times_faster(answers, "xla")
+        if mine is None:
+            return "-"
+        return f"{mine.roof:.2f}" if faster is None else f"{mine.roof:.2f} ({faster:.1f}x)"
+
+    header = ["", *(f"{text.DTYPES[dtype]}, {rows} x {cols}" for dtype, (rows, cols) in columns)]
+    return text.table(
+        header,
+        (
+            [f"{op} {text.DIRECTIONS[way]}", *(cell(op, way, *column) for column in columns)]
+            for op in workloads.OPERATIONS
+            for way in ("fwd", "bwd")
+        ),
+    )
+
+
+def comparisons(*suites: Figures) -> str:
+    """A row for each peer, and two columns for each of `suites`: how jaxnorm compares with it."""
+    rows = []
+    for name, provider in PROVIDERS.items():
+        compared = [figures.comparison(measured, name) for measured in suites]
+        if name not in figures.OWN and any(compared):
+            rows.append([provider.label, *(cell for it in compared for cell in _compared(it))])
+    header = [f"{what}: {column}" for what in ("kernels", "calls") for column in ("speed", "ahead")]
+    return text.table(["against", *header], rows)
+
+
+def where_ahead(found: Iterable[Ahead]) -> str:
+    """One sentence: on which arrays kernels of other libraries are ahead."""
+    by_cell: dict[figures.Question, float] = {}
+    for each in found:
+        if PROVIDERS[each.peer].adapter != PROVIDERS["jaxnorm"].adapter:
+            by_cell[each.question] = max(each.ratio, by_cell.get(each.question, 1.0))
+    large = [ratio for cell, ratio in by_cell.items() if figures.bytes_of(cell) >= LARGE]
+    most = f", by {100 * (max(large) - 1):.0f} % at most" if large else ""
+    return (
+        f"Kernels of other libraries are ahead in {len(by_cell)} cells: in "
+        f"{len(by_cell) - len(large)} where less than {LARGE / 1e6:.0f} MB move, part of which "
+        f"stays in the GPU's cache, and in {len(large)} others{most}."
+    )
+
+
+def _compared(it: Comparison | None) -> tuple[str, str]:
+    if it is None:
+        return "-", "-"
+    speed = f"{it.median:.2f}x ({it.least:.2f} to {it.greatest:.1f})"
+    return speed, f"{it.ahead} of {it.cells}"
+
+
+def step_times(rows: Sequence[Row]) -> str:
+    """Milliseconds of steps: a column for each variant, and how much that is of plain jnp's."""
+
+    def cell(row: Row, plain: Row) -> str:
+        time = f"{float(row['ms']):.1f}"
+        return time if row is plain else f"{time} ({text.ratio(row, plain, 'ms')})"
+
+    return _by_variant(rows, cell)
+
+
+def step_memory(rows: Sequence[Row], fitting: Sequence[Row]) -> str:
+    """Temp gigabytes of steps and the largest batch that fits: a column for each variant."""
+    batches = {(r["model"], r["remat"], r["provider"]): r["batch_in_80gb"] for r in fitting}
+
+    def cell(row: Row, plain: Row) -> str:
+        del plain
+        batch = batches.get((row["model"], row["remat"], row["provider"]), "-")
+        return f"{text.gigabytes(row['temp_bytes'])} ({batch})"
+
+    return _by_variant(rows, cell)
+
+
+def _by_variant(rows: Sequence[Row], cell: Callable[[Row, Row], str]) -> str:
+    measured = figures.steps(row for row in rows if row["status"] == OK)
+    body = []
+    for asked in dict.fromkeys(tuple(step[:-1]) for step in measured):
+        model, remat, _, batch = asked
+        plain = measured.get((*asked, PLAIN))
+        found = [measured.get((*asked, variant)) for variant in VARIANTS]
+        cells = [cell(row, plain) if row and plain else "-" for row in found]
+        body.append([f"{model}, {batch} x {MODELS[model].seq}", remat, *cells])
+    return text.table(["model, batch x length", "remat", *VARIANTS.values()], body)
+
+
+def by_product(measured: Figures) -> str:
+    """TFLOP/s of a norm with its product: a table for each dtype and direction."""
+    asked = dict.fromkeys(
+        (direction, dtype) for op, direction, _, dtype in measured if op == "rms_norm_linear"
+    )
+    return "\n\n".join(_by_product(measured, *each) for each in asked)
+
+
+def _by_product(measured: Figures, direction: str, dtype: str) -> str:
+    found = {
+        shape: answers
+        for (op, way, shape, its_dtype), answers in measured.items()
+        if (op, way, its_dtype) == ("rms_norm_linear", direction, dtype)
+    }
+    there = [name for name in PROVIDERS if any(name in answers for answers in found.values())]
+    body = []
+    for shape, answers in found.items():
+        alone = measured.get(("product", direction, shape, dtype), {}).get("jnp")
+        cells = ["-" if alone is None else text.digits(alone.speed)]
+        for figure in map(answers.get, there):
+            cells.append("-" if figure is None else _speed_and_share(figure))
+        body.append([shape.replace("x", " x "), *cells])
+    title = f"M x K x N, {text.DTYPES[dtype]}, {text.DIRECTIONS[direction]}"
+    labels = (PROVIDERS[name].label for name in there)
+    return text.table([title, "product alone", *labels], body)
+
+
+def _speed_and_share(figure: Figure) -> str:
+    return f"{text.digits(figure.speed)} ({text.share(figure)})"

@@ -1,0 +1,282 @@
+"""The tables of report.md; docs/results.md shows some of them, too, and of blocks the medians."""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from benchmarks import blocks, figures, text, workloads
+from benchmarks.blocks import BLOCKS
+from benchmarks.figures import Ahead, Figure, Figures
+from benchmarks.losses import LossWorkload
+from benchmarks.models import LOSS_STEPS, MODELS, PLAIN, VARIANTS
+from benchmarks.providers import PROVIDERS
+from benchmarks.results import OK, Row
+
+_BLOCK_DTYPES = {**text.DTYPES, "mixed": "bf16 beside an f32 residual stream"}
+MIB = 2**20
+
+
+def speeds(measured: Figures, directions: Sequence[str]) -> str:
+    """GB/s of every provider by N: a table for each of the dtypes and directions measured."""
+    each = (
+        _speeds(measured, direction, x, y) for x, y in workloads.DTYPES for direction in directions
+    )
+    return "\n\n".join(filter(None, each))
+
+
+def _speeds(measured: Figures, direction: str, x: str, y: str) -> str:
+    by_op = {op: figures.along_n(measured, op, direction, x, y) for op in workloads.OPERATIONS}
+    columns = sorted({n for answers in by_op.values() for n in answers})
+    if not columns:
+        return ""
+    rows = []
+    for op, answers in by_op.items():
+        for provider in PROVIDERS:
+            found = [answers.get(n, {}).get(provider) for n in columns]
+            if any(found):
+                cells = ["-" if f is None else f"{f.speed:.0f}" for f in found]
+                rows.append([f"{op}: {PROVIDERS[provider].label}", *cells])
+    header = f"GB/s, {text.dtypes(x, y)}, {text.DIRECTIONS[direction]}"
+    return text.table([header, *(f"N={n}" for n in columns)], rows)
+
+
+def ahead(found: Sequence[Ahead]) -> str:
+    """Every cell where a peer is ahead, the widest margins first."""
+    rows = []
+    for each in sorted(found, key=lambda a: -a.ratio):
+        op, direction, m, n, x, y = each.question
+        name = f"{op} {text.DIRECTIONS[direction]}, {m} x {n}, {text.dtypes(x, y)}"
+        rows.append([name, PROVIDERS[each.peer].label, f"{each.ratio:.2f}"])
+    return text.table(["cell", "ahead", "jaxnorm's time over its"], rows)
+
+
+def training(rows: Sequence[Row]) -> str:
+    """Steps of models: times and memory, also over plain jnp's, and losses."""
+    measured = figures.steps(rows)
+    body = []
+    for (model, remat, dtype, batch, variant), row in measured.items():
+        cells = [f"{model}, {batch} x {MODELS[model].seq}", remat, VARIANTS[variant]]
+        if row["status"] != OK:
+            body.append([*cells, row["status"], *[""] * 7])
+            continue
+        plain = measured.get((model, remat, dtype, batch, PLAIN), {})
+        first_and_last = [float(row[f"loss_{step}"]) for step in (LOSS_STEPS[0], LOSS_STEPS[-1])]
+        body.append(
+            [
+                *cells,
+                f"{float(row['ms']):.1f}",
+                text.ratio(row, plain, "ms"),
+                row["kernels_ms"] or "-",
+                text.ratio(row, plain, "kernels_ms"),
+                text.gigabytes(row["temp_bytes"]),
+                text.ratio(row, plain, "temp_bytes"),
+                text.gigabytes(row["peak_bytes"]),
+                " to ".join(f"{loss:.3f}" for loss in first_and_last),
+            ]
+        )
+    header = ["ms/step", "of jnp's", "kernels ms", "of jnp's", "temp GB", "of jnp's", "peak GB"]
+    losses = f"loss, step {LOSS_STEPS[0]} to {LOSS_STEPS[-1]}"
+    table = text.table(["model, batch x length", "remat", "norms and loss", *header, losses], body)
+    said = ", ".join(map(str, LOSS_STEPS))
+    return f"{table}\n\nAt steps {said} losses are at most {_apart(measured):.4f} nats from jnp's."
+
+
+def _apart(measured: Mapping[tuple[str, ...], Row]) -> float:
+    """How far losses of a model with jaxnorm's functions are from plain jnp's, at most."""
+    pairs = [
+        (row, measured.get((*asked, PLAIN)))
+        for (*asked, _), row in measured.items()
+        if row["status"] == OK
+    ]
+    return max(
+        (
+            abs(float(row[name]) - float(plain[name]))
+            for row, plain in pairs
+            if plain is not None and plain["status"] == OK
+            for name in (f"loss_{step}" for step in LOSS_STEPS)
+        ),
+        default=0.0,
+    )
+
+
+def capacity(rows: Sequence[Row]) -> str:
+    """The largest batch of each step that fits: a column for each variant."""
+    found = {
+        (row["model"], row["remat"], row["provider"]): row["batch_in_80gb"] or row["status"]
+        for row in rows
+    }
+    body = [
+        [
+            f"{model}, length {MODELS[model].seq}",
+            remat,
+            *(found.get((model, remat, variant), "-") for variant in VARIANTS),
+        ]
+        for model, remat in dict.fromkeys(asked[:2] for asked in found)
+    ]
+    return text.table(["model", "remat", *VARIANTS.values()], body)
+
+
+def stacks(rows: Sequence[Row]) -> str:
+    """Times of stacks of layers: jaxnorm's, plain jnp's, and one over the other."""
+    body = []
+    for row in rows:
+        name = f"{row['op']} {text.DIRECTIONS[row['direction']]}, {row['rows']} x {row['cols']}"
+        cells = [f"{name}, {text.DTYPES[row['dtype']]}", PROVIDERS[row["provider"]].label]
+        if row["status"] != OK:
+            body.append([*cells, row["status"], "", "", "", ""])
+            continue
+        ms, jnp_ms = float(row["ms"]), float(row["jnp_ms"])
+        times = [f"{ms:.3f}", f"{jnp_ms:.3f}", f"{ms / jnp_ms:.3f}"]
+        body.append([*cells, *times, row["kernels_ms"] or "-", row["jnp_kernels_ms"] or "-"])
+    header = ["cell", "provider", "ms", "jnp ms", "ms / jnp ms", "kernels ms", "jnp kernels ms"]
+    return text.table(header, body)
+
+
+def by_block(
+    measured: Figures, directions: Sequence[str] = blocks.DIRECTIONS, *, medians: bool = False
+) -> str:
+    """A table for each dtype and direction: jaxnorm's share of a copy, and its speed over others.
+
+    Block by block the shapes, then their median; with `medians` that alone.
+    """
+    each = (
+        _by_block(measured, direction, dtype, medians)
+        for dtype in blocks.DTYPES
+        for direction in directions
+    )
+    return "\n\n".join(filter(None, each))
+
+
+def _by_block(measured: Figures, direction: str, dtype: str, medians: bool) -> str:
+    found = {op: figures.along_shapes(measured, op, direction, dtype) for op in BLOCKS}
+    there = {name for shapes in found.values() for answers in shapes.values() for name in answers}
+    peers = [name for name in PROVIDERS if name in there and name not in figures.OWN]
+    body = []
+    for op, shapes in found.items():
+        rows = [
+            (shape, answers, mine)
+            for shape, answers in shapes.items()
+            if (mine := figures.own(answers)) is not None
+        ]
+        for shape, answers, mine in rows if not medians else ():
+            speeds = [_speed(mine, answers.get(peer)) for peer in peers]
+            body.append(
+                [f"{op}, {shape.replace('x', ' x ')}", f"{mine.roof:.2f}{_star(mine)}", *speeds]
+            )
+        if rows:
+            roof = statistics.median(mine.roof for _, _, mine in rows)
+            ratios = [
+                [answers[peer].us / mine.us for _, answers, mine in rows if peer in answers]
+                for peer in peers
+            ]
+            speeds = [f"{statistics.median(r):.2f}x" if r else "-" for r in ratios]
+            body.append([f"{op}, median", f"{roof:.2f}", *speeds])
+    if not body:
+        return ""
+    title = f"{_BLOCK_DTYPES[dtype]}, {text.DIRECTIONS[direction]}"
+    against = (f"against {PROVIDERS[peer].label}" for peer in peers)
+    return text.table([title, "of a copy", *against], body)
+
+
+def _speed(mine: Figure, other: Figure | None) -> str:
+    return "-" if other is None else f"{other.us / mine.us:.2f}x{_star(other)}"
+
+
+def _star(figure: Figure) -> str:
+    """Where the program also passes over whole arrays without computing."""
+    return "*" if figure.extra_passes else ""
+
+
+def losses(rows: Sequence[Row]) -> str:
+    """Time, share of the roof, jaxnorm's speed over it, and memory of each provider, by cell."""
+    of_copies = figures.of((row for row in rows if row["roof"]), LossWorkload)
+
+    def roof(cell: figures.Question, answers: Mapping[str, Row], name: str) -> str:
+        if cell in of_copies:
+            return f"{of_copies[cell][name].roof:.2f}"
+        if "products" not in answers:
+            return "-"
+        return f"{float(answers['products']['us']) / float(answers[name]['us']):.2f}"
+
+    return _by_shape(rows, {"of the roof": roof})
+
+
+def linear(rows: Sequence[Row]) -> str:
+    """As `losses`, with TFLOP/s, and the share of the product alone."""
+    found = figures.of_products(rows)
+
+    def tflops(cell: figures.Question, answers: Mapping[str, Row], name: str) -> str:
+        return text.digits(found[cell][name].speed)
+
+    def of_product(cell: figures.Question, answers: Mapping[str, Row], name: str) -> str:
+        return text.share(found[cell][name])
+
+    return _by_shape(rows, {"TFLOP/s": tflops, "of the product": of_product})
+
+
+def _by_shape(rows: Sequence[Row], columns: Mapping[str, Callable[..., str]]) -> str:
+    """The providers of a cell one after the other; `columns` beside time, speed and memory.
+
+    A column is a function of the cell, the rows of its providers, and a provider.
+    """
+    by_cell: dict[figures.Question, dict[str, Row]] = {}
+    for row in rows:
+        if row["status"] == OK:
+            cell = (row["op"], row["direction"], row["shape"], row["dtype"])
+            by_cell.setdefault(cell, {})[row["provider"]] = row
+    body = []
+    for cell, answers in by_cell.items():
+        op, direction, shape, dtype = cell
+        us = {name: float(row["us"]) for name, row in answers.items()}
+        mine = next((us[name] for name in figures.OWN if name in us), None)
+        for name in (name for name in PROVIDERS if name in answers):
+            temp = answers[name]["temp_bytes"]
+            body.append(
+                [
+                    f"{op} {text.DIRECTIONS[direction]}, {shape.replace('x', ' x ')}, "
+                    f"{text.DTYPES[dtype]}",
+                    PROVIDERS[name].label,
+                    text.digits(us[name]),
+                    *(column(cell, answers, name) for column in columns.values()),
+                    "-" if mine is None else f"{us[name] / mine:.2f}x",
+                    f"{int(temp) / MIB:.0f}" if temp else "-",
+                ]
+            )
+    return text.table(["cell", "provider", "us", *columns, "jaxnorm's speed", "temp MiB"], body)
+
+
+def _by_cell(rows: Sequence[Row], header: Sequence[str], columns: Sequence[str]) -> str:
+    """Rows of a timed suite, the providers of a cell one after the other."""
+    order = list(PROVIDERS)
+    body = [
+        [
+            f"{row['op']} {text.DIRECTIONS[row['direction']]}, {row['rows']} x {row['cols']}, "
+            f"{text.dtypes(row['x_dtype'], row['y_dtype'])}",
+            PROVIDERS[row["provider"]].label,
+            *(row[column] or "-" for column in columns),
+        ]
+        for row in sorted(rows, key=lambda row: order.index(row["provider"]))
+        if row["status"] == OK
+    ]
+    return text.table(["cell", "provider", *header], sorted(body, key=lambda cells: cells[0]))
+
+
+def latency(rows: Sequence[Row]) -> str:
+    """Microseconds: of the kernels, and from the host."""
+    return _by_cell(rows, ["kernels us", "from the host us"], ["us", "wall_us"])
+
+
+def accuracy(rows: Sequence[Row]) -> str:
+    """Relative errors of the gradients against float64."""
+    names = ("dx", "dscale", "dbias")
+    return _by_cell(rows, names, [f"{name}_error" for name in names])
+
+
+def failed(rows: Iterable[Row]) -> str:
+    """What providers could not do: how many cells for each reason."""
+    return text.table(
+        ["provider: reason", "cells"],
+        (
+            [f"{PROVIDERS[provider].label}: {status.replace('|', '/')}", str(count)]
+            for (provider, status), count in figures.failures(rows).items()
+        ),
+    )

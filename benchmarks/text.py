@@ -1,0 +1,60 @@
+"""The text of results: Markdown tables, names, digits, and where figures come from."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from benchmarks.figures import Figure, Figures
+from benchmarks.providers import PROVIDERS
+from benchmarks.results import Row
+
+DTYPES = {"bfloat16": "bf16", "float32": "f32"}
+DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first column is text and whose others are figures."""
+    lines = [header, ("---", *["---:"] * (len(header) - 1)), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def dtypes(x: str, y: str) -> str:
+    return DTYPES[x] if x == y else f"{DTYPES[x]} to {DTYPES[y]}"
+
+
+def digits(value: float) -> str:
+    """With as many decimals, two at most, as make three digits."""
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def share(figure: Figure) -> str:
+    return "-" if math.isnan(figure.roof) else f"{figure.roof:.2f}"
+
+
+def gigabytes(size: str) -> str:
+    return f"{float(size) / 1e9:.1f}"
+
+
+def ratio(row: Row, plain: Mapping[str, str], column: str) -> str:
+    """Of a column, over plain jnp's."""
+    if not row[column] or not plain.get(column):
+        return "-"
+    return f"{float(row[column]) / float(plain[column]):.2f}"
+
+
+def provenance(rows: Sequence[Row]) -> str:
+    """Where figures come from: device, software, commits."""
+
+    def values(column: str) -> str:
+        return ", ".join(dict.fromkeys(row[column] for row in rows))
+
+    packages = sorted({package for row in rows for package in row["software"].split(" + ")})
+    return (
+        f"One {values('device')}; {', '.join(packages)}; jaxnorm's kernels of commit "
+        f"{values('commit')}."
+    )
+
+
+def notes(measured: Figures) -> str:
+    """What has to be known of the providers that were measured."""
+    there = {name for answers in measured.values() for name in answers}
+    return " ".join(p.note for name, p in PROVIDERS.items() if name in there and p.note)
