@@ -7,12 +7,15 @@ The sizes that matter, and how the lines below use them:
   bits from the L2 cache: a tile of 128 by 128 takes 16 cycles and 8, one of 64 by 64 takes 4 and 4.
   So the largest tile whose sums the registers hold is best, where there are enough of them.
 * Tiles are fewer than multiprocessors where y is small. Then smaller tiles keep all of them busy.
+  But where no more than 1 in 8 would be idle, the larger tile is better: 128 of them on the 132 of
+  an H100 took 0.82 (1024 x 1024 x 1024) to 0.97 (2048 x 2048 x 2048) of the time of smaller ones.
 * Of few rows the product costs what reading weight does, and about 64 KiB of reads under way in
   each multiprocessor keep the memory busy.
 * What is read ahead lies in shared memory, of which GPUs have 99 to 227 KiB for a program: the
   tiles' inner axis is halved until at least three of them fit, for one is being multiplied.
 
-From these sizes, and compiled; nothing of it was timed.
+Timed on an H100 (`benchmarks/sweeps/triton_linear.py`); what is said of other GPUs is from these
+sizes, and compiled.
 """
 
 import dataclasses
@@ -26,6 +29,9 @@ _REGISTERS = 2**16  # of a multiprocessor
 # Rows of tiles of y that programs go down before they go right. 100 to 216 programs run at a time:
 # of 16 by 7 tiles of 128 by 256, or of 16 by 13 of 128 by 128, they read the fewest different ones.
 _GROUP = 16
+
+# Of all multiprocessors.
+_BUSY = 7 / 8
 
 # Of a tile of a tensor core's.
 _LEAST_ROWS = 16
@@ -83,11 +89,11 @@ class Line:
     unaligned: bool = False
 
     def fits(self, spec: LinearSpec, gpu: Gpu) -> bool:
-        """Whether no smaller tile has all rows, and every multiprocessor has a tile."""
+        """Whether no smaller tile has all rows, and nearly every multiprocessor has a tile."""
         return (
             (not self.unaligned or _is_unaligned(spec))
             and (spec.rows > self.tile_rows // 2 or self.tile_rows == _LEAST_ROWS)
-            and _tiles(self.tile_rows, self.tile_features, spec) >= gpu.sms
+            and _tiles(self.tile_rows, self.tile_features, spec) >= _BUSY * gpu.sms
         )
 
 
