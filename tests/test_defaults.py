@@ -26,13 +26,26 @@ def support(request, monkeypatch):
     return request.param, support
 
 
-def timed(name):
-    """Microseconds of each workload that both have run: of the kernels, and of XLA's.
+H200, H100 = (folder.name for folder in report.SHOWN)
+MEASURED = {"mosaic": (H200, H100), "triton": (H200,)}
 
-    Of the whole grid on an H200, and of what came later on an H100.
-    """
+# Above that, by 5 and 2 %: arrays of 16 MiB, which an H100's cache holds in part. In RMSNorm blocks
+# of two tiles of 16 rows make up for it, at this size alone; of nine schedules of log_softmax none.
+SLOWER_ON_H100 = {
+    KernelWorkload("rms_norm", "fwd", 32768, 256, "bfloat16", "bfloat16"),
+    KernelWorkload("log_softmax", "fwd", 32768, 128, "float32", "float32"),
+}
+
+
+def replaced(device, workload):
+    """Whether the figures there are of a kernel that has gone: of long rows of odd lengths."""
+    return device == H200 and (workload.direction, workload.cols) == ("bwd", 50257)
+
+
+def timed(name):
+    """Microseconds by device and workload that both have run: of the kernels, and of XLA's."""
     return {
-        KernelWorkload(*question): (answers[name].us, answers["xla"].us)
+        (folder.name, KernelWorkload(*question)): (answers[name].us, answers["xla"].us)
         for folder in report.SHOWN
         for question, answers in report.Results(folder).kernels.items()
         if {name, "xla"} <= {*answers}
@@ -41,33 +54,43 @@ def timed(name):
 
 def test_no_default_is_slower_than_xla(support):
     name, support = support
-    figures = timed(name)
-    assert len(figures) > 500
-    slower = {
-        workload: f"{ours:.2f} us against {theirs:.2f}"
-        for workload, (ours, theirs) in figures.items()
-        if support.supports(workload.spec) is None
-        and support.prefers(workload.spec) is None
-        and ours > NOISE * theirs
-    }
-    assert not slower
+    for device in MEASURED[name]:
+        figures = {w: times for (where, w), times in timed(name).items() if where == device}
+        assert len(figures) > 500
+        slower = {
+            workload: f"{ours:.2f} us against {theirs:.2f}"
+            for workload, (ours, theirs) in figures.items()
+            if support.supports(workload.spec) is None
+            and support.prefers(workload.spec) is None
+            and not (name == "mosaic" and replaced(device, workload))
+            and ours > NOISE * theirs
+        }
+        assert {*slower} == (SLOWER_ON_H100 if device == H100 else set()), slower
+
+
+def test_no_call_as_in_training_is_slower_than_plain_jax():
+    for folder in report.SHOWN:
+        figures = report.Results(folder).api
+        assert len(figures) > 100
+        ratios = {w: each["jaxnorm"].us / each["jnp"].us for w, each in figures.items()}
+        assert not {w: round(ratio, 3) for w, ratio in ratios.items() if ratio > NOISE}
 
 
 def test_a_call_that_is_left_has_a_reason(support):
     """Alone; what is left for the sake of the program that it is in has other figures, below."""
     name, support = support
-    figures = timed(name)
-    left = [w for w in figures if support.prefers(w.spec) and not first(BETTER_FUSED, w.spec)]
+    left = [
+        (support.prefers(w.spec), ours > theirs)
+        for (_, w), (ours, theirs) in timed(name).items()
+        if support.prefers(w.spec) and not first(BETTER_FUSED, w.spec)
+    ]
     assert left
     # No sentence holds back calls for which the kernels are always faster.
-    for reason in {support.prefers(w.spec) for w in left}:
-        assert any(
-            figures[w][0] > figures[w][1] for w in left if support.prefers(w.spec) == reason
-        ), reason
+    assert {reason for reason, is_slower in left if is_slower} == {reason for reason, _ in left}
 
 
 def test_mosaics_forward_passes_are_left_for_the_program_s_sake_alone():
-    for w in timed("mosaic"):
+    for _, w in timed("mosaic"):
         if w.direction == "fwd":
             assert mosaic.prefers(w.spec) == first(BETTER_FUSED, w.spec)
 

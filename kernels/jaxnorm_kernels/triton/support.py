@@ -146,7 +146,7 @@ def supports(spec: Spec | LinearSpec) -> str | None:
 def prefers(spec: Spec | LinearSpec) -> str | None:
     """None, or why the default leaves this call to xla."""
     if isinstance(spec, LinearSpec):
-        return "its kernel of a norm with a product is not measured yet"
+        return "XLA's norm and product are faster than its kernel where it was timed, on an H100"
     return first(_LEFT_TO_XLA, spec)
 
 
