@@ -59,6 +59,8 @@ def _run(*arrays: jax.Array, product: Product) -> list[jax.Array]:
     """The pass of a product; the backward is what JAX makes of the tangent."""
     count = len(product.kept)
     kept, linear = dict(zip(product.kept, arrays[:count])), arrays[count:]
+    # Else XLA makes the normalised x where the forward does, and keeps it until here.
+    kept["x"], *linear = lax.optimization_barrier((kept["x"], *linear))
     tangent = functools.partial(_tangent, product, kept)
     if product.direction == "tan":
         return tangent(*linear)
@@ -78,8 +80,6 @@ def _tangent(product: Product, kept: dict[str, jax.Array], *linear: jax.Array) -
         return {n: _sharding.reshard(a, layout.mesh, layout.spec(n)) for n, a in arrays.items()}
 
     kept, along = lie(kept), lie(dict(zip(product.wrt, linear)))
-    # Else XLA finds that the forward has made the normalised x before, and keeps that.
-    kept["x"] = lax.optimization_barrier(kept["x"])
     tangent: Callable[..., tuple[jax.Array, jax.Array]]
     tangent = _implementation.module("xla").rms_norm_linear_tan  # type: ignore[attr-defined]
     dy, dz = tangent(

@@ -7,6 +7,7 @@ result of more than 1 is wrong.
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from jaxnorm._running_error import Bounded
 from jaxnorm._text import progress, table
 
 DTYPES = ("float32", "bfloat16")
-_THREADS = 4
+_THREADS = min(16, os.cpu_count() or 1)
 # XLA would time matrix products in many forms, to take one; any is as right.
 _OPTIONS = {"cuda": {"xla_gpu_autotune_level": "0"}}
 
