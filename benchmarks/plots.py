@@ -16,7 +16,7 @@ matplotlib.use("Agg")  # before pyplot: a CI machine has no display
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks import blocks, figures, workloads
+from benchmarks import blocks, figures, text, workloads
 from benchmarks.figures import Figure, Figures
 from benchmarks.linear import LINEAR, TOKENS
 from benchmarks.models import LOSS_STEPS, MODELS, REMATS, VARIANTS
@@ -44,7 +44,6 @@ STYLES = {
 _OF_VARIANTS = dict(zip(VARIANTS, ("#E69F00", "#56B4E9", "#009E73", "#0072B2")))
 COPY = "copy (the roof)"
 PRODUCT = "the product alone, by XLA"
-_TITLES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
 
 Answers = dict[Any, dict[str, Figure]]  # by N, or a name, and provider
 
@@ -53,7 +52,7 @@ def kernels(measured: Figures, dtype: str, title: str, path: Path) -> None:
     """Writes a PNG of kernel times in one dtype."""
     panels = [
         [
-            (f"{op} {_TITLES[way]}", figures.along_n(measured, op, way, dtype, dtype))
+            (f"{op} {text.DIRECTIONS[way]}", figures.along_n(measured, op, way, dtype, dtype))
             for way in ("fwd", "bwd")
         ]
         for op in workloads.OPERATIONS
@@ -66,7 +65,7 @@ def by_block(measured: Figures, dtype: str, title: str, path: Path) -> None:
     """Writes a PNG of blocks in one dtype."""
     panels = [
         [
-            (f"{op} {_TITLES[way]}", figures.along_cols(measured, op, way, dtype))
+            (f"{op} {text.DIRECTIONS[way]}", figures.along_cols(measured, op, way, dtype))
             for way in blocks.DIRECTIONS
         ]
         for op in blocks.BLOCKS
@@ -78,7 +77,7 @@ def linear(measured: Figures, dtype: str, title: str, path: Path) -> None:
     """Writes a PNG of products in one dtype: squares, and beside them those of models."""
     panels = [
         [
-            (f"{op} {_TITLES[way]}", along(measured, op, way, dtype))
+            (f"{op} {text.DIRECTIONS[way]}", along(measured, op, way, dtype))
             for along in (figures.along_squares, figures.along_projections)
         ]
         for op, asked in LINEAR.items()

@@ -7,7 +7,8 @@ to start them: coarser than the kernel times of the repository's benchmarks, and
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -70,16 +71,18 @@ CALLS = (
 def report() -> str:
     """A table of times, of forward and backward together."""
     lines = [("function", "shape", "dtype", "here", "XLA", "speed-up")]
-    for call in progress(CALLS):
-        ours, xla = _times(call)
+    with ThreadPoolExecutor(len(CALLS)) as pool:  # to compile; all are ready before one is timed
+        ready = [each for _, each in zip(progress(CALLS), pool.map(_ready, CALLS))]
+    for call, (programs, arguments) in zip(CALLS, ready):
+        ours, xla = _times(programs, arguments)
         shape = " x ".join(map(str, next(iter(call.shapes.values()))))
         times = f"{ours * 1e6:.0f} us", f"{xla * 1e6:.0f} us", f"{xla / ours:.2f}"
         lines.append((call.function, shape, call.dtype, *times))
     return table(lines, left=(0, 1, 2))
 
 
-def _times(call: Timed) -> tuple[float, float]:
-    """Seconds of a program: medians of batches that take turns, so that a slow spell hits both."""
+def _ready(call: Timed) -> tuple[list[Callable[..., Any]], tuple[Any, ...]]:
+    """Ours and XLA's program, which have run, and their arguments."""
     keys = iter(jax.random.split(jax.random.key(0), len(call.shapes)))
     operands, constants = {}, {}
     for name, shape in call.shapes.items():
@@ -92,6 +95,13 @@ def _times(call: Timed) -> tuple[float, float]:
     arguments = operands, constants, call.cotangents(operands, constants)
     for program in programs:
         jax.block_until_ready(program(*arguments))
+    return programs, arguments
+
+
+def _times(
+    programs: Sequence[Callable[..., Any]], arguments: tuple[Any, ...]
+) -> tuple[float, float]:
+    """Seconds of a program: medians of batches that take turns, so that a slow spell hits both."""
     batches = [[_batch(p, *arguments) for p in programs] for _ in range(_BATCHES)]
     ours, xla = (statistics.median(times) for times in zip(*batches))
     return ours, xla
