@@ -20,7 +20,7 @@ from test_softmax import FUNCTIONS, GRADIENTS, data
 import jaxnorm
 from jaxnorm._softmax import filled_softmax
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 SCALE = 0.37
 # x, bias, y
@@ -281,7 +281,6 @@ def on_one_device(name, bias_shape):
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("quick_to_compile")
 def test_on_a_mesh(spec, bias_shape, kind, name):
     mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
     run, (x, bias, d), expected = on_one_device(name, bias_shape)

@@ -11,7 +11,7 @@ from flax import nnx
 import jaxnorm
 import jaxnorm.nnx
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 PAIRS = {"LayerNorm": (jaxnorm.nnx.LayerNorm, nnx.LayerNorm)}
 PAIRS["RMSNorm"] = (jaxnorm.nnx.RMSNorm, nnx.RMSNorm)

@@ -12,6 +12,8 @@ from reference import assert_within, exact
 
 import jaxnorm
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 FUNCTIONS = {
     "softmax": (jaxnorm.softmax, reference.softmax, reference.softmax_bound),
     "log_softmax": (jaxnorm.log_softmax, reference.log_softmax, reference.log_softmax_bound),
