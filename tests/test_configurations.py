@@ -1,6 +1,7 @@
 """Every operation in every configuration of JAX that changes how code is traced."""
 
 import contextlib
+import gc
 import itertools
 
 import jax
@@ -11,13 +12,25 @@ from pairs import pairwise
 
 import jaxnorm
 
+
+@contextlib.contextmanager
+def leaks_raise():
+    """Where JAX collects garbage after each trace: only what is made here, not all there is."""
+    gc.freeze()
+    try:
+        with jax.check_tracer_leaks(True):
+            yield
+    finally:
+        gc.unfreeze()
+
+
 TYPES = {"default": contextlib.nullcontext, "x64": lambda: jax.enable_x64(True)}
 CHECKS = {
     "strict dtype promotion": lambda: jax.numpy_dtype_promotion("strict"),
     "rank promotion raises": lambda: jax.numpy_rank_promotion("raise"),
     "checks": lambda: setting("jax_enable_checks", True),
     "NaNs raise": lambda: jax.debug_nans(True),
-    "leaks raise": lambda: jax.check_tracer_leaks(True),
+    "leaks raise": leaks_raise,
 }
 CONFIGURATIONS = TYPES | CHECKS
 FUNCTIONS = {
