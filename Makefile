@@ -8,6 +8,9 @@ SELECTED ?= tests/mosaic -m compiles
 PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python,\
 	$(shell $(p) -c 'import sys; sys.version_info >= (3, 12) and print("$(p)")' 2>/dev/null)))
 
+# Tests start many processes that import jax: with its bytecode written, a second instead of three.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test compile lint docs clean
 
 demo: $(VENV)/.installed

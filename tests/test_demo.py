@@ -35,7 +35,7 @@ def main(monkeypatch, tmp_path):
     return train_transformer.main
 
 
-OPTIONS = [["--dtype", "bfloat16"], ["--no-scan", "--mesh", "data=2,fsdp=2"]]
+OPTIONS = [["--dtype", "bfloat16"], ["--no-scan", "--layers=1", "--mesh", "data=2,fsdp=2"]]
 
 
 @pytest.mark.usefixtures("quick_to_compile")
