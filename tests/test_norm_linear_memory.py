@@ -1,0 +1,159 @@
+"""What rms_norm_linear keeps for its backward: in jaxprs, and as compiled."""
+
+import functools
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import pytest
+from norm_linear_cases import operands
+
+import jaxnorm
+from jaxnorm import rms_norm_linear
+
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
+
+POLICY = functools.partial(jax.checkpoint, policy=jaxnorm.save_policy)
+WITH_Z = functools.partial(
+    jax.checkpoint,
+    policy=jax.checkpoint_policies.save_from_both_policies(
+        jaxnorm.save_policy,
+        jax.checkpoint_policies.save_only_these_names("jaxnorm_preactivation"),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("around", "activation", "residual", "kept"),
+    [
+        (lambda f: f, None, False, {(4, 16): 1, (4,): 1}),  # x, rstd
+        (lambda f: f, None, True, {(4, 16): 1, (4,): 1}),  # h, rstd
+        (lambda f: f, "gelu", True, {(4, 16): 1, (4,): 1, (4, 24): 1}),  # and z
+        (POLICY, "gelu", True, {(4, 16): 1, (4,): 1}),  # z is made again
+        (WITH_Z, "gelu", True, {(4, 16): 1, (4,): 1, (4, 24): 1}),
+        (jax.checkpoint, "gelu", True, {}),
+    ],
+    ids=["plain", "residual", "activation", "save_policy", "a policy for z", "checkpoint"],
+)
+def test_what_is_kept(around, activation, residual, kept):
+    """Beside operands: of x's rows one array, never the normalised one."""
+    arrays = operands(4, 16, 24)
+
+    def block(x, residual_, weight, scale, bias):
+        given = {"residual": 3 * residual_} if residual else {}
+        return rms_norm_linear(3 * x, weight, scale, bias=bias, activation=activation, **given)
+
+    order = [arrays[n] for n in ("x", "residual", "weight", "scale", "bias")]
+
+    def residuals(*a):
+        return jax.tree.leaves(jax.vjp(around(block), *a)[1])
+
+    jaxpr = jax.make_jaxpr(residuals)(*order).jaxpr
+    inputs = {*jaxpr.invars, *jaxpr.constvars}
+    made = [v for v in jaxpr.outvars if v.aval.ndim and v not in inputs]
+    shapes = [v.aval.shape for v in made]
+    assert len({*made}) == len(made)
+    assert {shape: shapes.count(shape) for shape in shapes} == kept
+
+
+def test_the_residual_s_gradient_is_added_in_the_norm_s_backward():
+    """h's own cotangent goes into the kernel, as that of add_rms_norm does."""
+    arrays = operands(4, 16, 16)
+
+    def loss(x, residual, weight):
+        y, h = rms_norm_linear(x, weight, residual=residual)
+        return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.sin(h))
+
+    order = [arrays[n] for n in ("x", "residual", "weight")]
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*order))
+    assert text.count("jaxnorm.rms_norm_backward") == 1
+    assert "add_any" not in text
+
+
+LAYERS, TOKENS, WIDTH = 6, 512, 128
+
+
+def test_memory_of_a_scan():
+    """Of layers as compiled: no normalised array, and nothing for silu but what it is of."""
+
+    def stack(block, x, parameters):
+        x, _ = jax.lax.scan(lambda x, p: (block(x, *p), None), x, parameters)
+        return jnp.sum(x.astype(jnp.float32) ** 2)
+
+    def ours(x, scale, w1, w2):
+        return x + rms_norm_linear(x, w1, scale, activation="silu") @ w2
+
+    def composed(x, scale, w1, w2):
+        return x + jax.nn.silu(jaxnorm.rms_norm(x, scale, save="input") @ w1) @ w2
+
+    shapes = [(WIDTH,), (WIDTH, WIDTH), (WIDTH, WIDTH)]
+    parameters = [jax.ShapeDtypeStruct((LAYERS, *shape), "float32") for shape in shapes]
+    x = jax.ShapeDtypeStruct((TOKENS, WIDTH), "float32")
+    lowered = [
+        jax.jit(jax.grad(functools.partial(stack, block), argnums=1)).lower(x, parameters)
+        for block in (ours, composed)
+    ]
+    ours, composed = (program.compile().memory_analysis().temp_size_in_bytes for program in lowered)
+    assert composed - ours >= 1.8 * 4 * TOKENS * WIDTH * LAYERS
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_of_unrolled_layers(dtype):
+    """XLA, which has forward and backward before it, does not keep the normalised array either."""
+
+    def stack(block, parameters, x):
+        for scale, weight in parameters:
+            x = x + jnp.sin(block(x, scale, weight))
+        return jnp.sum(x.astype(jnp.float32) ** 2)
+
+    def ours(x, scale, weight):
+        return rms_norm_linear(x, weight, scale)
+
+    def composed(x, scale, weight):
+        return jaxnorm.rms_norm(x, scale, save="input") @ weight
+
+    def of_a_layer(block):
+        def temp_bytes(layers):
+            shapes = [((WIDTH,), "float32"), ((WIDTH, WIDTH), dtype)]
+            parameters = [[jax.ShapeDtypeStruct(*shape) for shape in shapes]] * layers
+            step = jax.jit(jax.value_and_grad(functools.partial(stack, block)))
+            x = jax.ShapeDtypeStruct((TOKENS, WIDTH), dtype)
+            memory = step.lower(parameters, x).compile().memory_analysis()
+            return memory.temp_size_in_bytes
+
+        return (temp_bytes(4) - temp_bytes(2)) / 2
+
+    activation = TOKENS * WIDTH * jnp.dtype(dtype).itemsize
+    assert of_a_layer(composed) - of_a_layer(ours) >= 0.9 * activation
+
+
+def test_what_is_not_used_is_not_made():
+    """A rematerialised forward makes z without the activation, or no product at all."""
+    x, weight = jnp.ones((4, 8)), jnp.ones((8, 6))
+
+    def calls(activation, policy=None):
+        @functools.partial(jax.checkpoint, policy=policy)
+        def block(x, weight):
+            return rms_norm_linear(x, weight, activation=activation)
+
+        def loss(x, weight):
+            return jnp.sum(block(jnp.sin(x), weight))
+
+        jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, weight)
+        found = []
+
+        def walk(jaxpr):
+            for equation in jaxpr.eqns:
+                if equation.primitive.name == "jaxnorm.rms_norm_linear":
+                    spec = equation.params["call"].spec
+                    found.append((spec.activation, spec.want_y, spec.want_z, spec.want_rstd))
+                for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                    walk(inner)
+
+        walk(jaxpr.jaxpr)
+        return found
+
+    assert calls("gelu")[1:] == [(None, True, False, True)]
+    assert calls("gelu", jaxnorm.save_policy)[1:] == [(None, True, False, False)]
+    assert calls(None)[1:] == [(None, False, False, True)]
+    assert calls(None, jaxnorm.save_policy)[1:] == []
