@@ -59,16 +59,26 @@ def _run(*arrays: jax.Array, product: Product) -> list[jax.Array]:
     """The pass of a product; the backward is what JAX makes of the tangent."""
     count = len(product.kept)
     kept, linear = dict(zip(product.kept, arrays[:count])), arrays[count:]
-    # Else XLA makes the normalised x where the forward does, and keeps it until here.
-    kept["x"], *linear = lax.optimization_barrier((kept["x"], *linear))
-    tangent = functools.partial(_tangent, product, kept)
     if product.direction == "tan":
-        return tangent(*linear)
-    types = [
-        kept["x"].astype(product.call.spec.product_dtype) if n == "n" else kept[n]
-        for n in product.wrt
-    ]
-    return [*jax.linear_transpose(tangent, *types)([*linear])]
+        return _tangent(product, kept, *linear)
+
+    def transposed(names: Sequence[str]) -> list[jax.Array]:
+        tangent = functools.partial(_tangent, product.to("tan", names), kept)
+        dtype = product.call.spec.product_dtype
+        types = [kept["x"].astype(dtype) if n == "n" else kept[n] for n in names]
+        return [*jax.linear_transpose(tangent, *types)([*linear])]
+
+    others = [name for name in product.wrt if name != "weight"]
+    found = dict(zip(others, transposed(others))) if others else {}
+    if "weight" in product.wrt:
+        # Weight's gradient takes the normalised x. XLA would make it beside the forward's, and keep
+        # it until here, were it not to wait for dn, which is a product's and written in any case.
+        if "n" in found:
+            kept["x"], found["n"] = lax.optimization_barrier((kept["x"], found["n"]))
+        else:
+            kept["x"], *linear = lax.optimization_barrier((kept["x"], *linear))
+        (found["weight"],) = transposed(["weight"])
+    return [found[name] for name in product.wrt]
 
 
 def _tangent(product: Product, kept: dict[str, jax.Array], *linear: jax.Array) -> list[jax.Array]:
