@@ -1,0 +1,36 @@
+"""What the tests of converted models share: bounds of a norm, and kernels of a program."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import reference
+
+
+def normal(shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), "float32")
+
+
+def kernels_in(function, *arguments):
+    """How many kernels a program for CUDA has."""
+    traced = jax.jit(function).trace(*arguments)
+    return traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu")
+
+
+def assert_norm_within_bounds(name, epsilon, x, d, parameters, y, dx, dparameters, saved="output"):
+    """Values and gradients of one norm against float64."""
+    expected = reference.Norm(
+        *(reference.exact(a) for a in (x, parameters["scale"])),
+        reference.exact(parameters.get("bias", jnp.zeros(x.shape[-1]))),
+        reference.exact(d),
+        subtract_mean=name == "LayerNorm",
+        epsilon=epsilon,
+        saved=saved,
+        x_dtype="float32",
+        y_dtype="float32",
+    )
+    of_dx, of_dscale, of_dbias = expected.gradient_bounds()
+    reference.assert_within(y, expected.y, expected.y_bound())
+    reference.assert_within(dx, expected.dx, of_dx)
+    reference.assert_within(dparameters["scale"], expected.dscale, of_dscale)
+    if "bias" in parameters:
+        reference.assert_within(dparameters["bias"], expected.dbias, of_dbias)

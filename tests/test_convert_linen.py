@@ -1,0 +1,186 @@
+"""linen models that exist: jaxnorm.linen.converted."""
+
+import functools
+import logging
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from convert_cases import assert_norm_within_bounds, kernels_in, normal
+
+import jaxnorm.linen
+
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
+
+each_norm = pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+
+
+class LinenModel(nn.Module):
+    """Two scanned and rematerialised layers, and a norm at the end."""
+
+    @nn.compact
+    def __call__(self, x):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return x + nn.RMSNorm(name="after")(nn.Dense(16)(nn.LayerNorm()(x))), None
+
+        block = nn.remat(Layer, prevent_cse=False)
+        options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 2}
+        x, _ = nn.scan(block, **options)(name="layers")(x, None)
+        return nn.LayerNorm(scale_init=nn.initializers.normal(1.0))(x)
+
+
+def linen_results(model, variables, x):
+    def loss(variables, x):
+        y = model.apply(variables, x)
+        return jnp.sum(jnp.sin(y)), y
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(variables, x)
+
+
+def test_a_converted_linen_model(caplog):
+    model, x = LinenModel(), normal((3, 5, 16))
+    variables = model.init(jax.random.key(0), x)
+    theirs = linen_results(model, variables, x)
+    with jax.enable_x64(True):
+        double = jax.tree.map(lambda a: np.asarray(a, "float64"), (variables, x))
+        expected = linen_results(model, *double)
+    with jaxnorm.linen.converted():
+        made = model.init(jax.random.key(0), x)
+        ours = linen_results(model, variables, x)
+        calls = str(jax.make_jaxpr(model.apply)(variables, x)).count("jaxnorm.")
+    assert calls == 3
+    assert jax.tree.structure(made) == jax.tree.structure(variables)
+    jax.tree.map(np.testing.assert_array_equal, made, variables)
+    reference.assert_as_accurate(ours, theirs, expected)
+    assert not caplog.records
+
+
+@each_norm
+@pytest.mark.parametrize("save", ["output", "input"])
+def test_a_linen_norm_within_converted(name, save):
+    x, d = normal((6, 16)), normal((6, 16), 1)
+    module = getattr(nn, name)(scale_init=nn.initializers.normal(1.0))
+    with jaxnorm.linen.converted(save=save, implementation="xla"):
+        variables = module.init(jax.random.key(0), x)
+        y, vjp = jax.vjp(module.apply, variables, x)
+        gradients, dx = vjp(d)
+    jax.tree.map(np.testing.assert_array_equal, variables, module.init(jax.random.key(0), x))
+    parameters, gradients = variables["params"], gradients["params"]
+    assert_norm_within_bounds(name, 1e-6, x, d, parameters, y, dx, gradients, save)
+
+
+def test_compiled_functions_are_traced_for_inside_and_for_outside():
+    model, x = nn.RMSNorm(), normal((4, 16))
+    variables = model.init(jax.random.key(0), x)
+    apply = jax.jit(model.apply)
+
+    def is_converted():
+        return "jaxnorm" in apply.lower(variables, x).as_text(debug_info=True)
+
+    apply(variables, x)
+    assert not is_converted()
+    with jaxnorm.linen.converted():
+        apply(variables, x)
+        assert is_converted()
+    assert not is_converted()
+
+
+def test_of_nested_contexts_the_innermost_counts():
+    model, x = nn.RMSNorm(use_scale=False), normal((4, 16))
+
+    def program():
+        return str(jax.make_jaxpr(functools.partial(model.apply, {}))(x))
+
+    with jaxnorm.linen.converted(save="input"):
+        with jaxnorm.linen.converted(save="output"):
+            assert "save=output" in program()
+        assert "save=input" in program()
+
+
+def test_intermediates_are_those_of_flax():
+    model, x = nn.Sequential([nn.RMSNorm(), nn.LayerNorm()]), normal((3, 5, 16))
+    apply = functools.partial(model.init_with_output, jax.random.key(0), x)
+    theirs = apply(capture_intermediates=True)
+    with jaxnorm.linen.converted():
+        ours = apply(capture_intermediates=True)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+
+
+def test_calls_that_are_left_are_named_in_one_line(caplog):
+    class Scaled(nn.RMSNorm):
+        pass
+
+    class Several(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.LayerNorm(name="taken")(x)
+            x = jaxnorm.linen.RMSNorm(name="own", save="input")(x)
+            x = Scaled(name="scaled")(x)
+            x = nn.LayerNorm(name="masked")(x, mask=x > -9)
+            x = nn.RMSNorm(name="instance", reduction_axes=(0, 1))(x)
+            x = nn.RMSNorm(name="half", force_float32_reductions=False)(x)
+            return nn.LayerNorm(name="complex", dtype=jnp.complex64)(x)
+
+    x = normal((4, 16))
+    with jaxnorm.linen.converted():
+        y, variables = Several().init_with_output(jax.random.key(0), x)
+    np.testing.assert_allclose(y, Several().apply(variables, x), rtol=1e-4, atol=1e-5)
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("jaxnorm", logging.WARNING)
+    line = record.getMessage()
+    assert line.startswith("jaxnorm.linen.converted: 5 of 6 norms are left to Flax: ")
+    for part in (
+        "scaled (Scaled is a subclass of Flax's RMSNorm, with code of its own)",
+        "masked (a mask)",
+        "instance (feature_axes=-1 are not reduction_axes=(0, 1))",
+        "half (force_float32_reductions=False)",
+        "complex (dtypes float32, float32, complex64)",
+    ):
+        assert part in line
+
+
+def test_a_norm_with_a_named_axis_is_left(caplog):
+    model, x = nn.LayerNorm(axis_name="batch"), normal((4, 16))
+
+    def init(x):
+        return model.init_with_output(jax.random.key(0), x)
+
+    mapped = jax.vmap(init, axis_name="batch")
+    with jaxnorm.linen.converted():
+        ours = mapped(x)
+    jax.tree.map(np.testing.assert_array_equal, ours, mapped(x))
+    (record,) = caplog.records
+    assert "the module itself (axis_name='batch')" in record.getMessage()
+
+
+@pytest.mark.parametrize("options", [{"save": "both"}, {"implementation": "cudnn"}])
+def test_errors_of_converted(options):
+    ((name, value),) = options.items()
+    with (
+        pytest.raises(ValueError, match=f"converted: {name}='{value}'; expected one of"),
+        jaxnorm.linen.converted(**options),
+    ):
+        pass
+
+
+def test_kernels_of_a_linen_model():
+    class Wide(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.RMSNorm()(nn.LayerNorm()(x))
+
+    x = jax.ShapeDtypeStruct((1024, 4096), "float32")
+    variables = jax.eval_shape(Wide().init, jax.random.key(0), x)
+
+    def loss(variables, x):
+        return jnp.sum(Wide().apply(variables, x))
+
+    gradient = jax.grad(loss, (0, 1))
+    assert kernels_in(gradient, variables, x) == 0
+    with jaxnorm.linen.converted():
+        assert kernels_in(gradient, variables, x) == 4
