@@ -7,9 +7,10 @@ result of more than 1 is wrong.
 import dataclasses
 import functools
 import math
+import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,10 @@ from jaxnorm._running_error import Bounded
 from jaxnorm._text import progress, table
 
 DTYPES = ("float32", "bfloat16")
-_THREADS = min(16, os.cpu_count() or 1)
+_WORKERS = min(8, os.cpu_count() or 1)
+# Kernels are lowered in Python, of which a process runs one thread at a time. A TPU is for one
+# process alone.
+_IN_PROCESSES = {"cuda"}
 # XLA would time matrix products in many forms, to take one; any is as right.
 _OPTIONS = {"cuda": {"xla_gpu_autotune_level": "0"}}
 
@@ -131,10 +135,24 @@ class Outcome:
 def run() -> list[Outcome]:
     """All cases in all dtypes."""
     pairs = [_Pair(case, dtype) for case in CASES for dtype in DTYPES]
-    # Most of the time programs are compiled, outside of Python's lock.
-    with ThreadPoolExecutor(_THREADS) as pool:
-        outcomes = pool.map(lambda pair: check(*pair), pairs)
+    with _pool() as pool:
+        outcomes = pool.map(check, *zip(*pairs))
         return [outcome for _, outcome in zip(progress(pairs), outcomes)]
+
+
+def _pool() -> Executor:
+    """Workers that compile beside each other."""
+    platform = _implementation.local_platform()
+    if platform not in _IN_PROCESSES:
+        return ThreadPoolExecutor(_WORKERS)
+    # Spawned: a fork would share what JAX's threads hold.
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(_WORKERS, context, _start, (platform,))
+
+
+def _start(platform: str) -> None:
+    """A process that finds no such device fails, and does not check what runs on a CPU."""
+    jax.config.update("jax_platforms", platform)
 
 
 class _Pair(NamedTuple):

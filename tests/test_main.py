@@ -136,6 +136,19 @@ def test_exit_status_of_what_is_right(monkeypatch, capsys):
     assert out.count("xla, xla") == 4
 
 
+@on_a_cpu
+def test_processes_find_what_threads_find(monkeypatch):
+    """On a GPU each worker is a process, which has this process' platform."""
+    few_cases(monkeypatch)
+    in_threads = _selfcheck.run()
+    monkeypatch.setattr(_selfcheck, "_IN_PROCESSES", {HERE})
+    in_processes = _selfcheck.run()
+    for here, there in zip(in_threads, in_processes, strict=True):
+        assert (str(here.case), here.dtype) == (str(there.case), there.dtype)
+        assert here.implementations == there.implementations
+        assert there.is_right
+
+
 class Kernels(types.ModuleType):
     """xla's functions in an implementation of their own."""
 
@@ -152,6 +165,7 @@ def kernels(monkeypatch):
     monkeypatch.setitem(_implementation._MODULES, "kernels", module.__name__)
     monkeypatch.setattr(_implementation, "_CANDIDATES", {HERE: ("kernels",)})
     few_cases(monkeypatch)
+    monkeypatch.setattr(_selfcheck, "_IN_PROCESSES", set())  # which would not have this module
     small = _wall_time.Timed("rms_norm", {"x": (4, 8), "scale": (8,)}, "float32")
     monkeypatch.setattr(_wall_time, "CALLS", (small,))
     jax.clear_caches()
