@@ -11,9 +11,9 @@ from typing import Any
 # other: with fewer threads than warpgroups they would hang. To be set before JAX makes its backend.
 os.environ.setdefault("NPROC", "16")
 
-# Processes that share a GPU must not each take three quarters of its memory at once.
+# Processes that share a GPU must not each keep the memory of their largest test: 80 GB are too few.
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 
 import jax
 import pytest
