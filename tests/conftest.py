@@ -170,6 +170,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Prints how many calls each implementation refused, beside the committed numbers."""
+    if _is_worker(config):
+        return
     counted = refused.count(terminalreporter.stats)
     for line in refused.summary(counted):
         terminalreporter.write_line(line)
@@ -181,10 +183,15 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A number of refusals that is not the committed one fails the run."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None or hasattr(session.config, "workerinput"):
+    if reporter is None or _is_worker(session.config):
         return
     if refused.differences(refused.count(reporter.stats)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    """Whether this is one process of several, which has seen a part of the run."""
+    return hasattr(config, "workerinput")
 
 
 def _no_hopper() -> str | None:
