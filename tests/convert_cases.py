@@ -1,4 +1,6 @@
-"""What the tests of converted models share: bounds of a norm, and kernels of a program."""
+"""What the tests of converted models share: bounds of a norm, kernels of a program, the log."""
+
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -34,3 +36,13 @@ def assert_norm_within_bounds(name, epsilon, x, d, parameters, y, dx, dparameter
     reference.assert_within(dparameters["scale"], expected.dscale, of_dscale)
     if "bias" in parameters:
         reference.assert_within(dparameters["bias"], expected.dbias, of_dbias)
+
+
+def assert_left_to_flax(caplog, counted, norms):
+    """One warning names the norms that are not converted, each with its reason."""
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("jaxnorm", logging.WARNING)
+    line = record.getMessage()
+    assert line.startswith(f"{counted} norms are left to Flax: ")
+    for norm in norms:
+        assert norm in line

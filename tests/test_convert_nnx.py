@@ -1,14 +1,12 @@
 """Flax models that exist: jaxnorm.nnx.convert."""
 
-import logging
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from convert_cases import assert_norm_within_bounds, kernels_in, normal
+from convert_cases import assert_left_to_flax, assert_norm_within_bounds, kernels_in, normal
 from flax import nnx
 
 import jaxnorm.nnx
@@ -167,17 +165,13 @@ def test_norms_that_are_left_are_named_in_one_line(caplog):
         if key != "taken":
             assert type(norm) is kinds[key]
     assert own.save == "input"
-    (record,) = caplog.records
-    assert (record.name, record.levelno) == ("jaxnorm", logging.WARNING)
-    line = record.getMessage()
-    assert line.startswith("jaxnorm.nnx.convert: 4 of 5 norms are left to Flax: ")
-    for part in (
+    norms = [
         "scaled (Scaled is a subclass of Flax's RMSNorm, with code of its own)",
         "synchronised (axis_name='batch')",
         "instance (feature_axes=-1 are not reduction_axes=(1, 2))",
         "whole (dtypes complex64, float32)",
-    ):
-        assert part in line
+    ]
+    assert_left_to_flax(caplog, "jaxnorm.nnx.convert: 4 of 5", norms)
 
 
 def test_nothing_is_logged_where_all_is_converted(caplog):
