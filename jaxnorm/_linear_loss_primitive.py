@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import ad, mlir
@@ -46,7 +45,7 @@ def _may_be_partitioned(arrays: Arrays) -> bool:
 
     Programs without any, for an `AbstractMesh`, cannot say. On Explicit axes the types do.
     """
-    return jax.device_count() > 1 and not _sharding.names_axes(*map(jax.typeof, arrays))
+    return jax.device_count() > 1 and _sharding.explicit_mesh([*map(jax.typeof, arrays)]) is None
 
 
 # ------------------------------------------------------------------------------------ evaluation
@@ -184,7 +183,8 @@ def _batch(arrays: Arrays, dims: Sequence[int | None], *, head: Head) -> tuple[A
     if parameters & {*head.result_kinds, *(k for k, d in zip(kinds, dims) if d is not None)} or (
         head.direction == "fwd" and head.wrt
     ):
-        return _batch_in_turn(arrays, dims, head), [0] * len(head.result_kinds)
+        one = functools.partial(bind, head)
+        return _sharding.map_batch(one, arrays, dims), [0] * len(head.result_kinds)
 
     def with_batch_axis(a: jax.Array, dim: int | None, kind: Kind) -> jax.Array:
         if kind in parameters:
@@ -198,16 +198,6 @@ def _batch(arrays: Arrays, dims: Sequence[int | None], *, head: Head) -> tuple[A
     positions = dict(zip(head.primals, rows)).get("positions")
     axes = range(1, losses.ndim)
     return [_linear_loss_chunks.reduced(losses, positions, head.reduction, axes)], [0]
-
-
-def _batch_in_turn(arrays: Arrays, dims: Sequence[int | None], head: Head) -> list[jax.Array]:
-    batched = {i: jnp.moveaxis(arrays[i], d, 0) for i, d in enumerate(dims) if d is not None}
-
-    def one(batched: dict[int, jax.Array]) -> list[jax.Array]:
-        return bind(head, *[batched.get(i, a) for i, a in enumerate(arrays)])
-
-    results: list[jax.Array] = lax.map(one, batched)
-    return results
 
 
 # ----------------------------------------------------------------------------------------- meshes
@@ -265,7 +255,7 @@ def _lower(ctx: Any, *arrays: Any, head: Head) -> Any:
 
     def function(*arrays: jax.Array) -> list[jax.Array]:
         with jax.named_scope(ctx.primitive.name):
-            if _sharding.names_axes(*ctx.avals_in):
+            if _sharding.explicit_mesh(ctx.avals_in) is not None:
                 results = _run_anywhere(head, arrays)
                 return [_sharding.lie_as(a, aval) for a, aval in zip(results, ctx.avals_out)]
             if _auto_axes.can_partition(axes) and not _auto_axes.are_whole(axes):
@@ -276,12 +266,12 @@ def _lower(ctx: Any, *arrays: Any, head: Head) -> Any:
 
 
 def _run_anywhere(head: Head, arrays: Arrays, *, recompute: bool = False) -> list[jax.Array]:
-    """`_linear_loss_chunks.run`, on shards where types name mesh axes."""
+    """`_linear_loss_chunks.run`, on shards where a mesh has Explicit axes."""
     run = functools.partial(_linear_loss_chunks.run, head, recompute=recompute)
     avals = [jax.typeof(a) for a in arrays]
-    if not _sharding.names_axes(*avals):
+    mesh = _sharding.explicit_mesh(avals)
+    if mesh is None:
         return run(*arrays)
-    mesh = _sharding.mesh_of(avals)
     layout = _Layout.of(avals[0], avals[1], mesh)
     in_specs = tuple(map(layout.operand, head.operand_kinds))
     results: list[jax.Array] = jax.shard_map(

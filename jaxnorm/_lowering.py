@@ -19,10 +19,10 @@ from jaxnorm._norm_linear_call import Linear
 
 def lower(ctx: Any, *arrays: Any, call: Call, bind: Callable[..., Any]) -> Any:
     """The lowering rule of the primitives of `_primitive`; `bind` makes the call on a shard."""
-    if _sharding.names_axes(*ctx.avals_in):
-        function = _on_explicit_axes(ctx, call, bind)
-    else:
+    if _sharding.explicit_mesh(ctx.avals_in) is None:
         function = _choose(ctx, call, bind)
+    else:
+        function = _on_explicit_axes(ctx, call, bind)
 
     def named(*arrays: jax.Array) -> list[jax.Array]:
         with jax.named_scope(ctx.primitive.name):

@@ -140,8 +140,8 @@ class Layout:
 
 
 def layout_of(given: dict[str, jax.Array]) -> Layout | None:
-    """Of arrays whose types name mesh axes; else None."""
-    avals = [jax.typeof(a) for a in given.values()]
-    if not _sharding.names_axes(*avals):
+    """Of arrays on a mesh with Explicit axes; else None."""
+    mesh = _sharding.explicit_mesh([jax.typeof(a) for a in given.values()])
+    if mesh is None:
         return None
-    return Layout.of(jax.typeof(given["x"]), jax.typeof(given["weight"]), _sharding.mesh_of(avals))
+    return Layout.of(jax.typeof(given["x"]), jax.typeof(given["weight"]), mesh)

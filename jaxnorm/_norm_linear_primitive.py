@@ -9,12 +9,12 @@ The transpose of the second is the backward of rms_norm, a kernel where there is
 of `_norm_linear_product`.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding
@@ -29,7 +29,7 @@ from jaxnorm._registration import registered
 
 def bind(call: Linear, *arrays: jax.Array) -> list[jax.Array]:
     """The results of the forward."""
-    primitive = _PRIMITIVES[_primitive.may_be_partitioned(call.implementation)]
+    primitive = _PRIMITIVES[_primitive.may_be_partitioned(call.implementation, arrays)]
     results: list[jax.Array] = primitive.bind(*_sharding.vary_alike(arrays), call=call)
     return results
 
@@ -138,12 +138,7 @@ def _batch(arrays: Arrays, dims: Sequence[int | None], *, call: Linear) -> tuple
     """A batch of x is more rows; one of parameters is a loop, whose products are large enough."""
     results = [0] * len(call.results)
     if any(dim is not None for dim in dims[1:]):
-        batched = {i: jnp.moveaxis(arrays[i], d, 0) for i, d in enumerate(dims) if d is not None}
-
-        def one(batched: dict[int, jax.Array]) -> list[jax.Array]:
-            return bind(call, *[batched.get(i, a) for i, a in enumerate(arrays)])
-
-        return lax.map(one, batched), results
+        return _sharding.map_batch(functools.partial(bind, call), arrays, dims), results
     x, weight, *others = arrays
     x = jnp.moveaxis(x, dims[0] or 0, 0)
     return bind(call.on(x, weight), x, weight, *others), results
@@ -171,7 +166,8 @@ def _on_shards(call: Linear, layout: Layout) -> Run:
 
 
 def _lower(ctx: Any, *arrays: Any, call: Linear) -> Any:
-    function = _on_explicit_axes if _sharding.names_axes(*ctx.avals_in) else _choose
+    mesh = _sharding.explicit_mesh(ctx.avals_in)
+    function = _choose if mesh is None else functools.partial(_on_explicit_axes, mesh)
 
     def named(*arrays: jax.Array) -> list[jax.Array]:
         with jax.named_scope(ctx.primitive.name):
@@ -187,9 +183,9 @@ def _choose(ctx: Any, call: Linear) -> Run:
     return _lowering.where_it_lies(ctx, call, name, lambda: _partitioned(call))
 
 
-def _on_explicit_axes(ctx: Any, call: Linear) -> Run:
+def _on_explicit_axes(mesh: Any, ctx: Any, call: Linear) -> Run:
     x, weight, *_ = ctx.avals_in
-    layout = Layout.of(x, weight, _sharding.mesh_of(ctx.avals_in))
+    layout = Layout.of(x, weight, mesh)
     in_specs = tuple(map(layout.spec, call.operands))
 
     def run(*arrays: jax.Array) -> list[jax.Array]:

@@ -31,19 +31,19 @@ from jaxnorm_kernels.specs import Name, Op
 def bind(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
     """The results of the pass; None stands for an array that there is not."""
     leaves = _sharding.vary_alike([a for a in arrays if a is not None])
-    partitioned = may_be_partitioned(call.implementation)
+    partitioned = may_be_partitioned(call.implementation, leaves)
     primitive = _PRIMITIVES[call.function, call.spec.direction, partitioned]
     results: list[jax.Array] = primitive.bind(*leaves, call=call)
     return results
 
 
-def may_be_partitioned(implementation: Name | None) -> bool:
+def may_be_partitioned(implementation: Name | None, arrays: Arrays) -> bool:
     """Whether a kernel may meet arrays that XLA spreads over devices.
 
     To partition it JAX has to know the devices when it lowers, which programs without any (for an
     `AbstractMesh`) and with several meshes cannot say. So it is asked for no more than it must.
     """
-    if jax.device_count() == 1:
+    if jax.device_count() == 1 or _sharding.explicit_mesh([*map(jax.typeof, arrays)]) is not None:
         return False
     return _implementation.has_kernels(implementation, _implementation.local_platform())
 

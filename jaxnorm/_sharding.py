@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -20,10 +21,10 @@ from jaxnorm._shards import Layout, on_shards
 def run(call: Call, bind: Callable[..., Any], arrays: Arrays) -> list[jax.Array]:
     """The call on arrays of any sharding; ``bind(call, *arrays)`` makes it on whole ones."""
     avals = [jax.typeof(a) for a in arrays]
-    if not names_axes(*avals):
+    mesh = explicit_mesh(avals)
+    if mesh is None:
         results: list[jax.Array] = bind(call, *arrays)
         return results
-    mesh = mesh_of(avals)
     layout = Layout.of(avals[0].sharding.spec, call.view)
     in_specs = tuple(layout.spec(k, a.shape) for k, a in zip(call.operand_kinds, arrays))
     out_specs = [layout.spec(k, call.view.shape_of(k)) for k in call.result_kinds]
@@ -37,6 +38,40 @@ def run(call: Call, bind: Callable[..., Any], arrays: Arrays) -> list[jax.Array]
         axis_names=explicit_axes(mesh),
     )
     results = sharded(*arrays)
+    return results
+
+
+def map_batch(
+    function: Callable[..., list[jax.Array]], arrays: Arrays, dims: Sequence[int | None]
+) -> list[jax.Array]:
+    """What `jax.vmap` makes of a function, by a loop over the batch; results have it first.
+
+    `dims`: which axis of each array is the batch, None for an array that all of it shares. Where
+    mesh axes split the batch (Explicit axes), each device loops over its own part.
+    """
+    batched = {i: jnp.moveaxis(arrays[i], d, 0) for i, d in enumerate(dims) if d is not None}
+    shared = {i: arrays[i] for i, d in enumerate(dims) if d is None}
+
+    def loop(batched: dict[int, jax.Array], shared: dict[int, jax.Array]) -> Any:
+        def one(batched: dict[int, jax.Array]) -> list[jax.Array]:
+            by_place = {**batched, **shared}
+            return function(*[by_place[i] for i in range(len(by_place))])
+
+        return lax.map(one, batched)
+
+    # `jax.vmap` sees to it that the batch of each array is split alike, and no shared array by it.
+    batch = jax.typeof(next(iter(batched.values())))
+    over = axes_over(batch, 0, batch.sharding.mesh)
+    if not over:
+        return loop(batched, shared)
+    sharded = jax.shard_map(
+        loop,
+        mesh=batch.sharding.mesh,
+        in_specs=(PartitionSpec(over), PartitionSpec()),
+        out_specs=PartitionSpec(over),
+        axis_names={*over},
+    )
+    results: list[jax.Array] = sharded(batched, shared)
     return results
 
 
@@ -78,9 +113,17 @@ def vary_alike(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     ]
 
 
-def names_axes(*avals: Any) -> bool:
-    """Whether types name mesh axes."""
-    return any(axis is not None for aval in avals for axis in aval.sharding.spec)
+def explicit_mesh(avals: Sequence[Any]) -> Any:
+    """The mesh with Explicit axes that arrays of these types lie on, or meet; None for no such one.
+
+    Types need not name an axis: those of replicated arrays have a mesh all the same, and arrays
+    that are not committed to a device (whose types have none) meet that of `jax.set_mesh`. On it no
+    sharding is left to XLA, and its partitioner cannot be asked (`_auto_axes`).
+    """
+    mesh = mesh_of(avals)
+    if mesh.empty:
+        mesh = jax.sharding.get_abstract_mesh()
+    return mesh if AxisType.Explicit in mesh.axis_types else None
 
 
 def mesh_of(avals: Sequence[Any]) -> Any:
