@@ -18,13 +18,12 @@ from stand_in import StandIn, as_default
 import jaxnorm
 from jaxnorm_kernels import xla
 
-pytestmark = [
-    pytest.mark.oldest_jax,
-    pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices"),
-    pytest.mark.usefixtures("quick_to_compile"),
-]
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
+on_eight_devices = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="for eight CPU devices"
+)
 
-ROWS, COLS, CLASSES = 16, 64, 40
+ROWS, COLS, CLASSES = 16, 64, 1000
 
 
 class Kernels(StandIn):
@@ -68,7 +67,7 @@ CALLS = {
     "rms_norm_add_rms_norm": (jaxnorm.rms_norm_add_rms_norm, (X, R, SCALE, SCALE)),
     "cross_entropy": (
         functools.partial(jaxnorm.softmax_cross_entropy_with_integer_labels, labels=LABELS),
-        (X,),
+        (normal(ROWS, CLASSES),),
     ),
     "rms_norm_linear": (jaxnorm.rms_norm_linear, (X, WEIGHT, SCALE)),
     "linear_loss": (
@@ -131,6 +130,7 @@ def check(results, expected):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
+@on_eight_devices
 @pytest.mark.parametrize(("name", "mesh", "place"), pairwise([*CALLS], [*MESHES], PLACES))
 def test_no_axis_is_named(name, mesh, place):
     expected, (run, operands) = on_one_device(name), call_of(name)
@@ -141,6 +141,7 @@ def test_no_axis_is_named(name, mesh, place):
         assert bool(kernels.shapes) == (len(MESHES[mesh][0]) == 1)
 
 
+@on_eight_devices
 @pytest.mark.parametrize("place", ["replicated", "uncommitted"])
 @pytest.mark.parametrize("name", CALLS)
 def test_outside_of_jit(name, place):
@@ -152,6 +153,7 @@ def test_outside_of_jit(name, place):
         assert kernels.shapes
 
 
+@on_eight_devices
 @pytest.mark.parametrize("name", ["linear_loss", "linear_losses", "rms_norm", "softmax"])
 def test_xla_s_code(name):
     """As it runs where there is no kernel."""
@@ -162,6 +164,7 @@ def test_xla_s_code(name):
             check(jax.jit(run)(*placed(operands, mesh, place)), on_one_device(name))
 
 
+@on_eight_devices
 @pytest.mark.parametrize("name", CALLS)
 def test_second_derivatives(name):
     run, operands = call_of(name)
@@ -177,6 +180,7 @@ def test_second_derivatives(name):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@on_eight_devices
 def test_a_mesh_without_devices():
     """Programs for an `AbstractMesh` hold kernels, too, for as many devices as it will have."""
     mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
@@ -187,6 +191,22 @@ def test_a_mesh_without_devices():
     with as_default(Kernels()) as kernels:
         jax.jit(function).trace(*specs).lower(lowering_platforms=("cpu",))
         assert kernels.shapes == [(ROWS, COLS)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels_on_a_mesh_of_gpus(name, place):
+    """Of one GPU, or of as many as there are."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    run, operands = call_of(name)
+    with jax.set_mesh(mesh):
+        arrays = placed(operands, mesh, place)
+        compiled = jax.jit(run).lower(*arrays).compile()
+        check(compiled(*arrays), on_one_device(name))
+    # The kernels that run without a mesh, whatever they are.
+    alone = jax.jit(run).lower(*operands).compile()
+    assert compiled.as_text().count("mosaic_gpu") == alone.as_text().count("mosaic_gpu")
 
 
 # ----------------------------------------------------------------- a batch that mesh axes split
@@ -223,6 +243,7 @@ BATCHES = {
 }
 
 
+@on_eight_devices
 @pytest.mark.parametrize(
     "weight_over", [P("data"), P("data", None, "model"), P("data", "model")], ids=str
 )
