@@ -2,10 +2,18 @@
 
 The partitioner asks what to do with the shards it has in hand (`custom_partitioning`), and gets the
 same call on a shard. Without that it would gather what a kernel reads.
+
+The program holds no more of that than the address of a Python function, which differs from process
+to process. So JAX's persistent compilation cache misses, or, by a flag of JAX's, leaves the address
+out of its keys: then the name of a function in the program tells the calls apart.
 """
 
 import contextlib
+import functools
+import hashlib
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +21,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
+from jaxnorm import _implementation
 from jaxnorm._call import Call, Run
 from jaxnorm._rows import PARAMETERS
 from jaxnorm._shards import Layout, on_shards
@@ -66,15 +75,56 @@ def partitioned(call: Call, bind: Bind) -> Run:
             run_on_shards = on_shards(call, layout, bind)
             return mesh, run_on_shards, result_shardings, tuple(operand_shardings)
 
-        @custom_partitioning
-        def whole(*arrays: jax.Array) -> list[jax.Array]:
-            return call.xla(*arrays)
-
-        whole.def_partition(partition, **_propagation(call, kinds, shapes))
-        results: list[jax.Array] = whole(*arrays)
-        return results
+        whole = asks_partitioner(call, call.xla, partition, **_propagation(call, kinds, shapes))
+        return whole(*arrays)
 
     return run
+
+
+def asks_partitioner(
+    static: Any, run: Run, partition: Callable[..., Any], **propagation: Any
+) -> Run:
+    """`run`, which is partitioned as `partition` says; `propagation` says how shardings spread.
+
+    `static`: all else that decides what `partition` returns. Its `repr` is the same in every
+    process, and of another call another one.
+    """
+
+    @custom_partitioning
+    def spread(*arrays: jax.Array) -> list[jax.Array]:
+        return run(*arrays)
+
+    spread.def_partition(partition, **propagation)
+
+    def named(*arrays: jax.Array) -> list[jax.Array]:
+        results: list[jax.Array] = spread(*arrays)
+        return results
+
+    named.__name__ = f"jaxnorm_{_digest(static)}"
+    return jax.jit(named)
+
+
+def _digest(static: Any) -> str:
+    """Of a call, and of what makes code of it: our own code is not in the program."""
+    platform = _implementation.local_platform()
+    decides = (
+        *(static, jax.__version__, jax.config.jax_enable_x64),
+        *(_implementation.importable(platform), _sources()),
+    )
+    return hashlib.sha256(repr(decides).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of both packages: in a checkout, more changes than the version's number."""
+    files = [
+        file
+        for package in ("jaxnorm", "jaxnorm_kernels")
+        if (spec := importlib.util.find_spec(package)) is not None
+        for place in spec.submodule_search_locations or ()
+        for file in sorted(Path(place).rglob("*.py"))
+    ]
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _propagation(call: Call, kinds: Any, shapes: Any) -> dict[str, Any]:

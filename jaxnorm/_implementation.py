@@ -123,6 +123,11 @@ def placed(name: str, spec: Spec | LinearSpec, platforms: Sequence[str]) -> None
         )
 
 
+def importable(platform: str) -> tuple[str, ...]:
+    """What the default may run on a platform besides xla."""
+    return tuple(name for name in _candidates(platform) if absence(name, platform) is None)
+
+
 def absence(name: str, platform: str) -> str | None:
     """Why nothing of `name` runs on a platform by default; None where something may."""
     if name == "xla":

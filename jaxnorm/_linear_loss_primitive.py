@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -298,10 +297,6 @@ def _partitioned(head: Head, arrays: Arrays) -> list[jax.Array]:
         run = functools.partial(_linear_loss_chunks.run, head, over=layout.over)
         return mesh, run, results, operands
 
-    @custom_partitioning
-    def whole(*arrays: jax.Array) -> list[jax.Array]:
-        return _linear_loss_chunks.run(head, *arrays)
-
     rows = " ".join(f"r{axis}" for axis in range(arrays[0].ndim - 1))
     # Weight's d is another than x's: how it is stored says how its gradient is to lie.
     factors = {"x": f"{rows} d", "weight": "k v", "bias": "v", "row": rows, "total": ""}
@@ -309,13 +304,14 @@ def _partitioned(head: Head, arrays: Arrays) -> list[jax.Array]:
         ", ".join(factors[kind] for kind in kinds)
         for kinds in (head.operand_kinds, head.result_kinds)
     )
-    whole.def_partition(
+    whole = _auto_axes.asks_partitioner(
+        head,
+        functools.partial(_linear_loss_chunks.run, head),
         partition,
         sharding_rule=f"{operands} -> {results}",
         need_replication_factors=("d",),
     )
-    found: list[jax.Array] = whole(*arrays)
-    return found
+    return whole(*arrays)
 
 
 # ------------------------------------------------------------------------------------ registration

@@ -15,11 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding
 
-from jaxnorm import _lowering, _norm_linear_product, _primitive, _remat, _sharding
+from jaxnorm import _auto_axes, _lowering, _norm_linear_product, _primitive, _remat, _sharding
 from jaxnorm._call import Arrays, Call, Run
 from jaxnorm._norm import norm_call
 from jaxnorm._norm_linear_call import NAME, Layout, Linear
@@ -215,10 +214,6 @@ def _partitioned(call: Linear) -> Run:
             )
             return mesh, _on_shards(call, layout), results, tuple(operands)
 
-        @custom_partitioning
-        def whole(*arrays: jax.Array) -> list[jax.Array]:
-            return call.xla(*arrays)
-
         rows = " ".join(f"r{axis}" for axis in range(arrays[0].ndim - 1))
         # Parameters come along x's columns whole, however they are stored; x stays as it is.
         factors = {"x": f"{rows} d", "weight": "k f", "scale": "s", "bias": "f", "rstd": rows}
@@ -226,9 +221,9 @@ def _partitioned(call: Linear) -> Run:
             ", ".join(factors.get(name, f"{rows} f") for name in names)
             for names in (call.operands, call.results)
         )
-        whole.def_partition(partition, sharding_rule=f"{operands} -> {results}")
-        found: list[jax.Array] = whole(*arrays)
-        return found
+        rule = f"{operands} -> {results}"
+        whole = _auto_axes.asks_partitioner(call, call.xla, partition, sharding_rule=rule)
+        return whole(*arrays)
 
     return run
 

@@ -1,0 +1,92 @@
+"""JAX's persistent compilation cache: one key for one program in any process, two for two.
+
+On Auto axes a program holds the address of a Python function, which JAX leaves out of its keys by
+`jax_remove_custom_partitioning_ptr_from_cache_key`. All else that tells calls apart must be in it.
+"""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import pytest
+
+pytestmark = [
+    pytest.mark.oldest_jax,
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices"),
+]
+
+# Programs that differ in nothing but a call's options: `python programs.py DIRECTORY`.
+PROGRAMS = """
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+for name, value in {
+    "jax_num_cpu_devices": 8,
+    "jax_compilation_cache_dir": sys.argv[1],
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_remove_custom_partitioning_ptr_from_cache_key": True,
+}.items():
+    jax.config.update(name, value)
+
+import jaxnorm
+from stand_in import as_default
+from test_set_mesh import Kernels
+
+mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+x = jax.device_put(jnp.cos(jnp.arange(16.0 * 64).reshape(16, 64)), NamedSharding(mesh, P("data")))
+weight, labels = jnp.ones((64, 32)), jnp.zeros(16, jnp.int32)
+programs = [
+    *[lambda x, e=e: jaxnorm.rms_norm(x, epsilon=e) for e in (1e-6, 1e-2)],
+    lambda x: jaxnorm.rms_norm(x, save="input"),
+    *[lambda x, s=s: jaxnorm.softmax(x, scale=s) for s in (1.0, 0.5)],
+    *[
+        lambda x, z=z: jaxnorm.linear_softmax_cross_entropy(x, weight, labels, z_loss=z)
+        for z in (0.0, 0.1)
+    ],
+    *[
+        lambda x, a=a: jaxnorm.rms_norm_linear(x, weight, activation=a)
+        for a in ("silu", "gelu")
+    ],
+]
+with as_default(Kernels()):
+    for program in programs:
+
+        def run(x):
+            return jax.grad(lambda x: jnp.sum(jnp.sin(program(x))))(x)
+
+        jax.jit(run)(x)
+print(len(programs))
+"""
+
+
+def keys_of(directory: Path) -> tuple[int, set[str]]:
+    """How many programs a process compiles, and the keys under which it keeps them."""
+    directory.mkdir()
+    script = directory.parent / "programs.py"
+    script.write_text(PROGRAMS)
+    tests = Path(__file__).parent
+    paths = [str(tests), str(tests.parent), str(tests.parent / "kernels")]
+    done = subprocess.run(
+        [sys.executable, script, directory],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout), {file.name for file in directory.glob("jit_run-*-cache")}
+
+
+def test_keys_of_two_processes(tmp_path):
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(keys_of, [tmp_path / "first", tmp_path / "second"])
+    assert first == second
+    programs, keys = first
+    assert len(keys) == programs
