@@ -101,10 +101,13 @@ def _forward_jvp(primals: Any, tangents: Any, *, head: Head) -> tuple[Any, Any]:
         return results, bind(head.to("tan", [*along]), *primals, *along.values())
     total, *gradients = bind(head.to("fwd", [*along]), *primals)
     gradients = [checkpoint_name(g, _GRADIENT) for g in gradients]
-    terms = [
-        jnp.sum(g.astype(total.dtype) * t.astype(total.dtype))
-        for g, t in zip(gradients, along.values())
-    ]
+
+    # What is kept for the transpose is the gradient as it is, half the size of its float32.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def inner_product(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
+        return jnp.sum(gradient.astype(total.dtype) * tangent.astype(total.dtype))
+
+    terms = map(inner_product, gradients, along.values())
     return [total], [functools.reduce(jnp.add, terms)]
 
 

@@ -56,4 +56,16 @@ def registered(
         from jax._src import checkify
 
         checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
+    with contextlib.suppress(ImportError, AttributeError):
+        # Without it nothing breaks, but the error says no more than the primitive's name.
+        from jax.experimental import jet
+
+        jet.jet_rules[primitive] = functools.partial(_no_taylor_series, name)
     return primitive
+
+
+def _no_taylor_series(name: str, *_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        f"{name}: jax.experimental.jet has no rule for it; expected jax.jvp, jax.vjp or jax.grad, "
+        "which nest to any order; nest jax.jvp for a Taylor series"
+    )

@@ -104,10 +104,25 @@ def test_memory(reduction):
 def test_nothing_but_gradients_is_kept():
     x, weight, _, labels = operands(6, 4, 9, "bfloat16")
     vjp = jax.vjp(lambda x, w: linear_loss(x, w, labels, chunk=2), x, weight)[1]
-    kept = sorted(a.shape for a in jax.tree.leaves(vjp))
-    assert kept == [(4, 9), (6, 4)]
+    kept = sorted((a.shape, a.dtype.name) for a in jax.tree.leaves(vjp))
+    assert kept == [((4, 9), "bfloat16"), ((6, 4), "bfloat16")]
     jaxpr = jax.make_jaxpr(jax.grad(lambda x: linear_loss(x, weight, labels)))(x)
     assert "name[name=jaxnorm_linear_gradient" in str(jaxpr)
+
+
+def test_what_is_kept_of_layers():
+    """Under `jax.lax.scan`, too, gradients are kept in the dtypes of what they are of."""
+    x, weight, _, labels = operands(6, 4, 9, "bfloat16")
+
+    def loss(xs, weight):
+        def step(total, x):
+            return total + linear_loss(x, weight, labels, chunk=2), None
+
+        return jax.lax.scan(step, 0.0, xs)[0]
+
+    vjp = jax.vjp(loss, jnp.stack([x] * 3), weight)[1]
+    kept = sorted((a.shape, a.dtype.name) for a in jax.tree.leaves(vjp) if a.ndim)
+    assert kept == [((3, 4, 9), "bfloat16"), ((3, 6, 4), "bfloat16")]
 
 
 def test_the_precision_of_products_is_that_of_the_call():
