@@ -88,7 +88,7 @@ class ParamReport:
 
 
 def check_params(
-    params: Any, dtype: jax.typing.DTypeLike, *, scale_offset: float = 0.0
+    params: Any, dtype: _arguments.DTypeLike, *, scale_offset: float = 0.0
 ) -> ParamReport:
     """Predicts, for each norm, what ``save="output"`` costs in gradient accuracy.
 

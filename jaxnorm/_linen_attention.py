@@ -10,6 +10,7 @@ from flax import linen as nn
 from flax.linen import dtypes
 
 from jaxnorm import _attention
+from jaxnorm._arguments import DTypeLike
 
 
 def dot_product_attention(
@@ -22,7 +23,7 @@ def dot_product_attention(
     dropout_rng: jax.Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     precision: Any = None,
     module: nn.Module | None = None,
     force_fp32_for_softmax: bool = False,

@@ -9,6 +9,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jaxnorm import _attention
+from jaxnorm._arguments import DTypeLike
 
 
 def dot_product_attention(
@@ -21,7 +22,7 @@ def dot_product_attention(
     dropout_rng: jax.Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     precision: Any = None,
     module: nnx.Module | None = None,
     promote_dtype: Callable[..., Any] = dtypes.promote_dtype,

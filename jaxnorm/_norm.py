@@ -40,7 +40,7 @@ def layer_norm(
     axis: _arguments.Axis = -1,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: _arguments.DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
 ) -> jax.Array:
@@ -104,7 +104,7 @@ def rms_norm(
     axis: _arguments.Axis = -1,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: _arguments.DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
     bias: _arguments.ArrayLike | None = None,
@@ -150,7 +150,7 @@ def add_layer_norm(
     axis: _arguments.Axis = -1,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: _arguments.DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -193,7 +193,7 @@ def add_rms_norm(
     axis: _arguments.Axis = -1,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: _arguments.DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -264,7 +264,7 @@ def rms_norm_add_rms_norm(
     axis: _arguments.Axis = -1,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: _arguments.DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -316,7 +316,7 @@ def _normalise(
     axis: _arguments.Axis,
     epsilon: float,
     scale_offset: float,
-    dtype: jax.typing.DTypeLike | None,
+    dtype: _arguments.DTypeLike | None,
     save: Save,
     implementation: Name | None,
 ) -> list[jax.Array]:
@@ -373,7 +373,7 @@ def norm_call(
     axis: _arguments.Axis,
     epsilon: float,
     scale_offset: float,
-    dtype: jax.typing.DTypeLike | None,
+    dtype: _arguments.DTypeLike | None,
     save: Save,
     implementation: Name | None,
 ) -> Call:

@@ -31,7 +31,7 @@ def rms_norm_linear(
     activation: Activation | None = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: _arguments.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array: ...
 
@@ -47,7 +47,7 @@ def rms_norm_linear(
     activation: Activation | None = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: _arguments.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -62,7 +62,7 @@ def rms_norm_linear(
     activation: Activation | None = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: _arguments.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Root-mean-square normalisation and the linear layer after it.
@@ -131,7 +131,7 @@ def _rms_norm_linear_of(
     activation: Activation | None,
     epsilon: float,
     scale_offset: float,
-    dtype: jax.typing.DTypeLike | None,
+    dtype: _arguments.DTypeLike | None,
     implementation: Name | None,
     precision: str | None,
 ) -> list[jax.Array]:
@@ -179,7 +179,7 @@ def linear_call(
     activation: Activation | None,
     epsilon: float,
     scale_offset: float,
-    dtype: jax.typing.DTypeLike | None,
+    dtype: _arguments.DTypeLike | None,
     implementation: Name | None,
     precision: str | None,
 ) -> Linear:

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 
 from jaxnorm import _arguments, _implementation
@@ -46,7 +45,7 @@ class Plan:
 def implementation_for(
     function: Softmax | Loss | Norm | WithLinear,
     shape: tuple[int, ...],
-    dtype: jax.typing.DTypeLike,
+    dtype: _arguments.DTypeLike,
     *,
     axis: _arguments.Axis = -1,
     where: bool = False,
@@ -54,11 +53,11 @@ def implementation_for(
     causal: bool = False,
     use_scale: bool = True,
     use_bias: bool | None = None,
-    param_dtype: jax.typing.DTypeLike | None = None,
+    param_dtype: _arguments.DTypeLike | None = None,
     param_axes: Sequence[int] = (),
     param_shape: Sequence[int] | None = None,
-    residual_dtype: jax.typing.DTypeLike | None = None,
-    out_dtype: jax.typing.DTypeLike | None = None,
+    residual_dtype: _arguments.DTypeLike | None = None,
+    out_dtype: _arguments.DTypeLike | None = None,
     save: Save = "output",
     features: int | None = None,
     activation: Activation | None = None,
@@ -205,8 +204,8 @@ def _plan_of_linear(
     parameters: np.dtype,
     use_scale: bool,
     use_bias: bool,
-    residual_dtype: jax.typing.DTypeLike | None,
-    out_dtype: jax.typing.DTypeLike | None,
+    residual_dtype: _arguments.DTypeLike | None,
+    out_dtype: _arguments.DTypeLike | None,
     activation: Activation | None,
     implementation: Name | None,
     platform: str,

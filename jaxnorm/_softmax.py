@@ -23,7 +23,7 @@ def softmax(
     scale: float = 1.0,
     bias: _arguments.ArrayLike | None = None,
     causal: bool = False,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: _arguments.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
     r"""Softmax; the output-saving counterpart of :func:`jax.nn.softmax`.
@@ -69,7 +69,7 @@ def log_softmax(
     scale: float = 1.0,
     bias: _arguments.ArrayLike | None = None,
     causal: bool = False,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: _arguments.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
     r"""Logarithm of the softmax; the output-saving counterpart of :func:`jax.nn.log_softmax`.
@@ -104,7 +104,7 @@ def filled_softmax(
     bias: jax.Array | None,
     *,
     fill: float,
-    dtype: jax.typing.DTypeLike,
+    dtype: _arguments.DTypeLike,
 ) -> jax.Array:
     """softmax over the last axis of x + bias, or of the finite `fill` where the mask is False.
 
@@ -121,7 +121,7 @@ def _softmax_of(
     scale: float,
     bias: _arguments.ArrayLike | None,
     causal: bool,
-    dtype: jax.typing.DTypeLike | None,
+    dtype: _arguments.DTypeLike | None,
     implementation: Name | None,
     masked_logit: float,
 ) -> jax.Array:
@@ -166,7 +166,7 @@ def softmax_call(
     mask: tuple[int, ...] | None,
     scale: float,
     causal: bool,
-    dtype: jax.typing.DTypeLike | None,
+    dtype: _arguments.DTypeLike | None,
     implementation: Name | None,
     masked_logit: float = -math.inf,
 ) -> Call:

@@ -14,6 +14,7 @@ from jaxnorm import _flax  # first, because it says what to do where Flax is mis
 from flax import linen as nn
 from flax.linen import dtypes
 
+from jaxnorm._arguments import DTypeLike
 from jaxnorm._linen_attention import dot_product_attention
 from jaxnorm._norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation, Name, Save
@@ -103,8 +104,8 @@ class RMSNormDense(nn.Module):
     use_bias: bool = True
     use_scale: bool = True
     epsilon: float = 1e-6
-    dtype: jax.typing.DTypeLike | None = None
-    param_dtype: jax.typing.DTypeLike = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
     scale_init: nn.initializers.Initializer = nn.initializers.ones_init()
@@ -135,7 +136,7 @@ _Declared = dict[str, tuple[Any, tuple[int, ...]]]  # by name: initialiser and s
 class _Parameters(nn.Module):
     """Parameters in a tree of their own."""
 
-    dtype: jax.typing.DTypeLike
+    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, declared: _Declared) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from jaxnorm import _flax  # first, because it says what to do where Flax is mis
 from flax import nnx
 from flax.nnx.nn import dtypes
 
+from jaxnorm._arguments import DTypeLike
 from jaxnorm._nnx_attention import dot_product_attention
 from jaxnorm._norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation, Name, Save
@@ -49,8 +50,8 @@ class LayerNorm(nnx.LayerNorm):
         num_features: int,
         *,
         epsilon: float = 1e-6,
-        dtype: jax.typing.DTypeLike | None = None,
-        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         use_bias: bool = True,
         use_scale: bool = True,
         bias_init: nnx.Initializer = nnx.initializers.zeros_init(),
@@ -134,8 +135,8 @@ class RMSNorm(nnx.RMSNorm):
         num_features: int,
         *,
         epsilon: float = 1e-6,
-        dtype: jax.typing.DTypeLike | None = None,
-        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         use_scale: bool = True,
         scale_init: nnx.Initializer = nnx.initializers.ones_init(),
         reduction_axes: _flax.Axes = -1,
@@ -220,8 +221,8 @@ class RMSNormDense(nnx.Module):
         use_bias: bool = True,
         use_scale: bool = True,
         epsilon: float = 1e-6,
-        dtype: jax.typing.DTypeLike | None = None,
-        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = nnx.initializers.lecun_normal(),
         bias_init: nnx.Initializer = nnx.initializers.zeros_init(),
         scale_init: nnx.Initializer = nnx.initializers.ones_init(),
