@@ -43,7 +43,7 @@ import jax
 if importlib.util.find_spec("equinox") is None:
     raise ImportError(
         "jaxnorm.equinox needs equinox, which is not installed; "
-        'install it with: pip install "jaxnorm[equinox]"'
+        'install it, from a checkout of jaxnorm, with: pip install -e ".[equinox]"'
     )
 
 import equinox as eqx
