@@ -36,7 +36,7 @@ def dot_product_attention(
     For ``linen.MultiHeadDotProductAttention(attention_fn=jaxnorm.linen.dot_product_attention)``.
     Arguments, masking and results are Flax's; the softmax is computed in float32 for every dtype,
     and the backward keeps the attention weights alone, where :func:`jax.nn.softmax` keeps two
-    arrays of their size.
+    arrays of their size (unless ``jax_softmax_custom_jvp`` is set).
 
     Args:
       query, key, value: ``(batch..., length, heads, depth)``.

@@ -70,5 +70,14 @@ def test_every_link_leads_somewhere():
             assert "://" in target or (page.parent / target).exists(), (page.name, target)
 
 
+def test_the_readme_begins_with_the_commands_of_a_fresh_clone():
+    """Before its first section, each with what it is for; and the Makefile has them."""
+    top, _, _ = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## ")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in ("demo", "test"):
+        assert re.search(rf"^make {target} +# \w+", top, re.MULTILINE), target
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
