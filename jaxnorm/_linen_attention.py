@@ -55,6 +55,18 @@ def dot_product_attention(
 
     Raises:
       ValueError: shapes that do not fit together, or options that exclude each other.
+
+    Example:
+      >>> import flax.linen as nn
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.linen
+      >>> attention = nn.MultiHeadDotProductAttention(
+      ...     8, attention_fn=jaxnorm.linen.dot_product_attention
+      ... )
+      >>> x, mask = jnp.ones((2, 16, 64)), nn.make_causal_mask(jnp.ones((2, 16)))
+      >>> attention.init_with_output(jax.random.key(0), x, mask=mask)[0].shape
+      (2, 16, 64)
     """
     if (qk_attn_weights_einsum is None) != (attn_weights_value_einsum is None):
         raise ValueError(

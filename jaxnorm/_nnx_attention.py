@@ -52,6 +52,20 @@ def dot_product_attention(
 
     Raises:
       ValueError: shapes or numbers of heads that do not fit together.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.nnx
+      >>> from flax import nnx
+      >>> attention = nnx.MultiHeadAttention(
+      ...     8,
+      ...     64,
+      ...     attention_fn=jaxnorm.nnx.dot_product_attention,
+      ...     decode=False,
+      ...     rngs=nnx.Rngs(0),
+      ... )
+      >>> attention(jnp.ones((2, 16, 64))).shape
+      (2, 16, 64)
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     _attention.check_shapes(query, key, value)

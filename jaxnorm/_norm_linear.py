@@ -105,6 +105,16 @@ def rms_norm_linear(
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
       ValueError: the shape of an array, ``activation``, ``epsilon`` or ``implementation`` is wrong,
         or the implementation asked for cannot run this call.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> x, weight = jnp.ones((8, 512), jnp.bfloat16), jnp.zeros((512, 2048), jnp.bfloat16)
+      >>> jaxnorm.rms_norm_linear(x, weight, jnp.ones(512), activation="silu").shape
+      (8, 2048)
+      >>> y, h = jaxnorm.rms_norm_linear(x, weight, jnp.ones(512), residual=x)
+      >>> y.shape, h.shape
+      ((8, 2048), (8, 512))
     """
     y, *h = _rms_norm_linear(
         x,

@@ -98,6 +98,13 @@ def implementation_for(
 
     Raises:
       TypeError, ValueError: as the function itself would; also for an unknown function or platform.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> plan = jaxnorm.implementation_for("rms_norm", (8192, 4096), jnp.bfloat16, platform="tpu")
+      >>> plan.forward.name, plan.backward.name
+      ('xla', 'xla')
     """
     caller = "implementation_for"
     _arguments.one_of(caller, "function", function, FUNCTIONS)

@@ -57,6 +57,15 @@ def softmax(
         ``scale`` is no Python number.
       ValueError: ``axis``, the shape of ``where`` or ``bias``, ``scale``, ``causal`` (for other
         axes than the last, or for an x of one axis) or ``implementation`` is wrong.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> logits = jnp.zeros((3, 3))
+      >>> jaxnorm.softmax(logits, causal=True).round(2).tolist()[:2]
+      [[1.0, 0.0, 0.0], [0.5, 0.5, 0.0]]
+      >>> jaxnorm.softmax(logits, scale=0.125, where=jnp.array([True, True, False])).shape
+      (3, 3)
     """
     return _softmax(x, axis, where, scale, bias, causal, dtype, implementation, -math.inf)
 
@@ -94,6 +103,13 @@ def log_softmax(
 
     Raises:
       TypeError, ValueError: as :func:`jaxnorm.softmax`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> logits = jnp.ones((8, 50257), jnp.bfloat16)
+      >>> jaxnorm.log_softmax(logits, dtype=jnp.float32).dtype.name
+      'float32'
     """
     return _log_softmax(x, axis, where, scale, bias, causal, dtype, implementation, -math.inf)
 

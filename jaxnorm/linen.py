@@ -37,6 +37,16 @@ class LayerNorm(nn.LayerNorm):
       save: ``"output"`` or ``"input"``; see :func:`jaxnorm.layer_norm`.
       implementation: see :func:`jaxnorm.layer_norm`.
       scale_offset: added to the parameter ``scale``; 0.0 by default.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.linen
+      >>> y, variables = jaxnorm.linen.LayerNorm().init_with_output(
+      ...     jax.random.key(0), jnp.ones((8, 512))
+      ... )
+      >>> y.shape, sorted(variables["params"])
+      ((8, 512), ['bias', 'scale'])
     """
 
     save: Save = "output"
@@ -63,6 +73,16 @@ class RMSNorm(nn.RMSNorm):
       implementation: see :func:`jaxnorm.rms_norm`.
       scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
         ``scale_init``.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.linen
+      >>> norm, x = jaxnorm.linen.RMSNorm(), jnp.ones((8, 512))
+      >>> variables = norm.init(jax.random.key(0), x)
+      >>> y, h = norm.apply(variables, x, residual=x)
+      >>> y.shape, h.shape
+      ((8, 512), (8, 512))
     """
 
     save: Save = "output"
@@ -98,6 +118,15 @@ class RMSNormDense(nn.Module):
       implementation: see :func:`jaxnorm.rms_norm_linear`.
       scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
         ``scale_init``.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.linen
+      >>> module = jaxnorm.linen.RMSNormDense(2048, activation="silu")
+      >>> y, variables = module.init_with_output(jax.random.key(0), jnp.ones((8, 512)))
+      >>> y.shape, sorted(variables["params"])
+      ((8, 2048), ['dense', 'norm'])
     """
 
     features: int
@@ -183,6 +212,17 @@ def converted(*, save: Save = "output", implementation: Name | None = None) -> I
 
     Raises:
       ValueError: ``save`` or ``implementation`` is wrong.
+
+    Example:
+      >>> import flax.linen as nn
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.linen
+      >>> model, x = nn.Sequential([nn.LayerNorm(), nn.Dense(8)]), jnp.ones((2, 512))
+      >>> with jaxnorm.linen.converted():
+      ...     y, variables = model.init_with_output(jax.random.key(0), x)
+      >>> y.shape
+      (2, 8)
     """
     added = _flax.given_to("converted", save, implementation)
     calls: dict[str, str | None] = {}

@@ -43,6 +43,14 @@ class LayerNorm(nnx.LayerNorm):
       scale_offset: added to the parameter ``scale``; 0.0 by default.
 
     The others are those of :class:`flax.nnx.LayerNorm`; ``rngs`` is required.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.nnx
+      >>> from flax import nnx
+      >>> norm = jaxnorm.nnx.LayerNorm(512, rngs=nnx.Rngs(0))
+      >>> norm(jnp.ones((8, 512))).shape
+      (8, 512)
     """
 
     def __init__(
@@ -128,6 +136,15 @@ class RMSNorm(nnx.RMSNorm):
         ``scale_init``.
 
     The others are those of :class:`flax.nnx.RMSNorm`; ``rngs`` is required.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.nnx
+      >>> from flax import nnx
+      >>> norm, x = jaxnorm.nnx.RMSNorm(512, rngs=nnx.Rngs(0)), jnp.ones((8, 512))
+      >>> y, h = norm(x, residual=x)
+      >>> y.shape, h.shape
+      ((8, 512), (8, 512))
     """
 
     def __init__(
@@ -211,6 +228,14 @@ class RMSNormDense(nnx.Module):
       implementation: see :func:`jaxnorm.rms_norm_linear`.
       scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
         ``scale_init``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.nnx
+      >>> from flax import nnx
+      >>> module = jaxnorm.nnx.RMSNormDense(512, 2048, activation="silu", rngs=nnx.Rngs(0))
+      >>> module(jnp.ones((8, 512))).shape
+      (8, 2048)
     """
 
     def __init__(
@@ -308,6 +333,14 @@ def convert[Model](
     Raises:
       TypeError: ``model`` has no ``nnx.Module`` in it.
       ValueError: ``save`` or ``implementation`` is wrong.
+
+    Example:
+      >>> import jaxnorm.nnx
+      >>> from flax import nnx
+      >>> model = nnx.Sequential(nnx.LayerNorm(512, rngs=nnx.Rngs(0)))
+      >>> model = jaxnorm.nnx.convert(model)
+      >>> type(model.layers[0]).__module__
+      'jaxnorm.nnx'
     """
     added = _flax.given_to("convert", save, implementation)
     modules = [
