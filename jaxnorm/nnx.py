@@ -305,8 +305,8 @@ def convert[Model](
     A norm stays the object that it is, with the very same ``nnx.Param`` objects, and gets
     jaxnorm's class: what shares it goes on sharing it, optimisers that hold the parameters go on
     holding them, and the paths, shapes and dtypes of the state are as before, so checkpoints of
-    either load into the other. Graph definitions that were split off before still describe the old
-    model: convert before ``nnx.split`` and ``nnx.Optimizer``, or split again. ::
+    either load into the other. An ``nnx.Optimizer`` may be made before or after. Graph definitions
+    that were split off before still describe the old model: convert first, or split again. ::
 
         model = jaxnorm.nnx.convert(Transformer(config, rngs=nnx.Rngs(0)))
 
