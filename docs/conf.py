@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from docutils.utils.math import latex2mathml
 from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
 from sphinx.util.inspect import stringify_signature
 
 ROOT = Path(__file__).parent.parent
@@ -31,6 +34,8 @@ exclude_patterns = [
 html_theme = "furo"
 html_title = f"jaxnorm {release}"
 html_show_copyright = False
+# Sphinx's own choice fetches MathJax from the network whenever a page is read.
+html_math_renderer = "mathml"
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
@@ -60,7 +65,33 @@ def show_arguments(
     return stringify_signature(shown, show_annotation=False), returns
 
 
+def inline_equation(translator: Any, node: nodes.math) -> None:
+    """An equation in MathML, which browsers show by themselves."""
+    translator.body.append(latex2mathml.tex2mathml(node.astext()))
+    raise nodes.SkipNode
+
+
+def displayed_equation(translator: Any, node: nodes.math_block) -> None:
+    """The same on lines of its own."""
+    translator.body.append(latex2mathml.tex2mathml(node.astext(), as_block=True))
+    raise nodes.SkipNode
+
+
+def check_offline(app: Sphinx, exception: Exception | None) -> None:
+    """An error where a page loads something from the network: each is whole without it."""
+    if exception is not None:
+        return
+    remote = re.compile(
+        r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="((?:https?:)?//[^"]*)"""
+    )
+    for page in Path(app.outdir).rglob("*.html"):
+        for address in remote.findall(page.read_text(encoding="utf-8")):
+            raise ExtensionError(f"{page.name} loads {address}; expected nothing from the network")
+
+
 def setup(app: Sphinx) -> None:
     """What Sphinx calls first."""
+    app.add_html_math_renderer("mathml", (inline_equation, None), (displayed_equation, None))
     app.connect("source-read", link_files)
+    app.connect("build-finished", check_offline)
     app.connect("autodoc-process-signature", show_arguments)

@@ -13,8 +13,6 @@ from jaxnorm import _implementation
 from jaxnorm._rows import RowView
 from jaxnorm_kernels.specs import FLOAT_DTYPES
 
-Axis = int | Sequence[int] | None
-
 
 class StandsForArray(Protocol):
     """What jax.numpy takes for an array besides one: an ``nnx.Param``, say."""
@@ -22,7 +20,10 @@ class StandsForArray(Protocol):
     def __jax_array__(self) -> Any: ...
 
 
-ArrayLike = jax.typing.ArrayLike | StandsForArray
+# `type` statements: signatures, and help(), show such an alias by its name.
+type ArrayLike = jax.typing.ArrayLike | StandsForArray
+type Axis = int | Sequence[int] | None
+type DTypeLike = jax.typing.DTypeLike
 
 SAVE_MODES = ("output", "input")
 
@@ -60,12 +61,12 @@ def _no_array(function: str, name: str, value: object) -> TypeError:
     )
 
 
-def output_dtype(function: str, given: jax.typing.DTypeLike | None, default: np.dtype) -> np.dtype:
+def output_dtype(function: str, given: DTypeLike | None, default: np.dtype) -> np.dtype:
     """The dtype of the output: `given`, or `default` for None."""
     return default if given is None else dtype(function, "dtype", given)
 
 
-def dtype(function: str, name: str, given: jax.typing.DTypeLike) -> np.dtype:
+def dtype(function: str, name: str, given: DTypeLike) -> np.dtype:
     """`given` as one of the supported dtypes."""
     try:
         resolved = np.dtype(given)

@@ -88,7 +88,7 @@ class ParamReport:
 
 
 def check_params(
-    params: Any, dtype: jax.typing.DTypeLike, *, scale_offset: float = 0.0
+    params: Any, dtype: _arguments.DTypeLike, *, scale_offset: float = 0.0
 ) -> ParamReport:
     """Predicts, for each norm, what ``save="output"`` costs in gradient accuracy.
 
@@ -113,6 +113,14 @@ def check_params(
       TypeError: ``dtype`` is no supported float dtype, or a scale or bias is not a real float
         array.
       ValueError: a bias's shape differs from its scale's.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> params = {"norm": {"scale": jnp.ones(512), "bias": jnp.full(512, 1e3)}}
+      >>> report = jaxnorm.check_params(params, jnp.bfloat16)
+      >>> report.safe, report.norms[0].verdict
+      (False, 'save="input" advised')
     """
     caller = "check_params"
     y_dtype = _arguments.dtype(caller, "dtype", dtype)

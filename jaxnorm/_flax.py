@@ -18,7 +18,7 @@ from jaxnorm_kernels.specs import Activation, Name, Save
 if importlib.util.find_spec("flax") is None:
     raise ImportError(
         "jaxnorm.linen and jaxnorm.nnx need Flax, which is not installed; "
-        'install it with: pip install "jaxnorm[flax]"'
+        'install it, from a checkout of jaxnorm, with: pip install -e ".[flax]"'
     )
 
 Axes = int | Sequence[int]

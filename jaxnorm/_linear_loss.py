@@ -87,6 +87,17 @@ def linear_softmax_cross_entropy(
 
     Source: gradients made in the forward's loop over chunks are the idea of Liger's
     `fused linear cross-entropy <https://arxiv.org/abs/2410.10989>`_.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> x, weight = jnp.ones((4, 128, 64), jnp.bfloat16), jnp.zeros((64, 1000), jnp.bfloat16)
+      >>> labels = jnp.zeros((4, 128), jnp.int32)
+      >>> gradient = jax.grad(jaxnorm.linear_softmax_cross_entropy, argnums=(0, 1))
+      >>> dx, dweight = gradient(x, weight, labels, where=labels != -100)
+      >>> dx.shape, dweight.shape
+      ((4, 128, 64), (64, 1000))
     """
     return _linear_cross_entropy(
         x,

@@ -10,6 +10,7 @@ from flax import linen as nn
 from flax.linen import dtypes
 
 from jaxnorm import _attention
+from jaxnorm._arguments import DTypeLike
 
 
 def dot_product_attention(
@@ -22,7 +23,7 @@ def dot_product_attention(
     dropout_rng: jax.Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     precision: Any = None,
     module: nn.Module | None = None,
     force_fp32_for_softmax: bool = False,
@@ -35,7 +36,7 @@ def dot_product_attention(
     For ``linen.MultiHeadDotProductAttention(attention_fn=jaxnorm.linen.dot_product_attention)``.
     Arguments, masking and results are Flax's; the softmax is computed in float32 for every dtype,
     and the backward keeps the attention weights alone, where :func:`jax.nn.softmax` keeps two
-    arrays of their size.
+    arrays of their size (unless ``jax_softmax_custom_jvp`` is set).
 
     Args:
       query, key, value: ``(batch..., length, heads, depth)``.
@@ -54,6 +55,18 @@ def dot_product_attention(
 
     Raises:
       ValueError: shapes that do not fit together, or options that exclude each other.
+
+    Example:
+      >>> import flax.linen as nn
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.linen
+      >>> attention = nn.MultiHeadDotProductAttention(
+      ...     8, attention_fn=jaxnorm.linen.dot_product_attention
+      ... )
+      >>> x, mask = jnp.ones((2, 16, 64)), nn.make_causal_mask(jnp.ones((2, 16)))
+      >>> attention.init_with_output(jax.random.key(0), x, mask=mask)[0].shape
+      (2, 16, 64)
     """
     if (qk_attn_weights_einsum is None) != (attn_weights_value_einsum is None):
         raise ValueError(

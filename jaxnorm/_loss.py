@@ -70,6 +70,16 @@ def softmax_cross_entropy_with_integer_labels(
 
     Source: the smoothed targets are those of `Rethinking the Inception Architecture
     <https://arxiv.org/abs/1512.00567>`_, z_loss that of `PaLM <https://arxiv.org/abs/2204.02311>`_.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> logits, labels = jnp.zeros((2, 1000), jnp.bfloat16), jnp.array([3, -100])
+      >>> losses = jaxnorm.softmax_cross_entropy_with_integer_labels(
+      ...     logits, labels, where=labels != -100
+      ... )
+      >>> [round(loss, 2) for loss in losses.tolist()]  # log(1000); 0 for what does not count
+      [6.91, 0.0]
     """
     return _cross_entropy(logits, labels, axis, where, label_smoothing, z_loss, implementation)
 

@@ -27,7 +27,9 @@ def report() -> str:
         "devices": "\n".join(map(_device, jax.local_devices())),
         "implementations, in the order in which calls try them": _columns(_implementations()),
         f"what runs here, for {_DTYPE} {_SHAPE}": _columns(_choices()),
-        "extras that are not installed": _columns(_missing_extras()) or "none",
+        "extras that are not installed (commands are for a checkout of jaxnorm)": (
+            _columns(_missing_extras()) or "none"
+        ),
     }
     return "\n\n".join(f"{title}\n{_indented(text)}" for title, text in parts.items())
 
@@ -120,7 +122,7 @@ def _missing_extras() -> Iterator[tuple[str, str]]:
     for extra, packages in sorted(needed.items()):
         is_other_cuda = extra.startswith("cuda") and has_cuda
         if not is_other_cuda and not all(map(_version_of, packages)):
-            yield extra, f'pip install "jaxnorm[{extra}]"'
+            yield extra, f'pip install -e ".[{extra}]"'
 
 
 def _package_of(requirement: str) -> str:

@@ -9,6 +9,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jaxnorm import _attention
+from jaxnorm._arguments import DTypeLike
 
 
 def dot_product_attention(
@@ -21,7 +22,7 @@ def dot_product_attention(
     dropout_rng: jax.Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     precision: Any = None,
     module: nnx.Module | None = None,
     promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
@@ -51,6 +52,20 @@ def dot_product_attention(
 
     Raises:
       ValueError: shapes or numbers of heads that do not fit together.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.nnx
+      >>> from flax import nnx
+      >>> attention = nnx.MultiHeadAttention(
+      ...     8,
+      ...     64,
+      ...     attention_fn=jaxnorm.nnx.dot_product_attention,
+      ...     decode=False,
+      ...     rngs=nnx.Rngs(0),
+      ... )
+      >>> attention(jnp.ones((2, 16, 64))).shape
+      (2, 16, 64)
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     _attention.check_shapes(query, key, value)

@@ -40,7 +40,7 @@ def layer_norm(
     axis: _arguments.Axis = -1,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: _arguments.DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
 ) -> jax.Array:
@@ -90,6 +90,16 @@ def layer_norm(
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
       ValueError: an axis, a parameter's shape, ``epsilon``, ``save`` or ``implementation`` is
         wrong, or the implementation asked for cannot run this call.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> x = jnp.ones((8, 128, 512), jnp.bfloat16)
+      >>> y = jaxnorm.layer_norm(x, jnp.ones(512), jnp.zeros(512), epsilon=1e-5)
+      >>> y.shape, y.dtype.name
+      ((8, 128, 512), 'bfloat16')
+      >>> jaxnorm.layer_norm(x, axis=(-2, -1)).shape  # of each sample
+      (8, 128, 512)
     """
     (y,) = _layer_norm(
         x, None, scale, bias, None, axis, epsilon, scale_offset, dtype, save, implementation
@@ -104,7 +114,7 @@ def rms_norm(
     axis: _arguments.Axis = -1,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: _arguments.DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
     bias: _arguments.ArrayLike | None = None,
@@ -134,6 +144,16 @@ def rms_norm(
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
       ValueError: an axis, scale's shape, ``epsilon``, ``save`` or ``implementation`` is wrong, or
         the implementation asked for cannot run this call.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> x = jnp.ones((8, 128, 512), jnp.bfloat16)
+      >>> jaxnorm.rms_norm(x, jnp.ones(512)).shape
+      (8, 128, 512)
+      >>> y = jaxnorm.rms_norm(x, jnp.zeros(512), scale_offset=1.0)  # Gemma's 1 + w
+      >>> y.shape, y.dtype.name
+      ((8, 128, 512), 'bfloat16')
     """
     (y,) = _rms_norm(
         x, None, scale, bias, None, axis, epsilon, scale_offset, dtype, save, implementation
@@ -150,7 +170,7 @@ def add_layer_norm(
     axis: _arguments.Axis = -1,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: _arguments.DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -178,6 +198,14 @@ def add_layer_norm(
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
       ValueError: x and residual differ in shape, or as in :func:`jaxnorm.layer_norm`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> x, residual = jnp.ones((8, 512), jnp.bfloat16), jnp.ones((8, 512), jnp.float32)
+      >>> y, h = jaxnorm.add_layer_norm(x, residual, jnp.ones(512), jnp.zeros(512))
+      >>> y.dtype.name, h.dtype.name
+      ('bfloat16', 'float32')
     """
     y, h = _add_layer_norm(
         x, residual, scale, bias, None, axis, epsilon, scale_offset, dtype, save, implementation
@@ -193,7 +221,7 @@ def add_rms_norm(
     axis: _arguments.Axis = -1,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: _arguments.DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -212,6 +240,14 @@ def add_rms_norm(
 
     Raises:
       TypeError, ValueError: as :func:`jaxnorm.add_layer_norm` does.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> x, residual = jnp.ones((8, 512), jnp.bfloat16), jnp.ones((8, 512), jnp.float32)
+      >>> y, h = jaxnorm.add_rms_norm(x, residual, jnp.ones(512))
+      >>> y.dtype.name, h.dtype.name
+      ('bfloat16', 'float32')
     """
     y, h = _add_rms_norm(
         x, residual, scale, None, None, axis, epsilon, scale_offset, dtype, save, implementation
@@ -248,6 +284,14 @@ def rms_norm_add(
 
     Raises:
       TypeError, ValueError: as :func:`jaxnorm.add_layer_norm` does.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> x, residual = jnp.ones((8, 512), jnp.bfloat16), jnp.ones((8, 512), jnp.float32)
+      >>> y = jaxnorm.rms_norm_add(x, residual, jnp.ones(512))
+      >>> y.shape, y.dtype.name
+      ((8, 512), 'float32')
     """
     (y,) = _rms_norm_add(
         x, residual, scale, None, None, axis, epsilon, scale_offset, None, "input", implementation
@@ -264,7 +308,7 @@ def rms_norm_add_rms_norm(
     axis: _arguments.Axis = -1,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: _arguments.DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -289,6 +333,15 @@ def rms_norm_add_rms_norm(
 
     Raises:
       TypeError, ValueError: as :func:`jaxnorm.add_layer_norm` does.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> x, residual = jnp.ones((8, 512), jnp.bfloat16), jnp.ones((8, 512), jnp.float32)
+      >>> after, before = jnp.ones(512), jnp.ones(512)  # of the branch that was, of the next one
+      >>> y, h = jaxnorm.rms_norm_add_rms_norm(x, residual, after, before)
+      >>> y.dtype.name, h.dtype.name
+      ('bfloat16', 'float32')
     """
     y, h = _rms_norm_add_rms_norm(
         x,
@@ -316,7 +369,7 @@ def _normalise(
     axis: _arguments.Axis,
     epsilon: float,
     scale_offset: float,
-    dtype: jax.typing.DTypeLike | None,
+    dtype: _arguments.DTypeLike | None,
     save: Save,
     implementation: Name | None,
 ) -> list[jax.Array]:
@@ -373,7 +426,7 @@ def norm_call(
     axis: _arguments.Axis,
     epsilon: float,
     scale_offset: float,
-    dtype: jax.typing.DTypeLike | None,
+    dtype: _arguments.DTypeLike | None,
     save: Save,
     implementation: Name | None,
 ) -> Call:

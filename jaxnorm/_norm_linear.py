@@ -31,7 +31,7 @@ def rms_norm_linear(
     activation: Activation | None = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: _arguments.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array: ...
 
@@ -47,7 +47,7 @@ def rms_norm_linear(
     activation: Activation | None = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: _arguments.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -62,7 +62,7 @@ def rms_norm_linear(
     activation: Activation | None = None,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: _arguments.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Root-mean-square normalisation and the linear layer after it.
@@ -105,6 +105,16 @@ def rms_norm_linear(
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
       ValueError: the shape of an array, ``activation``, ``epsilon`` or ``implementation`` is wrong,
         or the implementation asked for cannot run this call.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> x, weight = jnp.ones((8, 512), jnp.bfloat16), jnp.zeros((512, 2048), jnp.bfloat16)
+      >>> jaxnorm.rms_norm_linear(x, weight, jnp.ones(512), activation="silu").shape
+      (8, 2048)
+      >>> y, h = jaxnorm.rms_norm_linear(x, weight, jnp.ones(512), residual=x)
+      >>> y.shape, h.shape
+      ((8, 2048), (8, 512))
     """
     y, *h = _rms_norm_linear(
         x,
@@ -131,7 +141,7 @@ def _rms_norm_linear_of(
     activation: Activation | None,
     epsilon: float,
     scale_offset: float,
-    dtype: jax.typing.DTypeLike | None,
+    dtype: _arguments.DTypeLike | None,
     implementation: Name | None,
     precision: str | None,
 ) -> list[jax.Array]:
@@ -179,7 +189,7 @@ def linear_call(
     activation: Activation | None,
     epsilon: float,
     scale_offset: float,
-    dtype: jax.typing.DTypeLike | None,
+    dtype: _arguments.DTypeLike | None,
     implementation: Name | None,
     precision: str | None,
 ) -> Linear:

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 
 from jaxnorm import _arguments, _implementation
@@ -46,7 +45,7 @@ class Plan:
 def implementation_for(
     function: Softmax | Loss | Norm | WithLinear,
     shape: tuple[int, ...],
-    dtype: jax.typing.DTypeLike,
+    dtype: _arguments.DTypeLike,
     *,
     axis: _arguments.Axis = -1,
     where: bool = False,
@@ -54,11 +53,11 @@ def implementation_for(
     causal: bool = False,
     use_scale: bool = True,
     use_bias: bool | None = None,
-    param_dtype: jax.typing.DTypeLike | None = None,
+    param_dtype: _arguments.DTypeLike | None = None,
     param_axes: Sequence[int] = (),
     param_shape: Sequence[int] | None = None,
-    residual_dtype: jax.typing.DTypeLike | None = None,
-    out_dtype: jax.typing.DTypeLike | None = None,
+    residual_dtype: _arguments.DTypeLike | None = None,
+    out_dtype: _arguments.DTypeLike | None = None,
     save: Save = "output",
     features: int | None = None,
     activation: Activation | None = None,
@@ -99,6 +98,13 @@ def implementation_for(
 
     Raises:
       TypeError, ValueError: as the function itself would; also for an unknown function or platform.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> plan = jaxnorm.implementation_for("rms_norm", (8192, 4096), jnp.bfloat16, platform="tpu")
+      >>> plan.forward.name, plan.backward.name
+      ('xla', 'xla')
     """
     caller = "implementation_for"
     _arguments.one_of(caller, "function", function, FUNCTIONS)
@@ -205,8 +211,8 @@ def _plan_of_linear(
     parameters: np.dtype,
     use_scale: bool,
     use_bias: bool,
-    residual_dtype: jax.typing.DTypeLike | None,
-    out_dtype: jax.typing.DTypeLike | None,
+    residual_dtype: _arguments.DTypeLike | None,
+    out_dtype: _arguments.DTypeLike | None,
     activation: Activation | None,
     implementation: Name | None,
     platform: str,

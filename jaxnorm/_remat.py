@@ -33,6 +33,17 @@ def save_policy(primitive: Any, *avals: Any, **params: Any) -> bool:
 
     Returns:
       Whether its result is kept.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> def block(x, scale, weight):
+      ...     return x + jax.nn.gelu(jaxnorm.rms_norm(x, scale) @ weight)
+      >>> block = jax.checkpoint(block, policy=jaxnorm.save_policy)
+      >>> operands = jnp.ones((8, 64)), jnp.ones(64), jnp.ones((64, 64))
+      >>> jax.jit(jax.grad(lambda *operands: block(*operands).sum()))(*operands).shape
+      (8, 64)
     """
     return bool(_keep(primitive, *avals, **params))
 

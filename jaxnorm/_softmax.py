@@ -23,7 +23,7 @@ def softmax(
     scale: float = 1.0,
     bias: _arguments.ArrayLike | None = None,
     causal: bool = False,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: _arguments.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
     r"""Softmax; the output-saving counterpart of :func:`jax.nn.softmax`.
@@ -57,6 +57,15 @@ def softmax(
         ``scale`` is no Python number.
       ValueError: ``axis``, the shape of ``where`` or ``bias``, ``scale``, ``causal`` (for other
         axes than the last, or for an x of one axis) or ``implementation`` is wrong.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> logits = jnp.zeros((3, 3))
+      >>> jaxnorm.softmax(logits, causal=True).round(2).tolist()[:2]
+      [[1.0, 0.0, 0.0], [0.5, 0.5, 0.0]]
+      >>> jaxnorm.softmax(logits, scale=0.125, where=jnp.array([True, True, False])).shape
+      (3, 3)
     """
     return _softmax(x, axis, where, scale, bias, causal, dtype, implementation, -math.inf)
 
@@ -69,7 +78,7 @@ def log_softmax(
     scale: float = 1.0,
     bias: _arguments.ArrayLike | None = None,
     causal: bool = False,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: _arguments.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
     r"""Logarithm of the softmax; the output-saving counterpart of :func:`jax.nn.log_softmax`.
@@ -94,6 +103,13 @@ def log_softmax(
 
     Raises:
       TypeError, ValueError: as :func:`jaxnorm.softmax`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> logits = jnp.ones((8, 50257), jnp.bfloat16)
+      >>> jaxnorm.log_softmax(logits, dtype=jnp.float32).dtype.name
+      'float32'
     """
     return _log_softmax(x, axis, where, scale, bias, causal, dtype, implementation, -math.inf)
 
@@ -104,7 +120,7 @@ def filled_softmax(
     bias: jax.Array | None,
     *,
     fill: float,
-    dtype: jax.typing.DTypeLike,
+    dtype: _arguments.DTypeLike,
 ) -> jax.Array:
     """softmax over the last axis of x + bias, or of the finite `fill` where the mask is False.
 
@@ -121,7 +137,7 @@ def _softmax_of(
     scale: float,
     bias: _arguments.ArrayLike | None,
     causal: bool,
-    dtype: jax.typing.DTypeLike | None,
+    dtype: _arguments.DTypeLike | None,
     implementation: Name | None,
     masked_logit: float,
 ) -> jax.Array:
@@ -166,7 +182,7 @@ def softmax_call(
     mask: tuple[int, ...] | None,
     scale: float,
     causal: bool,
-    dtype: jax.typing.DTypeLike | None,
+    dtype: _arguments.DTypeLike | None,
     implementation: Name | None,
     masked_logit: float = -math.inf,
 ) -> Call:

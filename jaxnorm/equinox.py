@@ -43,7 +43,7 @@ import jax
 if importlib.util.find_spec("equinox") is None:
     raise ImportError(
         "jaxnorm.equinox needs equinox, which is not installed; "
-        'install it with: pip install "jaxnorm[equinox]"'
+        'install it, from a checkout of jaxnorm, with: pip install -e ".[equinox]"'
     )
 
 import equinox as eqx
@@ -78,6 +78,14 @@ class LayerNorm(eqx.nn.LayerNorm):
     Raises:
       ValueError: when called with an x that has not the module's shape, or as
         :func:`jaxnorm.layer_norm` does.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.equinox
+      >>> norm = jaxnorm.equinox.LayerNorm(512)
+      >>> jax.vmap(norm)(jnp.ones((8, 512))).shape
+      (8, 512)
     """
 
     save: Save = eqx.field(static=True)
@@ -129,6 +137,14 @@ class RMSNorm(eqx.nn.RMSNorm):
 
     Raises:
       ValueError: as :class:`jaxnorm.equinox.LayerNorm` does.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.equinox
+      >>> norm = jaxnorm.equinox.RMSNorm(512, scale_offset=1.0)  # Gemma's 1 + w
+      >>> jax.vmap(norm)(jnp.ones((8, 512))).shape
+      (8, 512)
     """
 
     save: Save = eqx.field(static=True)

@@ -14,6 +14,7 @@ from jaxnorm import _flax  # first, because it says what to do where Flax is mis
 from flax import linen as nn
 from flax.linen import dtypes
 
+from jaxnorm._arguments import DTypeLike
 from jaxnorm._linen_attention import dot_product_attention
 from jaxnorm._norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation, Name, Save
@@ -36,6 +37,16 @@ class LayerNorm(nn.LayerNorm):
       save: ``"output"`` or ``"input"``; see :func:`jaxnorm.layer_norm`.
       implementation: see :func:`jaxnorm.layer_norm`.
       scale_offset: added to the parameter ``scale``; 0.0 by default.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.linen
+      >>> y, variables = jaxnorm.linen.LayerNorm().init_with_output(
+      ...     jax.random.key(0), jnp.ones((8, 512))
+      ... )
+      >>> y.shape, sorted(variables["params"])
+      ((8, 512), ['bias', 'scale'])
     """
 
     save: Save = "output"
@@ -62,6 +73,16 @@ class RMSNorm(nn.RMSNorm):
       implementation: see :func:`jaxnorm.rms_norm`.
       scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
         ``scale_init``.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.linen
+      >>> norm, x = jaxnorm.linen.RMSNorm(), jnp.ones((8, 512))
+      >>> variables = norm.init(jax.random.key(0), x)
+      >>> y, h = norm.apply(variables, x, residual=x)
+      >>> y.shape, h.shape
+      ((8, 512), (8, 512))
     """
 
     save: Save = "output"
@@ -97,14 +118,23 @@ class RMSNormDense(nn.Module):
       implementation: see :func:`jaxnorm.rms_norm_linear`.
       scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
         ``scale_init``.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.linen
+      >>> module = jaxnorm.linen.RMSNormDense(2048, activation="silu")
+      >>> y, variables = module.init_with_output(jax.random.key(0), jnp.ones((8, 512)))
+      >>> y.shape, sorted(variables["params"])
+      ((8, 2048), ['dense', 'norm'])
     """
 
     features: int
     use_bias: bool = True
     use_scale: bool = True
     epsilon: float = 1e-6
-    dtype: jax.typing.DTypeLike | None = None
-    param_dtype: jax.typing.DTypeLike = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
     scale_init: nn.initializers.Initializer = nn.initializers.ones_init()
@@ -135,7 +165,7 @@ _Declared = dict[str, tuple[Any, tuple[int, ...]]]  # by name: initialiser and s
 class _Parameters(nn.Module):
     """Parameters in a tree of their own."""
 
-    dtype: jax.typing.DTypeLike
+    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, declared: _Declared) -> dict[str, Any]:
@@ -182,6 +212,17 @@ def converted(*, save: Save = "output", implementation: Name | None = None) -> I
 
     Raises:
       ValueError: ``save`` or ``implementation`` is wrong.
+
+    Example:
+      >>> import flax.linen as nn
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.linen
+      >>> model, x = nn.Sequential([nn.LayerNorm(), nn.Dense(8)]), jnp.ones((2, 512))
+      >>> with jaxnorm.linen.converted():
+      ...     y, variables = model.init_with_output(jax.random.key(0), x)
+      >>> y.shape
+      (2, 8)
     """
     added = _flax.given_to("converted", save, implementation)
     calls: dict[str, str | None] = {}

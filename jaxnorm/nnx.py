@@ -16,6 +16,7 @@ from jaxnorm import _flax  # first, because it says what to do where Flax is mis
 from flax import nnx
 from flax.nnx.nn import dtypes
 
+from jaxnorm._arguments import DTypeLike
 from jaxnorm._nnx_attention import dot_product_attention
 from jaxnorm._norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation, Name, Save
@@ -42,6 +43,14 @@ class LayerNorm(nnx.LayerNorm):
       scale_offset: added to the parameter ``scale``; 0.0 by default.
 
     The others are those of :class:`flax.nnx.LayerNorm`; ``rngs`` is required.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.nnx
+      >>> from flax import nnx
+      >>> norm = jaxnorm.nnx.LayerNorm(512, rngs=nnx.Rngs(0))
+      >>> norm(jnp.ones((8, 512))).shape
+      (8, 512)
     """
 
     def __init__(
@@ -49,8 +58,8 @@ class LayerNorm(nnx.LayerNorm):
         num_features: int,
         *,
         epsilon: float = 1e-6,
-        dtype: jax.typing.DTypeLike | None = None,
-        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         use_bias: bool = True,
         use_scale: bool = True,
         bias_init: nnx.Initializer = nnx.initializers.zeros_init(),
@@ -127,6 +136,15 @@ class RMSNorm(nnx.RMSNorm):
         ``scale_init``.
 
     The others are those of :class:`flax.nnx.RMSNorm`; ``rngs`` is required.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.nnx
+      >>> from flax import nnx
+      >>> norm, x = jaxnorm.nnx.RMSNorm(512, rngs=nnx.Rngs(0)), jnp.ones((8, 512))
+      >>> y, h = norm(x, residual=x)
+      >>> y.shape, h.shape
+      ((8, 512), (8, 512))
     """
 
     def __init__(
@@ -134,8 +152,8 @@ class RMSNorm(nnx.RMSNorm):
         num_features: int,
         *,
         epsilon: float = 1e-6,
-        dtype: jax.typing.DTypeLike | None = None,
-        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         use_scale: bool = True,
         scale_init: nnx.Initializer = nnx.initializers.ones_init(),
         reduction_axes: _flax.Axes = -1,
@@ -210,6 +228,14 @@ class RMSNormDense(nnx.Module):
       implementation: see :func:`jaxnorm.rms_norm_linear`.
       scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
         ``scale_init``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.nnx
+      >>> from flax import nnx
+      >>> module = jaxnorm.nnx.RMSNormDense(512, 2048, activation="silu", rngs=nnx.Rngs(0))
+      >>> module(jnp.ones((8, 512))).shape
+      (8, 2048)
     """
 
     def __init__(
@@ -220,8 +246,8 @@ class RMSNormDense(nnx.Module):
         use_bias: bool = True,
         use_scale: bool = True,
         epsilon: float = 1e-6,
-        dtype: jax.typing.DTypeLike | None = None,
-        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = nnx.initializers.lecun_normal(),
         bias_init: nnx.Initializer = nnx.initializers.zeros_init(),
         scale_init: nnx.Initializer = nnx.initializers.ones_init(),
@@ -279,8 +305,8 @@ def convert[Model](
     A norm stays the object that it is, with the very same ``nnx.Param`` objects, and gets
     jaxnorm's class: what shares it goes on sharing it, optimisers that hold the parameters go on
     holding them, and the paths, shapes and dtypes of the state are as before, so checkpoints of
-    either load into the other. Graph definitions that were split off before still describe the old
-    model: convert before ``nnx.split`` and ``nnx.Optimizer``, or split again. ::
+    either load into the other. An ``nnx.Optimizer`` may be made before or after. Graph definitions
+    that were split off before still describe the old model: convert first, or split again. ::
 
         model = jaxnorm.nnx.convert(Transformer(config, rngs=nnx.Rngs(0)))
 
@@ -307,6 +333,14 @@ def convert[Model](
     Raises:
       TypeError: ``model`` has no ``nnx.Module`` in it.
       ValueError: ``save`` or ``implementation`` is wrong.
+
+    Example:
+      >>> import jaxnorm.nnx
+      >>> from flax import nnx
+      >>> model = nnx.Sequential(nnx.LayerNorm(512, rngs=nnx.Rngs(0)))
+      >>> model = jaxnorm.nnx.convert(model)
+      >>> type(model.layers[0]).__module__
+      'jaxnorm.nnx'
     """
     added = _flax.given_to("convert", save, implementation)
     modules = [

@@ -113,6 +113,35 @@ def test_a_converted_model_trains_as_before():
     reference.assert_as_accurate(ours, theirs, expected)
 
 
+def test_an_optimizer_may_be_made_before():
+    """It holds the parameters, which stay; only what `nnx.split` gave describes the old model."""
+    optax = pytest.importorskip("optax")
+    x = normal((3, 5, 16))
+
+    @nnx.jit
+    def step(model, optimizer):
+        gradients = nnx.grad(lambda model: jnp.sum(jnp.sin(model(x))))(model)
+        optimizer.update(model, gradients)
+
+    def trained(*, convert_first):
+        model = Block(nnx.Rngs(0))
+        if convert_first:
+            jaxnorm.nnx.convert(model)
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        jaxnorm.nnx.convert(model)
+        for _ in range(2):
+            step(model, optimizer)
+        assert isinstance(model.before, jaxnorm.nnx.LayerNorm)
+        return nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(optimizer))
+
+    trees = trained(convert_first=True), trained(convert_first=False)
+    jax.tree.map(np.testing.assert_array_equal, *trees)
+    model = Block(nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    jaxnorm.nnx.convert(model)
+    assert type(nnx.merge(graph, state).before) is nnx.LayerNorm
+
+
 @each_norm
 def test_a_bare_nnx_norm(name):
     x, d = normal((6, 16)), normal((6, 16), 1)

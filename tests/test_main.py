@@ -94,7 +94,7 @@ def test_missing_extras(monkeypatch):
     monkeypatch.setattr(metadata, "requires", lambda name: needed)
     monkeypatch.setattr(_machine, "_version_of", lambda name: "1" if name in installed else None)
     assert dict(_machine._missing_extras()) == {
-        name: f'pip install "jaxnorm[{name}]"' for name in ("cuda12", "cuda13", "triton")
+        name: f'pip install -e ".[{name}]"' for name in ("cuda12", "cuda13", "triton")
     }
     installed |= {"jax-cuda13-plugin"}  # one of CUDA's is enough
     assert [extra for extra, _ in _machine._missing_extras()] == ["triton"]

@@ -46,6 +46,23 @@ def test_sdist_holds_what_a_build_needs(dist):
     with tarfile.open(path) as sdist:
         names = {n.split("/", 1)[1] for n in sdist.getnames() if "/" in n}
     assert {"pyproject.toml", "README.md", "LICENSE", "kernels/jaxnorm_kernels/specs.py"} <= names
+    assert "benchmarks/run.py" in names
+    assert not any(name.startswith("benchmarks/results/") for name in names)
+
+
+def test_wheel_says_what_it_is_for(dist):
+    """The build itself refuses classifiers that do not exist."""
+    (wheel,) = dist.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        (path,) = (name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = files.read(path).decode()
+    for classifier in (
+        "Environment :: GPU :: NVIDIA CUDA :: 13",
+        "Operating System :: OS Independent",
+        "Programming Language :: Python :: 3",
+        "Typing :: Typed",
+    ):
+        assert f"Classifier: {classifier}\n" in metadata
 
 
 def test_wheel_in_an_empty_environment(dist, tmp_path):
@@ -67,7 +84,7 @@ for module, extra in (("linen", "flax"), ("nnx", "flax"), ("equinox", "equinox")
     try:
         __import__("jaxnorm." + module)
     except ImportError as error:
-        assert f'pip install "jaxnorm[{extra}]"' in str(error), error
+        assert f'pip install -e ".[{extra}]"' in str(error), error
     else:
         raise AssertionError(extra + " is here")
 print("works")

@@ -49,6 +49,19 @@ def test_help_lists_functions():
         assert getattr(jaxnorm, name).__module__ == "jaxnorm"
 
 
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+def test_signatures_name_types(name):
+    """Aliases are shown by their names, not as the unions that they stand for."""
+    first, *_ = pydoc.render_doc(getattr(jaxnorm, name), renderer=pydoc.plaintext).splitlines()[2:]
+    shown = first.split(" -> ")[0]
+    assert shown.startswith(f"{name}(")
+    for part in ("numpy", "StandsForArray", "SupportsDType"):
+        assert part not in shown
+    expected = {"check_params": "dtype: DTypeLike", "implementation_for": "axis: Axis = -1"}
+    if name != "save_policy":
+        assert expected.get(name, ": ArrayLike") in shown
+
+
 @pytest.mark.parametrize("name", sorted(FUNCTIONS | TYPES))
 def test_docstrings(name):
     doc = inspect.getdoc(getattr(jaxnorm, name))

@@ -50,7 +50,7 @@ def test_the_examples_run(page):
 
 def test_the_pages_have_examples():
     """The expression that finds them finds them."""
-    without = {"benchmarks", "correctness", "determinism", "faq", "maxtext", "results", "use"}
+    without = {"benchmarks", "correctness", "faq", "maxtext", "results", "use"}
     assert {page.stem for page in PAGES if not blocks(page)} == without
     assert sum(len(blocks(page)) for page in PAGES) >= 30
 
@@ -68,6 +68,15 @@ def test_every_link_leads_somewhere():
         text = BLOCK.sub("", page.read_text(encoding="utf-8"))
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
             assert "://" in target or (page.parent / target).exists(), (page.name, target)
+
+
+def test_the_readme_begins_with_the_commands_of_a_fresh_clone():
+    """Before its first section, each with what it is for; and the Makefile has them."""
+    top, _, _ = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## ")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in ("demo", "test"):
+        assert re.search(rf"^make {target} +# \w+", top, re.MULTILINE), target
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
 def test_the_readme_is_short():

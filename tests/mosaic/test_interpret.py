@@ -253,6 +253,20 @@ def test_special_values_stay_in_their_row(op: str, case: Case, special: str) -> 
         np.testing.assert_allclose(output, value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("op", ["log_softmax", "layer_norm"])
+@pytest.mark.parametrize("case", [c for c in CASES if c.rows > 2], ids=lambda case: case.name)
+def test_a_row_does_not_depend_on_others(op: str, case: Case) -> None:
+    """Bit for bit, whatever these hold, also in tiles that overlap and in queues."""
+    spec = make_spec(op, case.rows, case.cols, F32, F32)
+    x, *params = make_operands(spec)
+    kept = [0, case.rows - 1]
+    expected = interpret(spec, x, *params, schedule=case.schedule_for(F32))
+    x[1:-1] = np.nan
+    outputs = interpret(spec, x, *params, schedule=case.schedule_for(F32))
+    for output, value in zip(outputs, expected):
+        np.testing.assert_array_equal(output[kept], value[kept])
+
+
 @pytest.mark.parametrize(
     ("rows", "cols"),
     [

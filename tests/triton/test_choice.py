@@ -195,7 +195,7 @@ def installed(monkeypatch):
 def test_a_missing_or_unfit_extra(versions, complaint, installed, monkeypatch):
     """Asked for by name it is an error that tells the fix; for the default it is a reason."""
     installed(**versions)
-    said = complaint + r'; pip install "jaxnorm\[triton\]"'
+    said = complaint + r'; from a checkout of jaxnorm: pip install -e "\.\[triton\]"'
     x = np.ones((4, 8), np.float32)
     with pytest.raises(ImportError, match=said):
         jaxnorm.softmax(x, implementation="triton")

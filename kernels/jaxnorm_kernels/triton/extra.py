@@ -13,7 +13,7 @@ from jax.interpreters import partial_eval
 
 from jaxnorm_kernels.triton import support
 
-_MEND = 'pip install "jaxnorm[triton]"'
+_MEND = 'from a checkout of jaxnorm: pip install -e ".[triton]"'
 
 # The first that takes None for an array that a kernel does without.
 _JAX_TRITON = (0, 4, 1)

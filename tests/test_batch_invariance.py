@@ -1,0 +1,102 @@
+"""A row's results are the same bits whatever is in the other rows (docs/determinism.md)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxnorm
+
+ROWS = 70
+KEPT = [0, 33, ROWS - 1]  # among others; the last rows of an array may be a tile's rest
+
+
+def norm(function):
+    """y, and h where there is one, of a norm whose parameters are not those of the data."""
+
+    def call(x, implementation):
+        scale = jnp.linspace(-1, 2, x.shape[1])
+        operands = (x,) if function in (jaxnorm.rms_norm, jaxnorm.layer_norm) else (x, x[:, ::-1])
+        return function(*operands, scale, implementation=implementation)
+
+    return call
+
+
+def softmax(function, **options):
+    return lambda x, implementation: function(x, implementation=implementation, **options)
+
+
+def labels_of(x):
+    return jnp.arange(x.shape[0]) % x.shape[1]
+
+
+def cross_entropy(x, implementation):
+    return jaxnorm.softmax_cross_entropy_with_integer_labels(
+        x, labels_of(x), z_loss=1e-3, implementation=implementation
+    )
+
+
+CALLS = {
+    "rms_norm": norm(jaxnorm.rms_norm),
+    "layer_norm": norm(jaxnorm.layer_norm),
+    "add_rms_norm": norm(jaxnorm.add_rms_norm),
+    "add_layer_norm": norm(jaxnorm.add_layer_norm),
+    "rms_norm_add": norm(jaxnorm.rms_norm_add),
+    "rms_norm_add_rms_norm": norm(jaxnorm.rms_norm_add_rms_norm),
+    "softmax": softmax(jaxnorm.softmax),
+    "causal softmax": softmax(jaxnorm.softmax, causal=True),
+    "log_softmax": softmax(jaxnorm.log_softmax),
+    "cross_entropy": cross_entropy,
+}
+
+
+def linear_loss(x, implementation):
+    weight = jnp.linspace(-1, 1, x.shape[1] * 256, dtype=x.dtype).reshape(-1, 256)
+    return jaxnorm.linear_softmax_cross_entropy(
+        x, weight, labels_of(x) % 256, reduction="none", chunk=32, implementation=implementation
+    )
+
+
+def norm_linear(x, implementation):
+    weight = jnp.linspace(-1, 1, x.shape[1] * 256, dtype=x.dtype).reshape(-1, 256)
+    return jaxnorm.rms_norm_linear(
+        x, weight, jnp.linspace(-1, 2, x.shape[1]), activation="silu", implementation=implementation
+    )
+
+
+LINEAR_CALLS = {"linear_softmax_cross_entropy": linear_loss, "rms_norm_linear": norm_linear}
+
+
+def rows_kept(call, x, implementation):
+    """The bits of the kept rows, in all results and in the gradient of x."""
+
+    @jax.jit
+    def results(x):
+        y, vjp = jax.vjp(lambda x: call(x, implementation), x)
+        d = jax.tree.map(lambda a: jnp.sin(jnp.arange(a.size, dtype=a.dtype)).reshape(a.shape), y)
+        return *jax.tree.leaves(y), *vjp(d)
+
+    return [np.asarray(a)[KEPT].tobytes() for a in results(x)]
+
+
+def check(call, cols, dtype, implementation):
+    x = np.random.default_rng(0).normal(size=(ROWS, cols))
+    expected = rows_kept(call, jnp.asarray(x, dtype), implementation)
+    others = np.setdiff1d(np.arange(ROWS), KEPT)
+    for value in (np.nan, np.inf, 1e4, np.random.default_rng(1).normal(size=(len(others), cols))):
+        x[others] = value
+        assert rows_kept(call, jnp.asarray(x, dtype), implementation) == expected
+
+
+@pytest.mark.parametrize("cols", [256, 1000])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CALLS)
+def test_other_rows_do_not_matter(name, dtype, cols, implementation):
+    check(CALLS[name], cols, dtype, implementation)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", LINEAR_CALLS)
+def test_other_rows_do_not_matter_to_linear_layers(name, dtype):
+    """By the implementation that is the default: their products are XLA's."""
+    check(LINEAR_CALLS[name], 128, dtype, None)

@@ -1,0 +1,32 @@
+"""The examples in docstrings: all that is public has one, and it runs as it is printed."""
+
+import doctest
+import importlib
+import importlib.util
+import inspect
+from types import ModuleType
+
+import pytest
+
+import jaxnorm
+import jaxnorm.linen
+import jaxnorm.nnx
+
+MODULES: list[ModuleType] = [jaxnorm, jaxnorm.linen, jaxnorm.nnx]
+if importlib.util.find_spec("equinox"):
+    MODULES.append(importlib.import_module("jaxnorm.equinox"))
+# What functions return, and nobody calls.
+RESULTS = {"jaxnorm.Choice", "jaxnorm.NormReport", "jaxnorm.ParamReport", "jaxnorm.Plan"}
+PUBLIC = {f"{module.__name__}.{name}": module for module in MODULES for name in module.__all__}
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC.keys() - RESULTS))
+def test_the_example_runs(name):
+    """By itself: it imports what it takes, and what it computes is printed somewhere."""
+    public = getattr(PUBLIC[name], name.rpartition(".")[2])
+    text = inspect.getdoc(public)
+    example = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)
+    assert any(line.want for line in example.examples), f"{name} has no example"
+    said: list[str] = []
+    outcome = doctest.DocTestRunner().run(example, out=said.append)
+    assert not outcome.failed, "".join(said)

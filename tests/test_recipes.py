@@ -1,0 +1,119 @@
+"""What the docs' recipes compute: their own code, on random data, beside plain JAX."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_readme import ROOT, blocks
+
+import jaxnorm
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="small float32 programs")
+
+VOCABULARY, WIDTH = 40, 24
+
+
+@functools.cache
+def page(name: str) -> dict[str, Any]:
+    """What the Python blocks of a page define."""
+    namespace: dict[str, Any] = {}
+    for block in blocks(ROOT / "docs" / f"{name}.md"):
+        exec(compile(block, name, "exec"), namespace)
+    return namespace
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def labels_of(*shape):
+    return jnp.asarray(np.random.default_rng(7).integers(VOCABULARY, size=shape))
+
+
+def losses_of(hidden, scale, head, labels):
+    """Of each position, in plain JAX."""
+    rstd = jax.lax.rsqrt(jnp.mean(hidden**2, -1, keepdims=True) + 1e-6)
+    logp = jax.nn.log_softmax(hidden * rstd * scale @ head)
+    return -jnp.take_along_axis(logp, labels[..., None], -1)[..., 0]
+
+
+def assert_close(ours, theirs):
+    """Within 64 ulp of the largest element: sums of some hundred products of float32."""
+    for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=0, atol=64 * 2**-24 * float(jnp.abs(b).max()))
+
+
+def test_tied_embeddings():
+    tokens = labels_of(3, 17)
+    params = {"embedding": normal(0, VOCABULARY, WIDTH), "scale": normal(1, WIDTH)}
+
+    def plain(params):
+        hidden = params["embedding"][tokens[:, :-1]]
+        head = params["embedding"].T
+        return losses_of(hidden, params["scale"], head, tokens[:, 1:]).mean()
+
+    ours = jax.value_and_grad(page("losses")["tied_loss"])(params, tokens)
+    assert_close(ours, jax.value_and_grad(plain)(params))
+
+
+def test_gradient_accumulation():
+    """Of micro-batches of which one has no position that counts, and others few."""
+    x, labels = normal(0, 4, 2, 8, WIDTH), labels_of(4, 2, 8)
+    labels = labels.at[0, :, 1:].set(-100).at[2].set(-100)
+    params = {"scale": normal(1, WIDTH), "head": normal(2, WIDTH, VOCABULARY)}
+
+    def plain(params):
+        counts = labels != -100
+        losses = losses_of(x, params["scale"], params["head"], jnp.where(counts, labels, 0))
+        return (losses * counts).sum() / counts.sum()
+
+    assert_close(page("losses")["accumulated"](params, x, labels), jax.grad(plain)(params))
+    halves = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    sums = page("losses")["accumulated"](halves, x.astype(jnp.bfloat16), labels)
+    assert {a.dtype.name for a in jax.tree.leaves(sums)} == {"float32"}
+
+
+def test_packed_sequences_are_those_apart():
+    own = page("attention")["own"]
+    length = own.shape[-1]
+    logits, v = normal(0, 1, 2, length, length), normal(1, 1, 2, length, 8)
+    packed = jaxnorm.softmax(logits, where=own, causal=True) @ v
+    for part in (slice(0, 50), slice(50, length)):
+        alone = jaxnorm.softmax(logits[..., part, part], causal=True) @ v[..., part, :]
+        assert_close(packed[..., part, :], alone)
+
+
+def test_padding_makes_a_norm_batch_invariant():
+    norm, x = page("determinism")["norm_of_up_to"], normal(0, 33, 512)
+    expected = np.asarray(norm(64, x))
+    for rows in (1, 2, 7, 32):
+        np.testing.assert_array_equal(norm(64, x[:rows]), expected[:rows])
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto])
+def test_a_vocabulary_that_is_split(axis_type):
+    """The weight's gradient lies as it does; logits that are split give the same losses."""
+    mesh = jax.make_mesh((2, 4), ("data", "vocab"), axis_types=(axis_type,) * 2)
+    x, head, labels = normal(0, 4, 8, WIDTH), normal(1, WIDTH, VOCABULARY), labels_of(4, 8)
+
+    def placed(array, *axes):
+        sharding = jax.sharding.NamedSharding(mesh, jax.P(*axes))
+        return jax.device_put(array, sharding)
+
+    def plain(x, head):
+        logp = jax.nn.log_softmax(x @ head)
+        return -jnp.take_along_axis(logp, labels[..., None], -1).mean()
+
+    arrays = placed(x, "data"), placed(head, None, "vocab"), placed(labels, "data")
+    gradient = jax.jit(jax.grad(jaxnorm.linear_softmax_cross_entropy, argnums=(0, 1)))
+    loss = jax.jit(jaxnorm.softmax_cross_entropy_with_integer_labels)
+    with jax.set_mesh(mesh):
+        gradients = gradient(*arrays)
+        losses = loss(placed(x @ head, "data", None, "vocab"), arrays[2])
+    assert gradients[1].sharding.is_equivalent_to(arrays[1].sharding, 2)
+    assert_close(gradients, jax.grad(plain, argnums=(0, 1))(x, head))
+    assert_close(losses.mean(), plain(x, head))
