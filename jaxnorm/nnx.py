@@ -1,7 +1,6 @@
 """Flax nnx modules: drop-in LayerNorm, RMSNorm and attention function that save their outputs."""
 
 import functools
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -10,7 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import _flax  # first, because it says what to do where Flax is missing
+from jaxnorm import (  # first, because it says what to do where Flax is missing
+    _arguments,
+    _conversion,
+    _flax,
+)
 
 # isort: split
 from flax import nnx
@@ -290,15 +293,22 @@ def convert[Model](
     (``nnx.eval_shape``). A converted norm takes the stable two-pass variance, whatever
     ``use_fast_variance`` says, and a call with ``mask`` stays Flax's.
 
+    From the output of a norm whose scale is 0 beside a bias, or far below it, the gradient of that
+    scale cannot be computed (see :func:`jaxnorm.check_params`). So parameters are looked at, where
+    they have values, and norms that have such columns get ``save="input"``: convert a model after
+    its checkpoint is loaded. Abstract and traced parameters have no values. A norm without a
+    ``dtype`` is judged for outputs of its parameters' dtype.
+
     Left as they are are norms with an ``axis_name``, with ``feature_axes`` that are not
     ``reduction_axes``, or with dtypes that are no floats of 16 to 64 bits, and subclasses of
-    Flax's classes, whose code may be their own. One warning of the logger ``"jaxnorm"`` names them
-    all with the reasons; it also says so where a model has none of these norms at all. Norms that
-    are jaxnorm's already keep their own settings.
+    Flax's classes, whose code may be their own. One warning of the logger ``"jaxnorm"`` names these
+    and those that keep their input, with the reasons; it also says so where a model has none of
+    these norms at all. Norms that are jaxnorm's already keep their own settings.
 
     Args:
       model: an ``nnx.Module``, or a list, tuple or dictionary of them.
-      save: ``"output"`` or ``"input"``, of all norms; see :func:`jaxnorm.layer_norm`.
+      save: ``"output"`` or ``"input"``, of all norms but those that have to keep their input; see
+        :func:`jaxnorm.layer_norm`.
       implementation: of all norms; see :func:`jaxnorm.layer_norm`.
 
     Returns:
@@ -323,7 +333,7 @@ def convert[Model](
         (path, node) for path, node in modules if isinstance(node, (nnx.LayerNorm, nnx.RMSNorm))
     ]
     if not norms:
-        logging.getLogger("jaxnorm").warning(
+        _conversion.warn(
             "jaxnorm.nnx.convert: %s has no nnx.LayerNorm and no nnx.RMSNorm; norms of other "
             "classes can call jaxnorm.layer_norm and jaxnorm.rms_norm",
             type(model).__name__,
@@ -331,12 +341,18 @@ def convert[Model](
     theirs = [(path, norm) for path, norm in norms if not isinstance(norm, (LayerNorm, RMSNorm))]
     reasons = {path: _why_left(norm) for path, norm in theirs}
     left = {path: why for path, why in reasons.items() if why is not None}
+    kept = {}
     for path, norm in theirs:
-        if path not in left:
-            for name, value in added._asdict().items():
-                setattr(norm, name, value)
-            norm.__class__ = _CONVERTED[type(norm)]
-    _flax.log_left("nnx.convert", len(theirs), left)
+        if path in left:
+            continue
+        own = added
+        if save == "output" and (why := _why_input(norm)) is not None:
+            own, kept[path] = added._replace(save="input"), why
+        for name, value in own._asdict().items():
+            setattr(norm, name, value)
+        norm.__class__ = _CONVERTED[type(norm)]
+    outcomes = {"are left to Flax": left, _conversion.KEPT: kept}
+    _conversion.log("nnx.convert", len(theirs), outcomes)
     return model
 
 
@@ -347,7 +363,7 @@ def _why_left(norm: Any) -> str | None:
     """Why a norm of Flax's is not converted; None where it is."""
     if type(norm) not in _CONVERTED:
         base = nnx.LayerNorm if isinstance(norm, nnx.LayerNorm) else nnx.RMSNorm
-        return _flax.subclass(norm, base)
+        return _conversion.subclass(norm, base, "Flax")
     reduction, features = (
         set(axes) if isinstance(axes, Sequence) else {axes}
         for axes in (norm.reduction_axes, norm.feature_axes)
@@ -362,6 +378,18 @@ def _why_left(norm: Any) -> str | None:
         (f"dtypes {', '.join(dtypes_seen)}", not set(dtypes_seen) <= set(FLOAT_DTYPES)),
     )
     return next((why for why, applies in reasons if applies), None)
+
+
+def _why_input(norm: Any) -> str | None:
+    """Why a norm that is converted keeps its input though it was to keep its output."""
+    if norm.scale is None:
+        return None
+    parameters = [norm.scale.get_value()]
+    if getattr(norm, "bias", None) is not None:
+        parameters.append(norm.bias.get_value())
+    promoted = _arguments.product_dtype(parameters[0].dtype, parameters[-1].dtype)
+    y_dtype = promoted if norm.dtype is None else norm.dtype
+    return _conversion.why_input(parameters, jax.dtypes.canonicalize_dtype(y_dtype))
 
 
 def _value(param: Any) -> jax.Array | None:

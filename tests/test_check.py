@@ -174,7 +174,9 @@ def test_a_weight_is_judged_as_a_scale_is():
     ],
 )
 def test_the_name_decides_on_a_stacked_weight_without_a_bias(name, is_a_norm_s):
-    assert names({"layers": {name: {"weight": jnp.ones((2, 8))}}}) == [f"layers/{name}"] * is_a_norm_s
+    assert (
+        names({"layers": {name: {"weight": jnp.ones((2, 8))}}}) == [f"layers/{name}"] * is_a_norm_s
+    )
     assert names({name: {"weight": jnp.ones(())}}) == []
 
 
