@@ -223,8 +223,8 @@ def test_norms_whose_output_lacks_columns_keep_their_input(caplog):
     (record,) = caplog.records
     assert record.getMessage() == (
         'jaxnorm.nnx.convert: 4 of 7 norms keep their input, as with save="input": '
-        "lost (scales of 0, or far below the bias, in 2 of 16 columns); "
         "half (scales too small for float16 in 2 of 16 columns); "
+        "lost (scales of 0, or far below the bias, in 2 of 16 columns); "
         "rms (scales too small for float16 in 2 of 16 columns); "
         "stacked (scales of 0, or far below the bias, in 6 of 48 columns)"
     )
