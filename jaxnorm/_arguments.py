@@ -261,6 +261,14 @@ def one_of(function: str, name: str, value: str, valid: Sequence[str]) -> None:
 
 
 def implementation(function: str, name: str | None) -> None:
-    """Raises unless `name` is None or an implementation."""
-    if name is not None:
-        one_of(function, "implementation", name, _implementation.names())
+    """Raises unless `name` is None or an implementation that can be imported."""
+    if name is None:
+        return
+    one_of(function, "implementation", name, _implementation.names())
+    try:
+        _implementation.module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"{function}: implementation={name!r} cannot be imported: {error}; leave "
+            "implementation out to let jaxnorm choose"
+        ) from error

@@ -214,4 +214,4 @@ def _check_implementation(head: Head, x: jax.Array, weight: jax.Array, name: Nam
     dtype, classes = _arguments.product_dtype(x.dtype, weight.dtype), weight.shape[1]
     rows = _linear_loss_chunks.chunk_rows(head.chunk, x.size // max(x.shape[-1], 1), classes, dtype)
     call = _linear_loss_chunks.chunk_call(head, (rows, classes), dtype, head.has_positions)
-    _implementation.forced(call.as_seen_by(name), name)
+    _implementation.forced(call, name, NAME)

@@ -62,9 +62,9 @@ def chosen(ctx: Any, call: Call | Linear) -> str:
     platforms = ctx.platforms or program.platforms
     if call.implementation is not None:
         name = call.implementation
-        _implementation.placed(name, call.spec, platforms)
+        _implementation.placed(call, name, platforms)
         # Known here alone: under `jax.vmap` a backward has more rows than where it was called.
-        _implementation.forced(call.as_seen_by(name), name)
+        _implementation.forced(call, name)
         return name
     if program.lowering_parameters.for_export or len(platforms) > 1:
         return "xla"  # An exported program outlives this version's kernels.

@@ -347,7 +347,7 @@ def _normalise(
         for name in ("scale", "next_scale"):
             given[name] = jnp.broadcast_to(given[name], call.view.shape_of("scale"))
     if implementation is not None:
-        _implementation.forced(call.as_seen_by(implementation), implementation)
+        _implementation.forced(call, implementation)
     return _primitive.bind(call, x, *[given[name] for name in call.primals[1:]])
 
 

@@ -191,7 +191,7 @@ def _plan(
 ) -> Plan:
     def choice(call: Call | Linear) -> _implementation.Choice:
         if implementation is not None:
-            return _implementation.forced(call.as_seen_by(implementation), implementation)
+            return _implementation.forced(call, implementation)
         return _implementation.choose(call.as_seen_by, platform)
 
     return Plan(choice(forward), choice(backward))

@@ -144,7 +144,7 @@ def _softmax_of(
         masked_logit=masked_logit,
     )
     if implementation is not None:
-        _implementation.forced(call.as_seen_by(implementation), implementation)
+        _implementation.forced(call, implementation)
     if bias is not None:
         bias = _sharding.broadcast_alike(bias, x)
     return _primitive.bind(call, x, mask, bias)[0]
