@@ -81,8 +81,8 @@ def where_it_lies(ctx: Any, call: Call | Linear, name: str, partitioned: Callabl
     if call.implementation is None:
         return call.xla
     raise ValueError(
-        f"implementation={name!r} cannot run {call.spec.op} on arrays that lie on a mesh with axes "
-        f"that are neither all manual nor all automatic: {axes}; leave "
+        f"{call.function}: implementation={name!r} cannot run on arrays that lie on a mesh with "
+        f"axes that are neither all manual nor all automatic: {axes}; leave "
         "implementation out, or enter jax.shard_map with all axes of the mesh"
     )
 
