@@ -1,7 +1,5 @@
 """linear_softmax_cross_entropy: the public function, and its checks."""
 
-import operator
-
 import jax
 import jax.numpy as jnp
 
@@ -136,7 +134,7 @@ def _linear_cross_entropy_of(
     _arguments.implementation(NAME, implementation)
     head = Head(
         reduction=reduction,
-        chunk=_chunk(chunk),
+        chunk=None if chunk is None else _arguments.integer(NAME, "chunk", chunk, "rows"),
         has_bias=bias is not None,
         has_positions=where is not None,
         label_smoothing=_arguments.number(
@@ -189,24 +187,6 @@ def _positions(where: _arguments.ArrayLike, shape: tuple[int, ...]) -> jax.Array
             f"{shape}, with {len(shape)} axes: which positions count; add axes, e.g. where[None]"
         )
     return jnp.broadcast_to(array, shape)
-
-
-def _chunk(chunk: int | None) -> int | None:
-    if chunk is None:
-        return None
-    try:
-        rows = operator.index(chunk)
-    except TypeError as error:
-        raise TypeError(
-            f"{NAME}: chunk={chunk!r}; expected a number of rows, a Python integer, or None to let "
-            "jaxnorm choose"
-        ) from error
-    if rows < 1:
-        raise ValueError(
-            f"{NAME}: chunk={chunk!r}; expected at least 1 row; leave chunk out to let jaxnorm "
-            "choose"
-        )
-    return rows
 
 
 def _check_implementation(head: Head, x: jax.Array, weight: jax.Array, name: Name) -> None:

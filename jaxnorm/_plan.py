@@ -106,6 +106,12 @@ def implementation_for(
     _arguments.one_of(caller, "platform", platform, _PLATFORMS)
     _arguments.one_of(caller, "save", save, _arguments.SAVE_MODES)
     _arguments.implementation(caller, implementation)
+    _arguments.flag(caller, "where", where)
+    _arguments.flag(caller, "use_scale", use_scale)
+    if use_bias is not None:
+        _arguments.flag(caller, "use_bias", use_bias)
+    if features is not None:
+        features = _arguments.integer(caller, "features", features, "columns")
     x_dtype = _arguments.dtype(caller, "dtype", dtype)
     try:
         shape = tuple(shape)
