@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, cast
 
 import jax
 
-from jaxnorm_kernels import devices
 from jaxnorm_kernels.specs import LinearSpec, Spec
 
 if TYPE_CHECKING:
@@ -123,6 +122,8 @@ def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
 
     Of a GPU's others, such as Triton's on Hopper, nobody expects the packages that they take.
     """
+    from jaxnorm_kernels import devices
+
     capability = devices.local_capability() if platform == "cuda" else None
     if capability is None or name in _told:
         return

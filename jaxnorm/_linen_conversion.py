@@ -20,6 +20,11 @@ class Stored:
         self.reasons: dict[tuple[str, str], str] = {}  # by the norm's path and its output's dtype
         self._paths: set[str] | None = None
         if params is not None:
+            if not isinstance(params, Mapping):
+                raise TypeError(
+                    f"converted: params is a {type(params).__name__}; expected a model's "
+                    'variables, or those of the collection "params": a dictionary'
+                )
             params = nn.unbox(params)
             self._paths = set(self._norms(params.get("params", params), ()))
 

@@ -198,6 +198,7 @@ def converted(
         the collection ``"params"``. None where the calls themselves have them, or to look at none.
 
     Raises:
+      TypeError: ``params`` is no dictionary.
       ValueError: ``save`` or ``implementation`` is wrong.
     """
     added = _flax.given_to("converted", save, implementation)

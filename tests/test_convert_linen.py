@@ -313,6 +313,14 @@ def test_errors_of_converted(options):
         pass
 
 
+def test_params_that_are_no_tree_of_names():
+    with (
+        pytest.raises(TypeError, match="converted: params is a list; expected a model's variables"),
+        jaxnorm.linen.converted(params=[jnp.ones(3)]),
+    ):
+        pass
+
+
 def test_kernels_of_a_linen_model():
     class Wide(nn.Module):
         @nn.compact
