@@ -1,7 +1,7 @@
 """Converting models that exist: what linen's, nnx's and equinox's conversions share."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ def are_known(parameters: Iterable[Any]) -> bool:
     return all(_values(parameter) is not None for parameter in parameters)
 
 
-def why_input(parameters: Iterable[Any], y_dtype: np.dtype) -> str | None:
+def why_input(parameters: Collection[Any], y_dtype: np.dtype) -> str | None:
     """Why a norm with these parameters keeps its input where it was to keep its output.
 
     None where it need not, or where their values are not at hand.
@@ -34,14 +34,15 @@ def why_input(parameters: Iterable[Any], y_dtype: np.dtype) -> str | None:
       parameters: scale and, if there is one, bias.
       y_dtype: of the norm's output.
     """
-    g, b = (*map(_values, parameters), None)[:2]
-    if g is None or (b is not None and b.shape != g.shape):
+    values = [known for known in map(_values, parameters) if known is not None]
+    if len(values) < len(parameters) or len({a.shape for a in values}) > 1:
         return None
-    lost = _check.columns_lost(g, b, y_dtype)
+    scale, *bias = values
+    lost = _check.columns_lost(scale, bias[0] if bias else None, y_dtype)
     if not lost:
         return None
-    where = f"in {lost} of {g.size} columns"
-    if b is None:
+    where = f"in {lost} of {scale.size} columns"
+    if not bias:
         return f"scales too small for {y_dtype.name} {where}"
     return f"scales of 0, or far below the bias, {where}"
 
@@ -55,7 +56,8 @@ def _values(parameter: Any) -> np.ndarray | None:
         parameter = parameter.to_concrete_value()
     if isinstance(parameter, jax.Array):
         whole = parameter.is_fully_addressable or parameter.is_fully_replicated
-        parameter = np.asarray(parameter) if whole and not parameter.is_deleted() else None
+        # An explicit transfer, which `jax.transfer_guard` lets pass.
+        parameter = jax.device_get(parameter) if whole and not parameter.is_deleted() else None
     is_known = isinstance(parameter, np.ndarray) and parameter.dtype.name in FLOAT_DTYPES
     return parameter if is_known else None
 

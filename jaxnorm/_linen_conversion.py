@@ -94,7 +94,8 @@ class Seen:
 
         `settings` are the context's, `around` those of the one around it, or None.
         """
-        _seen_before.setdefault(around, set())  # That one has something inside.
+        if around is not None:
+            _seen_before.setdefault(around, set())  # That one has something inside.
         left = {path: why for path, why in self.norms.items() if why is not None}
         _conversion.log(
             "linen.converted",

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxnorm import (  # first, because it says what to do where Flax is missing
-    _arguments,
     _conversion,
     _flax,
 )
@@ -20,6 +19,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jaxnorm._nnx_attention import dot_product_attention
+from jaxnorm._nnx_conversion import why_input, why_left
 from jaxnorm._norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation, Name, Save
 
@@ -339,14 +339,14 @@ def convert[Model](
             type(model).__name__,
         )
     theirs = [(path, norm) for path, norm in norms if not isinstance(norm, (LayerNorm, RMSNorm))]
-    reasons = {path: _why_left(norm) for path, norm in theirs}
+    reasons = {path: why_left(norm) for path, norm in theirs}
     left = {path: why for path, why in reasons.items() if why is not None}
     kept = {}
     for path, norm in theirs:
         if path in left:
             continue
         own = added
-        if save == "output" and (why := _why_input(norm)) is not None:
+        if save == "output" and (why := why_input(norm)) is not None:
             own, kept[path] = added._replace(save="input"), why
         for name, value in own._asdict().items():
             setattr(norm, name, value)
@@ -357,39 +357,6 @@ def convert[Model](
 
 
 _CONVERTED: dict[type, type] = {nnx.LayerNorm: LayerNorm, nnx.RMSNorm: RMSNorm}
-
-
-def _why_left(norm: Any) -> str | None:
-    """Why a norm of Flax's is not converted; None where it is."""
-    if type(norm) not in _CONVERTED:
-        base = nnx.LayerNorm if isinstance(norm, nnx.LayerNorm) else nnx.RMSNorm
-        return _conversion.subclass(norm, base, "Flax")
-    reduction, features = (
-        set(axes) if isinstance(axes, Sequence) else {axes}
-        for axes in (norm.reduction_axes, norm.feature_axes)
-    )
-    dtypes_seen = [jnp.dtype(d).name for d in (norm.dtype, norm.param_dtype) if d is not None]
-    reasons = (
-        (f"axis_name={norm.axis_name!r}", norm.axis_name is not None),
-        (
-            f"feature_axes={norm.feature_axes} are not reduction_axes={norm.reduction_axes}",
-            reduction != features,
-        ),
-        (f"dtypes {', '.join(dtypes_seen)}", not set(dtypes_seen) <= set(FLOAT_DTYPES)),
-    )
-    return next((why for why, applies in reasons if applies), None)
-
-
-def _why_input(norm: Any) -> str | None:
-    """Why a norm that is converted keeps its input though it was to keep its output."""
-    if norm.scale is None:
-        return None
-    parameters = [norm.scale.get_value()]
-    if getattr(norm, "bias", None) is not None:
-        parameters.append(norm.bias.get_value())
-    promoted = _arguments.product_dtype(parameters[0].dtype, parameters[-1].dtype)
-    y_dtype = promoted if norm.dtype is None else norm.dtype
-    return _conversion.why_input(parameters, jax.dtypes.canonicalize_dtype(y_dtype))
 
 
 def _value(param: Any) -> jax.Array | None:
