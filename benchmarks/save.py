@@ -56,6 +56,12 @@ def cases() -> list[Case]:
         Case("f32 RMSNorm, scale in ±1e-2", "float32", small),
         Case("f32 RMSNorm, scale 1e-6", "float32", np.full(COLS, 1e-6)),
         Case("f32 LayerNorm, bias N(0, 1)", "float32", near_one, rng.normal(size=COLS)),
+        Case(
+            "f32 LayerNorm, 5 % of the scales 0, bias 1e-6",
+            "float32",
+            some_zeros,
+            np.full(COLS, 1e-6),
+        ),
         Case("bf16 LayerNorm, bias N(0, 1)", "bfloat16", near_one, rng.normal(size=COLS)),
         Case("bf16 LayerNorm, bias 10", "bfloat16", near_one, np.full(COLS, 10.0)),
         Case(

@@ -73,7 +73,8 @@ def reason(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     lines = _COLOUR.sub("", str(error)).strip().splitlines() or [""]
-    kind = "missing" if isinstance(error, ImportError) else "failed"
+    is_missing = isinstance(error, ImportError) or isinstance(error.__cause__, ImportError)
+    kind = "missing" if is_missing else "failed"
     return f"{kind}: {type(error).__name__}: {lines[0]}"[:REASON_LENGTH]
 
 

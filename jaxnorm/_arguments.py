@@ -35,7 +35,7 @@ def float_array(function: str, name: str, value: ArrayLike | None) -> jax.Array:
     if isinstance(value, jax.Array):
         array = value
     elif isinstance(value, jax.typing.ArrayLike) or hasattr(value, "__jax_array__"):
-        array = jnp.asarray(value)
+        array = _array(function, name, value)
     else:
         raise _no_array(function, name, value)
     if array.dtype not in _FLOAT_DTYPES:
@@ -46,12 +46,17 @@ def float_array(function: str, name: str, value: ArrayLike | None) -> jax.Array:
     return array
 
 
-def _array(function: str, name: str, value: ArrayLike) -> jax.Array:
+def _array(function: str, name: str, value: Any) -> jax.Array:
     """`value` as an array; a list, too."""
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:
         raise _no_array(function, name, value) from error
+    except OverflowError as error:
+        raise ValueError(
+            f"{function}: {name} has an integer that JAX's integers do not hold ({error}); "
+            "expected smaller ones, e.g. -1 for a label that is no class"
+        ) from error
 
 
 def _no_array(function: str, name: str, value: object) -> TypeError:
@@ -111,7 +116,7 @@ def axes_in_order(
     else:
         given = axis if isinstance(axis, Sequence) else (axis,)
     try:
-        indices = [operator.index(a) for a in given]
+        indices = [_index(a) for a in given]
     except TypeError as error:
         raise TypeError(
             f"{function}: axis={axis!r}; expected an integer or a tuple of integers"
@@ -124,12 +129,12 @@ def axes_in_order(
     for a in indices:
         if not ndim:
             raise ValueError(
-                f"{function}: axis={axis!r} is out of range for {of} with shape (), which has no "
-                f"axes; give {of} one, e.g. {of}[None]"
+                f"{function}: axis={_shown(axis)} is out of range for {of} with shape (), which "
+                f"has no axes; give {of} one, e.g. {of}[None]"
             )
         if not -ndim <= a < ndim:
             raise ValueError(
-                f"{function}: axis={axis!r} is out of range for {of} with shape {shape}; "
+                f"{function}: axis={_shown(axis)} is out of range for {of} with shape {shape}; "
                 f"expected axes from {-ndim} to {ndim - 1}"
             )
     canonical = tuple(a % ndim for a in indices)
@@ -186,8 +191,8 @@ def boolean(function: str, name: str, value: ArrayLike, also: str = "") -> jax.A
 
 def integer_array(function: str, name: str, value: ArrayLike) -> jax.Array:
     """`value` as an array of integers, of the dtype that it has."""
-    if isinstance(value, np.ndarray) and not jax.config.jax_enable_x64:
-        value = _in_32_bits(value)
+    if isinstance(value, (np.ndarray, np.generic)) and not jax.config.jax_enable_x64:
+        value = _in_32_bits(np.asarray(value))
     array = _array(function, name, value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(
@@ -234,23 +239,76 @@ def number(
     maximum: float = math.inf,
 ) -> float:
     """`value` as a finite Python float of at least `minimum` and at most `maximum`."""
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(
-            f"{function}: {name} is a traced value; expected a Python number, because it is part "
-            "of the compiled program; mark it static in jax.jit"
-        )
+    _refuse_traced(function, name, value, "number")
     try:
+        if _is_boolean(value):
+            raise TypeError("a boolean is no number")
         given = math.ldexp(value, 0)  # float() would read text, too
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{function}: {name} is a {type(value).__name__}; expected a number"
         ) from error
+    except OverflowError:
+        given = math.inf
     if not (math.isfinite(given) and minimum <= given <= maximum):
         limits = f" of at least {minimum:g}" if minimum > -math.inf else ""
         if maximum < math.inf:
             limits = f" from {minimum:g} to {maximum:g}"
-        raise ValueError(f"{function}: {name}={value!r}; expected a finite number{limits}")
+        raise ValueError(f"{function}: {name}={_shown(value)}; expected a finite number{limits}")
     return given
+
+
+def integer(function: str, name: str, value: int, unit: str) -> int:
+    """`value` as a Python integer of at least 1; `unit` is what it counts."""
+    _refuse_traced(function, name, value, "integer")
+    try:
+        given = _index(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{function}: {name}={value!r}; expected a number of {unit}, a Python integer, or None"
+        ) from error
+    if given < 1:
+        raise ValueError(
+            f"{function}: {name}={_shown(value)}; expected a number of {unit} of at least 1; leave "
+            f"{name} out to let jaxnorm choose"
+        )
+    return given
+
+
+def flag(function: str, name: str, value: bool) -> bool:
+    """`value` as a Python boolean."""
+    _refuse_traced(function, name, value, "boolean")
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(
+            f"{function}: {name}={value!r} is a {type(value).__name__}; expected True or False"
+        )
+    return bool(value)
+
+
+def _refuse_traced(function: str, name: str, value: object, kind: str) -> None:
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{function}: {name} is a traced value; expected a Python {kind}, because it is part "
+            "of the compiled program; mark it static in jax.jit"
+        )
+
+
+def _index(value: int) -> int:
+    """As an index, which to Python a boolean is, too."""
+    if _is_boolean(value):
+        raise TypeError("a boolean is no index")
+    return operator.index(value)
+
+
+def _is_boolean(value: object) -> bool:
+    return isinstance(value, bool) or getattr(value, "dtype", None) == np.bool_
+
+
+def _shown(value: object) -> str:
+    """Its `repr`, or the size of an integer that would fill lines."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"(an integer of {value.bit_length()} bits)"
+    return repr(value)
 
 
 def one_of(function: str, name: str, value: str, valid: Sequence[str]) -> None:
@@ -262,6 +320,14 @@ def one_of(function: str, name: str, value: str, valid: Sequence[str]) -> None:
 
 
 def implementation(function: str, name: str | None) -> None:
-    """Raises unless `name` is None or an implementation."""
-    if name is not None:
-        one_of(function, "implementation", name, _implementation.names())
+    """Raises unless `name` is None or an implementation that can be imported."""
+    if name is None:
+        return
+    one_of(function, "implementation", name, _implementation.names())
+    try:
+        _implementation.module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"{function}: implementation={name!r} cannot be imported: {error}; leave "
+            "implementation out to let jaxnorm choose"
+        ) from error

@@ -4,14 +4,13 @@ Imported before anything of Flax, it says what to do where that is missing.
 """
 
 import importlib.util
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import _arguments
+from jaxnorm import _arguments, _conversion
 from jaxnorm._norm_linear import rms_norm_linear
 from jaxnorm_kernels.specs import Activation, Name, Save
 
@@ -39,8 +38,7 @@ def added(module: Any) -> Added:
 
 def given_to(function: str, save: Save, implementation: Name | None) -> Added:
     """The arguments of a conversion, checked."""
-    _arguments.one_of(function, "save", save, _arguments.SAVE_MODES)
-    _arguments.implementation(function, implementation)
+    _conversion.check(function, save, implementation)
     return Added(save, implementation)
 
 
@@ -126,27 +124,4 @@ def no_offset(module: Any) -> None:
             f"{name}: scale_offset={module.scale_offset} in a call that is left to Flax's own code "
             f"(see jaxnorm's {name}), which adds no offset; leave out what leaves the call to "
             "Flax, or add the offset to the parameter"
-        )
-
-
-def subclass(module: Any, flax_class: type) -> str:
-    """Why a conversion leaves a module whose class is derived from one of Flax's."""
-    name, base = type(module).__name__, flax_class.__name__
-    return f"{name} is a subclass of Flax's {base}, with code of its own"
-
-
-def log_left(function: str, seen: int, left: Mapping[str, str]) -> None:
-    """One line on the norms of those seen that a conversion left to Flax: each path and reason.
-
-    A warning, because these norms were meant to be converted, run slower without a sign of it, and
-    Python's logging shows no lower level by default.
-    """
-    if left:
-        reasons = "; ".join(f"{path or 'the module itself'} ({why})" for path, why in left.items())
-        logging.getLogger("jaxnorm").warning(
-            "jaxnorm.%s: %d of %d norms are left to Flax: %s",
-            function,
-            len(left),
-            seen,
-            reasons,
         )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
@@ -11,6 +12,8 @@ import jax
 from jaxnorm_kernels.specs import LinearSpec, Spec
 
 if TYPE_CHECKING:
+    from jaxnorm._call import Call
+    from jaxnorm._norm_linear_call import Linear
     from jaxnorm_kernels.implementation import Implementation
 
 # Where each implementation lives. Imported on first use: a kernel backend costs nothing until then.
@@ -22,6 +25,19 @@ _MODULES = {
 
 # What the default tries on a platform, in this order, before xla. Platforms not named run xla.
 _CANDIDATES: dict[str, tuple[str, ...]] = {"cuda": ("mosaic", "triton")}
+
+# NVIDIA GPUs whose default kernels are an implementation's, by compute capability times ten.
+_DEFAULT_ON: dict[str, Callable[[int], bool]] = {
+    "mosaic": lambda capability: capability in (90, 100),
+    "triton": lambda capability: capability >= 80 and capability not in (90, 100),
+}
+
+# What is said of a pass.
+_PASSES = {"fwd": "forward", "tan": "tangent", "bwd": "backward"}
+
+# Modules that could not be imported, and why; names of implementations that a user was told of.
+_failures: dict[str, str] = {}
+_told: set[str] = set()
 
 #: Environment variable, read at import: what ``implementation=None`` means.
 VARIABLE = "JAXNORM_IMPLEMENTATION"
@@ -89,6 +105,7 @@ def choose(as_seen_by: Callable[[str], Spec | LinearSpec], platform: str) -> Cho
                 refusal = module(name).prefers(spec)
         except ImportError as error:  # a jaxlib without this kernel backend, or a missing extra
             refusal = f"it cannot be imported: {error}"
+            _tell(name, platform, refusal, is_preferred)
         if refusal is None:
             reason = f"the default for {spec.op} {spec.direction} on {platform}"
             if is_preferred:
@@ -100,26 +117,56 @@ def choose(as_seen_by: Callable[[str], Spec | LinearSpec], platform: str) -> Cho
     return Choice("xla", "; ".join(refusals) or f"the default for {platform}")
 
 
-def forced(spec: Spec | LinearSpec, name: str) -> Choice:
-    """`name` itself; ValueError with its reason where it cannot run `spec`."""
+def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
+    """Says once that kernels which would be this GPU's default cannot be imported.
+
+    Of a GPU's others, such as Triton's on Hopper, nobody expects the packages that they take.
+    """
+    from jaxnorm_kernels import devices
+
+    capability = devices.local_capability() if platform == "cuda" else None
+    if capability is None or name in _told:
+        return
+    is_default = name in _DEFAULT_ON and _DEFAULT_ON[name](capability)
+    if not (is_default or is_preferred):
+        return
+    _told.add(name)
+    on_this_gpu = f"the default on this GPU (compute capability {capability / 10})"
+    logging.getLogger("jaxnorm").warning(
+        "jaxnorm: implementation %r, %s, never runs here: %s; python -m jaxnorm prints what runs "
+        "in its place; with %s=xla, that is XLA's code, without this warning",
+        name,
+        f"asked for by {VARIABLE}" if is_preferred else on_this_gpu,
+        refusal,
+        VARIABLE,
+    )
+
+
+def forced(call: "Call | Linear", name: str, function: str | None = None) -> Choice:
+    """`name` itself; ValueError with its reason where it cannot run a call.
+
+    `function` is the public one where that is not the call's.
+    """
+    spec = call.as_seen_by(name)
     refusal = module(name).supports(spec)
     if refusal is not None:
         raise ValueError(
-            f"implementation={name!r} cannot run {spec.op} {spec.direction} of "
-            f"({spec.rows}, {spec.cols}): {refusal}; leave implementation out to let jaxnorm choose"
+            f"{function or call.function}: implementation={name!r} cannot run the "
+            f"{_PASSES[spec.direction]} of ({spec.rows}, {spec.cols}): {refusal}; leave "
+            "implementation out to let jaxnorm choose"
         )
     return Choice(name, "asked for by name")
 
 
-def placed(name: str, spec: Spec | LinearSpec, platforms: Sequence[str]) -> None:
+def placed(call: "Call | Linear", name: str, platforms: Sequence[str]) -> None:
     """ValueError where a program for these platforms cannot hold `name`, which was asked for."""
     can = getattr(module(name), "platforms", lambda: None)()
     cannot = [platform for platform in platforms if can is not None and platform not in can]
     if cannot:
         raise ValueError(
-            f"implementation={name!r} cannot run {spec.op} {spec.direction} on {cannot[0]}: its "
-            "kernels are for NVIDIA GPUs; leave implementation out to let jaxnorm choose, or "
-            "place the arrays on such a GPU"
+            f"{call.function}: implementation={name!r} cannot run on {cannot[0]}: its kernels "
+            "are for NVIDIA GPUs; leave implementation out to let jaxnorm choose, or place the "
+            "arrays on such a GPU"
         )
 
 
@@ -154,8 +201,16 @@ def takes_inner(name: str, spec: Spec) -> bool:
 
 
 def module(name: str) -> "Implementation":
-    """The implementation `name`, imported."""
-    return cast("Implementation", importlib.import_module(_MODULES[name]))
+    """The implementation `name`, imported; ImportError where it cannot be, which is tried once."""
+    path = _MODULES[name]
+    if path in _failures:
+        raise ImportError(_failures[path])
+    try:
+        return cast("Implementation", importlib.import_module(path))
+    except Exception as error:  # what JAX has moved is missed in many ways
+        is_told = isinstance(error, ImportError)
+        _failures[path] = str(error) if is_told else f"{type(error).__name__}: {error}"
+        raise ImportError(_failures[path]) from error
 
 
 def local_platform() -> str:

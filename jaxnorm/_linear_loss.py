@@ -1,7 +1,5 @@
 """linear_softmax_cross_entropy: the public function, and its checks."""
 
-import operator
-
 import jax
 import jax.numpy as jnp
 
@@ -147,7 +145,7 @@ def _linear_cross_entropy_of(
     _arguments.implementation(NAME, implementation)
     head = Head(
         reduction=reduction,
-        chunk=_chunk(chunk),
+        chunk=None if chunk is None else _arguments.integer(NAME, "chunk", chunk, "rows"),
         has_bias=bias is not None,
         has_positions=where is not None,
         label_smoothing=_arguments.number(
@@ -202,27 +200,9 @@ def _positions(where: _arguments.ArrayLike, shape: tuple[int, ...]) -> jax.Array
     return jnp.broadcast_to(array, shape)
 
 
-def _chunk(chunk: int | None) -> int | None:
-    if chunk is None:
-        return None
-    try:
-        rows = operator.index(chunk)
-    except TypeError as error:
-        raise TypeError(
-            f"{NAME}: chunk={chunk!r}; expected a number of rows, a Python integer, or None to let "
-            "jaxnorm choose"
-        ) from error
-    if rows < 1:
-        raise ValueError(
-            f"{NAME}: chunk={chunk!r}; expected at least 1 row; leave chunk out to let jaxnorm "
-            "choose"
-        )
-    return rows
-
-
 def _check_implementation(head: Head, x: jax.Array, weight: jax.Array, name: Name) -> None:
     """Raises where `name` cannot run a chunk of these arrays."""
     dtype, classes = _arguments.product_dtype(x.dtype, weight.dtype), weight.shape[1]
     rows = _linear_loss_chunks.chunk_rows(head.chunk, x.size // max(x.shape[-1], 1), classes, dtype)
     call = _linear_loss_chunks.chunk_call(head, (rows, classes), dtype, head.has_positions)
-    _implementation.forced(call.as_seen_by(name), name)
+    _implementation.forced(call, name, NAME)

@@ -121,7 +121,7 @@ def _cross_entropy_of(
             f"{shape} without axis={axis!r}; reshape or broadcast labels to that shape"
         )
     if implementation is not None:
-        _implementation.forced(call.as_seen_by(implementation), implementation)
+        _implementation.forced(call, implementation)
     return _primitive.bind(call, logits, labels, mask, positions)[0]
 
 

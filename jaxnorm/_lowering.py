@@ -62,9 +62,9 @@ def chosen(ctx: Any, call: Call | Linear) -> str:
     platforms = ctx.platforms or program.platforms
     if call.implementation is not None:
         name = call.implementation
-        _implementation.placed(name, call.spec, platforms)
+        _implementation.placed(call, name, platforms)
         # Known here alone: under `jax.vmap` a backward has more rows than where it was called.
-        _implementation.forced(call.as_seen_by(name), name)
+        _implementation.forced(call, name)
         return name
     if program.lowering_parameters.for_export or len(platforms) > 1:
         return "xla"  # An exported program outlives this version's kernels.
@@ -81,8 +81,8 @@ def where_it_lies(ctx: Any, call: Call | Linear, name: str, partitioned: Callabl
     if call.implementation is None:
         return call.xla
     raise ValueError(
-        f"implementation={name!r} cannot run {call.spec.op} on arrays that lie on a mesh with axes "
-        f"that are neither all manual nor all automatic: {axes}; leave "
+        f"{call.function}: implementation={name!r} cannot run on arrays that lie on a mesh with "
+        f"axes that are neither all manual nor all automatic: {axes}; leave "
         "implementation out, or enter jax.shard_map with all axes of the mesh"
     )
 

@@ -67,8 +67,9 @@ def layer_norm(
       dtype: dtype of the output; x's by default.
       save: what the backward pass starts from. ``"output"`` keeps y, which the next layer usually
         keeps anyway, and frees x. Gradients of ``scale`` then lose accuracy in columns with
-        ``|bias|`` far above ``|scale|`` (and, in float16, ``|scale|`` below 2**-14);
-        :func:`jaxnorm.check_params` finds them. ``"input"`` keeps x and the row means.
+        ``|bias|`` far above ``|scale|`` (and, in float16, ``|scale|`` below 2**-14), and are 0
+        where ``scale`` is 0 beside a bias that is not, of which y tells nothing;
+        :func:`jaxnorm.check_params` finds these columns. ``"input"`` keeps x and the row means.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
 
     Returns:
@@ -133,7 +134,7 @@ def rms_norm(
       scale_offset: added to ``scale``; 1.0 for Gemma's ``1 + w``.
       dtype: dtype of the output; x's by default.
       save: as in :func:`jaxnorm.layer_norm`. Without a bias ``"output"`` is safe for every scale in
-        bfloat16, float32 and float64, zeros included.
+        bfloat16, float32 and float64, zeros included; scales of 0 beside a bias are not.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
       bias: like ``scale``, by keyword alone; equinox's RMSNorm has one. None adds nothing.
 
@@ -400,7 +401,7 @@ def _normalise(
         for name in ("scale", "next_scale"):
             given[name] = jnp.broadcast_to(given[name], call.view.shape_of("scale"))
     if implementation is not None:
-        _implementation.forced(call.as_seen_by(implementation), implementation)
+        _implementation.forced(call, implementation)
     return _primitive.bind(call, x, *[given[name] for name in call.primals[1:]])
 
 

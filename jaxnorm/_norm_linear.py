@@ -162,7 +162,7 @@ def _rms_norm_linear_of(
         precision=precision,
     )
     if implementation is not None:
-        _implementation.forced(call.spec, implementation)
+        _implementation.forced(call, implementation)
     other = given.pop("residual", None)
     if other is None:
         return _norm_linear_primitive.bind(call, x, *given.values())

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 from jax.sharding import PartitionSpec
@@ -23,6 +23,8 @@ class Linear:
     which the last two may be absent; its results y and z (..., features) and rstd (...), those that
     `spec` wants.
     """
+
+    function: ClassVar[Function] = NAME
 
     spec: LinearSpec
     implementation: Name | None

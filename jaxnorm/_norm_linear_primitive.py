@@ -155,7 +155,7 @@ def _on_shards(call: Linear, layout: Layout) -> Run:
             return bind(shard, *arrays)
         if call.implementation not in (None, "xla"):
             raise ValueError(
-                f"implementation={call.implementation!r} cannot run {NAME} over an axis that is "
+                f"{NAME}: implementation={call.implementation!r} cannot run over an axis that is "
                 f"sharded: x is sharded by {layout.spec('x')}; leave implementation out, or shard "
                 "other axes"
             )

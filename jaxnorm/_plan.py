@@ -112,6 +112,12 @@ def implementation_for(
     _arguments.one_of(caller, "platform", platform, _PLATFORMS)
     _arguments.one_of(caller, "save", save, _arguments.SAVE_MODES)
     _arguments.implementation(caller, implementation)
+    _arguments.flag(caller, "where", where)
+    _arguments.flag(caller, "use_scale", use_scale)
+    if use_bias is not None:
+        _arguments.flag(caller, "use_bias", use_bias)
+    if features is not None:
+        features = _arguments.integer(caller, "features", features, "columns")
     x_dtype = _arguments.dtype(caller, "dtype", dtype)
     try:
         shape = tuple(shape)
@@ -197,7 +203,7 @@ def _plan(
 ) -> Plan:
     def choice(call: Call | Linear) -> _implementation.Choice:
         if implementation is not None:
-            return _implementation.forced(call.as_seen_by(implementation), implementation)
+            return _implementation.forced(call, implementation)
         return _implementation.choose(call.as_seen_by, platform)
 
     return Plan(choice(forward), choice(backward))

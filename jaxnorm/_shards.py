@@ -107,8 +107,8 @@ def on_shards(call: Call, layout: Layout, bind: Callable[..., Any]) -> Run:
 def _with_split_rows(shard: Call, cols: int, layout: Layout) -> Call:
     if shard.implementation not in (None, "xla"):
         raise ValueError(
-            f"implementation={shard.implementation!r} cannot run {shard.spec.op} over an axis that "
-            f"is sharded: x has shape {layout.view.shape}, sharded by "
+            f"{shard.function}: implementation={shard.implementation!r} cannot run over an axis "
+            f"that is sharded: x has shape {layout.view.shape}, sharded by "
             f"{layout.spec('array', layout.view.shape)}; leave implementation out, or shard other "
             "axes"
         )

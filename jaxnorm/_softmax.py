@@ -53,8 +53,8 @@ def softmax(
     Differentiable in reverse and forward mode, to any order; tangents, too, start from y.
 
     Raises:
-      TypeError: x, bias or ``dtype`` is not a supported float dtype, ``where`` is not boolean, or
-        ``scale`` is no Python number.
+      TypeError: x, bias or ``dtype`` is not a supported float dtype, ``where`` is not boolean,
+        ``scale`` is no Python number, or ``causal`` neither True nor False.
       ValueError: ``axis``, the shape of ``where`` or ``bias``, ``scale``, ``causal`` (for other
         axes than the last, or for an x of one axis) or ``implementation`` is wrong.
 
@@ -160,7 +160,7 @@ def _softmax_of(
         masked_logit=masked_logit,
     )
     if implementation is not None:
-        _implementation.forced(call.as_seen_by(implementation), implementation)
+        _implementation.forced(call, implementation)
     if bias is not None:
         bias = _sharding.broadcast_alike(bias, x)
     return _primitive.bind(call, x, mask, bias)[0]
@@ -194,6 +194,7 @@ def softmax_call(
     axes = _arguments.axes(function, axis, shape)
     view = RowView(shape, axes, logits_bias=bias_shape, mask=mask or ())
     _arguments.implementation(function, implementation)
+    causal = _arguments.flag(function, "causal", causal)
     if causal:
         _arguments.matrix(function, "causal", view)
     spec = Spec(
@@ -208,7 +209,7 @@ def softmax_call(
         logits_scale=_arguments.number(function, "scale", scale),
         logits_bias_dtype=bias_dtype,
         logits_bias_shape=bias_shape,
-        causal=bool(causal),
+        causal=causal,
         axes=view.axes,
     )
     return Call(function, spec, view, implementation)

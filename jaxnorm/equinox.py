@@ -1,38 +1,4 @@
-"""Equinox modules: drop-in LayerNorm and RMSNorm that save their outputs.
-
-A model that exists is converted by ``equinox.tree_at``::
-
-    import equinox as eqx
-    import jax
-    import jaxnorm.equinox
-
-    MODULES = {eqx.nn.LayerNorm: jaxnorm.equinox.LayerNorm, eqx.nn.RMSNorm: jaxnorm.equinox.RMSNorm}
-
-
-    def is_norm(node):
-        return type(node) in MODULES
-
-
-    def norms_of(model):
-        return [node for node in jax.tree.leaves(model, is_leaf=is_norm) if is_norm(node)]
-
-
-    def converted(norm):
-        new = MODULES[type(norm)](norm.shape, norm.eps, norm.use_weight, norm.use_bias)
-        return eqx.tree_at(
-            lambda norm: (norm.weight, norm.bias),
-            new,
-            (norm.weight, norm.bias),
-            is_leaf=lambda leaf: leaf is None,
-        )
-
-
-    model = eqx.tree_at(norms_of, model, replace_fn=converted)
-
-The arrays are those of the old model, in the same order of leaves, so that
-``equinox.tree_serialise_leaves`` of either is read into the other, and stacked layers (of
-``equinox.filter_vmap``, for ``jax.lax.scan``) stay stacked.
-"""
+"""Equinox modules: drop-in LayerNorm and RMSNorm that save their outputs."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -48,10 +14,11 @@ if importlib.util.find_spec("equinox") is None:
 
 import equinox as eqx
 
+from jaxnorm import _arguments, _conversion
 from jaxnorm._norm import layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
 
-__all__ = ["LayerNorm", "RMSNorm"]
+__all__ = ["LayerNorm", "RMSNorm", "convert"]
 
 _NO_STATE: Any = object()
 
@@ -176,6 +143,134 @@ class RMSNorm(eqx.nn.RMSNorm):
         """
         y = _normalised(self, rms_norm, super().__call__, x)
         return y if state is _NO_STATE else (y, state)
+
+
+def convert[Model](
+    model: Model, *, save: Save = "output", implementation: Name | None = None
+) -> Model:
+    """Makes every ``equinox.nn.LayerNorm`` and ``RMSNorm`` in a model jaxnorm's.
+
+    Modules are immutable, so it returns a new model, with the very same arrays in the same order of
+    leaves: checkpoints (``equinox.tree_serialise_leaves``) of either are read into the other. The
+    state of an optimiser has the structure of the model that it was made for: convert before it is
+    made. A norm in two places stays one object. ::
+
+        model = jaxnorm.equinox.convert(Transformer(key))
+
+    Norms are found wherever the model's tree has them, in fields, lists, tuples and dictionaries;
+    among them stacked ones (of ``equinox.filter_vmap``, for ``jax.lax.scan``) and abstract ones
+    (``equinox.filter_eval_shape``).
+
+    From the output of a norm whose weight is 0 beside a bias, or far below it, the gradient of that
+    weight cannot be computed (see :func:`jaxnorm.check_params`). So parameters are looked at, where
+    they have values, and norms that have such columns get ``save="input"``: convert a model after
+    its checkpoint is loaded. Abstract and traced parameters have no values. A norm is judged for
+    outputs, which have the dtype of x, of its parameters' dtype: where x has fewer bits, look at
+    ``jaxnorm.check_params(model, x.dtype)``.
+
+    Left as they are are norms with parameters that are no floats of 16 to 64 bits, and subclasses
+    of equinox's classes, whose code may be their own. One warning of the logger ``"jaxnorm"`` names
+    these and those that keep their input, with the reasons; it also says so where a model has none
+    of these norms at all. Norms that are jaxnorm's already keep their own settings.
+
+    Args:
+      model: an ``equinox.Module``, or a tree that has some.
+      save: ``"output"`` or ``"input"``, of all norms but those that have to keep their input; see
+        :func:`jaxnorm.layer_norm`.
+      implementation: of all norms; see :func:`jaxnorm.layer_norm`.
+
+    Returns:
+      The model, of the same structure but for its norms.
+
+    Raises:
+      TypeError: ``model`` has no ``equinox.Module`` in it.
+      ValueError: ``save`` or ``implementation`` is wrong.
+    """
+    _conversion.check("convert", save, implementation)
+    if not any(map(_is_module, jax.tree.leaves(model, is_leaf=_is_module))):
+        raise TypeError(
+            f"convert: model is a {type(model).__name__}; expected an equinox.Module, or a tree "
+            "that has some; Flax's models are converted by jaxnorm.nnx and jaxnorm.linen"
+        )
+    leaves = jax.tree.leaves_with_path(model, is_leaf=_is_norm)
+    norms = [(path, leaf) for path, leaf in leaves if _is_norm(leaf)]
+    if not norms:
+        _conversion.warn(
+            "jaxnorm.equinox.convert: %s has no equinox.nn.LayerNorm and no equinox.nn.RMSNorm; "
+            "norms of other classes can call jaxnorm.layer_norm and jaxnorm.rms_norm",
+            type(model).__name__,
+        )
+    theirs = [(path, norm) for path, norm in norms if not isinstance(norm, (LayerNorm, RMSNorm))]
+    left: dict[str, str] = {}
+    kept: dict[str, str] = {}
+    new: dict[int, Any] = {}  # by the identity of the old one
+    for path, norm in theirs:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        why = _why_left(norm)
+        if why is not None:
+            left[name] = why
+            continue
+        why = _why_input(norm) if save == "output" else None
+        if why is not None:
+            kept[name] = why
+        if id(norm) not in new:
+            new[id(norm)] = _converted(norm, save if why is None else "input", implementation)
+    outcomes = {"are left to equinox": left, _conversion.KEPT: kept}
+    _conversion.log("equinox.convert", len(theirs), outcomes)
+    converted: Model = jax.tree.map(lambda node: new.get(id(node), node), model, is_leaf=_is_norm)
+    return converted
+
+
+_CONVERTED: dict[type, type] = {eqx.nn.LayerNorm: LayerNorm, eqx.nn.RMSNorm: RMSNorm}
+
+
+def _is_module(node: Any) -> bool:
+    return isinstance(node, eqx.Module)
+
+
+def _is_norm(node: Any) -> bool:
+    return isinstance(node, tuple(_CONVERTED))
+
+
+def _converted(norm: Any, save: Save, implementation: Name | None) -> Any:
+    """jaxnorm's module of equinox's, with its parameters."""
+    made = _CONVERTED[type(norm)](
+        norm.shape,
+        norm.eps,
+        norm.use_weight,
+        norm.use_bias,
+        save=save,
+        implementation=implementation,
+    )
+    return eqx.tree_at(
+        lambda norm: (norm.weight, norm.bias),
+        made,
+        (norm.weight, norm.bias),
+        is_leaf=lambda leaf: leaf is None,
+    )
+
+
+def _why_left(norm: Any) -> str | None:
+    """Why a norm of equinox's is not converted; None where it is."""
+    if type(norm) not in _CONVERTED:
+        base = next(base for base in _CONVERTED if isinstance(norm, base))
+        return _conversion.subclass(norm, base, "equinox")
+    dtypes = [parameter.dtype.name for parameter in _parameters(norm)]
+    return None if set(dtypes) <= set(FLOAT_DTYPES) else f"dtypes {', '.join(dtypes)}"
+
+
+def _why_input(norm: Any) -> str | None:
+    """Why a norm that is converted keeps its input though it was to keep its output."""
+    if not hasattr(norm.weight, "dtype"):
+        return None
+    parameters = _parameters(norm)
+    y_dtype = _arguments.product_dtype(parameters[0].dtype, parameters[-1].dtype)
+    return _conversion.why_input(parameters, y_dtype)
+
+
+def _parameters(norm: Any) -> list[Any]:
+    """Weight and bias: arrays, or what stands for them; those that there are."""
+    return [a for a in (norm.weight, norm.bias) if hasattr(a, "dtype")]
 
 
 def _normalised(

@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxnorm import _flax  # first, because it says what to do where Flax is missing
+from jaxnorm import _conversion, _flax  # first, because it says what to do where Flax is missing
 
 # isort: split
 from flax import linen as nn
@@ -16,6 +17,7 @@ from flax.linen import dtypes
 
 from jaxnorm._arguments import DTypeLike
 from jaxnorm._linen_attention import dot_product_attention
+from jaxnorm._linen_conversion import Seen, Stored
 from jaxnorm._norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation, Name, Save
 
@@ -173,7 +175,9 @@ class _Parameters(nn.Module):
 
 
 @contextlib.contextmanager
-def converted(*, save: Save = "output", implementation: Name | None = None) -> Iterator[None]:
+def converted(
+    *, save: Save = "output", implementation: Name | None = None, params: Any = None
+) -> Iterator[None]:
     """Inside it, :class:`flax.linen.LayerNorm` and ``RMSNorm`` run jaxnorm's code.
 
     For models that exist, and whose source is not to be changed: parameters have the same names,
@@ -189,9 +193,19 @@ def converted(*, save: Save = "output", implementation: Name | None = None) -> I
     ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a dtype
     that is no float of 16 to 64 bits, stays Flax's, and so do subclasses of Flax's classes, whose
     code may be their own: where the context ends, one warning of the logger ``"jaxnorm"`` names
-    those that were traced inside, with the reasons. Modules that are jaxnorm's already keep their
-    own settings. Of nested contexts the innermost counts; interceptors (``nn.intercept_methods``)
-    that are entered inside see no calls of converted norms.
+    those that were traced inside, with the reasons; another one says so where nothing was
+    converted. Modules that are jaxnorm's already keep their own settings. Of nested contexts the
+    innermost counts; interceptors (``nn.intercept_methods``) that are entered inside see no calls
+    of converted norms.
+
+    From the output of a norm whose scale is 0 beside a bias, or far below it, the gradient of that
+    scale cannot be computed (see :func:`jaxnorm.check_params`). Norms that have such columns keep
+    their input, and the warning names them. Parameters of a function that is compiled, and those of
+    scanned layers, have no values while it is traced: ``params`` is looked at in place of these,
+    once, where the context is entered. ::
+
+        with jaxnorm.linen.converted(params=variables):
+            variables = train_step(variables, tokens)
 
     Norms of other classes, of which this knows nothing, can be replaced in the same way, without a
     change of their source; here those of a module with a parameter ``weight``::
@@ -207,10 +221,14 @@ def converted(*, save: Save = "output", implementation: Name | None = None) -> I
             logits = model.apply(variables, tokens)
 
     Args:
-      save: ``"output"`` or ``"input"``, of all norms; see :func:`jaxnorm.layer_norm`.
+      save: ``"output"`` or ``"input"``, of all norms but those that have to keep their input; see
+        :func:`jaxnorm.layer_norm`.
       implementation: of all norms; see :func:`jaxnorm.layer_norm`.
+      params: the parameters of the model that is called, with values: its variables, or those of
+        the collection ``"params"``. None where the calls themselves have them, or to look at none.
 
     Raises:
+      TypeError: ``params`` is no dictionary.
       ValueError: ``save`` or ``implementation`` is wrong.
 
     Example:
@@ -225,7 +243,13 @@ def converted(*, save: Save = "output", implementation: Name | None = None) -> I
       (2, 8)
     """
     added = _flax.given_to("converted", save, implementation)
-    calls: dict[str, str | None] = {}
+    stored = Stored(params if save == "output" else None)
+    settings = (added, stored)
+    around = _innermost.value
+    if around == settings:
+        yield
+        return
+    seen = Seen()
 
     def call(
         call: Callable[..., Any],
@@ -234,22 +258,29 @@ def converted(*, save: Save = "output", implementation: Name | None = None) -> I
         context: nn.module.InterceptorContext,
     ) -> Any:
         norm = context.module
+        if _innermost.value != settings:
+            return call(*arguments, **options)
+        seen.modules.add(f"{type(norm).__module__}.{type(norm).__qualname__}")
+        seen.has_norms |= isinstance(norm, _FLAX)
         is_flax_s = isinstance(norm, _FLAX) and not isinstance(norm, (LayerNorm, RMSNorm))
-        if not (is_flax_s and context.method_name == "__call__" and _innermost.value == added):
+        if not (is_flax_s and context.method_name == "__call__"):
             return call(*arguments, **options)
         x = arguments[0] if arguments else options["x"]
         why = _why_left(norm, x, options.get("mask"))
         path = "/".join(norm.path)
-        calls[path] = calls.get(path) or why
-        return call(*arguments, **options) if why else _normalised(norm, added, x)
+        seen.norms[path] = seen.norms.get(path) or why
+        if why:
+            return call(*arguments, **options)
+        if save == "input":
+            return _normalised(norm, added, x)
+        return _normalised(norm, added, x, judged=functools.partial(seen.judged, stored, path))
 
-    with _innermost(added), nn.intercept_methods(call):
+    with _innermost(settings), nn.intercept_methods(call):
         yield
-    left = {path: why for path, why in calls.items() if why}
-    _flax.log_left("linen.converted", len(calls), left)
+    seen.tell(settings, around)
 
 
-# The arguments of the innermost `converted`. It is a part of what jax.jit looks up its traces by.
+# The settings of the innermost `converted`. They are a part of what jax.jit looks up its traces by.
 _innermost = jax.make_user_context()
 _FLAX = (nn.LayerNorm, nn.RMSNorm)
 
@@ -264,8 +295,17 @@ def _called(
     return _normalised(norm, _flax.added(norm), x, residual)
 
 
-def _normalised(norm: Any, added: _flax.Added, x: Any, residual: Any = None) -> Any:
-    """y or, with a residual, (y, h), by a module's fields; its parameters are made in its scope."""
+def _normalised(
+    norm: Any,
+    added: _flax.Added,
+    x: Any,
+    residual: Any = None,
+    judged: Callable[[Mapping[str, Any], np.dtype], Save] | None = None,
+) -> Any:
+    """y or, with a residual, (y, h), by a module's fields; its parameters are made in its scope.
+
+    `judged` says by these, and by the output's dtype, what is saved.
+    """
     normalised = x if residual is None else residual
     has_mean = isinstance(norm, nn.LayerNorm)
     axes = _axes(norm, normalised)
@@ -280,6 +320,8 @@ def _normalised(norm: Any, added: _flax.Added, x: Any, residual: Any = None) -> 
         if is_used
     }
     options = _flax.options(dtypes, norm, added, axes, normalised, *parameters.values())
+    if judged is not None:
+        options["save"] = judged(parameters, options["dtype"])
     if residual is None:
         return (layer_norm if has_mean else rms_norm)(x, **parameters, **options)
     return (add_layer_norm if has_mean else add_rms_norm)(x, residual, **parameters, **options)
@@ -311,5 +353,5 @@ def _why_left(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
     """Why a call of a module of Flax's is not converted; None where it is."""
     for flax_class in _FLAX:
         if isinstance(norm, flax_class) and type(norm) is not flax_class:
-            return _flax.subclass(norm, flax_class)
+            return _conversion.subclass(norm, flax_class, "Flax")
     return _why_flax(norm, x, mask)

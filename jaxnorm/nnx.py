@@ -1,16 +1,18 @@
 """Flax nnx modules: drop-in LayerNorm, RMSNorm and attention function that save their outputs."""
 
 import functools
-import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import _flax  # first, because it says what to do where Flax is missing
+from jaxnorm import (  # first, because it says what to do where Flax is missing
+    _conversion,
+    _flax,
+)
 
 # isort: split
 from flax import nnx
@@ -18,6 +20,7 @@ from flax.nnx.nn import dtypes
 
 from jaxnorm._arguments import DTypeLike
 from jaxnorm._nnx_attention import dot_product_attention
+from jaxnorm._nnx_conversion import why_input, why_left
 from jaxnorm._norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation, Name, Save
 
@@ -316,15 +319,22 @@ def convert[Model](
     (``nnx.eval_shape``). A converted norm takes the stable two-pass variance, whatever
     ``use_fast_variance`` says, and a call with ``mask`` stays Flax's.
 
+    From the output of a norm whose scale is 0 beside a bias, or far below it, the gradient of that
+    scale cannot be computed (see :func:`jaxnorm.check_params`). So parameters are looked at, where
+    they have values, and norms that have such columns get ``save="input"``: convert a model after
+    its checkpoint is loaded. Abstract and traced parameters have no values. A norm without a
+    ``dtype`` is judged for outputs of its parameters' dtype.
+
     Left as they are are norms with an ``axis_name``, with ``feature_axes`` that are not
     ``reduction_axes``, or with dtypes that are no floats of 16 to 64 bits, and subclasses of
-    Flax's classes, whose code may be their own. One warning of the logger ``"jaxnorm"`` names them
-    all with the reasons; it also says so where a model has none of these norms at all. Norms that
-    are jaxnorm's already keep their own settings.
+    Flax's classes, whose code may be their own. One warning of the logger ``"jaxnorm"`` names these
+    and those that keep their input, with the reasons; it also says so where a model has none of
+    these norms at all. Norms that are jaxnorm's already keep their own settings.
 
     Args:
       model: an ``nnx.Module``, or a list, tuple or dictionary of them.
-      save: ``"output"`` or ``"input"``, of all norms; see :func:`jaxnorm.layer_norm`.
+      save: ``"output"`` or ``"input"``, of all norms but those that have to keep their input; see
+        :func:`jaxnorm.layer_norm`.
       implementation: of all norms; see :func:`jaxnorm.layer_norm`.
 
     Returns:
@@ -357,45 +367,30 @@ def convert[Model](
         (path, node) for path, node in modules if isinstance(node, (nnx.LayerNorm, nnx.RMSNorm))
     ]
     if not norms:
-        logging.getLogger("jaxnorm").warning(
+        _conversion.warn(
             "jaxnorm.nnx.convert: %s has no nnx.LayerNorm and no nnx.RMSNorm; norms of other "
             "classes can call jaxnorm.layer_norm and jaxnorm.rms_norm",
             type(model).__name__,
         )
     theirs = [(path, norm) for path, norm in norms if not isinstance(norm, (LayerNorm, RMSNorm))]
-    reasons = {path: _why_left(norm) for path, norm in theirs}
+    reasons = {path: why_left(norm) for path, norm in theirs}
     left = {path: why for path, why in reasons.items() if why is not None}
+    kept = {}
     for path, norm in theirs:
-        if path not in left:
-            for name, value in added._asdict().items():
-                setattr(norm, name, value)
-            norm.__class__ = _CONVERTED[type(norm)]
-    _flax.log_left("nnx.convert", len(theirs), left)
+        if path in left:
+            continue
+        own = added
+        if save == "output" and (why := why_input(norm)) is not None:
+            own, kept[path] = added._replace(save="input"), why
+        for name, value in own._asdict().items():
+            setattr(norm, name, value)
+        norm.__class__ = _CONVERTED[type(norm)]
+    outcomes = {"are left to Flax": left, _conversion.KEPT: kept}
+    _conversion.log("nnx.convert", len(theirs), outcomes)
     return model
 
 
 _CONVERTED: dict[type, type] = {nnx.LayerNorm: LayerNorm, nnx.RMSNorm: RMSNorm}
-
-
-def _why_left(norm: Any) -> str | None:
-    """Why a norm of Flax's is not converted; None where it is."""
-    if type(norm) not in _CONVERTED:
-        base = nnx.LayerNorm if isinstance(norm, nnx.LayerNorm) else nnx.RMSNorm
-        return _flax.subclass(norm, base)
-    reduction, features = (
-        set(axes) if isinstance(axes, Sequence) else {axes}
-        for axes in (norm.reduction_axes, norm.feature_axes)
-    )
-    dtypes_seen = [jnp.dtype(d).name for d in (norm.dtype, norm.param_dtype) if d is not None]
-    reasons = (
-        (f"axis_name={norm.axis_name!r}", norm.axis_name is not None),
-        (
-            f"feature_axes={norm.feature_axes} are not reduction_axes={norm.reduction_axes}",
-            reduction != features,
-        ),
-        (f"dtypes {', '.join(dtypes_seen)}", not set(dtypes_seen) <= set(FLOAT_DTYPES)),
-    )
-    return next((why for why, applies in reasons if applies), None)
 
 
 def _value(param: Any) -> jax.Array | None:

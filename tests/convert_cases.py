@@ -38,6 +38,12 @@ def assert_norm_within_bounds(name, epsilon, x, d, parameters, y, dx, dparameter
         reference.assert_within(dparameters["bias"], expected.dbias, of_dbias)
 
 
+def with_lost_columns(parameters):
+    """Scale and bias, of which two columns cannot be read from the output."""
+    scale = parameters["scale"].at[..., 1].set(0).at[..., 3].set(1e-9)
+    return parameters | {"scale": scale, "bias": jnp.full_like(scale, 0.3)}
+
+
 def assert_left_to_flax(caplog, counted, norms):
     """One warning names the norms that are not converted, each with its reason."""
     (record,) = caplog.records

@@ -34,7 +34,7 @@ COUNTS = Path(__file__).with_name("refused.json")
 Counts = dict[str, tuple[int, int]]
 
 _REFUSAL = re.compile(
-    r"implementation='(mosaic|triton)' cannot run \w+ \w+ of \([^)]*\): (.*); leave implementation"
+    r"\w+: implementation='(mosaic|triton)' cannot run the \w+ of \([^)]*\): (.*); leave "
 )
 
 

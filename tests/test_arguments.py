@@ -197,3 +197,175 @@ def test_axis_none_means_all():
     np.testing.assert_array_equal(
         jaxnorm.rms_norm(X, axis=None), jaxnorm.rms_norm(X, axis=(0, 1, 2))
     )
+
+
+LABELS = jnp.zeros((2, 3), int)
+W = jnp.ones((4, 5))
+# Every option that is a number, of every function.
+NUMBERS = [
+    *[(f, name) for f in (*NORMS, jaxnorm.rms_norm_add) for name in ("epsilon", "scale_offset")],
+    *[
+        (f, name)
+        for f in (jaxnorm.add_layer_norm, jaxnorm.add_rms_norm, jaxnorm.rms_norm_add_rms_norm)
+        for name in ("epsilon", "scale_offset")
+    ],
+    *[(jaxnorm.rms_norm_linear, name) for name in ("epsilon", "scale_offset")],
+    *[(f, "scale") for f in SOFTMAXES],
+    *[
+        (f, name)
+        for f in (
+            jaxnorm.softmax_cross_entropy_with_integer_labels,
+            jaxnorm.linear_softmax_cross_entropy,
+        )
+        for name in ("label_smoothing", "z_loss")
+    ],
+    (jaxnorm.check_params, "scale_offset"),
+]
+each_number = pytest.mark.parametrize(
+    ("function", "name"), NUMBERS, ids=lambda v: v if isinstance(v, str) else v.__name__
+)
+
+
+def called(function, **options):
+    """The function with arrays of the shapes that it takes."""
+    arrays = {
+        "add_layer_norm": (X, X),
+        "add_rms_norm": (X, X),
+        "rms_norm_add": (X, X),
+        "rms_norm_add_rms_norm": (X, X),
+        "rms_norm_linear": (X, W),
+        "softmax_cross_entropy_with_integer_labels": (X, LABELS),
+        "linear_softmax_cross_entropy": (X, W, LABELS),
+        "check_params": ({"scale": jnp.ones(4)}, "float32"),
+    }
+    return function(*arrays.get(function.__name__, (X,)), **options)
+
+
+@each_number
+def test_a_boolean_is_no_number(function, name):
+    called(function, **{name: 1})
+    for value in (True, np.True_, np.array(True), jnp.array(True)):
+        expected = f"{function.__name__}: {name} is a {type(value).__name__}; expected a number"
+        with pytest.raises(TypeError, match=expected):
+            called(function, **{name: value})
+
+
+@each_number
+@pytest.mark.parametrize("power", [400, 5000])  # the second has no decimal text in Python
+def test_a_number_that_no_float_holds(function, name, power):
+    bits = (10**power).bit_length()
+    expected = (
+        rf"{function.__name__}: {name}=\(an integer of {bits} bits\); expected a finite number"
+    )
+    for value in (10**power, -(10**power)):
+        with pytest.raises(ValueError, match=expected):
+            called(function, **{name: value})
+
+
+@each
+@pytest.mark.parametrize("axis", [True, np.True_, (False, 1), [False]])
+def test_a_boolean_is_no_axis(function, axis):
+    function(X, axis=1)  # which compares equal to True, wherever calls are looked up
+    with pytest.raises(TypeError, match="expected an integer or a tuple of integers"):
+        function(X, axis=axis)
+
+
+@each
+def test_an_axis_that_is_very_large(function):
+    expected = rf"{function.__name__}: axis=\(an integer of {(10**5000).bit_length()} bits\) is out"
+    with pytest.raises(ValueError, match=expected):
+        function(X, axis=10**5000)
+
+
+@each_softmax
+def test_causal_is_true_or_false(function):
+    causal = function(X, causal=True)
+    np.testing.assert_array_equal(function(X, causal=np.True_), causal)
+    np.testing.assert_array_equal(function(X, causal=np.False_), function(X))
+    for value in ("no", "", 0, 1, None, 1.0, jnp.array(True)):
+        expected = rf"{function.__name__}: causal=.* is a {type(value).__name__}; expected True or"
+        with pytest.raises(TypeError, match=expected):
+            function(X, causal=value)
+    with pytest.raises(TypeError, match="causal is a traced value; expected a Python boolean"):
+        jax.jit(lambda causal: function(X, causal=causal))(True)
+
+
+def test_chunk():
+    loss = jaxnorm.linear_softmax_cross_entropy
+    called(loss, chunk=10**30)  # of more rows than there are
+    for value in (True, np.True_, 1.0, "8"):
+        with pytest.raises(TypeError, match=r"chunk=.*; expected a number of rows, a Python int"):
+            called(loss, chunk=value)
+    for value in (0, -(10**5000)):
+        with pytest.raises(ValueError, match=r"chunk=.*; expected a number of rows of at least 1"):
+            called(loss, chunk=value)
+    with pytest.raises(TypeError, match="chunk is a traced value; expected a Python integer"):
+        jax.jit(lambda chunk: called(loss, chunk=chunk))(2)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda labels: jaxnorm.softmax_cross_entropy_with_integer_labels(X, labels),
+        lambda labels: jaxnorm.linear_softmax_cross_entropy(X, W, labels),
+    ],
+    ids=["logits", "linear"],
+)
+class TestLabels:
+    @pytest.mark.parametrize("label", [2**40, -(2**40), 2**70, np.int64(2**40)])
+    def test_of_lists_that_no_integer_of_jax_holds(self, loss, label):
+        with pytest.raises(
+            ValueError, match="labels has an integer that JAX's integers do not hold"
+        ):
+            loss([[0, 1, label], [0, 0, 0]])
+
+    def test_of_lists(self, loss):
+        np.testing.assert_array_equal(
+            loss([[0, 1, 2], [3, 2, 1]]), loss(jnp.array([[0, 1, 2], [3, 2, 1]]))
+        )
+
+    @pytest.mark.parametrize("labels", [["a"], [[0], [1, 2]], None, "abc"])
+    def test_that_are_no_array(self, loss, labels):
+        with pytest.raises(TypeError, match=r"labels is a .*; expected an array"):
+            loss(labels)
+
+    @pytest.mark.parametrize("labels", [[[True] * 3] * 2, [[0.0] * 3] * 2])
+    def test_that_are_no_integers(self, loss, labels):
+        with pytest.raises(TypeError, match=r"labels has dtype .*; expected integers"):
+            loss(labels)
+
+
+def test_a_label_of_64_bits_that_is_numpys():
+    """One that is no class makes a loss of NaN, as in an array: it is not wrapped into one."""
+    loss = jaxnorm.softmax_cross_entropy_with_integer_labels(jnp.ones(4), np.int64(2**40))
+    assert np.isnan(loss)
+
+
+@pytest.mark.parametrize("name", ["x", "bias", "where"])
+def test_an_integer_in_place_of_an_array(name):
+    options = {"x": X, name: 10**400}
+    expected = f"softmax: {name} (has an integer that JAX's integers do not hold|has dtype)"
+    with pytest.raises((TypeError, ValueError), match=expected):
+        jaxnorm.softmax(**options)
+
+
+@pytest.mark.parametrize("name", ["where", "use_scale", "use_bias"])
+def test_flags_of_implementation_for(name):
+    with pytest.raises(TypeError, match=f"implementation_for: {name}='no' is a str; expected True"):
+        jaxnorm.implementation_for("layer_norm", (4, 8), "float32", **{name: "no"})
+
+
+@pytest.mark.parametrize("features", [True, 2.0, "4"])
+def test_features_of_implementation_for(features):
+    with pytest.raises(
+        TypeError, match=r"implementation_for: features=.*; expected a number of col"
+    ):
+        jaxnorm.implementation_for("rms_norm_linear", (4, 8), "float32", features=features)
+
+
+@pytest.mark.parametrize("name", sorted({f.__name__ for f, _ in NUMBERS} - {"check_params"}))
+def test_what_a_kernel_refuses_names_the_function(name):
+    """Rows of 4 columns are too short for each of them."""
+    expected = rf"^{name}: implementation='mosaic' cannot run the forward of \(6, [45]\): "
+    with pytest.raises(ValueError, match=expected):
+        called(getattr(jaxnorm, name), implementation="mosaic")

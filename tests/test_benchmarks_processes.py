@@ -99,6 +99,12 @@ def test_failures_are_answers():
     ]
 
 
+def test_an_implementation_whose_packages_lack_is_missing():
+    error = ValueError("rms_norm: implementation='triton' cannot be imported")
+    error.__cause__ = ImportError("no Triton")
+    assert worker.reason(error) == f"missing: ValueError: {error}"
+
+
 def test_a_context_that_is_lost_in_preparation():
     """Among several cells nobody knows whose fault it was; alone a cell has the error's reason."""
     side = Side((None, None), (RuntimeError("illegal address"), None))

@@ -94,3 +94,115 @@ def test_errors():
         ValueError, match=r"norm has scale of shape \(3,\) and bias of shape \(2,\)"
     ):
         jaxnorm.check_params({"norm": {"scale": jnp.ones(3), "bias": jnp.ones(2)}}, "float32")
+
+
+def test_no_norm_is_not_safe():
+    for stored in ({}, {"kernel": jnp.ones((3, 3))}, {"head": {"weight": jnp.ones((3, 4))}}):
+        report = jaxnorm.check_params(stored, jnp.bfloat16)
+        assert len(report) == 0
+        assert not report.safe
+
+
+def names(stored):
+    return [norm.path for norm in jaxnorm.check_params(stored, jnp.bfloat16)]
+
+
+LLAMA = {
+    "model.embed_tokens": {"weight": (64, 8)},
+    "model.layers.0.input_layernorm": {"weight": (8,)},
+    "model.layers.0.self_attn.q_proj": {"weight": (8, 8)},
+    "model.layers.0.self_attn.q_norm": {"weight": (4,)},
+    "model.layers.0.mlp.up_proj": {"weight": (16, 8), "bias": (16,)},
+    "model.layers.0.post_attention_layernorm": {"weight": (8,), "bias": (8,)},
+    "model.norm": {"weight": (8,)},
+    "lm_head": {"weight": (64, 8)},
+}
+LLAMA_S_NORMS = [
+    "model/layers/0/input_layernorm",
+    "model/layers/0/post_attention_layernorm",
+    "model/layers/0/self_attn/q_norm",
+    "model/norm",
+]
+
+
+def joined(separator):
+    """Leaves by one long name each, as a state dictionary of PyTorch has them."""
+    return {
+        f"{module}.{name}".replace(".", separator): jnp.ones(shape)
+        for module, parameters in LLAMA.items()
+        for name, shape in parameters.items()
+    }
+
+
+def nested(batch=()):
+    tree = {}
+    for module, parameters in LLAMA.items():
+        node = tree
+        for part in module.split("."):
+            node = node.setdefault(part, {})
+        node |= {name: jnp.ones((*batch, *shape)) for name, shape in parameters.items()}
+    return tree
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)], ids=["a layer", "stacked", "twice"])
+def test_weights_of_norms_and_of_others(batch):
+    """In one layer by their shape; in stacked ones by the bias's shape, or the module's name."""
+    assert names(nested(batch)) == LLAMA_S_NORMS
+
+
+@pytest.mark.parametrize("separator", [".", "/"])
+def test_names_that_are_joined(separator):
+    assert sorted(names(joined(separator))) == LLAMA_S_NORMS
+
+
+def test_a_weight_is_judged_as_a_scale_is():
+    scale, bias = jnp.ones(8).at[2].set(0), jnp.ones(8)
+    (of_scale,) = jaxnorm.check_params({"ln": {"scale": scale, "bias": bias}}, jnp.bfloat16)
+    (of_weight,) = jaxnorm.check_params({"ln": {"weight": scale, "bias": bias}}, jnp.bfloat16)
+    assert of_scale == of_weight
+    assert of_weight.verdict == 'save="input" advised'
+    offset = jaxnorm.check_params({"norm": {"weight": 0 * bias}}, jnp.float16, scale_offset=1.0)
+    assert offset.safe
+
+
+@pytest.mark.parametrize(
+    ("name", "is_a_norm_s"),
+    [
+        *dict.fromkeys(["norm", "k_norm", "input_layernorm", "LayerNorm_0", "norm2"], True).items(),
+        *dict.fromkeys(["ln_1", "ln2", "ln_f", "norm_f", "attn_ln", "RMSNorm_12"], True).items(),
+        *dict.fromkeys(["norm_proj", "linear", "0", "normalised", "kiln", "wte"], False).items(),
+    ],
+)
+def test_the_name_decides_on_a_stacked_weight_without_a_bias(name, is_a_norm_s):
+    assert (
+        names({"layers": {name: {"weight": jnp.ones((2, 8))}}}) == [f"layers/{name}"] * is_a_norm_s
+    )
+    assert names({name: {"weight": jnp.ones(())}}) == []
+
+
+def test_models_of_equinox():
+    eqx = pytest.importorskip("equinox")
+
+    def layer(key):
+        return [
+            eqx.nn.RMSNorm(8, use_bias=False),
+            eqx.nn.Linear(8, 8, use_bias=False, key=key),
+            eqx.nn.LayerNorm((2, 4)),
+            eqx.nn.Conv1d(4, 4, 3, key=key),
+            eqx.nn.MLP(8, 8, 8, 1, key=key),
+            eqx.nn.Embedding(64, 8, key=key),
+            eqx.nn.GroupNorm(2, 8),
+            eqx.nn.LayerNorm(8, use_weight=False),
+        ]
+
+    one = layer(jax.random.key(0))
+    stacked = eqx.filter_vmap(layer)(jax.random.split(jax.random.key(0), 3))
+    for model in (one, stacked):
+        assert names(model) == ["0", "2", "6"]
+        assert names({"a": model}) == ["a/0", "a/2", "a/6"]
+        assert jaxnorm.check_params(model, jnp.bfloat16).safe
+    assert names(one[0]) == ["(root)"]
+    zero = eqx.tree_at(lambda norm: (norm.weight, norm.bias), one[2], (jnp.zeros((2, 4)),) * 2)
+    assert jaxnorm.check_params(zero, jnp.bfloat16).safe
+    zero = eqx.tree_at(lambda norm: norm.bias, zero, jnp.full((2, 4), 1e-6))
+    assert not jaxnorm.check_params(zero, jnp.float32).safe

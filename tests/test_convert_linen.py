@@ -1,6 +1,7 @@
 """linen models that exist: jaxnorm.linen.converted."""
 
 import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -8,9 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from convert_cases import assert_left_to_flax, assert_norm_within_bounds, kernels_in, normal
+from convert_cases import (
+    assert_left_to_flax,
+    assert_norm_within_bounds,
+    kernels_in,
+    normal,
+    with_lost_columns,
+)
 
 import jaxnorm.linen
+from jaxnorm import _linen_conversion
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
@@ -153,12 +161,162 @@ def test_a_norm_with_a_named_axis_is_left(caplog):
     assert "the module itself (axis_name='batch')" in record.getMessage()
 
 
+def lost(variables, *path):
+    """The variables with two columns of a norm that cannot be read from the output."""
+    if not path:
+        return with_lost_columns(variables)
+    name, *rest = path
+    return variables | {name: lost(variables[name], *rest)}
+
+
+REASON = "(scales of 0, or far below the bias, in 2 of 16 columns)"
+KEPT = 'norms keep their input, as with save="input": '
+
+
+def saves(function, *arguments):
+    """What the norms of a function save, in the order of its program."""
+    return re.findall(r"save=(\w+)", str(jax.make_jaxpr(function)(*arguments)))
+
+
+class TwoNorms(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.LayerNorm(name="second")(nn.LayerNorm(name="first")(x))
+
+
+def test_norms_whose_output_lacks_columns_keep_their_input(caplog):
+    """Of parameters that have values: outside jax.jit, in a gradient too, or closed over."""
+    model, x = TwoNorms(), normal((6, 16))
+    variables = lost(model.init(jax.random.key(0), x), "params", "first")
+
+    def loss(variables):
+        return jnp.sum(jnp.sin(model.apply(variables, x)))
+
+    theirs = jax.grad(loss)(variables)
+    with jaxnorm.linen.converted():
+        ours = jax.grad(loss)(variables)
+    reference.assert_as_accurate(ours, theirs, in_double(jax.grad(loss), variables))
+    (record,) = caplog.records
+    assert record.getMessage() == f"jaxnorm.linen.converted: 1 of 2 {KEPT}first {REASON}"
+    assert ours["params"]["first"]["scale"][1] != 0
+    with jaxnorm.linen.converted():
+        assert saves(functools.partial(model.apply, variables), x) == ["input", "output"]
+        assert saves(lambda v, x: model.apply(v, x), variables, x) == ["output"] * 2
+    with jaxnorm.linen.converted(save="input"):
+        assert saves(functools.partial(model.apply, variables), x) == ["input"] * 2
+
+
+def in_double(function, *arguments):
+    with jax.enable_x64(True):
+        return function(*jax.tree.map(lambda a: np.asarray(a, "float64"), arguments))
+
+
+@pytest.mark.parametrize("given", ["variables", "params", "boxed"])
+def test_of_parameters_that_are_traced_others_are_looked_at(given, caplog):
+    """Scanned and compiled layers: theirs are tracers wherever they are called."""
+    model, x = LinenModel(), normal((3, 5, 16))
+    variables = model.init(jax.random.key(0), x)
+    variables = lost(variables, "params", "layers", "LayerNorm_0")
+    params = variables if given == "variables" else variables["params"]
+    if given == "boxed":
+        params = jax.tree.map(lambda a: nn.Partitioned(a, (None,) * a.ndim), params)
+    apply = jax.jit(model.apply)
+
+    def programs():
+        return re.findall(r"save=(\w+)", str(apply.trace(variables, x).jaxpr))
+
+    with jaxnorm.linen.converted(params=params):
+        assert programs() == ["input", "output", "output"]
+    (record,) = caplog.records
+    of_two = REASON.replace("2 of 16", "4 of 32")
+    message = f"jaxnorm.linen.converted: 1 of 3 {KEPT}layers/LayerNorm_0 {of_two}"
+    assert record.getMessage() == message
+    # The same function is traced anew where other norms keep their input, and only there.
+    with jaxnorm.linen.converted():
+        assert programs() == ["output"] * 3
+    with jaxnorm.linen.converted(params=jax.tree.map(jnp.copy, params)):
+        assert programs() == ["input", "output", "output"]
+    assert len(caplog.records) == 1
+
+
+def test_norms_that_params_lack_are_named(caplog):
+    model, x = TwoNorms(), normal((6, 16))
+    variables = model.init(jax.random.key(0), x)
+    params = {"first": variables["params"]["first"]}
+    with jaxnorm.linen.converted(params=params):
+        jax.eval_shape(model.apply, variables, x)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "jaxnorm.linen.converted: 1 of 2 norms were not looked at: second (params has no such norm)"
+    )
+
+
+@pytest.fixture
+def nothing_before(monkeypatch):
+    """Contexts of this process have seen nothing yet."""
+    monkeypatch.setattr(_linen_conversion, "_seen_before", {})
+
+
+@pytest.mark.usefixtures("nothing_before")
+def test_where_nothing_is_converted_it_says_so(caplog):
+    model, x = nn.Sequential([nn.Dense(4), nn.BatchNorm(True)]), normal((6, 16))
+    with jaxnorm.linen.converted():
+        variables = model.init(jax.random.key(0), x)
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("jaxnorm", "WARNING")
+    assert record.getMessage().startswith(
+        "jaxnorm.linen.converted: no linen.LayerNorm and no linen.RMSNorm was called inside it, "
+        "only BatchNorm, Dense, Sequential; norms of other classes can call jaxnorm.layer_norm"
+    )
+    with jaxnorm.linen.converted():
+        model.apply(variables, x)
+    assert len(caplog.records) == 1  # These classes it has named.
+    with jaxnorm.linen.converted():
+        nn.Embed(3, 4).init_with_output(jax.random.key(0), jnp.zeros(3, int))
+    assert "only Embed;" in caplog.records[1].getMessage()
+
+
+@pytest.mark.usefixtures("nothing_before")
+def test_where_no_module_is_called_it_says_so(caplog):
+    with jaxnorm.linen.converted():
+        TwoNorms()
+    (record,) = caplog.records
+    assert "no linen module was called inside it" in record.getMessage()
+    assert "not around what makes a model" in record.getMessage()
+
+
+@pytest.mark.usefixtures("nothing_before")
+def test_calls_of_what_is_compiled_are_no_reason_to_say_so(caplog):
+    model, x = TwoNorms(), normal((6, 16))
+    variables = model.init(jax.random.key(0), x)
+    apply = jax.jit(model.apply)
+    for _ in range(2):
+        with jaxnorm.linen.converted():
+            apply(variables, x)
+    with jaxnorm.linen.converted(save="input"), jaxnorm.linen.converted():
+        apply(variables, x)
+    with jaxnorm.linen.converted(), jaxnorm.linen.converted():
+        assert saves(lambda v, x: TwoNorms().apply(v, x), variables, x) == ["output"] * 2
+    own = jaxnorm.linen.RMSNorm()
+    with jaxnorm.linen.converted(implementation="xla"):
+        own.init(jax.random.key(0), x)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("options", [{"save": "both"}, {"implementation": "cudnn"}])
 def test_errors_of_converted(options):
     ((name, value),) = options.items()
     with (
         pytest.raises(ValueError, match=f"converted: {name}='{value}'; expected one of"),
         jaxnorm.linen.converted(**options),
+    ):
+        pass
+
+
+def test_params_that_are_no_tree_of_names():
+    with (
+        pytest.raises(TypeError, match="converted: params is a list; expected a model's variables"),
+        jaxnorm.linen.converted(params=[jnp.ones(3)]),
     ):
         pass
 

@@ -6,7 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from convert_cases import assert_left_to_flax, assert_norm_within_bounds, kernels_in, normal
+from convert_cases import (
+    assert_left_to_flax,
+    assert_norm_within_bounds,
+    kernels_in,
+    normal,
+    with_lost_columns,
+)
 from flax import nnx
 
 import jaxnorm.nnx
@@ -212,6 +218,96 @@ def test_a_model_without_such_norms_is_told(caplog):
     jaxnorm.nnx.convert(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
     (record,) = caplog.records
     assert "Linear has no nnx.LayerNorm and no nnx.RMSNorm" in record.getMessage()
+
+
+def lost(norm):
+    """A norm with two columns that cannot be read from the output."""
+    for name, value in with_lost_columns({"scale": norm.scale[...]}).items():
+        if getattr(norm, name, None) is not None:
+            getattr(norm, name)[...] = value
+    return norm
+
+
+def test_norms_whose_output_lacks_columns_keep_their_input(caplog):
+    rngs = nnx.Rngs(0)
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap
+    def stacked(rngs):
+        return nnx.LayerNorm(16, rngs=rngs)
+
+    options = {"use_bias": False, "rngs": rngs}
+    model = nnx.Dict(
+        good=nnx.LayerNorm(16, rngs=rngs),
+        lost=lost(nnx.LayerNorm(16, rngs=rngs)),
+        unbiased=lost(nnx.LayerNorm(16, **options)),
+        half=lost(nnx.LayerNorm(16, dtype=jnp.float16, **options)),
+        rms=lost(nnx.RMSNorm(16, rngs=rngs, param_dtype=jnp.float16)),
+        stacked=lost(stacked(rngs)),
+        unscaled=nnx.LayerNorm(16, use_scale=False, rngs=rngs),
+    )
+    jaxnorm.nnx.convert(model)
+    kept = {name for name, norm in model.items() if norm.save == "input"}
+    assert kept == {"lost", "half", "rms", "stacked"}
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        'jaxnorm.nnx.convert: 4 of 7 norms keep their input, as with save="input": '
+        "half (scales too small for float16 in 2 of 16 columns); "
+        "lost (scales of 0, or far below the bias, in 2 of 16 columns); "
+        "rms (scales too small for float16 in 2 of 16 columns); "
+        "stacked (scales of 0, or far below the bias, in 6 of 48 columns)"
+    )
+
+
+def test_what_is_left_and_what_keeps_its_input_are_one_line(caplog):
+    model = [
+        lost(nnx.LayerNorm(16, rngs=nnx.Rngs(0))),
+        nnx.LayerNorm(16, axis_name="batch", rngs=nnx.Rngs(0)),
+    ]
+    jaxnorm.nnx.convert(model)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "jaxnorm.nnx.convert: 1 of 2 norms are left to Flax: 1 (axis_name='batch'). 1 of 2 norms "
+        'keep their input, as with save="input": 0 (scales of 0, or far below the bias, in 2 of 16 '
+        "columns)"
+    )
+
+
+def test_a_norm_that_keeps_its_input_has_every_gradient():
+    """From the output, the gradient of a scale of 0 beside a bias is 0: it would never train."""
+    x, d = normal((6, 16)), normal((6, 16), 1)
+
+    def loss(norm):
+        return jnp.sum(norm(x) * d)
+
+    norm = lost(nnx.LayerNorm(16, rngs=nnx.Rngs(0)))
+    theirs = nnx.grad(loss)(norm).scale[...]
+    forced = jaxnorm.nnx.LayerNorm(16, rngs=nnx.Rngs(0))
+    nnx.update(forced, nnx.state(norm))
+    assert nnx.grad(loss)(forced).scale[1] == 0
+    np.testing.assert_allclose(nnx.grad(loss)(jaxnorm.nnx.convert(norm)).scale, theirs, rtol=1e-5)
+
+
+def test_parameters_without_values_are_not_looked_at(caplog):
+    norm = nnx.eval_shape(lambda: nnx.LayerNorm(16, rngs=nnx.Rngs(0)))
+    assert jaxnorm.nnx.convert(norm).save == "output"
+
+    saved = []
+
+    @jax.jit
+    def traced(state):
+        norm = nnx.merge(graph, state)
+        saved.append(jaxnorm.nnx.convert(norm).save)
+
+    graph, state = nnx.split(lost(nnx.LayerNorm(16, rngs=nnx.Rngs(0))))
+    traced(state)
+    assert saved == ["output"]
+    assert not caplog.records
+
+
+def test_input_of_all_norms_asks_no_parameters(caplog):
+    jaxnorm.nnx.convert(lost(nnx.LayerNorm(16, rngs=nnx.Rngs(0))), save="input")
+    assert not caplog.records
 
 
 def test_models_in_containers():

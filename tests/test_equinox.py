@@ -161,21 +161,17 @@ class Model(eqx.Module):
         return jax.vmap(self.last)(jax.lax.scan(step, x, arrays)[0])
 
 
-def converted_as_documented(model):
-    """By the code of the module's docstring."""
-    block = inspect.cleandoc(jaxnorm.equinox.__doc__.partition("::")[2].partition("The arrays")[0])
-    namespace = {"model": model}
-    exec(compile(block, "jaxnorm.equinox", "exec"), namespace)
-    return namespace["model"]
-
-
 @pytest.mark.usefixtures("quick_to_compile")
-def test_the_documented_conversion(tmp_path):
+def test_a_converted_model(tmp_path, caplog):
     model, x = with_parameters(Model(jax.random.key(0))), normal((5, 16), 4)
-    converted = converted_as_documented(model)
+    converted = jaxnorm.equinox.convert(model)
+    assert type(model.last) is eqx.nn.LayerNorm
+    assert type(converted) is Model
     assert type(converted.layers[0]) is jaxnorm.equinox.RMSNorm
     assert type(converted.last) is jaxnorm.equinox.LayerNorm
+    assert (converted.last.save, converted.last.implementation) == ("output", None)
     assert all(a is b for a, b in zip(jax.tree.leaves(converted), jax.tree.leaves(model)))
+    assert not caplog.records
     # A checkpoint of either is one of the other.
     paths, others = (jax.tree_util.tree_leaves_with_path(m) for m in (converted, model))
     assert [path for path, _ in paths] == [path for path, _ in others]
@@ -195,3 +191,103 @@ def test_the_documented_conversion(tmp_path):
         double = jax.tree.map(lambda a: np.asarray(a, "float64"), (model, x))
         expected = results(*jax.tree.map(jnp.asarray, double))
     reference.assert_as_accurate(ours, theirs, expected)
+
+
+@each
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda a: "-".join(a) or "default")
+def test_a_converted_norm_is_one_that_was_made(ours, theirs, arguments):
+    norm = theirs((3, 4), **arguments)
+    converted = jaxnorm.equinox.convert(norm, save="input", implementation="xla")
+    made = ours((3, 4), **arguments, save="input", implementation="xla")
+    assert jax.tree.structure(converted) == jax.tree.structure(made)
+    assert all(a is b for a, b in zip(jax.tree.leaves(converted), jax.tree.leaves(norm)))
+
+
+def test_where_norms_are_found():
+    shared = eqx.nn.LayerNorm(4)
+    model = {
+        "a": [eqx.nn.Sequential([eqx.nn.RMSNorm(4), eqx.nn.Lambda(jnp.tanh)])],
+        "b": (shared, shared),
+        "c": jaxnorm.equinox.RMSNorm(4, save="input"),
+        "d": eqx.filter_eval_shape(eqx.nn.LayerNorm, 4),
+    }
+    converted = jaxnorm.equinox.convert(model)
+    assert type(converted["a"][0].layers[0]) is jaxnorm.equinox.RMSNorm
+    assert converted["b"][0] is converted["b"][1]
+    assert type(converted["b"][0]) is jaxnorm.equinox.LayerNorm
+    assert converted["c"] is model["c"]
+    assert isinstance(converted["d"].weight, jax.ShapeDtypeStruct)
+    arrays, others = eqx.partition(model, eqx.is_array)
+    halves = eqx.combine(jaxnorm.equinox.convert(arrays), jaxnorm.equinox.convert(others))
+    assert jax.tree.structure(halves) == jax.tree.structure(converted)
+
+
+def test_norms_that_are_left_and_norms_that_keep_their_input(caplog):
+    class Scaled(eqx.nn.RMSNorm):
+        pass
+
+    def lost(norm):
+        weight = norm.weight.at[..., 1].set(0)
+        norm = eqx.tree_at(lambda norm: norm.weight, norm, weight)
+        return norm if norm.bias is None else eqx.tree_at(lambda n: n.bias, norm, weight + 1)
+
+    model = {
+        "good": eqx.nn.LayerNorm(4),
+        "half": lost(eqx.nn.RMSNorm(4, use_bias=False, dtype=jnp.float16)),
+        "integers": eqx.nn.LayerNorm(4, dtype=int),
+        "lost": [lost(eqx.nn.LayerNorm(4)), lost(eqx.nn.RMSNorm(4))],
+        "scaled": Scaled(4),
+        "stacked": lost(eqx.filter_vmap(lambda _: eqx.nn.LayerNorm(4))(jnp.ones(3))),
+        "unbiased": lost(eqx.nn.RMSNorm(4, use_bias=False)),
+        "unscaled": eqx.nn.LayerNorm(4, use_weight=False),
+    }
+    converted = jaxnorm.equinox.convert(model)
+    for key in ("integers", "scaled"):
+        assert converted[key] is model[key]
+    del converted["integers"], converted["scaled"]
+    is_norm = lambda node: isinstance(node, tuple(theirs for _, theirs in PAIRS.values()))  # noqa: E731
+    saved = [norm.save for norm in jax.tree.leaves(converted, is_leaf=is_norm)]
+    assert saved == ["output", "input", "input", "input", "input", "output", "output"]
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("jaxnorm", "WARNING")
+    assert record.getMessage() == (
+        "jaxnorm.equinox.convert: 2 of 9 norms are left to equinox: "
+        "integers (dtypes int32, int32); "
+        "scaled (Scaled is a subclass of equinox's RMSNorm, with code of its own). "
+        '4 of 9 norms keep their input, as with save="input": '
+        "half (scales too small for float16 in 1 of 4 columns); "
+        "lost.0 (scales of 0, or far below the bias, in 1 of 4 columns); "
+        "lost.1 (scales of 0, or far below the bias, in 1 of 4 columns); "
+        "stacked (scales of 0, or far below the bias, in 3 of 12 columns)"
+    )
+
+
+def test_parameters_without_values_are_not_looked_at(caplog):
+    norm = jax.tree.map(jnp.zeros_like, eqx.nn.LayerNorm(4))
+    norm = eqx.tree_at(lambda norm: norm.bias, norm, jnp.ones(4))
+    saved = []
+    jax.jit(lambda norm: saved.append(jaxnorm.equinox.convert(norm).save))(norm)
+    saved.append(jaxnorm.equinox.convert(jax.eval_shape(lambda: norm)).save)
+    assert saved == ["output", "output"]
+    assert not caplog.records
+    assert jaxnorm.equinox.convert(norm).save == "input"
+
+
+def test_a_model_without_such_norms_is_told(caplog):
+    linear = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+    assert jaxnorm.equinox.convert(linear).weight is linear.weight
+    (record,) = caplog.records
+    assert "Linear has no equinox.nn.LayerNorm and no equinox.nn.RMSNorm" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "message"),
+    [
+        ({"weight": 1.0}, {}, TypeError, "convert: model is a dict; expected an equinox.Module"),
+        (eqx.nn.RMSNorm(4), {"save": "both"}, ValueError, "convert: save='both'; expected one of"),
+        (eqx.nn.RMSNorm(4), {"implementation": "cudnn"}, ValueError, "implementation='cudnn'"),
+    ],
+)
+def test_errors_of_convert(model, options, error, message):
+    with pytest.raises(error, match=message):
+        jaxnorm.equinox.convert(model, **options)

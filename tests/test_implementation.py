@@ -18,6 +18,8 @@ import pytest
 import jaxnorm
 from jaxnorm import _implementation
 from jaxnorm_kernels import devices, xla
+from jaxnorm_kernels.mosaic import support
+from jaxnorm_kernels.specs import Spec
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
@@ -105,7 +107,8 @@ def test_refused_and_unpreferred_calls_run_xla(stub):
 def test_a_name_is_honoured_or_refused_with_the_reason(stub):
     stub()
     assert (jaxnorm.rms_norm(X[:, :7], implementation="stub") > SHIFT / 2).all()
-    with pytest.raises(ValueError, match=r"'stub' cannot run softmax fwd.*no masked kernel; leave"):
+    refusal = r"softmax: implementation='stub' cannot run the forward of \(3, 8\): it has no masked"
+    with pytest.raises(ValueError, match=refusal + " kernel; leave"):
         jaxnorm.softmax(X, where=X > 0, implementation="stub")
 
 
@@ -256,6 +259,100 @@ def test_what_cannot_be_imported_is_no_default(stub, monkeypatch):
     reason = jaxnorm.implementation_for("rms_norm", (4, 8), "float32").forward.reason
     assert reason.startswith(f"the default for norm fwd on {HERE}; gone: asked for by JAXNORM_")
     assert "it cannot be imported: No module named" in reason
+
+
+@pytest.fixture
+def broken(monkeypatch, tmp_path):
+    """``broken(error)`` makes an implementation whose module raises it, and counts its imports."""
+    monkeypatch.setattr(_implementation, "_failures", {})
+    monkeypatch.setattr(_implementation, "_told", set())
+    monkeypatch.syspath_prepend(tmp_path)
+    counts = tmp_path / "counts"
+
+    def make(name, error="ImportError('no such thing')"):
+        module = f"jaxnorm_broken_{name}"
+        code = f"with open({str(counts)!r}, 'a') as f:\n    f.write('{name} ')\nraise {error}\n"
+        (tmp_path / f"{module}.py").write_text(code)
+        monkeypatch.setitem(_implementation._MODULES, name, module)
+        return lambda: counts.read_text().split() if counts.exists() else []
+
+    yield make
+    jax.clear_caches()
+
+
+def test_a_failing_import_is_tried_once(broken, monkeypatch):
+    imports = broken("mosaic")
+    monkeypatch.setattr(_implementation, "_CANDIDATES", {HERE: ("mosaic",)})
+    for cols in range(4, 8):
+        reason = jaxnorm.implementation_for("rms_norm", (4, cols), "float32").forward.reason
+        assert reason == "mosaic: it cannot be imported: no such thing"
+        message = (
+            "rms_norm: implementation='mosaic' cannot be imported: no such thing; leave "
+            "implementation out to let jaxnorm choose"
+        )
+        with pytest.raises(ValueError, match=message):
+            jaxnorm.rms_norm(X[:, :cols], implementation="mosaic")
+    assert imports() == ["mosaic"]
+
+
+def test_an_import_may_fail_in_any_way(broken):
+    broken("mosaic", "AttributeError('module jax has no attribute mosaic')")
+    reason = jaxnorm.implementation_for("softmax", (4, 8), "float32", platform="cuda").forward
+    assert "mosaic: it cannot be imported: AttributeError: module jax has no" in reason.reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "fails", "preferred", "told"),
+    [
+        ("9.0", ["mosaic"], None, "mosaic"),
+        ("10.0", ["mosaic", "triton"], None, "mosaic"),
+        ("8.0", ["triton"], None, "triton"),
+        ("8.9", ["mosaic", "triton"], None, "triton"),
+        ("12.0", ["triton"], None, "triton"),
+        ("9.0", ["triton"], "triton", "triton"),
+        ("9.0", ["triton"], None, None),  # an extra that nobody needs there
+        ("8.0", ["mosaic"], None, None),
+        ("7.0", ["mosaic", "triton"], None, None),  # which has no kernels
+        ("9.0", ["mosaic"], "xla", None),
+        (None, ["mosaic", "triton"], None, None),  # a program for another machine
+    ],
+    ids=map(str, range(11)),
+)
+def test_a_gpu_whose_kernels_cannot_be_imported_is_told_once(
+    capability, fails, preferred, told, broken, monkeypatch, caplog
+):
+    for name in ("mosaic", "triton"):
+        if name in fails:
+            broken(name)
+        else:
+            monkeypatch.setitem(_implementation._MODULES, name, "jaxnorm_kernels_stub")
+    monkeypatch.setitem(sys.modules, "jaxnorm_kernels_stub", Stub("jaxnorm_kernels_stub"))
+    monkeypatch.setattr(_implementation, "_PREFERRED", preferred)
+    number = capability and round(10 * float(capability))
+    monkeypatch.setattr(devices, "local_capability", lambda: number)
+    for cols in (7, 8):  # one for which the stand-in is not preferred, and one for which it is
+        jaxnorm.implementation_for("rms_norm", (4, cols), "float32", platform="cuda")
+    jaxnorm.implementation_for("rms_norm", (4, 8), "float32", platform="cpu")
+    assert len(caplog.records) == (told is not None)
+    if told is not None:
+        (record,) = caplog.records
+        assert (record.name, record.levelname) == ("jaxnorm", "WARNING")
+        why = f"the default on this GPU (compute capability {capability})"
+        if preferred is not None:
+            why = "asked for by JAXNORM_IMPLEMENTATION"
+        assert record.getMessage().startswith(
+            f"jaxnorm: implementation '{told}', {why}, never runs here: it cannot be imported: no "
+            "such thing; python -m jaxnorm prints what runs in its place; "
+        )
+
+
+def test_which_gpus_have_which_kernels_by_default(monkeypatch):
+    """A warning is of what the default would take."""
+    spec = Spec("softmax", "fwd", 8192, 4096, *[np.dtype("float32")] * 2)
+    for capability in (70, 75, 80, 86, 89, 90, 100, 103, 120):
+        monkeypatch.setattr(support, "local_capability", lambda c=capability: c)
+        takes = support.supports(spec) is None and support.prefers(spec) is None
+        assert takes == _implementation._DEFAULT_ON["mosaic"](capability)
 
 
 @pytest.mark.parametrize("value", ["xla", "", "cudnn"])

@@ -211,7 +211,7 @@ ERRORS = [
     ({"where": jnp.ones(2)}, TypeError, r"where has dtype float32; expected bool"),
     ({"where": jnp.ones((1, 2), bool)}, ValueError, r"labels' shape \(2,\), with 1 axes"),
     ({"reduction": "max"}, ValueError, r"reduction='max'; expected one of 'mean', 'sum', 'none'"),
-    ({"chunk": 0}, ValueError, r"chunk=0; expected at least 1 row"),
+    ({"chunk": 0}, ValueError, r"chunk=0; expected a number of rows of at least 1"),
     ({"chunk": 1.5}, TypeError, r"chunk=1.5; expected a number of rows"),
     ({"label_smoothing": 2.0}, ValueError, r"from 0 to 1"),
     ({"z_loss": -1.0}, ValueError, r"of at least 0"),

@@ -178,7 +178,7 @@ def test_the_documented_replacement(transformers):
 def test_a_transformer_of_equinox():
     """Its layers are stacked and scanned; its norms come from equinox.nn."""
     eqx = pytest.importorskip("equinox")
-    from test_equinox import converted_as_documented
+    import jaxnorm.equinox
 
     class Layer(eqx.Module):
         attention_norm: eqx.nn.RMSNorm
@@ -236,7 +236,7 @@ def test_a_transformer_of_equinox():
     model = Transformer(32, jax.random.key(0))
     arrays, others = eqx.partition(model, eqx.is_array)
     model = eqx.combine(jittered(arrays), others)
-    theirs, ours = (f(a, tokens) for f, a in map(gradient, (model, converted_as_documented(model))))
+    theirs, ours = (f(a, tokens) for f, a in map(gradient, (model, jaxnorm.equinox.convert(model))))
     with jax.enable_x64(True):
         function, arrays = gradient(model)
         expected = function(jax.tree.map(lambda a: jnp.asarray(a, "float64"), arrays), tokens)
@@ -244,7 +244,7 @@ def test_a_transformer_of_equinox():
     # Of a size for which the default is a kernel: two norms in the scan's body, and the last.
     wide = eqx.filter_eval_shape(Transformer, 1024, jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((8, 256), "int32")
-    for model, calls in ((wide, 0), (converted_as_documented(wide), 6)):
+    for model, calls in ((wide, 0), (jaxnorm.equinox.convert(wide), 6)):
         function, arrays = gradient(model)
         assert calls_in(function, arrays, tokens) == calls
         assert kernels_in(function, arrays, tokens) == bool(calls)

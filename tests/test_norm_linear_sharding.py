@@ -155,5 +155,5 @@ def test_a_kernel_gets_no_part_of_x_s_columns(kernel, kind):
     assert not kernel.shapes
     x, _, weight, *_ = sharded
     named = jax.jit(functools.partial(rms_norm_linear, implementation="stand_in"))
-    with pytest.raises(Exception, match="'stand_in' cannot run rms_norm_linear over an axis that"):
+    with pytest.raises(Exception, match=r"rms_norm_linear: .* cannot run over an axis that"):
         named(x, weight)

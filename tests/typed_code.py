@@ -31,7 +31,7 @@ jaxnorm.nnx.RMSNorm(16, eps=1e-5, rngs=rngs)  # type: ignore[call-arg]
 jaxnorm.nnx.LayerNorm(16, implementation="cudnn", rngs=rngs)  # type: ignore[arg-type]
 same: jaxnorm.nnx.RMSNorm = jaxnorm.nnx.convert(norm, save="input")
 jaxnorm.nnx.convert(norm, implementation="cudnn")  # type: ignore[arg-type]
-with jaxnorm.linen.converted(implementation="xla"):
+with jaxnorm.linen.converted(implementation="xla", params={"norm": {"scale": x}}):
     pass
 jaxnorm.linen.converted(save="both")  # type: ignore[arg-type]
 module = jaxnorm.linen.RMSNorm(epsilon=1e-5, implementation="mosaic", scale_offset=1.0)
