@@ -153,9 +153,7 @@ def convert[Model](
     Modules are immutable, so it returns a new model, with the very same arrays in the same order of
     leaves: checkpoints (``equinox.tree_serialise_leaves``) of either are read into the other. The
     state of an optimiser has the structure of the model that it was made for: convert before it is
-    made. A norm in two places stays one object. ::
-
-        model = jaxnorm.equinox.convert(Transformer(key))
+    made. A norm in two places stays one object.
 
     Norms are found wherever the model's tree has them, in fields, lists, tuples and dictionaries;
     among them stacked ones (of ``equinox.filter_vmap``, for ``jax.lax.scan``) and abstract ones
@@ -185,6 +183,13 @@ def convert[Model](
     Raises:
       TypeError: ``model`` has no ``equinox.Module`` in it.
       ValueError: ``save`` or ``implementation`` is wrong.
+
+    Example:
+      >>> import equinox as eqx
+      >>> import jaxnorm.equinox
+      >>> model = jaxnorm.equinox.convert([eqx.nn.LayerNorm(512)])
+      >>> type(model[0]).__module__
+      'jaxnorm.equinox'
     """
     _conversion.check("convert", save, implementation)
     if not any(map(_is_module, jax.tree.leaves(model, is_leaf=_is_module))):
