@@ -264,6 +264,17 @@ class Spec:
         return self.saved == "output" and (self.bias_dtype is not None or vanishes)
 
     @property
+    def y_limit(self) -> float | None:
+        """The largest y that is stored: a backward takes it for one that overflowed; None for y.
+
+        float16 ends at 65504, which x_hat G may exceed. What is bounded, such as a tanh, has a
+        cotangent of 0 there, and 0 inf would be NaN in the mean of a whole row.
+        """
+        grows = self.scale_dtype is not None or self.bias_dtype is not None
+        stored = self.saved == "output" and self.y_dtype.name == "float16"
+        return 65504.0 if grows and stored else None
+
+    @property
     def returns_mean(self) -> bool:
         """Whether the norm's statistics include the row means (a saved-input LayerNorm)."""
         return self.subtract_mean and self.saved == "input"
