@@ -23,7 +23,8 @@ Tangent with t = r times the tangent of x; mean(t) is LayerNorm's alone:
 The mean is not needed from the output, and c2 needs no division, because G cancels. Three measures
 keep the output-saving pair right: the forward floors |G| (``Spec.scale_floor``) so that y carries
 xh even where scale is 0; forward and backward use the same bias, rounded to y's dtype; and |xh| is
-clipped to sqrt(N), its true bound, |y| to the largest number (``Spec.y_limit``). The variance is taken in two passes: E[x^2] - E[x]^2 cancels.
+clipped to sqrt(N), its true bound, |y| to the largest number (``Spec.y_limit``). The variance is
+taken in two passes: E[x^2] - E[x]^2 cancels.
 """
 
 import dataclasses

@@ -8,9 +8,9 @@ Row of N; G = scale + scale_offset, r = rstd, d = dy; c1 is LayerNorm's alone:
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
 G is floored and the bias rounded to y's dtype as in the forward, and |xh| is clipped to sqrt(N),
-its true bound, |y| to the largest number (`Spec.y_limit`). dh, another cotangent of the row that is normalised, is added to dx before that is
-rounded. A block adds up dscale and dbias over its own rows; the blocks' sums are added outside,
-always in the same order.
+its true bound, |y| to the largest number (`Spec.y_limit`). dh, another cotangent of the row that is
+normalised, is added to dx before that is rounded. A block adds up dscale and dbias over its own
+rows; the blocks' sums are added outside, always in the same order.
 """
 
 import dataclasses
