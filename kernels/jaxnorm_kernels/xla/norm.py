@@ -258,7 +258,8 @@ def _normalised(
 def _sum(residual: jax.Array, y: jax.Array, spec: Spec) -> jax.Array:
     """In the residual's dtype, rounded once; a norm of it is that of what is returned."""
     total = residual.astype(spec.compute_dtype) + y.astype(spec.compute_dtype)
-    return round_to(total, spec.last.x_dtype if spec.normalises_h else spec.residual_dtype)
+    assert spec.residual_dtype is not None
+    return round_to(total, spec.residual_dtype)
 
 
 def _recovered(
