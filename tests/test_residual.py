@@ -164,7 +164,7 @@ def test_addition_between_two_norms(
 @pytest.mark.parametrize("shared", ["scale", "next_scale"])
 def test_gradient_of_the_scale_that_groups_share(shared, mapped, implementation):
     """It is rounded once, in bfloat16, whatever the other one's groups of rows."""
-    groups, rows, cols = 64, 4, 256
+    groups, rows, cols = 64, 4, 1024
     x, residual, dy, dh = (normal((groups, rows, cols), "float32", seed) for seed in range(4))
     scale, next_scale = (
         normal((cols,) if name == shared else (groups, 1, cols), "bfloat16", seed, 0.3, 1.0)
