@@ -178,6 +178,15 @@ class Call:
             scattered=view.scattered,
         )
 
+    def widened(self, name: str, parameter: jax.Array) -> tuple["Call", jax.Array]:
+        """The call with that parameter in the arithmetic dtype, if its own is narrower.
+
+        For one that is broadcast to groups of rows: their gradients are then added up before the
+        sum is rounded to the parameter's own dtype.
+        """
+        dtype = jnp.promote_types(parameter.dtype, self.spec.compute_dtype)
+        return self._with(**{f"{name}_dtype": dtype}), parameter.astype(dtype)
+
     def _with(self, **changes: Any) -> "Call":
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **changes))
 

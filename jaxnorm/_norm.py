@@ -398,8 +398,11 @@ def _normalise(
         implementation=implementation,
     )
     if "next_scale" in given and "scale" in given:
+        shape = call.view.shape_of("scale")
         for name in ("scale", "next_scale"):
-            given[name] = jnp.broadcast_to(given[name], call.view.shape_of("scale"))
+            if given[name].shape != shape:
+                call, wide = call.widened(name, given[name])
+                given[name] = jnp.broadcast_to(wide, shape)
     if implementation is not None:
         _implementation.forced(call, implementation)
     return _primitive.bind(call, x, *[given[name] for name in call.primals[1:]])

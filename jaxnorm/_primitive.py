@@ -313,6 +313,12 @@ def _batch(arrays: Arrays, dims: Sequence[int | None], *, call: Call) -> tuple[A
     if call.spec.direction == "bwd":
         batched.update(kind for kind in call.result_kinds if kind in SHARED)
     view = call.view.batched(size, batched)
+    if call.spec.op == "norm_add_norm" and call.spec.direction == "fwd" and "scale" in batched:
+        given = dict(zip(call.primals, arrays))
+        for name, dim in zip(call.primals, dims):
+            if dim is None and name in call.parameters:  # It gets the other scale's batch axis.
+                call, given[name] = call.widened(name, given[name])
+        arrays = list(given.values())
 
     def with_batch_axis(a: jax.Array, dim: int | None, kind: Kind) -> jax.Array:
         if dim is not None:

@@ -224,6 +224,7 @@ class TwoNorms:
     x_dtype: str
     residual_dtype: str
     y_dtype: str
+    arithmetic: str = "float32"
 
     def __post_init__(self) -> None:
         def norm(x: np.ndarray, gain: np.ndarray, d: np.ndarray, *options: str) -> Norm:
@@ -234,7 +235,8 @@ class TwoNorms:
         )
         self.dresidual = self.last.dx + self.dh
         # Not rounded before it is added.
-        self.first = norm(self.x, self.gain, self.dresidual, "input", self.x_dtype, "float32")
+        self.first = norm(self.x, self.gain, self.dresidual, "input", self.x_dtype, self.arithmetic)
+        self.first.u = self.last.u = arithmetic(self.arithmetic)
 
     def gradient_bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Of dx, dresidual, dscale and dnext_scale."""

@@ -94,7 +94,7 @@ class Implementation(Protocol):
     ) -> tuple[jax.Array | None, jax.Array | None, Stats]:
         """Returns y in ``spec.y_dtype``, h in ``spec.residual_dtype`` and the statistics.
 
-        None for what is ``spec.unused``.
+        y is the norm of h as rounded. None for what is ``spec.unused``.
         """
         ...
 
@@ -114,7 +114,7 @@ class Implementation(Protocol):
     ) -> tuple[jax.Array | None, jax.Array | None, Stats]:
         """Returns y in ``spec.y_dtype``, h in ``spec.residual_dtype`` and each norm's rstd.
 
-        None for what is ``spec.unused``.
+        y is the norm of h as rounded. None for what is ``spec.unused``.
         """
         ...
 
@@ -143,7 +143,11 @@ class Implementation(Protocol):
         *,
         spec: Spec,
     ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-        """Returns dx, dresidual, dscale and dbias; dx is dresidual where their dtypes agree."""
+        """Returns dx, dresidual, dscale and dbias.
+
+        dresidual, the cotangent of h, is rounded to ``spec.residual_dtype``. dx is that, as
+        rounded, in ``spec.x_dtype``: the same array where their dtypes agree.
+        """
         ...
 
     def norm_add_norm_bwd(
@@ -158,7 +162,11 @@ class Implementation(Protocol):
         *,
         spec: Spec,
     ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-        """Returns dx, dresidual, dscale and dnext_scale in the dtypes of ``spec``."""
+        """Returns dx, dresidual, dscale and dnext_scale in the dtypes of ``spec``.
+
+        The first norm's backward may start from dresidual before it is rounded: a kernel of both
+        norms has never stored it.
+        """
         ...
 
     def rms_norm_linear_fwd(

@@ -18,7 +18,7 @@ NO_KERNEL: Table = (
         lambda s: any(
             dtype is not None and dtype.itemsize > 4
             for dtype in (
-                *(s.x_dtype, s.y_dtype, s.scale_dtype, s.bias_dtype),
+                *(s.compute_dtype, s.x_dtype, s.y_dtype, s.scale_dtype, s.bias_dtype),
                 *(s.residual_dtype, s.next_scale_dtype, s.logits_bias_dtype),
             )
         ),

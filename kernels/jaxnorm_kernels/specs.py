@@ -103,6 +103,8 @@ class Spec:
         first one starts from x).
       want_stats: the forward also returns the statistics that the backward needs, and the tangent
         their tangents.
+      wide: the arithmetic is float64 although no array of rows is: that of one norm of a call with
+        a residual, where another array of the call is float64.
       unused: ``"y"`` or ``"h"``: a forward of ``"add_norm"`` or ``"norm_add_norm"`` returns None
         for it. Without y it is a sum, of which the xla implementation makes no norm.
       stat_cotangents: the backward also takes cotangents of the statistics: second derivatives.
@@ -157,6 +159,7 @@ class Spec:
     scale_offset: float = 0.0
     saved: Save = "output"
     want_stats: bool = False
+    wide: bool = False
     unused: Literal["y", "h"] | None = None
     stat_cotangents: bool = False
     adds_dh: bool = False
@@ -198,10 +201,13 @@ class Spec:
 
     @property
     def compute_dtype(self) -> np.dtype:
-        """dtype of the arithmetic: float64 where an array of rows is float64, else float32."""
+        """dtype of the arithmetic: float64 where an array of rows is float64, else float32.
+
+        Of both norms of a call, whichever the array belongs to: its statistics are of one dtype.
+        """
         arrays = (self.x_dtype, self.residual_dtype, self.y_dtype, self.logits_bias_dtype)
         # By name: numpy takes None for float64.
-        is_wide = any(dtype is not None and dtype.name == "float64" for dtype in arrays)
+        is_wide = self.wide or any(d is not None and d.name == "float64" for d in arrays)
         return np.dtype(np.float64 if is_wide else np.float32)
 
     @property
@@ -258,6 +264,17 @@ class Spec:
         return self.saved == "output" and (self.bias_dtype is not None or vanishes)
 
     @property
+    def y_limit(self) -> float | None:
+        """The largest y that is stored: a backward takes it for one that overflowed; None for y.
+
+        float16 ends at 65504, which x_hat G may exceed. What is bounded, such as a tanh, has a
+        cotangent of 0 there, and 0 inf would be NaN in the mean of a whole row.
+        """
+        grows = self.scale_dtype is not None or self.bias_dtype is not None
+        stored = self.saved == "output" and self.y_dtype.name == "float16"
+        return 65504.0 if grows and stored else None
+
+    @property
     def returns_mean(self) -> bool:
         """Whether the norm's statistics include the row means (a saved-input LayerNorm)."""
         return self.subtract_mean and self.saved == "input"
@@ -270,10 +287,10 @@ class Spec:
     @property
     def first(self) -> "Spec":
         """The norm of x, before the addition of a residual: it keeps x."""
-        changes: dict[str, Any] = {"op": "norm", "residual_dtype": None, "next_scale_dtype": None}
+        changes: dict[str, Any] = {}
         if self.residual_dtype is not None:
             changes["y_dtype"] = self.residual_dtype  # that of its cotangent
-        return dataclasses.replace(self, saved="input", adds_dh=False, **changes)
+        return self._one_norm(saved="input", adds_dh=False, **changes)
 
     @property
     def norms(self) -> list["Spec"]:
@@ -291,12 +308,23 @@ class Spec:
     @property
     def last(self) -> "Spec":
         """The norm of h, or of x where nothing is added before it."""
-        changes: dict[str, Any] = {"op": "norm", "residual_dtype": None, "next_scale_dtype": None}
+        changes: dict[str, Any] = {}
         if self.normalises_h:
             changes["x_dtype"] = self.residual_dtype
         if self.op == "norm_add_norm":
             changes["scale_dtype"] = self.next_scale_dtype
-        return dataclasses.replace(self, **changes)
+        return self._one_norm(**changes)
+
+    def _one_norm(self, **changes: Any) -> "Spec":
+        """Of the call's norms, in the call's arithmetic."""
+        return dataclasses.replace(
+            self,
+            op="norm",
+            residual_dtype=None,
+            next_scale_dtype=None,
+            wide=self.compute_dtype == np.float64,
+            **changes,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

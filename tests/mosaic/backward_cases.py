@@ -234,6 +234,8 @@ def norm_reference(
         xh_error = 4 * _U * (np.abs(xh) + np.abs(mean * r))
         terms, terms_error = dg * xh, np.abs(dg) * xh_error
     else:
+        if spec.y_limit is not None:
+            saved = np.clip(saved, -spec.y_limit, spec.y_limit)
         z = saved if bias is None else saved - of_rows(effective_bias(bias, spec), spec)
         bound = math.sqrt(spec.cols)
         xh = np.clip(np.divide(z, g, out=np.zeros_like(z), where=g != 0), -bound, bound)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from backward_cases import BF16, F32
+from backward_cases import BF16, F16, F32
 from h100 import Compiler
 from reference import TwoNorms, assert_within, exact, rounding
 
@@ -158,6 +158,26 @@ def test_variants(name: str, change: dict[str, Any], monkeypatch: pytest.MonkeyP
     rows, cols, schedule = CASES[name]
     spec = dataclasses.replace(make_spec(rows, cols, (F32, F32, F32)), **change)
     check(spec, schedule, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["ring_rows", "rows_ring"])
+def test_float16_that_overflows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a cotangent of 0, as behind a tanh, an infinite y is as good as the largest number."""
+    monkeypatch.setattr(schedules, "persistent_blocks", lambda spec, schedule: 2)
+    rows, cols, schedule = CASES[name]
+    spec = make_spec(rows, cols, (F32, F32, F16))
+    (x, saved, *others, dy, dh), _ = make_operands(spec)
+    dy = dy.at[1, 5].set(0)
+
+    @jax.jit
+    def gradients(saved: jax.Array) -> Any:
+        return mosaic.norm_add_norm_bwd(x, saved, *others, dy, dh, spec=spec, schedule=schedule)
+
+    with mosaic.interpreted():
+        of_inf, of_largest = (gradients(saved.at[1, 5].set(y)) for y in (np.inf, 65504))
+    for a, b in zip(of_inf, of_largest):
+        np.testing.assert_array_equal(a, b)
+        assert np.all(np.isfinite(a))
 
 
 WIDTHS = [64, 768, 1000, 1024, 2048, 3000, 4096, 5120, 7168, 8192, 12288, 16384, 32768]

@@ -43,6 +43,12 @@ def effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
     return bias.astype(jnp.float32)
 
 
+def within_limit(y: jax.Array, spec: Spec) -> jax.Array:
+    """A y that is saved; see `Spec.y_limit`."""
+    limit = spec.y_limit
+    return y if limit is None else jnp.clip(y, -limit, limit)
+
+
 def scaled(z: jax.Array, spec: Spec) -> jax.Array:
     """A softmax's scale times z; it is part of the derivative, too."""
     return z if spec.logits_scale == 1 else jnp.float32(spec.logits_scale) * z

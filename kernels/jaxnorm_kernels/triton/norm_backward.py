@@ -10,7 +10,8 @@ Row of N; G = scale + scale_offset, r = rstd, d = dy; c1 is LayerNorm's alone:
 Another cotangent of x, dh, is added to dx before it is rounded.
 
 G is floored and the bias rounded to y's dtype as in the forward, and |xh| is clipped to sqrt(N),
-its true bound, where a bias or a vanishing G may have cost y what it knew of xh.
+its true bound, where a bias or a vanishing G may have cost y what it knew of xh; |y| is clipped to
+the largest number (`Spec.y_limit`).
 
 A program walks over its share of the rows and adds up dscale and dbias in registers; the programs'
 sums are added outside, always in the same order. Rows too wide for that are cut into blocks, each
@@ -77,6 +78,7 @@ def norm_bwd(
         "scale_offset": spec.scale_offset,
         "scale_floor": spec.scale_floor or 0.0,
         "bound": math.sqrt(spec.cols) if spec.clips_x_hat else 0.0,
+        "y_limit": spec.y_limit or 0.0,
         "from_output": from_output,
         "tile_rows": schedule.tile_rows,
         "block": schedule.block,
@@ -195,11 +197,22 @@ def _columns(
 
 @triton.jit
 def _elements(
-    saved, d, rstd, mean, g, inverse, bias, bound: tl.constexpr, from_output: tl.constexpr
+    saved,
+    d,
+    rstd,
+    mean,
+    g,
+    inverse,
+    bias,
+    bound: tl.constexpr,
+    y_limit: tl.constexpr,
+    from_output: tl.constexpr,
 ):
-    """d G; the terms of c2; and xh: elements of a tile. A `bound` of 0 is none."""
+    """d G; the terms of c2; and xh: elements of a tile. A `bound` or a `y_limit` of 0 is none."""
     dg = d * g
     if from_output:
+        if y_limit > 0.0:
+            saved = tl.clamp(saved, -y_limit, y_limit, propagate_nan=tl.PropagateNan.ALL)
         z = saved - bias
         terms = d * z
         xh = z * inverse
@@ -244,6 +257,7 @@ def _norm_bwd(
     scale_offset: tl.constexpr,
     scale_floor: tl.constexpr,
     bound: tl.constexpr,
+    y_limit: tl.constexpr,
     from_output: tl.constexpr,
     tile_rows: tl.constexpr,
     block: tl.constexpr,
@@ -317,7 +331,9 @@ def _norm_bwd(
                     scale_floor,
                     from_output,
                 )
-            dg, dz, xh = _elements(saved, d, rstd, mean, g, inverse, bias, bound, from_output)
+            dg, dz, xh = _elements(
+                saved, d, rstd, mean, g, inverse, bias, bound, y_limit, from_output
+            )
             terms += dz
             sums += dg
             dgs += (dg,)
@@ -373,6 +389,7 @@ def _norm_bwd_row_means(
     scale_offset: tl.constexpr,
     scale_floor: tl.constexpr,
     bound: tl.constexpr,
+    y_limit: tl.constexpr,
     from_output: tl.constexpr,
     tile_rows: tl.constexpr,
     block: tl.constexpr,
@@ -401,7 +418,9 @@ def _norm_bwd_row_means(
             scale_floor,
             from_output,
         )
-        dg, terms, _ = _elements(saved, d, rstd, mean, g, inverse, bias, bound, from_output)
+        dg, terms, _ = _elements(
+            saved, d, rstd, mean, g, inverse, bias, bound, y_limit, from_output
+        )
         c2 += terms
         c1 += dg
     tl.store(c2_ptr + row, tl.sum(c2, axis=1) / cols, mask=row < rows)

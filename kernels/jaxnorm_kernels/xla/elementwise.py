@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.specs import Spec
@@ -19,7 +20,7 @@ def gain(scale: jax.Array, spec: Spec) -> jax.Array:
 def effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
     """bias in the arithmetic dtype; rounded to y's dtype where the output is saved."""
     b = bias.astype(spec.compute_dtype)
-    return _round_to(b, spec.y_dtype.name) if spec.saved == "output" else b
+    return _rounded(b, spec.y_dtype.name) if spec.saved == "output" else b
 
 
 def safe_divide(z: jax.Array, g: jax.Array) -> jax.Array:
@@ -59,24 +60,37 @@ def _straight_through[T](
 
 
 @_straight_through
-def clip(xh: jax.Array, bound: float) -> jax.Array:
-    """x_hat within its true bound: what is recovered from a rounded y may lie beyond."""
-    return jnp.clip(xh, -bound, bound)
+def clip(v: jax.Array, bound: float) -> jax.Array:
+    """v within its true bound: x_hat that is recovered from a rounded y may lie beyond."""
+    return jnp.clip(v, -bound, bound)
+
+
+def round_to(v: jax.Array, dtype: np.dtype) -> jax.Array:
+    """v in `dtype`, and as rounded for those who go on from it, too, whatever they widen it to."""
+    if dtype.itemsize < v.dtype.itemsize:
+        v = _rounded_where_casts_are_dropped(v, dtype.name)
+    return v.astype(dtype)
 
 
 @_straight_through
-def _round_to(b: jax.Array, dtype: str) -> jax.Array:
-    """b rounded to the values of `dtype`, kept in its own dtype.
+def _rounded_where_casts_are_dropped(v: jax.Array, dtype: str) -> jax.Array:
+    """XLA keeps casts on a CPU, where `_rounded` takes twice the time of a norm in float16."""
+    return lax.platform_dependent(v, cpu=lambda v: v, default=lambda v: _rounded(v, dtype))
+
+
+@_straight_through
+def _rounded(v: jax.Array, dtype: str) -> jax.Array:
+    """v rounded to the values of `dtype`, kept in its own dtype.
 
     Not a pair of casts: XLA may drop such a pair (`xla_allow_excess_precision`), in the forward and
     not in the backward. `reduce_precision` is never dropped, but it flushes subnormals, which are
     ordinary numbers in float16: those are rounded to multiples of its smallest one.
     """
-    info = jnp.finfo(dtype)
-    if info.bits >= jnp.finfo(b.dtype).bits:
-        return b
-    rounded = lax.reduce_precision(b, exponent_bits=info.nexp, mantissa_bits=info.nmant)
-    if dtype != "float16":
+    info, own = jnp.finfo(dtype), jnp.finfo(v.dtype)
+    if info.bits >= own.bits:
+        return v
+    rounded = lax.reduce_precision(v, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    if info.nexp == own.nexp:
         return rounded
-    quantum = 2.0**-24
-    return jnp.where(jnp.abs(b) < 2.0**-14, jnp.round(b / quantum) * quantum, rounded)
+    normal, quantum = float(info.smallest_normal), float(info.smallest_subnormal)
+    return jnp.where(jnp.abs(v) < normal, jnp.round(v / quantum) * quantum, rounded)

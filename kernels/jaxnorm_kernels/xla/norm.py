@@ -23,7 +23,8 @@ Tangent with t = r times the tangent of x; mean(t) is LayerNorm's alone:
 The mean is not needed from the output, and c2 needs no division, because G cancels. Three measures
 keep the output-saving pair right: the forward floors |G| (``Spec.scale_floor``) so that y carries
 xh even where scale is 0; forward and backward use the same bias, rounded to y's dtype; and |xh| is
-clipped to sqrt(N), its true bound. The variance is taken in two passes: E[x^2] - E[x]^2 cancels.
+clipped to sqrt(N), its true bound, |y| to the largest number (``Spec.y_limit``). The variance is
+taken in two passes: E[x^2] - E[x]^2 cancels.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.specs import Spec, Stats
-from jaxnorm_kernels.xla.elementwise import clip, effective_bias, gain, safe_divide
+from jaxnorm_kernels.xla.elementwise import clip, effective_bias, gain, round_to, safe_divide
 from jaxnorm_kernels.xla.reductions import row_mean
 
 
@@ -188,8 +189,9 @@ def add_norm_bwd(
     spec: Spec,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """dx, dresidual, dscale and dbias; `dh` and `dstats` as of `norm_bwd`."""
-    last = spec.last
-    dresidual, dscale, dbias = norm_bwd(saved, stats, scale, bias, dy, dh, dstats, spec=last)
+    last = dataclasses.replace(spec.last, x_dtype=spec.compute_dtype)
+    of_h, dscale, dbias = norm_bwd(saved, stats, scale, bias, dy, dh, dstats, spec=last)
+    dresidual = round_to(of_h, spec.last.x_dtype)
     return dresidual.astype(spec.x_dtype), dresidual, dscale, dbias
 
 
@@ -254,9 +256,10 @@ def _normalised(
 
 
 def _sum(residual: jax.Array, y: jax.Array, spec: Spec) -> jax.Array:
-    """In the residual's dtype, rounded once."""
+    """In the residual's dtype, rounded once; a norm of it is that of what is returned."""
     total = residual.astype(spec.compute_dtype) + y.astype(spec.compute_dtype)
-    return total.astype(spec.residual_dtype)
+    assert spec.residual_dtype is not None
+    return round_to(total, spec.residual_dtype)
 
 
 def _recovered(
@@ -273,7 +276,7 @@ def _recovered(
     if spec.saved == "input":
         rstd, *mean = along
         return g, (saved - mean[0] if mean else saved) * rstd, along, None
-    z = saved
+    z = saved if spec.y_limit is None else clip(saved, spec.y_limit)
     if bias is not None:
         z = z - _along_rows(effective_bias(bias, spec), z, spec)
     xh = clip(z if g is None else safe_divide(z, g), math.sqrt(spec.cols))

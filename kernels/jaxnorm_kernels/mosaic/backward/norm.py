@@ -8,9 +8,9 @@ Row of N; G = scale + scale_offset, r = rstd, d = dy; c1 is LayerNorm's alone:
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
 G is floored and the bias rounded to y's dtype as in the forward, and |xh| is clipped to sqrt(N),
-its true bound. dh, another cotangent of the row that is normalised, is added to dx before that is
-rounded. A block adds up dscale and dbias over its own rows; the blocks' sums are added outside,
-always in the same order.
+its true bound, |y| to the largest number (`Spec.y_limit`). dh, another cotangent of the row that is
+normalised, is added to dx before that is rounded. A block adds up dscale and dbias over its own
+rows; the blocks' sums are added outside, always in the same order.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from jaxnorm_kernels.mosaic.backward.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing, rows_ring_backward
 from jaxnorm_kernels.mosaic.backward.strided import strided_backward
 from jaxnorm_kernels.mosaic.device.launch import found
-from jaxnorm_kernels.mosaic.elementwise import effective_bias, gain, reciprocal
+from jaxnorm_kernels.mosaic.elementwise import effective_bias, gain, reciprocal, within_limit
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec, Stats
 
@@ -115,7 +115,8 @@ class NormFormula:
             rstd, *mean = stats
             return dg, (saved - mean[0] if mean else saved) * rstd, None
         reciprocal = None if g is None else columns.pop(0)
-        return dg, saved - columns.pop(0) if columns else saved, reciprocal
+        y = within_limit(saved, self.spec)
+        return dg, y - columns.pop(0) if columns else y, reciprocal
 
 
 class InnerNormFormula(NormFormula):
@@ -191,17 +192,22 @@ def add_norm_bwd(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """dx, dresidual, dscale and dbias; one array for both where their dtypes agree.
 
+    A dresidual of float32 is what the kernel computes: it writes dx, of another dtype, beside it.
+    From one of 16 bits dx is converted, as rounded, which is left to XLA and what it fuses that to.
+
     Args:
       saved, dy, dh: ``(rows, cols)``; saved is y, or h.
       stats: ``(rows,)`` in float32 each.
       scale, bias: ``(cols,)``, or ``(groups, cols)``; None where there is none.
       schedule: how it runs; by default, what the table says.
     """
-    dtypes = [spec.last.x_dtype]
+    x_dtype, dtypes = spec.x_dtype, [spec.last.x_dtype]
+    if dtypes[0] != np.float32:
+        spec = dataclasses.replace(spec, x_dtype=dtypes[0])
     if spec.x_dtype != dtypes[0]:
         dtypes.append(spec.x_dtype)
     of_h, dscale, dbias = _backward(saved, stats, scale, bias, dy, dh, dtypes, spec, schedule)
-    return of_h[-1], of_h[0], dscale, dbias
+    return of_h[-1].astype(x_dtype), of_h[0], dscale, dbias
 
 
 def _backward(

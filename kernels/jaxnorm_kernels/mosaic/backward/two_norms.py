@@ -27,7 +27,7 @@ from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Operands
 from jaxnorm_kernels.mosaic.backward.norm import norm_bwd
 from jaxnorm_kernels.mosaic.backward.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing, rows_ring_backward
-from jaxnorm_kernels.mosaic.elementwise import gain, reciprocal
+from jaxnorm_kernels.mosaic.elementwise import gain, reciprocal, within_limit
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec, Stats
 
@@ -96,7 +96,8 @@ class TwoNormsFormula:
         if self.spec.scale_dtype is not None:
             u = xh * columns.pop(0)
         from_output = self.spec.saved == "output"
-        z = next_xh = saved if from_output else saved * next_rstd
+        z = within_limit(saved, self.spec.last) if from_output else saved * next_rstd
+        next_xh = z
         dg = d
         if self.spec.next_scale_dtype is not None:
             dg = d * columns.pop(0)

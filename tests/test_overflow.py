@@ -1,0 +1,109 @@
+"""Outputs beyond float16's largest number, 65504: what the backward makes of an infinite y."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import refused
+from reference import Norm, TwoNorms, assert_within, exact, relative_error, unit_roundoff
+from test_norm import normal
+
+import jaxnorm
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+LARGEST = 65504.0
+FUNCTIONS = ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "rms_norm_add_rms_norm"]
+# The columns that overflow, and of an axis that is not the last, too.
+WIDE = [3, 40]
+
+
+def parameters(name, cols):
+    """Of the norm whose output is returned: scale, and LayerNorm's bias."""
+    scale = normal((cols,), "float32", 2, 0.3, 1.0).at[jnp.array(WIDE)].set(5e4)
+    return (scale, normal((cols,), "float32", 3)) if "layer" in name else (scale,)
+
+
+def call(name, x, *parameters, **options):
+    """y alone, of a function of x and no other array of rows."""
+    if name == "rms_norm_add_rms_norm":
+        return jaxnorm.rms_norm_add_rms_norm(x, x, None, *parameters, **options)[0]
+    if name.startswith("add"):
+        return getattr(jaxnorm, name)(x, x, *parameters, **options)[0]
+    return getattr(jaxnorm, name)(x, *parameters, **options)
+
+
+@refused.expect(refused.FEW_SHORT_ROWS)
+@pytest.mark.parametrize(("cols", "axis"), [(256, 1), (1024, 1), (64, 0)])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_bounded_consumer(name, cols, axis, implementation):
+    """Its cotangent is 0 there. What is left of x_hat is that y is the largest number, or more."""
+    x = normal((130, cols), "float32", 0)
+    given = parameters(name, cols)
+    function = functools.partial(
+        call, name, dtype="float16", axis=axis, implementation=implementation
+    )
+    y, vjp = jax.vjp(function, x if axis else x.T, *given)
+    infinite = np.isinf(exact(y if axis else y.T))
+    assert np.flatnonzero(infinite.any(0)).tolist() == WIDE
+    assert 0 < infinite.any(1).sum() < len(x)
+    w = normal(y.shape, "float32", 4)
+    d = (w * (1 - jnp.tanh(y.astype("float32")) ** 2)).astype("float16")
+    dx, dscale, *_ = vjp(d)
+    dx, d = (exact(a if axis else a.T) for a in (dx, d))
+
+    bias = exact(given[1]) if len(given) > 1 else np.zeros(cols)
+    dtypes = ("output", "float32", "float16")
+    two = None
+    if name == "rms_norm_add_rms_norm":
+        h = exact(jaxnorm.rms_norm_add_rms_norm(x, x)[1])
+        ones, dh = np.ones(cols), np.zeros(x.shape)
+        two = TwoNorms(exact(x), h, ones, exact(given[0]), d, dh, *dtypes[:2], *dtypes[1:])
+        ref = two.last
+    else:
+        h = exact(x) * (1 + name.startswith("add"))
+        ref = Norm(h, exact(given[0]), bias, d, "layer" in name, 1e-6, *dtypes)
+    dx_bound, dscale_bound, _ = ref.gradient_bounds()
+    # c2 sees nothing of what is infinite, and neither does another element of its row,
+    x_hat = (np.sign(ref.y) * LARGEST - bias) / ref.gain
+    lost = ref.r * np.abs(ref.c2) * np.where(infinite, np.abs(ref.xh - x_hat), 0)
+    expected, bound = ref.dx, dx_bound + lost
+    if two is not None:  # but through the norm of x before it.
+        first, (dx_bound, dh_bound, *_) = two.first, two.gradient_bounds()
+        expected = first.dx + two.dresidual
+        through = first.r * (lost + np.abs(first.xh) * np.mean(lost * np.abs(first.xh), 1)[:, None])
+        bound = dx_bound + dh_bound + lost + through
+    elif name.startswith("add"):  # x is both addends.
+        expected, bound = 2 * expected, 2 * bound
+    assert_within(dx, expected, bound)
+    assert_within(dscale, ref.dscale, dscale_bound)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_tangents(name):
+    """Those that start from an infinite y are as those from the input."""
+    x, t = normal((130, 256), "float32", 0), normal((130, 256), "float32", 1)
+    t = t.at[:, jnp.array(WIDE)].set(0)
+    given = parameters(name, 256)
+
+    def tangent(save):
+        function = functools.partial(call, name, dtype="float16", save=save)
+        y, along = jax.jvp(lambda x: function(x, *given), (x,), (t,))
+        others = np.arange(256)[~np.isin(np.arange(256), WIDE)]
+        return np.isinf(exact(y)).any(), exact(along)[:, others]
+
+    (overflows, from_output), (_, from_input) = tangent("output"), tangent("input")
+    assert overflows
+    # x_hat, which is recovered from y, has its rounding; the tangents have theirs.
+    assert relative_error(from_output, from_input) < 4 * unit_roundoff("float16")
+
+
+def test_nan_stays_nan():
+    """Only what is infinite is taken for a number."""
+    x = normal((4, 64), "float32", 0).at[1, 2].set(np.nan)
+    y, vjp = jax.vjp(lambda x: jaxnorm.rms_norm(x, jnp.ones(64), dtype="float16"), x)
+    dx = exact(vjp(jnp.zeros_like(y))[0])
+    assert np.isnan(dx[1]).all()
+    np.testing.assert_array_equal(dx[[0, 2, 3]], 0)

@@ -1,0 +1,139 @@
+"""Norms with a residual where one array or another is float64: all arithmetic then is."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import DTYPES, TwoNorms, assert_as_accurate, assert_within, exact, rounding
+from test_norm import normal
+
+import jaxnorm
+from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.specs import Spec
+
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("x64", "quick_to_compile")]
+
+SHAPE = (5, 16)
+# x, residual, y: each mix with float64 in it.
+MIXES = [
+    mix for mix in itertools.product((*DTYPES, "float64"), repeat=3) if mix.count("float64") > 0
+]
+each_mix = pytest.mark.parametrize("mix", MIXES, ids=" ".join)
+each_save = pytest.mark.parametrize("save", ["output", "input"])
+
+
+def operands(mix):
+    x_dtype, r_dtype, _ = mix
+    scale, next_scale = (normal(SHAPE[1:], "float32", seed, 0.2, 1.0) for seed in (2, 3))
+    return normal(SHAPE, x_dtype, 0), normal(SHAPE, r_dtype, 1), scale, next_scale
+
+
+def rms_norm(x, scale):
+    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * scale
+
+
+def plain(name, r_dtype, y_dtype, *operands):
+    """y and h in float64, each rounded to its dtype."""
+    x, residual, scale, next_scale = (a if a is None else a.astype("float64") for a in operands)
+    if name == "add_rms_norm":
+        h = (x + residual).astype(r_dtype)
+        return rms_norm(h.astype("float64"), scale).astype(y_dtype), h
+    h = (residual + rms_norm(x, scale)).astype(r_dtype)
+    return rms_norm(h.astype("float64"), next_scale).astype(y_dtype), h
+
+
+def ours(name, save, y_dtype, x, residual, scale, next_scale):
+    scales = (scale,) if name == "add_rms_norm" else (scale, next_scale)
+    return getattr(jaxnorm, name)(x, residual, *scales, dtype=y_dtype, save=save)
+
+
+def derivatives(function, operands, along):
+    """Of first and second order, forward and reverse, along every operand."""
+
+    def loss(*operands):
+        y, h = (a.astype("float64") for a in function(*operands))
+        weights = jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)
+        return jnp.sum(weights * jnp.sin(y)) + jnp.sum(jnp.cos(h))
+
+    gradient = jax.grad(loss, range(len(operands)))
+
+    def slope(*operands):
+        pairs = zip(gradient(*operands), along)
+        return sum(jnp.sum(g.astype("float64") * t.astype("float64")) for g, t in pairs)
+
+    return {
+        "jvp": jax.jvp(function, operands, along)[1],
+        "gradient": gradient(*operands),
+        "forward over reverse": jax.jvp(gradient, operands, along)[1],
+        "reverse over reverse": jax.grad(slope, range(len(operands)))(*operands),
+    }
+
+
+@each_save
+@each_mix
+def test_two_norms(mix, save):
+    """Values and gradients are as near to those in numpy as one rounding of each array allows."""
+    x_dtype, r_dtype, y_dtype = mix
+    x, residual, scale, next_scale = operands(mix)
+    dy, dh = normal(SHAPE, y_dtype, 4), normal(SHAPE, r_dtype, 5)
+    function = functools.partial(jaxnorm.rms_norm_add_rms_norm, save=save, dtype=y_dtype)
+    (y, h), vjp = jax.vjp(function, x, residual, scale, next_scale)
+    gradients = vjp((dy, dh))
+    assert [a.dtype.name for a in (y, h, *gradients)] == [
+        *(y_dtype, r_dtype),
+        *(x_dtype, r_dtype, "float32", "float32"),
+    ]
+    arrays = (exact(a) for a in (x, h, scale, next_scale, dy, dh))
+    ref = TwoNorms(*arrays, save, x_dtype, r_dtype, y_dtype, arithmetic="float64")
+    assert_within(y, ref.last.y, ref.last.y_bound())
+    total, error = exact(residual) + ref.first.y, ref.first.y_bound()
+    assert_within(h, total, error + rounding(np.abs(total) + error, r_dtype))
+    expected = (ref.first.dx, ref.dresidual, ref.first.dscale, ref.last.dscale)
+    for ours, theirs, bound in zip(gradients, expected, ref.gradient_bounds()):
+        assert_within(ours, theirs, bound + rounding(np.abs(theirs) + bound, ours.dtype.name))
+
+
+# The second function has one norm, whose arithmetic an addend may ask to be wider.
+ALONE = [mix for mix in MIXES if mix.count("float64") == 1 and "float16" not in mix]
+
+
+@pytest.mark.parametrize(
+    ("name", "mix", "save"),
+    [
+        pytest.param(name, mix, ("output", "input")[i % 2], id=f"{name}-{' '.join(mix)}")
+        for name, mixes in (("rms_norm_add_rms_norm", MIXES), ("add_rms_norm", ALONE))
+        for i, mix in enumerate(mixes)
+    ],
+)
+def test_derivatives(name, mix, save):
+    """As near to those of exact arithmetic as plain JAX's, which rounds at the same places."""
+    _, r_dtype, y_dtype = mix
+    arrays = operands(mix)
+    if name == "add_rms_norm":
+        arrays = arrays[:3]
+    along = tuple(normal(a.shape, a.dtype, 10 + i) for i, a in enumerate(arrays))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def found(function, *arrays):
+        def of_those_given(*arrays):
+            return function(*arrays, *[None] * (4 - len(arrays)))
+
+        return derivatives(of_those_given, *arrays)
+
+    theirs = found(functools.partial(plain, name, r_dtype, y_dtype), arrays, along)
+    wide = jax.tree.map(lambda a: a.astype("float64"), (arrays, along))
+    expected = found(functools.partial(plain, name, "float64", "float64"), *wide)
+    got = found(functools.partial(ours, name, save, y_dtype), arrays, along)
+    assert_as_accurate(got, theirs, expected)
+
+
+def test_no_kernel_takes_a_norm_of_such_a_call():
+    """Its own arrays may be float32, but its statistics are not."""
+    float32, float64 = np.dtype("float32"), np.dtype("float64")
+    spec = Spec("norm_add_norm", "bwd", 256, 1024, float32, float64, residual_dtype=float32)
+    assert spec.first.x_dtype == spec.first.y_dtype == float32
+    assert spec.first.compute_dtype == spec.last.compute_dtype == float64
+    assert "float64 arrays ask for more" in str(mosaic.supports(spec.first))

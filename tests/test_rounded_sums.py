@@ -1,0 +1,106 @@
+"""y is the norm of h as it is returned, rounded: XLA drops casts that go on to a wider dtype."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_norm import normal
+
+import jaxnorm
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+SHAPE = (64, 256)
+NAMES = ["add_rms_norm", "rms_norm_add_rms_norm"]
+each_name = pytest.mark.parametrize("name", NAMES)
+each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+each_platform = pytest.mark.parametrize(
+    "platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
+)
+
+
+def operands(name, dtype):
+    """Addends whose sum is h, of few bits, but for a rounding; the squares of h add up exactly.
+
+    So y has the same bits in whatever order a program adds them.
+    """
+    rng = np.random.default_rng(0)
+    unit = jnp.finfo(dtype).eps
+    h = 1 + rng.integers(0, 16, SHAPE) / 16
+    addend = rng.uniform(0.2, 0.4, SHAPE) * rng.choice([-1, 1], SHAPE) * unit
+    h = h * (1 + (addend < 0) * (h == 1) / 16)  # Below 1 the next number is half as far.
+    if name == "add_rms_norm":
+        return jnp.asarray(addend, dtype), jnp.asarray(h, dtype), None
+    # The norm of ones is 1, and the scale that is added.
+    scale = np.abs(addend[0])
+    return jnp.ones(SHAPE, dtype), jnp.asarray(h, dtype), jnp.asarray(scale, "float32")
+
+
+@each_platform
+@each_dtype
+@each_name
+def test_y_is_the_norm_of_h(name, dtype, platform):
+    with jax.default_device(jax.devices(platform)[0]):
+        x, residual, scale = operands(name, dtype)
+        function = functools.partial(getattr(jaxnorm, name), implementation="xla")
+        y, h = jax.jit(function)(x, residual, scale)
+        rms_norm = jax.jit(functools.partial(jaxnorm.rms_norm, implementation="xla"))
+        np.testing.assert_array_equal(h, residual)
+        np.testing.assert_array_equal(y, rms_norm(h))
+        # That of the sum before it is rounded is another one.
+        addend = x.astype("float32") * (1 if scale is None else scale)
+        other = rms_norm(residual.astype("float32") + addend).astype(dtype)
+        assert np.mean(np.asarray(y != other)) > 0.05
+
+
+@each_platform
+@each_dtype
+@pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
+def test_dx_is_the_cotangent_of_h_as_rounded(name, dtype, platform):
+    """In a wider dtype: one program makes both."""
+
+    @jax.jit
+    def gradients(x, residual, *cotangents):
+        function = functools.partial(getattr(jaxnorm, name), dtype=dtype, implementation="xla")
+        return jax.vjp(function, x, residual)[1](cotangents)
+
+    with jax.default_device(jax.devices(platform)[0]):
+        narrow = [normal(SHAPE, dtype, seed) for seed in range(3)]
+        dx, dresidual = gradients(normal(SHAPE, "float32", 3), *narrow)
+        assert (dx.dtype, dresidual.dtype) == ("float32", dtype)
+        np.testing.assert_array_equal(dx, dresidual.astype("float32"))
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("name", "roundings"), [("add_rms_norm", (1, 2)), ("rms_norm_add_rms_norm", (1, 1))]
+)
+def test_the_rounding_is_in_the_program(name, roundings, dtype):
+    """Where XLA may drop casts. It keeps them on a CPU, where they are the faster code."""
+    x, narrow = (jax.ShapeDtypeStruct(SHAPE, each) for each in ("float32", dtype))
+    function = functools.partial(getattr(jaxnorm, name), dtype=dtype, implementation="xla")
+
+    def both(x, residual, *cotangents):
+        results, vjp = jax.vjp(function, x, residual)
+        return results, vjp(cotangents)
+
+    def count(function, platform, operands):
+        text = jax.jit(function).trace(x, *operands).lower(lowering_platforms=(platform,)).as_text()
+        return text.count("stablehlo.reduce_precision")
+
+    for platform in ("cuda", "tpu", "cpu"):
+        found = count(function, platform, [narrow]), count(both, platform, [narrow] * 3)
+        assert found == ((0, 0) if platform == "cpu" else roundings)
+
+
+@pytest.mark.parametrize(("wide", "narrow"), [("float32", "float16"), ("float64", "float32")])
+def test_small_sums_are_not_flushed(wide, narrow, x64):
+    """Numbers below the least normal one are ordinary: a sum keeps them, whatever rounds it."""
+    from jaxnorm_kernels.xla.elementwise import _rounded
+
+    least = float(jnp.finfo(narrow).smallest_subnormal)
+    v = jnp.asarray(least * np.array([0.4, 0.6, 1.2, 2.5, -3.5, 100.3, 1e4]), wide)
+    expected = np.asarray(v).astype(narrow).astype(wide)
+    np.testing.assert_array_equal(jax.jit(_rounded, static_argnums=1)(v, narrow), expected)
