@@ -54,8 +54,7 @@ def cross_entropy_fwd(
     at_label = _columns(x.shape, spec) == label
     kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
     # The maximum in x's dtype: nothing is rounded.
-    m, x = row_max(kept, spec).astype(spec.compute_dtype), x.astype(spec.compute_dtype)
-    kept = x if mask is None else kept.astype(spec.compute_dtype)
+    m = row_max(kept, spec).astype(spec.compute_dtype)
     # -inf - -inf: a row of -inf is NaN.
     others, x_l, kept_l, *rest = label_sums(x, kept, m, label, at_label, spec)
     d = m - x_l

@@ -25,7 +25,7 @@ from jaxnorm_kernels.xla.reductions import fused_row_sums, over_shards
 
 # Columns of a block, near _BLOCK. In smaller ones the library's sums, of a block each, are slow,
 # and larger ones are slow to gather, or of a short row the most of it.
-_LEAST, _BLOCK, _MOST, _BLOCKS = 16, 128, 2048, 8
+_LEAST, _BLOCK, _MOST, _BLOCKS = 16, 256, 2048, 8
 
 
 def label_sums(
@@ -34,33 +34,38 @@ def label_sums(
     """Along rows: others of `kept`; x and `kept` at the label; where it is smoothed sum(x - m).
 
     Args:
-      x: logits; `kept` is x, or -inf where a mask leaves them out.
-      m: the maximum of `kept`.
+      x: logits; `kept` is x, or -inf where a mask leaves them out. Of any dtype: each sum converts
+        them for itself, or XLA on a CPU would write them out for several.
+      m: the maximum of `kept`, in the arithmetic dtype, as the results.
       label: a column, or -1 for none, whose sums are any.
       at_label: where that column is.
     """
-    masked = kept is not x
-    even = [x - m] if spec.label_smoothing else []
+    masked, wide = kept is not x, spec.compute_dtype
+    picked = [x, kept] if masked else [x]
+
+    def even(x: jax.Array, m: jax.Array) -> list[jax.Array]:
+        return [x.astype(wide) - m] if spec.label_smoothing else []
 
     def compared() -> list[jax.Array]:
         """Values whose sums are the results."""
-        terms = jnp.where(at_label, 0, jnp.exp(kept - m))
-        return [terms, *(jnp.where(at_label, v, 0) for v in ([x, kept] if masked else [x]))]
+        terms = jnp.where(at_label, 0, jnp.exp(kept.astype(wide) - m))
+        return [terms, *(jnp.where(at_label, v.astype(wide), 0) for v in picked), *even(x, m)]
 
     def in_one() -> list[jax.Array]:
-        return fused_row_sums([*compared(), *even], spec)
+        return fused_row_sums(compared(), spec)
 
     def in_parts() -> list[jax.Array]:
         block = None if spec.cols_over or spec.axes != (-1,) else block_size(x.shape[-1])
         if block is None:
-            return [jnp.sum(v, axis=spec.axes, keepdims=True) for v in [*compared(), *even]]
+            return [jnp.sum(v, axis=spec.axes, keepdims=True) for v in compared()]
         index = jnp.maximum(label, 0)
-        at = [
-            jnp.take_along_axis(v, index, -1, mode="promise_in_bounds")
-            for v in ([x, kept] if masked else [x])
+        at = [jnp.take_along_axis(v, index, -1, mode="promise_in_bounds") for v in picked]
+        return [
+            _others(kept, m, index, block),
+            *(v.astype(wide) for v in at),
+            # The backward makes x - m, too: without the barrier XLA would write it out for both.
+            *(jnp.sum(v, -1, keepdims=True) for v in even(*lax.optimization_barrier((x, m)))),
         ]
-        others = _others(kept, m, index, block)
-        return [others, *at, *(jnp.sum(v, -1, keepdims=True) for v in even)]
 
     others, x_l, *rest = over_shards(lax.platform_dependent(cpu=in_parts, default=in_one), spec)
     return [others, x_l, *rest] if masked else [others, x_l, x_l, *rest]
@@ -71,10 +76,11 @@ def _others(x: jax.Array, m: jax.Array, label: jax.Array, block: int) -> jax.Arr
     own = lax.div(label, jnp.int32(block))
     index = lax.broadcasted_iota(jnp.int32, blocks.shape[:-1], blocks.ndim - 2)
     m_b = jnp.where(index == own, jnp.inf, m)
-    total = jnp.sum(jnp.exp(blocks - m_b[..., None]), (-2, -1))[..., None]
+    total = jnp.sum(jnp.exp(blocks.astype(m.dtype) - m_b[..., None]), (-2, -1))[..., None]
     part = jnp.take_along_axis(blocks, own[..., None], -2, mode="promise_in_bounds")[..., 0, :]
     is_label = lax.broadcasted_iota(jnp.int32, part.shape, part.ndim - 1) == label - own * block
-    return total + jnp.sum(jnp.where(is_label, 0, jnp.exp(part - m)), -1, keepdims=True)
+    terms = jnp.where(is_label, 0, jnp.exp(part.astype(m.dtype) - m))
+    return total + jnp.sum(terms, -1, keepdims=True)
 
 
 @functools.cache
