@@ -44,7 +44,9 @@ def prepare(cell: CpuCell) -> Callable[[], Figures]:
     """What measures a cell; compiles both."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         arrays = jax_side.random_arrays(0, *jax_side.arguments_of(cell.workload))
-        both = [jax.jit(step(cell, name)).lower(*arrays).compile() for name in ("xla", cell.provider)]
+        both = [
+            jax.jit(step(cell, name)).lower(*arrays).compile() for name in ("xla", cell.provider)
+        ]
 
     def seconds(call: Callable[..., Any]) -> float:
         start = time.perf_counter()

@@ -138,7 +138,12 @@ def on_cpu(rows: Sequence[Row]) -> str:
         cell = f"{row['op']} {text.DIRECTIONS[row['direction']]}, {row['shape']}"
         asked = [f"{cell}, {text.DTYPES[row['dtype']]}", row["provider"]]
         good = row["status"] == OK
-        body.append([*asked, *([row["ms"], row["peer_ms"], row["ratio"]] if good else ["", "", row["status"]])])
+        body.append(
+            [
+                *asked,
+                *([row["ms"], row["peer_ms"], row["ratio"]] if good else ["", "", row["status"]]),
+            ]
+        )
     return text.table(["cell", "peer", "ms", "peer's ms", "ratio"], body)
 
 
