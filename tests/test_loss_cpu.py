@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from loss_cases import CrossEntropy, operands
 from reference import assert_within, exact
 
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
-from jaxnorm_kernels.xla.label_sums import block_size
+from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.xla.label_sums import block_size, label_sums
 
 pytestmark = [
     pytest.mark.oldest_jax,
@@ -76,3 +78,22 @@ def test_ties_and_infinities():
     loss = cross_entropy(x, jnp.full(6, 7))
     np.testing.assert_allclose(loss[0], np.log(4096), rtol=1e-6)
     np.testing.assert_array_equal(loss[1:], [0, np.inf, np.nan, np.nan, np.nan])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("cols", [1024, 1031])
+def test_other_devices_make_the_same_sums_in_one_reduction(cols, masked, monkeypatch):
+    x, label, _ = operands((6, cols), "float32")
+    label, at_label = label[:, None], jnp.arange(cols) == label[:, None]
+    where = np.random.default_rng(3).random(x.shape) < 0.5
+    kept = jnp.where(where, x, -jnp.inf) if masked else x
+    m = kept.max(-1, keepdims=True)
+    float32 = np.dtype("float32")
+    spec = Spec("cross_entropy", "fwd", *x.shape, float32, float32, label_smoothing=0.1)
+    here = label_sums(x, kept, m, label, at_label, spec)
+    monkeypatch.setattr(lax, "platform_dependent", lambda *, cpu, default: default())
+    elsewhere = label_sums(x, kept, m, label, at_label, spec)
+    assert len(here) == len(elsewhere) == 4
+    for a, b in zip(here, elsewhere):
+        # Terms of one sign, added in another order.
+        np.testing.assert_allclose(a, b, rtol=cols * 2**-24)
