@@ -3,7 +3,7 @@
     others   sum(exp(x - m), j != l)
 
 On a GPU XLA fuses one reduction with what it sums. On a CPU it gives each sum to a library, which
-adds in parallel and pairwise, and fuses a chain of arithmetic into it. A comparison is no part of
+adds many terms side by side, and fuses a chain of arithmetic into it. A comparison is no part of
 such a chain: what it makes is written out, an array of x's size. So there columns are cut into
 blocks, where their number has a fitting divisor, and m becomes inf for that of the label:
 
