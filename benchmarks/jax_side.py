@@ -181,6 +181,9 @@ def prepare(suite: str, cell: Any) -> Measure:
     """What measures a cell; all that it runs is compiled here. Cells are prepared in threads."""
     if suite == "stacks":
         return stacks.prepare(cell)
+    if suite == "cpu":
+        cpu_times = importlib.import_module("benchmarks.cpu_times")  # needs Flax
+        return cpu_times.prepare(cell)
     if suite in ("training", "capacity"):
         training = importlib.import_module("benchmarks.training")  # needs optax
         return training.prepare(suite, cell)

@@ -197,6 +197,7 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "capacity": lambda found: report_tables.capacity(found.rows["capacity"]),
     "stacks": lambda found: report_tables.stacks(found.rows["stacks"]),
     "accuracy": lambda found: report_tables.accuracy(found.rows["accuracy"]),
+    "cpu": lambda found: report_tables.on_cpu(found.rows["cpu"]),
 }
 
 # Of a suite: what its plots show, and what draws them.
@@ -214,6 +215,9 @@ _FOOTNOTES = {
     "blocks": "`of a copy` is jaxnorm's share of a copy of the least bytes; the others are its "
     "speed over theirs. *: the program also copies, converts or transposes whole arrays "
     "(`extra_passes`); copies that are no kernels are not in its time.",
+    "cpu": "jaxnorm's plain JAX beside each peer in turn, in one process; `ratio` is the median of "
+    "its time over the peer's, turn by turn. jnp's softmaxes are jax.nn's. Flax's LayerNorm takes "
+    "E[x^2] - E[x]^2 unless it is two_pass. Losses are means.",
     "loss": "The roof of cross_entropy is a copy of the least bytes; that of linear_cross_entropy, "
     "the mean and the gradients of x and weight, is the three matrix products alone. `jaxnorm's "
     "speed` is over the provider's. `temp` is memory beside operands and results. Liger writes the "

@@ -131,6 +131,22 @@ def stacks(rows: Sequence[Row]) -> str:
     return text.table(header, body)
 
 
+def on_cpu(rows: Sequence[Row]) -> str:
+    """Times on a CPU beside a peer's; of each call forward, then forward and backward."""
+    body = []
+    for row in rows:
+        cell = f"{row['op']} {text.DIRECTIONS[row['direction']]}, {row['shape']}"
+        asked = [f"{cell}, {text.DTYPES[row['dtype']]}", row["provider"]]
+        good = row["status"] == OK
+        body.append(
+            [
+                *asked,
+                *([row["ms"], row["peer_ms"], row["ratio"]] if good else ["", "", row["status"]]),
+            ]
+        )
+    return text.table(["cell", "peer", "ms", "peer's ms", "ratio"], body)
+
+
 def by_block(
     measured: Figures, directions: Sequence[str] = blocks.DIRECTIONS, *, medians: bool = False
 ) -> str:

@@ -9,7 +9,8 @@ in one call; `blocks`, norms with what a model does to the same rows before and 
 cross-entropies, and their memory; `linear`, a matrix product alone and after a norm; `latency`,
 calls of few rows, also from the host; `training`, steps of GPT-2 small and Llama 3.2 1B, their
 time, memory and losses; `capacity`, the largest batch of such a step that fits in 80 GB; `stacks`,
-programs of many small norms; `accuracy`, gradients against float64.
+programs of many small norms; `accuracy`, gradients against float64; `cpu`, jaxnorm's plain JAX on
+the machine's CPU beside optax, jax.nn and Flax.
 
 Kernel time is CUPTI's, on rotating buffers larger than the cache; GB/s are by the least bytes that
 must move, of a block each of its arrays once in each direction; `roof` is the time of a copy of as

@@ -9,8 +9,9 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from benchmarks import blocks, linear, losses, models, workloads
+from benchmarks import blocks, cpu, linear, losses, models, workloads
 from benchmarks.blocks import BLOCKS, BlockWorkload
+from benchmarks.cpu import CpuCell
 from benchmarks.linear import LINEAR, LinearWorkload
 from benchmarks.losses import LOSSES, LossWorkload
 from benchmarks.models import LOSS_STEPS, MODELS, StackCell, TrainingCell
@@ -51,7 +52,7 @@ class LinearCell(LinearWorkload):
 
 
 Timed = TimedCell | BlockCell | LossCell | LinearCell
-Cell = Timed | TrainingCell | StackCell
+Cell = Timed | TrainingCell | StackCell | CpuCell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +179,17 @@ def _stacks(selection: Selection) -> Iterable[Cell]:
     )
 
 
+def _cpu(selection: Selection) -> Iterable[Cell]:
+    return cpu.cells(
+        selection.providers,
+        selection.ops,
+        selection.directions,
+        [x for x, y in selection.dtypes if x == y],
+        selection.shapes,
+        quick=selection.quick,
+    )
+
+
 def _shaped(
     grid: Callable[..., Iterator[ShapedWorkload]], cell: type[Any], selection: Selection
 ) -> Iterator[Cell]:
@@ -246,6 +258,15 @@ SUITES: dict[str, Suite] = {
             TimedCell,
             {"dx_error": None, "dscale_error": None, "dbias_error": None},
             _accuracy,
+        ),
+        Suite(
+            "cpu",
+            CpuCell,
+            {"ms": 3, "peer_ms": 3, "ratio": 3},
+            _cpu,
+            sides=("jax",),
+            batch=1,
+            alone=True,
         ),
     )
 }

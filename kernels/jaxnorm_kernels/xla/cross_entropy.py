@@ -35,7 +35,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.specs import Spec, Stats
-from jaxnorm_kernels.xla.reductions import fused_row_sums, row_any, row_max, row_sums
+from jaxnorm_kernels.xla.label_sums import label_sums
+from jaxnorm_kernels.xla.reductions import row_any, row_max, row_sums
 
 _INT32_MAX = 2**31 - 1
 
@@ -53,20 +54,12 @@ def cross_entropy_fwd(
     at_label = _columns(x.shape, spec) == label
     kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
     # The maximum in x's dtype: nothing is rounded.
-    m, kept, x = (v.astype(spec.compute_dtype) for v in (row_max(kept, spec), kept, x))
-    sums = [
-        jnp.where(at_label, 0, jnp.exp(kept - m)),  # -inf - -inf: a row of -inf is NaN
-        jnp.where(at_label, x, 0),
-    ]
-    if a:
-        sums.append(x - m)
-    if mask is not None:
-        sums.append(jnp.where(at_label & mask, x.dtype.type(1), 0))
-    others, x_l, *rest = fused_row_sums(sums, spec)
+    m = row_max(kept, spec).astype(spec.compute_dtype)
+    # -inf - -inf: a row of -inf is NaN.
+    others, x_l, kept_l, *rest = label_sums(x, kept, m, label, at_label, spec)
     d = m - x_l
-    own = jnp.expm1(-d)
-    if mask is not None:  # The label may be none of what is kept.
-        own = jnp.where(rest[-1] > 0, own, -1)
+    # -1 where the label is none of what is kept.
+    own = jnp.expm1(kept_l - m)
     log_s = jnp.log1p(others + own)
     loss = d + log_s
     if a:

@@ -17,20 +17,23 @@ def row_sum(v: jax.Array, spec: Spec) -> jax.Array:
 
 def row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
     """`row_sum` of each, in one exchange with the other shards."""
-    totals = [jnp.sum(v, axis=spec.axes, keepdims=True) for v in values]
+    return over_shards([jnp.sum(v, axis=spec.axes, keepdims=True) for v in values], spec)
+
+
+def over_shards(totals: list[jax.Array], spec: Spec) -> list[jax.Array]:
+    """Sums over a shard of each row, made those over all shards, in one exchange."""
     return list(lax.psum(jnp.stack(totals), spec.cols_over)) if spec.cols_over else totals
 
 
 def fused_row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
-    """`row_sums` in one reduction, with which XLA fuses what makes the values; has no derivative.
+    """The sums of each, of this shard alone, in one reduction; has no derivative.
 
-    On a CPU, XLA leaves a sum of one array to a library, for which it writes that array out.
+    What makes the values is fused with it on a GPU. On a CPU it is one long sum of scalars.
     """
     axes = [axis % values[0].ndim for axis in spec.axes]
     zeros = tuple(jnp.zeros((), v.dtype) for v in values)
     totals = lax.reduce(tuple(values), zeros, lambda a, b: [*map(jnp.add, a, b)], axes)
-    totals = [jnp.expand_dims(total, axes) for total in totals]
-    return list(lax.psum(jnp.stack(totals), spec.cols_over)) if spec.cols_over else totals
+    return [jnp.expand_dims(total, axes) for total in totals]
 
 
 def row_mean(v: jax.Array, spec: Spec) -> jax.Array:

@@ -1,0 +1,77 @@
+"""jaxnorm's plain JAX on a CPU, beside what models have without it; both in one process.
+
+Free of JAX and torch, as `workloads` is; `cpu_times` measures.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from benchmarks.losses import LOSSES, LossWorkload
+from benchmarks.workloads import Shape, Workload
+
+DTYPES = ("float32", "bfloat16")
+DIRECTIONS = ("fwd", "fwd+bwd")
+ROWS: tuple[Shape, ...] = ((4096, 1024), (1024, 4096))
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """What is timed of an operation: its shapes, and providers that it is timed beside."""
+
+    shapes: tuple[Shape, ...]
+    peers: tuple[str, ...]
+
+
+# "flax-two_pass" is Flax's norm without its fast variance, E[x^2] - E[x]^2.
+CPU: dict[str, Beside] = {
+    "cross_entropy": Beside(
+        ((2048, 1024), (1024, 8192), (128, 50257), (8, 128256)), peers=("optax",)
+    ),
+    "linear_cross_entropy": Beside(((1024, 512, 8192),), peers=("optax",)),
+    "softmax": Beside(ROWS, peers=("jnp",)),
+    "log_softmax": Beside(ROWS, peers=("jnp",)),
+    "layer_norm": Beside(ROWS, peers=("flax", "flax-two_pass")),
+    "rms_norm": Beside(ROWS, peers=("flax",)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuCell:
+    """One operation in one direction; of a loss, the mean. `provider` is the peer's name."""
+
+    op: str
+    direction: str
+    shape: str
+    dtype: str
+    provider: str
+
+    @property
+    def workload(self) -> Workload | LossWorkload:
+        if self.op in LOSSES:
+            return LossWorkload(self.op, self.direction, self.shape, self.dtype)  # type: ignore[arg-type]
+        rows, cols = map(int, self.shape.split("x"))
+        return Workload(self.op, self.direction, rows, cols, self.dtype, self.dtype)  # type: ignore[arg-type]
+
+
+def cells(
+    providers: Sequence[str],
+    ops: Sequence[str],
+    directions: Sequence[str],
+    dtypes: Sequence[str],
+    shapes: Sequence[Shape] | None,
+    *,
+    quick: bool,
+) -> Iterator[CpuCell]:
+    """Those asked for; `shapes` are instead of an operation's own of as many sizes."""
+    for op, beside in CPU.items():
+        its = beside.shapes[: 1 if quick else None]
+        if shapes is not None:
+            its = tuple(shape for shape in shapes if len(shape) == len(its[0]))
+        for dtype in DTYPES:
+            for shape in its:
+                for direction in DIRECTIONS:
+                    for peer in beside.peers:
+                        asked = op in ops and direction in directions and dtype in dtypes
+                        if asked and peer.split("-")[0] in providers:
+                            text = "x".join(map(str, shape))
+                            yield CpuCell(op, direction, text, dtype, peer)

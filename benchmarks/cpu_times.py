@@ -1,0 +1,74 @@
+"""Times a call of jaxnorm's plain JAX and a peer's in turn, on a CPU; on a GPU's host, too."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import jax_side, providers
+from benchmarks.cpu import CpuCell
+from benchmarks.losses import LOSSES
+from benchmarks.providers import flax_modules
+
+SECONDS, LEAST, MOST, WARMUP = 4.0, 15, 200, 2
+
+Figures = dict[str, float | None]
+
+
+def step(cell: CpuCell, name: str) -> Callable[..., Any]:
+    """Of row operands, parameters and cotangents: results and, backward, gradients."""
+    if name == "flax-two_pass":
+        f = flax_modules.layer_norm(cell.dtype, use_fast_variance=False)
+    else:
+        f = providers.function(name, cell.op, cell.dtype)
+    is_loss = cell.op in LOSSES
+
+    def forward(rows: Any, parameters: Any) -> jax.Array:
+        y = f(*rows, *parameters)
+        return jnp.mean(y) if is_loss else y
+
+    def forward_and_backward(rows: Any, parameters: Any, cotangents: Any) -> Any:
+        x, labels = (rows[:-1], rows[-1:]) if is_loss else (rows, ())
+        y, pullback = jax.vjp(lambda x, p: forward((*x, *labels), p), x, parameters)
+        return y, pullback(jnp.ones_like(y) if is_loss else cotangents[0])
+
+    if cell.direction == "fwd":
+        return lambda rows, parameters, cotangents: forward(rows, parameters)
+    return forward_and_backward
+
+
+def prepare(cell: CpuCell) -> Callable[[], Figures]:
+    """What measures a cell; compiles both."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        arrays = jax_side.random_arrays(0, *jax_side.arguments_of(cell.workload))
+        both = [
+            jax.jit(step(cell, name)).lower(*arrays).compile() for name in ("xla", cell.provider)
+        ]
+
+    def seconds(call: Callable[..., Any]) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(call(*arrays))
+        return time.perf_counter() - start
+
+    def figures() -> Figures:
+        start = time.perf_counter()
+        turns: list[list[float]] = []
+        while len(turns) < WARMUP + MOST:
+            # Neither always runs after the other, which leaves it a cache or a clock.
+            order = (0, 1) if len(turns) % 2 else (1, 0)
+            taken = {i: seconds(both[i]) for i in order}
+            turns.append([taken[0], taken[1]])
+            if len(turns) >= WARMUP + LEAST and time.perf_counter() - start > SECONDS:
+                break
+        ours, theirs = zip(*turns[WARMUP:])
+        return {
+            "ms": 1e3 * statistics.median(ours),
+            "peer_ms": 1e3 * statistics.median(theirs),
+            # Of neighbours in time, which other work on the machine slows alike.
+            "ratio": statistics.median(a / b for a, b in zip(ours, theirs)),
+        }
+
+    return figures

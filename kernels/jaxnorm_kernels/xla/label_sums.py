@@ -1,0 +1,92 @@
+"""What the forward of a cross-entropy sums along rows: x its logits, -inf for what is masked.
+
+    others   sum(exp(x - m), j != l)
+
+On a GPU XLA fuses one reduction with what it sums. On a CPU it gives each sum to a library, which
+adds many terms side by side, and fuses a chain of arithmetic into it. A comparison is no part of
+such a chain: what it makes is written out, an array of x's size. So there columns are cut into
+blocks, where their number has a fitting divisor, and m becomes inf for that of the label:
+
+    others   sum(exp(x - m_b)) + sum(exp(x - m), j in the label's block, j != l)
+
+The block is gathered from each row, and only there columns are compared with the label. Sums of
+blocks differ by nothing but the order of their terms, all of which are at least 0.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.xla.reductions import fused_row_sums, over_shards
+
+# Columns of a block, near _BLOCK. In smaller ones the library's sums, of a block each, are slow,
+# and larger ones are slow to gather, or of a short row the most of it.
+_LEAST, _BLOCK, _MOST, _BLOCKS = 16, 256, 2048, 8
+
+
+def label_sums(
+    x: jax.Array, kept: jax.Array, m: jax.Array, label: jax.Array, at_label: jax.Array, spec: Spec
+) -> list[jax.Array]:
+    """Along rows: others of `kept`; x and `kept` at the label; where it is smoothed sum(x - m).
+
+    Args:
+      x: logits; `kept` is x, or -inf where a mask leaves them out. Of any dtype: each sum converts
+        them for itself, or XLA on a CPU would write them out for several.
+      m: the maximum of `kept`, in the arithmetic dtype, as the results.
+      label: a column, or -1 for none, whose sums are any.
+      at_label: where that column is.
+    """
+    masked, wide = kept is not x, spec.compute_dtype
+    picked = [x, kept] if masked else [x]
+
+    def even(x: jax.Array, m: jax.Array) -> list[jax.Array]:
+        return [x.astype(wide) - m] if spec.label_smoothing else []
+
+    def compared() -> list[jax.Array]:
+        """Values whose sums are the results."""
+        terms = jnp.where(at_label, 0, jnp.exp(kept.astype(wide) - m))
+        return [terms, *(jnp.where(at_label, v.astype(wide), 0) for v in picked), *even(x, m)]
+
+    def in_one() -> list[jax.Array]:
+        return fused_row_sums(compared(), spec)
+
+    def in_parts() -> list[jax.Array]:
+        block = None if spec.cols_over or spec.axes != (-1,) else block_size(x.shape[-1])
+        if block is None:
+            return [jnp.sum(v, axis=spec.axes, keepdims=True) for v in compared()]
+        index = jnp.maximum(label, 0)
+        at = [jnp.take_along_axis(v, index, -1, mode="promise_in_bounds") for v in picked]
+        return [
+            _others(kept, m, index, block),
+            *(v.astype(wide) for v in at),
+            # The backward makes x - m, too: without the barrier XLA would write it out for both.
+            *(jnp.sum(v, -1, keepdims=True) for v in even(*lax.optimization_barrier((x, m)))),
+        ]
+
+    others, x_l, *rest = over_shards(lax.platform_dependent(cpu=in_parts, default=in_one), spec)
+    return [others, x_l, *rest] if masked else [others, x_l, x_l, *rest]
+
+
+def _others(x: jax.Array, m: jax.Array, label: jax.Array, block: int) -> jax.Array:
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
+    own = lax.div(label, jnp.int32(block))
+    index = lax.broadcasted_iota(jnp.int32, blocks.shape[:-1], blocks.ndim - 2)
+    m_b = jnp.where(index == own, jnp.inf, m)
+    total = jnp.sum(jnp.exp(blocks.astype(m.dtype) - m_b[..., None]), (-2, -1))[..., None]
+    part = jnp.take_along_axis(blocks, own[..., None], -2, mode="promise_in_bounds")[..., 0, :]
+    is_label = lax.broadcasted_iota(jnp.int32, part.shape, part.ndim - 1) == label - own * block
+    terms = jnp.where(is_label, 0, jnp.exp(part.astype(m.dtype) - m))
+    return total + jnp.sum(terms, -1, keepdims=True)
+
+
+@functools.cache
+def block_size(cols: int) -> int | None:
+    """Of columns that are a number: their divisor nearest to `_BLOCK`, if one is near enough."""
+    if not isinstance(cols, int):
+        return None
+    sizes = [k for k in range(_LEAST, min(_MOST, cols // _BLOCKS) + 1) if cols % k == 0]
+    return min(sizes, key=lambda k: abs(math.log(k / _BLOCK)), default=None)

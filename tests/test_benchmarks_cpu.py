@@ -1,0 +1,58 @@
+"""The suite `cpu`: what it asks, how a cell is timed, and its table."""
+
+import dataclasses
+
+import pytest
+
+from benchmarks import report, results, run
+from benchmarks.cpu import CPU, CpuCell
+from benchmarks.results import Machine, Table
+from benchmarks.suites import SUITES, Selection
+
+SUITE = SUITES["cpu"]
+SHAPES = (("cross_entropy", "2048x1024"), ("linear_cross_entropy", "1024x512x8192"))
+
+
+def test_cells():
+    cells = list(SUITE.cells(Selection()))
+    assert {cell.op for cell in cells} == {*CPU}
+    assert len(cells) == len(set(cells)) == 60
+    # Both of Flax's variances, and nothing of a provider that was not asked for.
+    flax = [c for c in cells if c.op == "layer_norm" and c.shape == "4096x1024"]
+    assert {c.provider for c in flax} == {"flax", "flax-two_pass"}
+    only = dataclasses.replace(Selection(), providers=("optax",), quick=True, directions=("fwd",))
+    assert [(c.op, c.shape) for c in SUITE.cells(only)] == [
+        (op, shape) for op, shape in SHAPES for _ in ("float32", "bfloat16")
+    ]
+
+
+def test_shapes_that_are_asked_for():
+    selection = Selection(shapes=((8, 32), (8, 16, 32)), dtypes=(("float32", "float32"),))
+    shapes = {(c.op, c.shape) for c in SUITE.cells(selection)}
+    assert ("cross_entropy", "8x32") in shapes
+    assert ("linear_cross_entropy", "8x16x32") in shapes
+    assert len(shapes) == len(CPU)
+
+
+@pytest.mark.parametrize("op", CPU)
+def test_the_workload_of_a_cell(op):
+    shape = "x".join(map(str, CPU[op].shapes[0]))
+    workload = CpuCell(op, "fwd", shape, "float32", "jnp").workload
+    assert workload.row_operands[0][0] == CPU[op].shapes[0][:2]
+
+
+def test_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "PLOTTED", ())
+    if results.this_machine() != Machine("cpu"):
+        pytest.skip("takes the GPU's memory from the tests")
+    arguments = ["cpu", "--ops", "cross_entropy", "linear_cross_entropy", "layer_norm"]
+    arguments += ["--dtypes", "float32", "--shapes", "8x32", "8x16x32", "--directions", "fwd+bwd"]
+    arguments += ["--out", str(tmp_path)]
+    assert run.main(arguments) == 0
+    rows = Table(tmp_path, SUITE).rows()
+    assert len(rows) == 4
+    assert {row["status"] for row in rows} == {"ok"}
+    for row in rows:
+        assert all(float(row[name]) > 0 for name in SUITE.figures)
+    text = (tmp_path / "report.md").read_text()
+    assert "| layer_norm forward and backward, 8x32, f32 | flax-two_pass |" in text

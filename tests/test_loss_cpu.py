@@ -1,0 +1,99 @@
+"""The cross-entropy of XLA's code on a CPU, whose sums leave the label's term out by blocks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from loss_cases import CrossEntropy, operands
+from reference import assert_within, exact
+
+from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
+from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.xla.label_sums import block_size, label_sums
+
+pytestmark = [
+    pytest.mark.oldest_jax,
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA's code of a CPU"),
+]
+
+PRIME = 8209
+
+
+@pytest.mark.parametrize("deviation", [0.1, 1.0, 3.0, 10.0])
+@pytest.mark.parametrize("cols", [1024, PRIME, 50257, 128256])
+def test_ulps(cols, deviation):
+    """At most 2 units in the last place.
+
+    One is the logarithm's, and two halves are the roundings of m - x_l + log(s). The sum's error,
+    of some 2^-24 of it, is the logarithm's absolute one: an eighth of a unit of a loss above 4.
+    """
+    x, _, _ = operands((32, cols), "float32", seed=cols, scale=deviation)
+    labels = jnp.asarray(np.random.default_rng(1).integers(0, cols, 32))
+    expected = CrossEntropy(x, labels).loss
+    ulps = np.abs(exact(cross_entropy(x, labels)) - expected) / np.spacing(np.float32(expected))
+    assert ulps.max() <= 2
+
+
+def test_block_sizes():
+    """The divisor nearest to 256; none where there is no block, or none that is short enough."""
+    sizes = [1024, 8192, 50257, 128256, PRIME, 100, 7 * 5003]
+    assert [block_size(n) for n in sizes] == [128, 256, 1733, 256, None, None, None]
+    assert 128256 % block_size(128256) == 0
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_certain_label_in_every_column(dtype, masked):
+    """The label's term, 1, leaves sums of the others that are 1e-7 of it, wherever it is."""
+    cols = 256
+    assert block_size(cols) == 32
+    x, _, d = operands((cols, cols), dtype, scale=1.0)
+    labels = jnp.arange(cols)
+    x = x.at[labels, labels].set(24)
+    where = np.random.default_rng(2).random(x.shape) < 0.7
+    where[labels, labels] = True
+    given = {"where": jnp.asarray(where)} if masked else {}
+    loss, vjp = jax.vjp(lambda x: cross_entropy(x, labels, **given), x)
+    expected = CrossEntropy(x, labels, **({"kept": where} if masked else {}), dtype=dtype)
+    assert expected.loss.max() < 1e-6
+    # An exponential of an argument of 30, itself exact to half a unit, is right to 16 units.
+    np.testing.assert_allclose(loss, expected.loss, rtol=20 * 2**-24)
+    assert_within(vjp(d)[0], expected.gradient(d), expected.gradient_bound(d))
+
+
+def test_labels_outside_are_nan_in_their_rows():
+    x, _, _ = operands((4, 4096), "float32")
+    labels = jnp.array([-1, 4096, 4095, 0])
+    loss, vjp = jax.vjp(lambda x: cross_entropy(x, labels), x)
+    (dx,) = vjp(jnp.ones(4))
+    for a in (loss, dx.sum(-1)):
+        np.testing.assert_array_equal(np.isnan(a), [True, True, False, False])
+
+
+def test_ties_and_infinities():
+    """Ties of the largest, a row of the label alone, a label at -inf, and rows that are NaN."""
+    x = jnp.zeros((6, 4096)).at[1].set(-jnp.inf).at[1, 7].set(3.0).at[2, 7].set(-jnp.inf)
+    x = x.at[3].set(-jnp.inf).at[4, 9].set(jnp.inf).at[5, 7].set(jnp.nan)
+    loss = cross_entropy(x, jnp.full(6, 7))
+    np.testing.assert_allclose(loss[0], np.log(4096), rtol=1e-6)
+    np.testing.assert_array_equal(loss[1:], [0, np.inf, np.nan, np.nan, np.nan])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("cols", [1024, 1031])
+def test_other_devices_make_the_same_sums_in_one_reduction(cols, masked, monkeypatch):
+    x, label, _ = operands((6, cols), "float32")
+    label, at_label = label[:, None], jnp.arange(cols) == label[:, None]
+    where = np.random.default_rng(3).random(x.shape) < 0.5
+    kept = jnp.where(where, x, -jnp.inf) if masked else x
+    m = kept.max(-1, keepdims=True)
+    float32 = np.dtype("float32")
+    spec = Spec("cross_entropy", "fwd", *x.shape, float32, float32, label_smoothing=0.1)
+    here = label_sums(x, kept, m, label, at_label, spec)
+    monkeypatch.setattr(lax, "platform_dependent", lambda *, cpu, default: default())
+    elsewhere = label_sums(x, kept, m, label, at_label, spec)
+    assert len(here) == len(elsewhere) == 4
+    for a, b in zip(here, elsewhere):
+        # Terms of one sign, added in another order.
+        np.testing.assert_allclose(a, b, rtol=cols * 2**-24)
