@@ -36,10 +36,9 @@ def test_ulps(cols, deviation):
 
 
 def test_block_sizes():
-    """The divisor nearest to 256; none where there is no block, or none that is short enough."""
-    sizes = [1024, 8192, 50257, 128256, PRIME, 100, 7 * 5003]
-    assert [block_size(n) for n in sizes] == [128, 256, 1733, 256, None, None, None]
-    assert 128256 % block_size(128256) == 0
+    """The divisor nearest to 64; none where there is no block, or none that is short enough."""
+    sizes = [1024, 8192, 50257, 128256, 151936, PRIME, 100, 7 * 5003]
+    assert [block_size(n) for n in sizes] == [64, 64, 1733, 64, 64, None, None, None]
 
 
 @pytest.mark.parametrize("masked", [False, True])

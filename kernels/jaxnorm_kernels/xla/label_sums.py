@@ -25,7 +25,7 @@ from jaxnorm_kernels.xla.reductions import fused_row_sums, over_shards
 
 # Columns of a block, near _BLOCK. In smaller ones the library's sums, of a block each, are slow,
 # and larger ones are slow to gather, or of a short row the most of it.
-_LEAST, _BLOCK, _MOST, _BLOCKS = 16, 256, 2048, 8
+_LEAST, _BLOCK, _MOST, _BLOCKS = 32, 64, 2048, 8
 
 
 def label_sums(
