@@ -105,20 +105,19 @@ class Queue(Tile):
         def fill(k: Any) -> None:
             @pl.when(k < count)
             def _() -> None:
+                row, at = index(k), slot(k)
                 for x, queue in zip(operands, queues):
-                    for source, target in self.copies(x, index(k), slots_of(queue, k)):
+                    for source, target in self.copies(x, row, [array.at[at] for array in queue]):
                         plgpu.copy_gmem_to_smem(
                             source,
                             target,
-                            filled.at[slot(k)],
+                            filled.at[at],
                             oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # of any length
                         )
 
-        def slots_of(queue: Sequence[Ref], k: Any) -> list[Ref]:
-            return [array.at[slot(k)] for array in queue]
-
         def read(k: Any) -> list[tuple[jax.Array, ...]]:
-            raw = [self.read(slots_of(queue, k)) for queue in queues]
+            at = slot(k)
+            raw = [self.read([array.at[at] for array in queue]) for queue in queues]
             return [steps.load(*piece) for piece in zip(*raw)]
 
         def refill(k: Any, release: Callable[[], None]) -> None:
@@ -137,8 +136,7 @@ class Queue(Tile):
                 steps.finish(LoadedRow(index(k), k, lambda: loaded), shared)
 
         def start() -> None:
-            for k in range(self.slots):
-                fill(jnp.int32(k))
+            pl.loop(0, self.slots)(fill)
 
         if self.tiles == 1:
             start()

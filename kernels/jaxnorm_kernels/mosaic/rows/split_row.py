@@ -58,7 +58,7 @@ class SplitRow(Tile):
         """Columns of a warpgroup, without its tail."""
         return self.cols // (self.cluster * self.split * self.unit) * self.unit
 
-    def pieces(self) -> list[Piece]:
+    def cut_row(self) -> list[Piece]:
         """The warpgroups' bodies lie side by side; their tails share what is left of the row."""
         body, shares = self.body, self.cluster * self.split
         if body == 0:

@@ -238,9 +238,9 @@ class Strip:
     def read(self, which: int, chunk: Chunk) -> jax.Array:
         """Elements of one of the arrays, in float32."""
         ref = self.stages[which].at[lax.axis_index(WARPGROUP)]
-        # Only results name the layout: each load that did would cost Mosaic's inference.
-        value = load(ref.at[pl.ds(chunk.stage_start, chunk.width)], None, self.strips.shape)
-        return widen(value, self.strips.layout)
+        layout = self.strips.layout
+        here = ref.at[pl.ds(chunk.stage_start, chunk.width)]
+        return widen(load(here, layout, self.strips.shape), layout)
 
     def reader(self, which: int) -> Read:
         """One of the arrays: see `read`."""

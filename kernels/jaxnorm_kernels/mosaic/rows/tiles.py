@@ -21,7 +21,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.experimental.pallas as pl
@@ -111,12 +111,20 @@ class Tile:
       vector: elements that a thread reads at once.
       apart: each unit is a piece of its own, so that it need not be loaded.
       window: of unaligned rows. A row's index is then that among the rows of its class.
+      cut: the pieces, where they are known.
     """
 
     cols: int
     vector: int
     apart: bool = dataclasses.field(default=False, kw_only=True)
     window: Window | None = dataclasses.field(default=None, kw_only=True)
+    cut: tuple[Piece, ...] | None = dataclasses.field(default=None, kw_only=True)
+
+    def placed(self) -> Self:
+        """This, in a kernel's body, with the pieces that this warpgroup has: see `PlacedWindow`."""
+        window = None if self.window is None else self.window.placed()
+        placed = dataclasses.replace(self, window=window)
+        return dataclasses.replace(placed, cut=tuple(placed.cut_row()))
 
     @property
     def unit(self) -> int:
@@ -219,6 +227,10 @@ class Tile:
 
     def pieces(self) -> list[Piece]:
         """The columns of a row, piece by piece."""
+        return self.cut_row() if self.cut is None else list(self.cut)
+
+    def cut_row(self) -> list[Piece]:
+        """`pieces`, anew."""
         body = self.cols // self.unit * self.unit
         if body == 0:
             raise ValueError(f"{self} holds rows of {self.unit} columns and more")
