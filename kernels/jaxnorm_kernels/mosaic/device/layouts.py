@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src.lib.mlir import ir
-from jax.experimental.mosaic.gpu import FragmentedArray
+from jax.experimental.mosaic.gpu import FragmentedArray, utils
 
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 
@@ -92,10 +92,26 @@ def columns_layout(vector: int, threads: int) -> Layout:
     return _tiled((threads * vector,), (vector,), warps=_ALL_WARPS, lanes=lanes)
 
 
-def column_in_warps(shape: tuple[int, int]) -> jax.Array:
-    """Column of each element of a ``(4, n)`` array whose rows lie side by side."""
-    warp = lax.broadcasted_iota(jnp.int32, shape, 0)
-    return warp * shape[1] + lax.broadcasted_iota(jnp.int32, shape, 1)
+def flat_index(shape: tuple[int, ...], layout: Layout) -> jax.Array:
+    """Of each element of an ``(n,)`` array, or of a ``(4, n)`` one whose rows lie side by side."""
+    if is_interpreted():
+        return lax.iota(jnp.int32, math.prod(shape)).reshape(shape)
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout))
+    def index(context: Any) -> Any:
+        del context
+        i32, mgpu = ir.IntegerType.get_signless(32), layout.to_mgpu()
+
+        def along(axis: int) -> Any:
+            return FragmentedArray.broadcasted_iota(i32, shape, axis, mgpu, is_signed=True)
+
+        *warp, column = map(along, range(len(shape)))
+        if not warp:
+            return column
+        width = FragmentedArray.splat(utils.c(shape[-1], i32), shape, mgpu, is_signed=True)
+        return warp[0] * width + column
+
+    return index()
 
 
 def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) -> jax.Array:

@@ -163,7 +163,8 @@ def _in_registers(spec: Spec, params_first: bool) -> Callable[[Tile, Refs], None
 
         def columns_of(params: list[list[jax.Array]], norm: Spec) -> list[list[jax.Array]]:
             """Of each piece of a row."""
-            return [norm_columns(piece, norm) for piece in zip(*params)] or [[]] * len(tile.pieces())
+            columns = [norm_columns(piece, norm) for piece in zip(*params)]
+            return columns or [[]] * len(tile.pieces())
 
         param_refs = _by_norm(refs.params, norms)
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device.launch import CLUSTER, WARPGROUP
-from jaxnorm_kernels.mosaic.device.layouts import WARPS, Layout, column_in_warps, warps_layout
+from jaxnorm_kernels.mosaic.device.layouts import WARPS, Layout, flat_index, warps_layout
 from jaxnorm_kernels.mosaic.rows.exchange import Exchange
 from jaxnorm_kernels.mosaic.rows.tiles import Piece, Stat, Tile
 
@@ -73,7 +73,7 @@ class SplitRow(Tile):
         return [*self._bodies(share * body, body), tail]
 
     def columns(self, shape: tuple[int, ...]) -> jax.Array:
-        return column_in_warps((shape[0], shape[1]))
+        return flat_index(shape, self.layout_of(shape))
 
     def gather(
         self, scratch: Sequence[Any], *stats: Stat, step: Any, nth: int = 0

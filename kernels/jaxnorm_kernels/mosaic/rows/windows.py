@@ -106,9 +106,11 @@ class PlacedWindow(Window):
     rest: jax.Array
 
     def start(self) -> jax.Array:
+        """As computed."""
         return self.first
 
     def before(self) -> jax.Array:
+        """As computed."""
         return self.rest
 
     def _class(self) -> jax.Array:
