@@ -9,8 +9,9 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from benchmarks import blocks, linear, losses, models, workloads
+from benchmarks import blocks, compile_times, linear, losses, models, workloads
 from benchmarks.blocks import BLOCKS, BlockWorkload
+from benchmarks.compile_times import CompileCell
 from benchmarks.linear import LINEAR, LinearWorkload
 from benchmarks.losses import LOSSES, LossWorkload
 from benchmarks.models import LOSS_STEPS, MODELS, StackCell, TrainingCell
@@ -51,7 +52,7 @@ class LinearCell(LinearWorkload):
 
 
 Timed = TimedCell | BlockCell | LossCell | LinearCell
-Cell = Timed | TrainingCell | StackCell
+Cell = Timed | TrainingCell | StackCell | CompileCell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +110,7 @@ class Suite:
       batch: cells that a process compiles before it measures them.
       alone: they are compiled one after the other, in one process. A compiler chooses a matrix
         product by its time on the GPU.
+      in_turn: each process compiles its cells one after the other: that is what is measured.
     """
 
     name: str
@@ -118,6 +120,7 @@ class Suite:
     sides: tuple[Side, ...] = SIDES
     batch: int = 32
     alone: bool = False
+    in_turn: bool = False
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -175,6 +178,20 @@ def _stacks(selection: Selection) -> Iterable[Cell]:
         [d for d in ("fwd", "fwd+bwd") if d in selection.directions],
         [x for x, y in selection.dtypes if x == y],
         shapes if selection.rows_by_cols is None else selection.rows_by_cols,
+    )
+
+
+def _compile(selection: Selection) -> Iterable[Cell]:
+    widths: Iterable[int] = compile_times.QUICK if selection.quick else compile_times.WIDTHS
+    if selection.rows_by_cols is not None:
+        widths = dict.fromkeys(cols for _, cols in selection.rows_by_cols)
+    dtypes = [x if x == y else "mixed" for x, y in selection.dtypes]
+    return compile_times.cells(
+        selection.providers,
+        selection.ops,
+        [*dtypes, *["float16"] * ("bfloat16" in dtypes)],
+        tuple(widths),
+        lambda name, workload: PROVIDERS[name].offers(workload),
     )
 
 
@@ -240,6 +257,14 @@ SUITES: dict[str, Suite] = {
             {"ms": 4, "jnp_ms": 4, "kernels_ms": 4, "jnp_kernels_ms": 4},
             _stacks,
             sides=("jax",),
+        ),
+        Suite(
+            "compile",
+            CompileCell,
+            {"trace_s": 3, "lower_s": 3, "compile_s": 3, "total_s": 3},
+            _compile,
+            sides=("jax",),
+            in_turn=True,
         ),
         Suite(
             "accuracy",

@@ -87,7 +87,8 @@ def _in_registers(spec: Spec) -> Callable[[Tile, Refs], None]:
                 ]
             top = tile.max(highest)
             part_m = m = jnp.maximum(top, elementwise.LOWEST)
-            e = each(lambda v: exp(v - tile.broadcast(m, v)), read())
+            of_pieces = tile.of_pieces(m)
+            e = each(lambda v: exp(v - of_pieces(v)), read())
             s = tile.sum(e)
             counts = [jnp.where(top == -jnp.inf, 0.0, 1.0)] if may_be_empty else []
             if isinstance(tile, SplitRow):

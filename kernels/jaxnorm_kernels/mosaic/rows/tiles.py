@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -112,6 +112,7 @@ class Tile:
       apart: each unit is a piece of its own, so that it need not be loaded.
       window: of unaligned rows. A row's index is then that among the rows of its class.
       cut: the pieces, where they are known.
+      index: of pieces of a shape the columns, where they are known.
     """
 
     cols: int
@@ -119,12 +120,20 @@ class Tile:
     apart: bool = dataclasses.field(default=False, kw_only=True)
     window: Window | None = dataclasses.field(default=None, kw_only=True)
     cut: tuple[Piece, ...] | None = dataclasses.field(default=None, kw_only=True)
+    index: Mapping[tuple[int, ...], jax.Array] = dataclasses.field(
+        default_factory=dict, kw_only=True, compare=False
+    )
 
     def placed(self) -> Self:
         """This, in a kernel's body, with the pieces that this warpgroup has: see `PlacedWindow`."""
         window = None if self.window is None else self.window.placed()
         placed = dataclasses.replace(self, window=window)
-        return dataclasses.replace(placed, cut=tuple(placed.cut_row()))
+        pieces = placed.cut_row()
+        # Of pieces that may have stale elements, or others that do not count.
+        compared = pieces if self.apart else [p for p in pieces if p.fresh is not None]
+        shapes = dict.fromkeys(self.shape(p.width) for p in compared)
+        index = {shape: self.columns(shape) for shape in shapes}
+        return dataclasses.replace(placed, cut=tuple(pieces), index=index)
 
     @property
     def unit(self) -> int:
@@ -329,12 +338,22 @@ class Tile:
         """The sum of each row's elements."""
         return self._reduce(x, jnp.sum, operator.add, 0)
 
-    def broadcast(self, stat: Stat, like: jax.Array) -> jax.Array:
+    def broadcast(self, stat: Stat, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
         """`stat` for every element of a piece."""
         return lax.broadcast_in_dim(stat, like.shape, (0,)) if stat.ndim else stat
 
+    def of_pieces(self, stat: Stat) -> Callable[[jax.Array], jax.Array]:
+        """As `broadcast`, but once for all pieces of a shape."""
+        shapes = dict.fromkeys(self.shape(p.width) for p in self.pieces())
+        known = {s: self.broadcast(stat, jax.ShapeDtypeStruct(s, stat.dtype)) for s in shapes}
+        return lambda like: known[like.shape]
+
     def columns(self, shape: tuple[int, ...]) -> jax.Array:
         """Column of each element, counted from the start of its piece."""
+        return self.index[shape] if shape in self.index else self.count_columns(shape)
+
+    def count_columns(self, shape: tuple[int, ...]) -> jax.Array:
+        """`columns`, anew."""
         return lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
 
     def _reduce(
