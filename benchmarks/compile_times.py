@@ -4,7 +4,7 @@ What `jax.jit` does at the first call of a width: forward and backward in one pr
 (of blocks as many, of `causal_softmax` a square). Kernels are lowered in Python, so that widths
 differ more than their GPU times do.
 
-Free of JAX and torch, as `workloads` is: `compiling` measures.
+Free of JAX and torch, as `workloads` is: `first_calls` measures.
 """
 
 import dataclasses
