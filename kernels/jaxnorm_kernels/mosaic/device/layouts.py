@@ -92,24 +92,25 @@ def columns_layout(vector: int, threads: int) -> Layout:
     return _tiled((threads * vector,), (vector,), warps=_ALL_WARPS, lanes=lanes)
 
 
-def flat_index(shape: tuple[int, ...], layout: Layout) -> jax.Array:
-    """Of each element of an ``(n,)`` array, or of a ``(4, n)`` one whose rows lie side by side."""
+def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) -> jax.Array:
+    """Of each element of an array, as if its rows lay side by side; of its first `axes` alone."""
+    along = shape if axes is None else shape[:axes]
     if is_interpreted():
-        return lax.iota(jnp.int32, math.prod(shape)).reshape(shape)
+        numbers = lax.iota(jnp.int32, math.prod(along)).reshape(along)
+        return lax.broadcast_in_dim(numbers, shape, range(len(along)))
 
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout))
     def index(context: Any) -> Any:
         del context
         i32, mgpu = ir.IntegerType.get_signless(32), layout.to_mgpu()
-
-        def along(axis: int) -> Any:
-            return FragmentedArray.broadcasted_iota(i32, shape, axis, mgpu, is_signed=True)
-
-        *warp, column = map(along, range(len(shape)))
-        if not warp:
-            return column
-        width = FragmentedArray.splat(utils.c(shape[-1], i32), shape, mgpu, is_signed=True)
-        return warp[0] * width + column
+        total = None
+        for axis, size in enumerate(along):
+            here = FragmentedArray.broadcasted_iota(i32, shape, axis, mgpu, is_signed=True)
+            if total is not None:
+                sizes = FragmentedArray.splat(utils.c(size, i32), shape, mgpu, is_signed=True)
+                here = total * sizes + here
+            total = here
+        return total
 
     return index()
 
