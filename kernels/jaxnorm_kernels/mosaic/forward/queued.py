@@ -136,7 +136,8 @@ class Queue(Tile):
                 steps.finish(LoadedRow(index(k), k, lambda: loaded), shared)
 
         def start() -> None:
-            pl.loop(0, self.slots)(fill)
+            for k in range(self.slots):
+                fill(jnp.int32(k))
 
         if self.tiles == 1:
             start()

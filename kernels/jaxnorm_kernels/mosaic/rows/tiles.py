@@ -126,12 +126,12 @@ class Tile:
 
     def placed(self) -> Self:
         """This, in a kernel's body, with the pieces that this warpgroup has: see `PlacedWindow`."""
+        if self.window is None and not self.apart:
+            return self  # Of one or two pieces the compiler makes as much, in fewer registers.
         window = None if self.window is None else self.window.placed()
         placed = dataclasses.replace(self, window=window)
         pieces = placed.cut_row()
-        # Of pieces that may have stale elements, or others that do not count.
-        compared = pieces if self.apart else [p for p in pieces if p.fresh is not None]
-        shapes = dict.fromkeys(self.shape(p.width) for p in compared)
+        shapes = dict.fromkeys(self.shape(p.width) for p in pieces)
         index = {shape: self.columns(shape) for shape in shapes}
         return dataclasses.replace(placed, cut=tuple(pieces), index=index)
 
