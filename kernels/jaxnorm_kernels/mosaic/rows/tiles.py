@@ -127,7 +127,7 @@ class Tile:
     def placed(self) -> Self:
         """This, in a kernel's body, with the pieces that this warpgroup has: see `PlacedWindow`."""
         if self.window is None and not self.apart:
-            return self  # Of one or two pieces the compiler makes as much, in fewer registers.
+            return self  # One or two pieces: little to save, and it would change registers.
         window = None if self.window is None else self.window.placed()
         placed = dataclasses.replace(self, window=window)
         pieces = placed.cut_row()
