@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import calls, gradients, hlo, providers, stacks, timing
+from benchmarks import calls, first_calls, gradients, hlo, providers, stacks, timing
 from benchmarks.suites import Timed, TimedCell, provider_of
 from benchmarks.workloads import Array, Shape, ShapedWorkload, Workload
 
@@ -184,6 +184,8 @@ def prepare(suite: str, cell: Any) -> Measure:
     if suite == "cpu":
         cpu_times = importlib.import_module("benchmarks.cpu_times")  # needs Flax
         return cpu_times.prepare(cell)
+    if suite == "compile":
+        return first_calls.prepare(cell)
     if suite in ("training", "capacity"):
         training = importlib.import_module("benchmarks.training")  # needs optax
         return training.prepare(suite, cell)

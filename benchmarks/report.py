@@ -196,6 +196,7 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "training": lambda found: report_tables.training(found.rows["training"]),
     "capacity": lambda found: report_tables.capacity(found.rows["capacity"]),
     "stacks": lambda found: report_tables.stacks(found.rows["stacks"]),
+    "compile": lambda found: report_tables.compile_times(found.rows["compile"]),
     "accuracy": lambda found: report_tables.accuracy(found.rows["accuracy"]),
     "cpu": lambda found: report_tables.on_cpu(found.rows["cpu"]),
 }
@@ -223,6 +224,8 @@ _FOOTNOTES = {
     "speed` is over the provider's. `temp` is memory beside operands and results. Liger writes the "
     "gradient over the logits, and sums weight's in weight's dtype; optax rounds the loss to the "
     "logits' dtype.",
+    "compile": "Of a first call, forward and backward in one program, in several processes beside "
+    "each other. Without a GPU, programs are lowered for one and not compiled.",
     "linear": "M x K x N: x is (M, K), weight (K, N), which torch and QuACK have transposed, as "
     "torch.nn.Linear keeps it. `of the product` is the time of jnp's product alone, in the same "
     "direction, over the provider's; `jaxnorm's speed` is over the provider's. XLA and QuACK try "

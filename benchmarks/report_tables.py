@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from benchmarks import blocks, figures, text, workloads
 from benchmarks.blocks import BLOCKS
+from benchmarks.compile_times import LIMIT_S
 from benchmarks.figures import Ahead, Figure, Figures
 from benchmarks.losses import LossWorkload
 from benchmarks.models import LOSS_STEPS, MODELS, PLAIN, VARIANTS
@@ -145,6 +146,33 @@ def on_cpu(rows: Sequence[Row]) -> str:
             ]
         )
     return text.table(["cell", "peer", "ms", "peer's ms", "ratio"], body)
+
+
+def compile_times(rows: Sequence[Row]) -> str:
+    """Seconds to a program of each provider and operation: median, longest, and which that is."""
+    body = []
+    for provider in dict.fromkeys(row["provider"] for row in rows):
+        of_provider = [row for row in rows if row["provider"] == provider]
+        label = PROVIDERS[provider].label
+        body.append([f"**{label}: all**", *_seconds(of_provider)])
+        for op in dict.fromkeys(row["op"] for row in of_provider):
+            body.append([f"{label}: {op}", *_seconds([r for r in of_provider if r["op"] == op])])
+    over = f"above {LIMIT_S:.0f} s"
+    return text.table(["provider and operation", "median s", "longest s", "of", over], body)
+
+
+def _seconds(rows: Sequence[Row]) -> list[str]:
+    taken = {
+        f"{row['op']} {row['shape']} {row['dtype']}": float(row["total_s"])
+        for row in rows
+        if row["status"] == OK
+    }
+    if not taken:
+        return ["-"] * 4
+    longest = max(taken, key=lambda name: taken[name])
+    above = sum(value > LIMIT_S for value in taken.values())
+    median = statistics.median(taken.values())
+    return [f"{median:.2f}", f"{taken[longest]:.2f}", longest, f"{above} of {len(taken)}"]
 
 
 def by_block(

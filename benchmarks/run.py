@@ -9,8 +9,9 @@ in one call; `blocks`, norms with what a model does to the same rows before and 
 cross-entropies, and their memory; `linear`, a matrix product alone and after a norm; `latency`,
 calls of few rows, also from the host; `training`, steps of GPT-2 small and Llama 3.2 1B, their
 time, memory and losses; `capacity`, the largest batch of such a step that fits in 80 GB; `stacks`,
-programs of many small norms; `accuracy`, gradients against float64; `cpu`, jaxnorm's plain JAX on
-the machine's CPU beside optax, jax.nn and Flax.
+programs of many small norms; `compile`, seconds from a first call to its program, width by width;
+`accuracy`, gradients against float64; `cpu`, jaxnorm's plain JAX on the machine's CPU beside optax,
+jax.nn and Flax.
 
 Kernel time is CUPTI's, on rotating buffers larger than the cache; GB/s are by the least bytes that
 must move, of a block each of its arrays once in each direction; `roof` is the time of a copy of as
@@ -36,7 +37,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from benchmarks import processes, report, results, workloads
+from benchmarks import processes, report, report_tables, results, workloads
 from benchmarks.blocks import BLOCKS
 from benchmarks.linear import LINEAR
 from benchmarks.losses import LOSSES
@@ -307,6 +308,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with bar(console) as progress, contextlib.suppress(KeyboardInterrupt):
         workers = given.workers or processes.default_workers(on)
         measure(run, todo, progress, workers=workers, limit_s=given.limit)
+    if "compile" in given.suites:
+        console.print(report_tables.compile_times(Table(folder, SUITES["compile"]).rows()))
     for file in report.write(folder):
         console.print(str(file))
     return 0

@@ -9,8 +9,9 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from benchmarks import blocks, cpu, linear, losses, models, workloads
+from benchmarks import blocks, compile_times, cpu, linear, losses, models, workloads
 from benchmarks.blocks import BLOCKS, BlockWorkload
+from benchmarks.compile_times import CompileCell
 from benchmarks.cpu import CpuCell
 from benchmarks.linear import LINEAR, LinearWorkload
 from benchmarks.losses import LOSSES, LossWorkload
@@ -52,7 +53,7 @@ class LinearCell(LinearWorkload):
 
 
 Timed = TimedCell | BlockCell | LossCell | LinearCell
-Cell = Timed | TrainingCell | StackCell | CpuCell
+Cell = Timed | TrainingCell | StackCell | CompileCell | CpuCell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +111,7 @@ class Suite:
       batch: cells that a process compiles before it measures them.
       alone: they are compiled one after the other, in one process. A compiler chooses a matrix
         product by its time on the GPU.
+      in_turn: each process compiles its cells one after the other: that is what is measured.
     """
 
     name: str
@@ -119,6 +121,7 @@ class Suite:
     sides: tuple[Side, ...] = SIDES
     batch: int = 32
     alone: bool = False
+    in_turn: bool = False
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -176,6 +179,20 @@ def _stacks(selection: Selection) -> Iterable[Cell]:
         [d for d in ("fwd", "fwd+bwd") if d in selection.directions],
         [x for x, y in selection.dtypes if x == y],
         shapes if selection.rows_by_cols is None else selection.rows_by_cols,
+    )
+
+
+def _compile(selection: Selection) -> Iterable[Cell]:
+    widths: Iterable[int] = compile_times.QUICK if selection.quick else compile_times.WIDTHS
+    if selection.rows_by_cols is not None:
+        widths = dict.fromkeys(cols for _, cols in selection.rows_by_cols)
+    dtypes = [x if x == y else "mixed" for x, y in selection.dtypes]
+    return compile_times.cells(
+        selection.providers,
+        selection.ops,
+        [*dtypes, *["float16"] * ("bfloat16" in dtypes)],
+        tuple(widths),
+        lambda name, workload: PROVIDERS[name].offers(workload),
     )
 
 
@@ -252,6 +269,14 @@ SUITES: dict[str, Suite] = {
             {"ms": 4, "jnp_ms": 4, "kernels_ms": 4, "jnp_kernels_ms": 4},
             _stacks,
             sides=("jax",),
+        ),
+        Suite(
+            "compile",
+            CompileCell,
+            {"trace_s": 3, "lower_s": 3, "compile_s": 3, "total_s": 3},
+            _compile,
+            sides=("jax",),
+            in_turn=True,
         ),
         Suite(
             "accuracy",

@@ -124,7 +124,7 @@ def work(side: Any, requests: TextIO, out: TextIO, threads: int) -> int:
         request = json.loads(line)
         suite = SUITES[request["suite"]]
         cells = [suite.cell(**cell) for cell in request["cells"]]
-        measures = prepared(side, suite.name, cells, 1 if suite.alone else threads)
+        measures = prepared(side, suite.name, cells, 1 if suite.alone or suite.in_turn else threads)
         lost = any(isinstance(m, Failed) and m.restart for m in measures)
         if lost and len(cells) > 1:  # which of them did it, the parent finds out one at a time
             return RESTART

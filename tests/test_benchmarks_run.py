@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import report, results, run
+from benchmarks import report, report_tables, results, run
 from benchmarks.processes import Outcome
 from benchmarks.providers import PROVIDERS, Provider
 from benchmarks.results import ROOT, Machine, Table
@@ -122,6 +122,31 @@ def test_a_run_of_blocks(tmp_path):
     assert all(float(r["us"]) > 0 and r["shape"] == "4x32" for r in rows)
     assert all(int(r["extra_passes"]) >= 0 and r["kernels"] == "" for r in rows)
     assert "| add_rms_norm, 4 x 32 |" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_a_run_of_first_calls(tmp_path, capfd):
+    """On the CPU programs are lowered for a GPU, and not compiled."""
+    arguments = ["compile", "--ops", "rms_norm", "--dtypes", "bfloat16", "mixed"]
+    arguments += ["--shapes", "1x128", "--workers", "1", "--out", str(tmp_path)]
+    if results.this_machine() != Machine("cpu"):
+        pytest.skip("takes the GPU's memory from the tests")
+    assert run.main(arguments) == 0
+    rows = Table(tmp_path, SUITES["compile"]).rows()
+    assert [(r["shape"], r["dtype"], r["provider"], r["status"]) for r in rows] == [
+        ("8192x128", "bfloat16", "jaxnorm", "ok"),
+        ("8192x128", "bfloat16", "jnp", "ok"),
+        ("8192x128", "mixed", "jaxnorm", "ok"),
+        ("8192x128", "float16", "jaxnorm", "ok"),
+    ]
+    for row in rows:
+        assert float(row["total_s"]) >= float(row["trace_s"]) > 0
+        assert row["compile_s"] == ""
+    table = report_tables.compile_times(rows)
+    assert "| jaxnorm: rms_norm |" in table
+    assert table in capfd.readouterr().out
+    slow = [rows[0] | {"total_s": "4.5"}, *rows[1:]]
+    assert "| 4.50 | rms_norm 8192x128 bfloat16 | 1 of 3 |" in report_tables.compile_times(slow)
 
 
 def test_neither_side_is_needed_to_plan():

@@ -24,7 +24,7 @@ from jaxnorm_kernels.mosaic.rows.tiles import Pieces, RowTile, Stat, Tile, Warpg
 from jaxnorm_kernels.mosaic.rows.windows import Window
 
 #: Gives the elements of a block's rows, in float32: for each piece, one array of each kind.
-Read = Callable[[Any, Sequence[Ref]], list[Sequence[jax.Array]]]
+Read = Callable[[Tile, Any, Sequence[Ref]], list[Sequence[jax.Array]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +91,13 @@ def in_registers_backward(
 
     def body(*refs: Ref) -> None:
         operand_refs, result_refs, value_refs, sum_refs, scratch = split(refs, *counts)
+        placed = tile.placed()
 
         def step(row: Any, k: Any = 0) -> Pieces:
             """Stores the results of a tile of rows; the terms of the column sum."""
-            elements = read(row, operand_refs)
+            elements = read(placed, row, operand_refs)
             terms = [formula.terms(v[: formula.summed], (), ()) for v in elements]
-            totals = [tile.sum(tile.own(term)) for term in zip(*terms)]
+            totals = [placed.sum(placed.own(term)) for term in zip(*terms)]
             if is_split:
                 if sums is None:
                     exchange.ready()
@@ -104,17 +105,17 @@ def in_registers_backward(
                 totals = exchange.collect(scratch, k)
             finished = []
             for v in elements:
-                broadcast = [tile.broadcast(total, v[0]) for total in totals]
+                broadcast = [placed.broadcast(total, v[0]) for total in totals]
                 finished.append(formula.finish(v, (), (), broadcast))
             for ref, values in zip(result_refs, zip(*(results for results, _ in finished))):
-                tile.store(ref, row, values)
+                placed.store(ref, row, values)
             if value_refs:
                 _store_values(value_refs, row, totals)
             return [term for _, of_piece in finished for term in of_piece]
 
         exchange.open(scratch)
         if sums is None:
-            step(tile.row_index(rows))
+            step(placed.row_index(rows))
             return
         if is_split:
             exchange.ready()

@@ -105,9 +105,11 @@ def ring_backward(
         sums.open(exchanged)
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
         rank = lax.axis_index(CLUSTER) if ring.cluster > 1 else 0
+        placed = None if window is None else window.placed()
         own = ring.slice(cols, rank * ring.warpgroups + warpgroup)
+        own = dataclasses.replace(own, window=placed)
         share = Share.of(
-            block, rows=rows, groups=groups, blocks=blocks, height=ring.rows, window=window
+            block, rows=rows, groups=groups, blocks=blocks, height=ring.rows, window=placed
         )
         count = share.count()
 
@@ -115,20 +117,21 @@ def ring_backward(
             return warpgroup * ring.stages + lax.rem(k, ring.stages)
 
         def fill(k: Any) -> None:
-            at = stage(k)
+            at, first = stage(k), share.first_row(k)
             for row in together:
-                for run in own.runs():
-                    here, there = own.columns(run), pl.ds(run.stage_start, run.width)
+                for run, here in zip(runs, places):
+                    there = pl.ds(run.stage_start, run.width)
                     for source, target in zip(row_refs, rings):
                         plgpu.copy_gmem_to_smem(
-                            source.at[share.first_row(k) + row, here],
+                            source.at[first + row, here],
                             target.at[at, row, there],
                             full.at[at],
                             oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                         )
 
-        for k in range(ring.stages):
-            pl.when(k < count)(functools.partial(fill, jnp.int32(k)))
+        runs = own.runs()
+        places = [own.columns(run) for run in runs]
+        pl.loop(0, jnp.minimum(ring.stages, count))(fill)
 
         def read_param(ref: Ref, chunk: Chunk) -> jax.Array:
             return own.load_param(share.param(ref), chunk, layout(chunk.width), shape(chunk.width))
@@ -141,14 +144,15 @@ def ring_backward(
             first = share.first_row(jnp.minimum(k, count - 1))
 
             def number(row: int) -> Any:
-                return first + row if window is None else window.row(first + row)
+                return first + row if placed is None else placed.row(first + row)
 
             return [[ref[number(row)] for ref in stat_refs] for row in together]
 
-        def read(stages: Sequence[Ref], k: Any, row: int, chunk: Chunk) -> list[jax.Array]:
+        def read(stages: Sequence[Ref], at: Any, row: int, chunk: Chunk) -> list[jax.Array]:
             here = pl.ds(chunk.stage_start, chunk.width)
-            refs, width = [ref.at[stage(k), row, here] for ref in stages], chunk.width
-            return [widen(load(ref, None, shape(width)), layout(width)) for ref in refs]
+            refs, width = [ref.at[at, row, here] for ref in stages], chunk.width
+            of_chunk = layout(width)
+            return [widen(load(ref, of_chunk, shape(width)), of_chunk) for ref in refs]
 
         def sum_of(terms: dict[int, jax.Array]) -> jax.Array:
             """Of each warp, from the chunks' sums for each of their widths.
@@ -160,12 +164,13 @@ def ring_backward(
 
         def reduce_rows(k: Any, row_stats: list[list[jax.Array]]) -> None:
             """Publishes the rows' sums, each warp those of its columns."""
-            plgpu.barrier_wait(full.at[stage(k)])
+            at = stage(k)
+            plgpu.barrier_wait(full.at[at])
             sums_of = range(formula.row_sums)
             totals: list[list[dict[int, jax.Array]]] = [[{} for _ in sums_of] for _ in together]
             for chunk, given in zip(chunks, columns):
                 for row in together:
-                    elements = read(rings[: formula.summed], k, row, chunk)
+                    elements = read(rings[: formula.summed], at, row, chunk)
                     terms = formula.terms(elements, given, row_stats[row])
                     terms = [own.skip_others(term, chunk) for term in terms]
                     for total, term in zip(totals[row], terms):
@@ -184,11 +189,11 @@ def ring_backward(
             return carried
 
         def add_row(k: Any, row: int, row_stats: Arrays, totals: Arrays, carried: Arrays) -> Arrays:
-            index, first = share.first_row(k) + row, row * formula.row_sums
+            at, index, first = stage(k), share.first_row(k) + row, row * formula.row_sums
             added: list[jax.Array] = []
             for chunk, given in zip(chunks, columns):
                 values, terms = formula.finish(
-                    read(rings, k, row, chunk),
+                    read(rings, at, row, chunk),
                     given,
                     row_stats,
                     totals[first : first + formula.row_sums],

@@ -32,9 +32,12 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     load,
     store,
 )
-from jaxnorm_kernels.mosaic.device.registers import widen
+from jaxnorm_kernels.mosaic.device.registers import load_columns, widen
 from jaxnorm_kernels.mosaic.rows.shares import Share
 from jaxnorm_kernels.mosaic.rows.tiles import Piece, RowTile
+
+# Rows of column sums whose loads are under way together, at the end of a block.
+_ADDED_AT_A_TIME = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,17 +84,14 @@ def rows_ring_backward(
     tile = RowTile(cols, ring.vector, threads=ring.threads, height=height)
     column_layout = columns_layout(ring.vector, ring.threads)
     tops = range(0, ring.rows, height)  # of the tiles of a stage
-    # A piece of rows has its own array in shared memory: Mosaic reads a slice of columns only where
-    # its width divides the row. So rows of two pieces are copied one by one.
     pieces = tile.pieces()
-    copies = len(operands.rows) * (1 if len(pieces) == 1 else len(pieces) * ring.rows)
     sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
 
     def body(*refs: Ref) -> None:
         row_refs, stat_refs, param_refs, refs = split(refs, *sizes)
         result_refs, partial_refs, scratch = split(refs, len(results), formula.column_sums)
-        *rings, shared, (full,) = split(scratch, *[len(pieces)] * (len(row_refs) + 1))
-        in_plain_order(*(ref for ring_refs in rings for ref in ring_refs), *shared)
+        rings, shared, (full,) = split(scratch, len(row_refs), len(pieces))
+        in_plain_order(*rings, *shared)
         block = lax.axis_index(BLOCK)
         share = Share.of(block, rows=rows, groups=groups, blocks=blocks, height=ring.rows)
         count = share.count()
@@ -99,16 +99,15 @@ def rows_ring_backward(
         def fill(k: Any) -> None:
             at = lax.rem(k, ring.stages)
             first = share.first_row(k)
-            for source, targets in zip(row_refs, rings):
-                if len(pieces) == 1:
-                    copy(source.at[pl.ds(first, ring.rows)], targets[0].at[at], full.at[at])
-                    continue
-                for row in range(ring.rows):
-                    for p, target in zip(pieces, targets):
-                        copy(source.at[first + row, here(p)], target.at[at, row], full.at[at])
+            for source, target in zip(row_refs, rings):
+                plgpu.copy_gmem_to_smem(
+                    source.at[pl.ds(first, ring.rows)],
+                    target.at[at],
+                    full.at[at],
+                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # of any length
+                )
 
-        for k in range(ring.stages):
-            pl.when(k < count)(functools.partial(fill, jnp.int32(k)))
+        pl.loop(0, jnp.minimum(ring.stages, count))(fill)
         columns = [
             prepare(
                 formula, [load(share.param(ref).at[here(p)], column_layout) for ref in param_refs]
@@ -139,14 +138,14 @@ def rows_ring_backward(
         def one_tile(
             k: Any, at: Any, top: int, row_stats: Arrays, carried: Arrays
         ) -> list[jax.Array]:
-            def read(refs: Sequence[Ref]) -> list[jax.Array]:
-                loaded = [load(ref.at[at, pl.ds(top, height)], tile.layout) for ref in refs]
-                return [widen(v, tile.layout) for v in loaded]
+            def read(ref: Ref, piece: Piece) -> jax.Array:
+                of_tile = ref.at[at, pl.ds(top, height)]
+                loaded = load_columns(of_tile, piece.start, piece.width, tile.layout)
+                return widen(loaded, tile.layout)
 
-            def read_all(some: Sequence[Sequence[Ref]]) -> list[list[jax.Array]]:
+            def read_all(some: Sequence[Ref]) -> list[list[jax.Array]]:
                 """Of each piece, its elements in some of the rings."""
-                of_rings = [read(refs) for refs in some]
-                return [[values[j] for values in of_rings] for j in range(len(pieces))]
+                return [[read(ref, p) for ref in some] for p in pieces]
 
             summed = read_all(rings[: formula.summed])
             broadcast = [[tile.broadcast(stat, v) for stat in row_stats] for v, *_ in summed]
@@ -172,6 +171,18 @@ def rows_ring_backward(
             row = first + lax.broadcasted_iota(jnp.int32, term.shape, 0)
             return jnp.where(share.is_new(row, k), term, jnp.float32(0))
 
+        def add_rows(ref: Ref) -> jax.Array:
+            """The sums over the rows of a ``(height, n)`` ref, for each of its columns."""
+
+            def add(i: Any, total: jax.Array) -> jax.Array:
+                first = i * together
+                parts = [load(ref.at[first + row], column_layout) for row in range(together)]
+                return functools.reduce(jnp.add, parts, total)
+
+            together = min(height, _ADDED_AT_A_TIME)
+            zeros = plgpu.layout_cast(jnp.zeros(ref.shape[1:], jnp.float32), column_layout)
+            return lax.fori_loop(0, height // together, add, zeros)
+
         carried = [
             plgpu.layout_cast(jnp.zeros(tile.shape(p.width), jnp.float32), tile.layout)
             for p in pieces
@@ -184,8 +195,7 @@ def rows_ring_backward(
                 store(ref, value)
             warpgroup_barrier()
             for p, ref in zip(pieces, shared):
-                parts = [load(ref.at[row], column_layout) for row in range(height)]
-                store(target.at[block, here(p)], functools.reduce(jnp.add, parts))
+                store(target.at[block, here(p)], add_rows(ref))
             warpgroup_barrier()
 
     return launch(
@@ -198,22 +208,12 @@ def rows_ring_backward(
         ],
         blocks=groups * blocks,
         scratch=[
-            *[
-                plgpu.SMEM((ring.stages, ring.rows, p.width), v.dtype)
-                for v in operands.rows
-                for p in pieces
-            ],
+            *[plgpu.SMEM((ring.stages, ring.rows, cols), v.dtype) for v in operands.rows],
             *[plgpu.SMEM((height, p.width), jnp.float32) for p in pieces],
-            plgpu.Barrier(num_arrivals=copies, num_barriers=ring.stages),
+            plgpu.Barrier(num_arrivals=len(operands.rows), num_barriers=ring.stages),
         ],
         auto_barriers=False,
     )
-
-
-def copy(source: Ref, target: Ref, barrier: Ref) -> None:
-    """Starts an asynchronous copy of what is inside the array."""
-    mode = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-    plgpu.copy_gmem_to_smem(source, target, barrier, oob_mode=mode)
 
 
 def here(piece: Piece) -> Any:

@@ -113,7 +113,7 @@ def softmax_bwd(
     if formula.bias is not None and spec.logits_bias_dtype is not None and formula.column_sums:
         sums = BiasSums(tile, formula.bias, spec.logits_bias_dtype, schedule.splits)
 
-    def read(row: Any, refs: Sequence[Ref]) -> list[Sequence[jax.Array]]:
+    def read(tile: Tile, row: Any, refs: Sequence[Ref]) -> list[Sequence[jax.Array]]:
         return _read(tile, spec, row, *refs)
 
     dx, *rest = in_registers_backward(

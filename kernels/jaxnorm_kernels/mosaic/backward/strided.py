@@ -55,7 +55,7 @@ class _ColumnSums:
             for ref in self.refs:
                 store(self._of(ref, chunk), strip.no_columns())
 
-        strip.each_chunk(clear)
+        strip.each_chunk(clear, together=1)
 
     def add(self, strip: Strip, chunk: Chunk, terms: Sequence[jax.Array]) -> None:
         """Adds the sums over the inner elements of a chunk."""

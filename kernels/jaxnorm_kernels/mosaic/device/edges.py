@@ -16,21 +16,14 @@ from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
 
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
-from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, column_in_warps, load, store
+from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, flat_index, load, store
 from jaxnorm_kernels.mosaic.device.registers import elements_of, in_global
-
-
-def flat_index(shape: tuple[int, ...]) -> jax.Array:
-    """Of each element of an ``(n,)`` array, or of a ``(4, n)`` one whose rows lie side by side."""
-    if len(shape) == 1:
-        return lax.broadcasted_iota(jnp.int32, shape, 0)
-    return column_in_warps((shape[0], shape[1]))
 
 
 def load_each(ref: Ref, first: Any, shape: tuple[int, ...], layout: Layout) -> jax.Array:
     """Elements of a ``(n,)`` ref in global memory, one at a time; any where it has none."""
     (size,) = ref.shape
-    index = jnp.clip(first + flat_index(shape), 0, size - 1)
+    index = jnp.clip(first + flat_index(shape, layout), 0, size - 1)
     if is_interpreted():
         return load(ref, None)[index]
 
@@ -52,7 +45,7 @@ def load_each(ref: Ref, first: Any, shape: tuple[int, ...], layout: Layout) -> j
         signed = None if isinstance(kind, ir.FloatType) else True
         return FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=signed)
 
-    return read(ref, plgpu.layout_cast(index, layout))
+    return read(ref, index)
 
 
 def store_each(ref: Ref, first: Any, value: jax.Array, layout: Layout) -> None:
@@ -71,7 +64,7 @@ def store_each(ref: Ref, first: Any, value: jax.Array, layout: Layout) -> None:
             for element, i in zip(elements_of(register), elements_of(indices)):
                 _store(element, utils.getelementptr(base, [i], kind), _is_inside(i, size))
 
-    index = plgpu.layout_cast(first + flat_index(value.shape), layout)
+    index = first + flat_index(value.shape, layout)
     write(ref, value.astype(ref.dtype), index)
 
 
@@ -108,7 +101,7 @@ def store_inside(
                     at = utils.getelementptr(there, [k], kind)
                     _store(element, at, _is_inside(i, size))
 
-    index = plgpu.layout_cast(first + flat_index(value.shape), layout)
+    index = first + flat_index(value.shape, layout)
     write(target, value.astype(ref.dtype), index)
 
 
@@ -132,7 +125,7 @@ def store_vectors(
             with utils.when(elements_of(register(inside.registers))[0]):
                 llvm.store(register(value.registers), in_global(address))
 
-    at = start + plgpu.layout_cast(flat_index(value.shape), layout)
+    at = start + flat_index(value.shape, layout)
     target = ref.at[pl.ds(start, value.size)].reshape(*value.shape)
     write(target, value.astype(ref.dtype), jnp.logical_and(at >= first, at < end))
 

@@ -1,5 +1,6 @@
 """Which thread holds which elements, and loads and stores in these layouts."""
 
+import math
 from typing import Any
 
 import jax
@@ -7,6 +8,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src.lib.mlir import ir
+from jax.experimental.mosaic.gpu import FragmentedArray, utils
 
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 
@@ -89,23 +92,56 @@ def columns_layout(vector: int, threads: int) -> Layout:
     return _tiled((threads * vector,), (vector,), warps=_ALL_WARPS, lanes=lanes)
 
 
-def column_in_warps(shape: tuple[int, int]) -> jax.Array:
-    """Column of each element of a ``(4, n)`` array whose rows lie side by side."""
-    warp = lax.broadcasted_iota(jnp.int32, shape, 0)
-    return warp * shape[1] + lax.broadcasted_iota(jnp.int32, shape, 1)
+def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) -> jax.Array:
+    """Of each element of an array, as if its rows lay side by side; of its first `axes` alone."""
+    along = shape if axes is None else shape[:axes]
+    if is_interpreted():
+        numbers = lax.iota(jnp.int32, math.prod(along)).reshape(along)
+        return lax.broadcast_in_dim(numbers, shape, range(len(along)))
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout))
+    def index(context: Any) -> Any:
+        del context
+        i32, mgpu = ir.IntegerType.get_signless(32), layout.to_mgpu()
+        total = None
+        for axis, size in enumerate(along):
+            here = FragmentedArray.broadcasted_iota(i32, shape, axis, mgpu, is_signed=True)
+            if total is not None:
+                sizes = FragmentedArray.splat(utils.c(size, i32), shape, mgpu, is_signed=True)
+                here = total * sizes + here
+            total = here
+        return total
+
+    return index()
 
 
 def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) -> jax.Array:
     """The elements of `ref`, as an array of `shape` (by default that of `ref`).
 
-    Without a layout, that of what they are combined with.
+    Without a layout, that of what they are combined with: Mosaic searches for it, and tries so many
+    that kernels with dozens of loads spend most of their compilation on that.
     """
-    if shape is None or shape == ref.shape:
-        return plgpu.load(ref, layout=layout, optimized=False)
+    shape = ref.shape if shape is None else shape
     # The interpreter knows no reshaped refs; Mosaic cannot reshape registers of these layouts.
     if is_interpreted():
         return plgpu.load(ref, layout=layout, optimized=False).reshape(shape)
-    return plgpu.load(ref.reshape(*shape), layout=layout, optimized=False)
+    if shape != ref.shape:
+        ref = ref.reshape(*shape)
+    # Where a register is the whole array, Mosaic takes that for the array itself, without a layout.
+    if layout is None or layout.to_mgpu().vector_length == math.prod(shape):
+        return plgpu.load(ref, layout=layout, optimized=False)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout)
+    )
+    def read(context: Any, ref: Any) -> Any:
+        del context
+        signed = None if isinstance(ir.MemRefType(ref.type).element_type, ir.FloatType) else True
+        return FragmentedArray.load_untiled(
+            ref, layout=layout.to_mgpu(), is_signed=signed, optimized=False
+        )
+
+    return read(ref)
 
 
 def store(ref: Ref, value: jax.Array) -> None:

@@ -6,6 +6,7 @@ The interpreter has no registers: there, these are JAX's operations.
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +44,28 @@ def widen(value: jax.Array, layout: Layout) -> jax.Array:
         )
 
     return widened(value)
+
+
+def load_columns(ref: Ref, start: int, width: int, layout: Layout) -> jax.Array:
+    """``(rows, width)``: the columns of a ``(rows, cols)`` ref that begin at `start`, in its dtype.
+
+    Mosaic's own load takes columns of shared memory only where their width divides the row.
+    """
+    if width == ref.shape[1]:
+        return load(ref, layout)
+    if is_interpreted():
+        return load(ref.at[:, pl.ds(start, width)], layout)
+    shape = (ref.shape[0], width)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout)
+    )
+    def read(context: Any, ref: Any) -> Any:
+        del context
+        columns = utils.memref_slice(ref, (slice(None), slice(start, start + width)))
+        return FragmentedArray.load_untiled(columns, layout=layout.to_mgpu(), optimized=False)
+
+    return read(ref)
 
 
 def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:

@@ -35,7 +35,7 @@ class Refs(NamedTuple):
 
 
 def run(
-    body: Callable[[Refs], None],
+    body: Callable[[Tile, Refs], None],
     tile: Tile,
     spec: Spec,
     schedule: Schedule,
@@ -61,7 +61,7 @@ def run(
         for count in counts:
             parts.append(refs[:count])
             refs = refs[count:]
-        body(Refs(*parts, refs))
+        body(tile.placed(), Refs(*parts, refs))
 
     shape, window = (spec.rows, spec.cols), tile.window
     if window is not None:

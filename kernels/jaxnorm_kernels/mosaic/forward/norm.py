@@ -121,7 +121,7 @@ def _forward(
     schedule = found(schedule or schedules.choose(spec), spec)
     rows = schedule.rows_of(spec)
     outputs, stats = run(
-        _in_registers(rows, spec, schedule.params_first),
+        _in_registers(spec, schedule.params_first),
         rows,
         spec,
         schedule,
@@ -146,25 +146,26 @@ def _residual_dtype(spec: Spec) -> np.dtype:
     return spec.residual_dtype
 
 
-def _in_registers(tile: Tile, spec: Spec, params_first: bool) -> Callable[[Refs], None]:
+def _in_registers(spec: Spec, params_first: bool) -> Callable[[Tile, Refs], None]:
     norms = spec.norms
 
-    def add(x: jax.Array, residual: jax.Array) -> jax.Array:
-        return x + widen(residual, tile.layout_of(x.shape))
+    def body(tile: Tile, refs: Refs) -> None:
+        def add(x: jax.Array, residual: jax.Array) -> jax.Array:
+            return x + widen(residual, tile.layout_of(x.shape))
 
-    def load(x: jax.Array, *residual: jax.Array) -> tuple[jax.Array, ...]:
-        """The row to reduce; then h, or a residual that is added later."""
-        x = widen(x, tile.layout_of(x.shape))
-        if spec.op != "add_norm":
-            return x, *residual
-        h = rounded(add(x, *residual), _residual_dtype(spec))
-        return widen(h, tile.layout_of(h.shape)), h
+        def load(x: jax.Array, *residual: jax.Array) -> tuple[jax.Array, ...]:
+            """The row to reduce; then h, or a residual that is added later."""
+            x = widen(x, tile.layout_of(x.shape))
+            if spec.op != "add_norm":
+                return x, *residual
+            h = rounded(add(x, *residual), _residual_dtype(spec))
+            return widen(h, tile.layout_of(h.shape)), h
 
-    def columns_of(params: list[list[jax.Array]], norm: Spec) -> list[list[jax.Array]]:
-        """Of each piece of a row."""
-        return [norm_columns(piece, norm) for piece in zip(*params)] or [[]] * len(tile.pieces())
+        def columns_of(params: list[list[jax.Array]], norm: Spec) -> list[list[jax.Array]]:
+            """Of each piece of a row."""
+            columns = [norm_columns(piece, norm) for piece in zip(*params)]
+            return columns or [[]] * len(tile.pieces())
 
-    def body(refs: Refs) -> None:
         param_refs = _by_norm(refs.params, norms)
 
         def params(k: int, index: Callable[[], Any]) -> list[list[jax.Array]]:

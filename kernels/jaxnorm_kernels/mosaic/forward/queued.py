@@ -25,10 +25,10 @@ from jaxnorm_kernels.mosaic.device import layouts
 from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_read, release_used
 from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import Ref
-from jaxnorm_kernels.mosaic.device.registers import opaque
+from jaxnorm_kernels.mosaic.device.registers import load_columns, opaque
 from jaxnorm_kernels.mosaic.rows.exchange import Exchange
 from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
-from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Piece, RowTile, Steps, Tile
+from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, RowTile, Steps, Tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,38 +59,34 @@ class Queue(Tile):
     def first_row(self, rows: int) -> Any:
         return self.row_index(rows, self.first(rows))
 
-    def slot_shape(self, width: int) -> tuple[int, ...]:
-        """Shape in shared memory of a piece of `width` columns."""
+    def slot_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes in shared memory of what is copied of a row, or group of rows, each at once."""
         raise NotImplementedError
 
-    def widths(self) -> list[int]:
-        """Those of `pieces`, which are the same in each warpgroup."""
+    def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
+        """The copies, each of consecutive bytes, that bring a row of x into its slots."""
         raise NotImplementedError
 
-    def copies(self, x: Ref, index: Any, piece: Piece, slot: Ref) -> list[tuple[Ref, Ref]]:
-        """The copies, each of consecutive bytes, that bring a piece of a row into its slot."""
+    def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
+        """The pieces of what its slots have of a row, in its own dtype."""
         raise NotImplementedError
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
-        count = self.warpgroups * self.slots
-        widths = self.widths()
-        copies = len(dtypes) * len(widths) * (self.rows if len(widths) > 1 else 1)
+        count, shapes = self.warpgroups * self.slots, self.slot_shapes()
         return [
             *super().scratch(stats, dtypes),
-            # A piece has an array of its own: Mosaic reads a slice of columns only where its width
-            # divides the row.
-            *[plgpu.SMEM((count, *self.slot_shape(width)), d) for d in dtypes for width in widths],
-            plgpu.Barrier(num_arrivals=copies, num_barriers=count),
+            *[plgpu.SMEM((count, *shape), dtype) for dtype in dtypes for shape in shapes],
+            plgpu.Barrier(num_arrivals=len(dtypes) * len(shapes), num_barriers=count),
         ]
 
     def each_row(
         self, operands: Sequence[Ref], rows: int, scratch: Sequence[Any], steps: Steps
     ) -> None:
-        pieces = self.pieces()
         *_, filled = scratch
-        arrays = scratch[-1 - len(operands) * len(pieces) : -1]
+        parts = len(self.slot_shapes())
+        arrays = scratch[-1 - len(operands) * parts : -1]
         in_plain_order(*arrays)
-        queues = [arrays[k :: len(pieces)] for k in range(len(pieces))]  # of each piece
+        queues = [arrays[at : at + parts] for at in range(0, len(arrays), parts)]  # of operands
         self.open(scratch)
         rows = self.own_rows(rows)
         first = self.first(rows)
@@ -109,21 +105,20 @@ class Queue(Tile):
         def fill(k: Any) -> None:
             @pl.when(k < count)
             def _() -> None:
-                for p, queue in zip(pieces, queues):
-                    for x, q in zip(operands, queue):
-                        for source, target in self.copies(x, index(k), p, q.at[slot(k)]):
-                            plgpu.copy_gmem_to_smem(
-                                source,
-                                target,
-                                filled.at[slot(k)],
-                                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # of any length
-                            )
+                row, at = index(k), slot(k)
+                for x, queue in zip(operands, queues):
+                    for source, target in self.copies(x, row, [array.at[at] for array in queue]):
+                        plgpu.copy_gmem_to_smem(
+                            source,
+                            target,
+                            filled.at[at],
+                            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # of any length
+                        )
 
         def read(k: Any) -> list[tuple[jax.Array, ...]]:
-            return [
-                steps.load(*[layouts.load(q.at[slot(k)], self.layout_of(s), s) for q in queue])
-                for s, queue in zip([self.shape(p.width) for p in pieces], queues)
-            ]
+            at = slot(k)
+            raw = [self.read([array.at[at] for array in queue]) for queue in queues]
+            return [steps.load(*piece) for piece in zip(*raw)]
 
         def refill(k: Any, release: Callable[[], None]) -> None:
             if self.tiles > self.slots:
@@ -164,30 +159,30 @@ class QueuedRow(Queue, SplitRow):
     def exchange(self) -> Exchange:
         return dataclasses.replace(super().exchange, stages=2)
 
-    def slot_shape(self, width: int) -> tuple[int, ...]:
-        return (width,)
-
-    def widths(self) -> list[int]:
+    def slot_shapes(self) -> list[tuple[int, ...]]:
+        # Of each piece: Mosaic reads a slice of columns only where its width divides the row.
         whole = self.cluster * self.split * self.body == self.cols
         bodies = [self.unit] * (self.body // self.unit) if self.apart else [self.body]
-        return bodies if whole else [*bodies, self.tail_width]
+        return [(width,) for width in (bodies if whole else [*bodies, self.tail_width])]
 
-    def copies(self, x: Ref, index: Any, piece: Piece, slot: Ref) -> list[tuple[Ref, Ref]]:
-        return [(self.part(x, index, piece), slot)]
+    def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
+        return [(self.part(x, index, p), slot) for p, slot in zip(self.pieces(), slots)]
+
+    def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
+        shapes = [self.shape(p.width) for p in self.pieces()]
+        return [layouts.load(slot, self.layout_of(s), s) for slot, s in zip(slots, shapes)]
 
 
 @dataclasses.dataclass(frozen=True)
 class QueuedTile(Queue, RowTile):
     """A `RowTile` at a time."""
 
-    def slot_shape(self, width: int) -> tuple[int, ...]:
-        return (self.height, width)
+    def slot_shapes(self) -> list[tuple[int, ...]]:
+        return [(self.height, self.cols)]
 
-    def widths(self) -> list[int]:
-        return [p.width for p in self.pieces()]
+    def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
+        return [(x.at[index], slot) for slot in slots]
 
-    def copies(self, x: Ref, index: Any, piece: Piece, slot: Ref) -> list[tuple[Ref, Ref]]:
-        if piece.width == self.cols:
-            return [(x.at[index], slot)]
-        columns = pl.ds(piece.start, piece.width)
-        return [(x.at[index.start + row, columns], slot.at[row]) for row in range(self.height)]
+    def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
+        (slot,) = slots
+        return [load_columns(slot, p.start, p.width, self.layout) for p in self.pieces()]

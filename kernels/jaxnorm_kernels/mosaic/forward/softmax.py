@@ -45,7 +45,7 @@ def softmax_fwd(
     schedule = found(schedule or schedules.choose(spec), spec)
     rows = schedule.rows_of(spec)
     (y,), _ = run(
-        _in_registers(rows, spec),
+        _in_registers(spec),
         rows,
         spec,
         schedule,
@@ -61,15 +61,15 @@ def softmax_fwd(
 log_softmax_fwd = softmax_fwd
 
 
-def _in_registers(tile: Tile, spec: Spec) -> Callable[[Refs], None]:
+def _in_registers(spec: Spec) -> Callable[[Tile, Refs], None]:
     exp = elementwise.exp(is_wide=spec.y_dtype.itemsize > 2)
     dropped = -jnp.inf if spec.op == "log_softmax" else 0.0
 
-    def load(x: jax.Array) -> tuple[jax.Array]:
-        return (elementwise.scaled(widen(x, tile.layout_of(x.shape)), spec),)
-
-    def body(refs: Refs) -> None:
+    def body(tile: Tile, refs: Refs) -> None:
         (y_ref,) = refs.results
+
+        def load(x: jax.Array) -> tuple[jax.Array]:
+            return (elementwise.scaled(widen(x, tile.layout_of(x.shape)), spec),)
 
         def finish(row: LoadedRow, place: Place | None) -> None:
             each = each_piece if place is None else place.each
@@ -87,7 +87,8 @@ def _in_registers(tile: Tile, spec: Spec) -> Callable[[Refs], None]:
                 ]
             top = tile.max(highest)
             part_m = m = jnp.maximum(top, elementwise.LOWEST)
-            e = each(lambda v: exp(v - tile.broadcast(m, v)), read())
+            of_pieces = tile.of_pieces(m)
+            e = each(lambda v: exp(v - of_pieces(v)), read())
             s = tile.sum(e)
             counts = [jnp.where(top == -jnp.inf, 0.0, 1.0)] if may_be_empty else []
             if isinstance(tile, SplitRow):

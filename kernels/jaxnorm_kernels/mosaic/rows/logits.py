@@ -124,8 +124,13 @@ class Place:
         if not self.spec.causal:
             return each_piece(function, values)
 
+        zeros = {
+            shape: plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.tile.layout_of(shape))
+            for shape in dict.fromkeys(v.shape for v in values)
+        }
+
         def of_piece(piece: Piece, value: jax.Array) -> jax.Array:
-            zero = plgpu.layout_cast(jnp.zeros_like(value), self.tile.layout)
+            zero = zeros[value.shape]
             return lax.cond(self._is_reached(piece), lambda: function(value), lambda: zero)
 
         return [of_piece(p, v) for p, v in zip(self.tile.pieces(), values)]

@@ -18,8 +18,16 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.edges import flat_index, load_each, store_each, store_inside
-from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, Layout, Ref, load, store
+from jaxnorm_kernels.mosaic.device.edges import load_each, store_each, store_inside
+from jaxnorm_kernels.mosaic.device.layouts import (
+    WARPGROUP_THREADS,
+    Layout,
+    Ref,
+    flat_index,
+    load,
+    store,
+    warps_layout,
+)
 from jaxnorm_kernels.mosaic.device.registers import store_global
 from jaxnorm_kernels.mosaic.rows.windows import Window, tail_vector
 
@@ -219,7 +227,7 @@ class Slice:
         """`term`, and 0 where a column is stale or of another row."""
         if not chunk.edge or self.window is None:
             return skip_stale(term, chunk)
-        before, column = self.window.before(), flat_index(term.shape)
+        before, column = self.window.before(), index_of(term)
         first = before if chunk.fresh is None else jnp.maximum(before, chunk.fresh)
         end = before + self.window.cols
         own = (column >= first - chunk.start) & (column < end - chunk.start)
@@ -230,6 +238,10 @@ def skip_stale(term: jax.Array, chunk: Chunk) -> jax.Array:
     """`term`, and 0 where another chunk has the same column."""
     if chunk.fresh is None:
         return term
-    warp, lane = (lax.broadcasted_iota(jnp.int32, term.shape, axis) for axis in (0, 1))
-    stale = warp * term.shape[1] + lane < chunk.fresh - chunk.start
+    stale = index_of(term) < chunk.fresh - chunk.start
     return jnp.where(stale, jnp.float32(0), term)
+
+
+def index_of(term: jax.Array) -> jax.Array:
+    """`flat_index` of a chunk, whose elements are one vector for each thread."""
+    return flat_index(term.shape, warps_layout(term.size // WARPGROUP_THREADS))

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device.launch import CLUSTER, WARPGROUP
-from jaxnorm_kernels.mosaic.device.layouts import WARPS, Layout, column_in_warps, warps_layout
+from jaxnorm_kernels.mosaic.device.layouts import WARPS, Layout, flat_index, warps_layout
 from jaxnorm_kernels.mosaic.rows.exchange import Exchange
 from jaxnorm_kernels.mosaic.rows.tiles import Piece, Stat, Tile
 
@@ -58,7 +58,7 @@ class SplitRow(Tile):
         """Columns of a warpgroup, without its tail."""
         return self.cols // (self.cluster * self.split * self.unit) * self.unit
 
-    def pieces(self) -> list[Piece]:
+    def cut_row(self) -> list[Piece]:
         """The warpgroups' bodies lie side by side; their tails share what is left of the row."""
         body, shares = self.body, self.cluster * self.split
         if body == 0:
@@ -72,8 +72,8 @@ class SplitRow(Tile):
         tail = self._tail(fresh)
         return [*self._bodies(share * body, body), tail]
 
-    def columns(self, shape: tuple[int, ...]) -> jax.Array:
-        return column_in_warps((shape[0], shape[1]))
+    def count_columns(self, shape: tuple[int, ...]) -> jax.Array:
+        return flat_index(shape, self.layout_of(shape))
 
     def gather(
         self, scratch: Sequence[Any], *stats: Stat, step: Any, nth: int = 0

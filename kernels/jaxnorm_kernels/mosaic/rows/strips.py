@@ -33,6 +33,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
     Ref,
     columns_layout,
+    flat_index,
     load,
     store,
     strip_layout,
@@ -238,9 +239,9 @@ class Strip:
     def read(self, which: int, chunk: Chunk) -> jax.Array:
         """Elements of one of the arrays, in float32."""
         ref = self.stages[which].at[lax.axis_index(WARPGROUP)]
-        # Only results name the layout: each load that did would cost Mosaic's inference.
-        value = load(ref.at[pl.ds(chunk.stage_start, chunk.width)], None, self.strips.shape)
-        return widen(value, self.strips.layout)
+        layout = self.strips.layout
+        here = ref.at[pl.ds(chunk.stage_start, chunk.width)]
+        return widen(load(here, layout, self.strips.shape), layout)
 
     def reader(self, which: int) -> Read:
         """One of the arrays: see `read`."""
@@ -350,14 +351,14 @@ class Strip:
         (sizes,) = self.sum(lambda chunk: [self._all(1)])
         return sizes
 
-    def each_chunk(self, step: Callable[[Chunk], None]) -> None:
-        """Runs `step` on each chunk of the warpgroup's columns."""
+    def each_chunk(self, step: Callable[[Chunk], None], *, together: int = _VALUES) -> None:
+        """Runs `step` on each chunk of the warpgroup's columns; see `_walk`."""
 
         def one(chunk: Chunk, carry: tuple[()]) -> tuple[()]:
             step(chunk)
             return carry
 
-        self._walk(one, ())
+        self._walk(one, (), together)
 
     def sum_inner(self, term: jax.Array) -> jax.Array:
         """The sums over the inner elements that no strip before has: see `load_columns`."""
@@ -376,16 +377,19 @@ class Strip:
         """Element by element of a chunk, over all chunks."""
 
         def add(chunk: Chunk, carry: list[jax.Array]) -> list[jax.Array]:
-            new = [_skip_columns(term, chunk, start) for term in terms(chunk)]
+            new = [self._skip_columns(term, chunk, start) for term in terms(chunk)]
             return [pairwise(a, b) for a, b in zip(carry, new, strict=True)]
 
         return self._walk(add, [self._all(start)] * count)
 
-    def _walk[T](self, step: Callable[[Chunk, T], T], carry: T) -> T:
-        """`step` on each chunk in turn; a loop over groups of them where they are many."""
+    def _walk[T](self, step: Callable[[Chunk, T], T], carry: T, together: int = _VALUES) -> T:
+        """`step` on each chunk in turn; where they are many a loop over groups of them.
+
+        `together`: columns of a thread that a group has.
+        """
         body, *tail = self.slice.runs()
         unit, chunks = self.slice.chunk, self.slice.chunks
-        group = max(1, _VALUES // self.strips.vector)
+        group = max(1, together // self.strips.vector)
 
         def nth(k: Any, carry: T) -> T:
             return step(Chunk(body.start + k * unit, unit, k * unit), carry)
@@ -396,11 +400,21 @@ class Strip:
         looped = chunks // group if chunks >= 2 * group else 0
         if looped:
             carry = lax.fori_loop(0, looped, several, carry)
-        for k in range(looped * group, chunks):
-            carry = nth(k, carry)
+        rest = range(looped * group, chunks)
+        if looped and len(rest) > 1:
+            carry = lax.fori_loop(rest.start, rest.stop, nth, carry)
+        else:
+            carry = functools.reduce(lambda c, k: nth(k, c), rest, carry)
         for chunk in tail:
             carry = step(chunk, carry)
         return carry
+
+    def _skip_columns(self, term: jax.Array, chunk: Chunk, neutral: float) -> jax.Array:
+        """`term`, and `neutral` where another chunk has the same column."""
+        if chunk.fresh is None:
+            return term
+        column = flat_index(term.shape, self.strips.layout, axes=2)
+        return jnp.where(column < chunk.fresh - chunk.start, jnp.float32(neutral), term)
 
     def _all(self, value: float) -> jax.Array:
         """`value` for every element of a chunk."""
@@ -412,12 +426,3 @@ class Strip:
 def _boxes(run: Chunk) -> list[tuple[int, int]]:
     """Where what the copy engine takes at a time begins in a run of columns, and its columns."""
     return [(at, min(_BOX, run.width - at)) for at in range(0, run.width, _BOX)]
-
-
-def _skip_columns(term: jax.Array, chunk: Chunk, neutral: float) -> jax.Array:
-    """`term`, and `neutral` where another chunk has the same column."""
-    if chunk.fresh is None:
-        return term
-    warp, column = (lax.broadcasted_iota(jnp.int32, term.shape, axis) for axis in (0, 1))
-    stale = warp * term.shape[1] + column < chunk.fresh - chunk.start
-    return jnp.where(stale, jnp.float32(neutral), term)

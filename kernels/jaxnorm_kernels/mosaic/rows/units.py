@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
@@ -31,7 +30,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     WARPS,
     Layout,
     Ref,
-    column_in_warps,
+    flat_index,
     load,
     warps_layout,
 )
@@ -62,7 +61,7 @@ class Unit:
 
     def columns(self) -> jax.Array:
         """Of each element, counted from `start`."""
-        return plgpu.layout_cast(column_in_warps(self.shape), self.layout)
+        return flat_index(self.shape, self.layout)
 
     def has(self, column: jax.Array) -> jax.Array:
         """Whether it has a column."""

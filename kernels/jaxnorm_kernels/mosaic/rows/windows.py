@@ -58,6 +58,10 @@ class Window:
         """The first so many columns of a window, or the last, may be those of other rows."""
         return 2 * self.step
 
+    def placed(self) -> "PlacedWindow":
+        """This, in a kernel's body, with this block's place in it."""
+        return PlacedWindow(self.cols, self.step, self._class(), self.start(), self.before())
+
     def start(self) -> jax.Array:
         """Where this block's windows begin, in a row of the view."""
         end = self.period * self.cols - self.width
@@ -88,6 +92,29 @@ class Window:
 
     def _row_start(self) -> jax.Array:
         return self._class() * self.cols
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedWindow(Window):
+    """With what each load and store asks for, so that a kernel has it once and not once for each.
+
+    A compiler would find out that it is the same; but each operation costs time before that.
+    """
+
+    of_block: jax.Array
+    first: jax.Array
+    rest: jax.Array
+
+    def start(self) -> jax.Array:
+        """As computed."""
+        return self.first
+
+    def before(self) -> jax.Array:
+        """As computed."""
+        return self.rest
+
+    def _class(self) -> jax.Array:
+        return self.of_block
 
 
 def tail_vector(rest: int, vector: int, threads: int) -> int:

@@ -1,0 +1,71 @@
+"""Times what `jax.jit` does at a first call: see `compile_times`."""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import providers
+from benchmarks.compile_times import PROVIDERS, CompileCell
+
+Figures = dict[str, float | None]
+
+
+def prepare(cell: CompileCell) -> Callable[[], Figures]:
+    """Times a cell: at once, since nothing else is done with it."""
+    _warm_up()
+    figures = seconds(cell)
+    return lambda: figures
+
+
+@functools.cache
+def _warm_up() -> None:
+    """Imports what every first call does, and starts the compilers."""
+    jax.config.update("jax_enable_compilation_cache", False)  # A first call finds nothing there.
+    for provider in PROVIDERS:
+        for op in ("layer_norm", "softmax", "cross_entropy"):
+            seconds(CompileCell(op, "8192x1152", "bfloat16", provider))
+
+
+def seconds(cell: CompileCell) -> Figures:
+    """To trace, to lower and to compile; without a GPU to lower for one, and not to compile."""
+    work = cell.workload
+    f = providers.function(cell.provider, cell.op, work.y_dtype)
+
+    def shapes(arrays: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, *_ in arrays)
+
+    operands = (
+        shapes(work.row_operands),
+        shapes([(shape, "float32") for shape in work.parameter_shapes]),
+        shapes(work.cotangents),
+    )
+
+    def step(rows: Any, parameters: Any, cotangents: Any) -> Any:
+        def forward(rows: Any, parameters: Any) -> Any:
+            results = f(*rows, *parameters)
+            return results if isinstance(results, tuple) else (results,)
+
+        results, pullback = jax.vjp(forward, rows, parameters)
+        of_rows, of_parameters = pullback(cotangents or jax.tree.map(jnp.ones_like, results))
+        return results, [of_rows[i] for i in work.gradients], of_parameters
+
+    on_gpu = jax.default_backend() == "gpu"
+    jax.clear_caches()
+    start = time.perf_counter()
+    traced = jax.jit(step).trace(*operands)
+    at_traced = time.perf_counter()
+    lowered = traced.lower() if on_gpu else traced.lower(lowering_platforms=("cuda",))
+    at_lowered = time.perf_counter()
+    if on_gpu:
+        lowered.compile()
+    end = time.perf_counter()
+    return {
+        "trace_s": at_traced - start,
+        "lower_s": at_lowered - at_traced,
+        "compile_s": end - at_lowered if on_gpu else None,
+        "total_s": end - start,
+    }

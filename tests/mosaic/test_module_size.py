@@ -1,0 +1,172 @@
+"""How large the modules of kernels are, on which depends how long a first call takes.
+
+Lowering is Python, which takes its time for each operation, and each is then compiled. So what is
+repeated for each row, or for each vector of a thread, is a loop or one operation of Mosaic's: rows
+are copied together, and an array names its layout where it is made.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.lib import mosaic_gpu_dialect
+from jax._src.lib.mlir import ir
+
+import jaxnorm
+
+# Forward and backward together. Measured with jax 0.12.0 on a core of a server that did nothing
+# else (`python -m benchmarks.run compile`): tracing and lowering take 0.07 to 0.09 ms for an
+# operation of these modules, whatever the function, and compiling both of them for an H100 another
+# 0.4 to 1 s. The host of a GPU with a process on every other core takes up to twice as long: 4 s,
+# the most that a first call is to take, are some 16000 operations.
+MOST = 16_000
+
+BF16, F16, F32 = "bfloat16", "float16", "float32"
+SAME = ((BF16, BF16), (F32, F32))
+MIXED = (F32, BF16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A function of x and the rest of its operands: shapes by the width, and their dtypes."""
+
+    call: Callable[..., Any]
+    x: Callable[[int], tuple[int, ...]] = lambda cols: (8192, cols)
+    like_x: int = 0
+    columns: int = 0
+    differentiable: bool = True
+
+
+def masked(x: jax.Array, **given: Any) -> jax.Array:
+    return jaxnorm.softmax(x, where=jnp.ones((1, *x.shape[1:]), bool), **given)
+
+
+def loss(x: jax.Array, *, dtype: Any = None, implementation: str) -> jax.Array:
+    del dtype
+    labels = jnp.zeros(x.shape[:1], jnp.int32)
+    return jaxnorm.softmax_cross_entropy_with_integer_labels(
+        x, labels, implementation=implementation
+    )
+
+
+def of_groups(x: jax.Array, scale: jax.Array, bias: jax.Array, **given: Any) -> jax.Array:
+    grouped = x.reshape(*x.shape[:-1], 8, -1)
+    parameters = (a.reshape(8, 1, 1, -1) for a in (scale, bias))
+    return jaxnorm.layer_norm(grouped, *parameters, axis=(1, 2, 4), **given)
+
+
+def norm_add(x: jax.Array, residual: jax.Array, scale: jax.Array, **given: Any) -> jax.Array:
+    del given["dtype"]  # the residual's
+    return jaxnorm.rms_norm_add(x, residual, scale, **given)
+
+
+def causal(x: jax.Array, **given: Any) -> jax.Array:
+    return jaxnorm.softmax(x, causal=True, **given)
+
+
+def in_strips(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *operands, **given: function(*operands, axis=1, **given)
+
+
+FUNCTIONS = {
+    "softmax": Function(jaxnorm.softmax),
+    "log_softmax": Function(jaxnorm.log_softmax),
+    "layer_norm": Function(jaxnorm.layer_norm, columns=2),
+    "rms_norm": Function(jaxnorm.rms_norm, columns=1),
+    "add_layer_norm": Function(jaxnorm.add_layer_norm, like_x=1, columns=2),
+    "add_rms_norm": Function(jaxnorm.add_rms_norm, like_x=1, columns=1),
+    "rms_norm_add": Function(norm_add, like_x=1, columns=1),
+    "rms_norm_add_rms_norm": Function(jaxnorm.rms_norm_add_rms_norm, like_x=1, columns=2),
+    "causal_softmax": Function(causal, lambda cols: (8, cols, cols)),
+    "masked_softmax": Function(masked, lambda cols: (8, 64, cols)),
+    "cross_entropy": Function(loss),
+    "softmax of columns": Function(in_strips(jaxnorm.softmax), lambda cols: (16, cols, 512)),
+    "layer_norm of columns": Function(
+        in_strips(jaxnorm.layer_norm), lambda cols: (16, cols, 512), columns=2
+    ),
+    "layer_norm of groups": Function(of_groups, lambda cols: (8, 16, 16, cols), columns=2),
+}
+
+# A line of each schedule, and those whose rows or vectors were many operations: rows of less than
+# a warp's vectors and a part, windows of unaligned rows, and units above a diagonal.
+CASES = [
+    *((name, 24, x, y) for name in ("layer_norm", "rms_norm_add_rms_norm") for x, y in SAME),
+    ("add_layer_norm", 40, BF16, BF16),
+    ("rms_norm", 56, *MIXED),
+    ("rms_norm_add", 72, BF16, BF16),
+    ("rms_norm_add_rms_norm", 120, F16, F16),
+    ("layer_norm", 8, BF16, BF16),
+    ("softmax", 8, F32, F32),
+    ("layer_norm", 200, F16, F16),
+    ("rms_norm_add_rms_norm", 768, BF16, BF16),
+    ("add_rms_norm", 1000, *MIXED),
+    ("layer_norm", 1023, BF16, BF16),
+    ("causal_softmax", 1023, BF16, BF16),
+    ("layer_norm", 1024, BF16, BF16),
+    ("log_softmax", 3000, F32, F32),
+    ("add_layer_norm", 4095, BF16, BF16),
+    ("masked_softmax", 4095, BF16, BF16),
+    ("layer_norm", 5120, BF16, BF16),
+    ("rms_norm_add_rms_norm", 5120, F32, F32),
+    ("add_rms_norm", 12288, BF16, BF16),
+    ("layer_norm", 50257, BF16, BF16),
+    ("rms_norm_add_rms_norm", 50257, BF16, BF16),
+    ("causal_softmax", 50257, BF16, BF16),
+    ("softmax", 50257, F32, F32),
+    ("cross_entropy", 50257, BF16, BF16),
+    ("rms_norm_add_rms_norm", 65536, BF16, BF16),
+    ("layer_norm", 131072, F32, F32),
+    ("softmax of columns", 4096, BF16, BF16),
+    ("layer_norm of columns", 1023, *MIXED),
+    ("layer_norm of groups", 256, BF16, BF16),
+]
+
+
+def operations(name: str, cols: int, x: str, y: str) -> int:
+    """Of the modules of all kernels in a function's forward and backward."""
+    function = FUNCTIONS[name]
+    rows = jax.ShapeDtypeStruct(function.x(cols), x)
+    column = jax.ShapeDtypeStruct((cols,), F32)
+    operands = [*[rows] * (1 + function.like_x), *[column] * function.columns]
+
+    def both(*operands: jax.Array) -> Any:
+        def forward(*operands: jax.Array) -> Any:
+            return function.call(*operands, dtype=y, implementation="mosaic")
+
+        results, pullback = jax.vjp(forward, *operands)
+        return results, pullback(jax.tree.map(jnp.ones_like, results))
+
+    lowered = jax.jit(both).trace(*operands).lower(lowering_platforms=("cuda",))
+    modules = _kernels(lowered.compiler_ir().operation)
+    assert len(modules) >= 2  # a kernel in each direction
+    return sum(map(_size, modules))
+
+
+def _kernels(operation: Any) -> list[bytes]:
+    """The modules of kernels that a program calls."""
+    if operation.name == "stablehlo.custom_call":
+        if "mosaic_gpu" not in str(operation.attributes["call_target_name"]):
+            return []
+        config = ir.DictAttr(operation.attributes["mhlo.backend_config"])
+        return [ir.StringAttr(config["module"]).value_bytes]
+    blocks = (block for region in operation.regions for block in region)
+    return [module for block in blocks for inner in block for module in _kernels(inner.operation)]
+
+
+def _size(module: bytes) -> int:
+    """Of a module in MLIR's bytecode, the operations: printed, each begins a line."""
+    with ir.Context() as context, ir.Location.unknown():
+        mosaic_gpu_dialect.register_dialect(context)
+        context.load_all_available_dialects()
+        context.allow_unregistered_dialects = True
+        printed = ir.Module.parse(module).operation.get_asm(print_generic_op_form=True)
+    return len(re.findall(r'^ *(?:%\S+(?:, %\S+)* = )?"', printed, re.MULTILINE))
+
+
+@pytest.mark.parametrize(("name", "cols", "x", "y"), CASES)
+def test_a_first_call_is_no_long_one(name: str, cols: int, x: str, y: str) -> None:
+    assert operations(name, cols, x, y) <= MOST
