@@ -58,7 +58,7 @@ class SplitRow(Tile):
         """Columns of a warpgroup, without its tail."""
         return self.cols // (self.cluster * self.split * self.unit) * self.unit
 
-    def cut_row(self) -> list[Piece]:
+    def pieces(self) -> list[Piece]:
         """The warpgroups' bodies lie side by side; their tails share what is left of the row."""
         body, shares = self.body, self.cluster * self.split
         if body == 0:
@@ -72,7 +72,7 @@ class SplitRow(Tile):
         tail = self._tail(fresh)
         return [*self._bodies(share * body, body), tail]
 
-    def count_columns(self, shape: tuple[int, ...]) -> jax.Array:
+    def columns(self, shape: tuple[int, ...]) -> jax.Array:
         return flat_index(shape, self.layout_of(shape))
 
     def gather(
