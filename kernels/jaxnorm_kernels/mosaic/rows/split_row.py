@@ -72,7 +72,7 @@ class SplitRow(Tile):
         tail = self._tail(fresh)
         return [*self._bodies(share * body, body), tail]
 
-    def columns(self, shape: tuple[int, ...]) -> jax.Array:
+    def count_columns(self, shape: tuple[int, ...]) -> jax.Array:
         return flat_index(shape, self.layout_of(shape))
 
     def gather(

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -111,22 +111,29 @@ class Tile:
       vector: elements that a thread reads at once.
       apart: each unit is a piece of its own, so that it need not be loaded.
       window: of unaligned rows. A row's index is then that among the rows of its class.
+      index: for pieces of a shape the columns, where they are known.
     """
 
     cols: int
     vector: int
     apart: bool = dataclasses.field(default=False, kw_only=True)
     window: Window | None = dataclasses.field(default=None, kw_only=True)
+    index: Mapping[tuple[int, ...], jax.Array] = dataclasses.field(
+        default_factory=dict, kw_only=True, compare=False
+    )
 
     def placed(self) -> Self:
-        """This, in a kernel's body: see `PlacedWindow`.
+        """This, in a kernel's body, with what is the same for all pieces: see `PlacedWindow`.
 
-        Pieces are computed anew for each use all the same. Computed once they would stay in
-        registers: 80 became 90 (softmax's backward over 50257 columns), and 1.24 of the time.
+        Where pieces begin is computed anew for each use all the same. Computed once it would stay
+        in registers: 80 became 90 (softmax's backward over 50257 columns), and 1.24 of the time.
         """
-        if self.window is None:
-            return self
-        return dataclasses.replace(self, window=self.window.placed())
+        if self.window is None and not self.apart:
+            return self  # One or two pieces.
+        window = None if self.window is None else self.window.placed()
+        placed = dataclasses.replace(self, window=window)
+        shapes = dict.fromkeys(self.shape(p.width) for p in placed.pieces())
+        return dataclasses.replace(placed, index={s: placed.count_columns(s) for s in shapes})
 
     @property
     def unit(self) -> int:
@@ -339,6 +346,10 @@ class Tile:
 
     def columns(self, shape: tuple[int, ...]) -> jax.Array:
         """Column of each element, counted from the start of its piece."""
+        return self.index[shape] if shape in self.index else self.count_columns(shape)
+
+    def count_columns(self, shape: tuple[int, ...]) -> jax.Array:
+        """`columns`, anew."""
         return lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
 
     def _reduce(
