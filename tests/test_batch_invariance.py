@@ -15,7 +15,7 @@ def norm(function):
     """y, and h where there is one, of a norm whose parameters are not those of the data."""
 
     def call(x, implementation):
-        scale = jnp.linspace(-1, 2, x.shape[1])
+        scale = jnp.linspace(-1, 2, x.shape[1], dtype=jnp.float32)
         operands = (x,) if function in (jaxnorm.rms_norm, jaxnorm.layer_norm) else (x, x[:, ::-1])
         return function(*operands, scale, implementation=implementation)
 
@@ -59,8 +59,9 @@ def linear_loss(x, implementation):
 
 def norm_linear(x, implementation):
     weight = jnp.linspace(-1, 1, x.shape[1] * 256, dtype=x.dtype).reshape(-1, 256)
+    scale = jnp.linspace(-1, 2, x.shape[1], dtype=jnp.float32)
     return jaxnorm.rms_norm_linear(
-        x, weight, jnp.linspace(-1, 2, x.shape[1]), activation="silu", implementation=implementation
+        x, weight, scale, activation="silu", implementation=implementation
     )
 
 

@@ -170,7 +170,7 @@ def test_losses(rows, cols, dtype, options, kernels):
     keys = jax.random.split(jax.random.key(0), 3)
     x = (3 * jax.random.normal(keys[0], (rows, cols))).astype(dtype)
     labels = jax.random.randint(keys[1], (rows,), 0, cols).at[0].set(-1)
-    d = jax.random.normal(keys[2], (rows,))
+    d = jax.random.normal(keys[2], (rows,), jnp.float32)
     where = jnp.arange(rows) % 5 != 3
 
     def step(x, labels, d, where, implementation):

@@ -149,9 +149,9 @@ def test_masks_of_classes(implementation):
 @pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
 def test_confident_labels(options, implementation):
     """A loss of 1e-6 is right to 1e-3 of itself, and to much less."""
-    x = jnp.zeros((4, 1000)).at[:, 3].set(jnp.array([14.0, 16.0, 18.0, 20.0]) + np.log(999))
-    labels = jnp.full(4, 3)
-    loss = check(x, labels, jnp.ones(4), implementation=implementation, **options)
+    certain = jnp.array([14, 16, 18, 20], jnp.float32) + np.float32(np.log(999))
+    x, labels = jnp.zeros((4, 1000), jnp.float32).at[:, 3].set(certain), jnp.full(4, 3)
+    loss = check(x, labels, jnp.ones(4, jnp.float32), implementation=implementation, **options)
     if not options:
         np.testing.assert_allclose(loss, np.log1p(np.exp(-exact([14, 16, 18, 20]))), rtol=1e-4)
 

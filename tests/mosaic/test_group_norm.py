@@ -296,7 +296,7 @@ def test_large_arrays(sizes: tuple[int, ...], dtype: Any, save: str) -> None:
     keys = jax.random.split(jax.random.key(0), 4)
     shape, param = (outer, cols, groups, inner // groups), (groups, 1, inner // groups)
     x, d = (jax.random.normal(key, shape, dtype) for key in keys[:2])
-    scale, bias = (jax.random.uniform(key, param, minval=0.5, maxval=1.5) for key in keys[2:])
+    scale, bias = (jax.random.uniform(key, param, F32, 0.5, 1.5) for key in keys[2:])
 
     def compiled(implementation: str) -> Any:
         run = jax.jit(functools.partial(gradients, save=save, implementation=implementation))

@@ -392,7 +392,7 @@ def test_large_arrays(op: str, shape: tuple[int, int, int], dtype: Any) -> None:
     keys = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(keys[0], shape, dtype)
     d = jax.random.normal(keys[1], shape, dtype)
-    params = [jax.random.uniform(key, (cols,), minval=0.5, maxval=1.5) for key in keys[2:]]
+    params = [jax.random.uniform(key, (cols,), F32, 0.5, 1.5) for key in keys[2:]]
     params = params[: {"layer_norm": 2, "rms_norm": 1}.get(op, 0)]
 
     def both(implementation: str) -> Any:
