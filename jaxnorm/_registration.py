@@ -9,6 +9,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jaxnorm import _auto_axes, _eager
+from jaxnorm._stack import in_one_chunk
 
 Rule = Callable[..., Any]
 
@@ -40,8 +41,8 @@ def registered(
     primitive.multiple_results = True
     primitive.def_abstract_eval(types)
     primitive.def_impl(_eager.alone(primitive, run))
-    # Out of line: the same call of another layer is lowered once.
-    mlir.register_lowering(primitive, lower, inline=False)
+    # Out of line: the same call of another layer is lowered once. A kernel is lowered in Python.
+    mlir.register_lowering(primitive, functools.partial(in_one_chunk, lower), inline=False)
     ad.primitive_jvps[primitive] = jvp
     batching.primitive_batchers[primitive] = batch
     if transpose is not None:

@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 # Pallas' interpreter runs each warpgroup in a thread of XLA's CPU pool, and they wait for each
@@ -20,6 +20,7 @@ import pytest
 import refused
 
 from jaxnorm import _implementation
+from jaxnorm._stack import in_one_chunk
 
 # GPUs multiply float32 matrices in TF32 by default: its roundings are not what these tests look at.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -115,26 +116,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=why))
 
 
-def _in_one_chunk(function: Callable[..., Any], /, **arguments: Any) -> Any:
-    """Calls a function where Python's stack has room for all that it calls.
-
-    That stack is chunks of 16 KiB. In Python 3.12 a call that takes a new chunk maps its memory,
-    and the return from it unmaps it again: where a loop deep in a trace makes such calls, they are
-    a third of its time (https://github.com/python/cpython/issues/142183). A frame larger than a
-    chunk gets one of its own size, up to the next power of two.
-    """
-    return function(**arguments)
-
-
-# A frame of 1 MiB, which it does not fill: the next power of two leaves as much for what it calls.
-_in_one_chunk.__code__ = _in_one_chunk.__code__.replace(co_stacksize=2**17)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     """A test and all that it calls are in one chunk of Python's stack."""
     test = pyfuncitem.obj
-    pyfuncitem.obj = functools.partial(_in_one_chunk, test)
+    pyfuncitem.obj = functools.partial(in_one_chunk, test)
     try:
         return (yield)
     finally:

@@ -8,9 +8,12 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from stand_in import StandIn, as_default
 
 import jaxnorm
 from jaxnorm import _implementation
+from jaxnorm._stack import in_one_chunk
+from jaxnorm_kernels import xla
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -147,3 +150,25 @@ def test_a_cpu_never_imports_the_kernels():
     )
     environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(sys.path)}
     subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+
+
+def test_lowering_has_room_on_the_stack():
+    """Kernels are traced and lowered below a frame that is larger than a chunk of Python's stack."""
+    found = []
+
+    class Kernels(StandIn):
+        def supports(self, spec):
+            return None
+
+        def norm_fwd(self, *operands, spec):
+            frame = sys._getframe()
+            while frame is not None and frame.f_code is not in_one_chunk.__code__:
+                frame = frame.f_back
+            found.append(frame)
+            return xla.norm_fwd(*operands, spec=spec)
+
+    with as_default(Kernels()):
+        jax.jit(rms_norm).lower(jnp.ones((8, 64)))
+    assert found
+    assert None not in found
+    assert 8 * in_one_chunk.__code__.co_stacksize > 2**14
