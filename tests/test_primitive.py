@@ -153,7 +153,7 @@ def test_a_cpu_never_imports_the_kernels():
 
 
 def test_lowering_has_room_on_the_stack():
-    """Kernels are traced and lowered below a frame that is larger than a chunk of Python's stack."""
+    """Kernels are lowered below a frame that is larger than a chunk of Python's stack."""
     found = []
 
     class Kernels(StandIn):
