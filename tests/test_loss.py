@@ -353,12 +353,16 @@ def test_remat_keeps_two_numbers_for_each_row():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3]], ids=str)
 def test_nothing_else_of_the_logits_size(dtype, options):
-    """The compiled step makes the gradient, and no other array as large."""
+    """The compiled step makes the gradient, and no other array as large beside it.
+
+    On a CPU float32's exponentials are made once, in the gradient's memory.
+    """
     x, labels, d = operands((64, 4096), dtype)
-    text = (
-        value_and_gradient.lower(x, labels, d, options=tuple(options.items())).compile().as_text()
-    )
-    assert hlo.made(text, x.size) == ["fusion"]
+    step = value_and_gradient.lower(x, labels, d, options=tuple(options.items())).compile()
+    assert step.memory_analysis().temp_size_in_bytes < x.nbytes / 4
+    shared = dtype == "float32" and jax.default_backend() == "cpu"
+    made = hlo.made(step.as_text(), x.size)
+    assert set(made) == {"fusion"} if shared else made == ["fusion"]
 
 
 def test_implementation_for():

@@ -1,5 +1,8 @@
 """The cross-entropy of XLA's code on a CPU, whose sums leave the label's term out by blocks."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,6 +62,31 @@ def test_a_certain_label_in_every_column(dtype, masked):
     # An exponential of an argument of 30, itself exact to half a unit, is right to 16 units.
     np.testing.assert_allclose(loss, expected.loss, rtol=20 * 2**-24)
     assert_within(vjp(d)[0], expected.gradient(d), expected.gradient_bound(d))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-3])
+def test_exponentials_are_made_once(z_loss, masked):
+    """In float32 a program of forward and backward has one array of them; all else is of rows."""
+    x, labels, _ = operands((64, 4096), "float32")
+    where = {"where": jnp.broadcast_to(jnp.arange(4096) % 3 > 0, x.shape)} if masked else {}
+    step = jax.jit(jax.grad(lambda x: cross_entropy(x, labels, z_loss=z_loss, **where).mean()))
+    text = step.lower(x).compile().as_text()
+    assert len(re.findall(r"= f32\[64,4096\]\S* exponential\(", text)) == 1
+
+
+def test_positions_left_out_have_no_second_derivatives():
+    """Whatever their logits are, in float32, whose exponentials others share."""
+    x = jnp.ones((3, 256)).at[1].set(jnp.nan).at[0, 3].set(2.0)
+    labels, kept = jnp.array([3, 0, 1]), jnp.array([True, False, True])
+    loss = functools.partial(cross_entropy, labels=labels, where=kept[:, None])
+
+    def slope(x):
+        return (jax.grad(lambda x: loss(x).sum())(x) * jnp.arange(256.0)).sum()
+
+    for derivative in (jax.grad(slope)(x), jax.jvp(jax.grad(slope), (x,), (jnp.ones_like(x),))[1]):
+        assert jnp.isfinite(derivative[jnp.array([0, 2])]).all()
+        np.testing.assert_array_equal(derivative[1], 0)
 
 
 def test_labels_outside_are_nan_in_their_rows():

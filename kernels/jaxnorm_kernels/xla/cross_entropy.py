@@ -35,7 +35,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.specs import Spec, Stats
-from jaxnorm_kernels.xla.label_sums import label_sums
+from jaxnorm_kernels.xla.label_sums import (
+    at_column,
+    exponentials_but_label,
+    label_sums,
+    shares_exponentials,
+)
 from jaxnorm_kernels.xla.reductions import row_any, row_max, row_sums
 
 _INT32_MAX = 2**31 - 1
@@ -55,6 +60,12 @@ def cross_entropy_fwd(
     kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
     # The maximum in x's dtype: nothing is rounded.
     m = row_max(kept, spec).astype(spec.compute_dtype)
+    has_entry = None if mask is None else row_any(mask, spec)
+    if positions is not None:
+        positions = jnp.expand_dims(positions, spec.axes)
+        has_entry = positions if has_entry is None else positions & has_entry
+    if has_entry is not None:
+        m = jnp.where(has_entry, m, 0)
     # -inf - -inf: a row of -inf is NaN.
     others, x_l, kept_l, *rest = label_sums(x, kept, m, label, at_label, spec)
     d = m - x_l
@@ -68,13 +79,8 @@ def cross_entropy_fwd(
     if spec.z_loss:
         loss = loss + spec.z_loss * jnp.square(m + log_s)
     loss, log_s = (jnp.where(label < 0, jnp.nan, v) for v in (loss, log_s))
-    has_entry = None if mask is None else row_any(mask, spec)
-    if positions is not None:
-        positions = jnp.expand_dims(positions, spec.axes)
-        has_entry = positions if has_entry is None else positions & has_entry
     if has_entry is not None:
-        loss, m = (jnp.where(has_entry, v, 0) for v in (loss, m))
-        log_s = jnp.where(has_entry, log_s, -jnp.inf)
+        loss, log_s = jnp.where(has_entry, loss, 0), jnp.where(has_entry, log_s, -jnp.inf)
     loss, m, log_s = (jnp.squeeze(v, spec.axes) for v in (loss, m, log_s))
     return loss.astype(spec.y_dtype), (m, log_s) if spec.want_stats else ()
 
@@ -89,8 +95,9 @@ def cross_entropy_tan(
 ) -> tuple[jax.Array, Stats]:
     """The tangents of the loss, and of the statistics where the spec wants them."""
     (x, dx), spec = _without_padding([x, dx], spec)
-    p, lse, has_entry = _probabilities(x, stats, mask, spec)
-    a, at_label = spec.label_smoothing, _columns(x.shape, spec) == _label(labels, spec)
+    label = _label(labels, spec)
+    a, at_label = spec.label_smoothing, _columns(x.shape, spec) == label
+    p, lse, has_entry = _probabilities(x, stats, mask, label, at_label, spec)
     # Zeroed before any product: 0 * inf would poison the row.
     t = jnp.where(has_entry, dx.astype(spec.compute_dtype), 0)
     weighted = p * (t if mask is None else jnp.where(mask, t, 0))
@@ -117,8 +124,9 @@ def cross_entropy_bwd(
     """dx; `dstats` are the cotangents of the statistics, if they have any."""
     padding = spec.padding
     (x,), spec = _without_padding([x], spec)
-    p, lse, has_entry = _probabilities(x, stats, mask, spec)
-    a, at_label = spec.label_smoothing, _columns(x.shape, spec) == _label(labels, spec)
+    label = _label(labels, spec)
+    a, at_label = spec.label_smoothing, _columns(x.shape, spec) == label
+    p, lse, has_entry = _probabilities(x, stats, mask, label, at_label, spec)
     d = jnp.expand_dims(dloss.astype(spec.compute_dtype), spec.axes)
     even = a / spec.cols if a else 0.0
     slope = p - jnp.where(at_label, p.dtype.type(1 - a + even), p.dtype.type(even))
@@ -141,16 +149,34 @@ def _without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.
 
 
 def _probabilities(
-    x: jax.Array, stats: Stats, mask: jax.Array | None, spec: Spec
+    x: jax.Array,
+    stats: Stats,
+    mask: jax.Array | None,
+    label: jax.Array,
+    at_label: jax.Array,
+    spec: Spec,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """p; along rows lse, 0 where there is no entry, and whether there is one."""
     m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in stats)
     has_entry = log_s != -jnp.inf
     log_s = jnp.where(has_entry, log_s, 0)
-    kept = has_entry if mask is None else has_entry & mask
-    # Before the exponential, so that the derivative of what is not kept is 0, not NaN.
-    shifted = jnp.where(kept, x.astype(spec.compute_dtype) - m - log_s, -jnp.inf)
-    return jnp.exp(shifted), m + log_s, has_entry
+
+    def made_again() -> jax.Array:
+        kept = has_entry if mask is None else has_entry & mask
+        # Before the exponential, so that the derivative of what is not kept is 0, not NaN.
+        return jnp.exp(jnp.where(kept, x.astype(spec.compute_dtype) - m - log_s, -jnp.inf))
+
+    def from_the_forward() -> jax.Array:
+        kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
+        index = jnp.maximum(label, 0)
+        at = jnp.exp(at_column(kept, index) - m)
+        return jnp.exp(-log_s) * jnp.where(at_label, at, exponentials_but_label(kept, m, index))
+
+    if shares_exponentials(x, spec):
+        p = lax.platform_dependent(cpu=from_the_forward, default=made_again)
+    else:
+        p = made_again()
+    return p, m + log_s, has_entry
 
 
 def _label(labels: jax.Array, spec: Spec) -> jax.Array:
