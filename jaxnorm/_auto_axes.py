@@ -23,8 +23,8 @@ from jax.sharding import NamedSharding
 
 from jaxnorm import _implementation
 from jaxnorm._call import Call, Run
-from jaxnorm._rows import PARAMETERS
 from jaxnorm._shards import Layout, on_shards
+from jaxnorm_kernels.operations import PARAMETERS
 
 Bind = Callable[..., Any]
 

@@ -1,33 +1,14 @@
 """One call of an operation: its static part, and what its passes take and return.
 
-A call has three passes, each a function of the contract over arrays of any shape::
-
-    pass          takes                      returns
-    fwd           primals                    outputs
-    tan           residuals, tangents        outputs (their tangents)
-    bwd           residuals, outputs         tangents (their cotangents)
-
-    softmaxes     primals    x, mask, bias                      outputs     y
-                  residuals  y, mask
-    cross_entropy primals    x, labels, mask, positions         outputs     loss, statistics
-                  residuals  x, statistics, labels, mask
-    norm          primals    x, scale, bias                     outputs     y, statistics
-                  residuals  y or x, statistics, scale, bias
-    add_norm      primals    x, residual, scale, bias           outputs     y, h, statistics
-                  residuals  y or h, statistics, scale, bias
-    norm_add      primals    x, residual, scale                 outputs     y, statistics
-    norm_add_norm primals    x, residual, scale, next_scale     outputs     y, h, statistics
-                  residuals  x, y or h, statistics, scale, next_scale
-
-``tan`` and ``bwd`` are linear in what follows the residuals, and each other's transpose. A ``bwd``
-takes h's cotangent where the spec says ``adds_dh``; that of a plain norm may, too, for which h is
-its x. norm_add has a ``fwd`` alone, because its derivatives are the norm's. The arrays of a call
-are passed around as the flat list of those that are there.
+Which arrays those are, and what of each, the table of operations says
+(`jaxnorm_kernels.operations`). A ``bwd`` takes h's cotangent where the spec says ``adds_dh``; that
+of a plain norm may, too, for which h is its x. The arrays of a call are passed around as the flat
+list of those that there are, in the order of `Call.operand_names` and `Call.result_names`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -35,35 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm import _implementation
-from jaxnorm._rows import Kind, RowView
-from jaxnorm_kernels.specs import Name, Op, Spec
+from jaxnorm._rows import RowView
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.operations import OPERANDS, PARAMETERS, Kind
+from jaxnorm_kernels.specs import Name, Spec
 
 Arrays = Sequence[jax.Array]
 #: What computes a pass: takes the arrays of a call one by one, and returns those of its results.
 Run = Callable[..., list[jax.Array]]
-
-_PRIMALS: dict[Op, tuple[str, ...]] = {
-    "softmax": ("x", "mask", "logits_bias"),
-    "log_softmax": ("x", "mask", "logits_bias"),
-    "cross_entropy": ("x", "labels", "mask", "positions"),
-    "norm": ("x", "scale", "bias"),
-    "add_norm": ("x", "residual", "scale", "bias"),
-    "norm_add": ("x", "residual", "scale"),
-    "norm_add_norm": ("x", "residual", "scale", "next_scale"),
-}
-# The statistics tell which rows have an entry.
-_NOT_SAVED = ("x", "residual", "logits_bias", "positions")
-# Booleans and integers, which have no tangents.
-_CONSTANTS = ("mask", "labels", "positions")
-_KINDS: dict[str, Kind] = {
-    "mask": "mask",
-    "labels": "label",
-    "positions": "label",
-    "logits_bias": "logits_bias",
-    "scale": "scale",
-    "next_scale": "scale",
-    "bias": "bias",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +76,7 @@ class Call:
 
     def with_stats(self) -> "Call":
         """The forward, with h and the statistics among its outputs."""
-        return self._with(want_stats=not self.spec.is_softmax, unused=None)
+        return self._with(want_stats=bool(self.spec.operation.statistics), unused=None)
 
     def without(self, unused: Literal["y", "h"]) -> "Call":
         """The forward, without y or h among its outputs."""
@@ -163,7 +123,7 @@ class Call:
 
     def gradient(self) -> "Call":
         """The backward that the gradient of all outputs of a forward takes."""
-        call = self.first() if self.spec.op == "norm_add" else self
+        call = self.first() if self.spec.operation.derivative else self
         return call.backward(call.differentiable, adds_dh=self.spec.normalises_h)
 
     def on(self, view: RowView) -> "Call":
@@ -195,93 +155,88 @@ class Call:
     @functools.cached_property
     def primals(self) -> tuple[str, ...]:
         """Names of the arrays that the forward takes."""
-        spec = self.spec
-        absent = {
-            "mask": not spec.has_mask,
-            "positions": not spec.has_positions,
-            "scale": spec.scale_dtype is None,
-            "bias": spec.bias_dtype is None,
-            "next_scale": spec.next_scale_dtype is None,
-            "logits_bias": spec.logits_bias_dtype is None,
-        }
-        return tuple(name for name in _PRIMALS[spec.op] if not absent.get(name))
+        return tuple(filter(self.spec.has, self.spec.operation.operands))
 
     @property
     def differentiable(self) -> tuple[str, ...]:
         """Names of the primals that can have a tangent."""
-        return tuple(name for name in self.primals if name not in _CONSTANTS)
+        names = self.spec.operation.differentiable
+        return tuple(name for name in self.primals if name in names)
 
     @functools.cached_property
-    def operand_kinds(self) -> list[Kind]:
-        return jax.tree.leaves(self._operands)
-
-    @functools.cached_property
-    def result_kinds(self) -> list[Kind]:
-        return jax.tree.leaves(self._tangents if self.spec.direction == "bwd" else self._outputs)
+    def residual_names(self) -> tuple[str, ...]:
+        """Names of the arrays that ``tan`` and ``bwd`` start from: ``saved``, and others."""
+        operation = self.spec.operation
+        x = ("x",) * operation.starts_from_x
+        return (*x, "saved", *self.spec.statistics, *filter(self.spec.has, operation.keeps))
 
     @property
-    def array_dtypes(self) -> list[np.dtype]:
-        """Of the results that are arrays of x's shape."""
-        spec = self.spec
-        if spec.direction == "bwd":
-            dtypes = {"x": spec.x_dtype, "residual": spec.last.x_dtype}
-            return [dtypes[name] for name in self.wrt if name in dtypes]
-        return [spec.y_dtype, spec.last.x_dtype][spec.unused == "y" :]
+    def residuals(self) -> int:
+        """How many of the operands of ``tan`` and ``bwd`` are residuals."""
+        return len(self.residual_names)
 
     @functools.cached_property
     def parameters(self) -> dict[str, int]:
-        """Where the operands of ``tan`` and ``bwd`` have each parameter."""
-        names = [name for name in self.primals if name not in _NOT_SAVED]
-        return {name: self.residuals - len(names) + i for i, name in enumerate(names)}
+        """Where the operands of ``tan`` and ``bwd`` have each operand of the forward, but x."""
+        names = self.spec.operation.keeps
+        return {name: i for i, name in enumerate(self.residual_names) if name in names}
 
     @functools.cached_property
-    def residuals(self) -> int:
-        """How many of the operands of ``tan`` and ``bwd`` are residuals."""
-        return len(jax.tree.leaves(self._residuals))
-
-    @property
-    def _operands(self) -> tuple[Any, ...]:
-        """A tree with a kind for each array, and None for what there is not."""
+    def operand_names(self) -> tuple[str, ...]:
         match self.spec.direction:
             case "fwd":
-                names = _PRIMALS[self.spec.op]
-                return tuple(_kind(name) if name in self.primals else None for name in names)
+                return self.primals
             case "tan":
-                return (*self._residuals, *self._tangents)
+                return (*self.residual_names, *self.wrt)
             case "bwd":
-                return (*self._residuals, *self._outputs)
+                return (*self.residual_names, *self._outputs)
+
+    @functools.cached_property
+    def result_names(self) -> tuple[str, ...]:
+        return self.wrt if self.spec.direction == "bwd" else self._outputs
 
     @property
-    def _statistics(self) -> tuple[Kind, ...]:
-        stat: Kind = "stat"
-        if self.spec.op in ("norm_add_norm", "cross_entropy"):
-            return (stat, stat)
-        return (stat,) * (1 + self.spec.returns_mean)
+    def _outputs(self) -> tuple[str, ...]:
+        """Of a forward or a tangent, names of the results; of a backward, of their cotangents."""
+        spec = self.spec
+        has_h = spec.adds_dh or (spec.direction != "bwd" and spec.returns_h)
+        has_statistics = spec.want_stats or spec.stat_cotangents
+        return (
+            *(("y",) if spec.unused != "y" else ()),
+            *(("h",) if has_h else ()),
+            *(spec.statistics if has_statistics else ()),
+        )
 
-    @property
-    def _residuals(self) -> tuple[Any, ...]:
-        arrays: list[Kind] = ["array"] * (1 + (self.spec.op == "norm_add_norm"))
-        parameters = [name for name in _PRIMALS[self.spec.op] if name not in _NOT_SAVED]
-        kinds = [_kind(name) if name in self.primals else None for name in parameters]
-        return (*arrays, *(() if self.spec.is_softmax else (self._statistics,)), *kinds)
+    @functools.cached_property
+    def operand_kinds(self) -> list[Kind]:
+        return [*map(self._kind, self.operand_names)]
 
-    @property
-    def _outputs(self) -> tuple[Any, ...]:
-        array: Kind = "array"
-        if self.spec.is_softmax:
-            return (array,)
-        has_statistics = self.spec.want_stats or self.spec.stat_cotangents
-        statistics = (self._statistics,) if has_statistics else ()
-        if self.spec.op == "cross_entropy":
-            return ("stat", *statistics)
-        has_h = self.spec.adds_dh or (self.spec.direction != "bwd" and self.spec.returns_h)
-        y = None if self.spec.unused == "y" else array
-        return (y, array if has_h else None, *statistics)
+    @functools.cached_property
+    def result_kinds(self) -> list[Kind]:
+        return [*map(self._kind, self.result_names)]
 
-    @property
-    def _tangents(self) -> tuple[Kind | None, ...]:
-        names = [name for name in _PRIMALS[self.spec.op] if name not in _CONSTANTS]
-        return tuple(_kind(name) if name in self.wrt else None for name in names)
+    def _kind(self, name: str) -> Kind:
+        if name in self.spec.operation.statistics:
+            return "stat"
+        return OPERANDS.get(name) or self.spec.operation.results.get(name, "array")
+
+    @functools.cached_property
+    def result_dtypes(self) -> list[np.dtype]:
+        """Of parameters' gradients, too, which come in the dtypes of the parameters."""
+        return [*map(self._dtype, self.result_names)]
+
+    def _dtype(self, name: str) -> np.dtype:
+        spec = self.spec
+        match name:
+            case "x" | "y":
+                return spec.x_dtype if name == "x" else spec.y_dtype
+            case "h" | "residual":
+                return spec.last.x_dtype
+            case _ if name in OPERANDS:
+                dtype: np.dtype = getattr(spec, f"{name}_dtype")
+                return dtype
+            case _:
+                return spec.compute_dtype
 
     # ------------------------------------------------------------------------------ running it
 
@@ -315,7 +270,7 @@ class Call:
             return None
         *_, inner, inner_cols = view.strided
         strided = dataclasses.replace(in_rows, moved_axis=False, inner=inner, inner_cols=inner_cols)
-        kinds = {_KINDS[name] for name in self.parameters if self.spec.is_norm}
+        kinds = {kind for name in self.parameters if (kind := OPERANDS[name]) in PARAMETERS}
         groups = {kind: view.inner_groups(kind) for kind in kinds}
         if groups and None not in groups.values():
             return dataclasses.replace(
@@ -352,15 +307,25 @@ class Call:
         return run
 
     def _run(self, name: str, spec: Spec, arrays: Arrays) -> list[jax.Array]:
-        function = getattr(_implementation.module(name), f"{spec.op}_{spec.direction}")
-        operands = jax.tree.unflatten(jax.tree.structure(self._operands), arrays)
-        results = function(*operands, spec=spec)
-        if spec.direction == "bwd":
-            names = [name for name in _PRIMALS[spec.op] if name not in _CONSTANTS]
-            return [d for primal, d in zip(names, results) if primal in self.wrt]
-        leaves: list[jax.Array] = jax.tree.leaves(results)
-        return leaves
+        implementation: Any = _implementation.module(name)
+        if spec.direction == "fwd":
+            results = implementation.forward(Operands(**dict(zip(self.primals, arrays))), spec)
+            return self._picked(results)
+        residuals = Residuals(**self._record(self.residual_names, arrays))
+        linear = arrays[self.residuals :]
+        if spec.direction == "tan":
+            tangents = Operands(**dict(zip(self.wrt, linear)))
+            return self._picked(implementation.tangent(residuals, tangents, spec))
+        cotangents = Results(**self._record(self._outputs, linear))
+        gradients = implementation.backward(residuals, cotangents, spec)
+        return [getattr(gradients, name) for name in self.wrt]
 
+    def _record(self, names: Iterable[str], arrays: Arrays) -> dict[str, Any]:
+        """Arrays by their names, the statistics in one tuple."""
+        by_name: dict[str, Any] = dict(zip(names, arrays))
+        statistics = [by_name.pop(name) for name in self.spec.statistics if name in by_name]
+        return {**by_name, "stats": tuple(statistics)}
 
-def _kind(name: str) -> Kind:
-    return _KINDS.get(name, "array")
+    def _picked(self, results: Results) -> list[jax.Array]:
+        by_name = {"y": results.y, "h": results.h, **dict(zip(self.spec.statistics, results.stats))}
+        return [array for name in self._outputs if (array := by_name[name]) is not None]

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ import numpy as np
 from jaxnorm import _arguments, _eager, _implementation, _primitive, _sharding
 from jaxnorm._call import Call
 from jaxnorm._rows import RowView
-from jaxnorm_kernels.specs import Name, Op, Save, Spec
+from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
+from jaxnorm_kernels.specs import Name, Save, Spec
 
 Function = Literal[
     "layer_norm",
@@ -21,15 +22,6 @@ Function = Literal[
     "rms_norm_add",
     "rms_norm_add_rms_norm",
 ]
-
-OPS: dict[Function, Op] = {
-    "layer_norm": "norm",
-    "rms_norm": "norm",
-    "add_layer_norm": "add_norm",
-    "add_rms_norm": "add_norm",
-    "rms_norm_add": "norm_add",
-    "rms_norm_add_rms_norm": "norm_add_norm",
-}
 
 
 def layer_norm(
@@ -379,7 +371,7 @@ def _normalise(
     for name, array in (("scale", scale), ("bias", bias), ("next_scale", next_scale)):
         if array is not None:
             given[name] = _arguments.float_array(function, name, array)
-    if OPS[function] != "norm":
+    if "residual" in OPERATIONS[FUNCTIONS[function].op].operands:
         # None is no residual: the check says so.
         given["residual"] = _arguments.float_array(function, "residual", residual)
     if "residual" in given:
@@ -417,7 +409,7 @@ def _normalise(
     _rms_norm_add_rms_norm,
 ) = (
     _eager.compiled(functools.partial(_normalise, function), name=function, arrays=range(5))
-    for function in OPS
+    for function in get_args(Function)
 )
 
 
@@ -449,9 +441,10 @@ def norm_call(
     _arguments.one_of(function, "save", save, _arguments.SAVE_MODES)
     _arguments.implementation(function, implementation)
     dtypes = {name: own for name, (_, own) in given.items()}
-    default = given["residual"][1] if function == "rms_norm_add" else x_dtype
+    entry = FUNCTIONS[function]
+    default = given["residual"][1] if OPERATIONS[entry.op].y_is_sum else x_dtype
     spec = Spec(
-        op=OPS[function],
+        op=entry.op,
         direction="fwd",
         rows=view.rows,
         cols=view.cols,
@@ -459,7 +452,7 @@ def norm_call(
         y_dtype=_arguments.output_dtype(function, dtype, default),
         epsilon=_arguments.number(function, "epsilon", epsilon, minimum=0.0),
         scale_offset=_arguments.number(function, "scale_offset", scale_offset),
-        subtract_mean=function.endswith("layer_norm"),
+        subtract_mean=entry.subtract_mean,
         saved=save,
         scale_dtype=dtypes.get("scale"),
         bias_dtype=dtypes.get("bias"),

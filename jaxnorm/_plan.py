@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,8 +11,8 @@ from jaxnorm._call import Call
 from jaxnorm._loss import NAME as CROSS_ENTROPY
 from jaxnorm._loss import Function as Loss
 from jaxnorm._loss import cross_entropy_call
-from jaxnorm._norm import OPS, norm_call
 from jaxnorm._norm import Function as Norm
+from jaxnorm._norm import norm_call
 from jaxnorm._norm_linear import linear_call
 from jaxnorm._norm_linear_call import NAME as LINEAR
 from jaxnorm._norm_linear_call import Function as WithLinear
@@ -20,14 +21,12 @@ from jaxnorm._norm_linear_primitive import norm_of
 from jaxnorm._rows import RowView
 from jaxnorm._softmax import Function as Softmax
 from jaxnorm._softmax import softmax_call
+from jaxnorm_kernels.operations import FUNCTIONS as FUNCTIONS_OF_ROWS
+from jaxnorm_kernels.operations import OPERATIONS
 from jaxnorm_kernels.specs import Activation, Name, Save
 
 #: What `implementation_for` knows.
-FUNCTIONS: tuple[Softmax | Loss | Norm | WithLinear, ...] = (
-    *("softmax", "log_softmax", CROSS_ENTROPY),
-    *OPS,
-    LINEAR,
-)
+FUNCTIONS: tuple[Any, ...] = (*FUNCTIONS_OF_ROWS, LINEAR)
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
@@ -165,7 +164,8 @@ def implementation_for(
             platform=platform,
         )
     else:
-        use_bias = function.endswith("layer_norm") if use_bias is None else use_bias
+        operation = OPERATIONS[FUNCTIONS_OF_ROWS[function].op]
+        use_bias = FUNCTIONS_OF_ROWS[function].subtract_mean if use_bias is None else use_bias
         normalised = tuple(shape[a] for a in _arguments.axes(caller, axis, shape))
         shape_of_parameter = (*param_axes, *normalised)
         if param_shape is not None:
@@ -175,10 +175,10 @@ def implementation_for(
         given: dict[str, tuple[tuple[int, ...], np.dtype]] = {
             name: array
             for name, array, is_given in (
-                ("residual", residual, OPS[function] != "norm"),
+                ("residual", residual, "residual" in operation.operands),
                 ("scale", parameter, use_scale),
                 ("bias", parameter, use_bias),
-                ("next_scale", parameter, use_scale and OPS[function] == "norm_add_norm"),
+                ("next_scale", parameter, use_scale and "next_scale" in operation.operands),
             )
             if is_given
         }

@@ -24,8 +24,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxnorm import _implementation, _lowering, _remat, _sharding
 from jaxnorm._call import Arrays, Call
 from jaxnorm._registration import registered
-from jaxnorm._rows import PARAMETERS, SHARED, Kind
-from jaxnorm_kernels.specs import Name, Op
+from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS, PARAMETERS, SHARED, Kind
+from jaxnorm_kernels.specs import Name
 
 
 def bind(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
@@ -55,21 +55,14 @@ def _types(*avals: Any, call: Call) -> list[Any]:
     """Types of the results: rows lie as x does, and a parameter's gradient as the parameter."""
     x, *_ = avals
     mesh, spec, view = _sharding.mesh_of(avals), x.sharding.spec, call.view
-    array_dtypes = iter(call.array_dtypes)
-    gradients = iter(name for name in call.wrt if name in call.parameters)
     types = []
-    for kind in call.result_kinds:
+    for name, kind, dtype in zip(call.result_names, call.result_kinds, call.result_dtypes):
         if kind in PARAMETERS:
-            parameter = avals[call.parameters[next(gradients)]]
-            types.append(parameter.update(weak_type=False))
+            types.append(avals[call.parameters[name]].update(weak_type=False))
             continue
         shape = view.shape_of(kind)
         split = [spec[axis] for axis in view.axes_of(kind)]
-        dtype: Any = call.spec.compute_dtype
-        if kind == "array":
-            dtype = next(array_dtypes)
-        elif kind == "logits_bias":
-            dtype = call.spec.logits_bias_dtype
+        if kind == "logits_bias":
             split = [None if size == 1 else over for size, over in zip(shape, split)]
         axes = PartitionSpec(*split)
         types.append(
@@ -87,50 +80,28 @@ def _types(*avals: Any, call: Call) -> list[Any]:
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, call: Call) -> tuple[Any, Any]:
-    with_stats = call.with_stats()
+    with_stats, operation = call.with_stats(), call.spec.operation
     outputs = bind(with_stats, *primals)
     if not call.spec.want_stats:
         outputs = _remat.name(with_stats, outputs)
-    given = dict(zip(call.primals, primals))
-    along = {n: t for n, t in zip(call.primals, tangents) if not isinstance(t, ad.Zero)}
-    moved: Sequence[jax.Array | None]
-    if call.spec.is_norm:
-        moved = _norm_tangents(call, outputs, given, along)
-    elif call.spec.op == "cross_entropy":
-        _, *stats = outputs
-        constants = [given[name] for name in call.parameters]
-        moved = tangents_of(call, [given["x"], *stats, *constants], along)
-    else:
-        mask = [given["mask"]] if call.spec.has_mask else []
-        moved = tangents_of(call, [*outputs, *mask], along)
-    both = list(zip(outputs, moved))
-    if call.spec.unused is not None:
-        both.pop(("y", "h").index(call.spec.unused))
-    both = both[: len(call.result_kinds)]
-    results = [a for a, _ in both]
-    return results, [zero_like(a) if t is None else t for a, t in both]
-
-
-def _norm_tangents(
-    call: Call, outputs: list[jax.Array], given: dict[str, jax.Array], along: dict[str, jax.Array]
-) -> list[jax.Array | None]:
-    """The tangents of all outputs of a forward of norms; None for 0."""
-    y, *stats = outputs
-    h = [stats.pop(0)] if call.spec.normalises_h else []
+    arrays = dict(zip(call.primals, primals)) | dict(zip(with_stats.result_names, outputs))
     # The very array that is returned: a reshaped or cast copy would be stored a second time.
-    from_input = h[0] if h else given["x"]
-    saved = y if call.spec.saved == "output" else from_input
-    parameters = [given[name] for name in call.parameters]
-    tangents = {name: along.get(name) for name in call.primals}
-    match call.spec.op:
-        case "norm" | "add_norm":
-            return tangents_of(call, [saved, *stats, *parameters], tangents)
-        case "norm_add":
-            residual = tangents.pop("residual")
-            dy, *others = tangents_of(call.first(), [given["x"], *stats, *parameters], tangents)
-            return [_sum([residual, dy], call.spec.residual_dtype), *others]
-        case _:
-            return tangents_of(call, [given["x"], saved, *stats, *parameters], tangents)
+    arrays["saved"] = arrays[call.spec.starts_from]
+    along: dict[str, jax.Array | None] = {
+        name: None if isinstance(t, ad.Zero) else t
+        for name, t in zip(call.primals, tangents)
+        if name in operation.differentiable
+    }
+    if operation.derivative is None:
+        moved = tangents_of(call, [arrays[name] for name in call.residual_names], along)
+    else:  # norm_add: y = residual + norm(x)
+        residual, norm = along.pop("residual"), call.first()
+        dy, *others = tangents_of(norm, [arrays[name] for name in norm.residual_names], along)
+        moved = [_sum([residual, dy], call.spec.residual_dtype), *others]
+    by_name = dict(zip(with_stats.result_names, moved))
+    results = [arrays[name] for name in call.result_names]
+    along_results = [by_name[name] for name in call.result_names]
+    return results, [zero_like(a) if t is None else t for a, t in zip(results, along_results)]
 
 
 def tangents_of(
@@ -192,21 +163,13 @@ def _transpose(cotangents: Any, *operands: Any, call: Call) -> list[Any]:
     return [None] * len(residuals) + [next(cotangent) if w else None for w in wanted]
 
 
-# Gradients that h's cotangent is part of.
-_FROM_H: dict[Op, set[str]] = {
-    "norm": {"x"},
-    "add_norm": {"x", "residual"},
-    "norm_add_norm": {"x", "residual", "scale"},
-}
-
-
 def _backward(
     cotangents: Any, residuals: Arrays, names: list[str], call: Call
 ) -> dict[str, jax.Array | None]:
     """The cotangents of the tangents `names`, from those of a tangent's results."""
     dy, *others = cotangents
     dh = others.pop(0) if call.spec.adds_dh or call.spec.normalises_h else None
-    if isinstance(dh, ad.Zero) or not _FROM_H.get(call.spec.op, set()) & {*names}:
+    if isinstance(dh, ad.Zero) or not {*call.spec.operation.through_h} & {*names}:
         dh = None
     stat_cotangents = any(not isinstance(ct, ad.Zero) for ct in others)
     if isinstance(dy, ad.Zero) and not stat_cotangents:
@@ -224,12 +187,12 @@ def _backward_of_h(
     found: dict[str, jax.Array | None] = dict.fromkeys(names)
     if dh is None:
         return found
-    if call.spec.op == "norm_add_norm":
-        x, _, rstd, _, *parameters = residuals
-        first = call.first()
+    if call.spec.operation.starts_from_x:
+        arrays, first = dict(zip(call.residual_names, residuals)), call.first()
+        arrays["saved"] = arrays["x"]
         inner = [name for name in names if name in ("x", "scale")]
-        scale = parameters[: len(first.parameters)]
-        results = bind(first.backward(inner), x, rstd, *scale, dh) if inner else []
+        of_first = [arrays[name] for name in first.residual_names]
+        results = bind(first.backward(inner), *of_first, dh) if inner else []
         found.update(zip(inner, results))
     elif "x" in names:
         found["x"] = dh.astype(call.spec.x_dtype)
@@ -313,7 +276,7 @@ def _batch(arrays: Arrays, dims: Sequence[int | None], *, call: Call) -> tuple[A
     if call.spec.direction == "bwd":
         batched.update(kind for kind in call.result_kinds if kind in SHARED)
     view = call.view.batched(size, batched)
-    if call.spec.op == "norm_add_norm" and call.spec.direction == "fwd" and "scale" in batched:
+    if call.spec.direction == "fwd" and "scale" in batched and "next_scale" in call.primals:
         given = dict(zip(call.primals, arrays))
         for name, dim in zip(call.primals, dims):
             if dim is None and name in call.parameters:  # It gets the other scale's batch axis.
@@ -371,18 +334,15 @@ def _primitive(function: str, direction: str, suffix: str, partitioned: bool) ->
         drop_unused=None if is_linear else _drop_unused,
         partitioned=partitioned,
     )
-    if _accumulators is not None and direction == "tan" and "norm" in function:
+    is_norm = OPERATIONS[FUNCTIONS[function].op].family == "norm"
+    if _accumulators is not None and direction == "tan" and is_norm:
         _accumulators.fancy_transposes[primitive] = _into_accumulators
     return primitive
 
 
 _PRIMITIVES = {
     (function, direction, partitioned): _primitive(function, direction, suffix, partitioned)
-    for function in (
-        *("softmax", "log_softmax", "softmax_cross_entropy_with_integer_labels"),
-        *("layer_norm", "rms_norm"),
-        *("add_layer_norm", "add_rms_norm", "rms_norm_add", "rms_norm_add_rms_norm"),
-    )
+    for function in FUNCTIONS
     for direction, suffix in (("fwd", ""), ("tan", "_tangent"), ("bwd", "_backward"))
     for partitioned in (False, True)
 }

@@ -7,14 +7,20 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxnorm._call import Call
+from jaxnorm_kernels.operations import OPERATIONS
 
-_OUT = "jaxnorm_out"
-_RSTD = "jaxnorm_rstd"
-_LSE = "jaxnorm_lse"
-_SOFTMAX_OUT = "jaxnorm_softmax_out"
 _PREACTIVATION = "jaxnorm_preactivation"
 
-_keep = jax.checkpoint_policies.save_only_these_names(_OUT, _RSTD, _LSE)
+# Of norms and of what is a number for each row: not of softmaxes, as large as attention's matrix.
+_KEPT = sorted(
+    {
+        name
+        for operation in OPERATIONS.values()
+        for name in (operation.statistics_name, operation.out_name)
+        if name is not None and (operation.family == "norm" or name != operation.out_name)
+    }
+)
+_keep = jax.checkpoint_policies.save_only_these_names(*_KEPT)
 
 
 def save_policy(primitive: Any, *avals: Any, **params: Any) -> bool:
@@ -54,20 +60,19 @@ def name(call: Call, outputs: Sequence[jax.Array]) -> list[jax.Array]:
     h has a name only where it is what the backward starts from: else its sum costs less to make
     again than to keep.
     """
-    spec = call.spec
-    if spec.op == "cross_entropy":
-        loss, *stats = outputs
-        return [loss, *[checkpoint_name(stat, _LSE) for stat in stats]]
-    if spec.is_softmax:
-        return [checkpoint_name(y, _SOFTMAX_OUT) for y in outputs]
-    y, *others = outputs
-    h = [others.pop(0)] if spec.normalises_h else []
-    if spec.saved == "input":
-        h = [checkpoint_name(a, _OUT) for a in h]
-    return [checkpoint_name(y, _OUT), *h, *[checkpoint_name(stat, _RSTD) for stat in others]]
+    operation = call.spec.operation
+    names = {"y": operation.out_name}
+    names |= dict.fromkeys(call.spec.statistics, operation.statistics_name)
+    if call.spec.starts_from == "h":
+        names["h"] = operation.out_name
+    return [
+        a if (residual := names.get(result)) is None else checkpoint_name(a, residual)
+        for result, a in zip(call.result_names, outputs)
+    ]
 
 
 def name_of_linear(result: str, a: jax.Array) -> jax.Array:
     """Names a result of rms_norm_linear, or the sum h that it normalises."""
-    names = {"h": _OUT, "rstd": _RSTD, "z": _PREACTIVATION}
+    norm = OPERATIONS["norm"]
+    names = {"h": norm.out_name, "rstd": norm.statistics_name, "z": _PREACTIVATION}
     return checkpoint_name(a, names[result]) if result in names else a

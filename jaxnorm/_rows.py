@@ -8,16 +8,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxnorm_kernels.operations import PARAMETERS, Kind
 from jaxnorm_kernels.specs import Shared
-
-#: What an operand or a result of a call is: an array of x's shape; a mask or a bias of logits, each
-#: broadcast to it; a statistic or a label of each row, over axes that are not normalised; a
-#: parameter, over those that are.
-Kind = Literal["array", "mask", "logits_bias", "stat", "label", "scale", "bias"]
-
-PARAMETERS: tuple[Kind, ...] = ("scale", "bias")
-#: Whose gradients are sums over those elements of x that share one of theirs.
-SHARED: tuple[Kind, ...] = (*PARAMETERS, "logits_bias")
 
 
 @dataclasses.dataclass(frozen=True)

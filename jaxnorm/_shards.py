@@ -10,7 +10,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxnorm._call import Call, Run
-from jaxnorm._rows import SHARED, Kind, RowView
+from jaxnorm._rows import RowView
+from jaxnorm_kernels.operations import SHARED, Kind
 
 
 @dataclasses.dataclass(frozen=True)

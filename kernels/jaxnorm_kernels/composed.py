@@ -2,29 +2,21 @@
 
 from collections.abc import Callable
 
-import jax
-
-from jaxnorm_kernels.specs import Spec, Stats
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.specs import Spec
 
 
 def two_norms_bwd(
-    norm_bwd: Callable[..., tuple[jax.Array, jax.Array | None, jax.Array | None]],
-    x: jax.Array,
-    saved: jax.Array,
-    stats: Stats,
-    scale: jax.Array | None,
-    next_scale: jax.Array | None,
-    dy: jax.Array,
-    dh: jax.Array | None,
+    norm_bwd: Callable[[Residuals, Results, Spec], Operands],
+    residuals: Residuals,
+    cotangents: Results,
     spec: Spec,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """``norm_add_norm_bwd`` of two ``norm_bwd``: the second norm's, whose dx is the first one's dy.
-
-    Arrays are as in :class:`jaxnorm_kernels.implementation.Implementation`.
-    """
-    rstd, next_rstd = stats
-    dresidual, dnext_scale, _ = norm_bwd(
-        saved, (next_rstd,), next_scale, None, dy, dh, spec=spec.last
-    )
-    dx, dscale, _ = norm_bwd(x, (rstd,), scale, None, dresidual, spec=spec.first)
-    return dx, dresidual, dscale, dnext_scale
+) -> Operands:
+    """That of norm_add_norm by two of norms: the second one's dx is the first one's dy."""
+    assert residuals.x is not None
+    rstd, next_rstd = residuals.stats
+    of_last = Residuals(residuals.saved, stats=(next_rstd,), scale=residuals.next_scale)
+    of_first = Residuals(residuals.x, stats=(rstd,), scale=residuals.scale)
+    last = norm_bwd(of_last, cotangents, spec.last)
+    first = norm_bwd(of_first, Results(last.x), spec.first)
+    return Operands(first.x, residual=last.x, scale=first.scale, next_scale=last.scale)

@@ -1,171 +1,103 @@
 """The contract between the API and every implementation (``xla``, ``mosaic``, ``triton``).
 
-An implementation is a module with the functions of :class:`Implementation`. It sees two-dimensional
-arrays ``(rows, cols)`` whose last axis is the normalised one, and one frozen
-:class:`~jaxnorm_kernels.specs.Spec` that says everything else about the call. It knows nothing of
-autodiff, sharding or Flax. One whose ``takes_inner`` says so also takes ``(outer, cols, inner)``
-with ``Spec.inner``, the view that needs no transpose; its statistics are those of
-``(outer, inner)``, flat.
+An implementation is a module with the functions of :class:`Implementation`: one for each pass of
+every operation of `operations.OPERATIONS`. It sees two-dimensional arrays ``(rows, cols)`` whose
+last axis is the normalised one, and one frozen :class:`~jaxnorm_kernels.specs.Spec` that says
+everything else about the call. It knows nothing of autodiff, sharding or Flax. One whose
+``takes_inner`` says so also takes ``(outer, cols, inner)`` with ``Spec.inner``, the view that needs
+no transpose; its statistics are those of ``(outer, inner)``, flat.
 
 The ``xla`` implementation alone also takes arrays of any shape with ``Spec.axes``: XLA partitions
-them over a mesh as they are, where a reshape to rows could make it gather them. It alone has the
-tangents (``softmax_tan``, ``log_softmax_tan``, ``cross_entropy_tan``, ``norm_tan``), and a backward
-that takes the cotangents of the statistics: what forward mode and second derivatives ask for.
+them over a mesh as they are, where a reshape to rows could make it gather them. It alone has
+``tangent``, and a backward that takes the cotangents of the statistics: what forward mode and
+second derivatives ask for.
 """
 
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from jaxnorm_kernels.specs import LinearSpec, Spec, Stats
 
+# What an operation has in every call is no Optional for its functions.
+_ABSENT: Any = None
 
-class Implementation(Protocol):
-    """What an implementation module provides. Arrays: ``(rows, cols)``; parameters: ``(cols,)``.
 
-    A mask or a bias of logits is as `Spec.mask_rows` and `Spec.logits_bias_rows` say, and so is the
-    bias' gradient; xla's, who has the call as it is, broadcast to x's shape by numpy's rules.
+class Operands(NamedTuple):
+    """What a forward takes; or the tangents or gradients of it. None for what there is not.
+
+    Attributes:
+      x, residual: ``(rows, cols)``.
+      scale, bias, next_scale: ``(cols,)``, or ``(n, cols)`` for groups of rows; next_scale is the
+        second norm's.
+      mask, logits_bias: boolean and float, as `Spec.mask_rows` and `Spec.logits_bias_rows` say, and
+        so is the bias' gradient; xla's, who has the call as it is, broadcast to x's shape by
+        numpy's rules.
+      labels: of any integer dtype, ``(rows,)``.
+      positions: a boolean mask, ``(rows,)``.
     """
 
-    def softmax_fwd(
-        self, x: jax.Array, mask: jax.Array | None, bias: jax.Array | None, spec: Spec
-    ) -> jax.Array:
-        """Returns y in ``spec.y_dtype``."""
+    x: jax.Array = _ABSENT
+    residual: jax.Array = _ABSENT
+    scale: jax.Array | None = None
+    bias: jax.Array | None = None
+    next_scale: jax.Array | None = None
+    mask: jax.Array | None = None
+    logits_bias: jax.Array | None = None
+    labels: jax.Array = _ABSENT
+    positions: jax.Array | None = None
+
+
+class Residuals(NamedTuple):
+    """What a tangent and a backward start from. None for what there is not.
+
+    Attributes:
+      saved: the operand or result that `Spec.starts_from` names.
+      x: that of the norm before a sum.
+      stats: the row statistics.
+      scale, bias, next_scale, mask, labels: as in :class:`Operands`.
+    """
+
+    saved: jax.Array
+    x: jax.Array = _ABSENT
+    stats: Stats = ()
+    scale: jax.Array | None = None
+    bias: jax.Array | None = None
+    next_scale: jax.Array | None = None
+    mask: jax.Array | None = None
+    labels: jax.Array = _ABSENT
+
+
+class Results(NamedTuple):
+    """What a forward returns; or the tangents or cotangents of it. None for what there is not.
+
+    Attributes:
+      y: ``(rows, cols)`` in ``spec.y_dtype``, that of norm_add in ``spec.residual_dtype``; of a
+        cross-entropy the loss of each row, ``(rows,)``.
+      h: the sum, in ``spec.residual_dtype``, of which y is the norm as it is rounded. As a
+        cotangent (``spec.adds_dh``), of a plain norm, it is another one of x.
+      stats: the row statistics, where ``spec.want_stats`` says so.
+    """
+
+    y: jax.Array = _ABSENT
+    h: jax.Array | None = None
+    stats: Stats = ()
+
+
+class Implementation(Protocol):
+    """What an implementation module provides."""
+
+    def forward(self, operands: Operands, spec: Spec) -> Results:
+        """The results; None for what is ``spec.unused``."""
         ...
 
-    def softmax_bwd(
-        self, y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns dx in ``spec.x_dtype``, and the bias' gradient where the spec has its dtype."""
-        ...
+    def backward(self, residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
+        """The gradients, each in the dtype of what it is of; of logits' bias where it has one.
 
-    def log_softmax_fwd(
-        self, x: jax.Array, mask: jax.Array | None, bias: jax.Array | None, spec: Spec
-    ) -> jax.Array:
-        """Returns y in ``spec.y_dtype``."""
-        ...
-
-    def log_softmax_bwd(
-        self, y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns dx in ``spec.x_dtype``, and the bias' gradient where the spec has its dtype."""
-        ...
-
-    def cross_entropy_fwd(
-        self,
-        x: jax.Array,
-        labels: jax.Array,
-        mask: jax.Array | None,
-        positions: jax.Array | None,
-        spec: Spec,
-    ) -> tuple[jax.Array, Stats]:
-        """Returns the loss of each row in ``spec.y_dtype`` and the statistics.
-
-        `labels` are of any integer dtype, `positions` a boolean mask, ``(rows,)`` each.
-        """
-        ...
-
-    def cross_entropy_bwd(
-        self,
-        x: jax.Array,
-        stats: Stats,
-        labels: jax.Array,
-        mask: jax.Array | None,
-        dloss: jax.Array,
-        *,
-        spec: Spec,
-    ) -> tuple[jax.Array]:
-        """Returns dx in ``spec.x_dtype``."""
-        ...
-
-    def norm_fwd(
-        self, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, spec: Spec
-    ) -> tuple[jax.Array, Stats]:
-        """Returns y in ``spec.y_dtype`` and the statistics."""
-        ...
-
-    def add_norm_fwd(
-        self,
-        x: jax.Array,
-        residual: jax.Array,
-        scale: jax.Array | None,
-        bias: jax.Array | None,
-        spec: Spec,
-    ) -> tuple[jax.Array | None, jax.Array | None, Stats]:
-        """Returns y in ``spec.y_dtype``, h in ``spec.residual_dtype`` and the statistics.
-
-        y is the norm of h as rounded. None for what is ``spec.unused``.
-        """
-        ...
-
-    def norm_add_fwd(
-        self, x: jax.Array, residual: jax.Array, scale: jax.Array | None, spec: Spec
-    ) -> tuple[jax.Array, Stats]:
-        """Returns y in ``spec.residual_dtype`` and the statistics."""
-        ...
-
-    def norm_add_norm_fwd(
-        self,
-        x: jax.Array,
-        residual: jax.Array,
-        scale: jax.Array | None,
-        next_scale: jax.Array | None,
-        spec: Spec,
-    ) -> tuple[jax.Array | None, jax.Array | None, Stats]:
-        """Returns y in ``spec.y_dtype``, h in ``spec.residual_dtype`` and each norm's rstd.
-
-        y is the norm of h as rounded. None for what is ``spec.unused``.
-        """
-        ...
-
-    def norm_bwd(
-        self,
-        saved: jax.Array,
-        stats: Stats,
-        scale: jax.Array | None,
-        bias: jax.Array | None,
-        dy: jax.Array,
-        dh: jax.Array | None = None,
-        *,
-        spec: Spec,
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Returns dx, dscale and dbias in the dtypes of ``spec``; None for an absent parameter."""
-        ...
-
-    def add_norm_bwd(
-        self,
-        saved: jax.Array,
-        stats: Stats,
-        scale: jax.Array | None,
-        bias: jax.Array | None,
-        dy: jax.Array,
-        dh: jax.Array | None = None,
-        *,
-        spec: Spec,
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-        """Returns dx, dresidual, dscale and dbias.
-
-        dresidual, the cotangent of h, is rounded to ``spec.residual_dtype``. dx is that, as
-        rounded, in ``spec.x_dtype``: the same array where their dtypes agree.
-        """
-        ...
-
-    def norm_add_norm_bwd(
-        self,
-        x: jax.Array,
-        saved: jax.Array,
-        stats: Stats,
-        scale: jax.Array | None,
-        next_scale: jax.Array | None,
-        dy: jax.Array,
-        dh: jax.Array | None = None,
-        *,
-        spec: Spec,
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-        """Returns dx, dresidual, dscale and dnext_scale in the dtypes of ``spec``.
-
-        The first norm's backward may start from dresidual before it is rounded: a kernel of both
-        norms has never stored it.
+        With a residual, its gradient is that of h, rounded to its dtype, and x's is that, as
+        rounded, in x's dtype: the same array where their dtypes agree. Of two norms, the first
+        one's backward may start from the residual's before it is rounded: a kernel of both has
+        never stored it.
         """
         ...
 
@@ -198,4 +130,15 @@ class Implementation(Protocol):
 
     def platforms(self) -> tuple[str, ...] | None:
         """The platforms that it can run on ("cpu", "cuda", "rocm", "tpu"); None for all."""
+        ...
+
+
+class WithTangent(Implementation, Protocol):
+    """What the xla implementation provides beyond that."""
+
+    def tangent(self, residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
+        """The tangents of the results; a tangent of None stands for 0.
+
+        Of a plain norm's h where ``spec.adds_dh``: x's, as it is.
+        """
         ...

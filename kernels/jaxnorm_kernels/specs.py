@@ -1,19 +1,4 @@
-"""Everything static about one call of an implementation, and the equation of each operation.
-
-A cross-entropy takes logits, a label of each row, and masks::
-
-    cross_entropy    loss = logsumexp(x) - sum(targets x) + z_loss logsumexp(x)^2
-                     targets = (1 - label_smoothing) one_hot(label) + label_smoothing / cols
-
-A norm is fused with the residual addition beside it. Forward, h and out in ``residual``'s dtype::
-
-    norm             y = norm(x)
-    add_norm         h = x + residual          y = norm(h)
-    norm_add         y = residual + norm(x)
-    norm_add_norm    h = residual + norm(x)    y = norm(h)
-
-The derivatives of the third are those of ``norm``. A backward can add the cotangent that h has
-beside the norm's (``Spec.adds_dh``); that of a plain norm, another cotangent of its x.
+"""Everything static about one call of an implementation.
 
 A norm is fused with the product after it, too, whose spec is a :class:`LinearSpec`. It has a
 forward alone: its backward is two products and the backward of a norm that keeps its input::
@@ -22,15 +7,15 @@ forward alone: its backward is two products and the backward of a norm that keep
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar, Literal
 
 import jax
 import numpy as np
 
-Op = Literal[
-    "softmax", "log_softmax", "cross_entropy", "norm", "add_norm", "norm_add", "norm_add_norm"
-]
+from jaxnorm_kernels.operations import OPERATIONS, Op, Operation
+
 Direction = Literal["fwd", "tan", "bwd"]
 Save = Literal["output", "input"]
 Name = Literal["xla", "mosaic", "triton"]
@@ -88,7 +73,6 @@ class Spec:
 
     Attributes:
       op: ``"norm"`` is LayerNorm and RMSNorm: one kernel with the switch ``subtract_mean``.
-        ``"norm_add"`` has a forward alone.
       direction: the pass: ``"fwd"`` (forward), ``"tan"`` (tangent) or ``"bwd"`` (backward).
       rows, cols: shape of the two-dimensional view; ``cols`` is the normalised length.
       x_dtype: dtype of the input; the backward returns dx in it.
@@ -189,6 +173,21 @@ class Spec:
     axes_over: tuple[tuple[str, ...], ...] = ()
     queries_over: tuple[str, ...] = ()
 
+    @functools.cached_property
+    def operation(self) -> Operation:
+        """The entry of the table of operations."""
+        return OPERATIONS[self.op]
+
+    def has(self, operand: str) -> bool:
+        """Whether the call has this operand of its operation."""
+        match operand:
+            case "x" | "labels":
+                return True
+            case "mask" | "positions":
+                return self.has_mask if operand == "mask" else self.has_positions
+            case _:
+                return getattr(self, f"{operand}_dtype") is not None
+
     @property
     def classes(self) -> int:
         """Of a cross-entropy."""
@@ -199,7 +198,7 @@ class Spec:
         """Shape ``(outer, cols, inner)`` of the arrays, for `inner` above 1."""
         return self.rows * self.inner_cols // self.inner, self.cols // self.inner_cols, self.inner
 
-    @property
+    @functools.cached_property
     def compute_dtype(self) -> np.dtype:
         """dtype of the arithmetic: float64 where an array of rows is float64, else float32.
 
@@ -229,17 +228,23 @@ class Spec:
     @property
     def is_softmax(self) -> bool:
         """Whether it is softmax or log_softmax."""
-        return self.op in ("softmax", "log_softmax")
+        return self.operation.family == "softmax"
 
     @property
     def is_norm(self) -> bool:
         """Whether it is LayerNorm or RMSNorm, alone or with a residual."""
-        return not self.is_softmax and self.op != "cross_entropy"
+        return self.operation.family == "norm"
 
     @property
     def normalises_h(self) -> bool:
         """Whether y is the norm of the sum h, which is returned too."""
-        return self.op in ("add_norm", "norm_add_norm")
+        return "h" in self.operation.results
+
+    @property
+    def starts_from(self) -> str:
+        """Name of the operand or result that the derivative starts from."""
+        from_output, from_input = self.operation.saves
+        return from_output if self.saved == "output" else from_input
 
     @property
     def groups(self) -> int:
@@ -280,11 +285,17 @@ class Spec:
         return self.subtract_mean and self.saved == "input"
 
     @property
+    def statistics(self) -> tuple[str, ...]:
+        """Names of the row statistics that the derivative takes."""
+        names = self.operation.statistics
+        return names if self.returns_mean else tuple(name for name in names if name != "mean")
+
+    @property
     def plain(self) -> bool:
         """Whether the xla implementation alone has this pass: no kernel is asked for it."""
         return self.direction == "tan" or self.stat_cotangents or self.unused == "y"
 
-    @property
+    @functools.cached_property
     def first(self) -> "Spec":
         """The norm of x, before the addition of a residual: it keeps x."""
         changes: dict[str, Any] = {}
@@ -292,28 +303,21 @@ class Spec:
             changes["y_dtype"] = self.residual_dtype  # that of its cotangent
         return self._one_norm(saved="input", adds_dh=False, **changes)
 
-    @property
-    def norms(self) -> list["Spec"]:
-        """The norms of a call, in their order."""
-        match self.op:
-            case "add_norm":
-                return [self.last]
-            case "norm_add":
-                return [self.first]
-            case "norm_add_norm":
-                return [self.first, self.last]
-            case _:
-                return [self]
-
-    @property
+    @functools.cached_property
     def last(self) -> "Spec":
         """The norm of h, or of x where nothing is added before it."""
         changes: dict[str, Any] = {}
         if self.normalises_h:
             changes["x_dtype"] = self.residual_dtype
-        if self.op == "norm_add_norm":
+        if "next_scale" in self.operation.operands:
             changes["scale_dtype"] = self.next_scale_dtype
         return self._one_norm(**changes)
+
+    @functools.cached_property
+    def norms(self) -> list["Spec"]:
+        """The norms of a call, in their order."""
+        each = {"first": lambda: self.first, "last": lambda: self.last}
+        return [each[name]() for name in self.operation.norms]
 
     def _one_norm(self, **changes: Any) -> "Spec":
         """Of the call's norms, in the call's arithmetic."""

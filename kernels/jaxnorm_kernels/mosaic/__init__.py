@@ -1,22 +1,46 @@
 """Pallas kernels for NVIDIA GPUs with the Mosaic GPU backend (Hopper and newer)."""
 
-from jaxnorm_kernels.mosaic.backward.cross_entropy import cross_entropy_bwd as cross_entropy_bwd
-from jaxnorm_kernels.mosaic.backward.norm import add_norm_bwd as add_norm_bwd
-from jaxnorm_kernels.mosaic.backward.norm import norm_bwd as norm_bwd
-from jaxnorm_kernels.mosaic.backward.softmax import log_softmax_bwd as log_softmax_bwd
-from jaxnorm_kernels.mosaic.backward.softmax import softmax_bwd as softmax_bwd
-from jaxnorm_kernels.mosaic.backward.two_norms import norm_add_norm_bwd as norm_add_norm_bwd
+from collections.abc import Callable
+from typing import Any
+
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.mosaic.backward.cross_entropy import cross_entropy_bwd
+from jaxnorm_kernels.mosaic.backward.norm import norm_bwd
+from jaxnorm_kernels.mosaic.backward.softmax import softmax_bwd
+from jaxnorm_kernels.mosaic.backward.two_norms import two_norms_bwd
 from jaxnorm_kernels.mosaic.device.launch import interpreted as interpreted
-from jaxnorm_kernels.mosaic.forward.cross_entropy import cross_entropy_fwd as cross_entropy_fwd
+from jaxnorm_kernels.mosaic.forward.cross_entropy import cross_entropy_fwd
 from jaxnorm_kernels.mosaic.forward.linear import rms_norm_linear_fwd as rms_norm_linear_fwd
-from jaxnorm_kernels.mosaic.forward.norm import add_norm_fwd as add_norm_fwd
-from jaxnorm_kernels.mosaic.forward.norm import norm_add_fwd as norm_add_fwd
-from jaxnorm_kernels.mosaic.forward.norm import norm_add_norm_fwd as norm_add_norm_fwd
-from jaxnorm_kernels.mosaic.forward.norm import norm_fwd as norm_fwd
-from jaxnorm_kernels.mosaic.forward.softmax import log_softmax_fwd as log_softmax_fwd
-from jaxnorm_kernels.mosaic.forward.softmax import softmax_fwd as softmax_fwd
+from jaxnorm_kernels.mosaic.forward.norm import norm_fwd
+from jaxnorm_kernels.mosaic.forward.softmax import softmax_fwd
 from jaxnorm_kernels.mosaic.support import caveat as caveat
 from jaxnorm_kernels.mosaic.support import platforms as platforms
 from jaxnorm_kernels.mosaic.support import prefers as prefers
 from jaxnorm_kernels.mosaic.support import supports as supports
 from jaxnorm_kernels.mosaic.support import takes_inner as takes_inner
+from jaxnorm_kernels.operations import Family, Op
+from jaxnorm_kernels.specs import Spec
+
+_FORWARD: dict[Family, Callable[..., Results]] = {
+    "softmax": softmax_fwd,
+    "loss": cross_entropy_fwd,
+    "norm": norm_fwd,
+}
+_BACKWARD: dict[Op, Callable[..., Operands]] = {
+    "softmax": softmax_bwd,
+    "log_softmax": softmax_bwd,
+    "cross_entropy": cross_entropy_bwd,
+    "norm": norm_bwd,
+    "add_norm": norm_bwd,
+    "norm_add_norm": two_norms_bwd,
+}
+
+
+def forward(operands: Operands, spec: Spec, **schedule: Any) -> Results:
+    """See `Implementation.forward`; `schedule` stands in for the one of a table."""
+    return _FORWARD[spec.operation.family](operands, spec, **schedule)
+
+
+def backward(residuals: Residuals, cotangents: Results, spec: Spec, **schedule: Any) -> Operands:
+    """See `Implementation.backward`; `schedule` stands in for the one of a table."""
+    return _BACKWARD[spec.op](residuals, cotangents, spec, **schedule)

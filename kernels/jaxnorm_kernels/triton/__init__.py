@@ -1,23 +1,44 @@
 """Triton kernels for NVIDIA GPUs since Ampere, called through jax-triton: the extra ``triton``."""
 
+from collections.abc import Callable
+from typing import Any
+
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.operations import Family, Op
+from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import extra
 
 extra.check()  # Before the modules below import what may not be there.
 
-from jaxnorm_kernels.triton.cross_entropy import cross_entropy_bwd as cross_entropy_bwd  # noqa: E402
-from jaxnorm_kernels.triton.cross_entropy import cross_entropy_fwd as cross_entropy_fwd  # noqa: E402
+from jaxnorm_kernels.triton.cross_entropy import cross_entropy_bwd, cross_entropy_fwd  # noqa: E402
 from jaxnorm_kernels.triton.linear import rms_norm_linear_fwd as rms_norm_linear_fwd  # noqa: E402
-from jaxnorm_kernels.triton.norm import add_norm_fwd as add_norm_fwd  # noqa: E402
-from jaxnorm_kernels.triton.norm import norm_add_fwd as norm_add_fwd  # noqa: E402
-from jaxnorm_kernels.triton.norm import norm_add_norm_fwd as norm_add_norm_fwd  # noqa: E402
-from jaxnorm_kernels.triton.norm import norm_fwd as norm_fwd  # noqa: E402
-from jaxnorm_kernels.triton.norm_backward import add_norm_bwd as add_norm_bwd  # noqa: E402
-from jaxnorm_kernels.triton.norm_backward import norm_add_norm_bwd as norm_add_norm_bwd  # noqa: E402
-from jaxnorm_kernels.triton.norm_backward import norm_bwd as norm_bwd  # noqa: E402
-from jaxnorm_kernels.triton.softmax import log_softmax_bwd as log_softmax_bwd  # noqa: E402
-from jaxnorm_kernels.triton.softmax import log_softmax_fwd as log_softmax_fwd  # noqa: E402
-from jaxnorm_kernels.triton.softmax import softmax_bwd as softmax_bwd  # noqa: E402
-from jaxnorm_kernels.triton.softmax import softmax_fwd as softmax_fwd  # noqa: E402
+from jaxnorm_kernels.triton.norm import norm_fwd  # noqa: E402
+from jaxnorm_kernels.triton.norm_backward import norm_bwd, two_norms_bwd  # noqa: E402
+from jaxnorm_kernels.triton.softmax import softmax_bwd, softmax_fwd  # noqa: E402
 from jaxnorm_kernels.triton.support import platforms as platforms  # noqa: E402
 from jaxnorm_kernels.triton.support import prefers as prefers  # noqa: E402
 from jaxnorm_kernels.triton.support import supports as supports  # noqa: E402
+
+_FORWARD: dict[Family, Callable[..., Results]] = {
+    "softmax": softmax_fwd,
+    "loss": cross_entropy_fwd,
+    "norm": norm_fwd,
+}
+_BACKWARD: dict[Op, Callable[..., Operands]] = {
+    "softmax": softmax_bwd,
+    "log_softmax": softmax_bwd,
+    "cross_entropy": cross_entropy_bwd,
+    "norm": norm_bwd,
+    "add_norm": norm_bwd,
+    "norm_add_norm": two_norms_bwd,
+}
+
+
+def forward(operands: Operands, spec: Spec, **schedule: Any) -> Results:
+    """See `Implementation.forward`; `schedule` stands in for the one of the table."""
+    return _FORWARD[spec.operation.family](operands, spec, **schedule)
+
+
+def backward(residuals: Residuals, cotangents: Results, spec: Spec, **schedule: Any) -> Operands:
+    """See `Implementation.backward`; `schedule` stands in for the one of the table."""
+    return _BACKWARD[spec.op](residuals, cotangents, spec, **schedule)

@@ -36,7 +36,8 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from jaxnorm_kernels.specs import Spec, Stats
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.launch import launch
 from jaxnorm_kernels.triton.schedule import Schedule, loss_blocks, loss_vector
@@ -46,23 +47,11 @@ _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 def cross_entropy_fwd(
-    x: jax.Array,
-    labels: jax.Array,
-    mask: jax.Array | None,
-    positions: jax.Array | None,
-    spec: Spec,
-    *,
-    schedule: Schedule | None = None,
-) -> tuple[jax.Array, Stats]:
-    """Returns the loss `(rows,)` in float32, and m and log(s) where the spec wants them.
-
-    Args:
-      x: `(rows, cols)`.
-      labels: `(rows,)` of any integer dtype.
-      mask: None; `support` refuses one of classes.
-      positions: `(rows,)` of booleans, or None.
-    """
-    assert mask is None, "of classes: `support` refuses it"
+    operands: Operands, spec: Spec, *, schedule: Schedule | None = None
+) -> Results:
+    """The loss and the statistics; `schedule` stands in for the one of the table."""
+    x, labels, positions = operands.x, operands.labels, operands.positions
+    assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or schedules.choose(spec)
     of_rows = jax.ShapeDtypeStruct((spec.rows,), np.float32)
     stat = of_rows if spec.want_stats else None
@@ -89,31 +78,17 @@ def cross_entropy_fwd(
         lanes=min(32 * schedule.warps, schedule.block // vector),
         vector=vector,
     )
-    return loss, tuple(stats)
+    return Results(loss, stats=tuple(stats))
 
 
 def cross_entropy_bwd(
-    x: jax.Array,
-    stats: Stats,
-    labels: jax.Array,
-    mask: jax.Array | None,
-    dloss: jax.Array,
-    *,
-    spec: Spec,
-    schedule: Schedule | None = None,
-) -> tuple[jax.Array]:
-    """Returns dx `(rows, cols)` in ``x_dtype``.
-
-    Args:
-      x: `(rows, cols)`.
-      stats: m and log(s), `(rows,)` each in float32.
-      labels: `(rows,)` of any integer dtype.
-      mask: None; `support` refuses one of classes.
-      dloss: `(rows,)` in float32.
-    """
-    assert mask is None, "of classes: `support` refuses it"
+    residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Schedule | None = None
+) -> Operands:
+    """The gradient of x; `schedule` stands in for the one of the table."""
+    x, labels, dloss = residuals.saved, residuals.labels, cotangents.y
+    assert residuals.mask is None, "of classes: `support` refuses it"
     schedule = schedule or schedules.choose(spec)
-    m, log_s = stats
+    m, log_s = residuals.stats
     blocks, even = loss_blocks(spec, schedule), spec.label_smoothing / spec.classes
     (tiles,) = schedule.grid(spec)
     place = jax.new_ref(x) if spec.overwrites_x else None
@@ -141,7 +116,7 @@ def cross_entropy_bwd(
         blocks=blocks,
         vector=loss_vector(spec, schedule),
     )
-    return (results[0] if place is None else jax.freeze(place),)
+    return Operands(results[0] if place is None else jax.freeze(place))
 
 
 @triton.jit

@@ -27,6 +27,7 @@ import jax
 import triton
 import triton.language as tl
 
+from jaxnorm_kernels.implementation import Operands
 from jaxnorm_kernels.specs import LinearSpec
 from jaxnorm_kernels.triton import linear_schedule as schedules
 from jaxnorm_kernels.triton.launch import launch
@@ -54,7 +55,7 @@ def rms_norm_linear_fwd(
       scale, bias: `(cols,)` and `(features,)`, or None.
     """
     schedule = schedule or schedules.choose(spec)
-    _, (rstd,) = norm_fwd(x, scale, None, spec.norm)
+    _, _, (rstd,) = norm_fwd(Operands(x, scale=scale), spec.norm)
     weight, power = scaled_weight(weight, scale, spec)
     out = jax.ShapeDtypeStruct((spec.rows, spec.features), spec.y_dtype)
     y, *z = launch(

@@ -3,99 +3,17 @@
 import jax
 import numpy as np
 
-from jaxnorm_kernels.specs import Spec, Stats
+from jaxnorm_kernels.implementation import Operands, Results
+from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import norm_forward as kernels
 from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.launch import group_rows, launch
 from jaxnorm_kernels.triton.schedule import Schedule
 
 
-def norm_fwd(
-    x: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    spec: Spec,
-    *,
-    schedule: Schedule | None = None,
-) -> tuple[jax.Array, Stats]:
-    """Returns y `(rows, cols)` in ``y_dtype`` and the statistics.
-
-    Args:
-      x: `(rows, cols)`.
-      scale, bias: `(cols,)`, or `(n, cols)` for groups of rows.
-    """
-    y, *stats = _call(x, None, scale, bias, None, spec, schedule)
-    return y, tuple(stats)
-
-
-def add_norm_fwd(
-    x: jax.Array,
-    residual: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    spec: Spec,
-    *,
-    schedule: Schedule | None = None,
-) -> tuple[jax.Array, jax.Array | None, Stats]:
-    """Returns y in ``y_dtype``, h = x + residual in ``residual_dtype`` and the statistics.
-
-    Args:
-      x, residual: `(rows, cols)`.
-      scale, bias: `(cols,)`, or `(n, cols)` for groups of rows.
-    """
-    y, h, *stats = _call(x, residual, scale, bias, None, spec, schedule)
-    # The kernels write h in any case: rows too wide for registers are read back.
-    return y, h if spec.returns_h else None, tuple(stats)
-
-
-def norm_add_fwd(
-    x: jax.Array,
-    residual: jax.Array,
-    scale: jax.Array | None,
-    spec: Spec,
-    *,
-    schedule: Schedule | None = None,
-) -> tuple[jax.Array, Stats]:
-    """Returns y = residual + norm(x) in ``residual_dtype`` and the statistics.
-
-    Args:
-      x, residual: `(rows, cols)`.
-      scale: `(cols,)`, or `(n, cols)` for groups of rows.
-    """
-    y, *stats = _call(x, residual, scale, None, None, spec, schedule)
-    return y, tuple(stats)
-
-
-def norm_add_norm_fwd(
-    x: jax.Array,
-    residual: jax.Array,
-    scale: jax.Array | None,
-    next_scale: jax.Array | None,
-    spec: Spec,
-    *,
-    schedule: Schedule | None = None,
-) -> tuple[jax.Array, jax.Array | None, Stats]:
-    """Returns y = norm(h), h = residual + norm(x) and the statistics of both norms.
-
-    Args:
-      x, residual: `(rows, cols)`.
-      scale, next_scale: of the first norm and of the second, `(cols,)` or `(n, cols)`.
-    """
-    y, h, *stats = _call(x, residual, scale, None, next_scale, spec, schedule)
-    # The kernels write h in any case: rows too wide for registers are read back.
-    return y, h if spec.returns_h else None, tuple(stats)
-
-
-def _call(
-    x: jax.Array,
-    residual: jax.Array | None,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    next_scale: jax.Array | None,
-    spec: Spec,
-    schedule: Schedule | None,
-) -> list[jax.Array]:
-    """y, h where there is one, and the statistics."""
+def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
+    """See `Implementation.forward`; `schedule` stands in for the one of the table."""
+    x, residual, scale, bias, next_scale, *_ = operands
     schedule = schedule or schedules.choose(spec)
     kernel, grid, options = kernels.norm_fwd_in_registers, schedule.grid(spec), {}
     if schedule.is_looped(spec):
@@ -109,7 +27,7 @@ def _call(
     y_dtype = spec.residual_dtype if spec.op == "norm_add" else spec.y_dtype
     h = jax.ShapeDtypeStruct(x.shape, spec.residual_dtype) if spec.normalises_h else None
     kind = "layer_norm" if spec.subtract_mean else "rms_norm"
-    return launch(
+    y, *results = launch(
         kernel,
         name=f"jaxnorm_{spec.op.replace('norm', kind)}_fwd",
         outputs={
@@ -141,3 +59,7 @@ def _call(
         **schedule.tiles(spec),
         **options,
     )
+    if h is None:
+        return Results(y, stats=tuple(results))
+    # The kernels write h in any case: rows too wide for registers are read back.
+    return Results(y, results[0] if spec.returns_h else None, tuple(results[1:]))

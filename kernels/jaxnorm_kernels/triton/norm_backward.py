@@ -27,9 +27,10 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from jaxnorm_kernels.composed import two_norms_bwd
+from jaxnorm_kernels import composed
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.partials import add_partials
-from jaxnorm_kernels.specs import Spec, Stats
+from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.launch import group_rows, launch
 from jaxnorm_kernels.triton.schedule import Schedule
@@ -43,23 +44,14 @@ from jaxnorm_kernels.triton.tiles import (
 
 
 def norm_bwd(
-    saved: jax.Array,
-    stats: Stats,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    dy: jax.Array,
-    dh: jax.Array | None = None,
-    *,
-    spec: Spec,
-    schedule: Schedule | None = None,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns dx in ``x_dtype``, and dscale and dbias in the shapes of scale and bias.
-
-    Args:
-      saved, dy, dh: `(rows, cols)`; dh in ``x_dtype``, where ``spec.adds_dh``.
-      stats: rstd, and the mean of a LayerNorm from its input, each `(rows,)` in float32.
-      scale, bias: `(cols,)`, or `(n, cols)` for groups of rows.
-    """
+    residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Schedule | None = None
+) -> Operands:
+    """See `Implementation.backward`; `schedule` stands in for the one of the table."""
+    if spec.op == "add_norm":
+        of_h = norm_bwd(residuals, cotangents, spec.last)
+        return of_h._replace(x=of_h.x.astype(spec.x_dtype), residual=of_h.x)
+    saved, _, stats, scale, bias, *_ = residuals
+    dy, dh, _ = cotangents
     schedule = schedule or schedules.choose(spec)
     rstd, *mean = stats
     from_output = spec.saved == "output"
@@ -107,38 +99,12 @@ def norm_bwd(
         **common,
     )
     dscale, dbias = _summed(partials, (scale, bias), spec)
-    return dx, dscale, dbias
+    return Operands(dx, scale=dscale, bias=dbias)
 
 
-def add_norm_bwd(
-    saved: jax.Array,
-    stats: Stats,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    dy: jax.Array,
-    dh: jax.Array | None = None,
-    *,
-    spec: Spec,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns dx, dresidual, dscale and dbias; dx is converted where its dtype is another."""
-    last = spec.last
-    dresidual, dscale, dbias = norm_bwd(saved, stats, scale, bias, dy, dh, spec=last)
-    return dresidual.astype(spec.x_dtype), dresidual, dscale, dbias
-
-
-def norm_add_norm_bwd(
-    x: jax.Array,
-    saved: jax.Array,
-    stats: Stats,
-    scale: jax.Array | None,
-    next_scale: jax.Array | None,
-    dy: jax.Array,
-    dh: jax.Array | None = None,
-    *,
-    spec: Spec,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns dx, dresidual, dscale and dnext_scale: a kernel for each norm."""
-    return two_norms_bwd(norm_bwd, x, saved, stats, scale, next_scale, dy, dh, spec)
+def two_norms_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
+    """Of norm_add_norm: a kernel for each norm."""
+    return composed.two_norms_bwd(norm_bwd, residuals, cotangents, spec)
 
 
 def _summed(

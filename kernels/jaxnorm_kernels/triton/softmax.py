@@ -22,6 +22,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.specs import Shared, Spec
 from jaxnorm_kernels.triton import logits as logits_of
 from jaxnorm_kernels.triton import schedule as schedules
@@ -46,20 +47,9 @@ from jaxnorm_kernels.triton.tiles import store_piece, tile_at
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
-def softmax_fwd(
-    x: jax.Array,
-    mask: jax.Array | None,
-    bias: jax.Array | None,
-    spec: Spec,
-    *,
-    schedule: Schedule | None = None,
-) -> jax.Array:
-    """Returns y `(rows, cols)` in ``y_dtype``.
-
-    Args:
-      x: `(rows, cols)`.
-      mask, bias: `(n, cols)` or `(n, 1)`, as `spec` says.
-    """
+def softmax_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
+    """Of softmax or log_softmax; `schedule` stands in for the one of the table."""
+    x = operands.x
     schedule = schedule or schedules.choose(spec)
     (y,) = launch(
         _softmax_fwd_looped if schedule.is_looped(spec) else _softmax_fwd_in_registers,
@@ -69,35 +59,27 @@ def softmax_fwd(
         warps=schedule.warps,
         registers=schedule.registers,
         x_ptr=x,
-        mask_ptr=mask,
-        bias_ptr=bias,
+        mask_ptr=operands.mask,
+        bias_ptr=operands.logits_bias,
         rows=spec.rows,
         cols=spec.cols,
         log=spec.op == "log_softmax",
         logits=logits_of.of(spec),
         **schedule.tiles(spec),
     )
-    return y
+    return Results(y)
 
 
 def softmax_bwd(
-    y: jax.Array,
-    mask: jax.Array | None,
-    dy: jax.Array,
-    spec: Spec,
-    *,
-    schedule: Schedule | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns dx `(rows, cols)` in ``x_dtype``, and dbias in the bias' shape, or None.
-
-    Args:
-      y, dy: `(rows, cols)`.
-      mask: `(n, cols)` or `(n, 1)`, as `spec` says.
-    """
+    residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Schedule | None = None
+) -> Operands:
+    """The gradients of x and of the bias; `schedule` stands in for the one of the table."""
+    y, dy = residuals.saved, cotangents.y
     schedule = schedule or schedules.choose(spec)
-    mask = mask if spec.reads_mask else None
+    mask = residuals.mask if spec.reads_mask else None
     if logits_of.sums_columns(spec):
-        return softmax_bwd_bias(y, mask, dy, spec, schedule)
+        dx, gradient = softmax_bwd_bias(y, mask, dy, spec, schedule)
+        return Operands(dx, logits_bias=gradient)
     dbias = None if spec.logits_bias_dtype is None else spec.logits_bias_rows
     row_sums = jax.ShapeDtypeStruct((spec.rows,), np.float32)
     dx, *sums = launch(
@@ -119,12 +101,10 @@ def softmax_bwd(
         logits=logits_of.of(spec),
         **schedule.tiles(spec),
     )
-    return dx, None if dbias is None else _of_rows(dbias, *sums).astype(spec.logits_bias_dtype)
-
-
-# One kernel each with one switch, `spec.op`.
-log_softmax_fwd = softmax_fwd
-log_softmax_bwd = softmax_bwd
+    if dbias is None:
+        return Operands(dx)
+    gradient = _of_rows(dbias, *sums).astype(spec.logits_bias_dtype)
+    return Operands(dx, logits_bias=gradient)
 
 
 def _of_rows(shared: Shared, sums: jax.Array) -> jax.Array:

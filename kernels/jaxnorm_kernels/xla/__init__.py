@@ -1,27 +1,49 @@
 """The contract in plain ``jax.numpy``: the reference, the fallback, the path for CPU and TPU."""
 
+from collections.abc import Callable
+
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import LinearSpec, Spec
-from jaxnorm_kernels.xla.cross_entropy import cross_entropy_bwd as cross_entropy_bwd
-from jaxnorm_kernels.xla.cross_entropy import cross_entropy_fwd as cross_entropy_fwd
-from jaxnorm_kernels.xla.cross_entropy import cross_entropy_tan as cross_entropy_tan
+from jaxnorm_kernels.xla import cross_entropy, norm, softmax
 from jaxnorm_kernels.xla.linear import rms_norm_linear_fwd as rms_norm_linear_fwd
 from jaxnorm_kernels.xla.linear import rms_norm_linear_tan as rms_norm_linear_tan
-from jaxnorm_kernels.xla.norm import add_norm_bwd as add_norm_bwd
-from jaxnorm_kernels.xla.norm import add_norm_fwd as add_norm_fwd
-from jaxnorm_kernels.xla.norm import add_norm_tan as add_norm_tan
-from jaxnorm_kernels.xla.norm import norm_add_fwd as norm_add_fwd
-from jaxnorm_kernels.xla.norm import norm_add_norm_bwd as norm_add_norm_bwd
-from jaxnorm_kernels.xla.norm import norm_add_norm_fwd as norm_add_norm_fwd
-from jaxnorm_kernels.xla.norm import norm_add_norm_tan as norm_add_norm_tan
-from jaxnorm_kernels.xla.norm import norm_bwd as norm_bwd
-from jaxnorm_kernels.xla.norm import norm_fwd as norm_fwd
-from jaxnorm_kernels.xla.norm import norm_tan as norm_tan
-from jaxnorm_kernels.xla.softmax import log_softmax_bwd as log_softmax_bwd
-from jaxnorm_kernels.xla.softmax import log_softmax_fwd as log_softmax_fwd
-from jaxnorm_kernels.xla.softmax import log_softmax_tan as log_softmax_tan
-from jaxnorm_kernels.xla.softmax import softmax_bwd as softmax_bwd
-from jaxnorm_kernels.xla.softmax import softmax_fwd as softmax_fwd
-from jaxnorm_kernels.xla.softmax import softmax_tan as softmax_tan
+
+_Passes = tuple[
+    Callable[[Operands, Spec], Results],
+    Callable[[Residuals, Operands, Spec], Results],
+    Callable[[Residuals, Results, Spec], Operands],
+]
+
+_NORM: _Passes = (norm.norm_fwd, norm.norm_tan, norm.norm_bwd)
+_PASSES: dict[Op, _Passes] = {
+    "softmax": (softmax.softmax_fwd, softmax.softmax_tan, softmax.softmax_bwd),
+    "log_softmax": (softmax.log_softmax_fwd, softmax.log_softmax_tan, softmax.log_softmax_bwd),
+    "cross_entropy": (
+        cross_entropy.cross_entropy_fwd,
+        cross_entropy.cross_entropy_tan,
+        cross_entropy.cross_entropy_bwd,
+    ),
+    "norm": _NORM,
+    "add_norm": _NORM,
+    "norm_add": _NORM,
+    "norm_add_norm": _NORM,
+}
+
+
+def forward(operands: Operands, spec: Spec) -> Results:
+    """See `Implementation.forward`."""
+    return _PASSES[spec.op][0](operands, spec)
+
+
+def tangent(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
+    """See `WithTangent.tangent`."""
+    return _PASSES[spec.op][1](residuals, tangents, spec)
+
+
+def backward(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
+    """See `Implementation.backward`."""
+    return _PASSES[spec.op][2](residuals, cotangents, spec)
 
 
 def platforms() -> None:

@@ -34,7 +34,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxnorm_kernels.specs import Spec, Stats
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.label_sums import (
     at_column,
     exponentials_but_label,
@@ -46,16 +47,11 @@ from jaxnorm_kernels.xla.reductions import row_any, row_max, row_sums
 _INT32_MAX = 2**31 - 1
 
 
-def cross_entropy_fwd(
-    x: jax.Array,
-    labels: jax.Array,
-    mask: jax.Array | None,
-    positions: jax.Array | None,
-    spec: Spec,
-) -> tuple[jax.Array, Stats]:
+def cross_entropy_fwd(operands: Operands, spec: Spec) -> Results:
     """The loss, and the statistics that the spec wants; each of the rows' shape."""
-    (x,), spec = _without_padding([x], spec)
-    label, a = _label(labels, spec), spec.label_smoothing
+    mask, positions = operands.mask, operands.positions
+    (x,), spec = _without_padding([operands.x], spec)
+    label, a = _label(operands.labels, spec), spec.label_smoothing
     at_label = _columns(x.shape, spec) == label
     kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
     # The maximum in x's dtype: nothing is rounded.
@@ -82,22 +78,15 @@ def cross_entropy_fwd(
     if has_entry is not None:
         loss, log_s = jnp.where(has_entry, loss, 0), jnp.where(has_entry, log_s, -jnp.inf)
     loss, m, log_s = (jnp.squeeze(v, spec.axes) for v in (loss, m, log_s))
-    return loss.astype(spec.y_dtype), (m, log_s) if spec.want_stats else ()
+    return Results(loss.astype(spec.y_dtype), stats=(m, log_s) if spec.want_stats else ())
 
 
-def cross_entropy_tan(
-    x: jax.Array,
-    stats: Stats,
-    labels: jax.Array,
-    mask: jax.Array | None,
-    dx: jax.Array,
-    spec: Spec,
-) -> tuple[jax.Array, Stats]:
+def cross_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
     """The tangents of the loss, and of the statistics where the spec wants them."""
-    (x, dx), spec = _without_padding([x, dx], spec)
-    label = _label(labels, spec)
-    a, at_label = spec.label_smoothing, _columns(x.shape, spec) == label
-    p, lse, has_entry = _probabilities(x, stats, mask, label, at_label, spec)
+    (x, dx), spec = _without_padding([residuals.saved, tangents.x], spec)
+    residuals, mask = residuals._replace(saved=x), residuals.mask
+    p, lse, has_entry, at_label = _probabilities(residuals, spec)
+    a = spec.label_smoothing
     # Zeroed before any product: 0 * inf would poison the row.
     t = jnp.where(has_entry, dx.astype(spec.compute_dtype), 0)
     weighted = p * (t if mask is None else jnp.where(mask, t, 0))
@@ -108,25 +97,16 @@ def cross_entropy_tan(
     if spec.z_loss:
         dloss = dloss + 2 * spec.z_loss * lse * dlse
     dloss, dlse = (jnp.squeeze(v, spec.axes) for v in (dloss, dlse))
-    return dloss.astype(spec.y_dtype), (jnp.zeros_like(dlse), dlse) if spec.want_stats else ()
+    dstats = (jnp.zeros_like(dlse), dlse) if spec.want_stats else ()
+    return Results(dloss.astype(spec.y_dtype), stats=dstats)
 
 
-def cross_entropy_bwd(
-    x: jax.Array,
-    stats: Stats,
-    labels: jax.Array,
-    mask: jax.Array | None,
-    dloss: jax.Array,
-    dstats: Stats = (),
-    *,
-    spec: Spec,
-) -> tuple[jax.Array]:
-    """dx; `dstats` are the cotangents of the statistics, if they have any."""
-    padding = spec.padding
-    (x,), spec = _without_padding([x], spec)
-    label = _label(labels, spec)
-    a, at_label = spec.label_smoothing, _columns(x.shape, spec) == label
-    p, lse, has_entry = _probabilities(x, stats, mask, label, at_label, spec)
+def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
+    """The gradient of x."""
+    dloss, dstats, padding = cotangents.y, cotangents.stats, spec.padding
+    (x,), spec = _without_padding([residuals.saved], spec)
+    p, lse, has_entry, at_label = _probabilities(residuals._replace(saved=x), spec)
+    a = spec.label_smoothing
     d = jnp.expand_dims(dloss.astype(spec.compute_dtype), spec.axes)
     even = a / spec.cols if a else 0.0
     slope = p - jnp.where(at_label, p.dtype.type(1 - a + even), p.dtype.type(even))
@@ -137,7 +117,7 @@ def cross_entropy_bwd(
         _, dlse = dstats
         dx = dx + jnp.expand_dims(dlse, spec.axes) * p
     dx = jnp.where(has_entry, dx, 0).astype(spec.x_dtype)
-    return (jnp.pad(dx, [(0, 0)] * (dx.ndim - 1) + [(0, padding)]) if padding else dx,)
+    return Operands(jnp.pad(dx, [(0, 0)] * (dx.ndim - 1) + [(0, padding)]) if padding else dx)
 
 
 def _without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.Array], Spec]:
@@ -149,15 +129,12 @@ def _without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.
 
 
 def _probabilities(
-    x: jax.Array,
-    stats: Stats,
-    mask: jax.Array | None,
-    label: jax.Array,
-    at_label: jax.Array,
-    spec: Spec,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """p; along rows lse, 0 where there is no entry, and whether there is one."""
-    m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in stats)
+    residuals: Residuals, spec: Spec
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """p; along rows lse, 0 where there is no entry, and whether there is one; the label's place."""
+    x, mask, label = residuals.saved, residuals.mask, _label(residuals.labels, spec)
+    at_label = _columns(x.shape, spec) == label
+    m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in residuals.stats)
     has_entry = log_s != -jnp.inf
     log_s = jnp.where(has_entry, log_s, 0)
 
@@ -176,7 +153,7 @@ def _probabilities(
         p = lax.platform_dependent(cpu=from_the_forward, default=made_again)
     else:
         p = made_again()
-    return p, m + log_s, has_entry
+    return p, m + log_s, has_entry, at_label
 
 
 def _label(labels: jax.Array, spec: Spec) -> jax.Array:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.implementation import Operands
 from jaxnorm_kernels.specs import Activation, LinearSpec
 from jaxnorm_kernels.xla.elementwise import gain
 from jaxnorm_kernels.xla.norm import norm_fwd
@@ -38,7 +39,7 @@ def rms_norm_linear_fwd(
     spec: LinearSpec,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     """y, z and rstd; None for what the spec does not want."""
-    n, (rstd,) = norm_fwd(x, scale, None, spec.norm)
+    n, _, (rstd,) = norm_fwd(Operands(x, scale=scale), spec.norm)
     kept = rstd if spec.want_rstd else None
     if not spec.want_y:
         return None, None, kept

@@ -36,72 +36,95 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.specs import Spec, Stats
 from jaxnorm_kernels.xla.elementwise import clip, effective_bias, gain, round_to, safe_divide
 from jaxnorm_kernels.xla.reductions import row_mean
 
 
-def norm_fwd(
-    x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, spec: Spec
-) -> tuple[jax.Array, Stats]:
-    """y in ``spec.y_dtype``, and the statistics; see `Implementation.norm_fwd`."""
-    y, stats = _normalised(x, scale, bias, spec)
-    return y.astype(spec.y_dtype), stats
-
-
-def add_norm_fwd(
-    x: jax.Array,
-    residual: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    spec: Spec,
-) -> tuple[jax.Array | None, jax.Array | None, Stats]:
-    """y, h in the residual's dtype, and the statistics; None for what nobody uses."""
-    h = _sum(residual, x, spec)
+def norm_fwd(operands: Operands, spec: Spec) -> Results:
+    """y, h and the statistics of a norm, alone or with a residual."""
+    x, residual, scale, bias, next_scale, *_ = operands
+    stats: Stats = ()
+    match spec.op:
+        case "norm":
+            y, stats = _normalised(x, scale, bias, spec)
+            return Results(y.astype(spec.y_dtype), stats=stats)
+        case "norm_add":
+            u, stats = _normalised(x, scale, None, spec.first)
+            return Results(_sum(residual, u, spec), stats=stats)
+        case "add_norm":
+            h, params = _sum(residual, x, spec), (scale, bias)
+        case _:
+            u, stats = _normalised(x, scale, None, spec.first)
+            h, params = _sum(residual, u, spec), (next_scale, None)
     if spec.unused == "y":
-        return None, h, ()
-    y, stats = norm_fwd(h, scale, bias, spec.last)
-    return y, h if spec.returns_h else None, stats
+        return Results(h=h)
+    y, of_h = _normalised(h, *params, spec.last)
+    return Results(y.astype(spec.y_dtype), h if spec.returns_h else None, (*stats, *of_h))
 
 
-def norm_add_fwd(
-    x: jax.Array, residual: jax.Array, scale: jax.Array | None, spec: Spec
-) -> tuple[jax.Array, Stats]:
-    """residual + norm(x) in the residual's dtype, and the statistics."""
-    y, stats = _normalised(x, scale, None, spec.first)
-    return _sum(residual, y, spec), stats
+def norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
+    """The tangents of y, h and the statistics."""
+    saved, x, stats, scale, bias, next_scale, *_ = residuals
+    dx, dresidual, dscale, dbias, dnext_scale, *_ = tangents
+    zero = jnp.zeros((), spec.compute_dtype)
+    match spec.op:
+        case "norm":
+            dy, dstats = _tangent(saved, stats, scale, bias, (dx, dscale, dbias), spec)
+            through = jnp.zeros_like(saved, dtype=spec.x_dtype) if dx is None else dx
+            return Results(dy, through if spec.adds_dh else None, dstats)
+        case "add_norm":
+            dh = None
+            if dx is not None or dresidual is not None:
+                of_residual, of_x = (zero if t is None else t for t in (dresidual, dx))
+                dh = _sum(of_residual, of_x, spec)
+            dy, dstats = _tangent(saved, stats, scale, bias, (dh, dscale, dbias), spec.last)
+        case _:
+            rstd, next_rstd = stats
+            dh = jnp.zeros_like(x) if dresidual is None else dresidual
+            drstd: Stats = (jnp.zeros_like(rstd),) if spec.want_stats else ()
+            if dx is not None or dscale is not None:
+                wide = dataclasses.replace(spec.first, y_dtype=spec.compute_dtype)
+                t, drstd = _tangent(x, (rstd,), scale, None, (dx, dscale, None), wide)
+                dh = _sum(dh, t, spec)
+            of_h = (dh, dnext_scale, None)
+            dy, dnext = _tangent(saved, (next_rstd,), next_scale, None, of_h, spec.last)
+            dstats = (*drstd, *dnext)
+    dh = jnp.zeros_like(saved) if dh is None else dh
+    return Results(dy, dh.astype(spec.residual_dtype), dstats)
 
 
-def norm_add_norm_fwd(
-    x: jax.Array,
-    residual: jax.Array,
-    scale: jax.Array | None,
-    next_scale: jax.Array | None,
-    spec: Spec,
-) -> tuple[jax.Array | None, jax.Array | None, Stats]:
-    """y, h and the statistics of both norms; None for what nobody uses."""
-    h, stats = norm_add_fwd(x, residual, scale, spec)
-    if spec.unused == "y":
-        return None, h, ()
-    y, next_stats = norm_fwd(h, next_scale, None, spec.last)
-    return y, h if spec.returns_h else None, (*stats, *next_stats)
+def norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
+    """The gradients of x, of the residual and of the parameters."""
+    saved, x, stats, scale, bias, next_scale, *_ = residuals
+    dy, dh, dstats = cotangents
+    if spec.op == "norm":
+        dx, dscale, dbias = _backward(saved, stats, scale, bias, cotangents, spec)
+        return Operands(dx, scale=dscale, bias=dbias)
+    last = dataclasses.replace(spec.last, x_dtype=spec.compute_dtype)
+    if spec.op == "add_norm":
+        of_h, dscale, dbias = _backward(saved, stats, scale, bias, cotangents, last)
+        dresidual = round_to(of_h, spec.last.x_dtype)
+        return Operands(dresidual.astype(spec.x_dtype), dresidual, dscale, dbias)
+    of_second = Results(dy, dh, dstats[1:])
+    of_h, dnext_scale, _ = _backward(saved, stats[1:], next_scale, None, of_second, last)
+    of_first = Results(of_h, None, dstats[:1])
+    dx, dscale, _ = _backward(x, stats[:1], scale, None, of_first, spec.first)
+    return Operands(dx, of_h.astype(spec.residual_dtype), dscale, next_scale=dnext_scale)
 
 
-def norm_tan(
+def _tangent(
     saved: jax.Array,
     stats: Stats,
     scale: jax.Array | None,
     bias: jax.Array | None,
-    dx: jax.Array | None,
-    dscale: jax.Array | None,
-    dbias: jax.Array | None,
+    tangents: tuple[jax.Array | None, jax.Array | None, jax.Array | None],
     spec: Spec,
-) -> tuple[jax.Array, jax.Array | None, Stats]:
-    """The tangents of y, of x if the spec wants it, and of the statistics; None stands for 0."""
+) -> tuple[jax.Array, Stats]:
+    """Of y and the statistics of one norm, from those of x, scale and bias; None stands for 0."""
+    dx, dscale, dbias = tangents
     g, xh, (rstd, *_), _ = _recovered(saved, stats, scale, bias, spec)
-    through = dx
-    if spec.adds_dh and dx is None:
-        through = jnp.zeros_like(saved, dtype=spec.x_dtype)
     drstd = dmean = jnp.zeros_like(rstd)
     terms = []
     if dx is not None:
@@ -117,24 +140,19 @@ def norm_tan(
     if dbias is not None:
         terms.append(_along_rows(dbias.astype(spec.compute_dtype), xh, spec))
     dy = jnp.broadcast_to(functools.reduce(operator.add, terms), xh.shape).astype(spec.y_dtype)
-    return dy, through if spec.adds_dh else None, _statistics(drstd, dmean, spec)
+    return dy, _statistics(drstd, dmean, spec)
 
 
-def norm_bwd(
+def _backward(
     saved: jax.Array,
     stats: Stats,
     scale: jax.Array | None,
     bias: jax.Array | None,
-    dy: jax.Array,
-    dh: jax.Array | None = None,
-    dstats: Stats = (),
-    *,
+    cotangents: Results,
     spec: Spec,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """dx, dscale and dbias.
-
-    `dh` is another cotangent of x, and `dstats` are those of the statistics, if they have any.
-    """
+    """dx, dscale and dbias of one norm."""
+    dy, dh, dstats = cotangents
     d = dy.astype(spec.compute_dtype)
     g, xh, (rstd, *_), z = _recovered(saved, stats, scale, bias, spec)
     dg = d if g is None else d * g
@@ -153,90 +171,6 @@ def norm_bwd(
     dscale = None if scale is None else _summed_like(scale, d * xh, spec).astype(spec.scale_dtype)
     dbias = None if bias is None else _summed_like(bias, d, spec).astype(spec.bias_dtype)
     return dx.astype(spec.x_dtype), dscale, dbias
-
-
-def add_norm_tan(
-    saved: jax.Array,
-    stats: Stats,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    dx: jax.Array | None,
-    dresidual: jax.Array | None,
-    dscale: jax.Array | None,
-    dbias: jax.Array | None,
-    spec: Spec,
-) -> tuple[jax.Array, jax.Array, Stats]:
-    """The tangents of y, h and the statistics; None stands for a tangent that is 0."""
-    last = spec.last
-    if dx is None and dresidual is None:
-        dy, _, dstats = norm_tan(saved, stats, scale, bias, None, dscale, dbias, last)
-        return dy, jnp.zeros_like(saved, dtype=spec.residual_dtype), dstats
-    zero = jnp.zeros((), spec.compute_dtype)
-    dh = _sum(zero if dresidual is None else dresidual, zero if dx is None else dx, spec)
-    dy, _, dstats = norm_tan(saved, stats, scale, bias, dh, dscale, dbias, last)
-    return dy, dh, dstats
-
-
-def add_norm_bwd(
-    saved: jax.Array,
-    stats: Stats,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    dy: jax.Array,
-    dh: jax.Array | None = None,
-    dstats: Stats = (),
-    *,
-    spec: Spec,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """dx, dresidual, dscale and dbias; `dh` and `dstats` as of `norm_bwd`."""
-    last = dataclasses.replace(spec.last, x_dtype=spec.compute_dtype)
-    of_h, dscale, dbias = norm_bwd(saved, stats, scale, bias, dy, dh, dstats, spec=last)
-    dresidual = round_to(of_h, spec.last.x_dtype)
-    return dresidual.astype(spec.x_dtype), dresidual, dscale, dbias
-
-
-def norm_add_norm_tan(
-    x: jax.Array,
-    saved: jax.Array,
-    stats: Stats,
-    scale: jax.Array | None,
-    next_scale: jax.Array | None,
-    dx: jax.Array | None,
-    dresidual: jax.Array | None,
-    dscale: jax.Array | None,
-    dnext_scale: jax.Array | None,
-    spec: Spec,
-) -> tuple[jax.Array, jax.Array, Stats]:
-    """The tangents of y, h and the statistics; None stands for a tangent that is 0."""
-    rstd, next_rstd = stats
-    dh = jnp.zeros_like(x) if dresidual is None else dresidual
-    drstd: Stats = (jnp.zeros_like(rstd),) if spec.want_stats else ()
-    if dx is not None or dscale is not None:
-        wide = dataclasses.replace(spec.first, y_dtype=spec.compute_dtype)
-        t, _, drstd = norm_tan(x, (rstd,), scale, None, dx, dscale, None, wide)
-        dh = _sum(dh, t, spec)
-    dy, _, dnext = norm_tan(saved, (next_rstd,), next_scale, None, dh, dnext_scale, None, spec.last)
-    return dy, dh.astype(spec.residual_dtype), (*drstd, *dnext)
-
-
-def norm_add_norm_bwd(
-    x: jax.Array,
-    saved: jax.Array,
-    stats: Stats,
-    scale: jax.Array | None,
-    next_scale: jax.Array | None,
-    dy: jax.Array,
-    dh: jax.Array | None = None,
-    dstats: Stats = (),
-    *,
-    spec: Spec,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """dx, dresidual, dscale and dnext_scale; `dh` and `dstats` as of `norm_bwd`."""
-    last = dataclasses.replace(spec.last, x_dtype=spec.compute_dtype)
-    dh, dnext_scale, _ = norm_bwd(saved, stats[1:], next_scale, None, dy, dh, dstats[1:], spec=last)
-    first = dataclasses.replace(spec.first, adds_dh=False)
-    dx, dscale, _ = norm_bwd(x, stats[:1], scale, None, dh, None, dstats[:1], spec=first)
-    return dx, dh.astype(spec.residual_dtype), dscale, dnext_scale
 
 
 def _normalised(

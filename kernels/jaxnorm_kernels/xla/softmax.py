@@ -18,79 +18,62 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.reductions import row_any, row_max, row_sum
 
 
-def softmax_fwd(
-    x: jax.Array, mask: jax.Array | None, bias: jax.Array | None, spec: Spec
-) -> jax.Array:
+def softmax_fwd(operands: Operands, spec: Spec) -> Results:
     """y in ``spec.y_dtype``; 0 for what the mask does not keep."""
-    kept = _kept(mask, x.shape, spec)
-    shifted = _shifted(x, kept, bias, spec)
+    kept, shifted = _shifted(operands, spec)
     e = jnp.exp(shifted)
     total = row_sum(e, spec)
     if kept is None or not spec.drops_masked:
-        return (e / total).astype(spec.y_dtype)
-    return jnp.where(kept, e / _nonempty(total, kept, spec), 0).astype(spec.y_dtype)
+        return Results((e / total).astype(spec.y_dtype))
+    y = jnp.where(kept, e / _nonempty(total, kept, spec), 0)
+    return Results(y.astype(spec.y_dtype))
 
 
-def softmax_tan(
-    y: jax.Array,
-    mask: jax.Array | None,
-    dx: jax.Array | None,
-    dbias: jax.Array | None,
-    spec: Spec,
-) -> jax.Array:
-    """The tangent of y, from y; a tangent of None stands for 0."""
-    t = _masked(_tangent(y, dx, dbias, spec), _kept(mask, y.shape, spec), spec)
-    return _jacobian(y, t, spec).astype(spec.y_dtype)
+def softmax_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
+    """The tangent of y, from y."""
+    y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
+    t = _masked(_tangent(y, tangents, spec), kept, spec)
+    return Results(_jacobian(y, t, spec).astype(spec.y_dtype))
 
 
-def softmax_bwd(
-    y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec
-) -> tuple[jax.Array, jax.Array | None]:
-    """dx and, if the spec wants it, dbias, from y."""
-    kept = _kept(mask, y.shape, spec)
+def softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
+    """The gradients of x and, if the spec wants it, of the bias, from y."""
+    y, dy = residuals.saved, cotangents.y
+    kept = _kept(residuals.mask, y.shape, spec)
     if spec.drops_masked:
         return _gradients(_jacobian(y, _masked(dy, kept, spec), spec), spec)
     return _gradients(_masked(_jacobian(y, dy.astype(spec.compute_dtype), spec), kept, spec), spec)
 
 
-def log_softmax_fwd(
-    x: jax.Array, mask: jax.Array | None, bias: jax.Array | None, spec: Spec
-) -> jax.Array:
+def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
     """y in ``spec.y_dtype``; -inf for what the mask does not keep."""
-    kept = _kept(mask, x.shape, spec)
-    shifted = _shifted(x, kept, bias, spec)
+    kept, shifted = _shifted(operands, spec)
     total = row_sum(jnp.exp(shifted), spec)
     if kept is None:
         y = shifted - jnp.log(total)
     else:
         y = jnp.where(kept, shifted - jnp.log(_nonempty(total, kept, spec)), -jnp.inf)
-    return y.astype(spec.y_dtype)
+    return Results(y.astype(spec.y_dtype))
 
 
-def log_softmax_tan(
-    y: jax.Array,
-    mask: jax.Array | None,
-    dx: jax.Array | None,
-    dbias: jax.Array | None,
-    spec: Spec,
-) -> jax.Array:
-    """The tangent of y, from y; a tangent of None stands for 0."""
-    kept = _kept(mask, y.shape, spec)
-    t = _masked(_tangent(y, dx, dbias, spec), kept, spec)
+def log_softmax_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
+    """The tangent of y, from y."""
+    y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
+    t = _masked(_tangent(y, tangents, spec), kept, spec)
     dy = t - row_sum(jnp.exp(y.astype(spec.compute_dtype)) * t, spec)
-    return _masked(dy, kept, spec).astype(spec.y_dtype)
+    return Results(_masked(dy, kept, spec).astype(spec.y_dtype))
 
 
-def log_softmax_bwd(
-    y: jax.Array, mask: jax.Array | None, dy: jax.Array, spec: Spec
-) -> tuple[jax.Array, jax.Array | None]:
-    """dx and, if the spec wants it, dbias, from y."""
-    d = _masked(dy, _kept(mask, y.shape, spec), spec)
-    # exp(-inf) is 0, so a masked entry gets 0 - 0 here.
+def log_softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
+    """The gradients of x and, if the spec wants it, of the bias, from y."""
+    y = residuals.saved
+    d = _masked(cotangents.y, _kept(residuals.mask, y.shape, spec), spec)
+    # exp(-inf) is 0, so a masked entry gets 0 - 0.
     return _gradients(d - jnp.exp(y.astype(spec.compute_dtype)) * row_sum(d, spec), spec)
 
 
@@ -100,29 +83,35 @@ def _jacobian(y: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
     return y * (v - row_sum(v * y, spec))
 
 
-def _tangent(y: jax.Array, dx: jax.Array | None, dbias: jax.Array | None, spec: Spec) -> jax.Array:
+def _tangent(y: jax.Array, tangents: Operands, spec: Spec) -> jax.Array:
     """That of z."""
+    dx, dbias = tangents.x, tangents.logits_bias
     terms = [] if dx is None else [_scaled(dx.astype(spec.compute_dtype), spec)]
     if dbias is not None:
         terms.append(jnp.broadcast_to(dbias.astype(spec.compute_dtype), y.shape))
     return sum(terms[1:], terms[0])
 
 
-def _gradients(dz: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array | None]:
+def _gradients(dz: jax.Array, spec: Spec) -> Operands:
     """Of x, and of the bias, as wide as it is."""
     dbias = None
     if spec.logits_bias_dtype is not None:
         broadcast = [axis for axis, size in enumerate(spec.logits_bias_shape) if size == 1]
         dbias = jnp.sum(dz, axis=broadcast, keepdims=True).astype(spec.logits_bias_dtype)
-    return _scaled(dz, spec).astype(spec.x_dtype), dbias
+    return Operands(_scaled(dz, spec).astype(spec.x_dtype), logits_bias=dbias)
 
 
 def _scaled(z: jax.Array, spec: Spec) -> jax.Array:
     return z if spec.logits_scale == 1 else spec.logits_scale * z
 
 
-def _shifted(x: jax.Array, kept: jax.Array | None, bias: jax.Array | None, spec: Spec) -> jax.Array:
-    """z - max(z), both over what is kept; -inf, or `Spec.masked_logit`, for the rest."""
+def _shifted(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array]:
+    """Which entries take part; and z - max(z), both over these, for the rest -inf or finite.
+
+    Finite is `Spec.masked_logit`.
+    """
+    x, bias = operands.x, operands.logits_bias
+    kept = _kept(operands.mask, x.shape, spec)
     z = _scaled(x.astype(spec.compute_dtype), spec)
     if bias is not None:
         z = z + bias.astype(spec.compute_dtype)
@@ -132,7 +121,7 @@ def _shifted(x: jax.Array, kept: jax.Array | None, bias: jax.Array | None, spec:
     if kept is not None and spec.drops_masked:
         # An empty row would be -inf - -inf = NaN; a genuine row of -inf stays NaN.
         m = jnp.where(row_any(kept, spec), m, 0)
-    return z - m
+    return kept, z - m
 
 
 def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Array | None:

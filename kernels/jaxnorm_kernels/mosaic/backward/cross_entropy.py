@@ -11,19 +11,19 @@ so is dx.
 
 from collections.abc import Sequence
 
-import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic import elementwise
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load
 from jaxnorm_kernels.mosaic.device.registers import widen
 from jaxnorm_kernels.mosaic.forward.cross_entropy import most_elements, read_label
 from jaxnorm_kernels.mosaic.rows.units import Unit, Units
-from jaxnorm_kernels.specs import Spec, Stats
+from jaxnorm_kernels.specs import Spec
 
 # Of a block, which is a warpgroup: an SM has room for many blocks, and more units of one would take
 # registers, and with these blocks, from it.
@@ -31,17 +31,10 @@ UNITS = 2
 
 
 def cross_entropy_bwd(
-    x: jax.Array,
-    stats: Stats,
-    labels: jax.Array,
-    mask: jax.Array | None,
-    dloss: jax.Array,
-    *,
-    spec: Spec,
-    units: int = UNITS,
-) -> tuple[jax.Array]:
-    """dx; `units` of a block."""
-    assert mask is None, "of classes: `support` refuses it"
+    residuals: Residuals, cotangents: Results, spec: Spec, *, units: int = UNITS
+) -> Operands:
+    """The gradient of x; `units` of a block."""
+    assert residuals.mask is None, "of classes: `support` refuses it"
     of_rows = Units.of(spec.cols, most_elements(spec))
     parts, units = parts_of_a_row(spec, units), min(units, of_rows.count)
     exp = elementwise.exp(is_wide=spec.x_dtype.itemsize > 2)
@@ -75,14 +68,14 @@ def cross_entropy_bwd(
 
     (dx,) = launch(
         body,
-        [x, *stats, labels, dloss],
+        [residuals.saved, *residuals.stats, residuals.labels, cotangents.y],
         name="jaxnorm_cross_entropy_bwd",
         outputs=[] if spec.overwrites_x else [((spec.rows, spec.cols), np.dtype(spec.x_dtype))],
         overwritten=int(spec.overwrites_x),
         blocks=spec.rows * parts,
         auto_barriers=False,
     )
-    return (dx,)
+    return Operands(dx)
 
 
 def parts_of_a_row(spec: Spec, units: int = UNITS) -> int:

@@ -21,17 +21,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic import strip_schedule
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.mosaic.backward.direct import Direct, direct_backward
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Operands
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays
+from jaxnorm_kernels.mosaic.backward.formulas import Operands as RowOperands
 from jaxnorm_kernels.mosaic.backward.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing, rows_ring_backward
 from jaxnorm_kernels.mosaic.backward.strided import strided_backward
 from jaxnorm_kernels.mosaic.device.launch import found
 from jaxnorm_kernels.mosaic.elementwise import effective_bias, gain, reciprocal, within_limit
 from jaxnorm_kernels.partials import add_partials
-from jaxnorm_kernels.specs import Spec, Stats
+from jaxnorm_kernels.specs import Spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,73 +164,49 @@ _KERNELS = {Ring: ring_backward, RowsRing: rows_ring_backward, Direct: direct_ba
 
 
 def norm_bwd(
-    saved: jax.Array,
-    stats: Stats,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    dy: jax.Array,
-    dh: jax.Array | None = None,
-    *,
+    residuals: Residuals,
+    cotangents: Results,
     spec: Spec,
-    schedule: schedules.NormSchedule | None = None,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """dx, dscale and dbias; `schedule` stands in for the one of the table."""
-    (dx,), dscale, dbias = _backward(
-        saved, stats, scale, bias, dy, dh, [spec.x_dtype], spec, schedule
-    )
-    return dx, dscale, dbias
-
-
-def add_norm_bwd(
-    saved: jax.Array,
-    stats: Stats,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    dy: jax.Array,
-    dh: jax.Array | None = None,
     *,
-    spec: Spec,
     schedule: schedules.NormSchedule | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """dx, dresidual, dscale and dbias; one array for both where their dtypes agree.
+) -> Operands:
+    """Of a norm, or of one of h; see `Implementation.backward`.
 
-    A dresidual of float32 is what the kernel computes: it writes dx, of another dtype, beside it.
-    From one of 16 bits dx is converted, as rounded, which is left to XLA and what it fuses that to.
+    With a residual of float32, whose gradient is what the kernel computes, it writes dx, of another
+    dtype, beside it. From one of 16 bits dx is converted, as rounded, which is left to XLA and what
+    it fuses that to.
 
     Args:
-      saved, dy, dh: ``(rows, cols)``; saved is y, or h.
-      stats: ``(rows,)`` in float32 each.
-      scale, bias: ``(cols,)``, or ``(groups, cols)``; None where there is none.
+      residuals, cotangents: arrays of 16 or 32 bits; statistics of float32.
       schedule: how it runs; by default, what the table says.
     """
+    if spec.op == "norm":
+        (dx,), scale, bias = _backward(residuals, cotangents, [spec.x_dtype], spec, schedule)
+        return Operands(dx, scale=scale, bias=bias)
     x_dtype, dtypes = spec.x_dtype, [spec.last.x_dtype]
     if dtypes[0] != np.float32:
         spec = dataclasses.replace(spec, x_dtype=dtypes[0])
     if spec.x_dtype != dtypes[0]:
         dtypes.append(spec.x_dtype)
-    of_h, dscale, dbias = _backward(saved, stats, scale, bias, dy, dh, dtypes, spec, schedule)
-    return of_h[-1].astype(x_dtype), of_h[0], dscale, dbias
+    of_h, scale, bias = _backward(residuals, cotangents, dtypes, spec, schedule)
+    return Operands(of_h[-1].astype(x_dtype), of_h[0], scale, bias)
 
 
 def _backward(
-    saved: jax.Array,
-    stats: Stats,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    dy: jax.Array,
-    dh: jax.Array | None,
+    residuals: Residuals,
+    cotangents: Results,
     dtypes: Sequence[np.dtype],
     spec: Spec,
     schedule: schedules.NormSchedule | None,
 ) -> tuple[Sequence[jax.Array], jax.Array | None, jax.Array | None]:
     """The cotangent of what is normalised in each of `dtypes`; dscale and dbias."""
-    params = [] if scale is None else [scale]
-    if bias is not None and spec.saved == "output":
-        params.append(bias)
-    rows = [saved, dy] if dh is None else [saved, dy, dh]
+    params = [] if residuals.scale is None else [residuals.scale]
+    if residuals.bias is not None and spec.saved == "output":
+        params.append(residuals.bias)
+    rows = [a for a in (residuals.saved, cotangents.y, cotangents.h) if a is not None]
     inner = InnerNormFormula(spec.last, len(dtypes)) if spec.inner_params else None
     formula = inner or NormFormula(spec.last, copies=len(dtypes))
-    operands = Operands(rows, stats, params, spec.groups)
+    operands = RowOperands(rows, residuals.stats, params, spec.groups)
     if spec.inner > 1:
         strips, name = found(strip_schedule.strips_of(spec), spec), "jaxnorm_norm_strided_bwd"
         results = strided_backward(

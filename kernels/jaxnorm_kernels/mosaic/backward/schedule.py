@@ -173,7 +173,7 @@ def ring(spec: Spec, gpu: Gpu, window: Window | None = None) -> Ring | None:
     cluster = next((size for size in sizes if spec.cols <= size * most), sizes[-1])
     part = spec.cols // cluster
     part_bytes = part * _column_bytes(spec)
-    rows = 2 if len(spec.norms) == 1 and part_bytes <= _TWO_ROWS_BYTES else 1
+    rows = 2 if len(spec.norms) < 2 and part_bytes <= _TWO_ROWS_BYTES else 1
     step_bytes = rows * (part_bytes + part * spec.x_dtype.itemsize)
     shapes = [(2, 1), (4, 1)]
     if spec.cols <= cluster * most or part_bytes < _ONE_BLOCK_BYTES:

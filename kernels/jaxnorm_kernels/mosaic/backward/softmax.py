@@ -23,10 +23,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic import elementwise, strip_schedule
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.mosaic.backward.bias_sums import BiasSums
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Operands
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays
+from jaxnorm_kernels.mosaic.backward.formulas import Operands as RowOperands
 from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters, in_registers_backward
 from jaxnorm_kernels.mosaic.backward.strided import strided_backward
 from jaxnorm_kernels.mosaic.device.launch import found
@@ -89,24 +91,20 @@ class SoftmaxFormula:
 
 
 def softmax_bwd(
-    y: jax.Array,
-    mask: jax.Array | None,
-    dy: jax.Array,
-    spec: Spec,
-    *,
-    schedule: InRegisters | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """dx, and the bias' gradient; `schedule` stands in for the one of the table."""
+    residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: InRegisters | None = None
+) -> Operands:
+    """The gradients of x and of the bias; `schedule` stands in for the one of the table."""
     formula = SoftmaxFormula(spec)
+    y, mask, dy = residuals.saved, residuals.mask, cotangents.y
     if spec.inner > 1:
         (dx,) = strided_backward(
             formula,
-            Operands([y, dy]),
+            RowOperands([y, dy]),
             strips=found(strip_schedule.strips_of(spec), spec),
             results=[spec.x_dtype],
             name=f"jaxnorm_{spec.op}_strided_bwd",
         )
-        return dx, None
+        return Operands(dx)
     schedule = found(schedule or schedules.softmax_schedule(spec), spec)
     tile = schedule.tile(spec.cols)
     sums = None
@@ -127,15 +125,12 @@ def softmax_bwd(
         row_values=2 * formula.sums_rows,
         sums=sums,
     )
+    dbias = None
     if sums is not None:
-        return dx, sums.gradient(*rest)
-    if formula.bias is not None:
-        return dx, _of_rows(formula.bias, *rest).astype(spec.logits_bias_dtype)
-    return dx, None
-
-
-#: The op is in the spec.
-log_softmax_bwd = softmax_bwd
+        dbias = sums.gradient(*rest)
+    elif formula.bias is not None:
+        dbias = _of_rows(formula.bias, *rest).astype(spec.logits_bias_dtype)
+    return Operands(dx, logits_bias=dbias)
 
 
 def _read(

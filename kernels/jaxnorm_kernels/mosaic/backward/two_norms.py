@@ -21,15 +21,17 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxnorm_kernels.composed import two_norms_bwd
+from jaxnorm_kernels import composed
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Operands
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays
+from jaxnorm_kernels.mosaic.backward.formulas import Operands as RowOperands
 from jaxnorm_kernels.mosaic.backward.norm import norm_bwd
 from jaxnorm_kernels.mosaic.backward.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing, rows_ring_backward
 from jaxnorm_kernels.mosaic.elementwise import gain, reciprocal, within_limit
 from jaxnorm_kernels.partials import add_partials
-from jaxnorm_kernels.specs import Spec, Stats
+from jaxnorm_kernels.specs import Spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,37 +111,31 @@ class TwoNormsFormula:
         return xh, u, z, next_xh, dg
 
 
-def norm_add_norm_bwd(
-    x: jax.Array,
-    saved: jax.Array,
-    stats: Stats,
-    scale: jax.Array | None,
-    next_scale: jax.Array | None,
-    dy: jax.Array,
-    dh: jax.Array | None = None,
-    *,
+def two_norms_bwd(
+    residuals: Residuals,
+    cotangents: Results,
     spec: Spec,
+    *,
     schedule: Ring | RowsRing | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """dx, dresidual, dscale and dnext_scale; in two kernels where no ring takes the rows.
+) -> Operands:
+    """Of norm_add_norm; in two kernels where no ring takes the rows.
 
     Args:
-      x, saved, dy, dh: ``(rows, cols)``; saved is y, or h.
-      stats: rstd of each norm, ``(rows,)`` in float32.
-      scale, next_scale: ``(cols,)``, or ``(groups, cols)``; None where there is none.
+      residuals, cotangents: arrays of 16 or 32 bits; statistics of float32.
       schedule: how it runs; by default, what the table says.
     """
     schedule = schedule or schedules.two_norms_schedule(spec)
     if schedule is None:
-        return two_norms_bwd(norm_bwd, x, saved, stats, scale, next_scale, dy, dh, spec)
-    rows = [x, saved, dy] if dh is None else [x, saved, dy, dh]
-    params = [p for p in (scale, next_scale) if p is not None]
+        return composed.two_norms_bwd(norm_bwd, residuals, cotangents, spec)
+    arrays = (residuals.x, residuals.saved, cotangents.y, cotangents.h)
+    rows = [a for a in arrays if a is not None]
+    params = [p for p in (residuals.scale, residuals.next_scale) if p is not None]
     residual_dtype = spec.last.x_dtype
     dx, dresidual, *partials = (
         rows_ring_backward if isinstance(schedule, RowsRing) else ring_backward
     )(
         TwoNormsFormula(spec),
-        Operands(rows, stats, params, spec.groups),
+        RowOperands(rows, residuals.stats, params, spec.groups),
         schedule=schedule,
         blocks=schedules.persistent_blocks(spec, schedule),
         results=[spec.x_dtype, residual_dtype],
@@ -148,4 +144,4 @@ def norm_add_norm_bwd(
     dscale, dnext_scale = add_partials(
         partials, (spec.scale_dtype, spec.next_scale_dtype), (spec.groups, spec.groups)
     )
-    return dx, dresidual, dscale, dnext_scale
+    return Operands(dx, dresidual, dscale, next_scale=dnext_scale)

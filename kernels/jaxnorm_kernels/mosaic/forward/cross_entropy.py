@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic import elementwise
 from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
@@ -46,7 +47,7 @@ from jaxnorm_kernels.mosaic.device.threads import (
 )
 from jaxnorm_kernels.mosaic.rows.exchange import Exchange
 from jaxnorm_kernels.mosaic.rows.units import Unit, Units
-from jaxnorm_kernels.specs import Spec, Stats
+from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
 
@@ -110,29 +111,23 @@ def most_elements(spec: Spec) -> int:
 
 
 def cross_entropy_fwd(
-    x: jax.Array,
-    labels: jax.Array,
-    mask: jax.Array | None,
-    positions: jax.Array | None,
-    spec: Spec,
-    *,
-    schedule: Schedule | None = None,
-) -> tuple[jax.Array, Stats]:
+    operands: Operands, spec: Spec, *, schedule: Schedule | None = None
+) -> Results:
     """The loss and the statistics; `schedule` stands in for the chosen one."""
-    assert mask is None, "of classes: `support` refuses it"
+    assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or choose(spec)
     stats = 2 if spec.want_stats else 0
     exchange = Exchange(schedule.warpgroups, schedule.cluster)
-    operands = [x, labels, *([] if positions is None else [positions])]
+    arrays = [a for a in (operands.x, operands.labels, operands.positions) if a is not None]
 
     def body(*refs: Ref) -> None:
-        operand_refs, refs = refs[: len(operands)], refs[len(operands) :]
+        operand_refs, refs = refs[: len(arrays)], refs[len(arrays) :]
         result_refs, scratch = refs[: 1 + stats], refs[1 + stats :]
         _row(spec, schedule, exchange, operand_refs, result_refs, scratch)
 
     loss, *kept = launch(
         body,
-        operands,
+        arrays,
         name="jaxnorm_cross_entropy_fwd",
         outputs=[((spec.rows,), _F32)] * (1 + stats),
         blocks=spec.rows,
@@ -141,7 +136,7 @@ def cross_entropy_fwd(
         scratch=exchange.scratch(2 + bool(spec.label_smoothing)),
         auto_barriers=False,
     )
-    return loss, tuple(kept)
+    return Results(loss, stats=tuple(kept))
 
 
 def _row(

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, found
 from jaxnorm_kernels.mosaic.device.layouts import Ref, store
 from jaxnorm_kernels.mosaic.device.registers import rounded, widen
@@ -40,104 +41,34 @@ from jaxnorm_kernels.mosaic.forward.kernel import Refs, of_group, run
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
 from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
 from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, Stat, Steps, Tile
-from jaxnorm_kernels.specs import Spec, Stats
+from jaxnorm_kernels.specs import Spec
 
 
-def norm_fwd(
-    x: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    spec: Spec,
-    *,
-    schedule: Schedule | None = None,
-) -> tuple[jax.Array, Stats]:
-    """y ``(rows, cols)`` in ``spec.y_dtype``; and the statistics, each ``(rows,)`` in float32.
+def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
+    """See `Implementation.forward`; statistics are float32.
 
     Args:
-      x: ``(rows, cols)``; 16 or 32 bits, like every array here.
-      scale, bias: ``(cols,)``, or ``(groups, cols)``; None where there is none.
+      operands: of 16 or 32 bits.
       schedule: how it runs; by default, what `schedule.choose` says.
     """
     if spec.inner > 1:
-        return strided.norm_fwd(x, scale, bias, spec)
-    (y,), stats = _forward([x], [scale, bias], [spec.y_dtype], spec, schedule)
-    return y, stats
-
-
-def add_norm_fwd(
-    x: jax.Array,
-    residual: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    spec: Spec,
-    *,
-    schedule: Schedule | None = None,
-) -> tuple[jax.Array, jax.Array | None, Stats]:
-    """y in ``spec.y_dtype``, h in ``spec.residual_dtype``, both ``(rows, cols)``; the statistics.
-
-    Args:
-      residual: like `x` ``(rows, cols)``. For the others see `norm_fwd`.
-    """
-    (y, *h), stats = _forward([x, residual], [scale, bias], _y_and_h(spec), spec, schedule)
-    return y, h[0] if h else None, stats
-
-
-def norm_add_fwd(
-    x: jax.Array,
-    residual: jax.Array,
-    scale: jax.Array | None,
-    spec: Spec,
-    *,
-    schedule: Schedule | None = None,
-) -> tuple[jax.Array, Stats]:
-    """y ``(rows, cols)`` in ``spec.residual_dtype``, and the statistics. See `add_norm_fwd`."""
-    results = [_residual_dtype(spec)]
-    (y,), stats = _forward([x, residual], [scale], results, spec, schedule)
-    return y, stats
-
-
-def norm_add_norm_fwd(
-    x: jax.Array,
-    residual: jax.Array,
-    scale: jax.Array | None,
-    next_scale: jax.Array | None,
-    spec: Spec,
-    *,
-    schedule: Schedule | None = None,
-) -> tuple[jax.Array, jax.Array | None, Stats]:
-    """y, h and the statistics of both norms; `next_scale` is the second's. See `add_norm_fwd`."""
-    params, results = [scale, next_scale], _y_and_h(spec)
-    (y, *h), stats = _forward([x, residual], params, results, spec, schedule)
-    return y, h[0] if h else None, stats
-
-
-def _forward(
-    operands: Sequence[jax.Array],
-    params: Sequence[jax.Array | None],
-    results: Sequence[np.dtype],
-    spec: Spec,
-    schedule: Schedule | None,
-) -> tuple[list[jax.Array], Stats]:
+        return strided.norm_fwd(operands, spec)
     schedule = found(schedule or schedules.choose(spec), spec)
     rows = schedule.rows_of(spec)
-    outputs, stats = run(
+    y_dtype = _residual_dtype(spec) if spec.op == "norm_add" else spec.y_dtype
+    (y, *h), stats = run(
         _in_registers(spec, schedule.params_first),
         rows,
         spec,
         schedule,
-        operands=operands,
-        params=[p for p in params if p is not None],
-        results=results,
+        operands=[a for a in (operands.x, operands.residual) if a is not None],
+        params=[a for a in (operands.scale, operands.bias, operands.next_scale) if a is not None],
+        results=[y_dtype, _residual_dtype(spec)] if spec.returns_h else [y_dtype],
         stats=sum(1 + norm.returns_mean for norm in spec.norms) if spec.want_stats else 0,
         exchanged=3,
         name=spec.op.replace("norm", "layer_norm" if spec.subtract_mean else "rms_norm") + "_fwd",
     )
-    return outputs, tuple(stats)
-
-
-def _y_and_h(spec: Spec) -> list[np.dtype]:
-    """The dtypes of those that are returned."""
-    return [spec.y_dtype, _residual_dtype(spec)][: 1 + spec.returns_h]
+    return Results(y, h[0] if h else None, tuple(stats))
 
 
 def _residual_dtype(spec: Spec) -> np.dtype:

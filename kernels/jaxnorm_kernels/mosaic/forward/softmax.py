@@ -15,6 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic import elementwise
 from jaxnorm_kernels.mosaic.device.launch import found
 from jaxnorm_kernels.mosaic.device.layouts import Ref
@@ -31,17 +32,10 @@ from jaxnorm_kernels.specs import Spec
 Exp = Callable[[jax.Array], jax.Array]
 
 
-def softmax_fwd(
-    x: jax.Array,
-    mask: jax.Array | None,
-    bias: jax.Array | None,
-    spec: Spec,
-    *,
-    schedule: Schedule | None = None,
-) -> jax.Array:
-    """y; `schedule` stands in for the one of the table."""
+def softmax_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
+    """Of softmax or log_softmax; `schedule` stands in for the one of the table."""
     if spec.inner > 1:
-        return strided.softmax_fwd(x, spec)
+        return strided.softmax_fwd(operands, spec)
     schedule = found(schedule or schedules.choose(spec), spec)
     rows = schedule.rows_of(spec)
     (y,), _ = run(
@@ -49,16 +43,12 @@ def softmax_fwd(
         rows,
         spec,
         schedule,
-        operands=[a for a in (x, mask, bias) if a is not None],
+        operands=[a for a in (operands.x, operands.mask, operands.logits_bias) if a is not None],
         results=[spec.y_dtype],
         exchanged=2 + spec.has_mask,
         name=f"{spec.op}_fwd",
     )
-    return y
-
-
-#: The op is in the spec.
-log_softmax_fwd = softmax_fwd
+    return Results(y)
 
 
 def _in_registers(spec: Spec) -> Callable[[Tile, Refs], None]:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic import elementwise, strip_schedule
 from jaxnorm_kernels.mosaic.device.launch import found, launch
 from jaxnorm_kernels.mosaic.device.layouts import Ref
@@ -25,7 +26,7 @@ from jaxnorm_kernels.mosaic.elementwise import LOWEST, norm_columns, norm_output
 from jaxnorm_kernels.mosaic.rows.shares import Chunk
 from jaxnorm_kernels.mosaic.rows.strip_exchange import Merge, Parts, StripExchange
 from jaxnorm_kernels.mosaic.rows.strips import Stat, Strip
-from jaxnorm_kernels.specs import Spec, Stats
+from jaxnorm_kernels.specs import Spec
 
 # Statistics of the parts of a strip -> those of the strip, and the same of several kinds.
 _Gather = Callable[[Merge, Sequence[Stat | float]], list[Any]]
@@ -40,13 +41,8 @@ class _Refs:
     stats: Sequence[Ref]
 
 
-def softmax_fwd(x: jax.Array, spec: Spec) -> jax.Array:
-    """y ``(outer, cols, inner)``, of softmax or log_softmax.
-
-    Args:
-      x: ``(outer, cols, inner)``; 16 or 32 bits.
-      spec: with ``spec.inner`` above 1.
-    """
+def softmax_fwd(operands: Operands, spec: Spec) -> Results:
+    """Of softmax or log_softmax; x and y are ``(outer, cols, inner)``, of 16 or 32 bits."""
     exp = elementwise.exp(is_wide=spec.y_dtype.itemsize > 2)
 
     def merge(parts: Parts) -> list[Stat]:
@@ -69,22 +65,13 @@ def softmax_fwd(x: jax.Array, spec: Spec) -> jax.Array:
 
         strip.each_chunk(lambda chunk: strip.store(refs.y, chunk, y(chunk)))
 
-    y, _ = _forward(finish, x, [], spec, exchanged=2, name=spec.op)
-    return y
+    return _forward(finish, operands.x, [], spec, exchanged=2, name=spec.op)
 
 
-def norm_fwd(
-    x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, spec: Spec
-) -> tuple[jax.Array, Stats]:
-    """y ``(outer, cols, inner)``; and the statistics, each ``(rows,)`` in float32.
-
-    Args:
-      scale, bias: ``(cols,)``, or as `Spec.inner_params` says; None where there is none. For the
-        others see `softmax_fwd`.
-    """
+def norm_fwd(operands: Operands, spec: Spec) -> Results:
+    """x and y are ``(outer, cols, inner)``; scale and bias also as `Spec.inner_params` says."""
     name = "layer_norm" if spec.subtract_mean else "rms_norm"
-    params = [param for param in (scale, bias) if param is not None]
-
+    params = [param for param in (operands.scale, operands.bias) if param is not None]
     prepare = functools.partial(norm_columns, spec=spec)
 
     def finish(strip: Strip, gather: _Gather, refs: _Refs) -> None:
@@ -106,7 +93,8 @@ def norm_fwd(
         for ref, stat in zip(refs.stats, (rstd, mean)):
             strip.store_stat(ref, stat)
 
-    return _forward(finish, x, params, spec, exchanged=3 if spec.subtract_mean else 1, name=name)
+    exchanged = 3 if spec.subtract_mean else 1
+    return _forward(finish, operands.x, params, spec, exchanged=exchanged, name=name)
 
 
 def _statistics(
@@ -152,7 +140,7 @@ def _forward(
     *,
     exchanged: int,
     name: str,
-) -> tuple[jax.Array, Stats]:
+) -> Results:
     """Runs `finish` on each strip of x: y, and the statistics that the spec wants."""
     strips = found(strip_schedule.strips_of(spec), spec)
     exchange = StripExchange(strips, exchanged)
@@ -187,4 +175,4 @@ def _forward(
         scratch=[*held, *exchange.scratch()],
         auto_barriers=False,
     )
-    return y, tuple(stat.reshape(spec.rows) for stat in statistics)
+    return Results(y, stats=tuple(stat.reshape(spec.rows) for stat in statistics))
