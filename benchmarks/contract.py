@@ -11,11 +11,10 @@ import numpy as np
 
 from benchmarks.linear import LinearWorkload
 from benchmarks.workloads import ITEMSIZE, Workload
-from jaxnorm import _norm
-from jaxnorm_kernels.specs import LinearSpec, Op, Spec
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.operations import FUNCTIONS, Op
+from jaxnorm_kernels.specs import LinearSpec, Spec
 
-#: The contract's operation of each function. The backward of `add_norm` is a norm's that adds dh.
-OPS: dict[str, Op] = {"softmax": "softmax", "log_softmax": "log_softmax", **_norm.OPS}
 #: Arrays of x's shape that a pass moves, of x's dtype and of y's. A backward is from the output.
 _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
     ("add_norm", "fwd"): (3, 1),  # x, residual, h; y
@@ -24,6 +23,27 @@ _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
     ("norm_add_norm", "fwd"): (3, 1),
     ("norm_add_norm", "bwd"): (4, 2),  # x, dh, dx, dresidual; y, dy
 }
+
+
+def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tuple[Any, ...]:
+    """A pass of the contract over positional operands, in the order of the table of operations.
+
+    Those of a forward, which returns its results and then, in a tuple, the statistics; or, of a
+    backward, residuals (with the statistics in a tuple) and cotangents, which returns gradients.
+    None stands for what there is not.
+    """
+    operation = spec.operation
+    statistics = ("stats",) if operation.statistics else ()
+    if spec.direction == "fwd":
+        given = Operands(**dict(zip(operation.operands, operands)))
+        results = implementation.forward(given, spec, **schedule)
+        return tuple(getattr(results, name) for name in (*operation.results, *statistics))
+    x = ("x",) if operation.starts_from_x else ()
+    names = (*x, "saved", *statistics, *operation.keeps)
+    residuals = Residuals(**dict(zip(names, operands)))
+    cotangents = Results(*operands[len(names) :])
+    gradients = implementation.backward(residuals, cotangents, spec, **schedule)
+    return tuple(getattr(gradients, name) for name in operation.differentiable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +55,7 @@ class KernelWorkload(Workload):
 
     @property
     def bytes(self) -> int:
-        arrays = _ARRAYS.get((OPS[self.op], self.direction))
+        arrays = _ARRAYS.get((FUNCTIONS[self.op].op, self.direction))
         if arrays is None:
             return super().bytes
         of_x, of_y = arrays
@@ -52,7 +72,7 @@ class KernelWorkload(Workload):
 
     @property
     def spec(self) -> Spec:
-        op = OPS[self.op]
+        op = FUNCTIONS[self.op].op
         types = jnp.dtype(self.x_dtype), jnp.dtype(self.y_dtype)
         if not self.is_norm:
             return Spec(op, self.direction, self.rows, self.cols, *types)  # type: ignore[arg-type]
@@ -75,14 +95,10 @@ class KernelWorkload(Workload):
 
     def function(self, implementation: Any) -> Callable[..., Any]:
         """The implementation's function over what `operands` gives."""
-        spec = self.spec
-        call = getattr(implementation, f"{spec.op}_{self.direction}")
-        if self.is_norm:
-            results = -1 if self.direction == "fwd" else None  # without the statistics
-            return lambda *operands: call(*operands, spec=spec)[:results]
-        if self.direction == "fwd":
-            return lambda x: call(x, None, None, spec=spec)
-        return lambda y, dy: call(y, None, dy, spec=spec)[0]
+        spec, results = self.spec, len(self.spec.operation.results)
+        if self.direction == "bwd":
+            return lambda *operands: call(implementation, spec, *operands)
+        return lambda *operands: call(implementation, spec, *operands)[:results]
 
     def operands(self, seed: int) -> tuple[Any, ...]:
         """Random operands, as large as they are in use: never constants, which compress."""
@@ -99,7 +115,7 @@ class KernelWorkload(Workload):
             return (of_rows(self.x_dtype),)
         if not self.is_norm:
             function = jax.nn.softmax if self.op == "softmax" else jax.nn.log_softmax
-            return function(of_rows(self.y_dtype)), of_rows(self.y_dtype)
+            return function(of_rows(self.y_dtype)), None, of_rows(self.y_dtype)
         params: list[jax.Array | None] = [1 + 0.1 * normal((self.cols,))]
         if spec.next_scale_dtype is not None:
             params.append(1 + 0.1 * normal((self.cols,)))
@@ -115,11 +131,11 @@ class KernelWorkload(Workload):
 
     @property
     def _subtracts_mean(self) -> bool:
-        return self.op.endswith("layer_norm")
+        return FUNCTIONS[self.op].subtract_mean
 
     @property
     def _adds_dh(self) -> bool:
-        return self.direction == "bwd" and OPS[self.op] in ("add_norm", "norm_add_norm")
+        return self.direction == "bwd" and FUNCTIONS[self.op].op in ("add_norm", "norm_add_norm")
 
 
 class LinearKernelWorkload(LinearWorkload):
@@ -142,8 +158,8 @@ class LinearKernelWorkload(LinearWorkload):
 
     def function(self, implementation: Any) -> Callable[..., Any]:
         """The implementation's function over what `operands` gives."""
-        call, spec = implementation.rms_norm_linear_fwd, self.spec
-        return lambda x, weight, scale=None: call(x, weight, scale, None, spec=spec)[0]
+        product, spec = implementation.rms_norm_linear_fwd, self.spec
+        return lambda x, weight, scale=None: product(x, weight, scale, None, spec=spec)[0]
 
     def operands(self, seed: int) -> tuple[jax.Array, ...]:
         """Random operands: what a GPU's clock is depends on them."""

@@ -195,16 +195,17 @@ def setting(config: Config, placement: Placement) -> str:
 def plans(config: Config) -> str:
     """Which implementation jaxnorm's calls get, and why."""
     tokens = config.batch * config.seq
+    column = jax.ShapeDtypeStruct((config.width,), "float32")
     calls = {
         "add_layer_norm": jaxnorm.implementation_for(
-            "add_layer_norm", (tokens, config.width), config.dtype, param_dtype="float32"
+            "add_layer_norm", (tokens, config.width), config.dtype, scale=column, bias=column
         ),
         # Attention's, with its causal mask.
         "softmax": jaxnorm.implementation_for(
             "softmax",
             (config.batch, config.heads, config.seq, config.seq),
             config.dtype,
-            where=True,
+            where=jax.ShapeDtypeStruct((1, 1, config.seq, config.seq), bool),
         ),
         "softmax_cross_entropy_with_integer_labels": jaxnorm.implementation_for(
             "softmax_cross_entropy_with_integer_labels", (tokens, VOCABULARY), "float32"

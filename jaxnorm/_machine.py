@@ -1,6 +1,7 @@
 """What ``python -m jaxnorm`` prints: versions, devices, what runs, what could be installed."""
 
 import ctypes
+import inspect
 import platform
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,6 +9,7 @@ from importlib import metadata
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import jaxnorm
 from jaxnorm import _implementation
@@ -97,8 +99,13 @@ def _implementations() -> Iterator[tuple[str, str]]:
 
 def _choices() -> Iterator[tuple[str, str, str]]:
     """Of each function: forward and backward, each with the reasons; one line where they agree."""
+    parameter = jax.ShapeDtypeStruct(_SHAPE[-1:], jnp.float32)
     for function in FUNCTIONS:
-        plan = implementation_for(function, _SHAPE, _DTYPE)
+        names = () if "softmax" in function else ("scale", "next_scale")
+        takes = inspect.signature(FUNCTIONS[function]).parameters
+        plan = implementation_for(
+            function, _SHAPE, _DTYPE, **{name: parameter for name in names if name in takes}
+        )
         if plan.forward == plan.backward:
             yield function, "", str(plan.forward)
             continue

@@ -1,32 +1,38 @@
 """implementation_for: tells which implementation a call gets, and why, without running it."""
 
 import dataclasses
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
+import jax
+import jax.numpy as jnp
 
 from jaxnorm import _arguments, _implementation
 from jaxnorm._call import Call
-from jaxnorm._loss import NAME as CROSS_ENTROPY
-from jaxnorm._loss import Function as Loss
-from jaxnorm._loss import cross_entropy_call
-from jaxnorm._norm import Function as Norm
-from jaxnorm._norm import norm_call
-from jaxnorm._norm_linear import linear_call
-from jaxnorm._norm_linear_call import NAME as LINEAR
-from jaxnorm._norm_linear_call import Function as WithLinear
+from jaxnorm._loss import softmax_cross_entropy_with_integer_labels
+from jaxnorm._norm import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    rms_norm,
+    rms_norm_add,
+    rms_norm_add_rms_norm,
+)
+from jaxnorm._norm_linear import rms_norm_linear
 from jaxnorm._norm_linear_call import Linear
-from jaxnorm._norm_linear_primitive import norm_of
-from jaxnorm._rows import RowView
-from jaxnorm._softmax import Function as Softmax
-from jaxnorm._softmax import softmax_call
-from jaxnorm_kernels.operations import FUNCTIONS as FUNCTIONS_OF_ROWS
-from jaxnorm_kernels.operations import OPERATIONS
-from jaxnorm_kernels.specs import Activation, Name, Save
+from jaxnorm._softmax import log_softmax, softmax
 
 #: What `implementation_for` knows.
-FUNCTIONS: tuple[Any, ...] = (*FUNCTIONS_OF_ROWS, LINEAR)
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    f.__name__: f
+    for f in (
+        *(softmax, log_softmax, softmax_cross_entropy_with_integer_labels),
+        *(layer_norm, rms_norm),
+        *(add_layer_norm, add_rms_norm, rms_norm_add, rms_norm_add_rms_norm),
+        rms_norm_linear,
+    )
+}
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
@@ -42,218 +48,114 @@ class Plan:
 
 
 def implementation_for(
-    function: Softmax | Loss | Norm | WithLinear,
+    function: str,
     shape: tuple[int, ...],
     dtype: _arguments.DTypeLike,
+    /,
     *,
-    axis: _arguments.Axis = -1,
-    where: bool = False,
-    scale: float = 1.0,
-    causal: bool = False,
-    use_scale: bool = True,
-    use_bias: bool | None = None,
-    param_dtype: _arguments.DTypeLike | None = None,
-    param_axes: Sequence[int] = (),
-    param_shape: Sequence[int] | None = None,
-    residual_dtype: _arguments.DTypeLike | None = None,
-    out_dtype: _arguments.DTypeLike | None = None,
-    save: Save = "output",
-    features: int | None = None,
-    activation: Activation | None = None,
-    implementation: Name | None = None,
     platform: str | None = None,
+    **arguments: Any,
 ) -> Plan:
     """Which implementation runs a call of `function`, forward and backward, and why.
 
-    A cross-entropy's labels, ``label_smoothing``, ``z_loss`` and a mask of positions make no
-    difference. The backward of ``"rms_norm_linear"`` is that of its norm; products are XLA's.
+    The call is traced, and not run. Under ``jax.vmap`` a batch of x is more rows: put its size in
+    front of `shape`. A batch of parameters, and gradients of parameters that are taken inside
+    ``jax.vmap`` (one for each example), are parameters of groups of rows, with the batch as their
+    first axis.
 
     Args:
       function: name of a function of this package, such as ``"add_rms_norm"``.
-      shape, dtype: of x, or of logits; inside ``jax.shard_map``, of a shard. Under ``jax.vmap`` a
-        batch of x is more rows: put its size in front. A batch of parameters, and gradients of
-        parameters that are taken inside ``jax.vmap`` (one for each example), are parameters of
-        groups of rows: ``param_axes`` begins with its size.
-      axis: as in the call.
-      where: whether the call has a ``where`` mask (softmaxes), of classes (cross-entropy).
-      scale, causal: as in the call (softmaxes).
-      use_scale, use_bias: whether the call has these parameters. By default norms have both, but
-        rms_norm and rms_norm_linear no bias, and softmaxes none.
-      param_dtype: dtype of the parameters, weight among them; ``dtype`` by default.
-      param_axes: sizes of the parameters' axes before the normalised ones.
-      param_shape: the whole shape of a norm's parameters, where they are broadcast along normalised
-        axes; by default ``param_axes`` and the sizes of the normalised axes.
-      residual_dtype: of the residual, where the function takes one; ``dtype`` by default, and None
-        for no residual of rms_norm_linear.
-      out_dtype: dtype of the output; ``dtype`` by default.
-      save, activation, implementation: as in the call.
-      features: columns of weight (rms_norm_linear); by default as many as x has.
+      shape, dtype: of x, or of logits; inside ``jax.shard_map``, of a shard.
       platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; by default that of JAX's default
         device. (Calls themselves never look at it: they decide when they are lowered.)
+      arguments: those of the function, by name; arrays among them, such as ``scale``, as
+        ``jax.ShapeDtypeStruct`` or as they are. Without a residual or labels, which the function
+        must have, x's shape and dtype and int32 are taken; without weight, one of as many columns
+        as x has. The backward is that of all gradients.
 
     Returns:
       A :class:`Plan`: ``forward`` and ``backward``, each with ``name`` and ``reason``; its ``str``
-      is two lines to print.
+      is two lines to print. Of ``"rms_norm_linear"``, the backward is that of its norm; the
+      products of its gradients are XLA's.
 
     Raises:
       TypeError, ValueError: as the function itself would; also for an unknown function or platform.
 
     Example:
+      >>> import jax
       >>> import jax.numpy as jnp
       >>> import jaxnorm
-      >>> plan = jaxnorm.implementation_for("rms_norm", (8192, 4096), jnp.bfloat16, platform="tpu")
+      >>> scale = jax.ShapeDtypeStruct((4096,), jnp.float32)
+      >>> plan = jaxnorm.implementation_for(
+      ...     "rms_norm", (8192, 4096), jnp.bfloat16, scale=scale, platform="tpu"
+      ... )
       >>> plan.forward.name, plan.backward.name
       ('xla', 'xla')
     """
     caller = "implementation_for"
-    _arguments.one_of(caller, "function", function, FUNCTIONS)
+    _arguments.one_of(caller, "function", function, tuple(FUNCTIONS))
     platform = _implementation.local_platform() if platform is None else platform
     _arguments.one_of(caller, "platform", platform, _PLATFORMS)
-    _arguments.one_of(caller, "save", save, _arguments.SAVE_MODES)
-    _arguments.implementation(caller, implementation)
-    _arguments.flag(caller, "where", where)
-    _arguments.flag(caller, "use_scale", use_scale)
-    if use_bias is not None:
-        _arguments.flag(caller, "use_bias", use_bias)
-    if features is not None:
-        features = _arguments.integer(caller, "features", features, "columns")
     x_dtype = _arguments.dtype(caller, "dtype", dtype)
     try:
-        shape = tuple(shape)
+        x = jax.ShapeDtypeStruct(tuple(shape), x_dtype)
     except TypeError as error:
         raise TypeError(
             f"{caller}: shape={shape!r}; expected a tuple of sizes, e.g. x.shape"
         ) from error
-    if function == "softmax" or function == "log_softmax":
-        bias_dtype = _arguments.output_dtype(caller, param_dtype, x_dtype)
-        forward = softmax_call(
-            function,
-            shape,
-            x_dtype,
-            (_bias_shape(shape, axis, param_axes), bias_dtype) if use_bias else None,
-            axis=axis,
-            mask=shape if where else None,
-            scale=scale,
-            causal=causal,
-            dtype=out_dtype,
-            implementation=implementation,
-        )
-    elif function == CROSS_ENTROPY:
-        forward = cross_entropy_call(
-            shape,
-            x_dtype,
-            axis=axis,
-            mask=shape if where else None,
-            has_positions=False,
-            label_smoothing=0.0,
-            z_loss=0.0,
-            implementation=implementation,
-        ).with_stats()
-    elif function == LINEAR:
-        return _plan_of_linear(
-            shape,
-            x_dtype,
-            features=features,
-            parameters=_arguments.output_dtype(caller, param_dtype, x_dtype),
-            use_scale=use_scale,
-            use_bias=bool(use_bias),
-            residual_dtype=residual_dtype,
-            out_dtype=out_dtype,
-            activation=activation,
-            implementation=implementation,
-            platform=platform,
-        )
-    else:
-        operation = OPERATIONS[FUNCTIONS_OF_ROWS[function].op]
-        use_bias = FUNCTIONS_OF_ROWS[function].subtract_mean if use_bias is None else use_bias
-        normalised = tuple(shape[a] for a in _arguments.axes(caller, axis, shape))
-        shape_of_parameter = (*param_axes, *normalised)
-        if param_shape is not None:
-            shape_of_parameter = tuple(param_shape)
-        parameter = shape_of_parameter, _arguments.output_dtype(caller, param_dtype, x_dtype)
-        residual = shape, _arguments.output_dtype(caller, residual_dtype, x_dtype)
-        given: dict[str, tuple[tuple[int, ...], np.dtype]] = {
-            name: array
-            for name, array, is_given in (
-                ("residual", residual, "residual" in operation.operands),
-                ("scale", parameter, use_scale),
-                ("bias", parameter, use_bias),
-                ("next_scale", parameter, use_scale and "next_scale" in operation.operands),
-            )
-            if is_given
-        }
-        forward = norm_call(
-            function,
-            shape,
-            x_dtype,
-            given,
-            axis=axis,
-            epsilon=1e-6,
-            scale_offset=0.0,
-            dtype=out_dtype,
-            save=save,
-            implementation=implementation,
-        )
+    call = FUNCTIONS[function]
+    arguments = {**_required(call, x, arguments), **arguments}
+    arrays = {name: a for name, a in arguments.items() if hasattr(a, "shape")}
+    options = {name: a for name, a in arguments.items() if name not in arrays}
+    constants = {n: a for n, a in arrays.items() if not jnp.issubdtype(a.dtype, jnp.floating)}
+    floats = {n: a for n, a in arrays.items() if n not in constants}
 
-    return _plan(forward, forward.gradient(), implementation, platform)
+    def forward(x: Any, floats: Any, constants: Any) -> Any:
+        return call(x, **floats, **constants, **options)
+
+    def backward(x: Any, floats: Any, constants: Any) -> Any:
+        y, pullback = jax.vjp(lambda x, floats: forward(x, floats, constants), x, floats)
+        return pullback(jax.tree.map(jnp.ones_like, y))
+
+    name = arguments.get("implementation")
+
+    def choice(of: Callable[..., Any], direction: str) -> _implementation.Choice:
+        program = jax.make_jaxpr(of)(x, floats, constants)
+        calls = (c for c in calls_in(program.jaxpr) if c.spec.direction == direction)
+        chosen = next(calls)
+        if name is not None:
+            return _implementation.forced(chosen, name)
+        return _implementation.choose(chosen.as_seen_by, platform)
+
+    return Plan(choice(forward, "fwd"), choice(backward, "bwd"))
 
 
-def _plan(
-    forward: Call | Linear, backward: Call, implementation: Name | None, platform: str
-) -> Plan:
-    def choice(call: Call | Linear) -> _implementation.Choice:
-        if implementation is not None:
-            return _implementation.forced(call, implementation)
-        return _implementation.choose(call.as_seen_by, platform)
-
-    return Plan(choice(forward), choice(backward))
-
-
-def _plan_of_linear(
-    shape: tuple[int, ...],
-    x_dtype: np.dtype,
-    *,
-    features: int | None,
-    parameters: np.dtype,
-    use_scale: bool,
-    use_bias: bool,
-    residual_dtype: _arguments.DTypeLike | None,
-    out_dtype: _arguments.DTypeLike | None,
-    activation: Activation | None,
-    implementation: Name | None,
-    platform: str,
-) -> Plan:
-    cols = shape[-1:]
-    columns = cols if features is None else (features,)
-    given = {"weight": ((*cols, *columns), parameters)}
-    if use_scale:
-        given["scale"] = cols, parameters
-    if use_bias:
-        given["bias"] = columns, parameters
-    if residual_dtype is not None:
-        given["residual"] = shape, _arguments.dtype("implementation_for", "dtype", residual_dtype)
-    forward = linear_call(
-        shape,
-        x_dtype,
-        given,
-        activation=activation,
-        epsilon=1e-6,
-        scale_offset=0.0,
-        dtype=out_dtype,
-        implementation=implementation,
-        precision=None,
-    )
-    return _plan(forward, norm_of(forward, shape).gradient(), implementation, platform)
+def calls_in(jaxpr: Any) -> Iterator[Call | Linear]:
+    """The calls that a jaxpr makes, also inside loops and what is rematerialised, in their order."""
+    for equation in jaxpr.eqns:
+        if isinstance(equation.params.get("call"), Call | Linear):
+            yield equation.params["call"]
+        for inner in jax.tree.leaves(
+            [*equation.params.values()], is_leaf=lambda a: hasattr(a, "eqns") or hasattr(a, "jaxpr")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from calls_in(inner)
 
 
-def _bias_shape(
-    shape: tuple[int, ...], axis: _arguments.Axis, param_axes: Sequence[int]
-) -> tuple[int, ...]:
-    """Of a softmax's bias: with the sizes of the normalised axes, and `param_axes` before them."""
-    view = RowView(shape, _arguments.axes("implementation_for", axis, shape))
-    sizes = [1] * len(shape)
-    for a in view.axes:
-        sizes[a] = shape[a]
-    for a, size in zip(reversed(view.others), reversed(param_axes)):
-        sizes[a] = size
-    return tuple(sizes)
+def _required(
+    call: Callable[..., Any], x: jax.ShapeDtypeStruct, arguments: dict[str, Any]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Arrays that a function must have beside x, where `arguments` lack them."""
+    _, *others = inspect.signature(call).parameters.values()
+    lacking = {p.name for p in others if p.default is p.empty} - {*arguments}
+    required: dict[str, jax.ShapeDtypeStruct] = {}
+    if "residual" in lacking:
+        required["residual"] = x
+    if "labels" in lacking:
+        axes = _arguments.axes(call.__name__, arguments.get("axis", -1), x.shape, of="logits")
+        sizes = tuple(size for a, size in enumerate(x.shape) if a not in axes)
+        required["labels"] = jax.ShapeDtypeStruct(sizes, jnp.int32)
+    if "weight" in lacking:
+        required["weight"] = jax.ShapeDtypeStruct((*x.shape[-1:], *x.shape[-1:]), x.dtype)
+    return required

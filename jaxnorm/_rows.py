@@ -1,6 +1,7 @@
 """Any shape and axes, seen as ``(rows, cols)`` or strided: the only place that reshapes."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Sequence
 from typing import Literal
@@ -33,31 +34,31 @@ class RowView:
     logits_bias: tuple[int, ...] = ()
     mask: tuple[int, ...] = ()
 
-    @property
+    @functools.cached_property
     def normalised(self) -> tuple[int, ...]:
         """Sizes of the normalised axes: the shape of scale and bias, if not told otherwise."""
         return tuple(self.shape[a] for a in self.axes)
 
-    @property
+    @functools.cached_property
     def others(self) -> tuple[int, ...]:
         """The axes that are not normalised."""
         return tuple(a for a in range(len(self.shape)) if a not in self.axes)
 
-    @property
+    @functools.cached_property
     def cols(self) -> int:
         return math.prod(self.normalised)
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         return math.prod(self.shape[a] for a in self.others)
 
-    @property
+    @functools.cached_property
     def moved(self) -> bool:
         """Whether the view needs a transpose: the normalised axes are not the last ones."""
         order = [axis for axis in self._order if self.shape[axis] != 1]
         return order != sorted(order)
 
-    @property
+    @functools.cached_property
     def strided(self) -> tuple[int, int, int, int] | None:
         """``(outer, cols, inner)`` that an array is as it lies, and `inner_cols`; None for no such.
 
@@ -73,7 +74,7 @@ class RowView:
             case _:
                 return None
 
-    @property
+    @functools.cached_property
     def _runs(self) -> list[tuple[int, ...]]:
         """Neighbouring axes: others (or none), normalised ones, others, and so on.
 
@@ -91,12 +92,12 @@ class RowView:
         """Of `strided`; 1 for none."""
         return 1 if self.strided is None else self.strided[2]
 
-    @property
+    @functools.cached_property
     def has_groups(self) -> bool:
         """Whether a parameter belongs to groups of rows, or is broadcast along normalised axes."""
         return any(self.shape_of(kind) != self.normalised for kind in PARAMETERS)
 
-    @property
+    @functools.cached_property
     def scattered(self) -> bool:
         """Whether a parameter is none of consecutive rows with all columns: it has no view."""
         return any(self._groups(kind) is None for kind in PARAMETERS)
@@ -229,7 +230,7 @@ class RowView:
         a = a.reshape([shape[axis] for axis in self._order])
         return jnp.transpose(a, [self._order.index(axis) for axis in range(len(self.shape))])
 
-    @property
+    @functools.cached_property
     def _order(self) -> tuple[int, ...]:
         return self.others + self.axes
 

@@ -20,6 +20,7 @@ import numpy as np
 import jaxnorm
 from jaxnorm import _implementation, _references
 from jaxnorm._loss import NAME as _LOSS
+from jaxnorm._plan import calls_in
 from jaxnorm._references import Results
 from jaxnorm._running_error import Bounded
 from jaxnorm._text import progress, table
@@ -203,13 +204,8 @@ def check(case: Case, dtype: str) -> Outcome:
 
 def _implementations(program: Any) -> tuple[str, ...]:
     """What runs the passes of a jaxpr here, in their order."""
-    calls = [equation.params["call"] for equation in program.eqns if "call" in equation.params]
-    if calls:
-        here = _implementation.local_platform()
-        return tuple(_implementation.choose(call.as_seen_by, here).name for call in calls)
-    # The loss of a linear layer, whose calls are in its loop.
-    plan = jaxnorm.implementation_for(_LOSS, (_ROWS, _CLASSES), np.float32)
-    return plan.forward.name, plan.backward.name
+    here = _implementation.local_platform()
+    return tuple(_implementation.choose(c.as_seen_by, here).name for c in calls_in(program))
 
 
 def _worst(computed: np.ndarray, expected: Bounded) -> float:

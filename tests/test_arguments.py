@@ -349,18 +349,19 @@ def test_an_integer_in_place_of_an_array(name):
         jaxnorm.softmax(**options)
 
 
-@pytest.mark.parametrize("name", ["where", "use_scale", "use_bias"])
-def test_flags_of_implementation_for(name):
-    with pytest.raises(TypeError, match=f"implementation_for: {name}='no' is a str; expected True"):
-        jaxnorm.implementation_for("layer_norm", (4, 8), "float32", **{name: "no"})
-
-
-@pytest.mark.parametrize("features", [True, 2.0, "4"])
-def test_features_of_implementation_for(features):
-    with pytest.raises(
-        TypeError, match=r"implementation_for: features=.*; expected a number of col"
-    ):
-        jaxnorm.implementation_for("rms_norm_linear", (4, 8), "float32", features=features)
+@pytest.mark.parametrize(
+    ("function", "arguments", "error"),
+    [
+        ("layer_norm", {"epsilon": -1.0}, "layer_norm: epsilon=-1.0"),
+        ("rms_norm", {"save": "both"}, "rms_norm: save='both'"),
+        ("softmax", {"where": "no"}, "softmax: where is a str"),
+        ("softmax", {"causal": "no"}, "softmax: causal='no'"),
+        ("rms_norm_linear", {"activation": "tanh"}, "rms_norm_linear: activation='tanh'"),
+    ],
+)
+def test_implementation_for_refuses_as_the_function_does(function, arguments, error):
+    with pytest.raises((TypeError, ValueError), match=f"^{error}"):
+        jaxnorm.implementation_for(function, (4, 8), "float32", **arguments)
 
 
 @pytest.mark.parametrize("name", sorted({f.__name__ for f, _ in NUMBERS} - {"check_params"}))

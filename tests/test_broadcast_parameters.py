@@ -193,18 +193,17 @@ def test_errors():
 
 def test_implementation_for():
     """Of parameters that are broadcast, by their shape."""
-    asked = functools.partial(
-        jaxnorm.implementation_for,
-        "layer_norm",
-        dtype="bfloat16",
-        axis=(1, 3),
-        platform="cuda",
-    )
-    plan = asked(shape=(32, 4096, 32, 8), param_shape=(32, 1, 8))
+
+    def asked(shape, parameter):
+        of = jax.ShapeDtypeStruct(parameter, "bfloat16")
+        return jaxnorm.implementation_for(
+            "layer_norm", shape, "bfloat16", scale=of, bias=of, axis=(1, 3), platform="cuda"
+        )
+
+    plan = asked((32, 4096, 32, 8), (32, 1, 8))
     assert (plan.forward.name, plan.backward.name) == ("mosaic", "mosaic")
-    plan = asked(shape=(8, 1024, 32, 10), param_shape=(32, 1, 10))
-    assert "powers of 2" in plan.forward.reason
-    assert "broadcast along" in asked(shape=(8, 1024, 32, 8), param_shape=(1, 8)).forward.reason
+    assert "powers of 2" in asked((8, 1024, 32, 10), (32, 1, 10)).forward.reason
+    assert "broadcast along" in asked((8, 1024, 32, 8), (1, 8)).forward.reason
 
 
 def test_check_params():

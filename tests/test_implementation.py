@@ -4,7 +4,6 @@ A stand-in kernel plays the accelerator's part here: xla's functions with a reco
 no differentiation rule of its own.
 """
 
-import functools
 import os
 import subprocess
 import sys
@@ -41,17 +40,12 @@ def _opaque_jvp(primals, tangents):
 class Stub(types.ModuleType):
     """A kernel module: forward results are shifted, so that it shows which one ran."""
 
-    norm_bwd = staticmethod(xla.norm_bwd)
-    softmax_bwd = staticmethod(xla.softmax_bwd)
+    backward = staticmethod(xla.backward)
 
     @staticmethod
-    def norm_fwd(x, scale, bias, spec):
-        y, stats = xla.norm_fwd(x, scale, bias, spec)
-        return opaque(y), stats
-
-    @staticmethod
-    def softmax_fwd(x, mask, bias, spec):
-        return opaque(xla.softmax_fwd(x, mask, bias, spec))
+    def forward(operands, spec):
+        results = xla.forward(operands, spec)
+        return results._replace(y=opaque(results.y))
 
     @staticmethod
     def supports(spec):
@@ -75,6 +69,7 @@ def stub(monkeypatch):
 
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8)), jnp.float32)
+MASK = jax.ShapeDtypeStruct((1, 8), bool)
 
 
 def test_the_default_follows_the_platform_lowered_for(stub):
@@ -151,13 +146,11 @@ def test_a_batch_of_rows_is_one_launch_of_more_rows(stub, function):
     stub()
     launches = []
 
-    def recording(x, *rest, spec, kernel=None):
-        launches.append((x.shape, spec.rows))
-        return kernel(x, *rest, spec=spec)
+    def recording(operands, spec):
+        launches.append((operands.x.shape, spec.rows))
+        return Stub.forward(operands, spec)
 
-    module = sys.modules["jaxnorm_kernels_stub"]
-    for name in ("softmax_fwd", "norm_fwd"):
-        setattr(module, name, functools.partial(recording, kernel=getattr(Stub, name)))
+    sys.modules["jaxnorm_kernels_stub"].forward = recording
     x = jnp.stack([X, 2 * X])
     scale = jnp.arange(8.0)
     call = {
@@ -200,7 +193,7 @@ def test_implementation_for(stub):
     stub(THERE)
     plan = jaxnorm.implementation_for("softmax", (4, 8), jnp.bfloat16, platform=THERE)
     assert (plan.forward.name, plan.backward.name) == ("stub", "stub")
-    plan = jaxnorm.implementation_for("softmax", (4, 8), "bfloat16", where=True, platform=THERE)
+    plan = jaxnorm.implementation_for("softmax", (4, 8), "bfloat16", where=MASK, platform=THERE)
     assert plan.forward.name == "xla"
     assert "it has no masked kernel" in str(plan)
     plan = jaxnorm.implementation_for("rms_norm", (4, 7), "float32", platform=THERE)
@@ -232,7 +225,7 @@ def test_the_environment_names_the_default(stub, monkeypatch):
     chosen = _implementation.Choice("stub", "asked for by JAXNORM_IMPLEMENTATION")
     assert plan().forward == plan().backward == chosen
     assert plan(cols=7).forward == chosen  # which the default leaves to xla
-    assert plan(where=True).forward == _implementation.Choice(
+    assert plan(where=MASK).forward == _implementation.Choice(
         "xla", "stub: asked for by JAXNORM_IMPLEMENTATION, it has no masked kernel"
     )
     assert plan(platform=THERE).forward == _implementation.Choice(
@@ -384,8 +377,13 @@ def test_implementation_for_checks_its_arguments():
         jaxnorm.implementation_for("softmax", (4, 8), "float32", platform="gpu")
     with pytest.raises(TypeError, match="dtype=int32"):
         jaxnorm.implementation_for("softmax", (4, 8), "int32")
-    with pytest.raises(ValueError, match="out of range"):
+    with pytest.raises(ValueError, match="^softmax: axis=2 is out of range"):
         jaxnorm.implementation_for("softmax", (4, 8), "float32", axis=2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
+        jaxnorm.implementation_for("rms_norm", (4, 8), "float32", causal=True)
+    with pytest.raises(ValueError, match="^rms_norm: scale has shape"):
+        scale = jax.ShapeDtypeStruct((7,), jnp.float32)
+        jaxnorm.implementation_for("rms_norm", (4, 8), "float32", scale=scale)
     with pytest.raises(TypeError, match=r"shape=8; expected a tuple of sizes, e.g. x\.shape"):
         jaxnorm.implementation_for("softmax", 8, "float32")
 

@@ -357,6 +357,6 @@ def test_nothing(shape):
 
 def test_implementation_for():
     plan = jaxnorm.implementation_for(
-        "softmax", (4, 16, 64, 64), "bfloat16", causal=True, use_bias=True, param_axes=(16, 64)
+        "softmax", (4, 16, 64, 64), "bfloat16", causal=True, bias=jnp.ones((1, 16, 64, 64))
     )
     assert plan.forward.name == plan.backward.name == "xla"

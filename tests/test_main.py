@@ -54,7 +54,8 @@ def test_what_runs_names_the_reasons(monkeypatch):
     assert here["triton"].startswith("not on cuda: it cannot be imported: No module named")
     lines = list(_machine._choices())
     at = [line[0] for line in lines].index("layer_norm")
-    plan = jaxnorm.implementation_for("layer_norm", (8192, 4096), "bfloat16")
+    scale = jax.ShapeDtypeStruct((4096,), "float32")
+    plan = jaxnorm.implementation_for("layer_norm", (8192, 4096), "bfloat16", scale=scale)
     assert lines[at : at + 2] == [
         ("layer_norm", "forward", str(plan.forward)),
         ("", "backward", str(plan.backward)),
@@ -153,8 +154,7 @@ class Kernels(types.ModuleType):
     """xla's functions in an implementation of their own."""
 
     supports = prefers = staticmethod(lambda spec: None)
-    softmax_fwd, softmax_bwd = staticmethod(xla.softmax_fwd), staticmethod(xla.softmax_bwd)
-    norm_fwd, norm_bwd = staticmethod(xla.norm_fwd), staticmethod(xla.norm_bwd)
+    forward, backward = staticmethod(xla.forward), staticmethod(xla.backward)
 
 
 @pytest.fixture
@@ -183,13 +183,14 @@ def test_kernels_are_timed_against_xla(kernels, capsys):
     assert float(line.split()[-1]) > 0
 
 
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_wrong_kernel_is_an_exit_status(direction, kernels, capsys):
-    def wrong(*operands, spec):
-        first, *others = getattr(xla, f"norm_{direction}")(*operands, spec=spec)
-        return (first + 0.1, *others)
+    def wrong(*operands):
+        first, *others = right = getattr(xla, direction)(*operands)
+        is_norm = operands[-1].is_norm
+        return type(right)(first + 0.1, *others) if is_norm else right
 
-    setattr(kernels, f"norm_{direction}", wrong)
+    setattr(kernels, direction, wrong)
     assert main(["--check"]) == 1
     out = capsys.readouterr().out
     assert out.count("WRONG") == 2
@@ -198,10 +199,10 @@ def test_a_wrong_kernel_is_an_exit_status(direction, kernels, capsys):
 
 
 def test_a_kernel_that_does_not_run_is_wrong(kernels, capsys):
-    def fails(*operands, spec):
+    def fails(*operands):
         raise RuntimeError("no such instruction\nand much more")
 
-    kernels.norm_bwd = fails
+    kernels.backward = fails
     assert main(["--check"]) == 1
     assert "RuntimeError: no such instruction\n" in capsys.readouterr().out
 

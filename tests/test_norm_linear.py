@@ -186,7 +186,12 @@ def test_errors(arguments, error, message):
 def test_which_implementation_runs():
     """The default's forward is XLA's, which is as fast, while the norm's backward is a kernel's."""
     plan = jaxnorm.implementation_for(
-        NAME, (8192, 4096), "bfloat16", features=1024, activation="gelu", platform="cuda"
+        NAME,
+        (8192, 4096),
+        "bfloat16",
+        weight=jax.ShapeDtypeStruct((4096, 1024), "bfloat16"),
+        activation="gelu",
+        platform="cuda",
     )
     assert plan.forward.name == "xla"
     assert plan.backward.name == "mosaic"

@@ -160,12 +160,12 @@ def test_lowering_has_room_on_the_stack():
         def supports(self, spec):
             return None
 
-        def norm_fwd(self, *operands, spec):
+        def forward(self, operands, spec):
             frame = sys._getframe()
             while frame is not None and frame.f_code is not in_one_chunk.__code__:
                 frame = frame.f_back
             found.append(frame)
-            return xla.norm_fwd(*operands, spec=spec)
+            return xla.forward(operands, spec)
 
     with as_default(Kernels()):
         jax.jit(rms_norm).lower(jnp.ones((8, 64)))

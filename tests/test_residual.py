@@ -244,9 +244,7 @@ def test_groups_whose_rows_are_not_consecutive():
     scale = normal((3, 16), "float32", 1)
     expected = jaxnorm.rms_norm(x, jnp.broadcast_to(scale, x.shape))
     np.testing.assert_array_equal(jaxnorm.rms_norm(x, scale), expected)
-    plan = jaxnorm.implementation_for(
-        "rms_norm", x.shape, "float32", param_axes=(3,), platform="cuda"
-    )
+    plan = jaxnorm.implementation_for("rms_norm", x.shape, "float32", scale=scale, platform="cuda")
     assert "not consecutive" in plan.forward.reason
 
 
@@ -291,9 +289,9 @@ def test_no_rows(name, shape):
 
 @pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_add", "rms_norm_add_rms_norm"])
 def test_implementation_for(name):
-    plan = jaxnorm.implementation_for(
-        name, (8192, 4096), "bfloat16", residual_dtype="float32", platform="cpu"
-    )
+    shape, scale = (8192, 4096), jax.ShapeDtypeStruct((4096,), "float32")
+    residual = jax.ShapeDtypeStruct(shape, "float32")
+    plan = jaxnorm.implementation_for(name, shape, "bfloat16", residual=residual, platform="cpu")
     assert (plan.forward.name, plan.backward.name) == ("xla", "xla")
-    plan = jaxnorm.implementation_for(name, (8192, 4096), "bfloat16", platform="cuda")
+    plan = jaxnorm.implementation_for(name, shape, "bfloat16", scale=scale, platform="cuda")
     assert (plan.forward.name, plan.backward.name) == ("mosaic", "mosaic")

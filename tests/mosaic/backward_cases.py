@@ -8,9 +8,9 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from benchmarks import contract
+from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic import interpreted
-from jaxnorm_kernels.mosaic.backward import norm as norm_backward
-from jaxnorm_kernels.mosaic.backward import softmax as softmax_backward
 from jaxnorm_kernels.mosaic.backward.direct import Direct
 from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.backward.ring import Ring
@@ -152,10 +152,10 @@ def effective_bias(bias: np.ndarray, spec: Spec) -> np.ndarray:
 
 def call(spec: Spec, *operands: Any, schedule: Any = None) -> tuple[Any, ...]:
     """dx; for a norm also dscale and dbias."""
-    if spec.op == "norm":
-        return norm_backward.norm_bwd(*operands, spec=spec, schedule=schedule)
+    if spec.is_norm:
+        return contract.call(mosaic, spec, *operands, schedule=schedule)
     y, dy = operands
-    return softmax_backward.softmax_bwd(y, None, dy, spec, schedule=schedule)[:1]
+    return contract.call(mosaic, spec, y, None, dy, schedule=schedule)[:1]
 
 
 def interpret(spec: Spec, *operands: Any, params: Any = None, schedule: Any = None) -> list[Any]:

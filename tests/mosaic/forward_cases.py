@@ -8,6 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from benchmarks import contract
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
 from jaxnorm_kernels.specs import Spec
@@ -163,11 +164,8 @@ def make_operands(spec: Spec, seed: int = 0) -> tuple[np.ndarray | None, ...]:
 
 def call(spec: Spec, *operands: Any, module: Any = mosaic, **kwargs: Any) -> tuple[Any, ...]:
     """The outputs, then the statistics."""
-    if spec.is_norm:
-        *outputs, stats = getattr(module, f"{spec.op}_fwd")(*operands, spec, **kwargs)
-        return *outputs, *stats
-    function = {"softmax": module.softmax_fwd, "log_softmax": module.log_softmax_fwd}[spec.op]
-    return (function(operands[0], None, None, spec, **kwargs),)
+    outputs = contract.call(module, spec, *operands, **kwargs)
+    return (*outputs[:-1], *outputs[-1]) if spec.is_norm else outputs
 
 
 def interpret(spec: Spec, *operands: Any, params: Any = None, **kwargs: Any) -> list[np.ndarray]:

@@ -26,6 +26,7 @@ from backward_cases import (
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from pairs import pairwise
 
+from benchmarks import contract
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.specs import Spec
@@ -329,7 +330,7 @@ def test_gradients_of_both_addends(dtypes: tuple[np.dtype, np.dtype], name: str)
     dh, *sums = interpret(plain, *operands, schedule=schedule)
     with mosaic.interpreted():
         dx, dresidual, *own_sums = jax.jit(
-            lambda *operands: mosaic.add_norm_bwd(*operands, spec=spec, schedule=schedule)
+            lambda *operands: contract.call(mosaic, spec, *operands, schedule=schedule)
         )(*operands)
     np.testing.assert_array_equal(dresidual, dh)
     assert dx.dtype == x

@@ -24,6 +24,7 @@ from forward_cases import BF16, F32
 from h100 import CONFIGS, Compiled, Compiler, missing
 from logits_cases import of_width, operand_types
 
+from benchmarks import contract
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic import strip_schedule, support
 from jaxnorm_kernels.mosaic.backward import schedule as backward
@@ -200,8 +201,8 @@ def loss_of(spec: Spec) -> tuple[Any, Any]:
     of_backward = dataclasses.replace(spec, direction="bwd", want_stats=False)
 
     def both(x: Any, labels: Any, d: Any) -> Any:
-        loss, stats = mosaic.cross_entropy_fwd(x, labels, None, None, spec)
-        return loss, mosaic.cross_entropy_bwd(x, stats, labels, None, d, spec=of_backward)
+        loss, stats = contract.call(mosaic, spec, x, labels)
+        return loss, contract.call(mosaic, of_backward, x, stats, labels, None, d)
 
     row = [jax.ShapeDtypeStruct((spec.rows,), dtype) for dtype in (np.int32, F32)]
     return both, [*rows_of(spec, spec.x_dtype), *row]
@@ -211,7 +212,7 @@ def two_norms_of(spec: Spec) -> tuple[Any, Any]:
     stat, column = (jax.ShapeDtypeStruct((n,), F32) for n in (spec.rows, spec.cols))
     x, saved, dy, dh = rows_of(spec, *[BF16] * 4)
     types = [x, saved, (stat, stat), column, column, dy, dh]
-    return (lambda *operands: mosaic.norm_add_norm_bwd(*operands, spec=spec)), types
+    return (lambda *operands: contract.call(mosaic, spec, *operands)), types
 
 
 def name(spec: Spec) -> str:

@@ -15,7 +15,7 @@ from loss_cases import CrossEntropy, operands
 from reference import assert_within
 
 import jaxnorm
-from benchmarks import hlo
+from benchmarks import contract, hlo
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER
@@ -38,8 +38,9 @@ def forward_and_backward(spec, schedule=None, units=2, **backward_options):
     backward = dataclasses.replace(spec, direction="bwd", want_stats=False, **backward_options)
 
     def both(x, labels, d, positions=None):
-        loss, stats = mosaic.cross_entropy_fwd(x, labels, None, positions, spec, schedule=schedule)
-        (dx,) = mosaic.cross_entropy_bwd(x, stats, labels, None, d, spec=backward, units=units)
+        operands = (x, labels, None, positions)
+        loss, stats = contract.call(mosaic, spec, *operands, schedule=schedule)
+        (dx,) = contract.call(mosaic, backward, x, stats, labels, None, d, units=units)
         return loss, dx
 
     return jax.jit(both)

@@ -12,6 +12,7 @@ from backward_cases import BF16, F16, F32
 from h100 import Compiler
 from reference import TwoNorms, assert_within, exact, rounding
 
+from benchmarks import contract
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.mosaic.backward.ring import Ring
@@ -74,7 +75,7 @@ def make_operands(spec: Spec) -> tuple[Any, ...]:
         for dtype in (spec.scale_dtype, spec.next_scale_dtype)
     )
     forward = dataclasses.replace(spec, direction="fwd", want_stats=True)
-    y, h, stats = xla.norm_add_norm_fwd(x, residual, scale, next_scale, forward)
+    y, h, stats = contract.call(xla, forward, x, residual, scale, next_scale)
     dy, dh = normal(spec.y_dtype), normal(spec.residual_dtype) if spec.adds_dh else None
     saved = y if spec.saved == "output" else h
     return (x, saved, stats, scale, next_scale, dy, dh), h
@@ -86,9 +87,9 @@ def check(spec: Spec, schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedules, "persistent_blocks", lambda spec, schedule: blocks)
     operands, h = make_operands(spec)
     with mosaic.interpreted():
-        got = jax.jit(
-            lambda *operands: mosaic.norm_add_norm_bwd(*operands, spec=spec, schedule=schedule)
-        )(*operands)
+        got = jax.jit(lambda *operands: contract.call(mosaic, spec, *operands, schedule=schedule))(
+            *operands
+        )
     x, _, _, scale, next_scale, dy, dh = operands
     rows = spec.rows // spec.groups
     for group in range(spec.groups):
@@ -171,7 +172,7 @@ def test_float16_that_overflows(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     @jax.jit
     def gradients(saved: jax.Array) -> Any:
-        return mosaic.norm_add_norm_bwd(x, saved, *others, dy, dh, spec=spec, schedule=schedule)
+        return contract.call(mosaic, spec, x, saved, *others, dy, dh, schedule=schedule)
 
     with mosaic.interpreted():
         of_inf, of_largest = (gradients(saved.at[1, 5].set(y)) for y in (np.inf, 65504))
@@ -198,7 +199,7 @@ def test_lowers_for_a_gpu(cols: int, dtypes: tuple[np.dtype, ...]) -> None:
     """In one kernel, or two where no ring takes the rows."""
     spec = make_spec(8192 if cols in WIDTHS else 8191, cols, dtypes)
     assert mosaic.supports(spec) is None
-    function = jax.jit(lambda *operands: mosaic.norm_add_norm_bwd(*operands, spec=spec))
+    function = jax.jit(lambda *operands: contract.call(mosaic, spec, *operands))
     text = function.trace(*shapes_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
     kernels = text.count("mosaic_gpu_v2")
     in_two = schedules.two_norms_schedule(spec) is None
@@ -224,7 +225,7 @@ def test_registers(cols: int, dtypes: tuple[np.dtype, ...], compiler: Compiler) 
     schedule = schedules.two_norms_schedule(spec)
     assert schedule is not None
     (kernel,) = compiler.compile(
-        lambda *operands: mosaic.norm_add_norm_bwd(*operands, spec=spec), shapes_of(spec)
+        lambda *operands: contract.call(mosaic, spec, *operands), shapes_of(spec)
     )
     assert kernel.spilled <= SPILLED
     threads = 128 * getattr(schedule, "warpgroups", 1)

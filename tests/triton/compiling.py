@@ -14,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks import contract
 from jaxnorm_kernels import triton as implementation
 from jaxnorm_kernels.specs import LinearSpec, Shared, Spec
 from jaxnorm_kernels.triton import launch, linear_schedule, schedule
@@ -113,7 +114,9 @@ def _operands(spec: Spec | LinearSpec, label_dtype: Any) -> tuple[Any, ...]:
 
 
 def _call(spec: Spec | LinearSpec, *operands: Any, **options: Any) -> Any:
-    return getattr(implementation, f"{spec.op}_{spec.direction}")(*operands, spec=spec, **options)
+    if isinstance(spec, LinearSpec):
+        return implementation.rms_norm_linear_fwd(*operands, spec=spec, **options)
+    return contract.call(implementation, spec, *operands, **options)
 
 
 def _compile(

@@ -8,6 +8,7 @@ import jax
 import pytest
 from test_compile import BF16, F16, F32, GPUS, check, compile_call, cuda, kernels_in  # noqa: F401
 
+from benchmarks import contract
 from jaxnorm_kernels import triton
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import schedule as schedules
@@ -101,13 +102,13 @@ def test_calls_lower_for_cuda(cols, groups):
     scale = jax.ShapeDtypeStruct((cols,) if groups == 1 else (groups, cols), F32)
     stat = jax.ShapeDtypeStruct((6,), F32)
 
-    for kind, function, operands in (
-        ("add_rms_norm", "add_norm_fwd", (x, x, scale, None)),
-        ("rms_norm_add", "norm_add_fwd", (x, x, scale)),
-        ("rms_norm_add_rms_norm", "norm_add_norm_fwd", (x, x, scale, scale)),
-        ("rms_norm_bwd", "norm_bwd", (x, (stat,), scale, None, x, x)),
+    for kind, operands in (
+        ("add_rms_norm", (x, x, scale, None)),
+        ("rms_norm_add", (x, x, scale)),
+        ("rms_norm_add_rms_norm", (x, x, scale, scale)),
+        ("rms_norm_bwd", (x, (stat,), scale, None, x, x)),
     ):
         spec = dataclasses.replace(make_spec(kind, cols), rows=6, scale_groups=groups)
-        run = functools.partial(getattr(triton, function), spec=spec)
+        run = functools.partial(contract.call, triton, spec)
         looped = "bwd" in kind and cols > 16384
         assert kernels_in(run, *operands) == 1 + looped

@@ -11,6 +11,7 @@ from loss_cases import CrossEntropy, operands
 from reference import assert_within
 from test_schedules import scheduled  # noqa: F401
 
+from benchmarks import contract
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 from jaxnorm_kernels.specs import Spec
 
@@ -78,8 +79,8 @@ def test_dx_where_x_lies(dtype, cols, padding, scheduled):  # noqa: F811
 
     @jax.jit
     def step(x, labels, d):
-        loss, stats = triton.cross_entropy_fwd(x, labels, None, None, forward)
-        return loss, *triton.cross_entropy_bwd(x, stats, labels, None, d, spec=backward)
+        loss, stats = contract.call(triton, forward, x, labels)
+        return loss, *contract.call(triton, backward, x, stats, labels, None, d)
 
     loss, dx = step(wide, labels, d)
     expected = CrossEntropy(x, labels, dtype=dtype)

@@ -15,6 +15,7 @@ from reference import Norm, assert_within, exact, rounding
 from test_norm import normal
 from test_schedules import SCHEDULES, make_schedule
 
+from benchmarks import contract
 from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.triton
@@ -34,7 +35,7 @@ KINDS = ["layer_norm", "rms_norm"]
 
 @pytest.fixture(params=["of the table", *SCHEDULES])
 def call(request, monkeypatch):
-    """``call(name, *operands, spec=spec)`` runs that function of the implementation."""
+    """``call(*operands, spec=spec)`` runs that pass of the implementation."""
     from jaxnorm_kernels import triton
 
     if INTERPRETED:
@@ -43,9 +44,9 @@ def call(request, monkeypatch):
         triton_interpreter.install(monkeypatch)
     options = {"schedule": make_schedule(request.param)} if request.param in SCHEDULES else {}
 
-    def run(name, *operands, spec):
+    def run(*operands, spec):
         assert triton.supports(spec) is None
-        return getattr(triton, name)(*operands, spec=spec, **options)
+        return contract.call(triton, spec, *operands, **options)
 
     return run
 
@@ -126,7 +127,7 @@ def check_add_norm(call, spec):
     x = normal((spec.rows, spec.cols), spec.x_dtype, 0, shift=0.3)
     residual = normal(x.shape, spec.residual_dtype, 1, scale=3.0)
     params = parameters(spec)
-    y, h, stats = call("add_norm_fwd", x, residual, *params, spec=spec)
+    y, h, stats = call(x, residual, *params, spec=spec)
     check_sum(h, spec, residual, exact(x), 0.0)
     check_norm(y, stats, spec.last, h, *params)
 
@@ -135,7 +136,7 @@ def check_norm_add(call, spec):
     x = normal((spec.rows, spec.cols), spec.x_dtype, 0, shift=0.3)
     residual = normal(x.shape, spec.residual_dtype, 1, scale=3.0)
     scale, _ = parameters(spec)
-    y, stats = call("norm_add_fwd", x, residual, scale, spec=spec)
+    y, stats = call(x, residual, scale, spec=spec)
     first = dataclasses.replace(spec.first, y_dtype=np.dtype("float32"))
     ref = expected(first, x, scale)
     check_sum(y, spec, residual, ref.y, ref.y_bound())
@@ -146,7 +147,7 @@ def check_norm_add_norm(call, spec):
     x = normal((spec.rows, spec.cols), spec.x_dtype, 0, shift=0.3)
     residual = normal(x.shape, spec.residual_dtype, 1, scale=3.0)
     (scale, _), (next_scale, _) = parameters(spec), parameters(spec.last, seed=20)
-    y, h, (rstd, *stats) = call("norm_add_norm_fwd", x, residual, scale, next_scale, spec=spec)
+    y, h, (rstd, *stats) = call(x, residual, scale, next_scale, spec=spec)
     first = dataclasses.replace(spec.first, y_dtype=np.dtype("float32"))
     ref = expected(first, x, scale)
     check_sum(h, spec, residual, ref.y, ref.y_bound())
@@ -197,7 +198,7 @@ def test_statistics_that_nobody_wants(call):
     for op in CHECKS:
         spec = make_spec(op, *MIXES[1], want_stats=False, scale_dtype=None, next_scale_dtype=None)
         params = (None,) if op == "norm_add" else (None, None)
-        assert call(f"{op}_fwd", x, residual, *params, spec=spec)[-1] == ()
+        assert call(x, residual, *params, spec=spec)[-1] == ()
 
 
 @pytest.mark.parametrize("op", CHECKS)
@@ -206,9 +207,7 @@ def test_nan_and_inf_stay_in_their_row(op, bad, call):
     spec = make_spec(op, *MIXES[1], scale_dtype=None, next_scale_dtype=None)
     x, residual = normal(SHAPE, "float32", 0), normal(SHAPE, "float32", 1)
     params = (None,) if op == "norm_add" else (None, None)
-    results = [
-        call(f"{op}_fwd", x, residual, *params, spec=spec)[0] for x in (x.at[4, 7].set(bad), x)
-    ]
+    results = [call(x, residual, *params, spec=spec)[0] for x in (x.at[4, 7].set(bad), x)]
     others = np.arange(len(x)) != 4
     assert np.isnan(exact(results[0])[4]).any()
     np.testing.assert_array_equal(*(exact(y)[others] for y in results))
@@ -222,12 +221,12 @@ def gradients(call, spec):
     x = normal((spec.rows, spec.cols), spec.x_dtype, 0, shift=0.3)
     d = normal(x.shape, spec.y_dtype, 3)
     params = parameters(spec)
-    y, stats = call("norm_fwd", x, *params, spec=dataclasses.replace(spec, adds_dh=False))
+    y, stats = call(x, *params, spec=dataclasses.replace(spec, adds_dh=False))
     saved = y if spec.saved == "output" else x
     backward = dataclasses.replace(spec, direction="bwd")
 
     def run(dh=None):
-        return call("norm_bwd", saved, stats, *params, d, dh, spec=backward)
+        return call(saved, stats, *params, d, dh, spec=backward)
 
     return run, functools.partial(expected, spec, x, *params, d)
 
@@ -282,7 +281,7 @@ def test_groups(kind, scale_groups, bias_groups, saved, call):
     spec = make_spec("norm", *MIXES[2], kind, **changes)
     x = normal(SHAPE, spec.x_dtype, 0)
     params = parameters(spec)
-    check_norm(*call("norm_fwd", x, *params, spec=spec), spec, x, *params)
+    check_norm(*call(x, *params, spec=spec), spec, x, *params)
     check_backward(call, spec)
     check_backward(call, dataclasses.replace(spec, adds_dh=True))
 
