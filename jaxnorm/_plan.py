@@ -131,7 +131,7 @@ def implementation_for(
 
 
 def calls_in(jaxpr: Any) -> Iterator[Call | Linear]:
-    """The calls that a jaxpr makes, also inside loops and what is rematerialised, in their order."""
+    """The calls that a jaxpr makes, also inside loops and `jax.checkpoint`, in their order."""
     for equation in jaxpr.eqns:
         if isinstance(equation.params.get("call"), Call | Linear):
             yield equation.params["call"]

@@ -377,12 +377,12 @@ def test_implementation_for_checks_its_arguments():
         jaxnorm.implementation_for("softmax", (4, 8), "float32", platform="gpu")
     with pytest.raises(TypeError, match="dtype=int32"):
         jaxnorm.implementation_for("softmax", (4, 8), "int32")
-    with pytest.raises(ValueError, match="^softmax: axis=2 is out of range"):
+    with pytest.raises(ValueError, match=r"^softmax: axis=2 is out of range"):
         jaxnorm.implementation_for("softmax", (4, 8), "float32", axis=2)
     with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
         jaxnorm.implementation_for("rms_norm", (4, 8), "float32", causal=True)
-    with pytest.raises(ValueError, match="^rms_norm: scale has shape"):
-        scale = jax.ShapeDtypeStruct((7,), jnp.float32)
+    scale = jax.ShapeDtypeStruct((7,), jnp.float32)
+    with pytest.raises(ValueError, match=r"^rms_norm: scale has shape"):
         jaxnorm.implementation_for("rms_norm", (4, 8), "float32", scale=scale)
     with pytest.raises(TypeError, match=r"shape=8; expected a tuple of sizes, e.g. x\.shape"):
         jaxnorm.implementation_for("softmax", 8, "float32")
