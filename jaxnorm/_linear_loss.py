@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxnorm import _arguments, _eager, _implementation, _linear_loss_chunks, _linear_loss_primitive
-from jaxnorm._linear_loss_call import Head, Reduction
-from jaxnorm._linear_loss_primitive import NAME
+from jaxnorm._linear_loss_call import NAME, Head, Reduction
 from jaxnorm_kernels.specs import Name
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -205,4 +204,4 @@ def _check_implementation(head: Head, x: jax.Array, weight: jax.Array, name: Nam
     dtype, classes = _arguments.product_dtype(x.dtype, weight.dtype), weight.shape[1]
     rows = _linear_loss_chunks.chunk_rows(head.chunk, x.size // max(x.shape[-1], 1), classes, dtype)
     call = _linear_loss_chunks.chunk_call(head, (rows, classes), dtype, head.has_positions)
-    _implementation.forced(call, name, NAME)
+    _implementation.forced(call, name)

@@ -22,10 +22,9 @@ from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxnorm import _arguments, _auto_axes, _linear_loss_chunks, _sharding
-from jaxnorm._linear_loss_call import Head, Kind, Over
+from jaxnorm._linear_loss_call import NAME, Head, Kind, Over
 from jaxnorm._registration import registered
 
-NAME = "linear_softmax_cross_entropy"
 _GRADIENT = "jaxnorm_linear_gradient"
 
 Arrays = Sequence[jax.Array]
