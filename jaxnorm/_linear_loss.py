@@ -65,9 +65,11 @@ def linear_softmax_cross_entropy(
       is.
 
     Differentiable with respect to x, weight and bias, in reverse and forward mode; gradients have
-    the dtypes of what they are of. The forward pass of a mean or a sum keeps the gradients, named
-    ``jaxnorm_linear_gradient`` for policies of :func:`jax.checkpoint` (:func:`save_policy` does not
-    keep them: they are of weight's size), and nothing else; that of ``"none"`` keeps its operands.
+    the dtypes of what they are of. The forward pass of a mean or a sum keeps the gradients, in
+    these dtypes, but those of float16 in float32, because only the backward knows by what loss
+    scaling multiplies them. They are named ``jaxnorm_linear_gradient`` for policies of
+    :func:`jax.checkpoint` (:func:`save_policy` does not keep them: they are of weight's size), and
+    nothing else is kept; that of ``"none"`` keeps its operands.
     Derivatives of second order, and what `jax.vmap` makes of a batch of weights or of gradients
     of weight inside it, are right, but are made by more products.
 
