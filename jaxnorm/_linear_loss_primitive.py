@@ -82,7 +82,7 @@ def _logits_dtype(given: dict[str, Any]) -> np.dtype:
 
 
 def _run(*arrays: jax.Array, head: Head) -> list[jax.Array]:
-    return _linear_loss_chunks.run(head, *arrays)
+    return _run_anywhere(head, arrays)
 
 
 # -------------------------------------------------------------------------------- differentiation
