@@ -35,7 +35,7 @@ def float_array(function: str, name: str, value: ArrayLike | None) -> jax.Array:
     if isinstance(value, jax.Array):
         array = value
     elif isinstance(value, jax.typing.ArrayLike) or hasattr(value, "__jax_array__"):
-        array = _array(function, name, value)
+        array = _array(function, name, value, "floating-point numbers")
     else:
         raise _no_array(function, name, value)
     if array.dtype not in _FLOAT_DTYPES:
@@ -46,16 +46,19 @@ def float_array(function: str, name: str, value: ArrayLike | None) -> jax.Array:
     return array
 
 
-def _array(function: str, name: str, value: Any) -> jax.Array:
-    """`value` as an array; a list, too."""
+def _array(function: str, name: str, value: Any, expected: str) -> jax.Array:
+    """`value` as an array; a list, too. `expected`: what is, in place of a huge integer."""
     try:
         return jnp.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise _no_array(function, name, value) from error
-    except OverflowError as error:
+    except (TypeError, ValueError, OverflowError) as error:
+        is_integer = isinstance(value, int)
+        if not (is_integer or isinstance(error, OverflowError)):
+            raise _no_array(function, name, value) from error
+        # Of a number JAX's own text has all digits, or is a ValueError that Python makes none.
+        given = _shown(value) if is_integer else error
         raise ValueError(
-            f"{function}: {name} has an integer that JAX's integers do not hold ({error}); "
-            "expected smaller ones, e.g. -1 for a label that is no class"
+            f"{function}: {name} has an integer that JAX's integers do not hold: {given}; "
+            f"expected {expected}"
         ) from error
 
 
@@ -180,7 +183,7 @@ def mask(function: str, where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
 
 def boolean(function: str, name: str, value: ArrayLike, also: str = "") -> jax.Array:
     """`value` as a boolean array; `also` is another fix."""
-    array = _array(function, name, value)
+    array = _array(function, name, value, "booleans (True keeps an entry)")
     if array.dtype != jnp.bool_:
         raise TypeError(
             f"{function}: {name} has dtype {array.dtype.name}; expected bool (True keeps an "
@@ -193,7 +196,8 @@ def integer_array(function: str, name: str, value: ArrayLike) -> jax.Array:
     """`value` as an array of integers, of the dtype that it has."""
     if isinstance(value, (np.ndarray, np.generic)) and not jax.config.jax_enable_x64:
         value = _in_32_bits(np.asarray(value))
-    array = _array(function, name, value)
+    smaller = "smaller ones, e.g. -1 for a label that is no class"
+    array = _array(function, name, value, smaller)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(
             f"{function}: {name} has dtype {array.dtype.name}; expected integers; cast it, e.g. "

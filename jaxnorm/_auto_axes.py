@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
 from jaxnorm import _implementation
 from jaxnorm._call import Call, Run
@@ -49,11 +49,16 @@ def are_whole(axes: Any) -> bool:
 
 
 def can_partition(axes: Any) -> bool:
-    """Whether the partitioner will name the mesh axes of the shards it has."""
+    """Whether the partitioner will name the mesh axes of the shards it has.
+
+    On a mesh with Explicit axes, which `jax.sharding.auto_axes` makes automatic in a part of a
+    program, it fails: JAX lowers what runs on a shard with that mesh.
+    """
     return (
         isinstance(axes, mlir.ShardingContext)
         and axes.device_assignment is not None
         and axes.abstract_mesh is not None
+        and AxisType.Explicit not in axes.abstract_mesh.axis_types
     )
 
 

@@ -31,11 +31,13 @@ class Call:
     """The static part of a call.
 
     Attributes:
-      function: the public one's name.
+      function: the public one's name, which errors tell.
       spec: of the whole arrays; ``spec.axes`` are those of the view.
       view: how an implementation of two-dimensional arrays sees them.
       implementation: asked for by name, or None.
       wrt: names of the primals that have a tangent, in ``tan`` and ``bwd``.
+      primitives: whose primitives it binds, where those are another function's: the loss of a
+        linear layer makes calls of the cross-entropy.
     """
 
     function: str
@@ -43,6 +45,7 @@ class Call:
     view: RowView
     implementation: Name | None
     wrt: tuple[str, ...] = ()
+    primitives: str | None = None
 
     def __hash__(self) -> int:
         return self._hash

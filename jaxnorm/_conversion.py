@@ -42,7 +42,7 @@ def why_input(parameters: Collection[Any], y_dtype: np.dtype) -> str | None:
     if not lost:
         return None
     where = f"in {lost} of {scale.size} columns"
-    if not bias:
+    if not (bias and bias[0].any()):
         return f"scales too small for {y_dtype.name} {where}"
     return f"scales of 0, or far below the bias, {where}"
 

@@ -142,18 +142,14 @@ def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
     )
 
 
-def forced(call: "Call | Linear", name: str, function: str | None = None) -> Choice:
-    """`name` itself; ValueError with its reason where it cannot run a call.
-
-    `function` is the public one where that is not the call's.
-    """
+def forced(call: "Call | Linear", name: str) -> Choice:
+    """`name` itself; ValueError with its reason where it cannot run a call."""
     spec = call.as_seen_by(name)
     refusal = module(name).supports(spec)
     if refusal is not None:
         raise ValueError(
-            f"{function or call.function}: implementation={name!r} cannot run the "
-            f"{_PASSES[spec.direction]} of ({spec.rows}, {spec.cols}): {refusal}; leave "
-            "implementation out to let jaxnorm choose"
+            f"{call.function}: implementation={name!r} cannot run the {_PASSES[spec.direction]} of "
+            f"({spec.rows}, {spec.cols}): {refusal}; leave implementation out to let jaxnorm choose"
         )
     return Choice(name, "asked for by name")
 

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxnorm import _arguments, _eager, _implementation, _linear_loss_chunks, _linear_loss_primitive
-from jaxnorm._linear_loss_call import Head, Reduction
-from jaxnorm._linear_loss_primitive import NAME
+from jaxnorm._linear_loss_call import NAME, Head, Reduction
 from jaxnorm_kernels.specs import Name
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -66,9 +65,11 @@ def linear_softmax_cross_entropy(
       is.
 
     Differentiable with respect to x, weight and bias, in reverse and forward mode; gradients have
-    the dtypes of what they are of. The forward pass of a mean or a sum keeps the gradients, named
-    ``jaxnorm_linear_gradient`` for policies of :func:`jax.checkpoint` (:func:`save_policy` does not
-    keep them: they are of weight's size), and nothing else; that of ``"none"`` keeps its operands.
+    the dtypes of what they are of. The forward pass of a mean or a sum keeps the gradients, in
+    these dtypes, but those of float16 in float32, because only the backward knows by what loss
+    scaling multiplies them. They are named ``jaxnorm_linear_gradient`` for policies of
+    :func:`jax.checkpoint` (:func:`save_policy` does not keep them: they are of weight's size), and
+    nothing else is kept; that of ``"none"`` keeps its operands.
     Derivatives of second order, and what `jax.vmap` makes of a batch of weights or of gradients
     of weight inside it, are right, but are made by more products.
 
@@ -205,4 +206,4 @@ def _check_implementation(head: Head, x: jax.Array, weight: jax.Array, name: Nam
     dtype, classes = _arguments.product_dtype(x.dtype, weight.dtype), weight.shape[1]
     rows = _linear_loss_chunks.chunk_rows(head.chunk, x.size // max(x.shape[-1], 1), classes, dtype)
     call = _linear_loss_chunks.chunk_call(head, (rows, classes), dtype, head.has_positions)
-    _implementation.forced(call, name, NAME)
+    _implementation.forced(call, name)

@@ -18,6 +18,8 @@ import numpy as np
 
 from jaxnorm_kernels.specs import Name
 
+NAME = "linear_softmax_cross_entropy"
+
 Reduction = Literal["mean", "sum", "none"]
 Kind = Literal["x", "weight", "bias", "row", "total"]
 

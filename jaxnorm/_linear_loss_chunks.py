@@ -28,7 +28,7 @@ from jax import lax
 
 from jaxnorm import _arguments, _primitive, _sharding
 from jaxnorm._call import Call
-from jaxnorm._linear_loss_call import Head, Over, Reduction
+from jaxnorm._linear_loss_call import NAME, Head, Over, Reduction
 from jaxnorm._loss import cross_entropy_call
 
 # Rows of x at a time. The fewer, the more often dW is read and written, which its product does not
@@ -343,7 +343,8 @@ def loss_and_dlogits(
 
 
 def chunk_call(head: Head, shape: tuple[int, ...], dtype: np.dtype, has_positions: bool) -> Call:
-    return cross_entropy_call(
+    """The cross-entropy of a chunk's logits, whose errors name the function that users call."""
+    call = cross_entropy_call(
         shape,
         np.dtype(dtype),
         axis=-1,
@@ -353,6 +354,7 @@ def chunk_call(head: Head, shape: tuple[int, ...], dtype: np.dtype, has_position
         z_loss=head.z_loss,
         implementation=head.implementation,
     )
+    return dataclasses.replace(call, function=NAME, primitives=call.function)
 
 
 def _bind(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:

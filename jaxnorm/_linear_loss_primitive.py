@@ -22,10 +22,9 @@ from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxnorm import _arguments, _auto_axes, _linear_loss_chunks, _sharding
-from jaxnorm._linear_loss_call import Head, Kind, Over
+from jaxnorm._linear_loss_call import NAME, Head, Kind, Over
 from jaxnorm._registration import registered
 
-NAME = "linear_softmax_cross_entropy"
 _GRADIENT = "jaxnorm_linear_gradient"
 
 Arrays = Sequence[jax.Array]
@@ -83,7 +82,7 @@ def _logits_dtype(given: dict[str, Any]) -> np.dtype:
 
 
 def _run(*arrays: jax.Array, head: Head) -> list[jax.Array]:
-    return _linear_loss_chunks.run(head, *arrays)
+    return _run_anywhere(head, arrays)
 
 
 # -------------------------------------------------------------------------------- differentiation

@@ -181,7 +181,7 @@ def add_layer_norm(
       scale, bias, axis, epsilon, scale_offset: as in :func:`jaxnorm.layer_norm`.
       dtype: dtype of y; x's by default.
       save: what the norm's backward starts from: ``"output"`` keeps y, ``"input"`` keeps h and the
-        row means.
+        row means. Scales of 0 beside a bias need the latter; see :func:`jaxnorm.layer_norm`.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
 
     Returns:

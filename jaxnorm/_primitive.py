@@ -32,7 +32,7 @@ def bind(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
     """The results of the pass; None stands for an array that there is not."""
     leaves = _sharding.vary_alike([a for a in arrays if a is not None])
     partitioned = may_be_partitioned(call.implementation, leaves)
-    primitive = _PRIMITIVES[call.function, call.spec.direction, partitioned]
+    primitive = _PRIMITIVES[call.primitives or call.function, call.spec.direction, partitioned]
     results: list[jax.Array] = primitive.bind(*leaves, call=call)
     return results
 

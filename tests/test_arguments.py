@@ -1,5 +1,8 @@
 """Bad input: every error names what was given, what was expected, and the fix."""
 
+import functools
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -341,12 +344,22 @@ def test_a_label_of_64_bits_that_is_numpys():
     assert np.isnan(loss)
 
 
-@pytest.mark.parametrize("name", ["x", "bias", "where"])
-def test_an_integer_in_place_of_an_array(name):
-    options = {"x": X, name: 10**400}
-    expected = f"softmax: {name} (has an integer that JAX's integers do not hold|has dtype)"
-    with pytest.raises((TypeError, ValueError), match=expected):
-        jaxnorm.softmax(**options)
+@pytest.mark.parametrize("power", [400, 5000])  # the second has no decimal text in Python
+@pytest.mark.parametrize(
+    ("function", "name", "expected"),
+    [
+        *[(jaxnorm.softmax, name, "floating-point numbers") for name in ("x", "bias")],
+        (jaxnorm.softmax, "where", "booleans"),
+        (jaxnorm.layer_norm, "scale", "floating-point numbers"),
+        (jaxnorm.softmax_cross_entropy_with_integer_labels, "labels", "smaller ones"),
+    ],
+)
+def test_an_integer_in_place_of_an_array(function, name, expected, power):
+    options = dict(zip(inspect.signature(function).parameters, (X,))) | {name: 10**power}
+    bits = (10**power).bit_length()
+    found = rf"{name} has an integer that JAX's integers do not hold: \(an integer of {bits} bits\)"
+    with pytest.raises(ValueError, match=rf"^{function.__name__}: {found}; expected {expected}"):
+        function(**options)
 
 
 @pytest.mark.parametrize(
@@ -370,3 +383,17 @@ def test_what_a_kernel_refuses_names_the_function(name):
     expected = rf"^{name}: implementation='mosaic' cannot run the forward of \(6, [45]\): "
     with pytest.raises(ValueError, match=expected):
         called(getattr(jaxnorm, name), implementation="mosaic")
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_what_is_refused_of_a_linear_loss_names_it(reduction):
+    """Known when it is lowered, where the call of a chunk is one of the cross-entropy."""
+    x, weight, labels = jnp.ones((128, 256)), jnp.ones((256, 1024)), jnp.zeros(128, int)
+    loss = functools.partial(
+        jaxnorm.linear_softmax_cross_entropy, reduction=reduction, implementation="mosaic"
+    )
+    gradient = jax.jit(jax.grad(lambda *arrays: jnp.sum(loss(*arrays))))
+    for call in (loss, jax.jit(loss), gradient):
+        with pytest.raises(ValueError, match=f"^{loss.func.__name__}: .* cannot run on cpu"):
+            call(x, weight, labels)

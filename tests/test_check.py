@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxnorm
+from jaxnorm import _conversion
 
 
 def params():
@@ -206,3 +207,19 @@ def test_models_of_equinox():
     assert jaxnorm.check_params(zero, jnp.bfloat16).safe
     zero = eqx.tree_at(lambda norm: norm.bias, zero, jnp.full((2, 4), 1e-6))
     assert not jaxnorm.check_params(zero, jnp.float32).safe
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("bias", [None, 0.0, 1e-6, 1.0, 1e3])
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 2.0**-15, 1e-8, 0.0])
+def test_conversions_judge_as_it_does(scale, bias, dtype):
+    """A norm keeps its input exactly where it is not safe; one column is enough."""
+    params = {"scale": jnp.ones(8).at[5].set(scale)}
+    if bias is not None:
+        params["bias"] = jnp.full(8, bias)
+    why = _conversion.why_input(params.values(), jnp.dtype(dtype))
+    assert (why is None) == jaxnorm.check_params(params, dtype).safe
+    if why is not None:
+        said = "or far below the bias" if bias else f"too small for {dtype}"
+        assert said in why
+        assert "in 1 of 8 columns" in why or bias == 1e3

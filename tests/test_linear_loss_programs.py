@@ -101,18 +101,33 @@ def test_memory(reduction):
     assert f"f32[{WIDTH},{CLASSES}]" in text
 
 
-def test_nothing_but_gradients_is_kept():
-    x, weight, _, labels = operands(6, 4, 9, "bfloat16")
-    vjp = jax.vjp(lambda x, w: linear_loss(x, w, labels, chunk=2), x, weight)[1]
+# Those of float16 in float32: loss scaling, which the backward alone knows, multiplies them.
+each_kept = pytest.mark.parametrize(
+    ("dtype", "kept_in"),
+    [("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32")],
+)
+
+
+@each_kept
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nothing_but_gradients_is_kept(compiled, dtype, kept_in):
+    """In their dtypes, in a call by itself and where one is a part of what `jax.jit` compiles."""
+    x, weight, bias, labels = operands(6, 4, 9, dtype)
+
+    def function(x, w, b):
+        return linear_loss(x, w, labels, bias=b, chunk=2)
+
+    vjp = jax.vjp(jax.jit(function) if compiled else function, x, weight, bias)[1]
     kept = sorted((a.shape, a.dtype.name) for a in jax.tree.leaves(vjp))
-    assert kept == [((4, 9), "bfloat16"), ((6, 4), "bfloat16")]
+    assert kept == [((4, 9), kept_in), ((6, 4), kept_in), ((9,), kept_in)]
     jaxpr = jax.make_jaxpr(jax.grad(lambda x: linear_loss(x, weight, labels)))(x)
     assert "name[name=jaxnorm_linear_gradient" in str(jaxpr)
 
 
-def test_what_is_kept_of_layers():
+@each_kept
+def test_what_is_kept_of_layers(dtype, kept_in):
     """Under `jax.lax.scan`, too, gradients are kept in the dtypes of what they are of."""
-    x, weight, _, labels = operands(6, 4, 9, "bfloat16")
+    x, weight, _, labels = operands(6, 4, 9, dtype)
 
     def loss(xs, weight):
         def step(total, x):
@@ -122,7 +137,7 @@ def test_what_is_kept_of_layers():
 
     vjp = jax.vjp(loss, jnp.stack([x] * 3), weight)[1]
     kept = sorted((a.shape, a.dtype.name) for a in jax.tree.leaves(vjp) if a.ndim)
-    assert kept == [((3, 4, 9), "bfloat16"), ((3, 6, 4), "bfloat16")]
+    assert kept == [((3, 4, 9), kept_in), ((3, 6, 4), kept_in)]
 
 
 def test_the_precision_of_products_is_that_of_the_call():

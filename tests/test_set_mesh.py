@@ -154,6 +154,33 @@ def test_outside_of_jit(name, place):
 
 
 @on_eight_devices
+@pytest.mark.parametrize("name", CALLS)
+def test_a_part_with_automatic_axes(name):
+    """`jax.sharding.auto_axes` on an Explicit mesh: XLA's code; nothing partitions kernels."""
+    run, operands = call_of(name)
+    mesh = mesh_of("eight")
+    part = jax.sharding.auto_axes(run, out_sharding=P())
+    first, *others = operands
+    with as_default(Kernels()), jax.set_mesh(mesh):
+        for spec in (P(), P("data")):
+            arrays = jax.device_put(first, NamedSharding(mesh, spec)), *others
+            check(jax.jit(part)(*arrays), on_one_device(name))
+
+
+@on_eight_devices
+@pytest.mark.parametrize("over", [P(), P("data")], ids=["replicated", "split"])
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_not_compiled(name, over):
+    """With `jax.disable_jit`, which is there to see each step; rows are split, or are not."""
+    function, operands = CALLS[name]
+    expected = jax.tree.leaves(function(*operands))
+    mesh = mesh_of("eight")
+    first, *others = operands
+    with jax.set_mesh(mesh), jax.disable_jit():
+        check(function(jax.device_put(first, NamedSharding(mesh, over)), *others), expected)
+
+
+@on_eight_devices
 @pytest.mark.parametrize("name", ["linear_loss", "linear_losses", "rms_norm", "softmax"])
 def test_xla_s_code(name):
     """As it runs where there is no kernel."""
