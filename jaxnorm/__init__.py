@@ -6,11 +6,10 @@ residual addition before or after them, too, in one pass. The functions are drop
 modules made of them.
 """
 
-from jaxnorm._check import NormReport, ParamReport, check_params
-from jaxnorm._implementation import Choice
-from jaxnorm._linear_loss import linear_softmax_cross_entropy
-from jaxnorm._loss import softmax_cross_entropy_with_integer_labels
-from jaxnorm._norm import (
+from jaxnorm.calls.backends import Choice
+from jaxnorm.operations.linear_loss import linear_softmax_cross_entropy
+from jaxnorm.operations.loss import softmax_cross_entropy_with_integer_labels
+from jaxnorm.operations.norm import (
     add_layer_norm,
     add_rms_norm,
     layer_norm,
@@ -18,10 +17,11 @@ from jaxnorm._norm import (
     rms_norm_add,
     rms_norm_add_rms_norm,
 )
-from jaxnorm._norm_linear import rms_norm_linear
-from jaxnorm._plan import Plan, implementation_for
-from jaxnorm._remat import save_policy
-from jaxnorm._softmax import log_softmax, softmax
+from jaxnorm.operations.norm_linear import rms_norm_linear
+from jaxnorm.operations.softmax import log_softmax, softmax
+from jaxnorm.primitives.remat import save_policy
+from jaxnorm.tools.check_params import NormReport, ParamReport, check_params
+from jaxnorm.tools.plan import Plan, implementation_for
 
 __all__ = [
     "Choice",

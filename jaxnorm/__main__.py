@@ -4,7 +4,8 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from jaxnorm import _implementation, _machine, _selfcheck, _wall_time
+from jaxnorm.calls import backends
+from jaxnorm.tools import machine, selfcheck, wall_time
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,22 +21,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "against XLA (half a minute)",
     )
     options = parser.parse_args(arguments)
-    print(_machine.report())
+    print(machine.report())
     return _check() if options.check else 0
 
 
 def _check() -> int:
     print("\nvalues and gradients: the worst error, in units of its bound (above 1 is wrong)\n")
-    outcomes = _selfcheck.run()
-    print(_selfcheck.report(outcomes))
+    outcomes = selfcheck.run()
+    print(selfcheck.report(outcomes))
     wrong = [outcome for outcome in outcomes if not outcome.is_right]
     print(f"\n{len(outcomes) - len(wrong)} of {len(outcomes)} are right")
     if not any(outcome.has_kernel for outcome in outcomes):
-        here = _implementation.local_platform()
+        here = backends.local_platform()
         print(f"No kernel was checked: on {here}, all of this is XLA's.")
     elif not wrong:
         print("\nwall time of jitted calls, forward and backward, with the host's part of it\n")
-        print(_wall_time.report())
+        print(wall_time.report())
     return 1 if wrong else 0
 
 

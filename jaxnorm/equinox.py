@@ -14,8 +14,9 @@ if importlib.util.find_spec("equinox") is None:
 
 import equinox as eqx
 
-from jaxnorm import _arguments, _conversion
-from jaxnorm._norm import layer_norm, rms_norm
+from jaxnorm.models import conversion
+from jaxnorm.operations import checks
+from jaxnorm.operations.norm import layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
 
 __all__ = ["LayerNorm", "RMSNorm", "convert"]
@@ -191,7 +192,7 @@ def convert[Model](
       >>> type(model[0]).__module__
       'jaxnorm.equinox'
     """
-    _conversion.check("convert", save, implementation)
+    conversion.check("convert", save, implementation)
     if not any(map(_is_module, jax.tree.leaves(model, is_leaf=_is_module))):
         raise TypeError(
             f"convert: model is a {type(model).__name__}; expected an equinox.Module, or a tree "
@@ -200,7 +201,7 @@ def convert[Model](
     leaves = jax.tree.leaves_with_path(model, is_leaf=_is_norm)
     norms = [(path, leaf) for path, leaf in leaves if _is_norm(leaf)]
     if not norms:
-        _conversion.warn(
+        conversion.warn(
             "jaxnorm.equinox.convert: %s has no equinox.nn.LayerNorm and no equinox.nn.RMSNorm; "
             "norms of other classes can call jaxnorm.layer_norm and jaxnorm.rms_norm",
             type(model).__name__,
@@ -220,8 +221,8 @@ def convert[Model](
             kept[name] = why
         if id(norm) not in new:
             new[id(norm)] = _converted(norm, save if why is None else "input", implementation)
-    outcomes = {"are left to equinox": left, _conversion.KEPT: kept}
-    _conversion.log("equinox.convert", len(theirs), outcomes)
+    outcomes = {"are left to equinox": left, conversion.KEPT: kept}
+    conversion.log("equinox.convert", len(theirs), outcomes)
     converted: Model = jax.tree.map(lambda node: new.get(id(node), node), model, is_leaf=_is_norm)
     return converted
 
@@ -259,7 +260,7 @@ def _why_left(norm: Any) -> str | None:
     """Why a norm of equinox's is not converted; None where it is."""
     if type(norm) not in _CONVERTED:
         base = next(base for base in _CONVERTED if isinstance(norm, base))
-        return _conversion.subclass(norm, base, "equinox")
+        return conversion.subclass(norm, base, "equinox")
     dtypes = [parameter.dtype.name for parameter in _parameters(norm)]
     return None if set(dtypes) <= set(FLOAT_DTYPES) else f"dtypes {', '.join(dtypes)}"
 
@@ -269,8 +270,8 @@ def _why_input(norm: Any) -> str | None:
     if not hasattr(norm.weight, "dtype"):
         return None
     parameters = _parameters(norm)
-    y_dtype = _arguments.product_dtype(parameters[0].dtype, parameters[-1].dtype)
-    return _conversion.why_input(parameters, y_dtype)
+    y_dtype = checks.product_dtype(parameters[0].dtype, parameters[-1].dtype)
+    return conversion.why_input(parameters, y_dtype)
 
 
 def _parameters(norm: Any) -> list[Any]:

@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm import _conversion, _flax  # first, because it says what to do where Flax is missing
+# First, because it says what to do where Flax is missing.
+from jaxnorm.models import conversion, flax_modules
 
 # isort: split
 from flax import linen as nn
 from flax.linen import dtypes
 
-from jaxnorm._arguments import DTypeLike
-from jaxnorm._linen_attention import dot_product_attention
-from jaxnorm._linen_conversion import Seen, Stored
-from jaxnorm._norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jaxnorm.models.linen_attention import dot_product_attention
+from jaxnorm.models.linen_conversion import Seen, Stored
+from jaxnorm.operations.checks import DTypeLike
+from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation, Name, Save
 
 __all__ = ["LayerNorm", "RMSNorm", "RMSNormDense", "converted", "dot_product_attention"]
@@ -156,7 +157,7 @@ class RMSNormDense(nn.Module):
             **_Parameters(self.param_dtype, name="norm")(norm),
             **_Parameters(self.param_dtype, name="dense")(dense),
         }
-        return _flax.norm_and_dense(
+        return flax_modules.norm_and_dense(
             dtypes, self, parameters, x, residual, self.activation, self.dtype
         )
 
@@ -242,7 +243,7 @@ def converted(
       >>> y.shape
       (2, 8)
     """
-    added = _flax.given_to("converted", save, implementation)
+    added = flax_modules.given_to("converted", save, implementation)
     stored = Stored(params if save == "output" else None)
     settings = (added, stored)
     around = _innermost.value
@@ -290,14 +291,14 @@ def _called(
 ) -> Any:
     """A call of one of jaxnorm's modules; `flax_norm` is that of its base."""
     if _why_flax(norm, x if residual is None else residual, mask):
-        _flax.no_offset(norm)
-        return _flax.composed(functools.partial(flax_norm, mask=mask), x, residual)
-    return _normalised(norm, _flax.added(norm), x, residual)
+        flax_modules.no_offset(norm)
+        return flax_modules.composed(functools.partial(flax_norm, mask=mask), x, residual)
+    return _normalised(norm, flax_modules.added(norm), x, residual)
 
 
 def _normalised(
     norm: Any,
-    added: _flax.Added,
+    added: flax_modules.Added,
     x: Any,
     residual: Any = None,
     judged: Callable[[Mapping[str, Any], np.dtype], Save] | None = None,
@@ -319,7 +320,7 @@ def _normalised(
         )
         if is_used
     }
-    options = _flax.options(dtypes, norm, added, axes, normalised, *parameters.values())
+    options = flax_modules.options(dtypes, norm, added, axes, normalised, *parameters.values())
     if judged is not None:
         options["save"] = judged(parameters, options["dtype"])
     if residual is None:
@@ -328,7 +329,9 @@ def _normalised(
 
 
 def _axes(norm: Any, x: Any) -> tuple[int, ...] | None:
-    return _flax.shared_axes(type(norm).__name__, norm.reduction_axes, norm.feature_axes, x.shape)
+    return flax_modules.shared_axes(
+        type(norm).__name__, norm.reduction_axes, norm.feature_axes, x.shape
+    )
 
 
 def _why_flax(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
@@ -353,5 +356,5 @@ def _why_left(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
     """Why a call of a module of Flax's is not converted; None where it is."""
     for flax_class in _FLAX:
         if isinstance(norm, flax_class) and type(norm) is not flax_class:
-            return _conversion.subclass(norm, flax_class, "Flax")
+            return conversion.subclass(norm, flax_class, "Flax")
     return _why_flax(norm, x, mask)

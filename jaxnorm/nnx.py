@@ -9,19 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxnorm import (  # first, because it says what to do where Flax is missing
-    _conversion,
-    _flax,
-)
+# First, because it says what to do where Flax is missing.
+from jaxnorm.models import conversion, flax_modules
 
 # isort: split
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jaxnorm._arguments import DTypeLike
-from jaxnorm._nnx_attention import dot_product_attention
-from jaxnorm._nnx_conversion import why_input, why_left
-from jaxnorm._norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jaxnorm.models.nnx_attention import dot_product_attention
+from jaxnorm.models.nnx_conversion import why_input, why_left
+from jaxnorm.operations.checks import DTypeLike
+from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation, Name, Save
 
 __all__ = ["LayerNorm", "RMSNorm", "RMSNormDense", "convert", "dot_product_attention"]
@@ -67,8 +65,8 @@ class LayerNorm(nnx.LayerNorm):
         use_scale: bool = True,
         bias_init: nnx.Initializer = nnx.initializers.zeros_init(),
         scale_init: nnx.Initializer = nnx.initializers.ones_init(),
-        reduction_axes: _flax.Axes = -1,
-        feature_axes: _flax.Axes = -1,
+        reduction_axes: flax_modules.Axes = -1,
+        feature_axes: flax_modules.Axes = -1,
         axis_name: str | None = None,
         axis_index_groups: Any = None,
         use_fast_variance: bool = True,
@@ -115,11 +113,13 @@ class LayerNorm(nnx.LayerNorm):
         )
         axes = _covered_axes(self, promoted, scale, bias, mask)
         if axes is None:
-            _flax.no_offset(self)
+            flax_modules.no_offset(self)
             flax_norm = functools.partial(super().__call__, mask=mask)
-            return _flax.composed(flax_norm, x, residual)
+            return flax_modules.composed(flax_norm, x, residual)
         parameters = (_shaped(self, p, promoted, axes) for p in (scale, bias))
-        options = _flax.options(dtypes, self, _flax.added(self), axes, promoted, scale, bias)
+        options = flax_modules.options(
+            dtypes, self, flax_modules.added(self), axes, promoted, scale, bias
+        )
         if residual is None:
             return layer_norm(promoted, *parameters, **options)
         return add_layer_norm(x, residual, *parameters, **options)
@@ -159,8 +159,8 @@ class RMSNorm(nnx.RMSNorm):
         param_dtype: DTypeLike = jnp.float32,
         use_scale: bool = True,
         scale_init: nnx.Initializer = nnx.initializers.ones_init(),
-        reduction_axes: _flax.Axes = -1,
-        feature_axes: _flax.Axes = -1,
+        reduction_axes: flax_modules.Axes = -1,
+        feature_axes: flax_modules.Axes = -1,
         axis_name: str | None = None,
         axis_index_groups: Any = None,
         use_fast_variance: bool = True,
@@ -201,11 +201,13 @@ class RMSNorm(nnx.RMSNorm):
         promoted, scale = self.promote_dtype((normalised, _value(self.scale)), dtype=self.dtype)
         axes = _covered_axes(self, promoted, scale, None, mask)
         if axes is None:
-            _flax.no_offset(self)
+            flax_modules.no_offset(self)
             flax_norm = functools.partial(super().__call__, mask=mask)
-            return _flax.composed(flax_norm, x, residual)
+            return flax_modules.composed(flax_norm, x, residual)
         scale = _shaped(self, scale, promoted, axes)
-        options = _flax.options(dtypes, self, _flax.added(self), axes, promoted, scale)
+        options = flax_modules.options(
+            dtypes, self, flax_modules.added(self), axes, promoted, scale
+        )
         if residual is None:
             return rms_norm(promoted, scale, **options)
         return add_rms_norm(x, residual, scale, **options)
@@ -295,7 +297,7 @@ class RMSNormDense(nnx.Module):
             "bias": _value(self.dense.bias),
         }
         parameters = {name: a for name, a in given.items() if a is not None}
-        return _flax.norm_and_dense(
+        return flax_modules.norm_and_dense(
             dtypes, self.norm, parameters, x, residual, self.activation, self.dense.dtype
         )
 
@@ -352,7 +354,7 @@ def convert[Model](
       >>> type(model.layers[0]).__module__
       'jaxnorm.nnx'
     """
-    added = _flax.given_to("convert", save, implementation)
+    added = flax_modules.given_to("convert", save, implementation)
     modules = [
         (".".join(map(str, path)), node)
         for path, node in nnx.iter_graph(model, graph=True)
@@ -367,7 +369,7 @@ def convert[Model](
         (path, node) for path, node in modules if isinstance(node, (nnx.LayerNorm, nnx.RMSNorm))
     ]
     if not norms:
-        _conversion.warn(
+        conversion.warn(
             "jaxnorm.nnx.convert: %s has no nnx.LayerNorm and no nnx.RMSNorm; norms of other "
             "classes can call jaxnorm.layer_norm and jaxnorm.rms_norm",
             type(model).__name__,
@@ -385,8 +387,8 @@ def convert[Model](
         for name, value in own._asdict().items():
             setattr(norm, name, value)
         norm.__class__ = _CONVERTED[type(norm)]
-    outcomes = {"are left to Flax": left, _conversion.KEPT: kept}
-    _conversion.log("nnx.convert", len(theirs), outcomes)
+    outcomes = {"are left to Flax": left, conversion.KEPT: kept}
+    conversion.log("nnx.convert", len(theirs), outcomes)
     return model
 
 
@@ -407,7 +409,7 @@ def _covered_axes(
     if any(a.dtype.name not in FLOAT_DTYPES for a in operands):
         return None
     name = type(module).__name__
-    return _flax.shared_axes(name, module.reduction_axes, module.feature_axes, x.shape)
+    return flax_modules.shared_axes(name, module.reduction_axes, module.feature_axes, x.shape)
 
 
 def _shaped(

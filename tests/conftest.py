@@ -19,8 +19,8 @@ import jax
 import pytest
 import refused
 
-from jaxnorm import _implementation
-from jaxnorm._stack import in_one_chunk
+from jaxnorm.calls import backends
+from jaxnorm.primitives.stack import in_one_chunk
 
 # GPUs multiply float32 matrices in TF32 by default: its roundings are not what these tests look at.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -190,7 +190,7 @@ def _no_second_gpu() -> str | None:
 
 def _no_triton() -> str | None:
     try:
-        _implementation.module("triton")
+        backends.module("triton")
     except ImportError as error:
         return str(error)
     if INTERPRETED or _capability() >= 8.0:

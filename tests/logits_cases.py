@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxnorm._call import Call
-from jaxnorm._softmax import softmax_call
+from jaxnorm.calls.call import Call
+from jaxnorm.operations.softmax import softmax_call
 
 SCALE = 0.37
 BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))

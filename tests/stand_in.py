@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxnorm import _implementation
+from jaxnorm.calls import backends
 
 
 class StandIn(types.ModuleType):
@@ -35,9 +35,9 @@ def as_default(module: StandIn) -> Iterator[StandIn]:
     """Makes it the implementation ``"stand_in"``, which is the default on this platform."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, module.__name__, module)
-        patch.setitem(_implementation._MODULES, "stand_in", module.__name__)
-        platform = _implementation.local_platform()
-        patch.setattr(_implementation, "_CANDIDATES", {platform: ("stand_in",)})
+        patch.setitem(backends._MODULES, "stand_in", module.__name__)
+        platform = backends.local_platform()
+        patch.setattr(backends, "_CANDIDATES", {platform: ("stand_in",)})
         jax.clear_caches()
         yield module
         jax.clear_caches()

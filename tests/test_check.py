@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxnorm
-from jaxnorm import _conversion
+from jaxnorm.models import conversion
 
 
 def params():
@@ -217,7 +217,7 @@ def test_conversions_judge_as_it_does(scale, bias, dtype):
     params = {"scale": jnp.ones(8).at[5].set(scale)}
     if bias is not None:
         params["bias"] = jnp.full(8, bias)
-    why = _conversion.why_input(params.values(), jnp.dtype(dtype))
+    why = conversion.why_input(params.values(), jnp.dtype(dtype))
     assert (why is None) == jaxnorm.check_params(params, dtype).safe
     if why is not None:
         said = "or far below the bias" if bias else f"too small for {dtype}"

@@ -18,7 +18,7 @@ from convert_cases import (
 )
 
 import jaxnorm.linen
-from jaxnorm import _linen_conversion
+from jaxnorm.models import linen_conversion
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
@@ -254,7 +254,7 @@ def test_norms_that_params_lack_are_named(caplog):
 @pytest.fixture
 def nothing_before(monkeypatch):
     """Contexts of this process have seen nothing yet."""
-    monkeypatch.setattr(_linen_conversion, "_seen_before", {})
+    monkeypatch.setattr(linen_conversion, "_seen_before", {})
 
 
 @pytest.mark.usefixtures("nothing_before")

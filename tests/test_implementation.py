@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jaxnorm
-from jaxnorm import _implementation
+from jaxnorm.calls import backends
 from jaxnorm_kernels import devices, xla
 from jaxnorm_kernels.mosaic import support
 from jaxnorm_kernels.specs import Spec
@@ -23,7 +23,7 @@ from jaxnorm_kernels.specs import Spec
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 SHIFT = 100.0
-HERE = _implementation.local_platform()
+HERE = backends.local_platform()
 THERE = "cuda" if HERE == "cpu" else "cpu"
 
 
@@ -60,10 +60,10 @@ class Stub(types.ModuleType):
 def stub(monkeypatch):
     """The stand-in, registered; calling the fixture makes it the default of some platforms."""
     monkeypatch.setitem(sys.modules, "jaxnorm_kernels_stub", Stub("jaxnorm_kernels_stub"))
-    monkeypatch.setitem(_implementation._MODULES, "stub", "jaxnorm_kernels_stub")
+    monkeypatch.setitem(backends._MODULES, "stub", "jaxnorm_kernels_stub")
     jax.clear_caches()
     yield lambda *platforms: monkeypatch.setattr(
-        _implementation, "_CANDIDATES", dict.fromkeys(platforms, ("stub",))
+        backends, "_CANDIDATES", dict.fromkeys(platforms, ("stub",))
     )
     jax.clear_caches()
 
@@ -201,7 +201,7 @@ def test_implementation_for(stub):
     plan = jaxnorm.implementation_for(
         "rms_norm", (4, 7), "float32", platform=THERE, implementation="stub"
     )
-    assert plan.backward == _implementation.Choice("stub", "asked for by name")
+    assert plan.backward == backends.Choice("stub", "asked for by name")
     plan = jaxnorm.implementation_for("layer_norm", (4, 7), "float32")
     assert str(plan).splitlines() == [
         f"forward:  xla (the default for {HERE})",
@@ -211,9 +211,9 @@ def test_implementation_for(stub):
 
 def test_the_environment_names_the_default(stub, monkeypatch):
     """It is tried first, runs what it can, and comes before no other than in the ordinary order."""
-    monkeypatch.setitem(_implementation._MODULES, "second", "jaxnorm_kernels_stub")
+    monkeypatch.setitem(backends._MODULES, "second", "jaxnorm_kernels_stub")
     stub()
-    monkeypatch.setattr(_implementation, "_CANDIDATES", {HERE: ("second", "stub")})
+    monkeypatch.setattr(backends, "_CANDIDATES", {HERE: ("second", "stub")})
 
     def plan(cols=8, platform=HERE, **options):
         function = "softmax" if options else "rms_norm"
@@ -221,14 +221,14 @@ def test_the_environment_names_the_default(stub, monkeypatch):
             function, (4, cols), "float32", platform=platform, **options
         )
 
-    monkeypatch.setattr(_implementation, "_PREFERRED", "stub")
-    chosen = _implementation.Choice("stub", "asked for by JAXNORM_IMPLEMENTATION")
+    monkeypatch.setattr(backends, "_PREFERRED", "stub")
+    chosen = backends.Choice("stub", "asked for by JAXNORM_IMPLEMENTATION")
     assert plan().forward == plan().backward == chosen
     assert plan(cols=7).forward == chosen  # which the default leaves to xla
-    assert plan(where=MASK).forward == _implementation.Choice(
+    assert plan(where=MASK).forward == backends.Choice(
         "xla", "stub: asked for by JAXNORM_IMPLEMENTATION, it has no masked kernel"
     )
-    assert plan(platform=THERE).forward == _implementation.Choice(
+    assert plan(platform=THERE).forward == backends.Choice(
         "xla", f"stub: asked for by JAXNORM_IMPLEMENTATION, it has no kernels for {THERE}"
     )
     np.testing.assert_array_equal(
@@ -237,18 +237,18 @@ def test_the_environment_names_the_default(stub, monkeypatch):
     # A name in the call comes before the environment's.
     assert plan(implementation="xla", causal=False).forward.reason == "asked for by name"
 
-    monkeypatch.setattr(_implementation, "_PREFERRED", "xla")
+    monkeypatch.setattr(backends, "_PREFERRED", "xla")
     jax.clear_caches()
-    assert plan().forward == _implementation.Choice("xla", chosen.reason)
-    assert not _implementation.has_kernels(None, HERE)
+    assert plan().forward == backends.Choice("xla", chosen.reason)
+    assert not backends.has_kernels(None, HERE)
     np.testing.assert_array_equal(jaxnorm.rms_norm(X), jaxnorm.rms_norm(X, implementation="xla"))
 
 
 def test_what_cannot_be_imported_is_no_default(stub, monkeypatch):
     stub(HERE)
-    monkeypatch.setitem(_implementation._MODULES, "gone", "jaxnorm_kernels.no_such_backend")
-    monkeypatch.setattr(_implementation, "_CANDIDATES", {HERE: ("gone", "stub")})
-    monkeypatch.setattr(_implementation, "_PREFERRED", "gone")
+    monkeypatch.setitem(backends._MODULES, "gone", "jaxnorm_kernels.no_such_backend")
+    monkeypatch.setattr(backends, "_CANDIDATES", {HERE: ("gone", "stub")})
+    monkeypatch.setattr(backends, "_PREFERRED", "gone")
     reason = jaxnorm.implementation_for("rms_norm", (4, 8), "float32").forward.reason
     assert reason.startswith(f"the default for norm fwd on {HERE}; gone: asked for by JAXNORM_")
     assert "it cannot be imported: No module named" in reason
@@ -257,8 +257,8 @@ def test_what_cannot_be_imported_is_no_default(stub, monkeypatch):
 @pytest.fixture
 def broken(monkeypatch, tmp_path):
     """``broken(error)`` makes an implementation whose module raises it, and counts its imports."""
-    monkeypatch.setattr(_implementation, "_failures", {})
-    monkeypatch.setattr(_implementation, "_told", set())
+    monkeypatch.setattr(backends, "_failures", {})
+    monkeypatch.setattr(backends, "_told", set())
     monkeypatch.syspath_prepend(tmp_path)
     counts = tmp_path / "counts"
 
@@ -266,7 +266,7 @@ def broken(monkeypatch, tmp_path):
         module = f"jaxnorm_broken_{name}"
         code = f"with open({str(counts)!r}, 'a') as f:\n    f.write('{name} ')\nraise {error}\n"
         (tmp_path / f"{module}.py").write_text(code)
-        monkeypatch.setitem(_implementation._MODULES, name, module)
+        monkeypatch.setitem(backends._MODULES, name, module)
         return lambda: counts.read_text().split() if counts.exists() else []
 
     yield make
@@ -275,7 +275,7 @@ def broken(monkeypatch, tmp_path):
 
 def test_a_failing_import_is_tried_once(broken, monkeypatch):
     imports = broken("mosaic")
-    monkeypatch.setattr(_implementation, "_CANDIDATES", {HERE: ("mosaic",)})
+    monkeypatch.setattr(backends, "_CANDIDATES", {HERE: ("mosaic",)})
     for cols in range(4, 8):
         reason = jaxnorm.implementation_for("rms_norm", (4, cols), "float32").forward.reason
         assert reason == "mosaic: it cannot be imported: no such thing"
@@ -318,9 +318,9 @@ def test_a_gpu_whose_kernels_cannot_be_imported_is_told_once(
         if name in fails:
             broken(name)
         else:
-            monkeypatch.setitem(_implementation._MODULES, name, "jaxnorm_kernels_stub")
+            monkeypatch.setitem(backends._MODULES, name, "jaxnorm_kernels_stub")
     monkeypatch.setitem(sys.modules, "jaxnorm_kernels_stub", Stub("jaxnorm_kernels_stub"))
-    monkeypatch.setattr(_implementation, "_PREFERRED", preferred)
+    monkeypatch.setattr(backends, "_PREFERRED", preferred)
     number = capability and round(10 * float(capability))
     monkeypatch.setattr(devices, "local_capability", lambda: number)
     for cols in (7, 8):  # one for which the stand-in is not preferred, and one for which it is
@@ -345,7 +345,7 @@ def test_which_gpus_have_which_kernels_by_default(monkeypatch):
     for capability in (70, 75, 80, 86, 89, 90, 100, 103, 120):
         monkeypatch.setattr(support, "local_capability", lambda c=capability: c)
         takes = support.supports(spec) is None and support.prefers(spec) is None
-        assert takes == _implementation._DEFAULT_ON["mosaic"](capability)
+        assert takes == backends._DEFAULT_ON["mosaic"](capability)
 
 
 @pytest.mark.parametrize("value", ["xla", "", "cudnn"])

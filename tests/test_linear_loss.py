@@ -13,7 +13,7 @@ from reference import assert_within
 
 import jaxnorm
 from jaxnorm import linear_softmax_cross_entropy as linear_loss
-from jaxnorm._linear_loss_chunks import chunk_rows
+from jaxnorm.operations.linear_loss_chunks import chunk_rows
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 

@@ -18,7 +18,7 @@ from reference import assert_within, exact
 from test_softmax import FUNCTIONS, GRADIENTS, data
 
 import jaxnorm
-from jaxnorm._softmax import filled_softmax
+from jaxnorm.operations.softmax import filled_softmax
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 
 import jaxnorm
-from jaxnorm import _implementation, _machine, _selfcheck, _text, _wall_time
 from jaxnorm.__main__ import main
-from jaxnorm._running_error import Bounded
+from jaxnorm.calls import backends
+from jaxnorm.tools import machine, selfcheck, text, wall_time
+from jaxnorm.tools.running_error import Bounded
 from jaxnorm_kernels import xla
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
-HERE = _implementation.local_platform()
+HERE = backends.local_platform()
 on_a_cpu = pytest.mark.skipif(HERE != "cpu", reason="kernels run here")
 
 
@@ -46,13 +47,13 @@ def test_report(flax):
 
 
 def test_what_runs_names_the_reasons(monkeypatch):
-    monkeypatch.setattr(_implementation, "local_platform", lambda: "cuda")
-    monkeypatch.setitem(_implementation._MODULES, "triton", "jaxnorm_kernels.no_such_backend")
-    here = dict(_machine._implementations())
+    monkeypatch.setattr(backends, "local_platform", lambda: "cuda")
+    monkeypatch.setitem(backends._MODULES, "triton", "jaxnorm_kernels.no_such_backend")
+    here = dict(machine._implementations())
     assert list(here) == ["mosaic", "triton", "xla"]
     assert here["mosaic"] == "can run on cuda"
     assert here["triton"].startswith("not on cuda: it cannot be imported: No module named")
-    lines = list(_machine._choices())
+    lines = list(machine._choices())
     at = [line[0] for line in lines].index("layer_norm")
     scale = jax.ShapeDtypeStruct((4096,), "float32")
     plan = jaxnorm.implementation_for("layer_norm", (8192, 4096), "bfloat16", scale=scale)
@@ -60,10 +61,10 @@ def test_what_runs_names_the_reasons(monkeypatch):
         ("layer_norm", "forward", str(plan.forward)),
         ("", "backward", str(plan.backward)),
     ]
-    monkeypatch.setattr(_implementation, "local_platform", lambda: "tpu")
-    assert dict(_machine._implementations())["mosaic"] == "not on tpu: its kernels are for cuda"
+    monkeypatch.setattr(backends, "local_platform", lambda: "tpu")
+    assert dict(machine._implementations())["mosaic"] == "not on tpu: its kernels are for cuda"
     # A line for both directions where they agree.
-    assert ("layer_norm", "", "xla (the default for tpu)") in list(_machine._choices())
+    assert ("layer_norm", "", "xla (the default for tpu)") in list(machine._choices())
 
 
 def test_devices_and_cuda(monkeypatch):
@@ -73,7 +74,7 @@ def test_devices_and_cuda(monkeypatch):
         memory_stats=lambda: {"bytes_limit": 60 * 2**30},
         client=types.SimpleNamespace(platform_version="PJRT C API\ncuda 13000"),
     )
-    said = _machine._device(device)
+    said = machine._device(device)
     assert said.endswith("(NVIDIA H100), compute capability 9.0, 60.0 GiB of memory for JAX")
 
     def version(pointer):
@@ -84,7 +85,7 @@ def test_devices_and_cuda(monkeypatch):
     driver = types.SimpleNamespace(cuDriverGetVersion=version)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     expected = {"CUDA driver": "up to CUDA 12.8", "CUDA runtime": "13.0"}
-    assert dict(_machine._cuda_versions()) == expected
+    assert dict(machine._cuda_versions()) == expected
 
 
 def test_missing_extras(monkeypatch):
@@ -93,12 +94,12 @@ def test_missing_extras(monkeypatch):
     needed += ["there>=1; extra == 'flax'", "there; extra == 'triton'", "gone<2; extra == 'triton'"]
     installed = {"there"}
     monkeypatch.setattr(metadata, "requires", lambda name: needed)
-    monkeypatch.setattr(_machine, "_version_of", lambda name: "1" if name in installed else None)
-    assert dict(_machine._missing_extras()) == {
+    monkeypatch.setattr(machine, "_version_of", lambda name: "1" if name in installed else None)
+    assert dict(machine._missing_extras()) == {
         name: f'pip install -e ".[{name}]"' for name in ("cuda12", "cuda13", "triton")
     }
     installed |= {"jax-cuda13-plugin"}  # one of CUDA's is enough
-    assert [extra for extra, _ in _machine._missing_extras()] == ["triton"]
+    assert [extra for extra, _ in machine._missing_extras()] == ["triton"]
 
 
 # -------------------------------------------------------------------------------------- the check
@@ -109,21 +110,21 @@ def shifted(function, factor):
     return lambda **operands: jax.tree.map(lambda a: a * factor, function(**operands))
 
 
-@pytest.mark.parametrize("case", _selfcheck.CASES, ids=str)
+@pytest.mark.parametrize("case", selfcheck.CASES, ids=str)
 def test_right_and_wrong_values(case, monkeypatch):
     """An error of a unit in the last place of bfloat16, or of 2**-12, is found."""
-    right = _selfcheck.check(case, "bfloat16")
+    right = selfcheck.check(case, "bfloat16")
     assert right.is_right, right
     function = getattr(jaxnorm, case.function)
     monkeypatch.setattr(jaxnorm, case.function, shifted(function, 1 + 2**-12))
-    wrong = _selfcheck.check(case, "float32")
+    wrong = selfcheck.check(case, "float32")
     assert min(wrong.value, wrong.gradient) > 1, wrong
     assert not wrong.is_right
 
 
 def few_cases(monkeypatch):
-    cases = [case for case in _selfcheck.CASES if str(case) in ("softmax", "rms_norm")]
-    monkeypatch.setattr(_selfcheck, "CASES", cases)
+    cases = [case for case in selfcheck.CASES if str(case) in ("softmax", "rms_norm")]
+    monkeypatch.setattr(selfcheck, "CASES", cases)
 
 
 @on_a_cpu
@@ -141,9 +142,9 @@ def test_exit_status_of_what_is_right(monkeypatch, capsys):
 def test_processes_find_what_threads_find(monkeypatch):
     """On a GPU each worker is a process, which has this process' platform."""
     few_cases(monkeypatch)
-    in_threads = _selfcheck.run()
-    monkeypatch.setattr(_selfcheck, "_IN_PROCESSES", {HERE})
-    in_processes = _selfcheck.run()
+    in_threads = selfcheck.run()
+    monkeypatch.setattr(selfcheck, "_IN_PROCESSES", {HERE})
+    in_processes = selfcheck.run()
     for here, there in zip(in_threads, in_processes, strict=True):
         assert (str(here.case), here.dtype) == (str(there.case), there.dtype)
         assert here.implementations == there.implementations
@@ -162,12 +163,12 @@ def kernels(monkeypatch):
     """An implementation that is the default here, for four checks, and is timed on small arrays."""
     module = Kernels("kernels_of_this_test")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(_implementation._MODULES, "kernels", module.__name__)
-    monkeypatch.setattr(_implementation, "_CANDIDATES", {HERE: ("kernels",)})
+    monkeypatch.setitem(backends._MODULES, "kernels", module.__name__)
+    monkeypatch.setattr(backends, "_CANDIDATES", {HERE: ("kernels",)})
     few_cases(monkeypatch)
-    monkeypatch.setattr(_selfcheck, "_IN_PROCESSES", set())  # which would not have this module
-    small = _wall_time.Timed("rms_norm", {"x": (4, 8), "scale": (8,)}, "float32")
-    monkeypatch.setattr(_wall_time, "CALLS", (small,))
+    monkeypatch.setattr(selfcheck, "_IN_PROCESSES", set())  # which would not have this module
+    small = wall_time.Timed("rms_norm", {"x": (4, 8), "scale": (8,)}, "float32")
+    monkeypatch.setattr(wall_time, "CALLS", (small,))
     jax.clear_caches()
     yield module
     jax.clear_caches()
@@ -237,6 +238,6 @@ def test_progress_is_for_terminals(terminal, monkeypatch):
     written = io.StringIO()
     written.isatty = lambda: terminal
     monkeypatch.setattr(sys, "stderr", written)
-    assert list(_text.progress(["a", "b"])) == ["a", "b"]
+    assert list(text.progress(["a", "b"])) == ["a", "b"]
     assert ("1/2 b" in written.getvalue()) == terminal
     assert bool(written.getvalue()) == terminal

@@ -11,8 +11,8 @@ import pytest
 from stand_in import StandIn, as_default
 
 import jaxnorm
-from jaxnorm import _implementation
-from jaxnorm._stack import in_one_chunk
+from jaxnorm.calls import backends
+from jaxnorm.primitives.stack import in_one_chunk
 from jaxnorm_kernels import xla
 
 pytestmark = pytest.mark.oldest_jax
@@ -136,7 +136,7 @@ def test_another_gpu_runs_no_mosaic(monkeypatch):
 
 
 def test_a_jaxlib_without_the_backend_runs_xla(monkeypatch):
-    monkeypatch.setitem(_implementation._MODULES, "mosaic", "jaxnorm_kernels.no_such_backend")
+    monkeypatch.setitem(backends._MODULES, "mosaic", "jaxnorm_kernels.no_such_backend")
     plan = jaxnorm.implementation_for("rms_norm", (4096, 1024), "bfloat16", platform="cuda")
     assert plan.forward.name == "xla"
     assert "cannot be imported: No module named" in plan.forward.reason

@@ -244,10 +244,10 @@ def test_the_residual_s_gradient_is_added_in_the_norm_s_backward(name, layers, w
 
 def test_without_jax_s_accumulators_the_gradient_is_added_outside(monkeypatch):
     """On a version of jax that has none: the ordinary transpose."""
-    from jaxnorm import _primitive
+    from jaxnorm.primitives import row_operations
 
-    for primitive in _primitive._PRIMITIVES.values():
-        monkeypatch.delitem(_primitive._accumulators.fancy_transposes, primitive, raising=False)
+    for primitive in row_operations._PRIMITIVES.values():
+        monkeypatch.delitem(row_operations._accumulators.fancy_transposes, primitive, raising=False)
     x, scale = normal((4, 16), "float32", 0), jnp.ones(16)
 
     def loss(x):

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from logits_cases import Case, operand_types
 
-from jaxnorm._call import Call
+from jaxnorm.calls.call import Call
 from jaxnorm_kernels import mosaic
 
 

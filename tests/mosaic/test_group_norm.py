@@ -20,7 +20,7 @@ from h100 import Compiler
 
 import jaxnorm
 from benchmarks import contract
-from jaxnorm._rows import RowView
+from jaxnorm.calls.rows import RowView
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.mosaic import strip_schedule
 from jaxnorm_kernels.mosaic.device.gpu import REGISTERS

@@ -15,7 +15,7 @@ from norm_linear_cases import NormLinear, operands
 from reference import assert_within, exact
 
 import jaxnorm
-from jaxnorm._norm_linear_call import Linear
+from jaxnorm.operations.norm_linear_call import Linear
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER
 from jaxnorm_kernels.mosaic.forward import linear as kernel

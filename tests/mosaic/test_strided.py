@@ -19,7 +19,7 @@ from forward_cases import BF16, F16, F32
 from h100 import Compiler
 
 import jaxnorm
-from jaxnorm._rows import RowView
+from jaxnorm.calls.rows import RowView
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic import strip_schedule
 from jaxnorm_kernels.mosaic.device.gpu import (

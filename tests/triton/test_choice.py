@@ -12,7 +12,7 @@ import pytest
 from conftest import load_alone
 
 import jaxnorm
-from jaxnorm import _implementation
+from jaxnorm.calls import backends
 from jaxnorm_kernels.specs import LinearSpec, Shared, Spec
 
 BF16, F16, F32, F64 = (
@@ -117,7 +117,7 @@ def test_supports_whatever_has_elements_of_32_bits_at_most():
 
 
 def test_not_imported_unless_mosaic_leaves_a_call():
-    assert _implementation._CANDIDATES["cuda"] == ("mosaic", "triton")
+    assert backends._CANDIDATES["cuda"] == ("mosaic", "triton")
     program = "import jaxnorm, sys; jaxnorm.implementation_for('softmax', (64, 64), 'float32', "
     program += "platform='cuda'); print([m for m in sys.modules "
     program += "if m.split('.')[0] in ('triton', 'jax_triton') or 'kernels.triton' in m])"
@@ -194,7 +194,7 @@ def installed(monkeypatch):
 )
 def test_a_missing_or_unfit_extra(versions, complaint, installed, monkeypatch):
     """Asked for by name it is an error that tells the fix; for the default it is a reason."""
-    monkeypatch.setattr(_implementation, "_failures", {})
+    monkeypatch.setattr(backends, "_failures", {})
     installed(**versions)
     said = complaint + r'; from a checkout of jaxnorm: pip install -e "\.\[triton\]"'
     x = np.ones((4, 8), np.float32)
@@ -202,7 +202,7 @@ def test_a_missing_or_unfit_extra(versions, complaint, installed, monkeypatch):
         jaxnorm.softmax(x, implementation="triton")
     with pytest.raises(ValueError, match=said):
         jaxnorm.implementation_for("softmax", x.shape, x.dtype, implementation="triton")
-    monkeypatch.setattr(_implementation, "_CANDIDATES", {"cuda": ("triton",)})
+    monkeypatch.setattr(backends, "_CANDIDATES", {"cuda": ("triton",)})
     forward = jaxnorm.implementation_for("softmax", x.shape, x.dtype, platform="cuda").forward
     assert forward.name == "xla"
     assert re.search("^triton: it cannot be imported: .*" + said, forward.reason)
@@ -211,7 +211,7 @@ def test_a_missing_or_unfit_extra(versions, complaint, installed, monkeypatch):
 @pytest.mark.triton
 def test_a_name_is_honoured_or_refused_with_the_reason():
     plan = jaxnorm.implementation_for("softmax", (4, 8), "float32", implementation="triton")
-    assert plan.forward == _implementation.Choice("triton", "asked for by name")
+    assert plan.forward == backends.Choice("triton", "asked for by name")
     x, where = np.ones((2, 3, 4), np.float32), np.ones((2, 1, 4), bool)
     with pytest.raises(ValueError, match=r"'triton' cannot run the forward of .*for a row; leave"):
         jaxnorm.softmax(x, (1, 2), where, implementation="triton")

@@ -1,0 +1,334 @@
+"""One call of an operation: its static part, and what its passes take and return.
+
+Which arrays those are, and what of each, the table of operations says
+(`jaxnorm_kernels.operations`). A ``bwd`` takes h's cotangent where the spec says ``adds_dh``; that
+of a plain norm may, too, for which h is its x. The arrays of a call are passed around as the flat
+list of those that there are, in the order of `Call.operand_names` and `Call.result_names`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxnorm.calls import backends
+from jaxnorm.calls.rows import RowView
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.operations import OPERANDS, PARAMETERS, Kind
+from jaxnorm_kernels.specs import Name, Spec
+
+Arrays = Sequence[jax.Array]
+#: What computes a pass: takes the arrays of a call one by one, and returns those of its results.
+Run = Callable[..., list[jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static part of a call.
+
+    Attributes:
+      function: the public one's name, which errors tell.
+      spec: of the whole arrays; ``spec.axes`` are those of the view.
+      view: how an implementation of two-dimensional arrays sees them.
+      implementation: asked for by name, or None.
+      wrt: names of the primals that have a tangent, in ``tan`` and ``bwd``.
+      primitives: whose primitives it binds, where those are another function's: the loss of a
+        linear layer makes calls of the cross-entropy.
+    """
+
+    function: str
+    spec: Spec
+    view: RowView
+    implementation: Name | None
+    wrt: tuple[str, ...] = ()
+    primitives: str | None = None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Once: a call outside `jax.jit` looks up what is compiled for it.
+        return hash((self.function, self.spec, self.view, self.implementation, self.wrt))
+
+    def __str__(self) -> str:
+        """What a jaxpr shows."""
+        spec = self.spec
+        text = f"{spec.x_dtype.name}{list(self.view.shape)} -> {spec.y_dtype.name}"
+        if len(self.view.axes) > 1 or self.view.moved:
+            text += f" axis={self.view.axes}"
+        if spec.is_norm:
+            text += f" save={spec.saved}"
+        if spec.logits_scale != 1:
+            text += f" scale={spec.logits_scale}"
+        if spec.causal:
+            text += " causal"
+        if spec.label_smoothing:
+            text += f" label_smoothing={spec.label_smoothing}"
+        if spec.z_loss:
+            text += f" z_loss={spec.z_loss}"
+        if self.implementation is not None:
+            text += f" implementation={self.implementation}"
+        return f"({text})" if not self.wrt else f"({text} wrt={','.join(self.wrt)})"
+
+    # ------------------------------------------------------------------------- other passes
+
+    def with_stats(self) -> "Call":
+        """The forward, with h and the statistics among its outputs."""
+        return self._with(want_stats=bool(self.spec.operation.statistics), unused=None)
+
+    def without(self, unused: Literal["y", "h"]) -> "Call":
+        """The forward, without y or h among its outputs."""
+        return self._with(unused=unused, want_stats=self.spec.want_stats and unused != "y")
+
+    def first(self) -> "Call":
+        """The norm of x, whose output goes to the residual."""
+        return dataclasses.replace(self, spec=self.spec.first)
+
+    def tangent(self, wrt: Sequence[str], *, adds_dh: bool = False) -> "Call":
+        """Of the same outputs; of those whose cotangents a backward takes."""
+        wanted = self.spec.stat_cotangents if self.spec.direction == "bwd" else self.spec.want_stats
+        call = dataclasses.replace(self, wrt=tuple(wrt))
+        return call._with(
+            direction="tan",
+            want_stats=wanted,
+            unused=None,
+            stat_cotangents=False,
+            adds_dh=adds_dh,
+        )
+
+    def backward(
+        self,
+        wrt: Sequence[str],
+        *,
+        adds_dh: bool = False,
+        stat_cotangents: bool = False,
+        overwrites_x: bool = False,
+    ) -> "Call":
+        call = dataclasses.replace(self, wrt=tuple(wrt))
+        return call._with(
+            direction="bwd",
+            want_stats=False,
+            unused=None,
+            stat_cotangents=stat_cotangents,
+            adds_dh=adds_dh,
+            overwrites_x=overwrites_x,
+            # Its gradient is computed only where it is asked for.
+            **({} if "logits_bias" in wrt else {"logits_bias_dtype": None}),
+        )
+
+    def without_dh(self) -> "Call":
+        return self._with(adds_dh=False)
+
+    def gradient(self) -> "Call":
+        """The backward that the gradient of all outputs of a forward takes."""
+        call = self.first() if self.spec.operation.derivative else self
+        return call.backward(call.differentiable, adds_dh=self.spec.normalises_h)
+
+    def on(self, view: RowView) -> "Call":
+        """The same call on arrays of another shape: a batch, or a shard."""
+        return dataclasses.replace(self, view=view)._with(
+            rows=view.rows,
+            cols=view.cols,
+            axes=view.axes,
+            scale_groups=view.groups("scale"),
+            bias_groups=view.groups("bias"),
+            logits_bias_shape=view.logits_bias,
+            scattered=view.scattered,
+        )
+
+    def widened(self, name: str, parameter: jax.Array) -> tuple["Call", jax.Array]:
+        """The call with that parameter in the arithmetic dtype, if its own is narrower.
+
+        For one that is broadcast to groups of rows: their gradients are then added up before the
+        sum is rounded to the parameter's own dtype.
+        """
+        dtype = jnp.promote_types(parameter.dtype, self.spec.compute_dtype)
+        return self._with(**{f"{name}_dtype": dtype}), parameter.astype(dtype)
+
+    def _with(self, **changes: Any) -> "Call":
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **changes))
+
+    # ------------------------------------------------------------- what a pass takes and returns
+
+    @functools.cached_property
+    def primals(self) -> tuple[str, ...]:
+        """Names of the arrays that the forward takes."""
+        return tuple(filter(self.spec.has, self.spec.operation.operands))
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """Names of the primals that can have a tangent."""
+        names = self.spec.operation.differentiable
+        return tuple(name for name in self.primals if name in names)
+
+    @functools.cached_property
+    def residual_names(self) -> tuple[str, ...]:
+        """Names of the arrays that ``tan`` and ``bwd`` start from: ``saved``, and others."""
+        operation = self.spec.operation
+        x = ("x",) * operation.starts_from_x
+        return (*x, "saved", *self.spec.statistics, *filter(self.spec.has, operation.keeps))
+
+    @property
+    def residuals(self) -> int:
+        """How many of the operands of ``tan`` and ``bwd`` are residuals."""
+        return len(self.residual_names)
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, int]:
+        """Where the operands of ``tan`` and ``bwd`` have each operand of the forward, but x."""
+        names = self.spec.operation.keeps
+        return {name: i for i, name in enumerate(self.residual_names) if name in names}
+
+    @functools.cached_property
+    def operand_names(self) -> tuple[str, ...]:
+        match self.spec.direction:
+            case "fwd":
+                return self.primals
+            case "tan":
+                return (*self.residual_names, *self.wrt)
+            case "bwd":
+                return (*self.residual_names, *self._outputs)
+
+    @functools.cached_property
+    def result_names(self) -> tuple[str, ...]:
+        return self.wrt if self.spec.direction == "bwd" else self._outputs
+
+    @property
+    def _outputs(self) -> tuple[str, ...]:
+        """Of a forward or a tangent, names of the results; of a backward, of their cotangents."""
+        spec = self.spec
+        has_h = spec.adds_dh or (spec.direction != "bwd" and spec.returns_h)
+        has_statistics = spec.want_stats or spec.stat_cotangents
+        return (
+            *(("y",) if spec.unused != "y" else ()),
+            *(("h",) if has_h else ()),
+            *(spec.statistics if has_statistics else ()),
+        )
+
+    @functools.cached_property
+    def operand_kinds(self) -> list[Kind]:
+        return [*map(self._kind, self.operand_names)]
+
+    @functools.cached_property
+    def result_kinds(self) -> list[Kind]:
+        return [*map(self._kind, self.result_names)]
+
+    def _kind(self, name: str) -> Kind:
+        if name in self.spec.operation.statistics:
+            return "stat"
+        return OPERANDS.get(name) or self.spec.operation.results.get(name, "array")
+
+    @functools.cached_property
+    def result_dtypes(self) -> list[np.dtype]:
+        """Of parameters' gradients, too, which come in the dtypes of the parameters."""
+        return [*map(self._dtype, self.result_names)]
+
+    def _dtype(self, name: str) -> np.dtype:
+        spec = self.spec
+        match name:
+            case "x" | "y":
+                return spec.x_dtype if name == "x" else spec.y_dtype
+            case "h" | "residual":
+                return spec.last.x_dtype
+            case _ if name in OPERANDS:
+                dtype: np.dtype = getattr(spec, f"{name}_dtype")
+                return dtype
+            case _:
+                return spec.compute_dtype
+
+    # ------------------------------------------------------------------------------ running it
+
+    def as_seen_by(self, name: str) -> Spec:
+        """The spec of the view that the implementation `name` gets.
+
+        That is two-dimensional, by a transpose where the normalised axes are not the last ones, but
+        for an implementation that takes those as they lie.
+        """
+        view = self.view
+        in_rows = dataclasses.replace(
+            self.spec,
+            axes=(-1,),
+            moved_axis=view.moved,
+            mask_rows=view.shared("mask"),
+            logits_bias_rows=view.shared("logits_bias"),
+            queries=view.shape[-2] if self.spec.causal else 0,
+        )
+        strided = self._strided(in_rows)
+        if strided is None or not backends.knows_inner(name):
+            return in_rows
+        # Where rows have no view, the reason to refuse is that of the strided one.
+        if in_rows.scattered or backends.takes_inner(name, strided):
+            return strided
+        return in_rows
+
+    def _strided(self, in_rows: Spec) -> Spec | None:
+        """`in_rows` of the view that needs no transpose; None where there is no such view."""
+        view = self.view
+        if view.strided is None:
+            return None
+        *_, inner, inner_cols = view.strided
+        strided = dataclasses.replace(in_rows, moved_axis=False, inner=inner, inner_cols=inner_cols)
+        kinds = {kind for name in self.parameters if (kind := OPERANDS[name]) in PARAMETERS}
+        groups = {kind: view.inner_groups(kind) for kind in kinds}
+        if groups and None not in groups.values():
+            return dataclasses.replace(
+                strided,
+                scattered=False,
+                inner_params=True,
+                scale_groups=groups.get("scale") or 1,
+                bias_groups=groups.get("bias") or 1,
+            )
+        return strided if inner_cols == 1 or not groups else None
+
+    def xla(self, *arrays: jax.Array) -> list[jax.Array]:
+        """The results by the xla implementation, which needs no view."""
+        return self._run("xla", self.spec, arrays)
+
+    def kernel(self, name: str) -> Run:
+        """The implementation `name`, through its view of the arrays."""
+
+        def view_of(kind: Kind, a: jax.Array, strided: bool) -> jax.Array:
+            if kind == "mask" and name == "xla":  # which knows no `Shared`, and fuses this
+                a = jnp.broadcast_to(a, self.view.shape)
+            return self.view.to_rows(kind, a, strided=strided)
+
+        def run(*arrays: jax.Array) -> list[jax.Array]:
+            spec = self.as_seen_by(name)
+            strided = spec.inner > 1
+            rows = [view_of(kind, a, strided) for kind, a in zip(self.operand_kinds, arrays)]
+            results = self._run(name, spec, rows)
+            return [
+                self.view.from_rows(kind, a, strided=strided)
+                for kind, a in zip(self.result_kinds, results)
+            ]
+
+        return run
+
+    def _run(self, name: str, spec: Spec, arrays: Arrays) -> list[jax.Array]:
+        implementation: Any = backends.module(name)
+        if spec.direction == "fwd":
+            results = implementation.forward(Operands(**dict(zip(self.primals, arrays))), spec)
+            return self._picked(results)
+        residuals = Residuals(**self._record(self.residual_names, arrays))
+        linear = arrays[self.residuals :]
+        if spec.direction == "tan":
+            tangents = Operands(**dict(zip(self.wrt, linear)))
+            return self._picked(implementation.tangent(residuals, tangents, spec))
+        cotangents = Results(**self._record(self._outputs, linear))
+        gradients = implementation.backward(residuals, cotangents, spec)
+        return [getattr(gradients, name) for name in self.wrt]
+
+    def _record(self, names: Iterable[str], arrays: Arrays) -> dict[str, Any]:
+        """Arrays by their names, the statistics in one tuple."""
+        by_name: dict[str, Any] = dict(zip(names, arrays))
+        statistics = [by_name.pop(name) for name in self.spec.statistics if name in by_name]
+        return {**by_name, "stats": tuple(statistics)}
+
+    def _picked(self, results: Results) -> list[jax.Array]:
+        by_name = {"y": results.y, "h": results.h, **dict(zip(self.spec.statistics, results.stats))}
+        return [array for name in self._outputs if (array := by_name[name]) is not None]

@@ -1,0 +1,1 @@
+"""Calls on arrays that a mesh splits: Explicit, Auto and Manual axes."""

@@ -1,0 +1,123 @@
+"""A call on the shards of its arrays, whichever way they came to be shards."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxnorm.calls.call import Call, Run
+from jaxnorm.calls.rows import RowView
+from jaxnorm_kernels.operations import SHARED, Kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Over which mesh axes each axis of x is split."""
+
+    view: RowView
+    mesh_axes: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, spec: Iterable[Any], view: RowView) -> "Layout":
+        """The layout of an array with this `PartitionSpec`."""
+        entries = [() if e is None else e if isinstance(e, tuple) else (e,) for e in spec]
+        missing = len(view.shape) - len(entries)
+        return cls(view, (*map(tuple, entries), *[()] * missing))
+
+    @property
+    def cols_over(self) -> tuple[str, ...]:
+        return sum((self.mesh_axes[a] for a in self.view.axes), ())
+
+    def spec(self, kind: Kind, shape: tuple[int, ...]) -> PartitionSpec:
+        """Of an operand or result of this kind and (global) shape."""
+        split = (self.mesh_axes[axis] or None for axis in self.view.axes_of(kind))
+        # A mask or a parameter may be broadcast along some axes.
+        return PartitionSpec(*(None if size == 1 else s for size, s in zip(shape, split)))
+
+    def summed_over(self, kind: Kind) -> tuple[str, ...]:
+        """Mesh axes over which devices have sums of their own elements: of a shared gradient."""
+        if kind not in SHARED:
+            return ()
+        own = jax.tree.leaves(tuple(self.spec(kind, self.view.shape_of(kind))))
+        return tuple(axis for axis in sum(self.mesh_axes, ()) if axis not in own)
+
+    def view_of_shard(self, shape: tuple[int, ...]) -> RowView:
+        """That of a shard of x with this shape."""
+        view = self.view
+
+        def parameter(kind: Kind) -> tuple[int, ...]:
+            sizes = view.shape_of(kind)
+            return tuple(1 if s == 1 else shape[a] for s, a in zip(sizes, view.axes_of(kind)))
+
+        def logits(kind: Kind) -> tuple[int, ...]:
+            return tuple(1 if s == 1 else n for s, n in zip(view.shape_of(kind), shape))
+
+        return RowView(
+            shape=shape,
+            axes=view.axes,
+            scale=parameter("scale"),
+            bias=parameter("bias"),
+            logits_bias=logits("logits_bias"),
+            mask=logits("mask"),
+        )
+
+    def queries_over(self, call: Call) -> tuple[str, ...]:
+        """Mesh axes over which the rows of a matrix are split, where ``causal`` counts them."""
+        return self.mesh_axes[-2] if call.spec.causal else ()
+
+    def check(self, function: str, mesh: Any) -> None:
+        """ValueError where a shard would not be a whole part of the array."""
+        for size, axes in zip(self.view.shape, self.mesh_axes):
+            shards = math.prod(mesh.shape[a] for a in axes)
+            if size % shards:
+                raise ValueError(
+                    f"{function}: x has shape {self.view.shape} and is sharded by "
+                    f"{self.spec('array', self.view.shape)}; {size} is no multiple of the "
+                    f"{shards} shards of its axis; pad x, or shard it over fewer devices"
+                )
+
+
+def on_shards(call: Call, layout: Layout, bind: Callable[..., Any]) -> Run:
+    """The call where each device has its shards and the mesh axes have names.
+
+    Rows need nothing from each other. What a parameter's gradient needs is one sum over the devices
+    that have rows of it, and the statistics of split rows one over those that share them.
+    """
+
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        shard = call.on(layout.view_of_shard(arrays[0].shape))
+        if layout.cols_over:
+            results = _with_split_rows(shard, call.view.cols, layout).xla(*arrays)
+        elif queries_over := layout.queries_over(call):
+            spec = dataclasses.replace(shard.spec, queries_over=queries_over)
+            results = dataclasses.replace(shard, spec=spec).xla(*arrays)
+        else:
+            results = bind(shard, *arrays)
+        return [
+            lax.psum(a, axes) if (axes := layout.summed_over(kind)) else a
+            for kind, a in zip(call.result_kinds, results)
+        ]
+
+    return run
+
+
+def _with_split_rows(shard: Call, cols: int, layout: Layout) -> Call:
+    if shard.implementation not in (None, "xla"):
+        raise ValueError(
+            f"{shard.function}: implementation={shard.implementation!r} cannot run over an axis "
+            f"that is sharded: x has shape {layout.view.shape}, sharded by "
+            f"{layout.spec('array', layout.view.shape)}; leave implementation out, or shard other "
+            "axes"
+        )
+    spec = dataclasses.replace(
+        shard.spec,
+        cols=cols,
+        cols_over=layout.cols_over,
+        axes_over=tuple(layout.mesh_axes[axis] for axis in layout.view.axes),
+        queries_over=layout.queries_over(shard),
+    )
+    return dataclasses.replace(shard, spec=spec)

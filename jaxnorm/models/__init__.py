@@ -1,0 +1,1 @@
+"""What the modules of Flax and equinox share: conversions, attention."""

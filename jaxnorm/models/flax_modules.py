@@ -1,0 +1,128 @@
+"""What linen and nnx modules share; neither imports the other's half of Flax.
+
+Imported before anything of Flax, it says what to do where that is missing.
+"""
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxnorm.models import conversion
+from jaxnorm.operations import checks
+from jaxnorm.operations.norm_linear import rms_norm_linear
+from jaxnorm_kernels.specs import Activation, Name, Save
+
+if importlib.util.find_spec("flax") is None:
+    raise ImportError(
+        "jaxnorm.linen and jaxnorm.nnx need Flax, which is not installed; "
+        'install it, from a checkout of jaxnorm, with: pip install -e ".[flax]"'
+    )
+
+Axes = int | Sequence[int]
+
+
+class Added(NamedTuple):
+    """What jaxnorm's modules have beyond Flax's: fields of theirs, or given to a conversion."""
+
+    save: Save
+    implementation: Name | None
+    scale_offset: float = 0.0
+
+
+def added(module: Any) -> Added:
+    """The fields of one of jaxnorm's modules that Flax's lacks."""
+    return Added(module.save, module.implementation, module.scale_offset)
+
+
+def given_to(function: str, save: Save, implementation: Name | None) -> Added:
+    """The arguments of a conversion, checked."""
+    conversion.check(function, save, implementation)
+    return Added(save, implementation)
+
+
+def shared_axes(
+    module: str, reduction_axes: Axes, feature_axes: Axes, shape: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The axes that are both normalised and scaled; None where the two differ."""
+    reduced, features = (
+        tuple(
+            sorted(
+                {
+                    checks.axes(module, a, shape)[0]
+                    for a in (axes if isinstance(axes, Sequence) else (axes,))
+                }
+            )
+        )
+        for axes in (reduction_axes, feature_axes)
+    )
+    return reduced if reduced == features else None
+
+
+def options(
+    dtypes: Any, module: Any, added: Added, axes: tuple[int, ...], *operands: Any
+) -> dict[str, Any]:
+    """What the functions take by keyword.
+
+    The output's dtype is by Flax's rule, linen's or nnx's `dtypes`: the module's, or what the
+    operands promote to.
+    """
+    dtype = dtypes.canonicalize_dtype(*operands, dtype=module.dtype)
+    return {
+        "axis": axes,
+        "epsilon": module.epsilon,
+        "dtype": jax.dtypes.canonicalize_dtype(dtype),
+        **added._asdict(),
+    }
+
+
+def norm_and_dense(
+    dtypes: Any,
+    module: Any,
+    parameters: Mapping[str, Any],
+    x: Any,
+    residual: Any,
+    activation: Activation | None,
+    dtype: Any,
+) -> Any:
+    """y or, with a residual, (y, h), of scale, kernel and bias; `module` has the norm's fields.
+
+    The product and its result have the dtype that Flax gives a Dense after the norm.
+    """
+    normalised = x if residual is None else residual
+    promoted = dtypes.canonicalize_dtype(normalised, *parameters.values(), dtype=dtype)
+    promoted = jax.dtypes.canonicalize_dtype(promoted)
+    return rms_norm_linear(
+        x,
+        parameters["kernel"].astype(promoted),
+        parameters.get("scale"),
+        bias=parameters.get("bias"),
+        residual=residual,
+        activation=activation,
+        epsilon=module.epsilon,
+        scale_offset=module.scale_offset,
+        dtype=promoted,
+        implementation=module.implementation,
+    )
+
+
+def composed(norm: Callable[[Any], Any], x: Any, residual: Any) -> Any:
+    """Flax's own norm of x or, with a residual, (y, h) of the sum h in the residual's dtype."""
+    if residual is None:
+        return norm(x)
+    dtype = jnp.result_type(residual)
+    h = (jnp.asarray(x) + residual).astype(dtype)
+    return norm(h), h
+
+
+def no_offset(module: Any) -> None:
+    """Raises for a module with a scale_offset whose call is left to Flax, which has none."""
+    if module.scale_offset:
+        name = type(module).__name__
+        raise ValueError(
+            f"{name}: scale_offset={module.scale_offset} in a call that is left to Flax's own code "
+            f"(see jaxnorm's {name}), which adds no offset; leave out what leaves the call to "
+            "Flax, or add the offset to the parameter"
+        )

@@ -1,0 +1,1 @@
+"""The public functions and the checks of what users pass in."""

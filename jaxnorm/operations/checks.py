@@ -1,0 +1,337 @@
+"""Checks of what users pass in: each error names what was given, what was expected, the fix."""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxnorm.calls import backends
+from jaxnorm.calls.rows import RowView
+from jaxnorm_kernels.specs import FLOAT_DTYPES
+
+
+class StandsForArray(Protocol):
+    """What jax.numpy takes for an array besides one: an ``nnx.Param``, say."""
+
+    def __jax_array__(self) -> Any: ...
+
+
+# `type` statements: signatures, and help(), show such an alias by its name.
+type ArrayLike = jax.typing.ArrayLike | StandsForArray
+type Axis = int | Sequence[int] | None
+type DTypeLike = jax.typing.DTypeLike
+
+SAVE_MODES = ("output", "input")
+
+_FLOAT_DTYPES = frozenset(map(jnp.dtype, FLOAT_DTYPES))
+
+
+def float_array(function: str, name: str, value: ArrayLike | None) -> jax.Array:
+    """`value` as an array of one of the supported float dtypes."""
+    if isinstance(value, jax.Array):
+        array = value
+    elif isinstance(value, jax.typing.ArrayLike) or hasattr(value, "__jax_array__"):
+        array = _array(function, name, value, "floating-point numbers")
+    else:
+        raise _no_array(function, name, value)
+    if array.dtype not in _FLOAT_DTYPES:
+        raise TypeError(
+            f"{function}: {name} has dtype {array.dtype.name}; expected one of "
+            f"{', '.join(FLOAT_DTYPES)}; cast it, e.g. {name}.astype(jnp.float32)"
+        )
+    return array
+
+
+def _array(function: str, name: str, value: Any, expected: str) -> jax.Array:
+    """`value` as an array; a list, too. `expected`: what is, in place of a huge integer."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        is_integer = isinstance(value, int)
+        if not (is_integer or isinstance(error, OverflowError)):
+            raise _no_array(function, name, value) from error
+        # Of a number JAX's own text has all digits, or is a ValueError that Python makes none.
+        given = _shown(value) if is_integer else error
+        raise ValueError(
+            f"{function}: {name} has an integer that JAX's integers do not hold: {given}; "
+            f"expected {expected}"
+        ) from error
+
+
+def _no_array(function: str, name: str, value: object) -> TypeError:
+    return TypeError(
+        f"{function}: {name} is a {type(value).__name__}; expected an array; "
+        f"convert it, e.g. jnp.asarray({name})"
+    )
+
+
+def output_dtype(function: str, given: DTypeLike | None, default: np.dtype) -> np.dtype:
+    """The dtype of the output: `given`, or `default` for None."""
+    return default if given is None else dtype(function, "dtype", given)
+
+
+def dtype(function: str, name: str, given: DTypeLike) -> np.dtype:
+    """`given` as one of the supported dtypes."""
+    try:
+        resolved = np.dtype(given)
+    except TypeError as error:
+        raise TypeError(
+            f"{function}: {name}={given!r} is no dtype; expected one of {', '.join(FLOAT_DTYPES)}"
+        ) from error
+    if resolved.name not in FLOAT_DTYPES:
+        raise TypeError(
+            f"{function}: {name}={resolved.name}; expected one of {', '.join(FLOAT_DTYPES)}; "
+            "cast the result afterwards if you need another"
+        )
+    if resolved.name == "float64" and not jax.config.jax_enable_x64:
+        raise TypeError(
+            f"{function}: {name}=float64 while 64-bit types are off; "
+            'switch them on with jax.config.update("jax_enable_x64", True), or ask for float32'
+        )
+    return resolved
+
+
+def product_dtype(x: np.dtype, weight: np.dtype) -> np.dtype:
+    """That of a product: to which both promote, also where JAX promotes nothing by itself."""
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jnp.promote_types(x, weight))
+
+
+def axes(function: str, axis: Axis, shape: tuple[int, ...], of: str = "x") -> tuple[int, ...]:
+    """`axis` as sorted, non-negative axes of an array of `shape`; None means all of them.
+
+    `of` is the array's name.
+    """
+    return tuple(sorted(axes_in_order(function, axis, shape, of)))
+
+
+def axes_in_order(
+    function: str, axis: Axis, shape: tuple[int, ...], of: str = "x"
+) -> tuple[int, ...]:
+    """`axes`, in the order in which they are given."""
+    ndim = len(shape)
+    if axis is None:
+        given: Sequence[int] = range(ndim)
+    else:
+        given = axis if isinstance(axis, Sequence) else (axis,)
+    try:
+        indices = [_index(a) for a in given]
+    except TypeError as error:
+        raise TypeError(
+            f"{function}: axis={axis!r}; expected an integer or a tuple of integers"
+        ) from error
+    if not indices:
+        raise ValueError(
+            f"{function}: axis={axis!r} names no axis of {of} with shape {shape}; "
+            "expected at least one axis" + ("" if ndim else f"; give {of} one, e.g. {of}[None]")
+        )
+    for a in indices:
+        if not ndim:
+            raise ValueError(
+                f"{function}: axis={_shown(axis)} is out of range for {of} with shape (), which "
+                f"has no axes; give {of} one, e.g. {of}[None]"
+            )
+        if not -ndim <= a < ndim:
+            raise ValueError(
+                f"{function}: axis={_shown(axis)} is out of range for {of} with shape {shape}; "
+                f"expected axes from {-ndim} to {ndim - 1}"
+            )
+    canonical = tuple(a % ndim for a in indices)
+    if len(set(canonical)) != len(canonical):
+        raise ValueError(
+            f"{function}: axis={axis!r} names an axis of {of} with shape {shape} twice; "
+            "name each axis once"
+        )
+    return canonical
+
+
+def check_parameter(function: str, name: str, shape: tuple[int, ...], view: RowView) -> None:
+    """Raises unless a parameter's axes are normalised ones, after others, and broadcast to them."""
+    expected = [view.shape[axis] for axis in view.others + view.axes]
+    fits = len(view.axes) <= len(shape) <= len(expected) and all(
+        own in (1, size) for own, size in zip(reversed(shape), reversed(expected))
+    )
+    if fits:
+        return
+    others = tuple(expected[: len(view.others)])
+    groups = f", after axes that broadcast to {others}, or none" if others else ""
+    raise ValueError(
+        f"{function}: {name} has shape {shape}; expected {view.normalised}, the sizes of the "
+        "normalised axes in the order of x (or 1, where it is the same along an axis)"
+        f"{groups}; reshape or broadcast {name} to that shape"
+    )
+
+
+def same_shape(function: str, name: str, shape: tuple[int, ...], x_shape: tuple[int, ...]) -> None:
+    """Raises unless an array has x's shape."""
+    if shape != x_shape:
+        raise ValueError(
+            f"{function}: {name} has shape {shape}; expected {x_shape}, the shape of x; broadcast "
+            f"{name}, e.g. jnp.broadcast_to({name}, x.shape)"
+        )
+
+
+def mask(function: str, where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
+    """`where` as a boolean array with one axis for each axis of x, broadcastable to x's shape."""
+    also = ", or add an additive mask to x with bias="
+    return broadcastable(function, "where", boolean(function, "where", where, also), shape)
+
+
+def boolean(function: str, name: str, value: ArrayLike, also: str = "") -> jax.Array:
+    """`value` as a boolean array; `also` is another fix."""
+    array = _array(function, name, value, "booleans (True keeps an entry)")
+    if array.dtype != jnp.bool_:
+        raise TypeError(
+            f"{function}: {name} has dtype {array.dtype.name}; expected bool (True keeps an "
+            f"entry); compare it, e.g. {name} != 0{also}"
+        )
+    return array
+
+
+def integer_array(function: str, name: str, value: ArrayLike) -> jax.Array:
+    """`value` as an array of integers, of the dtype that it has."""
+    if isinstance(value, (np.ndarray, np.generic)) and not jax.config.jax_enable_x64:
+        value = _in_32_bits(np.asarray(value))
+    smaller = "smaller ones, e.g. -1 for a label that is no class"
+    array = _array(function, name, value, smaller)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(
+            f"{function}: {name} has dtype {array.dtype.name}; expected integers; cast it, e.g. "
+            f"{name}.astype(jnp.int32)"
+        )
+    return array
+
+
+def _in_32_bits(value: np.ndarray) -> np.ndarray:
+    """64-bit integers within 32 bits: without 64-bit types JAX would wrap them."""
+    if value.dtype.name not in ("int64", "uint64"):
+        return value
+    return np.clip(value, -1 if value.dtype.kind == "i" else 0, 2**31 - 1)
+
+
+def broadcastable(function: str, name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`array` with one axis for each axis of x; ValueError unless it broadcasts to x's shape."""
+    padded = (1,) * (len(shape) - array.ndim) + array.shape
+    if len(padded) != len(shape) or any(m not in (1, n) for m, n in zip(padded, shape)):
+        raise ValueError(
+            f"{function}: {name} has shape {array.shape}; expected a shape that broadcasts to x's "
+            f"shape {shape} without enlarging it"
+        )
+    return array.reshape(padded)
+
+
+def matrix(function: str, name: str, view: RowView) -> None:
+    """ValueError unless the columns are the last axis of x, and there is one before it."""
+    if view.axes != (len(view.shape) - 1,) or len(view.shape) < 2:
+        raise ValueError(
+            f"{function}: {name}=True for axis={view.axes} of x with shape {view.shape}; expected "
+            "the last axis, of two or more: column j of row i takes part where j <= i; pass where= "
+            "for another mask"
+        )
+
+
+def number(
+    function: str,
+    name: str,
+    value: float,
+    *,
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
+) -> float:
+    """`value` as a finite Python float of at least `minimum` and at most `maximum`."""
+    _refuse_traced(function, name, value, "number")
+    try:
+        if _is_boolean(value):
+            raise TypeError("a boolean is no number")
+        given = math.ldexp(value, 0)  # float() would read text, too
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{function}: {name} is a {type(value).__name__}; expected a number"
+        ) from error
+    except OverflowError:
+        given = math.inf
+    if not (math.isfinite(given) and minimum <= given <= maximum):
+        limits = f" of at least {minimum:g}" if minimum > -math.inf else ""
+        if maximum < math.inf:
+            limits = f" from {minimum:g} to {maximum:g}"
+        raise ValueError(f"{function}: {name}={_shown(value)}; expected a finite number{limits}")
+    return given
+
+
+def integer(function: str, name: str, value: int, unit: str) -> int:
+    """`value` as a Python integer of at least 1; `unit` is what it counts."""
+    _refuse_traced(function, name, value, "integer")
+    try:
+        given = _index(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{function}: {name}={value!r}; expected a number of {unit}, a Python integer, or None"
+        ) from error
+    if given < 1:
+        raise ValueError(
+            f"{function}: {name}={_shown(value)}; expected a number of {unit} of at least 1; leave "
+            f"{name} out to let jaxnorm choose"
+        )
+    return given
+
+
+def flag(function: str, name: str, value: bool) -> bool:
+    """`value` as a Python boolean."""
+    _refuse_traced(function, name, value, "boolean")
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(
+            f"{function}: {name}={value!r} is a {type(value).__name__}; expected True or False"
+        )
+    return bool(value)
+
+
+def _refuse_traced(function: str, name: str, value: object, kind: str) -> None:
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{function}: {name} is a traced value; expected a Python {kind}, because it is part "
+            "of the compiled program; mark it static in jax.jit"
+        )
+
+
+def _index(value: int) -> int:
+    """As an index, which to Python a boolean is, too."""
+    if _is_boolean(value):
+        raise TypeError("a boolean is no index")
+    return operator.index(value)
+
+
+def _is_boolean(value: object) -> bool:
+    return isinstance(value, bool) or getattr(value, "dtype", None) == np.bool_
+
+
+def _shown(value: object) -> str:
+    """Its `repr`, or the size of an integer that would fill lines."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"(an integer of {value.bit_length()} bits)"
+    return repr(value)
+
+
+def one_of(function: str, name: str, value: str, valid: Sequence[str]) -> None:
+    """Raises unless `value` is one of `valid`."""
+    if value not in valid:
+        raise ValueError(
+            f"{function}: {name}={value!r}; expected one of {', '.join(map(repr, valid))}"
+        )
+
+
+def implementation(function: str, name: str | None) -> None:
+    """Raises unless `name` is None or an implementation that can be imported."""
+    if name is None:
+        return
+    one_of(function, "implementation", name, backends.names())
+    try:
+        backends.module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"{function}: implementation={name!r} cannot be imported: {error}; leave "
+            "implementation out to let jaxnorm choose"
+        ) from error

@@ -1,0 +1,211 @@
+"""linear_softmax_cross_entropy: the public function, and its checks."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxnorm.calls import backends
+from jaxnorm.operations import checks, linear_loss_chunks, linear_loss_primitive
+from jaxnorm.operations.linear_loss_call import NAME, Head, Reduction
+from jaxnorm.primitives import eager
+from jaxnorm_kernels.specs import Name
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+def linear_softmax_cross_entropy(
+    x: checks.ArrayLike,
+    weight: checks.ArrayLike,
+    labels: checks.ArrayLike,
+    *,
+    bias: checks.ArrayLike | None = None,
+    where: checks.ArrayLike | None = None,
+    reduction: Reduction = "mean",
+    chunk: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    implementation: Name | None = None,
+) -> jax.Array:
+    r"""Cross-entropy of the logits ``x @ weight + bias`` and integer labels, without these logits.
+
+    They exist for a chunk of rows at a time. It is
+    :func:`softmax_cross_entropy_with_integer_labels` of the logits, reduced. One loop over the
+    chunks makes the loss and, where it is differentiated, the gradients: a mean or a sum takes
+    three matrix products (logits, and the gradients of x and weight), ``reduction="none"`` four,
+    because its backward makes the logits again. What is not differentiated takes one.
+
+    Products are of the dtype to which x and weight promote, as in ``jnp.matmul``: for products in
+    16 bits, cast a float32 weight to x's dtype. A chunk's logits are rounded to that dtype, as
+    those of ``x @ weight`` are, with bias added in it; sums and statistics are float32 (float64 for
+    float64), and so is the one array in which weight's gradient is accumulated over all chunks.
+    Gradients are divided by the number of rows in float32, too.
+
+    Args:
+      x: array (..., d) of any number of rows; bfloat16, float16, float32 or float64.
+      weight: array (d, V), of these dtypes.
+      labels: integers of any dtype, of x's shape without its last axis: which of the V classes. One
+        that is none, a negative one too, makes the loss NaN, and gradients.
+      bias: array (V,), of these dtypes; or None.
+      where: boolean mask that broadcasts to labels' shape, with as many axes: which positions
+        count, for example ``labels != -100``. Of the others neither label nor x matters, not even
+        NaN, and x's gradient is 0.
+      reduction: ``"mean"`` over the positions that count, 0 if there are none; ``"sum"``; or
+        ``"none"`` for the loss of each position.
+      chunk: rows of x at a time, at least 1; on a mesh, of a device's rows. None chooses:
+        2048, or fewer, down to 512, where the logits of as many take more than 1 GiB. Beside
+        weight's gradient, memory is the float32 array for its sum, and a chunk's logits, whose
+        place their gradient takes. A larger chunk reads and writes that array less often.
+      label_smoothing: a Python number from 0 to 1, the share of the targets that is spread evenly
+        over all classes.
+      z_loss: a finite Python number of at least 0: z_loss times the square of the log of the sum of
+        the exponentials is added.
+      implementation: of the loss of a chunk's logits; None chooses, a name forces it. What is
+        chosen, ``implementation_for("softmax_cross_entropy_with_integer_labels", (chunk, V),
+        dtype)`` says.
+
+    Returns:
+      A scalar, or for ``"none"`` an array of labels' shape: float32, or float64 where x or weight
+      is.
+
+    Differentiable with respect to x, weight and bias, in reverse and forward mode; gradients have
+    the dtypes of what they are of. The forward pass of a mean or a sum keeps the gradients, in
+    these dtypes, but those of float16 in float32, because only the backward knows by what loss
+    scaling multiplies them. They are named ``jaxnorm_linear_gradient`` for policies of
+    :func:`jax.checkpoint` (:func:`save_policy` does not keep them: they are of weight's size), and
+    nothing else is kept; that of ``"none"`` keeps its operands.
+    Derivatives of second order, and what `jax.vmap` makes of a batch of weights or of gradients
+    of weight inside it, are right, but are made by more products.
+
+    On a mesh rows, V and d may be split: shards of V exchange statistics of rows and sums for x's
+    gradient; a weight in shards of d, or of V over axes that split the rows (FSDP), is gathered
+    once, before the loop; weight's gradient is summed over the devices once, after it.
+
+    Raises:
+      TypeError: x, weight or bias is not of a supported float dtype, labels are no integers,
+        ``where`` is not boolean, ``chunk`` is no integer, or ``label_smoothing`` or ``z_loss`` is
+        no Python number.
+      ValueError: the shape of an array, ``reduction``, ``chunk``, ``label_smoothing``, ``z_loss``
+        or ``implementation`` is wrong.
+
+    Source: gradients made in the forward's loop over chunks are the idea of Liger's
+    `fused linear cross-entropy <https://arxiv.org/abs/2410.10989>`_.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> x, weight = jnp.ones((4, 128, 64), jnp.bfloat16), jnp.zeros((64, 1000), jnp.bfloat16)
+      >>> labels = jnp.zeros((4, 128), jnp.int32)
+      >>> gradient = jax.grad(jaxnorm.linear_softmax_cross_entropy, argnums=(0, 1))
+      >>> dx, dweight = gradient(x, weight, labels, where=labels != -100)
+      >>> dx.shape, dweight.shape
+      ((4, 128, 64), (64, 1000))
+    """
+    return _linear_cross_entropy(
+        x,
+        weight,
+        labels,
+        bias,
+        where,
+        reduction,
+        chunk,
+        label_smoothing,
+        z_loss,
+        implementation,
+        jax.config.jax_default_matmul_precision,
+    )
+
+
+def _linear_cross_entropy_of(
+    x: checks.ArrayLike,
+    weight: checks.ArrayLike,
+    labels: checks.ArrayLike,
+    bias: checks.ArrayLike | None,
+    where: checks.ArrayLike | None,
+    reduction: Reduction,
+    chunk: int | None,
+    label_smoothing: float,
+    z_loss: float,
+    implementation: Name | None,
+    precision: str | None,
+) -> jax.Array:
+    x = checks.float_array(NAME, "x", x)
+    weight = checks.float_array(NAME, "weight", weight)
+    labels = checks.integer_array(NAME, "labels", labels)
+    _check_shapes(x, weight, labels)
+    arrays = [x, weight]
+    if bias is not None:
+        bias = checks.float_array(NAME, "bias", bias)
+        if bias.shape != weight.shape[1:]:
+            raise ValueError(
+                f"{NAME}: bias has shape {bias.shape}; expected {weight.shape[1:]}, a number for "
+                f"each class of weight {weight.shape}; reshape bias to that shape"
+            )
+        arrays.append(bias)
+    arrays.append(labels)
+    if where is not None:
+        arrays.append(_positions(where, labels.shape))
+    checks.one_of(NAME, "reduction", reduction, _REDUCTIONS)
+    checks.implementation(NAME, implementation)
+    head = Head(
+        reduction=reduction,
+        chunk=None if chunk is None else checks.integer(NAME, "chunk", chunk, "rows"),
+        has_bias=bias is not None,
+        has_positions=where is not None,
+        label_smoothing=checks.number(
+            NAME, "label_smoothing", label_smoothing, minimum=0, maximum=1
+        ),
+        z_loss=checks.number(NAME, "z_loss", z_loss, minimum=0),
+        implementation=implementation,
+        precision=precision,
+    )
+    if implementation is not None:
+        _check_implementation(head, x, weight, implementation)
+    return linear_loss_primitive.bind(head, *arrays)[0]
+
+
+_linear_cross_entropy = eager.compiled(_linear_cross_entropy_of, name=NAME, arrays=(0, 1, 2, 3, 4))
+
+
+def _check_shapes(x: jax.Array, weight: jax.Array, labels: jax.Array) -> None:
+    if x.ndim < 1:
+        raise ValueError(
+            f"{NAME}: x has shape (); expected (..., d), a vector of features for each position; "
+            "give x an axis, e.g. x[None]"
+        )
+    if not all(isinstance(size, int) for size in (*x.shape, *weight.shape)):
+        raise ValueError(
+            f"{NAME}: x has shape {x.shape} and weight {weight.shape}; expected sizes that are "
+            "numbers, because chunks of rows are cut when the call is traced; export one program "
+            "for each size"
+        )
+    if weight.ndim != 2 or weight.shape[0] != x.shape[-1] or not weight.shape[1]:
+        raise ValueError(
+            f"{NAME}: weight has shape {weight.shape}; expected ({x.shape[-1]}, V), the last axis "
+            f"of x {x.shape} by one class or more; transpose an embedding table, e.g. weight.T"
+        )
+    if labels.shape != x.shape[:-1]:
+        raise ValueError(
+            f"{NAME}: labels have shape {labels.shape}; expected {x.shape[:-1]}, the shape of x "
+            f"{x.shape} without its last axis; reshape or broadcast labels to that shape"
+        )
+
+
+def _positions(where: checks.ArrayLike, shape: tuple[int, ...]) -> jax.Array:
+    array = checks.boolean(NAME, "where", where)
+    fits = array.ndim == len(shape) and all(
+        own in (1, size) for own, size in zip(array.shape, shape)
+    )
+    if not fits:
+        raise ValueError(
+            f"{NAME}: where has shape {array.shape}; expected one that broadcasts to labels' shape "
+            f"{shape}, with {len(shape)} axes: which positions count; add axes, e.g. where[None]"
+        )
+    return jnp.broadcast_to(array, shape)
+
+
+def _check_implementation(head: Head, x: jax.Array, weight: jax.Array, name: Name) -> None:
+    """Raises where `name` cannot run a chunk of these arrays."""
+    dtype, classes = checks.product_dtype(x.dtype, weight.dtype), weight.shape[1]
+    rows = linear_loss_chunks.chunk_rows(head.chunk, x.size // max(x.shape[-1], 1), classes, dtype)
+    call = linear_loss_chunks.chunk_call(head, (rows, classes), dtype, head.has_positions)
+    backends.forced(call, name)

@@ -1,0 +1,386 @@
+"""The loss of linear logits, chunk by chunk: what the passes of a call compute.
+
+One loop over chunks of rows makes all of a pass. Its three products are XLA's:
+
+    logits = x W + b          in the dtype to which x and weight promote, which is all that a chunk
+                              keeps: of 16 bits they are half as much to read in each of the passes
+                              over them, and dlogits, of that dtype, can take their place
+    dx     = dlogits W^T      into the rows of one array
+    dW    += x^T dlogits      in float32: a product whose epilogue adds what was there, in place
+                              (cuBLAS' beta = 1), since the sum is the only use of what the loop
+                              carries
+
+dlogits are those of the sum of the losses, of the size of probabilities: 1 / n is applied to the
+products in float32, because float16 would lose what is below 6e-8. A `bwd` divides the rows'
+cotangents by their largest for the same reason.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxnorm.calls.call import Call
+from jaxnorm.meshes import sharding
+from jaxnorm.operations import checks
+from jaxnorm.operations.linear_loss_call import NAME, Head, Over, Reduction
+from jaxnorm.operations.loss import cross_entropy_call
+from jaxnorm.primitives import row_operations
+
+# Rows of x at a time. The fewer, the more often dW is read and written, which its product does not
+# hide: with chunks of 4096, 2048 and 1024 rows it takes 1.05, 1.14 and 1.49 of its time (H100,
+# bfloat16). A chunk is in memory before dW in its dtype is, so one of that size takes no more.
+_LEAST, _MOST = 512, 2048
+_BYTES = 2**30
+# Tiles of a product have 128 rows.
+_TILE = 128
+# Classes are padded to a multiple of this, with weight once: XLA pads the operands of each product
+# of a chunk, and cuts its result, where rows are no multiple of 16 bytes.
+_COLUMNS = 8
+
+_WHOLE = Over()
+
+
+def chunk_rows(chunk: int | None, rows: int, classes: int, dtype: np.dtype) -> int:
+    """How many rows a chunk has: all chunks as many, the first may overlap the second."""
+    if chunk is not None or not rows:
+        return min(chunk or 1, max(rows, 1))
+    fitting = _BYTES // (max(classes, 1) * dtype.itemsize) // _TILE * _TILE
+    most = min(max(fitting, _LEAST), _MOST)
+    even = math.ceil(rows / math.ceil(rows / most))
+    return min(math.ceil(even / _TILE) * _TILE, rows)
+
+
+def run(
+    head: Head, *arrays: jax.Array, over: Over = _WHOLE, recompute: bool = False
+) -> list[jax.Array]:
+    """The results of a pass.
+
+    Args:
+      arrays: as `Head.operand_kinds` says; shards where axes are split `over` a mesh.
+      recompute: for derivatives of this function, which then keep no logits either.
+    """
+    lead = arrays[0].shape[:-1]
+    count = math.prod(lead)
+    flat = [
+        a.reshape(count, *a.shape[len(lead) :]) if kind in ("x", "row") else a
+        for kind, a in zip(head.operand_kinds, arrays)
+    ]
+    chunks = _Chunks(head, flat, over, recompute)
+    directions = {"fwd": chunks.forward, "tan": chunks.tangent, "bwd": chunks.backward}
+    return [
+        a.reshape(*lead, *a.shape[1:]) if kind in ("x", "row") else a
+        for kind, a in zip(head.result_kinds, directions[head.direction]())
+    ]
+
+
+def reduced(
+    losses: jax.Array, positions: jax.Array | None, reduction: Reduction, axes: Sequence[int]
+) -> jax.Array:
+    """The sum of losses over axes, or their mean over the positions that count."""
+    total = jnp.sum(losses, axes)
+    if reduction == "sum":
+        return total
+    ones = jnp.ones_like(losses) if positions is None else positions.astype(losses.dtype)
+    return total / jnp.maximum(jnp.sum(ones, axes), 1)
+
+
+Carry = dict[str, jax.Array]
+
+
+class _Chunks:
+    """The passes over two-dimensional x, and row arrays of one axis."""
+
+    def __init__(self, head: Head, arrays: Sequence[jax.Array], over: Over, recompute: bool):
+        self.head, self.over, self.recompute = head, over, recompute
+        count = len(head.primals)
+        given = dict(zip(head.primals, arrays))
+        self.linear = arrays[count:]
+        self.x, self.weight, self.labels = given["x"], given["weight"], given["labels"]
+        self.bias, self.positions = given.get("bias"), given.get("positions")
+        self.dtype = checks.product_dtype(self.x.dtype, self.weight.dtype)
+        self.wide = np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+        self.rows, self.classes = len(self.x), self.weight.shape[1]
+        # Shards of a row's classes have no padding between them.
+        self.padding = 0 if over.classes else -self.classes % _COLUMNS
+        self.factor = self.padded(self.weight)  # once, before the loop
+        self.chunk = chunk_rows(head.chunk, self.rows, self.classes, self.dtype)
+
+    # --------------------------------------------------------------------------------- passes
+
+    def forward(self) -> list[jax.Array]:
+        head = self.head
+        if not head.wrt:
+            losses = self.losses()
+            return [losses if head.reduction == "none" else self.total(losses, self.scale())]
+        scale = self.scale()
+        losses, *gradients = self.gradients(None, scale)
+        return [self.total(losses, scale), *gradients]
+
+    def backward(self) -> list[jax.Array]:
+        (dloss,) = self.linear
+        size = jnp.abs(lax.stop_gradient(dloss))
+        counts = jnp.isfinite(size)
+        if self.positions is not None:
+            counts &= self.positions
+        largest = jnp.max(jnp.where(counts, size, 0), initial=0)
+        if self.over.rows:
+            largest = lax.pmax(largest, self.over.rows)
+        scale = jnp.where(largest > 0, largest, 1).astype(self.wide)
+        return self.gradients(dloss / scale, scale)[1:]
+
+    def losses(self) -> jax.Array:
+        """The loss of each row."""
+
+        def step(rows: _Rows, carry: Carry) -> Carry:
+            logits = self.product(rows.of_x(self.x), self.factor, self.bias)
+            call = self.call(logits.shape)
+            (loss,) = _bind(call, logits, rows.of(self.labels), None, rows.counted)
+            return {"loss": rows.put(carry["loss"], loss)}
+
+        return self.loop(step, {"loss": jnp.zeros(self.rows, self.wide)})["loss"]
+
+    def gradients(self, dloss: jax.Array | None, scale: jax.Array) -> list[jax.Array]:
+        """Losses, and `scale` times the gradients; rows' cotangents are 1 where not given."""
+        head = self.head
+        weight = self.factor
+
+        def step(rows: _Rows, carry: Carry) -> Carry:
+            x = rows.of_x(self.x)
+            logits = self.product(x, weight, self.bias)
+            cotangent = jnp.ones(self.chunk, self.wide) if dloss is None else rows.of(dloss)
+            loss, dlogits = loss_and_dlogits(
+                self.call(logits.shape), logits, rows.of(self.labels), rows.counted, cotangent
+            )
+            found = {"loss": rows.put(carry["loss"], loss)}
+            if "x" in head.wrt:
+                dx = self.dot(dlogits, weight, (1, 1), self.wide)
+                dx = _sum_over(dx, self.over.classes)
+                found["x"] = rows.put(carry["x"], (scale * dx).astype(carry["x"].dtype))
+            if "weight" in head.wrt:
+                product = self.dot(x.astype(self.dtype), dlogits, (0, 0), self.wide)
+                found["weight"] = carry["weight"] + product
+            if "bias" in head.wrt:
+                found["bias"] = carry["bias"] + jnp.sum(dlogits, 0, dtype=self.wide)
+            return found
+
+        empty = {
+            "loss": jnp.zeros(self.rows, self.wide),
+            "x": jnp.zeros(self.x.shape, head.gradient_dtype(self.x.dtype)),
+            "weight": jnp.zeros(self.factor.shape, self.wide),
+            "bias": jnp.zeros(self.classes + self.padding, self.wide),
+        }
+        found = self.loop(step, {name: empty[name] for name in ("loss", *head.wrt)})
+        return [found["loss"], *[self.finished(name, found[name], scale) for name in head.wrt]]
+
+    def finished(self, name: str, gradient: jax.Array, scale: jax.Array) -> jax.Array:
+        """A gradient as it is returned; that of x is already."""
+        operand = {"x": self.x, "weight": self.weight, "bias": self.bias}[name]
+        assert operand is not None
+        if name == "x":
+            return gradient
+        gradient = lax.slice_in_dim(gradient, 0, self.classes, axis=-1)
+        scattered = self.over.scattered if name == "weight" else ()
+        gradient = _sum_over(
+            gradient, tuple(n for n in self.over.rows if n not in sum(scattered, ()))
+        )
+        for axis, names in enumerate(scattered):
+            if names:
+                gradient = lax.psum_scatter(gradient, names, scatter_dimension=axis, tiled=True)
+        return (scale * gradient).astype(self.head.gradient_dtype(operand.dtype))
+
+    def tangent(self) -> list[jax.Array]:
+        """Of each row's loss, along those of x, weight and bias that there are."""
+        along = dict(zip(self.head.wrt, self.linear))
+        tx, tw, tb = (along.get(name) for name in ("x", "weight", "bias"))
+        tw, tb = (None if t is None else self.padded(t) for t in (tw, tb))
+
+        def step(rows: _Rows, carry: Carry) -> Carry:
+            x = rows.of_x(self.x)
+            logits = self.product(x, self.factor, self.bias)
+            moves = []
+            if tx is not None:
+                moves.append(self.product(rows.of_x(tx), self.factor))
+            if tw is not None:
+                moves.append(self.product(x, tw))
+            if tb is not None:
+                moves.append(jnp.broadcast_to(tb, logits.shape))
+            call, labels = self.call(logits.shape).with_stats(), rows.of(self.labels)
+            _, *stats = _bind(call, logits, labels, None, rows.counted)
+            along = sharding.vary_alike([logits, sum(moves[1:], moves[0])])[1]
+            tloss, *_ = _bind(call.tangent(["x"]), logits, *stats, labels, along)
+            return {"loss": rows.put(carry["loss"], tloss)}
+
+        return [self.loop(step, {"loss": jnp.zeros(self.rows, self.wide)})["loss"]]
+
+    def scale(self) -> jax.Array:
+        """What the gradients of the sum are multiplied by."""
+        if self.head.reduction == "sum":
+            return jnp.ones((), self.wide)
+        if self.positions is None:
+            shards = lax.axis_size(self.over.rows) if self.over.rows else 1
+            return jnp.asarray(1 / max(self.rows * shards, 1), self.wide)
+        count = _sum_over(jnp.sum(self.positions, dtype=self.wide), self.over.rows)
+        return 1 / jnp.maximum(count, 1)
+
+    def total(self, losses: jax.Array, scale: jax.Array) -> jax.Array:
+        return scale * _sum_over(jnp.sum(losses), self.over.rows)
+
+    # --------------------------------------------------------------------------- of one chunk
+
+    def product(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        logits = self.dot(x.astype(self.dtype), weight, (1, 0), self.dtype)
+        return logits if bias is None else logits + self.padded(bias)[None]
+
+    def padded(self, a: jax.Array) -> jax.Array:
+        """Weight, bias, or a tangent of theirs, in the products' dtype; its padding is 0."""
+        a = a.astype(self.dtype)
+        return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, self.padding)]) if self.padding else a
+
+    def dot(self, a: jax.Array, b: jax.Array, over: tuple[int, int], dtype: np.dtype) -> jax.Array:
+        """The product over an axis of each, its sums in float32 (float64), rounded once."""
+        axes = ((over[:1], over[1:]), ((), ()))
+        return lax.dot_general(
+            a, b, axes, precision=self.head.precision, preferred_element_type=dtype
+        )
+
+    def call(self, shape: tuple[int, ...]) -> Call:
+        """The cross-entropy of a chunk's logits."""
+        # Rows that the next chunk has, too, are left out like those that do not count.
+        call = chunk_call(
+            self.head, shape, self.dtype, has_positions=self.head.has_positions or self.overlaps
+        )
+        if not self.over.classes:
+            return dataclasses.replace(
+                call, spec=dataclasses.replace(call.spec, padding=self.padding)
+            )
+        spec = dataclasses.replace(
+            call.spec,
+            cols=shape[1] * lax.axis_size(self.over.classes),
+            cols_over=self.over.classes,
+            axes_over=(self.over.classes,),
+        )
+        return dataclasses.replace(call, spec=spec)
+
+    # ------------------------------------------------------------------------------- the loop
+
+    @property
+    def overlaps(self) -> bool:
+        return self.rows % self.chunk > 0
+
+    def loop(self, step: Callable[["_Rows", Carry], Carry], carry: Carry) -> Carry:
+        """What `step` makes of the carry in all chunks, one after the other."""
+        carry = {name: self.varying(name, a) for name, a in carry.items()}
+        if not self.rows:
+            return carry
+        count = math.ceil(self.rows / self.chunk)
+
+        def body(i: jax.Array, carry: Carry) -> Carry:
+            return step(_Rows(self, i), carry)
+
+        if self.recompute:
+            body = jax.checkpoint(body, prevent_cse=count == 1)
+        if count == 1:
+            return body(jnp.int32(0), carry)
+        return lax.fori_loop(0, count, body, carry)
+
+    def varying(self, name: str, a: jax.Array) -> jax.Array:
+        """An empty carry with the type of a turn's, which inside `jax.shard_map` says more."""
+        own = (jax.typeof(a).manual_axis_type.varying for a in (self.x, self.weight, self.labels))
+        over = frozenset().union(*own)
+        if name in ("loss", "x"):  # summed over the classes
+            over -= {*self.over.classes}
+        return lax.pcast(a, tuple(sorted(over)), to="varying") if over else a
+
+
+class _Rows:
+    """The rows of a chunk.
+
+    The first chunk of several may reach into the second, so that all are of one size and nothing is
+    padded: there it counts nothing, and what it writes the second one overwrites.
+    """
+
+    def __init__(self, chunks: _Chunks, index: jax.Array):
+        size, short = chunks.chunk, -chunks.rows % chunks.chunk
+        self.size, self.start = size, jnp.maximum(index * size - short, 0)
+        own = self.of(chunks.positions) if chunks.positions is not None else None
+        if chunks.overlaps:
+            first = self.start + jnp.arange(size) < (index + 1) * size - short
+            own = first if own is None else own & first
+        self.counted = own
+
+    def of(self, a: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(a, self.start, self.size)
+
+    def of_x(self, x: jax.Array) -> jax.Array:
+        """Rows of x, 0 where they do not count: weight's gradient is a sum over all of them."""
+        part = self.of(x)
+        return part if self.counted is None else jnp.where(self.counted[:, None], part, 0)
+
+    def put(self, whole: jax.Array, part: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(whole, part, self.start, 0)
+
+
+def loss_and_dlogits(
+    call: Call,
+    logits: jax.Array,
+    labels: jax.Array,
+    positions: jax.Array | None,
+    dloss: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Rows' losses, and the gradient of sum(dloss * loss), in the logits' dtype.
+
+    dlogits take the logits' place, which nothing reads after this.
+    """
+    with_stats = call.with_stats()
+    loss, *stats = _bind(with_stats, logits, labels, None, positions)
+    (dlogits,) = _bind(with_stats.backward(["x"], overwrites_x=True), logits, *stats, labels, dloss)
+    return loss, dlogits
+
+
+def chunk_call(head: Head, shape: tuple[int, ...], dtype: np.dtype, has_positions: bool) -> Call:
+    """The cross-entropy of a chunk's logits, whose errors name the function that users call."""
+    call = cross_entropy_call(
+        shape,
+        np.dtype(dtype),
+        axis=-1,
+        mask=None,
+        has_positions=has_positions,
+        label_smoothing=head.label_smoothing,
+        z_loss=head.z_loss,
+        implementation=head.implementation,
+    )
+    return dataclasses.replace(call, function=NAME, primitives=call.function)
+
+
+def _bind(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
+    """The pass: a primitive of its own, but for classes that are split over a mesh."""
+    if not call.spec.cols_over:
+        return row_operations.bind(call, *arrays)
+    if call.spec.direction == "fwd":
+        return _forward_on_shards(call, *arrays)
+    return call.xla(*[a for a in arrays if a is not None])
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _forward_on_shards(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
+    """With the rule of the primitive: a maximum over a mesh has no derivative of its own."""
+    return call.xla(*[a for a in arrays if a is not None])
+
+
+@_forward_on_shards.defjvp
+def _(call: Call, primals: Any, tangents: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+    logits, labels, *_ = primals
+    outputs = _forward_on_shards(call, *primals)
+    _, *stats = outputs
+    return outputs, call.tangent(["x"]).xla(logits, *stats, labels, tangents[0])
+
+
+def _sum_over(a: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return lax.psum(a, axes) if axes else a

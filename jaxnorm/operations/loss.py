@@ -1,0 +1,185 @@
+"""softmax_cross_entropy_with_integer_labels: the public function, and its checks."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxnorm.calls import backends
+from jaxnorm.calls.call import Call
+from jaxnorm.calls.rows import RowView
+from jaxnorm.operations import checks
+from jaxnorm.primitives import eager, row_operations
+from jaxnorm_kernels.specs import Name, Spec
+
+Function = Literal["softmax_cross_entropy_with_integer_labels"]
+
+NAME: Function = "softmax_cross_entropy_with_integer_labels"
+
+
+def softmax_cross_entropy_with_integer_labels(
+    logits: checks.ArrayLike,
+    labels: checks.ArrayLike,
+    axis: checks.Axis = -1,
+    where: checks.ArrayLike | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    implementation: Name | None = None,
+) -> jax.Array:
+    r"""Cross-entropy between the softmax of logits and integer labels.
+
+    The counterpart of ``optax.softmax_cross_entropy_with_integer_labels``.
+
+    .. math::
+      L - \sum_j q_j x_j + \mathrm{z\_loss} \cdot L^2 \qquad L = \log \sum_j \exp(x_j) \qquad
+      q_j = (1 - a) [j = \mathrm{label}] + a / V \qquad a = \mathrm{label\_smoothing}
+
+    It reads the logits once and writes no array of their size; it keeps them and L, as two numbers
+    for each position, for the backward, which reads them once and writes the gradient. A loss near
+    0 is as accurate as a large one. The arithmetic is float32 (float64 for float64 logits).
+
+    Args:
+      logits: array of any shape; bfloat16, float16, float32 or float64.
+      labels: integers of any dtype, of the shape of logits without ``axis``: which of the V classes
+        along that. A position with another number, a negative one too, has the loss NaN, and its
+        logits the gradient NaN.
+      axis: the axis of the classes; of several, or of all for None, labels count classes in
+        row-major order of the axes as given, as optax's do: the last one varies fastest. Others
+        than ascending ones cost a transpose of logits.
+      where: boolean mask. One that broadcasts to labels' shape, with as many axes, says which
+        positions count, for example ``labels != -100``; the others' loss and gradient are 0,
+        whatever their labels and logits. One with as many axes as logits, which broadcasts to
+        their shape, says which classes enter the sum in L; a position that has none has loss and
+        gradient 0, and the logit of a label counts even if it is not among them.
+      label_smoothing: a Python number from 0 to 1, the share of the targets that is spread evenly
+        over all classes; 0 with a mask of classes.
+      z_loss: a finite Python number of at least 0.
+      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+
+    Returns:
+      Array of labels' shape, the loss of each position: float32, or float64 for float64 logits. NaN
+      for logits with +inf, NaN or nothing but -inf; infinite where a logit of -inf has a target.
+
+    Differentiable with respect to logits, in reverse and forward mode, to any order.
+
+    Raises:
+      TypeError: logits are not of a supported float dtype, labels are no integers, ``where`` is not
+        boolean, or ``label_smoothing`` or ``z_loss`` is no Python number.
+      ValueError: ``axis``, the shape of labels or ``where``, ``label_smoothing``, ``z_loss`` or
+        ``implementation`` is wrong.
+
+    Source: the smoothed targets are those of `Rethinking the Inception Architecture
+    <https://arxiv.org/abs/1512.00567>`_, z_loss that of `PaLM <https://arxiv.org/abs/2204.02311>`_.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> logits, labels = jnp.zeros((2, 1000), jnp.bfloat16), jnp.array([3, -100])
+      >>> losses = jaxnorm.softmax_cross_entropy_with_integer_labels(
+      ...     logits, labels, where=labels != -100
+      ... )
+      >>> [round(loss, 2) for loss in losses.tolist()]  # log(1000); 0 for what does not count
+      [6.91, 0.0]
+    """
+    return _cross_entropy(logits, labels, axis, where, label_smoothing, z_loss, implementation)
+
+
+def _cross_entropy_of(
+    logits: checks.ArrayLike,
+    labels: checks.ArrayLike,
+    axis: checks.Axis,
+    where: checks.ArrayLike | None,
+    label_smoothing: float,
+    z_loss: float,
+    implementation: Name | None,
+) -> jax.Array:
+    logits = checks.float_array(NAME, "logits", logits)
+    labels = checks.integer_array(NAME, "labels", labels)
+    shape = logits.shape
+    in_order = checks.axes_in_order(NAME, axis, shape, of="logits")
+    axes = tuple(sorted(in_order))
+    mask = positions = None
+    if where is not None:
+        mask, positions = _masks(where, RowView(shape, axes))
+    if in_order != axes:  # Labels count along the axes as given, as optax's do.
+        logits = jnp.moveaxis(logits, in_order, axes)
+        mask = None if mask is None else jnp.moveaxis(mask, in_order, axes)
+    call = cross_entropy_call(
+        logits.shape,
+        logits.dtype,
+        axis=axis,
+        mask=None if mask is None else mask.shape,
+        has_positions=positions is not None,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        implementation=implementation,
+    )
+    expected = call.view.shape_of("label")
+    if labels.shape != expected:
+        raise ValueError(
+            f"{NAME}: labels have shape {labels.shape}; expected {expected}, the shape of logits "
+            f"{shape} without axis={axis!r}; reshape or broadcast labels to that shape"
+        )
+    if implementation is not None:
+        backends.forced(call, implementation)
+    return row_operations.bind(call, logits, labels, mask, positions)[0]
+
+
+_cross_entropy = eager.compiled(_cross_entropy_of, name=NAME, arrays=(0, 1, 3))
+
+
+def cross_entropy_call(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    *,
+    axis: checks.Axis,
+    mask: tuple[int, ...] | None,
+    has_positions: bool,
+    label_smoothing: float,
+    z_loss: float,
+    implementation: Name | None,
+) -> Call:
+    """The forward of a call with these arguments, after the checks; `mask` is a shape."""
+    view = RowView(shape, checks.axes(NAME, axis, shape, of="logits"), mask=mask or ())
+    checks.implementation(NAME, implementation)
+    smoothing = checks.number(NAME, "label_smoothing", label_smoothing, minimum=0, maximum=1)
+    if smoothing and mask is not None:
+        raise ValueError(
+            f"{NAME}: label_smoothing={label_smoothing!r} with a mask of classes (where has as "
+            "many axes as logits), which says nothing of the targets of the others; expected 0, or "
+            "a mask of positions with the axes of labels; leave one of both out"
+        )
+    spec = Spec(
+        op="cross_entropy",
+        direction="fwd",
+        rows=view.rows,
+        cols=view.cols,
+        x_dtype=dtype,
+        y_dtype=np.dtype(np.float64 if dtype.name == "float64" else np.float32),
+        has_mask=mask is not None,
+        has_positions=has_positions,
+        label_smoothing=smoothing,
+        z_loss=checks.number(NAME, "z_loss", z_loss, minimum=0),
+        axes=view.axes,
+    )
+    return Call(NAME, spec, view, implementation)
+
+
+def _masks(where: checks.ArrayLike, view: RowView) -> tuple[jax.Array | None, jax.Array | None]:
+    """`where` as a mask of classes or one of positions, by its number of axes."""
+    array = checks.boolean(NAME, "where", where)
+    shape, of_labels = view.shape, view.shape_of("label")
+    if array.ndim == len(shape):
+        return checks.broadcastable(NAME, "where", array, shape), None
+    fits = array.ndim == len(of_labels) and all(
+        own in (1, size) for own, size in zip(array.shape, of_labels)
+    )
+    if not fits:
+        raise ValueError(
+            f"{NAME}: where has shape {array.shape}; expected one that broadcasts to labels' shape "
+            f"{of_labels}, with {len(of_labels)} axes, for a mask of positions, or to logits' "
+            f"{shape}, with {len(shape)} axes, for one of classes; add axes, e.g. where[None]"
+        )
+    return None, jnp.broadcast_to(array, of_labels)

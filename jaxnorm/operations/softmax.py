@@ -1,0 +1,218 @@
+"""softmax and log_softmax: the public functions, and the checks that they share."""
+
+import functools
+import math
+from typing import Literal
+
+import jax
+import numpy as np
+
+from jaxnorm.calls import backends
+from jaxnorm.calls.call import Call
+from jaxnorm.calls.rows import RowView
+from jaxnorm.meshes import sharding
+from jaxnorm.operations import checks
+from jaxnorm.primitives import eager, row_operations
+from jaxnorm_kernels.specs import Name, Spec
+
+Function = Literal["softmax", "log_softmax"]
+
+
+def softmax(
+    x: checks.ArrayLike,
+    axis: checks.Axis = -1,
+    where: checks.ArrayLike | None = None,
+    *,
+    scale: float = 1.0,
+    bias: checks.ArrayLike | None = None,
+    causal: bool = False,
+    dtype: checks.DTypeLike | None = None,
+    implementation: Name | None = None,
+) -> jax.Array:
+    r"""Softmax; the output-saving counterpart of :func:`jax.nn.softmax`.
+
+    .. math::
+      y_i = \frac{\exp(z_i)}{\sum_j \exp(z_j)} \qquad z = \mathrm{scale} \cdot x + \mathrm{bias}
+
+    The arithmetic is float32 (float64 where x, the bias or the output is float64) for every dtype;
+    z is not rounded.
+
+    Args:
+      x: array of any shape; bfloat16, float16, float32 or float64.
+      axis: axis or axes over which the output sums to 1; None for all.
+      where: boolean mask that broadcasts to x's shape. Entries where it is False take no part:
+        their output and gradient are 0, also in a row where all are False.
+      scale: a finite Python number.
+      bias: float array that broadcasts to x's shape; its -inf count as those of x.
+      causal: of the last axis, column j of row i takes part where j <= i; rows are those of the
+        axis before it, and both count from 0. As with ``where``, the others are 0.
+      dtype: dtype of the output; x's by default.
+      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+
+    Returns:
+      Array of x's shape in ``dtype``. As in :mod:`jax.nn`, a row with +inf, NaN or nothing but -inf
+      is NaN.
+
+    Differentiable in reverse and forward mode, to any order; tangents, too, start from y.
+
+    Raises:
+      TypeError: x, bias or ``dtype`` is not a supported float dtype, ``where`` is not boolean,
+        ``scale`` is no Python number, or ``causal`` neither True nor False.
+      ValueError: ``axis``, the shape of ``where`` or ``bias``, ``scale``, ``causal`` (for other
+        axes than the last, or for an x of one axis) or ``implementation`` is wrong.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> logits = jnp.zeros((3, 3))
+      >>> jaxnorm.softmax(logits, causal=True).round(2).tolist()[:2]
+      [[1.0, 0.0, 0.0], [0.5, 0.5, 0.0]]
+      >>> jaxnorm.softmax(logits, scale=0.125, where=jnp.array([True, True, False])).shape
+      (3, 3)
+    """
+    return _softmax(x, axis, where, scale, bias, causal, dtype, implementation, -math.inf)
+
+
+def log_softmax(
+    x: checks.ArrayLike,
+    axis: checks.Axis = -1,
+    where: checks.ArrayLike | None = None,
+    *,
+    scale: float = 1.0,
+    bias: checks.ArrayLike | None = None,
+    causal: bool = False,
+    dtype: checks.DTypeLike | None = None,
+    implementation: Name | None = None,
+) -> jax.Array:
+    r"""Logarithm of the softmax; the output-saving counterpart of :func:`jax.nn.log_softmax`.
+
+    .. math::
+      y_i = z_i - \log \sum_j \exp(z_j) \qquad z = \mathrm{scale} \cdot x + \mathrm{bias}
+
+    The backward recomputes probabilities as ``exp(y)``, so keep log-probabilities of a large
+    vocabulary in float32: with bfloat16 logits, pass ``dtype=jnp.float32``.
+
+    Args:
+      x: array of any shape; bfloat16, float16, float32 or float64.
+      axis: axis or axes over which ``exp`` of the output sums to 1; None for all.
+      where: boolean mask that broadcasts to x's shape. Entries where it is False take no part:
+        their output is -inf and their gradient 0.
+      scale, bias, causal: as of :func:`jaxnorm.softmax`; what is not causal is -inf.
+      dtype: dtype of the output; x's by default.
+      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+
+    Returns:
+      Array of x's shape in ``dtype``. Differentiable as :func:`jaxnorm.softmax` is.
+
+    Raises:
+      TypeError, ValueError: as :func:`jaxnorm.softmax`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> logits = jnp.ones((8, 50257), jnp.bfloat16)
+      >>> jaxnorm.log_softmax(logits, dtype=jnp.float32).dtype.name
+      'float32'
+    """
+    return _log_softmax(x, axis, where, scale, bias, causal, dtype, implementation, -math.inf)
+
+
+def filled_softmax(
+    x: jax.Array,
+    where: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    fill: float,
+    dtype: checks.DTypeLike,
+) -> jax.Array:
+    """softmax over the last axis of x + bias, or of the finite `fill` where the mask is False.
+
+    As the logits of attention are masked in Flax: a row that keeps nothing is even.
+    """
+    return _softmax(x, -1, where, 1.0, bias, False, dtype, None, fill)
+
+
+def _softmax_of(
+    function: Function,
+    x: checks.ArrayLike,
+    axis: checks.Axis,
+    where: checks.ArrayLike | None,
+    scale: float,
+    bias: checks.ArrayLike | None,
+    causal: bool,
+    dtype: checks.DTypeLike | None,
+    implementation: Name | None,
+    masked_logit: float,
+) -> jax.Array:
+    x = checks.float_array(function, "x", x)
+    mask = None if where is None else checks.mask(function, where, x.shape)
+    if bias is not None:
+        bias = checks.float_array(function, "bias", bias)
+        bias = checks.broadcastable(function, "bias", bias, x.shape)
+    call = softmax_call(
+        function,
+        x.shape,
+        x.dtype,
+        None if bias is None else (bias.shape, bias.dtype),
+        axis=axis,
+        mask=None if mask is None else mask.shape,
+        scale=scale,
+        causal=causal,
+        dtype=dtype,
+        implementation=implementation,
+        masked_logit=masked_logit,
+    )
+    if implementation is not None:
+        backends.forced(call, implementation)
+    if bias is not None:
+        bias = sharding.broadcast_alike(bias, x)
+    return row_operations.bind(call, x, mask, bias)[0]
+
+
+_softmax, _log_softmax = (
+    eager.compiled(functools.partial(_softmax_of, function), name=function, arrays=(0, 2, 4))
+    for function in ("softmax", "log_softmax")
+)
+
+
+def softmax_call(
+    function: Function,
+    shape: tuple[int, ...],
+    x_dtype: np.dtype,
+    bias: tuple[tuple[int, ...], np.dtype] | None,
+    *,
+    axis: checks.Axis,
+    mask: tuple[int, ...] | None,
+    scale: float,
+    causal: bool,
+    dtype: checks.DTypeLike | None,
+    implementation: Name | None,
+    masked_logit: float = -math.inf,
+) -> Call:
+    """The forward of a call with these arguments, after the checks.
+
+    `mask` is a shape, `bias` a shape and a dtype, both of x's rank.
+    """
+    bias_shape, bias_dtype = bias or ((), None)
+    axes = checks.axes(function, axis, shape)
+    view = RowView(shape, axes, logits_bias=bias_shape, mask=mask or ())
+    checks.implementation(function, implementation)
+    causal = checks.flag(function, "causal", causal)
+    if causal:
+        checks.matrix(function, "causal", view)
+    spec = Spec(
+        op=function,
+        direction="fwd",
+        rows=view.rows,
+        cols=view.cols,
+        x_dtype=x_dtype,
+        y_dtype=checks.output_dtype(function, dtype, x_dtype),
+        has_mask=mask is not None,
+        masked_logit=masked_logit,
+        logits_scale=checks.number(function, "scale", scale),
+        logits_bias_dtype=bias_dtype,
+        logits_bias_shape=bias_shape,
+        causal=causal,
+        axes=view.axes,
+    )
+    return Call(function, spec, view, implementation)

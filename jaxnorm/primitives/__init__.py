@@ -1,0 +1,1 @@
+"""The operations of rows as JAX primitives: derivatives, batching, lowering."""

@@ -1,0 +1,78 @@
+"""Names of the residuals, and the rematerialisation policy that keeps them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxnorm.calls.call import Call
+from jaxnorm_kernels.operations import OPERATIONS
+
+_PREACTIVATION = "jaxnorm_preactivation"
+
+# Of norms and of what is a number for each row: not of softmaxes, as large as attention's matrix.
+_KEPT = sorted(
+    {
+        name
+        for operation in OPERATIONS.values()
+        for name in (operation.statistics_name, operation.out_name)
+        if name is not None and (operation.family == "norm" or name != operation.out_name)
+    }
+)
+_keep = jax.checkpoint_policies.save_only_these_names(*_KEPT)
+
+
+def save_policy(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Policy for :func:`jax.checkpoint`: norms are kept, and everything else is recomputed.
+
+    ``jax.checkpoint(block, policy=jaxnorm.save_policy)`` keeps the outputs and statistics of the
+    norms (named ``jaxnorm_out`` and ``jaxnorm_rstd``), so the backward computes no norm again, and
+    the log-sum-exp of each row of a cross-entropy (``jaxnorm_lse``, two numbers), not its logits. A
+    softmax's output, as large as the attention matrix, has a name of its own
+    (``jaxnorm_softmax_out``) and is not kept, and neither is what ``rms_norm_linear`` gives to an
+    activation (``jaxnorm_preactivation``), a product's result; to keep them too, use
+    :func:`jax.checkpoint_policies.save_only_these_names` with the names.
+
+    Args:
+      primitive, avals, params: an equation, as JAX hands it to a policy.
+
+    Returns:
+      Whether its result is kept.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> def block(x, scale, weight):
+      ...     return x + jax.nn.gelu(jaxnorm.rms_norm(x, scale) @ weight)
+      >>> block = jax.checkpoint(block, policy=jaxnorm.save_policy)
+      >>> operands = jnp.ones((8, 64)), jnp.ones(64), jnp.ones((64, 64))
+      >>> jax.jit(jax.grad(lambda *operands: block(*operands).sum()))(*operands).shape
+      (8, 64)
+    """
+    return bool(_keep(primitive, *avals, **params))
+
+
+def name(call: Call, outputs: Sequence[jax.Array]) -> list[jax.Array]:
+    """Names a call's outputs, and the statistics of a norm or a cross-entropy.
+
+    h has a name only where it is what the backward starts from: else its sum costs less to make
+    again than to keep.
+    """
+    operation = call.spec.operation
+    names = {"y": operation.out_name}
+    names |= dict.fromkeys(call.spec.statistics, operation.statistics_name)
+    if call.spec.starts_from == "h":
+        names["h"] = operation.out_name
+    return [
+        a if (residual := names.get(result)) is None else checkpoint_name(a, residual)
+        for result, a in zip(call.result_names, outputs)
+    ]
+
+
+def name_of_linear(result: str, a: jax.Array) -> jax.Array:
+    """Names a result of rms_norm_linear, or the sum h that it normalises."""
+    norm = OPERATIONS["norm"]
+    names = {"h": norm.out_name, "rstd": norm.statistics_name, "z": _PREACTIVATION}
+    return checkpoint_name(a, names[result]) if result in names else a

@@ -1,0 +1,1 @@
+"""What tells a user about calls and parameters: plans, checks, reports."""

@@ -1,0 +1,249 @@
+"""check_params: which norms of a model can save their output without losing gradient accuracy."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxnorm.operations import checks
+from jaxnorm.tools.text import table
+from jaxnorm_kernels.specs import FLOAT_DTYPES, Spec
+
+# Rounding of y to the output dtype, as a relative error of x_hat: `relative` (half a unit roundoff,
+# the measured mean) wherever y is normal, `quantum` the spacing of its subnormals.
+_ROUNDING = {
+    "bfloat16": (2.0**-9, 2.0**-133),
+    "float16": (2.0**-12, 2.0**-24),
+    "float32": (2.0**-25, 2.0**-149),
+    "float64": (2.0**-54, 2.0**-1074),
+}
+
+# A predicted error above this, in the worst column, advises save="input": about the noise that
+# ordinary minibatch gradients carry anyway.
+_ADVISE_INPUT = 0.1
+
+SAFE = "safe"
+INPUT_ADVISED = 'save="input" advised'
+
+# What a norm is called: input_layernorm, LayerNorm_0, q_norm, norm1, norm_f, ln_2.
+_NORM_S_NAME = re.compile(r"(norm|(^|_)ln)_?(\d+|f)?$", re.IGNORECASE)
+
+_Path = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class NormReport:
+    """What saving the output would cost one norm.
+
+    Attributes:
+      path: where the norm's parameters are in the tree.
+      columns: how many scales it has (over all layers, where they are stacked).
+      under_floor: columns whose ``|scale + scale_offset|`` is below what y can carry in ``dtype``:
+        raised to 2**-60 in the forward in bfloat16 and float32; degraded in float16 (below 2**-14).
+      max_bias_ratio: largest ``|bias / (scale + scale_offset)|``; 0 without a bias.
+      dscale_error: predicted relative error of the scale's gradient in the worst column.
+      verdict: ``"safe"``, or advice.
+    """
+
+    path: str
+    columns: int
+    under_floor: int
+    max_bias_ratio: float
+    dscale_error: float
+    verdict: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamReport:
+    """The norms of a model, in the order of the tree; prints as a table."""
+
+    dtype: str
+    norms: tuple[NormReport, ...]
+
+    @property
+    def safe(self) -> bool:
+        """Whether norms were found, and every one of them may save its output."""
+        return bool(self.norms) and all(norm.verdict == SAFE for norm in self.norms)
+
+    def __iter__(self) -> Iterator[NormReport]:
+        return iter(self.norms)
+
+    def __len__(self) -> int:
+        return len(self.norms)
+
+    def __str__(self) -> str:
+        if not self.norms:
+            return 'no norm found: no parameter is named "scale", and no norm\'s is named "weight"'
+        header = ("norm", "columns", "under floor", "max |bias/scale|", "dscale error", "verdict")
+        lines = [header] + [
+            (
+                norm.path,
+                str(norm.columns),
+                str(norm.under_floor),
+                f"{norm.max_bias_ratio:.2g}",
+                f"{norm.dscale_error:.1e}",
+                norm.verdict,
+            )
+            for norm in self.norms
+        ]
+        return table(lines, left=(0, len(header) - 1))
+
+
+def check_params(params: Any, dtype: checks.DTypeLike, *, scale_offset: float = 0.0) -> ParamReport:
+    """Predicts, for each norm, what ``save="output"`` costs in gradient accuracy.
+
+    From the saved y the backward recovers ``x_hat = (y - bias) / scale``. What y's rounding leaves
+    of it depends only on the parameters, so a checkpoint can be judged without data:
+
+        error(dscale_j) = sqrt((0.83 u)^2 (1 + (bias_j / scale_j)^2) + (q / (sqrt(12) scale_j))^2)
+
+    with u and q the rounding of normal and subnormal numbers of ``dtype``. A host utility: it pulls
+    the parameters off the device.
+
+    Args:
+      params: a tree of parameters, with names of Flax (linen and nnx alike), equinox or PyTorch,
+        nested or joined by dots or slashes, or a model that is such a tree, as equinox's are.
+        Leaves may be stacked over layers. A norm is
+
+        - a leaf named ``scale``, with the ``bias`` beside it, if any;
+        - a leaf named ``weight`` beside a ``bias`` of its shape, which a linear layer's bias has
+          not;
+        - a leaf named ``weight`` without a ``bias``, if it has one axis, or if the module that it
+          is in is named like a norm (``q_norm``, ``input_layernorm``, ``ln_1``, ``norm_f``) or has
+          a class with ``Norm`` in its name.
+
+      dtype: dtype of the norms' *output*, not of the parameters.
+      scale_offset: added to every scale, as in the functions.
+
+    Returns:
+      A :class:`ParamReport`: a sequence of norms, each with a verdict; ``print`` it for a table. It
+      is not ``safe`` where it is empty.
+
+    Raises:
+      TypeError: ``dtype`` is no supported float dtype, or a scale or bias is not a real float
+        array.
+      ValueError: a bias's shape differs from its scale's.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> params = {"norm": {"scale": jnp.ones(512), "bias": jnp.full(512, 1e3)}}
+      >>> report = jaxnorm.check_params(params, jnp.bfloat16)
+      >>> report.safe, report.norms[0].verdict
+      (False, 'save="input" advised')
+    """
+    caller = "check_params"
+    y_dtype = checks.dtype(caller, "dtype", dtype)
+    offset = checks.number(caller, "scale_offset", scale_offset)
+    leaves = _flat(params)
+    modules = _flat(params, is_leaf=_is_norm)
+    of_norms = {path for path, module in modules.items() if _is_norm(module)}
+    norms = []
+    for path, scale in leaves.items():
+        # nnx wraps a parameter: its path ends in the name and then in an attribute.
+        at = next((i for i in (-1, -2) if path[i:][:1] in (("scale",), ("weight",))), None)
+        if at is None:
+            continue
+        parent, rest = path[:at], path[len(path) + at + 1 :]
+        bias = leaves.get((*parent, "bias", *rest))
+        if path[at] == "weight" and not _is_scale(scale, bias, parent, parent in of_norms):
+            continue
+        name = "/".join(parent) or "(root)"
+        norms.append(_report(name, scale, bias, y_dtype, offset))
+    return ParamReport(y_dtype.name, tuple(norms))
+
+
+def columns_lost(scale: np.ndarray, bias: np.ndarray | None, y_dtype: np.dtype) -> int:
+    """How many columns' gradients saving the output would lose, by `check_params`' verdict."""
+    b = None if bias is None else bias.astype(np.float64)
+    _, error = _ratio_and_error(scale.astype(np.float64), b, y_dtype)
+    return int(np.sum(~(error <= _ADVISE_INPUT)))
+
+
+def _report(path: str, scale: Any, bias: Any, y_dtype: np.dtype, offset: float) -> NormReport:
+    g = _host("scale", path, scale) + offset
+    b = None if bias is None else _host("bias", path, bias)
+    if b is not None and b.shape != g.shape:
+        raise ValueError(
+            f"check_params: {path} has scale of shape {g.shape} and bias of shape {b.shape}; "
+            "expected equal shapes"
+        )
+    ratio, error = _ratio_and_error(g, b, y_dtype)
+    floor = _floor_of(y_dtype)
+    under = np.abs(g) < (2.0**-14 if floor is None else floor)
+    # A gradient that is all noise is wrong by about 1, and x_hat is clipped besides.
+    worst = float(np.max(np.minimum(error, 1.0), initial=0.0))
+    return NormReport(
+        path=path,
+        columns=g.size,
+        under_floor=int(np.sum(under)),
+        max_bias_ratio=float(np.max(ratio, initial=0.0)),
+        dscale_error=worst,
+        verdict=SAFE if worst <= _ADVISE_INPUT else INPUT_ADVISED,
+    )
+
+
+def _ratio_and_error(
+    scale: np.ndarray, bias: np.ndarray | None, y_dtype: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    """|bias / scale|, as y carries it, and the predicted relative error, of each column."""
+    floor = _floor_of(y_dtype)
+    magnitude = np.abs(scale)
+    carried = magnitude if floor is None else np.maximum(magnitude, floor)
+    u, quantum = _ROUNDING[y_dtype.name]
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        ratio = np.zeros_like(scale)
+        if bias is not None:
+            ratio = np.where(bias == 0, 0.0, np.abs(bias) / carried)
+        subnormal = quantum / (math.sqrt(12) * carried)
+        return ratio, np.hypot(0.83 * u * np.hypot(1.0, ratio), subnormal)
+
+
+def _floor_of(y_dtype: np.dtype) -> float | None:
+    """The floor that an output-saving norm would use."""
+    float32 = np.dtype(np.float32)
+    return Spec("norm", "fwd", 1, 1, float32, y_dtype, scale_dtype=float32).scale_floor
+
+
+def _host(name: str, path: str, value: Any) -> np.ndarray:
+    array = np.asarray(value)
+    if array.dtype.name not in FLOAT_DTYPES:
+        raise TypeError(
+            f"check_params: {path}/{name} has dtype {array.dtype.name}; expected one of "
+            f"{', '.join(FLOAT_DTYPES)}"
+        )
+    return array.astype(np.float64)
+
+
+def _flat(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[_Path, Any]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+    return {
+        tuple(part for key in path for part in re.split("[./]", _key(key))): leaf
+        for path, leaf in leaves
+    }
+
+
+def _is_norm(node: Any) -> bool:
+    """Whether it is a module of a class that is called a norm, with a weight."""
+    is_container = isinstance(node, (Mapping, list, tuple))
+    return not is_container and "norm" in type(node).__name__.lower() and hasattr(node, "weight")
+
+
+def _is_scale(weight: Any, bias: Any, parent: _Path, is_norm_s: bool) -> bool:
+    """Whether a leaf named ``weight`` is what a norm multiplies by, and not a matrix."""
+    shape = np.shape(weight)
+    if bias is not None or not shape:
+        return bool(shape) and np.shape(bias) == shape
+    return len(shape) == 1 or is_norm_s or any(map(_NORM_S_NAME.search, parent[-1:]))
+
+
+def _key(entry: Any) -> str:
+    """A path entry's bare name: dict key, attribute or index."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)

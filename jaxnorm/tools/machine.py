@@ -1,0 +1,137 @@
+"""What ``python -m jaxnorm`` prints: versions, devices, what runs, what could be installed."""
+
+import ctypes
+import inspect
+import platform
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import metadata
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxnorm
+from jaxnorm.calls import backends
+from jaxnorm.operations.loss import NAME as LOSS
+from jaxnorm.tools.plan import FUNCTIONS, implementation_for
+from jaxnorm.tools.text import table
+
+_PACKAGES = ("jax", "jaxlib", "numpy", "flax", "equinox", "jax-triton", "triton")
+# Of a layer of a transformer.
+_SHAPE, _DTYPE = (8192, 4096), "bfloat16"
+
+
+def report() -> str:
+    """All of it, in paragraphs."""
+    parts = {
+        "versions": _columns(_versions()),
+        "devices": "\n".join(map(_device, jax.local_devices())),
+        "implementations, in the order in which calls try them": _columns(_implementations()),
+        f"what runs here, for {_DTYPE} {_SHAPE}": _columns(_choices()),
+        "extras that are not installed (commands are for a checkout of jaxnorm)": (
+            _columns(_missing_extras()) or "none"
+        ),
+    }
+    return "\n\n".join(f"{title}\n{_indented(text)}" for title, text in parts.items())
+
+
+def _columns(lines: Iterable[Sequence[str]]) -> str:
+    lines = list(lines)
+    return table(lines, left=range(len(lines[0]))) if lines else ""
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "jaxnorm", jaxnorm.__version__
+    yield "python", platform.python_version()
+    for name in _PACKAGES:
+        yield name, _version_of(name) or "not installed"
+    yield from _cuda_versions()
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cuda_versions() -> Iterator[tuple[str, str]]:
+    """Of the driver, as far as it goes, and of the runtime that JAX has loaded."""
+    number = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return
+    if not failed:
+        yield "CUDA driver", f"up to CUDA {_cuda_version(number.value)}"
+    client: Any = jax.local_devices()[0].client
+    found = re.search(r"cuda (\d+)", client.platform_version)
+    if found:
+        yield "CUDA runtime", _cuda_version(int(found[1]))
+
+
+def _cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _device(device: Any) -> str:
+    text = f"{device} ({device.device_kind})"
+    capability = getattr(device, "compute_capability", None)
+    if capability is not None:
+        text += f", compute capability {capability}"
+    memory = (device.memory_stats() or {}).get("bytes_limit")
+    if memory:
+        text += f", {memory / 2**30:.1f} GiB of memory for JAX"
+    return text
+
+
+def _implementations() -> Iterator[tuple[str, str]]:
+    here = backends.local_platform()
+    for name in backends.order(here):
+        absence = backends.absence(name, here)
+        yield name, f"can run on {here}" if absence is None else f"not on {here}: {absence}"
+
+
+def _choices() -> Iterator[tuple[str, str, str]]:
+    """Of each function: forward and backward, each with the reasons; one line where they agree."""
+    parameter = jax.ShapeDtypeStruct(_SHAPE[-1:], jnp.float32)
+    for function in FUNCTIONS:
+        names = () if "softmax" in function else ("scale", "next_scale")
+        takes = inspect.signature(FUNCTIONS[function]).parameters
+        parameters: dict[str, Any] = {name: parameter for name in names if name in takes}
+        plan = implementation_for(function, _SHAPE, _DTYPE, **parameters)
+        if plan.forward == plan.backward:
+            yield function, "", str(plan.forward)
+            continue
+        yield function, "forward", str(plan.forward)
+        yield "", "backward", str(plan.backward)
+    yield "linear_softmax_cross_entropy", "", f"as {LOSS}, for each chunk of rows"
+
+
+def _missing_extras() -> Iterator[tuple[str, str]]:
+    """Extras that lack a package, each with the command that installs it."""
+    needed: dict[str, list[str]] = {}
+    try:
+        requirements = metadata.requires("jaxnorm") or []
+    except metadata.PackageNotFoundError:
+        return
+    for requirement in requirements:
+        of_extra = re.search(r"extra == ['\"](.+?)['\"]", requirement)
+        if of_extra:
+            needed.setdefault(of_extra[1], []).append(_package_of(requirement))
+    has_cuda = any(_version_of(f"jax-{name}-plugin") for name in needed if name.startswith("cuda"))
+    for extra, packages in sorted(needed.items()):
+        is_other_cuda = extra.startswith("cuda") and has_cuda
+        if not is_other_cuda and not all(map(_version_of, packages)):
+            yield extra, f'pip install -e ".[{extra}]"'
+
+
+def _package_of(requirement: str) -> str:
+    """What a requirement installs: of ``jax[cuda13]``, JAX's plugin."""
+    name, of_jax = re.findall(r"^([\w.-]+)(?:\[(\w+)\])?", requirement)[0]
+    return f"{name}-{of_jax}-plugin" if of_jax else name

@@ -1,0 +1,162 @@
+"""implementation_for: tells which implementation a call gets, and why, without running it."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxnorm.calls import backends
+from jaxnorm.calls.call import Call
+from jaxnorm.operations import checks
+from jaxnorm.operations.loss import softmax_cross_entropy_with_integer_labels
+from jaxnorm.operations.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    rms_norm,
+    rms_norm_add,
+    rms_norm_add_rms_norm,
+)
+from jaxnorm.operations.norm_linear import rms_norm_linear
+from jaxnorm.operations.norm_linear_call import Linear
+from jaxnorm.operations.softmax import log_softmax, softmax
+
+#: What `implementation_for` knows.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    f.__name__: f
+    for f in (
+        *(softmax, log_softmax, softmax_cross_entropy_with_integer_labels),
+        *(layer_norm, rms_norm),
+        *(add_layer_norm, add_rms_norm, rms_norm_add, rms_norm_add_rms_norm),
+        rms_norm_linear,
+    )
+}
+_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which implementation runs each direction of a call: a name and a reason."""
+
+    forward: backends.Choice
+    backward: backends.Choice
+
+    def __str__(self) -> str:
+        return f"forward:  {self.forward}\nbackward: {self.backward}"
+
+
+def implementation_for(
+    function: str,
+    shape: tuple[int, ...],
+    dtype: checks.DTypeLike,
+    /,
+    *,
+    platform: str | None = None,
+    **arguments: Any,
+) -> Plan:
+    """Which implementation runs a call of `function`, forward and backward, and why.
+
+    The call is traced, and not run. Under ``jax.vmap`` a batch of x is more rows: put its size in
+    front of `shape`. A batch of parameters, and gradients of parameters that are taken inside
+    ``jax.vmap`` (one for each example), are parameters of groups of rows, with the batch as their
+    first axis.
+
+    Args:
+      function: name of a function of this package, such as ``"add_rms_norm"``.
+      shape, dtype: of x, or of logits; inside ``jax.shard_map``, of a shard.
+      platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; by default that of JAX's default
+        device. (Calls themselves never look at it: they decide when they are lowered.)
+      arguments: those of the function, by name; arrays among them, such as ``scale``, as
+        ``jax.ShapeDtypeStruct`` or as they are. Without a residual or labels, which the function
+        must have, x's shape and dtype and int32 are taken; without weight, one of as many columns
+        as x has. The backward is that of all gradients.
+
+    Returns:
+      A :class:`Plan`: ``forward`` and ``backward``, each with ``name`` and ``reason``; its ``str``
+      is two lines to print. Of ``"rms_norm_linear"``, the backward is that of its norm; the
+      products of its gradients are XLA's.
+
+    Raises:
+      TypeError, ValueError: as the function itself would; also for an unknown function or platform.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> scale = jax.ShapeDtypeStruct((4096,), jnp.float32)
+      >>> plan = jaxnorm.implementation_for(
+      ...     "rms_norm", (8192, 4096), jnp.bfloat16, scale=scale, platform="tpu"
+      ... )
+      >>> plan.forward.name, plan.backward.name
+      ('xla', 'xla')
+    """
+    caller = "implementation_for"
+    checks.one_of(caller, "function", function, tuple(FUNCTIONS))
+    platform = backends.local_platform() if platform is None else platform
+    checks.one_of(caller, "platform", platform, _PLATFORMS)
+    x_dtype = checks.dtype(caller, "dtype", dtype)
+    try:
+        x = jax.ShapeDtypeStruct(tuple(shape), x_dtype)
+    except TypeError as error:
+        raise TypeError(
+            f"{caller}: shape={shape!r}; expected a tuple of sizes, e.g. x.shape"
+        ) from error
+    call = FUNCTIONS[function]
+    arguments = {**_required(call, x, arguments), **arguments}
+    arrays = {name: a for name, a in arguments.items() if hasattr(a, "shape")}
+    options = {name: a for name, a in arguments.items() if name not in arrays}
+    constants = {n: a for n, a in arrays.items() if not jnp.issubdtype(a.dtype, jnp.floating)}
+    floats = {n: a for n, a in arrays.items() if n not in constants}
+
+    def forward(x: Any, floats: Any, constants: Any) -> Any:
+        return call(x, **floats, **constants, **options)
+
+    def backward(x: Any, floats: Any, constants: Any) -> Any:
+        y, pullback = jax.vjp(lambda x, floats: forward(x, floats, constants), x, floats)
+        return pullback(jax.tree.map(jnp.ones_like, y))
+
+    name = arguments.get("implementation")
+
+    def choice(of: Callable[..., Any], direction: str) -> backends.Choice:
+        program = jax.make_jaxpr(of)(x, floats, constants)
+        calls = (c for c in calls_in(program.jaxpr) if c.spec.direction == direction)
+        chosen = next(calls)
+        if name is not None:
+            return backends.forced(chosen, name)
+        return backends.choose(chosen.as_seen_by, platform)
+
+    return Plan(choice(forward, "fwd"), choice(backward, "bwd"))
+
+
+def calls_in(jaxpr: Any) -> Iterator[Call | Linear]:
+    """The calls that a jaxpr makes, also inside loops and `jax.checkpoint`, in their order."""
+    for equation in jaxpr.eqns:
+        if isinstance(equation.params.get("call"), Call | Linear):
+            yield equation.params["call"]
+        for inner in jax.tree.leaves(
+            [*equation.params.values()], is_leaf=lambda a: hasattr(a, "eqns") or hasattr(a, "jaxpr")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from calls_in(inner)
+
+
+def _required(
+    call: Callable[..., Any], x: jax.ShapeDtypeStruct, arguments: dict[str, Any]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Arrays that a function must have beside x, where `arguments` lack them."""
+    _, *others = inspect.signature(call).parameters.values()
+    lacking = {p.name for p in others if p.default is p.empty} - {*arguments}
+    required: dict[str, jax.ShapeDtypeStruct] = {}
+    if "residual" in lacking:
+        required["residual"] = x
+    if "labels" in lacking:
+        axes = checks.axes(call.__name__, arguments.get("axis", -1), x.shape, of="logits")
+        sizes = tuple(size for a, size in enumerate(x.shape) if a not in axes)
+        required["labels"] = jax.ShapeDtypeStruct(sizes, jnp.int32)
+    if "weight" in lacking:
+        required["weight"] = jax.ShapeDtypeStruct((*x.shape[-1:], *x.shape[-1:]), x.dtype)
+    return required

@@ -1,0 +1,199 @@
+"""What each function and its gradients are, in float64 numpy, with a bound for what rounding adds.
+
+Written from the equations, by hand, and free of JAX: of the code that they are there to check they
+share nothing. Gradients are computed as the functions promise to, from what is saved: the output,
+as it was stored. The operands' columns are the last axis.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxnorm.tools.running_error import Bounded
+
+Arrays = dict[str, Any]
+#: Results of the call, and gradients by the names of operands.
+Results = tuple[list[Bounded], dict[str, Bounded]]
+
+
+def softmax(
+    given: Arrays,
+    cotangents: list[Bounded],
+    dtype: str,
+    *,
+    log: bool = False,
+    scale: float = 1.0,
+    causal: bool = False,
+) -> Results:
+    """``y = exp(z) / sum exp(z)`` with ``z = scale x + bias``, or its logarithm."""
+    x, (d,) = given["x"], cotangents
+    kept = np.broadcast_to(given.get("where", True), x.value.shape)
+    if causal:
+        kept = kept & np.tri(*x.value.shape[-2:]).astype(bool)
+    z = x * scale if scale != 1 else x
+    if "bias" in given:
+        z = z + given["bias"]
+    z = z.kept(kept)
+    # The largest is one of the z, with its error.
+    largest = np.where(kept, z.value, -np.inf).argmax(-1)
+    shifted = z - z.at(largest)
+    exponentials = shifted.exp().kept(kept)
+    total = exponentials.sum()
+    if log:
+        y = (shifted - total.log()).stored(dtype).kept(kept)
+        dz = (d.kept(kept) - y.exp() * d.kept(kept).sum()).kept(kept)
+    else:
+        y = (exponentials / total).stored(dtype).kept(kept)
+        dz = y * (d - (d * y).sum())
+    gradients = {"x": (dz * scale if scale != 1 else dz).stored(dtype)}
+    if "bias" in given:
+        shape = (1,) * (dz.value.ndim - given["bias"].value.ndim) + given["bias"].value.shape
+        axes = [i for i, size in enumerate(shape) if size == 1 < dz.value.shape[i]]
+        gradients["bias"] = dz.sum(axes).stored(dtype)
+    value = np.where(kept, y.value, -math.inf if log else 0)
+    return [dataclasses.replace(y, value=value)], gradients
+
+
+class _Norm:
+    """LayerNorm or RMSNorm of x: ``y = x_hat (scale) + bias``, and the gradients from y or x."""
+
+    def __init__(self, x: Bounded, scale: Bounded, bias: Bounded | None, epsilon: float = 1e-6):
+        self.scale, self.bias = scale, bias
+        centred = x - x.mean() if bias is not None else x
+        self.r = ((centred * centred).mean() + epsilon).rsqrt()
+        self.x_hat = centred * self.r
+        self.y = self.x_hat * scale
+        if bias is not None:
+            self.y = self.y + bias
+
+    def backward(self, dy: Bounded, saved: Bounded | None) -> dict[str, Bounded]:
+        """From y as it was stored, or from x for None."""
+        x_hat = self.x_hat
+        if saved is not None:
+            x_hat = (saved - self.bias if self.bias is not None else saved) / self.scale
+        dg = dy * self.scale
+        dx = dg - x_hat * (dg * x_hat).mean()
+        rows = tuple(range(dy.value.ndim - 1))
+        gradients = {"scale": (dy * x_hat).sum(rows)}
+        if self.bias is not None:
+            dx = dx - dg.mean()
+            gradients["bias"] = dy.sum(rows)
+        return {"x": dx * self.r, **gradients}
+
+
+def norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
+    """Of a norm: y, and the gradients of x and the parameters."""
+    of = _Norm(given["x"], given["scale"], given.get("bias"))
+    y = of.y.stored(dtype)
+    return [y], _stored(of.backward(d[0], y), dtype)
+
+
+def add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
+    """``h = x + residual``, ``y = norm(h)`` of h as it is stored."""
+    h = (given["x"] + given["residual"]).stored(dtype)
+    of = _Norm(h, given["scale"], given.get("bias"))
+    y = of.y.stored(dtype)
+    gradients = of.backward(d[0], y)
+    gradients["x"] = gradients["residual"] = gradients["x"] + d[1]
+    return [y, h], _stored(gradients, dtype)
+
+
+def norm_add(given: Arrays, d: list[Bounded], dtype: str) -> Results:
+    """``y = residual + norm(x)``, of which the norm's result is not rounded."""
+    of = _Norm(given["x"], given["scale"], None)
+    gradients = of.backward(d[0], None)
+    return [(given["residual"] + of.y).stored(dtype)], _stored(
+        gradients | {"residual": d[0]}, dtype
+    )
+
+
+def norm_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
+    """``h = residual + norm(x)``, ``y = norm(h)``."""
+    first = _Norm(given["x"], given["scale"], None)
+    h = (given["residual"] + first.y).stored(dtype)
+    last = _Norm(h, given["next_scale"], None)
+    y = last.y.stored(dtype)
+    of_last = last.backward(d[0], y)
+    dh = (of_last["x"] + d[1]).stored(dtype)
+    gradients = first.backward(dh, None)
+    gradients |= {"residual": dh, "next_scale": of_last["scale"]}
+    return [y, h], _stored(gradients, dtype)
+
+
+def norm_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
+    """``y = rms_norm(x) @ weight + bias``, whose norm is rounded; the backward starts from x."""
+    of = _Norm(given["x"], given["scale"], None)
+    n, weight = of.y.stored(dtype), given["weight"]
+    gradients = of.backward((d[0] @ weight.transposed).stored(dtype), None)
+    gradients |= {"weight": n.transposed @ d[0], "bias": d[0].sum(0)}
+    return [(n @ weight + given["bias"]).stored(dtype)], _stored(gradients, dtype)
+
+
+def cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
+    """``log sum exp(x) - x[label]`` of each row."""
+    loss, slope = _losses(given["logits"], given["labels"])
+    of_rows = d[0].reshape(loss.value.shape)
+    return [loss], {"logits": (of_rows * slope).stored(dtype)}
+
+
+def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
+    """The mean loss of ``x @ weight + bias``; products and logits are stored in `dtype`."""
+    x, weight = given["x"], given["weight"]
+    logits = ((x @ weight).stored(dtype) + given["bias"]).stored(dtype)
+    loss, slope = _losses(logits, given["labels"])
+    slope = slope.stored(dtype)
+    share = d[0] * (1 / len(loss.value))
+    gradients = {
+        "x": slope @ weight.transposed * share,
+        "weight": x.transposed @ slope * share,
+        "bias": slope.sum(0) * share,
+    }
+    # Kept as they are, and rounded once more when they are multiplied by the loss's cotangent.
+    return [loss.mean(0)], _stored(_stored(gradients, dtype), dtype)
+
+
+def _losses(x: Bounded, labels: np.ndarray) -> tuple[Bounded, Bounded]:
+    """Of each row, with the columns as 1; and what the gradient of a row's loss is."""
+    largest = x.at(x.value.argmax(-1))
+    lse = (x - largest).exp().sum().log() + largest
+    one_hot = np.arange(x.value.shape[-1]) == labels[..., None]
+    return lse - x.at(labels), (x - lse).exp() - one_hot
+
+
+def _stored(gradients: dict[str, Bounded], dtype: str) -> dict[str, Bounded]:
+    return {name: gradient.stored(dtype) for name, gradient in gradients.items()}
+
+
+# ---------------------------------------------------------------------------------------- operands
+
+
+def operands(
+    shapes: Mapping[str, tuple[int, ...]], classes: int, seed: int
+) -> dict[str, np.ndarray]:
+    """Random arrays of numbers that bfloat16 has, and so every dtype here.
+
+    Scales stay away from 0, where a gradient from the stored output is not accurate: see
+    :func:`jaxnorm.check_params`.
+    """
+    random = np.random.default_rng(seed)
+    makers: dict[str, Callable[[tuple[int, ...]], np.ndarray]] = {
+        "where": lambda shape: random.random(shape) < 0.8,
+        "labels": lambda shape: random.integers(0, classes, shape).astype(np.int32),
+        "scale": lambda shape: random.uniform(0.5, 2, shape),
+        "next_scale": lambda shape: random.uniform(0.5, 2, shape),
+        "weight": lambda shape: random.normal(size=shape) / math.sqrt(shape[0]),
+    }
+
+    def make(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        array = makers.get(name, lambda shape: random.normal(size=shape))(shape)
+        return array if array.dtype != np.float64 else _of_bfloat16(array)
+
+    return {name: make(name, shape) for name, shape in shapes.items()}
+
+
+def _of_bfloat16(array: np.ndarray) -> np.ndarray:
+    mantissa, exponent = np.frexp(array)
+    return np.ldexp(np.round(mantissa * 256) / 256, exponent)

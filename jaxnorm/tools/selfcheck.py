@@ -1,0 +1,229 @@
+"""The check of ``python -m jaxnorm --check``: every function on this machine, forward and backward.
+
+Values and gradients are held against `references`, in units of the bounds that belong to them: a
+result of more than 1 is wrong.
+"""
+
+import dataclasses
+import functools
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxnorm
+from jaxnorm.calls import backends
+from jaxnorm.operations.loss import NAME as _LOSS
+from jaxnorm.tools import references
+from jaxnorm.tools.plan import calls_in
+from jaxnorm.tools.references import Results
+from jaxnorm.tools.running_error import Bounded
+from jaxnorm.tools.text import progress, table
+
+DTYPES = ("float32", "bfloat16")
+_WORKERS = min(8, os.cpu_count() or 1)
+# Kernels are lowered in Python, of which a process runs one thread at a time. A TPU is for one
+# process alone.
+_IN_PROCESSES = {"cuda"}
+# XLA would time matrix products in many forms, to take one; any is as right.
+_OPTIONS = {"cuda": {"xla_gpu_autotune_level": "0"}}
+
+# Enough rows for all kernels; columns that are a multiple of 16 bytes, and no power of 2.
+_X = (2, 128, 1000)
+_ROWS, _FEATURES, _CLASSES = 256, 384, 1000
+
+_LINEAR_LOSS = "linear_softmax_cross_entropy"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call of a public function.
+
+    Attributes:
+      function: its name.
+      reference: its results and gradients, of `references`.
+      shapes: of its operands, by name.
+      options: what else the function and the reference are given.
+      note: what is special.
+    """
+
+    function: str
+    reference: Callable[..., Results]
+    shapes: Mapping[str, tuple[int, ...]]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.function} {self.note}".rstrip()
+
+
+def _norm(function: str, reference: Callable[..., Results], *names: str) -> Case:
+    return Case(function, reference, {n: _X if n in ("x", "residual") else _X[-1:] for n in names})
+
+
+def _softmaxes(function: str, reference: Callable[..., Results]) -> tuple[Case, ...]:
+    masked, biased = {"x": _X, "where": (2, 1, _X[-1])}, {"x": _X, "bias": _X[1:]}
+    return (
+        Case(function, reference, {"x": _X}),
+        Case(function, reference, masked, note="where"),
+        Case(function, reference, biased, {"scale": 0.37}, note="scale, bias"),
+        Case(function, reference, {"x": _X}, {"causal": True}, note="causal"),
+    )
+
+
+_LOGITS = {"logits": (_ROWS, _CLASSES), "labels": (_ROWS,)}
+_LAYER = {
+    "x": (_ROWS, _FEATURES),
+    "weight": (_FEATURES, _CLASSES),
+    "bias": (_CLASSES,),
+    "labels": (_ROWS,),
+}
+
+CASES = (
+    *_softmaxes("softmax", references.softmax),
+    *_softmaxes("log_softmax", functools.partial(references.softmax, log=True)),
+    _norm("layer_norm", references.norm, "x", "scale", "bias"),
+    _norm("rms_norm", references.norm, "x", "scale"),
+    _norm("add_layer_norm", references.add_norm, "x", "residual", "scale", "bias"),
+    _norm("add_rms_norm", references.add_norm, "x", "residual", "scale"),
+    _norm("rms_norm_add", references.norm_add, "x", "residual", "scale"),
+    _norm(
+        "rms_norm_add_rms_norm",
+        references.norm_add_norm,
+        *("x", "residual", "scale", "next_scale"),
+    ),
+    Case(
+        "rms_norm_linear",
+        references.norm_linear,
+        {"scale": (_FEATURES,), **{name: _LAYER[name] for name in ("x", "weight", "bias")}},
+    ),
+    Case(_LOSS, references.cross_entropy, _LOGITS),
+    Case(_LINEAR_LOSS, references.linear_cross_entropy, _LAYER),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Of a case in one dtype: the worst errors, in units of their bounds; or why there are none."""
+
+    case: Case
+    dtype: str
+    implementations: tuple[str, ...]
+    value: float = math.nan
+    gradient: float = math.nan
+    failure: str = ""
+
+    @property
+    def has_kernel(self) -> bool:
+        return set(self.implementations) != {"xla"}
+
+    @property
+    def is_right(self) -> bool:
+        return not self.failure and max(self.value, self.gradient) <= 1
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        verdict = "right" if self.is_right else self.failure or "WRONG"
+        errors = ("-", "-") if self.failure else (f"{self.value:.2f}", f"{self.gradient:.2f}")
+        return str(self.case), self.dtype, ", ".join(self.implementations), *errors, verdict
+
+
+def run() -> list[Outcome]:
+    """All cases in all dtypes."""
+    pairs = [_Pair(case, dtype) for case in CASES for dtype in DTYPES]
+    with _pool() as pool:
+        outcomes = pool.map(check, *zip(*pairs))
+        return [outcome for _, outcome in zip(progress(pairs), outcomes)]
+
+
+def _pool() -> Executor:
+    """Workers that compile beside each other."""
+    platform = backends.local_platform()
+    if platform not in _IN_PROCESSES:
+        return ThreadPoolExecutor(_WORKERS)
+    # Spawned: a fork would share what JAX's threads hold.
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(_WORKERS, context, _start, (platform,))
+
+
+def _start(platform: str) -> None:
+    """A process that finds no such device fails, and does not check what runs on a CPU."""
+    jax.config.update("jax_platforms", platform)
+
+
+class _Pair(NamedTuple):
+    case: Case
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.case}, {self.dtype}"
+
+
+def check(case: Case, dtype: str) -> Outcome:
+    """The errors of all results, and of all gradients."""
+    given = references.operands(case.shapes, _CLASSES, seed=0)
+    constants = {name: jnp.asarray(a) for name, a in given.items() if a.dtype != np.float64}
+    floats = {name: jnp.asarray(a, dtype) for name, a in given.items() if name not in constants}
+
+    def function(floats: dict[str, jax.Array]) -> list[jax.Array]:
+        call = getattr(jaxnorm, case.function)
+        results: list[jax.Array] = jax.tree.leaves(call(**floats, **constants, **case.options))
+        return results
+
+    @functools.partial(jax.jit, compiler_options=_OPTIONS.get(backends.local_platform()))
+    def both(floats: Any, cotangents: Any) -> Any:
+        results, pullback = jax.vjp(function, floats)
+        return results, *pullback(cotangents)
+
+    # Products of float32 are of float32, and not of TensorFloat-32, which a GPU would take.
+    with jax.default_matmul_precision("highest"):
+        types = jax.eval_shape(function, floats)
+        along = references.operands({str(i): t.shape for i, t in enumerate(types)}, 0, seed=1)
+        cotangents = [jnp.asarray(d, t.dtype) for d, t in zip(along.values(), types)]
+        implementations = _implementations(both.trace(floats, cotangents).jaxpr)
+        try:
+            results, gradients = jax.device_get(both(floats, cotangents))
+        except Exception as error:  # a kernel that does not compile or start is what is looked for
+            said = str(error).strip().partition("\n")[0]
+            return Outcome(case, dtype, implementations, failure=f"{type(error).__name__}: {said}")
+    expected, expected_gradients = case.reference(
+        {n: a if n in constants else Bounded.exact(a) for n, a in given.items()},
+        [Bounded.exact(d) for d in along.values()],
+        dtype,
+        **case.options,
+    )
+    value = max(_worst(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
+    gradient = max(_worst(ours, expected_gradients[name]) for name, ours in gradients.items())
+    return Outcome(case, dtype, implementations, value, gradient)
+
+
+def _implementations(program: Any) -> tuple[str, ...]:
+    """What runs the passes of a jaxpr here, in their order."""
+    here = backends.local_platform()
+    return tuple(backends.choose(c.as_seen_by, here).name for c in calls_in(program))
+
+
+def _worst(computed: np.ndarray, expected: Bounded) -> float:
+    """The largest error in units of its bound; infinite where one of both is not finite."""
+    computed = np.asarray(computed).astype(np.float64)
+    value, bound = (a.reshape(computed.shape) for a in (expected.value, expected.error))
+    finite = np.isfinite(value)
+    if not np.array_equal(computed[~finite], value[~finite]):
+        return math.inf
+    error = np.abs(computed[finite] - value[finite])
+    # 0 / 0 where an element is masked, and exactly 0.
+    ratio = np.where(error == 0, 0, error / np.maximum(bound[finite], 1e-300))
+    return float(np.max(np.where(np.isnan(ratio), math.inf, ratio), initial=0))
+
+
+def report(outcomes: Sequence[Outcome]) -> str:
+    """A table of them."""
+    header = ("function", "dtype", "forward, backward", "value", "gradient", "")
+    lines = [header, *(outcome.cells for outcome in outcomes)]
+    return table(lines, left=(0, 1, 2, 5))

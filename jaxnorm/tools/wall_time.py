@@ -1,0 +1,115 @@
+"""Wall time of a few calls beside XLA's, for ``python -m jaxnorm --check`` on a GPU.
+
+What a user's clock shows of jitted programs, one after the other, with the time that the host takes
+to start them: coarser than the kernel times of the repository's benchmarks, and rough below 50 us.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxnorm
+from jaxnorm.tools.text import progress, table
+
+_CALLS, _BATCHES = 20, 7
+
+Operands = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A function of bfloat16 operands of these shapes; and of labels where it takes them."""
+
+    function: str
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: str = "bfloat16"
+
+    def __str__(self) -> str:
+        return self.function
+
+    def program(self, implementation: str | None) -> Callable[..., Any]:
+        """Forward and backward."""
+
+        def both(operands: Operands, constants: Operands, cotangents: Any) -> Any:
+            def function(operands: Operands) -> Any:
+                call = getattr(jaxnorm, self.function)
+                return call(**operands, **constants, implementation=implementation)
+
+            results, pullback = jax.vjp(function, operands)
+            return results, *pullback(cotangents)
+
+        return jax.jit(both)
+
+    def cotangents(self, operands: Operands, constants: Operands) -> Any:
+        """Operands, too: a constant XLA folds into its own code alone."""
+        results = jax.eval_shape(getattr(jaxnorm, self.function), **operands, **constants)
+        return jax.tree.map(lambda t: jnp.ones(t.shape, t.dtype), results)
+
+
+_ROWS = (8192, 4096)
+_PARAMETERS = {"scale": _ROWS[-1:], "bias": _ROWS[-1:]}
+
+CALLS = (
+    Timed("softmax", {"x": _ROWS}),
+    Timed("log_softmax", {"x": _ROWS}),
+    Timed("layer_norm", {"x": _ROWS, **_PARAMETERS}),
+    Timed("rms_norm", {"x": _ROWS, "scale": _ROWS[-1:]}),
+    Timed("add_rms_norm", {"x": _ROWS, "residual": _ROWS, "scale": _ROWS[-1:]}),
+    Timed(
+        "softmax_cross_entropy_with_integer_labels",
+        {"logits": (4096, 32768), "labels": (4096,)},
+    ),
+)
+
+
+def report() -> str:
+    """A table of times, of forward and backward together."""
+    lines = [("function", "shape", "dtype", "here", "XLA", "speed-up")]
+    with ThreadPoolExecutor(len(CALLS)) as pool:  # to compile; all are ready before one is timed
+        ready = [each for _, each in zip(progress(CALLS), pool.map(_ready, CALLS))]
+    for call, (programs, arguments) in zip(CALLS, ready):
+        ours, xla = _times(programs, arguments)
+        shape = " x ".join(map(str, next(iter(call.shapes.values()))))
+        times = f"{ours * 1e6:.0f} us", f"{xla * 1e6:.0f} us", f"{xla / ours:.2f}"
+        lines.append((call.function, shape, call.dtype, *times))
+    return table(lines, left=(0, 1, 2))
+
+
+def _ready(call: Timed) -> tuple[list[Callable[..., Any]], tuple[Any, ...]]:
+    """Ours and XLA's program, which have run, and their arguments."""
+    keys = iter(jax.random.split(jax.random.key(0), len(call.shapes)))
+    operands, constants = {}, {}
+    for name, shape in call.shapes.items():
+        key = next(keys)
+        if name == "labels":
+            constants[name] = jax.random.randint(key, shape, 0, call.shapes["logits"][-1])
+        else:
+            operands[name] = jax.random.normal(key, shape, call.dtype)
+    programs = [call.program(None), call.program("xla")]
+    arguments = operands, constants, call.cotangents(operands, constants)
+    for program in programs:
+        jax.block_until_ready(program(*arguments))
+    return programs, arguments
+
+
+def _times(
+    programs: Sequence[Callable[..., Any]], arguments: tuple[Any, ...]
+) -> tuple[float, float]:
+    """Seconds of a program: medians of batches that take turns, so that a slow spell hits both."""
+    batches = [[_batch(p, *arguments) for p in programs] for _ in range(_BATCHES)]
+    ours, xla = (statistics.median(times) for times in zip(*batches))
+    return ours, xla
+
+
+def _batch(program: Callable[..., Any], *arguments: Any) -> float:
+    started = time.perf_counter()
+    for _ in range(_CALLS):
+        results = program(*arguments)
+    jax.block_until_ready(results)
+    return (time.perf_counter() - started) / _CALLS
