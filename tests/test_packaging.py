@@ -84,7 +84,7 @@ for module, extra in (("linen", "flax"), ("nnx", "flax"), ("equinox", "equinox")
     try:
         __import__("jaxnorm." + module)
     except ImportError as error:
-        assert f'pip install -e ".[{extra}]"' in str(error), error
+        assert f'from a checkout of jaxnorm, with: pip install -e ".[{extra}]"' in str(error), error
     else:
         raise AssertionError(extra + " is here")
 print("works")
