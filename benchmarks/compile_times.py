@@ -2,7 +2,8 @@
 
 What `jax.jit` does at the first call of a width: forward and backward in one program, of 8192 rows
 (of blocks as many, of `causal_softmax` a square). Kernels are lowered in Python, so that widths
-differ more than their GPU times do.
+differ more than their GPU times do. Every public function is among the operations: `post_norm` is
+`rms_norm_add`, `sandwich` is `rms_norm_add_rms_norm`.
 
 Free of JAX and torch, as `workloads` is: `first_calls` measures.
 """
@@ -13,7 +14,8 @@ from typing import Any
 
 from benchmarks import workloads
 from benchmarks.blocks import BLOCKS, CHANNEL_GROUPS, BlockWorkload
-from benchmarks.losses import LossWorkload
+from benchmarks.linear import LINEAR, LinearWorkload
+from benchmarks.losses import LOSSES, LossWorkload
 from benchmarks.workloads import Direction, Shape, Workload
 
 #: A width for each line of the schedules' tables and the ends of it: narrow, aligned and not.
@@ -29,7 +31,7 @@ PROVIDERS = ("jaxnorm", "jnp")
 LIMIT_S = 4.0
 ROWS = 8192
 
-# Of x, by the width. Blocks that are not here are (ROWS, width).
+# Of x, by the width; of products, of x and weight. Operations that are not here are (ROWS, width).
 _SHAPES: dict[str, Callable[[int], Shape]] = {
     "ada_layer_norm": lambda cols: (16, 512, cols),
     "masked_softmax": lambda cols: (4, 4, 512, cols),
@@ -38,14 +40,14 @@ _SHAPES: dict[str, Callable[[int], Shape]] = {
     "column_softmax": lambda cols: (16, cols, 512),
     "channel_layer_norm": lambda cols: (16, cols, 16, 32),
     "group_norm": lambda cols: (8, 16, 16, cols),
+    "rms_norm_linear": lambda cols: (ROWS, cols, 512),
+    "linear_cross_entropy": lambda cols: (ROWS, 512, cols),
 }
-# Compositions of other functions here.
-_LEFT_OUT = ("residual_rms_norm", "residual_layer_norm")
-OPS = (
-    *workloads.OPERATIONS,
-    *(op for op in BLOCKS if op not in _LEFT_OUT),
-    "cross_entropy",
-)
+# Compositions of other functions here; and a product alone.
+_LEFT_OUT = ("residual_rms_norm", "residual_layer_norm", "product")
+OPS = tuple(op for op in (*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR) if op not in _LEFT_OUT)
+# That may take float32 rows, or such a residual stream, beside a 16-bit result.
+_MIXED = ("layer_norm", "rms_norm", *(op for op, block in BLOCKS.items() if "h" in block.results))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,27 +72,20 @@ class CompileCell:
             mixed = self.dtype == "mixed"
             x, y = ("float32", "bfloat16") if mixed else (self.dtype, self.dtype)
             return Workload(self.op, both, rows, cols, x, y)  # type: ignore[arg-type]
-        return LossWorkload(self.op, both, self.shape, self.dtype)
+        kind = LinearWorkload if self.op in LINEAR else LossWorkload
+        return kind(self.op, both, self.shape, self.dtype)
 
 
 def cells(
-    providers: Sequence[str],
-    ops: Sequence[str],
-    dtypes: Sequence[str],
-    widths: Sequence[int],
-    offers: Callable[[str, Any], bool],
+    providers: Sequence[str], ops: Sequence[str], dtypes: Sequence[str], widths: Sequence[int]
 ) -> Iterator[CompileCell]:
-    """Those asked for that a provider offers; plain jnp in bfloat16 alone."""
+    """Those asked for, which both providers offer; plain jnp in bfloat16 alone."""
     for op in (op for op in OPS if op in ops):
-        for dtype in dtypes:
+        for dtype in (dtype for dtype in dtypes if dtype != "mixed" or op in _MIXED):
             for cols in widths:
                 sizes = _SHAPES.get(op, lambda cols: (ROWS, cols))(cols)
                 if op == "group_norm" and cols % CHANNEL_GROUPS:
                     continue
                 for name in (name for name in PROVIDERS if name in providers):
-                    cell = CompileCell(op, "x".join(map(str, sizes)), dtype, name)
-                    if name == "jnp" and dtype != "bfloat16":
-                        continue
-                    work = cell.workload
-                    if work.mixed == (dtype == "mixed") and offers(name, work):
-                        yield cell
+                    if name != "jnp" or dtype == "bfloat16":
+                        yield CompileCell(op, "x".join(map(str, sizes)), dtype, name)

@@ -192,7 +192,6 @@ def _compile(selection: Selection) -> Iterable[Cell]:
         selection.ops,
         [*dtypes, *["float16"] * ("bfloat16" in dtypes)],
         tuple(widths),
-        lambda name, workload: PROVIDERS[name].offers(workload),
     )
 
 

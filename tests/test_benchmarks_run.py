@@ -1,17 +1,21 @@
 """The benchmark harness, without a GPU: how it is run, what fails, and what is kept."""
 
+import collections
 import csv
 import dataclasses
+import inspect
 import subprocess
 import sys
 
 import pytest
 
-from benchmarks import report, report_tables, results, run
+import jaxnorm
+from benchmarks import compile_times, providers, report, report_tables, results, run
+from benchmarks.compile_times import WIDTHS
 from benchmarks.processes import Outcome
 from benchmarks.providers import PROVIDERS, Provider
 from benchmarks.results import ROOT, Machine, Table
-from benchmarks.suites import SUITES, TimedCell
+from benchmarks.suites import SUITES, Selection, TimedCell
 
 KERNELS = SUITES["kernels"]
 CELL = TimedCell("rms_norm", "fwd", 4, 32, "float32", "float32", "xla")
@@ -147,6 +151,28 @@ def test_a_run_of_first_calls(tmp_path, capfd):
     assert table in capfd.readouterr().out
     slow = [rows[0] | {"total_s": "4.5"}, *rows[1:]]
     assert "| 4.50 | rms_norm 8192x128 bfloat16 | 1 of 3 |" in report_tables.compile_times(slow)
+
+
+def test_first_calls_are_of_every_public_function():
+    """Of each width and dtype, and none is asked for that it cannot be made."""
+    cells = list(SUITES["compile"].cells(Selection()))
+    ours = {
+        providers.function("jaxnorm", cell.op, cell.workload.y_dtype).func
+        for cell in cells
+        if cell.provider == "jaxnorm"
+    }
+    none = {"check_params", "implementation_for", "save_policy"}
+    functions = {f for f in map(vars(jaxnorm).get, jaxnorm.__all__) if inspect.isfunction(f)}
+    assert len(functions) >= 14
+    assert functions - {getattr(jaxnorm, name) for name in none} <= ours
+    for op in compile_times.OPS:
+        dtypes = collections.Counter(
+            cell.dtype for cell in cells if cell.op == op and cell.provider == "jaxnorm"
+        )
+        # GroupNorm's channels are in whole groups.
+        widths = sum(cols % 32 == 0 for cols in WIDTHS) if op == "group_norm" else len(WIDTHS)
+        assert {*dtypes.values()} == {widths}
+        assert {"bfloat16", "float16", "float32"} <= {*dtypes}
 
 
 def test_neither_side_is_needed_to_plan():

@@ -7,11 +7,15 @@ On Auto axes a program holds the address of a Python function, which JAX leaves 
 import os
 import subprocess
 import sys
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import pytest
+
+from jaxnorm.calls import backends
+from jaxnorm.meshes import auto_axes
 
 pytestmark = [
     pytest.mark.oldest_jax,
@@ -61,7 +65,9 @@ with as_default(Kernels()):
         def run(x):
             return jax.grad(lambda x: jnp.sum(jnp.sin(program(x))))(x)
 
-        jax.jit(run)(x)
+        lowered = jax.jit(run).lower(x)
+        assert "CustomSPMDPartitioning" in lowered.as_text()  # Plain JAX's code has keys anyway.
+        lowered.compile()
 print(len(programs))
 """
 
@@ -90,3 +96,17 @@ def test_keys_of_two_processes(tmp_path):
     assert first == second
     programs, keys = first
     assert len(keys) == programs
+
+
+def test_what_else_decides_which_kernels_run_is_in_the_name(monkeypatch):
+    """A kernel that the environment names runs more than the default's; compilers are others."""
+    names = [auto_axes._digest("call")]
+    for preferred in ("mosaic", "triton"):
+        monkeypatch.setattr(backends, "_PREFERRED", preferred)
+        names.append(auto_axes._digest("call"))
+    monkeypatch.setattr(backends, "importable", lambda platform: ("triton",))
+    for version in ("3.7.0", "3.8.0"):
+        for module in ("triton", "jax_triton"):
+            monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(__version__=version))
+        names.append(auto_axes._digest("call"))
+    assert len({*names}) == len(names)

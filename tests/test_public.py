@@ -62,6 +62,14 @@ def test_signatures_name_types(name):
         assert expected.get(name, ": ArrayLike") in shown
 
 
+@pytest.mark.parametrize("module", [jaxnorm.linen, jaxnorm.nnx], ids=lambda m: m.__name__)
+def test_signatures_of_flax_functions_name_types(module):
+    shown = str(inspect.signature(module.dot_product_attention))
+    assert "dtype: DTypeLike | None" in shown
+    assert "numpy" not in shown
+    assert "SupportsDType" not in shown
+
+
 @pytest.mark.parametrize("name", sorted(FUNCTIONS | TYPES))
 def test_docstrings(name):
     doc = inspect.getdoc(getattr(jaxnorm, name))

@@ -1,6 +1,7 @@
 """What the docs' recipes compute: their own code, on random data, beside plain JAX."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -75,6 +76,22 @@ def test_gradient_accumulation():
     halves = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
     sums = page("losses")["accumulated"](halves, x.astype(jnp.bfloat16), labels)
     assert {a.dtype.name for a in jax.tree.leaves(sums)} == {"float32"}
+
+
+def test_outputs_that_are_offloaded():
+    """Of the scanned layers y is kept in the host's memory, and nothing else of its size."""
+    loss = page("transformations")["loss"]
+    x, layers = normal(0, 8, 64), (normal(1, 4, 64), normal(2, 4, 64, 64) / 8)
+
+    def plain(layers, x):
+        for scale, weight in zip(*layers):
+            rstd = jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+            x = x + x * rstd * scale @ weight
+        return x.sum()
+
+    assert_close(jax.grad(loss)(layers, x), jax.grad(plain)(layers, x))
+    program = str(jax.make_jaxpr(jax.grad(loss))(layers, x))
+    assert re.findall(r"f32(<\w+>)?\[4,8,64\]", program) == ["<host>"]
 
 
 def test_packed_sequences_are_those_apart():

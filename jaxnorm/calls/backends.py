@@ -73,6 +73,11 @@ def names() -> tuple[str, ...]:
     return tuple(_MODULES)
 
 
+def preferred() -> str | None:
+    """What the environment names for a whole program: it runs wherever it can."""
+    return _PREFERRED
+
+
 def order(platform: str) -> tuple[str, ...]:
     """All names: in the order in which the default tries them, then those that it does not."""
     return tuple(dict.fromkeys([*_candidates(platform), "xla", *_MODULES]))

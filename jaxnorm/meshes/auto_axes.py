@@ -12,6 +12,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ from jaxnorm.meshes.shards import Layout, on_shards
 from jaxnorm_kernels.operations import PARAMETERS
 
 Bind = Callable[..., Any]
+
+# Modules that the triton implementation has imported, where it can be.
+_COMPILERS = ("triton", "jax_triton")
 
 
 def needs_devices(primitive: Any) -> None:
@@ -111,10 +115,12 @@ def asks_partitioner(
 
 def _digest(static: Any) -> str:
     """Of a call, and of what makes code of it: our own code is not in the program."""
-    platform = backends.local_platform()
+    kernels = backends.importable(backends.local_platform())
+    # Triton's are compiled before the program is; of what compiles others the key itself tells.
+    compilers = [sys.modules[name].__version__ for name in _COMPILERS if "triton" in kernels]
     decides = (
-        *(static, jax.__version__, jax.config.jax_enable_x64),
-        *(backends.importable(platform), _sources()),
+        *(static, jax.__version__, jax.config.jax_enable_x64, _sources()),
+        *(kernels, backends.preferred(), compilers),
     )
     return hashlib.sha256(repr(decides).encode()).hexdigest()[:16]
 
