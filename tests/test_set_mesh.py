@@ -32,10 +32,11 @@ class Kernels(StandIn):
     def __getattr__(self, name):
         function = getattr(xla, name)
 
-        def launch(x, *rest, **spec):
+        def launch(operands, *rest):
+            x, *_ = operands if isinstance(operands, tuple) else [operands]
             assert AxisType.Explicit not in jax.typeof(x).sharding.mesh.axis_types
             self.shapes.append(x.shape)
-            return function(x, *rest, **spec)
+            return function(operands, *rest)
 
         return launch
 

@@ -50,12 +50,13 @@ class Kernels(StandIn):
     def __getattr__(self, name):
         function = getattr(xla, name)
 
-        def launch(x, *rest, spec):
+        def launch(operands, *rest):
+            (x, *_), spec = operands, rest[-1]
             assert x.shape == (spec.rows, spec.cols), "not seen as rows"
             assert spec.axes == (-1,)
             assert not spec.cols_over
             self.shapes.append(x.shape)
-            return function(x, *rest, spec=spec)
+            return function(operands, *rest)
 
         return launch
 
