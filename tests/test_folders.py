@@ -1,0 +1,64 @@
+"""Imports go one way: from the public modules down to the kernels."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+#: Folders of the package, each of which imports those before it.
+FOLDERS = ["calls", "meshes", "primitives", "operations", "tools", "models"]
+#: Whose modules import no other implementation's, and what all may import.
+IMPLEMENTATIONS = ["xla", "mosaic", "triton"]
+
+
+def imported(file: Path) -> set[str]:
+    """Names of modules that a file imports, those that only type checkers read left out."""
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_folders_are_those_that_there_are():
+    found = {path.parent.name for path in (ROOT / "jaxnorm").glob("*/__init__.py")}
+    assert found == set(FOLDERS)
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    for folder in FOLDERS:
+        assert f"`jaxnorm/{folder}/" in page
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_imports_those_below(folder):
+    below = FOLDERS[: FOLDERS.index(folder) + 1]
+    for file in (ROOT / "jaxnorm" / folder).glob("*.py"):
+        names = {name for name in imported(file) if name.split(".")[0] == "jaxnorm"}
+        above = {name for name in names if name != "jaxnorm" and name.split(".")[1] not in below}
+        # What checks the package calls its public functions.
+        is_check = folder == "tools" and file.stem in ("machine", "selfcheck", "wall_time")
+        assert not above, file
+        assert "jaxnorm" not in names or is_check, file
+
+
+def test_only_public_modules_are_at_the_top():
+    private = [path.name for path in (ROOT / "jaxnorm").glob("_*.py")]
+    assert sorted(private) == ["__init__.py", "__main__.py"]
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_an_implementation_imports_no_other(name):
+    """But xla, which is the specification, and what kernels compute outside of themselves."""
+    others = {*IMPLEMENTATIONS} - {name, "xla"}
+    for file in (ROOT / "kernels/jaxnorm_kernels" / name).rglob("*.py"):
+        parts = [module.split(".") for module in imported(file)]
+        names = {part[1] for part in parts if part[0] == "jaxnorm_kernels" and len(part) > 1}
+        assert not names & others, file
+        assert "jaxnorm" not in {part[0] for part in parts}, file
