@@ -11,13 +11,21 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, vector
-from jax.experimental.mosaic.gpu import FragmentedArray, utils
 
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, flat_index, load, store
-from jaxnorm_kernels.mosaic.device.registers import elements_of, in_global
+from jaxnorm_kernels.mosaic.device.mgpu import (
+    arith,
+    elements_of,
+    i32,
+    in_global,
+    ir,
+    is_signed,
+    llvm,
+    map_registers,
+    utils,
+    vector,
+)
 
 
 def load_each(ref: Ref, first: Any, shape: tuple[int, ...], layout: Layout) -> jax.Array:
@@ -34,16 +42,14 @@ def load_each(ref: Ref, first: Any, shape: tuple[int, ...], layout: Layout) -> j
     def read(context: Any, ref: Any, index: Any) -> Any:
         del context
         kind, base = ir.MemRefType(ref.type).element_type, in_global(utils.memref_ptr(ref))
-        registers = index.registers.copy()
-        for at, register in enumerate(index.registers.flat):
-            loaded = [
-                llvm.load(kind, utils.getelementptr(base, [i], kind)) for i in elements_of(register)
+
+        def loaded(indices: Any) -> Any:
+            elements = [
+                llvm.load(kind, utils.getelementptr(base, [i], kind)) for i in elements_of(indices)
             ]
-            registers.flat[at] = vector.from_elements(
-                ir.VectorType.get((len(loaded),), kind), loaded
-            )
-        signed = None if isinstance(kind, ir.FloatType) else True
-        return FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=signed)
+            return vector.from_elements(ir.VectorType.get((len(elements),), kind), elements)
+
+        return map_registers(index, loaded, is_signed(kind))
 
     return read(ref, index)
 
@@ -161,5 +167,4 @@ def _store(element: Any, address: Any, predicate: Any) -> None:
 
 def _is_inside(index: Any, size: int) -> Any:
     """Whether an index is in ``[0, size)``: a negative one is a large unsigned number."""
-    limit = utils.c(size, ir.IntegerType.get_signless(32))
-    return arith.cmpi(arith.CmpIPredicate.ult, index, limit)
+    return arith.cmpi(arith.CmpIPredicate.ult, index, i32(size))

@@ -11,13 +11,20 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, vector
-from jax.experimental.mosaic.gpu import FragmentedArray, utils
 
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, load, store
-from jaxnorm_kernels.mosaic.device.registers import elements_of
+from jaxnorm_kernels.mosaic.device.mgpu import (
+    FragmentedArray,
+    arith,
+    elements_of,
+    i32,
+    ir,
+    llvm,
+    map_registers,
+    utils,
+    vector,
+)
 
 
 def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
@@ -46,7 +53,7 @@ def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
     )
     def sum_up(context: Any, value: Any) -> Any:
         del context
-        return _with_register(value, summed(value.registers.item()))
+        return map_registers(value, summed)
 
     return sum_up(stat)
 
@@ -71,7 +78,7 @@ def load_of_groups(ref: Ref, group: int, vector_width: int, layout: Layout) -> j
         )
         zeros = utils.c(0.0, f32())
         splat = FragmentedArray.splat(zeros, (groups * group,), layout=layout.to_mgpu())
-        return _with_register(splat, register)
+        return map_registers(splat, lambda _: register)
 
     return read(ref)
 
@@ -97,21 +104,14 @@ def store_of_groups(
 
 def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[Any]:
     """Where the groups of this thread's vector have theirs."""
-    i32 = ir.IntegerType.get_signless(32)
-    thread = arith.remui(utils.thread_idx(), utils.c(threads, i32))
+    thread = arith.remui(utils.thread_idx(), i32(threads))
     each = max(1, vector_width // group)
     if group <= vector_width:
-        first = arith.muli(thread, utils.c(each, i32))
+        first = arith.muli(thread, i32(each))
     else:
-        first = arith.divui(thread, utils.c(group // vector_width, i32))
+        first = arith.divui(thread, i32(group // vector_width))
     start = utils.memref_ptr(ref)
     return [
-        utils.getelementptr(start, [arith.addi(first, utils.c(at, i32))], ir.F32Type.get())
+        utils.getelementptr(start, [arith.addi(first, i32(at))], ir.F32Type.get())
         for at in range(each)
     ]
-
-
-def _with_register(like: Any, register: Any) -> Any:
-    registers = like.registers.copy()
-    registers.flat[0] = register
-    return FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=like.is_signed)
