@@ -6,7 +6,7 @@ knows what they mean.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,30 @@ class Operands:
     def sizes(self) -> tuple[int, int, int]:
         """How many there are of each kind: what `split` takes."""
         return len(self.rows), len(self.stats), len(self.params)
+
+
+class Refs(NamedTuple):
+    """What the body of a backward kernel gets: operands, results, and the scratch of a block.
+
+    Attributes:
+      rows, stats, params: see `Operands`.
+      results: of rows, ``(rows, cols)``.
+      partials: a row of column sums for each block, ``(blocks, cols)`` each.
+    """
+
+    rows: Sequence[Ref]
+    stats: Sequence[Ref]
+    params: Sequence[Ref]
+    results: Sequence[Ref]
+    partials: Sequence[Ref]
+    scratch: Sequence[Any]
+
+    @classmethod
+    def of(
+        cls, refs: Sequence[Ref], sizes: tuple[int, int, int], results: int, partials: int
+    ) -> "Refs":
+        """Those of a body's arguments; `sizes` as `Operands.sizes`."""
+        return cls(*split(refs, *sizes, results, partials))
 
 
 class Formula(Protocol):

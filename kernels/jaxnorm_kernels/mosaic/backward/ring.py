@@ -8,14 +8,14 @@ that few registers live across the exchange of row sums: the column sums (dscale
 thread carries through all its rows, have room. With a `lag` of 1, step k is reduced before step
 k - 1 is finished, which hides the exchange::
 
-    for step k:   wait for its stage      reduce, publish the sums of each warp    (reduce_rows)
-                  read the sums of k-1    dx, column sums, refill its stage        (finish_rows)
+    for step k:   wait for its stage      reduce, publish the sums of each warp    (reduce)
+                  read the sums of k-1    dx, column sums, refill its stage        (finish)
 """
 
 import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -25,8 +25,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, Operands, prepare, split
-from jaxnorm_kernels.mosaic.device.barriers import release_used
+from jaxnorm_kernels.mosaic.backward.formulas import (
+    Arrays,
+    Formula,
+    Operands,
+    Refs,
+    prepare,
+    split,
+)
+from jaxnorm_kernels.mosaic.backward.stages import Stages
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
@@ -73,6 +80,144 @@ class Ring:
         return Slice(cols, self.cluster * self.warpgroups, chunk, warpgroup, window)
 
 
+@dataclasses.dataclass(frozen=True)
+class _SliceStages(Stages):
+    """Of each step a warpgroup's slice, row by row, for each of the row operands.
+
+    Attributes:
+      sources, stages: the operands in memory, and ``(stages, rows, columns)`` of each.
+      share: the rows of the block.
+      runs, places: of the slice, and the columns where they lie in a row of the operands.
+    """
+
+    sources: Sequence[Ref]
+    stages: Sequence[Ref]
+    share: Share
+    runs: Sequence[Chunk]
+    places: Sequence[Any]
+
+    def copies(self, k: Any, at: Any) -> Iterable[tuple[Ref, Ref]]:
+        first = self.share.first_row(k)
+        for row in range(self.share.height):
+            for run, columns in zip(self.runs, self.places):
+                there = pl.ds(run.stage_start, run.width)
+                for source, stage in zip(self.sources, self.stages):
+                    yield source.at[first + row, columns], stage.at[at, row, there]
+
+    def read(self, at: Any, row: int, chunk: Chunk, count: int) -> list[jax.Array]:
+        """A chunk of a row of the first `count` operands, in float32."""
+        columns, layout = pl.ds(chunk.stage_start, chunk.width), _layout(chunk.width)
+        refs = [stage.at[at, row, columns] for stage in self.stages[:count]]
+        return [widen(load(ref, layout, _shape(chunk.width)), layout) for ref in refs]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """What a warpgroup does with its slice of the block's rows.
+
+    Attributes:
+      exchanged: what `sums` exchanges the sums of rows in.
+      columns: what the formula needs of the parameters, for each chunk of the slice.
+    """
+
+    formula: Formula
+    ring: Ring
+    refs: Refs
+    stages: _SliceStages
+    share: Share
+    slice: Slice
+    sums: RowSums
+    exchanged: Sequence[Ref]
+    chunks: Sequence[Chunk]
+    columns: Sequence[Arrays]
+
+    def run(self, block: Any) -> None:
+        """Each step in turn; then the column sums of the block are written."""
+        lag, steps = self.ring.lag, self.stages.steps
+        carried = self.no_sums()
+        queue = [self.statistics(jnp.int32(k)) for k in range(1 + lag)]
+        self.sums.ready()
+        for k in range(lag):
+            pl.when(k < steps)(functools.partial(self.reduce, jnp.int32(k), queue[k]))
+        _, carried = lax.fori_loop(lag, steps + lag, self.step, (queue, carried))
+        for j, ref in enumerate(self.refs.partials):
+            for chunk, value in zip(self.chunks, carried[j :: self.formula.column_sums]):
+                self.slice.store_sum(ref, block, chunk, value, _layout(chunk.width))
+
+    def step(self, k: Any, carry: Any) -> Any:
+        """Reduces step `k`, finishes step ``k - lag``; reads the statistics of ``k + 1``."""
+        (*before, now), carried = carry
+        ahead = self.statistics(k + 1)
+        if self.ring.lag:
+            pl.when(k < self.stages.steps)(functools.partial(self.reduce, k, now))
+        else:
+            self.reduce(k, now)
+        queue = [*before, now, ahead]
+        return queue[1:], self.finish(k - self.ring.lag, queue[0], carried)
+
+    def statistics(self, k: Any) -> list[list[jax.Array]]:
+        """Those of each row of step `k`."""
+        first = self.share.first_row(jnp.minimum(k, self.stages.steps - 1))
+        window = self.slice.window
+
+        def number(row: int) -> Any:
+            return first + row if window is None else window.row(first + row)
+
+        return [[ref[number(row)] for ref in self.refs.stats] for row in range(self.ring.rows)]
+
+    def reduce(self, k: Any, stats: list[list[jax.Array]]) -> None:
+        """Publishes the sums over the rows of step `k`, each warp those of its columns."""
+        at, rows, formula = self.stages.wait(k), range(self.ring.rows), self.formula
+        # For each row and each of its sums, those over chunks of each width.
+        totals: list[list[dict[int, jax.Array]]]
+        totals = [[{} for _ in range(formula.row_sums)] for _ in rows]
+        for chunk, columns in zip(self.chunks, self.columns):
+            for row in rows:
+                elements = self.stages.read(at, row, chunk, formula.summed)
+                terms = formula.terms(elements, columns, stats[row])
+                terms = [self.slice.skip_others(term, chunk) for term in terms]
+                for total, term in zip(totals[row], terms):
+                    width = chunk.width
+                    total[width] = total[width] + term if width in total else term
+        parts = [_of_warps(total) for row_totals in totals for total in row_totals]
+        self.sums.publish(self.exchanged, parts, k)
+
+    def finish(self, k: Any, stats: list[list[jax.Array]], carried: Arrays) -> Arrays:
+        """The row results of step `k` and, with it, the column sums; then its stage is free."""
+        totals, sums = self.sums.collect(self.exchanged, k), self.formula.row_sums
+        for row in range(self.ring.rows):
+            of_row = totals[row * sums : (row + 1) * sums]
+            carried = self.finish_row(k, row, stats[row], of_row, carried)
+        self.stages.refill(k)
+        return carried
+
+    def finish_row(
+        self, k: Any, row: int, stats: Arrays, totals: Arrays, carried: Arrays
+    ) -> Arrays:
+        """Of one of the rows of step `k`."""
+        at, index = self.stages.at(k), self.share.first_row(k) + row
+        added: list[jax.Array] = []
+        for chunk, columns in zip(self.chunks, self.columns):
+            elements = self.stages.read(at, row, chunk, len(self.refs.rows))
+            values, terms = self.formula.finish(elements, columns, stats, totals)
+            for ref, value in zip(self.refs.results, values):
+                self.slice.store(ref, index, chunk, value, _layout(chunk.width))
+            added += terms
+        if self.share.has_stale_rows:
+            is_new, shapes = self.share.is_new(index, k), dict.fromkeys(a.shape for a in added)
+            masks = {shape: lax.broadcast_in_dim(is_new, shape, ()) for shape in shapes}
+            added = [jnp.where(masks[a.shape], a, jnp.float32(0)) for a in added]
+        return [a + b for a, b in zip(carried, added)]
+
+    def no_sums(self) -> list[jax.Array]:
+        """0 for each column sum of each chunk."""
+        zeros = {
+            width: plgpu.layout_cast(jnp.zeros(_shape(width), jnp.float32), _layout(width))
+            for width in dict.fromkeys(chunk.width for chunk in self.chunks)
+        }
+        return [zeros[c.width] for c in self.chunks for _ in range(self.formula.column_sums)]
+
+
 def ring_backward(
     formula: Formula,
     operands: Operands,
@@ -93,154 +238,45 @@ def ring_backward(
         operands = dataclasses.replace(operands, rows=[window.view(v) for v in operands.rows])
     if ring.stages < 1 + ring.lag or rows // groups < ring.rows:
         raise ValueError(f"{ring} holds less than {1 + ring.lag} steps, or too many rows")
-    slice_ = ring.slice(cols)
     sums = RowSums(ring.warpgroups, ring.rows * formula.row_sums, 1 + ring.lag, ring.cluster)
-    together = range(ring.rows)
     sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
 
-    def body(*refs: Ref) -> None:
-        row_refs, stat_refs, param_refs, refs = split(refs, *sizes)
-        result_refs, partial_refs, refs = split(refs, len(results), formula.column_sums)
-        rings, (full, *exchanged) = split(refs, len(row_refs))
+    def body(*arguments: Ref) -> None:
+        refs = Refs.of(arguments, sizes, len(results), formula.column_sums)
+        held, (full, *exchanged) = split(refs.scratch, len(refs.rows))
         sums.open(exchanged)
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
         rank = lax.axis_index(CLUSTER) if ring.cluster > 1 else 0
         placed = None if window is None else window.placed()
-        own = ring.slice(cols, rank * ring.warpgroups + warpgroup)
-        own = dataclasses.replace(own, window=placed)
+        part = ring.slice(cols, rank * ring.warpgroups + warpgroup)
+        part = dataclasses.replace(part, window=placed)
         share = Share.of(
             block, rows=rows, groups=groups, blocks=blocks, height=ring.rows, window=placed
         )
-        count = share.count()
+        steps, runs = share.count(), part.runs()
+        places = [part.columns(run) for run in runs]
+        stages = _SliceStages(
+            count=ring.stages,
+            steps=steps,
+            full=full,
+            ring=warpgroup,
+            sources=refs.rows,
+            stages=held,
+            share=share,
+            runs=runs,
+            places=places,
+        )
+        stages.start()
+        chunks = part.cut()
+        params = [share.param(ref) for ref in refs.params]
+        columns = [prepare(formula, [_load_param(part, ref, c) for ref in params]) for c in chunks]
+        _Kernel(formula, ring, refs, stages, share, part, sums, exchanged, chunks, columns).run(
+            block
+        )
 
-        def stage(k: Any) -> Any:
-            return warpgroup * ring.stages + lax.rem(k, ring.stages)
-
-        def fill(k: Any) -> None:
-            at, first = stage(k), share.first_row(k)
-            for row in together:
-                for run, here in zip(runs, places):
-                    there = pl.ds(run.stage_start, run.width)
-                    for source, target in zip(row_refs, rings):
-                        plgpu.copy_gmem_to_smem(
-                            source.at[first + row, here],
-                            target.at[at, row, there],
-                            full.at[at],
-                            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-                        )
-
-        runs = own.runs()
-        places = [own.columns(run) for run in runs]
-        pl.loop(0, jnp.minimum(ring.stages, count))(fill)
-
-        def read_param(ref: Ref, chunk: Chunk) -> jax.Array:
-            return own.load_param(share.param(ref), chunk, layout(chunk.width), shape(chunk.width))
-
-        chunks = own.cut()
-        columns = [prepare(formula, [read_param(ref, c) for ref in param_refs]) for c in chunks]
-
-        def statistics(k: Any) -> list[list[jax.Array]]:
-            """Those of each row of step `k`."""
-            first = share.first_row(jnp.minimum(k, count - 1))
-
-            def number(row: int) -> Any:
-                return first + row if placed is None else placed.row(first + row)
-
-            return [[ref[number(row)] for ref in stat_refs] for row in together]
-
-        def read(stages: Sequence[Ref], at: Any, row: int, chunk: Chunk) -> list[jax.Array]:
-            here = pl.ds(chunk.stage_start, chunk.width)
-            refs, width = [ref.at[at, row, here] for ref in stages], chunk.width
-            of_chunk = layout(width)
-            return [widen(load(ref, of_chunk, shape(width)), of_chunk) for ref in refs]
-
-        def sum_of(terms: dict[int, jax.Array]) -> jax.Array:
-            """Of each warp, from the chunks' sums for each of their widths.
-
-            Only results name the layout: each load that did would cost Mosaic's inference.
-            """
-            of_widths = [plgpu.layout_cast(value, layout(width)) for width, value in terms.items()]
-            return functools.reduce(operator.add, [jnp.sum(value, axis=1) for value in of_widths])
-
-        def reduce_rows(k: Any, row_stats: list[list[jax.Array]]) -> None:
-            """Publishes the rows' sums, each warp those of its columns."""
-            at = stage(k)
-            plgpu.barrier_wait(full.at[at])
-            sums_of = range(formula.row_sums)
-            totals: list[list[dict[int, jax.Array]]] = [[{} for _ in sums_of] for _ in together]
-            for chunk, given in zip(chunks, columns):
-                for row in together:
-                    elements = read(rings[: formula.summed], at, row, chunk)
-                    terms = formula.terms(elements, given, row_stats[row])
-                    terms = [own.skip_others(term, chunk) for term in terms]
-                    for total, term in zip(totals[row], terms):
-                        width = chunk.width
-                        total[width] = total[width] + term if width in total else term
-            parts = [sum_of(total) for row_totals in totals for total in row_totals]
-            sums.publish(exchanged, parts, k)
-
-        def finish_rows(k: Any, row_stats: list[list[jax.Array]], carried: Arrays) -> Arrays:
-            """The row results and the column sums; then the stage is filled again."""
-            totals = sums.collect(exchanged, k)
-            for row in together:
-                carried = add_row(k, row, row_stats[row], totals, carried)
-            release_used()
-            pl.when(k + ring.stages < count)(functools.partial(fill, k + ring.stages))
-            return carried
-
-        def add_row(k: Any, row: int, row_stats: Arrays, totals: Arrays, carried: Arrays) -> Arrays:
-            at, index, first = stage(k), share.first_row(k) + row, row * formula.row_sums
-            added: list[jax.Array] = []
-            for chunk, given in zip(chunks, columns):
-                values, terms = formula.finish(
-                    read(rings, at, row, chunk),
-                    given,
-                    row_stats,
-                    totals[first : first + formula.row_sums],
-                )
-                for ref, value in zip(result_refs, values):
-                    own.store(ref, index, chunk, value, layout(chunk.width))
-                added += terms
-            if share.has_stale_rows:
-                is_new, shapes = share.is_new(index, k), dict.fromkeys(a.shape for a in added)
-                masks = {shape: lax.broadcast_in_dim(is_new, shape, ()) for shape in shapes}
-                added = [jnp.where(masks[a.shape], a, jnp.float32(0)) for a in added]
-            return [a + b for a, b in zip(carried, added)]
-
-        def step(k: Any, carry: Any) -> Any:
-            """Reduces step `k`, finishes step ``k - lag``; reads the statistics of ``k + 1``."""
-            (*before, now), carried = carry
-            ahead = statistics(k + 1)
-            if ring.lag:
-                pl.when(k < count)(functools.partial(reduce_rows, k, now))
-            else:
-                reduce_rows(k, now)
-            queue = [*before, now, ahead]
-            return queue[1:], finish_rows(k - ring.lag, queue[0], carried)
-
-        zeros = {
-            width: plgpu.layout_cast(jnp.zeros(shape(width), jnp.float32), layout(width))
-            for width in dict.fromkeys(chunk.width for chunk in chunks)
-        }
-        carried = [zeros[chunk.width] for chunk in chunks for _ in range(formula.column_sums)]
-        queue = [statistics(jnp.int32(k)) for k in range(1 + ring.lag)]
-        sums.ready()
-        for k in range(ring.lag):
-            pl.when(k < count)(functools.partial(reduce_rows, jnp.int32(k), queue[k]))
-        _, carried = lax.fori_loop(ring.lag, count + ring.lag, step, (queue, carried))
-        for j, ref in enumerate(partial_refs):
-            for chunk, value in zip(chunks, carried[j :: formula.column_sums]):
-                own.store_sum(ref, block, chunk, value, layout(chunk.width))
-
-    def layout(width: int) -> Layout:
-        """Of a chunk."""
-        return warps_layout(width // WARPGROUP_THREADS)
-
-    def shape(width: int) -> tuple[int, int]:
-        return WARPS, width // WARPS
-
+    width, copies = ring.slice(cols).width, len(operands.rows) * ring.rows
+    copies *= len(ring.slice(cols).runs())  # of a stage
     stages = ring.warpgroups * ring.stages
-    copies = len(operands.rows) * ring.rows * len(slice_.runs())  # of a stage
     outputs = launch(
         body,
         operands.arrays,
@@ -253,7 +289,7 @@ def ring_backward(
         cluster=ring.cluster,
         warpgroups=ring.warpgroups,
         scratch=[
-            *[plgpu.SMEM((stages, ring.rows, slice_.width), v.dtype) for v in operands.rows],
+            *[plgpu.SMEM((stages, ring.rows, width), v.dtype) for v in operands.rows],
             plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             *sums.scratch(),
         ],
@@ -261,3 +297,27 @@ def ring_backward(
     )
     of_rows = [output.reshape(rows, cols) for output in outputs[: len(results)]]
     return (*of_rows, *outputs[len(results) :])
+
+
+def _load_param(part: Slice, ref: Ref, chunk: Chunk) -> jax.Array:
+    """A chunk of a ``(cols,)`` ref."""
+    return part.load_param(ref, chunk, _layout(chunk.width), _shape(chunk.width))
+
+
+def _of_warps(terms: dict[int, jax.Array]) -> jax.Array:
+    """The sums of each warp, of those of chunks for each of their widths.
+
+    Only results name the layout: each load that did would cost Mosaic's inference.
+    """
+    of_widths = [plgpu.layout_cast(value, _layout(width)) for width, value in terms.items()]
+    return functools.reduce(operator.add, [jnp.sum(value, axis=1) for value in of_widths])
+
+
+def _layout(width: int) -> Layout:
+    """Of a chunk."""
+    return warps_layout(width // WARPGROUP_THREADS)
+
+
+def _shape(width: int) -> tuple[int, int]:
+    """Of a chunk, in registers."""
+    return WARPS, width // WARPS
