@@ -44,8 +44,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     warps_layout,
 )
 from jaxnorm_kernels.mosaic.device.registers import widen
+from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
 from jaxnorm_kernels.mosaic.rows.row_sums import RowSums
-from jaxnorm_kernels.mosaic.rows.shares import Chunk, Share, Slice
+from jaxnorm_kernels.mosaic.rows.shares import Share
 from jaxnorm_kernels.mosaic.rows.windows import Window
 
 
@@ -75,9 +76,9 @@ class Ring:
 
     def slice(self, cols: int, warpgroup: Any = 0) -> Slice:
         """The columns of a warpgroup, counted through the cluster."""
-        chunk, window = WARPGROUP_THREADS * self.vector, self.window
+        unit, window = WARPGROUP_THREADS * self.vector, self.window
         cols = cols if window is None else window.width
-        return Slice(cols, self.cluster * self.warpgroups, chunk, warpgroup, window)
+        return Slice(cols, self.cluster * self.warpgroups, unit, warpgroup, window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,28 +88,28 @@ class _SliceStages(Stages):
     Attributes:
       sources, stages: the operands in memory, and ``(stages, rows, columns)`` of each.
       share: the rows of the block.
-      runs, places: of the slice, and the columns where they lie in a row of the operands.
+      pieces, places: of the slice, and the columns where they lie in a row of the operands.
     """
 
     sources: Sequence[Ref]
     stages: Sequence[Ref]
     share: Share
-    runs: Sequence[Chunk]
+    pieces: Sequence[Piece]
     places: Sequence[Any]
 
     def copies(self, k: Any, at: Any) -> Iterable[tuple[Ref, Ref]]:
         first = self.share.first_row(k)
         for row in range(self.share.height):
-            for run, columns in zip(self.runs, self.places):
-                there = pl.ds(run.stage_start, run.width)
+            for piece, columns in zip(self.pieces, self.places):
+                there = pl.ds(piece.stage_start, piece.width)
                 for source, stage in zip(self.sources, self.stages):
                     yield source.at[first + row, columns], stage.at[at, row, there]
 
-    def read(self, at: Any, row: int, chunk: Chunk, count: int) -> list[jax.Array]:
-        """A chunk of a row of the first `count` operands, in float32."""
-        columns, layout = pl.ds(chunk.stage_start, chunk.width), _layout(chunk.width)
+    def read(self, at: Any, row: int, unit: Piece, count: int) -> list[jax.Array]:
+        """A unit of a row of the first `count` operands, in float32."""
+        columns, layout = pl.ds(unit.stage_start, unit.width), _layout(unit.width)
         refs = [stage.at[at, row, columns] for stage in self.stages[:count]]
-        return [widen(load(ref, layout, _shape(chunk.width)), layout) for ref in refs]
+        return [widen(load(ref, layout, _shape(unit.width)), layout) for ref in refs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +118,9 @@ class _Kernel:
 
     Attributes:
       exchanged: what `sums` exchanges the sums of rows in.
-      columns: what the formula needs of the parameters, for each chunk of the slice.
+      window: of unaligned rows, placed.
+      units: the slice, cut.
+      columns: what the formula needs of the parameters, for each of these.
     """
 
     formula: Formula
@@ -125,10 +128,10 @@ class _Kernel:
     refs: Refs
     stages: _SliceStages
     share: Share
-    slice: Slice
+    window: Window | None
     sums: RowSums
     exchanged: Sequence[Ref]
-    chunks: Sequence[Chunk]
+    units: Sequence[Piece]
     columns: Sequence[Arrays]
 
     def run(self, block: Any) -> None:
@@ -141,8 +144,8 @@ class _Kernel:
             pl.when(k < steps)(functools.partial(self.reduce, jnp.int32(k), queue[k]))
         _, carried = lax.fori_loop(lag, steps + lag, self.step, (queue, carried))
         for j, ref in enumerate(self.refs.partials):
-            for chunk, value in zip(self.chunks, carried[j :: self.formula.column_sums]):
-                self.slice.store_sum(ref, block, chunk, value, _layout(chunk.width))
+            for unit, value in zip(self.units, carried[j :: self.formula.column_sums]):
+                unit.store_sum(ref, block, value, _layout(unit.width))
 
     def step(self, k: Any, carry: Any) -> Any:
         """Reduces step `k`, finishes step ``k - lag``; reads the statistics of ``k + 1``."""
@@ -158,7 +161,7 @@ class _Kernel:
     def statistics(self, k: Any) -> list[list[jax.Array]]:
         """Those of each row of step `k`."""
         first = self.share.first_row(jnp.minimum(k, self.stages.steps - 1))
-        window = self.slice.window
+        window = self.window
 
         def number(row: int) -> Any:
             return first + row if window is None else window.row(first + row)
@@ -168,16 +171,16 @@ class _Kernel:
     def reduce(self, k: Any, stats: list[list[jax.Array]]) -> None:
         """Publishes the sums over the rows of step `k`, each warp those of its columns."""
         at, rows, formula = self.stages.wait(k), range(self.ring.rows), self.formula
-        # For each row and each of its sums, those over chunks of each width.
+        # For each row and each of its sums, those over units of each width.
         totals: list[list[dict[int, jax.Array]]]
         totals = [[{} for _ in range(formula.row_sums)] for _ in rows]
-        for chunk, columns in zip(self.chunks, self.columns):
+        for unit, columns in zip(self.units, self.columns):
             for row in rows:
-                elements = self.stages.read(at, row, chunk, formula.summed)
+                elements = self.stages.read(at, row, unit, formula.summed)
                 terms = formula.terms(elements, columns, stats[row])
-                terms = [self.slice.skip_others(term, chunk) for term in terms]
+                terms = [unit.skip_others(term) for term in terms]
                 for total, term in zip(totals[row], terms):
-                    width = chunk.width
+                    width = unit.width
                     total[width] = total[width] + term if width in total else term
         parts = [_of_warps(total) for row_totals in totals for total in row_totals]
         self.sums.publish(self.exchanged, parts, k)
@@ -197,11 +200,11 @@ class _Kernel:
         """Of one of the rows of step `k`."""
         at, index = self.stages.at(k), self.share.first_row(k) + row
         added: list[jax.Array] = []
-        for chunk, columns in zip(self.chunks, self.columns):
-            elements = self.stages.read(at, row, chunk, len(self.refs.rows))
+        for unit, columns in zip(self.units, self.columns):
+            elements = self.stages.read(at, row, unit, len(self.refs.rows))
             values, terms = self.formula.finish(elements, columns, stats, totals)
             for ref, value in zip(self.refs.results, values):
-                self.slice.store(ref, index, chunk, value, _layout(chunk.width))
+                unit.store(ref, index, value, _layout(unit.width))
             added += terms
         if self.share.has_stale_rows:
             is_new, shapes = self.share.is_new(index, k), dict.fromkeys(a.shape for a in added)
@@ -210,12 +213,12 @@ class _Kernel:
         return [a + b for a, b in zip(carried, added)]
 
     def no_sums(self) -> list[jax.Array]:
-        """0 for each column sum of each chunk."""
+        """0 for each column sum of each unit."""
         zeros = {
             width: plgpu.layout_cast(jnp.zeros(_shape(width), jnp.float32), _layout(width))
-            for width in dict.fromkeys(chunk.width for chunk in self.chunks)
+            for width in dict.fromkeys(unit.width for unit in self.units)
         }
-        return [zeros[c.width] for c in self.chunks for _ in range(self.formula.column_sums)]
+        return [zeros[unit.width] for unit in self.units for _ in range(self.formula.column_sums)]
 
 
 def ring_backward(
@@ -248,13 +251,12 @@ def ring_backward(
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
         rank = lax.axis_index(CLUSTER) if ring.cluster > 1 else 0
         placed = None if window is None else window.placed()
-        part = ring.slice(cols, rank * ring.warpgroups + warpgroup)
-        part = dataclasses.replace(part, window=placed)
+        place = ring.slice(cols, rank * ring.warpgroups + warpgroup)
+        place = dataclasses.replace(place, window=placed)
         share = Share.of(
             block, rows=rows, groups=groups, blocks=blocks, height=ring.rows, window=placed
         )
-        steps, runs = share.count(), part.runs()
-        places = [part.columns(run) for run in runs]
+        steps, pieces = share.count(), place.pieces()
         stages = _SliceStages(
             count=ring.stages,
             steps=steps,
@@ -263,19 +265,21 @@ def ring_backward(
             sources=refs.rows,
             stages=held,
             share=share,
-            runs=runs,
-            places=places,
+            pieces=pieces,
+            places=[piece.columns() for piece in pieces],
         )
         stages.start()
-        chunks = part.cut()
+        first, *tail = place.pieces()
+        units = [*place.cut(first), *tail]
         params = [share.param(ref) for ref in refs.params]
-        columns = [prepare(formula, [_load_param(part, ref, c) for ref in params]) for c in chunks]
-        _Kernel(formula, ring, refs, stages, share, part, sums, exchanged, chunks, columns).run(
-            block
+        columns = [prepare(formula, [_load_param(ref, unit) for ref in params]) for unit in units]
+        kernel = _Kernel(
+            formula, ring, refs, stages, share, placed, sums, exchanged, units, columns
         )
+        kernel.run(block)
 
-    width, copies = ring.slice(cols).width, len(operands.rows) * ring.rows
-    copies *= len(ring.slice(cols).runs())  # of a stage
+    part = ring.slice(cols)
+    copies = len(operands.rows) * ring.rows * len(part.pieces())  # of a stage
     stages = ring.warpgroups * ring.stages
     outputs = launch(
         body,
@@ -289,7 +293,7 @@ def ring_backward(
         cluster=ring.cluster,
         warpgroups=ring.warpgroups,
         scratch=[
-            *[plgpu.SMEM((stages, ring.rows, width), v.dtype) for v in operands.rows],
+            *[plgpu.SMEM((stages, ring.rows, part.width), v.dtype) for v in operands.rows],
             plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             *sums.scratch(),
         ],
@@ -299,13 +303,13 @@ def ring_backward(
     return (*of_rows, *outputs[len(results) :])
 
 
-def _load_param(part: Slice, ref: Ref, chunk: Chunk) -> jax.Array:
-    """A chunk of a ``(cols,)`` ref."""
-    return part.load_param(ref, chunk, _layout(chunk.width), _shape(chunk.width))
+def _load_param(ref: Ref, unit: Piece) -> jax.Array:
+    """A unit of a ``(cols,)`` ref."""
+    return unit.load_param(ref, _layout(unit.width), _shape(unit.width))
 
 
 def _of_warps(terms: dict[int, jax.Array]) -> jax.Array:
-    """The sums of each warp, of those of chunks for each of their widths.
+    """The sums of each warp, of those of units for each of their widths.
 
     Only results name the layout: each load that did would cost Mosaic's inference.
     """
@@ -314,10 +318,10 @@ def _of_warps(terms: dict[int, jax.Array]) -> jax.Array:
 
 
 def _layout(width: int) -> Layout:
-    """Of a chunk."""
+    """Of a unit."""
     return warps_layout(width // WARPGROUP_THREADS)
 
 
 def _shape(width: int) -> tuple[int, int]:
-    """Of a chunk, in registers."""
+    """Of a unit, in registers."""
     return WARPS, width // WARPS

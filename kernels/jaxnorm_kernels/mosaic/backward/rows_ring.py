@@ -41,8 +41,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     store,
 )
 from jaxnorm_kernels.mosaic.device.registers import load_columns, widen
+from jaxnorm_kernels.mosaic.rows.pieces import Piece
 from jaxnorm_kernels.mosaic.rows.shares import Share
-from jaxnorm_kernels.mosaic.rows.tiles import Piece, RowTile
+from jaxnorm_kernels.mosaic.rows.tiles import RowTile
 
 # Rows of column sums whose loads are under way together, at the end of a block.
 _ADDED_AT_A_TIME = 8
@@ -123,7 +124,7 @@ class _Kernel:
                 store(ref, value)
             warpgroup_barrier()
             for piece, ref in zip(self.tile.pieces(), self.shared):
-                store(target.at[block, _columns(piece)], self.add_rows(ref))
+                store(target.at[block, piece.columns()], self.add_rows(ref))
             warpgroup_barrier()
 
     def step(self, k: Any, carry: Any) -> Any:
@@ -251,7 +252,7 @@ def rows_ring_backward(
         params = [share.param(ref) for ref in refs.params]
         layout = columns_layout(ring.vector, ring.threads)
         columns = [
-            prepare(formula, [load(ref.at[_columns(piece)], layout) for ref in params])
+            prepare(formula, [load(ref.at[piece.columns()], layout) for ref in params])
             for piece in pieces
         ]
         tops = range(0, ring.rows, ring.height)
@@ -273,8 +274,3 @@ def rows_ring_backward(
         ],
         auto_barriers=False,
     )
-
-
-def _columns(piece: Piece) -> Any:
-    """The columns of a piece, as an index."""
-    return pl.ds(piece.start, piece.width)

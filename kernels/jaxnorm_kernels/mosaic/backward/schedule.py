@@ -34,7 +34,7 @@ from jaxnorm_kernels.specs import Spec
 
 NormSchedule = Ring | RowsRing | Direct
 
-# What a thread needs beside what it keeps of its columns: addresses, and a chunk of both inputs.
+# What a thread needs beside what it keeps of its columns: addresses, and a unit of both inputs.
 _OTHER_REGISTERS = 40
 # Barriers, the sums that are being exchanged, and Mosaic's own scratch.
 _OTHER_SHARED_BYTES = 6 * 1024

@@ -161,12 +161,12 @@ class QueuedRow(Queue, SplitRow):
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
         # Of each piece: Mosaic reads a slice of columns only where its width divides the row.
-        whole = self.cluster * self.split * self.body == self.cols
-        bodies = [self.unit] * (self.body // self.unit) if self.apart else [self.body]
-        return [(width,) for width in (bodies if whole else [*bodies, self.tail_width])]
+        part = self.slice()
+        bodies = [part.unit] * part.units if self.apart else [part.body_width]
+        return [(width,) for width in [*bodies, *[part.tail_width] * part.has_tail]]
 
     def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
-        return [(self.part(x, index, p), slot) for p, slot in zip(self.pieces(), slots)]
+        return [(x.at[index, p.columns()], slot) for p, slot in zip(self.pieces(), slots)]
 
     def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
         shapes = [self.shape(p.width) for p in self.pieces()]

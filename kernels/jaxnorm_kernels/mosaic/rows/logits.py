@@ -27,7 +27,8 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     load,
 )
 from jaxnorm_kernels.mosaic.device.registers import load_mask, renewed, widen
-from jaxnorm_kernels.mosaic.rows.tiles import Piece, Pieces, RowTile, Tile
+from jaxnorm_kernels.mosaic.rows.pieces import Piece
+from jaxnorm_kernels.mosaic.rows.tiles import Pieces, RowTile, Tile
 from jaxnorm_kernels.specs import Shared, Spec
 
 
@@ -183,7 +184,7 @@ class Place:
         if self.spec.causal:
             start = jnp.where(self._is_reached(piece), piece.start, 0)
             piece = dataclasses.replace(piece, start=start)
-        values = _load(self.tile.part(ref, row, piece), layout, shape)
+        values = _load(ref.at[row, piece.columns()], layout, shape)
         return _expanded(values, self.tile.shape(piece.width), 1) if is_row else values
 
     def _load_value(self, ref: Ref, row: Any) -> jax.Array:

@@ -13,7 +13,7 @@ from jax import lax
 from jaxnorm_kernels.mosaic.device.launch import CLUSTER, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import WARPS, Layout, flat_index, warps_layout
 from jaxnorm_kernels.mosaic.rows.exchange import Exchange
-from jaxnorm_kernels.mosaic.rows.tiles import Piece, Stat, Tile
+from jaxnorm_kernels.mosaic.rows.tiles import Stat, Tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,24 +53,11 @@ class SplitRow(Tile):
     def ready(self) -> None:
         self.exchange.ready()
 
-    @property
-    def body(self) -> int:
-        """Columns of a warpgroup, without its tail."""
-        return self.cols // (self.cluster * self.split * self.unit) * self.unit
-
-    def pieces(self) -> list[Piece]:
-        """The warpgroups' bodies lie side by side; their tails share what is left of the row."""
-        body, shares = self.body, self.cluster * self.split
-        if body == 0:
-            raise ValueError(f"{self} holds rows of {shares * self.unit} columns and more")
-        share = lax.axis_index(WARPGROUP)
+    def _index(self) -> Any:
+        index = lax.axis_index(WARPGROUP)
         if self.cluster > 1:
-            share += lax.axis_index(CLUSTER) * self.split
-        if shares * body == self.cols:
-            return self._bodies(share * body, body)
-        fresh = shares * body + share * self.tail_width
-        tail = self._tail(fresh)
-        return [*self._bodies(share * body, body), tail]
+            index += lax.axis_index(CLUSTER) * self.split
+        return index
 
     def count_columns(self, shape: tuple[int, ...]) -> jax.Array:
         return flat_index(shape, self.layout_of(shape))
