@@ -25,8 +25,8 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     warps_layout,
 )
 from jaxnorm_kernels.mosaic.device.registers import widen
+from jaxnorm_kernels.mosaic.rows.exchange import RowSums
 from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
-from jaxnorm_kernels.mosaic.rows.row_sums import RowSums
 from jaxnorm_kernels.mosaic.rows.shares import Share
 
 
@@ -66,7 +66,7 @@ def direct_backward(
     """
     (rows, cols), groups = operands.shape, operands.groups
     layout = warps_layout(schedule.vector)
-    sums = RowSums(schedule.warpgroups, formula.row_sums)
+    sums = RowSums(schedule.warpgroups, values=formula.row_sums)
     sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
 
     def body(*arguments: Ref) -> None:

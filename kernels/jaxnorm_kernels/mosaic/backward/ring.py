@@ -44,8 +44,8 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     warps_layout,
 )
 from jaxnorm_kernels.mosaic.device.registers import widen
+from jaxnorm_kernels.mosaic.rows.exchange import RowSums
 from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
-from jaxnorm_kernels.mosaic.rows.row_sums import RowSums
 from jaxnorm_kernels.mosaic.rows.shares import Share
 from jaxnorm_kernels.mosaic.rows.windows import Window
 
@@ -241,7 +241,7 @@ def ring_backward(
         operands = dataclasses.replace(operands, rows=[window.view(v) for v in operands.rows])
     if ring.stages < 1 + ring.lag or rows // groups < ring.rows:
         raise ValueError(f"{ring} holds less than {1 + ring.lag} steps, or too many rows")
-    sums = RowSums(ring.warpgroups, ring.rows * formula.row_sums, 1 + ring.lag, ring.cluster)
+    sums = RowSums(ring.warpgroups, ring.cluster, ring.rows * formula.row_sums, depth=1 + ring.lag)
     sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
 
     def body(*arguments: Ref) -> None:

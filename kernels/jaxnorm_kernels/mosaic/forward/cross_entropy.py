@@ -44,7 +44,7 @@ from jaxnorm_kernels.mosaic.device.threads import (
     thread_max,
     thread_sum,
 )
-from jaxnorm_kernels.mosaic.rows.exchange import Exchange
+from jaxnorm_kernels.mosaic.rows.exchange import Gather
 from jaxnorm_kernels.mosaic.rows.units import Unit, Units
 from jaxnorm_kernels.specs import Spec, Stats
 
@@ -122,13 +122,14 @@ def cross_entropy_fwd(
     assert mask is None, "of classes: `support` refuses it"
     schedule = schedule or choose(spec)
     stats = 2 if spec.want_stats else 0
-    exchange = Exchange(schedule.warpgroups, schedule.cluster)
+    sums = 2 + bool(spec.label_smoothing)
+    gather = Gather(schedule.warpgroups, schedule.cluster, sums)
     operands = [x, labels, *([] if positions is None else [positions])]
 
     def body(*refs: Ref) -> None:
         operand_refs, refs = refs[: len(operands)], refs[len(operands) :]
         result_refs, scratch = refs[: 1 + stats], refs[1 + stats :]
-        _row(spec, schedule, exchange, operand_refs, result_refs, scratch)
+        _row(spec, schedule, gather, operand_refs, result_refs, scratch)
 
     loss, *kept = launch(
         body,
@@ -138,7 +139,7 @@ def cross_entropy_fwd(
         blocks=spec.rows,
         cluster=schedule.cluster,
         warpgroups=schedule.warpgroups,
-        scratch=exchange.scratch(2 + bool(spec.label_smoothing)),
+        scratch=gather.scratch(),
         auto_barriers=False,
     )
     return loss, tuple(kept)
@@ -147,7 +148,7 @@ def cross_entropy_fwd(
 def _row(
     spec: Spec,
     schedule: Schedule,
-    exchange: Exchange,
+    gather: Gather,
     operands: Sequence[Ref],
     results: Sequence[Ref],
     scratch: Sequence[Any],
@@ -155,13 +156,13 @@ def _row(
     x, labels, *positions = operands
     row = lax.axis_index(BLOCK)
     share = _Share(units_of(spec), schedule, row)
-    exchange.open(scratch)
+    gather.open(scratch)
     # What takes long to come, in this order: the label's logit waits for the label.
     label = read_label(labels, row)
     first = share.load(x, share.first())
     # Any column for a label that is none: nothing outside of the row is read.
     x_l = load(x.at[row, jnp.clip(label, 0, spec.classes - 1)], None)
-    exchange.ready()
+    gather.ready()
 
     def write(*values: Any) -> None:
         @pl.when(lax.axis_index(WARPGROUP) == 0)
@@ -174,7 +175,7 @@ def _row(
         if spec.label_smoothing:
             r = x_l.astype(jnp.float32)
             r = jnp.where(jnp.abs(r) < jnp.inf, r, 0.0)
-        parts = exchange.gather(scratch, *_of_warps(share.reduce(x, first, label, r)))
+        parts = gather(scratch, *_of_warps(share.reduce(x, first, label, r)))
         write(*_finish(_merge(parts), x_l.astype(jnp.float32), r, label, spec))
 
     if not positions:

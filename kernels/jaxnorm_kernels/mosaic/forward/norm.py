@@ -250,7 +250,7 @@ def _merge(
 ) -> tuple[Stat | None, Stat]:
     """The mean of a row and the sum of squares about it, of those of its parts.
 
-    `gather` shows the values of each part to all of them: see `Exchange.gather`.
+    `gather` shows the values of each part to all of them: see `rows.exchange.Gather`.
     """
     if mean is None:
         (part_square,) = gather(square)

@@ -26,7 +26,7 @@ from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_read,
 from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.device.registers import load_columns, opaque
-from jaxnorm_kernels.mosaic.rows.exchange import Exchange
+from jaxnorm_kernels.mosaic.rows.exchange import Gather
 from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
 from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, RowTile, Steps, Tile
 
@@ -156,8 +156,8 @@ class QueuedRow(Queue, SplitRow):
     """A `SplitRow` at a time."""
 
     @property
-    def exchange(self) -> Exchange:
-        return dataclasses.replace(super().exchange, stages=2)
+    def exchange(self) -> Gather:
+        return dataclasses.replace(super().exchange, slots=2)
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
         # Of each piece: Mosaic reads a slice of columns only where its width divides the row.

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxnorm_kernels.mosaic.device.launch import CLUSTER, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import WARPS, Layout, flat_index, warps_layout
-from jaxnorm_kernels.mosaic.rows.exchange import Exchange
+from jaxnorm_kernels.mosaic.rows.exchange import Gather
 from jaxnorm_kernels.mosaic.rows.tiles import Stat, Tile
 
 
@@ -41,11 +41,11 @@ class SplitRow(Tile):
         return self.split
 
     @property
-    def exchange(self) -> Exchange:
-        return Exchange(self.split, self.cluster, stages=min(2, self.exchanges))
+    def exchange(self) -> Gather:
+        return Gather(self.split, self.cluster, slots=min(2, self.exchanges))
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
-        return self.exchange.scratch(stats)
+        return dataclasses.replace(self.exchange, values=stats).scratch()
 
     def open(self, scratch: Sequence[Any]) -> None:
         self.exchange.open(scratch)
@@ -65,9 +65,9 @@ class SplitRow(Tile):
     def gather(
         self, scratch: Sequence[Any], *stats: Stat, step: Any, nth: int = 0
     ) -> list[jax.Array]:
-        """The `nth` exchange of the row of this step: see `Exchange.gather`."""
+        """The `nth` exchange of the row of this step: see `Gather`."""
         count = step if self.exchanges == 1 else step * self.exchanges + nth
-        return self.exchange.gather(scratch, *stats, count=count)
+        return self.exchange(scratch, *stats, count=count)
 
     def part_sizes(self) -> jax.Array | float:
         """How many columns each warp has that are not stale."""

@@ -4,7 +4,7 @@ A *tile* says which threads hold a row. Three tiles cover the row lengths that f
 
     RowTile        a warpgroup holds several rows    reductions within a warp
     WarpgroupRow   a warpgroup holds a row           reductions within the warpgroup
-    SplitRow       several warpgroups hold a row     reductions within a warp, then an `Exchange`
+    SplitRow       several warpgroups hold a row     reductions within a warp, then a `Gather`
 
 Which columns a warpgroup has of a row, in which pieces, `pieces` says. Rows overlap as pieces do:
 the last block starts early enough to be whole.
