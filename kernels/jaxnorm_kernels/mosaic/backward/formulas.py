@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxnorm_kernels.mosaic.device.launch import split
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 
 Arrays = Sequence[jax.Array]
@@ -121,12 +122,3 @@ class InnerFormula(Formula, Protocol):
 def prepare(formula: Formula, params: Arrays) -> list[jax.Array]:
     """What a formula needs of the parameters, whatever their dtypes."""
     return formula.columns([p.astype(jnp.float32) for p in params])
-
-
-def split(refs: Sequence[Ref], *sizes: int) -> tuple[Sequence[Ref], ...]:
-    """`refs` in parts of these sizes, and the rest."""
-    parts = []
-    for size in sizes:
-        parts.append(refs[:size])
-        refs = refs[size:]
-    return (*parts, refs)

@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic.backward.bias_sums import BiasSums
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, split
-from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, launch
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula
+from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, launch, split
 from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, Ref, store
 from jaxnorm_kernels.mosaic.rows.exchange import RowSums
 from jaxnorm_kernels.mosaic.rows.split_row import SplitRow

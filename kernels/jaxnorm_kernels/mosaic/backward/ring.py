@@ -25,16 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.backward.formulas import (
-    Arrays,
-    Formula,
-    Operands,
-    Refs,
-    prepare,
-    split,
-)
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, Operands, Refs, prepare
 from jaxnorm_kernels.mosaic.backward.stages import Stages
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch, split
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
     WARPS,

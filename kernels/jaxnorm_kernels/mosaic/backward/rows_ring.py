@@ -21,17 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.backward.formulas import (
-    Arrays,
-    Formula,
-    Operands,
-    Refs,
-    prepare,
-    split,
-)
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, Operands, Refs, prepare
 from jaxnorm_kernels.mosaic.backward.stages import Stages
 from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, warpgroup_barrier
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch, split
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
-from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, i32, i32_type, ir, is_signed
+from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, ir
 
 WARP = 32  # threads of a warp
 WARPS = 4  # warps of a warpgroup
@@ -101,12 +102,12 @@ def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) 
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout))
     def index(context: Any) -> Any:
         del context
-        kind, mgpu = i32_type(), layout.to_mgpu()
+        kind, held = mgpu.i32_type(), layout.to_mgpu()
         total = None
         for axis, size in enumerate(along):
-            here = FragmentedArray.broadcasted_iota(kind, shape, axis, mgpu, is_signed=True)
+            here = FragmentedArray.broadcasted_iota(kind, shape, axis, held, is_signed=True)
             if total is not None:
-                sizes = FragmentedArray.splat(i32(size), shape, mgpu, is_signed=True)
+                sizes = FragmentedArray.splat(mgpu.i32(size), shape, held, is_signed=True)
                 here = total * sizes + here
             total = here
         return total
@@ -135,7 +136,7 @@ def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) 
     )
     def read(context: Any, ref: Any) -> Any:
         del context
-        signed = is_signed(ir.MemRefType(ref.type).element_type)
+        signed = mgpu.is_signed(ir.MemRefType(ref.type).element_type)
         return FragmentedArray.load_untiled(
             ref, layout=layout.to_mgpu(), is_signed=signed, optimized=False
         )

@@ -12,17 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, load, store
 from jaxnorm_kernels.mosaic.device.mgpu import (
     FragmentedArray,
     arith,
     builtin,
-    i32_type,
-    in_global,
     ir,
     llvm,
-    map_registers,
     utils,
     vector,
 )
@@ -43,7 +41,7 @@ def widen(value: jax.Array, layout: Layout) -> jax.Array:
     )
     def widened(context: Any, value: Any) -> Any:
         del context
-        return map_registers(value, _widen_register)
+        return mgpu.map_registers(value, _widen_register)
 
     return widened(value)
 
@@ -93,8 +91,8 @@ def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
         ref = builtin.unrealized_conversion_cast([of_bytes], [same])
         if tuple(of_bits.shape) != shape:
             ref = utils.memref_reshape(ref, shape)
-        mgpu = layout.to_mgpu()
-        return FragmentedArray.load_untiled(ref, layout=mgpu, is_signed=True, optimized=False)
+        held = layout.to_mgpu()
+        return FragmentedArray.load_untiled(ref, layout=held, is_signed=True, optimized=False)
 
     return read(ref)
 
@@ -110,11 +108,11 @@ def _widen_register(register: Any) -> Any:
     if elements == 1:
         return arith.extf(ir.VectorType.get((1,), ir.F32Type.get()), register)
     half = elements // 2
-    pairs = ir.VectorType.get((half,), i32_type())
+    pairs = ir.VectorType.get((half,), mgpu.i32_type())
     floats = ir.VectorType.get((half,), ir.F32Type.get())
 
     def all_of(value: int) -> Any:
-        splat = ir.DenseElementsAttr.get_splat(pairs, ir.IntegerAttr.get(i32_type(), value))
+        splat = ir.DenseElementsAttr.get_splat(pairs, ir.IntegerAttr.get(mgpu.i32_type(), value))
         return arith.constant(pairs, splat)
 
     words = vector.bitcast(pairs, register)
@@ -150,7 +148,7 @@ def _through(value: jax.Array, instruction: str) -> jax.Array:
     def hide(context: Any, value: Any) -> Any:
         del context
         hidden = utils.inline_ptx(
-            instruction, value.registers.item(), result_types=i32_type(), has_side_effects=True
+            instruction, value.registers.item(), result_types=mgpu.i32_type(), has_side_effects=True
         )
         return FragmentedArray.splat(hidden, (), is_signed=True)
 
@@ -176,6 +174,6 @@ def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
         one_tile = utils.memref_reshape(ref, (*[1] * len(value.shape), *value.shape))
         moves = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
         for register, _, _, address in moves:
-            llvm.store(register(value.registers), in_global(address))
+            llvm.store(register(value.registers), mgpu.in_global(address))
 
     write(ref, value)

@@ -13,9 +13,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPS, warps_layout
-from jaxnorm_kernels.mosaic.device.mgpu import arith, elements_of, ir, of_register, vector
+from jaxnorm_kernels.mosaic.device.mgpu import arith, ir, vector
 
 OF_THREADS = (WARPS, WARP)
 
@@ -51,8 +52,8 @@ def spread(value: jax.Array, v: int) -> jax.Array:
         del context
         (register,) = value.registers.flat
         kind = ir.VectorType.get((v,), ir.F32Type.get())
-        value = vector.broadcast(kind, elements_of(register)[0])
-        return of_register(value, warps_layout(v).to_mgpu(), shape)
+        value = vector.broadcast(kind, mgpu.elements_of(register)[0])
+        return mgpu.of_register(value, warps_layout(v).to_mgpu(), shape)
 
     return copy(value)
 
@@ -91,11 +92,11 @@ def _fold(unit: jax.Array, pairwise: Callable[..., Any], of_axis: Callable[..., 
     def fold(context: Any, unit: Any) -> Any:
         del context
         (register,) = unit.registers.flat
-        elements = elements_of(register)
+        elements = mgpu.elements_of(register)
         while len(elements) > 1:
             elements = [pairwise(a, b) for a, b in zip(elements[::2], elements[1::2])]
         kind = ir.VectorType.get((1,), ir.F32Type.get())
         value = vector.broadcast(kind, elements[0])
-        return of_register(value, warps_layout(1).to_mgpu(), OF_THREADS)
+        return mgpu.of_register(value, warps_layout(1).to_mgpu(), OF_THREADS)
 
     return fold(unit)

@@ -20,18 +20,9 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPGROUP_THREADS, WARPS, warps_layout
-from jaxnorm_kernels.mosaic.device.mgpu import (
-    FragmentedArray,
-    arith,
-    elements_of,
-    i32,
-    i32_type,
-    ir,
-    llvm,
-    nvvm,
-    utils,
-)
+from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, llvm, nvvm, utils
 
 _SCALAR = plgpu.Layout.WG_SPLAT
 _REF = plgpu.RefType()
@@ -91,7 +82,7 @@ class ClusterExchange:
         @plgpu.inline_mgpu(arg_types=(_REF,))
         def make(context: Any, barriers: Any) -> None:
             del context
-            first = arith.cmpi(arith.CmpIPredicate.eq, utils.thread_idx(), i32(0))
+            first = arith.cmpi(arith.CmpIPredicate.eq, utils.thread_idx(), mgpu.i32(0))
             for stage in range(self.stages):
                 utils.inline_ptx(
                     f"mbarrier.init.shared::cta.b64 [$0+{8 * stage}], {self.warpgroups};",
@@ -128,7 +119,7 @@ class ClusterExchange:
         ) -> None:
             del context
             stage, thread = stage.registers.item(), utils.thread_idx()
-            rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=i32_type())
+            rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=mgpu.i32_type())
             of_warp = [value.registers.item() for value in values]
             barrier = _plus(_address(barriers), _times(stage, 8))
             rows, width = self._slots
@@ -144,25 +135,25 @@ class ClusterExchange:
             else:
                 self._announce(barrier)
                 sender = _plus(
-                    _times(rank, WARPS * self.warpgroups), arith.divui(thread, i32(WARP))
+                    _times(rank, WARPS * self.warpgroups), arith.divui(thread, mgpu.i32(WARP))
                 )
                 there = _plus(there, _times(sender, 4))
                 block = _lane(thread)
                 messages = [(i * width, [value]) for i, value in enumerate(of_warp)]
             for at, message in messages:
-                _send(message, _plus(there, i32(4 * at)), barrier, block, self.blocks)
+                _send(message, _plus(there, mgpu.i32(4 * at)), barrier, block, self.blocks)
 
         send_values(slots, barriers, own, stage, list(values))
 
     def _announce(self, barrier: Any) -> None:
         """One thread of each warpgroup announces its share of the bytes to come."""
         rows, width = self._slots
-        of_warpgroup = arith.remui(utils.thread_idx(), i32(WARPGROUP_THREADS))
+        of_warpgroup = arith.remui(utils.thread_idx(), mgpu.i32(WARPGROUP_THREADS))
         utils.inline_ptx(
             "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
             barrier,
-            i32(4 * rows * width // self.warpgroups),
-            predicate=arith.cmpi(arith.CmpIPredicate.eq, of_warpgroup, i32(0)),
+            mgpu.i32(4 * rows * width // self.warpgroups),
+            predicate=arith.cmpi(arith.CmpIPredicate.eq, of_warpgroup, mgpu.i32(0)),
             has_side_effects=True,
         )
 
@@ -172,10 +163,10 @@ class ClusterExchange:
         first = _plus(_times(stage, self.warpgroups), _warpgroup(thread))
         first = _plus(_address(own), _times(first, 4 * WARPS * self.values))
         for i, value in enumerate(of_warp):
-            at = _plus(_times(_warp(thread), 4), i32(4 * WARPS * i))
+            at = _plus(_times(_warp(thread), 4), mgpu.i32(4 * WARPS * i))
             llvm.store(value, _pointer(_plus(first, at)))
         utils.warpgroup_barrier()
-        sums = [_tree_sum(_load(_plus(first, i32(16 * i)), WARPS)) for i in range(self.values)]
+        sums = [_tree_sum(_load(_plus(first, mgpu.i32(16 * i)), WARPS)) for i in range(self.values)]
         return sums + [arith.constant(ir.F32Type.get(), 0.0)] * (self._width - len(sums))
 
     def receive(self, scratch: Sequence[Any], stage: Any, parity: Any) -> None:
@@ -189,7 +180,7 @@ class ClusterExchange:
             del context
             barrier = _plus(_address(barriers), _times(stage.registers.item(), 8))
             nvvm.mbarrier_try_wait_parity(
-                _pointer(barrier), parity.registers.item(), i32(10_000_000)
+                _pointer(barrier), parity.registers.item(), mgpu.i32(10_000_000)
             )
 
         wait(scratch[1], stage, parity)
@@ -204,18 +195,18 @@ class ClusterExchange:
             del context
             rows, width = self._slots
             first = _plus(_address(slots), _times(stage.registers.item(), 4 * rows * width))
-            lane = arith.remui(utils.thread_idx(), i32(lanes))
+            lane = arith.remui(utils.thread_idx(), mgpu.i32(lanes))
             zero = arith.constant(ir.F32Type.get(), 0.0)
             sums: list[Any] = [zero] * self.values
             for start in range(0, self.parts, lanes):
-                part = _plus(lane, i32(start))
-                exists = arith.cmpi(arith.CmpIPredicate.ult, part, i32(self.parts))
-                part = arith.select(exists, part, i32(0))
+                part = _plus(lane, mgpu.i32(start))
+                exists = arith.cmpi(arith.CmpIPredicate.ult, part, mgpu.i32(self.parts))
+                part = arith.select(exists, part, mgpu.i32(0))
                 at = _plus(first, _times(part, 4 * width))
                 elements = [
                     element
                     for j in range(0, width, _MESSAGE)
-                    for element in _load(_plus(at, i32(4 * j)), min(width, _MESSAGE))
+                    for element in _load(_plus(at, mgpu.i32(4 * j)), min(width, _MESSAGE))
                 ]
                 sums = [
                     arith.addf(s, arith.select(exists, e, zero)) for s, e in zip(sums, elements)
@@ -242,33 +233,33 @@ def _send(message: Sequence[Any], target: Any, barrier: Any, block: Any, blocks:
         @$0 st.async.shared::cluster.mbarrier::complete_tx::bytes.{kind}
             [there], {values}, [counter];
         }}""",
-        arith.cmpi(arith.CmpIPredicate.ult, block, i32(blocks)),
+        arith.cmpi(arith.CmpIPredicate.ult, block, mgpu.i32(blocks)),
         target,
         barrier,
         block,
-        *[utils.bitcast(value, i32_type()) for value in message],
+        *[utils.bitcast(value, mgpu.i32_type()) for value in message],
         has_side_effects=True,
     )
 
 
 def _lane(thread: Any) -> Any:
-    return arith.remui(thread, i32(WARP))
+    return arith.remui(thread, mgpu.i32(WARP))
 
 
 def _warp(thread: Any) -> Any:
     """Of the warpgroup."""
-    return arith.remui(arith.divui(thread, i32(WARP)), i32(WARPS))
+    return arith.remui(arith.divui(thread, mgpu.i32(WARP)), mgpu.i32(WARPS))
 
 
 def _warpgroup(thread: Any) -> Any:
-    return arith.divui(thread, i32(WARPGROUP_THREADS))
+    return arith.divui(thread, mgpu.i32(WARPGROUP_THREADS))
 
 
 def _load(address: Any, count: int) -> list[Any]:
     """`count` float32 values of shared memory, at an address that is a multiple of their bytes."""
     kind = ir.VectorType.get((count,), ir.F32Type.get())
     values = llvm.load(kind, _pointer(address), alignment=4 * count)
-    return elements_of(values)
+    return mgpu.elements_of(values)
 
 
 def _tree_sum(values: list[Any]) -> Any:
@@ -282,11 +273,11 @@ def _plus(a: Any, b: Any) -> Any:
 
 
 def _times(a: Any, factor: int) -> Any:
-    return arith.muli(a, i32(factor))
+    return arith.muli(a, mgpu.i32(factor))
 
 
 def _address(ref: Any) -> Any:
-    return llvm.ptrtoint(i32_type(), utils.memref_ptr(ref))
+    return llvm.ptrtoint(mgpu.i32_type(), utils.memref_ptr(ref))
 
 
 def _pointer(address: Any) -> Any:

@@ -20,9 +20,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import CLUSTER, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import WARPS, Ref, load, store
-from jaxnorm_kernels.mosaic.device.mgpu import arith, elements_of, i32, i32_type, llvm, utils
+from jaxnorm_kernels.mosaic.device.mgpu import arith, llvm, utils
 from jaxnorm_kernels.mosaic.rows.strips import Stat, Strips
 
 
@@ -163,13 +164,13 @@ class StripExchange:
         @plgpu.inline_mgpu(arg_types=([ref] * len(stats), [layout] * len(stats)))
         def send(context: Any, slots: Any, stats: Any) -> None:
             del context
-            block = arith.divui(utils.thread_idx(), i32(threads))
-            exists = arith.cmpi(arith.CmpIPredicate.ult, block, i32(cluster))
-            lane = arith.remui(utils.thread_idx(), i32(threads))
+            block = arith.divui(utils.thread_idx(), mgpu.i32(threads))
+            exists = arith.cmpi(arith.CmpIPredicate.ult, block, mgpu.i32(cluster))
+            lane = arith.remui(utils.thread_idx(), mgpu.i32(threads))
             for slot, stat in zip(slots, stats):
-                values = elements_of(stat.registers.item())
-                first = llvm.ptrtoint(i32_type(), utils.memref_ptr(slot))
-                first = arith.addi(first, arith.muli(lane, i32(4 * len(values))))
+                values = mgpu.elements_of(stat.registers.item())
+                first = llvm.ptrtoint(mgpu.i32_type(), utils.memref_ptr(slot))
+                first = arith.addi(first, arith.muli(lane, mgpu.i32(4 * len(values))))
                 for at, value in enumerate(values):
                     utils.inline_ptx(
                         """{
@@ -178,7 +179,7 @@ class StripExchange:
                         @$0 st.shared::cluster.f32 [there], $3;
                         }""",
                         exists,
-                        arith.addi(first, i32(4 * at)),
+                        arith.addi(first, mgpu.i32(4 * at)),
                         block,
                         value,
                         has_side_effects=True,

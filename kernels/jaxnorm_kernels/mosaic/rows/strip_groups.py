@@ -12,19 +12,10 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, load, store
-from jaxnorm_kernels.mosaic.device.mgpu import (
-    FragmentedArray,
-    arith,
-    elements_of,
-    i32,
-    ir,
-    llvm,
-    map_registers,
-    utils,
-    vector,
-)
+from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, llvm, utils, vector
 
 
 def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
@@ -41,7 +32,7 @@ def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
             distance *= 2
         if group <= size:
             return register
-        total, distance = elements_of(register)[0], 1
+        total, distance = mgpu.elements_of(register)[0], 1
         while distance < group // size:
             total = arith.addf(total, utils.shfl_bfly(total, distance))
             distance *= 2
@@ -53,7 +44,7 @@ def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
     )
     def sum_up(context: Any, value: Any) -> Any:
         del context
-        return map_registers(value, summed)
+        return mgpu.map_registers(value, summed)
 
     return sum_up(stat)
 
@@ -78,7 +69,7 @@ def load_of_groups(ref: Ref, group: int, vector_width: int, layout: Layout) -> j
         )
         zeros = utils.c(0.0, f32())
         splat = FragmentedArray.splat(zeros, (groups * group,), layout=layout.to_mgpu())
-        return map_registers(splat, lambda _: register)
+        return mgpu.map_registers(splat, lambda _: register)
 
     return read(ref)
 
@@ -95,7 +86,7 @@ def store_of_groups(
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
     def write(context: Any, ref: Any, value: Any) -> None:
         del context
-        elements = elements_of(value.registers.item())
+        elements = mgpu.elements_of(value.registers.item())
         for at, there in enumerate(_addresses(ref, group, vector_width, threads)):
             llvm.store(elements[at * group], there)
 
@@ -104,14 +95,14 @@ def store_of_groups(
 
 def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[Any]:
     """Where the groups of this thread's vector have theirs."""
-    thread = arith.remui(utils.thread_idx(), i32(threads))
+    thread = arith.remui(utils.thread_idx(), mgpu.i32(threads))
     each = max(1, vector_width // group)
     if group <= vector_width:
-        first = arith.muli(thread, i32(each))
+        first = arith.muli(thread, mgpu.i32(each))
     else:
-        first = arith.divui(thread, i32(group // vector_width))
+        first = arith.divui(thread, mgpu.i32(group // vector_width))
     start = utils.memref_ptr(ref)
     return [
-        utils.getelementptr(start, [arith.addi(first, i32(at))], ir.F32Type.get())
+        utils.getelementptr(start, [arith.addi(first, mgpu.i32(at))], ir.F32Type.get())
         for at in range(each)
     ]
