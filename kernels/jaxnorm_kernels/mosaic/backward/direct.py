@@ -1,7 +1,7 @@
 """Backward passes over unaligned rows that are short, or in no periods (`windows`).
 
 They start anywhere in memory, so that the copy engine cannot take them. As in `ring`, persistent
-blocks carry their column sums. But here each thread reads its own elements into registers, some
+blocks carry their column sums. But each thread reads its elements into registers, some
 rows ahead of the one that it works on.
 """
 

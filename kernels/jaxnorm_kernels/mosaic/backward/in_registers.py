@@ -97,7 +97,7 @@ def in_registers_backward(
             """Stores the results of a tile of rows; the terms of the column sum."""
             elements = read(placed, row, operand_refs)
             terms = [formula.terms(v[: formula.summed], (), ()) for v in elements]
-            totals = [placed.sum(placed.own(term)) for term in zip(*terms)]
+            totals = [placed.sum(placed.skip_others(term)) for term in zip(*terms)]
             if is_split:
                 if sums is None:
                     exchange.ready()

@@ -28,7 +28,7 @@ from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Operands
 from jaxnorm_kernels.mosaic.backward.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing, rows_ring_backward
 from jaxnorm_kernels.mosaic.backward.strided import strided_backward
-from jaxnorm_kernels.mosaic.device.launch import found
+from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.elementwise import effective_bias, gain, reciprocal, within_limit
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec, Stats
@@ -230,12 +230,12 @@ def _backward(
     formula = inner or NormFormula(spec.last, copies=len(dtypes))
     operands = Operands(rows, stats, params, spec.groups)
     if spec.inner > 1:
-        strips, name = found(strip_schedule.strips_of(spec), spec), "jaxnorm_norm_strided_bwd"
+        strips, name = required(strip_schedule.strips_of(spec), spec), "jaxnorm_norm_strided_bwd"
         results = strided_backward(
             formula, operands, strips=strips, results=dtypes, name=name, inner=inner
         )
     else:
-        schedule = found(schedule or schedules.norm_schedule(spec), spec)
+        schedule = required(schedule or schedules.norm_schedule(spec), spec)
         results = _KERNELS[type(schedule)](
             formula,
             operands,

@@ -94,9 +94,9 @@ class _SliceStages(Stages):
         first = self.share.first_row(k)
         for row in range(self.share.height):
             for piece, columns in zip(self.pieces, self.places):
-                there = pl.ds(piece.stage_start, piece.width)
+                target = pl.ds(piece.stage_start, piece.width)
                 for source, stage in zip(self.sources, self.stages):
-                    yield source.at[first + row, columns], stage.at[at, row, there]
+                    yield source.at[first + row, columns], stage.at[at, row, target]
 
     def read(self, at: Any, row: int, unit: Piece, count: int) -> list[jax.Array]:
         """A unit of a row of the first `count` operands, in float32."""
@@ -244,12 +244,12 @@ def ring_backward(
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
         rank = lax.axis_index(CLUSTER) if ring.cluster > 1 else 0
         placed = None if window is None else window.placed()
-        place = ring.slice(cols, rank * ring.warpgroups + warpgroup)
-        place = dataclasses.replace(place, window=placed)
+        slice_ = ring.slice(cols, rank * ring.warpgroups + warpgroup)
+        slice_ = dataclasses.replace(slice_, window=placed)
         share = Share.of(
             block, rows=rows, groups=groups, blocks=blocks, height=ring.rows, window=placed
         )
-        steps, pieces = share.count(), place.pieces()
+        steps, pieces = share.count(), slice_.pieces()
         stages = _SliceStages(
             count=ring.stages,
             steps=steps,
@@ -262,8 +262,8 @@ def ring_backward(
             places=[piece.columns() for piece in pieces],
         )
         stages.start()
-        first, *tail = place.pieces()
-        units = [*place.cut(first), *tail]
+        first, *tail = slice_.pieces()
+        units = [*slice_.cut(first), *tail]
         params = [share.param(ref) for ref in refs.params]
         columns = [prepare(formula, [_load_param(ref, unit) for ref in params]) for unit in units]
         kernel = _Kernel(

@@ -219,9 +219,7 @@ def rows_ring_backward(
     """
     ring, (rows, cols), groups = schedule, operands.shape, operands.groups
     if ring.rows % ring.height or rows // groups < ring.rows:
-        raise ValueError(
-            f"{ring} needs k * {ring.height} rows, and {rows // groups} rows are given"
-        )
+        raise ValueError(f"{ring} needs k * {ring.height} rows, not {rows // groups}")
     tile = ring.tile(cols)
     pieces = tile.pieces()
     sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.

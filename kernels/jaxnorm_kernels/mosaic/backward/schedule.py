@@ -192,7 +192,7 @@ def ring(spec: Spec, gpu: Gpu, window: Window | None = None) -> Ring | None:
         wide_ring(spec, warpgroups, cluster, blocks_per_sm, rows, window, gpu)
         for warpgroups, blocks_per_sm in shapes
     )
-    return next((found for found in rings if found), None)
+    return next((ring for ring in rings if ring), None)
 
 
 def wide_ring(
@@ -237,11 +237,11 @@ def wide_ring(
 def _registers(spec: Spec, width: int) -> int:
     """Of a thread, with `width` columns in its warpgroup."""
     # A column has its sums; and G, 1 / G and the bias, as `columns` of the formulas says.
-    kept = 0
+    held = 0
     for norm in spec.norms:
         has_scale, has_bias = norm.scale_dtype is not None, norm.bias_dtype is not None
-        kept += 2 * has_scale + has_bias if norm.saved == "output" else has_scale
-    of_column = (_column_sums(spec) + kept) * len(spec.norms)  # what is under way, too
+        held += 2 * has_scale + has_bias if norm.saved == "output" else has_scale
+    of_column = (_column_sums(spec) + held) * len(spec.norms)  # what is under way, too
     return of_column * (width // WARPGROUP_THREADS) + _OTHER_REGISTERS
 
 
@@ -383,9 +383,9 @@ def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
     if not _sums_columns(spec) or shared is None:
         return 1
     is_own = bool(shared.segments) and shared.segments[-1][1]
-    own, sharing = shared.rows, shared.sharing
+    rows, sharing = shared.rows, shared.sharing
     if is_own:
-        own //= schedule.rows
+        rows //= schedule.rows
     else:
         sharing //= schedule.rows
     threads = schedule.warpgroups * WARPGROUP_THREADS
@@ -394,7 +394,7 @@ def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
     by_registers = REGISTERS // ((values + _OTHER_REGISTERS) * threads)
     blocks_per_sm = min(_MOST_SPLIT_BLOCKS, max(1, by_registers))
     wanted = blocks_per_sm * gpu.at_a_time(schedule.cluster)
-    return max(1, min(-(-wanted // own), sharing // _ROWS_OF_SPLIT))
+    return max(1, min(-(-wanted // rows), sharing // _ROWS_OF_SPLIT))
 
 
 def _power_of_2_from(n: int) -> int:

@@ -104,17 +104,17 @@ def strided_backward(
         column_sums = _ColumnSums(refs)
 
         def finish(strip: Strip) -> None:
-            stats = [strip.along(strip.stat(ref)) for ref in stat_refs]
+            stats = [strip.broadcast(strip.stat(ref)) for ref in stat_refs]
 
             def elements(piece: Piece, count: int) -> list[jax.Array]:
                 return [strip.read(k, piece) for k in range(count)]
 
-            own: Sequence[jax.Array] = ()
+            params: Sequence[jax.Array] = ()
             if inner is None:
                 columns = strip.params(param_refs, functools.partial(prepare, formula))
             else:
-                own = prepare(formula, [strip.inner_param(ref) for ref in param_refs])
-                columns = strip.same_of_columns(own)
+                params = prepare(formula, [strip.inner_param(ref) for ref in param_refs])
+                columns = strip.same_of_columns(params)
 
             def terms(piece: Piece) -> list[jax.Array]:
                 return formula.terms(elements(piece, formula.summed), columns(piece), stats)
@@ -123,12 +123,12 @@ def strided_backward(
             if inner is not None:
                 for ref, total in zip(inner_refs, inner.gradients(totals)):
                     strip.store_inner(ref, total)
-                totals = inner.totals(totals, own)
-            along = [strip.along(strip.group_sum(total)) for total in totals]
+                totals = inner.totals(totals, params)
+            wide = [strip.broadcast(strip.group_sum(total)) for total in totals]
 
             def write(piece: Piece) -> None:
                 values, terms = formula.finish(
-                    elements(piece, len(row_refs)), columns(piece), stats, along
+                    elements(piece, len(row_refs)), columns(piece), stats, wide
                 )
                 for ref, value in zip(result_refs, values):
                     strip.store(ref, piece, value)

@@ -40,7 +40,7 @@ def is_interpreted() -> bool:
     return _interpreted.get()
 
 
-def found[T](schedule: T | None, spec: Spec) -> T:
+def required[T](schedule: T | None, spec: Spec) -> T:
     """The schedule for a call; `supports` refuses those that have none."""
     if schedule is None:
         raise ValueError(f"no kernel takes the rows of {spec}")

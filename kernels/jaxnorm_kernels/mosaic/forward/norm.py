@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, found
+from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, store
 from jaxnorm_kernels.mosaic.device.registers import rounded, widen
 from jaxnorm_kernels.mosaic.elementwise import norm_columns, norm_output
@@ -118,7 +118,7 @@ def _forward(
     spec: Spec,
     schedule: Schedule | None,
 ) -> tuple[list[jax.Array], Stats]:
-    schedule = found(schedule or schedules.choose(spec), spec)
+    schedule = required(schedule or schedules.choose(spec), spec)
     rows = schedule.rows_of(spec)
     outputs, stats = run(
         _in_registers(spec, schedule.params_first),
@@ -172,12 +172,12 @@ def _in_registers(spec: Spec, params_first: bool) -> Callable[[Tile, Refs], None
             return [tile.load_param(of_group(p, spec.rows, index)) for p in param_refs[k]]
 
         def finish(row: LoadedRow, ready: list[list[list[jax.Array]]] | None) -> None:
-            kept: list[Stat] = []
+            stats: list[Stat] = []
 
             def norm(read: Callable[[], Pieces], k: int = 0) -> Pieces:
                 """Of what `read` gives, the norm `k` of this call."""
                 rstd, mean = _row_statistics(tile, read, refs.scratch, norms[k], row.step, k)
-                kept.extend(_present(rstd, mean)[: 1 + norms[k].returns_mean])
+                stats.extend(_present(rstd, mean)[: 1 + norms[k].returns_mean])
                 return [
                     norm_output(
                         v, tile.broadcast(rstd, v), _broadcast(tile, mean, v), columns, norms[k]
@@ -206,7 +206,7 @@ def _in_registers(spec: Spec, params_first: bool) -> Callable[[Tile, Refs], None
                     write(1, h)
                     wide = [widen(v, tile.layout_of(v.shape)) for v in h]
                     write(0, norm(lambda: wide, 1))
-            _store_stats(refs.stats, tile.row_number(row.index), kept)
+            _store_stats(refs.stats, tile.row_number(row.index), stats)
 
         steps = Steps(load, finish)
         if params_first:
@@ -232,9 +232,9 @@ def _row_statistics(
 ) -> tuple[Stat, Stat | None]:
     """r and the mean of a row in registers; `nth` of the norms of this step's row."""
     size = tile.part_sizes() if isinstance(tile, SplitRow) else float(spec.cols)
-    mean = tile.sum(tile.own(read())) / size if spec.subtract_mean else None
+    mean = tile.sum(tile.skip_others(read())) / size if spec.subtract_mean else None
     centred = read() if mean is None else [v - tile.broadcast(mean, v) for v in read()]
-    square = tile.sum([jnp.square(v) for v in tile.own(centred)])
+    square = tile.sum([jnp.square(v) for v in tile.skip_others(centred)])
     if isinstance(tile, SplitRow):
         gather = functools.partial(tile.gather, scratch, step=step, nth=nth)
         mean, square = _merge(gather, size, mean, square, spec)

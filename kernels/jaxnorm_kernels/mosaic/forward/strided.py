@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic import elementwise, strip_schedule
-from jaxnorm_kernels.mosaic.device.launch import found, launch
+from jaxnorm_kernels.mosaic.device.launch import launch, required
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.elementwise import LOWEST, norm_columns, norm_output
 from jaxnorm_kernels.mosaic.rows.pieces import Piece
@@ -58,11 +58,11 @@ def softmax_fwd(x: jax.Array, spec: Spec) -> jax.Array:
             return elementwise.scaled(strip.read(0, piece), spec)
 
         part_m = strip.max(z, LOWEST)
-        along_m = strip.along(part_m)
-        (part_s,) = strip.sum(lambda piece: [exp(z(piece) - along_m)])
+        wide_m = strip.broadcast(part_m)
+        (part_s,) = strip.sum(lambda piece: [exp(z(piece) - wide_m)])
         m, s = gather(merge, [part_m, part_s])
         is_log = spec.op == "log_softmax"
-        m, r = strip.along(m), strip.along(jnp.log(s) if is_log else 1 / s)
+        m, r = strip.broadcast(m), strip.broadcast(jnp.log(s) if is_log else 1 / s)
 
         def y(piece: Piece) -> jax.Array:
             return z(piece) - m - r if is_log else exp(z(piece) - m) * r
@@ -91,15 +91,16 @@ def norm_fwd(
         x = strip.reader(0)
         if spec.inner_params:
             # Read first: that takes as long as the sums do.
-            own = prepare([strip.inner_param(ref) for ref in refs.params])
-            columns = strip.same_of_columns(own)
+            prepared = prepare([strip.inner_param(ref) for ref in refs.params])
+            columns = strip.same_of_columns(prepared)
         else:
             columns = strip.params(refs.params, prepare)
         rstd, mean = _statistics(strip, x, gather, spec)
-        along_rstd, along_mean = strip.along(rstd), None if mean is None else strip.along(mean)
+        wide_rstd = strip.broadcast(rstd)
+        wide_mean = None if mean is None else strip.broadcast(mean)
 
         def write(piece: Piece) -> None:
-            y = norm_output(x(piece), along_rstd, along_mean, columns(piece), spec)
+            y = norm_output(x(piece), wide_rstd, wide_mean, columns(piece), spec)
             strip.store(refs.y, piece, y)
 
         strip.each_piece(write)
@@ -118,8 +119,8 @@ def _statistics(
         size = strip.sizes()
         (total,) = strip.sum(lambda piece: [x(piece)])
         part_mean = total / size
-        along = strip.along(part_mean)
-        (part_square,) = strip.sum(lambda piece: [jnp.square(x(piece) - along)])
+        wide = strip.broadcast(part_mean)
+        (part_square,) = strip.sum(lambda piece: [jnp.square(x(piece) - wide)])
         mean, square, _ = gather(_merge_moments, [part_mean, part_square, size])
         if strip.strips.group > 1:
             own_mean, mean = mean, strip.group_sum(mean) / strip.strips.group
@@ -154,7 +155,7 @@ def _forward(
     name: str,
 ) -> tuple[jax.Array, Stats]:
     """Runs `finish` on each strip of x: y, and the statistics that the spec wants."""
-    strips = found(strip_schedule.strips_of(spec), spec)
+    strips = required(strip_schedule.strips_of(spec), spec)
     exchange = StripExchange(strips, exchanged)
     stats = 1 + spec.returns_mean if spec.is_norm and spec.want_stats else 0
     # What traces the body keeps the count: it may hold no traced array.

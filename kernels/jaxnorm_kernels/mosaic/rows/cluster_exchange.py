@@ -72,8 +72,8 @@ class ClusterExchange:
             plgpu.SMEM((2 * self.stages,), jnp.uint32),
         ]
         if self.added:
-            own = (self.stages * self.warpgroups * self.values, WARPS)
-            scratch.append(plgpu.SMEM(own, jnp.float32))
+            terms = (self.stages * self.warpgroups * self.values, WARPS)
+            scratch.append(plgpu.SMEM(terms, jnp.float32))
         return scratch
 
     def open(self, scratch: Sequence[Any]) -> None:
@@ -109,13 +109,13 @@ class ClusterExchange:
     def send(self, scratch: Sequence[Any], stage: Any, values: Sequence[jax.Array]) -> None:
         """Sends `values`, an array over the four warps each, to all blocks of the cluster."""
         layout = warps_layout(1).reduce(1)
-        slots, barriers, *own = scratch[: len(self.scratch())]
+        slots, barriers, *terms = scratch[: len(self.scratch())]
 
         @plgpu.inline_mgpu(
-            arg_types=(_REF, _REF, [_REF] * len(own), _SCALAR, [layout] * len(values))
+            arg_types=(_REF, _REF, [_REF] * len(terms), _SCALAR, [layout] * len(values))
         )
         def send_values(
-            context: Any, slots: Any, barriers: Any, own: Any, stage: Any, values: Sequence[Any]
+            context: Any, slots: Any, barriers: Any, terms: Any, stage: Any, values: Sequence[Any]
         ) -> None:
             del context
             stage, thread = stage.registers.item(), utils.thread_idx()
@@ -123,12 +123,12 @@ class ClusterExchange:
             of_warp = [value.registers.item() for value in values]
             barrier = _plus(_address(barriers), _times(stage, 8))
             rows, width = self._slots
-            there = _plus(_address(slots), _times(stage, 4 * rows * width))
+            target = _plus(_address(slots), _times(stage, 4 * rows * width))
             if self.added:
-                sums = self._add(own[0], stage, of_warp)
+                sums = self._add(terms[0], stage, of_warp)
                 self._announce(barrier)
                 sender = _plus(_times(rank, self.warpgroups), _warpgroup(thread))
-                there = _plus(there, _times(sender, 4 * width))
+                target = _plus(target, _times(sender, 4 * width))
                 # Lane i of warp j sends to block 4 i + j.
                 block = _plus(_times(_lane(thread), WARPS), _warp(thread))
                 messages = [(at, sums[at : at + _MESSAGE]) for at in range(0, width, _MESSAGE)]
@@ -137,13 +137,13 @@ class ClusterExchange:
                 sender = _plus(
                     _times(rank, WARPS * self.warpgroups), arith.divui(thread, mgpu.i32(WARP))
                 )
-                there = _plus(there, _times(sender, 4))
+                target = _plus(target, _times(sender, 4))
                 block = _lane(thread)
                 messages = [(i * width, [value]) for i, value in enumerate(of_warp)]
             for at, message in messages:
-                _send(message, _plus(there, mgpu.i32(4 * at)), barrier, block, self.blocks)
+                _send(message, _plus(target, mgpu.i32(4 * at)), barrier, block, self.blocks)
 
-        send_values(slots, barriers, own, stage, list(values))
+        send_values(slots, barriers, terms, stage, list(values))
 
     def _announce(self, barrier: Any) -> None:
         """One thread of each warpgroup announces its share of the bytes to come."""
@@ -157,11 +157,11 @@ class ClusterExchange:
             has_side_effects=True,
         )
 
-    def _add(self, own: Any, stage: Any, of_warp: Sequence[Any]) -> list[Any]:
+    def _add(self, terms: Any, stage: Any, of_warp: Sequence[Any]) -> list[Any]:
         """The sums over the warps of the warpgroup, and zeros to fill the last message."""
         thread = utils.thread_idx()
         first = _plus(_times(stage, self.warpgroups), _warpgroup(thread))
-        first = _plus(_address(own), _times(first, 4 * WARPS * self.values))
+        first = _plus(_address(terms), _times(first, 4 * WARPS * self.values))
         for i, value in enumerate(of_warp):
             at = _plus(_times(_warp(thread), 4), mgpu.i32(4 * WARPS * i))
             llvm.store(value, _pointer(_plus(first, at)))

@@ -213,23 +213,23 @@ def first_row(tile: Tile, spec: Spec) -> Any:
 def operand_row(shared: Shared, row: jax.Array) -> jax.Array:
     """The operand's row that belongs to a row of x."""
     index, rows_inside = jnp.int32(0), 1
-    for at, (size, own) in reversed(list(enumerate(shared.segments))):
-        if own:
-            along = lax.rem(row, jnp.int32(size)) if at else row
-            index, rows_inside = index + along * rows_inside, rows_inside * size
+    for at, (size, has_each) in reversed(list(enumerate(shared.segments))):
+        if has_each:
+            place = lax.rem(row, jnp.int32(size)) if at else row
+            index, rows_inside = index + place * rows_inside, rows_inside * size
         row = lax.div(row, jnp.int32(size))
     return index
 
 
-def row_of_x(shared: Shared, own: Any, nth: Any) -> jax.Array:
-    """The `nth` of the rows of x that share the operand's row `own`."""
+def row_of_x(shared: Shared, shared_row: Any, nth: Any) -> jax.Array:
+    """The `nth` of the rows of x that share the operand's row `shared_row`."""
     row, rows_inside = jnp.int32(0), 1
-    for size, is_own in reversed(shared.segments):
-        index = own if is_own else nth
+    for size, has_each in reversed(shared.segments):
+        index = shared_row if has_each else nth
         row = row + lax.rem(index, jnp.int32(size)) * rows_inside
         rows_inside *= size
-        if is_own:
-            own = lax.div(own, jnp.int32(size))
+        if has_each:
+            shared_row = lax.div(shared_row, jnp.int32(size))
         else:
             nth = lax.div(nth, jnp.int32(size))
     return row

@@ -81,8 +81,8 @@ class Piece:
         before, column = self.window.before(), _index_of(term)
         first = before if self.fresh is None else jnp.maximum(before, self.fresh)
         end = before + self.window.cols
-        own = (column >= first - self.start) & (column < end - self.start)
-        return jnp.where(own, term, jnp.float32(0))
+        inside = (column >= first - self.start) & (column < end - self.start)
+        return jnp.where(inside, term, jnp.float32(0))
 
     def skip_stale(self, term: jax.Array) -> jax.Array:
         """`term` in `warps_layout`, and 0 where another piece has the same column."""

@@ -74,7 +74,7 @@ class SplitRow(Tile):
         if self.window is not None:
             shapes = [self.shape(p.width) for p in self.pieces()]
             ones = [plgpu.layout_cast(jnp.ones(s, jnp.float32), self.layout_of(s)) for s in shapes]
-            return self.sum(self.own(ones))
+            return self.sum(self.skip_others(ones))
         body, *tail = self.pieces()
         return sum((count_fresh(self._is_fresh(p), self.layout) for p in tail), body.width / WARPS)
 

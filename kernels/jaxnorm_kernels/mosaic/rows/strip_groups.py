@@ -62,10 +62,10 @@ def load_of_groups(ref: Ref, group: int, vector_width: int, layout: Layout) -> j
     )
     def read(context: Any, ref: Any) -> Any:
         del context
-        own = [llvm.load(f32(), there) for there in _addresses(ref, group, vector_width, threads)]
+        values = [llvm.load(f32(), at) for at in _addresses(ref, group, vector_width, threads)]
         vector_type = ir.VectorType.get((vector_width,), f32())
         register = vector.from_elements(
-            vector_type, [own[at * len(own) // vector_width] for at in range(vector_width)]
+            vector_type, [values[at * len(values) // vector_width] for at in range(vector_width)]
         )
         zeros = utils.c(0.0, f32())
         splat = FragmentedArray.splat(zeros, (groups * group,), layout=layout.to_mgpu())
@@ -87,8 +87,8 @@ def store_of_groups(
     def write(context: Any, ref: Any, value: Any) -> None:
         del context
         elements = mgpu.elements_of(value.registers.item())
-        for at, there in enumerate(_addresses(ref, group, vector_width, threads)):
-            llvm.store(elements[at * group], there)
+        for at, address in enumerate(_addresses(ref, group, vector_width, threads)):
+            llvm.store(elements[at * group], address)
 
     write(ref, stat)
 

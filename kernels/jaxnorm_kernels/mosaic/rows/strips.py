@@ -264,7 +264,7 @@ class Strip:
         """``(4, columns of a warp)`` for every element of a piece."""
         return lax.broadcast_in_dim(value, self.strips.shape, (0, 1))
 
-    def along(self, stat: Stat) -> jax.Array:
+    def broadcast(self, stat: Stat) -> jax.Array:
         """A statistic for every element of a piece."""
         axes = (0, 2) if stat.ndim == 2 else (2,)
         return lax.broadcast_in_dim(stat, self.strips.shape, axes)
@@ -294,8 +294,8 @@ class Strip:
 
     def same_of_columns(self, stats: Sequence[Stat]) -> Callable[[Piece], list[jax.Array]]:
         """In the place of `params`, what belongs to inner elements: columns have it in common."""
-        along = [self.along(stat) for stat in stats]
-        return lambda piece: along
+        wide = [self.broadcast(stat) for stat in stats]
+        return lambda piece: wide
 
     def store(self, ref: Ref, piece: Piece, value: jax.Array) -> None:
         """Stores the elements of a piece, rounded to the dtype of `ref`."""

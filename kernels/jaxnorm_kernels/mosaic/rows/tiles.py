@@ -166,17 +166,17 @@ class Tile:
         """Of the grid, for all rows."""
         if self.window is None:
             return self.blocks_of(rows)
-        return self.window.period * self.blocks_of(self.own_rows(rows))
+        return self.window.period * self.blocks_of(self.rows_of_class(rows))
 
     def blocks_of(self, rows: int) -> int:
         """For these rows, of all or of a class."""
         return -(-rows // self.rows)
 
-    def own_rows(self, rows: int) -> int:
+    def rows_of_class(self, rows: int) -> int:
         """Of all rows, those of one class."""
         return rows if self.window is None else rows // self.window.period
 
-    def own_block(self) -> Any:
+    def block_of_class(self) -> Any:
         """This block, counted among those of its class."""
         block = lax.axis_index(BLOCK)
         return block if self.window is None else self.window.place(block)
@@ -192,7 +192,7 @@ class Tile:
 
     def row_index(self, rows: int, group: Any = None) -> Any:
         """Index of a row, or group of rows, into a ``(rows, ...)`` ref; by default the block's."""
-        return self.own_block() if group is None else group
+        return self.block_of_class() if group is None else group
 
     def first_row(self, rows: int) -> Any:
         """Index of the first row, or group of rows, that this block takes."""
@@ -256,7 +256,7 @@ class Tile:
         for p, value in zip(self.pieces(), values):
             p.store(ref, row, value, self.layout_of(value.shape))
 
-    def own(self, x: Sequence[jax.Array], neutral: float = 0.0) -> Pieces:
+    def skip_others(self, x: Sequence[jax.Array], neutral: float = 0.0) -> Pieces:
         """`x`, and `neutral` for what a window has of other rows: before a reduction.
 
         Best as soon as it is loaded, and once: predicates that wait for a second use, or both
@@ -266,12 +266,12 @@ class Tile:
             return list(x)
         before, cols = self.window.before(), self.window.cols
 
-        def is_own(piece: Piece) -> jax.Array:
+        def is_inside(piece: Piece) -> jax.Array:
             column = self.columns(self.shape(piece.width)) + (piece.start - before)
             return (column >= 0) & (column < cols)
 
         return [
-            jnp.where(is_own(p), v, jnp.float32(neutral)) if p.edge else v
+            jnp.where(is_inside(p), v, jnp.float32(neutral)) if p.edge else v
             for p, v in zip(self.pieces(), x)
         ]
 
@@ -308,10 +308,10 @@ class Tile:
         pairwise: Callable[[jax.Array, jax.Array], jax.Array],
         neutral: float,
     ) -> Stat:
-        kept = self._skip_stale(x, neutral)
+        fresh = self._skip_stale(x, neutral)
         if self.apart:
-            kept = _folded(kept, pairwise)
-        return functools.reduce(pairwise, [within(v, axis=-1) for v in kept])
+            fresh = _folded(fresh, pairwise)
+        return functools.reduce(pairwise, [within(v, axis=-1) for v in fresh])
 
     def _skip_stale(self, x: Sequence[jax.Array], neutral: float) -> list[jax.Array]:
         return [
@@ -353,7 +353,7 @@ class RowTile(Tile):
         return self.height
 
     def row_index(self, rows: int, group: Any = None) -> Any:
-        group = self.own_block() if group is None else group
+        group = self.block_of_class() if group is None else group
         return pl.ds(jnp.minimum(group * self.height, rows - self.height), self.height)
 
     def load_param(self, ref: Ref) -> list[jax.Array]:
