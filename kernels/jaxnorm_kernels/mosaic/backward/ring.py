@@ -75,41 +75,11 @@ class Ring:
 
 
 @dataclasses.dataclass(frozen=True)
-class _SliceStages(Stages):
-    """Of each step a warpgroup's slice, row by row, for each of the row operands.
-
-    Attributes:
-      sources, stages: the operands in memory, and ``(stages, rows, columns)`` of each.
-      share: the rows of the block.
-      pieces, places: of the slice, and the columns where they lie in a row of the operands.
-    """
-
-    sources: Sequence[Ref]
-    stages: Sequence[Ref]
-    share: Share
-    pieces: Sequence[Piece]
-    places: Sequence[Any]
-
-    def copies(self, k: Any, at: Any) -> Iterable[tuple[Ref, Ref]]:
-        first = self.share.first_row(k)
-        for row in range(self.share.height):
-            for piece, columns in zip(self.pieces, self.places):
-                target = pl.ds(piece.stage_start, piece.width)
-                for source, stage in zip(self.sources, self.stages):
-                    yield source.at[first + row, columns], stage.at[at, row, target]
-
-    def read(self, at: Any, row: int, unit: Piece, count: int) -> list[jax.Array]:
-        """A unit of a row of the first `count` operands, in float32."""
-        columns, layout = pl.ds(unit.stage_start, unit.width), _layout(unit.width)
-        refs = [stage.at[at, row, columns] for stage in self.stages[:count]]
-        return [widen(load(ref, layout, _shape(unit.width)), layout) for ref in refs]
-
-
-@dataclasses.dataclass(frozen=True)
 class _Kernel:
     """What a warpgroup does with its slice of the block's rows.
 
     Attributes:
+      stages, held: the ring of its slice, and ``(stages, rows, columns)`` of each row operand.
       exchanged: what `sums` exchanges the sums of rows in.
       window: of unaligned rows, placed.
       units: the slice, cut.
@@ -119,7 +89,8 @@ class _Kernel:
     formula: Formula
     ring: Ring
     refs: Refs
-    stages: _SliceStages
+    stages: Stages
+    held: Sequence[Ref]
     share: Share
     window: Window | None
     sums: RowSums
@@ -169,7 +140,7 @@ class _Kernel:
         totals = [[{} for _ in range(formula.row_sums)] for _ in rows]
         for unit, columns in zip(self.units, self.columns):
             for row in rows:
-                elements = self.stages.read(at, row, unit, formula.summed)
+                elements = self.read(at, row, unit, formula.summed)
                 terms = formula.terms(elements, columns, stats[row])
                 terms = [unit.skip_others(term) for term in terms]
                 for total, term in zip(totals[row], terms):
@@ -194,7 +165,7 @@ class _Kernel:
         at, index = self.stages.at(k), self.share.first_row(k) + row
         added: list[jax.Array] = []
         for unit, columns in zip(self.units, self.columns):
-            elements = self.stages.read(at, row, unit, len(self.refs.rows))
+            elements = self.read(at, row, unit, len(self.held))
             values, terms = self.formula.finish(elements, columns, stats, totals)
             for ref, value in zip(self.refs.results, values):
                 unit.store(ref, index, value, _layout(unit.width))
@@ -204,6 +175,12 @@ class _Kernel:
             masks = {shape: lax.broadcast_in_dim(is_new, shape, ()) for shape in shapes}
             added = [jnp.where(masks[a.shape], a, jnp.float32(0)) for a in added]
         return [a + b for a, b in zip(carried, added)]
+
+    def read(self, at: Any, row: int, unit: Piece, count: int) -> list[jax.Array]:
+        """A unit of a row in stage `at`, of the first `count` operands, in float32."""
+        columns, layout = pl.ds(unit.stage_start, unit.width), _layout(unit.width)
+        refs = [held.at[at, row, columns] for held in self.held[:count]]
+        return [widen(load(ref, layout, _shape(unit.width)), layout) for ref in refs]
 
     def no_sums(self) -> list[jax.Array]:
         """0 for each column sum of each unit."""
@@ -250,24 +227,24 @@ def ring_backward(
             block, rows=rows, groups=groups, blocks=blocks, height=ring.rows, window=placed
         )
         steps, pieces = share.count(), slice_.pieces()
-        stages = _SliceStages(
-            count=ring.stages,
-            steps=steps,
-            full=full,
-            ring=warpgroup,
-            sources=refs.rows,
-            stages=held,
-            share=share,
-            pieces=pieces,
-            places=[piece.columns() for piece in pieces],
-        )
+        places = [piece.columns() for piece in pieces]
+
+        def copies(k: Any, at: Any) -> Iterable[tuple[Ref, Ref]]:
+            first = share.first_row(k)
+            for row in range(ring.rows):
+                for piece, columns in zip(pieces, places):
+                    target = pl.ds(piece.stage_start, piece.width)
+                    for source, stages in zip(refs.rows, held):
+                        yield source.at[first + row, columns], stages.at[at, row, target]
+
+        stages = Stages(ring.stages, steps, full, copies, warpgroup)
         stages.start()
         first, *tail = slice_.pieces()
         units = [*slice_.cut(first), *tail]
         params = [share.param(ref) for ref in refs.params]
         columns = [prepare(formula, [_load_param(ref, unit) for ref in params]) for unit in units]
         kernel = _Kernel(
-            formula, ring, refs, stages, share, placed, sums, exchanged, units, columns
+            formula, ring, refs, stages, held, share, placed, sums, exchanged, units, columns
         )
         kernel.run(block)
 

@@ -71,29 +71,12 @@ class RowsRing:
 
 
 @dataclasses.dataclass(frozen=True)
-class _RowStages(Stages):
-    """Of each step whole rows, for each of the row operands.
-
-    Attributes:
-      sources, stages: the operands in memory, and ``(stages, rows, columns)`` of each.
-      share: the rows of the block.
-    """
-
-    sources: Sequence[Ref]
-    stages: Sequence[Ref]
-    share: Share
-
-    def copies(self, k: Any, at: Any) -> Iterable[tuple[Ref, Ref]]:
-        rows = pl.ds(self.share.first_row(k), self.share.height)
-        return ((source.at[rows], stage.at[at]) for source, stage in zip(self.sources, self.stages))
-
-
-@dataclasses.dataclass(frozen=True)
 class _Kernel:
     """What a block, which is a warpgroup, does with its rows, tile by tile.
 
     Attributes:
       tops: first rows of the tiles of a stage.
+      stages, held: the ring, and ``(stages, rows, columns)`` of each row operand.
       shared: for each piece of a row its columns of all rows of a tile, to add up.
       columns: what the formula needs of the parameters, for each piece.
     """
@@ -102,7 +85,8 @@ class _Kernel:
     tile: RowTile
     tops: Sequence[int]
     refs: Refs
-    stages: _RowStages
+    stages: Stages
+    held: Sequence[Ref]
     share: Share
     shared: Sequence[Ref]
     columns: Sequence[Arrays]
@@ -144,7 +128,7 @@ class _Kernel:
     ) -> list[jax.Array]:
         """Reduces the rows of a tile, stores their results, and adds to the column sums."""
         tile, formula = self.tile, self.formula
-        summed = self.read(at, top, self.stages.stages[: formula.summed])
+        summed = self.read(at, top, self.held[: formula.summed])
         of_rows = [[tile.broadcast(stat, v) for stat in stats] for v, *_ in summed]
         of_columns = [
             [lax.broadcast_in_dim(c, v.shape, (1,)) for c in columns]
@@ -153,7 +137,7 @@ class _Kernel:
         pieces = list(zip(summed, of_columns, of_rows))
         totals = [tile.sum(term) for term in zip(*(formula.terms(*piece) for piece in pieces))]
         first, added, results = self.share.first_row(k), [], []
-        rest = self.read(at, top, self.stages.stages[formula.summed :])
+        rest = self.read(at, top, self.held[formula.summed :])
         for (elements, columns, of_row), others in zip(pieces, rest):
             broadcast = [tile.broadcast(total, elements[0]) for total in totals]
             values, terms = formula.finish([*elements, *others], columns, of_row, broadcast)
@@ -163,15 +147,15 @@ class _Kernel:
             tile.store(ref, pl.ds(first + top, tile.height), of_pieces)
         return [a + b for a, b in zip(carried, added)]
 
-    def read(self, at: Any, top: int, stages: Sequence[Ref]) -> list[list[jax.Array]]:
+    def read(self, at: Any, top: int, held: Sequence[Ref]) -> list[list[jax.Array]]:
         """For each piece of a tile, its elements of some of the operands, in float32."""
         layout, rows = self.tile.layout, pl.ds(top, self.tile.height)
 
-        def elements(stage: Ref, piece: Piece) -> jax.Array:
-            loaded = load_columns(stage.at[at, rows], piece.start, piece.width, layout)
+        def elements(ref: Ref, piece: Piece) -> jax.Array:
+            loaded = load_columns(ref.at[at, rows], piece.start, piece.width, layout)
             return widen(loaded, layout)
 
-        return [[elements(stage, piece) for stage in stages] for piece in self.tile.pieces()]
+        return [[elements(ref, piece) for ref in held] for piece in self.tile.pieces()]
 
     def skip_stale(self, term: jax.Array, k: Any, first: Any) -> jax.Array:
         """`term`, and 0 in the rows that are in a step before `k`, too."""
@@ -230,15 +214,12 @@ def rows_ring_backward(
         in_plain_order(*held, *shared)
         block = lax.axis_index(BLOCK)
         share = Share.of(block, rows=rows, groups=groups, blocks=blocks, height=ring.rows)
-        stages = _RowStages(
-            count=ring.stages,
-            steps=share.count(),
-            full=full,
-            ring=None,
-            sources=refs.rows,
-            stages=held,
-            share=share,
-        )
+
+        def copies(k: Any, at: Any) -> Iterable[tuple[Ref, Ref]]:
+            step = pl.ds(share.first_row(k), ring.rows)
+            return ((source.at[step], stages.at[at]) for source, stages in zip(refs.rows, held))
+
+        stages = Stages(ring.stages, share.count(), full, copies)
         stages.start()
         params = [share.param(ref) for ref in refs.params]
         layout = columns_layout(ring.vector, ring.threads)
@@ -247,7 +228,7 @@ def rows_ring_backward(
             for piece in pieces
         ]
         tops = range(0, ring.rows, ring.height)
-        _Kernel(formula, tile, tops, refs, stages, share, shared, columns).run(block)
+        _Kernel(formula, tile, tops, refs, stages, held, share, shared, columns).run(block)
 
     return launch(
         body,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -22,17 +22,15 @@ class Stages:
       count: of the stages.
       steps: of the block.
       full: a barrier for each stage, which its copies arrive at.
+      copies: of a step and its stage, sources and targets, each of consecutive bytes.
       ring: which one of the block's rings, where each warpgroup has one; None for one of all.
     """
 
     count: int
     steps: Any
     full: Ref
-    ring: Any
-
-    def copies(self, k: Any, at: Any) -> Iterable[tuple[Ref, Ref]]:
-        """Sources and targets, each of consecutive bytes, that bring step `k` to stage `at`."""
-        raise NotImplementedError
+    copies: Callable[[Any, Any], Iterable[tuple[Ref, Ref]]]
+    ring: Any = None
 
     def start(self) -> None:
         """Starts to fill all stages."""
