@@ -147,10 +147,10 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Strips | None:
     )
     if not fits:
         return None
-    chunk = WARPS * WARP // threads
+    unit = WARPS * WARP // threads  # columns
     reads_columns = spec.is_norm and not spec.inner_params
     busy = array_bytes // ((_COLUMN_PARAMS_KIB if reads_columns else _OTHER_KIB) * _KIB)
-    most = min(_MOST_WARPGROUPS[vector], cols // (line.cluster * chunk))
+    most = min(_MOST_WARPGROUPS[vector], cols // (line.cluster * unit))
     count = outer * -(-inner // line.width)
     strips = Strips(
         outer,

@@ -53,12 +53,12 @@ class BiasSums:
         """Adds up what `step` gives of each tile of rows, and how many came before it."""
         tiles, (rows, _) = self._tiles, self.output[0]
         block = lax.axis_index(BLOCK)
-        own, split = lax.rem(block, tiles.rows), lax.div(block, tiles.rows)
+        row, split = lax.rem(block, tiles.rows), lax.div(block, tiles.rows)
         each = -(-tiles.sharing // self.splits)
         first = split * each
 
         def add(k: Any, total: Pieces) -> Pieces:
-            group = row_of_x(tiles, own, first + k)
+            group = row_of_x(tiles, row, first + k)
             terms = step(self.tile.row_index(tiles.rows * tiles.sharing * self.tile.rows, group), k)
             return [a + b for a, b in zip(total, terms)]
 

@@ -1,7 +1,7 @@
 """Backward passes over unaligned rows that are short, or in no periods (`windows`).
 
 They start anywhere in memory, so that the copy engine cannot take them. As in `ring`, persistent
-blocks carry their column sums. But here each thread reads its own elements into registers, some
+blocks carry their column sums. But each thread reads its elements into registers, some
 rows ahead of the one that it works on.
 """
 
@@ -10,25 +10,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.backward.formulas import Formula, Operands, prepare, split
+from jaxnorm_kernels.mosaic.backward.formulas import Formula, Refs, RowOperands, prepare
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
     WARPS,
     Ref,
     load,
-    store,
     warps_layout,
 )
-from jaxnorm_kernels.mosaic.device.registers import store_global, widen
-from jaxnorm_kernels.mosaic.rows.row_sums import RowSums
-from jaxnorm_kernels.mosaic.rows.shares import Chunk, Share, Slice, skip_stale
+from jaxnorm_kernels.mosaic.device.registers import widen
+from jaxnorm_kernels.mosaic.rows.exchange import RowSums
+from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
+from jaxnorm_kernels.mosaic.rows.shares import Share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Direct:
 
 def direct_backward(
     formula: Formula,
-    operands: Operands,
+    operands: RowOperands,
     *,
     schedule: Direct,
     blocks: int,
@@ -67,33 +66,31 @@ def direct_backward(
     """
     (rows, cols), groups = operands.shape, operands.groups
     layout = warps_layout(schedule.vector)
-    sums = RowSums(schedule.warpgroups, formula.row_sums)
+    sums = RowSums(schedule.warpgroups, values=formula.row_sums)
     sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
 
-    def body(*refs: Ref) -> None:
-        row_refs, stat_refs, param_refs, refs = split(refs, *sizes)
-        result_refs, partial_refs, exchanged = split(refs, len(results), formula.column_sums)
+    def body(*arguments: Ref) -> None:
+        refs = Refs.of(arguments, sizes, len(results), formula.column_sums)
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
-        runs = schedule.slice(cols, warpgroup).runs()
+        pieces = schedule.slice(cols, warpgroup).pieces()
         share = Share.of(block, rows=rows, groups=groups, blocks=blocks)
         count = share.count()
 
-        def read(ref: Ref, run: Chunk) -> jax.Array:
-            """The run's columns of a ``(cols,)`` ref."""
-            here = pl.ds(run.start, run.width)
-            return load(ref.at[here], layout, shape(run))
+        def read(ref: Ref, piece: Piece) -> jax.Array:
+            """The columns of a piece of a ``(cols,)`` ref."""
+            return load(ref.at[piece.columns()], layout, shape(piece))
 
         def read_row(k: Any) -> tuple[list[Any], list[jax.Array]]:
             """What the sums need of a row, and its statistics."""
             row = share.row(jnp.minimum(k, count - 1))
-            refs = row_refs[: formula.summed]
-            elements = [[read(ref.at[row], run) for ref in refs] for run in runs]
-            return elements, [ref[row] for ref in stat_refs]
+            summed = refs.rows[: formula.summed]
+            elements = [[read(ref.at[row], piece) for ref in summed] for piece in pieces]
+            return elements, [ref[row] for ref in refs.stats]
 
         def read_rest(k: Any) -> list[Any]:
             """What only `finish` needs of a row: no registers hold it for the rows ahead."""
-            refs = row_refs[formula.summed :]
-            return [[read(ref.at[share.row(k)], run) for ref in refs] for run in runs]
+            others = refs.rows[formula.summed :]
+            return [[read(ref.at[share.row(k)], piece) for ref in others] for piece in pieces]
 
         def step(k: Any, carry: Any) -> Any:
             (now, *coming), carried = carry
@@ -102,40 +99,39 @@ def direct_backward(
             rest = read_rest(k)
             args = [
                 ([widen(v, layout) for v in elements], columns, row_stats)
-                for elements, columns in zip(summed, given)
+                for elements, columns in zip(summed, of_columns)
             ]
             terms = [
-                [skip_stale(term, run) for term in formula.terms(*a)] for a, run in zip(args, runs)
+                [piece.skip_stale(term) for term in formula.terms(*a)]
+                for a, piece in zip(args, pieces)
             ]
             parts = [[jnp.sum(v, axis=1) for v in same] for same in zip(*terms)]
-            sums.publish(exchanged, [sum(same[1:], same[0]) for same in parts], k)
-            totals = sums.collect(exchanged, k)
+            sums.publish(refs.scratch, [sum(same[1:], same[0]) for same in parts], k)
+            totals = sums.collect(refs.scratch, k)
             added: list[jax.Array] = []
-            for (elements, *a), more, run in zip(args, rest, runs):
+            for (elements, *a), more, piece in zip(args, rest, pieces):
                 elements = [*elements, *(widen(v, layout) for v in more)]
                 values, column_terms = formula.finish(elements, *a, totals)
-                for ref, value in zip(result_refs, values):
-                    there = ref.at[share.row(k), pl.ds(run.start, run.width)]
-                    store_global(there, value, layout)
+                for ref, value in zip(refs.results, values):
+                    piece.store(ref, share.row(k), value, layout)
                 added += column_terms
             return coming, [a + b for a, b in zip(carried, added)]
 
         queue = [read_row(jnp.int32(k)) for k in range(schedule.ahead)]
-        given = [
-            prepare(formula, [read(share.param(ref), run) for ref in param_refs]) for run in runs
-        ]
+        params = [share.param(ref) for ref in refs.params]
+        of_columns = [prepare(formula, [read(ref, p) for ref in params]) for p in pieces]
         carried = [
-            plgpu.layout_cast(jnp.zeros(shape(run), jnp.float32), layout)
-            for run in runs
+            plgpu.layout_cast(jnp.zeros(shape(piece), jnp.float32), layout)
+            for piece in pieces
             for _ in range(formula.column_sums)
         ]
         _, carried = lax.fori_loop(0, count, step, (queue, carried))
-        for j, ref in enumerate(partial_refs):
-            for run, value in zip(runs, carried[j :: formula.column_sums]):
-                store(ref.at[block, pl.ds(run.start, run.width)], value)
+        for j, ref in enumerate(refs.partials):
+            for piece, value in zip(pieces, carried[j :: formula.column_sums]):
+                piece.store_sum(ref, block, value, layout)
 
-    def shape(run: Chunk) -> tuple[int, int]:
-        return (WARPS, run.width // WARPS)
+    def shape(piece: Piece) -> tuple[int, int]:
+        return (WARPS, piece.width // WARPS)
 
     return launch(
         body,

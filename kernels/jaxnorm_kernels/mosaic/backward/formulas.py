@@ -6,18 +6,19 @@ knows what they mean.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from jaxnorm_kernels.mosaic.device.launch import split
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 
 Arrays = Sequence[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Operands:
+class RowOperands:
     """What a backward kernel reads.
 
     Attributes:
@@ -48,6 +49,30 @@ class Operands:
     def sizes(self) -> tuple[int, int, int]:
         """How many there are of each kind: what `split` takes."""
         return len(self.rows), len(self.stats), len(self.params)
+
+
+class Refs(NamedTuple):
+    """What the body of a backward kernel gets: operands, results, and the scratch of a block.
+
+    Attributes:
+      rows, stats, params: see `RowOperands`.
+      results: of rows, ``(rows, cols)``.
+      partials: a row of column sums for each block, ``(blocks, cols)`` each.
+    """
+
+    rows: Sequence[Ref]
+    stats: Sequence[Ref]
+    params: Sequence[Ref]
+    results: Sequence[Ref]
+    partials: Sequence[Ref]
+    scratch: Sequence[Any]
+
+    @classmethod
+    def of(
+        cls, refs: Sequence[Ref], sizes: tuple[int, int, int], results: int, partials: int
+    ) -> "Refs":
+        """Those of a body's arguments; `sizes` as `RowOperands.sizes`."""
+        return cls(*split(refs, *sizes, results, partials))
 
 
 class Formula(Protocol):
@@ -97,12 +122,3 @@ class InnerFormula(Formula, Protocol):
 def prepare(formula: Formula, params: Arrays) -> list[jax.Array]:
     """What a formula needs of the parameters, whatever their dtypes."""
     return formula.columns([p.astype(jnp.float32) for p in params])
-
-
-def split(refs: Sequence[Ref], *sizes: int) -> tuple[Sequence[Ref], ...]:
-    """`refs` in parts of these sizes, and the rest."""
-    parts = []
-    for size in sizes:
-        parts.append(refs[:size])
-        refs = refs[size:]
-    return (*parts, refs)

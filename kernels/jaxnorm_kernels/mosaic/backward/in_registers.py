@@ -15,10 +15,10 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic.backward.bias_sums import BiasSums
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, split
-from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, launch
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula
+from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, launch, split
 from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, Ref, store
-from jaxnorm_kernels.mosaic.rows.row_sums import RowSums
+from jaxnorm_kernels.mosaic.rows.exchange import RowSums
 from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
 from jaxnorm_kernels.mosaic.rows.tiles import Pieces, RowTile, Stat, Tile, WarpgroupRow
 from jaxnorm_kernels.mosaic.rows.windows import Window
@@ -82,7 +82,7 @@ def in_registers_backward(
       row_values: how many of the formula's row sums are results, too, ``(rows,)`` in float32.
       sums: for the formula's column sum, where it has one; the last result.
     """
-    exchange = RowSums(tile.warpgroups, formula.row_sums, cluster=tile.cluster, in_lanes=True)
+    exchange = RowSums(tile.warpgroups, tile.cluster, formula.row_sums, in_lanes=True)
     is_split = isinstance(tile, SplitRow)
     counts = len(operands), len(results), row_values, int(sums is not None)
     shape, window = (rows, tile.cols), tile.window
@@ -97,7 +97,7 @@ def in_registers_backward(
             """Stores the results of a tile of rows; the terms of the column sum."""
             elements = read(placed, row, operand_refs)
             terms = [formula.terms(v[: formula.summed], (), ()) for v in elements]
-            totals = [placed.sum(placed.own(term)) for term in zip(*terms)]
+            totals = [placed.sum(placed.skip_others(term)) for term in zip(*terms)]
             if is_split:
                 if sums is None:
                     exchange.ready()

@@ -25,12 +25,11 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic import strip_schedule
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.mosaic.backward.direct import Direct, direct_backward
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays
-from jaxnorm_kernels.mosaic.backward.formulas import Operands as RowOperands
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, RowOperands
 from jaxnorm_kernels.mosaic.backward.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing, rows_ring_backward
 from jaxnorm_kernels.mosaic.backward.strided import strided_backward
-from jaxnorm_kernels.mosaic.device.launch import found
+from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.elementwise import effective_bias, gain, reciprocal, within_limit
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
@@ -208,12 +207,12 @@ def _backward(
     formula = inner or NormFormula(spec.last, copies=len(dtypes))
     operands = RowOperands(rows, residuals.stats, params, spec.groups)
     if spec.inner > 1:
-        strips, name = found(strip_schedule.strips_of(spec), spec), "jaxnorm_norm_strided_bwd"
+        strips, name = required(strip_schedule.strips_of(spec), spec), "jaxnorm_norm_strided_bwd"
         results = strided_backward(
             formula, operands, strips=strips, results=dtypes, name=name, inner=inner
         )
     else:
-        schedule = found(schedule or schedules.norm_schedule(spec), spec)
+        schedule = required(schedule or schedules.norm_schedule(spec), spec)
         results = _KERNELS[type(schedule)](
             formula,
             operands,

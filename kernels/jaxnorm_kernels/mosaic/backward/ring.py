@@ -8,14 +8,14 @@ that few registers live across the exchange of row sums: the column sums (dscale
 thread carries through all its rows, have room. With a `lag` of 1, step k is reduced before step
 k - 1 is finished, which hides the exchange::
 
-    for step k:   wait for its stage      reduce, publish the sums of each warp    (reduce_rows)
-                  read the sums of k-1    dx, column sums, refill its stage        (finish_rows)
+    for step k:   wait for its stage      reduce, publish the sums of each warp    (reduce)
+                  read the sums of k-1    dx, column sums, refill its stage        (finish)
 """
 
 import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, Operands, prepare, split
-from jaxnorm_kernels.mosaic.device.barriers import release_used
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, Refs, RowOperands, prepare
+from jaxnorm_kernels.mosaic.backward.stages import Stages
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch, split
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
     WARPS,
@@ -37,8 +37,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     warps_layout,
 )
 from jaxnorm_kernels.mosaic.device.registers import widen
-from jaxnorm_kernels.mosaic.rows.row_sums import RowSums
-from jaxnorm_kernels.mosaic.rows.shares import Chunk, Share, Slice
+from jaxnorm_kernels.mosaic.rows.exchange import RowSums
+from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
+from jaxnorm_kernels.mosaic.rows.shares import Share
 from jaxnorm_kernels.mosaic.rows.windows import Window
 
 
@@ -68,14 +69,131 @@ class Ring:
 
     def slice(self, cols: int, warpgroup: Any = 0) -> Slice:
         """The columns of a warpgroup, counted through the cluster."""
-        chunk, window = WARPGROUP_THREADS * self.vector, self.window
+        unit, window = WARPGROUP_THREADS * self.vector, self.window
         cols = cols if window is None else window.width
-        return Slice(cols, self.cluster * self.warpgroups, chunk, warpgroup, window)
+        return Slice(cols, self.cluster * self.warpgroups, unit, warpgroup, window)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """What a warpgroup does with its slice of the block's rows.
+
+    Attributes:
+      stages, held: the ring of its slice, and ``(stages, rows, columns)`` of each row operand.
+      exchanged: what `sums` exchanges the sums of rows in.
+      window: of unaligned rows, placed.
+      units: the slice, cut.
+      columns: what the formula needs of the parameters, for each of these.
+    """
+
+    formula: Formula
+    ring: Ring
+    refs: Refs
+    stages: Stages
+    held: Sequence[Ref]
+    share: Share
+    window: Window | None
+    sums: RowSums
+    exchanged: Sequence[Ref]
+    units: Sequence[Piece]
+    columns: Sequence[Arrays]
+
+    def run(self, block: Any) -> None:
+        """Each step in turn; then the column sums of the block are written."""
+        lag, steps = self.ring.lag, self.stages.steps
+        carried = self.no_sums()
+        queue = [self.statistics(jnp.int32(k)) for k in range(1 + lag)]
+        self.sums.ready()
+        for k in range(lag):
+            pl.when(k < steps)(functools.partial(self.reduce, jnp.int32(k), queue[k]))
+        _, carried = lax.fori_loop(lag, steps + lag, self.step, (queue, carried))
+        for j, ref in enumerate(self.refs.partials):
+            for unit, value in zip(self.units, carried[j :: self.formula.column_sums]):
+                unit.store_sum(ref, block, value, _layout(unit.width))
+
+    def step(self, k: Any, carry: Any) -> Any:
+        """Reduces step `k`, finishes step ``k - lag``; reads the statistics of ``k + 1``."""
+        (*before, now), carried = carry
+        ahead = self.statistics(k + 1)
+        if self.ring.lag:
+            pl.when(k < self.stages.steps)(functools.partial(self.reduce, k, now))
+        else:
+            self.reduce(k, now)
+        queue = [*before, now, ahead]
+        return queue[1:], self.finish(k - self.ring.lag, queue[0], carried)
+
+    def statistics(self, k: Any) -> list[list[jax.Array]]:
+        """Those of each row of step `k`."""
+        first = self.share.first_row(jnp.minimum(k, self.stages.steps - 1))
+        window = self.window
+
+        def number(row: int) -> Any:
+            return first + row if window is None else window.row(first + row)
+
+        return [[ref[number(row)] for ref in self.refs.stats] for row in range(self.ring.rows)]
+
+    def reduce(self, k: Any, stats: list[list[jax.Array]]) -> None:
+        """Publishes the sums over the rows of step `k`, each warp those of its columns."""
+        at, rows, formula = self.stages.wait(k), range(self.ring.rows), self.formula
+        # For each row and each of its sums, those over units of each width.
+        totals: list[list[dict[int, jax.Array]]]
+        totals = [[{} for _ in range(formula.row_sums)] for _ in rows]
+        for unit, columns in zip(self.units, self.columns):
+            for row in rows:
+                elements = self.read(at, row, unit, formula.summed)
+                terms = formula.terms(elements, columns, stats[row])
+                terms = [unit.skip_others(term) for term in terms]
+                for total, term in zip(totals[row], terms):
+                    width = unit.width
+                    total[width] = total[width] + term if width in total else term
+        parts = [_of_warps(total) for row_totals in totals for total in row_totals]
+        self.sums.publish(self.exchanged, parts, k)
+
+    def finish(self, k: Any, stats: list[list[jax.Array]], carried: Arrays) -> Arrays:
+        """The row results of step `k` and, with it, the column sums; then its stage is free."""
+        totals, sums = self.sums.collect(self.exchanged, k), self.formula.row_sums
+        for row in range(self.ring.rows):
+            of_row = totals[row * sums : (row + 1) * sums]
+            carried = self.finish_row(k, row, stats[row], of_row, carried)
+        self.stages.refill(k)
+        return carried
+
+    def finish_row(
+        self, k: Any, row: int, stats: Arrays, totals: Arrays, carried: Arrays
+    ) -> Arrays:
+        """Of one of the rows of step `k`."""
+        at, index = self.stages.at(k), self.share.first_row(k) + row
+        added: list[jax.Array] = []
+        for unit, columns in zip(self.units, self.columns):
+            elements = self.read(at, row, unit, len(self.held))
+            values, terms = self.formula.finish(elements, columns, stats, totals)
+            for ref, value in zip(self.refs.results, values):
+                unit.store(ref, index, value, _layout(unit.width))
+            added += terms
+        if self.share.has_stale_rows:
+            is_new, shapes = self.share.is_new(index, k), dict.fromkeys(a.shape for a in added)
+            masks = {shape: lax.broadcast_in_dim(is_new, shape, ()) for shape in shapes}
+            added = [jnp.where(masks[a.shape], a, jnp.float32(0)) for a in added]
+        return [a + b for a, b in zip(carried, added)]
+
+    def read(self, at: Any, row: int, unit: Piece, count: int) -> list[jax.Array]:
+        """A unit of a row in stage `at`, of the first `count` operands, in float32."""
+        columns, layout = pl.ds(unit.stage_start, unit.width), _layout(unit.width)
+        refs = [held.at[at, row, columns] for held in self.held[:count]]
+        return [widen(load(ref, layout, _shape(unit.width)), layout) for ref in refs]
+
+    def no_sums(self) -> list[jax.Array]:
+        """0 for each column sum of each unit."""
+        zeros = {
+            width: plgpu.layout_cast(jnp.zeros(_shape(width), jnp.float32), _layout(width))
+            for width in dict.fromkeys(unit.width for unit in self.units)
+        }
+        return [zeros[unit.width] for unit in self.units for _ in range(self.formula.column_sums)]
 
 
 def ring_backward(
     formula: Formula,
-    operands: Operands,
+    operands: RowOperands,
     *,
     schedule: Ring,
     blocks: int,
@@ -93,154 +211,46 @@ def ring_backward(
         operands = dataclasses.replace(operands, rows=[window.view(v) for v in operands.rows])
     if ring.stages < 1 + ring.lag or rows // groups < ring.rows:
         raise ValueError(f"{ring} holds less than {1 + ring.lag} steps, or too many rows")
-    slice_ = ring.slice(cols)
-    sums = RowSums(ring.warpgroups, ring.rows * formula.row_sums, 1 + ring.lag, ring.cluster)
-    together = range(ring.rows)
+    sums = RowSums(ring.warpgroups, ring.cluster, ring.rows * formula.row_sums, depth=1 + ring.lag)
     sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
 
-    def body(*refs: Ref) -> None:
-        row_refs, stat_refs, param_refs, refs = split(refs, *sizes)
-        result_refs, partial_refs, refs = split(refs, len(results), formula.column_sums)
-        rings, (full, *exchanged) = split(refs, len(row_refs))
+    def body(*arguments: Ref) -> None:
+        refs = Refs.of(arguments, sizes, len(results), formula.column_sums)
+        held, (full, *exchanged) = split(refs.scratch, len(refs.rows))
         sums.open(exchanged)
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
         rank = lax.axis_index(CLUSTER) if ring.cluster > 1 else 0
         placed = None if window is None else window.placed()
-        own = ring.slice(cols, rank * ring.warpgroups + warpgroup)
-        own = dataclasses.replace(own, window=placed)
+        slice_ = ring.slice(cols, rank * ring.warpgroups + warpgroup)
+        slice_ = dataclasses.replace(slice_, window=placed)
         share = Share.of(
             block, rows=rows, groups=groups, blocks=blocks, height=ring.rows, window=placed
         )
-        count = share.count()
+        steps, pieces = share.count(), slice_.pieces()
+        places = [piece.columns() for piece in pieces]
 
-        def stage(k: Any) -> Any:
-            return warpgroup * ring.stages + lax.rem(k, ring.stages)
+        def copies(k: Any, at: Any) -> Iterable[tuple[Ref, Ref]]:
+            first = share.first_row(k)
+            for row in range(ring.rows):
+                for piece, columns in zip(pieces, places):
+                    target = pl.ds(piece.stage_start, piece.width)
+                    for source, stages in zip(refs.rows, held):
+                        yield source.at[first + row, columns], stages.at[at, row, target]
 
-        def fill(k: Any) -> None:
-            at, first = stage(k), share.first_row(k)
-            for row in together:
-                for run, here in zip(runs, places):
-                    there = pl.ds(run.stage_start, run.width)
-                    for source, target in zip(row_refs, rings):
-                        plgpu.copy_gmem_to_smem(
-                            source.at[first + row, here],
-                            target.at[at, row, there],
-                            full.at[at],
-                            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-                        )
+        stages = Stages(ring.stages, steps, full, copies, warpgroup)
+        stages.start()
+        first, *tail = slice_.pieces()
+        units = [*slice_.cut(first), *tail]
+        params = [share.param(ref) for ref in refs.params]
+        columns = [prepare(formula, [_load_param(ref, unit) for ref in params]) for unit in units]
+        kernel = _Kernel(
+            formula, ring, refs, stages, held, share, placed, sums, exchanged, units, columns
+        )
+        kernel.run(block)
 
-        runs = own.runs()
-        places = [own.columns(run) for run in runs]
-        pl.loop(0, jnp.minimum(ring.stages, count))(fill)
-
-        def read_param(ref: Ref, chunk: Chunk) -> jax.Array:
-            return own.load_param(share.param(ref), chunk, layout(chunk.width), shape(chunk.width))
-
-        chunks = own.cut()
-        columns = [prepare(formula, [read_param(ref, c) for ref in param_refs]) for c in chunks]
-
-        def statistics(k: Any) -> list[list[jax.Array]]:
-            """Those of each row of step `k`."""
-            first = share.first_row(jnp.minimum(k, count - 1))
-
-            def number(row: int) -> Any:
-                return first + row if placed is None else placed.row(first + row)
-
-            return [[ref[number(row)] for ref in stat_refs] for row in together]
-
-        def read(stages: Sequence[Ref], at: Any, row: int, chunk: Chunk) -> list[jax.Array]:
-            here = pl.ds(chunk.stage_start, chunk.width)
-            refs, width = [ref.at[at, row, here] for ref in stages], chunk.width
-            of_chunk = layout(width)
-            return [widen(load(ref, of_chunk, shape(width)), of_chunk) for ref in refs]
-
-        def sum_of(terms: dict[int, jax.Array]) -> jax.Array:
-            """Of each warp, from the chunks' sums for each of their widths.
-
-            Only results name the layout: each load that did would cost Mosaic's inference.
-            """
-            of_widths = [plgpu.layout_cast(value, layout(width)) for width, value in terms.items()]
-            return functools.reduce(operator.add, [jnp.sum(value, axis=1) for value in of_widths])
-
-        def reduce_rows(k: Any, row_stats: list[list[jax.Array]]) -> None:
-            """Publishes the rows' sums, each warp those of its columns."""
-            at = stage(k)
-            plgpu.barrier_wait(full.at[at])
-            sums_of = range(formula.row_sums)
-            totals: list[list[dict[int, jax.Array]]] = [[{} for _ in sums_of] for _ in together]
-            for chunk, given in zip(chunks, columns):
-                for row in together:
-                    elements = read(rings[: formula.summed], at, row, chunk)
-                    terms = formula.terms(elements, given, row_stats[row])
-                    terms = [own.skip_others(term, chunk) for term in terms]
-                    for total, term in zip(totals[row], terms):
-                        width = chunk.width
-                        total[width] = total[width] + term if width in total else term
-            parts = [sum_of(total) for row_totals in totals for total in row_totals]
-            sums.publish(exchanged, parts, k)
-
-        def finish_rows(k: Any, row_stats: list[list[jax.Array]], carried: Arrays) -> Arrays:
-            """The row results and the column sums; then the stage is filled again."""
-            totals = sums.collect(exchanged, k)
-            for row in together:
-                carried = add_row(k, row, row_stats[row], totals, carried)
-            release_used()
-            pl.when(k + ring.stages < count)(functools.partial(fill, k + ring.stages))
-            return carried
-
-        def add_row(k: Any, row: int, row_stats: Arrays, totals: Arrays, carried: Arrays) -> Arrays:
-            at, index, first = stage(k), share.first_row(k) + row, row * formula.row_sums
-            added: list[jax.Array] = []
-            for chunk, given in zip(chunks, columns):
-                values, terms = formula.finish(
-                    read(rings, at, row, chunk),
-                    given,
-                    row_stats,
-                    totals[first : first + formula.row_sums],
-                )
-                for ref, value in zip(result_refs, values):
-                    own.store(ref, index, chunk, value, layout(chunk.width))
-                added += terms
-            if share.has_stale_rows:
-                is_new, shapes = share.is_new(index, k), dict.fromkeys(a.shape for a in added)
-                masks = {shape: lax.broadcast_in_dim(is_new, shape, ()) for shape in shapes}
-                added = [jnp.where(masks[a.shape], a, jnp.float32(0)) for a in added]
-            return [a + b for a, b in zip(carried, added)]
-
-        def step(k: Any, carry: Any) -> Any:
-            """Reduces step `k`, finishes step ``k - lag``; reads the statistics of ``k + 1``."""
-            (*before, now), carried = carry
-            ahead = statistics(k + 1)
-            if ring.lag:
-                pl.when(k < count)(functools.partial(reduce_rows, k, now))
-            else:
-                reduce_rows(k, now)
-            queue = [*before, now, ahead]
-            return queue[1:], finish_rows(k - ring.lag, queue[0], carried)
-
-        zeros = {
-            width: plgpu.layout_cast(jnp.zeros(shape(width), jnp.float32), layout(width))
-            for width in dict.fromkeys(chunk.width for chunk in chunks)
-        }
-        carried = [zeros[chunk.width] for chunk in chunks for _ in range(formula.column_sums)]
-        queue = [statistics(jnp.int32(k)) for k in range(1 + ring.lag)]
-        sums.ready()
-        for k in range(ring.lag):
-            pl.when(k < count)(functools.partial(reduce_rows, jnp.int32(k), queue[k]))
-        _, carried = lax.fori_loop(ring.lag, count + ring.lag, step, (queue, carried))
-        for j, ref in enumerate(partial_refs):
-            for chunk, value in zip(chunks, carried[j :: formula.column_sums]):
-                own.store_sum(ref, block, chunk, value, layout(chunk.width))
-
-    def layout(width: int) -> Layout:
-        """Of a chunk."""
-        return warps_layout(width // WARPGROUP_THREADS)
-
-    def shape(width: int) -> tuple[int, int]:
-        return WARPS, width // WARPS
-
+    part = ring.slice(cols)
+    copies = len(operands.rows) * ring.rows * len(part.pieces())  # of a stage
     stages = ring.warpgroups * ring.stages
-    copies = len(operands.rows) * ring.rows * len(slice_.runs())  # of a stage
     outputs = launch(
         body,
         operands.arrays,
@@ -253,7 +263,7 @@ def ring_backward(
         cluster=ring.cluster,
         warpgroups=ring.warpgroups,
         scratch=[
-            *[plgpu.SMEM((stages, ring.rows, slice_.width), v.dtype) for v in operands.rows],
+            *[plgpu.SMEM((stages, ring.rows, part.width), v.dtype) for v in operands.rows],
             plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             *sums.scratch(),
         ],
@@ -261,3 +271,27 @@ def ring_backward(
     )
     of_rows = [output.reshape(rows, cols) for output in outputs[: len(results)]]
     return (*of_rows, *outputs[len(results) :])
+
+
+def _load_param(ref: Ref, unit: Piece) -> jax.Array:
+    """A unit of a ``(cols,)`` ref."""
+    return unit.load_param(ref, _layout(unit.width), _shape(unit.width))
+
+
+def _of_warps(terms: dict[int, jax.Array]) -> jax.Array:
+    """The sums of each warp, of those of units for each of their widths.
+
+    Only results name the layout: each load that did would cost Mosaic's inference.
+    """
+    of_widths = [plgpu.layout_cast(value, _layout(width)) for width, value in terms.items()]
+    return functools.reduce(operator.add, [jnp.sum(value, axis=1) for value in of_widths])
+
+
+def _layout(width: int) -> Layout:
+    """Of a unit."""
+    return warps_layout(width // WARPGROUP_THREADS)
+
+
+def _shape(width: int) -> tuple[int, int]:
+    """Of a unit, in registers."""
+    return WARPS, width // WARPS

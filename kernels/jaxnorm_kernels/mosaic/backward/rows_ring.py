@@ -11,7 +11,7 @@ The last stage of all overlaps the one before it where the rows do not divide; i
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, Operands, prepare, split
-from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_used, warpgroup_barrier
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, Refs, RowOperands, prepare
+from jaxnorm_kernels.mosaic.backward.stages import Stages
+from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, warpgroup_barrier
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch, split
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
@@ -33,8 +34,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     store,
 )
 from jaxnorm_kernels.mosaic.device.registers import load_columns, widen
+from jaxnorm_kernels.mosaic.rows.pieces import Piece
 from jaxnorm_kernels.mosaic.rows.shares import Share
-from jaxnorm_kernels.mosaic.rows.tiles import Piece, RowTile
+from jaxnorm_kernels.mosaic.rows.tiles import RowTile
 
 # Rows of column sums whose loads are under way together, at the end of a block.
 _ADDED_AT_A_TIME = 8
@@ -63,10 +65,132 @@ class RowsRing:
         """Rows that the warpgroup holds at a time."""
         return WARPGROUP_THREADS // self.threads
 
+    def tile(self, cols: int) -> RowTile:
+        """How it holds them."""
+        return RowTile(cols, self.vector, threads=self.threads, height=self.height)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """What a block, which is a warpgroup, does with its rows, tile by tile.
+
+    Attributes:
+      tops: first rows of the tiles of a stage.
+      stages, held: the ring, and ``(stages, rows, columns)`` of each row operand.
+      shared: for each piece of a row its columns of all rows of a tile, to add up.
+      columns: what the formula needs of the parameters, for each piece.
+    """
+
+    formula: Formula
+    tile: RowTile
+    tops: Sequence[int]
+    refs: Refs
+    stages: Stages
+    held: Sequence[Ref]
+    share: Share
+    shared: Sequence[Ref]
+    columns: Sequence[Arrays]
+
+    def run(self, block: Any) -> None:
+        """Each step in turn; then the column sums of the block are written."""
+        carried = self.no_sums()
+        start = (self.statistics(jnp.int32(0)), carried)
+        _, carried = lax.fori_loop(0, self.stages.steps, self.step, start)
+        for j, target in enumerate(self.refs.partials):
+            for ref, value in zip(self.shared, carried[j :: self.formula.column_sums]):
+                store(ref, value)
+            warpgroup_barrier()
+            for piece, ref in zip(self.tile.pieces(), self.shared):
+                store(target.at[block, piece.columns()], self.add_rows(ref))
+            warpgroup_barrier()
+
+    def step(self, k: Any, carry: Any) -> Any:
+        """The row results of step `k` and, with it, the column sums; then its stage is free."""
+        stats, carried = carry
+        # The next rows' statistics have all of this stage's work to arrive.
+        ahead = self.statistics(jnp.minimum(k + 1, self.stages.steps - 1))
+        at = self.stages.wait(k)
+        for top, of_tile in zip(self.tops, stats):
+            carried = self.finish_tile(k, at, top, of_tile, carried)
+        self.stages.refill(k)
+        return ahead, carried
+
+    def statistics(self, k: Any) -> list[list[jax.Array]]:
+        """Those of the rows of step `k`, for each tile."""
+        first, layout = self.share.first_row(k), self.tile.layout.reduce(1)
+        return [
+            [load(ref.at[pl.ds(first + top, self.tile.height)], layout) for ref in self.refs.stats]
+            for top in self.tops
+        ]
+
+    def finish_tile(
+        self, k: Any, at: Any, top: int, stats: Arrays, carried: Arrays
+    ) -> list[jax.Array]:
+        """Reduces the rows of a tile, stores their results, and adds to the column sums."""
+        tile, formula = self.tile, self.formula
+        summed = self.read(at, top, self.held[: formula.summed])
+        of_rows = [[tile.broadcast(stat, v) for stat in stats] for v, *_ in summed]
+        of_columns = [
+            [lax.broadcast_in_dim(c, v.shape, (1,)) for c in columns]
+            for columns, (v, *_) in zip(self.columns, summed)
+        ]
+        pieces = list(zip(summed, of_columns, of_rows))
+        totals = [tile.sum(term) for term in zip(*(formula.terms(*piece) for piece in pieces))]
+        first, added, results = self.share.first_row(k), [], []
+        rest = self.read(at, top, self.held[formula.summed :])
+        for (elements, columns, of_row), others in zip(pieces, rest):
+            broadcast = [tile.broadcast(total, elements[0]) for total in totals]
+            values, terms = formula.finish([*elements, *others], columns, of_row, broadcast)
+            results.append(values)
+            added += [self.skip_stale(term, k, first + top) for term in terms]
+        for ref, of_pieces in zip(self.refs.results, zip(*results)):
+            tile.store(ref, pl.ds(first + top, tile.height), of_pieces)
+        return [a + b for a, b in zip(carried, added)]
+
+    def read(self, at: Any, top: int, held: Sequence[Ref]) -> list[list[jax.Array]]:
+        """For each piece of a tile, its elements of some of the operands, in float32."""
+        layout, rows = self.tile.layout, pl.ds(top, self.tile.height)
+
+        def elements(ref: Ref, piece: Piece) -> jax.Array:
+            loaded = load_columns(ref.at[at, rows], piece.start, piece.width, layout)
+            return widen(loaded, layout)
+
+        return [[elements(ref, piece) for ref in held] for piece in self.tile.pieces()]
+
+    def skip_stale(self, term: jax.Array, k: Any, first: Any) -> jax.Array:
+        """`term`, and 0 in the rows that are in a step before `k`, too."""
+        if not self.share.has_stale_rows:
+            return term
+        row = first + lax.broadcasted_iota(jnp.int32, term.shape, 0)
+        return jnp.where(self.share.is_new(row, k), term, jnp.float32(0))
+
+    def no_sums(self) -> list[jax.Array]:
+        """0 for each column sum of each piece."""
+        tile = self.tile
+        return [
+            plgpu.layout_cast(jnp.zeros(tile.shape(piece.width), jnp.float32), tile.layout)
+            for piece in tile.pieces()
+            for _ in range(self.formula.column_sums)
+        ]
+
+    def add_rows(self, ref: Ref) -> jax.Array:
+        """The sums over the rows of a ``(height, n)`` ref, for each of its columns."""
+        layout = columns_layout(self.tile.vector, self.tile.threads)
+        height = self.tile.height
+        together = min(height, _ADDED_AT_A_TIME)
+
+        def add(i: Any, total: jax.Array) -> jax.Array:
+            first = i * together
+            parts = [load(ref.at[first + row], layout) for row in range(together)]
+            return functools.reduce(jnp.add, parts, total)
+
+        zeros = plgpu.layout_cast(jnp.zeros(ref.shape[1:], jnp.float32), layout)
+        return lax.fori_loop(0, height // together, add, zeros)
+
 
 def rows_ring_backward(
     formula: Formula,
-    operands: Operands,
+    operands: RowOperands,
     *,
     schedule: RowsRing,
     blocks: int,
@@ -78,125 +202,33 @@ def rows_ring_backward(
     `blocks` are those of a group of rows.
     """
     ring, (rows, cols), groups = schedule, operands.shape, operands.groups
-    height = ring.height
-    if ring.rows % height or rows // groups < ring.rows:
-        raise ValueError(f"{ring} needs k * {height} rows, and {rows // groups} rows are given")
-    tile = RowTile(cols, ring.vector, threads=ring.threads, height=height)
-    column_layout = columns_layout(ring.vector, ring.threads)
-    tops = range(0, ring.rows, height)  # of the tiles of a stage
+    if ring.rows % ring.height or rows // groups < ring.rows:
+        raise ValueError(f"{ring} needs k * {ring.height} rows, not {rows // groups}")
+    tile = ring.tile(cols)
     pieces = tile.pieces()
     sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
 
-    def body(*refs: Ref) -> None:
-        row_refs, stat_refs, param_refs, refs = split(refs, *sizes)
-        result_refs, partial_refs, scratch = split(refs, len(results), formula.column_sums)
-        rings, shared, (full,) = split(scratch, len(row_refs), len(pieces))
-        in_plain_order(*rings, *shared)
+    def body(*arguments: Ref) -> None:
+        refs = Refs.of(arguments, sizes, len(results), formula.column_sums)
+        held, shared, (full,) = split(refs.scratch, len(refs.rows), len(pieces))
+        in_plain_order(*held, *shared)
         block = lax.axis_index(BLOCK)
         share = Share.of(block, rows=rows, groups=groups, blocks=blocks, height=ring.rows)
-        count = share.count()
 
-        def fill(k: Any) -> None:
-            at = lax.rem(k, ring.stages)
-            first = share.first_row(k)
-            for source, target in zip(row_refs, rings):
-                plgpu.copy_gmem_to_smem(
-                    source.at[pl.ds(first, ring.rows)],
-                    target.at[at],
-                    full.at[at],
-                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # of any length
-                )
+        def copies(k: Any, at: Any) -> Iterable[tuple[Ref, Ref]]:
+            step = pl.ds(share.first_row(k), ring.rows)
+            return ((source.at[step], stages.at[at]) for source, stages in zip(refs.rows, held))
 
-        pl.loop(0, jnp.minimum(ring.stages, count))(fill)
+        stages = Stages(ring.stages, share.count(), full, copies)
+        stages.start()
+        params = [share.param(ref) for ref in refs.params]
+        layout = columns_layout(ring.vector, ring.threads)
         columns = [
-            prepare(
-                formula, [load(share.param(ref).at[here(p)], column_layout) for ref in param_refs]
-            )
-            for p in pieces
+            prepare(formula, [load(ref.at[piece.columns()], layout) for ref in params])
+            for piece in pieces
         ]
-
-        def statistics(k: Any) -> list[list[jax.Array]]:
-            """Those of the rows of a stage, for each tile."""
-            first, layout = share.first_row(k), tile.layout.reduce(1)
-            return [
-                [load(ref.at[pl.ds(first + top, height)], layout) for ref in stat_refs]
-                for top in tops
-            ]
-
-        def step(k: Any, carry: Any) -> Any:
-            now, carried = carry
-            # The next rows' statistics have all of this stage's work to arrive.
-            ahead = statistics(jnp.minimum(k + 1, count - 1))
-            at = lax.rem(k, ring.stages)
-            plgpu.barrier_wait(full.at[at])
-            for top, row_stats in zip(tops, now):
-                carried = one_tile(k, at, top, row_stats, carried)
-            release_used()
-            pl.when(k + ring.stages < count)(functools.partial(fill, k + ring.stages))
-            return ahead, carried
-
-        def one_tile(
-            k: Any, at: Any, top: int, row_stats: Arrays, carried: Arrays
-        ) -> list[jax.Array]:
-            def read(ref: Ref, piece: Piece) -> jax.Array:
-                of_tile = ref.at[at, pl.ds(top, height)]
-                loaded = load_columns(of_tile, piece.start, piece.width, tile.layout)
-                return widen(loaded, tile.layout)
-
-            def read_all(some: Sequence[Ref]) -> list[list[jax.Array]]:
-                """Of each piece, its elements in some of the rings."""
-                return [[read(ref, p) for ref in some] for p in pieces]
-
-            summed = read_all(rings[: formula.summed])
-            broadcast = [[tile.broadcast(stat, v) for stat in row_stats] for v, *_ in summed]
-            given = [
-                [lax.broadcast_in_dim(c, v.shape, (1,)) for c in own]
-                for own, (v, *_) in zip(columns, summed)
-            ]
-            args = list(zip(summed, given, broadcast))
-            totals = [tile.sum(term) for term in zip(*(formula.terms(*a) for a in args))]
-            first, added, results_of = share.first_row(k), [], []
-            for (elements, *a), rest in zip(args, read_all(rings[formula.summed :])):
-                to_piece = [tile.broadcast(total, elements[0]) for total in totals]
-                values, terms = formula.finish([*elements, *rest], *a, to_piece)
-                results_of.append(values)
-                added += [skip_stale_rows(term, k, first + top) for term in terms]
-            for ref, pieces_of in zip(result_refs, zip(*results_of)):
-                tile.store(ref, pl.ds(first + top, height), pieces_of)
-            return [a + b for a, b in zip(carried, added)]
-
-        def skip_stale_rows(term: jax.Array, k: Any, first: Any) -> jax.Array:
-            if not share.has_stale_rows:
-                return term
-            row = first + lax.broadcasted_iota(jnp.int32, term.shape, 0)
-            return jnp.where(share.is_new(row, k), term, jnp.float32(0))
-
-        def add_rows(ref: Ref) -> jax.Array:
-            """The sums over the rows of a ``(height, n)`` ref, for each of its columns."""
-
-            def add(i: Any, total: jax.Array) -> jax.Array:
-                first = i * together
-                parts = [load(ref.at[first + row], column_layout) for row in range(together)]
-                return functools.reduce(jnp.add, parts, total)
-
-            together = min(height, _ADDED_AT_A_TIME)
-            zeros = plgpu.layout_cast(jnp.zeros(ref.shape[1:], jnp.float32), column_layout)
-            return lax.fori_loop(0, height // together, add, zeros)
-
-        carried = [
-            plgpu.layout_cast(jnp.zeros(tile.shape(p.width), jnp.float32), tile.layout)
-            for p in pieces
-            for _ in range(formula.column_sums)
-        ]
-        start = (statistics(jnp.int32(0)), carried)
-        _, carried = lax.fori_loop(0, count, step, start)
-        for j, target in enumerate(partial_refs):
-            for ref, value in zip(shared, carried[j :: formula.column_sums]):
-                store(ref, value)
-            warpgroup_barrier()
-            for p, ref in zip(pieces, shared):
-                store(target.at[block, here(p)], add_rows(ref))
-            warpgroup_barrier()
+        tops = range(0, ring.rows, ring.height)
+        _Kernel(formula, tile, tops, refs, stages, held, share, shared, columns).run(block)
 
     return launch(
         body,
@@ -209,13 +241,8 @@ def rows_ring_backward(
         blocks=groups * blocks,
         scratch=[
             *[plgpu.SMEM((ring.stages, ring.rows, cols), v.dtype) for v in operands.rows],
-            *[plgpu.SMEM((height, p.width), jnp.float32) for p in pieces],
+            *[plgpu.SMEM((ring.height, piece.width), jnp.float32) for piece in pieces],
             plgpu.Barrier(num_arrivals=len(operands.rows), num_barriers=ring.stages),
         ],
         auto_barriers=False,
     )
-
-
-def here(piece: Piece) -> Any:
-    """The columns of a piece."""
-    return pl.ds(piece.start, piece.width)

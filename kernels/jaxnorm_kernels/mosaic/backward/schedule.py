@@ -34,13 +34,16 @@ from jaxnorm_kernels.specs import Spec
 
 NormSchedule = Ring | RowsRing | Direct
 
-# What a thread needs beside what it keeps of its columns: addresses, and a chunk of both inputs.
+# What a thread needs beside what it keeps of its columns: addresses, and a unit of both inputs.
 _OTHER_REGISTERS = 40
 # Barriers, the sums that are being exchanged, and Mosaic's own scratch.
 _OTHER_SHARED_BYTES = 6 * 1024
 COPY_BYTES = 16  # What the copy engine copies is a multiple of, and where it starts.
-# Of all inputs, in a stage of narrow rows: of up to a KiB, and of more.
-_SHORT_STAGE_BYTES, _STAGE_BYTES = 8 * 1024, 16 * 1024
+# Narrow rows, from the sweep (`benchmarks/sweeps/backward.py`). Bytes of all inputs: of a short row
+# at most, of a stage of short rows, and of one of others; and how many stages.
+_SHORT_ROW_BYTES, _SHORT_STAGE_BYTES, _STAGE_BYTES, _MOST_ROW_STAGES = 1024, 8 * 1024, 16 * 1024, 3
+# So many columns of a thread leave registers for three blocks; more, for two.
+_THREE_BLOCKS_COLUMNS = 8
 
 
 def persistent_blocks(
@@ -89,14 +92,21 @@ _DIRECT = ((2048, 1, 4), (4096, 2, 2), (8192, 4, 1))
 # time, or three blocks, hide that. LayerNorm reaches 0.97 of copy bandwidth, not 0.92, over 768
 # columns of float32; over 512 of bfloat16 it would be 0.83, not 0.87 (H100).
 _WARPGROUP_ROWS = 768
+# Rows that a ring of narrow ones needs: the most of a tile, whose rows two threads of a warp have.
+_LEAST_NARROW_ROWS = WARPGROUP_THREADS // 2
 
 # Softmax rows in registers: columns up to, warpgroups. Beyond 48 columns of a thread fewer blocks
 # fit a multiprocessor.
 _HELD = ((6144, 1), (12288, 2), (12288, 4))
 # The same with a sum of each column: 32 columns of a thread.
 _SUMMED = ((4096, 1), (8192, 2), (16384, 4))
-# Rows, or tiles of them, for each row of partial sums of a bias' gradient.
+# Rows, or tiles of them, for each row of partial sums of a bias' gradient, which are in float32:
+# little beside so many.
 _ROWS_OF_SPLIT = 8
+# Blocks of a multiprocessor that add such sums up, at most.
+_MOST_SPLIT_BLOCKS = 8
+# Vectors of a softmax's row from which it has a warpgroup, and not threads of a warp.
+_WARPGROUP_VECTORS = 4 * WARP
 # Columns up to which a warp has a causal row, in units of a vector for each of its threads.
 _CAUSAL_TILE = 2048
 # What a thread has of each input, at most: its registers, and how many loads it waits for.
@@ -116,7 +126,7 @@ def norm_schedule(spec: Spec, gpu: Gpu | None = None) -> NormSchedule | None:
     gpu = gpu or local_gpu()
     if not _copied(spec):
         return _ring_of_windows(spec, gpu) or direct(spec)
-    if spec.cols < _WARPGROUP_ROWS and _rows(spec) >= 2 * WARP:  # the most rows of a tile
+    if spec.cols < _WARPGROUP_ROWS and _rows(spec) >= _LEAST_NARROW_ROWS:
         return rows_ring(spec, gpu)
     return ring(spec, gpu)
 
@@ -149,16 +159,16 @@ def rows_ring(spec: Spec, gpu: Gpu | None = None) -> RowsRing:
     while threads > 2 and spec.cols < threads * vector:
         threads //= 2
     ring = RowsRing(vector, threads)
-    # 8 columns of a thread leave registers for three blocks.
-    blocks_per_sm = 3 if spec.cols <= 8 * threads else 2
-    stage_bytes = _SHORT_STAGE_BYTES if _row_bytes(spec) <= 1024 else _STAGE_BYTES
+    blocks_per_sm = 3 if spec.cols <= _THREE_BLOCKS_COLUMNS * threads else 2
+    is_short = _row_bytes(spec) <= _SHORT_ROW_BYTES
+    stage_bytes = _SHORT_STAGE_BYTES if is_short else _STAGE_BYTES
     rows = max(1, stage_bytes // (ring.height * _row_bytes(spec))) * ring.height
     while rows > ring.height and rows > _rows(spec):
         rows -= ring.height
     step_bytes = rows * _row_bytes(spec)
     while blocks_per_sm > 1 and _shared_bytes(gpu, blocks_per_sm) < 2 * step_bytes:
         blocks_per_sm -= 1
-    stages = min(3, _shared_bytes(gpu, blocks_per_sm) // step_bytes)
+    stages = min(_MOST_ROW_STAGES, _shared_bytes(gpu, blocks_per_sm) // step_bytes)
     return dataclasses.replace(ring, rows=rows, stages=stages, blocks_per_sm=blocks_per_sm)
 
 
@@ -182,7 +192,7 @@ def ring(spec: Spec, gpu: Gpu, window: Window | None = None) -> Ring | None:
         wide_ring(spec, warpgroups, cluster, blocks_per_sm, rows, window, gpu)
         for warpgroups, blocks_per_sm in shapes
     )
-    return next((found for found in rings if found), None)
+    return next((ring for ring in rings if ring), None)
 
 
 def wide_ring(
@@ -227,11 +237,11 @@ def wide_ring(
 def _registers(spec: Spec, width: int) -> int:
     """Of a thread, with `width` columns in its warpgroup."""
     # A column has its sums; and G, 1 / G and the bias, as `columns` of the formulas says.
-    kept = 0
+    held = 0
     for norm in spec.norms:
         has_scale, has_bias = norm.scale_dtype is not None, norm.bias_dtype is not None
-        kept += 2 * has_scale + has_bias if norm.saved == "output" else has_scale
-    of_column = (_column_sums(spec) + kept) * len(spec.norms)  # what is under way, too
+        held += 2 * has_scale + has_bias if norm.saved == "output" else has_scale
+    of_column = (_column_sums(spec) + held) * len(spec.norms)  # what is under way, too
     return of_column * (width // WARPGROUP_THREADS) + _OTHER_REGISTERS
 
 
@@ -315,7 +325,7 @@ def _tile(spec: Spec) -> InRegisters | None:
     """Rows that the threads of a warp share."""
     vector = _vector(spec)
     vectors = spec.cols // vector
-    if vectors < 4 * WARP:
+    if vectors < _WARPGROUP_VECTORS:
         threads = next(n for n in (WARP, 16, 8, 4, 2, 1) if n <= vectors)
         rows = WARPGROUP_THREADS // threads
         if spec.rows >= rows:
@@ -326,7 +336,9 @@ def _tile(spec: Spec) -> InRegisters | None:
 def _placed_tile(spec: Spec) -> InRegisters | None:
     """The same of a run. Above the diagonal, the units of a warp skip more than a warpgroup's."""
     vector = _vector(spec)
-    most = _CAUSAL_TILE if spec.causal and not _sums_columns(spec) else 4 * WARP * vector - 1
+    most = _WARPGROUP_VECTORS * vector - 1
+    if spec.causal and not _sums_columns(spec):
+        most = _CAUSAL_TILE
     if spec.cols > most:
         return None
     threads = next(n for n in (WARP, 16, 8, 4, 2) if n * vector <= spec.cols)
@@ -365,23 +377,24 @@ def _sums_columns(spec: Spec) -> bool:
 def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
     """Blocks, or clusters, for the rows of x that share one of the bias.
 
-    As many as run at a time. Each writes sums in float32, which is little beside eight rows.
+    As many as run at a time.
     """
     shared = spec.logits_bias_rows
     if not _sums_columns(spec) or shared is None:
         return 1
     is_own = bool(shared.segments) and shared.segments[-1][1]
-    own, sharing = shared.rows, shared.sharing
+    rows, sharing = shared.rows, shared.sharing
     if is_own:
-        own //= schedule.rows
+        rows //= schedule.rows
     else:
         sharing //= schedule.rows
     threads = schedule.warpgroups * WARPGROUP_THREADS
     # y, d and the sum of a column.
     values = 3 * spec.cols * schedule.rows // (schedule.cluster * threads)
-    blocks_per_sm = min(8, max(1, REGISTERS // ((values + _OTHER_REGISTERS) * threads)))
+    by_registers = REGISTERS // ((values + _OTHER_REGISTERS) * threads)
+    blocks_per_sm = min(_MOST_SPLIT_BLOCKS, max(1, by_registers))
     wanted = blocks_per_sm * gpu.at_a_time(schedule.cluster)
-    return max(1, min(-(-wanted // own), sharing // _ROWS_OF_SPLIT))
+    return max(1, min(-(-wanted // rows), sharing // _ROWS_OF_SPLIT))
 
 
 def _power_of_2_from(n: int) -> int:

@@ -27,11 +27,10 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic import elementwise, strip_schedule
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
 from jaxnorm_kernels.mosaic.backward.bias_sums import BiasSums
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays
-from jaxnorm_kernels.mosaic.backward.formulas import Operands as RowOperands
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, RowOperands
 from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters, in_registers_backward
 from jaxnorm_kernels.mosaic.backward.strided import strided_backward
-from jaxnorm_kernels.mosaic.device.launch import found
+from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.device.registers import widen
 from jaxnorm_kernels.mosaic.rows.logits import Place
@@ -100,12 +99,12 @@ def softmax_bwd(
         (dx,) = strided_backward(
             formula,
             RowOperands([y, dy]),
-            strips=found(strip_schedule.strips_of(spec), spec),
+            strips=required(strip_schedule.strips_of(spec), spec),
             results=[spec.x_dtype],
             name=f"jaxnorm_{spec.op}_strided_bwd",
         )
         return Operands(dx)
-    schedule = found(schedule or schedules.softmax_schedule(spec), spec)
+    schedule = required(schedule or schedules.softmax_schedule(spec), spec)
     tile = schedule.tile(spec.cols)
     sums = None
     if formula.bias is not None and spec.logits_bias_dtype is not None and formula.column_sums:

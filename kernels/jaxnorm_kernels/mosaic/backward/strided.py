@@ -22,17 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.backward.formulas import (
-    Formula,
-    InnerFormula,
-    Operands,
-    prepare,
-    split,
-)
+from jaxnorm_kernels.mosaic.backward.formulas import Formula, InnerFormula, RowOperands, prepare
 from jaxnorm_kernels.mosaic.device.barriers import warpgroup_barrier
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref, store
-from jaxnorm_kernels.mosaic.rows.shares import Chunk
+from jaxnorm_kernels.mosaic.rows.pieces import Piece
 from jaxnorm_kernels.mosaic.rows.strip_exchange import Parts, StripExchange
 from jaxnorm_kernels.mosaic.rows.strips import Stat, Strip, Strips
 
@@ -51,36 +45,36 @@ class _ColumnSums:
     def clear(self, strip: Strip) -> None:
         """Before the first strip."""
 
-        def clear(chunk: Chunk) -> None:
+        def clear(piece: Piece) -> None:
             for ref in self.refs:
-                store(self._of(ref, chunk), strip.no_columns())
+                store(self._of(ref, piece), strip.no_columns())
 
-        strip.each_chunk(clear, together=1)
+        strip.each_piece(clear, together=1)
 
-    def add(self, strip: Strip, chunk: Chunk, terms: Sequence[jax.Array]) -> None:
-        """Adds the sums over the inner elements of a chunk."""
+    def add(self, strip: Strip, piece: Piece, terms: Sequence[jax.Array]) -> None:
+        """Adds the sums over the inner elements of a piece."""
         for ref, term in zip(self.refs, terms, strict=True):
-            here = self._of(ref, chunk)
+            here = self._of(ref, piece)
             store(here, strip.load_columns(here) + strip.sum_inner(term))
 
     def write(self, strip: Strip, partials: Sequence[Ref]) -> None:
         """After the last strip: to the block's row of each ``(blocks, cols)`` ref."""
         warpgroup_barrier()
 
-        def write(chunk: Chunk) -> None:
+        def write(piece: Piece) -> None:
             for ref, partial in zip(self.refs, partials, strict=True):
-                there = partial.at[lax.axis_index(BLOCK), pl.ds(chunk.start, chunk.width)]
-                store(there, strip.load_columns(self._of(ref, chunk)))
+                there = partial.at[lax.axis_index(BLOCK), pl.ds(piece.start, piece.width)]
+                store(there, strip.load_columns(self._of(ref, piece)))
 
-        strip.each_chunk(write)
+        strip.each_piece(write)
 
-    def _of(self, ref: Ref, chunk: Chunk) -> Ref:
-        return ref.at[lax.axis_index(WARPGROUP), pl.ds(chunk.stage_start, chunk.width)]
+    def _of(self, ref: Ref, piece: Piece) -> Ref:
+        return ref.at[lax.axis_index(WARPGROUP), pl.ds(piece.stage_start, piece.width)]
 
 
 def strided_backward(
     formula: Formula,
-    operands: Operands,
+    operands: RowOperands,
     *,
     strips: Strips,
     results: Sequence[np.dtype],
@@ -110,37 +104,37 @@ def strided_backward(
         column_sums = _ColumnSums(refs)
 
         def finish(strip: Strip) -> None:
-            stats = [strip.along(strip.stat(ref)) for ref in stat_refs]
+            stats = [strip.broadcast(strip.stat(ref)) for ref in stat_refs]
 
-            def elements(chunk: Chunk, count: int) -> list[jax.Array]:
-                return [strip.read(k, chunk) for k in range(count)]
+            def elements(piece: Piece, count: int) -> list[jax.Array]:
+                return [strip.read(k, piece) for k in range(count)]
 
-            own: Sequence[jax.Array] = ()
+            params: Sequence[jax.Array] = ()
             if inner is None:
                 columns = strip.params(param_refs, functools.partial(prepare, formula))
             else:
-                own = prepare(formula, [strip.inner_param(ref) for ref in param_refs])
-                columns = strip.same_of_columns(own)
+                params = prepare(formula, [strip.inner_param(ref) for ref in param_refs])
+                columns = strip.same_of_columns(params)
 
-            def terms(chunk: Chunk) -> list[jax.Array]:
-                return formula.terms(elements(chunk, formula.summed), columns(chunk), stats)
+            def terms(piece: Piece) -> list[jax.Array]:
+                return formula.terms(elements(piece, formula.summed), columns(piece), stats)
 
             totals = exchange(exchanged, strip.step, _add_parts, strip.sum(terms, formula.row_sums))
             if inner is not None:
                 for ref, total in zip(inner_refs, inner.gradients(totals)):
                     strip.store_inner(ref, total)
-                totals = inner.totals(totals, own)
-            along = [strip.along(strip.group_sum(total)) for total in totals]
+                totals = inner.totals(totals, params)
+            wide = [strip.broadcast(strip.group_sum(total)) for total in totals]
 
-            def write(chunk: Chunk) -> None:
+            def write(piece: Piece) -> None:
                 values, terms = formula.finish(
-                    elements(chunk, len(row_refs)), columns(chunk), stats, along
+                    elements(piece, len(row_refs)), columns(piece), stats, wide
                 )
                 for ref, value in zip(result_refs, values):
-                    strip.store(ref, chunk, value)
-                column_sums.add(strip, chunk, terms)
+                    strip.store(ref, piece, value)
+                column_sums.add(strip, piece, terms)
 
-            strip.each_chunk(write)
+            strip.each_piece(write)
 
         exchange.open()
         first = Strip.of(strips, lax.axis_index(BLOCK), jnp.int32(0), stages)

@@ -24,8 +24,7 @@ import jax.numpy as jnp
 from jaxnorm_kernels import composed
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.backward import schedule as schedules
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays
-from jaxnorm_kernels.mosaic.backward.formulas import Operands as RowOperands
+from jaxnorm_kernels.mosaic.backward.formulas import Arrays, RowOperands
 from jaxnorm_kernels.mosaic.backward.norm import norm_bwd
 from jaxnorm_kernels.mosaic.backward.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing, rows_ring_backward

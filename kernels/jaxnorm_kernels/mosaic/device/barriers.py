@@ -3,8 +3,8 @@
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
-from jax.experimental.mosaic.gpu import utils as mosaic_gpu
 
+from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 
 
@@ -16,7 +16,7 @@ def warpgroup_barrier() -> None:
     @plgpu.inline_mgpu()
     def barrier(context: Any) -> None:
         del context
-        mosaic_gpu.warpgroup_barrier()
+        mgpu.utils.warpgroup_barrier()
 
     barrier()
 

@@ -11,13 +11,11 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, vector
-from jax.experimental.mosaic.gpu import FragmentedArray, utils
 
+from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, flat_index, load, store
-from jaxnorm_kernels.mosaic.device.registers import elements_of, in_global
+from jaxnorm_kernels.mosaic.device.mgpu import arith, ir, llvm, utils, vector
 
 
 def load_each(ref: Ref, first: Any, shape: tuple[int, ...], layout: Layout) -> jax.Array:
@@ -33,17 +31,16 @@ def load_each(ref: Ref, first: Any, shape: tuple[int, ...], layout: Layout) -> j
     )
     def read(context: Any, ref: Any, index: Any) -> Any:
         del context
-        kind, base = ir.MemRefType(ref.type).element_type, in_global(utils.memref_ptr(ref))
-        registers = index.registers.copy()
-        for at, register in enumerate(index.registers.flat):
-            loaded = [
-                llvm.load(kind, utils.getelementptr(base, [i], kind)) for i in elements_of(register)
+        kind, base = ir.MemRefType(ref.type).element_type, mgpu.in_global(utils.memref_ptr(ref))
+
+        def loaded(indices: Any) -> Any:
+            elements = [
+                llvm.load(kind, utils.getelementptr(base, [i], kind))
+                for i in mgpu.elements_of(indices)
             ]
-            registers.flat[at] = vector.from_elements(
-                ir.VectorType.get((len(loaded),), kind), loaded
-            )
-        signed = None if isinstance(kind, ir.FloatType) else True
-        return FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=signed)
+            return vector.from_elements(ir.VectorType.get((len(elements),), kind), elements)
+
+        return mgpu.map_registers(index, loaded, mgpu.is_signed(kind))
 
     return read(ref, index)
 
@@ -58,10 +55,10 @@ def store_each(ref: Ref, first: Any, value: jax.Array, layout: Layout) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
     def write(context: Any, ref: Any, value: Any, index: Any) -> None:
         del context
-        base = in_global(utils.memref_ptr(ref))
+        base = mgpu.in_global(utils.memref_ptr(ref))
         kind = ir.MemRefType(ref.type).element_type
         for register, indices in zip(value.registers.flat, index.registers.flat):
-            for element, i in zip(elements_of(register), elements_of(indices)):
+            for element, i in zip(mgpu.elements_of(register), mgpu.elements_of(indices)):
                 _store(element, utils.getelementptr(base, [i], kind), _is_inside(i, size))
 
     index = first + flat_index(value.shape, layout)
@@ -90,14 +87,17 @@ def store_inside(
         moves = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
         kind = ir.MemRefType(ref.type).element_type
         for register, _, _, address in moves:
-            elements, indices = register(value.registers), elements_of(register(index.registers))
-            there, ends = in_global(address), [indices[0], indices[-1]]
+            elements, indices = (
+                register(value.registers),
+                mgpu.elements_of(register(index.registers)),
+            )
+            there, ends = mgpu.in_global(address), [indices[0], indices[-1]]
             inside = [_is_inside(i, size) for i in ends]
             is_whole = arith.andi(*inside)
             with utils.when(is_whole):
                 llvm.store(elements, there)
             with utils.when(arith.xori(*inside)):
-                for k, (element, i) in enumerate(zip(elements_of(elements), indices)):
+                for k, (element, i) in enumerate(zip(mgpu.elements_of(elements), indices)):
                     at = utils.getelementptr(there, [k], kind)
                     _store(element, at, _is_inside(i, size))
 
@@ -122,8 +122,8 @@ def store_vectors(
         one_tile = utils.memref_reshape(ref, (*[1] * len(value.shape), *value.shape))
         moves = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
         for register, _, _, address in moves:
-            with utils.when(elements_of(register(inside.registers))[0]):
-                llvm.store(register(value.registers), in_global(address))
+            with utils.when(mgpu.elements_of(register(inside.registers))[0]):
+                llvm.store(register(value.registers), mgpu.in_global(address))
 
     at = start + flat_index(value.shape, layout)
     target = ref.at[pl.ds(start, value.size)].reshape(*value.shape)
@@ -161,5 +161,4 @@ def _store(element: Any, address: Any, predicate: Any) -> None:
 
 def _is_inside(index: Any, size: int) -> Any:
     """Whether an index is in ``[0, size)``: a negative one is a large unsigned number."""
-    limit = utils.c(size, ir.IntegerType.get_signless(32))
-    return arith.cmpi(arith.CmpIPredicate.ult, index, limit)
+    return arith.cmpi(arith.CmpIPredicate.ult, index, mgpu.i32(size))

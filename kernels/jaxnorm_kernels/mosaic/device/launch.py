@@ -40,7 +40,7 @@ def is_interpreted() -> bool:
     return _interpreted.get()
 
 
-def found[T](schedule: T | None, spec: Spec) -> T:
+def required[T](schedule: T | None, spec: Spec) -> T:
     """The schedule for a call; `supports` refuses those that have none."""
     if schedule is None:
         raise ValueError(f"no kernel takes the rows of {spec}")
@@ -93,3 +93,12 @@ def launch(
         refs = [jax.new_ref(operand) for operand in operands[:overwritten]]
         results = kernel(*refs, *operands[overwritten:])
         return (*[jax.freeze(ref) for ref in refs], *results)
+
+
+def split(refs: Sequence[Any], *sizes: int) -> tuple[Sequence[Any], ...]:
+    """`refs` in parts of these sizes, and the rest."""
+    parts = []
+    for size in sizes:
+        parts.append(refs[:size])
+        refs = refs[size:]
+    return (*parts, refs)

@@ -8,10 +8,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax.experimental.mosaic.gpu import FragmentedArray, utils
 
+from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
+from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, ir
 
 WARP = 32  # threads of a warp
 WARPS = 4  # warps of a warpgroup
@@ -102,12 +102,12 @@ def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) 
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout))
     def index(context: Any) -> Any:
         del context
-        i32, mgpu = ir.IntegerType.get_signless(32), layout.to_mgpu()
+        kind, held = mgpu.i32_type(), layout.to_mgpu()
         total = None
         for axis, size in enumerate(along):
-            here = FragmentedArray.broadcasted_iota(i32, shape, axis, mgpu, is_signed=True)
+            here = FragmentedArray.broadcasted_iota(kind, shape, axis, held, is_signed=True)
             if total is not None:
-                sizes = FragmentedArray.splat(utils.c(size, i32), shape, mgpu, is_signed=True)
+                sizes = FragmentedArray.splat(mgpu.i32(size), shape, held, is_signed=True)
                 here = total * sizes + here
             total = here
         return total
@@ -136,7 +136,7 @@ def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) 
     )
     def read(context: Any, ref: Any) -> Any:
         del context
-        signed = None if isinstance(ir.MemRefType(ref.type).element_type, ir.FloatType) else True
+        signed = mgpu.is_signed(ir.MemRefType(ref.type).element_type)
         return FragmentedArray.load_untiled(
             ref, layout=layout.to_mgpu(), is_signed=signed, optimized=False
         )

@@ -11,14 +11,19 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, builtin, llvm, vector
-from jax.experimental.mosaic.gpu import FragmentedArray, utils
 
+from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, load, store
-
-_GLOBAL = 1  # LLVM's number of global memory.
+from jaxnorm_kernels.mosaic.device.mgpu import (
+    FragmentedArray,
+    arith,
+    builtin,
+    ir,
+    llvm,
+    utils,
+    vector,
+)
 
 
 def widen(value: jax.Array, layout: Layout) -> jax.Array:
@@ -36,12 +41,7 @@ def widen(value: jax.Array, layout: Layout) -> jax.Array:
     )
     def widened(context: Any, value: Any) -> Any:
         del context
-        registers = value.registers.copy()
-        for at, register in enumerate(value.registers.flat):
-            registers.flat[at] = _widen_register(register)
-        return FragmentedArray(
-            _registers=registers, _layout=value.layout, _is_signed=value.is_signed
-        )
+        return mgpu.map_registers(value, _widen_register)
 
     return widened(value)
 
@@ -91,8 +91,8 @@ def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
         ref = builtin.unrealized_conversion_cast([of_bytes], [same])
         if tuple(of_bits.shape) != shape:
             ref = utils.memref_reshape(ref, shape)
-        mgpu = layout.to_mgpu()
-        return FragmentedArray.load_untiled(ref, layout=mgpu, is_signed=True, optimized=False)
+        held = layout.to_mgpu()
+        return FragmentedArray.load_untiled(ref, layout=held, is_signed=True, optimized=False)
 
     return read(ref)
 
@@ -107,32 +107,18 @@ def _widen_register(register: Any) -> Any:
     (elements,) = ir.VectorType(register.type).shape
     if elements == 1:
         return arith.extf(ir.VectorType.get((1,), ir.F32Type.get()), register)
-    i32, half = ir.IntegerType.get_signless(32), elements // 2
-    pairs = ir.VectorType.get((half,), i32)
+    half = elements // 2
+    pairs = ir.VectorType.get((half,), mgpu.i32_type())
     floats = ir.VectorType.get((half,), ir.F32Type.get())
 
     def all_of(value: int) -> Any:
-        splat = ir.DenseElementsAttr.get_splat(pairs, ir.IntegerAttr.get(i32, value))
+        splat = ir.DenseElementsAttr.get_splat(pairs, ir.IntegerAttr.get(mgpu.i32_type(), value))
         return arith.constant(pairs, splat)
 
     words = vector.bitcast(pairs, register)
     first = vector.bitcast(floats, arith.shli(words, all_of(16)))
     second = vector.bitcast(floats, arith.andi(words, all_of(-(2**16))))
     return vector.shuffle(first, second, [k // 2 + k % 2 * half for k in range(elements)])
-
-
-def elements_of(register: Any) -> list[Any]:
-    """Of a thread's vector."""
-    (count,) = ir.VectorType(register.type).shape
-    return [
-        vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([k]))
-        for k in range(count)
-    ]
-
-
-def in_global(address: Any) -> Any:
-    """An address, of which the compiler is to know that it is in global memory."""
-    return llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), address)
 
 
 def opaque(value: jax.Array) -> jax.Array:
@@ -161,9 +147,8 @@ def _through(value: jax.Array, instruction: str) -> jax.Array:
     )
     def hide(context: Any, value: Any) -> Any:
         del context
-        i32 = ir.IntegerType.get_signless(32)
         hidden = utils.inline_ptx(
-            instruction, value.registers.item(), result_types=i32, has_side_effects=True
+            instruction, value.registers.item(), result_types=mgpu.i32_type(), has_side_effects=True
         )
         return FragmentedArray.splat(hidden, (), is_signed=True)
 
@@ -189,6 +174,6 @@ def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
         one_tile = utils.memref_reshape(ref, (*[1] * len(value.shape), *value.shape))
         moves = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
         for register, _, _, address in moves:
-            llvm.store(register(value.registers), in_global(address))
+            llvm.store(register(value.registers), mgpu.in_global(address))
 
     write(ref, value)

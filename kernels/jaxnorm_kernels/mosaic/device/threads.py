@@ -11,15 +11,12 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, vector
-from jax.experimental.mosaic.gpu import FragmentedArray
 
+from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPS, warps_layout
-from jaxnorm_kernels.mosaic.device.registers import elements_of
+from jaxnorm_kernels.mosaic.device.mgpu import arith, ir, vector
 
 OF_THREADS = (WARPS, WARP)
 
@@ -55,7 +52,8 @@ def spread(value: jax.Array, v: int) -> jax.Array:
         del context
         (register,) = value.registers.flat
         kind = ir.VectorType.get((v,), ir.F32Type.get())
-        return _with_register(vector.broadcast(kind, elements_of(register)[0]), shape, v)
+        value = vector.broadcast(kind, mgpu.elements_of(register)[0])
+        return mgpu.of_register(value, warps_layout(v).to_mgpu(), shape)
 
     return copy(value)
 
@@ -94,18 +92,11 @@ def _fold(unit: jax.Array, pairwise: Callable[..., Any], of_axis: Callable[..., 
     def fold(context: Any, unit: Any) -> Any:
         del context
         (register,) = unit.registers.flat
-        elements = elements_of(register)
+        elements = mgpu.elements_of(register)
         while len(elements) > 1:
             elements = [pairwise(a, b) for a, b in zip(elements[::2], elements[1::2])]
         kind = ir.VectorType.get((1,), ir.F32Type.get())
-        return _with_register(vector.broadcast(kind, elements[0]), OF_THREADS, 1)
+        value = vector.broadcast(kind, elements[0])
+        return mgpu.of_register(value, warps_layout(1).to_mgpu(), OF_THREADS)
 
     return fold(unit)
-
-
-def _with_register(register: Any, shape: tuple[int, ...], v: int) -> Any:
-    """The array of this shape of which each thread has one register, of v elements."""
-    layout = warps_layout(v).to_mgpu()
-    registers = np.empty(layout.registers_shape(shape), dtype=object)
-    registers.flat[0] = register
-    return FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

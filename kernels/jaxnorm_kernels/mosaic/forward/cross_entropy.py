@@ -45,7 +45,7 @@ from jaxnorm_kernels.mosaic.device.threads import (
     thread_max,
     thread_sum,
 )
-from jaxnorm_kernels.mosaic.rows.exchange import Exchange
+from jaxnorm_kernels.mosaic.rows.exchange import Gather
 from jaxnorm_kernels.mosaic.rows.units import Unit, Units
 from jaxnorm_kernels.specs import Spec
 
@@ -117,13 +117,14 @@ def cross_entropy_fwd(
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or choose(spec)
     stats = 2 if spec.want_stats else 0
-    exchange = Exchange(schedule.warpgroups, schedule.cluster)
+    sums = 2 + bool(spec.label_smoothing)
+    gather = Gather(schedule.warpgroups, schedule.cluster, sums)
     arrays = [a for a in (operands.x, operands.labels, operands.positions) if a is not None]
 
     def body(*refs: Ref) -> None:
         operand_refs, refs = refs[: len(arrays)], refs[len(arrays) :]
         result_refs, scratch = refs[: 1 + stats], refs[1 + stats :]
-        _row(spec, schedule, exchange, operand_refs, result_refs, scratch)
+        _row(spec, schedule, gather, operand_refs, result_refs, scratch)
 
     loss, *kept = launch(
         body,
@@ -133,7 +134,7 @@ def cross_entropy_fwd(
         blocks=spec.rows,
         cluster=schedule.cluster,
         warpgroups=schedule.warpgroups,
-        scratch=exchange.scratch(2 + bool(spec.label_smoothing)),
+        scratch=gather.scratch(),
         auto_barriers=False,
     )
     return Results(loss, stats=tuple(kept))
@@ -142,7 +143,7 @@ def cross_entropy_fwd(
 def _row(
     spec: Spec,
     schedule: Schedule,
-    exchange: Exchange,
+    gather: Gather,
     operands: Sequence[Ref],
     results: Sequence[Ref],
     scratch: Sequence[Any],
@@ -150,13 +151,13 @@ def _row(
     x, labels, *positions = operands
     row = lax.axis_index(BLOCK)
     share = _Share(units_of(spec), schedule, row)
-    exchange.open(scratch)
+    gather.open(scratch)
     # What takes long to come, in this order: the label's logit waits for the label.
     label = read_label(labels, row)
     first = share.load(x, share.first())
     # Any column for a label that is none: nothing outside of the row is read.
     x_l = load(x.at[row, jnp.clip(label, 0, spec.classes - 1)], None)
-    exchange.ready()
+    gather.ready()
 
     def write(*values: Any) -> None:
         @pl.when(lax.axis_index(WARPGROUP) == 0)
@@ -169,7 +170,7 @@ def _row(
         if spec.label_smoothing:
             r = x_l.astype(jnp.float32)
             r = jnp.where(jnp.abs(r) < jnp.inf, r, 0.0)
-        parts = exchange.gather(scratch, *_of_warps(share.reduce(x, first, label, r)))
+        parts = gather(scratch, *_of_warps(share.reduce(x, first, label, r)))
         write(*_finish(_merge(parts), x_l.astype(jnp.float32), r, label, spec))
 
     if not positions:

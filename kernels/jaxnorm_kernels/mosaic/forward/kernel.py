@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.launch import launch
+from jaxnorm_kernels.mosaic.device.launch import launch, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.forward.schedule import Schedule
 from jaxnorm_kernels.mosaic.rows.tiles import Tile
@@ -56,18 +56,14 @@ def run(
     # What traces the body keeps the counts: it may hold no traced array.
     counts = (len(operands), len(params), len(results), stats)
 
-    def split(*refs: Ref) -> None:
-        parts = []
-        for count in counts:
-            parts.append(refs[:count])
-            refs = refs[count:]
-        body(tile.placed(), Refs(*parts, refs))
+    def kernel(*refs: Ref) -> None:
+        body(tile.placed(), Refs(*split(refs, *counts)))
 
     shape, window = (spec.rows, spec.cols), tile.window
     if window is not None:
         shape, operands = window.shape(spec.rows), [window.view(operand) for operand in operands]
     outputs = launch(
-        split,
+        kernel,
         [*operands, *params],
         name=f"jaxnorm_{name}",
         outputs=[*((shape, dtype) for dtype in results), *[((spec.rows,), _F32)] * stats],

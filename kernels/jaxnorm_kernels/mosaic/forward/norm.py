@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Results
-from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, found
+from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, store
 from jaxnorm_kernels.mosaic.device.registers import rounded, widen
 from jaxnorm_kernels.mosaic.elementwise import norm_columns, norm_output
@@ -53,7 +53,7 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
     """
     if spec.inner > 1:
         return strided.norm_fwd(operands, spec)
-    schedule = found(schedule or schedules.choose(spec), spec)
+    schedule = required(schedule or schedules.choose(spec), spec)
     rows = schedule.rows_of(spec)
     y_dtype = _residual_dtype(spec) if spec.op == "norm_add" else spec.y_dtype
     (y, *h), stats = run(
@@ -103,12 +103,12 @@ def _in_registers(spec: Spec, params_first: bool) -> Callable[[Tile, Refs], None
             return [tile.load_param(of_group(p, spec.rows, index)) for p in param_refs[k]]
 
         def finish(row: LoadedRow, ready: list[list[list[jax.Array]]] | None) -> None:
-            kept: list[Stat] = []
+            stats: list[Stat] = []
 
             def norm(read: Callable[[], Pieces], k: int = 0) -> Pieces:
                 """Of what `read` gives, the norm `k` of this call."""
                 rstd, mean = _row_statistics(tile, read, refs.scratch, norms[k], row.step, k)
-                kept.extend(_present(rstd, mean)[: 1 + norms[k].returns_mean])
+                stats.extend(_present(rstd, mean)[: 1 + norms[k].returns_mean])
                 return [
                     norm_output(
                         v, tile.broadcast(rstd, v), _broadcast(tile, mean, v), columns, norms[k]
@@ -137,7 +137,7 @@ def _in_registers(spec: Spec, params_first: bool) -> Callable[[Tile, Refs], None
                     write(1, h)
                     wide = [widen(v, tile.layout_of(v.shape)) for v in h]
                     write(0, norm(lambda: wide, 1))
-            _store_stats(refs.stats, tile.row_number(row.index), kept)
+            _store_stats(refs.stats, tile.row_number(row.index), stats)
 
         steps = Steps(load, finish)
         if params_first:
@@ -163,9 +163,9 @@ def _row_statistics(
 ) -> tuple[Stat, Stat | None]:
     """r and the mean of a row in registers; `nth` of the norms of this step's row."""
     size = tile.part_sizes() if isinstance(tile, SplitRow) else float(spec.cols)
-    mean = tile.sum(tile.own(read())) / size if spec.subtract_mean else None
+    mean = tile.sum(tile.skip_others(read())) / size if spec.subtract_mean else None
     centred = read() if mean is None else [v - tile.broadcast(mean, v) for v in read()]
-    square = tile.sum([jnp.square(v) for v in tile.own(centred)])
+    square = tile.sum([jnp.square(v) for v in tile.skip_others(centred)])
     if isinstance(tile, SplitRow):
         gather = functools.partial(tile.gather, scratch, step=step, nth=nth)
         mean, square = _merge(gather, size, mean, square, spec)
@@ -181,7 +181,7 @@ def _merge(
 ) -> tuple[Stat | None, Stat]:
     """The mean of a row and the sum of squares about it, of those of its parts.
 
-    `gather` shows the values of each part to all of them: see `Exchange.gather`.
+    `gather` shows the values of each part to all of them: see `rows.exchange.Gather`.
     """
     if mean is None:
         (part_square,) = gather(square)

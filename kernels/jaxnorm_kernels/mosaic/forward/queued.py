@@ -26,7 +26,7 @@ from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_read,
 from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.device.registers import load_columns, opaque
-from jaxnorm_kernels.mosaic.rows.exchange import Exchange
+from jaxnorm_kernels.mosaic.rows.exchange import Gather
 from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
 from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, RowTile, Steps, Tile
 
@@ -53,7 +53,7 @@ class Queue(Tile):
 
     def first(self, rows: int) -> Any:
         """The first that this block takes, of all rows or groups of them."""
-        block, whole = self.own_block(), self.whole_blocks(rows)
+        block, whole = self.block_of_class(), self.whole_blocks(rows)
         return jnp.where(block < whole, block * self.tiles, block + whole * (self.tiles - 1))
 
     def first_row(self, rows: int) -> Any:
@@ -88,11 +88,11 @@ class Queue(Tile):
         in_plain_order(*arrays)
         queues = [arrays[at : at + parts] for at in range(0, len(arrays), parts)]  # of operands
         self.open(scratch)
-        rows = self.own_rows(rows)
+        rows = self.rows_of_class(rows)
         first = self.first(rows)
         count: Any = 1
         if self.tiles > 1:
-            whole = self.own_block() < self.whole_blocks(rows)
+            whole = self.block_of_class() < self.whole_blocks(rows)
             # Of a copy that starts in any case, the compiler moves ahead what waits for `params`.
             count = opaque(jnp.where(whole, self.tiles, 1))
 
@@ -156,17 +156,17 @@ class QueuedRow(Queue, SplitRow):
     """A `SplitRow` at a time."""
 
     @property
-    def exchange(self) -> Exchange:
-        return dataclasses.replace(super().exchange, stages=2)
+    def exchange(self) -> Gather:
+        return dataclasses.replace(super().exchange, slots=2)
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
         # Of each piece: Mosaic reads a slice of columns only where its width divides the row.
-        whole = self.cluster * self.split * self.body == self.cols
-        bodies = [self.unit] * (self.body // self.unit) if self.apart else [self.body]
-        return [(width,) for width in (bodies if whole else [*bodies, self.tail_width])]
+        part = self.slice()
+        bodies = [part.unit] * part.units if self.apart else [part.body_width]
+        return [(width,) for width in [*bodies, *[part.tail_width] * part.has_tail]]
 
     def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
-        return [(self.part(x, index, p), slot) for p, slot in zip(self.pieces(), slots)]
+        return [(x.at[index, p.columns()], slot) for p, slot in zip(self.pieces(), slots)]
 
     def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
         shapes = [self.shape(p.width) for p in self.pieces()]

@@ -224,8 +224,40 @@ _TILE_BYTES = 2 * VECTOR_BYTES
 # over 1001 columns would reach 0.91 of a copy, not 0.94 (H100).
 _LEAST_WINDOW_COLS = 1024
 
+# Of a tile: the threads of a row read up to so much of it, the rest of its last unit twice.
+_MOST_READ = 9 / 8
+
+# A queued tile has two groups of rows where rows have more than so many columns (of shorter ones,
+# many share what is loaded of the parameters in any case) and each SM has at least so many groups.
+_SHORT_COLS, _GROUPS_OF_SM = 256, 6
+
+# A split row: registers of a thread for its columns and their parameters. Of 8 warpgroups each
+# thread has 64, with fewer 128.
+_SPLIT_WARPGROUPS, _MANY_WARPGROUPS_ROOM, _ROOM = 8, 48, 128
+
+# A queued row, from the sweep (`benchmarks/sweeps/forward.py`). Columns of a thread, each of which
+# costs a register for each of its parameters and one for its value: with one parameter, and more.
+_ONE_PARAM_VALUES, _VALUES = 80, 48
+# Bytes of its slots, or else 2 parts of rows: more room for them would leave fewer blocks to an SM.
+# In a cluster the third part pays: its blocks wait for each other.
+_QUEUED_BYTES, _LEAST_SLOTS, _LEAST_SLOTS_OF_CLUSTER, _MOST_SLOTS = 24 * 1024, 2, 3, 3
+# Of a block's shared memory, what is not for slots: barriers, and what is exchanged.
+_OTHER_SHARED_BYTES = 8 * 1024
+# Columns of a thread above which a row is read again for each use, and holds no registers. Not so
+# above the second number with two parameters: these fill the registers, and leave an SM room for
+# one or two blocks anyway.
+_HELD_VALUES, _REREAD_VALUES = 32, 48
+
 #: Rows for a block of a cluster of so many, where parameters are as many bytes as x and y (H200).
 _START = {1: 1.0, 2: 0.75, 4: 1.0, 8: 1.375}
+# Blocks for each SM, at least, so that all SMs end at about the same time.
+_BLOCKS_OF_SM = 3
+# Rows of a block that share the parameters of their group: LayerNorm over 2048 columns of bfloat16,
+# 16 groups of 1024 rows, reaches 1.00 of copy bandwidth with two, and 0.97 with four (H100).
+_MOST_OF_GROUP = 2
+# For each SM, or cluster, the rows that are taken one by one at the end. Without them, LayerNorm
+# over 5120 columns of bfloat16 kept the last SM busy for 5 % longer than the average one (H200).
+_TAIL = 2
 
 
 def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule | None:
@@ -305,18 +337,18 @@ def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> Schedule:
 
 
 def _threads(cols: int, vector: int) -> int:
-    """Threads for a row: as many of a warp as possible while they read no more than 1/8 twice."""
+    """Threads for a row: as many of a warp as possible while they read little twice."""
     fitting = [n for n in (32, 16, 8, 4, 2) if n * vector <= cols]
     read = {n: math.ceil(cols / (n * vector)) * n * vector for n in fitting}
-    return next((n for n in fitting if read[n] <= cols * 9 / 8), min(fitting, key=read.__getitem__))
+    least = min(fitting, key=read.__getitem__)
+    return next((n for n in fitting if read[n] <= cols * _MOST_READ), least)
 
 
 def _queued_tile(spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     tile = _row_tile(spec, vector, gpu)
     if tile.rows == 1:
         return tile
-    # Of short rows, many share what is loaded of the parameters in any case.
-    many = spec.cols > 256 and spec.rows >= 6 * gpu.sms * tile.rows
+    many = spec.cols > _SHORT_COLS and spec.rows >= _GROUPS_OF_SM * gpu.sms * tile.rows
     tiles = 2 if many and param_bytes(spec) > data_bytes(spec) else 1
     tiles = _of_a_group(spec, tiles, tile.rows)
     tail = _tail(tiles, gpu, cluster=1)
@@ -328,8 +360,7 @@ def _split_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     cluster = min(line.cluster, gpu.sms // spec.rows) if line.waves else line.cluster
     warpgroups, cluster = _distribute(shares, line, gpu, cluster)
     values = spec.cols / (cluster * warpgroups * WARPGROUP_THREADS)
-    # What a thread has of 128 registers, or of the 64 that 8 warpgroups leave it.
-    room = 128 if warpgroups < 8 else 48
+    room = _ROOM if warpgroups < _SPLIT_WARPGROUPS else _MANY_WARPGROUPS_ROOM
     return Schedule(
         "split_row",
         vector,
@@ -342,8 +373,7 @@ def _split_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
 
 def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     params = len(param_sizes(spec))
-    # A column costs a register for each of its parameters, and one for its value.
-    values = line.values or (80 if params == 1 else 48)
+    values = line.values or (_ONE_PARAM_VALUES if params == 1 else _VALUES)
     shares = _shares(spec.cols, vector, values // registers(spec))
     warpgroups, cluster = _distribute(shares, line, gpu, line.cluster)
     unit = warpgroups * WARPGROUP_THREADS * vector
@@ -355,10 +385,9 @@ def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     tiles = line.tiles or _tiles_of_a_block(spec, cluster, gpu)
     if alone:
         tiles = math.ceil(spec.rows / gpu.at_a_time(cluster))
-    # 24 KiB, or else 2 parts of rows: more room for them would leave fewer blocks to an SM. In a
-    # cluster the third pays: its blocks wait for each other.
-    least = 2 if cluster == 1 or alone else 3
-    slots = min(max(least, 24 * 1024 // part_bytes), tiles, (gpu.smem - 8192) // part_bytes, 3)
+    least = _LEAST_SLOTS if cluster == 1 or alone else _LEAST_SLOTS_OF_CLUSTER
+    room = (gpu.smem - _OTHER_SHARED_BYTES) // part_bytes
+    slots = min(max(least, _QUEUED_BYTES // part_bytes), tiles, room, _MOST_SLOTS)
     return Schedule(
         "queued_row",
         vector,
@@ -367,8 +396,8 @@ def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
         slots=max(1, slots),
         tiles=tiles,
         tail=0 if alone else _tail(tiles, gpu, cluster),
-        # Where two parameters fill the registers, an SM has room for one or two blocks anyway.
-        rereads=of_thread > 32 and (params < 2 or (of_thread <= 48 and not line.tiles)),
+        rereads=of_thread > _HELD_VALUES
+        and (params < 2 or (of_thread <= _REREAD_VALUES and not line.tiles)),
         params_first=True,
         auto_barriers=False,
     )
@@ -379,35 +408,27 @@ def _tiles_of_a_block(spec: Spec, cluster: int, gpu: Gpu) -> int:
 
     The more, the less it matters that a block has to start, with a cluster of others, and to read
     its parameters: four times as many where these are twice the bytes. The fewer, the more evenly
-    the SMs end; each should have three blocks.
+    the SMs end.
     """
     if not param_sizes(spec):
         return 1
     tiles = round(_START[cluster] * (param_bytes(spec) / data_bytes(spec)) ** 2)
     least = 1 if cluster == 1 else 2
-    tiles = max(1, min(max(least, tiles), spec.rows * cluster // (3 * gpu.sms)))
+    tiles = max(1, min(max(least, tiles), spec.rows * cluster // (_BLOCKS_OF_SM * gpu.sms)))
     return _of_a_group(spec, tiles, 1)
 
 
 def _of_a_group(spec: Spec, tiles: int, rows: int) -> int:
-    """`tiles` of `rows` rows each, or as many as share their parameters.
-
-    Of groups two at most: LayerNorm over 2048 columns of bfloat16, 16 groups of 1024 rows, reaches
-    1.00 of copy bandwidth with two rows of a block, and 0.97 with four (H100).
-    """
+    """`tiles` of `rows` rows each, or as many as share their parameters."""
     if spec.groups == 1:
         return tiles
     of_group = spec.rows // spec.groups // rows
-    return next(n for n in range(min(tiles, 2), 0, -1) if of_group % n == 0)
+    return next(n for n in range(min(tiles, _MOST_OF_GROUP), 0, -1) if of_group % n == 0)
 
 
 def _tail(tiles: int, gpu: Gpu, cluster: int) -> int:
-    """Rows, or groups of them, that are taken one by one at the end: two for each SM, or cluster.
-
-    Without them, LayerNorm over 5120 columns of bfloat16 kept the last SM busy for 5 % longer than
-    the average one (H200).
-    """
-    return 2 * gpu.at_a_time(cluster) if tiles > 1 else 0
+    """Rows, or groups of them, that are taken one by one at the end."""
+    return _TAIL * gpu.at_a_time(cluster) if tiles > 1 else 0
 
 
 def _shares(cols: int, vector: int, values: int) -> int:

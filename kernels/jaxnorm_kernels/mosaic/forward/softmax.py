@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic import elementwise
-from jaxnorm_kernels.mosaic.device.launch import found
+from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.device.registers import widen
 from jaxnorm_kernels.mosaic.forward import schedule as schedules
@@ -36,7 +36,7 @@ def softmax_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = N
     """Of softmax or log_softmax; `schedule` stands in for the one of the table."""
     if spec.inner > 1:
         return strided.softmax_fwd(operands, spec)
-    schedule = found(schedule or schedules.choose(spec), spec)
+    schedule = required(schedule or schedules.choose(spec), spec)
     rows = schedule.rows_of(spec)
     (y,), _ = run(
         _in_registers(spec),
@@ -65,7 +65,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, Refs], None]:
             each = each_piece if place is None else place.each
 
             def read() -> Pieces:
-                return tile.own(row.read(), -jnp.inf)
+                return tile.skip_others(row.read(), -jnp.inf)
 
             highest = read()
             may_be_empty = spec.has_mask and spec.drops_masked

@@ -20,10 +20,10 @@ from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic import elementwise, strip_schedule
-from jaxnorm_kernels.mosaic.device.launch import found, launch
+from jaxnorm_kernels.mosaic.device.launch import launch, required
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.elementwise import LOWEST, norm_columns, norm_output
-from jaxnorm_kernels.mosaic.rows.shares import Chunk
+from jaxnorm_kernels.mosaic.rows.pieces import Piece
 from jaxnorm_kernels.mosaic.rows.strip_exchange import Merge, Parts, StripExchange
 from jaxnorm_kernels.mosaic.rows.strips import Stat, Strip
 from jaxnorm_kernels.specs import Spec
@@ -50,20 +50,20 @@ def softmax_fwd(operands: Operands, spec: Spec) -> Results:
         return [m, parts.sum(lambda part_m, part_s: part_s * exp(part_m - m))]
 
     def finish(strip: Strip, gather: _Gather, refs: _Refs) -> None:
-        def z(chunk: Chunk) -> jax.Array:
-            return elementwise.scaled(strip.read(0, chunk), spec)
+        def z(piece: Piece) -> jax.Array:
+            return elementwise.scaled(strip.read(0, piece), spec)
 
         part_m = strip.max(z, LOWEST)
-        along_m = strip.along(part_m)
-        (part_s,) = strip.sum(lambda chunk: [exp(z(chunk) - along_m)])
+        wide_m = strip.broadcast(part_m)
+        (part_s,) = strip.sum(lambda piece: [exp(z(piece) - wide_m)])
         m, s = gather(merge, [part_m, part_s])
         is_log = spec.op == "log_softmax"
-        m, r = strip.along(m), strip.along(jnp.log(s) if is_log else 1 / s)
+        m, r = strip.broadcast(m), strip.broadcast(jnp.log(s) if is_log else 1 / s)
 
-        def y(chunk: Chunk) -> jax.Array:
-            return z(chunk) - m - r if is_log else exp(z(chunk) - m) * r
+        def y(piece: Piece) -> jax.Array:
+            return z(piece) - m - r if is_log else exp(z(piece) - m) * r
 
-        strip.each_chunk(lambda chunk: strip.store(refs.y, chunk, y(chunk)))
+        strip.each_piece(lambda piece: strip.store(refs.y, piece, y(piece)))
 
     return _forward(finish, operands.x, [], spec, exchanged=2, name=spec.op)
 
@@ -78,18 +78,19 @@ def norm_fwd(operands: Operands, spec: Spec) -> Results:
         x = strip.reader(0)
         if spec.inner_params:
             # Read first: that takes as long as the sums do.
-            own = prepare([strip.inner_param(ref) for ref in refs.params])
-            columns = strip.same_of_columns(own)
+            prepared = prepare([strip.inner_param(ref) for ref in refs.params])
+            columns = strip.same_of_columns(prepared)
         else:
             columns = strip.params(refs.params, prepare)
         rstd, mean = _statistics(strip, x, gather, spec)
-        along_rstd, along_mean = strip.along(rstd), None if mean is None else strip.along(mean)
+        wide_rstd = strip.broadcast(rstd)
+        wide_mean = None if mean is None else strip.broadcast(mean)
 
-        def write(chunk: Chunk) -> None:
-            y = norm_output(x(chunk), along_rstd, along_mean, columns(chunk), spec)
-            strip.store(refs.y, chunk, y)
+        def write(piece: Piece) -> None:
+            y = norm_output(x(piece), wide_rstd, wide_mean, columns(piece), spec)
+            strip.store(refs.y, piece, y)
 
-        strip.each_chunk(write)
+        strip.each_piece(write)
         for ref, stat in zip(refs.stats, (rstd, mean)):
             strip.store_stat(ref, stat)
 
@@ -98,22 +99,22 @@ def norm_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def _statistics(
-    strip: Strip, x: Callable[[Chunk], jax.Array], gather: _Gather, spec: Spec
+    strip: Strip, x: Callable[[Piece], jax.Array], gather: _Gather, spec: Spec
 ) -> tuple[Stat, Stat | None]:
     """r and the mean of each inner element, or of its group."""
     mean = None
     if spec.subtract_mean:
         size = strip.sizes()
-        (total,) = strip.sum(lambda chunk: [x(chunk)])
+        (total,) = strip.sum(lambda piece: [x(piece)])
         part_mean = total / size
-        along = strip.along(part_mean)
-        (part_square,) = strip.sum(lambda chunk: [jnp.square(x(chunk) - along)])
+        wide = strip.broadcast(part_mean)
+        (part_square,) = strip.sum(lambda piece: [jnp.square(x(piece) - wide)])
         mean, square, _ = gather(_merge_moments, [part_mean, part_square, size])
         if strip.strips.group > 1:
             own_mean, mean = mean, strip.group_sum(mean) / strip.strips.group
             square = square + strip.strips.cols * jnp.square(own_mean - mean)
     else:
-        (square,) = gather(_add, strip.sum(lambda chunk: [jnp.square(x(chunk))]))
+        (square,) = gather(_add, strip.sum(lambda piece: [jnp.square(x(piece))]))
     square = strip.group_sum(square)
     return lax.rsqrt(square / spec.cols + spec.epsilon), mean
 
@@ -142,7 +143,7 @@ def _forward(
     name: str,
 ) -> Results:
     """Runs `finish` on each strip of x: y, and the statistics that the spec wants."""
-    strips = found(strip_schedule.strips_of(spec), spec)
+    strips = required(strip_schedule.strips_of(spec), spec)
     exchange = StripExchange(strips, exchanged)
     stats = 1 + spec.returns_mean if spec.is_norm and spec.want_stats else 0
     # What traces the body keeps the count: it may hold no traced array.

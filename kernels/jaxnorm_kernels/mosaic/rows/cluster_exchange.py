@@ -19,12 +19,10 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, nvvm
-from jax.experimental.mosaic.gpu import FragmentedArray, utils
 
+from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPGROUP_THREADS, WARPS, warps_layout
-from jaxnorm_kernels.mosaic.device.registers import elements_of
+from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, llvm, nvvm, utils
 
 _SCALAR = plgpu.Layout.WG_SPLAT
 _REF = plgpu.RefType()
@@ -74,8 +72,8 @@ class ClusterExchange:
             plgpu.SMEM((2 * self.stages,), jnp.uint32),
         ]
         if self.added:
-            own = (self.stages * self.warpgroups * self.values, WARPS)
-            scratch.append(plgpu.SMEM(own, jnp.float32))
+            terms = (self.stages * self.warpgroups * self.values, WARPS)
+            scratch.append(plgpu.SMEM(terms, jnp.float32))
         return scratch
 
     def open(self, scratch: Sequence[Any]) -> None:
@@ -84,7 +82,7 @@ class ClusterExchange:
         @plgpu.inline_mgpu(arg_types=(_REF,))
         def make(context: Any, barriers: Any) -> None:
             del context
-            first = arith.cmpi(arith.CmpIPredicate.eq, utils.thread_idx(), _i32(0))
+            first = arith.cmpi(arith.CmpIPredicate.eq, utils.thread_idx(), mgpu.i32(0))
             for stage in range(self.stages):
                 utils.inline_ptx(
                     f"mbarrier.init.shared::cta.b64 [$0+{8 * stage}], {self.warpgroups};",
@@ -111,64 +109,64 @@ class ClusterExchange:
     def send(self, scratch: Sequence[Any], stage: Any, values: Sequence[jax.Array]) -> None:
         """Sends `values`, an array over the four warps each, to all blocks of the cluster."""
         layout = warps_layout(1).reduce(1)
-        slots, barriers, *own = scratch[: len(self.scratch())]
+        slots, barriers, *terms = scratch[: len(self.scratch())]
 
         @plgpu.inline_mgpu(
-            arg_types=(_REF, _REF, [_REF] * len(own), _SCALAR, [layout] * len(values))
+            arg_types=(_REF, _REF, [_REF] * len(terms), _SCALAR, [layout] * len(values))
         )
         def send_values(
-            context: Any, slots: Any, barriers: Any, own: Any, stage: Any, values: Sequence[Any]
+            context: Any, slots: Any, barriers: Any, terms: Any, stage: Any, values: Sequence[Any]
         ) -> None:
             del context
             stage, thread = stage.registers.item(), utils.thread_idx()
-            rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=_i32_type())
+            rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=mgpu.i32_type())
             of_warp = [value.registers.item() for value in values]
             barrier = _plus(_address(barriers), _times(stage, 8))
             rows, width = self._slots
-            there = _plus(_address(slots), _times(stage, 4 * rows * width))
+            target = _plus(_address(slots), _times(stage, 4 * rows * width))
             if self.added:
-                sums = self._add(own[0], stage, of_warp)
+                sums = self._add(terms[0], stage, of_warp)
                 self._announce(barrier)
                 sender = _plus(_times(rank, self.warpgroups), _warpgroup(thread))
-                there = _plus(there, _times(sender, 4 * width))
+                target = _plus(target, _times(sender, 4 * width))
                 # Lane i of warp j sends to block 4 i + j.
                 block = _plus(_times(_lane(thread), WARPS), _warp(thread))
                 messages = [(at, sums[at : at + _MESSAGE]) for at in range(0, width, _MESSAGE)]
             else:
                 self._announce(barrier)
                 sender = _plus(
-                    _times(rank, WARPS * self.warpgroups), arith.divui(thread, _i32(WARP))
+                    _times(rank, WARPS * self.warpgroups), arith.divui(thread, mgpu.i32(WARP))
                 )
-                there = _plus(there, _times(sender, 4))
+                target = _plus(target, _times(sender, 4))
                 block = _lane(thread)
                 messages = [(i * width, [value]) for i, value in enumerate(of_warp)]
             for at, message in messages:
-                _send(message, _plus(there, _i32(4 * at)), barrier, block, self.blocks)
+                _send(message, _plus(target, mgpu.i32(4 * at)), barrier, block, self.blocks)
 
-        send_values(slots, barriers, own, stage, list(values))
+        send_values(slots, barriers, terms, stage, list(values))
 
     def _announce(self, barrier: Any) -> None:
         """One thread of each warpgroup announces its share of the bytes to come."""
         rows, width = self._slots
-        of_warpgroup = arith.remui(utils.thread_idx(), _i32(WARPGROUP_THREADS))
+        of_warpgroup = arith.remui(utils.thread_idx(), mgpu.i32(WARPGROUP_THREADS))
         utils.inline_ptx(
             "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
             barrier,
-            _i32(4 * rows * width // self.warpgroups),
-            predicate=arith.cmpi(arith.CmpIPredicate.eq, of_warpgroup, _i32(0)),
+            mgpu.i32(4 * rows * width // self.warpgroups),
+            predicate=arith.cmpi(arith.CmpIPredicate.eq, of_warpgroup, mgpu.i32(0)),
             has_side_effects=True,
         )
 
-    def _add(self, own: Any, stage: Any, of_warp: Sequence[Any]) -> list[Any]:
+    def _add(self, terms: Any, stage: Any, of_warp: Sequence[Any]) -> list[Any]:
         """The sums over the warps of the warpgroup, and zeros to fill the last message."""
         thread = utils.thread_idx()
         first = _plus(_times(stage, self.warpgroups), _warpgroup(thread))
-        first = _plus(_address(own), _times(first, 4 * WARPS * self.values))
+        first = _plus(_address(terms), _times(first, 4 * WARPS * self.values))
         for i, value in enumerate(of_warp):
-            at = _plus(_times(_warp(thread), 4), _i32(4 * WARPS * i))
+            at = _plus(_times(_warp(thread), 4), mgpu.i32(4 * WARPS * i))
             llvm.store(value, _pointer(_plus(first, at)))
         utils.warpgroup_barrier()
-        sums = [_tree_sum(_load(_plus(first, _i32(16 * i)), WARPS)) for i in range(self.values)]
+        sums = [_tree_sum(_load(_plus(first, mgpu.i32(16 * i)), WARPS)) for i in range(self.values)]
         return sums + [arith.constant(ir.F32Type.get(), 0.0)] * (self._width - len(sums))
 
     def receive(self, scratch: Sequence[Any], stage: Any, parity: Any) -> None:
@@ -182,7 +180,7 @@ class ClusterExchange:
             del context
             barrier = _plus(_address(barriers), _times(stage.registers.item(), 8))
             nvvm.mbarrier_try_wait_parity(
-                _pointer(barrier), parity.registers.item(), _i32(10_000_000)
+                _pointer(barrier), parity.registers.item(), mgpu.i32(10_000_000)
             )
 
         wait(scratch[1], stage, parity)
@@ -197,18 +195,18 @@ class ClusterExchange:
             del context
             rows, width = self._slots
             first = _plus(_address(slots), _times(stage.registers.item(), 4 * rows * width))
-            lane = arith.remui(utils.thread_idx(), _i32(lanes))
+            lane = arith.remui(utils.thread_idx(), mgpu.i32(lanes))
             zero = arith.constant(ir.F32Type.get(), 0.0)
             sums: list[Any] = [zero] * self.values
             for start in range(0, self.parts, lanes):
-                part = _plus(lane, _i32(start))
-                exists = arith.cmpi(arith.CmpIPredicate.ult, part, _i32(self.parts))
-                part = arith.select(exists, part, _i32(0))
+                part = _plus(lane, mgpu.i32(start))
+                exists = arith.cmpi(arith.CmpIPredicate.ult, part, mgpu.i32(self.parts))
+                part = arith.select(exists, part, mgpu.i32(0))
                 at = _plus(first, _times(part, 4 * width))
                 elements = [
                     element
                     for j in range(0, width, _MESSAGE)
-                    for element in _load(_plus(at, _i32(4 * j)), min(width, _MESSAGE))
+                    for element in _load(_plus(at, mgpu.i32(4 * j)), min(width, _MESSAGE))
                 ]
                 sums = [
                     arith.addf(s, arith.select(exists, e, zero)) for s, e in zip(sums, elements)
@@ -235,33 +233,33 @@ def _send(message: Sequence[Any], target: Any, barrier: Any, block: Any, blocks:
         @$0 st.async.shared::cluster.mbarrier::complete_tx::bytes.{kind}
             [there], {values}, [counter];
         }}""",
-        arith.cmpi(arith.CmpIPredicate.ult, block, _i32(blocks)),
+        arith.cmpi(arith.CmpIPredicate.ult, block, mgpu.i32(blocks)),
         target,
         barrier,
         block,
-        *[utils.bitcast(value, _i32_type()) for value in message],
+        *[utils.bitcast(value, mgpu.i32_type()) for value in message],
         has_side_effects=True,
     )
 
 
 def _lane(thread: Any) -> Any:
-    return arith.remui(thread, _i32(WARP))
+    return arith.remui(thread, mgpu.i32(WARP))
 
 
 def _warp(thread: Any) -> Any:
     """Of the warpgroup."""
-    return arith.remui(arith.divui(thread, _i32(WARP)), _i32(WARPS))
+    return arith.remui(arith.divui(thread, mgpu.i32(WARP)), mgpu.i32(WARPS))
 
 
 def _warpgroup(thread: Any) -> Any:
-    return arith.divui(thread, _i32(WARPGROUP_THREADS))
+    return arith.divui(thread, mgpu.i32(WARPGROUP_THREADS))
 
 
 def _load(address: Any, count: int) -> list[Any]:
     """`count` float32 values of shared memory, at an address that is a multiple of their bytes."""
     kind = ir.VectorType.get((count,), ir.F32Type.get())
     values = llvm.load(kind, _pointer(address), alignment=4 * count)
-    return elements_of(values)
+    return mgpu.elements_of(values)
 
 
 def _tree_sum(values: list[Any]) -> Any:
@@ -270,24 +268,16 @@ def _tree_sum(values: list[Any]) -> Any:
     return values[0]
 
 
-def _i32_type() -> Any:
-    return ir.IntegerType.get_signless(32)
-
-
-def _i32(value: int) -> Any:
-    return utils.c(value, _i32_type())
-
-
 def _plus(a: Any, b: Any) -> Any:
     return arith.addi(a, b)
 
 
 def _times(a: Any, factor: int) -> Any:
-    return arith.muli(a, _i32(factor))
+    return arith.muli(a, mgpu.i32(factor))
 
 
 def _address(ref: Any) -> Any:
-    return llvm.ptrtoint(_i32_type(), utils.memref_ptr(ref))
+    return llvm.ptrtoint(mgpu.i32_type(), utils.memref_ptr(ref))
 
 
 def _pointer(address: Any) -> Any:

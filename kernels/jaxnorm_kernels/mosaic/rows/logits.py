@@ -27,7 +27,8 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     load,
 )
 from jaxnorm_kernels.mosaic.device.registers import load_mask, renewed, widen
-from jaxnorm_kernels.mosaic.rows.tiles import Piece, Pieces, RowTile, Tile
+from jaxnorm_kernels.mosaic.rows.pieces import Piece
+from jaxnorm_kernels.mosaic.rows.tiles import Pieces, RowTile, Tile
 from jaxnorm_kernels.specs import Shared, Spec
 
 
@@ -183,7 +184,7 @@ class Place:
         if self.spec.causal:
             start = jnp.where(self._is_reached(piece), piece.start, 0)
             piece = dataclasses.replace(piece, start=start)
-        values = _load(self.tile.part(ref, row, piece), layout, shape)
+        values = _load(ref.at[row, piece.columns()], layout, shape)
         return _expanded(values, self.tile.shape(piece.width), 1) if is_row else values
 
     def _load_value(self, ref: Ref, row: Any) -> jax.Array:
@@ -212,23 +213,23 @@ def first_row(tile: Tile, spec: Spec) -> Any:
 def operand_row(shared: Shared, row: jax.Array) -> jax.Array:
     """The operand's row that belongs to a row of x."""
     index, rows_inside = jnp.int32(0), 1
-    for at, (size, own) in reversed(list(enumerate(shared.segments))):
-        if own:
-            along = lax.rem(row, jnp.int32(size)) if at else row
-            index, rows_inside = index + along * rows_inside, rows_inside * size
+    for at, (size, has_each) in reversed(list(enumerate(shared.segments))):
+        if has_each:
+            place = lax.rem(row, jnp.int32(size)) if at else row
+            index, rows_inside = index + place * rows_inside, rows_inside * size
         row = lax.div(row, jnp.int32(size))
     return index
 
 
-def row_of_x(shared: Shared, own: Any, nth: Any) -> jax.Array:
-    """The `nth` of the rows of x that share the operand's row `own`."""
+def row_of_x(shared: Shared, shared_row: Any, nth: Any) -> jax.Array:
+    """The `nth` of the rows of x that share the operand's row `shared_row`."""
     row, rows_inside = jnp.int32(0), 1
-    for size, is_own in reversed(shared.segments):
-        index = own if is_own else nth
+    for size, has_each in reversed(shared.segments):
+        index = shared_row if has_each else nth
         row = row + lax.rem(index, jnp.int32(size)) * rows_inside
         rows_inside *= size
-        if is_own:
-            own = lax.div(own, jnp.int32(size))
+        if has_each:
+            shared_row = lax.div(shared_row, jnp.int32(size))
         else:
             nth = lax.div(nth, jnp.int32(size))
     return row

@@ -12,8 +12,8 @@ from jax import lax
 
 from jaxnorm_kernels.mosaic.device.launch import CLUSTER, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import WARPS, Layout, flat_index, warps_layout
-from jaxnorm_kernels.mosaic.rows.exchange import Exchange
-from jaxnorm_kernels.mosaic.rows.tiles import Piece, Stat, Tile
+from jaxnorm_kernels.mosaic.rows.exchange import Gather
+from jaxnorm_kernels.mosaic.rows.tiles import Stat, Tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +41,11 @@ class SplitRow(Tile):
         return self.split
 
     @property
-    def exchange(self) -> Exchange:
-        return Exchange(self.split, self.cluster, stages=min(2, self.exchanges))
+    def exchange(self) -> Gather:
+        return Gather(self.split, self.cluster, slots=min(2, self.exchanges))
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
-        return self.exchange.scratch(stats)
+        return dataclasses.replace(self.exchange, values=stats).scratch()
 
     def open(self, scratch: Sequence[Any]) -> None:
         self.exchange.open(scratch)
@@ -53,24 +53,11 @@ class SplitRow(Tile):
     def ready(self) -> None:
         self.exchange.ready()
 
-    @property
-    def body(self) -> int:
-        """Columns of a warpgroup, without its tail."""
-        return self.cols // (self.cluster * self.split * self.unit) * self.unit
-
-    def pieces(self) -> list[Piece]:
-        """The warpgroups' bodies lie side by side; their tails share what is left of the row."""
-        body, shares = self.body, self.cluster * self.split
-        if body == 0:
-            raise ValueError(f"{self} holds rows of {shares * self.unit} columns and more")
-        share = lax.axis_index(WARPGROUP)
+    def _index(self) -> Any:
+        index = lax.axis_index(WARPGROUP)
         if self.cluster > 1:
-            share += lax.axis_index(CLUSTER) * self.split
-        if shares * body == self.cols:
-            return self._bodies(share * body, body)
-        fresh = shares * body + share * self.tail_width
-        tail = self._tail(fresh)
-        return [*self._bodies(share * body, body), tail]
+            index += lax.axis_index(CLUSTER) * self.split
+        return index
 
     def count_columns(self, shape: tuple[int, ...]) -> jax.Array:
         return flat_index(shape, self.layout_of(shape))
@@ -78,16 +65,16 @@ class SplitRow(Tile):
     def gather(
         self, scratch: Sequence[Any], *stats: Stat, step: Any, nth: int = 0
     ) -> list[jax.Array]:
-        """The `nth` exchange of the row of this step: see `Exchange.gather`."""
+        """The `nth` exchange of the row of this step: see `Gather`."""
         count = step if self.exchanges == 1 else step * self.exchanges + nth
-        return self.exchange.gather(scratch, *stats, count=count)
+        return self.exchange(scratch, *stats, count=count)
 
     def part_sizes(self) -> jax.Array | float:
         """How many columns each warp has that are not stale."""
         if self.window is not None:
             shapes = [self.shape(p.width) for p in self.pieces()]
             ones = [plgpu.layout_cast(jnp.ones(s, jnp.float32), self.layout_of(s)) for s in shapes]
-            return self.sum(self.own(ones))
+            return self.sum(self.skip_others(ones))
         body, *tail = self.pieces()
         return sum((count_fresh(self._is_fresh(p), self.layout) for p in tail), body.width / WARPS)
 

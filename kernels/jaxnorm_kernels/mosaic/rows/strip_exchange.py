@@ -19,13 +19,11 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm
-from jax.experimental.mosaic.gpu import utils
 
+from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import CLUSTER, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import WARPS, Ref, load, store
-from jaxnorm_kernels.mosaic.device.registers import elements_of
+from jaxnorm_kernels.mosaic.device.mgpu import arith, llvm, utils
 from jaxnorm_kernels.mosaic.rows.strips import Stat, Strips
 
 
@@ -166,14 +164,13 @@ class StripExchange:
         @plgpu.inline_mgpu(arg_types=([ref] * len(stats), [layout] * len(stats)))
         def send(context: Any, slots: Any, stats: Any) -> None:
             del context
-            i32 = ir.IntegerType.get_signless(32)
-            block = arith.divui(utils.thread_idx(), utils.c(threads, i32))
-            exists = arith.cmpi(arith.CmpIPredicate.ult, block, utils.c(cluster, i32))
-            lane = arith.remui(utils.thread_idx(), utils.c(threads, i32))
+            block = arith.divui(utils.thread_idx(), mgpu.i32(threads))
+            exists = arith.cmpi(arith.CmpIPredicate.ult, block, mgpu.i32(cluster))
+            lane = arith.remui(utils.thread_idx(), mgpu.i32(threads))
             for slot, stat in zip(slots, stats):
-                values = elements_of(stat.registers.item())
-                first = llvm.ptrtoint(i32, utils.memref_ptr(slot))
-                first = arith.addi(first, arith.muli(lane, utils.c(4 * len(values), i32)))
+                values = mgpu.elements_of(stat.registers.item())
+                first = llvm.ptrtoint(mgpu.i32_type(), utils.memref_ptr(slot))
+                first = arith.addi(first, arith.muli(lane, mgpu.i32(4 * len(values))))
                 for at, value in enumerate(values):
                     utils.inline_ptx(
                         """{
@@ -182,7 +179,7 @@ class StripExchange:
                         @$0 st.shared::cluster.f32 [there], $3;
                         }""",
                         exists,
-                        arith.addi(first, utils.c(4 * at, i32)),
+                        arith.addi(first, mgpu.i32(4 * at)),
                         block,
                         value,
                         has_side_effects=True,

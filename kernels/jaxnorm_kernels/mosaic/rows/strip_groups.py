@@ -11,13 +11,11 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, vector
-from jax.experimental.mosaic.gpu import FragmentedArray, utils
 
+from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, load, store
-from jaxnorm_kernels.mosaic.device.registers import elements_of
+from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, llvm, utils, vector
 
 
 def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
@@ -34,7 +32,7 @@ def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
             distance *= 2
         if group <= size:
             return register
-        total, distance = elements_of(register)[0], 1
+        total, distance = mgpu.elements_of(register)[0], 1
         while distance < group // size:
             total = arith.addf(total, utils.shfl_bfly(total, distance))
             distance *= 2
@@ -46,7 +44,7 @@ def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
     )
     def sum_up(context: Any, value: Any) -> Any:
         del context
-        return _with_register(value, summed(value.registers.item()))
+        return mgpu.map_registers(value, summed)
 
     return sum_up(stat)
 
@@ -64,14 +62,14 @@ def load_of_groups(ref: Ref, group: int, vector_width: int, layout: Layout) -> j
     )
     def read(context: Any, ref: Any) -> Any:
         del context
-        own = [llvm.load(f32(), there) for there in _addresses(ref, group, vector_width, threads)]
+        values = [llvm.load(f32(), at) for at in _addresses(ref, group, vector_width, threads)]
         vector_type = ir.VectorType.get((vector_width,), f32())
         register = vector.from_elements(
-            vector_type, [own[at * len(own) // vector_width] for at in range(vector_width)]
+            vector_type, [values[at * len(values) // vector_width] for at in range(vector_width)]
         )
         zeros = utils.c(0.0, f32())
         splat = FragmentedArray.splat(zeros, (groups * group,), layout=layout.to_mgpu())
-        return _with_register(splat, register)
+        return mgpu.map_registers(splat, lambda _: register)
 
     return read(ref)
 
@@ -88,30 +86,23 @@ def store_of_groups(
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
     def write(context: Any, ref: Any, value: Any) -> None:
         del context
-        elements = elements_of(value.registers.item())
-        for at, there in enumerate(_addresses(ref, group, vector_width, threads)):
-            llvm.store(elements[at * group], there)
+        elements = mgpu.elements_of(value.registers.item())
+        for at, address in enumerate(_addresses(ref, group, vector_width, threads)):
+            llvm.store(elements[at * group], address)
 
     write(ref, stat)
 
 
 def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[Any]:
     """Where the groups of this thread's vector have theirs."""
-    i32 = ir.IntegerType.get_signless(32)
-    thread = arith.remui(utils.thread_idx(), utils.c(threads, i32))
+    thread = arith.remui(utils.thread_idx(), mgpu.i32(threads))
     each = max(1, vector_width // group)
     if group <= vector_width:
-        first = arith.muli(thread, utils.c(each, i32))
+        first = arith.muli(thread, mgpu.i32(each))
     else:
-        first = arith.divui(thread, utils.c(group // vector_width, i32))
+        first = arith.divui(thread, mgpu.i32(group // vector_width))
     start = utils.memref_ptr(ref)
     return [
-        utils.getelementptr(start, [arith.addi(first, utils.c(at, i32))], ir.F32Type.get())
+        utils.getelementptr(start, [arith.addi(first, mgpu.i32(at))], ir.F32Type.get())
         for at in range(each)
     ]
-
-
-def _with_register(like: Any, register: Any) -> Any:
-    registers = like.registers.copy()
-    registers.flat[0] = register
-    return FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=like.is_signed)

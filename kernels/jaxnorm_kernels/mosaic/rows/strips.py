@@ -6,7 +6,7 @@ holds a strip, or the blocks of a cluster where the columns are many. The copy e
 it to shared memory once, in the dtype that it has, and each pass over it reads it from there, so
 that a thread needs registers for a few of its elements alone.
 
-Each warpgroup owns a slice of the columns (see `shares`), in chunks of one vector for each thread,
+Each warpgroup owns a slice of the columns (see `pieces`), in units of one vector for each thread,
 ``(4, columns of a warp, width)``: the lanes of a warp run along the width, then along the columns.
 Inner elements that are normalised together are a *group*, whole in each strip (see `strip_groups`).
 Strips overlap where the width does not divide the inner axis: the last one ends with it, and its
@@ -39,7 +39,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     strip_layout,
 )
 from jaxnorm_kernels.mosaic.device.registers import store_global, widen
-from jaxnorm_kernels.mosaic.rows.shares import Chunk, Slice
+from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
 from jaxnorm_kernels.mosaic.rows.strip_groups import group_sum, load_of_groups, store_of_groups
 
 # The copy engine takes boxes of up to so many elements along each axis.
@@ -50,8 +50,8 @@ _VALUES = 16
 #: A value for each inner element of a strip: ``(width,)``; or for each of those and each warp of
 #: the warpgroup, ``(4, width)``, of the columns that it has.
 Stat = jax.Array
-#: Something for each element of a chunk, ``(4, columns of a warp, width)``.
-Read = Callable[[Chunk], jax.Array]
+#: Something for each element of a unit, ``(4, columns of a warp, width)``.
+Read = Callable[[Piece], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Strips:
     def __post_init__(self) -> None:
         """Refuses sizes that do not fit together."""
         if not 2 <= self.threads < WARP:
-            # A layout of one thread, or of a chunk with a column for each warp, is not inferred.
+            # A layout of one thread, or of a unit with a column for each warp, is not inferred.
             raise ValueError(f"{self} needs 2 to {WARP // 2} threads")
         if self.width > self.inner:
             raise ValueError(f"{self} needs an inner axis of {self.width} elements or more")
@@ -108,12 +108,12 @@ class Strips:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of a chunk in registers."""
+        """Of a unit in registers."""
         return WARPS, WARP // self.threads, self.width
 
     @property
     def layout(self) -> Layout:
-        """Of a chunk."""
+        """Of a unit."""
         return strip_layout(self.vector, self.threads)
 
     @property
@@ -133,7 +133,7 @@ class Strips:
     def scratch(self, dtypes: Sequence[np.dtype]) -> list[Any]:
         """A stage for each array that is read, and a barrier for each warpgroup's part of them."""
         held = (self.warpgroups, self.slice().width, self.width)
-        copies = len(dtypes) * sum(len(_boxes(run)) for run in self.slice().runs())
+        copies = len(dtypes) * sum(len(_boxes(piece)) for piece in self.slice().pieces())
         return [
             *[plgpu.SMEM(held, dtype) for dtype in dtypes],
             plgpu.Barrier(num_arrivals=copies, num_barriers=self.warpgroups),
@@ -228,31 +228,31 @@ class Strip:
     def copy(self, source: Ref, stage: Ref, full: Ref) -> None:
         """Starts the copies that bring the warpgroup's part to shared memory."""
         warpgroup = lax.axis_index(WARPGROUP)
-        for run in self.slice.runs():
-            for at, columns in _boxes(run):
+        for piece in self.slice.pieces():
+            for at, columns in _boxes(piece):
                 plgpu.copy_gmem_to_smem(
-                    source.at[self.outer, pl.ds(run.start + at, columns), self.inner],
-                    stage.at[warpgroup, pl.ds(run.stage_start + at, columns)],
+                    source.at[self.outer, pl.ds(piece.start + at, columns), self.inner],
+                    stage.at[warpgroup, pl.ds(piece.stage_start + at, columns)],
                     full.at[warpgroup],
                 )
 
-    def read(self, which: int, chunk: Chunk) -> jax.Array:
+    def read(self, which: int, piece: Piece) -> jax.Array:
         """Elements of one of the arrays, in float32."""
         ref = self.stages[which].at[lax.axis_index(WARPGROUP)]
         layout = self.strips.layout
-        here = ref.at[pl.ds(chunk.stage_start, chunk.width)]
+        here = ref.at[pl.ds(piece.stage_start, piece.width)]
         return widen(load(here, layout, self.strips.shape), layout)
 
     def reader(self, which: int) -> Read:
         """One of the arrays: see `read`."""
         return functools.partial(self.read, which)
 
-    def param(self, ref: Ref, chunk: Chunk) -> jax.Array:
-        """What a ``(cols,)`` ref has for the columns of a chunk: ``(4, columns of a warp)``."""
-        return self.load_columns(ref.at[pl.ds(chunk.start, chunk.width)])
+    def param(self, ref: Ref, piece: Piece) -> jax.Array:
+        """What a ``(cols,)`` ref has for the columns of a piece: ``(4, columns of a warp)``."""
+        return self.load_columns(ref.at[pl.ds(piece.start, piece.width)])
 
     def load_columns(self, ref: Ref) -> jax.Array:
-        """The columns of a chunk as ``(4, columns of a warp)``."""
+        """The columns of a piece as ``(4, columns of a warp)``."""
         return load(ref, self.strips.layout.reduce(2), self.strips.shape[:2])
 
     def no_columns(self) -> jax.Array:
@@ -261,11 +261,11 @@ class Strip:
         return plgpu.layout_cast(zeros, self.strips.layout.reduce(2))
 
     def of_columns(self, value: jax.Array) -> jax.Array:
-        """``(4, columns of a warp)`` for every element of a chunk."""
+        """``(4, columns of a warp)`` for every element of a piece."""
         return lax.broadcast_in_dim(value, self.strips.shape, (0, 1))
 
-    def along(self, stat: Stat) -> jax.Array:
-        """A statistic for every element of a chunk."""
+    def broadcast(self, stat: Stat) -> jax.Array:
+        """A statistic for every element of a piece."""
         axes = (0, 2) if stat.ndim == 2 else (2,)
         return lax.broadcast_in_dim(stat, self.strips.shape, axes)
 
@@ -286,20 +286,20 @@ class Strip:
         self,
         refs: Sequence[Ref],
         prepare: Callable[[Sequence[jax.Array]], Sequence[jax.Array]],
-    ) -> Callable[[Chunk], list[jax.Array]]:
-        """What `prepare` makes of the parameters of columns, for every element of a chunk."""
-        return lambda chunk: [
-            self.of_columns(column) for column in prepare([self.param(ref, chunk) for ref in refs])
+    ) -> Callable[[Piece], list[jax.Array]]:
+        """What `prepare` makes of the parameters of columns, for every element of a piece."""
+        return lambda piece: [
+            self.of_columns(column) for column in prepare([self.param(ref, piece) for ref in refs])
         ]
 
-    def same_of_columns(self, stats: Sequence[Stat]) -> Callable[[Chunk], list[jax.Array]]:
+    def same_of_columns(self, stats: Sequence[Stat]) -> Callable[[Piece], list[jax.Array]]:
         """In the place of `params`, what belongs to inner elements: columns have it in common."""
-        along = [self.along(stat) for stat in stats]
-        return lambda chunk: along
+        wide = [self.broadcast(stat) for stat in stats]
+        return lambda piece: wide
 
-    def store(self, ref: Ref, chunk: Chunk, value: jax.Array) -> None:
-        """Stores the elements of a chunk, rounded to the dtype of `ref`."""
-        there = ref.at[self.outer, pl.ds(chunk.start, chunk.width), self.inner]
+    def store(self, ref: Ref, piece: Piece, value: jax.Array) -> None:
+        """Stores the elements of a piece, rounded to the dtype of `ref`."""
+        there = ref.at[self.outer, pl.ds(piece.start, piece.width), self.inner]
         store_global(there, value, self.strips.layout)
 
     def store_stat(self, ref: Ref, stat: Stat) -> None:
@@ -337,10 +337,10 @@ class Strip:
 
     def max(self, read: Read, least: float) -> Stat:
         """Of each warp's columns, and `least`."""
-        (most,) = self._fold(lambda chunk: [read(chunk)], jnp.maximum, least, 1)
+        (most,) = self._fold(lambda piece: [read(piece)], jnp.maximum, least, 1)
         return jnp.max(most, axis=1)
 
-    def sum(self, terms: Callable[[Chunk], Sequence[jax.Array]], count: int = 1) -> list[Stat]:
+    def sum(self, terms: Callable[[Piece], Sequence[jax.Array]], count: int = 1) -> list[Stat]:
         """Of each warp's columns, for each of `count` terms."""
         return [jnp.sum(total, axis=1) for total in self._fold(terms, jnp.add, 0, count)]
 
@@ -348,14 +348,14 @@ class Strip:
         """How many columns each warp has that no other one has."""
         if not self.slice.has_tail:
             return self.slice.width / WARPS
-        (sizes,) = self.sum(lambda chunk: [self._all(1)])
+        (sizes,) = self.sum(lambda piece: [self._all(1)])
         return sizes
 
-    def each_chunk(self, step: Callable[[Chunk], None], *, together: int = _VALUES) -> None:
-        """Runs `step` on each chunk of the warpgroup's columns; see `_walk`."""
+    def each_piece(self, step: Callable[[Piece], None], *, together: int = _VALUES) -> None:
+        """Runs `step` on each unit of the warpgroup's columns; see `_walk`."""
 
-        def one(chunk: Chunk, carry: tuple[()]) -> tuple[()]:
-            step(chunk)
+        def one(piece: Piece, carry: tuple[()]) -> tuple[()]:
+            step(piece)
             return carry
 
         self._walk(one, (), together)
@@ -369,60 +369,60 @@ class Strip:
 
     def _fold(
         self,
-        terms: Callable[[Chunk], Sequence[jax.Array]],
+        terms: Callable[[Piece], Sequence[jax.Array]],
         pairwise: Callable[[jax.Array, jax.Array], jax.Array],
         start: float,
         count: int,
     ) -> list[jax.Array]:
-        """Element by element of a chunk, over all chunks."""
+        """Element by element of a unit, over all units."""
 
-        def add(chunk: Chunk, carry: list[jax.Array]) -> list[jax.Array]:
-            new = [self._skip_columns(term, chunk, start) for term in terms(chunk)]
+        def add(piece: Piece, carry: list[jax.Array]) -> list[jax.Array]:
+            new = [self._skip_columns(term, piece, start) for term in terms(piece)]
             return [pairwise(a, b) for a, b in zip(carry, new, strict=True)]
 
         return self._walk(add, [self._all(start)] * count)
 
-    def _walk[T](self, step: Callable[[Chunk, T], T], carry: T, together: int = _VALUES) -> T:
-        """`step` on each chunk in turn; where they are many a loop over groups of them.
+    def _walk[T](self, step: Callable[[Piece, T], T], carry: T, together: int = _VALUES) -> T:
+        """`step` on each unit in turn; where they are many a loop over groups of them.
 
         `together`: columns of a thread that a group has.
         """
-        body, *tail = self.slice.runs()
-        unit, chunks = self.slice.chunk, self.slice.chunks
+        body, *tail = self.slice.pieces()
+        unit, units = self.slice.unit, self.slice.units
         group = max(1, together // self.strips.vector)
 
         def nth(k: Any, carry: T) -> T:
-            return step(Chunk(body.start + k * unit, unit, k * unit), carry)
+            return step(Piece(body.start + k * unit, unit, k * unit), carry)
 
         def several(i: Any, carry: T) -> T:
             return functools.reduce(lambda c, j: nth(i * group + j, c), range(group), carry)
 
-        looped = chunks // group if chunks >= 2 * group else 0
+        looped = units // group if units >= 2 * group else 0
         if looped:
             carry = lax.fori_loop(0, looped, several, carry)
-        rest = range(looped * group, chunks)
+        rest = range(looped * group, units)
         if looped and len(rest) > 1:
             carry = lax.fori_loop(rest.start, rest.stop, nth, carry)
         else:
             carry = functools.reduce(lambda c, k: nth(k, c), rest, carry)
-        for chunk in tail:
-            carry = step(chunk, carry)
+        for piece in tail:
+            carry = step(piece, carry)
         return carry
 
-    def _skip_columns(self, term: jax.Array, chunk: Chunk, neutral: float) -> jax.Array:
-        """`term`, and `neutral` where another chunk has the same column."""
-        if chunk.fresh is None:
+    def _skip_columns(self, term: jax.Array, piece: Piece, neutral: float) -> jax.Array:
+        """`term`, and `neutral` where another piece has the same column."""
+        if piece.fresh is None:
             return term
         column = flat_index(term.shape, self.strips.layout, axes=2)
-        return jnp.where(column < chunk.fresh - chunk.start, jnp.float32(neutral), term)
+        return jnp.where(column < piece.fresh - piece.start, jnp.float32(neutral), term)
 
     def _all(self, value: float) -> jax.Array:
-        """`value` for every element of a chunk."""
+        """`value` for every element of a piece."""
         return plgpu.layout_cast(
             jnp.full(self.strips.shape, value, jnp.float32), self.strips.layout
         )
 
 
-def _boxes(run: Chunk) -> list[tuple[int, int]]:
-    """Where what the copy engine takes at a time begins in a run of columns, and its columns."""
-    return [(at, min(_BOX, run.width - at)) for at in range(0, run.width, _BOX)]
+def _boxes(piece: Piece) -> list[tuple[int, int]]:
+    """Where what the copy engine takes at a time begins in a piece, and its columns."""
+    return [(at, min(_BOX, piece.width - at)) for at in range(0, piece.width, _BOX)]

@@ -4,16 +4,13 @@ A *tile* says which threads hold a row. Three tiles cover the row lengths that f
 
     RowTile        a warpgroup holds several rows    reductions within a warp
     WarpgroupRow   a warpgroup holds a row           reductions within the warpgroup
-    SplitRow       several warpgroups hold a row     reductions within a warp, then an `Exchange`
+    SplitRow       several warpgroups hold a row     reductions within a warp, then a `Gather`
 
-A tile advances in units: one vector for each thread of a row. There are no masked loads or stores
-on this backend, so a row that is no multiple of the unit is held in two *pieces*: a body of whole
-units, and a tail, one unit that ends with the row. The first columns of the tail are in the body
-too. Reductions skip them (they are *stale*), and they are stored twice with the same value. Rows
-overlap in the same way: the last block starts early enough to be whole.
+Which columns a warpgroup has of a row, in which pieces, `pieces` says. Rows overlap as pieces do:
+the last block starts early enough to be whole.
 
 Of unaligned rows a tile holds the windows (`windows`), of which `cols` is the width. Each unit is a
-piece of its own, so that those alone that may hold parts of other rows, its *edges*, are masked.
+piece of its own, so that only those at the edges, which may hold parts of other rows, are masked.
 """
 
 import dataclasses
@@ -29,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.edges import load_each, store_inside
 from jaxnorm_kernels.mosaic.device.launch import BLOCK
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
@@ -42,8 +38,8 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     rows_layout,
     warpgroup_layout,
 )
-from jaxnorm_kernels.mosaic.device.registers import store_global
-from jaxnorm_kernels.mosaic.rows.windows import Window, tail_vector
+from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
+from jaxnorm_kernels.mosaic.rows.windows import Window
 
 #: A value for each row: a scalar, or an array over the rows of a `RowTile`. Of a `SplitRow`
 #: it is first an array over the warps of the warpgroup, until it has been exchanged.
@@ -88,19 +84,6 @@ class Steps:
     finish: Callable[[LoadedRow, Any], None]
     params: Callable[[], Any] = lambda: None
     prepare: Callable[[Any], Any] = lambda loaded: loaded
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Columns ``[start, start + width)`` of a row; those before `fresh` are stale.
-
-    Of a window, an `edge` may hold columns of other rows.
-    """
-
-    start: Any
-    width: int
-    fresh: Any = None
-    edge: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,17 +166,17 @@ class Tile:
         """Of the grid, for all rows."""
         if self.window is None:
             return self.blocks_of(rows)
-        return self.window.period * self.blocks_of(self.own_rows(rows))
+        return self.window.period * self.blocks_of(self.rows_of_class(rows))
 
     def blocks_of(self, rows: int) -> int:
         """For these rows, of all or of a class."""
         return -(-rows // self.rows)
 
-    def own_rows(self, rows: int) -> int:
+    def rows_of_class(self, rows: int) -> int:
         """Of all rows, those of one class."""
         return rows if self.window is None else rows // self.window.period
 
-    def own_block(self) -> Any:
+    def block_of_class(self) -> Any:
         """This block, counted among those of its class."""
         block = lax.axis_index(BLOCK)
         return block if self.window is None else self.window.place(block)
@@ -209,7 +192,7 @@ class Tile:
 
     def row_index(self, rows: int, group: Any = None) -> Any:
         """Index of a row, or group of rows, into a ``(rows, ...)`` ref; by default the block's."""
-        return self.own_block() if group is None else group
+        return self.block_of_class() if group is None else group
 
     def first_row(self, rows: int) -> Any:
         """Index of the first row, or group of rows, that this block takes."""
@@ -234,80 +217,46 @@ class Tile:
     def ready(self) -> None:
         """After the first loads have been started: waits until `scratch` can be used."""
 
-    def pieces(self) -> list[Piece]:
-        """The columns of a row, piece by piece."""
-        body = self.cols // self.unit * self.unit
-        if body == 0:
-            raise ValueError(f"{self} holds rows of {self.unit} columns and more")
-        tail = [self._tail(body)] if body < self.cols else []
-        return [*self._bodies(0, body), *tail]
-
-    def _bodies(self, start: Any, width: int) -> list[Piece]:
-        """The pieces of whole units that begin there, so wide in all."""
-        if not self.apart:
-            return [Piece(start, width)]
-        pieces = [Piece(start + at, self.unit) for at in range(0, width, self.unit)]
-        if self.window is not None:
-            for at in {0, len(pieces) - 1}:
-                pieces[at] = dataclasses.replace(pieces[at], edge=True)
-        return pieces
-
-    @property
-    def tail_width(self) -> int:
-        """Columns of a tail."""
-        rest, threads = self.cols % (self._shares * self.unit), WARPGROUP_THREADS
-        if self.window is None or not rest:
-            return self.unit
-        return tail_vector(rest, self.vector, self._shares * threads) * threads
-
     @property
     def _shares(self) -> int:
         """Warpgroups that share a row."""
         return self.warpgroups * self.cluster
 
-    def _tail(self, fresh: Any) -> Piece:
-        """One that ends with the row at the latest."""
-        start = self.cols - self.tail_width
-        if not isinstance(fresh, int):
-            start = jnp.minimum(fresh, start)
-        return Piece(start, self.tail_width, fresh, edge=self.window is not None)
+    def _index(self) -> Any:
+        """Of this warpgroup, among those that share a row."""
+        return 0
 
-    def part(self, ref: Ref, row: Any, piece: Piece) -> Ref:
-        """A piece of a row of a ``(rows, cols)`` ref, or of its view as the window's."""
-        start = piece.start if self.window is None else self.window.start() + piece.start
-        return ref.at[row, pl.ds(start, piece.width)]
+    def slice(self, index: Any = 0) -> Slice:
+        """What the warpgroup of this index has of a row."""
+        return Slice(self.cols, self._shares, self.unit, index, self.window)
+
+    def pieces(self) -> list[Piece]:
+        """The columns of a row that this warpgroup has, piece by piece."""
+        part = self.slice(self._index())
+        tail, body = part.tail(), part.body()
+        return [*(part.cut(body) if self.apart else [body]), *tail]
 
     def load(self, ref: Ref, row: Any) -> list[jax.Array]:
         """A row of a ``(rows, cols)`` ref, in its own dtype."""
         return [
-            load(self.part(ref, row, p), self.layout_of(self.shape(p.width)), self.shape(p.width))
+            load(ref.at[row, p.columns()], self.layout_of(self.shape(p.width)), self.shape(p.width))
             for p in self.pieces()
         ]
 
     def load_param(self, ref: Ref) -> list[jax.Array]:
         """A ``(cols,)`` ref, held as a row is held, in its own dtype."""
-        if self.window is not None:
-            shapes = [self.shape(p.width) for p in self.pieces()]
-            return [
-                load_each(ref, p.start - self.window.before(), shape, self.layout_of(shape))
-                for p, shape in zip(self.pieces(), shapes)
-            ]
-        return [
-            load(ref.at[pl.ds(p.start, p.width)], self.layout, self.shape(p.width))
-            for p in self.pieces()
-        ]
+        if self.window is None:
+            return [p.load_param(ref, self.layout, self.shape(p.width)) for p in self.pieces()]
+        shapes = [self.shape(p.width) for p in self.pieces()]
+        layouts = [self.layout_of(shape) for shape in shapes]
+        return [p.load_param(ref, *held) for p, *held in zip(self.pieces(), layouts, shapes)]
 
     def store(self, ref: Ref, row: Any, values: Sequence[jax.Array]) -> None:
         """Writes the pieces of a row to the array `ref`, each element once or twice the same."""
         for p, value in zip(self.pieces(), values):
-            if self.window is None or not p.edge:
-                store_global(self.part(ref, row, p), value, self.layout)
-                continue
-            start, first = self.window.start() + p.start, p.start - self.window.before()
-            layout = self.layout_of(value.shape)
-            store_inside(ref.at[row], start, value, first, self.window.cols, layout)
+            p.store(ref, row, value, self.layout_of(value.shape))
 
-    def own(self, x: Sequence[jax.Array], neutral: float = 0.0) -> Pieces:
+    def skip_others(self, x: Sequence[jax.Array], neutral: float = 0.0) -> Pieces:
         """`x`, and `neutral` for what a window has of other rows: before a reduction.
 
         Best as soon as it is loaded, and once: predicates that wait for a second use, or both
@@ -317,12 +266,12 @@ class Tile:
             return list(x)
         before, cols = self.window.before(), self.window.cols
 
-        def is_own(piece: Piece) -> jax.Array:
+        def is_inside(piece: Piece) -> jax.Array:
             column = self.columns(self.shape(piece.width)) + (piece.start - before)
             return (column >= 0) & (column < cols)
 
         return [
-            jnp.where(is_own(p), v, jnp.float32(neutral)) if p.edge else v
+            jnp.where(is_inside(p), v, jnp.float32(neutral)) if p.edge else v
             for p, v in zip(self.pieces(), x)
         ]
 
@@ -359,10 +308,10 @@ class Tile:
         pairwise: Callable[[jax.Array, jax.Array], jax.Array],
         neutral: float,
     ) -> Stat:
-        kept = self._skip_stale(x, neutral)
+        fresh = self._skip_stale(x, neutral)
         if self.apart:
-            kept = _folded(kept, pairwise)
-        return functools.reduce(pairwise, [within(v, axis=-1) for v in kept])
+            fresh = _folded(fresh, pairwise)
+        return functools.reduce(pairwise, [within(v, axis=-1) for v in fresh])
 
     def _skip_stale(self, x: Sequence[jax.Array], neutral: float) -> list[jax.Array]:
         return [
@@ -404,7 +353,7 @@ class RowTile(Tile):
         return self.height
 
     def row_index(self, rows: int, group: Any = None) -> Any:
-        group = self.own_block() if group is None else group
+        group = self.block_of_class() if group is None else group
         return pl.ds(jnp.minimum(group * self.height, rows - self.height), self.height)
 
     def load_param(self, ref: Ref) -> list[jax.Array]:

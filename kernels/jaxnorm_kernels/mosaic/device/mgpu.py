@@ -1,0 +1,79 @@
+"""All that the kernels take of JAX's private parts: MLIR's operations, and Mosaic's registers.
+
+Pallas has no operations for single registers, for PTX or for another block's shared memory, so some
+functions here and in `rows` write MLIR inside of ``plgpu.inline_mgpu``. They take it from this
+module alone.
+
+Tried with jax 0.11.2 and 0.12.0.1. JAX may move any of it in a release. Where a module or a class
+is gone, importing the kernels fails with the sentence below: ``implementation="mosaic"`` raises it,
+and the default runs XLA's code after a warning (`jaxnorm._implementation`). Where one of their
+functions is gone, or means something else, lowering a kernel fails: run ``tests/mosaic`` on a new
+jax before anything else.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+try:
+    from jax._src.lib.mlir import ir as ir
+    from jax._src.lib.mlir.dialects import arith as arith
+    from jax._src.lib.mlir.dialects import builtin as builtin
+    from jax._src.lib.mlir.dialects import llvm as llvm
+    from jax._src.lib.mlir.dialects import nvvm as nvvm
+    from jax._src.lib.mlir.dialects import vector as vector
+    from jax.experimental.mosaic.gpu import FragmentedArray as FragmentedArray
+    from jax.experimental.mosaic.gpu import utils as utils
+except ImportError as error:
+    raise ImportError(
+        f"jax {jax.__version__} lacks a private part of it that the Mosaic GPU kernels are made "
+        f"with; they were tried with jax 0.11.2 and 0.12.0.1: {error}"
+    ) from error
+
+_GLOBAL = 1  # LLVM's number of global memory.
+
+
+def i32_type() -> Any:
+    """The type of 32-bit integers."""
+    return ir.IntegerType.get_signless(32)
+
+
+def i32(value: int) -> Any:
+    """A constant of 32 bits."""
+    return utils.c(value, i32_type())
+
+
+def is_signed(kind: Any) -> bool | None:
+    """What a `FragmentedArray` of this element type says: all integers are signed."""
+    return None if isinstance(kind, ir.FloatType) else True
+
+
+def elements_of(register: Any) -> list[Any]:
+    """Of a thread's vector."""
+    (count,) = ir.VectorType(register.type).shape
+    return [
+        vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([k]))
+        for k in range(count)
+    ]
+
+
+def in_global(address: Any) -> Any:
+    """An address, of which the compiler is to know that it is in global memory."""
+    return llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), address)
+
+
+def map_registers(value: Any, function: Callable[[Any], Any], signed: bool | None = None) -> Any:
+    """The array of the same layout that has ``function(register)`` for each register of `value`."""
+    registers = value.registers.copy()
+    for at, register in enumerate(value.registers.flat):
+        registers.flat[at] = function(register)
+    return FragmentedArray(_registers=registers, _layout=value.layout, _is_signed=signed)
+
+
+def of_register(register: Any, layout: Any, shape: tuple[int, ...]) -> Any:
+    """The array of floats of which each thread has one register."""
+    registers = np.empty(layout.registers_shape(shape), dtype=object)
+    registers.flat[0] = register
+    return FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

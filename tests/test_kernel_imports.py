@@ -1,0 +1,86 @@
+"""What modules of kernels may import: JAX's private parts in one place, and no other backend.
+
+Imports go down one way, and these are the floors: what backends share (the files beside their
+folders, `specs.py` and `implementation.py` first), then each backend by itself. Mosaic has floors
+of its own.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+KERNELS = Path(__file__).parent.parent / "kernels"
+PRIVATE = ("jax._src", "jaxlib", "jax.experimental.mosaic")
+
+
+def imports():
+    """Module and what it imports, by their names, of all kernels."""
+    for path in sorted(KERNELS.rglob("*.py")):
+        importer = ".".join(path.relative_to(KERNELS).with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from ((importer, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{importer}: imports name the whole module"
+                yield from ((importer, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def test_one_module_has_what_is_private_in_jax():
+    private = {importer for importer, name in imports() if name.startswith(PRIVATE)}
+    assert private == {"jaxnorm_kernels.mosaic.device.mgpu"}
+
+
+def folder(module):
+    """``mosaic.rows`` of ``jaxnorm_kernels.mosaic.rows.tiles``; "" for what backends share."""
+    path = KERNELS / Path(*module.split("."))
+    while not path.is_dir():
+        path = path.parent
+    return ".".join(path.relative_to(KERNELS).parts[1:])
+
+
+def crossing(importers, others):
+    """Imports of a module in the folder `others` by one in `importers`."""
+    return {
+        f"{importer} <- {name}"
+        for importer, name in imports()
+        if name.startswith("jaxnorm_kernels")
+        and f"{folder(importer)}.".startswith(importers)
+        and f"{folder(name)}.".startswith(others)
+    }
+
+
+# The product's kernels take the product of scale and weight from XLA's code.
+PRODUCTS = ("mosaic.forward.linear <-", "triton.linear <-")
+
+
+@pytest.mark.parametrize("backend", ["xla", "mosaic", "triton"])
+def test_a_backend_imports_no_other_one(backend):
+    others = tuple(f"{name}." for name in ("xla", "mosaic", "triton") if name != backend)
+    found = crossing(f"{backend}.", others)
+    assert not {c for c in found if not c.removeprefix("jaxnorm_kernels.").startswith(PRODUCTS)}
+
+
+def test_what_backends_share_imports_none():
+    shared = {name for importer, name in imports() if not folder(importer)}
+    assert not {name for name in shared if name.startswith("jaxnorm_kernels") and folder(name)}
+
+
+def test_xla_imports_the_contract_alone():
+    found = {
+        name.split(".")[1]
+        for importer, name in imports()
+        if folder(importer) == "xla" and name.startswith("jaxnorm_kernels.") and not folder(name)
+    }
+    assert found <= {"specs", "implementation", "tracing", "composed"}
+
+
+@pytest.mark.parametrize(
+    ("importers", "others"),
+    [
+        ("mosaic.device.", ("mosaic.rows.", "mosaic.forward.", "mosaic.backward.")),
+        ("mosaic.rows.", ("mosaic.forward.", "mosaic.backward.")),
+    ],
+)
+def test_what_walks_rows_knows_no_operation(importers, others):
+    assert not crossing(importers, others)
