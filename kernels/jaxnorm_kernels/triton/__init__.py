@@ -6,7 +6,6 @@ extra.check()  # Before the modules below import what may not be there.
 
 from jaxnorm_kernels.triton.cross_entropy import cross_entropy_bwd as cross_entropy_bwd  # noqa: E402
 from jaxnorm_kernels.triton.cross_entropy import cross_entropy_fwd as cross_entropy_fwd  # noqa: E402
-from jaxnorm_kernels.triton.linear import rms_norm_linear_fwd as rms_norm_linear_fwd  # noqa: E402
 from jaxnorm_kernels.triton.norm import add_norm_fwd as add_norm_fwd  # noqa: E402
 from jaxnorm_kernels.triton.norm import norm_add_fwd as norm_add_fwd  # noqa: E402
 from jaxnorm_kernels.triton.norm import norm_add_norm_fwd as norm_add_norm_fwd  # noqa: E402
