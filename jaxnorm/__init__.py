@@ -18,8 +18,8 @@ from jaxnorm._norm import (
     rms_norm_add,
     rms_norm_add_rms_norm,
 )
-from jaxnorm._norm_linear import rms_norm_linear
 from jaxnorm._plan import Plan, implementation_for
+from jaxnorm._products import rms_norm_linear
 from jaxnorm._remat import save_policy
 from jaxnorm._softmax import log_softmax, softmax
 

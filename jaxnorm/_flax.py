@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxnorm import _arguments, _conversion
-from jaxnorm._norm_linear import rms_norm_linear
+from jaxnorm._products import rms_norm_linear
 from jaxnorm_kernels.specs import Activation, Name, Save
 
 if importlib.util.find_spec("flax") is None:

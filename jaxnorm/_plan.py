@@ -12,11 +12,9 @@ from jaxnorm._loss import Function as Loss
 from jaxnorm._loss import cross_entropy_call
 from jaxnorm._norm import OPS, norm_call
 from jaxnorm._norm import Function as Norm
-from jaxnorm._norm_linear import linear_call
-from jaxnorm._norm_linear_call import NAME as LINEAR
-from jaxnorm._norm_linear_call import Function as WithLinear
-from jaxnorm._norm_linear_call import Linear
-from jaxnorm._norm_linear_primitive import norm_of
+from jaxnorm._products import NAME as LINEAR
+from jaxnorm._products import Function as WithLinear
+from jaxnorm._products import linear_call
 from jaxnorm._rows import RowView
 from jaxnorm._softmax import Function as Softmax
 from jaxnorm._softmax import softmax_call
@@ -67,7 +65,8 @@ def implementation_for(
     """Which implementation runs a call of `function`, forward and backward, and why.
 
     A cross-entropy's labels, ``label_smoothing``, ``z_loss`` and a mask of positions make no
-    difference. The backward of ``"rms_norm_linear"`` is that of its norm; products are XLA's.
+    difference. Those of ``"rms_norm_linear"`` are of its norm; products are XLA's, but for the
+    kernel of both that ``implementation="mosaic"`` asks for, forward.
 
     Args:
       function: name of a function of this package, such as ``"add_rms_norm"``.
@@ -198,10 +197,8 @@ def implementation_for(
     return _plan(forward, forward.gradient(), implementation, platform)
 
 
-def _plan(
-    forward: Call | Linear, backward: Call, implementation: Name | None, platform: str
-) -> Plan:
-    def choice(call: Call | Linear) -> _implementation.Choice:
+def _plan(forward: Call, backward: Call, implementation: Name | None, platform: str) -> Plan:
+    def choice(call: Call) -> _implementation.Choice:
         if implementation is not None:
             return _implementation.forced(call, implementation)
         return _implementation.choose(call.as_seen_by, platform)
@@ -232,7 +229,7 @@ def _plan_of_linear(
         given["bias"] = columns, parameters
     if residual_dtype is not None:
         given["residual"] = shape, _arguments.dtype("implementation_for", "dtype", residual_dtype)
-    forward = linear_call(
+    call = linear_call(
         shape,
         x_dtype,
         given,
@@ -243,7 +240,10 @@ def _plan_of_linear(
         implementation=implementation,
         precision=None,
     )
-    return _plan(forward, norm_of(forward, shape).gradient(), implementation, platform)
+    plan = _plan(call.norm, call.norm.gradient(), call.norm.implementation, platform)
+    if implementation is None:
+        return plan
+    return Plan(_implementation.forced(call, implementation), plan.backward)
 
 
 def _bias_shape(

@@ -4,8 +4,6 @@ from jaxnorm_kernels.specs import LinearSpec, Spec
 from jaxnorm_kernels.xla.cross_entropy import cross_entropy_bwd as cross_entropy_bwd
 from jaxnorm_kernels.xla.cross_entropy import cross_entropy_fwd as cross_entropy_fwd
 from jaxnorm_kernels.xla.cross_entropy import cross_entropy_tan as cross_entropy_tan
-from jaxnorm_kernels.xla.linear import rms_norm_linear_fwd as rms_norm_linear_fwd
-from jaxnorm_kernels.xla.linear import rms_norm_linear_tan as rms_norm_linear_tan
 from jaxnorm_kernels.xla.norm import add_norm_bwd as add_norm_bwd
 from jaxnorm_kernels.xla.norm import add_norm_fwd as add_norm_fwd
 from jaxnorm_kernels.xla.norm import add_norm_tan as add_norm_tan
@@ -34,7 +32,7 @@ def supports(spec: Spec | LinearSpec) -> str | None:
     return None
 
 
-def prefers(spec: Spec | LinearSpec) -> str | None:
+def prefers(spec: Spec) -> str | None:
     """There is nothing to fall back to."""
     del spec
     return None
