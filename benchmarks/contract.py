@@ -1,6 +1,7 @@
 """A workload as the implementations see it: a function of their contract, and its operands."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxnorm
 from benchmarks.linear import LinearWorkload
 from benchmarks.workloads import ITEMSIZE, Workload
+from jaxnorm_kernels import xla
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import FUNCTIONS, Op
 from jaxnorm_kernels.specs import LinearSpec, Spec
@@ -157,9 +160,12 @@ class LinearKernelWorkload(LinearWorkload):
         )
 
     def function(self, implementation: Any) -> Callable[..., Any]:
-        """The implementation's function over what `operands` gives."""
-        product, spec = implementation.rms_norm_linear_fwd, self.spec
-        return lambda x, weight, scale=None: product(x, weight, scale, None, spec=spec)[0]
+        """The implementation's function over what `operands` gives; of xla, the composition."""
+        spec = self.spec
+        if implementation is xla:
+            return functools.partial(jaxnorm.rms_norm_linear, implementation="xla")
+        product = implementation.rms_norm_linear_fwd
+        return lambda x, weight, scale=None: product(x, weight, scale, None, spec=spec)
 
     def operands(self, seed: int) -> tuple[jax.Array, ...]:
         """Random operands: what a GPU's clock is depends on them."""

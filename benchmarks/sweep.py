@@ -37,7 +37,6 @@ import jax.numpy as jnp
 from benchmarks import calls, timing
 from benchmarks.contract import KernelWorkload, LinearKernelWorkload
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.implementation import Implementation
 
 KernelCall = KernelWorkload | LinearKernelWorkload
 
@@ -69,10 +68,9 @@ def with_schedule(schedule: Any) -> types.SimpleNamespace:
     """The implementation that has this schedule, with it instead of its table's."""
     package = ".".join(type(schedule).__module__.split(".")[:2])
     implementation = importlib.import_module(package)
-    passes = [n for n in dir(Implementation) if _PASS.search(n)]
-    functions = {n: getattr(implementation, n) for n in passes if hasattr(implementation, n)}
+    passes = [n for n in dir(implementation) if _PASS.search(n)]
     return types.SimpleNamespace(
-        **{n: functools.partial(f, schedule=schedule) for n, f in functions.items()}
+        **{n: functools.partial(getattr(implementation, n), schedule=schedule) for n in passes}
     )
 
 

@@ -229,10 +229,21 @@ def test_losses_of_more_elements_than_int32_counts(kernels):
             ],
             ["bfloat16", "float32"],
         ),
-        *(("rms_norm_linear", dtype) for dtype in ("bfloat16", "float16")),
     ],
 )
 def test_no_access_out_of_bounds(name, dtype, kernels):
+    check_accesses(kernels, name, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.memcheck
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_no_access_out_of_bounds_by_products(dtype):
+    check_accesses("mosaic", "rms_norm_linear", dtype)
+
+
+def check_accesses(kernels, name, dtype):
+    """Under compute-sanitizer."""
     checker = shutil.which("compute-sanitizer")
     if checker is None:
         pytest.skip("needs compute-sanitizer, of the CUDA toolkit, on PATH")

@@ -130,30 +130,51 @@ def test_losses(name, kind):
     )
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-@pytest.mark.parametrize("weight", [P(), P("data"), P(None, "model")], ids=str)
-def test_product(weight, kind, kernels):
-    """As without a mesh, by a kernel on each GPU; weight whole, stored in shards, or split."""
-    axes = {"data": GPUS // 2, "model": 2} if weight == P(None, "model") else {"data": GPUS}
-    mesh = mesh_of(Case("product", axes, P("data")), kind)
-    given = linear_operands(128 * GPUS, 512, 1024, "bfloat16")
-    specs = {"x": P("data"), "weight": weight, "scale": P(), "bias": P(*weight[1:2])}
+PRODUCT = functools.partial(linear_operands, 128 * GPUS, 512, 1024, "bfloat16")
 
-    def call(arrays, **options):
-        arrays = {name: arrays[name] for name in specs}
-        return jaxnorm.rms_norm_linear(**arrays, activation="gelu", **options)
 
-    expected = jax.jit(functools.partial(call, implementation="xla"))(given)
-    placed = {n: jax.device_put(given[n], NamedSharding(mesh, spec)) for n, spec in specs.items()}
-    compiled = jax.jit(functools.partial(call, implementation=kernels)).lower(placed).compile()
-    assert CALLS[kernels] in compiled.as_text()
-    ours = compiled(placed)
-    assert ours.sharding.is_equivalent_to(NamedSharding(mesh, P("data", *weight[1:2])), 2)
+def product_of(arrays, **options):
+    names = ("x", "weight", "scale", "bias")
+    return jaxnorm.rms_norm_linear(**{n: arrays[n] for n in names}, activation="gelu", **options)
+
+
+def check_product(ours):
+    """Against one GPU's, without a kernel."""
+    expected = jax.jit(functools.partial(product_of, implementation="xla"))(PRODUCT())
     # Of sums of the size of 1, whose terms are rounded to 8 bits on either side, 6 deviations; and
     # y's own rounding on either side.
     np.testing.assert_allclose(
         ours.astype("float32"), expected.astype("float32"), rtol=2**-8, atol=2**-6
     )
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("weight", [P(), P("data"), P(None, "model")], ids=str)
+def test_product(weight, kind):
+    """As without a mesh, the norm by a kernel on each GPU; weight whole, in shards, or split."""
+    axes = {"data": GPUS // 2, "model": 2} if weight == P(None, "model") else {"data": GPUS}
+    mesh = mesh_of(Case("product", axes, P("data")), kind)
+    given = PRODUCT()
+    specs = {"x": P("data"), "weight": weight, "scale": P(), "bias": P(*weight[1:2])}
+    placed = {n: jax.device_put(given[n], NamedSharding(mesh, spec)) for n, spec in specs.items()}
+    compiled = jax.jit(product_of).lower(placed).compile()
+    assert CALLS["mosaic"] in compiled.as_text()
+    ours = compiled(placed)
+    assert ours.sharding.is_equivalent_to(NamedSharding(mesh, P("data", *weight[1:2])), 2)
+    check_product(ours)
+
+
+def test_the_kernel_of_norm_and_product_on_shards():
+    mesh = mesh_of(Case("product", {"data": GPUS}, P("data")), "manual")
+    specs = {name: P("data") if name == "x" else P() for name in ("x", "weight", "scale", "bias")}
+    given = PRODUCT()
+    function = jax.shard_map(
+        functools.partial(product_of, implementation="mosaic"),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=P("data"),
+    )
+    check_product(jax.jit(function)({name: given[name] for name in specs}))
 
 
 def final_losses(tmp_path, *options):

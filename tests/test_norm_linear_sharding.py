@@ -98,17 +98,20 @@ def test_second_order(layout):
 
 
 class Kernel(StandIn):
-    """The stand-in for a kernel: xla's function of two-dimensional arrays."""
+    """The stand-in for the norm's kernels: xla's functions of two-dimensional arrays."""
 
-    def rms_norm_linear_fwd(self, x, weight, scale, bias, spec):
+    def norm_fwd(self, x, scale, bias, spec):
         assert x.shape == (spec.rows, spec.cols), "not seen as rows"
-        assert weight.shape == (spec.cols, spec.features)
         assert not spec.cols_over
-        self.shapes.append((x.shape, weight.shape))
-        return xla.rms_norm_linear_fwd(x, weight, scale, bias, spec)
+        self.shapes.append(x.shape)
+        return xla.norm_fwd(x, scale, bias, spec)
+
+    def norm_bwd(self, saved, *others, spec):
+        self.shapes.append(saved.shape)
+        return xla.norm_bwd(saved, *others, spec=spec)
 
     def supports(self, spec):
-        return None if spec.op == "rms_norm_linear" else "it has no other"
+        return None if spec.op == "norm" else "it has no other"
 
 
 @pytest.fixture
@@ -118,9 +121,22 @@ def kernel():
         yield module
 
 
+def on_shards(**options):
+    """The loss, inside `jax.shard_map`, where weight's columns are split over "model"."""
+
+    def function(x, residual, weight, scale, bias):
+        y, h = rms_norm_linear(
+            x, weight, scale, bias=bias, residual=residual, activation="gelu", **options
+        )
+        of_h = jax.lax.psum(jnp.sum(jnp.sin(h)), "data")
+        return jax.lax.psum(jnp.sum(jnp.sin(y)), ("data", "model")) + of_h
+
+    return function
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["rows and n", "FSDP over d"])
-def test_a_kernel_gets_shards(kernel, layout, kind):
+def test_the_norm_s_kernel_gets_shards(kernel, layout, kind):
     x, weight, _ = LAYOUTS[layout]
     mesh = mesh_of(Case("", MESH, P()), kind)
     sharded, specs = placed(mesh, x, weight)
@@ -131,20 +147,14 @@ def test_a_kernel_gets_shards(kernel, layout, kind):
             specs = [x, x, P(), P(), P()]
 
         def function(*shards):
-            x, residual, weight, scale, bias = shards
-            y, h = rms_norm_linear(
-                x, weight, scale, bias=bias, residual=residual, activation="gelu"
-            )
-            of_h = jnp.sum(jnp.sin(h))
             if layout == "rows and n":
-                of_h = jax.lax.psum(of_h, "data")
-                return jax.lax.psum(jnp.sum(jnp.sin(y)), ("data", "model")) + of_h
-            return jax.lax.psum(jnp.sum(jnp.sin(y)) + of_h, ("data", "model"))
+                return on_shards()(*shards)
+            return jax.lax.psum(loss(*shards), ("data", "model"))
 
         function = jax.shard_map(function, mesh=mesh, in_specs=tuple(specs), out_specs=P())
     check(jax.jit(jax.value_and_grad(function, range(5)))(*sharded), step)
-    rows, features = (12, 16) if layout == "rows and n" else (6, 32)
-    assert {*kernel.shapes} == {((rows, 16), (16, features))}
+    rows = 12 if layout == "rows and n" else 6
+    assert {*kernel.shapes} == {(rows, 16)}
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
@@ -153,7 +163,51 @@ def test_a_kernel_gets_no_part_of_x_s_columns(kernel, kind):
     sharded, _ = placed(mesh, *LAYOUTS["x over d"][:2])
     check(jax.jit(step)(*sharded), step)
     assert not kernel.shapes
-    x, _, weight, *_ = sharded
-    named = jax.jit(functools.partial(rms_norm_linear, implementation="stand_in"))
-    with pytest.raises(Exception, match=r"rms_norm_linear: .* cannot run over an axis that"):
-        named(x, weight)
+
+
+# ------------------------------------------------------------ the kernel of norm and product
+
+
+@pytest.fixture
+def product_kernel(monkeypatch):
+    """The shapes that Mosaic's kernel, asked for by name, gets: the composition in its place."""
+    shapes = []
+
+    def kernel(x, weight, scale, bias, spec):
+        assert (x.shape, weight.shape) == ((spec.rows, spec.cols), (spec.cols, spec.features))
+        shapes.append((x.shape, weight.shape))
+        return rms_norm_linear(x, weight, scale, bias=bias, activation=spec.activation)
+
+    from jaxnorm_kernels import mosaic
+
+    monkeypatch.setattr(mosaic, "rms_norm_linear_fwd", kernel)
+    monkeypatch.setattr(mosaic, "supports", lambda spec: None)
+    return shapes
+
+
+def test_the_kernel_of_norm_and_product_on_shards(product_kernel):
+    """Inside `jax.shard_map`; its derivative is the composition's."""
+    x, weight, _ = LAYOUTS["rows and n"]
+    mesh = mesh_of(Case("", MESH, P()), "manual")
+    sharded, specs = placed(mesh, x, weight)
+    function = jax.shard_map(
+        on_shards(implementation="mosaic"), mesh=mesh, in_specs=tuple(specs), out_specs=P()
+    )
+    check(jax.jit(jax.value_and_grad(function, range(5)))(*sharded), step)
+    assert {*product_kernel} == {((12, 16), (16, 16))}
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_the_kernel_of_norm_and_product_is_not_partitioned(product_kernel, kind):
+    mesh = mesh_of(Case("", MESH, P()), kind)
+    (x, _, weight, *_), _ = placed(mesh, *LAYOUTS["rows and n"][:2])
+    named = functools.partial(rms_norm_linear, implementation="mosaic")
+    message = (
+        r"^rms_norm_linear: implementation='mosaic' is a kernel of whole arrays, .* a mesh with "
+        r"axes {'data': 4, 'model': 2}; expected one device, or shards; call it inside "
+        r"jax.shard_map over these axes, or leave implementation out"
+    )
+    for call in (named, jax.jit(named)):
+        with pytest.raises(ValueError, match=message):
+            call(x, weight)
+    assert not product_kernel

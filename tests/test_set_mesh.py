@@ -253,7 +253,8 @@ def linear_losses(x, w):
 
 
 def linear_layer(x, w):
-    return jnp.sum(jnp.sin(jaxnorm.rms_norm_linear(x, w)))
+    # Of products of the size of 1: the sine of large ones differs by all of their roundings.
+    return jnp.sum(jnp.sin(jaxnorm.rms_norm_linear(x, w / COLS**0.5)))
 
 
 both = {"argnums": (0, 1)}

@@ -88,7 +88,7 @@ PROVIDERS: dict[str, Provider] = {
         "jax",
         "jaxnorm_functions",
         ("jax", "jax-triton", "triton"),
-        **_JAXNORM,
+        **{**_EVERYTHING, "linear": ()},
     ),
     "xla": Provider("jaxnorm xla", "jax", "jaxnorm_functions", ("jax",), **_JAXNORM),
     # jaxnorm's plain functions beside jnp's arithmetic, where one of its functions is the block.

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, cast
 
 import jax
 
-from jaxnorm_kernels.specs import LinearSpec, Spec
+from jaxnorm_kernels.specs import Spec
 
 if TYPE_CHECKING:
     from jaxnorm.calls.call import Call
-    from jaxnorm.operations.norm_linear_call import Linear
+    from jaxnorm.operations.products import Linear
     from jaxnorm_kernels.implementation import Implementation
 
 # Where each implementation lives. Imported on first use: a kernel backend costs nothing until then.
@@ -89,7 +89,7 @@ def _candidates(platform: str) -> tuple[str, ...]:
     return ordinary[ordinary.index(_PREFERRED) if _PREFERRED in ordinary else 0 : -1]
 
 
-def choose(as_seen_by: Callable[[str], Spec | LinearSpec], platform: str) -> Choice:
+def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
     """The default's choice for a call on `platform` ("cpu", "cuda", "rocm", "tpu").
 
     `as_seen_by` gives the spec of the view that an implementation gets, by its name. What the
@@ -159,7 +159,7 @@ def forced(call: "Call | Linear", name: str) -> Choice:
     return Choice(name, "asked for by name")
 
 
-def placed(call: "Call | Linear", name: str, platforms: Sequence[str]) -> None:
+def placed(call: "Call", name: str, platforms: Sequence[str]) -> None:
     """ValueError where a program for these platforms cannot hold `name`, which was asked for."""
     can = getattr(module(name), "platforms", lambda: None)()
     cannot = [platform for platform in platforms if can is not None and platform not in can]

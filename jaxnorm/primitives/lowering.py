@@ -15,7 +15,6 @@ from jax.interpreters import mlir
 from jaxnorm.calls import backends
 from jaxnorm.calls.call import Call, Run
 from jaxnorm.meshes import auto_axes, sharding
-from jaxnorm.operations.norm_linear_call import Linear
 
 
 def lower(ctx: Any, *arrays: Any, call: Call, bind: Callable[..., Any]) -> Any:
@@ -57,7 +56,7 @@ def _choose(ctx: Any, call: Call, bind: Callable[..., Any]) -> Run:
     return where_it_lies(ctx, call, name, lambda: auto_axes.partitioned(call, bind))
 
 
-def chosen(ctx: Any, call: Call | Linear) -> str:
+def chosen(ctx: Any, call: Call) -> str:
     """The implementation that runs a call which kernels may run."""
     program = ctx.module_context
     platforms = ctx.platforms or program.platforms
@@ -72,7 +71,7 @@ def chosen(ctx: Any, call: Call | Linear) -> str:
     return backends.choose(call.as_seen_by, platforms[0]).name
 
 
-def where_it_lies(ctx: Any, call: Call | Linear, name: str, partitioned: Callable[[], Run]) -> Run:
+def where_it_lies(ctx: Any, call: Call, name: str, partitioned: Callable[[], Run]) -> Run:
     """The kernel `name` on whole arrays, or on what XLA spreads over devices."""
     axes = ctx.module_context.axis_context
     if auto_axes.are_whole(axes):

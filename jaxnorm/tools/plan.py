@@ -20,8 +20,7 @@ from jaxnorm.operations.norm import (
     rms_norm_add,
     rms_norm_add_rms_norm,
 )
-from jaxnorm.operations.norm_linear import rms_norm_linear
-from jaxnorm.operations.norm_linear_call import Linear
+from jaxnorm.operations.products import rms_norm_linear
 from jaxnorm.operations.softmax import log_softmax, softmax
 
 #: What `implementation_for` knows.
@@ -76,8 +75,8 @@ def implementation_for(
 
     Returns:
       A :class:`Plan`: ``forward`` and ``backward``, each with ``name`` and ``reason``; its ``str``
-      is two lines to print. Of ``"rms_norm_linear"``, the backward is that of its norm; the
-      products of its gradients are XLA's.
+      is two lines to print. Those of ``"rms_norm_linear"`` are of its norm; products are XLA's, but
+      for the kernel of both that ``implementation="mosaic"`` asks for, forward.
 
     Raises:
       TypeError, ValueError: as the function itself would; also for an unknown function or platform.
@@ -118,23 +117,22 @@ def implementation_for(
         y, pullback = jax.vjp(lambda x, floats: forward(x, floats, constants), x, floats)
         return pullback(jax.tree.map(jnp.ones_like, y))
 
-    name = arguments.get("implementation")
-
     def choice(of: Callable[..., Any], direction: str) -> backends.Choice:
         program = jax.make_jaxpr(of)(x, floats, constants)
-        calls = (c for c in calls_in(program.jaxpr) if c.spec.direction == direction)
-        chosen = next(calls)
-        if name is not None:
-            return backends.forced(chosen, name)
-        return backends.choose(chosen.as_seen_by, platform)
+        first = next((c for c in calls_in(program.jaxpr) if c.spec.direction == direction), None)
+        if first is None:  # A kernel that is no row operation's: the function has checked its name.
+            return backends.Choice(arguments["implementation"], "asked for by name")
+        if first.implementation is not None:
+            return backends.forced(first, first.implementation)
+        return backends.choose(first.as_seen_by, platform)
 
     return Plan(choice(forward, "fwd"), choice(backward, "bwd"))
 
 
-def calls_in(jaxpr: Any) -> Iterator[Call | Linear]:
+def calls_in(jaxpr: Any) -> Iterator[Call]:
     """The calls that a jaxpr makes, also inside loops and `jax.checkpoint`, in their order."""
     for equation in jaxpr.eqns:
-        if isinstance(equation.params.get("call"), Call | Linear):
+        if isinstance(equation.params.get("call"), Call):
             yield equation.params["call"]
         for inner in jax.tree.leaves(
             [*equation.params.values()], is_leaf=lambda a: hasattr(a, "eqns") or hasattr(a, "jaxpr")

@@ -101,26 +101,11 @@ class Implementation(Protocol):
         """
         ...
 
-    def rms_norm_linear_fwd(
-        self,
-        x: jax.Array,
-        weight: jax.Array,
-        scale: jax.Array | None,
-        bias: jax.Array | None,
-        spec: LinearSpec,
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Returns y, z and rstd; None for what ``spec`` does not want.
-
-        y and z are ``(rows, features)`` in ``spec.y_dtype``, rstd is ``(rows,)`` in the norm's
-        arithmetic dtype.
-        """
-        ...
-
     def supports(self, spec: Spec | LinearSpec) -> str | None:
         """None, or a sentence for the user that says why this call cannot run here."""
         ...
 
-    def prefers(self, spec: Spec | LinearSpec) -> str | None:
+    def prefers(self, spec: Spec) -> str | None:
         """None, or a sentence that says why the default should leave this call to ``xla``."""
         ...
 

@@ -100,10 +100,6 @@ NO_PRODUCT: LinearTable = (
             and s.precision != _ALGORITHMS[s.product_dtype.name]
         ),
     ),
-    (
-        "sums over shards of columns, and sums whose norm is not used, are plain JAX's",
-        lambda s: bool(s.cols_over) or not s.want_y,
-    ),
 )
 
 # Up to here a forward pass of a norm takes a GPU a few microseconds, and the host as long.

@@ -1,7 +1,6 @@
 """Everything static about one call of an implementation.
 
-A norm is fused with the product after it, too, whose spec is a :class:`LinearSpec`. It has a
-forward alone: its backward is two products and the backward of a norm that keeps its input::
+Mosaic fuses a norm with the product after it, too, by a :class:`LinearSpec`: a forward alone::
 
     rms_norm_linear  y = activation(z),  z = rms_norm(x) weight + bias
 """
@@ -333,7 +332,7 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class LinearSpec:
-    """Everything static about one call of ``rms_norm_linear_fwd``.
+    """Everything static about one call of a kernel of a norm and the product after it.
 
     Since rms_norm(x) weight = rstd (x (G weight)) row by row, with G = scale + scale_offset, a
     kernel need not write the normalised array.
@@ -343,16 +342,11 @@ class LinearSpec:
       x_dtype, weight_dtype: of these arrays.
       product_dtype: to which the normalised x (or what stands for it in a kernel's product) and
         weight are rounded. Sums are of `compute_dtype`.
-      y_dtype: of y and of z, each rounded to it once, from `compute_dtype`.
+      y_dtype: of y, rounded to it once, from `compute_dtype`.
       scale_dtype, bias_dtype: of ``(cols,)`` and ``(features,)``; None for one that is absent.
       epsilon, scale_offset: as in :class:`Spec`.
       activation: that of `jax.nn` with its defaults, of z in `compute_dtype`; None for y = z.
       precision: of the product, as ``jax.default_matmul_precision``.
-      want_y: False where rstd alone is wanted, which is the xla implementation's.
-      want_z: z is returned too, for a backward; only with an activation.
-      want_rstd: rstd is returned too, for a backward.
-      cols_over: mesh axes (inside ``jax.shard_map``) that the columns are sharded over, of which
-        there are ``cols`` in all; for the xla implementation alone.
     """
 
     op: ClassVar[Literal["rms_norm_linear"]] = "rms_norm_linear"
@@ -371,32 +365,9 @@ class LinearSpec:
     scale_offset: float = 0.0
     activation: Activation | None = None
     precision: str | None = None
-    want_y: bool = True
-    want_z: bool = False
-    want_rstd: bool = False
-    cols_over: tuple[str, ...] = ()
 
     @property
     def compute_dtype(self) -> np.dtype:
         """dtype of the product's sums and of z: float64 where an array of rows is, else float32."""
         names = (self.x_dtype.name, self.product_dtype.name, self.y_dtype.name)
         return np.dtype(np.float64 if "float64" in names else np.float32)
-
-    @property
-    def norm(self) -> Spec:
-        """The norm of x, whose output is the product's operand."""
-        return Spec(
-            op="norm",
-            direction="fwd",
-            rows=self.rows,
-            cols=self.cols,
-            x_dtype=self.x_dtype,
-            y_dtype=self.product_dtype,
-            scale_dtype=self.scale_dtype,
-            epsilon=self.epsilon,
-            scale_offset=self.scale_offset,
-            saved="input",
-            want_stats=True,
-            cols_over=self.cols_over,
-            axes_over=(self.cols_over,) if self.cols_over else (),
-        )

@@ -1,6 +1,7 @@
 """The kernel of a norm and the product after it: interpreted, lowered, and compiled for an H100."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -15,7 +16,6 @@ from norm_linear_cases import NormLinear, operands
 from reference import assert_within, exact
 
 import jaxnorm
-from jaxnorm.operations.norm_linear_call import Linear
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER
 from jaxnorm_kernels.mosaic.forward import linear as kernel
@@ -25,7 +25,6 @@ from jaxnorm_kernels.specs import LinearSpec
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 SMALL = Schedule(features=128, stages=2, group=2)
-EVERYTHING = {"want_z": True, "want_rstd": True}
 
 
 def make_spec(rows, cols, features, dtype=BF16, **options):
@@ -61,7 +60,7 @@ def reference(spec, x, weight, scale, bias):
 
 
 def run(spec, *arrays, schedule=None):
-    """y, z and rstd."""
+    """y."""
 
     @jax.jit
     def function(*arrays):
@@ -70,27 +69,18 @@ def run(spec, *arrays, schedule=None):
     return function(*arrays)
 
 
-def check_results(spec, arrays, results):
+def check_result(spec, arrays, y):
     """Within the bounds of the reference in float64."""
-    y, z, rstd = results
     expected = reference(spec, *arrays)
     assert (y.dtype, y.shape) == (spec.y_dtype, (spec.rows, spec.features))
     assert_within(y, expected.y, expected.y_bound())
-    assert (z is not None, rstd is not None) == (spec.want_z, spec.want_rstd)
-    if z is not None:
-        without = reference(dataclasses.replace(spec, activation=None), *arrays)
-        assert_within(z, without.y, without.y_bound())
-    if rstd is not None:
-        r = expected.norm.r[:, 0]
-        assert (rstd.dtype, rstd.shape) == (F32, r.shape)
-        assert_within(rstd, r, r * expected.walk(spec.cols))
 
 
 def check(spec, schedule=None, params=None):
     """In the interpreter."""
     arrays = arrays_of(spec)
     with mosaic.interpreted(params):
-        check_results(spec, arrays, run(spec, *arrays, schedule=schedule))
+        check_result(spec, arrays, run(spec, *arrays, schedule=schedule))
 
 
 # Each edge by itself and all of them: parts of tiles of rows, columns and features; one step, and
@@ -108,18 +98,17 @@ SIZES = [
 
 @pytest.mark.parametrize(("rows", "cols", "features", "scale"), SIZES, ids=str)
 def test_sizes(rows, cols, features, scale):
-    options = {"scale_dtype": scale, "bias_dtype": F32, **EVERYTHING}
-    check(make_spec(rows, cols, features, **options), SMALL)
+    check(make_spec(rows, cols, features, scale_dtype=scale, bias_dtype=F32), SMALL)
 
 
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
         (BF16, {"scale_dtype": BF16, "scale_offset": 1.0, "activation": "gelu"}),
-        (F16, {"scale_dtype": F16, "scale_offset": 1.0, "bias_dtype": BF16, **EVERYTHING}),
-        (F16, {"bias_dtype": F16, "activation": "silu", "y_dtype": F32, "want_z": True}),
+        (F16, {"scale_dtype": F16, "scale_offset": 1.0, "bias_dtype": BF16}),
+        (F16, {"bias_dtype": F16, "activation": "silu", "y_dtype": F32}),
         (BF16, {"scale_dtype": F16, "weight_dtype": F32, "activation": "relu", "y_dtype": F32}),
-        (BF16, {"y_dtype": F16, "activation": "leaky_relu", "epsilon": 0.25, "want_rstd": True}),
+        (BF16, {"y_dtype": F16, "activation": "leaky_relu", "epsilon": 0.25}),
     ],
     ids=str,
 )
@@ -132,9 +121,7 @@ def test_tiles_in_turn(blocks, stages, monkeypatch):
     """A block makes several tiles; none of its warpgroups reads what another is writing."""
     one = dataclasses.replace(HOPPER, sms=blocks)
     monkeypatch.setattr(kernel, "local_gpu", lambda: one)
-    spec = make_spec(
-        200, 192, 264, scale_dtype=F32, bias_dtype=F32, activation="silu", **EVERYTHING
-    )
+    spec = make_spec(200, 192, 264, scale_dtype=F32, bias_dtype=F32, activation="silu")
     params = plgpu.InterpretGPUParams(detect_races=True)
     check(spec, Schedule(features=128, stages=stages, group=2), params)
     assert not interpret_pallas_call.get_races().races_found
@@ -154,8 +141,8 @@ def test_rows_keep_to_themselves(dtype, scale):
     x, *parameters = arrays_of(spec)
     special = special_rows(x)
     with mosaic.interpreted():
-        y, _, _ = run(spec, x, *parameters)
-        changed, _, _ = run(spec, special, *parameters)
+        y = run(spec, x, *parameters)
+        changed = run(spec, special, *parameters)
     ordinary = np.array([0, 5, *range(7, 16)])
     np.testing.assert_array_equal(changed[ordinary], y[ordinary])
     assert jnp.isnan(changed[np.array([1, 2, 4])]).all()
@@ -174,7 +161,7 @@ def test_numbers_that_float16_has_not(power, dtype):
     x = (x / jnp.max(jnp.abs(x), 1, keepdims=True) * 60000).astype(dtype)
     arrays = [x, (weight / 32).astype(dtype), scale * 2.0**power, None]
     with mosaic.interpreted():
-        check_results(spec, arrays, run(spec, *arrays))
+        check_result(spec, arrays, run(spec, *arrays))
 
 
 def test_small_schedule_where_tiles_are_few():
@@ -187,15 +174,63 @@ def test_small_schedule_where_tiles_are_few():
 # ---------------------------------------------------------------------------------- the function
 
 
+def by_name(x, weight, scale, bias):
+    return jaxnorm.rms_norm_linear(
+        x, weight, scale, bias=bias, activation="gelu", implementation="mosaic"
+    )
+
+
+GELU = make_spec(24, 64, 136, scale_dtype=F32, bias_dtype=F32, activation="gelu")
+
+
 def test_leading_axes():
-    spec = make_spec(24, 64, 136, scale_dtype=F32, bias_dtype=F32, activation="gelu", **EVERYTHING)
-    x, *parameters = arrays_of(spec)
+    x, *parameters = arrays_of(GELU)
     with mosaic.interpreted():
-        kernel = jax.jit(Linear(spec, "mosaic").kernel("mosaic"))
-        y, z, rstd = kernel(x.reshape(3, 8, 64), *parameters)
-    assert (y.shape, z.shape, rstd.shape) == ((3, 8, 136), (3, 8, 136), (3, 8))
-    results = y.reshape(24, 136), z.reshape(24, 136), rstd.reshape(24)
-    check_results(spec, [x, *parameters], results)
+        y = jax.jit(by_name)(x.reshape(3, 8, 64), *parameters)
+    assert y.shape == (3, 8, 136)
+    check_result(GELU, [x, *parameters], y.reshape(24, 136))
+
+
+@pytest.mark.parametrize("in_axes", [(1, None, None, None), (0, None, 0, None)], ids=str)
+def test_vmap(in_axes):
+    """A batch of x is more rows, one of parameters a loop."""
+    arrays = [
+        a if axis is None else jnp.stack([a, a[::-1]], axis)
+        for a, axis in zip(arrays_of(dataclasses.replace(GELU, rows=8)), in_axes)
+    ]
+    with mosaic.interpreted():
+        batched = jax.jit(jax.vmap(by_name, in_axes))(*arrays)
+        one = jax.jit(by_name)
+        for i, y in enumerate(batched):
+            of_one = [a if n is None else jnp.take(a, i, n) for a, n in zip(arrays, in_axes)]
+            np.testing.assert_array_equal(y, one(*of_one))
+
+
+def test_its_derivative_is_the_composition_s():
+    """To the bit, in both modes, and of some of the operands."""
+    spec = dataclasses.replace(GELU, rows=8)
+    arrays = arrays_of(spec)
+    d = jnp.asarray(np.random.default_rng(1).normal(size=(8, 136)), BF16)
+    composed = functools.partial(jaxnorm.rms_norm_linear, activation="gelu")
+
+    def of_composition(x, weight, scale, bias):
+        return composed(x, weight, scale, bias=bias)
+
+    def derivatives(f):
+        @jax.jit
+        def both(*arrays):
+            y, vjp = jax.vjp(f, *arrays)
+            _, of_x = jax.vjp(lambda x: f(x, *arrays[1:]), arrays[0])
+            return y, vjp(d), of_x(d), jax.jvp(f, arrays, arrays)[1]
+
+        return both(*arrays)
+
+    with mosaic.interpreted():
+        y, *ours = derivatives(by_name)
+        np.testing.assert_array_equal(y, jax.jit(by_name)(*arrays))
+    _, *expected = derivatives(of_composition)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.oldest_jax
@@ -229,8 +264,6 @@ def test_program(scale):
         ({"precision": "TF32_TF32_F32"}, "names another"),
         ({"scale_dtype": np.dtype(np.float64)}, "float64 arrays ask for more"),
         ({"rows": 0}, "an array of size 0"),
-        ({"want_y": False, "want_rstd": True}, "plain JAX's"),
-        ({"cols_over": ("model",)}, "plain JAX's"),
         ({"rows": 2**31}, "number rows in 32 bits"),
     ],
     ids=str,
@@ -253,13 +286,13 @@ def test_gpus_without_its_instructions(capability, monkeypatch):
 COMPILED = [
     make_spec(8192, 2048, 3072, scale_dtype=F32),
     make_spec(8192, 4096, 6144),
-    make_spec(8192, 4096, 14336, scale_dtype=BF16, bias_dtype=F32, activation="gelu", **EVERYTHING),
-    make_spec(8192, 4096, 6144, F16, scale_dtype=F32, activation="silu", **EVERYTHING),
-    make_spec(8192, 4096, 6144, scale_dtype=F32, y_dtype=F32, bias_dtype=BF16, **EVERYTHING),
-    make_spec(8192, 4096, 6144, scale_dtype=F32, activation="relu", want_z=True),
+    make_spec(8192, 4096, 14336, scale_dtype=BF16, bias_dtype=F32, activation="gelu"),
+    make_spec(8192, 4096, 6144, F16, scale_dtype=F32, activation="silu"),
+    make_spec(8192, 4096, 6144, scale_dtype=F32, y_dtype=F32, bias_dtype=BF16),
+    make_spec(8192, 4096, 6144, scale_dtype=F32, activation="relu"),
     make_spec(8192, 4096, 6144, scale_dtype=F32, scale_offset=1.0, activation="leaky_relu"),
-    make_spec(64, 4096, 6144, scale_dtype=BF16, bias_dtype=BF16, activation="silu", **EVERYTHING),
-    make_spec(1000, 1000, 1000, scale_dtype=F32, want_rstd=True),
+    make_spec(64, 4096, 6144, scale_dtype=BF16, bias_dtype=BF16, activation="silu"),
+    make_spec(1000, 1000, 1000, scale_dtype=F32),
     make_spec(8, 8, 8, scale_dtype=F32),
     make_spec(128, 1024, 4360, bias_dtype=F32),
 ]
@@ -313,9 +346,7 @@ def test_registers(spec, compiler):
 @pytest.mark.parametrize(
     "spec",
     [
-        make_spec(
-            *sizes, dtype, scale_dtype=scale, bias_dtype=F32, activation=activation, **EVERYTHING
-        )
+        make_spec(*sizes, dtype, scale_dtype=scale, bias_dtype=F32, activation=activation)
         for sizes, dtype, (scale, activation) in itertools.product(
             [(1024, 512, 768), (264, 1000, 520), (8, 8, 8), (2048, 1024, 4360)],
             (BF16, F16),
@@ -326,10 +357,9 @@ def test_registers(spec, compiler):
 )
 def test_values_on_a_gpu(spec):
     arrays = arrays_of(spec)
-    results = run(spec, *arrays)
-    check_results(spec, arrays, results)
-    for first, second in zip(results, run(spec, *arrays)):
-        np.testing.assert_array_equal(first, second)
+    y = run(spec, *arrays)
+    check_result(spec, arrays, y)
+    np.testing.assert_array_equal(y, run(spec, *arrays))
 
 
 @pytest.mark.gpu
@@ -337,8 +367,8 @@ def test_values_on_a_gpu(spec):
 def test_rows_keep_to_themselves_on_a_gpu(dtype):
     spec = make_spec(264, 1024, 520, dtype, scale_dtype=F32, bias_dtype=F32, y_dtype=F32)
     x, *parameters = arrays_of(spec)
-    y, _, _ = run(spec, x, *parameters)
-    changed, _, _ = run(spec, special_rows(x), *parameters)
+    y = run(spec, x, *parameters)
+    changed = run(spec, special_rows(x), *parameters)
     ordinary = np.array([0, 5, *range(7, 264)])
     np.testing.assert_array_equal(changed[ordinary], y[ordinary])
     assert jnp.isnan(changed[np.array([1, 2, 4])]).all()
@@ -346,7 +376,7 @@ def test_rows_keep_to_themselves_on_a_gpu(dtype):
 
 @pytest.mark.gpu
 def test_gradients_on_a_gpu():
-    """By name: the kernel's forward, from whose rstd and z the backward starts."""
+    """By name: the kernel's forward, and the composition's derivative."""
     spec = make_spec(1024, 512, 776, scale_dtype=F32, bias_dtype=F32, activation="gelu")
     x, weight, scale, bias = arrays_of(spec)
     d = jnp.asarray(np.random.default_rng(1).normal(size=(1024, 776)), BF16)

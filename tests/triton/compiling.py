@@ -16,8 +16,8 @@ from triton.compiler import ASTSource
 
 from benchmarks import contract
 from jaxnorm_kernels import triton as implementation
-from jaxnorm_kernels.specs import LinearSpec, Shared, Spec
-from jaxnorm_kernels.triton import launch, linear_schedule, schedule
+from jaxnorm_kernels.specs import Shared, Spec
+from jaxnorm_kernels.triton import launch, schedule
 from jaxnorm_kernels.triton.launch import Gpu
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -45,7 +45,7 @@ class Compiled:
 
 
 def compile_call(
-    spec: Spec | LinearSpec, gpu: Gpu, *, label_dtype: Any = jnp.int32, **options: Any
+    spec: Spec, gpu: Gpu, *, label_dtype: Any = jnp.int32, **options: Any
 ) -> list[Compiled]:
     """The kernels that a call with this spec runs on `gpu`."""
     compiled = []
@@ -56,26 +56,16 @@ def compile_call(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "run", run)
-        for module in (schedule, linear_schedule):
-            patch.setattr(module, "local_gpu", lambda: gpu)
+        patch.setattr(schedule, "local_gpu", lambda: gpu)
         with jax.enable_x64(True):  # for labels of 64 bits
             operands = _operands(spec, label_dtype)
             jax.eval_shape(lambda *operands: _call(spec, *operands, **options), *operands)
     return compiled
 
 
-def _operands(spec: Spec | LinearSpec, label_dtype: Any) -> tuple[Any, ...]:
+def _operands(spec: Spec, label_dtype: Any) -> tuple[Any, ...]:
     def array(shape: tuple[int, ...], dtype: Any) -> Any:
         return None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
-
-    if isinstance(spec, LinearSpec):
-        x, weight = (spec.rows, spec.cols), (spec.cols, spec.features)
-        return (
-            array(x, spec.x_dtype),
-            array(weight, spec.weight_dtype),
-            array(weight[:1], spec.scale_dtype),
-            array(weight[1:], spec.bias_dtype),
-        )
 
     def parameter(dtype: Any, groups: int) -> Any:
         return array((spec.cols,) if groups == 1 else (groups, spec.cols), dtype)
@@ -113,9 +103,7 @@ def _operands(spec: Spec | LinearSpec, label_dtype: Any) -> tuple[Any, ...]:
     return saved, stats, scale, bias, dy, x if spec.adds_dh else None
 
 
-def _call(spec: Spec | LinearSpec, *operands: Any, **options: Any) -> Any:
-    if isinstance(spec, LinearSpec):
-        return implementation.rms_norm_linear_fwd(*operands, spec=spec, **options)
+def _call(spec: Spec, *operands: Any, **options: Any) -> Any:
     return contract.call(implementation, spec, *operands, **options)
 
 

@@ -10,11 +10,8 @@ from jaxnorm_kernels.refusals import (
     NO_CLASSES,
     NO_KERNEL,
     NO_LOGITS,
-    NO_PRODUCT,
-    LinearTable,
     Table,
     first,
-    first_of_linear,
 )
 from jaxnorm_kernels.specs import LinearSpec, Spec
 
@@ -60,23 +57,10 @@ _CANNOT: Table = (
     ),
 )
 
-#: The smallest tile of a product, which is a program's.
-LEAST_TILE = 16 * 32
-
-_CANNOT_MULTIPLY: LinearTable = (
-    *NO_PRODUCT,
-    (
-        f"its kernels number rows, columns and features in 32 bits, up to {_MOST}",
-        lambda s: max(s.rows, s.cols, s.features) > _MOST,
-    ),
-    (
-        f"its kernels number programs, the tiles of y, in 32 bits, up to {_MOST}",
-        lambda s: s.rows * s.features > _MOST * LEAST_TILE,
-    ),
-    (
-        "its kernels need compute capability 8.0 (Ampere) or newer",
-        lambda s: _is_too_old(),
-    ),
+# Its product was behind XLA's norm and product in all that was timed (docs/linear.md): it is gone.
+_NO_PRODUCT = (
+    "it has no kernel of a norm and a product: XLA's norm and product were faster wherever its "
+    "was timed"
 )
 
 # Measured on one H200 with jax 0.11.2 and Triton 3.9: kernel time against XLA's (`python -m
@@ -139,14 +123,12 @@ def platforms() -> tuple[str, ...]:
 def supports(spec: Spec | LinearSpec) -> str | None:
     """None, or why this call cannot run here."""
     if isinstance(spec, LinearSpec):
-        return first_of_linear(_CANNOT_MULTIPLY, spec)
+        return _NO_PRODUCT
     return first(_CANNOT, spec)
 
 
-def prefers(spec: Spec | LinearSpec) -> str | None:
+def prefers(spec: Spec) -> str | None:
     """None, or why the default leaves this call to xla."""
-    if isinstance(spec, LinearSpec):
-        return "XLA's norm and product are faster than its kernel where it was timed, on an H100"
     return first(_LEFT_TO_XLA, spec)
 
 

@@ -6,8 +6,6 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import LinearSpec, Spec
 from jaxnorm_kernels.xla import cross_entropy, norm, softmax
-from jaxnorm_kernels.xla.linear import rms_norm_linear_fwd as rms_norm_linear_fwd
-from jaxnorm_kernels.xla.linear import rms_norm_linear_tan as rms_norm_linear_tan
 
 _Passes = tuple[
     Callable[[Operands, Spec], Results],
@@ -56,7 +54,7 @@ def supports(spec: Spec | LinearSpec) -> str | None:
     return None
 
 
-def prefers(spec: Spec | LinearSpec) -> str | None:
+def prefers(spec: Spec) -> str | None:
     """There is nothing to fall back to."""
     del spec
     return None

@@ -6,7 +6,7 @@ module alone.
 
 Tried with jax 0.11.2 and 0.12.0.1. JAX may move any of it in a release. Where a module or a class
 is gone, importing the kernels fails with the sentence below: ``implementation="mosaic"`` raises it,
-and the default runs XLA's code after a warning (`jaxnorm._implementation`). Where one of their
+and the default runs XLA's code after a warning (`jaxnorm.calls.backends`). Where one of their
 functions is gone, or means something else, lowering a kernel fails: run ``tests/mosaic`` on a new
 jax before anything else.
 """

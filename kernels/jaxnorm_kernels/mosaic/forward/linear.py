@@ -45,7 +45,7 @@ from jaxnorm_kernels.mosaic import elementwise
 from jaxnorm_kernels.mosaic.device.barriers import release_used
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, is_interpreted, launch
-from jaxnorm_kernels.mosaic.device.layouts import Ref, load, store
+from jaxnorm_kernels.mosaic.device.layouts import Ref, load
 from jaxnorm_kernels.mosaic.forward.linear_schedule import (
     DEPTH,
     MULTIPLY,
@@ -56,7 +56,6 @@ from jaxnorm_kernels.mosaic.forward.linear_schedule import (
     stored_columns,
 )
 from jaxnorm_kernels.specs import LinearSpec
-from jaxnorm_kernels.xla.linear import scaled_weight
 
 _F32 = np.dtype(np.float32)
 
@@ -75,42 +74,51 @@ def rms_norm_linear_fwd(
     spec: LinearSpec,
     *,
     schedule: Schedule | None = None,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """y, z and rstd; `schedule` stands in for the chosen one."""
+) -> jax.Array:
+    """y; `schedule` stands in for the chosen one."""
     schedule = schedule or choose(spec)
-    weight, power = scaled_weight(weight, scale, spec)
+    weight, power = _scaled_weight(weight, scale, spec)
     given = {"x": x, "weight": weight, "bias": bias, "power": power}
     operands = {name: _padded(a, name) for name, a in given.items() if a is not None}
-    outputs = {"y": ((spec.rows, operands["weight"].shape[1]), spec.y_dtype)}
-    if spec.want_z:
-        outputs["z"] = outputs["y"]
-    if spec.want_rstd:
-        outputs["rstd"] = ((spec.rows,), _F32)
+    output = jax.ShapeDtypeStruct((spec.rows, operands["weight"].shape[1]), spec.y_dtype)
     rows, columns = schedule.tiles(spec)
-    shared = _shared(spec, schedule, operands, jax.ShapeDtypeStruct(*outputs["y"]))
+    shared = _shared(spec, schedule, operands, output)
 
     def body(*refs: Ref) -> None:
-        arrays = dict(zip((*operands, *outputs), refs))
+        arrays = dict(zip((*operands, "y"), refs))
         own = dict(zip(shared, refs[len(arrays) :]))
         kernel = _Kernel(spec, schedule, arrays, own)
         index = lax.axis_index(WARPGROUP)
         pl.when(index == MULTIPLY)(kernel.copy)
         pl.when(index < MULTIPLY)(kernel.multiply)
 
-    results = launch(
+    (y,) = launch(
         body,
         [*operands.values()],
         name="jaxnorm_rms_norm_linear_fwd",
-        outputs=[*outputs.values()],
+        outputs=[(output.shape, output.dtype)],
         blocks=min(rows * columns, local_gpu().sms),
         warpgroups=MULTIPLY + 1,
         scratch=[*shared.values()],
         auto_barriers=False,
     )
-    found = dict(zip(outputs, results))
-    y, z = (found[name][:, : spec.features] if name in found else None for name in ("y", "z"))
-    assert y is not None
-    return y, z, found.get("rstd")
+    return y[:, : spec.features]
+
+
+def _scaled_weight(
+    weight: jax.Array, scale: jax.Array | None, spec: LinearSpec
+) -> tuple[jax.Array, jax.Array | None]:
+    """c G weight in the product's dtype and, where c is not 1, 1 / c as ``(1,)``.
+
+    1 / c is a power of 2 above the largest |G|. float16 has few exponents: G weight may be none.
+    """
+    if scale is None:
+        return weight.astype(spec.product_dtype), None
+    g, power = scale.astype(_F32) + spec.scale_offset, None
+    if spec.product_dtype == np.float16:
+        _, exponent = jnp.frexp(jnp.max(jnp.abs(g), keepdims=True))
+        g, power = jnp.ldexp(g, -exponent), jnp.ldexp(jnp.ones((), g.dtype), exponent)
+    return (weight.astype(g.dtype) * g[:, None]).astype(spec.product_dtype), power
 
 
 def _padded(array: jax.Array, name: str) -> jax.Array:
@@ -138,8 +146,6 @@ def _shared(
         shared["bias"] = plgpu.SMEM((schedule.features,), operands["bias"].dtype)
         shared["bias_full"] = plgpu.Barrier()
         shared["bias_empty"] = plgpu.Barrier(num_arrivals=MULTIPLY)
-    if spec.want_rstd:
-        shared["rstd"] = plgpu.SMEM((MULTIPLY, ROWS), _F32)
     return shared
 
 
@@ -281,38 +287,25 @@ class _Kernel:
         """Stores what becomes of the tile's sums."""
         spec, shared, index = self.spec, self.shared, lax.axis_index(WARPGROUP)
         rows = pl.ds(row + index * ROWS, ROWS)
-        if spec.want_rstd:
-
-            @pl.when(column == 0)
-            def _() -> None:
-                store(shared["rstd"].at[index], rstd)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(shared["rstd"].at[index], self.arrays["rstd"].at[rows])
-
         if "bias" in shared:
             plgpu.barrier_wait(shared["bias_full"])
         if "power" in self.arrays:
             rstd = rstd * load(self.arrays["power"].at[0], None)
-        width, stores = stored_columns(spec), 0
-        for start in range(0, self.schedule.features, width):
+        width = stored_columns(spec)
+        for i, start in enumerate(range(0, self.schedule.features, width)):
             part = sums[:, start : start + width]
             z = part * lax.broadcast_in_dim(rstd, part.shape, (0,))
             if "bias" in shared:
                 layout = plgpu.Layout.WGMMA.reduce(0)
                 bias = load(shared["bias"].at[pl.ds(start, width)], layout).astype(jnp.float32)
                 z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
-            results = {"y": elementwise.activated(z, spec.activation)}
-            if spec.want_z:
-                results["z"] = z
-            for name, result in results.items():
-                # The store before the last one has read what this one overwrites.
-                plgpu.wait_smem_to_gmem(STORES - 1, wait_read_only=True)
-                part = shared["stored"].at[index, stores % STORES]
-                part[...] = result.astype(spec.y_dtype)
-                plgpu.commit_smem()
-                place = (rows, pl.ds(column + start, width))
-                plgpu.copy_smem_to_gmem(part, self.arrays[name].at[place])
-                stores += 1
+            # The store before the last one has read what this one overwrites.
+            plgpu.wait_smem_to_gmem(STORES - 1, wait_read_only=True)
+            part = shared["stored"].at[index, i % STORES]
+            part[...] = elementwise.activated(z, spec.activation).astype(spec.y_dtype)
+            plgpu.commit_smem()
+            place = (rows, pl.ds(column + start, width))
+            plgpu.copy_smem_to_gmem(part, self.arrays["y"].at[place])
         if "bias" in shared:
             if is_interpreted():
                 release_used()
