@@ -11,7 +11,6 @@ from jax import lax
 
 from jaxnorm_kernels import tracing
 from jaxnorm_kernels.devices import local_capability
-from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import extra
 
 # Triton would write PTX for the newest CUDA that it knows; this is what CUDA 12.8 reads. Fusion
@@ -84,13 +83,6 @@ def launch(
         **absent,
     )
     return [_vary_like(arguments, result) for result in results]
-
-
-def group_rows(parameter: jax.Array | None, spec: Spec) -> int | None:
-    """Rows that share a row of a parameter `(n, cols)`; None for one `(cols,)`, and for none."""
-    if parameter is None or parameter.ndim == 1:
-        return None
-    return spec.rows // parameter.shape[0]
 
 
 def run(**call: Any) -> list[jax.Array]:

@@ -23,10 +23,15 @@ a bias, and the rule for cross-entropies were compiled, not timed.
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
 
 from jaxnorm_kernels.specs import Spec
-from jaxnorm_kernels.triton.launch import Gpu, local_gpu
+from jaxnorm_kernels.triton.launch import Gpu, launch, local_gpu
 from jaxnorm_kernels.triton.logits import sums_columns
+from jaxnorm_kernels.triton.tiles import Tiling
 
 _REGISTERS = 2**16  # of an SM
 
@@ -61,14 +66,36 @@ class Schedule:
         """Whether a row is more than a program holds."""
         return self.pieces * self.block < spec.cols
 
-    def tiles(self, spec: Spec) -> dict[str, int]:
+    def tiling(self, spec: Spec) -> Tiling:
         """What a kernel is compiled for."""
-        held = {} if self.is_looped(spec) else {"pieces": self.pieces}
-        return {"tile_rows": self.tile_rows, "block": self.block, **held}
+        return Tiling(spec.cols, self.tile_rows, self.block, self.pieces)
 
     def grid(self, spec: Spec) -> tuple[int, ...]:
         """Programs of a kernel in which each has a tile of rows."""
         return (math.ceil(spec.rows / self.tile_rows),)
+
+    def launch(
+        self,
+        kernel: Any,
+        spec: Spec,
+        *,
+        name: str,
+        outputs: Mapping[str, jax.ShapeDtypeStruct | None],
+        grid: tuple[int, ...] | None = None,
+        **arguments: Any,
+    ) -> list[jax.Array]:
+        """Runs a kernel on the rows of `spec`; by default, each program has a tile of them."""
+        return launch(
+            kernel,
+            name=name,
+            outputs=outputs,
+            grid=grid or self.grid(spec),
+            warps=self.warps,
+            registers=self.registers,
+            rows=spec.rows,
+            tiling=self.tiling(spec),
+            **arguments,
+        )
 
     def persistent_grid(self, spec: Spec) -> tuple[int, int]:
         """Programs that take turns over the rows of a group: over the blocks of a row, and those.
