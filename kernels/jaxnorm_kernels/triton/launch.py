@@ -36,6 +36,9 @@ class Gpu:
 # What is lowered for where no GPU is at hand.
 AMPERE = Gpu(capability=80, sms=108, smem=163 * 1024)  # A100
 
+# Of GPUs since Ampere, for one that does not say: that of capability 8.6 and 8.9.
+_LEAST_SMEM = 99 * 1024
+
 
 @functools.cache
 def local_gpu() -> Gpu:
@@ -47,7 +50,7 @@ def local_gpu() -> Gpu:
     return Gpu(
         capability=capability,
         sms=getattr(device, "core_count", AMPERE.sms),
-        smem=getattr(device, "shared_memory_per_block_optin", 99 * 1024),
+        smem=getattr(device, "shared_memory_per_block_optin", _LEAST_SMEM),
     )
 
 
