@@ -27,7 +27,7 @@ def norm_fwd(
       x: `(rows, cols)`.
       scale, bias: `(cols,)`, or `(n, cols)` for groups of rows.
     """
-    y, *stats = _call(x, None, scale, bias, None, spec, schedule)
+    y, *stats = _call(spec, schedule, x, scale, bias=bias)
     return y, tuple(stats)
 
 
@@ -46,7 +46,7 @@ def add_norm_fwd(
       x, residual: `(rows, cols)`.
       scale, bias: `(cols,)`, or `(n, cols)` for groups of rows.
     """
-    y, h, *stats = _call(x, residual, scale, bias, None, spec, schedule)
+    y, h, *stats = _call(spec, schedule, x, scale, residual=residual, bias=bias)
     # The kernels write h in any case: rows too wide for registers are read back.
     return y, h if spec.returns_h else None, tuple(stats)
 
@@ -65,7 +65,7 @@ def norm_add_fwd(
       x, residual: `(rows, cols)`.
       scale: `(cols,)`, or `(n, cols)` for groups of rows.
     """
-    y, *stats = _call(x, residual, scale, None, None, spec, schedule)
+    y, *stats = _call(spec, schedule, x, scale, residual=residual)
     return y, tuple(stats)
 
 
@@ -84,19 +84,20 @@ def norm_add_norm_fwd(
       x, residual: `(rows, cols)`.
       scale, next_scale: of the first norm and of the second, `(cols,)` or `(n, cols)`.
     """
-    y, h, *stats = _call(x, residual, scale, None, next_scale, spec, schedule)
+    y, h, *stats = _call(spec, schedule, x, scale, residual=residual, next_scale=next_scale)
     # The kernels write h in any case: rows too wide for registers are read back.
     return y, h if spec.returns_h else None, tuple(stats)
 
 
 def _call(
-    x: jax.Array,
-    residual: jax.Array | None,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    next_scale: jax.Array | None,
     spec: Spec,
     schedule: Schedule | None,
+    x: jax.Array,
+    scale: jax.Array | None,
+    *,
+    residual: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    next_scale: jax.Array | None = None,
 ) -> list[jax.Array]:
     """y, h where there is one, and the statistics."""
     schedule = schedule or schedules.choose(spec)
