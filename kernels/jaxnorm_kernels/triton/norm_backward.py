@@ -231,12 +231,12 @@ def _norm_bwd(
     cols: tl.constexpr = tiling.cols
     block: tl.constexpr = tiling.block
     pieces: tl.constexpr = tiling.pieces
-    first_col, group, groups, group_rows = tl.program_id(0) * block, 0, 1, rows
+    has_groups: tl.constexpr = scale_rows is not None or bias_rows is not None
+    first_col, group, group_rows = tl.program_id(0) * block, 0, rows
     program, programs = tl.program_id(1), tl.num_programs(1)
     scale, bias = (scale_ptr, None), (bias_ptr, None)
-    if scale_rows is not None or bias_rows is not None:
+    if has_groups:
         first_col, group = tl.program_id(0) % col_blocks * block, tl.program_id(0) // col_blocks
-        groups = tl.num_programs(0) // col_blocks
         group_rows = bias_rows if scale_rows is None else scale_rows
         start = group.to(tl.int64) * cols
         if scale_rows is not None:
@@ -287,6 +287,7 @@ def _norm_bwd(
             if dh_ptr is not None:
                 dx += load_tile(dh_ptr, tile)
             store_tile(dx_ptr, dx, tile)
+    groups = tl.num_programs(0) // col_blocks if has_groups else 1
     partial_row = program * groups + group
     for i in tl.static_range(pieces):
         col = columns_at(first_col + i * block, block)

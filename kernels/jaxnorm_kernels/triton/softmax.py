@@ -133,7 +133,7 @@ def _softmax_fwd_in_registers(
         e += tl.exp(z[i] - m)
     s = tl.sum(e, axis=1)[:, None]
     for i in tl.static_range(len(z)):
-        y = _output(z[i], m, s, takes_part[i], logits)
+        y = masked(_output(z[i], m, s, logits), takes_part[i], logits)
         store_tile(y_ptr, y, tile_at(first_row, i * tiling.block, rows, tiling))
 
 
@@ -174,15 +174,15 @@ def _softmax_fwd_looped(
     for first_col in tl.range(0, cols, tiling.block):
         tile = tile_at(first_row, first_col, rows, tiling)
         z, takes_part = load_logits(x_ptr, mask_ptr, bias_ptr, tile, logits, cols, "evict_first")
-        y = _output(z, m, s, takes_part, logits)
-        store_tile(y_ptr, y, tile)
+        _, start, col, exists = tile
+        y = _output(z, m, s, logits)
+        tl.store(y_ptr + start + col, masked(y, takes_part, logits), mask=exists)
 
 
 @triton.jit
-def _output(z, m, s, takes_part, logits: tl.constexpr):
+def _output(z, m, s, logits: tl.constexpr):
     """y = exp(z - m) / s, or its logarithm."""
-    y = z - m - tl.log(s) if logits.log else tl.exp(z - m) * (1.0 / s)
-    return masked(y, takes_part, logits)
+    return z - m - tl.log(s) if logits.log else tl.exp(z - m) * (1.0 / s)
 
 
 @triton.jit
@@ -230,7 +230,8 @@ def _softmax_bwd_looped(
         dz = cotangent_of_logits(y, drop_zeros(d, y, logits), total, logits)
         if sum_ptr is not None:
             sums += dz
-        store_tile(dx_ptr, scaled(dz, logits), tile)
+        _, start, col, exists = tile
+        tl.store(dx_ptr + start + col, scaled(dz, logits), mask=exists)
     if sum_ptr is not None:
         row = first_row + tl.arange(0, tiling.tile_rows)
         tl.store(sum_ptr + row, tl.sum(sums, axis=1), mask=row < rows)
