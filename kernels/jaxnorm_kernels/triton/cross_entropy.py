@@ -31,6 +31,8 @@ to a vector before its first column, at a multiple of 16 bytes, so that all of t
 and the last are read and written by 16 bytes, too.
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 import triton
@@ -39,11 +41,42 @@ import triton.language as tl
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import schedule as schedules
-from jaxnorm_kernels.triton.launch import launch
 from jaxnorm_kernels.triton.schedule import Schedule, loss_blocks, loss_vector
+from jaxnorm_kernels.triton.tiles import LOWEST
 
-# A block may hold nothing but -inf: against this maximum its exponentials are 0.
-_LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a kernel is compiled for, beside how rows are cut.
+
+    Attributes:
+      classes: columns that take part, the first ones.
+      label_smoothing, z_loss: a and b.
+      blocks: of a row.
+      vector: elements that a thread reads at once.
+    """
+
+    classes: int
+    label_smoothing: float
+    z_loss: float
+    blocks: int
+    vector: int
+
+    @property
+    def other_target(self) -> float:
+        """That of a column which is not the label."""
+        return self.label_smoothing / self.classes
+
+    @property
+    def label_target(self) -> float:
+        """The label's."""
+        return 1 - self.label_smoothing + self.other_target
+
+    @classmethod
+    def of(cls, spec: Spec, schedule: Schedule) -> "Options":
+        """That of a call."""
+        blocks, vector = loss_blocks(spec, schedule), loss_vector(spec, schedule)
+        return cls(spec.classes, spec.label_smoothing, spec.z_loss, blocks, vector)
 
 
 def cross_entropy_fwd(
@@ -55,28 +88,18 @@ def cross_entropy_fwd(
     schedule = schedule or schedules.choose(spec)
     of_rows = jax.ShapeDtypeStruct((spec.rows,), np.float32)
     stat = of_rows if spec.want_stats else None
-    vector = loss_vector(spec, schedule)
-    loss, *stats = launch(
+    options = Options.of(spec, schedule)
+    loss, *stats = schedule.launch(
         _cross_entropy_fwd,
+        spec,
         name="jaxnorm_cross_entropy_fwd",
         outputs={"loss_ptr": of_rows, "m_ptr": stat, "log_s_ptr": stat},
-        grid=schedule.grid(spec),
-        warps=schedule.warps,
-        registers=schedule.registers,
         x_ptr=x,
         labels_ptr=labels,
         positions_ptr=positions,
-        rows=spec.rows,
-        cols=spec.cols,
-        classes=spec.classes,
-        label_smoothing=spec.label_smoothing,
-        z_loss=spec.z_loss,
-        tile_rows=schedule.tile_rows,
-        block=schedule.block,
-        blocks=loss_blocks(spec, schedule),
+        options=options,
+        lanes=min(32 * schedule.warps, schedule.block // options.vector),
         stages=schedule.stages,
-        lanes=min(32 * schedule.warps, schedule.block // vector),
-        vector=vector,
     )
     return Results(loss, stats=tuple(stats))
 
@@ -89,32 +112,22 @@ def cross_entropy_bwd(
     assert residuals.mask is None, "of classes: `support` refuses it"
     schedule = schedule or schedules.choose(spec)
     m, log_s = residuals.stats
-    blocks, even = loss_blocks(spec, schedule), spec.label_smoothing / spec.classes
+    options = Options.of(spec, schedule)
     (tiles,) = schedule.grid(spec)
     place = jax.new_ref(x) if spec.overwrites_x else None
-    results = launch(
+    dx = None if spec.overwrites_x else jax.ShapeDtypeStruct(x.shape, spec.x_dtype)
+    results = schedule.launch(
         _cross_entropy_bwd,
+        spec,
         name="jaxnorm_cross_entropy_bwd",
-        outputs={
-            "dx_ptr": None if place is not None else jax.ShapeDtypeStruct(x.shape, spec.x_dtype)
-        },
-        grid=(tiles * blocks,),
-        warps=schedule.warps,
-        registers=schedule.registers,
+        outputs={"dx_ptr": dx},
+        grid=(tiles * options.blocks,),
         x_ptr=x if place is None else place,
         m_ptr=m,
         log_s_ptr=log_s,
         labels_ptr=labels,
         dloss_ptr=dloss,
-        rows=spec.rows,
-        cols=spec.cols,
-        classes=spec.classes,
-        targets=(1 - spec.label_smoothing + even, even),
-        z_loss=spec.z_loss,
-        tile_rows=schedule.tile_rows,
-        block=schedule.block,
-        blocks=blocks,
-        vector=loss_vector(spec, schedule),
+        options=options,
     )
     return Operands(results[0] if place is None else jax.freeze(place))
 
@@ -128,24 +141,18 @@ def _cross_entropy_fwd(
     m_ptr,
     log_s_ptr,
     rows,
-    cols: tl.constexpr,
-    classes: tl.constexpr,
-    label_smoothing: tl.constexpr,
-    z_loss: tl.constexpr,
-    tile_rows: tl.constexpr,
-    block: tl.constexpr,
-    blocks: tl.constexpr,
-    stages: tl.constexpr,
+    options: tl.constexpr,
+    tiling: tl.constexpr,
     lanes: tl.constexpr,
-    vector: tl.constexpr,
+    stages: tl.constexpr,
 ):
-    row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    row = tl.program_id(0) * tiling.tile_rows + tl.arange(0, tiling.tile_rows)
     exists = row < rows
-    label, is_column = _load_label(labels_ptr, row, exists, classes)
+    label, is_column = _load_label(labels_ptr, row, exists, options.classes)
     counts = exists
     if positions_ptr is not None:
         counts = exists & tl.load(positions_ptr + row, exists, 0)
-    begin, lead = _start(row, cols, vector)
+    begin, lead = _start(row, tiling.cols, options.vector)
     at = label[:, None] + lead
     # Nothing outside of the row is read, whatever the label is.
     read = counts[:, None]
@@ -153,20 +160,21 @@ def _cross_entropy_fwd(
     r = tl.where(tl.abs(x_l) < float("inf"), x_l, 0.0)
 
     of_rows = (x_ptr + begin, lead, at, r, read)
-    smooths: tl.constexpr = label_smoothing > 0.0
-    first_whole: tl.constexpr = 0 if cols % vector == 0 else 1
-    whole: tl.constexpr = classes // block
-    m = tl.full([tile_rows, lanes], _LOWEST, tl.float32)
-    zero = tl.zeros([tile_rows, lanes], tl.float32)
+    block: tl.constexpr = tiling.block
+    blocks: tl.constexpr = options.blocks
+    first_whole: tl.constexpr = 0 if tiling.cols % options.vector == 0 else 1
+    whole: tl.constexpr = options.classes // block
+    m = tl.full([tiling.tile_rows, lanes], LOWEST, tl.float32)
+    zero = tl.full([tiling.tile_rows, lanes], 0.0, tl.float32)
     sums = (m, zero, zero)
     if first_whole > 0:
-        sums = _add(sums, of_rows, 0, cols, classes, smooths, block, vector, False)
+        sums = _add(sums, of_rows, 0, options, tiling, False)
     # Of rows that do not count, no block is read.
     end = tl.where(tl.max(counts.to(tl.int32), axis=0) > 0, whole * block, 0)
     for first in tl.range(first_whole * block, end, block, num_stages=stages):
-        sums = _add(sums, of_rows, first, cols, classes, smooths, block, vector, True)
+        sums = _add(sums, of_rows, first, options, tiling, True)
     for i in tl.static_range(max(whole, first_whole), blocks):
-        sums = _add(sums, of_rows, i * block, cols, classes, smooths, block, vector, False)
+        sums = _add(sums, of_rows, i * block, options, tiling, False)
 
     m, s, t = sums
     m_o = tl.max(m, axis=1)[:, None]
@@ -178,15 +186,15 @@ def _cross_entropy_fwd(
     is_nothing = (s_o == 0.0) & (x_l == float("-inf"))
     log_s = tl.where(is_column[:, None] & (is_nothing == 0), log_s, float("nan"))
     loss = d + log_s
-    if label_smoothing > 0.0:
-        even = m - r + log_s - tl.sum(t, axis=1)[:, None] * (1.0 / classes)
-        if label_smoothing == 1.0:
+    if options.label_smoothing > 0.0:
+        even = m - r + log_s - tl.sum(t, axis=1)[:, None] * (1.0 / options.classes)
+        if options.label_smoothing == 1.0:
             loss = even
         else:
-            loss = (1.0 - label_smoothing) * loss + label_smoothing * even
-    if z_loss > 0.0:
+            loss = (1.0 - options.label_smoothing) * loss + options.label_smoothing * even
+    if options.z_loss > 0.0:
         lse = m + log_s
-        loss += z_loss * lse * lse
+        loss += options.z_loss * lse * lse
     of_row, is_row = row[:, None], exists[:, None]
     tl.store(loss_ptr + of_row, tl.where(read, loss, 0.0), is_row)
     if m_ptr is not None:
@@ -195,17 +203,7 @@ def _cross_entropy_fwd(
 
 
 @triton.jit
-def _add(
-    sums,
-    of_rows,
-    first,
-    cols: tl.constexpr,
-    classes: tl.constexpr,
-    smooths: tl.constexpr,
-    block: tl.constexpr,
-    vector: tl.constexpr,
-    is_whole: tl.constexpr,
-):
+def _add(sums, of_rows, first, options: tl.constexpr, tiling: tl.constexpr, is_whole: tl.constexpr):
     """The sums of each thread, with a block.
 
     Args:
@@ -213,18 +211,18 @@ def _add(
       of_rows: where the first block begins, by how much before the first column, and where from
         there the label's column is; r, and whether the row is read. `(tile_rows, 1)` each.
       first: where the block begins, from the first one's beginning.
-      smooths: the sum of x - r is wanted.
       is_whole: the block lies inside of the row.
     """
     m, s, t = sums
-    begin, lead, at, r, here = of_rows
-    lane = tl.arange(0, block)[None, :]
+    begin, lead, at, r, read = of_rows
+    lane = tl.arange(0, tiling.block)[None, :]
     if not is_whole:
-        here = here & _is_column(lane, first, lead, cols, classes, vector)
-    x = tl.load(begin + first + lane, here, float("-inf")).to(tl.float32)
-    if smooths:
-        t += tl.sum(tl.sum(_by_lanes(tl.where(here, x - r, 0.0), m, vector), axis=3), axis=1)
-    others = _by_lanes(tl.where(lane == at - first, float("-inf"), x), m, vector)
+        read = read & _is_column(lane, first, lead, options.classes, tiling.cols, options.vector)
+    x = tl.load(begin + first + lane, read, float("-inf")).to(tl.float32)
+    if options.label_smoothing > 0.0:
+        rest = _by_lanes(tl.where(read, x - r, 0.0), m, options.vector)
+        t += tl.sum(tl.sum(rest, axis=3), axis=1)
+    others = _by_lanes(tl.where(lane == at - first, float("-inf"), x), m, options.vector)
     higher = tl.maximum(m, tl.max(tl.max(others, axis=3), axis=1))
     e = tl.exp(others - higher[:, None, :, None])
     return higher, s * tl.exp(m - higher) + tl.sum(tl.sum(e, axis=3), axis=1), t
@@ -247,71 +245,50 @@ def _cross_entropy_bwd(
     dloss_ptr,
     dx_ptr,
     rows,
-    cols: tl.constexpr,
-    classes: tl.constexpr,
-    targets: tl.constexpr,
-    z_loss: tl.constexpr,
-    tile_rows: tl.constexpr,
-    block: tl.constexpr,
-    blocks: tl.constexpr,
-    vector: tl.constexpr,
+    options: tl.constexpr,
+    tiling: tl.constexpr,
 ):
     if dx_ptr is None:
         dx_ptr = x_ptr
-    row = tl.program_id(0) // blocks * tile_rows + tl.arange(0, tile_rows)
-    nth = tl.program_id(0) % blocks
+    row = tl.program_id(0) // options.blocks * tiling.tile_rows + tl.arange(0, tiling.tile_rows)
+    nth = tl.program_id(0) % options.blocks
     of_rows = (m_ptr, log_s_ptr, labels_ptr, dloss_ptr, row, row < rows)
-    if cols % vector == 0:
-        fits: tl.constexpr = cols % block == 0
-        _store_gradient(
-            x_ptr, dx_ptr, of_rows, nth, cols, classes, targets, z_loss, block, vector, fits
-        )
-    elif (nth > 0) & (nth < cols // block):
-        _store_gradient(
-            x_ptr, dx_ptr, of_rows, nth, cols, classes, targets, z_loss, block, vector, True
-        )
+    if tiling.cols % options.vector == 0:
+        fits: tl.constexpr = tiling.cols % tiling.block == 0
+        _store_gradient(x_ptr, dx_ptr, of_rows, nth, options, tiling, fits)
+    elif (nth > 0) & (nth < tiling.cols // tiling.block):
+        _store_gradient(x_ptr, dx_ptr, of_rows, nth, options, tiling, True)
     else:
-        _store_gradient(
-            x_ptr, dx_ptr, of_rows, nth, cols, classes, targets, z_loss, block, vector, False
-        )
+        _store_gradient(x_ptr, dx_ptr, of_rows, nth, options, tiling, False)
 
 
 @triton.jit
 def _store_gradient(
-    x_ptr,
-    dx_ptr,
-    of_rows,
-    nth,
-    cols: tl.constexpr,
-    classes: tl.constexpr,
-    targets: tl.constexpr,
-    z_loss: tl.constexpr,
-    block: tl.constexpr,
-    vector: tl.constexpr,
-    is_whole: tl.constexpr,
+    x_ptr, dx_ptr, of_rows, nth, options: tl.constexpr, tiling: tl.constexpr, is_whole: tl.constexpr
 ):
     """dx of the block of that number; `is_whole` is one that lies inside of the row."""
     m_ptr, log_s_ptr, labels_ptr, dloss_ptr, row, exists = of_rows
-    begin, lead = _start(row, cols, vector)
-    lane, first = tl.arange(0, block)[None, :], nth * block
-    here = exists[:, None]
+    begin, lead = _start(row, tiling.cols, options.vector)
+    lane, first = tl.arange(0, tiling.block)[None, :], nth * tiling.block
+    read = exists[:, None]
     if not is_whole:
-        here = here & _is_column(lane, first, lead, cols, cols, vector)
+        read = read & _is_column(lane, first, lead, tiling.cols, tiling.cols, options.vector)
     offset = begin + first + lane
     # The logits first: the numbers of a row are small, and on their way meanwhile.
-    x = tl.load(x_ptr + offset, here, 0.0).to(tl.float32)
-    label, _ = _load_label(labels_ptr, row, exists, classes)
+    x = tl.load(x_ptr + offset, read, 0.0).to(tl.float32)
+    label, _ = _load_label(labels_ptr, row, exists, options.classes)
     m = tl.load(m_ptr + row, exists, 0.0)[:, None]
     log_s = tl.load(log_s_ptr + row, exists, 0.0)[:, None]
     d = tl.load(dloss_ptr + row, exists, 0.0)[:, None]
     p = tl.exp(x - m - log_s)
-    slope = p - tl.where(lane == label[:, None] + lead - first, targets[0], targets[1])
-    if z_loss > 0.0:
-        slope += 2.0 * z_loss * (m + log_s) * p
+    is_label = lane == label[:, None] + lead - first
+    slope = p - tl.where(is_label, options.label_target, options.other_target)
+    if options.z_loss > 0.0:
+        slope += 2.0 * options.z_loss * (m + log_s) * p
     counts = log_s != float("-inf")
-    if classes < cols:
-        counts = counts & (lane < classes + lead - first)
-    tl.store(dx_ptr + offset, tl.where(counts, d * slope, 0.0), here)
+    if options.classes < tiling.cols:
+        counts = counts & (lane < options.classes + lead - first)
+    tl.store(dx_ptr + offset, tl.where(counts, d * slope, 0.0), read)
 
 
 @triton.jit
@@ -331,7 +308,7 @@ def _start(row, cols: tl.constexpr, vector: tl.constexpr):
 
 
 @triton.jit
-def _is_column(lane, first, lead, cols: tl.constexpr, end: tl.constexpr, vector: tl.constexpr):
+def _is_column(lane, first, lead, end: tl.constexpr, cols: tl.constexpr, vector: tl.constexpr):
     """Which elements of a block are columns up to `end`.
 
     Alike for `vector` neighbours if that divides both.

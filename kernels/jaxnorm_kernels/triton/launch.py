@@ -11,7 +11,6 @@ from jax import lax
 
 from jaxnorm_kernels import tracing
 from jaxnorm_kernels.devices import local_capability
-from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import extra
 
 # Triton would write PTX for the newest CUDA that it knows; this is what CUDA 12.8 reads. Fusion
@@ -37,6 +36,9 @@ class Gpu:
 # What is lowered for where no GPU is at hand.
 AMPERE = Gpu(capability=80, sms=108, smem=163 * 1024)  # A100
 
+# Of GPUs since Ampere, for one that does not say: that of capability 8.6 and 8.9.
+_LEAST_SMEM = 99 * 1024
+
 
 @functools.cache
 def local_gpu() -> Gpu:
@@ -48,7 +50,7 @@ def local_gpu() -> Gpu:
     return Gpu(
         capability=capability,
         sms=getattr(device, "core_count", AMPERE.sms),
-        smem=getattr(device, "shared_memory_per_block_optin", 99 * 1024),
+        smem=getattr(device, "shared_memory_per_block_optin", _LEAST_SMEM),
     )
 
 
@@ -84,13 +86,6 @@ def launch(
         **absent,
     )
     return [_vary_like(arguments, result) for result in results]
-
-
-def group_rows(parameter: jax.Array | None, spec: Spec) -> int | None:
-    """Rows that share a row of a parameter `(n, cols)`; None for one `(cols,)`, and for none."""
-    if parameter is None or parameter.ndim == 1:
-        return None
-    return spec.rows // parameter.shape[0]
 
 
 def run(**call: Any) -> list[jax.Array]:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from jaxnorm_kernels.specs import Shared, Spec
-from jaxnorm_kernels.triton.tiles import tile_at
+from jaxnorm_kernels.triton.tiles import tile_at, zeros
 
 # With a predicate for each element, each would be read alone. As many as these have one: they are
 # 16 bytes of the narrowest, a mask's.
@@ -29,14 +29,14 @@ class Operand:
     Attributes:
       has_columns: it is ``(n, cols)``; else ``(n, 1)``.
       row: from a row of x to its row.
-      own, nth: from its row, and from a number among the rows of x that share that one, to what
-        they add to the number of a row of x.
+      of_row, of_nth: from its row, and from a number among the rows of x that share that one, to
+        what they add to the number of a row of x.
     """
 
     has_columns: bool
     row: Digits
-    own: Digits
-    nth: Digits
+    of_row: Digits
+    of_nth: Digits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Logits:
     """What a kernel is compiled for, beside x.
 
     Attributes:
+      log: log_softmax, not softmax.
       scale: of x.
       queries: rows of a matrix; 0 without `causal`.
       mask, bias: None for one that the kernel does not have.
@@ -51,6 +52,7 @@ class Logits:
       drops_zeros: so do others, whose output is 0.
     """
 
+    log: bool = False
     scale: float = 1.0
     queries: int = 0
     mask: Operand | None = None
@@ -61,13 +63,14 @@ class Logits:
     @property
     def is_plain(self) -> bool:
         """Whether there is nothing but x."""
-        return self == Logits()
+        return self == Logits(log=self.log)
 
 
 def of(spec: Spec) -> Logits:
     """That of a call."""
     has_bias = spec.logits_bias_dtype is not None
     return Logits(
+        log=spec.op == "log_softmax",
         scale=spec.logits_scale,
         queries=spec.queries if spec.causal else 0,
         mask=_operand(spec.mask_rows) if spec.reads_mask else None,
@@ -88,11 +91,11 @@ def _operand(shared: Shared | None) -> Operand:
     row: Digits = ()
     parts: dict[bool, Digits] = {True: (), False: ()}
     of_x, inside = 1, {True: 1, False: 1}
-    for size, own in reversed(shared.segments):
-        row += (of_x, size, inside[True]) if own else ()
-        parts[own] += (inside[own], size, of_x)
-        of_x, inside[own] = of_x * size, inside[own] * size
-    return Operand(shared.has_columns, row, own=parts[True], nth=parts[False])
+    for size, has_axis in reversed(shared.segments):
+        row += (of_x, size, inside[True]) if has_axis else ()
+        parts[has_axis] += (inside[has_axis], size, of_x)
+        of_x, inside[has_axis] = of_x * size, inside[has_axis] * size
+    return Operand(shared.has_columns, row, of_row=parts[True], of_nth=parts[False])
 
 
 @triton.jit
@@ -109,81 +112,45 @@ def load_logits(
     x_ptr,
     mask_ptr,
     bias_ptr,
-    first_row,
-    first_col,
-    rows,
-    cols: tl.constexpr,
-    tile_rows: tl.constexpr,
-    block: tl.constexpr,
+    tile,
     logits: tl.constexpr,
+    cols: tl.constexpr,
     eviction: tl.constexpr = "",
 ):
     """z = scale x + bias of a tile in float32, -inf where it takes no part; and where it does."""
-    row, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
+    row, start, col, exists = tile
     read = _read(row, col, exists, logits)
     z = tl.load(x_ptr + start + col, read, float("-inf"), eviction_policy=eviction).to(tl.float32)
-    kept = exists
+    takes_part = exists
     if not logits.is_plain:
         if logits.scale != 1.0:
             z *= logits.scale
         if bias_ptr is not None:
             z += _load_shared(bias_ptr, row, col, read, cols, logits.bias).to(tl.float32)
-        kept = _kept(mask_ptr, row, col, read, cols, logits)
-        z = tl.where(kept, z, float("-inf"))
-    return z, kept
+        takes_part = _takes_part(mask_ptr, row, col, read, cols, logits)
+        z = tl.where(takes_part, z, float("-inf"))
+    return z, takes_part
 
 
 @triton.jit
-def load_rows_of_logits(
-    x_ptr,
-    mask_ptr,
-    bias_ptr,
-    first_row,
-    rows,
-    cols: tl.constexpr,
-    tile_rows: tl.constexpr,
-    block: tl.constexpr,
-    pieces: tl.constexpr,
-    logits: tl.constexpr,
-):
-    """Of whole rows: a tuple of `pieces` tiles, side by side, for each result."""
-    zs, keeps = (), ()
-    for i in tl.static_range(pieces):
-        z, kept = load_logits(
-            x_ptr, mask_ptr, bias_ptr, first_row, i * block, rows, cols, tile_rows, block, logits
-        )
-        zs += (z,)
-        keeps += (kept,)
-    return zs, keeps
-
-
-@triton.jit
-def load_output(
-    y_ptr, row, start, col, exists, log: tl.constexpr, logits: tl.constexpr, eviction: tl.constexpr
-):
+def load_output(y_ptr, tile, logits: tl.constexpr, eviction: tl.constexpr = ""):
     """y of a tile in float32, and that of what takes no part where it is not read."""
+    row, start, col, exists = tile
     read = _read(row, col, exists, logits)
-    nothing: tl.constexpr = float("-inf") if log and not logits.is_plain else 0.0
+    nothing: tl.constexpr = float("-inf") if logits.log and not logits.is_plain else 0.0
     return tl.load(y_ptr + start + col, read, nothing, eviction_policy=eviction).to(tl.float32)
 
 
 @triton.jit
 def load_cotangent(
-    dy_ptr,
-    mask_ptr,
-    row,
-    start,
-    col,
-    exists,
-    cols: tl.constexpr,
-    logits: tl.constexpr,
-    eviction: tl.constexpr,
+    dy_ptr, mask_ptr, tile, logits: tl.constexpr, cols: tl.constexpr, eviction: tl.constexpr = ""
 ):
-    """dy of a tile in float32, 0 where it takes no part."""
+    """d of a tile in float32, 0 where it takes no part."""
+    row, start, col, exists = tile
     read = _read(row, col, exists, logits)
     d = tl.load(dy_ptr + start + col, read, 0.0, eviction_policy=eviction).to(tl.float32)
     if logits.drops:
-        d = tl.where(_kept(mask_ptr, row, col, read, cols, logits), d, 0.0)
+        d = tl.where(_takes_part(mask_ptr, row, col, read, cols, logits), d, 0.0)
     return d
 
 
@@ -196,10 +163,10 @@ def drop_zeros(d, y, logits: tl.constexpr):
 
 
 @triton.jit
-def only_kept(y, kept, log: tl.constexpr, logits: tl.constexpr):
+def masked(y, takes_part, logits: tl.constexpr):
     """y, and 0 (or -inf) for what takes no part, in a row of NaN, too."""
     if logits.drops:
-        y = tl.where(kept, y, float("-inf") if log else 0.0)
+        y = tl.where(takes_part, y, float("-inf") if logits.log else 0.0)
     return y
 
 
@@ -212,37 +179,40 @@ def scaled(dz, logits: tl.constexpr):
 
 
 @triton.jit
-def columns_of(first_row, rows, cols: tl.constexpr, tile_rows: tl.constexpr, logits: tl.constexpr):
+def columns_of(first_row, rows, logits: tl.constexpr, tiling: tl.constexpr):
     """How many columns there are up to the diagonal in the rows of a tile."""
-    end = cols
+    end = tiling.cols
     if logits.queries > 0:
-        row = tl.minimum(first_row + tl.arange(0, tile_rows), rows - 1)
-        end = tl.minimum(tl.max(row % logits.queries, axis=0) + 1, cols)
+        row = tl.minimum(first_row + tl.arange(0, tiling.tile_rows), rows - 1)
+        end = tl.minimum(tl.max(row % logits.queries, axis=0) + 1, tiling.cols)
     return end
 
 
 @triton.jit
+def term_of_total(y, d, logits: tl.constexpr):
+    """The total of a row is sum(d y), or sum(d) of a log_softmax."""
+    return d if logits.log else d * y
+
+
+@triton.jit
+def cotangent_of_logits(y, d, total, logits: tl.constexpr):
+    """dz = y (d - total), or d - exp(y) total of a log_softmax."""
+    return d - tl.exp(y) * total if logits.log else y * (d - total)
+
+
+@triton.jit
 def looped_total(
-    y_ptr,
-    dy_ptr,
-    mask_ptr,
-    first_row,
-    rows,
-    cols: tl.constexpr,
-    log: tl.constexpr,
-    logits: tl.constexpr,
-    tile_rows: tl.constexpr,
-    block: tl.constexpr,
+    y_ptr, dy_ptr, mask_ptr, first_row, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """sum(d y) or sum(d) of rows that are read block after block: `(tile_rows, 1)`."""
-    terms = tl.zeros([tile_rows, block], tl.float32)
-    for first_col in tl.range(0, columns_of(first_row, rows, cols, tile_rows, logits), block):
-        row, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
-        d = load_cotangent(dy_ptr, mask_ptr, row, start, col, exists, cols, logits, "evict_last")
-        if log:
+    """The total of rows that are read block after block: `(tile_rows, 1)`."""
+    terms = zeros(tiling)
+    for first_col in tl.range(0, columns_of(first_row, rows, logits, tiling), tiling.block):
+        tile = tile_at(first_row, first_col, rows, tiling)
+        d = load_cotangent(dy_ptr, mask_ptr, tile, logits, tiling.cols, "evict_last")
+        if logits.log:
             terms += d
         else:
-            y = load_output(y_ptr, row, start, col, exists, log, logits, "evict_last")
+            y = load_output(y_ptr, tile, logits, "evict_last")
             terms += drop_zeros(d, y, logits) * y
     return tl.sum(terms, axis=1)[:, None]
 
@@ -256,19 +226,22 @@ def _read(row, col, exists, logits: tl.constexpr):
 
 
 @triton.jit
-def _kept(mask_ptr, row, col, read, cols: tl.constexpr, logits: tl.constexpr):
+def _takes_part(mask_ptr, row, col, read, cols: tl.constexpr, logits: tl.constexpr):
     """Which elements take part."""
-    kept = read
+    takes_part = read
     if logits.queries > 0:
-        kept = kept & (col <= (row % logits.queries)[:, None])
+        takes_part = takes_part & (col <= (row % logits.queries)[:, None])
     if mask_ptr is not None:
-        kept = kept & _load_shared(mask_ptr, row, col, read, cols, logits.mask)
-    return kept
+        takes_part = takes_part & _load_shared(mask_ptr, row, col, read, cols, logits.mask)
+    return takes_part
 
 
 @triton.jit
 def _load_shared(ptr, row, col, read, cols: tl.constexpr, operand: tl.constexpr):
     """Of an operand that is broadcast among the rows: of each element, or of each row."""
-    own = renumbered(row, operand.row).to(tl.int64)[:, None]
-    offset = own * cols + col
-    return tl.load(ptr + offset, read, 0) if operand.has_columns else tl.load(ptr + own)
+    start = renumbered(row, operand.row).to(tl.int64)[:, None]
+    if operand.has_columns:
+        value = tl.load(ptr + (start * cols + col), read, 0)
+    else:
+        value = tl.load(ptr + start)
+    return value

@@ -1,13 +1,16 @@
 """Forward passes of LayerNorm and RMSNorm, and of those that a residual is added to, as calls."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
 from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import norm_forward as kernels
+from jaxnorm_kernels.triton import norm_parameters
 from jaxnorm_kernels.triton import schedule as schedules
-from jaxnorm_kernels.triton.launch import group_rows, launch
+from jaxnorm_kernels.triton.norm_parameters import group_rows
 from jaxnorm_kernels.triton.schedule import Schedule
 
 
@@ -15,48 +18,39 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
     """See `Implementation.forward`; `schedule` stands in for the one of the table."""
     x, residual, scale, bias, next_scale, *_ = operands
     schedule = schedule or schedules.choose(spec)
-    kernel, grid, options = kernels.norm_fwd_in_registers, schedule.grid(spec), {}
+    kernel, options = kernels.norm_fwd_in_registers, dict[str, Any]()
     if schedule.is_looped(spec):
         kernel = kernels.norm_fwd_looped
     elif schedule.stages > 1 and spec.op in ("norm", "add_norm") and spec.groups == 1:
-        kernel, grid = kernels.norm_fwd_persistent, schedule.persistent_grid(spec)[1:]
-        options = {"stages": schedule.stages}
-    stat = jax.ShapeDtypeStruct((spec.rows,), np.float32)
+        kernel = kernels.norm_fwd_persistent
+        options = {"grid": schedule.persistent_grid(spec)[1:], "stages": schedule.stages}
+    stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.want_stats else None
     # Of two norms the first keeps x and has neither mean, floor nor bias: the second one decides.
     norm = spec.first if spec.op == "norm_add" else spec.last
     y_dtype = spec.residual_dtype if spec.op == "norm_add" else spec.y_dtype
     h = jax.ShapeDtypeStruct(x.shape, spec.residual_dtype) if spec.normalises_h else None
     kind = "layer_norm" if spec.subtract_mean else "rms_norm"
-    y, *results = launch(
+    y, *results = schedule.launch(
         kernel,
+        spec,
         name=f"jaxnorm_{spec.op.replace('norm', kind)}_fwd",
         outputs={
             "y_ptr": jax.ShapeDtypeStruct(x.shape, y_dtype),
             "h_ptr": h,
-            "rstd_ptr": stat if spec.want_stats else None,
-            "mean_ptr": stat if spec.want_stats and norm.returns_mean else None,
-            "next_rstd_ptr": stat if spec.want_stats and spec.op == "norm_add_norm" else None,
+            "rstd_ptr": stat,
+            "mean_ptr": stat if norm.returns_mean else None,
+            "next_rstd_ptr": stat if spec.op == "norm_add_norm" else None,
         },
-        grid=grid,
-        warps=schedule.warps,
-        registers=schedule.registers,
         x_ptr=x,
         residual_ptr=residual,
         scale_ptr=scale,
         bias_ptr=bias,
         next_scale_ptr=next_scale,
-        rows=spec.rows,
         scale_rows=group_rows(scale, spec),
         bias_rows=group_rows(bias, spec),
         next_scale_rows=group_rows(next_scale, spec),
-        cols=spec.cols,
         op=spec.op,
-        epsilon=spec.epsilon,
-        subtract_mean=spec.subtract_mean,
-        scale_offset=spec.scale_offset,
-        scale_floor=norm.scale_floor or 0.0,
-        from_output=norm.saved == "output",
-        **schedule.tiles(spec),
+        norm=norm_parameters.of(norm),
         **options,
     )
     if h is None:

@@ -19,7 +19,6 @@ with programs of its own, and c1 and c2 come from a kernel that ran before. Wher
 have parameters of their own, a program has rows of one group alone.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -31,16 +30,16 @@ from jaxnorm_kernels import composed
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.triton import norm_parameters
 from jaxnorm_kernels.triton import schedule as schedules
-from jaxnorm_kernels.triton.launch import group_rows, launch
-from jaxnorm_kernels.triton.schedule import Schedule
-from jaxnorm_kernels.triton.tiles import (
-    columns_at,
+from jaxnorm_kernels.triton.norm_parameters import (
     effective_bias,
     gain,
-    start_of_group,
-    tile_at,
+    group_rows,
+    of_groups,
 )
+from jaxnorm_kernels.triton.schedule import Schedule
+from jaxnorm_kernels.triton.tiles import columns_at, load_tile, store_tile, tile_at, zeros
 
 
 def norm_bwd(
@@ -54,34 +53,33 @@ def norm_bwd(
     dy, dh, _ = cotangents
     schedule = schedule or schedules.choose(spec)
     rstd, *mean = stats
-    from_output = spec.saved == "output"
-    common: dict[str, Any] = {
+    operands: dict[str, Any] = {
         "saved_ptr": saved,
         "dy_ptr": dy,
         "rstd_ptr": rstd,
         "mean_ptr": mean[0] if mean else None,
         "scale_ptr": scale,
-        "bias_ptr": bias if from_output else None,
-        "rows": spec.rows,
+        "bias_ptr": bias if spec.saved == "output" else None,
         "scale_rows": group_rows(scale, spec),
         "bias_rows": group_rows(bias, spec),
-        "cols": spec.cols,
-        "subtract_mean": spec.subtract_mean,
-        "scale_offset": spec.scale_offset,
-        "scale_floor": spec.scale_floor or 0.0,
-        "bound": math.sqrt(spec.cols) if spec.clips_x_hat else 0.0,
-        "y_limit": spec.y_limit or 0.0,
-        "from_output": from_output,
-        "tile_rows": schedule.tile_rows,
-        "block": schedule.block,
-        "warps": schedule.warps,
-        "registers": schedule.registers,
+        "norm": norm_parameters.of(spec),
     }
-    row_means = _row_means(spec, schedule, common) if schedule.is_looped(spec) else (None, None)
+    c2, c1 = None, None
+    if schedule.is_looped(spec):
+        stat = jax.ShapeDtypeStruct((spec.rows,), np.float32)
+        c2, *of_mean = schedule.launch(
+            _norm_bwd_row_means,
+            spec,
+            name="jaxnorm_norm_bwd_row_means",
+            outputs={"c2_ptr": stat, "c1_ptr": stat if spec.subtract_mean else None},
+            **operands,
+        )
+        c1 = of_mean[0] if of_mean else None
     col_blocks, row_programs = schedule.persistent_grid(spec)
     partial = jax.ShapeDtypeStruct((row_programs * spec.groups, spec.cols), np.float32)
-    dx, *partials = launch(
+    dx, *partials = schedule.launch(
         _norm_bwd,
+        spec,
         name="jaxnorm_norm_bwd",
         outputs={
             "dx_ptr": jax.ShapeDtypeStruct(saved.shape, spec.x_dtype),
@@ -90,13 +88,12 @@ def norm_bwd(
         },
         grid=(col_blocks * spec.groups, row_programs),
         dh_ptr=dh,
+        c2_ptr=c2,
+        c1_ptr=c1,
         col_blocks=col_blocks,
-        c2_ptr=row_means[0],
-        c1_ptr=row_means[1],
-        pieces=schedule.pieces,
         hold_params=schedule.hold_params,
         stages=schedule.stages,
-        **common,
+        **operands,
     )
     dscale, dbias = _summed(partials, (scale, bias), spec)
     return Operands(dx, scale=dscale, bias=dbias)
@@ -117,77 +114,45 @@ def _summed(
     # A partial has a row for each group of each program.
     sums: list[jax.Array | None] = []
     for parameter, dtype in zip(parameters, dtypes):
-        own = [] if parameter is None else [partials.pop(0).reshape(-1, *parameter.shape)]
-        sums += add_partials(own, (dtype,))
+        of_programs = [] if parameter is None else [partials.pop(0).reshape(-1, *parameter.shape)]
+        sums += add_partials(of_programs, (dtype,))
     return sums
 
 
-def _row_means(
-    spec: Spec, schedule: Schedule, common: dict[str, Any]
-) -> tuple[jax.Array, jax.Array | None]:
-    """c2 and c1 of rows that are too wide for registers; c1 is LayerNorm's alone."""
-    stat = jax.ShapeDtypeStruct((spec.rows,), np.float32)
-    c2, *c1 = launch(
-        _norm_bwd_row_means,
-        name="jaxnorm_norm_bwd_row_means",
-        outputs={"c2_ptr": stat, "c1_ptr": stat if spec.subtract_mean else None},
-        grid=schedule.grid(spec),
-        **common,
-    )
-    return c2, c1[0] if c1 else None
-
-
 @triton.jit
-def _columns(
-    scale_ptr,
-    scale_start,
-    bias_ptr,
-    bias_start,
-    y_ptr,
-    col,
-    cols: tl.constexpr,
-    scale_offset: tl.constexpr,
-    scale_floor: tl.constexpr,
-    from_output: tl.constexpr,
-):
-    """G, 1 / G and the bias of the columns of a tile. No scale is G = 1, no bias is 0."""
-    g = gain(scale_ptr, scale_start, col, cols, scale_offset, scale_floor)
-    if scale_ptr is None:
+def _columns(scale, bias, y_ptr, col, cols: tl.constexpr, norm: tl.constexpr):
+    """G, 1 / G and the bias of the columns of a tile."""
+    g = gain(scale, col, cols, norm.scale_offset, norm.scale_floor)
+    if scale[0] is None:
         inverse = 1.0
-    elif scale_floor > 0.0:
+    elif norm.scale_floor > 0.0:
         inverse = 1.0 / g
     else:  # float16: y holds nothing of xh where G is 0
         inverse = tl.where(g == 0.0, 0.0, 1.0 / tl.where(g == 0.0, 1.0, g))
-    return g, inverse, effective_bias(bias_ptr, bias_start, y_ptr, col, cols, from_output)
+    return g, inverse, effective_bias(bias, y_ptr, col, cols, norm.from_output)
 
 
 @triton.jit
-def _elements(
-    saved,
-    d,
-    rstd,
-    mean,
-    g,
-    inverse,
-    bias,
-    bound: tl.constexpr,
-    y_limit: tl.constexpr,
-    from_output: tl.constexpr,
-):
-    """d G; the terms of c2; and xh: elements of a tile. A `bound` or a `y_limit` of 0 is none."""
+def _elements(saved, d, rstd, mean, params, norm: tl.constexpr):
+    """d G; the terms of c2; and xh: elements of a tile."""
+    g, inverse, b = params
     dg = d * g
-    if from_output:
-        if y_limit > 0.0:
-            saved = tl.clamp(saved, -y_limit, y_limit, propagate_nan=tl.PropagateNan.ALL)
-        z = saved - bias
+    if norm.from_output:
+        z = _clipped(saved, norm.y_limit) - b
         terms = d * z
-        xh = z * inverse
-        if bound > 0.0:
-            xh = tl.clamp(xh, -bound, bound, propagate_nan=tl.PropagateNan.ALL)
+        xh = _clipped(z * inverse, norm.x_hat_limit)
     else:
         xh = (saved - mean) * rstd
         terms = dg * xh
     return dg, terms, xh
+
+
+@triton.jit
+def _clipped(x, limit: tl.constexpr):
+    """`x`, of which what is greater in magnitude is `limit`; 0 is none."""
+    if limit > 0.0:
+        x = tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    return x
 
 
 @triton.jit
@@ -218,88 +183,53 @@ def _norm_bwd(
     rows,
     scale_rows,
     bias_rows,
-    cols: tl.constexpr,
-    subtract_mean: tl.constexpr,
-    scale_offset: tl.constexpr,
-    scale_floor: tl.constexpr,
-    bound: tl.constexpr,
-    y_limit: tl.constexpr,
-    from_output: tl.constexpr,
-    tile_rows: tl.constexpr,
-    block: tl.constexpr,
-    pieces: tl.constexpr,
+    norm: tl.constexpr,
+    tiling: tl.constexpr,
     col_blocks: tl.constexpr,
     hold_params: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """dx and the partial sums. c1 and c2 are None where the pieces of a tile are whole rows.
+    """dx = r (d G - c1 - xh c2) + dh, and a program's sums of d xh and of d over its rows.
 
-    `scale_rows` and `bias_rows` are the rows of a group, None where all rows share the parameter.
+    c1 and c2 are None where the pieces of a tile are whole rows. `scale_rows` and `bias_rows` are
+    the rows of a group, None where all rows share the parameter.
     """
-    first_col = tl.program_id(0) * block
+    cols: tl.constexpr = tiling.cols
+    block: tl.constexpr = tiling.block
+    pieces: tl.constexpr = tiling.pieces
+    has_groups: tl.constexpr = scale_rows is not None or bias_rows is not None
+    first_col, group, group_rows = tl.program_id(0) * block, 0, rows
     program, programs = tl.program_id(1), tl.num_programs(1)
-    scale_start, bias_start = None, None
-    if scale_rows is not None or bias_rows is not None:
-        first_col = tl.program_id(0) % col_blocks * block
-        group = tl.program_id(0) // col_blocks
+    scale, bias = (scale_ptr, None), (bias_ptr, None)
+    if has_groups:
+        first_col, group = tl.program_id(0) % col_blocks * block, tl.program_id(0) // col_blocks
+        group_rows = bias_rows if scale_rows is None else scale_rows
+        start = group.to(tl.int64) * cols
         if scale_rows is not None:
-            scale_start = group.to(tl.int64) * cols
+            scale = (scale_ptr, start)
         if bias_rows is not None:
-            bias_start = group.to(tl.int64) * cols
+            bias = (bias_ptr, start)
     params, dscale, dbias = (), (), ()
     for i in tl.static_range(pieces):
         if hold_params:
-            params += (
-                _columns(
-                    scale_ptr,
-                    scale_start,
-                    bias_ptr,
-                    bias_start,
-                    saved_ptr,
-                    columns_at(first_col + i * block, block, tile_rows),
-                    cols,
-                    scale_offset,
-                    scale_floor,
-                    from_output,
-                ),
-            )
-        dscale += (tl.zeros([tile_rows, block], tl.float32),)
-        dbias += (tl.zeros([tile_rows, block], tl.float32),)
-    begin = program * tile_rows
-    if scale_rows is not None or bias_rows is not None:
-        group_rows = bias_rows if scale_rows is None else scale_rows
-        begin += group * group_rows
-        rows = (group + 1) * group_rows
-    for first_row in tl.range(begin, rows, programs * tile_rows, num_stages=stages):
-        row = first_row + tl.arange(0, tile_rows)
+            col = columns_at(first_col + i * block, block, tiling.tile_rows)
+            params += (_columns(scale, bias, saved_ptr, col, cols, norm),)
+        dscale += (zeros(tiling),)
+        dbias += (zeros(tiling),)
+    begin, rows = program * tiling.tile_rows + group * group_rows, (group + 1) * group_rows
+    for first_row in tl.range(begin, rows, programs * tiling.tile_rows, num_stages=stages):
+        row = first_row + tl.arange(0, tiling.tile_rows)
         rstd, mean = _of_rows(rstd_ptr, row, rows), _of_rows(mean_ptr, row, rows)
         dgs, xhs, dscales, dbiases = (), (), (), ()
-        terms = tl.zeros([tile_rows, block], tl.float32)
-        sums = tl.zeros([tile_rows, block], tl.float32)
+        terms, sums = zeros(tiling), zeros(tiling)
         for i in tl.static_range(pieces):
-            _, start, col, exists = tile_at(
-                first_row, first_col + i * block, rows, cols, tile_rows, block
-            )
-            saved = tl.load(saved_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
-            d = tl.load(dy_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
+            tile = tile_at(first_row, first_col + i * block, rows, tiling)
+            saved, d = load_tile(saved_ptr, tile), load_tile(dy_ptr, tile)
             if hold_params:
-                g, inverse, bias = params[i]
+                columns = params[i]
             else:
-                g, inverse, bias = _columns(
-                    scale_ptr,
-                    scale_start,
-                    bias_ptr,
-                    bias_start,
-                    saved_ptr,
-                    col,
-                    cols,
-                    scale_offset,
-                    scale_floor,
-                    from_output,
-                )
-            dg, dz, xh = _elements(
-                saved, d, rstd, mean, g, inverse, bias, bound, y_limit, from_output
-            )
+                columns = _columns(scale, bias, saved_ptr, tile[2], cols, norm)
+            dg, dz, xh = _elements(saved, d, rstd, mean, columns, norm)
             terms += dz
             sums += dg
             dgs += (dg,)
@@ -309,25 +239,22 @@ def _norm_bwd(
         dscale, dbias = dscales, dbiases
         if c2_ptr is not None:
             c2, c1 = _of_rows(c2_ptr, row, rows), _of_rows(c1_ptr, row, rows)
-        elif subtract_mean:  # one exchange between the warps for both
+        elif norm.subtract_mean:  # one exchange between the warps for both
             c2, c1 = tl.reduce((terms, sums), 1, _add_pairs)
             c2, c1 = c2[:, None] / cols, c1[:, None] / cols
         else:
             c2 = tl.sum(terms, axis=1)[:, None] / cols
         for i in tl.static_range(pieces):
             dx = dgs[i] * rstd
-            if subtract_mean:
+            if norm.subtract_mean:
                 dx -= c1 * rstd
             dx -= xhs[i] * (c2 * rstd)
-            _, start, col, exists = tile_at(
-                first_row, first_col + i * block, rows, cols, tile_rows, block
-            )
+            tile = tile_at(first_row, first_col + i * block, rows, tiling)
             if dh_ptr is not None:
-                dx += tl.load(dh_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
-            tl.store(dx_ptr + start + col, dx, mask=exists)
-    partial_row = program
-    if scale_rows is not None or bias_rows is not None:
-        partial_row = program * (tl.num_programs(0) // col_blocks) + group
+                dx += load_tile(dh_ptr, tile)
+            store_tile(dx_ptr, dx, tile)
+    groups = tl.num_programs(0) // col_blocks if has_groups else 1
+    partial_row = program * groups + group
     for i in tl.static_range(pieces):
         col = columns_at(first_col + i * block, block)
         partial = partial_row.to(tl.int64) * cols + col
@@ -350,45 +277,24 @@ def _norm_bwd_row_means(
     rows,
     scale_rows,
     bias_rows,
-    cols: tl.constexpr,
-    subtract_mean: tl.constexpr,
-    scale_offset: tl.constexpr,
-    scale_floor: tl.constexpr,
-    bound: tl.constexpr,
-    y_limit: tl.constexpr,
-    from_output: tl.constexpr,
-    tile_rows: tl.constexpr,
-    block: tl.constexpr,
+    norm: tl.constexpr,
+    tiling: tl.constexpr,
 ):
-    """c2 and, where there is a pointer for it, c1."""
-    first_row = tl.program_id(0) * tile_rows
-    row = first_row + tl.arange(0, tile_rows)
-    scale_start = start_of_group(row, rows, scale_rows, cols)
-    bias_start = start_of_group(row, rows, bias_rows, cols)
+    """c2 and, of LayerNorm, c1 of rows that are too wide for registers."""
+    cols: tl.constexpr = tiling.cols
+    first_row = tl.program_id(0) * tiling.tile_rows
+    row = first_row + tl.arange(0, tiling.tile_rows)
+    scale = of_groups(scale_ptr, row, rows, scale_rows, cols)
+    bias = of_groups(bias_ptr, row, rows, bias_rows, cols)
     rstd, mean = _of_rows(rstd_ptr, row, rows), _of_rows(mean_ptr, row, rows)
-    c2 = tl.zeros([tile_rows, block], tl.float32)
-    c1 = tl.zeros([tile_rows, block], tl.float32)
-    for first_col in tl.range(0, cols, block):
-        _, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
-        saved = tl.load(saved_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
-        d = tl.load(dy_ptr + start + col, mask=exists, other=0.0).to(tl.float32)
-        g, inverse, bias = _columns(
-            scale_ptr,
-            scale_start,
-            bias_ptr,
-            bias_start,
-            saved_ptr,
-            col,
-            cols,
-            scale_offset,
-            scale_floor,
-            from_output,
-        )
-        dg, terms, _ = _elements(
-            saved, d, rstd, mean, g, inverse, bias, bound, y_limit, from_output
-        )
+    c2, c1 = zeros(tiling), zeros(tiling)
+    for first_col in tl.range(0, cols, tiling.block):
+        tile = tile_at(first_row, first_col, rows, tiling)
+        saved, d = load_tile(saved_ptr, tile), load_tile(dy_ptr, tile)
+        columns = _columns(scale, bias, saved_ptr, tile[2], cols, norm)
+        dg, terms, _ = _elements(saved, d, rstd, mean, columns, norm)
         c2 += terms
         c1 += dg
     tl.store(c2_ptr + row, tl.sum(c2, axis=1) / cols, mask=row < rows)
-    if subtract_mean:
+    if norm.subtract_mean:
         tl.store(c1_ptr + row, tl.sum(c1, axis=1) / cols, mask=row < rows)

@@ -22,39 +22,17 @@ E[x^2] - E[x]^2 would cancel.
 import triton
 import triton.language as tl
 
+from jaxnorm_kernels.triton.norm_parameters import gain, gain_and_bias, of_groups
 from jaxnorm_kernels.triton.tiles import (
     columns_at,
-    effective_bias,
-    gain,
-    load_piece,
     load_rows,
+    load_tile,
     rounded_like,
-    start_of_group,
-    store_piece,
+    store_tile,
     tile_at,
     zero_beyond,
+    zeros,
 )
-
-
-@triton.jit
-def _params(
-    scale_ptr,
-    scale_start,
-    bias_ptr,
-    bias_start,
-    y_ptr,
-    piece: tl.constexpr,
-    cols: tl.constexpr,
-    scale_offset: tl.constexpr,
-    scale_floor: tl.constexpr,
-    from_output: tl.constexpr,
-    block: tl.constexpr,
-    tile_rows: tl.constexpr = 1,
-):
-    """G and the bias of the columns of a piece."""
-    col = columns_at(piece * block, block, tile_rows)
-    g = gain(scale_ptr, scale_start, col, cols, scale_offset, scale_floor)
-    return g, effective_bias(bias_ptr, bias_start, y_ptr, col, cols, from_output)
 
 
 @triton.jit
@@ -73,56 +51,38 @@ def norm_fwd_in_registers(
     scale_rows,
     bias_rows,
     next_scale_rows,
-    cols: tl.constexpr,
     op: tl.constexpr,
-    epsilon: tl.constexpr,
-    subtract_mean: tl.constexpr,
-    scale_offset: tl.constexpr,
-    scale_floor: tl.constexpr,
-    from_output: tl.constexpr,
-    tile_rows: tl.constexpr,
-    block: tl.constexpr,
-    pieces: tl.constexpr,
+    norm: tl.constexpr,
+    tiling: tl.constexpr,
 ):
     """Whole rows in registers. `scale_rows` and its like: rows of a group; None for all rows."""
-    first_row = tl.program_id(0) * tile_rows
-    row = first_row + tl.arange(0, tile_rows)
-    scale_start = start_of_group(row, rows, scale_rows, cols)
-    bias_start = start_of_group(row, rows, bias_rows, cols)
-    x = load_rows(x_ptr, first_row, rows, cols, tile_rows, block, pieces, 0.0)
+    first_row = tl.program_id(0) * tiling.tile_rows
+    row = first_row + tl.arange(0, tiling.tile_rows)
+    scale = of_groups(scale_ptr, row, rows, scale_rows, tiling.cols)
+    bias = of_groups(bias_ptr, row, rows, bias_rows, tiling.cols)
+    x = load_rows(x_ptr, first_row, rows, tiling)
     if op == "add_norm":
-        x = _sums(x, residual_ptr, h_ptr, first_row, rows, cols, tile_rows, block, pieces)
-    centred, rstd, mean = _normalized(x, cols, epsilon, subtract_mean, tile_rows, block, pieces)
+        x = _sums(x, residual_ptr, h_ptr, first_row, rows, tiling)
+    centred, rstd, mean = _normalized(x, norm.epsilon, norm.subtract_mean, tiling)
     if op == "norm_add_norm":
-        _store_stats(rstd_ptr, None, first_row, rows, rstd, mean, tile_rows)
+        _store_stats(rstd_ptr, None, first_row, rows, rstd, mean, tiling)
         normed = ()
-        for i in tl.static_range(pieces):
-            g = gain(scale_ptr, scale_start, columns_at(i * block, block), cols, scale_offset, 0.0)
+        for i in tl.static_range(len(x)):
+            col = columns_at(i * tiling.block, tiling.block)
+            g = gain(scale, col, tiling.cols, norm.scale_offset, 0.0)
             normed += (centred[i] * rstd[:, None] * g,)
-        h = _sums(normed, residual_ptr, h_ptr, first_row, rows, cols, tile_rows, block, pieces)
-        centred, rstd, mean = _normalized(h, cols, epsilon, False, tile_rows, block, pieces)
+        h = _sums(normed, residual_ptr, h_ptr, first_row, rows, tiling)
+        centred, rstd, mean = _normalized(h, norm.epsilon, False, tiling)
         rstd_ptr = next_rstd_ptr
-        scale_ptr = next_scale_ptr
-        scale_start = start_of_group(row, rows, next_scale_rows, cols)
-    for i in tl.static_range(pieces):
-        g, bias = _params(
-            scale_ptr,
-            scale_start,
-            bias_ptr,
-            bias_start,
-            y_ptr,
-            i,
-            cols,
-            scale_offset,
-            scale_floor,
-            from_output,
-            block,
-        )
-        y = centred[i] * rstd[:, None] * g + bias
+        scale = of_groups(next_scale_ptr, row, rows, next_scale_rows, tiling.cols)
+    for i in tl.static_range(len(x)):
+        tile = tile_at(first_row, i * tiling.block, rows, tiling)
+        g, b = gain_and_bias(scale, bias, y_ptr, tile[2], tiling.cols, norm)
+        y = centred[i] * rstd[:, None] * g + b
         if op == "norm_add":
-            y += load_piece(residual_ptr, i, first_row, rows, cols, tile_rows, block)
-        store_piece(y_ptr, y, i, first_row, rows, cols, tile_rows, block)
-    _store_stats(rstd_ptr, mean_ptr, first_row, rows, rstd, mean, tile_rows)
+            y += load_tile(residual_ptr, tile)
+        store_tile(y_ptr, y, tile)
+    _store_stats(rstd_ptr, mean_ptr, first_row, rows, rstd, mean, tiling)
 
 
 @triton.jit
@@ -141,101 +101,52 @@ def norm_fwd_persistent(
     scale_rows,
     bias_rows,
     next_scale_rows,
-    cols: tl.constexpr,
     op: tl.constexpr,
-    epsilon: tl.constexpr,
-    subtract_mean: tl.constexpr,
-    scale_offset: tl.constexpr,
-    scale_floor: tl.constexpr,
-    from_output: tl.constexpr,
-    tile_rows: tl.constexpr,
-    block: tl.constexpr,
-    pieces: tl.constexpr,
+    norm: tl.constexpr,
+    tiling: tl.constexpr,
     stages: tl.constexpr,
 ):
     """Persistent programs take turns over the rows, and read the next ones meanwhile.
 
     Of one norm, whose parameters all rows share: a program keeps them.
     """
+    pieces: tl.constexpr = tiling.pieces
+    tile_rows: tl.constexpr = tiling.tile_rows
     program, programs = tl.program_id(0), tl.num_programs(0)
+    scale, bias = (scale_ptr, None), (bias_ptr, None)
     params = ()
     for i in tl.static_range(pieces):
-        params += (
-            _params(
-                scale_ptr,
-                None,
-                bias_ptr,
-                None,
-                y_ptr,
-                i,
-                cols,
-                scale_offset,
-                scale_floor,
-                from_output,
-                block,
-                tile_rows,
-            ),
-        )
+        col = columns_at(i * tiling.block, tiling.block, tile_rows)
+        params += (gain_and_bias(scale, bias, y_ptr, col, tiling.cols, norm),)
     for first_row in tl.range(program * tile_rows, rows, programs * tile_rows, num_stages=stages):
-        x = load_rows(x_ptr, first_row, rows, cols, tile_rows, block, pieces, 0.0)
+        x = load_rows(x_ptr, first_row, rows, tiling)
         if op == "add_norm":
-            x = _sums(x, residual_ptr, h_ptr, first_row, rows, cols, tile_rows, block, pieces)
-        centred, rstd, mean = _normalized(x, cols, epsilon, subtract_mean, tile_rows, block, pieces)
+            x = _sums(x, residual_ptr, h_ptr, first_row, rows, tiling)
+        centred, rstd, mean = _normalized(x, norm.epsilon, norm.subtract_mean, tiling)
         for i in tl.static_range(pieces):
-            g, bias = params[i]
-            y = centred[i] * rstd[:, None] * g + bias
-            store_piece(y_ptr, y, i, first_row, rows, cols, tile_rows, block)
-        _store_stats(rstd_ptr, mean_ptr, first_row, rows, rstd, mean, tile_rows)
+            g, b = params[i]
+            y = centred[i] * rstd[:, None] * g + b
+            store_tile(y_ptr, y, tile_at(first_row, i * tiling.block, rows, tiling))
+        _store_stats(rstd_ptr, mean_ptr, first_row, rows, rstd, mean, tiling)
 
 
 @triton.jit
-def _sums(
-    x,
-    residual_ptr,
-    h_ptr,
-    first_row,
-    rows,
-    cols: tl.constexpr,
-    tile_rows: tl.constexpr,
-    block: tl.constexpr,
-    pieces: tl.constexpr,
-):
-    """Stores h = residual + x, by pieces; and h as stored, in float32."""
-    sums = ()
-    for i in tl.static_range(pieces):
-        residual = load_piece(residual_ptr, i, first_row, rows, cols, tile_rows, block)
-        h = rounded_like(residual + x[i], h_ptr)
-        store_piece(h_ptr, h, i, first_row, rows, cols, tile_rows, block)
-        sums += (h,)
-    return sums
-
-
-@triton.jit
-def _normalized(
-    x,
-    cols: tl.constexpr,
-    epsilon: tl.constexpr,
-    subtract_mean: tl.constexpr,
-    tile_rows: tl.constexpr,
-    block: tl.constexpr,
-    pieces: tl.constexpr,
-):
+def _normalized(x, epsilon: tl.constexpr, subtract_mean: tl.constexpr, tiling: tl.constexpr):
     """x - mean, by pieces; r; and the mean."""
-    mean = tl.zeros([tile_rows], tl.float32)
+    mean = tl.full([tiling.tile_rows], 0.0, tl.float32)
     if subtract_mean:
-        total = tl.zeros([tile_rows, block], tl.float32)
-        for i in tl.static_range(pieces):
+        total = zeros(tiling)
+        for i in tl.static_range(len(x)):
             total += x[i]
-        mean = tl.sum(total, axis=1) / cols
-    centred = ()
-    square = tl.zeros([tile_rows, block], tl.float32)
-    for i in tl.static_range(pieces):
+        mean = tl.sum(total, axis=1) / tiling.cols
+    centred, square = (), zeros(tiling)
+    for i in tl.static_range(len(x)):
         c = x[i]
         if subtract_mean:
-            c = zero_beyond(c - mean[:, None], columns_at(i * block, block), cols, block)
+            c = zero_beyond(c - mean[:, None], i * tiling.block, tiling)
         square += c * c
         centred += (c,)
-    return centred, tl.rsqrt(tl.sum(square, axis=1) / cols + epsilon), mean
+    return centred, tl.rsqrt(tl.sum(square, axis=1) / tiling.cols + epsilon), mean
 
 
 @triton.jit
@@ -254,67 +165,71 @@ def norm_fwd_looped(
     scale_rows,
     bias_rows,
     next_scale_rows,
-    cols: tl.constexpr,
     op: tl.constexpr,
-    epsilon: tl.constexpr,
-    subtract_mean: tl.constexpr,
-    scale_offset: tl.constexpr,
-    scale_floor: tl.constexpr,
-    from_output: tl.constexpr,
-    tile_rows: tl.constexpr,
-    block: tl.constexpr,
+    norm: tl.constexpr,
+    tiling: tl.constexpr,
 ):
     """Rows are read block after block: for the statistics, and again for what comes of them."""
-    first_row = tl.program_id(0) * tile_rows
-    row = first_row + tl.arange(0, tile_rows)
-    scale_start = start_of_group(row, rows, scale_rows, cols)
-    bias_start = start_of_group(row, rows, bias_rows, cols)
-    mean = tl.zeros([tile_rows], tl.float32)
-    square = tl.zeros([tile_rows], tl.float32)
-    for first_col in tl.range(0, cols, block):
-        _, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
-        x = tl.load(x_ptr + start + col, exists, 0.0, eviction_policy="evict_last").to(tl.float32)
+    first_row = tl.program_id(0) * tiling.tile_rows
+    row = first_row + tl.arange(0, tiling.tile_rows)
+    scale = of_groups(scale_ptr, row, rows, scale_rows, tiling.cols)
+    bias = of_groups(bias_ptr, row, rows, bias_rows, tiling.cols)
+    mean = tl.full([tiling.tile_rows], 0.0, tl.float32)
+    square = tl.full([tiling.tile_rows], 0.0, tl.float32)
+    for first_col in tl.range(0, tiling.cols, tiling.block):
+        tile = tile_at(first_row, first_col, rows, tiling)
+        x = load_tile(x_ptr, tile, "evict_last")
         if op == "add_norm":
-            x = _sum(x, residual_ptr, h_ptr, start + col, exists)
-        if subtract_mean:
+            x = _sum(x, residual_ptr, h_ptr, tile[1] + tile[2], tile[3])
+        if norm.subtract_mean:
             before = tl.cast(first_col, tl.float32)
-            size = tl.cast(tl.minimum(cols - first_col, block), tl.float32)
+            size = tl.cast(tl.minimum(tiling.cols - first_col, tiling.block), tl.float32)
             weight = size / (before + size)
             block_mean = tl.sum(x, axis=1) / size
-            x = zero_beyond(x - block_mean[:, None], col, cols, block)
+            x = zero_beyond(x - block_mean[:, None], first_col, tiling)
             shift = block_mean - mean
             square += shift * shift * before * weight
             mean += shift * weight
         square += tl.sum(x * x, axis=1)
-    rstd = tl.rsqrt(square / cols + epsilon)
+    rstd = tl.rsqrt(square / tiling.cols + norm.epsilon)
     if op == "norm_add_norm":
-        _store_stats(rstd_ptr, None, first_row, rows, rstd, mean, tile_rows)
-        square = tl.zeros([tile_rows], tl.float32)
-        for first_col in tl.range(0, cols, block):
-            _, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
+        _store_stats(rstd_ptr, None, first_row, rows, rstd, mean, tiling)
+        square = tl.full([tiling.tile_rows], 0.0, tl.float32)
+        for first_col in tl.range(0, tiling.cols, tiling.block):
+            _, start, col, exists = tile_at(first_row, first_col, rows, tiling)
             at = start + col
             x = tl.load(x_ptr + at, exists, 0.0, eviction_policy="evict_first").to(tl.float32)
-            g = gain(scale_ptr, scale_start, col, cols, scale_offset, 0.0)
+            g = gain(scale, col, tiling.cols, norm.scale_offset, 0.0)
             h = _sum(x * rstd[:, None] * g, residual_ptr, h_ptr, at, exists)
             square += tl.sum(h * h, axis=1)
-        rstd = tl.rsqrt(square / cols + epsilon)
+        rstd = tl.rsqrt(square / tiling.cols + norm.epsilon)
         rstd_ptr = next_rstd_ptr
-        scale_ptr = next_scale_ptr
-        scale_start = start_of_group(row, rows, next_scale_rows, cols)
+        scale = of_groups(next_scale_ptr, row, rows, next_scale_rows, tiling.cols)
     if h_ptr is not None:
         # A thread may read what another has written: all of a program's writes come first.
         tl.debug_barrier()
         x_ptr = h_ptr
-    for first_col in tl.range(0, cols, block):
-        _, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
-        x = tl.load(x_ptr + start + col, exists, 0.0, eviction_policy="evict_first").to(tl.float32)
-        g = gain(scale_ptr, scale_start, col, cols, scale_offset, scale_floor)
-        bias = effective_bias(bias_ptr, bias_start, y_ptr, col, cols, from_output)
-        y = (x - mean[:, None]) * rstd[:, None] * g + bias
+    for first_col in tl.range(0, tiling.cols, tiling.block):
+        tile = tile_at(first_row, first_col, rows, tiling)
+        x = load_tile(x_ptr, tile, "evict_first")
+        g, b = gain_and_bias(scale, bias, y_ptr, tile[2], tiling.cols, norm)
+        y = (x - mean[:, None]) * rstd[:, None] * g + b
         if op == "norm_add":
-            y += tl.load(residual_ptr + start + col, exists, 0.0).to(tl.float32)
-        tl.store(y_ptr + start + col, y, mask=exists)
-    _store_stats(rstd_ptr, mean_ptr, first_row, rows, rstd, mean, tile_rows)
+            y += load_tile(residual_ptr, tile)
+        store_tile(y_ptr, y, tile)
+    _store_stats(rstd_ptr, mean_ptr, first_row, rows, rstd, mean, tiling)
+
+
+@triton.jit
+def _sums(x, residual_ptr, h_ptr, first_row, rows, tiling: tl.constexpr):
+    """Stores h = residual + x, by pieces; and h as stored, in float32."""
+    sums = ()
+    for i in tl.static_range(len(x)):
+        tile = tile_at(first_row, i * tiling.block, rows, tiling)
+        h = rounded_like(load_tile(residual_ptr, tile) + x[i], h_ptr)
+        store_tile(h_ptr, h, tile)
+        sums += (h,)
+    return sums
 
 
 @triton.jit
@@ -327,8 +242,8 @@ def _sum(x, residual_ptr, h_ptr, at, exists):
 
 
 @triton.jit
-def _store_stats(rstd_ptr, mean_ptr, first_row, rows, rstd, mean, tile_rows: tl.constexpr):
-    row = first_row + tl.arange(0, tile_rows)
+def _store_stats(rstd_ptr, mean_ptr, first_row, rows, rstd, mean, tiling: tl.constexpr):
+    row = first_row + tl.arange(0, tiling.tile_rows)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd, mask=row < rows)
     if mean_ptr is not None:

@@ -23,12 +23,22 @@ a bias, and the rule for cross-entropies were compiled, not timed.
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
 
 from jaxnorm_kernels.specs import Spec
-from jaxnorm_kernels.triton.launch import Gpu, local_gpu
+from jaxnorm_kernels.triton.launch import Gpu, launch, local_gpu
 from jaxnorm_kernels.triton.logits import sums_columns
+from jaxnorm_kernels.triton.tiles import Tiling
 
+_WARP = 32  # threads
 _REGISTERS = 2**16  # of an SM
+_MOST_REGISTERS = 255  # that a thread can have
+_VECTOR = 16  # bytes that a thread reads at once, at most
+_BYTES_UNDER_WAY = 64 * 1024  # of each SM, that keep the memory busy: measured on an H200
+_EXCHANGE = 5  # bytes of shared memory for each element, for exchanges between threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +71,36 @@ class Schedule:
         """Whether a row is more than a program holds."""
         return self.pieces * self.block < spec.cols
 
-    def tiles(self, spec: Spec) -> dict[str, int]:
+    def tiling(self, spec: Spec) -> Tiling:
         """What a kernel is compiled for."""
-        held = {} if self.is_looped(spec) else {"pieces": self.pieces}
-        return {"tile_rows": self.tile_rows, "block": self.block, **held}
+        return Tiling(spec.cols, self.tile_rows, self.block, self.pieces)
 
     def grid(self, spec: Spec) -> tuple[int, ...]:
         """Programs of a kernel in which each has a tile of rows."""
         return (math.ceil(spec.rows / self.tile_rows),)
+
+    def launch(
+        self,
+        kernel: Any,
+        spec: Spec,
+        *,
+        name: str,
+        outputs: Mapping[str, jax.ShapeDtypeStruct | None],
+        grid: tuple[int, ...] | None = None,
+        **arguments: Any,
+    ) -> list[jax.Array]:
+        """Runs a kernel on the rows of `spec`; by default, each program has a tile of them."""
+        return launch(
+            kernel,
+            name=name,
+            outputs=outputs,
+            grid=grid or self.grid(spec),
+            warps=self.warps,
+            registers=self.registers,
+            rows=spec.rows,
+            tiling=self.tiling(spec),
+            **arguments,
+        )
 
     def persistent_grid(self, spec: Spec) -> tuple[int, int]:
         """Programs that take turns over the rows of a group: over the blocks of a row, and those.
@@ -119,7 +151,7 @@ class Line:
         return (
             (self.cols is None or spec.cols <= self.cols)
             and (not self.mean or spec.subtract_mean)
-            and (not self.unaligned or bool(spec.cols * itemsize % 16))
+            and (not self.unaligned or bool(spec.cols * itemsize % _VECTOR))
             and self.itemsize in (None, itemsize)
         )
 
@@ -252,7 +284,8 @@ def choose_line(spec: Spec) -> Line:
 
 def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
     """What a line of a table means for the rows of `spec`."""
-    block, pieces = 32 * line.warps * line.values, 1
+    threads, pieces = _WARP * line.warps, 1
+    block = threads * line.values
     if not line.looped:
         block = min(block, _power_of_2_from(spec.cols))
         pieces = math.ceil(spec.cols / block)
@@ -262,16 +295,17 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
         pieces=pieces,
         warps=line.warps,
         tile_rows=tile_rows,
-        registers=min(255, _REGISTERS // (32 * line.warps * line.per_sm)),
+        registers=min(_MOST_REGISTERS, _REGISTERS // (threads * line.per_sm)),
         programs=line.per_sm * gpu.sms,
         stages=_stages(line, pieces * block * tile_rows, spec, gpu),
         hold_params=line.hold_params,
     )
 
 
-# Of a cross-entropy. 16 values of a row, and what is made of them, take 64 registers. Of the 1024
-# threads that an SM has those for, 64 KiB are under way while they add up: 2 blocks in 16 bits.
-_LOSS_VALUES, _LOSS_REGISTERS, _LOSS_WARPS_OF_AN_SM = 16, 64, 32
+# Of a cross-entropy. 16 values of a row, and what is made of them, take 64 registers. The threads
+# that an SM has those for add up one block while others are under way: 2 in 16 bits, 1 in 32.
+_LOSS_VALUES, _LOSS_REGISTERS = 16, 64
+_LOSS_WARPS_OF_AN_SM = _REGISTERS // (_WARP * _LOSS_REGISTERS)
 # Small programs, because some begin while others read. But where each warp has so much of a row to
 # read, how long it takes to begin and to merge does not matter, and of fewer rows under way less is
 # left at the end.
@@ -284,18 +318,20 @@ def _of_loss(spec: Spec, gpu: Gpu) -> Schedule:
     while spec.direction == "fwd" and warps < _MOST_LOSS_WARPS:
         # Few rows are spread over all warps, as far as there is something to read for each.
         is_few = 2 * warps * spec.rows <= _LOSS_WARPS_OF_AN_SM * gpu.sms
-        least = 32 * _LOSS_VALUES * itemsize if is_few else _LOSS_BYTES_OF_A_WARP
+        least = _WARP * _LOSS_VALUES * itemsize if is_few else _LOSS_BYTES_OF_A_WARP
         if spec.cols * itemsize < 2 * warps * least:
             break
         warps *= 2
-    share = 32 * warps * _LOSS_VALUES
+    share = _WARP * warps * _LOSS_VALUES
     block = min(share, _power_of_2_from(spec.cols))
+    blocks_ahead = _BYTES_UNDER_WAY // (_WARP * _LOSS_WARPS_OF_AN_SM * _LOSS_VALUES * itemsize)
+    stages = min(1 + blocks_ahead, max(1, spec.cols // block))
     return Schedule(
         block=block,
         warps=warps,
         tile_rows=_tile_rows(share // block, spec, gpu),
         registers=_LOSS_REGISTERS,
-        stages=min(1 + 4 // itemsize, max(1, spec.cols // block)) if spec.direction == "fwd" else 1,
+        stages=stages if spec.direction == "fwd" else 1,
     )
 
 
@@ -305,7 +341,7 @@ def loss_vector(spec: Spec, schedule: Schedule) -> int:
     Where rows are no multiple of them, the blocks of a row begin before its first column; but not
     those of rows so short that they have no block inside.
     """
-    most = min(16 // spec.x_dtype.itemsize, schedule.block)
+    most = min(_VECTOR // spec.x_dtype.itemsize, schedule.block)
     return most if spec.cols >= 2 * schedule.block else math.gcd(most, spec.cols)
 
 
@@ -334,15 +370,12 @@ def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:
 
 
 def _stages(line: Line, tile: int, spec: Spec, gpu: Gpu) -> int:
-    """As many tiles under way as there is shared memory for: it holds all but the first.
-
-    5 bytes of it for each element are for exchanges between threads.
-    """
+    """As many tiles under way as there is shared memory for: it holds all but the first."""
     saved = spec.y_dtype if spec.saved == "output" else spec.x_dtype
     read = (spec.x_dtype, spec.residual_dtype)
     if spec.direction == "bwd":
         read = (saved, spec.y_dtype, spec.x_dtype if spec.adds_dh else None)
-    room = gpu.smem // line.per_sm - 5 * tile
+    room = gpu.smem // line.per_sm - _EXCHANGE * tile
     return min(line.stages, 1 + max(0, room) // (tile * sum(t.itemsize for t in read if t)))
 
 

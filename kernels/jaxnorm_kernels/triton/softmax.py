@@ -26,46 +26,36 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.specs import Shared, Spec
 from jaxnorm_kernels.triton import logits as logits_of
 from jaxnorm_kernels.triton import schedule as schedules
-from jaxnorm_kernels.triton.launch import launch
 from jaxnorm_kernels.triton.logits import (
     columns_of,
+    cotangent_of_logits,
     drop_zeros,
     load_cotangent,
     load_logits,
     load_output,
-    load_rows_of_logits,
     looped_total,
-    only_kept,
+    masked,
     scaled,
+    term_of_total,
 )
 from jaxnorm_kernels.triton.schedule import Schedule
 from jaxnorm_kernels.triton.softmax_bias import softmax_bwd_bias
-from jaxnorm_kernels.triton.tiles import store_piece, tile_at
-
-# A block may hold nothing but -inf. Against this maximum its exponentials are 0; against its own,
-# -inf, they would be NaN. A whole row of -inf still ends as 0 / 0.
-_LOWEST = tl.constexpr(-3.4028234663852886e38)
+from jaxnorm_kernels.triton.tiles import LOWEST, store_tile, tile_at, zeros
 
 
 def softmax_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
     """Of softmax or log_softmax; `schedule` stands in for the one of the table."""
     x = operands.x
     schedule = schedule or schedules.choose(spec)
-    (y,) = launch(
+    (y,) = schedule.launch(
         _softmax_fwd_looped if schedule.is_looped(spec) else _softmax_fwd_in_registers,
+        spec,
         name=f"jaxnorm_{spec.op}_fwd",
         outputs={"y_ptr": jax.ShapeDtypeStruct(x.shape, spec.y_dtype)},
-        grid=schedule.grid(spec),
-        warps=schedule.warps,
-        registers=schedule.registers,
         x_ptr=x,
         mask_ptr=operands.mask,
         bias_ptr=operands.logits_bias,
-        rows=spec.rows,
-        cols=spec.cols,
-        log=spec.op == "log_softmax",
         logits=logits_of.of(spec),
-        **schedule.tiles(spec),
     )
     return Results(y)
 
@@ -82,24 +72,18 @@ def softmax_bwd(
         return Operands(dx, logits_bias=gradient)
     dbias = None if spec.logits_bias_dtype is None else spec.logits_bias_rows
     row_sums = jax.ShapeDtypeStruct((spec.rows,), np.float32)
-    dx, *sums = launch(
+    dx, *sums = schedule.launch(
         _softmax_bwd_looped if schedule.is_looped(spec) else _softmax_bwd_in_registers,
+        spec,
         name=f"jaxnorm_{spec.op}_bwd",
         outputs={
             "dx_ptr": jax.ShapeDtypeStruct(y.shape, spec.x_dtype),
             "sum_ptr": None if dbias is None else row_sums,
         },
-        grid=schedule.grid(spec),
-        warps=schedule.warps,
-        registers=schedule.registers,
         y_ptr=y,
         dy_ptr=dy,
         mask_ptr=mask,
-        rows=spec.rows,
-        cols=spec.cols,
-        log=spec.op == "log_softmax",
         logits=logits_of.of(spec),
-        **schedule.tiles(spec),
     )
     if dbias is None:
         return Operands(dx)
@@ -109,163 +93,125 @@ def softmax_bwd(
 
 def _of_rows(shared: Shared, sums: jax.Array) -> jax.Array:
     """`(n, 1)`: those of the rows that share a value of the bias."""
-    broadcast = [axis for axis, (_, own) in enumerate(shared.segments) if not own]
+    broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
     return sums.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)
 
 
 @triton.jit
 def _softmax_fwd_in_registers(
-    x_ptr,
-    mask_ptr,
-    bias_ptr,
-    y_ptr,
-    rows,
-    cols: tl.constexpr,
-    log: tl.constexpr,
-    logits: tl.constexpr,
-    tile_rows: tl.constexpr,
-    block: tl.constexpr,
-    pieces: tl.constexpr,
+    x_ptr, mask_ptr, bias_ptr, y_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    first_row = tl.program_id(0) * tile_rows
-    z, kept = load_rows_of_logits(
-        x_ptr, mask_ptr, bias_ptr, first_row, rows, cols, tile_rows, block, pieces, logits
-    )
+    """y = exp(z - m) / s of whole rows, with s = sum(exp(z - m)); or its logarithm."""
+    first_row = tl.program_id(0) * tiling.tile_rows
+    z, takes_part = _load_rows(x_ptr, mask_ptr, bias_ptr, first_row, rows, logits, tiling)
     top = z[0]
-    for i in tl.static_range(1, pieces):
+    for i in tl.static_range(1, len(z)):
         top = tl.maximum(top, z[i])
-    m = tl.maximum(tl.max(top, axis=1), _LOWEST)[:, None]
-    e = tl.zeros([tile_rows, block], tl.float32)
-    for i in tl.static_range(pieces):
+    m = tl.maximum(tl.max(top, axis=1), LOWEST)[:, None]
+    e = zeros(tiling)
+    for i in tl.static_range(len(z)):
         e += tl.exp(z[i] - m)
     s = tl.sum(e, axis=1)[:, None]
+    for i in tl.static_range(len(z)):
+        y = masked(_output(z[i], m, s, logits), takes_part[i], logits)
+        store_tile(y_ptr, y, tile_at(first_row, i * tiling.block, rows, tiling))
+
+
+@triton.jit
+def _load_rows(
+    x_ptr, mask_ptr, bias_ptr, first_row, rows, logits: tl.constexpr, tiling: tl.constexpr
+):
+    """z of whole rows, and what takes part: tuples of tiles, side by side."""
+    pieces: tl.constexpr = tiling.pieces
+    zs, take_part = (), ()
     for i in tl.static_range(pieces):
-        y = z[i] - m - tl.log(s) if log else tl.exp(z[i] - m) * (1.0 / s)
-        y = only_kept(y, kept[i], log, logits)
-        store_piece(y_ptr, y, i, first_row, rows, cols, tile_rows, block)
+        tile = tile_at(first_row, i * tiling.block, rows, tiling)
+        z, takes_part = load_logits(x_ptr, mask_ptr, bias_ptr, tile, logits, tiling.cols)
+        zs += (z,)
+        take_part += (takes_part,)
+    return zs, take_part
 
 
 @triton.jit
 def _softmax_fwd_looped(
-    x_ptr,
-    mask_ptr,
-    bias_ptr,
-    y_ptr,
-    rows,
-    cols: tl.constexpr,
-    log: tl.constexpr,
-    logits: tl.constexpr,
-    tile_rows: tl.constexpr,
-    block: tl.constexpr,
+    x_ptr, mask_ptr, bias_ptr, y_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    first_row = tl.program_id(0) * tile_rows
-    m = tl.full([tile_rows, 1], _LOWEST, tl.float32)
-    s = tl.zeros([tile_rows, block], tl.float32)
-    for first_col in tl.range(0, columns_of(first_row, rows, cols, tile_rows, logits), block):
-        z, _ = load_logits(
-            x_ptr,
-            mask_ptr,
-            bias_ptr,
-            first_row,
-            first_col,
-            rows,
-            cols,
-            tile_rows,
-            block,
-            logits,
-            "evict_last",
-        )
+    """Rows are read block after block: for m and s, and again for y.
+
+    m' = max(m, max(z))     s' = s exp(m - m') + exp(z - m')
+    """
+    cols: tl.constexpr = tiling.cols
+    first_row = tl.program_id(0) * tiling.tile_rows
+    m = tl.full([tiling.tile_rows, 1], LOWEST, tl.float32)
+    s = zeros(tiling)
+    for first_col in tl.range(0, columns_of(first_row, rows, logits, tiling), tiling.block):
+        tile = tile_at(first_row, first_col, rows, tiling)
+        z, _ = load_logits(x_ptr, mask_ptr, bias_ptr, tile, logits, cols, "evict_last")
         higher = tl.maximum(m, tl.max(z, axis=1)[:, None])
         s = s * tl.exp(m - higher) + tl.exp(z - higher)
         m = higher
-    total = tl.sum(s, axis=1)[:, None]
-    for first_col in tl.range(0, cols, block):
-        z, kept = load_logits(
-            x_ptr,
-            mask_ptr,
-            bias_ptr,
-            first_row,
-            first_col,
-            rows,
-            cols,
-            tile_rows,
-            block,
-            logits,
-            "evict_first",
-        )
-        y = z - m - tl.log(total) if log else tl.exp(z - m) * (1.0 / total)
-        _, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
-        tl.store(y_ptr + start + col, only_kept(y, kept, log, logits), mask=exists)
+    s = tl.sum(s, axis=1)[:, None]
+    for first_col in tl.range(0, cols, tiling.block):
+        tile = tile_at(first_row, first_col, rows, tiling)
+        z, takes_part = load_logits(x_ptr, mask_ptr, bias_ptr, tile, logits, cols, "evict_first")
+        _, start, col, exists = tile
+        y = _output(z, m, s, logits)
+        tl.store(y_ptr + start + col, masked(y, takes_part, logits), mask=exists)
+
+
+@triton.jit
+def _output(z, m, s, logits: tl.constexpr):
+    """y = exp(z - m) / s, or its logarithm."""
+    return z - m - tl.log(s) if logits.log else tl.exp(z - m) * (1.0 / s)
 
 
 @triton.jit
 def _softmax_bwd_in_registers(
-    y_ptr,
-    dy_ptr,
-    mask_ptr,
-    dx_ptr,
-    sum_ptr,
-    rows,
-    cols: tl.constexpr,
-    log: tl.constexpr,
-    logits: tl.constexpr,
-    tile_rows: tl.constexpr,
-    block: tl.constexpr,
-    pieces: tl.constexpr,
+    y_ptr, dy_ptr, mask_ptr, dx_ptr, sum_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """dx, and sum(dz) of each row where there is a pointer for it."""
-    first_row = tl.program_id(0) * tile_rows
+    """dx = scale dz, and sum(dz) of each row where there is a pointer for it."""
+    pieces: tl.constexpr = tiling.pieces
+    first_row = tl.program_id(0) * tiling.tile_rows
     y, d = (), ()
     for i in tl.static_range(pieces):
-        row, start, col, exists = tile_at(first_row, i * block, rows, cols, tile_rows, block)
-        y += (load_output(y_ptr, row, start, col, exists, log, logits, ""),)
+        tile = tile_at(first_row, i * tiling.block, rows, tiling)
+        y += (load_output(y_ptr, tile, logits),)
     for i in tl.static_range(pieces):
-        row, start, col, exists = tile_at(first_row, i * block, rows, cols, tile_rows, block)
-        dy = load_cotangent(dy_ptr, mask_ptr, row, start, col, exists, cols, logits, "")
-        d += (drop_zeros(dy, y[i], logits),)
-    terms = tl.zeros([tile_rows, block], tl.float32)
+        tile = tile_at(first_row, i * tiling.block, rows, tiling)
+        piece = load_cotangent(dy_ptr, mask_ptr, tile, logits, tiling.cols)
+        d += (drop_zeros(piece, y[i], logits),)
+    terms, sums = zeros(tiling), zeros(tiling)
     for i in tl.static_range(pieces):
-        terms += d[i] if log else d[i] * y[i]
+        terms += term_of_total(y[i], d[i], logits)
     total = tl.sum(terms, axis=1)[:, None]
-    sums = tl.zeros([tile_rows, block], tl.float32)
     for i in tl.static_range(pieces):
-        dz = d[i] - tl.exp(y[i]) * total if log else y[i] * (d[i] - total)
+        dz = cotangent_of_logits(y[i], d[i], total, logits)
         sums += dz
-        store_piece(dx_ptr, scaled(dz, logits), i, first_row, rows, cols, tile_rows, block)
+        tile = tile_at(first_row, i * tiling.block, rows, tiling)
+        store_tile(dx_ptr, scaled(dz, logits), tile)
     if sum_ptr is not None:
-        row = first_row + tl.arange(0, tile_rows)
+        row = first_row + tl.arange(0, tiling.tile_rows)
         tl.store(sum_ptr + row, tl.sum(sums, axis=1), mask=row < rows)
 
 
 @triton.jit
 def _softmax_bwd_looped(
-    y_ptr,
-    dy_ptr,
-    mask_ptr,
-    dx_ptr,
-    sum_ptr,
-    rows,
-    cols: tl.constexpr,
-    log: tl.constexpr,
-    logits: tl.constexpr,
-    tile_rows: tl.constexpr,
-    block: tl.constexpr,
+    y_ptr, dy_ptr, mask_ptr, dx_ptr, sum_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """dx, and sum(dz) of each row where there is a pointer for it."""
-    first_row = tl.program_id(0) * tile_rows
-    total = looped_total(
-        y_ptr, dy_ptr, mask_ptr, first_row, rows, cols, log, logits, tile_rows, block
-    )
-    sums = tl.zeros([tile_rows, block], tl.float32)
-    for first_col in tl.range(0, cols, block):
-        row, start, col, exists = tile_at(first_row, first_col, rows, cols, tile_rows, block)
-        y = load_output(y_ptr, row, start, col, exists, log, logits, "evict_first")
-        d = load_cotangent(dy_ptr, mask_ptr, row, start, col, exists, cols, logits, "evict_first")
-        d = drop_zeros(d, y, logits)
-        dz = d - tl.exp(y) * total if log else y * (d - total)
+    """dx = scale dz, and sum(dz) of each row where there is a pointer for it."""
+    cols: tl.constexpr = tiling.cols
+    first_row = tl.program_id(0) * tiling.tile_rows
+    total = looped_total(y_ptr, dy_ptr, mask_ptr, first_row, rows, logits, tiling)
+    sums = zeros(tiling)
+    for first_col in tl.range(0, cols, tiling.block):
+        tile = tile_at(first_row, first_col, rows, tiling)
+        y = load_output(y_ptr, tile, logits, "evict_first")
+        d = load_cotangent(dy_ptr, mask_ptr, tile, logits, cols, "evict_first")
+        dz = cotangent_of_logits(y, drop_zeros(d, y, logits), total, logits)
         if sum_ptr is not None:
             sums += dz
+        _, start, col, exists = tile
         tl.store(dx_ptr + start + col, scaled(dz, logits), mask=exists)
     if sum_ptr is not None:
-        row = first_row + tl.arange(0, tile_rows)
+        row = first_row + tl.arange(0, tiling.tile_rows)
         tl.store(sum_ptr + row, tl.sum(sums, axis=1), mask=row < rows)

@@ -18,17 +18,18 @@ import triton.language as tl
 
 from jaxnorm_kernels.specs import Shared, Spec
 from jaxnorm_kernels.triton import logits as logits_of
-from jaxnorm_kernels.triton.launch import launch
 from jaxnorm_kernels.triton.logits import (
+    cotangent_of_logits,
     drop_zeros,
     load_cotangent,
     load_output,
     looped_total,
     renumbered,
     scaled,
+    term_of_total,
 )
 from jaxnorm_kernels.triton.schedule import Schedule
-from jaxnorm_kernels.triton.tiles import columns_at
+from jaxnorm_kernels.triton.tiles import columns_at, zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +38,14 @@ class Programs:
 
     Attributes:
       col_blocks: parts of a row, each with programs of its own.
-      own_tiles: parts of the bias' rows, likewise.
+      bias_tiles: parts of the bias' rows, likewise.
       splits: parts of the rows of x that share a row of the bias, likewise.
       each: of those rows, how many a part has.
-      tile_shares: the rows of a tile share one of the bias; else each has its own.
+      tile_shares: the rows of a tile share one of the bias; else each has another.
     """
 
     col_blocks: int
-    own_tiles: int
+    bias_tiles: int
     splits: int
     each: int
     tile_shares: bool
@@ -54,16 +55,16 @@ class Programs:
         """With as many programs as `schedule` has, where the rows are enough."""
         size = schedule.tile_rows
         # Those of a tile are neighbours in x.
-        has_own = bool(shared.segments) and shared.segments[-1][1]
-        tile_shares = size > 1 and not (has_own and shared.rows >= size)
-        own_tiles = shared.rows if tile_shares else math.ceil(shared.rows / size)
+        has_axis = bool(shared.segments) and shared.segments[-1][1]
+        tile_shares = size > 1 and not (has_axis and shared.rows >= size)
+        bias_tiles = shared.rows if tile_shares else math.ceil(shared.rows / size)
         steps = math.ceil(shared.sharing / size) if tile_shares else shared.sharing
         col_blocks = math.ceil(spec.cols / (schedule.pieces * schedule.block))
-        wanted = min(max(1, schedule.programs // (col_blocks * own_tiles)), steps)
+        wanted = min(max(1, schedule.programs // (col_blocks * bias_tiles)), steps)
         each = math.ceil(steps / wanted)
         return cls(
             col_blocks,
-            own_tiles,
+            bias_tiles,
             splits=math.ceil(steps / each),
             each=each * size if tile_shares else each,
             tile_shares=tile_shares,
@@ -81,27 +82,20 @@ def softmax_bwd_bias(
     """
     shared = spec.logits_bias_rows
     assert shared is not None  # or `supports` refuses it
-    common: dict[str, Any] = {
+    operands: dict[str, Any] = {
         "y_ptr": y,
         "dy_ptr": dy,
         "mask_ptr": mask,
-        "rows": spec.rows,
-        "cols": spec.cols,
-        "log": spec.op == "log_softmax",
         "logits": logits_of.of(spec),
-        "tile_rows": schedule.tile_rows,
-        "block": schedule.block,
-        "warps": schedule.warps,
-        "registers": schedule.registers,
     }
     total = None
     if schedule.is_looped(spec):
-        (total,) = launch(
+        (total,) = schedule.launch(
             _softmax_bwd_totals,
+            spec,
             name=f"jaxnorm_{spec.op}_bwd_totals",
             outputs={"total_ptr": jax.ShapeDtypeStruct((spec.rows,), np.float32)},
-            grid=schedule.grid(spec),
-            **common,
+            **operands,
         )
     programs = Programs.of(shared, schedule, spec)
     is_whole = programs.splits == 1
@@ -109,20 +103,20 @@ def softmax_bwd_bias(
         (programs.splits * shared.rows, spec.cols),
         spec.logits_bias_dtype if is_whole else np.float32,
     )
-    dx, dbias = launch(
+    dx, dbias = schedule.launch(
         _softmax_bwd_bias,
+        spec,
         name=f"jaxnorm_{spec.op}_bwd_bias",
         outputs={"dx_ptr": jax.ShapeDtypeStruct(y.shape, spec.x_dtype), "dbias_ptr": partial},
-        grid=(programs.col_blocks * programs.own_tiles, programs.splits),
+        grid=(programs.col_blocks * programs.bias_tiles, programs.splits),
         total_ptr=total,
         bias_rows=shared.rows,
         sharing=shared.sharing,
         each=programs.each,
         col_blocks=programs.col_blocks,
         tile_shares=programs.tile_shares,
-        pieces=schedule.pieces,
         stages=schedule.stages,
-        **common,
+        **operands,
     )
     if not is_whole:
         dbias = dbias.reshape(programs.splits, shared.rows, spec.cols).sum(0)
@@ -131,23 +125,12 @@ def softmax_bwd_bias(
 
 @triton.jit
 def _softmax_bwd_totals(
-    y_ptr,
-    dy_ptr,
-    mask_ptr,
-    total_ptr,
-    rows,
-    cols: tl.constexpr,
-    log: tl.constexpr,
-    logits: tl.constexpr,
-    tile_rows: tl.constexpr,
-    block: tl.constexpr,
+    y_ptr, dy_ptr, mask_ptr, total_ptr, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
-    """sum(d y) or sum(d) of each row."""
-    first_row = tl.program_id(0) * tile_rows
-    total = looped_total(
-        y_ptr, dy_ptr, mask_ptr, first_row, rows, cols, log, logits, tile_rows, block
-    )
-    row = (first_row + tl.arange(0, tile_rows))[:, None]
+    """The total of each row."""
+    first_row = tl.program_id(0) * tiling.tile_rows
+    total = looped_total(y_ptr, dy_ptr, mask_ptr, first_row, rows, logits, tiling)
+    row = (first_row + tl.arange(0, tiling.tile_rows))[:, None]
     tl.store(total_ptr + row, total, mask=row < rows)
 
 
@@ -163,45 +146,45 @@ def _softmax_bwd_bias(
     bias_rows,
     sharing,
     each,
-    cols: tl.constexpr,
-    log: tl.constexpr,
     logits: tl.constexpr,
-    tile_rows: tl.constexpr,
-    block: tl.constexpr,
-    pieces: tl.constexpr,
+    tiling: tl.constexpr,
     col_blocks: tl.constexpr,
     tile_shares: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """dx and the partial sums. The totals are None where the pieces of a tile are whole rows.
+    """dx = scale dz, and a program's sums of dz over the rows that share one of the bias.
 
-    Of the `sharing` rows of x with a row of the bias, `each` are a program's.
+    The totals are None where the pieces of a tile are whole rows. Of the `sharing` rows of x with
+    a row of the bias, `each` are a program's.
     """
+    cols: tl.constexpr = tiling.cols
+    block: tl.constexpr = tiling.block
+    pieces: tl.constexpr = tiling.pieces
     first_col = tl.program_id(0) % col_blocks * (pieces * block)
-    lane = tl.arange(0, tile_rows)
+    lane = tl.arange(0, tiling.tile_rows)
     if tile_shares:
-        own, offset, step = tl.program_id(0) // col_blocks + lane * 0, lane, tile_rows
+        bias_row, offset, step = tl.program_id(0) // col_blocks + lane * 0, lane, tiling.tile_rows
     else:
-        own, offset, step = tl.program_id(0) // col_blocks * tile_rows + lane, lane * 0, 1
+        bias_row = tl.program_id(0) // col_blocks * tiling.tile_rows + lane
+        offset, step = lane * 0, 1
     dbias = ()
     for _ in tl.static_range(pieces):
-        dbias += (tl.zeros([tile_rows, block], tl.float32),)
+        dbias += (zeros(tiling),)
     begin = tl.program_id(1) * each
     end = tl.minimum(begin + each, sharing)
     for first in tl.range(begin, end, step, num_stages=stages):
         nth = first + offset
-        row = renumbered(own, logits.bias.own) + renumbered(nth, logits.bias.nth)
-        here = ((own < bias_rows) & (nth < end))[:, None]
+        row = renumbered(bias_row, logits.bias.of_row) + renumbered(nth, logits.bias.of_nth)
+        exists = ((bias_row < bias_rows) & (nth < end))[:, None]
         start = row.to(tl.int64)[:, None] * cols
         ys, ds = (), ()
-        terms = tl.zeros([tile_rows, block], tl.float32)
+        terms = zeros(tiling)
         for i in tl.static_range(pieces):
             col = columns_at(first_col + i * block, block)
-            exists = here & (col < cols)
-            y = load_output(y_ptr, row, start, col, exists, log, logits, "")
-            d = load_cotangent(dy_ptr, mask_ptr, row, start, col, exists, cols, logits, "")
-            d = drop_zeros(d, y, logits)
-            terms += d if log else d * y
+            tile = (row, start, col, exists & (col < cols))
+            y = load_output(y_ptr, tile, logits)
+            d = drop_zeros(load_cotangent(dy_ptr, mask_ptr, tile, logits, cols), y, logits)
+            terms += term_of_total(y, d, logits)
             ys += (y,)
             ds += (d,)
         if total_ptr is None:
@@ -210,10 +193,10 @@ def _softmax_bwd_bias(
             total = tl.load(total_ptr + row, row < rows, 0.0)[:, None]
         sums = ()
         for i in tl.static_range(pieces):
-            dz = ds[i] - tl.exp(ys[i]) * total if log else ys[i] * (ds[i] - total)
+            dz = cotangent_of_logits(ys[i], ds[i], total, logits)
             sums += (dbias[i] + dz,)
             col = columns_at(first_col + i * block, block)
-            tl.store(dx_ptr + start + col, scaled(dz, logits), mask=here & (col < cols))
+            tl.store(dx_ptr + start + col, scaled(dz, logits), mask=exists & (col < cols))
         dbias = sums
     for i in tl.static_range(pieces):
         col = columns_at(first_col + i * block, block)
@@ -222,5 +205,6 @@ def _softmax_bwd_bias(
             partial = partial_row.to(tl.int64) * cols + col
             tl.store(dbias_ptr + partial, tl.sum(dbias[i], axis=0)[None, :], mask=col < cols)
         else:
-            partial = (tl.program_id(1) * bias_rows + own).to(tl.int64)[:, None] * cols + col
-            tl.store(dbias_ptr + partial, dbias[i], mask=(own < bias_rows)[:, None] & (col < cols))
+            partial = (tl.program_id(1) * bias_rows + bias_row).to(tl.int64)[:, None] * cols + col
+            is_row = (bias_row < bias_rows)[:, None]
+            tl.store(dbias_ptr + partial, dbias[i], mask=is_row & (col < cols))
