@@ -195,9 +195,7 @@ def test_which_implementation_runs():
     )
     assert (plan.forward.name, plan.backward.name) == ("mosaic", "mosaic")
     assert plan == jaxnorm.implementation_for("rms_norm", (8192, 4096), "bfloat16", platform="cuda")
-    named = functools.partial(
-        jaxnorm.implementation_for, NAME, (8192, 4096), features=1024, platform="cuda"
-    )
+    named = functools.partial(jaxnorm.implementation_for, NAME, (8192, 4096), platform="cuda")
     by_name = named("bfloat16", implementation="mosaic")
     assert (by_name.forward.name, by_name.forward.reason) == ("mosaic", "asked for by name")
     assert by_name.backward == plan.backward
