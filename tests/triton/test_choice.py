@@ -123,9 +123,10 @@ def test_the_default_where_mosaic_leaves_a_call(monkeypatch):
     from jaxnorm_kernels.triton import support
 
     monkeypatch.setattr(support, "can_lower", lambda: True)
-    plan = jaxnorm.implementation_for("rms_norm", (8192, 50257), BF16, platform="cuda")
-    assert (plan.forward.name, plan.backward.name) == ("mosaic", "triton")
+    plan = jaxnorm.implementation_for("rms_norm", (8192, 300001), BF16, platform="cuda")
+    assert (plan.forward.name, plan.backward.name) == ("xla", "triton")
     assert re.search("the default for norm bwd on cuda; mosaic: .* hold no rows", str(plan))
+    assert re.search("forward: .* one by one", str(plan))
 
 
 @pytest.fixture
