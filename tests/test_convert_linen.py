@@ -87,7 +87,7 @@ def test_compiled_functions_are_traced_for_inside_and_for_outside():
     apply = jax.jit(model.apply)
 
     def is_converted():
-        return "jaxnorm" in apply.lower(variables, x).as_text(debug_info=True)
+        return "jaxnorm.rms_norm" in apply.lower(variables, x).as_text(debug_info=True)
 
     apply(variables, x)
     assert not is_converted()

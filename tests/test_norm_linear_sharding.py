@@ -100,15 +100,15 @@ def test_second_order(layout):
 class Kernel(StandIn):
     """The stand-in for the norm's kernels: xla's functions of two-dimensional arrays."""
 
-    def norm_fwd(self, x, scale, bias, spec):
-        assert x.shape == (spec.rows, spec.cols), "not seen as rows"
+    def forward(self, operands, spec):
+        assert operands.x.shape == (spec.rows, spec.cols), "not seen as rows"
         assert not spec.cols_over
-        self.shapes.append(x.shape)
-        return xla.norm_fwd(x, scale, bias, spec)
+        self.shapes.append(operands.x.shape)
+        return xla.forward(operands, spec)
 
-    def norm_bwd(self, saved, *others, spec):
-        self.shapes.append(saved.shape)
-        return xla.norm_bwd(saved, *others, spec=spec)
+    def backward(self, residuals, cotangents, spec):
+        self.shapes.append(residuals.saved.shape)
+        return xla.backward(residuals, cotangents, spec)
 
     def supports(self, spec):
         return None if spec.op == "norm" else "it has no other"
