@@ -38,7 +38,6 @@ class Function:
     x: Callable[[int], tuple[int, ...]] = lambda cols: (8192, cols)
     like_x: int = 0
     columns: int = 0
-    differentiable: bool = True
 
 
 def masked(x: jax.Array, **given: Any) -> jax.Array:
@@ -68,6 +67,21 @@ def causal(x: jax.Array, **given: Any) -> jax.Array:
     return jaxnorm.softmax(x, causal=True, **given)
 
 
+def causal_log(x: jax.Array, **given: Any) -> jax.Array:
+    return jaxnorm.log_softmax(x, causal=True, **given)
+
+
+def biased(x: jax.Array, bias: jax.Array, **given: Any) -> jax.Array:
+    """Of a mask and a bias, up to the diagonal; of one head, so that the bias has a gradient."""
+    where = jnp.ones((1, *x.shape[1:]), bool)
+    return jaxnorm.softmax(x, where=where, bias=bias[:1], causal=True, **given)
+
+
+def of_samples(x: jax.Array, scale: jax.Array, bias: jax.Array, **given: Any) -> jax.Array:
+    parameters = (jnp.broadcast_to(a, (x.shape[0], 1, x.shape[2])) for a in (scale, bias))
+    return jaxnorm.layer_norm(x, *parameters, scale_offset=1.0, **given)
+
+
 def in_strips(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *operands, **given: function(*operands, axis=1, **given)
 
@@ -82,12 +96,15 @@ FUNCTIONS = {
     "rms_norm_add": Function(norm_add, like_x=1, columns=1),
     "rms_norm_add_rms_norm": Function(jaxnorm.rms_norm_add_rms_norm, like_x=1, columns=2),
     "causal_softmax": Function(causal, lambda cols: (8, cols, cols)),
+    "causal_log_softmax": Function(causal_log, lambda cols: (8, 512, cols)),
     "masked_softmax": Function(masked, lambda cols: (8, 64, cols)),
+    "biased_softmax": Function(biased, lambda cols: (8, 128, cols), like_x=1),
     "cross_entropy": Function(loss),
     "softmax of columns": Function(in_strips(jaxnorm.softmax), lambda cols: (16, cols, 512)),
     "layer_norm of columns": Function(
         in_strips(jaxnorm.layer_norm), lambda cols: (16, cols, 512), columns=2
     ),
+    "layer_norm of samples": Function(of_samples, lambda cols: (16, 512, cols), columns=2),
     "layer_norm of groups": Function(of_groups, lambda cols: (8, 16, 16, cols), columns=2),
 }
 
@@ -118,6 +135,13 @@ CASES = [
     ("causal_softmax", 50257, BF16, BF16),
     ("softmax", 50257, F32, F32),
     ("cross_entropy", 50257, BF16, BF16),
+    # The largest of rows, of those that were looked for over many widths and dtypes.
+    ("add_rms_norm", 50257, BF16, F32),
+    ("layer_norm", 50257, *MIXED),
+    ("add_layer_norm", 57345, BF16, F32),
+    ("causal_log_softmax", 65535, F32, F32),
+    ("biased_softmax", 50257, BF16, BF16),
+    ("layer_norm of samples", 4095, *MIXED),
     ("rms_norm_add_rms_norm", 65536, BF16, BF16),
     ("layer_norm", 131072, F32, F32),
     ("softmax of columns", 4096, BF16, BF16),

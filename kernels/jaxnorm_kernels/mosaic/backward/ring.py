@@ -221,8 +221,7 @@ def ring_backward(
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
         rank = lax.axis_index(CLUSTER) if ring.cluster > 1 else 0
         placed = None if window is None else window.placed()
-        slice_ = ring.slice(cols, rank * ring.warpgroups + warpgroup)
-        slice_ = dataclasses.replace(slice_, window=placed)
+        slice_ = ring.slice(cols, rank * ring.warpgroups + warpgroup).placed(placed)
         share = Share.of(
             block, rows=rows, groups=groups, blocks=blocks, height=ring.rows, window=placed
         )

@@ -1,7 +1,8 @@
 """Loads and stores of consecutive elements that begin, or end, between the vectors of a thread.
 
-A register holds a vector of them; `first` is the index of the first element of all. The interpreter
-has no registers: there, these are JAX's operations.
+A register holds a vector of them; `first` is the index of the first element of all, `places` those
+of all counted from it (`flat_index`: some 40 operations, and once for many loads and stores). The
+interpreter has no registers: there, these are JAX's operations.
 """
 
 from typing import Any
@@ -18,16 +19,16 @@ from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, flat_index, load,
 from jaxnorm_kernels.mosaic.device.mgpu import arith, ir, llvm, utils, vector
 
 
-def load_each(ref: Ref, first: Any, shape: tuple[int, ...], layout: Layout) -> jax.Array:
+def load_each(ref: Ref, first: Any, places: jax.Array, layout: Layout) -> jax.Array:
     """Elements of a ``(n,)`` ref in global memory, one at a time; any where it has none."""
     (size,) = ref.shape
-    index = jnp.clip(first + flat_index(shape, layout), 0, size - 1)
+    index = jnp.clip(first + places, 0, size - 1)
     if is_interpreted():
         return load(ref, None)[index]
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), layout),
-        return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout),
+        return_type=plgpu.ShapeDtypeStruct(places.shape, ref.dtype, layout),
     )
     def read(context: Any, ref: Any, index: Any) -> Any:
         del context
@@ -45,7 +46,7 @@ def load_each(ref: Ref, first: Any, shape: tuple[int, ...], layout: Layout) -> j
     return read(ref, index)
 
 
-def store_each(ref: Ref, first: Any, value: jax.Array, layout: Layout) -> None:
+def store_each(ref: Ref, first: Any, value: jax.Array, places: jax.Array, layout: Layout) -> None:
     """Stores those elements of `value` that a ``(n,)`` ref in global memory has, one at a time."""
     (size,) = ref.shape
     if is_interpreted():
@@ -61,12 +62,17 @@ def store_each(ref: Ref, first: Any, value: jax.Array, layout: Layout) -> None:
             for element, i in zip(mgpu.elements_of(register), mgpu.elements_of(indices)):
                 _store(element, utils.getelementptr(base, [i], kind), _is_inside(i, size))
 
-    index = first + flat_index(value.shape, layout)
-    write(ref, value.astype(ref.dtype), index)
+    write(ref, value.astype(ref.dtype), first + places)
 
 
 def store_inside(
-    ref: Ref, start: Any, value: jax.Array, first: Any, size: int, layout: Layout
+    ref: Ref,
+    start: Any,
+    value: jax.Array,
+    first: Any,
+    size: int,
+    places: jax.Array,
+    layout: Layout,
 ) -> None:
     """Stores `value` at `start` of a ``(n,)`` ref in global memory, but for what lies outside.
 
@@ -101,8 +107,7 @@ def store_inside(
                     at = utils.getelementptr(there, [k], kind)
                     _store(element, at, _is_inside(i, size))
 
-    index = first + flat_index(value.shape, layout)
-    write(target, value.astype(ref.dtype), index)
+    write(target, value.astype(ref.dtype), first + places)
 
 
 def store_vectors(

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxnorm_kernels.mosaic.device.edges import load_each, store_each, store_inside
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
+    WARPS,
     Layout,
     Ref,
     flat_index,
@@ -28,7 +29,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     warps_layout,
 )
 from jaxnorm_kernels.mosaic.device.registers import store_global
-from jaxnorm_kernels.mosaic.rows.windows import Window, tail_vector
+from jaxnorm_kernels.mosaic.rows.windows import PlacedWindow, Window, tail_vector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Piece:
         """What a ``(cols,)`` ref has for it, in its own dtype."""
         if self.window is None:
             return load(ref.at[pl.ds(self.start, self.width)], layout, shape)
-        return load_each(ref, self.start - self.window.before(), shape, layout)
+        places = self.window.places(shape, layout)
+        return load_each(ref, self.start - self.window.before(), places, layout)
 
     def store(self, ref: Ref, row: Any, value: jax.Array, layout: Layout) -> None:
         """Stores it in a row, but for what belongs to other rows."""
@@ -65,20 +67,22 @@ class Piece:
             store_global(ref.at[row, self.columns()], value, layout)
             return
         start, first = self.window.start() + self.start, self.start - self.window.before()
-        store_inside(ref.at[row], start, value, first, self.window.cols, layout)
+        places = self.window.places(value.shape, layout)
+        store_inside(ref.at[row], start, value, first, self.window.cols, places, layout)
 
     def store_sum(self, ref: Ref, block: Any, value: jax.Array, layout: Layout) -> None:
         """Stores what a block has added up for it, in a ``(blocks, cols)`` ref."""
         if self.window is None:
             store(ref.at[block, pl.ds(self.start, self.width)], value)
         else:
-            store_each(ref.at[block], self.start - self.window.before(), value, layout)
+            places = self.window.places(value.shape, layout)
+            store_each(ref.at[block], self.start - self.window.before(), value, places, layout)
 
     def skip_others(self, term: jax.Array) -> jax.Array:
         """`term` in `warps_layout`, and 0 where a column is stale or of another row."""
         if not self.edge or self.window is None:
             return self.skip_stale(term)
-        before, column = self.window.before(), _index_of(term)
+        before, column = self.window.before(), self._index_of(term)
         first = before if self.fresh is None else jnp.maximum(before, self.fresh)
         end = before + self.window.cols
         inside = (column >= first - self.start) & (column < end - self.start)
@@ -88,13 +92,14 @@ class Piece:
         """`term` in `warps_layout`, and 0 where another piece has the same column."""
         if self.fresh is None:
             return term
-        stale = _index_of(term) < self.fresh - self.start
+        stale = self._index_of(term) < self.fresh - self.start
         return jnp.where(stale, jnp.float32(0), term)
 
-
-def _index_of(term: jax.Array) -> jax.Array:
-    """`flat_index` of a piece, whose elements are one vector for each thread."""
-    return flat_index(term.shape, warps_layout(term.size // WARPGROUP_THREADS))
+    def _index_of(self, term: jax.Array) -> jax.Array:
+        layout = warps_layout(term.size // WARPGROUP_THREADS)
+        if self.window is None:
+            return flat_index(term.shape, layout)
+        return self.window.places(term.shape, layout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +124,15 @@ class Slice:
         """Refuses rows that are too short."""
         if not self.units:
             raise ValueError(f"{self} holds rows of {self.slices * self.unit} columns and more")
+
+    def placed(self, window: PlacedWindow | None) -> "Slice":
+        """This, in a kernel's body, with what its units in `warps_layout` ask for."""
+        if window is None:
+            return self
+        widths = dict.fromkeys((self.unit, self.tail_width))
+        layouts = {(WARPS, w // WARPS): warps_layout(w // WARPGROUP_THREADS) for w in widths}
+        places = {shape: flat_index(shape, layout) for shape, layout in layouts.items()}
+        return dataclasses.replace(self, window=window.with_places(places))
 
     @property
     def units(self) -> int:

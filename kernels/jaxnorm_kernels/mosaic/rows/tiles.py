@@ -113,10 +113,10 @@ class Tile:
         """
         if self.window is None and not self.apart:
             return self  # One or two pieces.
-        window = None if self.window is None else self.window.placed()
-        placed = dataclasses.replace(self, window=window)
-        shapes = dict.fromkeys(self.shape(p.width) for p in placed.pieces())
-        return dataclasses.replace(placed, index={s: placed.count_columns(s) for s in shapes})
+        shapes = dict.fromkeys(self.shape(p.width) for p in self.pieces())
+        index = {s: self.count_columns(s) for s in shapes}
+        window = None if self.window is None else self.window.placed().with_places(index)
+        return dataclasses.replace(self, window=window, index=index)
 
     @property
     def unit(self) -> int:

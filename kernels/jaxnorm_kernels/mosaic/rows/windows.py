@@ -20,7 +20,7 @@ the last unit, the tail, has narrower vectors.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device.launch import BLOCK
-from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES
+from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, Layout, flat_index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +71,10 @@ class Window:
         """Columns of the window before the row: the row's first one."""
         return self._row_start() - self.start()
 
+    def places(self, shape: tuple[int, ...], layout: Layout) -> jax.Array:
+        """`flat_index` of what is loaded, or stored, in this shape and layout."""
+        return flat_index(shape, layout)
+
     def place(self, block: Any) -> Any:
         """Of a block, among those of its class."""
         return lax.div(block, self.period)
@@ -104,6 +108,17 @@ class PlacedWindow(Window):
     of_block: jax.Array
     first: jax.Array
     rest: jax.Array
+    known: Mapping[tuple[int, ...], jax.Array] = dataclasses.field(
+        default_factory=dict, compare=False
+    )
+
+    def with_places(self, known: Mapping[tuple[int, ...], jax.Array]) -> "PlacedWindow":
+        """This, with `places` of these shapes, each of which has one layout in a kernel."""
+        return dataclasses.replace(self, known=known)
+
+    def places(self, shape: tuple[int, ...], layout: Layout) -> jax.Array:
+        """As computed."""
+        return self.known[shape] if shape in self.known else flat_index(shape, layout)
 
     def start(self) -> jax.Array:
         """As computed."""
