@@ -291,12 +291,12 @@ class RMSNormDense(nnx.Module):
 
     def __call__(self, x: Any, *, residual: Any = None) -> Any:
         """The result, or (y, h) with a residual, as :func:`jaxnorm.rms_norm_linear` gives them."""
-        given = {
+        stored = {
             "scale": _value(self.norm.scale),
             "kernel": _value(self.dense.kernel),
             "bias": _value(self.dense.bias),
         }
-        parameters = {name: a for name, a in given.items() if a is not None}
+        parameters = {name: a for name, a in stored.items() if a is not None}
         return flax_modules.norm_and_dense(
             dtypes, self.norm, parameters, x, residual, self.activation, self.dense.dtype
         )
@@ -381,10 +381,10 @@ def convert[Model](
     for path, norm in theirs:
         if path in left:
             continue
-        own = added
+        attributes = added
         if save == "output" and (why := why_input(norm)) is not None:
-            own, kept[path] = added._replace(save="input"), why
-        for name, value in own._asdict().items():
+            attributes, kept[path] = added._replace(save="input"), why
+        for name, value in attributes._asdict().items():
             setattr(norm, name, value)
         norm.__class__ = _CONVERTED[type(norm)]
     outcomes = {"are left to Flax": left, conversion.KEPT: kept}
@@ -420,9 +420,10 @@ def _shaped(
         return None
     shape = tuple(x.shape[a] for a in axes)
     if math.prod(shape) != parameter.size:
-        name, given = type(module).__name__, module.num_features
+        name = type(module).__name__
         raise ValueError(
             f"{name}: x has shape {x.shape}, with {math.prod(shape)} features on its axes {axes}; "
-            f"expected {given}, the module's num_features; make it {name}({math.prod(shape)}, ...)"
+            f"expected {module.num_features}, the module's num_features; make it "
+            f"{name}({math.prod(shape)}, ...)"
         )
     return parameter.reshape(shape)

@@ -249,16 +249,7 @@ class Call:
         That is two-dimensional, by a transpose where the normalised axes are not the last ones, but
         for an implementation that takes those as they lie.
         """
-        view = self.view
-        in_rows = dataclasses.replace(
-            self.spec,
-            axes=(-1,),
-            moved_axis=view.moved,
-            mask_rows=view.shared("mask"),
-            logits_bias_rows=view.shared("logits_bias"),
-            queries=view.shape[-2] if self.spec.causal else 0,
-        )
-        strided = self._strided(in_rows)
+        in_rows, strided = self._in_rows, self._strided
         if strided is None or not backends.knows_inner(name):
             return in_rows
         # Where rows have no view, the reason to refuse is that of the strided one.
@@ -266,13 +257,29 @@ class Call:
             return strided
         return in_rows
 
-    def _strided(self, in_rows: Spec) -> Spec | None:
-        """`in_rows` of the view that needs no transpose; None where there is no such view."""
+    @functools.cached_property
+    def _in_rows(self) -> Spec:
+        """The spec of the two-dimensional view."""
+        view = self.view
+        return dataclasses.replace(
+            self.spec,
+            axes=(-1,),
+            moved_axis=view.moved,
+            mask_rows=view.shared("mask"),
+            logits_bias_rows=view.shared("logits_bias"),
+            queries=view.shape[-2] if self.spec.causal else 0,
+        )
+
+    @functools.cached_property
+    def _strided(self) -> Spec | None:
+        """That of the view that needs no transpose; None where there is no such view."""
         view = self.view
         if view.strided is None:
             return None
         *_, inner, inner_cols = view.strided
-        strided = dataclasses.replace(in_rows, moved_axis=False, inner=inner, inner_cols=inner_cols)
+        strided = dataclasses.replace(
+            self._in_rows, moved_axis=False, inner=inner, inner_cols=inner_cols
+        )
         kinds = {kind for name in self.parameters if (kind := OPERANDS[name]) in PARAMETERS}
         groups = {kind: view.inner_groups(kind) for kind in kinds}
         if groups and None not in groups.values():

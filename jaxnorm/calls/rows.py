@@ -107,8 +107,9 @@ class RowView:
         return self._groups(kind) or 1
 
     def _groups(self, kind: Kind) -> int | None:
-        lead, own = self._parts(kind)
-        return _leading(lead, self._sizes(self.others)) if own == self.normalised else None
+        lead, columns = self._parts(kind)
+        is_whole = columns == self.normalised
+        return _leading(lead, self._sizes(self.others)) if is_whole else None
 
     def inner_groups(self, kind: Kind) -> int | None:
         """Of consecutive outer indices, where a parameter is one of the inner elements of each.
@@ -119,11 +120,11 @@ class RowView:
             return None
         outer, columns, *inner = self._runs
         behind = sum(inner, ())
-        own = dict(zip(self.others + self.axes, sum(self._parts(kind), ())))
-        is_inner = all(own[a] == 1 for a in columns)
-        if not is_inner or any(own[a] != self.shape[a] for a in behind):
+        sizes = dict(zip(self.others + self.axes, sum(self._parts(kind), ())))
+        is_inner = all(sizes[a] == 1 for a in columns)
+        if not is_inner or any(sizes[a] != self.shape[a] for a in behind):
             return None
-        return _leading([own[a] for a in outer], self._sizes(outer))
+        return _leading([sizes[a] for a in outer], self._sizes(outer))
 
     def _parts(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The sizes that a parameter has along x's other axes, and along the normalised ones."""
@@ -139,18 +140,18 @@ class RowView:
         shape = self.shape_of(kind)
         if not shape:
             return None
-        own_cols = {shape[a] != 1 for a in self.axes if self.shape[a] != 1}
-        if len(own_cols) > 1:
+        has_cols = {shape[a] != 1 for a in self.axes if self.shape[a] != 1}
+        if len(has_cols) > 1:
             return None
         segments: list[tuple[int, bool]] = []
         for axis in self.others:
-            size, own = self.shape[axis], shape[axis] != 1
+            size, has_axis = self.shape[axis], shape[axis] != 1
             if size == 1:
                 continue
-            if segments and segments[-1][1] == own:
+            if segments and segments[-1][1] == has_axis:
                 size *= segments.pop()[0]
-            segments.append((size, own))
-        return Shared(tuple(segments), has_columns=own_cols != {False})
+            segments.append((size, has_axis))
+        return Shared(tuple(segments), has_columns=has_cols != {False})
 
     def axes_of(self, kind: Kind) -> tuple[int, ...]:
         """Which axes of x an operand of this kind has, in its own order."""
@@ -176,17 +177,17 @@ class RowView:
     def batched(self, size: int, kinds: Collection[Kind]) -> "RowView":
         """With one more axis of rows in front, for each of the parameters among `kinds`, too."""
 
-        def parameter(kind: Kind, own: tuple[int, ...]) -> tuple[int, ...]:
+        def parameter(kind: Kind, shape: tuple[int, ...]) -> tuple[int, ...]:
             if kind not in kinds:
-                return own
-            own = self.shape_of(kind)
-            return (size, *[1] * (len(self.shape) - len(own)), *own)
+                return shape
+            shape = self.shape_of(kind)
+            return (size, *[1] * (len(self.shape) - len(shape)), *shape)
 
         axes = tuple(axis + 1 for axis in self.axes)
 
         def logits(kind: Literal["mask", "logits_bias"]) -> tuple[int, ...]:
-            own = self.shape_of(kind)
-            return (size if kind in kinds else 1, *own) if own else ()
+            shape = self.shape_of(kind)
+            return (size if kind in kinds else 1, *shape) if shape else ()
 
         return RowView(
             shape=(size, *self.shape),
@@ -235,12 +236,14 @@ class RowView:
         return self.others + self.axes
 
 
-def _leading(own: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """Groups of neighbours along axes of these sizes, each with a value of its own.
+def _leading(parameter: Sequence[int], sizes: Sequence[int]) -> int | None:
+    """Groups of neighbours along axes of these sizes, each with another value of a parameter.
+
+    `parameter` are its sizes along them: those, or 1 where it is broadcast.
 
     None where what is shared changes along another axis than the first ones.
     """
-    shared = next((i for i, (n, all_) in enumerate(zip(own, sizes)) if n != all_), None)
-    if shared is not None and any(n != 1 for n in own[shared:]):
+    shared = next((i for i, (n, all_) in enumerate(zip(parameter, sizes)) if n != all_), None)
+    if shared is not None and any(n != 1 for n in parameter[shared:]):
         return None
-    return math.prod(own)
+    return math.prod(parameter)

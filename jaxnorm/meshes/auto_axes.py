@@ -73,9 +73,9 @@ def partitioned(call: Call, bind: Bind) -> Run:
         kinds = call.operand_kinds, call.result_kinds
         shapes = [a.shape for a in arrays], [call.view.shape_of(kind) for kind in kinds[1]]
 
-        def partition(mesh: Any, given: Any, results: Any) -> tuple[Any, ...]:
+        def partition(mesh: Any, operands: Any, results: Any) -> tuple[Any, ...]:
             del results
-            layout = Layout.of(given[0].sharding.spec, call.view)
+            layout = Layout.of(operands[0].sharding.spec, call.view)
             layout.check(call.function, mesh)
             operand_shardings, result_shardings = (
                 [NamedSharding(mesh, layout.spec(*each)) for each in zip(*side)]
@@ -146,16 +146,16 @@ def _propagation(call: Call, kinds: Any, shapes: Any) -> dict[str, Any]:
     """
 
     def factors(prefix: str, kinds: Any, shapes: Any) -> tuple[str, list[str]]:
-        own: list[str] = []
+        unshared: list[str] = []
         arrays = []
         for kind, shape in zip(kinds, shapes):
             names = [f"x{axis}" for axis in call.view.axes_of(kind)]
             for i, size in enumerate(shape):
                 if kind in PARAMETERS or size == 1:
-                    names[i] = f"{prefix}{len(own)}"
-                    own.append(names[i])
+                    names[i] = f"{prefix}{len(unshared)}"
+                    unshared.append(names[i])
             arrays.append(" ".join(names))
-        return ", ".join(arrays), own
+        return ", ".join(arrays), unshared
 
     operands, whole = factors("p", kinds[0], shapes[0])
     results, _ = factors("g", kinds[1], shapes[1])

@@ -77,8 +77,8 @@ def map_batch(
 
 def lie_alike(a: jax.Array, like: jax.Array) -> jax.Array:
     """`a`, of another's shape, with the mesh axes that its type names."""
-    sharding, own = jax.typeof(like).sharding, jax.typeof(a).sharding
-    differs = not sharding.mesh.empty and own.spec != sharding.spec
+    sharding = jax.typeof(like).sharding
+    differs = not sharding.mesh.empty and jax.typeof(a).sharding.spec != sharding.spec
     return reshard(a, sharding.mesh, sharding.spec) if differs else a
 
 
@@ -108,8 +108,8 @@ def vary_alike(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     varying = [frozenset(jax.typeof(a).manual_axis_type.varying) for a in arrays]
     everywhere = varying[0].union(*varying)
     return [
-        a if own == everywhere else lax.pcast(a, tuple(sorted(everywhere - own)), to="varying")
-        for a, own in zip(arrays, varying)
+        a if axes == everywhere else lax.pcast(a, tuple(sorted(everywhere - axes)), to="varying")
+        for a, axes in zip(arrays, varying)
     ]
 
 

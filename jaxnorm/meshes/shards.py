@@ -42,8 +42,8 @@ class Layout:
         """Mesh axes over which devices have sums of their own elements: of a shared gradient."""
         if kind not in SHARED:
             return ()
-        own = jax.tree.leaves(tuple(self.spec(kind, self.view.shape_of(kind))))
-        return tuple(axis for axis in sum(self.mesh_axes, ()) if axis not in own)
+        split = jax.tree.leaves(tuple(self.spec(kind, self.view.shape_of(kind))))
+        return tuple(axis for axis in sum(self.mesh_axes, ()) if axis not in split)
 
     def view_of_shard(self, shape: tuple[int, ...]) -> RowView:
         """That of a shard of x with this shape."""

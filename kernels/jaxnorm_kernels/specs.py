@@ -187,12 +187,12 @@ class Spec:
             case _:
                 return getattr(self, f"{operand}_dtype") is not None
 
-    @property
+    @functools.cached_property
     def classes(self) -> int:
         """Of a cross-entropy."""
         return self.cols - self.padding
 
-    @property
+    @functools.cached_property
     def strided(self) -> tuple[int, int, int]:
         """Shape ``(outer, cols, inner)`` of the arrays, for `inner` above 1."""
         return self.rows * self.inner_cols // self.inner, self.cols // self.inner_cols, self.inner
@@ -208,56 +208,56 @@ class Spec:
         is_wide = self.wide or any(d is not None and d.name == "float64" for d in arrays)
         return np.dtype(np.float64 if is_wide else np.float32)
 
-    @property
+    @functools.cached_property
     def drops_masked(self) -> bool:
         """Whether what a mask does not keep takes no part."""
         return self.masked_logit == -math.inf
 
-    @property
+    @functools.cached_property
     def reads_mask(self) -> bool:
         """softmax's backward needs none where y is 0 for what is not kept."""
         shows = self.direction == "bwd" and self.op == "softmax" and self.drops_masked
         return self.has_mask and not shows
 
-    @property
+    @functools.cached_property
     def returns_h(self) -> bool:
         """Whether the sum h is a result."""
         return self.normalises_h and self.unused != "h"
 
-    @property
+    @functools.cached_property
     def is_softmax(self) -> bool:
         """Whether it is softmax or log_softmax."""
         return self.operation.family == "softmax"
 
-    @property
+    @functools.cached_property
     def is_norm(self) -> bool:
         """Whether it is LayerNorm or RMSNorm, alone or with a residual."""
         return self.operation.family == "norm"
 
-    @property
+    @functools.cached_property
     def normalises_h(self) -> bool:
         """Whether y is the norm of the sum h, which is returned too."""
         return "h" in self.operation.results
 
-    @property
+    @functools.cached_property
     def starts_from(self) -> str:
         """Name of the operand or result that the derivative starts from."""
         from_output, from_input = self.operation.saves
         return from_output if self.saved == "output" else from_input
 
-    @property
+    @functools.cached_property
     def groups(self) -> int:
         """Of rows, each with parameters of its own."""
         return max(self.scale_groups, self.bias_groups)
 
-    @property
+    @functools.cached_property
     def scale_floor(self) -> float | None:
         """Smallest magnitude of ``scale + scale_offset`` in the arithmetic; None for no floor."""
         if self.saved == "input" or self.scale_dtype is None:
             return None
         return _SCALE_FLOOR.get(self.y_dtype.name)
 
-    @property
+    @functools.cached_property
     def clips_x_hat(self) -> bool:
         """Whether a kernel must hold x_hat = z / G, recovered from the output, to its true bound.
 
@@ -267,7 +267,7 @@ class Spec:
         vanishes = self.scale_dtype is not None and self.scale_floor is None
         return self.saved == "output" and (self.bias_dtype is not None or vanishes)
 
-    @property
+    @functools.cached_property
     def y_limit(self) -> float | None:
         """The largest y that is stored: a backward takes it for one that overflowed; None for y.
 
@@ -278,18 +278,18 @@ class Spec:
         stored = self.saved == "output" and self.y_dtype.name == "float16"
         return 65504.0 if grows and stored else None
 
-    @property
+    @functools.cached_property
     def returns_mean(self) -> bool:
         """Whether the norm's statistics include the row means (a saved-input LayerNorm)."""
         return self.subtract_mean and self.saved == "input"
 
-    @property
+    @functools.cached_property
     def statistics(self) -> tuple[str, ...]:
         """Names of the row statistics that the derivative takes."""
         names = self.operation.statistics
         return names if self.returns_mean else tuple(name for name in names if name != "mean")
 
-    @property
+    @functools.cached_property
     def plain(self) -> bool:
         """Whether the xla implementation alone has this pass: no kernel is asked for it."""
         return self.direction == "tan" or self.stat_cotangents or self.unused == "y"

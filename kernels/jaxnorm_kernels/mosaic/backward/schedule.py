@@ -6,6 +6,7 @@ less shared memory, rings have fewer stages, or blocks.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ from jaxnorm_kernels.mosaic.device.gpu import (
     MOST_REGISTERS,
     REGISTERS,
     RESERVED_BYTES,
+    SCHEDULES_KEPT,
     Gpu,
     local_gpu,
 )
@@ -61,11 +63,11 @@ def persistent_blocks(
     rows, stages = (1, 2) if isinstance(schedule, Direct) else (schedule.rows, schedule.stages)
     # With windows, a block has rows of one class; as many blocks have those of each.
     classes = 1 if window is None else window.period
-    steps = classes * -(-(_rows(spec) // classes) // rows)
+    steps, groups = classes * -(-(_rows(spec) // classes) // rows), spec.groups
 
     def time(blocks: int) -> int:
         """In steps: blocks that do not run at a time follow each other; each fills its stages."""
-        return -(-spec.groups * blocks // most) * (-(-steps // blocks) + stages)
+        return -(-groups * blocks // most) * (-(-steps // blocks) + stages)
 
     return min(range(classes, min(steps, classes * most) + 1, classes), key=time)
 
@@ -123,7 +125,11 @@ def two_norms_schedule(spec: Spec, gpu: Gpu | None = None) -> Ring | RowsRing | 
 
 def norm_schedule(spec: Spec, gpu: Gpu | None = None) -> NormSchedule | None:
     """None where no kernel takes the rows."""
-    gpu = gpu or local_gpu()
+    return _norm_schedule(spec, gpu or local_gpu())
+
+
+@functools.lru_cache(maxsize=SCHEDULES_KEPT)
+def _norm_schedule(spec: Spec, gpu: Gpu) -> NormSchedule | None:
     if not _copied(spec):
         return _ring_of_windows(spec, gpu) or direct(spec)
     if spec.cols < _WARPGROUP_ROWS and _rows(spec) >= _LEAST_NARROW_ROWS:
@@ -301,7 +307,11 @@ def _shared_bytes(gpu: Gpu, blocks_per_sm: int) -> int:
 
 def softmax_schedule(spec: Spec, gpu: Gpu | None = None) -> InRegisters | None:
     """None where no kernel takes the rows."""
-    gpu = gpu or local_gpu()
+    return _softmax_schedule(spec, gpu or local_gpu())
+
+
+@functools.lru_cache(maxsize=SCHEDULES_KEPT)
+def _softmax_schedule(spec: Spec, gpu: Gpu) -> InRegisters | None:
     schedule = _placed_tile(spec) if has_places(spec) else _in_windows(spec, gpu) or _tile(spec)
     schedule = schedule or _wide_rows(spec, gpu)
     if schedule is None or not has_places(spec):

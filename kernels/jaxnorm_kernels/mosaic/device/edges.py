@@ -60,7 +60,7 @@ def store_each(ref: Ref, first: Any, value: jax.Array, places: jax.Array, layout
         kind = ir.MemRefType(ref.type).element_type
         for register, indices in zip(value.registers.flat, index.registers.flat):
             for element, i in zip(mgpu.elements_of(register), mgpu.elements_of(indices)):
-                _store(element, utils.getelementptr(base, [i], kind), _is_inside(i, size))
+                _store(element, utils.getelementptr(base, [i], kind), mgpu.is_below(i, size))
 
     write(ref, value.astype(ref.dtype), first + places)
 
@@ -98,14 +98,14 @@ def store_inside(
                 mgpu.elements_of(register(index.registers)),
             )
             there, ends = mgpu.in_global(address), [indices[0], indices[-1]]
-            inside = [_is_inside(i, size) for i in ends]
+            inside = [mgpu.is_below(i, size) for i in ends]
             is_whole = arith.andi(*inside)
             with utils.when(is_whole):
                 llvm.store(elements, there)
             with utils.when(arith.xori(*inside)):
                 for k, (element, i) in enumerate(zip(mgpu.elements_of(elements), indices)):
                     at = utils.getelementptr(there, [k], kind)
-                    _store(element, at, _is_inside(i, size))
+                    _store(element, at, mgpu.is_below(i, size))
 
     write(target, value.astype(ref.dtype), first + places)
 
@@ -162,8 +162,3 @@ def _store(element: Any, address: Any, predicate: Any) -> None:
         predicate=predicate,
         has_side_effects=True,
     )
-
-
-def _is_inside(index: Any, size: int) -> Any:
-    """Whether an index is in ``[0, size)``: a negative one is a large unsigned number."""
-    return arith.cmpi(arith.CmpIPredicate.ult, index, mgpu.i32(size))

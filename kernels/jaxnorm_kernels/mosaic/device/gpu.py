@@ -16,6 +16,9 @@ from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 CLUSTER_SIZES = (2, 4, 8, 16)
 PORTABLE_CLUSTER = 8
 
+#: Choices of a schedule that are kept: a call is first asked whether it can run, and then run.
+SCHEDULES_KEPT = 1024
+
 # Of all GPUs with clusters.
 REGISTERS = 65536  # of a multiprocessor
 MOST_REGISTERS = 255  # of a thread
@@ -39,7 +42,7 @@ class Gpu:
 
     sms: int
     smem: int
-    clusters: Mapping[int, int]
+    clusters: Mapping[int, int] = dataclasses.field(hash=False)
 
     @property
     def shared_bytes(self) -> int:

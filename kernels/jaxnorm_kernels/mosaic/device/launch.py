@@ -17,6 +17,8 @@ from jaxnorm_kernels.specs import Spec
 BLOCK, CLUSTER, WARPGROUP = "block", "cluster", "warpgroup"
 
 _interpreted = contextvars.ContextVar("interpreted", default=False)
+#: Whether the kernel that is being traced is for the interpreter.
+is_interpreted = _interpreted.get
 
 
 @contextlib.contextmanager
@@ -33,11 +35,6 @@ def interpreted(params: plgpu.InterpretGPUParams | None = None) -> Iterator[None
             yield
     finally:
         _interpreted.reset(token)
-
-
-def is_interpreted() -> bool:
-    """Whether the kernel that is being traced is for the interpreter."""
-    return _interpreted.get()
 
 
 def required[T](schedule: T | None, spec: Spec) -> T:

@@ -1,5 +1,6 @@
 """Which thread holds which elements, and loads and stores in these layouts."""
 
+import functools
 import math
 from typing import Any
 
@@ -52,6 +53,7 @@ def fitting_vector(cols: int, vector: int, threads: int) -> int:
     return vector // 2 if cols < threads * vector or whole > half + cols / 10 else vector
 
 
+@functools.cache
 def warpgroup_layout(vector: int) -> Layout:
     """``(n,)``: neighbouring threads of the warpgroup hold neighbouring vectors.
 
@@ -61,11 +63,13 @@ def warpgroup_layout(vector: int) -> Layout:
     return _tiled((WARPS * unit,), (unit,), (vector,), warps=(-3,), lanes=(-2,))
 
 
+@functools.cache
 def warps_layout(vector: int) -> Layout:
     """``(4, n)``: each warp holds a row, neighbouring lanes neighbouring vectors of it."""
     return _tiled((WARPS, WARP * vector), (vector,), warps=(-3,), lanes=(-2,))
 
 
+@functools.cache
 def rows_layout(vector: int, threads: int, height: int) -> Layout:
     """``(height, n)``: `threads` neighbouring threads, a warp or a part of one, share a row.
 
@@ -80,12 +84,14 @@ def rows_layout(vector: int, threads: int, height: int) -> Layout:
     return _tiled((WARPS * rows, unit), (rows, unit), (vector,), warps=(-5,), lanes=(-3, -2))
 
 
+@functools.cache
 def strip_layout(vector: int, threads: int) -> Layout:
     """``(4, m, n)``: each warp holds rows of neighbouring vectors, `threads` of it share a row."""
     tile = (WARPS, WARP // threads, threads * vector)
     return _tiled(tile, (vector,), warps=(-4,), lanes=(-3, -2))
 
 
+@functools.cache
 def columns_layout(vector: int, threads: int) -> Layout:
     """``(n,)``: what `rows_layout` holds of every row; the layout of its scale and bias."""
     lanes = _parts_of_a_warp(threads)
@@ -102,7 +108,7 @@ def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) 
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout))
     def index(context: Any) -> Any:
         del context
-        kind, held = mgpu.i32_type(), layout.to_mgpu()
+        kind, held = ir.IntegerType.get_signless(32), layout.to_mgpu()
         total = None
         for axis, size in enumerate(along):
             here = FragmentedArray.broadcasted_iota(kind, shape, axis, held, is_signed=True)
@@ -130,16 +136,15 @@ def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) 
     # Where a register is the whole array, Mosaic takes that for the array itself, without a layout.
     if layout is None or layout.to_mgpu().vector_length == math.prod(shape):
         return plgpu.load(ref, layout=layout, optimized=False)
+    signed = None if jnp.issubdtype(ref.dtype, jnp.floating) else True
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout)
     )
     def read(context: Any, ref: Any) -> Any:
         del context
-        signed = mgpu.is_signed(ir.MemRefType(ref.type).element_type)
-        return FragmentedArray.load_untiled(
-            ref, layout=layout.to_mgpu(), is_signed=signed, optimized=False
-        )
+        held = layout.to_mgpu()
+        return FragmentedArray.load_untiled(ref, layout=held, is_signed=signed, optimized=False)
 
     return read(ref)
 

@@ -35,14 +35,34 @@ except ImportError as error:
 _GLOBAL = 1  # LLVM's number of global memory.
 
 
-def i32_type() -> Any:
-    """The type of 32-bit integers."""
-    return ir.IntegerType.get_signless(32)
-
-
 def i32(value: int) -> Any:
     """A constant of 32 bits."""
-    return utils.c(value, i32_type())
+    return utils.c(value, ir.IntegerType.get_signless(32))
+
+
+def plus(a: Any, b: Any) -> Any:
+    """``a + b`` of 32 bits, for a constant `b`, too."""
+    return arith.addi(a, i32(b) if isinstance(b, int) else b)
+
+
+def times(a: Any, factor: int) -> Any:
+    """``a * factor`` of 32 bits."""
+    return arith.muli(a, i32(factor))
+
+
+def quotient(a: Any, divisor: int) -> Any:
+    """``a // divisor`` of 32 bits without a sign."""
+    return arith.divui(a, i32(divisor))
+
+
+def remainder(a: Any, divisor: int) -> Any:
+    """``a % divisor`` of 32 bits without a sign."""
+    return arith.remui(a, i32(divisor))
+
+
+def is_below(a: Any, limit: int) -> Any:
+    """Whether ``0 <= a < limit``: a negative number is a large one without a sign."""
+    return arith.cmpi(arith.CmpIPredicate.ult, a, i32(limit))
 
 
 def is_signed(kind: Any) -> bool | None:

@@ -107,12 +107,12 @@ def _widen_register(register: Any) -> Any:
     (elements,) = ir.VectorType(register.type).shape
     if elements == 1:
         return arith.extf(ir.VectorType.get((1,), ir.F32Type.get()), register)
-    half = elements // 2
-    pairs = ir.VectorType.get((half,), mgpu.i32_type())
+    half, i32 = elements // 2, ir.IntegerType.get_signless(32)
+    pairs = ir.VectorType.get((half,), i32)
     floats = ir.VectorType.get((half,), ir.F32Type.get())
 
     def all_of(value: int) -> Any:
-        splat = ir.DenseElementsAttr.get_splat(pairs, ir.IntegerAttr.get(mgpu.i32_type(), value))
+        splat = ir.DenseElementsAttr.get_splat(pairs, ir.IntegerAttr.get(i32, value))
         return arith.constant(pairs, splat)
 
     words = vector.bitcast(pairs, register)
@@ -148,7 +148,10 @@ def _through(value: jax.Array, instruction: str) -> jax.Array:
     def hide(context: Any, value: Any) -> Any:
         del context
         hidden = utils.inline_ptx(
-            instruction, value.registers.item(), result_types=mgpu.i32_type(), has_side_effects=True
+            instruction,
+            value.registers.item(),
+            result_types=ir.IntegerType.get_signless(32),
+            has_side_effects=True,
         )
         return FragmentedArray.splat(hidden, (), is_signed=True)
 

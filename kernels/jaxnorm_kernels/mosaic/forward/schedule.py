@@ -17,11 +17,12 @@ The sizes that matter, and how the lines below use them:
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
+from jaxnorm_kernels.mosaic.device.gpu import SCHEDULES_KEPT, Gpu, local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import (
     VECTOR_BYTES,
     WARP,
@@ -262,7 +263,11 @@ _TAIL = 2
 
 def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule | None:
     """The schedule for `spec`: that of the first line of the table that fits; None for no line."""
-    gpu = gpu or local_gpu()
+    return _choose(spec, gpu or local_gpu())
+
+
+@functools.lru_cache(maxsize=SCHEDULES_KEPT)
+def _choose(spec: Spec, gpu: Gpu) -> Schedule | None:
     return _in_windows(spec, gpu) or _of_table(PLACED if has_places(spec) else TABLE, spec, gpu)
 
 

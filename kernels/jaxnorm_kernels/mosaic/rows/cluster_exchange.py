@@ -119,36 +119,38 @@ class ClusterExchange:
         ) -> None:
             del context
             stage, thread = stage.registers.item(), utils.thread_idx()
-            rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=mgpu.i32_type())
+            rank = utils.inline_ptx(
+                "mov.u32 $0, %cluster_ctarank;", result_types=ir.IntegerType.get_signless(32)
+            )
             of_warp = [value.registers.item() for value in values]
-            barrier = _plus(_address(barriers), _times(stage, 8))
+            barrier = mgpu.plus(_address(barriers), mgpu.times(stage, 8))
             rows, width = self._slots
-            target = _plus(_address(slots), _times(stage, 4 * rows * width))
+            target = mgpu.plus(_address(slots), mgpu.times(stage, 4 * rows * width))
             if self.added:
                 sums = self._add(terms[0], stage, of_warp)
                 self._announce(barrier)
-                sender = _plus(_times(rank, self.warpgroups), _warpgroup(thread))
-                target = _plus(target, _times(sender, 4 * width))
+                sender = mgpu.plus(mgpu.times(rank, self.warpgroups), _warpgroup(thread))
+                target = mgpu.plus(target, mgpu.times(sender, 4 * width))
                 # Lane i of warp j sends to block 4 i + j.
-                block = _plus(_times(_lane(thread), WARPS), _warp(thread))
+                block = mgpu.plus(mgpu.times(_lane(thread), WARPS), _warp(thread))
                 messages = [(at, sums[at : at + _MESSAGE]) for at in range(0, width, _MESSAGE)]
             else:
                 self._announce(barrier)
-                sender = _plus(
-                    _times(rank, WARPS * self.warpgroups), arith.divui(thread, mgpu.i32(WARP))
+                sender = mgpu.plus(
+                    mgpu.times(rank, WARPS * self.warpgroups), mgpu.quotient(thread, WARP)
                 )
-                target = _plus(target, _times(sender, 4))
+                target = mgpu.plus(target, mgpu.times(sender, 4))
                 block = _lane(thread)
                 messages = [(i * width, [value]) for i, value in enumerate(of_warp)]
             for at, message in messages:
-                _send(message, _plus(target, mgpu.i32(4 * at)), barrier, block, self.blocks)
+                _send(message, mgpu.plus(target, 4 * at), barrier, block, self.blocks)
 
         send_values(slots, barriers, terms, stage, list(values))
 
     def _announce(self, barrier: Any) -> None:
         """One thread of each warpgroup announces its share of the bytes to come."""
         rows, width = self._slots
-        of_warpgroup = arith.remui(utils.thread_idx(), mgpu.i32(WARPGROUP_THREADS))
+        of_warpgroup = mgpu.remainder(utils.thread_idx(), WARPGROUP_THREADS)
         utils.inline_ptx(
             "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
             barrier,
@@ -160,13 +162,13 @@ class ClusterExchange:
     def _add(self, terms: Any, stage: Any, of_warp: Sequence[Any]) -> list[Any]:
         """The sums over the warps of the warpgroup, and zeros to fill the last message."""
         thread = utils.thread_idx()
-        first = _plus(_times(stage, self.warpgroups), _warpgroup(thread))
-        first = _plus(_address(terms), _times(first, 4 * WARPS * self.values))
+        first = mgpu.plus(mgpu.times(stage, self.warpgroups), _warpgroup(thread))
+        first = mgpu.plus(_address(terms), mgpu.times(first, 4 * WARPS * self.values))
         for i, value in enumerate(of_warp):
-            at = _plus(_times(_warp(thread), 4), mgpu.i32(4 * WARPS * i))
-            llvm.store(value, _pointer(_plus(first, at)))
+            at = mgpu.plus(mgpu.times(_warp(thread), 4), 4 * WARPS * i)
+            llvm.store(value, _pointer(mgpu.plus(first, at)))
         utils.warpgroup_barrier()
-        sums = [_tree_sum(_load(_plus(first, mgpu.i32(16 * i)), WARPS)) for i in range(self.values)]
+        sums = [_tree_sum(_load(mgpu.plus(first, 16 * i), WARPS)) for i in range(self.values)]
         return sums + [arith.constant(ir.F32Type.get(), 0.0)] * (self._width - len(sums))
 
     def receive(self, scratch: Sequence[Any], stage: Any, parity: Any) -> None:
@@ -178,7 +180,7 @@ class ClusterExchange:
         @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, _SCALAR))
         def wait(context: Any, barriers: Any, stage: Any, parity: Any) -> None:
             del context
-            barrier = _plus(_address(barriers), _times(stage.registers.item(), 8))
+            barrier = mgpu.plus(_address(barriers), mgpu.times(stage.registers.item(), 8))
             nvvm.mbarrier_try_wait_parity(
                 _pointer(barrier), parity.registers.item(), mgpu.i32(10_000_000)
             )
@@ -194,19 +196,19 @@ class ClusterExchange:
         def add(context: Any, slots: Any, stage: Any) -> list[Any]:
             del context
             rows, width = self._slots
-            first = _plus(_address(slots), _times(stage.registers.item(), 4 * rows * width))
-            lane = arith.remui(utils.thread_idx(), mgpu.i32(lanes))
+            first = mgpu.plus(_address(slots), mgpu.times(stage.registers.item(), 4 * rows * width))
+            lane = mgpu.remainder(utils.thread_idx(), lanes)
             zero = arith.constant(ir.F32Type.get(), 0.0)
             sums: list[Any] = [zero] * self.values
             for start in range(0, self.parts, lanes):
-                part = _plus(lane, mgpu.i32(start))
-                exists = arith.cmpi(arith.CmpIPredicate.ult, part, mgpu.i32(self.parts))
+                part = mgpu.plus(lane, start)
+                exists = mgpu.is_below(part, self.parts)
                 part = arith.select(exists, part, mgpu.i32(0))
-                at = _plus(first, _times(part, 4 * width))
+                at = mgpu.plus(first, mgpu.times(part, 4 * width))
                 elements = [
                     element
                     for j in range(0, width, _MESSAGE)
-                    for element in _load(_plus(at, mgpu.i32(4 * j)), min(width, _MESSAGE))
+                    for element in _load(mgpu.plus(at, 4 * j), min(width, _MESSAGE))
                 ]
                 sums = [
                     arith.addf(s, arith.select(exists, e, zero)) for s, e in zip(sums, elements)
@@ -233,26 +235,26 @@ def _send(message: Sequence[Any], target: Any, barrier: Any, block: Any, blocks:
         @$0 st.async.shared::cluster.mbarrier::complete_tx::bytes.{kind}
             [there], {values}, [counter];
         }}""",
-        arith.cmpi(arith.CmpIPredicate.ult, block, mgpu.i32(blocks)),
+        mgpu.is_below(block, blocks),
         target,
         barrier,
         block,
-        *[utils.bitcast(value, mgpu.i32_type()) for value in message],
+        *[utils.bitcast(value, ir.IntegerType.get_signless(32)) for value in message],
         has_side_effects=True,
     )
 
 
 def _lane(thread: Any) -> Any:
-    return arith.remui(thread, mgpu.i32(WARP))
+    return mgpu.remainder(thread, WARP)
 
 
 def _warp(thread: Any) -> Any:
     """Of the warpgroup."""
-    return arith.remui(arith.divui(thread, mgpu.i32(WARP)), mgpu.i32(WARPS))
+    return mgpu.remainder(mgpu.quotient(thread, WARP), WARPS)
 
 
 def _warpgroup(thread: Any) -> Any:
-    return arith.divui(thread, mgpu.i32(WARPGROUP_THREADS))
+    return mgpu.quotient(thread, WARPGROUP_THREADS)
 
 
 def _load(address: Any, count: int) -> list[Any]:
@@ -268,16 +270,8 @@ def _tree_sum(values: list[Any]) -> Any:
     return values[0]
 
 
-def _plus(a: Any, b: Any) -> Any:
-    return arith.addi(a, b)
-
-
-def _times(a: Any, factor: int) -> Any:
-    return arith.muli(a, mgpu.i32(factor))
-
-
 def _address(ref: Any) -> Any:
-    return llvm.ptrtoint(mgpu.i32_type(), utils.memref_ptr(ref))
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
 
 
 def _pointer(address: Any) -> Any:

@@ -23,7 +23,7 @@ from jax import lax
 from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import CLUSTER, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import WARPS, Ref, load, store
-from jaxnorm_kernels.mosaic.device.mgpu import arith, llvm, utils
+from jaxnorm_kernels.mosaic.device.mgpu import ir, llvm, utils
 from jaxnorm_kernels.mosaic.rows.strips import Stat, Strips
 
 
@@ -164,13 +164,13 @@ class StripExchange:
         @plgpu.inline_mgpu(arg_types=([ref] * len(stats), [layout] * len(stats)))
         def send(context: Any, slots: Any, stats: Any) -> None:
             del context
-            block = arith.divui(utils.thread_idx(), mgpu.i32(threads))
-            exists = arith.cmpi(arith.CmpIPredicate.ult, block, mgpu.i32(cluster))
-            lane = arith.remui(utils.thread_idx(), mgpu.i32(threads))
+            block = mgpu.quotient(utils.thread_idx(), threads)
+            exists = mgpu.is_below(block, cluster)
+            lane = mgpu.remainder(utils.thread_idx(), threads)
             for slot, stat in zip(slots, stats):
                 values = mgpu.elements_of(stat.registers.item())
-                first = llvm.ptrtoint(mgpu.i32_type(), utils.memref_ptr(slot))
-                first = arith.addi(first, arith.muli(lane, mgpu.i32(4 * len(values))))
+                first = llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(slot))
+                first = mgpu.plus(first, mgpu.times(lane, 4 * len(values)))
                 for at, value in enumerate(values):
                     utils.inline_ptx(
                         """{
@@ -179,7 +179,7 @@ class StripExchange:
                         @$0 st.shared::cluster.f32 [there], $3;
                         }""",
                         exists,
-                        arith.addi(first, mgpu.i32(4 * at)),
+                        mgpu.plus(first, 4 * at),
                         block,
                         value,
                         has_side_effects=True,

@@ -95,14 +95,13 @@ def store_of_groups(
 
 def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[Any]:
     """Where the groups of this thread's vector have theirs."""
-    thread = arith.remui(utils.thread_idx(), mgpu.i32(threads))
+    thread = mgpu.remainder(utils.thread_idx(), threads)
     each = max(1, vector_width // group)
     if group <= vector_width:
-        first = arith.muli(thread, mgpu.i32(each))
+        first = mgpu.times(thread, each)
     else:
-        first = arith.divui(thread, mgpu.i32(group // vector_width))
+        first = mgpu.quotient(thread, group // vector_width)
     start = utils.memref_ptr(ref)
     return [
-        utils.getelementptr(start, [arith.addi(first, mgpu.i32(at))], ir.F32Type.get())
-        for at in range(each)
+        utils.getelementptr(start, [mgpu.plus(first, at)], ir.F32Type.get()) for at in range(each)
     ]
