@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 KERNELS = Path(__file__).parent.parent / "kernels"
+OPERATIONS = ("norm", "softmax", "cross_entropy", "linear")
 PRIVATE = ("jax._src", "jaxlib", "jax.experimental.mosaic")
 
 
@@ -70,12 +71,22 @@ def test_xla_imports_the_contract_alone():
     assert found <= {"operations", "specs", "implementation"}
 
 
+#: Mosaic's floors, from below; the folders of one floor import none of each other.
+FLOORS = (("device",), ("rows",), ("walks",), ("schedules",), OPERATIONS)
+
+
 @pytest.mark.parametrize(
-    ("importers", "others"),
+    ("importer", "others"),
     [
-        ("mosaic.device.", ("mosaic.rows.", "mosaic.forward.", "mosaic.backward.")),
-        ("mosaic.rows.", ("mosaic.forward.", "mosaic.backward.")),
+        (importer, {name for above in FLOORS[at:] for name in above} - {importer})
+        for at, floor in enumerate(FLOORS)
+        for importer in floor
     ],
 )
-def test_what_walks_rows_knows_no_operation(importers, others):
-    assert not crossing(importers, others)
+def test_what_walks_rows_knows_no_operation(importer, others):
+    assert not crossing(f"mosaic.{importer}.", tuple(f"mosaic.{name}." for name in others))
+
+
+def test_floors_are_the_folders_that_there_are():
+    mosaic = KERNELS / "jaxnorm_kernels" / "mosaic"
+    assert {path.parent.name for path in mosaic.glob("*/__init__.py")} == set(sum(FLOORS, ()))

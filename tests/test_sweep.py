@@ -8,9 +8,9 @@ from benchmarks.contract import KernelWorkload, LinearKernelWorkload
 from benchmarks.sweeps import backward, linear, tiles
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.mosaic import interpreted
-from jaxnorm_kernels.mosaic.backward.schedule import softmax_schedule
-from jaxnorm_kernels.mosaic.forward import linear_schedule
-from jaxnorm_kernels.mosaic.forward.schedule import choose
+from jaxnorm_kernels.mosaic.linear import schedule as linear_schedule
+from jaxnorm_kernels.mosaic.schedules.backward import softmax_schedule
+from jaxnorm_kernels.mosaic.schedules.forward import choose
 
 
 def test_every_wide_backward_has_several_schedules():

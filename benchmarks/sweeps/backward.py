@@ -8,8 +8,7 @@ import itertools
 from collections.abc import Iterator
 
 from benchmarks.contract import KernelWorkload
-from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters
-from jaxnorm_kernels.mosaic.backward.schedule import (
+from jaxnorm_kernels.mosaic.schedules.backward import (
     NormSchedule,
     norm_schedule,
     rows_ring,
@@ -17,6 +16,7 @@ from jaxnorm_kernels.mosaic.backward.schedule import (
     two_norms_schedule,
     wide_ring,
 )
+from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
 
 _OPS = ("layer_norm", "rms_norm", "add_layer_norm", "rms_norm_add_rms_norm", "softmax")
 _ELEMENTS = 2**26

@@ -11,11 +11,11 @@ from typing import Any
 
 from benchmarks.contract import KernelWorkload
 from benchmarks.workloads import grid
-from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters
-from jaxnorm_kernels.mosaic.backward.schedule import softmax_schedule
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP, WARPGROUP_THREADS
-from jaxnorm_kernels.mosaic.forward.schedule import Line, Schedule, choose, of_line
+from jaxnorm_kernels.mosaic.schedules.backward import softmax_schedule
+from jaxnorm_kernels.mosaic.schedules.forward import Line, Schedule, choose, of_line
+from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
 
 _COLS = {"fwd": 4096, "bwd": 12288}
 _WARP_COLS = 1536  # that a warp shares

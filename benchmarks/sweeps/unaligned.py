@@ -12,13 +12,12 @@ from typing import Any
 
 from benchmarks.contract import KernelWorkload
 from benchmarks.workloads import OPERATIONS
-from jaxnorm_kernels.mosaic.backward import schedule as backward
-from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters
-from jaxnorm_kernels.mosaic.backward.ring import Ring
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
-from jaxnorm_kernels.mosaic.forward import schedule as forward
-from jaxnorm_kernels.mosaic.forward.schedule import Schedule
 from jaxnorm_kernels.mosaic.rows.windows import window_of
+from jaxnorm_kernels.mosaic.schedules import backward, forward
+from jaxnorm_kernels.mosaic.schedules.forward import Schedule
+from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
+from jaxnorm_kernels.mosaic.walks.ring import Ring
 
 _ROWS = 8192
 _COLS = (1001, 4095, 50257)

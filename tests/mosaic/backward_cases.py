@@ -11,10 +11,10 @@ import numpy as np
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic import interpreted
-from jaxnorm_kernels.mosaic.backward.direct import Direct
-from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters
-from jaxnorm_kernels.mosaic.backward.ring import Ring
-from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
+from jaxnorm_kernels.mosaic.walks.direct import Direct
+from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
+from jaxnorm_kernels.mosaic.walks.ring import Ring
+from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing
 from jaxnorm_kernels.specs import Spec
 
 BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))

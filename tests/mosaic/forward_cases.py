@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.mosaic.forward.schedule import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward import Schedule
 from jaxnorm_kernels.specs import Spec
 
 OPS = ("softmax", "log_softmax", "rms_norm", "layer_norm")

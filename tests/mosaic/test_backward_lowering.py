@@ -28,13 +28,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.mosaic.backward import schedule as schedules
-from jaxnorm_kernels.mosaic.backward.direct import Direct
-from jaxnorm_kernels.mosaic.backward.ring import Ring
-from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
 from jaxnorm_kernels.mosaic.device import gpu as gpu_module
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER, Gpu, active_clusters, local_gpu
 from jaxnorm_kernels.mosaic.device.launch import interpreted
+from jaxnorm_kernels.mosaic.schedules import backward as schedules
+from jaxnorm_kernels.mosaic.walks.direct import Direct
+from jaxnorm_kernels.mosaic.walks.ring import Ring
+from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing
 
 MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]
 

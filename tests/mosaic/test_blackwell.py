@@ -26,15 +26,15 @@ from logits_cases import of_width, operand_types
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.mosaic import strip_schedule, support
-from jaxnorm_kernels.mosaic.backward import schedule as backward
-from jaxnorm_kernels.mosaic.backward.direct import Direct
-from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters
-from jaxnorm_kernels.mosaic.backward.ring import Ring
-from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
+from jaxnorm_kernels.mosaic import support
 from jaxnorm_kernels.mosaic.device import gpu as gpu_module
 from jaxnorm_kernels.mosaic.device.gpu import B200, GPUS, RTX_5090, Gpu
-from jaxnorm_kernels.mosaic.forward import schedule as forward
+from jaxnorm_kernels.mosaic.schedules import backward, forward
+from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
+from jaxnorm_kernels.mosaic.walks.direct import Direct
+from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
+from jaxnorm_kernels.mosaic.walks.ring import Ring
+from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing
 from jaxnorm_kernels.specs import Spec
 
 SPILLED = 32  # bytes of a thread: a few words

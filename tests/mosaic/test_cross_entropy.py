@@ -18,8 +18,8 @@ import jaxnorm
 from benchmarks import contract, hlo
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.mosaic.cross_entropy.forward import Schedule, choose
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER
-from jaxnorm_kernels.mosaic.forward.cross_entropy import Schedule, choose
 from jaxnorm_kernels.mosaic.rows.units import Units
 from jaxnorm_kernels.specs import Spec
 

@@ -21,7 +21,7 @@ from benchmarks.sweep import with_schedule
 from benchmarks.workloads import DIRECTIONS, OPERATIONS
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.mosaic.device.gpu import active_clusters, local_gpu
-from jaxnorm_kernels.mosaic.forward.schedule import choose
+from jaxnorm_kernels.mosaic.schedules.forward import choose
 
 pytestmark = pytest.mark.gpu
 

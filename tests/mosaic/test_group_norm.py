@@ -22,9 +22,9 @@ import jaxnorm
 from benchmarks import contract
 from jaxnorm.calls.rows import RowView
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.mosaic import strip_schedule
 from jaxnorm_kernels.mosaic.device.gpu import REGISTERS
 from jaxnorm_kernels.mosaic.rows.strips import Strips
+from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")

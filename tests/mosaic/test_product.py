@@ -18,8 +18,8 @@ from reference import assert_within, exact
 import jaxnorm
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER
-from jaxnorm_kernels.mosaic.forward import linear as kernel
-from jaxnorm_kernels.mosaic.forward.linear_schedule import Schedule, choose
+from jaxnorm_kernels.mosaic.linear import product as kernel
+from jaxnorm_kernels.mosaic.linear.schedule import Schedule, choose
 from jaxnorm_kernels.specs import LinearSpec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")

@@ -13,9 +13,9 @@ from h100 import Compiler
 from benchmarks.contract import KernelWorkload
 from benchmarks.workloads import GRID
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.mosaic.backward import schedule as backward
-from jaxnorm_kernels.mosaic.backward.ring import Ring
-from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
+from jaxnorm_kernels.mosaic.schedules import backward
+from jaxnorm_kernels.mosaic.walks.ring import Ring
+from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing
 
 # A shape for each line of the tables.
 _GROUPS = ("narrow rows", "powers of two", "model widths", "odd rows")

@@ -21,7 +21,6 @@ from h100 import Compiler
 import jaxnorm
 from jaxnorm.calls.rows import RowView
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.mosaic import strip_schedule
 from jaxnorm_kernels.mosaic.device.gpu import (
     MOST_SHARED_BYTES,
     REGISTERS,
@@ -31,6 +30,7 @@ from jaxnorm_kernels.mosaic.device.gpu import (
 )
 from jaxnorm_kernels.mosaic.rows.strip_exchange import StripExchange
 from jaxnorm_kernels.mosaic.rows.strips import Strips
+from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")

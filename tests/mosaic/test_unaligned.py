@@ -17,12 +17,12 @@ from reference import assert_within
 
 from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.mosaic.backward import schedule as backward_schedules
-from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters
-from jaxnorm_kernels.mosaic.backward.ring import Ring
-from jaxnorm_kernels.mosaic.forward import schedule as forward_schedules
-from jaxnorm_kernels.mosaic.forward.schedule import Schedule
 from jaxnorm_kernels.mosaic.rows.windows import Window, tail_vector, widest_vector, window_of
+from jaxnorm_kernels.mosaic.schedules import backward as backward_schedules
+from jaxnorm_kernels.mosaic.schedules import forward as forward_schedules
+from jaxnorm_kernels.mosaic.schedules.forward import Schedule
+from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
+from jaxnorm_kernels.mosaic.walks.ring import Ring
 from jaxnorm_kernels.specs import Spec
 
 QUEUED: dict[str, Any] = {"slots": 2, "tiles": 2, "params_first": True, "auto_barriers": False}

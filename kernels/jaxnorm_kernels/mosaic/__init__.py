@@ -4,15 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.mosaic.backward.cross_entropy import cross_entropy_bwd
-from jaxnorm_kernels.mosaic.backward.norm import norm_bwd
-from jaxnorm_kernels.mosaic.backward.softmax import softmax_bwd
-from jaxnorm_kernels.mosaic.backward.two_norms import two_norms_bwd
+from jaxnorm_kernels.mosaic.cross_entropy.backward import cross_entropy_bwd
+from jaxnorm_kernels.mosaic.cross_entropy.forward import cross_entropy_fwd
 from jaxnorm_kernels.mosaic.device.launch import interpreted as interpreted
-from jaxnorm_kernels.mosaic.forward.cross_entropy import cross_entropy_fwd
-from jaxnorm_kernels.mosaic.forward.linear import rms_norm_linear_fwd as rms_norm_linear_fwd
-from jaxnorm_kernels.mosaic.forward.norm import norm_fwd
-from jaxnorm_kernels.mosaic.forward.softmax import softmax_fwd
+from jaxnorm_kernels.mosaic.linear.product import rms_norm_linear_fwd as rms_norm_linear_fwd
+from jaxnorm_kernels.mosaic.norm.backward import norm_bwd
+from jaxnorm_kernels.mosaic.norm.forward import norm_fwd
+from jaxnorm_kernels.mosaic.norm.two_norms import two_norms_bwd
+from jaxnorm_kernels.mosaic.softmax.backward import softmax_bwd
+from jaxnorm_kernels.mosaic.softmax.forward import softmax_fwd
 from jaxnorm_kernels.mosaic.support import caveat as caveat
 from jaxnorm_kernels.mosaic.support import platforms as platforms
 from jaxnorm_kernels.mosaic.support import prefers as prefers

@@ -1,16 +1,15 @@
 """What the kernels cannot do, and where the default leaves a call to XLA: tables of sentences."""
 
 from jaxnorm_kernels.devices import local_capability
-from jaxnorm_kernels.mosaic import strip_schedule
-from jaxnorm_kernels.mosaic.backward import schedule as backward
-from jaxnorm_kernels.mosaic.backward.cross_entropy import parts_of_a_row
-from jaxnorm_kernels.mosaic.backward.schedule import COPY_BYTES, row_dtypes
+from jaxnorm_kernels.mosaic.cross_entropy.backward import parts_of_a_row
 from jaxnorm_kernels.mosaic.device.layouts import (
     LEAST_VECTOR,
     WARPGROUP_THREADS,
     vector_width,
 )
-from jaxnorm_kernels.mosaic.forward import schedule as forward
+from jaxnorm_kernels.mosaic.schedules import backward, forward
+from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
+from jaxnorm_kernels.mosaic.schedules.backward import COPY_BYTES, row_dtypes
 from jaxnorm_kernels.refusals import (
     BETTER_FUSED,
     NO_CLASSES,

@@ -32,6 +32,11 @@ from jaxnorm_kernels.mosaic.rows.tiles import Pieces, RowTile, Tile
 from jaxnorm_kernels.specs import Shared, Spec
 
 
+def scaled(z: jax.Array, spec: Spec) -> jax.Array:
+    """A softmax's scale times z; it is part of the derivative, too."""
+    return z if spec.logits_scale == 1 else jnp.float32(spec.logits_scale) * z
+
+
 def shared_operands(spec: Spec) -> list[Shared | None]:
     """Of those that a pass reads or gives the gradient of; None for one that is not described."""
     bias = [spec.logits_bias_rows] * (spec.logits_bias_dtype is not None)

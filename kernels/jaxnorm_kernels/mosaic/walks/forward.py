@@ -10,9 +10,7 @@ from jax import lax
 
 from jaxnorm_kernels.mosaic.device.launch import launch, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref
-from jaxnorm_kernels.mosaic.forward.schedule import Schedule
 from jaxnorm_kernels.mosaic.rows.tiles import Tile
-from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
 
@@ -37,14 +35,14 @@ class Refs(NamedTuple):
 def run(
     body: Callable[[Tile, Refs], None],
     tile: Tile,
-    spec: Spec,
-    schedule: Schedule,
+    rows: int,
     *,
     operands: Sequence[jax.Array],
     results: Sequence[np.dtype],
     params: Sequence[jax.Array] = (),
     stats: int = 0,
     exchanged: int,
+    auto_barriers: bool,
     name: str,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Runs a kernel: its results in these dtypes, and as many statistics of rows.
@@ -59,21 +57,22 @@ def run(
     def kernel(*refs: Ref) -> None:
         body(tile.placed(), Refs(*split(refs, *counts)))
 
-    shape, window = (spec.rows, spec.cols), tile.window
+    shape, window = operands[0].shape, tile.window
+    view = shape if window is None else window.shape(rows)
     if window is not None:
-        shape, operands = window.shape(spec.rows), [window.view(operand) for operand in operands]
+        operands = [window.view(operand) for operand in operands]
     outputs = launch(
         kernel,
         [*operands, *params],
         name=f"jaxnorm_{name}",
-        outputs=[*((shape, dtype) for dtype in results), *[((spec.rows,), _F32)] * stats],
-        blocks=tile.blocks(spec.rows),
+        outputs=[*((view, dtype) for dtype in results), *[((rows,), _F32)] * stats],
+        blocks=tile.blocks(rows),
         cluster=tile.cluster,
         warpgroups=tile.warpgroups,
         scratch=tile.scratch(exchanged, [operand.dtype for operand in operands]),
-        auto_barriers=schedule.auto_barriers,
+        auto_barriers=auto_barriers,
     )
-    of_rows = [output.reshape(spec.rows, spec.cols) for output in outputs[: len(results)]]
+    of_rows = [output.reshape(shape) for output in outputs[: len(results)]]
     return of_rows, list(outputs[len(results) :])
 
 

@@ -21,8 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, Refs, RowOperands, prepare
-from jaxnorm_kernels.mosaic.backward.stages import Stages
 from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, warpgroup_barrier
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch, split
 from jaxnorm_kernels.mosaic.device.layouts import (
@@ -37,6 +35,8 @@ from jaxnorm_kernels.mosaic.device.registers import load_columns, widen
 from jaxnorm_kernels.mosaic.rows.pieces import Piece
 from jaxnorm_kernels.mosaic.rows.shares import Share
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile
+from jaxnorm_kernels.mosaic.walks.formulas import Arrays, Formula, Refs, RowOperands, prepare
+from jaxnorm_kernels.mosaic.walks.stages import Stages
 
 # Rows of column sums whose loads are under way together, at the end of a block.
 _ADDED_AT_A_TIME = 8

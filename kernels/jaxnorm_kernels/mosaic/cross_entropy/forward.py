@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Results
-from jaxnorm_kernels.mosaic import elementwise
+from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
 from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, Ref, load, store
@@ -222,7 +222,7 @@ class _Share:
 
     def reduce(self, x: Ref, raw: list[jax.Array], label: jax.Array, r: jax.Array | None) -> Sums:
         """The sums of each thread; `raw` is what it has loaded first."""
-        sums: Sums = (of_threads(elementwise.LOWEST), of_threads(0.0))
+        sums: Sums = (of_threads(numerics.LOWEST), of_threads(0.0))
         if r is not None:
             sums = (*sums, of_threads(0.0))
 
@@ -317,7 +317,7 @@ def _finish(
     m = jnp.maximum(m_o, x_l)
     d = m - x_l
     others = s_o * _exp(m_o - m)
-    log_s = elementwise.log1p(jnp.where(d == 0, others, others - 1 + _exp(-d)))
+    log_s = numerics.log1p(jnp.where(d == 0, others, others - 1 + _exp(-d)))
     # Nothing but -inf; a label that is no column.
     is_nothing = jnp.logical_and(s_o == 0, x_l == -jnp.inf)
     is_column = jnp.logical_and(label >= 0, label < spec.classes)
@@ -333,4 +333,4 @@ def _finish(
 
 
 #: Of the numbers <= 0 that a sum is made of: one of exp(-80) need not be as accurate as one of 1.
-_exp: Callable[[jax.Array], jax.Array] = elementwise.exp(is_wide=False)
+_exp: Callable[[jax.Array], jax.Array] = numerics.exp(is_wide=False)

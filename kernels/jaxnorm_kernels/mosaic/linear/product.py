@@ -41,12 +41,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic import elementwise
 from jaxnorm_kernels.mosaic.device.barriers import release_used
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, is_interpreted, launch
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load
-from jaxnorm_kernels.mosaic.forward.linear_schedule import (
+from jaxnorm_kernels.mosaic.linear.schedule import (
     DEPTH,
     MULTIPLY,
     ROWS,
@@ -55,7 +54,7 @@ from jaxnorm_kernels.mosaic.forward.linear_schedule import (
     choose,
     stored_columns,
 )
-from jaxnorm_kernels.specs import LinearSpec
+from jaxnorm_kernels.specs import Activation, LinearSpec
 
 _F32 = np.dtype(np.float32)
 
@@ -302,7 +301,7 @@ class _Kernel:
             # The store before the last one has read what this one overwrites.
             plgpu.wait_smem_to_gmem(STORES - 1, wait_read_only=True)
             part = shared["stored"].at[index, i % STORES]
-            part[...] = elementwise.activated(z, spec.activation).astype(spec.y_dtype)
+            part[...] = activated(z, spec.activation).astype(spec.y_dtype)
             plgpu.commit_smem()
             place = (rows, pl.ds(column + start, width))
             plgpu.copy_smem_to_gmem(part, self.arrays["y"].at[place])
@@ -310,3 +309,25 @@ class _Kernel:
             if is_interpreted():
                 release_used()
             plgpu.barrier_arrive(shared["bias_empty"])
+
+
+def activated(z: jax.Array, activation: Activation | None) -> jax.Array:
+    """y of z, that of `jax.nn`, in float32."""
+    return z if activation is None else _ACTIVATIONS[activation](z)
+
+
+def _silu(z: jax.Array) -> jax.Array:
+    return z / (1 + jnp.exp(-z))
+
+
+def _gelu(z: jax.Array) -> jax.Array:
+    inner = np.sqrt(2 / np.pi).astype(np.float32) * (z + 0.044715 * (z * z * z))
+    return 0.5 * z * (1 + jnp.tanh(inner))
+
+
+_ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    "relu": lambda z: jnp.maximum(z, 0),
+    "leaky_relu": lambda z: jnp.where(z >= 0, z, 0.01 * z),
+    "gelu": _gelu,
+    "silu": _silu,
+}

@@ -31,7 +31,12 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     power_of_2,
     vector_width,
 )
-from jaxnorm_kernels.mosaic.forward.columns import (
+from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
+from jaxnorm_kernels.mosaic.rows.queued import QueuedRow, QueuedTile
+from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
+from jaxnorm_kernels.mosaic.rows.tiles import RowTile, Tile, WarpgroupRow
+from jaxnorm_kernels.mosaic.rows.windows import Window, widest_vector, window_of
+from jaxnorm_kernels.mosaic.schedules.columns import (
     column_bytes,
     data_bytes,
     full_bias_dtype,
@@ -40,11 +45,6 @@ from jaxnorm_kernels.mosaic.forward.columns import (
     param_sizes,
     registers,
 )
-from jaxnorm_kernels.mosaic.forward.queued import QueuedRow, QueuedTile
-from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
-from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
-from jaxnorm_kernels.mosaic.rows.tiles import RowTile, Tile, WarpgroupRow
-from jaxnorm_kernels.mosaic.rows.windows import Window, widest_vector, window_of
 from jaxnorm_kernels.specs import Op, Spec
 
 Kind = Literal["row_tile", "queued_tile", "warpgroup_row", "split_row", "queued_row"]

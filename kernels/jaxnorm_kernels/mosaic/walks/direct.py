@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.backward.formulas import Formula, Refs, RowOperands, prepare
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
@@ -28,6 +27,7 @@ from jaxnorm_kernels.mosaic.device.registers import widen
 from jaxnorm_kernels.mosaic.rows.exchange import RowSums
 from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
 from jaxnorm_kernels.mosaic.rows.shares import Share
+from jaxnorm_kernels.mosaic.walks.formulas import Formula, Refs, RowOperands, prepare
 
 
 @dataclasses.dataclass(frozen=True)

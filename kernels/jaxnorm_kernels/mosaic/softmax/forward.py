@@ -16,17 +16,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxnorm_kernels.implementation import Operands, Results
-from jaxnorm_kernels.mosaic import elementwise
+from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.device.registers import widen
-from jaxnorm_kernels.mosaic.forward import schedule as schedules
-from jaxnorm_kernels.mosaic.forward import strided
-from jaxnorm_kernels.mosaic.forward.kernel import Refs, run
-from jaxnorm_kernels.mosaic.forward.schedule import Schedule
-from jaxnorm_kernels.mosaic.rows.logits import Place, each_piece, first_row, has_places
+from jaxnorm_kernels.mosaic.rows.logits import Place, each_piece, first_row, has_places, scaled
 from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
 from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, Steps, Tile
+from jaxnorm_kernels.mosaic.schedules import forward as schedules
+from jaxnorm_kernels.mosaic.schedules.forward import Schedule
+from jaxnorm_kernels.mosaic.softmax.strided import softmax_strided_fwd
+from jaxnorm_kernels.mosaic.walks.forward import Refs, run
 from jaxnorm_kernels.specs import Spec
 
 Exp = Callable[[jax.Array], jax.Array]
@@ -35,31 +35,30 @@ Exp = Callable[[jax.Array], jax.Array]
 def softmax_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
     """Of softmax or log_softmax; `schedule` stands in for the one of the table."""
     if spec.inner > 1:
-        return strided.softmax_fwd(operands, spec)
+        return softmax_strided_fwd(operands, spec)
     schedule = required(schedule or schedules.choose(spec), spec)
-    rows = schedule.rows_of(spec)
     (y,), _ = run(
         _in_registers(spec),
-        rows,
-        spec,
-        schedule,
+        schedule.rows_of(spec),
+        spec.rows,
         operands=[a for a in (operands.x, operands.mask, operands.logits_bias) if a is not None],
         results=[spec.y_dtype],
         exchanged=2 + spec.has_mask,
+        auto_barriers=schedule.auto_barriers,
         name=f"{spec.op}_fwd",
     )
     return Results(y)
 
 
 def _in_registers(spec: Spec) -> Callable[[Tile, Refs], None]:
-    exp = elementwise.exp(is_wide=spec.y_dtype.itemsize > 2)
+    exp = numerics.exp(is_wide=spec.y_dtype.itemsize > 2)
     dropped = -jnp.inf if spec.op == "log_softmax" else 0.0
 
     def body(tile: Tile, refs: Refs) -> None:
         (y_ref,) = refs.results
 
         def load(x: jax.Array) -> tuple[jax.Array]:
-            return (elementwise.scaled(widen(x, tile.layout_of(x.shape)), spec),)
+            return (scaled(widen(x, tile.layout_of(x.shape)), spec),)
 
         def finish(row: LoadedRow, place: Place | None) -> None:
             each = each_piece if place is None else place.each
@@ -72,11 +71,11 @@ def _in_registers(spec: Spec) -> Callable[[Tile, Refs], None]:
             if place is not None and may_be_empty:
                 # That of a row that keeps nothing but -inf is finite, unlike one that keeps none.
                 highest = [
-                    jnp.where(kept, jnp.maximum(v, elementwise.LOWEST), -jnp.inf)
+                    jnp.where(kept, jnp.maximum(v, numerics.LOWEST), -jnp.inf)
                     for kept, v in zip(place.kept(), highest)
                 ]
             top = tile.max(highest)
-            part_m = m = jnp.maximum(top, elementwise.LOWEST)
+            part_m = m = jnp.maximum(top, numerics.LOWEST)
             of_pieces = tile.of_pieces(m)
             e = each(lambda v: exp(v - of_pieces(v)), read())
             s = tile.sum(e)
@@ -118,7 +117,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, Refs], None]:
 def _load(place: Place, x: Ref, bias: Ref | None = None) -> list[jax.Array]:
     """scale x + bias where it is kept, else `Spec.masked_logit`."""
     spec, layout = place.spec, place.tile.layout
-    z = [elementwise.scaled(widen(v, layout), spec) for v in place.load(x)]
+    z = [scaled(widen(v, layout), spec) for v in place.load(x)]
     if bias is not None and spec.logits_bias_rows is not None:
         added = place.load_shared(bias, spec.logits_bias_rows)
         z = [v + b for v, b in zip(z, added)]

@@ -11,10 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxnorm_kernels.mosaic.backward.direct import Direct
-from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters
-from jaxnorm_kernels.mosaic.backward.ring import Ring
-from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing
 from jaxnorm_kernels.mosaic.device.gpu import (
     MOST_REGISTERS,
     REGISTERS,
@@ -32,6 +28,10 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
 from jaxnorm_kernels.mosaic.rows.windows import Window, widest_vector, window_of
+from jaxnorm_kernels.mosaic.walks.direct import Direct
+from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
+from jaxnorm_kernels.mosaic.walks.ring import Ring
+from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing
 from jaxnorm_kernels.specs import Spec
 
 NormSchedule = Ring | RowsRing | Direct

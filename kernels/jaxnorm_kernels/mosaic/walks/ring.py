@@ -25,8 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays, Formula, Refs, RowOperands, prepare
-from jaxnorm_kernels.mosaic.backward.stages import Stages
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch, split
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
@@ -41,6 +39,8 @@ from jaxnorm_kernels.mosaic.rows.exchange import RowSums
 from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
 from jaxnorm_kernels.mosaic.rows.shares import Share
 from jaxnorm_kernels.mosaic.rows.windows import Window
+from jaxnorm_kernels.mosaic.walks.formulas import Arrays, Formula, Refs, RowOperands, prepare
+from jaxnorm_kernels.mosaic.walks.stages import Stages
 
 
 @dataclasses.dataclass(frozen=True)

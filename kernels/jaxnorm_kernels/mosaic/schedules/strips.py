@@ -8,7 +8,6 @@ import math
 
 import numpy as np
 
-from jaxnorm_kernels.mosaic.backward.schedule import COPY_BYTES, row_dtypes
 from jaxnorm_kernels.mosaic.device.gpu import (
     REGISTERS,
     RESERVED_BYTES,
@@ -23,6 +22,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     power_of_2,
 )
 from jaxnorm_kernels.mosaic.rows.strips import Strips
+from jaxnorm_kernels.mosaic.schedules.backward import COPY_BYTES, row_dtypes
 from jaxnorm_kernels.refusals import NO_KERNEL, Table, first
 from jaxnorm_kernels.specs import Direction, Spec
 

@@ -24,17 +24,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.mosaic import elementwise, strip_schedule
-from jaxnorm_kernels.mosaic.backward import schedule as schedules
-from jaxnorm_kernels.mosaic.backward.bias_sums import BiasSums
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays, RowOperands
-from jaxnorm_kernels.mosaic.backward.in_registers import InRegisters, in_registers_backward
-from jaxnorm_kernels.mosaic.backward.strided import strided_backward
+from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.device.registers import widen
-from jaxnorm_kernels.mosaic.rows.logits import Place
+from jaxnorm_kernels.mosaic.rows.logits import Place, scaled
 from jaxnorm_kernels.mosaic.rows.tiles import Tile
+from jaxnorm_kernels.mosaic.schedules import backward as schedules
+from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
+from jaxnorm_kernels.mosaic.walks.bias_sums import BiasSums
+from jaxnorm_kernels.mosaic.walks.formulas import Arrays, RowOperands
+from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters, in_registers_backward
+from jaxnorm_kernels.mosaic.walks.strided_backward import strided_backward
 from jaxnorm_kernels.specs import Shared, Spec
 
 
@@ -78,11 +79,11 @@ class SoftmaxFormula:
         dz = d - self._exp(y) * total if self._is_log else y * (d - total)
         if kept:
             dz = jnp.where(kept[0], dz, 0.0)
-        return [elementwise.scaled(dz, self.spec)], [dz] * self.column_sums
+        return [scaled(dz, self.spec)], [dz] * self.column_sums
 
     def _exp(self, y: jax.Array) -> jax.Array:
         widest = max(self.spec.x_dtype.itemsize, self.spec.y_dtype.itemsize)
-        return elementwise.exp(is_wide=widest > 2)(y)
+        return numerics.exp(is_wide=widest > 2)(y)
 
     @property
     def _is_log(self) -> bool:

@@ -22,15 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.mosaic import strip_schedule
-from jaxnorm_kernels.mosaic.backward import schedule as schedules
-from jaxnorm_kernels.mosaic.backward.direct import Direct, direct_backward
-from jaxnorm_kernels.mosaic.backward.formulas import Arrays, RowOperands
-from jaxnorm_kernels.mosaic.backward.ring import Ring, ring_backward
-from jaxnorm_kernels.mosaic.backward.rows_ring import RowsRing, rows_ring_backward
-from jaxnorm_kernels.mosaic.backward.strided import strided_backward
 from jaxnorm_kernels.mosaic.device.launch import required
-from jaxnorm_kernels.mosaic.elementwise import effective_bias, gain, reciprocal, within_limit
+from jaxnorm_kernels.mosaic.norm.elementwise import effective_bias, gain, reciprocal, within_limit
+from jaxnorm_kernels.mosaic.schedules import backward as schedules
+from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
+from jaxnorm_kernels.mosaic.walks.direct import Direct, direct_backward
+from jaxnorm_kernels.mosaic.walks.formulas import Arrays, RowOperands
+from jaxnorm_kernels.mosaic.walks.ring import Ring, ring_backward
+from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing, rows_ring_backward
+from jaxnorm_kernels.mosaic.walks.strided_backward import strided_backward
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
 

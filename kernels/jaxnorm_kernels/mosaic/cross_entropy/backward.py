@@ -17,11 +17,11 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.mosaic import elementwise
+from jaxnorm_kernels.mosaic.cross_entropy.forward import most_elements, read_label
+from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load
 from jaxnorm_kernels.mosaic.device.registers import widen
-from jaxnorm_kernels.mosaic.forward.cross_entropy import most_elements, read_label
 from jaxnorm_kernels.mosaic.rows.units import Unit, Units
 from jaxnorm_kernels.specs import Spec
 
@@ -37,7 +37,7 @@ def cross_entropy_bwd(
     assert residuals.mask is None, "of classes: `support` refuses it"
     of_rows = Units.of(spec.cols, most_elements(spec))
     parts, units = parts_of_a_row(spec, units), min(units, of_rows.count)
-    exp = elementwise.exp(is_wide=spec.x_dtype.itemsize > 2)
+    exp = numerics.exp(is_wide=spec.x_dtype.itemsize > 2)
     even = spec.label_smoothing / spec.classes
 
     def body(x: Ref, m: Ref, log_s: Ref, labels: Ref, dloss: Ref, dx: Ref | None = None) -> None:

@@ -22,13 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.backward.formulas import Formula, InnerFormula, RowOperands, prepare
 from jaxnorm_kernels.mosaic.device.barriers import warpgroup_barrier
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref, store
 from jaxnorm_kernels.mosaic.rows.pieces import Piece
 from jaxnorm_kernels.mosaic.rows.strip_exchange import Parts, StripExchange
 from jaxnorm_kernels.mosaic.rows.strips import Stat, Strip, Strips
+from jaxnorm_kernels.mosaic.walks.formulas import Formula, InnerFormula, RowOperands, prepare
 
 _F32 = np.dtype(np.float32)
 

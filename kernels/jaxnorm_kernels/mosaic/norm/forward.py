@@ -34,13 +34,13 @@ from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, store
 from jaxnorm_kernels.mosaic.device.registers import rounded, widen
-from jaxnorm_kernels.mosaic.elementwise import norm_columns, norm_output
-from jaxnorm_kernels.mosaic.forward import schedule as schedules
-from jaxnorm_kernels.mosaic.forward import strided
-from jaxnorm_kernels.mosaic.forward.kernel import Refs, of_group, run
-from jaxnorm_kernels.mosaic.forward.schedule import Schedule
+from jaxnorm_kernels.mosaic.norm.elementwise import norm_columns, norm_output
+from jaxnorm_kernels.mosaic.norm.strided import norm_strided_fwd
 from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
 from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, Stat, Steps, Tile
+from jaxnorm_kernels.mosaic.schedules import forward as schedules
+from jaxnorm_kernels.mosaic.schedules.forward import Schedule
+from jaxnorm_kernels.mosaic.walks.forward import Refs, of_group, run
 from jaxnorm_kernels.specs import Spec
 
 
@@ -52,20 +52,19 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
       schedule: how it runs; by default, what `schedule.choose` says.
     """
     if spec.inner > 1:
-        return strided.norm_fwd(operands, spec)
+        return norm_strided_fwd(operands, spec)
     schedule = required(schedule or schedules.choose(spec), spec)
-    rows = schedule.rows_of(spec)
     y_dtype = _residual_dtype(spec) if spec.op == "norm_add" else spec.y_dtype
     (y, *h), stats = run(
         _in_registers(spec, schedule.params_first),
-        rows,
-        spec,
-        schedule,
+        schedule.rows_of(spec),
+        spec.rows,
         operands=[a for a in (operands.x, operands.residual) if a is not None],
         params=[a for a in (operands.scale, operands.bias, operands.next_scale) if a is not None],
         results=[y_dtype, _residual_dtype(spec)] if spec.returns_h else [y_dtype],
         stats=sum(1 + norm.returns_mean for norm in spec.norms) if spec.want_stats else 0,
         exchanged=3,
+        auto_barriers=schedule.auto_barriers,
         name=spec.op.replace("norm", "layer_norm" if spec.subtract_mean else "rms_norm") + "_fwd",
     )
     return Results(y, h[0] if h else None, tuple(stats))

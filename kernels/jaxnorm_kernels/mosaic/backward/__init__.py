@@ -1,1 +1,0 @@
-"""Backward passes: rings and tiles of rows, and the tables that choose among them."""

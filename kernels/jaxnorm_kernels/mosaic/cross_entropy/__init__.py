@@ -1,0 +1,1 @@
+"""softmax cross-entropy with integer labels."""

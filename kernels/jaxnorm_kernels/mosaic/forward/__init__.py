@@ -1,1 +1,0 @@
-"""Forward passes: tiles of rows, and the table that chooses among them."""

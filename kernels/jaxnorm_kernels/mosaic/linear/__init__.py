@@ -1,0 +1,1 @@
+"""RMSNorm and the product after it, in one kernel."""

@@ -1,0 +1,1 @@
+"""LayerNorm and RMSNorm, alone and with a residual."""

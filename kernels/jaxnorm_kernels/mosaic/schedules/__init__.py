@@ -1,0 +1,1 @@
+"""Which kernel runs a call, and with which parameters."""

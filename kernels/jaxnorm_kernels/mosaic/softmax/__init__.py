@@ -1,0 +1,1 @@
+"""softmax and log_softmax, with a mask and a bias."""

@@ -1,0 +1,1 @@
+"""Kernels that walk rows, forward and backward: they know no operation."""
