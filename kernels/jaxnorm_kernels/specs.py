@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import numpy as np
 
-from jaxnorm_kernels.operations import OPERATIONS, Op, Operation
+from jaxnorm_kernels.operations import OPERATIONS, Family, Op, Operation
 
 Direction = Literal["fwd", "tan", "bwd"]
 Save = Literal["output", "input"]
@@ -172,6 +172,14 @@ class Spec:
     axes_over: tuple[tuple[str, ...], ...] = ()
     queries_over: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Refuses what only calls of another family say."""
+        for name, default in _OF_OTHERS[self.operation.family].items():
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"a {self.op} has no {name}: got {getattr(self, name)!r}; expected {default!r}"
+                )
+
     @functools.cached_property
     def operation(self) -> Operation:
         """The entry of the table of operations."""
@@ -328,6 +336,36 @@ class Spec:
             wide=self.compute_dtype == np.float64,
             **changes,
         )
+
+
+# Fields that not all families have; of the others they are what a Spec has by default. One class
+# for all: schedules and refusals ask each call the same questions, such as whether it has a scale.
+_PARAMETERS = ("scale_dtype", "bias_dtype", "residual_dtype", "next_scale_dtype")
+_STATISTICS = ("want_stats", "stat_cotangents")
+_MASK = ("has_mask", "mask_rows")
+_FIELDS: dict[Family, tuple[str, ...]] = {
+    "norm": (
+        *_PARAMETERS,
+        *_STATISTICS,
+        *("epsilon", "subtract_mean", "scale_offset", "saved", "wide", "unused", "adds_dh"),
+        *("scale_groups", "bias_groups", "scattered", "inner_params"),
+    ),
+    "softmax": (
+        *_MASK,
+        *("masked_logit", "logits_scale", "causal", "queries", "queries_over"),
+        *("logits_bias_dtype", "logits_bias_shape", "logits_bias_rows"),
+    ),
+    "loss": (
+        *_MASK,
+        *_STATISTICS,
+        *("has_positions", "label_smoothing", "z_loss", "padding", "overwrites_x"),
+    ),
+}
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Spec)}
+_OF_OTHERS = {
+    family: {n: _DEFAULTS[n] for names in _FIELDS.values() for n in names if n not in fields}
+    for family, fields in _FIELDS.items()
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,7 +49,7 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
 
     Args:
       operands: of 16 or 32 bits.
-      schedule: how it runs; by default, what `schedule.choose` says.
+      schedule: how it runs; by default, what `schedules.forward.choose` says.
     """
     if spec.inner > 1:
         return norm_strided_fwd(operands, spec)

@@ -19,7 +19,7 @@ from jaxnorm_kernels.mosaic.norm.elementwise import norm_columns, norm_output
 from jaxnorm_kernels.mosaic.rows.pieces import Piece
 from jaxnorm_kernels.mosaic.rows.strip_exchange import Parts
 from jaxnorm_kernels.mosaic.rows.strips import Stat, Strip
-from jaxnorm_kernels.mosaic.schedules.strips import strips_of
+from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.mosaic.walks.strided_forward import Gather, Refs, strided_forward
 from jaxnorm_kernels.specs import Spec
 
@@ -54,7 +54,7 @@ def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
         finish,
         operands.x,
         params,
-        strips=required(strips_of(spec), spec),
+        strips=required(strip_schedule.strips_of(spec), spec),
         y_dtype=spec.y_dtype,
         stats=1 + spec.returns_mean if spec.want_stats else 0,
         exchanged=3 if spec.subtract_mean else 1,

@@ -13,7 +13,7 @@ from jaxnorm_kernels.mosaic.rows.logits import scaled
 from jaxnorm_kernels.mosaic.rows.pieces import Piece
 from jaxnorm_kernels.mosaic.rows.strip_exchange import Parts
 from jaxnorm_kernels.mosaic.rows.strips import Stat, Strip
-from jaxnorm_kernels.mosaic.schedules.strips import strips_of
+from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.mosaic.walks.strided_forward import Gather, Refs, strided_forward
 from jaxnorm_kernels.specs import Spec
 
@@ -42,7 +42,7 @@ def softmax_strided_fwd(operands: Operands, spec: Spec) -> Results:
 
         strip.each_piece(lambda piece: strip.store(refs.y, piece, y(piece)))
 
-    strips = required(strips_of(spec), spec)
+    strips = required(strip_schedule.strips_of(spec), spec)
     y, _ = strided_forward(
         finish, operands.x, [], strips=strips, y_dtype=spec.y_dtype, exchanged=2, name=spec.op
     )

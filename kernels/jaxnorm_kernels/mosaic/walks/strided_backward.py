@@ -1,6 +1,6 @@
 """Backward passes of ``(outer, cols, inner)`` that is normalised over the middle axis.
 
-The equations are those of `backward.softmax` and `backward.norm`. Blocks hold strips of all arrays
+The equations are those of an operation's `Formula`. Blocks hold strips of all arrays
 that are read (see `rows.strips`) and read them twice from shared memory::
 
     for each strip:   sums over the columns of each warp, exchanged between the warps
