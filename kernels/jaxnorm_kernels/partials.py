@@ -21,13 +21,13 @@ def add_partials(
     `groups` says how many groups of rows have a parameter of their own: one ``(groups, cols)`` has
     as many sums, each over its part of the first axis. One that all rows share has a sum of all.
     """
-    own = [1 if dtype is None else n for dtype, n in zip(dtypes, groups or [1] * len(dtypes))]
-    most = max(own)
+    counts = [1 if dtype is None else n for dtype, n in zip(dtypes, groups or [1] * len(dtypes))]
+    most = max(counts)
     if most > 1:
         partials = [p.reshape(most, -1, p.shape[-1]) for p in partials]
     sums = _sums(partials, axis=int(most > 1))
     totals: list[jax.Array | None] = []
-    for dtype, n in zip(dtypes, own):
+    for dtype, n in zip(dtypes, counts):
         if dtype is None:
             totals.append(None)
             continue

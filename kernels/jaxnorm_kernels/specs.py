@@ -53,12 +53,12 @@ class Shared:
     @property
     def rows(self) -> int:
         """Of the operand."""
-        return math.prod(size for size, own in self.segments if own)
+        return math.prod(size for size, has_axis in self.segments if has_axis)
 
     @property
     def sharing(self) -> int:
         """How many rows of x have the same one."""
-        return math.prod(size for size, own in self.segments if not own)
+        return math.prod(size for size, has_axis in self.segments if not has_axis)
 
     @property
     def run(self) -> int:

@@ -126,7 +126,7 @@ def cross_entropy_fwd(
         result_refs, scratch = refs[: 1 + stats], refs[1 + stats :]
         _row(spec, schedule, gather, operand_refs, result_refs, scratch)
 
-    loss, *kept = launch(
+    loss, *stats = launch(
         body,
         arrays,
         name="jaxnorm_cross_entropy_fwd",
@@ -137,7 +137,7 @@ def cross_entropy_fwd(
         scratch=gather.scratch(),
         auto_barriers=False,
     )
-    return Results(loss, stats=tuple(kept))
+    return Results(loss, stats=tuple(stats))
 
 
 def _row(

@@ -100,22 +100,22 @@ def columns_layout(vector: int, threads: int) -> Layout:
 
 def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) -> jax.Array:
     """Of each element of an array, as if its rows lay side by side; of its first `axes` alone."""
-    along = shape if axes is None else shape[:axes]
+    counted = shape if axes is None else shape[:axes]
     if is_interpreted():
-        numbers = lax.iota(jnp.int32, math.prod(along)).reshape(along)
-        return lax.broadcast_in_dim(numbers, shape, range(len(along)))
+        numbers = lax.iota(jnp.int32, math.prod(counted)).reshape(counted)
+        return lax.broadcast_in_dim(numbers, shape, range(len(counted)))
 
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout))
     def index(context: Any) -> Any:
         del context
         kind, held = ir.IntegerType.get_signless(32), layout.to_mgpu()
         total = None
-        for axis, size in enumerate(along):
-            here = FragmentedArray.broadcasted_iota(kind, shape, axis, held, is_signed=True)
+        for axis, size in enumerate(counted):
+            position = FragmentedArray.broadcasted_iota(kind, shape, axis, held, is_signed=True)
             if total is not None:
                 sizes = FragmentedArray.splat(mgpu.i32(size), shape, held, is_signed=True)
-                here = total * sizes + here
-            total = here
+                position = total * sizes + position
+            total = position
         return total
 
     return index()

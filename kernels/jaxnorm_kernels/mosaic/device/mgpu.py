@@ -32,7 +32,7 @@ except ImportError as error:
         f"with; they were tried with jax 0.11.2 and 0.12.0.1: {error}"
     ) from error
 
-_GLOBAL = 1  # LLVM's number of global memory.
+_GLOBAL, _SHARED = 1, 3  # LLVM's numbers of global and of shared memory.
 
 
 def i32(value: int) -> Any:
@@ -82,6 +82,16 @@ def elements_of(register: Any) -> list[Any]:
 def in_global(address: Any) -> Any:
     """An address, of which the compiler is to know that it is in global memory."""
     return llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), address)
+
+
+def address_of(ref: Any) -> Any:
+    """Of shared memory, in 32 bits, as PTX takes it."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
+
+
+def in_shared(address: Any) -> Any:
+    """The pointer of such an address."""
+    return llvm.inttoptr(llvm.PointerType.get(_SHARED), address)
 
 
 def map_registers(value: Any, function: Callable[[Any], Any], signed: bool | None = None) -> Any:

@@ -77,16 +77,16 @@ def rms_norm_linear_fwd(
     """y; `schedule` stands in for the chosen one."""
     schedule = schedule or choose(spec)
     weight, power = _scaled_weight(weight, scale, spec)
-    given = {"x": x, "weight": weight, "bias": bias, "power": power}
-    operands = {name: _padded(a, name) for name, a in given.items() if a is not None}
+    by_name = {"x": x, "weight": weight, "bias": bias, "power": power}
+    operands = {name: _padded(a, name) for name, a in by_name.items() if a is not None}
     output = jax.ShapeDtypeStruct((spec.rows, operands["weight"].shape[1]), spec.y_dtype)
     rows, columns = schedule.tiles(spec)
     shared = _shared(spec, schedule, operands, output)
 
     def body(*refs: Ref) -> None:
         arrays = dict(zip((*operands, "y"), refs))
-        own = dict(zip(shared, refs[len(arrays) :]))
-        kernel = _Kernel(spec, schedule, arrays, own)
+        scratch = dict(zip(shared, refs[len(arrays) :]))
+        kernel = _Kernel(spec, schedule, arrays, scratch)
         index = lax.axis_index(WARPGROUP)
         pl.when(index == MULTIPLY)(kernel.copy)
         pl.when(index < MULTIPLY)(kernel.multiply)

@@ -86,7 +86,7 @@ class ClusterExchange:
             for stage in range(self.stages):
                 utils.inline_ptx(
                     f"mbarrier.init.shared::cta.b64 [$0+{8 * stage}], {self.warpgroups};",
-                    _address(barriers),
+                    mgpu.address_of(barriers),
                     predicate=first,
                     has_side_effects=True,
                 )
@@ -123,9 +123,9 @@ class ClusterExchange:
                 "mov.u32 $0, %cluster_ctarank;", result_types=ir.IntegerType.get_signless(32)
             )
             of_warp = [value.registers.item() for value in values]
-            barrier = mgpu.plus(_address(barriers), mgpu.times(stage, 8))
+            barrier = mgpu.plus(mgpu.address_of(barriers), mgpu.times(stage, 8))
             rows, width = self._slots
-            target = mgpu.plus(_address(slots), mgpu.times(stage, 4 * rows * width))
+            target = mgpu.plus(mgpu.address_of(slots), mgpu.times(stage, 4 * rows * width))
             if self.added:
                 sums = self._add(terms[0], stage, of_warp)
                 self._announce(barrier)
@@ -163,10 +163,10 @@ class ClusterExchange:
         """The sums over the warps of the warpgroup, and zeros to fill the last message."""
         thread = utils.thread_idx()
         first = mgpu.plus(mgpu.times(stage, self.warpgroups), _warpgroup(thread))
-        first = mgpu.plus(_address(terms), mgpu.times(first, 4 * WARPS * self.values))
+        first = mgpu.plus(mgpu.address_of(terms), mgpu.times(first, 4 * WARPS * self.values))
         for i, value in enumerate(of_warp):
             at = mgpu.plus(mgpu.times(_warp(thread), 4), 4 * WARPS * i)
-            llvm.store(value, _pointer(mgpu.plus(first, at)))
+            llvm.store(value, mgpu.in_shared(mgpu.plus(first, at)))
         utils.warpgroup_barrier()
         sums = [_tree_sum(_load(mgpu.plus(first, 16 * i), WARPS)) for i in range(self.values)]
         return sums + [arith.constant(ir.F32Type.get(), 0.0)] * (self._width - len(sums))
@@ -180,9 +180,9 @@ class ClusterExchange:
         @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, _SCALAR))
         def wait(context: Any, barriers: Any, stage: Any, parity: Any) -> None:
             del context
-            barrier = mgpu.plus(_address(barriers), mgpu.times(stage.registers.item(), 8))
+            barrier = mgpu.plus(mgpu.address_of(barriers), mgpu.times(stage.registers.item(), 8))
             nvvm.mbarrier_try_wait_parity(
-                _pointer(barrier), parity.registers.item(), mgpu.i32(10_000_000)
+                mgpu.in_shared(barrier), parity.registers.item(), mgpu.i32(10_000_000)
             )
 
         wait(scratch[1], stage, parity)
@@ -196,7 +196,9 @@ class ClusterExchange:
         def add(context: Any, slots: Any, stage: Any) -> list[Any]:
             del context
             rows, width = self._slots
-            first = mgpu.plus(_address(slots), mgpu.times(stage.registers.item(), 4 * rows * width))
+            first = mgpu.plus(
+                mgpu.address_of(slots), mgpu.times(stage.registers.item(), 4 * rows * width)
+            )
             lane = mgpu.remainder(utils.thread_idx(), lanes)
             zero = arith.constant(ir.F32Type.get(), 0.0)
             sums: list[Any] = [zero] * self.values
@@ -260,7 +262,7 @@ def _warpgroup(thread: Any) -> Any:
 def _load(address: Any, count: int) -> list[Any]:
     """`count` float32 values of shared memory, at an address that is a multiple of their bytes."""
     kind = ir.VectorType.get((count,), ir.F32Type.get())
-    values = llvm.load(kind, _pointer(address), alignment=4 * count)
+    values = llvm.load(kind, mgpu.in_shared(address), alignment=4 * count)
     return mgpu.elements_of(values)
 
 
@@ -268,11 +270,3 @@ def _tree_sum(values: list[Any]) -> Any:
     while len(values) > 1:
         values = [arith.addf(a, b) for a, b in zip(values[::2], values[1::2])]
     return values[0]
-
-
-def _address(ref: Any) -> Any:
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
-
-
-def _pointer(address: Any) -> Any:
-    return llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address)

@@ -113,7 +113,7 @@ class Place:
         """Whether these take no part."""
         return self.masks and self.spec.drops_masked
 
-    def kept(self, *, again: bool = False) -> list[jax.Array]:
+    def keep(self, *, again: bool = False) -> list[jax.Array]:
         """Which elements take part, if some do not.
 
         Columns and rows are compared `again` where that is needed again: it takes an instruction,

@@ -23,7 +23,7 @@ from jax import lax
 from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import CLUSTER, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import WARPS, Ref, load, store
-from jaxnorm_kernels.mosaic.device.mgpu import ir, llvm, utils
+from jaxnorm_kernels.mosaic.device.mgpu import utils
 from jaxnorm_kernels.mosaic.rows.strips import Stat, Strips
 
 
@@ -169,7 +169,7 @@ class StripExchange:
             lane = mgpu.remainder(utils.thread_idx(), threads)
             for slot, stat in zip(slots, stats):
                 values = mgpu.elements_of(stat.registers.item())
-                first = llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(slot))
+                first = mgpu.address_of(slot)
                 first = mgpu.plus(first, mgpu.times(lane, 4 * len(values)))
                 for at, value in enumerate(values):
                     utils.inline_ptx(

@@ -240,8 +240,8 @@ class Strip:
         """Elements of one of the arrays, in float32."""
         ref = self.stages[which].at[lax.axis_index(WARPGROUP)]
         layout = self.strips.layout
-        here = ref.at[pl.ds(piece.stage_start, piece.width)]
-        return widen(load(here, layout, self.strips.shape), layout)
+        staged = ref.at[pl.ds(piece.stage_start, piece.width)]
+        return widen(load(staged, layout, self.strips.shape), layout)
 
     def reader(self, which: int) -> Read:
         """One of the arrays: see `read`."""
@@ -299,8 +299,8 @@ class Strip:
 
     def store(self, ref: Ref, piece: Piece, value: jax.Array) -> None:
         """Stores the elements of a piece, rounded to the dtype of `ref`."""
-        there = ref.at[self.outer, pl.ds(piece.start, piece.width), self.inner]
-        store_global(there, value, self.strips.layout)
+        target = ref.at[self.outer, pl.ds(piece.start, piece.width), self.inner]
+        store_global(target, value, self.strips.layout)
 
     def store_stat(self, ref: Ref, stat: Stat) -> None:
         """Stores what each group has in common, in a ref of `Strips.stats_shape`."""
@@ -308,9 +308,9 @@ class Strip:
         if strips.group == 1:
             self.store_inner(ref, stat)
             return
-        there, layout = self._of_groups(ref), strips.stat_layout
+        target, layout = self._of_groups(ref), strips.stat_layout
         pl.when(self._is_first)(
-            lambda: store_of_groups(there, stat, strips.group, strips.vector, layout)
+            lambda: store_of_groups(target, stat, strips.group, strips.vector, layout)
         )
 
     def store_inner(self, ref: Ref, stat: Stat) -> None:

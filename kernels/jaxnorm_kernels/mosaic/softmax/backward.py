@@ -75,10 +75,10 @@ class SoftmaxFormula:
     def finish(
         self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        (y, d, *kept), total = elements, totals[0]
+        (y, d, *keep), total = elements, totals[0]
         dz = d - self._exp(y) * total if self._is_log else y * (d - total)
-        if kept:
-            dz = jnp.where(kept[0], dz, 0.0)
+        if keep:
+            dz = jnp.where(keep[0], dz, 0.0)
         return [scaled(dz, self.spec)], [dz] * self.column_sums
 
     def _exp(self, y: jax.Array) -> jax.Array:
@@ -141,13 +141,13 @@ def _read(
     loaded = [place.load(ref) for ref in (y_ref, dy_ref)]
     y, d = [[widen(v, tile.layout_of(v.shape)) for v in values] for values in loaded]
     if place.drops:
-        kept = place.kept()
-        d = [jnp.where(k, v, 0.0) for k, v in zip(kept, d)]
+        keep = place.keep()
+        d = [jnp.where(k, v, 0.0) for k, v in zip(keep, d)]
     if spec.causal:  # What is above the diagonal has not been read.
         nothing = -jnp.inf if spec.op == "log_softmax" else 0.0
-        y = [jnp.where(k, v, nothing) for k, v in zip(kept, y)]
+        y = [jnp.where(k, v, nothing) for k, v in zip(keep, y)]
     if place.masks and not place.drops:
-        return list(zip(y, d, place.kept()))
+        return list(zip(y, d, place.keep()))
     if spec.has_mask and mask is None:
         d = [jnp.where(p == 0, 0.0, v) for p, v in zip(y, d)]
     return list(zip(y, d))
@@ -156,5 +156,5 @@ def _read(
 def _of_rows(shared: Shared, totals: jax.Array, weights: jax.Array) -> jax.Array:
     """``(n, 1)``: the sums of dz over the rows that share a value of the bias."""
     dz = totals * (1 - weights)
-    broadcast = [axis for axis, (_, own) in enumerate(shared.segments) if not own]
+    broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
     return dz.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)

@@ -71,8 +71,8 @@ def _in_registers(spec: Spec) -> Callable[[Tile, Refs], None]:
             if place is not None and may_be_empty:
                 # That of a row that keeps nothing but -inf is finite, unlike one that keeps none.
                 highest = [
-                    jnp.where(kept, jnp.maximum(v, numerics.LOWEST), -jnp.inf)
-                    for kept, v in zip(place.kept(), highest)
+                    jnp.where(keep, jnp.maximum(v, numerics.LOWEST), -jnp.inf)
+                    for keep, v in zip(place.keep(), highest)
                 ]
             top = tile.max(highest)
             part_m = m = jnp.maximum(top, numerics.LOWEST)
@@ -98,7 +98,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, Refs], None]:
                 # Columns that two parts hold must come out alike.
                 y = each(lambda v: exp(v - m) * (1 / s), read())
             if place is not None and place.drops:
-                y = [jnp.where(kept, v, dropped) for kept, v in zip(place.kept(again=True), y)]
+                y = [jnp.where(keep, v, dropped) for keep, v in zip(place.keep(again=True), y)]
             tile.store(y_ref, row.index, y)
 
         if not has_places(spec):
@@ -123,7 +123,7 @@ def _load(place: Place, x: Ref, bias: Ref | None = None) -> list[jax.Array]:
         z = [v + b for v, b in zip(z, added)]
     if not place.masks:
         return z
-    return [jnp.where(kept, v, spec.masked_logit) for kept, v in zip(place.kept(), z)]
+    return [jnp.where(keep, v, spec.masked_logit) for keep, v in zip(place.keep(), z)]
 
 
 def _merge(part_m: jax.Array, part_s: jax.Array, exp: Exp) -> tuple[jax.Array, jax.Array]:

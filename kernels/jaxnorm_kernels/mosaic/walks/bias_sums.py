@@ -81,5 +81,5 @@ class BiasSums:
         """As `shared`, of tiles of rows, which are parts of its runs."""
         if self.tile.rows == 1:
             return self.shared
-        *outer, (size, own) = self.shared.segments
-        return Shared((*outer, (size // self.tile.rows, own)), self.shared.has_columns)
+        *outer, (size, has_axis) = self.shared.segments
+        return Shared((*outer, (size // self.tile.rows, has_axis)), self.shared.has_columns)

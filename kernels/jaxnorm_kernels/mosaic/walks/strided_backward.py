@@ -54,8 +54,8 @@ class _ColumnSums:
     def add(self, strip: Strip, piece: Piece, terms: Sequence[jax.Array]) -> None:
         """Adds the sums over the inner elements of a piece."""
         for ref, term in zip(self.refs, terms, strict=True):
-            here = self._of(ref, piece)
-            store(here, strip.load_columns(here) + strip.sum_inner(term))
+            total = self._of(ref, piece)
+            store(total, strip.load_columns(total) + strip.sum_inner(term))
 
     def write(self, strip: Strip, partials: Sequence[Ref]) -> None:
         """After the last strip: to the block's row of each ``(blocks, cols)`` ref."""
@@ -63,8 +63,8 @@ class _ColumnSums:
 
         def write(piece: Piece) -> None:
             for ref, partial in zip(self.refs, partials, strict=True):
-                there = partial.at[lax.axis_index(BLOCK), pl.ds(piece.start, piece.width)]
-                store(there, strip.load_columns(self._of(ref, piece)))
+                target = partial.at[lax.axis_index(BLOCK), pl.ds(piece.start, piece.width)]
+                store(target, strip.load_columns(self._of(ref, piece)))
 
         strip.each_piece(write)
 
