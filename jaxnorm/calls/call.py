@@ -19,7 +19,7 @@ from jaxnorm.calls import backends
 from jaxnorm.calls.rows import RowView
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import OPERANDS, PARAMETERS, Kind
-from jaxnorm_kernels.specs import Name, Spec
+from jaxnorm_kernels.specs import Direction, Name, Spec
 
 Arrays = Sequence[jax.Array]
 #: What computes a pass: takes the arrays of a call one by one, and returns those of its results.
@@ -75,6 +75,10 @@ class Call:
             text += f" implementation={self.implementation}"
         return f"({text})" if not self.wrt else f"({text} wrt={','.join(self.wrt)})"
 
+    @property
+    def direction(self) -> Direction:
+        return self.spec.direction
+
     # ------------------------------------------------------------------------- other passes
 
     def with_stats(self) -> "Call":
@@ -85,13 +89,25 @@ class Call:
         """The forward, without y or h among its outputs."""
         return self._with(unused=unused, want_stats=self.spec.want_stats and unused != "y")
 
+    def without_unused(self, used: Sequence[bool]) -> "Call":
+        """Of results that are `used` or not: h goes where only y is, the norm where only h is."""
+        spec = self.spec
+        if spec.direction != "fwd" or not spec.normalises_h or spec.unused is not None:
+            return self
+        if not used[1]:
+            return self.without("h")
+        return self if used[0] or any(used[2:]) else self.without("y")
+
     def first(self) -> "Call":
         """The norm of x, whose output goes to the residual."""
         return dataclasses.replace(self, spec=self.spec.first)
 
     def tangent(self, wrt: Sequence[str], *, adds_dh: bool = False) -> "Call":
         """Of the same outputs; of those whose cotangents a backward takes."""
-        wanted = self.spec.stat_cotangents if self.spec.direction == "bwd" else self.spec.want_stats
+        spec, is_transpose = self.spec, self.spec.direction == "bwd"
+        wanted = spec.stat_cotangents if is_transpose else spec.want_stats
+        if is_transpose and spec.op == "norm" and "x" in wrt:  # To dx a plain norm's dh was added.
+            adds_dh = spec.adds_dh
         call = dataclasses.replace(self, wrt=tuple(wrt))
         return call._with(
             direction="tan",

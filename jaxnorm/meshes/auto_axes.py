@@ -13,7 +13,7 @@ import functools
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,8 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 
 from jaxnorm.calls import backends
-from jaxnorm.calls.call import Call, Run
-from jaxnorm.meshes.shards import Layout, on_shards
-from jaxnorm_kernels.operations import PARAMETERS
-
-Bind = Callable[..., Any]
+from jaxnorm.calls.call import Arrays, Run
+from jaxnorm.meshes.shards import Factors, Shards
 
 # Modules that the triton implementation has imported, where it can be.
 _COMPILERS = ("triton", "jax_triton")
@@ -66,51 +63,45 @@ def can_partition(axes: Any) -> bool:
     )
 
 
-def partitioned(call: Call, bind: Bind) -> Run:
-    """The call, partitioned as its first array is; `bind` makes the call on a shard."""
-
-    def run(*arrays: jax.Array) -> list[jax.Array]:
-        kinds = call.operand_kinds, call.result_kinds
-        shapes = [a.shape for a in arrays], [call.view.shape_of(kind) for kind in kinds[1]]
-
-        def partition(mesh: Any, operands: Any, results: Any) -> tuple[Any, ...]:
-            del results
-            layout = Layout.of(operands[0].sharding.spec, call.view)
-            layout.check(call.function, mesh)
-            operand_shardings, result_shardings = (
-                [NamedSharding(mesh, layout.spec(*each)) for each in zip(*side)]
-                for side in zip(kinds, shapes)
-            )
-            run_on_shards = on_shards(call, layout, bind)
-            return mesh, run_on_shards, result_shardings, tuple(operand_shardings)
-
-        whole = asks_partitioner(call, call.xla, partition, **_propagation(call, kinds, shapes))
-        return whole(*arrays)
-
-    return run
-
-
-def asks_partitioner(
-    static: Any, run: Run, partition: Callable[..., Any], **propagation: Any
+def partitioned(
+    call: Any,
+    whole: Run,
+    shards: Callable[[Sequence[Any], Any], Shards],
+    factors: Callable[[Arrays], Factors],
 ) -> Run:
-    """`run`, which is partitioned as `partition` says; `propagation` says how shardings spread.
+    """`whole`, which computes a call, on the shards that XLA's partitioner has in hand.
 
-    `static`: all else that decides what `partition` returns. Its `repr` is the same in every
-    process, and of another call another one.
+    `call`: the static part, which decides all else. Its `repr` is the same in every process, and of
+    another call another one.
     """
 
-    @custom_partitioning
-    def spread(*arrays: jax.Array) -> list[jax.Array]:
-        return run(*arrays)
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        @custom_partitioning
+        def spread(*arrays: jax.Array) -> list[jax.Array]:
+            return whole(*arrays)
 
-    spread.def_partition(partition, **propagation)
+        def partition(mesh: Any, given: Any, results: Any) -> tuple[Any, ...]:
+            del results
+            *specs, run_shard = shards(given, mesh)
+            operands, results = ([NamedSharding(mesh, spec) for spec in side] for side in specs)
+            return mesh, run_shard, results, tuple(operands)
 
-    def named(*arrays: jax.Array) -> list[jax.Array]:
-        results: list[jax.Array] = spread(*arrays)
-        return results
+        operands, results, gathered = factors(arrays)
+        spread.def_partition(
+            partition,
+            sharding_rule=f"{', '.join(operands)} -> {', '.join(results)}",
+            need_replication_factors=gathered,
+        )
 
-    named.__name__ = f"jaxnorm_{_digest(static)}"
-    return jax.jit(named)
+        def named(*arrays: jax.Array) -> list[jax.Array]:
+            results: list[jax.Array] = spread(*arrays)
+            return results
+
+        named.__name__ = f"jaxnorm_{_digest(call)}"
+        outputs: list[jax.Array] = jax.jit(named)(*arrays)
+        return outputs
+
+    return run
 
 
 def _digest(static: Any) -> str:
@@ -136,30 +127,3 @@ def _sources() -> str:
         for file in sorted(Path(place).rglob("*.py"))
     ]
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
-
-
-def _propagation(call: Call, kinds: Any, shapes: Any) -> dict[str, Any]:
-    """Shardy's rule: axis i of x is `xi` everywhere.
-
-    Parameters come whole, as small as they are: however they are stored, x stays as it is. Their
-    gradients go wherever they are wanted.
-    """
-
-    def factors(prefix: str, kinds: Any, shapes: Any) -> tuple[str, list[str]]:
-        unshared: list[str] = []
-        arrays = []
-        for kind, shape in zip(kinds, shapes):
-            names = [f"x{axis}" for axis in call.view.axes_of(kind)]
-            for i, size in enumerate(shape):
-                if kind in PARAMETERS or size == 1:
-                    names[i] = f"{prefix}{len(unshared)}"
-                    unshared.append(names[i])
-            arrays.append(" ".join(names))
-        return ", ".join(arrays), unshared
-
-    operands, whole = factors("p", kinds[0], shapes[0])
-    results, _ = factors("g", kinds[1], shapes[1])
-    return {
-        "sharding_rule": f"{operands} -> {results}",
-        "need_replication_factors": tuple(whole),
-    }

@@ -6,7 +6,7 @@ Manual axes     inside `jax.shard_map` the operands are shards already
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,31 +14,32 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxnorm.calls.call import Arrays, Call
-from jaxnorm.meshes.shards import Layout, on_shards
+from jaxnorm.calls.call import Arrays, Run
+from jaxnorm.meshes.shards import Shards
 
 
-def run(call: Call, bind: Callable[..., Any], arrays: Arrays) -> list[jax.Array]:
-    """The call on arrays of any sharding; ``bind(call, *arrays)`` makes it on whole ones."""
+def run(
+    whole: Run, shards: Callable[[Sequence[Any], Any], Shards], arrays: Arrays
+) -> list[jax.Array]:
+    """``whole(*arrays)``, or on their shards where a mesh has Explicit axes.
+
+    `shards`: makes of the types of the arrays, and of the mesh, what a device does.
+    """
     avals = [jax.typeof(a) for a in arrays]
     mesh = explicit_mesh(avals)
     if mesh is None:
-        results: list[jax.Array] = bind(call, *arrays)
-        return results
-    layout = Layout.of(avals[0].sharding.spec, call.view)
-    in_specs = tuple(layout.spec(k, a.shape) for k, a in zip(call.operand_kinds, arrays))
-    out_specs = [layout.spec(k, call.view.shape_of(k)) for k in call.result_kinds]
-    # A parameter may be sharded for storage (FSDP): it is gathered, as small as it is.
-    arrays = [reshard(a, mesh, spec) for a, spec in zip(arrays, in_specs)]
+        return whole(*arrays)
+    operands, results, run_shard = shards(avals, mesh)
     sharded = jax.shard_map(
-        on_shards(call, layout, bind),
+        run_shard,
         mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
+        in_specs=operands,
+        out_specs=[*results],
         axis_names=explicit_axes(mesh),
     )
-    results = sharded(*arrays)
-    return results
+    # A parameter may be sharded for storage (FSDP): it is gathered, as small as it is.
+    outputs: list[jax.Array] = sharded(*[reshard(a, mesh, s) for a, s in zip(arrays, operands)])
+    return outputs
 
 
 def map_batch(
@@ -73,6 +74,12 @@ def map_batch(
     )
     results: list[jax.Array] = sharded(batched, shared)
     return results
+
+
+def type_like(x: Any, mesh: Any, shape: tuple[int, ...], dtype: Any, split: Iterable[Any]) -> Any:
+    """The type x has, of another shape and dtype, its axes split over axes of the mesh."""
+    sharding = x.sharding if mesh.empty else NamedSharding(mesh, PartitionSpec(*split))
+    return x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 def lie_alike(a: jax.Array, like: jax.Array) -> jax.Array:

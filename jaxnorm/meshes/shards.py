@@ -1,9 +1,10 @@
 """A call on the shards of its arrays, whichever way they came to be shards."""
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -11,7 +12,28 @@ from jax.sharding import PartitionSpec
 
 from jaxnorm.calls.call import Call, Run
 from jaxnorm.calls.rows import RowView
-from jaxnorm_kernels.operations import SHARED, Kind
+from jaxnorm_kernels.operations import PARAMETERS, SHARED, Kind
+
+
+class Shards(NamedTuple):
+    """How the arrays of a call lie on a mesh, and what a device does with its shards of them."""
+
+    operands: tuple[PartitionSpec, ...]
+    results: tuple[PartitionSpec, ...]
+    run: Run
+
+
+class Factors(NamedTuple):
+    """How shardings spread (Shardy's rule): axes of the same name are split alike.
+
+    Attributes:
+      operands, results: of each array the names of its axes, with blanks between them.
+      whole: names of the axes that are gathered.
+    """
+
+    operands: list[str]
+    results: list[str]
+    whole: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +103,16 @@ class Layout:
                 )
 
 
-def on_shards(call: Call, layout: Layout, bind: Callable[..., Any]) -> Run:
-    """The call where each device has its shards and the mesh axes have names.
+def shards_of_rows(call: Call, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
+    """Of a call that lies as its first array does; ``run(call, *arrays)`` makes it on a shard.
 
     Rows need nothing from each other. What a parameter's gradient needs is one sum over the devices
     that have rows of it, and the statistics of split rows one over those that share them.
     """
+    layout = Layout.of(types[0].sharding.spec, call.view)
+    layout.check(call.function, mesh)
 
-    def run(*arrays: jax.Array) -> list[jax.Array]:
+    def run_shard(*arrays: jax.Array) -> list[jax.Array]:
         shard = call.on(layout.view_of_shard(arrays[0].shape))
         if layout.cols_over:
             results = _with_split_rows(shard, call.view.cols, layout).xla(*arrays)
@@ -96,13 +120,40 @@ def on_shards(call: Call, layout: Layout, bind: Callable[..., Any]) -> Run:
             spec = dataclasses.replace(shard.spec, queries_over=queries_over)
             results = dataclasses.replace(shard, spec=spec).xla(*arrays)
         else:
-            results = bind(shard, *arrays)
+            results = run(shard, *arrays)
         return [
             lax.psum(a, axes) if (axes := layout.summed_over(kind)) else a
             for kind, a in zip(call.result_kinds, results)
         ]
 
-    return run
+    return Shards(
+        operands=tuple(layout.spec(k, a.shape) for k, a in zip(call.operand_kinds, types)),
+        results=tuple(layout.spec(k, call.view.shape_of(k)) for k in call.result_kinds),
+        run=run_shard,
+    )
+
+
+def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
+    """Axis i of x is `xi` everywhere.
+
+    Parameters come whole, as small as they are: however they are stored, x stays as it is. Their
+    gradients go wherever they are wanted.
+    """
+    places = itertools.count()
+
+    def factors(kinds: list[Kind], shapes: list[tuple[int, ...]], prefix: str) -> list[str]:
+        return [
+            " ".join(
+                f"{prefix}{next(places)}" if size == 1 or kind in PARAMETERS else f"x{axis}"
+                for axis, size in zip(call.view.axes_of(kind), shape)
+            )
+            for kind, shape in zip(kinds, shapes)
+        ]
+
+    operands = factors(call.operand_kinds, [a.shape for a in arrays], "p")
+    results = factors(call.result_kinds, [*map(call.view.shape_of, call.result_kinds)], "g")
+    whole = [name for name in " ".join(operands).split() if name.startswith("p")]
+    return Factors(operands, results, tuple(whole))
 
 
 def _with_split_rows(shard: Call, cols: int, layout: Layout) -> Call:

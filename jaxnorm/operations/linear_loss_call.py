@@ -12,11 +12,11 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
-from jaxnorm_kernels.specs import Name
+from jaxnorm_kernels.specs import Direction, Name
 
 NAME = "linear_softmax_cross_entropy"
 
@@ -41,16 +41,34 @@ class Head:
     z_loss: float
     implementation: Name | None
     precision: str | None
-    direction: Literal["fwd", "tan", "bwd"] = "fwd"
+    direction: Direction = "fwd"
     wrt: tuple[str, ...] = ()
+
+    function: ClassVar[str] = NAME
+    primitives: ClassVar[None] = None
 
     def __str__(self) -> str:
         """What a jaxpr shows."""
         text = self.reduction if self.direction == "fwd" else self.direction
         return f"({text} chunk={self.chunk} wrt={','.join(self.wrt)})"
 
-    def to(self, direction: Literal["fwd", "tan", "bwd"], wrt: Sequence[str]) -> "Head":
-        return dataclasses.replace(self, direction=direction, wrt=tuple(wrt))
+    def with_gradients(self, wrt: Sequence[str]) -> "Head":
+        """The forward of a mean or a sum that returns gradients, too."""
+        return dataclasses.replace(self, wrt=tuple(wrt))
+
+    def tangent(self, wrt: Sequence[str]) -> "Head":
+        return dataclasses.replace(self, direction="tan", wrt=tuple(wrt))
+
+    def backward(self, wrt: Sequence[str]) -> "Head":
+        return dataclasses.replace(self, direction="bwd", wrt=tuple(wrt))
+
+    def without_unused(self, used: Sequence[bool]) -> "Head":
+        """Of gradients that are not used none is made: a rematerialised loss is one product."""
+        if self.direction != "fwd":
+            return self
+        return self.with_gradients(
+            [n for n, u in zip(self.result_names, used) if u and n != "loss"]
+        )
 
     def rowwise(self) -> "Head":
         """The forward that returns the losses of rows."""
@@ -62,18 +80,29 @@ class Head:
         return ("x", "weight", *bias, "labels", *positions)
 
     @property
+    def residuals(self) -> int:
+        """How many operands precede those in which ``tan`` and ``bwd`` are linear: the primals."""
+        return len(self.primals)
+
+    @property
+    def result_names(self) -> tuple[str, ...]:
+        results = {"fwd": ("loss", *self.wrt), "tan": ("loss",), "bwd": self.wrt}
+        return results[self.direction]
+
+    @property
+    def operand_names(self) -> tuple[str, ...]:
+        linear = {"fwd": (), "tan": self.wrt, "bwd": ("loss",)}
+        return self.primals + linear[self.direction]
+
+    @property
     def operand_kinds(self) -> list[Kind]:
-        linear: dict[str, Sequence[str]] = {"fwd": (), "tan": self.wrt, "bwd": ("dloss",)}
-        return [_kind(name) for name in (*self.primals, *linear[self.direction])]
+        return [*map(_kind, self.operand_names)]
 
     @property
     def result_kinds(self) -> list[Kind]:
-        gradients = [_kind(name) for name in self.wrt]
-        if self.direction == "bwd":
-            return gradients
-        if self.direction == "tan" or self.reduction == "none":
-            return ["row"]
-        return ["total", *gradients]
+        is_total = self.direction == "fwd" and self.reduction != "none"
+        kinds = map(_kind, self.result_names)
+        return ["total" if kind == "row" and is_total else kind for kind in kinds]
 
     def gradient_dtype(self, dtype: np.dtype) -> np.dtype:
         """Of the gradient of an operand of this dtype.

@@ -1,1 +1,1 @@
-"""The operations of rows as JAX primitives: derivatives, batching, lowering."""
+"""Passes of calls as JAX primitives: derivatives, batching, lowering."""

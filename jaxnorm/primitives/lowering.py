@@ -6,78 +6,39 @@ program is for export. When the primitive is lowered all of it is. So a laptop n
 or checks a GPU kernel, and a program that a kernel cannot be part of holds XLA's code.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.interpreters import mlir
 
 from jaxnorm.calls import backends
 from jaxnorm.calls.call import Call, Run
-from jaxnorm.meshes import auto_axes, sharding
+from jaxnorm.meshes import auto_axes
 
 
-def lower(ctx: Any, *arrays: Any, call: Call, bind: Callable[..., Any]) -> Any:
-    """The lowering rule of the primitives of `row_operations`; `bind` makes the call on a shard."""
-    if sharding.explicit_mesh(ctx.avals_in) is None:
-        function = _choose(ctx, call, bind)
-    else:
-        function = _on_explicit_axes(ctx, call, bind)
+def choose(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run]) -> Run:
+    """What a call becomes; ``bind(call, *arrays)`` makes another one.
 
-    def named(*arrays: jax.Array) -> list[jax.Array]:
-        with jax.named_scope(ctx.primitive.name):
-            return function(*arrays)
-
-    return mlir.lower_fun(named)(ctx, *arrays)
-
-
-def _on_explicit_axes(ctx: Any, call: Call, bind: Callable[..., Any]) -> Run:
-    def run(*arrays: jax.Array) -> list[jax.Array]:
-        results = sharding.run(call, bind, arrays)
-        return [sharding.lie_as(a, aval) for a, aval in zip(results, ctx.avals_out)]
-
-    return run
-
-
-def _choose(ctx: Any, call: Call, bind: Callable[..., Any]) -> Run:
+    `partitioned`: what becomes of it where XLA spreads its arrays over devices.
+    """
     platforms = ctx.platforms or ctx.module_context.platforms
     if _loses_its_kernel_by_dh(call, platforms[0]):
         return _with_dh_added_outside(call, bind)
     named = None if call.implementation is None else call.as_seen_by(call.implementation)
     is_plain = call.spec.plain or (named is not None and named.scattered)
-    name = "xla" if is_plain else chosen(ctx, call)
+    name = "xla" if is_plain else _implementation(ctx, call, platforms)
+    axes = ctx.module_context.axis_context
+    whole = auto_axes.are_whole(axes)
     if name == "xla":
         # Of rows XLA fuses more with a softmax, such as attention's mask. But it must not reshape
         # what is sharded, nor transpose what it can reduce as it lies.
         natural = call.view.moved or call.view.has_groups or call.view.logits_bias
-        whole = auto_axes.are_whole(ctx.module_context.axis_context)
         in_rows = whole and not (natural or call.spec.causal)
         return call.kernel("xla") if in_rows else call.xla
-    return where_it_lies(ctx, call, name, lambda: auto_axes.partitioned(call, bind))
-
-
-def chosen(ctx: Any, call: Call) -> str:
-    """The implementation that runs a call which kernels may run."""
-    program = ctx.module_context
-    platforms = ctx.platforms or program.platforms
-    if call.implementation is not None:
-        name = call.implementation
-        backends.placed(call, name, platforms)
-        # Known here alone: under `jax.vmap` a backward has more rows than where it was called.
-        backends.forced(call, name)
-        return name
-    if program.lowering_parameters.for_export or len(platforms) > 1:
-        return "xla"  # An exported program outlives this version's kernels.
-    return backends.choose(call.as_seen_by, platforms[0]).name
-
-
-def where_it_lies(ctx: Any, call: Call, name: str, partitioned: Callable[[], Run]) -> Run:
-    """The kernel `name` on whole arrays, or on what XLA spreads over devices."""
-    axes = ctx.module_context.axis_context
-    if auto_axes.are_whole(axes):
+    if whole:
         return call.kernel(name)
     if auto_axes.can_partition(axes):
-        return partitioned()
+        return partitioned(call)
     if call.implementation is None:
         return call.xla
     raise ValueError(
@@ -85,6 +46,19 @@ def where_it_lies(ctx: Any, call: Call, name: str, partitioned: Callable[[], Run
         f"axes that are neither all manual nor all automatic: {axes}; leave "
         "implementation out, or enter jax.shard_map with all axes of the mesh"
     )
+
+
+def _implementation(ctx: Any, call: Call, platforms: Sequence[str]) -> str:
+    """The implementation that runs a call which kernels may run."""
+    if call.implementation is not None:
+        name = call.implementation
+        backends.placed(call, name, platforms)
+        # Known here alone: under `jax.vmap` a backward has more rows than where it was called.
+        backends.forced(call, name)
+        return name
+    if ctx.module_context.lowering_parameters.for_export or len(platforms) > 1:
+        return "xla"  # An exported program outlives this version's kernels.
+    return backends.choose(call.as_seen_by, platforms[0]).name
 
 
 def _loses_its_kernel_by_dh(call: Call, platform: str) -> bool:
@@ -104,7 +78,7 @@ def _loses_its_kernel_by_dh(call: Call, platform: str) -> bool:
     return is_kernel_s(call.without_dh()) and not is_kernel_s(call)
 
 
-def _with_dh_added_outside(call: Call, bind: Callable[..., Any]) -> Run:
+def _with_dh_added_outside(call: Call, bind: Run) -> Run:
     def run(*arrays: jax.Array) -> list[jax.Array]:
         *operands, dh = arrays
         dx, *gradients = bind(call.without_dh(), *operands)
