@@ -35,7 +35,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.xla.formulas import Formulas
 from jaxnorm_kernels.xla.label_sums import (
     at_column,
     exponentials_but_label,
@@ -118,6 +120,11 @@ def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
         dx = dx + jnp.expand_dims(dlse, spec.axes) * p
     dx = jnp.where(has_entry, dx, 0).astype(spec.x_dtype)
     return Operands(jnp.pad(dx, [(0, 0)] * (dx.ndim - 1) + [(0, padding)]) if padding else dx)
+
+
+FORMULAS: dict[Op, Formulas] = {
+    "cross_entropy": Formulas(cross_entropy_fwd, cross_entropy_tan, cross_entropy_bwd)
+}
 
 
 def _without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.Array], Spec]:

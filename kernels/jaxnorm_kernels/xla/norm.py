@@ -37,81 +37,121 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec, Stats
 from jaxnorm_kernels.xla.elementwise import clip, effective_bias, gain, round_to, safe_divide
+from jaxnorm_kernels.xla.formulas import Formulas
 from jaxnorm_kernels.xla.reductions import row_mean
 
 
 def norm_fwd(operands: Operands, spec: Spec) -> Results:
-    """y, h and the statistics of a norm, alone or with a residual."""
-    x, residual, scale, bias, next_scale, *_ = operands
-    stats: Stats = ()
-    match spec.op:
-        case "norm":
-            y, stats = _normalised(x, scale, bias, spec)
-            return Results(y.astype(spec.y_dtype), stats=stats)
-        case "norm_add":
-            u, stats = _normalised(x, scale, None, spec.first)
-            return Results(_sum(residual, u, spec), stats=stats)
-        case "add_norm":
-            h, params = _sum(residual, x, spec), (scale, bias)
-        case _:
-            u, stats = _normalised(x, scale, None, spec.first)
-            h, params = _sum(residual, u, spec), (next_scale, None)
-    if spec.unused == "y":
-        return Results(h=h)
-    y, of_h = _normalised(h, *params, spec.last)
-    return Results(y.astype(spec.y_dtype), h if spec.returns_h else None, (*stats, *of_h))
+    """y = norm(x)."""
+    y, stats = _normalised(operands.x, operands.scale, operands.bias, spec)
+    return Results(y.astype(spec.y_dtype), stats=stats)
 
 
 def norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
-    """The tangents of y, h and the statistics."""
-    saved, x, stats, scale, bias, next_scale, *_ = residuals
-    dx, dresidual, dscale, dbias, dnext_scale, *_ = tangents
+    """Of `norm_fwd`."""
+    saved, _, stats, scale, bias, *_ = residuals
+    dx = tangents.x
+    along = (dx, tangents.scale, tangents.bias)
+    dy, dstats = _tangent(saved, stats, scale, bias, along, spec)
+    through = jnp.zeros_like(saved, dtype=spec.x_dtype) if dx is None else dx
+    return Results(dy, through if spec.adds_dh else None, dstats)
+
+
+def norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
+    """Of `norm_fwd`."""
+    saved, _, stats, scale, bias, *_ = residuals
+    dx, dscale, dbias = _backward(saved, stats, scale, bias, cotangents, spec)
+    return Operands(dx, scale=dscale, bias=dbias)
+
+
+def add_norm_fwd(operands: Operands, spec: Spec) -> Results:
+    """h = x + residual, y = norm(h)."""
+    h = _sum(operands.residual, operands.x, spec)
+    return _with_norm_of(h, (operands.scale, operands.bias), (), spec)
+
+
+def add_norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
+    """Of `add_norm_fwd`."""
+    saved, _, stats, scale, bias, *_ = residuals
+    dx, dresidual, dscale, dbias, *_ = tangents
     zero = jnp.zeros((), spec.compute_dtype)
-    match spec.op:
-        case "norm":
-            dy, dstats = _tangent(saved, stats, scale, bias, (dx, dscale, dbias), spec)
-            through = jnp.zeros_like(saved, dtype=spec.x_dtype) if dx is None else dx
-            return Results(dy, through if spec.adds_dh else None, dstats)
-        case "add_norm":
-            dh = None
-            if dx is not None or dresidual is not None:
-                of_residual, of_x = (zero if t is None else t for t in (dresidual, dx))
-                dh = _sum(of_residual, of_x, spec)
-            dy, dstats = _tangent(saved, stats, scale, bias, (dh, dscale, dbias), spec.last)
-        case _:
-            rstd, next_rstd = stats
-            dh = jnp.zeros_like(x) if dresidual is None else dresidual
-            drstd: Stats = (jnp.zeros_like(rstd),) if spec.want_stats else ()
-            if dx is not None or dscale is not None:
-                wide = dataclasses.replace(spec.first, y_dtype=spec.compute_dtype)
-                t, drstd = _tangent(x, (rstd,), scale, None, (dx, dscale, None), wide)
-                dh = _sum(dh, t, spec)
-            of_h = (dh, dnext_scale, None)
-            dy, dnext = _tangent(saved, (next_rstd,), next_scale, None, of_h, spec.last)
-            dstats = (*drstd, *dnext)
+    dh = None
+    if dx is not None or dresidual is not None:
+        of_residual, of_x = (zero if t is None else t for t in (dresidual, dx))
+        dh = _sum(of_residual, of_x, spec)
+    dy, dstats = _tangent(saved, stats, scale, bias, (dh, dscale, dbias), spec.last)
     dh = jnp.zeros_like(saved) if dh is None else dh
     return Results(dy, dh.astype(spec.residual_dtype), dstats)
 
 
-def norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """The gradients of x, of the residual and of the parameters."""
-    saved, x, stats, scale, bias, next_scale, *_ = residuals
-    dy, dh, dstats = cotangents
-    if spec.op == "norm":
-        dx, dscale, dbias = _backward(saved, stats, scale, bias, cotangents, spec)
-        return Operands(dx, scale=dscale, bias=dbias)
+def add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
+    """Of `add_norm_fwd`."""
+    saved, _, stats, scale, bias, *_ = residuals
     last = dataclasses.replace(spec.last, x_dtype=spec.compute_dtype)
-    if spec.op == "add_norm":
-        of_h, dscale, dbias = _backward(saved, stats, scale, bias, cotangents, last)
-        dresidual = round_to(of_h, spec.last.x_dtype)
-        return Operands(dresidual.astype(spec.x_dtype), dresidual, dscale, dbias)
+    of_h, dscale, dbias = _backward(saved, stats, scale, bias, cotangents, last)
+    dresidual = round_to(of_h, spec.last.x_dtype)
+    return Operands(dresidual.astype(spec.x_dtype), dresidual, dscale, dbias)
+
+
+def norm_add_fwd(operands: Operands, spec: Spec) -> Results:
+    """y = residual + norm(x)."""
+    u, stats = _normalised(operands.x, operands.scale, None, spec.first)
+    return Results(_sum(operands.residual, u, spec), stats=stats)
+
+
+def norm_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
+    """h = residual + norm(x), y = norm(h)."""
+    u, stats = _normalised(operands.x, operands.scale, None, spec.first)
+    h = _sum(operands.residual, u, spec)
+    return _with_norm_of(h, (operands.next_scale, None), stats, spec)
+
+
+def norm_add_norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
+    """Of `norm_add_norm_fwd`."""
+    saved, x, (rstd, next_rstd), scale, _, next_scale, *_ = residuals
+    dx, dresidual, dscale, _, dnext_scale, *_ = tangents
+    dh = jnp.zeros_like(x) if dresidual is None else dresidual
+    drstd: Stats = (jnp.zeros_like(rstd),) if spec.want_stats else ()
+    if dx is not None or dscale is not None:
+        wide = dataclasses.replace(spec.first, y_dtype=spec.compute_dtype)
+        t, drstd = _tangent(x, (rstd,), scale, None, (dx, dscale, None), wide)
+        dh = _sum(dh, t, spec)
+    of_h = (dh, dnext_scale, None)
+    dy, dnext = _tangent(saved, (next_rstd,), next_scale, None, of_h, spec.last)
+    return Results(dy, dh.astype(spec.residual_dtype), (*drstd, *dnext))
+
+
+def norm_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
+    """Of `norm_add_norm_fwd`."""
+    saved, x, stats, scale, _, next_scale, *_ = residuals
+    dy, dh, dstats = cotangents
+    last = dataclasses.replace(spec.last, x_dtype=spec.compute_dtype)
     of_second = Results(dy, dh, dstats[1:])
     of_h, dnext_scale, _ = _backward(saved, stats[1:], next_scale, None, of_second, last)
     of_first = Results(of_h, None, dstats[:1])
     dx, dscale, _ = _backward(x, stats[:1], scale, None, of_first, spec.first)
     return Operands(dx, of_h.astype(spec.residual_dtype), dscale, next_scale=dnext_scale)
+
+
+FORMULAS: dict[Op, Formulas] = {
+    "norm": Formulas(norm_fwd, norm_tan, norm_bwd),
+    "add_norm": Formulas(add_norm_fwd, add_norm_tan, add_norm_bwd),
+    "norm_add": Formulas(norm_add_fwd),
+    "norm_add_norm": Formulas(norm_add_norm_fwd, norm_add_norm_tan, norm_add_norm_bwd),
+}
+
+
+def _with_norm_of(
+    h: jax.Array, params: tuple[jax.Array | None, jax.Array | None], stats: Stats, spec: Spec
+) -> Results:
+    """h, its norm, and the statistics of that after those that there are; what is not unused."""
+    if spec.unused == "y":
+        return Results(h=h)
+    y, of_h = _normalised(h, *params, spec.last)
+    return Results(y.astype(spec.y_dtype), h if spec.returns_h else None, (*stats, *of_h))
 
 
 def _tangent(

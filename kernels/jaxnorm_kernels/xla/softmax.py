@@ -19,7 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.xla.formulas import Formulas
 from jaxnorm_kernels.xla.reductions import row_any, row_max, row_sum
 
 
@@ -75,6 +77,12 @@ def log_softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Op
     d = _masked(cotangents.y, _kept(residuals.mask, y.shape, spec), spec)
     # exp(-inf) is 0, so a masked entry gets 0 - 0.
     return _gradients(d - jnp.exp(y.astype(spec.compute_dtype)) * row_sum(d, spec), spec)
+
+
+FORMULAS: dict[Op, Formulas] = {
+    "softmax": Formulas(softmax_fwd, softmax_tan, softmax_bwd),
+    "log_softmax": Formulas(log_softmax_fwd, log_softmax_tan, log_softmax_bwd),
+}
 
 
 def _jacobian(y: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
