@@ -19,7 +19,8 @@ def compiled[T](
     function: Callable[..., T], *, name: str, arrays: Sequence[int]
 ) -> Callable[..., T]:
     """`function`, of positional arguments of which `arrays` are arrays or None."""
-    count = len(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters.values()
+    count = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
     static = [i for i in range(count) if i not in arrays]
     arrays_of, statics_of = operator.itemgetter(*arrays), operator.itemgetter(*static)
 

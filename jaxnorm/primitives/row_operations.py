@@ -162,7 +162,7 @@ class _RowRules(Rules[Call]):
         x: Any = wanted.get("x")
         knows = type(x) is _accumulators.ValAccum and not isinstance(x.val, ad.Zero)
         moves = any(not isinstance(ct, ad.Zero) for ct in cotangents)
-        adds = knows and moves and call.spec.op == "norm" and not call.spec.adds_dh
+        adds = knows and moves and call.spec.operation.may_add_dh and not call.spec.adds_dh
         if adds:
             dy, *others = cotangents
             cotangents = [dy, x.val, *others]

@@ -12,7 +12,7 @@ def two_norms_bwd(
     cotangents: Results,
     spec: Spec,
 ) -> Operands:
-    """That of norm_add_norm by two of norms: the second one's dx is the first one's dy."""
+    """Of two norms and the sum between them, by theirs: the second's dx is the first's dy."""
     assert residuals.x is not None
     rstd, next_rstd = residuals.stats
     of_last = Residuals(residuals.saved, stats=(next_rstd,), scale=residuals.next_scale)

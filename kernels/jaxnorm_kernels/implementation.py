@@ -72,8 +72,8 @@ class Results(NamedTuple):
     """What a forward returns; or the tangents or cotangents of it. None for what there is not.
 
     Attributes:
-      y: ``(rows, cols)`` in ``spec.y_dtype``, that of norm_add in ``spec.residual_dtype``; of a
-        cross-entropy the loss of each row, ``(rows,)``.
+      y: ``(rows, cols)`` in ``spec.y_dtype``, which a y that is the sum has in
+        ``spec.residual_dtype``; of a cross-entropy the loss of each row, ``(rows,)``.
       h: the sum, in ``spec.residual_dtype``, of which y is the norm as it is rounded. As a
         cotangent (``spec.adds_dh``), of a plain norm, it is another one of x.
       stats: the row statistics, where ``spec.want_stats`` says so.

@@ -79,6 +79,7 @@ class Operation:
       norms: of a call's norms, those that there are: the one of x before a sum ("first"), and the
         one that makes y ("last").
       derivative: whose tangent and backward are its own, but for the residual's; None for its own.
+      has_kernels: False for one that is plain JAX's alone, whatever the device.
       out_name, statistics_name: names of y, and of the statistics, for policies of
         `jax.checkpoint`; h has y's where the derivative starts from it.
     """
@@ -93,6 +94,7 @@ class Operation:
     through_h: tuple[str, ...] = ()
     norms: tuple[Literal["first", "last"], ...] = ()
     derivative: Op | None = None
+    has_kernels: bool = True
     out_name: str | None = None
     statistics_name: str | None = None
 
@@ -100,6 +102,11 @@ class Operation:
     def y_is_sum(self) -> bool:
         """Whether y has the residual in it, and its dtype."""
         return "residual" in self.operands and "h" not in self.results
+
+    @property
+    def may_add_dh(self) -> bool:
+        """Whether a call has no h, but its backward may be given its cotangent: a plain norm."""
+        return bool(self.through_h) and "h" not in self.results
 
     @property
     def differentiable(self) -> tuple[str, ...]:
@@ -155,6 +162,7 @@ OPERATIONS: dict[Op, Operation] = {
         saves=("x", "x"),
         keeps=("scale",),
         statistics=("rstd",),
+        through_h=(),
         norms=("first",),
         derivative="norm",
     ),

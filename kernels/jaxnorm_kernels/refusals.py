@@ -9,6 +9,7 @@ LinearTable = tuple[tuple[str, Callable[[LinearSpec], bool]], ...]
 
 #: What no kernel here can do.
 NO_KERNEL: Table = (
+    ("there is no kernel of this operation yet", lambda s: not s.operation.has_kernels),
     (
         "its kernels need sizes that are known when the call is traced, not symbolic ones",
         lambda s: not all(isinstance(size, int) for size in (s.rows, s.cols)),

@@ -78,7 +78,7 @@ class Spec:
       y_dtype: dtype of the output; the cotangent dy arrives in it. Of a cross-entropy, its loss.
       scale_dtype, bias_dtype: dtype of each parameter and of its gradient; None where it is absent.
       residual_dtype: dtype of the residual, and of h or of the sum that is returned.
-      next_scale_dtype: of the second norm's scale, in ``"norm_add_norm"``.
+      next_scale_dtype: of the second norm's scale.
       epsilon: added to the variance (or mean square) under the root.
       subtract_mean: True for LayerNorm, False for RMSNorm.
       scale_offset: added to ``scale`` in the arithmetic dtype (1.0 for Gemma's ``1 + w``).
@@ -88,8 +88,8 @@ class Spec:
         their tangents.
       wide: the arithmetic is float64 although no array of rows is: that of one norm of a call with
         a residual, where another array of the call is float64.
-      unused: ``"y"`` or ``"h"``: a forward of ``"add_norm"`` or ``"norm_add_norm"`` returns None
-        for it. Without y it is a sum, of which the xla implementation makes no norm.
+      unused: ``"y"`` or ``"h"``: a forward that has both returns None for it. Without y it is a
+        sum, of which the xla implementation makes no norm.
       stat_cotangents: the backward also takes cotangents of the statistics: second derivatives.
       adds_dh: the backward also takes dh, another cotangent of what is normalised, in its dtype,
         and adds it to that one's; a plain norm's tangent also returns dx as it is.

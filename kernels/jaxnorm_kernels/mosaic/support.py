@@ -177,7 +177,7 @@ def _is_held(spec: Spec) -> bool:
         return True  # In a loop.
     if spec.direction == "fwd":
         return forward.choose(spec) is not None
-    if spec.op == "norm_add_norm":
+    if len(spec.operation.norms) > 1:
         return True  # In a kernel for each norm, if need be.
     schedule = backward.norm_schedule if spec.is_norm else backward.softmax_schedule
     return schedule(spec) is not None

@@ -21,13 +21,13 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
     kernel, options = kernels.norm_fwd_in_registers, dict[str, Any]()
     if schedule.is_looped(spec):
         kernel = kernels.norm_fwd_looped
-    elif schedule.stages > 1 and spec.op in ("norm", "add_norm") and spec.groups == 1:
+    elif schedule.stages > 1 and spec.operation.norms == ("last",) and spec.groups == 1:
         kernel = kernels.norm_fwd_persistent
         options = {"grid": schedule.persistent_grid(spec)[1:], "stages": schedule.stages}
     stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.want_stats else None
     # Of two norms the first keeps x and has neither mean, floor nor bias: the second one decides.
-    norm = spec.first if spec.op == "norm_add" else spec.last
-    y_dtype = spec.residual_dtype if spec.op == "norm_add" else spec.y_dtype
+    norm = spec.norms[-1]
+    y_dtype = spec.residual_dtype if spec.operation.y_is_sum else spec.y_dtype
     h = jax.ShapeDtypeStruct(x.shape, spec.residual_dtype) if spec.normalises_h else None
     kind = "layer_norm" if spec.subtract_mean else "rms_norm"
     y, *results = schedule.launch(
@@ -39,7 +39,7 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
             "h_ptr": h,
             "rstd_ptr": stat,
             "mean_ptr": stat if norm.returns_mean else None,
-            "next_rstd_ptr": stat if spec.op == "norm_add_norm" else None,
+            "next_rstd_ptr": stat if len(spec.norms) > 1 else None,
         },
         x_ptr=x,
         residual_ptr=residual,

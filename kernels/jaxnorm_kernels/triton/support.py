@@ -36,7 +36,7 @@ _CANNOT: Table = (
     ("its kernels leave out what a mask does not keep", lambda s: not s.drops_masked),
     (
         "its kernel of two norms with a residual between them is RMSNorm's",
-        lambda s: s.op == "norm_add_norm" and s.subtract_mean,
+        lambda s: len(s.operation.norms) > 1 and s.subtract_mean,
     ),
     (
         f"its kernels number rows and columns in 32 bits, up to {_MOST}",

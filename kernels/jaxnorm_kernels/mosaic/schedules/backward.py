@@ -277,7 +277,7 @@ def row_dtypes(spec: Spec) -> list[np.dtype]:
     """
     last = spec.last
     saved = last.y_dtype if last.saved == "output" else last.x_dtype
-    x = [spec.x_dtype] * (spec.op == "norm_add_norm")
+    x = [spec.x_dtype] * spec.operation.starts_from_x
     return [*x, saved, spec.y_dtype, *[last.x_dtype] * spec.adds_dh]
 
 

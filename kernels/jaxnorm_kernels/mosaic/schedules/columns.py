@@ -14,7 +14,8 @@ def registers(spec: Spec) -> int:
     """
     if spec.residual_dtype is None:
         return 1 + (full_bias_dtype(spec) is not None)
-    return 1 if spec.op == "add_norm" and column_bytes(spec) <= 4 else 2
+    waits = "first" in spec.operation.norms
+    return 2 if waits or column_bytes(spec) > 4 else 1
 
 
 def param_sizes(spec: Spec) -> list[int]:

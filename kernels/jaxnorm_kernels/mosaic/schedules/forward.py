@@ -92,7 +92,7 @@ class Schedule:
             raise ValueError(f"{self} has parameters of one group for rows of another")
         cols, vector, window = spec.cols, self.vector, self.window
         apart: dict[str, Any] = {"apart": spec.causal}
-        exchanges = 2 if spec.op == "norm_add_norm" else 1
+        exchanges = len(spec.operation.norms) or 1
         queue = {name: getattr(self, name) for name in ("slots", "tiles", "tail", "rereads")}
         if window is not None:
             cols, apart = window.width, {"apart": True, "window": window}
