@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,6 @@ from jaxnorm.operations import checks
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
 from jaxnorm_kernels.specs import Name, Save, Spec
-
-Function = Literal[
-    "layer_norm",
-    "rms_norm",
-    "add_layer_norm",
-    "add_rms_norm",
-    "rms_norm_add",
-    "rms_norm_add_rms_norm",
-]
 
 
 def layer_norm(
@@ -97,7 +88,7 @@ def layer_norm(
       >>> jaxnorm.layer_norm(x, axis=(-2, -1)).shape  # of each sample
       (8, 128, 512)
     """
-    (y,) = _layer_norm(
+    (y,) = _NORMS["layer_norm"](
         x, None, scale, bias, None, axis, epsilon, scale_offset, dtype, save, implementation
     )
     return y
@@ -151,7 +142,7 @@ def rms_norm(
       >>> y.shape, y.dtype.name
       ((8, 128, 512), 'bfloat16')
     """
-    (y,) = _rms_norm(
+    (y,) = _NORMS["rms_norm"](
         x, None, scale, bias, None, axis, epsilon, scale_offset, dtype, save, implementation
     )
     return y
@@ -203,7 +194,7 @@ def add_layer_norm(
       >>> y.dtype.name, h.dtype.name
       ('bfloat16', 'float32')
     """
-    y, h = _add_layer_norm(
+    y, h = _NORMS["add_layer_norm"](
         x, residual, scale, bias, None, axis, epsilon, scale_offset, dtype, save, implementation
     )
     return y, h
@@ -245,7 +236,7 @@ def add_rms_norm(
       >>> y.dtype.name, h.dtype.name
       ('bfloat16', 'float32')
     """
-    y, h = _add_rms_norm(
+    y, h = _NORMS["add_rms_norm"](
         x, residual, scale, None, None, axis, epsilon, scale_offset, dtype, save, implementation
     )
     return y, h
@@ -289,7 +280,7 @@ def rms_norm_add(
       >>> y.shape, y.dtype.name
       ((8, 512), 'float32')
     """
-    (y,) = _rms_norm_add(
+    (y,) = _NORMS["rms_norm_add"](
         x, residual, scale, None, None, axis, epsilon, scale_offset, None, "input", implementation
     )
     return y
@@ -339,7 +330,7 @@ def rms_norm_add_rms_norm(
       >>> y.dtype.name, h.dtype.name
       ('bfloat16', 'float32')
     """
-    y, h = _rms_norm_add_rms_norm(
+    y, h = _NORMS["rms_norm_add_rms_norm"](
         x,
         residual,
         scale,
@@ -355,20 +346,25 @@ def rms_norm_add_rms_norm(
     return y, h
 
 
-def _normalise(
-    function: Function,
+def normalise(
+    function: str,
     x: checks.ArrayLike,
-    residual: checks.ArrayLike | None,
-    scale: checks.ArrayLike | None,
-    bias: checks.ArrayLike | None,
-    next_scale: checks.ArrayLike | None,
-    axis: checks.Axis,
-    epsilon: float,
-    scale_offset: float,
-    dtype: checks.DTypeLike | None,
-    save: Save,
-    implementation: Name | None,
+    residual: checks.ArrayLike | None = None,
+    scale: checks.ArrayLike | None = None,
+    bias: checks.ArrayLike | None = None,
+    next_scale: checks.ArrayLike | None = None,
+    axis: checks.Axis = -1,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    dtype: checks.DTypeLike | None = None,
+    save: Save = "output",
+    implementation: Name | None = None,
+    **options: Any,
 ) -> list[jax.Array]:
+    """The results of a function of the table, after the checks.
+
+    `options`: fields of `Spec` that this operation alone has, checked.
+    """
     x = checks.float_array(function, "x", x)
     given: dict[str, jax.Array] = {}
     for name, array in (("scale", scale), ("bias", bias), ("next_scale", next_scale)):
@@ -391,6 +387,7 @@ def _normalise(
         dtype=dtype,
         save=save,
         implementation=implementation,
+        **options,
     )
     if "next_scale" in given and "scale" in given:
         shape = call.view.shape_of("scale")
@@ -403,21 +400,16 @@ def _normalise(
     return row_operations.bind(call, x, *[given[name] for name in call.primals[1:]])
 
 
-(
-    _layer_norm,
-    _rms_norm,
-    _add_layer_norm,
-    _add_rms_norm,
-    _rms_norm_add,
-    _rms_norm_add_rms_norm,
-) = (
-    eager.compiled(functools.partial(_normalise, function), name=function, arrays=range(5))
-    for function in get_args(Function)
-)
+# Each function, as it is called outside `jax.jit`.
+_NORMS = {
+    name: eager.compiled(functools.partial(normalise, name), name=name, arrays=range(5))
+    for name, function in FUNCTIONS.items()
+    if OPERATIONS[function.op].family == "norm"
+}
 
 
 def norm_call(
-    function: Function,
+    function: str,
     shape: tuple[int, ...],
     x_dtype: np.dtype,
     given: Mapping[str, tuple[tuple[int, ...], np.dtype]],
@@ -428,10 +420,12 @@ def norm_call(
     dtype: checks.DTypeLike | None,
     save: Save,
     implementation: Name | None,
+    **options: Any,
 ) -> Call:
     """The forward of a call with these arguments, after the checks.
 
-    `given`: shape and dtype of residual, scale, bias and next_scale, those that there are.
+    `given`: shape and dtype of residual, scale, bias and next_scale, those that there are;
+    `options`: as in `normalise`.
     """
     axes = checks.axes(function, axis, shape)
     view = RowView(shape, axes)
@@ -461,5 +455,6 @@ def norm_call(
         bias_dtype=dtypes.get("bias"),
         residual_dtype=dtypes.get("residual"),
         next_scale_dtype=dtypes.get("next_scale"),
+        **options,
     )
     return Call(function, spec, view, implementation).on(view)
