@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxnorm
+from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 
 # Narrow rows, odd and prime widths (tails), whole units, clusters; some with few rows.
 SHAPES = [(130, 64), (97, 131), (67, 3000), (66, 4095), (140, 5120), (67, 16384), (5, 50257)]
@@ -34,31 +35,25 @@ LOGITS = [
     ((5, 3, 40, 72), (5, 1, 40, 1), (3, 40, 1), False),
     ((2, 2, 9000), (2, 1, 9000), (2, 9000), False),
 ]
-# Rows and parameters that each takes.
-OPERANDS = {
-    "softmax": (1, 0),
-    "log_softmax": (1, 0),
-    "layer_norm": (1, 2),
-    "rms_norm": (1, 1),
-    "add_layer_norm": (2, 2),
-    "rms_norm_add": (2, 1),
-    "rms_norm_add_rms_norm": (2, 2),
-}
 
 
 def strided_or_rows(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
     """Calls over axis 1 of each shape, and the operands' types."""
-    longest = 50257 if "softmax" in name else LONGEST_ODD
-    two = WITH_RESIDUAL if "add" in name else SHAPES
+    function = FUNCTIONS[name]
+    operation = OPERATIONS[function.op]
+    kinds = [OPERANDS[operand] for operand in operation.operands]
+    taken = ("array", "scale", "bias") if function.subtract_mean else ("array", "scale")
+    has_residual = "residual" in operation.operands
+    longest = LONGEST_ODD if operation.family == "norm" else 50257
+    two = WITH_RESIDUAL if has_residual else SHAPES
     shapes: list[tuple[int, ...]] = [(r, min(c, longest) if c % 2 else c) for r, c in two]
-    rows, parameters = OPERANDS[name]
-    for shape in [*shapes, *(STRIDED if "add" not in name else [])]:
+    for shape in [*shapes, *([] if has_residual else STRIDED)]:
         row, column = (
             jax.ShapeDtypeStruct(shape, dtype),
             jax.ShapeDtypeStruct(shape[1:2], "float32"),
         )
         call = functools.partial(getattr(jaxnorm, name), axis=1, implementation=implementation)
-        yield call, [row] * rows + [column] * parameters
+        yield call, [row if kind == "array" else column for kind in kinds if kind in taken]
 
 
 def logits(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:

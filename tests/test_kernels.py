@@ -24,6 +24,7 @@ from test_norm import check, normal
 
 import jaxnorm
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
+from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
 
 # Narrow rows, whole units, overlapping tails, odd lengths, the ring, clusters.
 NORM_SHAPES = [
@@ -216,15 +217,18 @@ def test_losses_of_more_elements_than_int32_counts(kernels):
     )
 
 
+def family_of(function):
+    return OPERATIONS[FUNCTIONS[function].op].family
+
+
 @pytest.mark.memcheck
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
         *itertools.product(
             [
-                *("softmax", "log_softmax", "layer_norm", "rms_norm"),
-                *("logits of softmax", "logits of log_softmax"),
-                *("add_layer_norm", "rms_norm_add", "rms_norm_add_rms_norm"),
+                *(name for name in FUNCTIONS if family_of(name) != "loss"),
+                *(f"logits of {name}" for name in FUNCTIONS if family_of(name) == "softmax"),
                 *("loss", "linear loss"),
             ],
             ["bfloat16", "float32"],

@@ -1,7 +1,6 @@
 """What ``python -m jaxnorm`` prints: versions, devices, what runs, what could be installed."""
 
 import ctypes
-import inspect
 import platform
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,8 +13,9 @@ import jax.numpy as jnp
 import jaxnorm
 from jaxnorm.calls import backends
 from jaxnorm.operations.loss import NAME as LOSS
-from jaxnorm.tools.plan import FUNCTIONS, implementation_for
+from jaxnorm.tools.plan import functions, implementation_for
 from jaxnorm.tools.text import table
+from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "equinox", "jax-triton", "triton")
 # Of a layer of a transformer.
@@ -100,10 +100,11 @@ def _implementations() -> Iterator[tuple[str, str]]:
 def _choices() -> Iterator[tuple[str, str, str]]:
     """Of each function: forward and backward, each with the reasons; one line where they agree."""
     parameter = jax.ShapeDtypeStruct(_SHAPE[-1:], jnp.float32)
-    for function in FUNCTIONS:
-        names = () if "softmax" in function else ("scale", "next_scale")
-        takes = inspect.signature(FUNCTIONS[function]).parameters
-        parameters: dict[str, Any] = {name: parameter for name in names if name in takes}
+    for function in functions():
+        # A norm with its product, which is none of the table, takes a norm's.
+        op = FUNCTIONS[function].op if function in FUNCTIONS else "norm"
+        names = [name for name in OPERATIONS[op].operands if OPERANDS[name] == "scale"]
+        parameters: dict[str, Any] = dict.fromkeys(names, parameter)
         plan = implementation_for(function, _SHAPE, _DTYPE, **parameters)
         if plan.forward == plan.backward:
             yield function, "", str(plan.forward)

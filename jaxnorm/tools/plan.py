@@ -8,31 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import jaxnorm
 from jaxnorm.calls import backends
 from jaxnorm.calls.call import Call
 from jaxnorm.operations import checks
-from jaxnorm.operations.loss import softmax_cross_entropy_with_integer_labels
-from jaxnorm.operations.norm import (
-    add_layer_norm,
-    add_rms_norm,
-    layer_norm,
-    rms_norm,
-    rms_norm_add,
-    rms_norm_add_rms_norm,
-)
-from jaxnorm.operations.products import rms_norm_linear
-from jaxnorm.operations.softmax import log_softmax, softmax
+from jaxnorm_kernels import operations
 
-#: What `implementation_for` knows.
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    f.__name__: f
-    for f in (
-        *(softmax, log_softmax, softmax_cross_entropy_with_integer_labels),
-        *(layer_norm, rms_norm),
-        *(add_layer_norm, add_rms_norm, rms_norm_add, rms_norm_add_rms_norm),
-        rms_norm_linear,
-    )
-}
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
@@ -93,7 +74,7 @@ def implementation_for(
       ('xla', 'xla')
     """
     caller = "implementation_for"
-    checks.one_of(caller, "function", function, tuple(FUNCTIONS))
+    checks.one_of(caller, "function", function, functions())
     platform = backends.local_platform() if platform is None else platform
     checks.one_of(caller, "platform", platform, _PLATFORMS)
     x_dtype = checks.dtype(caller, "dtype", dtype)
@@ -103,7 +84,7 @@ def implementation_for(
         raise TypeError(
             f"{caller}: shape={shape!r}; expected a tuple of sizes, e.g. x.shape"
         ) from error
-    call = FUNCTIONS[function]
+    call = getattr(jaxnorm, function)
     arguments = {**_required(call, x, arguments), **arguments}
     arrays = {name: a for name, a in arguments.items() if hasattr(a, "shape")}
     options = {name: a for name, a in arguments.items() if name not in arrays}
@@ -127,6 +108,11 @@ def implementation_for(
         return backends.choose(first.as_seen_by, platform)
 
     return Plan(choice(forward, "fwd"), choice(backward, "bwd"))
+
+
+def functions() -> tuple[str, ...]:
+    """Names of those that `implementation_for` knows: of the table, and a norm with its product."""
+    return (*operations.FUNCTIONS, "rms_norm_linear")
 
 
 def calls_in(jaxpr: Any) -> Iterator[Call]:

@@ -57,6 +57,11 @@ def softmax(
     return [dataclasses.replace(y, value=value)], gradients
 
 
+def log_softmax(given: Arrays, cotangents: list[Bounded], dtype: str, **options: Any) -> Results:
+    """Of `softmax`, the logarithm."""
+    return softmax(given, cotangents, dtype, log=True, **options)
+
+
 class _Norm:
     """LayerNorm or RMSNorm of x: ``y = x_hat (scale) + bias``, and the gradients from y or x."""
 

@@ -19,12 +19,12 @@ import numpy as np
 
 import jaxnorm
 from jaxnorm.calls import backends
-from jaxnorm.operations.loss import NAME as _LOSS
 from jaxnorm.tools import references
 from jaxnorm.tools.plan import calls_in
 from jaxnorm.tools.references import Results
 from jaxnorm.tools.running_error import Bounded
 from jaxnorm.tools.text import progress, table
+from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, PARAMETERS, Family
 
 DTYPES = ("float32", "bfloat16")
 _WORKERS = min(8, os.cpu_count() or 1)
@@ -63,11 +63,17 @@ class Case:
         return f"{self.function} {self.note}".rstrip()
 
 
-def _norm(function: str, reference: Callable[..., Results], *names: str) -> Case:
-    return Case(function, reference, {n: _X if n in ("x", "residual") else _X[-1:] for n in names})
+def _norm(function: str) -> tuple[Case, ...]:
+    """With all operands of its operation, but the bias that an RMSNorm seldom has."""
+    kinds = {name: OPERANDS[name] for name in OPERATIONS[FUNCTIONS[function].op].operands}
+    if not FUNCTIONS[function].subtract_mean:
+        kinds.pop("bias", None)
+    shapes = {name: _X[-1:] if kind in PARAMETERS else _X for name, kind in kinds.items()}
+    return (Case(function, _reference(function), shapes),)
 
 
-def _softmaxes(function: str, reference: Callable[..., Results]) -> tuple[Case, ...]:
+def _softmax(function: str) -> tuple[Case, ...]:
+    reference = _reference(function)
     masked, biased = {"x": _X, "where": (2, 1, _X[-1])}, {"x": _X, "bias": _X[1:]}
     return (
         Case(function, reference, {"x": _X}),
@@ -85,25 +91,36 @@ _LAYER = {
     "labels": (_ROWS,),
 }
 
+
+def _loss(function: str) -> tuple[Case, ...]:
+    return (Case(function, _reference(function), _LOGITS),)
+
+
+def _reference(function: str) -> Callable[..., Results]:
+    """That of a function's operation, which has its name."""
+    reference: Callable[..., Results] = getattr(references, FUNCTIONS[function].op)
+    return reference
+
+
+_OF_FAMILY: dict[Family, Callable[[str], tuple[Case, ...]]] = {
+    "softmax": _softmax,
+    "norm": _norm,
+    "loss": _loss,
+}
+
+
+def cases_of(function: str) -> tuple[Case, ...]:
+    """Of a function of the table."""
+    return _OF_FAMILY[OPERATIONS[FUNCTIONS[function].op].family](function)
+
+
 CASES = (
-    *_softmaxes("softmax", references.softmax),
-    *_softmaxes("log_softmax", functools.partial(references.softmax, log=True)),
-    _norm("layer_norm", references.norm, "x", "scale", "bias"),
-    _norm("rms_norm", references.norm, "x", "scale"),
-    _norm("add_layer_norm", references.add_norm, "x", "residual", "scale", "bias"),
-    _norm("add_rms_norm", references.add_norm, "x", "residual", "scale"),
-    _norm("rms_norm_add", references.norm_add, "x", "residual", "scale"),
-    _norm(
-        "rms_norm_add_rms_norm",
-        references.norm_add_norm,
-        *("x", "residual", "scale", "next_scale"),
-    ),
+    *(case for function in FUNCTIONS for case in cases_of(function)),
     Case(
         "rms_norm_linear",
         references.norm_linear,
         {"scale": (_FEATURES,), **{name: _LAYER[name] for name in ("x", "weight", "bias")}},
     ),
-    Case(_LOSS, references.cross_entropy, _LOGITS),
     Case(_LINEAR_LOSS, references.linear_cross_entropy, _LAYER),
 )
 
