@@ -89,9 +89,9 @@ BLOCKS: dict[str, Block] = {
     # The same as a library's plain norm beside an addition, as it stands in models.
     "residual_rms_norm": _ADD_RMS_NORM,
     "residual_layer_norm": _ADD_LAYER_NORM,
-    # y = residual + norm(x).
+    # y = residual + norm(x): `rms_norm_add`.
     "post_norm": Block(("y",), saved=("x",), gradients=("x",), parameters=("scale",)),
-    # h = residual + norm(x), y = norm(h): Gemma's, between two branches.
+    # h = residual + norm(x), y = norm(h): `rms_norm_add_rms_norm`, as in Gemma.
     "sandwich": Block(
         ("y", "h"),
         saved=("x", "y"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 import re
@@ -13,9 +14,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxnorm
+from jaxnorm_kernels import operations
+from jaxnorm_kernels.operations import OPERATIONS
 
 SHAPE = (8, 16, 64)
 FUNCTIONS = ["softmax", "log_softmax", "rms_norm", "layer_norm"]
+RESIDUAL_FUNCTIONS = [
+    name for name, f in operations.FUNCTIONS.items() if "residual" in OPERATIONS[f.op].operands
+]
 KINDS = ["auto", "explicit", "manual"]
 
 
@@ -67,8 +73,8 @@ def expected_of_residual(name):
 
 def residual_operands(name, shape=SHAPE):
     d, x, scale = operands("rms_norm", shape)
-    scales = [scale] if name in ("add_rms_norm", "rms_norm_add") else [scale, jnp.cos(scale)]
-    return d, x, jnp.sin(x), *scales
+    names = {*inspect.signature(getattr(jaxnorm, name)).parameters} & {"bias", "next_scale"}
+    return d, x, jnp.sin(x), scale, *(jnp.cos(scale) for _ in names)
 
 
 def operands(name, shape=SHAPE, dtype="float32"):

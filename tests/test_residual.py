@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import refused
+from meshes import RESIDUAL_FUNCTIONS
 from reference import DTYPES, Norm, TwoNorms, assert_within, exact, rounding
 from test_norm import normal
 
@@ -258,9 +259,7 @@ def test_groups_over_channels():
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name", ["add_layer_norm", "add_rms_norm", "rms_norm_add", "rms_norm_add_rms_norm"]
-)
+@pytest.mark.parametrize("name", RESIDUAL_FUNCTIONS)
 def test_errors_name_what_is_wrong(name):
     function, x = getattr(jaxnorm, name), jnp.ones((2, 4))
     with pytest.raises(ValueError, match=rf"{name}: residual has shape \(4,\); expected \(2, 4\)"):
@@ -274,9 +273,7 @@ def test_errors_name_what_is_wrong(name):
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0, 4)])
-@pytest.mark.parametrize(
-    "name", ["add_layer_norm", "add_rms_norm", "rms_norm_add", "rms_norm_add_rms_norm"]
-)
+@pytest.mark.parametrize("name", RESIDUAL_FUNCTIONS)
 def test_no_rows(name, shape):
     def loss(x, residual, scale):
         return sum(jnp.sum(a) for a in jax.tree.leaves(getattr(jaxnorm, name)(x, residual, scale)))

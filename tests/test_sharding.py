@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import (
     FUNCTIONS,
     KINDS,
+    RESIDUAL_FUNCTIONS,
     SHAPE,
     Case,
     check_values,
@@ -148,9 +149,6 @@ def test_rows_split_over_a_mesh(kernels, name, case, kind):
 def test_both_save_modes(kernels, name, save, kind):
     compiled, sharded = on_mesh(step(name, save), operands(name), CASES[1], kind)
     check_values(compiled, sharded, name, save)
-
-
-RESIDUAL_FUNCTIONS = ["add_layer_norm", "add_rms_norm", "rms_norm_add", "rms_norm_add_rms_norm"]
 
 
 @in_turn(RESIDUAL_FUNCTIONS, [CASES[1], CASES[3], SPLIT_ROWS], KINDS)

@@ -1,0 +1,89 @@
+"""All of an operation that is added in plain JAX: a number times the norm.
+
+    norm_scaled      y = factor norm(x)
+
+A comment says for each part where CONTRIBUTING.md would have it.
+"""
+
+import dataclasses
+
+from jaxnorm.operations import norm
+from jaxnorm.tools import references
+from jaxnorm_kernels.operations import OPERATIONS, Function
+from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.xla.formulas import Formulas
+from jaxnorm_kernels.xla.norm import norm_bwd, norm_fwd, norm_tan
+
+# kernels/jaxnorm_kernels/operations.py
+
+OPERATION = dataclasses.replace(
+    OPERATIONS["norm"],
+    operands=("x", "scale"),
+    saves=("x", "x"),
+    keeps=("scale",),
+    statistics=("rstd",),
+    through_h=(),
+    has_kernels=False,
+)
+FUNCTION = Function("norm_scaled")
+
+
+# specs.py: a field of Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecWithFactor(Spec):
+    factor: float = 1.0
+
+
+# xla/norm.py
+
+
+def norm_scaled_fwd(operands, spec):
+    """y = factor norm(x)."""
+    return _times_factor(norm_fwd(operands, _unrounded(spec)), spec)
+
+
+def norm_scaled_tan(residuals, tangents, spec):
+    return _times_factor(norm_tan(residuals, tangents, _unrounded(spec)), spec)
+
+
+def norm_scaled_bwd(residuals, cotangents, spec):
+    dy = spec.factor * cotangents.y.astype(spec.compute_dtype)
+    return norm_bwd(residuals, cotangents._replace(y=dy), _unrounded(spec))
+
+
+def _unrounded(spec):
+    return dataclasses.replace(spec, y_dtype=spec.compute_dtype)
+
+
+def _times_factor(results, spec):
+    return results._replace(y=(spec.factor * results.y).astype(spec.y_dtype))
+
+
+FORMULAS = Formulas(norm_scaled_fwd, norm_scaled_tan, norm_scaled_bwd)
+
+# jaxnorm/operations/norm.py
+
+
+def rms_norm_scaled(x, scale=None, *, factor=1.0, axis=-1, epsilon=1e-6, implementation=None):
+    (y,) = norm.normalise(
+        "rms_norm_scaled",
+        x,
+        scale=scale,
+        axis=axis,
+        epsilon=epsilon,
+        save="input",
+        implementation=implementation,
+        factor=factor,
+    )
+    return y
+
+
+# jaxnorm/tools/references.py
+
+
+def reference(given, d, dtype, *, factor=1.0):
+    of = references._Norm(given["x"], given["scale"], None)
+    gradients = of.backward(d[0] * factor, None)
+    return [(of.y * factor).stored(dtype)], references._stored(gradients, dtype)
