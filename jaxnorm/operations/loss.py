@@ -11,6 +11,7 @@ from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
 from jaxnorm.operations import checks
 from jaxnorm.primitives import eager, row_operations
+from jaxnorm_kernels.operations import FUNCTIONS
 from jaxnorm_kernels.specs import Name, Spec
 
 Function = Literal["softmax_cross_entropy_with_integer_labels"]
@@ -152,7 +153,7 @@ def cross_entropy_call(
             "a mask of positions with the axes of labels; leave one of both out"
         )
     spec = Spec(
-        op="cross_entropy",
+        op=FUNCTIONS[NAME].op,
         direction="fwd",
         rows=view.rows,
         cols=view.cols,

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from typing import Literal
 
 import jax
 import numpy as np
@@ -13,9 +12,8 @@ from jaxnorm.calls.rows import RowView
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
 from jaxnorm.primitives import eager, row_operations
+from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
 from jaxnorm_kernels.specs import Name, Spec
-
-Function = Literal["softmax", "log_softmax"]
 
 
 def softmax(
@@ -70,7 +68,9 @@ def softmax(
       >>> jaxnorm.softmax(logits, scale=0.125, where=jnp.array([True, True, False])).shape
       (3, 3)
     """
-    return _softmax(x, axis, where, scale, bias, causal, dtype, implementation, -math.inf)
+    return _SOFTMAXES["softmax"](
+        x, axis, where, scale, bias, causal, dtype, implementation, -math.inf
+    )
 
 
 def log_softmax(
@@ -114,7 +114,9 @@ def log_softmax(
       >>> jaxnorm.log_softmax(logits, dtype=jnp.float32).dtype.name
       'float32'
     """
-    return _log_softmax(x, axis, where, scale, bias, causal, dtype, implementation, -math.inf)
+    return _SOFTMAXES["log_softmax"](
+        x, axis, where, scale, bias, causal, dtype, implementation, -math.inf
+    )
 
 
 def filled_softmax(
@@ -129,11 +131,11 @@ def filled_softmax(
 
     As the logits of attention are masked in Flax: a row that keeps nothing is even.
     """
-    return _softmax(x, -1, where, 1.0, bias, False, dtype, None, fill)
+    return _SOFTMAXES["softmax"](x, -1, where, 1.0, bias, False, dtype, None, fill)
 
 
 def _softmax_of(
-    function: Function,
+    function: str,
     x: checks.ArrayLike,
     axis: checks.Axis,
     where: checks.ArrayLike | None,
@@ -169,14 +171,16 @@ def _softmax_of(
     return row_operations.bind(call, x, mask, bias)[0]
 
 
-_softmax, _log_softmax = (
-    eager.compiled(functools.partial(_softmax_of, function), name=function, arrays=(0, 2, 4))
-    for function in ("softmax", "log_softmax")
-)
+# Each function, as it is called outside `jax.jit`.
+_SOFTMAXES = {
+    name: eager.compiled(functools.partial(_softmax_of, name), name=name, arrays=(0, 2, 4))
+    for name, function in FUNCTIONS.items()
+    if OPERATIONS[function.op].family == "softmax"
+}
 
 
 def softmax_call(
-    function: Function,
+    function: str,
     shape: tuple[int, ...],
     x_dtype: np.dtype,
     bias: tuple[tuple[int, ...], np.dtype] | None,
@@ -201,7 +205,7 @@ def softmax_call(
     if causal:
         checks.matrix(function, "causal", view)
     spec = Spec(
-        op=function,
+        op=FUNCTIONS[function].op,
         direction="fwd",
         rows=view.rows,
         cols=view.cols,

@@ -44,7 +44,7 @@ NO_KERNEL: Table = (
 NO_CLASSES: Table = (
     (
         "its cross-entropy kernels take no mask of classes",
-        lambda s: s.op == "cross_entropy" and s.has_mask,
+        lambda s: s.is_loss and s.has_mask,
     ),
 )
 

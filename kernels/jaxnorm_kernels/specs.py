@@ -243,6 +243,11 @@ class Spec:
         return self.operation.family == "norm"
 
     @functools.cached_property
+    def is_loss(self) -> bool:
+        """Whether it has labels."""
+        return self.operation.family == "loss"
+
+    @functools.cached_property
     def normalises_h(self) -> bool:
         """Whether y is the norm of the sum h, which is returned too."""
         return "h" in self.operation.results

@@ -40,16 +40,12 @@ _CANNOT: Table = (
     *NO_KERNEL,
     (
         f"its cross-entropy kernels take rows of {WARPGROUP_THREADS} columns and more",
-        lambda s: s.op == "cross_entropy" and s.cols < WARPGROUP_THREADS,
+        lambda s: s.is_loss and s.cols < WARPGROUP_THREADS,
     ),
     *NO_CLASSES,
     (
         f"its kernels number blocks, the parts of rows, in 32 bits, up to {_MAX_ROWS}",
-        lambda s: (
-            s.op == "cross_entropy"
-            and s.direction == "bwd"
-            and s.rows * parts_of_a_row(s) > _MAX_ROWS
-        ),
+        lambda s: s.is_loss and s.direction == "bwd" and s.rows * parts_of_a_row(s) > _MAX_ROWS,
     ),
     (f"its kernels need rows of {_MIN_COLS} elements or more", lambda s: s.cols < _MIN_COLS),
     (
@@ -173,7 +169,7 @@ def caveat() -> str | None:
 
 def _is_held(spec: Spec) -> bool:
     """Whether registers and shared memory have room for the rows of a call."""
-    if spec.op == "cross_entropy":
+    if spec.is_loss:
         return True  # In a loop.
     if spec.direction == "fwd":
         return forward.choose(spec) is not None

@@ -272,7 +272,7 @@ _TABLES = {
 
 def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
     """The schedule for `spec` on `gpu`, or the one at hand."""
-    if spec.op == "cross_entropy":
+    if spec.is_loss:
         return _of_loss(spec, gpu or local_gpu())
     return of_line(choose_line(spec), spec, gpu or local_gpu())
 

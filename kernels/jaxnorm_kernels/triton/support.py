@@ -45,7 +45,7 @@ _CANNOT: Table = (
     (
         f"its kernels number programs, the blocks of rows, in 32 bits, up to {_MOST}",
         lambda s: (
-            s.op == "cross_entropy"
+            s.is_loss
             and s.direction == "bwd"
             and s.cols > LOSS_BLOCK
             and s.rows * (s.cols // LOSS_BLOCK + 2) > _MOST
@@ -76,7 +76,7 @@ _LEFT_TO_XLA: Table = (
         "its softmaxes with a mask, a bias or a diagonal are not measured yet",
         lambda s: s.has_mask or s.logits_bias_dtype is not None or s.causal,
     ),
-    ("its cross-entropy is not measured yet", lambda s: s.op == "cross_entropy"),
+    ("its cross-entropy is not measured yet", lambda s: s.is_loss),
     (
         "with few rows, XLA spreads a norm over more multiprocessors",
         lambda s: s.is_norm and s.rows < _few_rows(s),
