@@ -43,7 +43,7 @@ def step(name, save="output", **options):
     """The function's value and its gradients, over (cotangent, x, *params)."""
 
     def function(x, *params):
-        if name.endswith("softmax"):
+        if OPERATIONS[operations.FUNCTIONS[name].op].family == "softmax":
             return getattr(jaxnorm, name)(x, **options)
         return getattr(jaxnorm, name)(x, *params, save=save, **options)
 
