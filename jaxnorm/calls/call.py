@@ -106,7 +106,8 @@ class Call:
         """Of the same outputs; of those whose cotangents a backward takes."""
         spec, is_transpose = self.spec, self.spec.direction == "bwd"
         wanted = spec.stat_cotangents if is_transpose else spec.want_stats
-        if is_transpose and spec.operation.may_add_dh and "x" in wrt:  # To dx a plain norm's dh was added.
+        # To dx a plain norm's dh was added.
+        if is_transpose and spec.operation.may_add_dh and "x" in wrt:
             adds_dh = spec.adds_dh
         call = dataclasses.replace(self, wrt=tuple(wrt))
         return call._with(

@@ -102,7 +102,7 @@ class _RowRules(Rules[Call]):
         along = nonzero((name, tangent_of[name]) for name in call.differentiable)
         if operation.derivative is None:
             moved = self.tangents_of(call, [arrays[name] for name in call.residual_names], along)
-        else:  # norm_add: y = residual + norm(x)
+        else:  # y = residual + norm(x)
             residual, norm = along.pop("residual", None), call.first()
             residuals = [arrays[name] for name in norm.residual_names]
             dy, *others = self.tangents_of(norm, residuals, along)

@@ -162,7 +162,6 @@ OPERATIONS: dict[Op, Operation] = {
         saves=("x", "x"),
         keeps=("scale",),
         statistics=("rstd",),
-        through_h=(),
         norms=("first",),
         derivative="norm",
     ),
