@@ -162,6 +162,7 @@ OPERATIONS: dict[Op, Operation] = {
         saves=("x", "x"),
         keeps=("scale",),
         statistics=("rstd",),
+        through_h=(),  # y has the sum; h is none of its own
         norms=("first",),
         derivative="norm",
     ),

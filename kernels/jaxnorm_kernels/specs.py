@@ -317,7 +317,9 @@ class Spec:
 
     @functools.cached_property
     def last(self) -> "Spec":
-        """The norm of h, or of x where nothing is added before it."""
+        """The norm of h, or of x where nothing is added before it; of no norm, the call itself."""
+        if not self.is_norm:
+            return self
         changes: dict[str, Any] = {}
         if self.normalises_h:
             changes["x_dtype"] = self.residual_dtype

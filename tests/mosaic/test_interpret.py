@@ -322,7 +322,7 @@ def test_deterministic() -> None:
     np.testing.assert_array_equal(first, second)
 
 
-SUPPORTED = make_spec("layer_norm", 4, 128, BF16, F32)
+SUPPORTED = {op: make_spec(op, 4, 128, BF16, F32) for op in ("layer_norm", "softmax")}
 
 
 @pytest.mark.parametrize(
@@ -363,5 +363,6 @@ SUPPORTED = make_spec("layer_norm", 4, 128, BF16, F32)
     ids=str,
 )
 def test_supports(change: dict[str, Any], reason: str | None) -> None:
-    refusal = mosaic.supports(dataclasses.replace(SUPPORTED, **change))
+    spec = SUPPORTED["softmax" if change.get("op") == "softmax" else "layer_norm"]
+    refusal = mosaic.supports(dataclasses.replace(spec, **change))
     assert refusal is None if reason is None else reason in str(refusal)
