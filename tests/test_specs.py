@@ -1,4 +1,4 @@
-"""What a `Spec` says: of one family of operations, and nothing that only another one's calls say."""
+"""A `Spec` is of one family of operations, and says nothing that only another one has."""
 
 import dataclasses
 
