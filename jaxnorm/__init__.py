@@ -17,7 +17,7 @@ from jaxnorm.operations.norm import (
     rms_norm_add,
     rms_norm_add_rms_norm,
 )
-from jaxnorm.operations.products import rms_norm_linear
+from jaxnorm.operations.norm_linear import rms_norm_linear
 from jaxnorm.operations.softmax import log_softmax, softmax
 from jaxnorm.primitives.remat import save_policy
 from jaxnorm.tools.check_params import NormReport, ParamReport, check_params

@@ -211,6 +211,28 @@ def test_which_implementation_runs():
         jaxnorm.implementation_for(NAME, (8, 8), "float32", activation="tanh")
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")
+@pytest.mark.parametrize("around", ["nothing", "jit", "grad", "vmap", "disable_jit"])
+def test_the_kernel_on_a_cpu(around):
+    """The sentence of other kernels, before Pallas has one."""
+    x, weight = jnp.ones((2, 8, 64), jnp.bfloat16), jnp.ones((64, 128), jnp.bfloat16)
+
+    def call(x):
+        return rms_norm_linear(x, weight, jnp.ones(64), implementation="mosaic")
+
+    functions = {
+        "jit": jax.jit(call),
+        "grad": jax.grad(lambda x: jnp.sum(call(x).astype(jnp.float32))),
+        "vmap": jax.vmap(call),
+    }
+    message = (
+        f"^{NAME}: implementation='mosaic' cannot run on cpu: its kernels are for NVIDIA GPUs; "
+        "leave implementation out"
+    )
+    with jax.disable_jit(around == "disable_jit"), pytest.raises(ValueError, match=message):
+        functions.get(around, call)(x)
+
+
 # ---------------------------------------------------------------------------------- derivatives
 
 

@@ -13,7 +13,7 @@ from jaxnorm_kernels.specs import Spec
 
 if TYPE_CHECKING:
     from jaxnorm.calls.call import Call
-    from jaxnorm.operations.products import Linear
+    from jaxnorm.operations.norm_linear import Linear
     from jaxnorm_kernels.implementation import Implementation
 
 # Where each implementation lives. Imported on first use: a kernel backend costs nothing until then.
@@ -159,7 +159,7 @@ def forced(call: "Call | Linear", name: str) -> Choice:
     return Choice(name, "asked for by name")
 
 
-def placed(call: "Call", name: str, platforms: Sequence[str]) -> None:
+def placed(call: "Call | Linear", name: str, platforms: Sequence[str]) -> None:
     """ValueError where a program for these platforms cannot hold `name`, which was asked for."""
     can = getattr(module(name), "platforms", lambda: None)()
     cannot = [platform for platform in platforms if can is not None and platform not in can]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxnorm.models import conversion
 from jaxnorm.operations import checks
-from jaxnorm.operations.products import rms_norm_linear
+from jaxnorm.operations.norm_linear import rms_norm_linear
 from jaxnorm_kernels.specs import Activation, Name, Save
 
 if importlib.util.find_spec("flax") is None:

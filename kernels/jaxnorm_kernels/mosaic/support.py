@@ -2,6 +2,7 @@
 
 from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.mosaic.cross_entropy.backward import parts_of_a_row
+from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import (
     LEAST_VECTOR,
     WARPGROUP_THREADS,
@@ -137,7 +138,7 @@ _LEFT_TO_XLA: Table = (
 
 def platforms() -> tuple[str, ...]:
     """Where it can run."""
-    return ("cuda",)
+    return ("cuda", "cpu") if is_interpreted() else ("cuda",)
 
 
 def takes_inner(spec: Spec) -> bool:

@@ -1,0 +1,363 @@
+"""RMSNorm and the linear layer after it: rms_norm_linear, a composition.
+
+Of these only the norm is a primitive, and this is what each keeps:
+
+    n = rms_norm(x, scale)  `_normalised`           x and rstd
+    z = n weight + bias     `products.product`      weight, and nothing to make n again of but those
+    y = activation(z)       `products.activated`    z, rounded to y's dtype
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal, get_args, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from jaxnorm.calls import backends
+from jaxnorm.calls.call import Call
+from jaxnorm.meshes import sharding
+from jaxnorm.operations import checks, norm_linear_kernel, products
+from jaxnorm.operations.norm import norm_call
+from jaxnorm.primitives import eager, remat, row_operations
+from jaxnorm_kernels.specs import Activation, LinearSpec, Name
+
+Function = Literal["rms_norm_linear"]
+NAME: Function = "rms_norm_linear"
+
+_ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    name: products.ACTIVATIONS[name] for name in get_args(Activation)
+}
+
+
+@overload
+def rms_norm_linear(
+    x: checks.ArrayLike,
+    weight: checks.ArrayLike,
+    scale: checks.ArrayLike | None = None,
+    *,
+    bias: checks.ArrayLike | None = None,
+    residual: None = None,
+    activation: Activation | None = None,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    dtype: checks.DTypeLike | None = None,
+    implementation: Name | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def rms_norm_linear(
+    x: checks.ArrayLike,
+    weight: checks.ArrayLike,
+    scale: checks.ArrayLike | None = None,
+    *,
+    bias: checks.ArrayLike | None = None,
+    residual: checks.ArrayLike,
+    activation: Activation | None = None,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    dtype: checks.DTypeLike | None = None,
+    implementation: Name | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def rms_norm_linear(
+    x: checks.ArrayLike,
+    weight: checks.ArrayLike,
+    scale: checks.ArrayLike | None = None,
+    *,
+    bias: checks.ArrayLike | None = None,
+    residual: checks.ArrayLike | None = None,
+    activation: Activation | None = None,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    dtype: checks.DTypeLike | None = None,
+    implementation: Name | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Root-mean-square normalisation and the linear layer after it.
+
+    .. math::
+      y = \mathrm{activation}(\mathrm{rms\_norm}(x, \mathrm{scale}) \, \mathrm{weight} +
+      \mathrm{bias})
+
+    The backward starts from x and a number for each row, and never keeps the normalised array: it
+    is made again for weight's gradient. With an activation, it keeps what that is of, too.
+
+    The product is of the dtype to which x and weight promote, or of ``dtype`` where that has fewer
+    bits: the normalised array is rounded to it. Sums, bias and activation are float32 (float64
+    where x, weight or the output is), and rounded once.
+
+    Args:
+      x: array (..., d) of any number of rows; bfloat16, float16, float32 or float64.
+      weight: array (d, n), of these dtypes.
+      scale: array (d,), of these dtypes. None multiplies by 1 (``scale_offset`` is then unused).
+      bias: array (n,), of these dtypes. None adds nothing.
+      residual: array of x's shape, of these dtypes: h = x + residual, in residual's dtype, is
+        normalised in place of x, and returned.
+      activation: ``"relu"``, ``"leaky_relu"``, ``"gelu"`` or ``"silu"``: that of :mod:`jax.nn` with
+        its defaults (gelu is the approximation by tanh). None for none.
+      epsilon: added to the mean square, at least 0.
+      scale_offset: added to ``scale``; 1.0 for Gemma's ``1 + w``.
+      dtype: dtype of y; by default that to which x and weight promote.
+      implementation: None chooses, for the norm; the product is XLA's. ``"mosaic"`` is a kernel of
+        both, a forward alone: its derivative is that of None. It is not partitioned over a mesh:
+        call it inside `jax.shard_map`. See :func:`jaxnorm.implementation_for`.
+
+    Returns:
+      y, array (..., n) in ``dtype``; with a residual (y, h).
+
+    Differentiable in reverse and forward mode, to any order; gradients have the dtypes of what they
+    are of.
+
+    On a mesh, rows and n may be split; a weight that is stored in shards of d (FSDP), or of n over
+    axes that split x, is gathered. Where x's own last axis is split, its shards add up the product.
+
+    Raises:
+      TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
+      ValueError: the shape of an array, ``activation``, ``epsilon`` or ``implementation`` is wrong,
+        or the implementation asked for cannot run this call.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> x, weight = jnp.ones((8, 512), jnp.bfloat16), jnp.zeros((512, 2048), jnp.bfloat16)
+      >>> jaxnorm.rms_norm_linear(x, weight, jnp.ones(512), activation="silu").shape
+      (8, 2048)
+      >>> y, h = jaxnorm.rms_norm_linear(x, weight, jnp.ones(512), residual=x)
+      >>> y.shape, h.shape
+      ((8, 2048), (8, 512))
+    """
+    y, *h = _rms_norm_linear(
+        x,
+        weight,
+        scale,
+        bias,
+        residual,
+        activation,
+        epsilon,
+        scale_offset,
+        dtype,
+        implementation,
+        jax.config.jax_default_matmul_precision,
+    )
+    return (y, h[0]) if h else y
+
+
+def _rms_norm_linear_of(
+    x: checks.ArrayLike,
+    weight: checks.ArrayLike,
+    scale: checks.ArrayLike | None,
+    bias: checks.ArrayLike | None,
+    residual: checks.ArrayLike | None,
+    activation: Activation | None,
+    epsilon: float,
+    scale_offset: float,
+    dtype: checks.DTypeLike | None,
+    implementation: Name | None,
+    precision: str | None,
+) -> list[jax.Array]:
+    x = checks.float_array(NAME, "x", x)
+    others = {"weight": checks.float_array(NAME, "weight", weight)}
+    for name, array in (("scale", scale), ("bias", bias), ("residual", residual)):
+        if array is not None:
+            others[name] = checks.float_array(NAME, name, array)
+    call = linear_call(
+        x.shape,
+        x.dtype,
+        {name: (a.shape, a.dtype) for name, a in others.items()},
+        activation=activation,
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        dtype=dtype,
+        implementation=implementation,
+        precision=precision,
+    )
+    if implementation is not None:
+        backends.forced(call, implementation)
+    added = others.pop("residual", None)
+    h = [] if added is None else [_sum(x, added)]
+    operands = dict(zip(("x", *others), sharding.vary_alike([*(h or [x]), *others.values()])))
+    with jax.named_scope(f"jaxnorm.{NAME}"):
+        if implementation == "mosaic":
+            by_name = norm_linear_kernel.by_name
+            return [by_name(call, _composed, tuple(operands), *operands.values()), *h]
+        return [_composed(call, tuple(operands), *operands.values()), *h]
+
+
+_rms_norm_linear = eager.compiled(_rms_norm_linear_of, name=NAME, arrays=range(5))
+
+
+def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
+    """h = x + residual in residual's dtype, rounded once, under its name."""
+    is_wide = "float64" in (x.dtype.name, residual.dtype.name)
+    wide = np.float64 if is_wide else np.float32
+    residual = sharding.lie_alike(residual, x)
+    x, other = sharding.vary_alike([x.astype(wide), residual.astype(wide)])
+    h = remat.name_of_linear("h", (x + other).astype(residual.dtype))
+    # Nothing, to XLA. But what a policy keeps by its name it would keep once more for each
+    # `jax.checkpoint` that takes it; the result of this it makes again of what it keeps.
+    info = jnp.finfo(h.dtype)
+    return lax.reduce_precision(h, info.nexp, info.nmant)
+
+
+# ----------------------------------------------------------------------------- what a call is
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """The static part of a call.
+
+    Attributes:
+      norm: the norm of x, or of h, whose result is the product's operand.
+      spec: the whole call, as a kernel of it sees it.
+    """
+
+    function: ClassVar[Function] = NAME
+
+    norm: Call
+    spec: LinearSpec
+    implementation: Name | None
+
+    def as_seen_by(self, name: str) -> LinearSpec:
+        """The spec that the implementation `name` gets."""
+        del name
+        return self.spec
+
+
+def linear_call(
+    shape: tuple[int, ...],
+    x_dtype: np.dtype,
+    others: dict[str, tuple[tuple[int, ...], np.dtype]],
+    *,
+    activation: Activation | None,
+    epsilon: float,
+    scale_offset: float,
+    dtype: checks.DTypeLike | None,
+    implementation: Name | None,
+    precision: str | None,
+) -> Linear:
+    """A call with these arguments, after the checks.
+
+    `others`: shape and dtype of weight, scale, bias and residual, those that there are.
+    """
+    shapes = {name: its_shape for name, (its_shape, _) in others.items()}
+    dtypes = {name: its_dtype for name, (_, its_dtype) in others.items()}
+    _check_shapes(shape, shapes)
+    if activation is not None and activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"{NAME}: activation={activation!r}; expected one of "
+            f"{', '.join(map(repr, _ACTIVATIONS))}, or None; apply another one to the result"
+        )
+    checks.implementation(NAME, implementation)
+    promoted = checks.product_dtype(x_dtype, dtypes["weight"])
+    y_dtype = checks.output_dtype(NAME, dtype, promoted)
+    spec = LinearSpec(
+        rows=math.prod(shape[:-1]),
+        cols=shape[-1],
+        features=shapes["weight"][1],
+        x_dtype=dtypes.get("residual", x_dtype),
+        weight_dtype=dtypes["weight"],
+        product_dtype=min(promoted, y_dtype, key=lambda dtype: dtype.itemsize),
+        y_dtype=y_dtype,
+        scale_dtype=dtypes.get("scale"),
+        bias_dtype=dtypes.get("bias"),
+        epsilon=checks.number(NAME, "epsilon", epsilon, minimum=0.0),
+        scale_offset=checks.number(NAME, "scale_offset", scale_offset),
+        activation=activation,
+        precision=precision,
+    )
+    norm = norm_call(
+        "rms_norm",
+        shape,
+        spec.x_dtype,
+        {name: others[name] for name in ("scale",) if name in others},
+        axis=-1,
+        epsilon=spec.epsilon,
+        scale_offset=spec.scale_offset,
+        dtype=spec.product_dtype,
+        save="input",
+        implementation=None if implementation == "mosaic" else implementation,
+    )
+    return Linear(norm, spec, implementation)
+
+
+def _check_shapes(shape: tuple[int, ...], others: dict[str, tuple[int, ...]]) -> None:
+    if not shape:
+        raise ValueError(
+            f"{NAME}: x has shape (); expected (..., d), a vector of features for each position; "
+            "give x an axis, e.g. x[None]"
+        )
+    cols, weight = shape[-1], others["weight"]
+    if len(weight) != 2 or weight[0] != cols:
+        raise ValueError(
+            f"{NAME}: weight has shape {weight}; expected ({cols}, n), the last axis of x {shape} "
+            "by any number of features; transpose or reshape weight, e.g. weight.T"
+        )
+    for name, expected, meaning in (
+        ("scale", (cols,), f"a number for each element of the last axis of x {shape}"),
+        ("bias", weight[1:], f"a number for each column of weight {weight}"),
+    ):
+        if others.get(name, expected) != expected:
+            raise ValueError(
+                f"{NAME}: {name} has shape {others[name]}; expected {expected}, {meaning}; reshape "
+                f"{name} to that shape"
+            )
+    checks.same_shape(NAME, "residual", others.get("residual", shape), shape)
+
+
+# ----------------------------------------------------------------------------- the composition
+
+
+def _composed(call: Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.Array:
+    """y, of x, weight, scale and bias, those that `names` names."""
+    operands, spec = dict(zip(names, arrays)), call.spec
+    layout = products.layout_of(operands["x"], operands["weight"])
+    for name in ("scale", "bias"):
+        # They may be sharded for storage (FSDP), and are small; weight is gathered by the product.
+        if layout is not None and name in operands:
+            operands[name] = sharding.reshard(operands[name], layout.mesh, layout.spec(name))
+    normalised = [operands[name] for name in ("x", "scale") if name in operands]
+    # Nothing but the sums is rounded to y: the product does that itself, in no pass of its own. But
+    # sums over shards of x's columns are added up before they are rounded.
+    is_split = layout is not None and bool(layout.cols)
+    is_alone = "bias" not in operands and spec.activation is None and not is_split
+    z = products.product(
+        functools.partial(_normalised, call.norm),
+        normalised,
+        operands["weight"],
+        dtype=spec.product_dtype,
+        result=spec.y_dtype if is_alone else spec.compute_dtype,
+        precision=spec.precision,
+        weight_sharding=None if layout is None else layout.sharding("weight"),
+        out_sharding=None if layout is None else layout.sharding("z"),
+    )
+    if "bias" in operands:
+        bias = operands["bias"].astype(z.dtype)
+        z = z + jnp.expand_dims(bias, range(z.ndim - 1))
+    if spec.activation is None:
+        return z.astype(spec.y_dtype)
+    kept = remat.name_of_linear("z", z.astype(spec.y_dtype))
+    return products.activated(_ACTIVATIONS[spec.activation], z, kept).astype(spec.y_dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _normalised(norm: Call, x: jax.Array, *scale: jax.Array) -> jax.Array:
+    """The norm, of which x and rstd are kept; its result has no name that a policy would keep."""
+    (n,) = row_operations.bind(norm, x, *scale)
+    return n
+
+
+@functools.partial(_normalised.defjvp, symbolic_zeros=True)
+def _(norm: Call, primals: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
+    x, *scale = primals
+    n, rstd = row_operations.bind(norm.with_stats(), x, *scale)
+    rstd = remat.name_of_linear("rstd", rstd)
+    along = {name: products.nonzero(t) for name, t in zip(("x", "scale"), tangents)}
+    (dn,) = row_operations.tangents_of(norm, [x, rstd, *scale], along)
+    return n, SymbolicZero(jax.typeof(n).to_tangent_aval()) if dn is None else dn
