@@ -7,6 +7,7 @@ modules made of them.
 """
 
 from jaxnorm.calls.backends import Choice
+from jaxnorm.operations.gated_linear import activation_linear, gated_linear
 from jaxnorm.operations.linear_loss import linear_softmax_cross_entropy
 from jaxnorm.operations.loss import softmax_cross_entropy_with_integer_labels
 from jaxnorm.operations.norm import (
@@ -28,9 +29,11 @@ __all__ = [
     "NormReport",
     "ParamReport",
     "Plan",
+    "activation_linear",
     "add_layer_norm",
     "add_rms_norm",
     "check_params",
+    "gated_linear",
     "implementation_for",
     "layer_norm",
     "linear_softmax_cross_entropy",

@@ -14,9 +14,11 @@ import jaxnorm.linen
 import jaxnorm.nnx
 
 FUNCTIONS = {
+    "activation_linear",
     "add_layer_norm",
     "add_rms_norm",
     "check_params",
+    "gated_linear",
     "implementation_for",
     "layer_norm",
     "linear_softmax_cross_entropy",

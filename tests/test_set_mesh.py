@@ -71,6 +71,15 @@ CALLS = {
         (normal(ROWS, CLASSES),),
     ),
     "rms_norm_linear": (jaxnorm.rms_norm_linear, (X, WEIGHT, SCALE)),
+    # Of these a kernel is the norm's.
+    "gated_linear": (
+        lambda x, r, w: jaxnorm.gated_linear(jaxnorm.rms_norm(x), r, w),
+        (X, R, WEIGHT),
+    ),
+    "activation_linear": (
+        lambda x, w: jaxnorm.activation_linear(jaxnorm.rms_norm(x), w),
+        (X, WEIGHT),
+    ),
     "linear_loss": (
         lambda x, w: jaxnorm.linear_softmax_cross_entropy(x, w, LABELS),
         (X, WEIGHT),

@@ -21,6 +21,11 @@ weight = jnp.ones((16, 8))
 y = jaxnorm.rms_norm_linear(x, weight, param, activation="gelu")
 y, h = jaxnorm.rms_norm_linear(x, weight, param, residual=x)
 y = jaxnorm.rms_norm_linear(x, weight, activation="tanh")  # type: ignore[call-overload]
+y = jaxnorm.gated_linear(x, x, weight, bias=jnp.zeros(8), activation="gelu", dtype=jnp.bfloat16)
+y = jaxnorm.gated_linear(x, x, weight, activation=jnp.tanh, product=lambda h, w: h @ w)
+y = jaxnorm.activation_linear(x, param, bias=param, out_sharding=None)
+y = jaxnorm.activation_linear(x, weight, activation="tanh")  # type: ignore[arg-type]
+y = jaxnorm.activation_linear(x, weight, out_sharding="data")  # type: ignore[arg-type]
 y = jaxnorm.rms_norm(x, save="both")  # type: ignore[arg-type]
 y = jaxnorm.rms_norm(x, implementation="cudnn")  # type: ignore[arg-type]
 y = jaxnorm.rms_norm(x, eps=1e-5)  # type: ignore[call-arg]

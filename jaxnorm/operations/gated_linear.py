@@ -1,0 +1,383 @@
+"""Elementwise functions and the linear layer after them: gated_linear, activation_linear.
+
+    h = activation(gate) * up       in one pass, rounded once      kept: gate and up
+    y = h weight + bias             `products.dot`                 kept: weight
+
+One `jax.checkpoint` around both: its backward makes h again, in the pass that makes the gradients
+of gate and up. So forward mode, `jax.vmap`, meshes and policies of rematerialisation are JAX's.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxnorm.meshes import sharding
+from jaxnorm.operations import checks, products
+from jaxnorm.primitives import eager
+from jaxnorm_kernels.specs import FLOAT_DTYPES
+
+# `type` statements: signatures, and help(), show such an alias by its name.
+type Elementwise = Literal["silu", "gelu", "relu", "leaky_relu", "sigmoid"]
+type ElementwiseFunction = Elementwise | Callable[[jax.Array], jax.Array]
+type Product = Callable[[jax.Array, Any], jax.Array]
+type Sharding = NamedSharding | PartitionSpec
+
+Function = Literal["gated_linear", "activation_linear"]
+
+# Those whose elementwise function the product takes.
+_OPERANDS: dict[Function, tuple[str, ...]] = {
+    "gated_linear": ("gate", "up"),
+    "activation_linear": ("x",),
+}
+assert {*products.ACTIVATIONS} == {*get_args(Elementwise.__value__)}
+
+
+def gated_linear(
+    gate: checks.ArrayLike,
+    up: checks.ArrayLike,
+    weight: checks.ArrayLike,
+    *,
+    bias: checks.ArrayLike | None = None,
+    activation: ElementwiseFunction = "silu",
+    dtype: checks.DTypeLike | None = None,
+    product: Product | None = None,
+    out_sharding: Sharding | None = None,
+) -> jax.Array:
+    r"""The second half of a gated MLP (Shazeer, 2020, https://arxiv.org/abs/2002.05202).
+
+    .. math::
+      y = (\mathrm{activation}(\mathrm{gate}) \cdot \mathrm{up}) \, \mathrm{weight} + \mathrm{bias}
+
+    It keeps gate, up and weight for the backward, and nothing else: neither the product of
+    activation and up, which the backward makes again in the pass that makes the gradients of gate
+    and up, nor what the activation's own derivative would keep. No matrix product runs twice.
+
+    Elementwise arithmetic is float32 (float64 where gate or up is), rounded once, to the dtype to
+    which gate and up promote. The product is of the dtype to which that and weight promote, or of
+    ``dtype`` where that has fewer bits: a wider one is the result's alone. Its sums are float32
+    (float64 where product or output is), bias is added to them, and they are rounded once. Its
+    cotangent is rounded to its dtype: behind a product of 16 bits are products of 16 bits.
+
+    Args:
+      gate: array (..., f); bfloat16, float16, float32 or float64.
+      up: array of gate's shape, of these dtypes.
+      weight: array (f, n), of these dtypes.
+      bias: array (n,), of these dtypes. None adds nothing.
+      activation: ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` or ``"sigmoid"``: that of
+        :mod:`jax.nn` with its defaults (gelu is the approximation by tanh). Or any elementwise
+        function of one array, which it gets in the arithmetic dtype. It may close over arrays, and
+        has gradients with respect to them; outside `jax.jit` each call traces it anew.
+      dtype: dtype of y; by default the product's.
+      product: function (h, weight) -> y of the elementwise result and weight, both in the product's
+        dtype, in place of ``h @ weight``: `jax.lax.ragged_dot` of experts, a quantised or low-rank
+        product, with dropout or sharding constraints of h before it. It may close over arrays, and
+        is made again in the backward, as far as its derivative takes it. weight is then whatever it
+        takes: an array of any shape, or a tree of arrays, of which those of other dtypes stay as
+        they are.
+      out_sharding: `NamedSharding` or `PartitionSpec` of the product's result, on a mesh with
+        Explicit axes, as in `jnp.einsum`: where f is split (tensor parallelism), it must be given.
+
+    Returns:
+      y, array (..., n) in ``dtype``.
+
+    Differentiable in reverse and forward mode, to any order; gradients have the dtypes of what they
+    are of.
+
+    On a mesh, rows, f and n may be split. On Explicit axes a weight that is stored in shards of f,
+    or of n over axes that split rows (FSDP), is gathered, forward and again backward.
+
+    Raises:
+      TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
+      ValueError: the shape of an array, ``activation`` or ``out_sharding`` is wrong, or lacks.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> x, w_gate, w_up = jnp.ones((8, 64)), jnp.ones((64, 256)), jnp.ones((64, 256))
+      >>> jaxnorm.gated_linear(x @ w_gate, x @ w_up, jnp.ones((256, 64))).shape
+      (8, 64)
+      >>> y = jaxnorm.gated_linear(
+      ...     x @ w_gate, x @ w_up, jnp.ones((256, 64)), activation="gelu", dtype=jnp.bfloat16
+      ... )
+      >>> y.dtype.name
+      'bfloat16'
+    """
+    return _call("gated_linear", gate, up, weight, bias, activation, dtype, product, out_sharding)
+
+
+def activation_linear(
+    x: checks.ArrayLike,
+    weight: checks.ArrayLike,
+    *,
+    bias: checks.ArrayLike | None = None,
+    activation: ElementwiseFunction = "gelu",
+    dtype: checks.DTypeLike | None = None,
+    product: Product | None = None,
+    out_sharding: Sharding | None = None,
+) -> jax.Array:
+    r"""The second half of an MLP: an activation and the linear layer after it.
+
+    .. math::
+      y = \mathrm{activation}(x) \, \mathrm{weight} + \mathrm{bias}
+
+    :func:`jaxnorm.gated_linear` without ``up``: it keeps x and weight for the backward, and nothing
+    else. gelu is that of Hendrycks and Gimpel (2016, https://arxiv.org/abs/1606.08415).
+
+    Args:
+      x: array (..., f); bfloat16, float16, float32 or float64.
+      weight: array (f, n), of these dtypes.
+      bias: array (n,), of these dtypes. None adds nothing.
+      activation, dtype, product, out_sharding: as in :func:`jaxnorm.gated_linear`.
+
+    Returns:
+      y, array (..., n) in ``dtype``. Differentiable as :func:`jaxnorm.gated_linear` is.
+
+    Raises:
+      TypeError, ValueError: as :func:`jaxnorm.gated_linear`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> x, w_in, w_out = jnp.ones((8, 64)), jnp.ones((64, 256)), jnp.ones((256, 64))
+      >>> jaxnorm.activation_linear(x @ w_in, w_out, bias=jnp.zeros(64)).shape
+      (8, 64)
+    """
+    return _call(
+        "activation_linear", x, None, weight, bias, activation, dtype, product, out_sharding
+    )
+
+
+def _call(function: Function, *arguments: Any) -> jax.Array:
+    """Compiled outside `jax.jit`, but for functions, of which each call may have another."""
+    *_, activation, _, product, _ = arguments
+    is_named = product is None and not callable(activation)
+    run = _compiled[function] if is_named else functools.partial(_linear_of, function)
+    return run(*arguments, jax.config.jax_default_matmul_precision)
+
+
+def _linear_of(
+    function: Function,
+    x: checks.ArrayLike,
+    up: checks.ArrayLike | None,
+    weight: Any,
+    bias: checks.ArrayLike | None,
+    activation: ElementwiseFunction,
+    dtype: checks.DTypeLike | None,
+    product: Product | None,
+    out_sharding: Sharding | None,
+    precision: str | None,
+) -> jax.Array:
+    names = _OPERANDS[function]
+    rows = [checks.float_array(function, name, a) for name, a in zip(names, (x, up))]
+    if bias is not None:
+        bias = checks.float_array(function, "bias", bias)
+    weights, tree = _weights(function, weight, product)
+    _check_shapes(function, rows, weights, bias, product)
+    _check_options(function, product, out_sharding)
+    f = _elementwise(function, activation)
+
+    h_dtype = functools.reduce(checks.product_dtype, [a.dtype for a in rows])
+    floats = [a.dtype for a in weights if _is_float(a)]
+    promoted = functools.reduce(checks.product_dtype, floats, h_dtype)
+    y_dtype = checks.output_dtype(function, dtype, promoted)
+    product_dtype = min(promoted, y_dtype, key=lambda dtype: dtype.itemsize)
+    wide = _arithmetic(product_dtype, y_dtype)
+
+    rows = [sharding.lie_alike(a, rows[0]) for a in rows]
+    biases = [] if bias is None else [bias]
+    operands = iter(sharding.vary_alike([*rows, *weights, *biases]))
+    rows, weights, biases = ([next(operands) for _ in a] for a in (rows, weights, biases))
+    if product is None:
+        weight_sharding, its_sharding = _shardings(function, rows[0], weights[0], out_sharding)
+        # Sums are rounded by the product itself, in no pass of its own, where nothing is added to
+        # them: no bias, and on a mesh no sums of other shards.
+        is_split = weight_sharding is not None and weight_sharding.spec[0] is not None
+        is_alone = y_dtype == product_dtype and not (biases or is_split)
+        options = products.Dot(product_dtype, precision, weight_sharding, its_sharding)
+        multiply: Product = functools.partial(products.dot, options, y_dtype if is_alone else wide)
+    else:
+        multiply = functools.partial(_by_function, function, product, product_dtype)
+
+    # What goes from forward to backward is what it is applied to. Its barrier stays: without one
+    # XLA, to which layers that are not in a loop are one program, keeps h.
+    @jax.checkpoint
+    def multiplied(rows: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
+        return multiply(f(*rows).astype(h_dtype), jax.tree.unflatten(tree, weights))
+
+    with jax.named_scope(f"jaxnorm.{function}"):
+        y = multiplied(rows, weights)
+        for b in biases:
+            y = y.astype(wide)
+            y = y + sharding.broadcast_alike(_of_columns(function, b, y), y)
+        return y.astype(y_dtype)
+
+
+_compiled: dict[Function, Callable[..., jax.Array]] = {
+    name: eager.compiled(functools.partial(_linear_of, name), name=name, arrays=range(4))
+    for name in get_args(Function)
+}
+
+
+def _elementwise(function: Function, activation: ElementwiseFunction) -> Callable[..., jax.Array]:
+    """activation(x), or activation(gate) * up, in the arithmetic dtype."""
+    is_name = isinstance(activation, str) and activation in products.ACTIVATIONS
+    if not (is_name or callable(activation)):
+        raise ValueError(
+            f"{function}: activation={activation!r}; expected one of "
+            f"{', '.join(map(repr, products.ACTIVATIONS))}, or an elementwise function of one "
+            "array, e.g. jnp.tanh; for none, lambda x: x"
+        )
+    of_one = activation if callable(activation) else products.ACTIVATIONS[activation]
+
+    def f(x: jax.Array, *up: jax.Array) -> jax.Array:
+        wide = _arithmetic(*[a.dtype for a in (x, *up)])
+        h = jnp.asarray(of_one(x.astype(wide)))
+        if h.shape != x.shape:
+            raise ValueError(
+                f"{function}: activation returned shape {h.shape} of an array of shape {x.shape}; "
+                "expected its shape: a function of each element by itself"
+            )
+        return functools.reduce(jnp.multiply, [a.astype(wide) for a in (h, *up)])
+
+    return f
+
+
+def _by_function(
+    function: Function, product: Product, dtype: np.dtype, h: jax.Array, weight: Any
+) -> jax.Array:
+    """``product(h, weight)``, of floats in `dtype`."""
+    weight = jax.tree.map(lambda a: a.astype(dtype) if _is_float(a) else a, weight)
+    y = product(h.astype(dtype), weight)
+    if not isinstance(y, jax.Array) or not jnp.issubdtype(y.dtype, jnp.floating):
+        given = f"dtype {y.dtype.name}" if isinstance(y, jax.Array) else f"a {type(y).__name__}"
+        raise TypeError(
+            f"{function}: product returned {given}; expected an array of floating-point numbers, "
+            "y of (h, weight)"
+        )
+    return y
+
+
+def _shardings(
+    function: Function, x: jax.Array, weight: jax.Array, out_sharding: Sharding | None
+) -> tuple[NamedSharding | None, NamedSharding | None]:
+    """Of weight as the product takes it, and of its result; None without Explicit axes."""
+    layout = products.layout_of(x, weight)
+    if layout is None:
+        if out_sharding is not None:
+            raise ValueError(
+                f"{function}: out_sharding={out_sharding}, of arrays that lie on no mesh with "
+                "Explicit axes; expected None; leave it out, or on Auto axes constrain the result "
+                "by jax.lax.with_sharding_constraint"
+            )
+        return None, None
+    if out_sharding is None:
+        if layout.cols:
+            raise ValueError(
+                f"{function}: the mesh axes {layout.cols} split the last axis of the product's "
+                f"first factor, of shape {x.shape}, over which it adds up, and out_sharding=None; "
+                "expected how the sums lie: give out_sharding=, e.g. "
+                f"{layout.spec('z')}"
+            )
+        out_sharding = layout.spec("z")
+    if isinstance(out_sharding, PartitionSpec):
+        out_sharding = NamedSharding(layout.mesh, out_sharding)
+    return layout.sharding("weight"), out_sharding
+
+
+def _weights(
+    function: Function, weight: Any, product: Product | None
+) -> tuple[list[jax.Array], Any]:
+    """The arrays of weight, and their tree: one array, unless a function takes them."""
+    if product is None:
+        return jax.tree.flatten(checks.float_array(function, "weight", weight))
+    if not callable(product):
+        raise TypeError(
+            f"{function}: product is a {type(product).__name__}; expected a function of (h, "
+            "weight), or None for h @ weight"
+        )
+    leaves, tree = jax.tree.flatten(weight)
+    for leaf in leaves:
+        if not (isinstance(leaf, jax.typing.ArrayLike) or hasattr(leaf, "__jax_array__")):
+            raise TypeError(
+                f"{function}: weight has a {type(leaf).__name__}; expected an array, or a tree of "
+                "arrays; let product close over what is none"
+            )
+    return [jnp.asarray(leaf) for leaf in leaves], tree
+
+
+def _check_options(
+    function: Function, product: Product | None, out_sharding: Sharding | None
+) -> None:
+    if out_sharding is None:
+        return
+    if not isinstance(out_sharding, (NamedSharding, PartitionSpec)):
+        raise TypeError(
+            f"{function}: out_sharding is a {type(out_sharding).__name__}; expected a "
+            "NamedSharding, a PartitionSpec, or None"
+        )
+    if product is not None:
+        raise ValueError(
+            f"{function}: out_sharding={out_sharding} and product=; expected one of them; give it "
+            "to the product inside, e.g. jnp.einsum(..., out_sharding=out_sharding)"
+        )
+
+
+def _check_shapes(
+    function: Function,
+    rows: list[jax.Array],
+    weights: list[jax.Array],
+    bias: jax.Array | None,
+    product: Product | None,
+) -> None:
+    first, *others = _OPERANDS[function]
+    shape = rows[0].shape
+    if not shape:
+        raise ValueError(
+            f"{function}: {first} has shape (); expected (..., f), a vector of features for each "
+            f"position; give {first} an axis, e.g. {first}[None]"
+        )
+    for name, a in zip(others, rows[1:]):
+        if a.shape != shape:
+            raise ValueError(
+                f"{function}: {name} has shape {a.shape}; expected {shape}, the shape of {first}; "
+                f"broadcast {name}, e.g. jnp.broadcast_to({name}, {first}.shape)"
+            )
+    if product is not None:
+        return
+    (weight,) = weights
+    if weight.ndim != 2 or weight.shape[0] != shape[-1]:
+        raise ValueError(
+            f"{function}: weight has shape {weight.shape}; expected ({shape[-1]}, n), the last "
+            f"axis of {first} {shape} by any number of features; transpose or reshape weight, e.g. "
+            "weight.T, or give product= another product"
+        )
+    if bias is not None:
+        _check_bias(function, bias, weight.shape[1])
+
+
+def _check_bias(function: Function, bias: jax.Array, features: int) -> None:
+    if bias.shape != (features,):
+        raise ValueError(
+            f"{function}: bias has shape {bias.shape}; expected ({features},), a number for each "
+            "column of the product; reshape bias to that shape"
+        )
+
+
+def _of_columns(function: Function, bias: jax.Array, y: jax.Array) -> jax.Array:
+    """bias as a row of y, in y's dtype."""
+    _check_bias(function, bias, y.shape[-1])
+    return jnp.expand_dims(bias.astype(y.dtype), range(y.ndim - 1))
+
+
+def _is_float(a: jax.Array) -> bool:
+    return a.dtype.name in FLOAT_DTYPES
+
+
+def _arithmetic(*dtypes: np.dtype) -> np.dtype:
+    """float64 where one of them is, else float32."""
+    return np.dtype(np.float64 if "float64" in [dtype.name for dtype in dtypes] else np.float32)

@@ -1,0 +1,183 @@
+"""What gated_linear and activation_linear keep, in jaxprs and in compiled programs."""
+
+import functools
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxnorm
+
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
+
+POLICIES = jax.checkpoint_policies
+AROUND = {
+    "nothing": lambda f: f,
+    "checkpoint": jax.checkpoint,
+    "save_policy": functools.partial(jax.checkpoint, policy=jaxnorm.save_policy),
+    "dots": functools.partial(jax.checkpoint, policy=POLICIES.dots_saveable),
+    "names": functools.partial(jax.checkpoint, policy=POLICIES.save_only_these_names("gate", "up")),
+}
+WIDTH, INNER = 16, 40
+
+
+def gated(options, gate, up, weight, bias):
+    return jaxnorm.gated_linear(gate, up, weight, bias=bias, **options)
+
+
+def ungated(options, gate, up, weight, bias):
+    return jaxnorm.activation_linear(gate, weight, bias=bias, **options)
+
+
+def arrays_of(dtype="float32"):
+    shapes = {"gate": (4, INNER), "up": (4, INNER), "weight": (INNER, WIDTH), "bias": (WIDTH,)}
+    return [jnp.ones(shape, dtype) for shape in shapes.values()]
+
+
+def made(function, *arrays):
+    """Types of the arrays that go from forward to backward, but for arguments; each once."""
+    kept = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(function, *a)[1]))(*arrays).jaxpr
+    inputs = {*kept.invars, *kept.constvars}
+    found = [v for v in kept.outvars if isinstance(v, jax.extend.core.Var) and v not in inputs]
+    assert len({*found}) == len(found)
+    return sorted(v.aval.shape for v in found if v.aval.ndim)
+
+
+OPTIONS = [
+    {},
+    {"activation": "gelu", "dtype": jnp.bfloat16},
+    {"activation": jnp.tanh},
+    {"activation": "sigmoid", "product": lambda h, weight: jnp.einsum("ij,jk->ik", h, weight)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("function", [gated, ungated])
+def test_operands_alone_are_kept(function, options):
+    function = functools.partial(function, options)
+    assert made(function, *arrays_of()) == []
+    assert made(jax.jit(function), *arrays_of()) == []
+    # Of operands that are computed, those themselves.
+    of_sines = made(lambda g, u, w, b: function(3 * g, 3 * u, w, b), *arrays_of())
+    assert of_sines == [(4, INNER)] * (2 if function.func is gated else 1)
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("function", [gated, ungated])
+def test_blocks(function, around):
+    """Beside products' inputs, what the policy says: never the elementwise result."""
+
+    def block(x, w_gate, w_up, weight, bias):
+        gate, up = checkpoint_name(x @ w_gate, "gate"), checkpoint_name(x @ w_up, "up")
+        return x + function({}, gate, up, weight, bias)
+
+    x = jnp.ones((4, WIDTH))
+    weights = [jnp.ones((WIDTH, INNER))] * 2 + [jnp.ones((INNER, WIDTH)), jnp.ones(WIDTH)]
+    number = 2 if function is gated else 1
+    expected = {"nothing": number, "dots": number, "names": number}.get(around, 0)
+    kept = made(AROUND[around](block), x, *weights)
+    assert kept.count((4, INNER)) == expected
+    assert not [shape for shape in kept if shape not in ((4, INNER), (4, WIDTH))]
+    # A policy that keeps products keeps this one's, too.
+    assert kept.count((4, WIDTH)) <= (around == "dots")
+
+
+def scan(block, x, parameters):
+    return jax.lax.scan(lambda x, p: (block(x, *p), None), x, parameters)[0]
+
+
+def unrolled(block, x, parameters):
+    for layer in range(len(parameters[0])):
+        x = block(x, *[p[layer] for p in parameters])
+    return x
+
+
+def test_a_scan_stacks_gate_and_up():
+    def block(x, w_gate, w_up, weight):
+        return x + jaxnorm.gated_linear(x @ w_gate, x @ w_up, weight)
+
+    layers = 3
+    shapes = [(WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH)]
+    parameters = [jnp.ones((layers, *shape)) for shape in shapes]
+    kept = made(functools.partial(scan, block), jnp.ones((4, WIDTH)), parameters)
+    assert [shape for shape in kept if INNER in shape] == [(layers, 4, INNER)] * 2
+
+
+@pytest.mark.parametrize("stack", [scan, unrolled])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_compiled_memory(stack, dtype, activation, has_gate):
+    """Of a layer: gate and up, x, and nothing else of their size."""
+    tokens, width, inner = 512, 64, 256
+
+    def block(x, w_gate, w_up, weight):
+        if not has_gate:
+            return x + jaxnorm.activation_linear(x @ w_gate, weight, activation=activation)
+        return x + jaxnorm.gated_linear(x @ w_gate, x @ w_up, weight, activation=activation)
+
+    def temp_bytes(layers):
+        def loss(x, parameters):
+            return jnp.sum(stack(block, x, parameters).astype(jnp.float32) ** 2)
+
+        shapes = [(width, inner), (width, inner), (inner, width)]
+        parameters = [jax.ShapeDtypeStruct((layers, *shape), dtype) for shape in shapes]
+        x = jax.ShapeDtypeStruct((tokens, width), dtype)
+        compiled = jax.jit(jax.value_and_grad(loss, argnums=1)).lower(x, parameters).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    of_a_layer = (temp_bytes(5) - temp_bytes(3)) / 2
+    activation_bytes = tokens * inner * jnp.dtype(dtype).itemsize
+    # x is a quarter of an activation, and each weight, of which there may be a copy, an eighth.
+    assert of_a_layer <= (1 + has_gate + 1 / 4 + 3 / 8) * activation_bytes
+
+
+def products_of(function, *arrays):
+    """Dtypes of the operands and of the result of each matrix product."""
+    found = []
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "dot_general":
+                variables = (*equation.invars, *equation.outvars)
+                found.append(tuple(v.aval.dtype.name for v in variables))
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                walk(inner)
+
+    walk(jax.make_jaxpr(function)(*arrays).jaxpr)
+    return found
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("function", [gated, ungated])
+def test_products_behind_a_product_of_16_bits(function, has_bias):
+    """Of its dtype, as it is: also where operands are float32, and its sums with the bias."""
+    arrays = arrays_of("float32")
+
+    def loss(gate, up, weight, bias):
+        bias = bias if has_bias else None
+        return jnp.sum(jnp.sin(function({"dtype": jnp.bfloat16}, gate, up, weight, bias)))
+
+    step = jax.value_and_grad(loss, (0, 1, 2, 3))
+    forward, *backward = products_of(step, *arrays)
+    half = "bfloat16"
+    assert forward == (half, half, "float32" if has_bias else half)
+    assert backward == [(half,) * 3] * 2
+    # Nor along tangents.
+    tangents = products_of(lambda *a: jax.jvp(loss, a, a), *arrays)
+    assert [types[:2] for types in tangents] == [(half, half)] * 3
+
+
+def test_no_product_runs_twice():
+    """Nor without a derivative: then it is one, without a barrier."""
+    arrays = arrays_of()
+
+    def loss(*arrays):
+        return jnp.sum(jnp.sin(gated({}, *arrays)))
+
+    assert len(products_of(jax.value_and_grad(loss, range(4)), *arrays)) == 3
+    assert len(products_of(jax.grad(loss), *arrays)) == 2  # of frozen weights
+    text = jax.jit(loss).lower(*arrays).as_text()
+    assert "optimization_barrier" not in text
