@@ -22,10 +22,13 @@ from jaxnorm.operations.norm_linear import rms_norm_linear
 from jaxnorm.operations.softmax import log_softmax, softmax
 from jaxnorm.primitives.remat import save_policy
 from jaxnorm.tools.check_params import NormReport, ParamReport, check_params
+from jaxnorm.tools.memory_report import KeptArray, MemoryReport, memory_report
 from jaxnorm.tools.plan import Plan, implementation_for
 
 __all__ = [
     "Choice",
+    "KeptArray",
+    "MemoryReport",
     "NormReport",
     "ParamReport",
     "Plan",
@@ -38,6 +41,7 @@ __all__ = [
     "layer_norm",
     "linear_softmax_cross_entropy",
     "log_softmax",
+    "memory_report",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_add_rms_norm",

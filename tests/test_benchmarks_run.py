@@ -166,6 +166,7 @@ def test_first_calls_are_of_every_public_function():
         "gated_linear",
         "activation_linear",
         "check_params",
+        "memory_report",
         "implementation_for",
         "save_policy",
     }

@@ -16,7 +16,10 @@ MODULES: list[ModuleType] = [jaxnorm, jaxnorm.linen, jaxnorm.nnx]
 if importlib.util.find_spec("equinox"):
     MODULES.append(importlib.import_module("jaxnorm.equinox"))
 # What functions return, and nobody calls.
-RESULTS = {"jaxnorm.Choice", "jaxnorm.NormReport", "jaxnorm.ParamReport", "jaxnorm.Plan"}
+RESULTS = {
+    *("jaxnorm.Choice", "jaxnorm.KeptArray", "jaxnorm.MemoryReport", "jaxnorm.NormReport"),
+    *("jaxnorm.ParamReport", "jaxnorm.Plan"),
+}
 PUBLIC = {f"{module.__name__}.{name}": module for module in MODULES for name in module.__all__}
 
 

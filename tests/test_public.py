@@ -23,6 +23,7 @@ FUNCTIONS = {
     "layer_norm",
     "linear_softmax_cross_entropy",
     "log_softmax",
+    "memory_report",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_add_rms_norm",
@@ -31,7 +32,7 @@ FUNCTIONS = {
     "softmax",
     "softmax_cross_entropy_with_integer_labels",
 }
-TYPES = {"Choice", "NormReport", "ParamReport", "Plan"}
+TYPES = {"Choice", "KeptArray", "MemoryReport", "NormReport", "ParamReport", "Plan"}
 
 
 def test_all_names_are_listed():
@@ -60,7 +61,7 @@ def test_signatures_name_types(name):
     for part in ("numpy", "StandsForArray", "SupportsDType"):
         assert part not in shown
     expected = {"check_params": "dtype: DTypeLike", "implementation_for": "dtype: DTypeLike"}
-    if name != "save_policy":
+    if name not in ("memory_report", "save_policy"):
         assert expected.get(name, ": ArrayLike") in shown
 
 

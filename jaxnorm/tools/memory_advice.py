@@ -1,0 +1,335 @@
+"""What would not keep an array that a derivative keeps: jaxnorm's functions, `jax.checkpoint`.
+
+Known by how the array is made and what takes it, in the graph of `kept_arrays`:
+
+    gated_linear         between activation(gate) * up and the product with a weight
+    activation_linear    between activation(x) and the product with a weight
+    rms_norm, layer_norm between x and x times the reciprocal root of a mean of squares
+    softmax              exponentials, beside what they are over their sum
+    jax.checkpoint       in a scan: a reshape or a cast of what is kept as well
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from jaxnorm.tools.kept_arrays import NAMING, Value, origin
+
+# What makes the same elements again, in another shape or dtype.
+_COPYING = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type"}
+
+_ELEMENTWISE = {
+    "abs", "add", "add_any", "and", "cbrt", "clamp", "convert_element_type", "cos", "div", "eq",
+    "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "ge", "gt", "integer_pow", "is_finite", "le",
+    "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square",
+    "or", "pow", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub",
+    "tan", "tanh", *NAMING,
+}  # fmt: skip
+
+# Of which an activation has one; the product with a gate alone, or a norm, has none.
+_NONLINEAR = {
+    "abs", "clamp", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic",
+    "max", "min", "select_n", "tanh",
+}  # fmt: skip
+
+# What takes an array, and keeps nothing of it.
+_LINEAR = {"add", "add_any", "sub", "neg", "stack", "scan", *_COPYING, *NAMING}
+
+_GIVEN = ("argument", "slice", "literal")
+
+#: By an array's id: a sentence, and the bytes that following it saves.
+type Advice = dict[int, tuple[str, int]]
+
+
+def advice(kept: Sequence[Value]) -> Advice:
+    """On the arrays of `kept_arrays.of`, where anything is known."""
+    by_origin = {id(origin(v)): v for v in kept}
+    found: Advice = {}
+    claimed: set[int] = set()
+    for product in _products(kept):
+        _of_activation(product, by_origin, claimed, found)
+    for root, region in _norms(kept):
+        _of_norm(root, region, by_origin, found)
+    for value in kept:
+        made = origin(value)
+        if made.made_by == "exp" and (dtype := _softmax_of(made, by_origin)) is not None:
+            sentence = f"softmax: in place of that of {made.source}, it keeps its result alone"
+            found.setdefault(id(value), (sentence + dtype, value.bytes))
+        if id(value) not in found and made.layers > 1 and made.made_by in _COPYING:
+            before = origin(made.operands[0])
+            if id(before) in by_origin:
+                found[id(value)] = (
+                    f"{made.made_by}: kept beside {_shown(before)}, of which it is made; put it "
+                    "and what takes it into one jax.checkpoint",
+                    value.bytes,
+                )
+    return found
+
+
+def _advise(found: Advice, members: Iterable[Value], lacking: int, sentence: str) -> None:
+    """`lacking`: bytes that are kept in place of the members."""
+    members = sorted(members, key=lambda v: -v.bytes)
+    if sum(v.bytes for v in members) <= lacking:
+        return
+    for value in members:
+        in_its_place = min(lacking, value.bytes)
+        lacking -= in_its_place
+        if value.bytes > in_its_place:
+            found[id(value)] = (sentence, value.bytes - in_its_place)
+
+
+def _shown(value: Value) -> str:
+    return f"{value.dtype.name}[{','.join(map(str, value.shape))}] of {value.source}"
+
+
+# ------------------------------------------------------------------------------- linear layers
+
+
+def _of_activation(
+    product: Value, by_origin: dict[int, Value], claimed: set[int], found: Advice
+) -> None:
+    """`claimed`: arrays that other products have."""
+    h = origin(product.operands[0])
+    sources, is_nonlinear, is_alone = _sources(h)
+    if not (is_nonlinear and is_alone and len(sources) in (1, 2)):
+        return
+    if not _is_for(product, h, sources):
+        return
+    lacking = sum(
+        s.bytes * s.layers
+        for key, s in sources.items()
+        if key not in by_origin and s.made_by not in _GIVEN
+    )
+    members = [
+        v
+        for key, v in by_origin.items()
+        if key not in (*sources, *claimed) and _is_between(origin(v), sources)
+    ]
+    # Of each layer one.
+    constants = (v for k, v in by_origin.items() if k not in claimed and _is_zeros(origin(v), h))
+    members += [*constants][: bool(members)]
+    claimed.update(id(origin(v)) for v in members)
+    name = "gated_linear" if len(sources) == 2 else "activation_linear"
+    lines = " and ".join(dict.fromkeys(s.source for s in sources.values() if s.source))
+    sentence = f"{name}: in place of the linear layer of {product.source}, it keeps what is of "
+    _advise(found, members, lacking, f"{sentence}{lines or 'arguments'} alone")
+
+
+def _products(kept: Iterable[Value]) -> list[Value]:
+    """Matrix products of rows with a weight, of what is kept."""
+    found: dict[int, Value] = {}
+    for value in kept:
+        for taker in _takers(origin(value)):
+            if taker.made_by != "dot_general" or taker.equation is None:
+                continue
+            (lhs, rhs), batch = taker.equation.params["dimension_numbers"]
+            first, weight = taker.operands
+            is_linear = tuple(lhs) == (len(first.shape) - 1,) and len(rhs) == 1
+            if is_linear and not any(batch) and len(weight.shape) == 2:
+                found[id(taker)] = taker
+    return [*found.values()]
+
+
+def _takers(value: Value) -> Iterator[Value]:
+    """What takes a value, also by another name or in another dtype."""
+    for taker in value.takers:
+        yield taker
+        if taker.made_by in NAMING or taker.made_by == "convert_element_type":
+            yield from _takers(taker)
+
+
+def _sources(h: Value) -> tuple[dict[int, Value], bool, bool]:
+    """Arrays of h's size that it is made of, element by element.
+
+    Also whether an activation is on the way, and whether nothing is of other elements: as in a
+    norm, or a softmax.
+    """
+    sources: dict[int, Value] = {}
+    is_nonlinear, is_alone = False, True
+    stack, seen = [h], set()
+    while stack:
+        value = origin(stack.pop())
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if value.size != h.size or _is_spread(value):
+            is_alone &= not _is_reduced(value, h.size)
+        elif value.made_by in _ELEMENTWISE and not _is_product(value):
+            is_nonlinear |= value.made_by in _NONLINEAR
+            stack += value.operands
+        else:
+            sources[id(value)] = value
+    return sources, is_nonlinear, is_alone
+
+
+def _is_product(value: Value) -> bool:
+    """A matrix product, with what a linear layer does to it: a bias, a cast."""
+    value = origin(value)
+    if value.made_by == "dot_general":
+        return True
+    if value.made_by in _COPYING:
+        return _is_product(value.operands[0])
+    if value.made_by == "add":
+        rest = [v for v in value.operands if v.size == value.size and not _is_spread(v)]
+        return len(rest) == 1 and _is_product(rest[0])
+    return False
+
+
+def _is_spread(value: Value) -> bool:
+    """Whether it is made of smaller arrays alone: numbers for rows, for columns."""
+    value = origin(value)
+    if value.made_by == "broadcast_in_dim":
+        return True
+    return (
+        value.made_by in _ELEMENTWISE
+        and bool(value.operands)
+        and all(v.size < value.size or _is_spread(v) for v in value.operands)
+    )
+
+
+def _is_reduced(value: Value, limit: int) -> bool:
+    """Whether a small array is of a sum, or of another reduction."""
+    return any(
+        v.made_by.startswith(("reduce_", "arg", "cum", "dot_")) for v in _ancestors(value, limit)
+    )
+
+
+def _ancestors(value: Value, limit: int) -> Iterator[Value]:
+    """What it is made of, itself included; of an array of `limit` elements nothing more."""
+    stack, seen = [*value.operands], {id(value)}
+    yield value
+    while stack:
+        value = stack.pop()
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            if value.size < limit or _is_spread(value):
+                stack += value.operands
+
+
+def _is_for(product: Value, h: Value, sources: dict[int, Value]) -> bool:
+    """Whether what is made of the sources on the way to h is for this product alone."""
+    inside: dict[int, Value] = {}
+    stack = [h]
+    while stack:
+        value = origin(stack.pop())
+        if id(value) not in inside and id(value) not in sources and value.size == h.size:
+            inside[id(value)] = value
+            stack += value.operands
+    stack = [*inside.values()]
+    while stack:
+        for taker in stack.pop().takers:
+            if taker is product or taker.made_by == "stack" or id(taker) in inside:
+                continue
+            if taker.made_by not in _ELEMENTWISE or not _is_between(taker, sources):
+                return False
+            inside[id(taker)] = taker
+            stack.append(taker)
+    return True
+
+
+def _is_between(value: Value, sources: dict[int, Value]) -> bool:
+    """Whether an array is made of the sources alone."""
+    own, _, is_alone = _sources(value)
+    return bool(own) and is_alone and own.keys() <= sources.keys()
+
+
+def _is_zeros(value: Value, h: Value) -> bool:
+    """An array of one number, which JAX hands over for a derivative."""
+    is_of_literals = all(v.made_by == "literal" for v in value.operands)
+    return value.made_by == "broadcast_in_dim" and is_of_literals and value.shape == h.shape
+
+
+# ---------------------------------------------------------------------------------------- norms
+
+
+def _norms(kept: Iterable[Value]) -> Iterator[tuple[Value, list[Value]]]:
+    """What is normalised, and the arrays of its size that a norm makes of it, in their order."""
+    done: set[int] = set()
+    for value in kept:
+        root = _root(value)
+        if id(root) in done:
+            continue
+        done.add(id(root))
+        region = _region(root)
+        names = {v.made_by for v in region}
+        if any(map(_is_by_a_root, region)) and not names & _NONLINEAR:
+            yield root, region
+
+
+def _root(value: Value) -> Value:
+    """Of what one array of its size a value is made, element by element."""
+    while True:
+        value = origin(value)
+        same = [v for v in value.operands if v.size == value.size and not _is_spread(v)]
+        if value.made_by not in _ELEMENTWISE or _is_product(value) or len({*same}) != 1:
+            return value
+        value = same[0]
+
+
+def _region(root: Value) -> list[Value]:
+    """What is made of `root`, element by element, and of numbers for each row or column."""
+    region = {id(root): root}
+    stack = [root]
+    while stack:
+        for taker in stack.pop().takers:
+            same = [v for v in taker.operands if v.size == root.size and not _is_spread(v)]
+            fits = taker.made_by in _ELEMENTWISE and taker.size == root.size
+            if fits and id(taker) not in region and all(id(v) in region for v in same):
+                region[id(taker)] = taker
+                stack.append(taker)
+    return [v for v in region.values() if v is not root]
+
+
+def _is_by_a_root(value: Value) -> bool:
+    """Whether it is something times the reciprocal root of a sum over its row."""
+    for operand in value.operands:
+        operand = origin(operand)
+        if operand.size == value.size and not _is_spread(operand):
+            continue
+        names = {v.made_by for v in _ancestors(operand, value.size)}
+        if names & {"rsqrt", "sqrt"} and "reduce_sum" in names:
+            return value.made_by in ("mul", "div")
+    return False
+
+
+def _softmax_of(exponential: Value, by_origin: dict[int, Value]) -> str | None:
+    """Which softmax keeps its result and no exponentials, where that is kept anyway."""
+    for taker in exponential.takers:
+        if taker.made_by != "div" or taker.operands[0] is not exponential:
+            continue
+        if all(v is not exponential for v in _ancestors(taker.operands[1], taker.size)):
+            continue
+        if id(taker) in by_origin:
+            return ""
+        casts = [v for v in taker.takers if v.made_by == "convert_element_type"]
+        if len(casts) == len(taker.takers) and any(id(v) in by_origin for v in casts):
+            return f", with dtype={casts[0].dtype.name}"
+    return None
+
+
+def _of_norm(
+    root: Value, region: Sequence[Value], by_origin: dict[int, Value], found: Advice
+) -> None:
+    inside = {id(root), *map(id, region)}
+
+    def leaves(value: Value) -> bool:
+        """Whether it is the norm's result: what else takes it."""
+        rest = [t for t in value.takers if id(t) not in inside]
+        return any(t.made_by not in ("stack", "reduce_sum", "scan") for t in rest)
+
+    # A cast of x may leave it, too, and is no result: it is kept, or not, for what takes it.
+    normalised: set[int] = set()
+    for value in region:  # in their order
+        if _is_by_a_root(value) or any(id(v) in normalised for v in value.operands):
+            normalised.add(id(value))
+    out = [v for v in region if leaves(v)]
+    results = [v for v in out if id(v) in normalised]
+    is_free = all(id(t) in inside or t.made_by in _LINEAR for t in root.takers)
+    members = [by_origin[id(v)] for v in region if id(v) in by_origin and v not in out]
+    if is_free and id(root) in by_origin and root.made_by not in _GIVEN:
+        members.append(by_origin[id(root)])
+    lacking = sum(v.bytes * v.layers for v in results if id(v) not in by_origin)
+    has_mean = any(v.made_by == "sub" for v in region)
+    name = "layer_norm" if has_mean else "rms_norm"
+    members = [v for v in members if id(v) not in found]
+    line = next((v.source for v in region if v.source), root.source)
+    _advise(found, members, lacking, f"{name}: in place of the norm of {line}, it keeps its result")

@@ -1,0 +1,291 @@
+"""memory_report: its total is JAX's, its lines are the user's, and its advice is true."""
+
+import functools
+import re
+import time
+
+import flax.linen
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxnorm
+from jaxnorm import memory_report
+
+pytestmark = pytest.mark.oldest_jax
+
+LAYERS, TOKENS, WIDTH, INNER = 3, 64, 32, 128
+SHAPES = {
+    "scale": (WIDTH,),
+    "gate": (WIDTH, INNER),
+    "up": (WIDTH, INNER),
+    "bias": (INNER,),
+    "down": (INNER, WIDTH),
+}
+X = jax.ShapeDtypeStruct((TOKENS, WIDTH), "bfloat16")
+
+
+def weights(layers=LAYERS, dtype="bfloat16"):
+    return {n: jax.ShapeDtypeStruct((layers, *shape), dtype) for n, shape in SHAPES.items()}
+
+
+def norm(x, scale):
+    """As Flax computes it."""
+    wide = x.astype(jnp.float32)
+    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-6)
+    return (wide * rstd * scale).astype(x.dtype)
+
+
+def gated(gate, up, weight):
+    return (jax.nn.silu(gate) * up) @ weight
+
+
+def block(x, w, *, norm=norm, mlp=gated):
+    y = norm(x, w["scale"])
+    return x + mlp(y @ w["gate"], y @ w["up"], w["down"])
+
+
+def scan(block, w, x):
+    return jnp.sum(jax.lax.scan(lambda x, w: (block(x, w), None), x, w)[0].astype(jnp.float32))
+
+
+def unrolled(block, w, x):
+    for i in range(LAYERS):
+        x = block(x, {name: a[i] for name, a in w.items()})
+    return jnp.sum(x.astype(jnp.float32))
+
+
+def gpt2(x, w, *, activation=jax.nn.gelu, followed=False):
+    h = x @ w["up"] + w["bias"]
+    if followed:
+        return x + jaxnorm.activation_linear(h, w["down"], activation=activation)
+    return x + activation(h) @ w["down"]
+
+
+def attention(x, w, *, softmax=jax.nn.softmax):
+    """Heads are split and joined by reshapes; probabilities are float32."""
+    q, k = ((x @ w[name]).reshape(TOKENS, 8, -1) for name in ("gate", "up"))
+    logits = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32)
+    p = softmax(logits).astype(x.dtype)
+    return x + jnp.einsum("hqk,khd->qhd", p, k).reshape(TOKENS, -1) @ w["down"]
+
+
+def softmax_of_16_bits(logits):
+    return jaxnorm.softmax(logits, dtype=jnp.bfloat16)
+
+
+def of_jax(capsys, f, *args):
+    """Bytes of what `jax.ad_checkpoint.print_saved_residuals` lists, but for arguments."""
+    jax.ad_checkpoint.print_saved_residuals(f, *args)
+    sizes = {"f32": 4, "bf16": 2, "bool": 1, "i32": 4, "f64": 8, "u32": 4}
+    total = 0
+    for line in capsys.readouterr().out.splitlines():
+        dtype, shape = re.match(r"(\w+)\[([\d,]*)\]", line).groups()
+        if "from the argument" not in line and "from a constant" not in line:
+            total += sizes[dtype] * int(np.prod([int(n) for n in shape.split(",") if n]))
+    return total
+
+
+POLICY = functools.partial(jax.checkpoint, policy=jaxnorm.save_policy)
+DOTS = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+BLOCKS = {
+    "llama": block,
+    "jaxnorm": functools.partial(block, norm=jaxnorm.rms_norm, mlp=jaxnorm.gated_linear),
+    "gpt2": gpt2,
+    "relu": functools.partial(gpt2, activation=jax.nn.relu),
+    "attention": attention,
+    "jit": jax.jit(block),
+    "checkpoint": jax.checkpoint(block),
+    "save_policy": POLICY(functools.partial(block, norm=jaxnorm.rms_norm)),
+    "dots": DOTS(block),
+}
+
+
+@pytest.mark.parametrize("stack", [scan, unrolled])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_total_is_jax_s(capsys, name, stack):
+    f = functools.partial(stack, BLOCKS[name])
+    report = memory_report(f, weights(), X, argnums=(0, 1))
+    concrete = jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), (weights(), X))
+    assert report.total == pytest.approx(of_jax(capsys, f, *concrete), rel=1e-3)
+    assert report.total == sum(row.bytes for row in report)
+    assert [row.bytes for row in report] == sorted((row.bytes for row in report), reverse=True)
+    for row in report:
+        assert row.bytes == np.prod(row.shape) * row.dtype.itemsize
+        assert 0 <= row.saves <= row.bytes
+        assert (row.advice is None) == (row.saves == 0)
+
+
+FOLLOWED = {
+    "gated_linear": (block, functools.partial(block, mlp=jaxnorm.gated_linear)),
+    "rms_norm": (block, functools.partial(block, norm=jaxnorm.rms_norm)),
+    "softmax": (attention, functools.partial(attention, softmax=softmax_of_16_bits)),
+    **{
+        f"activation_linear, {activation.__name__}": (
+            functools.partial(gpt2, activation=activation),
+            functools.partial(gpt2, activation=activation, followed=True),
+        )
+        for activation in (jax.nn.gelu, jax.nn.relu, jnp.tanh, jax.nn.silu, jax.nn.sigmoid)
+    },
+}
+
+
+@pytest.mark.parametrize("stack", [scan, unrolled])
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_advice_is_true(name, stack):
+    """Following it lowers the total by what it says, within 10 %; then there is none of it left."""
+    before, after = (
+        memory_report(functools.partial(stack, one), weights(), X) for one in FOLLOWED[name]
+    )
+    function = name.split(",")[0]
+    told = [row for row in before if row.advice and row.advice.startswith(f"{function}:")]
+    assert told
+    assert before.total - after.total == pytest.approx(sum(row.saves for row in told), rel=0.1)
+    assert not [row for row in after if row.advice and row.advice.startswith(f"{function}:")]
+
+
+def test_lines_are_the_user_s():
+    report = memory_report(functools.partial(scan, block), weights(), X)
+    names = {re.fullmatch(r"(\S+):(\d+) \((\S+)\)", row.source).group(1, 3) for row in report}
+    assert names <= {(__file__.rpartition("/")[2], n) for n in ("norm", "gated", "block", "scan")}
+    (silu, *_) = [row for row in report if row.made_by == "logistic"]
+    assert silu.source.endswith("(gated)")
+    assert silu.layers == LAYERS
+    assert silu.shape == (LAYERS, TOKENS, INNER)
+
+
+def reshaped(x, w, *, followed=False):
+    heads = jnp.exp((x @ w["up"]).reshape(TOKENS, 8, -1))
+
+    def out(heads, weight):
+        return heads.reshape(TOKENS, -1) @ weight
+
+    return x + (jax.checkpoint(out) if followed else out)(heads, w["down"])
+
+
+def cast(x, w, *, followed=False):
+    wide = jnp.exp((x @ w["up"]).astype(jnp.float32))
+    # No activation before a product: it is taken by something else, too.
+    x = x + jnp.sum(jnp.sin(wide)).astype(x.dtype)
+
+    def out(wide, weight):
+        return wide.astype(jnp.bfloat16) @ weight
+
+    return x + (jax.checkpoint(out) if followed else out)(wide, w["down"])
+
+
+@pytest.mark.parametrize("one", [reshaped, cast])
+def test_what_a_scan_keeps_twice(one):
+    """Outside of a loop XLA makes a reshape for nothing."""
+    f = functools.partial(scan, one), functools.partial(scan, functools.partial(one, followed=True))
+    before, after = (memory_report(step, weights(), X) for step in f)
+    (told,) = [row for row in before if row.advice]
+    assert "put it and what takes it into one jax.checkpoint" in told.advice
+    assert before.total - after.total == told.saves == told.bytes
+    assert not [row for row in after if row.advice]
+    if one is reshaped:
+        apart = memory_report(functools.partial(unrolled, one), weights(), X)
+        assert not [row for row in apart if row.advice]
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_modules(library):
+    """Of Flax: their code is nobody's line; a model that is an argument, with what is no array."""
+    if library == "linen":
+
+        class Model(flax.linen.Module):
+            @flax.linen.compact
+            def __call__(self, x):
+                y = flax.linen.LayerNorm(dtype=jnp.bfloat16, use_fast_variance=False)(x)
+                y = flax.linen.gelu(flax.linen.Dense(INNER, dtype=jnp.bfloat16)(y))
+                return x + flax.linen.Dense(WIDTH, dtype=jnp.bfloat16)(y)
+
+        model = Model()
+        params = jax.eval_shape(model.init, jax.random.key(0), X)
+        report = memory_report(lambda p, x: jnp.sum(model.apply(p, x)), params, X)
+    else:
+
+        class Module(flax.nnx.Module):
+            def __init__(self, rngs):
+                self.norm = flax.nnx.LayerNorm(WIDTH, rngs=rngs, use_fast_variance=False)
+                self.up = flax.nnx.Linear(WIDTH, INNER, rngs=rngs)
+                self.down = flax.nnx.Linear(INNER, WIDTH, rngs=rngs)
+
+            def __call__(self, x):
+                return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
+
+        graph, state = flax.nnx.split(Module(flax.nnx.Rngs(0)))
+        report = memory_report(lambda s, x: jnp.sum(flax.nnx.merge(graph, s)(x)), state, X)
+    kinds = {row.advice.split(":")[0] for row in report if row.advice}
+    assert kinds == {"layer_norm", "activation_linear"}
+    assert all("__call__)" in row.source or "<lambda>)" in row.source for row in report)
+
+
+def test_an_equinox_model():
+    """Its functions are no arrays; layers under `jax.vmap`."""
+    equinox = pytest.importorskip("equinox")
+    model = equinox.nn.MLP(WIDTH, WIDTH, INNER, 1, activation=jax.nn.gelu, key=jax.random.key(0))
+    report = memory_report(lambda m, x: jnp.sum(jax.vmap(m)(x)), model, jnp.ones((TOKENS, WIDTH)))
+    assert report.total > TOKENS * INNER * 4
+    assert all(row.source.startswith("test_memory_report.py") for row in report)
+
+
+def test_inside_other_loops():
+    def f(x):
+        x = jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x), x)
+        return jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x)
+
+    report = memory_report(lambda x: jnp.sum(f(x)), jnp.ones(8))
+    assert report.total >= 3 * 8 * 4
+    assert str(report)
+
+
+def test_a_pair():
+    f = functools.partial(scan, block)
+    plain = memory_report(f, weights(), X)
+    assert memory_report(lambda w, x: (f(w, x), x), weights(), X, has_aux=True) == plain
+    assert memory_report(lambda x, w: f(w, x), X, weights(), argnums=1) == plain
+    assert memory_report(lambda x, w: f(w, x), X, weights(), argnums=-1) == plain
+
+
+def test_the_table():
+    report = memory_report(functools.partial(scan, block), weights(), X)
+    text = str(report)
+    assert "bfloat16[3,64,128]" in text
+    assert "gated_linear: " in text
+    assert "XLA may keep less" in text
+    assert len(text.splitlines()) == len(report) + 2
+
+
+def test_nothing_is_kept():
+    report = memory_report(jnp.sum, jnp.ones(8))
+    assert (report.total, report.rows) == (0, ())
+    assert "0 MiB" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("argnums", "error", "message"),
+    [
+        ("0", TypeError, "argnums='0'; expected an integer or a sequence of integers"),
+        (2, ValueError, "argnums=2 of 1 arguments; expected integers from -1 to 0"),
+    ],
+)
+def test_errors(argnums, error, message):
+    with pytest.raises(error, match=f"^memory_report: {message}"):
+        memory_report(jnp.sum, jnp.ones(8), argnums=argnums)
+
+
+def test_a_large_model_takes_seconds():
+    """7B: 32 layers of width 4096; unrolled."""
+    shapes = {"scale": (4096,), "gate": (4096, 11008), "up": (4096, 11008), "down": (11008, 4096)}
+    w = [{n: jax.ShapeDtypeStruct(s, "bfloat16") for n, s in shapes.items()}] * 32
+
+    def loss(w, x):
+        return jnp.sum(functools.reduce(block, w, x).astype(jnp.float32))
+
+    begin = time.monotonic()
+    report = memory_report(loss, w, jax.ShapeDtypeStruct((8192, 4096), "bfloat16"))
+    assert time.monotonic() - begin < 60
+    assert report.total > 2**30 * 32
