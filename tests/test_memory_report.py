@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxnorm
+import jaxnorm.linen
 from jaxnorm import memory_report
 
 pytestmark = pytest.mark.oldest_jax
@@ -221,6 +222,35 @@ def test_modules(library):
     kinds = {row.advice.split(":")[0] for row in report if row.advice}
     assert kinds == {"layer_norm", "activation_linear"}
     assert all("__call__)" in row.source or "<lambda>)" in row.source for row in report)
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
+def test_advice_on_flax_s_norms(name):
+    """It is what `jaxnorm.linen` frees, of gradients of parameters and of x."""
+
+    class Model(flax.linen.Module):
+        norm: type[flax.linen.Module]
+
+        @flax.linen.compact
+        def __call__(self, x):
+            for _ in range(2):
+                y = self.norm(dtype=jnp.bfloat16)(x)
+                x = x + flax.linen.Dense(WIDTH, dtype=jnp.bfloat16)(y)
+            return x
+
+    before, after = (
+        memory_report(
+            lambda p, x, m=m: jnp.sum(m.apply(p, x).astype(jnp.float32)),
+            jax.eval_shape(m.init, jax.random.key(0), X),
+            X,
+            argnums=(0, 1),
+        )
+        for m in (Model(getattr(module, name)) for module in (flax.linen, jaxnorm.linen))
+    )
+    function = {"RMSNorm": "rms_norm", "LayerNorm": "layer_norm"}[name]
+    assert {row.advice.split(":")[0] for row in before if row.advice} == {function}
+    saves = sum(row.saves for row in before)
+    assert before.total - after.total == pytest.approx(saves, rel=0.1)
 
 
 def test_an_equinox_model():

@@ -201,7 +201,8 @@ def _ancestors(value: Value, limit: int) -> Iterator[Value]:
         if id(value) not in seen:
             seen.add(id(value))
             yield value
-            if value.size < limit or _is_spread(value):
+            is_copy = value.made_by in NAMING or value.made_by == "convert_element_type"
+            if value.size < limit or is_copy or _is_spread(value):
                 stack += value.operands
 
 
@@ -325,10 +326,15 @@ def _of_norm(
     results = [v for v in out if id(v) in normalised]
     is_free = all(id(t) in inside or t.made_by in _LINEAR for t in root.takers)
     members = [by_origin[id(v)] for v in region if id(v) in by_origin and v not in out]
+    # Factors of x's size, of rows times columns.
+    factors = {id(origin(a)): a for v in region for a in v.operands if id(a) not in inside}
+    members += [by_origin[k] for k, a in factors.items() if k in by_origin and a.size == root.size]
     if is_free and id(root) in by_origin and root.made_by not in _GIVEN:
         members.append(by_origin[id(root)])
     lacking = sum(v.bytes * v.layers for v in results if id(v) not in by_origin)
-    has_mean = any(v.made_by == "sub" for v in region)
+    centred = [v for v in region if v.made_by == "sub"]
+    subtracted = [a for v in centred for a in v.operands if id(a) not in inside]
+    has_mean = any(_is_reduced(a, root.size) for a in subtracted)
     name = "layer_norm" if has_mean else "rms_norm"
     members = [v for v in members if id(v) not in found]
     line = next((v.source for v in region if v.source), root.source)
