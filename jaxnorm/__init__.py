@@ -22,12 +22,11 @@ from jaxnorm.operations.norm_linear import rms_norm_linear
 from jaxnorm.operations.softmax import log_softmax, softmax
 from jaxnorm.primitives.remat import save_policy
 from jaxnorm.tools.check_params import NormReport, ParamReport, check_params
-from jaxnorm.tools.memory_report import KeptArray, MemoryReport, memory_report
+from jaxnorm.tools.memory_report import MemoryReport, memory_report
 from jaxnorm.tools.plan import Plan, implementation_for
 
 __all__ = [
     "Choice",
-    "KeptArray",
     "MemoryReport",
     "NormReport",
     "ParamReport",

@@ -32,7 +32,7 @@ FUNCTIONS = {
     "softmax",
     "softmax_cross_entropy_with_integer_labels",
 }
-TYPES = {"Choice", "KeptArray", "MemoryReport", "NormReport", "ParamReport", "Plan"}
+TYPES = {"Choice", "MemoryReport", "NormReport", "ParamReport", "Plan"}
 
 
 def test_all_names_are_listed():

@@ -43,7 +43,10 @@ class MemoryReport:
 
     Attributes:
       total: bytes of all rows.
-      rows: a :class:`KeptArray` each.
+      rows: arrays, each with ``bytes``, ``shape`` and ``dtype`` (with the axes that scans stack),
+        ``source`` (``"file.py:12 (function)"``, the user's line), ``made_by`` (JAX's operation),
+        ``layers`` (how often scans stack it), ``advice`` (what would not keep it, or None) and
+        ``saves`` (by how many bytes the total falls where that is followed).
     """
 
     total: int
