@@ -54,13 +54,10 @@ class Value:
         self.dtype: np.dtype = getattr(aval, "dtype", np.dtype(bool))
         self.made_by, self.operands, self.source = made_by, tuple(operands), source
         self.layers, self.equation = layers, equation
+        self.size = math.prod(self.shape)
         self.takers: list[Value] = []
         for operand in self.operands:
             operand.takers.append(self)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:

@@ -9,6 +9,7 @@ Known by how the array is made and what takes it, in the graph of `kept_arrays`:
     jax.checkpoint       in a scan: a reshape or a cast of what is kept as well
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 
 from jaxnorm.tools.kept_arrays import NAMING, Value, origin
@@ -41,6 +42,14 @@ type Advice = dict[int, tuple[str, int]]
 
 def advice(kept: Sequence[Value]) -> Advice:
     """On the arrays of `kept_arrays.of`, where anything is known."""
+    try:
+        return _advice(kept)
+    finally:  # what they remember of this graph
+        _sources.cache_clear()
+        _is_spread.cache_clear()
+
+
+def _advice(kept: Sequence[Value]) -> Advice:
     by_origin = {id(origin(v)): v for v in kept}
     found: Advice = {}
     claimed: set[int] = set()
@@ -136,6 +145,7 @@ def _takers(value: Value) -> Iterator[Value]:
             yield from _takers(taker)
 
 
+@functools.cache
 def _sources(h: Value) -> tuple[dict[int, Value], bool, bool]:
     """Arrays of h's size that it is made of, element by element.
 
@@ -173,6 +183,7 @@ def _is_product(value: Value) -> bool:
     return False
 
 
+@functools.cache
 def _is_spread(value: Value) -> bool:
     """Whether it is made of smaller arrays alone: numbers for rows, for columns."""
     value = origin(value)
