@@ -5,6 +5,7 @@ import importlib.util
 import os
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # Pallas' interpreter runs each warpgroup in a thread of XLA's CPU pool, and they wait for each
@@ -16,10 +17,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 
 import jax
+import needs
 import pytest
 import refused
 
-from jaxnorm.calls import backends
 from jaxnorm.primitives.stack import in_one_chunk
 
 # GPUs multiply float32 matrices in TF32 by default: its roundings are not what these tests look at.
@@ -27,10 +28,6 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 # Virtual devices, for the tests on a mesh.
 jax.config.update("jax_num_cpu_devices", 8)
-
-
-# Whether Triton interprets its kernels on the CPU: it then cannot compile them.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def load_alone(implementation: str, name: str) -> Any:
@@ -71,7 +68,7 @@ def quick_to_compile() -> Iterator[None]:
 )
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each implementation in turn, forced by name: they all meet the same bounds."""
-    if request.param == "triton" and INTERPRETED:
+    if request.param == "triton" and needs.INTERPRETED:
         import triton_interpreter
 
         triton_interpreter.install(monkeypatch)
@@ -81,18 +78,32 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 @pytest.fixture(
     params=[
         pytest.param("mosaic", marks=pytest.mark.gpu),
-        pytest.param("triton", marks=pytest.mark.triton),
+        pytest.param("triton", marks=[pytest.mark.triton, pytest.mark.uninterpreted]),
     ]
 )
 def kernels(request: pytest.FixtureRequest) -> str:
     """Each implementation that is kernels, for tests of a size that takes a GPU."""
-    if INTERPRETED:
-        pytest.skip("an interpreter is too slow for arrays of this size")
     return request.param
 
 
+@pytest.fixture(scope="session")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What compiles for an H100 that need not be here."""
+    from h100 import Compiler  # of tests/mosaic, whose tests use it
+
+    return Compiler(tmp_path_factory.mktemp("ptxas"))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files are left out whose imports are not here; None leaves it to pytest."""
+    return needs.leaves_out_file(config, collection_path) or None
+
+
+# Last: of what -k and -m have selected.
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests are skipped that need what is not here, and say what that is."""
+    """Cases are left out that cannot run here, and by ``--every`` others."""
+    needs.leave_out(config, items)
     every = config.getoption("--every")
     if every > 1:
         seen: set[str] = set()
@@ -105,15 +116,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             seen.add(test)
         config.hook.pytest_deselected(items=others)
         items[:] = chosen
-    for mark, reason in (
-        ("gpu", _no_hopper),
-        ("multigpu", _no_second_gpu),
-        ("triton", _no_triton),
-    ):
-        marked = [item for item in items if item.get_closest_marker(mark)]
-        why = reason() if marked else None
-        for item in marked if why else []:
-            item.add_marker(pytest.mark.skip(reason=why))
+    if _is_worker(config):
+        config.workeroutput["left_out"] = dict(needs.left_out(config))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Each process of several has collected the same cases: the first to end tells of all."""
+    counts = needs.left_out(node.config)
+    if not counts:
+        counts.update(getattr(node, "workeroutput", {}).get("left_out", {}))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -155,9 +167,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Prints how many calls each implementation refused, beside the committed numbers."""
+    """Prints what was left out, and how many calls each implementation refused."""
     if _is_worker(config):
         return
+    if line := needs.summary(config):
+        terminalreporter.write_line(line)
     counted = refused.count(terminalreporter.stats)
     for line in refused.summary(counted):
         terminalreporter.write_line(line)
@@ -178,27 +192,3 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def _is_worker(config: pytest.Config) -> bool:
     """Whether this is one process of several, which has seen a part of the run."""
     return hasattr(config, "workerinput")
-
-
-def _no_hopper() -> str | None:
-    return None if _capability() >= 9.0 else "needs an NVIDIA GPU of capability 9.0 or newer"
-
-
-def _no_second_gpu() -> str | None:
-    return None if jax.device_count() >= 2 else "needs two GPUs or more"
-
-
-def _no_triton() -> str | None:
-    try:
-        backends.module("triton")
-    except ImportError as error:
-        return str(error)
-    if INTERPRETED or _capability() >= 8.0:
-        return None
-    return "needs an NVIDIA GPU of capability 8.0 or newer, or TRITON_INTERPRET=1"
-
-
-def _capability() -> float:
-    """Compute capability of the GPU at hand; 0 where there is none."""
-    device = jax.devices()[0]
-    return float(getattr(device, "compute_capability", 0)) if device.platform == "gpu" else 0.0

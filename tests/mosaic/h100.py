@@ -7,7 +7,6 @@ ptxas. `make compile` installs both.
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import importlib
 import os
 import re
@@ -86,25 +85,10 @@ class Compiled:
     serialised: bool
 
 
-@functools.cache
-def missing() -> str | None:
-    """What a compilation needs and is not here; None for nothing."""
-    try:
-        for module in ("jax_plugins.xla_cuda13", "nvidia.cu13.bin"):
-            importlib.import_module(module)
-    except ImportError as error:
-        return f"needs JAX's CUDA plugin and ptxas, which `make compile` installs: {error}"
-    if jax.config.jax_platforms != "cpu":
-        return "needs JAX_PLATFORMS=cpu: it compiles for GPUs that are not here"
-    return None
-
-
 class Compiler:
-    """For one GPU. A test that makes it is skipped where something is `missing`."""
+    """For one GPU. Tests that make it are left out where `needs.cuda_compilers` says why."""
 
     def __init__(self, folder: Path, config: str = H100) -> None:
-        if missing():
-            pytest.skip(missing())
         self.folder = folder
         (nvcc,) = importlib.import_module("nvidia.cu13.bin").__path__
         # First: another ptxas of this machine may be older, and spill other registers.

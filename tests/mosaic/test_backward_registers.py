@@ -14,11 +14,6 @@ SPILLED = 32  # bytes of a thread: a few words
 WIDTHS = [768, 1024, 2048, 4096, 5120, 8192, 12288, 16384, 32768]
 
 
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
-    return Compiler(tmp_path_factory.mktemp("ptxas"))
-
-
 def check(spec: Spec, compiler: Compiler) -> None:
     """Few spills; and the registers of a ring let as many blocks run at a time as it asks for."""
     kernels = compiler.compile(lambda *operands: call(spec, *operands), abstract_operands(spec))

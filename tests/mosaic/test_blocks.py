@@ -15,11 +15,6 @@ import jaxnorm
 ROWS, COLS = 8192, 4096
 
 
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
-    return Compiler(tmp_path_factory.mktemp("ptxas"))
-
-
 def unchanged(x: Any, residual: Any, scale: Any) -> Any:
     """What models write."""
     h = x + residual

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from forward_cases import BF16, F16, F32
-from h100 import Compiler
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from loss_cases import CrossEntropy, operands
 from reference import assert_within
@@ -254,11 +253,6 @@ def test_programs():
         lowered = jax.jit(jax.grad(function)).trace(x, labels, where)
         text = lowered.lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
-
-
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory):
-    return Compiler(tmp_path_factory.mktemp("ptxas"))
 
 
 # With smoothed labels a block shares an SM with one other or more; without, with three or more.

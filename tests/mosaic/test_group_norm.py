@@ -194,11 +194,6 @@ def types(spec: Spec) -> list[Any]:
     return [array, (stat,) * (1 + spec.returns_mean), param, param, array]
 
 
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
-    return Compiler(tmp_path_factory.mktemp("ptxas"))
-
-
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

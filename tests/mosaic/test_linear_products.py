@@ -22,11 +22,6 @@ ACCUMULATOR = 4 * D * V
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
-    return Compiler(tmp_path_factory.mktemp("ptxas"))
-
-
 def compiled(
     compiler: Compiler, reduction: str, rows: int = ROWS, classes: int = V, donated=(), **options
 ):

@@ -8,17 +8,11 @@ import re
 import jax
 import pytest
 from forward_cases import BF16, F32
-from h100 import Compiler
 from logits_cases import KINDS, of_width, operand_types
 
 import jaxnorm
 
 SPILLED = 32  # bytes of a thread: a few words
-
-
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory):
-    return Compiler(tmp_path_factory.mktemp("ptxas"))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)

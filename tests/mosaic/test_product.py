@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from forward_cases import BF16, F16, F32
-from h100 import Compiler
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from norm_linear_cases import NormLinear, operands
 from reference import assert_within, exact
@@ -319,11 +318,6 @@ def test_lowering(spec):
 
     text = jax.jit(function).trace(*types_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
-
-
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory):
-    return Compiler(tmp_path_factory.mktemp("ptxas"))
 
 
 @pytest.mark.compiles

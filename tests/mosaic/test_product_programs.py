@@ -15,11 +15,6 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": "0"}
 
 
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
-    return Compiler(tmp_path_factory.mktemp("ptxas"))
-
-
 def compiled(compiler: Compiler, function, *types):
     operands = [jax.ShapeDtypeStruct(*each, sharding=compiler.sharding) for each in types]
     return jax.jit(function).lower(*operands).compile(compiler_options=OPTIONS)

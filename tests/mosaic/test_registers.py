@@ -8,7 +8,6 @@ Needs JAX's CUDA plugin, and no GPU. Not in CI, of which `test_blackwell` is eno
 import jax
 import pytest
 from forward_cases import BF16, F32, RESIDUAL_OPS, call, make_spec, operand_types
-from h100 import Compiler
 
 from benchmarks.contract import KernelWorkload
 from benchmarks.workloads import GRID
@@ -23,11 +22,6 @@ SHAPES = [shape for group in _GROUPS for shape in GRID[group]]
 # A few words of a row that fills the registers of its block (softmax over 32768 columns): measured
 # to cost nothing.
 SPILLED = 32
-
-
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory):
-    return Compiler(tmp_path_factory.mktemp("ptxas"))
 
 
 def threads_and_blocks(workload):

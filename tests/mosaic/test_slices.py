@@ -16,11 +16,6 @@ import jaxnorm
 pytestmark = pytest.mark.compiles
 
 
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
-    return Compiler(tmp_path_factory.mktemp("ptxas"))
-
-
 def compiled(compiler: Compiler, function, shape: tuple[int, ...]) -> str:
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=compiler.sharding)
     return jax.jit(function).lower(x).compile().as_text()

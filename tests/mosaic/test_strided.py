@@ -235,11 +235,6 @@ def test_lowering(shape: tuple[int, int, int], direction: str) -> None:
     assert "mosaic_gpu" in lowered(spec)
 
 
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
-    return Compiler(tmp_path_factory.mktemp("ptxas"))
-
-
 @pytest.mark.parametrize("direction", CASES)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize(

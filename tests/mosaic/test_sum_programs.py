@@ -12,11 +12,6 @@ import jaxnorm
 pytestmark = pytest.mark.compiles
 
 
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
-    return Compiler(tmp_path_factory.mktemp("ptxas"))
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_add_rms_norm"])
 def test_the_sum_stays_rounded(name: str, dtype: str, compiler: Compiler) -> None:

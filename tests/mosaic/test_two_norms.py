@@ -212,11 +212,6 @@ def test_what_neither_norm_s_kernel_holds_is_refused(cols: int) -> None:
     assert "no rows of this length" in str(mosaic.supports(make_spec(8191, cols, MIXES[0])))
 
 
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
-    return Compiler(tmp_path_factory.mktemp("ptxas"))
-
-
 @each_mix
 @pytest.mark.parametrize("cols", WIDTHS)
 def test_registers(cols: int, dtypes: tuple[np.dtype, ...], compiler: Compiler) -> None:

@@ -173,11 +173,6 @@ def test_registers(
     assert kernel.spilled <= 32
 
 
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
-    return Compiler(tmp_path_factory.mktemp("ptxas"))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "cols"), [(24, 1031), (1056, 4095), (272, 9002), (264, 50257)])
 @pytest.mark.parametrize(("x", "y"), [(BF16, BF16), (F32, F32), (F32, BF16)], ids=str)

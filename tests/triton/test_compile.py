@@ -12,24 +12,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import INTERPRETED
+from compiling import compile_call
 
 import jaxnorm
 from benchmarks.contract import KernelWorkload
+from benchmarks.sweeps import triton as sweep
 from jaxnorm_kernels.specs import Spec
-
-try:
-    from compiling import compile_call
-
-    from benchmarks.sweeps import triton as sweep
-    from jaxnorm_kernels.triton import extra
-    from jaxnorm_kernels.triton import schedule as schedules
-    from jaxnorm_kernels.triton.launch import Gpu
-    from jaxnorm_kernels.triton.schedule import choose, choose_line
-except ImportError as error:
-    pytest.skip(str(error), allow_module_level=True)
-if INTERPRETED:
-    pytest.skip("TRITON_INTERPRET=1 leaves nothing to compile", allow_module_level=True)
+from jaxnorm_kernels.triton import schedule as schedules
+from jaxnorm_kernels.triton.launch import Gpu
+from jaxnorm_kernels.triton.schedule import choose, choose_line
 
 BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
 # A100, RTX 4090, H100: multiprocessors, and the shared memory that a program may have.
@@ -142,20 +133,12 @@ def test_wide_rows_are_read_ahead_where_shared_memory_has_room():
 # ----------------------------------------------------------------------------------- as JAX sees it
 
 
-@pytest.fixture
-def cuda():
-    try:
-        extra.check_cuda()
-    except ImportError as error:
-        pytest.skip(str(error))
-
-
 def kernels_in(function, *shapes):
     lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
     return lowered.as_text().count("custom_call @triton_kernel_call_ffi")
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.cuda_plugin
 @pytest.mark.parametrize("setting", [jax.enable_x64, jax.check_tracer_leaks])
 @pytest.mark.parametrize(("cols", "backward"), [(300, 1), (32768, 2)])
 def test_calls_lower_with_other_settings(cols, backward, setting):
@@ -163,7 +146,7 @@ def test_calls_lower_with_other_settings(cols, backward, setting):
         test_calls_lower_for_cuda(cols, backward)
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.cuda_plugin
 @pytest.mark.parametrize(("cols", "backward"), [(300, 1), (32768, 2)])
 def test_calls_lower_for_cuda(cols, backward):
     x, p = jax.ShapeDtypeStruct((6, cols), BF16), jax.ShapeDtypeStruct((cols,), F32)
@@ -181,7 +164,7 @@ def test_calls_lower_for_cuda(cols, backward):
         assert kernels_in(functools.partial(step, function), x, *params) == 1 + more
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.cuda_plugin
 def test_a_dead_call_is_dropped():
     """Its rule for that is JAX's own where JAX cannot call jax-triton's."""
     x = jax.ShapeDtypeStruct((6, 300), BF16)
@@ -189,14 +172,14 @@ def test_a_dead_call_is_dropped():
     assert kernels_in(lambda x: (softmax(x), 2 * x)[1], x) == 0
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.cuda_plugin
 def test_a_batch_is_more_rows():
     x = jax.ShapeDtypeStruct((3, 6, 300), BF16)
     softmax = functools.partial(jaxnorm.softmax, implementation="triton")
     assert kernels_in(jax.vmap(softmax), x) == 1
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.cuda_plugin
 @pytest.mark.parametrize("kind", ["Explicit", "Manual"])
 def test_meshes(kind):
     """Outputs vary over the mesh axes that the inputs vary over."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from logits_cases import KINDS, Case, of_width
-from test_compile import (  # noqa: F401
+from test_compile import (
     BF16,
     COLS,
     F32,
@@ -14,7 +14,6 @@ from test_compile import (  # noqa: F401
     check,
     choose_line,
     compile_call,
-    cuda,
     kernels_in,
     schedules,
 )
@@ -63,7 +62,7 @@ def test_every_line_of_a_table_is_used():
 # ----------------------------------------------------------------------------------- as JAX sees it
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.cuda_plugin
 @pytest.mark.parametrize("setting", [jax.enable_x64, jax.check_tracer_leaks])
 @pytest.mark.parametrize(("cols", "backward"), [(300, 1), (16384, 2)])
 def test_calls_lower(cols, backward, setting):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_compile import (  # noqa: F401
+from test_compile import (
     BF16,
     F16,
     F32,
@@ -14,7 +14,6 @@ from test_compile import (  # noqa: F401
     check,
     choose,
     compile_call,
-    cuda,
     kernels_in,
     schedules,
 )
@@ -119,7 +118,7 @@ def test_programs_are_counted_as_support_counts_them(dtype):
 # ----------------------------------------------------------------------------------- as JAX sees it
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.cuda_plugin
 @pytest.mark.parametrize("setting", [jax.enable_x64, jax.check_tracer_leaks])
 @pytest.mark.parametrize("cols", [300, 50257])
 def test_calls_lower(cols, setting):

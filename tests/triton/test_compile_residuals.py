@@ -6,7 +6,7 @@ import re
 
 import jax
 import pytest
-from test_compile import BF16, F16, F32, GPUS, check, compile_call, cuda, kernels_in  # noqa: F401
+from test_compile import BF16, F16, F32, GPUS, check, compile_call, kernels_in
 
 from benchmarks import contract
 from jaxnorm_kernels import triton
@@ -93,7 +93,7 @@ def test_every_line_of_a_table_is_used():
         assert lines == set(table)
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.cuda_plugin
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.parametrize("cols", [300, 65536])
 def test_calls_lower_for_cuda(cols, groups):

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_logits
-from conftest import INTERPRETED
 from logits_cases import Case
 from test_schedules import scheduled  # noqa: F401
 from test_softmax import FUNCTIONS, data
@@ -57,7 +56,7 @@ def test_what_takes_no_part_does_not_matter(name, causal, scheduled):  # noqa: F
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="an interpreter runs its programs in order")
+@pytest.mark.uninterpreted
 def test_two_runs_give_the_same_bits(scheduled):  # noqa: F811
     x, d = data((50, 3, 100), "bfloat16"), data((50, 3, 100), "bfloat16", seed=1)
     bias = data((3, 100), "float32", seed=2)

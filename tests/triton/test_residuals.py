@@ -10,7 +10,7 @@ import functools
 import numpy as np
 import pytest
 import reference
-from conftest import INTERPRETED
+from needs import INTERPRETED
 from reference import Norm, assert_within, exact, rounding
 from test_norm import normal
 from test_schedules import SCHEDULES, make_schedule

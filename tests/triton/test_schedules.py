@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import test_norm
 import test_softmax
-from conftest import INTERPRETED
+from needs import INTERPRETED
 from reference import exact
 from test_norm import normal
 

@@ -1,0 +1,162 @@
+"""What some tests need that is not on every machine.
+
+A case that cannot run here is left out when tests are collected, and the summary says how many
+there are, and what they need. So a run reports no skip that says nothing of the code; and one that
+asks for such cases alone, as ``-m gpu`` does without a GPU, has none left, which pytest ends with
+exit status 5: a run that tested nothing does not look like a success.
+"""
+
+import collections
+import dataclasses
+import functools
+import importlib
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxnorm.calls import backends
+
+# Whether Triton interprets its kernels on the CPU: it then cannot compile them.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+#: Of what is left out: how many for each reason.
+LEFT_OUT = pytest.StashKey[collections.Counter[str]]()
+
+
+def capability() -> float:
+    """Compute capability of the GPU at hand; 0 where there is none."""
+    device = jax.devices()[0]
+    return float(getattr(device, "compute_capability", 0)) if device.platform == "gpu" else 0.0
+
+
+# ------------------------------------------ what is missing here, in words; None where nothing is
+
+
+def hopper() -> str | None:
+    return None if capability() >= 9.0 else "needs an NVIDIA GPU of capability 9.0 or newer"
+
+
+def second_gpu() -> str | None:
+    return None if jax.device_count() >= 2 else "needs two GPUs or more"
+
+
+def triton() -> str | None:
+    if missing := _triton_extra():
+        return missing
+    if INTERPRETED or capability() >= 8.0:
+        return None
+    return "needs an NVIDIA GPU of capability 8.0 or newer, or TRITON_INTERPRET=1"
+
+
+def speed() -> str | None:
+    return "an interpreter is too slow for these, and runs in order" if INTERPRETED else None
+
+
+def compute_sanitizer() -> str | None:
+    if shutil.which("compute-sanitizer"):
+        return None
+    return "needs compute-sanitizer, of the CUDA toolkit, on PATH"
+
+
+@functools.cache
+def cuda_compilers() -> str | None:
+    try:
+        for module in ("jax_plugins.xla_cuda13", "nvidia.cu13.bin"):
+            importlib.import_module(module)
+    except ImportError as error:
+        return f"needs JAX's CUDA plugin and ptxas, which `make compile` installs: {error}"
+    if jax.config.jax_platforms != "cpu":
+        return "needs JAX_PLATFORMS=cpu: it compiles for GPUs that are not here"
+    return None
+
+
+def triton_compiler() -> str | None:
+    if INTERPRETED:
+        return "TRITON_INTERPRET=1 leaves nothing to compile"
+    return _triton_extra()
+
+
+def triton_for_cuda() -> str | None:
+    extra = importlib.import_module("jaxnorm_kernels.triton.extra")
+    try:
+        extra.check_cuda()
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def _triton_extra() -> str | None:
+    try:
+        backends.module("triton")
+    except ImportError as error:
+        return str(error).partition(";")[0]
+    return None
+
+
+# -------------------------------------------------------------------------------- and whose it is
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """Of cases with one of these marks, or with one of these fixtures."""
+
+    missing: Callable[[], str | None]
+    marks: Sequence[str] = ()
+    fixtures: Sequence[str] = ()
+
+    def is_of(self, item: pytest.Item) -> bool:
+        fixtures = getattr(item, "fixturenames", ())
+        return any(item.get_closest_marker(mark) for mark in self.marks) or any(
+            name in fixtures for name in self.fixtures
+        )
+
+
+# A case that lacks several counts under the first.
+NEEDS = (
+    Need(hopper, marks=["gpu"]),
+    Need(second_gpu, marks=["multigpu"]),
+    Need(triton, marks=["triton"]),
+    Need(speed, marks=["uninterpreted"]),
+    Need(compute_sanitizer, marks=["memcheck"]),
+    Need(cuda_compilers, marks=["compiles"], fixtures=["compiler"]),
+    Need(triton_for_cuda, marks=["cuda_plugin"]),
+)
+
+# Of whole files, which import what they need.
+FILES = {"triton/test_compile*.py": triton_compiler}
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Only the cases that can run stay in `items`."""
+    here, others = [], []
+    for item in items:
+        reasons = (need.missing() for need in NEEDS if need.is_of(item))
+        reason = next(filter(None, reasons), None)
+        if reason is not None:
+            left_out(config)[f"cases ({reason})"] += 1
+        (here if reason is None else others).append(item)
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = here
+
+
+def leaves_out_file(config: pytest.Config, path: Path) -> bool:
+    for pattern, missing in FILES.items():
+        if path.match(pattern) and (reason := missing()):
+            left_out(config)[f"files ({reason})"] += 1
+            return True
+    return False
+
+
+def left_out(config: pytest.Config) -> collections.Counter[str]:
+    return config.stash.setdefault(LEFT_OUT, collections.Counter())
+
+
+def summary(config: pytest.Config) -> str | None:
+    counts = left_out(config)
+    return "left out: " + "; ".join(f"{n} {what}" for what, n in counts.items()) if counts else None
