@@ -71,7 +71,7 @@ class CompileCell:
             rows, cols = map(int, self.shape.split("x"))
             mixed = self.dtype == "mixed"
             x, y = ("float32", "bfloat16") if mixed else (self.dtype, self.dtype)
-            return Workload(self.op, both, rows, cols, x, y)  # type: ignore[arg-type]
+            return Workload(self.op, both, rows, cols, x, y)
         kind = LinearWorkload if self.op in LINEAR else LossWorkload
         return kind(self.op, both, self.shape, self.dtype)
 

@@ -143,7 +143,7 @@ class Model:
             return 0.02 * jax.random.normal(key, shape)
 
         keys = jax.random.split(key, len(shapes))
-        return tree.unflatten([leaf(*each, key) for each, key in zip(shapes, keys)])
+        return jax.tree.unflatten(tree, [leaf(*each, key) for each, key in zip(shapes, keys)])
 
     def loss(self, params: Params, tokens: Array) -> Array:
         """Mean cross-entropy of each token (B, S + 1) but the first, given those before it."""

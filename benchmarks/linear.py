@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 
-from benchmarks.workloads import Array, Direction, Shape, ShapedWorkload, shaped
+from benchmarks.workloads import Array, Direction, OneResult, Shape, shaped
 
 SQUARES: tuple[Shape, ...] = tuple((n, n, n) for n in (256, 512, 1024, 2048, 4096, 8192))
 TOKENS = 8192
@@ -43,11 +43,11 @@ LINEAR: dict[str, Linear] = {
 }
 
 
-class LinearWorkload(ShapedWorkload):
+class LinearWorkload(OneResult):
     """One product in one direction on one shape. The dtype is that of x, weight and y."""
 
     @property
-    def row_operands(self) -> tuple[Array, ...]:
+    def row_operands(self) -> tuple[tuple[Shape, str], tuple[Shape, str, float]]:
         """x and weight, by which y is near normal: a GPU's clock depends on what it multiplies."""
         x, weight = itertools.pairwise(self.sizes)
         return (x, self.dtype), (weight, self.dtype, weight[0] ** -0.5)
@@ -57,7 +57,7 @@ class LinearWorkload(ShapedWorkload):
         return (self.sizes[1:2],) if LINEAR[self.op].normalises else ()
 
     @property
-    def result(self) -> Array:
+    def result(self) -> tuple[Shape, str]:
         return (self.sizes[0], self.sizes[-1]), self.dtype
 
     @property

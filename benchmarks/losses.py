@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 
-from benchmarks.workloads import Array, Direction, Shape, ShapedWorkload, shaped
+from benchmarks.workloads import Array, Direction, OneResult, Shape, shaped
 
 #: Positions x classes: vocabularies of a power of two, GPT-2, Llama 3 and Gemma.
 LOGITS: tuple[Shape, ...] = (
@@ -47,7 +47,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-class LossWorkload(ShapedWorkload):
+class LossWorkload(OneResult):
     """One loss in one direction on one shape. The dtype is that of x and weight."""
 
     @property
@@ -74,7 +74,7 @@ class LossWorkload(ShapedWorkload):
         return ()
 
     @property
-    def result(self) -> Array:
+    def result(self) -> tuple[Shape, str]:
         return () if self.loss.mean else self.sizes[:1], self.y_dtype
 
     @property

@@ -76,14 +76,14 @@ def longest(
     ran: Sequence[tuple[str, float]], scopes: Mapping[str, str], steps: int, count: int = 15
 ) -> list[str]:
     """Lines: milliseconds of a step, how often it ran, class, name and scope."""
-    times, calls = collections.Counter[str](), collections.Counter[str]()
+    times, calls = collections.defaultdict[str, float](float), collections.Counter[str]()
     for name, us in ran:
         times[name] += us / 1e3 / steps
         calls[name] += 1
     return [
         f"{ms:9.3f} {calls[name] // steps:5} {kernel_class(name, scopes):18} {name[:60]} "
         f"{scopes.get(name, '')}"
-        for name, ms in times.most_common(count)
+        for name, ms in sorted(times.items(), key=lambda each: -each[1])[:count]
     ]
 
 
@@ -98,7 +98,7 @@ def column(cell: TrainingCell, placement: Placement, *, list_kernels: bool) -> d
 
     step = training.Step(cell, cell.batch, shardings)
     state, times, _ = step.times(LOSS_STEPS[-1])
-    ran, scopes = step.kernels(state), hlo.scopes(step.run.as_text())
+    ran, scopes = step.kernels(state), hlo.scopes(step.run.as_text() or "")
     steps = training.KERNEL_STEPS * placement.devices
     if list_kernels:
         print(*longest(ran, scopes, steps), sep="\n")

@@ -26,6 +26,7 @@ import numpy as np
 
 import jaxnorm
 from benchmarks.providers import jnp_functions
+from jaxnorm_kernels.specs import Save
 
 Array = jax.Array
 Norm = Callable[..., Array]
@@ -81,7 +82,7 @@ def plain(x: Array, scale: Array, bias: Array | None) -> Array:
     return y if bias is None else y + bias
 
 
-def library(save: str) -> Norm:
+def library(save: Save) -> Norm:
     def norm(x: Array, scale: Array, bias: Array | None) -> Array:
         if bias is None:
             return jaxnorm.rms_norm(x, scale, save=save)
@@ -197,7 +198,8 @@ def temp_bytes(
     # XLA times matrix products and takes the fastest, whose workspace may be an activation's size.
     options = {"xla_gpu_autotune_level": "0"} if jax.default_backend() == "gpu" else None
     program = step.lower(params, x).compile(options)
-    return int(program.memory_analysis().temp_size_in_bytes)
+    memory: Any = program.memory_analysis()  # None where a backend does not tell
+    return int(memory.temp_size_in_bytes)
 
 
 def print_memory() -> None:

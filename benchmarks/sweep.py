@@ -73,7 +73,7 @@ def with_schedule(schedule: Any) -> types.SimpleNamespace:
     )
 
 
-def lowered(workload: KernelCall, schedule: Any) -> bytes:
+def lowered(workload: KernelCall, schedule: Any) -> bytearray:
     """The call lowered for CUDA, which needs no GPU: seconds of Python, in a process of its own."""
     jax.config.update("jax_platforms", "cpu")
     call = jax.jit(workload.function(with_schedule(schedule)))
@@ -112,7 +112,10 @@ def measured(workload: KernelCall, programs: dict[str, Future[Any]]) -> Iterator
             timed = timing.measure(program, operands)
         except Exception as error:  # a schedule that fails is a row, not the end of the sweep
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            yield Row(*identity, *[float("nan")] * 5, reason)
+            nan = float("nan")
+            yield Row(
+                *identity, us=nan, main_us=nan, roof=nan, vs_xla=nan, worst=nan, status=reason
+            )
             continue
         xla_us = timed.us if name == "xla" else xla_us
         yield Row(

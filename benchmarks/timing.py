@@ -5,6 +5,7 @@ On a CPU, which has no kernels to count, it is wall-clock time: enough to try th
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,9 +36,8 @@ def measure(function: Callable[..., Any], operands: Operands) -> Timing:
 @contextlib.contextmanager
 def kernels() -> Iterator[list[tuple[str, float]]]:
     """Name and microseconds of each GPU kernel that runs and ends inside, once it is left."""
-    from jax._src.lib import mosaic_gpu
-
-    cupti = mosaic_gpu._mosaic_gpu_ext  # the only CUPTI hook that counts single kernels
+    # The only CUPTI hook that counts single kernels.
+    cupti = importlib.import_module("jax._src.lib.mosaic_gpu")._mosaic_gpu_ext
     ran: list[tuple[str, float]] = []
     cupti._cupti_init()
     try:

@@ -3,6 +3,7 @@
 Free of JAX and torch: both sides, and the process that starts them, share it.
 """
 
+import abc
 import dataclasses
 import itertools
 import math
@@ -109,10 +110,8 @@ def grid(
 
 
 @dataclasses.dataclass(frozen=True)
-class ShapedWorkload:
+class ShapedWorkload(abc.ABC):
     """One operation in one direction, on arrays that a shape tells.
-
-    Its kinds have row_operands, parameter_shapes, result, cotangents and gradients.
 
     Attributes:
       op: a name in the table of its kind: of blocks, of losses, of products.
@@ -126,8 +125,31 @@ class ShapedWorkload:
     shape: str
     dtype: str
 
-    mixed = False
-    flops = 0  # of matrix products, where they set its time and not the bytes that move
+    @property
+    @abc.abstractmethod
+    def row_operands(self) -> tuple[Array, ...]: ...
+
+    @property
+    @abc.abstractmethod
+    def parameter_shapes(self) -> tuple[Shape, ...]: ...
+
+    @property
+    @abc.abstractmethod
+    def cotangents(self) -> tuple[Array, ...]: ...
+
+    @property
+    @abc.abstractmethod
+    def bytes(self) -> int:
+        """Least traffic."""
+
+    @property
+    def mixed(self) -> bool:
+        return False
+
+    @property
+    def flops(self) -> int:
+        """Of matrix products, where they set its time and not the bytes that move."""
+        return 0
 
     @property
     def sizes(self) -> Shape:
@@ -147,10 +169,23 @@ class ShapedWorkload:
     def y_dtype(self) -> str:
         return self.dtype
 
+
+class OneResult(ShapedWorkload):
+    """One with a single result, without parameters or with few."""
+
+    @property
+    @abc.abstractmethod
+    def result(self) -> tuple[Shape, str]: ...
+
+    @property
+    @abc.abstractmethod
+    def gradients(self) -> tuple[int, ...]:
+        """Which row operands have a gradient."""
+
     @property
     def bytes(self) -> int:
         """Least traffic: operands and result once; backwards the same, and the gradients."""
-        operands = [(shape, dtype) for shape, dtype, *_ in self.row_operands]
+        operands = [array[:2] for array in self.row_operands]
         arrays = [*operands, self.result]
         if self.direction == "fwd+bwd":
             arrays += [*arrays, *(operands[i] for i in self.gradients)]

@@ -1,6 +1,7 @@
 """Flax linen's norms. (Its softmaxes are jax.nn's own: those of the provider jnp.)"""
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -21,6 +22,7 @@ def function(name: str, op: Operation, y_dtype: str) -> Callable[..., jax.Array]
 
 def _applied(module: nn.Module) -> Callable[..., jax.Array]:
     def apply(x: jax.Array, *parameters: jax.Array) -> jax.Array:
-        return module.apply({"params": dict(zip(("scale", "bias"), parameters))}, x)
+        y: Any = module.apply({"params": dict(zip(("scale", "bias"), parameters))}, x)
+        return y
 
     return apply

@@ -58,8 +58,8 @@ def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
     if op in _LOSSES:
         return plain(_LOSSES[op])
     if op not in _BLOCKS or name == "composed":
-        functions = (jaxnorm.rms_norm, jaxnorm.layer_norm, jaxnorm.softmax)
-        return jnp_functions.Plain(*map(plain, functions)).block(op, y_dtype)
+        norms = plain(jaxnorm.rms_norm), plain(jaxnorm.layer_norm)
+        return jnp_functions.Plain(*norms, plain(jaxnorm.softmax)).block(op, y_dtype)
     block, given = _BLOCKS[op]
     if op != "post_norm":  # its result has the residual's dtype
         given = {**given, "dtype": y_dtype}

@@ -82,7 +82,8 @@ class Plain:
         return self.softmax(jnp.where(where, LOGITS_SCALE * x, -jnp.inf)).astype(dtype)
 
     def causal_softmax(self, x: Array, *, dtype: str) -> Array:
-        where = jnp.tri(*x.shape[-2:], dtype=bool)
+        rows, cols = x.shape[-2:]
+        where = jnp.tri(rows, cols, dtype=bool)
         return self.masked_softmax(x, where, dtype=dtype)
 
     def biased_softmax(self, x: Array, bias: Array, *, dtype: str) -> Array:

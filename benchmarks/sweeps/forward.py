@@ -28,7 +28,7 @@ def workloads() -> Iterator[KernelWorkload]:
 def schedules(workload: KernelWorkload) -> list[Schedule]:
     """The table's first; then others of its kind."""
     chosen = choose(workload.spec)
-    if chosen.kind not in ("queued_tile", "queued_row"):
+    if chosen is None or chosen.kind not in ("queued_tile", "queued_row"):
         return []
     tried = [chosen, *_shares(workload, chosen)]
     if workload.is_norm:

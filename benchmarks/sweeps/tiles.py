@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.contract import KernelWorkload
-from benchmarks.workloads import grid
+from benchmarks.workloads import Operation, grid
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.schedules.backward import softmax_schedule
@@ -29,7 +29,7 @@ _ODD = [(8192, 2047), (8192, 8191), (8192, 12287)]
 
 
 def workloads() -> Iterator[KernelWorkload]:
-    softmaxes = ("softmax", "log_softmax")
+    softmaxes: tuple[Operation, ...] = ("softmax", "log_softmax")
     passes = itertools.chain(
         grid(directions=("fwd",)),
         grid(directions=("fwd",), shapes=_BETWEEN),
@@ -76,7 +76,10 @@ def _queued(tile: Schedule) -> Iterator[Schedule]:
 
 
 def _backward(workload: KernelWorkload) -> Iterator[InRegisters]:
-    vector, cols = softmax_schedule(workload.spec).vector, workload.cols
+    chosen, cols = softmax_schedule(workload.spec), workload.cols
+    if chosen is None:
+        return
+    vector = chosen.vector
     for threads, groups in itertools.product((8, 16, WARP), _GROUPS):
         if threads * vector <= cols and groups * cols <= _VALUES * threads:
             yield InRegisters(vector, threads=threads, rows=groups * WARPGROUP_THREADS // threads)

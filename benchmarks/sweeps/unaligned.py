@@ -35,21 +35,21 @@ def schedules(workload: KernelWorkload) -> list[Any]:
     """The table's first; then others that hold windows, and the one that holds none."""
     spec = workload.spec
     without = dataclasses.replace(spec, rows=spec.rows - 1)
+    tried: list[Any]
     if workload.direction == "fwd":
-        chosen = forward.choose(spec)
-        tried = [chosen, *_queued(workload, chosen), *_held(workload, chosen)]
-        tried.append(forward.choose(without))
+        row = forward.choose(spec)
+        tried = [row, *_queued(workload, row), *_held(workload, row), forward.choose(without)]
     elif workload.is_norm:
-        chosen = backward.norm_schedule(spec)
-        tried = [chosen, *_rings(workload, chosen), backward.norm_schedule(without)]
+        ring = backward.norm_schedule(spec)
+        tried = [ring, *_rings(workload, ring), backward.norm_schedule(without)]
     else:
-        chosen = backward.softmax_schedule(spec)
-        tried = [chosen, *_in_registers(workload, chosen), backward.softmax_schedule(without)]
+        tried = [backward.softmax_schedule(s) for s in (spec, without)]
+        tried[1:1] = _in_registers(workload)
     return list(dict.fromkeys(schedule for schedule in tried if schedule is not None))
 
 
-def _queued(workload: KernelWorkload, chosen: Schedule) -> Iterator[Schedule]:
-    if chosen.kind != "queued_row" or not workload.is_norm:
+def _queued(workload: KernelWorkload, chosen: Schedule | None) -> Iterator[Schedule]:
+    if chosen is None or chosen.kind != "queued_row" or not workload.is_norm:
         return
     for tiles, slots in ((2, 2), (4, 3), (8, 2), (16, 2)):
         yield dataclasses.replace(chosen, tiles=tiles, slots=slots)
@@ -60,23 +60,25 @@ def _queued(workload: KernelWorkload, chosen: Schedule) -> Iterator[Schedule]:
             yield dataclasses.replace(chosen, cluster=cluster, warpgroups=warpgroups, tail=tail)
 
 
-def _held(workload: KernelWorkload, chosen: Schedule) -> Iterator[Schedule]:
+def _held(workload: KernelWorkload, chosen: Schedule | None) -> Iterator[Schedule]:
     window = window_of(workload.rows, workload.cols, [workload.spec.x_dtype])
     if workload.is_norm and workload.cols > 1024:
         return
     if workload.cols == 1001:
         yield Schedule("warpgroup_row", 4, window=window, **_BARE)
     elif workload.cols == 4095:
-        yield dataclasses.replace(chosen, vector=4)
+        if chosen is not None:
+            yield dataclasses.replace(chosen, vector=4)
         yield Schedule("split_row", 8, warpgroups=1, window=window, **_BARE)
         yield Schedule("split_row", 8, warpgroups=2, window=window, **_BARE)
     else:
         for cluster, warpgroups in ((4, 2), (8, 2), (4, 4)):
-            shape = {"cluster": cluster, "warpgroups": warpgroups}
-            yield Schedule("split_row", 8, window=window, **shape, **_BARE)
+            yield Schedule(
+                "split_row", 8, warpgroups=warpgroups, cluster=cluster, window=window, **_BARE
+            )
 
 
-def _in_registers(workload: KernelWorkload, chosen: InRegisters) -> Iterator[InRegisters]:
+def _in_registers(workload: KernelWorkload) -> Iterator[InRegisters]:
     window = window_of(workload.rows, workload.cols, [workload.spec.x_dtype])
     if workload.cols == 1001:
         yield InRegisters(4, window=window)
