@@ -32,6 +32,11 @@ def rounding(value: np.ndarray, dtype: str) -> np.ndarray:
     return unit_roundoff(dtype) * np.abs(value) + tiny(dtype)
 
 
+def half_unit(value: np.ndarray, dtype: str) -> np.ndarray:
+    """Half a unit in the last place of `dtype` at `value`, a little enlarged: the same, closer."""
+    return 1.01 * np.maximum(unit_roundoff(dtype) * np.abs(value), tiny(dtype) / 2)
+
+
 def exact(x) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
 

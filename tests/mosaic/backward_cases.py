@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+from reference import exact, half_unit, log_softmax_gradient, softmax_gradient
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
@@ -194,7 +195,8 @@ def lower(spec: Spec, schedule: Any = None) -> str:
 
 # -------------------------------------------------------------------- references and error bounds
 #
-# From the very arrays that the kernel gets. u = 2^-24 is the unit roundoff of float32. A sum of n
+# From the very arrays that the kernel gets, statistics among them, and so by formulas of their own
+# where `reference` starts from x. u = 2^-24 is the unit roundoff of float32. A sum of n
 # terms is one of at most _TERMS in sequence and then a tree, so its relative error (against the sum
 # of magnitudes) is below _TERMS u. Everything else adds a few roundings.
 
@@ -206,17 +208,17 @@ def reference(spec: Spec, *operands: Any) -> tuple[list[Any], list[Any]]:
     """The outputs in float64, and the errors that a kernel may make; None for no parameter."""
     if spec.op == "norm":
         return norm_reference(spec, *operands)
-    y, d = (a.astype(np.float64) for a in operands)
+    y, d = map(exact, operands)
     log = spec.op == "log_softmax"
     terms = d if log else d * y
     total = terms.sum(axis=1, keepdims=True)
     total_error = _TERMS * _U * np.abs(terms).sum(axis=1, keepdims=True)
     # The argument of exp may be rounded once more, as y log2(e).
     weight, weight_error = (np.exp(y), 4 * (1 + np.abs(y)) * _U) if log else (y, 0)
-    dx = d - weight * total if log else y * (d - total)
+    dx = (log_softmax_gradient if log else softmax_gradient)(y, d, 1)
     error = np.abs(weight) * (total_error + weight_error * np.abs(total))
     error += 4 * _U * (np.abs(d) * (1 if log else np.abs(y)) + np.abs(weight * total))
-    return [dx], [error + rounding(dx, spec.x_dtype)]
+    return [dx], [error + half_unit(dx, spec.x_dtype)]
 
 
 def norm_reference(
@@ -256,7 +258,7 @@ def norm_reference(
         dx = dx + dh.astype(np.float64)
         error += _U * np.abs(dx)
     outputs: list[Any] = [dx]
-    errors: list[Any] = [error + rounding(dx, spec.x_dtype)]
+    errors: list[Any] = [error + half_unit(dx, spec.x_dtype)]
     parameters = (spec.scale_dtype, spec.scale_groups), (spec.bias_dtype, spec.bias_groups)
     column_terms = (d * xh, np.abs(d) * xh_error), (d, 0 * d)
     for (dtype, groups), (terms, terms_error) in zip(parameters, column_terms):
@@ -268,11 +270,5 @@ def norm_reference(
         total = summed(terms)
         total_error = summed(terms_error + sum_error * np.abs(terms))
         outputs.append(None if dtype is None else total)
-        errors.append(None if dtype is None else total_error + rounding(total, dtype))
+        errors.append(None if dtype is None else total_error + half_unit(total, dtype))
     return outputs, errors
-
-
-def rounding(value: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Half a unit in the last place of `dtype` at `value`, a little enlarged."""
-    info = ml_dtypes.finfo(dtype)
-    return 1.01 * np.maximum(np.abs(value) * info.eps, float(info.smallest_subnormal)) / 2

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+from reference import Norm, exact, half_unit, log_softmax, softmax
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic, xla
@@ -186,11 +187,12 @@ def xla_call(spec: Spec, *operands: Any) -> list[np.ndarray]:
     return [np.asarray(out) for out in call(spec, *operands, module=xla)]
 
 
-# -------------------------------------------------------------------- references and error bounds
+# -------------------------------------------------------------------------------- error bounds
 #
-# u = 2^-24 is the unit roundoff of float32. A sum of n terms in the kernels is one of at most
-# _TERMS in sequence and then a tree, so its relative error (against the sum of magnitudes) is below
-# _TERMS u. Everything else adds a few roundings.
+# Values are those of `reference`, the bounds of the order in which these kernels add. u = 2^-24 is
+# the unit roundoff of float32. A sum of n terms in the kernels is one of at most _TERMS in sequence
+# and then a tree, so its relative error (against the sum of magnitudes) is below _TERMS u.
+# Everything else adds a few roundings.
 
 _U = 2.0**-24
 _TERMS = 128
@@ -198,48 +200,41 @@ _TERMS = 128
 
 def softmax_reference(spec: Spec, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """y in float64, and the error that a kernel may make."""
-    x = x.astype(np.float64)
-    shifted = x - x.max(axis=1, keepdims=True)
-    e = np.exp(shifted)
-    total = e.sum(axis=1, keepdims=True)
+    x = exact(x)
+    shifted, p = x - x.max(axis=1, keepdims=True), softmax(x, 1)
     # Of exp(t): the rounding of t and, for 16 bits, of t log2(e); 4 u for the function itself.
     # Parts of a row have maxima of their own, which double the first.
     exp_error = (4 * np.abs(shifted) + 4) * _U
-    total_error = (e * exp_error).sum(axis=1, keepdims=True) / total + (_TERMS + 8) * _U
+    total_error = (p * exp_error).sum(axis=1, keepdims=True) + (_TERMS + 8) * _U
     if spec.op == "softmax":
-        y = e / total
-        return y, y * (exp_error + total_error) + rounding(y, spec.y_dtype)
-    y = shifted - np.log(total)
-    error = total_error + 4 * _U * (np.abs(shifted) + np.abs(np.log(total)))
-    return y, error + rounding(y, spec.y_dtype)
+        return p, p * (exp_error + total_error) + half_unit(p, spec.y_dtype)
+    y = log_softmax(x, 1)
+    error = total_error + 4 * _U * (np.abs(shifted) + np.abs(shifted - y))
+    return y, error + half_unit(y, spec.y_dtype)
 
 
 def norm_reference(
     spec: Spec, x: np.ndarray, scale: np.ndarray | None, bias: np.ndarray | None
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """y, rstd and mean in float64, and the errors that a kernel may make."""
-    x = x.astype(np.float64)
-    mean = x.mean(axis=1, keepdims=True) if spec.subtract_mean else np.zeros((spec.rows, 1))
+    x = exact(x)
+    scale, bias = (of_rows(param, spec.rows) for param in (scale, bias))
+    g = 1.0 if scale is None else exact(scale) + spec.scale_offset
+    if scale is not None and (floor := spec.scale_floor) is not None:
+        g = np.where(np.abs(g) < floor, np.where(g < 0, -floor, floor), g)
+    b = 0.0 if bias is None else exact(bias)
+    options = spec.subtract_mean, spec.epsilon, spec.saved, str(spec.x_dtype), str(spec.y_dtype)
+    norm = Norm(x, np.asarray(g), np.asarray(b), np.zeros_like(x), *options)
+    mean, rstd, y = np.broadcast_to(norm.mean, (spec.rows, 1)), norm.r, norm.y
     mean_error = _TERMS * _U * np.abs(x).mean(axis=1, keepdims=True) * spec.subtract_mean
-    centred = x - mean
-    variance = np.square(centred).mean(axis=1, keepdims=True)
-    rstd = 1 / np.sqrt(variance + spec.epsilon)
     # A wrong mean adds its square; the magnitudes of the sum are the sum.
     rstd_error = rstd * ((_TERMS + 8) * _U + np.square(mean_error * rstd))
-    scale, bias = (of_rows(param, spec.rows) for param in (scale, bias))
-    y = centred * rstd
-    error = np.abs(centred) * rstd_error + rstd * (mean_error + _U * np.abs(x)) + 4 * _U * np.abs(y)
-    if scale is not None:
-        g = scale.astype(np.float64) + spec.scale_offset
-        if (floor := spec.scale_floor) is not None:
-            g = np.where(np.abs(g) < floor, np.where(g < 0, -floor, floor), g)
-        y, error = y * g, error * np.abs(g)
+    error = np.abs(x - mean) * rstd_error + rstd * (mean_error + _U * np.abs(x))
+    error = (error + 4 * _U * np.abs(norm.xh)) * np.abs(g)
     if bias is not None:
-        b = bias.astype(np.float64)
         # XLA on CPU may leave out a rounding to y's dtype.
-        error = error + rounding(b, spec.y_dtype) + 4 * _U * np.abs(b)
-        y = y + b
-    outputs, errors = [y], [error + 4 * _U * np.abs(y) + rounding(y, spec.y_dtype)]
+        error = error + half_unit(b, spec.y_dtype) + 4 * _U * np.abs(b)
+    outputs, errors = [y], [error + 4 * _U * np.abs(y) + half_unit(y, spec.y_dtype)]
     if spec.want_stats:
         outputs.append(rstd[:, 0])
         errors.append(rstd_error[:, 0])
@@ -247,12 +242,6 @@ def norm_reference(
             outputs.append(mean[:, 0])
             errors.append(mean_error[:, 0] + 4 * _U * np.abs(mean[:, 0]))
     return outputs, errors
-
-
-def rounding(value: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Half a unit in the last place of `dtype` at `value`, a little enlarged."""
-    info = ml_dtypes.finfo(dtype)
-    return 1.01 * np.maximum(np.abs(value) * info.eps, float(info.smallest_subnormal)) / 2
 
 
 def residual_reference(
@@ -267,7 +256,7 @@ def residual_reference(
     first = dataclasses.replace(spec.first, y_dtype=F32)
     (normal, *stats), (error, *stat_errors) = norm_reference(first, x, scale, None)
     h = residual.astype(np.float64) + normal
-    error = error + 4 * _U * np.abs(h) + rounding(h, spec.residual_dtype)
+    error = error + 4 * _U * np.abs(h) + half_unit(h, spec.residual_dtype)
     if not next_scale:
         return [h, *stats], [error, *stat_errors]
     (y, *last), (y_error, *last_errors) = norm_reference(spec.last, outputs[1], *next_scale, None)
