@@ -181,6 +181,7 @@ def test_a_profile_on_a_mesh(axis, cell, monkeypatch, capsys):
         return [("jaxnorm_rms_norm_fwd", 3000.0)] * training.KERNEL_STEPS * 2
 
     monkeypatch.setattr(training.Step, "kernels", kernels)
+    monkeypatch.setattr(profile, "LOSS_STEPS", (training.WARMUP + 2,))  # enough for a median
     placement = profile.Placement.over({axis: 2})
     figures = profile.column(cell, placement, list_kernels=True)
     assert figures["norms"] == figures["all"] == pytest.approx(3.0)
