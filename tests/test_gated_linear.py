@@ -181,7 +181,7 @@ def check_case(shape, features, mix, activation, present):
         )
         if "up" in case[2] or case[0].gate == case[0].up
     ],
-    ids=str,
+    ids=lambda v: getattr(v, "__name__", str(v)),
 )
 def test_values_and_gradients(mix, activation, present, shape):
     check_case(*shape, mix, activation, present)

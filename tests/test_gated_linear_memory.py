@@ -45,15 +45,18 @@ def made(function, *arrays):
     return sorted(v.aval.shape for v in found if v.aval.ndim)
 
 
-OPTIONS = [
-    {},
-    {"activation": "gelu", "dtype": jnp.bfloat16},
-    {"activation": jnp.tanh},
-    {"activation": "sigmoid", "product": lambda h, weight: jnp.einsum("ij,jk->ik", h, weight)},
-]
+OPTIONS = {
+    "none": {},
+    "dtype": {"activation": "gelu", "dtype": jnp.bfloat16},
+    "function": {"activation": jnp.tanh},
+    "product": {
+        "activation": "sigmoid",
+        "product": lambda h, weight: jnp.einsum("ij,jk->ik", h, weight),
+    },
+}
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("function", [gated, ungated])
 def test_operands_alone_are_kept(function, options):
     function = functools.partial(function, options)
