@@ -100,10 +100,10 @@ class _Chunks:
     def __init__(self, head: Head, arrays: Sequence[jax.Array], over: Over, recompute: bool):
         self.head, self.over, self.recompute = head, over, recompute
         count = len(head.primals)
-        given = dict(zip(head.primals, arrays))
+        by_name = dict(zip(head.primals, arrays))
         self.linear = arrays[count:]
-        self.x, self.weight, self.labels = given["x"], given["weight"], given["labels"]
-        self.bias, self.positions = given.get("bias"), given.get("positions")
+        self.x, self.weight, self.labels = by_name["x"], by_name["weight"], by_name["labels"]
+        self.bias, self.positions = by_name.get("bias"), by_name.get("positions")
         self.dtype = checks.product_dtype(self.x.dtype, self.weight.dtype)
         self.wide = np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
         self.rows, self.classes = len(self.x), self.weight.shape[1]
@@ -158,17 +158,17 @@ class _Chunks:
             loss, dlogits = loss_and_dlogits(
                 self.call(logits.shape), logits, rows.of(self.labels), rows.counted, cotangent
             )
-            found = {"loss": rows.put(carry["loss"], loss)}
+            results = {"loss": rows.put(carry["loss"], loss)}
             if "x" in head.wrt:
                 dx = self.dot(dlogits, weight, (1, 1), self.wide)
                 dx = _sum_over(dx, self.over.classes)
-                found["x"] = rows.put(carry["x"], (scale * dx).astype(carry["x"].dtype))
+                results["x"] = rows.put(carry["x"], (scale * dx).astype(carry["x"].dtype))
             if "weight" in head.wrt:
                 product = self.dot(x.astype(self.dtype), dlogits, (0, 0), self.wide)
-                found["weight"] = carry["weight"] + product
+                results["weight"] = carry["weight"] + product
             if "bias" in head.wrt:
-                found["bias"] = carry["bias"] + jnp.sum(dlogits, 0, dtype=self.wide)
-            return found
+                results["bias"] = carry["bias"] + jnp.sum(dlogits, 0, dtype=self.wide)
+            return results
 
         empty = {
             "loss": jnp.zeros(self.rows, self.wide),
@@ -176,8 +176,8 @@ class _Chunks:
             "weight": jnp.zeros(self.factor.shape, self.wide),
             "bias": jnp.zeros(self.classes + self.padding, self.wide),
         }
-        found = self.loop(step, {name: empty[name] for name in ("loss", *head.wrt)})
-        return [found["loss"], *[self.finished(name, found[name], scale) for name in head.wrt]]
+        results = self.loop(step, {name: empty[name] for name in ("loss", *head.wrt)})
+        return [results["loss"], *[self.finished(name, results[name], scale) for name in head.wrt]]
 
     def finished(self, name: str, gradient: jax.Array, scale: jax.Array) -> jax.Array:
         """A gradient as it is returned; that of x is already."""

@@ -36,15 +36,15 @@ class _LossRules(Rules[Head]):
 
     def types(self, head: Head, *avals: Any) -> list[Any]:
         """Types of the results: rows lie as those of x, and a gradient as what it is of."""
-        given = dict(zip(head.primals, avals))
-        x, mesh = given["x"], sharding.mesh_of(avals)
-        is_wide = checks.product_dtype(x.dtype, given["weight"].dtype) == np.float64
+        by_name = dict(zip(head.primals, avals))
+        x, mesh = by_name["x"], sharding.mesh_of(avals)
+        is_wide = checks.product_dtype(x.dtype, by_name["weight"].dtype) == np.float64
         wide = np.dtype(np.float64 if is_wide else np.float32)
         types = []
         for name, kind in zip(head.result_names, head.result_kinds):
-            if name in given:
-                dtype = head.gradient_dtype(given[name].dtype)
-                types.append(given[name].update(dtype=dtype, weak_type=False))
+            if name in by_name:
+                dtype = head.gradient_dtype(by_name[name].dtype)
+                types.append(by_name[name].update(dtype=dtype, weak_type=False))
             else:
                 axes = x.ndim - 1 if kind == "row" else 0
                 split = x.sharding.spec[:axes]
@@ -63,10 +63,10 @@ class _LossRules(Rules[Head]):
     def forward_jvp(self, head: Head, primals: Any, tangents: Any) -> tuple[Any, Any]:
         if head.wrt:  # Gradients are among the results.
             return self.second_order(head, primals, tangents)
-        along = nonzero(zip(head.primals, tangents))
+        nonzeros = nonzero(zip(head.primals, tangents))
         if head.reduction == "none":
-            return self.bind(head, *primals), self.tangents_of(head, primals, along)
-        total, *gradients = self.bind(head.with_gradients([*along]), *primals)
+            return self.bind(head, *primals), self.tangents_of(head, primals, nonzeros)
+        total, *gradients = self.bind(head.with_gradients([*nonzeros]), *primals)
         gradients = [checkpoint_name(g, _GRADIENT) for g in gradients]
 
         # What is kept for the transpose is the gradient as it is, half the size of its float32.
@@ -74,7 +74,7 @@ class _LossRules(Rules[Head]):
         def inner_product(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
             return jnp.sum(gradient.astype(total.dtype) * tangent.astype(total.dtype))
 
-        terms = map(inner_product, gradients, along.values())
+        terms = map(inner_product, gradients, nonzeros.values())
         return [total], [functools.reduce(jnp.add, terms)]
 
     def batch(

@@ -133,8 +133,8 @@ def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) ->
     weight that is cast or gathered.
     """
     f, options, result = static
-    (weight, *arrays), (dweight, *moved) = primals, tangents
-    h, dh = jvp(f, arrays, moved)
+    (weight, *arrays), (dweight, *darrays) = primals, tangents
+    h, dh = jvp(f, arrays, darrays)
     z = options(h, weight, result)
     terms = []
     if dh is not None:
@@ -185,17 +185,17 @@ def jvp(
     f: Callable[..., jax.Array], primals: Sequence[jax.Array], tangents: Sequence[Any]
 ) -> tuple[jax.Array, jax.Array | None]:
     """`jax.jvp` along the tangents that are not 0; None for a tangent that is."""
-    along = [i for i, t in enumerate(tangents) if nonzero(t) is not None]
-    if not along:
+    at = [i for i, t in enumerate(tangents) if nonzero(t) is not None]
+    if not at:
         return f(*primals), None
 
-    def function(*moving: jax.Array) -> jax.Array:
+    def function(*arrays: jax.Array) -> jax.Array:
         operands = list(primals)
-        for i, a in zip(along, moving):
+        for i, a in zip(at, arrays):
             operands[i] = a
         return f(*operands)
 
-    return jax.jvp(function, [primals[i] for i in along], [tangents[i] for i in along])
+    return jax.jvp(function, [primals[i] for i in at], [tangents[i] for i in at])
 
 
 # ------------------------------------------------------------------------------- the mesh

@@ -99,15 +99,17 @@ class _RowRules(Rules[Call]):
         # The very array that is returned: a reshaped or cast copy would be stored a second time.
         arrays["saved"] = arrays[call.spec.starts_from]
         tangent_of = dict(zip(call.primals, tangents))
-        along = nonzero((name, tangent_of[name]) for name in call.differentiable)
+        nonzeros = nonzero((name, tangent_of[name]) for name in call.differentiable)
         if operation.derivative is None:
-            moved = self.tangents_of(call, [arrays[name] for name in call.residual_names], along)
+            tangents_out = self.tangents_of(
+                call, [arrays[name] for name in call.residual_names], nonzeros
+            )
         else:  # y = residual + norm(x)
-            residual, norm = along.pop("residual", None), call.first()
+            residual, norm = nonzeros.pop("residual", None), call.first()
             residuals = [arrays[name] for name in norm.residual_names]
-            dy, *others = self.tangents_of(norm, residuals, along)
-            moved = [_sum([residual, dy], call.spec.residual_dtype), *others]
-        by_name = dict(zip(with_stats.result_names, moved))
+            dy, *others = self.tangents_of(norm, residuals, nonzeros)
+            tangents_out = [_sum([residual, dy], call.spec.residual_dtype), *others]
+        by_name = dict(zip(with_stats.result_names, tangents_out))
         results = [arrays[name] for name in call.result_names]
         along_results = [by_name[name] for name in call.result_names]
         return results, [zero_like(a) if t is None else t for a, t in zip(results, along_results)]
@@ -132,21 +134,21 @@ class _RowRules(Rules[Call]):
         self, call: Call, residuals: Arrays, dh: jax.Array | None, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
         """`transposed_tangent` where y is not used."""
-        found: dict[str, jax.Array | None] = dict.fromkeys(names)
+        by_name: dict[str, jax.Array | None] = dict.fromkeys(names)
         if dh is None:
-            return found
+            return by_name
         if call.spec.operation.starts_from_x:
             arrays, first = dict(zip(call.residual_names, residuals)), call.first()
             arrays["saved"] = arrays["x"]
             inner = [name for name in names if name in ("x", "scale")]
             of_first = [arrays[name] for name in first.residual_names]
             results = self.bind(first.backward(inner), *of_first, dh) if inner else []
-            found.update(zip(inner, results))
+            by_name.update(zip(inner, results))
         elif "x" in names:
-            found["x"] = dh.astype(call.spec.x_dtype)
+            by_name["x"] = dh.astype(call.spec.x_dtype)
         if "residual" in names:
-            found["residual"] = dh
-        return found
+            by_name["residual"] = dh
+        return by_name
 
     def into_accumulators(self, call: Call, cotangents: Any, *operands: Any) -> None:
         """The transpose of a norm's tangent, for a backward pass that hands out its accumulators.
@@ -190,11 +192,11 @@ class _RowRules(Rules[Call]):
             batched.update(kind for kind in call.result_kinds if kind in SHARED)
         view = call.view.batched(size, batched)
         if call.spec.direction == "fwd" and "scale" in batched and "next_scale" in call.primals:
-            given = dict(zip(call.primals, arrays))
+            by_name = dict(zip(call.primals, arrays))
             for name, dim in zip(call.primals, dims):
                 if dim is None and name in call.parameters:  # It gets the other scale's batch axis.
-                    call, given[name] = call.widened(name, given[name])
-            arrays = list(given.values())
+                    call, by_name[name] = call.widened(name, by_name[name])
+            arrays = list(by_name.values())
 
         def with_batch_axis(a: jax.Array, dim: int | None, kind: Kind) -> jax.Array:
             if dim is None and kind in ("mask", "logits_bias"):

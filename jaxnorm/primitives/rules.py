@@ -160,27 +160,27 @@ class Rules[P: Pass](abc.ABC):
 
     def second_order(self, call: P, primals: Any, tangents: Any) -> tuple[Any, Any]:
         """The results of a pass, and the tangents that those of plain JAX have."""
-        along = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+        at = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
-        def function(*moving: jax.Array) -> list[jax.Array]:
+        def function(*arrays: jax.Array) -> list[jax.Array]:
             operands = list(primals)
-            for i, a in zip(along, moving):
+            for i, a in zip(at, arrays):
                 operands[i] = a
             return self.anywhere(self.differentiated, call, *operands)
 
         results = self.bind(call, *primals)
-        _, moved = jax.jvp(function, [primals[i] for i in along], [tangents[i] for i in along])
-        return results, moved
+        _, tangents_out = jax.jvp(function, [primals[i] for i in at], [tangents[i] for i in at])
+        return results, tangents_out
 
     def tangents_of(
         self, call: P, residuals: Arrays, tangents: dict[str, Any]
     ) -> list[jax.Array | None]:
         """What the tangent of a call returns; None for a tangent of 0, among `tangents`, too."""
-        along = nonzero(tangents.items())
-        tangent = call.tangent([*along])
-        if not along:
+        nonzeros = nonzero(tangents.items())
+        tangent = call.tangent([*nonzeros])
+        if not nonzeros:
             return [None] * len(tangent.result_names)
-        return [*self.bind(tangent, *residuals, *along.values())]
+        return [*self.bind(tangent, *residuals, *nonzeros.values())]
 
     def transpose(self, call: P, cotangents: Any, *operands: Any) -> list[Any]:
         """The rule of a tangent or a backward: each is the other's transpose."""
@@ -190,12 +190,12 @@ class Rules[P: Pass](abc.ABC):
         if call.direction == "tan":
             by_name = self.transposed_tangent(call, residuals, cotangents, wanted)
         else:
-            along = nonzero(zip(call.wrt, cotangents))
-            tangent = call.tangent([*along])
-            results = self.bind(tangent, *residuals, *along.values())
+            nonzeros = nonzero(zip(call.wrt, cotangents))
+            tangent = call.tangent([*nonzeros])
+            results = self.bind(tangent, *residuals, *nonzeros.values())
             by_name = dict(zip(tangent.result_names, results))
-        found = [by_name.get(name) if name in wanted else None for name in names]
-        return [None] * len(residuals) + found
+        of_linear = [by_name.get(name) if name in wanted else None for name in names]
+        return [None] * len(residuals) + of_linear
 
     def transposed_tangent(
         self, call: P, residuals: Arrays, cotangents: Any, names: Sequence[str]
