@@ -9,8 +9,8 @@ from benchmarks.sweeps import backward, linear, tiles
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.mosaic import interpreted
 from jaxnorm_kernels.mosaic.linear import schedule as linear_schedule
-from jaxnorm_kernels.mosaic.schedules.backward import softmax_schedule
 from jaxnorm_kernels.mosaic.schedules.forward import choose
+from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 
 
 def test_every_wide_backward_has_several_schedules():

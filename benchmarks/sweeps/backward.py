@@ -8,14 +8,14 @@ import itertools
 from collections.abc import Iterator
 
 from benchmarks.contract import KernelWorkload
-from jaxnorm_kernels.mosaic.schedules.backward import (
+from jaxnorm_kernels.mosaic.schedules.norm_backward import (
     NormSchedule,
     norm_schedule,
     rows_ring,
-    softmax_schedule,
     two_norms_schedule,
     wide_ring,
 )
+from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
 
 _OPS = ("layer_norm", "rms_norm", "add_layer_norm", "rms_norm_add_rms_norm", "softmax")

@@ -14,8 +14,9 @@ from benchmarks.contract import KernelWorkload
 from benchmarks.workloads import OPERATIONS
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.rows.windows import window_of
-from jaxnorm_kernels.mosaic.schedules import backward, forward
-from jaxnorm_kernels.mosaic.schedules.forward import Schedule
+from jaxnorm_kernels.mosaic.schedules import forward, norm_backward
+from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
+from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.walks.ring import Ring
 
@@ -40,10 +41,10 @@ def schedules(workload: KernelWorkload) -> list[Any]:
         row = forward.choose(spec)
         tried = [row, *_queued(workload, row), *_held(workload, row), forward.choose(without)]
     elif workload.is_norm:
-        ring = backward.norm_schedule(spec)
-        tried = [ring, *_rings(workload, ring), backward.norm_schedule(without)]
+        ring = norm_backward.norm_schedule(spec)
+        tried = [ring, *_rings(workload, ring), norm_backward.norm_schedule(without)]
     else:
-        tried = [backward.softmax_schedule(s) for s in (spec, without)]
+        tried = [softmax_schedule(s) for s in (spec, without)]
         tried[1:1] = _in_registers(workload)
     return list(dict.fromkeys(schedule for schedule in tried if schedule is not None))
 
@@ -103,4 +104,4 @@ def _rings(workload: KernelWorkload, chosen: Any) -> Iterator[Ring | None]:
         50257: [(2, 8, 1, 1), (4, 4, 1, 1), (4, 8, 1, 1), (1, 16, 1, 1), (1, 16, 2, 1)],
     }
     for warpgroups, cluster, blocks_per_sm, rows in shapes[workload.cols]:
-        yield backward.wide_ring(of_class, warpgroups, cluster, blocks_per_sm, rows, window)
+        yield norm_backward.wide_ring(of_class, warpgroups, cluster, blocks_per_sm, rows, window)

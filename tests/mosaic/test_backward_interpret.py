@@ -28,7 +28,7 @@ from pairs import pairwise
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.mosaic.schedules import backward as schedules
+from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")

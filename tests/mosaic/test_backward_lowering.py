@@ -31,7 +31,8 @@ from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device import gpu as gpu_module
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER, Gpu, active_clusters, local_gpu
 from jaxnorm_kernels.mosaic.device.launch import interpreted
-from jaxnorm_kernels.mosaic.schedules import backward as schedules
+from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
+from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.mosaic.walks.direct import Direct
 from jaxnorm_kernels.mosaic.walks.ring import Ring
 from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing
@@ -224,7 +225,7 @@ def test_every_call_has_a_schedule_that_fits(
     spec = make_spec(op, groups * rows, cols, x, y, **change)
     if mosaic.supports(spec) is not None:
         return
-    choose = schedules.softmax_schedule if softmax else schedules.norm_schedule
+    choose = softmax_schedule if softmax else schedules.norm_schedule
     schedule = choose(spec)
     itemsizes = (y if softmax or saved == "output" else x).itemsize + y.itemsize
     itemsizes += x.itemsize * (adds_dh and not softmax)

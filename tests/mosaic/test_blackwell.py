@@ -29,8 +29,9 @@ from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic import support
 from jaxnorm_kernels.mosaic.device import gpu as gpu_module
 from jaxnorm_kernels.mosaic.device.gpu import B200, GPUS, RTX_5090, Gpu
-from jaxnorm_kernels.mosaic.schedules import backward, forward
+from jaxnorm_kernels.mosaic.schedules import forward, norm_backward
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
+from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.mosaic.walks.direct import Direct
 from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.walks.ring import Ring
@@ -256,12 +257,12 @@ def test_the_calls_meet_every_line() -> None:
     assert lines(forward.TABLE, in_rows) == set(forward.TABLE)
     assert lines(forward.UNALIGNED, in_windows) == set(forward.UNALIGNED)
 
-    norms = [backward.norm_schedule(spec, B200) for spec in BACKWARD if spec.op == "norm"]
+    norms = [norm_backward.norm_schedule(spec, B200) for spec in BACKWARD if spec.op == "norm"]
     assert {type(schedule) for schedule in norms} == {Ring, RowsRing, Direct}
     rings = [schedule for schedule in norms if isinstance(schedule, Ring)]
     assert {ring.window is None for ring in rings} == {True, False}
     assert {ring.cluster for ring in rings} >= {1, 4, 16}
-    softmaxes = [backward.softmax_schedule(spec, B200) for spec in BACKWARD if spec.op != "norm"]
+    softmaxes = [softmax_schedule(spec, B200) for spec in BACKWARD if spec.op != "norm"]
     assert all(isinstance(schedule, InRegisters) for schedule in softmaxes)
     assert {schedule.cluster > 1 for schedule in softmaxes} == {True, False}
     assert {schedule.threads < 128 for schedule in softmaxes} == {True, False}
@@ -283,7 +284,7 @@ def norm_backwards() -> Iterator[Spec]:
 def test_backwards_fit_shared_memory(gpu: Gpu) -> None:
     """With as many blocks of a multiprocessor as a schedule asks for."""
     for spec in norm_backwards():
-        schedule = backward.norm_schedule(spec, gpu)
+        schedule = norm_backward.norm_schedule(spec, gpu)
         if not isinstance(schedule, Ring | RowsRing):
             continue
         columns = spec.cols
@@ -291,7 +292,7 @@ def test_backwards_fit_shared_memory(gpu: Gpu) -> None:
             assert schedule.cluster == 1 or schedule.cluster in gpu.clusters
             width = spec.cols if schedule.window is None else schedule.window.width
             columns = schedule.warpgroups * schedule.slice(width).width
-        held = sum(dtype.itemsize for dtype in backward.row_dtypes(spec))
+        held = sum(dtype.itemsize for dtype in norm_backward.row_dtypes(spec))
         used = schedule.stages * schedule.rows * columns * held + 1024
         assert schedule.stages >= 2
         assert used <= gpu.smem

@@ -28,7 +28,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from pairs import pairwise
 
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.mosaic.schedules.forward import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
 from jaxnorm_kernels.specs import Shared, Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")

@@ -17,8 +17,8 @@ from test_softmax import FUNCTIONS, data
 import jaxnorm
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.rows.logits import operand_row, row_of_x
-from jaxnorm_kernels.mosaic.schedules.backward import softmax_schedule
 from jaxnorm_kernels.mosaic.schedules.forward import choose
+from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.specs import Shared
 
 # Each kind of tile, and each way in which rows share a row of a mask or a bias: one for all of a

@@ -12,7 +12,7 @@ from forward_cases import BF16, F32, RESIDUAL_OPS, call, make_spec, operand_type
 from benchmarks.contract import KernelWorkload
 from benchmarks.workloads import GRID
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.mosaic.schedules import backward
+from jaxnorm_kernels.mosaic.schedules import norm_backward
 from jaxnorm_kernels.mosaic.walks.ring import Ring
 from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing
 
@@ -29,7 +29,7 @@ def threads_and_blocks(workload):
     spec = workload.spec
     if workload.direction == "fwd" or spec.op != "norm":
         return None
-    schedule = backward.norm_schedule(spec)
+    schedule = norm_backward.norm_schedule(spec)
     # `Direct` has room for half as many: its grid then runs in two rounds, both of them whole.
     if not isinstance(schedule, Ring | RowsRing):
         return None
@@ -53,7 +53,7 @@ def test_registers(rows, cols, dtype, op, direction, compiler):
         threads, blocks = wanted
         (kernel,) = kernels
         # Registers are given to a warp by 8 for each thread.
-        assert -(-kernel.registers // 8) * 8 * threads * blocks <= backward.REGISTERS
+        assert -(-kernel.registers // 8) * 8 * threads * blocks <= norm_backward.REGISTERS
 
 
 @pytest.mark.parametrize("op", RESIDUAL_OPS)

@@ -15,7 +15,7 @@ from reference import TwoNorms, assert_within, exact, rounding
 from benchmarks import contract
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.mosaic.rows.windows import Window
-from jaxnorm_kernels.mosaic.schedules import backward as schedules
+from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.mosaic.walks.ring import Ring
 from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing
 from jaxnorm_kernels.specs import Spec

@@ -18,9 +18,10 @@ from reference import assert_within
 from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.rows.windows import Window, tail_vector, widest_vector, window_of
-from jaxnorm_kernels.mosaic.schedules import backward as backward_schedules
 from jaxnorm_kernels.mosaic.schedules import forward as forward_schedules
-from jaxnorm_kernels.mosaic.schedules.forward import Schedule
+from jaxnorm_kernels.mosaic.schedules import norm_backward as backward_schedules
+from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
+from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.walks.ring import Ring
 from jaxnorm_kernels.specs import Spec
@@ -150,7 +151,7 @@ def test_what_has_windows(dtype: np.dtype, cols: int) -> None:
         fwd = forward.make_spec(op, 8192, cols, dtype, dtype)
         bwd = backward.make_spec(op, 8192, cols, dtype, dtype)
         choose = backward_schedules.norm_schedule if bwd.is_norm else None
-        choose = choose or backward_schedules.softmax_schedule
+        choose = choose or softmax_schedule
         assert (forward_schedules.choose(fwd).window is not None) == (cols > 1024)
         found = choose(bwd)
         has_window = getattr(found, "window", None) is not None

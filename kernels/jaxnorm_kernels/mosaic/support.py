@@ -4,13 +4,15 @@ from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.mosaic.cross_entropy.backward import parts_of_a_row
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import (
+    COPY_BYTES,
     LEAST_VECTOR,
     WARPGROUP_THREADS,
     vector_width,
 )
-from jaxnorm_kernels.mosaic.schedules import backward, forward
+from jaxnorm_kernels.mosaic.schedules import forward
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
-from jaxnorm_kernels.mosaic.schedules.backward import COPY_BYTES, row_dtypes
+from jaxnorm_kernels.mosaic.schedules.norm_backward import norm_schedule, row_dtypes
+from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.refusals import (
     BETTER_FUSED,
     NO_CLASSES,
@@ -176,13 +178,13 @@ def _is_held(spec: Spec) -> bool:
         return forward.choose(spec) is not None
     if len(spec.operation.norms) > 1:
         return True  # In a kernel for each norm, if need be.
-    schedule = backward.norm_schedule if spec.is_norm else backward.softmax_schedule
+    schedule = norm_schedule if spec.is_norm else softmax_schedule
     return schedule(spec) is not None
 
 
 def _has_windows(spec: Spec) -> bool:
     """Whether a softmax's backward holds unaligned rows in windows."""
-    schedule = backward.softmax_schedule(spec)
+    schedule = softmax_schedule(spec)
     return schedule is not None and schedule.window is not None
 
 

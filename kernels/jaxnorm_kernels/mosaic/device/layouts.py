@@ -18,6 +18,7 @@ WARP = 32  # threads of a warp
 WARPS = 4  # warps of a warpgroup
 WARPGROUP_THREADS = WARP * WARPS
 VECTOR_BYTES = 16  # the widest load or store of one thread
+COPY_BYTES = 16  # what the copy engine copies is a multiple of, and where it starts
 LEAST_VECTOR = 4  # elements of 16 bits that a thread reads at once, of 4 or 8
 
 # Pallas gives layouts and refs no public types.

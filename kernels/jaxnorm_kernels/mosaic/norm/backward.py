@@ -24,7 +24,7 @@ import numpy as np
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.norm.elementwise import effective_bias, gain, reciprocal, within_limit
-from jaxnorm_kernels.mosaic.schedules import backward as schedules
+from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.mosaic.walks.direct import Direct, direct_backward
 from jaxnorm_kernels.mosaic.walks.formulas import Arrays, RowOperands

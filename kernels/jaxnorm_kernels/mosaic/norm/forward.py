@@ -39,7 +39,7 @@ from jaxnorm_kernels.mosaic.norm.strided import norm_strided_fwd
 from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
 from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, Stat, Steps, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
-from jaxnorm_kernels.mosaic.schedules.forward import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
 from jaxnorm_kernels.mosaic.walks.forward import Refs, of_group, run
 from jaxnorm_kernels.specs import Spec
 
@@ -49,7 +49,7 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
 
     Args:
       operands: of 16 or 32 bits.
-      schedule: how it runs; by default, what `schedules.forward.choose` says.
+      schedule: how it runs; by default, what `schedules.choose` says.
     """
     if spec.inner > 1:
         return norm_strided_fwd(operands, spec)

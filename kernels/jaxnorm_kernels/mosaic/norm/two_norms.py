@@ -25,7 +25,7 @@ from jaxnorm_kernels import composed
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.norm.backward import norm_bwd
 from jaxnorm_kernels.mosaic.norm.elementwise import gain, reciprocal, within_limit
-from jaxnorm_kernels.mosaic.schedules import backward as schedules
+from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.mosaic.walks.formulas import Arrays, RowOperands
 from jaxnorm_kernels.mosaic.walks.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing, rows_ring_backward

@@ -1,9 +1,12 @@
-"""What a column of a row costs a forward pass: bytes in memory, and registers of a thread."""
+"""What a row costs: bytes in memory, and registers of a thread; of a column, in a forward pass."""
 
 import numpy as np
 
 from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES
 from jaxnorm_kernels.specs import Spec
+
+#: What a thread of a backward pass needs beside its columns: addresses, and a unit of both inputs.
+OTHER_REGISTERS = 40
 
 
 def registers(spec: Spec) -> int:

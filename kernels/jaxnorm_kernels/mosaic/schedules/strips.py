@@ -15,6 +15,7 @@ from jaxnorm_kernels.mosaic.device.gpu import (
     local_gpu,
 )
 from jaxnorm_kernels.mosaic.device.layouts import (
+    COPY_BYTES,
     VECTOR_BYTES,
     WARP,
     WARPGROUP_THREADS,
@@ -22,7 +23,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     power_of_2,
 )
 from jaxnorm_kernels.mosaic.rows.strips import Strips
-from jaxnorm_kernels.mosaic.schedules.backward import COPY_BYTES, row_dtypes
+from jaxnorm_kernels.mosaic.schedules.norm_backward import row_dtypes
 from jaxnorm_kernels.refusals import NO_KERNEL, Table, first
 from jaxnorm_kernels.specs import Direction, Spec
 

@@ -30,8 +30,8 @@ from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.device.registers import widen
 from jaxnorm_kernels.mosaic.rows.logits import Place, scaled
 from jaxnorm_kernels.mosaic.rows.tiles import Tile
-from jaxnorm_kernels.mosaic.schedules import backward as schedules
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
+from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.mosaic.walks.bias_sums import BiasSums
 from jaxnorm_kernels.mosaic.walks.formulas import Arrays, RowOperands
 from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters, in_registers_backward
@@ -105,7 +105,7 @@ def softmax_bwd(
             name=f"jaxnorm_{spec.op}_strided_bwd",
         )
         return Operands(dx)
-    schedule = required(schedule or schedules.softmax_schedule(spec), spec)
+    schedule = required(schedule or softmax_schedule(spec), spec)
     tile = schedule.tile(spec.cols)
     sums = None
     if formula.bias is not None and spec.logits_bias_dtype is not None and formula.column_sums:

@@ -24,7 +24,7 @@ from jaxnorm_kernels.mosaic.rows.logits import Place, each_piece, first_row, has
 from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
 from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, Steps, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
-from jaxnorm_kernels.mosaic.schedules.forward import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
 from jaxnorm_kernels.mosaic.softmax.strided import softmax_strided_fwd
 from jaxnorm_kernels.mosaic.walks.forward import Refs, run
 from jaxnorm_kernels.specs import Spec

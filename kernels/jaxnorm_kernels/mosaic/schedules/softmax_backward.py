@@ -1,0 +1,147 @@
+"""How the backward of a softmax runs, whose rows registers hold: tables, with the reasons."""
+
+import dataclasses
+import functools
+
+from jaxnorm_kernels.mosaic.device.gpu import REGISTERS, SCHEDULES_KEPT, Gpu, local_gpu
+from jaxnorm_kernels.mosaic.device.layouts import (
+    COPY_BYTES,
+    WARP,
+    WARPGROUP_THREADS,
+    vector_width,
+)
+from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
+from jaxnorm_kernels.mosaic.rows.windows import window_of
+from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS
+from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
+from jaxnorm_kernels.specs import Spec
+
+# Softmax rows in registers: columns up to, warpgroups. Beyond 48 columns of a thread fewer blocks
+# fit a multiprocessor.
+_HELD = ((6144, 1), (12288, 2), (12288, 4))
+# The same with a sum of each column: 32 columns of a thread.
+_SUMMED = ((4096, 1), (8192, 2), (16384, 4))
+# Rows, or tiles of them, for each row of partial sums of a bias' gradient, which are in float32:
+# little beside so many.
+_ROWS_OF_SPLIT = 8
+# Blocks of a multiprocessor that add such sums up, at most.
+_MOST_SPLIT_BLOCKS = 8
+# Vectors of a softmax's row from which it has a warpgroup, and not threads of a warp.
+_WARPGROUP_VECTORS = 4 * WARP
+# Columns up to which a warp has a causal row, in units of a vector for each of its threads.
+_CAUSAL_TILE = 2048
+# What a thread has of each input, at most: its registers, and how many loads it waits for.
+_HELD_BYTES, _HELD_VECTORS = 128, 32
+# More columns are spread over a cluster of blocks of so many warpgroups, 32 a thread.
+_SPREAD_COLUMNS, _SPREAD_WARPGROUPS = 32, (2, 4)
+
+
+def softmax_schedule(spec: Spec, gpu: Gpu | None = None) -> InRegisters | None:
+    """None where no kernel takes the rows."""
+    return _softmax_schedule(spec, gpu or local_gpu())
+
+
+@functools.lru_cache(maxsize=SCHEDULES_KEPT)
+def _softmax_schedule(spec: Spec, gpu: Gpu) -> InRegisters | None:
+    schedule = _placed_tile(spec) if has_places(spec) else _in_windows(spec, gpu) or _tile(spec)
+    schedule = schedule or _wide_rows(spec, gpu)
+    if schedule is None or not has_places(spec):
+        return schedule
+    return dataclasses.replace(schedule, splits=_splits(spec, schedule, gpu), apart=spec.causal)
+
+
+def _in_windows(spec: Spec, gpu: Gpu) -> InRegisters | None:
+    """Unaligned rows, like rows as long as their windows; of no row that is short."""
+    window = window_of(spec.rows, spec.cols, [spec.y_dtype, spec.x_dtype])
+    if window is None or spec.cols * spec.y_dtype.itemsize % COPY_BYTES == 0:
+        return None
+    of_class = dataclasses.replace(spec, cols=window.width)
+    if spec.cols <= WARPGROUP_THREADS * _vector(of_class):
+        return None
+    schedule = _wide_rows(of_class, gpu)
+    return schedule and dataclasses.replace(schedule, window=window)
+
+
+def _tile(spec: Spec) -> InRegisters | None:
+    """Rows that the threads of a warp share."""
+    vector = _vector(spec)
+    vectors = spec.cols // vector
+    if vectors < _WARPGROUP_VECTORS:
+        threads = next(n for n in (WARP, 16, 8, 4, 2, 1) if n <= vectors)
+        rows = WARPGROUP_THREADS // threads
+        if spec.rows >= rows:
+            return InRegisters(vector, threads=threads, rows=rows)
+    return None
+
+
+def _placed_tile(spec: Spec) -> InRegisters | None:
+    """The same of a run. Above the diagonal, the units of a warp skip more than a warpgroup's."""
+    vector = _vector(spec)
+    most = _WARPGROUP_VECTORS * vector - 1
+    if spec.causal and not _sums_columns(spec):
+        most = _CAUSAL_TILE
+    if spec.cols > most:
+        return None
+    threads = next(n for n in (WARP, 16, 8, 4, 2) if n * vector <= spec.cols)
+    threads, vector = threads_of_runs(spec, threads, vector)
+    rows = WARPGROUP_THREADS // threads
+    if run_of_rows(spec) % rows == 0:
+        return InRegisters(vector, threads=threads, rows=rows)
+    if spec.cols < WARPGROUP_THREADS:
+        return InRegisters(vector, threads=threads)
+    while WARPGROUP_THREADS * vector > spec.cols:
+        vector //= 2
+    return InRegisters(vector)
+
+
+def _wide_rows(spec: Spec, gpu: Gpu) -> InRegisters | None:
+    """A row in a warpgroup, or in several; of a cluster, if need be."""
+    vector = _vector(spec)
+    most = min(_HELD_VECTORS * vector, _HELD_BYTES // spec.y_dtype.itemsize)
+    for cols, warpgroups in _SUMMED if _sums_columns(spec) else _HELD:
+        if spec.cols <= min(cols, most * warpgroups * WARPGROUP_THREADS):
+            return InRegisters(vector, warpgroups)
+    for warpgroups in _SPREAD_WARPGROUPS:
+        threads = warpgroups * WARPGROUP_THREADS
+        cluster = max(2, _power_of_2_from(-(-spec.cols // (threads * _SPREAD_COLUMNS))))
+        if cluster in gpu.clusters:
+            return InRegisters(vector, warpgroups, cluster=cluster)
+    return None
+
+
+def _sums_columns(spec: Spec) -> bool:
+    """Whether a softmax adds up the gradient of a bias that has all columns."""
+    shared = spec.logits_bias_rows
+    return spec.logits_bias_dtype is not None and shared is not None and shared.has_columns
+
+
+def _vector(spec: Spec) -> int:
+    return vector_width(spec.cols, spec.x_dtype, spec.y_dtype)
+
+
+def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
+    """Blocks, or clusters, for the rows of x that share one of the bias.
+
+    As many as run at a time.
+    """
+    shared = spec.logits_bias_rows
+    if not _sums_columns(spec) or shared is None:
+        return 1
+    is_own = bool(shared.segments) and shared.segments[-1][1]
+    rows, sharing = shared.rows, shared.sharing
+    if is_own:
+        rows //= schedule.rows
+    else:
+        sharing //= schedule.rows
+    threads = schedule.warpgroups * WARPGROUP_THREADS
+    # y, d and the sum of a column.
+    values = 3 * spec.cols * schedule.rows // (schedule.cluster * threads)
+    by_registers = REGISTERS // ((values + OTHER_REGISTERS) * threads)
+    blocks_per_sm = min(_MOST_SPLIT_BLOCKS, max(1, by_registers))
+    wanted = blocks_per_sm * gpu.at_a_time(schedule.cluster)
+    return max(1, min(-(-wanted // rows), sharing // _ROWS_OF_SPLIT))
+
+
+def _power_of_2_from(n: int) -> int:
+    """The smallest power of two that is `n` or more."""
+    return 1 << (n - 1).bit_length()
