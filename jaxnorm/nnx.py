@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 
 # First, because it says what to do where Flax is missing.
-from jaxnorm.models import conversion, flax_modules
+from jaxnorm.models import flax_modules
 
 # isort: split
 from flax import nnx
 from flax.nnx.nn import dtypes
 
+from jaxnorm.models import nnx_conversion
 from jaxnorm.models.nnx_attention import dot_product_attention
-from jaxnorm.models.nnx_conversion import why_input, why_left
 from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation, Name, Save
@@ -355,44 +355,8 @@ def convert[Model](
       'jaxnorm.nnx'
     """
     added = flax_modules.given_to("convert", save, implementation)
-    modules = [
-        (".".join(map(str, path)), node)
-        for path, node in nnx.iter_graph(model, graph=True)
-        if isinstance(node, nnx.Module)
-    ]
-    if not modules:
-        raise TypeError(
-            f"convert: model is a {type(model).__name__}; expected an nnx.Module, or a list, tuple "
-            "or dictionary of them; call linen modules inside jaxnorm.linen.converted()"
-        )
-    norms = [
-        (path, node) for path, node in modules if isinstance(node, (nnx.LayerNorm, nnx.RMSNorm))
-    ]
-    if not norms:
-        conversion.warn(
-            "jaxnorm.nnx.convert: %s has no nnx.LayerNorm and no nnx.RMSNorm; norms of other "
-            "classes can call jaxnorm.layer_norm and jaxnorm.rms_norm",
-            type(model).__name__,
-        )
-    theirs = [(path, norm) for path, norm in norms if not isinstance(norm, (LayerNorm, RMSNorm))]
-    reasons = {path: why_left(norm) for path, norm in theirs}
-    left = {path: why for path, why in reasons.items() if why is not None}
-    kept = {}
-    for path, norm in theirs:
-        if path in left:
-            continue
-        attributes = added
-        if save == "output" and (why := why_input(norm)) is not None:
-            attributes, kept[path] = added._replace(save="input"), why
-        for name, value in attributes._asdict().items():
-            setattr(norm, name, value)
-        norm.__class__ = _CONVERTED[type(norm)]
-    outcomes = {"are left to Flax": left, conversion.KEPT: kept}
-    conversion.log("nnx.convert", len(theirs), outcomes)
+    nnx_conversion.convert(model, {nnx.LayerNorm: LayerNorm, nnx.RMSNorm: RMSNorm}, added)
     return model
-
-
-_CONVERTED: dict[type, type] = {nnx.LayerNorm: LayerNorm, nnx.RMSNorm: RMSNorm}
 
 
 def _value(param: Any) -> jax.Array | None:

@@ -1,15 +1,62 @@
-"""What `jaxnorm.nnx.convert` asks of a norm of Flax's."""
+"""`jaxnorm.nnx.convert`: the norms in a model, and what it asks of each."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxnorm.models import conversion
+from jaxnorm.models import conversion, flax_modules
 from jaxnorm.operations import checks
 from jaxnorm_kernels.specs import FLOAT_DTYPES
+
+
+def convert(model: Any, classes: Mapping[type, type], added: flax_modules.Added) -> None:
+    """Gives each norm of Flax's in a model jaxnorm's class, and what that has beyond Flax's.
+
+    Args:
+      model: an `nnx.Module`, or what has some in it.
+      classes: jaxnorm's class for each of Flax's.
+      added: for all norms but those that have to keep their input.
+
+    Raises:
+      TypeError: `model` has no `nnx.Module` in it.
+    """
+    modules = [
+        (".".join(map(str, path)), node)
+        for path, node in nnx.iter_graph(model, graph=True)
+        if isinstance(node, nnx.Module)
+    ]
+    if not modules:
+        raise TypeError(
+            f"convert: model is a {type(model).__name__}; expected an nnx.Module, or a list, tuple "
+            "or dictionary of them; call linen modules inside jaxnorm.linen.converted()"
+        )
+    norms = [
+        (path, node) for path, node in modules if isinstance(node, (nnx.LayerNorm, nnx.RMSNorm))
+    ]
+    if not norms:
+        conversion.warn(
+            "jaxnorm.nnx.convert: %s has no nnx.LayerNorm and no nnx.RMSNorm; norms of other "
+            "classes can call jaxnorm.layer_norm and jaxnorm.rms_norm",
+            type(model).__name__,
+        )
+    theirs = [(path, norm) for path, norm in norms if not isinstance(norm, tuple(classes.values()))]
+    reasons = {path: why_left(norm) for path, norm in theirs}
+    left = {path: why for path, why in reasons.items() if why is not None}
+    kept = {}
+    for path, norm in theirs:
+        if path in left:
+            continue
+        attributes = added
+        if added.save == "output" and (why := why_input(norm)) is not None:
+            attributes, kept[path] = added._replace(save="input"), why
+        for name, value in attributes._asdict().items():
+            setattr(norm, name, value)
+        norm.__class__ = classes[type(norm)]
+    outcomes = {"are left to Flax": left, conversion.KEPT: kept}
+    conversion.log("nnx.convert", len(theirs), outcomes)
 
 
 def why_left(norm: Any) -> str | None:
