@@ -1,155 +1,27 @@
 """gated_linear and activation_linear: values and gradients against float64 numpy; errors."""
 
-import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gated_linear_cases import (
+    ACTIVATIONS,
+    BF16,
+    F32,
+    MIXES,
+    WIDE,
+    Expected,
+    operands,
+    value_and_gradients,
+)
 from pairs import pairwise
-from reference import SAFETY, arithmetic, assert_within, exact, rounding, unit_roundoff
-from test_configurations import CONFIGURATIONS
-from test_forward_mode import DERIVATIVES, check, transformed
+from reference import assert_within, exact, rounding
 
 import jaxnorm
-from jaxnorm.operations import products
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
-
-BF16, F16, F32, F64 = "bfloat16", "float16", "float32", "float64"
-
-
-@dataclasses.dataclass(frozen=True)
-class Mix:
-    """Dtypes: of operands, then what becomes of them."""
-
-    gate: str
-    up: str
-    weight: str
-    bias: str
-    h: str
-    product: str
-    y: str
-    dtype: str | None = None
-
-
-MIXES = [
-    Mix(BF16, BF16, BF16, BF16, BF16, BF16, BF16),
-    Mix(F32, F32, F32, F32, F32, F32, F32),
-    Mix(BF16, BF16, F32, F32, BF16, F32, F32),
-    Mix(BF16, BF16, F32, F32, BF16, BF16, BF16, dtype=BF16),
-    Mix(F32, F32, F32, F32, F32, BF16, BF16, dtype=BF16),
-    Mix(F16, F16, F16, F32, F16, F16, F32, dtype=F32),
-    Mix(BF16, F32, BF16, BF16, F32, F32, F32),
-    Mix(F16, BF16, BF16, F16, F32, F32, F32),
-    Mix(BF16, BF16, BF16, F32, BF16, BF16, F16, dtype=F16),
-]
-WIDE = [
-    Mix(F64, F32, F32, F32, F64, F64, F64),
-    Mix(F32, F32, F64, F64, F32, F64, F64),
-    Mix(F64, F64, F64, F32, F64, F32, F32, dtype=F32),
-    Mix(F32, F32, F32, F64, F32, F32, F64, dtype=F64),
-]
-ACTIVATIONS = ["silu", "gelu", "relu", "leaky_relu", "sigmoid", jnp.tanh]
-
-
-def operands(shape, features, mix=MIXES[1], seed=0):
-    """gate, up, weight and bias."""
-    rng = np.random.default_rng(seed)
-    return {
-        "gate": jnp.asarray(rng.normal(size=shape), mix.gate),
-        "up": jnp.asarray(rng.normal(size=shape), mix.up),
-        "weight": jnp.asarray(
-            rng.normal(size=(shape[-1], features)) / math.sqrt(shape[-1]), mix.weight
-        ),
-        "bias": jnp.asarray(rng.normal(size=features), mix.bias),
-    }
-
-
-def call(arrays, **options):
-    """Either function, of the operands that there are."""
-    arrays = dict(arrays)
-    gate, up, weight = (arrays.pop(name, None) for name in ("gate", "up", "weight"))
-    if up is None:
-        return jaxnorm.activation_linear(gate, weight, **arrays, **options)
-    return jaxnorm.gated_linear(gate, up, weight, **arrays, **options)
-
-
-class Expected:
-    """y and its gradients, and the bounds of both: name -> value, bound but for its own rounding.
-
-    What rounds: the elementwise result to its dtype, then both factors to the product's; the sums,
-    like random walks; the product's cotangent and results to the product's dtype.
-    """
-
-    def __init__(self, arrays, d, mix, activation):
-        gate, weight = (exact(arrays[name]) for name in ("gate", "weight"))
-        rows_have_axes = gate.ndim > 2
-        gate = gate.reshape(-1, gate.shape[-1])
-        up = exact(arrays["up"]).reshape(gate.shape) if "up" in arrays else np.ones(gate.shape)
-        bias = exact(arrays["bias"]) if "bias" in arrays else np.zeros(weight.shape[1])
-        d = exact(d).reshape(-1, weight.shape[1])
-        function = getattr(jax.nn, activation) if isinstance(activation, str) else activation
-        with jax.enable_x64(True):
-            x = jnp.asarray(gate, jnp.float64)
-            of_gate, slope = map(exact, jax.jvp(function, (x,), (jnp.ones_like(x),)))
-        elementwise = arithmetic(mix.gate, mix.up)
-        self.u = arithmetic(mix.product, mix.y)
-
-        # Of gelu, 1 + tanh(...) is rounded where it is small, and then multiplied by x.
-        of_gate_error = 8 * elementwise * (np.abs(gate) + np.abs(of_gate))
-        slope_error = 16 * elementwise * (1 + np.abs(gate))
-        h = of_gate * up
-        h_error = of_gate_error * np.abs(up) + 2 * elementwise * np.abs(h) + rounding(h, mix.h)
-        h_error = h_error + rounding(np.abs(h) + h_error, mix.product) * (mix.h != mix.product)
-        w_error = rounding(weight, mix.product) * (mix.weight != mix.product)
-        self.y = h @ weight + bias
-        size = np.abs(h) @ np.abs(weight)
-        error = h_error @ (np.abs(weight) + w_error) + np.abs(h) @ w_error
-        error = error + self.walk(h.shape[1]) * size + 4 * self.u * (size + np.abs(bias))
-        self.y_bound = error + rounding(np.abs(self.y) + error, mix.y)
-
-        d_error = rounding(d, mix.product) * (mix.y != mix.product)
-        dh = d @ weight.T
-        error = d_error @ (np.abs(weight) + w_error).T + np.abs(d) @ w_error.T
-        error = error + self.walk(d.shape[1]) * (np.abs(d) @ np.abs(weight).T)
-        error = error + rounding(np.abs(dh) + error, mix.product)
-        dh_error = error + rounding(np.abs(dh) + error, mix.h) * (mix.h != mix.product)
-        along = np.abs(up) * (np.abs(slope) + slope_error)
-        dgate, dup, dweight = dh * up * slope, dh * of_gate, h.T @ d
-        error = h_error.T @ (np.abs(d) + d_error) + np.abs(h).T @ d_error
-        error = error + self.walk(len(d)) * (np.abs(h).T @ np.abs(d))
-        # On a CPU XLA adds up in 16 bits where the result has those and rows have several axes.
-        if rows_have_axes and mix.product in (BF16, F16) and jax.default_backend() == "cpu":
-            in_16_bits = self.walk(len(d)) * unit_roundoff(mix.product) / self.u
-            error = error + in_16_bits * (np.abs(h).T @ np.abs(d))
-        few = 4 * elementwise
-        self.gradients = {
-            "gate": (
-                dgate,
-                dh_error * along + np.abs(dh * up) * slope_error + few * np.abs(dgate),
-            ),
-            "up": (
-                dup,
-                dh_error * (np.abs(of_gate) + of_gate_error)
-                + np.abs(dh) * of_gate_error
-                + few * np.abs(dup),
-            ),
-            "weight": (dweight, error + rounding(np.abs(dweight) + error, mix.product)),
-            "bias": (d.sum(0), self.walk(len(d)) * np.abs(d).sum(0)),
-        }
-
-    def walk(self, terms):
-        """Of a sum's roundings, by the sum of magnitudes."""
-        return SAFETY * self.u * (math.sqrt(terms) + 2)
-
-
-@functools.partial(jax.jit, static_argnames=("options",))
-def value_and_gradients(arrays, d, options=()):
-    y, vjp = jax.vjp(lambda arrays: call(arrays, **dict(options)), arrays)
-    return y, vjp(d)[0]
 
 
 def check_case(shape, features, mix, activation, present):
@@ -393,137 +265,3 @@ def test_a_product_of_a_tree():
     for p, q in zip(both(function), both(plain), strict=True):
         assert p.dtype == q.dtype
         np.testing.assert_allclose(exact(p), exact(q), rtol=0, atol=2**-6 * np.abs(exact(q)).max())
-
-
-# -------------------------------------------------------------------------------- derivatives
-
-
-def matrix(s, b):
-    """A weight that depends on both."""
-    return jnp.outer(jnp.sin(s), jnp.cos(b)) / s.size
-
-
-def plain(x, s, b):
-    return (jax.nn.gelu(x) * jnp.sin(x)) @ matrix(s, b) + b
-
-
-def ours(x, s, b, implementation=None):
-    return jaxnorm.gated_linear(x, jnp.sin(x), matrix(s, b), bias=b, activation="gelu")
-
-
-def plain_closed(x, s, b):
-    return jnp.tanh(s * x) @ matrix(s, b) + b
-
-
-def ours_closed(x, s, b, implementation=None):
-    return jaxnorm.activation_linear(
-        x, matrix(s, b), bias=b, activation=lambda x: jnp.tanh(s * x), product=lambda h, w: h @ w
-    )
-
-
-PAIRS = {"gated": (plain, ours), "closed": (plain_closed, ours_closed)}
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("derivative", DERIVATIVES)
-@pytest.mark.parametrize("pair", PAIRS)
-def test_derivatives(derivative, pair):
-    check(DERIVATIVES[derivative], *PAIRS[pair], "xla")
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("transformation", ["scan", "checkpoint", "save_policy", "jit", "vmap"])
-@pytest.mark.parametrize("pair", PAIRS)
-def test_under_transformations(transformation, pair):
-    check(transformed("forward over reverse", transformation), *PAIRS[pair], "xla")
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("function", [ours, ours_closed])
-def test_outside_jit(function):
-    arrays = [exact(operands((3, 4), 4)[name]) for name in ("gate", "bias", "bias")]
-    gradients = jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(function(*a))), (0, 1, 2))
-    compiled = jax.jit(gradients)(*arrays)
-    with jax.disable_jit():
-        one_by_one = gradients(*arrays)
-    for a, b, c in zip(*map(jax.tree.leaves, (gradients(*arrays), one_by_one, compiled))):
-        np.testing.assert_allclose(a, c, rtol=1e-12, atol=1e-15)
-        np.testing.assert_allclose(b, c, rtol=1e-12, atol=1e-15)
-
-
-@pytest.mark.parametrize("in_axes", [(1, 1, None, None), (0, None, 1, None), (None, None, 0, 1)])
-def test_vmap(in_axes):
-    """Of rows, of weights, of biases."""
-    arrays = [
-        v if axis is None else jnp.stack([v, jnp.roll(v, 1, 0), jnp.flip(v)], axis)
-        for v, axis in zip(operands((5, 8), 6).values(), in_axes)
-    ]
-
-    def gradients(*arrays):
-        def summed(gate, up, weight, bias):
-            return jnp.sum(jnp.sin(jaxnorm.gated_linear(gate, up, weight, bias=bias)))
-
-        return jax.value_and_grad(summed, range(4))(*arrays)
-
-    batched = jax.jit(jax.vmap(gradients, in_axes))(*arrays)
-    for i in range(3):
-        one = [v if axis is None else jnp.take(v, i, axis) for v, axis in zip(arrays, in_axes)]
-        for p, q in zip(*map(jax.tree.leaves, (batched, gradients(*one))), strict=True):
-            np.testing.assert_allclose(p[i], q, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "configuration", ["x64", "strict dtype promotion", "rank promotion raises", "leaks raise"]
-)
-def test_configurations(configuration):
-    """Of JAX, that change how code is traced."""
-    mix = MIXES[3]
-    arrays, d = operands((6, 16), 8, mix), jnp.ones((6, 8), mix.y)
-
-    def run():
-        return jax.tree.leaves(value_and_gradients(arrays, d, options=(("dtype", BF16),)))
-
-    expected = run()
-    with CONFIGURATIONS[configuration]():
-        got = run()
-    for ours, theirs in zip(got, expected, strict=True):
-        assert ours.dtype == theirs.dtype
-        assert_within(ours, exact(theirs), 2.0**-6 * np.abs(exact(theirs)).max())
-
-
-# ------------------------------------------------------------------------------- outside jit
-
-
-def test_a_call_is_compiled_once(monkeypatch):
-    """But one with a function, which may be another each time, is traced each time."""
-    traced = []
-    plain = products.Dot.__call__
-
-    def counted(self, *arguments):
-        traced.append(self)
-        return plain(self, *arguments)
-
-    monkeypatch.setattr(products.Dot, "__call__", counted)
-    arrays = operands((3, 11), 13)
-    named = [call(arrays, activation="silu") for _ in range(3)]
-    assert len(traced) == 1
-    of_functions = [call(arrays, activation=lambda x: jax.nn.silu(x)) for _ in range(3)]
-    assert len(traced) == 4
-    for y in named + of_functions:
-        np.testing.assert_allclose(y, named[0], rtol=1e-6, atol=1e-6)
-
-
-def test_a_traced_argument_meets_no_jit():
-    arrays = operands((3, 4), 5)
-    for name in arrays:
-        jaxpr = jax.make_jaxpr(
-            lambda a, name=name: call({**arrays, name: a}, activation=lambda x: x)
-        )
-        assert "jit" not in str(jaxpr(arrays[name]))
-
-
-def test_matmul_precision():
-    arrays = operands((3, 4), 5)
-    with jax.default_matmul_precision("bfloat16"):
-        lowered = str(jax.make_jaxpr(call)(arrays))
-    assert "DEFAULT" in lowered or "bfloat16" in lowered.lower()

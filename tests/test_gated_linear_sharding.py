@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gated_linear_cases import F64, Mix, operands
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import Case, collectives, mesh_of
-from test_gated_linear import F64, Mix, operands
 
 import jaxnorm
 
