@@ -6,6 +6,7 @@ rows ahead of the one that it works on.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
     WARPS,
+    Layout,
     Ref,
     load,
     warps_layout,
@@ -27,7 +29,7 @@ from jaxnorm_kernels.mosaic.device.registers import widen
 from jaxnorm_kernels.mosaic.rows.exchange import RowSums
 from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
 from jaxnorm_kernels.mosaic.rows.shares import Share
-from jaxnorm_kernels.mosaic.walks.formulas import Formula, Refs, RowOperands, prepare
+from jaxnorm_kernels.mosaic.walks.formulas import Arrays, Formula, Refs, RowOperands, prepare
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,93 @@ class Direct:
         return Slice(cols, self.warpgroups, WARPGROUP_THREADS * self.vector, index)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """What a warpgroup does with its columns of the block's rows.
+
+    Attributes:
+      count: of these rows.
+      pieces: the columns.
+    """
+
+    formula: Formula
+    schedule: Direct
+    refs: Refs
+    share: Share
+    count: Any
+    sums: RowSums
+    pieces: Sequence[Piece]
+
+    def run(self, block: Any) -> None:
+        """Each row in turn; then the column sums of the block are written."""
+        refs, ahead, column_sums = self.refs, self.schedule.ahead, self.formula.column_sums
+        queue = [self.read_row(jnp.int32(k)) for k in range(ahead)]
+        params = [self.share.param(ref) for ref in refs.params]
+        columns = [
+            prepare(self.formula, [self.read(ref, p) for ref in params]) for p in self.pieces
+        ]
+        carried = [
+            plgpu.layout_cast(jnp.zeros(_shape(piece), jnp.float32), self.layout)
+            for piece in self.pieces
+            for _ in range(column_sums)
+        ]
+        step = functools.partial(self.step, columns)
+        _, carried = lax.fori_loop(0, self.count, step, (queue, carried))
+        for j, ref in enumerate(refs.partials):
+            for piece, value in zip(self.pieces, carried[j::column_sums]):
+                piece.store_sum(ref, block, value, self.layout)
+
+    def step(self, columns: Sequence[Arrays], k: Any, carry: Any) -> Any:
+        """Row `k`, while a later one is read; `columns` for each of the pieces."""
+        ((summed, stats), *coming), carried = carry
+        coming = [*coming, self.read_row(k + self.schedule.ahead)]
+        rest = self.read_rest(k)
+        elements = [[widen(v, self.layout) for v in values] for values in summed]
+        totals = self.reduce(k, elements, columns, stats)
+        added: list[jax.Array] = []
+        for piece, values, more, of_piece in zip(self.pieces, elements, rest, columns):
+            values = [*values, *(widen(v, self.layout) for v in more)]
+            results, terms = self.formula.finish(values, of_piece, stats, totals)
+            for ref, result in zip(self.refs.results, results):
+                piece.store(ref, self.share.row(k), result, self.layout)
+            added += terms
+        return coming, [a + b for a, b in zip(carried, added)]
+
+    def reduce(
+        self, k: Any, elements: Sequence[Arrays], columns: Sequence[Arrays], stats: Arrays
+    ) -> list[jax.Array]:
+        """The sums over row `k`, which the warps exchange."""
+        terms = [
+            [piece.skip_stale(term) for term in self.formula.terms(values, of_piece, stats)]
+            for piece, values, of_piece in zip(self.pieces, elements, columns)
+        ]
+        parts = [[jnp.sum(v, axis=1) for v in same] for same in zip(*terms)]
+        self.sums.publish(self.refs.scratch, [sum(same[1:], same[0]) for same in parts], k)
+        return self.sums.collect(self.refs.scratch, k)
+
+    def read(self, ref: Ref, piece: Piece) -> jax.Array:
+        """The columns of a piece of a ``(cols,)`` ref."""
+        return load(ref.at[piece.columns()], self.layout, _shape(piece))
+
+    def read_row(self, k: Any) -> tuple[list[list[jax.Array]], list[jax.Array]]:
+        """What the sums need of a row, and its statistics."""
+        row = self.share.row(jnp.minimum(k, self.count - 1))
+        summed = self.refs.rows[: self.formula.summed]
+        elements = [[self.read(ref.at[row], piece) for ref in summed] for piece in self.pieces]
+        return elements, [ref[row] for ref in self.refs.stats]
+
+    def read_rest(self, k: Any) -> list[list[jax.Array]]:
+        """What only `finish` needs of a row: no registers hold it for the rows ahead."""
+        others = self.refs.rows[self.formula.summed :]
+        row = self.share.row
+        return [[self.read(ref.at[row(k)], piece) for ref in others] for piece in self.pieces]
+
+    @property
+    def layout(self) -> Layout:
+        """Of a piece."""
+        return warps_layout(self.schedule.vector)
+
+
 def direct_backward(
     formula: Formula,
     operands: RowOperands,
@@ -65,7 +154,6 @@ def direct_backward(
     `blocks` are those of a group of rows.
     """
     (rows, cols), groups = operands.shape, operands.groups
-    layout = warps_layout(schedule.vector)
     sums = RowSums(schedule.warpgroups, values=formula.row_sums)
     sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
 
@@ -74,64 +162,7 @@ def direct_backward(
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
         pieces = schedule.slice(cols, warpgroup).pieces()
         share = Share.of(block, rows=rows, groups=groups, blocks=blocks)
-        count = share.count()
-
-        def read(ref: Ref, piece: Piece) -> jax.Array:
-            """The columns of a piece of a ``(cols,)`` ref."""
-            return load(ref.at[piece.columns()], layout, shape(piece))
-
-        def read_row(k: Any) -> tuple[list[Any], list[jax.Array]]:
-            """What the sums need of a row, and its statistics."""
-            row = share.row(jnp.minimum(k, count - 1))
-            summed = refs.rows[: formula.summed]
-            elements = [[read(ref.at[row], piece) for ref in summed] for piece in pieces]
-            return elements, [ref[row] for ref in refs.stats]
-
-        def read_rest(k: Any) -> list[Any]:
-            """What only `finish` needs of a row: no registers hold it for the rows ahead."""
-            others = refs.rows[formula.summed :]
-            return [[read(ref.at[share.row(k)], piece) for ref in others] for piece in pieces]
-
-        def step(k: Any, carry: Any) -> Any:
-            (now, *coming), carried = carry
-            coming = [*coming, read_row(k + schedule.ahead)]
-            summed, row_stats = now
-            rest = read_rest(k)
-            args = [
-                ([widen(v, layout) for v in elements], columns, row_stats)
-                for elements, columns in zip(summed, of_columns)
-            ]
-            terms = [
-                [piece.skip_stale(term) for term in formula.terms(*a)]
-                for a, piece in zip(args, pieces)
-            ]
-            parts = [[jnp.sum(v, axis=1) for v in same] for same in zip(*terms)]
-            sums.publish(refs.scratch, [sum(same[1:], same[0]) for same in parts], k)
-            totals = sums.collect(refs.scratch, k)
-            added: list[jax.Array] = []
-            for (elements, *a), more, piece in zip(args, rest, pieces):
-                elements = [*elements, *(widen(v, layout) for v in more)]
-                values, column_terms = formula.finish(elements, *a, totals)
-                for ref, value in zip(refs.results, values):
-                    piece.store(ref, share.row(k), value, layout)
-                added += column_terms
-            return coming, [a + b for a, b in zip(carried, added)]
-
-        queue = [read_row(jnp.int32(k)) for k in range(schedule.ahead)]
-        params = [share.param(ref) for ref in refs.params]
-        of_columns = [prepare(formula, [read(ref, p) for ref in params]) for p in pieces]
-        carried = [
-            plgpu.layout_cast(jnp.zeros(shape(piece), jnp.float32), layout)
-            for piece in pieces
-            for _ in range(formula.column_sums)
-        ]
-        _, carried = lax.fori_loop(0, count, step, (queue, carried))
-        for j, ref in enumerate(refs.partials):
-            for piece, value in zip(pieces, carried[j :: formula.column_sums]):
-                piece.store_sum(ref, block, value, layout)
-
-    def shape(piece: Piece) -> tuple[int, int]:
-        return (WARPS, piece.width // WARPS)
+        _Kernel(formula, schedule, refs, share, share.count(), sums, pieces).run(block)
 
     return launch(
         body,
@@ -146,3 +177,8 @@ def direct_backward(
         scratch=sums.scratch(),
         auto_barriers=False,
     )
+
+
+def _shape(piece: Piece) -> tuple[int, int]:
+    """In registers."""
+    return WARPS, piece.width // WARPS
