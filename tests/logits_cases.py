@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jaxnorm.calls.call import Call
-from jaxnorm.operations.softmax import softmax_call
+from jaxnorm.operations.softmax import _softmax_of
+from jaxnorm.tools.plan import calls_in
 
 SCALE = 0.37
 BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
@@ -35,22 +36,15 @@ class Case:
     def call(self, op: str, x: Any, bias: Any = None, y: Any = None) -> Call:
         """The forward, for these dtypes: by default that of x."""
 
-        def padded(shape: tuple[int, ...]) -> tuple[int, ...]:
-            return (1,) * (len(self.shape) - len(shape)) + shape
+        def struct(shape: tuple[int, ...] | None, dtype: Any) -> jax.ShapeDtypeStruct | None:
+            return None if shape is None else jax.ShapeDtypeStruct(shape, dtype)
 
-        return softmax_call(
-            op,
-            self.shape,
-            np.dtype(x),
-            None if self.bias is None else (padded(self.bias), np.dtype(bias or x)),
-            axis=-1,
-            mask=None if self.mask is None else padded(self.mask),
-            scale=self.scale,
-            causal=self.causal,
-            dtype=y or x,
-            implementation=None,
-            masked_logit=self.masked_logit,
-        )
+        def softmax(x: Any, mask: Any, bias: Any) -> jax.Array:
+            options = (y or x.dtype, None, self.masked_logit)
+            return _softmax_of(op, x, -1, mask, self.scale, bias, self.causal, *options)
+
+        arrays = struct(self.shape, x), struct(self.mask, bool), struct(self.bias, bias or x)
+        return next(calls_in(jax.make_jaxpr(softmax)(*arrays).jaxpr))
 
     def backward(self, op: str, x: Any, bias: Any = None, y: Any = None) -> Call:
         call = self.call(op, x, bias, y)

@@ -101,6 +101,11 @@ def product_dtype(x: np.dtype, weight: np.dtype) -> np.dtype:
         return np.dtype(jnp.promote_types(x, weight))
 
 
+def arithmetic_dtype(*dtypes: np.dtype) -> np.dtype:
+    """float64 where one of them is, else float32."""
+    return np.dtype(np.float64 if np.dtype(np.float64) in dtypes else np.float32)
+
+
 def axes(function: str, axis: Axis, shape: tuple[int, ...], of: str = "x") -> tuple[int, ...]:
     """`axis` as sorted, non-negative axes of an array of `shape`; None means all of them.
 
@@ -152,10 +157,8 @@ def axes_in_order(
 def check_parameter(function: str, name: str, shape: tuple[int, ...], view: RowView) -> None:
     """Raises unless a parameter's axes are normalised ones, after others, and broadcast to them."""
     expected = [view.shape[axis] for axis in view.others + view.axes]
-    fits = len(view.axes) <= len(shape) <= len(expected) and all(
-        own in (1, size) for own, size in zip(reversed(shape), reversed(expected))
-    )
-    if fits:
+    covered = tuple(expected[len(expected) - len(shape) :])
+    if len(view.axes) <= len(shape) <= len(expected) and fits(shape, covered):
         return
     others = tuple(expected[: len(view.others)])
     groups = f", after axes that broadcast to {others}, or none" if others else ""
@@ -166,12 +169,46 @@ def check_parameter(function: str, name: str, shape: tuple[int, ...], view: RowV
     )
 
 
-def same_shape(function: str, name: str, shape: tuple[int, ...], x_shape: tuple[int, ...]) -> None:
-    """Raises unless an array has x's shape."""
-    if shape != x_shape:
+def same_shape(
+    function: str, name: str, shape: tuple[int, ...], expected: tuple[int, ...], of: str = "x"
+) -> None:
+    """Raises unless an array has the shape of another, whose name is `of`."""
+    if shape != expected:
         raise ValueError(
-            f"{function}: {name} has shape {shape}; expected {x_shape}, the shape of x; broadcast "
-            f"{name}, e.g. jnp.broadcast_to({name}, x.shape)"
+            f"{function}: {name} has shape {shape}; expected {expected}, the shape of {of}; "
+            f"broadcast {name}, e.g. jnp.broadcast_to({name}, {of}.shape)"
+        )
+
+
+def features(function: str, name: str, shape: tuple[int, ...], size: str) -> None:
+    """Raises unless the first factor of a product has a last axis, whose size is called `size`."""
+    if not shape:
+        raise ValueError(
+            f"{function}: {name} has shape (); expected (..., {size}), a vector of features for "
+            f"each position; give {name} an axis, e.g. {name}[None]"
+        )
+
+
+def weight(
+    function: str, shape: tuple[int, ...], x_shape: tuple[int, ...], of: str = "x", also: str = ""
+) -> None:
+    """Raises unless a weight fits the first factor, whose name is `of`; `also` is another fix."""
+    if len(shape) != 2 or shape[0] != x_shape[-1]:
+        raise ValueError(
+            f"{function}: weight has shape {shape}; expected ({x_shape[-1]}, n), the last axis of "
+            f"{of} {x_shape} by any number of features; transpose or reshape weight, e.g. "
+            f"weight.T{also}"
+        )
+
+
+def vector(
+    function: str, name: str, shape: tuple[int, ...], expected: tuple[int, ...], of: str
+) -> None:
+    """Raises unless an array has the shape `expected`, a number for each of what `of` says."""
+    if shape != expected:
+        raise ValueError(
+            f"{function}: {name} has shape {shape}; expected {expected}, a number for each {of}; "
+            f"reshape {name} to that shape"
         )
 
 
@@ -216,12 +253,17 @@ def _in_32_bits(value: np.ndarray) -> np.ndarray:
 def broadcastable(function: str, name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """`array` with one axis for each axis of x; ValueError unless it broadcasts to x's shape."""
     padded = (1,) * (len(shape) - array.ndim) + array.shape
-    if len(padded) != len(shape) or any(m not in (1, n) for m, n in zip(padded, shape)):
+    if not fits(padded, shape):
         raise ValueError(
             f"{function}: {name} has shape {array.shape}; expected a shape that broadcasts to x's "
             f"shape {shape} without enlarging it"
         )
     return array.reshape(padded)
+
+
+def fits(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
+    """Whether an array has as many axes as another, each of its size or of 1."""
+    return len(shape) == len(into) and all(own in (1, n) for own, n in zip(shape, into))
 
 
 def matrix(function: str, name: str, view: RowView) -> None:

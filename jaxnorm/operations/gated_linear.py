@@ -186,7 +186,7 @@ def _linear_of(
     promoted = functools.reduce(checks.product_dtype, floats, h_dtype)
     y_dtype = checks.output_dtype(function, dtype, promoted)
     product_dtype = min(promoted, y_dtype, key=lambda dtype: dtype.itemsize)
-    wide = _arithmetic(product_dtype, y_dtype)
+    wide = checks.arithmetic_dtype(product_dtype, y_dtype)
 
     rows = [sharding.lie_alike(a, rows[0]) for a in rows]
     biases = [] if bias is None else [bias]
@@ -235,7 +235,7 @@ def _elementwise(function: Function, activation: ElementwiseFunction) -> Callabl
     of_one = activation if callable(activation) else products.ACTIVATIONS[activation]
 
     def f(x: jax.Array, *up: jax.Array) -> jax.Array:
-        wide = _arithmetic(*[a.dtype for a in (x, *up)])
+        wide = checks.arithmetic_dtype(*[a.dtype for a in (x, *up)])
         h = jnp.asarray(of_one(x.astype(wide)))
         if h.shape != x.shape:
             raise ValueError(
@@ -336,36 +336,19 @@ def _check_shapes(
 ) -> None:
     first, *others = _OPERANDS[function]
     shape = rows[0].shape
-    if not shape:
-        raise ValueError(
-            f"{function}: {first} has shape (); expected (..., f), a vector of features for each "
-            f"position; give {first} an axis, e.g. {first}[None]"
-        )
+    checks.features(function, first, shape, "f")
     for name, a in zip(others, rows[1:]):
-        if a.shape != shape:
-            raise ValueError(
-                f"{function}: {name} has shape {a.shape}; expected {shape}, the shape of {first}; "
-                f"broadcast {name}, e.g. jnp.broadcast_to({name}, {first}.shape)"
-            )
+        checks.same_shape(function, name, a.shape, shape, of=first)
     if product is not None:
         return
-    (weight,) = weights
-    if weight.ndim != 2 or weight.shape[0] != shape[-1]:
-        raise ValueError(
-            f"{function}: weight has shape {weight.shape}; expected ({shape[-1]}, n), the last "
-            f"axis of {first} {shape} by any number of features; transpose or reshape weight, e.g. "
-            "weight.T, or give product= another product"
-        )
+    also = ", or give product= another product"
+    checks.weight(function, weights[0].shape, shape, of=first, also=also)
     if bias is not None:
-        _check_bias(function, bias, weight.shape[1])
+        _check_bias(function, bias, weights[0].shape[1])
 
 
 def _check_bias(function: Function, bias: jax.Array, features: int) -> None:
-    if bias.shape != (features,):
-        raise ValueError(
-            f"{function}: bias has shape {bias.shape}; expected ({features},), a number for each "
-            "column of the product; reshape bias to that shape"
-        )
+    checks.vector(function, "bias", bias.shape, (features,), "column of the product")
 
 
 def _of_columns(function: Function, bias: jax.Array, y: jax.Array) -> jax.Array:
@@ -376,8 +359,3 @@ def _of_columns(function: Function, bias: jax.Array, y: jax.Array) -> jax.Array:
 
 def _is_float(a: jax.Array) -> bool:
     return a.dtype.name in FLOAT_DTYPES
-
-
-def _arithmetic(*dtypes: np.dtype) -> np.dtype:
-    """float64 where one of them is, else float32."""
-    return np.dtype(np.float64 if "float64" in [dtype.name for dtype in dtypes] else np.float32)

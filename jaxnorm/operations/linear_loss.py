@@ -135,11 +135,8 @@ def _linear_cross_entropy_of(
     arrays = [x, weight]
     if bias is not None:
         bias = checks.float_array(NAME, "bias", bias)
-        if bias.shape != weight.shape[1:]:
-            raise ValueError(
-                f"{NAME}: bias has shape {bias.shape}; expected {weight.shape[1:]}, a number for "
-                f"each class of weight {weight.shape}; reshape bias to that shape"
-            )
+        of = f"class of weight {weight.shape}"
+        checks.vector(NAME, "bias", bias.shape, weight.shape[1:], of)
         arrays.append(bias)
     arrays.append(labels)
     if where is not None:
@@ -167,11 +164,7 @@ _linear_cross_entropy = eager.compiled(_linear_cross_entropy_of, name=NAME, arra
 
 
 def _check_shapes(x: jax.Array, weight: jax.Array, labels: jax.Array) -> None:
-    if x.ndim < 1:
-        raise ValueError(
-            f"{NAME}: x has shape (); expected (..., d), a vector of features for each position; "
-            "give x an axis, e.g. x[None]"
-        )
+    checks.features(NAME, "x", x.shape, "d")
     if not all(isinstance(size, int) for size in (*x.shape, *weight.shape)):
         raise ValueError(
             f"{NAME}: x has shape {x.shape} and weight {weight.shape}; expected sizes that are "
@@ -192,10 +185,7 @@ def _check_shapes(x: jax.Array, weight: jax.Array, labels: jax.Array) -> None:
 
 def _positions(where: checks.ArrayLike, shape: tuple[int, ...]) -> jax.Array:
     array = checks.boolean(NAME, "where", where)
-    fits = array.ndim == len(shape) and all(
-        own in (1, size) for own, size in zip(array.shape, shape)
-    )
-    if not fits:
+    if not checks.fits(array.shape, shape):
         raise ValueError(
             f"{NAME}: where has shape {array.shape}; expected one that broadcasts to labels' shape "
             f"{shape}, with {len(shape)} axes: which positions count; add axes, e.g. where[None]"

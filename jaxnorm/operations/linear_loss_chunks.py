@@ -105,7 +105,7 @@ class _Chunks:
         self.x, self.weight, self.labels = by_name["x"], by_name["weight"], by_name["labels"]
         self.bias, self.positions = by_name.get("bias"), by_name.get("positions")
         self.dtype = checks.product_dtype(self.x.dtype, self.weight.dtype)
-        self.wide = np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+        self.wide = checks.arithmetic_dtype(self.dtype)
         self.rows, self.classes = len(self.x), self.weight.shape[1]
         # Shards of a row's classes have no padding between them.
         self.padding = 0 if over.classes else -self.classes % _COLUMNS

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
@@ -38,8 +37,7 @@ class _LossRules(Rules[Head]):
         """Types of the results: rows lie as those of x, and a gradient as what it is of."""
         by_name = dict(zip(head.primals, avals))
         x, mesh = by_name["x"], sharding.mesh_of(avals)
-        is_wide = checks.product_dtype(x.dtype, by_name["weight"].dtype) == np.float64
-        wide = np.dtype(np.float64 if is_wide else np.float32)
+        wide = checks.arithmetic_dtype(x.dtype, by_name["weight"].dtype)
         types = []
         for name, kind in zip(head.result_names, head.result_kinds):
             if name in by_name:

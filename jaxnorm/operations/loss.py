@@ -158,7 +158,7 @@ def cross_entropy_call(
         rows=view.rows,
         cols=view.cols,
         x_dtype=dtype,
-        y_dtype=np.dtype(np.float64 if dtype.name == "float64" else np.float32),
+        y_dtype=checks.arithmetic_dtype(dtype),
         has_mask=mask is not None,
         has_positions=has_positions,
         label_smoothing=smoothing,
@@ -174,10 +174,7 @@ def _masks(where: checks.ArrayLike, view: RowView) -> tuple[jax.Array | None, ja
     shape, of_labels = view.shape, view.shape_of("label")
     if array.ndim == len(shape):
         return checks.broadcastable(NAME, "where", array, shape), None
-    fits = array.ndim == len(of_labels) and all(
-        own in (1, size) for own, size in zip(array.shape, of_labels)
-    )
-    if not fits:
+    if not checks.fits(array.shape, of_labels):
         raise ValueError(
             f"{NAME}: where has shape {array.shape}; expected one that broadcasts to labels' shape "
             f"{of_labels}, with {len(of_labels)} axes, for a mask of positions, or to logits' "

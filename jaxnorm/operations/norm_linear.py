@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Literal, get_args, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
@@ -167,17 +166,8 @@ def _rms_norm_linear_of(
     for name, array in (("scale", scale), ("bias", bias), ("residual", residual)):
         if array is not None:
             others[name] = checks.float_array(NAME, name, array)
-    call = linear_call(
-        x.shape,
-        x.dtype,
-        {name: (a.shape, a.dtype) for name, a in others.items()},
-        activation=activation,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        dtype=dtype,
-        implementation=implementation,
-        precision=precision,
-    )
+    _check_shapes(x.shape, {name: a.shape for name, a in others.items()})
+    call = _call_of(x, others, activation, epsilon, scale_offset, dtype, implementation, precision)
     if implementation is not None:
         backends.forced(call, implementation)
     added = others.pop("residual", None)
@@ -195,8 +185,7 @@ _rms_norm_linear = eager.compiled(_rms_norm_linear_of, name=NAME, arrays=range(5
 
 def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
     """h = x + residual in residual's dtype, rounded once, under its name."""
-    is_wide = "float64" in (x.dtype.name, residual.dtype.name)
-    wide = np.float64 if is_wide else np.float32
+    wide = checks.arithmetic_dtype(x.dtype, residual.dtype)
     residual = sharding.lie_alike(residual, x)
     x, other = sharding.vary_alike([x.astype(wide), residual.astype(wide)])
     h = remat.name_of_linear("h", (x + other).astype(residual.dtype))
@@ -230,11 +219,9 @@ class Linear:
         return self.spec
 
 
-def linear_call(
-    shape: tuple[int, ...],
-    x_dtype: np.dtype,
-    others: dict[str, tuple[tuple[int, ...], np.dtype]],
-    *,
+def _call_of(
+    x: jax.Array,
+    others: dict[str, jax.Array],
     activation: Activation | None,
     epsilon: float,
     scale_offset: float,
@@ -242,27 +229,23 @@ def linear_call(
     implementation: Name | None,
     precision: str | None,
 ) -> Linear:
-    """A call with these arguments, after the checks.
-
-    `others`: shape and dtype of weight, scale, bias and residual, those that there are.
-    """
-    shapes = {name: its_shape for name, (its_shape, _) in others.items()}
-    dtypes = {name: its_dtype for name, (_, its_dtype) in others.items()}
-    _check_shapes(shape, shapes)
+    """A call with these arguments, after the checks; `others`: weight, scale, bias, residual."""
+    shape, weight = x.shape, others["weight"]
+    dtypes = {name: a.dtype for name, a in others.items()}
     if activation is not None and activation not in _ACTIVATIONS:
         raise ValueError(
             f"{NAME}: activation={activation!r}; expected one of "
             f"{', '.join(map(repr, _ACTIVATIONS))}, or None; apply another one to the result"
         )
     checks.implementation(NAME, implementation)
-    promoted = checks.product_dtype(x_dtype, dtypes["weight"])
+    promoted = checks.product_dtype(x.dtype, weight.dtype)
     y_dtype = checks.output_dtype(NAME, dtype, promoted)
     spec = LinearSpec(
         rows=math.prod(shape[:-1]),
         cols=shape[-1],
-        features=shapes["weight"][1],
-        x_dtype=dtypes.get("residual", x_dtype),
-        weight_dtype=dtypes["weight"],
+        features=weight.shape[1],
+        x_dtype=dtypes.get("residual", x.dtype),
+        weight_dtype=weight.dtype,
         product_dtype=min(promoted, y_dtype, key=lambda dtype: dtype.itemsize),
         y_dtype=y_dtype,
         scale_dtype=dtypes.get("scale"),
@@ -276,7 +259,7 @@ def linear_call(
         "rms_norm",
         shape,
         spec.x_dtype,
-        {name: others[name] for name in ("scale",) if name in others},
+        {n: (a.shape, a.dtype) for n, a in others.items() if n == "scale"},
         axis=-1,
         epsilon=spec.epsilon,
         scale_offset=spec.scale_offset,
@@ -288,26 +271,14 @@ def linear_call(
 
 
 def _check_shapes(shape: tuple[int, ...], others: dict[str, tuple[int, ...]]) -> None:
-    if not shape:
-        raise ValueError(
-            f"{NAME}: x has shape (); expected (..., d), a vector of features for each position; "
-            "give x an axis, e.g. x[None]"
-        )
-    cols, weight = shape[-1], others["weight"]
-    if len(weight) != 2 or weight[0] != cols:
-        raise ValueError(
-            f"{NAME}: weight has shape {weight}; expected ({cols}, n), the last axis of x {shape} "
-            "by any number of features; transpose or reshape weight, e.g. weight.T"
-        )
-    for name, expected, meaning in (
-        ("scale", (cols,), f"a number for each element of the last axis of x {shape}"),
-        ("bias", weight[1:], f"a number for each column of weight {weight}"),
+    checks.features(NAME, "x", shape, "d")
+    weight = others["weight"]
+    checks.weight(NAME, weight, shape)
+    for name, expected, of in (
+        ("scale", shape[-1:], f"element of the last axis of x {shape}"),
+        ("bias", weight[1:], f"column of weight {weight}"),
     ):
-        if others.get(name, expected) != expected:
-            raise ValueError(
-                f"{NAME}: {name} has shape {others[name]}; expected {expected}, {meaning}; reshape "
-                f"{name} to that shape"
-            )
+        checks.vector(NAME, name, others.get(name, expected), expected, of)
     checks.same_shape(NAME, "residual", others.get("residual", shape), shape)
 
 

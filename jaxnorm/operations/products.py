@@ -24,6 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxnorm.meshes import sharding
+from jaxnorm.operations import checks
 
 #: Elementwise functions by their names: those of `jax.nn` with their defaults.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -95,7 +96,7 @@ class Dot:
 
         It is rounded here, so that cotangents are, before they come in.
         """
-        wide = np.float64 if "float64" in (self.dtype.name, np.dtype(result).name) else np.float32
+        wide = checks.arithmetic_dtype(self.dtype, np.dtype(result))
         return functools.reduce(jnp.add, [t.astype(wide) for t in terms]).astype(result)
 
 

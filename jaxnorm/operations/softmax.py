@@ -4,7 +4,6 @@ import functools
 import math
 
 import jax
-import numpy as np
 
 from jaxnorm.calls import backends
 from jaxnorm.calls.call import Call
@@ -151,19 +150,29 @@ def _softmax_of(
     if bias is not None:
         bias = checks.float_array(function, "bias", bias)
         bias = checks.broadcastable(function, "bias", bias, x.shape)
-    call = softmax_call(
-        function,
-        x.shape,
-        x.dtype,
-        None if bias is None else (bias.shape, bias.dtype),
-        axis=axis,
-        mask=None if mask is None else mask.shape,
-        scale=scale,
-        causal=causal,
-        dtype=dtype,
-        implementation=implementation,
+    axes = checks.axes(function, axis, x.shape)
+    mask_shape, bias_shape = (() if a is None else a.shape for a in (mask, bias))
+    view = RowView(x.shape, axes, logits_bias=bias_shape, mask=mask_shape)
+    checks.implementation(function, implementation)
+    causal = checks.flag(function, "causal", causal)
+    if causal:
+        checks.matrix(function, "causal", view)
+    spec = Spec(
+        op=FUNCTIONS[function].op,
+        direction="fwd",
+        rows=view.rows,
+        cols=view.cols,
+        x_dtype=x.dtype,
+        y_dtype=checks.output_dtype(function, dtype, x.dtype),
+        has_mask=mask is not None,
         masked_logit=masked_logit,
+        logits_scale=checks.number(function, "scale", scale),
+        logits_bias_dtype=None if bias is None else bias.dtype,
+        logits_bias_shape=view.logits_bias,
+        causal=causal,
+        axes=view.axes,
     )
+    call = Call(function, spec, view, implementation)
     if implementation is not None:
         backends.forced(call, implementation)
     if bias is not None:
@@ -177,46 +186,3 @@ _SOFTMAXES = {
     for name, function in FUNCTIONS.items()
     if OPERATIONS[function.op].family == "softmax"
 }
-
-
-def softmax_call(
-    function: str,
-    shape: tuple[int, ...],
-    x_dtype: np.dtype,
-    bias: tuple[tuple[int, ...], np.dtype] | None,
-    *,
-    axis: checks.Axis,
-    mask: tuple[int, ...] | None,
-    scale: float,
-    causal: bool,
-    dtype: checks.DTypeLike | None,
-    implementation: Name | None,
-    masked_logit: float = -math.inf,
-) -> Call:
-    """The forward of a call with these arguments, after the checks.
-
-    `mask` is a shape, `bias` a shape and a dtype, both of x's rank.
-    """
-    bias_shape, bias_dtype = bias or ((), None)
-    axes = checks.axes(function, axis, shape)
-    view = RowView(shape, axes, logits_bias=bias_shape, mask=mask or ())
-    checks.implementation(function, implementation)
-    causal = checks.flag(function, "causal", causal)
-    if causal:
-        checks.matrix(function, "causal", view)
-    spec = Spec(
-        op=FUNCTIONS[function].op,
-        direction="fwd",
-        rows=view.rows,
-        cols=view.cols,
-        x_dtype=x_dtype,
-        y_dtype=checks.output_dtype(function, dtype, x_dtype),
-        has_mask=mask is not None,
-        masked_logit=masked_logit,
-        logits_scale=checks.number(function, "scale", scale),
-        logits_bias_dtype=bias_dtype,
-        logits_bias_shape=bias_shape,
-        causal=causal,
-        axes=view.axes,
-    )
-    return Call(function, spec, view, implementation)
