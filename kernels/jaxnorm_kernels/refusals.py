@@ -40,16 +40,13 @@ NO_KERNEL: Table = (
     ),
 )
 
-#: What no kernel here can do of a cross-entropy.
-NO_CLASSES: Table = (
+#: What no kernel of rows, ``(rows, cols)``, can do.
+NO_ROWS: Table = (
+    *NO_KERNEL,
     (
         "its cross-entropy kernels take no mask of classes",
         lambda s: s.is_loss and s.has_mask,
     ),
-)
-
-#: What no kernel here can do of a softmax.
-NO_LOGITS: Table = (
     (
         "its kernels take a mask or a bias that has all columns, or one value for a row",
         lambda s: (

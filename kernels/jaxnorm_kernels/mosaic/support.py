@@ -15,10 +15,8 @@ from jaxnorm_kernels.mosaic.schedules.norm_backward import norm_schedule, row_dt
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.refusals import (
     BETTER_FUSED,
-    NO_CLASSES,
-    NO_KERNEL,
-    NO_LOGITS,
     NO_PRODUCT,
+    NO_ROWS,
     LinearTable,
     Table,
     first,
@@ -40,12 +38,12 @@ _TOO_OLD: Table = (
 )
 
 _CANNOT: Table = (
-    *NO_KERNEL,
+    *_TOO_OLD,
+    *NO_ROWS,
     (
         f"its cross-entropy kernels take rows of {WARPGROUP_THREADS} columns and more",
         lambda s: s.is_loss and s.cols < WARPGROUP_THREADS,
     ),
-    *NO_CLASSES,
     (
         f"its kernels number blocks, the parts of rows, in 32 bits, up to {_MAX_ROWS}",
         lambda s: s.is_loss and s.direction == "bwd" and s.rows * parts_of_a_row(s) > _MAX_ROWS,
@@ -73,7 +71,6 @@ _CANNOT: Table = (
             and (s.rows // s.groups < 64 or _has_unaligned_rows(s))
         ),
     ),
-    *NO_LOGITS,
     (
         "its kernels add up no gradient of one value for a row where masked logits take part",
         lambda s: (
@@ -152,10 +149,9 @@ def supports(spec: Spec | LinearSpec) -> str | None:
     """None, or why this call cannot run here."""
     if isinstance(spec, LinearSpec):
         return first_of_linear(_CANNOT_MULTIPLY, spec)
-    refusal = first(_TOO_OLD, spec)
-    if refusal is not None:
-        return refusal
-    return first(_CANNOT, spec) if spec.inner == 1 else strip_schedule.refusal(spec)
+    if spec.inner > 1:
+        return first(_TOO_OLD, spec) or strip_schedule.refusal(spec)
+    return first(_CANNOT, spec)
 
 
 def prefers(spec: Spec) -> str | None:

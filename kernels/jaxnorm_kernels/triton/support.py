@@ -7,9 +7,7 @@ import os
 from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.refusals import (
     BETTER_FUSED,
-    NO_CLASSES,
-    NO_KERNEL,
-    NO_LOGITS,
+    NO_ROWS,
     Table,
     first,
 )
@@ -30,9 +28,7 @@ def can_lower() -> bool:
 
 
 _CANNOT: Table = (
-    *NO_KERNEL,
-    *NO_CLASSES,
-    *NO_LOGITS,
+    *NO_ROWS,
     ("its kernels leave out what a mask does not keep", lambda s: not s.drops_masked),
     (
         "its kernel of two norms with a residual between them is RMSNorm's",
