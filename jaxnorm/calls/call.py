@@ -316,20 +316,16 @@ class Call:
     def kernel(self, name: str) -> Run:
         """The implementation `name`, through its view of the arrays."""
 
-        def view_of(kind: Kind, a: jax.Array, strided: bool) -> jax.Array:
-            if kind == "mask" and name == "xla":  # which knows no `Shared`, and fuses this
-                a = jnp.broadcast_to(a, self.view.shape)
-            return self.view.to_rows(kind, a, strided=strided)
-
         def run(*arrays: jax.Array) -> list[jax.Array]:
-            spec = self.as_seen_by(name)
+            spec, view, kinds = self.as_seen_by(name), self.view, self.operand_kinds
             strided = spec.inner > 1
-            rows = [view_of(kind, a, strided) for kind, a in zip(self.operand_kinds, arrays)]
-            results = self._run(name, spec, rows)
-            return [
-                self.view.from_rows(kind, a, strided=strided)
-                for kind, a in zip(self.result_kinds, results)
-            ]
+            if name == "xla" and "mask" in kinds:  # It knows no `Shared`, and fuses this.
+                at = kinds.index("mask")
+                whole = jnp.broadcast_to(arrays[at], view.shape)
+                arrays = (*arrays[:at], whole, *arrays[at + 1 :])
+            rows = [view.to_rows(kind, a, strided=strided) for kind, a in zip(kinds, arrays)]
+            results = zip(self.result_kinds, self._run(name, spec, rows))
+            return [view.from_rows(kind, a, strided=strided) for kind, a in results]
 
         return run
 

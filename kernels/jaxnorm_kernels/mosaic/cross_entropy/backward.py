@@ -50,9 +50,10 @@ def cross_entropy_bwd(
             raw = [unit.load(x, row) for unit in of_block]
             label = read_label(labels, row)
             top, log_sum, d = (load(ref.at[row], None) for ref in (m, log_s, dloss))
+            layout = of_block[0].layout
             slope = 2 * spec.z_loss * (top + log_sum)
             for unit, value in zip(of_block, raw):
-                p = exp(widen(value, unit.layout) - top - log_sum)
+                p = exp(widen(value, layout) - top - log_sum)
                 is_label = unit.columns() == label - unit.start
                 q = jnp.where(is_label, jnp.float32(1 - spec.label_smoothing + even), even)
                 of_z_loss = p - q + slope * p if spec.z_loss else p - q

@@ -33,7 +33,7 @@ from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.device import numerics
-from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
+from jaxnorm_kernels.mosaic.device.gpu import SCHEDULES_KEPT, Gpu, local_gpu
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
 from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, Ref, load, store
 from jaxnorm_kernels.mosaic.device.registers import widen
@@ -100,6 +100,7 @@ def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
     return Schedule(min(step, max(1, units.count // (cluster * warpgroups))), warpgroups, cluster)
 
 
+@functools.lru_cache(maxsize=SCHEDULES_KEPT)
 def units_of(spec: Spec) -> Units:
     """Of the classes of a row."""
     return Units.of(spec.cols, most_elements(spec), spec.classes)
@@ -265,7 +266,8 @@ def _add(
 ) -> Sums:
     """The sums of each thread, with these units; `mine`: only where that is True."""
     m, s, *t = sums
-    x, v = [widen(value, unit.layout) for unit, value in zip(units, raw)], units[0].vector
+    v, layout = units[0].vector, units[0].layout
+    x = [widen(value, layout) for value in raw]
     fresh = [unit.is_fresh() for unit in units]
     if mine is not None:
         fresh = [jnp.logical_and(f, mine) for f in fresh]

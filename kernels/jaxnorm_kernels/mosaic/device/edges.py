@@ -41,7 +41,8 @@ def load_each(ref: Ref, first: Any, places: jax.Array, layout: Layout) -> jax.Ar
             ]
             return vector.from_elements(ir.VectorType.get((len(elements),), kind), elements)
 
-        return mgpu.map_registers(index, loaded, mgpu.is_signed(kind))
+        registers = [loaded(register) for register in index.registers.flat]
+        return mgpu.with_registers(index, registers, mgpu.is_signed(kind))
 
     return read(ref, index)
 

@@ -11,7 +11,7 @@ functions is gone, or means something else, lowering a kernel fails: run ``tests
 jax before anything else.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -94,12 +94,12 @@ def in_shared(address: Any) -> Any:
     return llvm.inttoptr(llvm.PointerType.get(_SHARED), address)
 
 
-def map_registers(value: Any, function: Callable[[Any], Any], signed: bool | None = None) -> Any:
-    """The array of the same layout that has ``function(register)`` for each register of `value`."""
-    registers = value.registers.copy()
-    for at, register in enumerate(value.registers.flat):
-        registers.flat[at] = function(register)
-    return FragmentedArray(_registers=registers, _layout=value.layout, _is_signed=signed)
+def with_registers(value: Any, registers: Sequence[Any], signed: bool | None = None) -> Any:
+    """The array of the same layout that has these registers, in the order of those of `value`."""
+    placed = value.registers.copy()
+    for at, register in enumerate(registers):
+        placed.flat[at] = register
+    return FragmentedArray(_registers=placed, _layout=value.layout, _is_signed=signed)
 
 
 def of_register(register: Any, layout: Any, shape: tuple[int, ...]) -> Any:

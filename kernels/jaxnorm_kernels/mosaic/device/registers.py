@@ -41,7 +41,7 @@ def widen(value: jax.Array, layout: Layout) -> jax.Array:
     )
     def widened(context: Any, value: Any) -> Any:
         del context
-        return mgpu.map_registers(value, _widen_register)
+        return mgpu.with_registers(value, [_widen_register(r) for r in value.registers.flat])
 
     return widened(value)
 

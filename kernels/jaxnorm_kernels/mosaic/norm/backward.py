@@ -14,6 +14,7 @@ rows; the blocks' sums are added outside, always in the same order.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -46,11 +47,11 @@ class NormFormula:
     copies: int = 1
     summed: int = 2
 
-    @property
+    @functools.cached_property
     def row_sums(self) -> int:
         return 1 + self.spec.subtract_mean
 
-    @property
+    @functools.cached_property
     def column_sums(self) -> int:
         return (self.spec.scale_dtype is not None) + (self.spec.bias_dtype is not None)
 

@@ -11,6 +11,7 @@ multiprocessors end at about the same time::
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -155,9 +156,9 @@ class Queue(Tile):
 class QueuedRow(Queue, SplitRow):
     """A `SplitRow` at a time."""
 
-    @property
+    @functools.cached_property
     def exchange(self) -> Gather:
-        return dataclasses.replace(super().exchange, slots=2)
+        return Gather(self.warpgroups, self.cluster, slots=2)
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
         # Of each piece: Mosaic reads a slice of columns only where its width divides the row.

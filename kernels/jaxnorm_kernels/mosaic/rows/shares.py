@@ -22,6 +22,7 @@ class Share:
       blocks: that share a group.
       place: of this block among them.
       group: that it works on; None where there is one alone.
+      window: of unaligned rows, placed: the rows are those of a class.
     """
 
     rows: int
@@ -29,6 +30,7 @@ class Share:
     blocks: int
     place: Any
     group: Any = None
+    window: Window | None = None
 
     @classmethod
     def of(
@@ -47,7 +49,8 @@ class Share:
         """
         if window is not None:
             classes = window.period
-            return cls(rows // classes, height, blocks // classes, window.place(block))
+            place = window.place(block)
+            return cls(rows // classes, height, blocks // classes, place, window=window)
         if groups == 1:
             return cls(rows, height, blocks, block)
         place, group = lax.rem(block, blocks), lax.div(block, blocks)
@@ -66,6 +69,10 @@ class Share:
         """The first row of step `k`."""
         start = jnp.minimum(self._step(k) * self.height, self.rows - self.height)
         return self._of_all(start)
+
+    def row_number(self, row: Any) -> Any:
+        """Of a row of a step, its index among all rows."""
+        return row if self.window is None else self.window.row(row)
 
     @property
     def has_stale_rows(self) -> bool:

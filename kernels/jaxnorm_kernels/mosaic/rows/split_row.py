@@ -1,6 +1,7 @@
 """A row in several warpgroups: of a block, or of all blocks of a cluster. See `tiles`."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from jaxnorm_kernels.mosaic.rows.tiles import Stat, Tile
 
 @dataclasses.dataclass(frozen=True)
 class SplitRow(Tile):
-    """A row in `split` warpgroups, or in those of all `cluster` blocks of a cluster.
+    """A row in `warpgroups` of a block, or in those of all `cluster` blocks of a cluster.
 
     A row takes `exchanges` of statistics, one after the other. `max` and `sum` are those of each
     warp's part of it. Mosaic's reduction over a warpgroup would use the same scratch for all
@@ -26,7 +27,7 @@ class SplitRow(Tile):
     0.12.0).
     """
 
-    split: int = 2
+    warpgroups: int = 2
     cluster: int = 1
     exchanges: int = 1
 
@@ -36,13 +37,9 @@ class SplitRow(Tile):
     def shape(self, width: int) -> tuple[int, ...]:
         return (WARPS, width // WARPS)
 
-    @property
-    def warpgroups(self) -> int:
-        return self.split
-
-    @property
+    @functools.cached_property
     def exchange(self) -> Gather:
-        return Gather(self.split, self.cluster, slots=min(2, self.exchanges))
+        return Gather(self.warpgroups, self.cluster, slots=min(2, self.exchanges))
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
         return dataclasses.replace(self.exchange, values=stats).scratch()
@@ -56,7 +53,7 @@ class SplitRow(Tile):
     def _index(self) -> Any:
         index = lax.axis_index(WARPGROUP)
         if self.cluster > 1:
-            index += lax.axis_index(CLUSTER) * self.split
+            index += lax.axis_index(CLUSTER) * self.warpgroups
         return index
 
     def count_columns(self, shape: tuple[int, ...]) -> jax.Array:

@@ -44,7 +44,7 @@ def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
     )
     def sum_up(context: Any, value: Any) -> Any:
         del context
-        return mgpu.map_registers(value, summed)
+        return mgpu.with_registers(value, [summed(r) for r in value.registers.flat])
 
     return sum_up(stat)
 
@@ -69,7 +69,7 @@ def load_of_groups(ref: Ref, group: int, vector_width: int, layout: Layout) -> j
         )
         zeros = utils.c(0.0, f32())
         splat = FragmentedArray.splat(zeros, (groups * group,), layout=layout.to_mgpu())
-        return mgpu.map_registers(splat, lambda _: register)
+        return mgpu.with_registers(splat, [register] * splat.registers.size)
 
     return read(ref)
 

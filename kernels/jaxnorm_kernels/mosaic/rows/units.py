@@ -16,6 +16,7 @@ once, so what is stored may take the place of what is read.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -131,7 +132,7 @@ class Units:
         """Units of a body; the last one may overlap with the one before it."""
         return -(-self.body // self.width)
 
-    @property
+    @functools.cached_property
     def whole(self) -> int:
         """So many of the first units have nothing stale, whatever the row."""
         latest = (self.vector - 1) * self.has_edges

@@ -74,7 +74,11 @@ class Schedule:
             raise ValueError(f"{self} has parameters of one group for rows of another")
         cols, vector, window = spec.cols, self.vector, self.window
         apart: dict[str, Any] = {"apart": spec.causal}
-        exchanges = len(spec.operation.norms) or 1
+        shares = {
+            "warpgroups": self.warpgroups,
+            "cluster": self.cluster,
+            "exchanges": len(spec.operation.norms) or 1,
+        }
         queue = {name: getattr(self, name) for name in ("slots", "tiles", "tail", "rereads")}
         if window is not None:
             cols, apart = window.width, {"apart": True, "window": window}
@@ -87,9 +91,8 @@ class Schedule:
             case "warpgroup_row":
                 return WarpgroupRow(cols, vector, **apart)
             case "split_row":
-                return SplitRow(cols, vector, self.warpgroups, self.cluster, exchanges, **apart)
+                return SplitRow(cols, vector, **shares, **apart)
             case "queued_row":
-                shares = {"split": self.warpgroups, "cluster": self.cluster, "exchanges": exchanges}
                 return QueuedRow(cols, vector, **shares, **queue, **apart)
 
     @property

@@ -81,7 +81,6 @@ class _Kernel:
     Attributes:
       stages, held: the ring of its slice, and ``(stages, rows, columns)`` of each row operand.
       exchanged: what `sums` exchanges the sums of rows in.
-      window: of unaligned rows, placed.
       units: the slice, cut.
       columns: what the formula needs of the parameters, for each of these.
     """
@@ -92,7 +91,6 @@ class _Kernel:
     stages: Stages
     held: Sequence[Ref]
     share: Share
-    window: Window | None
     sums: RowSums
     exchanged: Sequence[Ref]
     units: Sequence[Piece]
@@ -125,12 +123,8 @@ class _Kernel:
     def statistics(self, k: Any) -> list[list[jax.Array]]:
         """Those of each row of step `k`."""
         first = self.share.first_row(jnp.minimum(k, self.stages.steps - 1))
-        window = self.window
-
-        def number(row: int) -> Any:
-            return first + row if window is None else window.row(first + row)
-
-        return [[ref[number(row)] for ref in self.refs.stats] for row in range(self.ring.rows)]
+        stats, number = self.refs.stats, self.share.row_number
+        return [[ref[number(first + row)] for ref in stats] for row in range(self.ring.rows)]
 
     def reduce(self, k: Any, stats: list[list[jax.Array]]) -> None:
         """Publishes the sums over the rows of step `k`, each warp those of its columns."""
@@ -178,9 +172,10 @@ class _Kernel:
 
     def read(self, at: Any, row: int, unit: Piece, count: int) -> list[jax.Array]:
         """A unit of a row in stage `at`, of the first `count` operands, in float32."""
-        columns, layout = pl.ds(unit.stage_start, unit.width), _layout(unit.width)
+        columns = pl.ds(unit.stage_start, unit.width)
+        layout, shape = _layout(unit.width), _shape(unit.width)
         refs = [held.at[at, row, columns] for held in self.held[:count]]
-        return [widen(load(ref, layout, _shape(unit.width)), layout) for ref in refs]
+        return [widen(load(ref, layout, shape), layout) for ref in refs]
 
     def no_sums(self) -> list[jax.Array]:
         """0 for each column sum of each unit."""
@@ -242,9 +237,7 @@ def ring_backward(
         units = [*slice_.cut(first), *tail]
         params = [share.param(ref) for ref in refs.params]
         columns = [prepare(formula, [_load_param(ref, unit) for ref in params]) for unit in units]
-        kernel = _Kernel(
-            formula, ring, refs, stages, held, share, placed, sums, exchanged, units, columns
-        )
+        kernel = _Kernel(formula, ring, refs, stages, held, share, sums, exchanged, units, columns)
         kernel.run(block)
 
     part = ring.slice(cols)
