@@ -3,15 +3,11 @@
 from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.mosaic.cross_entropy.backward import parts_of_a_row
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
-from jaxnorm_kernels.mosaic.device.layouts import (
-    COPY_BYTES,
-    LEAST_VECTOR,
-    WARPGROUP_THREADS,
-    vector_width,
-)
+from jaxnorm_kernels.mosaic.device.layouts import LEAST_VECTOR, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.schedules import forward
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
-from jaxnorm_kernels.mosaic.schedules.norm_backward import norm_schedule, row_dtypes
+from jaxnorm_kernels.mosaic.schedules.columns import row_vector
+from jaxnorm_kernels.mosaic.schedules.norm_backward import is_copied, norm_schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.refusals import (
     BETTER_FUSED,
@@ -59,7 +55,7 @@ _CANNOT: Table = (
             s.direction == "bwd"
             and s.is_softmax
             and s.rows < 64
-            and s.cols < WARPGROUP_THREADS * _vector(s)
+            and s.cols < WARPGROUP_THREADS * row_vector(s)
         ),
     ),
     (
@@ -67,8 +63,8 @@ _CANNOT: Table = (
         "parameters of its own), in multiples of 16 bytes",
         lambda s: (
             _norm_bwd(s)
-            and s.cols < WARPGROUP_THREADS * min(_vector(s), LEAST_VECTOR)
-            and (s.rows // s.groups < 64 or _has_unaligned_rows(s))
+            and s.cols < WARPGROUP_THREADS * min(row_vector(s), LEAST_VECTOR)
+            and (s.rows // s.groups < 64 or not is_copied(s))
         ),
     ),
     (
@@ -127,7 +123,7 @@ _LEFT_TO_XLA: Table = (
             s.direction == "bwd"
             and s.op == "log_softmax"
             and s.y_dtype.itemsize == 2
-            and _vector(s) == 1
+            and row_vector(s) == 1
             and s.cols > 8192
             and not _has_windows(s)
         ),
@@ -186,12 +182,3 @@ def _has_windows(spec: Spec) -> bool:
 
 def _norm_bwd(spec: Spec) -> bool:
     return spec.op == "norm" and spec.direction == "bwd"
-
-
-def _has_unaligned_rows(spec: Spec) -> bool:
-    """Whether asynchronous copies cannot take the rows that a norm's backward reads."""
-    return any(spec.cols * dtype.itemsize % COPY_BYTES for dtype in row_dtypes(spec))
-
-
-def _vector(spec: Spec) -> int:
-    return vector_width(spec.cols, spec.x_dtype, spec.y_dtype)

@@ -33,7 +33,7 @@ from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.device import numerics
-from jaxnorm_kernels.mosaic.device.gpu import SCHEDULES_KEPT, Gpu, local_gpu
+from jaxnorm_kernels.mosaic.device.gpu import SCHEDULES_KEPT, Gpu, kept
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
 from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, Ref, load, store
 from jaxnorm_kernels.mosaic.device.registers import widen
@@ -83,9 +83,9 @@ _SHARE_BYTES, _MOST_WARPGROUPS = 32 * 1024, 4
 _COLUMNS = 16
 
 
-def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
+@kept
+def choose(spec: Spec, gpu: Gpu) -> Schedule:
     """The schedule for a call. With fewer rows than SMs, those of a cluster share a row."""
-    gpu = gpu or local_gpu()
     units = units_of(spec)
     wanted = max(1, spec.cols * spec.x_dtype.itemsize // _SHARE_BYTES)
     # Smoothing takes 80 registers: a block of 512 threads would have an SM to itself.

@@ -3,7 +3,7 @@
 import ctypes
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 CLUSTER_SIZES = (2, 4, 8, 16)
 PORTABLE_CLUSTER = 8
 
-#: Choices of a schedule that are kept: a call is first asked whether it can run, and then run.
+#: Choices of a schedule that are kept.
 SCHEDULES_KEPT = 1024
 
 # Of all GPUs with clusters.
@@ -79,6 +79,20 @@ RTX_5090 = dataclasses.replace(
 
 #: By compute capability, times ten.
 GPUS = {90: HOPPER, 100: B200, 120: RTX_5090}
+
+
+def kept[T](choose: Callable[[Any, Gpu], T]) -> Callable[..., T]:
+    """What chooses a schedule, by a call and a GPU, by default the one at hand; once for each.
+
+    A call is first asked whether it can run, and then run.
+    """
+    once = functools.lru_cache(maxsize=SCHEDULES_KEPT)(choose)
+
+    @functools.wraps(choose)
+    def choice(spec: Any, gpu: Gpu | None = None) -> T:
+        return once(spec, gpu or local_gpu())
+
+    return choice
 
 
 def local_gpu() -> Gpu:

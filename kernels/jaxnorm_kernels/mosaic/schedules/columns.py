@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES
+from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, vector_width
 from jaxnorm_kernels.specs import Spec
 
 #: What a thread of a backward pass needs beside its columns: addresses, and a unit of both inputs.
@@ -40,6 +40,11 @@ def data_bytes(spec: Spec) -> int:
     """Bytes of each column of the rows that are read and written."""
     h_dtype = spec.residual_dtype if spec.normalises_h else None
     return column_bytes(spec) + sum(_sizes(spec.y_dtype, h_dtype))
+
+
+def row_vector(spec: Spec) -> int:
+    """Elements that a thread reads at once of the rows of all arrays but a softmax's bias."""
+    return vector_width(spec.cols, spec.x_dtype, spec.residual_dtype, spec.y_dtype)
 
 
 def full_bias_dtype(spec: Spec) -> np.dtype | None:

@@ -17,10 +17,9 @@ The sizes that matter, and how the lines below use them:
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
-from jaxnorm_kernels.mosaic.device.gpu import SCHEDULES_KEPT, Gpu, local_gpu
+from jaxnorm_kernels.mosaic.device.gpu import Gpu, kept
 from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.rows.logits import has_places
 from jaxnorm_kernels.mosaic.rows.windows import widest_vector, window_of
@@ -85,13 +84,9 @@ UNALIGNED = (
 _LEAST_WINDOW_COLS = 1024
 
 
-def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule | None:
+@kept
+def choose(spec: Spec, gpu: Gpu) -> Schedule | None:
     """The schedule for `spec`: that of the first line of the table that fits; None for no line."""
-    return _choose(spec, gpu or local_gpu())
-
-
-@functools.lru_cache(maxsize=SCHEDULES_KEPT)
-def _choose(spec: Spec, gpu: Gpu) -> Schedule | None:
     return _in_windows(spec, gpu) or _of_table(PLACED if has_places(spec) else TABLE, spec, gpu)
 
 

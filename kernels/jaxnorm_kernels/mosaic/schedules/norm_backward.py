@@ -6,8 +6,6 @@ less shared memory, rings have fewer stages, or blocks.
 """
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,8 +13,8 @@ from jaxnorm_kernels.mosaic.device.gpu import (
     MOST_REGISTERS,
     REGISTERS,
     RESERVED_BYTES,
-    SCHEDULES_KEPT,
     Gpu,
+    kept,
     local_gpu,
 )
 from jaxnorm_kernels.mosaic.device.layouts import (
@@ -25,10 +23,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
     fitting_vector,
-    vector_width,
 )
 from jaxnorm_kernels.mosaic.rows.windows import Window, widest_vector, window_of
-from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS
+from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
 from jaxnorm_kernels.mosaic.walks.direct import Direct
 from jaxnorm_kernels.mosaic.walks.ring import Ring
 from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing
@@ -101,14 +98,10 @@ def two_norms_schedule(spec: Spec, gpu: Gpu | None = None) -> Ring | RowsRing | 
     return None if isinstance(schedule, Direct) else schedule
 
 
-def norm_schedule(spec: Spec, gpu: Gpu | None = None) -> NormSchedule | None:
+@kept
+def norm_schedule(spec: Spec, gpu: Gpu) -> NormSchedule | None:
     """None where no kernel takes the rows."""
-    return _norm_schedule(spec, gpu or local_gpu())
-
-
-@functools.lru_cache(maxsize=SCHEDULES_KEPT)
-def _norm_schedule(spec: Spec, gpu: Gpu) -> NormSchedule | None:
-    if not _copied(spec):
+    if not is_copied(spec):
         return _ring_of_windows(spec, gpu) or direct(spec)
     if spec.cols < _WARPGROUP_ROWS and _rows(spec) >= _LEAST_NARROW_ROWS:
         return rows_ring(spec, gpu)
@@ -117,7 +110,8 @@ def _norm_schedule(spec: Spec, gpu: Gpu) -> NormSchedule | None:
 
 def _ring_of_windows(spec: Spec, gpu: Gpu) -> Ring | None:
     """For unaligned rows, that of a class, which are their windows; None where there are none."""
-    window = _window(spec, row_dtypes(spec))
+    dtypes = [*row_dtypes(spec), spec.x_dtype, spec.last.x_dtype]  # read and written
+    window = window_of(spec.rows, spec.cols, dtypes)
     if window is None or spec.groups > 1 or spec.cols < _WARPGROUP_ROWS:
         return None
     of_class = dataclasses.replace(spec, rows=spec.rows // window.period, cols=window.width)
@@ -126,7 +120,7 @@ def _ring_of_windows(spec: Spec, gpu: Gpu) -> Ring | None:
 
 def direct(spec: Spec) -> Direct | None:
     """For unaligned rows that are short, or no whole periods of a window."""
-    vector = _vector(spec)
+    vector = row_vector(spec)
     for cols, warpgroups, blocks_per_sm in _DIRECT:
         if spec.cols <= cols:
             while spec.cols < warpgroups * WARPGROUP_THREADS * vector:
@@ -138,7 +132,7 @@ def direct(spec: Spec) -> Direct | None:
 def rows_ring(spec: Spec, gpu: Gpu | None = None) -> RowsRing:
     """A ring of narrow rows: as many at a time as fill a stage."""
     gpu = gpu or local_gpu()
-    vector = _vector(spec)
+    vector = row_vector(spec)
     threads = WARP
     while threads > 2 and spec.cols < threads * vector:
         threads //= 2
@@ -193,7 +187,7 @@ def wide_ring(
     while warpgroups > 1 and spec.cols < warpgroups * block * LEAST_VECTOR:
         warpgroups //= 2
     fitting = fitting_vector if window is None else widest_vector
-    vector = fitting(spec.cols, _vector(spec), warpgroups * block)
+    vector = fitting(spec.cols, row_vector(spec), warpgroups * block)
     if spec.cols < warpgroups * block * vector:
         return None
     ring = Ring(
@@ -239,13 +233,9 @@ def _most_registers(ring: Ring) -> int:
     return min(MOST_REGISTERS, REGISTERS // (threads * ring.blocks_per_sm))
 
 
-def _copied(spec: Spec) -> bool:
+def is_copied(spec: Spec) -> bool:
     """Whether the copy engine takes the rows of all inputs."""
     return not any(spec.cols * dtype.itemsize % COPY_BYTES for dtype in row_dtypes(spec))
-
-
-def _vector(spec: Spec) -> int:
-    return vector_width(spec.cols, spec.x_dtype, spec.residual_dtype, spec.y_dtype)
 
 
 def row_dtypes(spec: Spec) -> list[np.dtype]:
@@ -257,11 +247,6 @@ def row_dtypes(spec: Spec) -> list[np.dtype]:
     saved = last.y_dtype if last.saved == "output" else last.x_dtype
     x = [spec.x_dtype] * spec.operation.starts_from_x
     return [*x, saved, spec.y_dtype, *[last.x_dtype] * spec.adds_dh]
-
-
-def _window(spec: Spec, read: Sequence[np.dtype]) -> Window | None:
-    """Of the rows that are read, in these dtypes, and of those that are written."""
-    return window_of(spec.rows, spec.cols, [*read, spec.x_dtype, spec.last.x_dtype])
 
 
 def _rows(spec: Spec) -> int:

@@ -1,18 +1,16 @@
 """How the backward of a softmax runs, whose rows registers hold: tables, with the reasons."""
 
 import dataclasses
-import functools
 
-from jaxnorm_kernels.mosaic.device.gpu import REGISTERS, SCHEDULES_KEPT, Gpu, local_gpu
+from jaxnorm_kernels.mosaic.device.gpu import REGISTERS, Gpu, kept
 from jaxnorm_kernels.mosaic.device.layouts import (
     COPY_BYTES,
     WARP,
     WARPGROUP_THREADS,
-    vector_width,
 )
 from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
 from jaxnorm_kernels.mosaic.rows.windows import window_of
-from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS
+from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
 from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
 from jaxnorm_kernels.specs import Spec
 
@@ -36,13 +34,9 @@ _HELD_BYTES, _HELD_VECTORS = 128, 32
 _SPREAD_COLUMNS, _SPREAD_WARPGROUPS = 32, (2, 4)
 
 
-def softmax_schedule(spec: Spec, gpu: Gpu | None = None) -> InRegisters | None:
+@kept
+def softmax_schedule(spec: Spec, gpu: Gpu) -> InRegisters | None:
     """None where no kernel takes the rows."""
-    return _softmax_schedule(spec, gpu or local_gpu())
-
-
-@functools.lru_cache(maxsize=SCHEDULES_KEPT)
-def _softmax_schedule(spec: Spec, gpu: Gpu) -> InRegisters | None:
     schedule = _placed_tile(spec) if has_places(spec) else _in_windows(spec, gpu) or _tile(spec)
     schedule = schedule or _wide_rows(spec, gpu)
     if schedule is None or not has_places(spec):
@@ -56,7 +50,7 @@ def _in_windows(spec: Spec, gpu: Gpu) -> InRegisters | None:
     if window is None or spec.cols * spec.y_dtype.itemsize % COPY_BYTES == 0:
         return None
     of_class = dataclasses.replace(spec, cols=window.width)
-    if spec.cols <= WARPGROUP_THREADS * _vector(of_class):
+    if spec.cols <= WARPGROUP_THREADS * row_vector(of_class):
         return None
     schedule = _wide_rows(of_class, gpu)
     return schedule and dataclasses.replace(schedule, window=window)
@@ -64,7 +58,7 @@ def _in_windows(spec: Spec, gpu: Gpu) -> InRegisters | None:
 
 def _tile(spec: Spec) -> InRegisters | None:
     """Rows that the threads of a warp share."""
-    vector = _vector(spec)
+    vector = row_vector(spec)
     vectors = spec.cols // vector
     if vectors < _WARPGROUP_VECTORS:
         threads = next(n for n in (WARP, 16, 8, 4, 2, 1) if n <= vectors)
@@ -76,7 +70,7 @@ def _tile(spec: Spec) -> InRegisters | None:
 
 def _placed_tile(spec: Spec) -> InRegisters | None:
     """The same of a run. Above the diagonal, the units of a warp skip more than a warpgroup's."""
-    vector = _vector(spec)
+    vector = row_vector(spec)
     most = _WARPGROUP_VECTORS * vector - 1
     if spec.causal and not _sums_columns(spec):
         most = _CAUSAL_TILE
@@ -96,7 +90,7 @@ def _placed_tile(spec: Spec) -> InRegisters | None:
 
 def _wide_rows(spec: Spec, gpu: Gpu) -> InRegisters | None:
     """A row in a warpgroup, or in several; of a cluster, if need be."""
-    vector = _vector(spec)
+    vector = row_vector(spec)
     most = min(_HELD_VECTORS * vector, _HELD_BYTES // spec.y_dtype.itemsize)
     for cols, warpgroups in _SUMMED if _sums_columns(spec) else _HELD:
         if spec.cols <= min(cols, most * warpgroups * WARPGROUP_THREADS):
@@ -113,10 +107,6 @@ def _sums_columns(spec: Spec) -> bool:
     """Whether a softmax adds up the gradient of a bias that has all columns."""
     shared = spec.logits_bias_rows
     return spec.logits_bias_dtype is not None and shared is not None and shared.has_columns
-
-
-def _vector(spec: Spec) -> int:
-    return vector_width(spec.cols, spec.x_dtype, spec.y_dtype)
 
 
 def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
