@@ -115,6 +115,7 @@ class Call:
             want_stats=wanted,
             unused=None,
             stat_cotangents=False,
+            wants_tables=False,
             adds_dh=adds_dh,
         )
 
@@ -134,7 +135,8 @@ class Call:
             stat_cotangents=stat_cotangents,
             adds_dh=adds_dh,
             overwrites_x=overwrites_x,
-            # Its gradient is computed only where it is asked for.
+            # Their gradients are computed only where they are asked for.
+            wants_tables=not {"cos", "sin"}.isdisjoint(wrt),
             **({} if "logits_bias" in wrt else {"logits_bias_dtype": None}),
         )
 
@@ -144,7 +146,9 @@ class Call:
     def gradient(self) -> "Call":
         """The backward that the gradient of all outputs of a forward takes."""
         call = self.first() if self.spec.operation.derivative else self
-        return call.backward(call.differentiable, adds_dh=self.spec.normalises_h)
+        # Nobody learns the tables of a rotation.
+        wrt = [name for name in call.differentiable if OPERANDS[name] != "table"]
+        return call.backward(wrt, adds_dh=self.spec.normalises_h)
 
     def on(self, view: RowView) -> "Call":
         """The same call on arrays of another shape: a batch, or a shard."""
@@ -252,6 +256,8 @@ class Call:
                 return spec.x_dtype if name == "x" else spec.y_dtype
             case "h" | "residual":
                 return spec.last.x_dtype
+            case "cos" | "sin" if spec.table_dtype is not None:
+                return spec.table_dtype
             case _ if name in OPERANDS:
                 dtype: np.dtype = getattr(spec, f"{name}_dtype")
                 return dtype
@@ -283,6 +289,7 @@ class Call:
             axes=(-1,),
             moved_axis=view.moved,
             mask_rows=view.shared("mask"),
+            table_rows=view.shared("table"),
             logits_bias_rows=view.shared("logits_bias"),
             queries=view.shape[-2] if self.spec.causal else 0,
         )

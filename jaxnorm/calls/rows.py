@@ -25,6 +25,7 @@ class RowView:
         broadcast. By default the sizes of the normalised axes.
       logits_bias, mask: shapes of a softmax's bias and of its mask: x's, with 1 where they are
         broadcast.
+      table: of a rotation's tables: the same, but one of the last axis for each pair of columns.
     """
 
     shape: tuple[int, ...]
@@ -33,6 +34,7 @@ class RowView:
     bias: tuple[int, ...] = ()
     logits_bias: tuple[int, ...] = ()
     mask: tuple[int, ...] = ()
+    table: tuple[int, ...] = ()
 
     @functools.cached_property
     def normalised(self) -> tuple[int, ...]:
@@ -135,8 +137,8 @@ class RowView:
     def _sizes(self, axes: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.shape[axis] for axis in axes)
 
-    def shared(self, kind: Literal["mask", "logits_bias"]) -> Shared | None:
-        """Where the rows find theirs in a mask or a bias; None for one of a part of the columns."""
+    def shared(self, kind: Literal["mask", "logits_bias", "table"]) -> Shared | None:
+        """Where the rows find theirs in an operand; None for one of a part of the columns."""
         shape = self.shape_of(kind)
         if not shape:
             return None
@@ -156,7 +158,7 @@ class RowView:
     def axes_of(self, kind: Kind) -> tuple[int, ...]:
         """Which axes of x an operand of this kind has, in its own order."""
         match kind:
-            case "array" | "mask" | "logits_bias":
+            case "array" | "mask" | "logits_bias" | "table":
                 return tuple(range(len(self.shape)))
             case "stat" | "label":
                 return self.others
@@ -172,6 +174,8 @@ class RowView:
             return self.logits_bias
         if kind == "mask":
             return self.mask
+        if kind == "table":
+            return self.table
         return tuple(self.shape[a] for a in self.axes_of(kind))
 
     def batched(self, size: int, kinds: Collection[Kind]) -> "RowView":
@@ -185,7 +189,7 @@ class RowView:
 
         axes = tuple(axis + 1 for axis in self.axes)
 
-        def logits(kind: Literal["mask", "logits_bias"]) -> tuple[int, ...]:
+        def broadcast(kind: Literal["mask", "logits_bias", "table"]) -> tuple[int, ...]:
             shape = self.shape_of(kind)
             return (size if kind in kinds else 1, *shape) if shape else ()
 
@@ -194,8 +198,9 @@ class RowView:
             axes=axes,
             scale=parameter("scale", self.scale),
             bias=parameter("bias", self.bias),
-            logits_bias=logits("logits_bias"),
-            mask=logits("mask"),
+            logits_bias=broadcast("logits_bias"),
+            mask=broadcast("mask"),
+            table=broadcast("table"),
         )
 
     def to_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:

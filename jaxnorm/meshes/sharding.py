@@ -90,11 +90,15 @@ def lie_alike(a: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def broadcast_alike(a: jax.Array, like: jax.Array) -> jax.Array:
-    """`a`, whose axes are those of another or of size 1, with the mesh axes that its type names."""
+    """`a`, whose axes are those of another, or of size 1, with the mesh axes that its type names.
+
+    An axis of any other size is whole.
+    """
     sharding = jax.typeof(like).sharding
     if sharding.mesh.empty:
         return a
-    spec = PartitionSpec(*[None if n == 1 else s for n, s in zip(a.shape, sharding.spec)])
+    sizes = zip(a.shape, like.shape, sharding.spec)
+    spec = PartitionSpec(*[None if n == 1 or n != size else over for n, size, over in sizes])
     return a if jax.typeof(a).sharding.spec == spec else reshard(a, sharding.mesh, spec)
 
 

@@ -60,6 +60,12 @@ class Layout:
         # A mask or a parameter may be broadcast along some axes.
         return PartitionSpec(*(None if size == 1 else s for size, s in zip(shape, split)))
 
+    def with_whole_rows(self) -> "Layout":
+        """Of what cannot be split along the normalised axes: the pairs of a rotation."""
+        axes = self.view.axes
+        split = ((() if i in axes else over) for i, over in enumerate(self.mesh_axes))
+        return dataclasses.replace(self, mesh_axes=tuple(split))
+
     def summed_over(self, kind: Kind) -> tuple[str, ...]:
         """Mesh axes over which devices have sums of their own elements: of a shared gradient."""
         if kind not in SHARED:
@@ -78,6 +84,9 @@ class Layout:
         def logits(kind: Kind) -> tuple[int, ...]:
             return tuple(1 if s == 1 else n for s, n in zip(view.shape_of(kind), shape))
 
+        def table() -> tuple[int, ...]:
+            return (*logits("table")[:-1], *view.table[-1:])
+
         return RowView(
             shape=shape,
             axes=view.axes,
@@ -85,6 +94,7 @@ class Layout:
             bias=parameter("bias"),
             logits_bias=logits("logits_bias"),
             mask=logits("mask"),
+            table=table(),
         )
 
     def queries_over(self, call: Call) -> tuple[str, ...]:
@@ -110,6 +120,8 @@ def shards_of_rows(call: Call, run: Run, types: Sequence[Any], mesh: Any) -> Sha
     that have rows of it, and the statistics of split rows one over those that share them.
     """
     layout = Layout.of(types[0].sharding.spec, call.view)
+    if call.spec.rotated:
+        layout = layout.with_whole_rows()
     layout.check(call.function, mesh)
 
     def run_shard(*arrays: jax.Array) -> list[jax.Array]:
@@ -144,7 +156,9 @@ def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
     def factors(kinds: list[Kind], shapes: list[tuple[int, ...]], prefix: str) -> list[str]:
         return [
             " ".join(
-                f"{prefix}{next(places)}" if size == 1 or kind in PARAMETERS else f"x{axis}"
+                f"{prefix}{next(places)}"
+                if size == 1 or kind in PARAMETERS or (kind == "table" and axis in call.view.axes)
+                else f"x{axis}"
                 for axis, size in zip(call.view.axes_of(kind), shape)
             )
             for kind, shape in zip(kinds, shapes)
@@ -153,6 +167,8 @@ def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
     operands = factors(call.operand_kinds, [a.shape for a in arrays], "p")
     results = factors(call.result_kinds, [*map(call.view.shape_of, call.result_kinds)], "g")
     whole = [name for name in " ".join(operands).split() if name.startswith("p")]
+    if call.spec.rotated:  # a pair is two columns
+        whole += [f"x{axis}" for axis in call.view.axes]
     return Factors(operands, results, tuple(whole))
 
 

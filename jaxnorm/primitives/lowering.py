@@ -32,7 +32,8 @@ def choose(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run]) 
     if name == "xla":
         # Of rows XLA fuses more with a softmax, such as attention's mask. But it must not reshape
         # what is sharded, nor transpose what it can reduce as it lies.
-        natural = call.view.moved or call.view.has_groups or call.view.logits_bias
+        view = call.view
+        natural = view.moved or view.has_groups or view.logits_bias or view.table
         in_rows = whole and not (natural or call.spec.causal)
         return call.kernel("xla") if in_rows else call.xla
     if whole:

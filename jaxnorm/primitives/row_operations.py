@@ -62,7 +62,9 @@ class _RowRules(Rules[Call]):
                 continue
             shape = view.shape_of(kind)
             split = [spec[axis] for axis in view.axes_of(kind)]
-            if kind == "logits_bias":
+            if kind == "table":
+                split = [*split[:-1], None]
+            if kind in ("logits_bias", "table"):
                 split = [None if size == 1 else over for size, over in zip(shape, split)]
             types.append(sharding.type_like(x, mesh, shape, dtype, split))
         return types
@@ -199,7 +201,7 @@ class _RowRules(Rules[Call]):
             arrays = list(by_name.values())
 
         def with_batch_axis(a: jax.Array, dim: int | None, kind: Kind) -> jax.Array:
-            if dim is None and kind in ("mask", "logits_bias"):
+            if dim is None and kind in ("mask", "logits_bias", "table") and kind not in batched:
                 a = a[None]
             elif dim is None and kind in PARAMETERS and kind not in batched:
                 return a

@@ -35,6 +35,8 @@ class Operands(NamedTuple):
         numpy's rules.
       labels: of any integer dtype, ``(rows,)``.
       positions: a boolean mask, ``(rows,)``.
+      cos, sin: as `Spec.table_rows` says, and their gradients, which xla's alone returns; for it
+        broadcast to x's shape, but for the columns, of which there is one for each pair.
     """
 
     x: jax.Array = _ABSENT
@@ -46,6 +48,8 @@ class Operands(NamedTuple):
     logits_bias: jax.Array | None = None
     labels: jax.Array = _ABSENT
     positions: jax.Array | None = None
+    cos: jax.Array = _ABSENT
+    sin: jax.Array = _ABSENT
 
 
 class Residuals(NamedTuple):
@@ -55,7 +59,7 @@ class Residuals(NamedTuple):
       saved: the operand or result that `Spec.starts_from` names.
       x: that of the norm before a sum.
       stats: the row statistics.
-      scale, bias, next_scale, mask, labels: as in :class:`Operands`.
+      scale, bias, next_scale, mask, labels, cos, sin: as in :class:`Operands`.
     """
 
     saved: jax.Array
@@ -66,6 +70,8 @@ class Residuals(NamedTuple):
     next_scale: jax.Array | None = None
     mask: jax.Array | None = None
     labels: jax.Array = _ABSENT
+    cos: jax.Array = _ABSENT
+    sin: jax.Array = _ABSENT
 
 
 class Results(NamedTuple):

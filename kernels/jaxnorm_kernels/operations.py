@@ -17,6 +17,10 @@ A norm is fused with the residual addition beside it::
     norm_add         y = residual + norm(x)
     norm_add_norm    h = residual + norm(x)    y = norm(h)
 
+Or with the rotation of a head's pairs of columns after it (RoPE)::
+
+    norm_rope        y = rotation(norm(x), cos, sin)
+
 An operation has three passes. ``tan`` and ``bwd`` are linear in what follows the residuals, and
 each other's transpose::
 
@@ -31,18 +35,26 @@ from collections.abc import Mapping
 from typing import Literal
 
 Op = Literal[
-    "softmax", "log_softmax", "cross_entropy", "norm", "add_norm", "norm_add", "norm_add_norm"
+    "softmax",
+    "log_softmax",
+    "cross_entropy",
+    "norm",
+    "add_norm",
+    "norm_add",
+    "norm_add_norm",
+    "norm_rope",
 ]
 Family = Literal["softmax", "loss", "norm"]
 
 #: What an operand or a result of a call is: an array of x's shape; a mask or a bias of logits, each
 #: broadcast to it; a statistic or a label of each row, over axes that are not normalised; a
-#: parameter, over those that are.
-Kind = Literal["array", "mask", "logits_bias", "stat", "label", "scale", "bias"]
+#: parameter, over those that are; a table of a rotation, over pairs of columns, and broadcast to
+#: the axes that are not normalised.
+Kind = Literal["array", "mask", "logits_bias", "stat", "label", "scale", "bias", "table"]
 
 PARAMETERS: tuple[Kind, ...] = ("scale", "bias")
 #: Whose gradients are sums over those elements of x that share one of theirs.
-SHARED: tuple[Kind, ...] = (*PARAMETERS, "logits_bias")
+SHARED: tuple[Kind, ...] = (*PARAMETERS, "logits_bias", "table")
 #: Booleans and integers, which have no tangents.
 CONSTANTS: tuple[Kind, ...] = ("mask", "label")
 
@@ -57,6 +69,8 @@ OPERANDS: dict[str, Kind] = {
     "logits_bias": "logits_bias",
     "labels": "label",
     "positions": "label",
+    "cos": "table",
+    "sin": "table",
 }
 
 
@@ -177,6 +191,14 @@ OPERATIONS: dict[Op, Operation] = {
         through_h=("x", "residual", "scale"),
         norms=("first", "last"),
     ),
+    "norm_rope": dataclasses.replace(
+        _NORM,
+        operands=("x", "scale", "cos", "sin"),
+        keeps=("scale", "cos", "sin"),
+        statistics=("rstd",),
+        through_h=(),
+        has_kernels=False,
+    ),
 }
 
 
@@ -198,4 +220,5 @@ FUNCTIONS: dict[str, Function] = {
     "add_rms_norm": Function("add_norm"),
     "rms_norm_add": Function("norm_add"),
     "rms_norm_add_rms_norm": Function("norm_add_norm"),
+    "rms_norm_rope": Function("norm_rope"),
 }

@@ -20,13 +20,14 @@ NO_KERNEL: Table = (
             dtype is not None and dtype.itemsize > 4
             for dtype in (
                 *(s.compute_dtype, s.x_dtype, s.y_dtype, s.scale_dtype, s.bias_dtype),
-                *(s.residual_dtype, s.next_scale_dtype, s.logits_bias_dtype),
+                *(s.residual_dtype, s.next_scale_dtype, s.logits_bias_dtype, s.table_dtype),
             )
         ),
     ),
     ("there is nothing to compute in an array of size 0", lambda s: s.rows == 0 or s.cols == 0),
     (
-        "tangents, second derivatives and sums whose norm is not used are plain JAX's",
+        "tangents, second derivatives, gradients of a rotation's tables and sums whose norm is not "
+        "used are plain JAX's",
         lambda s: s.plain,
     ),
     (

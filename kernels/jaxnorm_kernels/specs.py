@@ -88,6 +88,11 @@ class Spec:
         their tangents.
       wide: the arithmetic is float64 although no array of rows is: that of one norm of a call with
         a residual, where another array of the call is float64.
+      table_dtype: of the tables of a rotation, as the five that follow are.
+      rotated: how many columns, the first ones, are rotated.
+      interleaved: a pair is columns 2i and 2i + 1, and not i and i + rotated / 2.
+      table_rows: where the rows find theirs in the tables.
+      wants_tables: the backward also returns the gradients of cos and sin.
       unused: ``"y"`` or ``"h"``: a forward that has both returns None for it. Without y it is a
         sum, of which the xla implementation makes no norm.
       stat_cotangents: the backward also takes cotangents of the statistics: second derivatives.
@@ -143,6 +148,11 @@ class Spec:
     saved: Save = "output"
     want_stats: bool = False
     wide: bool = False
+    table_dtype: np.dtype | None = None
+    rotated: int = 0
+    interleaved: bool = False
+    table_rows: Shared | None = None
+    wants_tables: bool = False
     unused: Literal["y", "h"] | None = None
     stat_cotangents: bool = False
     adds_dh: bool = False
@@ -188,7 +198,7 @@ class Spec:
     def has(self, operand: str) -> bool:
         """Whether the call has this operand of its operation."""
         match operand:
-            case "x" | "labels":
+            case "x" | "labels" | "cos" | "sin":
                 return True
             case "mask" | "positions":
                 return self.has_mask if operand == "mask" else self.has_positions
@@ -305,7 +315,8 @@ class Spec:
     @functools.cached_property
     def plain(self) -> bool:
         """Whether the xla implementation alone has this pass: no kernel is asked for it."""
-        return self.direction == "tan" or self.stat_cotangents or self.unused == "y"
+        is_derivative = self.direction == "tan" or self.stat_cotangents or self.wants_tables
+        return is_derivative or self.unused == "y"
 
     @functools.cached_property
     def first(self) -> "Spec":
@@ -340,6 +351,7 @@ class Spec:
             op="norm",
             residual_dtype=None,
             next_scale_dtype=None,
+            **{name: _DEFAULTS[name] for name in _ROTATION},
             wide=self.compute_dtype == np.float64,
             **changes,
         )
@@ -349,11 +361,13 @@ class Spec:
 # for all: schedules and refusals ask each call the same questions, such as whether it has a scale.
 _PARAMETERS = ("scale_dtype", "bias_dtype", "residual_dtype", "next_scale_dtype")
 _STATISTICS = ("want_stats", "stat_cotangents")
+_ROTATION = ("table_dtype", "rotated", "interleaved", "table_rows", "wants_tables")
 _MASK = ("has_mask", "mask_rows")
 _FIELDS: dict[Family, tuple[str, ...]] = {
     "norm": (
         *_PARAMETERS,
         *_STATISTICS,
+        *_ROTATION,
         *("epsilon", "subtract_mean", "scale_offset", "saved", "wide", "unused", "adds_dh"),
         *("scale_groups", "bias_groups", "scattered", "inner_params"),
     ),

@@ -46,7 +46,7 @@ from jaxnorm_kernels.xla.reductions import row_mean
 
 def norm_fwd(operands: Operands, spec: Spec) -> Results:
     """y = norm(x)."""
-    y, stats = _normalised(operands.x, operands.scale, operands.bias, spec)
+    y, stats = normalised(operands.x, operands.scale, operands.bias, spec)
     return Results(y.astype(spec.y_dtype), stats=stats)
 
 
@@ -55,15 +55,15 @@ def norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
     saved, _, stats, scale, bias, *_ = residuals
     dx = tangents.x
     along = (dx, tangents.scale, tangents.bias)
-    dy, dstats = _tangent(saved, stats, scale, bias, along, spec)
+    dy, dstats = tangent(saved, stats, scale, bias, along, spec)
     through = jnp.zeros_like(saved, dtype=spec.x_dtype) if dx is None else dx
-    return Results(dy, through if spec.adds_dh else None, dstats)
+    return Results(dy.astype(spec.y_dtype), through if spec.adds_dh else None, dstats)
 
 
 def norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `norm_fwd`."""
     saved, _, stats, scale, bias, *_ = residuals
-    dx, dscale, dbias = _backward(saved, stats, scale, bias, cotangents, spec)
+    dx, dscale, dbias = backward(saved, stats, scale, bias, cotangents, spec)
     return Operands(dx, scale=dscale, bias=dbias)
 
 
@@ -82,29 +82,29 @@ def add_norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Result
     if dx is not None or dresidual is not None:
         of_residual, of_x = (zero if t is None else t for t in (dresidual, dx))
         dh = _sum(of_residual, of_x, spec)
-    dy, dstats = _tangent(saved, stats, scale, bias, (dh, dscale, dbias), spec.last)
+    dy, dstats = tangent(saved, stats, scale, bias, (dh, dscale, dbias), spec.last)
     dh = jnp.zeros_like(saved) if dh is None else dh
-    return Results(dy, dh.astype(spec.residual_dtype), dstats)
+    return Results(dy.astype(spec.y_dtype), dh.astype(spec.residual_dtype), dstats)
 
 
 def add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `add_norm_fwd`."""
     saved, _, stats, scale, bias, *_ = residuals
     last = dataclasses.replace(spec.last, x_dtype=spec.compute_dtype)
-    of_h, dscale, dbias = _backward(saved, stats, scale, bias, cotangents, last)
+    of_h, dscale, dbias = backward(saved, stats, scale, bias, cotangents, last)
     dresidual = round_to(of_h, spec.last.x_dtype)
     return Operands(dresidual.astype(spec.x_dtype), dresidual, dscale, dbias)
 
 
 def norm_add_fwd(operands: Operands, spec: Spec) -> Results:
     """y = residual + norm(x)."""
-    u, stats = _normalised(operands.x, operands.scale, None, spec.first)
+    u, stats = normalised(operands.x, operands.scale, None, spec.first)
     return Results(_sum(operands.residual, u, spec), stats=stats)
 
 
 def norm_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
     """h = residual + norm(x), y = norm(h)."""
-    u, stats = _normalised(operands.x, operands.scale, None, spec.first)
+    u, stats = normalised(operands.x, operands.scale, None, spec.first)
     h = _sum(operands.residual, u, spec)
     return _with_norm_of(h, (operands.next_scale, None), stats, spec)
 
@@ -116,12 +116,12 @@ def norm_add_norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> R
     dh = jnp.zeros_like(x) if dresidual is None else dresidual
     drstd: Stats = (jnp.zeros_like(rstd),) if spec.want_stats else ()
     if dx is not None or dscale is not None:
-        wide = dataclasses.replace(spec.first, y_dtype=spec.compute_dtype)
-        t, drstd = _tangent(x, (rstd,), scale, None, (dx, dscale, None), wide)
+        t, drstd = tangent(x, (rstd,), scale, None, (dx, dscale, None), spec.first)
         dh = _sum(dh, t, spec)
     of_h = (dh, dnext_scale, None)
-    dy, dnext = _tangent(saved, (next_rstd,), next_scale, None, of_h, spec.last)
-    return Results(dy, dh.astype(spec.residual_dtype), (*drstd, *dnext))
+    dy, dnext = tangent(saved, (next_rstd,), next_scale, None, of_h, spec.last)
+    stats = (*drstd, *dnext)
+    return Results(dy.astype(spec.y_dtype), dh.astype(spec.residual_dtype), stats)
 
 
 def norm_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
@@ -130,9 +130,9 @@ def norm_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
     dy, dh, dstats = cotangents
     last = dataclasses.replace(spec.last, x_dtype=spec.compute_dtype)
     of_second = Results(dy, dh, dstats[1:])
-    of_h, dnext_scale, _ = _backward(saved, stats[1:], next_scale, None, of_second, last)
+    of_h, dnext_scale, _ = backward(saved, stats[1:], next_scale, None, of_second, last)
     of_first = Results(of_h, None, dstats[:1])
-    dx, dscale, _ = _backward(x, stats[:1], scale, None, of_first, spec.first)
+    dx, dscale, _ = backward(x, stats[:1], scale, None, of_first, spec.first)
     return Operands(dx, of_h.astype(spec.residual_dtype), dscale, next_scale=dnext_scale)
 
 
@@ -150,11 +150,11 @@ def _with_norm_of(
     """h, its norm, and the statistics of that after those that there are; what is not unused."""
     if spec.unused == "y":
         return Results(h=h)
-    y, of_h = _normalised(h, *params, spec.last)
+    y, of_h = normalised(h, *params, spec.last)
     return Results(y.astype(spec.y_dtype), h if spec.returns_h else None, (*stats, *of_h))
 
 
-def _tangent(
+def tangent(
     saved: jax.Array,
     stats: Stats,
     scale: jax.Array | None,
@@ -162,7 +162,10 @@ def _tangent(
     tangents: tuple[jax.Array | None, jax.Array | None, jax.Array | None],
     spec: Spec,
 ) -> tuple[jax.Array, Stats]:
-    """Of y and the statistics of one norm, from those of x, scale and bias; None stands for 0."""
+    """Of y and the statistics of one norm, from those of x, scale and bias; None stands for 0.
+
+    That of y in the arithmetic dtype.
+    """
     dx, dscale, dbias = tangents
     g, xh, (rstd, *_), _ = _recovered(saved, stats, scale, bias, spec)
     drstd = dmean = jnp.zeros_like(rstd)
@@ -179,11 +182,11 @@ def _tangent(
         terms.append(xh * _along_rows(dscale.astype(spec.compute_dtype), xh, spec))
     if dbias is not None:
         terms.append(_along_rows(dbias.astype(spec.compute_dtype), xh, spec))
-    dy = jnp.broadcast_to(functools.reduce(operator.add, terms), xh.shape).astype(spec.y_dtype)
+    dy = jnp.broadcast_to(functools.reduce(operator.add, terms), xh.shape)
     return dy, _statistics(drstd, dmean, spec)
 
 
-def _backward(
+def backward(
     saved: jax.Array,
     stats: Stats,
     scale: jax.Array | None,
@@ -213,7 +216,7 @@ def _backward(
     return dx.astype(spec.x_dtype), dscale, dbias
 
 
-def _normalised(
+def normalised(
     x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, spec: Spec
 ) -> tuple[jax.Array, Stats]:
     """y in the arithmetic dtype, and the statistics that the spec wants."""

@@ -1,0 +1,157 @@
+"""RMSNorm of the heads of attention, and the rotation by their position (RoPE) after it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxnorm.calls import backends
+from jaxnorm.meshes import sharding
+from jaxnorm.operations import checks
+from jaxnorm.operations.norm import norm_call
+from jaxnorm.primitives import eager, row_operations
+from jaxnorm_kernels.specs import Name, Save
+
+_FUNCTION = "rms_norm_rope"
+
+
+def rms_norm_rope(
+    x: checks.ArrayLike,
+    scale: checks.ArrayLike | None,
+    cos: checks.ArrayLike,
+    sin: checks.ArrayLike,
+    *,
+    interleaved: bool = False,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    dtype: checks.DTypeLike | None = None,
+    save: Save = "output",
+    implementation: Name | None = None,
+) -> jax.Array:
+    r"""RMSNorm over each head and rotary position embedding (RoPE) of the result, in one pass.
+
+    What attention with QK norms (Qwen3, Gemma 3, OLMo 2) does to q and to k: RMSNorm as in
+    :func:`jaxnorm.rms_norm`, then the rotation of Su et al. (2021,
+    https://arxiv.org/abs/2104.09864) of pairs of its columns, rounded once:
+
+    .. math::
+      n = \mathrm{rms\_norm}(x), \qquad
+      (y_i, y_j) = (n_i \cos - n_j \sin, \; n_j \cos + n_i \sin)
+
+    Args:
+      x: array (..., d), a head in each row, typically (batch, length, heads, d); bfloat16, float16,
+        float32 or float64.
+      scale: (d,), of any of these dtypes. None multiplies by 1 (``scale_offset`` is then unused).
+      cos, sin: of one shape, which broadcasts to x.shape[:-1] + (r / 2,) by numpy's rules, r <= d
+        even: the first r columns are rotated, and the others are normalised alone. Typically
+        (length, 1, r / 2) for x (batch, length, heads, d): they are read as they are, and never
+        broadcast in memory. Any of these dtypes; their product with n is taken in float32.
+      interleaved: pairs are the columns 2i and 2i + 1 (GPT-J, the paper), and not i and i + r / 2
+        (GPT-NeoX, Llama in Hugging Face's layout).
+      epsilon: added to the mean square, at least 0.
+      scale_offset: added to ``scale``; 1.0 for Gemma's ``1 + w``.
+      dtype: dtype of the output; x's by default.
+      save: what the backward starts from. ``"output"`` keeps y, which attention keeps anyway, the
+        tables, and a number for each row. A rotation is undone by its transpose over
+        ``cos^2 + sin^2``, so that tables may carry a factor (YaRN, LongRoPE); a pair where that is
+        0 needs ``"input"``, which keeps x. What y tells of a column errs by its roundoff times the
+        scale of the column's partner over its own: a scale of 0 beside one that is not is lost;
+        :func:`jaxnorm.check_params` finds such columns if it is told which scales are rotated.
+      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+
+    Returns:
+      Array of x's shape in ``dtype``. Differentiable as :func:`jaxnorm.rms_norm` is, with respect
+      to x, scale and (in plain JAX, whatever the implementation) cos and sin.
+
+    Raises:
+      TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
+      ValueError: scale is not (d,), the shapes of cos and sin differ or do not broadcast, r is more
+        than d, ``epsilon``, ``save`` or ``implementation`` is wrong, or the implementation asked
+        for cannot run this call.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> q = jnp.ones((2, 16, 8, 64), jnp.bfloat16)  # (batch, length, heads, d)
+      >>> angles = jnp.arange(16)[:, None, None] / 10000 ** (jnp.arange(32) / 32)
+      >>> cos, sin = jnp.cos(angles), jnp.sin(angles)  # (length, 1, d / 2)
+      >>> y = jaxnorm.rms_norm_rope(q, jnp.ones(64), cos, sin)
+      >>> y.shape, y.dtype.name
+      ((2, 16, 8, 64), 'bfloat16')
+    """
+    return _compiled(
+        x, scale, cos, sin, interleaved, epsilon, scale_offset, dtype, save, implementation
+    )
+
+
+def _normalise_and_rotate(
+    x: checks.ArrayLike,
+    scale: checks.ArrayLike | None,
+    cos: checks.ArrayLike,
+    sin: checks.ArrayLike,
+    interleaved: bool,
+    epsilon: float,
+    scale_offset: float,
+    dtype: checks.DTypeLike | None,
+    save: Save,
+    implementation: Name | None,
+) -> jax.Array:
+    x = checks.float_array(_FUNCTION, "x", x)
+    if scale is not None:
+        scale = checks.float_array(_FUNCTION, "scale", scale)
+        _check_scale(scale.shape, x.shape)
+    tables = [checks.float_array(_FUNCTION, n, a) for n, a in (("cos", cos), ("sin", sin))]
+    _check_tables(tables[0].shape, tables[1].shape, x.shape)
+    # Of x's rank; and of one dtype, as tables nearly always are.
+    table_dtype = jnp.promote_types(*[table.dtype for table in tables])
+    lacking = x.ndim - tables[0].ndim
+    tables = [jnp.expand_dims(a.astype(table_dtype), range(lacking)) for a in tables]
+    call = norm_call(
+        _FUNCTION,
+        x.shape,
+        x.dtype,
+        {} if scale is None else {"scale": (scale.shape, scale.dtype)},
+        axis=-1,
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        dtype=dtype,
+        save=save,
+        implementation=implementation,
+        table_dtype=table_dtype,
+        rotated=2 * tables[0].shape[-1],
+        interleaved=checks.flag(_FUNCTION, "interleaved", interleaved),
+    )
+    call = dataclasses.replace(call, view=dataclasses.replace(call.view, table=tables[0].shape))
+    if implementation is not None:
+        backends.forced(call, implementation)
+    tables = [sharding.broadcast_alike(table, x) for table in tables]
+    (y,) = row_operations.bind(call, x, scale, *tables)
+    return y
+
+
+_compiled = eager.compiled(_normalise_and_rotate, name=_FUNCTION, arrays=range(4))
+
+
+def _check_scale(scale: tuple[int, ...], x: tuple[int, ...]) -> None:
+    if scale != x[-1:]:
+        raise ValueError(
+            f"{_FUNCTION}: scale has shape {scale}; expected {x[-1:]}, the last axis of x with "
+            f"shape {x}; all heads share it"
+        )
+
+
+def _check_tables(cos: tuple[int, ...], sin: tuple[int, ...], x: tuple[int, ...]) -> None:
+    """ValueError where tables of these shapes are none for an x of this shape."""
+    rows = x[:-1]
+    broadcasts = 0 < len(cos) <= len(x) and all(
+        size in (1, whole) for size, whole in zip(cos[-2::-1], rows[::-1])
+    )
+    if cos == sin and broadcasts and 2 * cos[-1] <= x[-1]:
+        return
+    expected = ", ".join(map(str, rows))
+    raise ValueError(
+        f"{_FUNCTION}: cos has shape {cos} and sin {sin}, and x {x}; expected one shape that "
+        f"broadcasts to ({expected}{', ' * bool(rows)}r / 2) with r up to {x[-1]}; give an axis of "
+        "x that shares them the size 1, as in (length, 1, r / 2) for x (batch, length, heads, d)"
+    )

@@ -1,0 +1,130 @@
+"""RMSNorm and the rotation of pairs of columns after it (RoPE), over the last axis.
+
+Pairs (a, b) of the first `Spec.rotated` columns: i and i + rotated / 2, or 2i and 2i + 1. With
+n = norm(x), whose formulas are those of `norm`:
+
+    y = (a cos - b sin, b cos + a sin) of n's pairs, and n in the other columns
+
+Backward with d = dy; R is the rotation, R' its transpose, by (a cos + b sin, b cos - a sin):
+
+    from the output    n = R' y / (cos^2 + sin^2)
+    from the input     n = norm(x)
+    both               the norm's, of the cotangent R' d
+                       dcos = sum(da na + db nb),  dsin = sum(db na - da nb)
+
+A pair whose cos^2 + sin^2 is 0 tells nothing of n, which is 0 there.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.operations import Op
+from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.xla import norm
+from jaxnorm_kernels.xla.elementwise import clip, gain, safe_divide
+from jaxnorm_kernels.xla.formulas import Formulas
+
+
+def norm_rope_fwd(operands: Operands, spec: Spec) -> Results:
+    """y = rotation(norm(x), cos, sin)."""
+    n, stats = norm.normalised(operands.x, operands.scale, None, spec.last)
+    y = rotated(n, operands.cos, operands.sin, spec)
+    return Results(y.astype(spec.y_dtype), stats=stats)
+
+
+def norm_rope_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
+    """Of `norm_rope_fwd`."""
+    cos, sin = residuals.cos, residuals.sin
+    saved, last = _saved_of_norm(residuals, spec)
+    along, dn = (tangents.x, tangents.scale, None), jnp.zeros_like(saved)
+    dstats = tuple(map(jnp.zeros_like, residuals.stats)) if spec.want_stats else ()
+    if tangents.x is not None or tangents.scale is not None:
+        dn, dstats = norm.tangent(saved, residuals.stats, residuals.scale, None, along, last)
+    dy = rotated(dn, cos, sin, spec)
+    if tangents.cos is not None or tangents.sin is not None:
+        dcos, dsin = (jnp.zeros_like(cos) if t is None else t for t in (tangents.cos, tangents.sin))
+        n = _normalised_again(saved, residuals, spec)
+        dy = dy + rotated(n.at[..., spec.rotated :].set(0), dcos, dsin, spec)
+    return Results(dy.astype(spec.y_dtype), stats=dstats)
+
+
+def norm_rope_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
+    """Of `norm_rope_fwd`."""
+    cos, sin = residuals.cos, residuals.sin
+    saved, last = _saved_of_norm(residuals, spec)
+    d = cotangents.y.astype(spec.compute_dtype)
+    dn = rotated(d, cos, -sin, spec)
+    of_n = Results(dn, stats=cotangents.stats)
+    dx, dscale, _ = norm.backward(saved, residuals.stats, residuals.scale, None, of_n, last)
+    dcos = dsin = None
+    if spec.wants_tables:
+        (na, nb), (da, db) = (
+            _pairs(v, spec) for v in (_normalised_again(saved, residuals, spec), d)
+        )
+        dcos = _summed_like(cos, da * na + db * nb).astype(cos.dtype)
+        dsin = _summed_like(sin, db * na - da * nb).astype(sin.dtype)
+    return Operands(dx, scale=dscale, cos=dcos, sin=dsin)
+
+
+def rotated(n: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
+    """The rotation of n, in the arithmetic dtype."""
+    a, b = _pairs(n, spec)
+    cos, sin = cos.astype(n.dtype), sin.astype(n.dtype)
+    return _joined(a * cos - b * sin, b * cos + a * sin, n, spec)
+
+
+def _unrotated(y: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
+    """n of a y that is its rotation."""
+    a, b = _pairs(y, spec)
+    cos, sin = cos.astype(y.dtype), sin.astype(y.dtype)
+    square = cos * cos + sin * sin
+    na, nb = (safe_divide(v, square) for v in (a * cos + b * sin, b * cos - a * sin))
+    return _joined(na, nb, y, spec)
+
+
+def _saved_of_norm(residuals: Residuals, spec: Spec) -> tuple[jax.Array, Spec]:
+    """What the norm's derivative starts from, and its spec: n is never rounded to y's dtype."""
+    saved = residuals.saved.astype(spec.compute_dtype)
+    if spec.saved == "input":
+        return saved, spec.last
+    saved = saved if spec.y_limit is None else clip(saved, spec.y_limit)
+    return _unrotated(saved, residuals.cos, residuals.sin, spec), spec.last
+
+
+def _normalised_again(saved: jax.Array, residuals: Residuals, spec: Spec) -> jax.Array:
+    """n, of what the norm's derivative starts from."""
+    if spec.saved == "output":
+        return saved
+    (rstd,) = residuals.stats
+    n = saved * rstd[..., None]
+    return n if residuals.scale is None else n * gain(residuals.scale, spec.last)
+
+
+def _pairs(v: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
+    """The first and the second of each pair."""
+    head = v[..., : spec.rotated]
+    if spec.interleaved:
+        return head[..., ::2], head[..., 1::2]
+    half = spec.rotated // 2
+    return head[..., :half], head[..., half:]
+
+
+def _joined(a: jax.Array, b: jax.Array, rest: jax.Array, spec: Spec) -> jax.Array:
+    """The inverse of `_pairs`, with the other columns of `rest`."""
+    if spec.interleaved:
+        head = jnp.stack([a, b], axis=-1).reshape(*a.shape[:-1], spec.rotated)
+    else:
+        head = jnp.concatenate([a, b], axis=-1)
+    return jnp.concatenate([head, rest[..., spec.rotated :]], axis=-1)
+
+
+def _summed_like(table: jax.Array, v: jax.Array) -> jax.Array:
+    """The sums of v over the elements that share one of a table."""
+    axes = [axis for axis, (n, size) in enumerate(zip(table.shape, v.shape)) if n != size]
+    return jnp.sum(v, axis=tuple(axes), keepdims=True)
+
+
+FORMULAS: dict[Op, Formulas] = {
+    "norm_rope": Formulas(norm_rope_fwd, norm_rope_tan, norm_rope_bwd)
+}
