@@ -1,7 +1,6 @@
 """RMSNorm of the heads of attention, and the rotation by their position (RoPE) after it."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp

@@ -346,12 +346,12 @@ class Spec:
 
     def _one_norm(self, **changes: Any) -> "Spec":
         """Of the call's norms, in the call's arithmetic."""
+        changes.update((name, _DEFAULTS[name]) for name in _ROTATION)
         return dataclasses.replace(
             self,
             op="norm",
             residual_dtype=None,
             next_scale_dtype=None,
-            **{name: _DEFAULTS[name] for name in _ROTATION},
             wide=self.compute_dtype == np.float64,
             **changes,
         )

@@ -57,14 +57,13 @@ def norm_rope_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Oper
     dn = rotated(d, cos, -sin, spec)
     of_n = Results(dn, stats=cotangents.stats)
     dx, dscale, _ = norm.backward(saved, residuals.stats, residuals.scale, None, of_n, last)
-    dcos = dsin = None
-    if spec.wants_tables:
-        (na, nb), (da, db) = (
-            _pairs(v, spec) for v in (_normalised_again(saved, residuals, spec), d)
-        )
-        dcos = _summed_like(cos, da * na + db * nb).astype(cos.dtype)
-        dsin = _summed_like(sin, db * na - da * nb).astype(sin.dtype)
-    return Operands(dx, scale=dscale, cos=dcos, sin=dsin)
+    gradients = Operands(dx, scale=dscale)
+    if not spec.wants_tables:
+        return gradients
+    na, nb = _pairs(_normalised_again(saved, residuals, spec), spec)
+    da, db = _pairs(d, spec)
+    dcos, dsin = _summed_like(cos, da * na + db * nb), _summed_like(sin, db * na - da * nb)
+    return gradients._replace(cos=dcos.astype(cos.dtype), sin=dsin.astype(sin.dtype))
 
 
 def rotated(n: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
@@ -125,6 +124,4 @@ def _summed_like(table: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.sum(v, axis=tuple(axes), keepdims=True)
 
 
-FORMULAS: dict[Op, Formulas] = {
-    "norm_rope": Formulas(norm_rope_fwd, norm_rope_tan, norm_rope_bwd)
-}
+FORMULAS: dict[Op, Formulas] = {"norm_rope": Formulas(norm_rope_fwd, norm_rope_tan, norm_rope_bwd)}
