@@ -197,7 +197,6 @@ OPERATIONS: dict[Op, Operation] = {
         keeps=("scale", "cos", "sin"),
         statistics=("rstd",),
         through_h=(),
-        has_kernels=False,
     ),
 }
 

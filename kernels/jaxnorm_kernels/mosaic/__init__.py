@@ -11,6 +11,8 @@ from jaxnorm_kernels.mosaic.linear.product import rms_norm_linear_fwd as rms_nor
 from jaxnorm_kernels.mosaic.norm.backward import norm_bwd
 from jaxnorm_kernels.mosaic.norm.forward import norm_fwd
 from jaxnorm_kernels.mosaic.norm.two_norms import two_norms_bwd
+from jaxnorm_kernels.mosaic.norm_rope.backward import norm_rope_bwd
+from jaxnorm_kernels.mosaic.norm_rope.forward import norm_rope_fwd
 from jaxnorm_kernels.mosaic.softmax.backward import softmax_bwd
 from jaxnorm_kernels.mosaic.softmax.forward import softmax_fwd
 from jaxnorm_kernels.mosaic.support import caveat as caveat
@@ -18,13 +20,18 @@ from jaxnorm_kernels.mosaic.support import platforms as platforms
 from jaxnorm_kernels.mosaic.support import prefers as prefers
 from jaxnorm_kernels.mosaic.support import supports as supports
 from jaxnorm_kernels.mosaic.support import takes_inner as takes_inner
-from jaxnorm_kernels.operations import Family, Op
+from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
 
-_FORWARD: dict[Family, Callable[..., Results]] = {
+_FORWARD: dict[Op, Callable[..., Results]] = {
     "softmax": softmax_fwd,
-    "loss": cross_entropy_fwd,
+    "log_softmax": softmax_fwd,
+    "cross_entropy": cross_entropy_fwd,
     "norm": norm_fwd,
+    "add_norm": norm_fwd,
+    "norm_add": norm_fwd,
+    "norm_add_norm": norm_fwd,
+    "norm_rope": norm_rope_fwd,
 }
 _BACKWARD: dict[Op, Callable[..., Operands]] = {
     "softmax": softmax_bwd,
@@ -33,12 +40,13 @@ _BACKWARD: dict[Op, Callable[..., Operands]] = {
     "norm": norm_bwd,
     "add_norm": norm_bwd,
     "norm_add_norm": two_norms_bwd,
+    "norm_rope": norm_rope_bwd,
 }
 
 
 def forward(operands: Operands, spec: Spec, **schedule: Any) -> Results:
     """See `Implementation.forward`; `schedule` stands in for the one of a table."""
-    return _FORWARD[spec.operation.family](operands, spec, **schedule)
+    return _FORWARD[spec.op](operands, spec, **schedule)
 
 
 def backward(residuals: Residuals, cotangents: Results, spec: Spec, **schedule: Any) -> Operands:

@@ -4,7 +4,7 @@ from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.mosaic.cross_entropy.backward import parts_of_a_row
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import LEAST_VECTOR, WARPGROUP_THREADS
-from jaxnorm_kernels.mosaic.schedules import forward
+from jaxnorm_kernels.mosaic.schedules import forward, heads
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.mosaic.schedules.columns import row_vector
 from jaxnorm_kernels.mosaic.schedules.norm_backward import is_copied, norm_schedule
@@ -75,6 +75,16 @@ _CANNOT: Table = (
             and s.logits_bias_rows is not None
             and not s.logits_bias_rows.has_columns
         ),
+    ),
+    (
+        "its kernels of a norm and the rotation after it take one scale for all rows, and tables "
+        "that have all columns",
+        lambda s: bool(s.rotated) and (s.groups > 1 or s.table_rows is None),
+    ),
+    (
+        f"its kernels take heads of up to {heads.MOST_COLS} columns, in multiples of 16 bytes and "
+        "of threads of a warp, by as many as a warpgroup holds, and more",
+        lambda s: bool(s.rotated) and not _is_held(s),
     ),
     ("its kernels hold no rows of this length", lambda s: not _is_held(s)),
 )
@@ -166,6 +176,8 @@ def _is_held(spec: Spec) -> bool:
     """Whether registers and shared memory have room for the rows of a call."""
     if spec.is_loss:
         return True  # In a loop.
+    if spec.rotated:
+        return (heads.forward if spec.direction == "fwd" else heads.backward)(spec) is not None
     if spec.direction == "fwd":
         return forward.choose(spec) is not None
     if len(spec.operation.norms) > 1:

@@ -26,6 +26,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.rows.windows import Window, widest_vector, window_of
 from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
+from jaxnorm_kernels.mosaic.schedules.heads import Heads
 from jaxnorm_kernels.mosaic.walks.direct import Direct
 from jaxnorm_kernels.mosaic.walks.ring import Ring
 from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing
@@ -43,7 +44,7 @@ _THREE_BLOCKS_COLUMNS = 8
 
 
 def persistent_blocks(
-    spec: Spec, schedule: Ring | RowsRing | Direct, gpu: Gpu | None = None
+    spec: Spec, schedule: Ring | RowsRing | Direct | Heads, gpu: Gpu | None = None
 ) -> int:
     """Blocks (or clusters) of a persistent grid for each group of rows: as few as are quickest.
 

@@ -26,6 +26,7 @@ from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch, split
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
+    Layout,
     Ref,
     columns_layout,
     load,
@@ -100,8 +101,9 @@ class _Kernel:
             for ref, value in zip(self.shared, carried[j :: self.formula.column_sums]):
                 store(ref, value)
             warpgroup_barrier()
+            layout = columns_layout(self.tile.vector, self.tile.threads)
             for piece, ref in zip(self.tile.pieces(), self.shared):
-                store(target.at[block, piece.columns()], self.add_rows(ref))
+                store(target.at[block, piece.columns()], sum_of_rows(ref, layout))
             warpgroup_barrier()
 
     def step(self, k: Any, carry: Any) -> Any:
@@ -173,19 +175,19 @@ class _Kernel:
             for _ in range(self.formula.column_sums)
         ]
 
-    def add_rows(self, ref: Ref) -> jax.Array:
-        """The sums over the rows of a ``(height, n)`` ref, for each of its columns."""
-        layout = columns_layout(self.tile.vector, self.tile.threads)
-        height = self.tile.height
-        together = min(height, _ADDED_AT_A_TIME)
 
-        def add(i: Any, total: jax.Array) -> jax.Array:
-            first = i * together
-            parts = [load(ref.at[first + row], layout) for row in range(together)]
-            return functools.reduce(jnp.add, parts, total)
+def sum_of_rows(ref: Ref, layout: Layout) -> jax.Array:
+    """The sums over the rows of a ``(height, n)`` ref in shared memory, for each of its columns."""
+    height, _ = ref.shape
+    together = min(height, _ADDED_AT_A_TIME)
 
-        zeros = plgpu.layout_cast(jnp.zeros(ref.shape[1:], jnp.float32), layout)
-        return lax.fori_loop(0, height // together, add, zeros)
+    def add(i: Any, total: jax.Array) -> jax.Array:
+        first = i * together
+        parts = [load(ref.at[first + row], layout) for row in range(together)]
+        return functools.reduce(jnp.add, parts, total)
+
+    zeros = plgpu.layout_cast(jnp.zeros(ref.shape[1:], jnp.float32), layout)
+    return lax.fori_loop(0, height // together, add, zeros)
 
 
 def rows_ring_backward(

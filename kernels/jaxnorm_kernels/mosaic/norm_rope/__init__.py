@@ -1,0 +1,1 @@
+"""RMSNorm of heads and their rotation (RoPE)."""

@@ -1,0 +1,206 @@
+"""How a block holds heads that are rotated: whole rows, both columns of a pair in one thread.
+
+A row is in two or three *parts*: the first column of each pair, the second, and the columns that
+are not rotated. The threads of a row have the same pairs of the first two, whichever columns of
+memory those are::
+
+    half            columns 0 ... r/2       columns r/2 ... r       the rest
+    interleaved     columns 0, 2, 4 ...     columns 1, 3, 5 ...     the rest
+
+The table of a row belongs to its position, which the heads of a position share: it is read as it
+is, once for all rows of a tile where they have one position, or else of each row.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from jaxnorm_kernels.mosaic.device.layouts import (
+    WARPGROUP_THREADS,
+    Layout,
+    Ref,
+    columns_layout,
+    load,
+    rows_layout,
+)
+from jaxnorm_kernels.mosaic.device.pairs import join_pairs, load_each_row, split_pairs
+from jaxnorm_kernels.mosaic.device.registers import load_columns, store_global, widen
+from jaxnorm_kernels.mosaic.rows.logits import operand_row
+from jaxnorm_kernels.specs import Shared
+
+#: An array for each part of the rows of a tile.
+Parts = list[jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadTile:
+    """Rows in a warpgroup, each shared by `threads` neighbouring threads of a warp.
+
+    Attributes:
+      cols: of a head.
+      rotated: of these, the first ones.
+      interleaved: see `Spec`.
+      vector: columns of the first two parts that a thread has side by side.
+      rest: the same of the third.
+      threads: that share a row.
+      rows: of the tile.
+    """
+
+    cols: int
+    rotated: int
+    interleaved: bool
+    vector: int
+    rest: int
+    threads: int
+    rows: int
+
+    @property
+    def pairs(self) -> int:
+        """Of a head."""
+        return self.rotated // 2
+
+    @property
+    def widths(self) -> list[int]:
+        """Columns of each part."""
+        rest = self.cols - self.rotated
+        return [self.pairs, self.pairs, *[rest] * bool(rest)]
+
+    def layouts(self, of: Callable[[int], Layout]) -> list[Layout]:
+        """Of each part."""
+        return [of(v) for v, _ in zip((self.vector, self.vector, self.rest), self.widths)]
+
+    def rows_layout(self, vector: int) -> Layout:
+        """Of the rows, by vectors of so many columns."""
+        return rows_layout(vector, self.threads, self.rows)
+
+    def columns_layout(self, vector: int) -> Layout:
+        """Of what all rows share."""
+        return columns_layout(vector, self.threads)
+
+    @property
+    def stat_layout(self) -> Layout:
+        """Of a number for each row."""
+        return self.rows_layout(self.vector).reduce(1)
+
+    def load(self, ref: Ref, rows: Any) -> Parts:
+        """Rows of a ``(rows, cols)`` ref, in its own dtype."""
+
+        def of(start: int, width: int, layout: Layout) -> jax.Array:
+            return load(ref.at[rows, pl.ds(start, width)], layout)
+
+        return self._parts(of, self.rows_layout)
+
+    def load_shared(self, ref: Ref, top: int) -> Parts:
+        """The rows from `top` on of a ``(rows, cols)`` ref in shared memory, in its own dtype."""
+        of_tile = ref.at[pl.ds(top, self.rows)]
+
+        def of(start: int, width: int, layout: Layout) -> jax.Array:
+            return load_columns(of_tile, start, width, layout)
+
+        return self._parts(of, self.rows_layout)
+
+    def load_param(self, ref: Ref) -> Parts:
+        """A ``(cols,)`` ref, which all rows share, in its own dtype: an array for each part."""
+
+        def of(start: int, width: int, layout: Layout) -> jax.Array:
+            return load(ref.at[pl.ds(start, width)], layout)
+
+        return self._parts(of, self.columns_layout)
+
+    def expand(self, columns: jax.Array) -> jax.Array:
+        """What all rows share, for each of them."""
+        return lax.broadcast_in_dim(columns, (self.rows, *columns.shape), (1,))
+
+    def load_table(self, ref: Ref, shared: Shared, first: Any) -> jax.Array:
+        """For each pair of the rows from `first` on its element of a table, in float32."""
+        layout, shape = self.rows_layout(self.vector), (self.rows, self.pairs)
+        if not self.has_one_position(shared):
+            return widen(load_each_row(ref, operand_row, shared, first, layout, shape), layout)
+        layout = self.columns_layout(self.vector)
+        row = operand_row(shared, jnp.int32(first))
+        return self.expand(widen(load(ref.at[row], layout), layout))
+
+    def has_one_position(self, shared: Shared) -> bool:
+        """Whether all rows of each tile have the same row of a table."""
+        if not shared.segments:
+            return True
+        size, has_each = shared.segments[-1]
+        return not has_each and size % self.rows == 0
+
+    def store(self, ref: Ref, rows: Any, parts: Sequence[jax.Array]) -> None:
+        """Rows of a ``(rows, cols)`` ref in global memory, rounded to its dtype."""
+
+        def to(start: int, value: jax.Array, layout: Layout) -> None:
+            store_global(ref.at[rows, pl.ds(start, value.shape[1])], value, layout)
+
+        self._each(to, [part.astype(ref.dtype) for part in parts], self.rows_layout)
+
+    def store_param(self, ref: Ref, parts: Sequence[jax.Array]) -> None:
+        """Of all rows, to a ``(cols,)`` ref in global memory."""
+
+        def to(start: int, value: jax.Array, layout: Layout) -> None:
+            store_global(ref.at[pl.ds(start, value.shape[0])], value, layout)
+
+        self._each(to, parts, self.columns_layout)
+
+    def sum(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """Of all columns of each row; `parts` may be of several sums' terms."""
+        total, *others = [jnp.sum(part, axis=1) for part in parts]
+        for other in others:
+            total = total + other
+        return total
+
+    def broadcast(self, stat: jax.Array, like: jax.Array) -> jax.Array:
+        """A number of each row for all its columns of a part."""
+        return lax.broadcast_in_dim(stat, like.shape, (0,))
+
+    def _parts(
+        self, load: Callable[[int, int, Layout], jax.Array], of: Callable[[int], Layout]
+    ) -> Parts:
+        pairs, wide = self.pairs, of(2 * self.vector) if self.interleaved else None
+        if wide is not None:
+            parts = split_pairs(load(0, self.rotated, wide), wide, of(self.vector))
+        else:
+            parts = [load(start, pairs, of(self.vector)) for start in (0, pairs)]
+        if self.rotated < self.cols:
+            parts.append(load(self.rotated, self.cols - self.rotated, of(self.rest)))
+        return parts
+
+    def _each(
+        self,
+        store: Callable[[int, jax.Array, Layout], None],
+        parts: Sequence[jax.Array],
+        of: Callable[[int], Layout],
+    ) -> None:
+        first, second, *rest = parts
+        half = of(self.vector)
+        if self.interleaved:
+            wide = of(2 * self.vector)
+            store(0, join_pairs(first, second, half, wide), wide)
+        else:
+            store(0, first, half)
+            store(self.pairs, second, half)
+        for part in rest:
+            store(self.rotated, part, of(self.rest))
+
+
+def rotated(parts: Sequence[jax.Array], cos: jax.Array, sin: jax.Array) -> Parts:
+    """Each pair by its angle: (a cos - b sin, b cos + a sin)."""
+    a, b, *rest = parts
+    return [a * cos - b * sin, b * cos + a * sin, *rest]
+
+
+def rotated_back(parts: Sequence[jax.Array], cos: jax.Array, sin: jax.Array) -> Parts:
+    """By the transpose: (a cos + b sin, b cos - a sin)."""
+    a, b, *rest = parts
+    return [a * cos + b * sin, b * cos - a * sin, *rest]
+
+
+def rows_of_a_tile(threads: int) -> int:
+    """That a warpgroup holds at a time, at least."""
+    return WARPGROUP_THREADS // threads

@@ -1,0 +1,128 @@
+"""How heads that are rotated are held and read: threads of a row, vectors, stages of a ring.
+
+All numbers are measured (`benchmarks/sweeps/heads.py`, H100).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxnorm_kernels.mosaic.device.gpu import RESERVED_BYTES, SCHEDULES_KEPT, Gpu, local_gpu
+from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP
+from jaxnorm_kernels.mosaic.rows.heads import HeadTile, rows_of_a_tile
+from jaxnorm_kernels.specs import Spec
+
+#: The longest head: a thread has up to 16 columns of it, of which the backward holds six values.
+MOST_COLS = 512
+
+# Bytes of x that a thread loads in the forward, at most: two loads.
+_TILE_BYTES = 2 * VECTOR_BYTES
+# Bytes of both inputs in a stage of the backward's ring, stages, and blocks of a multiprocessor.
+_STAGE_BYTES, _STAGES, _BLOCKS_PER_SM = 16 * 1024, 3, 3
+# What the copy engine copies is a multiple of.
+_COPY_BYTES = 16
+# Barriers, and Mosaic's own scratch.
+_OTHER_SHARED_BYTES = 2 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """Parameters of the kernels.
+
+    Attributes:
+      vector: columns of each half of the pairs that a thread has side by side.
+      rest: of the columns that are not rotated.
+      threads: of a warp, that share a row.
+      height: rows that the warpgroup holds at a time.
+      rows: of a stage, a multiple of `height`; stages and blocks_per_sm: of the backward's ring.
+    """
+
+    vector: int
+    rest: int
+    threads: int
+    height: int
+    rows: int = 0
+    stages: int = 0
+    blocks_per_sm: int = 1
+
+    def tile(self, spec: Spec) -> HeadTile:
+        """How a block holds rows."""
+        return HeadTile(
+            spec.cols,
+            spec.rotated,
+            spec.interleaved,
+            self.vector,
+            self.rest,
+            self.threads,
+            self.height,
+        )
+
+
+def forward(spec: Spec) -> Heads | None:
+    """None where no kernel takes the heads."""
+    held = _held(spec, (spec.x_dtype, spec.y_dtype))
+    if held is None:
+        return None
+    vector, rest, threads = held
+    step = rows_of_a_tile(threads)
+    of_thread = spec.cols // threads * spec.x_dtype.itemsize
+    height = max(1, _TILE_BYTES // of_thread) * step
+    height = min(height, spec.rows // step * step)
+    return Heads(vector, rest, threads, height) if height else None
+
+
+def backward(spec: Spec, gpu: Gpu | None = None) -> Heads | None:
+    """None where no kernel takes the heads."""
+    return _backward(spec, gpu or local_gpu())
+
+
+@functools.lru_cache(maxsize=SCHEDULES_KEPT)
+def _backward(spec: Spec, gpu: Gpu) -> Heads | None:
+    saved = spec.y_dtype if spec.saved == "output" else spec.x_dtype
+    read = (saved, spec.y_dtype)
+    held = _held(spec, (*read, spec.x_dtype))
+    if held is None or any(spec.cols * dtype.itemsize % _COPY_BYTES for dtype in read):
+        return None
+    vector, rest, threads = held
+    height = rows_of_a_tile(threads)
+    row_bytes = spec.cols * sum(dtype.itemsize for dtype in read)
+    rows = max(1, _STAGE_BYTES // (height * row_bytes)) * height
+    rows = min(rows, spec.rows // height * height)
+    sums = height * spec.cols * 4
+    room = gpu.shared_bytes - RESERVED_BYTES - _OTHER_SHARED_BYTES
+    if not rows or _STAGES * rows * row_bytes + sums > room:
+        return None
+    return Heads(vector, rest, threads, height, rows, _STAGES, _BLOCKS_PER_SM)
+
+
+def _held(spec: Spec, dtypes: Sequence[np.dtype]) -> tuple[int, int, int] | None:
+    """Vectors of the pairs and of the rest, and threads of a row; None for no such.
+
+    The widest vectors that there are, and the most threads with them.
+    """
+    if spec.cols > MOST_COLS:
+        return None
+    most = VECTOR_BYTES // max(dtype.itemsize for dtype in dtypes)
+    pairs, rest = spec.rotated // 2, spec.cols - spec.rotated
+    most_of_pairs = most // 2 if spec.interleaved else most
+
+    def vectors(threads: int) -> tuple[int, int] | None:
+        if pairs % threads or rest % threads:
+            return None
+        return _widest(pairs // threads, most_of_pairs), _widest(rest // threads or most, most)
+
+    shapes = [(v, n) for n in (32, 16, 8, 4, 2) if n <= WARP and (v := vectors(n)) is not None]
+    if not shapes:
+        return None
+    (vector, of_rest), threads = max(shapes, key=lambda shape: (min(shape[0]), shape[1]))
+    return vector, of_rest, threads
+
+
+def _widest(columns: int, most: int) -> int:
+    """The largest power of 2 up to `most` that divides so many columns of a thread."""
+    vector = most
+    while columns % vector:
+        vector //= 2
+    return vector
