@@ -16,7 +16,7 @@ from benchmarks.workloads import ITEMSIZE, Workload
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import FUNCTIONS, Op
-from jaxnorm_kernels.specs import LinearSpec, Spec
+from jaxnorm_kernels.specs import Direction, LinearSpec, Shared, Spec
 
 #: Arrays of x's shape that a pass moves, of x's dtype and of y's. A backward is from the output.
 _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
@@ -174,3 +174,80 @@ class LinearKernelWorkload(LinearWorkload):
         scales = [1 + 0.1 * jax.random.normal(keys[2], shape) for shape in self.parameter_shapes]
         of_weight = jax.random.normal(keys[1], weight, dtype) * jnp.asarray(deviation, dtype)
         return jax.random.normal(keys[0], x, dtype), of_weight, *scales
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadsKernelWorkload:
+    """A norm of heads and their rotation on one shape, forward or backward from the output.
+
+    Attributes:
+      shape: batch, length, heads and columns of a head; all of these are rotated.
+    """
+
+    direction: Direction
+    shape: tuple[int, int, int, int]
+    x_dtype: str
+
+    op = "rms_norm_rope"
+
+    @property
+    def y_dtype(self) -> str:
+        return self.x_dtype
+
+    @property
+    def cols(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def bytes(self) -> int:
+        return (
+            (2 if self.direction == "fwd" else 3) * math.prod(self.shape) * ITEMSIZE[self.x_dtype]
+        )
+
+    @property
+    def spec(self) -> Spec:
+        batch, length, heads, cols = self.shape
+        dtype, parameter = jnp.dtype(self.x_dtype), np.dtype(np.float32)
+        return Spec(
+            "norm_rope",
+            self.direction,
+            *(batch * length * heads, cols),
+            *(dtype, dtype),
+            scale_dtype=parameter,
+            epsilon=1e-6,
+            table_dtype=parameter,
+            rotated=cols,
+            table_rows=Shared(((batch, False), (length, True), (heads, False)), has_columns=True),
+        )
+
+    def function(self, implementation: Any) -> Callable[..., Any]:
+        """The implementation's function over what `operands` gives."""
+        spec = self.spec
+        if implementation is not xla:
+            return functools.partial(self._in_rows, functools.partial(call, implementation, spec))
+        return lambda *operands: call(xla, spec, *operands)[: 1 if self.direction == "fwd" else 2]
+
+    def operands(self, seed: int) -> tuple[Any, ...]:
+        """Random operands, of the shapes that a user has."""
+        keys = iter(jax.random.split(jax.random.key(seed), 5))
+        _, length, _, cols = self.shape
+        angle = jax.random.uniform(next(keys), (1, length, 1, cols // 2), jnp.float32, 0, 6)
+        shared = (1 + 0.1 * jax.random.normal(next(keys), (cols,)), jnp.cos(angle), jnp.sin(angle))
+        x = jax.random.normal(next(keys), self.shape, self.x_dtype)
+        if self.direction == "fwd":
+            return x, *shared
+        rstd = 1 + jax.random.uniform(next(keys), self.shape[:-1], jnp.float32)
+        return x, (rstd,), *shared, jax.random.normal(next(keys), self.shape, self.x_dtype)
+
+    def _in_rows(self, function: Callable[..., Any], *operands: Any) -> list[Any]:
+        """`function` of the views that a kernel has, and what it returns as it lies here."""
+        views = [
+            jax.tree.map(lambda a: a.reshape(-1), a)
+            if isinstance(a, tuple)
+            else a.reshape(-1, a.shape[-1])
+            if a.ndim > 1
+            else a
+            for a in operands
+        ]
+        first, *others = function(*views)
+        return [first.reshape(self.shape), *others[: int(self.direction == "bwd")]]
