@@ -32,6 +32,13 @@ QUICK_COLS = 4096
 LOGITS: Shape = (4, 16, 2048, 2048)
 #: What attention multiplies them by: 1 / sqrt(64).
 LOGITS_SCALE = 0.125
+#: Of attention's heads: batch, length, heads, columns; of queries, of keys, and both of a layer.
+HEADS: tuple[Shape, ...] = (
+    *((4, 2048, heads, 128) for heads in (32, 8, 40)),
+    *((4, 2048, 40, 64), (4, 2048, 20, 256)),
+)
+#: Operands that are float32, one for each pair of columns, and the same for all heads.
+TABLES = ("cos", "sin")
 #: Of channels, that GroupNorm normalises.
 CHANNEL_GROUPS = 32
 
@@ -128,6 +135,13 @@ BLOCKS: dict[str, Block] = {
         parameters=("scale", "bias"),
         shapes=((32, 64, 64, 256), (8, 128, 128, 128)),
     ),
+    # y = rotation(norm(x), cos, sin): attention's queries and keys, with a table of each position.
+    "rms_norm_rope": dataclasses.replace(
+        _SOFTMAX,
+        parameters=("scale",),
+        operands=("x", *TABLES),
+        shapes=HEADS,
+    ),
 }
 MIXED = tuple(name for name, block in BLOCKS.items() if block.mixed)
 
@@ -151,6 +165,8 @@ class BlockWorkload(ShapedWorkload):
         """Of the array of this name, and of its cotangent."""
         if name == "where":
             return "bool"
+        if name in TABLES:
+            return "float32"
         if not self.mixed:
             return self.dtype
         return "float32" if name in ("residual", "h") else "bfloat16"
@@ -166,6 +182,9 @@ class BlockWorkload(ShapedWorkload):
 
     def shape_of(self, name: str) -> Shape:
         """Of the array of this name, but for parameters."""
+        if name in TABLES:
+            length, _, cols = self.sizes[-3:]
+            return (length, 1, cols // 2)
         axis = self.block.broadcast.get(name)
         return tuple(1 if at == axis else size for at, size in enumerate(self.sizes))
 

@@ -41,6 +41,7 @@ _SHAPES: dict[str, Callable[[int], Shape]] = {
     "channel_layer_norm": lambda cols: (16, cols, 16, 32),
     "group_norm": lambda cols: (8, 16, 16, cols),
     "rms_norm_linear": lambda cols: (ROWS, cols, 512),
+    "rms_norm_rope": lambda cols: (4, 512, 8, cols),
     "linear_cross_entropy": lambda cols: (ROWS, 512, cols),
 }
 # Compositions of other functions here; and a product alone.

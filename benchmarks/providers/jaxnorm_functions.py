@@ -25,6 +25,12 @@ def group_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, **given: Any) ->
     return jaxnorm.layer_norm(groups, *parameters, axis=(1, 2, 4), **given).reshape(x.shape)
 
 
+def rms_norm_rope(
+    x: jax.Array, cos: jax.Array, sin: jax.Array, scale: jax.Array, **given: Any
+) -> jax.Array:
+    return jaxnorm.rms_norm_rope(x, scale, cos, sin, **given)
+
+
 # Functions of whole blocks and of a norm with its product, and their options.
 _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "add_rms_norm": (jaxnorm.add_rms_norm, {}),
@@ -38,6 +44,7 @@ _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "column_softmax": (jaxnorm.softmax, {"axis": -2}),
     "channel_layer_norm": (jaxnorm.layer_norm, {"axis": 1}),
     "group_norm": (group_norm, {}),
+    "rms_norm_rope": (rms_norm_rope, {}),
     "rms_norm_linear": (jaxnorm.rms_norm_linear, {}),
 }
 

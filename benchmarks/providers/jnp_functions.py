@@ -56,6 +56,7 @@ class Plain:
             "column_softmax": self.column_softmax,
             "channel_layer_norm": self.channel_layer_norm,
             "group_norm": self.group_norm,
+            "rms_norm_rope": self.rms_norm_rope,
             "rms_norm_linear": self.rms_norm_linear,
         }
         return functools.partial(blocks[op], dtype=y_dtype)
@@ -100,6 +101,10 @@ class Plain:
         groups = x.reshape(*x.shape[:-1], CHANNEL_GROUPS, -1)
         y = self.layer_norm(groups, axis=(1, 2, 4)).reshape(x.shape)
         return (y * scale + bias).astype(dtype)
+
+    def rms_norm_rope(self, x: Array, cos: Array, sin: Array, scale: Array, *, dtype: str) -> Array:
+        a, b = jnp.split(self.rms_norm(x, scale), 2, axis=-1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(dtype)
 
     def rms_norm_linear(self, x: Array, weight: Array, scale: Array, *, dtype: str) -> Array:
         return (self.rms_norm(x, scale) @ weight).astype(dtype)

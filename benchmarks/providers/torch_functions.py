@@ -84,6 +84,11 @@ def group_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return y.permute(0, 2, 3, 1)
 
 
+def rms_norm_rope(x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> Tensor:
+    a, b = rms_norm(x, scale).chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.float(), labels, reduction="none")
 
@@ -114,6 +119,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "column_softmax": column_softmax,
     "channel_layer_norm": channel_layer_norm,
     "group_norm": group_norm,
+    "rms_norm_rope": rms_norm_rope,
     "cross_entropy": cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
     "product": torch.matmul,

@@ -10,9 +10,9 @@ from jaxnorm_kernels.mosaic.device.launch import interpreted as interpreted
 from jaxnorm_kernels.mosaic.linear.product import rms_norm_linear_fwd as rms_norm_linear_fwd
 from jaxnorm_kernels.mosaic.norm.backward import norm_bwd
 from jaxnorm_kernels.mosaic.norm.forward import norm_fwd
+from jaxnorm_kernels.mosaic.norm.rope_backward import norm_rope_bwd
+from jaxnorm_kernels.mosaic.norm.rope_forward import norm_rope_fwd
 from jaxnorm_kernels.mosaic.norm.two_norms import two_norms_bwd
-from jaxnorm_kernels.mosaic.norm_rope.backward import norm_rope_bwd
-from jaxnorm_kernels.mosaic.norm_rope.forward import norm_rope_fwd
 from jaxnorm_kernels.mosaic.softmax.backward import softmax_bwd
 from jaxnorm_kernels.mosaic.softmax.forward import softmax_fwd
 from jaxnorm_kernels.mosaic.support import caveat as caveat

@@ -1,1 +1,0 @@
-"""RMSNorm of heads and their rotation (RoPE)."""
