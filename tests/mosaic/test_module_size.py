@@ -82,6 +82,11 @@ def of_samples(x: jax.Array, scale: jax.Array, bias: jax.Array, **given: Any) ->
     return jaxnorm.layer_norm(x, *parameters, scale_offset=1.0, **given)
 
 
+def rotated(x: jax.Array, scale: jax.Array, **given: Any) -> jax.Array:
+    table = jnp.ones((x.shape[-3], 1, x.shape[-1] // 2))
+    return jaxnorm.rms_norm_rope(x, scale, table, table, **given)
+
+
 def in_strips(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *operands, **given: function(*operands, axis=1, **given)
 
@@ -95,6 +100,7 @@ FUNCTIONS = {
     "add_rms_norm": Function(jaxnorm.add_rms_norm, like_x=1, columns=1),
     "rms_norm_add": Function(norm_add, like_x=1, columns=1),
     "rms_norm_add_rms_norm": Function(jaxnorm.rms_norm_add_rms_norm, like_x=1, columns=2),
+    "rms_norm_rope": Function(rotated, lambda cols: (4, 512, 8, cols), columns=1),
     "causal_softmax": Function(causal, lambda cols: (8, cols, cols)),
     "causal_log_softmax": Function(causal_log, lambda cols: (8, 512, cols)),
     "masked_softmax": Function(masked, lambda cols: (8, 64, cols)),
@@ -147,6 +153,9 @@ CASES = [
     ("softmax of columns", 4096, BF16, BF16),
     ("layer_norm of columns", 1023, *MIXED),
     ("layer_norm of groups", 256, BF16, BF16),
+    ("rms_norm_rope", 128, BF16, BF16),
+    ("rms_norm_rope", 80, F32, F32),
+    ("rms_norm_rope", 512, *MIXED),
 ]
 
 

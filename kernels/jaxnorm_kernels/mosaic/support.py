@@ -77,14 +77,18 @@ _CANNOT: Table = (
         ),
     ),
     (
-        "its kernels of a norm and the rotation after it take one scale for all rows, and tables "
-        "that have all columns",
+        "its norm with a rotation takes no groups of rows with a scale of their own, and tables of "
+        "all pairs",
         lambda s: bool(s.rotated) and (s.groups > 1 or s.table_rows is None),
     ),
     (
-        f"its kernels take heads of up to {heads.MOST_COLS} columns, in multiples of 16 bytes and "
-        "of threads of a warp, by as many as a warpgroup holds, and more",
-        lambda s: bool(s.rotated) and not _is_held(s),
+        f"its norm with a rotation takes rows this short only by {heads.LEAST_ROWS} and more",
+        lambda s: bool(s.rotated) and s.rows < heads.LEAST_ROWS,
+    ),
+    (
+        "its norm with a rotation divides a head's pairs, and its other columns, among the threads "
+        "of a row, two or more, and copies it in multiples of 16 bytes",
+        lambda s: 0 < s.rotated <= s.cols <= heads.MOST_COLS and not _is_held(s),
     ),
     ("its kernels hold no rows of this length", lambda s: not _is_held(s)),
 )

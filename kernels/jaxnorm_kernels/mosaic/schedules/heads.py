@@ -10,12 +10,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxnorm_kernels.mosaic.device.gpu import RESERVED_BYTES, SCHEDULES_KEPT, Gpu, local_gpu
-from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP
+from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile, rows_of_a_tile
 from jaxnorm_kernels.specs import Spec
 
 #: The longest head: a thread has up to 16 columns of it, of which the backward holds six values.
 MOST_COLS = 512
+#: The most that a warpgroup holds at a time: two threads share a row.
+LEAST_ROWS = WARPGROUP_THREADS // 2
 
 # Bytes of x that a thread loads in the forward, at most: two loads. 0.95 of a copy and more.
 _TILE_BYTES = 2 * VECTOR_BYTES
@@ -76,7 +78,7 @@ def forward(spec: Spec) -> Heads | None:
     of_thread = spec.cols // threads * spec.x_dtype.itemsize
     height = max(1, _TILE_BYTES // of_thread) * step
     height = min(height, spec.rows // step * step)
-    return Heads(vector, rest, threads, height) if height else None
+    return Heads(vector, rest, threads, height)
 
 
 def backward(spec: Spec, gpu: Gpu | None = None) -> Heads | None:
@@ -98,7 +100,7 @@ def _backward(spec: Spec, gpu: Gpu) -> Heads | None:
     rows = min(rows, spec.rows // height * height)
     sums = height * spec.cols * 4
     room = gpu.shared_bytes - RESERVED_BYTES - _OTHER_SHARED_BYTES
-    if not rows or _STAGES * rows * row_bytes + sums > room:
+    if _STAGES * rows * row_bytes + sums > room:
         return None
     return Heads(vector, rest, threads, height, rows, _STAGES, _BLOCKS_PER_SM)
 
@@ -109,7 +111,7 @@ def _held(spec: Spec, dtypes: Sequence[np.dtype], of_pairs: int) -> tuple[int, i
     The widest vectors that there are, and the most threads with them. `of_pairs`: bytes of the
     first, or of the second columns of a thread's neighbouring pairs.
     """
-    if spec.cols > MOST_COLS:
+    if spec.cols > MOST_COLS or spec.rows < LEAST_ROWS:
         return None
     itemsize = max(dtype.itemsize for dtype in dtypes)
     most, most_of_pairs = VECTOR_BYTES // itemsize, of_pairs // itemsize
