@@ -33,8 +33,8 @@ from jaxnorm_kernels.mosaic.norm.elementwise import gain, reciprocal, within_lim
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile, Parts, rotated_back
 from jaxnorm_kernels.mosaic.rows.shares import Share
 from jaxnorm_kernels.mosaic.schedules import heads
-from jaxnorm_kernels.mosaic.schedules.backward import persistent_blocks
 from jaxnorm_kernels.mosaic.schedules.heads import Heads
+from jaxnorm_kernels.mosaic.schedules.norm_backward import persistent_blocks
 from jaxnorm_kernels.mosaic.walks.rows_ring import sum_of_rows
 from jaxnorm_kernels.mosaic.walks.stages import Stages
 from jaxnorm_kernels.partials import add_partials

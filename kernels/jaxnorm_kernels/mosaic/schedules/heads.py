@@ -4,12 +4,11 @@ All numbers are measured (`benchmarks/sweeps/heads.py`, H100).
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import numpy as np
 
-from jaxnorm_kernels.mosaic.device.gpu import RESERVED_BYTES, SCHEDULES_KEPT, Gpu, local_gpu
+from jaxnorm_kernels.mosaic.device.gpu import RESERVED_BYTES, Gpu, kept
 from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile, rows_of_a_tile
 from jaxnorm_kernels.specs import Spec
@@ -81,13 +80,9 @@ def forward(spec: Spec) -> Heads | None:
     return Heads(vector, rest, threads, height)
 
 
-def backward(spec: Spec, gpu: Gpu | None = None) -> Heads | None:
+@kept
+def backward(spec: Spec, gpu: Gpu) -> Heads | None:
     """None where no kernel takes the heads."""
-    return _backward(spec, gpu or local_gpu())
-
-
-@functools.lru_cache(maxsize=SCHEDULES_KEPT)
-def _backward(spec: Spec, gpu: Gpu) -> Heads | None:
     saved = spec.y_dtype if spec.saved == "output" else spec.x_dtype
     read = (saved, spec.y_dtype)
     held = _held(spec, (*read, spec.x_dtype), _BACKWARD_BYTES)
