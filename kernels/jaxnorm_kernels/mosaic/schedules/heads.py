@@ -13,8 +13,10 @@ from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP, WARPGROUP_
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile, rows_of_a_tile
 from jaxnorm_kernels.specs import Spec
 
-#: The longest head: a thread has up to 16 columns of it, of which the backward holds six values.
-MOST_COLS = 512
+# Columns of a thread, of which the backward holds six values: with 20, it spills.
+_MOST_COLUMNS = 16
+#: The longest head: that of a warp.
+MOST_COLS = _MOST_COLUMNS * WARP
 #: The most that a warpgroup holds at a time: two threads share a row.
 LEAST_ROWS = WARPGROUP_THREADS // 2
 
@@ -103,7 +105,8 @@ def backward(spec: Spec, gpu: Gpu) -> Heads | None:
 def _held(spec: Spec, dtypes: Sequence[np.dtype], of_pairs: int) -> tuple[int, int, int] | None:
     """Vectors of the pairs and of the rest, and threads of a row; None for no such.
 
-    The widest vectors that there are, and the most threads with them. `of_pairs`: bytes of the
+    The widest vectors that there are, and the most threads with them, where these leave a thread no
+    more columns than its registers hold. `of_pairs`: bytes of the
     first, or of the second columns of a thread's neighbouring pairs.
     """
     if spec.cols > MOST_COLS or spec.rows < LEAST_ROWS:
@@ -120,7 +123,12 @@ def _held(spec: Spec, dtypes: Sequence[np.dtype], of_pairs: int) -> tuple[int, i
     shapes = [(v, n) for n in (32, 16, 8, 4, 2) if n <= WARP and (v := vectors(n)) is not None]
     if not shapes:
         return None
-    (vector, of_rest), threads = max(shapes, key=lambda shape: (min(shape[0]), shape[1]))
+
+    def by_preference(shape: tuple[tuple[int, int], int]) -> tuple[bool, int, int]:
+        vectors, threads = shape
+        return spec.cols <= _MOST_COLUMNS * threads, min(vectors), threads
+
+    (vector, of_rest), threads = max(shapes, key=by_preference)
     return vector, of_rest, threads
 
 

@@ -1,0 +1,79 @@
+"""What XLA makes of gated_linear for an H100: what a step keeps, and how its backward is fused."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from h100 import Compiler
+
+import jaxnorm
+
+# Smaller products of one operand XLA makes in one, whose halves it then writes again.
+TOKENS, WIDTH, INNER, LAYERS = 8192, 2048, 8192, 3
+
+
+def mlp(x: jax.Array, weights: Any, activation: str, *, plain: bool) -> jax.Array:
+    to_gate, to_up, down = weights
+    gate, up = x @ to_gate, x @ to_up
+    if plain:
+        return (getattr(jax.nn, activation)(gate) * up) @ down
+    return jaxnorm.gated_linear(gate, up, down, activation=activation)
+
+
+def compiled(compiler: Compiler, activation: str, layers: str, *, plain: bool = False) -> Any:
+    """The gradient of a stack of layers."""
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        if layers == "scan":
+            x, _ = jax.lax.scan(
+                lambda x, of_layer: (x + mlp(x, of_layer, activation, plain=plain), None),
+                x,
+                weights,
+            )
+        else:
+            for i in range(LAYERS):
+                x = x + mlp(x, [w[i] for w in weights], activation, plain=plain)
+        return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=compiler.sharding)
+
+    weights = [shape(LAYERS, WIDTH, INNER)] * 2 + [shape(LAYERS, INNER, WIDTH)]
+    gradient = jax.grad(loss, argnums=(0, 1))
+    return jax.jit(gradient).lower(weights, shape(TOKENS, WIDTH)).compile()
+
+
+def elementwise(program: Any) -> list[int]:
+    """Of the kernels that write arrays of tokens by INNER and are no products: how many each."""
+    array = rf"bf16\[{TOKENS},{INNER}\]"
+    written = []
+    for results, name in re.findall(r"= (\S.*?) fusion\(.*calls=%?(\S+?)[,\s]", program.as_text()):
+        count = len(re.findall(array, results))
+        if count and "gemm" not in name and "dot" not in name:
+            written.append(count)
+    return sorted(written)
+
+
+@pytest.mark.parametrize("layers", ["scan", "unrolled"])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_one_pass_backward(activation: str, layers: str, compiler: Compiler) -> None:
+    """The gradients of gate and up, and the product's operand made again, are of one kernel."""
+    each = 1 if layers == "scan" else LAYERS
+    program = compiled(compiler, activation, layers)
+    assert elementwise(program) == [1] * each + [3] * each
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_kept_for_the_backward(activation: str, compiler: Compiler) -> None:
+    """Gate and up of each layer, where plain JAX keeps 5 arrays, or 6, of their size."""
+    ours, plain = (
+        compiled(compiler, activation, "scan", plain=plain).memory_analysis().temp_size_in_bytes
+        for plain in (False, True)
+    )
+    array = TOKENS * INNER * 2
+    kept = LAYERS * 2 * array
+    # Beside those, the residual stream of each layer, and what one layer's backward works on.
+    assert kept <= ours <= kept + LAYERS * TOKENS * WIDTH * 2 + 8 * array
+    assert plain >= ours + LAYERS * 3 * array
