@@ -28,6 +28,7 @@ FUNCTIONS = {
     "rms_norm_add",
     "rms_norm_add_rms_norm",
     "rms_norm_linear",
+    "rms_norm_rope",
     "save_policy",
     "softmax",
     "softmax_cross_entropy_with_integer_labels",

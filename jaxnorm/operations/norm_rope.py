@@ -97,6 +97,7 @@ def _normalise_and_rotate(
     implementation: Name | None,
 ) -> jax.Array:
     x = checks.float_array(_FUNCTION, "x", x)
+    checks.axes(_FUNCTION, -1, x.shape)
     if scale is not None:
         scale = checks.float_array(_FUNCTION, "scale", scale)
         _check_scale(scale.shape, x.shape)

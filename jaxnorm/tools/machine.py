@@ -18,8 +18,8 @@ from jaxnorm.tools.text import table
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "equinox", "jax-triton", "triton")
-# Of a layer of a transformer.
-_SHAPE, _DTYPE = (8192, 4096), "bfloat16"
+# Of a layer of a transformer, and of its heads, which a rotation takes.
+_SHAPE, _HEADS, _DTYPE = (8192, 4096), (4, 2048, 32, 128), "bfloat16"
 
 
 def report() -> str:
@@ -28,7 +28,7 @@ def report() -> str:
         "versions": _columns(_versions()),
         "devices": "\n".join(map(_device, jax.local_devices())),
         "implementations, in the order in which calls try them": _columns(_implementations()),
-        f"what runs here, for {_DTYPE} {_SHAPE}": _columns(_choices()),
+        f"what runs here, for {_DTYPE} {_SHAPE}, and heads {_HEADS}": _columns(_choices()),
         "extras that are not installed (commands are for a checkout of jaxnorm)": (
             _columns(_missing_extras()) or "none"
         ),
@@ -99,13 +99,15 @@ def _implementations() -> Iterator[tuple[str, str]]:
 
 def _choices() -> Iterator[tuple[str, str, str]]:
     """Of each function: forward and backward, each with the reasons; one line where they agree."""
-    parameter = jax.ShapeDtypeStruct(_SHAPE[-1:], jnp.float32)
     for function in functions():
         # A norm with its product, which is none of the table, takes a norm's.
         op = FUNCTIONS[function].op if function in FUNCTIONS else "norm"
-        names = [name for name in OPERATIONS[op].operands if OPERANDS[name] == "scale"]
+        kinds = {name: OPERANDS[name] for name in OPERATIONS[op].operands}
+        shape = _HEADS if "table" in kinds.values() else _SHAPE
+        parameter = jax.ShapeDtypeStruct(shape[-1:], jnp.float32)
+        names = [name for name, kind in kinds.items() if kind == "scale"]
         parameters: dict[str, Any] = dict.fromkeys(names, parameter)
-        plan = implementation_for(function, _SHAPE, _DTYPE, **parameters)
+        plan = implementation_for(function, shape, _DTYPE, **parameters)
         if plan.forward == plan.backward:
             yield function, "", str(plan.forward)
             continue

@@ -52,7 +52,8 @@ def implementation_for(
       arguments: those of the function, by name; arrays among them, such as ``scale``, as
         ``jax.ShapeDtypeStruct`` or as they are. Without a residual or labels, which the function
         must have, x's shape and dtype and int32 are taken; without weight, one of as many columns
-        as x has. The backward is that of all gradients.
+        as x has; without cos and sin, float32 tables of all columns, (length, 1, d / 2) for an x
+        (..., length, heads, d). The backward is that of all gradients but those of cos and sin.
 
     Returns:
       A :class:`Plan`: ``forward`` and ``backward``, each with ``name`` and ``reason``; its ``str``
@@ -88,8 +89,12 @@ def implementation_for(
     arguments = {**_required(call, x, arguments), **arguments}
     arrays = {name: a for name, a in arguments.items() if hasattr(a, "shape")}
     options = {name: a for name, a in arguments.items() if name not in arrays}
-    constants = {n: a for n, a in arrays.items() if not jnp.issubdtype(a.dtype, jnp.floating)}
-    floats = {n: a for n, a in arrays.items() if n not in constants}
+    floats = {
+        name: a
+        for name, a in arrays.items()
+        if jnp.issubdtype(a.dtype, jnp.floating) and operations.OPERANDS.get(name) != "table"
+    }
+    constants = {name: a for name, a in arrays.items() if name not in floats}
 
     def forward(x: Any, floats: Any, constants: Any) -> Any:
         return call(x, **floats, **constants, **options)
@@ -130,11 +135,11 @@ def calls_in(jaxpr: Any) -> Iterator[Call]:
 
 def _required(
     call: Callable[..., Any], x: jax.ShapeDtypeStruct, arguments: dict[str, Any]
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Arrays that a function must have beside x, where `arguments` lack them."""
+) -> dict[str, jax.ShapeDtypeStruct | None]:
+    """Arrays that a function must have beside x, where `arguments` lack them; of scale, None."""
     _, *others = inspect.signature(call).parameters.values()
     lacking = {p.name for p in others if p.default is p.empty} - {*arguments}
-    required: dict[str, jax.ShapeDtypeStruct] = {}
+    required: dict[str, jax.ShapeDtypeStruct | None] = {}
     if "residual" in lacking:
         required["residual"] = x
     if "labels" in lacking:
@@ -143,4 +148,10 @@ def _required(
         required["labels"] = jax.ShapeDtypeStruct(sizes, jnp.int32)
     if "weight" in lacking:
         required["weight"] = jax.ShapeDtypeStruct((*x.shape[-1:], *x.shape[-1:]), x.dtype)
-    return required
+    if lacking & {"cos", "sin"}:
+        *rows, cols = x.shape or (0,)
+        positions = (rows[-2], 1) if len(rows) > 1 else ()
+        table = jax.ShapeDtypeStruct((*positions, cols // 2), jnp.float32)
+        table = next((arguments[name] for name in ("cos", "sin") if name in arguments), table)
+        required.update(dict.fromkeys(lacking & {"cos", "sin"}, table))
+    return required | dict.fromkeys(lacking & {"scale"})

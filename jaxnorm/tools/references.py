@@ -128,6 +128,45 @@ def norm_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     return [y, h], _stored(gradients, dtype)
 
 
+class _Rotation:
+    """Of pairs of columns, by ``v cos + partner(v) sin`` with the sign of each column."""
+
+    def __init__(self, cos: Bounded, sin: Bounded, cols: int, *, interleaved: bool):
+        pairs = cos.value.shape[-1]
+        columns = np.arange(2 * pairs).reshape((pairs, 2) if interleaved else (2, pairs))
+        first, second = columns.T if interleaved else columns
+        self.partner = np.arange(cols)
+        self.partner[first], self.partner[second] = second, first
+
+        def along(table: Bounded, of_first: float, of_others: float) -> Bounded:
+            """For each column what its pair's table has; of_others where nothing is rotated."""
+            value, error = (np.zeros((*table.value.shape[:-1], cols)) for _ in range(2))
+            value[..., 2 * pairs :] = of_others
+            value[..., first], value[..., second] = of_first * table.value, table.value
+            error[..., first] = error[..., second] = table.error
+            return Bounded(value, error)
+
+        self.cos, self.sin = along(cos, 1, 1), along(sin, -1, 0)
+
+    def __call__(self, v: Bounded) -> Bounded:
+        return v * self.cos + v.columns(self.partner) * self.sin
+
+    def transposed(self, v: Bounded) -> Bounded:
+        return v * self.cos - v.columns(self.partner) * self.sin
+
+    def undone(self, v: Bounded) -> Bounded:
+        return self.transposed(v) / (self.cos * self.cos + self.sin * self.sin)
+
+
+def norm_rope(given: Arrays, d: list[Bounded], dtype: str, *, interleaved: bool = False) -> Results:
+    """``y = rotation(norm(x), cos, sin)``, of which the norm's result is not rounded."""
+    cols = given["x"].value.shape[-1]
+    rotation = _Rotation(given["cos"], given["sin"], cols, interleaved=interleaved)
+    of = _Norm(given["x"], given["scale"], None)
+    y = rotation(of.y).stored(dtype)
+    return [y], _stored(of.backward(rotation.transposed(d[0]), rotation.undone(y)), dtype)
+
+
 def norm_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     """``y = rms_norm(x) @ weight + bias``, whose norm is rounded; the backward starts from x."""
     of = _Norm(given["x"], given["scale"], None)
@@ -189,6 +228,9 @@ def operands(
         "labels": lambda shape: random.integers(0, classes, shape).astype(np.int32),
         "scale": lambda shape: random.uniform(0.5, 2, shape),
         "next_scale": lambda shape: random.uniform(0.5, 2, shape),
+        # Away from a pair that is 0, which cannot be undone; with a factor, as YaRN's have.
+        "cos": lambda shape: random.uniform(0.5, 1, shape),
+        "sin": lambda shape: random.uniform(-1, 1, shape),
         "weight": lambda shape: random.normal(size=shape) / math.sqrt(shape[0]),
     }
 

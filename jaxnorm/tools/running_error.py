@@ -126,6 +126,10 @@ class Bounded:
         )
         return dataclasses.replace(self, value=value, error=error)
 
+    def columns(self, order: np.ndarray) -> "Bounded":
+        """Those of the last axis that `order` names."""
+        return dataclasses.replace(self, value=self.value[..., order], error=self.error[..., order])
+
     def stored(self, dtype: str) -> "Bounded":
         """As an array of this dtype has it."""
         roundoff, quantum = _STORED[dtype]

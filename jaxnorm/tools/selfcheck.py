@@ -36,6 +36,8 @@ _OPTIONS = {"cuda": {"xla_gpu_autotune_level": "0"}}
 
 # Enough rows for all kernels; columns that are a multiple of 16 bytes, and no power of 2.
 _X = (2, 128, 1000)
+# Heads of attention, which a rotation takes; its tables are of positions and pairs of columns.
+_HEADS = (2, 64, 4, 128)
 _ROWS, _FEATURES, _CLASSES = 256, 384, 1000
 
 _LINEAR_LOSS = "linear_softmax_cross_entropy"
@@ -66,10 +68,27 @@ class Case:
 def _norm(function: str) -> tuple[Case, ...]:
     """With all operands of its operation, but the bias that an RMSNorm seldom has."""
     kinds = {name: OPERANDS[name] for name in OPERATIONS[FUNCTIONS[function].op].operands}
+    if "table" in kinds.values():
+        return _rotated_norm(function)
     if not FUNCTIONS[function].subtract_mean:
         kinds.pop("bias", None)
     shapes = {name: _X[-1:] if kind in PARAMETERS else _X for name, kind in kinds.items()}
     return (Case(function, _reference(function), shapes),)
+
+
+def _rotated_norm(function: str) -> tuple[Case, ...]:
+    """All columns of a head in both orders of pairs, and a part of them."""
+    _, length, _, cols = _HEADS
+
+    def shapes(rotated: int) -> dict[str, tuple[int, ...]]:
+        table = (length, 1, rotated // 2)
+        return {"x": _HEADS, "scale": (cols,), "cos": table, "sin": table}
+
+    reference, interleaved = _reference(function), {"interleaved": True}
+    return (
+        Case(function, reference, shapes(cols)),
+        Case(function, reference, shapes(cols // 2), interleaved, note="interleaved, partial"),
+    )
 
 
 def _softmax(function: str) -> tuple[Case, ...]:
@@ -185,8 +204,9 @@ class _Pair(NamedTuple):
 def check(case: Case, dtype: str) -> Outcome:
     """The errors of all results, and of all gradients."""
     given = references.operands(case.shapes, _CLASSES, seed=0)
-    constants = {name: jnp.asarray(a) for name, a in given.items() if a.dtype != np.float64}
-    floats = {name: jnp.asarray(a, dtype) for name, a in given.items() if name not in constants}
+    arrays = {n: jnp.asarray(a, dtype if a.dtype == np.float64 else None) for n, a in given.items()}
+    floats = {name: a for name, a in arrays.items() if _is_differentiated(name, a)}
+    constants = {name: a for name, a in arrays.items() if name not in floats}
 
     def function(floats: dict[str, jax.Array]) -> list[jax.Array]:
         call = getattr(jaxnorm, case.function)
@@ -210,7 +230,7 @@ def check(case: Case, dtype: str) -> Outcome:
             said = str(error).strip().partition("\n")[0]
             return Outcome(case, dtype, implementations, failure=f"{type(error).__name__}: {said}")
     expected, expected_gradients = case.reference(
-        {n: a if n in constants else Bounded.exact(a) for n, a in given.items()},
+        {n: Bounded.exact(a) if a.dtype == np.float64 else a for n, a in given.items()},
         [Bounded.exact(d) for d in along.values()],
         dtype,
         **case.options,
@@ -218,6 +238,11 @@ def check(case: Case, dtype: str) -> Outcome:
     value = max(_worst(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
     gradient = max(_worst(ours, expected_gradients[name]) for name, ours in gradients.items())
     return Outcome(case, dtype, implementations, value, gradient)
+
+
+def _is_differentiated(name: str, array: jax.Array) -> bool:
+    """Tables of a rotation have gradients, too, but in plain JAX: with them no kernel would run."""
+    return jnp.issubdtype(array.dtype, jnp.floating) and OPERANDS.get(name) != "table"
 
 
 def _implementations(program: Any) -> tuple[str, ...]:
