@@ -181,15 +181,18 @@ class Norm:
         # Clipped to sqrt(N), so never further off than twice that.
         return self._xh_error() + np.minimum(recovered, 2 * math.sqrt(self.n))
 
+    def _product_error(self) -> np.ndarray:
+        """Of z / G in c2 = mean(d z): from the output z = y - bias never passes x_hat's clip."""
+        if self.saved == "input":
+            return self._recovered_error()
+        stored = np.abs(self.xh * self.gain) + np.abs(self.bias)
+        gain = np.maximum(np.abs(self.gain), 2.0**-60)
+        return self._xh_error() + (rounding(stored, self.y_dtype) / gain)
+
     def gradient_bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         error = self._recovered_error()
         dg = np.abs(self.d * self.gain)
-        # From the output c2 = mean(d z), whose z = y - bias never passes through x_hat's clip.
-        z_error = error
-        if self.saved == "output":
-            stored = np.abs(self.xh * self.gain) + np.abs(self.bias)
-            gain = np.maximum(np.abs(self.gain), 2.0**-60)
-            z_error = self._xh_error() + (rounding(stored, self.y_dtype) / gain)
+        z_error = self._product_error()
         weights = np.abs(self.d) * np.maximum(np.abs(self.gain), 2.0**-60)
         c2_error = np.mean(weights * z_error, -1, keepdims=True) + self._walk * np.mean(
             dg * np.abs(self.xh), -1, keepdims=True
