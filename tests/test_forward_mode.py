@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import refused
 from jax.experimental import checkify, jet
+from norm_rope_cases import plain as plain_rope
 from pairs import pairwise
 
 import jaxnorm
@@ -47,6 +48,16 @@ def with_residual(function, **options):
         return y + h / 4
 
     return both
+
+
+def rotated(function, **options):
+    """Of x, scale and, from the bias, tables whose pairs are no 0."""
+
+    def call(x, scale, bias, **more):
+        cos, sin = halves(bias)
+        return function(x, scale, 2 + jnp.sin(cos), sin, **options, **more)
+
+    return call
 
 
 def halves(a):
@@ -96,6 +107,11 @@ FUNCTIONS = {
         lambda x, s, b, **o: jaxnorm.rms_norm_add(x, residual(x), s, **o),
     ),
     "rms_norm_add_rms_norm": (two_norms, with_residual(jaxnorm.rms_norm_add_rms_norm)),
+    "rms_norm_rope": (rotated(plain_rope), rotated(jaxnorm.rms_norm_rope)),
+    "rms_norm_rope from input": (
+        rotated(plain_rope, interleaved=True),
+        rotated(jaxnorm.rms_norm_rope, interleaved=True, save="input"),
+    ),
 }
 
 
@@ -223,6 +239,7 @@ VARIANTS = [
     "add_layer_norm",
     "add_rms_norm from input",
     "rms_norm_add",
+    "rms_norm_rope from input",
 ]
 KERNELS = {"mosaic": pytest.mark.gpu, "triton": pytest.mark.triton}
 

@@ -12,6 +12,7 @@ import operator
 import linear_loss_cases
 import loss_cases
 import norm_linear_cases
+import norm_rope_cases
 import numpy as np
 import pytest
 import reference
@@ -117,6 +118,20 @@ def test_two_norms():
         "next_scale": both.last.dscale,
     }
     agree([y, h, *gradients.values()], [both.last.y, sum_, *map(wanted.get, gradients)])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotated", [COLS, COLS // 2])
+def test_a_norm_and_a_rotation(rotated, interleaved):
+    shapes = {"x": X, "scale": PARAMETER} | dict.fromkeys(("cos", "sin"), (ROWS, rotated // 2))
+    options = {"interleaved": interleaved}
+    given, (d,), (y,), gradients = evaluated(references.norm_rope, shapes, X, **options)
+    zero, tables = np.zeros(COLS), (given["cos"], given["sin"])
+    expected = norm_rope_cases.RotatedNorm(
+        given["x"], given["scale"], zero, d, False, 1e-6, *OPTIONS, *tables, interleaved
+    )
+    wanted = {"x": expected.dx, "scale": expected.dscale}
+    agree([y, *gradients.values()], [expected.y, *map(wanted.get, gradients)])
 
 
 def test_a_norm_and_a_product():
