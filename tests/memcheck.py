@@ -9,6 +9,7 @@ compute-sanitizer python tests/memcheck.py mosaic "rms_norm_linear" bfloat16
 """
 
 import functools
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -54,6 +55,38 @@ def strided_or_rows(name: str, dtype: str, implementation: str) -> Iterator[tupl
         )
         call = functools.partial(getattr(jaxnorm, name), axis=1, implementation=implementation)
         yield call, [row if kind == "array" else column for kind in kinds if kind in taken]
+
+
+def rotations(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
+    """Heads, and tables of some of their columns, without a gradient; and the operands' types."""
+    for shape, lead, pairs, interleaved in [
+        ((2, 37, 5, 64), (37, 1), 32, False),
+        ((3, 33, 1, 128), (3, 33, 1), 32, True),
+        ((67, 3, 80), (), 40, False),
+        ((130, 256), (130,), 128, True),
+        ((5, 9, 2, 512), (1, 1), 256, False),
+    ]:
+
+        def call(
+            x: jax.Array,
+            scale: jax.Array,
+            table: tuple[int, ...] = (*lead, pairs),
+            interleaved: bool = interleaved,
+        ) -> Any:
+            angles = jnp.arange(math.prod(table), dtype=jnp.float32).reshape(table)
+            return getattr(jaxnorm, name)(
+                x,
+                scale,
+                jnp.cos(angles),
+                jnp.sin(angles),
+                interleaved=interleaved,
+                implementation=implementation,
+            )
+
+        yield (
+            call,
+            [jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[-1:], "float32")],
+        )
 
 
 def logits(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
@@ -134,6 +167,11 @@ def compiled(call: Any, operands: Any) -> Any:
 def main(implementation: str, name: str, dtype: str) -> None:
     kind, _, op = name.rpartition(" ")
     of_names = {"loss": losses, "linear loss": linear_losses, "rms_norm_linear": products}
+    of_names |= {
+        name: rotations
+        for name, function in FUNCTIONS.items()
+        if "cos" in OPERATIONS[function.op].operands
+    }
     cases_of = of_names.get(name, logits if kind else strided_or_rows)
     cases = list(cases_of(op, dtype, implementation))
     # One compiles after the other, and none while a kernel runs: under the checker, either ended in

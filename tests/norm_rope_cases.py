@@ -3,13 +3,11 @@
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from reference import SAFETY, Norm, exact, rounding
-
-
-def angles(positions, pairs):
-    return positions[:, None] / 10000.0 ** (np.arange(pairs) / pairs)
+from test_norm import normal
 
 
 def tables(shape, dtype="float32", *, factor=1.0, seed=0):
@@ -34,6 +32,18 @@ def plain(x, scale, cos, sin, *, interleaved=False, epsilon=1e-6):
     a, b = n[..., first], n[..., second]
     n = n.at[..., first].set(a * cos - b * sin)
     return n.at[..., second].set(b * cos + a * sin)
+
+
+SHAPE = BATCH, LENGTH, HEADS, COLS = 4, 8, 2, 16
+X, SCALE = normal(SHAPE, "float32", 0), normal((COLS,), "float32", 1, scale=0.3, shift=1.0)
+COS, SIN = tables((LENGTH, 1, COLS // 2))
+ALL = X, SCALE, COS, SIN
+
+
+def assert_close(ours, theirs, atol=2e-5):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=atol)
 
 
 @dataclasses.dataclass

@@ -212,7 +212,11 @@ NUMBERS = [
         for f in (jaxnorm.add_layer_norm, jaxnorm.add_rms_norm, jaxnorm.rms_norm_add_rms_norm)
         for name in ("epsilon", "scale_offset")
     ],
-    *[(jaxnorm.rms_norm_linear, name) for name in ("epsilon", "scale_offset")],
+    *[
+        (f, name)
+        for f in (jaxnorm.rms_norm_linear, jaxnorm.rms_norm_rope)
+        for name in ("epsilon", "scale_offset")
+    ],
     *[(f, "scale") for f in SOFTMAXES],
     *[
         (f, name)
@@ -237,6 +241,7 @@ def called(function, **options):
         "rms_norm_add": (X, X),
         "rms_norm_add_rms_norm": (X, X),
         "rms_norm_linear": (X, W),
+        "rms_norm_rope": (X, None, jnp.ones(2), jnp.ones(2)),
         "softmax_cross_entropy_with_integer_labels": (X, LABELS),
         "linear_softmax_cross_entropy": (X, W, LABELS),
         "check_params": ({"scale": jnp.ones(4)}, "float32"),

@@ -22,6 +22,15 @@ def norm(function):
     return call
 
 
+def rotated_heads(x, implementation):
+    heads = x.reshape(len(x), 4, -1)
+    scale = jnp.linspace(-1, 2, heads.shape[-1], dtype=jnp.float32)
+    angles = jnp.linspace(0, 3, heads.shape[-1] // 2)
+    return jaxnorm.rms_norm_rope(
+        heads, scale, jnp.cos(angles), jnp.sin(angles), implementation=implementation
+    )
+
+
 def softmax(function, **options):
     return lambda x, implementation: function(x, implementation=implementation, **options)
 
@@ -43,6 +52,7 @@ CALLS = {
     "add_layer_norm": norm(jaxnorm.add_layer_norm),
     "rms_norm_add": norm(jaxnorm.rms_norm_add),
     "rms_norm_add_rms_norm": norm(jaxnorm.rms_norm_add_rms_norm),
+    "rms_norm_rope": rotated_heads,
     "softmax": softmax(jaxnorm.softmax),
     "causal softmax": softmax(jaxnorm.softmax, causal=True),
     "log_softmax": softmax(jaxnorm.log_softmax),

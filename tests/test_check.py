@@ -223,3 +223,89 @@ def test_conversions_judge_as_it_does(scale, bias, dtype):
         said = "or far below the bias" if bias else f"too small for {dtype}"
         assert said in why
         assert "in 1 of 8 columns" in why or bias == 1e3
+
+
+# --------------------------------------------------------------------- norms that are rotated
+
+
+def heads(q, k=None, layers=()):
+    scale = jnp.broadcast_to(jnp.asarray(q, jnp.float32), (*layers, len(q)))
+    other = jnp.ones(len(q)) if k is None else jnp.asarray(k, jnp.float32)
+    return {
+        "attention": {"q_norm": {"scale": scale}, "k_norm": {"scale": other}},
+        "norm": {"scale": jnp.ones(8)},
+    }
+
+
+def judged(stored, dtype=jnp.bfloat16, **options):
+    return {norm.path: norm for norm in jaxnorm.check_params(stored, dtype, **options)}
+
+
+@pytest.mark.parametrize("name", ["q_norm", "attention/q_norm", "attention.q_norm", ("q_norm",)])
+def test_a_rotated_norm_errs_by_its_partners(name):
+    stored = heads([1, 1, 1, 1, 8, 1, 1, 1])
+    (q, k, norm) = jaxnorm.check_params(stored, jnp.bfloat16, rotated=name)
+    assert q.max_partner_ratio == 8
+    assert q.dscale_error == pytest.approx(0.83 * 2**-9 * np.sqrt((1 + 8**2) / 2))
+    assert (k.max_partner_ratio, norm.max_partner_ratio) == (None, None)
+    # What is not rotated is as ever.
+    assert [k, norm] == list(jaxnorm.check_params(stored, jnp.bfloat16))[1:]
+    (_, k, _) = jaxnorm.check_params(stored, jnp.bfloat16, rotated=("q_norm", "k_norm"))
+    assert (k.max_partner_ratio, k.dscale_error) == (1, pytest.approx(0.83 * 2**-9))
+
+
+def test_a_zero_beside_a_partner_is_lost():
+    one, both = [0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 1, 1, 1]
+    for dtype, of_both in [("bfloat16", "safe"), ("float32", "safe"), ("float16", "advised")]:
+        for scale, verdict in ((one, "advised"), (both, of_both)):
+            report = judged(heads(scale), dtype, rotated="q_norm")
+            assert report["attention/q_norm"].verdict.endswith(verdict), (dtype, scale)
+        if dtype != "float16":
+            assert jaxnorm.check_params(heads(one), dtype).safe
+    # Gemma's: it is 1 + scale that counts.
+    assert jaxnorm.check_params(heads(one), "bfloat16", scale_offset=1, rotated="q_norm").safe
+
+
+def test_pairs_of_rotated_columns():
+    """Of halves or of neighbours, and of the first columns alone; for each of stacked layers."""
+    scale = [0, 1, 0, 1, 0, 1, 1, 1]
+
+    def lost(columns, **options):
+        found = judged(heads(columns, layers=(3,)), rotated="q_norm", **options)
+        assert found["attention/q_norm"].columns == 24
+        return found["attention/q_norm"].verdict != "safe"
+
+    assert lost(scale)  # 2 beside 6
+    assert lost(scale, interleaved=True)
+    assert not lost([0, 1, 1, 1, 0, 1, 1, 1])
+    assert lost([0, 1, 1, 1, 0, 1, 1, 1], interleaved=True)
+    assert not lost([0, 0, 1, 1, 1, 1, 1, 1], interleaved=True)
+    assert not lost([0, 1, 0, 1, 1, 1, 0, 1], rotated_columns=4)
+    assert lost([0, 1, 1, 1, 0, 1, 1, 1], rotated_columns=4)
+    assert not lost([1, 1, 1, 1, 0, 1, 1, 1], rotated_columns=4, interleaved=True)
+
+
+def test_the_table_of_rotated_norms():
+    stored = heads([1, 1, 1, 1, 8, 1, 1, 1])
+    lines = str(jaxnorm.check_params(stored, jnp.bfloat16, rotated="q_norm")).splitlines()
+    assert "max partner/scale" in lines[0]
+    assert "max partner/scale" not in str(jaxnorm.check_params(stored, jnp.bfloat16))
+    assert len({len(line.rstrip()) for line in lines[1:]}) == 1
+
+
+def test_errors_of_rotated_norms():
+    stored = heads(np.ones(8))
+    with pytest.raises(ValueError, match=r"rotated names 'norm_q'.* no norm ends so; norms that "):
+        jaxnorm.check_params(stored, "float32", rotated=("q_norm", "norm_q"))
+    with pytest.raises(ValueError, match=r"q_norm has 8 columns, and rotated_columns=10; expected"):
+        jaxnorm.check_params(stored, "float32", rotated="q_norm", rotated_columns=10)
+    with pytest.raises(ValueError, match=r"q_norm has 7 columns, and rotated_columns=None; exp"):
+        jaxnorm.check_params(heads(np.ones(7)), "float32", rotated="q_norm")
+    with pytest.raises(TypeError, match=r"rotated has a int; expected names of norms"):
+        jaxnorm.check_params(stored, "float32", rotated=[1])
+    with pytest.raises(TypeError, match=r"rotated_columns=4.0; expected a number of col"):
+        jaxnorm.check_params(stored, "float32", rotated="q_norm", rotated_columns=4.0)
+    with pytest.raises(TypeError, match="interleaved=1 is a int; expected True or False"):
+        jaxnorm.check_params(stored, "float32", rotated="q_norm", interleaved=1)
+    with pytest.raises(ValueError, match="rotated names block/norm1, which has a bias; rms_norm_r"):
+        jaxnorm.check_params(params(), "float32", rotated="norm1")

@@ -40,6 +40,12 @@ FUNCTIONS = {
     "layer_norm from input": lambda *a, **o: jaxnorm.layer_norm(*a, save="input", **o),
     "rms_norm": lambda x, scale, bias, **o: jaxnorm.rms_norm(x, scale, **o),
 }
+# Which is no kernel's of a row this long.
+ROTATED = {
+    "rms_norm_rope": lambda x, scale, bias, **o: jaxnorm.rms_norm_rope(
+        x, scale, bias[::2], bias[1::2], **o
+    ),
+}
 # A width for each kind of kernel: rows in parts of warps, in warps, in warpgroups, in clusters, and
 # rows of odd length.
 SHAPES = [(65536, 64), (8192, 1024), (1024, 8192), (256, 65536), (2048, 4095)]
@@ -102,15 +108,16 @@ def test_lowering_with_checks(configuration, name, shape, dtype):
 @pytest.mark.oldest_jax
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", FUNCTIONS | ROTATED)
 def test_values(name, configuration):
+    function = (FUNCTIONS | ROTATED)[name]
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(6, 40)), "bfloat16")
     scale, bias = (jnp.asarray(rng.normal(size=40), "float32") for _ in range(2))
-    expected = jax.tree.leaves(jax.jit(forward_and_gradient(FUNCTIONS[name]))(x, scale, bias))
+    expected = jax.tree.leaves(jax.jit(forward_and_gradient(function))(x, scale, bias))
     with CONFIGURATIONS[configuration]():
         for run in (jax.jit, lambda f: f):
-            got = jax.tree.leaves(run(forward_and_gradient(FUNCTIONS[name]))(x, scale, bias))
+            got = jax.tree.leaves(run(forward_and_gradient(function))(x, scale, bias))
             for ours, theirs in zip(got, expected, strict=True):
                 assert ours.dtype == theirs.dtype
                 np.testing.assert_allclose(

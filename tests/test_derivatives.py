@@ -118,3 +118,14 @@ def test_second_derivative_through_a_rounded_bias(dtype):
         # The cotangent 2 d of y is stored in y's dtype before the rows are summed.
         bound = unit_roundoff(dtype) * np.sum(2 * np.abs(d), 0).max()
         np.testing.assert_allclose(hessian, np.diag(2 * d.sum(0)), rtol=0, atol=bound)
+
+
+@refused.expect(refused.FLOAT64)
+@pytest.mark.parametrize("save", ["output", "input"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rms_norm_rope(interleaved, save, implementation):
+    """Of the tables, too: any numbers, of which no pair is near 0."""
+    x, scale = normal(3, 2, 6), 1 + 0.3 * normal(6, seed=1)
+    cos, sin = 1.5 + 0.3 * normal(3, 1, 2, seed=2), normal(3, 1, 2, seed=3)
+    options = {"interleaved": interleaved, "save": save, "implementation": implementation}
+    check(lambda *a: jaxnorm.rms_norm_rope(*a, **options), x, scale, cos, sin)

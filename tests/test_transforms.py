@@ -25,7 +25,9 @@ FUNCTIONS = {
     "layer_norm from input": lambda x, **options: jaxnorm.layer_norm(
         x, SCALE, BIAS, save="input", **options
     ),
+    "rms_norm_rope": lambda x, **options: jaxnorm.rms_norm_rope(x, SCALE, *TABLES, **options),
 }
+TABLES = jnp.cos(jnp.arange(8.0)), jnp.sin(jnp.arange(8.0))
 SCALE, BIAS = 1 + 0.1 * normal(16, seed=1), normal(16, seed=2)
 
 each_function = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=list(FUNCTIONS))

@@ -166,9 +166,10 @@ def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
 
     operands = factors(call.operand_kinds, [a.shape for a in arrays], "p")
     results = factors(call.result_kinds, [*map(call.view.shape_of, call.result_kinds)], "g")
-    whole = [name for name in " ".join(operands).split() if name.startswith("p")]
-    if call.spec.rotated:  # a pair is two columns
-        whole += [f"x{axis}" for axis in call.view.axes]
+    # A pair is two columns. Shardy takes factors in the order in which they occur.
+    of_pairs = {f"x{axis}" for axis in call.view.axes} if call.spec.rotated else set()
+    names = dict.fromkeys(" ".join(operands).split())
+    whole = [name for name in names if name.startswith("p") or name in of_pairs]
     return Factors(operands, results, tuple(whole))
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,6 +47,8 @@ class NormReport:
       max_bias_ratio: largest ``|bias / (scale + scale_offset)|``; 0 without a bias.
       dscale_error: predicted relative error of the scale's gradient in the worst column.
       verdict: ``"safe"``, or advice.
+      max_partner_ratio: of a norm whose output is rotated, the largest scale of a column's partner
+        over the column's own; None of any other.
     """
 
     path: str
@@ -55,6 +57,7 @@ class NormReport:
     max_bias_ratio: float
     dscale_error: float
     verdict: str
+    max_partner_ratio: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,22 +81,56 @@ class ParamReport:
     def __str__(self) -> str:
         if not self.norms:
             return 'no norm found: no parameter is named "scale", and no norm\'s is named "weight"'
-        header = ("norm", "columns", "under floor", "max |bias/scale|", "dscale error", "verdict")
-        lines = [header] + [
-            (
-                norm.path,
-                str(norm.columns),
-                str(norm.under_floor),
-                f"{norm.max_bias_ratio:.2g}",
-                f"{norm.dscale_error:.1e}",
-                norm.verdict,
+        columns = {
+            "norm": [norm.path for norm in self.norms],
+            "columns": [str(norm.columns) for norm in self.norms],
+            "under floor": [str(norm.under_floor) for norm in self.norms],
+            "max |bias/scale|": [f"{norm.max_bias_ratio:.2g}" for norm in self.norms],
+            "max partner/scale": [_shown(norm.max_partner_ratio) for norm in self.norms],
+            "dscale error": [f"{norm.dscale_error:.1e}" for norm in self.norms],
+            "verdict": [norm.verdict for norm in self.norms],
+        }
+        if all(norm.max_partner_ratio is None for norm in self.norms):
+            del columns["max partner/scale"]
+        lines = [tuple(columns), *zip(*columns.values())]
+        return table(lines, left=(0, len(columns) - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rotation:
+    """Which columns `rms_norm_rope` pairs.
+
+    Attributes:
+      columns: how many, the first ones, are rotated; None for all.
+      interleaved: a pair is two neighbours, and not two columns in the two halves.
+    """
+
+    columns: int | None
+    interleaved: bool
+
+    def partners(self, path: str, columns: int) -> np.ndarray:
+        """The partner of each column; of one that is not rotated, itself."""
+        rotated = columns if self.columns is None else self.columns
+        if rotated % 2 or not 0 <= rotated <= columns:
+            raise ValueError(
+                f"check_params: {path} has {columns} columns, and rotated_columns="
+                f"{self.columns}; expected an even number of at most {columns}"
             )
-            for norm in self.norms
-        ]
-        return table(lines, left=(0, len(header) - 1))
+        indices = np.arange(columns)
+        pairs = indices[:rotated].reshape((-1, 2) if self.interleaved else (2, -1))
+        indices[:rotated] = pairs[:, ::-1].ravel() if self.interleaved else pairs[::-1].ravel()
+        return indices
 
 
-def check_params(params: Any, dtype: checks.DTypeLike, *, scale_offset: float = 0.0) -> ParamReport:
+def check_params(
+    params: Any,
+    dtype: checks.DTypeLike,
+    *,
+    scale_offset: float = 0.0,
+    rotated: str | Sequence[str] | None = None,
+    rotated_columns: int | None = None,
+    interleaved: bool = False,
+) -> ParamReport:
     """Predicts, for each norm, what ``save="output"`` costs in gradient accuracy.
 
     From the saved y the backward recovers ``x_hat = (y - bias) / scale``. What y's rounding leaves
@@ -101,8 +138,10 @@ def check_params(params: Any, dtype: checks.DTypeLike, *, scale_offset: float = 
 
         error(dscale_j) = sqrt((0.83 u)^2 (1 + (bias_j / scale_j)^2) + (q / (sqrt(12) scale_j))^2)
 
-    with u and q the rounding of normal and subnormal numbers of ``dtype``. A host utility: it pulls
-    the parameters off the device.
+    with u and q the rounding of normal and subnormal numbers of ``dtype``. Where y is rotated
+    (:func:`jaxnorm.rms_norm_rope`), a column carries its partner's rounding, too: in place of the
+    bias's term there is that of the two scales, ``(0.83 u)^2 (1 + (partner_j / scale_j)^2) / 2``. A
+    host utility: it pulls the parameters off the device.
 
     Args:
       params: a tree of parameters, with names of Flax (linen and nnx alike), equinox or PyTorch,
@@ -118,6 +157,12 @@ def check_params(params: Any, dtype: checks.DTypeLike, *, scale_offset: float = 
 
       dtype: dtype of the norms' *output*, not of the parameters.
       scale_offset: added to every scale, as in the functions.
+      rotated: names of the norms whose output is rotated, or one name: the last part of their
+        paths, or more of it, such as ``("q_norm", "k_norm")``. Their scales' last axis is that of
+        the columns of a head.
+      rotated_columns, interleaved: of these norms, how many columns are rotated (twice the last
+        axis of the tables; None for all), and how they are paired, as in
+        :func:`jaxnorm.rms_norm_rope`.
 
     Returns:
       A :class:`ParamReport`: a sequence of norms, each with a verdict; ``print`` it for a table. It
@@ -125,8 +170,9 @@ def check_params(params: Any, dtype: checks.DTypeLike, *, scale_offset: float = 
 
     Raises:
       TypeError: ``dtype`` is no supported float dtype, or a scale or bias is not a real float
-        array.
-      ValueError: a bias's shape differs from its scale's.
+        array, or an option is of the wrong type.
+      ValueError: a bias's shape differs from its scale's; ``rotated`` names no norm, or one with a
+        bias; or ``rotated_columns`` is odd, or more than a norm has.
 
     Example:
       >>> import jax.numpy as jnp
@@ -139,10 +185,14 @@ def check_params(params: Any, dtype: checks.DTypeLike, *, scale_offset: float = 
     caller = "check_params"
     y_dtype = checks.dtype(caller, "dtype", dtype)
     offset = checks.number(caller, "scale_offset", scale_offset)
+    names = _names(rotated)
+    if rotated_columns is not None:
+        rotated_columns = checks.integer(caller, "rotated_columns", rotated_columns, "columns")
+    rotation = _Rotation(rotated_columns, checks.flag(caller, "interleaved", interleaved))
     leaves = _flat(params)
     modules = _flat(params, is_leaf=_is_norm)
     of_norms = {path for path, module in modules.items() if _is_norm(module)}
-    norms = []
+    norms, found = [], set[str]()
     for path, scale in leaves.items():
         # nnx wraps a parameter: its path ends in the name and then in an attribute.
         at = next((i for i in (-1, -2) if path[i:][:1] in (("scale",), ("weight",))), None)
@@ -152,9 +202,35 @@ def check_params(params: Any, dtype: checks.DTypeLike, *, scale_offset: float = 
         bias = leaves.get((*parent, "bias", *rest))
         if path[at] == "weight" and not _is_scale(scale, bias, parent, parent in of_norms):
             continue
-        name = "/".join(parent) or "(root)"
-        norms.append(_report(name, scale, bias, y_dtype, offset))
+        path_ = "/".join(parent) or "(root)"
+        of_path = [name for name in names if _ends_with(path_, name)]
+        found.update(of_path)
+        norms.append(_report(path_, scale, bias, y_dtype, offset, rotation if of_path else None))
+    for name in names:
+        if name not in found:
+            known = ", ".join(norm.path for norm in norms) or "none"
+            raise ValueError(
+                f"{caller}: rotated names {name!r}, and the path of no norm ends so; norms that "
+                f"there are: {known}"
+            )
     return ParamReport(y_dtype.name, tuple(norms))
+
+
+def _names(rotated: str | Sequence[str] | None) -> tuple[str, ...]:
+    names = () if rotated is None else (rotated,) if isinstance(rotated, str) else tuple(rotated)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"check_params: rotated has a {type(name).__name__}; expected names of norms, such "
+                'as ("q_norm", "k_norm")'
+            )
+    return names
+
+
+def _ends_with(path: str, name: str) -> bool:
+    """Whether the last parts of a path are those of a name, joined by dots or slashes."""
+    parts = re.split("[./]", name)
+    return path.split("/")[-len(parts) :] == parts
 
 
 def columns_lost(scale: np.ndarray, bias: np.ndarray | None, y_dtype: np.dtype) -> int:
@@ -164,7 +240,14 @@ def columns_lost(scale: np.ndarray, bias: np.ndarray | None, y_dtype: np.dtype) 
     return int(np.sum(~(error <= _ADVISE_INPUT)))
 
 
-def _report(path: str, scale: Any, bias: Any, y_dtype: np.dtype, offset: float) -> NormReport:
+def _report(
+    path: str,
+    scale: Any,
+    bias: Any,
+    y_dtype: np.dtype,
+    offset: float,
+    rotation: _Rotation | None,
+) -> NormReport:
     g = _host("scale", path, scale) + offset
     b = None if bias is None else _host("bias", path, bias)
     if b is not None and b.shape != g.shape:
@@ -173,6 +256,14 @@ def _report(path: str, scale: Any, bias: Any, y_dtype: np.dtype, offset: float) 
             "expected equal shapes"
         )
     ratio, error = _ratio_and_error(g, b, y_dtype)
+    of_partner = None
+    if rotation is not None:
+        if b is not None:
+            raise ValueError(
+                f"check_params: rotated names {path}, which has a bias; rms_norm_rope takes none"
+            )
+        of_partner = _partner_ratio(g, rotation.partners(path, (g.shape or (1,))[-1]), y_dtype)
+        error = _error(g, np.hypot(1.0, of_partner) / math.sqrt(2), y_dtype)
     floor = _floor_of(y_dtype)
     under = np.abs(g) < (2.0**-14 if floor is None else floor)
     # A gradient that is all noise is wrong by about 1, and x_hat is clipped besides.
@@ -184,6 +275,7 @@ def _report(path: str, scale: Any, bias: Any, y_dtype: np.dtype, offset: float) 
         max_bias_ratio=float(np.max(ratio, initial=0.0)),
         dscale_error=worst,
         verdict=SAFE if worst <= _ADVISE_INPUT else INPUT_ADVISED,
+        max_partner_ratio=None if of_partner is None else float(np.max(of_partner, initial=0.0)),
     )
 
 
@@ -191,16 +283,38 @@ def _ratio_and_error(
     scale: np.ndarray, bias: np.ndarray | None, y_dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
     """|bias / scale|, as y carries it, and the predicted relative error, of each column."""
-    floor = _floor_of(y_dtype)
-    magnitude = np.abs(scale)
-    carried = magnitude if floor is None else np.maximum(magnitude, floor)
+    ratio = np.zeros_like(scale)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        if bias is not None:
+            ratio = np.where(bias == 0, 0.0, np.abs(bias) / _carried(scale, y_dtype))
+        return ratio, _error(scale, np.hypot(1.0, ratio), y_dtype)
+
+
+def _partner_ratio(scale: np.ndarray, partners: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
+    """What y carries of each column's partner, over what it carries of the column."""
+    carried = _carried(scale, y_dtype)
+    of_partner = carried[..., partners]
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        # Both 0, without a floor: nothing of either is carried, which is no matter of the ratio.
+        return np.where(of_partner == carried, 1.0, of_partner / carried)
+
+
+def _error(scale: np.ndarray, spread: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
+    """Of each column, from y's rounding in units of what y carries of the column."""
     u, quantum = _ROUNDING[y_dtype.name]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        ratio = np.zeros_like(scale)
-        if bias is not None:
-            ratio = np.where(bias == 0, 0.0, np.abs(bias) / carried)
-        subnormal = quantum / (math.sqrt(12) * carried)
-        return ratio, np.hypot(0.83 * u * np.hypot(1.0, ratio), subnormal)
+        subnormal = quantum / (math.sqrt(12) * _carried(scale, y_dtype))
+        return np.hypot(0.83 * u * spread, subnormal)
+
+
+def _carried(scale: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
+    """|scale|, raised where the forward raises it."""
+    floor = _floor_of(y_dtype)
+    return np.abs(scale) if floor is None else np.maximum(np.abs(scale), floor)
+
+
+def _shown(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2g}"
 
 
 def _floor_of(y_dtype: np.dtype) -> float | None:
