@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal, Var
 
 # Whose lines are nobody's own: what a model is made with.
-_LIBRARIES = ("jax", "jaxlib", "flax", "equinox", "jaxnorm", "jaxnorm_kernels")
+_LIBRARIES = ("jax", "jaxlib", "flax", "equinox", "optax", "jaxnorm", "jaxnorm_kernels")
 
 # Calls whose body is computed once, of the operands in their order.
 _CALLS = {

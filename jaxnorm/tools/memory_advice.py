@@ -1,10 +1,12 @@
 """What would not keep an array that a derivative keeps: jaxnorm's functions, `jax.checkpoint`.
 
-Known by how the array is made and what takes it, in the graph of `kept_arrays`:
+Known by how the array is made and what takes it, in the graph of `kept_arrays`; cross-entropies by
+`loss_advice`:
 
     gated_linear         between activation(gate) * up and the product with a weight
     activation_linear    between activation(x) and the product with a weight
     rms_norm, layer_norm between x and x times the reciprocal root of a mean of squares
+    ..._cross_entropy    logits, their exponentials and casts, of integer labels
     softmax              exponentials, beside what they are over their sum
     jax.checkpoint       in a scan: a reshape or a cast of what is kept as well
 """
@@ -12,29 +14,11 @@ Known by how the array is made and what takes it, in the graph of `kept_arrays`:
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 
+from jaxnorm.tools import elementwise, loss_advice
 from jaxnorm.tools.kept_arrays import NAMING, Value, origin
 
-# What makes the same elements again, in another shape or dtype.
-_COPYING = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type"}
-
-_ELEMENTWISE = {
-    "abs", "add", "add_any", "and", "cbrt", "clamp", "convert_element_type", "cos", "div", "eq",
-    "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "ge", "gt", "integer_pow", "is_finite", "le",
-    "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square",
-    "or", "pow", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub",
-    "tan", "tanh", *NAMING,
-}  # fmt: skip
-
-# Of which an activation has one; the product with a gate alone, or a norm, has none.
-_NONLINEAR = {
-    "abs", "clamp", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic",
-    "max", "min", "select_n", "tanh",
-}  # fmt: skip
-
 # What takes an array, and keeps nothing of it.
-_LINEAR = {"add", "add_any", "sub", "neg", "stack", "scan", *_COPYING, *NAMING}
-
-_GIVEN = ("argument", "slice", "literal")
+_LINEAR = {"add", "add_any", "sub", "neg", "stack", "scan", *elementwise.COPYING, *NAMING}
 
 #: By an array's id: a sentence, and the bytes that following it saves.
 type Advice = dict[int, tuple[str, int]]
@@ -46,7 +30,7 @@ def advice(kept: Sequence[Value]) -> Advice:
         return _advice(kept)
     finally:  # what they remember of this graph
         _sources.cache_clear()
-        _is_spread.cache_clear()
+        elementwise.is_spread.cache_clear()
 
 
 def _advice(kept: Sequence[Value]) -> Advice:
@@ -57,12 +41,14 @@ def _advice(kept: Sequence[Value]) -> Advice:
         _of_activation(product, by_origin, claimed, found)
     for root, region in _norms(kept):
         _of_norm(root, region, by_origin, found)
+    for members, lacking, sentence in loss_advice.losses(kept, by_origin):
+        _advise(found, members, lacking, sentence)
     for value in kept:
         made = origin(value)
         if made.made_by == "exp" and (dtype := _softmax_of(made, by_origin)) is not None:
             sentence = f"softmax: in place of that of {made.source}, it keeps its result alone"
             found.setdefault(id(value), (sentence + dtype, value.bytes))
-        if id(value) not in found and made.layers > 1 and made.made_by in _COPYING:
+        if id(value) not in found and made.layers > 1 and made.made_by in elementwise.COPYING:
             before = origin(made.operands[0])
             if id(before) in by_origin:
                 found[id(value)] = (
@@ -105,7 +91,7 @@ def _of_activation(
     lacking = sum(
         s.bytes * s.layers
         for key, s in sources.items()
-        if key not in by_origin and s.made_by not in _GIVEN
+        if key not in by_origin and s.made_by not in elementwise.GIVEN
     )
     members = [
         v
@@ -126,7 +112,7 @@ def _products(kept: Iterable[Value]) -> list[Value]:
     """Matrix products of rows with a weight, of what is kept."""
     found: dict[int, Value] = {}
     for value in kept:
-        for taker in _takers(origin(value)):
+        for taker in elementwise.takers(origin(value)):
             if taker.made_by != "dot_general" or taker.equation is None:
                 continue
             (lhs, rhs), batch = taker.equation.params["dimension_numbers"]
@@ -135,14 +121,6 @@ def _products(kept: Iterable[Value]) -> list[Value]:
             if is_linear and not any(batch) and len(weight.shape) == 2:
                 found[id(taker)] = taker
     return [*found.values()]
-
-
-def _takers(value: Value) -> Iterator[Value]:
-    """What takes a value, also by another name or in another dtype."""
-    for taker in value.takers:
-        yield taker
-        if taker.made_by in NAMING or taker.made_by == "convert_element_type":
-            yield from _takers(taker)
 
 
 @functools.cache
@@ -160,61 +138,14 @@ def _sources(h: Value) -> tuple[dict[int, Value], bool, bool]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if value.size != h.size or _is_spread(value):
-            is_alone &= not _is_reduced(value, h.size)
-        elif value.made_by in _ELEMENTWISE and not _is_product(value):
-            is_nonlinear |= value.made_by in _NONLINEAR
+        if value.size != h.size or elementwise.is_spread(value):
+            is_alone &= not elementwise.is_reduced(value, h.size)
+        elif value.made_by in elementwise.ELEMENTWISE and not elementwise.is_product(value):
+            is_nonlinear |= value.made_by in elementwise.NONLINEAR
             stack += value.operands
         else:
             sources[id(value)] = value
     return sources, is_nonlinear, is_alone
-
-
-def _is_product(value: Value) -> bool:
-    """A matrix product, with what a linear layer does to it: a bias, a cast."""
-    value = origin(value)
-    if value.made_by == "dot_general":
-        return True
-    if value.made_by in _COPYING:
-        return _is_product(value.operands[0])
-    if value.made_by == "add":
-        rest = [v for v in value.operands if v.size == value.size and not _is_spread(v)]
-        return len(rest) == 1 and _is_product(rest[0])
-    return False
-
-
-@functools.cache
-def _is_spread(value: Value) -> bool:
-    """Whether it is made of smaller arrays alone: numbers for rows, for columns."""
-    value = origin(value)
-    if value.made_by == "broadcast_in_dim":
-        return True
-    return (
-        value.made_by in _ELEMENTWISE
-        and bool(value.operands)
-        and all(v.size < value.size or _is_spread(v) for v in value.operands)
-    )
-
-
-def _is_reduced(value: Value, limit: int) -> bool:
-    """Whether a small array is of a sum, or of another reduction."""
-    return any(
-        v.made_by.startswith(("reduce_", "arg", "cum", "dot_")) for v in _ancestors(value, limit)
-    )
-
-
-def _ancestors(value: Value, limit: int) -> Iterator[Value]:
-    """What it is made of, itself included; of an array of `limit` elements nothing more."""
-    stack, seen = [*value.operands], {id(value)}
-    yield value
-    while stack:
-        value = stack.pop()
-        if id(value) not in seen:
-            seen.add(id(value))
-            yield value
-            is_copy = value.made_by in NAMING or value.made_by == "convert_element_type"
-            if value.size < limit or is_copy or _is_spread(value):
-                stack += value.operands
 
 
 def _is_for(product: Value, h: Value, sources: dict[int, Value]) -> bool:
@@ -231,7 +162,7 @@ def _is_for(product: Value, h: Value, sources: dict[int, Value]) -> bool:
         for taker in stack.pop().takers:
             if taker is product or taker.made_by == "stack" or id(taker) in inside:
                 continue
-            if taker.made_by not in _ELEMENTWISE or not _is_between(taker, sources):
+            if taker.made_by not in elementwise.ELEMENTWISE or not _is_between(taker, sources):
                 return False
             inside[id(taker)] = taker
             stack.append(taker)
@@ -263,7 +194,7 @@ def _norms(kept: Iterable[Value]) -> Iterator[tuple[Value, list[Value]]]:
         done.add(id(root))
         region = _region(root)
         names = {v.made_by for v in region}
-        if any(map(_is_by_a_root, region)) and not names & _NONLINEAR:
+        if any(map(_is_by_a_root, region)) and not names & elementwise.NONLINEAR:
             yield root, region
 
 
@@ -271,8 +202,12 @@ def _root(value: Value) -> Value:
     """Of what one array of its size a value is made, element by element."""
     while True:
         value = origin(value)
-        same = [v for v in value.operands if v.size == value.size and not _is_spread(v)]
-        if value.made_by not in _ELEMENTWISE or _is_product(value) or len({*same}) != 1:
+        same = [v for v in value.operands if v.size == value.size and not elementwise.is_spread(v)]
+        if (
+            value.made_by not in elementwise.ELEMENTWISE
+            or elementwise.is_product(value)
+            or len({*same}) != 1
+        ):
             return value
         value = same[0]
 
@@ -283,8 +218,10 @@ def _region(root: Value) -> list[Value]:
     stack = [root]
     while stack:
         for taker in stack.pop().takers:
-            same = [v for v in taker.operands if v.size == root.size and not _is_spread(v)]
-            fits = taker.made_by in _ELEMENTWISE and taker.size == root.size
+            same = [
+                v for v in taker.operands if v.size == root.size and not elementwise.is_spread(v)
+            ]
+            fits = taker.made_by in elementwise.ELEMENTWISE and taker.size == root.size
             if fits and id(taker) not in region and all(id(v) in region for v in same):
                 region[id(taker)] = taker
                 stack.append(taker)
@@ -295,9 +232,9 @@ def _is_by_a_root(value: Value) -> bool:
     """Whether it is something times the reciprocal root of a sum over its row."""
     for operand in value.operands:
         operand = origin(operand)
-        if operand.size == value.size and not _is_spread(operand):
+        if operand.size == value.size and not elementwise.is_spread(operand):
             continue
-        names = {v.made_by for v in _ancestors(operand, value.size)}
+        names = {v.made_by for v in elementwise.ancestors(operand, value.size)}
         if names & {"rsqrt", "sqrt"} and "reduce_sum" in names:
             return value.made_by in ("mul", "div")
     return False
@@ -308,7 +245,7 @@ def _softmax_of(exponential: Value, by_origin: dict[int, Value]) -> str | None:
     for taker in exponential.takers:
         if taker.made_by != "div" or taker.operands[0] is not exponential:
             continue
-        if all(v is not exponential for v in _ancestors(taker.operands[1], taker.size)):
+        if all(v is not exponential for v in elementwise.ancestors(taker.operands[1], taker.size)):
             continue
         if id(taker) in by_origin:
             return ""
@@ -340,12 +277,12 @@ def _of_norm(
     # Factors of x's size, of rows times columns.
     factors = {id(origin(a)): a for v in region for a in v.operands if id(a) not in inside}
     members += [by_origin[k] for k, a in factors.items() if k in by_origin and a.size == root.size]
-    if is_free and id(root) in by_origin and root.made_by not in _GIVEN:
+    if is_free and id(root) in by_origin and root.made_by not in elementwise.GIVEN:
         members.append(by_origin[id(root)])
     lacking = sum(v.bytes * v.layers for v in results if id(v) not in by_origin)
     centred = [v for v in region if v.made_by == "sub"]
     subtracted = [a for v in centred for a in v.operands if id(a) not in inside]
-    has_mean = any(_is_reduced(a, root.size) for a in subtracted)
+    has_mean = any(elementwise.is_reduced(a, root.size) for a in subtracted)
     name = "layer_norm" if has_mean else "rms_norm"
     members = [v for v in members if id(v) not in found]
     line = next((v.source for v in region if v.source), root.source)

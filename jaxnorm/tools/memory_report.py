@@ -102,8 +102,8 @@ def memory_report(
 
     Returns:
       A :class:`MemoryReport`: ``total`` in bytes, ``rows``, and a table as its ``str``. Advice is
-      given of an activation before a linear layer, of norms and softmaxes, and, in a scan, of a
-      reshape or a cast of what is kept as well.
+      given of an activation before a linear layer, of norms, softmaxes and cross-entropies, and, in
+      a scan, of a reshape or a cast of what is kept as well.
 
     Raises:
       TypeError: ``argnums`` is no integer, and no sequence of them.

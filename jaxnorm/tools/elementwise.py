@@ -1,0 +1,81 @@
+"""What the arrays of a program are made of, element by element, in the graph of `kept_arrays`."""
+
+import functools
+from collections.abc import Iterator
+
+from jaxnorm.tools.kept_arrays import NAMING, Value, origin
+
+# What makes the same elements again, in another shape or dtype.
+COPYING = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type"}
+
+ELEMENTWISE = {
+    "abs", "add", "add_any", "and", "cbrt", "clamp", "convert_element_type", "cos", "div", "eq",
+    "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "ge", "gt", "integer_pow", "is_finite", "le",
+    "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square",
+    "or", "pow", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub",
+    "tan", "tanh", *NAMING,
+}  # fmt: skip
+
+# Of which an activation has one; the product with a gate alone, or a norm, has none.
+NONLINEAR = {
+    "abs", "clamp", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic",
+    "max", "min", "select_n", "tanh",
+}  # fmt: skip
+
+# What is there without being computed.
+GIVEN = ("argument", "slice", "literal")
+
+
+def takers(value: Value) -> Iterator[Value]:
+    """What takes a value, also by another name or in another dtype."""
+    for taker in value.takers:
+        yield taker
+        if taker.made_by in NAMING or taker.made_by == "convert_element_type":
+            yield from takers(taker)
+
+
+def is_product(value: Value) -> bool:
+    """A matrix product, with what a linear layer does to it: a bias, a cast."""
+    value = origin(value)
+    if value.made_by == "dot_general":
+        return True
+    if value.made_by in COPYING:
+        return is_product(value.operands[0])
+    if value.made_by == "add":
+        rest = [v for v in value.operands if v.size == value.size and not is_spread(v)]
+        return len(rest) == 1 and is_product(rest[0])
+    return False
+
+
+@functools.cache
+def is_spread(value: Value) -> bool:
+    """Whether it is made of smaller arrays alone: numbers for rows, for columns."""
+    value = origin(value)
+    if value.made_by == "broadcast_in_dim":
+        return True
+    return (
+        value.made_by in ELEMENTWISE
+        and bool(value.operands)
+        and all(v.size < value.size or is_spread(v) for v in value.operands)
+    )
+
+
+def is_reduced(value: Value, limit: int) -> bool:
+    """Whether a small array is of a sum, or of another reduction."""
+    return any(
+        v.made_by.startswith(("reduce_", "arg", "cum", "dot_")) for v in ancestors(value, limit)
+    )
+
+
+def ancestors(value: Value, limit: int) -> Iterator[Value]:
+    """What it is made of, itself included; of an array of `limit` elements nothing more."""
+    stack, seen = [*value.operands], {id(value)}
+    yield value
+    while stack:
+        value = stack.pop()
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            is_copy = value.made_by in NAMING or value.made_by == "convert_element_type"
+            if value.size < limit or is_copy or is_spread(value):
+                stack += value.operands

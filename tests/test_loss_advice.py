@@ -1,0 +1,208 @@
+"""memory_report's advice on cross-entropies: it is true, and given of no other losses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxnorm
+from jaxnorm import memory_report
+
+pytestmark = pytest.mark.oldest_jax
+
+TOKENS, WIDTH, CLASSES = 128, 16, 512
+FIRST = np.zeros(TOKENS, "int32")
+LABELS = jax.ShapeDtypeStruct((TOKENS,), "int32")
+OURS = jaxnorm.softmax_cross_entropy_with_integer_labels
+LINEAR = jaxnorm.linear_softmax_cross_entropy
+
+
+def of_optax(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def of_log_softmax(logits, labels):
+    """The label's element is indexed."""
+    return -jax.nn.log_softmax(logits)[jnp.arange(TOKENS), labels].mean()
+
+
+def of_one_hot(logits, labels):
+    one_hot = jax.nn.one_hot(labels, CLASSES, dtype=logits.dtype)
+    return -jnp.sum(one_hot * jax.nn.log_softmax(logits), -1).mean()
+
+
+def of_optax_s_one_hot(logits, labels):
+    return optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, CLASSES)).mean()
+
+
+def of_logsumexp(logits, labels):
+    picked = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
+    return (jax.nn.logsumexp(logits, -1) - picked).mean()
+
+
+def of_softmax(logits, labels):
+    """Its probabilities are kept."""
+    p = jax.nn.softmax(logits)
+    return -jnp.log(jnp.take_along_axis(p, labels[:, None], -1)).mean()
+
+
+def of_all_logarithms(logits, labels):
+    p = jax.nn.softmax(logits)
+    return -jnp.take_along_axis(jnp.log(p), labels[:, None], -1).mean()
+
+
+def ours(logits, labels):
+    return OURS(logits, labels).mean()
+
+
+LOSSES = (
+    of_optax, of_log_softmax, of_one_hot, of_optax_s_one_hot, of_logsumexp, of_softmax,
+    of_all_logarithms,
+)  # fmt: skip
+
+
+def operands(*dtypes):
+    shapes = (TOKENS, WIDTH), (WIDTH, CLASSES)
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes)]
+
+
+def reports(before, after, x, weight):
+    """Of functions of hidden states, a head and labels; hidden states are computed."""
+
+    def report(loss):
+        def whole(x, weight, labels):
+            return loss(jnp.sin(x), weight, labels)
+
+        return memory_report(whole, x, weight, LABELS, argnums=(0, 1))
+
+    return report(before), report(after)
+
+
+def check(before, after, function):
+    told = [row for row in before if row.advice]
+    assert told
+    assert {row.advice.split(":")[0] for row in told} == {function}
+    assert before.total - after.total == pytest.approx(sum(row.saves for row in told), rel=0.1)
+    assert not [row for row in after if row.advice]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("is_wide", [True, False])
+@pytest.mark.parametrize("loss", [*LOSSES, ours])
+def test_a_linear_layer_and_its_loss(loss, is_wide, dtype):
+    """Logits of the product's dtype, or cast to float32."""
+
+    def before(x, weight, labels):
+        logits = x @ weight
+        return loss(logits.astype(jnp.float32) if is_wide else logits, labels)
+
+    check(*reports(before, LINEAR, *operands(dtype, dtype)), "linear_softmax_cross_entropy")
+
+
+def test_a_tied_embedding_in_float32():
+    """It is cast and transposed, and hidden states have a bias."""
+
+    def hidden(x, embedding, labels):
+        return x + embedding.astype(jnp.bfloat16)[labels]
+
+    def before(x, weight, labels):
+        logits = hidden(x, weight.T, labels) @ weight.astype(jnp.bfloat16)
+        return of_optax(logits.astype(jnp.float32) + jnp.arange(1.0 * CLASSES), labels)
+
+    def after(x, weight, labels):
+        bias = jnp.arange(1.0 * CLASSES)
+        weight_of_16_bits = weight.astype(jnp.bfloat16)
+        return LINEAR(hidden(x, weight.T, labels), weight_of_16_bits, labels, bias=bias)
+
+    both = reports(before, after, *operands("bfloat16", "float32"))
+    check(*both, "linear_softmax_cross_entropy")
+
+
+def capped(logits):
+    """These are kept, but for their last product."""
+    return 30 * jnp.tanh(logits / 30)
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, ours])
+def test_logits_that_are_no_product(loss):
+    """Of 16 bits, which the loss takes as they are: without a cast of them, or exponentials."""
+
+    def before(x, weight, labels):
+        return loss(capped(x @ weight).astype(jnp.float32), labels)
+
+    def after(x, weight, labels):
+        return ours(capped(x @ weight), labels)
+
+    both = reports(before, after, *operands("bfloat16", "bfloat16"))
+    check(*both, "softmax_cross_entropy_with_integer_labels")
+
+
+def test_logits_that_something_else_takes():
+    """An argmax of them keeps nothing, but wants them; the exponentials are one array more."""
+
+    def loss_with(cross_entropy):
+        def loss(x, weight, labels):
+            logits = x @ weight
+            is_right = jnp.argmax(logits, -1) == labels
+            return cross_entropy(logits.astype(jnp.float32), labels) * is_right.mean()
+
+        return loss
+
+    def after(x, weight, labels):
+        logits = x @ weight
+        return ours(logits, labels) * (jnp.argmax(logits, -1) == labels).mean()
+
+    both = reports(loss_with(of_optax), after, *operands("bfloat16", "bfloat16"))
+    check(*both, "softmax_cross_entropy_with_integer_labels")
+
+
+def test_a_small_vocabulary():
+    """Gradients of a large weight are more than the logits of few rows."""
+    x = jax.ShapeDtypeStruct((4, 256), "float32")
+    weight = jax.ShapeDtypeStruct((256, 64), "float32")
+
+    def loss(x, weight, labels):
+        return of_optax(x @ weight, labels)
+
+    report = memory_report(loss, x, weight, jax.ShapeDtypeStruct((4,), "int32"), argnums=1)
+    assert not [row for row in report if row.advice]
+
+
+def with_soft_labels(logits):
+    return -jnp.sum(jax.nn.softmax(jnp.cos(logits)) * jax.nn.log_softmax(logits), -1).mean()
+
+
+def with_its_entropy(logits):
+    logp = jax.nn.log_softmax(logits)
+    return (jnp.sum(jnp.exp(logp) * logp, -1) - logp[jnp.arange(TOKENS), FIRST]).mean()
+
+
+def without_a_label(logits):
+    return jax.nn.logsumexp(logits, -1).mean()
+
+
+def with_weights(logits):
+    """A focal loss."""
+    p = jax.nn.softmax(logits)[jnp.arange(TOKENS), FIRST]
+    return -jnp.mean((1 - p) ** 2 * jnp.log(p))
+
+
+@pytest.mark.parametrize(
+    "loss", [with_soft_labels, with_its_entropy, without_a_label, with_weights]
+)
+def test_other_losses(loss):
+    x, weight = operands("float32", "float32")
+    report = memory_report(lambda x, w: loss(x @ w), x, weight, argnums=(0, 1))
+    assert not [row for row in report if row.advice and "cross_entropy" in row.advice]
+
+
+def test_the_line_is_the_user_s():
+    x, weight = operands("bfloat16", "bfloat16")
+
+    def loss(x, weight, labels):
+        return of_optax((x @ weight).astype(jnp.float32), labels)
+
+    (told,) = [row for row in memory_report(loss, x, weight, LABELS) if row.advice]
+    assert told.source.startswith("test_loss_advice.py:")
+    assert told.source.endswith("(of_optax)")
