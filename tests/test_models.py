@@ -41,11 +41,13 @@ def transformers():
     return pytest.importorskip("transformers")
 
 
-def hugging_face(transformers, name, dtype):
+def hugging_face(transformers, name, dtype, **sizes):
     """A small model with random parameters; nothing is downloaded."""
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     options = dropout if name == "GPT2" else {}
-    configuration = getattr(transformers, f"{name}Config")(**CONFIGURATIONS[name], **options)
+    configuration = getattr(transformers, f"{name}Config")(
+        **{**CONFIGURATIONS[name], **options, **sizes}
+    )
     return getattr(transformers, f"Flax{name}Model")(configuration, seed=0, dtype=jnp.dtype(dtype))
 
 

@@ -9,11 +9,13 @@ from jaxnorm.tools.kept_arrays import NAMING, Value, origin
 COPYING = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type"}
 
 ELEMENTWISE = {
-    "abs", "add", "add_any", "and", "cbrt", "clamp", "convert_element_type", "cos", "div", "eq",
-    "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "ge", "gt", "integer_pow", "is_finite", "le",
-    "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square",
-    "or", "pow", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub",
-    "tan", "tanh", *NAMING,
+    "abs", "add", "add_any", "and", "bitcast_convert_type", "cbrt", "ceil", "clamp",
+    "convert_element_type", "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
+    "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic",
+    "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "polynomial", "pow",
+    "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan",
+    "tanh", "xor", *NAMING,
 }  # fmt: skip
 
 # Of which an activation has one; the product with a gate alone, or a norm, has none.
@@ -32,6 +34,34 @@ def takers(value: Value) -> Iterator[Value]:
         yield taker
         if taker.made_by in NAMING or taker.made_by == "convert_element_type":
             yield from takers(taker)
+
+
+def rows_and_weight(product: Value) -> tuple[Value, Value] | None:
+    """The factors of a linear layer; None for any other value.
+
+    In both orders, and along any axis of the rows: `jax.vmap` of ``weight @ x`` puts the weight
+    first, and the axis of its result, too.
+    """
+    if product.made_by != "dot_general" or product.equation is None:
+        return None
+    (lhs, rhs), batch = product.equation.params["dimension_numbers"]
+    first, second = product.operands
+    found = [
+        (rows, weight)
+        for rows, over, weight in ((first, lhs, second), (second, rhs, first))
+        if len(over) == 1 and len(weight.shape) == 2
+    ]
+    if any(batch) or not found:
+        return None
+    return next((pair for pair in found if not _is_given(pair[0])), found[0])
+
+
+def _is_given(value: Value) -> bool:
+    """Whether an array is a parameter, or a copy of one."""
+    value = origin(value)
+    while value.made_by in COPYING:
+        value = origin(value.operands[0])
+    return value.made_by in GIVEN
 
 
 def is_product(value: Value) -> bool:

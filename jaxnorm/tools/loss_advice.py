@@ -235,11 +235,10 @@ def _from_product(logits: Value) -> list[Value] | None:
             value = origin(rest[0])
         else:
             return None
-    (lhs, rhs), batch = value.equation.params["dimension_numbers"]
-    x, weight = value.operands
-    is_linear = tuple(lhs) == (len(x.shape) - 1,) and len(rhs) == 1 and not any(batch)
-    of_classes = logits.shape[-1:] == value.shape[-1:] and len(weight.shape) == 2
-    return [*path, value] if is_linear and of_classes else None
+    factors = elementwise.rows_and_weight(value)
+    if factors is None or logits.shape[-1] not in factors[1].shape:
+        return None
+    return [*path, value]
 
 
 def _is_for_ours(value: Value, inside: Collection[Value]) -> bool:

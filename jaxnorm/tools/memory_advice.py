@@ -82,7 +82,9 @@ def _of_activation(
     product: Value, by_origin: dict[int, Value], claimed: set[int], found: Advice
 ) -> None:
     """`claimed`: arrays that other products have."""
-    h = origin(product.operands[0])
+    factors = elementwise.rows_and_weight(product)
+    assert factors is not None
+    h = origin(factors[0])
     sources, is_nonlinear, is_alone = _sources(h)
     if not (is_nonlinear and is_alone and len(sources) in (1, 2)):
         return
@@ -113,12 +115,7 @@ def _products(kept: Iterable[Value]) -> list[Value]:
     found: dict[int, Value] = {}
     for value in kept:
         for taker in elementwise.takers(origin(value)):
-            if taker.made_by != "dot_general" or taker.equation is None:
-                continue
-            (lhs, rhs), batch = taker.equation.params["dimension_numbers"]
-            first, weight = taker.operands
-            is_linear = tuple(lhs) == (len(first.shape) - 1,) and len(rhs) == 1
-            if is_linear and not any(batch) and len(weight.shape) == 2:
+            if elementwise.rows_and_weight(taker) is not None:
                 found[id(taker)] = taker
     return [*found.values()]
 
@@ -234,8 +231,9 @@ def _is_by_a_root(value: Value) -> bool:
         operand = origin(operand)
         if operand.size == value.size and not elementwise.is_spread(operand):
             continue
-        names = {v.made_by for v in elementwise.ancestors(operand, value.size)}
-        if names & {"rsqrt", "sqrt"} and "reduce_sum" in names:
+        made_of = [*elementwise.ancestors(operand, value.size)]
+        is_of_rows = any(v.made_by == "reduce_sum" and v.size < value.size for v in made_of)
+        if is_of_rows and any(v.made_by in ("rsqrt", "sqrt") for v in made_of):
             return value.made_by in ("mul", "div")
     return False
 
@@ -273,12 +271,15 @@ def _of_norm(
     out = [v for v in region if leaves(v)]
     results = [v for v in out if id(v) in normalised]
     is_free = all(id(t) in inside or t.made_by in _LINEAR for t in root.takers)
+    again = _cast_again(results)
     members = [by_origin[id(v)] for v in region if id(v) in by_origin and v not in out]
+    members += [by_origin[id(v)] for v in again if id(v) in by_origin]
     # Factors of x's size, of rows times columns.
     factors = {id(origin(a)): a for v in region for a in v.operands if id(a) not in inside}
     members += [by_origin[k] for k, a in factors.items() if k in by_origin and a.size == root.size]
     if is_free and id(root) in by_origin and root.made_by not in elementwise.GIVEN:
         members.append(by_origin[id(root)])
+    results = [v for v in results if v not in again]
     lacking = sum(v.bytes * v.layers for v in results if id(v) not in by_origin)
     centred = [v for v in region if v.made_by == "sub"]
     subtracted = [a for v in centred for a in v.operands if id(a) not in inside]
@@ -286,4 +287,21 @@ def _of_norm(
     name = "layer_norm" if has_mean else "rms_norm"
     members = [v for v in members if id(v) not in found]
     line = next((v.source for v in region if v.source), root.source)
-    _advise(found, members, lacking, f"{name}: in place of the norm of {line}, it keeps its result")
+    sentence = f"{name}: in place of the norm of {line}, it keeps its result"
+    dtypes = {v.dtype for v in results}
+    if len(dtypes) == 1 and dtypes != {root.dtype}:
+        sentence += f", with dtype={dtypes.pop().name}"
+    _advise(found, members, lacking, sentence)
+
+
+def _cast_again(results: Sequence[Value]) -> list[Value]:
+    """Results that are casts as another one is: of the norm's own dtype there is one array."""
+    seen: set[tuple[int, str]] = set()
+    again = []
+    for value in results:
+        if value.made_by == "convert_element_type":
+            cast = (id(origin(value.operands[0])), value.dtype.name)
+            if cast in seen:
+                again.append(value)
+            seen.add(cast)
+    return again

@@ -1,0 +1,179 @@
+"""memory_report's advice on models of Hugging Face's: following it saves what it says.
+
+Advice is followed without a change to a model: its functions, and calls of its modules, are
+replaced while it is traced.
+"""
+
+import contextlib
+import functools
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from test_models import CONFIGURATIONS, hugging_face, transformers
+
+import jaxnorm
+from jaxnorm import memory_report
+
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.filterwarnings("ignore"),  # of packages that are as old as their last Flax models
+]
+__all__ = ["transformers"]  # a fixture
+
+# Tokens enough for activations to be larger than parameters, of which there are casts.
+BATCH, LENGTH, VOCABULARY, WIDTH, HIDDEN = 16, 64, 256, 64, 256
+OF_GPT2 = {"n_embd": WIDTH, "n_positions": LENGTH, "n_inner": HIDDEN}
+OF_OTHERS = {"hidden_size": WIDTH, "intermediate_size": HIDDEN}
+TOKENS = jax.ShapeDtypeStruct((BATCH, LENGTH), "int32")
+
+
+def of_optax(hidden, weight, labels):
+    logits = (hidden @ weight).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def report_of(model, loss=of_optax):
+    """Of the loss of the next token, whose logits a head makes; nothing runs."""
+
+    def whole(params, head, tokens):
+        hidden = model(tokens, params=params).last_hidden_state
+        return loss(hidden[:, :-1], head.astype(hidden.dtype), tokens[:, 1:])
+
+    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), model.params)
+    head = jax.ShapeDtypeStruct((WIDTH, VOCABULARY), "float32")
+    return memory_report(whole, params, head, TOKENS, argnums=(0, 1))
+
+
+def told_by(report, function):
+    return [row for row in report if row.advice and row.advice.startswith(f"{function}:")]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=[*CONFIGURATIONS])
+def model(request, transformers, dtype):
+    sizes = OF_GPT2 if request.param == "GPT2" else OF_OTHERS
+    return hugging_face(transformers, request.param, dtype, **sizes)
+
+
+@pytest.fixture(scope="module")
+def before(model):
+    return report_of(model)
+
+
+def check(before, after, function):
+    told = told_by(before, function)
+    saves = sum(row.saves for row in told)
+    assert saves > 0.01 * before.total
+    assert before.total - after.total == pytest.approx(saves, rel=0.1)
+    assert not told_by(after, function)
+
+
+def test_all_advice_is_of_these_functions(before):
+    """Those that the other tests follow; each line is of the model's code, or the loss's."""
+    told = [row for row in before if row.advice]
+    functions = {row.advice.partition(":")[0] for row in told}
+    linear = {"gated_linear", "activation_linear", "linear_softmax_cross_entropy"}
+    assert functions <= {*linear, "rms_norm", "layer_norm", "softmax"}
+    assert all(re.match(r"modeling_flax_\w+\.py:|test_memory", row.source) for row in told)
+
+
+@contextlib.contextmanager
+def intercepted(take):
+    """Calls of flax.linen's modules for which `take` returns a result have that one."""
+    from flax import linen as nn
+
+    def call(call, arguments, keywords, context):
+        result = None
+        if context.method_name == "__call__":
+            result = take(context.module, *arguments)
+        return call(*arguments, **keywords) if result is None else result
+
+    with nn.intercept_methods(call):
+        yield
+
+
+def parameter(module, name):
+    return module.get_variable("params", name)
+
+
+def by_activation_linear(module, x, *_):
+    """The second half of the MLPs of GPT-2 and BERT: these names occur in one of them each."""
+    name = type(module).__name__
+    if name == "FlaxGPT2MLP":
+        weight, bias = (parameter(module.c_proj, n) for n in ("kernel", "bias"))
+        h, act = module.c_fc(x), module.act
+        return jaxnorm.activation_linear(h, weight.T, bias=bias, activation=act, dtype=h.dtype)
+    if name == "FlaxBertIntermediate":  # and the activation goes to the layer after it
+        return module.dense(x)
+    if module.path[-2:] == ("output", "dense") and x.shape[-1] == HIDDEN:
+        weight, bias = parameter(module, "kernel"), parameter(module, "bias")
+        gelu = functools.partial(jax.nn.gelu, approximate=False)
+        return jaxnorm.activation_linear(x, weight, bias=bias, activation=gelu, dtype=x.dtype)
+    return None
+
+
+def by_gated_linear(module, x, *_):
+    if type(module).__name__ not in ("FlaxLlamaMLP", "FlaxGemmaMLP"):
+        return None
+    weight = parameter(module.down_proj, "kernel")
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    return jaxnorm.gated_linear(gate, up, weight, activation=module.act, dtype=module.dtype)
+
+
+def by_rms_norm(module, x, *_):
+    name = type(module).__name__
+    if name not in ("FlaxLlamaRMSNorm", "FlaxGemmaRMSNorm"):
+        return None
+    offset = float(name == "FlaxGemmaRMSNorm")
+    return jaxnorm.rms_norm(x, module.weight, epsilon=module.epsilon, scale_offset=offset)
+
+
+def is_gated(model):
+    return "Llama" in type(model).__name__ or "Gemma" in type(model).__name__
+
+
+def test_mlps(model, before):
+    follow = by_gated_linear if is_gated(model) else by_activation_linear
+    with intercepted(follow):
+        after = report_of(model)
+    check(before, after, follow.__name__.removeprefix("by_"))
+
+
+def test_norms(model, before):
+    from jaxnorm.linen import converted
+
+    with intercepted(by_rms_norm) if is_gated(model) else converted():
+        after = report_of(model)
+    check(before, after, "rms_norm" if is_gated(model) else "layer_norm")
+
+
+def test_softmax(model, before, monkeypatch):
+    told = told_by(before, "softmax")
+    if "Bert" in type(model).__name__:
+        # Attention's product keeps the transpose of what softmax would keep: nothing is saved.
+        assert not told
+        return
+    (result,) = {(re.findall(r"with dtype=(\w+)", row.advice) or [None])[0] for row in told}
+
+    def weights(query, key, bias=None, *, dtype, **_):
+        """As Flax's, whose result these models cast once more."""
+        query, key, bias = (None if a is None else a.astype(dtype) for a in (query, key, bias))
+        logits = jnp.einsum("...qhd,...khd->...hqk", query / query.shape[-1] ** 0.5, key)
+        return jaxnorm.softmax(logits, bias=bias, dtype=result)
+
+    module = sys.modules[type(model).__module__]
+    monkeypatch.setattr(module, "dot_product_attention_weights", weights)
+    check(before, report_of(model), "softmax")
+
+
+def test_losses(model, before):
+    after = report_of(model, jaxnorm.linear_softmax_cross_entropy)
+    check(before, after, "linear_softmax_cross_entropy")
