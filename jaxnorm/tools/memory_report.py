@@ -96,7 +96,7 @@ def memory_report(
     Args:
       f: function of which ``jax.grad`` or ``jax.vjp`` takes the derivative.
       args: its arguments: trees of arrays or of ``jax.ShapeDtypeStruct``; what is neither, in a
-        model, say, is passed as it is.
+        model, say, is passed as it is: Python's numbers, too.
       argnums: which arguments the derivative is with respect to: of their floating-point arrays.
       has_aux: whether f returns a pair, of which only the first is differentiated.
 
@@ -186,7 +186,9 @@ def _places(argnums: int | Sequence[int], count: int) -> set[int]:
 
 
 def _is_array(a: Any) -> bool:
-    return isinstance(a, (jax.ShapeDtypeStruct, jax.typing.ArrayLike))
+    """Python's numbers, in a model, say how it is made: a rate, or whether it trains."""
+    is_number = isinstance(a, (bool, int, float, complex))
+    return isinstance(a, (jax.ShapeDtypeStruct, jax.typing.ArrayLike)) and not is_number
 
 
 def _is_inexact(a: Any) -> bool:
