@@ -57,5 +57,6 @@ __version__ = "0.2.0"
 # Where users find them: in signatures, tracebacks and help(jaxnorm), which lists what is defined
 # in a module.
 for _name in __all__:
-    globals()[_name].__module__ = __name__
+    if _name != "save_policy":  # which is JAX's, whatever it is
+        globals()[_name].__module__ = __name__
 del _name

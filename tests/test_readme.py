@@ -58,7 +58,7 @@ def test_the_pages_have_examples():
 def test_the_api_reference_has_every_public_name():
     """Those of jaxnorm; the pages of its modules list their members by themselves."""
     page = (ROOT / "docs" / "api" / "jaxnorm.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"auto(?:function|class):: (\w+)", page)) == set(jaxnorm.__all__)
+    assert set(re.findall(r"auto(?:function|class|data):: (\w+)", page)) == set(jaxnorm.__all__)
     modules = {path.stem for path in (ROOT / "jaxnorm").glob("[a-z]*.py")}
     assert modules <= {path.stem for path in (ROOT / "docs" / "api").glob("*.md")}
 

@@ -1,7 +1,6 @@
 """Names of the residuals, and the rematerialisation policy that keeps them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -20,38 +19,21 @@ _KEPT = sorted(
         if name is not None and (operation.family == "norm" or name != operation.out_name)
     }
 )
-_keep = jax.checkpoint_policies.save_only_these_names(*_KEPT)
 
-
-def save_policy(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Policy for :func:`jax.checkpoint`: norms are kept, and everything else is recomputed.
-
-    ``jax.checkpoint(block, policy=jaxnorm.save_policy)`` keeps the outputs and statistics of the
-    norms (named ``jaxnorm_out`` and ``jaxnorm_rstd``), so the backward computes no norm again, and
-    the log-sum-exp of each row of a cross-entropy (``jaxnorm_lse``, two numbers), not its logits. A
-    softmax's output, as large as the attention matrix, has a name of its own
-    (``jaxnorm_softmax_out``) and is not kept, and neither is what ``rms_norm_linear`` gives to an
-    activation (``jaxnorm_preactivation``), a product's result; to keep them too, use
-    :func:`jax.checkpoint_policies.save_only_these_names` with the names.
-
-    Args:
-      primitive, avals, params: an equation, as JAX hands it to a policy.
-
-    Returns:
-      Whether its result is kept.
-
-    Example:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import jaxnorm
-      >>> def block(x, scale, weight):
-      ...     return x + jax.nn.gelu(jaxnorm.rms_norm(x, scale) @ weight)
-      >>> block = jax.checkpoint(block, policy=jaxnorm.save_policy)
-      >>> operands = jnp.ones((8, 64)), jnp.ones(64), jnp.ones((64, 64))
-      >>> jax.jit(jax.grad(lambda *operands: block(*operands).sum()))(*operands).shape
-      (8, 64)
-    """
-    return bool(_keep(primitive, *avals, **params))
+#: Policy for :func:`jax.checkpoint`: norms are kept, and everything else is recomputed.
+#:
+#: ``jax.checkpoint(block, policy=jaxnorm.save_policy)`` keeps the outputs and statistics of the
+#: norms (named ``jaxnorm_out`` and ``jaxnorm_rstd``), so the backward computes no norm again, and
+#: the log-sum-exp of each row of a cross-entropy (``jaxnorm_lse``, two numbers), not its logits. A
+#: softmax's output, as large as the attention matrix, has a name of its own
+#: (``jaxnorm_softmax_out``) and is not kept, and neither is what ``rms_norm_linear`` gives to an
+#: activation (``jaxnorm_preactivation``), a product's result. To keep them, or arrays with names of
+#: your own, too, use :func:`jax.checkpoint_policies.save_only_these_names` with all of the names,
+#: or :func:`jax.checkpoint_policies.save_from_both_policies`.
+#:
+#: It is what ``save_only_these_names`` returns: a function, or data in a JAX whose policies are
+#: that. So hand it to JAX, and do not call it.
+save_policy = jax.checkpoint_policies.save_only_these_names(*_KEPT)
 
 
 def name(call: Call, outputs: Sequence[jax.Array]) -> list[jax.Array]:
