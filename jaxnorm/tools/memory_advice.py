@@ -49,8 +49,8 @@ def _advice(kept: Sequence[Value]) -> Advice:
             sentence = f"softmax: in place of that of {made.source}, it keeps its result alone"
             found.setdefault(id(value), (sentence + dtype, value.bytes))
         if id(value) not in found and made.layers > 1 and made.made_by in elementwise.COPYING:
-            before = origin(made.operands[0])
-            if id(before) in by_origin:
+            before = _copied(made, by_origin)
+            if before is not None:
                 found[id(value)] = (
                     f"{made.made_by}: kept beside {_shown(before)}, of which it is made; put it "
                     "and what takes it into one jax.checkpoint",
@@ -69,6 +69,15 @@ def _advise(found: Advice, members: Iterable[Value], lacking: int, sentence: str
         lacking -= in_its_place
         if value.bytes > in_its_place:
             found[id(value)] = (sentence, value.bytes - in_its_place)
+
+
+def _copied(value: Value, by_origin: dict[int, Value]) -> Value | None:
+    """What is kept, and has the same elements in another shape or dtype; None if nothing is."""
+    while value.made_by in elementwise.COPYING:
+        value = origin(value.operands[0])
+        if id(value) in by_origin:
+            return value
+    return None
 
 
 def _shown(value: Value) -> str:

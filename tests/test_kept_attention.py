@@ -1,0 +1,178 @@
+"""What a block keeps of attention, and products that do not run twice: the docs' lines."""
+
+import functools
+import re
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from test_recipes import page
+
+from jaxnorm import memory_report
+
+pytestmark = [
+    pytest.mark.oldest_jax,
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="the docs' lines take cuDNN there"),
+]
+
+LAYERS, BATCH, LENGTH, HEADS, HEAD = 3, 2, 128, 4, 64
+WIDTH = HEADS * HEAD
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """Its attention can be traced, where it is not installed; nothing runs."""
+    module = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(module, "check_cudnn_version", lambda: 91000)
+
+
+def flash(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+def names_of(jaxpr):
+    """Of all equations, also inside of others."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from names_of(inner)
+
+
+# ------------------------------------------------------------------------- its output, kept once
+
+
+def project(heads, weight):
+    return heads.reshape(*heads.shape[:2], -1) @ weight
+
+
+def block(x, w, project):
+    q, k, v = ((x @ w[name]).reshape(BATCH, LENGTH, -1, HEAD) for name in "qkv")
+    return x + project(flash(q, k, v), w["out"])
+
+
+def scanned(project, w, x):
+    y, _ = jax.lax.scan(lambda x, w: (block(x, w, project), None), x, w)
+    return jnp.sum(y.astype(jnp.float32))
+
+
+def unrolled(project, w, x):
+    for layer in range(LAYERS):
+        x = block(x, {name: a[layer] for name, a in w.items()}, project)
+    return jnp.sum(x.astype(jnp.float32))
+
+
+def operands():
+    columns = {"q": WIDTH, "k": WIDTH // 2, "v": WIDTH // 2, "out": WIDTH}
+    w = {n: jax.ShapeDtypeStruct((LAYERS, WIDTH, c), "bfloat16") for n, c in columns.items()}
+    return w, jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), "bfloat16")
+
+
+def test_memory_report_finds_the_output_that_is_kept_twice(cudnn):
+    before = memory_report(functools.partial(scanned, project), *operands())
+    after = memory_report(functools.partial(scanned, page("attention")["project"]), *operands())
+    (told,) = [row for row in before if row.advice]
+    assert (told.made_by, told.layers) == ("reshape", LAYERS)
+    assert told.shape == (LAYERS, BATCH, LENGTH, WIDTH)
+    assert told.source.endswith("(project)")
+    assert "put it and what takes it into one jax.checkpoint" in told.advice
+    assert before.total - after.total == told.saves == told.bytes
+    assert not [row for row in after if row.advice]
+
+
+def test_a_transpose_and_a_reshape(cudnn):
+    """What heads come from is kept as well, two steps before the projection."""
+
+    def heads_first(heads, weight):
+        return jnp.swapaxes(heads, 1, 2).swapaxes(1, 2).reshape(BATCH, LENGTH, -1) @ weight
+
+    before = memory_report(functools.partial(scanned, heads_first), *operands())
+    once = jax.checkpoint(heads_first)
+    after = memory_report(functools.partial(scanned, once), *operands())
+    told = [row for row in before if row.advice]
+    assert before.total - after.total == sum(row.saves for row in told) > 0
+
+
+def test_unrolled_layers_get_no_advice(cudnn):
+    report = memory_report(functools.partial(unrolled, project), *operands())
+    assert not [row for row in report if row.advice]
+
+
+# ---------------------------------------------------------------------------- no product twice
+
+
+def products_in(step, *arrays):
+    """Matrix products in the jaxpr, and in the compiled program."""
+    traced = jax.jit(step).trace(*arrays)
+    made = list(names_of(traced.jaxpr.jaxpr)).count("dot_general")
+    return made, len(re.findall(r" dot\(", traced.lower().compile().as_text()))
+
+
+@pytest.fixture(scope="module")
+def of_docs():
+    """The lines of docs/transformations.md."""
+    return page("transformations")
+
+
+def step_of(block):
+    """Of the sine of it: a sum alone has no second derivative to keep anything for."""
+    return jax.value_and_grad(lambda w, x: jnp.sum(jnp.sin(block(x, w))), argnums=(0, 1))
+
+
+def test_no_product_of_a_block_runs_twice(of_docs):
+    block, x = of_docs["llama_block"], jnp.ones((2, 32, 256))
+    expected = {
+        "none": (block, 27),
+        "remat": (jax.checkpoint(block), 35),
+        "names": (jax.checkpoint(block, policy=of_docs["products"]), 27),
+    }
+    for name, (around, number) in expected.items():
+        assert products_in(step_of(around), of_docs["params"], x) == (number, number), name
+
+
+def test_gradients_are_those_without_names(of_docs):
+    rng = np.random.default_rng(0)
+    w = {
+        n: jnp.asarray(rng.normal(size=a.shape) / 16, a.dtype) for n, a in of_docs["params"].items()
+    }
+    x = jnp.asarray(rng.normal(size=(2, 32, 256)), jnp.float32)
+    block = of_docs["llama_block"]
+    plain = jax.jit(step_of(block))(w, x)
+    named = jax.jit(step_of(jax.checkpoint(block, policy=of_docs["products"])))(w, x)
+    for a, b in zip(*map(jax.tree.leaves, (plain, named)), strict=True):
+        # The same sums in another order: of some thousand terms.
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(a).max()))
+
+
+def with_a_name_outside(q, k, v):
+    return checkpoint_name(flash(q, k, v), "attention")
+
+
+def kernels_of(attention):
+    """cuDNN's forward and backward, in a block that is made again but for these names."""
+
+    def block(q, k, v, weight):
+        q, k, v = (checkpoint_name(2 * a, name) for a, name in zip((q, k, v), "qkv"))
+        return jnp.sum(jnp.sin(project(attention(q, k, v), weight)))
+
+    policy = jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attention")
+    return jax.grad(jax.checkpoint(block, policy=policy), argnums=(0, 1, 2, 3))
+
+
+def attention_operands():
+    shapes = [(BATCH, LENGTH, heads, HEAD) for heads in (HEADS, 2, 2)] + [(WIDTH, WIDTH)]
+    return [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+
+
+def test_names_of_cudnn_s_attention(cudnn, of_docs):
+    """A name for its output does not keep it; one for all that it keeps does."""
+
+    def counts(attention):
+        jaxpr = jax.make_jaxpr(kernels_of(attention))(*attention_operands()).jaxpr
+        names = [name for name in names_of(jaxpr) if name.startswith("dot_product_attention")]
+        return [sum(f"_{way}_" in name for name in names) for way in ("fwd", "bwd")]
+
+    assert counts(with_a_name_outside) == [2, 1]
+    assert counts(of_docs["named"](flash, "attention")) == [1, 1]
