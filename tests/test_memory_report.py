@@ -147,6 +147,24 @@ def test_advice_is_true(name, stack):
     assert not [row for row in after if row.advice and row.advice.startswith(f"{function}:")]
 
 
+def test_a_result_that_is_cast_to_more_bits():
+    """By a rotation, say: of what the norm returns, 16 bits, are the bytes that it keeps."""
+
+    def step(norm, x, w):
+        y = norm(x @ w["up"], w["bias"])
+        a, b = jnp.split(y.astype(jnp.float32), 2, -1)
+        y = jnp.concatenate([a * jnp.cos(0.1) - b, b + a], -1)
+        return x + jnp.sin(y).astype(x.dtype) @ w["down"]
+
+    before, after = (
+        memory_report(functools.partial(scan, functools.partial(step, one)), weights(), X)
+        for one in (norm, jaxnorm.rms_norm)
+    )
+    told = [row for row in before if row.advice and row.advice.startswith("rms_norm:")]
+    assert not [row for row in told if "dtype" in row.advice]
+    assert before.total - after.total == pytest.approx(sum(row.saves for row in told), rel=0.1)
+
+
 def test_lines_are_the_user_s():
     report = memory_report(functools.partial(scan, block), weights(), X)
     names = {re.fullmatch(r"(\S+):(\d+) \((\S+)\)", row.source).group(1, 3) for row in report}

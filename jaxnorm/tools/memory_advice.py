@@ -288,7 +288,7 @@ def _of_norm(
     members += [by_origin[k] for k, a in factors.items() if k in by_origin and a.size == root.size]
     if is_free and id(root) in by_origin and root.made_by not in elementwise.GIVEN:
         members.append(by_origin[id(root)])
-    results = [v for v in results if v not in again]
+    results = [*{id(v): v for v in map(_narrowest, results) if v not in again}.values()]
     lacking = sum(v.bytes * v.layers for v in results if id(v) not in by_origin)
     centred = [v for v in region if v.made_by == "sub"]
     subtracted = [a for v in centred for a in v.operands if id(a) not in inside]
@@ -298,9 +298,19 @@ def _of_norm(
     line = next((v.source for v in region if v.source), root.source)
     sentence = f"{name}: in place of the norm of {line}, it keeps its result"
     dtypes = {v.dtype for v in results}
-    if len(dtypes) == 1 and dtypes != {root.dtype}:
+    if len(dtypes) == 1 and dtypes != {_narrowest(root).dtype}:
         sentence += f", with dtype={dtypes.pop().name}"
     _advise(found, members, lacking, sentence)
+
+
+def _narrowest(result: Value) -> Value:
+    """An array before it is cast to more bits."""
+    value = result
+    while value.made_by == "convert_element_type" or value.made_by in NAMING:
+        value = value.operands[0]
+        if value.dtype.itemsize < result.dtype.itemsize:
+            result = value
+    return result
 
 
 def _cast_again(results: Sequence[Value]) -> list[Value]:
