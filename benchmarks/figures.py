@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks import workloads
 from benchmarks.blocks import BLOCKS, BlockWorkload
 from benchmarks.linear import PROJECTIONS, SQUARES, LinearWorkload
+from benchmarks.models import TrainingCell
 from benchmarks.results import OK, Row
 from benchmarks.workloads import Shape, Workload
 
@@ -98,11 +99,9 @@ def of_products(rows: Iterable[Row]) -> Figures:
 
 
 def steps(rows: Iterable[Row]) -> dict[tuple[str, ...], Row]:
-    """Rows of training steps by model, remat, dtype, batch and provider."""
-    return {
-        (row["model"], row["remat"], row["dtype"], row["batch"], row["provider"]): row
-        for row in rows
-    }
+    """Rows of training steps by the fields of their cells."""
+    names = [field.name for field in dataclasses.fields(TrainingCell)]
+    return {tuple(row[name] for name in names): row for row in rows}
 
 
 def bytes_of(question: Question) -> int:

@@ -4,6 +4,7 @@ Free of JAX: the process that starts the measuring ones has these, too.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -26,26 +27,32 @@ class Size:
     vocabulary: int
     seq: int
     batch: int  # sequences per step
+    qk_norm: bool = False  # RMSNorm over each head of queries and keys, before their rotation
 
     @property
     def head(self) -> int:
         return self.width // self.heads
 
 
+_LLAMA_1B = Size("llama", 16, 2048, 32, 8, 8192, 128256, seq=2048, batch=4)
 MODELS = {
     "gpt2-small": Size("gpt2", 12, 768, 12, 12, 3072, 50257, seq=1024, batch=16),
-    "llama-1b": Size("llama", 16, 2048, 32, 8, 8192, 128256, seq=2048, batch=4),
+    "llama-1b": _LLAMA_1B,
+    "llama-1b-qk": dataclasses.replace(_LLAMA_1B, qk_norm=True),
 }
+Layers = Literal["scan", "unrolled"]
+LAYERS: tuple[Layers, ...] = ("scan", "unrolled")
 Remat = Literal["none", "dots", "block"]
 # What a layer keeps for its backward: all, its matrix products, or its input alone.
 REMATS: tuple[Remat, ...] = ("none", "dots", "block")
-# By provider: whose norms and loss, and their name in tables.
+# By provider: what of a model is whose, and its name in tables; each has what those before it have.
 PLAIN = "jnp"
 VARIANTS = {
     PLAIN: "jnp and optax",
     "jaxnorm-norms": "jaxnorm's norms",
     "jaxnorm-norms-loss": "jaxnorm's norms and loss",
     "jaxnorm-everything": "jaxnorm's norms with residual, and loss",
+    "jaxnorm-products": "and products' inputs",
 }
 
 
@@ -53,6 +60,7 @@ VARIANTS = {
 class TrainingCell:
     model: str
     remat: Remat
+    layers: Layers
     dtype: str
     batch: int
     provider: str
@@ -62,14 +70,27 @@ class TrainingCell:
         return MODELS[self.model]
 
 
-def cells(providers: Sequence[str], names: Sequence[str], *, quick: bool) -> Iterator[TrainingCell]:
+def cells(
+    providers: Sequence[str],
+    names: Sequence[str],
+    variants: Sequence[str],
+    remats: Sequence[Remat],
+    layers: Sequence[Layers],
+    *,
+    quick: bool,
+) -> Iterator[TrainingCell]:
     """Those `names` that are models, with the variants of `providers`; one of each if `quick`."""
+    few = slice(1 if quick else None)
     asked = [name for name in MODELS if name in names]
-    for model in asked[: 1 if quick else None]:
-        for remat in REMATS[: 1 if quick else None]:
-            for variant in VARIANTS:
-                if variant.split("-")[0] in providers:
-                    yield TrainingCell(model, remat, "bfloat16", MODELS[model].batch, variant)
+    for model, its_layers, remat in itertools.product(asked[few], layers[few], remats[few]):
+        for variant in variants:
+            if variant.split("-")[0] in providers:
+                yield cell(model, remat, its_layers, variant)
+
+
+def cell(model: str, remat: Remat, layers: Layers, variant: str) -> TrainingCell:
+    """In the dtype and the batch that are measured."""
+    return TrainingCell(model, remat, layers, "bfloat16", MODELS[model].batch, variant)
 
 
 STACK_LAYERS = 24

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks import figures, text, workloads
 from benchmarks.figures import Ahead, Comparison, Figure, Figures
-from benchmarks.models import MODELS, PLAIN, VARIANTS
+from benchmarks.models import PLAIN, VARIANTS
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import OK, Row
 
@@ -98,11 +98,12 @@ def step_times(rows: Sequence[Row]) -> str:
 
 def step_memory(rows: Sequence[Row], fitting: Sequence[Row]) -> str:
     """Temp gigabytes of steps and the largest batch that fits: a column for each variant."""
-    batches = {(r["model"], r["remat"], r["provider"]): r["batch_in_80gb"] for r in fitting}
+    batches = {asked: row["batch_in_80gb"] for asked, row in figures.steps(fitting).items()}
 
     def cell(row: Row, plain: Row) -> str:
         del plain
-        batch = batches.get((row["model"], row["remat"], row["provider"]), "-")
+        (asked,) = figures.steps([row])
+        batch = batches.get(asked, "-")
         return f"{text.gigabytes(row['temp_bytes'])} ({batch})"
 
     return _by_variant(rows, cell)
@@ -110,14 +111,15 @@ def step_memory(rows: Sequence[Row], fitting: Sequence[Row]) -> str:
 
 def _by_variant(rows: Sequence[Row], cell: Callable[[Row, Row], str]) -> str:
     measured = figures.steps(row for row in rows if row["status"] == OK)
+    variants = text.variants(measured.values())
     body = []
-    for asked in dict.fromkeys(tuple(step[:-1]) for step in measured):
-        model, remat, _, batch = asked
+    for asked, row in {step[:-1]: row for step, row in measured.items()}.items():
         plain = measured.get((*asked, PLAIN))
-        found = [measured.get((*asked, variant)) for variant in VARIANTS]
-        cells = [cell(row, plain) if row and plain else "-" for row in found]
-        body.append([f"{model}, {batch} x {MODELS[model].seq}", remat, *cells])
-    return text.table(["model, batch x length", "remat", *VARIANTS.values()], body)
+        found = [measured.get((*asked, variant)) for variant in variants]
+        cells = [cell(each, plain) if each and plain else "-" for each in found]
+        body.append([text.model(row), row["remat"], *cells])
+    labels = (VARIANTS[variant] for variant in variants)
+    return text.table(["model, batch x length", "remat", *labels], body)
 
 
 def by_product(measured: Figures) -> str:

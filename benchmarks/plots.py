@@ -5,6 +5,7 @@ against their size, and of those of models. Of training steps, for each model ba
 memory, and the losses.
 """
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from matplotlib.axes import Axes
 from benchmarks import blocks, figures, text, workloads
 from benchmarks.figures import Figure, Figures
 from benchmarks.linear import LINEAR, TOKENS
-from benchmarks.models import LOSS_STEPS, MODELS, REMATS, VARIANTS
+from benchmarks.models import LAYERS, LOSS_STEPS, MODELS, REMATS, VARIANTS
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Row
 
@@ -41,7 +42,7 @@ STYLES = {
     "torch": ("#999999", "<"),
     "torch.compile": ("#666666", ">"),
 }
-_OF_VARIANTS = dict(zip(VARIANTS, ("#E69F00", "#56B4E9", "#009E73", "#0072B2")))
+_OF_VARIANTS = dict(zip(VARIANTS, ("#E69F00", "#56B4E9", "#009E73", "#0072B2", "#000000")))
 COPY = "copy (the roof)"
 PRODUCT = "the product alone, by XLA"
 
@@ -115,15 +116,25 @@ def training(rows: Sequence[Row], dtype: str, title: str, path: Path) -> None:
 
 
 def _bars(axes: Axes, rows: Sequence[Row], column: str, unit: float) -> None:
-    """Groups by remat, a bar for each variant."""
-    width = 0.8 / len(VARIANTS)
-    for index, (variant, label) in enumerate(VARIANTS.items()):
-        values = {r["remat"]: float(r[column]) / unit for r in rows if r["provider"] == variant}
-        places = [i + (index - 1) * width for i, remat in enumerate(REMATS) if remat in values]
-        heights = [values[remat] for remat in REMATS if remat in values]
-        bars = axes.bar(places, heights, 0.9 * width, color=_OF_VARIANTS[variant], label=label)
-        axes.bar_label(bars, fmt="%.3g", fontsize=7)
-    axes.set_xticks(range(len(REMATS)), [f"remat {remat}" for remat in REMATS])
+    """Groups by how layers are stacked and by remat, a bar for each variant."""
+    variants = text.variants(rows)
+    there = {(row["layers"], row["remat"]) for row in rows}
+    groups = [group for group in itertools.product(LAYERS, REMATS) if group in there]
+    width = 0.8 / len(variants)
+    for index, variant in enumerate(variants):
+        heights = {
+            (row["layers"], row["remat"]): float(row[column]) / unit
+            for row in rows
+            if row["provider"] == variant
+        }
+        left = (index - (len(variants) - 1) / 2) * width
+        places = [i + left for i, group in enumerate(groups) if group in heights]
+        values = [heights[group] for group in groups if group in heights]
+        colour, label = _OF_VARIANTS[variant], VARIANTS[variant]
+        bars = axes.bar(places, values, 0.9 * width, color=colour, label=label)
+        axes.bar_label(bars, fmt="%.3g", fontsize=6)
+    names = [f"remat {remat}" + "\nunrolled" * (way != "scan") for way, remat in groups]
+    axes.set_xticks(range(len(groups)), names, fontsize=8)
 
 
 def _plot(

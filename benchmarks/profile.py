@@ -23,7 +23,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import hlo, training
-from benchmarks.models import LOSS_STEPS, MODELS, REMATS, VARIANTS, TrainingCell
+from benchmarks.models import LAYERS, LOSS_STEPS, MODELS, REMATS, VARIANTS, TrainingCell
 from benchmarks.results import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))  # scripts, not a package
@@ -113,6 +113,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("model", choices=list(MODELS))
     parser.add_argument("--remat", choices=REMATS, default="none", help="(default: %(default)s)")
+    parser.add_argument("--layers", choices=LAYERS, default="scan", help="(default: %(default)s)")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--axis", choices=["data", "fsdp"], help="of the mesh (default: one GPU)")
     parser.add_argument("--kernels", action="store_true", help="list the longest kernels, too")
@@ -130,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = {}
     for variant, gpus in each:
         batch = MODELS[given.model].batch * gpus
-        cell = TrainingCell(given.model, given.remat, "bfloat16", batch, variant)
+        cell = TrainingCell(given.model, given.remat, given.layers, "bfloat16", batch, variant)
         placement = Placement.over({given.axis: gpus} if given.axis else None)
         name = f"{gpus} GPUs" if given.axis else variant
         if given.kernels:
@@ -138,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         columns[name] = column(cell, placement, list_kernels=given.kernels)
     mesh = f", {given.variants[-1]} over {given.axis}" if given.axis else ""
     kind = jax.devices()[0].device_kind
-    print(f"{given.model}, remat {given.remat}{mesh}: ms of a step on each {kind}")
+    print(f"{given.model}, {given.layers}, remat {given.remat}{mesh}: ms of a step on each {kind}")
     print(f"{'':18}" + "".join(f"{name:>20}" for name in columns))
     for row in (*CLASSES, "all", "step", "tokens/s"):
         print(f"{row:18}" + "".join(f"{figures[row]:20.2f}" for figures in columns.values()))

@@ -178,14 +178,15 @@ _CAPTIONS = {
     "linear": "A norm and the product after it: TFLOP/s, and in brackets the time of the product "
     "alone, which XLA tunes, over its time.",
     "training": "A training step of models as people write them (benchmarks/language_models.py): "
-    "AdamW, float32 parameters, bfloat16 activations, layers scanned, cuDNN's attention. Remat: a "
-    "layer keeps all that its backward needs, its matrix products, or its input alone. Products "
-    "are in the form that cuBLAS takes by itself.",
+    "AdamW, float32 parameters, bfloat16 activations, layers scanned (where it does not say "
+    "unrolled), cuDNN's attention. Remat: a layer keeps all that its backward needs, its matrix "
+    "products, or its input alone. Products are in the form that cuBLAS takes by itself.",
     "capacity": "The largest batch whose step fits in 80 GB, by what XLA plans.",
     "stacks": "Many small norms: 24 pre-norm residual layers, from a call to its results, beside "
     "plain jnp in turn. By default a small norm with no backward to come is XLA's.",
 }
 _ILLUSTRATED = ("linear",)  # on the page, beside the kernels
+_OF_STEPS = (report_tables.training, report_tables.bars)
 _TABLES: dict[str, Callable[[Results], str]] = {
     "kernels": lambda found: report_tables.speeds(found.kernels, ("fwd", "bwd")),
     "api": lambda found: report_tables.speeds(found.api, ("fwd+bwd",)),
@@ -193,7 +194,9 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "loss": lambda found: report_tables.losses(found.rows["loss"]),
     "linear": lambda found: report_tables.linear(found.rows["linear"]),
     "latency": lambda found: report_tables.latency(found.rows["latency"]),
-    "training": lambda found: report_tables.training(found.rows["training"]),
+    "training": lambda found: "\n\n".join(
+        filter(None, (table(found.rows["training"]) for table in _OF_STEPS))
+    ),
     "capacity": lambda found: report_tables.capacity(found.rows["capacity"]),
     "stacks": lambda found: report_tables.stacks(found.rows["stacks"]),
     "compile": lambda found: report_tables.compile_times(found.rows["compile"]),
@@ -211,6 +214,7 @@ _PLOTS: dict[str, tuple[str, Callable[..., None]]] = {
 _SHORT_TABLES: dict[str, Callable[[Results], str]] = {  # for the docs' page
     "blocks": lambda found: report_tables.by_block(found.blocks, ("fwd+bwd",), medians=True),
     "linear": lambda found: page_tables.by_product(found.linear),
+    "training": lambda found: report_tables.training(found.rows["training"]),
 }
 _FOOTNOTES = {
     "blocks": "`of a copy` is jaxnorm's share of a copy of the least bytes; the others are its "

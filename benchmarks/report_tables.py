@@ -1,9 +1,11 @@
 """The tables of report.md; docs/results.md shows some of them, too, and of blocks the medians."""
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from benchmarks import blocks, figures, text, workloads
+from benchmarks.bars import BARS
 from benchmarks.blocks import BLOCKS
 from benchmarks.compile_times import LIMIT_S
 from benchmarks.figures import Ahead, Figure, Figures
@@ -54,12 +56,12 @@ def training(rows: Sequence[Row]) -> str:
     """Steps of models: times and memory, also over plain jnp's, and losses."""
     measured = figures.steps(rows)
     body = []
-    for (model, remat, dtype, batch, variant), row in measured.items():
-        cells = [f"{model}, {batch} x {MODELS[model].seq}", remat, VARIANTS[variant]]
+    for (*asked, variant), row in measured.items():
+        cells = [text.model(row), row["remat"], VARIANTS[variant]]
         if row["status"] != OK:
             body.append([*cells, row["status"], *[""] * 7])
             continue
-        plain = measured.get((model, remat, dtype, batch, PLAIN), {})
+        plain = measured.get((*asked, PLAIN), {})
         first_and_last = [float(row[f"loss_{step}"]) for step in (LOSS_STEPS[0], LOSS_STEPS[-1])]
         body.append(
             [
@@ -99,21 +101,37 @@ def _apart(measured: Mapping[tuple[str, ...], Row]) -> float:
     )
 
 
+def bars(rows: Sequence[Row]) -> str:
+    """The bars of whose step there is a row; empty where there is none."""
+    steps = figures.steps(row for row in rows if row["status"] == OK)
+    body = []
+    for bar in BARS:
+        ours, plain = (steps.get(tuple(map(str, dataclasses.astuple(c)))) for c in bar.cells)
+        if ours is not None and plain is not None:
+            ratio = float(ours[bar.figure]) / float(plain[bar.figure])
+            verdict = "holds" if ratio <= bar.most else "missed"
+            body.append([str(bar), f"{ratio:.3f}", f"{bar.most:.2f}", verdict])
+        elif ours is not None:
+            body.append([str(bar), "-", f"{bar.most:.2f}", "plain JAX was not measured"])
+    return text.table(["bar", "measured", "at most", ""], body) if body else ""
+
+
 def capacity(rows: Sequence[Row]) -> str:
     """The largest batch of each step that fits: a column for each variant."""
-    found = {
-        (row["model"], row["remat"], row["provider"]): row["batch_in_80gb"] or row["status"]
-        for row in rows
-    }
-    body = [
-        [
-            f"{model}, length {MODELS[model].seq}",
-            remat,
-            *(found.get((model, remat, variant), "-") for variant in VARIANTS),
-        ]
-        for model, remat in dict.fromkeys(asked[:2] for asked in found)
-    ]
-    return text.table(["model", "remat", *VARIANTS.values()], body)
+    variants = text.variants(rows)
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        name = f"{row['model']}, length {MODELS[row['model']].seq}"
+        asked = (name if row["layers"] == "scan" else f"{name}, {row['layers']}", row["remat"])
+        answer = row["batch_in_80gb"] or row["status"]
+        found.setdefault(asked, {})[row["provider"]] = answer
+    return text.table(
+        ["model", "remat", *(VARIANTS[variant] for variant in variants)],
+        (
+            [*asked, *(answers.get(variant, "-") for variant in variants)]
+            for asked, answers in found.items()
+        ),
+    )
 
 
 def stacks(rows: Sequence[Row]) -> str:

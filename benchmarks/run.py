@@ -3,15 +3,16 @@
     python -m benchmarks.run                      everything, on one GPU; then the report
     python -m benchmarks.run --quick              a few shapes of everything
     python -m benchmarks.run kernels --ops layer_norm --directions bwd --shapes 8192x4096
+    python -m benchmarks.run training --bars    the steps that have to reach something, and whether
 
 Suites: `kernels`, kernel time forward and backward over the whole grid; `api`, forward and backward
 in one call; `blocks`, norms with what a model does to the same rows before and after; `loss`,
 cross-entropies, and their memory; `linear`, a matrix product alone and after a norm; `latency`,
-calls of few rows, also from the host; `training`, steps of GPT-2 small and Llama 3.2 1B, their
-time, memory and losses; `capacity`, the largest batch of such a step that fits in 80 GB; `stacks`,
-programs of many small norms; `compile`, seconds from a first call to its program, width by width;
-`accuracy`, gradients against float64; `cpu`, jaxnorm's plain JAX on the machine's CPU beside optax,
-jax.nn and Flax.
+calls of few rows, also from the host; `training`, steps of GPT-2 small and Llama 3.2 1B, also with
+QK norms, their time, memory and losses; `capacity`, the largest batch of such a step that fits in
+80 GB; `stacks`, programs of many small norms; `compile`, seconds from a first call to its program,
+width by width; `accuracy`, gradients against float64; `cpu`, jaxnorm's plain JAX on the machine's
+CPU beside optax, jax.nn and Flax.
 
 Kernel time is CUPTI's, on rotating buffers larger than the cache; GB/s are by the least bytes that
 must move, of a block each of its arrays once in each direction; `roof` is the time of a copy of as
@@ -41,7 +42,7 @@ from benchmarks import processes, report, report_tables, results, workloads
 from benchmarks.blocks import BLOCKS
 from benchmarks.linear import LINEAR
 from benchmarks.losses import LOSSES
-from benchmarks.models import MODELS
+from benchmarks.models import LAYERS, MODELS, REMATS, VARIANTS
 from benchmarks.processes import Outcome
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import OK, Machine, Row, Table
@@ -71,6 +72,9 @@ class Run:
             **results.rounded(suite, outcome.figures),
             "status": outcome.status,
         }
+
+    def rows(self, suite: str) -> list[Row]:
+        return Table(self.folder, SUITES[suite]).rows()
 
     def todo(self, suite: Suite, cells: Iterable[Cell], *, again: bool) -> list[Cell]:
         """The cells whose provider is installed and that have no row yet."""
@@ -185,6 +189,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             ["bfloat16", "float32", "mixed"],
             "mixed: float32 x, bfloat16 output (norms); float32 residual, bfloat16 x (blocks)",
         ),
+        "variants": (list(VARIANTS), "of training and capacity: whose functions a model has"),
+        "remats": (list(REMATS), "of training and capacity: what a layer keeps"),
+        "layers": (list(LAYERS), "of training and capacity: in a scan, or one after the other"),
     }
     for name, (choices, meaning) in names.items():
         parser.add_argument(
@@ -202,6 +209,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="ROWSxCOLS",
         help="instead of the suites' own; of the block ada_layer_norm BATCHxLENGTHxCOLS, of "
         "linear_cross_entropy ROWSxFEATURESxCLASSES, of linear MxKxN",
+    )
+    parser.add_argument(
+        "--bars",
+        action="store_true",
+        help="of training and capacity only the steps that the bars of benchmarks/bars.py compare, "
+        "out of those selected",
     )
     parser.add_argument(
         "--quick", action="store_true", help="few shapes, one training step of each variant"
@@ -246,6 +259,10 @@ def selected(given: argparse.Namespace) -> Selection:
         ),
         shapes=None if given.shapes is None else tuple(given.shapes),
         quick=given.quick,
+        variants=tuple(given.variants),
+        remats=tuple(given.remats),
+        layers=tuple(given.layers),
+        bars=given.bars,
     )
 
 
@@ -308,8 +325,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with bar(console) as progress, contextlib.suppress(KeyboardInterrupt):
         workers = given.workers or processes.default_workers(on)
         measure(run, todo, progress, workers=workers, limit_s=given.limit)
+    if "training" in given.suites and (bars := report_tables.bars(run.rows("training"))):
+        console.print(bars)
     if "compile" in given.suites:
-        console.print(report_tables.compile_times(Table(folder, SUITES["compile"]).rows()))
+        console.print(report_tables.compile_times(run.rows("compile")))
     for file in report.write(folder):
         console.print(str(file))
     return 0

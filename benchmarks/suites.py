@@ -9,13 +9,23 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from benchmarks import blocks, compile_times, cpu, linear, losses, models, workloads
+from benchmarks import bars, blocks, compile_times, cpu, linear, losses, models, workloads
 from benchmarks.blocks import BLOCKS, BlockWorkload
 from benchmarks.compile_times import CompileCell
 from benchmarks.cpu import CpuCell
 from benchmarks.linear import LINEAR, LinearWorkload
 from benchmarks.losses import LOSSES, LossWorkload
-from benchmarks.models import LOSS_STEPS, MODELS, StackCell, TrainingCell
+from benchmarks.models import (
+    LAYERS,
+    LOSS_STEPS,
+    MODELS,
+    REMATS,
+    VARIANTS,
+    Layers,
+    Remat,
+    StackCell,
+    TrainingCell,
+)
 from benchmarks.providers import PROVIDERS, SIDES, Provider, Side
 from benchmarks.workloads import Direction, Shape, ShapedWorkload, Workload
 
@@ -60,7 +70,8 @@ Cell = Timed | TrainingCell | StackCell | CompileCell | CpuCell
 class Selection:
     """What the command line asks for: `ops` also names blocks, losses, products and models.
 
-    `shapes` None: each suite's own.
+    `shapes` None: each suite's own. Of training steps `variants`, `remats` and `layers`, and with
+    `bars` those alone that the bars compare.
     """
 
     providers: tuple[str, ...] = tuple(PROVIDERS)
@@ -69,6 +80,10 @@ class Selection:
     dtypes: tuple[tuple[str, str], ...] = tuple(workloads.DTYPES)
     shapes: tuple[Shape, ...] | None = None
     quick: bool = False
+    variants: tuple[str, ...] = tuple(VARIANTS)
+    remats: tuple[Remat, ...] = REMATS
+    layers: tuple[Layers, ...] = LAYERS
+    bars: bool = False
 
     @property
     def operations(self) -> list[workloads.Operation]:
@@ -78,6 +93,15 @@ class Selection:
     def rows_by_cols(self) -> list[Shape] | None:
         """The shapes, for all but blocks, losses and products."""
         return None if self.shapes is None else [s for s in self.shapes if len(s) == 2]
+
+    def takes(self, cell: TrainingCell) -> bool:
+        return (
+            cell.model in self.ops
+            and provider_name(cell) in self.providers
+            and cell.provider in self.variants
+            and cell.remat in self.remats
+            and cell.layers in self.layers
+        )
 
     def timed(
         self, shapes: Iterable[Shape], directions: tuple[Direction, ...], *, mixed: bool = True
@@ -168,7 +192,16 @@ def _accuracy(selection: Selection) -> Iterable[Cell]:
 
 
 def _training(selection: Selection) -> Iterable[Cell]:
-    return models.cells(selection.providers, selection.ops, quick=selection.quick)
+    if selection.bars:
+        return [cell for cell in bars.cells() if selection.takes(cell)]
+    return models.cells(
+        selection.providers,
+        selection.ops,
+        selection.variants,
+        selection.remats,
+        selection.layers,
+        quick=selection.quick,
+    )
 
 
 def _stacks(selection: Selection) -> Iterable[Cell]:

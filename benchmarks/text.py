@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.figures import Figure, Figures
+from benchmarks.models import MODELS, VARIANTS
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Row
 
@@ -39,6 +40,18 @@ def ratio(row: Row, plain: Mapping[str, str], column: str) -> str:
     if not row[column] or not plain.get(column):
         return "-"
     return f"{float(row[column]) / float(plain[column]):.2f}"
+
+
+def model(row: Row) -> str:
+    """Of a training step: its model, batch and length; layers are scanned where it says nothing."""
+    size = f"{row['model']}, {row['batch']} x {MODELS[row['model']].seq}"
+    return size if row["layers"] == "scan" else f"{size}, {row['layers']}"
+
+
+def variants(rows: Iterable[Row]) -> list[str]:
+    """Those of models of which there is a row, in their order."""
+    there = {row["provider"] for row in rows}
+    return [name for name in VARIANTS if name in there]
 
 
 def provenance(rows: Sequence[Row]) -> str:

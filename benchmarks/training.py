@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from benchmarks import language_models, models, timing
 from benchmarks.language_models import Model, State
 from benchmarks.models import LOSS_STEPS, TrainingCell
+from benchmarks.variants import VARIANTS
 
 Figures = dict[str, float | None]
 WARMUP = 3
@@ -43,9 +44,10 @@ class Step:
         on_gpu = jax.default_backend() == "gpu"
         self.model = Model(
             cell.size,
-            language_models.VARIANTS[cell.provider],
+            VARIANTS[cell.provider],
             cell.remat,
             cell.dtype,
+            cell.layers,
             "cudnn" if on_gpu else "xla",
         )
         self.tokens = batch * cell.size.seq

@@ -1,31 +1,60 @@
 """The models whose training steps are measured, without a GPU: their variants are one function."""
 
+import dataclasses
 import functools
 import math
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxnorm
 from benchmarks import language_models, models, profile, training
 from benchmarks.language_models import Model, train_step
-from benchmarks.models import LOSS_STEPS, MODELS, REMATS, Size, TrainingCell
+from benchmarks.models import LAYERS, LOSS_STEPS, MODELS, REMATS, Size, TrainingCell
+from benchmarks.variants import VARIANTS
 
+LLAMA = Size("llama", 2, 32, 4, 2, 64, 97, seq=24, batch=4)
 TINY = {
     "gpt2": Size("gpt2", 2, 32, 4, 4, 64, 97, seq=24, batch=4),
-    "llama": Size("llama", 2, 32, 4, 2, 64, 97, seq=24, batch=4),
+    "llama": LLAMA,
+    "llama-qk": dataclasses.replace(LLAMA, qk_norm=True),
 }
+has_rope = pytest.mark.skipif(
+    not hasattr(jaxnorm, "rms_norm_rope"), reason="jaxnorm.rms_norm_rope is not there"
+)
+
+
+# Variant, remat, layers and dtype: each once, and with what products keep all of them.
+CASES = [
+    ("jaxnorm-norms", "none", "scan", "float32"),
+    ("jaxnorm-everything", "dots", "scan", "float32"),
+    ("jaxnorm-everything", "none", "scan", "bfloat16"),
+    *(("jaxnorm-products", remat, "scan", "float32") for remat in REMATS),
+    ("jaxnorm-products", "none", "unrolled", "float32"),
+    ("jaxnorm-products", "dots", "unrolled", "float32"),
+    ("jaxnorm-products", "none", "scan", "bfloat16"),
+]
+WITH_QK_NORMS = [
+    pytest.param("llama-qk", *case, marks=[has_rope] if case[0] == "jaxnorm-products" else [])
+    for case in (CASES[0], CASES[3], CASES[-1])
+]
 
 
 @functools.cache
-def loss_and_gradients(kind, variant=models.PLAIN, remat="none", dtype="float32"):
+def loss_and_gradients(kind, variant=models.PLAIN, remat="none", layers="scan", dtype="float32"):
+    """Gradients of layers are stacked, also of those that are unrolled."""
     size = TINY[kind]
-    model = Model(size, language_models.VARIANTS[variant], remat, dtype)
+    model = Model(size, VARIANTS[variant], remat, dtype, layers)
     shape = (size.batch, size.seq + 1)
     tokens = jax.random.randint(jax.random.key(1), shape, 0, size.vocabulary)
     params = model.init(jax.random.key(0))
-    return jax.jit(jax.value_and_grad(model.loss))(params, tokens)
+    loss, gradients = jax.jit(jax.value_and_grad(model.loss))(params, tokens)
+    if layers == "unrolled":
+        gradients |= {"layers": jax.tree.map(lambda *each: jnp.stack(each), *gradients["layers"])}
+    return loss, gradients
 
 
 def bound(size, dtype):
@@ -42,16 +71,14 @@ def bound(size, dtype):
 
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize(
-    ("variant", "remat", "dtype"),
+    ("kind", "variant", "remat", "layers", "dtype"),
     [
-        ("jaxnorm-norms", "none", "float32"),
-        *(("jaxnorm-everything", remat, "float32") for remat in REMATS),
-        ("jaxnorm-everything", "none", "bfloat16"),
+        *((kind, *case) for kind in ("gpt2", "llama") for case in CASES),
+        *WITH_QK_NORMS,
     ],
 )
-@pytest.mark.parametrize("kind", TINY)
-def test_variants_are_one_function(kind, variant, remat, dtype):
-    loss, gradients = loss_and_gradients(kind, variant, remat, dtype)
+def test_variants_are_one_function(kind, variant, remat, layers, dtype):
+    loss, gradients = loss_and_gradients(kind, variant, remat, layers, dtype)
     expected, expected_gradients = loss_and_gradients(kind)
     allowed = bound(TINY[kind], dtype)
     assert abs(loss - expected) <= allowed * expected
@@ -82,7 +109,7 @@ def test_variants_are_one_function(kind, variant, remat, dtype):
 def test_kernels_in_programs_for_a_gpu(name, variant, remat, kernels):
     """In the sizes that are measured; the loss's kernels are there once the default takes them."""
     size = MODELS[name]
-    model = Model(size, language_models.VARIANTS[variant], remat)
+    model = Model(size, VARIANTS[variant], remat)
     params = jax.eval_shape(model.init, jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((size.batch, size.seq + 1), "int32")
     traced = jax.jit(jax.value_and_grad(model.loss)).trace(params, tokens)
@@ -94,7 +121,7 @@ def test_kernels_in_programs_for_a_gpu(name, variant, remat, kernels):
 @pytest.fixture
 def cell(monkeypatch):
     monkeypatch.setitem(MODELS, "tiny", TINY["llama"])
-    return TrainingCell("tiny", "dots", "float32", 4, "jaxnorm-everything")
+    return TrainingCell("tiny", "dots", "scan", "float32", 4, "jaxnorm-everything")
 
 
 @pytest.mark.usefixtures("quick_to_compile")
@@ -128,9 +155,10 @@ def test_what_fits(cell, monkeypatch):
     assert training.prepare("capacity", cell)() == {"batch_in_80gb": 14}
 
 
-def test_the_step_trains_in_place():
+@pytest.mark.parametrize("layers", LAYERS)
+def test_the_step_trains_in_place(layers):
     """It returns the state's own types, which a donated argument needs."""
-    model = Model(TINY["gpt2"], language_models.VARIANTS["jnp"])
+    model = Model(TINY["gpt2"], VARIANTS["jnp"], layers=layers)
     params = jax.eval_shape(model.init, jax.random.key(0))
     state = params, jax.eval_shape(language_models.OPTIMIZER.init, params)
     tokens = jax.ShapeDtypeStruct((4, 25), "int32")

@@ -171,7 +171,13 @@ def test_of_two_shapes_with_one_n_the_larger_counts():
 
 def training_row(provider, **figures):
     row = {"device": "some GPU", "software": "jax 1", "commit": "abc1234"}
-    row |= {"model": "llama-1b", "remat": "dots", "dtype": "bfloat16", "batch": "4"}
+    row |= {
+        "model": "llama-1b",
+        "remat": "dots",
+        "layers": "scan",
+        "dtype": "bfloat16",
+        "batch": "4",
+    }
     row |= {"provider": provider, "status": figures.pop("status", "ok")}
     return row | results.rounded(SUITES["training"], figures)
 
@@ -187,6 +193,8 @@ def test_a_report_of_training_steps(tmp_path):
     fits = Table(tmp_path, SUITES["capacity"])
     cell = {k: v for k, v in training_row("jnp").items() if k in fits.suite.columns}
     fits.append(cell | {"batch_in_80gb": "9"})
+    another = {"provider": "jaxnorm-products", "layers": "unrolled", "batch_in_80gb": "14"}
+    fits.append(cell | another)
     files = report.write(tmp_path)
     assert [f.name for f in files] == ["report.md", "training_bfloat16.png"]
     text = files[0].read_text()
@@ -197,7 +205,48 @@ def test_a_report_of_training_steps(tmp_path):
     assert f"{name} jaxnorm's norms | failed: no memory |" in text
     assert "| 11.900 to 8.000 |" in text
     assert "losses are at most 0.2500 nats from jnp's" in text
-    assert "| llama-1b, length 2048 | dots | 9 | - | - | - |" in text
+    # Of those alone that were measured.
+    assert "| llama-1b, length 2048 | dots | 9 | - |\n" in text
+    assert "| llama-1b, length 2048, unrolled | dots | - | 14 |\n" in text
+    assert "| bar |" not in text
+    assert page_tables.step_times(table.rows()) == (
+        "| model, batch x length | remat | jnp and optax | jaxnorm's norms with residual, and loss "
+        "|\n| --- | ---: | ---: | ---: |\n| llama-1b, 4 x 2048 | dots | 200.0 | 170.0 (0.85) |"
+    )
+    memory = page_tables.step_memory(table.rows(), fits.rows())
+    assert "| llama-1b, 4 x 2048 | dots | 20.0 (9) | 11.0 (-) |" in memory
+
+
+def test_a_report_of_bars(tmp_path):
+    """Of the steps that are there; their ratios are rounded after they are compared."""
+    table = Table(tmp_path, SUITES["training"])
+
+    def step(provider, ms, temp, **cell):
+        losses = dict.fromkeys((f"loss_{step}" for step in LOSS_STEPS), 12.0)
+        figures = {"ms": ms, "temp_bytes": temp, "tokens_per_s": 1.0, "peak_bytes": 50e9}
+        table.append(training_row(provider, **figures, **losses) | cell)
+
+    step("jnp", 150.0, 30e9, remat="none")
+    step("jnp", 147.0, 13e9, remat="dots")
+    step("jaxnorm-products", 135.02, 12e9, remat="none")
+    step("jaxnorm-products", 10.0, 1e9, remat="none", layers="unrolled")
+    step("jaxnorm-products", 140.0, 12e9, remat="none", model="gpt2-small", batch="16")
+    text = report.full_report(Results(tmp_path))
+    assert text.rstrip().endswith(
+        "| bar | measured | at most |  |\n"
+        "| --- | ---: | ---: | ---: |\n"
+        "| llama-1b: time, of plain JAX | 0.900 | 0.90 | missed |\n"
+        "| llama-1b: time, of plain JAX with products saved | 0.919 | 0.94 | holds |\n"
+        "| llama-1b: temp, of plain JAX | 0.400 | 0.45 | holds |\n"
+        "| llama-1b: temp, of plain JAX with products saved | 0.923 | 1.05 | holds |\n"
+        "| gpt2-small: time, of plain JAX | - | 0.83 | plain JAX was not measured |\n"
+        "| gpt2-small: time, of plain JAX with products saved | - | 0.92 | plain JAX was not "
+        "measured |\n"
+        "| gpt2-small: temp, of plain JAX | - | 0.25 | plain JAX was not measured |\n"
+        "| gpt2-small: temp, of plain JAX with products saved | - | 0.54 | plain JAX was not "
+        "measured |"
+    )
+    assert "| llama-1b, 4 x 2048, unrolled | none | and products' inputs | 10.0 | - |" in text
 
 
 def test_a_page_without_markers_is_an_error(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 
 import jaxnorm
 from benchmarks import compile_times, providers, report, report_tables, results, run
+from benchmarks.bars import BARS
 from benchmarks.compile_times import WIDTHS
 from benchmarks.processes import Outcome
 from benchmarks.providers import PROVIDERS, Provider
@@ -181,6 +182,39 @@ def test_first_calls_are_of_every_public_function():
         widths = sum(cols % 32 == 0 for cols in WIDTHS) if op == "group_norm" else len(WIDTHS)
         assert {*dtypes.values()} == {widths}
         assert {"bfloat16", "float16", "float32"} <= {*dtypes}
+
+
+def asked(*arguments):
+    """Cells of the suite `training`."""
+    selection = run.selected(run.parse(["training", *arguments]))
+    return list(SUITES["training"].cells(selection))
+
+
+def test_training_steps_are_selected():
+    every = asked()
+    assert len({*every}) == len(every)
+    assert {cell.layers for cell in every} == {"scan", "unrolled"}
+    arguments = "--ops llama-1b-qk --variants jnp jaxnorm-products --remats none --layers scan"
+    found = [(c.model, c.remat, c.layers, c.provider) for c in asked(*arguments.split())]
+    assert found == [
+        ("llama-1b-qk", "none", "scan", "jnp"),
+        ("llama-1b-qk", "none", "scan", "jaxnorm-products"),
+    ]
+    assert {c.provider for c in asked("--providers", "jnp")} == {"jnp"}
+    assert [c.layers for c in asked("--quick", "--variants", "jnp")] == ["scan"]
+
+
+def test_steps_that_bars_compare():
+    """Of each bar both, of those that are selected, and each once."""
+    every = asked("--bars")
+    assert len({*every}) == len(every)
+    assert {cell for bar in BARS for cell in bar.cells} == {*every} <= {*asked()}
+    only = asked("--bars", "--ops", "gpt2-small", "--remats", "none", "dots")
+    assert [(c.remat, c.provider) for c in only] == [
+        ("none", "jaxnorm-products"),
+        ("none", "jnp"),
+        ("dots", "jnp"),
+    ]
 
 
 def test_neither_side_is_needed_to_plan():

@@ -1,0 +1,66 @@
+"""What training steps have to reach: their time and memory over plain JAX's.
+
+A bar is a ratio of two cells of the suite `training`, with layers scanned. Free of JAX.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+from benchmarks import models
+from benchmarks.models import MODELS, PLAIN, Remat, TrainingCell
+
+VARIANT = "jaxnorm-products"
+_FIGURES = {"ms": "time", "temp_bytes": "temp"}
+_REMATS: dict[Remat, str] = {
+    "none": "",
+    "dots": " with products saved",
+    "block": " with blocks remade",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """A figure of a step, over that of a step of plain JAX.
+
+    Attributes:
+      most: what it may be.
+      remat, plain_remat: of either step.
+    """
+
+    model: str
+    figure: Literal["ms", "temp_bytes"]
+    most: float
+    plain_remat: Remat
+    remat: Remat = "none"
+
+    @property
+    def cells(self) -> tuple[TrainingCell, TrainingCell]:
+        """The step, and that of plain JAX."""
+        return (
+            models.cell(self.model, self.remat, "scan", VARIANT),
+            models.cell(self.model, self.plain_remat, "scan", PLAIN),
+        )
+
+    def __str__(self) -> str:
+        step = f"{self.model}: {_FIGURES[self.figure]}{_REMATS[self.remat]}"
+        return f"{step}, of plain JAX{_REMATS[self.plain_remat]}"
+
+
+BARS = (
+    Bar("llama-1b", "ms", 0.90, "none"),
+    Bar("llama-1b", "ms", 0.94, "dots"),
+    Bar("llama-1b", "temp_bytes", 0.45, "none"),
+    Bar("llama-1b", "temp_bytes", 1.05, "dots"),
+    Bar("gpt2-small", "ms", 0.83, "none"),
+    Bar("gpt2-small", "ms", 0.92, "dots"),
+    Bar("gpt2-small", "temp_bytes", 0.25, "none"),
+    Bar("gpt2-small", "temp_bytes", 0.54, "dots"),
+    Bar("llama-1b-qk", "ms", 0.90, "none"),
+    *(Bar(model, "ms", 1.0, "block", "block") for model in MODELS),
+)
+
+
+def cells() -> Iterator[TrainingCell]:
+    """What the bars compare, each once, in their order."""
+    yield from dict.fromkeys(cell for bar in BARS for cell in bar.cells)

@@ -1,0 +1,181 @@
+"""What the variants of a model differ in: norms, loss, and what products keep of their inputs.
+
+In shapes B is sequences, S their length, d the width, H heads of size D, and f an MLP's hidden
+features. Weights are float32, and are cast to x's dtype. The scopes are names in a profile.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxnorm
+
+Array = jax.Array
+
+
+@jax.named_scope("norm")
+def rms_norm(x: Array, scale: Array) -> Array:
+    """As Flax computes it."""
+    wide = x.astype(jnp.float32)
+    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
+    return (wide * (rstd * scale)).astype(x.dtype)
+
+
+@jax.named_scope("norm")
+def layer_norm(x: Array, scale: Array, bias: Array) -> Array:
+    """As Flax computes it: the variance is a difference of means, which one pass gives."""
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide, axis=-1, keepdims=True)
+    mean_of_squares = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    variance = jnp.maximum(0.0, mean_of_squares - jnp.square(mean))
+    rstd = jax.lax.rsqrt(variance + 1e-6)
+    return ((wide - mean) * (rstd * scale) + bias).astype(x.dtype)
+
+
+def add_then(norm: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
+    """The residual addition before a norm, as two steps."""
+
+    def add_norm(x: Array, residual: Array, **parameters: Array) -> tuple[Array, Array]:
+        h = x + residual
+        return norm(h, **parameters), h
+
+    return add_norm
+
+
+@jax.named_scope("attention")
+def rotated(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotary position embedding of queries or keys (B, S, H, D); cos and sin are (S, 1, D / 2)."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def then_rotated(norm: Callable[..., Array]) -> Callable[..., Array]:
+    """The rotation after a norm over each head, as two steps."""
+
+    def norm_rope(x: Array, scale: Array, cos: Array, sin: Array) -> Array:
+        return rotated(norm(x, scale), cos, sin)
+
+    return norm_rope
+
+
+def rms_norm_rope(x: Array, scale: Array, cos: Array, sin: Array) -> Array:
+    # Looked up in the call: a library without it fails there alone, and the row says so.
+    norm_rope: Callable[..., Array] = vars(jaxnorm)["rms_norm_rope"]
+    return norm_rope(x, scale, cos, sin)
+
+
+def linear(x: Array, weight: Array) -> Array:
+    return x @ weight.astype(x.dtype)
+
+
+@jax.named_scope("mlp")
+def gated_linear(gate: Array, up: Array, weight: Array) -> Array:
+    return linear(jax.nn.silu(gate) * up, weight)
+
+
+@jax.named_scope("mlp")
+def activation_linear(x: Array, weight: Array, bias: Array) -> Array:
+    return linear(jax.nn.gelu(x), weight) + bias.astype(x.dtype)
+
+
+@jax.named_scope("mlp")
+def gated_linear_of_inputs(gate: Array, up: Array, weight: Array) -> Array:
+    return jaxnorm.gated_linear(gate, up, weight, dtype=gate.dtype)
+
+
+@jax.named_scope("mlp")
+def activation_linear_of_inputs(x: Array, weight: Array, bias: Array) -> Array:
+    return jaxnorm.activation_linear(x, weight, bias=bias, dtype=x.dtype)
+
+
+def heads_linear(x: Array, weight: Array) -> Array:
+    """The output projection of attention: x (B, S, H, D) by weight (H D, d)."""
+    return linear(x.reshape(*x.shape[:2], -1), weight)
+
+
+@jax.named_scope("loss")
+def loss_of_logits(x: Array, embedding: Array, labels: Array) -> Array:
+    logits = (x @ embedding.T).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+@jax.named_scope("loss")
+def loss_without_logits(x: Array, embedding: Array, labels: Array) -> Array:
+    return jaxnorm.linear_softmax_cross_entropy(x, embedding.T, labels)
+
+
+def remade(product: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    """A product that keeps its operands as they are, which others keep anyway.
+
+    A scan would also keep the weight as it is cast, and attention's result with its heads side by
+    side. Unrolled, XLA may take the forward's: no barrier.
+    """
+    return jax.checkpoint(product, prevent_cse=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """Whose functions a model uses.
+
+    Attributes:
+      rms_norm, layer_norm: of x and its parameters.
+      add_rms_norm, add_layer_norm: of x, residual and parameters; give the norm of their sum, and
+        the sum.
+      rms_norm_rope: of queries or keys (B, S, H, D), the scale of their norm, cos and sin.
+      loss: of the last hidden states (B, S, d), the embedding (V, d) and labels (B, S); its mean.
+      linear: of x (B, S, d) and weight.
+      gated_linear: of gate and up (B, S, f), and weight (f, d).
+      activation_linear: of x (B, S, f), weight (f, d) and bias (d,).
+      heads_linear: of attention's result (B, S, H, D) and weight (H D, d).
+    """
+
+    rms_norm: Callable[..., Array]
+    add_rms_norm: Callable[..., tuple[Array, Array]]
+    layer_norm: Callable[..., Array]
+    add_layer_norm: Callable[..., tuple[Array, Array]]
+    rms_norm_rope: Callable[..., Array]
+    loss: Callable[[Array, Array, Array], Array]
+    linear: Callable[[Array, Array], Array] = linear
+    gated_linear: Callable[[Array, Array, Array], Array] = gated_linear
+    activation_linear: Callable[[Array, Array, Array], Array] = activation_linear
+    heads_linear: Callable[[Array, Array], Array] = heads_linear
+
+
+_NORMS = Variant(
+    jaxnorm.rms_norm,
+    add_then(jaxnorm.rms_norm),
+    jaxnorm.layer_norm,
+    add_then(jaxnorm.layer_norm),
+    then_rotated(jaxnorm.rms_norm),
+    loss_of_logits,
+)
+_EVERYTHING = dataclasses.replace(
+    _NORMS,
+    add_rms_norm=jaxnorm.add_rms_norm,
+    add_layer_norm=jaxnorm.add_layer_norm,
+    loss=loss_without_logits,
+)
+VARIANTS = {
+    "jnp": Variant(
+        rms_norm,
+        add_then(rms_norm),
+        layer_norm,
+        add_then(layer_norm),
+        then_rotated(rms_norm),
+        loss_of_logits,
+    ),
+    "jaxnorm-norms": _NORMS,
+    "jaxnorm-norms-loss": dataclasses.replace(_NORMS, loss=loss_without_logits),
+    "jaxnorm-everything": _EVERYTHING,
+    "jaxnorm-products": dataclasses.replace(
+        _EVERYTHING,
+        rms_norm_rope=rms_norm_rope,
+        linear=remade(linear),
+        gated_linear=gated_linear_of_inputs,
+        activation_linear=activation_linear_of_inputs,
+        heads_linear=remade(heads_linear),
+    ),
+}
