@@ -20,7 +20,7 @@ _VERDICTS = {
     False: "FAILED",
     None: "not checked (smaller than the default run)",
 }
-COLUMNS = ("norms, softmax, loss", "final loss", "ms/step", "temp MiB", "saved MiB")
+COLUMNS = ("functions", "final loss", "ms/step", "temp MiB", "saved MiB")
 
 # Okabe and Ito's palette, which survives colour blindness; widths and dashes keep curves that
 # coincide (as they should) visible.
@@ -37,7 +37,7 @@ class Run:
     final_loss: float  # nats per held-out byte after training
     ms_per_step: float
     temp_bytes: int  # XLA's plan for the compiled train step, arguments and results not counted
-    residual_bytes: int  # arrays stored from forward to backward, as the autodiff rules ask for
+    residual_bytes: int  # arrays kept from forward to backward, by `jaxnorm.memory_report`
 
     def cells(self) -> tuple[str, ...]:
         return (

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -54,36 +55,56 @@ class AddLayerNorm(nn.LayerNorm):
         return super().__call__(h), h
 
 
+class GeluDense(nn.Dense):
+    """Flax's layer with the activation before it."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(nn.gelu(x))
+
+
+def gelu_dot(x: jax.Array, kernel: jax.Array, dimensions: Any, precision: Any) -> jax.Array:
+    """Stands for the product of a `Dense`, which so keeps its parameters."""
+    return jaxnorm.activation_linear(x, kernel)
+
+
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Whose norms and softmax the model uses, and whose loss its training.
+    """Whose functions the model uses, and whose loss its training.
 
-    The loss is Flax's users' own, optax's, or jaxnorm's of the same name and arguments.
+    Attributes:
+      label: in tables.
+      norm, attention_fn: modules and attention function.
+      cross_entropy: Flax's users' own, optax's, or jaxnorm's of the same name and arguments.
+      gelu_dense: the MLP's activation and second layer.
     """
 
     label: str
     norm: Callable[..., nn.Module]
     attention_fn: Callable[..., jax.Array]
     cross_entropy: Callable[..., jax.Array]
+    gelu_dense: Callable[..., nn.Module] = GeluDense
 
 
-VARIANTS = (
-    Variant(
-        "Flax",
-        AddLayerNorm,
-        nn.dot_product_attention,
-        optax.softmax_cross_entropy_with_integer_labels,
-    ),
-    *(
-        Variant(
-            f"jaxnorm, save={save!r}",
-            functools.partial(jaxnorm.linen.LayerNorm, save=save),
-            jaxnorm.linen.dot_product_attention,
-            jaxnorm.softmax_cross_entropy_with_integer_labels,
-        )
-        for save in ("input", "output")
-    ),
+FLAX = Variant(
+    "Flax",
+    AddLayerNorm,
+    nn.dot_product_attention,
+    optax.softmax_cross_entropy_with_integer_labels,
 )
+NORMS_AND_LOSS = Variant(
+    "jaxnorm's norms and loss",
+    jaxnorm.linen.LayerNorm,
+    jaxnorm.linen.dot_product_attention,
+    jaxnorm.softmax_cross_entropy_with_integer_labels,
+)
+PRODUCTS_INPUTS = dataclasses.replace(
+    NORMS_AND_LOSS,
+    label="and products' inputs",
+    gelu_dense=functools.partial(nn.Dense, dot_general=gelu_dot),
+)
+# Each takes more of jaxnorm's functions than the one before it.
+VARIANTS = (FLAX, NORMS_AND_LOSS, PRODUCTS_INPUTS)
 
 
 class Block(nn.Module):
@@ -110,8 +131,8 @@ class Block(nn.Module):
         y, x = self.variant.norm(dtype=dtype, name="attention_norm")(branch, residual=x)
         branch = attention(y, mask=mask)
         y, x = self.variant.norm(dtype=dtype, name="mlp_norm")(branch, residual=x)
-        y = nn.gelu(nn.Dense(4 * width, dtype=dtype, name="mlp_in")(y))
-        return (nn.Dense(width, dtype=dtype, name="mlp_out")(y), x), None
+        y = nn.Dense(4 * width, dtype=dtype, name="mlp_in")(y)
+        return (self.variant.gelu_dense(width, dtype=dtype, name="mlp_out")(y), x), None
 
 
 class Transformer(nn.Module):
