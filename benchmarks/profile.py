@@ -43,11 +43,12 @@ _BY_SCOPE = {
     "norms": r"\bnorm\b|_norm\b|_norm_backward\b",
     "optimiser": r"\boptimizer\b",
     "attention": r"\battention\b",
+    "mlp": r"\bmlp\b",
 }
 _MOVES = {"copies and slices": r"copy|memcpy|slice|transpose|concatenate|broadcast|pad"}
 OTHER = "other fusions"
 CLASSES = (
-    *("matrix products", "attention", "norms", "loss", "optimiser", "transfers"),
+    *("matrix products", "attention", "norms", "mlp", "loss", "optimiser", "transfers"),
     *(*_MOVES, OTHER),
 )
 

@@ -180,6 +180,7 @@ def test_the_step_trains_in_place(layers):
         ("loop_add_fusion", "optimiser"),
         ("input_reduce_fusion", "loss"),
         ("loop_dynamic_update_slice_fusion_3", "copies and slices"),
+        ("loop_convert_fusion", "mlp"),
         ("loop_multiply_fusion", "other fusions"),
     ],
 )
@@ -188,6 +189,7 @@ def test_classes_of_kernels(name, kind):
         "input_reduce_fusion_5": "jit(step)/transpose(jvp())/while/body/jaxnorm.rms_norm_backward",
         "loop_add_fusion": "jit(train_step)/optimizer/add",
         "input_reduce_fusion": "jit(train_step)/transpose(jvp(loss))/reduce_sum",
+        "loop_convert_fusion": "jit(train_step)/jvp(mlp)/while/body/checkpoint/mlp/mul",
         "loop_multiply_fusion": "jit(train_step)/jvp()/while/body/mul",
     }
     assert profile.kernel_class(name, scopes) == kind
