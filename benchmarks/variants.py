@@ -61,12 +61,6 @@ def then_rotated(norm: Callable[..., Array]) -> Callable[..., Array]:
     return norm_rope
 
 
-def rms_norm_rope(x: Array, scale: Array, cos: Array, sin: Array) -> Array:
-    # Looked up in the call: a library without it fails there alone, and the row says so.
-    norm_rope: Callable[..., Array] = vars(jaxnorm)["rms_norm_rope"]
-    return norm_rope(x, scale, cos, sin)
-
-
 def linear(x: Array, weight: Array) -> Array:
     return x @ weight.astype(x.dtype)
 
@@ -172,7 +166,7 @@ VARIANTS = {
     "jaxnorm-everything": _EVERYTHING,
     "jaxnorm-products": dataclasses.replace(
         _EVERYTHING,
-        rms_norm_rope=rms_norm_rope,
+        rms_norm_rope=jaxnorm.rms_norm_rope,
         linear=remade(linear),
         gated_linear=gated_linear_of_inputs,
         activation_linear=activation_linear_of_inputs,
