@@ -90,8 +90,16 @@ class Call:
         return self._with(unused=unused, want_stats=self.spec.want_stats and unused != "y")
 
     def without_unused(self, used: Sequence[bool]) -> "Call":
-        """Of results that are `used` or not: h goes where only y is, the norm where only h is."""
+        """Of results that are `used` or not: h goes where only y is, the norm where only h is.
+
+        Of a backward, the gradients of tables, which kernels do not make.
+        """
         spec = self.spec
+        if spec.wants_tables:
+            wanted = dict(zip(self.wrt, used))
+            wrt = [n for n in self.wrt if wanted[n] or OPERANDS[n] != "table"]
+            less = dataclasses.replace(self, wrt=tuple(wrt))
+            return less._with(wants_tables=not {"cos", "sin"}.isdisjoint(wrt))
         if spec.direction != "fwd" or not spec.normalises_h or spec.unused is not None:
             return self
         if not used[1]:

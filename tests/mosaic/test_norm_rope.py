@@ -33,7 +33,7 @@ SHARED = {
     "16 heads": Shared(((2, False), (3, True), (16, False)), has_columns=True),
     "3 heads": Shared(((8, True), (4, False), (3, False)), has_columns=True),
     "keys of one head": Shared(((96, True),), has_columns=True),
-    "heads alike": Shared(((96, False),), has_columns=True),
+    "heads alike": Shared(((99, False),), has_columns=True),
 }
 # Columns of a head, and those that are rotated.
 SIZES = [(32, 32), (32, 16), (48, 32)]

@@ -127,7 +127,7 @@ class HeadTile:
 
     def has_one_position(self, shared: Shared) -> bool:
         """Whether all rows of each tile have the same row of a table."""
-        if not shared.segments:
+        if shared.rows == 1:
             return True
         size, has_each = shared.segments[-1]
         return not has_each and size % self.rows == 0
