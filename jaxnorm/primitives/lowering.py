@@ -67,7 +67,7 @@ def _loses_its_kernel_by_dh(call: Call, platform: str) -> bool:
 
     The transpose adds dh to whatever norm it meets: the user did not ask for that.
     """
-    if not (call.spec.operation.may_add_dh and call.spec.adds_dh) or call.spec.plain:
+    if not (call.spec.adds_dh and call.spec.operation.may_add_dh) or call.spec.plain:
         return False
 
     def is_kernel_s(call: Call) -> bool:

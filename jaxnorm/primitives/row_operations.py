@@ -23,7 +23,7 @@ from jax.interpreters import ad
 from jaxnorm.calls import backends
 from jaxnorm.calls.call import Arrays, Call, Run
 from jaxnorm.meshes import sharding
-from jaxnorm.meshes.shards import Factors, Shards, factors_of_rows, shards_of_rows
+from jaxnorm.meshes.shards import factors_of_rows, shards_of_rows
 from jaxnorm.primitives import lowering, remat
 from jaxnorm.primitives.rules import Rules, as_jax_calls, batch_first, nonzero, zero_like
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS, PARAMETERS, SHARED, Kind
@@ -84,11 +84,7 @@ class _RowRules(Rules[Call]):
     def needs_shards(self, call: Call) -> bool:
         return backends.has_kernels(call.implementation, backends.local_platform())
 
-    def shards(self, call: Call, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
-        return shards_of_rows(call, run, types, mesh)
-
-    def factors(self, call: Call, arrays: Arrays) -> Factors:
-        return factors_of_rows(call, arrays)
+    shards, factors = staticmethod(shards_of_rows), staticmethod(factors_of_rows)
 
     # --------------------------------------------------------------------------- differentiation
 
