@@ -1,12 +1,15 @@
-"""RMSNorm with the product after it in float64 numpy, and bounds for what rounding adds."""
+"""rms_norm_linear in float64 numpy, with bounds for what rounding adds; mixtures of dtypes."""
 
 import dataclasses
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from reference import SAFETY, Norm, arithmetic, exact, rounding, unit_roundoff
+
+from jaxnorm import rms_norm_linear
 
 # Of each activation: the largest slope, the largest change of it for a step of 1 in z, and its jump
 # at z = 0. gelu' is 1.13 at most and gelu'' 0.8 (at 0); silu' is 1.1 at most and silu'' 0.5 (at 0).
@@ -145,3 +148,28 @@ class NormLinear:
     def walk(self, terms):
         """Of a sum's roundings, by the sum of magnitudes."""
         return SAFETY * self.u * (math.sqrt(terms) + 2)
+
+
+# x, residual, weight, scale, bias; the product's; y's, and whether it is asked for
+MIXES = [
+    *(((dtype,) * 5, dtype, dtype, False) for dtype in ("bfloat16", "float32")),
+    (("bfloat16", "float32", "bfloat16", "float32", "float32"), "bfloat16", "bfloat16", False),
+    (("float16", "float16", "float16", "float32", "float16"), "float16", "float32", True),
+    (("float32", "float32", "float32", "float32", "float32"), "bfloat16", "bfloat16", True),
+    (("bfloat16", "bfloat16", "float32", "bfloat16", "bfloat16"), "float32", "float32", False),
+]
+WIDE = (("float32", "float64", "float64", "float32", "float32"), "float64", "float64", False)
+
+
+@functools.partial(jax.jit, static_argnames=("options",))
+def value_and_gradients(arrays, d, options=()):
+    """The results, and gradients for the cotangent d of y and d's cosine of h."""
+
+    def function(arrays):
+        arrays = dict(arrays)
+        return rms_norm_linear(arrays.pop("x"), arrays.pop("weight"), **arrays, **dict(options))
+
+    results, vjp = jax.vjp(function, arrays)
+    if "residual" not in arrays:
+        return (results,), vjp(d)[0]
+    return results, vjp((d, jnp.cos(arrays["residual"])))[0]

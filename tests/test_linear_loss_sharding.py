@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import KINDS, Case, mesh_of
-from test_sharding import Kernels, kernels  # noqa: F401
+from sharding_cases import which_kernels  # noqa: F401
 
 import jaxnorm
 from benchmarks.hlo import _computations
@@ -141,7 +141,7 @@ def test_losses_of_rows(kind):
 @pytest.mark.parametrize("kernels", ["kernel"], indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["rows", "rows and V"])
-def test_kernels_get_chunks_of_shards(kernels, kind, layout):  # noqa: F811
+def test_kernels_get_chunks_of_shards(kernels, kind, layout):
     """But where classes are split: XLA's code sums their statistics over the mesh."""
     mesh = mesh_of(Case("", MESH, P()), kind)
     sharded, specs = placed(mesh, *LAYOUTS[layout][:2])

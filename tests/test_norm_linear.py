@@ -1,4 +1,4 @@
-"""rms_norm_linear: values and gradients against float64 numpy; errors; transformations."""
+"""rms_norm_linear: values and gradients against float64 numpy; errors."""
 
 import functools
 
@@ -7,12 +7,9 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import checkify
-from norm_linear_cases import NormLinear, operands
+from norm_linear_cases import MIXES, WIDE, NormLinear, operands, value_and_gradients
 from pairs import pairwise
 from reference import assert_within, exact, rounding
-from test_configurations import CONFIGURATIONS
-from test_forward_mode import DERIVATIVES, check, transformed
 
 import jaxnorm
 from jaxnorm import rms_norm_linear
@@ -20,29 +17,6 @@ from jaxnorm import rms_norm_linear
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 NAME = "rms_norm_linear"
-# x, residual, weight, scale, bias; the product's; y's, and whether it is asked for
-MIXES = [
-    *(((dtype,) * 5, dtype, dtype, False) for dtype in ("bfloat16", "float32")),
-    (("bfloat16", "float32", "bfloat16", "float32", "float32"), "bfloat16", "bfloat16", False),
-    (("float16", "float16", "float16", "float32", "float16"), "float16", "float32", True),
-    (("float32", "float32", "float32", "float32", "float32"), "bfloat16", "bfloat16", True),
-    (("bfloat16", "bfloat16", "float32", "bfloat16", "bfloat16"), "float32", "float32", False),
-]
-WIDE = (("float32", "float64", "float64", "float32", "float32"), "float64", "float64", False)
-
-
-@functools.partial(jax.jit, static_argnames=("options",))
-def value_and_gradients(arrays, d, options=()):
-    """The results, and gradients for the cotangent d of y and d's cosine of h."""
-
-    def function(arrays):
-        arrays = dict(arrays)
-        return rms_norm_linear(arrays.pop("x"), arrays.pop("weight"), **arrays, **dict(options))
-
-    results, vjp = jax.vjp(function, arrays)
-    if "residual" not in arrays:
-        return (results,), vjp(d)[0]
-    return results, vjp((d, jnp.cos(arrays["residual"])))[0]
 
 
 def check_case(arrays, product, y_dtype, *, activation=None, scale_offset=0.0, **options):
@@ -231,177 +205,3 @@ def test_the_kernel_on_a_cpu(around):
     )
     with jax.disable_jit(around == "disable_jit"), pytest.raises(ValueError, match=message):
         functions.get(around, call)(x)
-
-
-# ---------------------------------------------------------------------------------- derivatives
-
-
-def matrix(s, b):
-    """A weight that depends on both."""
-    return jnp.outer(jnp.sin(s), jnp.cos(b)) / s.size
-
-
-def plain(x, s, b):
-    h = x + jnp.sin(x) / 2
-    n = h / jnp.sqrt((h**2).mean(-1, keepdims=True) + 1e-6) * s
-    return jax.nn.gelu(n @ matrix(s, b) + b) + h / 4
-
-
-def ours(x, s, b, **options):
-    y, h = rms_norm_linear(
-        x, matrix(s, b), s, bias=b, residual=jnp.sin(x) / 2, activation="gelu", **options
-    )
-    return y + h / 4
-
-
-MIXTURES = [
-    *("jvp", "transpose of linearize", "transpose of vjp", "forward over reverse"),
-    *("reverse over reverse", "frozen parameters", "per-example gradients"),
-    "forward over reverse of a batch of parameters",
-]
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("derivative", MIXTURES)
-def test_derivatives(derivative):
-    check(DERIVATIVES[derivative], plain, ours, "xla")
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("transformation", ["scan", "save_policy", "vmap"])
-def test_under_transformations(transformation):
-    check(transformed("forward over reverse", transformation), plain, ours, "xla")
-
-
-@pytest.mark.usefixtures("x64")
-def test_outside_jit():
-    arrays = operands(3, 4, 5, "float64")
-    x, weight = arrays["x"], arrays["weight"]
-
-    def function(x, weight):
-        return jnp.sum(jnp.sin(rms_norm_linear(x, weight, activation="relu")))
-
-    eager = jax.value_and_grad(function, (0, 1))(x, weight)
-    with jax.disable_jit():
-        one_by_one = jax.value_and_grad(function, (0, 1))(x, weight)
-    compiled = jax.jit(jax.value_and_grad(function, (0, 1)))(x, weight)
-    for a, b, c in zip(*map(jax.tree.leaves, (eager, one_by_one, compiled))):
-        np.testing.assert_allclose(a, c, rtol=1e-12)
-        np.testing.assert_allclose(b, c, rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "configuration", ["x64", "strict dtype promotion", "rank promotion raises", "leaks raise"]
-)
-def test_configurations(configuration):
-    """Of JAX, that change how code is traced."""
-    dtypes, _, y_dtype, _ = MIXES[2]
-    arrays = operands(6, 16, 8, dtypes)
-    d = jnp.ones((6, 8), y_dtype)
-
-    def run():
-        return jax.tree.leaves(value_and_gradients(arrays, d, options=(("activation", "silu"),)))
-
-    expected = run()
-    with CONFIGURATIONS[configuration]():
-        got = run()
-    for ours, theirs in zip(got, expected, strict=True):
-        assert ours.dtype == theirs.dtype
-        assert_within(ours, exact(theirs), 2.0**-6 * np.abs(exact(theirs)).max())
-
-
-def test_a_program_for_cuda():
-    """Its norm is a kernel there: forward, again backward for the product, and its backward.
-
-    16-bit operands make 16-bit products, whose results are rounded where their cotangents are.
-    """
-    shapes = {"x": (8192, 4096), "weight": (4096, 1024), "scale": (4096,), "bias": (1024,)}
-    arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
-
-    def loss(arrays):
-        arrays = dict(arrays)
-        y = rms_norm_linear(arrays.pop("x"), arrays.pop("weight"), **arrays, activation="silu")
-        return jnp.sum(y.astype("float32") ** 2)
-
-    traced = jax.jit(jax.grad(loss)).trace(arrays)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == 3
-    products = [line.rpartition(" : ")[2] for line in text.splitlines() if "dot_general" in line]
-    assert len(products) == 3
-    assert all(line.partition("->")[0].count("bf16") == 2 for line in products)
-
-
-@pytest.mark.parametrize("bias", [None, "bfloat16"])
-def test_the_product_rounds_its_sums_to_y(bias):
-    """Itself, in no pass of its own; with a bias the sums stay float32."""
-    shapes = {"x": (8, 64), "weight": (64, 32), **({"bias": (32,)} if bias else {})}
-    arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
-    text = jax.jit(lambda arrays: rms_norm_linear(**arrays)).trace(arrays).lower().as_text()
-    (product,) = [line for line in text.splitlines() if "dot_general" in line]
-    assert product.rpartition("tensor<8x32x")[2].startswith("f32" if bias else "bf16")
-
-
-def test_checkify_sees_a_nan():
-    x, weight = jnp.full((2, 4), jnp.nan), jnp.ones((4, 3))
-    error, _ = checkify.checkify(rms_norm_linear, errors=checkify.float_checks)(x, weight)
-    assert "nan generated by primitive: jaxnorm.rms_norm" in error.get()
-
-
-def test_an_exported_program_takes_any_number_of_rows():
-    (rows,) = jax.export.symbolic_shape("rows")
-    x, weight = jnp.ones((3, 16)), jnp.ones((16, 8))
-    x_type = jax.ShapeDtypeStruct((rows, 16), "float32")
-    exported = jax.export.export(jax.jit(rms_norm_linear))(x_type, weight)
-    np.testing.assert_allclose(exported.call(x, weight), rms_norm_linear(x, weight), rtol=1e-6)
-
-
-@pytest.mark.parametrize("in_axes", [(1, None, None), (0, 1, None), (None, None, 0)])
-def test_vmap(in_axes):
-    """Of rows, of weights, of scales; gradients inside and outside."""
-    a = operands(5, 8, 6)
-    arrays = [
-        v if axis is None else jnp.stack([v, jnp.roll(v, 1, 0), jnp.flip(v)], axis)
-        for v, axis in zip((a["x"], a["weight"], a["scale"]), in_axes)
-    ]
-
-    def function(x, weight, scale):
-        return rms_norm_linear(x, weight, scale, activation="gelu")
-
-    def summed(*arrays):
-        return jnp.sum(jnp.sin(function(*arrays)))
-
-    gradients = jax.grad(summed, (0, 1, 2))
-
-    @jax.jit
-    def both(*arrays):
-        def outside(*arrays):
-            return jnp.sum(jax.vmap(summed, in_axes)(*arrays))
-
-        batched = (jax.vmap(f, in_axes)(*arrays) for f in (function, gradients))
-        return *batched, jax.grad(outside, (0, 1, 2))(*arrays)
-
-    @jax.jit
-    def one_by_one(*arrays):
-        parts = [
-            [v if axis is None else jnp.take(v, i, axis) for v, axis in zip(arrays, in_axes)]
-            for i in range(3)
-        ]
-        return [function(*p) for p in parts], [gradients(*p) for p in parts]
-
-    batched, inside, outside = both(*arrays)
-    each, each_gradient = one_by_one(*arrays)
-    np.testing.assert_allclose(batched, jnp.stack(each), rtol=1e-5, atol=1e-5)
-    for k, axis in enumerate(in_axes):
-        parts = jnp.stack([g[k] for g in each_gradient])
-        np.testing.assert_allclose(inside[k], parts, rtol=1e-4, atol=1e-4)
-        whole = parts.sum(0) if axis is None else jnp.moveaxis(parts, 0, axis)
-        np.testing.assert_allclose(outside[k], whole, rtol=1e-4, atol=1e-4)
-
-
-def test_a_batch_of_x_is_more_rows():
-    x, weight = jnp.ones((3, 4, 8)), jnp.ones((8, 6))
-    jaxpr = jax.make_jaxpr(jax.vmap(lambda x: rms_norm_linear(x, weight)))(x)
-    (call,) = jaxpr.eqns
-    norm, product = call.params["call_jaxpr"].eqns
-    assert product.primitive.name == "dot_general"
-    assert norm.outvars[0].aval.shape == (3, 4, 8)

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import (
     FUNCTIONS,
@@ -33,10 +32,9 @@ from meshes import (
     step,
 )
 from pairs import pairwise
-from stand_in import StandIn, as_default
+from sharding_cases import CASES, moved, which_kernels  # noqa: F401
 
 import jaxnorm
-from jaxnorm_kernels import xla
 
 pytestmark = [
     pytest.mark.oldest_jax,
@@ -45,44 +43,6 @@ pytestmark = [
 ]
 
 
-class Kernels(StandIn):
-    """The stand-in. It counts its launches, and refuses what a kernel would refuse."""
-
-    def __getattr__(self, name):
-        function = getattr(xla, name)
-
-        def launch(operands, *rest):
-            (x, *_), spec = operands, rest[-1]
-            assert x.shape == (spec.rows, spec.cols), "not seen as rows"
-            assert spec.axes == (-1,)
-            assert not spec.cols_over
-            self.shapes.append(x.shape)
-            return function(operands, *rest)
-
-        return launch
-
-    def supports(self, spec):
-        return "it has no masked kernel" if spec.has_mask else None
-
-
-@pytest.fixture(params=["xla", "kernel"])
-def kernels(request):
-    """What the default runs here: xla (None), or the stand-in for a kernel."""
-    if request.param == "xla":
-        yield None
-        return
-    with as_default(Kernels()) as module:
-        yield module
-
-
-CASES = [
-    Case("data", {"data": 8}, P("data")),
-    Case("data x sequence", {"data": 4, "seq": 2}, P("data", "seq")),
-    Case("one axis over two", {"data": 2, "fsdp": 4}, P(("data", "fsdp"))),
-    Case("fsdp", {"data": 2, "fsdp": 4}, P(("data", "fsdp")), P("fsdp")),
-    Case("three axes", {"data": 2, "seq": 2, "model": 2}, P("data", "seq")),
-    Case("replicated", {"data": 8}, P()),
-]
 SPLIT_ROWS = Case("features", {"data": 4, "model": 2}, P("data", None, "model"), P("model"))
 # Where the two axes of a mesh may split one of three axes, or one of one.
 X_SPECS, PARAMETER_SPECS = (specs_of(("data", "seq"), axes) for axes in (3, 1))
@@ -262,12 +222,6 @@ def test_forward_mode_on_a_mesh(name, derivative, x_spec, kind):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def moved(compiled):
-    """What collectives move of arrays at least as large as a shard of x."""
-    found = collectives(compiled)
-    return [s for v in found.values() for s in v if s and math.prod(map(int, s.split(","))) >= 512]
-
-
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("axis", [0, 1, (0, 1)])
 def test_other_axes(kernels, axis, kind):
@@ -294,193 +248,3 @@ def test_a_mask_broadcasts_against_shards(kernels, mask_shape, kind):
     assert not moved(compiled)
     expected = jaxnorm.softmax(x, where=mask)
     np.testing.assert_allclose(compiled(sharded, where), expected, rtol=2e-5, atol=2e-5)
-
-
-def loss(transform, x, params, **options):
-    """A few pre-norm layers, scanned."""
-
-    def layer(x, p):
-        scale, w = p
-        return x + jnp.tanh(jaxnorm.rms_norm(x, scale, **options) @ w), None
-
-    return jnp.sum(jax.lax.scan(transform(layer), x, params)[0] ** 2)
-
-
-def gradient_of(transform, **options):
-    return jax.jit(jax.grad(functools.partial(loss, transform, **options), argnums=(0, 1)))
-
-
-def training_operands():
-    rng = np.random.default_rng(0)
-    return jnp.asarray(rng.normal(size=SHAPE), jnp.float32), (
-        jnp.asarray(1 + 0.1 * rng.normal(size=(3, 64)), jnp.float32),
-        jnp.asarray(0.1 * rng.normal(size=(3, 64, 64)), jnp.float32),
-    )
-
-
-@functools.cache
-def trained_on_one_device():
-    gradient = gradient_of(lambda f: f, implementation="xla")
-    return [np.asarray(a) for a in jax.tree.leaves(gradient(*training_operands()))]
-
-
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-@pytest.mark.parametrize(
-    "transform",
-    [lambda f: f, jax.checkpoint, functools.partial(jax.checkpoint, policy=jaxnorm.save_policy)],
-    ids=["scan", "checkpoint", "save_policy"],
-)
-def test_training_through_scanned_layers(kernels, transform, kind):
-    mesh = mesh_of(Case("", {"data": 4, "seq": 2}, P()), kind)
-    x, params = training_operands()
-    gradient = gradient_of(transform)
-    put = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data", "seq")))
-    replicated = jax.device_put(params, NamedSharding(mesh, P()))
-    compiled = gradient.lower(put(x), replicated).compile()
-    found = collectives(compiled)
-    assert set(found) <= {"all-reduce"}
-    for ours, theirs in zip(
-        jax.tree.leaves(compiled(put(x), replicated)), trained_on_one_device(), strict=True
-    ):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_vmap_of_a_sharded_call(kernels, kind):
-    """The batch axis is one more axis of rows; a launch on each device does its share of all."""
-    mesh = mesh_of(Case("", {"data": 4, "seq": 2}, P()), kind)
-    _, x, scale = operands("rms_norm")
-    sharded = jax.device_put(x, NamedSharding(mesh, P("data", "seq")))
-    function = jax.vmap(jaxnorm.rms_norm, (0, None))
-    compiled = jax.jit(function).lower(sharded, scale).compile()
-    assert not collectives(compiled)
-    expected = jaxnorm.rms_norm(x, scale, implementation="xla")
-    np.testing.assert_allclose(compiled(sharded, scale), expected, rtol=2e-5, atol=2e-5)
-    assert kernels is None or kernels.shapes == [(16, 64)]
-
-
-def test_donated_shards(kernels):
-    mesh = mesh_of(CASES[0], "auto")
-    _, x, scale = operands("rms_norm")
-    expected = jaxnorm.rms_norm(x, scale)
-    sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
-    y = jax.jit(jaxnorm.rms_norm, donate_argnums=0)(sharded, scale)
-    np.testing.assert_allclose(y, expected, rtol=2e-5, atol=2e-5)
-
-
-def test_manual_axes_without_checks(kernels):
-    """check_vma=False: the caller sums the parameters' gradients, as for any function there."""
-    mesh = mesh_of(CASES[0], "manual")
-    arrays = operands("layer_norm")
-    expected = jax.jit(step("layer_norm", implementation="xla"))(*arrays)
-
-    def local(*arrays):
-        y, dx, *dparams = step("layer_norm")(*arrays)
-        return y, dx, *(jax.lax.psum(g, "data") for g in dparams)
-
-    spec = P("data")
-    mapped = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(spec, spec, P(), P()),
-        out_specs=(spec, spec, P(), P()),
-        check_vma=False,
-    )
-    for ours, theirs in zip(jax.jit(mapped)(*arrays), expected):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
-
-
-def test_some_axes_manual_and_others_not(kernels):
-    """There XLA's partitioner has the rest of the mesh: its own code runs, and is right."""
-    mesh = jax.make_mesh((4, 2), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
-    _, x, scale = operands("rms_norm")
-    mapped = jax.shard_map(
-        jaxnorm.rms_norm,
-        mesh=mesh,
-        in_specs=(P("data"), P()),
-        out_specs=P("data"),
-        axis_names={"data"},
-    )
-    sharded = jax.device_put(x, NamedSharding(mesh, P("data", "seq")))
-    compiled = jax.jit(mapped).lower(sharded, scale).compile()
-    assert not moved(compiled)
-    expected = jaxnorm.rms_norm(x, scale, implementation="xla")
-    np.testing.assert_allclose(compiled(sharded, scale), expected, rtol=2e-5, atol=2e-5)
-
-
-def test_shards_of_unequal_size(kernels):
-    """XLA pads them; a kernel would take the padding for rows."""
-    mesh = mesh_of(CASES[0], "auto")
-    x = jnp.ones((10, 64))
-
-    @jax.jit
-    def run(x):
-        spread = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data")))
-        return jaxnorm.softmax(spread)
-
-    if kernels is None:
-        np.testing.assert_allclose(run(x), 1 / 64, rtol=1e-6)
-        return
-    with pytest.raises(Exception, match=r"\(10, 64\).*10 is no multiple of the 8 shards.*pad x"):
-        run(x)
-
-
-@pytest.mark.parametrize("kernels", ["kernel"], indirect=True)
-def test_a_forced_kernel_never_gathers(kernels):
-    x = operands("softmax")[1]
-    features = jax.device_put(
-        x, NamedSharding(mesh_of(CASES[0], "explicit"), P(None, None, "data"))
-    )
-    with pytest.raises(ValueError, match=r"^softmax: .* over an axis that is sharded.*leave"):
-        jaxnorm.softmax(features, implementation="stand_in")
-    rows = jax.device_put(x, NamedSharding(mesh_of(CASES[0], "auto"), P("data")))
-    compiled = (
-        jax.jit(functools.partial(jaxnorm.softmax, implementation="stand_in")).lower(rows).compile()
-    )
-    assert not collectives(compiled)
-
-
-def test_an_export_for_a_mesh_holds_no_kernel(kernels):
-    mesh = mesh_of(CASES[0], "auto")
-    x, sharding = operands("softmax")[1], NamedSharding(mesh, P("data"))
-    exported = jax.export.export(jax.jit(jaxnorm.softmax, in_shardings=sharding))(x)
-    assert exported.nr_devices == 8
-    restored = jax.export.deserialize(exported.serialize())
-    y = jax.jit(restored.call)(jax.device_put(x, sharding))
-    np.testing.assert_allclose(y, jaxnorm.softmax(x, implementation="xla"), rtol=1e-6, atol=1e-7)
-    assert kernels is None or not kernels.shapes
-
-
-@pytest.mark.parametrize("without_address", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_persistent_compilation_cache(kernels, kind, without_address, tmp_path):
-    """Hit by every program but a kernel's on Auto axes: that holds a Python function's address."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path),
-        "jax_remove_custom_partitioning_ptr_from_cache_key": without_address,
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    try:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-        for _ in range(2):
-            jax.clear_caches()
-            on_mesh(step("rms_norm"), operands("rms_norm"), CASES[0], kind)
-        entries = list(tmp_path.glob("jit_*run*-cache"))
-        misses = kernels is not None and kind == "auto" and not without_address
-        assert len(entries) == (2 if misses else 1)
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-
-
-def test_a_mesh_without_devices():
-    """What may run no kernel here can be lowered for a mesh that is only a shape."""
-    mesh = jax.sharding.AbstractMesh((8,), ("data",), (AxisType.Auto,))
-    x = jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=NamedSharding(mesh, P("data")))
-    lowered = jax.jit(jaxnorm.softmax).trace(x).lower(lowering_platforms=("cuda",))
-    assert "mosaic" not in lowered.as_text()
