@@ -280,6 +280,19 @@ def test_an_equinox_model():
     assert all(row.source.startswith("test_memory_report.py") for row in report)
 
 
+def test_stacked_by_the_user():
+    """jnp.stack makes an array: it is none of a scan's, which stand for one layer."""
+
+    def f(x):
+        y = jnp.stack([jnp.sin(x), jnp.cos(x)])
+        return jnp.sum(y * y)
+
+    report = memory_report(f, jnp.ones((4, 8)))
+    (stacked,) = [row for row in report if row.shape == (2, 4, 8)]
+    assert stacked.made_by in ("stack", "concatenate")
+    assert stacked.layers == 1
+
+
 def test_inside_other_loops():
     def f(x):
         x = jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x), x)

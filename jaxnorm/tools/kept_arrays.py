@@ -23,6 +23,9 @@ _CALLS = {
     "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint", "shard_map",
 }  # fmt: skip
 
+# By which a scan makes one array of what it keeps of each layer. (jnp.stack is JAX's "stack".)
+STACKED = "stacked layers"
+
 # What changes no element, and is not what made an array.
 NAMING = {"name", "optimization_barrier", "reduce_precision", "copy", "pvary", "pcast", "copy_p"}
 
@@ -75,7 +78,7 @@ def of(traced: Any) -> list[Value]:
 
 def origin(value: Value) -> Value:
     """What made an array: the value of a layer of what a scan stacks, before it had a name."""
-    while value.made_by in ("stack", *NAMING) and value.operands:
+    while value.made_by in (STACKED, *NAMING) and value.operands:
         value = value.operands[0]
     return value
 
@@ -105,7 +108,7 @@ def _graph(
             given = [*constants, *operands]
             of_body = _graph(body, given, layers, source or line * is_library_s, line)
             results = [
-                value if value.shape == _shape(v) else Value(v.aval, "stack", [value], line)
+                value if value.shape == _shape(v) else Value(v.aval, STACKED, [value], line)
                 for value, v in zip(of_body, equation.outvars)
             ]
         else:
@@ -132,7 +135,7 @@ def _scan(
     return [
         Value(v.aval, "scan", [value, *operands], line, layers, equation)
         if i < carries
-        else Value(v.aval, "stack", [value], line, layers)
+        else Value(v.aval, STACKED, [value], line, layers)
         for i, (value, v) in enumerate(zip(results, equation.outvars))
     ]
 

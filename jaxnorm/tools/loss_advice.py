@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from jaxnorm.tools import elementwise
-from jaxnorm.tools.kept_arrays import NAMING, Value, origin
+from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin
 
 _FUNCTION = "softmax_cross_entropy_with_integer_labels"
 _LINEAR = "linear_softmax_cross_entropy"
@@ -18,7 +18,7 @@ _STEPS = {"convert_element_type", "div", "eq", "exp", "log", "mul", "neg", "stop
 
 # What takes whole rows, and keeps nothing of their size; the loss of a linear layer has no rows for
 # an argmax, either.
-_REDUCTIONS = ("gather", "reduce_", "stack")
+_REDUCTIONS = ("gather", "reduce_", STACKED)
 _OF_LOGITS = (*_REDUCTIONS, "argmax")
 
 
@@ -159,7 +159,7 @@ def _is_logarithm(exponential: Value, inside: Sequence[Value]) -> bool:
 
 def _is_logged(value: Value) -> bool:
     """Whether the logarithm, and nothing else, takes a probability."""
-    takers = [t for t in value.takers if t.made_by != "stack"]
+    takers = [t for t in value.takers if t.made_by != STACKED]
     names = (*elementwise.COPYING, *NAMING)
     of_it = [t.made_by == "log" or (t.made_by in names and _is_logged(t)) for t in takers]
     return bool(of_it) and all(of_it)
@@ -243,7 +243,7 @@ def _from_product(logits: Value) -> list[Value] | None:
 
 def _is_for_ours(value: Value, inside: Collection[Value]) -> bool:
     members = {*map(id, inside)}
-    names = (f"jaxnorm.{_FUNCTION}", "stack", *NAMING)
+    names = (f"jaxnorm.{_FUNCTION}", STACKED, *NAMING)
     return all(id(t) in members or t.made_by.startswith(names) for t in value.takers)
 
 
@@ -251,7 +251,7 @@ def _goes(operand: Value, product: Value, by_origin: Mapping[int, Value]) -> boo
     """Whether an operand is kept, and no longer without its product."""
     value, taker = origin(operand), product
     while True:
-        others = [t for t in value.takers if t is not taker and t.made_by != "stack"]
+        others = [t for t in value.takers if t is not taker and t.made_by != STACKED]
         if id(value) in by_origin:
             return not others and not value.made_by.startswith("jaxnorm.")
         if value.made_by not in elementwise.COPYING or others:

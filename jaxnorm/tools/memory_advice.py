@@ -6,6 +6,7 @@ Known by how the array is made and what takes it, in the graph of `kept_arrays`;
     gated_linear         between activation(gate) * up and the product with a weight
     activation_linear    between activation(x) and the product with a weight
     rms_norm, layer_norm between x and x times the reciprocal root of a mean of squares
+    rms_norm_rope        between x and a rotation of that result, which is kept
     ..._cross_entropy    logits, their exponentials and casts, of integer labels
     softmax              exponentials, beside what they are over their sum
     jax.checkpoint       in a scan: a reshape or a cast of what is kept as well
@@ -14,11 +15,12 @@ Known by how the array is made and what takes it, in the graph of `kept_arrays`;
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 
-from jaxnorm.tools import elementwise, loss_advice
-from jaxnorm.tools.kept_arrays import NAMING, Value, origin
+from jaxnorm.tools import elementwise, loss_advice, rotation_advice
+from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin
+from jaxnorm_kernels.operations import FUNCTIONS
 
 # What takes an array, and keeps nothing of it.
-_LINEAR = {"add", "add_any", "sub", "neg", "stack", "scan", *elementwise.COPYING, *NAMING}
+_LINEAR = {"add", "add_any", "sub", "neg", STACKED, "scan", *elementwise.COPYING, *NAMING}
 
 #: By an array's id: a sentence, and the bytes that following it saves.
 type Advice = dict[int, tuple[str, int]]
@@ -41,6 +43,10 @@ def _advice(kept: Sequence[Value]) -> Advice:
         _of_activation(product, by_origin, claimed, found)
     for root, region in _norms(kept):
         _of_norm(root, region, by_origin, found)
+    for value in kept:
+        if origin(value).made_by == "jaxnorm.rms_norm" and _is_rotated(origin(value), by_origin):
+            sentence = f"{rotation_advice.FUNCTION}: in place of the norm of "
+            _advise(found, [value], 0, sentence + f"{origin(value).source} and the rotation")
     for members, lacking, sentence in loss_advice.losses(kept, by_origin):
         _advise(found, members, lacking, sentence)
     for value in kept:
@@ -166,7 +172,7 @@ def _is_for(product: Value, h: Value, sources: dict[int, Value]) -> bool:
     stack = [*inside.values()]
     while stack:
         for taker in stack.pop().takers:
-            if taker is product or taker.made_by == "stack" or id(taker) in inside:
+            if taker is product or taker.made_by == STACKED or id(taker) in inside:
                 continue
             if taker.made_by not in elementwise.ELEMENTWISE or not _is_between(taker, sources):
                 return False
@@ -270,7 +276,7 @@ def _of_norm(
     def leaves(value: Value) -> bool:
         """Whether it is the norm's result: what else takes it."""
         rest = [t for t in value.takers if id(t) not in inside]
-        return any(t.made_by not in ("stack", "reduce_sum", "scan") for t in rest)
+        return any(t.made_by not in (STACKED, "reduce_sum", "scan") for t in rest)
 
     # A cast of x may leave it, too, and is no result: it is kept, or not, for what takes it.
     normalised: set[int] = set()
@@ -300,7 +306,17 @@ def _of_norm(
     dtypes = {v.dtype for v in results}
     if len(dtypes) == 1 and dtypes != {_narrowest(root).dtype}:
         sentence += f", with dtype={dtypes.pop().name}"
+    first = next(v for v in region if id(v) in normalised)
+    if name == "rms_norm" and _is_rotated(first, by_origin):
+        sentence = f"{rotation_advice.FUNCTION}: in place of the norm of {line} and the rotation"
+        lacking = 0
     _advise(found, members, lacking, sentence)
+
+
+def _is_rotated(normalised: Value, by_origin: dict[int, Value]) -> bool:
+    """Whether the function that rotates as well keeps nothing in a norm's place."""
+    is_there = rotation_advice.FUNCTION in FUNCTIONS
+    return is_there and rotation_advice.is_kept_rotated(normalised, by_origin)
 
 
 def _narrowest(result: Value) -> Value:

@@ -1,0 +1,137 @@
+"""memory_report's advice on RMSNorms whose results are rotated."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxnorm
+from jaxnorm import memory_report
+from jaxnorm.tools import memory_advice
+from jaxnorm_kernels.operations import FUNCTIONS
+
+pytestmark = pytest.mark.oldest_jax
+
+LAYERS, BATCH, LENGTH, HEADS, HEAD = 3, 32, 16, 4, 64
+WIDTH = HEADS * HEAD
+
+
+@pytest.fixture(autouse=True)
+def rope_is_there(monkeypatch):
+    functions = {**FUNCTIONS, "rms_norm_rope": FUNCTIONS["rms_norm"]}
+    monkeypatch.setattr(memory_advice, "FUNCTIONS", functions)
+
+
+def plain(x, scale):
+    """As Flax computes it."""
+    wide = x.astype(jnp.float32)
+    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
+    return (wide * (rstd * scale)).astype(x.dtype)
+
+
+def halves(x, cos, sin):
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def whole(x, cos, sin):
+    """As Hugging Face computes it: the partners of all elements in one array."""
+    cos, sin = (jnp.concatenate([a, a], -1).astype(x.dtype) for a in (cos, sin))
+    a, b = jnp.split(x, 2, axis=-1)
+    return x * cos + jnp.concatenate([-b, a], axis=-1) * sin
+
+
+def neighbours(x, cos, sin):
+    a, b = x[..., ::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
+    pairs = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return pairs.reshape(x.shape).astype(x.dtype)
+
+
+@jax.custom_vjp
+def stand_in(x, scale, cos, sin):
+    """It keeps what rms_norm_rope keeps: its result, a number for each row, and the tables."""
+    return halves(plain(x, scale), cos, sin)
+
+
+def _forward(x, *parameters):
+    y = stand_in(x, *parameters)
+    return y, (y, jnp.mean(x.astype(jnp.float32), -1, keepdims=True), *parameters)
+
+
+def _backward(kept, dy):
+    """Of the right types, of all that is kept: it is traced alone."""
+    y, rows, *parameters = kept
+    return (dy * y * rows.astype(dy.dtype), *parameters)
+
+
+stand_in.defvjp(_forward, _backward)
+
+
+def step(rotated_norm, tables, x, w):
+    q = rotated_norm((x @ w["q"]).reshape(BATCH, LENGTH, HEADS, HEAD), w["scale"], *tables)
+    y = (q * q).reshape(x.shape)  # keeps q
+    return x + y @ w["out"]
+
+
+def report_of(rotated_norm, stack):
+    shapes = {"q": (WIDTH, WIDTH), "out": (WIDTH, WIDTH), "scale": (HEAD,)}
+    w = {n: jax.ShapeDtypeStruct((LAYERS, *shape), "bfloat16") for n, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), "bfloat16")
+
+    tables = [jax.ShapeDtypeStruct((LENGTH, 1, HEAD // 2), "float32")] * 2
+
+    def loss(w, x, tables):
+        one = functools.partial(step, rotated_norm, tables)
+        if stack == "scan":
+            x, _ = jax.lax.scan(lambda x, w: (one(x, w), None), x, w)
+        else:
+            for layer in range(LAYERS):
+                x = one(x, {name: a[layer] for name, a in w.items()})
+        return jnp.sum(x.astype(jnp.float32))
+
+    return memory_report(loss, w, x, tables, argnums=(0, 1))
+
+
+def told_by(report):
+    return [row for row in report if row.advice and row.advice.startswith("rms_norm_rope:")]
+
+
+@pytest.mark.parametrize("stack", ["scan", "unrolled"])
+@pytest.mark.parametrize("rotate", [halves, whole, neighbours])
+@pytest.mark.parametrize("norm", [plain, jaxnorm.rms_norm])
+def test_advice_is_true(norm, rotate, stack):
+    def rotated_norm(x, scale, *tables):
+        return rotate(norm(x, scale), *tables)
+
+    before, after = report_of(rotated_norm, stack), report_of(stand_in, stack)
+    told = told_by(before)
+    assert told
+    assert before.total - after.total == pytest.approx(sum(row.saves for row in told), rel=0.1)
+
+
+def untouched(x, scale, cos, sin):
+    return plain(x, scale)
+
+
+def taken_twice(x, scale, *tables):
+    n = plain(x, scale)
+    return halves(n, *tables) + jnp.sin(n)
+
+
+def summed(x, scale, cos, sin):
+    """Halves that change places: no rotation."""
+    a, b = jnp.split(plain(x, scale), 2, axis=-1)
+    return jnp.concatenate([b, a], axis=-1)
+
+
+@pytest.mark.parametrize("rotated_norm", [untouched, taken_twice, summed])
+def test_other_uses_of_a_norm(rotated_norm):
+    assert not told_by(report_of(rotated_norm, "scan"))
+
+
+def test_only_where_there_is_such_a_function(monkeypatch):
+    monkeypatch.setattr(memory_advice, "FUNCTIONS", {"rms_norm": FUNCTIONS["rms_norm"]})
+    report = report_of(lambda x, scale, *tables: halves(plain(x, scale), *tables), "scan")
+    assert not told_by(report)
+    assert [row for row in report if row.advice and row.advice.startswith("rms_norm:")]
