@@ -157,6 +157,19 @@ def test_logits_that_something_else_takes():
     check(*both, "softmax_cross_entropy_with_integer_labels")
 
 
+def test_logits_that_are_returned():
+    """They are there: the loss of a linear layer makes none."""
+    x, weight = operands("bfloat16", "bfloat16")
+
+    def loss(x, weight, labels):
+        logits = x @ weight
+        return of_optax(logits.astype(jnp.float32), labels), logits
+
+    report = memory_report(loss, x, weight, LABELS, argnums=(0, 1), has_aux=True)
+    functions = {row.advice.partition(":")[0] for row in report if row.advice}
+    assert functions == {"softmax_cross_entropy_with_integer_labels"}
+
+
 def test_a_small_vocabulary():
     """Gradients of a large weight are more than the logits of few rows."""
     x = jax.ShapeDtypeStruct((4, 256), "float32")

@@ -67,12 +67,17 @@ class Value:
         return self.size * self.dtype.itemsize
 
 
-def of(traced: Any) -> list[Value]:
-    """The arrays that a program returns, each once; no arguments, and no constants."""
+def of(traced: Any, count: int) -> list[Value]:
+    """The first arrays that a program returns, each once; no arguments, and no constants.
+
+    What else it returns takes its place in the graph, as ``"result"``.
+    """
     jaxpr: Any = traced.jaxpr
     given = [Value(v.aval, "argument") for v in (*jaxpr.constvars, *jaxpr.invars)]
     results = _graph(jaxpr, given, 1)
-    found = {id(v): v for v in results if origin(v).made_by not in ("argument", "literal")}
+    for value, v in zip(results[count:], jaxpr.outvars[count:]):
+        Value(v.aval, "result", [value])
+    found = {id(v): v for v in results[:count] if origin(v).made_by not in ("argument", "literal")}
     return [v for v in found.values() if v.bytes]
 
 

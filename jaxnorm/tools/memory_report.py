@@ -133,7 +133,8 @@ def memory_report(
         for is_one, number, a in zip(is_array, numbers, leaves)
     ]
 
-    def residuals(arrays: list[Any]) -> list[Any]:
+    def residuals(arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+        """What goes from forward to backward, and what f returns."""
         given = iter(arrays)
         whole = [next(given) if is_one else a for is_one, a in zip(is_array, leaves)]
 
@@ -143,11 +144,14 @@ def memory_report(
             return f(*jax.tree.unflatten(tree, mixed))
 
         moving = [a for moves_, a in zip(moves, whole) if moves_]
-        _, backward, *_ = jax.vjp(of_moving, moving, has_aux=has_aux)  # type: ignore[call-overload]
-        return jax.tree.leaves(backward)
+        results = jax.vjp(of_moving, moving, has_aux=has_aux)  # type: ignore[call-overload]
+        y, backward, *aux = results
+        returned = [a for a in jax.tree.leaves((y, aux)) if _is_array(a)]
+        return jax.tree.leaves(backward), returned
 
-    traced = jax.make_jaxpr(residuals)([a for is_one, a in zip(is_array, leaves) if is_one])
-    kept = kept_arrays.of(traced)
+    arrays = [a for is_one, a in zip(is_array, leaves) if is_one]
+    traced, (from_forward, _) = jax.make_jaxpr(residuals, return_shape=True)(arrays)
+    kept = kept_arrays.of(traced, len(from_forward))
     advice = memory_advice.advice(kept)
     rows = [_row(value, advice.get(id(value))) for value in kept]
     rows.sort(key=lambda row: -row.bytes)
