@@ -271,7 +271,7 @@ def test_check_params_predicts_the_error(rotated, dtype):
     partners[:rotated] = np.roll(partners[:rotated], rotated // 2)
     predicted = np.array(
         [
-            jaxnorm.check_params({"scale": scale[[j, p]]}, dtype, rotated="(root)")
+            jaxnorm.check_params({"scale": scale[jnp.array([j, p])]}, dtype, rotated="(root)")
             .norms[0]
             .dscale_error
             for j, p in enumerate(partners)

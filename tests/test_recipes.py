@@ -48,6 +48,34 @@ def assert_close(ours, theirs):
         np.testing.assert_allclose(a, b, rtol=0, atol=64 * 2**-24 * float(jnp.abs(b).max()))
 
 
+def test_attention_with_qk_norms_and_rope():
+    """In Flax; and the queries of a port of Hugging Face's, whose tables hold each angle twice."""
+    rope = page("rope")
+    attention, width, heads, d = rope["attention"], 128, 4, 32
+    x, (cos, sin) = normal(0, 2, 16, width), rope["tables"](16, d)
+    scales = {name: 1 + 0.1 * normal(seed, d) for seed, name in enumerate(("q_norm", "k_norm"))}
+    for name, scale in scales.items():
+        getattr(attention, name)[...] = scale
+
+    def rotated(v, scale):
+        n = v * jax.lax.rsqrt(jnp.mean(v**2, -1, keepdims=True) + 1e-6) * scale
+        a, b = jnp.split(n, 2, -1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def plain(x):
+        q, k, v = jnp.unstack(jnp.einsum("blw,wnhd->blnhd", x, attention.qkv.kernel[...]), axis=2)
+        q, k = rotated(q, scales["q_norm"]), rotated(k, scales["k_norm"])
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        return jnp.einsum("blhd,hdw->blw", y, attention.out.kernel[...])
+
+    assert_close(attention(x, cos, sin), plain(x))
+    projection, (twice_cos, twice_sin) = normal(3, width, heads * d), rope["twice"]
+    assert twice_cos.shape == (1, 16, d)
+    ours = rope["queries"](x[:1], projection, scales["q_norm"], (twice_cos, twice_sin), d)
+    query = (x[:1] @ projection).reshape(1, 16, heads, d)
+    assert_close(ours, rotated(query, scales["q_norm"]).transpose(0, 2, 1, 3))
+
+
 def test_tied_embeddings():
     tokens = labels_of(3, 17)
     params = {"embedding": normal(0, VOCABULARY, WIDTH), "scale": normal(1, WIDTH)}
