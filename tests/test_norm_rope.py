@@ -338,3 +338,27 @@ def test_rows_that_are_not_finite_stay_alone(dtype):
     y = exact(jaxnorm.rms_norm_rope(x, parameter(64, "float32"), cos, sin))
     bad = ~np.isfinite(y).all(-1)
     assert {tuple(i) for i in np.argwhere(bad)} == {(1, 2, 3), (0, 1, 0)}
+
+
+def test_outputs_beyond_float16():
+    """A y of infinity, behind what is bounded, is the largest number to the backward.
+
+    Its cotangent is 0 there, and sum(dn n) is that of d y, whatever the rotation: so the other
+    columns of its row see nothing of it, but its partner does.
+    """
+    scale = parameter(64, "float32").at[5].set(5e4)
+    cos, sin = tables((8, 1, 32))
+    x = normal((16, 8, 4, 64), "float32", 0)
+    y, vjp = jax.vjp(lambda *a: jaxnorm.rms_norm_rope(*a, cos, sin, dtype="float16"), x, scale)
+    infinite = np.isinf(exact(y))
+    assert np.flatnonzero(infinite.any((0, 1, 2))).tolist() == [5, 37]
+    bounded = 1 - jnp.tanh(y.astype("float32")) ** 2
+    d = (normal(y.shape, "float32", 4) * bounded).astype("float16")
+    dx, dscale = map(exact, vjp(d))
+    ref = reference_of(x, scale, cos, sin, d, save="output", y_dtype="float16")
+    dx_bound, dscale_bound = ref.gradient_bounds()
+    others = ~np.isin(np.arange(64), [5, 37])
+    assert np.isfinite(dx).all()
+    assert_within(dx.reshape(-1, 64)[:, others], ref.dx[:, others], dx_bound[:, others])
+    assert_within(dscale[others], ref.dscale[others], dscale_bound[others])
+    assert np.isfinite(dscale).all()
