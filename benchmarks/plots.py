@@ -132,7 +132,8 @@ def _bars(axes: Axes, rows: Sequence[Row], column: str, unit: float) -> None:
         values = [heights[group] for group in groups if group in heights]
         colour, label = _OF_VARIANTS[variant], VARIANTS[variant]
         bars = axes.bar(places, values, 0.9 * width, color=colour, label=label)
-        axes.bar_label(bars, fmt="%.3g", fontsize=6)
+        axes.bar_label(bars, fmt="%.3g", fontsize=7, rotation=90, padding=2)
+    axes.margins(y=0.15)
     names = [f"remat {remat}" + "\nunrolled" * (way != "scan") for way, remat in groups]
     axes.set_xticks(range(len(groups)), names, fontsize=8)
 
