@@ -108,6 +108,25 @@ def test_scan_over_layers():
     )
 
 
+def test_scan_keeps_the_tables_once():
+    """What is shared by all layers: no array of layers and positions."""
+    layers = 3
+
+    def residuals(x, scales, cos, sin):
+        def layer(x, scale):
+            return jnp.sin(jaxnorm.rms_norm_rope(x, scale, cos, sin)), None
+
+        def scanned(x, scales):
+            return jax.lax.scan(layer, x, scales)[0]
+
+        return jax.tree.leaves(jax.vjp(scanned, x, scales)[1])
+
+    kept = [a.shape for a in jax.eval_shape(residuals, X, jnp.stack([SCALE] * layers), COS, SIN)]
+    assert kept.count((layers, *SHAPE)) == 2  # y, and the cosine of it
+    assert kept.count((1, *COS.shape)) == 2
+    assert not [shape for shape in kept if shape[-1] == COLS // 2 and layers in shape]
+
+
 def calls_in(text):
     return {
         name: len(re.findall(rf"jaxnorm\.{name}\[", text))
