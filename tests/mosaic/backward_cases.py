@@ -1,6 +1,7 @@
 """What the tests of the backward kernels share: schedules, calls, and references in float64."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from reference import exact, half_unit, log_softmax_gradient, softmax_gradient
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic import interpreted
+from jaxnorm_kernels.mosaic.schedules import backward as schedules
 from jaxnorm_kernels.mosaic.walks.direct import Direct
 from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.walks.ring import Ring
@@ -161,9 +163,21 @@ def call(spec: Spec, *operands: Any, schedule: Any = None) -> tuple[Any, ...]:
 
 def interpret(spec: Spec, *operands: Any, params: Any = None, schedule: Any = None) -> list[Any]:
     """`call` in the interpreter, in the dtypes of the spec."""
+    program = _program if schedule is None else _program_once
     with interpreted(params):
-        outputs = jax.jit(lambda *args: call(spec, *args, schedule=schedule))(*operands)
+        outputs = program(spec, schedule, schedules.persistent_blocks)(*operands)
     return [None if out is None else np.asarray(out) for out in outputs]
+
+
+def _program(spec: Spec, schedule: Any, blocks: Any) -> Any:
+    """`call` under `jax.jit`, for the function that says how many blocks there are."""
+    del blocks  # read where it was found
+    return jax.jit(lambda *args: call(spec, *args, schedule=schedule))
+
+
+# Of a given schedule the same each time, so that it compiles once; without one it depends on
+# tables, which a test may replace.
+_program_once = functools.lru_cache(maxsize=64)(_program)
 
 
 def abstract_operands(spec: Spec) -> tuple[Any, ...]:

@@ -1,6 +1,7 @@
 """What the tests of the forward kernels share: schedules, calls, and references in float64."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -172,8 +173,23 @@ def call(spec: Spec, *operands: Any, module: Any = mosaic, **kwargs: Any) -> tup
 def interpret(spec: Spec, *operands: Any, params: Any = None, **kwargs: Any) -> list[np.ndarray]:
     """`call` in the interpreter, in the dtypes of the spec."""
     with mosaic.interpreted(params):
-        outputs = jax.jit(lambda *args: call(spec, *args, **kwargs))(*operands)
+        outputs = program(spec, **kwargs)(*operands)
     return [np.asarray(out) for out in outputs]
+
+
+def program(spec: Spec, schedule: Schedule | None = None, **kwargs: Any) -> Any:
+    """`call` under `jax.jit`; of a given schedule the same each time, so that it compiles once.
+
+    Without one the program depends on tables, which a test may replace.
+    """
+    if schedule is not None:
+        return _program_of(spec, schedule, **kwargs)
+    return jax.jit(lambda *args: call(spec, *args, **kwargs))
+
+
+@functools.lru_cache(maxsize=64)
+def _program_of(spec: Spec, schedule: Schedule, **kwargs: Any) -> Any:
+    return jax.jit(lambda *args: call(spec, *args, schedule=schedule, **kwargs))
 
 
 def lower(spec: Spec, *operands: Any, **kwargs: Any) -> str:
