@@ -5,6 +5,7 @@ The interpreter knows neither layouts nor alignment; `test_lowering` looks at th
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -63,16 +64,40 @@ def test_values(op: str, case: Case, dtype: np.dtype) -> None:
     check(spec, schedule, *make_operands(spec))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+RESIDUAL_CALLS = [
+    ("add_rms_norm", BF16, BF16, BF16),
+    ("add_layer_norm", BF16, F32, BF16),
+    ("rms_norm_add", F32, BF16, BF16),
+    ("rms_norm_add_rms_norm", BF16, BF16, F32),
+]
+
+
+def in_turn(cases: Sequence[Case], calls: Sequence[Any]) -> list[tuple[Any, Case]]:
+    """Each case with every other call: of each kind of schedule, one or another meets each call.
+
+    Whole rows and rows that overlap stand beside each other in `CASES`: it is the former that begin
+    for one pair of them, and the latter for the next.
+    """
+    found = [
+        (call, case)
+        for case in cases
+        for i in [CASES.index(case)]
+        for call in calls[(i + i // 2) % 2 :: 2]
+    ]
+    kinds = {case.schedule.kind for case in cases}
+    assert {(call, case.schedule.kind) for call, case in found} == {
+        *itertools.product(calls, kinds)
+    }
+    return found
+
+
+# `test_residual_variants` has all of these operations where rows overlap.
 @pytest.mark.parametrize(
-    ("op", "x", "residual", "y"),
+    ("op", "x", "residual", "y", "case"),
     [
-        ("add_rms_norm", BF16, BF16, BF16),
-        ("add_layer_norm", BF16, F32, BF16),
-        ("rms_norm_add", F32, BF16, BF16),
-        ("rms_norm_add_rms_norm", BF16, BF16, F32),
+        pytest.param(*call, case, id=f"{'-'.join(map(str, call))}-{case.name}")
+        for call, case in in_turn(CASES, RESIDUAL_CALLS)
     ],
-    ids=str,
 )
 def test_residuals(op: str, x: np.dtype, residual: np.dtype, y: np.dtype, case: Case) -> None:
     spec = make_spec(op, case.rows, case.cols, x, y, residual_dtype=residual)
@@ -253,8 +278,11 @@ def test_special_values_stay_in_their_row(op: str, case: Case, special: str) -> 
         np.testing.assert_allclose(output, value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("op", ["log_softmax", "layer_norm"])
-@pytest.mark.parametrize("case", [c for c in CASES if c.rows > 2], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("op", "case"),
+    in_turn([case for case in CASES if case.rows > 2], ["log_softmax", "layer_norm"]),
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_a_row_does_not_depend_on_others(op: str, case: Case) -> None:
     """Bit for bit, whatever these hold, also in tiles that overlap and in queues."""
     spec = make_spec(op, case.rows, case.cols, F32, F32)
