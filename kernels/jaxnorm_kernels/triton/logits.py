@@ -1,8 +1,7 @@
 """What a softmax reads of its rows beside, or instead of, all their columns.
 
-A mask and a bias are broadcast among the rows; `Shared` says how. A kernel reads their rows as they
-are: the number of a row of x has a digit for each axis, and the operand's rows have some of them.
-Above the diagonal of a causal softmax, nothing is read but the rest of a vector.
+A mask and a bias are broadcast among the rows (`broadcast`), and are read as they are. Above the
+diagonal of a causal softmax, nothing is read but the rest of a vector.
 """
 
 import dataclasses
@@ -10,33 +9,14 @@ import dataclasses
 import triton
 import triton.language as tl
 
-from jaxnorm_kernels.specs import Shared, Spec
+from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.triton import broadcast
+from jaxnorm_kernels.triton.broadcast import Operand, renumbered
 from jaxnorm_kernels.triton.tiles import tile_at, zeros
 
 # With a predicate for each element, each would be read alone. As many as these have one: they are
 # 16 bytes of the narrowest, a mask's.
 _VECTOR = tl.constexpr(16)
-
-#: How to renumber: for each axis the divisor that its digit has in one number, its size, and the
-#: factor that it has in another.
-Digits = tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """Where the rows of x find theirs in a mask or a bias.
-
-    Attributes:
-      has_columns: it is ``(n, cols)``; else ``(n, 1)``.
-      row: from a row of x to its row.
-      of_row, of_nth: from its row, and from a number among the rows of x that share that one, to
-        what they add to the number of a row of x.
-    """
-
-    has_columns: bool
-    row: Digits
-    of_row: Digits
-    of_nth: Digits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +53,8 @@ def of(spec: Spec) -> Logits:
         log=spec.op == "log_softmax",
         scale=spec.logits_scale,
         queries=spec.queries if spec.causal else 0,
-        mask=_operand(spec.mask_rows) if spec.reads_mask else None,
-        bias=_operand(spec.logits_bias_rows) if has_bias else None,
+        mask=broadcast.of(spec.mask_rows) if spec.reads_mask else None,
+        bias=broadcast.of(spec.logits_bias_rows) if has_bias else None,
         drops=spec.causal or spec.reads_mask,
         drops_zeros=spec.has_mask and not spec.reads_mask,
     )
@@ -84,27 +64,6 @@ def sums_columns(spec: Spec) -> bool:
     """Whether a backward returns the gradient of a bias that has columns."""
     shared = None if spec.logits_bias_dtype is None else spec.logits_bias_rows
     return spec.direction == "bwd" and shared is not None and shared.has_columns
-
-
-def _operand(shared: Shared | None) -> Operand:
-    assert shared is not None  # or `supports` refuses it
-    row: Digits = ()
-    parts: dict[bool, Digits] = {True: (), False: ()}
-    of_x, inside = 1, {True: 1, False: 1}
-    for size, has_axis in reversed(shared.segments):
-        row += (of_x, size, inside[True]) if has_axis else ()
-        parts[has_axis] += (inside[has_axis], size, of_x)
-        of_x, inside[has_axis] = of_x * size, inside[has_axis] * size
-    return Operand(shared.has_columns, row, of_row=parts[True], of_nth=parts[False])
-
-
-@triton.jit
-def renumbered(number, digits: tl.constexpr):
-    """The number that has these digits of `number`."""
-    result = number * 0
-    for i in tl.static_range(len(digits) // 3):
-        result += number // digits[3 * i] % digits[3 * i + 1] * digits[3 * i + 2]
-    return result
 
 
 @triton.jit

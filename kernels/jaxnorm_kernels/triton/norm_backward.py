@@ -34,12 +34,20 @@ from jaxnorm_kernels.triton import norm_parameters
 from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.norm_parameters import (
     effective_bias,
-    gain,
+    gain_and_inverse,
     group_rows,
     of_groups,
 )
 from jaxnorm_kernels.triton.schedule import Schedule
-from jaxnorm_kernels.triton.tiles import columns_at, load_tile, store_tile, tile_at, zeros
+from jaxnorm_kernels.triton.tiles import (
+    clipped,
+    columns_at,
+    load_tile,
+    of_rows,
+    store_tile,
+    tile_at,
+    zeros,
+)
 
 
 def norm_bwd(
@@ -95,7 +103,7 @@ def norm_bwd(
         stages=schedule.stages,
         **operands,
     )
-    dscale, dbias = _summed(partials, (scale, bias), spec)
+    dscale, dbias = parameter_gradients(partials, (scale, bias), spec)
     return Operands(dx, scale=dscale, bias=dbias)
 
 
@@ -104,7 +112,7 @@ def two_norms_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Oper
     return composed.two_norms_bwd(norm_bwd, residuals, cotangents, spec)
 
 
-def _summed(
+def parameter_gradients(
     partials: list[jax.Array], parameters: tuple[jax.Array | None, ...], spec: Spec
 ) -> list[jax.Array | None]:
     """The gradients of scale and bias: sums of the programs' sums."""
@@ -122,13 +130,7 @@ def _summed(
 @triton.jit
 def _columns(scale, bias, y_ptr, col, cols: tl.constexpr, norm: tl.constexpr):
     """G, 1 / G and the bias of the columns of a tile."""
-    g = gain(scale, col, cols, norm.scale_offset, norm.scale_floor)
-    if scale[0] is None:
-        inverse = 1.0
-    elif norm.scale_floor > 0.0:
-        inverse = 1.0 / g
-    else:  # float16: y holds nothing of xh where G is 0
-        inverse = tl.where(g == 0.0, 0.0, 1.0 / tl.where(g == 0.0, 1.0, g))
+    g, inverse = gain_and_inverse(scale, col, cols, norm)
     return g, inverse, effective_bias(bias, y_ptr, col, cols, norm.from_output)
 
 
@@ -138,9 +140,9 @@ def _elements(saved, d, rstd, mean, params, norm: tl.constexpr):
     g, inverse, b = params
     dg = d * g
     if norm.from_output:
-        z = _clipped(saved, norm.y_limit) - b
+        z = clipped(saved, norm.y_limit) - b
         terms = d * z
-        xh = _clipped(z * inverse, norm.x_hat_limit)
+        xh = clipped(z * inverse, norm.x_hat_limit)
     else:
         xh = (saved - mean) * rstd
         terms = dg * xh
@@ -148,22 +150,8 @@ def _elements(saved, d, rstd, mean, params, norm: tl.constexpr):
 
 
 @triton.jit
-def _clipped(x, limit: tl.constexpr):
-    """`x`, of which what is greater in magnitude is `limit`; 0 is none."""
-    if limit > 0.0:
-        x = tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
-    return x
-
-
-@triton.jit
 def _add_pairs(a, b, c, d):
     return a + c, b + d
-
-
-@triton.jit
-def _of_rows(stat_ptr, row, rows):
-    """A statistic of the rows of a tile; 0 where there is no such statistic."""
-    return 0.0 if stat_ptr is None else tl.load(stat_ptr + row, row < rows, 0.0)[:, None]
 
 
 @triton.jit
@@ -219,7 +207,7 @@ def _norm_bwd(
     begin, rows = program * tiling.tile_rows + group * group_rows, (group + 1) * group_rows
     for first_row in tl.range(begin, rows, programs * tiling.tile_rows, num_stages=stages):
         row = first_row + tl.arange(0, tiling.tile_rows)
-        rstd, mean = _of_rows(rstd_ptr, row, rows), _of_rows(mean_ptr, row, rows)
+        rstd, mean = of_rows(rstd_ptr, row, rows), of_rows(mean_ptr, row, rows)
         dgs, xhs, dscales, dbiases = (), (), (), ()
         terms, sums = zeros(tiling), zeros(tiling)
         for i in tl.static_range(pieces):
@@ -238,7 +226,7 @@ def _norm_bwd(
             dbiases += (dbias[i] + d,)
         dscale, dbias = dscales, dbiases
         if c2_ptr is not None:
-            c2, c1 = _of_rows(c2_ptr, row, rows), _of_rows(c1_ptr, row, rows)
+            c2, c1 = of_rows(c2_ptr, row, rows), of_rows(c1_ptr, row, rows)
         elif norm.subtract_mean:  # one exchange between the warps for both
             c2, c1 = tl.reduce((terms, sums), 1, _add_pairs)
             c2, c1 = c2[:, None] / cols, c1[:, None] / cols
@@ -286,7 +274,7 @@ def _norm_bwd_row_means(
     row = first_row + tl.arange(0, tiling.tile_rows)
     scale = of_groups(scale_ptr, row, rows, scale_rows, cols)
     bias = of_groups(bias_ptr, row, rows, bias_rows, cols)
-    rstd, mean = _of_rows(rstd_ptr, row, rows), _of_rows(mean_ptr, row, rows)
+    rstd, mean = of_rows(rstd_ptr, row, rows), of_rows(mean_ptr, row, rows)
     c2, c1 = zeros(tiling), zeros(tiling)
     for first_col in tl.range(0, cols, tiling.block):
         tile = tile_at(first_row, first_col, rows, tiling)

@@ -80,6 +80,19 @@ def gain(scale, col, cols: tl.constexpr, offset: tl.constexpr, floor: tl.constex
 
 
 @triton.jit
+def gain_and_inverse(scale, col, cols: tl.constexpr, norm: tl.constexpr):
+    """G and 1 / G for the columns of a tile."""
+    g = gain(scale, col, cols, norm.scale_offset, norm.scale_floor)
+    if scale[0] is None:
+        inverse = 1.0
+    elif norm.scale_floor > 0.0:
+        inverse = 1.0 / g
+    else:  # float16: y holds nothing of xh where G is 0
+        inverse = tl.where(g == 0.0, 0.0, 1.0 / tl.where(g == 0.0, 1.0, g))
+    return g, inverse
+
+
+@triton.jit
 def effective_bias(bias, y_ptr, col, cols: tl.constexpr, from_output: tl.constexpr):
     """The bias for the columns of a tile, rounded to y's dtype where the output is saved."""
     if bias[0] is None:

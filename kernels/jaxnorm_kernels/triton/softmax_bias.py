@@ -18,13 +18,13 @@ import triton.language as tl
 
 from jaxnorm_kernels.specs import Shared, Spec
 from jaxnorm_kernels.triton import logits as logits_of
+from jaxnorm_kernels.triton.broadcast import renumbered
 from jaxnorm_kernels.triton.logits import (
     cotangent_of_logits,
     drop_zeros,
     load_cotangent,
     load_output,
     looped_total,
-    renumbered,
     scaled,
     term_of_total,
 )

@@ -99,6 +99,20 @@ def zero_beyond(x, first_col, tiling: tl.constexpr):
 
 
 @triton.jit
+def of_rows(stat_ptr, row, rows):
+    """A statistic of the rows of a tile; 0 where there is no such statistic."""
+    return 0.0 if stat_ptr is None else tl.load(stat_ptr + row, row < rows, 0.0)[:, None]
+
+
+@triton.jit
+def clipped(x, limit: tl.constexpr):
+    """`x`, of which what is greater in magnitude is `limit`; 0 is none."""
+    if limit > 0.0:
+        x = tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    return x
+
+
+@triton.jit
 def rounded_like(x, ptr):
     """`x` rounded to the dtype behind a pointer, in float32 again."""
     return x.to(ptr.dtype.element_ty).to(tl.float32)
