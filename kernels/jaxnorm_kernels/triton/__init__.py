@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.operations import Family, Op
+from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import extra
 
@@ -13,15 +13,21 @@ extra.check()  # Before the modules below import what may not be there.
 from jaxnorm_kernels.triton.cross_entropy import cross_entropy_bwd, cross_entropy_fwd  # noqa: E402
 from jaxnorm_kernels.triton.norm import norm_fwd  # noqa: E402
 from jaxnorm_kernels.triton.norm_backward import norm_bwd, two_norms_bwd  # noqa: E402
+from jaxnorm_kernels.triton.norm_rope import norm_rope_bwd, norm_rope_fwd  # noqa: E402
 from jaxnorm_kernels.triton.softmax import softmax_bwd, softmax_fwd  # noqa: E402
 from jaxnorm_kernels.triton.support import platforms as platforms  # noqa: E402
 from jaxnorm_kernels.triton.support import prefers as prefers  # noqa: E402
 from jaxnorm_kernels.triton.support import supports as supports  # noqa: E402
 
-_FORWARD: dict[Family, Callable[..., Results]] = {
+_FORWARD: dict[Op, Callable[..., Results]] = {
     "softmax": softmax_fwd,
-    "loss": cross_entropy_fwd,
+    "log_softmax": softmax_fwd,
+    "cross_entropy": cross_entropy_fwd,
     "norm": norm_fwd,
+    "add_norm": norm_fwd,
+    "norm_add": norm_fwd,
+    "norm_add_norm": norm_fwd,
+    "norm_rope": norm_rope_fwd,
 }
 _BACKWARD: dict[Op, Callable[..., Operands]] = {
     "softmax": softmax_bwd,
@@ -30,12 +36,13 @@ _BACKWARD: dict[Op, Callable[..., Operands]] = {
     "norm": norm_bwd,
     "add_norm": norm_bwd,
     "norm_add_norm": two_norms_bwd,
+    "norm_rope": norm_rope_bwd,
 }
 
 
 def forward(operands: Operands, spec: Spec, **schedule: Any) -> Results:
     """See `Implementation.forward`; `schedule` stands in for the one of the table."""
-    return _FORWARD[spec.operation.family](operands, spec, **schedule)
+    return _FORWARD[spec.op](operands, spec, **schedule)
 
 
 def backward(residuals: Residuals, cotangents: Results, spec: Spec, **schedule: Any) -> Operands:

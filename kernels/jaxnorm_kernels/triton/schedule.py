@@ -18,7 +18,7 @@ Chosen out of schedules timed on one H200 with Triton 3.6 (`benchmarks.sweep
 benchmarks/sweeps/triton.py`); what was chosen was timed again with Triton 3.9 (`benchmarks.run`).
 Norms with a residual, and softmaxes with a mask, a bias or a diagonal, have the lines of plain
 ones, with fewer values in a thread where some would spill; those, those that add up the gradient of
-a bias, and the rule for cross-entropies were compiled, not timed.
+a bias, norms with a rotation, and the rule for cross-entropies were compiled, not timed.
 """
 
 import dataclasses
@@ -257,6 +257,17 @@ NORM_BACKWARD = (
     Line(None, warps=4, per_sm=8, looped=True),
 )
 
+# Heads are short, and programs have several.
+NORM_ROPE_FORWARD = (
+    # Of 16 values in a thread 8 are the first of a pair and 8 the second, each a read of 16 bytes.
+    Line(1024, warps=4, per_sm=8, share=2048, itemsize=2),
+    # 8 are as many bytes in 32 bits. Of 16 some spill where a part of the columns is not rotated.
+    Line(1024, warps=4, per_sm=8, share=1024),
+)
+
+# Programs take turns over the rows, as in a norm's backward; 128 registers hold 16 values of all.
+NORM_ROPE_BACKWARD = (Line(1024, warps=4, per_sm=4, share=2048, stages=4),)
+
 _TABLES = {
     ("softmax", "fwd"): SOFTMAX_FORWARD,
     ("softmax", "bwd"): SOFTMAX_BACKWARD,
@@ -267,6 +278,8 @@ _TABLES = {
     ("norm_add", "fwd"): RESIDUAL_FORWARD,
     ("norm_add_norm", "fwd"): TWO_NORMS_FORWARD,
     ("norm", "bwd"): NORM_BACKWARD,
+    ("norm_rope", "fwd"): NORM_ROPE_FORWARD,
+    ("norm_rope", "bwd"): NORM_ROPE_BACKWARD,
 }
 
 
@@ -374,7 +387,9 @@ def _stages(line: Line, tile: int, spec: Spec, gpu: Gpu) -> int:
     saved = spec.y_dtype if spec.saved == "output" else spec.x_dtype
     read = (spec.x_dtype, spec.residual_dtype)
     if spec.direction == "bwd":
-        read = (saved, spec.y_dtype, spec.x_dtype if spec.adds_dh else None)
+        # Of tables two values for each pair of columns: as many as of an array.
+        dh = spec.x_dtype if spec.adds_dh else None
+        read = (saved, spec.y_dtype, dh, spec.table_dtype)
     room = gpu.smem // line.per_sm - _EXCHANGE * tile
     return min(line.stages, 1 + max(0, room) // (tile * sum(t.itemsize for t in read if t)))
 

@@ -16,6 +16,9 @@ from jaxnorm_kernels.specs import LinearSpec, Spec
 # Rows and columns are numbered in int32, and the last step goes over the end by so much at most.
 _MOST = 2**31 - 2**21
 
+# Of the rows that a norm with a rotation has, heads; no schedule is for wider ones.
+_MOST_ROTATED = 1024
+
 #: Columns of a block of a cross-entropy's backward, at least, in a row that has more; but the first
 #: block and the last may have fewer.
 LOSS_BLOCK = 2048
@@ -33,6 +36,14 @@ _CANNOT: Table = (
     (
         "its kernel of two norms with a residual between them is RMSNorm's",
         lambda s: len(s.operation.norms) > 1 and s.subtract_mean,
+    ),
+    (
+        f"its kernels of a norm and a rotation hold a row of up to {_MOST_ROTATED} columns",
+        lambda s: s.op == "norm_rope" and s.cols > _MOST_ROTATED,
+    ),
+    (
+        "there is nothing to rotate by tables of size 0",
+        lambda s: s.op == "norm_rope" and s.rotated == 0,
     ),
     (
         f"its kernels number rows and columns in 32 bits, up to {_MOST}",
@@ -73,6 +84,7 @@ _LEFT_TO_XLA: Table = (
         lambda s: s.has_mask or s.logits_bias_dtype is not None or s.causal,
     ),
     ("its cross-entropy is not measured yet", lambda s: s.is_loss),
+    ("its norm with a rotation is not measured yet", lambda s: s.op == "norm_rope"),
     (
         "with few rows, XLA spreads a norm over more multiprocessors",
         lambda s: s.is_norm and s.rows < _few_rows(s),

@@ -1,0 +1,377 @@
+"""RMSNorm of heads and the rotation of their pairs of columns (RoPE), forward and backward.
+
+Row of N; G = scale + scale_offset, r = 1 / sqrt(mean(x^2) + epsilon). Pairs (a, b) of the first
+columns are i and i + R / 2, or 2i and 2i + 1, of the R that are rotated; the others stay:
+
+    n = x r G           y = (a cos - b sin, b cos + a sin) of n's pairs
+
+With d = dy turned back, (a cos + b sin, b cos - a sin) of dy's pairs:
+
+    from the output     n = y turned back / (cos^2 + sin^2),  xh = n / G,   c2 = mean(d n)
+    from the input      xh = x r,                                           c2 = mean(d G xh)
+    both                dx = r (d G - xh c2),                               dscale = sum_rows(d xh)
+
+A pair whose cos^2 + sin^2 is 0 tells nothing of n, which is 0 there. G is floored as in the norm,
+and |xh| is always clipped to sqrt(N), its true bound: what y knows of a column errs by the roundoff
+of its partner, which may be far above a small G. |y| is clipped to the largest number
+(`Spec.y_limit`).
+
+A program has several rows, whole, since heads are short. It holds a row as parts side by side: the
+first and the second of each pair, and the other columns, so that each column of a part meets its
+partner, cosine and sine in its own thread. Backward, programs take turns over the rows and add up
+dscale in registers; the programs' sums are added outside, always in the same order.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import numpy as np
+import triton
+import triton.language as tl
+
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.triton import broadcast, norm_parameters
+from jaxnorm_kernels.triton import schedule as schedules
+from jaxnorm_kernels.triton.broadcast import Digits, renumbered
+from jaxnorm_kernels.triton.norm_backward import parameter_gradients
+from jaxnorm_kernels.triton.norm_parameters import (
+    Norm,
+    gain_and_inverse,
+    group_rows,
+    of_groups,
+)
+from jaxnorm_kernels.triton.schedule import Schedule
+from jaxnorm_kernels.triton.tiles import clipped, columns_at, of_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """What a kernel is compiled for, beside the norm and how rows are cut.
+
+    Attributes:
+      cols: of a row.
+      pairs: that are rotated, of the first columns.
+      interleaved: a pair is two neighbours, and not one column of each half.
+      table_row: from a row of x to its row of the tables.
+      tile_shares: all rows of a tile have the same one.
+    """
+
+    cols: int
+    pairs: int
+    interleaved: bool
+    table_row: Digits
+    tile_shares: bool
+
+    @classmethod
+    def of(cls, spec: Spec, schedule: Schedule) -> "Rotation":
+        """That of a call."""
+        table = spec.table_rows
+        assert table is not None
+        # Neighbours share a row: heads of one position, mostly. Tiles are cut from the first row of
+        # each group that has a scale of its own.
+        *_, (run, has_axis) = table.segments or [(0, False)]
+        run = math.gcd(run, spec.rows // spec.groups if spec.groups > 1 else 0)
+        shares = not has_axis and run % schedule.tile_rows == 0
+        return cls(
+            cols=spec.cols,
+            pairs=spec.rotated // 2,
+            interleaved=spec.interleaved,
+            table_row=broadcast.of(table).row,
+            tile_shares=shares or table.rows == 1,
+        )
+
+    @functools.cached_property
+    def block(self) -> int:
+        """Pairs of a tile, a power of two."""
+        return triton.next_power_of_2(self.pairs)
+
+    @functools.cached_property
+    def spans(self) -> tuple[int, ...]:
+        """Columns that are read at once: of each span its first one, its size, and its block."""
+        pairs, block, rest = self.pairs, self.block, self.cols - 2 * self.pairs
+        head = (0, pairs, block, pairs, pairs, block)
+        if self.interleaved:
+            head = (0, 2 * pairs, 2 * block)
+        return head + ((2 * pairs, rest, triton.next_power_of_2(rest)) if rest else ())
+
+
+def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
+    """See `Implementation.forward`; `schedule` stands in for the one of the table."""
+    schedule = schedule or schedules.choose(spec)
+    stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.want_stats else None
+    y, *stats = schedule.launch(
+        _norm_rope_fwd,
+        spec,
+        name="jaxnorm_rms_norm_rope_fwd",
+        outputs={
+            "y_ptr": jax.ShapeDtypeStruct(operands.x.shape, spec.y_dtype),
+            "rstd_ptr": stat,
+        },
+        x_ptr=operands.x,
+        scale_ptr=operands.scale,
+        cos_ptr=operands.cos,
+        sin_ptr=operands.sin,
+        scale_rows=group_rows(operands.scale, spec),
+        norm=_norm(spec),
+        rotation=Rotation.of(spec, schedule),
+    )
+    return Results(y, stats=tuple(stats))
+
+
+def norm_rope_bwd(
+    residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Schedule | None = None
+) -> Operands:
+    """See `Implementation.backward`; `schedule` stands in for the one of the table."""
+    saved, scale = residuals.saved, residuals.scale
+    (rstd,) = residuals.stats
+    schedule = schedule or schedules.choose(spec)
+    _, row_programs = schedule.persistent_grid(spec)
+    partial = jax.ShapeDtypeStruct((row_programs * spec.groups, spec.cols), np.float32)
+    dx, *partials = schedule.launch(
+        _norm_rope_bwd,
+        spec,
+        name="jaxnorm_rms_norm_rope_bwd",
+        outputs={
+            "dx_ptr": jax.ShapeDtypeStruct(saved.shape, spec.x_dtype),
+            "dscale_ptr": None if scale is None else partial,
+        },
+        grid=(spec.groups, row_programs),
+        saved_ptr=saved,
+        dy_ptr=cotangents.y,
+        rstd_ptr=rstd,
+        scale_ptr=scale,
+        cos_ptr=residuals.cos,
+        sin_ptr=residuals.sin,
+        scale_rows=group_rows(scale, spec),
+        norm=_norm(spec),
+        rotation=Rotation.of(spec, schedule),
+        stages=schedule.stages,
+    )
+    dscale, _ = parameter_gradients(partials, (scale, None), spec)
+    return Operands(dx, scale=dscale)
+
+
+def _norm(spec: Spec) -> Norm:
+    return dataclasses.replace(norm_parameters.of(spec), x_hat_limit=math.sqrt(spec.cols))
+
+
+@triton.jit
+def _norm_rope_fwd(
+    x_ptr,
+    scale_ptr,
+    cos_ptr,
+    sin_ptr,
+    y_ptr,
+    rstd_ptr,
+    rows,
+    scale_rows,
+    norm: tl.constexpr,
+    rotation: tl.constexpr,
+    tiling: tl.constexpr,
+):
+    """A tile of rows. `scale_rows`: rows of a group; None where all rows share the scale."""
+    first_row = tl.program_id(0) * tiling.tile_rows
+    row = first_row + tl.arange(0, tiling.tile_rows)
+    start, exists = row.to(tl.int64)[:, None] * tiling.cols, (row < rows)[:, None]
+    x = _load_row(x_ptr, start, exists, rotation)
+    cos, sin = _load_tables(cos_ptr, sin_ptr, first_row, rotation, tiling)
+    scale = of_groups(scale_ptr, row, rows, scale_rows, tiling.cols)
+    g, _ = _gains(scale, norm, rotation, 1)
+    squares = ()
+    for i in tl.static_range(len(x)):
+        squares += (x[i] * x[i],)
+    rstd = tl.rsqrt(_row_sums(squares) / tiling.cols + norm.epsilon)
+    n = ()
+    for i in tl.static_range(len(x)):
+        n += (x[i] * rstd[:, None] * g[i],)
+    _store_row(y_ptr, _rotated(n, cos, sin), start, exists, rotation)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd, mask=row < rows)
+
+
+@triton.jit
+def _norm_rope_bwd(
+    saved_ptr,
+    dy_ptr,
+    rstd_ptr,
+    scale_ptr,
+    cos_ptr,
+    sin_ptr,
+    dx_ptr,
+    dscale_ptr,
+    rows,
+    scale_rows,
+    norm: tl.constexpr,
+    rotation: tl.constexpr,
+    tiling: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """dx, and a program's sum of d xh over its rows, which are of one group."""
+    cols: tl.constexpr = tiling.cols
+    tile_rows: tl.constexpr = tiling.tile_rows
+    group, groups = tl.program_id(0), tl.num_programs(0)
+    program, programs = tl.program_id(1), tl.num_programs(1)
+    scale, begin, end = (scale_ptr, None), 0, rows
+    if scale_rows is not None:
+        scale = (scale_ptr, group.to(tl.int64) * cols)
+        begin, end = group * scale_rows, (group + 1) * scale_rows
+    g, inverse = _gains(scale, norm, rotation, tile_rows)
+    dscale = _zeros(rotation, tile_rows)
+    begin += program * tile_rows
+    for first_row in tl.range(begin, end, programs * tile_rows, num_stages=stages):
+        row = first_row + tl.arange(0, tile_rows)
+        start, exists = row.to(tl.int64)[:, None] * cols, (row < end)[:, None]
+        rstd = of_rows(rstd_ptr, row, end)
+        cos, sin = _load_tables(cos_ptr, sin_ptr, first_row, rotation, tiling)
+        d = _rotated(_load_row(dy_ptr, start, exists, rotation), cos, -sin)
+        saved = _load_row(saved_ptr, start, exists, rotation)
+        if norm.from_output:
+            saved = _turned_back(saved, cos, sin, norm)
+        dgs, xhs, terms, sums = (), (), (), ()
+        for i in tl.static_range(len(d)):
+            dg = d[i] * g[i]
+            if norm.from_output:
+                xh = clipped(saved[i] * inverse[i], norm.x_hat_limit)
+                terms += (d[i] * saved[i],)
+            else:
+                xh = saved[i] * rstd
+                terms += (dg * xh,)
+            dgs += (dg,)
+            xhs += (xh,)
+            sums += (dscale[i] + d[i] * xh,)
+        dscale = sums
+        c2 = _row_sums(terms)[:, None] / cols
+        dx = ()
+        for i in tl.static_range(len(d)):
+            dx += (dgs[i] * rstd - xhs[i] * (c2 * rstd),)
+        _store_row(dx_ptr, dx, start, exists, rotation)
+    if dscale_ptr is not None:
+        totals = ()
+        for i in tl.static_range(len(dscale)):
+            totals += (tl.sum(dscale[i], axis=0)[None, :],)
+        partial_row = (program * groups + group).to(tl.int64)
+        whole = tl.full([1, 1], True, tl.int1)
+        _store_row(dscale_ptr, totals, partial_row * cols, whole, rotation)
+
+
+@triton.jit
+def _rotated(parts, cos, sin):
+    """The rotation of rows; with -sin its transpose."""
+    a, b = parts[0], parts[1]
+    rotated = (a * cos - b * sin, b * cos + a * sin)
+    rotated += parts[2:]
+    return rotated
+
+
+@triton.jit
+def _turned_back(y, cos, sin, norm: tl.constexpr):
+    """n of a stored y: the transpose of the rotation over cos^2 + sin^2, and 0 where that is 0."""
+    parts = ()
+    for i in tl.static_range(len(y)):
+        parts += (clipped(y[i], norm.y_limit),)
+    parts = _rotated(parts, cos, -sin)
+    square = cos * cos + sin * sin
+    is_zero = square == 0.0
+    divisor = tl.where(is_zero, 1.0, square)
+    a = tl.where(is_zero, 0.0, parts[0] / divisor)
+    b = tl.where(is_zero, 0.0, parts[1] / divisor)
+    n = (a, b)
+    n += parts[2:]
+    return n
+
+
+@triton.jit
+def _row_sums(parts):
+    """Of all columns of each row."""
+    sums = tl.sum(parts[0] + parts[1], axis=1)
+    if len(parts) > 2:
+        sums += tl.sum(parts[2], axis=1)
+    return sums
+
+
+@triton.jit
+def _zeros(rotation: tl.constexpr, tile_rows: tl.constexpr):
+    """The parts of rows of zeros."""
+    zeros = ()
+    for i in tl.static_range(len(rotation.spans) // 3):
+        zeros += (tl.full([tile_rows, rotation.spans[3 * i + 2]], 0.0, tl.float32),)
+    return _parts(zeros, rotation)
+
+
+@triton.jit
+def _gains(scale, norm: tl.constexpr, rotation: tl.constexpr, tile_rows: tl.constexpr):
+    """G and 1 / G of each part, for all rows or, with `tile_rows`, for each row of a tile."""
+    g, inverse = (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)
+    if scale[0] is not None:
+        g, inverse = (), ()
+        for i in tl.static_range(len(rotation.spans) // 3):
+            col = columns_at(rotation.spans[3 * i], rotation.spans[3 * i + 2], tile_rows)
+            of_span = gain_and_inverse(scale, col, rotation.cols, norm)
+            g += (of_span[0],)
+            inverse += (of_span[1],)
+        g, inverse = _parts(g, rotation), _parts(inverse, rotation)
+    return g, inverse
+
+
+@triton.jit
+def _load_tables(cos_ptr, sin_ptr, first_row, rotation: tl.constexpr, tiling: tl.constexpr):
+    """cos and sin of the pairs of each row of a tile, in float32; or of all its rows."""
+    rows: tl.constexpr = 1 if rotation.tile_shares else tiling.tile_rows
+    # Of rows beyond the last, too, they are somewhere in the tables: digits have a largest value.
+    row = renumbered(first_row + tl.arange(0, rows), rotation.table_row)
+    pair = tl.arange(0, rotation.block)[None, :]
+    at = row.to(tl.int64)[:, None] * rotation.pairs + pair
+    cos = tl.load(cos_ptr + at, pair < rotation.pairs, 0.0, eviction_policy="evict_last")
+    sin = tl.load(sin_ptr + at, pair < rotation.pairs, 0.0, eviction_policy="evict_last")
+    return cos.to(tl.float32), sin.to(tl.float32)
+
+
+@triton.jit
+def _load_row(ptr, start, exists, rotation: tl.constexpr):
+    """The parts of rows in float32; 0 for what does not exist."""
+    spans = ()
+    for i in tl.static_range(len(rotation.spans) // 3):
+        col, is_there = _span(i, exists, rotation)
+        spans += (tl.load(ptr + start + col, is_there, 0.0).to(tl.float32),)
+    return _parts(spans, rotation)
+
+
+@triton.jit
+def _store_row(ptr, parts, start, exists, rotation: tl.constexpr):
+    """Writes those columns of rows that exist."""
+    spans = parts
+    if rotation.interleaved:
+        a, b = parts[0], parts[1]
+        spans = (tl.reshape(tl.join(a, b), [a.shape[0], 2 * a.shape[1]]),)
+        spans += parts[2:]
+    for i in tl.static_range(len(spans)):
+        col, is_there = _span(i, exists, rotation)
+        tl.store(ptr + start + col, spans[i], mask=is_there)
+
+
+@triton.jit
+def _parts(spans, rotation: tl.constexpr):
+    """Of spans the first and the second of each pair, and the other columns."""
+    if rotation.interleaved:
+        head = spans[0]
+        a, b = tl.split(tl.reshape(head, [head.shape[0], head.shape[1] // 2, 2]))
+        parts = (a, b)
+        parts += spans[1:]
+    else:
+        parts = spans
+    return parts
+
+
+@triton.jit
+def _span(i: tl.constexpr, exists, rotation: tl.constexpr):
+    """The columns of a span, and which of its elements exist."""
+    first: tl.constexpr = rotation.spans[3 * i]
+    size: tl.constexpr = rotation.spans[3 * i + 1]
+    block: tl.constexpr = rotation.spans[3 * i + 2]
+    col = columns_at(first, block)
+    if size != block:
+        exists = exists & (col < first + size)
+    return col, exists
