@@ -91,15 +91,21 @@ def _operands(spec: Spec, label_dtype: Any) -> tuple[Any, ...]:
         if spec.direction == "bwd":
             return dy, mask, dy
         return x, mask, of_logits(spec.logits_bias_dtype, spec.logits_bias_rows)
+    tables = ()
+    if spec.table_rows is not None:
+        tables = (array((spec.table_rows.rows, spec.rotated // 2), spec.table_dtype),) * 2
     if spec.direction == "fwd":
         return {
             "norm": (x, scale, bias),
             "add_norm": (x, residual, scale, bias),
             "norm_add": (x, residual, scale),
             "norm_add_norm": (x, residual, scale, next_scale),
+            "norm_rope": (x, scale, *tables),
         }[spec.op]
     saved = x if spec.saved == "input" else dy
     stats = (array((rows,), jnp.float32),) * (1 + spec.returns_mean)
+    if spec.rotated:
+        return saved, stats, scale, *tables, dy
     return saved, stats, scale, bias, dy, x if spec.adds_dh else None
 
 

@@ -31,6 +31,9 @@ CALLS = {
 
 ROWS = Shared(((4, True),), has_columns=True)
 
+ROPE = {"op": "norm_rope", "subtract_mean": False, "bias_dtype": None}
+ROPE |= {"table_dtype": F32, "table_rows": ROWS, "rotated": 64}
+
 WIDE = Spec("norm", "bwd", 8192, 8192, BF16, BF16, F32, want_stats=True)
 
 
@@ -60,6 +63,12 @@ WIDE = Spec("norm", "bwd", 8192, 8192, BF16, BF16, F32, want_stats=True)
         ({"op": "add_norm", "direction": "fwd", "residual_dtype": F32, "bias_groups": 4}, None),
         ({"op": "add_norm", "direction": "fwd", "residual_dtype": F64}, "float64"),
         ({"op": "norm_add_norm", "direction": "fwd", "residual_dtype": F32}, "is RMSNorm's"),
+        (ROPE, None),
+        (ROPE | {"cols": 1024, "rotated": 2, "interleaved": True, "scale_groups": 2}, None),
+        (ROPE | {"cols": 1025}, "up to 1024 columns"),
+        (ROPE | {"rotated": 0}, "tables of size 0"),
+        (ROPE | {"table_dtype": F64}, "float64"),
+        (ROPE | {"wants_tables": True}, "gradients of a rotation's tables"),
     ],
     ids=str,
 )
@@ -124,6 +133,7 @@ def test_the_default_leaves_what_is_not_measured(monkeypatch):
     unmeasured = [{"has_mask": True}, {"logits_bias_dtype": BF16}, {"causal": True}]
     for change in (*unmeasured, {"op": "cross_entropy"}):
         assert "not measured yet" in support.prefers(dataclasses.replace(softmax, **change))
+    assert "not measured yet" in support.prefers(dataclasses.replace(WIDE, **ROPE, cols=128))
 
 
 @pytest.mark.triton
