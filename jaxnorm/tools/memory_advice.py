@@ -224,6 +224,10 @@ def _root(value: Value) -> Value:
         value = same[0]
 
 
+# What a norm is not made of, nor an activation.
+_WAVES = {"cos", "cosh", "sin", "sinh", "tan"}
+
+
 def _region(root: Value) -> list[Value]:
     """What is made of `root`, element by element, and of numbers for each row or column."""
     region = {id(root): root}
@@ -233,7 +237,8 @@ def _region(root: Value) -> list[Value]:
             same = [
                 v for v in taker.operands if v.size == root.size and not elementwise.is_spread(v)
             ]
-            fits = taker.made_by in elementwise.ELEMENTWISE and taker.size == root.size
+            of_norm = taker.made_by in elementwise.ELEMENTWISE - _WAVES
+            fits = of_norm and taker.size == root.size
             if fits and id(taker) not in region and all(id(v) in region for v in same):
                 region[id(taker)] = taker
                 stack.append(taker)
