@@ -8,19 +8,11 @@ import pytest
 
 import jaxnorm
 from jaxnorm import memory_report
-from jaxnorm.tools import memory_advice
-from jaxnorm_kernels.operations import FUNCTIONS
 
 pytestmark = pytest.mark.oldest_jax
 
 LAYERS, BATCH, LENGTH, HEADS, HEAD = 3, 32, 16, 4, 64
 WIDTH = HEADS * HEAD
-
-
-@pytest.fixture(autouse=True)
-def rope_is_there(monkeypatch):
-    functions = {**FUNCTIONS, "rms_norm_rope": FUNCTIONS["rms_norm"]}
-    monkeypatch.setattr(memory_advice, "FUNCTIONS", functions)
 
 
 def plain(x, scale):
@@ -46,26 +38,6 @@ def neighbours(x, cos, sin):
     a, b = x[..., ::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
     pairs = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
     return pairs.reshape(x.shape).astype(x.dtype)
-
-
-@jax.custom_vjp
-def stand_in(x, scale, cos, sin):
-    """It keeps what rms_norm_rope keeps: its result, a number for each row, and the tables."""
-    return halves(plain(x, scale), cos, sin)
-
-
-def _forward(x, *parameters):
-    y = stand_in(x, *parameters)
-    return y, (y, jnp.mean(x.astype(jnp.float32), -1, keepdims=True), *parameters)
-
-
-def _backward(kept, dy):
-    """Of the right types, of all that is kept: it is traced alone."""
-    y, rows, *parameters = kept
-    return (dy * y * rows.astype(dy.dtype), *parameters)
-
-
-stand_in.defvjp(_forward, _backward)
 
 
 def step(rotated_norm, tables, x, w):
@@ -104,7 +76,7 @@ def test_advice_is_true(norm, rotate, stack):
     def rotated_norm(x, scale, *tables):
         return rotate(norm(x, scale), *tables)
 
-    before, after = report_of(rotated_norm, stack), report_of(stand_in, stack)
+    before, after = report_of(rotated_norm, stack), report_of(jaxnorm.rms_norm_rope, stack)
     told = told_by(before)
     assert told
     assert before.total - after.total == pytest.approx(sum(row.saves for row in told), rel=0.1)
@@ -128,10 +100,3 @@ def summed(x, scale, cos, sin):
 @pytest.mark.parametrize("rotated_norm", [untouched, taken_twice, summed])
 def test_other_uses_of_a_norm(rotated_norm):
     assert not told_by(report_of(rotated_norm, "scan"))
-
-
-def test_only_where_there_is_such_a_function(monkeypatch):
-    monkeypatch.setattr(memory_advice, "FUNCTIONS", {"rms_norm": FUNCTIONS["rms_norm"]})
-    report = report_of(lambda x, scale, *tables: halves(plain(x, scale), *tables), "scan")
-    assert not told_by(report)
-    assert [row for row in report if row.advice and row.advice.startswith("rms_norm:")]

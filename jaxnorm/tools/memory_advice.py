@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jaxnorm.tools import elementwise, loss_advice, rotation_advice
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin
-from jaxnorm_kernels.operations import FUNCTIONS
 
 # What takes an array, and keeps nothing of it.
 _LINEAR = {"add", "add_any", "sub", "neg", STACKED, "scan", *elementwise.COPYING, *NAMING}
@@ -44,9 +43,11 @@ def _advice(kept: Sequence[Value]) -> Advice:
     for root, region in _norms(kept):
         _of_norm(root, region, by_origin, found)
     for value in kept:
-        if origin(value).made_by == "jaxnorm.rms_norm" and _is_rotated(origin(value), by_origin):
+        norm = origin(value)
+        is_norm = norm.made_by == "jaxnorm.rms_norm"
+        if is_norm and rotation_advice.is_kept_rotated(norm, by_origin):
             sentence = f"{rotation_advice.FUNCTION}: in place of the norm of "
-            _advise(found, [value], 0, sentence + f"{origin(value).source} and the rotation")
+            _advise(found, [value], 0, sentence + f"{norm.source} and the rotation")
     for members, lacking, sentence in loss_advice.losses(kept, by_origin):
         _advise(found, members, lacking, sentence)
     for value in kept:
@@ -312,16 +313,10 @@ def _of_norm(
     if len(dtypes) == 1 and dtypes != {_narrowest(root).dtype}:
         sentence += f", with dtype={dtypes.pop().name}"
     first = next(v for v in region if id(v) in normalised)
-    if name == "rms_norm" and _is_rotated(first, by_origin):
+    if name == "rms_norm" and rotation_advice.is_kept_rotated(first, by_origin):
         sentence = f"{rotation_advice.FUNCTION}: in place of the norm of {line} and the rotation"
         lacking = 0
     _advise(found, members, lacking, sentence)
-
-
-def _is_rotated(normalised: Value, by_origin: dict[int, Value]) -> bool:
-    """Whether the function that rotates as well keeps nothing in a norm's place."""
-    is_there = rotation_advice.FUNCTION in FUNCTIONS
-    return is_there and rotation_advice.is_kept_rotated(normalised, by_origin)
 
 
 def _narrowest(result: Value) -> Value:
