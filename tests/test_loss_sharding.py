@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from loss_cases import operands
 from meshes import KINDS, Case, collectives, mesh_of
-from test_sharding import Kernels, kernels  # noqa: F401
+from sharding_cases import Kernels, which_kernels  # noqa: F401
 
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 
@@ -60,7 +60,7 @@ def sizes(found):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_split(kernels, kind):  # noqa: F811
+def test_rows_split(kernels, kind):
     mesh = mesh_of(Case("", MESH, P()), kind)
     sharded, specs = placed(mesh, ROWS)
     function = functools.partial(step, **OPTIONS)
@@ -74,7 +74,7 @@ def test_rows_split(kernels, kind):  # noqa: F811
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_vocabulary_split(kernels, kind):  # noqa: F811
+def test_vocabulary_split(kernels, kind):
     """A maximum and a sum for each row; no logits move.
 
     Where XLA partitions its own code, it gathers the shards' sums, one for each, and adds them up.

@@ -23,6 +23,7 @@ import pytest
 from forward_cases import BF16, F32
 from h100 import CONFIGS, Compiled, Compiler
 from logits_cases import of_width, operand_types
+from rope_cases import QUERIES, make_spec, types_of
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
@@ -120,6 +121,15 @@ TWO_NORMS = Spec(
     next_scale_dtype=F32,
     adds_dh=True,
 )
+HEADS = [
+    make_spec(direction, QUERIES[heads], size, mix)
+    for heads, size, mix in [
+        (32, (128, 128), (BF16, F32, BF16)),
+        (5, (80, 32), (F32, F32, F32)),
+        (32, (512, 512), (F32, F32, BF16)),
+    ]
+    for direction in ("fwd", "bwd")
+]
 # Function, kind of `logits_cases`, columns, dtype; each forward and backward.
 PLACED = [
     ("softmax", "mask", 512, BF16),
@@ -183,6 +193,8 @@ def function_of(spec: Spec) -> tuple[Any, Any]:
         return loss_of(spec)
     if spec.op == "norm_add_norm" and spec.direction == "bwd":
         return two_norms_of(spec)
+    if spec.rotated:
+        return (lambda *operands: contract.call(mosaic, spec, *operands)[:2]), types_of(spec)
     cases = forward_cases if spec.direction == "fwd" else backward_cases
     if spec.direction == "fwd":
         types: Any = list(forward_cases.operand_types(spec).values())
@@ -220,7 +232,9 @@ def name(spec: Spec) -> str:
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("spec", [*FORWARD, *BACKWARD, TWO_NORMS, *STRIPS, *LOSSES], ids=name)
+@pytest.mark.parametrize(
+    "spec", [*FORWARD, *BACKWARD, TWO_NORMS, *STRIPS, *LOSSES, *HEADS], ids=name
+)
 def test_kernels_compile(
     spec: Spec, capability: int, processes: dict[int, ProcessPoolExecutor]
 ) -> None:

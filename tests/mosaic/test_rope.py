@@ -1,7 +1,6 @@
 """The kernels of a norm and the rotation after it: interpreted, and lowered for a GPU."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from h100 import Compiler
 from norm_rope_cases import RotatedNorm, tables
 from pairs import pairwise
 from reference import assert_within, exact, rounding
+from rope_cases import BF16, F16, F32, QUERIES, make_spec, types_of
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
@@ -24,7 +24,6 @@ from jaxnorm_kernels.specs import Shared, Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
-BF16, F16, F32 = (np.dtype(jnp.dtype(name)) for name in ("bfloat16", "float16", "float32"))
 SPILLED = 32  # bytes of a thread: a few words
 
 # Rows, and where they find theirs in the tables: heads of a position, a tile of which has one
@@ -38,29 +37,6 @@ SHARED = {
 # Columns of a head, and those that are rotated.
 SIZES = [(32, 32), (32, 16), (48, 32)]
 MIXES = [(BF16, F32, BF16), (F32, F32, F32), (F32, BF16, BF16), (F16, F32, F16), (BF16, F32, F32)]
-
-
-def make_spec(
-    direction: str,
-    shared: Shared,
-    size: tuple[int, int] = (32, 32),
-    mix: tuple[np.dtype, ...] = (F32, F32, F32),
-    **given: Any,
-) -> Spec:
-    (cols, rotated), (x, table, y) = size, mix
-    return Spec(
-        "norm_rope",
-        direction,
-        math.prod(size for size, _ in shared.segments),
-        cols,
-        x,
-        y,
-        epsilon=1e-6,
-        table_dtype=table,
-        rotated=rotated,
-        table_rows=shared,
-        **{"scale_dtype": F32, "want_stats": direction == "fwd", **given},
-    )
 
 
 def rows_of(shared: Shared) -> np.ndarray:
@@ -184,24 +160,6 @@ def test_a_scale_that_y_tells_nothing_of(monkeypatch: pytest.MonkeyPatch) -> Non
     np.testing.assert_allclose(exact(dscale)[others], ref.dscale[others], rtol=1e-4, atol=1e-4)
 
 
-def types_of(spec: Spec) -> tuple[Any, ...]:
-    assert spec.table_rows is not None
-
-    def rows(dtype: np.dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((spec.rows, spec.cols), dtype)
-
-    table = jax.ShapeDtypeStruct((spec.table_rows.rows, spec.rotated // 2), spec.table_dtype)
-    scale = jax.ShapeDtypeStruct((spec.cols,), F32)
-    if spec.direction == "fwd":
-        return rows(spec.x_dtype), scale, table, table
-    rstd = jax.ShapeDtypeStruct((spec.rows,), F32)
-    saved = rows(spec.y_dtype if spec.saved == "output" else spec.x_dtype)
-    return saved, (rstd,), scale, table, table, rows(spec.y_dtype)
-
-
-QUERIES = {
-    each: Shared(((4, False), (2048, True), (each, False)), has_columns=True) for each in (32, 5, 1)
-}
 LARGE = [(128, 128), (64, 64), (256, 256), (512, 512), (16, 16), (80, 32), (96, 96), (128, 64)]
 
 
