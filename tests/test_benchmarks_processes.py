@@ -14,9 +14,9 @@ import time
 
 import pytest
 
-from benchmarks import models, processes, worker
+from benchmarks import processes, worker
 from benchmarks.results import Machine
-from benchmarks.suites import SUITES, TimedCell
+from benchmarks.suites import SUITES, Selection, TimedCell
 
 KERNELS = SUITES["kernels"]
 CELL = TimedCell("rms_norm", "fwd", 4, 32, "float32", "float32", "xla")
@@ -339,5 +339,5 @@ def test_batches_are_even_and_keep_workloads_together():
     assert all(part[0].provider == "xla" for part in parts)
     assert processes.batches([], 3, 32) == []
     assert processes.batches(cells[:2], 3, 32) == [cells[:2]]
-    steps = list(models.cells(["jaxnorm", "jnp"], list(models.MODELS), quick=False))
+    steps = list(SUITES["training"].cells(Selection()))
     assert processes.batches(steps, 8, SUITES["training"].batch) == [[step] for step in steps]
