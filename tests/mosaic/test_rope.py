@@ -203,8 +203,9 @@ def test_few_rows_are_refused() -> None:
         assert "by 64 and more" in (mosaic.supports(make_spec(direction, few)) or "")
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize(("size", "mix"), pairwise(LARGE, MIXES[:4]), ids=str)
+@pytest.mark.parametrize(
+    ("size", "mix", "interleaved"), pairwise(LARGE, MIXES[:4], [False, True]), ids=str
+)
 def test_registers(
     size: tuple[int, int], mix: tuple[np.dtype, ...], interleaved: bool, compiler: Compiler
 ) -> None:
