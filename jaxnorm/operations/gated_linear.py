@@ -3,8 +3,8 @@
     h = activation(gate) * up       in one pass, rounded once      kept: gate and up
     y = h weight + bias             `products.dot`                 kept: weight
 
-One `jax.checkpoint` around both: its backward makes h again, in the pass that makes the gradients
-of gate and up. So forward mode, `jax.vmap`, meshes and policies of rematerialisation are JAX's.
+Both are one function that is `recomputed`: its backward makes h again, in the pass that makes the
+gradients of gate and up.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks, products
-from jaxnorm.primitives import eager
+from jaxnorm.primitives import eager, recomputation
 from jaxnorm_kernels.specs import FLOAT_DTYPES
 
 # `type` statements: signatures, and help(), show such an alias by its name.
@@ -203,14 +203,12 @@ def _linear_of(
     else:
         multiply = functools.partial(_by_function, function, product, product_dtype)
 
-    # What goes from forward to backward is what it is applied to. Its barrier stays: without one
-    # XLA, to which layers that are not in a loop are one program, keeps h.
-    @jax.checkpoint
-    def multiplied(rows: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
+    def multiplied(*arrays: jax.Array) -> jax.Array:
+        rows, weights = arrays[: len(names)], arrays[len(names) :]
         return multiply(f(*rows).astype(h_dtype), jax.tree.unflatten(tree, weights))
 
     with jax.named_scope(f"jaxnorm.{function}"):
-        y = multiplied(rows, weights)
+        y = recomputation.recomputed(multiplied, *rows, *weights)
         for b in biases:
             y = y.astype(wide)
             y = y + sharding.broadcast_alike(_of_columns(function, b, y), y)

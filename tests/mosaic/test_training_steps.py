@@ -13,16 +13,6 @@ CUDNN = 90800
 CHECK = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
 
 
-def cases():
-    """The bars of memory; of one the measured ratio is 0.5404."""
-    for bar in BARS:
-        if bar.figure == "temp_bytes":
-            copies = (bar.model, bar.most) == ("gpt2-small", 0.54)
-            reason = "in a scan, activation_linear's barrier has its operands copied"
-            marks = [pytest.mark.xfail(reason=reason)] if copies else []
-            yield pytest.param(bar, id=str(bar), marks=marks)
-
-
 @pytest.fixture(scope="module")
 def temp_bytes(compiler):
     """Of a cell's step, compiled once."""
@@ -39,7 +29,7 @@ def temp_bytes(compiler):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("bar", [*cases()])
+@pytest.mark.parametrize("bar", [b for b in BARS if b.figure == "temp_bytes"], ids=str)
 def test_temp_memory(bar, temp_bytes):
     ours, plain = map(temp_bytes, bar.cells)
     assert ours <= bar.most * plain

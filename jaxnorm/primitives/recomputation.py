@@ -1,0 +1,165 @@
+"""A function of which the backward makes everything again, from the arrays that it is of.
+
+`jax.checkpoint` does as much. What XLA made forward it would take backward, and keep; a barrier
+around all those arrays hinders it, and in a loop over layers the slice of each stacked array is
+copied for it. Here the barrier is around one bool, on which what is made again depends.
+
+    y  = f(x, *arrays)                                          a `jax.custom_jvp`
+    dy = df(select(true, x), *arrays) (tangents)                a primitive, linear in tangents
+    cotangents = df(select(true', x), *arrays)^T (dy)           its transpose: the same primitive,
+                                                                true' = barrier(true, dy)
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun  # type: ignore[attr-defined]
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+Function = Callable[..., jax.Array]
+
+
+def recomputed(f: Function, x: jax.Array, *arrays: jax.Array) -> jax.Array:
+    """``f(x, *arrays)``, which keeps x, `arrays` and what f closes over, and nothing else.
+
+    Args:
+      f: function of arrays, in which everything that XLA must not keep depends on x.
+      x, arrays: of any dtypes.
+    """
+    traced = jax.make_jaxpr(f)(x, *arrays)
+
+    def closed(x: jax.Array, *arrays: jax.Array) -> jax.Array:
+        constants, arrays = _split(arrays, len(traced.consts))
+        (y,) = jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, constants))(x, *arrays)
+        return y
+
+    return _recomputed(closed, x, *traced.consts, *arrays)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _recomputed(f: Function, *arrays: jax.Array) -> jax.Array:
+    return f(*arrays)
+
+
+@functools.partial(_recomputed.defjvp, symbolic_zeros=True)
+def _(f: Function, arrays: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
+    along = [not isinstance(t, SymbolicZero) for t in tangents]
+
+    def tangent(true: jax.Array, x: jax.Array, *operands: jax.Array) -> jax.Array:
+        arrays, tangents = _split(operands, len(along) - 1)
+        # Here, and not in f: the select would be differentiated, too.
+        x = lax.select(true, x, jnp.zeros_like(x))
+        given, rest = _partition(along, (x, *arrays))
+        return jax.jvp(lambda *some: f(*_merge(along, some, rest)), given, tangents)[1]
+
+    operands = (np.True_, *arrays, *_partition(along, tangents)[0])
+    traced = jax.make_jaxpr(tangent)(*operands)
+    # Without what makes y alone.
+    jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True], instantiate=True)
+    traced = ClosedJaxpr(jaxpr, traced.consts)
+    (dy,) = _linear.bind(*operands, jaxpr=traced, awaited=0)
+    return f(*arrays), dy
+
+
+# ------------------------------------------------------------------------------- the tangent
+
+
+def _lower(*operands: Any, jaxpr: ClosedJaxpr, awaited: int) -> list[jax.Array]:
+    if awaited:
+        true, arrays, cotangents = _split(operands, 1, -awaited)
+        # Of the cotangents, too: with the bool alone XLA makes f's derivative early, and keeps it.
+        true, cotangents = lax.optimization_barrier((true, cotangents))
+        operands = (*true, *arrays, *cotangents)
+    return jaxpr_as_fun(jaxpr)(*operands)
+
+
+def _transpose(
+    cotangents: Sequence[Any], *operands: Any, jaxpr: ClosedJaxpr, **_: int
+) -> list[jax.Array | None]:
+    is_linear = [ad.is_undefined_primal(a) for a in operands]
+    undefined, known = _partition(is_linear, operands)
+    avals = [a.aval for a in undefined]
+    cotangents = [ad.instantiate_zeros(a) for a in cotangents]
+
+    def transposed(*operands: jax.Array) -> Sequence[jax.Array]:
+        known, cotangents = _split(operands, -len(jaxpr.out_avals))
+
+        def of_linear(*linear: jax.Array) -> list[jax.Array]:
+            return jaxpr_as_fun(jaxpr)(*_merge(is_linear, linear, known))
+
+        return jax.linear_transpose(of_linear, *avals)([*cotangents])
+
+    operands = (*known, *cotangents)
+    traced = jax.make_jaxpr(transposed)(*operands)
+    results = _linear.bind(*operands, jaxpr=traced, awaited=len(cotangents))
+    return _merge(is_linear, results, [None] * len(known))
+
+
+def _batch(
+    axis: Any,
+    arrays: Sequence[jax.Array],
+    dims: Sequence[Any],
+    *,
+    jaxpr: ClosedJaxpr,
+    **params: int,
+) -> tuple[list[jax.Array], Sequence[int]]:
+    batched = jax.vmap(
+        jaxpr_as_fun(jaxpr),
+        in_axes=dims,
+        axis_size=axis.size,
+        axis_name=axis.name,
+        spmd_axis_name=axis.spmd_name,
+    )
+    traced = jax.make_jaxpr(batched)(*arrays)
+    return _linear.bind(*arrays, jaxpr=traced, **params), [0] * len(traced.out_avals)
+
+
+def _jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, **_: int
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Plain JAX's: a second derivative keeps what it keeps."""
+    along = [not isinstance(t, ad.Zero) for t in tangents]
+    given, rest = _partition(along, primals)
+    return jax.jvp(
+        lambda *some: jaxpr_as_fun(jaxpr)(*_merge(along, some, rest)),
+        given,
+        _partition(along, tangents)[0],
+    )
+
+
+# (true, *arrays, *tangents) -> tangent, and (true, *arrays, cotangent) -> cotangents, where true
+# waits for as many cotangents as `awaited` says.
+_linear = Primitive("jaxnorm.recomputed")
+_linear.multiple_results = True
+_linear.def_abstract_eval(lambda *_, jaxpr, awaited: jaxpr.out_avals)
+_linear.def_impl(lambda *operands, jaxpr, awaited: jaxpr_as_fun(jaxpr)(*operands))
+mlir.register_lowering(_linear, mlir.lower_fun(_lower))
+ad.primitive_jvps[_linear] = _jvp
+ad.primitive_transposes[_linear] = _transpose
+batching.fancy_primitive_batchers[_linear] = _batch
+
+
+# ------------------------------------------------------------------------------- sequences
+
+
+def _split(arrays: Sequence[Any], *at: int) -> list[tuple[Any, ...]]:
+    bounds = [0, *at, len(arrays)]
+    return [tuple(arrays[start:end]) for start, end in itertools.pairwise(bounds)]
+
+
+def _partition(chosen: Sequence[bool], arrays: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
+    """Those that are chosen, and the others."""
+    return tuple(tuple(a for c, a in zip(chosen, arrays) if c is kind) for kind in (True, False))
+
+
+def _merge(chosen: Sequence[bool], some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """What `_partition` took apart."""
+    sources: dict[bool, Iterator[Any]] = {True: iter(some), False: iter(others)}
+    return [next(sources[c]) for c in chosen]
