@@ -23,7 +23,8 @@ def norm(function):
 
 
 def rotated_heads(x, implementation):
-    heads = x.reshape(len(x), 4, -1)
+    # Sizes whose pairs Mosaic divides among threads.
+    heads = x.reshape(len(x), -1, 40 if x.shape[1] % 40 == 0 else 64)
     scale = jnp.linspace(-1, 2, heads.shape[-1], dtype=jnp.float32)
     angles = jnp.linspace(0, 3, heads.shape[-1] // 2)
     return jaxnorm.rms_norm_rope(
