@@ -208,7 +208,7 @@ def _linear_of(
         return multiply(f(*rows).astype(h_dtype), jax.tree.unflatten(tree, weights))
 
     with jax.named_scope(f"jaxnorm.{function}"):
-        y = recomputation.recomputed(multiplied, *rows, *weights)
+        y = recomputation.recomputed(multiplied, rows, *weights)
         for b in biases:
             y = y.astype(wide)
             y = y + sharding.broadcast_alike(_of_columns(function, b, y), y)

@@ -2,12 +2,11 @@
 
 `jax.checkpoint` does as much. What XLA made forward it would take backward, and keep; a barrier
 around all those arrays hinders it, and in a loop over layers the slice of each stacked array is
-copied for it. Here the barrier is around one bool, on which what is made again depends.
+copied for it. Here the barrier is around bools, on which what is made again depends.
 
-    y  = f(x, *arrays)                                          a `jax.custom_jvp`
-    dy = df(select(true, x), *arrays) (tangents)                a primitive, linear in tangents
-    cotangents = df(select(true', x), *arrays)^T (dy)           its transpose: the same primitive,
-                                                                true' = barrier(true, dy)
+    y = f(x, ..., *arrays)                              a `jax.custom_jvp`
+    dy = df(select(true, x), ..., *arrays)(tangents)    a primitive, linear in tangents
+    df(select(barrier(true, dy), x), ...)^T(dy)         its transpose, by the same primitive
 """
 
 import functools
@@ -26,62 +25,73 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 Function = Callable[..., jax.Array]
 
 
-def recomputed(f: Function, x: jax.Array, *arrays: jax.Array) -> jax.Array:
-    """``f(x, *arrays)``, which keeps x, `arrays` and what f closes over, and nothing else.
+def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> jax.Array:
+    """``f(*rows, *arrays)``, which keeps rows, arrays and what f closes over, and nothing else.
+
+    Two bools, one for the gradients of `rows` and one for those of the other arrays: of what both
+    are made of, were it one expression, XLA makes an array between two kernels where it is
+    expensive (gelu's tanh, in float32).
 
     Args:
-      f: function of arrays, in which everything that XLA must not keep depends on x.
-      x, arrays: of any dtypes.
+      f: function of arrays, in which all that XLA must not keep depends on the first of `rows`.
+      rows, arrays: of any dtypes.
     """
-    traced = jax.make_jaxpr(f)(x, *arrays)
+    traced = jax.make_jaxpr(f)(*rows, *arrays)
 
-    def closed(x: jax.Array, *arrays: jax.Array) -> jax.Array:
-        constants, arrays = _split(arrays, len(traced.consts))
-        (y,) = jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, constants))(x, *arrays)
+    def closed(*operands: jax.Array) -> jax.Array:
+        of_rows, constants, rest = _split(operands, len(rows), len(rows) + len(traced.consts))
+        (y,) = jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, constants))(*of_rows, *rest)
         return y
 
-    return _recomputed(closed, x, *traced.consts, *arrays)
+    return _recomputed(closed, len(rows), *rows, *traced.consts, *arrays)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _recomputed(f: Function, *arrays: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _recomputed(f: Function, rows: int, *arrays: jax.Array) -> jax.Array:
     return f(*arrays)
 
 
 @functools.partial(_recomputed.defjvp, symbolic_zeros=True)
-def _(f: Function, arrays: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
+def _(f: Function, rows: int, arrays: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
     along = [not isinstance(t, SymbolicZero) for t in tangents]
 
-    def tangent(true: jax.Array, x: jax.Array, *operands: jax.Array) -> jax.Array:
+    def tangent(true: jax.Array, _: jax.Array, x: jax.Array, *operands: jax.Array) -> jax.Array:
         arrays, tangents = _split(operands, len(along) - 1)
         # Here, and not in f: the select would be differentiated, too.
         x = lax.select(true, x, jnp.zeros_like(x))
         given, rest = _partition(along, (x, *arrays))
         return jax.jvp(lambda *some: f(*_merge(along, some, rest)), given, tangents)[1]
 
-    operands = (np.True_, *arrays, *_partition(along, tangents)[0])
+    operands = (np.True_, np.True_, *arrays, *_partition(along, tangents)[0])
     traced = jax.make_jaxpr(tangent)(*operands)
     # Without what makes y alone.
     jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True], instantiate=True)
     traced = ClosedJaxpr(jaxpr, traced.consts)
-    (dy,) = _linear.bind(*operands, jaxpr=traced, awaited=0)
+    groups = tuple(int(i >= rows) for i, is_along in enumerate(along) if is_along)
+    (dy,) = _linear.bind(*operands, jaxpr=traced, groups=groups, awaits=False)
     return f(*arrays), dy
 
 
 # ------------------------------------------------------------------------------- the tangent
 
 
-def _lower(*operands: Any, jaxpr: ClosedJaxpr, awaited: int) -> list[jax.Array]:
-    if awaited:
-        true, arrays, cotangents = _split(operands, 1, -awaited)
-        # Of the cotangents, too: with the bool alone XLA makes f's derivative early, and keeps it.
-        true, cotangents = lax.optimization_barrier((true, cotangents))
-        operands = (*true, *arrays, *cotangents)
+def _lower(
+    *operands: Any, jaxpr: ClosedJaxpr, groups: tuple[int, ...], awaits: bool
+) -> list[jax.Array]:
+    if awaits:
+        trues, arrays, cotangents = _split(operands, 2, -len(groups))
+        # Of the cotangents, too: with bools alone XLA makes f's derivative early, and keeps it.
+        trues, cotangents = lax.optimization_barrier((trues, cotangents))
+        operands = (*trues, *arrays, *cotangents)
     return jaxpr_as_fun(jaxpr)(*operands)
 
 
 def _transpose(
-    cotangents: Sequence[Any], *operands: Any, jaxpr: ClosedJaxpr, **_: int
+    cotangents: Sequence[Any],
+    *operands: Any,
+    jaxpr: ClosedJaxpr,
+    groups: tuple[int, ...],
+    awaits: bool,
 ) -> list[jax.Array | None]:
     is_linear = [ad.is_undefined_primal(a) for a in operands]
     undefined, known = _partition(is_linear, operands)
@@ -89,16 +99,28 @@ def _transpose(
     cotangents = [ad.instantiate_zeros(a) for a in cotangents]
 
     def transposed(*operands: jax.Array) -> Sequence[jax.Array]:
-        known, cotangents = _split(operands, -len(jaxpr.out_avals))
+        trues, known, cotangents = _split(operands, 2, -len(jaxpr.out_avals))
 
-        def of_linear(*linear: jax.Array) -> list[jax.Array]:
-            return jaxpr_as_fun(jaxpr)(*_merge(is_linear, linear, known))
+        def of_group(group: int) -> Sequence[jax.Array]:
+            of_all = (trues[group], trues[group], *known)
 
-        return jax.linear_transpose(of_linear, *avals)([*cotangents])
+            def of_linear(*linear: jax.Array) -> list[jax.Array]:
+                return jaxpr_as_fun(jaxpr)(*_merge(is_linear, linear, of_all))
+
+            return jax.linear_transpose(of_linear, *avals)([*cotangents])
+
+        made = {group: of_group(group) for group in {*groups}}
+        return [made[group][i] for i, group in enumerate(groups)]
 
     operands = (*known, *cotangents)
     traced = jax.make_jaxpr(transposed)(*operands)
-    results = _linear.bind(*operands, jaxpr=traced, awaited=len(cotangents))
+    jaxpr_, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(avals), instantiate=True)
+    results = _linear.bind(
+        *operands,
+        jaxpr=ClosedJaxpr(jaxpr_, traced.consts),
+        groups=(0,) * len(cotangents),
+        awaits=True,
+    )
     return _merge(is_linear, results, [None] * len(known))
 
 
@@ -108,7 +130,7 @@ def _batch(
     dims: Sequence[Any],
     *,
     jaxpr: ClosedJaxpr,
-    **params: int,
+    **params: Any,
 ) -> tuple[list[jax.Array], Sequence[int]]:
     batched = jax.vmap(
         jaxpr_as_fun(jaxpr),
@@ -122,7 +144,7 @@ def _batch(
 
 
 def _jvp(
-    primals: Sequence[jax.Array], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, **_: int
+    primals: Sequence[jax.Array], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, **_: Any
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Plain JAX's: a second derivative keeps what it keeps."""
     along = [not isinstance(t, ad.Zero) for t in tangents]
@@ -134,12 +156,13 @@ def _jvp(
     )
 
 
-# (true, *arrays, *tangents) -> tangent, and (true, *arrays, cotangent) -> cotangents, where true
-# waits for as many cotangents as `awaited` says.
+# (true, true, *arrays, *tangents) -> tangent, and (true, true, *arrays, cotangent) -> cotangents,
+# where the bools wait (`awaits`) for the cotangent. groups: which of them each tangent's cotangent
+# is made with.
 _linear = Primitive("jaxnorm.recomputed")
 _linear.multiple_results = True
-_linear.def_abstract_eval(lambda *_, jaxpr, awaited: jaxpr.out_avals)
-_linear.def_impl(lambda *operands, jaxpr, awaited: jaxpr_as_fun(jaxpr)(*operands))
+_linear.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
+_linear.def_impl(lambda *operands, jaxpr, **_: jaxpr_as_fun(jaxpr)(*operands))
 mlir.register_lowering(_linear, mlir.lower_fun(_lower))
 ad.primitive_jvps[_linear] = _jvp
 ad.primitive_transposes[_linear] = _transpose

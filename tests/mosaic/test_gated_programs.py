@@ -80,3 +80,28 @@ def test_kept_for_the_backward(activation: str, compiler: Compiler) -> None:
     # Beside those, the residual stream of each layer, and what one layer's backward works on.
     assert kept <= ours <= kept + LAYERS * TOKENS * WIDTH * 2 + 8 * array
     assert plain >= ours + LAYERS * 3 * array
+
+
+@pytest.mark.parametrize("layers", ["scan", "unrolled"])
+def test_no_part_of_gelu_is_an_array(layers: str, compiler: Compiler) -> None:
+    """GPT-2's MLP: its tanh, of which are gradients, a bias' gradient and the product's operand."""
+
+    def layer(x: jax.Array, weights: Any) -> jax.Array:
+        to_inner, bias, down = weights
+        return x + jaxnorm.activation_linear(x @ to_inner + bias, down, activation="gelu")
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        if layers == "scan":
+            x, _ = jax.lax.scan(lambda x, of_layer: (layer(x, of_layer), None), x, weights)
+        else:
+            for i in range(LAYERS):
+                x = layer(x, [w[i] for w in weights])
+        return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=compiler.sharding)
+
+    weights = [shape(LAYERS, WIDTH, INNER), shape(LAYERS, INNER), shape(LAYERS, INNER, WIDTH)]
+    step = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(weights, shape(TOKENS, WIDTH))
+    written = re.findall(r"= (\S.*?) fusion\(", step.compile(OPTIONS).as_text())
+    assert not [results for results in written if f"f32[{TOKENS},{INNER}]" in results]
