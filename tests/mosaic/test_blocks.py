@@ -45,6 +45,7 @@ BLOCKS: dict[str, tuple[Callable[..., Any], list[Any], list[int], int]] = {
 }
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_is_a_kernel_each_way(name: str, compiler: Compiler) -> None:
     """And the sum of partial gradients: no other pass over arrays of x's size, and no copy."""

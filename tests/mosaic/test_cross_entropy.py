@@ -287,6 +287,7 @@ def test_registers(cols, dtype, options, registers, compiler):
     assert backward.registers <= 96
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("implementation", [None, "xla"])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_nothing_else_of_the_logits_size(dtype, implementation, compiler):
@@ -305,6 +306,7 @@ def test_nothing_else_of_the_logits_size(dtype, implementation, compiler):
     assert made == (["custom-call"] if implementation is None else ["fusion"])
 
 
+@pytest.mark.compiles
 def test_a_slice_that_begins_anywhere_is_copied(compiler):
     """The kernels take arrays to begin with 16 bytes; XLA hands them no others."""
     rows, cols = 255, 50257

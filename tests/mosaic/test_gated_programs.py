@@ -10,6 +10,8 @@ from h100 import Compiler
 
 import jaxnorm
 
+pytestmark = pytest.mark.compiles
+
 # Smaller products of one operand XLA makes in one, whose halves it then writes again.
 TOKENS, WIDTH, INNER, LAYERS = 8192, 2048, 8192, 3
 
