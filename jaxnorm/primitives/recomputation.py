@@ -59,8 +59,7 @@ def _(f: Function, rows: int, arrays: Sequence[jax.Array], tangents: Sequence[An
         arrays, tangents = _split(operands, len(along) - 1)
         # Here, and not in f: the select would be differentiated, too.
         x = lax.select(true, x, jnp.zeros_like(x))
-        given, rest = _partition(along, (x, *arrays))
-        return jax.jvp(lambda *some: f(*_merge(along, some, rest)), given, tangents)[1]
+        return _jvp_along(f, along, (x, *arrays), tangents)[1]
 
     operands = (np.True_, np.True_, *arrays, *_partition(along, tangents)[0])
     traced = jax.make_jaxpr(tangent)(*operands)
@@ -148,12 +147,7 @@ def _jvp(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Plain JAX's: a second derivative keeps what it keeps."""
     along = [not isinstance(t, ad.Zero) for t in tangents]
-    given, rest = _partition(along, primals)
-    return jax.jvp(
-        lambda *some: jaxpr_as_fun(jaxpr)(*_merge(along, some, rest)),
-        given,
-        _partition(along, tangents)[0],
-    )
+    return _jvp_along(jaxpr_as_fun(jaxpr), along, primals, _partition(along, tangents)[0])
 
 
 # (true, true, *arrays, *tangents) -> tangent, and (true, true, *arrays, cotangent) -> cotangents,
@@ -167,6 +161,14 @@ mlir.register_lowering(_linear, mlir.lower_fun(_lower))
 ad.primitive_jvps[_linear] = _jvp
 ad.primitive_transposes[_linear] = _transpose
 batching.fancy_primitive_batchers[_linear] = _batch
+
+
+def _jvp_along(
+    f: Callable[..., Any], along: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]
+) -> Any:
+    """`jax.jvp` with tangents of those primals alone that `along` chooses."""
+    given, rest = _partition(along, primals)
+    return jax.jvp(lambda *some: f(*_merge(along, some, rest)), given, tuple(tangents))
 
 
 # ------------------------------------------------------------------------------- sequences

@@ -29,26 +29,31 @@ def mlp(x: jax.Array, weights: Any, activation: str, *, plain: bool) -> jax.Arra
 
 
 def compiled(compiler: Compiler, activation: str, layers: str, *, plain: bool = False) -> Any:
-    """The gradient of a stack of layers."""
+    """The gradient of a stack of gated MLPs."""
+
+    def layer(x: jax.Array, weights: Any) -> jax.Array:
+        return mlp(x, weights, activation, plain=plain)
+
+    return gradient(compiler, layer, [(WIDTH, INNER)] * 2 + [(INNER, WIDTH)], layers)
+
+
+def gradient(compiler: Compiler, layer: Any, shapes: Any, layers: str) -> Any:
+    """The gradient of a stack of layers (x, weights) -> what is added to x."""
 
     def loss(weights: Any, x: jax.Array) -> jax.Array:
         if layers == "scan":
-            x, _ = jax.lax.scan(
-                lambda x, of_layer: (x + mlp(x, of_layer, activation, plain=plain), None),
-                x,
-                weights,
-            )
+            x, _ = jax.lax.scan(lambda x, of_layer: (x + layer(x, of_layer), None), x, weights)
         else:
             for i in range(LAYERS):
-                x = x + mlp(x, [w[i] for w in weights], activation, plain=plain)
+                x = x + layer(x, [w[i] for w in weights])
         return jnp.sum(jnp.square(x.astype(jnp.float32)))
 
-    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+    def array(*sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=compiler.sharding)
 
-    weights = [shape(LAYERS, WIDTH, INNER)] * 2 + [shape(LAYERS, INNER, WIDTH)]
-    gradient = jax.grad(loss, argnums=(0, 1))
-    return jax.jit(gradient).lower(weights, shape(TOKENS, WIDTH)).compile(OPTIONS)
+    weights = [array(LAYERS, *shape) for shape in shapes]
+    step = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    return step.lower(weights, array(TOKENS, WIDTH)).compile(OPTIONS)
 
 
 def elementwise(program: Any) -> list[int]:
@@ -90,20 +95,8 @@ def test_no_part_of_gelu_is_an_array(layers: str, compiler: Compiler) -> None:
 
     def layer(x: jax.Array, weights: Any) -> jax.Array:
         to_inner, bias, down = weights
-        return x + jaxnorm.activation_linear(x @ to_inner + bias, down, activation="gelu")
+        return jaxnorm.activation_linear(x @ to_inner + bias, down, activation="gelu")
 
-    def loss(weights: Any, x: jax.Array) -> jax.Array:
-        if layers == "scan":
-            x, _ = jax.lax.scan(lambda x, of_layer: (layer(x, of_layer), None), x, weights)
-        else:
-            for i in range(LAYERS):
-                x = layer(x, [w[i] for w in weights])
-        return jnp.sum(jnp.square(x.astype(jnp.float32)))
-
-    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=compiler.sharding)
-
-    weights = [shape(LAYERS, WIDTH, INNER), shape(LAYERS, INNER), shape(LAYERS, INNER, WIDTH)]
-    step = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(weights, shape(TOKENS, WIDTH))
-    written = re.findall(r"= (\S.*?) fusion\(", step.compile(OPTIONS).as_text())
+    program = gradient(compiler, layer, [(WIDTH, INNER), (INNER,), (INNER, WIDTH)], layers)
+    written = re.findall(r"= (\S.*?) fusion\(", program.as_text())
     assert not [results for results in written if f"f32[{TOKENS},{INNER}]" in results]
