@@ -15,8 +15,9 @@ from benchmarks.linear import LinearWorkload
 from benchmarks.workloads import ITEMSIZE, Workload
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.operations import FUNCTIONS, Op
-from jaxnorm_kernels.specs import Direction, LinearSpec, Shared, Spec
+from jaxnorm_kernels.specs import Direction, Shared, Spec
 
 #: Arrays of x's shape that a pass moves, of x's dtype and of y's. A backward is from the output.
 _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {

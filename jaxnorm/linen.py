@@ -20,7 +20,8 @@ from jaxnorm.models.linen_attention import dot_product_attention
 from jaxnorm.models.linen_conversion import Seen, Stored
 from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation, Name, Save
+from jaxnorm_kernels.linear_spec import Activation
+from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
 
 __all__ = ["LayerNorm", "RMSNorm", "RMSNormDense", "converted", "dot_product_attention"]
 

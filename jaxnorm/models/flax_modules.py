@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxnorm.models import conversion
 from jaxnorm.operations import checks
 from jaxnorm.operations.norm_linear import rms_norm_linear
-from jaxnorm_kernels.specs import Activation, Name, Save
+from jaxnorm_kernels.linear_spec import Activation
+from jaxnorm_kernels.specs import Name, Save
 
 if importlib.util.find_spec("flax") is None:
     raise ImportError(

@@ -24,7 +24,8 @@ from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks, norm_linear_kernel, products
 from jaxnorm.operations.norm import norm_call
 from jaxnorm.primitives import eager, remat, row_operations
-from jaxnorm_kernels.specs import Activation, LinearSpec, Name
+from jaxnorm_kernels.linear_spec import Activation, LinearSpec
+from jaxnorm_kernels.specs import Name
 
 Function = Literal["rms_norm_linear"]
 NAME: Function = "rms_norm_linear"

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from jaxnorm_kernels.specs import LinearSpec, Spec, Stats
+from jaxnorm_kernels.linear_spec import LinearSpec
+from jaxnorm_kernels.specs import Spec, Stats
 
 # What an operation has in every call is no Optional for its functions.
 _ABSENT: Any = None

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from jaxnorm_kernels.specs import LinearSpec, Spec
+from jaxnorm_kernels.linear_spec import LinearSpec
+from jaxnorm_kernels.specs import Spec
 
 Table = tuple[tuple[str, Callable[[Spec], bool]], ...]
 LinearTable = tuple[tuple[str, Callable[[LinearSpec], bool]], ...]

@@ -13,8 +13,9 @@ from conftest import load_alone
 
 import jaxnorm
 from jaxnorm.calls import backends
+from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.operations import OPERATIONS
-from jaxnorm_kernels.specs import LinearSpec, Shared, Spec
+from jaxnorm_kernels.specs import Shared, Spec
 
 BF16, F16, F32, F64 = (
     np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)

@@ -1,6 +1,7 @@
 """What the kernels cannot do, and where the default leaves a call to XLA: tables of sentences."""
 
 from jaxnorm_kernels.devices import local_capability
+from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.mosaic.cross_entropy.backward import parts_of_a_row
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import LEAST_VECTOR, WARPGROUP_THREADS
@@ -18,7 +19,7 @@ from jaxnorm_kernels.refusals import (
     first,
     first_of_linear,
 )
-from jaxnorm_kernels.specs import LinearSpec, Spec
+from jaxnorm_kernels.specs import Spec
 
 # Rows are numbered in int32, and the last block may start a tile further.
 _MAX_ROWS = 2**31 - 2**16

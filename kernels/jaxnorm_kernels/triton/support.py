@@ -5,13 +5,14 @@ import importlib
 import os
 
 from jaxnorm_kernels.devices import local_capability
+from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.refusals import (
     BETTER_FUSED,
     NO_ROWS,
     Table,
     first,
 )
-from jaxnorm_kernels.specs import LinearSpec, Spec
+from jaxnorm_kernels.specs import Spec
 
 # Rows and columns are numbered in int32, and the last step goes over the end by so much at most.
 _MOST = 2**31 - 2**21

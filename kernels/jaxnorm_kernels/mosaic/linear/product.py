@@ -41,6 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.linear_spec import Activation, LinearSpec
 from jaxnorm_kernels.mosaic.device.barriers import release_used
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, is_interpreted, launch
@@ -54,7 +55,6 @@ from jaxnorm_kernels.mosaic.linear.schedule import (
     choose,
     stored_columns,
 )
-from jaxnorm_kernels.specs import Activation, LinearSpec
 
 _F32 = np.dtype(np.float32)
 

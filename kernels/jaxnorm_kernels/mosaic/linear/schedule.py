@@ -5,8 +5,8 @@ Measured on an H100 (`benchmarks/sweeps/linear.py`: tiles, stages and groups of 
 
 import dataclasses
 
+from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
-from jaxnorm_kernels.specs import LinearSpec
 
 #: Warpgroups that multiply. Another one copies.
 MULTIPLY = 2
