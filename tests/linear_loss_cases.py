@@ -36,12 +36,20 @@ class Linear:
     positions: np.ndarray | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    logits_scale: float = 1.0
+    logit_softcap: float | None = None
+    dtype: str | None = None
 
     def __post_init__(self):
         self.dtypes = [a.dtype.name for a in (self.x, self.weight, self.bias)]
-        dtype = jnp.promote_types(self.x.dtype, self.weight.dtype).name
-        self.u, self.v = arithmetic(dtype), unit_roundoff(dtype)
-        self.x, self.weight, self.bias = map(exact, (self.x, self.weight, self.bias))
+        promoted = jnp.promote_types(self.x.dtype, self.weight.dtype)
+        dtype = jnp.dtype(self.dtype or promoted)
+        factors = min(promoted, dtype, key=lambda dtype: dtype.itemsize)
+        self.u, self.v = arithmetic(dtype.name), unit_roundoff(dtype.name)
+        # dlogits are a factor, too.
+        self.factor_v = max(self.v, unit_roundoff(factors.name))
+        self.x, self.weight = (exact(a.astype(factors)) for a in (self.x, self.weight))
+        self.bias = exact(self.bias)
         self.labels = np.asarray(self.labels)
         if self.positions is not None:
             self.x = np.where(self.positions[..., None], self.x, 0)
@@ -53,6 +61,8 @@ class Linear:
             positions=self.positions,
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,
+            logits_scale=self.logits_scale,
+            logit_softcap=self.logit_softcap,
             dtype="float64" if dtype == "float64" else "float32",
         )
         sums = SAFETY * self.u * math.sqrt(self.x.shape[-1] + 1)
@@ -66,17 +76,22 @@ class Linear:
         return self.rows.loss
 
     def losses_bound(self):
-        slope = 2 * (1 + 2 * self.z_loss * (np.abs(self.rows.lse) + self.error))
+        slope = 2 * self.logits_scale * (1 + 2 * self.z_loss * (np.abs(self.rows.lse) + self.error))
         return self.rows.loss_bound() + slope * self.error
 
     def gradients(self, d):
         """Of x, weight and bias, for each with its bound; `d` belongs to rows."""
         dlogits = self.rows.gradient(d)
-        error = self.rows.gradient_bound(d) + self.v * np.abs(dlogits)
+        error = self.rows.gradient_bound(d) + self.factor_v * np.abs(dlogits)
         p, lse = self.rows.p, np.abs(self.rows.lse[..., None])
-        moved = np.expm1(2 * self.error)[..., None] * (1 + 2 * self.z_loss * lse)
-        moved = p * (moved + 2 * self.z_loss * self.error[..., None])
-        error = error + np.abs(exact(d))[..., None] * moved
+        scale, wrong = self.logits_scale, self.logits_scale * self.error
+        moved = np.expm1(2 * wrong)[..., None] * (1 + 2 * self.z_loss * lse)
+        moved = p * (moved + 2 * self.z_loss * wrong[..., None])
+        if self.logit_softcap is not None:
+            # (1 - tanh^2)' is below 0.77, of what is divided by the cap; p and targets add up to 2.
+            turned = 2 * (1 + 2 * self.z_loss * lse) * wrong[..., None] / self.logit_softcap
+            moved = moved + turned * (p + self.rows.targets)
+        error = error + scale * np.abs(exact(d))[..., None] * moved
         flat = [a.reshape(-1, a.shape[-1]) for a in (self.x, dlogits, error)]
         x, g, e = flat
         size = np.abs(g)

@@ -24,6 +24,10 @@ class CrossEntropy:
 
     The bounds follow what is computed: m = max(x), s = sum(exp(x - m)), lse = m + log(s), and
     loss = m - x_l + log(s) where the term of the label, if it is the largest, is not rounded.
+
+    With a scale or a cap `x` becomes what they make of it. A capped one is wrong by `x_error`: by 2
+    units in the last place of the cap, and by the rounding of what tanh is of, of which it passes
+    on less than half. The derivative of a loss along x has elements whose magnitudes add up to 2.
     """
 
     x: np.ndarray
@@ -32,10 +36,21 @@ class CrossEntropy:
     positions: np.ndarray | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    logits_scale: float = 1.0
+    logit_softcap: float | None = None
     dtype: str = "float32"
 
     def __post_init__(self):
-        self.x, labels = exact(self.x), np.asarray(self.labels)
+        x, labels = exact(self.x), np.asarray(self.labels)
+        if self.positions is not None:
+            x = np.where(self.positions[..., None], x, 0)
+        self.x = self.logits_scale * x
+        self.slope, self.x_error = np.full_like(self.x, self.logits_scale), 0.0
+        if self.logit_softcap is not None:
+            t = np.tanh(self.x / self.logit_softcap)
+            self.x = self.logit_softcap * t
+            self.slope = self.logits_scale * (1 - t**2)
+            self.x_error = (4 + SAFETY) * self.u * self.logit_softcap
         a, self.cols = self.label_smoothing, self.x.shape[-1]
         kept = np.ones(self.x.shape, bool) if self.kept is None else self.kept
         self.has_entry = kept.any(-1)
@@ -63,10 +78,12 @@ class CrossEntropy:
         self.p = np.where(self.has_entry[..., None], np.exp(logits - self.lse[..., None]), 0)
 
     def gradient(self, d):
-        """Of sum(d loss)."""
+        """Of sum(d loss), by the array of which x is made."""
+        return np.where(self.has_entry[..., None], self._of_x(d) * self.slope, 0)
+
+    def _of_x(self, d):
         slope = self.p * (1 + 2 * self.z_loss * self.lse[..., None]) - self.targets
-        dx = np.where(self.is_class[..., None], exact(d)[..., None] * slope, np.nan)
-        return np.where(self.has_entry[..., None], dx, 0)
+        return np.where(self.is_class[..., None], exact(d)[..., None] * slope, np.nan)
 
     @functools.cached_property
     def u(self):
@@ -85,7 +102,7 @@ class CrossEntropy:
 
     @property
     def _log_s_error(self):
-        return self._sum_error + SAFETY * self.u * np.abs(self.log_s)
+        return self._sum_error + 2 * self.x_error + SAFETY * self.u * np.abs(self.log_s)
 
     def loss_bound(self):
         a, b, few = self.label_smoothing, self.z_loss, SAFETY * self.u
@@ -96,13 +113,22 @@ class CrossEntropy:
             spread = np.mean(np.abs(x - self.m[..., None]), -1) + np.abs(self.d)
             error = error + a * few * (math.sqrt(self.cols) + 2) * spread
         error = error + 2 * b * np.abs(self.lse) * self._log_s_error + few * b * self.lse**2
+        error = error + 2 * (1 + 2 * b * np.abs(self.lse)) * self.x_error
         return error + few * np.abs(self.loss) + 1e-37
 
     def gradient_bound(self, d):
-        dx = np.nan_to_num(self.gradient(d), nan=0)
+        dx, of_x = (np.nan_to_num(g, nan=0) for g in (self.gradient(d), self._of_x(d)))
         d, few, b = np.abs(exact(d))[..., None], SAFETY * self.u, self.z_loss
         lse, error = np.abs(self.lse[..., None]), self._log_s_error[..., None]
         x = np.where(self.has_entry[..., None] & (self.p > 0), self.x, self.m[..., None])
-        p = self.p * np.expm1(error + few * (np.abs(x - self.m[..., None]) + 2))
+        depth = np.abs(x - self.m[..., None]) + 2
+        p = self.p * np.expm1(error + 2 * self.x_error + few * depth)
         slope = p * (1 + 2 * b * lse) + 2 * b * self.p * (error + few * lse)
-        return d * (slope + few * (self.p + self.targets)) + rounding(dx, self.dtype)
+        bound = d * (slope + few * (self.p + self.targets))
+        if self.logit_softcap is not None:
+            # Of 1 - t^2, where t is wrong by x_error over the cap.
+            wrong = self.logits_scale * (2 * self.x_error / self.logit_softcap + few)
+            bound = bound * (self.slope + wrong) + np.abs(of_x) * wrong
+        elif self.logits_scale != 1:
+            bound = bound * self.slope + few * np.abs(dx)
+        return bound + rounding(dx, self.dtype)

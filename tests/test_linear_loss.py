@@ -1,6 +1,7 @@
 """linear_softmax_cross_entropy: values and gradients against float64 numpy, and its programs."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 import reference
 from jax.test_util import check_grads
 from linear_loss_cases import Linear, operands
-from reference import assert_within
+from reference import assert_within, exact
 
 import jaxnorm
 from jaxnorm import linear_softmax_cross_entropy as linear_loss
@@ -19,7 +20,8 @@ pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile"
 
 NAME = "linear_softmax_cross_entropy"
 REDUCTIONS = ["mean", "sum", "none"]
-OPTIONS = [{}, {"label_smoothing": 0.1, "z_loss": 1e-2}]
+CAPPED = {"logits_scale": 1.5, "logit_softcap": 2.0}
+OPTIONS = [{}, {"label_smoothing": 0.1, "z_loss": 1e-2}, {**CAPPED, "z_loss": 1e-2}]
 ALL = (0, 1, 2)
 
 
@@ -34,20 +36,23 @@ def value_and_gradients(x, weight, bias, labels, where, d, options=()):
 
 def check(x, weight, bias, labels, where=None, *, reduction, chunk=None, **options):
     """The loss and its gradients, each within its bound; they are returned."""
-    expected = Linear(
-        x, weight, bias, labels, None if where is None else np.asarray(where), **options
-    )
-    counted = np.ones(labels.shape, bool) if where is None else np.asarray(where)
-    count = max(counted.sum(), 1) if reduction == "mean" else 1
+    weights = np.asarray(True if where is None else where, np.float64)
+    weights = np.broadcast_to(weights, labels.shape)
+    expected = Linear(x, weight, bias, labels, None if where is None else weights != 0, **options)
+    count = (weights.sum() or 1) if reduction == "mean" else 1
     wide = expected.losses.dtype if "float64" in expected.dtypes[:2] else np.float32
+    losses, bounds = expected.losses * weights, expected.losses_bound() * np.abs(weights)
+    bounds = bounds + expected.u * np.abs(losses)
     if reduction == "none":
         d = jnp.cos(jnp.arange(labels.size).reshape(labels.shape)).astype(wide)
-        loss, bound, rows = expected.losses, expected.losses_bound(), d
+        loss, bound, rows = losses, bounds, exact(d) * weights
     else:
         d = jnp.asarray(1.7, wide)
-        loss, bound = (a.sum() / count for a in (expected.losses, expected.losses_bound()))
-        bound = bound + 4 * expected.u * np.abs(expected.losses).sum()
-        rows = np.full(labels.shape, float(d) / count)
+        loss, bound = losses.sum() / count, bounds.sum() / abs(count)
+        bound = bound + 4 * expected.u * np.abs(losses).sum() / abs(count)
+        # A sum of weights of both signs.
+        bound = bound + 4 * expected.u * np.abs(weights).sum() * np.abs(loss / count)
+        rows = float(d) / count * weights
     given = {**options, "reduction": reduction, "chunk": chunk}
     results = value_and_gradients(x, weight, bias, labels, where, d, options=tuple(given.items()))
     assert results[0].dtype == wide
@@ -79,6 +84,43 @@ def test_values_and_gradients(dtype, reduction, options):
 )
 def test_dtypes_promote_as_in_a_product(dtypes):
     check(*operands(9, 32, 70, dtypes), reduction="mean", chunk=4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32", "float32"), ("bfloat16",) * 3], ids=str)
+def test_the_dtype_of_products(dtypes, dtype):
+    """A wider one than operands promote to is the logits' alone."""
+    x, weight, bias, labels = operands(9, 32, 70, dtypes)
+    check(x, weight, bias, labels, reduction="mean", chunk=4, dtype=dtype)
+    step = jax.grad(lambda *a: linear_loss(*a, labels, dtype=dtype), (0, 1))
+    products = re.findall(
+        r"stablehlo.dot_general.*\(tensor<[\dx]+(\w+)>, tensor<[\dx]+(\w+)>\)",
+        jax.jit(step).lower(x, weight).as_text(),
+    )
+    narrow = min(jnp.promote_types(*dtypes[:2]), jnp.dtype(dtype), key=lambda d: d.itemsize)
+    name = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[narrow.name]
+    assert products == [(name, name)] * 3
+
+
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[2]], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_weights(reduction, dtype, options):
+    """Of any sign and size; 0 leaves out whatever is there."""
+    x, weight, bias, labels = operands(7, 16, 40, dtype)
+    weights = jnp.array([0.3, 0, -2, 1, 1e-6, 4, 0])
+    x, labels = x.at[1].set(jnp.nan).at[6, 2].set(jnp.inf), labels.at[1].set(-100)
+    _, (dx, *_) = check(x, weight, bias, labels, weights, reduction=reduction, chunk=3, **options)
+    assert not dx[weights == 0].any()
+    x, labels = jnp.nan_to_num(x, posinf=0), jnp.abs(labels) % 40
+    of_weights = jax.grad(lambda w: jnp.sum(linear_loss(x, weight, labels, where=w)))(weights)
+    assert not of_weights.any()
+    cancelling = jnp.array([1.0, -1, 2, -2, 0, 0, 0])
+    loss, gradient = jax.value_and_grad(lambda x: linear_loss(x, weight, labels, where=cancelling))(
+        x
+    )
+    assert not loss
+    assert not gradient.any()
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -208,7 +250,10 @@ ERRORS = [
     ({"labels": jnp.ones(2)}, TypeError, r"labels has dtype float32; expected integers"),
     ({"labels": jnp.ones((2, 1), int)}, ValueError, r"\(2, 1\); expected \(2,\).*reshape"),
     ({"bias": jnp.ones((1, 5))}, ValueError, r"bias has shape \(1, 5\); expected \(5,\)"),
-    ({"where": jnp.ones(2)}, TypeError, r"where has dtype float32; expected bool"),
+    ({"where": np.ones(2, int)}, TypeError, r"where has dtype int32; expected bool .*or a float"),
+    ({"logits_scale": -1.0}, ValueError, r"logits_scale=-1.0; expected a number above 0"),
+    ({"logit_softcap": 0}, ValueError, r"logit_softcap=0; expected a number above 0"),
+    ({"dtype": "int8"}, TypeError, r"dtype=int8; expected one of bfloat16"),
     ({"where": jnp.ones((1, 2), bool)}, ValueError, r"labels' shape \(2,\), with 1 axes"),
     ({"reduction": "max"}, ValueError, r"reduction='max'; expected one of 'mean', 'sum', 'none'"),
     ({"chunk": 0}, ValueError, r"chunk=0; expected a number of rows of at least 1"),
@@ -229,13 +274,11 @@ def test_errors(arguments, error, message):
 # ---------------------------------------------------------------------------------- derivatives
 
 
-def plain(x, weight, bias, labels, where, reduction, label_smoothing=0.0, z_loss=0.0):
-    logits = x @ weight + bias
+def plain(x, weight, bias, labels, where, reduction, z_loss, logits_scale, logit_softcap):
+    logits = logit_softcap * jnp.tanh(logits_scale * (x @ weight + bias) / logit_softcap)
     lse = jax.nn.logsumexp(logits, axis=-1)
     at_label = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
-    even = label_smoothing * logits.mean(-1)
-    losses = lse - (1 - label_smoothing) * at_label - even + z_loss * lse**2
-    losses = jnp.where(where, losses, 0)
+    losses = (lse - at_label + z_loss * lse**2) * where
     if reduction == "none":
         return losses
     return losses.sum() / (where.sum() if reduction == "mean" else 1)
@@ -275,15 +318,15 @@ TRANSFORMS = {
 @pytest.mark.usefixtures("x64")
 def test_transformations(transform, reduction):
     *arrays, labels = operands(5, 3, 7, "float64")
-    where = jnp.arange(5) != 2
+    weights = jnp.array([0.5, 2.0, 0.0, -1.0, 1.0])
 
     def ours(x, weight, bias):
         return linear_loss(
-            x, weight, labels, bias=bias, where=where, reduction=reduction, chunk=2, **OPTIONS[1]
+            x, weight, labels, bias=bias, where=weights, reduction=reduction, chunk=2, **OPTIONS[2]
         )
 
     def theirs(x, weight, bias):
-        return plain(x, weight, bias, labels, where, reduction, **OPTIONS[1])
+        return plain(x, weight, bias, labels, weights, reduction, **OPTIONS[2])
 
     found, expected = (
         jax.tree.leaves(jax.jit(functools.partial(TRANSFORMS[transform], f))(*arrays))

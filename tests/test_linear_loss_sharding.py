@@ -52,11 +52,12 @@ def loss(x, weight, bias, labels, *, reduction, **options):
         weight,
         labels,
         bias=bias,
-        where=labels >= 0,
+        where=jnp.where(labels >= 0, labels % 4 - 0.5, 0.0),
         reduction=reduction,
         chunk=4,
         label_smoothing=0.1,
         z_loss=1e-2,
+        logit_softcap=8.0,
         **options,
     )
     return jnp.sum(jnp.sin(result))

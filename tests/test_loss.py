@@ -1,7 +1,6 @@
 """softmax_cross_entropy_with_integer_labels: values and gradients against float64 numpy."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +28,9 @@ OPTIONS = [
     {"z_loss": 1e-3},
     {"label_smoothing": 0.2, "z_loss": 1e-2},
     {"label_smoothing": 1.0},
+    {"logit_softcap": 5.0},
+    {"logits_scale": 0.7, "logit_softcap": 10.0, "label_smoothing": 0.1, "z_loss": 1e-3},
+    {"logits_scale": 1.5, "label_smoothing": 0.1},
 ]
 refusable = refused.expect(refused.SHORT_LOGITS, refused.CLASSES, refused.EMPTY)
 
@@ -43,14 +45,18 @@ def check(x, labels, d, where=None, *, implementation, **options):
     """Loss and gradient over the last axis, each within its bound; the loss."""
     given = {**options, "implementation": implementation}
     loss, dx = value_and_gradient(x, labels, d, where, options=tuple(given.items()))
-    masks = {}
-    if where is not None:
-        is_of_classes = where.ndim == x.ndim
-        shape = x.shape if is_of_classes else labels.shape
-        masks = {"kept" if is_of_classes else "positions": np.broadcast_to(where, shape)}
+    masks, weights = {}, 1.0
+    if where is not None and where.ndim == x.ndim:
+        masks = {"kept": np.broadcast_to(where, x.shape)}
+    elif where is not None:
+        weights = np.broadcast_to(where, labels.shape).astype(d.dtype)
+        masks = {"positions": weights != 0}
     expected = CrossEntropy(x, labels, **masks, **options, dtype=x.dtype.name)
     assert (loss.dtype, dx.dtype) == (d.dtype, x.dtype)
-    assert_within(loss, expected.loss, expected.loss_bound())
+    wanted = expected.loss * weights
+    bound = expected.loss_bound() * np.abs(weights) + expected.u * np.abs(wanted)
+    assert_within(loss, wanted, bound)
+    d = exact(d) * weights
     assert_within(dx, expected.gradient(d), expected.gradient_bound(d))
     return loss
 
@@ -68,7 +74,7 @@ def test_widths(cols, implementation):
     check(*operands((5, cols), "float32"), implementation=implementation, label_smoothing=0.1)
 
 
-@pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS[:4], OPTIONS[6]], ids=str)
 @pytest.mark.usefixtures("x64")
 def test_float64(options):
     check(*operands((3, 50), "float64"), implementation="xla", **options)
@@ -109,6 +115,40 @@ def test_positions_that_do_not_count(dtype, implementation):
     np.testing.assert_array_equal(loss[1::2], 0)
     np.testing.assert_array_equal(dx[1::2], 0)
     check(x, labels, d, where, implementation=implementation, z_loss=0.1)
+
+
+@refusable
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("options", [{}, OPTIONS[6]], ids=str)
+def test_weights(options, dtype, implementation):
+    """Of any sign; 0 leaves out whatever is there. They are taken in float32."""
+    x, labels, d = operands((6, 300), "bfloat16")
+    weights = jnp.asarray([[0.3, 0, -2, 1, 0, 1e-3]], dtype)
+    bad = x.at[1].set(jnp.nan).at[4, 3].set(jnp.inf)
+    labels = labels.at[1].set(-100)
+    x, bad, labels, d = (a[None] for a in (x, bad, labels, d))
+    check(bad, labels, d, weights, implementation=implementation, **options)
+    given = {"implementation": implementation, **options}
+
+    @jax.jit
+    def derivatives(x, weights):
+        loss = functools.partial(cross_entropy, labels=labels, **given)
+        tangent = jax.jvp(lambda x: loss(x, where=weights), (bad,), (x,))[1]
+        return tangent, jax.grad(lambda w: loss(x, where=w).sum())(weights)
+
+    tangent, of_weights = derivatives(x, weights)
+    assert np.isfinite(tangent).all()
+    assert not tangent[weights == 0].any()
+    assert not of_weights.any()
+
+
+@refusable
+@pytest.mark.parametrize("cols", [301, 50257])
+def test_infinite_logits_under_a_cap(cols, implementation):
+    """-inf is -softcap; what a kernel pads a row by is no class."""
+    x, labels, d = operands((3, cols), "bfloat16")
+    x = x.at[0, 7].set(-jnp.inf).at[1, : cols // 2].set(-jnp.inf).at[2].set(jnp.inf)
+    check(x, labels, d, implementation=implementation, logit_softcap=3.0)
 
 
 @refusable
@@ -233,9 +273,23 @@ def test_no_rows(shape, implementation):
         ),
         ((jnp.ones((2, 3)), jnp.ones((2, 1), int)), {}, ValueError, r"\(2, 1\); expected \(2,\)"),
         ((jnp.ones((2, 3)), [0, 0], 2), {}, ValueError, r"axis=2 is out of range for logits"),
-        ((jnp.ones((2, 3)), [0, 0], -1, jnp.ones(2)), {}, TypeError, r"where has dtype float32"),
+        ((jnp.ones((2, 3)), [0, 0], -1, np.ones(2, int)), {}, TypeError, r"where has dtype int32"),
+        (
+            (jnp.ones((2, 3)), [0, 0], -1, jnp.ones((2, 3))),
+            {},
+            TypeError,
+            r"float32; expected bool",
+        ),
         ((jnp.ones((2, 3)), [0, 0], -1, jnp.ones(3, bool)), {}, ValueError, r"\(2,\), with 1 axes"),
         ((jnp.ones((2, 3)), [0, 0]), {"label_smoothing": 1.5}, ValueError, r"from 0 to 1"),
+        (
+            (jnp.ones((2, 3)), [0, 0]),
+            {"logits_scale": 0},
+            ValueError,
+            r"scale=0; expected .* above",
+        ),
+        ((jnp.ones((2, 3)), [0, 0]), {"logit_softcap": -1}, ValueError, r"a number above 0"),
+        ((jnp.ones((2, 3)), [0, 0]), {"logit_softcap": "30"}, TypeError, r"logit_softcap is a str"),
         ((jnp.ones((2, 3)), [0, 0]), {"z_loss": -1.0}, ValueError, r"of at least 0"),
         ((jnp.ones((2, 3)), [0, 0]), {"z_loss": "a"}, TypeError, r"z_loss is a str"),
         ((jnp.ones((2, 3)), [0, 0]), {"implementation": "cuda"}, ValueError, r"expected one of"),
@@ -415,7 +469,7 @@ def test_loss_is_positive_and_gradients_sum_to_0(x, labels):
 @few
 @given(hnp.arrays(np.float32, (4, 1), elements=st.floats(-(2.0**100), 2.0**100, width=32)))
 def test_one_class_is_certain(x):
-    for options in itertools.chain(OPTIONS[:2], OPTIONS[4:]):
+    for options in (o for o in OPTIONS if "z_loss" not in o):
         loss, dx = value_and_gradient(
             x, jnp.zeros(4, jnp.int32), jnp.ones(4), options=tuple(options.items())
         )

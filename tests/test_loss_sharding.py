@@ -24,7 +24,7 @@ pytestmark = [
 SHAPE = (8, 4, 128)
 MESH = {"data": 4, "model": 2}
 ROWS, VOCABULARY = P("data", "model"), P("data", None, "model")
-OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2}
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 8.0}
 
 
 def step(x, labels, where, d, **options):

@@ -12,8 +12,8 @@ F32 = np.dtype(np.float32)
 #: A field of each family, with a value that it may have.
 OF_ONE = {
     "norm": {"epsilon": 1e-6, "scale_dtype": F32, "subtract_mean": True, "saved": "input"},
-    "softmax": {"causal": True, "logits_scale": 0.5, "masked_logit": -1e9},
-    "loss": {"label_smoothing": 0.1, "z_loss": 1e-4, "padding": 3, "has_positions": True},
+    "softmax": {"causal": True, "logits_bias_dtype": F32, "masked_logit": -1e9},
+    "loss": {"label_smoothing": 0.1, "z_loss": 1e-4, "padding": 3, "logit_softcap": 30.0},
 }
 OPS = {"norm": "add_norm", "softmax": "log_softmax", "loss": "cross_entropy"}
 CASES = [(op, family, name) for op in OPS for family in OF_ONE for name in OF_ONE[family]]

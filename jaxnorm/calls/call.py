@@ -65,6 +65,8 @@ class Call:
             text += f" save={spec.saved}"
         if spec.logits_scale != 1:
             text += f" scale={spec.logits_scale}"
+        if spec.logit_softcap is not None:
+            text += f" softcap={spec.logit_softcap}"
         if spec.causal:
             text += " causal"
         if spec.label_smoothing:

@@ -229,6 +229,17 @@ def boolean(function: str, name: str, value: ArrayLike, also: str = "") -> jax.A
     return array
 
 
+def weights(function: str, name: str, value: ArrayLike) -> jax.Array:
+    """`value` as an array of booleans, or of float weights, which have no gradient."""
+    array = _array(function, name, value, "booleans or float weights")
+    if array.dtype != jnp.bool_ and array.dtype not in _FLOAT_DTYPES:
+        raise TypeError(
+            f"{function}: {name} has dtype {array.dtype.name}; expected bool (True keeps an "
+            f"entry) or a float dtype (weights); compare it, e.g. {name} != 0, or cast it"
+        )
+    return jax.lax.stop_gradient(array)
+
+
 def integer_array(function: str, name: str, value: ArrayLike) -> jax.Array:
     """`value` as an array of integers, of the dtype that it has."""
     if isinstance(value, (np.ndarray, np.generic)) and not jax.config.jax_enable_x64:
@@ -301,6 +312,14 @@ def number(
         if maximum < math.inf:
             limits = f" from {minimum:g} to {maximum:g}"
         raise ValueError(f"{function}: {name}={_shown(value)}; expected a finite number{limits}")
+    return given
+
+
+def positive(function: str, name: str, value: float) -> float:
+    """`value` as a finite Python float above 0."""
+    given = number(function, name, value)
+    if given <= 0:
+        raise ValueError(f"{function}: {name}={_shown(value)}; expected a number above 0")
     return given
 
 

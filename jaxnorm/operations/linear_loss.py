@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxnorm.calls import backends
 from jaxnorm.operations import checks, linear_loss_chunks, linear_loss_primitive
 from jaxnorm.operations.linear_loss_call import NAME, Head, Reduction
+from jaxnorm.operations.loss import softcap
 from jaxnorm.primitives import eager
 from jaxnorm_kernels.specs import Name
 
@@ -23,6 +24,9 @@ def linear_softmax_cross_entropy(
     chunk: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    logits_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    dtype: checks.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
     r"""Cross-entropy of the logits ``x @ weight + bias`` and integer labels, without these logits.
@@ -33,11 +37,11 @@ def linear_softmax_cross_entropy(
     three matrix products (logits, and the gradients of x and weight), ``reduction="none"`` four,
     because its backward makes the logits again. What is not differentiated takes one.
 
-    Products are of the dtype to which x and weight promote, as in ``jnp.matmul``: for products in
-    16 bits, cast a float32 weight to x's dtype. A chunk's logits are rounded to that dtype, as
-    those of ``x @ weight`` are, with bias added in it; sums and statistics are float32 (float64 for
-    float64), and so is the one array in which weight's gradient is accumulated over all chunks.
-    Gradients are divided by the number of rows in float32, too.
+    Products are of the dtype to which x and weight promote, as in ``jnp.matmul``: a float32 weight
+    makes three products in float32, unless ``dtype=jnp.bfloat16`` rounds it. A chunk's logits are
+    rounded to that dtype, as those of ``x @ weight`` are, with bias added in it; sums and
+    statistics are float32 (float64 for float64), and so is the one array in which weight's gradient
+    is accumulated over all chunks. Gradients are divided by the number of rows in float32, too.
 
     Args:
       x: array (..., d) of any number of rows; bfloat16, float16, float32 or float64.
@@ -45,11 +49,12 @@ def linear_softmax_cross_entropy(
       labels: integers of any dtype, of x's shape without its last axis: which of the V classes. One
         that is none, a negative one too, makes the loss NaN, and gradients.
       bias: array (V,), of these dtypes; or None.
-      where: boolean mask that broadcasts to labels' shape, with as many axes: which positions
-        count, for example ``labels != -100``. Of the others neither label nor x matters, not even
-        NaN, and x's gradient is 0.
-      reduction: ``"mean"`` over the positions that count, 0 if there are none; ``"sum"``; or
-        ``"none"`` for the loss of each position.
+      where: booleans or float weights that broadcast to labels' shape, with as many axes: which
+        positions count, for example ``labels != -100``, or how much, of any sign, without a
+        gradient. Where it is False or 0 neither label nor x matters, not even NaN, and x's gradient
+        is 0.
+      reduction: ``"mean"`` over the positions that count, or sum(where * loss) / sum(where), 0 if
+        that is 0; ``"sum"``; or ``"none"`` for the loss of each position, times its weight.
       chunk: rows of x at a time, at least 1; on a mesh, of a device's rows. None chooses:
         2048, or fewer, down to 512, where the logits of as many take more than 1 GiB. Beside
         weight's gradient, memory is the float32 array for its sum, and a chunk's logits, whose
@@ -58,13 +63,17 @@ def linear_softmax_cross_entropy(
         over all classes.
       z_loss: a finite Python number of at least 0: z_loss times the square of the log of the sum of
         the exponentials is added.
+      logits_scale, logit_softcap: of logits with bias, as in
+        :func:`softmax_cross_entropy_with_integer_labels`.
+      dtype: of the logits, and of the factors of all products where those promote to a wider one.
+        None for what they promote to.
       implementation: of the loss of a chunk's logits; None chooses, a name forces it. What is
         chosen, ``implementation_for("softmax_cross_entropy_with_integer_labels", (chunk, V),
         dtype)`` says.
 
     Returns:
-      A scalar, or for ``"none"`` an array of labels' shape: float32, or float64 where x or weight
-      is.
+      A scalar, or for ``"none"`` an array of labels' shape: float32, or float64 where the logits
+      are.
 
     Differentiable with respect to x, weight and bias, in reverse and forward mode; gradients have
     the dtypes of what they are of. The forward pass of a mean or a sum keeps the gradients, in
@@ -80,11 +89,11 @@ def linear_softmax_cross_entropy(
     once, before the loop; weight's gradient is summed over the devices once, after it.
 
     Raises:
-      TypeError: x, weight or bias is not of a supported float dtype, labels are no integers,
-        ``where`` is not boolean, ``chunk`` is no integer, or ``label_smoothing`` or ``z_loss`` is
-        no Python number.
-      ValueError: the shape of an array, ``reduction``, ``chunk``, ``label_smoothing``, ``z_loss``
-        or ``implementation`` is wrong.
+      TypeError: x, weight or bias is not of a supported float dtype, or ``dtype`` is none, labels
+        are no integers, ``where`` is of integers, ``chunk`` is no integer, or ``label_smoothing``,
+        ``z_loss``, ``logits_scale`` or ``logit_softcap`` is no Python number.
+      ValueError: the shape of an array, ``reduction``, ``chunk``, one of these numbers or
+        ``implementation`` is wrong.
 
     Source: gradients made in the forward's loop over chunks are the idea of Liger's
     `fused linear cross-entropy <https://arxiv.org/abs/2410.10989>`_.
@@ -110,6 +119,9 @@ def linear_softmax_cross_entropy(
         chunk,
         label_smoothing,
         z_loss,
+        logits_scale,
+        logit_softcap,
+        dtype,
         implementation,
         jax.config.jax_default_matmul_precision,
     )
@@ -125,6 +137,9 @@ def _linear_cross_entropy_of(
     chunk: int | None,
     label_smoothing: float,
     z_loss: float,
+    logits_scale: float,
+    logit_softcap: float | None,
+    dtype: checks.DTypeLike | None,
     implementation: Name | None,
     precision: str | None,
 ) -> jax.Array:
@@ -140,18 +155,21 @@ def _linear_cross_entropy_of(
         arrays.append(bias)
     arrays.append(labels)
     if where is not None:
-        arrays.append(_positions(where, labels.shape))
+        arrays.append(_weights(where, labels.shape))
     checks.one_of(NAME, "reduction", reduction, _REDUCTIONS)
     checks.implementation(NAME, implementation)
     head = Head(
         reduction=reduction,
         chunk=None if chunk is None else checks.integer(NAME, "chunk", chunk, "rows"),
         has_bias=bias is not None,
-        has_positions=where is not None,
+        has_where=where is not None,
         label_smoothing=checks.number(
             NAME, "label_smoothing", label_smoothing, minimum=0, maximum=1
         ),
         z_loss=checks.number(NAME, "z_loss", z_loss, minimum=0),
+        logits_scale=checks.positive(NAME, "logits_scale", logits_scale),
+        logit_softcap=softcap(NAME, logit_softcap),
+        dtype=None if dtype is None else checks.dtype(NAME, "dtype", dtype),
         implementation=implementation,
         precision=precision,
     )
@@ -183,19 +201,20 @@ def _check_shapes(x: jax.Array, weight: jax.Array, labels: jax.Array) -> None:
         )
 
 
-def _positions(where: checks.ArrayLike, shape: tuple[int, ...]) -> jax.Array:
-    array = checks.boolean(NAME, "where", where)
+def _weights(where: checks.ArrayLike, shape: tuple[int, ...]) -> jax.Array:
+    array = checks.weights(NAME, "where", where)
     if not checks.fits(array.shape, shape):
         raise ValueError(
             f"{NAME}: where has shape {array.shape}; expected one that broadcasts to labels' shape "
-            f"{shape}, with {len(shape)} axes: which positions count; add axes, e.g. where[None]"
+            f"{shape}, with {len(shape)} axes: which positions count, or how much; add axes, e.g. "
+            "where[None]"
         )
     return jnp.broadcast_to(array, shape)
 
 
 def _check_implementation(head: Head, x: jax.Array, weight: jax.Array, name: Name) -> None:
     """Raises where `name` cannot run a chunk of these arrays."""
-    dtype, classes = checks.product_dtype(x.dtype, weight.dtype), weight.shape[1]
+    (_, dtype), classes = head.dtypes(x.dtype, weight.dtype), weight.shape[1]
     rows = linear_loss_chunks.chunk_rows(head.chunk, x.size // max(x.shape[-1], 1), classes, dtype)
-    call = linear_loss_chunks.chunk_call(head, (rows, classes), dtype, head.has_positions)
+    call = linear_loss_chunks.chunk_call(head, (rows, classes), dtype, head.has_where)
     backends.forced(call, name)

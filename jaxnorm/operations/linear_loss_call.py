@@ -5,7 +5,7 @@
     tan      primals, tangents         the tangent of each row's loss
     bwd      primals, dloss            gradients of sum(dloss * loss)
 
-    primals  x (..., d), weight (d, V), bias (V,), labels (...), positions (...)
+    primals  x (..., d), weight (d, V), bias (V,), labels (...), where (...)
 
 ``tan`` and ``bwd`` are linear in what follows the primals, and each other's transpose.
 """
@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from jaxnorm.operations import checks
 from jaxnorm_kernels.specs import Direction, Name
 
 NAME = "linear_softmax_cross_entropy"
@@ -30,15 +31,20 @@ class Head:
 
     Attributes:
       wrt: which of x, weight and bias have gradients (``fwd``, ``bwd``) or tangents (``tan``).
+      has_where: booleans or float weights of positions.
+      dtype: of the logits of a chunk; None for that to which x and weight promote.
       precision: of the products, as ``jax.default_matmul_precision`` was when the call was made.
     """
 
     reduction: Reduction
     chunk: int | None
     has_bias: bool
-    has_positions: bool
+    has_where: bool
     label_smoothing: float
     z_loss: float
+    logits_scale: float
+    logit_softcap: float | None
+    dtype: np.dtype | None
     implementation: Name | None
     precision: str | None
     direction: Direction = "fwd"
@@ -76,8 +82,8 @@ class Head:
 
     @property
     def primals(self) -> tuple[str, ...]:
-        bias, positions = ["bias"] * self.has_bias, ["positions"] * self.has_positions
-        return ("x", "weight", *bias, "labels", *positions)
+        bias, where = ["bias"] * self.has_bias, ["where"] * self.has_where
+        return ("x", "weight", *bias, "labels", *where)
 
     @property
     def residuals(self) -> int:
@@ -103,6 +109,16 @@ class Head:
         is_total = self.direction == "fwd" and self.reduction != "none"
         kinds = map(_kind, self.result_names)
         return ["total" if kind == "row" and is_total else kind for kind in kinds]
+
+    def dtypes(self, x: np.dtype, weight: np.dtype) -> tuple[np.dtype, np.dtype]:
+        """Of the factors of the products, and of the logits.
+
+        A dtype wider than operands promote to is the logits' alone: products of what 16 bits hold
+        need no wider factors.
+        """
+        promoted = checks.product_dtype(x, weight)
+        logits = self.dtype or promoted
+        return min(promoted, logits, key=lambda dtype: dtype.itemsize), logits
 
     def gradient_dtype(self, dtype: np.dtype) -> np.dtype:
         """Of the gradient of an operand of this dtype.

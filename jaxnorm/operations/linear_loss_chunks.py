@@ -2,17 +2,18 @@
 
 One loop over chunks of rows makes all of a pass. Its three products are XLA's:
 
-    logits = x W + b          in the dtype to which x and weight promote, which is all that a chunk
-                              keeps: of 16 bits they are half as much to read in each of the passes
-                              over them, and dlogits, of that dtype, can take their place
+    logits = x W + b          in the dtype to which x and weight promote, or another that is asked
+                              for, which is all that a chunk keeps: of 16 bits they are half as much
+                              to read in each of the passes over them, and dlogits, of that dtype,
+                              can take their place
     dx     = dlogits W^T      into the rows of one array
     dW    += x^T dlogits      in float32: a product whose epilogue adds what was there, in place
                               (cuBLAS' beta = 1), since the sum is the only use of what the loop
                               carries
 
 dlogits are those of the sum of the losses, of the size of probabilities: 1 / n is applied to the
-products in float32, because float16 would lose what is below 6e-8. A `bwd` divides the rows'
-cotangents by their largest for the same reason.
+products in float32, because float16 would lose what is below 6e-8. Weights of rows, and a `bwd`'s
+cotangents, are divided by their largest for the same reason.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ from jaxnorm.calls.call import Call
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
 from jaxnorm.operations.linear_loss_call import NAME, Head, Over, Reduction
-from jaxnorm.operations.loss import cross_entropy_call
+from jaxnorm.operations.loss import counted, cross_entropy_call, weighted
 from jaxnorm.primitives import row_operations
 
 # Rows of x at a time. The fewer, the more often dW is read and written, which its product does not
@@ -81,14 +82,14 @@ def run(
 
 
 def reduced(
-    losses: jax.Array, positions: jax.Array | None, reduction: Reduction, axes: Sequence[int]
+    losses: jax.Array, where: jax.Array | None, reduction: Reduction, axes: Sequence[int]
 ) -> jax.Array:
-    """The sum of losses over axes, or their mean over the positions that count."""
+    """The sum of losses over axes, or their mean by the sum of their weights."""
     total = jnp.sum(losses, axes)
     if reduction == "sum":
         return total
-    ones = jnp.ones_like(losses) if positions is None else positions.astype(losses.dtype)
-    return total / jnp.maximum(jnp.sum(ones, axes), 1)
+    weights = jnp.ones_like(losses) if where is None else where.astype(losses.dtype)
+    return total * _inverse(jnp.sum(weights, axes))
 
 
 Carry = dict[str, jax.Array]
@@ -103,37 +104,45 @@ class _Chunks:
         by_name = dict(zip(head.primals, arrays))
         self.linear = arrays[count:]
         self.x, self.weight, self.labels = by_name["x"], by_name["weight"], by_name["labels"]
-        self.bias, self.positions = by_name.get("bias"), by_name.get("positions")
-        self.dtype = checks.product_dtype(self.x.dtype, self.weight.dtype)
-        self.wide = checks.arithmetic_dtype(self.dtype)
+        self.bias, self.where = by_name.get("bias"), by_name.get("where")
+        self.counted = None if self.where is None else counted(self.where)
+        self.dtype, self.logits_dtype = head.dtypes(self.x.dtype, self.weight.dtype)
+        self.wide = checks.arithmetic_dtype(self.dtype, self.logits_dtype)
         self.rows, self.classes = len(self.x), self.weight.shape[1]
         # Shards of a row's classes have no padding between them.
         self.padding = 0 if over.classes else -self.classes % _COLUMNS
-        self.factor = self.padded(self.weight)  # once, before the loop
-        self.chunk = chunk_rows(head.chunk, self.rows, self.classes, self.dtype)
+        self.factor = self.padded(self.weight, self.dtype)  # once, before the loop
+        self.chunk = chunk_rows(head.chunk, self.rows, self.classes, self.logits_dtype)
 
     # --------------------------------------------------------------------------------- passes
 
     def forward(self) -> list[jax.Array]:
         head = self.head
         if not head.wrt:
-            losses = self.losses()
+            losses = self.weighted(self.losses())
             return [losses if head.reduction == "none" else self.total(losses, self.scale())]
         scale = self.scale()
-        losses, *gradients = self.gradients(None, scale)
-        return [self.total(losses, scale), *gradients]
+        cotangents, largest = jnp.ones(self.rows, self.wide), jnp.ones((), self.wide)
+        if self.where is not None and self.where.dtype != bool:
+            cotangents, largest = self.normalised(self.weighted(cotangents))
+        losses, *gradients = self.gradients(cotangents, scale * largest)
+        return [self.total(self.weighted(losses), scale), *gradients]
 
     def backward(self) -> list[jax.Array]:
         (dloss,) = self.linear
-        size = jnp.abs(lax.stop_gradient(dloss))
+        return self.gradients(*self.normalised(self.weighted(dloss)))[1:]
+
+    def normalised(self, cotangents: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Rows' cotangents over the largest one, and that."""
+        size = jnp.abs(lax.stop_gradient(cotangents))
         counts = jnp.isfinite(size)
-        if self.positions is not None:
-            counts &= self.positions
+        if self.counted is not None:
+            counts &= self.counted
         largest = jnp.max(jnp.where(counts, size, 0), initial=0)
         if self.over.rows:
             largest = lax.pmax(largest, self.over.rows)
-        scale = jnp.where(largest > 0, largest, 1).astype(self.wide)
-        return self.gradients(dloss / scale, scale)[1:]
+        largest = jnp.where(largest > 0, largest, 1).astype(self.wide)
+        return cotangents / largest, largest
 
     def losses(self) -> jax.Array:
         """The loss of each row."""
@@ -146,18 +155,18 @@ class _Chunks:
 
         return self.loop(step, {"loss": jnp.zeros(self.rows, self.wide)})["loss"]
 
-    def gradients(self, dloss: jax.Array | None, scale: jax.Array) -> list[jax.Array]:
-        """Losses, and `scale` times the gradients; rows' cotangents are 1 where not given."""
+    def gradients(self, dloss: jax.Array, scale: jax.Array) -> list[jax.Array]:
+        """Rows' losses, and `scale` times the gradients of sum(dloss * loss)."""
         head = self.head
         weight = self.factor
 
         def step(rows: _Rows, carry: Carry) -> Carry:
             x = rows.of_x(self.x)
             logits = self.product(x, weight, self.bias)
-            cotangent = jnp.ones(self.chunk, self.wide) if dloss is None else rows.of(dloss)
             loss, dlogits = loss_and_dlogits(
-                self.call(logits.shape), logits, rows.of(self.labels), rows.counted, cotangent
+                self.call(logits.shape), logits, rows.of(self.labels), rows.counted, rows.of(dloss)
             )
+            dlogits = dlogits.astype(self.dtype)
             results = {"loss": rows.put(carry["loss"], loss)}
             if "x" in head.wrt:
                 dx = self.dot(dlogits, weight, (1, 1), self.wide)
@@ -199,7 +208,8 @@ class _Chunks:
         """Of each row's loss, along those of x, weight and bias that there are."""
         along = dict(zip(self.head.wrt, self.linear))
         tx, tw, tb = (along.get(name) for name in ("x", "weight", "bias"))
-        tw, tb = (None if t is None else self.padded(t) for t in (tw, tb))
+        tw = None if tw is None else self.padded(tw, self.dtype)
+        tb = None if tb is None else self.padded(tb, self.logits_dtype)
 
         def step(rows: _Rows, carry: Carry) -> Carry:
             x = rows.of_x(self.x)
@@ -217,17 +227,20 @@ class _Chunks:
             tloss, *_ = _bind(call.tangent(["x"]), logits, *stats, labels, along)
             return {"loss": rows.put(carry["loss"], tloss)}
 
-        return [self.loop(step, {"loss": jnp.zeros(self.rows, self.wide)})["loss"]]
+        losses = self.loop(step, {"loss": jnp.zeros(self.rows, self.wide)})["loss"]
+        return [self.weighted(losses)]
+
+    def weighted(self, losses: jax.Array) -> jax.Array:
+        return losses if self.where is None else weighted(losses, self.where)
 
     def scale(self) -> jax.Array:
         """What the gradients of the sum are multiplied by."""
         if self.head.reduction == "sum":
             return jnp.ones((), self.wide)
-        if self.positions is None:
+        if self.where is None:
             shards = lax.axis_size(self.over.rows) if self.over.rows else 1
             return jnp.asarray(1 / max(self.rows * shards, 1), self.wide)
-        count = _sum_over(jnp.sum(self.positions, dtype=self.wide), self.over.rows)
-        return 1 / jnp.maximum(count, 1)
+        return _inverse(_sum_over(jnp.sum(self.where, dtype=self.wide), self.over.rows))
 
     def total(self, losses: jax.Array, scale: jax.Array) -> jax.Array:
         return scale * _sum_over(jnp.sum(losses), self.over.rows)
@@ -235,12 +248,12 @@ class _Chunks:
     # --------------------------------------------------------------------------- of one chunk
 
     def product(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-        logits = self.dot(x.astype(self.dtype), weight, (1, 0), self.dtype)
-        return logits if bias is None else logits + self.padded(bias)[None]
+        logits = self.dot(x.astype(self.dtype), weight, (1, 0), self.logits_dtype)
+        return logits if bias is None else logits + self.padded(bias, self.logits_dtype)[None]
 
-    def padded(self, a: jax.Array) -> jax.Array:
-        """Weight, bias, or a tangent of theirs, in the products' dtype; its padding is 0."""
-        a = a.astype(self.dtype)
+    def padded(self, a: jax.Array, dtype: np.dtype) -> jax.Array:
+        """Weight, bias, or a tangent of theirs; its padding is 0."""
+        a = a.astype(dtype)
         return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, self.padding)]) if self.padding else a
 
     def dot(self, a: jax.Array, b: jax.Array, over: tuple[int, int], dtype: np.dtype) -> jax.Array:
@@ -253,9 +266,7 @@ class _Chunks:
     def call(self, shape: tuple[int, ...]) -> Call:
         """The cross-entropy of a chunk's logits."""
         # Rows that the next chunk has, too, are left out like those that do not count.
-        call = chunk_call(
-            self.head, shape, self.dtype, has_positions=self.head.has_positions or self.overlaps
-        )
+        call = chunk_call(self.head, shape, self.logits_dtype, self.head.has_where or self.overlaps)
         if not self.over.classes:
             return dataclasses.replace(
                 call, spec=dataclasses.replace(call.spec, padding=self.padding)
@@ -309,7 +320,7 @@ class _Rows:
     def __init__(self, chunks: _Chunks, index: jax.Array):
         size, short = chunks.chunk, -chunks.rows % chunks.chunk
         self.size, self.start = size, jnp.maximum(index * size - short, 0)
-        own = self.of(chunks.positions) if chunks.positions is not None else None
+        own = self.of(chunks.counted) if chunks.counted is not None else None
         if chunks.overlaps:
             first = self.start + jnp.arange(size) < (index + 1) * size - short
             own = first if own is None else own & first
@@ -354,6 +365,8 @@ def chunk_call(head: Head, shape: tuple[int, ...], dtype: np.dtype, has_position
         has_positions=has_positions,
         label_smoothing=head.label_smoothing,
         z_loss=head.z_loss,
+        logits_scale=head.logits_scale,
+        logit_softcap=head.logit_softcap,
         implementation=head.implementation,
     )
     return dataclasses.replace(call, function=NAME, primitives=call.function)
@@ -384,3 +397,8 @@ def _(call: Call, primals: Any, tangents: Any) -> tuple[list[jax.Array], list[ja
 
 def _sum_over(a: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum(a, axes) if axes else a
+
+
+def _inverse(total: jax.Array) -> jax.Array:
+    """1 / total, and 0 where that is 0: the mean of nothing is 0."""
+    return jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))

@@ -37,7 +37,7 @@ class _LossRules(Rules[Head]):
         """Types of the results: rows lie as those of x, and a gradient as what it is of."""
         by_name = dict(zip(head.primals, avals))
         x, mesh = by_name["x"], sharding.mesh_of(avals)
-        wide = checks.arithmetic_dtype(x.dtype, by_name["weight"].dtype)
+        wide = checks.arithmetic_dtype(*head.dtypes(x.dtype, by_name["weight"].dtype))
         types = []
         for name, kind in zip(head.result_names, head.result_kinds):
             if name in by_name:
@@ -100,9 +100,9 @@ class _LossRules(Rules[Head]):
         if head.direction != "fwd" or head.reduction == "none":
             return self.bind(head, *rows), [0] * len(head.result_kinds)
         (losses,) = self.bind(head.rowwise(), *rows)
-        positions = dict(zip(head.primals, rows)).get("positions")
+        where = dict(zip(head.primals, rows)).get("where")
         axes = range(1, losses.ndim)
-        return [linear_loss_chunks.reduced(losses, positions, head.reduction, axes)], [0]
+        return [linear_loss_chunks.reduced(losses, where, head.reduction, axes)], [0]
 
     def shards(self, head: Head, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
         """Rows of x, and classes, are split as they lie, where shards divide them.

@@ -27,6 +27,8 @@ def softmax_cross_entropy_with_integer_labels(
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    logits_scale: float = 1.0,
+    logit_softcap: float | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
     r"""Cross-entropy between the softmax of logits and integer labels.
@@ -34,8 +36,14 @@ def softmax_cross_entropy_with_integer_labels(
     The counterpart of ``optax.softmax_cross_entropy_with_integer_labels``.
 
     .. math::
-      L - \sum_j q_j x_j + \mathrm{z\_loss} \cdot L^2 \qquad L = \log \sum_j \exp(x_j) \qquad
+      L - \sum_j q_j z_j + \mathrm{z\_loss} \cdot L^2 \qquad L = \log \sum_j \exp(z_j) \qquad
       q_j = (1 - a) [j = \mathrm{label}] + a / V \qquad a = \mathrm{label\_smoothing}
+
+    of z = logits, or as ``logits_scale`` and ``logit_softcap`` say
+
+    .. math::
+      z = c \tanh (\mathrm{logits\_scale} \cdot \mathrm{logits} / c)
+      \qquad c = \mathrm{logit\_softcap}
 
     It reads the logits once and writes no array of their size; it keeps them and L, as two numbers
     for each position, for the backward, which reads them once and writes the gradient. A loss near
@@ -49,14 +57,20 @@ def softmax_cross_entropy_with_integer_labels(
       axis: the axis of the classes; of several, or of all for None, labels count classes in
         row-major order of the axes as given, as optax's do: the last one varies fastest. Others
         than ascending ones cost a transpose of logits.
-      where: boolean mask. One that broadcasts to labels' shape, with as many axes, says which
-        positions count, for example ``labels != -100``; the others' loss and gradient are 0,
-        whatever their labels and logits. One with as many axes as logits, which broadcasts to
-        their shape, says which classes enter the sum in L; a position that has none has loss and
-        gradient 0, and the logit of a label counts even if it is not among them.
+      where: booleans or float weights that broadcast to labels' shape, with as many axes: which
+        positions count, for example ``labels != -100``, or how much, of any sign; the loss of each
+        is multiplied by its weight, which is taken in the loss's dtype and has no gradient. Where
+        it is False or 0, loss and gradient are 0, whatever labels and logits are. A boolean mask
+        with as many axes as logits, which broadcasts to their shape, says which classes enter the
+        sum in L; a position that has none has loss and gradient 0, and the logit of a label counts
+        even if it is not among them.
       label_smoothing: a Python number from 0 to 1, the share of the targets that is spread evenly
         over all classes; 0 with a mask of classes.
       z_loss: a finite Python number of at least 0.
+      logits_scale: a Python number above 0: 1 over a temperature.
+      logit_softcap: a Python number above 0, what logits are held below, as Gemma 2's; or None. A
+        logit of -inf is then -logit_softcap: what is to take no part, ``where`` says. In kernels
+        tanh is right to 2 units in the last place of 1.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
 
     Returns:
@@ -66,13 +80,15 @@ def softmax_cross_entropy_with_integer_labels(
     Differentiable with respect to logits, in reverse and forward mode, to any order.
 
     Raises:
-      TypeError: logits are not of a supported float dtype, labels are no integers, ``where`` is not
-        boolean, or ``label_smoothing`` or ``z_loss`` is no Python number.
-      ValueError: ``axis``, the shape of labels or ``where``, ``label_smoothing``, ``z_loss`` or
+      TypeError: logits are not of a supported float dtype, labels are no integers, ``where`` is of
+        integers or, with logits' axes, not boolean, or ``label_smoothing``, ``z_loss``,
+        ``logits_scale`` or ``logit_softcap`` is no Python number.
+      ValueError: ``axis``, the shape of labels or ``where``, one of these numbers or
         ``implementation`` is wrong.
 
     Source: the smoothed targets are those of `Rethinking the Inception Architecture
-    <https://arxiv.org/abs/1512.00567>`_, z_loss that of `PaLM <https://arxiv.org/abs/2204.02311>`_.
+    <https://arxiv.org/abs/1512.00567>`_, z_loss that of `PaLM <https://arxiv.org/abs/2204.02311>`_,
+    the cap that of `Gemma 2 <https://arxiv.org/abs/2408.00118>`_.
 
     Example:
       >>> import jax.numpy as jnp
@@ -84,7 +100,17 @@ def softmax_cross_entropy_with_integer_labels(
       >>> [round(loss, 2) for loss in losses.tolist()]  # log(1000); 0 for what does not count
       [6.91, 0.0]
     """
-    return _cross_entropy(logits, labels, axis, where, label_smoothing, z_loss, implementation)
+    return _cross_entropy(
+        logits,
+        labels,
+        axis,
+        where,
+        label_smoothing,
+        z_loss,
+        logits_scale,
+        logit_softcap,
+        implementation,
+    )
 
 
 def _cross_entropy_of(
@@ -94,6 +120,8 @@ def _cross_entropy_of(
     where: checks.ArrayLike | None,
     label_smoothing: float,
     z_loss: float,
+    logits_scale: float,
+    logit_softcap: float | None,
     implementation: Name | None,
 ) -> jax.Array:
     logits = checks.float_array(NAME, "logits", logits)
@@ -101,9 +129,9 @@ def _cross_entropy_of(
     shape = logits.shape
     in_order = checks.axes_in_order(NAME, axis, shape, of="logits")
     axes = tuple(sorted(in_order))
-    mask = positions = None
+    mask = weights = None
     if where is not None:
-        mask, positions = _masks(where, RowView(shape, axes))
+        mask, weights = _masks(where, RowView(shape, axes))
     if in_order != axes:  # Labels count along the axes as given, as optax's do.
         logits = jnp.moveaxis(logits, in_order, axes)
         mask = None if mask is None else jnp.moveaxis(mask, in_order, axes)
@@ -112,9 +140,11 @@ def _cross_entropy_of(
         logits.dtype,
         axis=axis,
         mask=None if mask is None else mask.shape,
-        has_positions=positions is not None,
+        has_positions=weights is not None,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
+        logits_scale=logits_scale,
+        logit_softcap=logit_softcap,
         implementation=implementation,
     )
     expected = call.view.shape_of("label")
@@ -125,7 +155,9 @@ def _cross_entropy_of(
         )
     if implementation is not None:
         backends.forced(call, implementation)
-    return row_operations.bind(call, logits, labels, mask, positions)[0]
+    positions = None if weights is None else counted(weights)
+    loss = row_operations.bind(call, logits, labels, mask, positions)[0]
+    return loss if weights is None else weighted(loss, weights)
 
 
 _cross_entropy = eager.compiled(_cross_entropy_of, name=NAME, arrays=(0, 1, 3))
@@ -140,6 +172,8 @@ def cross_entropy_call(
     has_positions: bool,
     label_smoothing: float,
     z_loss: float,
+    logits_scale: float,
+    logit_softcap: float | None,
     implementation: Name | None,
 ) -> Call:
     """The forward of a call with these arguments, after the checks; `mask` is a shape."""
@@ -163,21 +197,40 @@ def cross_entropy_call(
         has_positions=has_positions,
         label_smoothing=smoothing,
         z_loss=checks.number(NAME, "z_loss", z_loss, minimum=0),
+        logits_scale=checks.positive(NAME, "logits_scale", logits_scale),
+        logit_softcap=softcap(NAME, logit_softcap),
         axes=view.axes,
     )
     return Call(NAME, spec, view, implementation)
 
 
+def softcap(function: str, value: float | None) -> float | None:
+    """`value`, a number above 0, or None."""
+    return None if value is None else checks.positive(function, "logit_softcap", value)
+
+
+def counted(weights: jax.Array) -> jax.Array:
+    """Whether positions have a weight."""
+    return weights if weights.dtype == bool else weights != 0
+
+
+def weighted(loss: jax.Array, weights: jax.Array) -> jax.Array:
+    """Losses times the weights of their positions; those that do not count are 0 already."""
+    return loss if weights.dtype == bool else loss * weights.astype(loss.dtype)
+
+
 def _masks(where: checks.ArrayLike, view: RowView) -> tuple[jax.Array | None, jax.Array | None]:
-    """`where` as a mask of classes or one of positions, by its number of axes."""
-    array = checks.boolean(NAME, "where", where)
+    """`where` as a mask of classes or weights of positions, by its number of axes."""
+    array = checks.weights(NAME, "where", where)
     shape, of_labels = view.shape, view.shape_of("label")
     if array.ndim == len(shape):
-        return checks.broadcastable(NAME, "where", array, shape), None
+        also = ", or give weights of positions the axes of labels"
+        mask = checks.boolean(NAME, "where", array, also)
+        return checks.broadcastable(NAME, "where", mask, shape), None
     if not checks.fits(array.shape, of_labels):
         raise ValueError(
             f"{NAME}: where has shape {array.shape}; expected one that broadcasts to labels' shape "
-            f"{of_labels}, with {len(of_labels)} axes, for a mask of positions, or to logits' "
-            f"{shape}, with {len(shape)} axes, for one of classes; add axes, e.g. where[None]"
+            f"{of_labels}, with {len(of_labels)} axes, for positions, or to logits' "
+            f"{shape}, with {len(shape)} axes, for a mask of classes; add axes, e.g. where[None]"
         )
     return None, jnp.broadcast_to(array, of_labels)

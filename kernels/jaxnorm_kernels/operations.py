@@ -5,9 +5,10 @@ A softmax takes logits, z = logits_scale x + logits_bias::
     softmax          y = exp(z) / sum(exp(z))
     log_softmax      y = z - log(sum(exp(z)))
 
-A cross-entropy takes logits, a label of each row, and masks::
+A cross-entropy takes logits, z = softcap tanh(logits_scale x / softcap), a label of each row, and
+masks::
 
-    cross_entropy    y = logsumexp(x) - sum(targets x) + z_loss logsumexp(x)^2
+    cross_entropy    y = logsumexp(z) - sum(targets z) + z_loss logsumexp(z)^2
                      targets = (1 - label_smoothing) one_hot(label) + label_smoothing / cols
 
 A norm is fused with the residual addition beside it::

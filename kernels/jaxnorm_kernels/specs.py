@@ -97,10 +97,11 @@ class Spec:
       label_smoothing, z_loss: of a cross-entropy, as in its equation above.
       padding: of a cross-entropy: how many of the last columns are no classes; their dx is 0.
       overwrites_x: a cross-entropy's backward may write dx over x, which nothing reads after it.
+      logit_softcap: c of a cross-entropy's logits c tanh(logits_scale x / c); None for none.
+      logits_scale: x is multiplied by it. Of softmaxes, too.
       masked_logit: what a logit is that the mask does not keep. -inf: it takes no part, and a row
         that keeps none is 0; a finite number (of a softmax): it takes part, without a gradient.
-        Softmaxes only, as the four that follow.
-      logits_scale: x is multiplied by it.
+        Softmaxes only, as the three that follow.
       logits_bias_dtype: of the bias that is then added, and of its gradient; None for no bias, and
         for a backward that does not return its gradient.
       logits_bias_shape: of the bias: that of the whole x, with 1 where it is broadcast.
@@ -156,8 +157,9 @@ class Spec:
     z_loss: float = 0.0
     padding: int = 0
     overwrites_x: bool = False
-    masked_logit: float = -math.inf
+    logit_softcap: float | None = None
     logits_scale: float = 1.0
+    masked_logit: float = -math.inf
     logits_bias_dtype: np.dtype | None = None
     logits_bias_shape: tuple[int, ...] = ()
     causal: bool = False
@@ -219,6 +221,11 @@ class Spec:
         # By name: numpy takes None for float64.
         is_wide = self.wide or any(d is not None and d.name == "float64" for d in arrays)
         return np.dtype(np.float64 if is_wide else np.float32)
+
+    @functools.cached_property
+    def logit_factor(self) -> float:
+        """What a cross-entropy's logits are a multiple of: of x, or of a tanh by the cap."""
+        return self.logits_scale if self.logit_softcap is None else self.logit_softcap
 
     @functools.cached_property
     def drops_masked(self) -> bool:
@@ -374,6 +381,7 @@ _FIELDS: dict[Family, tuple[str, ...]] = {
         *_MASK,
         *_STATISTICS,
         *("has_positions", "label_smoothing", "z_loss", "padding", "overwrites_x"),
+        *("logits_scale", "logit_softcap"),
     ),
 }
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Spec)}

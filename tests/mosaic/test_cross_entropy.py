@@ -26,6 +26,7 @@ from jaxnorm_kernels.specs import Spec
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-2}
+CAPPED = {"logits_scale": 0.7, "logit_softcap": 8.0, **SMOOTHED}
 
 
 def make_spec(rows, cols, dtype, **options):
@@ -86,6 +87,9 @@ def check(x, labels, d, positions=None, *, schedule=None, params=None, padding=0
         (131, "float32", None, {}),
         (516, "bfloat16", None, {"label_smoothing": 1.0}),
         (1031, "bfloat16", None, {}),
+        (2056, "bfloat16", Schedule(1, warpgroups=2), {"logit_softcap": 5.0}),
+        (301, "float32", None, CAPPED),
+        (515, "bfloat16", None, {"logits_scale": 1.5, "z_loss": 1e-2}),
     ],
     ids=str,
 )
@@ -131,6 +135,7 @@ def test_labels(dtype):
         (2047, 1, "float32", SMOOTHED),
         (127, 1, "float32", {}),
         (1001, 30, "bfloat16", SMOOTHED),
+        (301, 3, "float32", CAPPED),
     ],
     ids=str,
 )
@@ -269,8 +274,12 @@ def test_programs():
         assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
 
 
-# With smoothed labels a block shares an SM with one other or more; without, with three or more.
-@pytest.mark.parametrize(("options", "registers"), [({}, 64), (SMOOTHED, 96)], ids=str)
+# With smoothed labels or a cap a block shares an SM with one other or more; else with three.
+@pytest.mark.parametrize(
+    ("options", "registers"),
+    [({}, 64), (SMOOTHED, 96), ({"logit_softcap": 30.0}, 80), (CAPPED, 96)],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("cols", "dtype"),
     [*itertools.product((1000, 50257, 128256), (BF16, F32)), (50257, F16), (262144, F32)],

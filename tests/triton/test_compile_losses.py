@@ -25,6 +25,7 @@ from jaxnorm_kernels.triton import support
 # Rows that share a tile; that have no whole block inside; vocabularies.
 WIDTHS = [10, 1000, 3001, 32768, 50257, 128256, 262144]
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-2}
+CAPPED = {"logits_scale": 0.7, "logit_softcap": 30.0}
 
 
 def make_spec(direction, rows, cols, dtype, **changes):
@@ -45,6 +46,15 @@ def test_rule_compiles(gpu, direction, cols):
         (kernel,) = compile_call(spec, GPUS[gpu])
         # Where rows share a tile, part of the 16 values of a thread may spill.
         assert kernel.spilled <= (0 if cols > 4096 else 4 * 16)
+
+
+@pytest.mark.parametrize("cols", [3001, 50257])
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_capped_logits_compile(direction, cols):
+    for dtype in (BF16, F32):
+        spec = make_spec(direction, 8192, cols, dtype, **CAPPED)
+        (kernel,) = compile_call(spec, GPUS["sm_90"])
+        assert kernel.spilled == 0
 
 
 @pytest.mark.parametrize("label_dtype", ["int8", "uint16", "uint32", "int64", "uint64"])

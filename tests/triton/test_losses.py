@@ -27,6 +27,13 @@ def test_values(dtype, cols, scheduled):  # noqa: F811
     test_loss.check(*operands((9, cols), dtype), implementation=scheduled, **options)
 
 
+@pytest.mark.parametrize("options", test_loss.OPTIONS[5:], ids=str)
+def test_scaled_and_capped(options, scheduled):  # noqa: F811
+    x, labels, d = operands((9, 101), "float32")
+    x = x.at[1, :50].set(-jnp.inf) if "logit_softcap" in options else x
+    test_loss.check(x, labels, d, implementation=scheduled, **options)
+
+
 def test_positions(scheduled):  # noqa: F811
     x, labels, d = operands((9, 101), "bfloat16")
     x = x.at[4].set(jnp.nan)

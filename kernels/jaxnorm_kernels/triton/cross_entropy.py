@@ -9,7 +9,11 @@ With a = label_smoothing, b = z_loss, d = dloss::
     dx = d (p - targets + 2 b lse p)      p = exp(x - m - log(s))
                                           targets = (1 - a) [j = l] + a / V
 
-r is x_l, or 0 where that is infinite: near the mean, so that the sum of x - r loses little.
+r is x_l, or 0 where that is infinite: near the mean, so that the sum of x - r loses little. With a
+scale or a cap logits are z = f g(x), so that x is g(x), whose differences are times f, and dx is
+
+    dx = dz (dz / dx)    g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)    a = logits_scale
+                         g = x                f = a    dz / dx = a              c = logit_softcap
 
 The forward reads a row once, block after block, and exchanges nothing meanwhile: each thread has a
 maximum of its own of what it has read so far, and a sum by that (Milakov, Gimelshein 2018),
@@ -52,6 +56,8 @@ class Options:
     Attributes:
       classes: columns that take part, the first ones.
       label_smoothing, z_loss: a and b.
+      logits_scale, softcap: of the logits; 0 for no cap.
+      factor: f.
       blocks: of a row.
       vector: elements that a thread reads at once.
     """
@@ -59,6 +65,9 @@ class Options:
     classes: int
     label_smoothing: float
     z_loss: float
+    logits_scale: float
+    softcap: float
+    factor: float
     blocks: int
     vector: int
 
@@ -76,7 +85,16 @@ class Options:
     def of(cls, spec: Spec, schedule: Schedule) -> "Options":
         """That of a call."""
         blocks, vector = loss_blocks(spec, schedule), loss_vector(spec, schedule)
-        return cls(spec.classes, spec.label_smoothing, spec.z_loss, blocks, vector)
+        return cls(
+            spec.classes,
+            spec.label_smoothing,
+            spec.z_loss,
+            spec.logits_scale,
+            spec.logit_softcap or 0.0,
+            spec.logit_factor,
+            blocks,
+            vector,
+        )
 
 
 def cross_entropy_fwd(
@@ -156,7 +174,7 @@ def _cross_entropy_fwd(
     at = label[:, None] + lead
     # Nothing outside of the row is read, whatever the label is.
     read = counts[:, None]
-    x_l = tl.load(x_ptr + begin + at, read & is_column[:, None], 0.0).to(tl.float32)
+    x_l = _g(tl.load(x_ptr + begin + at, read & is_column[:, None], 0.0), options)
     r = tl.where(tl.abs(x_l) < float("inf"), x_l, 0.0)
 
     of_rows = (x_ptr + begin, lead, at, r, read)
@@ -178,22 +196,23 @@ def _cross_entropy_fwd(
 
     m, s, t = sums
     m_o = tl.max(m, axis=1)[:, None]
-    s_o = tl.sum(s * tl.exp(m - m_o), axis=1)[:, None]
+    s_o = tl.sum(s * tl.exp(options.factor * (m - m_o)), axis=1)[:, None]
     m = tl.maximum(m_o, x_l)
-    d = m - x_l
-    others = s_o * tl.exp(m_o - m)
+    d = options.factor * (m - x_l)
+    others = s_o * tl.exp(options.factor * (m_o - m))
     log_s = _log1p(tl.where(d == 0.0, others, others - 1.0 + tl.exp(-d)))
     is_nothing = (s_o == 0.0) & (x_l == float("-inf"))
     log_s = tl.where(is_column[:, None] & (is_nothing == 0), log_s, float("nan"))
     loss = d + log_s
     if options.label_smoothing > 0.0:
-        even = m - r + log_s - tl.sum(t, axis=1)[:, None] * (1.0 / options.classes)
+        total = tl.sum(t, axis=1)[:, None]
+        even = options.factor * (m - r - total * (1.0 / options.classes)) + log_s
         if options.label_smoothing == 1.0:
             loss = even
         else:
             loss = (1.0 - options.label_smoothing) * loss + options.label_smoothing * even
     if options.z_loss > 0.0:
-        lse = m + log_s
+        lse = options.factor * m + log_s
         loss += options.z_loss * lse * lse
     of_row, is_row = row[:, None], exists[:, None]
     tl.store(loss_ptr + of_row, tl.where(read, loss, 0.0), is_row)
@@ -218,14 +237,16 @@ def _add(sums, of_rows, first, options: tl.constexpr, tiling: tl.constexpr, is_w
     lane = tl.arange(0, tiling.block)[None, :]
     if not is_whole:
         read = read & _is_column(lane, first, lead, options.classes, tiling.cols, options.vector)
-    x = tl.load(begin + first + lane, read, float("-inf")).to(tl.float32)
+    x = _g(tl.load(begin + first + lane, read, float("-inf")), options)
+    if options.softcap > 0.0:  # tanh of -inf is a number.
+        x = tl.where(read, x, float("-inf"))
     if options.label_smoothing > 0.0:
         rest = _by_lanes(tl.where(read, x - r, 0.0), m, options.vector)
         t += tl.sum(tl.sum(rest, axis=3), axis=1)
     others = _by_lanes(tl.where(lane == at - first, float("-inf"), x), m, options.vector)
     higher = tl.maximum(m, tl.max(tl.max(others, axis=3), axis=1))
-    e = tl.exp(others - higher[:, None, :, None])
-    return higher, s * tl.exp(m - higher) + tl.sum(tl.sum(e, axis=3), axis=1), t
+    e = tl.exp(options.factor * (others - higher[:, None, :, None]))
+    return higher, s * tl.exp(options.factor * (m - higher)) + tl.sum(tl.sum(e, axis=3), axis=1), t
 
 
 @triton.jit
@@ -275,20 +296,40 @@ def _store_gradient(
         read = read & _is_column(lane, first, lead, tiling.cols, tiling.cols, options.vector)
     offset = begin + first + lane
     # The logits first: the numbers of a row are small, and on their way meanwhile.
-    x = tl.load(x_ptr + offset, read, 0.0).to(tl.float32)
+    x = _g(tl.load(x_ptr + offset, read, 0.0), options)
     label, _ = _load_label(labels_ptr, row, exists, options.classes)
     m = tl.load(m_ptr + row, exists, 0.0)[:, None]
     log_s = tl.load(log_s_ptr + row, exists, 0.0)[:, None]
     d = tl.load(dloss_ptr + row, exists, 0.0)[:, None]
-    p = tl.exp(x - m - log_s)
+    p = tl.exp(options.factor * (x - m) - log_s)
     is_label = lane == label[:, None] + lead - first
     slope = p - tl.where(is_label, options.label_target, options.other_target)
     if options.z_loss > 0.0:
-        slope += 2.0 * options.z_loss * (m + log_s) * p
+        slope += 2.0 * options.z_loss * (options.factor * m + log_s) * p
     counts = log_s != float("-inf")
     if options.classes < tiling.cols:
         counts = counts & (lane < options.classes + lead - first)
-    tl.store(dx_ptr + offset, tl.where(counts, d * slope, 0.0), read)
+    dx = _times_slope(d * slope, x, options)
+    tl.store(dx_ptr + offset, tl.where(counts, dx, 0.0), read)
+
+
+@triton.jit
+def _g(x, options: tl.constexpr):
+    """Of x, in float32."""
+    x = x.to(tl.float32)
+    if options.softcap > 0.0:
+        x = _tanh(x * (options.logits_scale / options.softcap))
+    return x
+
+
+@triton.jit
+def _times_slope(dz, g, options: tl.constexpr):
+    """The gradient of x, from that of z."""
+    if options.softcap > 0.0:
+        dz *= (1.0 - g) * (1.0 + g)
+    if options.logits_scale != 1.0:
+        dz *= options.logits_scale
+    return dz
 
 
 @triton.jit
@@ -328,3 +369,16 @@ def _log1p(x):
     """
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
+
+
+@triton.jit
+def _tanh(x):
+    """tanh(x), right to a few units in the last place where x is small, too.
+
+    There 1 - exp(-2 |x|) would lose digits: a series, up to where it is as accurate.
+    """
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    e = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - e) / (1.0 + e)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0.0, -size, size))

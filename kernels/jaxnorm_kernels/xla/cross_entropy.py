@@ -1,7 +1,8 @@
 """Softmax cross-entropy with integer labels over ``spec.axes``; all passes start from the logits.
 
 Row of V logits x, label l, a = label_smoothing, b = z_loss; sums over what ``mask`` keeps, but
-those of the targets over all:
+those of the targets over all. With a scale or a cap, differences of x are `f_times` those of g(x),
+and `times_slope` leads to x's tangent, and from its gradient:
 
     lse      = m + log(s)        m = max(x)        s = sum(exp(x - m))
     targets  = (1 - a) [j = l] + a / V
@@ -44,6 +45,7 @@ from jaxnorm_kernels.xla.label_sums import (
     label_sums,
     shares_exponentials,
 )
+from jaxnorm_kernels.xla.logits import f_times, g, times_slope
 from jaxnorm_kernels.xla.reductions import row_any, row_max, row_sums
 
 _INT32_MAX = 2**31 - 1
@@ -53,10 +55,11 @@ def cross_entropy_fwd(operands: Operands, spec: Spec) -> Results:
     """The loss, and the statistics that the spec wants; each of the rows' shape."""
     mask, positions = operands.mask, operands.positions
     (x,), spec = _without_padding([operands.x], spec)
+    x = g(x, spec)
     label, a = _label(operands.labels, spec), spec.label_smoothing
     at_label = _columns(x.shape, spec) == label
     kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
-    # The maximum in x's dtype: nothing is rounded.
+    # The maximum in the dtype of what it is of: nothing is rounded.
     m = row_max(kept, spec).astype(spec.compute_dtype)
     has_entry = None if mask is None else row_any(mask, spec)
     if positions is not None:
@@ -66,16 +69,16 @@ def cross_entropy_fwd(operands: Operands, spec: Spec) -> Results:
         m = jnp.where(has_entry, m, 0)
     # -inf - -inf: a row of -inf is NaN.
     others, x_l, kept_l, *rest = label_sums(x, kept, m, label, at_label, spec)
-    d = m - x_l
+    d = f_times(m - x_l, spec)
     # -1 where the label is none of what is kept.
-    own = jnp.expm1(kept_l - m)
+    own = jnp.expm1(f_times(kept_l - m, spec))
     log_s = jnp.log1p(others + own)
     loss = d + log_s
     if a:
-        even = log_s - rest[0] / spec.cols
+        even = log_s - f_times(rest[0] / spec.cols, spec)
         loss = a * even if a == 1 else (1 - a) * loss + a * even
     if spec.z_loss:
-        loss = loss + spec.z_loss * jnp.square(m + log_s)
+        loss = loss + spec.z_loss * jnp.square(f_times(m, spec) + log_s)
     loss, log_s = (jnp.where(label < 0, jnp.nan, v) for v in (loss, log_s))
     if has_entry is not None:
         loss, log_s = jnp.where(has_entry, loss, 0), jnp.where(has_entry, log_s, -jnp.inf)
@@ -87,10 +90,10 @@ def cross_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> R
     """The tangents of the loss, and of the statistics where the spec wants them."""
     (x, dx), spec = _without_padding([residuals.saved, tangents.x], spec)
     residuals, mask = residuals._replace(saved=x), residuals.mask
-    p, lse, has_entry, at_label = _probabilities(residuals, spec)
+    x, p, lse, has_entry, at_label = _probabilities(residuals, spec)
     a = spec.label_smoothing
     # Zeroed before any product: 0 * inf would poison the row.
-    t = jnp.where(has_entry, dx.astype(spec.compute_dtype), 0)
+    t = jnp.where(has_entry, times_slope(dx.astype(spec.compute_dtype), x, spec), 0)
     weighted = p * (t if mask is None else jnp.where(mask, t, 0))
     dlse, t_l, *total = row_sums([weighted, jnp.where(at_label, t, 0), *([t] if a else [])], spec)
     dloss = dlse - ((1 - a) * t_l if a else t_l)
@@ -107,7 +110,7 @@ def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
     """The gradient of x."""
     dloss, dstats, padding = cotangents.y, cotangents.stats, spec.padding
     (x,), spec = _without_padding([residuals.saved], spec)
-    p, lse, has_entry, at_label = _probabilities(residuals._replace(saved=x), spec)
+    x, p, lse, has_entry, at_label = _probabilities(residuals._replace(saved=x), spec)
     a = spec.label_smoothing
     d = jnp.expand_dims(dloss.astype(spec.compute_dtype), spec.axes)
     even = a / spec.cols if a else 0.0
@@ -118,7 +121,7 @@ def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
     if dstats:
         _, dlse = dstats
         dx = dx + jnp.expand_dims(dlse, spec.axes) * p
-    dx = jnp.where(has_entry, dx, 0).astype(spec.x_dtype)
+    dx = jnp.where(has_entry, times_slope(dx, x, spec), 0).astype(spec.x_dtype)
     return Operands(jnp.pad(dx, [(0, 0)] * (dx.ndim - 1) + [(0, padding)]) if padding else dx)
 
 
@@ -137,30 +140,37 @@ def _without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.
 
 def _probabilities(
     residuals: Residuals, spec: Spec
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """p; along rows lse, 0 where there is no entry, and whether there is one; the label's place."""
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """g(x), p; along rows lse, 0 without an entry; whether there is one; the label's place."""
     x, mask, label = residuals.saved, residuals.mask, _label(residuals.labels, spec)
     at_label = _columns(x.shape, spec) == label
     m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in residuals.stats)
     has_entry = log_s != -jnp.inf
     log_s = jnp.where(has_entry, log_s, 0)
+    if spec.logit_softcap is not None and (spec.has_positions or mask is not None):
+        # Of what takes no part, which may be NaN, tanh's derivative is to be 0.
+        takes_part = has_entry if mask is None else has_entry & (mask | at_label)
+        x = jnp.where(takes_part, x, 0)
+    x = g(x, spec)
 
     def made_again() -> jax.Array:
         kept = has_entry if mask is None else has_entry & mask
         # Before the exponential, so that the derivative of what is not kept is 0, not NaN.
-        return jnp.exp(jnp.where(kept, x.astype(spec.compute_dtype) - m - log_s, -jnp.inf))
+        depth = f_times(x.astype(spec.compute_dtype) - m, spec)
+        return jnp.exp(jnp.where(kept, depth - log_s, -jnp.inf))
 
     def from_the_forward() -> jax.Array:
         kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
         index = jnp.maximum(label, 0)
-        at = jnp.exp(at_column(kept, index) - m)
-        return jnp.exp(-log_s) * jnp.where(at_label, at, exponentials_but_label(kept, m, index))
+        at = jnp.exp(f_times(at_column(kept, index) - m, spec))
+        others = exponentials_but_label(kept, m, index, spec)
+        return jnp.exp(-log_s) * jnp.where(at_label, at, others)
 
-    if shares_exponentials(x, spec):
+    if shares_exponentials(spec):
         p = lax.platform_dependent(cpu=from_the_forward, default=made_again)
     else:
         p = made_again()
-    return p, m + log_s, has_entry, at_label
+    return x, p, f_times(m, spec) + log_s, has_entry, at_label
 
 
 def _label(labels: jax.Array, spec: Spec) -> jax.Array:

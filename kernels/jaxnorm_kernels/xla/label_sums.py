@@ -16,8 +16,9 @@ Exponentials are two thirds of a CPU's time for the loss and its gradient. Where
 as the logits, a forward that has a backward, and the backward, make one and the same array of them:
 
     e = exp(x - m), but 0 at the label      others = sum(e)      p = e / s, but exp(x_l - m) / s
-
 In one program XLA makes it once. Of 16-bit logits it would be twice as large as they are.
+
+With a scale or a cap x is g(x), whose differences are times f before they are exponents.
 """
 
 import functools
@@ -28,6 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.xla.logits import f_times
 from jaxnorm_kernels.xla.reductions import fused_row_sums, over_shards
 
 # Columns of a block, near _BLOCK. In smaller ones the library's sums, of a block each, are slow,
@@ -55,7 +57,7 @@ def label_sums(
 
     def compared() -> list[jax.Array]:
         """Values whose sums are the results."""
-        terms = jnp.where(at_label, 0, jnp.exp(kept.astype(wide) - m))
+        terms = jnp.where(at_label, 0, jnp.exp(f_times(kept.astype(wide) - m, spec)))
         return [terms, *(jnp.where(at_label, v.astype(wide), 0) for v in picked), *even(x, m)]
 
     def in_one() -> list[jax.Array]:
@@ -64,10 +66,10 @@ def label_sums(
     def in_parts() -> list[jax.Array]:
         index = jnp.maximum(label, 0)
         block = block_size(x.shape[-1]) if _is_last_and_whole(spec) else None
-        if spec.want_stats and shares_exponentials(x, spec):
-            others = jnp.sum(exponentials_but_label(kept, m, index), -1, keepdims=True)
+        if spec.want_stats and shares_exponentials(spec):
+            others = jnp.sum(exponentials_but_label(kept, m, index, spec), -1, keepdims=True)
         elif block is not None:
-            others = _others(kept, m, index, block)
+            others = _others(kept, m, index, block, spec)
         else:
             return [jnp.sum(v, axis=spec.axes, keepdims=True) for v in compared()]
         return [
@@ -81,17 +83,19 @@ def label_sums(
     return [others, x_l, *rest] if masked else [others, x_l, x_l, *rest]
 
 
-def shares_exponentials(x: jax.Array, spec: Spec) -> bool:
-    """Whether, on a CPU, forward and backward make one array of the exponentials of x's rows.
+def shares_exponentials(spec: Spec) -> bool:
+    """Whether, on a CPU, forward and backward make one array of the exponentials of rows.
 
     Not where positions are left out: whatever their logits are, their derivatives are 0.
     """
-    return _is_last_and_whole(spec) and x.dtype == spec.compute_dtype and not spec.has_positions
+    is_as_wide = spec.x_dtype == spec.compute_dtype
+    return is_as_wide and _is_last_and_whole(spec) and not spec.has_positions
 
 
-def exponentials_but_label(x: jax.Array, m: jax.Array, label: jax.Array) -> jax.Array:
+def exponentials_but_label(x: jax.Array, m: jax.Array, label: jax.Array, spec: Spec) -> jax.Array:
     """exp(x - m), and 0 in each row's column `label`."""
-    return jnp.put_along_axis(jnp.exp(x - m), label, 0, -1, inplace=False, mode="promise_in_bounds")
+    e = jnp.exp(f_times(x - m, spec))
+    return jnp.put_along_axis(e, label, 0, -1, inplace=False, mode="promise_in_bounds")
 
 
 def at_column(x: jax.Array, column: jax.Array) -> jax.Array:
@@ -103,15 +107,16 @@ def _is_last_and_whole(spec: Spec) -> bool:
     return spec.axes == (-1,) and not spec.cols_over
 
 
-def _others(x: jax.Array, m: jax.Array, label: jax.Array, block: int) -> jax.Array:
+def _others(x: jax.Array, m: jax.Array, label: jax.Array, block: int, spec: Spec) -> jax.Array:
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
     own = lax.div(label, jnp.int32(block))
     index = lax.broadcasted_iota(jnp.int32, blocks.shape[:-1], blocks.ndim - 2)
     m_b = jnp.where(index == own, jnp.inf, m)
-    total = jnp.sum(jnp.exp(blocks.astype(m.dtype) - m_b[..., None]), (-2, -1))[..., None]
+    depth = f_times(blocks.astype(m.dtype) - m_b[..., None], spec)
+    total = jnp.sum(jnp.exp(depth), (-2, -1))[..., None]
     part = jnp.take_along_axis(blocks, own[..., None], -2, mode="promise_in_bounds")[..., 0, :]
     is_label = lax.broadcasted_iota(jnp.int32, part.shape, part.ndim - 1) == label - own * block
-    terms = jnp.where(is_label, 0, jnp.exp(part.astype(m.dtype) - m))
+    terms = jnp.where(is_label, 0, jnp.exp(f_times(part.astype(m.dtype) - m, spec)))
     return total + jnp.sum(terms, -1, keepdims=True)
 
 

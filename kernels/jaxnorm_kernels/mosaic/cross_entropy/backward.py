@@ -4,6 +4,8 @@ With d = dloss and p = exp(x - m - log(s)):
 
     dx = d (p - targets + 2 b lse p)      lse = m + log(s)      targets = (1 - a) [j = l] + a / V
 
+With a scale or a cap that is the gradient of f g(x), and x - m is f (g(x) - m).
+
 No element needs another one: each block takes a part of a row, and may write dx over x. In a row
 without an entry, where log(s) = -inf, dx is 0. In one whose label is no column log(s) is NaN, and
 so is dx.
@@ -18,6 +20,7 @@ from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.forward import most_elements, read_label
+from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, g, times_slope
 from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load
@@ -51,9 +54,10 @@ def cross_entropy_bwd(
             label = read_label(labels, row)
             top, log_sum, d = (load(ref.at[row], None) for ref in (m, log_s, dloss))
             layout = of_block[0].layout
-            slope = 2 * spec.z_loss * (top + log_sum)
+            slope = 2 * spec.z_loss * (f_times(top, spec) + log_sum)
             for unit, value in zip(of_block, raw):
-                p = exp(widen(value, layout) - top - log_sum)
+                of_x = g(widen(value, layout), spec)
+                p = exp(f_times(of_x - top, spec) - log_sum)
                 is_label = unit.columns() == label - unit.start
                 q = jnp.where(is_label, jnp.float32(1 - spec.label_smoothing + even), even)
                 of_z_loss = p - q + slope * p if spec.z_loss else p - q
@@ -61,7 +65,8 @@ def cross_entropy_bwd(
                 if spec.padding:
                     is_class = unit.columns() < spec.classes - unit.start
                     counts = jnp.logical_and(counts, is_class)
-                unit.store(dx, row, jnp.where(counts, d * of_z_loss, 0.0))
+                gradient = times_slope(d * of_z_loss, of_x, spec)
+                unit.store(dx, row, jnp.where(counts, gradient, 0.0))
 
         write([of_rows.unit(row, part * units + k) for k in range(units)])
         if of_rows.has_edges:

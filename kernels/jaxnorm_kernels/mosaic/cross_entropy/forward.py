@@ -6,7 +6,8 @@ With a = label_smoothing, b = z_loss:
 
     loss = (1 - a) (D + log(s)) + a (m - r + log(s) - mean(x - r)) + b lse^2
 
-r is x_l, or 0 where that is infinite: near the mean, so that the sum of x - r loses little.
+r is x_l, or 0 where that is infinite: near the mean, so that the sum of x - r loses little. With a
+scale or a cap x is g(x), -inf for what is no class, and its differences are times f.
 
 A row is read once, in a loop: each thread has the maximum of what it has read so far, and the sum
 by that, which it rescales when the maximum grows,
@@ -32,6 +33,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Results
+from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, g
 from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.gpu import SCHEDULES_KEPT, Gpu, kept
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
@@ -88,8 +90,9 @@ def choose(spec: Spec, gpu: Gpu) -> Schedule:
     """The schedule for a call. With fewer rows than SMs, those of a cluster share a row."""
     units = units_of(spec)
     wanted = max(1, spec.cols * spec.x_dtype.itemsize // _SHARE_BYTES)
-    # Smoothing takes 80 registers: a block of 512 threads would have an SM to itself.
-    most = _MOST_WARPGROUPS if not spec.label_smoothing else 2
+    # Smoothing and tanh take 80 registers: a block of 512 threads would have an SM to itself.
+    takes_80 = spec.label_smoothing or spec.logit_softcap is not None
+    most = 2 if takes_80 else _MOST_WARPGROUPS
     warpgroups = 1 << min(wanted, most).bit_length() - 1
     cluster = 1
     while 2 * cluster * spec.rows <= gpu.sms and 2 * cluster <= gpu.portable_cluster:
@@ -151,7 +154,7 @@ def _row(
 ) -> None:
     x, labels, *positions = operands
     row = lax.axis_index(BLOCK)
-    share = _Share(units_of(spec), schedule, row)
+    share = _Share(spec, units_of(spec), schedule, row)
     gather.open(scratch)
     # What takes long to come, in this order: the label's logit waits for the label.
     label = read_label(labels, row)
@@ -169,10 +172,12 @@ def _row(
     def reduce() -> None:
         r = None
         if spec.label_smoothing:
-            r = x_l.astype(jnp.float32)
+            r = g(x_l.astype(jnp.float32), spec)
             r = jnp.where(jnp.abs(r) < jnp.inf, r, 0.0)
-        parts = gather(scratch, *_of_warps(share.reduce(x, first, label, r)))
-        write(*_finish(_merge(parts), x_l.astype(jnp.float32), r, label, spec))
+        parts = gather(scratch, *_of_warps(share.reduce(x, first, label, r), spec))
+        # Where nothing is smoothed, the label's logit is waited for here, and not before the row.
+        sums = _merge(parts, spec)
+        write(*_finish(sums, g(x_l.astype(jnp.float32), spec), r, label, spec))
 
     if not positions:
         reduce()
@@ -196,6 +201,7 @@ def read_label(labels: Ref, row: Any) -> jax.Array:
 class _Share:
     """What a warpgroup reads of a row: units in turn with those that share it, in steps."""
 
+    spec: Spec
     units: Units
     schedule: Schedule
     row: Any
@@ -229,19 +235,48 @@ class _Share:
 
         def advance(i: Any, carry: tuple[list[jax.Array], Sums]) -> tuple[list[jax.Array], Sums]:
             raw, sums = carry
-            return self.load(x, self.step(i + 1)), _add(sums, self.step(i), raw, label, r)
+            return self.load(x, self.step(i + 1)), self.add(sums, self.step(i), raw, label, r)
 
         rest = self.rest()
         if self.whole_steps:
             last = self.whole_steps - 1
             raw, sums = lax.fori_loop(0, last, advance, (raw, sums))
             coming = self.load(x, rest)
-            sums, raw = _add(sums, self.step(last), raw, label, r), coming
+            sums, raw = self.add(sums, self.step(last), raw, label, r), coming
         if rest:
-            sums = _add(sums, rest, raw, label, r)
+            sums = self.add(sums, rest, raw, label, r)
         for edge in self.units.edges(self.row):
-            sums = _add(sums, [edge], self.load(x, [edge]), label, r, self._index() == 0)
+            sums = self.add(sums, [edge], self.load(x, [edge]), label, r, self._index() == 0)
         return sums
+
+    def add(
+        self,
+        sums: Sums,
+        units: Sequence[Unit],
+        raw: Sequence[jax.Array],
+        label: jax.Array,
+        r: jax.Array | None,
+        mine: Any = None,
+    ) -> Sums:
+        """The sums of each thread, with these units; `mine`: only where that is True."""
+        m, s, *t = sums
+        v, layout = units[0].vector, units[0].layout
+        x = [g(widen(value, layout), self.spec) for value in raw]
+        fresh = [unit.is_fresh() for unit in units]
+        if mine is not None:
+            fresh = [jnp.logical_and(f, mine) for f in fresh]
+        if r is not None:
+            shifted = [_where(is_fresh, value - r, 0.0) for is_fresh, value in zip(fresh, x)]
+            t = [t[0] + thread_sum(functools.reduce(jnp.add, shifted))]
+        others = [_where(is_fresh, value, -jnp.inf) for is_fresh, value in zip(fresh, x)]
+        # Few units have the label: the others are not compared with it.
+        has_label = functools.reduce(jnp.logical_or, [unit.has(label) for unit in units])
+        others = lax.cond(has_label, lambda: _without(label, units, others), lambda: others)
+        grown = jnp.maximum(m, thread_max(functools.reduce(jnp.maximum, others)))
+        of_each = spread(grown, v)
+        exp = functools.partial(exp_of_term, times=self.spec.logit_factor)
+        e = functools.reduce(jnp.add, [exp(value - of_each) for value in others])
+        return grown, s * exp(m - grown) + thread_sum(e), *t
 
     def _of(self, step: Any, count: int, *, whole: bool) -> list[Unit]:
         shares = self.schedule.shares
@@ -256,34 +291,6 @@ class _Share:
         return index
 
 
-def _add(
-    sums: Sums,
-    units: Sequence[Unit],
-    raw: Sequence[jax.Array],
-    label: jax.Array,
-    r: jax.Array | None,
-    mine: Any = None,
-) -> Sums:
-    """The sums of each thread, with these units; `mine`: only where that is True."""
-    m, s, *t = sums
-    v, layout = units[0].vector, units[0].layout
-    x = [widen(value, layout) for value in raw]
-    fresh = [unit.is_fresh() for unit in units]
-    if mine is not None:
-        fresh = [jnp.logical_and(f, mine) for f in fresh]
-    if r is not None:
-        shifted = [_where(is_fresh, value - r, 0.0) for is_fresh, value in zip(fresh, x)]
-        t = [t[0] + thread_sum(functools.reduce(jnp.add, shifted))]
-    others = [_where(is_fresh, value, -jnp.inf) for is_fresh, value in zip(fresh, x)]
-    # Few units have the label: the others are not compared with it.
-    has_label = functools.reduce(jnp.logical_or, [unit.has(label) for unit in units])
-    others = lax.cond(has_label, lambda: _without(label, units, others), lambda: others)
-    grown = jnp.maximum(m, thread_max(functools.reduce(jnp.maximum, others)))
-    of_each = spread(grown, v)
-    e = functools.reduce(jnp.add, [exp_of_term(value - of_each) for value in others])
-    return grown, s * exp_of_term(m - grown) + thread_sum(e), *t
-
-
 def _without(label: jax.Array, units: Sequence[Unit], x: Sequence[jax.Array]) -> list[jax.Array]:
     """-inf for the label's column."""
     return [
@@ -296,18 +303,19 @@ def _where(mask: jax.Array | None, value: jax.Array, other: float) -> jax.Array:
     return value if mask is None else jnp.where(mask, value, other)
 
 
-def _of_warps(sums: Sums) -> Sums:
+def _of_warps(sums: Sums, spec: Spec) -> Sums:
     m, s, *t = sums
     of_warp = jnp.max(m, axis=1)
-    s = jnp.sum(s * _exp(m - lax.broadcast_in_dim(of_warp, OF_THREADS, (0,))), axis=1)
+    depth = f_times(m - lax.broadcast_in_dim(of_warp, OF_THREADS, (0,)), spec)
+    s = jnp.sum(s * _exp(depth), axis=1)
     return of_warp, s, *[jnp.sum(v, axis=1) for v in t]
 
 
-def _merge(parts: Sequence[jax.Array]) -> Sums:
+def _merge(parts: Sequence[jax.Array], spec: Spec) -> Sums:
     """Of the parts of a row."""
     m, s, *t = parts
     top = jnp.max(m)
-    return top, jnp.sum(s * _exp(m - top)), *[jnp.sum(v) for v in t]
+    return top, jnp.sum(s * _exp(f_times(m - top, spec))), *[jnp.sum(v) for v in t]
 
 
 def _finish(
@@ -317,8 +325,8 @@ def _finish(
     m_o, s_o, *t = sums
     a, b = spec.label_smoothing, spec.z_loss
     m = jnp.maximum(m_o, x_l)
-    d = m - x_l
-    others = s_o * _exp(m_o - m)
+    d = f_times(m - x_l, spec)
+    others = s_o * _exp(f_times(m_o - m, spec))
     log_s = numerics.log1p(jnp.where(d == 0, others, others - 1 + _exp(-d)))
     # Nothing but -inf; a label that is no column.
     is_nothing = jnp.logical_and(s_o == 0, x_l == -jnp.inf)
@@ -326,10 +334,10 @@ def _finish(
     log_s = jnp.where(jnp.logical_or(is_nothing, jnp.logical_not(is_column)), jnp.nan, log_s)
     loss = d + log_s
     if r is not None:
-        even = (m - r) + log_s - t[0] * (1 / spec.classes)
+        even = f_times(m - r, spec) + log_s - t[0] * (spec.logit_factor / spec.classes)
         loss = even if a == 1 else (1 - a) * loss + a * even
     if b:
-        lse = m + log_s
+        lse = f_times(m, spec) + log_s
         loss = loss + b * lse * lse
     return loss, m, log_s
 

@@ -58,12 +58,14 @@ def spread(value: jax.Array, v: int) -> jax.Array:
     return copy(value)
 
 
-def exp_of_term(unit: jax.Array) -> jax.Array:
-    """exp of numbers <= 0, in one multiplication and one instruction; below 2^-126 it is 0.
+def exp_of_term(unit: jax.Array, times: float = 1.0) -> jax.Array:
+    """exp(times unit), of numbers <= 0, in one multiplication and one instruction.
+
+    Below 2^-126 it is 0.
 
     For terms of a sum that has one of 1: of a term, the error grows as it gets small.
     """
-    scaled = unit * math.log2(math.e)
+    scaled = unit * (times * math.log2(math.e))
     if is_interpreted():
         return jnp.exp2(scaled)
     layout = warps_layout(unit.shape[1] // WARP)

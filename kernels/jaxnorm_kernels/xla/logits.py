@@ -1,0 +1,35 @@
+"""A loss's logits z = f g(x), with a = logits_scale and c = logit_softcap.
+
+    g = tanh(a x / c)    f = c          with a cap
+    g = x                f = a          else
+
+Maxima and differences are those of g: f (g - m) has the roundings of a product, where z - m would
+have those of z, which are large where z is; and a compiler that fuses z - m into one instruction
+would round z not at all, but m.
+
+    dz / dx = a (1 - g^2)  or  a        of g, not of x: tanh is made once
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxnorm_kernels.specs import Spec
+
+
+def g(x: jax.Array, spec: Spec) -> jax.Array:
+    """In the arithmetic dtype, or x itself, in its dtype."""
+    if spec.logit_softcap is None:
+        return x
+    return jnp.tanh(x.astype(spec.compute_dtype) * (spec.logits_scale / spec.logit_softcap))
+
+
+def f_times(difference: jax.Array, spec: Spec) -> jax.Array:
+    """Of z, from that of g."""
+    return difference if spec.logit_factor == 1 else spec.logit_factor * difference
+
+
+def times_slope(d: jax.Array, g: jax.Array, spec: Spec) -> jax.Array:
+    """D times dz / dx: a tangent of z, or a cotangent of x."""
+    if spec.logits_scale != 1:
+        d = spec.logits_scale * d
+    return d if spec.logit_softcap is None else d * ((1 - g) * (1 + g))
