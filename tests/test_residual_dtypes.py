@@ -72,6 +72,21 @@ def derivatives(function, operands, along):
     }
 
 
+def of_given(function, *options):
+    """`derivatives` of a function, along the operands that are given."""
+
+    def call(operands, along):
+        missing = [None] * (4 - len(operands))
+        return derivatives(lambda *given: function(*options, *given, *missing), operands, along)
+
+    return call
+
+
+@functools.cache
+def exact_derivatives(name):
+    return jax.jit(of_given(plain, name, "float64", "float64"))
+
+
 @each_save
 @each_mix
 def test_two_norms(mix, save):
@@ -116,17 +131,9 @@ def test_derivatives(name, mix, save):
         arrays = arrays[:3]
     along = tuple(normal(a.shape, a.dtype, 10 + i) for i, a in enumerate(arrays))
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def found(function, *arrays):
-        def of_those_given(*arrays):
-            return function(*arrays, *[None] * (4 - len(arrays)))
-
-        return derivatives(of_those_given, *arrays)
-
-    theirs = found(functools.partial(plain, name, r_dtype, y_dtype), arrays, along)
-    wide = jax.tree.map(lambda a: a.astype("float64"), (arrays, along))
-    expected = found(functools.partial(plain, name, "float64", "float64"), *wide)
-    got = found(functools.partial(ours, name, save, y_dtype), arrays, along)
+    theirs = jax.jit(of_given(plain, name, r_dtype, y_dtype))(arrays, along)
+    expected = exact_derivatives(name)(*jax.tree.map(exact, (arrays, along)))
+    got = jax.jit(of_given(ours, name, save, y_dtype))(arrays, along)
     assert_as_accurate(got, theirs, expected)
 
 
