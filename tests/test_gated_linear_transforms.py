@@ -7,7 +7,7 @@ import pytest
 from gated_linear_cases import BF16, MIXES, call, operands, value_and_gradients
 from reference import assert_within, exact
 from test_configurations import CONFIGURATIONS
-from test_forward_mode import DERIVATIVES, check, transformed
+from test_forward_mode import DERIVATIVES, check, forward_over_reverse
 
 import jaxnorm
 from jaxnorm.operations import products
@@ -45,14 +45,14 @@ PAIRS = {"gated": (plain, ours), "closed": (plain_closed, ours_closed)}
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_derivatives(derivative, pair):
-    check(DERIVATIVES[derivative], *PAIRS[pair], "xla")
+    check(*PAIRS[pair], DERIVATIVES[derivative], None, "xla")
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("transformation", ["scan", "checkpoint", "save_policy", "jit", "vmap"])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_under_transformations(transformation, pair):
-    check(transformed("forward over reverse", transformation), *PAIRS[pair], "xla")
+    check(*PAIRS[pair], forward_over_reverse, transformation, "xla")
 
 
 @pytest.mark.usefixtures("x64")

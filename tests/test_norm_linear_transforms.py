@@ -9,7 +9,7 @@ from jax.experimental import checkify
 from norm_linear_cases import MIXES, operands, value_and_gradients
 from reference import assert_within, exact
 from test_configurations import CONFIGURATIONS
-from test_forward_mode import DERIVATIVES, check, transformed
+from test_forward_mode import DERIVATIVES, check, forward_over_reverse
 
 from jaxnorm import rms_norm_linear
 
@@ -44,13 +44,13 @@ MIXTURES = [
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("derivative", MIXTURES)
 def test_derivatives(derivative):
-    check(DERIVATIVES[derivative], plain, ours, "xla")
+    check(plain, ours, DERIVATIVES[derivative], None, "xla")
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("transformation", ["scan", "save_policy", "vmap"])
 def test_under_transformations(transformation):
-    check(transformed("forward over reverse", transformation), plain, ours, "xla")
+    check(plain, ours, forward_over_reverse, transformation, "xla")
 
 
 @pytest.mark.usefixtures("x64")
