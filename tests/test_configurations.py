@@ -1,6 +1,7 @@
 """Every operation in every configuration of JAX that changes how code is traced."""
 
 import contextlib
+import functools
 import gc
 import itertools
 
@@ -105,19 +106,26 @@ def test_lowering_with_checks(configuration, name, shape, dtype):
     check_lowering(configuration, shape, dtype, (forward_and_gradient(FUNCTIONS[name]), 2))
 
 
+@functools.cache
+def by_default(name):
+    """Arrays, and the results of a function and its gradient in no configuration."""
+    function = (FUNCTIONS | ROTATED)[name]
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(6, 40)), "bfloat16")
+    arrays = x, *(jnp.asarray(rng.normal(size=40), "float32") for _ in range(2))
+    return arrays, jax.tree.leaves(jax.jit(forward_and_gradient(function))(*arrays))
+
+
 @pytest.mark.oldest_jax
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 @pytest.mark.parametrize("name", FUNCTIONS | ROTATED)
 def test_values(name, configuration):
     function = (FUNCTIONS | ROTATED)[name]
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(6, 40)), "bfloat16")
-    scale, bias = (jnp.asarray(rng.normal(size=40), "float32") for _ in range(2))
-    expected = jax.tree.leaves(jax.jit(forward_and_gradient(function))(x, scale, bias))
+    arrays, expected = by_default(name)
     with CONFIGURATIONS[configuration]():
         for run in (jax.jit, lambda f: f):
-            got = jax.tree.leaves(run(forward_and_gradient(function))(x, scale, bias))
+            got = jax.tree.leaves(run(forward_and_gradient(function))(*arrays))
             for ours, theirs in zip(got, expected, strict=True):
                 assert ours.dtype == theirs.dtype
                 np.testing.assert_allclose(
