@@ -229,15 +229,17 @@ def boolean(function: str, name: str, value: ArrayLike, also: str = "") -> jax.A
     return array
 
 
-def weights(function: str, name: str, value: ArrayLike) -> jax.Array:
-    """`value` as an array of booleans, or of float weights, which have no gradient."""
+def weights(function: str, name: str, value: ArrayLike, dtype: np.dtype) -> jax.Array:
+    """`value` as an array of booleans, or of float weights in `dtype`, without a gradient."""
     array = _array(function, name, value, "booleans or float weights")
-    if array.dtype != jnp.bool_ and array.dtype not in _FLOAT_DTYPES:
+    if array.dtype == jnp.bool_:
+        return array
+    if array.dtype not in _FLOAT_DTYPES:
         raise TypeError(
             f"{function}: {name} has dtype {array.dtype.name}; expected bool (True keeps an "
             f"entry) or a float dtype (weights); compare it, e.g. {name} != 0, or cast it"
         )
-    return jax.lax.stop_gradient(array)
+    return jax.lax.stop_gradient(array).astype(dtype)
 
 
 def integer_array(function: str, name: str, value: ArrayLike) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxnorm.calls import backends
 from jaxnorm.operations import checks, linear_loss_chunks, linear_loss_primitive
@@ -154,8 +155,6 @@ def _linear_cross_entropy_of(
         checks.vector(NAME, "bias", bias.shape, weight.shape[1:], of)
         arrays.append(bias)
     arrays.append(labels)
-    if where is not None:
-        arrays.append(_weights(where, labels.shape))
     checks.one_of(NAME, "reduction", reduction, _REDUCTIONS)
     checks.implementation(NAME, implementation)
     head = Head(
@@ -173,6 +172,9 @@ def _linear_cross_entropy_of(
         implementation=implementation,
         precision=precision,
     )
+    if where is not None:
+        loss_dtype = checks.arithmetic_dtype(*head.dtypes(x.dtype, weight.dtype))
+        arrays.append(_weights(where, labels.shape, loss_dtype))
     if implementation is not None:
         _check_implementation(head, x, weight, implementation)
     return linear_loss_primitive.bind(head, *arrays)[0]
@@ -201,8 +203,8 @@ def _check_shapes(x: jax.Array, weight: jax.Array, labels: jax.Array) -> None:
         )
 
 
-def _weights(where: checks.ArrayLike, shape: tuple[int, ...]) -> jax.Array:
-    array = checks.weights(NAME, "where", where)
+def _weights(where: checks.ArrayLike, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    array = checks.weights(NAME, "where", where, dtype)
     if not checks.fits(array.shape, shape):
         raise ValueError(
             f"{NAME}: where has shape {array.shape}; expected one that broadcasts to labels' shape "

@@ -131,7 +131,7 @@ def _cross_entropy_of(
     axes = tuple(sorted(in_order))
     mask = weights = None
     if where is not None:
-        mask, weights = _masks(where, RowView(shape, axes))
+        mask, weights = _masks(where, RowView(shape, axes), checks.arithmetic_dtype(logits.dtype))
     if in_order != axes:  # Labels count along the axes as given, as optax's do.
         logits = jnp.moveaxis(logits, in_order, axes)
         mask = None if mask is None else jnp.moveaxis(mask, in_order, axes)
@@ -216,12 +216,14 @@ def counted(weights: jax.Array) -> jax.Array:
 
 def weighted(loss: jax.Array, weights: jax.Array) -> jax.Array:
     """Losses times the weights of their positions; those that do not count are 0 already."""
-    return loss if weights.dtype == bool else loss * weights.astype(loss.dtype)
+    return loss if weights.dtype == bool else loss * weights
 
 
-def _masks(where: checks.ArrayLike, view: RowView) -> tuple[jax.Array | None, jax.Array | None]:
-    """`where` as a mask of classes or weights of positions, by its number of axes."""
-    array = checks.weights(NAME, "where", where)
+def _masks(
+    where: checks.ArrayLike, view: RowView, dtype: np.dtype
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """`where` as a mask of classes or, in the loss's dtype, weights of positions, by its axes."""
+    array = checks.weights(NAME, "where", where, dtype)
     shape, of_labels = view.shape, view.shape_of("label")
     if array.ndim == len(shape):
         also = ", or give weights of positions the axes of labels"

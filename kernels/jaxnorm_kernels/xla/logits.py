@@ -1,13 +1,11 @@
 """A loss's logits z = f g(x), with a = logits_scale and c = logit_softcap.
 
-    g = tanh(a x / c)    f = c          with a cap
-    g = x                f = a          else
+    g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)      with a cap
+    g = x                f = a    dz / dx = a                else
 
-Maxima and differences are those of g: f (g - m) has the roundings of a product, where z - m would
-have those of z, which are large where z is; and a compiler that fuses z - m into one instruction
-would round z not at all, but m.
-
-    dz / dx = a (1 - g^2)  or  a        of g, not of x: tanh is made once
+Maxima and differences are those of g. In f (g - m) a product is rounded; in z - m z would be, by
+more than 1 where it is large, or not at all where a compiler makes one instruction of f g - m: then
+the largest exponent is not 0, but as far from it as m was rounded.
 """
 
 import jax
