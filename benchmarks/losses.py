@@ -18,6 +18,10 @@ LOGITS: tuple[Shape, ...] = (
 )
 
 
+#: Of Gemma 2's logits: SOFTCAP tanh(logits / SOFTCAP).
+SOFTCAP = 30.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Loss:
     """What is asked of one loss. A shape is x's, then the classes where weight makes the logits.
@@ -42,8 +46,14 @@ class Loss:
 
 LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(LOGITS, ("fwd", "fwd+bwd"), ("bfloat16", "float32"), mean=False),
+    "capped_cross_entropy": Loss(
+        ((8192, 32768), (8192, 128256)), ("fwd", "fwd+bwd"), ("bfloat16", "float32"), mean=False
+    ),
     # A model's last layer and its loss. `products` is what it is measured by.
     "linear_cross_entropy": Loss(((8192, 4096, 128256),), ("fwd+bwd",), ("bfloat16",), mean=True),
+    "capped_linear_cross_entropy": Loss(
+        ((8192, 4096, 128256),), ("fwd+bwd",), ("bfloat16",), mean=True
+    ),
 }
 
 

@@ -1,5 +1,6 @@
 """The benchmarks of losses, without a GPU: what is asked, what the sides make of it, the table."""
 
+import dataclasses
 import functools
 
 import jax
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("quick_to_compile")
 LOSS = SUITES["loss"]
 POSITIONS = LossCell("cross_entropy", "fwd+bwd", "6x40", "float32", "jaxnorm")
 MEAN = LossCell("linear_cross_entropy", "fwd+bwd", "6x8x40", "bfloat16", "jaxnorm")
+CELLS = [POSITIONS, MEAN, *(dataclasses.replace(c, op=f"capped_{c.op}") for c in (POSITIONS, MEAN))]
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
@@ -48,7 +50,9 @@ def test_what_is_asked():
     few = LOSS.cells(Selection(providers=("jnp",), shapes=((4, 32), (4, 8, 32)), quick=True))
     assert {(c.op, c.shape) for c in few} == {
         ("cross_entropy", "4x32"),
+        ("capped_cross_entropy", "4x32"),
         ("linear_cross_entropy", "4x8x32"),
+        ("capped_linear_cross_entropy", "4x8x32"),
     }
     assert {c.shape for c in LOSS.cells(Selection(providers=("jnp",), quick=True))} == {
         "8192x32768",
@@ -79,7 +83,7 @@ def program(cell):
 
 
 @pytest.mark.parametrize("name", ["jaxnorm", "optax"])
-@pytest.mark.parametrize("cell", [POSITIONS, MEAN])
+@pytest.mark.parametrize("cell", CELLS)
 def test_the_providers_compute_the_loss(name, cell):
     """The loss and the gradients of the plain formula, in its dtypes."""
     inputs = jax_side.random_arrays(0, *jax_side.arguments_of(cell))
@@ -106,7 +110,7 @@ def test_the_products_are_those_of_the_loss():
     assert text.count("stablehlo.dot_general") == 3
 
 
-@pytest.mark.parametrize("cell", [POSITIONS, MEAN])
+@pytest.mark.parametrize("cell", CELLS)
 def test_torch_losses(cell, monkeypatch):
     torch = pytest.importorskip("torch")
     from benchmarks import torch_side
@@ -129,6 +133,7 @@ def test_a_run(tmp_path):
     if results.this_machine() != Machine("cpu"):
         pytest.skip("takes the GPU's memory from the tests")
     arguments = ["loss", "--dtypes", "bfloat16", "--shapes", "4x32", "4x8x32", "--workers", "1"]
+    arguments += ["--ops", "cross_entropy", "linear_cross_entropy"]
     arguments += ["--providers", "jaxnorm", "products", "--out", str(tmp_path)]
     assert run.main(arguments) == 0
     rows = Table(tmp_path, LOSS).rows()

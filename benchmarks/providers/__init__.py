@@ -115,7 +115,7 @@ PROVIDERS: dict[str, Provider] = {
         "matrix_products",
         ("jax",),
         (),
-        losses=("linear_cross_entropy",),
+        losses=("linear_cross_entropy", "capped_linear_cross_entropy"),
     ),
     "tokamax": Provider(
         "tokamax",
@@ -146,7 +146,7 @@ PROVIDERS: dict[str, Provider] = {
         ("softmax", *NORMS),
         blocks=("add_rms_norm",),
         losses=tuple(LOSSES),
-        overwrites=("cross_entropy",),
+        overwrites=("cross_entropy", "capped_cross_entropy"),
         wide_parameters=False,
         note="Liger's RMSNorm writes dx over dy.",
     ),

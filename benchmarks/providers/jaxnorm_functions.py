@@ -8,6 +8,7 @@ import jax
 
 import jaxnorm
 from benchmarks.blocks import CHANNEL_GROUPS, LOGITS_SCALE
+from benchmarks.losses import SOFTCAP
 from benchmarks.providers import jnp_functions
 
 
@@ -50,7 +51,13 @@ _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 _LOSSES: dict[str, Callable[..., jax.Array]] = {
     "cross_entropy": jaxnorm.softmax_cross_entropy_with_integer_labels,
+    "capped_cross_entropy": functools.partial(
+        jaxnorm.softmax_cross_entropy_with_integer_labels, logit_softcap=SOFTCAP
+    ),
     "linear_cross_entropy": jaxnorm.linear_softmax_cross_entropy,
+    "capped_linear_cross_entropy": functools.partial(
+        jaxnorm.linear_softmax_cross_entropy, logit_softcap=SOFTCAP
+    ),
 }
 
 

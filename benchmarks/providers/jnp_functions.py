@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.blocks import CHANNEL_GROUPS, LOGITS_SCALE
+from benchmarks.losses import SOFTCAP
 
 Array = jax.Array
 
@@ -116,13 +117,23 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
     return jax.nn.logsumexp(wide, axis=-1) - chosen
 
 
+def capped_cross_entropy(logits: Array, labels: Array) -> Array:
+    return cross_entropy(SOFTCAP * jnp.tanh(logits.astype(jnp.float32) / SOFTCAP), labels)
+
+
 def linear_cross_entropy(x: Array, weight: Array, labels: Array) -> Array:
     return jnp.mean(cross_entropy(x @ weight, labels))
 
 
+def capped_linear_cross_entropy(x: Array, weight: Array, labels: Array) -> Array:
+    return jnp.mean(capped_cross_entropy(x @ weight, labels))
+
+
 _OTHERS: dict[str, Callable[..., Array]] = {
     "cross_entropy": cross_entropy,
+    "capped_cross_entropy": capped_cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
+    "capped_linear_cross_entropy": capped_linear_cross_entropy,
     "product": jnp.matmul,
 }
 _PLAIN = Plain(rms_norm, layer_norm, jax.nn.softmax)

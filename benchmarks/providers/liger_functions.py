@@ -12,16 +12,28 @@ from liger_kernel.transformers.functional import (
 )
 from torch import Tensor
 
+from benchmarks.losses import SOFTCAP
+
 _CROSS_ENTROPY = LigerCrossEntropyLoss(reduction="none")
+_CAPPED_CROSS_ENTROPY = LigerCrossEntropyLoss(reduction="none", softcap=SOFTCAP)
 _LINEAR_CROSS_ENTROPY = LigerFusedLinearCrossEntropyLoss()
+_CAPPED_LINEAR_CROSS_ENTROPY = LigerFusedLinearCrossEntropyLoss(softcap=SOFTCAP)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return _CROSS_ENTROPY(logits, labels).float()  # it has the dtype of logits
 
 
+def capped_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return _CAPPED_CROSS_ENTROPY(logits, labels).float()
+
+
 def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return _LINEAR_CROSS_ENTROPY(weight.t(), x, labels)
+
+
+def capped_linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return _CAPPED_LINEAR_CROSS_ENTROPY(weight.t(), x, labels)
 
 
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
@@ -33,5 +45,7 @@ def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
             x, residual, scale, 1e-6
         ),
         "cross_entropy": cross_entropy,
+        "capped_cross_entropy": capped_cross_entropy,
         "linear_cross_entropy": linear_cross_entropy,
+        "capped_linear_cross_entropy": capped_linear_cross_entropy,
     }[op]

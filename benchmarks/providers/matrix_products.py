@@ -32,4 +32,5 @@ products.defvjp(_forward, _backward)
 
 
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Array]:
-    return {"linear_cross_entropy": products}[op]
+    del name, op, y_dtype
+    return products

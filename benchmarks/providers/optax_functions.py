@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.losses import SOFTCAP
+
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     # In 16 bits optax's loss is, too; a training step sums it in float32.
@@ -13,13 +15,23 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return losses.astype(jnp.float32)
 
 
+def capped_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return cross_entropy(SOFTCAP * jnp.tanh(logits.astype(jnp.float32) / SOFTCAP), labels)
+
+
 def linear_cross_entropy(x: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.mean(cross_entropy(x @ weight, labels))
 
 
+def capped_linear_cross_entropy(x: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+    return jnp.mean(capped_cross_entropy(x @ weight, labels))
+
+
 _LOSSES: dict[str, Callable[..., jax.Array]] = {
     "cross_entropy": cross_entropy,
+    "capped_cross_entropy": capped_cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
+    "capped_linear_cross_entropy": capped_linear_cross_entropy,
 }
 
 

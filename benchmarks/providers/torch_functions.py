@@ -10,6 +10,7 @@ from torch._functorch import config as functorch_config
 from torch.nn import functional
 
 from benchmarks.blocks import CHANNEL_GROUPS, LOGITS_SCALE
+from benchmarks.losses import SOFTCAP
 
 
 def layer_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -93,8 +94,16 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.float(), labels, reduction="none")
 
 
+def capped_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(SOFTCAP * torch.tanh(logits.float() / SOFTCAP), labels)
+
+
 def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(x @ weight, labels).mean()
+
+
+def capped_linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return capped_cross_entropy(x @ weight, labels).mean()
 
 
 def rms_norm_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -121,7 +130,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "group_norm": group_norm,
     "rms_norm_rope": rms_norm_rope,
     "cross_entropy": cross_entropy,
+    "capped_cross_entropy": capped_cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
+    "capped_linear_cross_entropy": capped_linear_cross_entropy,
     "product": torch.matmul,
     "rms_norm_linear": rms_norm_linear,
 }
