@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxnorm.calls import backends
-from jaxnorm.operations import checks, linear_loss_chunks, linear_loss_primitive
+from jaxnorm.operations import checks, chunk_loss, linear_loss_chunks, linear_loss_primitive
 from jaxnorm.operations.linear_loss_call import NAME, Head, Reduction
 from jaxnorm.operations.loss import softcap
 from jaxnorm.primitives import eager
@@ -218,5 +218,5 @@ def _check_implementation(head: Head, x: jax.Array, weight: jax.Array, name: Nam
     """Raises where `name` cannot run a chunk of these arrays."""
     (_, dtype), classes = head.dtypes(x.dtype, weight.dtype), weight.shape[1]
     rows = linear_loss_chunks.chunk_rows(head.chunk, x.size // max(x.shape[-1], 1), classes, dtype)
-    call = linear_loss_chunks.chunk_call(head, (rows, classes), dtype, head.has_where)
+    call = chunk_loss.call_of(head, (rows, classes), dtype, head.has_where)
     backends.forced(call, name)

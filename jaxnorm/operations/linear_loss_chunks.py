@@ -17,10 +17,8 @@ cotangents, are divided by their largest for the same reason.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +27,9 @@ from jax import lax
 
 from jaxnorm.calls.call import Call
 from jaxnorm.meshes import sharding
-from jaxnorm.operations import checks
-from jaxnorm.operations.linear_loss_call import NAME, Head, Over, Reduction
-from jaxnorm.operations.loss import counted, cross_entropy_call, weighted
-from jaxnorm.primitives import row_operations
+from jaxnorm.operations import checks, chunk_loss
+from jaxnorm.operations.linear_loss_call import Head, Over, Reduction
+from jaxnorm.operations.loss import counted, weighted
 
 # Rows of x at a time. The fewer, the more often dW is read and written, which its product does not
 # hide: with chunks of 4096, 2048 and 1024 rows it takes 1.05, 1.14 and 1.49 of its time (H100,
@@ -150,7 +147,7 @@ class _Chunks:
         def step(rows: _Rows, carry: Carry) -> Carry:
             logits = self.product(rows.of_x(self.x), self.factor, self.bias)
             call = self.call(logits.shape)
-            (loss,) = _bind(call, logits, rows.of(self.labels), None, rows.counted)
+            (loss,) = chunk_loss.bind(call, logits, rows.of(self.labels), None, rows.counted)
             return {"loss": rows.put(carry["loss"], loss)}
 
         return self.loop(step, {"loss": jnp.zeros(self.rows, self.wide)})["loss"]
@@ -163,7 +160,7 @@ class _Chunks:
         def step(rows: _Rows, carry: Carry) -> Carry:
             x = rows.of_x(self.x)
             logits = self.product(x, weight, self.bias)
-            loss, dlogits = loss_and_dlogits(
+            loss, dlogits = chunk_loss.loss_and_dlogits(
                 self.call(logits.shape), logits, rows.of(self.labels), rows.counted, rows.of(dloss)
             )
             dlogits = dlogits.astype(self.dtype)
@@ -222,9 +219,9 @@ class _Chunks:
             if tb is not None:
                 moves.append(jnp.broadcast_to(tb, logits.shape))
             call, labels = self.call(logits.shape).with_stats(), rows.of(self.labels)
-            _, *stats = _bind(call, logits, labels, None, rows.counted)
+            _, *stats = chunk_loss.bind(call, logits, labels, None, rows.counted)
             along = sharding.vary_alike([logits, sum(moves[1:], moves[0])])[1]
-            tloss, *_ = _bind(call.tangent(["x"]), logits, *stats, labels, along)
+            tloss, *_ = chunk_loss.bind(call.tangent(["x"]), logits, *stats, labels, along)
             return {"loss": rows.put(carry["loss"], tloss)}
 
         losses = self.loop(step, {"loss": jnp.zeros(self.rows, self.wide)})["loss"]
@@ -266,7 +263,9 @@ class _Chunks:
     def call(self, shape: tuple[int, ...]) -> Call:
         """The cross-entropy of a chunk's logits."""
         # Rows that the next chunk has, too, are left out like those that do not count.
-        call = chunk_call(self.head, shape, self.logits_dtype, self.head.has_where or self.overlaps)
+        call = chunk_loss.call_of(
+            self.head, shape, self.logits_dtype, self.head.has_where or self.overlaps
+        )
         if not self.over.classes:
             return dataclasses.replace(
                 call, spec=dataclasses.replace(call.spec, padding=self.padding)
@@ -336,63 +335,6 @@ class _Rows:
 
     def put(self, whole: jax.Array, part: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(whole, part, self.start, 0)
-
-
-def loss_and_dlogits(
-    call: Call,
-    logits: jax.Array,
-    labels: jax.Array,
-    positions: jax.Array | None,
-    dloss: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Rows' losses, and the gradient of sum(dloss * loss), in the logits' dtype.
-
-    dlogits take the logits' place, which nothing reads after this.
-    """
-    with_stats = call.with_stats()
-    loss, *stats = _bind(with_stats, logits, labels, None, positions)
-    (dlogits,) = _bind(with_stats.backward(["x"], overwrites_x=True), logits, *stats, labels, dloss)
-    return loss, dlogits
-
-
-def chunk_call(head: Head, shape: tuple[int, ...], dtype: np.dtype, has_positions: bool) -> Call:
-    """The cross-entropy of a chunk's logits, whose errors name the function that users call."""
-    call = cross_entropy_call(
-        shape,
-        np.dtype(dtype),
-        axis=-1,
-        mask=None,
-        has_positions=has_positions,
-        label_smoothing=head.label_smoothing,
-        z_loss=head.z_loss,
-        logits_scale=head.logits_scale,
-        logit_softcap=head.logit_softcap,
-        implementation=head.implementation,
-    )
-    return dataclasses.replace(call, function=NAME, primitives=call.function)
-
-
-def _bind(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
-    """The pass: a primitive of its own, but for classes that are split over a mesh."""
-    if not call.spec.cols_over:
-        return row_operations.bind(call, *arrays)
-    if call.spec.direction == "fwd":
-        return _forward_on_shards(call, *arrays)
-    return call.xla(*[a for a in arrays if a is not None])
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _forward_on_shards(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
-    """With the rule of the primitive: a maximum over a mesh has no derivative of its own."""
-    return call.xla(*[a for a in arrays if a is not None])
-
-
-@_forward_on_shards.defjvp
-def _(call: Call, primals: Any, tangents: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-    logits, labels, *_ = primals
-    outputs = _forward_on_shards(call, *primals)
-    _, *stats = outputs
-    return outputs, call.tangent(["x"]).xla(logits, *stats, labels, tangents[0])
 
 
 def _sum_over(a: jax.Array, axes: tuple[str, ...]) -> jax.Array:

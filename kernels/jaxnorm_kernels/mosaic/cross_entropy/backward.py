@@ -56,8 +56,8 @@ def cross_entropy_bwd(
             layout = of_block[0].layout
             slope = 2 * spec.z_loss * (f_times(top, spec) + log_sum)
             for unit, value in zip(of_block, raw):
-                of_x = g(widen(value, layout), spec)
-                p = exp(f_times(of_x - top, spec) - log_sum)
+                g_x = g(widen(value, layout), spec)
+                p = exp(f_times(g_x - top, spec) - log_sum)
                 is_label = unit.columns() == label - unit.start
                 q = jnp.where(is_label, jnp.float32(1 - spec.label_smoothing + even), even)
                 of_z_loss = p - q + slope * p if spec.z_loss else p - q
@@ -65,7 +65,7 @@ def cross_entropy_bwd(
                 if spec.padding:
                     is_class = unit.columns() < spec.classes - unit.start
                     counts = jnp.logical_and(counts, is_class)
-                gradient = times_slope(d * of_z_loss, of_x, spec)
+                gradient = times_slope(d * of_z_loss, g_x, spec)
                 unit.store(dx, row, jnp.where(counts, gradient, 0.0))
 
         write([of_rows.unit(row, part * units + k) for k in range(units)])
