@@ -15,13 +15,16 @@ from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 
-def plain(x, labels, label_smoothing=0.0, z_loss=0.0):
+def plain(x, labels, label_smoothing, z_loss, logits_scale=1.0, logit_softcap=None):
+    x = logits_scale * x
+    if logit_softcap is not None:
+        x = logit_softcap * jnp.tanh(x / logit_softcap)
     lse = jax.nn.logsumexp(x, axis=-1)
     x_l = jnp.take_along_axis(x, labels[..., None], -1)[..., 0]
     return lse - (1 - label_smoothing) * x_l - label_smoothing * x.mean(-1) + z_loss * lse**2
 
 
-@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3]], ids=str)
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3], OPTIONS[6]], ids=str)
 @pytest.mark.usefixtures("x64")
 def test_derivatives_to_second_order(options):
     x, labels, _ = operands((3, 7), "float64", scale=1.0)
@@ -50,10 +53,10 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.parametrize("options", [OPTIONS[3], OPTIONS[6]], ids=str)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.usefixtures("x64")
-def test_transformations(transform):
-    options = OPTIONS[3]
+def test_transformations(transform, options):
     x, labels, d = operands((3, 5), "float64", scale=1.0)
     ours, theirs = (
         jax.jit(lambda x, d, f=f: TRANSFORMS[transform](lambda x: f(x, labels, **options), x, d))
