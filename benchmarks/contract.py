@@ -45,7 +45,8 @@ def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tu
     x = ("x",) if operation.starts_from_x else ()
     names = (*x, "saved", *statistics, *operation.keeps)
     residuals = Residuals(**dict(zip(names, operands)))
-    cotangents = Results(*operands[len(names) :])
+    of_results = dict.fromkeys(("y", *operation.results, "h"))
+    cotangents = Results(**dict(zip(of_results, operands[len(names) :])))
     gradients = implementation.backward(residuals, cotangents, spec, **schedule)
     return tuple(getattr(gradients, name) for name in operation.differentiable)
 

@@ -238,6 +238,7 @@ class Call:
         return (
             *(("y",) if spec.unused != "y" else ()),
             *(("h",) if has_h else ()),
+            *(("entropy",) if spec.returns_entropy else ()),
             *(spec.statistics if has_statistics else ()),
         )
 
@@ -263,7 +264,7 @@ class Call:
         spec = self.spec
         match name:
             case "x" | "y":
-                return spec.x_dtype if name == "x" else spec.y_dtype
+                return spec.dx_dtype if name == "x" else spec.y_dtype
             case "h" | "residual":
                 return spec.last.x_dtype
             case "cos" | "sin" if spec.table_dtype is not None:
@@ -367,5 +368,5 @@ class Call:
         return {**by_name, "stats": tuple(statistics)}
 
     def _picked(self, results: Results) -> list[jax.Array]:
-        by_name = {"y": results.y, "h": results.h, **dict(zip(self.spec.statistics, results.stats))}
+        by_name = {**results._asdict(), **dict(zip(self.spec.statistics, results.stats))}
         return [array for name in self._outputs if (array := by_name[name]) is not None]

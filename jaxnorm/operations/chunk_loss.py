@@ -9,7 +9,8 @@ import numpy as np
 
 from jaxnorm.calls.call import Call
 from jaxnorm.operations.linear_loss_call import NAME, Head
-from jaxnorm.operations.loss import cross_entropy_call
+from jaxnorm.operations.loss import NAME as FUNCTION
+from jaxnorm.operations.loss import loss_call
 from jaxnorm.primitives import row_operations
 
 
@@ -32,7 +33,8 @@ def loss_and_dlogits(
 
 def call_of(head: Head, shape: tuple[int, ...], dtype: np.dtype, has_positions: bool) -> Call:
     """The cross-entropy of a chunk's logits, whose errors name the function that users call."""
-    call = cross_entropy_call(
+    call = loss_call(
+        FUNCTION,
         shape,
         np.dtype(dtype),
         axis=-1,

@@ -1,6 +1,6 @@
 """softmax_cross_entropy_with_integer_labels: the public function, and its checks."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS
 from jaxnorm_kernels.specs import Name, Spec
 
-Function = Literal["softmax_cross_entropy_with_integer_labels"]
+Function = Literal["softmax_cross_entropy_with_integer_labels", "log_prob_and_entropy"]
 
 NAME: Function = "softmax_cross_entropy_with_integer_labels"
 
@@ -124,70 +124,106 @@ def _cross_entropy_of(
     logit_softcap: float | None,
     implementation: Name | None,
 ) -> jax.Array:
-    logits = checks.float_array(NAME, "logits", logits)
-    labels = checks.integer_array(NAME, "labels", labels)
-    shape = logits.shape
-    in_order = checks.axes_in_order(NAME, axis, shape, of="logits")
-    axes = tuple(sorted(in_order))
-    mask = weights = None
-    if where is not None:
-        mask, weights = _masks(where, RowView(shape, axes), checks.arithmetic_dtype(logits.dtype))
-    if in_order != axes:  # Labels count along the axes as given, as optax's do.
-        logits = jnp.moveaxis(logits, in_order, axes)
-        mask = None if mask is None else jnp.moveaxis(mask, in_order, axes)
-    call = cross_entropy_call(
-        logits.shape,
-        logits.dtype,
-        axis=axis,
-        mask=None if mask is None else mask.shape,
-        has_positions=weights is not None,
+    (loss,), weights = of_rows(
+        NAME,
+        logits,
+        labels,
+        axis,
+        where,
+        implementation,
+        has_weights=True,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         logits_scale=logits_scale,
         logit_softcap=logit_softcap,
-        implementation=implementation,
     )
-    expected = call.view.shape_of("label")
-    if labels.shape != expected:
-        raise ValueError(
-            f"{NAME}: labels have shape {labels.shape}; expected {expected}, the shape of logits "
-            f"{shape} without axis={axis!r}; reshape or broadcast labels to that shape"
-        )
-    if implementation is not None:
-        backends.forced(call, implementation)
-    positions = None if weights is None else counted(weights)
-    loss = row_operations.bind(call, logits, labels, mask, positions)[0]
     return loss if weights is None else weighted(loss, weights)
 
 
 _cross_entropy = eager.compiled(_cross_entropy_of, name=NAME, arrays=(0, 1, 3))
 
 
-def cross_entropy_call(
+def of_rows(
+    function: Function,
+    logits: checks.ArrayLike,
+    labels: checks.ArrayLike,
+    axis: checks.Axis,
+    where: checks.ArrayLike | None,
+    implementation: Name | None,
+    *,
+    has_weights: bool = False,
+    **options: Any,
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """The results of a function of logits and labels; `where`, if that is of positions.
+
+    Args:
+      has_weights: `where` may be float weights.
+      options: of `loss_call`.
+    """
+    logits = checks.float_array(function, "logits", logits)
+    labels = checks.integer_array(function, "labels", labels)
+    shape = logits.shape
+    in_order = checks.axes_in_order(function, axis, shape, of="logits")
+    axes = tuple(sorted(in_order))
+    mask = weights = None
+    if where is not None:
+        array = (
+            checks.weights(function, "where", where, checks.arithmetic_dtype(logits.dtype))
+            if has_weights
+            else checks.boolean(function, "where", where)
+        )
+        mask, weights = _masks(function, array, RowView(shape, axes))
+    if in_order != axes:  # Labels count along the axes as given, as optax's do.
+        logits = jnp.moveaxis(logits, in_order, axes)
+        mask = None if mask is None else jnp.moveaxis(mask, in_order, axes)
+    call = loss_call(
+        function,
+        logits.shape,
+        logits.dtype,
+        axis=axis,
+        mask=None if mask is None else mask.shape,
+        has_positions=weights is not None,
+        implementation=implementation,
+        **options,
+    )
+    expected = call.view.shape_of("label")
+    if labels.shape != expected:
+        raise ValueError(
+            f"{function}: labels have shape {labels.shape}; expected {expected}, the shape of "
+            f"logits {shape} without axis={axis!r}; reshape or broadcast labels to that shape"
+        )
+    if implementation is not None:
+        backends.forced(call, implementation)
+    positions = None if weights is None else counted(weights)
+    return row_operations.bind(call, logits, labels, mask, positions), weights
+
+
+def loss_call(
+    function: Function,
     shape: tuple[int, ...],
     dtype: np.dtype,
     *,
     axis: checks.Axis,
     mask: tuple[int, ...] | None,
     has_positions: bool,
-    label_smoothing: float,
-    z_loss: float,
-    logits_scale: float,
-    logit_softcap: float | None,
     implementation: Name | None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_scale: float = 1.0,
+    logit_softcap: float | None = None,
 ) -> Call:
     """The forward of a call with these arguments, after the checks; `mask` is a shape."""
-    view = RowView(shape, checks.axes(NAME, axis, shape, of="logits"), mask=mask or ())
-    checks.implementation(NAME, implementation)
-    smoothing = checks.number(NAME, "label_smoothing", label_smoothing, minimum=0, maximum=1)
+    view = RowView(shape, checks.axes(function, axis, shape, of="logits"), mask=mask or ())
+    checks.implementation(function, implementation)
+    smoothing = checks.number(function, "label_smoothing", label_smoothing, minimum=0, maximum=1)
     if smoothing and mask is not None:
         raise ValueError(
-            f"{NAME}: label_smoothing={label_smoothing!r} with a mask of classes (where has as "
+            f"{function}: label_smoothing={label_smoothing!r} with a mask of classes (where has as "
             "many axes as logits), which says nothing of the targets of the others; expected 0, or "
             "a mask of positions with the axes of labels; leave one of both out"
         )
     spec = Spec(
-        op=FUNCTIONS[NAME].op,
+        op=FUNCTIONS[function].op,
         direction="fwd",
         rows=view.rows,
         cols=view.cols,
@@ -196,12 +232,12 @@ def cross_entropy_call(
         has_mask=mask is not None,
         has_positions=has_positions,
         label_smoothing=smoothing,
-        z_loss=checks.number(NAME, "z_loss", z_loss, minimum=0),
-        logits_scale=checks.positive(NAME, "logits_scale", logits_scale),
-        logit_softcap=softcap(NAME, logit_softcap),
+        z_loss=checks.number(function, "z_loss", z_loss, minimum=0),
+        logits_scale=checks.positive(function, "logits_scale", logits_scale),
+        logit_softcap=softcap(function, logit_softcap),
         axes=view.axes,
     )
-    return Call(NAME, spec, view, implementation)
+    return Call(function, spec, view, implementation)
 
 
 def softcap(function: str, value: float | None) -> float | None:
@@ -220,19 +256,18 @@ def weighted(loss: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _masks(
-    where: checks.ArrayLike, view: RowView, dtype: np.dtype
+    function: str, where: jax.Array, view: RowView
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """`where` as a mask of classes or, in the loss's dtype, weights of positions, by its axes."""
-    array = checks.weights(NAME, "where", where, dtype)
+    """`where` as a mask of classes, or as what it is of positions, by its axes."""
     shape, of_labels = view.shape, view.shape_of("label")
-    if array.ndim == len(shape):
+    if where.ndim == len(shape):
         also = ", or give weights of positions the axes of labels"
-        mask = checks.boolean(NAME, "where", array, also)
-        return checks.broadcastable(NAME, "where", mask, shape), None
-    if not checks.fits(array.shape, of_labels):
+        mask = checks.boolean(function, "where", where, also)
+        return checks.broadcastable(function, "where", mask, shape), None
+    if not checks.fits(where.shape, of_labels):
         raise ValueError(
-            f"{NAME}: where has shape {array.shape}; expected one that broadcasts to labels' shape "
-            f"{of_labels}, with {len(of_labels)} axes, for positions, or to logits' "
+            f"{function}: where has shape {where.shape}; expected one that broadcasts to labels' "
+            f"shape {of_labels}, with {len(of_labels)} axes, for positions, or to logits' "
             f"{shape}, with {len(shape)} axes, for a mask of classes; add axes, e.g. where[None]"
         )
-    return None, jnp.broadcast_to(array, of_labels)
+    return None, jnp.broadcast_to(where, of_labels)

@@ -24,7 +24,7 @@ _KEPT = sorted(
 #:
 #: ``jax.checkpoint(block, policy=jaxnorm.save_policy)`` keeps the outputs and statistics of the
 #: norms (named ``jaxnorm_out`` and ``jaxnorm_rstd``), so the backward computes no norm again, and
-#: the log-sum-exp of each row of a cross-entropy (``jaxnorm_lse``, two numbers), not its logits. A
+#: the log-sum-exp of each row of a loss (``jaxnorm_lse``, two numbers), not its logits. A
 #: softmax's output, as large as the attention matrix, has a name of its own
 #: (``jaxnorm_softmax_out``) and is not kept, and neither is what ``rms_norm_linear`` gives to an
 #: activation (``jaxnorm_preactivation``), a product's result. To keep them, or arrays with names of
@@ -44,7 +44,7 @@ def name(call: Call, outputs: Sequence[jax.Array]) -> list[jax.Array]:
     """
     operation = call.spec.operation
     names = {"y": operation.out_name}
-    names |= dict.fromkeys(call.spec.statistics, operation.statistics_name)
+    names |= dict.fromkeys((*call.spec.statistics, "entropy"), operation.statistics_name)
     if call.spec.starts_from == "h":
         names["h"] = operation.out_name
     return [

@@ -116,16 +116,18 @@ class _RowRules(Rules[Call]):
         self, call: Call, residuals: Arrays, cotangents: Any, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
         """The cotangents of the tangents `names`, from those of a tangent's results."""
-        dy, *others = cotangents
-        dh = others.pop(0) if call.spec.adds_dh or call.spec.normalises_h else None
+        by_name = dict(zip(call.result_names, cotangents))
+        dh = by_name.pop("h", None)
         if isinstance(dh, ad.Zero) or not {*call.spec.operation.through_h} & {*names}:
             dh = None
-        stat_cotangents = any(not isinstance(ct, ad.Zero) for ct in others)
-        if isinstance(dy, ad.Zero) and not stat_cotangents:
+        nonzeros = nonzero(by_name.items())
+        if not nonzeros:
             return self.gradients_by_h(call, residuals, dh, names)
+        stat_cotangents = not nonzeros.keys().isdisjoint(call.spec.statistics)
         backward = call.backward(names, adds_dh=dh is not None, stat_cotangents=stat_cotangents)
-        dstats = map(ad.instantiate_zeros, others if stat_cotangents else [])
-        results = self.bind(backward, *residuals, ad.instantiate_zeros(dy), dh, *dstats)
+        by_name["h"] = dh
+        linear = [by_name[name] for name in backward.operand_names[call.residuals :]]
+        results = self.bind(backward, *residuals, *map(ad.instantiate_zeros, linear))
         return dict(zip(names, results))
 
     def gradients_by_h(

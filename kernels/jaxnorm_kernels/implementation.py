@@ -61,6 +61,7 @@ class Residuals(NamedTuple):
       x: that of the norm before a sum.
       stats: the row statistics.
       scale, bias, next_scale, mask, labels, cos, sin: as in :class:`Operands`.
+      entropy: the result of that name.
     """
 
     saved: jax.Array
@@ -73,6 +74,7 @@ class Residuals(NamedTuple):
     labels: jax.Array = _ABSENT
     cos: jax.Array = _ABSENT
     sin: jax.Array = _ABSENT
+    entropy: jax.Array = _ABSENT
 
 
 class Results(NamedTuple):
@@ -80,15 +82,18 @@ class Results(NamedTuple):
 
     Attributes:
       y: ``(rows, cols)`` in ``spec.y_dtype``, which a y that is the sum has in
-        ``spec.residual_dtype``; of a cross-entropy the loss of each row, ``(rows,)``.
+        ``spec.residual_dtype``; of a loss, or a label's log-probability, that of each row,
+        ``(rows,)``.
       h: the sum, in ``spec.residual_dtype``, of which y is the norm as it is rounded. As a
         cotangent (``spec.adds_dh``), of a plain norm, it is another one of x.
       stats: the row statistics, where ``spec.want_stats`` says so.
+      entropy: of each row, ``(rows,)``, in ``spec.y_dtype``.
     """
 
     y: jax.Array = _ABSENT
     h: jax.Array | None = None
     stats: Stats = ()
+    entropy: jax.Array = _ABSENT
 
 
 class Implementation(Protocol):

@@ -5,11 +5,11 @@ A softmax takes logits, z = logits_scale x + logits_bias::
     softmax          y = exp(z) / sum(exp(z))
     log_softmax      y = z - log(sum(exp(z)))
 
-A cross-entropy takes logits, z = softcap tanh(logits_scale x / softcap), a label of each row, and
-masks::
+A loss takes logits, z = softcap tanh(logits_scale x / softcap), a label of each row, and masks::
 
-    cross_entropy    y = logsumexp(z) - sum(targets z) + z_loss logsumexp(z)^2
-                     targets = (1 - label_smoothing) one_hot(label) + label_smoothing / cols
+    cross_entropy           y = logsumexp(z) - sum(targets z) + z_loss logsumexp(z)^2
+                            targets = (1 - label_smoothing) one_hot(label) + label_smoothing / cols
+    log_prob_and_entropy    y = log(p[label])    entropy = -sum(p log(p))    p = softmax(z)
 
 A norm is fused with the residual addition beside it::
 
@@ -39,6 +39,7 @@ Op = Literal[
     "softmax",
     "log_softmax",
     "cross_entropy",
+    "log_prob_and_entropy",
     "norm",
     "add_norm",
     "norm_add",
@@ -88,7 +89,7 @@ class Operation:
         where a LayerNorm keeps its input.
       saves: what the derivative starts from, with save="output" and with save="input".
       starts_from_x: the derivative takes x beside it: that of the norm before the sum.
-      keeps: operands that the derivative takes, too.
+      keeps: operands that the derivative takes, too, and results beside y and h.
       through_h: operands whose gradients h's cotangent is part of. A plain norm has no h, but may
         be given another cotangent of x, which stands in its place.
       norms: of a call's norms, those that there are: the one of x before a sum ("first"), and the
@@ -151,17 +152,24 @@ _NORM = Operation(
     statistics_name="jaxnorm_rstd",
 )
 
+_LOSS = Operation(
+    family="loss",
+    operands=("x", "labels", "mask", "positions"),
+    results={"y": "stat"},
+    saves=("x", "x"),
+    keeps=("labels", "mask"),  # The statistics tell which rows have an entry.
+    statistics=("max", "log_sum"),
+    statistics_name="jaxnorm_lse",
+)
+
 OPERATIONS: dict[Op, Operation] = {
     "softmax": _SOFTMAX,
     "log_softmax": _SOFTMAX,
-    "cross_entropy": Operation(
-        family="loss",
-        operands=("x", "labels", "mask", "positions"),
-        results={"y": "stat"},
-        saves=("x", "x"),
-        keeps=("labels", "mask"),  # The statistics tell which rows have an entry.
-        statistics=("max", "log_sum"),
-        statistics_name="jaxnorm_lse",
+    "cross_entropy": _LOSS,
+    "log_prob_and_entropy": dataclasses.replace(
+        _LOSS,
+        results={"y": "stat", "entropy": "stat"},
+        keeps=("labels", "mask", "entropy"),
     ),
     "norm": _NORM,
     "add_norm": dataclasses.replace(
@@ -214,6 +222,7 @@ FUNCTIONS: dict[str, Function] = {
     "softmax": Function("softmax"),
     "log_softmax": Function("log_softmax"),
     "softmax_cross_entropy_with_integer_labels": Function("cross_entropy"),
+    "log_prob_and_entropy": Function("log_prob_and_entropy"),
     "layer_norm": Function("norm", subtract_mean=True),
     "rms_norm": Function("norm"),
     "add_layer_norm": Function("add_norm", subtract_mean=True),

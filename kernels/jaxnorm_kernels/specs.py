@@ -96,7 +96,8 @@ class Spec:
       has_positions: a mask of rows comes with a cross-entropy: its loss is 0 where that is False.
       label_smoothing, z_loss: of a cross-entropy, as in its equation above.
       padding: of a cross-entropy: how many of the last columns are no classes; their dx is 0.
-      overwrites_x: a cross-entropy's backward may write dx over x, which nothing reads after it.
+      overwrites_x: a loss's backward may write dx over x, which nothing reads after it.
+      gradient_dtype: of a loss's dx; None for x_dtype.
       logit_softcap: c of a cross-entropy's logits c tanh(logits_scale x / c); None for none.
       logits_scale: x is multiplied by it. Of softmaxes, too.
       masked_logit: what a logit is that the mask does not keep. -inf: it takes no part, and a row
@@ -157,6 +158,7 @@ class Spec:
     z_loss: float = 0.0
     padding: int = 0
     overwrites_x: bool = False
+    gradient_dtype: np.dtype | None = None
     logit_softcap: float | None = None
     logits_scale: float = 1.0
     masked_logit: float = -math.inf
@@ -192,14 +194,19 @@ class Spec:
         return OPERATIONS[self.op]
 
     def has(self, operand: str) -> bool:
-        """Whether the call has this operand of its operation."""
+        """Whether the call has this operand of its operation, or result that it keeps."""
         match operand:
-            case "x" | "labels" | "cos" | "sin":
+            case "x" | "labels" | "cos" | "sin" | "entropy":
                 return True
             case "mask" | "positions":
                 return self.has_mask if operand == "mask" else self.has_positions
             case _:
                 return getattr(self, f"{operand}_dtype") is not None
+
+    @property
+    def dx_dtype(self) -> np.dtype:
+        """dtype of the gradient of x."""
+        return self.gradient_dtype or self.x_dtype
 
     @functools.cached_property
     def classes(self) -> int:
@@ -257,6 +264,11 @@ class Spec:
     def is_loss(self) -> bool:
         """Whether it has labels."""
         return self.operation.family == "loss"
+
+    @functools.cached_property
+    def returns_entropy(self) -> bool:
+        """Whether the entropy of each row is a result."""
+        return "entropy" in self.operation.results
 
     @functools.cached_property
     def normalises_h(self) -> bool:
@@ -381,7 +393,7 @@ _FIELDS: dict[Family, tuple[str, ...]] = {
         *_MASK,
         *_STATISTICS,
         *("has_positions", "label_smoothing", "z_loss", "padding", "overwrites_x"),
-        *("logits_scale", "logit_softcap"),
+        *("gradient_dtype", "logits_scale", "logit_softcap"),
     ),
 }
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Spec)}

@@ -1,4 +1,4 @@
-"""Cross-entropy of a row x with the label l.
+"""Cross-entropy of a row x with the label l; or the label's log-probability, and the entropy.
 
 With a = label_smoothing, b = z_loss, d = dloss::
 
@@ -9,6 +9,12 @@ With a = label_smoothing, b = z_loss, d = dloss::
     dx = d (p - targets + 2 b lse p)      p = exp(x - m - log(s))
                                           targets = (1 - a) [j = l] + a / V
 
+With d = dlog_prob, e = dentropy and the entropy H::
+
+    log_prob = -(D + log(s))      H = log(s) - T / s      T = sum(exp(x - m) (x - m))
+
+    dx = d ([j = l] - p) - e p (log(p) + H)
+
 r is x_l, or 0 where that is infinite: near the mean, so that the sum of x - r loses little. With a
 scale or a cap logits are z = f g(x), so that x is g(x), whose differences are times f, and dx is
 
@@ -16,9 +22,10 @@ scale or a cap logits are z = f g(x), so that x is g(x), whose differences are t
                          g = x                f = a    dz / dx = a              c = logit_softcap
 
 The forward reads a row once, block after block, and exchanges nothing meanwhile: each thread has a
-maximum of its own of what it has read so far, and a sum by that (Milakov, Gimelshein 2018),
+maximum of its own of what it has read so far, and sums by that (Milakov, Gimelshein 2018),
 
     m' = max(m, x)      s' = s exp(m - m') + sum(exp(x - m'))
+                        T' = (T + s (m - m')) exp(m - m') + sum(exp(x - m') (x - m'))
 
 which merge at the end. The label's own term is not in the sum s_o of the others, because
 log(1 + s_o) of a small s_o is accurate where the log of the rounded sum is not:
@@ -58,6 +65,7 @@ class Options:
       label_smoothing, z_loss: a and b.
       logits_scale, softcap: of the logits; 0 for no cap.
       factor: f.
+      entropy: whether log-probability and entropy are asked for, and no loss.
       blocks: of a row.
       vector: elements that a thread reads at once.
     """
@@ -68,6 +76,7 @@ class Options:
     logits_scale: float
     softcap: float
     factor: float
+    entropy: bool
     blocks: int
     vector: int
 
@@ -92,6 +101,7 @@ class Options:
             spec.logits_scale,
             spec.logit_softcap or 0.0,
             spec.logit_factor,
+            spec.returns_entropy,
             blocks,
             vector,
         )
@@ -100,18 +110,23 @@ class Options:
 def cross_entropy_fwd(
     operands: Operands, spec: Spec, *, schedule: Schedule | None = None
 ) -> Results:
-    """The loss and the statistics; `schedule` stands in for the one of the table."""
+    """The results and the statistics; `schedule` stands in for the one of the table."""
     x, labels, positions = operands.x, operands.labels, operands.positions
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or schedules.choose(spec)
     of_rows = jax.ShapeDtypeStruct((spec.rows,), np.float32)
     stat = of_rows if spec.want_stats else None
     options = Options.of(spec, schedule)
-    loss, *stats = schedule.launch(
+    y, *rest = schedule.launch(
         _cross_entropy_fwd,
         spec,
-        name="jaxnorm_cross_entropy_fwd",
-        outputs={"loss_ptr": of_rows, "m_ptr": stat, "log_s_ptr": stat},
+        name=f"jaxnorm_{spec.op}_fwd",
+        outputs={
+            "y_ptr": of_rows,
+            "entropy_ptr": of_rows if spec.returns_entropy else None,
+            "m_ptr": stat,
+            "log_s_ptr": stat,
+        },
         x_ptr=x,
         labels_ptr=labels,
         positions_ptr=positions,
@@ -119,32 +134,37 @@ def cross_entropy_fwd(
         lanes=min(32 * schedule.warps, schedule.block // options.vector),
         stages=schedule.stages,
     )
-    return Results(loss, stats=tuple(stats))
+    if not spec.returns_entropy:
+        return Results(y, stats=tuple(rest))
+    entropy, *stats = rest
+    return Results(y, entropy=entropy, stats=tuple(stats))
 
 
 def cross_entropy_bwd(
     residuals: Residuals, cotangents: Results, spec: Spec, *, schedule: Schedule | None = None
 ) -> Operands:
     """The gradient of x; `schedule` stands in for the one of the table."""
-    x, labels, dloss = residuals.saved, residuals.labels, cotangents.y
+    x, labels, dy = residuals.saved, residuals.labels, cotangents.y
     assert residuals.mask is None, "of classes: `support` refuses it"
     schedule = schedule or schedules.choose(spec)
     m, log_s = residuals.stats
     options = Options.of(spec, schedule)
     (tiles,) = schedule.grid(spec)
     place = jax.new_ref(x) if spec.overwrites_x else None
-    dx = None if spec.overwrites_x else jax.ShapeDtypeStruct(x.shape, spec.x_dtype)
+    dx = None if spec.overwrites_x else jax.ShapeDtypeStruct(x.shape, spec.dx_dtype)
     results = schedule.launch(
         _cross_entropy_bwd,
         spec,
-        name="jaxnorm_cross_entropy_bwd",
+        name=f"jaxnorm_{spec.op}_bwd",
         outputs={"dx_ptr": dx},
         grid=(tiles * options.blocks,),
         x_ptr=x if place is None else place,
         m_ptr=m,
         log_s_ptr=log_s,
         labels_ptr=labels,
-        dloss_ptr=dloss,
+        dy_ptr=dy,
+        entropy_ptr=residuals.entropy,
+        dentropy_ptr=cotangents.entropy,
         options=options,
     )
     return Operands(results[0] if place is None else jax.freeze(place))
@@ -155,7 +175,8 @@ def _cross_entropy_fwd(
     x_ptr,
     labels_ptr,
     positions_ptr,
-    loss_ptr,
+    y_ptr,
+    entropy_ptr,
     m_ptr,
     log_s_ptr,
     rows,
@@ -196,17 +217,24 @@ def _cross_entropy_fwd(
 
     m, s, t = sums
     m_o = tl.max(m, axis=1)[:, None]
-    s_o = tl.sum(s * tl.exp(options.factor * (m - m_o)), axis=1)[:, None]
+    s, t = _rescaled(s, t, m - m_o, options)
+    s_o, t_o = tl.sum(s, axis=1)[:, None], tl.sum(t, axis=1)[:, None]
     m = tl.maximum(m_o, x_l)
     d = options.factor * (m - x_l)
-    others = s_o * tl.exp(options.factor * (m_o - m))
+    others, t_o = _rescaled(s_o, t_o, m_o - m, options)
     log_s = _log1p(tl.where(d == 0.0, others, others - 1.0 + tl.exp(-d)))
     is_nothing = (s_o == 0.0) & (x_l == float("-inf"))
     log_s = tl.where(is_column[:, None] & (is_nothing == 0), log_s, float("nan"))
+    of_row, is_row = row[:, None], exists[:, None]
     loss = d + log_s
+    if options.entropy:
+        of_label = tl.exp(-d)
+        total = options.factor * (t_o + of_label * tl.maximum(x_l - m, LOWEST))
+        entropy = log_s - total / (others + of_label)
+        tl.store(entropy_ptr + of_row, tl.where(read, entropy, 0.0), is_row)
+        loss = 0.0 - loss
     if options.label_smoothing > 0.0:
-        total = tl.sum(t, axis=1)[:, None]
-        even = options.factor * (m - r - total * (1.0 / options.classes)) + log_s
+        even = options.factor * (m - r - t_o * (1.0 / options.classes)) + log_s
         if options.label_smoothing == 1.0:
             loss = even
         else:
@@ -214,8 +242,7 @@ def _cross_entropy_fwd(
     if options.z_loss > 0.0:
         lse = options.factor * m + log_s
         loss += options.z_loss * lse * lse
-    of_row, is_row = row[:, None], exists[:, None]
-    tl.store(loss_ptr + of_row, tl.where(read, loss, 0.0), is_row)
+    tl.store(y_ptr + of_row, tl.where(read, loss, 0.0), is_row)
     if m_ptr is not None:
         tl.store(m_ptr + of_row, tl.where(read, m, 0.0), is_row)
         tl.store(log_s_ptr + of_row, tl.where(read, log_s, float("-inf")), is_row)
@@ -226,7 +253,7 @@ def _add(sums, of_rows, first, options: tl.constexpr, tiling: tl.constexpr, is_w
     """The sums of each thread, with a block.
 
     Args:
-      sums: m, s, and the sum of x - r, `(tile_rows, lanes)` each.
+      sums: m, s, and the sum of x - r, or T over f; `(tile_rows, lanes)` each.
       of_rows: where the first block begins, by how much before the first column, and where from
         there the label's column is; r, and whether the row is read. `(tile_rows, 1)` each.
       first: where the block begins, from the first one's beginning.
@@ -245,8 +272,21 @@ def _add(sums, of_rows, first, options: tl.constexpr, tiling: tl.constexpr, is_w
         t += tl.sum(tl.sum(rest, axis=3), axis=1)
     others = _by_lanes(tl.where(lane == at - first, float("-inf"), x), m, options.vector)
     higher = tl.maximum(m, tl.max(tl.max(others, axis=3), axis=1))
-    e = tl.exp(options.factor * (others - higher[:, None, :, None]))
-    return higher, s * tl.exp(options.factor * (m - higher)) + tl.sum(tl.sum(e, axis=3), axis=1), t
+    depth = others - higher[:, None, :, None]
+    e = tl.exp(options.factor * depth)
+    s, t = _rescaled(s, t, m - higher, options)
+    if options.entropy:
+        t += tl.sum(tl.sum(e * tl.maximum(depth, LOWEST), axis=3), axis=1)
+    return higher, s + tl.sum(tl.sum(e, axis=3), axis=1), t
+
+
+@triton.jit
+def _rescaled(s, t, depth, options: tl.constexpr):
+    """Sums by another maximum; `depth` is the one that they have less that."""
+    exp = tl.exp(options.factor * depth)
+    if options.entropy:  # Of which no factor may be infinite where the other is 0.
+        t = (t + s * tl.maximum(depth, LOWEST)) * exp
+    return s * exp, t
 
 
 @triton.jit
@@ -263,7 +303,9 @@ def _cross_entropy_bwd(
     m_ptr,
     log_s_ptr,
     labels_ptr,
-    dloss_ptr,
+    dy_ptr,
+    entropy_ptr,
+    dentropy_ptr,
     dx_ptr,
     rows,
     options: tl.constexpr,
@@ -273,7 +315,7 @@ def _cross_entropy_bwd(
         dx_ptr = x_ptr
     row = tl.program_id(0) // options.blocks * tiling.tile_rows + tl.arange(0, tiling.tile_rows)
     nth = tl.program_id(0) % options.blocks
-    of_rows = (m_ptr, log_s_ptr, labels_ptr, dloss_ptr, row, row < rows)
+    of_rows = (m_ptr, log_s_ptr, labels_ptr, dy_ptr, entropy_ptr, dentropy_ptr, row, row < rows)
     if tiling.cols % options.vector == 0:
         fits: tl.constexpr = tiling.cols % tiling.block == 0
         _store_gradient(x_ptr, dx_ptr, of_rows, nth, options, tiling, fits)
@@ -288,7 +330,7 @@ def _store_gradient(
     x_ptr, dx_ptr, of_rows, nth, options: tl.constexpr, tiling: tl.constexpr, is_whole: tl.constexpr
 ):
     """dx of the block of that number; `is_whole` is one that lies inside of the row."""
-    m_ptr, log_s_ptr, labels_ptr, dloss_ptr, row, exists = of_rows
+    m_ptr, log_s_ptr, labels_ptr, dy_ptr, entropy_ptr, dentropy_ptr, row, exists = of_rows
     begin, lead = _start(row, tiling.cols, options.vector)
     lane, first = tl.arange(0, tiling.block)[None, :], nth * tiling.block
     read = exists[:, None]
@@ -300,16 +342,23 @@ def _store_gradient(
     label, _ = _load_label(labels_ptr, row, exists, options.classes)
     m = tl.load(m_ptr + row, exists, 0.0)[:, None]
     log_s = tl.load(log_s_ptr + row, exists, 0.0)[:, None]
-    d = tl.load(dloss_ptr + row, exists, 0.0)[:, None]
-    p = tl.exp(options.factor * (x - m) - log_s)
+    d = tl.load(dy_ptr + row, exists, 0.0)[:, None]
+    log_p = options.factor * (x - m) - log_s
+    p = tl.exp(log_p)
     is_label = lane == label[:, None] + lead - first
-    slope = p - tl.where(is_label, options.label_target, options.other_target)
-    if options.z_loss > 0.0:
-        slope += 2.0 * options.z_loss * (options.factor * m + log_s) * p
+    if options.entropy:
+        above_mean = tl.maximum(log_p, LOWEST) + tl.load(entropy_ptr + row, exists, 0.0)[:, None]
+        e = tl.load(dentropy_ptr + row, exists, 0.0)[:, None]
+        dz = tl.where(is_label, d, 0.0) - p * (d + e * above_mean)
+    else:
+        slope = p - tl.where(is_label, options.label_target, options.other_target)
+        if options.z_loss > 0.0:
+            slope += 2.0 * options.z_loss * (options.factor * m + log_s) * p
+        dz = d * slope
     counts = log_s != float("-inf")
     if options.classes < tiling.cols:
         counts = counts & (lane < options.classes + lead - first)
-    dx = _times_slope(d * slope, x, options)
+    dx = _times_slope(dz, x, options)
     tl.store(dx_ptr + offset, tl.where(counts, dx, 0.0), read)
 
 

@@ -58,7 +58,7 @@ def norm_bwd(
         of_h = norm_bwd(residuals, cotangents, spec.last)
         return of_h._replace(x=of_h.x.astype(spec.x_dtype), residual=of_h.x)
     saved, _, stats, scale, bias, *_ = residuals
-    dy, dh, _ = cotangents
+    dy, dh, *_ = cotangents
     schedule = schedule or schedules.choose(spec)
     rstd, *mean = stats
     operands: dict[str, Any] = {

@@ -53,8 +53,14 @@ _INT32_MAX = 2**31 - 1
 
 def cross_entropy_fwd(operands: Operands, spec: Spec) -> Results:
     """The loss, and the statistics that the spec wants; each of the rows' shape."""
+    loss, *stats = loss_and_statistics(operands, spec)
+    return Results(loss, stats=tuple(stats) if spec.want_stats else ())
+
+
+def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The loss, m and log(s)."""
     mask, positions = operands.mask, operands.positions
-    (x,), spec = _without_padding([operands.x], spec)
+    (x,), spec = without_padding([operands.x], spec)
     x = g(x, spec)
     label, a = _label(operands.labels, spec), spec.label_smoothing
     at_label = _columns(x.shape, spec) == label
@@ -83,14 +89,14 @@ def cross_entropy_fwd(operands: Operands, spec: Spec) -> Results:
     if has_entry is not None:
         loss, log_s = jnp.where(has_entry, loss, 0), jnp.where(has_entry, log_s, -jnp.inf)
     loss, m, log_s = (jnp.squeeze(v, spec.axes) for v in (loss, m, log_s))
-    return Results(loss.astype(spec.y_dtype), stats=(m, log_s) if spec.want_stats else ())
+    return loss.astype(spec.y_dtype), m, log_s
 
 
 def cross_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
     """The tangents of the loss, and of the statistics where the spec wants them."""
-    (x, dx), spec = _without_padding([residuals.saved, tangents.x], spec)
+    (x, dx), spec = without_padding([residuals.saved, tangents.x], spec)
     residuals, mask = residuals._replace(saved=x), residuals.mask
-    x, p, lse, has_entry, at_label = _probabilities(residuals, spec)
+    x, p, lse, has_entry, at_label = probabilities(residuals, spec)
     a = spec.label_smoothing
     # Zeroed before any product: 0 * inf would poison the row.
     t = jnp.where(has_entry, times_slope(dx.astype(spec.compute_dtype), x, spec), 0)
@@ -109,8 +115,8 @@ def cross_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> R
 def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """The gradient of x."""
     dloss, dstats, padding = cotangents.y, cotangents.stats, spec.padding
-    (x,), spec = _without_padding([residuals.saved], spec)
-    x, p, lse, has_entry, at_label = _probabilities(residuals._replace(saved=x), spec)
+    (x,), spec = without_padding([residuals.saved], spec)
+    x, p, lse, has_entry, at_label = probabilities(residuals._replace(saved=x), spec)
     a = spec.label_smoothing
     d = jnp.expand_dims(dloss.astype(spec.compute_dtype), spec.axes)
     even = a / spec.cols if a else 0.0
@@ -121,7 +127,7 @@ def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
     if dstats:
         _, dlse = dstats
         dx = dx + jnp.expand_dims(dlse, spec.axes) * p
-    dx = jnp.where(has_entry, times_slope(dx, x, spec), 0).astype(spec.x_dtype)
+    dx = jnp.where(has_entry, times_slope(dx, x, spec), 0).astype(spec.dx_dtype)
     return Operands(jnp.pad(dx, [(0, 0)] * (dx.ndim - 1) + [(0, padding)]) if padding else dx)
 
 
@@ -130,7 +136,7 @@ FORMULAS: dict[Op, Formulas] = {
 }
 
 
-def _without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.Array], Spec]:
+def without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.Array], Spec]:
     """Arrays of x's shape and a spec, of classes alone."""
     if not spec.padding:
         return list(arrays), spec
@@ -138,7 +144,7 @@ def _without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.
     return arrays, dataclasses.replace(spec, cols=spec.classes, padding=0)
 
 
-def _probabilities(
+def probabilities(
     residuals: Residuals, spec: Spec
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """g(x), p; along rows lse, 0 without an entry; whether there is one; the label's place."""

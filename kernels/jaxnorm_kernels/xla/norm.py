@@ -127,7 +127,7 @@ def norm_add_norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> R
 def norm_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `norm_add_norm_fwd`."""
     saved, x, stats, scale, _, next_scale, *_ = residuals
-    dy, dh, dstats = cotangents
+    dy, dh, dstats, *_ = cotangents
     last = dataclasses.replace(spec.last, x_dtype=spec.compute_dtype)
     of_second = Results(dy, dh, dstats[1:])
     of_h, dnext_scale, _ = backward(saved, stats[1:], next_scale, None, of_second, last)
@@ -195,7 +195,7 @@ def backward(
     spec: Spec,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """dx, dscale and dbias of one norm."""
-    dy, dh, dstats = cotangents
+    dy, dh, dstats, *_ = cotangents
     d = dy.astype(spec.compute_dtype)
     g, xh, (rstd, *_), z = _recovered(saved, stats, scale, bias, spec)
     dg = d if g is None else d * g

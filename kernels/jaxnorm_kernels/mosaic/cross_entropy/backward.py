@@ -1,8 +1,12 @@
-"""Backward pass of cross-entropy, from the logits.
+"""Backward pass of cross-entropy, and of log-probability and entropy, from the logits.
 
 With d = dloss and p = exp(x - m - log(s)):
 
     dx = d (p - targets + 2 b lse p)      lse = m + log(s)      targets = (1 - a) [j = l] + a / V
+
+With d = dlog_prob, e = dentropy and the entropy H:
+
+    dx = d ([j = l] - p) - e p (log(p) + H)
 
 With a scale or a cap that is the gradient of f g(x), and x - m is f (g(x) - m).
 
@@ -13,9 +17,9 @@ so is dx.
 
 from collections.abc import Sequence
 
+import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
@@ -42,9 +46,26 @@ def cross_entropy_bwd(
     parts, units = parts_of_a_row(spec, units), min(units, of_rows.count)
     exp = numerics.exp(is_wide=spec.x_dtype.itemsize > 2)
     even = spec.label_smoothing / spec.classes
+    of_rows_alone = [*residuals.stats, cotangents.y]
+    if spec.returns_entropy:
+        of_rows_alone += [residuals.entropy, cotangents.entropy]
 
-    def body(x: Ref, m: Ref, log_s: Ref, labels: Ref, dloss: Ref, dx: Ref | None = None) -> None:
-        dx = x if dx is None else dx
+    def slope_of(
+        p: jax.Array, log_p: jax.Array, is_label: jax.Array, numbers: Sequence[jax.Array]
+    ) -> jax.Array:
+        top, log_sum, d, *of_entropy = numbers
+        if of_entropy:
+            entropy, e = of_entropy
+            above_mean = jnp.maximum(log_p, numerics.LOWEST) + entropy
+            return jnp.where(is_label, d, 0.0) - p * (d + e * above_mean)
+        q = jnp.where(is_label, jnp.float32(1 - spec.label_smoothing + even), even)
+        slope = p - q
+        if spec.z_loss:
+            slope = slope + 2 * spec.z_loss * (f_times(top, spec) + log_sum) * p
+        return d * slope
+
+    def body(x: Ref, labels: Ref, *refs: Ref) -> None:
+        of_row, (dx,) = refs[: len(of_rows_alone)], refs[len(of_rows_alone) :] or (x,)
         block = lax.axis_index(BLOCK)
         row, part = lax.div(block, parts), lax.rem(block, parts)
 
@@ -52,20 +73,18 @@ def cross_entropy_bwd(
             # The logits first: the numbers of the row are small, and on their way meanwhile.
             raw = [unit.load(x, row) for unit in of_block]
             label = read_label(labels, row)
-            top, log_sum, d = (load(ref.at[row], None) for ref in (m, log_s, dloss))
+            top, log_sum, *_ = numbers = [load(ref.at[row], None) for ref in of_row]
             layout = of_block[0].layout
-            slope = 2 * spec.z_loss * (f_times(top, spec) + log_sum)
             for unit, value in zip(of_block, raw):
                 g_x = g(widen(value, layout), spec)
-                p = exp(f_times(g_x - top, spec) - log_sum)
+                log_p = f_times(g_x - top, spec) - log_sum
                 is_label = unit.columns() == label - unit.start
-                q = jnp.where(is_label, jnp.float32(1 - spec.label_smoothing + even), even)
-                of_z_loss = p - q + slope * p if spec.z_loss else p - q
+                slope = slope_of(exp(log_p), log_p, is_label, numbers)
                 counts = lax.broadcast(log_sum != -jnp.inf, unit.shape)
                 if spec.padding:
                     is_class = unit.columns() < spec.classes - unit.start
                     counts = jnp.logical_and(counts, is_class)
-                gradient = times_slope(d * of_z_loss, g_x, spec)
+                gradient = times_slope(slope, g_x, spec)
                 unit.store(dx, row, jnp.where(counts, gradient, 0.0))
 
         write([of_rows.unit(row, part * units + k) for k in range(units)])
@@ -74,9 +93,9 @@ def cross_entropy_bwd(
 
     (dx,) = launch(
         body,
-        [residuals.saved, *residuals.stats, residuals.labels, cotangents.y],
-        name="jaxnorm_cross_entropy_bwd",
-        outputs=[] if spec.overwrites_x else [((spec.rows, spec.cols), np.dtype(spec.x_dtype))],
+        [residuals.saved, residuals.labels, *of_rows_alone],
+        name=f"jaxnorm_{spec.op}_bwd",
+        outputs=[] if spec.overwrites_x else [((spec.rows, spec.cols), spec.dx_dtype)],
         overwritten=int(spec.overwrites_x),
         blocks=spec.rows * parts,
         auto_barriers=False,

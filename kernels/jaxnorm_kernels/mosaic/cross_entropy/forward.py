@@ -1,4 +1,4 @@
-"""Cross-entropy of a row x with the label l.
+"""Cross-entropy of a row x with the label l; or the label's log-probability, and the entropy.
 
 With a = label_smoothing, b = z_loss:
 
@@ -6,13 +6,17 @@ With a = label_smoothing, b = z_loss:
 
     loss = (1 - a) (D + log(s)) + a (m - r + log(s) - mean(x - r)) + b lse^2
 
-r is x_l, or 0 where that is infinite: near the mean, so that the sum of x - r loses little. With a
-scale or a cap x is g(x), -inf for what is no class, and its differences are times f.
+    log_prob = -(D + log(s))      entropy = log(s) - T / s      T = sum(exp(x - m) (x - m))
 
-A row is read once, in a loop: each thread has the maximum of what it has read so far, and the sum
+r is x_l, or 0 where that is infinite: near the mean, so that the sum of x - r loses little. With a
+scale or a cap x is g(x), -inf for what is no class, and its differences are times f. Neither term
+of the entropy is negative.
+
+A row is read once, in a loop: each thread has the maximum of what it has read so far, and the sums
 by that, which it rescales when the maximum grows,
 
     m' = max(m, x)      s' = s exp(m - m') + sum(exp(x - m'))
+                        T' = (T + s (m - m')) exp(m - m') + sum(exp(x - m') (x - m'))
 
 and parts of a row merge in the same way. The label's own term is not in the sum s_o of the others,
 because log(1 + s_o) of a small s_o is accurate where the log of the rounded sum is not:
@@ -53,7 +57,7 @@ from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
 
-#: Of what has been read: the maximum m, the sum of exp(x - m) and, for smoothed labels, of x - r.
+#: Of what has been read: the maximum m, s and, for smoothed labels, the sum of x - r, or T over f.
 Sums = tuple[jax.Array, ...]
 
 
@@ -90,8 +94,8 @@ def choose(spec: Spec, gpu: Gpu) -> Schedule:
     """The schedule for a call. With fewer rows than SMs, those of a cluster share a row."""
     units = units_of(spec)
     wanted = max(1, spec.cols * spec.x_dtype.itemsize // _SHARE_BYTES)
-    # Smoothing and tanh take 80 registers: a block of 512 threads would have an SM to itself.
-    takes_80 = spec.label_smoothing or spec.logit_softcap is not None
+    # A third sum and tanh take 80 registers: a block of 512 threads would have an SM to itself.
+    takes_80 = _sums(spec) > 2 or spec.logit_softcap is not None
     most = 2 if takes_80 else _MOST_WARPGROUPS
     warpgroups = 1 << min(wanted, most).bit_length() - 1
     cluster = 1
@@ -117,31 +121,38 @@ def most_elements(spec: Spec) -> int:
 def cross_entropy_fwd(
     operands: Operands, spec: Spec, *, schedule: Schedule | None = None
 ) -> Results:
-    """The loss and the statistics; `schedule` stands in for the chosen one."""
+    """The loss, or log_prob and entropy, and the statistics; `schedule` in place of the chosen."""
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or choose(spec)
-    stats = 2 if spec.want_stats else 0
-    sums = 2 + bool(spec.label_smoothing)
-    gather = Gather(schedule.warpgroups, schedule.cluster, sums)
+    results = 1 + spec.returns_entropy + 2 * spec.want_stats
+    gather = Gather(schedule.warpgroups, schedule.cluster, _sums(spec))
     arrays = [a for a in (operands.x, operands.labels, operands.positions) if a is not None]
 
     def body(*refs: Ref) -> None:
         operand_refs, refs = refs[: len(arrays)], refs[len(arrays) :]
-        result_refs, scratch = refs[: 1 + stats], refs[1 + stats :]
+        result_refs, scratch = refs[:results], refs[results:]
         _row(spec, schedule, gather, operand_refs, result_refs, scratch)
 
-    loss, *stats = launch(
+    y, *rest = launch(
         body,
         arrays,
-        name="jaxnorm_cross_entropy_fwd",
-        outputs=[((spec.rows,), _F32)] * (1 + stats),
+        name=f"jaxnorm_{spec.op}_fwd",
+        outputs=[((spec.rows,), _F32)] * results,
         blocks=spec.rows,
         cluster=schedule.cluster,
         warpgroups=schedule.warpgroups,
         scratch=gather.scratch(),
         auto_barriers=False,
     )
-    return Results(loss, stats=tuple(stats))
+    if not spec.returns_entropy:
+        return Results(y, stats=tuple(rest))
+    entropy, *stats = rest
+    return Results(y, entropy=entropy, stats=tuple(stats))
+
+
+def _sums(spec: Spec) -> int:
+    """How many there are of what is read."""
+    return 2 + (bool(spec.label_smoothing) or spec.returns_entropy)
 
 
 def _row(
@@ -184,7 +195,9 @@ def _row(
         return
     counts = load(positions[0].at[row], None).astype(jnp.int8) != 0
     pl.when(counts)(reduce)
-    pl.when(jnp.logical_not(counts))(lambda: write(0.0, 0.0, -jnp.inf))
+    pl.when(jnp.logical_not(counts))(
+        lambda: write(*[0.0] * (1 + spec.returns_entropy), 0.0, -jnp.inf)
+    )
 
 
 def read_label(labels: Ref, row: Any) -> jax.Array:
@@ -229,9 +242,7 @@ class _Share:
 
     def reduce(self, x: Ref, raw: list[jax.Array], label: jax.Array, r: jax.Array | None) -> Sums:
         """The sums of each thread; `raw` is what it has loaded first."""
-        sums: Sums = (of_threads(numerics.LOWEST), of_threads(0.0))
-        if r is not None:
-            sums = (*sums, of_threads(0.0))
+        sums: Sums = (of_threads(numerics.LOWEST), *[of_threads(0.0)] * (_sums(self.spec) - 1))
 
         def advance(i: Any, carry: tuple[list[jax.Array], Sums]) -> tuple[list[jax.Array], Sums]:
             raw, sums = carry
@@ -275,8 +286,14 @@ class _Share:
         grown = jnp.maximum(m, thread_max(functools.reduce(jnp.maximum, others)))
         of_each = spread(grown, v)
         exp = functools.partial(exp_of_term, times=self.spec.logit_factor)
-        e = functools.reduce(jnp.add, [exp(value - of_each) for value in others])
-        return grown, s * exp(m - grown) + thread_sum(e), *t
+        depth = [value - of_each for value in others]
+        e = [exp(d) for d in depth]
+        s, *t = _rescaled(s, t, m - grown, exp(m - grown), self.spec)
+        s = s + thread_sum(functools.reduce(jnp.add, e))
+        if self.spec.returns_entropy:
+            products = [a * _finite(d) for a, d in zip(e, depth)]
+            t = [t[0] + thread_sum(functools.reduce(jnp.add, products))]
+        return grown, s, *t
 
     def _of(self, step: Any, count: int, *, whole: bool) -> list[Unit]:
         shares = self.schedule.shares
@@ -306,32 +323,52 @@ def _where(mask: jax.Array | None, value: jax.Array, other: float) -> jax.Array:
 def _of_warps(sums: Sums, spec: Spec) -> Sums:
     m, s, *t = sums
     of_warp = jnp.max(m, axis=1)
-    depth = f_times(m - lax.broadcast_in_dim(of_warp, OF_THREADS, (0,)), spec)
-    s = jnp.sum(s * _exp(depth), axis=1)
-    return of_warp, s, *[jnp.sum(v, axis=1) for v in t]
+    depth = m - lax.broadcast_in_dim(of_warp, OF_THREADS, (0,))
+    rescaled = _rescaled(s, t, depth, _exp(f_times(depth, spec)), spec)
+    return of_warp, *[jnp.sum(v, axis=1) for v in rescaled]
 
 
 def _merge(parts: Sequence[jax.Array], spec: Spec) -> Sums:
     """Of the parts of a row."""
     m, s, *t = parts
     top = jnp.max(m)
-    return top, jnp.sum(s * _exp(f_times(m - top, spec))), *[jnp.sum(v) for v in t]
+    rescaled = _rescaled(s, t, m - top, _exp(f_times(m - top, spec)), spec)
+    return top, *[jnp.sum(v) for v in rescaled]
+
+
+def _rescaled(
+    s: jax.Array, t: Sequence[jax.Array], depth: jax.Array, exp: jax.Array, spec: Spec
+) -> list[jax.Array]:
+    """Sums by another maximum; `depth` is the one that they have less that, `exp` its exp(f)."""
+    if spec.returns_entropy:
+        t = [(t[0] + s * _finite(depth)) * exp]
+    return [s * exp, *t]
+
+
+def _finite(depth: jax.Array) -> jax.Array:
+    """What an exponential of 0 can be multiplied by."""
+    return jnp.maximum(depth, numerics.LOWEST)
 
 
 def _finish(
     sums: Sums, x_l: jax.Array, r: jax.Array | None, label: jax.Array, spec: Spec
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The loss, m and log(s)."""
+) -> list[jax.Array]:
+    """The results, m and log(s)."""
     m_o, s_o, *t = sums
     a, b = spec.label_smoothing, spec.z_loss
     m = jnp.maximum(m_o, x_l)
     d = f_times(m - x_l, spec)
-    others = s_o * _exp(f_times(m_o - m, spec))
+    others, *t = _rescaled(s_o, t, m_o - m, _exp(f_times(m_o - m, spec)), spec)
     log_s = numerics.log1p(jnp.where(d == 0, others, others - 1 + _exp(-d)))
     # Nothing but -inf; a label that is no column.
     is_nothing = jnp.logical_and(s_o == 0, x_l == -jnp.inf)
     is_column = jnp.logical_and(label >= 0, label < spec.classes)
     log_s = jnp.where(jnp.logical_or(is_nothing, jnp.logical_not(is_column)), jnp.nan, log_s)
+    if spec.returns_entropy:
+        of_label = _exp(-d)
+        total = t[0] + of_label * _finite(x_l - m)
+        entropy = log_s - f_times(total, spec) / (others + of_label)
+        return [0 - (d + log_s), entropy, m, log_s]
     loss = d + log_s
     if r is not None:
         even = f_times(m - r, spec) + log_s - t[0] * (spec.logit_factor / spec.classes)
@@ -339,7 +376,7 @@ def _finish(
     if b:
         lse = f_times(m, spec) + log_s
         loss = loss + b * lse * lse
-    return loss, m, log_s
+    return [loss, m, log_s]
 
 
 #: Of the numbers <= 0 that a sum is made of: one of exp(-80) need not be as accurate as one of 1.
