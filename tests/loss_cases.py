@@ -26,8 +26,9 @@ class CrossEntropy:
     loss = m - x_l + log(s) where the term of the label, if it is the largest, is not rounded.
 
     With a scale or a cap `x` becomes what they make of it. A capped one is wrong by `x_error`: by 2
-    units in the last place of the cap, and by the rounding of what tanh is of, of which it passes
-    on less than half. The derivative of a loss along x has elements whose magnitudes add up to 2.
+    units in the last place of the cap (by 8 for logits of 16 bits), and by the rounding of what
+    tanh is of, of which it passes on less than half. The derivative of a loss along x has elements
+    whose magnitudes add up to 2.
     """
 
     x: np.ndarray
@@ -50,7 +51,8 @@ class CrossEntropy:
             t = np.tanh(self.x / self.logit_softcap)
             self.x = self.logit_softcap * t
             self.slope = self.logits_scale * (1 - t**2)
-            self.x_error = (4 + SAFETY) * self.u * self.logit_softcap
+            of_tanh = 4 if np.dtype(self.dtype).itemsize > 2 else 16
+            self.x_error = (of_tanh + SAFETY) * self.u * self.logit_softcap
         a, self.cols = self.label_smoothing, self.x.shape[-1]
         kept = np.ones(self.x.shape, bool) if self.kept is None else self.kept
         self.has_entry = kept.any(-1)

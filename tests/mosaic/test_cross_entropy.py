@@ -18,6 +18,7 @@ import jaxnorm
 from benchmarks import contract, hlo
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 from jaxnorm_kernels import mosaic, xla
+from jaxnorm_kernels.mosaic.cross_entropy.backward import Schedule as Parts
 from jaxnorm_kernels.mosaic.cross_entropy.forward import Schedule, choose
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER
 from jaxnorm_kernels.mosaic.rows.units import Units
@@ -25,6 +26,7 @@ from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
+PARTS = Parts(2)
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-2}
 CAPPED = {"logits_scale": 0.7, "logit_softcap": 8.0, **SMOOTHED}
 
@@ -34,22 +36,22 @@ def make_spec(rows, cols, dtype, **options):
     return Spec("cross_entropy", "fwd", rows, cols, np.dtype(dtype), F32, **options)
 
 
-def forward_and_backward(spec, schedule=None, units=2, **backward_options):
+def forward_and_backward(spec, schedule=None, parts=PARTS, **backward_options):
     """A function of logits, labels, dloss and, if there are any, positions.
 
     The same one for the same arguments, so that it compiles once.
     """
-    return _forward_and_backward(spec, schedule, units, **backward_options)
+    return _forward_and_backward(spec, schedule, parts, **backward_options)
 
 
 @functools.lru_cache(maxsize=8)
-def _forward_and_backward(spec, schedule, units, **backward_options):
+def _forward_and_backward(spec, schedule, parts, **backward_options):
     backward = dataclasses.replace(spec, direction="bwd", want_stats=False, **backward_options)
 
     def both(x, labels, d, positions=None):
         operands = (x, labels, None, positions)
         loss, stats = contract.call(mosaic, spec, *operands, schedule=schedule)
-        (dx,) = contract.call(mosaic, backward, x, stats, labels, None, d, units=units)
+        (dx,) = contract.call(mosaic, backward, x, stats, labels, None, d, schedule=parts)
         return loss, dx
 
     return jax.jit(both)
@@ -164,7 +166,10 @@ def test_gradient_in_the_logits_place(cols, dtype):
     results = []
     for overwrites in (False, True):
         call = functools.partial(
-            contract.call, mosaic, dataclasses.replace(spec, overwrites_x=overwrites), units=2
+            contract.call,
+            mosaic,
+            dataclasses.replace(spec, overwrites_x=overwrites),
+            schedule=PARTS,
         )
         with mosaic.interpreted():
             (dx,) = jax.jit(call)(x, stats, labels, None, d)
@@ -289,7 +294,7 @@ def test_registers(cols, dtype, options, registers, compiler):
     spec = make_spec(8192, cols, dtype, has_positions=bool(options), **options)
     arrays = types(8192, cols, dtype)
     backward, forward = compiler.compile(
-        forward_and_backward(spec, units=4), arrays if options else arrays[:3]
+        forward_and_backward(spec, parts=Parts(4)), arrays if options else arrays[:3]
     )
     assert (forward.spilled, backward.spilled) == (0, 0)
     assert forward.registers <= registers

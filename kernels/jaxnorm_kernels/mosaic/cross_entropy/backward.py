@@ -15,10 +15,14 @@ without an entry, where log(s) = -inf, dx is 0. In one whose label is no column 
 so is dx.
 """
 
+import dataclasses
+import functools
+import math
 from collections.abc import Sequence
 
 import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
@@ -29,43 +33,45 @@ from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load
 from jaxnorm_kernels.mosaic.device.registers import widen
+from jaxnorm_kernels.mosaic.device.threads import exp2
 from jaxnorm_kernels.mosaic.rows.units import Unit, Units
 from jaxnorm_kernels.specs import Spec
 
-# Of a block, which is a warpgroup: an SM has room for many blocks, and more units of one would take
-# registers, and with these blocks, from it.
-UNITS = 2
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How rows are cut, for blocks of a warpgroup.
+
+    Attributes:
+      units: of a block. An SM has room for many blocks, and more units of one would take registers,
+        and with these blocks, from it.
+    """
+
+    units: int = 2
+
+    def parts(self, spec: Spec) -> int:
+        """Blocks of a row."""
+        return -(-Units.of(spec.cols, most_elements(spec)).count // self.units)
 
 
 def cross_entropy_bwd(
-    residuals: Residuals, cotangents: Results, spec: Spec, *, units: int = UNITS
+    residuals: Residuals,
+    cotangents: Results,
+    spec: Spec,
+    *,
+    schedule: Schedule | None = None,
 ) -> Operands:
-    """The gradient of x; `units` of a block."""
+    """The gradient of x; `schedule` stands in for the default."""
     assert residuals.mask is None, "of classes: `support` refuses it"
+    schedule = schedule or Schedule()
     of_rows = Units.of(spec.cols, most_elements(spec))
-    parts, units = parts_of_a_row(spec, units), min(units, of_rows.count)
-    exp = numerics.exp(is_wide=spec.x_dtype.itemsize > 2)
-    even = spec.label_smoothing / spec.classes
-    of_rows_alone = [*residuals.stats, cotangents.y]
+    parts, units = schedule.parts(spec), min(schedule.units, of_rows.count)
+    of_one_row = [*residuals.stats, cotangents.y]
     if spec.returns_entropy:
-        of_rows_alone += [residuals.entropy, cotangents.entropy]
-
-    def slope_of(
-        p: jax.Array, log_p: jax.Array, is_label: jax.Array, numbers: Sequence[jax.Array]
-    ) -> jax.Array:
-        top, log_sum, d, *of_entropy = numbers
-        if of_entropy:
-            entropy, e = of_entropy
-            above_mean = jnp.maximum(log_p, numerics.LOWEST) + entropy
-            return jnp.where(is_label, d, 0.0) - p * (d + e * above_mean)
-        q = jnp.where(is_label, jnp.float32(1 - spec.label_smoothing + even), even)
-        slope = p - q
-        if spec.z_loss:
-            slope = slope + 2 * spec.z_loss * (f_times(top, spec) + log_sum) * p
-        return d * slope
+        of_one_row += [residuals.entropy, cotangents.entropy]
 
     def body(x: Ref, labels: Ref, *refs: Ref) -> None:
-        of_row, (dx,) = refs[: len(of_rows_alone)], refs[len(of_rows_alone) :] or (x,)
+        of_row, (dx,) = refs[: len(of_one_row)], refs[len(of_one_row) :] or (x,)
         block = lax.axis_index(BLOCK)
         row, part = lax.div(block, parts), lax.rem(block, parts)
 
@@ -73,19 +79,15 @@ def cross_entropy_bwd(
             # The logits first: the numbers of the row are small, and on their way meanwhile.
             raw = [unit.load(x, row) for unit in of_block]
             label = read_label(labels, row)
-            top, log_sum, *_ = numbers = [load(ref.at[row], None) for ref in of_row]
-            layout = of_block[0].layout
+            numbers = [load(ref.at[row], None) for ref in of_row]
+            has_entry = numbers[1] != -jnp.inf
+
+            zero = jnp.zeros(of_block[0].shape, jnp.float32)
+            zero = plgpu.layout_cast(zero, of_block[0].layout)
             for unit, value in zip(of_block, raw):
-                g_x = g(widen(value, layout), spec)
-                log_p = f_times(g_x - top, spec) - log_sum
-                is_label = unit.columns() == label - unit.start
-                slope = slope_of(exp(log_p), log_p, is_label, numbers)
-                counts = lax.broadcast(log_sum != -jnp.inf, unit.shape)
-                if spec.padding:
-                    is_class = unit.columns() < spec.classes - unit.start
-                    counts = jnp.logical_and(counts, is_class)
-                gradient = times_slope(slope, g_x, spec)
-                unit.store(dx, row, jnp.where(counts, gradient, 0.0))
+                wide = widen(value, unit.layout)
+                gradient = functools.partial(_gradient, wide, unit, label, numbers, spec)
+                unit.store(dx, row, lax.cond(has_entry, gradient, lambda: zero))
 
         write([of_rows.unit(row, part * units + k) for k in range(units)])
         if of_rows.has_edges:
@@ -93,7 +95,7 @@ def cross_entropy_bwd(
 
     (dx,) = launch(
         body,
-        [residuals.saved, residuals.labels, *of_rows_alone],
+        [residuals.saved, residuals.labels, *of_one_row],
         name=f"jaxnorm_{spec.op}_bwd",
         outputs=[] if spec.overwrites_x else [((spec.rows, spec.cols), spec.dx_dtype)],
         overwritten=int(spec.overwrites_x),
@@ -103,6 +105,44 @@ def cross_entropy_bwd(
     return Operands(dx)
 
 
-def parts_of_a_row(spec: Spec, units: int = UNITS) -> int:
-    """Blocks of a row."""
-    return -(-Units.of(spec.cols, most_elements(spec)).count // units)
+def _gradient(
+    x: jax.Array, unit: Unit, label: jax.Array, numbers: Sequence[jax.Array], spec: Spec
+) -> jax.Array:
+    """dx of a unit in float32, of a row that has an entry."""
+    top, log_sum, d, *of_entropy = numbers
+    g_x = g(x, spec)
+    p, log_p, base = _probability(g_x - top, log_sum, spec)
+    if of_entropy:
+        entropy, e = of_entropy
+        of_log = (e * base) * jnp.maximum(log_p, numerics.LOWEST)
+        dz, of_label = -p * ((d + e * entropy) + of_log), d
+    else:
+        of_label = -(1 - spec.label_smoothing) * d
+        lse = f_times(top, spec) + log_sum
+        dz = p * ((1 + 2 * spec.z_loss * lse) * d if spec.z_loss else d)
+        if spec.label_smoothing:
+            dz = dz - (spec.label_smoothing / spec.classes) * d
+
+    def with_label() -> jax.Array:
+        return jnp.where(unit.columns() == label - unit.start, dz + of_label, dz)
+
+    # Few units have the label: the columns of others are not compared with it.
+    dx = times_slope(lax.cond(unit.has(label), with_label, lambda: dz), g_x, spec)
+    if not spec.padding:
+        return dx
+    return jnp.where(unit.columns() < spec.classes - unit.start, dx, 0.0)
+
+
+def _probability(
+    depth: jax.Array, log_sum: jax.Array, spec: Spec
+) -> tuple[jax.Array, jax.Array, float]:
+    """p, its logarithm to a base, and the natural logarithm of that; `depth` is g(x) - m.
+
+    For a dx of 16 bits the base is 2: a multiplication, an addition and an instruction.
+    """
+    if spec.dx_dtype.itemsize > 2:
+        log_p = f_times(depth, spec) - log_sum
+        return jnp.exp(log_p), log_p, 1.0
+    log2_e = math.log2(math.e)
+    log_p = depth * (spec.logit_factor * log2_e) - log_sum * log2_e
+    return exp2(log_p), log_p, 1 / log2_e

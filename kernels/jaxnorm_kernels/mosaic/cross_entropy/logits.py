@@ -9,14 +9,22 @@ Maxima and differences are those of g, and are times f as exponents, as in the p
 import jax
 import jax.numpy as jnp
 
+from jaxnorm_kernels.mosaic.device import threads
 from jaxnorm_kernels.specs import Spec
 
 
 def g(x: jax.Array, spec: Spec) -> jax.Array:
-    """Of float32 x."""
+    """Of what is float32 by now: elements of threads, or the label's.
+
+    The tanh of float32 logits is right to 2 units in the last place of 1. That of 16 bits need not
+    be: with it the forward reached 0.47 of a copy's bandwidth (H200).
+    """
     if spec.logit_softcap is None:
         return x
-    return jnp.tanh(x * jnp.float32(spec.logits_scale / spec.logit_softcap))
+    times = spec.logits_scale / spec.logit_softcap
+    if spec.x_dtype.itemsize == 2 and x.ndim:
+        return threads.tanh(x, times)
+    return jnp.tanh(x * jnp.float32(times))
 
 
 def f_times(difference: jax.Array, spec: Spec) -> jax.Array:

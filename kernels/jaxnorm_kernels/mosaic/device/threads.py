@@ -4,8 +4,9 @@ A value for each thread is a ``(4, 32)`` array. Pallas knows no such reductions;
 which has no threads, takes v neighbouring elements for those of one.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +17,12 @@ from jax import lax
 from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPS, warps_layout
-from jaxnorm_kernels.mosaic.device.mgpu import arith, ir, vector
+from jaxnorm_kernels.mosaic.device.mgpu import arith, ir, utils, vector
 
 OF_THREADS = (WARPS, WARP)
+
+# Of whose reciprocals one is computed: an SM computes 16 in a clock, and multiplies 128 times.
+_SHARING = 4
 
 
 def of_threads(value: float) -> jax.Array:
@@ -61,23 +65,74 @@ def spread(value: jax.Array, v: int) -> jax.Array:
 def exp_of_term(unit: jax.Array, times: float = 1.0) -> jax.Array:
     """exp(times unit), of numbers <= 0, in one multiplication and one instruction.
 
-    Below 2^-126 it is 0.
-
     For terms of a sum that has one of 1: of a term, the error grows as it gets small.
     """
-    scaled = unit * (times * math.log2(math.e))
+    return exp2(unit * (times * math.log2(math.e)))
+
+
+def tanh(unit: jax.Array, times: float) -> jax.Array:
+    """The tanh of a multiple, 1 - 2 / (1 + exp(2 times unit)), to 8 units in the last place of 1.
+
+    What is beyond 1 - 2^-28 is 1: so the product of `_SHARING` denominators is finite.
+
+    The reciprocal is wrong by 3 units in its last place, of which one is the instruction's, and
+    the exponential's error is at most a quarter of a unit of it, twice.
+    """
+    e = exp2(jnp.minimum(unit * (2 * times * math.log2(math.e)), 29.0))
+    return 1 - 2 * _reciprocals(1 + e)
+
+
+def exp2(unit: jax.Array) -> jax.Array:
+    """In one instruction; below 2^-126 it is 0."""
     if is_interpreted():
-        return jnp.exp2(scaled)
+        return jnp.exp2(unit)
     layout = warps_layout(unit.shape[1] // WARP)
 
     @plgpu.inline_mgpu(
         arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(unit.shape, jnp.float32, layout)
     )
-    def exp2(context: Any, value: Any) -> Any:
+    def approximate(context: Any, value: Any) -> Any:
         del context
         return value.exp2(approx=True)
 
-    return exp2(scaled)
+    return approximate(unit)
+
+
+def _reciprocals(unit: jax.Array) -> jax.Array:
+    """Of `_SHARING` elements of a thread from that of their product: 1 / a = b / (a b)."""
+    if is_interpreted():
+        return 1 / unit
+    layout = warps_layout(unit.shape[1] // WARP)
+
+    def inverses(elements: Sequence[Any], of_product: Any) -> list[Any]:
+        if len(elements) == 1:
+            return [of_product]
+        half = len(elements) // 2
+        halves = elements[:half], elements[half:]
+        products = [functools.reduce(arith.mulf, each) for each in halves]
+        return [
+            inverse
+            for each, other in zip(halves, products[::-1])
+            for inverse in inverses(each, arith.mulf(of_product, other))
+        ]
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(unit.shape, jnp.float32, layout)
+    )
+    def shared(context: Any, value: Any) -> Any:
+        del context
+        (register,) = value.registers.flat
+        elements, f32 = mgpu.elements_of(register), ir.F32Type.get()
+        results = []
+        for first in range(0, len(elements), _SHARING):
+            group = elements[first : first + _SHARING]
+            product = functools.reduce(arith.mulf, group)
+            inverse = utils.inline_ptx("rcp.approx.ftz.f32 $0, $1;", product, result_types=f32)
+            results += inverses(group, inverse)
+        kind = ir.VectorType.get((len(elements),), f32)
+        return mgpu.with_registers(value, [vector.from_elements(kind, results)])
+
+    return shared(unit)
 
 
 def _fold(unit: jax.Array, pairwise: Callable[..., Any], of_axis: Callable[..., Any]) -> jax.Array:
