@@ -8,6 +8,7 @@ modules made of them.
 
 from jaxnorm.calls.backends import Choice
 from jaxnorm.operations.gated_linear import activation_linear, gated_linear
+from jaxnorm.operations.linear_log_prob import linear_log_prob_and_entropy
 from jaxnorm.operations.linear_loss import linear_softmax_cross_entropy
 from jaxnorm.operations.log_prob import log_prob_and_entropy
 from jaxnorm.operations.loss import softmax_cross_entropy_with_integer_labels
@@ -40,6 +41,7 @@ __all__ = [
     "gated_linear",
     "implementation_for",
     "layer_norm",
+    "linear_log_prob_and_entropy",
     "linear_softmax_cross_entropy",
     "log_prob_and_entropy",
     "log_softmax",

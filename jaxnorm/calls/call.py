@@ -136,6 +136,7 @@ class Call:
         adds_dh: bool = False,
         stat_cotangents: bool = False,
         overwrites_x: bool = False,
+        gradient_dtype: np.dtype | None = None,
     ) -> "Call":
         call = dataclasses.replace(self, wrt=tuple(wrt))
         return call._with(
@@ -145,6 +146,7 @@ class Call:
             stat_cotangents=stat_cotangents,
             adds_dh=adds_dh,
             overwrites_x=overwrites_x,
+            gradient_dtype=gradient_dtype,
             # Their gradients are computed only where they are asked for.
             wants_tables=not {"cos", "sin"}.isdisjoint(wrt),
             **({} if "logits_bias" in wrt else {"logits_bias_dtype": None}),

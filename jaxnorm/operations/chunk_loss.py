@@ -1,44 +1,36 @@
-"""The cross-entropy of a chunk's logits: a primitive of its own, but for classes in shards."""
+"""The loss of a chunk's logits: a primitive of its own, but for classes in shards."""
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxnorm.calls.call import Call
-from jaxnorm.operations.linear_loss_call import NAME, Head
-from jaxnorm.operations.loss import NAME as FUNCTION
+from jaxnorm.operations.linear_loss_call import OF_LOGITS, Head
 from jaxnorm.operations.loss import loss_call
 from jaxnorm.primitives import row_operations
 
-
-def loss_and_dlogits(
-    call: Call,
-    logits: jax.Array,
-    labels: jax.Array,
-    positions: jax.Array | None,
-    dloss: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Rows' losses, and the gradient of sum(dloss * loss), in the logits' dtype.
-
-    dlogits take the logits' place, which nothing reads after this.
-    """
-    with_stats = call.with_stats()
-    loss, *stats = bind(with_stats, logits, labels, None, positions)
-    (dlogits,) = bind(with_stats.backward(["x"], overwrites_x=True), logits, *stats, labels, dloss)
-    return loss, dlogits
+Arrays = dict[str, jax.Array]
 
 
-def call_of(head: Head, shape: tuple[int, ...], dtype: np.dtype, has_positions: bool) -> Call:
-    """The cross-entropy of a chunk's logits, whose errors name the function that users call."""
+def call_of(
+    head: Head,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    *,
+    has_positions: bool,
+    mask: tuple[int, ...] | None = None,
+) -> Call:
+    """Of logits and labels, with errors that name the function that users call."""
     call = loss_call(
-        FUNCTION,
+        OF_LOGITS[head.function],
         shape,
         np.dtype(dtype),
         axis=-1,
-        mask=None,
+        mask=mask,
         has_positions=has_positions,
         label_smoothing=head.label_smoothing,
         z_loss=head.z_loss,
@@ -46,10 +38,40 @@ def call_of(head: Head, shape: tuple[int, ...], dtype: np.dtype, has_positions: 
         logit_softcap=head.logit_softcap,
         implementation=head.implementation,
     )
-    return dataclasses.replace(call, function=NAME, primitives=call.function)
+    return dataclasses.replace(call, function=head.function, primitives=call.function)
 
 
-def bind(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
+def forward(call: Call, operands: Arrays) -> Arrays:
+    """The results, and the statistics where the call wants them."""
+    results = _bind(call, [operands.get(name) for name in call.primals])
+    return dict(zip(call.result_names, results))
+
+
+def tangent(call: Call, residuals: Arrays, along: jax.Array) -> list[jax.Array]:
+    """Of the results, along a tangent of the logits."""
+    call = call.tangent(["x"])
+    return _bind(call, [*(residuals[name] for name in call.residual_names), along])
+
+
+def dlogits(
+    call: Call, residuals: Arrays, cotangents: Sequence[jax.Array], dtype: np.dtype
+) -> jax.Array:
+    """The gradient of sum(cotangents * results), in `dtype`; nothing reads the logits after this.
+
+    Where it is theirs, it takes their place.
+    """
+    fits = dtype == call.spec.x_dtype
+    statistics = len(cotangents) > len(call.spec.operation.results)
+    call = call.backward(
+        ["x"],
+        overwrites_x=fits,
+        gradient_dtype=None if fits else dtype,
+        stat_cotangents=statistics,
+    )
+    return _bind(call, [*(residuals[name] for name in call.residual_names), *cotangents])[0]
+
+
+def _bind(call: Call, arrays: Sequence[jax.Array | None]) -> list[jax.Array]:
     """The pass: a primitive of its own, but for classes that are split over a mesh."""
     if not call.spec.cols_over:
         return row_operations.bind(call, *arrays)
@@ -66,7 +88,8 @@ def _forward_on_shards(call: Call, *arrays: jax.Array | None) -> list[jax.Array]
 
 @_forward_on_shards.defjvp
 def _(call: Call, primals: Any, tangents: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-    logits, labels, *_ = primals
     outputs = _forward_on_shards(call, *primals)
-    _, *stats = outputs
-    return outputs, call.tangent(["x"]).xla(logits, *stats, labels, tangents[0])
+    arrays = dict(zip(call.primals, primals)) | dict(zip(call.result_names, outputs))
+    arrays["saved"] = arrays["x"]
+    residuals = [arrays[name] for name in call.residual_names]
+    return outputs, call.tangent(["x"]).xla(*residuals, tangents[0])

@@ -1,15 +1,19 @@
-"""linear_softmax_cross_entropy: the public function, and its checks."""
+"""linear_softmax_cross_entropy: the public function; checks of all functions of linear logits."""
+
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxnorm.calls import backends
 from jaxnorm.operations import checks, chunk_loss, linear_loss_chunks, linear_loss_primitive
-from jaxnorm.operations.linear_loss_call import NAME, Head, Reduction
+from jaxnorm.operations.linear_loss_call import Function, Head, Reduction
 from jaxnorm.operations.loss import softcap
 from jaxnorm.primitives import eager
 from jaxnorm_kernels.specs import Name
+
+NAME: Function = "linear_softmax_cross_entropy"
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -144,79 +148,126 @@ def _linear_cross_entropy_of(
     implementation: Name | None,
     precision: str | None,
 ) -> jax.Array:
-    x = checks.float_array(NAME, "x", x)
-    weight = checks.float_array(NAME, "weight", weight)
-    labels = checks.integer_array(NAME, "labels", labels)
-    _check_shapes(x, weight, labels)
-    arrays = [x, weight]
-    if bias is not None:
-        bias = checks.float_array(NAME, "bias", bias)
-        of = f"class of weight {weight.shape}"
-        checks.vector(NAME, "bias", bias.shape, weight.shape[1:], of)
-        arrays.append(bias)
-    arrays.append(labels)
     checks.one_of(NAME, "reduction", reduction, _REDUCTIONS)
-    checks.implementation(NAME, implementation)
-    head = Head(
+    return of_linear_logits(
+        NAME,
+        x,
+        weight,
+        labels,
+        bias,
+        where,
+        chunk,
+        dtype,
+        logits_scale,
+        logit_softcap,
+        implementation,
+        precision,
         reduction=reduction,
-        chunk=None if chunk is None else checks.integer(NAME, "chunk", chunk, "rows"),
-        has_bias=bias is not None,
-        has_where=where is not None,
         label_smoothing=checks.number(
             NAME, "label_smoothing", label_smoothing, minimum=0, maximum=1
         ),
         z_loss=checks.number(NAME, "z_loss", z_loss, minimum=0),
-        logits_scale=checks.positive(NAME, "logits_scale", logits_scale),
-        logit_softcap=softcap(NAME, logit_softcap),
-        dtype=None if dtype is None else checks.dtype(NAME, "dtype", dtype),
-        implementation=implementation,
-        precision=precision,
-    )
-    if where is not None:
-        loss_dtype = checks.arithmetic_dtype(*head.dtypes(x.dtype, weight.dtype))
-        arrays.append(_weights(where, labels.shape, loss_dtype))
-    if implementation is not None:
-        _check_implementation(head, x, weight, implementation)
-    return linear_loss_primitive.bind(head, *arrays)[0]
+    )[0]
 
 
 _linear_cross_entropy = eager.compiled(_linear_cross_entropy_of, name=NAME, arrays=(0, 1, 2, 3, 4))
 
 
-def _check_shapes(x: jax.Array, weight: jax.Array, labels: jax.Array) -> None:
-    checks.features(NAME, "x", x.shape, "d")
+def of_linear_logits(
+    function: Function,
+    x: checks.ArrayLike,
+    weight: checks.ArrayLike,
+    labels: checks.ArrayLike,
+    bias: checks.ArrayLike | None,
+    where: checks.ArrayLike | None,
+    chunk: int | None,
+    dtype: checks.DTypeLike | None,
+    logits_scale: float,
+    logit_softcap: float | None,
+    implementation: Name | None,
+    precision: str | None,
+    **options: Any,
+) -> list[jax.Array]:
+    """The results of a function of linear logits, after the checks; `options` are of `Head`."""
+    x = checks.float_array(function, "x", x)
+    weight = checks.float_array(function, "weight", weight)
+    labels = checks.integer_array(function, "labels", labels)
+    _check_shapes(function, x, weight, labels)
+    arrays = [x, weight]
+    if bias is not None:
+        bias = checks.float_array(function, "bias", bias)
+        of = f"class of weight {weight.shape}"
+        checks.vector(function, "bias", bias.shape, weight.shape[1:], of)
+        arrays.append(bias)
+    arrays.append(labels)
+    checks.implementation(function, implementation)
+    head = Head(
+        function,
+        chunk=None if chunk is None else checks.integer(function, "chunk", chunk, "rows"),
+        has_bias=bias is not None,
+        logits_scale=checks.positive(function, "logits_scale", logits_scale),
+        logit_softcap=softcap(function, logit_softcap),
+        dtype=None if dtype is None else checks.dtype(function, "dtype", dtype),
+        implementation=implementation,
+        precision=precision,
+        **options,
+    )
+    if where is not None:
+        array, of_classes = _where(head, where, x, weight)
+        head = dataclasses.replace(head, has_where=not of_classes, has_mask=of_classes)
+        arrays.append(array)
+    if implementation is not None:
+        _check_implementation(head, x, weight, implementation)
+    return linear_loss_primitive.bind(head, *arrays)
+
+
+def _where(
+    head: Head, where: checks.ArrayLike, x: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, bool]:
+    """Weights of positions, of labels' shape, or a mask of classes; and whether it is that."""
+    function, of_labels = head.function, x.shape[:-1]
+    if function == NAME:
+        loss_dtype = checks.arithmetic_dtype(*head.dtypes(x.dtype, weight.dtype))
+        array = checks.weights(function, "where", where, loss_dtype)
+    else:
+        array = checks.boolean(function, "where", where)
+        if array.ndim == x.ndim:
+            shape = (*of_labels, weight.shape[1])
+            return checks.broadcastable(function, "where", array, shape), True
+    if not checks.fits(array.shape, of_labels):
+        classes = "" if function == NAME else f", or {x.ndim} axes: which classes there are"
+        raise ValueError(
+            f"{function}: where has shape {array.shape}; expected one that broadcasts to labels' "
+            f"shape {of_labels}, with {len(of_labels)} axes: which positions count"
+            f"{', or how much' if function == NAME else classes}; add axes, e.g. where[None]"
+        )
+    return jnp.broadcast_to(array, of_labels), False
+
+
+def _check_shapes(function: Function, x: jax.Array, weight: jax.Array, labels: jax.Array) -> None:
+    checks.features(function, "x", x.shape, "d")
     if not all(isinstance(size, int) for size in (*x.shape, *weight.shape)):
         raise ValueError(
-            f"{NAME}: x has shape {x.shape} and weight {weight.shape}; expected sizes that are "
+            f"{function}: x has shape {x.shape} and weight {weight.shape}; expected sizes that are "
             "numbers, because chunks of rows are cut when the call is traced; export one program "
             "for each size"
         )
     if weight.ndim != 2 or weight.shape[0] != x.shape[-1] or not weight.shape[1]:
         raise ValueError(
-            f"{NAME}: weight has shape {weight.shape}; expected ({x.shape[-1]}, V), the last axis "
-            f"of x {x.shape} by one class or more; transpose an embedding table, e.g. weight.T"
+            f"{function}: weight has shape {weight.shape}; expected ({x.shape[-1]}, V), the last "
+            f"axis of x {x.shape} by one class or more; transpose an embedding table, e.g. weight.T"
         )
     if labels.shape != x.shape[:-1]:
         raise ValueError(
-            f"{NAME}: labels have shape {labels.shape}; expected {x.shape[:-1]}, the shape of x "
-            f"{x.shape} without its last axis; reshape or broadcast labels to that shape"
+            f"{function}: labels have shape {labels.shape}; expected {x.shape[:-1]}, the shape of "
+            f"x {x.shape} without its last axis; reshape or broadcast labels to that shape"
         )
-
-
-def _weights(where: checks.ArrayLike, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    array = checks.weights(NAME, "where", where, dtype)
-    if not checks.fits(array.shape, shape):
-        raise ValueError(
-            f"{NAME}: where has shape {array.shape}; expected one that broadcasts to labels' shape "
-            f"{shape}, with {len(shape)} axes: which positions count, or how much; add axes, e.g. "
-            "where[None]"
-        )
-    return jnp.broadcast_to(array, shape)
 
 
 def _check_implementation(head: Head, x: jax.Array, weight: jax.Array, name: Name) -> None:
     """Raises where `name` cannot run a chunk of these arrays."""
     (_, dtype), classes = head.dtypes(x.dtype, weight.dtype), weight.shape[1]
     rows = linear_loss_chunks.chunk_rows(head.chunk, x.size // max(x.shape[-1], 1), classes, dtype)
-    call = chunk_loss.call_of(head, (rows, classes), dtype, head.has_where)
+    mask = (1, classes) if head.has_mask else None
+    call = chunk_loss.call_of(head, (rows, classes), dtype, has_positions=head.has_where, mask=mask)
     backends.forced(call, name)

@@ -1,24 +1,27 @@
-"""The loss of linear logits, chunk by chunk: what the passes of a call compute.
+"""The loss of linear logits, or log-probabilities, chunk by chunk: what a call's passes compute.
 
 One loop over chunks of rows makes all of a pass. Its three products are XLA's:
 
-    logits = x W + b          in the dtype to which x and weight promote, or another that is asked
-                              for, which is all that a chunk keeps: of 16 bits they are half as much
-                              to read in each of the passes over them, and dlogits, of that dtype,
-                              can take their place
+    logits = x W + b          which is all that a chunk keeps: those of a loss in the dtype to which
+                              x and weight promote, or another that is asked for. Of 16 bits they
+                              are half as much to read in each of the passes over them, and dlogits,
+                              of that dtype, can take their place. Those of log-probabilities are
+                              the sums in float32: by 16 bits their differences err by 2^-9 |z|
     dx     = dlogits W^T      into the rows of one array
     dW    += x^T dlogits      in float32: a product whose epilogue adds what was there, in place
                               (cuBLAS' beta = 1), since the sum is the only use of what the loop
                               carries
 
-dlogits are those of the sum of the losses, of the size of probabilities: 1 / n is applied to the
-products in float32, because float16 would lose what is below 6e-8. Weights of rows, and a `bwd`'s
-cotangents, are divided by their largest for the same reason.
+dlogits are of the products' dtype, and those of the sum of the losses, of the size of
+probabilities: 1 / n is applied to the products in float32, because float16 would lose what is below
+6e-8. Weights of rows, and a `bwd`'s cotangents, are divided by their largest for the same reason.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +31,7 @@ from jax import lax
 from jaxnorm.calls.call import Call
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks, chunk_loss
-from jaxnorm.operations.linear_loss_call import Head, Over, Reduction
+from jaxnorm.operations.linear_loss_call import Head, Kind, Over, Reduction
 from jaxnorm.operations.loss import counted, weighted
 
 # Rows of x at a time. The fewer, the more often dW is read and written, which its product does not
@@ -66,10 +69,16 @@ def run(
     """
     lead = arrays[0].shape[:-1]
     count = math.prod(lead)
-    flat = [
-        a.reshape(count, *a.shape[len(lead) :]) if kind in ("x", "row") else a
-        for kind, a in zip(head.operand_kinds, arrays)
-    ]
+
+    def flattened(kind: Kind, a: jax.Array) -> jax.Array:
+        if kind == "mask":  # Of all rows, or of each.
+            if math.prod(a.shape[:-1]) == 1:
+                return a.reshape(1, -1)
+            a = jnp.broadcast_to(a, (*lead, a.shape[-1]))
+        rows = kind in ("x", "row", "mask")
+        return a.reshape(count, *a.shape[len(lead) :]) if rows else a
+
+    flat = [*map(flattened, head.operand_kinds, arrays)]
     chunks = _Chunks(head, flat, over, recompute)
     directions = {"fwd": chunks.forward, "tan": chunks.tangent, "bwd": chunks.backward}
     return [
@@ -97,17 +106,20 @@ class _Chunks:
 
     def __init__(self, head: Head, arrays: Sequence[jax.Array], over: Over, recompute: bool):
         self.head, self.over, self.recompute = head, over, recompute
-        count = len(head.primals)
-        by_name = dict(zip(head.primals, arrays))
-        self.linear = arrays[count:]
+        given = list(arrays)
+        by_name = dict(zip(head.primals, given))
+        self.kept = dict(zip(head.kept, given[len(head.primals) : head.residuals]))
+        self.linear = given[head.residuals :]
         self.x, self.weight, self.labels = by_name["x"], by_name["weight"], by_name["labels"]
         self.bias, self.where = by_name.get("bias"), by_name.get("where")
+        self.mask = by_name.get("mask")
         self.counted = None if self.where is None else counted(self.where)
         self.dtype, self.logits_dtype = head.dtypes(self.x.dtype, self.weight.dtype)
         self.wide = checks.arithmetic_dtype(self.dtype, self.logits_dtype)
         self.rows, self.classes = len(self.x), self.weight.shape[1]
-        # Shards of a row's classes have no padding between them.
-        self.padding = 0 if over.classes else -self.classes % _COLUMNS
+        # Shards of a row's classes have no padding between them, and a mask has none.
+        whole = not over.classes and self.mask is None
+        self.padding = -self.classes % _COLUMNS if whole else 0
         self.factor = self.padded(self.weight, self.dtype)  # once, before the loop
         self.chunk = chunk_rows(head.chunk, self.rows, self.classes, self.logits_dtype)
 
@@ -115,23 +127,22 @@ class _Chunks:
 
     def forward(self) -> list[jax.Array]:
         head = self.head
-        if not head.wrt:
-            losses = self.weighted(self.losses())
-            return [losses if head.reduction == "none" else self.total(losses, self.scale())]
-        scale = self.scale()
+        if head.reduction == "none" or not head.wrt:
+            y, *rest = self.of_rows()
+            return [self.weighted(y) if head.reduction == "none" else self.total(y), *rest]
         cotangents, largest = jnp.ones(self.rows, self.wide), jnp.ones((), self.wide)
         if self.where is not None and self.where.dtype != bool:
-            cotangents, largest = self.normalised(self.weighted(cotangents))
-        losses, *gradients = self.gradients(cotangents, scale * largest)
-        return [self.total(self.weighted(losses), scale), *gradients]
+            (cotangents,), largest = self.normalised([self.weighted(cotangents)])
+        losses, *gradients = self.gradients([cotangents], self.scale() * largest)
+        return [self.total(losses), *gradients]
 
     def backward(self) -> list[jax.Array]:
-        (dloss,) = self.linear
-        return self.gradients(*self.normalised(self.weighted(dloss)))[1:]
+        dy, *others = self.linear
+        return self.gradients(*self.normalised([self.weighted(dy), *others]))
 
-    def normalised(self, cotangents: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def normalised(self, cotangents: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         """Rows' cotangents over the largest one, and that."""
-        size = jnp.abs(lax.stop_gradient(cotangents))
+        size = functools.reduce(jnp.maximum, [jnp.abs(lax.stop_gradient(ct)) for ct in cotangents])
         counts = jnp.isfinite(size)
         if self.counted is not None:
             counts &= self.counted
@@ -139,32 +150,33 @@ class _Chunks:
         if self.over.rows:
             largest = lax.pmax(largest, self.over.rows)
         largest = jnp.where(largest > 0, largest, 1).astype(self.wide)
-        return cotangents / largest, largest
+        return [ct / largest for ct in cotangents], largest
 
-    def losses(self) -> jax.Array:
-        """The loss of each row."""
+    def of_rows(self) -> list[jax.Array]:
+        """The results of each row, and the statistics where the call wants them."""
 
         def step(rows: _Rows, carry: Carry) -> Carry:
             logits = self.product(rows.of_x(self.x), self.factor, self.bias)
-            call = self.call(logits.shape)
-            (loss,) = chunk_loss.bind(call, logits, rows.of(self.labels), None, rows.counted)
-            return {"loss": rows.put(carry["loss"], loss)}
+            call = self.call(logits.shape, rows)
+            results = chunk_loss.forward(call, rows.operands(logits))
+            return {name: rows.put(carry[name], a) for name, a in results.items()}
 
-        return self.loop(step, {"loss": jnp.zeros(self.rows, self.wide)})["loss"]
+        results = self.loop(step, {n: jnp.zeros(self.rows, self.wide) for n in self.head.outputs})
+        return [results[name] for name in self.head.outputs]
 
-    def gradients(self, dloss: jax.Array, scale: jax.Array) -> list[jax.Array]:
-        """Rows' losses, and `scale` times the gradients of sum(dloss * loss)."""
+    def gradients(self, cotangents: Sequence[jax.Array], scale: jax.Array) -> list[jax.Array]:
+        """`scale` times the gradients of sum(cotangents * results), behind rows' losses in a fwd."""
         head = self.head
-        weight = self.factor
+        weight, makes_losses = self.factor, head.direction == "fwd"
 
         def step(rows: _Rows, carry: Carry) -> Carry:
             x = rows.of_x(self.x)
             logits = self.product(x, weight, self.bias)
-            loss, dlogits = chunk_loss.loss_and_dlogits(
-                self.call(logits.shape), logits, rows.of(self.labels), rows.counted, rows.of(dloss)
-            )
-            dlogits = dlogits.astype(self.dtype)
-            results = {"loss": rows.put(carry["loss"], loss)}
+            call = self.call(logits.shape, rows).with_stats()
+            residuals, results = self.residuals(call, rows, logits), {}
+            if makes_losses:
+                results["y"] = rows.put(carry["y"], residuals["y"])
+            dlogits = chunk_loss.dlogits(call, residuals, [*map(rows.of, cotangents)], self.dtype)
             if "x" in head.wrt:
                 dx = self.dot(dlogits, weight, (1, 1), self.wide)
                 dx = _sum_over(dx, self.over.classes)
@@ -177,19 +189,19 @@ class _Chunks:
             return results
 
         empty = {
-            "loss": jnp.zeros(self.rows, self.wide),
+            "y": jnp.zeros(self.rows, self.wide),
             "x": jnp.zeros(self.x.shape, head.gradient_dtype(self.x.dtype)),
             "weight": jnp.zeros(self.factor.shape, self.wide),
             "bias": jnp.zeros(self.classes + self.padding, self.wide),
         }
-        results = self.loop(step, {name: empty[name] for name in ("loss", *head.wrt)})
-        return [results["loss"], *[self.finished(name, results[name], scale) for name in head.wrt]]
+        names = (*["y"] * makes_losses, *head.wrt)
+        results = self.loop(step, {name: empty[name] for name in names})
+        return [self.finished(name, results[name], scale) for name in names]
 
     def finished(self, name: str, gradient: jax.Array, scale: jax.Array) -> jax.Array:
-        """A gradient as it is returned; that of x is already."""
-        operand = {"x": self.x, "weight": self.weight, "bias": self.bias}[name]
-        assert operand is not None
-        if name == "x":
+        """A gradient as it is returned; that of x, and losses, are already."""
+        operand = {"weight": self.weight, "bias": self.bias}.get(name)
+        if operand is None:
             return gradient
         gradient = lax.slice_in_dim(gradient, 0, self.classes, axis=-1)
         scattered = self.over.scattered if name == "weight" else ()
@@ -202,7 +214,7 @@ class _Chunks:
         return (scale * gradient).astype(self.head.gradient_dtype(operand.dtype))
 
     def tangent(self) -> list[jax.Array]:
-        """Of each row's loss, along those of x, weight and bias that there are."""
+        """Of each row's results, along those of x, weight and bias that there are."""
         along = dict(zip(self.head.wrt, self.linear))
         tx, tw, tb = (along.get(name) for name in ("x", "weight", "bias"))
         tw = None if tw is None else self.padded(tw, self.dtype)
@@ -218,14 +230,22 @@ class _Chunks:
                 moves.append(self.product(x, tw))
             if tb is not None:
                 moves.append(jnp.broadcast_to(tb, logits.shape))
-            call, labels = self.call(logits.shape).with_stats(), rows.of(self.labels)
-            _, *stats = chunk_loss.bind(call, logits, labels, None, rows.counted)
             along = sharding.vary_alike([logits, sum(moves[1:], moves[0])])[1]
-            tloss, *_ = chunk_loss.bind(call.tangent(["x"]), logits, *stats, labels, along)
-            return {"loss": rows.put(carry["loss"], tloss)}
+            call = self.call(logits.shape, rows)
+            residuals = self.residuals(call.with_stats(), rows, logits)
+            tangents = chunk_loss.tangent(call, residuals, along)
+            return {name: rows.put(carry[name], a) for name, a in zip(names, tangents)}
 
-        losses = self.loop(step, {"loss": jnp.zeros(self.rows, self.wide)})["loss"]
-        return [self.weighted(losses)]
+        names = self.head.outputs
+        results = self.loop(step, {name: jnp.zeros(self.rows, self.wide) for name in names})
+        y, *others = (results[name] for name in names)
+        return [self.weighted(y), *others]
+
+    def residuals(self, call: Call, rows: "_Rows", logits: jax.Array) -> Carry:
+        """What the derivative of a chunk takes: of rows what is kept, or made again."""
+        operands = rows.operands(logits)
+        kept = rows.kept() if self.kept else chunk_loss.forward(call, operands)
+        return operands | kept
 
     def weighted(self, losses: jax.Array) -> jax.Array:
         return losses if self.where is None else weighted(losses, self.where)
@@ -239,8 +259,8 @@ class _Chunks:
             return jnp.asarray(1 / max(self.rows * shards, 1), self.wide)
         return _inverse(_sum_over(jnp.sum(self.where, dtype=self.wide), self.over.rows))
 
-    def total(self, losses: jax.Array, scale: jax.Array) -> jax.Array:
-        return scale * _sum_over(jnp.sum(losses), self.over.rows)
+    def total(self, losses: jax.Array) -> jax.Array:
+        return self.scale() * _sum_over(jnp.sum(self.weighted(losses)), self.over.rows)
 
     # --------------------------------------------------------------------------- of one chunk
 
@@ -260,23 +280,23 @@ class _Chunks:
             a, b, axes, precision=self.head.precision, preferred_element_type=dtype
         )
 
-    def call(self, shape: tuple[int, ...]) -> Call:
-        """The cross-entropy of a chunk's logits."""
-        # Rows that the next chunk has, too, are left out like those that do not count.
+    def call(self, shape: tuple[int, ...], rows: "_Rows") -> Call:
+        """The function of a chunk's logits and labels."""
         call = chunk_loss.call_of(
-            self.head, shape, self.logits_dtype, self.head.has_where or self.overlaps
+            self.head,
+            shape,
+            self.logits_dtype,
+            has_positions=rows.counted is not None,
+            mask=None if self.mask is None else rows.mask.shape,
         )
-        if not self.over.classes:
-            return dataclasses.replace(
-                call, spec=dataclasses.replace(call.spec, padding=self.padding)
-            )
-        spec = dataclasses.replace(
-            call.spec,
-            cols=shape[1] * lax.axis_size(self.over.classes),
-            cols_over=self.over.classes,
-            axes_over=(self.over.classes,),
-        )
-        return dataclasses.replace(call, spec=spec)
+        changes: dict[str, Any] = {"padding": self.padding, "want_stats": self.head.keeps}
+        if self.over.classes:
+            changes |= {
+                "cols": shape[1] * lax.axis_size(self.over.classes),
+                "cols_over": self.over.classes,
+                "axes_over": (self.over.classes,),
+            }
+        return dataclasses.replace(call, spec=dataclasses.replace(call.spec, **changes))
 
     # ------------------------------------------------------------------------------- the loop
 
@@ -304,7 +324,7 @@ class _Chunks:
         """An empty carry with the type of a turn's, which inside `jax.shard_map` says more."""
         own = (jax.typeof(a).manual_axis_type.varying for a in (self.x, self.weight, self.labels))
         over = frozenset().union(*own)
-        if name in ("loss", "x"):  # summed over the classes
+        if name not in ("weight", "bias"):  # summed over the classes
             over -= {*self.over.classes}
         return lax.pcast(a, tuple(sorted(over)), to="varying") if over else a
 
@@ -323,7 +343,32 @@ class _Rows:
         if chunks.overlaps:
             first = self.start + jnp.arange(size) < (index + 1) * size - short
             own = first if own is None else own & first
+        # Rows that the next chunk has, too, are left out like those that do not count.
         self.counted = own
+        self.chunks = chunks
+
+    @property
+    def mask(self) -> jax.Array:
+        """Of classes."""
+        mask = self.chunks.mask
+        assert mask is not None
+        return mask if len(mask) == 1 else self.of(mask)
+
+    def operands(self, logits: jax.Array) -> Carry:
+        """What a function of logits takes."""
+        operands = {"x": logits, "saved": logits, "labels": self.of(self.chunks.labels)}
+        if self.counted is not None:
+            operands["positions"] = self.counted
+        if self.chunks.mask is not None:
+            operands["mask"] = self.mask
+        return operands
+
+    def kept(self) -> Carry:
+        """What a derivative takes of the forward; log_sum tells of rows that do not count."""
+        kept = {name: self.of(a) for name, a in self.chunks.kept.items()}
+        if self.counted is not None:
+            kept["log_sum"] = jnp.where(self.counted, kept["log_sum"], -jnp.inf)
+        return kept
 
     def of(self, a: jax.Array) -> jax.Array:
         return lax.dynamic_slice_in_dim(a, self.start, self.size)

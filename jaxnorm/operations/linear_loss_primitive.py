@@ -1,11 +1,11 @@
-"""linear_softmax_cross_entropy as JAX primitives: a forward, a tangent and a backward one.
+"""Functions of linear logits as JAX primitives: a forward, a tangent and a backward one.
 
     "mean", "sum"   the JVP rule of the forward binds the forward that returns the gradients too;
                     the tangent is their inner product with the operands' tangents
-    "none"          the JVP rule of the forward binds, on the primals, the tangent, whose transpose
-                    is the backward; both make the logits again
+    of rows         the JVP rule of the forward binds, on the primals and rows' statistics, the
+                    tangent, whose transpose is the backward; both make the logits again
 
-So what is not differentiated makes one product; the gradient of a mean three, and of rows' losses
+So what is not differentiated makes one product; the gradient of a mean three, and of rows' results
 four.
 """
 
@@ -63,7 +63,11 @@ class _LossRules(Rules[Head]):
             return self.second_order(head, primals, tangents)
         nonzeros = nonzero(zip(head.primals, tangents))
         if head.reduction == "none":
-            return self.bind(head, *primals), self.tangents_of(head, primals, nonzeros)
+            with_kept = head.with_kept()
+            outputs = self.bind(with_kept, *primals)
+            by_name = dict(zip(with_kept.outputs, outputs))
+            residuals = [*primals, *(by_name[name] for name in head.kept)]
+            return outputs[: len(head.outputs)], self.tangents_of(head, residuals, nonzeros)
         total, *gradients = self.bind(head.with_gradients([*nonzeros]), *primals)
         gradients = [checkpoint_name(g, _GRADIENT) for g in gradients]
 
@@ -89,14 +93,17 @@ class _LossRules(Rules[Head]):
         kinds = head.operand_kinds
         parameters = {"weight", "bias"}
         batched = {kind for kind, dim in zip(kinds, dims) if dim is not None}
-        returns_gradients = head.direction == "fwd" and head.wrt
+        returns_gradients = head.direction == "fwd" and bool(head.wrt)
         if returns_gradients or parameters & {*head.result_kinds, *batched}:
             one = functools.partial(self.bind, head)
             return sharding.map_batch(one, arrays, dims), [0] * len(head.result_kinds)
-        rows = [
-            a if kind in parameters else batch_first(a, dim, size)
-            for a, dim, kind in zip(arrays, dims, kinds)
-        ]
+
+        def with_batch_axis(a: jax.Array, dim: int | None, kind: Kind) -> jax.Array:
+            if kind in parameters:
+                return a
+            return a[None] if kind == "mask" and dim is None else batch_first(a, dim, size)
+
+        rows = [*map(with_batch_axis, arrays, dims, kinds)]
         if head.direction != "fwd" or head.reduction == "none":
             return self.bind(head, *rows), [0] * len(head.result_kinds)
         (losses,) = self.bind(head.rowwise(), *rows)
@@ -124,23 +131,35 @@ class _LossRules(Rules[Head]):
             "weight": ((), classes),
             "bias": (classes,),
             "row": rows,
+            "mask": (*rows, classes),
             "total": (),
         }
         of_gradients = axes | {"weight": (d, v or classes)}
 
-        def specs(axes: dict[Kind, Any], kinds: list[Kind]) -> tuple[PartitionSpec, ...]:
-            return tuple(PartitionSpec(*[names or None for names in axes[kind]]) for kind in kinds)
+        def spec(axes: dict[Kind, Any], kind: Kind, shape: Sequence[int] = ()) -> PartitionSpec:
+            names = axes[kind]
+            if kind == "mask":  # Which may be broadcast.
+                names = [() if size == 1 else over for size, over in zip(shape, names)]
+            return PartitionSpec(*[over or None for over in names])
 
+        operands = zip(head.operand_kinds, types)
         return Shards(
-            operands=specs(axes, head.operand_kinds),
-            results=specs(of_gradients, head.result_kinds),
+            operands=tuple(spec(axes, kind, aval.shape) for kind, aval in operands),
+            results=tuple(spec(of_gradients, kind) for kind in head.result_kinds),
             run=functools.partial(run, head, over=over),
         )
 
     def factors(self, head: Head, arrays: Arrays) -> Factors:
-        rows = " ".join(f"r{axis}" for axis in range(arrays[0].ndim - 1))
+        axes = [f"r{axis}" for axis in range(arrays[0].ndim - 1)]
+        rows = " ".join(axes)
         # Weight's d is another than x's: how it is stored says how its gradient is to lie.
         factors = {"x": f"{rows} d", "weight": "k v", "bias": "v", "row": rows, "total": ""}
+        if head.has_mask:
+            shape = arrays[head.operand_names.index("mask")].shape
+            names = (
+                f"m{i}" if size == 1 else n for i, (n, size) in enumerate(zip([*axes, "v"], shape))
+            )
+            factors["mask"] = " ".join(names)
         operands, results = (
             [factors[kind] for kind in kinds] for kinds in (head.operand_kinds, head.result_kinds)
         )
