@@ -165,7 +165,7 @@ class _Chunks:
         return [results[name] for name in self.head.outputs]
 
     def gradients(self, cotangents: Sequence[jax.Array], scale: jax.Array) -> list[jax.Array]:
-        """`scale` times the gradients of sum(cotangents * results), behind rows' losses in a fwd."""
+        """`scale` times the gradients of sum(cotangents * results); of a fwd, losses first."""
         head = self.head
         weight, makes_losses = self.factor, head.direction == "fwd"
 
