@@ -140,14 +140,22 @@ def test_chunks(chunk):
 def test_chunks_by_default():
     """Chunks of 2048 rows or 1 GiB of logits, as many rows in each, in tiles of 128."""
     bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
-    assert chunk_rows(None, 8192, 128256, bf16) == 2048
-    assert chunk_rows(None, 8192, 256000, f32) == 1024
-    assert chunk_rows(None, 8192, 2**20, f32) == 512
-    assert chunk_rows(None, 8192, 32000, bf16) == 2048
-    assert chunk_rows(None, 9000, 32000, bf16) == 1920  # five, not four and a rest
-    assert chunk_rows(None, 100, 32000, bf16) == 100
-    assert chunk_rows(4096, 100, 32000, bf16) == 100
-    assert chunk_rows(None, 0, 32000, bf16) == 1
+    cases = [
+        (None, 8192, (2048, 128256), bf16, 2048),
+        (None, 8192, (4096, 128256), bf16, 4096),  # as much as weight's gradient
+        (None, 8192, (8192, 32000), bf16, 8192),
+        (None, 8192, (2048, 256000), f32, 1024),
+        (None, 8192, (2048, 2**20), f32, 512),
+        (None, 8192, (2048, 32000), bf16, 2048),
+        (None, 9000, (2048, 32000), bf16, 1920),  # five, not four and a rest
+        (None, 100, (2048, 32000), bf16, 100),
+        (4096, 100, (2048, 32000), bf16, 100),
+        (None, 0, (2048, 32000), bf16, 1),
+    ]
+    for chunk, rows, weight, dtype, expected in cases:
+        assert chunk_rows(chunk, rows, weight, dtype, dtype) == expected
+    # Logits of float32, whose products are of 16 bits.
+    assert chunk_rows(None, 8192, (8192, 32000), f32, bf16) == 4096
     check(*operands(3000, 2, 3), reduction="mean")
 
 

@@ -45,8 +45,8 @@ def linear_log_prob_and_entropy(
         ``(..., V)``: which classes there are, as in :func:`log_prob_and_entropy`.
       logits_scale, logit_softcap: of logits with bias, as in
         :func:`softmax_cross_entropy_with_integer_labels`.
-      chunk: rows of x at a time, at least 1; on a mesh, of a device's rows. None chooses: 2048, or
-        fewer, down to 512, where the logits of as many take more than 1 GiB.
+      chunk: rows of x at a time, at least 1; on a mesh, of a device's rows. None chooses, as in
+        :func:`linear_softmax_cross_entropy`, by the memory of float32 logits.
       dtype: of the products, where x and weight promote to a wider one: ``jnp.bfloat16`` rounds a
         float32 weight, and makes products of 16 bits. None for what they promote to.
       implementation: of a chunk's results; None chooses, a name forces it. What is chosen,

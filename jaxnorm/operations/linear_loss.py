@@ -60,10 +60,11 @@ def linear_softmax_cross_entropy(
         is 0.
       reduction: ``"mean"`` over the positions that count, or sum(where * loss) / sum(where), 0 if
         that is 0; ``"sum"``; or ``"none"`` for the loss of each position, times its weight.
-      chunk: rows of x at a time, at least 1; on a mesh, of a device's rows. None chooses:
-        2048, or fewer, down to 512, where the logits of as many take more than 1 GiB. Beside
-        weight's gradient, memory is the float32 array for its sum, and a chunk's logits, whose
-        place their gradient takes. A larger chunk reads and writes that array less often.
+      chunk: rows of x at a time, at least 1; on a mesh, of a device's rows. None chooses: 2048, or
+        d where that is more, or fewer, down to 512, where the logits of as many take more than
+        1 GiB. Beside weight's gradient, memory is the float32 array for its sum, and a chunk's
+        logits, whose place their gradient takes. A larger chunk reads and writes that array less
+        often.
       label_smoothing: a Python number from 0 to 1, the share of the targets that is spread evenly
         over all classes.
       z_loss: a finite Python number of at least 0: z_loss times the square of the log of the sum of
@@ -266,8 +267,9 @@ def _check_shapes(function: Function, x: jax.Array, weight: jax.Array, labels: j
 
 def _check_implementation(head: Head, x: jax.Array, weight: jax.Array, name: Name) -> None:
     """Raises where `name` cannot run a chunk of these arrays."""
-    (_, dtype), classes = head.dtypes(x.dtype, weight.dtype), weight.shape[1]
-    rows = linear_loss_chunks.chunk_rows(head.chunk, x.size // max(x.shape[-1], 1), classes, dtype)
+    (factors, dtype), classes = head.dtypes(x.dtype, weight.dtype), weight.shape[1]
+    count = x.size // max(x.shape[-1], 1)
+    rows = linear_loss_chunks.chunk_rows(head.chunk, count, weight.shape, dtype, factors)
     mask = (1, classes) if head.has_mask else None
     call = chunk_loss.call_of(head, (rows, classes), dtype, has_positions=head.has_where, mask=mask)
     backends.forced(call, name)

@@ -36,7 +36,8 @@ from jaxnorm.operations.loss import counted, weighted
 
 # Rows of x at a time. The fewer, the more often dW is read and written, which its product does not
 # hide: with chunks of 4096, 2048 and 1024 rows it takes 1.05, 1.14 and 1.49 of its time (H100,
-# bfloat16). A chunk is in memory before dW in its dtype is, so one of that size takes no more.
+# bfloat16). A chunk is in memory before dW in its dtype is, so one of d rows takes no more: over
+# 8192 x 4096 x 128256, 4096 and 2048 rows take 39.9 and 41.1 ms, 2100 and 2068 MiB (H200).
 _LEAST, _MOST = 512, 2048
 _BYTES = 2**30
 # Tiles of a product have 128 rows.
@@ -48,12 +49,21 @@ _COLUMNS = 8
 _WHOLE = Over()
 
 
-def chunk_rows(chunk: int | None, rows: int, classes: int, dtype: np.dtype) -> int:
-    """How many rows a chunk has: all chunks as many, the first may overlap the second."""
+def chunk_rows(
+    chunk: int | None, rows: int, weight: tuple[int, ...], logits: np.dtype, factors: np.dtype
+) -> int:
+    """How many rows a chunk has: all chunks as many, the first may overlap the second.
+
+    Args:
+      weight: its shape (d, classes).
+      logits, factors: dtypes of a chunk's logits, and of the products.
+    """
     if chunk is not None or not rows:
         return min(chunk or 1, max(rows, 1))
-    fitting = _BYTES // (max(classes, 1) * dtype.itemsize) // _TILE * _TILE
-    most = min(max(fitting, _LEAST), _MOST)
+    d, classes = weight
+    fitting = _BYTES // (max(classes, 1) * logits.itemsize) // _TILE * _TILE
+    as_weight = d * factors.itemsize // logits.itemsize
+    most = min(max(fitting, _LEAST), max(_MOST, as_weight))
     even = math.ceil(rows / math.ceil(rows / most))
     return min(math.ceil(even / _TILE) * _TILE, rows)
 
@@ -121,7 +131,8 @@ class _Chunks:
         whole = not over.classes and self.mask is None
         self.padding = -self.classes % _COLUMNS if whole else 0
         self.factor = self.padded(self.weight, self.dtype)  # once, before the loop
-        self.chunk = chunk_rows(head.chunk, self.rows, self.classes, self.logits_dtype)
+        dtypes = self.logits_dtype, self.dtype
+        self.chunk = chunk_rows(head.chunk, self.rows, self.weight.shape, *dtypes)
 
     # --------------------------------------------------------------------------------- passes
 

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.compiles
 ROWS, D, V = 8192, 4096, 128256
 LOGITS = 2 * ROWS * V  # bytes
 ACCUMULATOR = 4 * D * V
+CHUNKS = {"chunk": 2048}  # fewer rows than weight has, so that their sizes differ
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -39,7 +40,7 @@ def compiled(
 
 @pytest.mark.parametrize(
     ("reduction", "rows", "options"),
-    [("mean", ROWS, {}), ("none", ROWS, {}), ("mean", 8000, {"chunk": 768})],
+    [("mean", ROWS, CHUNKS), ("none", ROWS, CHUNKS), ("mean", 8000, {"chunk": 768})],
     ids=["mean", "none", "rows that chunks do not divide"],
 )
 def test_products(compiler: Compiler, reduction, rows, options):
@@ -68,11 +69,20 @@ def test_products(compiler: Compiler, reduction, rows, options):
 
 def test_dlogits_take_the_logits_place(compiler: Compiler):
     """Where weight's gradient takes weight's memory, and no chunk can be there before."""
-    program = compiled(compiler, "mean", donated=(1,))
+    program = compiled(compiler, "mean", donated=(1,), **CHUNKS)
     calls = [line for line in program.as_text().splitlines() if "mosaic_gpu" in line]
     assert sum("output_to_operand_aliasing" in line for line in calls) == 1
     workspace = 2**26  # of cuBLAS, and what there is for each row
     assert program.memory_analysis().temp_size_in_bytes < ACCUMULATOR + LOGITS / 4 + workspace
+
+
+def test_a_chunk_takes_the_memory_of_the_gradient(compiler: Compiler):
+    """By default as many rows as weight has, which take no more than fewer."""
+    default, fewer = (
+        compiled(compiler, "mean", **options).memory_analysis().temp_size_in_bytes
+        for options in ({}, CHUNKS)
+    )
+    assert default <= 1.03 * fewer
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
@@ -85,7 +95,7 @@ def test_classes_that_are_no_multiple_of_16_bytes(compiler: Compiler, implementa
         (opcode, kind)
         for opcode, kind, line in computations[body]
         if opcode not in ("parameter", "tuple", "get-tuple-element", "bitcast")
-        and _elements(kind) >= 2048 * 50257
+        and _elements(kind) >= D * 50257
     ]
     # Logits, weight's gradient and dlogits, which a kernel, or a fusion, makes of the logits.
     assert len(made) == 3, made

@@ -43,11 +43,11 @@ class Schedule:
     """How rows are cut, for blocks of a warpgroup.
 
     Attributes:
-      units: of a block. An SM has room for many blocks, and more units of one would take registers,
-        and with these blocks, from it.
+      units: of a block. With four, over 32768 columns of bfloat16 it has 0.98 of a copy, with two
+        0.97, and with a cap of the logits 0.90 and 0.86 (H200); more take registers from others.
     """
 
-    units: int = 2
+    units: int = 4
 
     def parts(self, spec: Spec) -> int:
         """Blocks of a row."""

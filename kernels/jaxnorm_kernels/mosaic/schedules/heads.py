@@ -1,6 +1,6 @@
 """How heads that are rotated are held and read: threads of a row, vectors, stages of a ring.
 
-All numbers are measured (`benchmarks/sweeps/heads.py`, H100).
+All numbers are measured (`benchmarks/sweeps/heads.py`, H200).
 """
 
 import dataclasses
@@ -20,14 +20,17 @@ MOST_COLS = _MOST_COLUMNS * WARP
 #: The most that a warpgroup holds at a time: two threads share a row.
 LEAST_ROWS = WARPGROUP_THREADS // 2
 
-# Bytes of x that a thread loads in the forward, at most: two loads. 0.95 of a copy and more.
+# Bytes of x that a thread loads in the forward, at most: two loads.
 _TILE_BYTES = 2 * VECTOR_BYTES
+# Columns that a thread has side by side in either half of the pairs: of 16 bits, with half of the
+# widest load, the forward has 0.96 to 0.97 of a copy over 64 to 256 columns, and else 0.88 to 0.91.
+_MOST_OF_PAIRS = 4
 # Of the backward's ring: bytes of both inputs in a stage, stages, and blocks of a multiprocessor.
-# With them it has 0.93 of a copy over 128 columns of bfloat16 and 0.98 of float32; in stages of 16
-# KiB 0.89 and 0.92, with two blocks 0.84 and 0.89, with six 0.87 and 0.91.
-_STAGE_BYTES, _STAGES, _BLOCKS_PER_SM = 8 * 1024, 3, 3
+# With them it has 0.86 of a copy over 128 columns of bfloat16 and 0.98 of float32, over 64 columns
+# 0.82 and 0.91; with three blocks 0.80, 0.92, 0.73 and 0.87.
+_STAGE_BYTES, _STAGES, _BLOCKS_PER_SM = 8 * 1024, 3, 4
 # Of each column of its pairs: so many bytes of a thread leave twice as many threads to a row, and
-# registers for three blocks. With the widest loads it has 0.86 over 128 columns of bfloat16.
+# registers for these blocks.
 _BACKWARD_BYTES = VECTOR_BYTES // 2
 # What the copy engine copies is a multiple of.
 _COPY_BYTES = 16
@@ -112,7 +115,7 @@ def _held(spec: Spec, dtypes: Sequence[np.dtype], of_pairs: int) -> tuple[int, i
     if spec.cols > MOST_COLS or spec.rows < LEAST_ROWS:
         return None
     itemsize = max(dtype.itemsize for dtype in dtypes)
-    most, most_of_pairs = VECTOR_BYTES // itemsize, of_pairs // itemsize
+    most, most_of_pairs = VECTOR_BYTES // itemsize, min(of_pairs // itemsize, _MOST_OF_PAIRS)
     pairs, rest = spec.rotated // 2, spec.cols - spec.rotated
 
     def vectors(threads: int) -> tuple[int, int] | None:
