@@ -4,13 +4,13 @@ import dataclasses
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import workloads
 from benchmarks.blocks import BLOCKS, BlockWorkload
 from benchmarks.linear import PROJECTIONS, SQUARES, LinearWorkload
-from benchmarks.models import TrainingCell
+from benchmarks.models import LAYERS, MODELS, REMATS, TrainingCell
 from benchmarks.results import OK, Row
 from benchmarks.workloads import Shape, Workload
 
@@ -99,9 +99,14 @@ def of_products(rows: Iterable[Row]) -> Figures:
 
 
 def steps(rows: Iterable[Row]) -> dict[tuple[str, ...], Row]:
-    """Rows of training steps by the fields of their cells."""
+    """Rows of training steps by the fields of their cells: of a model side by side."""
     names = [field.name for field in dataclasses.fields(TrainingCell)]
-    return {tuple(row[name] for name in names): row for row in rows}
+    choices: dict[str, Sequence[str]] = {"model": [*MODELS], "layers": LAYERS, "remat": REMATS}
+
+    def place(row: Row) -> list[int]:
+        return [of.index(row[name]) for name, of in choices.items()]
+
+    return {tuple(row[name] for name in names): row for row in sorted(rows, key=place)}
 
 
 def bytes_of(question: Question) -> int:

@@ -52,7 +52,7 @@ VARIANTS = {
     "jaxnorm-norms": "jaxnorm's norms",
     "jaxnorm-norms-loss": "jaxnorm's norms and loss",
     "jaxnorm-everything": "jaxnorm's norms with residual, and loss",
-    "jaxnorm-products": "and products' inputs",
+    "jaxnorm-products": "all of jaxnorm: products' inputs, too",
 }
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks import figures, page_tables, plots, report_tables, text
 from benchmarks.blocks import BlockWorkload
+from benchmarks.models import LAYERS
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import OK, PROVIDER_COLUMNS, ROOT, Row, Table, latest, path, read
 from benchmarks.suites import SUITES
@@ -77,7 +78,8 @@ def plot_name(dtype: str, suite: str = "kernels") -> str:
 
 def readme_section(found: Results) -> str:
     """What stands between the README's markers: one table of speed, one of memory, one plot."""
-    steps, fitting = found.rows["training"], found.rows["capacity"]
+    steps = [row for row in found.rows["training"] if row["layers"] == LAYERS[0]]
+    fitting = found.rows["capacity"]
     if not steps:
         return ""
     parts = [
