@@ -12,7 +12,7 @@ from linear_loss_cases import Linear, operands
 from reference import assert_within, exact
 
 from jaxnorm import linear_softmax_cross_entropy as linear_loss
-from jaxnorm.operations.linear_loss_chunks import chunk_rows
+from jaxnorm.operations.chunk_sizes import chunk_rows
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxnorm.calls import backends
-from jaxnorm.operations import checks, chunk_loss, linear_loss_chunks, linear_loss_primitive
+from jaxnorm.operations import checks, chunk_loss, linear_loss_primitive
+from jaxnorm.operations.chunk_sizes import chunk_rows
 from jaxnorm.operations.linear_loss_call import Function, Head, Reduction
 from jaxnorm.operations.loss import softcap
 from jaxnorm.primitives import eager
@@ -269,7 +270,7 @@ def _check_implementation(head: Head, x: jax.Array, weight: jax.Array, name: Nam
     """Raises where `name` cannot run a chunk of these arrays."""
     (factors, dtype), classes = head.dtypes(x.dtype, weight.dtype), weight.shape[1]
     count = x.size // max(x.shape[-1], 1)
-    rows = linear_loss_chunks.chunk_rows(head.chunk, count, weight.shape, dtype, factors)
+    rows = chunk_rows(head.chunk, count, weight.shape, dtype, factors)
     mask = (1, classes) if head.has_mask else None
     call = chunk_loss.call_of(head, (rows, classes), dtype, has_positions=head.has_where, mask=mask)
     backends.forced(call, name)
