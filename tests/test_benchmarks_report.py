@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import figures, page_tables, report, results
 from benchmarks.figures import Figure
-from benchmarks.models import LOSS_STEPS
+from benchmarks.models import LOSS_STEPS, VARIANTS
 from benchmarks.report import PAGE, README, SHOWN, Results
 from benchmarks.results import Table
 from benchmarks.suites import SUITES
