@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxnorm_kernels.operations import OPERATIONS, Family, Op, Operation
+from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, Family, Op, Operation
 
 Direction = Literal["fwd", "tan", "bwd"]
 Save = Literal["output", "input"]
@@ -202,6 +202,25 @@ class Spec:
                 return getattr(self, f"{operand}_dtype") is not None
 
     @functools.cached_property
+    def operand_dtypes(self) -> list[np.dtype]:
+        """Of the arrays of x's shape that the forward reads: of x, and of what is beside it."""
+        return self._dtypes_of_arrays(self.operation.operands)
+
+    @functools.cached_property
+    def kept_dtypes(self) -> list[np.dtype]:
+        """Of those that the derivative takes beside what is saved: each has a gradient."""
+        return self._dtypes_of_arrays(self.operation.keeps)
+
+    @functools.cached_property
+    def operand_waits(self) -> bool:
+        """Whether what is beside x is used after the norm of x, whose statistics it waits for."""
+        return "first" in self.operation.norms
+
+    def _dtypes_of_arrays(self, names: tuple[str, ...]) -> list[np.dtype]:
+        arrays = [name for name in names if OPERANDS[name] == "array" and self.has(name)]
+        return [getattr(self, f"{name}_dtype") for name in arrays]
+
+    @functools.cached_property
     def classes(self) -> int:
         """Of a cross-entropy."""
         return self.cols - self.padding
@@ -217,7 +236,7 @@ class Spec:
 
         Of both norms of a call, whichever the array belongs to: its statistics are of one dtype.
         """
-        arrays = (self.x_dtype, self.residual_dtype, self.y_dtype, self.logits_bias_dtype)
+        arrays = (*self.operand_dtypes, self.y_dtype, self.logits_bias_dtype)
         # By name: numpy takes None for float64.
         is_wide = self.wide or any(d is not None and d.name == "float64" for d in arrays)
         return np.dtype(np.float64 if is_wide else np.float32)

@@ -76,7 +76,7 @@ _WINDOW_BYTES = 100
 # slows the writing of dx down. Hence, in bytes,
 # - the part of a row in a block, of all inputs, up to which a step has two rows, which share an
 #   exchange of sums (not of two norms: each of their rows has two exchanges);
-# - the step, dx included, up to which three blocks share a multiprocessor, and not two;
+# - the step, with dx and its like, up to which three blocks share a multiprocessor, and not two;
 # - the part of a row from which one block is enough, where it needs several warpgroups.
 _RING_STAGES = 4
 _TWO_ROWS_BYTES, _THREE_BLOCKS_BYTES, _ONE_BLOCK_BYTES = 5 * 1024, 10 * 1024, 12 * 1024
@@ -163,7 +163,8 @@ def ring(spec: Spec, gpu: Gpu, window: Window | None = None) -> Ring | None:
     part = spec.cols // cluster
     part_bytes = part * _column_bytes(spec)
     rows = 2 if len(spec.norms) < 2 and part_bytes <= _TWO_ROWS_BYTES else 1
-    step_bytes = rows * (part_bytes + part * spec.x_dtype.itemsize)
+    written = sum(dtype.itemsize for dtype in (spec.x_dtype, *spec.kept_dtypes))
+    step_bytes = rows * (part_bytes + part * written)
     shapes = [(2, 1), (4, 1)]
     if spec.cols <= cluster * most or part_bytes < _ONE_BLOCK_BYTES:
         shapes.insert(0, (1, 3 if step_bytes <= _THREE_BLOCKS_BYTES else 2))
@@ -240,14 +241,14 @@ def is_copied(spec: Spec) -> bool:
 
 
 def row_dtypes(spec: Spec) -> list[np.dtype]:
-    """Of what a norm's backward reads of a row: saved, dy and, with `Spec.adds_dh`, dh.
+    """Of what a norm's backward reads of a row: saved, what is kept beside it, dy, and dh.
 
     That of two norms begins with x.
     """
     last = spec.last
     saved = last.y_dtype if last.saved == "output" else last.x_dtype
     x = [spec.x_dtype] * spec.operation.starts_from_x
-    return [*x, saved, spec.y_dtype, *[last.x_dtype] * spec.adds_dh]
+    return [*x, saved, *spec.kept_dtypes, spec.y_dtype, *[last.x_dtype] * spec.adds_dh]
 
 
 def _rows(spec: Spec) -> int:
