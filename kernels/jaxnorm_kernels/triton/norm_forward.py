@@ -1,4 +1,4 @@
-"""Kernels of LayerNorm and RMSNorm.
+"""Forward passes of LayerNorm and RMSNorm, and of those that a residual is added to.
 
 LayerNorm subtracts the mean, RMSNorm has mean = 0:
 
@@ -19,10 +19,19 @@ before it (Chan, Golub, LeVeque 1979):
 E[x^2] - E[x]^2 would cancel.
 """
 
+from typing import Any
+
+import jax
+import numpy as np
 import triton
 import triton.language as tl
 
-from jaxnorm_kernels.triton.norm_parameters import gain, gain_and_bias, of_groups
+from jaxnorm_kernels.implementation import Operands, Results
+from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.triton import norm_parameters
+from jaxnorm_kernels.triton import schedule as schedules
+from jaxnorm_kernels.triton.norm_parameters import gain, gain_and_bias, group_rows, of_groups
+from jaxnorm_kernels.triton.schedule import Schedule
 from jaxnorm_kernels.triton.tiles import (
     columns_at,
     load_rows,
@@ -33,6 +42,51 @@ from jaxnorm_kernels.triton.tiles import (
     zero_beyond,
     zeros,
 )
+
+
+def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
+    """See `Implementation.forward`; `schedule` stands in for the one of the table."""
+    x, residual, scale, bias, next_scale, *_ = operands
+    schedule = schedule or schedules.choose(spec)
+    kernel, options = norm_fwd_in_registers, dict[str, Any]()
+    if schedule.is_looped(spec):
+        kernel = norm_fwd_looped
+    elif schedule.stages > 1 and spec.operation.norms == ("last",) and spec.groups == 1:
+        kernel = norm_fwd_persistent
+        options = {"grid": schedule.persistent_grid(spec)[1:], "stages": schedule.stages}
+    stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.want_stats else None
+    # Of two norms the first keeps x and has neither mean, floor nor bias: the second one decides.
+    norm = spec.norms[-1]
+    y_dtype = spec.residual_dtype if spec.operation.y_is_sum else spec.y_dtype
+    h = jax.ShapeDtypeStruct(x.shape, spec.residual_dtype) if spec.normalises_h else None
+    kind = "layer_norm" if spec.subtract_mean else "rms_norm"
+    y, *results = schedule.launch(
+        kernel,
+        spec,
+        name=f"jaxnorm_{spec.op.replace('norm', kind)}_fwd",
+        outputs={
+            "y_ptr": jax.ShapeDtypeStruct(x.shape, y_dtype),
+            "h_ptr": h,
+            "rstd_ptr": stat,
+            "mean_ptr": stat if norm.returns_mean else None,
+            "next_rstd_ptr": stat if len(spec.norms) > 1 else None,
+        },
+        x_ptr=x,
+        residual_ptr=residual,
+        scale_ptr=scale,
+        bias_ptr=bias,
+        next_scale_ptr=next_scale,
+        scale_rows=group_rows(scale, spec),
+        bias_rows=group_rows(bias, spec),
+        next_scale_rows=group_rows(next_scale, spec),
+        op=spec.op,
+        norm=norm_parameters.of(norm),
+        **options,
+    )
+    if h is None:
+        return Results(y, stats=tuple(results))
+    # The kernels write h in any case: rows too wide for registers are read back.
+    return Results(y, results[0] if spec.returns_h else None, tuple(results[1:]))
 
 
 @triton.jit
