@@ -140,8 +140,7 @@ def _required(
     _, *others = inspect.signature(call).parameters.values()
     lacking = {p.name for p in others if p.default is p.empty} - {*arguments}
     required: dict[str, jax.ShapeDtypeStruct | None] = {}
-    if "residual" in lacking:
-        required["residual"] = x
+    required |= {name: x for name in lacking if operations.OPERANDS.get(name) == "array"}
     if "labels" in lacking:
         axes = checks.axes(call.__name__, arguments.get("axis", -1), x.shape, of="logits")
         sizes = tuple(size for a, size in enumerate(x.shape) if a not in axes)
