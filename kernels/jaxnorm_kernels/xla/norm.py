@@ -41,6 +41,7 @@ from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec, Stats
 from jaxnorm_kernels.xla.elementwise import clip, effective_bias, gain, round_to, safe_divide
 from jaxnorm_kernels.xla.formulas import Formulas
+from jaxnorm_kernels.xla.parameters import along_rows, summed_like
 from jaxnorm_kernels.xla.reductions import row_mean
 
 
@@ -179,9 +180,9 @@ def tangent(
         dxh = (t - dmean * rstd if spec.subtract_mean else t) - xh * m
         terms.append(dxh if g is None else dxh * g)
     if dscale is not None:
-        terms.append(xh * _along_rows(dscale.astype(spec.compute_dtype), xh, spec))
+        terms.append(xh * along_rows(dscale.astype(spec.compute_dtype), xh, spec))
     if dbias is not None:
-        terms.append(_along_rows(dbias.astype(spec.compute_dtype), xh, spec))
+        terms.append(along_rows(dbias.astype(spec.compute_dtype), xh, spec))
     dy = jnp.broadcast_to(functools.reduce(operator.add, terms), xh.shape)
     return dy, _statistics(drstd, dmean, spec)
 
@@ -211,8 +212,8 @@ def backward(
         dx = dx + dmean[0] / spec.cols
     if dh is not None:
         dx = dx + dh.astype(spec.compute_dtype)
-    dscale = None if scale is None else _summed_like(scale, d * xh, spec).astype(spec.scale_dtype)
-    dbias = None if bias is None else _summed_like(bias, d, spec).astype(spec.bias_dtype)
+    dscale = None if scale is None else summed_like(scale, d * xh, spec).astype(spec.scale_dtype)
+    dbias = None if bias is None else summed_like(bias, d, spec).astype(spec.bias_dtype)
     return dx.astype(spec.x_dtype), dscale, dbias
 
 
@@ -226,9 +227,9 @@ def normalised(
     rstd = lax.rsqrt(row_mean(jnp.square(centred), spec) + spec.epsilon)
     y = centred * rstd
     if scale is not None:
-        y = y * _along_rows(gain(scale, spec), y, spec)
+        y = y * along_rows(gain(scale, spec), y, spec)
     if bias is not None:
-        y = y + _along_rows(effective_bias(bias, spec), y, spec)
+        y = y + along_rows(effective_bias(bias, spec), y, spec)
     return y, _statistics(rstd, mean, spec)
 
 
@@ -249,13 +250,13 @@ def _recovered(
     """G, x_hat, the statistics along rows and, from the output, z = x_hat G."""
     saved = saved.astype(spec.compute_dtype)
     along = [jnp.expand_dims(stat, spec.axes) for stat in stats]
-    g = None if scale is None else _along_rows(gain(scale, spec), saved, spec)
+    g = None if scale is None else along_rows(gain(scale, spec), saved, spec)
     if spec.saved == "input":
         rstd, *mean = along
         return g, (saved - mean[0] if mean else saved) * rstd, along, None
     z = saved if spec.y_limit is None else clip(saved, spec.y_limit)
     if bias is not None:
-        z = z - _along_rows(effective_bias(bias, spec), z, spec)
+        z = z - along_rows(effective_bias(bias, spec), z, spec)
     xh = clip(z if g is None else safe_divide(z, g), math.sqrt(spec.cols))
     return g, xh, along, z
 
@@ -266,48 +267,3 @@ def _statistics(rstd: jax.Array, mean: jax.Array | None, spec: Spec) -> Stats:
         return ()
     kept = (rstd, mean) if mean is not None and spec.returns_mean else (rstd,)
     return tuple(jnp.squeeze(stat, spec.axes) for stat in kept)
-
-
-def _axes_of_parameter(
-    parameter: jax.Array, like: jax.Array, spec: Spec
-) -> tuple[list[int], list[int]]:
-    """Which axes of an array like `like` a parameter has, in its order; and those it lacks.
-
-    Its last axes are the normalised ones. Axes before those, of groups of rows, are right-aligned
-    to the others, as numpy broadcasts.
-    """
-    normalised = [axis % like.ndim for axis in spec.axes]
-    others = [axis for axis in range(like.ndim) if axis not in normalised]
-    lacks = like.ndim - parameter.ndim
-    return others[lacks:] + normalised, others[:lacks]
-
-
-def _along_rows(parameter: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
-    """`parameter` against an array like `like`."""
-    if _is_of_groups(parameter, like, spec):
-        return jnp.repeat(parameter, spec.rows // parameter.shape[0], axis=0)
-    axes, lacking = _axes_of_parameter(parameter, like, spec)
-    in_order = sorted(axes)
-    if axes != in_order:
-        parameter = jnp.transpose(parameter, [axes.index(axis) for axis in in_order])
-    return jnp.expand_dims(parameter, lacking)
-
-
-def _summed_like(parameter: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
-    """The sums of v over the rows that share a parameter."""
-    if _is_of_groups(parameter, v, spec):
-        return jnp.sum(v.reshape(parameter.shape[0], -1, spec.cols), axis=1)
-    axes, lacking = _axes_of_parameter(parameter, v, spec)
-    shared = [axis for axis, size in zip(axes, parameter.shape) if size == 1]
-    total = jnp.sum(v, axis=tuple(lacking))
-    kept = sorted(axes)
-    shared = [kept.index(axis) for axis in shared]
-    if shared:
-        total = jnp.sum(total, axis=tuple(shared), keepdims=True)
-    return total if axes == kept else jnp.transpose(total, [kept.index(axis) for axis in axes])
-
-
-def _is_of_groups(parameter: jax.Array, like: jax.Array, spec: Spec) -> bool:
-    """Whether each row of a parameter belongs to consecutive rows of a two-dimensional view."""
-    in_rows = like.ndim == parameter.ndim == 2 and spec.axes == (-1,)
-    return in_rows and parameter.shape[0] not in (1, spec.rows)
