@@ -15,6 +15,12 @@ With a residual, the row that is normalised is h = x + residual, or the normalis
 the residual, or both, one norm after the other; dh, the cotangent that h has beside the norm's, is
 added to dx.
 
+With a gate, a = activation(gate), the norm is that of x, and d = a dy; or that of t = x a, and
+dt the gradient above:
+
+    y = xh G a       dx as above        dgate = dy xh G activation'(gate)
+    y = th G         dx = dt a          dgate = dt x activation'(gate)
+
 Tangent with t = r times the tangent of x; mean(t) is LayerNorm's alone:
 
     G (t - mean(t) - xh mean(xh t)) + xh tangent(scale) + tangent(bias)
@@ -31,6 +37,7 @@ import dataclasses
 import functools
 import math
 import operator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -137,11 +144,54 @@ def norm_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
     return Operands(dx, of_h.astype(spec.residual_dtype), dscale, next_scale=dnext_scale)
 
 
+def norm_gated_fwd(operands: Operands, spec: Spec) -> Results:
+    """y = norm(x) activation(gate), or norm(x activation(gate))."""
+    x, a = operands.x.astype(spec.compute_dtype), _activation(spec)(operands.gate)
+    of = x if spec.norm_before_gate else x * a
+    y, stats = normalised(of, operands.scale, None, spec.last)
+    return Results((y * a if spec.norm_before_gate else y).astype(spec.y_dtype), stats=stats)
+
+
+def norm_gated_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
+    """Of `norm_gated_fwd`."""
+    x, stats, scale = residuals.saved.astype(spec.compute_dtype), residuals.stats, residuals.scale
+    gate, dx, dscale, dgate = residuals.gate, tangents.x, tangents.scale, tangents.gate
+    dgate = jnp.zeros_like(gate) if dgate is None else dgate
+    a, da = jax.jvp(_activation(spec), (gate,), (dgate,))
+    if not spec.norm_before_gate:
+        dt = x * da if dx is None else x * da + dx.astype(x.dtype) * a
+        dy, dstats = tangent(x * a, stats, scale, None, (dt, dscale, None), spec.last)
+        return Results(dy.astype(spec.y_dtype), stats=dstats)
+    dy, dstats = _normalised_again(x, stats, scale, spec.last) * da, ()
+    if spec.want_stats:
+        dstats = tuple(map(jnp.zeros_like, stats))
+    if dx is not None or dscale is not None:
+        dn, dstats = tangent(x, stats, scale, None, (dx, dscale, None), spec.last)
+        dy = dy + dn * a
+    return Results(dy.astype(spec.y_dtype), stats=dstats)
+
+
+def norm_gated_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
+    """Of `norm_gated_fwd`."""
+    x, stats, scale = residuals.saved.astype(spec.compute_dtype), residuals.stats, residuals.scale
+    a, pullback = jax.vjp(_activation(spec), residuals.gate)
+    last = dataclasses.replace(spec.last, x_dtype=spec.compute_dtype)
+    if spec.norm_before_gate:
+        d = cotangents.y.astype(x.dtype)
+        dx, dscale, _ = backward(x, stats, scale, None, cotangents._replace(y=d * a), last)
+        (dgate,) = pullback(d * _normalised_again(x, stats, scale, last))
+    else:
+        dt, dscale, _ = backward(x * a, stats, scale, None, cotangents, last)
+        dx, (dgate,) = dt * a, pullback(dt * x)
+    return Operands(dx.astype(spec.x_dtype), scale=dscale, gate=dgate)
+
+
 FORMULAS: dict[Op, Formulas] = {
     "norm": Formulas(norm_fwd, norm_tan, norm_bwd),
     "add_norm": Formulas(add_norm_fwd, add_norm_tan, add_norm_bwd),
     "norm_add": Formulas(norm_add_fwd),
     "norm_add_norm": Formulas(norm_add_norm_fwd, norm_add_norm_tan, norm_add_norm_bwd),
+    "norm_gated": Formulas(norm_gated_fwd, norm_gated_tan, norm_gated_bwd),
 }
 
 
@@ -259,6 +309,18 @@ def _recovered(
         z = z - along_rows(effective_bias(bias, spec), z, spec)
     xh = clip(z if g is None else safe_divide(z, g), math.sqrt(spec.cols))
     return g, xh, along, z
+
+
+def _activation(spec: Spec) -> Callable[[jax.Array], jax.Array]:
+    """Of a gate in its own dtype, in the arithmetic dtype."""
+    of_wide = getattr(jax.nn, spec.activation)
+    return lambda gate: of_wide(gate.astype(spec.compute_dtype))
+
+
+def _normalised_again(x: jax.Array, stats: Stats, scale: jax.Array | None, spec: Spec) -> jax.Array:
+    """y in the arithmetic dtype, of what a derivative starts from."""
+    g, xh, _, _ = _recovered(x, stats, scale, None, spec)
+    return xh if g is None else xh * g
 
 
 def _statistics(rstd: jax.Array, mean: jax.Array | None, spec: Spec) -> Stats:
