@@ -82,8 +82,12 @@ _RING_STAGES = 4
 _TWO_ROWS_BYTES, _THREE_BLOCKS_BYTES, _ONE_BLOCK_BYTES = 5 * 1024, 10 * 1024, 12 * 1024
 
 # Columns up to, warpgroups, blocks for each multiprocessor: 16 columns of a thread, of which it
-# holds seven values (two rows of both inputs, G, 1 / G, the sum), in 128 registers.
+# holds seven values (two rows of both inputs, G, 1 / G, the sum), in 128 registers. Of a third
+# input, and what becomes of it, it has as much again: half as many columns.
 _DIRECT = ((2048, 1, 4), (4096, 2, 2), (8192, 4, 1))
+
+# Of a unit of a third input, and of what becomes of it.
+_KEPT_REGISTERS = 32
 
 # Columns from which a row has a warpgroup, and not a warp, which needs no exchange: two rows at a
 # time, or three blocks, hide that. LayerNorm reaches 0.97 of copy bandwidth, not 0.92, over 768
@@ -121,9 +125,9 @@ def _ring_of_windows(spec: Spec, gpu: Gpu) -> Ring | None:
 
 def direct(spec: Spec) -> Direct | None:
     """For unaligned rows that are short, or no whole periods of a window."""
-    vector = row_vector(spec)
+    vector, held = row_vector(spec), spec.cols * (1 + len(spec.kept_dtypes))
     for cols, warpgroups, blocks_per_sm in _DIRECT:
-        if spec.cols <= cols:
+        if held <= cols:
             while spec.cols < warpgroups * WARPGROUP_THREADS * vector:
                 warpgroups //= 2
             return Direct(vector, warpgroups, ahead=1, blocks_per_sm=blocks_per_sm)
@@ -139,8 +143,9 @@ def rows_ring(spec: Spec, gpu: Gpu | None = None) -> RowsRing:
         threads //= 2
     ring = RowsRing(vector, threads)
     blocks_per_sm = 3 if spec.cols <= _THREE_BLOCKS_COLUMNS * threads else 2
-    is_short = _row_bytes(spec) <= _SHORT_ROW_BYTES
-    stage_bytes = _SHORT_STAGE_BYTES if is_short else _STAGE_BYTES
+    # What becomes of a third array leaves registers for a tile at a time.
+    is_small = _row_bytes(spec) <= _SHORT_ROW_BYTES or bool(spec.kept_dtypes)
+    stage_bytes = _SHORT_STAGE_BYTES if is_small else _STAGE_BYTES
     rows = max(1, stage_bytes // (ring.height * _row_bytes(spec))) * ring.height
     while rows > ring.height and rows > _rows(spec):
         rows -= ring.height
@@ -222,7 +227,8 @@ def _registers(spec: Spec, width: int) -> int:
         has_scale, has_bias = norm.scale_dtype is not None, norm.bias_dtype is not None
         held += 2 * has_scale + has_bias if norm.saved == "output" else has_scale
     of_column = (_column_sums(spec) + held) * len(spec.norms)  # what is under way, too
-    return of_column * (width // WARPGROUP_THREADS) + OTHER_REGISTERS
+    others = OTHER_REGISTERS + _KEPT_REGISTERS * len(spec.kept_dtypes)
+    return of_column * (width // WARPGROUP_THREADS) + others
 
 
 def _column_sums(spec: Spec) -> int:
