@@ -212,7 +212,6 @@ OPERATIONS: dict[Op, Operation] = {
         keeps=("gate", "scale"),
         statistics=("rstd",),
         through_h=(),
-        has_kernels=False,
     ),
 }
 
