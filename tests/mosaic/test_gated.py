@@ -1,0 +1,290 @@
+"""The kernels of a norm and a gate: interpreted, lowered, and compiled for an H100."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from backward_cases import NORM_CASES
+from forward_cases import BF16, CASES, F16, F32
+from gated_cases import ACTIVATIONS, GatedNorm
+from h100 import Compiler
+from pairs import pairwise
+from reference import assert_within, exact, rounding
+
+from benchmarks import contract
+from jaxnorm_kernels import mosaic, xla
+from jaxnorm_kernels.mosaic.rows.windows import Window
+from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
+from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
+from jaxnorm_kernels.mosaic.walks.ring import Ring
+from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing
+from jaxnorm_kernels.specs import Spec
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+SPILLED = 32  # bytes of a thread: a few words
+# x, gate, y
+MIXES = [(BF16, BF16, BF16), (F32, F32, F32), (BF16, F32, BF16), (F32, BF16, F16)]
+ORDERS = pytest.mark.parametrize("before", [True, False], ids=["norm first", "gate first"])
+
+
+def make_spec(
+    direction: str, rows: int, cols: int, mix: tuple[np.dtype, ...], **given: Any
+) -> Spec:
+    x, gate, y = mix
+    options = {"scale_dtype": F32, "norm_before_gate": True, **given}
+    return Spec(
+        "norm_gated",
+        direction,  # type: ignore[arg-type]
+        rows,
+        cols,
+        x,
+        y,
+        epsilon=1e-6,
+        saved="input",
+        gate_dtype=gate,
+        want_stats=direction == "fwd",
+        **options,
+    )
+
+
+def types_of(spec: Spec) -> tuple[Any, ...]:
+    def array(shape: tuple[int, ...], dtype: np.dtype | None) -> Any:
+        return None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
+
+    rows = spec.rows, spec.cols
+    x, gate, dy = (array(rows, dtype) for dtype in (spec.x_dtype, spec.gate_dtype, spec.y_dtype))
+    of_columns = rows[1:] if spec.scale_groups == 1 else (spec.scale_groups, spec.cols)
+    scale = array(of_columns, spec.scale_dtype)
+    if spec.direction == "fwd":
+        return x, gate, scale
+    return x, (array(rows[:1], F32),), gate, scale, dy
+
+
+def make_operands(spec: Spec) -> tuple[Any, ...]:
+    """x, gate, scale and dy."""
+    rng = np.random.default_rng(0)
+
+    def normal(shape: tuple[int, ...], dtype: np.dtype | None) -> Any:
+        return None if dtype is None else jnp.asarray(rng.normal(size=shape), dtype)
+
+    rows = spec.rows, spec.cols
+    x, gate, dy = (normal(rows, dtype) for dtype in (spec.x_dtype, spec.gate_dtype, spec.y_dtype))
+    scale = normal(rows[1:] if spec.groups == 1 else (spec.groups, spec.cols), spec.scale_dtype)
+    return x, 2 * gate, None if scale is None else 1 + scale / 4, dy
+
+
+def run(spec: Spec, *operands: Any, schedule: Any = None) -> Any:
+    given = {} if schedule is None else {"schedule": schedule}
+    with mosaic.interpreted():
+        return jax.jit(lambda *a: contract.call(mosaic, spec, *a, **given))(*operands)
+
+
+def reference_of(spec: Spec, group: int, operands: tuple[Any, ...]) -> GatedNorm:
+    """Of the rows of a group."""
+    x, gate, scale, d = operands
+    rows = spec.rows // spec.groups
+    at = np.s_[group * rows : (group + 1) * rows]
+    gain = np.ones(spec.cols)
+    if scale is not None:
+        gain = exact(scale).reshape(spec.groups, -1)[group] + spec.scale_offset
+    assert spec.gate_dtype is not None
+    return GatedNorm(
+        exact(x)[at],
+        exact(gate)[at],
+        gain,
+        exact(d)[at],
+        spec.norm_before_gate,
+        spec.activation,
+        (spec.x_dtype.name, spec.gate_dtype.name, spec.y_dtype.name),
+    )
+
+
+def check_forward(spec: Spec, schedule: Any) -> None:
+    x, gate, scale, *_ = operands = make_operands(spec)
+    y, (rstd,) = run(spec, x, gate, scale, schedule=schedule)
+    assert y.dtype == spec.y_dtype
+    rows = spec.rows // spec.groups
+    for group in range(spec.groups):
+        at = np.s_[group * rows : (group + 1) * rows]
+        ref = reference_of(spec, group, operands)
+        assert_within(y[at], ref.y, ref.bounds()[0])
+        np.testing.assert_allclose(exact(rstd)[at], ref.norm.r[:, 0], rtol=2e-6)
+
+
+def check_backward(spec: Spec, schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    window = getattr(schedule, "window", None)
+    blocks = 2 if window is None else window.period
+    monkeypatch.setattr(schedules, "persistent_blocks", lambda spec, schedule: blocks)
+    x, gate, scale, d = operands = make_operands(spec)
+    forward = dataclasses.replace(spec, direction="fwd", want_stats=True)
+    _, stats = contract.call(xla, forward, x, gate, scale)
+    dx, dgate, dscale = run(spec, x, stats, gate, scale, d, schedule=schedule)
+    assert (dx.dtype, dgate.dtype) == (spec.x_dtype, spec.gate_dtype)
+    rows = spec.rows // spec.groups
+    for group in range(spec.groups):
+        at = np.s_[group * rows : (group + 1) * rows]
+        ref = reference_of(spec, group, operands)
+        _, dx_bound, dgate_bound, dscale_bound = ref.bounds()
+        assert_within(dx[at], ref.dx, dx_bound)
+        assert_within(dgate[at], ref.dgate, dgate_bound)
+        if scale is None:
+            assert dscale is None
+            continue
+        stored = rounding(np.abs(ref.dscale) + dscale_bound, scale.dtype.name)
+        of_group = dscale.reshape(spec.groups, -1)[group]
+        assert_within(of_group, ref.dscale, dscale_bound + stored)
+
+
+COMBINATIONS = pairwise(MIXES, [True, False], ACTIVATIONS)
+
+
+def in_turn(cases: Sequence[Any], all_of: str) -> list[Any]:
+    """Each schedule in both orders, with mixes and activations in turn; all of them with one."""
+    orders = [[c for c in COMBINATIONS if c[1] == before] for before in (True, False)]
+    each = [(case, of[i % len(of)]) for i, case in enumerate(cases) for of in orders]
+    (quick,) = (case for case in cases if case.name == all_of)
+    return [
+        pytest.param(case, *combination, id="-".join([case.name, *map(str, combination)]))
+        for case, combination in dict.fromkeys([*each, *((quick, c) for c in COMBINATIONS)])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("case", "mix", "before", "activation"), in_turn(CASES, "rows_in_warps_tail")
+)
+def test_forward(case: Any, mix: tuple[np.dtype, ...], before: bool, activation: str) -> None:
+    given = {"norm_before_gate": before, "activation": activation}
+    check_forward(make_spec("fwd", case.rows, case.cols, mix, **given), case.schedule_for(*mix))
+
+
+@pytest.mark.parametrize(
+    ("case", "mix", "before", "activation"), in_turn(NORM_CASES, "rows_ring_tail")
+)
+def test_backward(
+    case: Any,
+    mix: tuple[np.dtype, ...],
+    before: bool,
+    activation: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = {"norm_before_gate": before, "activation": activation}
+    spec = make_spec("bwd", case.rows, case.cols, mix, **given)
+    check_backward(spec, case.schedule_for(*mix), monkeypatch)
+
+
+CHANGES = [
+    {"scale_dtype": None},
+    {"scale_offset": 1.0},
+    {"scale_dtype": BF16},
+    {"scale_groups": 2},
+]
+
+
+@ORDERS
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_variants(change: dict[str, Any], before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"norm_before_gate": before, **change}
+    row_tile = Schedule("row_tile", 4, rows=8, params_first=True)
+    check_forward(make_spec("fwd", 16, 440, MIXES[1], **given), row_tile)
+    rings = (8, 1024, Ring(4, 1, stages=2, lag=1)), (16, 440, RowsRing(4, 32, rows=4, stages=2))
+    for rows, cols, ring in rings:
+        check_backward(make_spec("bwd", rows, cols, MIXES[1], **given), ring, monkeypatch)
+
+
+@ORDERS
+def test_unaligned_rows(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In windows, whose ends belong to other rows: of those an activation may be anything."""
+    window = Window(1031, 8)
+    given = {"norm_before_gate": before}
+    row = Schedule("warpgroup_row", 8, params_first=True, window=window)
+    check_forward(make_spec("fwd", 16, 1031, MIXES[0], **given), row)
+    ring = Ring(8, 1, stages=2, lag=1, window=window)
+    check_backward(make_spec("bwd", 16, 1031, MIXES[0], **given), ring, monkeypatch)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gates_of_all_sizes(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where exponentials overflow or vanish; and 0."""
+    monkeypatch.setattr(schedules, "persistent_blocks", lambda spec, schedule: 2)
+    spec = make_spec("fwd", 8, 512, MIXES[1], activation=activation)
+    x, gate, scale, d = make_operands(spec)
+    gate = jnp.asarray(np.concatenate([[0.0], *np.outer([-1, 1], np.geomspace(1e-30, 3e4, 255))]))
+    gate = jnp.broadcast_to(jnp.append(gate, -0.0), (8, 512)).astype(F32)
+    y, stats = run(spec, x, gate, scale, schedule=Schedule("row_tile", 4, rows=8))
+    ref = reference_of(spec, 0, (x, gate, scale, d))
+    y_bound, dx_bound, dgate_bound, _ = ref.bounds()
+    assert_within(y, ref.y, y_bound)
+    spec = dataclasses.replace(spec, direction="bwd", want_stats=False)
+    ring = RowsRing(4, 32, rows=4, stages=2)
+    dx, dgate, _ = run(spec, x, stats, gate, scale, d, schedule=ring)
+    assert_within(dx, ref.dx, dx_bound)
+    assert_within(dgate, ref.dgate, dgate_bound)
+
+
+# ------------------------------------------------------------------------------- for a GPU
+
+SHAPES = [(131072, 64), (131072, 128), (65536, 256), (32768, 1000), (32768, 1024), (16384, 2048)]
+SHAPES += [(8191, 4095), (8192, 4096), (8192, 5120), (8192, 8192), (8192, 8191), (4096, 16384)]
+SHAPES += [(2048, 65536), (300, 2999)]
+
+
+@pytest.mark.oldest_jax
+@pytest.mark.parametrize(
+    ("shape", "mix", "before", "activation"),
+    pairwise(SHAPES, MIXES, [True, False], ACTIVATIONS),
+    ids=str,
+)
+def test_lowers_for_a_gpu(
+    shape: tuple[int, int], mix: tuple[np.dtype, ...], before: bool, activation: str
+) -> None:
+    """In one kernel each way."""
+    for direction in ("fwd", "bwd"):
+        given = {"norm_before_gate": before, "activation": activation}
+        spec = make_spec(direction, *shape, mix, **given)
+        assert mosaic.supports(spec) is None
+        call = jax.jit(lambda *a, spec=spec: contract.call(mosaic, spec, *a))
+        program = call.trace(*types_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
+        assert program.count("mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"rows": 32, "cols": 64}, "takes rows this short only by 64 and more"),
+        ({"cols": 7}, "rows of 8 elements or more"),
+        ({"scattered": True}, "not consecutive"),
+        ({"stat_cotangents": True}, "plain JAX's"),
+        ({"gate_dtype": np.dtype("float64")}, "float64"),
+        ({"cols": 2**19}, "hold no rows of this length"),
+        ({"cols": 8191}, "hold no rows of this length"),
+    ],
+    ids=str,
+)
+def test_refusals(change: dict[str, Any], sentence: str) -> None:
+    spec = dataclasses.replace(make_spec("bwd", 8191, 1024, MIXES[0]), **change)
+    assert sentence in (mosaic.supports(spec) or "")
+
+
+@ORDERS
+@pytest.mark.parametrize("mix", MIXES[:3], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_registers(
+    shape: tuple[int, int], mix: tuple[np.dtype, ...], before: bool, compiler: Compiler
+) -> None:
+    """Few spills; and the registers of a ring let as many blocks run at a time as it asks for."""
+    for direction in ("fwd", "bwd"):
+        spec = make_spec(direction, *shape, mix, norm_before_gate=before, activation="gelu")
+        (kernel,) = compiler.compile(
+            lambda *a, spec=spec: contract.call(mosaic, spec, *a), types_of(spec)
+        )
+        assert kernel.spilled <= SPILLED
+        schedule = schedules.norm_schedule(spec) if direction == "bwd" else None
+        if isinstance(schedule, Ring | RowsRing):
+            threads = 128 * getattr(schedule, "warpgroups", 1)
+            registers = -(-kernel.registers // 8) * 8  # given to a warp by 8 for each thread
+            assert registers * threads * schedule.blocks_per_sm <= schedules.REGISTERS
