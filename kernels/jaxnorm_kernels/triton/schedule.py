@@ -146,12 +146,14 @@ class Line:
 
     def fits(self, spec: Spec) -> bool:
         """Whether it is for calls such as this one."""
-        read = spec.operand_dtypes
+        read, held = spec.operand_dtypes, spec.cols
         if spec.direction == "bwd":
             read = [spec.y_dtype, *spec.kept_dtypes]
+            # Lines are for two arrays of rows: a third one's elements take registers, too.
+            held += held // 2 * len(spec.kept_dtypes)
         itemsize = max(dtype.itemsize for dtype in read)
         return (
-            (self.cols is None or spec.cols <= self.cols)
+            (self.cols is None or held <= self.cols)
             and (not self.mean or spec.subtract_mean)
             and (not self.unaligned or bool(spec.cols * itemsize % _VECTOR))
             and self.itemsize in (None, itemsize)
