@@ -28,6 +28,7 @@ _FORWARD: dict[Op, Callable[..., Results]] = {
     "norm_add": norm_fwd,
     "norm_add_norm": norm_fwd,
     "norm_rope": norm_rope_fwd,
+    "norm_gated": norm_fwd,
 }
 _BACKWARD: dict[Op, Callable[..., Operands]] = {
     "softmax": softmax_bwd,
@@ -37,6 +38,7 @@ _BACKWARD: dict[Op, Callable[..., Operands]] = {
     "add_norm": norm_bwd,
     "norm_add_norm": two_norms_bwd,
     "norm_rope": norm_rope_bwd,
+    "norm_gated": norm_bwd,
 }
 
 
