@@ -6,7 +6,11 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from reference import SAFETY, Norm, arithmetic, exact, rounding
+from reference import SAFETY, Norm, arithmetic, assert_within, exact, rounding
+
+from benchmarks import contract
+from jaxnorm_kernels import xla
+from jaxnorm_kernels.specs import Spec
 
 ACTIVATIONS = ("silu", "gelu", "relu", "leaky_relu", "sigmoid")
 
@@ -142,3 +146,97 @@ def reference_of(x, gate, scale, d, *, y_dtype, scale_offset=0.0, epsilon=1e-6, 
         dtypes=(x.dtype.name, gate.dtype.name, y_dtype),
         epsilon=epsilon,
     )
+
+
+# ------------------------------------------------------------------------- passes of the contract
+
+
+def make_spec(direction, rows, cols, mix, **given):
+    """`mix`: dtypes of x, of the gate and of y."""
+    x, gate, y = mix
+    options = {"scale_dtype": np.dtype("float32"), "norm_before_gate": True, **given}
+    return Spec(
+        "norm_gated",
+        direction,
+        rows,
+        cols,
+        x,
+        y,
+        epsilon=1e-6,
+        saved="input",
+        gate_dtype=gate,
+        want_stats=direction == "fwd",
+        **options,
+    )
+
+
+def types_of(spec):
+    """Of the operands of a pass."""
+
+    def array(shape, dtype):
+        return None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
+
+    rows = spec.rows, spec.cols
+    x, gate, dy = (array(rows, dtype) for dtype in (spec.x_dtype, spec.gate_dtype, spec.y_dtype))
+    scale = array(_scale_shape(spec), spec.scale_dtype)
+    if spec.direction == "fwd":
+        return x, gate, scale
+    return x, (array(rows[:1], np.dtype("float32")),), gate, scale, dy
+
+
+def make_operands(spec):
+    """x, gate, scale and dy."""
+    rng = np.random.default_rng(0)
+    shape, scale = (spec.rows, spec.cols), None
+    x, gate, dy = (
+        jnp.asarray(deviation * rng.normal(size=shape), dtype)
+        for dtype, deviation in ((spec.x_dtype, 1), (spec.gate_dtype, 2), (spec.y_dtype, 1))
+    )
+    if spec.scale_dtype is not None:
+        scale = jnp.asarray(1 + 0.3 * rng.normal(size=_scale_shape(spec)), spec.scale_dtype)
+    return x, gate, scale, dy
+
+
+def _scale_shape(spec):
+    return (spec.cols,) if spec.scale_groups == 1 else (spec.scale_groups, spec.cols)
+
+
+def references_of(spec, x, gate, scale, dy):
+    """For each group of rows, which they are, and what is expected of them."""
+    rows = spec.rows // spec.groups
+    for group in range(spec.groups):
+        at = np.s_[group * rows : (group + 1) * rows]
+        of_group = scale if scale is None or spec.groups == 1 else scale[group]
+        options = {"norm_before_gate": spec.norm_before_gate, "activation": spec.activation}
+        options |= {"scale_offset": spec.scale_offset, "y_dtype": spec.y_dtype.name}
+        yield at, reference_of(x[at], gate[at], of_group, dy[at], **options)
+
+
+def check_forward(call, spec):
+    """``call(spec, *operands)`` is a pass of the contract."""
+    x, gate, scale, dy = make_operands(spec)
+    y, (rstd,) = call(spec, x, gate, scale)
+    assert y.dtype == spec.y_dtype
+    for at, ref in references_of(spec, x, gate, scale, dy):
+        assert_within(y[at], ref.y, ref.bounds()[0])
+        few = SAFETY * (math.sqrt(spec.cols) + 4) * ref.u
+        np.testing.assert_allclose(exact(rstd)[at], ref.norm.r[:, 0], rtol=few)
+
+
+def check_backward(call, spec):
+    """The same of a backward."""
+    x, gate, scale, dy = make_operands(spec)
+    forward = dataclasses.replace(spec, direction="fwd", want_stats=True)
+    _, stats = contract.call(xla, forward, x, gate, scale)
+    dx, dgate, dscale = call(spec, x, stats, gate, scale, dy)
+    assert (dx.dtype, dgate.dtype) == (spec.x_dtype, spec.gate_dtype)
+    assert (dscale is None) == (scale is None)
+    for group, (at, ref) in enumerate(references_of(spec, x, gate, scale, dy)):
+        _, dx_bound, dgate_bound, dscale_bound = ref.bounds()
+        assert_within(dx[at], ref.dx, dx_bound)
+        assert_within(dgate[at], ref.dgate, dgate_bound)
+        if scale is not None:
+            of_group = dscale if spec.groups == 1 else dscale[group]
+            assert of_group.dtype == scale.dtype
+            stored = rounding(np.abs(ref.dscale) + dscale_bound, scale.dtype.name)
+            assert_within(of_group, ref.dscale, dscale_bound + stored)
