@@ -50,10 +50,11 @@ def implementation_for(
       platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; by default that of JAX's default
         device. (Calls themselves never look at it: they decide when they are lowered.)
       arguments: those of the function, by name; arrays among them, such as ``scale``, as
-        ``jax.ShapeDtypeStruct`` or as they are. Without a residual or labels, which the function
-        must have, x's shape and dtype and int32 are taken; without weight, one of as many columns
-        as x has; without cos and sin, float32 tables of all columns, (length, 1, d / 2) for an x
-        (..., length, heads, d). The backward is that of all gradients but those of cos and sin.
+        ``jax.ShapeDtypeStruct`` or as they are. Without a residual, a gate or labels, which the
+        function must have, x's shape and dtype and int32 are taken; without weight, one of as many
+        columns as x has; without cos and sin, float32 tables of all columns, (length, 1, d / 2) for
+        an x (..., length, heads, d). The backward is that of all gradients but those of cos and
+        sin.
 
     Returns:
       A :class:`Plan`: ``forward`` and ``backward``, each with ``name`` and ``reason``; its ``str``
