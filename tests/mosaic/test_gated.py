@@ -107,6 +107,18 @@ def test_variants(change: dict[str, Any], before: bool, monkeypatch: pytest.Monk
 
 
 @ORDERS
+def test_with_64_bit_types(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels count in 32 bits, and a gate's formulas stay in float32, whatever `1.0` is."""
+    given = {"norm_before_gate": before}
+    with jax.enable_x64(True):
+        row_tile = Schedule("row_tile", 4, rows=8, params_first=True)
+        check_forward(make_spec("fwd", 16, 440, MIXES[0], **given), row_tile)
+        rings = (8, 1024, Ring(4, 1, stages=2, lag=1)), (16, 440, RowsRing(4, 32, rows=4, stages=2))
+        for rows, cols, ring in rings:
+            check_backward(make_spec("bwd", rows, cols, MIXES[0], **given), ring, monkeypatch)
+
+
+@ORDERS
 def test_unaligned_rows(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In windows, whose ends belong to other rows: of those an activation may be anything."""
     window = Window(1031, 8)
