@@ -39,6 +39,8 @@ HEADS: tuple[Shape, ...] = (
 )
 #: Operands that are float32, one for each pair of columns, and the same for all heads.
 TABLES = ("cos", "sin")
+#: Of gates: rows of heads, as gated delta nets have them, and of whole layers.
+GATED: tuple[Shape, ...] = ((524288, 64), (262144, 128), (131072, 256), *ROWS_BY_COLS)
 #: Of channels, that GroupNorm normalises.
 CHANNEL_GROUPS = 32
 
@@ -87,6 +89,14 @@ _ADD_RMS_NORM = Block(("y", "h"), saved=("y",), gradients=("x",), parameters=("s
 _ADD_LAYER_NORM = dataclasses.replace(_ADD_RMS_NORM, parameters=("scale", "bias"))
 _SOFTMAX = Block(
     ("y",), saved=("y",), gradients=("x",), parameters=(), operands=("x",), shapes=(LOGITS,)
+)
+_GATED_RMS_NORM = Block(
+    ("y",),
+    saved=("x", "gate"),
+    gradients=("x", "gate"),
+    parameters=("scale",),
+    operands=("x", "gate"),
+    shapes=GATED,
 )
 
 BLOCKS: dict[str, Block] = {
@@ -142,6 +152,10 @@ BLOCKS: dict[str, Block] = {
         operands=("x", *TABLES),
         shapes=HEADS,
     ),
+    # y = norm(x) silu(gate), as in gated delta nets (Qwen3-Next), and norm(x silu(gate)), as in
+    # Mamba 2: `rms_norm_gated`.
+    "gated_rms_norm": _GATED_RMS_NORM,
+    "gate_first_rms_norm": _GATED_RMS_NORM,
 }
 MIXED = tuple(name for name, block in BLOCKS.items() if block.mixed)
 

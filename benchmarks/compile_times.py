@@ -3,7 +3,7 @@
 What `jax.jit` does at the first call of a width: forward and backward in one program, of 8192 rows
 (of blocks as many, of `causal_softmax` a square). Kernels are lowered in Python, so that widths
 differ more than their GPU times do. Every public function is among the operations: `post_norm` is
-`rms_norm_add`, `sandwich` is `rms_norm_add_rms_norm`.
+`rms_norm_add`, `sandwich` is `rms_norm_add_rms_norm`, `gated_rms_norm` is `rms_norm_gated`.
 
 Free of JAX and torch, as `workloads` is: `first_calls` measures.
 """

@@ -16,7 +16,7 @@ from benchmarks.workloads import ITEMSIZE, Workload
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.linear_spec import LinearSpec
-from jaxnorm_kernels.operations import FUNCTIONS, Op
+from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, Op
 from jaxnorm_kernels.specs import Direction, Shared, Spec
 
 #: Arrays of x's shape that a pass moves, of x's dtype and of y's. A backward is from the output.
@@ -26,6 +26,8 @@ _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
     ("norm_add", "fwd"): (3, 0),  # x, residual, the sum
     ("norm_add_norm", "fwd"): (3, 1),
     ("norm_add_norm", "bwd"): (4, 2),  # x, dh, dx, dresidual; y, dy
+    ("norm_gated", "fwd"): (2, 1),  # x, the gate; y
+    ("norm_gated", "bwd"): (4, 1),  # x, the gate, dx, dgate; dy
 }
 
 
@@ -55,7 +57,7 @@ def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tu
 class KernelWorkload(Workload):
     """One function of the contract on one shape, forward or backward from the output.
 
-    Its operation may also be one with a residual, which then has x's dtype.
+    Its operation may also be one with a residual or a gate, which then has x's dtype.
     """
 
     @property
@@ -83,6 +85,8 @@ class KernelWorkload(Workload):
             return Spec(op, self.direction, self.rows, self.cols, *types)  # type: ignore[arg-type]
         backward_of_sum = op == "add_norm" and self.direction == "bwd"
         parameter = np.dtype(np.float32)
+        operation = OPERATIONS[op]
+        has_residual = "residual" in operation.operands and not backward_of_sum
         return Spec(
             "norm" if backward_of_sum else op,
             self.direction,  # type: ignore[arg-type]
@@ -91,8 +95,11 @@ class KernelWorkload(Workload):
             *types,
             scale_dtype=parameter,
             bias_dtype=parameter if self._subtracts_mean else None,
-            residual_dtype=None if op == "norm" or backward_of_sum else types[0],
-            next_scale_dtype=parameter if op == "norm_add_norm" else None,
+            residual_dtype=types[0] if has_residual else None,
+            next_scale_dtype=parameter if "next_scale" in operation.operands else None,
+            gate_dtype=types[0] if "gate" in operation.operands else None,
+            norm_before_gate="gate" in operation.operands,
+            saved="input" if operation.saves[0] == "x" else "output",
             epsilon=1e-6,
             subtract_mean=self._subtracts_mean,
             adds_dh=self._adds_dh,
@@ -121,18 +128,23 @@ class KernelWorkload(Workload):
         if not self.is_norm:
             function = jax.nn.softmax if self.op == "softmax" else jax.nn.log_softmax
             return function(of_rows(self.y_dtype)), None, of_rows(self.y_dtype)
-        params: list[jax.Array | None] = [1 + 0.1 * normal((self.cols,))]
-        if spec.next_scale_dtype is not None:
-            params.append(1 + 0.1 * normal((self.cols,)))
-        elif spec.op != "norm_add":
-            params.append(normal((self.cols,)) if self._subtracts_mean else None)
+
+        def operand(name: str) -> jax.Array | None:
+            if OPERANDS[name] == "array":
+                return of_rows(self.x_dtype)
+            if OPERANDS[name] == "bias":
+                return normal((self.cols,)) if self._subtracts_mean else None
+            return 1 + 0.1 * normal((self.cols,))
+
+        operation = spec.operation
         if not backward:
-            residual = [] if spec.residual_dtype is None else [of_rows(self.x_dtype)]
-            return (of_rows(self.x_dtype), *residual, *params)
+            return tuple(map(operand, operation.operands))
         rstd = [1 + jax.random.uniform(next(keys), (self.rows,), jnp.float32) for _ in spec.norms]
         dh = [of_rows(self.x_dtype)] if self._adds_dh else []
-        x = [of_rows(self.x_dtype)] if spec.op == "norm_add_norm" else []
-        return (*x, of_rows(self.y_dtype), tuple(rstd), *params, of_rows(self.y_dtype), *dh)
+        x = [of_rows(self.x_dtype)] * operation.starts_from_x
+        saved = of_rows(self.y_dtype if spec.saved == "output" else self.x_dtype)
+        kept = map(operand, operation.keeps)
+        return (*x, saved, tuple(rstd), *kept, of_rows(self.y_dtype), *dh)
 
     @property
     def _subtracts_mean(self) -> bool:

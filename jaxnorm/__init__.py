@@ -20,6 +20,7 @@ from jaxnorm.operations.norm import (
     rms_norm_add,
     rms_norm_add_rms_norm,
 )
+from jaxnorm.operations.norm_gated import rms_norm_gated
 from jaxnorm.operations.norm_linear import rms_norm_linear
 from jaxnorm.operations.norm_rope import rms_norm_rope
 from jaxnorm.operations.softmax import log_softmax, softmax
@@ -49,6 +50,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_add",
     "rms_norm_add_rms_norm",
+    "rms_norm_gated",
     "rms_norm_linear",
     "rms_norm_rope",
     "save_policy",

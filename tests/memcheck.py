@@ -9,6 +9,7 @@ compute-sanitizer python tests/memcheck.py mosaic "rms_norm_linear" bfloat16
 """
 
 import functools
+import inspect
 import math
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 # Narrow rows, odd and prime widths (tails), whole units, clusters; some with few rows.
 SHAPES = [(130, 64), (97, 131), (67, 3000), (66, 4095), (140, 5120), (67, 16384), (5, 50257)]
 SHAPES += [(3, 131072)]
-WITH_RESIDUAL = [(97, 131), (67, 3000), (140, 5120), (67, 16384), (5, 65536)]
+# Of a residual, or a gate, beside x.
+WITH_TWO = [(130, 64), (97, 131), (67, 3000), (140, 5120), (67, 16384), (5, 65536)]
 LONGEST_ODD = 8191  # of a norm
 # Over the axis in the middle: strips that overlap, clusters.
 STRIDED = [(5, 37, 72), (2, 1000, 784), (3, 3001, 144)]
@@ -44,16 +46,17 @@ def strided_or_rows(name: str, dtype: str, implementation: str) -> Iterator[tupl
     operation = OPERATIONS[function.op]
     kinds = [OPERANDS[operand] for operand in operation.operands]
     taken = ("array", "scale", "bias") if function.subtract_mean else ("array", "scale")
-    has_residual = "residual" in operation.operands
+    takes_two = kinds.count("array") > 1
+    axis = {"axis": 1} if "axis" in inspect.signature(getattr(jaxnorm, name)).parameters else {}
     longest = LONGEST_ODD if operation.family == "norm" else 50257
-    two = WITH_RESIDUAL if has_residual else SHAPES
-    shapes: list[tuple[int, ...]] = [(r, min(c, longest) if c % 2 else c) for r, c in two]
-    for shape in [*shapes, *([] if has_residual else STRIDED)]:
+    of_rows = WITH_TWO if takes_two else SHAPES
+    shapes: list[tuple[int, ...]] = [(r, min(c, longest) if c % 2 else c) for r, c in of_rows]
+    for shape in [*shapes, *([] if takes_two else STRIDED)]:
         row, column = (
             jax.ShapeDtypeStruct(shape, dtype),
             jax.ShapeDtypeStruct(shape[1:2], "float32"),
         )
-        call = functools.partial(getattr(jaxnorm, name), axis=1, implementation=implementation)
+        call = functools.partial(getattr(jaxnorm, name), **axis, implementation=implementation)
         yield call, [row if kind == "array" else column for kind in kinds if kind in taken]
 
 

@@ -214,7 +214,7 @@ NUMBERS = [
     ],
     *[
         (f, name)
-        for f in (jaxnorm.rms_norm_linear, jaxnorm.rms_norm_rope)
+        for f in (jaxnorm.rms_norm_linear, jaxnorm.rms_norm_rope, jaxnorm.rms_norm_gated)
         for name in ("epsilon", "scale_offset")
     ],
     *[(f, "scale") for f in SOFTMAXES],
@@ -242,6 +242,7 @@ def called(function, **options):
         "rms_norm_add_rms_norm": (X, X),
         "rms_norm_linear": (X, W),
         "rms_norm_rope": (X, None, jnp.ones(2), jnp.ones(2)),
+        "rms_norm_gated": (X, X),
         "softmax_cross_entropy_with_integer_labels": (X, LABELS),
         "linear_softmax_cross_entropy": (X, W, LABELS),
         "check_params": ({"scale": jnp.ones(4)}, "float32"),

@@ -54,6 +54,7 @@ CALLS = {
     "rms_norm_add": norm(jaxnorm.rms_norm_add),
     "rms_norm_add_rms_norm": norm(jaxnorm.rms_norm_add_rms_norm),
     "rms_norm_rope": rotated_heads,
+    "rms_norm_gated": norm(jaxnorm.rms_norm_gated),
     "softmax": softmax(jaxnorm.softmax),
     "causal softmax": softmax(jaxnorm.softmax, causal=True),
     "log_softmax": softmax(jaxnorm.log_softmax),

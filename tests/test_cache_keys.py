@@ -55,6 +55,10 @@ programs = [
         for z in (0.0, 0.1)
     ],
     *[
+        lambda x, o=o: jaxnorm.rms_norm_gated(x, x, **o)
+        for o in ({}, {"activation": "gelu"}, {"norm_before_gate": False})
+    ],
+    *[
         lambda x, a=a: jaxnorm.rms_norm_linear(x, weight, activation=a)
         for a in ("silu", "gelu")
     ],

@@ -129,3 +129,14 @@ def test_rms_norm_rope(interleaved, save, implementation):
     cos, sin = 1.5 + 0.3 * normal(3, 1, 2, seed=2), normal(3, 1, 2, seed=3)
     options = {"interleaved": interleaved, "save": save, "implementation": implementation}
     check(lambda *a: jaxnorm.rms_norm_rope(*a, **options), x, scale, cos, sin)
+
+
+@refused.expect(refused.FLOAT64)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "sigmoid"])
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+def test_rms_norm_gated(norm_before_gate, activation, implementation):
+    """Of the activations that have two derivatives everywhere."""
+    x, gate, scale = normal(3, 2, 6), normal(3, 2, 6, seed=1), 1 + 0.3 * normal(6, seed=2)
+    options = {"norm_before_gate": norm_before_gate, "activation": activation}
+    options["implementation"] = implementation
+    check(lambda *a: jaxnorm.rms_norm_gated(*a, **options), x, gate, scale)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import refused
+from gated_cases import plain as plain_gated
 from jax.experimental import checkify, jet
 from norm_rope_cases import plain as plain_rope
 from pairs import pairwise
@@ -58,6 +59,11 @@ def rotated(function, **options):
         return function(x, scale, 2 + jnp.sin(cos), sin, **options, **more)
 
     return call
+
+
+def gated(function, **options):
+    """Of x, scale and, of x and the bias, a gate."""
+    return lambda x, s, b, **more: function(x, jnp.sin(x) + b, s, **options, **more)
 
 
 def halves(a):
@@ -111,6 +117,11 @@ FUNCTIONS = {
     "rms_norm_rope from input": (
         rotated(plain_rope, interleaved=True),
         rotated(jaxnorm.rms_norm_rope, interleaved=True, save="input"),
+    ),
+    "rms_norm_gated": (gated(plain_gated), gated(jaxnorm.rms_norm_gated)),
+    "rms_norm_gated gate first": tuple(
+        gated(function, norm_before_gate=False, activation="gelu")
+        for function in (plain_gated, jaxnorm.rms_norm_gated)
     ),
 }
 
@@ -252,6 +263,7 @@ VARIANTS = [
     "add_rms_norm from input",
     "rms_norm_add",
     "rms_norm_rope from input",
+    "rms_norm_gated gate first",
 ]
 KERNELS = {"mosaic": pytest.mark.gpu, "triton": pytest.mark.triton}
 

@@ -27,6 +27,7 @@ FUNCTIONS = {
     "rms_norm",
     "rms_norm_add",
     "rms_norm_add_rms_norm",
+    "rms_norm_gated",
     "rms_norm_linear",
     "rms_norm_rope",
     "softmax",

@@ -48,6 +48,24 @@ def assert_close(ours, theirs):
         np.testing.assert_allclose(a, b, rtol=0, atol=64 * 2**-24 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+def test_norms_with_a_gate(groups):
+    """Of gated delta nets, over each head; and of Mamba 2."""
+    blocks, shape = page("blocks"), (2, 16, 4, WIDTH)
+
+    def both(norm, *arrays, **options):
+        y, pullback = jax.vjp(functools.partial(norm, **options), *arrays)
+        return y, *pullback(jnp.cos(y))
+
+    x, gate, scale = normal(0, *shape), normal(1, *shape), 1 + 0.1 * normal(2, WIDTH)
+    ours, plain = blocks["delta_net"], blocks["plain_delta_net"]
+    assert_close(both(ours, x, gate, scale), both(plain, x, gate, scale))
+    x, gate = (a.reshape(2, 16, -1) for a in (x, gate))
+    arrays = x, gate, 1 + 0.1 * normal(2, 4 * WIDTH)
+    ours, plain = blocks["mamba2"], blocks["plain_mamba2"]
+    assert_close(both(ours, *arrays, groups=groups), both(plain, *arrays, groups=groups))
+
+
 def test_attention_with_qk_norms_and_rope():
     """In Flax; and the queries of a port of Hugging Face's, whose tables hold each angle twice."""
     rope = page("rope")

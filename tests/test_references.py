@@ -9,6 +9,7 @@ hand, which are closer. Kernels are held against either; a slip in one formula w
 import functools
 import operator
 
+import gated_cases
 import linear_loss_cases
 import loss_cases
 import norm_linear_cases
@@ -131,6 +132,17 @@ def test_a_norm_and_a_rotation(rotated, interleaved):
         given["x"], given["scale"], zero, d, False, 1e-6, *OPTIONS, *tables, interleaved
     )
     wanted = {"x": expected.dx, "scale": expected.dscale}
+    agree([y, *gradients.values()], [expected.y, *map(wanted.get, gradients)])
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_norm_and_a_gate(before):
+    shapes, options = {"x": X, "gate": X, "scale": PARAMETER}, {"norm_before_gate": before}
+    given, (d,), (y,), gradients = evaluated(references.norm_gated, shapes, X, **options)
+    expected = gated_cases.GatedNorm(
+        *(given[name] for name in shapes), d, before, "silu", ("float32",) * 3
+    )
+    wanted = {"x": expected.dx, "gate": expected.dgate, "scale": expected.dscale}
     agree([y, *gradients.values()], [expected.y, *map(wanted.get, gradients)])
 
 

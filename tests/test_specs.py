@@ -11,7 +11,13 @@ from jaxnorm_kernels.specs import Spec
 F32 = np.dtype(np.float32)
 #: A field of each family, with a value that it may have.
 OF_ONE = {
-    "norm": {"epsilon": 1e-6, "scale_dtype": F32, "subtract_mean": True, "saved": "input"},
+    "norm": {
+        "epsilon": 1e-6,
+        "scale_dtype": F32,
+        "subtract_mean": True,
+        "saved": "input",
+        "gate_dtype": F32,
+    },
     "softmax": {"causal": True, "logits_bias_dtype": F32, "masked_logit": -1e9},
     "loss": {"label_smoothing": 0.1, "z_loss": 1e-4, "padding": 3, "logit_softcap": 30.0},
 }

@@ -5,11 +5,12 @@ import pytest
 
 from benchmarks import sweep
 from benchmarks.contract import KernelWorkload, LinearKernelWorkload
-from benchmarks.sweeps import backward, linear, tiles
+from benchmarks.sweeps import backward, gated, linear, tiles
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.mosaic import interpreted
 from jaxnorm_kernels.mosaic.linear import schedule as linear_schedule
 from jaxnorm_kernels.mosaic.schedules.forward import choose
+from jaxnorm_kernels.mosaic.schedules.norm_backward import norm_schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 
 
@@ -26,6 +27,18 @@ def test_short_rows_have_the_tables_schedule_and_others():
     assert all(s[0] == table[w.direction](w.spec) for w, s in jobs.items())
     assert all(len(set(s)) == len(s) for s in jobs.values())
     assert all(len(s) > 2 for w, s in jobs.items() if w.cols <= 1024)
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_gates_have_the_tables_schedule_and_others(direction):
+    """In both orders, and each of them lowers."""
+    table = {"fwd": choose, "bwd": norm_schedule}[direction]
+    jobs = {w: gated.schedules(w) for w in gated.workloads() if w.direction == direction}
+    assert {w.spec.norm_before_gate for w in jobs} == {True, False}
+    assert all(s[0] == table(w.spec) for w, s in jobs.items())
+    assert all(len(set(s)) == len(s) > 2 for s in jobs.values())
+    for i, (workload, schedules) in enumerate(jobs.items()):
+        sweep.lowered(workload, schedules[i % len(schedules)])
 
 
 def test_a_given_schedule_replaces_the_table():

@@ -26,6 +26,7 @@ FUNCTIONS = {
         x, SCALE, BIAS, save="input", **options
     ),
     "rms_norm_rope": lambda x, **options: jaxnorm.rms_norm_rope(x, SCALE, *TABLES, **options),
+    "rms_norm_gated": lambda x, **options: jaxnorm.rms_norm_gated(x, 1 - x, SCALE, **options),
 }
 TABLES = jnp.cos(jnp.arange(8.0)), jnp.sin(jnp.arange(8.0))
 SCALE, BIAS = 1 + 0.1 * normal(16, seed=1), normal(16, seed=2)

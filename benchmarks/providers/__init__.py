@@ -150,6 +150,15 @@ PROVIDERS: dict[str, Provider] = {
         wide_parameters=False,
         note="Liger's RMSNorm writes dx over dy.",
     ),
+    "fla": Provider(
+        "flash-linear-attention",
+        "torch",
+        "fla_functions",
+        ("torch", "flash-linear-attention", "triton"),
+        (),
+        blocks=("gated_rms_norm",),
+        wide_parameters=False,
+    ),
     "torch": Provider(
         "torch eager",
         "torch",

@@ -46,6 +46,8 @@ _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "channel_layer_norm": (jaxnorm.layer_norm, {"axis": 1}),
     "group_norm": (group_norm, {}),
     "rms_norm_rope": (rms_norm_rope, {}),
+    "gated_rms_norm": (jaxnorm.rms_norm_gated, {}),
+    "gate_first_rms_norm": (jaxnorm.rms_norm_gated, {"norm_before_gate": False}),
     "rms_norm_linear": (jaxnorm.rms_norm_linear, {}),
 }
 

@@ -58,6 +58,8 @@ class Plain:
             "channel_layer_norm": self.channel_layer_norm,
             "group_norm": self.group_norm,
             "rms_norm_rope": self.rms_norm_rope,
+            "gated_rms_norm": self.gated_rms_norm,
+            "gate_first_rms_norm": self.gate_first_rms_norm,
             "rms_norm_linear": self.rms_norm_linear,
         }
         return functools.partial(blocks[op], dtype=y_dtype)
@@ -106,6 +108,12 @@ class Plain:
     def rms_norm_rope(self, x: Array, cos: Array, sin: Array, scale: Array, *, dtype: str) -> Array:
         a, b = jnp.split(self.rms_norm(x, scale), 2, axis=-1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(dtype)
+
+    def gated_rms_norm(self, x: Array, gate: Array, scale: Array, *, dtype: str) -> Array:
+        return (self.rms_norm(x, scale) * jax.nn.silu(gate.astype(jnp.float32))).astype(dtype)
+
+    def gate_first_rms_norm(self, x: Array, gate: Array, scale: Array, *, dtype: str) -> Array:
+        return self.rms_norm(x * jax.nn.silu(gate.astype(jnp.float32)), scale, dtype=dtype)
 
     def rms_norm_linear(self, x: Array, weight: Array, scale: Array, *, dtype: str) -> Array:
         return (self.rms_norm(x, scale) @ weight).astype(dtype)

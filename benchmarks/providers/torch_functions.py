@@ -90,6 +90,14 @@ def rms_norm_rope(x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
+def gated_rms_norm(x: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
+    return rms_norm(x, scale) * functional.silu(gate.float())
+
+
+def gate_first_rms_norm(x: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
+    return rms_norm(x * functional.silu(gate.float()), scale.float())
+
+
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.float(), labels, reduction="none")
 
@@ -129,6 +137,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "channel_layer_norm": channel_layer_norm,
     "group_norm": group_norm,
     "rms_norm_rope": rms_norm_rope,
+    "gated_rms_norm": gated_rms_norm,
+    "gate_first_rms_norm": gate_first_rms_norm,
     "cross_entropy": cross_entropy,
     "capped_cross_entropy": capped_cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,

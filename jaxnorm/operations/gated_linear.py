@@ -19,10 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks, products
 from jaxnorm.primitives import eager, recomputation
-from jaxnorm_kernels.specs import FLOAT_DTYPES
+from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation
 
 # `type` statements: signatures, and help(), show such an alias by its name.
-type Elementwise = Literal["silu", "gelu", "relu", "leaky_relu", "sigmoid"]
+type Elementwise = Activation
 type ElementwiseFunction = Elementwise | Callable[[jax.Array], jax.Array]
 type Product = Callable[[jax.Array, Any], jax.Array]
 type Sharding = NamedSharding | PartitionSpec

@@ -401,10 +401,11 @@ def normalise(
 
 
 # Each function that takes these arguments, as it is called outside `jax.jit`.
+_ARRAYS = ("x", "residual", "scale", "bias", "next_scale")
 _NORMS = {
-    name: eager.compiled(functools.partial(normalise, name), name=name, arrays=range(5))
+    name: eager.compiled(functools.partial(normalise, name), name=name, arrays=range(len(_ARRAYS)))
     for name, function in FUNCTIONS.items()
-    if OPERATIONS[function.op].family == "norm" and "cos" not in OPERATIONS[function.op].operands
+    if {*OPERATIONS[function.op].operands} <= {*_ARRAYS}
 }
 
 

@@ -50,10 +50,11 @@ def implementation_for(
       platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; by default that of JAX's default
         device. (Calls themselves never look at it: they decide when they are lowered.)
       arguments: those of the function, by name; arrays among them, such as ``scale``, as
-        ``jax.ShapeDtypeStruct`` or as they are. Without a residual or labels, which the function
-        must have, x's shape and dtype and int32 are taken; without weight, one of as many columns
-        as x has; without cos and sin, float32 tables of all columns, (length, 1, d / 2) for an x
-        (..., length, heads, d). The backward is that of all gradients but those of cos and sin.
+        ``jax.ShapeDtypeStruct`` or as they are. Without a residual, a gate or labels, which the
+        function must have, x's shape and dtype and int32 are taken; without weight, one of as many
+        columns as x has; without cos and sin, float32 tables of all columns, (length, 1, d / 2) for
+        an x (..., length, heads, d). The backward is that of all gradients but those of cos and
+        sin.
 
     Returns:
       A :class:`Plan`: ``forward`` and ``backward``, each with ``name`` and ``reason``; its ``str``
@@ -140,8 +141,7 @@ def _required(
     _, *others = inspect.signature(call).parameters.values()
     lacking = {p.name for p in others if p.default is p.empty} - {*arguments}
     required: dict[str, jax.ShapeDtypeStruct | None] = {}
-    if "residual" in lacking:
-        required["residual"] = x
+    required |= {name: x for name in lacking if operations.OPERANDS.get(name) == "array"}
     if "labels" in lacking:
         axes = checks.axes(call.__name__, arguments.get("axis", -1), x.shape, of="logits")
         sizes = tuple(size for a, size in enumerate(x.shape) if a not in axes)

@@ -167,6 +167,24 @@ def norm_rope(given: Arrays, d: list[Bounded], dtype: str, *, interleaved: bool 
     return [y], _stored(of.backward(rotation.transposed(d[0]), rotation.undone(y)), dtype)
 
 
+def norm_gated(
+    given: Arrays, d: list[Bounded], dtype: str, *, norm_before_gate: bool = True
+) -> Results:
+    """``y = norm(x) silu(gate)``, or ``norm(x silu(gate))``; from x and gate as they are."""
+    x, gate, scale = given["x"], given["gate"], given["scale"]
+    sigmoid = Bounded.exact(np.ones_like(gate.value)) / ((-gate).exp() + 1)
+    a, slope = gate * sigmoid, sigmoid * (gate * (1 - sigmoid) + 1)
+    of = _Norm(x if norm_before_gate else x * a, scale, None)
+    if norm_before_gate:
+        gradients = of.backward(d[0] * a, None)
+        gradients["gate"] = d[0] * of.y * slope
+        return [(of.y * a).stored(dtype)], _stored(gradients, dtype)
+    gradients = of.backward(d[0], None)
+    dt = gradients["x"]
+    gradients |= {"x": dt * a, "gate": dt * x * slope}
+    return [of.y.stored(dtype)], _stored(gradients, dtype)
+
+
 def norm_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     """``y = rms_norm(x) @ weight + bias``, whose norm is rounded; the backward starts from x."""
     of = _Norm(given["x"], given["scale"], None)

@@ -28,7 +28,7 @@ class Operands(NamedTuple):
     """What a forward takes; or the tangents or gradients of it. None for what there is not.
 
     Attributes:
-      x, residual: ``(rows, cols)``.
+      x, residual, gate: ``(rows, cols)``.
       scale, bias, next_scale: ``(cols,)``, or ``(n, cols)`` for groups of rows; next_scale is the
         second norm's.
       mask, logits_bias: boolean and float, as `Spec.mask_rows` and `Spec.logits_bias_rows` say, and
@@ -51,6 +51,7 @@ class Operands(NamedTuple):
     positions: jax.Array | None = None
     cos: jax.Array = _ABSENT
     sin: jax.Array = _ABSENT
+    gate: jax.Array = _ABSENT
 
 
 class Residuals(NamedTuple):
@@ -60,7 +61,7 @@ class Residuals(NamedTuple):
       saved: the operand or result that `Spec.starts_from` names.
       x: that of the norm before a sum.
       stats: the row statistics.
-      scale, bias, next_scale, mask, labels, cos, sin: as in :class:`Operands`.
+      scale, bias, next_scale, mask, labels, cos, sin, gate: as in :class:`Operands`.
       entropy: the result of that name.
     """
 
@@ -74,6 +75,7 @@ class Residuals(NamedTuple):
     labels: jax.Array = _ABSENT
     cos: jax.Array = _ABSENT
     sin: jax.Array = _ABSENT
+    gate: jax.Array = _ABSENT
     entropy: jax.Array = _ABSENT
 
 

@@ -22,6 +22,10 @@ Or with the rotation of a head's pairs of columns after it (RoPE)::
 
     norm_rope        y = rotation(norm(x), cos, sin)
 
+Or with a gate, after it or before it::
+
+    norm_gated       y = norm(x) activation(gate)       or y = norm(x activation(gate))
+
 An operation has three passes. ``tan`` and ``bwd`` are linear in what follows the residuals, and
 each other's transpose::
 
@@ -45,6 +49,7 @@ Op = Literal[
     "norm_add",
     "norm_add_norm",
     "norm_rope",
+    "norm_gated",
 ]
 Family = Literal["softmax", "loss", "norm"]
 
@@ -64,6 +69,7 @@ CONSTANTS: tuple[Kind, ...] = ("mask", "label")
 OPERANDS: dict[str, Kind] = {
     "x": "array",
     "residual": "array",
+    "gate": "array",
     "scale": "scale",
     "bias": "bias",
     "next_scale": "scale",
@@ -207,6 +213,14 @@ OPERATIONS: dict[Op, Operation] = {
         statistics=("rstd",),
         through_h=(),
     ),
+    "norm_gated": dataclasses.replace(
+        _NORM,
+        operands=("x", "gate", "scale"),
+        saves=("x", "x"),  # the gate's derivative takes more than y
+        keeps=("gate", "scale"),
+        statistics=("rstd",),
+        through_h=(),
+    ),
 }
 
 
@@ -230,4 +244,5 @@ FUNCTIONS: dict[str, Function] = {
     "rms_norm_add": Function("norm_add"),
     "rms_norm_add_rms_norm": Function("norm_add_norm"),
     "rms_norm_rope": Function("norm_rope"),
+    "rms_norm_gated": Function("norm_gated"),
 }

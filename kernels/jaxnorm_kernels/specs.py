@@ -8,10 +8,11 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxnorm_kernels.operations import OPERATIONS, Family, Op, Operation
+from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, Family, Op, Operation
 
 Direction = Literal["fwd", "tan", "bwd"]
 Save = Literal["output", "input"]
+Activation = Literal["silu", "gelu", "relu", "leaky_relu", "sigmoid"]
 Name = Literal["xla", "mosaic", "triton"]
 
 #: dtypes that every function takes and returns.
@@ -87,6 +88,9 @@ class Spec:
       interleaved: a pair is columns 2i and 2i + 1, and not i and i + rotated / 2.
       table_rows: where the rows find theirs in the tables.
       wants_tables: the backward also returns the gradients of cos and sin.
+      gate_dtype: of the gate, as the two that follow are.
+      norm_before_gate: y = norm(x) activation(gate), and not the norm of x activation(gate).
+      activation: that of `jax.nn`, with its defaults.
       unused: ``"y"`` or ``"h"``: a forward that has both returns None for it. Without y it is a
         sum, of which the xla implementation makes no norm.
       stat_cotangents: the backward also takes cotangents of the statistics: second derivatives.
@@ -149,6 +153,9 @@ class Spec:
     interleaved: bool = False
     table_rows: Shared | None = None
     wants_tables: bool = False
+    gate_dtype: np.dtype | None = None
+    norm_before_gate: bool = False
+    activation: Activation = "silu"
     unused: Literal["y", "h"] | None = None
     stat_cotangents: bool = False
     adds_dh: bool = False
@@ -209,6 +216,25 @@ class Spec:
         return self.gradient_dtype or self.x_dtype
 
     @functools.cached_property
+    def operand_dtypes(self) -> list[np.dtype]:
+        """Of the arrays of x's shape that the forward reads: of x, and of what is beside it."""
+        return self._dtypes_of_arrays(self.operation.operands)
+
+    @functools.cached_property
+    def kept_dtypes(self) -> list[np.dtype]:
+        """Of those that the derivative takes beside what is saved: each has a gradient."""
+        return self._dtypes_of_arrays(self.operation.keeps)
+
+    @functools.cached_property
+    def operand_waits(self) -> bool:
+        """Whether what is beside x is used after the norm of x, whose statistics it waits for."""
+        return self.norm_before_gate or "first" in self.operation.norms
+
+    def _dtypes_of_arrays(self, names: tuple[str, ...]) -> list[np.dtype]:
+        arrays = [name for name in names if OPERANDS[name] == "array" and self.has(name)]
+        return [getattr(self, f"{name}_dtype") for name in arrays]
+
+    @functools.cached_property
     def classes(self) -> int:
         """Of a cross-entropy."""
         return self.cols - self.padding
@@ -224,7 +250,7 @@ class Spec:
 
         Of both norms of a call, whichever the array belongs to: its statistics are of one dtype.
         """
-        arrays = (self.x_dtype, self.residual_dtype, self.y_dtype, self.logits_bias_dtype)
+        arrays = (*self.operand_dtypes, self.y_dtype, self.logits_bias_dtype)
         # By name: numpy takes None for float64.
         is_wide = self.wide or any(d is not None and d.name == "float64" for d in arrays)
         return np.dtype(np.float64 if is_wide else np.float32)
@@ -359,7 +385,7 @@ class Spec:
 
     def _one_norm(self, **changes: Any) -> "Spec":
         """Of the call's norms, in the call's arithmetic."""
-        changes.update((name, _DEFAULTS[name]) for name in _ROTATION)
+        changes.update((name, _DEFAULTS[name]) for name in (*_ROTATION, *_GATE))
         return dataclasses.replace(
             self,
             op="norm",
@@ -375,12 +401,14 @@ class Spec:
 _PARAMETERS = ("scale_dtype", "bias_dtype", "residual_dtype", "next_scale_dtype")
 _STATISTICS = ("want_stats", "stat_cotangents")
 _ROTATION = ("table_dtype", "rotated", "interleaved", "table_rows", "wants_tables")
+_GATE = ("gate_dtype", "norm_before_gate", "activation")
 _MASK = ("has_mask", "mask_rows")
 _FIELDS: dict[Family, tuple[str, ...]] = {
     "norm": (
         *_PARAMETERS,
         *_STATISTICS,
         *_ROTATION,
+        *_GATE,
         *("epsilon", "subtract_mean", "scale_offset", "saved", "wide", "unused", "adds_dh"),
         *("scale_groups", "bias_groups", "scattered", "inner_params"),
     ),

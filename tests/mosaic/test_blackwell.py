@@ -17,6 +17,7 @@ from typing import Any
 
 import backward_cases
 import forward_cases
+import gated_cases
 import jax
 import numpy as np
 import pytest
@@ -130,6 +131,11 @@ HEADS = [
     ]
     for direction in ("fwd", "bwd")
 ]
+GATED = [
+    gated_cases.make_spec(direction, 8192, cols, (x, x, x), norm_before_gate=before)
+    for cols, x, before in [(128, BF16, True), (4096, F32, False), (1001, BF16, True)]
+    for direction in ("fwd", "bwd")
+]
 # Function, kind of `logits_cases`, columns, dtype; each forward and backward.
 PLACED = [
     ("softmax", "mask", 512, BF16),
@@ -195,6 +201,9 @@ def function_of(spec: Spec) -> tuple[Any, Any]:
         return two_norms_of(spec)
     if spec.rotated:
         return (lambda *operands: contract.call(mosaic, spec, *operands)[:2]), types_of(spec)
+    if spec.gate_dtype is not None:
+        types = gated_cases.types_of(spec)
+        return (lambda *operands: contract.call(mosaic, spec, *operands)), types
     cases = forward_cases if spec.direction == "fwd" else backward_cases
     if spec.direction == "fwd":
         types: Any = list(forward_cases.operand_types(spec).values())
@@ -233,7 +242,7 @@ def name(spec: Spec) -> str:
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(
-    "spec", [*FORWARD, *BACKWARD, TWO_NORMS, *STRIPS, *LOSSES, *HEADS], ids=name
+    "spec", [*FORWARD, *BACKWARD, TWO_NORMS, *STRIPS, *LOSSES, *HEADS, *GATED], ids=name
 )
 def test_kernels_compile(
     spec: Spec, capability: int, processes: dict[int, ProcessPoolExecutor]
@@ -292,6 +301,8 @@ def norm_backwards() -> Iterator[Spec]:
         ("layer_norm", "rms_norm"), widths, (BF16, F32), (False, True)
     ):
         yield backward_cases.make_spec(op, 8192, cols, x, x, adds_dh=adds_dh)
+    for cols, x, gate in itertools.product(widths, (BF16, F32), (BF16, F32)):
+        yield gated_cases.make_spec("bwd", 8192, cols, (x, gate, x))
 
 
 @pytest.mark.parametrize("gpu", [B200, RTX_5090], ids=["B200", "RTX 50"])

@@ -29,6 +29,10 @@ def two_norms(x: Any, residual: Any, scale: Any) -> Any:
     return jaxnorm.rms_norm_add_rms_norm(x, residual, scale, scale)
 
 
+def gate_first(x: Any, gate: Any, scale: Any) -> Any:
+    return jaxnorm.rms_norm_gated(x, gate, scale, norm_before_gate=False)
+
+
 ROW, WIDE, COLUMN = ((ROWS, COLS), "bfloat16"), ((ROWS, COLS), "float32"), ((COLS,), "float32")
 SAMPLES, OF_SAMPLE = ((8, ROWS // 8, COLS), "bfloat16"), ((8, 1, COLS), "float32")
 
@@ -41,6 +45,8 @@ BLOCKS: dict[str, tuple[Callable[..., Any], list[Any], list[int], int]] = {
     "unchanged code": (unchanged, [ROW, ROW, COLUMN], [0, 2], 1),
     "post-norm": (jaxnorm.rms_norm_add, [ROW, ROW, COLUMN], [0, 2], 0),
     "two norms": (two_norms, [ROW, ROW, COLUMN], [0, 1, 2], 0),
+    "gate": (jaxnorm.rms_norm_gated, [ROW, ROW, COLUMN], [0, 1, 2], 0),
+    "gate first": (gate_first, [ROW, WIDE, COLUMN], [0, 1, 2], 0),
     "adaLN": (adaptive, [SAMPLES, OF_SAMPLE, OF_SAMPLE], [0, 1, 2], 0),
 }
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import triton
+from gated_cases import types_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -75,6 +76,8 @@ def _operands(spec: Spec, label_dtype: Any) -> tuple[Any, ...]:
             return None
         return array((shared.rows, spec.cols if shared.has_columns else 1), dtype)
 
+    if spec.op == "norm_gated":
+        return types_of(spec)
     rows, cols = spec.rows, spec.cols
     dtypes = (spec.x_dtype, spec.residual_dtype, spec.y_dtype)
     x, residual, dy = (array((rows, cols), dtype) for dtype in dtypes)

@@ -10,6 +10,7 @@ from jaxnorm_kernels.mosaic.device.launch import interpreted as interpreted
 from jaxnorm_kernels.mosaic.linear.product import rms_norm_linear_fwd as rms_norm_linear_fwd
 from jaxnorm_kernels.mosaic.norm.backward import norm_bwd
 from jaxnorm_kernels.mosaic.norm.forward import norm_fwd
+from jaxnorm_kernels.mosaic.norm.gated_backward import norm_gated_bwd
 from jaxnorm_kernels.mosaic.norm.rope_backward import norm_rope_bwd
 from jaxnorm_kernels.mosaic.norm.rope_forward import norm_rope_fwd
 from jaxnorm_kernels.mosaic.norm.two_norms import two_norms_bwd
@@ -33,6 +34,7 @@ _FORWARD: dict[Op, Callable[..., Results]] = {
     "norm_add": norm_fwd,
     "norm_add_norm": norm_fwd,
     "norm_rope": norm_rope_fwd,
+    "norm_gated": norm_fwd,
 }
 _BACKWARD: dict[Op, Callable[..., Operands]] = {
     "softmax": softmax_bwd,
@@ -43,6 +45,7 @@ _BACKWARD: dict[Op, Callable[..., Operands]] = {
     "add_norm": norm_bwd,
     "norm_add_norm": two_norms_bwd,
     "norm_rope": norm_rope_bwd,
+    "norm_gated": norm_gated_bwd,
 }
 
 

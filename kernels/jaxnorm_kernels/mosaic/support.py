@@ -198,4 +198,6 @@ def _has_windows(spec: Spec) -> bool:
 
 
 def _norm_bwd(spec: Spec) -> bool:
-    return spec.op == "norm" and spec.direction == "bwd"
+    """Of one norm, by the rows of `norm_schedule`; of one with a residual it is asked for each."""
+    has_own_rows = spec.residual_dtype is not None or spec.table_dtype is not None
+    return spec.is_norm and spec.direction == "bwd" and not has_own_rows

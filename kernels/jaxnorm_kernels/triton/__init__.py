@@ -11,8 +11,8 @@ from jaxnorm_kernels.triton import extra
 extra.check()  # Before the modules below import what may not be there.
 
 from jaxnorm_kernels.triton.cross_entropy import cross_entropy_bwd, cross_entropy_fwd  # noqa: E402
-from jaxnorm_kernels.triton.norm import norm_fwd  # noqa: E402
 from jaxnorm_kernels.triton.norm_backward import norm_bwd, two_norms_bwd  # noqa: E402
+from jaxnorm_kernels.triton.norm_forward import norm_fwd  # noqa: E402
 from jaxnorm_kernels.triton.norm_rope import norm_rope_bwd, norm_rope_fwd  # noqa: E402
 from jaxnorm_kernels.triton.softmax import softmax_bwd, softmax_fwd  # noqa: E402
 from jaxnorm_kernels.triton.support import platforms as platforms  # noqa: E402
@@ -29,6 +29,7 @@ _FORWARD: dict[Op, Callable[..., Results]] = {
     "norm_add": norm_fwd,
     "norm_add_norm": norm_fwd,
     "norm_rope": norm_rope_fwd,
+    "norm_gated": norm_fwd,
 }
 _BACKWARD: dict[Op, Callable[..., Operands]] = {
     "softmax": softmax_bwd,
@@ -39,6 +40,7 @@ _BACKWARD: dict[Op, Callable[..., Operands]] = {
     "add_norm": norm_bwd,
     "norm_add_norm": two_norms_bwd,
     "norm_rope": norm_rope_bwd,
+    "norm_gated": norm_bwd,
 }
 
 

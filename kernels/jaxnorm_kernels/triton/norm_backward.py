@@ -7,7 +7,11 @@ Row of N; G = scale + scale_offset, r = rstd, d = dy; c1 is LayerNorm's alone:
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
-Another cotangent of x, dh, is added to dx before it is rounded.
+Another cotangent of x, dh, is added to dx before it is rounded. With a gate, a = activation(gate),
+d is a dy; or the norm is that of x a, and dt the dx above:
+
+    norm(x) a     dgate = dy xh G activation'(gate)
+    norm(x a)     dgate = dt x activation'(gate)            dx = dt a
 
 G is floored and the bias rounded to y's dtype as in the forward, and |xh| is clipped to sqrt(N),
 its true bound, where a bias or a vanishing G may have cost y what it knew of xh; |y| is clipped to
@@ -30,8 +34,9 @@ from jaxnorm_kernels import composed
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
-from jaxnorm_kernels.triton import norm_parameters
+from jaxnorm_kernels.triton import activations, norm_parameters
 from jaxnorm_kernels.triton import schedule as schedules
+from jaxnorm_kernels.triton.activations import activated, gated
 from jaxnorm_kernels.triton.norm_parameters import (
     effective_bias,
     gain_and_inverse,
@@ -58,7 +63,7 @@ def norm_bwd(
         of_h = norm_bwd(residuals, cotangents, spec.last)
         return of_h._replace(x=of_h.x.astype(spec.x_dtype), residual=of_h.x)
     saved, _, stats, scale, bias, *_ = residuals
-    dy, dh, *_ = cotangents
+    (dy, dh, *_), gate = cotangents, residuals.gate
     schedule = schedule or schedules.choose(spec)
     rstd, *mean = stats
     operands: dict[str, Any] = {
@@ -71,6 +76,8 @@ def norm_bwd(
         "scale_rows": group_rows(scale, spec),
         "bias_rows": group_rows(bias, spec),
         "norm": norm_parameters.of(spec),
+        "gate_ptr": gate,
+        "gate": activations.of(spec),
     }
     c2, c1 = None, None
     if schedule.is_looped(spec):
@@ -88,9 +95,10 @@ def norm_bwd(
     dx, *partials = schedule.launch(
         _norm_bwd,
         spec,
-        name="jaxnorm_norm_bwd",
+        name=f"jaxnorm_{spec.op}_bwd",
         outputs={
             "dx_ptr": jax.ShapeDtypeStruct(saved.shape, spec.x_dtype),
+            "dgate_ptr": None if gate is None else jax.ShapeDtypeStruct.like(gate),
             "dscale_ptr": None if scale is None else partial,
             "dbias_ptr": None if bias is None else partial,
         },
@@ -103,8 +111,9 @@ def norm_bwd(
         stages=schedule.stages,
         **operands,
     )
+    dgate = None if gate is None else partials.pop(0)
     dscale, dbias = parameter_gradients(partials, (scale, bias), spec)
-    return Operands(dx, scale=dscale, bias=dbias)
+    return Operands(dx, scale=dscale, bias=dbias, gate=dgate)
 
 
 def two_norms_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
@@ -157,6 +166,7 @@ def _add_pairs(a, b, c, d):
 @triton.jit
 def _norm_bwd(
     saved_ptr,
+    gate_ptr,
     dy_ptr,
     dh_ptr,
     rstd_ptr,
@@ -166,12 +176,14 @@ def _norm_bwd(
     c2_ptr,
     c1_ptr,
     dx_ptr,
+    dgate_ptr,
     dscale_ptr,
     dbias_ptr,
     rows,
     scale_rows,
     bias_rows,
     norm: tl.constexpr,
+    gate: tl.constexpr,
     tiling: tl.constexpr,
     col_blocks: tl.constexpr,
     hold_params: tl.constexpr,
@@ -208,7 +220,7 @@ def _norm_bwd(
     for first_row in tl.range(begin, rows, programs * tiling.tile_rows, num_stages=stages):
         row = first_row + tl.arange(0, tiling.tile_rows)
         rstd, mean = of_rows(rstd_ptr, row, rows), of_rows(mean_ptr, row, rows)
-        dgs, xhs, dscales, dbiases = (), (), (), ()
+        dgs, xhs, dscales, dbiases, factors = (), (), (), (), ()
         terms, sums = zeros(tiling), zeros(tiling)
         for i in tl.static_range(pieces):
             tile = tile_at(first_row, first_col + i * block, rows, tiling)
@@ -217,6 +229,14 @@ def _norm_bwd(
                 columns = params[i]
             else:
                 columns = _columns(scale, bias, saved_ptr, tile[2], cols, norm)
+            if gate is not None:
+                a, slope = activated(load_tile(gate_ptr, tile), gate.activation)
+                if gate.comes_first:
+                    factors += ((a, saved * slope),)
+                    saved *= a
+                else:
+                    store_tile(dgate_ptr, d * columns[0] * (saved * rstd) * slope, tile)
+                    d *= a
             dg, dz, xh = _elements(saved, d, rstd, mean, columns, norm)
             terms += dz
             sums += dg
@@ -240,6 +260,10 @@ def _norm_bwd(
             tile = tile_at(first_row, first_col + i * block, rows, tiling)
             if dh_ptr is not None:
                 dx += load_tile(dh_ptr, tile)
+            if gate is not None and gate.comes_first:
+                a, of_gate = factors[i]
+                store_tile(dgate_ptr, dx * of_gate, tile)
+                dx *= a
             store_tile(dx_ptr, dx, tile)
     groups = tl.num_programs(0) // col_blocks if has_groups else 1
     partial_row = program * groups + group
@@ -255,6 +279,7 @@ def _norm_bwd(
 @triton.jit
 def _norm_bwd_row_means(
     saved_ptr,
+    gate_ptr,
     dy_ptr,
     rstd_ptr,
     mean_ptr,
@@ -266,6 +291,7 @@ def _norm_bwd_row_means(
     scale_rows,
     bias_rows,
     norm: tl.constexpr,
+    gate: tl.constexpr,
     tiling: tl.constexpr,
 ):
     """c2 and, of LayerNorm, c1 of rows that are too wide for registers."""
@@ -278,7 +304,8 @@ def _norm_bwd_row_means(
     c2, c1 = zeros(tiling), zeros(tiling)
     for first_col in tl.range(0, cols, tiling.block):
         tile = tile_at(first_row, first_col, rows, tiling)
-        saved, d = load_tile(saved_ptr, tile), load_tile(dy_ptr, tile)
+        saved = gated(load_tile(saved_ptr, tile), gate_ptr, tile, gate, True)
+        d = gated(load_tile(dy_ptr, tile), gate_ptr, tile, gate, False)
         columns = _columns(scale, bias, saved_ptr, tile[2], cols, norm)
         dg, terms, _ = _elements(saved, d, rstd, mean, columns, norm)
         c2 += terms

@@ -1,4 +1,4 @@
-"""Kernels of LayerNorm and RMSNorm.
+"""Forward passes of LayerNorm and RMSNorm, and of those that a residual is added to.
 
 LayerNorm subtracts the mean, RMSNorm has mean = 0:
 
@@ -6,7 +6,8 @@ LayerNorm subtracts the mean, RMSNorm has mean = 0:
     y = (x - mean) r G + bias
 
 Where a residual is added to x, or to the normalised x before another norm, what is normalised is
-the sum h as it is stored: rounded.
+the sum h as it is stored: rounded. A gate's activation is a factor of x, or of its norm, and all is
+rounded once.
 
 Rows that fit are held in registers, as pieces side by side, and reduced twice; where they are
 short, persistent programs may take turns over them and read the next ones meanwhile. Wider rows
@@ -19,10 +20,20 @@ before it (Chan, Golub, LeVeque 1979):
 E[x^2] - E[x]^2 would cancel.
 """
 
+from typing import Any
+
+import jax
+import numpy as np
 import triton
 import triton.language as tl
 
-from jaxnorm_kernels.triton.norm_parameters import gain, gain_and_bias, of_groups
+from jaxnorm_kernels.implementation import Operands, Results
+from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.triton import activations, norm_parameters
+from jaxnorm_kernels.triton import schedule as schedules
+from jaxnorm_kernels.triton.activations import gated
+from jaxnorm_kernels.triton.norm_parameters import gain, gain_and_bias, group_rows, of_groups
+from jaxnorm_kernels.triton.schedule import Schedule
 from jaxnorm_kernels.triton.tiles import (
     columns_at,
     load_rows,
@@ -35,10 +46,62 @@ from jaxnorm_kernels.triton.tiles import (
 )
 
 
+def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
+    """See `Implementation.forward`; `schedule` stands in for the one of the table."""
+    x, residual, scale, bias, next_scale, *_ = operands
+    schedule = schedule or schedules.choose(spec)
+    kernel = norm_fwd_in_registers
+    options: dict[str, Any] = {"gate_ptr": operands.gate, "gate": activations.of(spec)}
+    if schedule.is_looped(spec):
+        kernel = norm_fwd_looped
+    elif schedule.stages > 1 and _may_persist(spec):
+        kernel = norm_fwd_persistent
+        options = {"grid": schedule.persistent_grid(spec)[1:], "stages": schedule.stages}
+    stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.want_stats else None
+    # Of two norms the first keeps x and has neither mean, floor nor bias: the second one decides.
+    norm = spec.norms[-1]
+    y_dtype = spec.residual_dtype if spec.operation.y_is_sum else spec.y_dtype
+    h = jax.ShapeDtypeStruct(x.shape, spec.residual_dtype) if spec.normalises_h else None
+    kind = "layer_norm" if spec.subtract_mean else "rms_norm"
+    y, *results = schedule.launch(
+        kernel,
+        spec,
+        name=f"jaxnorm_{spec.op.replace('norm', kind)}_fwd",
+        outputs={
+            "y_ptr": jax.ShapeDtypeStruct(x.shape, y_dtype),
+            "h_ptr": h,
+            "rstd_ptr": stat,
+            "mean_ptr": stat if norm.returns_mean else None,
+            "next_rstd_ptr": stat if len(spec.norms) > 1 else None,
+        },
+        x_ptr=x,
+        residual_ptr=residual,
+        scale_ptr=scale,
+        bias_ptr=bias,
+        next_scale_ptr=next_scale,
+        scale_rows=group_rows(scale, spec),
+        bias_rows=group_rows(bias, spec),
+        next_scale_rows=group_rows(next_scale, spec),
+        op=spec.op,
+        norm=norm_parameters.of(norm),
+        **options,
+    )
+    if h is None:
+        return Results(y, stats=tuple(results))
+    # The kernels write h in any case: rows too wide for registers are read back.
+    return Results(y, results[0] if spec.returns_h else None, tuple(results[1:]))
+
+
+def _may_persist(spec: Spec) -> bool:
+    """Whether the kernel of persistent programs is for such calls."""
+    return spec.operation.norms == ("last",) and spec.groups == 1 and spec.gate_dtype is None
+
+
 @triton.jit
 def norm_fwd_in_registers(
     x_ptr,
     residual_ptr,
+    gate_ptr,
     scale_ptr,
     bias_ptr,
     next_scale_ptr,
@@ -54,6 +117,7 @@ def norm_fwd_in_registers(
     op: tl.constexpr,
     norm: tl.constexpr,
     tiling: tl.constexpr,
+    gate: tl.constexpr,
 ):
     """Whole rows in registers. `scale_rows` and its like: rows of a group; None for all rows."""
     first_row = tl.program_id(0) * tiling.tile_rows
@@ -63,6 +127,11 @@ def norm_fwd_in_registers(
     x = load_rows(x_ptr, first_row, rows, tiling)
     if op == "add_norm":
         x = _sums(x, residual_ptr, h_ptr, first_row, rows, tiling)
+    if op == "norm_gated":
+        loaded, x = x, ()
+        for i in tl.static_range(len(loaded)):
+            tile = tile_at(first_row, i * tiling.block, rows, tiling)
+            x += (gated(loaded[i], gate_ptr, tile, gate, True),)
     centred, rstd, mean = _normalized(x, norm.epsilon, norm.subtract_mean, tiling)
     if op == "norm_add_norm":
         _store_stats(rstd_ptr, None, first_row, rows, rstd, mean, tiling)
@@ -79,6 +148,7 @@ def norm_fwd_in_registers(
         tile = tile_at(first_row, i * tiling.block, rows, tiling)
         g, b = gain_and_bias(scale, bias, y_ptr, tile[2], tiling.cols, norm)
         y = centred[i] * rstd[:, None] * g + b
+        y = gated(y, gate_ptr, tile, gate, False)
         if op == "norm_add":
             y += load_tile(residual_ptr, tile)
         store_tile(y_ptr, y, tile)
@@ -108,7 +178,7 @@ def norm_fwd_persistent(
 ):
     """Persistent programs take turns over the rows, and read the next ones meanwhile.
 
-    Of one norm, whose parameters all rows share: a program keeps them.
+    Of one norm without a gate, whose parameters all rows share: a program keeps them.
     """
     pieces: tl.constexpr = tiling.pieces
     tile_rows: tl.constexpr = tiling.tile_rows
@@ -153,6 +223,7 @@ def _normalized(x, epsilon: tl.constexpr, subtract_mean: tl.constexpr, tiling: t
 def norm_fwd_looped(
     x_ptr,
     residual_ptr,
+    gate_ptr,
     scale_ptr,
     bias_ptr,
     next_scale_ptr,
@@ -168,6 +239,7 @@ def norm_fwd_looped(
     op: tl.constexpr,
     norm: tl.constexpr,
     tiling: tl.constexpr,
+    gate: tl.constexpr,
 ):
     """Rows are read block after block: for the statistics, and again for what comes of them."""
     first_row = tl.program_id(0) * tiling.tile_rows
@@ -178,7 +250,7 @@ def norm_fwd_looped(
     square = tl.full([tiling.tile_rows], 0.0, tl.float32)
     for first_col in tl.range(0, tiling.cols, tiling.block):
         tile = tile_at(first_row, first_col, rows, tiling)
-        x = load_tile(x_ptr, tile, "evict_last")
+        x = gated(load_tile(x_ptr, tile, "evict_last"), gate_ptr, tile, gate, True)
         if op == "add_norm":
             x = _sum(x, residual_ptr, h_ptr, tile[1] + tile[2], tile[3])
         if norm.subtract_mean:
@@ -211,9 +283,10 @@ def norm_fwd_looped(
         x_ptr = h_ptr
     for first_col in tl.range(0, tiling.cols, tiling.block):
         tile = tile_at(first_row, first_col, rows, tiling)
-        x = load_tile(x_ptr, tile, "evict_first")
+        x = gated(load_tile(x_ptr, tile, "evict_first"), gate_ptr, tile, gate, True)
         g, b = gain_and_bias(scale, bias, y_ptr, tile[2], tiling.cols, norm)
         y = (x - mean[:, None]) * rstd[:, None] * g + b
+        y = gated(y, gate_ptr, tile, gate, False)
         if op == "norm_add":
             y += load_tile(residual_ptr, tile)
         store_tile(y_ptr, y, tile)

@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton.launch import Gpu, launch, local_gpu
@@ -127,8 +128,8 @@ class Line:
       looped: a row is read piece after piece, and never held.
       mean: only where a mean is subtracted.
       unaligned: only for rows that are no multiple of 16 bytes.
-      itemsize: only for elements of so many bytes: of x or a residual, whichever is wider, in a
-        forward pass, of dy in a backward one.
+      itemsize: only for elements of so many bytes: of x or what is beside it, whichever is wider,
+        in a forward pass; of dy, or what is kept beside x, in a backward one.
     """
 
     cols: int | None
@@ -145,11 +146,14 @@ class Line:
 
     def fits(self, spec: Spec) -> bool:
         """Whether it is for calls such as this one."""
-        itemsize = (spec.x_dtype if spec.direction == "fwd" else spec.y_dtype).itemsize
-        if spec.residual_dtype is not None:
-            itemsize = max(itemsize, spec.residual_dtype.itemsize)
+        read, held = spec.operand_dtypes, spec.cols
+        if spec.direction == "bwd":
+            read = [spec.y_dtype, *spec.kept_dtypes]
+            # Lines are for two arrays of rows: a third one's elements take registers, too.
+            held += held // 2 * len(spec.kept_dtypes)
+        itemsize = max(dtype.itemsize for dtype in read)
         return (
-            (self.cols is None or spec.cols <= self.cols)
+            (self.cols is None or held <= self.cols)
             and (not self.mean or spec.subtract_mean)
             and (not self.unaligned or bool(spec.cols * itemsize % _VECTOR))
             and self.itemsize in (None, itemsize)
@@ -268,16 +272,13 @@ NORM_ROPE_FORWARD = (
 # Programs take turns over the rows, as in a norm's backward; 128 registers hold 16 values of all.
 NORM_ROPE_BACKWARD = (Line(1024, warps=4, per_sm=4, share=2048, stages=4),)
 
+#: Of other norms, by how many arrays of rows they read, and how many norms they are.
+_NORM_FORWARD = {(1, 1): NORM_FORWARD, (2, 1): RESIDUAL_FORWARD, (2, 2): TWO_NORMS_FORWARD}
 _TABLES = {
     ("softmax", "fwd"): SOFTMAX_FORWARD,
     ("softmax", "bwd"): SOFTMAX_BACKWARD,
     ("log_softmax", "fwd"): SOFTMAX_FORWARD,
     ("log_softmax", "bwd"): SOFTMAX_BACKWARD,
-    ("norm", "fwd"): NORM_FORWARD,
-    ("add_norm", "fwd"): RESIDUAL_FORWARD,
-    ("norm_add", "fwd"): RESIDUAL_FORWARD,
-    ("norm_add_norm", "fwd"): TWO_NORMS_FORWARD,
-    ("norm", "bwd"): NORM_BACKWARD,
     ("norm_rope", "fwd"): NORM_ROPE_FORWARD,
     ("norm_rope", "bwd"): NORM_ROPE_BACKWARD,
 }
@@ -371,7 +372,11 @@ def _table(spec: Spec) -> tuple[Line, ...]:
     has_bias = spec.logits_bias_dtype is not None
     if spec.direction == "fwd" and (spec.has_mask or has_bias or spec.causal):
         return LOGITS_FORWARD
-    return _TABLES[spec.op, spec.direction]
+    if (spec.op, spec.direction) in _TABLES or not spec.is_norm:
+        return _TABLES[spec.op, spec.direction]
+    if spec.direction == "bwd":
+        return NORM_BACKWARD
+    return _NORM_FORWARD[len(spec.operand_dtypes), len(spec.operation.norms)]
 
 
 def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:
@@ -385,11 +390,11 @@ def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:
 def _stages(line: Line, tile: int, spec: Spec, gpu: Gpu) -> int:
     """As many tiles under way as there is shared memory for: it holds all but the first."""
     saved = spec.y_dtype if spec.saved == "output" else spec.x_dtype
-    read = (spec.x_dtype, spec.residual_dtype)
+    read: list[np.dtype | None] = [*spec.operand_dtypes]
     if spec.direction == "bwd":
         # Of tables two values for each pair of columns: as many as of an array.
         dh = spec.x_dtype if spec.adds_dh else None
-        read = (saved, spec.y_dtype, dh, spec.table_dtype)
+        read = [saved, *spec.kept_dtypes, spec.y_dtype, dh, spec.table_dtype]
     room = gpu.smem // line.per_sm - _EXCHANGE * tile
     return min(line.stages, 1 + max(0, room) // (tile * sum(t.itemsize for t in read if t)))
 

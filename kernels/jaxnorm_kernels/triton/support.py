@@ -173,5 +173,4 @@ def _has_unaligned_rows(spec: Spec) -> bool:
 
 def _narrowest(spec: Spec) -> int:
     """Bytes of the smallest elements that are read or written in rows."""
-    dtypes = (spec.x_dtype, spec.residual_dtype, spec.y_dtype)
-    return min(dtype.itemsize for dtype in dtypes if dtype is not None)
+    return min(dtype.itemsize for dtype in (*spec.operand_dtypes, spec.y_dtype))

@@ -15,6 +15,12 @@ With a residual, the row that is normalised is h = x + residual, or the normalis
 the residual, or both, one norm after the other; dh, the cotangent that h has beside the norm's, is
 added to dx.
 
+With a gate, a = activation(gate), the norm is that of x, and d = a dy; or that of t = x a, and
+dt the gradient above:
+
+    y = xh G a       dx as above        dgate = dy xh G activation'(gate)
+    y = th G         dx = dt a          dgate = dt x activation'(gate)
+
 Tangent with t = r times the tangent of x; mean(t) is LayerNorm's alone:
 
     G (t - mean(t) - xh mean(xh t)) + xh tangent(scale) + tangent(bias)
@@ -31,6 +37,7 @@ import dataclasses
 import functools
 import math
 import operator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +48,7 @@ from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec, Stats
 from jaxnorm_kernels.xla.elementwise import clip, effective_bias, gain, round_to, safe_divide
 from jaxnorm_kernels.xla.formulas import Formulas
+from jaxnorm_kernels.xla.parameters import along_rows, summed_like
 from jaxnorm_kernels.xla.reductions import row_mean
 
 
@@ -136,11 +144,54 @@ def norm_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
     return Operands(dx, of_h.astype(spec.residual_dtype), dscale, next_scale=dnext_scale)
 
 
+def norm_gated_fwd(operands: Operands, spec: Spec) -> Results:
+    """y = norm(x) activation(gate), or norm(x activation(gate))."""
+    x, a = operands.x.astype(spec.compute_dtype), _activation(spec)(operands.gate)
+    of = x if spec.norm_before_gate else x * a
+    y, stats = normalised(of, operands.scale, None, spec.last)
+    return Results((y * a if spec.norm_before_gate else y).astype(spec.y_dtype), stats=stats)
+
+
+def norm_gated_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
+    """Of `norm_gated_fwd`."""
+    x, stats, scale = residuals.saved.astype(spec.compute_dtype), residuals.stats, residuals.scale
+    gate, dx, dscale, dgate = residuals.gate, tangents.x, tangents.scale, tangents.gate
+    dgate = jnp.zeros_like(gate) if dgate is None else dgate
+    a, da = jax.jvp(_activation(spec), (gate,), (dgate,))
+    if not spec.norm_before_gate:
+        dt = x * da if dx is None else x * da + dx.astype(x.dtype) * a
+        dy, dstats = tangent(x * a, stats, scale, None, (dt, dscale, None), spec.last)
+        return Results(dy.astype(spec.y_dtype), stats=dstats)
+    dy, dstats = _normalised_again(x, stats, scale, spec.last) * da, ()
+    if spec.want_stats:
+        dstats = tuple(map(jnp.zeros_like, stats))
+    if dx is not None or dscale is not None:
+        dn, dstats = tangent(x, stats, scale, None, (dx, dscale, None), spec.last)
+        dy = dy + dn * a
+    return Results(dy.astype(spec.y_dtype), stats=dstats)
+
+
+def norm_gated_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
+    """Of `norm_gated_fwd`."""
+    x, stats, scale = residuals.saved.astype(spec.compute_dtype), residuals.stats, residuals.scale
+    a, pullback = jax.vjp(_activation(spec), residuals.gate)
+    last = dataclasses.replace(spec.last, x_dtype=spec.compute_dtype)
+    if spec.norm_before_gate:
+        d = cotangents.y.astype(x.dtype)
+        dx, dscale, _ = backward(x, stats, scale, None, cotangents._replace(y=d * a), last)
+        (dgate,) = pullback(d * _normalised_again(x, stats, scale, last))
+    else:
+        dt, dscale, _ = backward(x * a, stats, scale, None, cotangents, last)
+        dx, (dgate,) = dt * a, pullback(dt * x)
+    return Operands(dx.astype(spec.x_dtype), scale=dscale, gate=dgate)
+
+
 FORMULAS: dict[Op, Formulas] = {
     "norm": Formulas(norm_fwd, norm_tan, norm_bwd),
     "add_norm": Formulas(add_norm_fwd, add_norm_tan, add_norm_bwd),
     "norm_add": Formulas(norm_add_fwd),
     "norm_add_norm": Formulas(norm_add_norm_fwd, norm_add_norm_tan, norm_add_norm_bwd),
+    "norm_gated": Formulas(norm_gated_fwd, norm_gated_tan, norm_gated_bwd),
 }
 
 
@@ -179,9 +230,9 @@ def tangent(
         dxh = (t - dmean * rstd if spec.subtract_mean else t) - xh * m
         terms.append(dxh if g is None else dxh * g)
     if dscale is not None:
-        terms.append(xh * _along_rows(dscale.astype(spec.compute_dtype), xh, spec))
+        terms.append(xh * along_rows(dscale.astype(spec.compute_dtype), xh, spec))
     if dbias is not None:
-        terms.append(_along_rows(dbias.astype(spec.compute_dtype), xh, spec))
+        terms.append(along_rows(dbias.astype(spec.compute_dtype), xh, spec))
     dy = jnp.broadcast_to(functools.reduce(operator.add, terms), xh.shape)
     return dy, _statistics(drstd, dmean, spec)
 
@@ -211,8 +262,8 @@ def backward(
         dx = dx + dmean[0] / spec.cols
     if dh is not None:
         dx = dx + dh.astype(spec.compute_dtype)
-    dscale = None if scale is None else _summed_like(scale, d * xh, spec).astype(spec.scale_dtype)
-    dbias = None if bias is None else _summed_like(bias, d, spec).astype(spec.bias_dtype)
+    dscale = None if scale is None else summed_like(scale, d * xh, spec).astype(spec.scale_dtype)
+    dbias = None if bias is None else summed_like(bias, d, spec).astype(spec.bias_dtype)
     return dx.astype(spec.x_dtype), dscale, dbias
 
 
@@ -226,9 +277,9 @@ def normalised(
     rstd = lax.rsqrt(row_mean(jnp.square(centred), spec) + spec.epsilon)
     y = centred * rstd
     if scale is not None:
-        y = y * _along_rows(gain(scale, spec), y, spec)
+        y = y * along_rows(gain(scale, spec), y, spec)
     if bias is not None:
-        y = y + _along_rows(effective_bias(bias, spec), y, spec)
+        y = y + along_rows(effective_bias(bias, spec), y, spec)
     return y, _statistics(rstd, mean, spec)
 
 
@@ -249,15 +300,27 @@ def _recovered(
     """G, x_hat, the statistics along rows and, from the output, z = x_hat G."""
     saved = saved.astype(spec.compute_dtype)
     along = [jnp.expand_dims(stat, spec.axes) for stat in stats]
-    g = None if scale is None else _along_rows(gain(scale, spec), saved, spec)
+    g = None if scale is None else along_rows(gain(scale, spec), saved, spec)
     if spec.saved == "input":
         rstd, *mean = along
         return g, (saved - mean[0] if mean else saved) * rstd, along, None
     z = saved if spec.y_limit is None else clip(saved, spec.y_limit)
     if bias is not None:
-        z = z - _along_rows(effective_bias(bias, spec), z, spec)
+        z = z - along_rows(effective_bias(bias, spec), z, spec)
     xh = clip(z if g is None else safe_divide(z, g), math.sqrt(spec.cols))
     return g, xh, along, z
+
+
+def _activation(spec: Spec) -> Callable[[jax.Array], jax.Array]:
+    """Of a gate in its own dtype, in the arithmetic dtype."""
+    of_wide = getattr(jax.nn, spec.activation)
+    return lambda gate: of_wide(gate.astype(spec.compute_dtype))
+
+
+def _normalised_again(x: jax.Array, stats: Stats, scale: jax.Array | None, spec: Spec) -> jax.Array:
+    """y in the arithmetic dtype, of what a derivative starts from."""
+    g, xh, _, _ = _recovered(x, stats, scale, None, spec)
+    return xh if g is None else xh * g
 
 
 def _statistics(rstd: jax.Array, mean: jax.Array | None, spec: Spec) -> Stats:
@@ -266,48 +329,3 @@ def _statistics(rstd: jax.Array, mean: jax.Array | None, spec: Spec) -> Stats:
         return ()
     kept = (rstd, mean) if mean is not None and spec.returns_mean else (rstd,)
     return tuple(jnp.squeeze(stat, spec.axes) for stat in kept)
-
-
-def _axes_of_parameter(
-    parameter: jax.Array, like: jax.Array, spec: Spec
-) -> tuple[list[int], list[int]]:
-    """Which axes of an array like `like` a parameter has, in its order; and those it lacks.
-
-    Its last axes are the normalised ones. Axes before those, of groups of rows, are right-aligned
-    to the others, as numpy broadcasts.
-    """
-    normalised = [axis % like.ndim for axis in spec.axes]
-    others = [axis for axis in range(like.ndim) if axis not in normalised]
-    lacks = like.ndim - parameter.ndim
-    return others[lacks:] + normalised, others[:lacks]
-
-
-def _along_rows(parameter: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
-    """`parameter` against an array like `like`."""
-    if _is_of_groups(parameter, like, spec):
-        return jnp.repeat(parameter, spec.rows // parameter.shape[0], axis=0)
-    axes, lacking = _axes_of_parameter(parameter, like, spec)
-    in_order = sorted(axes)
-    if axes != in_order:
-        parameter = jnp.transpose(parameter, [axes.index(axis) for axis in in_order])
-    return jnp.expand_dims(parameter, lacking)
-
-
-def _summed_like(parameter: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
-    """The sums of v over the rows that share a parameter."""
-    if _is_of_groups(parameter, v, spec):
-        return jnp.sum(v.reshape(parameter.shape[0], -1, spec.cols), axis=1)
-    axes, lacking = _axes_of_parameter(parameter, v, spec)
-    shared = [axis for axis, size in zip(axes, parameter.shape) if size == 1]
-    total = jnp.sum(v, axis=tuple(lacking))
-    kept = sorted(axes)
-    shared = [kept.index(axis) for axis in shared]
-    if shared:
-        total = jnp.sum(total, axis=tuple(shared), keepdims=True)
-    return total if axes == kept else jnp.transpose(total, [kept.index(axis) for axis in axes])
-
-
-def _is_of_groups(parameter: jax.Array, like: jax.Array, spec: Spec) -> bool:
-    """Whether each row of a parameter belongs to consecutive rows of a two-dimensional view."""
-    in_rows = like.ndim == parameter.ndim == 2 and spec.axes == (-1,)
-    return in_rows and parameter.shape[0] not in (1, spec.rows)

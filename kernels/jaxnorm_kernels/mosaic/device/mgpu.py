@@ -1,8 +1,9 @@
 """All that the kernels take of JAX's private parts: MLIR's operations, and Mosaic's registers.
 
 Pallas has no operations for single registers, for PTX or for another block's shared memory, so some
-functions here and in `rows` write MLIR inside of ``plgpu.inline_mgpu``. They take it from this
-module alone.
+functions here and in `rows` write MLIR inside of ``plgpu.inline_mgpu``; and none for a quicker exp2
+in one place of a kernel, which has a lowering rule in `numerics`. They take it from this module
+alone.
 
 Tried with jax 0.11.2 and 0.12.0.1. JAX may move any of it in a release. Where a module or a class
 is gone, importing the kernels fails with the sentence below: ``implementation="mosaic"`` raises it,
@@ -22,8 +23,10 @@ try:
     from jax._src.lib.mlir.dialects import arith as arith
     from jax._src.lib.mlir.dialects import builtin as builtin
     from jax._src.lib.mlir.dialects import llvm as llvm
+    from jax._src.lib.mlir.dialects import math as math
     from jax._src.lib.mlir.dialects import nvvm as nvvm
     from jax._src.lib.mlir.dialects import vector as vector
+    from jax._src.pallas.mosaic_gpu.lowering import register_lowering_rule as register_lowering_rule
     from jax.experimental.mosaic.gpu import FragmentedArray as FragmentedArray
     from jax.experimental.mosaic.gpu import utils as utils
 except ImportError as error:

@@ -28,7 +28,7 @@ from jaxnorm_kernels.mosaic.norm.elementwise import effective_bias, gain, recipr
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.mosaic.walks.direct import Direct, direct_backward
-from jaxnorm_kernels.mosaic.walks.formulas import Arrays, RowOperands
+from jaxnorm_kernels.mosaic.walks.formulas import Arrays, Formula, RowOperands
 from jaxnorm_kernels.mosaic.walks.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing, rows_ring_backward
 from jaxnorm_kernels.mosaic.walks.strided_backward import strided_backward
@@ -192,6 +192,25 @@ def norm_bwd(
     return Operands(of_h[-1].astype(x_dtype), of_h[0], scale, bias)
 
 
+def walk_rows(
+    formula: Formula,
+    operands: RowOperands,
+    results: Sequence[np.dtype],
+    spec: Spec,
+    schedule: schedules.NormSchedule | None,
+) -> tuple[jax.Array, ...]:
+    """The row results in these dtypes, and the partial sums, by the kernel of the schedule."""
+    schedule = required(schedule or schedules.norm_schedule(spec), spec)
+    return _KERNELS[type(schedule)](
+        formula,
+        operands,
+        schedule=schedule,
+        blocks=schedules.persistent_blocks(spec, schedule),
+        results=results,
+        name=f"jaxnorm_{spec.op}_bwd",
+    )
+
+
 def _backward(
     residuals: Residuals,
     cotangents: Results,
@@ -213,15 +232,7 @@ def _backward(
             formula, operands, strips=strips, results=dtypes, name=name, inner=inner
         )
     else:
-        schedule = required(schedule or schedules.norm_schedule(spec), spec)
-        results = _KERNELS[type(schedule)](
-            formula,
-            operands,
-            schedule=schedule,
-            blocks=schedules.persistent_blocks(spec, schedule),
-            results=dtypes,
-            name=f"jaxnorm_{spec.op}_bwd",
-        )
+        results = walk_rows(formula, operands, dtypes, spec, schedule)
     dx, partials = results[: len(dtypes)], results[len(dtypes) :]
     groups = (spec.scale_groups, spec.bias_groups)
     dscale, dbias = add_partials(partials, (spec.scale_dtype, spec.bias_dtype), groups)

@@ -12,6 +12,10 @@ With a residual; h and the y of norm_add are in its dtype, and the second norm h
     norm_add         y = residual + norm(x)
     norm_add_norm    h = residual + norm(x)    y = norm(h)
 
+With a gate, y is rounded once::
+
+    norm_gated       y = norm(x) activation(gate)      or y = norm(x activation(gate))
+
 The variance is never E[x^2] - E[x]^2, which cancels. Rows in registers are reduced twice. Where
 parts of a row are reduced apart, part p of size n_p has its own mean and its own sum of squares
 about it, M_p, and (Chan, Golub, LeVeque 1979)
@@ -34,6 +38,7 @@ from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, store
 from jaxnorm_kernels.mosaic.device.registers import rounded, widen
+from jaxnorm_kernels.mosaic.norm.activations import ACTIVATIONS
 from jaxnorm_kernels.mosaic.norm.elementwise import norm_columns, norm_output
 from jaxnorm_kernels.mosaic.norm.strided import norm_strided_fwd
 from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
@@ -59,8 +64,8 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
         _in_registers(spec, schedule.params_first),
         schedule.rows_of(spec),
         spec.rows,
-        operands=[a for a in (operands.x, operands.residual) if a is not None],
-        params=[a for a in (operands.scale, operands.bias, operands.next_scale) if a is not None],
+        operands=_present(operands.x, operands.residual, operands.gate),
+        params=_present(operands.scale, operands.bias, operands.next_scale),
         results=[y_dtype, _residual_dtype(spec)] if spec.returns_h else [y_dtype],
         stats=sum(1 + norm.returns_mean for norm in spec.norms) if spec.want_stats else 0,
         exchanged=3,
@@ -83,9 +88,15 @@ def _in_registers(spec: Spec, params_first: bool) -> Callable[[Tile, Refs], None
         def add(x: jax.Array, residual: jax.Array) -> jax.Array:
             return x + widen(residual, tile.layout_of(x.shape))
 
+        def gated(v: jax.Array, gate: jax.Array) -> jax.Array:
+            a, _ = ACTIVATIONS[spec.activation](widen(gate, tile.layout_of(gate.shape)))
+            return v * a
+
         def load(x: jax.Array, *residual: jax.Array) -> tuple[jax.Array, ...]:
-            """The row to reduce; then h, or a residual that is added later."""
+            """The row to reduce; then h, or a residual or a gate that comes later."""
             x = widen(x, tile.layout_of(x.shape))
+            if spec.op == "norm_gated" and not spec.norm_before_gate:
+                return (gated(x, *residual),)
             if spec.op != "add_norm":
                 return x, *residual
             h = rounded(add(x, *residual), _residual_dtype(spec))
@@ -136,6 +147,10 @@ def _in_registers(spec: Spec, params_first: bool) -> Callable[[Tile, Refs], None
                     write(1, h)
                     wide = [widen(v, tile.layout_of(v.shape)) for v in h]
                     write(0, norm(lambda: wide, 1))
+                case "norm_gated":
+                    y = norm(row.read)
+                    waits = spec.norm_before_gate
+                    write(0, [gated(*v) for v in zip(y, row.read(1))] if waits else y)
             _store_stats(refs.stats, tile.row_number(row.index), stats)
 
         steps = Steps(load, finish)

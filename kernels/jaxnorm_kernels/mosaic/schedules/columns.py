@@ -15,10 +15,9 @@ def registers(spec: Spec) -> int:
     x and a residual of 32 bits wait for each other, and a residual that is added to the norm of x
     for its statistics. In 16 bits, x and its residual share the register that their sum then takes.
     """
-    if spec.residual_dtype is None:
+    if len(spec.operand_dtypes) == 1:
         return 1 + (full_bias_dtype(spec) is not None)
-    waits = "first" in spec.operation.norms
-    return 2 if waits or column_bytes(spec) > 4 else 1
+    return 2 if spec.operand_waits or column_bytes(spec) > 4 else 1
 
 
 def param_sizes(spec: Spec) -> list[int]:
@@ -33,7 +32,7 @@ def param_bytes(spec: Spec) -> int:
 
 def column_bytes(spec: Spec) -> int:
     """Bytes of each column of the rows that are read."""
-    return sum(_sizes(spec.x_dtype, spec.residual_dtype, full_bias_dtype(spec)))
+    return sum(_sizes(*spec.operand_dtypes, full_bias_dtype(spec)))
 
 
 def data_bytes(spec: Spec) -> int:
@@ -44,7 +43,7 @@ def data_bytes(spec: Spec) -> int:
 
 def row_vector(spec: Spec) -> int:
     """Elements that a thread reads at once of the rows of all arrays but a softmax's bias."""
-    return vector_width(spec.cols, spec.x_dtype, spec.residual_dtype, spec.y_dtype)
+    return vector_width(spec.cols, *spec.operand_dtypes, spec.y_dtype)
 
 
 def full_bias_dtype(spec: Spec) -> np.dtype | None:
@@ -59,5 +58,4 @@ def _sizes(*dtypes: np.dtype | None) -> list[int]:
 
 def is_unaligned(spec: Spec) -> bool:
     """Whether a row that is read is no multiple of what asynchronous copies take."""
-    sizes = _sizes(spec.x_dtype, spec.residual_dtype)
-    return any(spec.cols * size % VECTOR_BYTES for size in sizes)
+    return any(spec.cols * size % VECTOR_BYTES for size in _sizes(*spec.operand_dtypes))

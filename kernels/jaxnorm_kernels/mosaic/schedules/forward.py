@@ -97,8 +97,7 @@ def _of_table(table: Sequence[Line], spec: Spec, gpu: Gpu) -> Schedule | None:
 
 def _in_windows(spec: Spec, gpu: Gpu) -> Schedule | None:
     """That of rows as long as the windows; None where rows are aligned, or are not held in them."""
-    maybe = (spec.x_dtype, spec.residual_dtype, spec.y_dtype)
-    dtypes = [dtype for dtype in maybe if dtype is not None]
+    dtypes = [*spec.operand_dtypes, spec.y_dtype]
     window = window_of(spec.rows, spec.cols, dtypes)
     if window is None or not is_unaligned(spec) or has_places(spec) or spec.groups > 1:
         return None

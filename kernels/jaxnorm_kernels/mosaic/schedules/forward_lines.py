@@ -192,8 +192,8 @@ _TAIL = 2
 
 def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
     """What a line says for `spec`."""
-    dtypes = spec.x_dtype, spec.residual_dtype, spec.y_dtype
-    vector = vector_width(spec.cols, *dtypes, full_bias_dtype(spec))
+    dtypes = (*spec.operand_dtypes, spec.y_dtype, full_bias_dtype(spec))
+    vector = vector_width(spec.cols, *dtypes)
     # A unit must fit in the row: short rows take narrower loads.
     least, most = (2, WARP) if line.kind.endswith("tile") else (WARPGROUP_THREADS,) * 2
     vector = min(vector, power_of_2(spec.cols // least))

@@ -76,14 +76,18 @@ _WINDOW_BYTES = 100
 # slows the writing of dx down. Hence, in bytes,
 # - the part of a row in a block, of all inputs, up to which a step has two rows, which share an
 #   exchange of sums (not of two norms: each of their rows has two exchanges);
-# - the step, dx included, up to which three blocks share a multiprocessor, and not two;
+# - the step, with dx and its like, up to which three blocks share a multiprocessor, and not two;
 # - the part of a row from which one block is enough, where it needs several warpgroups.
 _RING_STAGES = 4
 _TWO_ROWS_BYTES, _THREE_BLOCKS_BYTES, _ONE_BLOCK_BYTES = 5 * 1024, 10 * 1024, 12 * 1024
 
 # Columns up to, warpgroups, blocks for each multiprocessor: 16 columns of a thread, of which it
-# holds seven values (two rows of both inputs, G, 1 / G, the sum), in 128 registers.
+# holds seven values (two rows of both inputs, G, 1 / G, the sum), in 128 registers. Of a third
+# input, and what becomes of it, it has as much again: half as many columns.
 _DIRECT = ((2048, 1, 4), (4096, 2, 2), (8192, 4, 1))
+
+# Of a unit of a third input, and of what becomes of it.
+_KEPT_REGISTERS = 32
 
 # Columns from which a row has a warpgroup, and not a warp, which needs no exchange: two rows at a
 # time, or three blocks, hide that. LayerNorm reaches 0.97 of copy bandwidth, not 0.92, over 768
@@ -121,9 +125,9 @@ def _ring_of_windows(spec: Spec, gpu: Gpu) -> Ring | None:
 
 def direct(spec: Spec) -> Direct | None:
     """For unaligned rows that are short, or no whole periods of a window."""
-    vector = row_vector(spec)
+    vector, held = row_vector(spec), spec.cols * (1 + len(spec.kept_dtypes))
     for cols, warpgroups, blocks_per_sm in _DIRECT:
-        if spec.cols <= cols:
+        if held <= cols:
             while spec.cols < warpgroups * WARPGROUP_THREADS * vector:
                 warpgroups //= 2
             return Direct(vector, warpgroups, ahead=1, blocks_per_sm=blocks_per_sm)
@@ -139,8 +143,9 @@ def rows_ring(spec: Spec, gpu: Gpu | None = None) -> RowsRing:
         threads //= 2
     ring = RowsRing(vector, threads)
     blocks_per_sm = 3 if spec.cols <= _THREE_BLOCKS_COLUMNS * threads else 2
-    is_short = _row_bytes(spec) <= _SHORT_ROW_BYTES
-    stage_bytes = _SHORT_STAGE_BYTES if is_short else _STAGE_BYTES
+    # What becomes of a third array leaves registers for a tile at a time.
+    is_small = _row_bytes(spec) <= _SHORT_ROW_BYTES or bool(spec.kept_dtypes)
+    stage_bytes = _SHORT_STAGE_BYTES if is_small else _STAGE_BYTES
     rows = max(1, stage_bytes // (ring.height * _row_bytes(spec))) * ring.height
     while rows > ring.height and rows > _rows(spec):
         rows -= ring.height
@@ -163,7 +168,8 @@ def ring(spec: Spec, gpu: Gpu, window: Window | None = None) -> Ring | None:
     part = spec.cols // cluster
     part_bytes = part * _column_bytes(spec)
     rows = 2 if len(spec.norms) < 2 and part_bytes <= _TWO_ROWS_BYTES else 1
-    step_bytes = rows * (part_bytes + part * spec.x_dtype.itemsize)
+    written = sum(dtype.itemsize for dtype in (spec.x_dtype, *spec.kept_dtypes))
+    step_bytes = rows * (part_bytes + part * written)
     shapes = [(2, 1), (4, 1)]
     if spec.cols <= cluster * most or part_bytes < _ONE_BLOCK_BYTES:
         shapes.insert(0, (1, 3 if step_bytes <= _THREE_BLOCKS_BYTES else 2))
@@ -221,7 +227,8 @@ def _registers(spec: Spec, width: int) -> int:
         has_scale, has_bias = norm.scale_dtype is not None, norm.bias_dtype is not None
         held += 2 * has_scale + has_bias if norm.saved == "output" else has_scale
     of_column = (_column_sums(spec) + held) * len(spec.norms)  # what is under way, too
-    return of_column * (width // WARPGROUP_THREADS) + OTHER_REGISTERS
+    others = OTHER_REGISTERS + _KEPT_REGISTERS * len(spec.kept_dtypes)
+    return of_column * (width // WARPGROUP_THREADS) + others
 
 
 def _column_sums(spec: Spec) -> int:
@@ -240,14 +247,14 @@ def is_copied(spec: Spec) -> bool:
 
 
 def row_dtypes(spec: Spec) -> list[np.dtype]:
-    """Of what a norm's backward reads of a row: saved, dy and, with `Spec.adds_dh`, dh.
+    """Of what a norm's backward reads of a row: saved, what is kept beside it, dy, and dh.
 
     That of two norms begins with x.
     """
     last = spec.last
     saved = last.y_dtype if last.saved == "output" else last.x_dtype
     x = [spec.x_dtype] * spec.operation.starts_from_x
-    return [*x, saved, spec.y_dtype, *[last.x_dtype] * spec.adds_dh]
+    return [*x, saved, *spec.kept_dtypes, spec.y_dtype, *[last.x_dtype] * spec.adds_dh]
 
 
 def _rows(spec: Spec) -> int:

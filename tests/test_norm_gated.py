@@ -1,0 +1,225 @@
+"""rms_norm_gated against float64 numpy: values, gradients, dtypes, extremes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import refused
+from gated_cases import ACTIVATIONS, plain, reference_of
+from pairs import pairwise
+from reference import DTYPES, assert_within, exact, rounding
+from test_norm import normal
+
+import jaxnorm
+
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
+
+# x, gate, scale, y
+MIXES = [
+    *((d, d, d, d) for d in DTYPES),
+    ("bfloat16", "bfloat16", "float32", "bfloat16"),
+    ("bfloat16", "float32", "float32", "bfloat16"),
+    ("float32", "bfloat16", "float16", "float32"),
+    ("float16", "float32", "bfloat16", "bfloat16"),
+    ("bfloat16", "float16", "float32", "float32"),
+]
+SHAPES = [(2, 8, 4, 64), (70, 40), (65, 128), (3, 30, 1000)]
+each_order = pytest.mark.parametrize("before", [True, False], ids=["norm first", "gate first"])
+
+
+def operands(shape, x_dtype, gate_dtype, scale_dtype):
+    x, gate = normal(shape, x_dtype, 0, shift=0.3), normal(shape, gate_dtype, 1, scale=2.0)
+    scale = None if scale_dtype is None else normal(shape[-1:], scale_dtype, 2, 0.3, 1.0)
+    return x, gate, scale
+
+
+def check(x, gate, scale, *, before, implementation, y_dtype=None, **options):
+    """Values and all gradients, each in its dtype and shape."""
+    function = functools.partial(
+        jaxnorm.rms_norm_gated,
+        norm_before_gate=before,
+        dtype=y_dtype,
+        implementation=implementation,
+        **options,
+    )
+    y, vjp = jax.vjp(function, x, gate, scale)
+    d = normal(x.shape, y.dtype, 9)
+    dx, dgate, dscale = vjp(d)
+    assert y.dtype == (x.dtype if y_dtype is None else y_dtype)
+    for of, gradient in ((x, dx), (gate, dgate)):
+        assert (gradient.shape, gradient.dtype) == (of.shape, of.dtype)
+    ref = reference_of(x, gate, scale, d, y_dtype=y.dtype.name, norm_before_gate=before, **options)
+    *bounds, dscale_bound = ref.bounds()
+    for ours, expected, bound in zip((y, dx, dgate), (ref.y, ref.dx, ref.dgate), bounds):
+        assert_within(exact(ours).reshape(expected.shape), expected, bound)
+    if scale is None:
+        assert dscale is None
+        return
+    assert (dscale.shape, dscale.dtype) == (scale.shape, scale.dtype)
+    stored = rounding(np.abs(ref.dscale) + dscale_bound, scale.dtype.name)
+    assert_within(dscale, ref.dscale, dscale_bound + stored)
+
+
+@refused.expect(refused.FEW_SHORT_ROWS)
+@pytest.mark.parametrize(
+    ("mix", "shape", "before", "activation"),
+    pairwise(MIXES, SHAPES, [True, False], ACTIVATIONS),
+    ids=str,
+)
+def test_values_and_gradients(mix, shape, before, activation, implementation):
+    *dtypes, y_dtype = mix
+    arrays = operands(shape, *dtypes)
+    given = {"activation": activation, "y_dtype": y_dtype, "implementation": implementation}
+    check(*arrays, before=before, **given)
+
+
+@each_order
+@pytest.mark.parametrize(
+    "options", [{"scale_offset": 1.0}, {"epsilon": 0.1}, {"epsilon": 0.0}], ids=str
+)
+def test_options(options, before, implementation):
+    x, gate, scale = operands((70, 64), "float32", "float32", "float32")
+    check(x, gate, scale / 4, before=before, implementation=implementation, **options)
+
+
+@each_order
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_scale(dtype, before, implementation):
+    x, gate, _ = operands((70, 64), dtype, dtype, None)
+    check(x, gate, None, before=before, implementation=implementation)
+    ones = jaxnorm.rms_norm_gated(
+        x, gate, None, norm_before_gate=before, scale_offset=1.0, implementation=implementation
+    )
+    plain = jaxnorm.rms_norm_gated(x, gate, norm_before_gate=before, implementation=implementation)
+    np.testing.assert_array_equal(ones, plain)
+
+
+@refused.expect(refused.FEW_SHORT_ROWS, refused.GROUPS)
+@each_order
+@pytest.mark.parametrize("lead", [(4,), (8, 4), (2, 1, 1), (2, 8, 1), (2, 8, 4)], ids=str)
+def test_scales_of_groups(lead, before, implementation):
+    """Mamba 2's groups, and others: the gradient of each is a sum over its rows."""
+    x, gate, _ = operands((2, 8, 4, 64), "float32", "bfloat16", None)
+    scale, d = normal((*lead, 64), "float32", 2, 0.3, 1.0), normal(x.shape, "float32", 9)
+    given = {"norm_before_gate": before, "implementation": implementation}
+    y, vjp = jax.vjp(functools.partial(jaxnorm.rms_norm_gated, **given), x, gate, scale)
+    dx, dgate, dscale = vjp(d)
+    assert (dscale.shape, dscale.dtype) == (scale.shape, scale.dtype)
+    groups = np.broadcast_to(np.arange(scale.size // 64).reshape(lead), x.shape[:-1]).ravel()
+    rows = [np.asarray(a).reshape(-1, 64) for a in (x, gate, d, y, dx, dgate)]
+    for group, of_group in enumerate(np.asarray(scale).reshape(-1, 64)):
+        *given, y, dx, dgate = (a[groups == group] for a in rows)
+        x, gate, d = given
+        ref = reference_of(x, gate, of_group, d, y_dtype="float32", norm_before_gate=before)
+        found = y, dx, dgate, np.asarray(dscale).reshape(-1, 64)[group]
+        for ours, expected, bound in zip(
+            found, (ref.y, ref.dx, ref.dgate, ref.dscale), ref.bounds()
+        ):
+            assert_within(ours, expected, bound + rounding(expected, "float32"))
+
+
+@each_order
+@pytest.mark.parametrize("shape", [(64,), (7, 64), (3, 0, 64), (1, 5)], ids=str)
+def test_few_axes_and_rows(shape, before):
+    """XLA's code, whatever the platform: rows for a kernel are many."""
+    check(*operands(shape, *["float32"] * 3), before=before, implementation="xla")
+
+
+@each_order
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("x_dtype", "gate_dtype", "y_dtype"),
+    [("float64",) * 3, ("float32", "float64", "float32"), ("float32", "float32", "float64")],
+)
+def test_float64(x64, x_dtype, gate_dtype, y_dtype, activation, before):
+    """The arithmetic is float64 where an array of rows, or the output, is."""
+    arrays = operands((4, 5, 24), x_dtype, gate_dtype, "float64")
+    given = {"activation": activation, "y_dtype": y_dtype, "implementation": "xla"}
+    check(*arrays, before=before, **given)
+
+
+@each_order
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_it_is_the_norm_and_its_gate(activation, before):
+    x, gate, scale = operands((2, 8, 64), *["float32"] * 3)
+    given = {"norm_before_gate": before, "activation": activation}
+    expected = plain(x, gate, scale, **given)
+    y = jaxnorm.rms_norm_gated(x, gate, scale, **given)
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-5)
+    a = getattr(jax.nn, activation)(gate)
+    composed = jaxnorm.rms_norm(x, scale) * a if before else jaxnorm.rms_norm(x * a, scale)
+    np.testing.assert_allclose(y, composed, rtol=0, atol=1e-5)
+
+
+def test_one_rounding():
+    """Of bfloat16 no more than half a unit is lost, where a rounded norm's product loses more."""
+    x, gate, scale = operands((64, 256), *["bfloat16"] * 2, "float32")
+    for before in (True, False):
+        given = {"norm_before_gate": before}
+        y = exact(jaxnorm.rms_norm_gated(x, gate, scale, **given))
+        expected = reference_of(x, gate, scale, x, y_dtype="bfloat16", **given).y
+        u = 2.0**-8  # of bfloat16; beside it, arithmetic in float32 is nothing
+        assert np.abs(y / expected - 1).max() < u * (1 + u)
+        thrice = exact(jaxnorm.rms_norm(x, scale) * jax.nn.silu(gate))
+        assert not before or np.abs(thrice / expected - 1).max() > 1.5 * u
+
+
+@each_order
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gates_of_all_sizes(activation, before, implementation):
+    """Where exponentials overflow or vanish; and 0."""
+    sizes = np.concatenate([[0.0], *np.outer([-1, 1], np.geomspace(1e-20, 3e4, 31)), [-0.0]])
+    x, _, scale = operands((70, 64), *["float32"] * 3)
+    gate = jnp.asarray(np.broadcast_to(sizes, (70, 64)), "float32")
+    check(x, gate, scale, before=before, activation=activation, implementation=implementation)
+
+
+@each_order
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_rows_that_are_not_finite_stay_alone(bad, before, implementation):
+    x, gate, scale = operands((70, 64), *["float32"] * 3)
+    given = {"norm_before_gate": before, "implementation": implementation}
+
+    def run(x, gate):
+        y, vjp = jax.vjp(lambda x, gate: jaxnorm.rms_norm_gated(x, gate, scale, **given), x, gate)
+        return y, *vjp(jnp.cos(gate))
+
+    clean = run(x, gate)
+    found = run(x.at[3, 5].set(bad), gate.at[11, 7].set(bad))
+    others = np.setdiff1d(np.arange(70), [3, 11])
+    for ours, theirs in zip(found, clean):
+        np.testing.assert_array_equal(ours[others], theirs[others])
+    y = np.asarray(found[0])
+    assert np.isnan(y[3]).any()
+    assert not np.isfinite(y[11]).all()
+
+
+def test_a_row_of_zeros(implementation):
+    """x, or its product with a gate of 0: nothing is NaN, and epsilon alone is the mean square."""
+    x, gate, scale = operands((70, 64), *["float32"] * 3)
+    x, gate = x.at[3].set(0), gate.at[5].set(0)
+    for before in (True, False):
+        check(x, gate, scale, before=before, activation="relu", implementation=implementation)
+
+
+# A kind of kernel each: rows in parts of warps, in warpgroups, in clusters; rows of odd length.
+@each_order
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "shape", [(131, 128), (97, 1001), (66, 4095), (140, 5120), (67, 16384)], ids=str
+)
+def test_kernels(shape, dtype, before, kernels):
+    x, gate, scale = operands(shape, dtype, dtype, "float32")
+    check(x, gate, scale, before=before, implementation=kernels)
+
+
+@each_order
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_of_zero(dtype, before):
+    """From the input a scale of 0 is exact: such a column is 0, and its gradient is not."""
+    x, gate, scale = operands((70, 64), dtype, dtype, "float32")
+    scale = scale.at[6].set(0).at[9].set(1e-6)
+    check(x, gate, scale, before=before, implementation="xla")
+    assert not exact(jaxnorm.rms_norm_gated(x, gate, scale))[:, 6].any()
