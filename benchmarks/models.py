@@ -45,7 +45,8 @@ LAYERS: tuple[Layers, ...] = ("scan", "unrolled")
 Remat = Literal["none", "dots", "block"]
 # What a layer keeps for its backward: all, its matrix products, or its input alone.
 REMATS: tuple[Remat, ...] = ("none", "dots", "block")
-# By provider: what of a model is whose, and its name in tables; each has what those before it have.
+# By provider: what of a model is whose, and its name in tables; each has what those before it have,
+# but for the last.
 PLAIN = "jnp"
 VARIANTS = {
     PLAIN: "jnp and optax",
@@ -53,6 +54,7 @@ VARIANTS = {
     "jaxnorm-norms-loss": "jaxnorm's norms and loss",
     "jaxnorm-everything": "jaxnorm's norms with residual, and loss",
     "jaxnorm-products": "all of jaxnorm: products' inputs, too",
+    "jaxnorm-whole-logits": "all of jaxnorm, but for whole logits",
 }
 
 

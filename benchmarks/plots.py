@@ -43,7 +43,9 @@ STYLES = {
     "torch": ("#999999", "<"),
     "torch.compile": ("#666666", ">"),
 }
-_OF_VARIANTS = dict(zip(VARIANTS, ("#E69F00", "#56B4E9", "#009E73", "#0072B2", "#000000")))
+_OF_VARIANTS = dict(
+    zip(VARIANTS, ("#E69F00", "#56B4E9", "#009E73", "#0072B2", "#000000", "#999999"))
+)
 COPY = "copy (the roof)"
 PRODUCT = "the product alone, by XLA"
 

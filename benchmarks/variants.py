@@ -101,6 +101,11 @@ def loss_without_logits(x: Array, embedding: Array, labels: Array) -> Array:
     return jaxnorm.linear_softmax_cross_entropy(x, embedding.T, labels)
 
 
+@jax.named_scope("loss")
+def loss_of_whole_logits(x: Array, embedding: Array, labels: Array) -> Array:
+    return jaxnorm.softmax_cross_entropy_with_integer_labels(x @ embedding.T, labels).mean()
+
+
 def remade(product: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
     """A product that keeps its operands as they are, which others keep anyway.
 
@@ -152,6 +157,14 @@ _EVERYTHING = dataclasses.replace(
     add_layer_norm=jaxnorm.add_layer_norm,
     loss=loss_without_logits,
 )
+_PRODUCTS = dataclasses.replace(
+    _EVERYTHING,
+    rms_norm_rope=jaxnorm.rms_norm_rope,
+    linear=remade(linear),
+    gated_linear=gated_linear_of_inputs,
+    activation_linear=activation_linear_of_inputs,
+    heads_linear=remade(heads_linear),
+)
 VARIANTS = {
     "jnp": Variant(
         rms_norm,
@@ -164,12 +177,6 @@ VARIANTS = {
     "jaxnorm-norms": _NORMS,
     "jaxnorm-norms-loss": dataclasses.replace(_NORMS, loss=loss_without_logits),
     "jaxnorm-everything": _EVERYTHING,
-    "jaxnorm-products": dataclasses.replace(
-        _EVERYTHING,
-        rms_norm_rope=jaxnorm.rms_norm_rope,
-        linear=remade(linear),
-        gated_linear=gated_linear_of_inputs,
-        activation_linear=activation_linear_of_inputs,
-        heads_linear=remade(heads_linear),
-    ),
+    "jaxnorm-products": _PRODUCTS,
+    "jaxnorm-whole-logits": dataclasses.replace(_PRODUCTS, loss=loss_of_whole_logits),
 }

@@ -1,15 +1,18 @@
 """Training steps of models compiled for an H100: their temp memory reaches what it has to."""
 
+import dataclasses
 import functools
 
 import jax
 import pytest
 
 from benchmarks import training
-from benchmarks.bars import BARS
+from benchmarks.bars import BARS, VARIANT
+from benchmarks.models import MODELS, cell
 
 # cuDNN's version in h100.py: JAX asks this machine, which has none.
 CUDNN = 90800
+SCALARS = 4096  # of which each takes 256 bytes
 CHECK = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
 
 
@@ -33,3 +36,12 @@ def temp_bytes(compiler):
 def test_temp_memory(bar, temp_bytes):
     ours, plain = map(temp_bytes, bar.cells)
     assert ours <= bar.most * plain
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("model", MODELS)
+def test_loss_without_logits(model, temp_bytes):
+    """A step takes no more with it than with whole logits, though its gradients are made first."""
+    ours = cell(model, "none", "scan", VARIANT)
+    whole = dataclasses.replace(ours, provider="jaxnorm-whole-logits")
+    assert temp_bytes(ours) <= temp_bytes(whole) + SCALARS
