@@ -148,8 +148,12 @@ def test_bad_rows_stay_alone(bad, implementation):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_extremes(dtype, options, implementation):
-    """Certain rows and even ones, of 1e4, that differ by 1e4, and with classes at -inf."""
-    x, labels, d = operands((7, 300), dtype)
+    """Certain rows and even ones, of 1e4, that differ by 1e4, and with classes at -inf, or less
+    than which there is nothing: most of a row first.
+    """
+    x, labels, d = operands((8, 300), dtype)
+    d = 3 * d
+    x = x.at[7, :290].set(jnp.finfo(dtype).min).at[7, labels[7]].set(1)
     x = x.at[0].set(0).at[0, labels[0]].set(1e4)  # certain of the label
     x = x.at[1].set(0).at[1, (labels[1] + 1) % 300].set(90)  # certain of another class
     x = x.at[2].set(1e4).at[3].set(-7)  # even

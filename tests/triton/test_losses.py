@@ -72,7 +72,8 @@ def test_log_probabilities_and_entropies(dtype, cols, scheduled):  # noqa: F811
     # Certain of the label, and of another class; even; classes at -inf.
     x = x.at[1].set(0).at[1, labels[1]].set(90).at[2].set(0).at[2, (labels[2] + 1) % cols].set(90)
     x = x.at[3].set(-7).at[4, : cols // 2].set(-jnp.inf).at[4, labels[4]].set(1)
-    test_log_prob.check(x, labels, d, implementation=scheduled, **options)
+    x = x.at[5, : cols - 3].set(jnp.finfo(dtype).min).at[5, labels[5]].set(1)
+    test_log_prob.check(x, labels, 3 * d, implementation=scheduled, **options)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")

@@ -56,6 +56,8 @@ from jaxnorm_kernels.mosaic.rows.units import Unit, Units
 from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
+# A depth below any whose exponential is not 0, and far enough from the largest number.
+_FAR = -1e30
 
 #: Of what has been read: the maximum m, s and, for smoothed labels, the sum of x - r, or T over f.
 Sums = tuple[jax.Array, ...]
@@ -348,8 +350,8 @@ def _rescaled(
 
 
 def _finite(depth: jax.Array) -> jax.Array:
-    """What an exponential of 0 can be multiplied by."""
-    return jnp.maximum(depth, numerics.LOWEST)
+    """What a sum of as many terms as a row has can be multiplied by, where the exponential is 0."""
+    return jnp.maximum(depth, _FAR)
 
 
 def _finish(
