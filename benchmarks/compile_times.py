@@ -44,6 +44,7 @@ _SHAPES: dict[str, Callable[[int], Shape]] = {
     "rms_norm_rope": lambda cols: (4, 512, 8, cols),
     "linear_cross_entropy": lambda cols: (ROWS, 512, cols),
     "capped_linear_cross_entropy": lambda cols: (ROWS, 512, cols),
+    "linear_log_prob_and_entropy": lambda cols: (ROWS, 512, cols),
 }
 # Compositions of other functions here; and a product alone.
 _LEFT_OUT = ("residual_rms_norm", "residual_layer_norm", "product")
