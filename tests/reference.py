@@ -176,7 +176,8 @@ class Norm:
     saved: str
     x_dtype: str
     y_dtype: str
-    activation: str | None = None  # after the norm, from the input alone
+    #: After the norm, which then starts from the input.
+    activation: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self.u = arithmetic(self.x_dtype, self.y_dtype)
@@ -186,7 +187,8 @@ class Norm:
         self.r = 1 / np.sqrt(np.mean(centred**2, -1, keepdims=True) + self.epsilon)
         self.xh = centred * self.r
         self.normal = self.xh * self.gain + self.bias
-        self.y, slope, *_ = self._after_norm()
+        exactly = np.zeros_like(self.normal)
+        self.y, slope, *_ = after_norm(self.activation, self.normal, exactly, self.u)
         self.dn = self.d * slope  # cotangent of the norm
         dg = self.dn * self.gain
         self.c1 = dg.mean(-1, keepdims=True) if self.subtract_mean else 0.0

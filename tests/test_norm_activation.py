@@ -96,8 +96,8 @@ def test_float64(has_mean, activation):
 def test_one_rounding():
     """Of bfloat16 no more than half a unit is lost, of a rounded norm's activation more."""
     x = normal((64, 256), "bfloat16", 0)
-    ref = Norm(exact(x), np.ones(256), np.zeros(256), exact(x), True, 1e-6, "input", "float32",
-               "float32", "silu")  # fmt: skip
+    plain = np.ones(256), np.zeros(256), exact(x), True, 1e-6, "input", "float32", "float32"
+    ref = Norm(exact(x), *plain, activation="silu")
     u = 2.0**-8  # of bfloat16; beside it, arithmetic in float32 is nothing
     y = exact(jaxnorm.layer_norm(x, activation="silu"))
     assert np.abs(y / ref.y - 1).max() < u * (1 + u)
