@@ -90,6 +90,11 @@ _ADD_LAYER_NORM = dataclasses.replace(_ADD_RMS_NORM, parameters=("scale", "bias"
 _SOFTMAX = Block(
     ("y",), saved=("y",), gradients=("x",), parameters=(), operands=("x",), shapes=(LOGITS,)
 )
+_GROUP_NORM = dataclasses.replace(
+    _SOFTMAX,
+    parameters=("scale", "bias"),
+    shapes=((32, 64, 64, 256), (8, 128, 128, 128)),
+)
 _GATED_RMS_NORM = Block(
     ("y",),
     saved=("x", "gate"),
@@ -139,12 +144,10 @@ BLOCKS: dict[str, Block] = {
     "channel_layer_norm": dataclasses.replace(
         _SOFTMAX, parameters=("scale", "bias"), shapes=((32, 256, 64, 64),), axis=1
     ),
-    # Of images with channels last, over positions and the channels of each group.
-    "group_norm": dataclasses.replace(
-        _SOFTMAX,
-        parameters=("scale", "bias"),
-        shapes=((32, 64, 64, 256), (8, 128, 128, 128)),
-    ),
+    # Of images with channels last, over positions and the channels of each group; and silu of that,
+    # as in a diffusion model: from x, since an activation cannot be undone.
+    "group_norm": _GROUP_NORM,
+    "group_norm_silu": dataclasses.replace(_GROUP_NORM, saved=("x",)),
     # y = rotation(norm(x), cos, sin): attention's queries and keys, with a table of each position.
     "rms_norm_rope": dataclasses.replace(
         _SOFTMAX,

@@ -40,6 +40,7 @@ _SHAPES: dict[str, Callable[[int], Shape]] = {
     "column_softmax": lambda cols: (16, cols, 512),
     "channel_layer_norm": lambda cols: (16, cols, 16, 32),
     "group_norm": lambda cols: (8, 16, 16, cols),
+    "group_norm_silu": lambda cols: (8, 16, 16, cols),
     "rms_norm_linear": lambda cols: (ROWS, cols, 512),
     "rms_norm_rope": lambda cols: (4, 512, 8, cols),
     "linear_cross_entropy": lambda cols: (ROWS, 512, cols),
@@ -87,7 +88,7 @@ def cells(
         for dtype in (dtype for dtype in dtypes if dtype != "mixed" or op in _MIXED):
             for cols in widths:
                 sizes = _SHAPES.get(op, lambda cols: (ROWS, cols))(cols)
-                if op == "group_norm" and cols % CHANNEL_GROUPS:
+                if op.startswith("group_norm") and cols % CHANNEL_GROUPS:
                     continue
                 for name in (name for name in PROVIDERS if name in providers):
                     if name != "jnp" or dtype == "bfloat16":

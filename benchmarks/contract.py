@@ -99,6 +99,7 @@ class KernelWorkload(Workload):
             next_scale_dtype=parameter if "next_scale" in operation.operands else None,
             gate_dtype=types[0] if "gate" in operation.operands else None,
             norm_before_gate="gate" in operation.operands,
+            activation="silu" if "gate" in operation.operands else None,
             saved="input" if operation.saves[0] == "x" else "output",
             epsilon=1e-6,
             subtract_mean=self._subtracts_mean,

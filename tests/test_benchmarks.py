@@ -61,6 +61,8 @@ def test_bytes(direction, dtypes, arrays):
         ("post_norm", "bfloat16", 3 * 2, 3 * 2),
         # x, residual, y, h; x, y, dy, dh and two gradients.
         ("sandwich", "float32", 4 * 4, 6 * 4),
+        # x, y; x, dy, dx.
+        ("group_norm_silu", "bfloat16", 2 * 2, 3 * 2),
         # x, the gate, y; both, dy and two gradients.
         ("gated_rms_norm", "bfloat16", 3 * 2, 5 * 2),
     ],

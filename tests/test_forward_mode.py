@@ -100,6 +100,10 @@ FUNCTIONS = {
         rms_norm,
         lambda x, s, b, **o: jaxnorm.rms_norm(x, s, save="input", **o),
     ),
+    "layer_norm silu": (
+        lambda x, s, b: jax.nn.silu(layer_norm(x, s, b)),
+        functools.partial(jaxnorm.layer_norm, activation="silu"),
+    ),
     "add_layer_norm": (
         lambda x, s, b: layer_norm(x + residual(x), s, b) + (x + residual(x)) / 4,
         with_residual(jaxnorm.add_layer_norm),
@@ -259,6 +263,7 @@ VARIANTS = [
     "log_softmax with a bias",
     "layer_norm from input",
     "rms_norm from input",
+    "layer_norm silu",
     "add_layer_norm",
     "add_rms_norm from input",
     "rms_norm_add",

@@ -45,6 +45,7 @@ _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "column_softmax": (jaxnorm.softmax, {"axis": -2}),
     "channel_layer_norm": (jaxnorm.layer_norm, {"axis": 1}),
     "group_norm": (group_norm, {}),
+    "group_norm_silu": (group_norm, {"activation": "silu"}),
     "rms_norm_rope": (rms_norm_rope, {}),
     "gated_rms_norm": (jaxnorm.rms_norm_gated, {}),
     "gate_first_rms_norm": (jaxnorm.rms_norm_gated, {"norm_before_gate": False}),

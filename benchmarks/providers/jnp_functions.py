@@ -57,6 +57,7 @@ class Plain:
             "column_softmax": self.column_softmax,
             "channel_layer_norm": self.channel_layer_norm,
             "group_norm": self.group_norm,
+            "group_norm_silu": self.group_norm_silu,
             "rms_norm_rope": self.rms_norm_rope,
             "gated_rms_norm": self.gated_rms_norm,
             "gate_first_rms_norm": self.gate_first_rms_norm,
@@ -104,6 +105,9 @@ class Plain:
         groups = x.reshape(*x.shape[:-1], CHANNEL_GROUPS, -1)
         y = self.layer_norm(groups, axis=(1, 2, 4)).reshape(x.shape)
         return (y * scale + bias).astype(dtype)
+
+    def group_norm_silu(self, x: Array, scale: Array, bias: Array, *, dtype: str) -> Array:
+        return jax.nn.silu(self.group_norm(x, scale, bias, dtype=dtype))
 
     def rms_norm_rope(self, x: Array, cos: Array, sin: Array, scale: Array, *, dtype: str) -> Array:
         a, b = jnp.split(self.rms_norm(x, scale), 2, axis=-1)

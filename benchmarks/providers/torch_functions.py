@@ -85,6 +85,10 @@ def group_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return y.permute(0, 2, 3, 1)
 
 
+def group_norm_silu(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    return functional.silu(group_norm(x, scale, bias))
+
+
 def rms_norm_rope(x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> Tensor:
     a, b = rms_norm(x, scale).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
@@ -136,6 +140,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "column_softmax": column_softmax,
     "channel_layer_norm": channel_layer_norm,
     "group_norm": group_norm,
+    "group_norm_silu": group_norm_silu,
     "rms_norm_rope": rms_norm_rope,
     "gated_rms_norm": gated_rms_norm,
     "gate_first_rms_norm": gate_first_rms_norm,

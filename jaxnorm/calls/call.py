@@ -63,6 +63,8 @@ class Call:
             text += f" axis={self.view.axes}"
         if spec.is_norm:
             text += f" save={spec.saved}"
+        if spec.activation is not None:
+            text += f" activation={spec.activation}"
         if spec.logits_scale != 1:
             text += f" scale={spec.logits_scale}"
         if spec.logit_softcap is not None:

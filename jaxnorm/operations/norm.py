@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
-from jaxnorm_kernels.specs import Name, Save, Spec
+from jaxnorm_kernels.specs import Activation, Name, NormActivation, Save, Spec
 
 
 def layer_norm(
@@ -29,6 +29,7 @@ def layer_norm(
     dtype: checks.DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
+    activation: NormActivation | None = None,
 ) -> jax.Array:
     r"""Layer normalisation (Ba, Kiros and Hinton, 2016, https://arxiv.org/abs/1607.06450).
 
@@ -57,6 +58,9 @@ def layer_norm(
         where ``scale`` is 0 beside a bias that is not, of which y tells nothing;
         :func:`jaxnorm.check_params` finds these columns. ``"input"`` keeps x and the row means.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+      activation: ``"silu"``, ``"gelu"`` or ``"relu"``: y is that of :mod:`jax.nn` with its defaults
+        (gelu is the approximation by tanh) of the norm, in the same pass and rounded once. None for
+        none. An activation cannot be undone: with one the input is kept, whatever ``save`` says.
 
     Returns:
       Array of x's shape in ``dtype``.
@@ -72,11 +76,12 @@ def layer_norm(
     this function over all but the axes of samples and of groups, without a transpose: of x
     ``(N, H, W, G, C / G)`` with ``axis=(1, 2, 4)`` and parameters ``(G, 1, 1, C / G)``.
     InstanceNorm is that of x ``(N, H, W, C)`` with ``axis=(1, 2)`` and parameters ``(C, 1, 1)``.
+    ``activation="silu"`` is what a diffusion model's U-Net or VAE has after each GroupNorm.
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
-      ValueError: an axis, a parameter's shape, ``epsilon``, ``save`` or ``implementation`` is
-        wrong, or the implementation asked for cannot run this call.
+      ValueError: an axis, a parameter's shape, ``epsilon``, ``save``, ``implementation`` or
+        ``activation`` is wrong, or the implementation asked for cannot run this call.
 
     Example:
       >>> import jax.numpy as jnp
@@ -87,9 +92,24 @@ def layer_norm(
       ((8, 128, 512), 'bfloat16')
       >>> jaxnorm.layer_norm(x, axis=(-2, -1)).shape  # of each sample
       (8, 128, 512)
+      >>> images = jnp.ones((2, 16, 16, 32, 8), jnp.bfloat16)  # 256 channels in 32 groups
+      >>> scale = jnp.ones((32, 1, 1, 8))
+      >>> jaxnorm.layer_norm(images, scale, axis=(1, 2, 4), activation="silu").shape
+      (2, 16, 16, 32, 8)
     """
     (y,) = _NORMS["layer_norm"](
-        x, None, scale, bias, None, axis, epsilon, scale_offset, dtype, save, implementation
+        x,
+        None,
+        scale,
+        bias,
+        None,
+        axis,
+        epsilon,
+        scale_offset,
+        dtype,
+        save,
+        implementation,
+        activation,
     )
     return y
 
@@ -105,6 +125,7 @@ def rms_norm(
     save: Save = "output",
     implementation: Name | None = None,
     bias: checks.ArrayLike | None = None,
+    activation: NormActivation | None = None,
 ) -> jax.Array:
     r"""Root-mean-square normalisation (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467).
 
@@ -123,14 +144,15 @@ def rms_norm(
         bfloat16, float32 and float64, zeros included; scales of 0 beside a bias are not.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
       bias: like ``scale``, by keyword alone; equinox's RMSNorm has one. None adds nothing.
+      activation: as in :func:`jaxnorm.layer_norm`.
 
     Returns:
       Array of x's shape in ``dtype``. Differentiable as :func:`jaxnorm.layer_norm` is.
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
-      ValueError: an axis, scale's shape, ``epsilon``, ``save`` or ``implementation`` is wrong, or
-        the implementation asked for cannot run this call.
+      ValueError: an axis, scale's shape, ``epsilon``, ``save``, ``implementation`` or
+        ``activation`` is wrong, or the implementation asked for cannot run this call.
 
     Example:
       >>> import jax.numpy as jnp
@@ -143,7 +165,18 @@ def rms_norm(
       ((8, 128, 512), 'bfloat16')
     """
     (y,) = _NORMS["rms_norm"](
-        x, None, scale, bias, None, axis, epsilon, scale_offset, dtype, save, implementation
+        x,
+        None,
+        scale,
+        bias,
+        None,
+        axis,
+        epsilon,
+        scale_offset,
+        dtype,
+        save,
+        implementation,
+        activation,
     )
     return y
 
@@ -359,12 +392,14 @@ def normalise(
     dtype: checks.DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
+    activation: NormActivation | None = None,
     **options: Any,
 ) -> list[jax.Array]:
     """The results of a function of the table, after the checks.
 
     `options`: fields of `Spec` that this operation alone has, checked.
     """
+    checks.one_of(function, "activation", activation, (None, *get_args(NormActivation)))
     x = checks.float_array(function, "x", x)
     given: dict[str, jax.Array] = {}
     for name, array in (("scale", scale), ("bias", bias), ("next_scale", next_scale)):
@@ -387,6 +422,7 @@ def normalise(
         dtype=dtype,
         save=save,
         implementation=implementation,
+        activation=activation,
         **options,
     )
     if "next_scale" in given and "scale" in given:
@@ -421,6 +457,7 @@ def norm_call(
     dtype: checks.DTypeLike | None,
     save: Save,
     implementation: Name | None,
+    activation: Activation | None = None,
     **options: Any,
 ) -> Call:
     """The forward of a call with these arguments, after the checks.
@@ -451,11 +488,12 @@ def norm_call(
         epsilon=checks.number(function, "epsilon", epsilon, minimum=0.0),
         scale_offset=checks.number(function, "scale_offset", scale_offset),
         subtract_mean=entry.subtract_mean,
-        saved=save,
+        saved=save if activation is None else "input",  # an activation cannot be undone
         scale_dtype=dtypes.get("scale"),
         bias_dtype=dtypes.get("bias"),
         residual_dtype=dtypes.get("residual"),
         next_scale_dtype=dtypes.get("next_scale"),
+        activation=activation,
         **options,
     )
     return Call(function, spec, view, implementation).on(view)

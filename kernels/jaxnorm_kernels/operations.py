@@ -22,7 +22,8 @@ Or with the rotation of a head's pairs of columns after it (RoPE)::
 
     norm_rope        y = rotation(norm(x), cos, sin)
 
-Or with a gate, after it or before it::
+A plain norm may have an activation after it, y = activation(norm(x)): a static option, not an
+operation. Or with a gate, after it or before it::
 
     norm_gated       y = norm(x) activation(gate)       or y = norm(x activation(gate))
 

@@ -13,6 +13,8 @@ from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, Family, Op, Operati
 Direction = Literal["fwd", "tan", "bwd"]
 Save = Literal["output", "input"]
 Activation = Literal["silu", "gelu", "relu", "leaky_relu", "sigmoid"]
+#: Those that a plain norm may have after it.
+NormActivation = Literal["silu", "gelu", "relu"]
 Name = Literal["xla", "mosaic", "triton"]
 
 #: dtypes that every function takes and returns.
@@ -88,9 +90,10 @@ class Spec:
       interleaved: a pair is columns 2i and 2i + 1, and not i and i + rotated / 2.
       table_rows: where the rows find theirs in the tables.
       wants_tables: the backward also returns the gradients of cos and sin.
-      gate_dtype: of the gate, as the two that follow are.
+      gate_dtype: of the gate, as what follows is.
       norm_before_gate: y = norm(x) activation(gate), and not the norm of x activation(gate).
-      activation: that of `jax.nn`, with its defaults.
+      activation: that of `jax.nn`, with its defaults: of the gate, or of a plain norm that keeps
+        its input: y = activation(norm(x)); None for y = norm(x).
       unused: ``"y"`` or ``"h"``: a forward that has both returns None for it. Without y it is a
         sum, of which the xla implementation makes no norm.
       stat_cotangents: the backward also takes cotangents of the statistics: second derivatives.
@@ -155,7 +158,7 @@ class Spec:
     wants_tables: bool = False
     gate_dtype: np.dtype | None = None
     norm_before_gate: bool = False
-    activation: Activation = "silu"
+    activation: Activation | None = None
     unused: Literal["y", "h"] | None = None
     stat_cotangents: bool = False
     adds_dh: bool = False
@@ -330,6 +333,12 @@ class Spec:
         return self.saved == "output" and (self.bias_dtype is not None or vanishes)
 
     @functools.cached_property
+    def reads_bias(self) -> bool:
+        """Whether a norm's backward takes the bias: to find x_hat, or what was activated."""
+        has_use = self.saved == "output" or self.activation is not None
+        return has_use and self.bias_dtype is not None
+
+    @functools.cached_property
     def y_limit(self) -> float | None:
         """The largest y that is stored: a backward takes it for one that overflowed; None for y.
 
@@ -385,7 +394,8 @@ class Spec:
 
     def _one_norm(self, **changes: Any) -> "Spec":
         """Of the call's norms, in the call's arithmetic."""
-        changes.update((name, _DEFAULTS[name]) for name in (*_ROTATION, *_GATE))
+        others = (*_ROTATION, *(_GATE if self.gate_dtype is not None else ()))
+        changes.update((name, _DEFAULTS[name]) for name in others)
         return dataclasses.replace(
             self,
             op="norm",

@@ -136,6 +136,15 @@ GATED = [
     for cols, x, before in [(128, BF16, True), (4096, F32, False), (1001, BF16, True)]
     for direction in ("fwd", "bwd")
 ]
+ACTIVATED = [
+    cases.make_spec(op, 8192, cols, x, x, saved="input", activation="gelu")
+    for op, cols, x in [
+        ("layer_norm", 128, BF16),
+        ("rms_norm", 4096, F32),
+        ("layer_norm", 1001, BF16),
+    ]
+    for cases in (forward_cases, backward_cases)
+]
 # Function, kind of `logits_cases`, columns, dtype; each forward and backward.
 PLACED = [
     ("softmax", "mask", 512, BF16),
@@ -242,7 +251,7 @@ def name(spec: Spec) -> str:
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(
-    "spec", [*FORWARD, *BACKWARD, TWO_NORMS, *STRIPS, *LOSSES, *HEADS, *GATED], ids=name
+    "spec", [*FORWARD, *BACKWARD, TWO_NORMS, *STRIPS, *LOSSES, *HEADS, *GATED, *ACTIVATED], ids=name
 )
 def test_kernels_compile(
     spec: Spec, capability: int, processes: dict[int, ProcessPoolExecutor]
@@ -300,7 +309,8 @@ def norm_backwards() -> Iterator[Spec]:
     for op, cols, x, adds_dh in itertools.product(
         ("layer_norm", "rms_norm"), widths, (BF16, F32), (False, True)
     ):
-        yield backward_cases.make_spec(op, 8192, cols, x, x, adds_dh=adds_dh)
+        for given in ({}, {"saved": "input", "activation": "silu"}):
+            yield backward_cases.make_spec(op, 8192, cols, x, x, adds_dh=adds_dh, **given)
     for cols, x, gate in itertools.product(widths, (BF16, F32), (BF16, F32)):
         yield gated_cases.make_spec("bwd", 8192, cols, (x, gate, x))
 

@@ -7,6 +7,9 @@ Row of N; G = scale + scale_offset, r = rstd, d = dy; c1 is LayerNorm's alone:
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
+With an activation after the norm, from the input, n = xh G + bias is made again, and
+d = dy activation'(n).
+
 Another cotangent of x, dh, is added to dx before it is rounded. With a gate, a = activation(gate),
 d is a dy; or the norm is that of x a, and dt the dx above:
 
@@ -51,6 +54,7 @@ from jaxnorm_kernels.triton.tiles import (
     of_rows,
     store_tile,
     tile_at,
+    zero_beyond,
     zeros,
 )
 
@@ -72,10 +76,10 @@ def norm_bwd(
         "rstd_ptr": rstd,
         "mean_ptr": mean[0] if mean else None,
         "scale_ptr": scale,
-        "bias_ptr": bias if spec.saved == "output" else None,
+        "bias_ptr": bias if spec.reads_bias else None,
         "scale_rows": group_rows(scale, spec),
         "bias_rows": group_rows(bias, spec),
-        "norm": norm_parameters.of(spec),
+        "norm": norm_parameters.of(spec.last),
         "gate_ptr": gate,
         "gate": activations.of(spec),
     }
@@ -144,9 +148,12 @@ def _columns(scale, bias, y_ptr, col, cols: tl.constexpr, norm: tl.constexpr):
 
 
 @triton.jit
-def _elements(saved, d, rstd, mean, params, norm: tl.constexpr):
-    """d G; the terms of c2; and xh: elements of a tile."""
+def _elements(saved, d, rstd, mean, params, first_col, norm: tl.constexpr, tiling: tl.constexpr):
+    """d, of dy; d G; the terms of c2; and xh: elements of a tile."""
     g, inverse, b = params
+    if norm.activation is not None:
+        _, slope = activated((saved - mean) * rstd * g + b, norm.activation)
+        d = zero_beyond(d * slope, first_col, tiling)  # where a slope may be anything
     dg = d * g
     if norm.from_output:
         z = clipped(saved, norm.y_limit) - b
@@ -155,7 +162,7 @@ def _elements(saved, d, rstd, mean, params, norm: tl.constexpr):
     else:
         xh = (saved - mean) * rstd
         terms = dg * xh
-    return dg, terms, xh
+    return d, dg, terms, xh
 
 
 @triton.jit
@@ -237,7 +244,9 @@ def _norm_bwd(
                 else:
                     store_tile(dgate_ptr, d * columns[0] * (saved * rstd) * slope, tile)
                     d *= a
-            dg, dz, xh = _elements(saved, d, rstd, mean, columns, norm)
+            d, dg, dz, xh = _elements(
+                saved, d, rstd, mean, columns, first_col + i * block, norm, tiling
+            )
             terms += dz
             sums += dg
             dgs += (dg,)
@@ -307,7 +316,7 @@ def _norm_bwd_row_means(
         saved = gated(load_tile(saved_ptr, tile), gate_ptr, tile, gate, True)
         d = gated(load_tile(dy_ptr, tile), gate_ptr, tile, gate, False)
         columns = _columns(scale, bias, saved_ptr, tile[2], cols, norm)
-        dg, terms, _ = _elements(saved, d, rstd, mean, columns, norm)
+        _, dg, terms, _ = _elements(saved, d, rstd, mean, columns, first_col, norm, tiling)
         c2 += terms
         c1 += dg
     tl.store(c2_ptr + row, tl.sum(c2, axis=1) / cols, mask=row < rows)

@@ -3,7 +3,7 @@
 LayerNorm subtracts the mean, RMSNorm has mean = 0:
 
     G = scale + scale_offset        r = 1 / sqrt(mean((x - mean)^2) + epsilon)
-    y = (x - mean) r G + bias
+    y = (x - mean) r G + bias       or the activation of that
 
 Where a residual is added to x, or to the normalised x before another norm, what is normalised is
 the sum h as it is stored: rounded. A gate's activation is a factor of x, or of its norm, and all is
@@ -31,7 +31,7 @@ from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import activations, norm_parameters
 from jaxnorm_kernels.triton import schedule as schedules
-from jaxnorm_kernels.triton.activations import gated
+from jaxnorm_kernels.triton.activations import activated, gated
 from jaxnorm_kernels.triton.norm_parameters import gain, gain_and_bias, group_rows, of_groups
 from jaxnorm_kernels.triton.schedule import Schedule
 from jaxnorm_kernels.triton.tiles import (
@@ -147,7 +147,7 @@ def norm_fwd_in_registers(
     for i in tl.static_range(len(x)):
         tile = tile_at(first_row, i * tiling.block, rows, tiling)
         g, b = gain_and_bias(scale, bias, y_ptr, tile[2], tiling.cols, norm)
-        y = centred[i] * rstd[:, None] * g + b
+        y = _after_norm(centred[i] * rstd[:, None] * g + b, norm)
         y = gated(y, gate_ptr, tile, gate, False)
         if op == "norm_add":
             y += load_tile(residual_ptr, tile)
@@ -195,7 +195,7 @@ def norm_fwd_persistent(
         centred, rstd, mean = _normalized(x, norm.epsilon, norm.subtract_mean, tiling)
         for i in tl.static_range(pieces):
             g, b = params[i]
-            y = centred[i] * rstd[:, None] * g + b
+            y = _after_norm(centred[i] * rstd[:, None] * g + b, norm)
             store_tile(y_ptr, y, tile_at(first_row, i * tiling.block, rows, tiling))
         _store_stats(rstd_ptr, mean_ptr, first_row, rows, rstd, mean, tiling)
 
@@ -285,12 +285,20 @@ def norm_fwd_looped(
         tile = tile_at(first_row, first_col, rows, tiling)
         x = gated(load_tile(x_ptr, tile, "evict_first"), gate_ptr, tile, gate, True)
         g, b = gain_and_bias(scale, bias, y_ptr, tile[2], tiling.cols, norm)
-        y = (x - mean[:, None]) * rstd[:, None] * g + b
+        y = _after_norm((x - mean[:, None]) * rstd[:, None] * g + b, norm)
         y = gated(y, gate_ptr, tile, gate, False)
         if op == "norm_add":
             y += load_tile(residual_ptr, tile)
         store_tile(y_ptr, y, tile)
     _store_stats(rstd_ptr, mean_ptr, first_row, rows, rstd, mean, tiling)
+
+
+@triton.jit
+def _after_norm(n, norm: tl.constexpr):
+    """The activation of a norm, if there is one."""
+    if norm.activation is not None:
+        n, _ = activated(n, norm.activation)
+    return n
 
 
 @triton.jit

@@ -11,6 +11,8 @@ Backward with d = dy; c1 is LayerNorm's alone:
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
+With an activation after it, n = xh G + bias: y = activation(n), and d = dy activation'(n).
+
 With a residual, the row that is normalised is h = x + residual, or the normalised row is added to
 the residual, or both, one norm after the other; dh, the cotangent that h has beside the norm's, is
 added to dx.
@@ -53,8 +55,10 @@ from jaxnorm_kernels.xla.reductions import row_mean
 
 
 def norm_fwd(operands: Operands, spec: Spec) -> Results:
-    """y = norm(x)."""
+    """y = norm(x), or activation(norm(x))."""
     y, stats = normalised(operands.x, operands.scale, operands.bias, spec)
+    if spec.activation is not None:
+        y = _activation(spec)(y)
     return Results(y.astype(spec.y_dtype), stats=stats)
 
 
@@ -64,6 +68,9 @@ def norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
     dx = tangents.x
     along = (dx, tangents.scale, tangents.bias)
     dy, dstats = tangent(saved, stats, scale, bias, along, spec)
+    if spec.activation is not None:
+        n = _normalised_again(saved, stats, scale, bias, spec)
+        _, dy = jax.jvp(_activation(spec), (n,), (dy,))
     through = jnp.zeros_like(saved, dtype=spec.x_dtype) if dx is None else dx
     return Results(dy.astype(spec.y_dtype), through if spec.adds_dh else None, dstats)
 
@@ -71,6 +78,10 @@ def norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
 def norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `norm_fwd`."""
     saved, _, stats, scale, bias, *_ = residuals
+    if spec.activation is not None:
+        _, pullback = jax.vjp(_activation(spec), _normalised_again(saved, stats, scale, bias, spec))
+        (d,) = pullback(cotangents.y.astype(spec.compute_dtype))
+        cotangents = cotangents._replace(y=d)
     dx, dscale, dbias = backward(saved, stats, scale, bias, cotangents, spec)
     return Operands(dx, scale=dscale, bias=dbias)
 
@@ -162,7 +173,7 @@ def norm_gated_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Resu
         dt = x * da if dx is None else x * da + dx.astype(x.dtype) * a
         dy, dstats = tangent(x * a, stats, scale, None, (dt, dscale, None), spec.last)
         return Results(dy.astype(spec.y_dtype), stats=dstats)
-    dy, dstats = _normalised_again(x, stats, scale, spec.last) * da, ()
+    dy, dstats = _normalised_again(x, stats, scale, None, spec.last) * da, ()
     if spec.want_stats:
         dstats = tuple(map(jnp.zeros_like, stats))
     if dx is not None or dscale is not None:
@@ -179,7 +190,7 @@ def norm_gated_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Ope
     if spec.norm_before_gate:
         d = cotangents.y.astype(x.dtype)
         dx, dscale, _ = backward(x, stats, scale, None, cotangents._replace(y=d * a), last)
-        (dgate,) = pullback(d * _normalised_again(x, stats, scale, last))
+        (dgate,) = pullback(d * _normalised_again(x, stats, scale, None, last))
     else:
         dt, dscale, _ = backward(x * a, stats, scale, None, cotangents, last)
         dx, (dgate,) = dt * a, pullback(dt * x)
@@ -312,15 +323,19 @@ def _recovered(
 
 
 def _activation(spec: Spec) -> Callable[[jax.Array], jax.Array]:
-    """Of a gate in its own dtype, in the arithmetic dtype."""
+    """Of a norm, or of a gate in its own dtype; in the arithmetic dtype."""
+    assert spec.activation is not None
     of_wide = getattr(jax.nn, spec.activation)
-    return lambda gate: of_wide(gate.astype(spec.compute_dtype))
+    return lambda a: of_wide(a.astype(spec.compute_dtype))
 
 
-def _normalised_again(x: jax.Array, stats: Stats, scale: jax.Array | None, spec: Spec) -> jax.Array:
-    """y in the arithmetic dtype, of what a derivative starts from."""
-    g, xh, _, _ = _recovered(x, stats, scale, None, spec)
-    return xh if g is None else xh * g
+def _normalised_again(
+    x: jax.Array, stats: Stats, scale: jax.Array | None, bias: jax.Array | None, spec: Spec
+) -> jax.Array:
+    """The norm in the arithmetic dtype, of the input that a derivative starts from."""
+    g, xh, _, _ = _recovered(x, stats, scale, bias, spec)
+    n = xh if g is None else xh * g
+    return n if bias is None else n + along_rows(effective_bias(bias, spec), n, spec)
 
 
 def _statistics(rstd: jax.Array, mean: jax.Array | None, spec: Spec) -> Stats:

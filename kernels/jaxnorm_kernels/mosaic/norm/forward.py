@@ -3,7 +3,7 @@
 LayerNorm subtracts the mean, RMSNorm has mean = 0:
 
     G = scale + scale_offset        r = 1 / sqrt(mean((x - mean)^2) + epsilon)
-    y = (x - mean) r G + bias
+    y = (x - mean) r G + bias       or the activation of that
 
 With a residual; h and the y of norm_add are in its dtype, and the second norm has its own scale::
 
@@ -38,7 +38,7 @@ from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, store
 from jaxnorm_kernels.mosaic.device.registers import rounded, widen
-from jaxnorm_kernels.mosaic.norm.activations import ACTIVATIONS
+from jaxnorm_kernels.mosaic.norm.activations import activation_of
 from jaxnorm_kernels.mosaic.norm.elementwise import norm_columns, norm_output
 from jaxnorm_kernels.mosaic.norm.strided import norm_strided_fwd
 from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
@@ -89,7 +89,7 @@ def _in_registers(spec: Spec, params_first: bool) -> Callable[[Tile, Refs], None
             return x + widen(residual, tile.layout_of(x.shape))
 
         def gated(v: jax.Array, gate: jax.Array) -> jax.Array:
-            a, _ = ACTIVATIONS[spec.activation](widen(gate, tile.layout_of(gate.shape)))
+            a, _ = activation_of(spec)(widen(gate, tile.layout_of(gate.shape)))
             return v * a
 
         def load(x: jax.Array, *residual: jax.Array) -> tuple[jax.Array, ...]:

@@ -224,8 +224,8 @@ def _registers(spec: Spec, width: int) -> int:
     # A column has its sums; and G, 1 / G and the bias, as `columns` of the formulas says.
     held = 0
     for norm in spec.norms:
-        has_scale, has_bias = norm.scale_dtype is not None, norm.bias_dtype is not None
-        held += 2 * has_scale + has_bias if norm.saved == "output" else has_scale
+        of_scale = 2 if norm.saved == "output" else 1
+        held += of_scale * (norm.scale_dtype is not None) + norm.reads_bias
     of_column = (_column_sums(spec) + held) * len(spec.norms)  # what is under way, too
     others = OTHER_REGISTERS + _KEPT_REGISTERS * len(spec.kept_dtypes)
     return of_column * (width // WARPGROUP_THREADS) + others
