@@ -231,7 +231,6 @@ OPERATIONS: dict[Op, Operation] = {
         keeps=("scale", "bias", "branch_scale"),
         starts_from_x=True,
         through_h=("x", "residual", "branch_scale"),
-        has_kernels=False,
     ),
     "norm_rope": dataclasses.replace(
         _NORM,

@@ -227,7 +227,8 @@ class Spec:
     @functools.cached_property
     def kept_dtypes(self) -> list[np.dtype]:
         """Of those that the derivative takes beside what is saved: each has a gradient."""
-        return self._dtypes_of_arrays(self.operation.keeps)
+        x = ("x",) * (self.branch_scale_dtype is not None)
+        return self._dtypes_of_arrays((*x, *self.operation.keeps))
 
     @functools.cached_property
     def operand_waits(self) -> bool:
