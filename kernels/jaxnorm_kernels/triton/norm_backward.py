@@ -7,9 +7,12 @@ Row of N; G = scale + scale_offset, r = rstd, d = dy; c1 is LayerNorm's alone:
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
-Another cotangent of x, dh, is added to dx before it is rounded. Of a sum h = residual + scale' x,
-that is dresidual, and dx = scale' dresidual, dscale' = sum_rows(dresidual x). With a gate, a = activation(gate),
-d is a dy; or the norm is that of x a, and dt the dx above:
+Another cotangent of x, dh, is added to dx before it is rounded. Of h = residual + branch_scale x,
+the dx above is t:
+
+    dresidual = t       dx = branch_scale t       dbranch_scale = sum_rows(t x)
+
+With a gate, a = activation(gate), d is a dy; or the norm is that of x a, and dt the dx above:
 
     norm(x) a     dgate = dy xh G activation'(gate)
     norm(x a)     dgate = dt x activation'(gate)            dx = dt a
