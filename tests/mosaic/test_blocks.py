@@ -33,6 +33,10 @@ def gate_first(x: Any, gate: Any, scale: Any) -> Any:
     return jaxnorm.rms_norm_gated(x, gate, scale, norm_before_gate=False)
 
 
+def gated_sum(x: Any, residual: Any, scale: Any, bias: Any, gate: Any) -> Any:
+    return jaxnorm.add_layer_norm(x, residual, scale, bias, scale_offset=1.0, gate=gate)
+
+
 ROW, WIDE, COLUMN = ((ROWS, COLS), "bfloat16"), ((ROWS, COLS), "float32"), ((COLS,), "float32")
 SAMPLES, OF_SAMPLE = ((8, ROWS // 8, COLS), "bfloat16"), ((8, 1, COLS), "float32")
 
@@ -48,6 +52,8 @@ BLOCKS: dict[str, tuple[Callable[..., Any], list[Any], list[int], int]] = {
     "gate": (jaxnorm.rms_norm_gated, [ROW, ROW, COLUMN], [0, 1, 2], 0),
     "gate first": (gate_first, [ROW, WIDE, COLUMN], [0, 1, 2], 0),
     "adaLN": (adaptive, [SAMPLES, OF_SAMPLE, OF_SAMPLE], [0, 1, 2], 0),
+    "adaLN-zero": (gated_sum, [SAMPLES, SAMPLES, *[OF_SAMPLE] * 3], [0, 1, 2, 3, 4], 0),
+    "LayerScale": (gated_sum, [ROW, WIDE, *[COLUMN] * 3], [0, 1, 2, 3, 4], 0),
 }
 
 
