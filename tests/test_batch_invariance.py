@@ -22,6 +22,13 @@ def norm(function, **options):
     return call
 
 
+def gated(function):
+    """The same with a gate of the sum."""
+    return lambda x, implementation: norm(
+        lambda *operands, **options: function(*operands, gate=operands[2] / 2, **options)
+    )(x, implementation)
+
+
 def rotated_heads(x, implementation):
     # Sizes whose pairs Mosaic divides among threads.
     heads = x.reshape(len(x), -1, 40 if x.shape[1] % 40 == 0 else 64)
@@ -52,6 +59,7 @@ CALLS = {
     "layer_norm silu": norm(jaxnorm.layer_norm, activation="silu"),
     "add_rms_norm": norm(jaxnorm.add_rms_norm),
     "add_layer_norm": norm(jaxnorm.add_layer_norm),
+    "add_layer_norm with a gate": gated(jaxnorm.add_layer_norm),
     "rms_norm_add": norm(jaxnorm.rms_norm_add),
     "rms_norm_add_rms_norm": norm(jaxnorm.rms_norm_add_rms_norm),
     "rms_norm_rope": rotated_heads,

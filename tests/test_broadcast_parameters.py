@@ -101,6 +101,7 @@ FUNCTIONS = {
     "layer_norm": lambda norm, x, *p, **given: norm(x, *p, **given),
     "rms_norm": lambda norm, x, s, b, **given: norm(x, s, bias=b, **given),
     "add_layer_norm": lambda norm, x, *p, **given: norm(x, 2 * x, *p, **given),
+    "add_rms_norm": lambda norm, x, s, b, **given: norm(x, 2 * x, s, gate=b, **given),
     "rms_norm_add": lambda norm, x, s, b, **given: norm(x, 2 * x, s + b, **given),
     "rms_norm_add_rms_norm": lambda norm, x, s, b, **given: norm(x, x, s, b[:, :, :1], **given),
 }

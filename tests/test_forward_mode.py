@@ -112,6 +112,10 @@ FUNCTIONS = {
         lambda x, s, b: rms_norm(x + residual(x), s, b) + (x + residual(x)) / 4,
         lambda x, s, b, **o: with_residual(jaxnorm.add_rms_norm, save="input")(x, s, **o),
     ),
+    "add_layer_norm with a gate": (
+        lambda x, s, b: layer_norm(s * x + residual(x), s, b) + (s * x + residual(x)) / 4,
+        lambda x, s, b, **o: with_residual(jaxnorm.add_layer_norm, gate=s)(x, s, b, **o),
+    ),
     "rms_norm_add": (
         lambda x, s, b: residual(x) + rms_norm(x, s, b),
         lambda x, s, b, **o: jaxnorm.rms_norm_add(x, residual(x), s, **o),
@@ -266,6 +270,7 @@ VARIANTS = [
     "layer_norm silu",
     "add_layer_norm",
     "add_rms_norm from input",
+    "add_layer_norm with a gate",
     "rms_norm_add",
     "rms_norm_rope from input",
     "rms_norm_gated gate first",

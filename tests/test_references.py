@@ -96,6 +96,23 @@ def test_norms_of_sums(parameters):
     agree([h], [given["x"] + given["residual"]])
 
 
+@pytest.mark.parametrize("parameters", [("scale",), ("scale", "bias")])
+def test_norms_of_sums_with_a_gate(parameters):
+    shapes = {"x": X, "residual": X, "gate": PARAMETER} | dict.fromkeys(parameters, PARAMETER)
+    given, (d, dh), (y, h), gradients = evaluated(references.scaled_add_norm, shapes, X, X)
+    total = given["residual"] + given["gate"] * given["x"]
+    expected = norm(total, given, d)
+    dresidual = expected.dx + dh
+    wanted = {
+        "x": given["gate"] * dresidual,
+        "residual": dresidual,
+        "gate": (dresidual * given["x"]).reshape(-1, COLS).sum(0),
+        "scale": expected.dscale,
+        "bias": expected.dbias,
+    }
+    agree([y, h, *gradients.values()], [expected.y, total, *map(wanted.get, gradients)])
+
+
 def test_a_sum_with_a_norm():
     shapes = {"x": X, "residual": X, "scale": PARAMETER}
     given, (d,), (y,), gradients = evaluated(references.norm_add, shapes, X)

@@ -14,7 +14,7 @@ from jaxnorm.calls.rows import RowView
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
 from jaxnorm.primitives import eager, row_operations
-from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
+from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, PARAMETERS
 from jaxnorm_kernels.specs import Activation, Name, NormActivation, Save, Spec
 
 
@@ -193,14 +193,16 @@ def add_layer_norm(
     dtype: checks.DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
+    gate: checks.ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     r"""Residual addition and layer normalisation in one pass: a pre-norm block's step.
 
     .. math::
-      h = x + \mathrm{residual}, \qquad y = \mathrm{layer\_norm}(h)
+      h = \mathrm{residual} + \mathrm{gate} \, x, \qquad y = \mathrm{layer\_norm}(h)
 
     Its backward adds the cotangent of h in the same pass, so that the gradient of x and residual,
-    one array where their dtypes agree, is written once.
+    without a gate one array where their dtypes agree, is written once. The gate's comes from that
+    pass, too.
 
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
@@ -210,6 +212,10 @@ def add_layer_norm(
       save: what the norm's backward starts from: ``"output"`` keeps y, ``"input"`` keeps h and the
         row means. Scales of 0 beside a bias need the latter; see :func:`jaxnorm.layer_norm`.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+      gate: like ``scale``, with axes of its own: (batch, 1, channels) in adaLN-zero (Peebles and
+        Xie, 2022, https://arxiv.org/abs/2212.09748), (channels,) in LayerScale (Touvron et al.,
+        2021, https://arxiv.org/abs/2103.17239). With one, x is kept, too, for its gradient. None
+        adds x as it is.
 
     Returns:
       (y, h): arrays of x's shape, y in ``dtype`` and h in residual's dtype; y is the norm of h as
@@ -217,7 +223,8 @@ def add_layer_norm(
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
-      ValueError: x and residual differ in shape, or as in :func:`jaxnorm.layer_norm`.
+      ValueError: x and residual differ in shape, or gate's shape is wrong, or as in
+        :func:`jaxnorm.layer_norm`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -226,9 +233,13 @@ def add_layer_norm(
       >>> y, h = jaxnorm.add_layer_norm(x, residual, jnp.ones(512), jnp.zeros(512))
       >>> y.dtype.name, h.dtype.name
       ('bfloat16', 'float32')
+      >>> y, h = jaxnorm.add_layer_norm(x, residual, jnp.ones(512), gate=jnp.full(512, 1e-4))
+      >>> round(float(h[0, 0]), 4)
+      1.0001
     """
-    y, h = _NORMS["add_layer_norm"](
-        x, residual, scale, bias, None, axis, epsilon, scale_offset, dtype, save, implementation
+    kind, last = (_NORMS, None) if gate is None else (_GATED, gate)
+    y, h = kind["add_layer_norm"](
+        x, residual, scale, bias, last, axis, epsilon, scale_offset, dtype, save, implementation
     )
     return y, h
 
@@ -244,16 +255,17 @@ def add_rms_norm(
     dtype: checks.DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
+    gate: checks.ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     r"""Residual addition and root-mean-square normalisation in one pass: a pre-norm block's step.
 
     .. math::
-      h = x + \mathrm{residual}, \qquad y = \mathrm{rms\_norm}(h)
+      h = \mathrm{residual} + \mathrm{gate} \, x, \qquad y = \mathrm{rms\_norm}(h)
 
     Args:
       x, residual: as in :func:`jaxnorm.add_layer_norm`.
       scale, axis, epsilon, scale_offset: as in :func:`jaxnorm.rms_norm`.
-      dtype, save, implementation: as in :func:`jaxnorm.add_layer_norm`.
+      dtype, save, implementation, gate: as in :func:`jaxnorm.add_layer_norm`.
 
     Returns:
       (y, h), as :func:`jaxnorm.add_layer_norm` does.
@@ -269,8 +281,9 @@ def add_rms_norm(
       >>> y.dtype.name, h.dtype.name
       ('bfloat16', 'float32')
     """
-    y, h = _NORMS["add_rms_norm"](
-        x, residual, scale, None, None, axis, epsilon, scale_offset, dtype, save, implementation
+    kind, last = (_NORMS, None) if gate is None else (_GATED, gate)
+    y, h = kind["add_rms_norm"](
+        x, residual, scale, None, last, axis, epsilon, scale_offset, dtype, save, implementation
     )
     return y, h
 
@@ -393,10 +406,13 @@ def normalise(
     save: Save = "output",
     implementation: Name | None = None,
     activation: NormActivation | None = None,
+    *,
+    gate: checks.ArrayLike | None = None,
     **options: Any,
 ) -> list[jax.Array]:
     """The results of a function of the table, after the checks.
 
+    `gate`: of a sum, in the table its branch_scale.
     `options`: fields of `Spec` that this operation alone has, checked.
     """
     checks.one_of(function, "activation", activation, (None, *get_args(NormActivation)))
@@ -405,6 +421,8 @@ def normalise(
     for name, array in (("scale", scale), ("bias", bias), ("next_scale", next_scale)):
         if array is not None:
             given[name] = checks.float_array(function, name, array)
+    if gate is not None:
+        given["branch_scale"] = checks.float_array(function, "gate", gate)
     if "residual" in OPERATIONS[FUNCTIONS[function].op].operands:
         # None is no residual: the check says so.
         given["residual"] = checks.float_array(function, "residual", residual)
@@ -445,6 +463,36 @@ _NORMS = {
 }
 
 
+def _normalise_gated(
+    function: str,
+    x: checks.ArrayLike,
+    residual: checks.ArrayLike,
+    scale: checks.ArrayLike | None,
+    bias: checks.ArrayLike | None,
+    gate: checks.ArrayLike | None,
+    axis: checks.Axis,
+    epsilon: float,
+    scale_offset: float,
+    dtype: checks.DTypeLike | None,
+    save: Save,
+    implementation: Name | None,
+) -> list[jax.Array]:
+    options = (axis, epsilon, scale_offset, dtype, save, implementation)
+    return normalise(function, x, residual, scale, bias, None, *options, gate=gate)
+
+
+# The same of each function with a gate of the sum, which takes the place of next_scale.
+_GATED = {
+    name: eager.compiled(
+        functools.partial(_normalise_gated, name), name=name, arrays=range(len(_ARRAYS))
+    )
+    for name, function in FUNCTIONS.items()
+    if function.gated is not None
+}
+# What errors call an operand of the table.
+_PUBLIC_NAMES = {"branch_scale": "gate"}
+
+
 def norm_call(
     function: str,
     shape: tuple[int, ...],
@@ -462,24 +510,31 @@ def norm_call(
 ) -> Call:
     """The forward of a call with these arguments, after the checks.
 
-    `given`: shape and dtype of residual, scale, bias and next_scale, those that there are;
-    `options`: as in `normalise`.
+    `given`: shape and dtype of residual and parameters, those that there are; `options`: as in
+    `normalise`.
     """
     axes = checks.axes(function, axis, shape)
     view = RowView(shape, axes)
-    shapes = {name: given[name][0] for name in ("scale", "bias", "next_scale") if name in given}
+    shapes = {name: own for name, (own, _) in given.items() if OPERANDS[name] in PARAMETERS}
     for name, own in shapes.items():
-        checks.check_parameter(function, name, own, view)
-    scales = [shapes[name] for name in ("scale", "next_scale") if name in shapes]
-    scale, bias = np.broadcast_shapes(*scales), shapes.get("bias", ())
-    view = RowView(shape, axes, *(() if own == view.normalised else own for own in (scale, bias)))
+        checks.check_parameter(function, _PUBLIC_NAMES.get(name, name), own, view)
+    by_kind = {
+        kind: np.broadcast_shapes(*(own for name, own in shapes.items() if OPERANDS[name] == kind))
+        for kind in PARAMETERS
+    }
+    # Of the sizes of the normalised axes, a view needs no word.
+    view = RowView(
+        shape, axes, **{k: () if own == view.normalised else own for k, own in by_kind.items()}
+    )
     checks.one_of(function, "save", save, checks.SAVE_MODES)
     checks.implementation(function, implementation)
     dtypes = {name: own for name, (_, own) in given.items()}
     entry = FUNCTIONS[function]
     default = given["residual"][1] if OPERATIONS[entry.op].y_is_sum else x_dtype
+    op = entry.gated if "branch_scale" in given else entry.op
+    assert op is not None
     spec = Spec(
-        op=entry.op,
+        op=op,
         direction="fwd",
         rows=view.rows,
         cols=view.cols,
@@ -493,6 +548,7 @@ def norm_call(
         bias_dtype=dtypes.get("bias"),
         residual_dtype=dtypes.get("residual"),
         next_scale_dtype=dtypes.get("next_scale"),
+        branch_scale_dtype=dtypes.get("branch_scale"),
         activation=activation,
         **options,
     )

@@ -106,6 +106,19 @@ def add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     return [y, h], _stored(gradients, dtype)
 
 
+def scaled_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
+    """``h = residual + gate x``, ``y = norm(h)`` of h as it is stored."""
+    x, gate = given["x"], given["gate"]
+    h = (x * gate + given["residual"]).stored(dtype)
+    of = _Norm(h, given["scale"], given.get("bias"))
+    y = of.y.stored(dtype)
+    gradients = of.backward(d[0], y)
+    dh = gradients["x"] + d[1]
+    of_gate = (dh * x).sum(tuple(range(dh.value.ndim - 1)))
+    gradients |= {"x": dh * gate, "residual": dh, "gate": of_gate}
+    return [y, h], _stored(gradients, dtype)
+
+
 def norm_add(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     """``y = residual + norm(x)``, of which the norm's result is not rounded."""
     of = _Norm(given["x"], given["scale"], None)

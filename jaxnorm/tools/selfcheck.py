@@ -73,7 +73,12 @@ def _norm(function: str) -> tuple[Case, ...]:
     if not FUNCTIONS[function].subtract_mean:
         kinds.pop("bias", None)
     shapes = {name: _X[-1:] if kind in PARAMETERS else _X for name, kind in kinds.items()}
-    return (Case(function, _reference(function), shapes),)
+    case = Case(function, _reference(function), shapes)
+    gated = FUNCTIONS[function].gated
+    if gated is None:
+        return (case,)
+    reference = getattr(references, gated)
+    return case, Case(function, reference, shapes | {"gate": _X[-1:]}, note="gate")
 
 
 def _rotated_norm(function: str) -> tuple[Case, ...]:

@@ -21,6 +21,7 @@ import gated_cases
 import jax
 import numpy as np
 import pytest
+import scaled_sum_cases
 from forward_cases import BF16, F32
 from h100 import CONFIGS, Compiled, Compiler
 from logits_cases import of_width, operand_types
@@ -145,6 +146,11 @@ ACTIVATED = [
     ]
     for cases in (forward_cases, backward_cases)
 ]
+SCALED = [
+    scaled_sum_cases.make_spec(direction, 8192, cols, (x, residual, x), groups=(n,) * 3)
+    for cols, x, residual, n in [(256, F32, F32, 1), (1152, BF16, BF16, 8), (4096, BF16, F32, 1)]
+    for direction in ("fwd", "bwd")
+]
 # Function, kind of `logits_cases`, columns, dtype; each forward and backward.
 PLACED = [
     ("softmax", "mask", 512, BF16),
@@ -210,8 +216,9 @@ def function_of(spec: Spec) -> tuple[Any, Any]:
         return two_norms_of(spec)
     if spec.rotated:
         return (lambda *operands: contract.call(mosaic, spec, *operands)[:2]), types_of(spec)
-    if spec.gate_dtype is not None:
-        types = gated_cases.types_of(spec)
+    if spec.gate_dtype is not None or spec.branch_scale_dtype is not None:
+        cases_of = gated_cases if spec.gate_dtype is not None else scaled_sum_cases
+        types = cases_of.types_of(spec)
         return (lambda *operands: contract.call(mosaic, spec, *operands)), types
     cases = forward_cases if spec.direction == "fwd" else backward_cases
     if spec.direction == "fwd":
@@ -251,7 +258,9 @@ def name(spec: Spec) -> str:
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(
-    "spec", [*FORWARD, *BACKWARD, TWO_NORMS, *STRIPS, *LOSSES, *HEADS, *GATED, *ACTIVATED], ids=name
+    "spec",
+    [*FORWARD, *BACKWARD, TWO_NORMS, *STRIPS, *LOSSES, *HEADS, *GATED, *ACTIVATED, *SCALED],
+    ids=name,
 )
 def test_kernels_compile(
     spec: Spec, capability: int, processes: dict[int, ProcessPoolExecutor]

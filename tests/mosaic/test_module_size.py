@@ -97,6 +97,11 @@ def in_strips(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *operands, **given: function(*operands, axis=1, **given)
 
 
+def gated_sum(x: jax.Array, *operands: jax.Array, **given: Any) -> Any:
+    *others, gate = operands
+    return jaxnorm.add_layer_norm(x, *others, gate=gate, **given)
+
+
 FUNCTIONS = {
     "softmax": Function(jaxnorm.softmax),
     "log_softmax": Function(jaxnorm.log_softmax),
@@ -104,6 +109,7 @@ FUNCTIONS = {
     "rms_norm": Function(jaxnorm.rms_norm, columns=1),
     "add_layer_norm": Function(jaxnorm.add_layer_norm, like_x=1, columns=2),
     "add_rms_norm": Function(jaxnorm.add_rms_norm, like_x=1, columns=1),
+    "add_layer_norm with a gate": Function(gated_sum, like_x=1, columns=3),
     "rms_norm_add": Function(norm_add, like_x=1, columns=1),
     "rms_norm_add_rms_norm": Function(jaxnorm.rms_norm_add_rms_norm, like_x=1, columns=2),
     "rms_norm_gated": Function(jaxnorm.rms_norm_gated, like_x=1, columns=1),
@@ -166,6 +172,8 @@ CASES = [
     ("rms_norm_gated", 65536, *MIXED),
     *(("layer_norm silu", cols, BF16, BF16) for cols in (24, 1023, 4095, 4096, 50257)),
     ("silu of groups", 256, BF16, BF16),
+    *(("add_layer_norm with a gate", cols, BF16, BF16) for cols in (24, 1152, 4095, 50257)),
+    ("add_layer_norm with a gate", 65536, *MIXED),
     ("rms_norm_rope", 128, BF16, BF16),
     ("rms_norm_rope", 80, F32, F32),
     ("rms_norm_rope", 512, *MIXED),

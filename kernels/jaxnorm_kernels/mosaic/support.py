@@ -198,6 +198,10 @@ def _has_windows(spec: Spec) -> bool:
 
 
 def _norm_bwd(spec: Spec) -> bool:
-    """Of one norm, by the rows of `norm_schedule`; of one with a residual it is asked for each."""
-    has_own_rows = spec.residual_dtype is not None or spec.table_dtype is not None
+    """Of one norm, by the rows of `norm_schedule`; of one with a residual it is asked for each.
+
+    But a sum of a scaled x has rows of its own beside the norm's.
+    """
+    is_plain_sum = spec.residual_dtype is not None and spec.branch_scale_dtype is None
+    has_own_rows = is_plain_sum or spec.table_dtype is not None
     return spec.is_norm and spec.direction == "bwd" and not has_own_rows

@@ -15,7 +15,9 @@ With an activation after it, n = xh G + bias: y = activation(n), and d = dy acti
 
 With a residual, the row that is normalised is h = x + residual, or the normalised row is added to
 the residual, or both, one norm after the other; dh, the cotangent that h has beside the norm's, is
-added to dx.
+added to dx. With h = residual + branch_scale x, t that sum:
+
+    dresidual = t       dx = branch_scale t       dbranch_scale = sum_rows(t x)
 
 With a gate, a = activation(gate), the norm is that of x, and d = a dy; or that of t = x a, and
 dt the gradient above:
@@ -40,6 +42,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,11 +111,42 @@ def add_norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Result
 
 def add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `add_norm_fwd`."""
-    saved, _, stats, scale, bias, *_ = residuals
-    last = dataclasses.replace(spec.last, x_dtype=spec.compute_dtype)
-    of_h, dscale, dbias = backward(saved, stats, scale, bias, cotangents, last)
+    of_h, dscale, dbias = _backward_of_sum(residuals, cotangents, spec)
     dresidual = round_to(of_h, spec.last.x_dtype)
     return Operands(dresidual.astype(spec.x_dtype), dresidual, dscale, dbias)
+
+
+def scaled_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
+    """h = residual + branch_scale x, y = norm(h)."""
+    return add_norm_fwd(operands._replace(x=_scaled(operands.x, operands, spec)), spec)
+
+
+def scaled_add_norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
+    """Of `scaled_add_norm_fwd`."""
+    terms = []
+    if tangents.x is not None:
+        terms.append(_scaled(tangents.x, residuals, spec))
+    if tangents.branch_scale is not None:
+        terms.append(_scaled(residuals.x, tangents, spec))
+    of_branch: Any = functools.reduce(operator.add, terms) if terms else None
+    return add_norm_tan(residuals, tangents._replace(x=of_branch), spec)
+
+
+def scaled_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
+    """Of `scaled_add_norm_fwd`."""
+    if spec.unused == "y":
+        assert cotangents.h is not None
+        of_h, dscale, dbias = cotangents.h.astype(spec.compute_dtype), None, None
+    else:
+        of_h, dscale, dbias = _backward_of_sum(residuals, cotangents, spec)
+    of_scale = summed_like(residuals.branch_scale, of_h * residuals.x.astype(of_h.dtype), spec)
+    return Operands(
+        _scaled(of_h, residuals, spec).astype(spec.x_dtype),
+        of_h.astype(spec.residual_dtype),
+        dscale,
+        dbias,
+        branch_scale=of_scale.astype(spec.branch_scale_dtype),
+    )
 
 
 def norm_add_fwd(operands: Operands, spec: Spec) -> Results:
@@ -200,6 +234,7 @@ def norm_gated_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Ope
 FORMULAS: dict[Op, Formulas] = {
     "norm": Formulas(norm_fwd, norm_tan, norm_bwd),
     "add_norm": Formulas(add_norm_fwd, add_norm_tan, add_norm_bwd),
+    "scaled_add_norm": Formulas(scaled_add_norm_fwd, scaled_add_norm_tan, scaled_add_norm_bwd),
     "norm_add": Formulas(norm_add_fwd),
     "norm_add_norm": Formulas(norm_add_norm_fwd, norm_add_norm_tan, norm_add_norm_bwd),
     "norm_gated": Formulas(norm_gated_fwd, norm_gated_tan, norm_gated_bwd),
@@ -214,6 +249,21 @@ def _with_norm_of(
         return Results(h=h)
     y, of_h = normalised(h, *params, spec.last)
     return Results(y.astype(spec.y_dtype), h if spec.returns_h else None, (*stats, *of_h))
+
+
+def _backward_of_sum(
+    residuals: Residuals, cotangents: Results, spec: Spec
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """The gradients of h, in the arithmetic dtype, and of the parameters of its norm."""
+    saved, _, stats, scale, bias, *_ = residuals
+    last = dataclasses.replace(spec.last, x_dtype=spec.compute_dtype)
+    return backward(saved, stats, scale, bias, cotangents, last)
+
+
+def _scaled(x: jax.Array, of: Operands | Residuals, spec: Spec) -> jax.Array:
+    """branch_scale x, in the arithmetic dtype."""
+    scale = of.branch_scale.astype(spec.compute_dtype)
+    return x.astype(spec.compute_dtype) * along_rows(scale, x, spec)
 
 
 def tangent(
