@@ -11,6 +11,7 @@ import operator
 
 import gated_cases
 import linear_loss_cases
+import log_prob_cases
 import loss_cases
 import norm_linear_cases
 import norm_rope_cases
@@ -186,3 +187,23 @@ def test_losses_of_a_linear_layer():
     wanted = [value for value, _ in expected.gradients(np.full(ROWS, d / ROWS))]
     agree([loss], [expected.losses.mean()])
     agree(map(gradients.get, ("x", "weight", "bias")), wanted)
+
+
+def test_log_probabilities_and_entropies():
+    shapes = {"logits": X, "labels": (ROWS,)}
+    given, (a, b), results, gradients = evaluated(
+        references.log_prob_and_entropy, shapes, (ROWS,), (ROWS,)
+    )
+    expected = log_prob_cases.LogProbs(given["logits"], given["labels"])
+    agree([*results, gradients["logits"]], [*expected.results, expected.gradient(a, b)])
+
+
+def test_log_probabilities_and_entropies_of_a_linear_layer():
+    shapes = {"x": X, "weight": (COLS, COLS), "bias": PARAMETER, "labels": (ROWS,)}
+    given, d, results, gradients = evaluated(
+        references.linear_log_prob_and_entropy, shapes, (ROWS,), (ROWS,)
+    )
+    names = ("x", "weight", "bias")
+    expected = log_prob_cases.Linear(*map(given.get, (*names, "labels")))
+    wanted = [value for value, _ in expected.gradients(*d)]
+    agree([*results, *map(gradients.get, names)], [*expected.results, *wanted])

@@ -214,6 +214,12 @@ def cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     return [loss], {"logits": (of_rows * slope).stored(dtype)}
 
 
+def log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
+    """``log p[label]`` and ``-sum p log p`` of each row."""
+    results, gradient = _log_probs(given["logits"], given["labels"], d)
+    return results, {"logits": gradient.stored(dtype)}
+
+
 def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     """The mean loss of ``x @ weight + bias``; products and logits are stored in `dtype`."""
     x, weight = given["x"], given["weight"]
@@ -228,6 +234,35 @@ def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results
     }
     # Kept as they are, and rounded once more when they are multiplied by the loss's cotangent.
     return [loss.mean(0)], _stored(_stored(gradients, dtype), dtype)
+
+
+def linear_log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
+    """Of the logits ``x @ weight + bias``, which are not rounded; their gradient is."""
+    x, weight = given["x"], given["weight"]
+    results, dlogits = _log_probs(x @ weight + given["bias"], given["labels"], d)
+    of_products = dlogits.stored(dtype)
+    gradients = {
+        "x": of_products @ weight.transposed,
+        "weight": x.transposed @ of_products,
+        "bias": of_products.sum(0),
+    }
+    return results, _stored(gradients, dtype)
+
+
+def _log_probs(
+    x: Bounded, labels: np.ndarray, cotangents: list[Bounded]
+) -> tuple[list[Bounded], Bounded]:
+    """Of each row, with the columns as 1; and the gradient of x."""
+    loss, slope = _losses(x, labels)
+    shifted = x - x.at(x.value.argmax(-1))
+    exponentials = shifted.exp()
+    total = exponentials.sum()
+    log_s = total.log()
+    entropy = log_s - (exponentials * shifted).sum() / total
+    log_p = shifted - log_s
+    of_y, of_entropy = (d.reshape(loss.value.shape) for d in cotangents)
+    dx = -(of_y * slope) - of_entropy * (log_p.exp() * (log_p + entropy))
+    return [-loss, entropy], dx
 
 
 def _losses(x: Bounded, labels: np.ndarray) -> tuple[Bounded, Bounded]:

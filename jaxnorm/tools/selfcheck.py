@@ -41,6 +41,7 @@ _HEADS = (2, 64, 4, 128)
 _ROWS, _FEATURES, _CLASSES = 256, 384, 1000
 
 _LINEAR_LOSS = "linear_softmax_cross_entropy"
+_LINEAR_LOG_PROB = "linear_log_prob_and_entropy"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +147,7 @@ CASES = (
         {"scale": (_FEATURES,), **{name: _LAYER[name] for name in ("x", "weight", "bias")}},
     ),
     Case(_LINEAR_LOSS, references.linear_cross_entropy, _LAYER),
+    Case(_LINEAR_LOG_PROB, references.linear_log_prob_and_entropy, _LAYER),
 )
 
 
