@@ -52,7 +52,7 @@ _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "rms_norm_linear": (jaxnorm.rms_norm_linear, {}),
 }
 
-_LOSSES: dict[str, Callable[..., jax.Array]] = {
+_LOSSES: dict[str, Callable[..., Any]] = {
     "cross_entropy": jaxnorm.softmax_cross_entropy_with_integer_labels,
     "capped_cross_entropy": functools.partial(
         jaxnorm.softmax_cross_entropy_with_integer_labels, logit_softcap=SOFTCAP
@@ -61,6 +61,8 @@ _LOSSES: dict[str, Callable[..., jax.Array]] = {
     "capped_linear_cross_entropy": functools.partial(
         jaxnorm.linear_softmax_cross_entropy, logit_softcap=SOFTCAP
     ),
+    "log_prob_and_entropy": jaxnorm.log_prob_and_entropy,
+    "linear_log_prob_and_entropy": jaxnorm.linear_log_prob_and_entropy,
 }
 
 

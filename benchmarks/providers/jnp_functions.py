@@ -141,11 +141,23 @@ def capped_linear_cross_entropy(x: Array, weight: Array, labels: Array) -> Array
     return jnp.mean(capped_cross_entropy(x @ weight, labels))
 
 
-_OTHERS: dict[str, Callable[..., Array]] = {
+def log_prob_and_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    chosen = jnp.take_along_axis(log_probs, labels[:, None], axis=-1)[:, 0]
+    return chosen, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
+
+
+def linear_log_prob_and_entropy(x: Array, weight: Array, labels: Array) -> tuple[Array, Array]:
+    return log_prob_and_entropy(x @ weight, labels)
+
+
+_OTHERS: dict[str, Callable[..., Any]] = {
     "cross_entropy": cross_entropy,
     "capped_cross_entropy": capped_cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
     "capped_linear_cross_entropy": capped_linear_cross_entropy,
+    "log_prob_and_entropy": log_prob_and_entropy,
+    "linear_log_prob_and_entropy": linear_log_prob_and_entropy,
     "product": jnp.matmul,
 }
 _PLAIN = Plain(rms_norm, layer_norm, jax.nn.softmax)

@@ -118,6 +118,16 @@ def capped_linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Te
     return capped_cross_entropy(x @ weight, labels).mean()
 
 
+def log_prob_and_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    log_probs = log_softmax(logits.float())
+    chosen = log_probs.gather(-1, labels[:, None])[:, 0]
+    return chosen, -(log_probs.exp() * log_probs).sum(-1)
+
+
+def linear_log_prob_and_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return log_prob_and_entropy(x @ weight, labels)
+
+
 def rms_norm_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return rms_norm(x, scale) @ weight
 
@@ -148,6 +158,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "capped_cross_entropy": capped_cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
     "capped_linear_cross_entropy": capped_linear_cross_entropy,
+    "log_prob_and_entropy": log_prob_and_entropy,
+    "linear_log_prob_and_entropy": linear_log_prob_and_entropy,
     "product": torch.matmul,
     "rms_norm_linear": rms_norm_linear,
 }
