@@ -73,7 +73,10 @@ def _norm(function: str) -> tuple[Case, ...]:
     if not FUNCTIONS[function].subtract_mean:
         kinds.pop("bias", None)
     shapes = {name: _X[-1:] if kind in PARAMETERS else _X for name, kind in kinds.items()}
-    return (Case(function, _reference(function), shapes),)
+    case = Case(function, _reference(function), shapes)
+    if FUNCTIONS[function].op != "norm":
+        return (case,)
+    return case, dataclasses.replace(case, options={"activation": "silu"}, note="silu")
 
 
 def _rotated_norm(function: str) -> tuple[Case, ...]:
