@@ -364,7 +364,11 @@ def convert[Model](
       'jaxnorm.nnx'
     """
     added = flax_modules.given_to("convert", save, implementation)
-    classes = {nnx.LayerNorm: LayerNorm, nnx.RMSNorm: RMSNorm, nnx.GroupNorm: GroupNorm}
+    classes: dict[type, type] = {
+        nnx.LayerNorm: LayerNorm,
+        nnx.RMSNorm: RMSNorm,
+        nnx.GroupNorm: GroupNorm,
+    }
     nnx_conversion.convert(model, classes, added)
     return model
 

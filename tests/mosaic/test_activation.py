@@ -140,6 +140,7 @@ def test_unaligned_rows(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("part_of_a_vector", BF16, "gelu", {}),
         ("several_threads", F32, "relu", {"param_groups": 2, "subtract_mean": False}),
         ("several_threads", F32, "silu", {"params": (), "adds_dh": True}),
+        ("ten", BF16, "silu", {}),
         ("no_group", F32, "silu", {"params": ("bias",)}),
         ("no_group", F32, "gelu", {"params": ("scale",), "scale_offset": 1.0}),
     ],
@@ -210,7 +211,7 @@ def test_registers(shape: tuple[int, int], norm: str, mix: Any, compiler: Compil
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("sizes", test_group_norm.SIZES, ids=str)
+@pytest.mark.parametrize("sizes", test_group_norm.SIZES + test_group_norm.UNEVEN[:2], ids=str)
 def test_registers_of_strips(
     sizes: tuple[int, ...], dtype: np.dtype, direction: str, compiler: Compiler
 ) -> None:
@@ -221,7 +222,9 @@ def test_registers_of_strips(
     )
     (kernel,) = compiler.compile(test_group_norm.call_of(spec), test_group_norm.types(spec))
     assert kernel.spilled == 0
-    assert kernel.registers <= schedules.REGISTERS // (4 * 128)
+    # Two blocks at a time.
+    threads = 128 * strip_schedule.strips_of(spec).warpgroups
+    assert -(-kernel.registers // 8) * 8 * threads * 2 <= schedules.REGISTERS
 
 
 def test_refusals() -> None:
