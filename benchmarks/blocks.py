@@ -130,6 +130,15 @@ BLOCKS: dict[str, Block] = {
         shapes=((32, 1024, 1152), (16, 1024, 2048), (8, 2048, 4096)),
         grouped=True,
     ),
+    # h = residual + gate x, y = norm(h) (1 + scale) + bias: the step of such a model, adaLN-zero.
+    "gated_add_layer_norm": Block(
+        ("y", "h"),
+        saved=("x", "y"),
+        gradients=("x", "residual"),
+        parameters=("scale", "bias", "gate"),
+        shapes=((32, 1024, 1152), (8, 4096, 1536)),
+        grouped=True,
+    ),
     # y = softmax(scale x), of what a mask for all heads keeps; up to the diagonal; with a bias of
     # each head's logits, such as a position's, for all samples.
     "masked_softmax": dataclasses.replace(

@@ -3,7 +3,8 @@
 What `jax.jit` does at the first call of a width: forward and backward in one program, of 8192 rows
 (of blocks as many, of `causal_softmax` a square). Kernels are lowered in Python, so that widths
 differ more than their GPU times do. Every public function is among the operations: `post_norm` is
-`rms_norm_add`, `sandwich` is `rms_norm_add_rms_norm`, `gated_rms_norm` is `rms_norm_gated`.
+`rms_norm_add`, `sandwich` is `rms_norm_add_rms_norm`, `gated_rms_norm` is `rms_norm_gated`, and
+`gated_add_layer_norm` is `add_layer_norm` with a gate.
 
 Free of JAX and torch, as `workloads` is: `first_calls` measures.
 """
@@ -34,6 +35,7 @@ ROWS = 8192
 # Of x, by the width; of products, of x and weight. Operations that are not here are (ROWS, width).
 _SHAPES: dict[str, Callable[[int], Shape]] = {
     "ada_layer_norm": lambda cols: (16, 512, cols),
+    "gated_add_layer_norm": lambda cols: (16, 512, cols),
     "masked_softmax": lambda cols: (4, 4, 512, cols),
     "biased_softmax": lambda cols: (4, 4, 512, cols),
     "causal_softmax": lambda cols: (1, 8, cols, cols),

@@ -207,8 +207,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         type=shape,
         metavar="ROWSxCOLS",
-        help="instead of the suites' own; of the block ada_layer_norm BATCHxLENGTHxCOLS, of "
-        "linear_cross_entropy ROWSxFEATURESxCLASSES, of linear MxKxN",
+        help="instead of the suites' own; of blocks with parameters of samples "
+        "BATCHxLENGTHxCOLS, of linear_cross_entropy ROWSxFEATURESxCLASSES, of linear MxKxN",
     )
     parser.add_argument(
         "--bars",

@@ -26,6 +26,17 @@ def group_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, **given: Any) ->
     return jaxnorm.layer_norm(groups, *parameters, axis=(1, 2, 4), **given).reshape(x.shape)
 
 
+def gated_add_layer_norm(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    gate: jax.Array,
+    **given: Any,
+) -> tuple[jax.Array, jax.Array]:
+    return jaxnorm.add_layer_norm(x, residual, scale, bias, gate=gate, **given)
+
+
 def rms_norm_rope(
     x: jax.Array, cos: jax.Array, sin: jax.Array, scale: jax.Array, **given: Any
 ) -> jax.Array:
@@ -39,6 +50,7 @@ _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "post_norm": (jaxnorm.rms_norm_add, {}),
     "sandwich": (jaxnorm.rms_norm_add_rms_norm, {}),
     "ada_layer_norm": (jaxnorm.layer_norm, {"scale_offset": 1.0}),
+    "gated_add_layer_norm": (gated_add_layer_norm, {"scale_offset": 1.0}),
     "masked_softmax": (masked_softmax, {"scale": LOGITS_SCALE}),
     "causal_softmax": (jaxnorm.softmax, {"scale": LOGITS_SCALE, "causal": True}),
     "biased_softmax": (biased_softmax, {"scale": LOGITS_SCALE}),

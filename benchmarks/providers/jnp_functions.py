@@ -51,6 +51,7 @@ class Plain:
             "post_norm": self.post_norm,
             "sandwich": self.sandwich,
             "ada_layer_norm": self.ada_layer_norm,
+            "gated_add_layer_norm": self.gated_add_layer_norm,
             "masked_softmax": self.masked_softmax,
             "causal_softmax": self.causal_softmax,
             "biased_softmax": self.biased_softmax,
@@ -82,6 +83,12 @@ class Plain:
 
     def ada_layer_norm(self, x: Array, scale: Array, bias: Array, *, dtype: str) -> Array:
         return (self.layer_norm(x) * (1 + scale) + bias).astype(dtype)
+
+    def gated_add_layer_norm(
+        self, x: Array, residual: Array, scale: Array, bias: Array, gate: Array, *, dtype: str
+    ) -> tuple[Array, Array]:
+        h = (residual + gate * x).astype(residual.dtype)
+        return self.ada_layer_norm(h, scale, bias, dtype=dtype), h
 
     def masked_softmax(self, x: Array, where: Array, *, dtype: str) -> Array:
         return self.softmax(jnp.where(where, LOGITS_SCALE * x, -jnp.inf)).astype(dtype)

@@ -56,6 +56,13 @@ def ada_layer_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return functional.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + bias
 
 
+def gated_add_layer_norm(
+    x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor, gate: Tensor
+) -> tuple[Tensor, Tensor]:
+    h = (residual + gate * x).to(residual.dtype)
+    return ada_layer_norm(h, scale, bias), h
+
+
 def masked_softmax(x: Tensor, where: Tensor) -> Tensor:
     return softmax((LOGITS_SCALE * x).masked_fill(~where, -torch.inf))
 
@@ -144,6 +151,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "post_norm": post_norm,
     "sandwich": sandwich,
     "ada_layer_norm": ada_layer_norm,
+    "gated_add_layer_norm": gated_add_layer_norm,
     "masked_softmax": masked_softmax,
     "causal_softmax": causal_softmax,
     "biased_softmax": biased_softmax,

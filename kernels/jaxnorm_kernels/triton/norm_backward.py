@@ -128,8 +128,9 @@ def norm_bwd(
     dgate = None if gate is None else partials.pop(0)
     dresidual = None if branch_scale is None else partials.pop(0)
     parameters = (scale, bias, branch_scale)
+    dbranch_scale: Any
     dscale, dbias, dbranch_scale = parameter_gradients(partials, parameters, spec)
-    return Operands(dx, dresidual, scale=dscale, bias=dbias, gate=dgate, branch_scale=dbranch_scale)
+    return Operands(dx, dresidual, dscale, dbias, gate=dgate, branch_scale=dbranch_scale)
 
 
 def two_norms_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
