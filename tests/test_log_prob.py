@@ -176,6 +176,18 @@ def test_small_entropies(implementation):
 
 
 @refusable
+@pytest.mark.parametrize("options", OPTIONS[::2], ids=str)
+@pytest.mark.parametrize("lowest", [-np.inf, np.finfo(np.float32).min, -1e37])
+def test_logits_that_stand_for_none(lowest, options, implementation):
+    """As masks have them: before and behind others, all but one; cotangents above 1."""
+    x, labels, d = operands((4, 300), "float32")
+    column, labels = jnp.arange(300), labels.at[:].set(299)
+    left_out = jnp.stack([column < 200, (column >= 100) & (column < 299), column % 3 == 0])
+    x = jnp.where(jnp.stack([*left_out, column < 299]), lowest, x)
+    check(x, labels, 8 * jnp.sign(d) + d, implementation=implementation, **options)
+
+
+@refusable
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
 def test_what_is_infinite(options, implementation):
     """A label at -inf; a row of nothing else."""
