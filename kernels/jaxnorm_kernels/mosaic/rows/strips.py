@@ -37,8 +37,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     load,
     store,
     strip_layout,
+    widen,
 )
-from jaxnorm_kernels.mosaic.device.registers import store_global, widen
+from jaxnorm_kernels.mosaic.device.registers import store_global
 from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
 from jaxnorm_kernels.mosaic.rows.strip_groups import group_sum, load_of_groups, store_of_groups
 
