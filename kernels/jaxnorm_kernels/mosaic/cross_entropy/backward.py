@@ -30,8 +30,7 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.forward import most_elements, read_label
 from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g, times_slope
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
-from jaxnorm_kernels.mosaic.device.layouts import Ref, load
-from jaxnorm_kernels.mosaic.device.registers import widen
+from jaxnorm_kernels.mosaic.device.layouts import Ref, load, widen
 from jaxnorm_kernels.mosaic.device.threads import exp2
 from jaxnorm_kernels.mosaic.rows.units import Unit, Units
 from jaxnorm_kernels.specs import Spec

@@ -41,8 +41,7 @@ from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g
 from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.gpu import SCHEDULES_KEPT, Gpu, kept
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
-from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, Ref, load, store
-from jaxnorm_kernels.mosaic.device.registers import widen
+from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, Ref, load, store, widen
 from jaxnorm_kernels.mosaic.device.threads import (
     OF_THREADS,
     exp_of_term,
