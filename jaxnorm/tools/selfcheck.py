@@ -74,7 +74,14 @@ def _norm(function: str) -> tuple[Case, ...]:
     if not FUNCTIONS[function].subtract_mean:
         kinds.pop("bias", None)
     shapes = {name: _X[-1:] if kind in PARAMETERS else _X for name, kind in kinds.items()}
-    return (Case(function, _reference(function), shapes),)
+    case = Case(function, _reference(function), shapes)
+    cases, gated = [case], FUNCTIONS[function].gated
+    if gated is not None:
+        reference = getattr(references, gated)
+        cases.append(Case(function, reference, shapes | {"gate": _X[-1:]}, note="gate"))
+    if FUNCTIONS[function].op == "norm":
+        cases.append(dataclasses.replace(case, options={"activation": "silu"}, note="silu"))
+    return tuple(cases)
 
 
 def _rotated_norm(function: str) -> tuple[Case, ...]:

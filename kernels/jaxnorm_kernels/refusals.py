@@ -21,7 +21,8 @@ NO_KERNEL: Table = (
             dtype is not None and dtype.itemsize > 4
             for dtype in (
                 *(s.compute_dtype, s.x_dtype, s.y_dtype, s.scale_dtype, s.bias_dtype),
-                *(s.residual_dtype, s.next_scale_dtype, s.logits_bias_dtype, s.table_dtype),
+                *(s.residual_dtype, s.next_scale_dtype, s.branch_scale_dtype),
+                *(s.logits_bias_dtype, s.table_dtype),
             )
         ),
     ),
@@ -38,7 +39,7 @@ NO_KERNEL: Table = (
     ),
     (
         "scale and bias belong to groups of different sizes",
-        lambda s: s.scale_groups > 1 and s.bias_groups > 1 and s.scale_groups != s.bias_groups,
+        lambda s: len({s.scale_groups, s.bias_groups, s.branch_scale_groups} - {1}) > 1,
     ),
 )
 
@@ -47,7 +48,7 @@ NO_ROWS: Table = (
     *NO_KERNEL,
     (
         "its cross-entropy kernels take no mask of classes",
-        lambda s: s.is_loss and s.has_mask,
+        lambda s: s.has_mask and s.is_loss,
     ),
     (
         "its kernels take a mask or a bias that has all columns, or one value for a row",

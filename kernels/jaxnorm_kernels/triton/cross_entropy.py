@@ -55,9 +55,10 @@ from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.schedule import Schedule, loss_blocks, loss_vector
 from jaxnorm_kernels.triton.tiles import LOWEST
 
-# A depth below any whose exponential is not 0, which a row's sum can be multiplied by; and such a
-# logarithm of p, which a cotangent can be.
-_FAR, _FAR_LOG = tl.constexpr(-1e30), tl.constexpr(-1e4)
+# What exponents are held above as factors: an exponential is 0 long before. Lower, times a sum or a
+# cotangent it would be infinite, and NaN times that 0: of logits that are -inf, and of float32's
+# lowest, which masks are made of.
+_FAR = tl.constexpr(-1e20)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,7 +354,7 @@ def _store_gradient(
     if options.entropy:
         e = tl.load(dentropy_ptr + row, exists, 0.0)[:, None]
         of_row = d + e * tl.load(entropy_ptr + row, exists, 0.0)[:, None]
-        dz = tl.where(is_label, d, 0.0) - p * (of_row + e * tl.maximum(log_p, _FAR_LOG))
+        dz = tl.where(is_label, d, 0.0) - p * (of_row + e * tl.maximum(log_p, _FAR))
     else:
         slope = p - tl.where(is_label, options.label_target, options.other_target)
         if options.z_loss > 0.0:
