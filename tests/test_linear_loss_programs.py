@@ -1,4 +1,4 @@
-"""Programs of linear_softmax_cross_entropy: products, loops, memory."""
+"""Programs of linear_softmax_cross_entropy: products, loops, memory; of both linear functions."""
 
 import contextlib
 import re
@@ -10,6 +10,7 @@ import pytest
 from jax.experimental import checkify
 from linear_loss_cases import operands
 
+from jaxnorm import linear_log_prob_and_entropy
 from jaxnorm import linear_softmax_cross_entropy as linear_loss
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
@@ -140,40 +141,51 @@ def test_what_is_kept_of_layers(dtype, kept_in):
     assert kept == [((3, 4, 9), kept_in), ((3, 6, 4), kept_in)]
 
 
-def test_the_precision_of_products_is_that_of_the_call():
+each_function = pytest.mark.parametrize("function", [linear_loss, linear_log_prob_and_entropy])
+
+
+@each_function
+def test_the_precision_of_products_is_that_of_the_call(function):
     x, weight, _, labels = operands(6, 4, 9)
     with jax.default_matmul_precision("tensorfloat32"):
-        traced = jax.jit(lambda x, w: linear_loss(x, w, labels)).trace(x, weight)
+        traced = jax.jit(lambda x, w: function(x, w, labels)).trace(x, weight)
     assert "precision = [HIGH, HIGH]" in traced.lower().as_text()
 
 
 # ------------------------------------------------------------------------- around these programs
 
 
-def step(x, weight, labels):
-    def function(x, weight):
-        return linear_loss(x, weight, labels, where=labels > 0, chunk=4)
+def step_of(function):
+    """The sum of its results, and gradients."""
 
-    return jax.value_and_grad(function, (0, 1))(x, weight)
+    def total(x, weight, labels):
+        results = function(x, weight, labels, where=labels > 0, chunk=4)
+        return sum(map(jnp.sum, jax.tree.leaves(results)))
+
+    return jax.value_and_grad(total, (0, 1))
 
 
+@each_function
 @pytest.mark.parametrize("platforms", [None, ("cpu", "cuda", "tpu")], ids=["here", "all"])
-def test_export_round_trip(platforms):
+def test_export_round_trip(platforms, function):
     x, weight, _, labels = operands(6, 4, 9)
+    step = step_of(function)
     exported = jax.export.export(jax.jit(step), platforms=platforms)(x, weight, labels)
     restored = jax.export.deserialize(exported.serialize()).call(x, weight, labels)
     for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(step(x, weight, labels))):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-def test_symbolic_sizes_are_refused():
+@each_function
+def test_symbolic_sizes_are_refused(function):
     _, weight, _, labels = operands(6, 4, 9)
     x = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("rows"), 4), jnp.float32)
     with pytest.raises(ValueError, match=r"expected sizes that are numbers.*for each size"):
-        jax.export.export(jax.jit(linear_loss))(x, weight, labels)
+        jax.export.export(jax.jit(function))(x, weight, labels)
 
 
-def test_settings_of_jax():
+@each_function
+def test_settings_of_jax(function):
     """Strict promotion, of dtypes and of ranks, leaks, NaNs."""
     x, weight, _, labels = operands(6, 4, 9, "bfloat16")
     bias = jnp.ones(9, "float16")
@@ -185,12 +197,18 @@ def test_settings_of_jax():
             jax.debug_nans(True),
         ):
             settings.enter_context(setting)
-        jax.jvp(lambda x, w: jax.jit(step)(x, w, labels), (x, weight), (x, weight))
-        jax.jvp(lambda x: linear_loss(x, weight, labels, reduction="none"), (x,), (x,))
+        step = jax.jit(step_of(function))
+        jax.jvp(lambda x, w: step(x, w, labels), (x, weight), (x, weight))
+        options = {"reduction": "none"} if function is linear_loss else {}
+        jax.jvp(lambda x: function(x, weight, labels, **options), (x,), (x,))
+
+        def first(*a):
+            return jax.tree.leaves(function(*a[:2], labels, bias=a[2]))[0].sum()
+
         # Of several dtypes, which promote by the function's own rule, and with a bias.
-        of_all = jax.grad(lambda *a: linear_loss(*a[:2], labels, bias=a[2]), (0, 1, 2))
+        of_all = jax.grad(first, (0, 1, 2))
         gradients = of_all(x, weight.astype("float32"), bias)
         assert [g.dtype.name for g in gradients] == ["bfloat16", "float32", "float16"]
-    checked = checkify.checkify(jax.jit(linear_loss), errors=checkify.nan_checks)
+    checked = checkify.checkify(jax.jit(function), errors=checkify.nan_checks)
     error, _ = checked(x.at[0].set(jnp.nan), weight, labels)
-    assert "linear_softmax_cross_entropy" in error.get()
+    assert function.__name__ in error.get()

@@ -125,7 +125,12 @@ def test_classes_that_are_masked_by_the_lowest_number(dtype):
 
 @pytest.mark.parametrize(
     ("classes", "padding", "dtype", "options"),
-    [(4089, 7, "bfloat16", {}), (301, 3, "float32", CAPPED), (1001, 30, "bfloat16", {})],
+    [
+        (4089, 7, "bfloat16", {}),
+        (301, 3, "float32", CAPPED),
+        (1001, 30, "bfloat16", {}),
+        (50257, 7, "float32", {}),
+    ],
     ids=str,
 )
 def test_padding(classes, padding, dtype, options):
