@@ -77,7 +77,7 @@ class Call:
             text += f" implementation={self.implementation}"
         return f"({text})" if not self.wrt else f"({text} wrt={','.join(self.wrt)})"
 
-    @property
+    @functools.cached_property
     def direction(self) -> Direction:
         return self.spec.direction
 
@@ -100,8 +100,7 @@ class Call:
         if spec.wants_tables:
             wanted = dict(zip(self.wrt, used))
             wrt = [n for n in self.wrt if wanted[n] or OPERANDS[n] != "table"]
-            less = dataclasses.replace(self, wrt=tuple(wrt))
-            return less._with(wants_tables=not {"cos", "sin"}.isdisjoint(wrt))
+            return self._with(wrt=tuple(wrt), wants_tables=not {"cos", "sin"}.isdisjoint(wrt))
         if spec.direction != "fwd" or not spec.normalises_h or spec.unused is not None:
             return self
         if not used[1]:
@@ -119,8 +118,8 @@ class Call:
         # To dx a plain norm's dh was added.
         if is_transpose and spec.operation.may_add_dh and "x" in wrt:
             adds_dh = spec.adds_dh
-        call = dataclasses.replace(self, wrt=tuple(wrt))
-        return call._with(
+        return self._with(
+            wrt=tuple(wrt),
             direction="tan",
             want_stats=wanted,
             unused=None,
@@ -138,8 +137,8 @@ class Call:
         overwrites_x: bool = False,
         gradient_dtype: np.dtype | None = None,
     ) -> "Call":
-        call = dataclasses.replace(self, wrt=tuple(wrt))
-        return call._with(
+        return self._with(
+            wrt=tuple(wrt),
             direction="bwd",
             want_stats=False,
             unused=None,
@@ -164,7 +163,8 @@ class Call:
 
     def on(self, view: RowView) -> "Call":
         """The same call on arrays of another shape: a batch, or a shard."""
-        return dataclasses.replace(self, view=view)._with(
+        return self._with(
+            view=view,
             rows=view.rows,
             cols=view.cols,
             axes=view.axes,
@@ -184,7 +184,8 @@ class Call:
         return self._with(**{f"{name}_dtype": dtype}), parameter.astype(dtype)
 
     def _with(self, **changes: Any) -> "Call":
-        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **changes))
+        """With other values of these fields, of the call or of its spec."""
+        return _changed(self, **changes)
 
     # ------------------------------------------------------------- what a pass takes and returns
 
@@ -193,7 +194,7 @@ class Call:
         """Names of the arrays that the forward takes."""
         return tuple(filter(self.spec.has, self.spec.operation.operands))
 
-    @property
+    @functools.cached_property
     def differentiable(self) -> tuple[str, ...]:
         """Names of the primals that can have a tangent."""
         names = self.spec.operation.differentiable
@@ -206,7 +207,7 @@ class Call:
         x = ("x",) * operation.starts_from_x
         return (*x, "saved", *self.spec.statistics, *filter(self.spec.has, operation.keeps))
 
-    @property
+    @functools.cached_property
     def residuals(self) -> int:
         """How many of the operands of ``tan`` and ``bwd`` are residuals."""
         return len(self.residual_names)
@@ -372,3 +373,10 @@ class Call:
     def _picked(self, results: Results) -> list[jax.Array]:
         by_name = {**results._asdict(), **dict(zip(self.spec.statistics, results.stats))}
         return [array for name in self._outputs if (array := by_name[name]) is not None]
+
+
+@functools.lru_cache(maxsize=4096)
+def _changed(call: Call, **changes: Any) -> Call:
+    """One object for all layers of a model: what its pass takes and returns is computed once."""
+    of_call = {name: changes.pop(name) for name in ("view", "wrt") if name in changes}
+    return dataclasses.replace(call, spec=dataclasses.replace(call.spec, **changes), **of_call)
