@@ -90,6 +90,11 @@ _ADD_LAYER_NORM = dataclasses.replace(_ADD_RMS_NORM, parameters=("scale", "bias"
 _SOFTMAX = Block(
     ("y",), saved=("y",), gradients=("x",), parameters=(), operands=("x",), shapes=(LOGITS,)
 )
+_GROUP_NORM = dataclasses.replace(
+    _SOFTMAX,
+    parameters=("scale", "bias"),
+    shapes=((32, 64, 64, 256), (8, 128, 128, 128)),
+)
 _GATED_RMS_NORM = Block(
     ("y",),
     saved=("x", "gate"),
@@ -125,6 +130,15 @@ BLOCKS: dict[str, Block] = {
         shapes=((32, 1024, 1152), (16, 1024, 2048), (8, 2048, 4096)),
         grouped=True,
     ),
+    # h = residual + gate x, y = norm(h) (1 + scale) + bias: the step of such a model, adaLN-zero.
+    "gated_add_layer_norm": Block(
+        ("y", "h"),
+        saved=("x", "y"),
+        gradients=("x", "residual"),
+        parameters=("scale", "bias", "gate"),
+        shapes=((32, 1024, 1152), (8, 4096, 1536)),
+        grouped=True,
+    ),
     # y = softmax(scale x), of what a mask for all heads keeps; up to the diagonal; with a bias of
     # each head's logits, such as a position's, for all samples.
     "masked_softmax": dataclasses.replace(
@@ -139,12 +153,10 @@ BLOCKS: dict[str, Block] = {
     "channel_layer_norm": dataclasses.replace(
         _SOFTMAX, parameters=("scale", "bias"), shapes=((32, 256, 64, 64),), axis=1
     ),
-    # Of images with channels last, over positions and the channels of each group.
-    "group_norm": dataclasses.replace(
-        _SOFTMAX,
-        parameters=("scale", "bias"),
-        shapes=((32, 64, 64, 256), (8, 128, 128, 128)),
-    ),
+    # Of images with channels last, over positions and the channels of each group; and silu of that,
+    # as in a diffusion model: from x, since an activation cannot be undone.
+    "group_norm": _GROUP_NORM,
+    "group_norm_silu": dataclasses.replace(_GROUP_NORM, saved=("x",)),
     # y = rotation(norm(x), cos, sin): attention's queries and keys, with a table of each position.
     "rms_norm_rope": dataclasses.replace(
         _SOFTMAX,

@@ -3,7 +3,8 @@
 What `jax.jit` does at the first call of a width: forward and backward in one program, of 8192 rows
 (of blocks as many, of `causal_softmax` a square). Kernels are lowered in Python, so that widths
 differ more than their GPU times do. Every public function is among the operations: `post_norm` is
-`rms_norm_add`, `sandwich` is `rms_norm_add_rms_norm`, `gated_rms_norm` is `rms_norm_gated`.
+`rms_norm_add`, `sandwich` is `rms_norm_add_rms_norm`, `gated_rms_norm` is `rms_norm_gated`, and
+`gated_add_layer_norm` is `add_layer_norm` with a gate.
 
 Free of JAX and torch, as `workloads` is: `first_calls` measures.
 """
@@ -34,16 +35,19 @@ ROWS = 8192
 # Of x, by the width; of products, of x and weight. Operations that are not here are (ROWS, width).
 _SHAPES: dict[str, Callable[[int], Shape]] = {
     "ada_layer_norm": lambda cols: (16, 512, cols),
+    "gated_add_layer_norm": lambda cols: (16, 512, cols),
     "masked_softmax": lambda cols: (4, 4, 512, cols),
     "biased_softmax": lambda cols: (4, 4, 512, cols),
     "causal_softmax": lambda cols: (1, 8, cols, cols),
     "column_softmax": lambda cols: (16, cols, 512),
     "channel_layer_norm": lambda cols: (16, cols, 16, 32),
     "group_norm": lambda cols: (8, 16, 16, cols),
+    "group_norm_silu": lambda cols: (8, 16, 16, cols),
     "rms_norm_linear": lambda cols: (ROWS, cols, 512),
     "rms_norm_rope": lambda cols: (4, 512, 8, cols),
     "linear_cross_entropy": lambda cols: (ROWS, 512, cols),
     "capped_linear_cross_entropy": lambda cols: (ROWS, 512, cols),
+    "linear_log_prob_and_entropy": lambda cols: (ROWS, 512, cols),
 }
 # Compositions of other functions here; and a product alone.
 _LEFT_OUT = ("residual_rms_norm", "residual_layer_norm", "product")
@@ -86,7 +90,7 @@ def cells(
         for dtype in (dtype for dtype in dtypes if dtype != "mixed" or op in _MIXED):
             for cols in widths:
                 sizes = _SHAPES.get(op, lambda cols: (ROWS, cols))(cols)
-                if op == "group_norm" and cols % CHANNEL_GROUPS:
+                if op.startswith("group_norm") and cols % CHANNEL_GROUPS:
                     continue
                 for name in (name for name in PROVIDERS if name in providers):
                     if name != "jnp" or dtype == "bfloat16":

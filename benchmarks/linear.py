@@ -6,8 +6,9 @@ Free of JAX and torch, as `workloads` is.
 import dataclasses
 import functools
 import itertools
+import math
 
-from benchmarks.workloads import Array, Direction, OneResult, Shape, shaped
+from benchmarks.workloads import Array, Direction, FewParameters, Shape, shaped
 
 SQUARES: tuple[Shape, ...] = tuple((n, n, n) for n in (256, 512, 1024, 2048, 4096, 8192))
 TOKENS = 8192
@@ -43,7 +44,7 @@ LINEAR: dict[str, Linear] = {
 }
 
 
-class LinearWorkload(OneResult):
+class LinearWorkload(FewParameters):
     """One product in one direction on one shape. The dtype is that of x, weight and y."""
 
     @property
@@ -57,12 +58,12 @@ class LinearWorkload(OneResult):
         return (self.sizes[1:2],) if LINEAR[self.op].normalises else ()
 
     @property
-    def result(self) -> tuple[Shape, str]:
-        return (self.sizes[0], self.sizes[-1]), self.dtype
+    def results(self) -> tuple[tuple[Shape, str], ...]:
+        return (((self.sizes[0], self.sizes[-1]), self.dtype),)
 
     @property
     def cotangents(self) -> tuple[Array, ...]:
-        return (self.result,)
+        return self.results
 
     @property
     def gradients(self) -> tuple[int, ...]:
@@ -70,7 +71,9 @@ class LinearWorkload(OneResult):
 
     @property
     def flops(self) -> int:
-        return self.product_flops
+        """Multiplications and additions of M x K by K x N, and of the two products backwards."""
+        products = 3 if self.direction == "fwd+bwd" else 1
+        return 2 * products * math.prod(self.sizes)
 
 
 grid = functools.partial(shaped, LinearWorkload, LINEAR)

@@ -1,4 +1,4 @@
-"""Losses: cross-entropies of integer labels, of logits and of what logits are made of.
+"""Losses: cross-entropies and log-probabilities, of logits and of what logits are made of.
 
 A new loss is an entry here, and a function in each adapter of `benchmarks/providers` that has it.
 
@@ -8,15 +8,18 @@ Free of JAX and torch, as `workloads` is.
 import dataclasses
 import functools
 import itertools
+import math
 
-from benchmarks.workloads import Array, Direction, OneResult, Shape, shaped
+from benchmarks.workloads import Array, Direction, FewParameters, Shape, shaped
 
 #: Positions x classes: vocabularies of a power of two, GPT-2, Llama 3 and Gemma.
 LOGITS: tuple[Shape, ...] = (
     *((8192, classes) for classes in (32768, 50257, 128256, 262144)),
     (4096, 128256),
 )
-
+FEW_LOGITS: tuple[Shape, ...] = ((8192, 32768), (8192, 128256))
+#: Rows, x's width, and the classes of weight: Llama 3 8B's last layer.
+LINEAR_LOGITS: tuple[Shape, ...] = ((8192, 4096, 128256),)
 
 #: Of Gemma 2's logits: SOFTCAP tanh(logits / SOFTCAP).
 SOFTCAP = 30.0
@@ -29,35 +32,44 @@ class Loss:
     Attributes:
       shapes: rows x classes; or rows x features x classes, of x (rows, features) and weight
         (features, classes).
-      dtypes: of x and weight. The loss is float32.
-      mean: over the positions, whose gradients are asked as they are; else the loss of each
+      dtypes: of x and weight. Results are float32.
+      mean: over the positions, whose gradients are asked as they are; else results of each
         position, with a cotangent of each.
+      results: how many.
+      products: of matrices, forward and backward.
     """
 
     shapes: tuple[Shape, ...]
     directions: tuple[Direction, ...]
     dtypes: tuple[str, ...]
-    mean: bool
+    mean: bool = False
+    results: int = 1
+    products: int = 0
 
     @property
     def quick(self) -> tuple[Shape, ...]:
         return self.shapes[:1]
 
 
+_BOTH: tuple[Direction, ...] = ("fwd", "fwd+bwd")
+_DTYPES = ("bfloat16", "float32")
+_LINEAR = Loss(LINEAR_LOGITS, ("fwd+bwd",), ("bfloat16",), mean=True, products=3)
+
 LOSSES: dict[str, Loss] = {
-    "cross_entropy": Loss(LOGITS, ("fwd", "fwd+bwd"), ("bfloat16", "float32"), mean=False),
-    "capped_cross_entropy": Loss(
-        ((8192, 32768), (8192, 128256)), ("fwd", "fwd+bwd"), ("bfloat16", "float32"), mean=False
-    ),
-    # A model's last layer and its loss. `products` is what it is measured by.
-    "linear_cross_entropy": Loss(((8192, 4096, 128256),), ("fwd+bwd",), ("bfloat16",), mean=True),
-    "capped_linear_cross_entropy": Loss(
-        ((8192, 4096, 128256),), ("fwd+bwd",), ("bfloat16",), mean=True
-    ),
+    "cross_entropy": Loss(LOGITS, _BOTH, _DTYPES),
+    "capped_cross_entropy": Loss(FEW_LOGITS, _BOTH, _DTYPES),
+    # A model's last layer and its loss. The provider `products` is what it is measured by.
+    "linear_cross_entropy": _LINEAR,
+    "capped_linear_cross_entropy": _LINEAR,
+    # Of each position's label, beside the entropy. With a cotangent of each position there are
+    # logits twice, where they are not kept: a fourth product.
+    "log_prob_and_entropy": Loss(FEW_LOGITS, _BOTH, _DTYPES, results=2),
+    "linear_log_prob_and_entropy": dataclasses.replace(_LINEAR, mean=False, results=2, products=4),
 }
+CROSS_ENTROPIES = tuple(op for op in LOSSES if op.endswith("cross_entropy"))
 
 
-class LossWorkload(OneResult):
+class LossWorkload(FewParameters):
     """One loss in one direction on one shape. The dtype is that of x and weight."""
 
     @property
@@ -84,13 +96,14 @@ class LossWorkload(OneResult):
         return ()
 
     @property
-    def result(self) -> tuple[Shape, str]:
-        return () if self.loss.mean else self.sizes[:1], self.y_dtype
+    def results(self) -> tuple[tuple[Shape, str], ...]:
+        shape = () if self.loss.mean else self.sizes[:1]
+        return ((shape, self.y_dtype),) * self.loss.results
 
     @property
     def cotangents(self) -> tuple[Array, ...]:
         """None for a mean: a training step differentiates it as it is, and libraries use that."""
-        return () if self.loss.mean else (self.result,)
+        return () if self.loss.mean else self.results
 
     @property
     def gradients(self) -> tuple[int, ...]:
@@ -100,7 +113,9 @@ class LossWorkload(OneResult):
     @property
     def flops(self) -> int:
         """Of the products of x, weight and their gradients, where there is a weight."""
-        return self.product_flops if len(self.sizes) > 2 else 0
+        products = self.loss.products
+        made = products if self.direction == "fwd+bwd" else min(products, 1)
+        return 2 * made * math.prod(self.sizes)
 
 
 grid = functools.partial(shaped, LossWorkload, LOSSES)

@@ -225,8 +225,10 @@ _FOOTNOTES = {
     "cpu": "jaxnorm's plain JAX beside each peer in turn, in one process; `ratio` is the median of "
     "its time over the peer's, turn by turn. jnp's softmaxes are jax.nn's. Flax's LayerNorm takes "
     "E[x^2] - E[x]^2 unless it is two_pass. Losses are means.",
-    "loss": "The roof of cross_entropy is a copy of the least bytes; that of linear_cross_entropy, "
-    "the mean and the gradients of x and weight, is the three matrix products alone. `jaxnorm's "
+    "loss": "The roof of cross_entropy and of log_prob_and_entropy is a copy of the least bytes; "
+    "that of linear_cross_entropy, the mean and the gradients of x and weight, is the three matrix "
+    "products alone, and that of linear_log_prob_and_entropy, of each position, four: who "
+    "keeps the logits takes three. `jaxnorm's "
     "speed` is over the provider's. `temp` is memory beside operands and results. Liger writes the "
     "gradient over the logits, and sums weight's in weight's dtype; optax rounds the loss to the "
     "logits' dtype.",

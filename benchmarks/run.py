@@ -7,12 +7,12 @@
 
 Suites: `kernels`, kernel time forward and backward over the whole grid; `api`, forward and backward
 in one call; `blocks`, norms with what a model does to the same rows before and after; `loss`,
-cross-entropies, and their memory; `linear`, a matrix product alone and after a norm; `latency`,
-calls of few rows, also from the host; `training`, steps of GPT-2 small and Llama 3.2 1B, also with
-QK norms, their time, memory and losses; `capacity`, the largest batch of such a step that fits in
-80 GB; `stacks`, programs of many small norms; `compile`, seconds from a first call to its program,
-width by width; `accuracy`, gradients against float64; `cpu`, jaxnorm's plain JAX on the machine's
-CPU beside optax, jax.nn and Flax.
+cross-entropies and log-probabilities, and their memory; `linear`, a matrix product alone and after
+a norm; `latency`, calls of few rows, also from the host; `training`, steps of GPT-2 small and Llama
+3.2 1B, also with QK norms, their time, memory and losses; `capacity`, the largest batch of such a
+step that fits in 80 GB; `stacks`, programs of many small norms; `compile`, seconds from a first
+call to its program, width by width; `accuracy`, gradients against float64; `cpu`, jaxnorm's plain
+JAX on the machine's CPU beside optax, jax.nn and Flax.
 
 Kernel time is CUPTI's, on rotating buffers larger than the cache; GB/s are by the least bytes that
 must move, of a block each of its arrays once in each direction; `roof` is the time of a copy of as
@@ -207,8 +207,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         type=shape,
         metavar="ROWSxCOLS",
-        help="instead of the suites' own; of the block ada_layer_norm BATCHxLENGTHxCOLS, of "
-        "linear_cross_entropy ROWSxFEATURESxCLASSES, of linear MxKxN",
+        help="instead of the suites' own; of blocks with parameters of samples "
+        "BATCHxLENGTHxCOLS, of linear_cross_entropy ROWSxFEATURESxCLASSES, of linear MxKxN",
     )
     parser.add_argument(
         "--bars",

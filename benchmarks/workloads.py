@@ -156,12 +156,6 @@ class ShapedWorkload(abc.ABC):
         return tuple(map(int, self.shape.split("x")))
 
     @property
-    def product_flops(self) -> int:
-        """Multiplications and additions of M x K by K x N, and of the two products backwards."""
-        products = 3 if self.direction == "fwd+bwd" else 1
-        return 2 * products * math.prod(self.sizes)
-
-    @property
     def x_dtype(self) -> str:
         return self.dtype
 
@@ -170,12 +164,12 @@ class ShapedWorkload(abc.ABC):
         return self.dtype
 
 
-class OneResult(ShapedWorkload):
-    """One with a single result, without parameters or with few."""
+class FewParameters(ShapedWorkload):
+    """One without parameters, or with few, whose backward reads all that its forward does."""
 
     @property
     @abc.abstractmethod
-    def result(self) -> tuple[Shape, str]: ...
+    def results(self) -> tuple[tuple[Shape, str], ...]: ...
 
     @property
     @abc.abstractmethod
@@ -184,9 +178,9 @@ class OneResult(ShapedWorkload):
 
     @property
     def bytes(self) -> int:
-        """Least traffic: operands and result once; backwards the same, and the gradients."""
+        """Least traffic: operands and results once; backwards the same, and the gradients."""
         operands = [array[:2] for array in self.row_operands]
-        arrays = [*operands, self.result]
+        arrays = [*operands, *self.results]
         if self.direction == "fwd+bwd":
             arrays += [*arrays, *(operands[i] for i in self.gradients)]
         return sum(math.prod(shape) * ITEMSIZE[dtype] for shape, dtype in arrays)

@@ -1,13 +1,12 @@
-"""Flax linen modules: drop-in LayerNorm, RMSNorm and attention function that save their outputs."""
+"""Flax linen modules: drop-in norms and an attention function that save their outputs."""
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 # First, because it says what to do where Flax is missing.
 from jaxnorm.models import conversion, flax_modules
@@ -17,13 +16,20 @@ from flax import linen as nn
 from flax.linen import dtypes
 
 from jaxnorm.models.linen_attention import dot_product_attention
+from jaxnorm.models.linen_calls import called, normalised, why_flax
 from jaxnorm.models.linen_conversion import Seen, Stored
 from jaxnorm.operations.checks import DTypeLike
-from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.linear_spec import Activation
-from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
+from jaxnorm_kernels.specs import Name, NormActivation, Save
 
-__all__ = ["LayerNorm", "RMSNorm", "RMSNormDense", "converted", "dot_product_attention"]
+__all__ = [
+    "GroupNorm",
+    "LayerNorm",
+    "RMSNorm",
+    "RMSNormDense",
+    "converted",
+    "dot_product_attention",
+]
 
 dot_product_attention.__module__ = __name__  # where users find it
 
@@ -64,7 +70,7 @@ class LayerNorm(nn.LayerNorm):
         With a residual: h = x + residual, in one pass with the addition, and returns (y, h), as
         :func:`jaxnorm.add_layer_norm` does.
         """
-        return _called(self, super().__call__, x, mask, residual)
+        return called(self, super().__call__, x, mask, residual)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -100,7 +106,41 @@ class RMSNorm(nn.RMSNorm):
         With a residual: h = x + residual, in one pass with the addition, and returns (y, h), as
         :func:`jaxnorm.add_rms_norm` does.
         """
-        return _called(self, super().__call__, x, mask, residual)
+        return called(self, super().__call__, x, mask, residual)
+
+
+class GroupNorm(nn.GroupNorm):
+    """:class:`flax.linen.GroupNorm` that keeps its output, not its input, for the backward pass.
+
+    What :class:`jaxnorm.linen.LayerNorm` says of fields, parameters and Flax's own path holds here;
+    channels are the last axis.
+
+    Attributes:
+      save: ``"output"`` or ``"input"``; see :func:`jaxnorm.layer_norm`.
+      implementation: see :func:`jaxnorm.layer_norm`.
+      scale_offset: added to the parameter ``scale``; 0.0 by default.
+      activation: ``"silu"``, ``"gelu"`` or ``"relu"``, of the norm, in the same pass; it then keeps
+        its input. None for none.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.linen
+      >>> norm, images = jaxnorm.linen.GroupNorm(activation="silu"), jnp.ones((2, 16, 16, 64))
+      >>> y, variables = norm.init_with_output(jax.random.key(0), images)
+      >>> y.shape, variables["params"]["scale"].shape
+      ((2, 16, 16, 64), (64,))
+    """
+
+    save: Save = "output"
+    implementation: Name | None = None
+    scale_offset: float = 0.0
+    activation: NormActivation | None = None
+
+    @nn.compact
+    def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
+        """Normalises x, as :meth:`flax.linen.GroupNorm.__call__` does, and activates it."""
+        return called(self, super().__call__, x, mask, None)
 
 
 class RMSNormDense(nn.Module):
@@ -180,7 +220,7 @@ class _Parameters(nn.Module):
 def converted(
     *, save: Save = "output", implementation: Name | None = None, params: Any = None
 ) -> Iterator[None]:
-    """Inside it, :class:`flax.linen.LayerNorm` and ``RMSNorm`` run jaxnorm's code.
+    """Inside it, :class:`flax.linen.LayerNorm`, ``RMSNorm`` and ``GroupNorm`` run jaxnorm's code.
 
     For models that exist, and whose source is not to be changed: parameters have the same names,
     shapes, dtypes and initial values, so checkpoints of either load into the other. ::
@@ -264,7 +304,7 @@ def converted(
             return call(*arguments, **options)
         seen.modules.add(f"{type(norm).__module__}.{type(norm).__qualname__}")
         seen.has_norms |= isinstance(norm, _FLAX)
-        is_flax_s = isinstance(norm, _FLAX) and not isinstance(norm, (LayerNorm, RMSNorm))
+        is_flax_s = isinstance(norm, _FLAX) and not isinstance(norm, _OURS)
         if not (is_flax_s and context.method_name == "__call__"):
             return call(*arguments, **options)
         x = arguments[0] if arguments else options["x"]
@@ -274,8 +314,8 @@ def converted(
         if why:
             return call(*arguments, **options)
         if save == "input":
-            return _normalised(norm, added, x)
-        return _normalised(norm, added, x, judged=functools.partial(seen.judged, stored, path))
+            return normalised(norm, added, x)
+        return normalised(norm, added, x, judged=functools.partial(seen.judged, stored, path))
 
     with _innermost(settings), nn.intercept_methods(call):
         yield
@@ -284,73 +324,8 @@ def converted(
 
 # The settings of the innermost `converted`. They are a part of what jax.jit looks up its traces by.
 _innermost = jax.make_user_context()
-_FLAX = (nn.LayerNorm, nn.RMSNorm)
-
-
-def _called(
-    norm: Any, flax_norm: Callable[..., Any], x: Any, mask: jax.Array | None, residual: Any
-) -> Any:
-    """A call of one of jaxnorm's modules; `flax_norm` is that of its base."""
-    if _why_flax(norm, x if residual is None else residual, mask):
-        flax_modules.no_offset(norm)
-        return flax_modules.composed(functools.partial(flax_norm, mask=mask), x, residual)
-    return _normalised(norm, flax_modules.added(norm), x, residual)
-
-
-def _normalised(
-    norm: Any,
-    added: flax_modules.Added,
-    x: Any,
-    residual: Any = None,
-    judged: Callable[[Mapping[str, Any], np.dtype], Save] | None = None,
-) -> Any:
-    """y or, with a residual, (y, h), by a module's fields; its parameters are made in its scope.
-
-    `judged` says by these, and by the output's dtype, what is saved.
-    """
-    normalised = x if residual is None else residual
-    has_mean = isinstance(norm, nn.LayerNorm)
-    axes = _axes(norm, normalised)
-    assert axes is not None
-    shape = [normalised.shape[a] for a in axes]
-    parameters = {
-        name: norm.param(name, init, shape, norm.param_dtype)
-        for name, is_used, init in (
-            ("scale", norm.use_scale, norm.scale_init),
-            *([("bias", norm.use_bias, norm.bias_init)] if has_mean else []),
-        )
-        if is_used
-    }
-    options = flax_modules.options(dtypes, norm, added, axes, normalised, *parameters.values())
-    if judged is not None:
-        options["save"] = judged(parameters, options["dtype"])
-    if residual is None:
-        return (layer_norm if has_mean else rms_norm)(x, **parameters, **options)
-    return (add_layer_norm if has_mean else add_rms_norm)(x, residual, **parameters, **options)
-
-
-def _axes(norm: Any, x: Any) -> tuple[int, ...] | None:
-    return flax_modules.shared_axes(
-        type(norm).__name__, norm.reduction_axes, norm.feature_axes, x.shape
-    )
-
-
-def _why_flax(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
-    """Why a call is left to Flax's own code; None where it is not."""
-    dtypes_seen = [jnp.result_type(x), jnp.dtype(norm.param_dtype)]
-    if norm.dtype is not None:
-        dtypes_seen.append(jnp.dtype(norm.dtype))
-    names = [seen.name for seen in dtypes_seen]
-    reasons = (
-        ("a mask", mask is not None),
-        (f"axis_name={norm.axis_name!r}", norm.axis_name is not None),
-        ("force_float32_reductions=False", not norm.force_float32_reductions),
-        (f"dtypes {', '.join(names)}", not set(names) <= set(FLOAT_DTYPES)),
-    )
-    why = next((why for why, applies in reasons if applies), None)
-    if why is None and _axes(norm, x) is None:
-        return f"feature_axes={norm.feature_axes} are not reduction_axes={norm.reduction_axes}"
-    return why
+_FLAX = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+_OURS = (LayerNorm, RMSNorm, GroupNorm)
 
 
 def _why_left(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
@@ -358,4 +333,4 @@ def _why_left(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
     for flax_class in _FLAX:
         if isinstance(norm, flax_class) and type(norm) is not flax_class:
             return conversion.subclass(norm, flax_class, "Flax")
-    return _why_flax(norm, x, mask)
+    return why_flax(norm, x, mask)

@@ -1,4 +1,4 @@
-"""Flax nnx modules: drop-in LayerNorm, RMSNorm and attention function that save their outputs."""
+"""Flax nnx modules: drop-in norms and an attention function that save their outputs."""
 
 import functools
 import math
@@ -18,14 +18,22 @@ from flax.nnx.nn import dtypes
 
 from jaxnorm.models import nnx_conversion
 from jaxnorm.models.nnx_attention import dot_product_attention
+from jaxnorm.models.nnx_group_norm import GroupNorm, value
 from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxnorm_kernels.linear_spec import Activation
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
 
-__all__ = ["LayerNorm", "RMSNorm", "RMSNormDense", "convert", "dot_product_attention"]
+__all__ = [
+    "GroupNorm",
+    "LayerNorm",
+    "RMSNorm",
+    "RMSNormDense",
+    "convert",
+    "dot_product_attention",
+]
 
-dot_product_attention.__module__ = __name__  # where users find it
+GroupNorm.__module__ = dot_product_attention.__module__ = __name__  # where users find them
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -110,7 +118,7 @@ class LayerNorm(nnx.LayerNorm):
         """
         normalised = x if residual is None else residual
         promoted, scale, bias = self.promote_dtype(
-            (normalised, _value(self.scale), _value(self.bias)), dtype=self.dtype
+            (normalised, value(self.scale), value(self.bias)), dtype=self.dtype
         )
         axes = _covered_axes(self, promoted, scale, bias, mask)
         if axes is None:
@@ -199,7 +207,7 @@ class RMSNorm(nnx.RMSNorm):
         :func:`jaxnorm.add_rms_norm` does.
         """
         normalised = x if residual is None else residual
-        promoted, scale = self.promote_dtype((normalised, _value(self.scale)), dtype=self.dtype)
+        promoted, scale = self.promote_dtype((normalised, value(self.scale)), dtype=self.dtype)
         axes = _covered_axes(self, promoted, scale, None, mask)
         if axes is None:
             flax_modules.no_offset(self)
@@ -293,9 +301,9 @@ class RMSNormDense(nnx.Module):
     def __call__(self, x: Any, *, residual: Any = None) -> Any:
         """The result, or (y, h) with a residual, as :func:`jaxnorm.rms_norm_linear` gives them."""
         stored = {
-            "scale": _value(self.norm.scale),
-            "kernel": _value(self.dense.kernel),
-            "bias": _value(self.dense.bias),
+            "scale": value(self.norm.scale),
+            "kernel": value(self.dense.kernel),
+            "bias": value(self.dense.bias),
         }
         parameters = {name: a for name, a in stored.items() if a is not None}
         return flax_modules.norm_and_dense(
@@ -306,9 +314,9 @@ class RMSNormDense(nnx.Module):
 def convert[Model](
     model: Model, *, save: Save = "output", implementation: Name | None = None
 ) -> Model:
-    """Makes every :class:`flax.nnx.LayerNorm` and ``RMSNorm`` in a model jaxnorm's, in place.
+    """Makes each :class:`flax.nnx.LayerNorm`, ``RMSNorm`` and ``GroupNorm`` in a model jaxnorm's.
 
-    A norm stays the object that it is, with the very same ``nnx.Param`` objects, and gets
+    In place: a norm stays the object that it is, with the very same ``nnx.Param`` objects, and gets
     jaxnorm's class: what shares it goes on sharing it, optimisers that hold the parameters go on
     holding them, and the paths, shapes and dtypes of the state are as before, so checkpoints of
     either load into the other. An ``nnx.Optimizer`` may be made before or after. Graph definitions
@@ -356,12 +364,13 @@ def convert[Model](
       'jaxnorm.nnx'
     """
     added = flax_modules.given_to("convert", save, implementation)
-    nnx_conversion.convert(model, {nnx.LayerNorm: LayerNorm, nnx.RMSNorm: RMSNorm}, added)
+    classes: dict[type, type] = {
+        nnx.LayerNorm: LayerNorm,
+        nnx.RMSNorm: RMSNorm,
+        nnx.GroupNorm: GroupNorm,
+    }
+    nnx_conversion.convert(model, classes, added)
     return model
-
-
-def _value(param: Any) -> jax.Array | None:
-    return None if param is None else param[...]
 
 
 def _covered_axes(

@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from reference import SAFETY, Norm, arithmetic, assert_within, exact, rounding
+from reference import SAFETY, Norm, activated, arithmetic, assert_within, exact, rounding
 
 from benchmarks import contract
 from jaxnorm_kernels import xla
@@ -22,35 +22,6 @@ def plain(x, gate, scale=None, *, norm_before_gate=True, activation="silu", epsi
     n = t / jnp.sqrt((t**2).mean(-1, keepdims=True) + epsilon)
     n = n if scale is None else n * scale
     return n * a if norm_before_gate else n
-
-
-def activated(name, g, u):
-    """The activation of g and its derivative, and what arithmetic of roundoff u errs of both by.
-
-    s = 1 / (1 + exp(-z)), whose exponent is a product that is rounded: exp errs by a few u, and by
-    u for each unit of its exponent, of which s has a share of 1 - s. What is below the smallest
-    normal number may be 0. gelu by a tanh loses what is left of 1 + tanh, u of 1.
-    """
-    few, tiny = 8 * u, 2.0**-126 if u > 2.0**-50 else 2.0**-1022
-    if name in ("relu", "leaky_relu"):
-        least = 0.01 * (name == "leaky_relu")
-        slope = np.where((g > 0) if name == "relu" else (g >= 0), 1.0, least)
-        return g * slope, slope, few * np.abs(g * slope), few * slope
-    z, dz = g, np.ones_like(g)
-    lost = 0.0
-    if name == "gelu":
-        c = math.sqrt(8 / math.pi)
-        z, dz, lost = c * (g + 0.044715 * g**3), c * (1 + 3 * 0.044715 * g**2), few
-    with np.errstate(over="ignore"):
-        s, other = 1 / (1 + np.exp(-z)), 1 / (1 + np.exp(z))
-    s_error = s * (other * few * (np.abs(z) + 1) + few) + tiny + lost
-    if name == "sigmoid":
-        return s, s * other, s_error, s_error * other + s * (s_error + u) + few * s * other
-    a, a_error = g * s, np.abs(g) * s_error + few * np.abs(g * s)
-    product = np.abs(a) * other * dz
-    error = s_error + dz * (a_error * other + np.abs(a) * (s_error + u)) + few * (s + product)
-    # Of a tanh, 1 - tanh^2 errs by u of 1, too.
-    return a, s + a * other * dz, a_error, error + lost * np.abs(g) * dz
 
 
 @dataclasses.dataclass
@@ -154,7 +125,8 @@ def reference_of(x, gate, scale, d, *, y_dtype, scale_offset=0.0, epsilon=1e-6, 
 def make_spec(direction, rows, cols, mix, **given):
     """`mix`: dtypes of x, of the gate and of y."""
     x, gate, y = mix
-    options = {"scale_dtype": np.dtype("float32"), "norm_before_gate": True, **given}
+    options = {"scale_dtype": np.dtype("float32"), "norm_before_gate": True, "activation": "silu"}
+    options |= given
     return Spec(
         "norm_gated",
         direction,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,12 +41,16 @@ class Linear:
     logit_softcap: float | None = None
     dtype: str | None = None
 
+    of_rows: ClassVar = CrossEntropy
+    # Rounded as it is kept, and once more when it is multiplied by the loss's cotangent.
+    roundings: ClassVar = 2
+
     def __post_init__(self):
         self.dtypes = [a.dtype.name for a in (self.x, self.weight, self.bias)]
         promoted = jnp.promote_types(self.x.dtype, self.weight.dtype)
         dtype = jnp.dtype(self.dtype or promoted)
         factors = min(promoted, dtype, key=lambda dtype: dtype.itemsize)
-        self.u, self.v = arithmetic(dtype.name), unit_roundoff(dtype.name)
+        self.u, self.v = arithmetic(dtype.name), self.logits_roundoff(dtype.name)
         # dlogits are a factor, too.
         self.factor_v = max(self.v, unit_roundoff(factors.name))
         self.x, self.weight = (exact(a.astype(factors)) for a in (self.x, self.weight))
@@ -55,7 +60,7 @@ class Linear:
             self.x = np.where(self.positions[..., None], self.x, 0)
         product = self.x @ self.weight
         logits = product + self.bias
-        self.rows = CrossEntropy(
+        self.rows = self.of_rows(
             logits,
             self.labels,
             positions=self.positions,
@@ -71,6 +76,10 @@ class Linear:
         # Of a row; to be roundings of first order, it has to be small.
         self.error = 1.1 * error.max(-1)
 
+    @staticmethod
+    def logits_roundoff(dtype):
+        return unit_roundoff(dtype)
+
     @property
     def losses(self):
         return self.rows.loss
@@ -79,19 +88,11 @@ class Linear:
         slope = 2 * self.logits_scale * (1 + 2 * self.z_loss * (np.abs(self.rows.lse) + self.error))
         return self.rows.loss_bound() + slope * self.error
 
-    def gradients(self, d):
+    def gradients(self, *d):
         """Of x, weight and bias, for each with its bound; `d` belongs to rows."""
-        dlogits = self.rows.gradient(d)
-        error = self.rows.gradient_bound(d) + self.factor_v * np.abs(dlogits)
-        p, lse = self.rows.p, np.abs(self.rows.lse[..., None])
-        scale, wrong = self.logits_scale, self.logits_scale * self.error
-        moved = np.expm1(2 * wrong)[..., None] * (1 + 2 * self.z_loss * lse)
-        moved = p * (moved + 2 * self.z_loss * wrong[..., None])
-        if self.logit_softcap is not None:
-            # (1 - tanh^2)' is below 0.77, of what is divided by the cap; p and targets add up to 2.
-            turned = 2 * (1 + 2 * self.z_loss * lse) * wrong[..., None] / self.logit_softcap
-            moved = moved + turned * (p + self.rows.targets)
-        error = error + scale * np.abs(exact(d))[..., None] * moved
+        dlogits = self.rows.gradient(*d)
+        error = self.rows.gradient_bound(*d) + self.factor_v * np.abs(dlogits)
+        error = error + self.logits_scale * self.moved(*d)
         flat = [a.reshape(-1, a.shape[-1]) for a in (self.x, dlogits, error)]
         x, g, e = flat
         size = np.abs(g)
@@ -102,6 +103,21 @@ class Linear:
         )
         for (value, bound, terms), dtype in zip(results, self.dtypes):
             sums = SAFETY * self.u * (math.sqrt(max(g.shape)) + 4) * terms
-            # Rounded as it is kept, and once more when it is multiplied by the loss's cotangent.
-            stored = 2 * rounding(value, dtype)
+            stored = self.roundings * rounding(value, dtype)
             yield value, (bound + sums).reshape(value.shape) + stored
+
+    def moved(self, d):
+        """By how much the gradients of rows differ at logits that are wrong."""
+        p, lse = self.rows.p, np.abs(self.rows.lse[..., None])
+        wrong = self.wrong
+        moved = np.expm1(2 * wrong) * (1 + 2 * self.z_loss * lse)
+        moved = p * (moved + 2 * self.z_loss * wrong)
+        if self.logit_softcap is not None:
+            # (1 - tanh^2)' is below 0.77, of what is divided by the cap; p and targets add up to 2.
+            turned = 2 * (1 + 2 * self.z_loss * lse) * wrong / self.logit_softcap
+            moved = moved + turned * (p + self.rows.targets)
+        return np.abs(exact(d))[..., None] * moved
+
+    @property
+    def wrong(self):
+        return self.logits_scale * self.error[..., None]

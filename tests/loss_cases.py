@@ -79,9 +79,9 @@ class CrossEntropy:
         self.loss = np.where(self.has_entry, np.where(self.is_class, loss, np.nan), 0)
         self.p = np.where(self.has_entry[..., None], np.exp(logits - self.lse[..., None]), 0)
 
-    def gradient(self, d):
-        """Of sum(d loss), by the array of which x is made."""
-        return np.where(self.has_entry[..., None], self._of_x(d) * self.slope, 0)
+    def gradient(self, *d):
+        """Of sum(d loss), by the array of which x is made; one d for each result."""
+        return np.where(self.has_entry[..., None], self._of_x(*d) * self.slope, 0)
 
     def _of_x(self, d):
         slope = self.p * (1 + 2 * self.z_loss * self.lse[..., None]) - self.targets
@@ -118,15 +118,9 @@ class CrossEntropy:
         error = error + 2 * (1 + 2 * b * np.abs(self.lse)) * self.x_error
         return error + few * np.abs(self.loss) + 1e-37
 
-    def gradient_bound(self, d):
-        dx, of_x = (np.nan_to_num(g, nan=0) for g in (self.gradient(d), self._of_x(d)))
-        d, few, b = np.abs(exact(d))[..., None], SAFETY * self.u, self.z_loss
-        lse, error = np.abs(self.lse[..., None]), self._log_s_error[..., None]
-        x = np.where(self.has_entry[..., None] & (self.p > 0), self.x, self.m[..., None])
-        depth = np.abs(x - self.m[..., None]) + 2
-        p = self.p * np.expm1(error + 2 * self.x_error + few * depth)
-        slope = p * (1 + 2 * b * lse) + 2 * b * self.p * (error + few * lse)
-        bound = d * (slope + few * (self.p + self.targets))
+    def gradient_bound(self, *d):
+        dx, of_x = (np.nan_to_num(g, nan=0) for g in (self.gradient(*d), self._of_x(*d)))
+        bound, few = self._of_x_bound(*d), SAFETY * self.u
         if self.logit_softcap is not None:
             # Of 1 - t^2, where t is wrong by x_error over the cap.
             wrong = self.logits_scale * (2 * self.x_error / self.logit_softcap + few)
@@ -134,3 +128,21 @@ class CrossEntropy:
         elif self.logits_scale != 1:
             bound = bound * self.slope + few * np.abs(dx)
         return bound + rounding(dx, self.dtype)
+
+    @functools.cached_property
+    def _depth(self):
+        """Of each class that is not left out, its logit below the maximum."""
+        x = np.where(self.has_entry[..., None] & (self.p > 0), self.x, self.m[..., None])
+        return np.abs(x - self.m[..., None])
+
+    @functools.cached_property
+    def _p_error(self):
+        error = self._log_s_error[..., None] + 2 * self.x_error
+        # Below the least normal number an exponential may be 0.
+        return self.p * np.expm1(error + SAFETY * self.u * (self._depth + 2)) + 2.0**-126
+
+    def _of_x_bound(self, d):
+        d, few, b = np.abs(exact(d))[..., None], SAFETY * self.u, self.z_loss
+        lse, error = np.abs(self.lse[..., None]), self._log_s_error[..., None]
+        slope = self._p_error * (1 + 2 * b * lse) + 2 * b * self.p * (error + few * lse)
+        return d * (slope + few * (self.p + self.targets))

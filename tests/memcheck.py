@@ -57,7 +57,15 @@ def strided_or_rows(name: str, dtype: str, implementation: str) -> Iterator[tupl
             jax.ShapeDtypeStruct(shape[1:2], "float32"),
         )
         call = functools.partial(getattr(jaxnorm, name), **axis, implementation=implementation)
-        yield call, [row if kind == "array" else column for kind in kinds if kind in taken]
+        types = [row if kind == "array" else column for kind in kinds if kind in taken]
+        yield call, types
+        if function.gated is not None:
+            yield functools.partial(with_gate, call), [*types, column]
+
+
+def with_gate(call: Any, *operands: Any) -> Any:
+    *others, gate = operands
+    return call(*others, gate=gate)
 
 
 def rotations(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:

@@ -118,6 +118,51 @@ def log_softmax_gradient_bound(
 # --- norms ---------------------------------------------------------------------------------------
 
 
+def activated(
+    name: str, g: np.ndarray, u: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The activation of g and its derivative, and what arithmetic of roundoff u errs of both by.
+
+    s = 1 / (1 + exp(-z)), whose exponent is a product that is rounded: exp errs by a few u, and by
+    u for each unit of its exponent, of which s has a share of 1 - s. What is below the smallest
+    normal number may be 0. gelu by a tanh loses what is left of 1 + tanh, u of 1.
+    """
+    few, tiny = 8 * u, 2.0**-126 if u > 2.0**-50 else 2.0**-1022
+    if name in ("relu", "leaky_relu"):
+        least = 0.01 * (name == "leaky_relu")
+        slope = np.where((g > 0) if name == "relu" else (g >= 0), 1.0, least)
+        return g * slope, slope, few * np.abs(g * slope), few * slope
+    z, dz = g, np.ones_like(g)
+    lost = 0.0
+    if name == "gelu":
+        c = math.sqrt(8 / math.pi)
+        z, dz, lost = c * (g + 0.044715 * g**3), c * (1 + 3 * 0.044715 * g**2), few
+    with np.errstate(over="ignore"):
+        s, other = 1 / (1 + np.exp(-z)), 1 / (1 + np.exp(z))
+    s_error = s * (other * few * (np.abs(z) + 1) + few) + tiny + lost
+    if name == "sigmoid":
+        return s, s * other, s_error, s_error * other + s * (s_error + u) + few * s * other
+    a, a_error = g * s, np.abs(g) * s_error + few * np.abs(g * s)
+    product = np.abs(a) * other * dz
+    error = s_error + dz * (a_error * other + np.abs(a) * (s_error + u)) + few * (s + product)
+    # Of a tanh, 1 - tanh^2 errs by u of 1, too.
+    return a, s + a * other * dz, a_error, error + lost * np.abs(g) * dz
+
+
+def after_norm(
+    name: str | None, n: np.ndarray, error: np.ndarray, u: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """`activated` of a norm that has an error: of silu and gelu a slope changes by less than that.
+
+    Of relu it changes where n may be on the other side of 0. None for no activation.
+    """
+    if name is None:
+        return n, np.ones_like(n), error, np.zeros_like(n)
+    y, slope, y_error, slope_error = activated(name, n, u)
+    turned = (np.abs(n) <= error) * 1.0 if name == "relu" else error
+    return y, slope, y_error + (np.abs(slope) + turned) * error, slope_error + turned
+
+
 @dataclasses.dataclass
 class Norm:
     """A norm of rows (M, N), its gradients, and the bounds of both, from exact float64 inputs."""
@@ -131,6 +176,8 @@ class Norm:
     saved: str
     x_dtype: str
     y_dtype: str
+    #: After the norm, which then starts from the input.
+    activation: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self.u = arithmetic(self.x_dtype, self.y_dtype)
@@ -139,13 +186,16 @@ class Norm:
         centred = self.x - self.mean
         self.r = 1 / np.sqrt(np.mean(centred**2, -1, keepdims=True) + self.epsilon)
         self.xh = centred * self.r
-        self.y = self.xh * self.gain + self.bias
-        dg = self.d * self.gain
+        self.normal = self.xh * self.gain + self.bias
+        exactly = np.zeros_like(self.normal)
+        self.y, slope, *_ = after_norm(self.activation, self.normal, exactly, self.u)
+        self.dn = self.d * slope  # cotangent of the norm
+        dg = self.dn * self.gain
         self.c1 = dg.mean(-1, keepdims=True) if self.subtract_mean else 0.0
         self.c2 = np.mean(dg * self.xh, -1, keepdims=True)
         self.dx = self.r * (dg - self.c1 - self.xh * self.c2)
-        self.dscale = np.sum(self.d * self.xh, 0)
-        self.dbias = np.sum(self.d, 0)
+        self.dscale = np.sum(self.dn * self.xh, 0)
+        self.dbias = np.sum(self.dn, 0)
 
     @property
     def _walk(self) -> float:
@@ -159,17 +209,24 @@ class Norm:
         variance_error = self._walk + (mean_error * self.r) ** 2
         return mean_error * self.r + np.abs(self.xh) * variance_error
 
-    def y_bound(self) -> np.ndarray:
+    def _normal_error(self) -> np.ndarray:
+        """Of the norm before it is stored, and before an activation."""
         v = unit_roundoff(self.y_dtype)
         bias_rounding = v * np.abs(self.bias) + tiny(self.y_dtype) * (self.bias != 0)
         floor = 2.0**-60  # what a floored gain may add
         return (
             self._xh_error() * (np.abs(self.gain) + floor)
             + floor * np.abs(self.xh)
-            + 4 * self.u * (np.abs(self.y) + np.abs(self.bias))
+            + 4 * self.u * (np.abs(self.normal) + np.abs(self.bias))
             + (bias_rounding if self.saved == "output" else 0)
-            + rounding(self.y, self.y_dtype)
         )
+
+    def _after_norm(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        return after_norm(self.activation, self.normal, self._normal_error(), self.u)
+
+    def y_bound(self) -> np.ndarray:
+        _, _, error, _ = self._after_norm()
+        return error + rounding(self.y, self.y_dtype)
 
     def _recovered_error(self) -> np.ndarray:
         """Of x_hat as the backward has it: recomputed from x, or recovered from the stored y."""
@@ -191,9 +248,9 @@ class Norm:
 
     def gradient_bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         error = self._recovered_error()
-        dg = np.abs(self.d * self.gain)
+        dg = np.abs(self.dn * self.gain)
         z_error = self._product_error()
-        weights = np.abs(self.d) * np.maximum(np.abs(self.gain), 2.0**-60)
+        weights = np.abs(self.dn) * np.maximum(np.abs(self.gain), 2.0**-60)
         c2_error = np.mean(weights * z_error, -1, keepdims=True) + self._walk * np.mean(
             dg * np.abs(self.xh), -1, keepdims=True
         )
@@ -209,12 +266,21 @@ class Norm:
             )
             + np.abs(self.dx) * self._walk
             + rounding(self.dx, self.x_dtype)
-            + 2.0**-60 * self.r * np.abs(self.d)
+            + 2.0**-60 * self.r * np.abs(self.dn)
         )
+        # Of the cotangent behind an activation, of which the gradients are linear.
+        _, _, _, slope_error = self._after_norm()
+        d_error = np.abs(self.d) * slope_error + self.u * np.abs(self.dn)
+        d_error = d_error * (self.activation is not None)
+        of_g = np.abs(self.gain) * d_error
+        c2_error = np.mean(of_g * (np.abs(self.xh) + error), -1, keepdims=True)
+        c1_error = np.mean(of_g, -1, keepdims=True) * self.subtract_mean
+        dx = dx + self.r * (of_g + c1_error + (np.abs(self.xh) + error) * c2_error)
         m = self.x.shape[0]
         walk = SAFETY * self.u * (math.sqrt(m) + 2)
-        dscale = np.sum(np.abs(self.d) * error, 0) + walk * np.sum(np.abs(self.d * self.xh), 0)
-        dbias = walk * np.sum(np.abs(self.d), 0)
+        dscale = np.sum(np.abs(self.dn) * error, 0) + walk * np.sum(np.abs(self.dn * self.xh), 0)
+        dscale = dscale + np.sum(d_error * (np.abs(self.xh) + error), 0)
+        dbias = walk * np.sum(np.abs(self.dn), 0) + np.sum(d_error, 0)
         return dx, dscale, dbias
 
 

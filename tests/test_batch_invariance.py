@@ -11,15 +11,22 @@ ROWS = 70
 KEPT = [0, 33, ROWS - 1]  # among others; the last rows of an array may be a tile's rest
 
 
-def norm(function):
+def norm(function, **options):
     """y, and h where there is one, of a norm whose parameters are not those of the data."""
 
     def call(x, implementation):
         scale = jnp.linspace(-1, 2, x.shape[1], dtype=jnp.float32)
         operands = (x,) if function in (jaxnorm.rms_norm, jaxnorm.layer_norm) else (x, x[:, ::-1])
-        return function(*operands, scale, implementation=implementation)
+        return function(*operands, scale, implementation=implementation, **options)
 
     return call
+
+
+def gated(function):
+    """The same with a gate of the sum."""
+    return lambda x, implementation: norm(
+        lambda *operands, **options: function(*operands, gate=operands[2] / 2, **options)
+    )(x, implementation)
 
 
 def rotated_heads(x, implementation):
@@ -49,8 +56,10 @@ def cross_entropy(x, implementation):
 CALLS = {
     "rms_norm": norm(jaxnorm.rms_norm),
     "layer_norm": norm(jaxnorm.layer_norm),
+    "layer_norm silu": norm(jaxnorm.layer_norm, activation="silu"),
     "add_rms_norm": norm(jaxnorm.add_rms_norm),
     "add_layer_norm": norm(jaxnorm.add_layer_norm),
+    "add_layer_norm with a gate": gated(jaxnorm.add_layer_norm),
     "rms_norm_add": norm(jaxnorm.rms_norm_add),
     "rms_norm_add_rms_norm": norm(jaxnorm.rms_norm_add_rms_norm),
     "rms_norm_rope": rotated_heads,

@@ -61,6 +61,10 @@ def test_bytes(direction, dtypes, arrays):
         ("post_norm", "bfloat16", 3 * 2, 3 * 2),
         # x, residual, y, h; x, y, dy, dh and two gradients.
         ("sandwich", "float32", 4 * 4, 6 * 4),
+        # x, y; x, dy, dx.
+        ("group_norm_silu", "bfloat16", 2 * 2, 3 * 2),
+        # x, residual, y, h; x, y, dy, dh and two gradients.
+        ("gated_add_layer_norm", "bfloat16", 4 * 2, 6 * 2),
         # x, the gate, y; both, dy and two gradients.
         ("gated_rms_norm", "bfloat16", 3 * 2, 5 * 2),
     ],
@@ -133,6 +137,7 @@ def test_a_selection_is_a_part():
     by_samples = SUITES["blocks"].cells(Selection(providers=("jnp",), shapes=((2, 4, 32),)))
     assert {(c.op, c.shape) for c in by_samples} == {
         ("ada_layer_norm", "2x4x32"),
+        ("gated_add_layer_norm", "2x4x32"),
         ("column_softmax", "2x4x32"),
     }
     assert not list(KERNELS.cells(Selection(shapes=((2, 4, 32),))))

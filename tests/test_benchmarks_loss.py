@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import calls, jax_side, providers, report_tables, results, run
+from benchmarks import calls, jax_side, report_tables, results, run
 from benchmarks.losses import LossWorkload
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Machine, Table
@@ -18,7 +19,18 @@ pytestmark = pytest.mark.usefixtures("quick_to_compile")
 LOSS = SUITES["loss"]
 POSITIONS = LossCell("cross_entropy", "fwd+bwd", "6x40", "float32", "jaxnorm")
 MEAN = LossCell("linear_cross_entropy", "fwd+bwd", "6x8x40", "bfloat16", "jaxnorm")
-CELLS = [POSITIONS, MEAN, *(dataclasses.replace(c, op=f"capped_{c.op}") for c in (POSITIONS, MEAN))]
+CELLS = [
+    POSITIONS,
+    MEAN,
+    *(dataclasses.replace(c, op=f"capped_{c.op}") for c in (POSITIONS, MEAN)),
+    dataclasses.replace(POSITIONS, op="log_prob_and_entropy"),
+    dataclasses.replace(MEAN, op="linear_log_prob_and_entropy"),
+]
+
+
+def of(cell, provider):
+    """The cell of another provider."""
+    return dataclasses.replace(cell, provider=provider)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
@@ -28,6 +40,18 @@ def test_bytes(dtype, size):
     assert LossWorkload("cross_entropy", "fwd", "10x30", dtype).bytes == forward
     both = LossWorkload("cross_entropy", "fwd+bwd", "10x30", dtype).bytes
     assert both == 2 * forward + 10 * 30 * size
+    # A second result of each position, and its cotangent.
+    two = LossWorkload("log_prob_and_entropy", "fwd+bwd", "10x30", dtype)
+    assert two.bytes == both + 2 * 10 * 4
+    assert two.cotangents == two.results == (((10,), "float32"),) * 2
+
+
+def test_flops():
+    """Of three products, or of four where nothing keeps the logits."""
+    for op, products in [("linear_cross_entropy", 3), ("linear_log_prob_and_entropy", 4)]:
+        workload = LossWorkload(op, "fwd+bwd", "2x3x5", "bfloat16")
+        assert workload.flops == products * 2 * 2 * 3 * 5
+        assert dataclasses.replace(workload, direction="fwd").flops == 2 * 2 * 3 * 5
 
 
 def test_what_is_asked():
@@ -47,12 +71,22 @@ def test_what_is_asked():
         *("jaxnorm", "mosaic", "triton", "xla", "jnp", "optax", "products"),
         *("tokamax", "liger", "torch.compile"),
     }
+    log_probs = [c for c in cells if c.op == "log_prob_and_entropy"]
+    assert len({c.workload for c in log_probs}) == 2 * 2 * 2
+    assert {c.provider for c in log_probs} == {
+        *("jaxnorm", "mosaic", "triton", "xla", "jnp", "torch.compile")
+    }
+    linear = [c for c in cells if c.op == "linear_log_prob_and_entropy"]
+    assert len({c.workload for c in linear}) == 1
+    assert {c.provider for c in linear} == {*(c.provider for c in log_probs), "products"}
     few = LOSS.cells(Selection(providers=("jnp",), shapes=((4, 32), (4, 8, 32)), quick=True))
     assert {(c.op, c.shape) for c in few} == {
         ("cross_entropy", "4x32"),
         ("capped_cross_entropy", "4x32"),
         ("linear_cross_entropy", "4x8x32"),
         ("capped_linear_cross_entropy", "4x8x32"),
+        ("log_prob_and_entropy", "4x32"),
+        ("linear_log_prob_and_entropy", "4x8x32"),
     }
     assert {c.shape for c in LOSS.cells(Selection(providers=("jnp",), quick=True))} == {
         "8192x32768",
@@ -82,32 +116,34 @@ def program(cell):
     return jax_side.compile_cell(cell)
 
 
-@pytest.mark.parametrize("name", ["jaxnorm", "optax"])
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [(n, c) for c in CELLS for n in ("jaxnorm", "optax") if PROVIDERS[n].offers(c)],
+)
 def test_the_providers_compute_the_loss(name, cell):
     """The loss and the gradients of the plain formula, in its dtypes."""
     inputs = jax_side.random_arrays(0, *jax_side.arguments_of(cell))
     expected, actual = (
         jax.tree.leaves(each.call(*each.operands(*inputs)))
-        for each in (
-            program(LossCell(**vars(cell.workload), provider=provider))
-            for provider in ("jnp", name)
-        )
+        for each in (program(of(cell, provider)) for provider in ("jnp", name))
     )
-    assert len(actual) == 1 + len(cell.gradients)
-    assert [a.dtype for a in actual] == ["float32", *[cell.dtype] * len(cell.gradients)]
+    results, gradients = len(cell.results), len(cell.gradients)
+    assert [a.dtype for a in actual] == ["float32"] * results + [cell.dtype] * gradients
     rtol, atol = (1e-5, 1e-6) if cell.dtype == "float32" else (2**-5, 2**-9)
+    if not cell.loss.mean:  # whose cotangent of each of 6 positions is a sixth
+        atol *= 6
     for a, e in zip(actual, expected):
         np.testing.assert_allclose(a.astype("float32"), e.astype("float32"), rtol=rtol, atol=atol)
 
 
-def test_the_products_are_those_of_the_loss():
-    rows, *_ = jax_side.random_arrays(0, *jax_side.arguments_of(MEAN))
-    products = providers.function("products", MEAN.op, MEAN.y_dtype)
-    _, (dx, dweight) = jax.value_and_grad(products, (0, 1))(*rows)
-    assert [(a.shape, a.dtype) for a in (dx, dweight)] == [(a.shape, a.dtype) for a in rows[:2]]
-    text = jax.jit(jax.grad(products, (0, 1))).lower(*rows).as_text()
-    assert text.count("stablehlo.dot_general") == 3
+@pytest.mark.parametrize("cell", [c for c in CELLS if c.flops])
+def test_the_products_are_those_of_the_loss(cell):
+    """As many as the loss has, also after XLA's passes; results and gradients of its shapes."""
+    theirs, products = program(of(cell, "jnp")), program(of(cell, "products"))
+    shapes = jax.tree.map(lambda a: (a.shape, a.dtype), theirs.call.out_info)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), products.call.out_info) == shapes
+    count = len(re.findall(r" = \S+ dot\(", products.call.as_text()))
+    assert count == cell.loss.products
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -117,12 +153,13 @@ def test_torch_losses(cell, monkeypatch):
 
     eager = functools.partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", eager)
-    cell = LossCell(**vars(cell.workload), provider="torch.compile")
+    cell = of(cell, "torch.compile")
     f, _ = torch_side.compiled(cell)
     inputs = torch_side.random_inputs(cell.workload, torch_side.parameter_dtype(cell), 1)
     function, (operands,) = torch_side.calls_of(cell, f, inputs)
-    loss, gradients = function(*operands)
-    assert loss.dtype == torch.float32
+    results, gradients = function(*operands)
+    results = results if isinstance(results, tuple) else (results,)
+    assert [(r.shape, r.dtype) for r in results] == [(s, torch.float32) for s, _ in cell.results]
     assert [g.shape for g in gradients] == [a.shape for a in inputs[0][0][:-1]]
     figures = torch_side.prepare("loss", cell)()
     assert figures["us"] > 0
@@ -133,7 +170,7 @@ def test_a_run(tmp_path):
     if results.this_machine() != Machine("cpu"):
         pytest.skip("takes the GPU's memory from the tests")
     arguments = ["loss", "--dtypes", "bfloat16", "--shapes", "4x32", "4x8x32", "--workers", "1"]
-    arguments += ["--ops", "cross_entropy", "linear_cross_entropy"]
+    arguments += ["--ops", "cross_entropy", "linear_cross_entropy", "linear_log_prob_and_entropy"]
     arguments += ["--providers", "jaxnorm", "products", "--out", str(tmp_path)]
     assert run.main(arguments) == 0
     rows = Table(tmp_path, LOSS).rows()
@@ -142,10 +179,12 @@ def test_a_run(tmp_path):
         ("cross_entropy", "fwd+bwd", "jaxnorm"),
         ("linear_cross_entropy", "fwd+bwd", "jaxnorm"),
         ("linear_cross_entropy", "fwd+bwd", "products"),
+        ("linear_log_prob_and_entropy", "fwd+bwd", "jaxnorm"),
+        ("linear_log_prob_and_entropy", "fwd+bwd", "products"),
     ]
     assert {r["status"] for r in rows} == {"ok"}
     assert all(float(r["us"]) > 0 and int(r["temp_bytes"]) >= 0 for r in rows)
-    assert [r["roof"] == "" for r in rows] == [False, False, True, True]
+    assert [r["roof"] == "" for r in rows] == [False] * 2 + [True] * 4
     text = (tmp_path / "report.md").read_text()
     asked = "linear_cross_entropy forward and backward, 4 x 8 x 32, bf16"
     assert f"| {asked} | matrix products |" in text

@@ -180,7 +180,9 @@ def test_first_calls_are_of_every_public_function():
             cell.dtype for cell in cells if cell.op == op and cell.provider == "jaxnorm"
         )
         # GroupNorm's channels are in whole groups.
-        widths = sum(cols % 32 == 0 for cols in WIDTHS) if op == "group_norm" else len(WIDTHS)
+        widths = (
+            sum(cols % 32 == 0 for cols in WIDTHS) if op.startswith("group_norm") else len(WIDTHS)
+        )
         assert {*dtypes.values()} == {widths}
         assert {"bfloat16", "float16", "float32"} <= {*dtypes}
 

@@ -59,11 +59,16 @@ def check_gradient(actual, like, values, bounds, x_shape, axes):
 
 @refused.expect(refused.FEW_SHORT_ROWS, refused.GROUPS, refused.NARROW)
 @pytest.mark.parametrize(
-    ("dtype", "p_dtype", "save"),
-    [("float32", "bfloat16", "input"), ("bfloat16", "float32", "output")],
+    ("dtype", "p_dtype", "save", "activation"),
+    [
+        ("float32", "bfloat16", "input", None),
+        ("bfloat16", "float32", "output", None),
+        ("float32", "float32", "input", "silu"),
+        ("bfloat16", "float32", "input", "gelu"),
+    ],
 )
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients(case, dtype, p_dtype, save, implementation):
+def test_values_and_gradients(case, dtype, p_dtype, save, activation, implementation):
     shape, axis, *sizes = CASES[case]
     axes = tuple(a % len(shape) for a in np.atleast_1d(axis))
     x, d = normal(shape, dtype, 0, shift=0.5), normal(shape, dtype, 1)
@@ -71,7 +76,11 @@ def test_values_and_gradients(case, dtype, p_dtype, save, implementation):
     scale = scale.at[..., 0].set(0) if scale.shape[-1] > 1 else scale
     bias = jnp.where(scale == 0, 0, bias) if bias.shape == scale.shape else bias
     function = functools.partial(
-        jaxnorm.layer_norm, axis=axis, save=save, implementation=implementation
+        jaxnorm.layer_norm,
+        axis=axis,
+        save=save,
+        activation=activation,
+        implementation=implementation,
     )
     y, vjp = jax.vjp(function, x, scale, bias)
     of_rows = [
@@ -82,7 +91,8 @@ def test_values_and_gradients(case, dtype, p_dtype, save, implementation):
     if save == "output":  # The forward raises a gain of 0.
         of_rows[1] = np.where(of_rows[1] == 0, 2.0**-60, of_rows[1])
     for x_row, gain, b, d_row in zip(*of_rows):
-        ref = Norm(x_row[None], gain, b, d_row[None], True, 1e-6, save, dtype, dtype)
+        options = True, 1e-6, save, dtype, dtype
+        ref = Norm(x_row[None], gain, b, d_row[None], *options, activation=activation)
         values.append((ref.y[0], ref.dx[0], ref.dscale, ref.dbias))
         found = ref.gradient_bounds()
         bounds.append((ref.y_bound()[0], found[0][0], *found[1:]))
@@ -101,6 +111,7 @@ FUNCTIONS = {
     "layer_norm": lambda norm, x, *p, **given: norm(x, *p, **given),
     "rms_norm": lambda norm, x, s, b, **given: norm(x, s, bias=b, **given),
     "add_layer_norm": lambda norm, x, *p, **given: norm(x, 2 * x, *p, **given),
+    "add_rms_norm": lambda norm, x, s, b, **given: norm(x, 2 * x, s, gate=b, **given),
     "rms_norm_add": lambda norm, x, s, b, **given: norm(x, 2 * x, s + b, **given),
     "rms_norm_add_rms_norm": lambda norm, x, s, b, **given: norm(x, x, s, b[:, :, :1], **given),
 }

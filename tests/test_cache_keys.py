@@ -49,6 +49,7 @@ weight, labels = jnp.ones((64, 32)), jnp.zeros(16, jnp.int32)
 programs = [
     *[lambda x, e=e: jaxnorm.rms_norm(x, epsilon=e) for e in (1e-6, 1e-2)],
     lambda x: jaxnorm.rms_norm(x, save="input"),
+    *[lambda x, a=a: jaxnorm.rms_norm(x, activation=a) for a in ("silu", "relu")],
     *[lambda x, s=s: jaxnorm.softmax(x, scale=s) for s in (1.0, 0.5)],
     *[
         lambda x, z=z: jaxnorm.linear_softmax_cross_entropy(x, weight, labels, z_loss=z)

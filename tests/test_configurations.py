@@ -40,6 +40,7 @@ FUNCTIONS = {
     "layer_norm": jaxnorm.layer_norm,
     "layer_norm from input": lambda *a, **o: jaxnorm.layer_norm(*a, save="input", **o),
     "rms_norm": lambda x, scale, bias, **o: jaxnorm.rms_norm(x, scale, **o),
+    "layer_norm silu": lambda *a, **o: jaxnorm.layer_norm(*a, activation="silu", **o),
     "rms_norm_gated": lambda x, scale, bias, **o: jaxnorm.rms_norm_gated(x, x, scale, **o),
 }
 # Which is no kernel's of a row this long.

@@ -265,7 +265,7 @@ def test_where_nothing_is_converted_it_says_so(caplog):
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("jaxnorm", "WARNING")
     assert record.getMessage().startswith(
-        "jaxnorm.linen.converted: no linen.LayerNorm and no linen.RMSNorm was called inside it, "
+        "jaxnorm.linen.converted: no linen.LayerNorm, RMSNorm or GroupNorm was called inside it, "
         "only BatchNorm, Dense, Sequential; norms of other classes can call jaxnorm.layer_norm"
     )
     with jaxnorm.linen.converted():

@@ -217,7 +217,7 @@ def test_nothing_is_logged_where_all_is_converted(caplog):
 def test_a_model_without_such_norms_is_told(caplog):
     jaxnorm.nnx.convert(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
     (record,) = caplog.records
-    assert "Linear has no nnx.LayerNorm and no nnx.RMSNorm" in record.getMessage()
+    assert "Linear has no nnx.LayerNorm, RMSNorm or GroupNorm" in record.getMessage()
 
 
 def lost(norm):

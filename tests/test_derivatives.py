@@ -132,6 +132,21 @@ def test_rms_norm_rope(interleaved, save, implementation):
 
 
 @refused.expect(refused.FLOAT64)
+@pytest.mark.parametrize("save", ["output", "input"])
+def test_add_layer_norm_with_a_gate(save, implementation):
+    x, residual = normal(3, 2, 6), normal(3, 2, 6, seed=1)
+    scale, bias, gate = 1 + 0.3 * normal(6, seed=2), normal(6, seed=3), normal(3, 1, 6, seed=4)
+    options = {"save": save, "implementation": implementation}
+
+    def function(*operands):
+        *others, gate = operands
+        return jaxnorm.add_layer_norm(*others, gate=gate, **options)
+
+    for used in (0, 1):
+        check(lambda *a, used=used: function(*a)[used], x, residual, scale, bias, gate)
+
+
+@refused.expect(refused.FLOAT64)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "sigmoid"])
 @pytest.mark.parametrize("norm_before_gate", [True, False])
 def test_rms_norm_gated(norm_before_gate, activation, implementation):

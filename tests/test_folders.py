@@ -49,3 +49,9 @@ def test_a_folder_imports_those_below(folder):
 def test_only_public_modules_are_at_the_top():
     private = [path.name for path in (ROOT / "jaxnorm").glob("_*.py")]
     assert sorted(private) == ["__init__.py", "__main__.py"]
+
+
+def test_a_file_of_tests_has_a_name_of_its_own():
+    """Of whatever folder: pytest knows it by that alone."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py")]
+    assert len(names) == len({*names})

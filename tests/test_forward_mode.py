@@ -100,6 +100,10 @@ FUNCTIONS = {
         rms_norm,
         lambda x, s, b, **o: jaxnorm.rms_norm(x, s, save="input", **o),
     ),
+    "layer_norm silu": (
+        lambda x, s, b: jax.nn.silu(layer_norm(x, s, b)),
+        functools.partial(jaxnorm.layer_norm, activation="silu"),
+    ),
     "add_layer_norm": (
         lambda x, s, b: layer_norm(x + residual(x), s, b) + (x + residual(x)) / 4,
         with_residual(jaxnorm.add_layer_norm),
@@ -107,6 +111,10 @@ FUNCTIONS = {
     "add_rms_norm from input": (
         lambda x, s, b: rms_norm(x + residual(x), s, b) + (x + residual(x)) / 4,
         lambda x, s, b, **o: with_residual(jaxnorm.add_rms_norm, save="input")(x, s, **o),
+    ),
+    "add_layer_norm with a gate": (
+        lambda x, s, b: layer_norm(s * x + residual(x), s, b) + (s * x + residual(x)) / 4,
+        lambda x, s, b, **o: with_residual(jaxnorm.add_layer_norm, gate=s)(x, s, b, **o),
     ),
     "rms_norm_add": (
         lambda x, s, b: residual(x) + rms_norm(x, s, b),
@@ -259,8 +267,10 @@ VARIANTS = [
     "log_softmax with a bias",
     "layer_norm from input",
     "rms_norm from input",
+    "layer_norm silu",
     "add_layer_norm",
     "add_rms_norm from input",
+    "add_layer_norm with a gate",
     "rms_norm_add",
     "rms_norm_rope from input",
     "rms_norm_gated gate first",

@@ -62,9 +62,10 @@ def check(x, scale, bias, d, *, axis=-1, subtract_mean, save, implementation, y_
         d=to_rows(d, axes),
         subtract_mean=subtract_mean,
         epsilon=options.get("epsilon", 1e-6),
-        saved=save,
+        saved=save if options.get("activation") is None else "input",
         x_dtype=x.dtype.name,
         y_dtype=y_dtype,
+        activation=options.get("activation"),
     )
     dx_bound, dscale_bound, dbias_bound = ref.gradient_bounds()
     assert (y.dtype, dx.dtype) == (y_dtype, x.dtype)

@@ -66,6 +66,34 @@ def test_norms_with_a_gate(groups):
     assert_close(both(ours, *arrays, groups=groups), both(plain, *arrays, groups=groups))
 
 
+def test_a_block_of_a_diffusion_transformer():
+    """Values, and gradients of all that it is conditioned on."""
+    names = [f"{name}_{i}" for i in (1, 2) for name in ("scale", "shift", "gate")]
+    m = {name: 0.3 * normal(seed, 2, 1, WIDTH) for seed, name in enumerate(names)}
+    x, weights = normal(7, 2, 16, WIDTH), normal(8, 2, WIDTH, WIDTH) / WIDTH**0.5
+
+    def run(block):
+        def loss(x, m, weights):
+            branches = [lambda y, w=w: jnp.tanh(y @ w) for w in weights]
+            return jnp.sum(jnp.sin(block(x, m, *branches)))
+
+        return jax.value_and_grad(loss, (0, 1, 2))(x, m, weights)
+
+    assert_close(run(page("blocks")["dit_block"]), run(page("blocks")["plain_dit_block"]))
+
+
+def test_what_to_take_where_a_norm_in_its_place_is_slower():
+    use, x = page("use"), normal(0, 8, 16, WIDTH)
+    scales, biases = 1 + 0.1 * normal(1, 2, 8, 1, WIDTH), normal(2, 2, 8, 1, WIDTH)
+    pairs = [*zip(scales, biases)]
+    by_hand = [jaxnorm.layer_norm(x) * (1 + scale) + bias for scale, bias in pairs]
+    assert_close([use["adaptive"](x, *pair) for pair in pairs], by_hand)
+    each = [jaxnorm.layer_norm(x, *pair) for pair in pairs]
+    assert_close([*use["two_of_one"](x, scales, biases)], each)
+    short = jaxnorm.rms_norm(x, epsilon=1e-6 / WIDTH) / WIDTH**0.5
+    assert_close(use["l2_normalised"](x), short)
+
+
 def test_attention_with_qk_norms_and_rope():
     """In Flax; and the queries of a port of Hugging Face's, whose tables hold each angle twice."""
     rope = page("rope")

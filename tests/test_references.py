@@ -11,6 +11,7 @@ import operator
 
 import gated_cases
 import linear_loss_cases
+import log_prob_cases
 import loss_cases
 import norm_linear_cases
 import norm_rope_cases
@@ -48,11 +49,13 @@ def agree(ours, theirs):
         np.testing.assert_allclose(np.reshape(a, b.shape), b, rtol=0, atol=1e-13 * COLS * size)
 
 
-def norm(x, given, d):
+def norm(x, given, d, activation=None):
     bias = given.get("bias")
     zero = np.zeros(COLS)
     gain, shift = given["scale"], zero if bias is None else bias
-    return reference.Norm(x, gain, shift, d, bias is not None, 1e-6, *OPTIONS)
+    return reference.Norm(
+        x, gain, shift, d, bias is not None, 1e-6, *OPTIONS, activation=activation
+    )
 
 
 @pytest.mark.parametrize("log", [False, True])
@@ -76,11 +79,13 @@ def test_softmaxes(log, options, others):
         agree([gradients["bias"]], [dz])
 
 
+@pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("parameters", [("scale",), ("scale", "bias")])
-def test_norms(parameters):
+def test_norms(parameters, activation):
     shapes = {"x": X} | dict.fromkeys(parameters, PARAMETER)
-    given, (d,), (y,), gradients = evaluated(references.norm, shapes, X)
-    expected = norm(given["x"], given, d)
+    call = functools.partial(references.norm, activation=activation)
+    given, (d,), (y,), gradients = evaluated(call, shapes, X)
+    expected = norm(given["x"], given, d, activation)
     wanted = {"x": expected.dx, "scale": expected.dscale, "bias": expected.dbias}
     agree([y, *gradients.values()], [expected.y, *map(wanted.get, gradients)])
 
@@ -94,6 +99,23 @@ def test_norms_of_sums(parameters):
     wanted = both | {"scale": expected.dscale, "bias": expected.dbias}
     agree([y, *gradients.values()], [expected.y, *map(wanted.get, gradients)])
     agree([h], [given["x"] + given["residual"]])
+
+
+@pytest.mark.parametrize("parameters", [("scale",), ("scale", "bias")])
+def test_norms_of_sums_with_a_gate(parameters):
+    shapes = {"x": X, "residual": X, "gate": PARAMETER} | dict.fromkeys(parameters, PARAMETER)
+    given, (d, dh), (y, h), gradients = evaluated(references.scaled_add_norm, shapes, X, X)
+    total = given["residual"] + given["gate"] * given["x"]
+    expected = norm(total, given, d)
+    dresidual = expected.dx + dh
+    wanted = {
+        "x": given["gate"] * dresidual,
+        "residual": dresidual,
+        "gate": (dresidual * given["x"]).reshape(-1, COLS).sum(0),
+        "scale": expected.dscale,
+        "bias": expected.dbias,
+    }
+    agree([y, h, *gradients.values()], [expected.y, total, *map(wanted.get, gradients)])
 
 
 def test_a_sum_with_a_norm():
@@ -169,3 +191,23 @@ def test_losses_of_a_linear_layer():
     wanted = [value for value, _ in expected.gradients(np.full(ROWS, d / ROWS))]
     agree([loss], [expected.losses.mean()])
     agree(map(gradients.get, ("x", "weight", "bias")), wanted)
+
+
+def test_log_probabilities_and_entropies():
+    shapes = {"logits": X, "labels": (ROWS,)}
+    given, (a, b), results, gradients = evaluated(
+        references.log_prob_and_entropy, shapes, (ROWS,), (ROWS,)
+    )
+    expected = log_prob_cases.LogProbs(given["logits"], given["labels"])
+    agree([*results, gradients["logits"]], [*expected.results, expected.gradient(a, b)])
+
+
+def test_log_probabilities_and_entropies_of_a_linear_layer():
+    shapes = {"x": X, "weight": (COLS, COLS), "bias": PARAMETER, "labels": (ROWS,)}
+    given, d, results, gradients = evaluated(
+        references.linear_log_prob_and_entropy, shapes, (ROWS,), (ROWS,)
+    )
+    names = ("x", "weight", "bias")
+    expected = log_prob_cases.Linear(*map(given.get, (*names, "labels")))
+    wanted = [value for value, _ in expected.gradients(*d)]
+    agree([*results, *map(gradients.get, names)], [*expected.results, *wanted])

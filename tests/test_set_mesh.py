@@ -64,8 +64,16 @@ CALLS = {
     "rms_norm": (jaxnorm.rms_norm, (X, SCALE)),
     "add_layer_norm": (jaxnorm.add_layer_norm, (X, R, SCALE, SCALE)),
     "add_rms_norm": (jaxnorm.add_rms_norm, (X, R, SCALE)),
+    "add_rms_norm with a gate": (
+        lambda x, r, s, gate: jaxnorm.add_rms_norm(x, r, s, gate=gate),
+        (X, R, SCALE, SCALE),
+    ),
     "rms_norm_add": (jaxnorm.rms_norm_add, (X, R, SCALE)),
     "rms_norm_add_rms_norm": (jaxnorm.rms_norm_add_rms_norm, (X, R, SCALE, SCALE)),
+    "layer_norm silu": (
+        functools.partial(jaxnorm.layer_norm, activation="silu"),
+        (X, SCALE, SCALE),
+    ),
     "rms_norm_gated": (jaxnorm.rms_norm_gated, (X, R, SCALE)),
     "cross_entropy": (
         functools.partial(jaxnorm.softmax_cross_entropy_with_integer_labels, labels=LABELS),

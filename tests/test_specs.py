@@ -17,6 +17,7 @@ OF_ONE = {
         "subtract_mean": True,
         "saved": "input",
         "gate_dtype": F32,
+        "branch_scale_dtype": F32,
     },
     "softmax": {"causal": True, "logits_bias_dtype": F32, "masked_logit": -1e9},
     "loss": {"label_smoothing": 0.1, "z_loss": 1e-4, "padding": 3, "logit_softcap": 30.0},

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks import sweep
 from benchmarks.contract import KernelWorkload, LinearKernelWorkload
-from benchmarks.sweeps import backward, gated, linear, tiles
+from benchmarks.sweeps import adaptive, backward, gated, linear, tiles
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.mosaic import interpreted
 from jaxnorm_kernels.mosaic.linear import schedule as linear_schedule
@@ -39,6 +39,18 @@ def test_gates_have_the_tables_schedule_and_others(direction):
     assert all(len(set(s)) == len(s) > 2 for s in jobs.values())
     for i, (workload, schedules) in enumerate(jobs.items()):
         sweep.lowered(workload, schedules[i % len(schedules)])
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_parameters_of_samples_have_the_tables_schedule_and_others(direction):
+    """With a gate and without; each of them lowers."""
+    table = {"fwd": choose, "bwd": norm_schedule}[direction]
+    jobs = {w: adaptive.schedules(w) for w in adaptive.workloads() if w.direction == direction}
+    assert {w.spec.op for w in jobs} == {"norm", "scaled_add_norm"}
+    assert all(s[0] == table(w.spec) for w, s in jobs.items())
+    assert all(len(set(s)) == len(s) > 6 for s in jobs.values())
+    for i, (workload, schedules) in enumerate(jobs.items()):
+        sweep.lowered(workload, schedules[-1 - i])
 
 
 def test_a_given_schedule_replaces_the_table():

@@ -25,6 +25,9 @@ FUNCTIONS = {
     "layer_norm from input": lambda x, **options: jaxnorm.layer_norm(
         x, SCALE, BIAS, save="input", **options
     ),
+    "layer_norm silu": lambda x, **options: jaxnorm.layer_norm(
+        x, SCALE, BIAS, activation="silu", **options
+    ),
     "rms_norm_rope": lambda x, **options: jaxnorm.rms_norm_rope(x, SCALE, *TABLES, **options),
     "rms_norm_gated": lambda x, **options: jaxnorm.rms_norm_gated(x, 1 - x, SCALE, **options),
 }

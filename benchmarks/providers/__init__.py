@@ -3,7 +3,7 @@
 An adapter has ``function(name, op, y_dtype)``: a differentiable function of the row operands and
 the parameters that the operation has (x, scale, bias; of a block, x, residual, ...; of a loss, x,
 weight where it has one, labels; of a product, x, weight, scale), made of the library's public API.
-It returns y, or of a block its results in a tuple. It is imported in the processes of its side
+It returns y, or several results in a tuple. It is imported in the processes of its side
 alone, so this table is all that a machine without the library needs. A new provider is a line here,
 an adapter, and a colour in plots.py.
 """
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from benchmarks.blocks import BLOCKS, MIXED
 from benchmarks.linear import LINEAR
-from benchmarks.losses import LOSSES
+from benchmarks.losses import CROSS_ENTROPIES, LOSSES
 from benchmarks.workloads import OPERATIONS, Operation, ShapedWorkload, Workload
 
 Side = Literal["jax", "torch"]
@@ -106,7 +106,7 @@ PROVIDERS: dict[str, Provider] = {
     "jnp": Provider("jnp", "jax", "jnp_functions", ("jax",), **_EVERYTHING),
     "flax": Provider("Flax", "jax", "flax_modules", ("jax", "flax"), NORMS, mixed=NORMS),
     "optax": Provider(
-        "optax", "jax", "optax_functions", ("jax", "optax"), (), losses=tuple(LOSSES)
+        "optax", "jax", "optax_functions", ("jax", "optax"), (), losses=CROSS_ENTROPIES
     ),
     # No loss, but what the time of one is measured by.
     "products": Provider(
@@ -115,7 +115,7 @@ PROVIDERS: dict[str, Provider] = {
         "matrix_products",
         ("jax",),
         (),
-        losses=("linear_cross_entropy", "capped_linear_cross_entropy"),
+        losses=tuple(op for op, loss in LOSSES.items() if loss.products),
     ),
     "tokamax": Provider(
         "tokamax",
@@ -145,7 +145,7 @@ PROVIDERS: dict[str, Provider] = {
         ("torch", "liger-kernel", "triton"),
         ("softmax", *NORMS),
         blocks=("add_rms_norm",),
-        losses=tuple(LOSSES),
+        losses=CROSS_ENTROPIES,
         overwrites=("cross_entropy", "capped_cross_entropy"),
         wide_parameters=False,
         note="Liger's RMSNorm writes dx over dy.",

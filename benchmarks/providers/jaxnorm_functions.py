@@ -26,6 +26,17 @@ def group_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, **given: Any) ->
     return jaxnorm.layer_norm(groups, *parameters, axis=(1, 2, 4), **given).reshape(x.shape)
 
 
+def gated_add_layer_norm(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    gate: jax.Array,
+    **given: Any,
+) -> tuple[jax.Array, jax.Array]:
+    return jaxnorm.add_layer_norm(x, residual, scale, bias, gate=gate, **given)
+
+
 def rms_norm_rope(
     x: jax.Array, cos: jax.Array, sin: jax.Array, scale: jax.Array, **given: Any
 ) -> jax.Array:
@@ -39,19 +50,21 @@ _BLOCKS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "post_norm": (jaxnorm.rms_norm_add, {}),
     "sandwich": (jaxnorm.rms_norm_add_rms_norm, {}),
     "ada_layer_norm": (jaxnorm.layer_norm, {"scale_offset": 1.0}),
+    "gated_add_layer_norm": (gated_add_layer_norm, {"scale_offset": 1.0}),
     "masked_softmax": (masked_softmax, {"scale": LOGITS_SCALE}),
     "causal_softmax": (jaxnorm.softmax, {"scale": LOGITS_SCALE, "causal": True}),
     "biased_softmax": (biased_softmax, {"scale": LOGITS_SCALE}),
     "column_softmax": (jaxnorm.softmax, {"axis": -2}),
     "channel_layer_norm": (jaxnorm.layer_norm, {"axis": 1}),
     "group_norm": (group_norm, {}),
+    "group_norm_silu": (group_norm, {"activation": "silu"}),
     "rms_norm_rope": (rms_norm_rope, {}),
     "gated_rms_norm": (jaxnorm.rms_norm_gated, {}),
     "gate_first_rms_norm": (jaxnorm.rms_norm_gated, {"norm_before_gate": False}),
     "rms_norm_linear": (jaxnorm.rms_norm_linear, {}),
 }
 
-_LOSSES: dict[str, Callable[..., jax.Array]] = {
+_LOSSES: dict[str, Callable[..., Any]] = {
     "cross_entropy": jaxnorm.softmax_cross_entropy_with_integer_labels,
     "capped_cross_entropy": functools.partial(
         jaxnorm.softmax_cross_entropy_with_integer_labels, logit_softcap=SOFTCAP
@@ -60,6 +73,8 @@ _LOSSES: dict[str, Callable[..., jax.Array]] = {
     "capped_linear_cross_entropy": functools.partial(
         jaxnorm.linear_softmax_cross_entropy, logit_softcap=SOFTCAP
     ),
+    "log_prob_and_entropy": jaxnorm.log_prob_and_entropy,
+    "linear_log_prob_and_entropy": jaxnorm.linear_log_prob_and_entropy,
 }
 
 

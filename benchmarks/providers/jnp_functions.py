@@ -51,12 +51,14 @@ class Plain:
             "post_norm": self.post_norm,
             "sandwich": self.sandwich,
             "ada_layer_norm": self.ada_layer_norm,
+            "gated_add_layer_norm": self.gated_add_layer_norm,
             "masked_softmax": self.masked_softmax,
             "causal_softmax": self.causal_softmax,
             "biased_softmax": self.biased_softmax,
             "column_softmax": self.column_softmax,
             "channel_layer_norm": self.channel_layer_norm,
             "group_norm": self.group_norm,
+            "group_norm_silu": self.group_norm_silu,
             "rms_norm_rope": self.rms_norm_rope,
             "gated_rms_norm": self.gated_rms_norm,
             "gate_first_rms_norm": self.gate_first_rms_norm,
@@ -82,6 +84,12 @@ class Plain:
     def ada_layer_norm(self, x: Array, scale: Array, bias: Array, *, dtype: str) -> Array:
         return (self.layer_norm(x) * (1 + scale) + bias).astype(dtype)
 
+    def gated_add_layer_norm(
+        self, x: Array, residual: Array, scale: Array, bias: Array, gate: Array, *, dtype: str
+    ) -> tuple[Array, Array]:
+        h = (residual + gate * x).astype(residual.dtype)
+        return self.ada_layer_norm(h, scale, bias, dtype=dtype), h
+
     def masked_softmax(self, x: Array, where: Array, *, dtype: str) -> Array:
         return self.softmax(jnp.where(where, LOGITS_SCALE * x, -jnp.inf)).astype(dtype)
 
@@ -104,6 +112,9 @@ class Plain:
         groups = x.reshape(*x.shape[:-1], CHANNEL_GROUPS, -1)
         y = self.layer_norm(groups, axis=(1, 2, 4)).reshape(x.shape)
         return (y * scale + bias).astype(dtype)
+
+    def group_norm_silu(self, x: Array, scale: Array, bias: Array, *, dtype: str) -> Array:
+        return jax.nn.silu(self.group_norm(x, scale, bias, dtype=dtype))
 
     def rms_norm_rope(self, x: Array, cos: Array, sin: Array, scale: Array, *, dtype: str) -> Array:
         a, b = jnp.split(self.rms_norm(x, scale), 2, axis=-1)
@@ -137,11 +148,23 @@ def capped_linear_cross_entropy(x: Array, weight: Array, labels: Array) -> Array
     return jnp.mean(capped_cross_entropy(x @ weight, labels))
 
 
-_OTHERS: dict[str, Callable[..., Array]] = {
+def log_prob_and_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    chosen = jnp.take_along_axis(log_probs, labels[:, None], axis=-1)[:, 0]
+    return chosen, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
+
+
+def linear_log_prob_and_entropy(x: Array, weight: Array, labels: Array) -> tuple[Array, Array]:
+    return log_prob_and_entropy(x @ weight, labels)
+
+
+_OTHERS: dict[str, Callable[..., Any]] = {
     "cross_entropy": cross_entropy,
     "capped_cross_entropy": capped_cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
     "capped_linear_cross_entropy": capped_linear_cross_entropy,
+    "log_prob_and_entropy": log_prob_and_entropy,
+    "linear_log_prob_and_entropy": linear_log_prob_and_entropy,
     "product": jnp.matmul,
 }
 _PLAIN = Plain(rms_norm, layer_norm, jax.nn.softmax)

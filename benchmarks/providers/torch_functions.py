@@ -56,6 +56,13 @@ def ada_layer_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return functional.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + bias
 
 
+def gated_add_layer_norm(
+    x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor, gate: Tensor
+) -> tuple[Tensor, Tensor]:
+    h = (residual + gate * x).to(residual.dtype)
+    return ada_layer_norm(h, scale, bias), h
+
+
 def masked_softmax(x: Tensor, where: Tensor) -> Tensor:
     return softmax((LOGITS_SCALE * x).masked_fill(~where, -torch.inf))
 
@@ -83,6 +90,10 @@ def group_norm(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     images = x.permute(0, 3, 1, 2)
     y = functional.group_norm(images, CHANNEL_GROUPS, scale, bias, eps=1e-6)
     return y.permute(0, 2, 3, 1)
+
+
+def group_norm_silu(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    return functional.silu(group_norm(x, scale, bias))
 
 
 def rms_norm_rope(x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> Tensor:
@@ -114,6 +125,16 @@ def capped_linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Te
     return capped_cross_entropy(x @ weight, labels).mean()
 
 
+def log_prob_and_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    log_probs = log_softmax(logits.float())
+    chosen = log_probs.gather(-1, labels[:, None])[:, 0]
+    return chosen, -(log_probs.exp() * log_probs).sum(-1)
+
+
+def linear_log_prob_and_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return log_prob_and_entropy(x @ weight, labels)
+
+
 def rms_norm_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return rms_norm(x, scale) @ weight
 
@@ -130,12 +151,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "post_norm": post_norm,
     "sandwich": sandwich,
     "ada_layer_norm": ada_layer_norm,
+    "gated_add_layer_norm": gated_add_layer_norm,
     "masked_softmax": masked_softmax,
     "causal_softmax": causal_softmax,
     "biased_softmax": biased_softmax,
     "column_softmax": column_softmax,
     "channel_layer_norm": channel_layer_norm,
     "group_norm": group_norm,
+    "group_norm_silu": group_norm_silu,
     "rms_norm_rope": rms_norm_rope,
     "gated_rms_norm": gated_rms_norm,
     "gate_first_rms_norm": gate_first_rms_norm,
@@ -143,6 +166,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "capped_cross_entropy": capped_cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
     "capped_linear_cross_entropy": capped_linear_cross_entropy,
+    "log_prob_and_entropy": log_prob_and_entropy,
+    "linear_log_prob_and_entropy": linear_log_prob_and_entropy,
     "product": torch.matmul,
     "rms_norm_linear": rms_norm_linear,
 }

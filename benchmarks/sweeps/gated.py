@@ -53,7 +53,7 @@ def schedules(workload: KernelWorkload) -> list[Any]:
     spec = workload.spec
     tried: list[Any] = [choose(spec), *_forward(spec)]
     if workload.direction == "bwd":
-        tried = [norm_schedule(spec), *_rows_rings(spec), *_rings(spec)]
+        tried = [norm_schedule(spec), *_rows_rings(spec), *rings(spec)]
     return list(dict.fromkeys(schedule for schedule in tried if schedule is not None))
 
 
@@ -87,7 +87,7 @@ def _rows_rings(spec: Spec) -> Iterator[NormSchedule]:
             yield dataclasses.replace(ring, rows=rows, stages=stages, blocks_per_sm=blocks_per_sm)
 
 
-def _rings(spec: Spec) -> Iterator[NormSchedule | None]:
+def rings(spec: Spec) -> Iterator[NormSchedule | None]:
     shares = itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 3, 4), (1, 2))
     for warpgroups, cluster, blocks_per_sm, rows in shares:
         threads = WARPGROUP_THREADS * warpgroups

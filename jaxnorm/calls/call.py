@@ -63,6 +63,8 @@ class Call:
             text += f" axis={self.view.axes}"
         if spec.is_norm:
             text += f" save={spec.saved}"
+        if spec.activation is not None:
+            text += f" activation={spec.activation}"
         if spec.logits_scale != 1:
             text += f" scale={spec.logits_scale}"
         if spec.logit_softcap is not None:
@@ -151,6 +153,10 @@ class Call:
             **({} if "logits_bias" in wrt else {"logits_bias_dtype": None}),
         )
 
+    def backward_of_h(self, wrt: Sequence[str]) -> "Call":
+        """The backward that takes h's cotangent alone."""
+        return self.backward(wrt, adds_dh=True)._with(unused="y")
+
     def without_dh(self) -> "Call":
         return self._with(adds_dh=False)
 
@@ -170,6 +176,7 @@ class Call:
             axes=view.axes,
             scale_groups=view.groups("scale"),
             bias_groups=view.groups("bias"),
+            branch_scale_groups=view.groups("branch_scale"),
             logits_bias_shape=view.logits_bias,
             scattered=view.scattered,
         )

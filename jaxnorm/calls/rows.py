@@ -20,9 +20,9 @@ class RowView:
     Attributes:
       shape: of x.
       axes: the normalised ones.
-      scale, bias: shapes of the parameters: axes that broadcast, right-aligned, to x's other axes
-        (a parameter for each group of rows), then the normalised ones, with 1 where it is
-        broadcast. By default the sizes of the normalised axes.
+      scale, bias, branch_scale: shapes of the parameters: axes that broadcast, right-aligned, to
+        x's other axes (a parameter for each group of rows), then the normalised ones, with 1 where
+        it is broadcast. By default the sizes of the normalised axes.
       logits_bias, mask: shapes of a softmax's bias and of its mask: x's, with 1 where they are
         broadcast.
       table: of a rotation's tables: the same, but one of the last axis for each pair of columns.
@@ -32,6 +32,7 @@ class RowView:
     axes: tuple[int, ...]
     scale: tuple[int, ...] = ()
     bias: tuple[int, ...] = ()
+    branch_scale: tuple[int, ...] = ()
     logits_bias: tuple[int, ...] = ()
     mask: tuple[int, ...] = ()
     table: tuple[int, ...] = ()
@@ -162,14 +163,15 @@ class RowView:
                 return tuple(range(len(self.shape)))
             case "stat" | "label":
                 return self.others
-            case "scale" | "bias":
+            case "scale" | "bias" | "branch_scale":
                 lacking = len(self.shape) - len(self.shape_of(kind))
                 return self.others[lacking:] + self.axes
 
     def shape_of(self, kind: Kind) -> tuple[int, ...]:
         """Of an operand or result of this kind."""
         if kind in PARAMETERS:
-            return (self.scale if kind == "scale" else self.bias) or self.normalised
+            of_kind: tuple[int, ...] = getattr(self, kind)
+            return of_kind or self.normalised
         if kind == "logits_bias":
             return self.logits_bias
         if kind == "mask":
@@ -198,6 +200,7 @@ class RowView:
             axes=axes,
             scale=parameter("scale", self.scale),
             bias=parameter("bias", self.bias),
+            branch_scale=parameter("branch_scale", self.branch_scale),
             logits_bias=broadcast("logits_bias"),
             mask=broadcast("mask"),
             table=broadcast("table"),
@@ -213,7 +216,7 @@ class RowView:
         match kind:
             case "stat" | "label":
                 return a.reshape(self.rows)
-            case "scale" | "bias":
+            case "scale" | "bias" | "branch_scale":
                 inner_groups = self.inner_groups(kind) if strided else None
                 groups = inner_groups or self.groups(kind)
                 length = self.cols if inner_groups is None else self.inner

@@ -92,6 +92,7 @@ class Layout:
             axes=view.axes,
             scale=parameter("scale"),
             bias=parameter("bias"),
+            branch_scale=parameter("branch_scale"),
             logits_bias=logits("logits_bias"),
             mask=logits("mask"),
             table=table(),

@@ -5,7 +5,7 @@ Imported before anything of Flax, it says what to do where that is missing.
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxnorm.models import conversion
 from jaxnorm.operations import checks
 from jaxnorm.operations.norm_linear import rms_norm_linear
 from jaxnorm_kernels.linear_spec import Activation
-from jaxnorm_kernels.specs import Name, Save
+from jaxnorm_kernels.specs import Name, NormActivation, Save
 
 if importlib.util.find_spec("flax") is None:
     raise ImportError(
@@ -60,6 +60,32 @@ def shared_axes(
         for axes in (reduction_axes, feature_axes)
     )
     return reduced if reduced == features else None
+
+
+class Groups(NamedTuple):
+    """A GroupNorm as a LayerNorm: x's shape with its channels in groups, and the axes of that."""
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+
+    def of_parameter(self, parameter: Any) -> Any:
+        """A parameter of channels for each group, and the channels of it."""
+        if parameter is None:
+            return None
+        *_, groups, size = self.shape
+        return jnp.reshape(parameter, (groups, *[1] * (len(self.axes) - 1), size))
+
+
+def groups_of(module: Any, shape: tuple[int, ...], count: int) -> Groups | None:
+    """Of a GroupNorm with so many groups; None for groups or axes that it does not take."""
+    *others, channels = shape or (0,)
+    axes = module.reduction_axes
+    axes = (*range(1, len(others)), -1) if axes is None else axes
+    last = len(others)
+    reduced = checks.axes(type(module).__name__, axes, shape)
+    if count <= 0 or channels % count or reduced[-1] != last:
+        return None
+    return Groups((*others, count, channels // count), (*reduced[:-1], last + 1))
 
 
 def options(
@@ -116,6 +142,13 @@ def composed(norm: Callable[[Any], Any], x: Any, residual: Any) -> Any:
     dtype = jnp.result_type(residual)
     h = (jnp.asarray(x) + residual).astype(dtype)
     return norm(h), h
+
+
+def activated(module: Any, y: jax.Array) -> jax.Array:
+    """Flax's own result, and the activation that one of jaxnorm's GroupNorms has after it."""
+    valid = (None, *get_args(NormActivation))
+    checks.one_of(type(module).__name__, "activation", module.activation, valid)
+    return y if module.activation is None else getattr(jax.nn, module.activation)(y)
 
 
 def no_offset(module: Any) -> None:

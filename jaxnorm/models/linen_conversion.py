@@ -117,9 +117,9 @@ class Seen:
             )
             return
         conversion.warn(
-            "jaxnorm.linen.converted: no linen.LayerNorm and no linen.RMSNorm was called inside "
-            "it, only %s; norms of other classes can call jaxnorm.layer_norm and jaxnorm.rms_norm, "
-            "as the docstring of jaxnorm.linen.converted shows",
+            "jaxnorm.linen.converted: no linen.LayerNorm, RMSNorm or GroupNorm was called "
+            "inside it, only %s; norms of other classes can call jaxnorm.layer_norm and "
+            "jaxnorm.rms_norm, as the docstring of jaxnorm.linen.converted shows",
             ", ".join(sorted(name.rpartition(".")[2] for name in self.modules)),
         )
 

@@ -33,17 +33,15 @@ def convert(model: Any, classes: Mapping[type, type], added: flax_modules.Added)
             f"convert: model is a {type(model).__name__}; expected an nnx.Module, or a list, tuple "
             "or dictionary of them; call linen modules inside jaxnorm.linen.converted()"
         )
-    norms = [
-        (path, node) for path, node in modules if isinstance(node, (nnx.LayerNorm, nnx.RMSNorm))
-    ]
+    norms = [(path, node) for path, node in modules if isinstance(node, tuple(classes))]
     if not norms:
         conversion.warn(
-            "jaxnorm.nnx.convert: %s has no nnx.LayerNorm and no nnx.RMSNorm; norms of other "
+            "jaxnorm.nnx.convert: %s has no nnx.LayerNorm, RMSNorm or GroupNorm; norms of other "
             "classes can call jaxnorm.layer_norm and jaxnorm.rms_norm",
             type(model).__name__,
         )
     theirs = [(path, norm) for path, norm in norms if not isinstance(norm, tuple(classes.values()))]
-    reasons = {path: why_left(norm) for path, norm in theirs}
+    reasons = {path: why_left(norm, [*classes]) for path, norm in theirs}
     left = {path: why for path, why in reasons.items() if why is not None}
     kept = {}
     for path, norm in theirs:
@@ -59,20 +57,22 @@ def convert(model: Any, classes: Mapping[type, type], added: flax_modules.Added)
     conversion.log("nnx.convert", len(theirs), outcomes)
 
 
-def why_left(norm: Any) -> str | None:
-    """Why a norm of Flax's is not converted; None where it is."""
-    if type(norm) not in (nnx.LayerNorm, nnx.RMSNorm):
-        base = nnx.LayerNorm if isinstance(norm, nnx.LayerNorm) else nnx.RMSNorm
+def why_left(norm: Any, classes: Sequence[type]) -> str | None:
+    """Why a norm of Flax's `classes` is not converted; None where it is."""
+    if type(norm) not in classes:
+        base = next(base for base in classes if isinstance(norm, base))
         return conversion.subclass(norm, base, "Flax")
+    # A GroupNorm's features are the last axis, which it says itself that it takes.
+    feature_axes = getattr(norm, "feature_axes", norm.reduction_axes)
     reduction, features = (
         set(axes) if isinstance(axes, Sequence) else {axes}
-        for axes in (norm.reduction_axes, norm.feature_axes)
+        for axes in (norm.reduction_axes, feature_axes)
     )
     dtypes_seen = [jnp.dtype(d).name for d in (norm.dtype, norm.param_dtype) if d is not None]
     reasons = (
         (f"axis_name={norm.axis_name!r}", norm.axis_name is not None),
         (
-            f"feature_axes={norm.feature_axes} are not reduction_axes={norm.reduction_axes}",
+            f"feature_axes={feature_axes} are not reduction_axes={norm.reduction_axes}",
             reduction != features,
         ),
         (f"dtypes {', '.join(dtypes_seen)}", not set(dtypes_seen) <= set(FLOAT_DTYPES)),

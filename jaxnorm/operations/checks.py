@@ -378,7 +378,7 @@ def _shown(value: object) -> str:
     return repr(value)
 
 
-def one_of(function: str, name: str, value: str, valid: Sequence[str]) -> None:
+def one_of(function: str, name: str, value: str | None, valid: Sequence[str | None]) -> None:
     """Raises unless `value` is one of `valid`."""
     if value not in valid:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ from jaxnorm.calls.rows import RowView
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
 from jaxnorm.primitives import eager, row_operations
-from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
-from jaxnorm_kernels.specs import Name, Save, Spec
+from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, PARAMETERS
+from jaxnorm_kernels.specs import Activation, Name, NormActivation, Save, Spec
 
 
 def layer_norm(
@@ -29,6 +29,7 @@ def layer_norm(
     dtype: checks.DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
+    activation: NormActivation | None = None,
 ) -> jax.Array:
     r"""Layer normalisation (Ba, Kiros and Hinton, 2016, https://arxiv.org/abs/1607.06450).
 
@@ -57,6 +58,9 @@ def layer_norm(
         where ``scale`` is 0 beside a bias that is not, of which y tells nothing;
         :func:`jaxnorm.check_params` finds these columns. ``"input"`` keeps x and the row means.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+      activation: ``"silu"``, ``"gelu"`` or ``"relu"``: y is that of :mod:`jax.nn` with its defaults
+        (gelu is the approximation by tanh) of the norm, in the same pass and rounded once. None for
+        none. An activation cannot be undone: with one the input is kept, whatever ``save`` says.
 
     Returns:
       Array of x's shape in ``dtype``.
@@ -72,11 +76,12 @@ def layer_norm(
     this function over all but the axes of samples and of groups, without a transpose: of x
     ``(N, H, W, G, C / G)`` with ``axis=(1, 2, 4)`` and parameters ``(G, 1, 1, C / G)``.
     InstanceNorm is that of x ``(N, H, W, C)`` with ``axis=(1, 2)`` and parameters ``(C, 1, 1)``.
+    ``activation="silu"`` is what a diffusion model's U-Net or VAE has after each GroupNorm.
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
-      ValueError: an axis, a parameter's shape, ``epsilon``, ``save`` or ``implementation`` is
-        wrong, or the implementation asked for cannot run this call.
+      ValueError: an axis, a parameter's shape, ``epsilon``, ``save``, ``implementation`` or
+        ``activation`` is wrong, or the implementation asked for cannot run this call.
 
     Example:
       >>> import jax.numpy as jnp
@@ -87,9 +92,24 @@ def layer_norm(
       ((8, 128, 512), 'bfloat16')
       >>> jaxnorm.layer_norm(x, axis=(-2, -1)).shape  # of each sample
       (8, 128, 512)
+      >>> images = jnp.ones((2, 16, 16, 32, 8), jnp.bfloat16)  # 256 channels in 32 groups
+      >>> scale = jnp.ones((32, 1, 1, 8))
+      >>> jaxnorm.layer_norm(images, scale, axis=(1, 2, 4), activation="silu").shape
+      (2, 16, 16, 32, 8)
     """
     (y,) = _NORMS["layer_norm"](
-        x, None, scale, bias, None, axis, epsilon, scale_offset, dtype, save, implementation
+        x,
+        None,
+        scale,
+        bias,
+        None,
+        axis,
+        epsilon,
+        scale_offset,
+        dtype,
+        save,
+        implementation,
+        activation,
     )
     return y
 
@@ -105,6 +125,7 @@ def rms_norm(
     save: Save = "output",
     implementation: Name | None = None,
     bias: checks.ArrayLike | None = None,
+    activation: NormActivation | None = None,
 ) -> jax.Array:
     r"""Root-mean-square normalisation (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467).
 
@@ -123,14 +144,15 @@ def rms_norm(
         bfloat16, float32 and float64, zeros included; scales of 0 beside a bias are not.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
       bias: like ``scale``, by keyword alone; equinox's RMSNorm has one. None adds nothing.
+      activation: as in :func:`jaxnorm.layer_norm`.
 
     Returns:
       Array of x's shape in ``dtype``. Differentiable as :func:`jaxnorm.layer_norm` is.
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
-      ValueError: an axis, scale's shape, ``epsilon``, ``save`` or ``implementation`` is wrong, or
-        the implementation asked for cannot run this call.
+      ValueError: an axis, scale's shape, ``epsilon``, ``save``, ``implementation`` or
+        ``activation`` is wrong, or the implementation asked for cannot run this call.
 
     Example:
       >>> import jax.numpy as jnp
@@ -143,7 +165,18 @@ def rms_norm(
       ((8, 128, 512), 'bfloat16')
     """
     (y,) = _NORMS["rms_norm"](
-        x, None, scale, bias, None, axis, epsilon, scale_offset, dtype, save, implementation
+        x,
+        None,
+        scale,
+        bias,
+        None,
+        axis,
+        epsilon,
+        scale_offset,
+        dtype,
+        save,
+        implementation,
+        activation,
     )
     return y
 
@@ -160,14 +193,16 @@ def add_layer_norm(
     dtype: checks.DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
+    gate: checks.ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     r"""Residual addition and layer normalisation in one pass: a pre-norm block's step.
 
     .. math::
-      h = x + \mathrm{residual}, \qquad y = \mathrm{layer\_norm}(h)
+      h = \mathrm{residual} + \mathrm{gate} \, x, \qquad y = \mathrm{layer\_norm}(h)
 
     Its backward adds the cotangent of h in the same pass, so that the gradient of x and residual,
-    one array where their dtypes agree, is written once.
+    without a gate one array where their dtypes agree, is written once. The gate's comes from that
+    pass, too.
 
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
@@ -177,6 +212,10 @@ def add_layer_norm(
       save: what the norm's backward starts from: ``"output"`` keeps y, ``"input"`` keeps h and the
         row means. Scales of 0 beside a bias need the latter; see :func:`jaxnorm.layer_norm`.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+      gate: like ``scale``, with axes of its own: (batch, 1, channels) in adaLN-zero (Peebles and
+        Xie, 2022, https://arxiv.org/abs/2212.09748), (channels,) in LayerScale (Touvron et al.,
+        2021, https://arxiv.org/abs/2103.17239). With one, x is kept, too, for its gradient. None
+        adds x as it is.
 
     Returns:
       (y, h): arrays of x's shape, y in ``dtype`` and h in residual's dtype; y is the norm of h as
@@ -184,7 +223,8 @@ def add_layer_norm(
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
-      ValueError: x and residual differ in shape, or as in :func:`jaxnorm.layer_norm`.
+      ValueError: x and residual differ in shape, or gate's shape is wrong, or as in
+        :func:`jaxnorm.layer_norm`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -193,9 +233,13 @@ def add_layer_norm(
       >>> y, h = jaxnorm.add_layer_norm(x, residual, jnp.ones(512), jnp.zeros(512))
       >>> y.dtype.name, h.dtype.name
       ('bfloat16', 'float32')
+      >>> y, h = jaxnorm.add_layer_norm(x, residual, jnp.ones(512), gate=jnp.full(512, 1e-4))
+      >>> round(float(h[0, 0]), 4)
+      1.0001
     """
-    y, h = _NORMS["add_layer_norm"](
-        x, residual, scale, bias, None, axis, epsilon, scale_offset, dtype, save, implementation
+    kind, last = (_NORMS, None) if gate is None else (_GATED, gate)
+    y, h = kind["add_layer_norm"](
+        x, residual, scale, bias, last, axis, epsilon, scale_offset, dtype, save, implementation
     )
     return y, h
 
@@ -211,16 +255,17 @@ def add_rms_norm(
     dtype: checks.DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
+    gate: checks.ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     r"""Residual addition and root-mean-square normalisation in one pass: a pre-norm block's step.
 
     .. math::
-      h = x + \mathrm{residual}, \qquad y = \mathrm{rms\_norm}(h)
+      h = \mathrm{residual} + \mathrm{gate} \, x, \qquad y = \mathrm{rms\_norm}(h)
 
     Args:
       x, residual: as in :func:`jaxnorm.add_layer_norm`.
       scale, axis, epsilon, scale_offset: as in :func:`jaxnorm.rms_norm`.
-      dtype, save, implementation: as in :func:`jaxnorm.add_layer_norm`.
+      dtype, save, implementation, gate: as in :func:`jaxnorm.add_layer_norm`.
 
     Returns:
       (y, h), as :func:`jaxnorm.add_layer_norm` does.
@@ -236,8 +281,9 @@ def add_rms_norm(
       >>> y.dtype.name, h.dtype.name
       ('bfloat16', 'float32')
     """
-    y, h = _NORMS["add_rms_norm"](
-        x, residual, scale, None, None, axis, epsilon, scale_offset, dtype, save, implementation
+    kind, last = (_NORMS, None) if gate is None else (_GATED, gate)
+    y, h = kind["add_rms_norm"](
+        x, residual, scale, None, last, axis, epsilon, scale_offset, dtype, save, implementation
     )
     return y, h
 
@@ -359,17 +405,24 @@ def normalise(
     dtype: checks.DTypeLike | None = None,
     save: Save = "output",
     implementation: Name | None = None,
+    activation: NormActivation | None = None,
+    *,
+    gate: checks.ArrayLike | None = None,
     **options: Any,
 ) -> list[jax.Array]:
     """The results of a function of the table, after the checks.
 
+    `gate`: of a sum, in the table its branch_scale.
     `options`: fields of `Spec` that this operation alone has, checked.
     """
+    checks.one_of(function, "activation", activation, (None, *get_args(NormActivation)))
     x = checks.float_array(function, "x", x)
     given: dict[str, jax.Array] = {}
     for name, array in (("scale", scale), ("bias", bias), ("next_scale", next_scale)):
         if array is not None:
             given[name] = checks.float_array(function, name, array)
+    if gate is not None:
+        given["branch_scale"] = checks.float_array(function, "gate", gate)
     if "residual" in OPERATIONS[FUNCTIONS[function].op].operands:
         # None is no residual: the check says so.
         given["residual"] = checks.float_array(function, "residual", residual)
@@ -387,6 +440,7 @@ def normalise(
         dtype=dtype,
         save=save,
         implementation=implementation,
+        activation=activation,
         **options,
     )
     if "next_scale" in given and "scale" in given:
@@ -409,6 +463,36 @@ _NORMS = {
 }
 
 
+def _normalise_gated(
+    function: str,
+    x: checks.ArrayLike,
+    residual: checks.ArrayLike,
+    scale: checks.ArrayLike | None,
+    bias: checks.ArrayLike | None,
+    gate: checks.ArrayLike | None,
+    axis: checks.Axis,
+    epsilon: float,
+    scale_offset: float,
+    dtype: checks.DTypeLike | None,
+    save: Save,
+    implementation: Name | None,
+) -> list[jax.Array]:
+    options = (axis, epsilon, scale_offset, dtype, save, implementation)
+    return normalise(function, x, residual, scale, bias, None, *options, gate=gate)
+
+
+# The same of each function with a gate of the sum, which takes the place of next_scale.
+_GATED = {
+    name: eager.compiled(
+        functools.partial(_normalise_gated, name), name=name, arrays=range(len(_ARRAYS))
+    )
+    for name, function in FUNCTIONS.items()
+    if function.gated is not None
+}
+# What errors call an operand of the table.
+_PUBLIC_NAMES = {"branch_scale": "gate"}
+
+
 def norm_call(
     function: str,
     shape: tuple[int, ...],
@@ -421,28 +505,36 @@ def norm_call(
     dtype: checks.DTypeLike | None,
     save: Save,
     implementation: Name | None,
+    activation: Activation | None = None,
     **options: Any,
 ) -> Call:
     """The forward of a call with these arguments, after the checks.
 
-    `given`: shape and dtype of residual, scale, bias and next_scale, those that there are;
-    `options`: as in `normalise`.
+    `given`: shape and dtype of residual and parameters, those that there are; `options`: as in
+    `normalise`.
     """
     axes = checks.axes(function, axis, shape)
     view = RowView(shape, axes)
-    shapes = {name: given[name][0] for name in ("scale", "bias", "next_scale") if name in given}
+    shapes = {name: own for name, (own, _) in given.items() if OPERANDS[name] in PARAMETERS}
     for name, own in shapes.items():
-        checks.check_parameter(function, name, own, view)
-    scales = [shapes[name] for name in ("scale", "next_scale") if name in shapes]
-    scale, bias = np.broadcast_shapes(*scales), shapes.get("bias", ())
-    view = RowView(shape, axes, *(() if own == view.normalised else own for own in (scale, bias)))
+        checks.check_parameter(function, _PUBLIC_NAMES.get(name, name), own, view)
+    by_kind = {
+        kind: np.broadcast_shapes(*(own for name, own in shapes.items() if OPERANDS[name] == kind))
+        for kind in PARAMETERS
+    }
+    # Of the sizes of the normalised axes, a view needs no word.
+    view = RowView(
+        shape, axes, **{k: () if own == view.normalised else own for k, own in by_kind.items()}
+    )
     checks.one_of(function, "save", save, checks.SAVE_MODES)
     checks.implementation(function, implementation)
     dtypes = {name: own for name, (_, own) in given.items()}
     entry = FUNCTIONS[function]
     default = given["residual"][1] if OPERATIONS[entry.op].y_is_sum else x_dtype
+    op = entry.gated if "branch_scale" in given else entry.op
+    assert op is not None
     spec = Spec(
-        op=entry.op,
+        op=op,
         direction="fwd",
         rows=view.rows,
         cols=view.cols,
@@ -451,11 +543,13 @@ def norm_call(
         epsilon=checks.number(function, "epsilon", epsilon, minimum=0.0),
         scale_offset=checks.number(function, "scale_offset", scale_offset),
         subtract_mean=entry.subtract_mean,
-        saved=save,
+        saved=save if activation is None else "input",  # an activation cannot be undone
         scale_dtype=dtypes.get("scale"),
         bias_dtype=dtypes.get("bias"),
         residual_dtype=dtypes.get("residual"),
         next_scale_dtype=dtypes.get("next_scale"),
+        branch_scale_dtype=dtypes.get("branch_scale"),
+        activation=activation,
         **options,
     )
     return Call(function, spec, view, implementation).on(view)

@@ -135,9 +135,14 @@ class _RowRules(Rules[Call]):
     ) -> dict[str, jax.Array | None]:
         """`transposed_tangent` where y is not used."""
         by_name: dict[str, jax.Array | None] = dict.fromkeys(names)
+        operation = call.spec.operation
         if dh is None:
             return by_name
-        if call.spec.operation.starts_from_x:
+        if "branch_scale" in operation.operands:
+            wrt = [name for name in names if name in operation.through_h]
+            results = self.bind(call.backward_of_h(wrt), *residuals, dh) if wrt else []
+            return by_name | dict(zip(wrt, results))
+        if operation.starts_from_x:
             arrays, first = dict(zip(call.residual_names, residuals)), call.first()
             arrays["saved"] = arrays["x"]
             inner = [name for name in names if name in ("x", "scale")]

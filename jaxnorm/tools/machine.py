@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import jaxnorm
 from jaxnorm.calls import backends
-from jaxnorm.operations.loss import NAME as LOSS
+from jaxnorm.operations.linear_loss_call import OF_LOGITS
 from jaxnorm.tools.plan import functions, implementation_for
 from jaxnorm.tools.text import table
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
@@ -113,7 +113,8 @@ def _choices() -> Iterator[tuple[str, str, str]]:
             continue
         yield function, "forward", str(plan.forward)
         yield "", "backward", str(plan.backward)
-    yield "linear_softmax_cross_entropy", "", f"as {LOSS}, for each chunk of rows"
+    for linear, of_logits in OF_LOGITS.items():
+        yield linear, "", f"as {of_logits}, for each chunk of rows"
 
 
 def _missing_extras() -> Iterator[tuple[str, str]]:

@@ -39,10 +39,11 @@ def implementation_for(
 ) -> Plan:
     """Which implementation runs a call of `function`, forward and backward, and why.
 
-    The call is traced, and not run. Under ``jax.vmap`` a batch of x is more rows: put its size in
-    front of `shape`. A batch of parameters, and gradients of parameters that are taken inside
-    ``jax.vmap`` (one for each example), are parameters of groups of rows, with the batch as their
-    first axis.
+    Of that call alone: not whether plain code, which XLA fuses with what is round it, would take
+    longer. The call is traced, and not run. Under ``jax.vmap`` a batch of x is more rows: put its
+    size in front of `shape`. A batch of parameters, and gradients of parameters that are taken
+    inside ``jax.vmap`` (one for each example), are parameters of groups of rows, with the batch as
+    their first axis.
 
     Args:
       function: name of a function of this package, such as ``"add_rms_norm"``.

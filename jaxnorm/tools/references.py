@@ -89,9 +89,12 @@ class _Norm:
         return {"x": dx * self.r, **gradients}
 
 
-def norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Of a norm: y, and the gradients of x and the parameters."""
+def norm(given: Arrays, d: list[Bounded], dtype: str, *, activation: str | None = None) -> Results:
+    """Of a norm, or its silu: y, and the gradients of x and the parameters."""
     of = _Norm(given["x"], given["scale"], given.get("bias"))
+    if activation is not None:
+        a, slope = _silu(of.y)
+        return [a.stored(dtype)], _stored(of.backward(d[0] * slope, None), dtype)
     y = of.y.stored(dtype)
     return [y], _stored(of.backward(d[0], y), dtype)
 
@@ -103,6 +106,19 @@ def add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     y = of.y.stored(dtype)
     gradients = of.backward(d[0], y)
     gradients["x"] = gradients["residual"] = gradients["x"] + d[1]
+    return [y, h], _stored(gradients, dtype)
+
+
+def scaled_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
+    """``h = residual + gate x``, ``y = norm(h)`` of h as it is stored."""
+    x, gate = given["x"], given["gate"]
+    h = (x * gate + given["residual"]).stored(dtype)
+    of = _Norm(h, given["scale"], given.get("bias"))
+    y = of.y.stored(dtype)
+    gradients = of.backward(d[0], y)
+    dh = gradients["x"] + d[1]
+    of_gate = (dh * x).sum(tuple(range(dh.value.ndim - 1)))
+    gradients |= {"x": dh * gate, "residual": dh, "gate": of_gate}
     return [y, h], _stored(gradients, dtype)
 
 
@@ -172,8 +188,7 @@ def norm_gated(
 ) -> Results:
     """``y = norm(x) silu(gate)``, or ``norm(x silu(gate))``; from x and gate as they are."""
     x, gate, scale = given["x"], given["gate"], given["scale"]
-    sigmoid = Bounded.exact(np.ones_like(gate.value)) / ((-gate).exp() + 1)
-    a, slope = gate * sigmoid, sigmoid * (gate * (1 - sigmoid) + 1)
+    a, slope = _silu(gate)
     of = _Norm(x if norm_before_gate else x * a, scale, None)
     if norm_before_gate:
         gradients = of.backward(d[0] * a, None)
@@ -183,6 +198,12 @@ def norm_gated(
     dt = gradients["x"]
     gradients |= {"x": dt * a, "gate": dt * x * slope}
     return [of.y.stored(dtype)], _stored(gradients, dtype)
+
+
+def _silu(v: Bounded) -> tuple[Bounded, Bounded]:
+    """And its derivative."""
+    sigmoid = Bounded.exact(np.ones_like(v.value)) / ((-v).exp() + 1)
+    return v * sigmoid, sigmoid * (v * (1 - sigmoid) + 1)
 
 
 def norm_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
@@ -201,6 +222,12 @@ def cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     return [loss], {"logits": (of_rows * slope).stored(dtype)}
 
 
+def log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
+    """``log p[label]`` and ``-sum p log p`` of each row."""
+    results, gradient = _log_probs(given["logits"], given["labels"], d)
+    return results, {"logits": gradient.stored(dtype)}
+
+
 def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     """The mean loss of ``x @ weight + bias``; products and logits are stored in `dtype`."""
     x, weight = given["x"], given["weight"]
@@ -215,6 +242,35 @@ def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results
     }
     # Kept as they are, and rounded once more when they are multiplied by the loss's cotangent.
     return [loss.mean(0)], _stored(_stored(gradients, dtype), dtype)
+
+
+def linear_log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
+    """Of the logits ``x @ weight + bias``, which are not rounded; their gradient is."""
+    x, weight = given["x"], given["weight"]
+    results, dlogits = _log_probs(x @ weight + given["bias"], given["labels"], d)
+    of_products = dlogits.stored(dtype)
+    gradients = {
+        "x": of_products @ weight.transposed,
+        "weight": x.transposed @ of_products,
+        "bias": of_products.sum(0),
+    }
+    return results, _stored(gradients, dtype)
+
+
+def _log_probs(
+    x: Bounded, labels: np.ndarray, cotangents: list[Bounded]
+) -> tuple[list[Bounded], Bounded]:
+    """Of each row, with the columns as 1; and the gradient of x."""
+    loss, slope = _losses(x, labels)
+    shifted = x - x.at(x.value.argmax(-1))
+    exponentials = shifted.exp()
+    total = exponentials.sum()
+    log_s = total.log()
+    entropy = log_s - (exponentials * shifted).sum() / total
+    log_p = shifted - log_s
+    of_y, of_entropy = (d.reshape(loss.value.shape) for d in cotangents)
+    dx = -(of_y * slope) - of_entropy * (log_p.exp() * (log_p + entropy))
+    return [-loss, entropy], dx
 
 
 def _losses(x: Bounded, labels: np.ndarray) -> tuple[Bounded, Bounded]:

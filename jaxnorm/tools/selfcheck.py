@@ -41,6 +41,7 @@ _HEADS = (2, 64, 4, 128)
 _ROWS, _FEATURES, _CLASSES = 256, 384, 1000
 
 _LINEAR_LOSS = "linear_softmax_cross_entropy"
+_LINEAR_LOG_PROB = "linear_log_prob_and_entropy"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,14 @@ def _norm(function: str) -> tuple[Case, ...]:
     if not FUNCTIONS[function].subtract_mean:
         kinds.pop("bias", None)
     shapes = {name: _X[-1:] if kind in PARAMETERS else _X for name, kind in kinds.items()}
-    return (Case(function, _reference(function), shapes),)
+    case = Case(function, _reference(function), shapes)
+    cases, gated = [case], FUNCTIONS[function].gated
+    if gated is not None:
+        reference = getattr(references, gated)
+        cases.append(Case(function, reference, shapes | {"gate": _X[-1:]}, note="gate"))
+    if FUNCTIONS[function].op == "norm":
+        cases.append(dataclasses.replace(case, options={"activation": "silu"}, note="silu"))
+    return tuple(cases)
 
 
 def _rotated_norm(function: str) -> tuple[Case, ...]:
@@ -141,6 +149,7 @@ CASES = (
         {"scale": (_FEATURES,), **{name: _LAYER[name] for name in ("x", "weight", "bias")}},
     ),
     Case(_LINEAR_LOSS, references.linear_cross_entropy, _LAYER),
+    Case(_LINEAR_LOG_PROB, references.linear_log_prob_and_entropy, _LAYER),
 )
 
 

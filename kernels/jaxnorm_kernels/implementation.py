@@ -29,8 +29,8 @@ class Operands(NamedTuple):
 
     Attributes:
       x, residual, gate: ``(rows, cols)``.
-      scale, bias, next_scale: ``(cols,)``, or ``(n, cols)`` for groups of rows; next_scale is the
-        second norm's.
+      scale, bias, next_scale, branch_scale: ``(cols,)``, or ``(n, cols)`` for groups of rows;
+        next_scale is the second norm's, branch_scale that of x in a sum.
       mask, logits_bias: boolean and float, as `Spec.mask_rows` and `Spec.logits_bias_rows` say, and
         so is the bias' gradient; xla's, who has the call as it is, broadcast to x's shape by
         numpy's rules.
@@ -52,6 +52,7 @@ class Operands(NamedTuple):
     cos: jax.Array = _ABSENT
     sin: jax.Array = _ABSENT
     gate: jax.Array = _ABSENT
+    branch_scale: jax.Array = _ABSENT
 
 
 class Residuals(NamedTuple):
@@ -59,9 +60,10 @@ class Residuals(NamedTuple):
 
     Attributes:
       saved: the operand or result that `Spec.starts_from` names.
-      x: that of the norm before a sum.
+      x: that of the norm before a sum, or of its scale.
       stats: the row statistics.
-      scale, bias, next_scale, mask, labels, cos, sin, gate: as in :class:`Operands`.
+      scale, bias, next_scale, mask, labels, cos, sin, gate, branch_scale: as in
+        :class:`Operands`.
       entropy: the result of that name.
     """
 
@@ -76,6 +78,7 @@ class Residuals(NamedTuple):
     cos: jax.Array = _ABSENT
     sin: jax.Array = _ABSENT
     gate: jax.Array = _ABSENT
+    branch_scale: jax.Array = _ABSENT
     entropy: jax.Array = _ABSENT
 
 
@@ -110,8 +113,9 @@ class Implementation(Protocol):
 
         With a residual, its gradient is that of h, rounded to its dtype, and x's is that, as
         rounded, in x's dtype: the same array where their dtypes agree. Of two norms, the first
-        one's backward may start from the residual's before it is rounded: a kernel of both has
-        never stored it.
+        one's backward may start from the residual's before it is rounded, and so may the gradients
+        of x and its branch_scale: a kernel of both has never stored it. Without y's cotangent
+        (``spec.unused``) they are those of h's.
         """
         ...
 

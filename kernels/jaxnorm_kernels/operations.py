@@ -18,11 +18,16 @@ A norm is fused with the residual addition beside it::
     norm_add         y = residual + norm(x)
     norm_add_norm    h = residual + norm(x)    y = norm(h)
 
+Or with one that scales what it adds (LayerScale, adaLN-zero)::
+
+    scaled_add_norm  h = residual + branch_scale x        y = norm(h)
+
 Or with the rotation of a head's pairs of columns after it (RoPE)::
 
     norm_rope        y = rotation(norm(x), cos, sin)
 
-Or with a gate, after it or before it::
+A plain norm may have an activation after it, y = activation(norm(x)): a static option, not an
+operation. Or with a gate, after it or before it::
 
     norm_gated       y = norm(x) activation(gate)       or y = norm(x activation(gate))
 
@@ -48,6 +53,7 @@ Op = Literal[
     "add_norm",
     "norm_add",
     "norm_add_norm",
+    "scaled_add_norm",
     "norm_rope",
     "norm_gated",
 ]
@@ -57,9 +63,19 @@ Family = Literal["softmax", "loss", "norm"]
 #: broadcast to it; a statistic or a label of each row, over axes that are not normalised; a
 #: parameter, over those that are; a table of a rotation, over pairs of columns, and broadcast to
 #: the axes that are not normalised.
-Kind = Literal["array", "mask", "logits_bias", "stat", "label", "scale", "bias", "table"]
+Kind = Literal[
+    "array",
+    "mask",
+    "logits_bias",
+    "stat",
+    "label",
+    "scale",
+    "bias",
+    "branch_scale",
+    "table",
+]
 
-PARAMETERS: tuple[Kind, ...] = ("scale", "bias")
+PARAMETERS: tuple[Kind, ...] = ("scale", "bias", "branch_scale")
 #: Whose gradients are sums over those elements of x that share one of theirs.
 SHARED: tuple[Kind, ...] = (*PARAMETERS, "logits_bias", "table")
 #: Booleans and integers, which have no tangents.
@@ -73,6 +89,7 @@ OPERANDS: dict[str, Kind] = {
     "scale": "scale",
     "bias": "bias",
     "next_scale": "scale",
+    "branch_scale": "branch_scale",
     "mask": "mask",
     "logits_bias": "logits_bias",
     "labels": "label",
@@ -94,7 +111,8 @@ class Operation:
       statistics: names of the numbers of each row that it returns for the derivative. mean is there
         where a LayerNorm keeps its input.
       saves: what the derivative starts from, with save="output" and with save="input".
-      starts_from_x: the derivative takes x beside it: that of the norm before the sum.
+      starts_from_x: the derivative takes x beside it: that of the norm before the sum, or of its
+        scale.
       keeps: operands that the derivative takes, too, and results beside y and h.
       through_h: operands whose gradients h's cotangent is part of. A plain norm has no h, but may
         be given another cotangent of x, which stands in its place.
@@ -206,6 +224,15 @@ OPERATIONS: dict[Op, Operation] = {
         through_h=("x", "residual", "scale"),
         norms=("first", "last"),
     ),
+    "scaled_add_norm": dataclasses.replace(
+        _NORM,
+        operands=("x", "residual", "scale", "bias", "branch_scale"),
+        results={"y": "array", "h": "array"},
+        saves=("y", "h"),
+        keeps=("scale", "bias", "branch_scale"),
+        starts_from_x=True,
+        through_h=("x", "residual", "branch_scale"),
+    ),
     "norm_rope": dataclasses.replace(
         _NORM,
         operands=("x", "scale", "cos", "sin"),
@@ -226,10 +253,22 @@ OPERATIONS: dict[Op, Operation] = {
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A public function: its operation and, of a norm, whether it subtracts the mean."""
+    """A public function.
+
+    Attributes:
+      op: its operation.
+      subtract_mean: of a norm, whether it does.
+      gated: the operation of a call with a gate of the sum, where it takes one.
+    """
 
     op: Op
     subtract_mean: bool = False
+    gated: Op | None = None
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """All of its operations."""
+        return (self.op,) if self.gated is None else (self.op, self.gated)
 
 
 FUNCTIONS: dict[str, Function] = {
@@ -239,8 +278,8 @@ FUNCTIONS: dict[str, Function] = {
     "log_prob_and_entropy": Function("log_prob_and_entropy"),
     "layer_norm": Function("norm", subtract_mean=True),
     "rms_norm": Function("norm"),
-    "add_layer_norm": Function("add_norm", subtract_mean=True),
-    "add_rms_norm": Function("add_norm"),
+    "add_layer_norm": Function("add_norm", subtract_mean=True, gated="scaled_add_norm"),
+    "add_rms_norm": Function("add_norm", gated="scaled_add_norm"),
     "rms_norm_add": Function("norm_add"),
     "rms_norm_add_rms_norm": Function("norm_add_norm"),
     "rms_norm_rope": Function("norm_rope"),

@@ -21,7 +21,8 @@ NO_KERNEL: Table = (
             dtype is not None and dtype.itemsize > 4
             for dtype in (
                 *(s.compute_dtype, s.x_dtype, s.y_dtype, s.scale_dtype, s.bias_dtype),
-                *(s.residual_dtype, s.next_scale_dtype, s.logits_bias_dtype, s.table_dtype),
+                *(s.residual_dtype, s.next_scale_dtype, s.branch_scale_dtype),
+                *(s.logits_bias_dtype, s.table_dtype),
             )
         ),
     ),
@@ -38,7 +39,7 @@ NO_KERNEL: Table = (
     ),
     (
         "scale and bias belong to groups of different sizes",
-        lambda s: s.scale_groups > 1 and s.bias_groups > 1 and s.scale_groups != s.bias_groups,
+        lambda s: len({s.scale_groups, s.bias_groups, s.branch_scale_groups} - {1}) > 1,
     ),
 )
 

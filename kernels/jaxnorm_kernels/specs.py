@@ -13,6 +13,8 @@ from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, Family, Op, Operati
 Direction = Literal["fwd", "tan", "bwd"]
 Save = Literal["output", "input"]
 Activation = Literal["silu", "gelu", "relu", "leaky_relu", "sigmoid"]
+#: Those that a plain norm may have after it.
+NormActivation = Literal["silu", "gelu", "relu"]
 Name = Literal["xla", "mosaic", "triton"]
 
 #: dtypes that every function takes and returns.
@@ -74,6 +76,7 @@ class Spec:
       scale_dtype, bias_dtype: dtype of each parameter and of its gradient; None where it is absent.
       residual_dtype: dtype of the residual, and of h or of the sum that is returned.
       next_scale_dtype: of the second norm's scale.
+      branch_scale_dtype: of what scales x before it is added.
       epsilon: added to the variance (or mean square) under the root.
       subtract_mean: True for LayerNorm, False for RMSNorm.
       scale_offset: added to ``scale`` in the arithmetic dtype (1.0 for Gemma's ``1 + w``).
@@ -88,11 +91,13 @@ class Spec:
       interleaved: a pair is columns 2i and 2i + 1, and not i and i + rotated / 2.
       table_rows: where the rows find theirs in the tables.
       wants_tables: the backward also returns the gradients of cos and sin.
-      gate_dtype: of the gate, as the two that follow are.
+      gate_dtype: of the gate, as what follows is.
       norm_before_gate: y = norm(x) activation(gate), and not the norm of x activation(gate).
-      activation: that of `jax.nn`, with its defaults.
+      activation: that of `jax.nn`, with its defaults: of the gate, or of a plain norm that keeps
+        its input: y = activation(norm(x)); None for y = norm(x).
       unused: ``"y"`` or ``"h"``: a forward that has both returns None for it. Without y it is a
-        sum, of which the xla implementation makes no norm.
+        sum, of which the xla implementation makes no norm; a backward then takes h's cotangent
+        alone.
       stat_cotangents: the backward also takes cotangents of the statistics: second derivatives.
       adds_dh: the backward also takes dh, another cotangent of what is normalised, in its dtype,
         and adds it to that one's; a plain norm's tangent also returns dx as it is.
@@ -115,8 +120,8 @@ class Spec:
         one that is not there, or whose columns are neither all there nor all broadcast.
       queries: rows of a matrix, for ``causal``.
       axes: the normalised axes of the arrays: the last one, but for the xla implementation.
-      scale_groups, bias_groups: 1 for a parameter ``(cols,)`` of all rows; n for one ``(n, cols)``,
-        each of whose rows belongs to ``rows / n`` consecutive rows.
+      scale_groups, bias_groups, branch_scale_groups: 1 for a parameter ``(cols,)`` of all rows; n
+        for one ``(n, cols)``, each of whose rows belongs to ``rows / n`` consecutive rows.
       scattered: a parameter belongs to groups of rows that are not consecutive, or is broadcast
         along normalised axes.
       moved_axis: the two-dimensional view needs a transpose, in and out.
@@ -142,6 +147,7 @@ class Spec:
     bias_dtype: np.dtype | None = None
     residual_dtype: np.dtype | None = None
     next_scale_dtype: np.dtype | None = None
+    branch_scale_dtype: np.dtype | None = None
     epsilon: float = 0.0
     subtract_mean: bool = False
     scale_offset: float = 0.0
@@ -155,7 +161,7 @@ class Spec:
     wants_tables: bool = False
     gate_dtype: np.dtype | None = None
     norm_before_gate: bool = False
-    activation: Activation = "silu"
+    activation: Activation | None = None
     unused: Literal["y", "h"] | None = None
     stat_cotangents: bool = False
     adds_dh: bool = False
@@ -178,6 +184,7 @@ class Spec:
     axes: tuple[int, ...] = (-1,)
     scale_groups: int = 1
     bias_groups: int = 1
+    branch_scale_groups: int = 1
     scattered: bool = False
     moved_axis: bool = False
     inner: int = 1
@@ -223,7 +230,8 @@ class Spec:
     @functools.cached_property
     def kept_dtypes(self) -> list[np.dtype]:
         """Of those that the derivative takes beside what is saved: each has a gradient."""
-        return self._dtypes_of_arrays(self.operation.keeps)
+        x = ("x",) * (self.branch_scale_dtype is not None)
+        return self._dtypes_of_arrays((*x, *self.operation.keeps))
 
     @functools.cached_property
     def operand_waits(self) -> bool:
@@ -310,7 +318,7 @@ class Spec:
     @functools.cached_property
     def groups(self) -> int:
         """Of rows, each with parameters of its own."""
-        return max(self.scale_groups, self.bias_groups)
+        return max(self.scale_groups, self.bias_groups, self.branch_scale_groups)
 
     @functools.cached_property
     def scale_floor(self) -> float | None:
@@ -328,6 +336,12 @@ class Spec:
         """
         vanishes = self.scale_dtype is not None and self.scale_floor is None
         return self.saved == "output" and (self.bias_dtype is not None or vanishes)
+
+    @functools.cached_property
+    def reads_bias(self) -> bool:
+        """Whether a norm's backward takes the bias: to find x_hat, or what was activated."""
+        has_use = self.saved == "output" or self.activation is not None
+        return has_use and self.bias_dtype is not None
 
     @functools.cached_property
     def y_limit(self) -> float | None:
@@ -385,7 +399,8 @@ class Spec:
 
     def _one_norm(self, **changes: Any) -> "Spec":
         """Of the call's norms, in the call's arithmetic."""
-        changes.update((name, _DEFAULTS[name]) for name in (*_ROTATION, *_GATE))
+        others = (*_ROTATION, *_BRANCH, *(_GATE if self.gate_dtype is not None else ()))
+        changes.update((name, _DEFAULTS[name]) for name in others)
         return dataclasses.replace(
             self,
             op="norm",
@@ -402,6 +417,7 @@ _PARAMETERS = ("scale_dtype", "bias_dtype", "residual_dtype", "next_scale_dtype"
 _STATISTICS = ("want_stats", "stat_cotangents")
 _ROTATION = ("table_dtype", "rotated", "interleaved", "table_rows", "wants_tables")
 _GATE = ("gate_dtype", "norm_before_gate", "activation")
+_BRANCH = ("branch_scale_dtype", "branch_scale_groups")
 _MASK = ("has_mask", "mask_rows")
 _FIELDS: dict[Family, tuple[str, ...]] = {
     "norm": (
@@ -409,6 +425,7 @@ _FIELDS: dict[Family, tuple[str, ...]] = {
         *_STATISTICS,
         *_ROTATION,
         *_GATE,
+        *_BRANCH,
         *("epsilon", "subtract_mean", "scale_offset", "saved", "wide", "unused", "adds_dh"),
         *("scale_groups", "bias_groups", "scattered", "inner_params"),
     ),

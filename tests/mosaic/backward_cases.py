@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
-from reference import exact, half_unit, log_softmax_gradient, softmax_gradient
+from reference import after_norm, exact, half_unit, log_softmax_gradient, softmax_gradient
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
@@ -243,13 +243,20 @@ def norm_reference(
     g = np.ones((1, spec.cols))
     if scale is not None:
         g = of_rows(floored(scale.astype(np.float64) + spec.scale_offset, spec), spec)
-    dg = d * g
+    d_error = np.zeros_like(d)  # of the cotangent behind an activation
     if spec.saved == "input":
         mean = stats[1].astype(np.float64)[:, None] if spec.subtract_mean else 0.0
         xh = (saved - mean) * r
         xh_error = 4 * _U * (np.abs(xh) + np.abs(mean * r))
-        terms, terms_error = dg * xh, np.abs(dg) * xh_error
+        if spec.activation is not None:
+            b = np.zeros((1, 1)) if bias is None else of_rows(bias.astype(np.float64), spec)
+            n_error = np.abs(g) * xh_error + 4 * _U * (np.abs(xh * g) + np.abs(b))
+            _, slope, _, slope_error = after_norm(spec.activation, xh * g + b, n_error, _U)
+            d, d_error = d * slope, np.abs(d) * slope_error + _U * np.abs(d * slope)
+        dg = d * g
+        terms, terms_error = dg * xh, np.abs(dg) * xh_error + np.abs(g * xh) * d_error
     else:
+        dg = d * g
         if spec.y_limit is not None:
             saved = np.clip(saved, -spec.y_limit, spec.y_limit)
         z = saved if bias is None else saved - of_rows(effective_bias(bias, spec), spec)
@@ -263,9 +270,9 @@ def norm_reference(
     c1 = c1_error = np.zeros((spec.rows, 1))
     if spec.subtract_mean:
         c1 = dg.mean(axis=1, keepdims=True)
-        c1_error = sum_error * np.abs(dg).mean(axis=1, keepdims=True)
+        c1_error = (sum_error * np.abs(dg) + np.abs(g) * d_error).mean(axis=1, keepdims=True)
     dx = r * (dg - c1 - xh * c2)
-    error = np.abs(xh) * c2_error + np.abs(c2) * xh_error + c1_error
+    error = np.abs(xh) * c2_error + np.abs(c2) * xh_error + c1_error + np.abs(g) * d_error
     error += 4 * _U * (np.abs(dg) + np.abs(c1) + np.abs(xh * c2))
     error = r * error
     if dh is not None:  # one more addition
@@ -274,7 +281,7 @@ def norm_reference(
     outputs: list[Any] = [dx]
     errors: list[Any] = [error + half_unit(dx, spec.x_dtype)]
     parameters = (spec.scale_dtype, spec.scale_groups), (spec.bias_dtype, spec.bias_groups)
-    column_terms = (d * xh, np.abs(d) * xh_error), (d, 0 * d)
+    column_terms = (d * xh, np.abs(d) * xh_error + np.abs(xh) * d_error), (d, d_error)
     for (dtype, groups), (terms, terms_error) in zip(parameters, column_terms):
 
         def summed(v: np.ndarray, groups: int = groups) -> np.ndarray:

@@ -21,6 +21,7 @@ import gated_cases
 import jax
 import numpy as np
 import pytest
+import scaled_sum_cases
 from forward_cases import BF16, F32
 from h100 import CONFIGS, Compiled, Compiler
 from logits_cases import of_width, operand_types
@@ -136,6 +137,20 @@ GATED = [
     for cols, x, before in [(128, BF16, True), (4096, F32, False), (1001, BF16, True)]
     for direction in ("fwd", "bwd")
 ]
+ACTIVATED = [
+    cases.make_spec(op, 8192, cols, x, x, saved="input", activation="gelu")
+    for op, cols, x in [
+        ("layer_norm", 128, BF16),
+        ("rms_norm", 4096, F32),
+        ("layer_norm", 1001, BF16),
+    ]
+    for cases in (forward_cases, backward_cases)
+]
+SCALED = [
+    scaled_sum_cases.make_spec(direction, 8192, cols, (x, residual, x), groups=(n,) * 3)
+    for cols, x, residual, n in [(256, F32, F32, 1), (1152, BF16, BF16, 8), (4096, BF16, F32, 1)]
+    for direction in ("fwd", "bwd")
+]
 # Function, kind of `logits_cases`, columns, dtype; each forward and backward.
 PLACED = [
     ("softmax", "mask", 512, BF16),
@@ -201,8 +216,9 @@ def function_of(spec: Spec) -> tuple[Any, Any]:
         return two_norms_of(spec)
     if spec.rotated:
         return (lambda *operands: contract.call(mosaic, spec, *operands)[:2]), types_of(spec)
-    if spec.gate_dtype is not None:
-        types = gated_cases.types_of(spec)
+    if spec.gate_dtype is not None or spec.branch_scale_dtype is not None:
+        cases_of = gated_cases if spec.gate_dtype is not None else scaled_sum_cases
+        types = cases_of.types_of(spec)
         return (lambda *operands: contract.call(mosaic, spec, *operands)), types
     cases = forward_cases if spec.direction == "fwd" else backward_cases
     if spec.direction == "fwd":
@@ -242,7 +258,9 @@ def name(spec: Spec) -> str:
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(
-    "spec", [*FORWARD, *BACKWARD, TWO_NORMS, *STRIPS, *LOSSES, *HEADS, *GATED], ids=name
+    "spec",
+    [*FORWARD, *BACKWARD, TWO_NORMS, *STRIPS, *LOSSES, *HEADS, *GATED, *ACTIVATED, *SCALED],
+    ids=name,
 )
 def test_kernels_compile(
     spec: Spec, capability: int, processes: dict[int, ProcessPoolExecutor]
@@ -300,7 +318,8 @@ def norm_backwards() -> Iterator[Spec]:
     for op, cols, x, adds_dh in itertools.product(
         ("layer_norm", "rms_norm"), widths, (BF16, F32), (False, True)
     ):
-        yield backward_cases.make_spec(op, 8192, cols, x, x, adds_dh=adds_dh)
+        for given in ({}, {"saved": "input", "activation": "silu"}):
+            yield backward_cases.make_spec(op, 8192, cols, x, x, adds_dh=adds_dh, **given)
     for cols, x, gate in itertools.product(widths, (BF16, F32), (BF16, F32)):
         yield gated_cases.make_spec("bwd", 8192, cols, (x, gate, x))
 

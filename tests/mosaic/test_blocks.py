@@ -33,8 +33,22 @@ def gate_first(x: Any, gate: Any, scale: Any) -> Any:
     return jaxnorm.rms_norm_gated(x, gate, scale, norm_before_gate=False)
 
 
+def silu(x: Any, scale: Any, bias: Any) -> Any:
+    return jaxnorm.layer_norm(x, scale, bias, activation="silu")
+
+
+def images(x: Any, scale: Any, bias: Any) -> Any:
+    """GroupNorm and SiLU, channels last."""
+    return jaxnorm.layer_norm(x, scale, bias, axis=(1, 3), activation="silu")
+
+
+def gated_sum(x: Any, residual: Any, scale: Any, bias: Any, gate: Any) -> Any:
+    return jaxnorm.add_layer_norm(x, residual, scale, bias, scale_offset=1.0, gate=gate)
+
+
 ROW, WIDE, COLUMN = ((ROWS, COLS), "bfloat16"), ((ROWS, COLS), "float32"), ((COLS,), "float32")
 SAMPLES, OF_SAMPLE = ((8, ROWS // 8, COLS), "bfloat16"), ((8, 1, COLS), "float32")
+IMAGES, CHANNEL = ((32, 1024, 32, 8), "bfloat16"), ((32, 1, 8), "float32")
 
 # A block, its operands, which gradients are arrays of their own, and how many fusions of x's size
 # XLA may add: the addition that a user's code has before the norm.
@@ -47,7 +61,11 @@ BLOCKS: dict[str, tuple[Callable[..., Any], list[Any], list[int], int]] = {
     "two norms": (two_norms, [ROW, ROW, COLUMN], [0, 1, 2], 0),
     "gate": (jaxnorm.rms_norm_gated, [ROW, ROW, COLUMN], [0, 1, 2], 0),
     "gate first": (gate_first, [ROW, WIDE, COLUMN], [0, 1, 2], 0),
+    "activation": (silu, [ROW, COLUMN, COLUMN], [0, 1, 2], 0),
+    "groups and activation": (images, [IMAGES, CHANNEL, CHANNEL], [0, 1, 2], 0),
     "adaLN": (adaptive, [SAMPLES, OF_SAMPLE, OF_SAMPLE], [0, 1, 2], 0),
+    "adaLN-zero": (gated_sum, [SAMPLES, SAMPLES, *[OF_SAMPLE] * 3], [0, 1, 2, 3, 4], 0),
+    "LayerScale": (gated_sum, [ROW, WIDE, *[COLUMN] * 3], [0, 1, 2, 3, 4], 0),
 }
 
 

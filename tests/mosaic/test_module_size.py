@@ -6,6 +6,7 @@ are copied together, and an array names its layout where it is made.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -88,8 +89,17 @@ def rotated(x: jax.Array, scale: jax.Array, **given: Any) -> jax.Array:
     return jaxnorm.rms_norm_rope(x, scale, table, table, **given)
 
 
+def activated(function: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(function, activation="silu")
+
+
 def in_strips(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *operands, **given: function(*operands, axis=1, **given)
+
+
+def gated_sum(x: jax.Array, *operands: jax.Array, **given: Any) -> Any:
+    *others, gate = operands
+    return jaxnorm.add_layer_norm(x, *others, gate=gate, **given)
 
 
 FUNCTIONS = {
@@ -99,9 +109,12 @@ FUNCTIONS = {
     "rms_norm": Function(jaxnorm.rms_norm, columns=1),
     "add_layer_norm": Function(jaxnorm.add_layer_norm, like_x=1, columns=2),
     "add_rms_norm": Function(jaxnorm.add_rms_norm, like_x=1, columns=1),
+    "add_layer_norm with a gate": Function(gated_sum, like_x=1, columns=3),
     "rms_norm_add": Function(norm_add, like_x=1, columns=1),
     "rms_norm_add_rms_norm": Function(jaxnorm.rms_norm_add_rms_norm, like_x=1, columns=2),
     "rms_norm_gated": Function(jaxnorm.rms_norm_gated, like_x=1, columns=1),
+    "layer_norm silu": Function(activated(jaxnorm.layer_norm), columns=2),
+    "silu of groups": Function(activated(of_groups), lambda cols: (8, 16, 16, cols), columns=2),
     "rms_norm_rope": Function(rotated, lambda cols: (4, 512, 8, cols), columns=1),
     "causal_softmax": Function(causal, lambda cols: (8, cols, cols)),
     "causal_log_softmax": Function(causal_log, lambda cols: (8, 512, cols)),
@@ -157,6 +170,10 @@ CASES = [
     ("layer_norm of groups", 256, BF16, BF16),
     *(("rms_norm_gated", cols, BF16, BF16) for cols in (24, 128, 4095, 4096, 50257)),
     ("rms_norm_gated", 65536, *MIXED),
+    *(("layer_norm silu", cols, BF16, BF16) for cols in (24, 1023, 4095, 4096, 50257)),
+    ("silu of groups", 256, BF16, BF16),
+    *(("add_layer_norm with a gate", cols, BF16, BF16) for cols in (24, 1152, 4095, 50257)),
+    ("add_layer_norm with a gate", 65536, *MIXED),
     ("rms_norm_rope", 128, BF16, BF16),
     ("rms_norm_rope", 80, F32, F32),
     ("rms_norm_rope", 512, *MIXED),

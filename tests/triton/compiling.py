@@ -7,11 +7,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import gated_cases
 import jax
 import jax.numpy as jnp
 import pytest
+import scaled_sum_cases
 import triton
-from gated_cases import types_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -77,7 +78,9 @@ def _operands(spec: Spec, label_dtype: Any) -> tuple[Any, ...]:
         return array((shared.rows, spec.cols if shared.has_columns else 1), dtype)
 
     if spec.op == "norm_gated":
-        return types_of(spec)
+        return gated_cases.types_of(spec)
+    if spec.op == "scaled_add_norm":
+        return scaled_sum_cases.types_of(spec)
     rows, cols = spec.rows, spec.cols
     dtypes = (spec.x_dtype, spec.residual_dtype, spec.y_dtype)
     x, residual, dy = (array((rows, cols), dtype) for dtype in dtypes)

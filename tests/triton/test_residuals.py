@@ -94,6 +94,7 @@ def expected(spec, x, scale, bias=None, d=None, rows=slice(None)):
         saved=spec.saved,
         x_dtype=spec.x_dtype.name,
         y_dtype=spec.y_dtype.name,
+        activation=spec.activation,
     )
 
 

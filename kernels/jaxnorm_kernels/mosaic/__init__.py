@@ -13,6 +13,7 @@ from jaxnorm_kernels.mosaic.norm.forward import norm_fwd
 from jaxnorm_kernels.mosaic.norm.gated_backward import norm_gated_bwd
 from jaxnorm_kernels.mosaic.norm.rope_backward import norm_rope_bwd
 from jaxnorm_kernels.mosaic.norm.rope_forward import norm_rope_fwd
+from jaxnorm_kernels.mosaic.norm.scaled_sum import scaled_sum_bwd
 from jaxnorm_kernels.mosaic.norm.two_norms import two_norms_bwd
 from jaxnorm_kernels.mosaic.softmax.backward import softmax_bwd
 from jaxnorm_kernels.mosaic.softmax.forward import softmax_fwd
@@ -33,6 +34,7 @@ _FORWARD: dict[Op, Callable[..., Results]] = {
     "add_norm": norm_fwd,
     "norm_add": norm_fwd,
     "norm_add_norm": norm_fwd,
+    "scaled_add_norm": norm_fwd,
     "norm_rope": norm_rope_fwd,
     "norm_gated": norm_fwd,
 }
@@ -44,6 +46,7 @@ _BACKWARD: dict[Op, Callable[..., Operands]] = {
     "norm": norm_bwd,
     "add_norm": norm_bwd,
     "norm_add_norm": two_norms_bwd,
+    "scaled_add_norm": scaled_sum_bwd,
     "norm_rope": norm_rope_bwd,
     "norm_gated": norm_gated_bwd,
 }

@@ -127,6 +127,10 @@ _LEFT_TO_XLA: Table = (
         lambda s: local_capability() not in (90, *_NOT_TIMED, None),
     ),
     (
+        "its strips of groups of channels that are no power of 2 are not timed yet",
+        lambda s: s.inner_cols & (s.inner_cols - 1) != 0,
+    ),
+    (
         "with fewer rows than multiprocessors, XLA spreads a norm's backward over more of them",
         lambda s: (
             _norm_bwd(s) and s.rows < 128 and not (s.subtract_mean and s.y_dtype.itemsize == 4)
@@ -198,6 +202,10 @@ def _has_windows(spec: Spec) -> bool:
 
 
 def _norm_bwd(spec: Spec) -> bool:
-    """Of one norm, by the rows of `norm_schedule`; of one with a residual it is asked for each."""
-    has_own_rows = spec.residual_dtype is not None or spec.table_dtype is not None
+    """Of one norm, by the rows of `norm_schedule`; of one with a residual it is asked for each.
+
+    But a sum of a scaled x has rows of its own beside the norm's.
+    """
+    is_plain_sum = spec.residual_dtype is not None and spec.branch_scale_dtype is None
+    has_own_rows = is_plain_sum or spec.table_dtype is not None
     return spec.is_norm and spec.direction == "bwd" and not has_own_rows

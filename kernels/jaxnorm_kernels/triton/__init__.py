@@ -28,6 +28,7 @@ _FORWARD: dict[Op, Callable[..., Results]] = {
     "add_norm": norm_fwd,
     "norm_add": norm_fwd,
     "norm_add_norm": norm_fwd,
+    "scaled_add_norm": norm_fwd,
     "norm_rope": norm_rope_fwd,
     "norm_gated": norm_fwd,
 }
@@ -39,6 +40,7 @@ _BACKWARD: dict[Op, Callable[..., Operands]] = {
     "norm": norm_bwd,
     "add_norm": norm_bwd,
     "norm_add_norm": two_norms_bwd,
+    "scaled_add_norm": norm_bwd,
     "norm_rope": norm_rope_bwd,
     "norm_gated": norm_bwd,
 }

@@ -1,4 +1,4 @@
-"""Activations of a gate, and their derivatives, of one sigmoid: those of `jax.nn`.
+"""Activations of a gate or a norm, and their derivatives, of one sigmoid: those of `jax.nn`.
 
     sigmoid       s(g)              s (1 - s)
     silu          g s(g)            s + g s (1 - s)
@@ -36,8 +36,9 @@ class Gate:
 
 def of(spec: Spec) -> Gate | None:
     """That of a call; None for none."""
-    is_there = spec.gate_dtype is not None
-    return Gate(spec.activation, not spec.norm_before_gate) if is_there else None
+    if spec.gate_dtype is None or spec.activation is None:
+        return None
+    return Gate(spec.activation, not spec.norm_before_gate)
 
 
 @triton.jit

@@ -7,8 +7,15 @@ Row of N; G = scale + scale_offset, r = rstd, d = dy; c1 is LayerNorm's alone:
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
-Another cotangent of x, dh, is added to dx before it is rounded. With a gate, a = activation(gate),
-d is a dy; or the norm is that of x a, and dt the dx above:
+With an activation after the norm, from the input, n = xh G + bias is made again, and
+d = dy activation'(n).
+
+Another cotangent of x, dh, is added to dx before it is rounded. Of h = residual + branch_scale x,
+the dx above is t:
+
+    dresidual = t       dx = branch_scale t       dbranch_scale = sum_rows(t x)
+
+With a gate, a = activation(gate), d is a dy; or the norm is that of x a, and dt the dx above:
 
     norm(x) a     dgate = dy xh G activation'(gate)
     norm(x a)     dgate = dt x activation'(gate)            dx = dt a
@@ -39,6 +46,7 @@ from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.activations import activated, gated
 from jaxnorm_kernels.triton.norm_parameters import (
     effective_bias,
+    gain,
     gain_and_inverse,
     group_rows,
     of_groups,
@@ -51,6 +59,7 @@ from jaxnorm_kernels.triton.tiles import (
     of_rows,
     store_tile,
     tile_at,
+    zero_beyond,
     zeros,
 )
 
@@ -62,8 +71,8 @@ def norm_bwd(
     if spec.op == "add_norm":
         of_h = norm_bwd(residuals, cotangents, spec.last)
         return of_h._replace(x=of_h.x.astype(spec.x_dtype), residual=of_h.x)
-    saved, _, stats, scale, bias, *_ = residuals
-    (dy, dh, *_), gate = cotangents, residuals.gate
+    saved, x, stats, scale, bias, *_ = residuals
+    (dy, dh, *_), gate, branch_scale = cotangents, residuals.gate, residuals.branch_scale
     schedule = schedule or schedules.choose(spec)
     rstd, *mean = stats
     operands: dict[str, Any] = {
@@ -72,10 +81,10 @@ def norm_bwd(
         "rstd_ptr": rstd,
         "mean_ptr": mean[0] if mean else None,
         "scale_ptr": scale,
-        "bias_ptr": bias if spec.saved == "output" else None,
+        "bias_ptr": bias if spec.reads_bias else None,
         "scale_rows": group_rows(scale, spec),
         "bias_rows": group_rows(bias, spec),
-        "norm": norm_parameters.of(spec),
+        "norm": norm_parameters.of(spec.last),
         "gate_ptr": gate,
         "gate": activations.of(spec),
     }
@@ -99,11 +108,16 @@ def norm_bwd(
         outputs={
             "dx_ptr": jax.ShapeDtypeStruct(saved.shape, spec.x_dtype),
             "dgate_ptr": None if gate is None else jax.ShapeDtypeStruct.like(gate),
+            "dresidual_ptr": None if branch_scale is None else jax.ShapeDtypeStruct.like(dh),
             "dscale_ptr": None if scale is None else partial,
             "dbias_ptr": None if bias is None else partial,
+            "dbranch_scale_ptr": None if branch_scale is None else partial,
         },
         grid=(col_blocks * spec.groups, row_programs),
+        x_ptr=x,
         dh_ptr=dh,
+        branch_scale_ptr=branch_scale,
+        branch_scale_rows=group_rows(branch_scale, spec),
         c2_ptr=c2,
         c1_ptr=c1,
         col_blocks=col_blocks,
@@ -112,8 +126,11 @@ def norm_bwd(
         **operands,
     )
     dgate = None if gate is None else partials.pop(0)
-    dscale, dbias = parameter_gradients(partials, (scale, bias), spec)
-    return Operands(dx, scale=dscale, bias=dbias, gate=dgate)
+    dresidual = None if branch_scale is None else partials.pop(0)
+    parameters = (scale, bias, branch_scale)
+    dbranch_scale: Any
+    dscale, dbias, dbranch_scale = parameter_gradients(partials, parameters, spec)
+    return Operands(dx, dresidual, dscale, dbias, gate=dgate, branch_scale=dbranch_scale)
 
 
 def two_norms_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
@@ -124,8 +141,8 @@ def two_norms_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Oper
 def parameter_gradients(
     partials: list[jax.Array], parameters: tuple[jax.Array | None, ...], spec: Spec
 ) -> list[jax.Array | None]:
-    """The gradients of scale and bias: sums of the programs' sums."""
-    dtypes = (spec.scale_dtype, spec.bias_dtype)
+    """Those of `parameters`: sums of the programs' sums."""
+    dtypes = [None if p is None else p.dtype for p in parameters]
     if spec.groups == 1:
         return add_partials(partials, dtypes)
     # A partial has a row for each group of each program.
@@ -144,9 +161,12 @@ def _columns(scale, bias, y_ptr, col, cols: tl.constexpr, norm: tl.constexpr):
 
 
 @triton.jit
-def _elements(saved, d, rstd, mean, params, norm: tl.constexpr):
-    """d G; the terms of c2; and xh: elements of a tile."""
+def _elements(saved, d, rstd, mean, params, first_col, norm: tl.constexpr, tiling: tl.constexpr):
+    """d, of dy; d G; the terms of c2; and xh: elements of a tile."""
     g, inverse, b = params
+    if norm.activation is not None:
+        _, slope = activated((saved - mean) * rstd * g + b, norm.activation)
+        d = zero_beyond(d * slope, first_col, tiling)  # where a slope may be anything
     dg = d * g
     if norm.from_output:
         z = clipped(saved, norm.y_limit) - b
@@ -155,7 +175,7 @@ def _elements(saved, d, rstd, mean, params, norm: tl.constexpr):
     else:
         xh = (saved - mean) * rstd
         terms = dg * xh
-    return dg, terms, xh
+    return d, dg, terms, xh
 
 
 @triton.jit
@@ -167,21 +187,26 @@ def _add_pairs(a, b, c, d):
 def _norm_bwd(
     saved_ptr,
     gate_ptr,
+    x_ptr,
     dy_ptr,
     dh_ptr,
     rstd_ptr,
     mean_ptr,
     scale_ptr,
     bias_ptr,
+    branch_scale_ptr,
     c2_ptr,
     c1_ptr,
     dx_ptr,
     dgate_ptr,
+    dresidual_ptr,
     dscale_ptr,
     dbias_ptr,
+    dbranch_scale_ptr,
     rows,
     scale_rows,
     bias_rows,
+    branch_scale_rows,
     norm: tl.constexpr,
     gate: tl.constexpr,
     tiling: tl.constexpr,
@@ -191,31 +216,41 @@ def _norm_bwd(
 ):
     """dx = r (d G - c1 - xh c2) + dh, and a program's sums of d xh and of d over its rows.
 
-    c1 and c2 are None where the pieces of a tile are whole rows. `scale_rows` and `bias_rows` are
-    the rows of a group, None where all rows share the parameter.
+    c1 and c2 are None where the pieces of a tile are whole rows. `scale_rows` and its like are the
+    rows of a group, None where all rows share the parameter.
     """
     cols: tl.constexpr = tiling.cols
     block: tl.constexpr = tiling.block
     pieces: tl.constexpr = tiling.pieces
-    has_groups: tl.constexpr = scale_rows is not None or bias_rows is not None
+    of_norm: tl.constexpr = scale_rows is not None or bias_rows is not None
+    has_groups: tl.constexpr = of_norm or branch_scale_rows is not None
     first_col, group, group_rows = tl.program_id(0) * block, 0, rows
     program, programs = tl.program_id(1), tl.num_programs(1)
-    scale, bias = (scale_ptr, None), (bias_ptr, None)
+    scale, bias, branch_scale = (scale_ptr, None), (bias_ptr, None), (branch_scale_ptr, None)
     if has_groups:
         first_col, group = tl.program_id(0) % col_blocks * block, tl.program_id(0) // col_blocks
-        group_rows = bias_rows if scale_rows is None else scale_rows
+        if scale_rows is not None:
+            group_rows = scale_rows
+        elif bias_rows is not None:
+            group_rows = bias_rows
+        else:
+            group_rows = branch_scale_rows
         start = group.to(tl.int64) * cols
         if scale_rows is not None:
             scale = (scale_ptr, start)
         if bias_rows is not None:
             bias = (bias_ptr, start)
-    params, dscale, dbias = (), (), ()
+        if branch_scale_rows is not None:
+            branch_scale = (branch_scale_ptr, start)
+    params, branch_scales, dscale, dbias, dbranch_scale = (), (), (), (), ()
     for i in tl.static_range(pieces):
         if hold_params:
             col = columns_at(first_col + i * block, block, tiling.tile_rows)
             params += (_columns(scale, bias, saved_ptr, col, cols, norm),)
+            branch_scales += (gain(branch_scale, col, cols, 0.0, 0.0),)
         dscale += (zeros(tiling),)
         dbias += (zeros(tiling),)
+        dbranch_scale += (zeros(tiling),)
     begin, rows = program * tiling.tile_rows + group * group_rows, (group + 1) * group_rows
     for first_row in tl.range(begin, rows, programs * tiling.tile_rows, num_stages=stages):
         row = first_row + tl.arange(0, tiling.tile_rows)
@@ -237,7 +272,9 @@ def _norm_bwd(
                 else:
                     store_tile(dgate_ptr, d * columns[0] * (saved * rstd) * slope, tile)
                     d *= a
-            dg, dz, xh = _elements(saved, d, rstd, mean, columns, norm)
+            d, dg, dz, xh = _elements(
+                saved, d, rstd, mean, columns, first_col + i * block, norm, tiling
+            )
             terms += dz
             sums += dg
             dgs += (dg,)
@@ -252,6 +289,7 @@ def _norm_bwd(
             c2, c1 = c2[:, None] / cols, c1[:, None] / cols
         else:
             c2 = tl.sum(terms, axis=1)[:, None] / cols
+        dbranch_scales = ()
         for i in tl.static_range(pieces):
             dx = dgs[i] * rstd
             if norm.subtract_mean:
@@ -264,7 +302,16 @@ def _norm_bwd(
                 a, of_gate = factors[i]
                 store_tile(dgate_ptr, dx * of_gate, tile)
                 dx *= a
+            if branch_scale_ptr is not None:
+                store_tile(dresidual_ptr, dx, tile)
+                dbranch_scales += (dbranch_scale[i] + dx * load_tile(x_ptr, tile),)
+                if hold_params:
+                    dx *= branch_scales[i]
+                else:
+                    dx *= gain(branch_scale, tile[2], cols, 0.0, 0.0)
             store_tile(dx_ptr, dx, tile)
+        if branch_scale_ptr is not None:
+            dbranch_scale = dbranch_scales
     groups = tl.num_programs(0) // col_blocks if has_groups else 1
     partial_row = program * groups + group
     for i in tl.static_range(pieces):
@@ -274,6 +321,9 @@ def _norm_bwd(
             tl.store(dscale_ptr + partial, tl.sum(dscale[i], axis=0)[None, :], mask=col < cols)
         if dbias_ptr is not None:
             tl.store(dbias_ptr + partial, tl.sum(dbias[i], axis=0)[None, :], mask=col < cols)
+        if dbranch_scale_ptr is not None:
+            total = tl.sum(dbranch_scale[i], axis=0)[None, :]
+            tl.store(dbranch_scale_ptr + partial, total, mask=col < cols)
 
 
 @triton.jit
@@ -307,7 +357,7 @@ def _norm_bwd_row_means(
         saved = gated(load_tile(saved_ptr, tile), gate_ptr, tile, gate, True)
         d = gated(load_tile(dy_ptr, tile), gate_ptr, tile, gate, False)
         columns = _columns(scale, bias, saved_ptr, tile[2], cols, norm)
-        dg, terms, _ = _elements(saved, d, rstd, mean, columns, norm)
+        _, dg, terms, _ = _elements(saved, d, rstd, mean, columns, first_col, norm, tiling)
         c2 += terms
         c1 += dg
     tl.store(c2_ptr + row, tl.sum(c2, axis=1) / cols, mask=row < rows)

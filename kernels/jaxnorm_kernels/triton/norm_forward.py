@@ -3,11 +3,11 @@
 LayerNorm subtracts the mean, RMSNorm has mean = 0:
 
     G = scale + scale_offset        r = 1 / sqrt(mean((x - mean)^2) + epsilon)
-    y = (x - mean) r G + bias
+    y = (x - mean) r G + bias       or the activation of that
 
 Where a residual is added to x, or to the normalised x before another norm, what is normalised is
-the sum h as it is stored: rounded. A gate's activation is a factor of x, or of its norm, and all is
-rounded once.
+the sum h as it is stored: rounded. x may be scaled before it is added. A gate's activation is a
+factor of x, or of its norm, and all is rounded once.
 
 Rows that fit are held in registers, as pieces side by side, and reduced twice; where they are
 short, persistent programs may take turns over them and read the next ones meanwhile. Wider rows
@@ -31,7 +31,7 @@ from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import activations, norm_parameters
 from jaxnorm_kernels.triton import schedule as schedules
-from jaxnorm_kernels.triton.activations import gated
+from jaxnorm_kernels.triton.activations import activated, gated
 from jaxnorm_kernels.triton.norm_parameters import gain, gain_and_bias, group_rows, of_groups
 from jaxnorm_kernels.triton.schedule import Schedule
 from jaxnorm_kernels.triton.tiles import (
@@ -49,6 +49,7 @@ from jaxnorm_kernels.triton.tiles import (
 def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
     """See `Implementation.forward`; `schedule` stands in for the one of the table."""
     x, residual, scale, bias, next_scale, *_ = operands
+    branch_scale = operands.branch_scale
     schedule = schedule or schedules.choose(spec)
     kernel = norm_fwd_in_registers
     options: dict[str, Any] = {"gate_ptr": operands.gate, "gate": activations.of(spec)}
@@ -79,10 +80,12 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
         scale_ptr=scale,
         bias_ptr=bias,
         next_scale_ptr=next_scale,
+        branch_scale_ptr=branch_scale,
         scale_rows=group_rows(scale, spec),
         bias_rows=group_rows(bias, spec),
         next_scale_rows=group_rows(next_scale, spec),
-        op=spec.op,
+        branch_scale_rows=group_rows(branch_scale, spec),
+        op="add_norm" if branch_scale is not None else spec.op,
         norm=norm_parameters.of(norm),
         **options,
     )
@@ -105,6 +108,7 @@ def norm_fwd_in_registers(
     scale_ptr,
     bias_ptr,
     next_scale_ptr,
+    branch_scale_ptr,
     y_ptr,
     h_ptr,
     rstd_ptr,
@@ -114,6 +118,7 @@ def norm_fwd_in_registers(
     scale_rows,
     bias_rows,
     next_scale_rows,
+    branch_scale_rows,
     op: tl.constexpr,
     norm: tl.constexpr,
     tiling: tl.constexpr,
@@ -126,7 +131,12 @@ def norm_fwd_in_registers(
     bias = of_groups(bias_ptr, row, rows, bias_rows, tiling.cols)
     x = load_rows(x_ptr, first_row, rows, tiling)
     if op == "add_norm":
-        x = _sums(x, residual_ptr, h_ptr, first_row, rows, tiling)
+        branch_scale = of_groups(branch_scale_ptr, row, rows, branch_scale_rows, tiling.cols)
+        scaled = ()
+        for i in tl.static_range(len(x)):
+            col = columns_at(i * tiling.block, tiling.block)
+            scaled += (x[i] * gain(branch_scale, col, tiling.cols, 0.0, 0.0),)
+        x = _sums(scaled, residual_ptr, h_ptr, first_row, rows, tiling)
     if op == "norm_gated":
         loaded, x = x, ()
         for i in tl.static_range(len(loaded)):
@@ -147,7 +157,7 @@ def norm_fwd_in_registers(
     for i in tl.static_range(len(x)):
         tile = tile_at(first_row, i * tiling.block, rows, tiling)
         g, b = gain_and_bias(scale, bias, y_ptr, tile[2], tiling.cols, norm)
-        y = centred[i] * rstd[:, None] * g + b
+        y = _after_norm(centred[i] * rstd[:, None] * g + b, norm)
         y = gated(y, gate_ptr, tile, gate, False)
         if op == "norm_add":
             y += load_tile(residual_ptr, tile)
@@ -162,6 +172,7 @@ def norm_fwd_persistent(
     scale_ptr,
     bias_ptr,
     next_scale_ptr,
+    branch_scale_ptr,
     y_ptr,
     h_ptr,
     rstd_ptr,
@@ -171,6 +182,7 @@ def norm_fwd_persistent(
     scale_rows,
     bias_rows,
     next_scale_rows,
+    branch_scale_rows,
     op: tl.constexpr,
     norm: tl.constexpr,
     tiling: tl.constexpr,
@@ -183,19 +195,23 @@ def norm_fwd_persistent(
     pieces: tl.constexpr = tiling.pieces
     tile_rows: tl.constexpr = tiling.tile_rows
     program, programs = tl.program_id(0), tl.num_programs(0)
-    scale, bias = (scale_ptr, None), (bias_ptr, None)
-    params = ()
+    scale, bias, branch_scale = (scale_ptr, None), (bias_ptr, None), (branch_scale_ptr, None)
+    params, branch_scales = (), ()
     for i in tl.static_range(pieces):
         col = columns_at(i * tiling.block, tiling.block, tile_rows)
         params += (gain_and_bias(scale, bias, y_ptr, col, tiling.cols, norm),)
+        branch_scales += (gain(branch_scale, col, tiling.cols, 0.0, 0.0),)
     for first_row in tl.range(program * tile_rows, rows, programs * tile_rows, num_stages=stages):
         x = load_rows(x_ptr, first_row, rows, tiling)
         if op == "add_norm":
-            x = _sums(x, residual_ptr, h_ptr, first_row, rows, tiling)
+            scaled = ()
+            for i in tl.static_range(pieces):
+                scaled += (x[i] * branch_scales[i],)
+            x = _sums(scaled, residual_ptr, h_ptr, first_row, rows, tiling)
         centred, rstd, mean = _normalized(x, norm.epsilon, norm.subtract_mean, tiling)
         for i in tl.static_range(pieces):
             g, b = params[i]
-            y = centred[i] * rstd[:, None] * g + b
+            y = _after_norm(centred[i] * rstd[:, None] * g + b, norm)
             store_tile(y_ptr, y, tile_at(first_row, i * tiling.block, rows, tiling))
         _store_stats(rstd_ptr, mean_ptr, first_row, rows, rstd, mean, tiling)
 
@@ -227,6 +243,7 @@ def norm_fwd_looped(
     scale_ptr,
     bias_ptr,
     next_scale_ptr,
+    branch_scale_ptr,
     y_ptr,
     h_ptr,
     rstd_ptr,
@@ -236,6 +253,7 @@ def norm_fwd_looped(
     scale_rows,
     bias_rows,
     next_scale_rows,
+    branch_scale_rows,
     op: tl.constexpr,
     norm: tl.constexpr,
     tiling: tl.constexpr,
@@ -246,12 +264,14 @@ def norm_fwd_looped(
     row = first_row + tl.arange(0, tiling.tile_rows)
     scale = of_groups(scale_ptr, row, rows, scale_rows, tiling.cols)
     bias = of_groups(bias_ptr, row, rows, bias_rows, tiling.cols)
+    branch_scale = of_groups(branch_scale_ptr, row, rows, branch_scale_rows, tiling.cols)
     mean = tl.full([tiling.tile_rows], 0.0, tl.float32)
     square = tl.full([tiling.tile_rows], 0.0, tl.float32)
     for first_col in tl.range(0, tiling.cols, tiling.block):
         tile = tile_at(first_row, first_col, rows, tiling)
         x = gated(load_tile(x_ptr, tile, "evict_last"), gate_ptr, tile, gate, True)
         if op == "add_norm":
+            x *= gain(branch_scale, tile[2], tiling.cols, 0.0, 0.0)
             x = _sum(x, residual_ptr, h_ptr, tile[1] + tile[2], tile[3])
         if norm.subtract_mean:
             before = tl.cast(first_col, tl.float32)
@@ -285,12 +305,20 @@ def norm_fwd_looped(
         tile = tile_at(first_row, first_col, rows, tiling)
         x = gated(load_tile(x_ptr, tile, "evict_first"), gate_ptr, tile, gate, True)
         g, b = gain_and_bias(scale, bias, y_ptr, tile[2], tiling.cols, norm)
-        y = (x - mean[:, None]) * rstd[:, None] * g + b
+        y = _after_norm((x - mean[:, None]) * rstd[:, None] * g + b, norm)
         y = gated(y, gate_ptr, tile, gate, False)
         if op == "norm_add":
             y += load_tile(residual_ptr, tile)
         store_tile(y_ptr, y, tile)
     _store_stats(rstd_ptr, mean_ptr, first_row, rows, rstd, mean, tiling)
+
+
+@triton.jit
+def _after_norm(n, norm: tl.constexpr):
+    """The activation of a norm, if there is one."""
+    if norm.activation is not None:
+        n, _ = activated(n, norm.activation)
+    return n
 
 
 @triton.jit

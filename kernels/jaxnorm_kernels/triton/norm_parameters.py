@@ -22,6 +22,7 @@ class Norm:
       scale_floor: that G is raised to in magnitude.
       from_output: the backward starts from y, not from x.
       x_hat_limit, y_limit: that such a backward clips these to.
+      activation: after the norm; None for none.
     """
 
     subtract_mean: bool
@@ -31,6 +32,7 @@ class Norm:
     from_output: bool
     x_hat_limit: float
     y_limit: float
+    activation: str | None
 
 
 def of(spec: Spec) -> Norm:
@@ -43,6 +45,7 @@ def of(spec: Spec) -> Norm:
         from_output=spec.saved == "output",
         x_hat_limit=math.sqrt(spec.cols) if spec.clips_x_hat else 0.0,
         y_limit=spec.y_limit or 0.0,
+        activation=spec.activation,
     )
 
 

@@ -11,9 +11,13 @@ Backward with d = dy; c1 is LayerNorm's alone:
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
+With an activation after it, n = xh G + bias: y = activation(n), and d = dy activation'(n).
+
 With a residual, the row that is normalised is h = x + residual, or the normalised row is added to
 the residual, or both, one norm after the other; dh, the cotangent that h has beside the norm's, is
-added to dx.
+added to dx. With h = residual + branch_scale x, t that sum:
+
+    dresidual = t       dx = branch_scale t       dbranch_scale = sum_rows(t x)
 
 With a gate, a = activation(gate), the norm is that of x, and d = a dy; or that of t = x a, and
 dt the gradient above:
@@ -38,6 +42,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +58,10 @@ from jaxnorm_kernels.xla.reductions import row_mean
 
 
 def norm_fwd(operands: Operands, spec: Spec) -> Results:
-    """y = norm(x)."""
+    """y = norm(x), or activation(norm(x))."""
     y, stats = normalised(operands.x, operands.scale, operands.bias, spec)
+    if spec.activation is not None:
+        y = _activation(spec)(y)
     return Results(y.astype(spec.y_dtype), stats=stats)
 
 
@@ -64,6 +71,9 @@ def norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
     dx = tangents.x
     along = (dx, tangents.scale, tangents.bias)
     dy, dstats = tangent(saved, stats, scale, bias, along, spec)
+    if spec.activation is not None:
+        n = _normalised_again(saved, stats, scale, bias, spec)
+        _, dy = jax.jvp(_activation(spec), (n,), (dy,))
     through = jnp.zeros_like(saved, dtype=spec.x_dtype) if dx is None else dx
     return Results(dy.astype(spec.y_dtype), through if spec.adds_dh else None, dstats)
 
@@ -71,6 +81,10 @@ def norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
 def norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `norm_fwd`."""
     saved, _, stats, scale, bias, *_ = residuals
+    if spec.activation is not None:
+        _, pullback = jax.vjp(_activation(spec), _normalised_again(saved, stats, scale, bias, spec))
+        (d,) = pullback(cotangents.y.astype(spec.compute_dtype))
+        cotangents = cotangents._replace(y=d)
     dx, dscale, dbias = backward(saved, stats, scale, bias, cotangents, spec)
     return Operands(dx, scale=dscale, bias=dbias)
 
@@ -97,11 +111,42 @@ def add_norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Result
 
 def add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `add_norm_fwd`."""
-    saved, _, stats, scale, bias, *_ = residuals
-    last = dataclasses.replace(spec.last, x_dtype=spec.compute_dtype)
-    of_h, dscale, dbias = backward(saved, stats, scale, bias, cotangents, last)
+    of_h, dscale, dbias = _backward_of_sum(residuals, cotangents, spec)
     dresidual = round_to(of_h, spec.last.x_dtype)
     return Operands(dresidual.astype(spec.x_dtype), dresidual, dscale, dbias)
+
+
+def scaled_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
+    """h = residual + branch_scale x, y = norm(h)."""
+    return add_norm_fwd(operands._replace(x=_scaled(operands.x, operands, spec)), spec)
+
+
+def scaled_add_norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
+    """Of `scaled_add_norm_fwd`."""
+    terms = []
+    if tangents.x is not None:
+        terms.append(_scaled(tangents.x, residuals, spec))
+    if tangents.branch_scale is not None:
+        terms.append(_scaled(residuals.x, tangents, spec))
+    of_branch: Any = functools.reduce(operator.add, terms) if terms else None
+    return add_norm_tan(residuals, tangents._replace(x=of_branch), spec)
+
+
+def scaled_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
+    """Of `scaled_add_norm_fwd`."""
+    if spec.unused == "y":
+        assert cotangents.h is not None
+        of_h, dscale, dbias = cotangents.h.astype(spec.compute_dtype), None, None
+    else:
+        of_h, dscale, dbias = _backward_of_sum(residuals, cotangents, spec)
+    of_scale = summed_like(residuals.branch_scale, of_h * residuals.x.astype(of_h.dtype), spec)
+    return Operands(
+        _scaled(of_h, residuals, spec).astype(spec.x_dtype),
+        of_h.astype(spec.residual_dtype),
+        dscale,
+        dbias,
+        branch_scale=of_scale.astype(spec.branch_scale_dtype),
+    )
 
 
 def norm_add_fwd(operands: Operands, spec: Spec) -> Results:
@@ -162,7 +207,7 @@ def norm_gated_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Resu
         dt = x * da if dx is None else x * da + dx.astype(x.dtype) * a
         dy, dstats = tangent(x * a, stats, scale, None, (dt, dscale, None), spec.last)
         return Results(dy.astype(spec.y_dtype), stats=dstats)
-    dy, dstats = _normalised_again(x, stats, scale, spec.last) * da, ()
+    dy, dstats = _normalised_again(x, stats, scale, None, spec.last) * da, ()
     if spec.want_stats:
         dstats = tuple(map(jnp.zeros_like, stats))
     if dx is not None or dscale is not None:
@@ -179,7 +224,7 @@ def norm_gated_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Ope
     if spec.norm_before_gate:
         d = cotangents.y.astype(x.dtype)
         dx, dscale, _ = backward(x, stats, scale, None, cotangents._replace(y=d * a), last)
-        (dgate,) = pullback(d * _normalised_again(x, stats, scale, last))
+        (dgate,) = pullback(d * _normalised_again(x, stats, scale, None, last))
     else:
         dt, dscale, _ = backward(x * a, stats, scale, None, cotangents, last)
         dx, (dgate,) = dt * a, pullback(dt * x)
@@ -189,6 +234,7 @@ def norm_gated_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Ope
 FORMULAS: dict[Op, Formulas] = {
     "norm": Formulas(norm_fwd, norm_tan, norm_bwd),
     "add_norm": Formulas(add_norm_fwd, add_norm_tan, add_norm_bwd),
+    "scaled_add_norm": Formulas(scaled_add_norm_fwd, scaled_add_norm_tan, scaled_add_norm_bwd),
     "norm_add": Formulas(norm_add_fwd),
     "norm_add_norm": Formulas(norm_add_norm_fwd, norm_add_norm_tan, norm_add_norm_bwd),
     "norm_gated": Formulas(norm_gated_fwd, norm_gated_tan, norm_gated_bwd),
@@ -203,6 +249,21 @@ def _with_norm_of(
         return Results(h=h)
     y, of_h = normalised(h, *params, spec.last)
     return Results(y.astype(spec.y_dtype), h if spec.returns_h else None, (*stats, *of_h))
+
+
+def _backward_of_sum(
+    residuals: Residuals, cotangents: Results, spec: Spec
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """The gradients of h, in the arithmetic dtype, and of the parameters of its norm."""
+    saved, _, stats, scale, bias, *_ = residuals
+    last = dataclasses.replace(spec.last, x_dtype=spec.compute_dtype)
+    return backward(saved, stats, scale, bias, cotangents, last)
+
+
+def _scaled(x: jax.Array, of: Operands | Residuals, spec: Spec) -> jax.Array:
+    """branch_scale x, in the arithmetic dtype."""
+    scale = of.branch_scale.astype(spec.compute_dtype)
+    return x.astype(spec.compute_dtype) * along_rows(scale, x, spec)
 
 
 def tangent(
@@ -312,15 +373,19 @@ def _recovered(
 
 
 def _activation(spec: Spec) -> Callable[[jax.Array], jax.Array]:
-    """Of a gate in its own dtype, in the arithmetic dtype."""
+    """Of a norm, or of a gate in its own dtype; in the arithmetic dtype."""
+    assert spec.activation is not None
     of_wide = getattr(jax.nn, spec.activation)
-    return lambda gate: of_wide(gate.astype(spec.compute_dtype))
+    return lambda a: of_wide(a.astype(spec.compute_dtype))
 
 
-def _normalised_again(x: jax.Array, stats: Stats, scale: jax.Array | None, spec: Spec) -> jax.Array:
-    """y in the arithmetic dtype, of what a derivative starts from."""
-    g, xh, _, _ = _recovered(x, stats, scale, None, spec)
-    return xh if g is None else xh * g
+def _normalised_again(
+    x: jax.Array, stats: Stats, scale: jax.Array | None, bias: jax.Array | None, spec: Spec
+) -> jax.Array:
+    """The norm in the arithmetic dtype, of the input that a derivative starts from."""
+    g, xh, _, _ = _recovered(x, stats, scale, bias, spec)
+    n = xh if g is None else xh * g
+    return n if bias is None else n + along_rows(effective_bias(bias, spec), n, spec)
 
 
 def _statistics(rstd: jax.Array, mean: jax.Array | None, spec: Spec) -> Stats:

@@ -51,7 +51,7 @@ def store_each(ref: Ref, first: Any, value: jax.Array, places: jax.Array, layout
     """Stores those elements of `value` that a ``(n,)`` ref in global memory has, one at a time."""
     (size,) = ref.shape
     if is_interpreted():
-        _store_some(ref, first, value, first, size)
+        store_some(ref, first, value, first, size)
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
@@ -81,7 +81,7 @@ def store_inside(
     and of those that lie there in part their elements.
     """
     if is_interpreted():
-        _store_some(ref, start, value, first, size)
+        store_some(ref, start, value, first, size)
         return
     target = ref.at[pl.ds(start, value.size)]
     if value.ndim > 1:
@@ -119,7 +119,7 @@ def store_vectors(
     Only what is at ``[first, end)`` is stored, where a thread's vectors do not lie in part.
     """
     if is_interpreted():
-        _store_some(ref, start, value, start - first, end - first)
+        store_some(ref, start, value, start - first, end - first)
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
@@ -136,7 +136,7 @@ def store_vectors(
     write(target, value.astype(ref.dtype), jnp.logical_and(at >= first, at < end))
 
 
-def _store_some(ref: Ref, start: Any, value: jax.Array, first: Any, size: Any) -> None:
+def store_some(ref: Ref, start: Any, value: jax.Array, first: Any, size: Any) -> None:
     """In the interpreter: as few slices as their sizes, which are powers of 2, allow.
 
     Another block, or warpgroup, may be storing what is left out.

@@ -1,4 +1,4 @@
-"""Activations of a gate g, and their derivatives, in float32: both of one sigmoid.
+"""Activations of a gate or a norm g, and their derivatives, in float32: both of one sigmoid.
 
     sigmoid       s(g)              s (1 - s)
     silu          g s(g)            s (1 + g (1 - s))
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device.numerics import exp2
-from jaxnorm_kernels.specs import Activation
+from jaxnorm_kernels.specs import Activation, Spec
 
 _LOG2_E = math.log2(math.e)
 _GELU, _GELU_CUBE = math.sqrt(8 / math.pi), 0.044715
@@ -67,3 +67,9 @@ ACTIVATIONS: dict[Activation, Callable[[jax.Array], ValueAndSlope]] = {
     "leaky_relu": _leaky_relu,
     "sigmoid": _sigmoid,
 }
+
+
+def activation_of(spec: Spec) -> Callable[[jax.Array], ValueAndSlope]:
+    """That of a call which has one."""
+    assert spec.activation is not None
+    return ACTIVATIONS[spec.activation]

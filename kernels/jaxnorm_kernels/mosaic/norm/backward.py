@@ -7,6 +7,9 @@ Row of N; G = scale + scale_offset, r = rstd, d = dy; c1 is LayerNorm's alone:
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
+With an activation after the norm, from the input, n = xh G + bias is made again, and
+d = dy activation'(n).
+
 G is floored and the bias rounded to y's dtype as in the forward, and |xh| is clipped to sqrt(N),
 its true bound, |y| to the largest number (`Spec.y_limit`). dh, another cotangent of the row that is
 normalised, is added to dx before that is rounded. A block adds up dscale and dbias over its own
@@ -24,6 +27,7 @@ import numpy as np
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device.launch import required
+from jaxnorm_kernels.mosaic.norm.activations import activation_of
 from jaxnorm_kernels.mosaic.norm.elementwise import effective_bias, gain, reciprocal, within_limit
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
@@ -38,7 +42,7 @@ from jaxnorm_kernels.specs import Spec
 
 @dataclasses.dataclass(frozen=True)
 class NormFormula:
-    """The equations above, for elements of a row: of saved and d, then of dh where there is one.
+    """The equations above, for elements of a row: of saved and dy, then of dh where there is one.
 
     dx comes out `copies` times, for results of other dtypes.
     """
@@ -68,21 +72,21 @@ class NormFormula:
             columns.append(g)
             if self._from_output:
                 columns.append(reciprocal(g, self.spec))
-        if self.spec.bias_dtype is not None and self._from_output:
+        if self.spec.reads_bias:
             columns.append(effective_bias(params.pop(0), self.spec))
         return columns
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
-        saved, d = elements
-        dg, z, _ = self._elements(saved, d, columns, stats)
+        saved, dy = elements
+        d, dg, z, _ = self._elements(saved, dy, columns, stats)
         c2 = (d if self._from_output else dg) * z
         return [c2, dg] if self.spec.subtract_mean else [c2]
 
     def finish(
         self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        saved, d, *dh = elements
-        dg, z, reciprocal = self._elements(saved, d, columns, stats)
+        saved, dy, *dh = elements
+        d, dg, z, reciprocal = self._elements(saved, dy, columns, stats)
         xh = self._x_hat(z, reciprocal)
         # r in each term: two fused multiply-adds, where r (d G - c1 - xh c2) has one, and two more.
         c2, *c1 = [total * (stats[0] / self.spec.cols) for total in totals]
@@ -107,18 +111,23 @@ class NormFormula:
         return xh
 
     def _elements(
-        self, saved: jax.Array, d: jax.Array, columns: Arrays, stats: Arrays
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """d G; z (from the input: xh); and 1 / G where that is needed."""
-        columns = list(columns)
+        self, saved: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """d; d G; z (from the input: xh); and 1 / G where that is needed."""
+        columns, d = list(columns), dy
         g = columns.pop(0) if self.spec.scale_dtype is not None else None
-        dg = d if g is None else d * g
         if not self._from_output:
             rstd, *mean = stats
-            return dg, (saved - mean[0] if mean else saved) * rstd, None
+            xh = (saved - mean[0] if mean else saved) * rstd
+            if self.spec.activation is not None:
+                n = xh if g is None else xh * g
+                _, slope = activation_of(self.spec)(n + columns.pop(0) if columns else n)
+                d = d * slope
+            return d, d if g is None else d * g, xh, None
         reciprocal = None if g is None else columns.pop(0)
         y = within_limit(saved, self.spec)
-        return dg, y - columns.pop(0) if columns else y, reciprocal
+        z = y - columns.pop(0) if columns else y
+        return d, d if g is None else d * g, z, reciprocal
 
 
 class InnerNormFormula(NormFormula):
@@ -141,8 +150,8 @@ class InnerNormFormula(NormFormula):
         return super().column_sums
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
-        saved, d = elements
-        _, z, reciprocal = self._elements(saved, d, columns, stats)
+        saved, dy = elements
+        d, _, z, reciprocal = self._elements(saved, dy, columns, stats)
         return [d * self._x_hat(z, reciprocal), d][: self.row_sums]
 
     def finish(
@@ -220,7 +229,7 @@ def _backward(
 ) -> tuple[Sequence[jax.Array], jax.Array | None, jax.Array | None]:
     """The cotangent of what is normalised in each of `dtypes`; dscale and dbias."""
     params = [] if residuals.scale is None else [residuals.scale]
-    if residuals.bias is not None and spec.saved == "output":
+    if residuals.bias is not None and spec.reads_bias:
         params.append(residuals.bias)
     rows = [a for a in (residuals.saved, cotangents.y, cotangents.h) if a is not None]
     inner = InnerNormFormula(spec.last, len(dtypes)) if spec.inner_params else None

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxnorm_kernels.mosaic.norm.activations import activation_of
 from jaxnorm_kernels.specs import Spec
 
 # Without a floor (float16) G may be as small as it likes. Below this y has no room for x_hat G, so
@@ -52,7 +53,7 @@ def norm_output(
         y = y * rest.pop(0)
     if spec.bias_dtype is not None:
         y = y + rest.pop(0)
-    return y
+    return y if spec.activation is None else activation_of(spec)(y)[0]
 
 
 def norm_columns(params: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:

@@ -3,7 +3,7 @@
 LayerNorm subtracts the mean, RMSNorm has mean = 0:
 
     G = scale + scale_offset        r = 1 / sqrt(mean((x - mean)^2) + epsilon)
-    y = (x - mean) r G + bias
+    y = (x - mean) r G + bias       or the activation of that
 
 With a residual; h and the y of norm_add are in its dtype, and the second norm has its own scale::
 
@@ -11,6 +11,7 @@ With a residual; h and the y of norm_add are in its dtype, and the second norm h
     add_norm         h = x + residual          y = norm(h)
     norm_add         y = residual + norm(x)
     norm_add_norm    h = residual + norm(x)    y = norm(h)
+    scaled_add_norm  h = residual + branch_scale x        y = norm(h)
 
 With a gate, y is rounded once::
 
@@ -38,7 +39,7 @@ from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, store
 from jaxnorm_kernels.mosaic.device.registers import rounded, widen
-from jaxnorm_kernels.mosaic.norm.activations import ACTIVATIONS
+from jaxnorm_kernels.mosaic.norm.activations import activation_of
 from jaxnorm_kernels.mosaic.norm.elementwise import norm_columns, norm_output
 from jaxnorm_kernels.mosaic.norm.strided import norm_strided_fwd
 from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
@@ -65,7 +66,7 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
         schedule.rows_of(spec),
         spec.rows,
         operands=_present(operands.x, operands.residual, operands.gate),
-        params=_present(operands.scale, operands.bias, operands.next_scale),
+        params=_present(operands.scale, operands.bias, operands.next_scale, operands.branch_scale),
         results=[y_dtype, _residual_dtype(spec)] if spec.returns_h else [y_dtype],
         stats=sum(1 + norm.returns_mean for norm in spec.norms) if spec.want_stats else 0,
         exchanged=3,
@@ -89,7 +90,7 @@ def _in_registers(spec: Spec, params_first: bool) -> Callable[[Tile, Refs], None
             return x + widen(residual, tile.layout_of(x.shape))
 
         def gated(v: jax.Array, gate: jax.Array) -> jax.Array:
-            a, _ = ACTIVATIONS[spec.activation](widen(gate, tile.layout_of(gate.shape)))
+            a, _ = activation_of(spec)(widen(gate, tile.layout_of(gate.shape)))
             return v * a
 
         def load(x: jax.Array, *residual: jax.Array) -> tuple[jax.Array, ...]:
@@ -102,12 +103,16 @@ def _in_registers(spec: Spec, params_first: bool) -> Callable[[Tile, Refs], None
             h = rounded(add(x, *residual), _residual_dtype(spec))
             return widen(h, tile.layout_of(h.shape)), h
 
-        def columns_of(params: list[list[jax.Array]], norm: Spec) -> list[list[jax.Array]]:
-            """Of each piece of a row."""
+        def columns_of(params: list[list[jax.Array]], norm: Spec | None) -> list[list[jax.Array]]:
+            """Of each piece of a row; None for the scale of x."""
+            if norm is None:
+                return [[p.astype(jnp.float32) for p in piece] for piece in zip(*params)]
             columns = [norm_columns(piece, norm) for piece in zip(*params)]
             return columns or [[]] * len(tile.pieces())
 
-        param_refs = _by_norm(refs.params, norms)
+        # Whose parameters there are, and those of each.
+        steps_of: list[Spec | None] = [*norms, *[None] * (spec.branch_scale_dtype is not None)]
+        param_refs = _by_step(refs.params, steps_of)
 
         def params(k: int, index: Callable[[], Any]) -> list[list[jax.Array]]:
             return [tile.load_param(of_group(p, spec.rows, index)) for p in param_refs[k]]
@@ -115,19 +120,28 @@ def _in_registers(spec: Spec, params_first: bool) -> Callable[[Tile, Refs], None
         def finish(row: LoadedRow, ready: list[list[list[jax.Array]]] | None) -> None:
             stats: list[Stat] = []
 
+            def columns(k: int) -> list[list[jax.Array]]:
+                return ready[k] if ready else columns_of(params(k, lambda: row.index), steps_of[k])
+
             def norm(read: Callable[[], Pieces], k: int = 0) -> Pieces:
                 """Of what `read` gives, the norm `k` of this call."""
                 rstd, mean = _row_statistics(tile, read, refs.scratch, norms[k], row.step, k)
                 stats.extend(_present(rstd, mean)[: 1 + norms[k].returns_mean])
                 return [
                     norm_output(
-                        v, tile.broadcast(rstd, v), _broadcast(tile, mean, v), columns, norms[k]
+                        v, tile.broadcast(rstd, v), _broadcast(tile, mean, v), of_piece, norms[k]
                     )
-                    for v, columns in zip(
-                        read(),
-                        ready[k] if ready else columns_of(params(k, lambda: row.index), norms[k]),
-                    )
+                    for v, of_piece in zip(read(), columns(k))
                 ]
+
+            def scaled_sum() -> Pieces:
+                """h = residual + branch_scale x."""
+                scales = [scale for (scale,) in columns(1)]
+                total = [add(x * scale, r) for (x, r), scale in zip(row.load(), scales)]
+                return [rounded(v, _residual_dtype(spec)) for v in total]
+
+            def wide(h: Pieces) -> Pieces:
+                return [widen(v, tile.layout_of(v.shape)) for v in h]
 
             def write(result: int, values: Pieces) -> None:
                 if result < len(refs.results):
@@ -145,8 +159,12 @@ def _in_registers(spec: Spec, params_first: bool) -> Callable[[Tile, Refs], None
                     total = [add(*v) for v in zip(norm(row.read), row.read(1))]
                     h = [rounded(v, _residual_dtype(spec)) for v in total]
                     write(1, h)
-                    wide = [widen(v, tile.layout_of(v.shape)) for v in h]
-                    write(0, norm(lambda: wide, 1))
+                    write(0, norm(functools.partial(wide, h), 1))
+                case "scaled_add_norm":
+                    h = scaled_sum()
+                    write(1, h)
+                    # Read again, a row holds no registers meanwhile.
+                    write(0, norm(lambda: wide(scaled_sum() if tile.rereads else h)))
                 case "norm_gated":
                     y = norm(row.read)
                     waits = spec.norm_before_gate
@@ -158,9 +176,9 @@ def _in_registers(spec: Spec, params_first: bool) -> Callable[[Tile, Refs], None
             steps = dataclasses.replace(
                 steps,
                 params=lambda: [
-                    params(k, lambda: tile.first_row(spec.rows)) for k in range(len(norms))
+                    params(k, lambda: tile.first_row(spec.rows)) for k in range(len(steps_of))
                 ],
-                prepare=lambda loaded: [columns_of(*each) for each in zip(loaded, norms)],
+                prepare=lambda loaded: [columns_of(*each) for each in zip(loaded, steps_of)],
             )
         tile.each_row(refs.operands, spec.rows, refs.scratch, steps)
 
@@ -208,10 +226,11 @@ def _merge(
     return mean, jnp.sum(part_square + size * jnp.square(part_mean - mean))
 
 
-def _by_norm(params: Sequence[Ref], norms: Sequence[Spec]) -> list[list[Ref]]:
-    """The parameters of each norm."""
+def _by_step(params: Sequence[Ref], steps: Sequence[Spec | None]) -> list[list[Ref]]:
+    """The parameters of each norm, and the scale of x, for which None stands."""
     rest = list(params)
-    return [[rest.pop(0) for _ in _present(n.scale_dtype, n.bias_dtype)] for n in norms]
+    counts = [1 if n is None else len(_present(n.scale_dtype, n.bias_dtype)) for n in steps]
+    return [[rest.pop(0) for _ in range(count)] for count in counts]
 
 
 def _store_stats(refs: Sequence[Ref], row: Any, stats: Sequence[Stat]) -> None:

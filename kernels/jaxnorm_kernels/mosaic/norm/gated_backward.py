@@ -17,7 +17,7 @@ import dataclasses
 import jax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.mosaic.norm.activations import ACTIVATIONS
+from jaxnorm_kernels.mosaic.norm.activations import activation_of
 from jaxnorm_kernels.mosaic.norm.backward import walk_rows
 from jaxnorm_kernels.mosaic.norm.elementwise import gain
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
@@ -64,7 +64,7 @@ class GatedFormula:
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
         """e, dg, t; a and its derivative."""
         x, gate, d = elements
-        a, slope = ACTIVATIONS[self.spec.activation](gate)
+        a, slope = activation_of(self.spec)(gate)
         e = d * columns[0] if columns else d
         return (e, e * a, x, a, slope) if self.spec.norm_before_gate else (e, e, x * a, a, slope)
 

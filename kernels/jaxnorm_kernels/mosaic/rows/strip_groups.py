@@ -1,20 +1,27 @@
 """Neighbouring inner elements of a strip that belong to one row, such as GroupNorm's channels.
 
 What such a group has in common is the same in all its elements, ``(width,)``, bit by bit; in memory
-it is there once, ``(width / group,)``. Groups are a power of 2 wide: of a thread's vector, or of
-the vectors of neighbouring threads, which shuffles reach. Mosaic's layouts know no such groups, so
-this is done register by register, but in the interpreter.
+it is there once, ``(width / group,)``. Groups that are a power of 2 wide are of a thread's vector,
+or of the vectors of neighbouring threads, which shuffles reach. Others (``..._any``, a `Span`) go
+through shared memory, and at the ends of a strip some are there in part: what these give is not
+theirs, and nobody stores it. Mosaic's layouts know no groups, so this is done register by register,
+but in the interpreter.
 """
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from jaxnorm_kernels.mosaic.device import mgpu
+from jaxnorm_kernels.mosaic.device.edges import load_each, store_each, store_some
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
-from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, load, store
+from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPS, Layout, Ref, flat_index, load, store
 from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, llvm, utils, vector
 
 
@@ -105,3 +112,134 @@ def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[An
     return [
         utils.getelementptr(start, [mgpu.plus(first, at)], ir.F32Type.get()) for at in range(each)
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """The inner elements of a strip, of which groups are there in part.
+
+    Attributes:
+      start: the first of `width`.
+      first, end: those that are its own, of whole groups and of whole vectors.
+      vector: of a thread, in `layout`.
+    """
+
+    start: Any
+    first: Any
+    end: Any
+    width: int
+    group: int
+    vector: int
+    layout: Layout
+
+    def inner(self) -> jax.Array:
+        """``(width,)``: where each is in the array."""
+        return self.start + flat_index((self.width,), self.layout)
+
+
+def load_of_any(ref: Ref, span: Span) -> jax.Array:
+    """``(width,)``: what a ref ``(inner / group,)`` in global memory has for each element."""
+    return load_each(ref, jnp.int32(0), lax.div(span.inner(), jnp.int32(span.group)), span.layout)
+
+
+def store_of_any(ref: Ref, stat: jax.Array, span: Span) -> None:
+    """The inverse of `load_of_any`, of a strip's own groups: from their first elements."""
+    group = jnp.int32(span.group)
+    if is_interpreted():
+        first = lax.div(span.first, group)
+        at = (first + jnp.arange(span.width // span.group, dtype=jnp.int32)) * group - span.start
+        values = stat[jnp.clip(at, 0, span.width - 1)]
+        store_some(ref, first, values, jnp.int32(0), lax.div(span.end, group) - first)
+        return
+    inner = span.inner()
+    groups = lax.div(inner, group)
+    is_stored = (groups * group == inner) & (inner >= span.first) & (inner < span.end)
+    store_each(ref, jnp.int32(0), stat, jnp.where(is_stored, groups, jnp.int32(-1)), span.layout)
+
+
+def store_own(ref: Ref, value: jax.Array, span: Span, layout: Layout) -> None:
+    """Stores of ``(4, columns of a warp, width)`` what is the strip's own, rounded, to its columns.
+
+    `ref` is ``(columns, width)`` in global memory.
+    """
+    value = value.astype(ref.dtype)
+    if is_interpreted():
+        _store_some_columns(ref, value.reshape(ref.shape), span)
+        return
+    inner = span.start + lax.broadcasted_iota(jnp.int32, value.shape, 2)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    def write(context: Any, ref: Any, value: Any, inside: Any) -> None:
+        del context
+        one_tile = utils.memref_reshape(ref, (*[1] * len(value.shape), *value.shape))
+        moves = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
+        for register, _, _, address in moves:
+            with utils.when(mgpu.elements_of(register(inside.registers))[0]):
+                llvm.store(register(value.registers), mgpu.in_global(address))
+
+    write(ref.reshape(*value.shape), value, (inner >= span.first) & (inner < span.end))
+
+
+def _store_some_columns(ref: Ref, value: jax.Array, span: Span) -> None:
+    """In the interpreter: as `store_some`, of the last axis."""
+    at, count = span.first - span.start, span.end - span.first
+    for width in (1 << k for k in reversed(range(span.width.bit_length()))):
+        has_slice = (count & width) != 0
+
+        @pl.when(has_slice)
+        def _(at: Any = at, width: int = width) -> None:
+            part = lax.dynamic_slice(value, (jnp.int32(0), at), (value.shape[0], width))
+            store(ref.at[:, pl.ds(at, width)], part)
+
+        at = jnp.where(has_slice, at + width, at)
+
+
+def sum_of_any(stat: jax.Array, span: Span, scratch: Ref) -> jax.Array:
+    """`group_sum`: each warp writes its elements, and each thread reads those of its groups.
+
+    `scratch`: ``(4 width,)`` of the warpgroup, in shared memory.
+    """
+    group, width, v = span.group, span.width, span.vector
+    if is_interpreted():
+        groups = lax.div(span.inner(), jnp.int32(group))
+        return jnp.sum(jnp.where(groups[:, None] == groups[None], stat[None], 0), axis=1)
+    # Of a thread: a vector begins where it may, and has the end of a group, some, and a beginning.
+    count, f32 = (v - 1) // group + 2, ir.F32Type.get
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), span.layout, plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct(stat.shape, jnp.float32, span.layout),
+    )
+    def sum_up(context: Any, scratch: Any, value: Any, start: Any) -> Any:
+        del context
+        start, thread = start.registers.item(), utils.thread_idx()
+        warp = mgpu.remainder(mgpu.quotient(thread, WARP), WARPS)
+        of_warp = mgpu.plus(mgpu.address_of(scratch), mgpu.times(warp, 4 * width))
+        lane_first = mgpu.times(mgpu.remainder(thread, width // v), v)
+
+        def place(element: Any) -> Any:
+            return mgpu.in_shared(mgpu.plus(of_warp, mgpu.times(element, 4)))
+
+        for at, element in enumerate(mgpu.elements_of(value.registers.item())):
+            llvm.store(element, place(mgpu.plus(lane_first, at)))
+        utils.warp_barrier()
+        first = mgpu.plus(start, lane_first)
+        first_group = mgpu.quotient(first, group)
+        totals = []
+        for nth in range(count):
+            begin = arith.subi(mgpu.times(mgpu.plus(first_group, nth), group), start)
+            begin = arith.minsi(arith.maxsi(begin, mgpu.i32(0)), mgpu.i32(width - group))
+            terms = [llvm.load(f32(), place(mgpu.plus(begin, at))) for at in range(group)]
+            totals.append(functools.reduce(arith.addf, terms))
+        utils.warp_barrier()
+        results = []
+        for at in range(v):
+            nth = arith.subi(mgpu.quotient(mgpu.plus(first, at), group), first_group)
+            total = totals[0]
+            for k in range(1, count):
+                total = arith.select(mgpu.is_below(mgpu.plus(nth, -k), 1), totals[k], total)
+            results.append(total)
+        register = vector.from_elements(ir.VectorType.get((v,), f32()), results)
+        return mgpu.with_registers(value, [register])
+
+    return sum_up(scratch, stat, span.start)

@@ -8,13 +8,16 @@ that a thread needs registers for a few of its elements alone.
 
 Each warpgroup owns a slice of the columns (see `pieces`), in units of one vector for each thread,
 ``(4, columns of a warp, width)``: the lanes of a warp run along the width, then along the columns.
-Inner elements that are normalised together are a *group*, whole in each strip (see `strip_groups`).
-Strips overlap where the width does not divide the inner axis: the last one ends with it, and its
-first elements, which are *stale*, are stored twice with the same value.
+Inner elements that are normalised together are a *group* (see `strip_groups`). Strips overlap where
+the width does not divide the inner axis: the last one ends with it, and its first elements, which
+are *stale*, are stored twice with the same value. Where groups do not divide the width, each strip
+overlaps the next one, and stores those alone that are whole in it and in no strip before: its
+*own*.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +29,7 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_used
+from jaxnorm_kernels.mosaic.device.edges import store_vectors
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
@@ -39,8 +43,8 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     strip_layout,
 )
 from jaxnorm_kernels.mosaic.device.registers import store_global, widen
+from jaxnorm_kernels.mosaic.rows import strip_groups
 from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
-from jaxnorm_kernels.mosaic.rows.strip_groups import group_sum, load_of_groups, store_of_groups
 
 # The copy engine takes boxes of up to so many elements along each axis.
 _BOX = 256
@@ -87,8 +91,8 @@ class Strips:
             raise ValueError(f"{self} needs an inner axis of {self.width} elements or more")
         if not 0 < self.blocks <= self.count:
             raise ValueError(f"{self} needs 1 to {self.count} blocks")
-        if self.group & (self.group - 1) or self.width % self.group or self.inner % self.group:
-            raise ValueError(f"{self} needs groups of a power of 2 that divides width and inner")
+        if not self.pitch or self.inner % self.group:
+            raise ValueError(f"{self} needs groups that divide the inner axis, and fit the width")
         self.slice()  # raises where the columns are too few
 
     @property
@@ -97,9 +101,19 @@ class Strips:
         return self.threads * self.vector
 
     @property
+    def holds_groups(self) -> bool:
+        """Whether groups are a power of 2 and divide the width."""
+        return not self.group & (self.group - 1) and self.width % self.group == 0
+
+    @property
+    def pitch(self) -> int:
+        """Inner elements from a strip to the next: whole groups, and whole vectors."""
+        return self.width // math.lcm(self.group, self.vector) * math.lcm(self.group, self.vector)
+
+    @property
     def across(self) -> int:
         """Strips of each outer index."""
-        return -(-self.inner // self.width)
+        return 1 + -(-(self.inner - self.width) // self.pitch)
 
     @property
     def count(self) -> int:
@@ -134,8 +148,10 @@ class Strips:
         """A stage for each array that is read, and a barrier for each warpgroup's part of them."""
         held = (self.warpgroups, self.slice().width, self.width)
         copies = len(dtypes) * sum(len(_boxes(piece)) for piece in self.slice().pieces())
+        of_warps = (self.warpgroups, WARPS * self.width)
         return [
             *[plgpu.SMEM(held, dtype) for dtype in dtypes],
+            *([] if self.holds_groups else [plgpu.SMEM(of_warps, jnp.float32)]),
             plgpu.Barrier(num_arrivals=copies, num_barriers=self.warpgroups),
         ]
 
@@ -191,7 +207,7 @@ class Strip:
       fresh: the first inner element that is in no strip before it; None where all are.
       step: counts the strips of the block.
       slice: the columns of the warpgroup.
-      stages: what the block reads, in shared memory.
+      stages: what the block reads, in shared memory; then what `strip_groups.sum_of_any` takes.
     """
 
     strips: Strips
@@ -205,7 +221,7 @@ class Strip:
     @classmethod
     def of(cls, strips: Strips, index: Any, step: Any, stages: Sequence[Ref]) -> "Strip":
         """Number `index` of the array."""
-        fresh = lax.rem(index, strips.across) * strips.width
+        fresh = lax.rem(index, strips.across) * strips.pitch
         start = jnp.minimum(fresh, strips.inner - strips.width)
         part = lax.axis_index(WARPGROUP)
         if strips.cluster > 1:
@@ -214,7 +230,7 @@ class Strip:
             strips,
             outer=lax.div(index, strips.across),
             start=start,
-            fresh=fresh if strips.inner % strips.width else None,
+            fresh=fresh if strips.inner % strips.width or not strips.holds_groups else None,
             step=step,
             slice=strips.slice(part),
             stages=stages,
@@ -274,7 +290,9 @@ class Strip:
         group, layout = self.strips.group, self.strips.stat_layout
         if group == 1:
             return load(ref.at[self.outer, self.inner], layout)
-        return load_of_groups(self._of_groups(ref), group, self.strips.vector, layout)
+        if not self.strips.holds_groups:
+            return strip_groups.load_of_any(ref.at[self.outer], self._span)
+        return strip_groups.load_of_groups(self._of_groups(ref), group, self.strips.vector, layout)
 
     def inner_param(self, ref: Ref) -> Stat:
         """What ``(inner,)``, or ``(n, inner)`` of groups of outer indices, has for this strip."""
@@ -300,7 +318,10 @@ class Strip:
     def store(self, ref: Ref, piece: Piece, value: jax.Array) -> None:
         """Stores the elements of a piece, rounded to the dtype of `ref`."""
         target = ref.at[self.outer, pl.ds(piece.start, piece.width), self.inner]
-        store_global(target, value, self.strips.layout)
+        if self.strips.holds_groups:
+            store_global(target, value, self.strips.layout)
+        else:
+            strip_groups.store_own(target, value, self._span, self.strips.layout)
 
     def store_stat(self, ref: Ref, stat: Stat) -> None:
         """Stores what each group has in common, in a ref of `Strips.stats_shape`."""
@@ -308,14 +329,40 @@ class Strip:
         if strips.group == 1:
             self.store_inner(ref, stat)
             return
+        if not strips.holds_groups:
+            row, span = ref.at[self.outer], self._span
+            pl.when(self._is_first)(lambda: strip_groups.store_of_any(row, stat, span))
+            return
         target, layout = self._of_groups(ref), strips.stat_layout
         pl.when(self._is_first)(
-            lambda: store_of_groups(target, stat, strips.group, strips.vector, layout)
+            lambda: strip_groups.store_of_groups(target, stat, strips.group, strips.vector, layout)
         )
 
     def store_inner(self, ref: Ref, stat: Stat) -> None:
         """Stores ``(width,)``, which every warp has, in an ``(outer, inner)`` ref."""
-        pl.when(self._is_first)(lambda: store(ref.at[self.outer, self.inner], stat))
+        strips = self.strips
+        if strips.holds_groups:
+            pl.when(self._is_first)(lambda: store(ref.at[self.outer, self.inner], stat))
+            return
+        row, span = ref.at[self.outer], self._span
+        pl.when(self._is_first)(
+            lambda: store_vectors(row, span.start, stat, span.first, span.end, strips.stat_layout)
+        )
+
+    @property
+    def _span(self) -> strip_groups.Span:
+        """Its inner elements, and which are its own, where groups do not divide the width."""
+        strips = self.strips
+        end = jnp.minimum(self.fresh + strips.pitch, strips.inner)
+        return strip_groups.Span(
+            self.start,
+            self.fresh,
+            end,
+            strips.width,
+            strips.group,
+            strips.vector,
+            strips.stat_layout,
+        )
 
     @property
     def _is_first(self) -> Any:
@@ -333,7 +380,12 @@ class Strip:
     def group_sum(self, stat: Stat) -> Stat:
         """The sum over the inner elements of each group, for each of them."""
         group = self.strips.group
-        return stat if group == 1 else group_sum(stat, group, self.strips.stat_layout)
+        if group == 1:
+            return stat
+        if self.strips.holds_groups:
+            return strip_groups.group_sum(stat, group, self.strips.stat_layout)
+        scratch = self.stages[-1].at[lax.axis_index(WARPGROUP)]
+        return strip_groups.sum_of_any(stat, self._span, scratch)
 
     def max(self, read: Read, least: float) -> Stat:
         """Of each warp's columns, and `least`."""

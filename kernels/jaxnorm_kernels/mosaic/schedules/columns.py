@@ -22,7 +22,8 @@ def registers(spec: Spec) -> int:
 
 def param_sizes(spec: Spec) -> list[int]:
     """Bytes of each parameter of a column."""
-    return _sizes(spec.scale_dtype, spec.bias_dtype, spec.next_scale_dtype)
+    norms = (spec.scale_dtype, spec.bias_dtype, spec.next_scale_dtype)
+    return _sizes(*norms, spec.branch_scale_dtype)
 
 
 def param_bytes(spec: Spec) -> int:

@@ -30,8 +30,9 @@ from jaxnorm_kernels.specs import Spec
 TABLE = (
     # As many parameters as data, or more, would come from the L1 or L2 cache for each row, and do
     # not leave enough of their bandwidth. In registers they serve rows that a queue brings: 48
-    # columns of a thread, with two parameters, at most.
-    Line("queued_tile", cols=1536, params=1),
+    # columns of a thread with two parameters, 36 with three: 144 registers, beside others.
+    Line("queued_tile", cols=1536, params=1, most_params=2),
+    Line("queued_tile", cols=1152, params=1),
     # A warp reads a row of 2 KiB with 4 loads or fewer, and needs no barrier.
     Line("row_tile", row_bytes=2048),
     # Few rows: an SM has one of them at most, so that latency decides. Many threads for each row,
@@ -40,7 +41,8 @@ TABLE = (
     # As many parameters as data: in registers, too. So far an SM has room for several blocks.
     Line("queued_row", cols=2**15, params=1, cluster=8),
     # Longer rows leave an SM room for a block or two, and a thread has more of a row.
-    Line("queued_row", cols=2**17, params=1, values=64, cluster=8, warpgroups=2),
+    Line("queued_row", cols=2**17, params=1, most_params=2, values=64, cluster=8, warpgroups=2),
+    Line("queued_row", cols=2**16, params=1, values=36, cluster=8, warpgroups=2),
     # 64 values a thread still let an SM have 4 rows under way; a row needs 2 or 3 barriers.
     Line("warpgroup_row", cols=8192),
     # log_softmax needs x again after its exponentials, which take as many registers: x stays in

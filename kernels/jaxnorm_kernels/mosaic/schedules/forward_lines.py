@@ -112,6 +112,7 @@ class Line:
       waves: only for at most this many rows for each SM.
       row_bytes: only for rows of up to so many bytes, with the residual's.
       params: only where a column has so many bytes of parameters for each byte of rows.
+      most_params: only for so many parameters, or fewer.
       op: only for this operation.
       causal: only for softmaxes that are.
       values: columns of a thread, which give the *shares* of a row: how many warpgroups share it
@@ -127,6 +128,7 @@ class Line:
     waves: int | None = None
     row_bytes: int | None = None
     params: float = 0
+    most_params: int | None = None
     op: Op | None = None
     causal: bool = False
     values: int = 0
@@ -144,6 +146,7 @@ class Line:
             # What asynchronous copies can take.
             and (not self.kind.startswith("queued") or not is_unaligned(spec))
             and param_bytes(spec) >= self.params * data_bytes(spec)
+            and (self.most_params is None or len(param_sizes(spec)) <= self.most_params)
             and self.op in (None, spec.op)
             and spec.causal >= self.causal
         )
@@ -166,8 +169,8 @@ _SHORT_COLS, _GROUPS_OF_SM = 256, 6
 _SPLIT_WARPGROUPS, _MANY_WARPGROUPS_ROOM, _ROOM = 8, 48, 128
 
 # A queued row, from the sweep (`benchmarks/sweeps/forward.py`). Columns of a thread, each of which
-# costs a register for each of its parameters and one for its value: with one parameter, and more.
-_ONE_PARAM_VALUES, _VALUES = 80, 48
+# costs a register for each of its parameters and one for its value; by how many parameters it has.
+_VALUES = {0: 48, 1: 80, 2: 48, 3: 36}
 # Bytes of its slots, or else 2 parts of rows: more room for them would leave fewer blocks to an SM.
 # In a cluster the third part pays: its blocks wait for each other.
 _QUEUED_BYTES, _LEAST_SLOTS, _LEAST_SLOTS_OF_CLUSTER, _MOST_SLOTS = 24 * 1024, 2, 3, 3
@@ -274,7 +277,7 @@ def _split_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
 
 def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     params = len(param_sizes(spec))
-    values = line.values or (_ONE_PARAM_VALUES if params == 1 else _VALUES)
+    values = line.values or _VALUES[params]
     shares = _shares(spec.cols, vector, values // registers(spec))
     warpgroups, cluster = _distribute(shares, line, gpu, line.cluster)
     unit = warpgroups * WARPGROUP_THREADS * vector

@@ -224,16 +224,17 @@ def _registers(spec: Spec, width: int) -> int:
     # A column has its sums; and G, 1 / G and the bias, as `columns` of the formulas says.
     held = 0
     for norm in spec.norms:
-        has_scale, has_bias = norm.scale_dtype is not None, norm.bias_dtype is not None
-        held += 2 * has_scale + has_bias if norm.saved == "output" else has_scale
+        of_scale = 2 if norm.saved == "output" else 1
+        held += of_scale * (norm.scale_dtype is not None) + norm.reads_bias
+    held += spec.branch_scale_dtype is not None
     of_column = (_column_sums(spec) + held) * len(spec.norms)  # what is under way, too
     others = OTHER_REGISTERS + _KEPT_REGISTERS * len(spec.kept_dtypes)
     return of_column * (width // WARPGROUP_THREADS) + others
 
 
 def _column_sums(spec: Spec) -> int:
-    parameters = (spec.scale_dtype, spec.bias_dtype, spec.next_scale_dtype)
-    return sum(dtype is not None for dtype in parameters)
+    norms = (spec.scale_dtype, spec.bias_dtype, spec.next_scale_dtype)
+    return sum(dtype is not None for dtype in (*norms, spec.branch_scale_dtype))
 
 
 def _most_registers(ring: Ring) -> int:
@@ -253,7 +254,7 @@ def row_dtypes(spec: Spec) -> list[np.dtype]:
     """
     last = spec.last
     saved = last.y_dtype if last.saved == "output" else last.x_dtype
-    x = [spec.x_dtype] * spec.operation.starts_from_x
+    x = [spec.x_dtype] * (len(spec.norms) > 1)
     return [*x, saved, *spec.kept_dtypes, spec.y_dtype, *[last.x_dtype] * spec.adds_dh]
 
 

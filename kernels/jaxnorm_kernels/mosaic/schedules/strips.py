@@ -67,6 +67,8 @@ TABLE = (
     *[Line(width, cluster=cluster) for width in (32, 16, 8) for cluster in (1, 2, 4, 8, 16)],
     Line(width=16, kib=192, cluster=8),
     Line(width=8, kib=192, cluster=8),
+    # Groups that are no power of 2, of which a vector and another one are the least that fits.
+    *[Line(width, cluster=cluster) for width in (64, 128) for cluster in (1, 2, 4, 8, 16)],
 )
 
 # Of one array, for each warpgroup of a block: little where its passes wait for the parameters of
@@ -99,10 +101,6 @@ _CANNOT: Table = (
     (
         "its softmaxes are over one axis, or over axes that lie side by side",
         lambda s: s.inner_cols > 1 and not s.is_norm,
-    ),
-    (
-        "its kernels normalise neighbours on the last axis together by powers of 2",
-        lambda s: s.inner_cols & (s.inner_cols - 1) != 0,
     ),
     (
         f"its kernels need {COPY_BYTES} bytes, or a multiple, behind an axis that is not the last",
@@ -139,7 +137,7 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Strips | None:
     fits = (
         2 <= threads <= WARP // 2
         and line.width <= inner
-        and line.width % spec.inner_cols == 0
+        and line.width >= math.lcm(spec.inner_cols, vector)
         and (WARPS * WARP // threads) * line.cluster <= cols
         and block_bytes <= (line.kib or most_kib) * _KIB
         and line.direction in (None, spec.direction)
@@ -152,7 +150,6 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Strips | None:
     reads_columns = spec.is_norm and not spec.inner_params
     busy = array_bytes // ((_COLUMN_PARAMS_KIB if reads_columns else _OTHER_KIB) * _KIB)
     most = min(_MOST_WARPGROUPS[vector], cols // (line.cluster * unit))
-    count = outer * -(-inner // line.width)
     strips = Strips(
         outer,
         cols,
@@ -161,9 +158,11 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Strips | None:
         threads,
         warpgroups=power_of_2(max(1, min(most, busy))),
         cluster=line.cluster,
-        blocks=count,
+        blocks=1,
         group=spec.inner_cols,
     )
+    count = strips.count
+    strips = dataclasses.replace(strips, blocks=count)
     if _shared_bytes(strips, spec) - RESERVED_BYTES > gpu.smem:
         return None
     has_column_sums = spec.direction == "bwd" and not spec.inner_params
@@ -187,6 +186,7 @@ def _shared_bytes(strips: Strips, spec: Spec) -> int:
     columns = strips.warpgroups * strips.slice().width
     column_bytes = strips.width * sum(dtype.itemsize for dtype in _held(spec))
     exchanged = WARPS * strips.warpgroups + strips.cluster * (strips.cluster > 1)
+    exchanged += 0 if strips.holds_groups else WARPS * strips.warpgroups
     # Two sums are exchanged, in two stages, and two are added up for each column.
     return columns * (column_bytes + 8) + 4 * exchanged * strips.width * 4 + _OTHER_SHARED_BYTES
 

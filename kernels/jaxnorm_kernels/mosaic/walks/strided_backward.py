@@ -92,7 +92,7 @@ def strided_backward(
     shape = (strips.outer, strips.cols, strips.inner)
     exchange = StripExchange(strips, formula.row_sums)
     sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
-    held = sizes[0] + 1
+    held = len(strips.scratch([a.dtype for a in operands.rows]))
     inner_sums = 0 if inner is None else inner.inner_sums
     sums = plgpu.SMEM((strips.warpgroups, strips.slice().width), jnp.float32)
 

@@ -1,0 +1,108 @@
+"""Log-probabilities and entropies in float64 numpy, over the last axis, and their bounds."""
+
+import functools
+import math
+
+import jax.numpy as jnp
+import linear_loss_cases
+import numpy as np
+from loss_cases import CrossEntropy
+from reference import SAFETY, arithmetic, exact
+
+from jaxnorm import linear_log_prob_and_entropy, log_prob_and_entropy
+
+
+class LogProbs(CrossEntropy):
+    """Of rows of logits: a loss is that of a `CrossEntropy`, with the other sign.
+
+    The entropy follows what is computed, of exponentials e and their exponents t, which are not
+    above 0: log(s) - sum(e t) / s.
+    """
+
+    @functools.cached_property
+    def entropy(self):
+        entropy = np.where(self.has_entry, self.log_s - self._mean_depth, 0)
+        return np.where(self.has_entry & ~self.is_class, np.nan, entropy)
+
+    @property
+    def results(self):
+        return -self.loss, self.entropy
+
+    @property
+    def bounds(self):
+        return self.loss_bound(), self._entropy_bound
+
+    @functools.cached_property
+    def _mean_depth(self):
+        """Not above 0."""
+        return -np.sum(self.p * self._depth, -1)
+
+    @functools.cached_property
+    def _entropy_bound(self):
+        few, depth, log_s = SAFETY * self.u, self._depth, np.abs(self.log_s)
+        # Of each term: an exponential has the error of its argument, which is a factor, too.
+        terms = few * depth * (depth + math.sqrt(self.cols) + 4) + 2 * self.x_error * (1 + depth)
+        of_sum = self._log_s_error + few * (1 + log_s)
+        error = np.sum(self.p * terms, -1) + np.abs(self._mean_depth) * of_sum
+        return error + self._log_s_error + few * np.abs(np.nan_to_num(self.entropy)) + 1e-37
+
+    @functools.cached_property
+    def above_mean(self):
+        """log p + H, of classes that are not left out."""
+        log_p = -self._depth - self.log_s[..., None]
+        return np.where(self.p > 0, log_p + np.nan_to_num(self.entropy)[..., None], 0)
+
+    def _of_x(self, a, b):
+        return -super()._of_x(a) - exact(b)[..., None] * self.p * self.above_mean
+
+    def _of_x_bound(self, a, b):
+        few, size = SAFETY * self.u, np.abs(self.above_mean)
+        log_s, entropy = (np.abs(v)[..., None] for v in (self.log_s, np.nan_to_num(self.entropy)))
+        wrong = few * (self._depth + log_s + entropy) + 2 * self.x_error
+        wrong = wrong + (self._log_s_error + self._entropy_bound)[..., None]
+        error = self._p_error * size + (self.p + self._p_error) * wrong + few * self.p * size
+        return super()._of_x_bound(a) + np.abs(exact(b))[..., None] * error
+
+
+class Linear(linear_loss_cases.Linear):
+    """Of rows of ``x @ weight + bias``, which is wrong by the sums in a product alone."""
+
+    of_rows = LogProbs
+    roundings = 1
+
+    @staticmethod
+    def logits_roundoff(dtype):
+        return arithmetic(dtype)
+
+    @property
+    def results(self):
+        return self.rows.results
+
+    @property
+    def bounds(self):
+        """The slopes of an entropy add up to twice the entropy at most."""
+        of_log_prob, of_entropy = self.rows.bounds
+        wrong = self.wrong[..., 0]
+        size = np.abs(np.nan_to_num(self.rows.entropy)) + wrong
+        return of_log_prob + 2 * wrong, of_entropy + 2 * size * wrong
+
+    def moved(self, a, b):
+        p, size, wrong = self.rows.p, np.abs(self.rows.above_mean), self.wrong
+        entropy = np.abs(np.nan_to_num(self.rows.entropy))[..., None]
+        moved = p * (np.expm1(2 * wrong) * size + 2 * (1 + entropy) * wrong * np.exp(2 * wrong))
+        if self.logit_softcap is not None:
+            moved = moved + 2 * wrong / self.logit_softcap * p * size
+        return super().moved(a) + np.abs(exact(b))[..., None] * moved
+
+
+def mixed(log_prob, entropy):
+    """A number of each row, of which both have derivatives that differ from row to row."""
+    return jnp.sin(log_prob) - 0.7 * entropy**2
+
+
+def mixture(*operands, **options):
+    return mixed(*log_prob_and_entropy(*operands, **options))
+
+
+def linear_mixture(*operands, **options):
+    return mixed(*linear_log_prob_and_entropy(*operands, **options))

@@ -1,0 +1,281 @@
+"""jaxnorm.linen.GroupNorm and jaxnorm.nnx.GroupNorm against Flax's: fields, states, conversions."""
+
+import dataclasses
+import inspect
+import logging
+
+import flax.linen as nn
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from convert_cases import kernels_in, normal
+from flax import nnx
+
+import jaxnorm.linen
+import jaxnorm.nnx
+
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
+
+CHANNELS = 12
+X, D = normal((3, 5, 4, CHANNELS)), normal((3, 5, 4, CHANNELS), 1)
+random_init = {
+    "scale_init": nn.initializers.normal(1.0),
+    "bias_init": nn.initializers.normal(1.0),
+}
+
+# One entry or more for every field of Flax's modules; num_groups is 4 by default.
+FIELDS = [
+    {},
+    {"num_groups": 1},
+    {"num_groups": 12},
+    {"num_groups": None, "group_size": 6},
+    {"epsilon": 1e-2},
+    {"dtype": jnp.bfloat16},
+    {"param_dtype": jnp.bfloat16},
+    {"use_bias": False},
+    {"use_scale": False},
+    {"use_bias": False, "use_scale": False},
+    random_init,
+    {"reduction_axes": (1, 2, -1)},
+    {"reduction_axes": (-3, 2, 3)},
+    {"axis_index_groups": [[0, 1], [2, 3]]},  # without axis_name it means nothing
+    {"use_fast_variance": False},
+]
+OF_LINEN = [
+    {"reduction_axes": (2, 3)},  # which nnx repeats along the wrong axis
+    {"reduction_axes": (0, 1, 2, 3)},
+    {"force_float32_reductions": False},
+    {"axis_name": "batch"},
+]
+
+
+def linen_pair(fields, **added):
+    """For each class its parameters, and a function of those and x; `added` is of ours alone."""
+
+    def of(module, **added):
+        norm = module(**{"num_groups": 4, **fields, **added})
+        variables = norm.init(jax.random.key(1), X)
+        return variables.get("params", {}), lambda p, x, **o: norm.apply({"params": p}, x, **o)
+
+    return of(jaxnorm.linen.GroupNorm, **added), of(nn.GroupNorm)
+
+
+def nnx_pair(fields, **added):
+    def of(module, **added):
+        norm = module(CHANNELS, **{"num_groups": 4, **fields, **added}, rngs=nnx.Rngs(1))
+        graph, state = nnx.split(norm)
+        return nnx.to_pure_dict(state), lambda p, x, **o: nnx.merge(graph, with_values(state, p))(
+            x, **o
+        )
+
+    def with_values(state, values):
+        state = jax.tree.map(lambda a: a, state)
+        nnx.replace_by_pure_dict(state, values)
+        return state
+
+    return of(jaxnorm.nnx.GroupNorm, **added), of(nnx.GroupNorm)
+
+
+PAIRS = {"linen": linen_pair, "nnx": nnx_pair}
+each = pytest.mark.parametrize("pair", PAIRS.values(), ids=list(PAIRS))
+
+
+def results(apply, parameters, x):
+    y, vjp = jax.vjp(apply, parameters, x)
+    return y, vjp(D.astype(y.dtype))
+
+
+def double(tree):
+    return jax.tree.map(lambda a: np.asarray(a, "float64"), tree)
+
+
+@each
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fields", FIELDS, ids=lambda f: "-".join(f) or "default")
+def test_every_field(pair, fields, dtype):
+    """Parameters as Flax's; values and gradients as near to float64's as Flax's are."""
+    check(pair, fields, dtype)
+
+
+@pytest.mark.parametrize("fields", OF_LINEN[:2], ids=lambda f: "-".join(map(str, f.values())))
+def test_axes_of_linen(fields):
+    check(linen_pair, fields, "float32")
+
+
+def check(pair, fields, dtype):
+    (parameters, ours), (expected, theirs) = pair(fields, save="input")
+    assert jax.tree.structure(parameters) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, parameters, expected)
+    x = X.astype(dtype)
+    found, of_flax = results(ours, parameters, x), results(theirs, parameters, x)
+    with jax.enable_x64(True):
+        wide = {**fields, "dtype": jnp.float64, "use_fast_variance": False}
+        _, (_, exactly) = pair(wide)
+        y, vjp = jax.vjp(exactly, double(parameters), double(x))
+        exact = y, vjp(double(D.astype(of_flax[0].dtype)))
+    reference.assert_as_accurate(found, of_flax, exact)
+
+
+@each
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+def test_activation(pair, activation):
+    """That of Flax's module, whose parameters it has; also in a call that is left to Flax."""
+    (parameters, ours), (_, theirs) = pair(random_init, activation=activation)
+
+    def expected(p, x, **options):
+        return getattr(jax.nn, activation)(theirs(p, x, **options))
+
+    with jax.enable_x64(True):
+        exact = results(expected, double(parameters), double(X))
+    reference.assert_as_accurate(
+        results(ours, parameters, X), results(expected, parameters, X), exact
+    )
+    assert f"activation={activation}" in str(jax.make_jaxpr(ours)(parameters, X))
+    mask = X > -1
+    np.testing.assert_array_equal(
+        ours(parameters, X, mask=mask), expected(parameters, X, mask=mask)
+    )
+
+
+@each
+def test_what_is_left_to_flax(pair):
+    """Masks, and dtypes that are no floats, bit by bit; an offset there is refused."""
+    (parameters, ours), (_, theirs) = pair({})
+    for x, options in ((X, {"mask": X > 0}), (X.astype("complex64"), {})):
+        np.testing.assert_array_equal(
+            ours(parameters, x, **options), theirs(parameters, x, **options)
+        )
+    with pytest.raises(ValueError, match=r"^GroupNorm: scale_offset=1.0 in a call that is left"):
+        jaxnorm.linen.GroupNorm(num_groups=4, scale_offset=1.0).init(
+            jax.random.key(0), X, mask=X > 0
+        )
+
+
+@pytest.mark.parametrize("fields", OF_LINEN[2:], ids=lambda f: "-".join(f))
+def test_what_linen_leaves_to_flax(fields):
+    def run(module):
+        norm = module(num_groups=4, **fields)
+        init = jax.vmap(lambda x: norm.init_with_output(jax.random.key(0), x)[0], axis_name="batch")
+        return init(X[:, None])
+
+    np.testing.assert_array_equal(run(jaxnorm.linen.GroupNorm), run(nn.GroupNorm))
+
+
+@each
+@pytest.mark.parametrize(
+    "fields",
+    [{"num_groups": 5}, {"num_groups": 0}, {"group_size": 3}, {"num_groups": None}],
+    ids=str,
+)
+def test_groups_that_flax_refuses(pair, fields):
+    """By its own sentence."""
+    with pytest.raises(ValueError, match=r"^(Number of groups|Either `num_groups`)"):
+        pair(fields)
+
+
+def test_channels_that_a_module_has_not():
+    norm = jaxnorm.nnx.GroupNorm(CHANNELS, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"^GroupNorm: x has shape \(2, 8\); expected 12 channels"):
+        norm(jnp.ones((2, 8)))
+
+
+def test_an_unknown_activation():
+    for options in ({}, {"mask": X > 0}):
+        with pytest.raises(ValueError, match="activation='tanh'; expected one of None, 'silu'"):
+            jaxnorm.linen.GroupNorm(4, activation="tanh").init(jax.random.key(0), X, **options)
+
+
+def test_fields_are_those_of_flax():
+    """All of them, with their defaults, in order; then jaxnorm's."""
+    ours, theirs = (
+        [(f.name, f.default) for f in dataclasses.fields(m) if f.name not in ("parent", "name")]
+        for m in (jaxnorm.linen.GroupNorm, nn.GroupNorm)
+    )
+    assert ours[: len(theirs)] == theirs
+    added = ["save", "implementation", "scale_offset", "activation"]
+    assert [name for name, _ in ours[len(theirs) :]] == added
+    ours, theirs = (
+        [(p.name, p.kind) for p in inspect.signature(m.__init__).parameters.values()]
+        for m in (jaxnorm.nnx.GroupNorm, nnx.GroupNorm)
+    )
+    assert ours[: len(theirs)] == theirs
+    assert [name for name, _ in ours[len(theirs) :]] == added
+
+
+def test_checkpoints_of_either_load_into_the_other():
+    theirs, ours = nn.GroupNorm(4, **random_init), jaxnorm.linen.GroupNorm(4)
+    variables = theirs.init(jax.random.key(1), X)
+    stored = flax.serialization.to_bytes(variables)
+    loaded = flax.serialization.from_bytes(ours.init(jax.random.key(0), X), stored)
+    np.testing.assert_allclose(ours.apply(loaded, X), theirs.apply(variables, X), atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------ conversions
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Conv(8, (3, 3))(nn.silu(nn.GroupNorm(4)(x)))
+
+
+def test_a_linen_model_within_converted(caplog):
+    model = Block()
+    variables = model.init(jax.random.key(0), X)
+    with jaxnorm.linen.converted():
+        made = model.init(jax.random.key(0), X)
+        program = str(jax.make_jaxpr(model.apply)(variables, X))
+        ours = model.apply(variables, X)
+        lost = nn.GroupNorm(4, scale_init=nn.initializers.zeros, bias_init=nn.initializers.ones)
+        assert not caplog.records
+        lost.init(jax.random.key(0), X)
+    jax.tree.map(np.testing.assert_array_equal, made, variables)
+    assert program.count("jaxnorm.layer_norm[") == 1
+    np.testing.assert_allclose(ours, model.apply(variables, X), atol=1e-4)
+    (record,) = caplog.records
+    assert 'keep their input, as with save="input"' in record.getMessage()
+
+
+def test_an_nnx_model_is_converted(caplog):
+    class Scaled(nnx.GroupNorm):
+        pass
+
+    rngs = nnx.Rngs(0)
+    lost = nnx.GroupNorm(CHANNELS, 4, rngs=rngs)
+    lost.scale[...] = jnp.zeros(CHANNELS)
+    lost.bias[...] = jnp.ones(CHANNELS)
+    norms = {
+        "plain": nnx.GroupNorm(CHANNELS, 4, epsilon=1e-3, rngs=rngs),
+        "lost": lost,
+        "named": nnx.GroupNorm(CHANNELS, 4, axis_name="batch", rngs=rngs),
+        "scaled": Scaled(CHANNELS, 4, rngs=rngs),
+    }
+    expected, scale = norms["plain"](X), norms["plain"].scale
+    with caplog.at_level(logging.WARNING):
+        jaxnorm.nnx.convert(nnx.Dict(**norms))
+    plain = norms["plain"]
+    assert type(plain) is jaxnorm.nnx.GroupNorm
+    assert plain.scale is scale
+    assert (plain.save, norms["lost"].save, plain.activation) == ("output", "input", None)
+    assert type(norms["named"]) is nnx.GroupNorm
+    assert type(norms["scaled"]) is Scaled
+    np.testing.assert_allclose(plain(X), expected, atol=1e-5)
+    text = caplog.records[0].getMessage()
+    assert "2 of 4 norms are left to Flax" in text
+    assert "Scaled is a subclass of Flax's GroupNorm" in text
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_one_kernel_each_way(activation):
+    """Of images with channels last, in groups of 8: no transpose, in a model of bfloat16."""
+    norm = jaxnorm.linen.GroupNorm(dtype=jnp.bfloat16, activation=activation)
+    x = jax.ShapeDtypeStruct((8, 32, 32, 256), jnp.bfloat16)
+    variables = jax.eval_shape(norm.init, jax.random.key(0), x)
+
+    def loss(variables, x):
+        return jnp.sum(jnp.sin(norm.apply(variables, x).astype(jnp.float32)))
+
+    assert kernels_in(jax.grad(loss, (0, 1)), variables, x) == 2
