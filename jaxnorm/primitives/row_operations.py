@@ -22,6 +22,7 @@ from jax.interpreters import ad
 
 from jaxnorm.calls import backends
 from jaxnorm.calls.call import Arrays, Call, Run
+from jaxnorm.calls.rows import BROADCAST
 from jaxnorm.meshes import sharding
 from jaxnorm.meshes.shards import factors_of_rows, shards_of_rows
 from jaxnorm.primitives import lowering, remat
@@ -97,7 +98,7 @@ class _RowRules(Rules[Call]):
         # The very array that is returned: a reshaped or cast copy would be stored a second time.
         arrays["saved"] = arrays[call.spec.starts_from]
         tangent_of = dict(zip(call.primals, tangents))
-        nonzeros = nonzero((name, tangent_of[name]) for name in call.differentiable)
+        nonzeros = nonzero([(name, tangent_of[name]) for name in call.differentiable])
         if operation.derivative is None:
             tangents_out = self.tangents_of(
                 call, [arrays[name] for name in call.residual_names], nonzeros
@@ -204,12 +205,10 @@ class _RowRules(Rules[Call]):
             arrays = list(by_name.values())
 
         def with_batch_axis(a: jax.Array, dim: int | None, kind: Kind) -> jax.Array:
-            if dim is None and kind in ("mask", "logits_bias", "table") and kind not in batched:
-                a = a[None]
-            elif dim is None and kind in PARAMETERS and kind not in batched:
+            is_whole = dim is None and kind not in batched
+            if is_whole and kind in PARAMETERS:
                 return a
-            else:
-                a = batch_first(a, dim, size)
+            a = a[None] if is_whole and kind in BROADCAST else batch_first(a, dim, size)
             return jnp.expand_dims(a, range(1, 1 + len(view.shape_of(kind)) - a.ndim))
 
         operands = map(with_batch_axis, arrays, dims, call.operand_kinds)
