@@ -294,12 +294,13 @@ class Call:
         for an implementation that takes those as they lie.
         """
         in_rows, strided = self._in_rows, self._strided
-        if strided is None or not backends.knows_inner(name):
+        if strided is None:
+            return in_rows
+        takes_inner = getattr(backends.module(name), "takes_inner", None)
+        if takes_inner is None:
             return in_rows
         # Where rows have no view, the reason to refuse is that of the strided one.
-        if in_rows.scattered or backends.takes_inner(name, strided):
-            return strided
-        return in_rows
+        return strided if in_rows.scattered or takes_inner(strided) else in_rows
 
     @functools.cached_property
     def _in_rows(self) -> Spec:
