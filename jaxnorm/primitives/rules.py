@@ -129,10 +129,9 @@ class Rules[P: Pass](abc.ABC):
 
     def bind(self, call: P, *arrays: jax.Array | None) -> list[jax.Array]:
         """The results of the pass; None stands for an array that there is not."""
+        function, direction = call.primitives or call.function, call.direction
         leaves = sharding.vary_alike([a for a in arrays if a is not None])
-        partitioned = self._may_be_partitioned(call, leaves)
-        function = call.primitives or call.function
-        primitive = self.primitive(function, call.direction, partitioned)
+        primitive = self.primitive(function, direction, self._may_be_partitioned(call, leaves))
         results: list[jax.Array] = primitive.bind(*leaves, **{self.static: call})
         return results
 
@@ -211,6 +210,8 @@ class Rules[P: Pass](abc.ABC):
         equation = rest[-1]  # Newer versions of JAX say in between which inputs are live.
         if not any(used):
             return [False] * len(equation.invars), None
+        if all(used):
+            return [True] * len(equation.invars), equation
         call: P = equation.params[self.static]
         less, by_name = call.without_unused(used), dict(zip(call.result_names, equation.outvars))
         outvars = [by_name[name] for name in less.result_names]

@@ -1,9 +1,9 @@
 """What the arrays of a program are made of, element by element, in the graph of `kept_arrays`."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from jaxnorm.tools.kept_arrays import NAMING, Value, origin
+from jaxnorm.tools.kept_arrays import NAMING, Value, origin, reached
 
 # What makes the same elements again, in another shape or dtype.
 COPYING = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type"}
@@ -97,15 +97,11 @@ def is_reduced(value: Value, limit: int) -> bool:
     )
 
 
-def ancestors(value: Value, limit: int) -> Iterator[Value]:
+def ancestors(value: Value, limit: int) -> Iterable[Value]:
     """What it is made of, itself included; of an array of `limit` elements nothing more."""
-    stack, seen = [*value.operands], {id(value)}
-    yield value
-    while stack:
-        value = stack.pop()
-        if id(value) not in seen:
-            seen.add(id(value))
-            yield value
-            is_copy = value.made_by in NAMING or value.made_by == "convert_element_type"
-            if value.size < limit or is_copy or is_spread(value):
-                stack += value.operands
+
+    def made_of(v: Value) -> Sequence[Value]:
+        is_copy = v.made_by in NAMING or v.made_by == "convert_element_type"
+        return v.operands if v is value or v.size < limit or is_copy or is_spread(v) else ()
+
+    return reached([value], made_of).values()

@@ -8,7 +8,7 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,6 +86,19 @@ def origin(value: Value) -> Value:
     while value.made_by in (STACKED, *NAMING) and value.operands:
         value = value.operands[0]
     return value
+
+
+def reached(
+    start: Iterable[Value], following: Callable[[Value], Iterable[Value]]
+) -> dict[int, Value]:
+    """By id, in their order: those of `start`, and all that follows from each."""
+    seen = {id(v): v for v in start}
+    queue = [*seen.values()]
+    for value in queue:  # which grows
+        new = {id(v): v for v in following(value) if id(v) not in seen}
+        seen |= new
+        queue += new.values()
+    return seen
 
 
 def _graph(

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from jaxnorm.tools import elementwise
-from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin
+from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin, reached
 
 _FUNCTION = "softmax_cross_entropy_with_integer_labels"
 _LINEAR = "linear_softmax_cross_entropy"
@@ -121,17 +121,15 @@ def _uncast(value: Value) -> Value:
 
 def _inside(logits: Value) -> list[Value]:
     """What is made of each element of the logits, and of numbers of its row."""
-    inside = {id(logits): logits}
-    stack = [logits]
-    while stack:
-        for taker in stack.pop().takers:
-            same = [v for v in taker.operands if v.size == logits.size]
-            rows = [v for v in same if not elementwise.is_spread(v)]
-            fits = taker.made_by in (*_STEPS, *NAMING) and taker.size == logits.size
-            if fits and len(rows) == 1 and id(taker) not in inside:
-                inside[id(taker)] = taker
-                stack.append(taker)
-    return [v for v in inside.values() if v is not logits]
+
+    def is_step(value: Value) -> bool:
+        same = [v for v in value.operands if v.size == logits.size]
+        rows = [v for v in same if not elementwise.is_spread(v)]
+        fits = value.made_by in (*_STEPS, *NAMING) and value.size == logits.size
+        return fits and len(rows) == 1
+
+    _, *inside = reached([logits], lambda v: filter(is_step, v.takers)).values()
+    return inside
 
 
 def _is_logarithm(exponential: Value, inside: Sequence[Value]) -> bool:
@@ -145,16 +143,13 @@ def _is_logarithm(exponential: Value, inside: Sequence[Value]) -> bool:
     picked = [t for v in inside for t in v.takers if t.made_by == "gather"]
     if any(v.made_by == "log" for v in inside) or (picked and all(map(_is_logged, picked))):
         return True
-    stack, seen = [*sums], set()
-    while stack:
-        value = stack.pop()
-        if value.made_by == "log":
-            return True
-        if id(value) not in seen and value.size < exponential.size:
-            seen.add(id(value))
-            names = (*elementwise.ELEMENTWISE, *elementwise.COPYING, "broadcast_in_dim")
-            stack += [t for t in value.takers if t.made_by in names]
-    return False
+    names = (*elementwise.ELEMENTWISE, *elementwise.COPYING, "broadcast_in_dim")
+
+    def made_of_rows(value: Value) -> list[Value]:
+        is_of_row = value.size < exponential.size
+        return [t for t in value.takers if is_of_row and t.made_by in names]
+
+    return any(v.made_by == "log" for v in reached(sums, made_of_rows).values())
 
 
 def _is_logged(value: Value) -> bool:

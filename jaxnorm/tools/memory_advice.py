@@ -16,7 +16,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 
 from jaxnorm.tools import elementwise, loss_advice, rotation_advice
-from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin
+from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin, reached
 
 # What takes an array, and keeps nothing of it.
 _LINEAR = {"add", "add_any", "sub", "neg", STACKED, "scan", *elementwise.COPYING, *NAMING}
@@ -163,23 +163,21 @@ def _sources(h: Value) -> tuple[dict[int, Value], bool, bool]:
 
 def _is_for(product: Value, h: Value, sources: dict[int, Value]) -> bool:
     """Whether what is made of the sources on the way to h is for this product alone."""
-    inside: dict[int, Value] = {}
-    stack = [h]
-    while stack:
-        value = origin(stack.pop())
-        if id(value) not in inside and id(value) not in sources and value.size == h.size:
-            inside[id(value)] = value
-            stack += value.operands
-    stack = [*inside.values()]
-    while stack:
-        for taker in stack.pop().takers:
-            if taker is product or taker.made_by == STACKED or id(taker) in inside:
-                continue
-            if taker.made_by not in elementwise.ELEMENTWISE or not _is_between(taker, sources):
-                return False
-            inside[id(taker)] = taker
-            stack.append(taker)
-    return True
+
+    def before(value: Value) -> list[Value]:
+        made_of = map(origin, value.operands)
+        return [v for v in made_of if id(v) not in sources and v.size == h.size]
+
+    def fits(taker: Value) -> bool:
+        return taker.made_by in elementwise.ELEMENTWISE and _is_between(taker, sources)
+
+    inside = reached([h], before).values()
+    inside_or_after = reached(inside, lambda v: filter(fits, v.takers))
+    return all(
+        taker is product or taker.made_by == STACKED or id(taker) in inside_or_after
+        for value in inside_or_after.values()
+        for taker in value.takers
+    )
 
 
 def _is_between(value: Value, sources: dict[int, Value]) -> bool:

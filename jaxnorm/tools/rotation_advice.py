@@ -9,7 +9,7 @@ It keeps y, which attention keeps anyway, and no n.
 from collections.abc import Mapping
 
 from jaxnorm.tools import elementwise
-from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin
+from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin, reached
 
 #: The function that does both.
 FUNCTION = "rms_norm_rope"
@@ -39,28 +39,21 @@ def is_kept_rotated(result: Value, by_origin: Mapping[int, Value]) -> bool:
 
 
 def _made_of(result: Value) -> dict[int, Value]:
-    """What steps of a rotation make of it, by id, in their order."""
-    inside: dict[int, Value] = {}
-    stack = [result]
-    while stack:
-        for taker in stack.pop(0).takers:
-            fits = taker.made_by in _STEPS and taker.size <= result.size
-            if fits and id(taker) not in inside:
-                inside[id(taker)] = taker
-                stack.append(taker)
-    return inside
+    """It, and what steps of a rotation make of it, by id, in their order."""
+
+    def steps(value: Value) -> list[Value]:
+        return [t for t in value.takers if t.made_by in _STEPS and t.size <= result.size]
+
+    return reached([result], steps)
 
 
 def _way(result: Value, value: Value, inside: Mapping[int, Value]) -> list[Value]:
     """The steps from a norm's result to a value, which is one of them."""
-    way: dict[int, Value] = {}
-    stack = [value]
-    while stack:
-        value = stack.pop()
-        if id(value) in inside and id(value) not in way and value is not result:
-            way[id(value)] = value
-            stack += value.operands
-    return [*way.values()]
+
+    def before(value: Value) -> list[Value]:
+        return [v for v in value.operands if id(v) in inside and v is not result]
+
+    return [*reached([value], before).values()]
 
 
 def _is_for_it(values: list[Value], inside: Mapping[int, Value]) -> bool:
