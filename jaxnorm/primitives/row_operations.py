@@ -55,21 +55,20 @@ class _RowRules(Rules[Call]):
     def types(self, call: Call, *avals: Any) -> list[Any]:
         """Types of the results: rows lie as x does, and a parameter's gradient as the parameter."""
         x, *_ = avals
-        kinds, view, spec = call.result_kinds, call.view, x.sharding.spec
-        of_rows = [i for i, kind in enumerate(kinds) if kind not in PARAMETERS]
-        shapes = [view.shape_of(kinds[i]) for i in of_rows]
-        splits = [[spec[axis] for axis in view.axes_of(kinds[i])] for i in of_rows]
-        for i, shape, split in zip(of_rows, shapes, splits):
-            if kinds[i] == "table":
-                split[-1] = None
-            if kinds[i] in ("logits_bias", "table"):
-                split[:] = [None if size == 1 else over for size, over in zip(shape, split)]
-        dtypes = [call.result_dtypes[i] for i in of_rows]
-        types = dict(zip(of_rows, sharding.types_like(x, avals, shapes, dtypes, splits)))
-        return [
-            types[i] if i in types else avals[call.parameters[name]].update(weak_type=False)
-            for i, name in enumerate(call.result_names)
-        ]
+        mesh, spec, view = sharding.mesh_of(avals), x.sharding.spec, call.view
+        types = []
+        for name, kind, dtype in zip(call.result_names, call.result_kinds, call.result_dtypes):
+            if kind in PARAMETERS:
+                types.append(avals[call.parameters[name]].update(weak_type=False))
+                continue
+            shape = view.shape_of(kind)
+            split = [spec[axis] for axis in view.axes_of(kind)]
+            if kind == "table":
+                split = [*split[:-1], None]
+            if kind in ("logits_bias", "table"):
+                split = [None if size == 1 else over for size, over in zip(shape, split)]
+            types.append(sharding.type_like(x, mesh, shape, dtype, split))
+        return types
 
     def plain(self, call: Call, *arrays: jax.Array) -> list[jax.Array]:
         return call.xla(*arrays)
