@@ -25,6 +25,9 @@ Arrays = Sequence[jax.Array]
 #: What computes a pass: takes the arrays of a call one by one, and returns those of its results.
 Run = Callable[..., list[jax.Array]]
 
+# One object for all layers of a model: what its pass takes and returns is computed once.
+_once = functools.lru_cache(maxsize=4096)
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -109,6 +112,7 @@ class Call:
             return self.without("h")
         return self if used[0] or any(used[2:]) else self.without("y")
 
+    @_once
     def first(self) -> "Call":
         """The norm of x, whose output goes to the residual."""
         return dataclasses.replace(self, spec=self.spec.first)
@@ -167,8 +171,9 @@ class Call:
         wrt = [name for name in call.differentiable if OPERANDS[name] != "table"]
         return call.backward(wrt, adds_dh=self.spec.normalises_h)
 
+    @_once
     def on(self, view: RowView) -> "Call":
-        """The same call on arrays of another shape: a batch, or a shard."""
+        """With what its spec has of a view: that of its arrays, of a batch of them, of a shard."""
         return self._with(
             view=view,
             rows=view.rows,
@@ -190,9 +195,11 @@ class Call:
         dtype = jnp.promote_types(parameter.dtype, self.spec.compute_dtype)
         return self._with(**{f"{name}_dtype": dtype}), parameter.astype(dtype)
 
+    @_once
     def _with(self, **changes: Any) -> "Call":
         """With other values of these fields, of the call or of its spec."""
-        return _changed(self, **changes)
+        of_call = {name: changes.pop(name) for name in ("view", "wrt") if name in changes}
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **changes), **of_call)
 
     # ------------------------------------------------------------- what a pass takes and returns
 
@@ -381,10 +388,3 @@ class Call:
     def _picked(self, results: Results) -> list[jax.Array]:
         by_name = {**results._asdict(), **dict(zip(self.spec.statistics, results.stats))}
         return [array for name in self._outputs if (array := by_name[name]) is not None]
-
-
-@functools.lru_cache(maxsize=4096)
-def _changed(call: Call, **changes: Any) -> Call:
-    """One object for all layers of a model: what its pass takes and returns is computed once."""
-    of_call = {name: changes.pop(name) for name in ("view", "wrt") if name in changes}
-    return dataclasses.replace(call, spec=dataclasses.replace(call.spec, **changes), **of_call)

@@ -166,18 +166,18 @@ def _row(value: Value, advice: tuple[str, int] | None) -> KeptArray:
 
 def _places(argnums: int | Sequence[int], count: int) -> set[int]:
     function = "memory_report"
-    given = [argnums] if isinstance(argnums, int) else argnums
-    if not isinstance(given, Sequence) or not all(isinstance(i, int) for i in given):
+    places = [argnums] if isinstance(argnums, int) else argnums
+    if not isinstance(places, Sequence) or not all(isinstance(i, int) for i in places):
         raise TypeError(
             f"{function}: argnums={argnums!r}; expected an integer or a sequence of integers"
         )
-    for i in given:
+    for i in places:
         if not -count <= i < count:
             raise ValueError(
                 f"{function}: argnums={argnums!r} of {count} arguments; expected integers from "
                 f"{-count} to {count - 1}"
             )
-    return {i % count for i in given}
+    return {i % count for i in places}
 
 
 def _is_array(a: Any) -> bool:
