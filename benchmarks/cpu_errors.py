@@ -3,6 +3,8 @@
     JAX_PLATFORMS=cpu python -m benchmarks.cpu_errors
 
 The loss: units in the last place of float32, the most of 64 rows of normal logits of deviation 3.
+Log-probabilities of labels that are drawn, and entropies: likewise, of logits of some deviations;
+and the errors of ratios of probabilities, of a linear layer's logits, the most of 512 rows.
 LayerNorm: the largest error of y over 64 rows of 4096, of deviation 1 around a mean.
 """
 
@@ -13,12 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxnorm
 from benchmarks import text
 from benchmarks.providers import flax_modules, jaxnorm_functions, optax_functions
 
 CLASSES = (1024, 8192, 50257, 128256)
 MEANS = (0.0, 1e2, 1e3, 1e4)
 ROWS, COLS = 64, 4096
+DEVIATIONS = (1.0, 3.0, 10.0)
+DRAWN, WIDTH = 512, 256
 
 
 def losses() -> str:
@@ -41,6 +46,49 @@ def losses() -> str:
     return text.table(["classes", *functions], rows)
 
 
+def log_probs() -> str:
+    """Also of logits rounded to bfloat16, which is no function of jaxnorm's."""
+
+    def row(deviation: float) -> list[str]:
+        rng = np.random.default_rng(0)
+        x = jnp.asarray(rng.normal(size=(DRAWN, WIDTH)), jnp.bfloat16)
+        weight = rng.normal(size=(WIDTH, CLASSES[1])) * deviation / WIDTH**0.5
+        weight = jnp.asarray(weight, jnp.bfloat16)
+        logits = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
+        labels = np.argmax(logits + rng.gumbel(size=logits.shape), -1)
+        narrow = logits.astype(np.float32)
+        of_narrow = jaxnorm.log_prob_and_entropy(narrow, labels, implementation="xla")
+        ulps = (
+            np.max(np.abs(np.asarray(a, np.float64) - e) / np.spacing(np.abs(e).astype(np.float32)))
+            for a, e in zip(of_narrow, _log_prob_and_entropy(narrow.astype(np.float64), labels))
+        )
+        expected, _ = _log_prob_and_entropy(logits, labels)
+        rounded = jnp.asarray(narrow, jnp.bfloat16)
+        ratios = (
+            np.max(np.abs(np.expm1(np.asarray(log_prob, np.float64) - expected)))
+            for log_prob, _ in (
+                jaxnorm.linear_log_prob_and_entropy(x, weight, labels, implementation="xla"),
+                jaxnorm.log_prob_and_entropy(rounded, labels, implementation="xla"),
+            )
+        )
+        return [f"{deviation:g}", *(f"{u:.1f}" for u in ulps), *(f"{r:.0e}" for r in ratios)]
+
+    header = ["logits' deviation", "log-probability, ulp", "entropy, ulp"]
+    header += ["ratio, `linear_log_prob_and_entropy`", "ratio, logits in bfloat16"]
+    return text.table(header, map(row, DEVIATIONS))
+
+
+def _log_prob_and_entropy(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """In float64. The label's own term is left out of what log1p is of."""
+    below = logits.max(-1, keepdims=True) - logits
+    exponentials = np.exp(-below)
+    own = np.arange(logits.shape[-1]) == labels[:, None]
+    below_own = below[own]
+    others = np.sum(exponentials, -1, where=~own) + np.expm1(-below_own)
+    s = exponentials.sum(-1)
+    return -below_own - np.log1p(others), np.log(s) + np.sum(exponentials * below, -1) / s
+
+
 def norms() -> str:
     def error(function: Callable[..., jax.Array], mean: float) -> str:
         x = (mean + np.random.default_rng(0).normal(size=(ROWS, COLS))).astype(np.float32)
@@ -60,7 +108,7 @@ def norms() -> str:
 
 
 def main() -> int:
-    print(losses(), norms(), sep="\n\n")
+    print(losses(), log_probs(), norms(), sep="\n\n")
     return 0
 
 

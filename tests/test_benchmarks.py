@@ -118,7 +118,7 @@ def test_every_suite_asks_what_its_providers_offer():
     assert {c.direction for c in SUITES["api"].cells(Selection())} == {"fwd+bwd"}
     for name in ("training", "capacity"):
         cells = list(SUITES[name].cells(Selection()))
-        assert len(cells) == 3 * 3 * 2 * 5  # models, remats, layers, variants
+        assert len(cells) == 3 * 3 * 2 * 6  # models, remats, layers, variants
         few = SUITES[name].cells(Selection(ops=("llama-1b",), quick=True))
         assert {(c.model, c.remat) for c in few} == {("llama-1b", "none")}
 

@@ -1,4 +1,4 @@
-"""linear_softmax_cross_entropy on a mesh: rows split, and weight over V or d."""
+"""Functions of linear logits on a mesh: rows split, and weight over V or d."""
 
 import functools
 import math
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from log_prob_cases import linear_mixture
 from meshes import KINDS, Case, mesh_of
 from sharding_cases import which_kernels  # noqa: F401
 
@@ -47,6 +48,10 @@ def arrays():
 
 
 def loss(x, weight, bias, labels, *, reduction, **options):
+    """A mean, a sum, losses of rows ("none"); or of rows log-probabilities and entropies."""
+    if reduction == "log_prob":
+        options |= {"bias": bias, "where": labels >= 0, "chunk": 4, "logit_softcap": 8.0}
+        return jnp.sum(jnp.sin(linear_mixture(x, weight, labels, **options)))
     result = jaxnorm.linear_softmax_cross_entropy(
         x,
         weight,
@@ -93,21 +98,22 @@ def exchanged(lines):
     ]
 
 
+@pytest.mark.parametrize("reduction", ["mean", "log_prob"])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout, kind):
+def test_layouts(layout, kind, reduction):
     """Gradients lie as what they are of; weight, and its gradient, move outside the loop alone."""
     x_spec, weight_spec, collectives = LAYOUTS[layout]
     mesh = mesh_of(Case("", MESH, P()), kind)
     sharded, specs = placed(mesh, x_spec, weight_spec)
     outs = (NamedSharding(mesh, P()), tuple(NamedSharding(mesh, s) for s in specs[:3]))
     jitted = jax.jit(
-        functools.partial(step, reduction="mean"),
+        functools.partial(step, reduction=reduction),
         out_shardings=outs if kind == "auto" else None,
     )
     compiled = jitted.lower(*sharded).compile()
     results = compiled(*sharded)
-    check(results, "mean")
+    check(results, reduction)
     for gradient, spec in zip(results[1], specs):
         assert gradient.sharding.is_equivalent_to(NamedSharding(mesh, spec), gradient.ndim)
     text = compiled.as_text()
@@ -123,12 +129,13 @@ def test_layouts(layout, kind):
     assert bool(found) == ("model" in weight_spec[1:])
 
 
+@pytest.mark.parametrize("reduction", ["none", "log_prob"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_of_rows(kind):
+def test_losses_of_rows(kind, reduction):
     mesh = mesh_of(Case("", MESH, P()), kind)
     layout = LAYOUTS["rows" if kind == "manual" else "rows and V"]
     sharded, specs = placed(mesh, *layout[:2])
-    function = functools.partial(loss, reduction="none")
+    function = functools.partial(loss, reduction=reduction)
     if kind == "manual":
         inner = function
 
@@ -136,17 +143,18 @@ def test_losses_of_rows(kind):
             return jax.lax.psum(inner(*shards), ("data", "model"))
 
         function = jax.shard_map(function, mesh=mesh, in_specs=tuple(specs), out_specs=P())
-    check(jax.jit(jax.value_and_grad(function, (0, 1, 2)))(*sharded), "none")
+    check(jax.jit(jax.value_and_grad(function, (0, 1, 2)))(*sharded), reduction)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "log_prob"])
 @pytest.mark.parametrize("kernels", ["kernel"], indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["rows", "rows and V"])
-def test_kernels_get_chunks_of_shards(kernels, kind, layout):
+def test_kernels_get_chunks_of_shards(kernels, kind, layout, reduction):
     """But where classes are split: XLA's code sums their statistics over the mesh."""
     mesh = mesh_of(Case("", MESH, P()), kind)
     sharded, specs = placed(mesh, *LAYOUTS[layout][:2])
-    function = functools.partial(loss, reduction="sum")
+    function = functools.partial(loss, reduction=reduction)
     if kind == "manual":
         inner, specs = function, [P("data"), P(), P(), P("data")]
 
@@ -191,13 +199,14 @@ def test_a_mean_inside_shard_map():
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
-def test_forward_mode_and_second_order():
+@pytest.mark.parametrize("reduction", ["mean", "log_prob"])
+def test_forward_mode_and_second_order(reduction):
     mesh = mesh_of(Case("", MESH, P()), "explicit")
     sharded, _ = placed(mesh, P("data"), P(None, "model"))
 
     def derivatives(x, weight, bias, labels):
         def function(x, weight):
-            return loss(x, weight, bias, labels, reduction="mean")
+            return loss(x, weight, bias, labels, reduction=reduction)
 
         tangents = (jnp.cos(x), jnp.cos(weight))
         return jax.jvp(jax.grad(function, (0, 1)), (x, weight), tangents)

@@ -1,4 +1,4 @@
-"""linear_softmax_cross_entropy: derivatives and transformations."""
+"""Functions of linear logits: derivatives and transformations."""
 
 import functools
 
@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 from linear_loss_cases import operands
+from log_prob_cases import linear_mixture
 from test_linear_loss import ALL, OPTIONS
+from test_loss_transforms import plain_mixture
 
 import jaxnorm
 from jaxnorm import linear_softmax_cross_entropy as linear_loss
@@ -68,20 +70,43 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+CAPPED = {"logits_scale": 1.5, "logit_softcap": 2.0}
+
+
+def log_prob(x, weight, labels, *, bias=None, where=None, reduction="none", **options):
+    where = None if where is None else where != 0
+    return linear_mixture(x, weight, labels, bias=bias, where=where, **options)
+
+
+def plain_log_prob(x, weight, bias, labels, where, _, **options):
+    return plain_mixture(x @ weight + bias, labels, **options) * (where != 0)
+
+
+# Of a name: what is tested, the same in plain JAX, its options.
+FUNCTIONS = {
+    "loss": (linear_loss, plain, OPTIONS[2]),
+    "log_prob": (log_prob, plain_log_prob, CAPPED),
+}
+each = pytest.mark.parametrize(
+    ("name", "reduction"), [("loss", "mean"), ("loss", "none"), ("log_prob", "none")]
+)
+
+
+@each
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.usefixtures("x64")
-def test_transformations(transform, reduction):
+def test_transformations(transform, name, reduction):
     *arrays, labels = operands(5, 3, 7, "float64")
     weights = jnp.array([0.5, 2.0, 0.0, -1.0, 1.0])
+    function, expected_of, options = FUNCTIONS[name]
 
     def ours(x, weight, bias):
-        return linear_loss(
-            x, weight, labels, bias=bias, where=weights, reduction=reduction, chunk=2, **OPTIONS[2]
+        return function(
+            x, weight, labels, bias=bias, where=weights, reduction=reduction, chunk=2, **options
         )
 
     def theirs(x, weight, bias):
-        return plain(x, weight, bias, labels, weights, reduction, **OPTIONS[2])
+        return expected_of(x, weight, bias, labels, weights, reduction, **options)
 
     found, expected = (
         jax.tree.leaves(jax.jit(functools.partial(TRANSFORMS[transform], f))(*arrays))
@@ -102,9 +127,9 @@ def test_outside_jit():
     np.testing.assert_allclose(loss, linear_loss(arrays[0], arrays[1], labels), rtol=1e-12)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@each
 @pytest.mark.parametrize("in_axes", [(0, None, None, 0), (1, 0, None, None), (None, None, 0, 1)])
-def test_vmap(in_axes, reduction):
+def test_vmap(in_axes, name, reduction):
     """Of rows, of weights, of masks; the gradient inside and outside."""
     x, weight, _, labels = operands(5, 8, 20)
     where = labels % 3 > 0
@@ -114,7 +139,8 @@ def test_vmap(in_axes, reduction):
     ]
 
     def function(x, weight, labels, where):
-        return linear_loss(x, weight, labels, where=where, reduction=reduction, chunk=2)
+        of_name, *_ = FUNCTIONS[name]
+        return of_name(x, weight, labels, where=where, reduction=reduction, chunk=2)
 
     def summed(*arrays):
         return jnp.sum(jnp.sin(function(*arrays)))

@@ -1,4 +1,4 @@
-"""The cross-entropy on a mesh: rows split, the vocabulary split, for every kind of mesh axis."""
+"""Functions of logits on a mesh: rows split, the vocabulary split, for every kind of axis."""
 
 import functools
 import math
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from log_prob_cases import mixture
 from loss_cases import operands
 from meshes import KINDS, Case, collectives, mesh_of
 from sharding_cases import Kernels, which_kernels  # noqa: F401
@@ -27,8 +28,22 @@ ROWS, VOCABULARY = P("data", "model"), P("data", None, "model")
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 8.0}
 
 
-def step(x, labels, where, d, **options):
-    loss, vjp = jax.vjp(lambda x: cross_entropy(x, labels, where=where, **options), x)
+def loss(x, labels, axis=-1, where=None, **options):
+    return cross_entropy(x, labels, axis, where, **options, **OPTIONS)
+
+
+def log_prob(x, labels, axis=-1, where=None, **options):
+    where = None if where is None else where != 0
+    return mixture(x, labels, axis, where, **options, logit_softcap=8.0)
+
+
+each = pytest.mark.parametrize("function", [loss, log_prob])
+# How many numbers of each row an exchange has: the maximum; sums over shards.
+EXCHANGED = {loss: [1, 3], log_prob: [1, 1, 2]}
+
+
+def step(x, labels, where, d, *, function, **options):
+    loss, vjp = jax.vjp(lambda x: function(x, labels, where=where, **options), x)
     return loss, *vjp(d)
 
 
@@ -44,12 +59,12 @@ def placed(mesh, spec):
     return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays(), specs)], specs
 
 
-reference = jax.jit(functools.partial(step, implementation="xla", **OPTIONS))
+reference = jax.jit(functools.partial(step, implementation="xla"), static_argnames="function")
 
 
-def check(results, spec=None):
+def check(results, function, spec=None):
     """Values, and that the gradient lies as the logits do."""
-    for ours, theirs in zip(results, reference(*arrays())):
+    for ours, theirs in zip(results, reference(*arrays(), function=function)):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
     if spec is not None:
         _, dx = results
@@ -60,81 +75,86 @@ def sizes(found):
     return [math.prod(int(n) for n in shape.split(",") if n) for v in found.values() for shape in v]
 
 
+@each
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_split(kernels, kind):
+def test_rows_split(kernels, kind, function):
     mesh = mesh_of(Case("", MESH, P()), kind)
     sharded, specs = placed(mesh, ROWS)
-    function = functools.partial(step, **OPTIONS)
+    run = functools.partial(step, function=function)
     if kind == "manual":
         outs = (specs[1], specs[0])
-        function = jax.shard_map(function, mesh=mesh, in_specs=tuple(specs), out_specs=outs)
-    compiled = jax.jit(function).lower(*sharded).compile()
-    check(compiled(*sharded), ROWS)
+        run = jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=outs)
+    compiled = jax.jit(run).lower(*sharded).compile()
+    check(compiled(*sharded), function, ROWS)
     assert not collectives(compiled)
     assert kernels is None or kernels.shapes == [(4, 128)] * 2
 
 
+@each
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_vocabulary_split(kernels, kind):
+def test_vocabulary_split(kernels, kind, function):
     """A maximum and a sum for each row; no logits move.
 
     Where XLA partitions its own code, it gathers the shards' sums, one for each, and adds them up.
     """
     mesh = mesh_of(Case("", MESH, P()), kind)
     sharded, _ = placed(mesh, VOCABULARY)
-    compiled = jax.jit(functools.partial(step, **OPTIONS)).lower(*sharded).compile()
-    check(compiled(*sharded), VOCABULARY)
+    compiled = jax.jit(functools.partial(step, function=function)).lower(*sharded).compile()
+    check(compiled(*sharded), function, VOCABULARY)
     found = collectives(compiled)
     rows = SHAPE[0] * SHAPE[1] // 4
     if kernels is None and kind == "auto":
         assert max(sizes(found)) <= 2 * rows
     else:
         assert set(found) == {"all-reduce"}
-        assert sizes(found) == [rows, 3 * rows]
+        assert sizes(found) == [count * rows for count in EXCHANGED[function]]
     assert kernels is None or not kernels.shapes
 
 
-def test_vocabulary_split_beside_manual_rows():
+@each
+def test_vocabulary_split_beside_manual_rows(function):
     """Inside `jax.shard_map` over the rows' axis, with the vocabulary on an explicit one."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     sharded, _ = placed(mesh, VOCABULARY)
     with jax.set_mesh(mesh):
         mapped = jax.shard_map(
-            functools.partial(step, **OPTIONS),
+            functools.partial(step, function=function),
             in_specs=P("data"),
             out_specs=(P("data"), P("data")),
             axis_names={"data"},
         )
         compiled = jax.jit(mapped).lower(*sharded).compile()
-        check(compiled(*sharded))
+        check(compiled(*sharded), function)
     assert set(collectives(compiled)) == {"all-reduce"}
     assert max(sizes(collectives(compiled))) <= 3 * SHAPE[0] * SHAPE[1]
 
 
+@each
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_several_axes_of_classes_split(kind):
+def test_several_axes_of_classes_split(kind, function):
     """Labels count in row-major order, whichever axis of it lies where."""
     mesh = mesh_of(Case("", MESH, P()), kind)
     x, _, _ = operands((4, 8, 6), "float32")
     labels = jnp.array([3, 17, 30, 47, 46, 5, 23, 24])
     sharded = jax.device_put(x, NamedSharding(mesh, P("data", None, "model")))
     # 24 classes: 4 by 6, both split; the last labels are none of them.
-    function = jax.value_and_grad(
-        lambda x: jnp.sum(jnp.cos(cross_entropy(x, labels, (0, 2)))[jnp.array([0, 1, 5, 6])])
+    both = jax.value_and_grad(
+        lambda x: jnp.sum(jnp.cos(function(x, labels, (0, 2)))[jnp.array([0, 1, 5, 6])])
     )
-    loss, dx = jax.jit(function)(sharded)
-    expected, dx_ref = function(x)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    total, dx = jax.jit(both)(sharded)
+    expected, dx_ref = both(x)
+    np.testing.assert_allclose(total, expected, rtol=1e-5)
     np.testing.assert_allclose(dx, dx_ref, rtol=1e-5, atol=1e-6)
 
 
-def test_forward_mode_and_second_order_with_a_split_vocabulary():
+@each
+def test_forward_mode_and_second_order_with_a_split_vocabulary(function):
     mesh = mesh_of(Case("", MESH, P()), "explicit")
     (x, labels, where, d), _ = placed(mesh, VOCABULARY)
 
     def derivatives(x, labels, where, d):
         def loss(x):
-            return jnp.sum(jnp.sin(cross_entropy(x, labels, where=where, **OPTIONS)) * d)
+            return jnp.sum(jnp.sin(function(x, labels, where=where)) * d)
 
         return jax.jvp(jax.grad(loss), (x,), (jnp.cos(x),))
 

@@ -152,6 +152,78 @@ def test_gradient_accumulation():
     assert {a.dtype.name for a in jax.tree.leaves(sums)} == {"float32"}
 
 
+def answers(*shape):
+    """Tokens of sequences, and which are an answer's, of several lengths; a policy, one near it."""
+    tokens, lengths = labels_of(*shape, 16), jnp.arange(np.prod(shape)).reshape(*shape, 1)
+    answer = (jnp.arange(16) >= 3) & (jnp.arange(16) < 6 + lengths)
+    sizes = {"embedding": (VOCABULARY, WIDTH), "scale": (WIDTH,), "head": (WIDTH, VOCABULARY)}
+    policy = {name: normal(seed, *sizes[name]) for seed, name in enumerate(sizes)}
+    near = {name: p + 0.05 * normal(9, *p.shape) for name, p in policy.items()}
+    return tokens, answer, policy, near
+
+
+def log_probs_of(params, tokens, answer):
+    """Of each token but the first, and entropies, in plain JAX."""
+    hidden = params["embedding"][tokens[..., :-1]]
+    rstd = jax.lax.rsqrt(jnp.mean(hidden**2, -1, keepdims=True) + 1e-6)
+    logp = jax.nn.log_softmax(hidden * rstd * params["scale"] @ params["head"])
+    chosen = jnp.take_along_axis(logp, tokens[..., 1:, None], -1)[..., 0]
+    return (jnp.where(answer[..., 1:], a, 0) for a in (chosen, -jnp.sum(jnp.exp(logp) * logp, -1)))
+
+
+def test_grpo():
+    """Of ratios on either side of both bounds."""
+    tokens, answer, params, near = answers(3, 4)
+    counts, rewards = answer[..., 1:], normal(20, 3, 4)
+    old, _ = log_probs_of(near, tokens, answer)
+    reference, _ = log_probs_of({**params, "scale": 0.9 * params["scale"]}, tokens, answer)
+    batch = {"tokens": tokens, "answer": answer, "rewards": rewards}
+    batch |= {"log_prob": old, "reference_log_prob": reference}
+    advantage = ((rewards - rewards.mean(1)[:, None]) / (rewards.std(1)[:, None] + 1e-4))[..., None]
+
+    def plain(params):
+        log_prob, _ = log_probs_of(params, tokens, answer)
+        ratio, r = jnp.exp(log_prob) / jnp.exp(old), jnp.exp(reference) / jnp.exp(log_prob)
+        bounded = jnp.where(advantage > 0, jnp.minimum(ratio, 1.2), jnp.maximum(ratio, 0.8))
+        of_tokens = bounded * advantage - 0.04 * (r - 1 - jnp.log(r))
+        return -(jnp.sum(counts * of_tokens, -1) / counts.sum(-1)).mean()
+
+    log_prob, _ = log_probs_of(params, tokens, answer)
+    ratios = np.asarray(jnp.exp(log_prob - old))[np.asarray(counts)]
+    assert 0.1 < np.mean((ratios > 0.8) & (ratios < 1.2)) < 0.9
+    assert ratios.min() < 0.8
+    assert ratios.max() > 1.2
+    ours = jax.value_and_grad(page("losses")["grpo_loss"])(params, batch)
+    assert_close(ours, jax.value_and_grad(plain)(params))
+
+
+def test_dpo():
+    tokens, answer, params, reference = answers(2, 5)
+
+    def plain(params):
+        of_answers, of_reference = (
+            next(log_probs_of(p, tokens, answer)).sum(-1) for p in (params, reference)
+        )
+        chosen, rejected = of_answers - of_reference
+        return jnp.log1p(jnp.exp(-0.1 * (chosen - rejected))).mean()
+
+    ours = jax.value_and_grad(page("losses")["dpo_loss"])(params, reference, tokens, answer)
+    assert_close(ours, jax.value_and_grad(plain)(params))
+
+
+def test_a_policy_gradient_with_an_entropy_bonus():
+    tokens, answer, params, _ = answers(6)
+    advantages = normal(20, 6, 15)
+
+    def plain(params):
+        log_prob, entropy = log_probs_of(params, tokens, answer)
+        return -(advantages * log_prob + 0.01 * entropy).sum() / answer[:, 1:].sum()
+
+    loss = page("losses")["policy_gradient_loss"]
+    ours = jax.value_and_grad(loss)(params, tokens, answer, advantages)
+    assert_close(ours, jax.value_and_grad(plain)(params))
+
+
 def test_outputs_that_are_offloaded():
     """Of the scanned layers y is kept in the host's memory, and nothing else of its size."""
     loss = page("transformations")["loss"]

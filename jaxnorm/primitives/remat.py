@@ -37,14 +37,16 @@ save_policy = jax.checkpoint_policies.save_only_these_names(*_KEPT)
 
 
 def name(call: Call, outputs: Sequence[jax.Array]) -> list[jax.Array]:
-    """Names a call's outputs, and the statistics of a norm or a cross-entropy.
+    """Names a call's outputs, and the statistics of a norm or a loss.
 
-    h has a name only where it is what the backward starts from: else its sum costs less to make
-    again than to keep.
+    Results that are numbers of a row, which may be factors of a derivative, are as cheap to keep as
+    statistics. h has a name only where it is what the backward starts from: else its sum costs less
+    to make again than to keep.
     """
     operation = call.spec.operation
     names = {"y": operation.out_name}
-    names |= dict.fromkeys((*call.spec.statistics, "entropy"), operation.statistics_name)
+    of_rows = [result for result, kind in operation.results.items() if kind == "stat"]
+    names |= dict.fromkeys((*call.spec.statistics, *of_rows), operation.statistics_name)
     if call.spec.starts_from == "h":
         names["h"] = operation.out_name
     return [

@@ -48,7 +48,7 @@ NO_ROWS: Table = (
     *NO_KERNEL,
     (
         "its cross-entropy kernels take no mask of classes",
-        lambda s: s.is_loss and s.has_mask,
+        lambda s: s.has_mask and s.is_loss,
     ),
     (
         "its kernels take a mask or a bias that has all columns, or one value for a row",

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import scaled_sum_cases
 from forward_cases import (
     BF16,
     CASES,
@@ -222,6 +223,8 @@ def test_every_line_of_the_table_is_used() -> None:
         for op in ("softmax", "log_softmax", "layer_norm")
         for x in (BF16, F32)
     ]
+    # With three parameters.
+    specs += [scaled_sum_cases.make_spec("fwd", 8192, cols, (BF16,) * 3) for cols in (1152, 65536)]
     used = {next(line for line in TABLE if line.fits(spec, HOPPER)) for spec in specs}
     assert used == set(TABLE)
 

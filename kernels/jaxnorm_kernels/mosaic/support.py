@@ -39,11 +39,11 @@ _CANNOT: Table = (
     *NO_ROWS,
     (
         f"its cross-entropy kernels take rows of {WARPGROUP_THREADS} columns and more",
-        lambda s: s.is_loss and s.cols < WARPGROUP_THREADS,
+        lambda s: s.cols < WARPGROUP_THREADS and s.is_loss,
     ),
     (
         f"its kernels number blocks, the parts of rows, in 32 bits, up to {_MAX_ROWS}",
-        lambda s: s.is_loss and s.direction == "bwd" and s.rows * Schedule().parts(s) > _MAX_ROWS,
+        lambda s: s.direction == "bwd" and s.is_loss and s.rows * Schedule().parts(s) > _MAX_ROWS,
     ),
     (f"its kernels need rows of {_MIN_COLS} elements or more", lambda s: s.cols < _MIN_COLS),
     (
@@ -54,8 +54,8 @@ _CANNOT: Table = (
         "its softmax backward takes rows this short only by 64 and more",
         lambda s: (
             s.direction == "bwd"
-            and s.is_softmax
             and s.rows < 64
+            and s.is_softmax
             and s.cols < WARPGROUP_THREADS * row_vector(s)
         ),
     ),
@@ -71,10 +71,10 @@ _CANNOT: Table = (
     (
         "its kernels add up no gradient of one value for a row where masked logits take part",
         lambda s: (
-            not s.drops_masked
-            and s.direction == "bwd"
+            s.direction == "bwd"
             and s.logits_bias_rows is not None
             and not s.logits_bias_rows.has_columns
+            and not s.drops_masked
         ),
     ),
     (

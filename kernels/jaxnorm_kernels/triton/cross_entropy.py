@@ -55,6 +55,11 @@ from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.schedule import Schedule, loss_blocks, loss_vector
 from jaxnorm_kernels.triton.tiles import LOWEST
 
+# What exponents are held above as factors: an exponential is 0 long before. Lower, times a sum or a
+# cotangent it would be infinite, and NaN times that 0: of logits that are -inf, and of float32's
+# lowest, which masks are made of.
+_FAR = tl.constexpr(-1e20)
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -229,7 +234,7 @@ def _cross_entropy_fwd(
     loss = d + log_s
     if options.entropy:
         of_label = tl.exp(-d)
-        total = options.factor * (t_o + of_label * tl.maximum(x_l - m, LOWEST))
+        total = options.factor * (t_o + of_label * tl.maximum(x_l - m, _FAR))
         entropy = log_s - total / (others + of_label)
         tl.store(entropy_ptr + of_row, tl.where(read, entropy, 0.0), is_row)
         loss = 0.0 - loss
@@ -276,7 +281,7 @@ def _add(sums, of_rows, first, options: tl.constexpr, tiling: tl.constexpr, is_w
     e = tl.exp(options.factor * depth)
     s, t = _rescaled(s, t, m - higher, options)
     if options.entropy:
-        t += tl.sum(tl.sum(e * tl.maximum(depth, LOWEST), axis=3), axis=1)
+        t += tl.sum(tl.sum(e * tl.maximum(depth, _FAR), axis=3), axis=1)
     return higher, s + tl.sum(tl.sum(e, axis=3), axis=1), t
 
 
@@ -285,7 +290,7 @@ def _rescaled(s, t, depth, options: tl.constexpr):
     """Sums by another maximum; `depth` is the one that they have less that."""
     exp = tl.exp(options.factor * depth)
     if options.entropy:  # Of which no factor may be infinite where the other is 0.
-        t = (t + s * tl.maximum(depth, LOWEST)) * exp
+        t = (t + s * tl.maximum(depth, _FAR)) * exp
     return s * exp, t
 
 
@@ -347,7 +352,7 @@ def _store_gradient(
     p = tl.exp(log_p)
     is_label = lane == label[:, None] + lead - first
     if options.entropy:
-        above_mean = tl.maximum(log_p, LOWEST) + tl.load(entropy_ptr + row, exists, 0.0)[:, None]
+        above_mean = tl.maximum(log_p, _FAR) + tl.load(entropy_ptr + row, exists, 0.0)[:, None]
         e = tl.load(dentropy_ptr + row, exists, 0.0)[:, None]
         dz = tl.where(is_label, d, 0.0) - p * (d + e * above_mean)
     else:

@@ -62,7 +62,7 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     mask, positions = operands.mask, operands.positions
     (x,), spec = without_padding([operands.x], spec)
     x = g(x, spec)
-    label, a = _label(operands.labels, spec), spec.label_smoothing
+    label, a = label_of(operands.labels, spec), spec.label_smoothing
     at_label = _columns(x.shape, spec) == label
     kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
     # The maximum in the dtype of what it is of: nothing is rounded.
@@ -148,7 +148,7 @@ def probabilities(
     residuals: Residuals, spec: Spec
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """g(x), p; along rows lse, 0 without an entry; whether there is one; the label's place."""
-    x, mask, label = residuals.saved, residuals.mask, _label(residuals.labels, spec)
+    x, mask, label = residuals.saved, residuals.mask, label_of(residuals.labels, spec)
     at_label = _columns(x.shape, spec) == label
     m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in residuals.stats)
     has_entry = log_s != -jnp.inf
@@ -179,7 +179,7 @@ def probabilities(
     return x, p, f_times(m, spec) + log_s, has_entry, at_label
 
 
-def _label(labels: jax.Array, spec: Spec) -> jax.Array:
+def label_of(labels: jax.Array, spec: Spec) -> jax.Array:
     """The column of each row's label, along rows; -1 for one that is no column."""
     index = labels.astype(jnp.int32)
     is_column = (labels >= 0) & (index < spec.cols)

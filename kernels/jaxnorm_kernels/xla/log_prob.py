@@ -17,14 +17,24 @@ A row without an entry has 0 for both, and one whose label is none of its column
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
-from jaxnorm_kernels.xla.cross_entropy import loss_and_statistics, probabilities, without_padding
+from jaxnorm_kernels.xla.cross_entropy import (
+    label_of,
+    loss_and_statistics,
+    probabilities,
+    without_padding,
+)
 from jaxnorm_kernels.xla.formulas import Formulas
+from jaxnorm_kernels.xla.label_sums import at_column, exponentials_but_label, shares_exponentials
 from jaxnorm_kernels.xla.logits import f_times, g, times_slope
-from jaxnorm_kernels.xla.reductions import row_sum, row_sums
+from jaxnorm_kernels.xla.reductions import over_shards, row_sums
+
+#: An exponent whose exponential is 0, in float64 too.
+_NO_TERM = -1e4
 
 
 def log_prob_and_entropy_fwd(operands: Operands, spec: Spec) -> Results:
@@ -32,15 +42,39 @@ def log_prob_and_entropy_fwd(operands: Operands, spec: Spec) -> Results:
     loss, m, log_s = loss_and_statistics(operands, spec)
     (x,), spec = without_padding([operands.x], spec)
     m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in (m, log_s))
-    depth = f_times(g(x, spec).astype(spec.compute_dtype) - m, spec)
-    e = jnp.exp(depth)
-    takes_part = e > 0  # Else 0 inf, or what the mask does not keep.
-    if operands.mask is not None:
-        takes_part &= operands.mask
-    t = row_sum(jnp.where(takes_part, e * depth, 0), spec)
+    t = _exponents(g(x, spec), m, operands, spec)
     entropy = jnp.where(log_s == -jnp.inf, 0, log_s - t * jnp.exp(-log_s))
     m, log_s, entropy = (jnp.squeeze(v, spec.axes) for v in (m, log_s, entropy))
     return Results(0 - loss, entropy=entropy, stats=(m, log_s) if spec.want_stats else ())
+
+
+def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> jax.Array:
+    """T, from g(x) and m along rows."""
+    kept = x if operands.mask is None else jnp.where(operands.mask, x, -jnp.inf)
+
+    def depth(x: jax.Array, m: jax.Array) -> jax.Array:
+        return f_times(x.astype(spec.compute_dtype) - m, spec)
+
+    def term(e: jax.Array, depth: jax.Array) -> jax.Array:
+        """Not 0 inf; by no comparison, which a CPU would write out: see `label_sums`."""
+        return e * jnp.maximum(depth, _NO_TERM)
+
+    def in_one() -> jax.Array:
+        of_all = depth(kept, m)
+        return jnp.sum(term(jnp.exp(of_all), of_all), axis=spec.axes, keepdims=True)
+
+    def beside_the_backward() -> jax.Array:
+        """On a CPU, which would write out x - m, because the backward makes it, too."""
+        of_all = depth(*lax.optimization_barrier((kept, m)))
+        if not (spec.want_stats and shares_exponentials(spec)):
+            return jnp.sum(term(jnp.exp(of_all), of_all), axis=spec.axes, keepdims=True)
+        column = jnp.maximum(label_of(operands.labels, spec), 0)
+        others = term(exponentials_but_label(kept, m, column, spec), of_all)
+        own = depth(at_column(kept, column), m)
+        return jnp.sum(others, -1, keepdims=True) + term(jnp.exp(own), own)
+
+    total = lax.platform_dependent(cpu=beside_the_backward, default=in_one)
+    return over_shards([total], spec)[0]
 
 
 def log_prob_and_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:

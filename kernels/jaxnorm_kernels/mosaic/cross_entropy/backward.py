@@ -28,11 +28,9 @@ from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.forward import most_elements, read_label
-from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, g, times_slope
-from jaxnorm_kernels.mosaic.device import numerics
+from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g, times_slope
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
-from jaxnorm_kernels.mosaic.device.layouts import Ref, load
-from jaxnorm_kernels.mosaic.device.registers import widen
+from jaxnorm_kernels.mosaic.device.layouts import Ref, load, widen
 from jaxnorm_kernels.mosaic.device.threads import exp2
 from jaxnorm_kernels.mosaic.rows.units import Unit, Units
 from jaxnorm_kernels.specs import Spec
@@ -114,7 +112,7 @@ def _gradient(
     p, log_p, base = _probability(g_x - top, log_sum, spec)
     if of_entropy:
         entropy, e = of_entropy
-        of_log = (e * base) * jnp.maximum(log_p, numerics.LOWEST)
+        of_log = (e * base) * finite(log_p)
         dz, of_label = -p * ((d + e * entropy) + of_log), d
     else:
         of_label = -(1 - spec.label_smoothing) * d

@@ -37,12 +37,11 @@ import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Results
-from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, g
+from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g
 from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.gpu import SCHEDULES_KEPT, Gpu, kept
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
-from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, Ref, load, store
-from jaxnorm_kernels.mosaic.device.registers import widen
+from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, Ref, load, store, widen
 from jaxnorm_kernels.mosaic.device.threads import (
     OF_THREADS,
     exp_of_term,
@@ -293,7 +292,7 @@ class _Share:
         s, *t = _rescaled(s, t, m - grown, exp(m - grown), self.spec)
         s = s + thread_sum(functools.reduce(jnp.add, e))
         if self.spec.returns_entropy:
-            products = [a * _finite(d) for a, d in zip(e, depth)]
+            products = [a * finite(d) for a, d in zip(e, depth)]
             t = [t[0] + thread_sum(functools.reduce(jnp.add, products))]
         return grown, s, *t
 
@@ -343,13 +342,8 @@ def _rescaled(
 ) -> list[jax.Array]:
     """Sums by another maximum; `depth` is the one that they have less that, `exp` its exp(f)."""
     if spec.returns_entropy:
-        t = [(t[0] + s * _finite(depth)) * exp]
+        t = [(t[0] + s * finite(depth)) * exp]
     return [s * exp, *t]
-
-
-def _finite(depth: jax.Array) -> jax.Array:
-    """What an exponential of 0 can be multiplied by."""
-    return jnp.maximum(depth, numerics.LOWEST)
 
 
 def _finish(
@@ -368,7 +362,7 @@ def _finish(
     log_s = jnp.where(jnp.logical_or(is_nothing, jnp.logical_not(is_column)), jnp.nan, log_s)
     if spec.returns_entropy:
         of_label = _exp(-d)
-        total = t[0] + of_label * _finite(x_l - m)
+        total = t[0] + of_label * finite(x_l - m)
         entropy = log_s - f_times(total, spec) / (others + of_label)
         return [0 - (d + log_s), entropy, m, log_s]
     loss = d + log_s

@@ -12,6 +12,10 @@ import jax.numpy as jnp
 from jaxnorm_kernels.mosaic.device import threads
 from jaxnorm_kernels.specs import Spec
 
+# An exponential is 0 long before. Lower, times a sum or a cotangent it would be infinite, and NaN
+# times that 0: of logits that are -inf, and of float32's lowest, which masks are made of.
+_FAR = -1e20
+
 
 def g(x: jax.Array, spec: Spec) -> jax.Array:
     """Of what is float32 by now: elements of threads, or the label's.
@@ -30,6 +34,11 @@ def g(x: jax.Array, spec: Spec) -> jax.Array:
 def f_times(difference: jax.Array, spec: Spec) -> jax.Array:
     """Of z, from that of g."""
     return difference if spec.logit_factor == 1 else jnp.float32(spec.logit_factor) * difference
+
+
+def finite(exponent: jax.Array) -> jax.Array:
+    """As a factor of its exponential, a sum or a cotangent."""
+    return jnp.maximum(exponent, _FAR)
 
 
 def times_slope(dz: jax.Array, g: jax.Array, spec: Spec) -> jax.Array:

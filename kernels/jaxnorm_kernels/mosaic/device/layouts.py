@@ -1,4 +1,4 @@
-"""Which thread holds which elements, and loads and stores in these layouts."""
+"""Which thread holds which elements, and loads, conversions and stores in these layouts."""
 
 import functools
 import math
@@ -12,10 +12,10 @@ from jax import lax
 
 from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
-from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, ir
+from jaxnorm_kernels.mosaic.device.mgpu import WARP as WARP
+from jaxnorm_kernels.mosaic.device.mgpu import WARPS as WARPS
+from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, vector
 
-WARP = 32  # threads of a warp
-WARPS = 4  # warps of a warpgroup
 WARPGROUP_THREADS = WARP * WARPS
 VECTOR_BYTES = 16  # the widest load or store of one thread
 COPY_BYTES = 16  # what the copy engine copies is a multiple of, and where it starts
@@ -114,8 +114,7 @@ def flat_index(shape: tuple[int, ...], layout: Layout, axes: int | None = None) 
         for axis, size in enumerate(counted):
             position = FragmentedArray.broadcasted_iota(kind, shape, axis, held, is_signed=True)
             if total is not None:
-                sizes = FragmentedArray.splat(mgpu.i32(size), shape, held, is_signed=True)
-                position = total * sizes + position
+                position = total * size + position
             total = position
         return total
 
@@ -150,6 +149,26 @@ def load(ref: Ref, layout: Layout | None, shape: tuple[int, ...] | None = None) 
     return read(ref)
 
 
+def widen(value: jax.Array, layout: Layout) -> jax.Array:
+    """`value` in float32.
+
+    A bfloat16 is the upper half of its float32: a shift for one element of a pair, a mask for the
+    other. From a conversion, the compiler makes three instructions for two elements.
+    """
+    if value.dtype != jnp.bfloat16 or is_interpreted():
+        return value.astype(jnp.float32)
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct(value.shape, jnp.float32, layout),
+    )
+    def widened(context: Any, value: Any) -> Any:
+        del context
+        return mgpu.with_registers(value, [_widen_register(r) for r in value.registers.flat])
+
+    return widened(value)
+
+
 def store(ref: Ref, value: jax.Array) -> None:
     """Stores `value`, rounded to the dtype of `ref`."""
     value = value.astype(ref.dtype)
@@ -162,6 +181,24 @@ def store(ref: Ref, value: jax.Array) -> None:
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
+
+
+def _widen_register(register: Any) -> Any:
+    (elements,) = ir.VectorType(register.type).shape
+    if elements == 1:
+        return arith.extf(ir.VectorType.get((1,), ir.F32Type.get()), register)
+    half, i32 = elements // 2, ir.IntegerType.get_signless(32)
+    pairs = ir.VectorType.get((half,), i32)
+    floats = ir.VectorType.get((half,), ir.F32Type.get())
+
+    def all_of(value: int) -> Any:
+        splat = ir.DenseElementsAttr.get_splat(pairs, ir.IntegerAttr.get(i32, value))
+        return arith.constant(pairs, splat)
+
+    words = vector.bitcast(pairs, register)
+    first = vector.bitcast(floats, arith.shli(words, all_of(16)))
+    second = vector.bitcast(floats, arith.andi(words, all_of(-(2**16))))
+    return vector.shuffle(first, second, [k // 2 + k % 2 * half for k in range(elements)])
 
 
 _ALL_WARPS = (plgpu.Replicated(WARPS),)

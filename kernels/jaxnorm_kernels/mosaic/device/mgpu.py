@@ -35,6 +35,8 @@ except ImportError as error:
         f"with; they were tried with jax 0.11.2 and 0.12.0.1: {error}"
     ) from error
 
+WARP = 32  # threads of a warp
+WARPS = 4  # warps of a warpgroup
 _GLOBAL, _SHARED = 1, 3  # LLVM's numbers of global and of shared memory.
 
 
@@ -66,6 +68,27 @@ def remainder(a: Any, divisor: int) -> Any:
 def is_below(a: Any, limit: int) -> Any:
     """Whether ``0 <= a < limit``: a negative number is a large one without a sign."""
     return arith.cmpi(arith.CmpIPredicate.ult, a, i32(limit))
+
+
+def lane(thread: Any) -> Any:
+    """Of its warp, that of a thread of the block."""
+    return remainder(thread, WARP)
+
+
+def warp(thread: Any) -> Any:
+    """Of its warpgroup."""
+    return remainder(quotient(thread, WARP), WARPS)
+
+
+def warpgroup(thread: Any) -> Any:
+    """Of the block."""
+    return quotient(thread, WARP * WARPS)
+
+
+def load_floats(address: Any, count: int) -> list[Any]:
+    """`count` float32 values of shared memory, at an address that is a multiple of their bytes."""
+    kind = ir.VectorType.get((count,), ir.F32Type.get())
+    return elements_of(llvm.load(kind, in_shared(address), alignment=4 * count))
 
 
 def is_signed(kind: Any) -> bool | None:

@@ -17,33 +17,11 @@ from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, load, store
 from jaxnorm_kernels.mosaic.device.mgpu import (
     FragmentedArray,
-    arith,
     builtin,
     ir,
     llvm,
     utils,
-    vector,
 )
-
-
-def widen(value: jax.Array, layout: Layout) -> jax.Array:
-    """`value` in float32.
-
-    A bfloat16 is the upper half of its float32: a shift for one element of a pair, a mask for the
-    other. From a conversion, the compiler makes three instructions for two elements.
-    """
-    if value.dtype != jnp.bfloat16 or is_interpreted():
-        return value.astype(jnp.float32)
-
-    @plgpu.inline_mgpu(
-        arg_types=(layout,),
-        return_type=plgpu.ShapeDtypeStruct(value.shape, jnp.float32, layout),
-    )
-    def widened(context: Any, value: Any) -> Any:
-        del context
-        return mgpu.with_registers(value, [_widen_register(r) for r in value.registers.flat])
-
-    return widened(value)
 
 
 def load_columns(ref: Ref, start: int, width: int, layout: Layout) -> jax.Array:
@@ -101,24 +79,6 @@ def rounded(value: jax.Array, dtype: np.dtype) -> jax.Array:
     """`value` in `dtype`. XLA on CPU drops a rounding that is undone; in the interpreter, too."""
     value = value.astype(dtype)
     return lax.optimization_barrier(value) if is_interpreted() else value
-
-
-def _widen_register(register: Any) -> Any:
-    (elements,) = ir.VectorType(register.type).shape
-    if elements == 1:
-        return arith.extf(ir.VectorType.get((1,), ir.F32Type.get()), register)
-    half, i32 = elements // 2, ir.IntegerType.get_signless(32)
-    pairs = ir.VectorType.get((half,), i32)
-    floats = ir.VectorType.get((half,), ir.F32Type.get())
-
-    def all_of(value: int) -> Any:
-        splat = ir.DenseElementsAttr.get_splat(pairs, ir.IntegerAttr.get(i32, value))
-        return arith.constant(pairs, splat)
-
-    words = vector.bitcast(pairs, register)
-    first = vector.bitcast(floats, arith.shli(words, all_of(16)))
-    second = vector.bitcast(floats, arith.andi(words, all_of(-(2**16))))
-    return vector.shuffle(first, second, [k // 2 + k % 2 * half for k in range(elements)])
 
 
 def opaque(value: jax.Array) -> jax.Array:

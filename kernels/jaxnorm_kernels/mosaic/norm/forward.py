@@ -37,8 +37,8 @@ from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, required
-from jaxnorm_kernels.mosaic.device.layouts import Ref, store
-from jaxnorm_kernels.mosaic.device.registers import rounded, widen
+from jaxnorm_kernels.mosaic.device.layouts import Ref, store, widen
+from jaxnorm_kernels.mosaic.device.registers import rounded
 from jaxnorm_kernels.mosaic.norm.activations import activation_of
 from jaxnorm_kernels.mosaic.norm.elementwise import norm_columns, norm_output
 from jaxnorm_kernels.mosaic.norm.strided import norm_strided_fwd

@@ -27,8 +27,7 @@ from jax import lax
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, warpgroup_barrier
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch, required, split
-from jaxnorm_kernels.mosaic.device.layouts import Ref, load, store
-from jaxnorm_kernels.mosaic.device.registers import widen
+from jaxnorm_kernels.mosaic.device.layouts import Ref, load, store, widen
 from jaxnorm_kernels.mosaic.norm.elementwise import gain, reciprocal, within_limit
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile, Parts, rotated_back
 from jaxnorm_kernels.mosaic.rows.shares import Share

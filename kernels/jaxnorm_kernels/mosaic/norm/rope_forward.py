@@ -13,8 +13,7 @@ from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch, required, split
-from jaxnorm_kernels.mosaic.device.layouts import store
-from jaxnorm_kernels.mosaic.device.registers import widen
+from jaxnorm_kernels.mosaic.device.layouts import store, widen
 from jaxnorm_kernels.mosaic.norm.elementwise import gain
 from jaxnorm_kernels.mosaic.rows.heads import rotated
 from jaxnorm_kernels.mosaic.schedules import heads

@@ -129,10 +129,10 @@ class ClusterExchange:
             if self.added:
                 sums = self._add(terms[0], stage, of_warp)
                 self._announce(barrier)
-                sender = mgpu.plus(mgpu.times(rank, self.warpgroups), _warpgroup(thread))
+                sender = mgpu.plus(mgpu.times(rank, self.warpgroups), mgpu.warpgroup(thread))
                 target = mgpu.plus(target, mgpu.times(sender, 4 * width))
                 # Lane i of warp j sends to block 4 i + j.
-                block = mgpu.plus(mgpu.times(_lane(thread), WARPS), _warp(thread))
+                block = mgpu.plus(mgpu.times(mgpu.lane(thread), WARPS), mgpu.warp(thread))
                 messages = [(at, sums[at : at + _MESSAGE]) for at in range(0, width, _MESSAGE)]
             else:
                 self._announce(barrier)
@@ -140,7 +140,7 @@ class ClusterExchange:
                     mgpu.times(rank, WARPS * self.warpgroups), mgpu.quotient(thread, WARP)
                 )
                 target = mgpu.plus(target, mgpu.times(sender, 4))
-                block = _lane(thread)
+                block = mgpu.lane(thread)
                 messages = [(i * width, [value]) for i, value in enumerate(of_warp)]
             for at, message in messages:
                 _send(message, mgpu.plus(target, 4 * at), barrier, block, self.blocks)
@@ -162,13 +162,15 @@ class ClusterExchange:
     def _add(self, terms: Any, stage: Any, of_warp: Sequence[Any]) -> list[Any]:
         """The sums over the warps of the warpgroup, and zeros to fill the last message."""
         thread = utils.thread_idx()
-        first = mgpu.plus(mgpu.times(stage, self.warpgroups), _warpgroup(thread))
+        first = mgpu.plus(mgpu.times(stage, self.warpgroups), mgpu.warpgroup(thread))
         first = mgpu.plus(mgpu.address_of(terms), mgpu.times(first, 4 * WARPS * self.values))
         for i, value in enumerate(of_warp):
-            at = mgpu.plus(mgpu.times(_warp(thread), 4), 4 * WARPS * i)
+            at = mgpu.plus(mgpu.times(mgpu.warp(thread), 4), 4 * WARPS * i)
             llvm.store(value, mgpu.in_shared(mgpu.plus(first, at)))
         utils.warpgroup_barrier()
-        sums = [_tree_sum(_load(mgpu.plus(first, 16 * i), WARPS)) for i in range(self.values)]
+        sums = [
+            _tree_sum(mgpu.load_floats(mgpu.plus(first, 16 * i), WARPS)) for i in range(self.values)
+        ]
         return sums + [arith.constant(ir.F32Type.get(), 0.0)] * (self._width - len(sums))
 
     def receive(self, scratch: Sequence[Any], stage: Any, parity: Any) -> None:
@@ -210,7 +212,7 @@ class ClusterExchange:
                 elements = [
                     element
                     for j in range(0, width, _MESSAGE)
-                    for element in _load(mgpu.plus(at, 4 * j), min(width, _MESSAGE))
+                    for element in mgpu.load_floats(mgpu.plus(at, 4 * j), min(width, _MESSAGE))
                 ]
                 sums = [
                     arith.addf(s, arith.select(exists, e, zero)) for s, e in zip(sums, elements)
@@ -244,26 +246,6 @@ def _send(message: Sequence[Any], target: Any, barrier: Any, block: Any, blocks:
         *[utils.bitcast(value, ir.IntegerType.get_signless(32)) for value in message],
         has_side_effects=True,
     )
-
-
-def _lane(thread: Any) -> Any:
-    return mgpu.remainder(thread, WARP)
-
-
-def _warp(thread: Any) -> Any:
-    """Of the warpgroup."""
-    return mgpu.remainder(mgpu.quotient(thread, WARP), WARPS)
-
-
-def _warpgroup(thread: Any) -> Any:
-    return mgpu.quotient(thread, WARPGROUP_THREADS)
-
-
-def _load(address: Any, count: int) -> list[Any]:
-    """`count` float32 values of shared memory, at an address that is a multiple of their bytes."""
-    kind = ir.VectorType.get((count,), ir.F32Type.get())
-    values = llvm.load(kind, mgpu.in_shared(address), alignment=4 * count)
-    return mgpu.elements_of(values)
 
 
 def _tree_sum(values: list[Any]) -> Any:

@@ -27,9 +27,10 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     columns_layout,
     load,
     rows_layout,
+    widen,
 )
 from jaxnorm_kernels.mosaic.device.pairs import join_pairs, load_each_row, split_pairs
-from jaxnorm_kernels.mosaic.device.registers import load_columns, store_global, widen
+from jaxnorm_kernels.mosaic.device.registers import load_columns, store_global
 from jaxnorm_kernels.mosaic.rows.logits import operand_row
 from jaxnorm_kernels.specs import Shared
 

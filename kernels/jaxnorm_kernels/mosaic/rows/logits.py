@@ -25,8 +25,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Ref,
     columns_layout,
     load,
+    widen,
 )
-from jaxnorm_kernels.mosaic.device.registers import load_mask, renewed, widen
+from jaxnorm_kernels.mosaic.device.registers import load_mask, renewed
 from jaxnorm_kernels.mosaic.rows.pieces import Piece
 from jaxnorm_kernels.mosaic.rows.tiles import Pieces, RowTile, Tile
 from jaxnorm_kernels.specs import Shared, Spec

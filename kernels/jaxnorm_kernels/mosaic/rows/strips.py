@@ -41,8 +41,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     load,
     store,
     strip_layout,
+    widen,
 )
-from jaxnorm_kernels.mosaic.device.registers import store_global, widen
+from jaxnorm_kernels.mosaic.device.registers import store_global
 from jaxnorm_kernels.mosaic.rows import strip_groups
 from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
 

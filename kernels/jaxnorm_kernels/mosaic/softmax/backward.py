@@ -26,8 +26,7 @@ import jax.numpy as jnp
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.launch import required
-from jaxnorm_kernels.mosaic.device.layouts import Ref
-from jaxnorm_kernels.mosaic.device.registers import widen
+from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.rows.logits import Place, scaled
 from jaxnorm_kernels.mosaic.rows.tiles import Tile
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule

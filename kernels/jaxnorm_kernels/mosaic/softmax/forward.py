@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.launch import required
-from jaxnorm_kernels.mosaic.device.layouts import Ref
-from jaxnorm_kernels.mosaic.device.registers import widen
+from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.rows.logits import Place, each_piece, first_row, has_places, scaled
 from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
 from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, Steps, Tile

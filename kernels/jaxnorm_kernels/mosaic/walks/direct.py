@@ -24,8 +24,8 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Ref,
     load,
     warps_layout,
+    widen,
 )
-from jaxnorm_kernels.mosaic.device.registers import widen
 from jaxnorm_kernels.mosaic.rows.exchange import RowSums
 from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
 from jaxnorm_kernels.mosaic.rows.shares import Share

@@ -31,8 +31,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     columns_layout,
     load,
     store,
+    widen,
 )
-from jaxnorm_kernels.mosaic.device.registers import load_columns, widen
+from jaxnorm_kernels.mosaic.device.registers import load_columns
 from jaxnorm_kernels.mosaic.rows.pieces import Piece
 from jaxnorm_kernels.mosaic.rows.shares import Share
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile
