@@ -43,7 +43,9 @@ class LogProbs(CrossEntropy):
         # Of each term: an exponential has the error of its argument, which is a factor, too.
         terms = few * depth * (depth + math.sqrt(self.cols) + 4) + 2 * self.x_error * (1 + depth)
         of_sum = self._log_s_error + few * (1 + log_s)
-        error = np.sum(self.p * terms, -1) + np.abs(self._mean_depth) * of_sum
+        # Below the least normal number an exponential may be 0.
+        error = np.sum(self.p * terms + 2.0**-126 * depth, -1)
+        error = error + np.abs(self._mean_depth) * of_sum
         return error + self._log_s_error + few * np.abs(np.nan_to_num(self.entropy)) + 1e-37
 
     @functools.cached_property

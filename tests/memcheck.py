@@ -4,6 +4,7 @@ export XLA_PYTHON_CLIENT_ALLOCATOR=platform
 compute-sanitizer python tests/memcheck.py mosaic layer_norm float32
 compute-sanitizer python tests/memcheck.py mosaic "logits of softmax" float32
 compute-sanitizer python tests/memcheck.py mosaic "loss" float32
+compute-sanitizer python tests/memcheck.py mosaic "log_prob_and_entropy" float32
 compute-sanitizer python tests/memcheck.py mosaic "linear loss" float32
 compute-sanitizer python tests/memcheck.py mosaic "rms_norm_linear" bfloat16
 """
@@ -114,7 +115,8 @@ def logits(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
 
 
 def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
-    """Cross-entropies, and the operands' types; labels of all columns, and far outside."""
+    """Losses or `name`, and the operands' types; labels of all columns, and far outside."""
+    function = getattr(jaxnorm, name, jaxnorm.softmax_cross_entropy_with_integer_labels)
     for shape in [(9, 128), (97, 131), (66, 4095), (67, 5120), (9, 50257), (3, 131072)]:
 
         def call(x: jax.Array) -> Any:
@@ -124,24 +126,23 @@ def losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, An
             outside = jnp.isin(jnp.arange(rows), jnp.array([1, 2]))
             # There, loss and gradient are NaN.
             x = jnp.where(outside[:, None], jax.lax.stop_gradient(x), x)
-            loss = jaxnorm.softmax_cross_entropy_with_integer_labels(
+            results = function(
                 x, labels, where=jnp.arange(rows) % 7 != 3, implementation=implementation
             )
-            return jnp.where(outside, 0, loss)
+            return jax.tree.map(lambda a: jnp.where(outside, 0, a), results)
 
         yield call, [jax.ShapeDtypeStruct(shape, dtype)]
 
 
 def linear_losses(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, Any]]:
     """Those of linear layers, in chunks, whose gradient is written over them."""
+    function = getattr(jaxnorm, name, jaxnorm.linear_softmax_cross_entropy)
     for rows, features, classes in [(18, 8, 131), (66, 64, 4095), (20, 16, 50257)]:
 
         def linear(x: jax.Array, weight: jax.Array) -> Any:
             rows, classes = len(x), weight.shape[1]
             labels = (jnp.arange(rows) * 7919 % classes).at[0].set(classes - 1)
-            return jaxnorm.linear_softmax_cross_entropy(
-                x, weight, labels, chunk=rows // 2, implementation=implementation
-            )
+            return function(x, weight, labels, chunk=rows // 2, implementation=implementation)
 
         shapes = [(rows, features), (features, classes)]
         yield linear, [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
@@ -178,6 +179,10 @@ def compiled(call: Any, operands: Any) -> Any:
 def main(implementation: str, name: str, dtype: str) -> None:
     kind, _, op = name.rpartition(" ")
     of_names = {"loss": losses, "linear loss": linear_losses, "rms_norm_linear": products}
+    of_names |= {
+        "log_prob_and_entropy": losses,
+        "linear_log_prob_and_entropy": linear_losses,
+    }
     of_names |= {
         name: rotations
         for name, function in FUNCTIONS.items()

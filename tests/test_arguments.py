@@ -226,6 +226,11 @@ NUMBERS = [
         )
         for name in ("label_smoothing", "z_loss")
     ],
+    *[
+        (f, name)
+        for f in (jaxnorm.log_prob_and_entropy, jaxnorm.linear_log_prob_and_entropy)
+        for name in ("logits_scale", "logit_softcap")
+    ],
     (jaxnorm.check_params, "scale_offset"),
 ]
 each_number = pytest.mark.parametrize(
@@ -245,6 +250,8 @@ def called(function, **options):
         "rms_norm_gated": (X, X),
         "softmax_cross_entropy_with_integer_labels": (X, LABELS),
         "linear_softmax_cross_entropy": (X, W, LABELS),
+        "log_prob_and_entropy": (X, LABELS),
+        "linear_log_prob_and_entropy": (X, W, LABELS),
         "check_params": ({"scale": jnp.ones(4)}, "float32"),
     }
     return function(*arrays.get(function.__name__, (X,)), **options)
@@ -299,8 +306,10 @@ def test_causal_is_true_or_false(function):
         jax.jit(lambda causal: function(X, causal=causal))(True)
 
 
-def test_chunk():
-    loss = jaxnorm.linear_softmax_cross_entropy
+@pytest.mark.parametrize(
+    "loss", [jaxnorm.linear_softmax_cross_entropy, jaxnorm.linear_log_prob_and_entropy]
+)
+def test_chunk(loss):
     called(loss, chunk=10**30)  # of more rows than there are
     for value in (True, np.True_, 1.0, "8"):
         with pytest.raises(TypeError, match=r"chunk=.*; expected a number of rows, a Python int"):
@@ -317,8 +326,10 @@ def test_chunk():
     [
         lambda labels: jaxnorm.softmax_cross_entropy_with_integer_labels(X, labels),
         lambda labels: jaxnorm.linear_softmax_cross_entropy(X, W, labels),
+        lambda labels: jaxnorm.log_prob_and_entropy(X, labels),
+        lambda labels: jaxnorm.linear_log_prob_and_entropy(X, W, labels),
     ],
-    ids=["logits", "linear"],
+    ids=["logits", "linear", "log_prob", "linear log_prob"],
 )
 class TestLabels:
     @pytest.mark.parametrize("label", [2**40, -(2**40), 2**70, np.int64(2**40)])
@@ -392,14 +403,19 @@ def test_what_a_kernel_refuses_names_the_function(name):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_what_is_refused_of_a_linear_loss_names_it(reduction):
-    """Known when it is lowered, where the call of a chunk is one of the cross-entropy."""
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (jaxnorm.linear_softmax_cross_entropy, {"reduction": "mean"}),
+        (jaxnorm.linear_softmax_cross_entropy, {"reduction": "none"}),
+        (jaxnorm.linear_log_prob_and_entropy, {}),
+    ],
+)
+def test_what_is_refused_of_a_linear_loss_names_it(function, options):
+    """Known when it is lowered, where the call of a chunk is one of its logits."""
     x, weight, labels = jnp.ones((128, 256)), jnp.ones((256, 1024)), jnp.zeros(128, int)
-    loss = functools.partial(
-        jaxnorm.linear_softmax_cross_entropy, reduction=reduction, implementation="mosaic"
-    )
-    gradient = jax.jit(jax.grad(lambda *arrays: jnp.sum(loss(*arrays))))
+    loss = functools.partial(function, implementation="mosaic", **options)
+    gradient = jax.jit(jax.grad(lambda *arrays: sum(map(jnp.sum, jax.tree.leaves(loss(*arrays))))))
     for call in (loss, jax.jit(loss), gradient):
         with pytest.raises(ValueError, match=f"^{loss.func.__name__}: .* cannot run on cpu"):
             call(x, weight, labels)

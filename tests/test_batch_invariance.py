@@ -53,6 +53,10 @@ def cross_entropy(x, implementation):
     )
 
 
+def log_prob(x, implementation):
+    return jaxnorm.log_prob_and_entropy(x, labels_of(x), implementation=implementation)
+
+
 CALLS = {
     "rms_norm": norm(jaxnorm.rms_norm),
     "layer_norm": norm(jaxnorm.layer_norm),
@@ -68,6 +72,7 @@ CALLS = {
     "causal softmax": softmax(jaxnorm.softmax, causal=True),
     "log_softmax": softmax(jaxnorm.log_softmax),
     "cross_entropy": cross_entropy,
+    "log_prob_and_entropy": log_prob,
 }
 
 
@@ -75,6 +80,13 @@ def linear_loss(x, implementation):
     weight = jnp.linspace(-1, 1, x.shape[1] * 256, dtype=x.dtype).reshape(-1, 256)
     return jaxnorm.linear_softmax_cross_entropy(
         x, weight, labels_of(x) % 256, reduction="none", chunk=32, implementation=implementation
+    )
+
+
+def linear_log_prob(x, implementation):
+    weight = jnp.linspace(-1, 1, x.shape[1] * 256, dtype=x.dtype).reshape(-1, 256)
+    return jaxnorm.linear_log_prob_and_entropy(
+        x, weight, labels_of(x) % 256, chunk=32, implementation=implementation
     )
 
 
@@ -86,7 +98,11 @@ def norm_linear(x, implementation):
     )
 
 
-LINEAR_CALLS = {"linear_softmax_cross_entropy": linear_loss, "rms_norm_linear": norm_linear}
+LINEAR_CALLS = {
+    "linear_softmax_cross_entropy": linear_loss,
+    "linear_log_prob_and_entropy": linear_log_prob,
+    "rms_norm_linear": norm_linear,
+}
 
 
 def check(call, cols, dtype, implementation):

@@ -56,6 +56,11 @@ programs = [
         for z in (0.0, 0.1)
     ],
     *[
+        lambda x, s=s: sum(jaxnorm.log_prob_and_entropy(x, labels, logits_scale=s))
+        for s in (1.0, 0.5)
+    ],
+    lambda x: sum(jaxnorm.linear_log_prob_and_entropy(x, weight, labels)),
+    *[
         lambda x, o=o: jaxnorm.rms_norm_gated(x, x, **o)
         for o in ({}, {"activation": "gelu"}, {"norm_before_gate": False})
     ],

@@ -43,8 +43,11 @@ FUNCTIONS = {
     "layer_norm silu": lambda *a, **o: jaxnorm.layer_norm(*a, activation="silu", **o),
     "rms_norm_gated": lambda x, scale, bias, **o: jaxnorm.rms_norm_gated(x, x, scale, **o),
 }
-# Which is no kernel's of a row this long.
-ROTATED = {
+# Of rows that are too long for their kernels, or too short.
+OTHERS = {
+    "log_prob_and_entropy": lambda x, scale, bias, **o: jaxnorm.log_prob_and_entropy(
+        x, jnp.arange(len(x)), **o
+    ),
     "rms_norm_rope": lambda x, scale, bias, **o: jaxnorm.rms_norm_rope(
         x, scale, bias[::2], bias[1::2], **o
     ),
@@ -111,7 +114,7 @@ def test_lowering_with_checks(configuration, name, shape, dtype):
 @functools.cache
 def by_default(name):
     """Arrays, and the results of a function and its gradient in no configuration."""
-    function = (FUNCTIONS | ROTATED)[name]
+    function = (FUNCTIONS | OTHERS)[name]
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(6, 40)), "bfloat16")
     arrays = x, *(jnp.asarray(rng.normal(size=40), "float32") for _ in range(2))
@@ -121,9 +124,9 @@ def by_default(name):
 @pytest.mark.oldest_jax
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
-@pytest.mark.parametrize("name", FUNCTIONS | ROTATED)
+@pytest.mark.parametrize("name", FUNCTIONS | OTHERS)
 def test_values(name, configuration):
-    function = (FUNCTIONS | ROTATED)[name]
+    function = (FUNCTIONS | OTHERS)[name]
     arrays, expected = by_default(name)
     with CONFIGURATIONS[configuration]():
         for run in (jax.jit, lambda f: f):

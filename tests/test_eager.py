@@ -70,12 +70,16 @@ def test_debug_nans_names_the_call(compiles):
     """
     x, weight, labels = jnp.ones((2, 4)), jnp.ones((4, 3)), jnp.zeros(2, jnp.int32)
     bad = x.at[0, 0].set(jnp.nan)
-    loss = jaxnorm.softmax_cross_entropy_with_integer_labels
+    loss, log_prob = jaxnorm.softmax_cross_entropy_with_integer_labels, jaxnorm.log_prob_and_entropy
     functions = {
         "softmax": jaxnorm.softmax,
         "rms_norm": jaxnorm.rms_norm,
         "rms_norm_linear": lambda x: jaxnorm.rms_norm_linear(x, weight),
         "softmax_cross_entropy_with_integer_labels": lambda x: loss(x, labels),
+        "log_prob_and_entropy": lambda x: log_prob(x, labels),
+        "linear_log_prob_and_entropy": lambda x: jaxnorm.linear_log_prob_and_entropy(
+            x, weight, labels
+        ),
         "linear_softmax_cross_entropy": lambda x: jaxnorm.linear_softmax_cross_entropy(
             x, weight, labels
         ),

@@ -433,6 +433,7 @@ def test_checkify_reports_a_nan():
             "linear_softmax_cross_entropy",
             lambda x: jaxnorm.linear_softmax_cross_entropy(x, jnp.ones((4, 5)), jnp.zeros(3, int)),
         ),
+        ("log_prob_and_entropy", lambda x: jaxnorm.log_prob_and_entropy(x, jnp.zeros(3, int))),
     ],
 )
 def test_taylor_mode_is_refused(name, function):

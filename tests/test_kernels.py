@@ -202,6 +202,48 @@ def test_losses(rows, cols, dtype, options, kernels):
         assert is_zero
 
 
+@pytest.mark.parametrize("options", [{}, {"logits_scale": 0.7, "logit_softcap": 8.0}], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("rows", "cols"), LOGITS)
+def test_log_probabilities_and_entropies(rows, cols, dtype, options, kernels):
+    """Likewise. Of an entropy elements of a gradient are p (log p + H), which is below 2."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = (3 * jax.random.normal(keys[0], (rows, cols))).astype(dtype)
+    labels = jax.random.randint(keys[1], (rows,), 0, cols).at[0].set(-1)
+    cotangents = [jax.random.normal(key, (rows,)) for key in keys[2:]]
+    where = jnp.arange(rows) % 5 != 3
+
+    @functools.partial(jax.jit, static_argnames="implementation")
+    def step(x, labels, cotangents, where, implementation):
+        results, vjp = jax.vjp(
+            lambda x: jaxnorm.log_prob_and_entropy(
+                x, labels, where=where, implementation=implementation, **options
+            ),
+            x,
+        )
+        return results, vjp(tuple(cotangents))[0].astype(jnp.float32)
+
+    @jax.jit
+    def differences(x, labels, cotangents, where):
+        ours, theirs = (step(x, labels, cotangents, where, name) for name in (kernels, "xla"))
+        (results, dx), (expected, expected_dx) = ours, theirs
+        size = sum(map(jnp.abs, cotangents))[1:, None]
+        return (
+            jnp.max(jnp.abs(jnp.stack(results) - jnp.stack(expected))[:, 1:]),
+            jnp.max(jnp.abs(dx - expected_dx)[1:] / size),
+            jnp.all(jnp.isnan(jnp.stack(results)[:, 0])) & jnp.all(jnp.isnan(dx[0])),
+            jnp.all(jnp.where(where[:, None], 0, dx) == 0),
+            jnp.all(~(results[1] < 0)),
+        )
+
+    of_results, of_dx, is_nan, is_zero, is_entropy = differences(x, labels, cotangents, where)
+    assert of_results <= 1e-4
+    assert of_dx <= (2**-7 if dtype == "bfloat16" else 2e-5)
+    assert is_nan
+    assert is_zero
+    assert is_entropy
+
+
 def test_losses_of_more_elements_than_int32_counts(kernels):
     """The last rows, behind 2^31 elements, are as good as the first."""
     rows, cols = 16500, 131072
@@ -230,6 +272,7 @@ def family_of(function):
                 *(name for name in FUNCTIONS if family_of(name) != "loss"),
                 *(f"logits of {name}" for name in FUNCTIONS if family_of(name) == "softmax"),
                 *("loss", "linear loss"),
+                *("log_prob_and_entropy", "linear_log_prob_and_entropy"),
             ],
             ["bfloat16", "float32"],
         ),

@@ -90,7 +90,15 @@ LOSSES = {
 }
 
 
-def loss_of(labels, x, weight=None, **options):
+def loss_of(labels, x, weight=None, *, has_entropy=False, **options):
+    if has_entropy:
+        if weight is None:
+            of = jaxnorm.log_prob_and_entropy(x, labels, where=labels >= 0, **options)
+        else:
+            of = jaxnorm.linear_log_prob_and_entropy(
+                x, weight, labels, where=labels >= 0, chunk=96, **options
+            )
+        return sum(map(jnp.mean, of))
     if weight is None:
         loss = jaxnorm.softmax_cross_entropy_with_integer_labels
         return jnp.mean(loss(x, labels, where=labels >= 0, **options))
@@ -99,9 +107,10 @@ def loss_of(labels, x, weight=None, **options):
     )
 
 
+@pytest.mark.parametrize("has_entropy", [False, True])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses(name, kind):
+def test_losses(name, kind, has_entropy):
     """As without a mesh; by kernels where rows are split, and nothing of the logits' size moves."""
     rows, features, classes = 256 * GPUS, 256, 4096
     specs = [spec for spec in LOSSES[name] if spec is not None]
@@ -109,7 +118,8 @@ def test_losses(name, kind):
     keys = jax.random.split(jax.random.key(0), len(shapes) + 1)
     arrays = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes)]
     labels = jax.random.randint(keys[-1], (rows,), 0, classes).at[1].set(-100)
-    step = jax.value_and_grad(loss_of, tuple(range(1, 1 + len(arrays))))
+    function = functools.partial(loss_of, has_entropy=has_entropy)
+    step = jax.value_and_grad(function, tuple(range(1, 1 + len(arrays))))
     expected = jax.jit(functools.partial(step, implementation="xla"))(labels, *arrays)
     mesh = mesh_of(CASES[0], kind)
     specs = [P(*specs[0][:1]), *specs]

@@ -79,6 +79,10 @@ CALLS = {
         functools.partial(jaxnorm.softmax_cross_entropy_with_integer_labels, labels=LABELS),
         (normal(ROWS, CLASSES),),
     ),
+    "log_prob_and_entropy": (
+        functools.partial(jaxnorm.log_prob_and_entropy, labels=LABELS),
+        (normal(ROWS, CLASSES),),
+    ),
     "rms_norm_linear": (jaxnorm.rms_norm_linear, (X, WEIGHT, SCALE)),
     # Of these a kernel is the norm's.
     "gated_linear": (
@@ -95,6 +99,10 @@ CALLS = {
     ),
     "linear_losses": (
         lambda x, w: jaxnorm.linear_softmax_cross_entropy(x, w, LABELS, reduction="none", chunk=8),
+        (X, WEIGHT),
+    ),
+    "linear_log_prob": (
+        lambda x, w: jaxnorm.linear_log_prob_and_entropy(x, w, LABELS, chunk=8),
         (X, WEIGHT),
     ),
 }
@@ -200,7 +208,7 @@ def test_what_is_not_compiled(name, over):
 
 
 @on_eight_devices
-@pytest.mark.parametrize("name", ["linear_loss", "linear_losses", "rms_norm", "softmax"])
+@pytest.mark.parametrize("name", [*[*CALLS][-3:], "rms_norm", "softmax"])
 def test_xla_s_code(name):
     """As it runs where there is no kernel."""
     mesh = mesh_of("eight")
@@ -270,6 +278,12 @@ def linear_losses(x, w):
     return jnp.sum(jnp.sin(losses))
 
 
+def linear_log_prob(x, w):
+    return sum(
+        jnp.sum(jnp.sin(a)) for a in jaxnorm.linear_log_prob_and_entropy(x, w, LABELS, chunk=8)
+    )
+
+
 def linear_layer(x, w):
     # Of products of the size of 1: the sine of large ones differs by all of their roundings.
     return jnp.sum(jnp.sin(jaxnorm.rms_norm_linear(x, w / COLS**0.5)))
@@ -301,7 +315,7 @@ def of_whole_arrays(function, batch):
     "weight_over", [P("data"), P("data", None, "model"), P("data", "model")], ids=str
 )
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("function", [linear_loss, linear_losses, linear_layer])
+@pytest.mark.parametrize("function", [linear_loss, linear_losses, linear_log_prob, linear_layer])
 def test_a_batch_in_shards(function, batch, weight_over):
     transform, x, w = BATCHES[batch]
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)

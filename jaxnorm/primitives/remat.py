@@ -24,12 +24,12 @@ _KEPT = sorted(
 #:
 #: ``jax.checkpoint(block, policy=jaxnorm.save_policy)`` keeps the outputs and statistics of the
 #: norms (named ``jaxnorm_out`` and ``jaxnorm_rstd``), so the backward computes no norm again, and
-#: the log-sum-exp of each row of a loss (``jaxnorm_lse``, two numbers), not its logits. A
-#: softmax's output, as large as the attention matrix, has a name of its own
-#: (``jaxnorm_softmax_out``) and is not kept, and neither is what ``rms_norm_linear`` gives to an
-#: activation (``jaxnorm_preactivation``), a product's result. To keep them, or arrays with names of
-#: your own, too, use :func:`jax.checkpoint_policies.save_only_these_names` with all of the names,
-#: or :func:`jax.checkpoint_policies.save_from_both_policies`.
+#: the log-sum-exp of each row of a loss (``jaxnorm_lse``: two numbers, and results that a
+#: derivative takes), not its logits. A softmax's output, as large as the attention matrix, has a
+#: name of its own (``jaxnorm_softmax_out``), and is not kept; nor is what ``rms_norm_linear``
+#: gives to an activation (``jaxnorm_preactivation``), a product's result. To keep them, or arrays
+#: with names of your own, too, use :func:`jax.checkpoint_policies.save_only_these_names` with all
+#: of the names, or :func:`jax.checkpoint_policies.save_from_both_policies`.
 #:
 #: It is what ``save_only_these_names`` returns: a function, or data in a JAX whose policies are
 #: that. So hand it to JAX, and do not call it.

@@ -104,11 +104,13 @@ STRIPS = [
     )
 ]
 LOSSES = [
-    Spec("cross_entropy", "fwd", rows, cols, x, F32, want_stats=True, **options)
-    for rows, cols, x, options in (
-        (8192, 4096, BF16, {}),
-        (5, 128256, BF16, {}),  # of a cluster
-        (4096, 50257, F32, {"label_smoothing": 0.1, "z_loss": 1e-2}),
+    Spec(op, "fwd", rows, cols, x, F32, want_stats=True, **options)
+    for op, rows, cols, x, options in (
+        ("cross_entropy", 8192, 4096, BF16, {}),
+        ("cross_entropy", 5, 128256, BF16, {}),  # of a cluster
+        ("cross_entropy", 4096, 50257, F32, {"label_smoothing": 0.1, "z_loss": 1e-2}),
+        ("log_prob_and_entropy", 5, 128256, BF16, {}),
+        ("log_prob_and_entropy", 4096, 50257, F32, {"logit_softcap": 30.0}),
     )
 ]
 TWO_NORMS = Spec(
@@ -210,7 +212,7 @@ def rows_of(spec: Spec, *dtypes: np.dtype) -> list[jax.ShapeDtypeStruct]:
 
 def function_of(spec: Spec) -> tuple[Any, Any]:
     """A kernel's call, and the shapes of its operands."""
-    if spec.op == "cross_entropy":
+    if spec.operation.family == "loss":
         return loss_of(spec)
     if spec.op == "norm_add_norm" and spec.direction == "bwd":
         return two_norms_of(spec)
@@ -236,11 +238,13 @@ def loss_of(spec: Spec) -> tuple[Any, Any]:
     """Forward and backward."""
     of_backward = dataclasses.replace(spec, direction="bwd", want_stats=False)
 
-    def both(x: Any, labels: Any, d: Any) -> Any:
-        loss, stats = contract.call(mosaic, spec, x, labels)
-        return loss, contract.call(mosaic, of_backward, x, stats, labels, None, d)
+    def both(x: Any, labels: Any, *cotangents: Any) -> Any:
+        loss, *entropy, stats = contract.call(mosaic, spec, x, labels)
+        kept = x, stats, labels, None, *entropy
+        return loss, entropy, contract.call(mosaic, of_backward, *kept, *cotangents)
 
-    row = [jax.ShapeDtypeStruct((spec.rows,), dtype) for dtype in (np.int32, F32)]
+    dtypes = [np.int32, *[F32] * len(spec.operation.results)]
+    row = [jax.ShapeDtypeStruct((spec.rows,), dtype) for dtype in dtypes]
     return both, [*rows_of(spec, spec.x_dtype), *row]
 
 

@@ -111,7 +111,16 @@ def test_rows_of_all_kinds():
         assert np.isnan(a).tolist() == [True, True, False, True, True, *[False] * 4]
     assert (y[2], entropy[2], np.abs(dx[2]).max()) == (0, 0, 0)
     assert (y[8], entropy[8], entropy[7], np.abs(dx[8]).max()) == (0, 0, 0, 0)
-    check(x[5:], labels[5:], d[5:])
+    check(x[5:], labels[5:], 3 * d[5:])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_classes_that_are_masked_by_the_lowest_number(dtype):
+    """Of a thread all that it reads first, or all."""
+    x, labels, d = operands((3, 2056), dtype)
+    lowest = jnp.finfo(dtype).min
+    x = x.at[0, :2000].set(lowest).at[1, 1000:].set(lowest).at[2, 1:].set(lowest)
+    check(x, labels.at[:2].set(jnp.array([2040, 3])), 3 * d, schedule=Schedule(1))
 
 
 @pytest.mark.parametrize(

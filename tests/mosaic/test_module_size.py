@@ -54,6 +54,12 @@ def loss(x: jax.Array, *, dtype: Any = None, implementation: str) -> jax.Array:
     )
 
 
+def log_prob(x: jax.Array, *, dtype: Any = None, implementation: str) -> Any:
+    del dtype
+    labels = jnp.zeros(x.shape[:1], jnp.int32)
+    return jaxnorm.log_prob_and_entropy(x, labels, implementation=implementation)
+
+
 def of_groups(x: jax.Array, scale: jax.Array, bias: jax.Array, **given: Any) -> jax.Array:
     grouped = x.reshape(*x.shape[:-1], 8, -1)
     parameters = (a.reshape(8, 1, 1, -1) for a in (scale, bias))
@@ -121,6 +127,7 @@ FUNCTIONS = {
     "masked_softmax": Function(masked, lambda cols: (8, 64, cols)),
     "biased_softmax": Function(biased, lambda cols: (8, 128, cols), like_x=1),
     "cross_entropy": Function(loss),
+    "log_prob_and_entropy": Function(log_prob),
     "softmax of columns": Function(in_strips(jaxnorm.softmax), lambda cols: (16, cols, 512)),
     "layer_norm of columns": Function(
         in_strips(jaxnorm.layer_norm), lambda cols: (16, cols, 512), columns=2
@@ -156,6 +163,7 @@ CASES = [
     ("causal_softmax", 50257, BF16, BF16),
     ("softmax", 50257, F32, F32),
     ("cross_entropy", 50257, BF16, BF16),
+    ("log_prob_and_entropy", 50257, BF16, BF16),
     # The largest of rows, of those that were looked for over many widths and dtypes.
     ("add_rms_norm", 50257, BF16, F32),
     ("layer_norm", 50257, *MIXED),

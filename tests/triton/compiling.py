@@ -87,10 +87,11 @@ def _operands(spec: Spec, label_dtype: Any) -> tuple[Any, ...]:
     scale = parameter(spec.scale_dtype, spec.scale_groups)
     bias = parameter(spec.bias_dtype, spec.bias_groups)
     next_scale = parameter(spec.next_scale_dtype, spec.scale_groups)
-    if spec.op == "cross_entropy":
+    if spec.operation.family == "loss":
         labels, of_row = array((rows,), label_dtype), array((rows,), jnp.float32)
         if spec.direction == "bwd":
-            return x, (of_row, of_row), labels, None, of_row
+            entropy, of_results = (of_row,) * spec.returns_entropy, (of_row,) * spec.returns_entropy
+            return x, (of_row, of_row), labels, None, *entropy, of_row, *of_results
         return x, labels, None, array((rows,), jnp.bool_ if spec.has_positions else None)
     if not spec.is_norm:
         mask = of_logits(jnp.bool_, spec.mask_rows)

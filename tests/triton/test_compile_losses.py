@@ -1,4 +1,4 @@
-"""Cross-entropies compile for every GPU, by the rule that schedules them."""
+"""Functions of logits compile for every GPU, by the rule that schedules them."""
 
 import re
 
@@ -28,9 +28,9 @@ SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-2}
 CAPPED = {"logits_scale": 0.7, "logit_softcap": 30.0}
 
 
-def make_spec(direction, rows, cols, dtype, **changes):
+def make_spec(direction, rows, cols, dtype, *, op="cross_entropy", **changes):
     options = {"want_stats": direction == "fwd", **changes}
-    return Spec("cross_entropy", direction, rows, cols, dtype, F32, **options)
+    return Spec(op, direction, rows, cols, dtype, F32, **options)
 
 
 @pytest.mark.parametrize("cols", WIDTHS)
@@ -50,11 +50,27 @@ def test_rule_compiles(gpu, direction, cols):
 
 @pytest.mark.parametrize("cols", [3001, 50257])
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_capped_logits_compile(direction, cols):
+@pytest.mark.parametrize("op", ["cross_entropy", "log_prob_and_entropy"])
+def test_capped_logits_compile(op, direction, cols):
     for dtype in (BF16, F32):
-        spec = make_spec(direction, 8192, cols, dtype, **CAPPED)
+        spec = make_spec(direction, 8192, cols, dtype, op=op, **CAPPED)
         (kernel,) = compile_call(spec, GPUS["sm_90"])
         assert kernel.spilled == 0
+
+
+@pytest.mark.parametrize("cols", WIDTHS)
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_entropies_compile(direction, cols):
+    """Where rows share a tile, each of the 16 values of a thread has an exponent, too."""
+    gpu = GPUS[[*GPUS][WIDTHS.index(cols) % len(GPUS)]]
+    for dtype in (BF16, F32):
+        has_positions = direction == "fwd" and dtype == F32
+        spec = make_spec(
+            direction, 8192, cols, dtype, op="log_prob_and_entropy", has_positions=has_positions
+        )
+        check(spec, gpu)
+        (kernel,) = compile_call(spec, gpu)
+        assert kernel.spilled <= (0 if cols > 4096 else 4 * 16)
 
 
 @pytest.mark.parametrize("label_dtype", ["int8", "uint16", "uint32", "int64", "uint64"])

@@ -1,4 +1,4 @@
-"""Cross-entropies in every kind of schedule, as in `test_schedules`."""
+"""Functions of logits in every kind of schedule, as in `test_schedules`."""
 
 import dataclasses
 
@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_log_prob
 import test_loss
 from loss_cases import CrossEntropy, operands
 from reference import assert_within
 from test_schedules import scheduled  # noqa: F401
 
 from benchmarks import contract
+from jaxnorm import log_prob_and_entropy
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 from jaxnorm_kernels.specs import Spec
 
@@ -61,6 +63,42 @@ def test_rows_of_all_kinds(scheduled):  # noqa: F811
     assert np.isnan(loss).tolist() == [True] * 5 + [False] * 4
     np.testing.assert_allclose(loss, loss_ref, rtol=1e-5)
     np.testing.assert_allclose(dx, dx_ref, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "cols"), CASES)
+def test_log_probabilities_and_entropies(dtype, cols, scheduled):  # noqa: F811
+    options = test_log_prob.OPTIONS[CASES.index((dtype, cols)) % 4]
+    x, labels, d = operands((9, cols), dtype)
+    # Certain of the label, and of another class; even; classes at -inf.
+    x = x.at[1].set(0).at[1, labels[1]].set(90).at[2].set(0).at[2, (labels[2] + 1) % cols].set(90)
+    x = x.at[3].set(-7).at[4, : cols // 2].set(-jnp.inf).at[4, labels[4]].set(1)
+    x = x.at[5, : cols - 3].set(jnp.finfo(dtype).min).at[5, labels[5]].set(1)
+    test_log_prob.check(x, labels, 3 * d, implementation=scheduled, **options)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_entropies_of_rows_of_all_kinds(scheduled):  # noqa: F811
+    """Bad labels, logits that are no numbers, and positions that do not count."""
+    x, labels, d = operands((9, 101), "float32")
+    labels = labels.at[0].set(-1).at[1].set(101).at[8].set(-100)
+    x = x.at[2, 50].set(jnp.nan).at[3].set(-jnp.inf).at[4, 7].set(jnp.inf).at[8].set(jnp.nan)
+    x = x.at[5].set(-jnp.inf).at[5, labels[5]].set(2)
+    where = jnp.arange(9) < 8
+
+    @jax.jit
+    def run(x):
+        results, vjp = jax.vjp(
+            lambda x: log_prob_and_entropy(x, labels, where=where, implementation=scheduled), x
+        )
+        return *results, vjp((d, 1 - d))[0].sum(-1)
+
+    log_prob, entropy, dx = run(x)
+    for a in (log_prob, entropy, dx):
+        assert np.isnan(a).tolist() == [True] * 5 + [False] * 4
+    assert (log_prob[5], entropy[5]) == (0, 0)
+    assert (log_prob[8], entropy[8], dx[8]) == (0, 0, 0)
+    rows = slice(5, 8)
+    test_log_prob.check(x[rows], labels[rows], d[rows], implementation=scheduled)
 
 
 @pytest.mark.parametrize("padding", [0, 3])

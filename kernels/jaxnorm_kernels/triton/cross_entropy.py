@@ -352,9 +352,9 @@ def _store_gradient(
     p = tl.exp(log_p)
     is_label = lane == label[:, None] + lead - first
     if options.entropy:
-        above_mean = tl.maximum(log_p, _FAR) + tl.load(entropy_ptr + row, exists, 0.0)[:, None]
         e = tl.load(dentropy_ptr + row, exists, 0.0)[:, None]
-        dz = tl.where(is_label, d, 0.0) - p * (d + e * above_mean)
+        of_row = d + e * tl.load(entropy_ptr + row, exists, 0.0)[:, None]
+        dz = tl.where(is_label, d, 0.0) - p * (of_row + e * tl.maximum(log_p, _FAR))
     else:
         slope = p - tl.where(is_label, options.label_target, options.other_target)
         if options.z_loss > 0.0:
