@@ -100,6 +100,38 @@ def test_a_linear_layer_and_its_loss(loss, is_wide, dtype):
     check(*reports(before, LINEAR, *operands(dtype, dtype)), "linear_softmax_cross_entropy")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("is_wide", [True, False])
+@pytest.mark.parametrize("is_product", [True, False])
+def test_log_probabilities(is_product, is_wide, dtype):
+    """Of a product's logits none are kept; of others a cast is not."""
+
+    def ratios(results):
+        log_prob, entropy = results
+        return jnp.mean(jnp.exp(log_prob) - 0.01 * entropy)
+
+    def logits_of(x, weight):
+        return x @ weight if is_product else capped(x @ weight)
+
+    def before(x, weight, labels):
+        logits = logits_of(x, weight)
+        logits = logits.astype(jnp.float32) if is_wide else logits
+        return ratios(jaxnorm.log_prob_and_entropy(logits, labels))
+
+    def after(x, weight, labels):
+        if is_product:
+            return ratios(jaxnorm.linear_log_prob_and_entropy(x, weight, labels))
+        return ratios(jaxnorm.log_prob_and_entropy(logits_of(x, weight), labels))
+
+    both = reports(before, after, *operands(dtype, dtype))
+    if is_product:
+        check(*both, "linear_log_prob_and_entropy")
+    elif is_wide and dtype == "bfloat16":
+        check(*both, "log_prob_and_entropy")
+    else:
+        assert not [row for row in both[0] if row.advice]
+
+
 def test_a_tied_embedding_in_float32():
     """It is cast and transposed, and hidden states have a bias."""
 

@@ -107,7 +107,7 @@ def test_vocabulary_split(kernels, kind, function):
         assert max(sizes(found)) <= 2 * rows
     else:
         assert set(found) == {"all-reduce"}
-        assert sizes(found) == [count * rows for count in EXCHANGED[function]]
+        assert sorted(sizes(found)) == [count * rows for count in EXCHANGED[function]]
     assert kernels is None or not kernels.shapes
 
 

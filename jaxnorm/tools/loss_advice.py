@@ -11,7 +11,11 @@ from jaxnorm.tools import elementwise
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin, reached
 
 _FUNCTION = "softmax_cross_entropy_with_integer_labels"
-_LINEAR = "linear_softmax_cross_entropy"
+# Of a function of logits, that of linear ones.
+_LINEAR = {
+    _FUNCTION: "linear_softmax_cross_entropy",
+    "log_prob_and_entropy": "linear_log_prob_and_entropy",
+}
 
 # What a cross-entropy does to each element of a row, by itself and by numbers of the row.
 _STEPS = {"convert_element_type", "div", "eq", "exp", "log", "mul", "neg", "stop_gradient", "sub"}
@@ -24,19 +28,19 @@ _OF_LOGITS = (*_REDUCTIONS, "argmax")
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A cross-entropy.
+    """A cross-entropy, or another function of logits and labels.
 
     Attributes:
       logits: before they are cast.
       inside: what is made of them, in their size, by and for the loss alone.
       source: its line.
-      is_ours: whether it is jaxnorm's function already.
+      ours: the name of jaxnorm's function, where it is one already.
     """
 
     logits: Value
     inside: Sequence[Value]
     source: str
-    is_ours: bool
+    ours: str | None
 
 
 def losses(
@@ -61,11 +65,11 @@ def _of_logits(loss: Loss, by_origin: Mapping[int, Value]) -> tuple[list[Value],
     logits = loss.logits
     is_kept = id(logits) in by_origin or logits.made_by in elementwise.GIVEN
     lacking = 0 if is_kept else logits.bytes * logits.layers
-    if loss.is_ours:
+    if loss.ours is not None:
         how = f"give the one of {loss.source} its logits before they are cast"
     else:
         how = f"in place of the loss of {loss.source}, it keeps the logits, {logits.dtype.name}"
-    return _members(loss, by_origin), lacking, f"{_FUNCTION}: {how}, alone"
+    return _members(loss, by_origin), lacking, f"{loss.ours or _FUNCTION}: {how}, alone"
 
 
 def _members(loss: Loss, by_origin: Mapping[int, Value]) -> list[Value]:
@@ -86,11 +90,11 @@ def _found(kept: Sequence[Value]) -> Iterator[Loss]:
 
 def _ours(value: Value) -> Loss | None:
     for taker in elementwise.takers(value):
-        is_it = taker.made_by == f"jaxnorm.{_FUNCTION}" and bool(taker.operands)
-        if is_it and origin(taker.operands[0]) is value:
+        name = taker.made_by.removeprefix("jaxnorm.")
+        if name in _LINEAR and taker.operands and origin(taker.operands[0]) is value:
             logits = _uncast(value)
             inside = [] if logits is value else [value]
-            return Loss(logits, inside, taker.source, is_ours=True)
+            return Loss(logits, inside, taker.source, name)
     return None
 
 
@@ -109,7 +113,7 @@ def _plain(value: Value) -> Loss | None:
         return None
     if not all(_is_for_the_loss(v, inside, _OF_LOGITS) for v in inside):
         return None
-    return Loss(logits, [*inside, *one_hots], value.source, is_ours=False)
+    return Loss(logits, [*inside, *one_hots], value.source, None)
 
 
 def _uncast(value: Value) -> Value:
@@ -197,23 +201,29 @@ def _of_linear(loss: Loss, by_origin: Mapping[int, Value]) -> tuple[list[Value],
     """The loss of the linear layer, where nothing else takes its logits.
 
     It keeps the gradients of x and weight, in the place of x and weight where these are kept for
-    the product alone.
+    the product alone; that of log-probabilities keeps x and weight.
     """
     path = _from_product(loss.logits)
     if path is None:
         return None
     product = path[-1]
     inside = [*path, *loss.inside]
-    if not loss.is_ours and not all(_is_for_the_loss(v, inside, _REDUCTIONS) for v in inside):
+    function = loss.ours or _FUNCTION
+    if loss.ours is None and not all(_is_for_the_loss(v, inside, _REDUCTIONS) for v in inside):
         return None
-    if loss.is_ours and not all(_is_for_ours(v, inside) for v in inside):
+    if loss.ours is not None and not all(_is_for(function, v, inside) for v in inside):
         return None
     members = [*_members(loss, by_origin), *[by_origin[id(v)] for v in path if id(v) in by_origin]]
+    keeps_gradients = function == _FUNCTION
     lacking = sum(
-        v.bytes * product.layers for v in product.operands if not _goes(v, product, by_origin)
+        v.bytes * product.layers
+        for v in product.operands
+        if not (_goes(v, product, by_origin) if keeps_gradients else _is_kept(v, by_origin))
     )
-    how = f"in place of the loss of {loss.source} and of the product before it"
-    return members, lacking, f"{_LINEAR}: {how}, it keeps their gradients, and no logits"
+    how = f"in place of the {'loss' if keeps_gradients else 'call'} of {loss.source} and of"
+    what = "their gradients" if keeps_gradients else "that one's operands"
+    sentence = f"{_LINEAR[function]}: {how} the product before it, it keeps {what}, and no logits"
+    return members, lacking, sentence
 
 
 def _from_product(logits: Value) -> list[Value] | None:
@@ -236,10 +246,18 @@ def _from_product(logits: Value) -> list[Value] | None:
     return [*path, value]
 
 
-def _is_for_ours(value: Value, inside: Collection[Value]) -> bool:
+def _is_for(function: str, value: Value, inside: Collection[Value]) -> bool:
     members = {*map(id, inside)}
-    names = (f"jaxnorm.{_FUNCTION}", STACKED, *NAMING)
+    names = (f"jaxnorm.{function}", STACKED, *NAMING)
     return all(id(t) in members or t.made_by.startswith(names) for t in value.takers)
+
+
+def _is_kept(operand: Value, by_origin: Mapping[int, Value]) -> bool:
+    """Whether an operand is there for the backward, or what it is a copy of."""
+    value = origin(operand)
+    while id(value) not in by_origin and value.made_by in elementwise.COPYING:
+        value = origin(value.operands[0])
+    return id(value) in by_origin or value.made_by in elementwise.GIVEN
 
 
 def _goes(operand: Value, product: Value, by_origin: Mapping[int, Value]) -> bool:

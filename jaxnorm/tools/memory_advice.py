@@ -8,6 +8,7 @@ Known by how the array is made and what takes it, in the graph of `kept_arrays`;
     rms_norm, layer_norm between x and x times the reciprocal root of a mean of squares
     rms_norm_rope        between x and a rotation of that result, which is kept
     ..._cross_entropy    logits, their exponentials and casts, of integer labels
+    linear_log_prob_...  the logits of log_prob_and_entropy, and casts of them
     softmax              exponentials, beside what they are over their sum
     jax.checkpoint       in a scan: a reshape or a cast of what is kept as well
 """
