@@ -12,16 +12,15 @@ from jaxnorm.operations.linear_log_prob import linear_log_prob_and_entropy
 from jaxnorm.operations.linear_loss import linear_softmax_cross_entropy
 from jaxnorm.operations.log_prob import log_prob_and_entropy
 from jaxnorm.operations.loss import softmax_cross_entropy_with_integer_labels
-from jaxnorm.operations.norm import (
+from jaxnorm.operations.norm import layer_norm, rms_norm
+from jaxnorm.operations.norm_gated import rms_norm_gated
+from jaxnorm.operations.norm_linear import rms_norm_linear
+from jaxnorm.operations.norm_residual import (
     add_layer_norm,
     add_rms_norm,
-    layer_norm,
-    rms_norm,
     rms_norm_add,
     rms_norm_add_rms_norm,
 )
-from jaxnorm.operations.norm_gated import rms_norm_gated
-from jaxnorm.operations.norm_linear import rms_norm_linear
 from jaxnorm.operations.norm_rope import rms_norm_rope
 from jaxnorm.operations.softmax import log_softmax, softmax
 from jaxnorm.primitives.remat import save_policy

@@ -20,7 +20,8 @@ from jaxnorm.models import nnx_conversion
 from jaxnorm.models.nnx_attention import dot_product_attention
 from jaxnorm.models.nnx_group_norm import GroupNorm, value
 from jaxnorm.operations.checks import DTypeLike
-from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jaxnorm.operations.norm import layer_norm, rms_norm
+from jaxnorm.operations.norm_residual import add_layer_norm, add_rms_norm
 from jaxnorm_kernels.linear_spec import Activation
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
 

@@ -7,7 +7,7 @@ A comment says for each part where CONTRIBUTING.md would have it.
 
 import dataclasses
 
-from jaxnorm.operations import norm
+from jaxnorm.operations import norm_call
 from jaxnorm.tools import references
 from jaxnorm_kernels.operations import OPERATIONS, Function
 from jaxnorm_kernels.specs import Spec
@@ -63,11 +63,11 @@ def _times_factor(results, spec):
 
 FORMULAS = Formulas(norm_scaled_fwd, norm_scaled_tan, norm_scaled_bwd)
 
-# jaxnorm/operations/norm.py
+# jaxnorm/operations/norm_residual.py
 
 
 def rms_norm_scaled(x, scale=None, *, factor=1.0, axis=-1, epsilon=1e-6, implementation=None):
-    (y,) = norm.normalise(
+    (y,) = norm_call.normalise(
         "rms_norm_scaled",
         x,
         scale=scale,

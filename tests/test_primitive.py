@@ -13,6 +13,7 @@ from stand_in import StandIn, as_default
 import jaxnorm
 from jaxnorm.calls import backends
 from jaxnorm.primitives.stack import in_one_chunk
+from jaxnorm.tools.plan import calls_in
 from jaxnorm_kernels import xla
 
 pytestmark = pytest.mark.oldest_jax
@@ -38,6 +39,15 @@ def kernels(function, *operands):
 def test_lowered_for_cuda_a_call_is_a_kernel(function):
     assert kernels(function, SHAPE) == 1
     assert kernels(gradient(function), SHAPE) == 2
+
+
+@pytest.mark.parametrize("function", [jaxnorm.softmax, jaxnorm.log_softmax, rms_norm])
+def test_layers_have_the_passes_of_the_first(function):
+    """Of equal passes there is one object: what it takes and returns is not computed again."""
+    program = jax.make_jaxpr(gradient(lambda x: function(function(function(x)))))(SHAPE)
+    passes = [*calls_in(program.jaxpr)]
+    assert len(passes) == 6
+    assert len({*map(id, passes)}) == len({*passes}) == 2
 
 
 def kernel_shapes(function, *operands):

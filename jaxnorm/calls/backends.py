@@ -190,17 +190,6 @@ def absence(name: str, platform: str) -> str | None:
     return None
 
 
-def knows_inner(name: str) -> bool:
-    """Whether `name` takes views that need no transpose at all."""
-    return hasattr(module(name), "takes_inner")
-
-
-def takes_inner(name: str, spec: Spec) -> bool:
-    """Whether `name`, which knows such views, takes that of this spec."""
-    takes: Callable[[Spec], bool] = module(name).takes_inner
-    return takes(spec)
-
-
 def module(name: str) -> "Implementation":
     """The implementation `name`, imported; ImportError where it cannot be, which is tried once."""
     path = _MODULES[name]

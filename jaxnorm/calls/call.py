@@ -25,6 +25,9 @@ Arrays = Sequence[jax.Array]
 #: What computes a pass: takes the arrays of a call one by one, and returns those of its results.
 Run = Callable[..., list[jax.Array]]
 
+# One object for all layers of a model: what its pass takes and returns is computed once.
+_once = functools.lru_cache(maxsize=4096)
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -79,7 +82,7 @@ class Call:
             text += f" implementation={self.implementation}"
         return f"({text})" if not self.wrt else f"({text} wrt={','.join(self.wrt)})"
 
-    @property
+    @functools.cached_property
     def direction(self) -> Direction:
         return self.spec.direction
 
@@ -102,14 +105,14 @@ class Call:
         if spec.wants_tables:
             wanted = dict(zip(self.wrt, used))
             wrt = [n for n in self.wrt if wanted[n] or OPERANDS[n] != "table"]
-            less = dataclasses.replace(self, wrt=tuple(wrt))
-            return less._with(wants_tables=not {"cos", "sin"}.isdisjoint(wrt))
+            return self._with(wrt=tuple(wrt), wants_tables=not {"cos", "sin"}.isdisjoint(wrt))
         if spec.direction != "fwd" or not spec.normalises_h or spec.unused is not None:
             return self
         if not used[1]:
             return self.without("h")
         return self if used[0] or any(used[2:]) else self.without("y")
 
+    @_once
     def first(self) -> "Call":
         """The norm of x, whose output goes to the residual."""
         return dataclasses.replace(self, spec=self.spec.first)
@@ -121,8 +124,8 @@ class Call:
         # To dx a plain norm's dh was added.
         if is_transpose and spec.operation.may_add_dh and "x" in wrt:
             adds_dh = spec.adds_dh
-        call = dataclasses.replace(self, wrt=tuple(wrt))
-        return call._with(
+        return self._with(
+            wrt=tuple(wrt),
             direction="tan",
             want_stats=wanted,
             unused=None,
@@ -140,8 +143,8 @@ class Call:
         overwrites_x: bool = False,
         gradient_dtype: np.dtype | None = None,
     ) -> "Call":
-        call = dataclasses.replace(self, wrt=tuple(wrt))
-        return call._with(
+        return self._with(
+            wrt=tuple(wrt),
             direction="bwd",
             want_stats=False,
             unused=None,
@@ -168,9 +171,11 @@ class Call:
         wrt = [name for name in call.differentiable if OPERANDS[name] != "table"]
         return call.backward(wrt, adds_dh=self.spec.normalises_h)
 
+    @_once
     def on(self, view: RowView) -> "Call":
-        """The same call on arrays of another shape: a batch, or a shard."""
-        return dataclasses.replace(self, view=view)._with(
+        """With what its spec has of a view: that of its arrays, of a batch of them, of a shard."""
+        return self._with(
+            view=view,
             rows=view.rows,
             cols=view.cols,
             axes=view.axes,
@@ -190,8 +195,11 @@ class Call:
         dtype = jnp.promote_types(parameter.dtype, self.spec.compute_dtype)
         return self._with(**{f"{name}_dtype": dtype}), parameter.astype(dtype)
 
+    @_once
     def _with(self, **changes: Any) -> "Call":
-        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **changes))
+        """With other values of these fields, of the call or of its spec."""
+        of_call = {name: changes.pop(name) for name in ("view", "wrt") if name in changes}
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **changes), **of_call)
 
     # ------------------------------------------------------------- what a pass takes and returns
 
@@ -200,7 +208,7 @@ class Call:
         """Names of the arrays that the forward takes."""
         return tuple(filter(self.spec.has, self.spec.operation.operands))
 
-    @property
+    @functools.cached_property
     def differentiable(self) -> tuple[str, ...]:
         """Names of the primals that can have a tangent."""
         names = self.spec.operation.differentiable
@@ -213,7 +221,7 @@ class Call:
         x = ("x",) * operation.starts_from_x
         return (*x, "saved", *self.spec.statistics, *filter(self.spec.has, operation.keeps))
 
-    @property
+    @functools.cached_property
     def residuals(self) -> int:
         """How many of the operands of ``tan`` and ``bwd`` are residuals."""
         return len(self.residual_names)
@@ -293,12 +301,13 @@ class Call:
         for an implementation that takes those as they lie.
         """
         in_rows, strided = self._in_rows, self._strided
-        if strided is None or not backends.knows_inner(name):
+        if strided is None:
+            return in_rows
+        takes_inner = getattr(backends.module(name), "takes_inner", None)
+        if takes_inner is None:
             return in_rows
         # Where rows have no view, the reason to refuse is that of the strided one.
-        if in_rows.scattered or backends.takes_inner(name, strided):
-            return strided
-        return in_rows
+        return strided if in_rows.scattered or takes_inner(strided) else in_rows
 
     @functools.cached_property
     def _in_rows(self) -> Spec:

@@ -3,14 +3,19 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jaxnorm_kernels.operations import PARAMETERS, Kind
 from jaxnorm_kernels.specs import Shared
+
+#: Of x's shape, with 1 for an axis that they are broadcast along.
+BROADCAST: tuple[Kind, ...] = ("logits_bias", "mask", "table")
+
+# Operands whose shapes x's does not tell, in the order of a view's fields.
+_SHAPES = (*PARAMETERS, *BROADCAST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +143,7 @@ class RowView:
     def _sizes(self, axes: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.shape[axis] for axis in axes)
 
-    def shared(self, kind: Literal["mask", "logits_bias", "table"]) -> Shared | None:
+    def shared(self, kind: Kind) -> Shared | None:
         """Where the rows find theirs in an operand; None for one of a part of the columns."""
         shape = self.shape_of(kind)
         if not shape:
@@ -158,53 +163,39 @@ class RowView:
 
     def axes_of(self, kind: Kind) -> tuple[int, ...]:
         """Which axes of x an operand of this kind has, in its own order."""
-        match kind:
-            case "array" | "mask" | "logits_bias" | "table":
-                return tuple(range(len(self.shape)))
-            case "stat" | "label":
-                return self.others
-            case "scale" | "bias" | "branch_scale":
-                lacking = len(self.shape) - len(self.shape_of(kind))
-                return self.others[lacking:] + self.axes
+        if kind == "array" or kind in BROADCAST:
+            return tuple(range(len(self.shape)))
+        if kind not in PARAMETERS:
+            return self.others
+        lacking = len(self.shape) - len(self.shape_of(kind))
+        return self.others[lacking:] + self.axes
 
     def shape_of(self, kind: Kind) -> tuple[int, ...]:
         """Of an operand or result of this kind."""
-        if kind in PARAMETERS:
-            of_kind: tuple[int, ...] = getattr(self, kind)
-            return of_kind or self.normalised
-        if kind == "logits_bias":
-            return self.logits_bias
-        if kind == "mask":
-            return self.mask
-        if kind == "table":
-            return self.table
+        if kind in _SHAPES:
+            shape: tuple[int, ...] = getattr(self, kind)
+            return shape or (self.normalised if kind in PARAMETERS else ())
         return tuple(self.shape[a] for a in self.axes_of(kind))
+
+    def of_shapes(
+        self, shape: tuple[int, ...], axes: tuple[int, ...], of: Callable[[Kind], tuple[int, ...]]
+    ) -> "RowView":
+        """That of an x of another shape, whose operands have the shapes ``of(kind)``."""
+        return RowView(shape, axes, *map(of, _SHAPES))
 
     def batched(self, size: int, kinds: Collection[Kind]) -> "RowView":
         """With one more axis of rows in front, for each of the parameters among `kinds`, too."""
 
-        def parameter(kind: Kind, shape: tuple[int, ...]) -> tuple[int, ...]:
-            if kind not in kinds:
-                return shape
+        def batched(kind: Kind) -> tuple[int, ...]:
             shape = self.shape_of(kind)
+            if kind in BROADCAST:
+                return (size if kind in kinds else 1, *shape) if shape else ()
+            if kind not in kinds:
+                return getattr(self, kind)
             return (size, *[1] * (len(self.shape) - len(shape)), *shape)
 
         axes = tuple(axis + 1 for axis in self.axes)
-
-        def broadcast(kind: Literal["mask", "logits_bias", "table"]) -> tuple[int, ...]:
-            shape = self.shape_of(kind)
-            return (size if kind in kinds else 1, *shape) if shape else ()
-
-        return RowView(
-            shape=(size, *self.shape),
-            axes=axes,
-            scale=parameter("scale", self.scale),
-            bias=parameter("bias", self.bias),
-            branch_scale=parameter("branch_scale", self.branch_scale),
-            logits_bias=broadcast("logits_bias"),
-            mask=broadcast("mask"),
-            table=broadcast("table"),
-        )
+        return self.of_shapes((size, *self.shape), axes, batched)
 
     def to_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:
         """The two-dimensional view of an array, the one-dimensional view of the others.

@@ -76,24 +76,10 @@ def map_batch(
     return results
 
 
-def types_like(
-    x: Any,
-    avals: Sequence[Any],
-    shapes: Iterable[tuple[int, ...]],
-    dtypes: Iterable[Any],
-    splits: Iterable[Iterable[Any]],
-) -> list[Any]:
-    """The type x has, of other shapes and dtypes; axes split over axes of the mesh of `avals`."""
-    mesh = mesh_of(avals)
-    return [
-        x.update(
-            shape=shape,
-            dtype=dtype,
-            weak_type=False,
-            sharding=x.sharding if mesh.empty else NamedSharding(mesh, PartitionSpec(*split)),
-        )
-        for shape, dtype, split in zip(shapes, dtypes, splits)
-    ]
+def type_like(x: Any, mesh: Any, shape: tuple[int, ...], dtype: Any, split: Iterable[Any]) -> Any:
+    """The type x has, of another shape and dtype, its axes split over axes of the mesh."""
+    sharding = x.sharding if mesh.empty else NamedSharding(mesh, PartitionSpec(*split))
+    return x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 def lie_alike(a: jax.Array, like: jax.Array) -> jax.Array:

@@ -77,26 +77,13 @@ class Layout:
         """That of a shard of x with this shape."""
         view = self.view
 
-        def parameter(kind: Kind) -> tuple[int, ...]:
+        def of_shard(kind: Kind) -> tuple[int, ...]:
             sizes = view.shape_of(kind)
-            return tuple(1 if s == 1 else shape[a] for s, a in zip(sizes, view.axes_of(kind)))
+            split = tuple(1 if s == 1 else shape[a] for s, a in zip(sizes, view.axes_of(kind)))
+            # Pairs of columns are whole.
+            return (*split[:-1], *sizes[-1:]) if kind == "table" else split
 
-        def logits(kind: Kind) -> tuple[int, ...]:
-            return tuple(1 if s == 1 else n for s, n in zip(view.shape_of(kind), shape))
-
-        def table() -> tuple[int, ...]:
-            return (*logits("table")[:-1], *view.table[-1:])
-
-        return RowView(
-            shape=shape,
-            axes=view.axes,
-            scale=parameter("scale"),
-            bias=parameter("bias"),
-            branch_scale=parameter("branch_scale"),
-            logits_bias=logits("logits_bias"),
-            mask=logits("mask"),
-            table=table(),
-        )
+        return view.of_shapes(shape, view.axes, of_shard)
 
     def queries_over(self, call: Call) -> tuple[str, ...]:
         """Mesh axes over which the rows of a matrix are split, where ``causal`` counts them."""

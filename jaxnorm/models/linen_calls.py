@@ -11,7 +11,8 @@ from flax import linen as nn
 from flax.linen import dtypes
 
 from jaxnorm.models import flax_modules
-from jaxnorm.operations.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jaxnorm.operations.norm import layer_norm, rms_norm
+from jaxnorm.operations.norm_residual import add_layer_norm, add_rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Save
 
 # What says, by a module's parameters and its output's dtype, what is saved.

@@ -36,7 +36,7 @@ class _LossRules(Rules[Head]):
     def types(self, head: Head, *avals: Any) -> list[Any]:
         """Types of the results: rows lie as those of x, and a gradient as what it is of."""
         by_name = dict(zip(head.primals, avals))
-        x = by_name["x"]
+        x, mesh = by_name["x"], sharding.mesh_of(avals)
         wide = checks.arithmetic_dtype(*head.dtypes(x.dtype, by_name["weight"].dtype))
         types = []
         for name, kind in zip(head.result_names, head.result_kinds):
@@ -46,7 +46,7 @@ class _LossRules(Rules[Head]):
             else:
                 axes = x.ndim - 1 if kind == "row" else 0
                 split = x.sharding.spec[:axes]
-                types += sharding.types_like(x, avals, [x.shape[:axes]], [wide], [split])
+                types.append(sharding.type_like(x, mesh, x.shape[:axes], wide, split))
         return types
 
     def plain(self, head: Head, *arrays: jax.Array) -> list[jax.Array]:

@@ -235,9 +235,8 @@ def loss_call(
         z_loss=checks.number(function, "z_loss", z_loss, minimum=0),
         logits_scale=checks.positive(function, "logits_scale", logits_scale),
         logit_softcap=softcap(function, logit_softcap),
-        axes=view.axes,
     )
-    return Call(function, spec, view, implementation)
+    return Call(function, spec, view, implementation).on(view)
 
 
 def softcap(function: str, value: float | None) -> float | None:

@@ -22,7 +22,7 @@ from jaxnorm.calls import backends
 from jaxnorm.calls.call import Call
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks, norm_linear_kernel, products
-from jaxnorm.operations.norm import norm_call
+from jaxnorm.operations.norm_call import norm_call
 from jaxnorm.primitives import eager, remat, row_operations
 from jaxnorm_kernels.linear_spec import Activation, LinearSpec
 from jaxnorm_kernels.specs import Name

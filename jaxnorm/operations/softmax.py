@@ -168,11 +168,9 @@ def _softmax_of(
         masked_logit=masked_logit,
         logits_scale=checks.number(function, "scale", scale),
         logits_bias_dtype=None if bias is None else bias.dtype,
-        logits_bias_shape=view.logits_bias,
         causal=causal,
-        axes=view.axes,
     )
-    call = Call(function, spec, view, implementation)
+    call = Call(function, spec, view, implementation).on(view)
     if implementation is not None:
         backends.forced(call, implementation)
     if bias is not None:

@@ -20,8 +20,8 @@ def compiled[T](
 ) -> Callable[..., T]:
     """`function`, of positional arguments of which `arrays` are arrays or None."""
     parameters = inspect.signature(function).parameters.values()
-    defaults = tuple(p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
-    static = [i for i in range(len(defaults)) if i not in arrays]
+    count = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
+    static = [i for i in range(count) if i not in arrays]
     arrays_of, statics_of = operator.itemgetter(*arrays), operator.itemgetter(*static)
 
     def named(*arguments: Any) -> T:
@@ -31,7 +31,6 @@ def compiled[T](
     fast = jax.jit(named, static_argnums=static)
 
     def call(*arguments: Any) -> T:
-        arguments += defaults[len(arguments) :]
         can_be_compiled = all(map(_is_concrete, map(type, arrays_of(arguments))))
         if can_be_compiled and _is_hashable(statics_of(arguments)):
             result: T = fast(*arguments)

@@ -22,6 +22,7 @@ from jax.interpreters import ad
 
 from jaxnorm.calls import backends
 from jaxnorm.calls.call import Arrays, Call, Run
+from jaxnorm.calls.rows import BROADCAST
 from jaxnorm.meshes import sharding
 from jaxnorm.meshes.shards import factors_of_rows, shards_of_rows
 from jaxnorm.primitives import lowering, remat
@@ -54,21 +55,20 @@ class _RowRules(Rules[Call]):
     def types(self, call: Call, *avals: Any) -> list[Any]:
         """Types of the results: rows lie as x does, and a parameter's gradient as the parameter."""
         x, *_ = avals
-        kinds, view, spec = call.result_kinds, call.view, x.sharding.spec
-        of_rows = [i for i, kind in enumerate(kinds) if kind not in PARAMETERS]
-        shapes = [view.shape_of(kinds[i]) for i in of_rows]
-        splits = [[spec[axis] for axis in view.axes_of(kinds[i])] for i in of_rows]
-        for i, shape, split in zip(of_rows, shapes, splits):
-            if kinds[i] == "table":
-                split[-1] = None
-            if kinds[i] in ("logits_bias", "table"):
-                split[:] = [None if size == 1 else over for size, over in zip(shape, split)]
-        dtypes = [call.result_dtypes[i] for i in of_rows]
-        types = dict(zip(of_rows, sharding.types_like(x, avals, shapes, dtypes, splits)))
-        return [
-            types[i] if i in types else avals[call.parameters[name]].update(weak_type=False)
-            for i, name in enumerate(call.result_names)
-        ]
+        mesh, spec, view = sharding.mesh_of(avals), x.sharding.spec, call.view
+        types = []
+        for name, kind, dtype in zip(call.result_names, call.result_kinds, call.result_dtypes):
+            if kind in PARAMETERS:
+                types.append(avals[call.parameters[name]].update(weak_type=False))
+                continue
+            shape = view.shape_of(kind)
+            split = [spec[axis] for axis in view.axes_of(kind)]
+            if kind == "table":
+                split = [*split[:-1], None]
+            if kind in ("logits_bias", "table"):
+                split = [None if size == 1 else over for size, over in zip(shape, split)]
+            types.append(sharding.type_like(x, mesh, shape, dtype, split))
+        return types
 
     def plain(self, call: Call, *arrays: jax.Array) -> list[jax.Array]:
         return call.xla(*arrays)
@@ -98,7 +98,7 @@ class _RowRules(Rules[Call]):
         # The very array that is returned: a reshaped or cast copy would be stored a second time.
         arrays["saved"] = arrays[call.spec.starts_from]
         tangent_of = dict(zip(call.primals, tangents))
-        nonzeros = nonzero((name, tangent_of[name]) for name in call.differentiable)
+        nonzeros = nonzero([(name, tangent_of[name]) for name in call.differentiable])
         if operation.derivative is None:
             tangents_out = self.tangents_of(
                 call, [arrays[name] for name in call.residual_names], nonzeros
@@ -205,12 +205,10 @@ class _RowRules(Rules[Call]):
             arrays = list(by_name.values())
 
         def with_batch_axis(a: jax.Array, dim: int | None, kind: Kind) -> jax.Array:
-            if dim is None and kind in ("mask", "logits_bias", "table") and kind not in batched:
-                a = a[None]
-            elif dim is None and kind in PARAMETERS and kind not in batched:
+            is_whole = dim is None and kind not in batched
+            if is_whole and kind in PARAMETERS:
                 return a
-            else:
-                a = batch_first(a, dim, size)
+            a = a[None] if is_whole and kind in BROADCAST else batch_first(a, dim, size)
             return jnp.expand_dims(a, range(1, 1 + len(view.shape_of(kind)) - a.ndim))
 
         operands = map(with_batch_axis, arrays, dims, call.operand_kinds)

@@ -255,7 +255,8 @@ class Rules[P: Pass](abc.ABC):
         name = f"{function}{_SUFFIXES[direction]}"
         primitive = Primitive(f"jaxnorm.{name}")
         primitive.multiple_results = True
-        primitive.def_abstract_eval(as_jax_calls(self.types))
+        # Once for all layers of a model.
+        primitive.def_abstract_eval(as_jax_calls(functools.lru_cache(maxsize=4096)(self.types)))
         primitive.def_impl(eager.alone(primitive, as_jax_calls(self.uncompiled)))
         # Out of line: a call of another layer is lowered once. A kernel is lowered in Python.
         lower = functools.partial(in_one_chunk, as_jax_calls(self.lower))

@@ -123,33 +123,24 @@ def memory_report(
       (6.0, 'gated_linear')
     """
     places = _places(argnums, len(args))
-    leaves, tree = jax.tree.flatten(args)
-    is_array = [_is_array(a) for a in leaves]
-    numbers = jax.tree.leaves(
-        [jax.tree.map(lambda _, i=i: i, argument) for i, argument in enumerate(args)]
-    )
-    moves = [
-        is_one and number in places and _is_inexact(a)
-        for is_one, number, a in zip(is_array, numbers, leaves)
-    ]
+    with_paths, tree = jax.tree_util.tree_flatten_with_path(args)
+    leaves = {i: leaf for i, (_, leaf) in enumerate(with_paths)}
+    arguments = [path[0].idx for path, _ in with_paths]
+    arrays = {i: a for i, a in leaves.items() if _is_array(a)}
+    moving = [i for i, a in arrays.items() if arguments[i] in places and _is_inexact(a)]
 
-    def residuals(arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+    def residuals(arrays: dict[int, Any]) -> tuple[list[Any], list[Any]]:
         """What goes from forward to backward, and what f returns."""
-        given = iter(arrays)
-        whole = [next(given) if is_one else a for is_one, a in zip(is_array, leaves)]
 
-        def of_moving(moving: list[Any]) -> Any:
-            along = iter(moving)
-            mixed = [next(along) if moves_ else a for moves_, a in zip(moves, whole)]
-            return f(*jax.tree.unflatten(tree, mixed))
+        def of_moving(moving: dict[int, Any]) -> Any:
+            return f(*jax.tree.unflatten(tree, (leaves | arrays | moving).values()))
 
-        moving = [a for moves_, a in zip(moves, whole) if moves_]
-        results = jax.vjp(of_moving, moving, has_aux=has_aux)  # type: ignore[call-overload]
+        primals = {i: arrays[i] for i in moving}
+        results = jax.vjp(of_moving, primals, has_aux=has_aux)  # type: ignore[call-overload]
         y, backward, *aux = results
         returned = [a for a in jax.tree.leaves((y, aux)) if _is_array(a)]
         return jax.tree.leaves(backward), returned
 
-    arrays = [a for is_one, a in zip(is_array, leaves) if is_one]
     traced, (from_forward, _) = jax.make_jaxpr(residuals, return_shape=True)(arrays)
     kept = kept_arrays.of(traced, len(from_forward))
     advice = memory_advice.advice(kept)
@@ -175,18 +166,18 @@ def _row(value: Value, advice: tuple[str, int] | None) -> KeptArray:
 
 def _places(argnums: int | Sequence[int], count: int) -> set[int]:
     function = "memory_report"
-    given = [argnums] if isinstance(argnums, int) else argnums
-    if not isinstance(given, Sequence) or not all(isinstance(i, int) for i in given):
+    places = [argnums] if isinstance(argnums, int) else argnums
+    if not isinstance(places, Sequence) or not all(isinstance(i, int) for i in places):
         raise TypeError(
             f"{function}: argnums={argnums!r}; expected an integer or a sequence of integers"
         )
-    for i in given:
+    for i in places:
         if not -count <= i < count:
             raise ValueError(
                 f"{function}: argnums={argnums!r} of {count} arguments; expected integers from "
                 f"{-count} to {count - 1}"
             )
-    return {i % count for i in given}
+    return {i % count for i in places}
 
 
 def _is_array(a: Any) -> bool:

@@ -1,0 +1,245 @@
+"""Norms and residual additions beside them: the public functions."""
+
+import jax
+
+from jaxnorm.operations import checks
+from jaxnorm.operations.norm_call import norm
+from jaxnorm_kernels.specs import Name, Save
+
+
+def add_layer_norm(
+    x: checks.ArrayLike,
+    residual: checks.ArrayLike,
+    scale: checks.ArrayLike | None = None,
+    bias: checks.ArrayLike | None = None,
+    *,
+    axis: checks.Axis = -1,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    dtype: checks.DTypeLike | None = None,
+    save: Save = "output",
+    implementation: Name | None = None,
+    gate: checks.ArrayLike | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    r"""Residual addition and layer normalisation in one pass: a pre-norm block's step.
+
+    .. math::
+      h = \mathrm{residual} + \mathrm{gate} \, x, \qquad y = \mathrm{layer\_norm}(h)
+
+    Its backward adds the cotangent of h in the same pass, so that the gradient of x and residual,
+    without a gate one array where their dtypes agree, is written once. The gate's comes from that
+    pass, too.
+
+    Args:
+      x: array of any shape; bfloat16, float16, float32 or float64.
+      residual: array of x's shape; any of these dtypes.
+      scale, bias, axis, epsilon, scale_offset: as in :func:`jaxnorm.layer_norm`.
+      dtype: dtype of y; x's by default.
+      save: what the norm's backward starts from: ``"output"`` keeps y, ``"input"`` keeps h and the
+        row means. Scales of 0 beside a bias need the latter; see :func:`jaxnorm.layer_norm`.
+      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+      gate: like ``scale``, with axes of its own: (batch, 1, channels) in adaLN-zero (Peebles and
+        Xie, 2022, https://arxiv.org/abs/2212.09748), (channels,) in LayerScale (Touvron et al.,
+        2021, https://arxiv.org/abs/2103.17239). With one, x is kept, too, for its gradient. None
+        adds x as it is.
+
+    Returns:
+      (y, h): arrays of x's shape, y in ``dtype`` and h in residual's dtype; y is the norm of h as
+      rounded to it. Differentiable as :func:`jaxnorm.layer_norm` is.
+
+    Raises:
+      TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
+      ValueError: x and residual differ in shape, or gate's shape is wrong, or as in
+        :func:`jaxnorm.layer_norm`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> x, residual = jnp.ones((8, 512), jnp.bfloat16), jnp.ones((8, 512), jnp.float32)
+      >>> y, h = jaxnorm.add_layer_norm(x, residual, jnp.ones(512), jnp.zeros(512))
+      >>> y.dtype.name, h.dtype.name
+      ('bfloat16', 'float32')
+      >>> y, h = jaxnorm.add_layer_norm(x, residual, jnp.ones(512), gate=jnp.full(512, 1e-4))
+      >>> round(float(h[0, 0]), 4)
+      1.0001
+    """
+    y, h = norm(
+        "add_layer_norm",
+        x,
+        residual,
+        scale=scale,
+        bias=bias,
+        gate=gate,
+        axis=axis,
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        dtype=dtype,
+        save=save,
+        implementation=implementation,
+    )
+    return y, h
+
+
+def add_rms_norm(
+    x: checks.ArrayLike,
+    residual: checks.ArrayLike,
+    scale: checks.ArrayLike | None = None,
+    *,
+    axis: checks.Axis = -1,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    dtype: checks.DTypeLike | None = None,
+    save: Save = "output",
+    implementation: Name | None = None,
+    gate: checks.ArrayLike | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    r"""Residual addition and root-mean-square normalisation in one pass: a pre-norm block's step.
+
+    .. math::
+      h = \mathrm{residual} + \mathrm{gate} \, x, \qquad y = \mathrm{rms\_norm}(h)
+
+    Args:
+      x, residual: as in :func:`jaxnorm.add_layer_norm`.
+      scale, axis, epsilon, scale_offset: as in :func:`jaxnorm.rms_norm`.
+      dtype, save, implementation, gate: as in :func:`jaxnorm.add_layer_norm`.
+
+    Returns:
+      (y, h), as :func:`jaxnorm.add_layer_norm` does.
+
+    Raises:
+      TypeError, ValueError: as :func:`jaxnorm.add_layer_norm` does.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> x, residual = jnp.ones((8, 512), jnp.bfloat16), jnp.ones((8, 512), jnp.float32)
+      >>> y, h = jaxnorm.add_rms_norm(x, residual, jnp.ones(512))
+      >>> y.dtype.name, h.dtype.name
+      ('bfloat16', 'float32')
+    """
+    y, h = norm(
+        "add_rms_norm",
+        x,
+        residual,
+        scale=scale,
+        gate=gate,
+        axis=axis,
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        dtype=dtype,
+        save=save,
+        implementation=implementation,
+    )
+    return y, h
+
+
+def rms_norm_add(
+    x: checks.ArrayLike,
+    residual: checks.ArrayLike,
+    scale: checks.ArrayLike | None = None,
+    *,
+    axis: checks.Axis = -1,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    implementation: Name | None = None,
+) -> jax.Array:
+    r"""Root-mean-square normalisation and residual addition in one pass: a post-norm block's step.
+
+    .. math::
+      y = \mathrm{residual} + \mathrm{rms\_norm}(x)
+
+    The norm's output is rounded only in the sum, and nobody else needs it: the backward starts from
+    x, whatever it is that needs x, too.
+
+    Args:
+      x, residual: as in :func:`jaxnorm.add_layer_norm`.
+      scale, axis, epsilon, scale_offset: as in :func:`jaxnorm.rms_norm`.
+      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+
+    Returns:
+      Array of x's shape in residual's dtype. Differentiable as :func:`jaxnorm.rms_norm` is with
+      ``save="input"``.
+
+    Raises:
+      TypeError, ValueError: as :func:`jaxnorm.add_layer_norm` does.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> x, residual = jnp.ones((8, 512), jnp.bfloat16), jnp.ones((8, 512), jnp.float32)
+      >>> y = jaxnorm.rms_norm_add(x, residual, jnp.ones(512))
+      >>> y.shape, y.dtype.name
+      ((8, 512), 'float32')
+    """
+    (y,) = norm(
+        "rms_norm_add",
+        x,
+        residual,
+        scale=scale,
+        axis=axis,
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        save="input",
+        implementation=implementation,
+    )
+    return y
+
+
+def rms_norm_add_rms_norm(
+    x: checks.ArrayLike,
+    residual: checks.ArrayLike,
+    scale: checks.ArrayLike | None = None,
+    next_scale: checks.ArrayLike | None = None,
+    *,
+    axis: checks.Axis = -1,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    dtype: checks.DTypeLike | None = None,
+    save: Save = "output",
+    implementation: Name | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    r"""The norm after a branch, the residual addition and the next branch's norm, in one pass.
+
+    .. math::
+      h = \mathrm{residual} + \mathrm{rms\_norm}(x), \qquad y = \mathrm{rms\_norm}(h)
+
+    What Gemma 2 and 3 have between two branches.
+
+    Args:
+      x, residual: as in :func:`jaxnorm.add_layer_norm`.
+      scale, next_scale: of the first and of the second norm, as in :func:`jaxnorm.rms_norm`.
+      axis, epsilon, scale_offset: of both norms, as in :func:`jaxnorm.rms_norm`.
+      dtype: dtype of y; x's by default.
+      save: what the second norm's backward starts from: ``"output"`` keeps y, ``"input"`` keeps h.
+        The first norm keeps x.
+      implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
+
+    Returns:
+      (y, h), as :func:`jaxnorm.add_layer_norm` does.
+
+    Raises:
+      TypeError, ValueError: as :func:`jaxnorm.add_layer_norm` does.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm
+      >>> x, residual = jnp.ones((8, 512), jnp.bfloat16), jnp.ones((8, 512), jnp.float32)
+      >>> after, before = jnp.ones(512), jnp.ones(512)  # of the branch that was, of the next one
+      >>> y, h = jaxnorm.rms_norm_add_rms_norm(x, residual, after, before)
+      >>> y.dtype.name, h.dtype.name
+      ('bfloat16', 'float32')
+    """
+    y, h = norm(
+        "rms_norm_add_rms_norm",
+        x,
+        residual,
+        scale=scale,
+        next_scale=next_scale,
+        axis=axis,
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        dtype=dtype,
+        save=save,
+        implementation=implementation,
+    )
+    return y, h
