@@ -150,7 +150,13 @@ ACTIVATED = [
 ]
 SCALED = [
     scaled_sum_cases.make_spec(direction, 8192, cols, (x, residual, x), groups=(n,) * 3)
-    for cols, x, residual, n in [(256, F32, F32, 1), (1152, BF16, BF16, 8), (4096, BF16, F32, 1)]
+    for cols, x, residual, n in [
+        (256, F32, F32, 1),
+        (1152, BF16, BF16, 1),
+        (1152, BF16, BF16, 8),
+        (4096, BF16, F32, 1),
+        (65536, BF16, BF16, 1),
+    ]
     for direction in ("fwd", "bwd")
 ]
 # Function, kind of `logits_cases`, columns, dtype; each forward and backward.
@@ -292,13 +298,14 @@ def test_the_calls_meet_every_line() -> None:
     def lines(table: Any, specs: Any) -> set[Any]:
         return {next(line for line in table if line.fits(spec, B200)) for spec in specs}
 
-    chosen = [forward.choose(spec, B200) for spec in FORWARD]
+    forwards = [*FORWARD, *(spec for spec in SCALED if spec.direction == "fwd")]
+    chosen = [forward.choose(spec, B200) for spec in forwards]
     in_windows = [
         dataclasses.replace(spec, cols=schedule.window.width)
-        for spec, schedule in zip(FORWARD, chosen)
+        for spec, schedule in zip(forwards, chosen)
         if schedule.window is not None
     ]
-    in_rows = [spec for spec, schedule in zip(FORWARD, chosen) if schedule.window is None]
+    in_rows = [spec for spec, schedule in zip(forwards, chosen) if schedule.window is None]
     assert lines(forward.TABLE, in_rows) == set(forward.TABLE)
     assert lines(forward.UNALIGNED, in_windows) == set(forward.UNALIGNED)
 
