@@ -1,7 +1,7 @@
 """Activations of a gate or a norm g, and their derivatives, in float32: both of one sigmoid.
 
     sigmoid       s(g)              s (1 - s)
-    silu          g s(g)            s (1 + g (1 - s))
+    silu          g s(g)            s (1 + g - g s)
     gelu          g s(z)            s (1 + g (1 - s) z')         z = sqrt(8 / pi) (g + 0.044715 g^3)
     relu          max(g, 0)         1 for g > 0, else 0
     leaky_relu    g or 0.01 g       1 for g >= 0, else 0.01
@@ -40,7 +40,7 @@ def _sigmoid(g: jax.Array) -> ValueAndSlope:
 def _silu(g: jax.Array) -> ValueAndSlope:
     s = _logistic(g)
     a = g * s
-    return a, s + a * (1 - s)
+    return a, s + s * (g - a)
 
 
 def _gelu(g: jax.Array) -> ValueAndSlope:

@@ -134,7 +134,10 @@ class InnerNormFormula(NormFormula):
     """The same where G and the bias belong to an inner element of a strip, not to a column.
 
     The sums over its columns are dscale and dbias, and G times them its part of c2 and c1: so c2 is
-    that of d G xh from the output, too.
+    that of d G xh from the output, too. From the input, c = x - mean is enough of an element, and
+    what it is multiplied by belongs to the inner element:
+
+        n = c (r G) + bias,    dscale = r sum(d c),    dx = d (r G) - r c1 - c (r r c2)
     """
 
     @property
@@ -151,22 +154,54 @@ class InnerNormFormula(NormFormula):
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
         saved, dy = elements
-        d, _, z, reciprocal = self._elements(saved, dy, columns, stats)
-        return [d * self._x_hat(z, reciprocal), d][: self.row_sums]
+        if self._from_output:
+            d, _, z, reciprocal = self._elements(saved, dy, columns, stats)
+            return [d * self._x_hat(z, reciprocal), d][: self.row_sums]
+        d, c = self._centred(saved, dy, columns, stats)
+        return [d * c, d][: self.row_sums]
 
     def finish(
         self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        results, _ = super().finish(elements, columns, stats, totals)
-        return results, []
+        if self._from_output:
+            results, _ = super().finish(elements, columns, stats, totals)
+            return results, []
+        saved, dy = elements
+        d, c = self._centred(saved, dy, columns, stats)
+        c2, *c1 = [total * (stats[0] / self.spec.cols) for total in totals]
+        dx = d * self._rstd_gain(columns, stats)
+        if c1:
+            dx = dx - c1[0]
+        return [dx - c * (c2 * stats[0])], []
 
-    def gradients(self, sums: Arrays) -> list[jax.Array]:
+    def of_inner(
+        self, sums: Arrays, params: Arrays, stats: Arrays
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        dscale, *dbias = sums
+        if not self._from_output:
+            dscale = dscale * stats[0]
         has = (self.spec.scale_dtype is not None, self.spec.bias_dtype is not None)
-        return [total for total, is_there in zip(sums, has) if is_there]
+        gradients = [total for total, is_there in zip((dscale, *dbias), has) if is_there]
+        rows = [dscale, *dbias][: 1 + self.spec.subtract_mean]
+        return gradients, rows if not has[0] else [params[0] * total for total in rows]
 
-    def totals(self, sums: Arrays, params: Arrays) -> list[jax.Array]:
-        rows = list(sums[: 1 + self.spec.subtract_mean])
-        return rows if self.spec.scale_dtype is None else [params[0] * total for total in rows]
+    def _rstd_gain(self, columns: Arrays, stats: Arrays) -> jax.Array:
+        """r G."""
+        return stats[0] if self.spec.scale_dtype is None else stats[0] * columns[0]
+
+    def _centred(
+        self, x: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
+    ) -> tuple[jax.Array, jax.Array]:
+        """d and c."""
+        _, *mean = stats
+        c = x - mean[0] if mean else x
+        if self.spec.activation is None:
+            return dy, c
+        n = c * self._rstd_gain(columns, stats)
+        if self.spec.reads_bias:
+            n = n + columns[-1]
+        _, slope = activation_of(self.spec)(n)
+        return dy * slope, c
 
 
 _KERNELS = {Ring: ring_backward, RowsRing: rows_ring_backward, Direct: direct_backward}

@@ -5,6 +5,7 @@ give is then merged once more. The equations are those of `norm.forward`, and so
 merged.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -29,21 +30,24 @@ def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
     name = "layer_norm" if spec.subtract_mean else "rms_norm"
     params = [param for param in (operands.scale, operands.bias) if param is not None]
     prepare = functools.partial(norm_columns, spec=spec)
+    # r G is that of an inner element where G is.
+    joins = spec.inner_params and spec.scale_dtype is not None
+    rest = dataclasses.replace(spec, scale_dtype=None) if joins else spec
 
     def finish(strip: Strip, gather: Gather, refs: Refs) -> None:
         x = strip.reader(0)
         if spec.inner_params:
             # Read first: that takes as long as the sums do.
             prepared = prepare([strip.inner_param(ref) for ref in refs.params])
-            columns = strip.same_of_columns(prepared)
+            columns = strip.same_of_columns(prepared[joins:])
         else:
             columns = strip.params(refs.params, prepare)
         rstd, mean = _statistics(strip, x, gather, spec)
-        wide_rstd = strip.broadcast(rstd)
+        wide_rstd = strip.broadcast(rstd * prepared[0] if joins else rstd)
         wide_mean = None if mean is None else strip.broadcast(mean)
 
         def write(piece: Piece) -> None:
-            y = norm_output(x(piece), wide_rstd, wide_mean, columns(piece), spec)
+            y = norm_output(x(piece), wide_rstd, wide_mean, columns(piece), rest)
             strip.store(refs.y, piece, y)
 
         strip.each_piece(write)

@@ -1,9 +1,6 @@
 """Values that the blocks of a cluster send to each other, through distributed shared memory.
 
-Each block has slots, and barriers that count the bytes that arrive in it. A warp sends its
-values to all blocks (``st.async``), and goes on. Plain stores and an arrival at the other blocks'
-barriers would not do: these are seen in any order (H200: a wrong sum in some rows of a million),
-unless a fence waits for all that the block has stored, its output too (a third of the bandwidth).
+Each block has slots, and barriers that count the bytes that arrive in it (`TransactionBarriers`).
 
 Messages cost time, however short they are: 64 for a row instead of 512 (H200, LayerNorm's backward
 over 16 blocks) made it a third faster. So where only sums are wanted, and nobody waits for them at
@@ -22,11 +19,17 @@ import jax.numpy as jnp
 
 from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPGROUP_THREADS, WARPS, warps_layout
-from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, llvm, nvvm, utils
+from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, llvm, utils
+from jaxnorm_kernels.mosaic.rows.transaction_barriers import (
+    MESSAGE,
+    TransactionBarriers,
+    announce,
+    barrier_of,
+    send,
+)
 
 _SCALAR = plgpu.Layout.WG_SPLAT
 _REF = plgpu.RefType()
-_MESSAGE = 4  # float32 values, the most that are sent at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,19 +60,23 @@ class ClusterExchange:
     def _width(self) -> int:
         """Of a warpgroup's sums: whole messages, or a message of 1, 2 or 4."""
         n = self.values
-        return n if n <= 2 else -(-n // _MESSAGE) * _MESSAGE
+        return n if n <= 2 else -(-n // MESSAGE) * MESSAGE
 
     @property
     def _slots(self) -> tuple[int, int]:
         """Shape in a stage: values by parts or, of those that are added, parts by sums."""
         return (self.parts, self._width) if self.added else (self.values, self.parts)
 
+    @property
+    def _barriers(self) -> TransactionBarriers:
+        return TransactionBarriers(self.warpgroups, self.stages)
+
     def scratch(self) -> list[Any]:
         """Slots, barriers of 8 bytes each, and what a warpgroup adds up."""
         rows, width = self._slots
         scratch = [
             plgpu.SMEM((self.stages * rows, width), jnp.float32),
-            plgpu.SMEM((2 * self.stages,), jnp.uint32),
+            self._barriers.scratch(),
         ]
         if self.added:
             terms = (self.stages * self.warpgroups * self.values, WARPS)
@@ -78,33 +85,11 @@ class ClusterExchange:
 
     def open(self, scratch: Sequence[Any]) -> None:
         """Before everything else: makes the barriers."""
-
-        @plgpu.inline_mgpu(arg_types=(_REF,))
-        def make(context: Any, barriers: Any) -> None:
-            del context
-            first = arith.cmpi(arith.CmpIPredicate.eq, utils.thread_idx(), mgpu.i32(0))
-            for stage in range(self.stages):
-                utils.inline_ptx(
-                    f"mbarrier.init.shared::cta.b64 [$0+{8 * stage}], {self.warpgroups};",
-                    mgpu.address_of(barriers),
-                    predicate=first,
-                    has_side_effects=True,
-                )
-            ptx = "fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive.relaxed;"
-            utils.inline_ptx(ptx, has_side_effects=True, convergent=True)
-
-        make(scratch[1])
+        self._barriers.open(scratch[1])
 
     def ready(self) -> None:
         """Before the first `send`: waits until all blocks have opened their exchanges."""
-
-        @plgpu.inline_mgpu()
-        def wait(context: Any) -> None:
-            del context
-            ptx = "barrier.cluster.wait.acquire;"
-            utils.inline_ptx(ptx, has_side_effects=True, convergent=True)
-
-        wait()
+        self._barriers.ready()
 
     def send(self, scratch: Sequence[Any], stage: Any, values: Sequence[jax.Array]) -> None:
         """Sends `values`, an array over the four warps each, to all blocks of the cluster."""
@@ -123,7 +108,7 @@ class ClusterExchange:
                 "mov.u32 $0, %cluster_ctarank;", result_types=ir.IntegerType.get_signless(32)
             )
             of_warp = [value.registers.item() for value in values]
-            barrier = mgpu.plus(mgpu.address_of(barriers), mgpu.times(stage, 8))
+            barrier = barrier_of(barriers, stage)
             rows, width = self._slots
             target = mgpu.plus(mgpu.address_of(slots), mgpu.times(stage, 4 * rows * width))
             if self.added:
@@ -133,7 +118,7 @@ class ClusterExchange:
                 target = mgpu.plus(target, mgpu.times(sender, 4 * width))
                 # Lane i of warp j sends to block 4 i + j.
                 block = mgpu.plus(mgpu.times(mgpu.lane(thread), WARPS), mgpu.warp(thread))
-                messages = [(at, sums[at : at + _MESSAGE]) for at in range(0, width, _MESSAGE)]
+                messages = [(at, sums[at : at + MESSAGE]) for at in range(0, width, MESSAGE)]
             else:
                 self._announce(barrier)
                 sender = mgpu.plus(
@@ -143,7 +128,7 @@ class ClusterExchange:
                 block = mgpu.lane(thread)
                 messages = [(i * width, [value]) for i, value in enumerate(of_warp)]
             for at, message in messages:
-                _send(message, mgpu.plus(target, 4 * at), barrier, block, self.blocks)
+                send(message, mgpu.plus(target, 4 * at), barrier, block, self.blocks)
 
         send_values(slots, barriers, terms, stage, list(values))
 
@@ -151,13 +136,8 @@ class ClusterExchange:
         """One thread of each warpgroup announces its share of the bytes to come."""
         rows, width = self._slots
         of_warpgroup = mgpu.remainder(utils.thread_idx(), WARPGROUP_THREADS)
-        utils.inline_ptx(
-            "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
-            barrier,
-            mgpu.i32(4 * rows * width // self.warpgroups),
-            predicate=arith.cmpi(arith.CmpIPredicate.eq, of_warpgroup, mgpu.i32(0)),
-            has_side_effects=True,
-        )
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, of_warpgroup, mgpu.i32(0))
+        announce(barrier, 4 * rows * width // self.warpgroups, is_first)
 
     def _add(self, terms: Any, stage: Any, of_warp: Sequence[Any]) -> list[Any]:
         """The sums over the warps of the warpgroup, and zeros to fill the last message."""
@@ -178,16 +158,7 @@ class ClusterExchange:
 
         `parity` is n % 2, counted from 0 for each stage.
         """
-
-        @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, _SCALAR))
-        def wait(context: Any, barriers: Any, stage: Any, parity: Any) -> None:
-            del context
-            barrier = mgpu.plus(mgpu.address_of(barriers), mgpu.times(stage.registers.item(), 8))
-            nvvm.mbarrier_try_wait_parity(
-                mgpu.in_shared(barrier), parity.registers.item(), mgpu.i32(10_000_000)
-            )
-
-        wait(scratch[1], stage, parity)
+        self._barriers.receive(scratch[1], stage, parity)
 
     def totals(self, scratch: Sequence[Any], stage: Any) -> list[jax.Array]:
         """The sums over all warps, where they are `added`: the same in all blocks, bit by bit."""
@@ -211,8 +182,8 @@ class ClusterExchange:
                 at = mgpu.plus(first, mgpu.times(part, 4 * width))
                 elements = [
                     element
-                    for j in range(0, width, _MESSAGE)
-                    for element in mgpu.load_floats(mgpu.plus(at, 4 * j), min(width, _MESSAGE))
+                    for j in range(0, width, MESSAGE)
+                    for element in mgpu.load_floats(mgpu.plus(at, 4 * j), min(width, MESSAGE))
                 ]
                 sums = [
                     arith.addf(s, arith.select(exists, e, zero)) for s, e in zip(sums, elements)
@@ -224,28 +195,6 @@ class ClusterExchange:
             return [FragmentedArray.splat(s, ()) for s in sums]
 
         return add(scratch[0], stage)
-
-
-def _send(message: Sequence[Any], target: Any, barrier: Any, block: Any, blocks: int) -> None:
-    """Sends 1, 2 or 4 values to where `target` is in `block`; nothing to blocks that are not."""
-    kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[len(message)]
-    values = ", ".join(f"${4 + i}" for i in range(len(message)))
-    values = values if len(message) == 1 else f"{{{values}}}"
-    utils.inline_ptx(
-        f"""{{
-        .reg .b32 there, counter;
-        @$0 mapa.shared::cluster.u32 there, $1, $3;
-        @$0 mapa.shared::cluster.u32 counter, $2, $3;
-        @$0 st.async.shared::cluster.mbarrier::complete_tx::bytes.{kind}
-            [there], {values}, [counter];
-        }}""",
-        mgpu.is_below(block, blocks),
-        target,
-        barrier,
-        block,
-        *[utils.bitcast(value, ir.IntegerType.get_signless(32)) for value in message],
-        has_side_effects=True,
-    )
 
 
 def _tree_sum(values: list[Any]) -> Any:

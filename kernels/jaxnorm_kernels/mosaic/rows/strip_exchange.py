@@ -2,11 +2,7 @@
 
 Each warp has, for each inner element, the statistics of its columns. It shows them to the warps of
 its block, each of which merges them all. Of a cluster, each block then sends what it merged to all
-blocks, which merge that. There a barrier of the cluster is enough, which waits for all that its
-threads have stored before: a block takes few strips, and has stored nothing before its first one.
-
-Pallas has no loads and stores of another block's shared memory, so these are PTX; the interpreter
-knows no clusters.
+blocks (`transaction_barriers`), which merge that.
 """
 
 import dataclasses
@@ -23,8 +19,15 @@ from jax import lax
 from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import CLUSTER, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import WARPS, Ref, load, store
-from jaxnorm_kernels.mosaic.device.mgpu import utils
+from jaxnorm_kernels.mosaic.device.mgpu import arith, utils
 from jaxnorm_kernels.mosaic.rows.strips import Stat, Strips
+from jaxnorm_kernels.mosaic.rows.transaction_barriers import (
+    MESSAGE,
+    TransactionBarriers,
+    announce,
+    barrier_of,
+    send,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,21 +95,23 @@ class StripExchange:
         strips = self.strips
         of_warps = (self._stages * self.stats, self._parts, strips.width)
         of_blocks = (self._stages * self.stats, strips.cluster, strips.width)
-        return [
+        scratch = [
             plgpu.SMEM(of_warps, jnp.float32),
             plgpu.Barrier(num_arrivals=strips.warpgroups),
-            *[plgpu.SMEM(of_blocks, jnp.float32)] * (strips.cluster > 1),
         ]
+        if strips.cluster == 1:
+            return scratch
+        return [*scratch, plgpu.SMEM(of_blocks, jnp.float32), self._barriers.scratch()]
 
-    def open(self) -> None:
-        """Before everything else: tells the other blocks that this one runs."""
+    def open(self, scratch: Sequence[Any]) -> None:
+        """Before everything else: makes the barriers of the cluster."""
         if self.strips.cluster > 1:
-            _cluster_barrier("arrive.relaxed")
+            self._barriers.open(scratch[-1])
 
     def ready(self) -> None:
-        """Before the first exchange: waits until all blocks of the cluster run."""
+        """Before the first exchange: waits until all blocks of the cluster have theirs."""
         if self.strips.cluster > 1:
-            _cluster_barrier("wait.acquire")
+            self._barriers.ready()
 
     def __call__(
         self, scratch: Sequence[Any], step: Any, merge: Merge, stats: Sequence[Stat | float]
@@ -119,8 +124,10 @@ class StripExchange:
           merge: run once on the parts of a block, and once on those of the blocks.
           stats: of this warpgroup's warps.
         """
-        of_warps, barrier, *of_blocks = scratch
-        first = lax.rem(jnp.int32(step), self._stages) * self.stats
+        of_warps, barrier, *of_cluster = scratch
+        step = jnp.int32(step)
+        stage = lax.rem(step, self._stages)
+        first = stage * self.stats
         arrays = [stat for stat in stats if not isinstance(stat, float)]
         mine = pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
         for at, stat in enumerate(arrays):
@@ -131,12 +138,13 @@ class StripExchange:
         if self.strips.cluster == 1:
             return merged
         arrays = [stat for stat in merged if not isinstance(stat, float)]
+        of_blocks, barriers = of_cluster
         rank = lax.axis_index(CLUSTER)
-        slots = [of_blocks[0].at[first + at, rank] for at in range(len(arrays))]
-        self._send(slots, arrays)
-        _cluster_barrier("arrive.release")
-        _cluster_barrier("wait.acquire")
-        return merge(self._parts_in(of_blocks[0], first, merged, self.strips.cluster))
+        slots = [of_blocks.at[first + at, rank] for at in range(len(arrays))]
+        self._send(slots, arrays, barriers, stage)
+        parity = lax.rem(lax.div(step, self._stages), 2)
+        self._barriers.receive(barriers, stage, parity)
+        return merge(self._parts_in(of_blocks, first, merged, self.strips.cluster))
 
     def _parts_in(self, slots: Ref, first: Any, stats: Sequence[Any], parts: int) -> Parts:
         """Those of a list of statistics, of which `slots` has those that are no numbers."""
@@ -153,47 +161,34 @@ class StripExchange:
     def _part(self, slots: Ref, row: Any, part: Any) -> Stat:
         return load(slots.at[row, part], self.strips.stat_layout)
 
-    def _send(self, slots: Sequence[Ref], stats: Sequence[Stat]) -> None:
-        """Stores this block's statistics in a slot of each block of the cluster.
+    def _send(self, slots: Sequence[Ref], stats: Sequence[Stat], barriers: Ref, stage: Any) -> None:
+        """Sends this block's statistics to a slot of each block of the cluster.
 
-        Every warp has them, and so have several parts of a warp: each part stores to another block.
+        Every warp has them, and so have several parts of a warp: each part sends to another block.
         """
-        threads, cluster = self.strips.threads, self.strips.cluster
+        threads, cluster, width = self.strips.threads, self.strips.cluster, self.strips.width
         ref, layout = plgpu.RefType(), self.strips.stat_layout
 
-        @plgpu.inline_mgpu(arg_types=([ref] * len(stats), [layout] * len(stats)))
-        def send(context: Any, slots: Any, stats: Any) -> None:
+        @plgpu.inline_mgpu(
+            arg_types=([ref] * len(stats), [layout] * len(stats), ref, plgpu.Layout.WG_SPLAT)
+        )
+        def send_stats(context: Any, slots: Any, stats: Any, barriers: Any, stage: Any) -> None:
             del context
-            block = mgpu.quotient(utils.thread_idx(), threads)
-            exists = mgpu.is_below(block, cluster)
-            lane = mgpu.remainder(utils.thread_idx(), threads)
+            thread = utils.thread_idx()
+            barrier = barrier_of(barriers, stage.registers.item())
+            is_first = arith.cmpi(arith.CmpIPredicate.eq, thread, mgpu.i32(0))
+            announce(barrier, 4 * len(stats) * cluster * width, is_first)
+            block = mgpu.quotient(thread, threads)
+            lane = mgpu.remainder(thread, threads)
             for slot, stat in zip(slots, stats):
                 values = mgpu.elements_of(stat.registers.item())
-                first = mgpu.address_of(slot)
-                first = mgpu.plus(first, mgpu.times(lane, 4 * len(values)))
-                for at, value in enumerate(values):
-                    utils.inline_ptx(
-                        """{
-                        .reg .b32 there;
-                        @$0 mapa.shared::cluster.u32 there, $1, $2;
-                        @$0 st.shared::cluster.f32 [there], $3;
-                        }""",
-                        exists,
-                        mgpu.plus(first, 4 * at),
-                        block,
-                        value,
-                        has_side_effects=True,
-                    )
+                first = mgpu.plus(mgpu.address_of(slot), mgpu.times(lane, 4 * len(values)))
+                for at in range(0, len(values), MESSAGE):
+                    message, target = values[at : at + MESSAGE], mgpu.plus(first, 4 * at)
+                    send(message, target, barrier, block, cluster)
 
-        send(list(slots), list(stats))
+        send_stats(list(slots), list(stats), barriers, stage)
 
-
-def _cluster_barrier(step: str) -> None:
-    """A step of the barrier of all threads of the cluster."""
-
-    @plgpu.inline_mgpu()
-    def barrier(context: Any) -> None:
-        del context
-        utils.inline_ptx(f"barrier.cluster.{step};", has_side_effects=True, convergent=True)
-
-    barrier()
+    @property
+    def _barriers(self) -> TransactionBarriers:
+        return TransactionBarriers(arrivals=1, stages=self._stages)

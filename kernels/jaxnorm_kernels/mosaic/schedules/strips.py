@@ -53,7 +53,7 @@ class Line:
 # block that has one strip has more to reduce (LayerNorm of groups of 8 channels of bfloat16, 4096
 # columns: 0.76 of a copy with 64 KiB, 0.67 with 128; H100).
 _BLOCK_KIB: dict[Direction, int] = {"fwd": 96, "bwd": 132}
-_INNER_PARAMS_KIB = 96
+_INNER_PARAMS_KIB: dict[Direction, int] = {"fwd": 48, "bwd": 96}
 
 # A strip of 32 elements is 128 bytes of 32 bits, a whole line of the cache, or 64 bytes of 16 bits.
 # Wider ones have more statistics to exchange, which takes longer than whole lines gain, but for
@@ -64,7 +64,9 @@ TABLE = (
     Line(width=64, kib=16),
     Line(width=64, kib=68, direction="bwd", itemsize=2),
     # Many columns: several blocks share a strip. Sectors are still read whole.
-    *[Line(width, cluster=cluster) for width in (32, 16, 8) for cluster in (1, 2, 4, 8, 16)],
+    *[Line(width, cluster=cluster) for width in (32, 16) for cluster in (1, 2, 4, 8, 16)],
+    Line(width=16, kib=96, cluster=16),
+    *[Line(width=8, cluster=cluster) for cluster in (1, 2, 4, 8, 16)],
     Line(width=16, kib=192, cluster=8),
     Line(width=8, kib=192, cluster=8),
     # Groups that are no power of 2, of which a vector and another one are the least that fits.
@@ -133,7 +135,7 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Strips | None:
     outer, cols, inner = spec.strided
     array_bytes = -(-cols // line.cluster) * line.width * itemsize
     block_bytes = array_bytes * sum(d.itemsize for d in _held(spec)) // itemsize
-    most_kib = _INNER_PARAMS_KIB if spec.inner_params else _BLOCK_KIB[spec.direction]
+    most_kib = (_INNER_PARAMS_KIB if spec.inner_params else _BLOCK_KIB)[spec.direction]
     fits = (
         2 <= threads <= WARP // 2
         and line.width <= inner

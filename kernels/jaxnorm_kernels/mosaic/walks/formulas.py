@@ -110,12 +110,13 @@ class InnerFormula(Formula, Protocol):
     #: how many of the sums over the columns are gradients of parameters.
     inner_sums: int
 
-    def gradients(self, sums: Arrays) -> list[jax.Array]:
-        """Those of the sums over the columns of each inner element."""
-        ...
+    def of_inner(
+        self, sums: Arrays, params: Arrays, stats: Arrays
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Of the sums over the columns of an inner element: gradients, and its part of the totals.
 
-    def totals(self, sums: Arrays, params: Arrays) -> list[jax.Array]:
-        """What those sums add to the sums over a row; `params` as `columns` gives them."""
+        `params` as `columns` gives them.
+        """
         ...
 
 

@@ -104,7 +104,8 @@ def strided_backward(
         column_sums = _ColumnSums(refs)
 
         def finish(strip: Strip) -> None:
-            stats = [strip.broadcast(strip.stat(ref)) for ref in stat_refs]
+            of_inner = [strip.stat(ref) for ref in stat_refs]
+            stats = [strip.broadcast(stat) for stat in of_inner]
 
             def elements(piece: Piece, count: int) -> list[jax.Array]:
                 return [strip.read(k, piece) for k in range(count)]
@@ -121,9 +122,9 @@ def strided_backward(
 
             totals = exchange(exchanged, strip.step, _add_parts, strip.sum(terms, formula.row_sums))
             if inner is not None:
-                for ref, total in zip(inner_refs, inner.gradients(totals)):
-                    strip.store_inner(ref, total)
-                totals = inner.totals(totals, params)
+                gradients, totals = inner.of_inner(totals, params, of_inner)
+                for ref, gradient in zip(inner_refs, gradients):
+                    strip.store_inner(ref, gradient)
             wide = [strip.broadcast(strip.group_sum(total)) for total in totals]
 
             def write(piece: Piece) -> None:
@@ -136,7 +137,7 @@ def strided_backward(
 
             strip.each_piece(write)
 
-        exchange.open()
+        exchange.open(exchanged)
         first = Strip.of(strips, lax.axis_index(BLOCK), jnp.int32(0), stages)
         if formula.column_sums:
             column_sums.clear(first)

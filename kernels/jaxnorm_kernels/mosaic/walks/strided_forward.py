@@ -61,7 +61,7 @@ def strided_forward(
             gather = functools.partial(exchange, exchanged_refs, strip.step)
             finish(strip, gather, Refs(param_refs, y_ref, stat_refs))
 
-        exchange.open()
+        exchange.open(exchanged_refs)
         strips.each([x_ref], scratch[: len(held)], one, exchange.ready)
 
     y, *statistics = launch(
