@@ -211,9 +211,10 @@ def test_implementation_for():
             "layer_norm", shape, "bfloat16", scale=of, bias=of, axis=(1, 3), platform="cuda"
         )
 
-    plan = asked((32, 4096, 32, 8), (32, 1, 8))
-    assert (plan.forward.name, plan.backward.name) == ("mosaic", "mosaic")
-    assert "no power of 2" in asked((8, 1024, 32, 10), (32, 1, 10)).forward.reason
+    for group in (8, 10):
+        plan = asked((32, 4096, 32, group), (32, 1, group))
+        assert (plan.forward.name, plan.backward.name) == ("mosaic", "mosaic")
+    assert "no neighbours as many" in asked((8, 1024, 32, 21), (32, 1, 21)).forward.reason
     assert "broadcast along" in asked((8, 1024, 32, 8), (1, 8)).forward.reason
 
 

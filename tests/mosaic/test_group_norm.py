@@ -270,16 +270,6 @@ def test_refusals(shape: Any, axis: Any, param: Any, part: str) -> None:
         jaxnorm.layer_norm(jnp.ones(shape), scale, axis=axis, implementation="mosaic")
 
 
-def test_groups_that_the_default_leaves_to_xla() -> None:
-    """Kernels that are not timed, of groups that are no power of 2."""
-    for group, name in ((8, "mosaic"), (10, "xla")):
-        param = jax.ShapeDtypeStruct((32, 1, group), F32)
-        given = {"scale": param, "bias": param, "axis": (1, 3), "platform": "cuda"}
-        plan = jaxnorm.implementation_for("layer_norm", (32, 1024, 32, group), BF16, **given)
-        assert (plan.forward.name, plan.backward.name) == (name, name)
-    assert "no power of 2 are not timed yet" in plan.backward.reason
-
-
 def test_softmaxes_are_refused() -> None:
     spec = Spec("softmax", "fwd", 64, 512, F32, F32, inner=32, inner_cols=8)
     assert "side by side" in str(mosaic.supports(spec))

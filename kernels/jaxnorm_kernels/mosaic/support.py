@@ -127,10 +127,6 @@ _LEFT_TO_XLA: Table = (
         lambda s: local_capability() not in (90, *_NOT_TIMED, None),
     ),
     (
-        "its strips of groups of channels that are no power of 2 are not timed yet",
-        lambda s: s.inner_cols & (s.inner_cols - 1) != 0,
-    ),
-    (
         "with fewer rows than multiprocessors, XLA spreads a norm's backward over more of them",
         lambda s: (
             _norm_bwd(s) and s.rows < 128 and not (s.subtract_mean and s.y_dtype.itemsize == 4)

@@ -18,8 +18,8 @@ from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.norm.elementwise import norm_columns, norm_output
 from jaxnorm_kernels.mosaic.rows.pieces import Piece
+from jaxnorm_kernels.mosaic.rows.strip import Stat, Strip
 from jaxnorm_kernels.mosaic.rows.strip_exchange import Parts
-from jaxnorm_kernels.mosaic.rows.strips import Stat, Strip
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.mosaic.walks.strided_forward import Gather, Refs, strided_forward
 from jaxnorm_kernels.specs import Spec
@@ -74,7 +74,7 @@ def _statistics(
     mean = None
     if spec.subtract_mean:
         size = strip.sizes()
-        (total,) = strip.sum(lambda piece: [x(piece)])
+        (total,) = strip.sum(lambda piece: [x(piece)], waits=True)
         part_mean = total / size
         wide = strip.broadcast(part_mean)
         (part_square,) = strip.sum(lambda piece: [jnp.square(x(piece) - wide)])
@@ -83,7 +83,8 @@ def _statistics(
             own_mean, mean = mean, strip.group_sum(mean) / strip.strips.group
             square = square + strip.strips.cols * jnp.square(own_mean - mean)
     else:
-        (square,) = gather(_add, strip.sum(lambda piece: [jnp.square(x(piece))]))
+        part_squares = strip.sum(lambda piece: [jnp.square(x(piece))], waits=True)
+        (square,) = gather(_add, part_squares)
     square = strip.group_sum(square)
     return lax.rsqrt(square / spec.cols + spec.epsilon), mean
 

@@ -11,8 +11,8 @@ from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.rows.logits import scaled
 from jaxnorm_kernels.mosaic.rows.pieces import Piece
+from jaxnorm_kernels.mosaic.rows.strip import Stat, Strip
 from jaxnorm_kernels.mosaic.rows.strip_exchange import Parts
-from jaxnorm_kernels.mosaic.rows.strips import Stat, Strip
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.mosaic.walks.strided_forward import Gather, Refs, strided_forward
 from jaxnorm_kernels.specs import Spec
@@ -30,7 +30,7 @@ def softmax_strided_fwd(operands: Operands, spec: Spec) -> Results:
         def z(piece: Piece) -> jax.Array:
             return scaled(strip.read(0, piece), spec)
 
-        part_m = strip.max(z, numerics.LOWEST)
+        part_m = strip.max(z, numerics.LOWEST, waits=True)
         wide_m = strip.broadcast(part_m)
         (part_s,) = strip.sum(lambda piece: [exp(z(piece) - wide_m)])
         m, s = gather(merge, [part_m, part_s])

@@ -26,8 +26,9 @@ from jaxnorm_kernels.mosaic.device.barriers import warpgroup_barrier
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref, store
 from jaxnorm_kernels.mosaic.rows.pieces import Piece
+from jaxnorm_kernels.mosaic.rows.strip import Stat, Strip, each_strip
 from jaxnorm_kernels.mosaic.rows.strip_exchange import Parts, StripExchange
-from jaxnorm_kernels.mosaic.rows.strips import Stat, Strip, Strips
+from jaxnorm_kernels.mosaic.rows.strips import Strips
 from jaxnorm_kernels.mosaic.walks.formulas import Formula, InnerFormula, RowOperands, prepare
 
 _F32 = np.dtype(np.float32)
@@ -120,7 +121,8 @@ def strided_backward(
             def terms(piece: Piece) -> list[jax.Array]:
                 return formula.terms(elements(piece, formula.summed), columns(piece), stats)
 
-            totals = exchange(exchanged, strip.step, _add_parts, strip.sum(terms, formula.row_sums))
+            of_warps = strip.sum(terms, formula.row_sums, waits=True)
+            totals = exchange(exchanged, strip.step, _add_parts, of_warps)
             if inner is not None:
                 gradients, totals = inner.of_inner(totals, params, of_inner)
                 for ref, gradient in zip(inner_refs, gradients):
@@ -141,7 +143,7 @@ def strided_backward(
         first = Strip.of(strips, lax.axis_index(BLOCK), jnp.int32(0), stages)
         if formula.column_sums:
             column_sums.clear(first)
-        strips.each(row_refs, stages, finish, exchange.ready)
+        each_strip(strips, row_refs, stages, finish, exchange.ready)
         if formula.column_sums:
             column_sums.write(first, partial_refs)
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from jaxnorm_kernels.mosaic.device.launch import launch
 from jaxnorm_kernels.mosaic.device.layouts import Ref
+from jaxnorm_kernels.mosaic.rows.strip import Stat, Strip, each_strip
 from jaxnorm_kernels.mosaic.rows.strip_exchange import Merge, StripExchange
-from jaxnorm_kernels.mosaic.rows.strips import Stat, Strip, Strips
+from jaxnorm_kernels.mosaic.rows.strips import Strips
 
 #: Statistics of the parts of a strip -> those of the strip, and the same of several kinds.
 Gather = Callable[[Merge, Sequence[Stat | float]], list[Any]]
@@ -62,7 +63,7 @@ def strided_forward(
             finish(strip, gather, Refs(param_refs, y_ref, stat_refs))
 
         exchange.open(exchanged_refs)
-        strips.each([x_ref], scratch[: len(held)], one, exchange.ready)
+        each_strip(strips, [x_ref], scratch[: len(held)], one, exchange.ready)
 
     y, *statistics = launch(
         body,
