@@ -31,7 +31,7 @@ from jaxnorm_kernels.mosaic.cross_entropy.forward import most_elements, read_lab
 from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g, times_slope
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load, widen
-from jaxnorm_kernels.mosaic.device.threads import exp2
+from jaxnorm_kernels.mosaic.device.numerics import exp2
 from jaxnorm_kernels.mosaic.rows.units import Unit, Units
 from jaxnorm_kernels.specs import Spec
 

@@ -18,6 +18,7 @@ from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPS, warps_layout
 from jaxnorm_kernels.mosaic.device.mgpu import arith, ir, utils, vector
+from jaxnorm_kernels.mosaic.device.numerics import exp2
 
 OF_THREADS = (WARPS, WARP)
 
@@ -80,22 +81,6 @@ def tanh(unit: jax.Array, times: float) -> jax.Array:
     """
     e = exp2(jnp.minimum(unit * (2 * times * math.log2(math.e)), 29.0))
     return 1 - 2 * _reciprocals(1 + e)
-
-
-def exp2(unit: jax.Array) -> jax.Array:
-    """In one instruction; below 2^-126 it is 0."""
-    if is_interpreted():
-        return jnp.exp2(unit)
-    layout = warps_layout(unit.shape[1] // WARP)
-
-    @plgpu.inline_mgpu(
-        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(unit.shape, jnp.float32, layout)
-    )
-    def approximate(context: Any, value: Any) -> Any:
-        del context
-        return value.exp2(approx=True)
-
-    return approximate(unit)
 
 
 def _reciprocals(unit: jax.Array) -> jax.Array:
