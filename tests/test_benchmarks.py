@@ -93,6 +93,9 @@ def test_a_block_with_operands_that_are_broadcast():
     groups = BlockWorkload("group_norm", "fwd+bwd", "2x4x8x64", "float32")
     assert groups.parameter_shapes == ((64,), (64,))
     assert groups.bytes == 2 * 4 * 8 * 64 * 5 * 4
+    assert groups.constants == ()
+    rotated = BlockWorkload("rms_norm_rope", "fwd+bwd", "2x4x8x64", "bfloat16")
+    assert rotated.constants == (1, 2)  # its tables
 
 
 def test_the_grid():
