@@ -194,3 +194,21 @@ def test_export_with_symbolic_rows(function, platforms, dtype):
         results = exported.call(x, labels, d), step(x, labels, d)
         for a, b in zip(*map(jax.tree.leaves, results)):
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_export_with_symbolic_classes():
+    """What is an even share of them is then no number."""
+
+    def step(x, labels, d):
+        loss, vjp = jax.vjp(lambda x: cross_entropy(x, labels, label_smoothing=0.1, z_loss=0.1), x)
+        return loss, vjp(d)
+
+    rows, classes = jax.export.symbolic_shape("rows, classes")
+    x, labels, d = operands((3, 12), "float32")
+    shapes = (rows, classes), (rows,), (rows,)
+    exported = jax.export.export(jax.jit(step))(
+        *(jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, (x, labels, d)))
+    )
+    results = exported.call(x, labels % 12, d), step(x, labels % 12, d)
+    for a, b in zip(*map(jax.tree.leaves, results)):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
