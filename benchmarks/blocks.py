@@ -235,6 +235,10 @@ class BlockWorkload(ShapedWorkload):
         return tuple(self.block.operands.index(name) for name in names)
 
     @property
+    def constants(self) -> tuple[int, ...]:
+        return tuple(i for i, name in enumerate(self.block.operands) if name in TABLES)
+
+    @property
     def bytes(self) -> int:
         """Least traffic: each array of rows once in the forward, and once in the backward."""
         block = self.block

@@ -67,10 +67,12 @@ def backward(results: Any, leaves: Tensors, cotangents: Tensors) -> Tensors:
     return torch.autograd.grad(results, floating(leaves), cotangents, retain_graph=True)
 
 
-def leaves_of(inputs: Inputs) -> Tensors:
+def leaves_of(inputs: Inputs, constants: Sequence[int] = ()) -> Tensors:
     rows, parameters, _ = inputs
-    leaves = (a.detach() for a in (*rows, *parameters))
-    return tuple(a.requires_grad_() if a.is_floating_point() else a for a in leaves)
+    leaves = [a.detach() for a in (*rows, *parameters)]
+    for i, a in enumerate(leaves):
+        a.requires_grad_(a.is_floating_point() and i not in constants)
+    return tuple(leaves)
 
 
 def floating(leaves: Tensors) -> Tensors:
@@ -91,7 +93,7 @@ def calls_of(
     """The function to time and its operands, of a provider's function."""
     if cell.direction == "fwd":
         return functools.partial(forward, f), [(inputs,) for inputs in sets]
-    leaves = [(leaves_of(inputs), inputs[-1]) for inputs in sets]
+    leaves = [(leaves_of(inputs, cell.constants), inputs[-1]) for inputs in sets]
     if cell.direction == "fwd+bwd":
         return functools.partial(forward_and_backward, f), leaves
     return backward, [(f(*each), each, cotangents) for each, cotangents in leaves]

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 Operation = Literal["softmax", "log_softmax", "layer_norm", "rms_norm"]
 Direction = Literal["fwd", "bwd", "fwd+bwd"]
@@ -64,6 +64,7 @@ class Workload:
     y_dtype: str
 
     flops = 0  # the bytes that move set its time
+    constants: ClassVar[tuple[int, ...]] = ()
 
     @property
     def mixed(self) -> bool:
@@ -150,6 +151,11 @@ class ShapedWorkload(abc.ABC):
     def flops(self) -> int:
         """Of matrix products, where they set its time and not the bytes that move."""
         return 0
+
+    @property
+    def constants(self) -> tuple[int, ...]:
+        """Which row operands a training step does not differentiate, though they are floats."""
+        return ()
 
     @property
     def sizes(self) -> Shape:

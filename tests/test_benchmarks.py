@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import sys
+import unittest.mock
 
 import jax
 import numpy as np
@@ -93,6 +95,9 @@ def test_a_block_with_operands_that_are_broadcast():
     groups = BlockWorkload("group_norm", "fwd+bwd", "2x4x8x64", "float32")
     assert groups.parameter_shapes == ((64,), (64,))
     assert groups.bytes == 2 * 4 * 8 * 64 * 5 * 4
+    assert groups.constants == ()
+    rotated = BlockWorkload("rms_norm_rope", "fwd+bwd", "2x4x8x64", "bfloat16")
+    assert rotated.constants == (1, 2)  # its tables
 
 
 def test_the_grid():
@@ -267,6 +272,27 @@ def test_the_providers_compute_the_operation(name, op):
     small = 1e-3 * problem.x  # where epsilon counts
     y = providers.function(name, op, "float32")(small, *problem.parameters)
     np.testing.assert_allclose(y, plain(op)(small, *problem.parameters), rtol=1e-5, atol=1e-6)
+
+
+LIBRARIES = {
+    "fla": ("fla", "fla.modules", "fla.modules.fused_norm_gate", "fla.modules.layernorm_gated"),
+    "liger": ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.functional"),
+    "quack": ("quack", *(f"quack.{m}" for m in ("cross_entropy", "linear", "rmsnorm", "softmax"))),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_adapters_have_what_the_table_offers(name, monkeypatch):
+    """Of libraries that need a GPU: here their modules are stand-ins."""
+    provider = PROVIDERS[name]
+    adapter = f"benchmarks.providers.{provider.adapter}"
+    for module in ("torch", *LIBRARIES[name]):
+        monkeypatch.setitem(sys.modules, module, unittest.mock.MagicMock())
+    sys.modules["torch"].autograd.Function = type("Function", (), {"apply": callable})
+    monkeypatch.delitem(sys.modules, adapter, raising=False)
+    for op in (*provider.operations, *provider.blocks, *provider.losses, *provider.linear):
+        assert callable(providers.function(name, op, "float32"))
+    del sys.modules[adapter]  # that of the stand-ins
 
 
 #: Of blocks, by their number of axes.

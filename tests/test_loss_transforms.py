@@ -173,3 +173,42 @@ def test_implementation_for(name):
     assert (plan.forward.name, plan.backward.name) == ("xla", "xla")
     with pytest.raises(ValueError, match="axis=4 is out of range for logits"):
         jaxnorm.implementation_for(name, (64, 4096), "bfloat16", axis=4)
+
+
+@each
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("platforms", [("cpu",), ("cuda",), ("cpu", "cuda", "tpu")], ids=str)
+def test_export_with_symbolic_rows(function, platforms, dtype):
+    """Of both passes in plain JAX: what kernels refuse, for which no size is known."""
+    x, labels, d = operands((2, 3, 128), dtype)
+
+    def step(x, labels, d):
+        y, vjp = jax.vjp(lambda x: function(x, labels, implementation="xla"), x)
+        return y, vjp(d)
+
+    sizes = jax.export.symbolic_shape("b, s")
+    exported = jax.export.export(jax.jit(step), platforms=platforms)(
+        *(jax.ShapeDtypeStruct((*sizes, *a.shape[2:]), a.dtype) for a in (x, labels, d))
+    )
+    if jax.default_backend() in platforms:
+        results = exported.call(x, labels, d), step(x, labels, d)
+        for a, b in zip(*map(jax.tree.leaves, results)):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_export_with_symbolic_classes():
+    """What is an even share of them is then no number."""
+
+    def step(x, labels, d):
+        loss, vjp = jax.vjp(lambda x: cross_entropy(x, labels, label_smoothing=0.1, z_loss=0.1), x)
+        return loss, vjp(d)
+
+    rows, classes = jax.export.symbolic_shape("rows, classes")
+    x, labels, d = operands((3, 12), "float32")
+    shapes = (rows, classes), (rows,), (rows,)
+    exported = jax.export.export(jax.jit(step))(
+        *(jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, (x, labels, d)))
+    )
+    results = exported.call(x, labels % 12, d), step(x, labels % 12, d)
+    for a, b in zip(*map(jax.tree.leaves, results)):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

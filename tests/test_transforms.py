@@ -193,6 +193,35 @@ def test_export_with_a_symbolic_batch(function):
         np.testing.assert_allclose(exported.call(x), function(x), rtol=1e-6, atol=1e-7)
 
 
+SYMBOLIC = {
+    # adaLN's parameters of each sample; GroupNorm, whose positions are a part of its rows.
+    "samples": lambda x, s: jaxnorm.layer_norm(x, s[:, :1], s[:, 1:2], scale_offset=1.0),
+    "gate": lambda x, s: jaxnorm.add_layer_norm(x, x, gate=s[:, :1])[0],
+    "groups": lambda x, s: jaxnorm.layer_norm(x.reshape(*x.shape[:2], 4, 4), axis=(1, 3)),
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_export_with_symbolic_samples_and_positions(name):
+    function = SYMBOLIC[name]
+
+    def step(x, s):
+        y, vjp = jax.vjp(function, x, s)
+        return y, vjp(jnp.cos(y))
+
+    batch, length = jax.export.symbolic_shape("batch, length")
+    arrays = (
+        jax.ShapeDtypeStruct((batch, length, 16), jnp.float32),
+        jax.ShapeDtypeStruct((batch, 2, 16), jnp.float32),
+    )
+    exported = jax.export.export(jax.jit(step))(*arrays)
+    for sizes in ((2, 3), (1, 6)):
+        operands = normal(*sizes, 16), normal(sizes[0], 2, 16, seed=3)
+        results = exported.call(*operands), step(*operands)
+        for a, b in zip(*map(jax.tree.leaves, results)):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 @each_function
 def test_cross_lowering_for_a_gpu_from_any_host(function):
     for f in (function, jax.grad(weighted(function))):

@@ -156,7 +156,7 @@ PROVIDERS: dict[str, Provider] = {
         "fla_functions",
         ("torch", "flash-linear-attention", "triton"),
         (),
-        blocks=("gated_rms_norm",),
+        blocks=("gated_rms_norm", "gate_first_rms_norm"),
         wide_parameters=False,
     ),
     "torch": Provider(

@@ -1,4 +1,7 @@
-"""Liger's kernels as its API calls them: RMSNorm's dx is written over dy, logits' over logits."""
+"""Liger's kernels as its API calls them: RMSNorm's dx is written over dy, logits' over logits.
+
+Its GroupNorm is left out: its images have channels first, where a group's elements are neighbours.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -47,7 +47,7 @@ def norm_call(
     for name, own in shapes.items():
         checks.check_parameter(function, _PUBLIC_NAMES.get(name, name), own, view)
     by_kind = {
-        kind: np.broadcast_shapes(*(own for name, own in shapes.items() if OPERANDS[name] == kind))
+        kind: jnp.broadcast_shapes(*(own for name, own in shapes.items() if OPERANDS[name] == kind))
         for kind in PARAMETERS
     }
     # Of the sizes of the normalised axes, a view needs no word.

@@ -90,6 +90,12 @@ def is_spread(value: Value) -> bool:
     )
 
 
+def is_zeros(value: Value, like: Value) -> bool:
+    """An array of one number, which JAX hands over for a derivative."""
+    is_of_literals = all(v.made_by == "literal" for v in value.operands)
+    return value.made_by == "broadcast_in_dim" and is_of_literals and value.shape == like.shape
+
+
 def is_reduced(value: Value, limit: int) -> bool:
     """Whether a small array is of a sum, or of another reduction."""
     return any(

@@ -1,11 +1,12 @@
 """What would not keep an array that a derivative keeps: jaxnorm's functions, `jax.checkpoint`.
 
-Known by how the array is made and what takes it, in the graph of `kept_arrays`; cross-entropies by
-`loss_advice`:
+Known by how the array is made and what takes it, in the graph of `kept_arrays`; norms by
+`norm_advice`, cross-entropies by `loss_advice`:
 
     gated_linear         between activation(gate) * up and the product with a weight
     activation_linear    between activation(x) and the product with a weight
     rms_norm, layer_norm between x and x times the reciprocal root of a mean of squares
+      (activation=)      between x and an activation of that, or of what jaxnorm's norm returns
     rms_norm_rope        between x and a rotation of that result, which is kept
     ..._cross_entropy    logits, their exponentials and casts, of integer labels
     linear_log_prob_...  the logits of log_prob_and_entropy, and casts of them
@@ -14,13 +15,10 @@ Known by how the array is made and what takes it, in the graph of `kept_arrays`;
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
-from jaxnorm.tools import elementwise, loss_advice, rotation_advice
-from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin, reached
-
-# What takes an array, and keeps nothing of it.
-_LINEAR = {"add", "add_any", "sub", "neg", STACKED, "scan", *elementwise.COPYING, *NAMING}
+from jaxnorm.tools import elementwise, loss_advice, norm_advice, rotation_advice
+from jaxnorm.tools.kept_arrays import STACKED, Value, origin, reached
 
 #: By an array's id: a sentence, and the bytes that following it saves.
 type Advice = dict[int, tuple[str, int]]
@@ -41,8 +39,8 @@ def _advice(kept: Sequence[Value]) -> Advice:
     claimed: set[int] = set()
     for product in _products(kept):
         _of_activation(product, by_origin, claimed, found)
-    for root, region in _norms(kept):
-        _of_norm(root, region, by_origin, found)
+    for members, lacking, sentence in norm_advice.norms(kept, by_origin, found):
+        _advise(found, members, lacking, sentence)
     for value in kept:
         norm = origin(value)
         is_norm = norm.made_by == "jaxnorm.rms_norm"
@@ -118,7 +116,9 @@ def _of_activation(
         if key not in (*sources, *claimed) and _is_between(origin(v), sources)
     ]
     # Of each layer one.
-    constants = (v for k, v in by_origin.items() if k not in claimed and _is_zeros(origin(v), h))
+    constants = (
+        v for k, v in by_origin.items() if k not in claimed and elementwise.is_zeros(origin(v), h)
+    )
     members += [*constants][: bool(members)]
     claimed.update(id(origin(v)) for v in members)
     name = "gated_linear" if len(sources) == 2 else "activation_linear"
@@ -187,75 +187,7 @@ def _is_between(value: Value, sources: dict[int, Value]) -> bool:
     return bool(own) and is_alone and own.keys() <= sources.keys()
 
 
-def _is_zeros(value: Value, h: Value) -> bool:
-    """An array of one number, which JAX hands over for a derivative."""
-    is_of_literals = all(v.made_by == "literal" for v in value.operands)
-    return value.made_by == "broadcast_in_dim" and is_of_literals and value.shape == h.shape
-
-
-# ---------------------------------------------------------------------------------------- norms
-
-
-def _norms(kept: Iterable[Value]) -> Iterator[tuple[Value, list[Value]]]:
-    """What is normalised, and the arrays of its size that a norm makes of it, in their order."""
-    done: set[int] = set()
-    for value in kept:
-        root = _root(value)
-        if id(root) in done:
-            continue
-        done.add(id(root))
-        region = _region(root)
-        names = {v.made_by for v in region}
-        if any(map(_is_by_a_root, region)) and not names & elementwise.NONLINEAR:
-            yield root, region
-
-
-def _root(value: Value) -> Value:
-    """Of what one array of its size a value is made, element by element."""
-    while True:
-        value = origin(value)
-        same = [v for v in value.operands if v.size == value.size and not elementwise.is_spread(v)]
-        if (
-            value.made_by not in elementwise.ELEMENTWISE
-            or elementwise.is_product(value)
-            or len({*same}) != 1
-        ):
-            return value
-        value = same[0]
-
-
-# What a norm is not made of, nor an activation.
-_WAVES = {"cos", "cosh", "sin", "sinh", "tan"}
-
-
-def _region(root: Value) -> list[Value]:
-    """What is made of `root`, element by element, and of numbers for each row or column."""
-    region = {id(root): root}
-    stack = [root]
-    while stack:
-        for taker in stack.pop().takers:
-            same = [
-                v for v in taker.operands if v.size == root.size and not elementwise.is_spread(v)
-            ]
-            of_norm = taker.made_by in elementwise.ELEMENTWISE - _WAVES
-            fits = of_norm and taker.size == root.size
-            if fits and id(taker) not in region and all(id(v) in region for v in same):
-                region[id(taker)] = taker
-                stack.append(taker)
-    return [v for v in region.values() if v is not root]
-
-
-def _is_by_a_root(value: Value) -> bool:
-    """Whether it is something times the reciprocal root of a sum over its row."""
-    for operand in value.operands:
-        operand = origin(operand)
-        if operand.size == value.size and not elementwise.is_spread(operand):
-            continue
-        made_of = [*elementwise.ancestors(operand, value.size)]
-        is_of_rows = any(v.made_by == "reduce_sum" and v.size < value.size for v in made_of)
-        if is_of_rows and any(v.made_by in ("rsqrt", "sqrt") for v in made_of):
-            return value.made_by in ("mul", "div")
-    return False
+# ------------------------------------------------------------------------------------- softmaxes
 
 
 def _softmax_of(exponential: Value, by_origin: dict[int, Value]) -> str | None:
@@ -271,71 +203,3 @@ def _softmax_of(exponential: Value, by_origin: dict[int, Value]) -> str | None:
         if len(casts) == len(taker.takers) and any(id(v) in by_origin for v in casts):
             return f", with dtype={casts[0].dtype.name}"
     return None
-
-
-def _of_norm(
-    root: Value, region: Sequence[Value], by_origin: dict[int, Value], found: Advice
-) -> None:
-    inside = {id(root), *map(id, region)}
-
-    def leaves(value: Value) -> bool:
-        """Whether it is the norm's result: what else takes it."""
-        rest = [t for t in value.takers if id(t) not in inside]
-        return any(t.made_by not in (STACKED, "reduce_sum", "scan") for t in rest)
-
-    # A cast of x may leave it, too, and is no result: it is kept, or not, for what takes it.
-    normalised: set[int] = set()
-    for value in region:  # in their order
-        if _is_by_a_root(value) or any(id(v) in normalised for v in value.operands):
-            normalised.add(id(value))
-    out = [v for v in region if leaves(v)]
-    results = [v for v in out if id(v) in normalised]
-    is_free = all(id(t) in inside or t.made_by in _LINEAR for t in root.takers)
-    again = _cast_again(results)
-    members = [by_origin[id(v)] for v in region if id(v) in by_origin and v not in out]
-    members += [by_origin[id(v)] for v in again if id(v) in by_origin]
-    # Factors of x's size, of rows times columns.
-    factors = {id(origin(a)): a for v in region for a in v.operands if id(a) not in inside}
-    members += [by_origin[k] for k, a in factors.items() if k in by_origin and a.size == root.size]
-    if is_free and id(root) in by_origin and root.made_by not in elementwise.GIVEN:
-        members.append(by_origin[id(root)])
-    results = [*{id(v): v for v in map(_narrowest, results) if v not in again}.values()]
-    lacking = sum(v.bytes * v.layers for v in results if id(v) not in by_origin)
-    centred = [v for v in region if v.made_by == "sub"]
-    subtracted = [a for v in centred for a in v.operands if id(a) not in inside]
-    has_mean = any(elementwise.is_reduced(a, root.size) for a in subtracted)
-    name = "layer_norm" if has_mean else "rms_norm"
-    members = [v for v in members if id(v) not in found]
-    line = next((v.source for v in region if v.source), root.source)
-    sentence = f"{name}: in place of the norm of {line}, it keeps its result"
-    dtypes = {v.dtype for v in results}
-    if len(dtypes) == 1 and dtypes != {_narrowest(root).dtype}:
-        sentence += f", with dtype={dtypes.pop().name}"
-    first = next(v for v in region if id(v) in normalised)
-    if name == "rms_norm" and rotation_advice.is_kept_rotated(first, by_origin):
-        sentence = f"{rotation_advice.FUNCTION}: in place of the norm of {line} and the rotation"
-        lacking = 0
-    _advise(found, members, lacking, sentence)
-
-
-def _narrowest(result: Value) -> Value:
-    """An array before it is cast to more bits."""
-    value = result
-    while value.made_by == "convert_element_type" or value.made_by in NAMING:
-        value = value.operands[0]
-        if value.dtype.itemsize < result.dtype.itemsize:
-            result = value
-    return result
-
-
-def _cast_again(results: Sequence[Value]) -> list[Value]:
-    """Results that are casts as another one is: of the norm's own dtype there is one array."""
-    seen: set[tuple[int, str]] = set()
-    again = []
-    for value in results:
-        if value.made_by == "convert_element_type":
-            cast = (id(origin(value.operands[0])), value.dtype.name)
-            if cast in seen:
-                again.append(value)
-            seen.add(cast)
-    return again

@@ -120,7 +120,8 @@ def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
     a = spec.label_smoothing
     d = jnp.expand_dims(dloss.astype(spec.compute_dtype), spec.axes)
     even = a / spec.cols if a else 0.0
-    slope = p - jnp.where(at_label, p.dtype.type(1 - a + even), p.dtype.type(even))
+    target = jnp.where(at_label, jnp.asarray(1 - a + even, p.dtype), jnp.asarray(even, p.dtype))
+    slope = p - target
     if spec.z_loss:
         slope = slope + 2 * spec.z_loss * lse * p
     dx = d * slope

@@ -60,7 +60,7 @@ def _straight_through[T](
 
 
 @_straight_through
-def clip(v: jax.Array, bound: float) -> jax.Array:
+def clip(v: jax.Array, bound: float | jax.Array) -> jax.Array:
     """v within its true bound: x_hat that is recovered from a rounded y may lie beyond."""
     return jnp.clip(v, -bound, bound)
 

@@ -95,7 +95,9 @@ def shares_exponentials(spec: Spec) -> bool:
 def exponentials_but_label(x: jax.Array, m: jax.Array, label: jax.Array, spec: Spec) -> jax.Array:
     """exp(x - m), and 0 in each row's column `label`."""
     e = jnp.exp(f_times(x - m, spec))
-    return jnp.put_along_axis(e, label, 0, -1, inplace=False, mode="promise_in_bounds")
+    # Not jnp.put_along_axis, which needs numbers of rows that are known.
+    rows = [lax.broadcasted_iota(jnp.int32, label.shape, axis) for axis in range(e.ndim - 1)]
+    return e.at[(*rows, label)].set(0, mode="promise_in_bounds")
 
 
 def at_column(x: jax.Array, column: jax.Array) -> jax.Array:

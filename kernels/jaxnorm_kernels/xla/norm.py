@@ -368,7 +368,9 @@ def _recovered(
     z = saved if spec.y_limit is None else clip(saved, spec.y_limit)
     if bias is not None:
         z = z - along_rows(effective_bias(bias, spec), z, spec)
-    xh = clip(z if g is None else safe_divide(z, g), math.sqrt(spec.cols))
+    is_number = isinstance(spec.cols, int)  # not so in an export of any size
+    bound = math.sqrt(spec.cols) if is_number else jnp.sqrt(jnp.asarray(spec.cols, z.dtype))
+    xh = clip(z if g is None else safe_divide(z, g), bound)
     return g, xh, along, z
 
 

@@ -1,0 +1,127 @@
+"""memory_report's advice on an activation after a norm: `activation=` keeps x and the result."""
+
+import functools
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxnorm
+import jaxnorm.linen
+from jaxnorm import memory_report
+
+pytestmark = pytest.mark.oldest_jax
+
+LAYERS, CHANNELS = 3, 64
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
+IMAGES = jax.ShapeDtypeStruct((2, 8, 8, CHANNELS), "bfloat16")
+ROWS = jax.ShapeDtypeStruct((128, CHANNELS), "bfloat16")
+each = pytest.mark.parametrize("activation", ACTIVATIONS)
+
+
+class Blocks(flax.linen.Module):
+    """A U-Net's: GroupNorm, activation and convolution."""
+
+    norm: functools.partial
+    activation: str | None = None
+
+    @flax.linen.compact
+    def __call__(self, x):
+        for _ in range(LAYERS):
+            y = self.norm(8, dtype=jnp.bfloat16)(x)
+            y = y if self.activation is None else ACTIVATIONS[self.activation](y)
+            x = x + flax.linen.Conv(CHANNELS, (3, 3), dtype=jnp.bfloat16)(y)
+        return jnp.sum(x.astype(jnp.float32))
+
+
+def of_model(model):
+    params = jax.eval_shape(model.init, jax.random.key(0), IMAGES)
+    return memory_report(model.apply, params, IMAGES, argnums=(0, 1))
+
+
+def told(report, name):
+    return [row for row in report if row.advice and row.advice.startswith(f"{name}:")]
+
+
+def is_true(before, after, name):
+    """Following it lowers the total by what it says, within 10 %; then there is none of it left."""
+    saves = sum(row.saves for row in told(before, name))
+    return (
+        saves > 0
+        and before.total - after.total == pytest.approx(saves, rel=0.1)
+        and not [row for row in after if row.advice and "activation=" in row.advice]
+    )
+
+
+@each
+@pytest.mark.parametrize("module", [flax.linen.GroupNorm, jaxnorm.linen.GroupNorm], ids=str)
+def test_group_norm(module, activation):
+    before = of_model(Blocks(module, activation))
+    after = of_model(Blocks(functools.partial(jaxnorm.linen.GroupNorm, activation=activation)))
+    assert is_true(before, after, f'layer_norm(activation="{activation}")')
+
+
+def test_group_norm_alone():
+    """Groups are reshapes: without an activation it keeps its result twice."""
+    before, after = (of_model(Blocks(m.GroupNorm)) for m in (flax.linen, jaxnorm.linen))
+    assert is_true(before, after, "layer_norm")
+
+
+def layer_norm(x, scale):
+    wide = x.astype(jnp.float32)
+    wide = wide - jnp.mean(wide, -1, keepdims=True)
+    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-6)
+    return (wide * rstd * scale).astype(x.dtype)
+
+
+def rms_norm(x, scale):
+    wide = x.astype(jnp.float32)
+    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-6)
+    return (wide * rstd * scale).astype(x.dtype)
+
+
+def of_rows(step):
+    weights = {
+        "scale": jax.ShapeDtypeStruct((LAYERS, CHANNELS), "bfloat16"),
+        "weight": jax.ShapeDtypeStruct((LAYERS, CHANNELS, CHANNELS), "bfloat16"),
+    }
+
+    def loss(w, x):
+        x, _ = jax.lax.scan(lambda x, w: (x + step(x, w["scale"]) @ w["weight"], None), x, w)
+        return jnp.sum(x.astype(jnp.float32))
+
+    return memory_report(loss, weights, ROWS, argnums=(0, 1))
+
+
+@each
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_plain_norms_of_rows(norm, activation):
+    ours = getattr(jaxnorm, norm.__name__)
+    before = of_rows(lambda x, scale: ACTIVATIONS[activation](norm(x, scale)))
+    after = of_rows(lambda x, scale: ours(x, scale, activation=activation))
+    assert is_true(before, after, f'{norm.__name__}(activation="{activation}")')
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda y: jax.nn.sigmoid(y),
+        lambda y: jnp.tanh(y),
+        lambda y: jax.nn.gelu(y, approximate=False),
+        lambda y: jax.nn.silu(y) * 2,
+        lambda y: jax.nn.silu(y) + y,
+        lambda y: jnp.square(jax.nn.relu(y)),
+    ],
+    ids=["sigmoid", "tanh", "exact gelu", "twice silu", "silu and more", "squared relu"],
+)
+@pytest.mark.parametrize("norm", [rms_norm, jaxnorm.rms_norm], ids=["plain", "jaxnorm"])
+def test_what_no_norm_has(norm, step):
+    report = of_rows(lambda x, scale: step(norm(x, scale)))
+    assert not [row for row in report if row.advice and "activation=" in row.advice]
+
+
+def test_a_product_can_have_the_activation():
+    """It then keeps the norm's result, and neither x nor the activation's."""
+    report = of_rows(lambda x, scale: jax.nn.silu(jaxnorm.rms_norm(x, scale)))
+    assert {row.advice.split(":")[0] for row in report if row.advice} == {"activation_linear"}
