@@ -19,6 +19,7 @@ Function = Literal["softmax_cross_entropy_with_integer_labels", "log_prob_and_en
 NAME: Function = "softmax_cross_entropy_with_integer_labels"
 
 
+@eager.compiled("logits", "labels", "where")
 def softmax_cross_entropy_with_integer_labels(
     logits: checks.ArrayLike,
     labels: checks.ArrayLike,
@@ -100,30 +101,6 @@ def softmax_cross_entropy_with_integer_labels(
       >>> [round(loss, 2) for loss in losses.tolist()]  # log(1000); 0 for what does not count
       [6.91, 0.0]
     """
-    return _cross_entropy(
-        logits,
-        labels,
-        axis,
-        where,
-        label_smoothing,
-        z_loss,
-        logits_scale,
-        logit_softcap,
-        implementation,
-    )
-
-
-def _cross_entropy_of(
-    logits: checks.ArrayLike,
-    labels: checks.ArrayLike,
-    axis: checks.Axis,
-    where: checks.ArrayLike | None,
-    label_smoothing: float,
-    z_loss: float,
-    logits_scale: float,
-    logit_softcap: float | None,
-    implementation: Name | None,
-) -> jax.Array:
     (loss,), weights = of_rows(
         NAME,
         logits,
@@ -138,9 +115,6 @@ def _cross_entropy_of(
         logit_softcap=logit_softcap,
     )
     return loss if weights is None else weighted(loss, weights)
-
-
-_cross_entropy = eager.compiled(_cross_entropy_of, name=NAME, arrays=(0, 1, 3))
 
 
 def of_rows(

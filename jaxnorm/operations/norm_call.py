@@ -1,6 +1,5 @@
 """What the norms' functions share: their checks, and the call that their arguments make."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -13,7 +12,7 @@ from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
-from jaxnorm.primitives import eager, row_operations
+from jaxnorm.primitives import row_operations
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, PARAMETERS
 from jaxnorm_kernels.specs import Activation, Name, NormActivation, Save, Spec
 
@@ -142,47 +141,3 @@ def normalise(
     if implementation is not None:
         backends.forced(call, implementation)
     return row_operations.bind(call, x, *[given[name] for name in call.primals[1:]])
-
-
-# Each function that takes these arguments, as it is called outside `jax.jit`.
-_ARRAYS = ("x", "residual", "scale", "bias", "next_scale", "branch_scale")
-_NORMS = {
-    name: eager.compiled(functools.partial(normalise, name), name=name, arrays=range(len(_ARRAYS)))
-    for name, function in FUNCTIONS.items()
-    if {*OPERATIONS[function.op].operands} <= {*_ARRAYS}
-}
-
-
-def norm(
-    function: str,
-    x: checks.ArrayLike,
-    residual: checks.ArrayLike | None = None,
-    *,
-    scale: checks.ArrayLike | None,
-    bias: checks.ArrayLike | None = None,
-    next_scale: checks.ArrayLike | None = None,
-    gate: checks.ArrayLike | None = None,
-    axis: checks.Axis,
-    epsilon: float,
-    scale_offset: float,
-    dtype: checks.DTypeLike | None = None,
-    save: Save,
-    implementation: Name | None,
-    activation: NormActivation | None = None,
-) -> list[jax.Array]:
-    """The results of a public function, compiled where it is called outside `jax.jit`."""
-    return _NORMS[function](
-        x,
-        residual,
-        scale,
-        bias,
-        next_scale,
-        gate,
-        axis,
-        epsilon,
-        scale_offset,
-        dtype,
-        save,
-        implementation,
-        activation,
-    )

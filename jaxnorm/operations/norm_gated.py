@@ -14,6 +14,7 @@ from jaxnorm_kernels.specs import Activation, Name
 _FUNCTION = "rms_norm_gated"
 
 
+@eager.compiled("x", "gate", "scale")
 def rms_norm_gated(
     x: checks.ArrayLike,
     gate: checks.ArrayLike,
@@ -73,22 +74,6 @@ def rms_norm_gated(
       >>> jaxnorm.rms_norm_gated(x, gate, scale, norm_before_gate=False).shape
       (2, 16, 8, 128)
     """
-    return _compiled(
-        x, gate, scale, norm_before_gate, activation, epsilon, scale_offset, dtype, implementation
-    )
-
-
-def _normalise_and_gate(
-    x: checks.ArrayLike,
-    gate: checks.ArrayLike,
-    scale: checks.ArrayLike | None,
-    norm_before_gate: bool,
-    activation: Activation,
-    epsilon: float,
-    scale_offset: float,
-    dtype: checks.DTypeLike | None,
-    implementation: Name | None,
-) -> jax.Array:
     x, gate = (checks.float_array(_FUNCTION, n, a) for n, a in (("x", x), ("gate", gate)))
     checks.same_shape(_FUNCTION, "gate", gate.shape, x.shape)
     if scale is not None:
@@ -113,6 +98,3 @@ def _normalise_and_gate(
         backends.forced(call, implementation)
     (y,) = row_operations.bind(call, x, sharding.lie_alike(gate, x), scale)
     return y
-
-
-_compiled = eager.compiled(_normalise_and_gate, name=_FUNCTION, arrays=range(3))

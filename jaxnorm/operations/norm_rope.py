@@ -15,6 +15,7 @@ from jaxnorm_kernels.specs import Name, Save
 _FUNCTION = "rms_norm_rope"
 
 
+@eager.compiled("x", "scale", "cos", "sin")
 def rms_norm_rope(
     x: checks.ArrayLike,
     scale: checks.ArrayLike | None,
@@ -79,23 +80,6 @@ def rms_norm_rope(
       >>> y.shape, y.dtype.name
       ((2, 16, 8, 64), 'bfloat16')
     """
-    return _compiled(
-        x, scale, cos, sin, interleaved, epsilon, scale_offset, dtype, save, implementation
-    )
-
-
-def _normalise_and_rotate(
-    x: checks.ArrayLike,
-    scale: checks.ArrayLike | None,
-    cos: checks.ArrayLike,
-    sin: checks.ArrayLike,
-    interleaved: bool,
-    epsilon: float,
-    scale_offset: float,
-    dtype: checks.DTypeLike | None,
-    save: Save,
-    implementation: Name | None,
-) -> jax.Array:
     x = checks.float_array(_FUNCTION, "x", x)
     checks.axes(_FUNCTION, -1, x.shape)
     if scale is not None:
@@ -128,9 +112,6 @@ def _normalise_and_rotate(
     tables = [sharding.broadcast_alike(table, x) for table in tables]
     (y,) = row_operations.bind(call, x, scale, *tables)
     return y
-
-
-_compiled = eager.compiled(_normalise_and_rotate, name=_FUNCTION, arrays=range(4))
 
 
 def _check_scale(scale: tuple[int, ...], x: tuple[int, ...]) -> None:
