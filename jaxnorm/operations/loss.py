@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm.calls import backends
 from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
 from jaxnorm.operations import checks
@@ -166,10 +165,8 @@ def of_rows(
             f"{function}: labels have shape {labels.shape}; expected {expected}, the shape of "
             f"logits {shape} without axis={axis!r}; reshape or broadcast labels to that shape"
         )
-    if implementation is not None:
-        backends.forced(call, implementation)
     positions = None if weights is None else counted(weights)
-    return row_operations.bind(call, logits, labels, mask, positions), weights
+    return row_operations.run(call, logits, labels, mask, positions), weights
 
 
 def loss_call(

@@ -4,7 +4,6 @@ from typing import get_args
 
 import jax
 
-from jaxnorm.calls import backends
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
 from jaxnorm.operations.norm_call import norm_call
@@ -81,9 +80,8 @@ def rms_norm_gated(
     checks.one_of(_FUNCTION, "activation", activation, get_args(Activation))
     call = norm_call(
         _FUNCTION,
-        x.shape,
-        x.dtype,
-        {} if scale is None else {"scale": (scale.shape, scale.dtype)},
+        x,
+        {} if scale is None else {"scale": scale},
         axis=-1,
         epsilon=epsilon,
         scale_offset=scale_offset,
@@ -94,7 +92,5 @@ def rms_norm_gated(
         norm_before_gate=checks.flag(_FUNCTION, "norm_before_gate", norm_before_gate),
         activation=activation,
     )
-    if implementation is not None:
-        backends.forced(call, implementation)
-    (y,) = row_operations.bind(call, x, sharding.lie_alike(gate, x), scale)
+    (y,) = row_operations.run(call, x, sharding.lie_alike(gate, x), scale)
     return y

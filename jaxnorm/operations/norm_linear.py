@@ -227,9 +227,8 @@ def _call_of(
     )
     norm = norm_call(
         "rms_norm",
-        shape,
-        spec.x_dtype,
-        {n: (a.shape, a.dtype) for n, a in others.items() if n == "scale"},
+        jax.ShapeDtypeStruct(shape, spec.x_dtype),
+        {name: a for name, a in others.items() if name == "scale"},
         axis=-1,
         epsilon=spec.epsilon,
         scale_offset=spec.scale_offset,

@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxnorm.calls import backends
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
 from jaxnorm.operations.norm_call import norm_call
@@ -93,9 +92,8 @@ def rms_norm_rope(
     tables = [jnp.expand_dims(a.astype(table_dtype), range(lacking)) for a in tables]
     call = norm_call(
         _FUNCTION,
-        x.shape,
-        x.dtype,
-        {} if scale is None else {"scale": (scale.shape, scale.dtype)},
+        x,
+        {} if scale is None else {"scale": scale},
         axis=-1,
         epsilon=epsilon,
         scale_offset=scale_offset,
@@ -107,10 +105,8 @@ def rms_norm_rope(
         interleaved=checks.flag(_FUNCTION, "interleaved", interleaved),
     )
     call = dataclasses.replace(call, view=dataclasses.replace(call.view, table=tables[0].shape))
-    if implementation is not None:
-        backends.forced(call, implementation)
     tables = [sharding.broadcast_alike(table, x) for table in tables]
-    (y,) = row_operations.bind(call, x, scale, *tables)
+    (y,) = row_operations.run(call, x, scale, *tables)
     return y
 
 

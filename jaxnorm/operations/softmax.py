@@ -4,7 +4,6 @@ import math
 
 import jax
 
-from jaxnorm.calls import backends
 from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
 from jaxnorm.meshes import sharding
@@ -173,8 +172,6 @@ def _softmax_of(
         causal=causal,
     )
     call = Call(function, spec, view, implementation).on(view)
-    if implementation is not None:
-        backends.forced(call, implementation)
     if bias is not None:
         bias = sharding.broadcast_alike(bias, x)
-    return row_operations.bind(call, x, mask, bias)[0]
+    return row_operations.run(call, x, mask, bias)[0]
