@@ -27,7 +27,7 @@ def compiled[**P, T](
     """
 
     def decorated(function: Callable[P, T]) -> Callable[P, T]:
-        parameters = inspect.signature(function).parameters
+        parameters = dict(inspect.signature(function).parameters)
         defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
         by_position = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
         statics = [name for name in parameters if name not in arrays]
@@ -42,14 +42,16 @@ def compiled[**P, T](
 
         @functools.wraps(function)
         def call(*arguments: P.args, **options: P.kwargs) -> T:
-            given = {**defaults, **dict(zip(by_position, arguments)), **options}
+            given = dict(zip(by_position, arguments))
+            given.update(options)
+            is_each_once = len(given) == len(arguments) + len(options)
+            given = {**defaults, **given}
             # Of arguments that are none of the function's, Python says what is wrong.
-            fits = given.keys() == parameters.keys() and len(arguments) <= len(by_position)
-            fits = fits and options.keys().isdisjoint(by_position[: len(arguments)])
             if (
-                fits
+                is_each_once
+                and given.keys() == parameters.keys()
                 and all(map(_is_concrete, map(type, arrays_of(given))))
-                and not any(callable(given[name]) for name in functions)
+                and not any(map(callable, map(given.get, functions)))
                 and _is_hashable(statics_of(given))
             ):
                 result: T = fast(*ordered(given))
