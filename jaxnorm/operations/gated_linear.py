@@ -37,6 +37,7 @@ _OPERANDS: dict[Function, tuple[str, ...]] = {
 assert {*products.ACTIVATIONS} == {*get_args(Elementwise.__value__)}
 
 
+@eager.compiled("gate", "up", "weight", "bias", functions=("activation", "product"))
 def gated_linear(
     gate: checks.ArrayLike,
     up: checks.ArrayLike,
@@ -107,9 +108,12 @@ def gated_linear(
       >>> y.dtype.name
       'bfloat16'
     """
-    return _call("gated_linear", gate, up, weight, bias, activation, dtype, product, out_sharding)
+    return _linear_of(
+        "gated_linear", gate, up, weight, bias, activation, dtype, product, out_sharding
+    )
 
 
+@eager.compiled("x", "weight", "bias", functions=("activation", "product"))
 def activation_linear(
     x: checks.ArrayLike,
     weight: checks.ArrayLike,
@@ -147,17 +151,9 @@ def activation_linear(
       >>> jaxnorm.activation_linear(x @ w_in, w_out, bias=jnp.zeros(64)).shape
       (8, 64)
     """
-    return _call(
+    return _linear_of(
         "activation_linear", x, None, weight, bias, activation, dtype, product, out_sharding
     )
-
-
-def _call(function: Function, *arguments: Any) -> jax.Array:
-    """Compiled outside `jax.jit`, but for functions, of which each call may have another."""
-    *_, activation, _, product, _ = arguments
-    is_named = product is None and not callable(activation)
-    run = _compiled[function] if is_named else functools.partial(_linear_of, function)
-    return run(*arguments, jax.config.jax_default_matmul_precision)
 
 
 def _linear_of(
@@ -170,7 +166,6 @@ def _linear_of(
     dtype: checks.DTypeLike | None,
     product: Product | None,
     out_sharding: Sharding | None,
-    precision: str | None,
 ) -> jax.Array:
     names = _OPERANDS[function]
     rows = [checks.float_array(function, name, a) for name, a in zip(names, (x, up))]
@@ -198,6 +193,7 @@ def _linear_of(
         # them: no bias, and on a mesh no sums of other shards.
         is_split = weight_sharding is not None and weight_sharding.spec[0] is not None
         is_alone = y_dtype == product_dtype and not (biases or is_split)
+        precision = jax.config.jax_default_matmul_precision
         options = products.Dot(product_dtype, precision, weight_sharding, its_sharding)
         multiply: Product = functools.partial(products.dot, options, y_dtype if is_alone else wide)
     else:
@@ -213,12 +209,6 @@ def _linear_of(
             y = y.astype(wide)
             y = y + sharding.broadcast_alike(_of_columns(function, b, y), y)
         return y.astype(y_dtype)
-
-
-_compiled: dict[Function, Callable[..., jax.Array]] = {
-    name: eager.compiled(functools.partial(_linear_of, name), name=name, arrays=range(4))
-    for name in get_args(Function)
-}
 
 
 def _elementwise(function: Function, activation: ElementwiseFunction) -> Callable[..., jax.Array]:

@@ -11,6 +11,7 @@ from jaxnorm_kernels.specs import Name
 NAME: Function = "linear_log_prob_and_entropy"
 
 
+@eager.compiled("x", "weight", "labels", "bias", "where")
 def linear_log_prob_and_entropy(
     x: checks.ArrayLike,
     weight: checks.ArrayLike,
@@ -81,36 +82,7 @@ def linear_log_prob_and_entropy(
       >>> log_prob.shape, log_prob.dtype.name, round(float(entropy[0, 0]), 2)
       ((4, 128), 'float32', 6.91)
     """
-    log_prob, entropy = _linear_log_prob_and_entropy(
-        x,
-        weight,
-        labels,
-        bias,
-        where,
-        logits_scale,
-        logit_softcap,
-        chunk,
-        dtype,
-        implementation,
-        jax.config.jax_default_matmul_precision,
-    )
-    return log_prob, entropy
-
-
-def _linear_log_prob_and_entropy_of(
-    x: checks.ArrayLike,
-    weight: checks.ArrayLike,
-    labels: checks.ArrayLike,
-    bias: checks.ArrayLike | None,
-    where: checks.ArrayLike | None,
-    logits_scale: float,
-    logit_softcap: float | None,
-    chunk: int | None,
-    dtype: checks.DTypeLike | None,
-    implementation: Name | None,
-    precision: str | None,
-) -> list[jax.Array]:
-    return of_linear_logits(
+    log_prob, entropy = of_linear_logits(
         NAME,
         x,
         weight,
@@ -122,10 +94,5 @@ def _linear_log_prob_and_entropy_of(
         logits_scale,
         logit_softcap,
         implementation,
-        precision,
     )
-
-
-_linear_log_prob_and_entropy = eager.compiled(
-    _linear_log_prob_and_entropy_of, name=NAME, arrays=(0, 1, 2, 3, 4)
-)
+    return log_prob, entropy

@@ -19,6 +19,7 @@ NAME: Function = "linear_softmax_cross_entropy"
 _REDUCTIONS = ("mean", "sum", "none")
 
 
+@eager.compiled("x", "weight", "labels", "bias", "where")
 def linear_softmax_cross_entropy(
     x: checks.ArrayLike,
     weight: checks.ArrayLike,
@@ -116,40 +117,6 @@ def linear_softmax_cross_entropy(
       >>> dx.shape, dweight.shape
       ((4, 128, 64), (64, 1000))
     """
-    return _linear_cross_entropy(
-        x,
-        weight,
-        labels,
-        bias,
-        where,
-        reduction,
-        chunk,
-        label_smoothing,
-        z_loss,
-        logits_scale,
-        logit_softcap,
-        dtype,
-        implementation,
-        jax.config.jax_default_matmul_precision,
-    )
-
-
-def _linear_cross_entropy_of(
-    x: checks.ArrayLike,
-    weight: checks.ArrayLike,
-    labels: checks.ArrayLike,
-    bias: checks.ArrayLike | None,
-    where: checks.ArrayLike | None,
-    reduction: Reduction,
-    chunk: int | None,
-    label_smoothing: float,
-    z_loss: float,
-    logits_scale: float,
-    logit_softcap: float | None,
-    dtype: checks.DTypeLike | None,
-    implementation: Name | None,
-    precision: str | None,
-) -> jax.Array:
     checks.one_of(NAME, "reduction", reduction, _REDUCTIONS)
     return of_linear_logits(
         NAME,
@@ -163,16 +130,12 @@ def _linear_cross_entropy_of(
         logits_scale,
         logit_softcap,
         implementation,
-        precision,
         reduction=reduction,
         label_smoothing=checks.number(
             NAME, "label_smoothing", label_smoothing, minimum=0, maximum=1
         ),
         z_loss=checks.number(NAME, "z_loss", z_loss, minimum=0),
     )[0]
-
-
-_linear_cross_entropy = eager.compiled(_linear_cross_entropy_of, name=NAME, arrays=(0, 1, 2, 3, 4))
 
 
 def of_linear_logits(
@@ -187,7 +150,6 @@ def of_linear_logits(
     logits_scale: float,
     logit_softcap: float | None,
     implementation: Name | None,
-    precision: str | None,
     **options: Any,
 ) -> list[jax.Array]:
     """The results of a function of linear logits, after the checks; `options` are of `Head`."""
@@ -211,7 +173,7 @@ def of_linear_logits(
         logit_softcap=softcap(function, logit_softcap),
         dtype=None if dtype is None else checks.dtype(function, "dtype", dtype),
         implementation=implementation,
-        precision=precision,
+        precision=jax.config.jax_default_matmul_precision,
         **options,
     )
     if where is not None:

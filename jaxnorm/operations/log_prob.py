@@ -10,6 +10,7 @@ from jaxnorm_kernels.specs import Name
 NAME: Function = "log_prob_and_entropy"
 
 
+@eager.compiled("logits", "labels", "where")
 def log_prob_and_entropy(
     logits: checks.ArrayLike,
     labels: checks.ArrayLike,
@@ -75,22 +76,7 @@ def log_prob_and_entropy(
       >>> [round(v, 2) for v in (*log_prob.tolist(), *entropy.tolist())]  # of 1000 alike
       [-6.91, -6.91, 6.91, 6.91]
     """
-    log_prob, entropy = _log_prob_and_entropy(
-        logits, labels, axis, where, logits_scale, logit_softcap, implementation
-    )
-    return log_prob, entropy
-
-
-def _log_prob_and_entropy_of(
-    logits: checks.ArrayLike,
-    labels: checks.ArrayLike,
-    axis: checks.Axis,
-    where: checks.ArrayLike | None,
-    logits_scale: float,
-    logit_softcap: float | None,
-    implementation: Name | None,
-) -> list[jax.Array]:
-    results, _ = of_rows(
+    (log_prob, entropy), _ = of_rows(
         NAME,
         logits,
         labels,
@@ -100,7 +86,4 @@ def _log_prob_and_entropy_of(
         logits_scale=logits_scale,
         logit_softcap=logit_softcap,
     )
-    return results
-
-
-_log_prob_and_entropy = eager.compiled(_log_prob_and_entropy_of, name=NAME, arrays=(0, 1, 3))
+    return log_prob, entropy

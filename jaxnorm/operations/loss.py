@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm.calls import backends
 from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
 from jaxnorm.operations import checks
@@ -19,6 +18,7 @@ Function = Literal["softmax_cross_entropy_with_integer_labels", "log_prob_and_en
 NAME: Function = "softmax_cross_entropy_with_integer_labels"
 
 
+@eager.compiled("logits", "labels", "where")
 def softmax_cross_entropy_with_integer_labels(
     logits: checks.ArrayLike,
     labels: checks.ArrayLike,
@@ -100,30 +100,6 @@ def softmax_cross_entropy_with_integer_labels(
       >>> [round(loss, 2) for loss in losses.tolist()]  # log(1000); 0 for what does not count
       [6.91, 0.0]
     """
-    return _cross_entropy(
-        logits,
-        labels,
-        axis,
-        where,
-        label_smoothing,
-        z_loss,
-        logits_scale,
-        logit_softcap,
-        implementation,
-    )
-
-
-def _cross_entropy_of(
-    logits: checks.ArrayLike,
-    labels: checks.ArrayLike,
-    axis: checks.Axis,
-    where: checks.ArrayLike | None,
-    label_smoothing: float,
-    z_loss: float,
-    logits_scale: float,
-    logit_softcap: float | None,
-    implementation: Name | None,
-) -> jax.Array:
     (loss,), weights = of_rows(
         NAME,
         logits,
@@ -138,9 +114,6 @@ def _cross_entropy_of(
         logit_softcap=logit_softcap,
     )
     return loss if weights is None else weighted(loss, weights)
-
-
-_cross_entropy = eager.compiled(_cross_entropy_of, name=NAME, arrays=(0, 1, 3))
 
 
 def of_rows(
@@ -192,10 +165,8 @@ def of_rows(
             f"{function}: labels have shape {labels.shape}; expected {expected}, the shape of "
             f"logits {shape} without axis={axis!r}; reshape or broadcast labels to that shape"
         )
-    if implementation is not None:
-        backends.forced(call, implementation)
     positions = None if weights is None else counted(weights)
-    return row_operations.bind(call, logits, labels, mask, positions), weights
+    return row_operations.run(call, logits, labels, mask, positions), weights
 
 
 def loss_call(

@@ -3,10 +3,12 @@
 import jax
 
 from jaxnorm.operations import checks
-from jaxnorm.operations.norm_call import norm
+from jaxnorm.operations.norm_call import normalise
+from jaxnorm.primitives import eager
 from jaxnorm_kernels.specs import Name, NormActivation, Save
 
 
+@eager.compiled("x", "scale", "bias")
 def layer_norm(
     x: checks.ArrayLike,
     scale: checks.ArrayLike | None = None,
@@ -86,7 +88,7 @@ def layer_norm(
       >>> jaxnorm.layer_norm(images, scale, axis=(1, 2, 4), activation="silu").shape
       (2, 16, 16, 32, 8)
     """
-    (y,) = norm(
+    (y,) = normalise(
         "layer_norm",
         x,
         scale=scale,
@@ -102,6 +104,7 @@ def layer_norm(
     return y
 
 
+@eager.compiled("x", "scale", "bias")
 def rms_norm(
     x: checks.ArrayLike,
     scale: checks.ArrayLike | None = None,
@@ -152,7 +155,7 @@ def rms_norm(
       >>> y.shape, y.dtype.name
       ((8, 128, 512), 'bfloat16')
     """
-    (y,) = norm(
+    (y,) = normalise(
         "rms_norm",
         x,
         scale=scale,

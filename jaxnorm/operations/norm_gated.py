@@ -4,7 +4,6 @@ from typing import get_args
 
 import jax
 
-from jaxnorm.calls import backends
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
 from jaxnorm.operations.norm_call import norm_call
@@ -14,6 +13,7 @@ from jaxnorm_kernels.specs import Activation, Name
 _FUNCTION = "rms_norm_gated"
 
 
+@eager.compiled("x", "gate", "scale")
 def rms_norm_gated(
     x: checks.ArrayLike,
     gate: checks.ArrayLike,
@@ -73,22 +73,6 @@ def rms_norm_gated(
       >>> jaxnorm.rms_norm_gated(x, gate, scale, norm_before_gate=False).shape
       (2, 16, 8, 128)
     """
-    return _compiled(
-        x, gate, scale, norm_before_gate, activation, epsilon, scale_offset, dtype, implementation
-    )
-
-
-def _normalise_and_gate(
-    x: checks.ArrayLike,
-    gate: checks.ArrayLike,
-    scale: checks.ArrayLike | None,
-    norm_before_gate: bool,
-    activation: Activation,
-    epsilon: float,
-    scale_offset: float,
-    dtype: checks.DTypeLike | None,
-    implementation: Name | None,
-) -> jax.Array:
     x, gate = (checks.float_array(_FUNCTION, n, a) for n, a in (("x", x), ("gate", gate)))
     checks.same_shape(_FUNCTION, "gate", gate.shape, x.shape)
     if scale is not None:
@@ -96,9 +80,8 @@ def _normalise_and_gate(
     checks.one_of(_FUNCTION, "activation", activation, get_args(Activation))
     call = norm_call(
         _FUNCTION,
-        x.shape,
-        x.dtype,
-        {} if scale is None else {"scale": (scale.shape, scale.dtype)},
+        x,
+        {} if scale is None else {"scale": scale},
         axis=-1,
         epsilon=epsilon,
         scale_offset=scale_offset,
@@ -109,10 +92,5 @@ def _normalise_and_gate(
         norm_before_gate=checks.flag(_FUNCTION, "norm_before_gate", norm_before_gate),
         activation=activation,
     )
-    if implementation is not None:
-        backends.forced(call, implementation)
-    (y,) = row_operations.bind(call, x, sharding.lie_alike(gate, x), scale)
+    (y,) = row_operations.run(call, x, sharding.lie_alike(gate, x), scale)
     return y
-
-
-_compiled = eager.compiled(_normalise_and_gate, name=_FUNCTION, arrays=range(3))

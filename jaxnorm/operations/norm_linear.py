@@ -67,6 +67,7 @@ def rms_norm_linear(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@eager.compiled("x", "weight", "scale", "bias", "residual")
 def rms_norm_linear(
     x: checks.ArrayLike,
     weight: checks.ArrayLike,
@@ -133,42 +134,13 @@ def rms_norm_linear(
       >>> y.shape, h.shape
       ((8, 2048), (8, 512))
     """
-    y, *h = _rms_norm_linear(
-        x,
-        weight,
-        scale,
-        bias,
-        residual,
-        activation,
-        epsilon,
-        scale_offset,
-        dtype,
-        implementation,
-        jax.config.jax_default_matmul_precision,
-    )
-    return (y, h[0]) if h else y
-
-
-def _rms_norm_linear_of(
-    x: checks.ArrayLike,
-    weight: checks.ArrayLike,
-    scale: checks.ArrayLike | None,
-    bias: checks.ArrayLike | None,
-    residual: checks.ArrayLike | None,
-    activation: Activation | None,
-    epsilon: float,
-    scale_offset: float,
-    dtype: checks.DTypeLike | None,
-    implementation: Name | None,
-    precision: str | None,
-) -> list[jax.Array]:
     x = checks.float_array(NAME, "x", x)
     others = {"weight": checks.float_array(NAME, "weight", weight)}
     for name, array in (("scale", scale), ("bias", bias), ("residual", residual)):
         if array is not None:
             others[name] = checks.float_array(NAME, name, array)
     _check_shapes(x.shape, {name: a.shape for name, a in others.items()})
-    call = _call_of(x, others, activation, epsilon, scale_offset, dtype, implementation, precision)
+    call = _call_of(x, others, activation, epsilon, scale_offset, dtype, implementation)
     if implementation is not None:
         backends.forced(call, implementation)
     added = others.pop("residual", None)
@@ -176,12 +148,10 @@ def _rms_norm_linear_of(
     operands = dict(zip(("x", *others), sharding.vary_alike([*(h or [x]), *others.values()])))
     with jax.named_scope(f"jaxnorm.{NAME}"):
         if implementation == "mosaic":
-            by_name = norm_linear_kernel.by_name
-            return [by_name(call, _composed, tuple(operands), *operands.values()), *h]
-        return [_composed(call, tuple(operands), *operands.values()), *h]
-
-
-_rms_norm_linear = eager.compiled(_rms_norm_linear_of, name=NAME, arrays=range(5))
+            y = norm_linear_kernel.by_name(call, _composed, tuple(operands), *operands.values())
+        else:
+            y = _composed(call, tuple(operands), *operands.values())
+    return (y, h[0]) if h else y
 
 
 def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
@@ -228,7 +198,6 @@ def _call_of(
     scale_offset: float,
     dtype: checks.DTypeLike | None,
     implementation: Name | None,
-    precision: str | None,
 ) -> Linear:
     """A call with these arguments, after the checks; `others`: weight, scale, bias, residual."""
     shape, weight = x.shape, others["weight"]
@@ -254,13 +223,12 @@ def _call_of(
         epsilon=checks.number(NAME, "epsilon", epsilon, minimum=0.0),
         scale_offset=checks.number(NAME, "scale_offset", scale_offset),
         activation=activation,
-        precision=precision,
+        precision=jax.config.jax_default_matmul_precision,
     )
     norm = norm_call(
         "rms_norm",
-        shape,
-        spec.x_dtype,
-        {n: (a.shape, a.dtype) for n, a in others.items() if n == "scale"},
+        jax.ShapeDtypeStruct(shape, spec.x_dtype),
+        {name: a for name, a in others.items() if name == "scale"},
         axis=-1,
         epsilon=spec.epsilon,
         scale_offset=spec.scale_offset,

@@ -3,10 +3,12 @@
 import jax
 
 from jaxnorm.operations import checks
-from jaxnorm.operations.norm_call import norm
+from jaxnorm.operations.norm_call import normalise
+from jaxnorm.primitives import eager
 from jaxnorm_kernels.specs import Name, Save
 
 
+@eager.compiled("x", "residual", "scale", "bias", "gate")
 def add_layer_norm(
     x: checks.ArrayLike,
     residual: checks.ArrayLike,
@@ -63,7 +65,7 @@ def add_layer_norm(
       >>> round(float(h[0, 0]), 4)
       1.0001
     """
-    y, h = norm(
+    y, h = normalise(
         "add_layer_norm",
         x,
         residual,
@@ -80,6 +82,7 @@ def add_layer_norm(
     return y, h
 
 
+@eager.compiled("x", "residual", "scale", "gate")
 def add_rms_norm(
     x: checks.ArrayLike,
     residual: checks.ArrayLike,
@@ -117,7 +120,7 @@ def add_rms_norm(
       >>> y.dtype.name, h.dtype.name
       ('bfloat16', 'float32')
     """
-    y, h = norm(
+    y, h = normalise(
         "add_rms_norm",
         x,
         residual,
@@ -133,6 +136,7 @@ def add_rms_norm(
     return y, h
 
 
+@eager.compiled("x", "residual", "scale")
 def rms_norm_add(
     x: checks.ArrayLike,
     residual: checks.ArrayLike,
@@ -171,7 +175,7 @@ def rms_norm_add(
       >>> y.shape, y.dtype.name
       ((8, 512), 'float32')
     """
-    (y,) = norm(
+    (y,) = normalise(
         "rms_norm_add",
         x,
         residual,
@@ -185,6 +189,7 @@ def rms_norm_add(
     return y
 
 
+@eager.compiled("x", "residual", "scale", "next_scale")
 def rms_norm_add_rms_norm(
     x: checks.ArrayLike,
     residual: checks.ArrayLike,
@@ -229,7 +234,7 @@ def rms_norm_add_rms_norm(
       >>> y.dtype.name, h.dtype.name
       ('bfloat16', 'float32')
     """
-    y, h = norm(
+    y, h = normalise(
         "rms_norm_add_rms_norm",
         x,
         residual,

@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxnorm.calls import backends
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
 from jaxnorm.operations.norm_call import norm_call
@@ -15,6 +14,7 @@ from jaxnorm_kernels.specs import Name, Save
 _FUNCTION = "rms_norm_rope"
 
 
+@eager.compiled("x", "scale", "cos", "sin")
 def rms_norm_rope(
     x: checks.ArrayLike,
     scale: checks.ArrayLike | None,
@@ -79,23 +79,6 @@ def rms_norm_rope(
       >>> y.shape, y.dtype.name
       ((2, 16, 8, 64), 'bfloat16')
     """
-    return _compiled(
-        x, scale, cos, sin, interleaved, epsilon, scale_offset, dtype, save, implementation
-    )
-
-
-def _normalise_and_rotate(
-    x: checks.ArrayLike,
-    scale: checks.ArrayLike | None,
-    cos: checks.ArrayLike,
-    sin: checks.ArrayLike,
-    interleaved: bool,
-    epsilon: float,
-    scale_offset: float,
-    dtype: checks.DTypeLike | None,
-    save: Save,
-    implementation: Name | None,
-) -> jax.Array:
     x = checks.float_array(_FUNCTION, "x", x)
     checks.axes(_FUNCTION, -1, x.shape)
     if scale is not None:
@@ -109,9 +92,8 @@ def _normalise_and_rotate(
     tables = [jnp.expand_dims(a.astype(table_dtype), range(lacking)) for a in tables]
     call = norm_call(
         _FUNCTION,
-        x.shape,
-        x.dtype,
-        {} if scale is None else {"scale": (scale.shape, scale.dtype)},
+        x,
+        {} if scale is None else {"scale": scale},
         axis=-1,
         epsilon=epsilon,
         scale_offset=scale_offset,
@@ -123,14 +105,9 @@ def _normalise_and_rotate(
         interleaved=checks.flag(_FUNCTION, "interleaved", interleaved),
     )
     call = dataclasses.replace(call, view=dataclasses.replace(call.view, table=tables[0].shape))
-    if implementation is not None:
-        backends.forced(call, implementation)
     tables = [sharding.broadcast_alike(table, x) for table in tables]
-    (y,) = row_operations.bind(call, x, scale, *tables)
+    (y,) = row_operations.run(call, x, scale, *tables)
     return y
-
-
-_compiled = eager.compiled(_normalise_and_rotate, name=_FUNCTION, arrays=range(4))
 
 
 def _check_scale(scale: tuple[int, ...], x: tuple[int, ...]) -> None:

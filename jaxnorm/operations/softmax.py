@@ -1,20 +1,19 @@
 """softmax and log_softmax: the public functions, and the checks that they share."""
 
-import functools
 import math
 
 import jax
 
-from jaxnorm.calls import backends
 from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
 from jaxnorm.primitives import eager, row_operations
-from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
+from jaxnorm_kernels.operations import FUNCTIONS
 from jaxnorm_kernels.specs import Name, Spec
 
 
+@eager.compiled("x", "where", "bias")
 def softmax(
     x: checks.ArrayLike,
     axis: checks.Axis = -1,
@@ -67,11 +66,12 @@ def softmax(
       >>> jaxnorm.softmax(logits, scale=0.125, where=jnp.array([True, True, False])).shape
       (3, 3)
     """
-    return _SOFTMAXES["softmax"](
-        x, axis, where, scale, bias, causal, dtype, implementation, -math.inf
+    return _softmax_of(
+        "softmax", x, axis, where, scale, bias, causal, dtype, implementation, -math.inf
     )
 
 
+@eager.compiled("x", "where", "bias")
 def log_softmax(
     x: checks.ArrayLike,
     axis: checks.Axis = -1,
@@ -113,11 +113,12 @@ def log_softmax(
       >>> jaxnorm.log_softmax(logits, dtype=jnp.float32).dtype.name
       'float32'
     """
-    return _SOFTMAXES["log_softmax"](
-        x, axis, where, scale, bias, causal, dtype, implementation, -math.inf
+    return _softmax_of(
+        "log_softmax", x, axis, where, scale, bias, causal, dtype, implementation, -math.inf
     )
 
 
+@eager.compiled("x", "where", "bias")
 def filled_softmax(
     x: jax.Array,
     where: jax.Array | None,
@@ -130,7 +131,7 @@ def filled_softmax(
 
     As the logits of attention are masked in Flax: a row that keeps nothing is even.
     """
-    return _SOFTMAXES["softmax"](x, -1, where, 1.0, bias, False, dtype, None, fill)
+    return _softmax_of("softmax", x, -1, where, 1.0, bias, False, dtype, None, fill)
 
 
 def _softmax_of(
@@ -171,16 +172,6 @@ def _softmax_of(
         causal=causal,
     )
     call = Call(function, spec, view, implementation).on(view)
-    if implementation is not None:
-        backends.forced(call, implementation)
     if bias is not None:
         bias = sharding.broadcast_alike(bias, x)
-    return row_operations.bind(call, x, mask, bias)[0]
-
-
-# Each function, as it is called outside `jax.jit`.
-_SOFTMAXES = {
-    name: eager.compiled(functools.partial(_softmax_of, name), name=name, arrays=(0, 2, 4))
-    for name, function in FUNCTIONS.items()
-    if OPERATIONS[function.op].family == "softmax"
-}
+    return row_operations.run(call, x, mask, bias)[0]

@@ -7,7 +7,7 @@ the function itself runs: no `jax.jit` of ours stands between the caller's code 
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -15,29 +15,52 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 
-def compiled[T](
-    function: Callable[..., T], *, name: str, arrays: Sequence[int]
-) -> Callable[..., T]:
-    """`function`, of positional arguments of which `arrays` are arrays or None."""
-    parameters = inspect.signature(function).parameters.values()
-    count = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
-    static = [i for i in range(count) if i not in arrays]
-    arrays_of, statics_of = operator.itemgetter(*arrays), operator.itemgetter(*static)
+def compiled[**P, T](
+    *arrays: str, functions: Collection[str] = ()
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Makes a function one that is compiled where it is called outside `jax.jit`.
 
-    def named(*arguments: Any) -> T:
-        return function(*arguments)
+    Args:
+      arrays: names of its arguments that are arrays or None.
+      functions: of those that may be functions: a call with one is not compiled, since each may
+        have another.
+    """
 
-    named.__name__ = named.__qualname__ = name  # what profiles show
-    fast = jax.jit(named, static_argnums=static)
+    def decorated(function: Callable[P, T]) -> Callable[P, T]:
+        parameters = dict(inspect.signature(function).parameters)
+        defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+        by_position = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        statics = [name for name in parameters if name not in arrays]
+        ordered = operator.itemgetter(*parameters)
+        arrays_of, statics_of = operator.itemgetter(*arrays), operator.itemgetter(*statics)
 
-    def call(*arguments: Any) -> T:
-        can_be_compiled = all(map(_is_concrete, map(type, arrays_of(arguments))))
-        if can_be_compiled and _is_hashable(statics_of(arguments)):
-            result: T = fast(*arguments)
-            return result
-        return function(*arguments)
+        def named(*values: Any) -> T:
+            return function(**dict(zip(parameters, values)))  # type: ignore[call-arg]
 
-    return call
+        named.__name__ = named.__qualname__ = function.__name__  # what profiles show
+        fast = jax.jit(named, static_argnums=[[*parameters].index(name) for name in statics])
+
+        @functools.wraps(function)
+        def call(*arguments: P.args, **options: P.kwargs) -> T:
+            given = dict(zip(by_position, arguments))
+            given.update(options)
+            is_each_once = len(given) == len(arguments) + len(options)
+            given = {**defaults, **given}
+            # Of arguments that are none of the function's, Python says what is wrong.
+            if (
+                is_each_once
+                and given.keys() == parameters.keys()
+                and all(map(_is_concrete, map(type, arrays_of(given))))
+                and not any(map(callable, map(given.get, functions)))
+                and _is_hashable(statics_of(given))
+            ):
+                result: T = fast(*ordered(given))
+                return result
+            return function(*arguments, **options)
+
+        return call
+
+    return decorated
 
 
 def alone(primitive: Primitive, plain: Callable[..., Any]) -> Callable[..., Any]:

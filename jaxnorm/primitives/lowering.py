@@ -24,8 +24,7 @@ def choose(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run]) 
     platforms = ctx.platforms or ctx.module_context.platforms
     if _loses_its_kernel_by_dh(call, platforms[0]):
         return _with_dh_added_outside(call, bind)
-    named = None if call.implementation is None else call.as_seen_by(call.implementation)
-    is_plain = call.spec.plain or (named is not None and named.scattered)
+    is_plain = call.spec.plain or _is_scattered(call)
     name = "xla" if is_plain else _implementation(ctx, call, platforms)
     axes = ctx.module_context.axis_context
     whole = auto_axes.are_whole(axes)
@@ -47,6 +46,12 @@ def choose(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run]) 
         f"axes that are neither all manual nor all automatic: {axes}; leave "
         "implementation out, or enter jax.shard_map with all axes of the mesh"
     )
+
+
+def _is_scattered(call: Call) -> bool:
+    """Whether the implementation that was asked for has no view of its parameters."""
+    name = call.implementation
+    return name is not None and call.spec.scattered and call.as_seen_by(name).scattered
 
 
 def _implementation(ctx: Any, call: Call, platforms: Sequence[str]) -> str:

@@ -130,9 +130,10 @@ class Rules[P: Pass](abc.ABC):
     def bind(self, call: P, *arrays: jax.Array | None) -> list[jax.Array]:
         """The results of the pass; None stands for an array that there is not."""
         function, direction = call.primitives or call.function, call.direction
-        leaves = sharding.vary_alike([a for a in arrays if a is not None])
+        leaves = [a for a in arrays if a is not None]
         primitive = self.primitive(function, direction, self._may_be_partitioned(call, leaves))
-        results: list[jax.Array] = primitive.bind(*leaves, **{self.static: call})
+        operands = sharding.vary_alike(leaves)
+        results: list[jax.Array] = primitive.bind(*operands, **{self.static: call})
         return results
 
     def _may_be_partitioned(self, call: P, arrays: Arrays) -> bool:

@@ -217,7 +217,7 @@ class Spec:
             case _:
                 return getattr(self, f"{operand}_dtype") is not None
 
-    @property
+    @functools.cached_property
     def dx_dtype(self) -> np.dtype:
         """dtype of the gradient of x."""
         return self.gradient_dtype or self.x_dtype

@@ -22,29 +22,20 @@ from jaxnorm_kernels.mosaic.support import platforms as platforms
 from jaxnorm_kernels.mosaic.support import prefers as prefers
 from jaxnorm_kernels.mosaic.support import supports as supports
 from jaxnorm_kernels.mosaic.support import takes_inner as takes_inner
-from jaxnorm_kernels.operations import Op
+from jaxnorm_kernels.operations import Family, Op
 from jaxnorm_kernels.specs import Spec
 
-_FORWARD: dict[Op, Callable[..., Results]] = {
+# Of the families, and of the operations whose kernels are not their family's.
+_FORWARD: dict[Family | Op, Callable[..., Results]] = {
     "softmax": softmax_fwd,
-    "log_softmax": softmax_fwd,
-    "cross_entropy": cross_entropy_fwd,
-    "log_prob_and_entropy": cross_entropy_fwd,
+    "loss": cross_entropy_fwd,
     "norm": norm_fwd,
-    "add_norm": norm_fwd,
-    "norm_add": norm_fwd,
-    "norm_add_norm": norm_fwd,
-    "scaled_add_norm": norm_fwd,
     "norm_rope": norm_rope_fwd,
-    "norm_gated": norm_fwd,
 }
-_BACKWARD: dict[Op, Callable[..., Operands]] = {
+_BACKWARD: dict[Family | Op, Callable[..., Operands]] = {
     "softmax": softmax_bwd,
-    "log_softmax": softmax_bwd,
-    "cross_entropy": cross_entropy_bwd,
-    "log_prob_and_entropy": cross_entropy_bwd,
+    "loss": cross_entropy_bwd,
     "norm": norm_bwd,
-    "add_norm": norm_bwd,
     "norm_add_norm": two_norms_bwd,
     "scaled_add_norm": scaled_sum_bwd,
     "norm_rope": norm_rope_bwd,
@@ -54,9 +45,11 @@ _BACKWARD: dict[Op, Callable[..., Operands]] = {
 
 def forward(operands: Operands, spec: Spec, **schedule: Any) -> Results:
     """See `Implementation.forward`; `schedule` stands in for the one of a table."""
-    return _FORWARD[spec.op](operands, spec, **schedule)
+    kernel = _FORWARD.get(spec.op) or _FORWARD[spec.operation.family]
+    return kernel(operands, spec, **schedule)
 
 
 def backward(residuals: Residuals, cotangents: Results, spec: Spec, **schedule: Any) -> Operands:
     """See `Implementation.backward`; `schedule` stands in for the one of a table."""
-    return _BACKWARD[spec.op](residuals, cotangents, spec, **schedule)
+    kernel = _BACKWARD.get(spec.op) or _BACKWARD[spec.operation.family]
+    return kernel(residuals, cotangents, spec, **schedule)

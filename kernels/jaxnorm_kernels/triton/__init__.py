@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.operations import Op
+from jaxnorm_kernels.operations import Family, Op
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import extra
 
@@ -19,38 +19,29 @@ from jaxnorm_kernels.triton.support import platforms as platforms  # noqa: E402
 from jaxnorm_kernels.triton.support import prefers as prefers  # noqa: E402
 from jaxnorm_kernels.triton.support import supports as supports  # noqa: E402
 
-_FORWARD: dict[Op, Callable[..., Results]] = {
+# Of the families, and of the operations whose kernels are not their family's.
+_FORWARD: dict[Family | Op, Callable[..., Results]] = {
     "softmax": softmax_fwd,
-    "log_softmax": softmax_fwd,
-    "cross_entropy": cross_entropy_fwd,
-    "log_prob_and_entropy": cross_entropy_fwd,
+    "loss": cross_entropy_fwd,
     "norm": norm_fwd,
-    "add_norm": norm_fwd,
-    "norm_add": norm_fwd,
-    "norm_add_norm": norm_fwd,
-    "scaled_add_norm": norm_fwd,
     "norm_rope": norm_rope_fwd,
-    "norm_gated": norm_fwd,
 }
-_BACKWARD: dict[Op, Callable[..., Operands]] = {
+_BACKWARD: dict[Family | Op, Callable[..., Operands]] = {
     "softmax": softmax_bwd,
-    "log_softmax": softmax_bwd,
-    "cross_entropy": cross_entropy_bwd,
-    "log_prob_and_entropy": cross_entropy_bwd,
+    "loss": cross_entropy_bwd,
     "norm": norm_bwd,
-    "add_norm": norm_bwd,
     "norm_add_norm": two_norms_bwd,
-    "scaled_add_norm": norm_bwd,
     "norm_rope": norm_rope_bwd,
-    "norm_gated": norm_bwd,
 }
 
 
 def forward(operands: Operands, spec: Spec, **schedule: Any) -> Results:
     """See `Implementation.forward`; `schedule` stands in for the one of the table."""
-    return _FORWARD[spec.op](operands, spec, **schedule)
+    kernel = _FORWARD.get(spec.op) or _FORWARD[spec.operation.family]
+    return kernel(operands, spec, **schedule)
 
 
 def backward(residuals: Residuals, cotangents: Results, spec: Spec, **schedule: Any) -> Operands:
     """See `Implementation.backward`; `schedule` stands in for the one of the table."""
-    return _BACKWARD[spec.op](residuals, cotangents, spec, **schedule)
+    kernel = _BACKWARD.get(spec.op) or _BACKWARD[spec.operation.family]
+    return kernel(residuals, cotangents, spec, **schedule)

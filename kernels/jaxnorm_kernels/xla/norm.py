@@ -67,26 +67,20 @@ def norm_fwd(operands: Operands, spec: Spec) -> Results:
 
 def norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
     """Of `norm_fwd`."""
-    saved, _, stats, scale, bias, *_ = residuals
-    dx = tangents.x
-    along = (dx, tangents.scale, tangents.bias)
-    dy, dstats = tangent(saved, stats, scale, bias, along, spec)
+    dx, (dy, dstats) = tangents.x, tangent(residuals, tangents, spec)
     if spec.activation is not None:
-        n = _normalised_again(saved, stats, scale, bias, spec)
-        _, dy = jax.jvp(_activation(spec), (n,), (dy,))
-    through = jnp.zeros_like(saved, dtype=spec.x_dtype) if dx is None else dx
+        _, dy = jax.jvp(_activation(spec), (_normalised_again(residuals, spec),), (dy,))
+    through = jnp.zeros_like(residuals.saved, dtype=spec.x_dtype) if dx is None else dx
     return Results(dy.astype(spec.y_dtype), through if spec.adds_dh else None, dstats)
 
 
 def norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `norm_fwd`."""
-    saved, _, stats, scale, bias, *_ = residuals
     if spec.activation is not None:
-        _, pullback = jax.vjp(_activation(spec), _normalised_again(saved, stats, scale, bias, spec))
+        _, pullback = jax.vjp(_activation(spec), _normalised_again(residuals, spec))
         (d,) = pullback(cotangents.y.astype(spec.compute_dtype))
         cotangents = cotangents._replace(y=d)
-    dx, dscale, dbias = backward(saved, stats, scale, bias, cotangents, spec)
-    return Operands(dx, scale=dscale, bias=dbias)
+    return backward(residuals, cotangents, spec)
 
 
 def add_norm_fwd(operands: Operands, spec: Spec) -> Results:
@@ -97,23 +91,22 @@ def add_norm_fwd(operands: Operands, spec: Spec) -> Results:
 
 def add_norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
     """Of `add_norm_fwd`."""
-    saved, _, stats, scale, bias, *_ = residuals
-    dx, dresidual, dscale, dbias, *_ = tangents
+    dx, dresidual, *_ = tangents
     zero = jnp.zeros((), spec.compute_dtype)
     dh = None
     if dx is not None or dresidual is not None:
         of_residual, of_x = (zero if t is None else t for t in (dresidual, dx))
         dh = _sum(of_residual, of_x, spec)
-    dy, dstats = tangent(saved, stats, scale, bias, (dh, dscale, dbias), spec.last)
-    dh = jnp.zeros_like(saved) if dh is None else dh
+    dy, dstats = tangent(residuals, tangents._replace(x=dh), spec.last)
+    dh = jnp.zeros_like(residuals.saved) if dh is None else dh
     return Results(dy.astype(spec.y_dtype), dh.astype(spec.residual_dtype), dstats)
 
 
 def add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `add_norm_fwd`."""
-    of_h, dscale, dbias = _backward_of_sum(residuals, cotangents, spec)
-    dresidual = round_to(of_h, spec.last.x_dtype)
-    return Operands(dresidual.astype(spec.x_dtype), dresidual, dscale, dbias)
+    of_norm = backward(residuals, cotangents, _unrounded(spec.last))
+    dresidual = round_to(of_norm.x, spec.last.x_dtype)
+    return of_norm._replace(x=dresidual.astype(spec.x_dtype), residual=dresidual)
 
 
 def scaled_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
@@ -136,15 +129,14 @@ def scaled_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -
     """Of `scaled_add_norm_fwd`."""
     if spec.unused == "y":
         assert cotangents.h is not None
-        of_h, dscale, dbias = cotangents.h.astype(spec.compute_dtype), None, None
+        of_norm = Operands(cotangents.h.astype(spec.compute_dtype))
     else:
-        of_h, dscale, dbias = _backward_of_sum(residuals, cotangents, spec)
+        of_norm = backward(residuals, cotangents, _unrounded(spec.last))
+    of_h = of_norm.x
     of_scale = summed_like(residuals.branch_scale, of_h * residuals.x.astype(of_h.dtype), spec)
-    return Operands(
-        _scaled(of_h, residuals, spec).astype(spec.x_dtype),
-        of_h.astype(spec.residual_dtype),
-        dscale,
-        dbias,
+    return of_norm._replace(
+        x=_scaled(of_h, residuals, spec).astype(spec.x_dtype),
+        residual=of_h.astype(spec.residual_dtype),
         branch_scale=of_scale.astype(spec.branch_scale_dtype),
     )
 
@@ -164,29 +156,25 @@ def norm_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
 
 def norm_add_norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
     """Of `norm_add_norm_fwd`."""
-    saved, x, (rstd, next_rstd), scale, _, next_scale, *_ = residuals
-    dx, dresidual, dscale, _, dnext_scale, *_ = tangents
-    dh = jnp.zeros_like(x) if dresidual is None else dresidual
-    drstd: Stats = (jnp.zeros_like(rstd),) if spec.want_stats else ()
-    if dx is not None or dscale is not None:
-        t, drstd = tangent(x, (rstd,), scale, None, (dx, dscale, None), spec.first)
+    first, last = _of_two_norms(residuals)
+    dh = jnp.zeros_like(residuals.x) if tangents.residual is None else tangents.residual
+    drstd: Stats = tuple(map(jnp.zeros_like, first.stats)) if spec.want_stats else ()
+    if tangents.x is not None or tangents.scale is not None:
+        t, drstd = tangent(first, tangents, spec.first)
         dh = _sum(dh, t, spec)
-    of_h = (dh, dnext_scale, None)
-    dy, dnext = tangent(saved, (next_rstd,), next_scale, None, of_h, spec.last)
+    dy, dnext = tangent(last, Operands(dh, scale=tangents.next_scale), spec.last)
     stats = (*drstd, *dnext)
     return Results(dy.astype(spec.y_dtype), dh.astype(spec.residual_dtype), stats)
 
 
 def norm_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `norm_add_norm_fwd`."""
-    saved, x, stats, scale, _, next_scale, *_ = residuals
+    first, last = _of_two_norms(residuals)
     dy, dh, dstats, *_ = cotangents
-    last = dataclasses.replace(spec.last, x_dtype=spec.compute_dtype)
-    of_second = Results(dy, dh, dstats[1:])
-    of_h, dnext_scale, _ = backward(saved, stats[1:], next_scale, None, of_second, last)
-    of_first = Results(of_h, None, dstats[:1])
-    dx, dscale, _ = backward(x, stats[:1], scale, None, of_first, spec.first)
-    return Operands(dx, of_h.astype(spec.residual_dtype), dscale, next_scale=dnext_scale)
+    of_last = backward(last, Results(dy, dh, dstats[1:]), _unrounded(spec.last))
+    of_first = backward(first, Results(of_last.x, None, dstats[:1]), spec.first)
+    dresidual = of_last.x.astype(spec.residual_dtype)
+    return of_first._replace(residual=dresidual, next_scale=of_last.scale)
 
 
 def norm_gated_fwd(operands: Operands, spec: Spec) -> Results:
@@ -199,36 +187,37 @@ def norm_gated_fwd(operands: Operands, spec: Spec) -> Results:
 
 def norm_gated_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
     """Of `norm_gated_fwd`."""
-    x, stats, scale = residuals.saved.astype(spec.compute_dtype), residuals.stats, residuals.scale
-    gate, dx, dscale, dgate = residuals.gate, tangents.x, tangents.scale, tangents.gate
-    dgate = jnp.zeros_like(gate) if dgate is None else dgate
+    x, gate, dx = residuals.saved.astype(spec.compute_dtype), residuals.gate, tangents.x
+    residuals = residuals._replace(saved=x)
+    dgate = jnp.zeros_like(gate) if tangents.gate is None else tangents.gate
     a, da = jax.jvp(_activation(spec), (gate,), (dgate,))
     if not spec.norm_before_gate:
         dt = x * da if dx is None else x * da + dx.astype(x.dtype) * a
-        dy, dstats = tangent(x * a, stats, scale, None, (dt, dscale, None), spec.last)
+        along = tangents._replace(x=dt)
+        dy, dstats = tangent(residuals._replace(saved=x * a), along, spec.last)
         return Results(dy.astype(spec.y_dtype), stats=dstats)
-    dy, dstats = _normalised_again(x, stats, scale, None, spec.last) * da, ()
+    dy, dstats = _normalised_again(residuals, spec.last) * da, ()
     if spec.want_stats:
-        dstats = tuple(map(jnp.zeros_like, stats))
-    if dx is not None or dscale is not None:
-        dn, dstats = tangent(x, stats, scale, None, (dx, dscale, None), spec.last)
+        dstats = tuple(map(jnp.zeros_like, residuals.stats))
+    if dx is not None or tangents.scale is not None:
+        dn, dstats = tangent(residuals, tangents, spec.last)
         dy = dy + dn * a
     return Results(dy.astype(spec.y_dtype), stats=dstats)
 
 
 def norm_gated_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `norm_gated_fwd`."""
-    x, stats, scale = residuals.saved.astype(spec.compute_dtype), residuals.stats, residuals.scale
+    x, last = residuals.saved.astype(spec.compute_dtype), _unrounded(spec.last)
+    residuals = residuals._replace(saved=x)
     a, pullback = jax.vjp(_activation(spec), residuals.gate)
-    last = dataclasses.replace(spec.last, x_dtype=spec.compute_dtype)
     if spec.norm_before_gate:
         d = cotangents.y.astype(x.dtype)
-        dx, dscale, _ = backward(x, stats, scale, None, cotangents._replace(y=d * a), last)
-        (dgate,) = pullback(d * _normalised_again(x, stats, scale, None, last))
+        of_norm = backward(residuals, cotangents._replace(y=d * a), last)
+        dx, (dgate,) = of_norm.x, pullback(d * _normalised_again(residuals, last))
     else:
-        dt, dscale, _ = backward(x * a, stats, scale, None, cotangents, last)
-        dx, (dgate,) = dt * a, pullback(dt * x)
-    return Operands(dx.astype(spec.x_dtype), scale=dscale, gate=dgate)
+        of_norm = backward(residuals._replace(saved=x * a), cotangents, last)
+        dx, (dgate,) = of_norm.x * a, pullback(of_norm.x * x)
+    return of_norm._replace(x=dx.astype(spec.x_dtype), gate=dgate)
 
 
 FORMULAS: dict[Op, Formulas] = {
@@ -251,13 +240,16 @@ def _with_norm_of(
     return Results(y.astype(spec.y_dtype), h if spec.returns_h else None, (*stats, *of_h))
 
 
-def _backward_of_sum(
-    residuals: Residuals, cotangents: Results, spec: Spec
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """The gradients of h, in the arithmetic dtype, and of the parameters of its norm."""
-    saved, _, stats, scale, bias, *_ = residuals
-    last = dataclasses.replace(spec.last, x_dtype=spec.compute_dtype)
-    return backward(saved, stats, scale, bias, cotangents, last)
+def _unrounded(norm: Spec) -> Spec:
+    """A norm whose gradient of x is in the arithmetic dtype."""
+    return dataclasses.replace(norm, x_dtype=norm.compute_dtype)
+
+
+def _of_two_norms(residuals: Residuals) -> tuple[Residuals, Residuals]:
+    """Those of the norm of x, and of the norm of h."""
+    saved, x, (rstd, next_rstd), scale, _, next_scale, *_ = residuals
+    first = Residuals(x, stats=(rstd,), scale=scale)
+    return first, Residuals(saved, stats=(next_rstd,), scale=next_scale)
 
 
 def _scaled(x: jax.Array, of: Operands | Residuals, spec: Spec) -> jax.Array:
@@ -266,20 +258,14 @@ def _scaled(x: jax.Array, of: Operands | Residuals, spec: Spec) -> jax.Array:
     return x.astype(spec.compute_dtype) * along_rows(scale, x, spec)
 
 
-def tangent(
-    saved: jax.Array,
-    stats: Stats,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    tangents: tuple[jax.Array | None, jax.Array | None, jax.Array | None],
-    spec: Spec,
-) -> tuple[jax.Array, Stats]:
+def tangent(residuals: Residuals, tangents: Operands, spec: Spec) -> tuple[jax.Array, Stats]:
     """Of y and the statistics of one norm, from those of x, scale and bias; None stands for 0.
 
     That of y in the arithmetic dtype.
     """
-    dx, dscale, dbias = tangents
-    g, xh, (rstd, *_), _ = _recovered(saved, stats, scale, bias, spec)
+    dx: jax.Array | None = tangents.x
+    dscale, dbias = tangents.scale, tangents.bias
+    g, xh, (rstd, *_), _ = _recovered(residuals, spec)
     drstd = dmean = jnp.zeros_like(rstd)
     terms = []
     if dx is not None:
@@ -298,18 +284,12 @@ def tangent(
     return dy, _statistics(drstd, dmean, spec)
 
 
-def backward(
-    saved: jax.Array,
-    stats: Stats,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    cotangents: Results,
-    spec: Spec,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """dx, dscale and dbias of one norm."""
+def backward(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
+    """The gradients of x, scale and bias of one norm."""
     dy, dh, dstats, *_ = cotangents
+    scale, bias = residuals.scale, residuals.bias
     d = dy.astype(spec.compute_dtype)
-    g, xh, (rstd, *_), z = _recovered(saved, stats, scale, bias, spec)
+    g, xh, (rstd, *_), z = _recovered(residuals, spec)
     dg = d if g is None else d * g
     c2 = row_mean(dg * xh if z is None else d * z, spec)
     if dstats:
@@ -325,7 +305,7 @@ def backward(
         dx = dx + dh.astype(spec.compute_dtype)
     dscale = None if scale is None else summed_like(scale, d * xh, spec).astype(spec.scale_dtype)
     dbias = None if bias is None else summed_like(bias, d, spec).astype(spec.bias_dtype)
-    return dx.astype(spec.x_dtype), dscale, dbias
+    return Operands(dx.astype(spec.x_dtype), scale=dscale, bias=dbias)
 
 
 def normalised(
@@ -352,15 +332,11 @@ def _sum(residual: jax.Array, y: jax.Array, spec: Spec) -> jax.Array:
 
 
 def _recovered(
-    saved: jax.Array,
-    stats: Stats,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    spec: Spec,
+    residuals: Residuals, spec: Spec
 ) -> tuple[jax.Array | None, jax.Array, list[jax.Array], jax.Array | None]:
     """G, x_hat, the statistics along rows and, from the output, z = x_hat G."""
-    saved = saved.astype(spec.compute_dtype)
-    along = [jnp.expand_dims(stat, spec.axes) for stat in stats]
+    saved, scale, bias = residuals.saved.astype(spec.compute_dtype), residuals.scale, residuals.bias
+    along = [jnp.expand_dims(stat, spec.axes) for stat in residuals.stats]
     g = None if scale is None else along_rows(gain(scale, spec), saved, spec)
     if spec.saved == "input":
         rstd, *mean = along
@@ -381,11 +357,9 @@ def _activation(spec: Spec) -> Callable[[jax.Array], jax.Array]:
     return lambda a: of_wide(a.astype(spec.compute_dtype))
 
 
-def _normalised_again(
-    x: jax.Array, stats: Stats, scale: jax.Array | None, bias: jax.Array | None, spec: Spec
-) -> jax.Array:
+def _normalised_again(residuals: Residuals, spec: Spec) -> jax.Array:
     """The norm in the arithmetic dtype, of the input that a derivative starts from."""
-    g, xh, _, _ = _recovered(x, stats, scale, bias, spec)
+    bias, (g, xh, _, _) = residuals.bias, _recovered(residuals, spec)
     n = xh if g is None else xh * g
     return n if bias is None else n + along_rows(effective_bias(bias, spec), n, spec)
 

@@ -37,10 +37,10 @@ def norm_rope_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Resul
     """Of `norm_rope_fwd`."""
     cos, sin = residuals.cos, residuals.sin
     saved, last = _saved_of_norm(residuals, spec)
-    along, dn = (tangents.x, tangents.scale, None), jnp.zeros_like(saved)
+    dn = jnp.zeros_like(saved)
     dstats = tuple(map(jnp.zeros_like, residuals.stats)) if spec.want_stats else ()
     if tangents.x is not None or tangents.scale is not None:
-        dn, dstats = norm.tangent(saved, residuals.stats, residuals.scale, None, along, last)
+        dn, dstats = norm.tangent(residuals._replace(saved=saved), tangents, last)
     dy = rotated(dn, cos, sin, spec)
     if tangents.cos is not None or tangents.sin is not None:
         dcos, dsin = (jnp.zeros_like(cos) if t is None else t for t in (tangents.cos, tangents.sin))
@@ -56,8 +56,7 @@ def norm_rope_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Oper
     d = cotangents.y.astype(spec.compute_dtype)
     dn = rotated(d, cos, -sin, spec)
     of_n = Results(dn, stats=cotangents.stats)
-    dx, dscale, _ = norm.backward(saved, residuals.stats, residuals.scale, None, of_n, last)
-    gradients = Operands(dx, scale=dscale)
+    gradients = norm.backward(residuals._replace(saved=saved), of_n, last)
     if not spec.wants_tables:
         return gradients
     na, nb = _pairs(_normalised_again(saved, residuals, spec), spec)

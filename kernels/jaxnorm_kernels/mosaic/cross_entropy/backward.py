@@ -27,12 +27,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.mosaic.cross_entropy.forward import most_elements, read_label
+from jaxnorm_kernels.mosaic.cross_entropy.forward import read_label, units_of
 from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g, times_slope
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
-from jaxnorm_kernels.mosaic.device.layouts import Ref, load, widen
+from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, flat_index, load, widen
 from jaxnorm_kernels.mosaic.device.numerics import exp2
-from jaxnorm_kernels.mosaic.rows.units import Unit, Units
+from jaxnorm_kernels.mosaic.rows.units import Unit, load_units
 from jaxnorm_kernels.specs import Spec
 
 
@@ -49,7 +49,7 @@ class Schedule:
 
     def parts(self, spec: Spec) -> int:
         """Blocks of a row."""
-        return -(-Units.of(spec.cols, most_elements(spec)).count // self.units)
+        return -(-units_of(spec, padded=True).count // self.units)
 
 
 def cross_entropy_bwd(
@@ -62,7 +62,7 @@ def cross_entropy_bwd(
     """The gradient of x; `schedule` stands in for the default."""
     assert residuals.mask is None, "of classes: `support` refuses it"
     schedule = schedule or Schedule()
-    of_rows = Units.of(spec.cols, most_elements(spec))
+    of_rows = units_of(spec, padded=True)
     parts, units = schedule.parts(spec), min(schedule.units, of_rows.count)
     of_one_row = [*residuals.stats, cotangents.y]
     if spec.returns_entropy:
@@ -75,16 +75,16 @@ def cross_entropy_bwd(
 
         def write(of_block: Sequence[Unit]) -> None:
             # The logits first: the numbers of the row are small, and on their way meanwhile.
-            raw = [unit.load(x, row) for unit in of_block]
+            raw = load_units(of_block, x, row)
             label = read_label(labels, row)
             numbers = [load(ref.at[row], None) for ref in of_row]
             has_entry = numbers[1] != -jnp.inf
 
-            zero = jnp.zeros(of_block[0].shape, jnp.float32)
-            zero = plgpu.layout_cast(zero, of_block[0].layout)
+            shape, layout = of_block[0].shape, of_block[0].layout
+            zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
             for unit, value in zip(of_block, raw):
-                wide = widen(value, unit.layout)
-                gradient = functools.partial(_gradient, wide, unit, label, numbers, spec)
+                wide = widen(value, layout)
+                gradient = functools.partial(_gradient, wide, unit, layout, label, numbers, spec)
                 unit.store(dx, row, lax.cond(has_entry, gradient, lambda: zero))
 
         write([of_rows.unit(row, part * units + k) for k in range(units)])
@@ -104,7 +104,12 @@ def cross_entropy_bwd(
 
 
 def _gradient(
-    x: jax.Array, unit: Unit, label: jax.Array, numbers: Sequence[jax.Array], spec: Spec
+    x: jax.Array,
+    unit: Unit,
+    layout: Layout,
+    label: jax.Array,
+    numbers: Sequence[jax.Array],
+    spec: Spec,
 ) -> jax.Array:
     """dx of a unit in float32, of a row that has an entry."""
     top, log_sum, d, *of_entropy = numbers
@@ -116,19 +121,22 @@ def _gradient(
         dz, of_label = -p * ((d + e * entropy) + of_log), d
     else:
         of_label = -(1 - spec.label_smoothing) * d
-        lse = f_times(top, spec) + log_sum
-        dz = p * ((1 + 2 * spec.z_loss * lse) * d if spec.z_loss else d)
+        of_p = d
+        if spec.z_loss:
+            of_p = (1 + 2 * spec.z_loss * (f_times(top, spec) + log_sum)) * d
+        dz = p * of_p
         if spec.label_smoothing:
             dz = dz - (spec.label_smoothing / spec.classes) * d
 
     def with_label() -> jax.Array:
-        return jnp.where(unit.columns() == label - unit.start, dz + of_label, dz)
+        is_label = flat_index(dz.shape, layout) == label - unit.start
+        return jnp.where(is_label, dz + of_label, dz)
 
     # Few units have the label: the columns of others are not compared with it.
     dx = times_slope(lax.cond(unit.has(label), with_label, lambda: dz), g_x, spec)
     if not spec.padding:
         return dx
-    return jnp.where(unit.columns() < spec.classes - unit.start, dx, 0.0)
+    return jnp.where(flat_index(dx.shape, layout) < spec.classes - unit.start, dx, 0.0)
 
 
 def _probability(

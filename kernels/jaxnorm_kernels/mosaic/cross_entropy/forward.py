@@ -41,7 +41,15 @@ from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g
 from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.gpu import SCHEDULES_KEPT, Gpu, kept
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch
-from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, Ref, load, store, widen
+from jaxnorm_kernels.mosaic.device.layouts import (
+    VECTOR_BYTES,
+    Layout,
+    Ref,
+    flat_index,
+    load,
+    store,
+    widen,
+)
 from jaxnorm_kernels.mosaic.device.threads import (
     OF_THREADS,
     exp_of_term,
@@ -51,7 +59,7 @@ from jaxnorm_kernels.mosaic.device.threads import (
     thread_sum,
 )
 from jaxnorm_kernels.mosaic.rows.exchange import Gather
-from jaxnorm_kernels.mosaic.rows.units import Unit, Units
+from jaxnorm_kernels.mosaic.rows.units import Unit, Units, load_units
 from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
@@ -109,14 +117,10 @@ def choose(spec: Spec, gpu: Gpu) -> Schedule:
 
 
 @functools.lru_cache(maxsize=SCHEDULES_KEPT)
-def units_of(spec: Spec) -> Units:
-    """Of the classes of a row."""
-    return Units.of(spec.cols, most_elements(spec), spec.classes)
-
-
-def most_elements(spec: Spec) -> int:
-    """Elements of the widest load."""
-    return VECTOR_BYTES // spec.x_dtype.itemsize
+def units_of(spec: Spec, *, padded: bool = False) -> Units:
+    """Of the classes of a row; `padded`: and of the columns behind them."""
+    widest = VECTOR_BYTES // spec.x_dtype.itemsize
+    return Units.of(spec.cols, widest, spec.cols if padded else spec.classes)
 
 
 def cross_entropy_fwd(
@@ -170,7 +174,7 @@ def _row(
     gather.open(scratch)
     # What takes long to come, in this order: the label's logit waits for the label.
     label = read_label(labels, row)
-    first = share.load(x, share.first())
+    first = load_units(share.first(), x, row)
     # Any column for a label that is none: nothing outside of the row is read.
     x_l = load(x.at[row, jnp.clip(label, 0, spec.classes - 1)], None)
     gather.ready()
@@ -220,7 +224,7 @@ class _Share:
     schedule: Schedule
     row: Any
 
-    @property
+    @functools.cached_property
     def whole_steps(self) -> int:
         """Of whole units alone."""
         return self.units.whole // (self.schedule.units * self.schedule.shares)
@@ -238,27 +242,26 @@ class _Share:
     def first(self) -> list[Unit]:
         return self.step(0) if self.whole_steps else self.rest()
 
-    def load(self, x: Ref, units: Sequence[Unit]) -> list[jax.Array]:
-        return [unit.load(x, self.row) for unit in units]
-
     def reduce(self, x: Ref, raw: list[jax.Array], label: jax.Array, r: jax.Array | None) -> Sums:
         """The sums of each thread; `raw` is what it has loaded first."""
         sums: Sums = (of_threads(numerics.LOWEST), *[of_threads(0.0)] * (_sums(self.spec) - 1))
 
         def advance(i: Any, carry: tuple[list[jax.Array], Sums]) -> tuple[list[jax.Array], Sums]:
             raw, sums = carry
-            return self.load(x, self.step(i + 1)), self.add(sums, self.step(i), raw, label, r)
+            coming = load_units(self.step(i + 1), x, self.row)
+            return coming, self.add(sums, self.step(i), raw, label, r)
 
         rest = self.rest()
         if self.whole_steps:
             last = self.whole_steps - 1
             raw, sums = lax.fori_loop(0, last, advance, (raw, sums))
-            coming = self.load(x, rest)
+            coming = load_units(rest, x, self.row) if rest else []
             sums, raw = self.add(sums, self.step(last), raw, label, r), coming
         if rest:
             sums = self.add(sums, rest, raw, label, r)
         for edge in self.units.edges(self.row):
-            sums = self.add(sums, [edge], self.load(x, [edge]), label, r, self._index() == 0)
+            read = load_units([edge], x, self.row)
+            sums = self.add(sums, [edge], read, label, r, self._index() == 0)
         return sums
 
     def add(
@@ -283,7 +286,7 @@ class _Share:
         others = [_where(is_fresh, value, -jnp.inf) for is_fresh, value in zip(fresh, x)]
         # Few units have the label: the others are not compared with it.
         has_label = functools.reduce(jnp.logical_or, [unit.has(label) for unit in units])
-        others = lax.cond(has_label, lambda: _without(label, units, others), lambda: others)
+        others = lax.cond(has_label, lambda: _without(label, units, others, layout), lambda: others)
         grown = jnp.maximum(m, thread_max(functools.reduce(jnp.maximum, others)))
         of_each = spread(grown, v)
         exp = functools.partial(exp_of_term, times=self.spec.logit_factor)
@@ -309,10 +312,12 @@ class _Share:
         return index
 
 
-def _without(label: jax.Array, units: Sequence[Unit], x: Sequence[jax.Array]) -> list[jax.Array]:
+def _without(
+    label: jax.Array, units: Sequence[Unit], x: Sequence[jax.Array], layout: Layout
+) -> list[jax.Array]:
     """-inf for the label's column."""
     return [
-        jnp.where(unit.columns() == label - unit.start, -jnp.inf, value)
+        jnp.where(flat_index(value.shape, layout) == label - unit.start, -jnp.inf, value)
         for unit, value in zip(units, x)
     ]
 

@@ -59,7 +59,7 @@ class NormFormula:
     def column_sums(self) -> int:
         return (self.spec.scale_dtype is not None) + (self.spec.bias_dtype is not None)
 
-    @property
+    @functools.cached_property
     def _from_output(self) -> bool:
         return self.spec.saved == "output"
 

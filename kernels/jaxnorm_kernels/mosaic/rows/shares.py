@@ -1,6 +1,7 @@
 """Which rows a block takes, where a grid has fewer blocks than there are rows."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -74,7 +75,7 @@ class Share:
         """Of a row of a step, its index among all rows."""
         return row if self.window is None else self.window.row(row)
 
-    @property
+    @functools.cached_property
     def has_stale_rows(self) -> bool:
         """Whether a step has rows that belong to another one too."""
         return self.rows % self.height != 0

@@ -123,7 +123,7 @@ class Tile:
         """Columns that the threads of a row read at once."""
         return WARPGROUP_THREADS * self.vector
 
-    @property
+    @functools.cached_property
     def layout(self) -> Layout:
         """Of a piece that is read with the whole vector."""
         return self.layout_of_vectors(self.vector)

@@ -17,6 +17,8 @@ once, so what is stored may take the place of what is read.
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -60,10 +62,6 @@ class Unit:
         """Of that array."""
         return warps_layout(self.vector)
 
-    def columns(self) -> jax.Array:
-        """Of each element, counted from `start`."""
-        return flat_index(self.shape, self.layout)
-
     def has(self, column: jax.Array) -> jax.Array:
         """Whether it has a column."""
         behind = self.start + WARPGROUP_THREADS * self.vector
@@ -74,13 +72,8 @@ class Unit:
         if self.fresh is None:
             return None
         first, end = self.fresh
-        columns = self.columns()
+        columns = flat_index(self.shape, self.layout)  # counted from `start`
         return jnp.logical_and(columns >= first - self.start, columns < end - self.start)
-
-    def load(self, ref: Ref, row: Any) -> jax.Array:
-        """Of a ``(rows, cols)`` ref, in its own dtype."""
-        width = WARPGROUP_THREADS * self.vector
-        return load(ref.at[row, pl.ds(self.start, width)], self.layout, self.shape)
 
     def store(self, ref: Ref, row: Any, value: jax.Array) -> None:
         """What is fresh of it."""
@@ -89,6 +82,12 @@ class Unit:
             store_global(ref.at[row, pl.ds(self.start, width)], value, self.layout)
         else:
             store_vectors(ref.at[row], self.start, value, *self.fresh, self.layout)
+
+
+def load_units(units: Sequence[Unit], ref: Ref, row: Any) -> list[jax.Array]:
+    """Those of one vector, of a ``(rows, cols)`` ref, in its own dtype."""
+    shape, layout, width = units[0].shape, units[0].layout, math.prod(units[0].shape)
+    return [load(ref.at[row, pl.ds(unit.start, width)], layout, shape) for unit in units]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +126,7 @@ class Units:
         most = self.cols - (self.vector - 1) * self.has_edges
         return most // self.vector * self.vector
 
-    @property
+    @functools.cached_property
     def count(self) -> int:
         """Units of a body; the last one may overlap with the one before it."""
         return -(-self.body // self.width)

@@ -159,10 +159,10 @@ class _Kernel:
         at, index = self.stages.at(k), self.share.first_row(k) + row
         added: list[jax.Array] = []
         for unit, columns in zip(self.units, self.columns):
-            elements = self.read(at, row, unit, len(self.held))
+            layout, elements = _layout(unit.width), self.read(at, row, unit, len(self.held))
             values, terms = self.formula.finish(elements, columns, stats, totals)
             for ref, value in zip(self.refs.results, values):
-                unit.store(ref, index, value, _layout(unit.width))
+                unit.store(ref, index, value, layout)
             added += terms
         if self.share.has_stale_rows:
             is_new, shapes = self.share.is_new(index, k), dict.fromkeys(a.shape for a in added)
