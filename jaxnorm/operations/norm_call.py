@@ -5,7 +5,6 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
