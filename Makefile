@@ -3,7 +3,7 @@
 
 VENV ?= .venv
 JAX ?= jax
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist worksteal
 SELECTED ?= tests/mosaic -m compiles
 PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python,\
 	$(shell $(p) -c 'import sys; sys.version_info >= (3, 12) and print("$(p)")' 2>/dev/null)))

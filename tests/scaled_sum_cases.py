@@ -1,6 +1,7 @@
 """h = residual + branch_scale x, y = norm(h): in float64 numpy, with derived bounds; its passes."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -136,12 +137,13 @@ def make_operands(spec):
     rng = np.random.default_rng(0)
     arrays = {"x": spec.x_dtype, "residual": spec.residual_dtype}
     arrays |= {"dy": spec.y_dtype, "dh": spec.residual_dtype}
-    rows = {n: jnp.asarray(rng.normal(size=(spec.rows, spec.cols)), t) for n, t in arrays.items()}
+    shape = spec.rows, spec.cols
+    rows = {n: jnp.asarray(rng.normal(size=shape).astype(t)) for n, t in arrays.items()}
     centres = {"scale": 1.0, "bias": 0.0, "branch_scale": 0.5}
     params = {
         name: None
         if (dtype := getattr(spec, f"{name}_dtype")) is None
-        else jnp.asarray(centre + 0.3 * rng.normal(size=_shape(spec, name)), dtype)
+        else jnp.asarray((centre + 0.3 * rng.normal(size=_shape(spec, name))).astype(dtype))
         for name, centre in centres.items()
     }
     return rows | params
@@ -191,7 +193,7 @@ def check_backward(call, spec):
     given = make_operands(spec)
     forward = dataclasses.replace(spec, direction="fwd", want_stats=True, adds_dh=False)
     operands = [given[name] for name in spec.operation.operands]
-    y, h, stats = contract.call(xla, forward, *operands)
+    y, h, stats = jax.jit(functools.partial(contract.call, xla, forward))(*operands)
     params = [given[name] for name in PARAMETERS]
     saved = y if spec.saved == "output" else h
     results = call(spec, given["x"], saved, stats, *params, given["dy"], given["dh"])

@@ -10,6 +10,8 @@ import pytest
 
 import jaxnorm
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 X = jnp.ones((2, 3, 4))
 SOFTMAXES = [jaxnorm.softmax, jaxnorm.log_softmax]
 NORMS = [jaxnorm.layer_norm, jaxnorm.rms_norm]

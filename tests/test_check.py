@@ -10,6 +10,8 @@ from flax import nnx
 import jaxnorm
 from jaxnorm.models import conversion
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 
 def params():
     return {

@@ -25,6 +25,7 @@ VALUES = {"jaxnorm.save_policy"}
 PUBLIC = {f"{module.__name__}.{name}": module for module in MODULES for name in module.__all__}
 
 
+@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("name", sorted(PUBLIC.keys() - RESULTS - VALUES))
 def test_the_example_runs(name):
     """By itself: it imports what it takes, and what it computes is printed somewhere."""

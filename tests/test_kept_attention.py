@@ -15,6 +15,7 @@ from jaxnorm import memory_report
 
 pytestmark = [
     pytest.mark.oldest_jax,
+    pytest.mark.usefixtures("quick_to_compile"),
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="the docs' lines take cuDNN there"),
 ]
 

@@ -18,6 +18,7 @@ from jaxnorm_kernels.xla.label_sums import block_size, label_sums
 pytestmark = [
     pytest.mark.oldest_jax,
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA's code of a CPU"),
+    pytest.mark.usefixtures("quick_to_compile"),
 ]
 
 PRIME = 8209

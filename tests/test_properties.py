@@ -9,6 +9,8 @@ from hypothesis.extra import numpy as hnp
 
 import jaxnorm
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 FUNCTIONS = {
     "softmax": jaxnorm.softmax,
     "log_softmax": jaxnorm.log_softmax,

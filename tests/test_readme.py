@@ -39,6 +39,7 @@ def blocks(page: Path) -> list[str]:
     return found
 
 
+@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the mesh examples want 8 devices")
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda page: page.name)
 def test_the_examples_run(page):

@@ -12,7 +12,10 @@ from test_readme import ROOT, blocks
 
 import jaxnorm
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="small float32 programs")
+pytestmark = [
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="small float32 programs"),
+    pytest.mark.usefixtures("quick_to_compile"),
+]
 
 VOCABULARY, WIDTH = 40, 24
 

@@ -10,7 +10,7 @@ import pytest
 
 import jaxnorm
 
-pytestmark = pytest.mark.oldest_jax
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 
 def normal(*shape, seed=0, dtype="float32"):
