@@ -1,7 +1,6 @@
 """Fixtures that every test file shares."""
 
 import functools
-import gc
 import importlib.util
 import os
 import zlib
@@ -119,12 +118,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = chosen
     if _is_worker(config):
         config.workeroutput["left_out"] = dict(needs.left_out(config))
-
-
-def pytest_collection_finish() -> None:
-    """Full collections of garbage pass over what lives as long as the run: modules and cases."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
