@@ -33,7 +33,7 @@ def rotated_heads(x, implementation):
     # Sizes whose pairs Mosaic divides among threads.
     heads = x.reshape(len(x), -1, 40 if x.shape[1] % 40 == 0 else 64)
     scale = jnp.linspace(-1, 2, heads.shape[-1], dtype=jnp.float32)
-    angles = jnp.linspace(0, 3, heads.shape[-1] // 2)
+    angles = jnp.linspace(0, 3, heads.shape[-1] // 2, dtype=jnp.float32)
     return jaxnorm.rms_norm_rope(
         heads, scale, jnp.cos(angles), jnp.sin(angles), implementation=implementation
     )

@@ -210,7 +210,7 @@ def test_log_probabilities_and_entropies(rows, cols, dtype, options, kernels):
     keys = jax.random.split(jax.random.key(0), 4)
     x = (3 * jax.random.normal(keys[0], (rows, cols))).astype(dtype)
     labels = jax.random.randint(keys[1], (rows,), 0, cols).at[0].set(-1)
-    cotangents = [jax.random.normal(key, (rows,)) for key in keys[2:]]
+    cotangents = [jax.random.normal(key, (rows,), jnp.float32) for key in keys[2:]]
     where = jnp.arange(rows) % 5 != 3
 
     @functools.partial(jax.jit, static_argnames="implementation")

@@ -168,7 +168,7 @@ def test_small_entropies(implementation):
     """Of a label that is certain but for 1e-6 both are right to 1e-4 of themselves."""
     gap = np.array([14, 16, 18, 20], np.float32) + np.float32(np.log(999))
     x, labels = jnp.zeros((4, 1000), jnp.float32).at[:, 3].set(gap), jnp.full(4, 3)
-    log_prob, entropy = check(x, labels, jnp.ones(4), implementation=implementation)
+    log_prob, entropy = check(x, labels, jnp.ones(4, jnp.float32), implementation=implementation)
     others = 999 * np.exp(-exact(gap))
     np.testing.assert_allclose(log_prob, -np.log1p(others), rtol=1e-4)
     of_entropy = np.log1p(others) + others * exact(gap) / (1 + others)
@@ -231,7 +231,7 @@ def test_axes(axis):
 @pytest.mark.parametrize("shape", [(0, 300), (3, 0, 300)])
 def test_no_rows(shape, implementation):
     x, labels = jnp.zeros(shape, jnp.bfloat16), jnp.zeros(shape[:-1], int)
-    nothing = jnp.zeros(shape[:-1])
+    nothing = jnp.zeros(shape[:-1], jnp.float32)
     static = (("implementation", implementation),)
     results, dx = values_and_gradient(x, labels, (nothing, nothing), options=static)
     assert [a.shape for a in (*results, dx)] == [shape[:-1], shape[:-1], shape]

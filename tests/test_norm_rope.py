@@ -309,7 +309,9 @@ def test_zero_beside_a_partner_that_is_not(dtype, interleaved):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_both_of_a_pair_zero(dtype):
     """As in rms_norm: the forward raises both scales to 2^-60, and y carries them."""
-    scale = parameter(64, "float32").at[jnp.array([6, 38, 50])].set(jnp.array([0, 0, 0.5]))
+    scale = (
+        parameter(64, "float32").at[jnp.array([6, 38, 50])].set(jnp.array([0, 0, 0.5], jnp.float32))
+    )
     cos, sin = tables((8, 1, 32))
     x = normal((2, 8, 4, 64), dtype, 0)
     (_, dscale), ref = gradients(x, scale, cos, sin, "output")
@@ -318,7 +320,7 @@ def test_both_of_a_pair_zero(dtype):
             dscale[column], ref.dscale[column], rtol=0, atol=float(dscale_walk(ref, column, dtype))
         )
     # A scale that starts at 0 trains.
-    zero = jnp.zeros(64)
+    zero = jnp.zeros(64, jnp.float32)
     (_, dscale), ref = gradients(x, zero, cos, sin, "output")
     assert relative_error(dscale, ref.dscale) < 4 * unit_roundoff(dtype)
 

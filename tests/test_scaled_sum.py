@@ -329,7 +329,7 @@ REFUSED = {
     "too many axes": (jnp.ones((1, 3, 1, 16)), r"gate has shape \(1, 3, 1, 16\)"),
 }
 WRONG_TYPES = {
-    "integers": (jnp.ones(16, int), "gate has dtype int32.*cast it"),
+    "integers": (jnp.ones(16, jnp.int32), "gate has dtype int32.*cast it"),
     "a string": ("gate", "gate is a str; expected an array"),
 }
 
