@@ -52,7 +52,6 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.device.threads import (
     OF_THREADS,
-    exp_of_term,
     of_threads,
     spread,
     thread_max,
@@ -289,7 +288,7 @@ class _Share:
         others = lax.cond(has_label, lambda: _without(label, units, others, layout), lambda: others)
         grown = jnp.maximum(m, thread_max(functools.reduce(jnp.maximum, others)))
         of_each = spread(grown, v)
-        exp = functools.partial(exp_of_term, times=self.spec.logit_factor)
+        exp = functools.partial(numerics.exp_of_term, times=self.spec.logit_factor)
         depth = [value - of_each for value in others]
         e = [exp(d) for d in depth]
         s, *t = _rescaled(s, t, m - grown, exp(m - grown), self.spec)

@@ -15,7 +15,14 @@ from jax import lax
 
 from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
-from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, flat_index, load, store
+from jaxnorm_kernels.mosaic.device.layouts import (
+    Layout,
+    Ref,
+    flat_index,
+    load,
+    store,
+    with_registers,
+)
 from jaxnorm_kernels.mosaic.device.mgpu import arith, ir, llvm, utils, vector
 
 
@@ -42,7 +49,7 @@ def load_each(ref: Ref, first: Any, places: jax.Array, layout: Layout) -> jax.Ar
             return vector.from_elements(ir.VectorType.get((len(elements),), kind), elements)
 
         registers = [loaded(register) for register in index.registers.flat]
-        return mgpu.with_registers(index, registers, mgpu.is_signed(kind))
+        return with_registers(index, registers, mgpu.is_signed(kind))
 
     return read(ref, index)
 

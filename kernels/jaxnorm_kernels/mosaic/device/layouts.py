@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.mgpu import WARP as WARP
 from jaxnorm_kernels.mosaic.device.mgpu import WARPS as WARPS
@@ -164,7 +164,7 @@ def widen(value: jax.Array, layout: Layout) -> jax.Array:
     )
     def widened(context: Any, value: Any) -> Any:
         del context
-        return mgpu.with_registers(value, [_widen_register(r) for r in value.registers.flat])
+        return with_registers(value, [_widen_register(r) for r in value.registers.flat])
 
     return widened(value)
 
@@ -199,6 +199,21 @@ def _widen_register(register: Any) -> Any:
     first = vector.bitcast(floats, arith.shli(words, all_of(16)))
     second = vector.bitcast(floats, arith.andi(words, all_of(-(2**16))))
     return vector.shuffle(first, second, [k // 2 + k % 2 * half for k in range(elements)])
+
+
+def with_registers(value: Any, registers: Sequence[Any], signed: bool | None = None) -> Any:
+    """The array of the same layout that has these registers, in the order of those of `value`."""
+    placed = value.registers.copy()
+    for at, register in enumerate(registers):
+        placed.flat[at] = register
+    return FragmentedArray(_registers=placed, _layout=value.layout, _is_signed=signed)
+
+
+def of_register(register: Any, layout: Any, shape: tuple[int, ...]) -> Any:
+    """The array of floats of which each thread has one register."""
+    registers = np.empty(layout.registers_shape(shape), dtype=object)
+    registers.flat[0] = register
+    return FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
 _ALL_WARPS = (plgpu.Replicated(WARPS),)

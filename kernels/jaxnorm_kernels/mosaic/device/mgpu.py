@@ -12,11 +12,9 @@ functions is gone, or means something else, lowering a kernel fails: run ``tests
 jax before anything else.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 try:
     from jax._src.lib.mlir import ir as ir
@@ -118,18 +116,3 @@ def address_of(ref: Any) -> Any:
 def in_shared(address: Any) -> Any:
     """The pointer of such an address."""
     return llvm.inttoptr(llvm.PointerType.get(_SHARED), address)
-
-
-def with_registers(value: Any, registers: Sequence[Any], signed: bool | None = None) -> Any:
-    """The array of the same layout that has these registers, in the order of those of `value`."""
-    placed = value.registers.copy()
-    for at, register in enumerate(registers):
-        placed.flat[at] = register
-    return FragmentedArray(_registers=placed, _layout=value.layout, _is_signed=signed)
-
-
-def of_register(register: Any, layout: Any, shape: tuple[int, ...]) -> Any:
-    """The array of floats of which each thread has one register."""
-    registers = np.empty(layout.registers_shape(shape), dtype=object)
-    registers.flat[0] = register
-    return FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

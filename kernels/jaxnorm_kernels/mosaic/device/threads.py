@@ -16,7 +16,13 @@ from jax import lax
 
 from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
-from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPS, warps_layout
+from jaxnorm_kernels.mosaic.device.layouts import (
+    WARP,
+    WARPS,
+    of_register,
+    warps_layout,
+    with_registers,
+)
 from jaxnorm_kernels.mosaic.device.mgpu import arith, ir, utils, vector
 from jaxnorm_kernels.mosaic.device.numerics import exp2
 
@@ -58,17 +64,9 @@ def spread(value: jax.Array, v: int) -> jax.Array:
         (register,) = value.registers.flat
         kind = ir.VectorType.get((v,), ir.F32Type.get())
         value = vector.broadcast(kind, mgpu.elements_of(register)[0])
-        return mgpu.of_register(value, warps_layout(v).to_mgpu(), shape)
+        return of_register(value, warps_layout(v).to_mgpu(), shape)
 
     return copy(value)
-
-
-def exp_of_term(unit: jax.Array, times: float = 1.0) -> jax.Array:
-    """exp(times unit), of numbers <= 0, in one multiplication and one instruction.
-
-    For terms of a sum that has one of 1: of a term, the error grows as it gets small.
-    """
-    return exp2(unit * (times * math.log2(math.e)))
 
 
 def tanh(unit: jax.Array, times: float) -> jax.Array:
@@ -115,7 +113,7 @@ def _reciprocals(unit: jax.Array) -> jax.Array:
             inverse = utils.inline_ptx("rcp.approx.ftz.f32 $0, $1;", product, result_types=f32)
             results += inverses(group, inverse)
         kind = ir.VectorType.get((len(elements),), f32)
-        return mgpu.with_registers(value, [vector.from_elements(kind, results)])
+        return with_registers(value, [vector.from_elements(kind, results)])
 
     return shared(unit)
 
@@ -139,6 +137,6 @@ def _fold(unit: jax.Array, pairwise: Callable[..., Any], of_axis: Callable[..., 
             elements = [pairwise(a, b) for a, b in zip(elements[::2], elements[1::2])]
         kind = ir.VectorType.get((1,), ir.F32Type.get())
         value = vector.broadcast(kind, elements[0])
-        return mgpu.of_register(value, warps_layout(1).to_mgpu(), OF_THREADS)
+        return of_register(value, warps_layout(1).to_mgpu(), OF_THREADS)
 
     return fold(unit)

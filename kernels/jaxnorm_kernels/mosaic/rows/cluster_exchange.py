@@ -94,7 +94,7 @@ class ClusterExchange:
     def send(self, scratch: Sequence[Any], stage: Any, values: Sequence[jax.Array]) -> None:
         """Sends `values`, an array over the four warps each, to all blocks of the cluster."""
         layout = warps_layout(1).reduce(1)
-        slots, barriers, *terms = scratch[: len(self.scratch())]
+        slots, barriers, *terms = scratch[: 2 + self.added]
 
         @plgpu.inline_mgpu(
             arg_types=(_REF, _REF, [_REF] * len(terms), _SCALAR, [layout] * len(values))

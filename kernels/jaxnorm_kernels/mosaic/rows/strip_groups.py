@@ -21,7 +21,16 @@ from jax import lax
 from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.edges import load_each, store_each, store_some
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
-from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPS, Layout, Ref, flat_index, load, store
+from jaxnorm_kernels.mosaic.device.layouts import (
+    WARP,
+    WARPS,
+    Layout,
+    Ref,
+    flat_index,
+    load,
+    store,
+    with_registers,
+)
 from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, llvm, utils, vector
 
 
@@ -51,7 +60,7 @@ def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
     )
     def sum_up(context: Any, value: Any) -> Any:
         del context
-        return mgpu.with_registers(value, [summed(r) for r in value.registers.flat])
+        return with_registers(value, [summed(r) for r in value.registers.flat])
 
     return sum_up(stat)
 
@@ -76,7 +85,7 @@ def load_of_groups(ref: Ref, group: int, vector_width: int, layout: Layout) -> j
         )
         zeros = utils.c(0.0, f32())
         splat = FragmentedArray.splat(zeros, (groups * group,), layout=layout.to_mgpu())
-        return mgpu.with_registers(splat, [register] * splat.registers.size)
+        return with_registers(splat, [register] * splat.registers.size)
 
     return read(ref)
 
@@ -240,6 +249,6 @@ def sum_of_any(stat: jax.Array, span: Span, scratch: Ref) -> jax.Array:
                 total = arith.select(mgpu.is_below(mgpu.plus(nth, -k), 1), totals[k], total)
             results.append(total)
         register = vector.from_elements(ir.VectorType.get((v,), f32()), results)
-        return mgpu.with_registers(value, [register])
+        return with_registers(value, [register])
 
     return sum_up(scratch, stat, span.start)
