@@ -49,6 +49,12 @@ _SHAPES: dict[str, Callable[[int], Shape]] = {
     "capped_linear_cross_entropy": lambda cols: (ROWS, 512, cols),
     "linear_log_prob_and_entropy": lambda cols: (ROWS, 512, cols),
 }
+#: Channels are in groups; columns are rotated in pairs.
+COLUMNS_ARE_MULTIPLES_OF = {
+    "group_norm": CHANNEL_GROUPS,
+    "group_norm_silu": CHANNEL_GROUPS,
+    "rms_norm_rope": 2,
+}
 # Compositions of other functions here; and a product alone.
 _LEFT_OUT = ("residual_rms_norm", "residual_layer_norm", "product")
 OPS = tuple(op for op in (*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR) if op not in _LEFT_OUT)
@@ -90,7 +96,7 @@ def cells(
         for dtype in (dtype for dtype in dtypes if dtype != "mixed" or op in _MIXED):
             for cols in widths:
                 sizes = _SHAPES.get(op, lambda cols: (ROWS, cols))(cols)
-                if op.startswith("group_norm") and cols % CHANNEL_GROUPS:
+                if cols % COLUMNS_ARE_MULTIPLES_OF.get(op, 1):
                     continue
                 for name in (name for name in PROVIDERS if name in providers):
                     if name != "jnp" or dtype == "bfloat16":

@@ -1,7 +1,7 @@
 """Rebuilds plots and tables, and those of README.md and docs/results.md, from committed CSV files.
 
-python -m benchmarks.report                 benchmarks/results/nvidia_h200/, and both pages
-python -m benchmarks.report some/folder     another folder of results, and the pages if they show it
+python -m benchmarks.report                 all of benchmarks/results/, and both pages
+python -m benchmarks.report some/folder     one folder of results, and the pages if they show it
 """
 
 import argparse
@@ -251,18 +251,25 @@ def with_section(file: Path, section: str) -> str:
     return f"{before}{BEGIN}\n{section}\n{END}{after}"
 
 
-def write(folder: Path) -> list[Path]:
-    """Writes the report and the plots of a folder, and the pages' sections if it is that one."""
-    found = Results(folder)
-    written = [folder / REPORT]
-    written[0].write_text(full_report(found), encoding="utf-8")
-    for suite, dtype in found.plotted:
-        written.append(folder / plot_name(dtype, suite))
-        source = text.provenance(found.rows[suite])
-        title = textwrap.fill(f"{dtype}. {source}", PLOT_WIDTH)
-        _, plot = _PLOTS[suite]
-        plot(getattr(found, suite), dtype, title, written[-1])
-    if folder.resolve() in SHOWN:
+def committed() -> list[Path]:
+    """The folders of committed results."""
+    return sorted({file.parent for file in RESULTS.glob("*/*.csv")})
+
+
+def write(*folders: Path) -> list[Path]:
+    """Writes the report and the plots of each folder, and the pages' sections if they show one."""
+    written = []
+    for folder in folders:
+        found = Results(folder)
+        written.append(folder / REPORT)
+        written[-1].write_text(full_report(found), encoding="utf-8")
+        for suite, dtype in found.plotted:
+            written.append(folder / plot_name(dtype, suite))
+            source = text.provenance(found.rows[suite])
+            title = textwrap.fill(f"{dtype}. {source}", PLOT_WIDTH)
+            _, plot = _PLOTS[suite]
+            plot(getattr(found, suite), dtype, title, written[-1])
+    if not {folder.resolve() for folder in folders}.isdisjoint(SHOWN):
         found = Results(*SHOWN)
         for file, section in ((README, readme_section), (PAGE, page_section)):
             file.write_text(with_section(file, section(found)), encoding="utf-8")
@@ -275,12 +282,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "folder", nargs="?", type=Path, default=SHOWN[0], help="(default: %(default)s)"
+        "folders", nargs="*", type=Path, metavar="FOLDER", help="(default: all that are committed)"
     )
-    folder = parser.parse_args(argv).folder
-    if not folder.is_dir():
-        parser.error(f"argument folder: got {str(folder)!r}; expected a folder with CSV files")
-    for file in write(folder):
+    folders = parser.parse_args(argv).folders or committed()
+    for folder in folders:
+        if not folder.is_dir():
+            parser.error(f"argument FOLDER: got {str(folder)!r}; expected a folder with CSV files")
+    for file in write(*folders):
         print(file)
     return 0
 

@@ -45,11 +45,18 @@ def test_the_pages_show_the_committed_figures(found, file, section):
     assert shown == file.read_text(), "run python -m benchmarks.report"
 
 
-def test_the_committed_report_is_of_the_committed_figures(found):
-    first = SHOWN[0]
-    assert (first / report.REPORT).read_text() == report.full_report(Results(first))
-    for dtype in report.PLOTTED:
-        assert (first / report.plot_name(dtype)).read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize("folder", report.committed(), ids=lambda folder: folder.name)
+def test_the_committed_reports_are_of_the_committed_figures(folder):
+    found = Results(folder)
+    shown = (folder / report.REPORT).read_text()
+    assert shown == report.full_report(found), "run python -m benchmarks.report"
+    for suite, dtype in found.plotted:
+        plot = folder / report.plot_name(dtype, suite)
+        assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_committed_folder_has_a_report():
+    assert {*SHOWN} <= {*report.committed()}
 
 
 def test_the_main_table(found):
