@@ -29,9 +29,12 @@ Run = Callable[..., list[jax.Array]]
 _once = functools.lru_cache(maxsize=4096)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Call:
     """The static part of a call.
+
+    Equal calls are one object, that of `Call.of`: what is known of a call is looked up by what it
+    is, without a look at its fields.
 
     Attributes:
       function: the public one's name, which errors tell.
@@ -50,13 +53,18 @@ class Call:
     wrt: tuple[str, ...] = ()
     primitives: str | None = None
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        # Once: a call outside `jax.jit` looks up what is compiled for it.
-        return hash((self.function, self.spec, self.view, self.implementation, self.wrt))
+    @classmethod
+    @_once
+    def of(
+        cls,
+        function: str,
+        spec: Spec,
+        view: RowView,
+        implementation: Name | None,
+        wrt: tuple[str, ...] = (),
+        primitives: str | None = None,
+    ) -> "Call":
+        return cls(function, spec, view, implementation, wrt, primitives)
 
     def __str__(self) -> str:
         """What a jaxpr shows."""
@@ -90,11 +98,11 @@ class Call:
 
     def with_stats(self) -> "Call":
         """The forward, with h and the statistics among its outputs."""
-        return self._with(want_stats=bool(self.spec.operation.statistics), unused=None)
+        return self.replaced(want_stats=bool(self.spec.operation.statistics), unused=None)
 
     def without(self, unused: Literal["y", "h"]) -> "Call":
         """The forward, without y or h among its outputs."""
-        return self._with(unused=unused, want_stats=self.spec.want_stats and unused != "y")
+        return self.replaced(unused=unused, want_stats=self.spec.want_stats and unused != "y")
 
     def without_unused(self, used: Sequence[bool]) -> "Call":
         """Of results that are `used` or not: h goes where only y is, the norm where only h is.
@@ -105,17 +113,16 @@ class Call:
         if spec.wants_tables:
             wanted = dict(zip(self.wrt, used))
             wrt = [n for n in self.wrt if wanted[n] or OPERANDS[n] != "table"]
-            return self._with(wrt=tuple(wrt), wants_tables=not {"cos", "sin"}.isdisjoint(wrt))
+            return self.replaced(wrt=tuple(wrt), wants_tables=not {"cos", "sin"}.isdisjoint(wrt))
         if spec.direction != "fwd" or not spec.normalises_h or spec.unused is not None:
             return self
         if not used[1]:
             return self.without("h")
         return self if used[0] or any(used[2:]) else self.without("y")
 
-    @_once
     def first(self) -> "Call":
         """The norm of x, whose output goes to the residual."""
-        return dataclasses.replace(self, spec=self.spec.first)
+        return self.replaced(spec=self.spec.first)
 
     def tangent(self, wrt: Sequence[str], *, adds_dh: bool = False) -> "Call":
         """Of the same outputs; of those whose cotangents a backward takes."""
@@ -124,7 +131,7 @@ class Call:
         # To dx a plain norm's dh was added.
         if is_transpose and spec.operation.may_add_dh and "x" in wrt:
             adds_dh = spec.adds_dh
-        return self._with(
+        return self.replaced(
             wrt=tuple(wrt),
             direction="tan",
             want_stats=wanted,
@@ -143,7 +150,7 @@ class Call:
         overwrites_x: bool = False,
         gradient_dtype: np.dtype | None = None,
     ) -> "Call":
-        return self._with(
+        return self.replaced(
             wrt=tuple(wrt),
             direction="bwd",
             want_stats=False,
@@ -159,10 +166,10 @@ class Call:
 
     def backward_of_h(self, wrt: Sequence[str]) -> "Call":
         """The backward that takes h's cotangent alone."""
-        return self.backward(wrt, adds_dh=True)._with(unused="y")
+        return self.backward(wrt, adds_dh=True).replaced(unused="y")
 
     def without_dh(self) -> "Call":
-        return self._with(adds_dh=False)
+        return self.replaced(adds_dh=False)
 
     def gradient(self) -> "Call":
         """The backward that the gradient of all outputs of a forward takes."""
@@ -174,7 +181,7 @@ class Call:
     @_once
     def on(self, view: RowView) -> "Call":
         """With what its spec has of a view: that of its arrays, of a batch of them, of a shard."""
-        return self._with(
+        return self.replaced(
             view=view,
             rows=view.rows,
             cols=view.cols,
@@ -193,13 +200,16 @@ class Call:
         sum is rounded to the parameter's own dtype.
         """
         dtype = jnp.promote_types(parameter.dtype, self.spec.compute_dtype)
-        return self._with(**{f"{name}_dtype": dtype}), parameter.astype(dtype)
+        return self.replaced(**{f"{name}_dtype": dtype}), parameter.astype(dtype)
 
     @_once
-    def _with(self, **changes: Any) -> "Call":
+    def replaced(self, **changes: Any) -> "Call":
         """With other values of these fields, of the call or of its spec."""
-        of_call = {name: changes.pop(name) for name in ("view", "wrt") if name in changes}
-        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **changes), **of_call)
+        fields = {
+            f.name: changes.pop(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)
+        }
+        fields["spec"] = dataclasses.replace(fields["spec"], **changes)
+        return Call.of(*fields.values())
 
     # ------------------------------------------------------------- what a pass takes and returns
 

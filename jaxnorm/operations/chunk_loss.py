@@ -1,6 +1,5 @@
 """The loss of a chunk's logits: a primitive of its own, but for classes in shards."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -38,7 +37,7 @@ def call_of(
         logit_softcap=head.logit_softcap,
         implementation=head.implementation,
     )
-    return dataclasses.replace(call, function=head.function, primitives=call.function)
+    return call.replaced(function=head.function, primitives=call.function)
 
 
 def forward(call: Call, operands: Arrays) -> Arrays:

@@ -17,7 +17,6 @@ probabilities: 1 / n is applied to the products in float32, because float16 woul
 6e-8. Weights of rows, and a `bwd`'s cotangents, are divided by their largest for the same reason.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -281,7 +280,7 @@ class _Chunks:
                 "cols_over": self.over.classes,
                 "axes_over": (self.over.classes,),
             }
-        return dataclasses.replace(call, spec=dataclasses.replace(call.spec, **changes))
+        return call.replaced(**changes)
 
     # ------------------------------------------------------------------------------- the loop
 

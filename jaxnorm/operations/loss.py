@@ -207,7 +207,7 @@ def loss_call(
         logits_scale=checks.positive(function, "logits_scale", logits_scale),
         logit_softcap=softcap(function, logit_softcap),
     )
-    return Call(function, spec, view, implementation).on(view)
+    return Call.of(function, spec, view, implementation).on(view)
 
 
 def softcap(function: str, value: float | None) -> float | None:

@@ -72,7 +72,7 @@ def norm_call(
         **dtypes,
         **options,
     )
-    return Call(function, spec, view, implementation).on(view)
+    return Call.of(function, spec, view, implementation).on(view)
 
 
 def normalise(

@@ -104,7 +104,7 @@ def rms_norm_rope(
         rotated=2 * tables[0].shape[-1],
         interleaved=checks.flag(_FUNCTION, "interleaved", interleaved),
     )
-    call = dataclasses.replace(call, view=dataclasses.replace(call.view, table=tables[0].shape))
+    call = call.replaced(view=dataclasses.replace(call.view, table=tables[0].shape))
     tables = [sharding.broadcast_alike(table, x) for table in tables]
     (y,) = row_operations.run(call, x, scale, *tables)
     return y

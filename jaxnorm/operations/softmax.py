@@ -171,7 +171,7 @@ def _softmax_of(
         logits_bias_dtype=None if bias is None else bias.dtype,
         causal=causal,
     )
-    call = Call(function, spec, view, implementation).on(view)
+    call = Call.of(function, spec, view, implementation).on(view)
     if bias is not None:
         bias = sharding.broadcast_alike(bias, x)
     return row_operations.run(call, x, mask, bias)[0]

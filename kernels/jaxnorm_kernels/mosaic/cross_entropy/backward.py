@@ -17,7 +17,6 @@ so is dx.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 
 import jax
@@ -28,10 +27,9 @@ from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.forward import read_label, units_of
-from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g, times_slope
+from jaxnorm_kernels.mosaic.cross_entropy.logits import f_times, finite, g, probability, times_slope
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch
-from jaxnorm_kernels.mosaic.device.layouts import Layout, Ref, flat_index, load, widen
-from jaxnorm_kernels.mosaic.device.numerics import exp2
+from jaxnorm_kernels.mosaic.device.layouts import Ref, flat_index, load, widen
 from jaxnorm_kernels.mosaic.rows.units import Unit, load_units
 from jaxnorm_kernels.specs import Spec
 
@@ -82,9 +80,11 @@ def cross_entropy_bwd(
 
             shape, layout = of_block[0].shape, of_block[0].layout
             zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-            for unit, value in zip(of_block, raw):
-                wide = widen(value, layout)
-                gradient = functools.partial(_gradient, wide, unit, layout, label, numbers, spec)
+            columns = flat_index(shape, layout)  # of each unit, counted from its start
+            have_label = [unit.has(label) for unit in of_block]
+            for unit, value, has_label in zip(of_block, raw, have_label):
+                of_unit = widen(value, layout), unit, columns, label, has_label, numbers, spec
+                gradient = functools.partial(_gradient, *of_unit)
                 unit.store(dx, row, lax.cond(has_entry, gradient, lambda: zero))
 
         write([of_rows.unit(row, part * units + k) for k in range(units)])
@@ -106,15 +106,16 @@ def cross_entropy_bwd(
 def _gradient(
     x: jax.Array,
     unit: Unit,
-    layout: Layout,
+    columns: jax.Array,
     label: jax.Array,
+    has_label: jax.Array,
     numbers: Sequence[jax.Array],
     spec: Spec,
 ) -> jax.Array:
     """dx of a unit in float32, of a row that has an entry."""
     top, log_sum, d, *of_entropy = numbers
     g_x = g(x, spec)
-    p, log_p, base = _probability(g_x - top, log_sum, spec)
+    p, log_p, base = probability(g_x - top, log_sum, spec)
     if of_entropy:
         entropy, e = of_entropy
         of_log = (e * base) * finite(log_p)
@@ -129,26 +130,10 @@ def _gradient(
             dz = dz - (spec.label_smoothing / spec.classes) * d
 
     def with_label() -> jax.Array:
-        is_label = flat_index(dz.shape, layout) == label - unit.start
-        return jnp.where(is_label, dz + of_label, dz)
+        return jnp.where(columns == label - unit.start, dz + of_label, dz)
 
     # Few units have the label: the columns of others are not compared with it.
-    dx = times_slope(lax.cond(unit.has(label), with_label, lambda: dz), g_x, spec)
+    dx = times_slope(lax.cond(has_label, with_label, lambda: dz), g_x, spec)
     if not spec.padding:
         return dx
-    return jnp.where(flat_index(dx.shape, layout) < spec.classes - unit.start, dx, 0.0)
-
-
-def _probability(
-    depth: jax.Array, log_sum: jax.Array, spec: Spec
-) -> tuple[jax.Array, jax.Array, float]:
-    """p, its logarithm to a base, and the natural logarithm of that; `depth` is g(x) - m.
-
-    For a dx of 16 bits the base is 2: a multiplication, an addition and an instruction.
-    """
-    if spec.dx_dtype.itemsize > 2:
-        log_p = f_times(depth, spec) - log_sum
-        return jnp.exp(log_p), log_p, 1.0
-    log2_e = math.log2(math.e)
-    log_p = depth * (spec.logit_factor * log2_e) - log_sum * log2_e
-    return exp2(log_p), log_p, 1 / log2_e
+    return jnp.where(columns < spec.classes - unit.start, dx, 0.0)
