@@ -104,6 +104,11 @@ def specs_of(mesh_axes, axes):
     return specs
 
 
+def in_shards(arrays, mesh, specs):
+    """The arrays on a mesh; from the host, since a device cuts shards by a program of its own."""
+    return [jax.device_put(np.asarray(a), NamedSharding(mesh, s)) for a, s in zip(arrays, specs)]
+
+
 def on_mesh(function, arrays, case, kind):
     """The compiled function on sharded operands, and those; results of x's shape lie as x does."""
     mesh = mesh_of(case, kind)
@@ -119,7 +124,7 @@ def on_mesh(function, arrays, case, kind):
 
         specs = [case.x if is_array else P() for is_array in are_arrays]
         function = jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs)
-    sharded = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs)]
+    sharded = in_shards(arrays, mesh, specs)
     return jax.jit(function).lower(*sharded).compile(), sharded
 
 

@@ -10,6 +10,7 @@ import pytest
 import refused
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import in_shards
 from reference import Norm, assert_within, exact, rounding
 from test_norm import normal
 
@@ -178,9 +179,7 @@ def test_meshes(kind, spec):
     """Samples, groups, and normalised axes, which the parameters have or have not, in shards."""
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2)
     expected = jax.grad(functools.partial(summed, "layer_norm"), (0, 1, 2))(X, SCALE, BIAS)
-    x, *parameters = (
-        jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((X, spec), (SCALE, P()), (BIAS, P()))
-    )
+    x, *parameters = in_shards((X, SCALE, BIAS), mesh, (spec, P(), P()))
 
     def loss(x, *parameters):
         y = jaxnorm.layer_norm(x, *parameters, axis=(1, 3), scale_offset=1.0)

@@ -9,7 +9,7 @@ import pytest
 from gated_linear_cases import F64, Mix, operands
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import Case, collectives, mesh_of
+from meshes import Case, collectives, in_shards, mesh_of
 
 import jaxnorm
 
@@ -72,7 +72,7 @@ def check(results, function):
 def placed(mesh, layout):
     rows, weight, bias, *_ = LAYOUTS[layout]
     specs = [rows, rows, weight, bias]
-    return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays(), specs)], specs
+    return in_shards(arrays(), mesh, specs), specs
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
@@ -187,7 +187,7 @@ def test_explicit_and_auto_axes():
     types = (AxisType.Explicit, AxisType.Auto)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
     specs = [P("data"), P("data"), P(), P()]
-    sharded = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays(), specs)]
+    sharded = in_shards(arrays(), mesh, specs)
     with jax.set_mesh(mesh):
         check(jax.jit(functools.partial(step, None))(*sharded), step)
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from log_prob_cases import linear_mixture
-from meshes import KINDS, Case, mesh_of
+from meshes import KINDS, Case, in_shards, mesh_of
 from sharding_cases import which_kernels  # noqa: F401
 
 import jaxnorm
@@ -84,7 +84,7 @@ def check(results, reduction):
 
 def placed(mesh, x_spec, weight_spec):
     specs = [x_spec, weight_spec, P(*weight_spec[1:2]), P(*x_spec[:2])]
-    return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays(), specs)], specs
+    return in_shards(arrays(), mesh, specs), specs
 
 
 def exchanged(lines):

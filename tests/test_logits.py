@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import reference
 import refused
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from logits_cases import BF16, F32, KINDS, assert_like_xla, mixed, of_width, op_of
+from meshes import in_shards
 from pairs import pairwise
 from reference import assert_within, exact
 from test_softmax import FUNCTIONS, GRADIENTS, data
@@ -284,9 +285,9 @@ def on_one_device(name, bias_shape):
 def test_on_a_mesh(spec, bias_shape, kind, name):
     mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
     run, (x, bias, d), expected = on_one_device(name, bias_shape)
-    x, d = (jax.device_put(a, NamedSharding(mesh, spec)) for a in (x, d))
+    x, d = in_shards((x, d), mesh, (spec, spec))
     for bias_spec in {P(), P(*[None if n == 1 else s for n, s in zip(bias_shape, spec)])}:
-        lying = jax.device_put(bias, NamedSharding(mesh, bias_spec))
+        (lying,) = in_shards((bias,), mesh, (bias_spec,))
         with jax.set_mesh(mesh):
             got = jax.jit(run)(x, lying, d)
         # A sum of n terms near 1 grows to 3 sqrt(n), and its n roundings like a random walk.

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from log_prob_cases import mixture
 from loss_cases import operands
-from meshes import KINDS, Case, collectives, mesh_of
+from meshes import KINDS, Case, collectives, in_shards, mesh_of
 from sharding_cases import Kernels, which_kernels  # noqa: F401
 
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
@@ -56,7 +56,7 @@ def arrays():
 def placed(mesh, spec):
     """The arrays on a mesh: logits lie by `spec`, what belongs to rows by its first axes."""
     specs = [spec, *[P(*spec[:2])] * 3]
-    return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays(), specs)], specs
+    return in_shards(arrays(), mesh, specs), specs
 
 
 reference = jax.jit(functools.partial(step, implementation="xla"), static_argnames="function")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import KINDS, Case, collectives, mesh_of, on_mesh
+from meshes import KINDS, Case, collectives, in_shards, mesh_of, on_mesh
 from stand_in import as_default
 from test_norm import normal
 from test_set_mesh import Kernels
@@ -103,9 +103,7 @@ def test_a_gate_that_lies_otherwise(before):
     """On explicit axes it is brought to where x is, and its gradient back."""
     mesh = mesh_of(Case("", MESH, P()), "explicit")
     specs = (P("data"), P("data"), P(None, "model"), P())
-    sharded = [
-        jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((D, X, GATE, SCALE), specs)
-    ]
+    sharded = in_shards((D, X, GATE, SCALE), mesh, specs)
     results = jax.jit(step(before))(*sharded)
     check(results, before)
     y, dx, dgate, _ = (jax.typeof(a).sharding.spec[:2] for a in results)
@@ -136,9 +134,7 @@ def test_groups_on_a_mesh(before):
     scale = normal(SHAPE[-2:], "float32", 4, scale=0.3, shift=1.0)
     mesh = mesh_of(Case("", MESH, P()), "explicit")
     specs = (*[P("data", None, "model")] * 3, P("model"))
-    sharded = [
-        jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((D, X, GATE, scale), specs)
-    ]
+    sharded = in_shards((D, X, GATE, scale), mesh, specs)
     expected = jax.jit(step(before))(D, X, GATE, scale)
     for ours, theirs in zip(jax.jit(step(before))(*sharded), expected):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import KINDS, Case, collectives, mesh_of
+from meshes import KINDS, Case, collectives, in_shards, mesh_of
 from norm_linear_cases import operands
 from stand_in import StandIn, as_default
 
@@ -65,7 +65,7 @@ def check(results, function):
 
 def placed(mesh, x, weight):
     specs = [x, x, weight, P(*weight[:1]), P(*weight[1:2])]
-    return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays(), specs)], specs
+    return in_shards(arrays(), mesh, specs), specs
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import KINDS, Case, collectives, mesh_of
+from meshes import KINDS, Case, collectives, in_shards, mesh_of
 from norm_rope_cases import ALL, BATCH, COLS, HEADS, LENGTH, SCALE, X, assert_close, tables
 from stand_in import StandIn, as_default
 
@@ -65,7 +65,7 @@ def on_mesh(function, name, kind):
         results = (x_spec, x_spec, P(), t_spec, t_spec)
         results = results[: len(jax.eval_shape(function, jnp.cos(X), *ALL))]
         function = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=results)
-    arrays = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((jnp.cos(X), *ALL), specs)]
+    arrays = in_shards((jnp.cos(X), *ALL), mesh, specs)
     return jax.jit(function).lower(*arrays).compile(), arrays
 
 

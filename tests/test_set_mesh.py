@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import in_shards
 from pairs import pairwise
 from stand_in import StandIn, as_default
 
@@ -190,7 +191,7 @@ def test_a_part_with_automatic_axes(name):
     first, *others = operands
     with as_default(Kernels()), jax.set_mesh(mesh):
         for spec in (P(), P("data")):
-            arrays = jax.device_put(first, NamedSharding(mesh, spec)), *others
+            arrays = *in_shards([first], mesh, [spec]), *others
             check(jax.jit(part)(*arrays), on_one_device(name))
 
 
@@ -330,7 +331,7 @@ def test_a_batch_in_shards(function, batch, weight_over):
     w_spec = weight_over if w.ndim == 3 else P(*weight_over[1:])
     x_spec = P("data") if x.ndim == 3 else P("model")
     with jax.set_mesh(mesh):
-        sharded = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, x_spec), (w, w_spec))]
+        sharded = in_shards((x, w), mesh, (x_spec, w_spec))
         results = jax.tree.leaves(jax.jit(transform(function))(*sharded))
     for ours, theirs in zip(results, of_whole_arrays(function, batch), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -23,6 +23,7 @@ from meshes import (
     check_values,
     collectives,
     expected_of_residual,
+    in_shards,
     mesh_of,
     on_mesh,
     operands,
@@ -130,9 +131,7 @@ def test_a_residual_that_lies_otherwise():
     mesh = mesh_of(Case("", {"data": 4, "seq": 2}, P()), "explicit")
     d, x, residual, scale = residual_operands("add_rms_norm")
     specs = (P("data"), P("data"), P(None, "seq"), P())
-    sharded = [
-        jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((d, x, residual, scale), specs)
-    ]
+    sharded = in_shards((d, x, residual, scale), mesh, specs)
     y, h, dx, dresidual, dscale = jax.jit(residual_step("add_rms_norm"))(*sharded)
     assert [jax.typeof(a).sharding.spec[:2] for a in (y, h, dx, dresidual)] == [
         *[("data", None)] * 3,
@@ -158,9 +157,7 @@ def test_parameters_of_groups_on_a_mesh(kernels, lead, kind):
     if kind == "manual":
         ins = (specs[0], specs[0], specs[1])
         function = jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=ins)
-    sharded = [
-        jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((d, x, scale), (specs[0], *specs))
-    ]
+    sharded = in_shards((d, x, scale), mesh, (specs[0], *specs))
     compiled = jax.jit(function).lower(*sharded).compile()
     expected = step("rms_norm", implementation="xla")(d, x, scale)
     for ours, theirs in zip(compiled(*sharded), expected):
