@@ -12,7 +12,7 @@ from jaxnorm.tools import references
 from jaxnorm_kernels.operations import OPERATIONS, Function
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.formulas import Formulas
-from jaxnorm_kernels.xla.norm import norm_bwd, norm_fwd, norm_tan
+from jaxnorm_kernels.xla.norm import norm_bwd, norm_fwd
 
 # kernels/jaxnorm_kernels/operations.py
 
@@ -41,11 +41,8 @@ class SpecWithFactor(Spec):
 
 def norm_scaled_fwd(operands, spec):
     """y = factor norm(x)."""
-    return _times_factor(norm_fwd(operands, _unrounded(spec)), spec)
-
-
-def norm_scaled_tan(residuals, tangents, spec):
-    return _times_factor(norm_tan(residuals, tangents, _unrounded(spec)), spec)
+    results = norm_fwd(operands, _unrounded(spec))
+    return results._replace(y=(spec.factor * results.y).astype(spec.y_dtype))
 
 
 def norm_scaled_bwd(residuals, cotangents, spec):
@@ -57,11 +54,7 @@ def _unrounded(spec):
     return dataclasses.replace(spec, y_dtype=spec.compute_dtype)
 
 
-def _times_factor(results, spec):
-    return results._replace(y=(spec.factor * results.y).astype(spec.y_dtype))
-
-
-FORMULAS = Formulas(norm_scaled_fwd, norm_scaled_tan, norm_scaled_bwd)
+FORMULAS = Formulas(norm_scaled_fwd, norm_scaled_bwd)
 
 # jaxnorm/operations/norm_residual.py
 

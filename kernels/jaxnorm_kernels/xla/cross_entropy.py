@@ -8,13 +8,12 @@ and `times_slope` leads to x's tangent, and from its gradient:
     targets  = (1 - a) [j = l] + a / V
     loss     = lse - sum(targets x) + b lse^2
 
-With p = exp(x - m - log(s)), t the tangent of x and d = dloss:
+With p = exp(x - m - log(s)) and d = dloss:
 
-    tangent  (1 + 2 b lse) sum(p t) - sum(targets t)             of lse: sum(p t)
-    backward dx = d (p - targets + 2 b lse p)                    and p times lse's cotangent
+    dx = d (p - targets + 2 b lse p), and p times lse's cotangent
 
 m and log(s) are kept apart: rounded to one number, lse would miss log(s) where logits are large.
-Nothing depends on one alone, so that the whole tangent of lse is log(s)'.
+Nothing depends on one alone, so that the whole cotangent of lse is log(s)'.
 
 Where the label is nearly certain, lse - x_l is nearly 0 and would cancel. So the label's own term
 is left out of the sum; D = m - x_l is 0 where the label is the largest:
@@ -46,7 +45,7 @@ from jaxnorm_kernels.xla.label_sums import (
     shares_exponentials,
 )
 from jaxnorm_kernels.xla.logits import f_times, g, times_slope
-from jaxnorm_kernels.xla.reductions import row_any, row_max, row_sums
+from jaxnorm_kernels.xla.reductions import row_any, row_max
 
 _INT32_MAX = 2**31 - 1
 
@@ -92,31 +91,11 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     return loss.astype(spec.y_dtype), m, log_s
 
 
-def cross_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
-    """The tangents of the loss, and of the statistics where the spec wants them."""
-    (x, dx), spec = without_padding([residuals.saved, tangents.x], spec)
-    residuals, mask = residuals._replace(saved=x), residuals.mask
-    x, p, lse, has_entry, at_label = probabilities(residuals, spec)
-    a = spec.label_smoothing
-    # Zeroed before any product: 0 * inf would poison the row.
-    t = jnp.where(has_entry, times_slope(dx.astype(spec.compute_dtype), x, spec), 0)
-    weighted = p * (t if mask is None else jnp.where(mask, t, 0))
-    dlse, t_l, *total = row_sums([weighted, jnp.where(at_label, t, 0), *([t] if a else [])], spec)
-    dloss = dlse - ((1 - a) * t_l if a else t_l)
-    if a:
-        dloss = dloss - a / spec.cols * total[0]
-    if spec.z_loss:
-        dloss = dloss + 2 * spec.z_loss * lse * dlse
-    dloss, dlse = (jnp.squeeze(v, spec.axes) for v in (dloss, dlse))
-    dstats = (jnp.zeros_like(dlse), dlse) if spec.want_stats else ()
-    return Results(dloss.astype(spec.y_dtype), stats=dstats)
-
-
 def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """The gradient of x."""
     dloss, dstats, padding = cotangents.y, cotangents.stats, spec.padding
     (x,), spec = without_padding([residuals.saved], spec)
-    x, p, lse, has_entry, at_label = probabilities(residuals._replace(saved=x), spec)
+    x, p, lse, takes_part, at_label = probabilities(residuals._replace(saved=x), spec)
     a = spec.label_smoothing
     d = jnp.expand_dims(dloss.astype(spec.compute_dtype), spec.axes)
     even = a / spec.cols if a else 0.0
@@ -128,13 +107,11 @@ def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
     if dstats:
         _, dlse = dstats
         dx = dx + jnp.expand_dims(dlse, spec.axes) * p
-    dx = jnp.where(has_entry, times_slope(dx, x, spec), 0).astype(spec.dx_dtype)
+    dx = jnp.where(takes_part, times_slope(dx, x, spec), 0).astype(spec.dx_dtype)
     return Operands(jnp.pad(dx, [(0, 0)] * (dx.ndim - 1) + [(0, padding)]) if padding else dx)
 
 
-FORMULAS: dict[Op, Formulas] = {
-    "cross_entropy": Formulas(cross_entropy_fwd, cross_entropy_tan, cross_entropy_bwd)
-}
+FORMULAS: dict[Op, Formulas] = {"cross_entropy": Formulas(cross_entropy_fwd, cross_entropy_bwd)}
 
 
 def without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.Array], Spec]:
@@ -148,15 +125,15 @@ def without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.A
 def probabilities(
     residuals: Residuals, spec: Spec
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """g(x), p; along rows lse, 0 without an entry; whether there is one; the label's place."""
+    """g(x), p; along rows lse, 0 without an entry; what takes part; the label's place."""
     x, mask, label = residuals.saved, residuals.mask, label_of(residuals.labels, spec)
     at_label = _columns(x.shape, spec) == label
     m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in residuals.stats)
     has_entry = log_s != -jnp.inf
     log_s = jnp.where(has_entry, log_s, 0)
+    takes_part = has_entry if mask is None else has_entry & (mask | at_label)
     if spec.logit_softcap is not None and (spec.has_positions or mask is not None):
         # Of what takes no part, which may be NaN, tanh's derivative is to be 0.
-        takes_part = has_entry if mask is None else has_entry & (mask | at_label)
         x = jnp.where(takes_part, x, 0)
     x = g(x, spec)
 
@@ -177,7 +154,7 @@ def probabilities(
         p = lax.platform_dependent(cpu=from_the_forward, default=made_again)
     else:
         p = made_again()
-    return x, p, f_times(m, spec) + log_s, has_entry, at_label
+    return x, p, f_times(m, spec) + log_s, takes_part, at_label
 
 
 def label_of(labels: jax.Array, spec: Spec) -> jax.Array:

@@ -6,11 +6,11 @@ whose loss is -y:
     y        = log(p_l)            p = exp(x - m - log(s))
     entropy  = log(s) - T / s      T = sum(exp(x - m) (x - m))
 
-Neither term of the entropy is negative. With t the tangent of x, and a and b the cotangents of y
-and of the entropy H:
+Neither term of the entropy is negative. With a and b the cotangents of y and of the entropy H:
 
-    tangent  of y: t_l - sum(p t)               of H: -sum(p (log(p) + H) t)
-    backward dx = a ([j = l] - p) - b p (log(p) + H)
+    dx = a ([j = l] - p) - b p (log(p) + H)
+
+With t the tangent of x, that of y is t_l - sum(p t), and that of H -sum(p (log(p) + H) t).
 
 A row without an entry has 0 for both, and one whose label is none of its columns NaN.
 """
@@ -81,9 +81,9 @@ def log_prob_and_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spe
     """The tangents of both, and of the statistics where the spec wants them."""
     (x, dx), spec = without_padding([residuals.saved, tangents.x], spec)
     residuals, mask = residuals._replace(saved=x), residuals.mask
-    x, p, _, has_entry, at_label = probabilities(residuals, spec)
+    x, p, _, takes_part, at_label = probabilities(residuals, spec)
     # Zeroed before any product: 0 * inf would poison the row.
-    t = jnp.where(has_entry, times_slope(dx.astype(spec.compute_dtype), x, spec), 0)
+    t = jnp.where(takes_part, times_slope(dx.astype(spec.compute_dtype), x, spec), 0)
     weighted = p * (t if mask is None else jnp.where(mask, t, 0))
     of_entropy = weighted * _above_mean(x, p, residuals, spec)
     terms = [weighted, jnp.where(at_label, t, 0), of_entropy]
@@ -97,7 +97,7 @@ def log_prob_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Sp
     padding = spec.padding
     (x,), spec = without_padding([residuals.saved], spec)
     residuals = residuals._replace(saved=x)
-    x, p, _, has_entry, at_label = probabilities(residuals, spec)
+    x, p, _, takes_part, at_label = probabilities(residuals, spec)
     a, b, *dstats = (
         jnp.expand_dims(ct, spec.axes)
         for ct in (cotangents.y, cotangents.entropy, *cotangents.stats)
@@ -106,7 +106,7 @@ def log_prob_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Sp
     dx = dx - b * (p * _above_mean(x, p, residuals, spec))
     if dstats:
         dx = dx + dstats[1] * p
-    dx = jnp.where(has_entry, times_slope(dx, x, spec), 0).astype(spec.dx_dtype)
+    dx = jnp.where(takes_part, times_slope(dx, x, spec), 0).astype(spec.dx_dtype)
     return Operands(jnp.pad(dx, [(0, 0)] * (dx.ndim - 1) + [(0, padding)]) if padding else dx)
 
 
@@ -121,6 +121,6 @@ def _above_mean(x: jax.Array, p: jax.Array, residuals: Residuals, spec: Spec) ->
 
 FORMULAS: dict[Op, Formulas] = {
     "log_prob_and_entropy": Formulas(
-        log_prob_and_entropy_fwd, log_prob_and_entropy_tan, log_prob_and_entropy_bwd
+        log_prob_and_entropy_fwd, log_prob_and_entropy_bwd, log_prob_and_entropy_tan
     )
 }

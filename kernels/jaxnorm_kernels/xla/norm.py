@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over ``spec.axes``; tangents and backward passes from the output or input.
+"""LayerNorm and RMSNorm over ``spec.axes``; the backward from the output or the input.
 
 Row of N; G = scale + scale_offset; LayerNorm subtracts the mean, RMSNorm has mean = 0:
 
@@ -25,11 +25,6 @@ dt the gradient above:
     y = xh G a       dx as above        dgate = dy xh G activation'(gate)
     y = th G         dx = dt a          dgate = dt x activation'(gate)
 
-Tangent with t = r times the tangent of x; mean(t) is LayerNorm's alone:
-
-    G (t - mean(t) - xh mean(xh t)) + xh tangent(scale) + tangent(bias)
-    of r: -r mean(xh t)
-
 The mean is not needed from the output, and c2 needs no division, because G cancels. Three measures
 keep the output-saving pair right: the forward floors |G| (``Spec.scale_floor``) so that y carries
 xh even where scale is 0; forward and backward use the same bias, rounded to y's dtype; and |xh| is
@@ -38,11 +33,8 @@ taken in two passes: E[x^2] - E[x]^2 cancels.
 """
 
 import dataclasses
-import functools
 import math
-import operator
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,15 +57,6 @@ def norm_fwd(operands: Operands, spec: Spec) -> Results:
     return Results(y.astype(spec.y_dtype), stats=stats)
 
 
-def norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
-    """Of `norm_fwd`."""
-    dx, (dy, dstats) = tangents.x, tangent(residuals, tangents, spec)
-    if spec.activation is not None:
-        _, dy = jax.jvp(_activation(spec), (_normalised_again(residuals, spec),), (dy,))
-    through = jnp.zeros_like(residuals.saved, dtype=spec.x_dtype) if dx is None else dx
-    return Results(dy.astype(spec.y_dtype), through if spec.adds_dh else None, dstats)
-
-
 def norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `norm_fwd`."""
     if spec.activation is not None:
@@ -89,19 +72,6 @@ def add_norm_fwd(operands: Operands, spec: Spec) -> Results:
     return _with_norm_of(h, (operands.scale, operands.bias), (), spec)
 
 
-def add_norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
-    """Of `add_norm_fwd`."""
-    dx, dresidual, *_ = tangents
-    zero = jnp.zeros((), spec.compute_dtype)
-    dh = None
-    if dx is not None or dresidual is not None:
-        of_residual, of_x = (zero if t is None else t for t in (dresidual, dx))
-        dh = _sum(of_residual, of_x, spec)
-    dy, dstats = tangent(residuals, tangents._replace(x=dh), spec.last)
-    dh = jnp.zeros_like(residuals.saved) if dh is None else dh
-    return Results(dy.astype(spec.y_dtype), dh.astype(spec.residual_dtype), dstats)
-
-
 def add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `add_norm_fwd`."""
     of_norm = backward(residuals, cotangents, _unrounded(spec.last))
@@ -112,17 +82,6 @@ def add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Opera
 def scaled_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
     """h = residual + branch_scale x, y = norm(h)."""
     return add_norm_fwd(operands._replace(x=_scaled(operands.x, operands, spec)), spec)
-
-
-def scaled_add_norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
-    """Of `scaled_add_norm_fwd`."""
-    terms = []
-    if tangents.x is not None:
-        terms.append(_scaled(tangents.x, residuals, spec))
-    if tangents.branch_scale is not None:
-        terms.append(_scaled(residuals.x, tangents, spec))
-    of_branch: Any = functools.reduce(operator.add, terms) if terms else None
-    return add_norm_tan(residuals, tangents._replace(x=of_branch), spec)
 
 
 def scaled_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
@@ -154,19 +113,6 @@ def norm_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
     return _with_norm_of(h, (operands.next_scale, None), stats, spec)
 
 
-def norm_add_norm_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
-    """Of `norm_add_norm_fwd`."""
-    first, last = _of_two_norms(residuals)
-    dh = jnp.zeros_like(residuals.x) if tangents.residual is None else tangents.residual
-    drstd: Stats = tuple(map(jnp.zeros_like, first.stats)) if spec.want_stats else ()
-    if tangents.x is not None or tangents.scale is not None:
-        t, drstd = tangent(first, tangents, spec.first)
-        dh = _sum(dh, t, spec)
-    dy, dnext = tangent(last, Operands(dh, scale=tangents.next_scale), spec.last)
-    stats = (*drstd, *dnext)
-    return Results(dy.astype(spec.y_dtype), dh.astype(spec.residual_dtype), stats)
-
-
 def norm_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `norm_add_norm_fwd`."""
     first, last = _of_two_norms(residuals)
@@ -185,26 +131,6 @@ def norm_gated_fwd(operands: Operands, spec: Spec) -> Results:
     return Results((y * a if spec.norm_before_gate else y).astype(spec.y_dtype), stats=stats)
 
 
-def norm_gated_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
-    """Of `norm_gated_fwd`."""
-    x, gate, dx = residuals.saved.astype(spec.compute_dtype), residuals.gate, tangents.x
-    residuals = residuals._replace(saved=x)
-    dgate = jnp.zeros_like(gate) if tangents.gate is None else tangents.gate
-    a, da = jax.jvp(_activation(spec), (gate,), (dgate,))
-    if not spec.norm_before_gate:
-        dt = x * da if dx is None else x * da + dx.astype(x.dtype) * a
-        along = tangents._replace(x=dt)
-        dy, dstats = tangent(residuals._replace(saved=x * a), along, spec.last)
-        return Results(dy.astype(spec.y_dtype), stats=dstats)
-    dy, dstats = _normalised_again(residuals, spec.last) * da, ()
-    if spec.want_stats:
-        dstats = tuple(map(jnp.zeros_like, residuals.stats))
-    if dx is not None or tangents.scale is not None:
-        dn, dstats = tangent(residuals, tangents, spec.last)
-        dy = dy + dn * a
-    return Results(dy.astype(spec.y_dtype), stats=dstats)
-
-
 def norm_gated_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `norm_gated_fwd`."""
     x, last = residuals.saved.astype(spec.compute_dtype), _unrounded(spec.last)
@@ -221,12 +147,12 @@ def norm_gated_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Ope
 
 
 FORMULAS: dict[Op, Formulas] = {
-    "norm": Formulas(norm_fwd, norm_tan, norm_bwd),
-    "add_norm": Formulas(add_norm_fwd, add_norm_tan, add_norm_bwd),
-    "scaled_add_norm": Formulas(scaled_add_norm_fwd, scaled_add_norm_tan, scaled_add_norm_bwd),
+    "norm": Formulas(norm_fwd, norm_bwd),
+    "add_norm": Formulas(add_norm_fwd, add_norm_bwd),
+    "scaled_add_norm": Formulas(scaled_add_norm_fwd, scaled_add_norm_bwd),
     "norm_add": Formulas(norm_add_fwd),
-    "norm_add_norm": Formulas(norm_add_norm_fwd, norm_add_norm_tan, norm_add_norm_bwd),
-    "norm_gated": Formulas(norm_gated_fwd, norm_gated_tan, norm_gated_bwd),
+    "norm_add_norm": Formulas(norm_add_norm_fwd, norm_add_norm_bwd),
+    "norm_gated": Formulas(norm_gated_fwd, norm_gated_bwd),
 }
 
 
@@ -256,32 +182,6 @@ def _scaled(x: jax.Array, of: Operands | Residuals, spec: Spec) -> jax.Array:
     """branch_scale x, in the arithmetic dtype."""
     scale = of.branch_scale.astype(spec.compute_dtype)
     return x.astype(spec.compute_dtype) * along_rows(scale, x, spec)
-
-
-def tangent(residuals: Residuals, tangents: Operands, spec: Spec) -> tuple[jax.Array, Stats]:
-    """Of y and the statistics of one norm, from those of x, scale and bias; None stands for 0.
-
-    That of y in the arithmetic dtype.
-    """
-    dx: jax.Array | None = tangents.x
-    dscale, dbias = tangents.scale, tangents.bias
-    g, xh, (rstd, *_), _ = _recovered(residuals, spec)
-    drstd = dmean = jnp.zeros_like(rstd)
-    terms = []
-    if dx is not None:
-        dx = dx.astype(spec.compute_dtype)
-        dmean = row_mean(dx, spec)
-        t = dx * rstd
-        m = row_mean(xh * t, spec)
-        drstd = -rstd * m
-        dxh = (t - dmean * rstd if spec.subtract_mean else t) - xh * m
-        terms.append(dxh if g is None else dxh * g)
-    if dscale is not None:
-        terms.append(xh * along_rows(dscale.astype(spec.compute_dtype), xh, spec))
-    if dbias is not None:
-        terms.append(along_rows(dbias.astype(spec.compute_dtype), xh, spec))
-    dy = jnp.broadcast_to(functools.reduce(operator.add, terms), xh.shape)
-    return dy, _statistics(drstd, dmean, spec)
 
 
 def backward(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:

@@ -33,22 +33,6 @@ def norm_rope_fwd(operands: Operands, spec: Spec) -> Results:
     return Results(y.astype(spec.y_dtype), stats=stats)
 
 
-def norm_rope_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
-    """Of `norm_rope_fwd`."""
-    cos, sin = residuals.cos, residuals.sin
-    saved, last = _saved_of_norm(residuals, spec)
-    dn = jnp.zeros_like(saved)
-    dstats = tuple(map(jnp.zeros_like, residuals.stats)) if spec.want_stats else ()
-    if tangents.x is not None or tangents.scale is not None:
-        dn, dstats = norm.tangent(residuals._replace(saved=saved), tangents, last)
-    dy = rotated(dn, cos, sin, spec)
-    if tangents.cos is not None or tangents.sin is not None:
-        dcos, dsin = (jnp.zeros_like(cos) if t is None else t for t in (tangents.cos, tangents.sin))
-        n = _normalised_again(saved, residuals, spec)
-        dy = dy + rotated(n.at[..., spec.rotated :].set(0), dcos, dsin, spec)
-    return Results(dy.astype(spec.y_dtype), stats=dstats)
-
-
 def norm_rope_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `norm_rope_fwd`."""
     cos, sin = residuals.cos, residuals.sin
@@ -123,4 +107,4 @@ def _summed_like(table: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.sum(v, axis=tuple(axes), keepdims=True)
 
 
-FORMULAS: dict[Op, Formulas] = {"norm_rope": Formulas(norm_rope_fwd, norm_rope_tan, norm_rope_bwd)}
+FORMULAS: dict[Op, Formulas] = {"norm_rope": Formulas(norm_rope_fwd, norm_rope_bwd)}

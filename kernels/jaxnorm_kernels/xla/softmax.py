@@ -1,12 +1,12 @@
-"""softmax and log_softmax over ``spec.axes``; tangents and backward passes start from the output.
+"""softmax and log_softmax over ``spec.axes``; the backward starts from the output.
 
-Of z = scale x + bias. With m = max(z), t the tangent of z, d = dy, all sums over a row:
+Of z = scale x + bias. With m = max(z), d = dy, all sums over a row:
 
-    softmax      y = exp(z - m) / sum(exp(z - m))
-                 tangent  y (t - sum(t y))          dz = y (d - sum(d y))
-    log_softmax  y = z - m - log(sum(exp(z - m)))
-                 tangent  t - sum(exp(y) t)         dz = d - exp(y) sum(d)
-    both         t = scale dx + dbias               dx = scale dz,  dbias = sum(dz) where broadcast
+    softmax      y = exp(z - m) / sum(exp(z - m))       dz = y (d - sum(d y))
+    log_softmax  y = z - m - log(sum(exp(z - m)))       dz = d - exp(y) sum(d)
+    both         dx = scale dz,  dbias = sum(dz) where the bias is broadcast
+
+softmax's Jacobian is symmetric: with t the tangent of z, that of y is y (t - sum(t y)).
 
 ``mask`` keeps the entries where it is True; so does ``causal`` those up to the diagonal. The row is
 the softmax of what is kept, the rest is 0 (softmax) or -inf (log_softmax) with zero gradient. A row
@@ -47,9 +47,8 @@ def softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operan
     """The gradients of x and, if the spec wants it, of the bias, from y."""
     y, dy = residuals.saved, cotangents.y
     kept = _kept(residuals.mask, y.shape, spec)
-    if spec.drops_masked:
-        return _gradients(_jacobian(y, _masked(dy, kept, spec), spec), spec)
-    return _gradients(_masked(_jacobian(y, dy.astype(spec.compute_dtype), spec), kept, spec), spec)
+    d = _masked(dy, kept if spec.drops_masked else None, spec)
+    return _gradients(_masked(_jacobian(y, d, spec), kept, spec), spec)
 
 
 def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
@@ -63,25 +62,17 @@ def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
     return Results(y.astype(spec.y_dtype))
 
 
-def log_softmax_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
-    """The tangent of y, from y."""
-    y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
-    t = _masked(_tangent(y, tangents, spec), kept, spec)
-    dy = t - row_sum(jnp.exp(y.astype(spec.compute_dtype)) * t, spec)
-    return Results(_masked(dy, kept, spec).astype(spec.y_dtype))
-
-
 def log_softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """The gradients of x and, if the spec wants it, of the bias, from y."""
-    y = residuals.saved
-    d = _masked(cotangents.y, _kept(residuals.mask, y.shape, spec), spec)
-    # exp(-inf) is 0, so a masked entry gets 0 - 0.
-    return _gradients(d - jnp.exp(y.astype(spec.compute_dtype)) * row_sum(d, spec), spec)
+    y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
+    d = _masked(cotangents.y, kept, spec)
+    dz = d - jnp.exp(y.astype(spec.compute_dtype)) * row_sum(d, spec)
+    return _gradients(_masked(dz, kept, spec), spec)
 
 
 FORMULAS: dict[Op, Formulas] = {
-    "softmax": Formulas(softmax_fwd, softmax_tan, softmax_bwd),
-    "log_softmax": Formulas(log_softmax_fwd, log_softmax_tan, log_softmax_bwd),
+    "softmax": Formulas(softmax_fwd, softmax_bwd, softmax_tan),
+    "log_softmax": Formulas(log_softmax_fwd, log_softmax_bwd),
 }
 
 
@@ -154,6 +145,9 @@ def _nonempty(total: jax.Array, kept: jax.Array, spec: Spec) -> jax.Array:
 
 
 def _masked(v: jax.Array, kept: jax.Array | None, spec: Spec) -> jax.Array:
-    """v with masked entries zeroed *before* any product: 0 * inf would poison the row."""
+    """v with masked entries zeroed *before* any product: 0 * inf would poison the row.
+
+    A cotangent before them in the backward, a tangent in its transpose.
+    """
     v = v.astype(spec.compute_dtype)
     return v if kept is None else jnp.where(kept, v, 0)
