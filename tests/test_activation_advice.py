@@ -112,13 +112,33 @@ def test_plain_norms_of_rows(norm, activation):
         lambda y: jax.nn.silu(y) * 2,
         lambda y: jax.nn.silu(y) + y,
         lambda y: jnp.square(jax.nn.relu(y)),
+        lambda y: jnp.cumsum(jax.nn.silu(jax.nn.silu(y)), axis=0),
     ],
-    ids=["sigmoid", "tanh", "exact gelu", "twice silu", "silu and more", "squared relu"],
+    ids=["sigmoid", "tanh", "exact gelu", "twice silu", "silu and more", "squared relu", "in row"],
 )
 @pytest.mark.parametrize("norm", [rms_norm, jaxnorm.rms_norm], ids=["plain", "jaxnorm"])
 def test_what_no_norm_has(norm, step):
     report = of_rows(lambda x, scale: step(norm(x, scale)))
     assert not [row for row in report if row.advice and "activation=" in row.advice]
+
+
+def test_a_norm_that_has_one():
+    norm = functools.partial(jaxnorm.rms_norm, activation="silu")
+    report = of_rows(lambda x, scale: jnp.cumsum(jax.nn.silu(norm(x, scale)), axis=0))
+    assert not [row for row in report if row.advice]
+
+
+def test_a_product_that_is_cast_twice():
+    """Of either cast an array is kept, and the norm that takes the product keeps neither."""
+
+    def twice(x, scale):
+        x = x @ jnp.outer(scale, scale)
+        mean = jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True)
+        return (x.astype(jnp.float32) * jax.lax.rsqrt(mean + 1e-6) * scale).astype(x.dtype)
+
+    before = of_rows(twice)
+    after = of_rows(lambda x, scale: jaxnorm.rms_norm(x @ jnp.outer(scale, scale), scale))
+    assert is_true(before, after, "rms_norm")
 
 
 def test_a_product_can_have_the_activation():

@@ -58,11 +58,28 @@ def unrolled(block, w, x):
     return jnp.sum(x.astype(jnp.float32))
 
 
-def gpt2(x, w, *, activation=jax.nn.gelu, followed=False):
-    h = x @ w["up"] + w["bias"]
+def gpt2(x, w, *, activation=jax.nn.gelu, has_bias=True, followed=False):
+    h = x @ w["up"]
+    if has_bias:
+        h += w["bias"]
     if followed:
         return x + jaxnorm.activation_linear(h, w["down"], activation=activation)
     return x + activation(h) @ w["down"]
+
+
+def with_dropout(x, w, *, is_gated=False, followed=False):
+    """Between an activation and the linear layer after it, as in Flax's MLPs of transformers."""
+    key = jax.random.fold_in(jax.random.key(0), w["bias"][0].astype(int))  # a layer's own
+
+    def product(h, weight):
+        return jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h / 0.9, 0) @ weight
+
+    h, up = x @ w["gate"], x @ w["up"]
+    if followed and is_gated:
+        return x + jaxnorm.gated_linear(h, up, w["down"], product=product)
+    if followed:
+        return x + jaxnorm.activation_linear(h, w["down"], product=product)
+    return x + product(jax.nn.silu(h) * up if is_gated else jax.nn.gelu(h), w["down"])
 
 
 def attention(x, w, *, softmax=jax.nn.softmax):
@@ -129,6 +146,21 @@ FOLLOWED = {
             functools.partial(gpt2, activation=activation, followed=True),
         )
         for activation in (jax.nn.gelu, jax.nn.relu, jnp.tanh, jax.nn.silu, jax.nn.sigmoid)
+    },
+    # Which add a number to what they are of: that is no bias of a product.
+    **{
+        f"activation_linear, {activation.__name__}": tuple(
+            functools.partial(gpt2, activation=activation, has_bias=False, followed=followed)
+            for followed in (False, True)
+        )
+        for activation in (jax.nn.softplus, jax.nn.hard_swish, jax.nn.mish)
+    },
+    **{
+        f"{name}, dropout": tuple(
+            functools.partial(with_dropout, is_gated=name == "gated_linear", followed=followed)
+            for followed in (False, True)
+        )
+        for name in ("activation_linear", "gated_linear")
     },
 }
 

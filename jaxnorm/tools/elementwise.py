@@ -73,7 +73,9 @@ def is_product(value: Value) -> bool:
         return is_product(value.operands[0])
     if value.made_by == "add":
         rest = [v for v in value.operands if v.size == value.size and not is_spread(v)]
-        return len(rest) == 1 and is_product(rest[0])
+        # A number is no bias: softplus and hard_swish add one to what they are of.
+        is_number = any(v.made_by == "literal" for v in value.operands)
+        return len(rest) == 1 and not is_number and is_product(rest[0])
     return False
 
 

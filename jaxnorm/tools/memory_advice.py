@@ -101,13 +101,15 @@ def _of_activation(
     assert factors is not None
     h = origin(factors[0])
     sources, is_nonlinear, is_alone = _sources(h)
-    if not (is_nonlinear and is_alone and len(sources) in (1, 2)):
+    # A mask of dropout is made again of its key.
+    arrays = {key: s for key, s in sources.items() if s.made_by != "random_bits"}
+    if not (is_nonlinear and is_alone and len(arrays) in (1, 2)):
         return
     if not _is_for(product, h, sources):
         return
     lacking = sum(
         s.bytes * s.layers
-        for key, s in sources.items()
+        for key, s in arrays.items()
         if key not in by_origin and s.made_by not in elementwise.GIVEN
     )
     members = [
@@ -121,10 +123,13 @@ def _of_activation(
     )
     members += [*constants][: bool(members)]
     claimed.update(id(origin(v)) for v in members)
-    name = "gated_linear" if len(sources) == 2 else "activation_linear"
-    lines = " and ".join(dict.fromkeys(s.source for s in sources.values() if s.source))
+    name = "gated_linear" if len(arrays) == 2 else "activation_linear"
+    lines = " and ".join(dict.fromkeys(s.source for s in arrays.values() if s.source))
     sentence = f"{name}: in place of the linear layer of {product.source}, it keeps what is of "
-    _advise(found, members, lacking, f"{sentence}{lines or 'arguments'} alone")
+    sentence += f"{lines or 'arguments'} alone"
+    if len(arrays) < len(sources):
+        sentence += "; dropout goes into product="
+    _advise(found, members, lacking, sentence)
 
 
 def _products(kept: Iterable[Value]) -> list[Value]:
@@ -166,7 +171,7 @@ def _is_for(product: Value, h: Value, sources: dict[int, Value]) -> bool:
     """Whether what is made of the sources on the way to h is for this product alone."""
 
     def before(value: Value) -> list[Value]:
-        made_of = map(origin, value.operands)
+        made_of = (v for v in map(origin, value.operands) if not elementwise.is_spread(v))
         return [v for v in made_of if id(v) not in sources and v.size == h.size]
 
     def fits(taker: Value) -> bool:

@@ -54,9 +54,11 @@ def _root(value: Value) -> Value:
     while True:
         value = origin(value)
         same = [v for v in value.operands if v.size == value.size and not elementwise.is_spread(v)]
+        # A product that is cast to more bits may be so more than once.
+        is_widened = value.made_by == "convert_element_type" and _narrowest(value) is not value
         if (
             value.made_by not in elementwise.ELEMENTWISE
-            or elementwise.is_product(value)
+            or (elementwise.is_product(value) and not is_widened)
             or len({*same}) != 1
         ):
             return value
@@ -75,10 +77,25 @@ def _activation(region: Sequence[Value], results: Sequence[Value]) -> str | None
         o.size < v.size or elementwise.is_spread(o) for v in ends for o in v.operands
     ):
         return None  # a multiple of one
+    if _in_a_row(region):
+        return None
     for name, (nonlinear, other, result) in _ACTIVATIONS.items():
         if _nonlinear(region) == {nonlinear} and other in names and made_by == {result}:
             return name
     return None
+
+
+def _in_a_row(region: Iterable[Value]) -> bool:
+    """Whether an activation is of an activation's result."""
+    after: set[int] = set()
+    for value in region:  # in their order
+        is_nonlinear = value.made_by in elementwise.NONLINEAR
+        is_after = any(id(v) in after for v in value.operands)
+        if is_nonlinear and is_after:
+            return True
+        if is_nonlinear or is_after:
+            after.add(id(value))
+    return False
 
 
 def _region(root: Value) -> list[Value]:
@@ -195,6 +212,8 @@ def _after_norm(
     activation = _activation(region, out)
     if norm.made_by not in ("jaxnorm.layer_norm", "jaxnorm.rms_norm") or activation is None:
         return None
+    if norm.equation.params["call"].spec.activation is not None:
+        return None  # it has one
     inside = {*map(id, region), *map(id, way)}
     is_free = all(id(t) in inside or t.made_by == STACKED for v in way for t in v.takers)
     if any(id(by_origin[id(v)]) in told for v in region if id(v) in by_origin):
