@@ -91,6 +91,11 @@ def test_nnx_state_and_module():
 def test_errors():
     with pytest.raises(TypeError, match="dtype=int8"):
         jaxnorm.check_params(params(), "int8")
+    with pytest.raises(TypeError, match=r"^check_params: dtype=None is no dtype; expected one of"):
+        jaxnorm.check_params(params(), None)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, "float32"), params())
+    with pytest.raises(TypeError, match="is a ShapeDtypeStruct; expected an array with its values"):
+        jaxnorm.check_params(shapes, "float32")
     with pytest.raises(TypeError, match="norm/scale has dtype int32"):
         jaxnorm.check_params({"norm": {"scale": jnp.ones(3, int)}}, "float32")
     with pytest.raises(
@@ -305,6 +310,8 @@ def test_errors_of_rotated_norms():
         jaxnorm.check_params(heads(np.ones(7)), "float32", rotated="q_norm")
     with pytest.raises(TypeError, match=r"rotated has a int; expected names of norms"):
         jaxnorm.check_params(stored, "float32", rotated=[1])
+    with pytest.raises(TypeError, match=r"rotated is a int; expected names of norms"):
+        jaxnorm.check_params(stored, "float32", rotated=1)
     with pytest.raises(TypeError, match=r"rotated_columns=4.0; expected a number of col"):
         jaxnorm.check_params(stored, "float32", rotated="q_norm", rotated_columns=4.0)
     with pytest.raises(TypeError, match="interleaved=1 is a int; expected True or False"):

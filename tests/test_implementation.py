@@ -5,6 +5,7 @@ no differentiation rule of its own.
 """
 
 import os
+import re
 import subprocess
 import sys
 import types
@@ -384,8 +385,10 @@ def test_implementation_for_checks_its_arguments():
     scale = jax.ShapeDtypeStruct((7,), jnp.float32)
     with pytest.raises(ValueError, match=r"^rms_norm: scale has shape"):
         jaxnorm.implementation_for("rms_norm", (4, 8), "float32", scale=scale)
-    with pytest.raises(TypeError, match=r"shape=8; expected a tuple of sizes, e.g. x\.shape"):
-        jaxnorm.implementation_for("softmax", 8, "float32")
+    for shape in (8, (-1, 8), (2.0, 8), (None, 8)):
+        message = f"^implementation_for: shape={re.escape(repr(shape))}; expected a tuple of sizes"
+        with pytest.raises(TypeError, match=message):
+            jaxnorm.implementation_for("softmax", shape, "float32")
 
 
 @pytest.mark.parametrize(

@@ -339,7 +339,8 @@ def test_a_pair():
     plain = memory_report(f, weights(), X)
     assert memory_report(lambda w, x: (f(w, x), x), weights(), X, has_aux=True) == plain
     assert memory_report(lambda x, w: f(w, x), X, weights(), argnums=1) == plain
-    assert memory_report(lambda x, w: f(w, x), X, weights(), argnums=-1) == plain
+    for argnums in (-1, np.int64(1), (1,)):
+        assert memory_report(lambda x, w: f(w, x), X, weights(), argnums=argnums) == plain
 
 
 def test_the_table():
@@ -361,12 +362,21 @@ def test_nothing_is_kept():
     ("argnums", "error", "message"),
     [
         ("0", TypeError, "argnums='0'; expected an integer or a sequence of integers"),
+        (0.0, TypeError, "argnums=0.0; expected an integer or a sequence of integers"),
         (2, ValueError, "argnums=2 of 1 arguments; expected integers from -1 to 0"),
     ],
 )
 def test_errors(argnums, error, message):
     with pytest.raises(error, match=f"^memory_report: {message}"):
         memory_report(jnp.sum, jnp.ones(8), argnums=argnums)
+
+
+def test_errors_of_calls():
+    """The function's result in its place; no arguments."""
+    with pytest.raises(TypeError, match=r"^memory_report: f is a .*; expected a function, and"):
+        memory_report(jnp.sum(jnp.ones(8)))
+    with pytest.raises(ValueError, match="argnums=0 of 0 arguments; expected arguments after f"):
+        memory_report(lambda: 0.0)
 
 
 def test_a_large_model_takes_seconds():

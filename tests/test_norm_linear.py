@@ -142,6 +142,7 @@ ERRORS = [
     ({"bias": jnp.ones(3)}, ValueError, r"bias has shape \(3,\); expected \(5,\), a number for"),
     ({"residual": jnp.ones(3)}, ValueError, r"residual has shape \(3,\); expected \(2, 3\)"),
     ({"activation": "tanh"}, ValueError, r"'tanh'; expected one of 'relu', .* or None; apply"),
+    ({"activation": ["gelu"]}, ValueError, r"\['gelu'\]; expected one of 'relu'"),
     ({"activation": jnp.tanh}, ValueError, r"activation=.*; expected one of 'relu'"),
     ({"epsilon": -1.0}, ValueError, r"epsilon=-1.0; expected a finite number of at least 0"),
     ({"scale_offset": "one"}, TypeError, r"scale_offset is a str; expected a number"),

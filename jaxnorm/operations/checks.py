@@ -77,7 +77,7 @@ def output_dtype(function: str, given: DTypeLike | None, default: np.dtype) -> n
 def dtype(function: str, name: str, given: DTypeLike) -> np.dtype:
     """`given` as one of the supported dtypes."""
     try:
-        resolved = np.dtype(given)
+        resolved = np.dtype(given if given is not None else "None")  # to numpy None is float64
     except TypeError as error:
         raise TypeError(
             f"{function}: {name}={given!r} is no dtype; expected one of {', '.join(FLOAT_DTYPES)}"

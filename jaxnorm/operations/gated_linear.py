@@ -224,7 +224,13 @@ def _elementwise(function: Function, activation: ElementwiseFunction) -> Callabl
 
     def f(x: jax.Array, *up: jax.Array) -> jax.Array:
         wide = checks.arithmetic_dtype(*[a.dtype for a in (x, *up)])
-        h = jnp.asarray(of_one(x.astype(wide)))
+        h = of_one(x.astype(wide))
+        if not isinstance(h, jax.typing.ArrayLike) or jnp.iscomplexobj(h):
+            raise TypeError(
+                f"{function}: activation returned {_given(h)}; expected an array of real numbers, "
+                "of each element of an array one"
+            )
+        h = jnp.asarray(h)
         if h.shape != x.shape:
             raise ValueError(
                 f"{function}: activation returned shape {h.shape} of an array of shape {x.shape}; "
@@ -242,12 +248,17 @@ def _by_function(
     weight = jax.tree.map(lambda a: a.astype(dtype) if _is_float(a) else a, weight)
     y = product(h.astype(dtype), weight)
     if not isinstance(y, jax.Array) or not jnp.issubdtype(y.dtype, jnp.floating):
-        given = f"dtype {y.dtype.name}" if isinstance(y, jax.Array) else f"a {type(y).__name__}"
         raise TypeError(
-            f"{function}: product returned {given}; expected an array of floating-point numbers, "
-            "y of (h, weight)"
+            f"{function}: product returned {_given(y)}; expected an array of floating-point "
+            "numbers, y of (h, weight)"
         )
     return y
+
+
+def _given(result: Any) -> str:
+    """What a function returned, in place of an array of numbers as they should be."""
+    is_array = isinstance(result, jax.Array)
+    return f"dtype {result.dtype.name}" if is_array else f"a {type(result).__name__}"
 
 
 def _shardings(
@@ -332,16 +343,16 @@ def _check_shapes(
     also = ", or give product= another product"
     checks.weight(function, weights[0].shape, shape, of=first, also=also)
     if bias is not None:
-        _check_bias(function, bias, weights[0].shape[1])
+        _check_bias(function, bias, weights[0].shape[1:])
 
 
-def _check_bias(function: Function, bias: jax.Array, features: int) -> None:
-    checks.vector(function, "bias", bias.shape, (features,), "column of the product")
+def _check_bias(function: Function, bias: jax.Array, features: tuple[int, ...]) -> None:
+    checks.vector(function, "bias", bias.shape, features, "column of the product")
 
 
 def _of_columns(function: Function, bias: jax.Array, y: jax.Array) -> jax.Array:
     """bias as a row of y, in y's dtype."""
-    _check_bias(function, bias, y.shape[-1])
+    _check_bias(function, bias, y.shape[-1:])
     return jnp.expand_dims(bias.astype(y.dtype), range(y.ndim - 1))
 
 

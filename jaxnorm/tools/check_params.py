@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -217,13 +217,13 @@ def check_params(
 
 
 def _names(rotated: str | Sequence[str] | None) -> tuple[str, ...]:
+    expected = 'expected names of norms, such as ("q_norm", "k_norm")'
+    if not (rotated is None or isinstance(rotated, Iterable)):
+        raise TypeError(f"check_params: rotated is a {type(rotated).__name__}; {expected}")
     names = () if rotated is None else (rotated,) if isinstance(rotated, str) else tuple(rotated)
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(
-                f"check_params: rotated has a {type(name).__name__}; expected names of norms, such "
-                'as ("q_norm", "k_norm")'
-            )
+            raise TypeError(f"check_params: rotated has a {type(name).__name__}; {expected}")
     return names
 
 
@@ -325,6 +325,11 @@ def _floor_of(y_dtype: np.dtype) -> float | None:
 
 def _host(name: str, path: str, value: Any) -> np.ndarray:
     array = np.asarray(value)
+    if array.dtype == object:
+        raise TypeError(
+            f"check_params: {path}/{name} is a {type(value).__name__}; expected an array with its "
+            "values, by which a norm is judged"
+        )
     if array.dtype.name not in FLOAT_DTYPES:
         raise TypeError(
             f"check_params: {path}/{name} has dtype {array.dtype.name}; expected one of "

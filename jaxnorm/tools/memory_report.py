@@ -1,6 +1,7 @@
 """memory_report: what a derivative keeps from forward to backward, and what would keep less."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -106,7 +107,7 @@ def memory_report(
       a scan, of a reshape or a cast of what is kept as well.
 
     Raises:
-      TypeError: ``argnums`` is no integer, and no sequence of them.
+      TypeError: f is no function, or ``argnums`` no integer, and no sequence of them.
       ValueError: ``argnums`` names an argument that is not there.
 
     Example:
@@ -122,6 +123,11 @@ def memory_report(
       >>> report.total / 2**20, report.rows[0].advice.split(":")[0]
       (6.0, 'gated_linear')
     """
+    if not callable(f):
+        raise TypeError(
+            f"memory_report: f is a {type(f).__name__}; expected a function, and its arguments "
+            "after it: memory_report(f, *args)"
+        )
     places = _places(argnums, len(args))
     with_paths, tree = jax.tree_util.tree_flatten_with_path(args)
     leaves = {i: leaf for i, (_, leaf) in enumerate(with_paths)}
@@ -166,16 +172,18 @@ def _row(value: Value, advice: tuple[str, int] | None) -> KeptArray:
 
 def _places(argnums: int | Sequence[int], count: int) -> set[int]:
     function = "memory_report"
-    places = [argnums] if isinstance(argnums, int) else argnums
-    if not isinstance(places, Sequence) or not all(isinstance(i, int) for i in places):
+    given = argnums if isinstance(argnums, Sequence) else [argnums]
+    try:
+        places = [operator.index(i) for i in given]
+    except TypeError as error:
         raise TypeError(
             f"{function}: argnums={argnums!r}; expected an integer or a sequence of integers"
-        )
+        ) from error
     for i in places:
         if not -count <= i < count:
+            expected = f"integers from {-count} to {count - 1}" if count else "arguments after f"
             raise ValueError(
-                f"{function}: argnums={argnums!r} of {count} arguments; expected integers from "
-                f"{-count} to {count - 1}"
+                f"{function}: argnums={argnums!r} of {count} arguments; expected {expected}"
             )
     return {i % count for i in places}
 

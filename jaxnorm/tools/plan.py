@@ -83,7 +83,8 @@ def implementation_for(
     x_dtype = checks.dtype(caller, "dtype", dtype)
     try:
         x = jax.ShapeDtypeStruct(tuple(shape), x_dtype)
-    except TypeError as error:
+        jax.eval_shape(jnp.zeros_like, x)  # which wants sizes, none of them negative
+    except (TypeError, ValueError) as error:
         raise TypeError(
             f"{caller}: shape={shape!r}; expected a tuple of sizes, e.g. x.shape"
         ) from error
