@@ -385,6 +385,11 @@ def test_implementation_for_checks_its_arguments():
     scale = jax.ShapeDtypeStruct((7,), jnp.float32)
     with pytest.raises(ValueError, match=r"^rms_norm: scale has shape"):
         jaxnorm.implementation_for("rms_norm", (4, 8), "float32", scale=scale)
+    for name in ("softmax", "rms_norm_linear"):  # as the function itself refuses it
+        with pytest.raises(ValueError, match=f"^{name}: implementation='mosaic' cannot run on tpu"):
+            jaxnorm.implementation_for(
+                name, (8192, 4096), "bfloat16", implementation="mosaic", platform="tpu"
+            )
     for shape in (8, (-1, 8), (2.0, 8), (None, 8)):
         message = f"^implementation_for: shape={re.escape(repr(shape))}; expected a tuple of sizes"
         with pytest.raises(TypeError, match=message):

@@ -159,13 +159,13 @@ def forced(call: "Call | Linear", name: str) -> Choice:
     return Choice(name, "asked for by name")
 
 
-def placed(call: "Call | Linear", name: str, platforms: Sequence[str]) -> None:
+def placed(function: str, name: str, platforms: Sequence[str]) -> None:
     """ValueError where a program for these platforms cannot hold `name`, which was asked for."""
     can = getattr(module(name), "platforms", lambda: None)()
     cannot = [platform for platform in platforms if can is not None and platform not in can]
     if cannot:
         raise ValueError(
-            f"{call.function}: implementation={name!r} cannot run on {cannot[0]}: its kernels "
+            f"{function}: implementation={name!r} cannot run on {cannot[0]}: its kernels "
             "are for NVIDIA GPUs; leave implementation out to let jaxnorm choose, or place the "
             "arrays on such a GPU"
         )

@@ -87,12 +87,13 @@ def _kernel(call: "Linear", names: tuple[str, ...]) -> Callable[..., jax.Array]:
 
 def _lower(ctx: Any, x: Any, *, call: "Linear") -> list[Any]:
     """Nothing. But where a program will run is known when it is lowered, and not before."""
-    backends.placed(call, "mosaic", ctx.platforms or ctx.module_context.platforms)
+    platforms = ctx.platforms or ctx.module_context.platforms
+    backends.placed(call.function, "mosaic", platforms)
     return [x]
 
 
 def _run(x: jax.Array, *, call: "Linear") -> jax.Array:
-    backends.placed(call, "mosaic", (backends.local_platform(),))
+    backends.placed(call.function, "mosaic", (backends.local_platform(),))
     return x
 
 

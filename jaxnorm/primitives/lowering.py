@@ -58,7 +58,7 @@ def _implementation(ctx: Any, call: Call, platforms: Sequence[str]) -> str:
     """The implementation that runs a call which kernels may run."""
     if call.implementation is not None:
         name = call.implementation
-        backends.placed(call, name, platforms)
+        backends.placed(call.function, name, platforms)
         # Known here alone: under `jax.vmap` a backward has more rows than where it was called.
         backends.forced(call, name)
         return name

@@ -109,11 +109,13 @@ def implementation_for(
     def choice(of: Callable[..., Any], direction: str) -> backends.Choice:
         program = jax.make_jaxpr(of)(x, floats, constants)
         first = next((c for c in calls_in(program.jaxpr) if c.spec.direction == direction), None)
+        if first is not None and first.implementation is None:
+            return backends.choose(first.as_seen_by, platform)
+        name = arguments["implementation"]
+        backends.placed(function, name, [platform])
         if first is None:  # A kernel that is no row operation's: the function has checked its name.
-            return backends.Choice(arguments["implementation"], "asked for by name")
-        if first.implementation is not None:
-            return backends.forced(first, first.implementation)
-        return backends.choose(first.as_seen_by, platform)
+            return backends.Choice(name, "asked for by name")
+        return backends.forced(first, name)
 
     return Plan(choice(forward, "fwd"), choice(backward, "bwd"))
 
