@@ -49,8 +49,12 @@ OTHERS = {
         x, jnp.arange(len(x)), **o
     ),
     "rms_norm_rope": lambda x, scale, bias, **o: jaxnorm.rms_norm_rope(
-        x, scale, bias[::2], bias[1::2], **o
+        x, scale, bias[::2], bias[1::2].astype("bfloat16"), **o
     ),
+    # One scale of all rows, and another of each.
+    "rms_norm_add_rms_norm": lambda x, scale, bias, **o: jaxnorm.rms_norm_add_rms_norm(
+        x, x, scale.astype("bfloat16"), x.astype("float32"), **o
+    )[0],
 }
 # A width for each kind of kernel: rows in parts of warps, in warps, in warpgroups, in clusters, and
 # rows of odd length.

@@ -199,7 +199,7 @@ class Call:
         For one that is broadcast to groups of rows: their gradients are then added up before the
         sum is rounded to the parameter's own dtype.
         """
-        dtype = jnp.promote_types(parameter.dtype, self.spec.compute_dtype)
+        dtype = max(parameter.dtype, self.spec.compute_dtype, key=lambda dtype: dtype.itemsize)
         return self.replaced(**{f"{name}_dtype": dtype}), parameter.astype(dtype)
 
     @_once

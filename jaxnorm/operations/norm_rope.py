@@ -87,7 +87,7 @@ def rms_norm_rope(
     tables = [checks.float_array(_FUNCTION, n, a) for n, a in (("cos", cos), ("sin", sin))]
     _check_tables(tables[0].shape, tables[1].shape, x.shape)
     # Of x's rank; and of one dtype, as tables nearly always are.
-    table_dtype = jnp.promote_types(*[table.dtype for table in tables])
+    table_dtype = checks.product_dtype(*[table.dtype for table in tables])
     lacking = x.ndim - tables[0].ndim
     tables = [jnp.expand_dims(a.astype(table_dtype), range(lacking)) for a in tables]
     call = norm_call(
