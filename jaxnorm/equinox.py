@@ -303,7 +303,6 @@ def _normalised(
         axis=None,
         epsilon=norm.eps,
         scale_offset=norm.scale_offset,
-        dtype=x.dtype,
         save=norm.save,
         implementation=norm.implementation,
     )

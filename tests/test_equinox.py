@@ -86,6 +86,15 @@ def test_shapes_and_dtypes_are_equinox_s(ours, theirs, shape, dtype):
 
 
 @each
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # of equinox's own
+def test_numpy_s_float64_becomes_jax_s_float(ours, theirs):
+    x = np.random.default_rng(0).normal(size=16)
+    y, expected = ours(16)(x), theirs(16)(x)
+    assert y.dtype == expected.dtype
+    np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6)
+
+
+@each
 def test_state_passes_through(ours, theirs):
     state = object()
     y, same = ours(4)(jnp.ones(4), state, key=jax.random.key(0))
