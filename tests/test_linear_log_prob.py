@@ -187,7 +187,7 @@ ERRORS = [
     ({"where": np.ones(2, int)}, TypeError, r"where has dtype int\d\d; expected bool"),
     ({"where": jnp.ones(2)}, TypeError, r"where has dtype float32; expected bool"),
     ({"where": jnp.ones(3, bool)}, ValueError, r"\(2,\), with 1 axes.*2 axes: which classes"),
-    ({"where": jnp.ones((2, 3), bool)}, ValueError, r"where has shape \(2, 3\).*\(2, 5\)"),
+    ({"where": jnp.ones((2, 3), bool)}, ValueError, r"\(2, 3\).* logits' shape \(2, 5\)"),
     ({"logits_scale": -1.0}, ValueError, r"logits_scale=-1.0; expected a number above 0"),
     ({"logit_softcap": 0}, ValueError, r"logit_softcap=0; expected a number above 0"),
     ({"dtype": "int8"}, TypeError, r"dtype=int8; expected one of bfloat16"),

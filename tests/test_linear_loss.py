@@ -260,7 +260,7 @@ ERRORS = [
     ({"logits_scale": -1.0}, ValueError, r"logits_scale=-1.0; expected a number above 0"),
     ({"logit_softcap": 0}, ValueError, r"logit_softcap=0; expected a number above 0"),
     ({"dtype": "int8"}, TypeError, r"dtype=int8; expected one of bfloat16"),
-    ({"where": jnp.ones((1, 2), bool)}, ValueError, r"labels' shape \(2,\), with 1 axes"),
+    ({"where": jnp.ones((1, 2), bool)}, ValueError, r"labels' shape \(2,\), with 1 axes.*reshape"),
     ({"reduction": "max"}, ValueError, r"reduction='max'; expected one of 'mean', 'sum', 'none'"),
     ({"chunk": 0}, ValueError, r"chunk=0; expected a number of rows of at least 1"),
     ({"chunk": 1.5}, TypeError, r"chunk=1.5; expected a number of rows"),

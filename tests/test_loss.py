@@ -278,6 +278,12 @@ def test_no_rows(shape, implementation):
             r"float32; expected bool",
         ),
         ((jnp.ones((2, 3)), [0, 0], -1, jnp.ones(3, bool)), {}, ValueError, r"\(2,\), with 1 axes"),
+        (
+            (jnp.ones((2, 3)), [0, 0], -1, jnp.ones((2, 2), bool)),
+            {},
+            ValueError,
+            r"where has shape \(2, 2\); expected .* broadcasts to logits' shape \(2, 3\)",
+        ),
         ((jnp.ones((2, 3)), [0, 0]), {"label_smoothing": 1.5}, ValueError, r"from 0 to 1"),
         (
             (jnp.ones((2, 3)), [0, 0]),

@@ -263,13 +263,18 @@ def _in_32_bits(value: np.ndarray) -> np.ndarray:
     return np.clip(value, -1 if value.dtype.kind == "i" else 0, 2**31 - 1)
 
 
-def broadcastable(function: str, name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`array` with one axis for each axis of x; ValueError unless it broadcasts to x's shape."""
+def broadcastable(
+    function: str, name: str, array: jax.Array, shape: tuple[int, ...], of: str = "x's"
+) -> jax.Array:
+    """`array` with one axis for each of `shape`; ValueError unless it broadcasts to that.
+
+    `of`: whose shape that is.
+    """
     padded = (1,) * (len(shape) - array.ndim) + array.shape
     if not fits(padded, shape):
         raise ValueError(
-            f"{function}: {name} has shape {array.shape}; expected a shape that broadcasts to x's "
-            f"shape {shape} without enlarging it"
+            f"{function}: {name} has shape {array.shape}; expected a shape that broadcasts to "
+            f"{of} shape {shape} without enlarging it"
         )
     return array.reshape(padded)
 

@@ -197,13 +197,13 @@ def _where(
         array = checks.boolean(function, "where", where)
         if array.ndim == x.ndim:
             shape = (*of_labels, weight.shape[1])
-            return checks.broadcastable(function, "where", array, shape), True
+            return checks.broadcastable(function, "where", array, shape, "logits'"), True
     if not checks.fits(array.shape, of_labels):
         classes = "" if function == NAME else f", or {x.ndim} axes: which classes there are"
         raise ValueError(
             f"{function}: where has shape {array.shape}; expected one that broadcasts to labels' "
             f"shape {of_labels}, with {len(of_labels)} axes: which positions count"
-            f"{', or how much' if function == NAME else classes}; add axes, e.g. where[None]"
+            f"{', or how much' if function == NAME else classes}; reshape where, e.g. where[None]"
         )
     return jnp.broadcast_to(array, of_labels), False
 

@@ -233,11 +233,11 @@ def _masks(
     if where.ndim == len(shape):
         also = ", or give weights of positions the axes of labels"
         mask = checks.boolean(function, "where", where, also)
-        return checks.broadcastable(function, "where", mask, shape), None
+        return checks.broadcastable(function, "where", mask, shape, "logits'"), None
     if not checks.fits(where.shape, of_labels):
         raise ValueError(
             f"{function}: where has shape {where.shape}; expected one that broadcasts to labels' "
-            f"shape {of_labels}, with {len(of_labels)} axes, for positions, or to logits' "
-            f"{shape}, with {len(shape)} axes, for a mask of classes; add axes, e.g. where[None]"
+            f"shape {of_labels}, with {len(of_labels)} axes, for positions, or to logits' {shape}, "
+            f"with {len(shape)} axes, for a mask of classes; reshape where, e.g. where[None]"
         )
     return None, jnp.broadcast_to(where, of_labels)
