@@ -98,6 +98,24 @@ def test_debug_nans_names_the_call(compiles):
         jaxnorm.log_softmax(x, where=x < 0)
 
 
+def test_debug_infs_stays_silent_where_positions_do_not_count():
+    """What says so to the derivative is an infinity, which the user never sees."""
+    x, weight, labels = jnp.ones((2, 4)), jnp.ones((4, 3)), jnp.zeros(2, jnp.int32)
+    where = jnp.array([True, False])
+    loss, log_prob = jaxnorm.softmax_cross_entropy_with_integer_labels, jaxnorm.log_prob_and_entropy
+    functions = (
+        lambda x: loss(x, labels, where=where).sum(),
+        lambda x: log_prob(x, labels, where=where)[0].sum(),
+        lambda x: jaxnorm.linear_log_prob_and_entropy(x, weight, labels, where=where)[0].sum(),
+    )
+    bad = x.at[0, 0].set(-jnp.inf)
+    with jax.debug_infs(True):
+        for function in functions:
+            assert not jax.grad(function)(x)[1].any()
+        with pytest.raises(FloatingPointError, match=r"\(inf\) .* jaxnorm\.softmax_cross_entropy"):
+            jax.grad(functions[0])(bad)
+
+
 @pytest.mark.parametrize(
     ("module", "absent"),
     [

@@ -8,6 +8,7 @@ along the residuals, which second order needs, are those of plain JAX.
 import abc
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, Self
 
@@ -258,7 +259,8 @@ class Rules[P: Pass](abc.ABC):
         primitive.multiple_results = True
         # Once for all layers of a model.
         primitive.def_abstract_eval(as_jax_calls(functools.lru_cache(maxsize=4096)(self.types)))
-        primitive.def_impl(eager.alone(primitive, as_jax_calls(self.uncompiled)))
+        names = as_jax_calls(operator.attrgetter("result_names"))
+        primitive.def_impl(eager.alone(primitive, as_jax_calls(self.uncompiled), names))
         # Out of line: a call of another layer is lowered once. A kernel is lowered in Python.
         lower = functools.partial(in_one_chunk, as_jax_calls(self.lower))
         mlir.register_lowering(primitive, lower, inline=False)
