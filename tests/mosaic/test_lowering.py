@@ -5,9 +5,11 @@ a layout that does not fit an operation is found. What comes after (LLVM, ptxas)
 """
 
 import math
+import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scaled_sum_cases
@@ -28,6 +30,7 @@ from forward_cases import (
 )
 from pairs import pairwise
 
+import jaxnorm
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER, Gpu
 from jaxnorm_kernels.mosaic.rows.queued import Queue
@@ -244,6 +247,29 @@ def test_shard_map_with_explicit_axes() -> None:
         x = jax.ShapeDtypeStruct((8, 512), BF16, sharding=rows)
         scale = jax.ShapeDtypeStruct((512,), F32)
         jax.jit(function).trace(x, scale).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("rows", [("data",), ()], ids=["varying", "alike"])
+@pytest.mark.parametrize("function", ["softmax_cross_entropy", "log_prob_and_entropy"])
+def test_logits_give_way_to_their_gradient_on_explicit_axes(
+    rows: tuple[str, ...], function: str
+) -> None:
+    """Of a linear loss; not where they vary over mesh axes: Pallas writes to no such array."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def loss(x: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+        of = getattr(jaxnorm, f"linear_{function}")
+        results = of(x, weight, labels, chunk=96, implementation="mosaic")
+        return sum(map(jnp.sum, jax.tree.leaves(results)), jnp.float32(0))
+
+    with jax.set_mesh(mesh):
+        sharding = jax.NamedSharding(mesh, jax.P(*rows))
+        x = jax.ShapeDtypeStruct((512, 256), F32, sharding=sharding)
+        labels = jax.ShapeDtypeStruct((512,), np.int32, sharding=sharding)
+        weight = jax.ShapeDtypeStruct((256, 4096), F32)
+        traced = jax.jit(jax.grad(loss, (0, 1))).trace(x, weight, labels)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+    assert re.search(r"jaxnorm_(cross_entropy|log_prob_and_entropy)_bwd", text)
 
 
 def test_one_round_takes_all_rows_where_clusters_have_their_sms_to_themselves() -> None:

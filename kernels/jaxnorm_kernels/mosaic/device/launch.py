@@ -65,6 +65,8 @@ def launch(
       outputs: shape and dtype of each output.
       overwritten: how many operands, the first ones, the body writes to. They are results, too, the
         first ones, and no memory is taken for these: XLA copies an operand that is still needed.
+        Where operands vary over mesh axes they have refs of their own, before those of `outputs`:
+        Pallas takes no array that varies so as one to write to (jax 0.11.2 and 0.12.0).
       warpgroups: warpgroups (of 128 threads) in a block; they all run the body.
       scratch: shared memory and barriers of a block.
       auto_barriers: False drops the barrier that Pallas puts around each vector store. Sound only
@@ -72,6 +74,9 @@ def launch(
     """
     # Inside `jax.shard_map` an output varies over the mesh axes that the input varies over.
     axes = jax.typeof(operands[0]).manual_axis_type
+    if axes.varying:
+        outputs = [*((a.shape, a.dtype) for a in operands[:overwritten]), *outputs]
+        overwritten = 0
     kernel = plgpu.kernel(
         body,
         out_type=tuple(
