@@ -30,7 +30,8 @@ class Formulas(NamedTuple):
         """See `WithTangent`."""
         if self.own_tangent is not None:
             return self.own_tangent(residuals, tangents, spec)
-        given = {name: t for name, t in tangents._asdict().items() if t is not None}
+        saved = residuals.saved
+        given = {n: _varying(t, saved) for n, t in tangents._asdict().items() if t is not None}
         of_backward = dataclasses.replace(
             spec,
             direction="bwd",
@@ -44,9 +45,14 @@ class Formulas(NamedTuple):
             found = self.backward(residuals, cotangents, of_backward)
             return {name: getattr(found, name).astype(t.dtype) for name, t in given.items()}
 
-        like = _results_like(residuals.saved, spec)
-        (results,) = jax.linear_transpose(gradients, like)(given)
+        (results,) = jax.linear_transpose(gradients, _results_like(saved, spec))(given)
         return _over_shards(results, spec) if spec.cols_over else results
+
+
+def _varying(a: jax.Array, like: jax.Array) -> jax.Array:
+    """`a` as one that varies over the mesh axes over which another does, inside `jax.shard_map`."""
+    over, own = (jax.typeof(v).manual_axis_type.varying for v in (like, a))
+    return lax.pcast(a, tuple(sorted(over - own)), to="varying") if over - own else a
 
 
 def _results_like(saved: jax.Array, spec: Spec) -> Results:

@@ -47,8 +47,9 @@ def softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operan
     """The gradients of x and, if the spec wants it, of the bias, from y."""
     y, dy = residuals.saved, cotangents.y
     kept = _kept(residuals.mask, y.shape, spec)
-    d = _masked(dy, kept if spec.drops_masked else None, spec)
-    return _gradients(_masked(_jacobian(y, d, spec), kept, spec), spec)
+    if spec.drops_masked:
+        return _gradients(_jacobian(y, _masked(dy, kept, spec), spec), spec)
+    return _gradients(_masked(_jacobian(y, dy.astype(spec.compute_dtype), spec), kept, spec), spec)
 
 
 def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
