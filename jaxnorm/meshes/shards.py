@@ -117,8 +117,7 @@ def shards_of_rows(call: Call, run: Run, types: Sequence[Any], mesh: Any) -> Sha
         if layout.cols_over:
             results = _with_split_rows(shard, call.view.cols, layout).xla(*arrays)
         elif queries_over := layout.queries_over(call):
-            spec = dataclasses.replace(shard.spec, queries_over=queries_over)
-            results = dataclasses.replace(shard, spec=spec).xla(*arrays)
+            results = shard.replaced(queries_over=queries_over).xla(*arrays)
         else:
             results = run(shard, *arrays)
         return [
@@ -169,11 +168,9 @@ def _with_split_rows(shard: Call, cols: int, layout: Layout) -> Call:
             f"{layout.spec('array', layout.view.shape)}; leave implementation out, or shard other "
             "axes"
         )
-    spec = dataclasses.replace(
-        shard.spec,
+    return shard.replaced(
         cols=cols,
         cols_over=layout.cols_over,
         axes_over=tuple(layout.mesh_axes[axis] for axis in layout.view.axes),
         queries_over=layout.queries_over(shard),
     )
-    return dataclasses.replace(shard, spec=spec)
