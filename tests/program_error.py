@@ -51,6 +51,8 @@ class Value:
 
 
 def exact(array: Any) -> Value:
+    if jnp.issubdtype(getattr(array, "dtype", type(array)), jax.dtypes.extended):
+        return Value(array, np.zeros(()))  # a random key
     array = np.asarray(array)
     value = array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.inexact) else array
     return Value(value, np.zeros(array.shape))
@@ -58,39 +60,41 @@ def exact(array: Any) -> Value:
 
 def analyse(program: Callable, *operands: Any) -> Any:
     """The results of ``program(*operands)`` in its tree, each a `Value`."""
-    operands = jax.tree.map(np.asarray, operands)
     with jax.default_device(jax.local_devices(backend="cpu")[0]), np.errstate(all="ignore"):
+        operands = jax.tree.map(_on_the_host, operands)
         jaxpr, shapes = jax.make_jaxpr(program, return_shape=True)(*operands)
         results = _run(jaxpr.jaxpr, jaxpr.consts, map(exact, jax.tree.leaves(operands)))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
+def _on_the_host(array: Any) -> Any:
+    is_key = isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.extended)
+    return array if is_key else jnp.asarray(np.asarray(array))
+
+
+def assert_analysed(actual: Any, analysed: Any, other: Any = None) -> None:
+    """Each array of `actual` is its `Value` in `analysed`, to within that error.
+
+    `other`: the values of a second program whose errors `actual` may have, too.
+    """
+    actual, values = jax.tree.leaves(actual), jax.tree.leaves(analysed)
+    others = values if other is None else jax.tree.leaves(other)
+    for a, value, second in zip(actual, values, others, strict=True):
+        bound = value.error if other is None else value.error + second.error
+        assert np.all(np.isfinite(bound)), "the analysis gives no bound"
+        assert_within(a, value.value.astype(np.float64), bound)
+
+
 def assert_computes(
-    actual: Any, program: Callable, *operands: Any, expected: Any = None, like: Any = None
+    actual: Any, program: Callable, *operands: Any, like: Callable | None = None
 ) -> None:
     """`actual` is ``program(*operands)`` to within the rounding error of the program.
 
-    Args:
-      actual: the results of another compilation or transformation of the program.
-      expected: the exact results, if they are known otherwise: then the program gives bounds alone.
-      like: a program of other equations with the same results, if `actual` is computed by it: then
-        the errors of both are allowed.
+    `like`: the program that computed `actual`, if its equations are others: it may add its own
+    error.
     """
-    results = jax.tree.leaves(analyse(program, *operands))
-    others = jax.tree.leaves(analyse(like, *operands)) if like is not None else results
-    actual = jax.tree.leaves(actual)
-    wanted = [r.value for r in results] if expected is None else jax.tree.leaves(expected)
-    for a, result, other, value in zip(actual, results, others, wanted, strict=True):
-        assert_agrees(a, result, None if like is None else other, value)
-
-
-def assert_agrees(actual: Any, result: Value, other: Value | None = None, value=None) -> None:
-    """One array is the `Value`, or within its error of another `value`."""
-    value = result.value if value is None else np.asarray(value)
-    bound = result.error + (0 if other is None else other.error)
-    value = np.broadcast_to(value.astype(np.float64), result.value.shape)
-    assert np.all(np.isfinite(bound[np.isfinite(value)])), "the analysis gives no bound"
-    assert_within(actual, value, bound)
+    other = None if like is None else analyse(like, *operands)
+    assert_analysed(actual, analyse(program, *operands), other)
 
 
 # ----------------------------------------------------------------------------------- the evaluation
@@ -116,24 +120,31 @@ def _equation(equation: Any, operands: list[Value]) -> list[Value]:
         return _CONTROL[name](operands, **params)
     if name in _IDENTITIES:
         return operands
-    if not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in equation.outvars):
-        values = [np.asarray(o.value, v.aval.dtype) for o, v in zip(operands, equation.invars)]
-        results = equation.primitive.bind(*map(jnp.asarray, values), **params)
+    is_simple = not name.startswith("jaxnorm.") and not {*params} & _INNER
+    if is_simple and not (_has_floats(equation.outvars) and _has_floats(equation.invars)):
+        results = equation.primitive.bind(*map(_as_jax, operands, equation.invars), **params)
         results = results if equation.primitive.multiple_results else [results]
-        return [exact(np.asarray(r)) for r in results]
+        return [*map(exact, results)]
     if name in _RULES:
         (variable,) = equation.outvars
         result, rounding = _RULES[name](operands, **params)
         return [_stored(result, rounding, variable.aval.dtype)]
     if name.startswith("jaxnorm."):
         return _run_plain(equation, operands)
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        if key in params and not name.startswith(("pallas", "shard_map")):
+    for key in {*params} & _INNER:
+        if not name.startswith(("pallas", "shard_map")):
             inner = params[key]
-            if hasattr(inner, "jaxpr"):
-                return _run(inner.jaxpr, inner.consts, operands)
-            return _run(inner, (), operands)
+            return _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands)
     raise NotImplementedError(f"program_error has no rule for {name}: add one to its tables")
+
+
+def _has_floats(atoms: Any) -> bool:
+    return any(jnp.issubdtype(a.aval.dtype, jnp.inexact) for a in atoms)
+
+
+def _as_jax(operand: Value, atom: Any) -> Any:
+    is_key = isinstance(operand.value, jax.Array)
+    return operand.value if is_key else jnp.asarray(operand.value, atom.aval.dtype)
 
 
 def _run_plain(equation: Any, operands: list[Value]) -> list[Value]:
@@ -150,7 +161,8 @@ def _stored(result: Value, rounding: Any, dtype: Any) -> Value:
     dtype = np.dtype(dtype)
     value = np.asarray(result.value, np.float64)
     least = float(ml_dtypes.finfo(dtype).smallest_normal) if np.any(rounding) else 0.0
-    own = unit_roundoff(dtype) * np.asarray(rounding) + least
+    # The analysis itself is in float64: there its own roundings are as many.
+    own = unit_roundoff(dtype) * (2 if dtype == np.float64 else 1) * np.asarray(rounding) + least
     error = np.broadcast_to(result.error, value.shape) + np.where(np.isfinite(value), own, 0)
     # Infinities and NaN are expected to be met exactly.
     return Value(value, np.where(np.isfinite(value), error, 0))
@@ -420,16 +432,10 @@ _RULES: dict[str, Callable] = {
     "scatter": _by_jax(jax.lax.scatter_p),
     "scatter-add": _by_jax(jax.lax.scatter_add_p, adds=True),
     "scatter_add": _by_jax(jax.lax.scatter_add_p, adds=True),
-    "iota": lambda operands, dtype, shape, dimension, **_: (
-        exact(
-            np.broadcast_to(
-                _broadcast(np.arange(float(shape[dimension])), shape, [dimension]), shape
-            )
-        ),
-        0,
-    ),
 }
 
+# What an equation calls: the names that JAX's call-like primitives have for it.
+_INNER = {"jaxpr", "call_jaxpr", "fun_jaxpr"}
 _IDENTITIES = {"optimization_barrier", "sharding_constraint", "pvary", "stop_gradient", "mesh_cast"}
 
 
