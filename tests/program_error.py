@@ -312,6 +312,9 @@ def _by_jax(primitive: Any, adds: bool = False) -> Callable:
     """What moves elements and makes none, by JAX itself; `adds` if it may add some up."""
 
     def rule(operands, **params):
+        if adds:  # Its addition is of the program's dtype.
+            params |= {"update_jaxpr": None, "update_consts": ()}
+
         def run(field):
             with jax.enable_x64(True):
                 arrays = [
@@ -364,6 +367,12 @@ def _divide(operands, **_):
     return result, FEW * np.abs(result.value)
 
 
+def _one_minus_square(operands, **_):
+    """The derivative of tanh: x * x is rounded, too, unless the subtraction is exact."""
+    result, rounding = _elementwise(lambda x: 1 - x * x)(operands)
+    return result, rounding + operands[0].value ** 2
+
+
 def _logistic(x, **_):
     return np.where(x < 0, np.exp(np.minimum(x, 0)), 1) / (1 + np.exp(-np.abs(x)))
 
@@ -396,6 +405,7 @@ _RULES: dict[str, Callable] = {
     "rsqrt": _elementwise(lambda x, **_: 1 / np.sqrt(x)),
     "cbrt": _elementwise(lambda x, **_: np.cbrt(x)),
     "square": _elementwise(lambda x, **_: x * x),
+    "one_minus_square": _one_minus_square,
     "integer_pow": _elementwise(lambda x, y, **_: x ** float(y)),
     "pow": _power,
     "reduce_sum": _sum,
@@ -436,22 +446,29 @@ _RULES: dict[str, Callable] = {
 
 # What an equation calls: the names that JAX's call-like primitives have for it.
 _INNER = {"jaxpr", "call_jaxpr", "fun_jaxpr"}
-_IDENTITIES = {"optimization_barrier", "sharding_constraint", "pvary", "stop_gradient", "mesh_cast"}
+_IDENTITIES = {
+    "mesh_cast",
+    "optimization_barrier",
+    "pcast",
+    "pvary",
+    "reshard",
+    "sharding_constraint",
+    "stop_gradient",
+}
 
 
 # ------------------------------------------------------- control flow, and more than one result
 
 
-def _scan(operands, *, length, reverse, jaxpr, num_consts, num_carry, **_):
-    split = num_consts + num_carry
-    consts, carry, stacked = operands[:num_consts], operands[num_consts:split], operands[split:]
+def _scan(operands, *, length, reverse, jaxpr, ft_in, **_):
+    consts, carry, stacked = map(list, ft_in.update(operands).unpack())
     each: list[list[Value]] = []
     order = range(length)[::-1] if reverse else range(length)
     for i in order:
         step = [Value(o.value[i], o.error[i]) for o in stacked]
         results = _run(jaxpr.jaxpr, jaxpr.consts, [*consts, *carry, *step])
-        carry = results[:num_carry]
-        each.append(results[num_carry:])
+        carry, rest = results[: len(carry)], results[len(carry) :]
+        each.append(rest)
     each = each[::-1] if reverse else each
     return [
         *carry,

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from log_prob_cases import linear_mixture
 from meshes import KINDS, Case, in_shards, mesh_of
+from program_error import analyse, assert_analysed, assert_computes
 from sharding_cases import which_kernels  # noqa: F401
 
 import jaxnorm
@@ -74,12 +75,11 @@ def step(*arrays, reduction):
 
 @functools.cache
 def expected(reduction):
-    return jax.jit(step, static_argnames="reduction")(*arrays(), reduction=reduction)
+    return analyse(functools.partial(step, reduction=reduction), *arrays())
 
 
 def check(results, reduction):
-    for ours, theirs in zip(jax.tree.leaves(results), jax.tree.leaves(expected(reduction))):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+    assert_analysed(results, expected(reduction))
 
 
 def placed(mesh, x_spec, weight_spec):
@@ -191,12 +191,8 @@ def test_a_mean_inside_shard_map():
         ]
         return sum(parts) / 8
 
-    ours, theirs = (
-        jax.jit(jax.value_and_grad(f, (0, 1, 2)))(*a)
-        for f, a in ((mapped, sharded), (whole, arrays()))
-    )
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    ours, theirs = (jax.value_and_grad(f, (0, 1, 2)) for f in (mapped, whole))
+    assert_computes(jax.jit(ours)(*sharded), theirs, *arrays())
 
 
 @pytest.mark.parametrize("reduction", ["mean", "log_prob"])
@@ -211,8 +207,4 @@ def test_forward_mode_and_second_order(reduction):
         tangents = (jnp.cos(x), jnp.cos(weight))
         return jax.jvp(jax.grad(function, (0, 1)), (x, weight), tangents)
 
-    for ours, theirs in zip(
-        jax.tree.leaves(jax.jit(derivatives)(*sharded)),
-        jax.tree.leaves(jax.jit(derivatives)(*arrays())),
-    ):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert_computes(jax.jit(derivatives)(*sharded), derivatives, *arrays())

@@ -19,10 +19,10 @@ from norm_rope_cases import (
     SHAPE,
     SIN,
     X,
-    assert_close,
     plain,
     tables,
 )
+from program_error import analyse, assert_analysed, assert_computes
 
 import jaxnorm
 
@@ -70,20 +70,24 @@ def test_vmap(dims, save):
     ]
     function = functools.partial(jaxnorm.rms_norm_rope, save=save)
     for f in (function, gradients(function)):
-        each = [
-            f(*(a if d is None else jnp.take(a, i, axis=d) for a, d in zip(operands, dims)))
-            for i in range(size)
-        ]
-        expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-        assert_close(jax.vmap(f, dims)(*operands), expected)
-        assert_close(jax.jit(jax.vmap(f, dims))(*operands), expected)
+
+        def one_by_one(*operands, f=f):
+            each = [
+                f(*(a if d is None else jnp.take(a, i, axis=d) for a, d in zip(operands, dims)))
+                for i in range(size)
+            ]
+            return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+
+        expected = analyse(one_by_one, *operands)
+        assert_analysed(jax.vmap(f, dims)(*operands), expected)
+        assert_analysed(jax.jit(jax.vmap(f, dims))(*operands), expected)
 
 
 def test_gradient_of_a_batch():
     def batched(x, *others):
         return jax.vmap(jaxnorm.rms_norm_rope, (0, None, None, None))(x, *others)
 
-    assert_close(gradients(batched)(*ALL), gradients(jaxnorm.rms_norm_rope)(*ALL))
+    assert_computes(gradients(batched)(*ALL), gradients(jaxnorm.rms_norm_rope), *ALL)
 
 
 # --------------------------------------------------------------------- control flow, and programs
@@ -103,9 +107,9 @@ def test_scan_over_layers():
             x = x + plain(x, scale, cos, sin)
         return x
 
-    assert_close(
-        gradients(scanned)(X, scales, COS, SIN), gradients(unrolled)(X, scales, COS, SIN), 1e-4
-    )
+    operands = X, scales, COS, SIN
+    ours = gradients(scanned)
+    assert_computes(ours(*operands), gradients(unrolled), *operands, like=ours)
 
 
 def test_scan_keeps_the_tables_once():
@@ -155,7 +159,8 @@ def test_what_is_made_again(around, forwards):
     }
     names = {"jaxnorm_out", "jaxnorm_rstd"}
     assert set(re.findall(r"name\[name=(\w+)", text)) == names
-    assert_close(jax.grad(loss_of(block), (0, 1))(*ALL), gradients(jaxnorm.rms_norm_rope)(*ALL)[:2])
+    plain = jax.grad(loss_of(jaxnorm.rms_norm_rope), (0, 1))
+    assert_computes(jax.grad(loss_of(block), (0, 1))(*ALL), plain, *ALL)
 
 
 @pytest.mark.parametrize(
@@ -201,10 +206,12 @@ def test_outside_of_jit():
     """The same bits, in the value; what is compiled is found again."""
     y = jaxnorm.rms_norm_rope(*ALL)
     np.testing.assert_array_equal(y, jax.jit(jaxnorm.rms_norm_rope)(*ALL))
-    np.testing.assert_allclose(y, plain(*ALL), rtol=0, atol=2e-6)
-    assert_close(gradients(jaxnorm.rms_norm_rope)(*ALL), jax.jit(gradients(plain))(*ALL))
+    assert_computes(y, plain, *ALL, like=jaxnorm.rms_norm_rope)
+    ours = gradients(jaxnorm.rms_norm_rope)
+    assert_computes(ours(*ALL), gradients(plain), *ALL, like=ours)
     with jax.disable_jit():
-        np.testing.assert_allclose(jaxnorm.rms_norm_rope(*ALL), y, rtol=0, atol=2e-6)
+        uncompiled = jaxnorm.rms_norm_rope(*ALL)
+    assert_computes(uncompiled, jaxnorm.rms_norm_rope, *ALL)
     lists = jaxnorm.rms_norm_rope(
         np.asarray(X), np.asarray(SCALE), np.asarray(COS), np.asarray(SIN)
     )
