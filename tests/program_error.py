@@ -357,6 +357,11 @@ def _concatenate(operands, dimension, **_):
     return Value(*(np.concatenate(f, dimension) for f in fields)), 0
 
 
+def _stack(operands, axis, **_):
+    fields = ([getattr(o, f) for o in operands] for f in ("value", "error"))
+    return Value(*(np.stack(f, axis) for f in fields)), 0
+
+
 def _multiply(operands, **_):
     result = _product(*operands)
     return result, np.abs(result.value)
@@ -431,6 +436,7 @@ _RULES: dict[str, Callable] = {
     "rev": _view(lambda a, dimensions, **_: np.flip(a, tuple(dimensions))),
     "slice": _view(_slice),
     "concatenate": _concatenate,
+    "stack": _stack,
     "copy": _view(lambda a, **_: a),
     "copy_p": _view(lambda a, **_: a),
     "name": _view(lambda a, **_: a),
@@ -503,4 +509,15 @@ def _split(operands, *, sizes, axis, **_):
     return [Value(*fields) for fields in zip(*fields)]
 
 
-_CONTROL: dict[str, Callable] = {"scan": _scan, "while": _while, "cond": _cond, "split": _split}
+def _unstack(operands, *, axis, **_):
+    fields = (np.moveaxis(getattr(operands[0], f), axis, 0) for f in ("value", "error"))
+    return [Value(*fields) for fields in zip(*fields)]
+
+
+_CONTROL: dict[str, Callable] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "split": _split,
+    "unstack": _unstack,
+}

@@ -171,7 +171,7 @@ def test_no_axis_is_named(name, mesh, place):
 def test_outside_of_jit(name, place):
     mesh = mesh_of("eight")
     function, operands = CALLS[name]
-    expected = jax.tree.leaves(function(*operands))
+    expected = analyse(function, *operands)
     with as_default(Kernels()) as kernels, jax.set_mesh(mesh):
         assert_analysed(function(*placed(operands, mesh, place)), expected)
         assert kernels.shapes
@@ -183,12 +183,12 @@ def test_a_part_with_automatic_axes(name):
     """`jax.sharding.auto_axes` on an Explicit mesh: XLA's code; nothing partitions kernels."""
     run, operands = call_of(name)
     mesh = mesh_of("eight")
-    part = jax.sharding.auto_axes(run, out_sharding=P())
+    part, expected = jax.sharding.auto_axes(run, out_sharding=P()), on_one_device(name)
     first, *others = operands
     with as_default(Kernels()), jax.set_mesh(mesh):
         for spec in (P(), P("data")):
             arrays = *in_shards([first], mesh, [spec]), *others
-            assert_analysed(jax.jit(part)(*arrays), on_one_device(name))
+            assert_analysed(jax.jit(part)(*arrays), expected)
 
 
 @on_eight_devices
@@ -197,7 +197,7 @@ def test_a_part_with_automatic_axes(name):
 def test_what_is_not_compiled(name, over):
     """With `jax.disable_jit`, which is there to see each step; rows are split, or are not."""
     function, operands = CALLS[name]
-    expected = jax.tree.leaves(function(*operands))
+    expected = analyse(function, *operands)
     mesh = mesh_of("eight")
     first, *others = operands
     with jax.set_mesh(mesh), jax.disable_jit():
@@ -211,10 +211,10 @@ def test_what_is_not_compiled(name, over):
 def test_xla_s_code(name):
     """As it runs where there is no kernel."""
     mesh = mesh_of("eight")
-    run, operands = call_of(name)
+    (run, operands), expected = call_of(name), on_one_device(name)
     with jax.set_mesh(mesh):
         for place in PLACES:
-            assert_analysed(jax.jit(run)(*placed(operands, mesh, place)), on_one_device(name))
+            assert_analysed(jax.jit(run)(*placed(operands, mesh, place)), expected)
 
 
 @on_eight_devices
@@ -251,11 +251,11 @@ def test_a_mesh_without_devices():
 def test_kernels_on_a_mesh_of_gpus(name, place):
     """Of one GPU, or of as many as there are."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    run, operands = call_of(name)
+    (run, operands), expected = call_of(name), on_one_device(name)
     with jax.set_mesh(mesh):
         arrays = placed(operands, mesh, place)
         compiled = jax.jit(run).lower(*arrays).compile()
-        assert_analysed(compiled(*arrays), on_one_device(name))
+        assert_analysed(compiled(*arrays), expected)
     # The kernels that run without a mesh, whatever they are.
     alone = jax.jit(run).lower(*operands).compile()
     assert compiled.as_text().count("mosaic_gpu") == alone.as_text().count("mosaic_gpu")
