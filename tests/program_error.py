@@ -86,15 +86,29 @@ def assert_analysed(actual: Any, analysed: Any, other: Any = None) -> None:
 
 
 def assert_computes(
-    actual: Any, program: Callable, *operands: Any, like: Callable | None = None
+    actual: Any,
+    program: Callable,
+    *operands: Any,
+    like: Callable | None = None,
+    expected: Any = None,
 ) -> None:
     """`actual` is ``program(*operands)`` to within the rounding error of the program.
 
-    `like`: the program that computed `actual`, if its equations are others: it may add its own
-    error.
+    Args:
+      like: the program that computed `actual`, if its equations are others: it may add its own
+        error.
+      expected: the exact results, if they are known: then the program gives the bounds alone.
     """
+    analysed = analyse(program, *operands)
+    if expected is not None:
+        values, tree = jax.tree.flatten(analysed)
+        known = [np.asarray(e, np.float64) for e in jax.tree.leaves(expected)]
+        analysed = tree.unflatten(
+            Value(np.broadcast_to(e, v.value.shape), v.error)
+            for e, v in zip(known, values, strict=True)
+        )
     other = None if like is None else analyse(like, *operands)
-    assert_analysed(actual, analyse(program, *operands), other)
+    assert_analysed(actual, analysed, other)
 
 
 # ----------------------------------------------------------------------------------- the evaluation
@@ -160,6 +174,10 @@ def _stored(result: Value, rounding: Any, dtype: Any) -> Value:
     """Add the rounding of the equation, `rounding` roundoffs of a magnitude for each element."""
     dtype = np.dtype(dtype)
     value = np.asarray(result.value, np.float64)
+    largest = float(ml_dtypes.finfo(dtype).max)
+    value = np.where(
+        np.abs(value) > largest * (1 + unit_roundoff(dtype)), np.copysign(np.inf, value), value
+    )
     least = float(ml_dtypes.finfo(dtype).smallest_normal) if np.any(rounding) else 0.0
     # The analysis itself is in float64: there its own roundings are as many.
     own = unit_roundoff(dtype) * (2 if dtype == np.float64 else 1) * np.asarray(rounding) + least
@@ -294,6 +312,24 @@ def _matmul(operands, dimension_numbers, **_):
     return Value(product(a.value, b.value), error), SAFETY * math.sqrt(n) * magnitude
 
 
+def _convolution(operands, dimension_numbers, **params):
+    a, b = operands
+
+    def product(x, y):
+        with jax.enable_x64(True):
+            given = params | {"preferred_element_type": np.dtype("float64")}
+            return np.asarray(
+                jax.lax.conv_general_dilated_p.bind(
+                    jnp.asarray(x), jnp.asarray(y), dimension_numbers=dimension_numbers, **given
+                )
+            )
+
+    n = b.value.size / b.value.shape[dimension_numbers.rhs_spec[0]]
+    sizes = np.abs(a.value), np.abs(b.value)
+    error = product(sizes[0], b.error) + product(a.error, sizes[1]) + product(a.error, b.error)
+    return Value(product(a.value, b.value), error), SAFETY * math.sqrt(n) * product(*sizes)
+
+
 def _convert(operands, new_dtype, **_):
     (x,) = operands
     return Value(x.value, x.error), np.abs(x.value)
@@ -303,7 +339,9 @@ def _added(sign: int) -> Callable:
     def rule(operands, **_):
         a, b = operands
         value = a.value + sign * b.value
-        return Value(value, a.error + b.error), np.abs(value)
+        # The addition of an exact zero is exact.
+        is_rounded = np.logical_and(*(np.abs(o.value) + o.error > 0 for o in operands))
+        return Value(value, a.error + b.error), np.abs(value) * is_rounded
 
     return rule
 
@@ -422,6 +460,7 @@ _RULES: dict[str, Callable] = {
     "clamp": _choice(lambda least, x, most: np.clip(x, least, most)),
     "select_n": _select,
     "dot_general": _matmul,
+    "conv_general_dilated": _convolution,
     "convert_element_type": _convert,
     "reduce_precision": lambda operands, exponent_bits, mantissa_bits: (
         operands[0],

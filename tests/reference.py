@@ -338,7 +338,8 @@ def assert_within(actual, expected: np.ndarray, bound: np.ndarray) -> None:
     assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
     finite = np.isfinite(expected)
     np.testing.assert_array_equal(actual[~finite], expected[~finite])
-    error, bound = np.abs(actual - expected)[finite], np.broadcast_to(bound, expected.shape)[finite]
+    error = np.abs(actual[finite] - expected[finite])
+    bound = np.broadcast_to(bound, expected.shape)[finite]
     if error.size and not np.all(error <= bound):
         worst = np.nanargmax(np.where(error <= bound, 0, error / bound))
         raise AssertionError(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reference
 from linear_loss_cases import Linear, operands
+from program_error import assert_computes
 from reference import assert_within, exact
 
 from jaxnorm import linear_softmax_cross_entropy as linear_loss
@@ -181,7 +182,7 @@ def test_masks_broadcast():
     x, weight, _, labels = operands(6, 16, 40, lead=(4,))
     where = jnp.arange(6)[None] < 4
     ours = linear_loss(x, weight, labels, where=where)
-    np.testing.assert_allclose(ours, linear_loss(x[:, :4], weight, labels[:, :4]), rtol=1e-6)
+    assert_computes(ours, linear_loss, x[:, :4], weight, labels[:, :4])
 
 
 def test_labels_outside():
@@ -217,7 +218,8 @@ def test_shapes(reduction):
             for a in (value, dx, dw):
                 np.testing.assert_array_equal(a, 0)
         else:
-            np.testing.assert_allclose(value, np.log(5), rtol=1e-6)
+            count = np.prod(lead) if reduction == "none" else 1
+            assert_computes(value, function, x, weight, expected=np.log(5) * count)
 
 
 def test_small_gradients_in_float16():
@@ -234,16 +236,22 @@ def test_small_gradients_in_float16():
             jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
         )
 
-    ours, theirs = (jax.jit(jax.grad(f, (0, 1)))(x, weight) for f in (function, plain))
-    for a, b in zip(ours, theirs):
-        assert reference.relative_error(a, np.asarray(b, np.float64)) < 4e-3
+    def gradients(f):
+        return jax.jit(jax.grad(f, (0, 1)))
+
+    assert_computes(
+        gradients(function)(x, weight), gradients(plain), x, weight, like=gradients(function)
+    )
 
     def rows(x, weight):
         return jnp.mean(linear_loss(x, weight, labels, reduction="none", chunk=16)) * 2.0**-4
 
-    for a, b in zip(jax.jit(jax.grad(rows, (0, 1)))(x, weight), theirs):
-        # What is below 6e-8 is lost where it is returned, not before.
-        np.testing.assert_allclose(np.float64(a), np.float64(b) * 2.0**-16, atol=6e-8, rtol=4e-3)
+    def small(x, weight):
+        return plain(x, weight) * 2.0**-16
+
+    # What is below the smallest float16 is lost where it is returned, not before.
+    ours = gradients(rows)
+    assert_computes(ours(x, weight), gradients(small), x, weight, like=ours)
 
 
 ERRORS = [
