@@ -190,9 +190,10 @@ class Over:
 
     Attributes:
       rows, classes: of x and of weight.
-      scattered: those of the rows' over which weight's gradient is to be split, along d and V.
+      stored: the axes of `rows` over which weight is stored in shards of d and of V. Each device
+        gathers weight over them, and keeps its shard of weight's gradient.
     """
 
     rows: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
-    scattered: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    stored: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())

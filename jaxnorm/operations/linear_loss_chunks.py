@@ -99,13 +99,18 @@ class _Chunks:
         self.counted = None if self.where is None else counted(self.where)
         self.dtype, self.logits_dtype = head.dtypes(self.x.dtype, self.weight.dtype)
         self.wide = checks.arithmetic_dtype(self.dtype, self.logits_dtype)
-        self.rows, self.classes = len(self.x), self.weight.shape[1]
+        weight = self.gathered(self.weight)  # once, before the loop
+        self.rows, self.classes = len(self.x), weight.shape[1]
         # Shards of a row's classes have no padding between them, and a mask has none.
         whole = not over.classes and self.mask is None
         self.padding = -self.classes % _COLUMNS if whole else 0
-        self.factor = self.padded(self.weight, self.dtype)  # once, before the loop
+        self.factor = self.padded(weight, self.dtype)
         dtypes = self.logits_dtype, self.dtype
-        self.chunk = chunk_rows(head.chunk, self.rows, self.weight.shape, *dtypes)
+        self.chunk = chunk_rows(head.chunk, self.rows, weight.shape, *dtypes)
+        # Gradients are summed over devices as in plain JAX, where products round them. In float16
+        # they would lose what is small: a forward pass does not have the scale of the loss.
+        is_narrow = self.dtype.name == "bfloat16"
+        self.summed_dtype = self.dtype if is_narrow else self.wide
 
     # --------------------------------------------------------------------------------- passes
 
@@ -162,7 +167,8 @@ class _Chunks:
                 results["y"] = rows.put(carry["y"], residuals["y"])
             dlogits = chunk_loss.dlogits(call, residuals, [*map(rows.of, cotangents)], self.dtype)
             if "x" in head.wrt:
-                dx = self.dot(dlogits, weight, (1, 1), self.wide)
+                dtype = self.summed_dtype if self.over.classes else self.wide
+                dx = self.dot(dlogits, weight, (1, 1), dtype)
                 dx = _sum_over(dx, self.over.classes)
                 results["x"] = rows.put(carry["x"], (scale * dx).astype(carry["x"].dtype))
             if "weight" in head.wrt:
@@ -188,20 +194,22 @@ class _Chunks:
         if operand is None:
             return gradient
         gradient = lax.slice_in_dim(gradient, 0, self.classes, axis=-1)
-        scattered = self.over.scattered if name == "weight" else ()
-        gradient = _sum_over(
-            gradient, tuple(n for n in self.over.rows if n not in sum(scattered, ()))
-        )
-        for axis, names in enumerate(scattered):
+        stored = self.over.stored if name == "weight" else ((), ())
+        summed = tuple(axis for axis in self.over.rows if axis not in sum(stored, ()))
+        gradient = scale * gradient
+        if name == "weight":
+            gradient = gradient.astype(self.summed_dtype)
+        gradient = _sum_over(gradient, summed)
+        for axis, names in enumerate(stored):
             if names:
                 gradient = lax.psum_scatter(gradient, names, scatter_dimension=axis, tiled=True)
-        return (scale * gradient).astype(self.head.gradient_dtype(operand.dtype))
+        return gradient.astype(self.head.gradient_dtype(operand.dtype))
 
     def tangent(self) -> list[jax.Array]:
         """Of each row's results, along those of x, weight and bias that there are."""
         along = dict(zip(self.head.wrt, self.linear))
         tx, tw, tb = (along.get(name) for name in ("x", "weight", "bias"))
-        tw = None if tw is None else self.padded(tw, self.dtype)
+        tw = None if tw is None else self.padded(self.gathered(tw), self.dtype)
         tb = None if tb is None else self.padded(tb, self.logits_dtype)
 
         def step(rows: _Rows, carry: Carry) -> Carry:
@@ -251,6 +259,14 @@ class _Chunks:
     def product(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         logits = self.dot(x.astype(self.dtype), weight, (1, 0), self.logits_dtype)
         return logits if bias is None else logits + self.padded(bias, self.logits_dtype)[None]
+
+    def gathered(self, weight: jax.Array) -> jax.Array:
+        """Weight, or its tangent, gathered in the dtype of the products from where it is stored."""
+        weight = weight.astype(self.dtype)
+        for axis, names in enumerate(self.over.stored):
+            if names:
+                weight = lax.all_gather(weight, names, axis=axis, tiled=True)
+        return weight
 
     def padded(self, a: jax.Array, dtype: np.dtype) -> jax.Array:
         """Weight, bias, or a tangent of theirs; its padding is 0."""

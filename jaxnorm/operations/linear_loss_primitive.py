@@ -10,6 +10,7 @@ four.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,31 +113,35 @@ class _LossRules(Rules[Head]):
         return [linear_loss_chunks.reduced(losses, where, head.reduction, axes)], [0]
 
     def shards(self, head: Head, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
-        """Rows of x, and classes, are split as they lie, where shards divide them.
+        """Split the rows of x and the classes as they lie, where the shards divide them.
 
-        Weight is gathered along d, once, before the loop (FSDP), and along the classes where those
-        are split as the rows are. Its gradient is summed over the devices once, after the loop, and
-        each keeps its shard of what was gathered. How XLA would partition the loop would be right,
-        too, but would gather and sum in each turn.
+        A mesh axis that splits only x or weight along d, or weight along V beside the rows, splits
+        rows, too: without that its devices would all compute the same. Each device gathers weight
+        along d and along those of its classes that are split as rows are, once, before the loop
+        (FSDP). Weight's gradient is summed over the devices once, after the loop, and each device
+        keeps its shard of it. XLA would gather and sum in each turn of the loop.
         """
-        x, weight, *_ = types
-        rows = tuple(sharding.axes_over(x, axis, mesh) for axis in range(len(x.shape) - 1))
-        d, v = (sharding.axes_over(weight, axis, mesh) for axis in (0, 1))
+        by_name = dict(zip(head.operand_names, types))
+        x, weight = by_name["x"], by_name["weight"]
+        stored = [sharding.axes_over(weight, axis, mesh) for axis in (0, 1)]
+        rows = [sharding.axes_over(x, axis, mesh) for axis in range(len(x.shape) - 1)]
+        classes = () if {*sum(rows, ())} & {*stored[1]} else stored[1]
+        for name in (*sharding.axes_over(x, len(rows), mesh), *stored[0], *stored[1]):
+            if name not in (*sum(rows, ()), *classes):
+                _split_rows(rows, name, by_name["labels"], mesh)
         over_rows = sum(rows, ())
-        classes = () if {*over_rows} & {*v} else v
-        d, v = (names if {*names} <= {*over_rows} else () for names in (d, v))
-        over = Over(over_rows, classes, scattered=(d, v))
+        d, v = (names if {*names} <= {*over_rows} else () for names in stored)
+        over = Over(over_rows, classes, stored=(d, v))
         axes: dict[Kind, Any] = {
             "x": (*rows, ()),
-            "weight": ((), classes),
+            "weight": (d, v or classes),
             "bias": (classes,),
             "row": rows,
             "mask": (*rows, classes),
             "total": (),
         }
-        of_gradients = axes | {"weight": (d, v or classes)}
 
-        def spec(axes: dict[Kind, Any], kind: Kind, shape: Sequence[int] = ()) -> PartitionSpec:
+        def spec(kind: Kind, shape: Sequence[int] = ()) -> PartitionSpec:
             names = axes[kind]
             if kind == "mask":  # Which may be broadcast.
                 names = [() if size == 1 else over for size, over in zip(shape, names)]
@@ -144,8 +149,8 @@ class _LossRules(Rules[Head]):
 
         operands = zip(head.operand_kinds, types)
         return Shards(
-            operands=tuple(spec(axes, kind, aval.shape) for kind, aval in operands),
-            results=tuple(spec(of_gradients, kind) for kind in head.result_kinds),
+            operands=tuple(spec(kind, aval.shape) for kind, aval in operands),
+            results=tuple(spec(kind) for kind in head.result_kinds),
             run=functools.partial(run, head, over=over),
         )
 
@@ -164,6 +169,20 @@ class _LossRules(Rules[Head]):
             [factors[kind] for kind in kinds] for kinds in (head.operand_kinds, head.result_kinds)
         )
         return Factors(operands, results, whole=("d",))
+
+
+def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) -> None:
+    """Split an axis of the rows over the mesh axis `name`, too, if it divides one.
+
+    `rows`: the mesh axes that split each axis of the rows, changed in place. An axis along which
+    the labels are split in this way comes first, then the leftmost one.
+    """
+    splits = [sharding.axes_over(labels, axis, mesh) for axis in range(len(rows))]
+    for axis in sorted(range(len(rows)), key=lambda axis: name not in splits[axis]):
+        names = (*rows[axis], name)
+        if labels.shape[axis] % math.prod(mesh.shape[each] for each in names) == 0:
+            rows[axis] = names
+            return
 
 
 _RULES = _LossRules()
