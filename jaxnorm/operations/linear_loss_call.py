@@ -189,11 +189,14 @@ class Over:
     """Mesh axes over which arrays of devices with shards are split.
 
     Attributes:
-      rows, classes: of x and of weight.
+      rows, classes: the axes that split the loop's rows, and those that split its classes.
       stored: the axes of `rows` over which weight is stored in shards of d and of V. Each device
         gathers weight over them, and keeps its shard of weight's gradient.
+      gathered: for each axis of the rows, the axes of `classes` over which x is stored in shards.
+        Each device gathers x over them, and keeps its shard of x's gradient.
     """
 
     rows: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
-    stored: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    stored: tuple[tuple[str, ...], ...] = ()
+    gathered: tuple[tuple[str, ...], ...] = ()

@@ -50,7 +50,16 @@ def run(
       arrays: as `Head.operand_kinds` says; shards where axes are split `over` a mesh.
       recompute: for derivatives of this function, which then keep no logits either.
     """
-    lead = arrays[0].shape[:-1]
+    by_name = dict(zip(head.primals, arrays))
+    dtype, _ = head.dtypes(by_name["x"].dtype, by_name["weight"].dtype)
+
+    def gathered(kind: Kind, a: jax.Array) -> jax.Array:
+        if kind == "x":  # Replicated from here on, as the labels are over these axes.
+            return _gathered(a, over.gathered, dtype, "invarying")
+        return _gathered(a, over.stored, dtype, "varying") if kind == "weight" else a
+
+    whole = [*map(gathered, head.operand_kinds, arrays)]
+    lead = whole[0].shape[:-1]
     count = math.prod(lead)
 
     def flattened(kind: Kind, a: jax.Array) -> jax.Array:
@@ -61,13 +70,48 @@ def run(
         rows = kind in ("x", "row", "mask")
         return a.reshape(count, *a.shape[len(lead) :]) if rows else a
 
-    flat = [*map(flattened, head.operand_kinds, arrays)]
+    flat = [*map(flattened, head.operand_kinds, whole)]
     chunks = _Chunks(head, flat, over, recompute)
     directions = {"fwd": chunks.forward, "tan": chunks.tangent, "bwd": chunks.backward}
-    return [
-        a.reshape(*lead, *a.shape[1:]) if kind in ("x", "row") else a
-        for kind, a in zip(head.result_kinds, directions[head.direction]())
-    ]
+
+    def finished(name: str, kind: Kind, a: jax.Array) -> jax.Array:
+        if kind in ("x", "row"):
+            a = a.reshape(*lead, *a.shape[1:])
+        if name not in by_name:
+            return a
+        # A gradient. Each device has a sum over its own classes or over its own rows.
+        if kind == "x":
+            a = _scattered(a, over.classes, over.gathered)
+        else:
+            a = _scattered(a, over.rows, over.stored if kind == "weight" else ())
+        return a.astype(head.gradient_dtype(by_name[name].dtype))
+
+    return [*map(finished, head.result_names, head.result_kinds, directions[head.direction]())]
+
+
+def _gathered(
+    a: jax.Array, stored: Sequence[tuple[str, ...]], dtype: np.dtype, to: str
+) -> jax.Array:
+    """`a` gathered along each axis over the mesh axes of `stored`, in `dtype` if that is narrower.
+
+    `to`: the result's type over these axes, as `jax.lax.all_gather` takes it.
+    """
+    for axis, names in enumerate(stored):
+        if names:
+            narrow = a.astype(min(a.dtype, dtype, key=lambda dtype: dtype.itemsize))
+            a = lax.all_gather(narrow, names, axis=axis, tiled=True, to=to)
+    return a
+
+
+def _scattered(
+    a: jax.Array, over: tuple[str, ...], stored: Sequence[tuple[str, ...]]
+) -> jax.Array:
+    """The sum of `a` over mesh axes, of which each device keeps the shard that `stored` says."""
+    scattered = sum(stored, ())
+    for axis, names in enumerate(stored):
+        if names:
+            a = lax.psum_scatter(a, names, scatter_dimension=axis, tiled=True)
+    return _sum_over(a, tuple(name for name in over if name not in scattered))
 
 
 def reduced(
@@ -99,14 +143,13 @@ class _Chunks:
         self.counted = None if self.where is None else counted(self.where)
         self.dtype, self.logits_dtype = head.dtypes(self.x.dtype, self.weight.dtype)
         self.wide = checks.arithmetic_dtype(self.dtype, self.logits_dtype)
-        weight = self.gathered(self.weight)  # once, before the loop
-        self.rows, self.classes = len(self.x), weight.shape[1]
+        self.rows, self.classes = len(self.x), self.weight.shape[1]
         # Shards of a row's classes have no padding between them, and a mask has none.
         whole = not over.classes and self.mask is None
         self.padding = -self.classes % _COLUMNS if whole else 0
-        self.factor = self.padded(weight, self.dtype)
+        self.factor = self.padded(self.weight, self.dtype)  # once, before the loop
         dtypes = self.logits_dtype, self.dtype
-        self.chunk = chunk_rows(head.chunk, self.rows, weight.shape, *dtypes)
+        self.chunk = chunk_rows(head.chunk, self.rows, self.weight.shape, *dtypes)
         # Gradients are summed over devices as in plain JAX, where products round them. In float16
         # they would lose what is small: a forward pass does not have the scale of the loss.
         is_narrow = self.dtype.name == "bfloat16"
@@ -167,9 +210,7 @@ class _Chunks:
                 results["y"] = rows.put(carry["y"], residuals["y"])
             dlogits = chunk_loss.dlogits(call, residuals, [*map(rows.of, cotangents)], self.dtype)
             if "x" in head.wrt:
-                dtype = self.summed_dtype if self.over.classes else self.wide
-                dx = self.dot(dlogits, weight, (1, 1), dtype)
-                dx = _sum_over(dx, self.over.classes)
+                dx = self.dot(dlogits, weight, (1, 1), self.wide)
                 results["x"] = rows.put(carry["x"], (scale * dx).astype(carry["x"].dtype))
             if "weight" in head.wrt:
                 product = self.dot(x.astype(self.dtype), dlogits, (0, 0), self.wide)
@@ -178,9 +219,12 @@ class _Chunks:
                 results["bias"] = carry["bias"] + jnp.sum(dlogits, 0, dtype=self.wide)
             return results
 
+        dx_dtype = head.gradient_dtype(self.x.dtype)
+        if self.over.classes:
+            dx_dtype = self.summed_dtype
         empty = {
             "y": jnp.zeros(self.rows, self.wide),
-            "x": jnp.zeros(self.x.shape, head.gradient_dtype(self.x.dtype)),
+            "x": jnp.zeros(self.x.shape, dx_dtype),
             "weight": jnp.zeros(self.factor.shape, self.wide),
             "bias": jnp.zeros(self.classes + self.padding, self.wide),
         }
@@ -189,27 +233,17 @@ class _Chunks:
         return [self.finished(name, results[name], scale) for name in names]
 
     def finished(self, name: str, gradient: jax.Array, scale: jax.Array) -> jax.Array:
-        """A gradient as it is returned; that of x, and losses, are already."""
-        operand = {"weight": self.weight, "bias": self.bias}.get(name)
-        if operand is None:
+        """A device's gradient, as it is summed over devices; x's and losses are so already."""
+        if name not in ("weight", "bias"):
             return gradient
-        gradient = lax.slice_in_dim(gradient, 0, self.classes, axis=-1)
-        stored = self.over.stored if name == "weight" else ((), ())
-        summed = tuple(axis for axis in self.over.rows if axis not in sum(stored, ()))
-        gradient = scale * gradient
-        if name == "weight":
-            gradient = gradient.astype(self.summed_dtype)
-        gradient = _sum_over(gradient, summed)
-        for axis, names in enumerate(stored):
-            if names:
-                gradient = lax.psum_scatter(gradient, names, scatter_dimension=axis, tiled=True)
-        return gradient.astype(self.head.gradient_dtype(operand.dtype))
+        gradient = scale * lax.slice_in_dim(gradient, 0, self.classes, axis=-1)
+        return gradient.astype(self.summed_dtype) if self.over.rows else gradient
 
     def tangent(self) -> list[jax.Array]:
         """Of each row's results, along those of x, weight and bias that there are."""
         along = dict(zip(self.head.wrt, self.linear))
         tx, tw, tb = (along.get(name) for name in ("x", "weight", "bias"))
-        tw = None if tw is None else self.padded(self.gathered(tw), self.dtype)
+        tw = None if tw is None else self.padded(tw, self.dtype)
         tb = None if tb is None else self.padded(tb, self.logits_dtype)
 
         def step(rows: _Rows, carry: Carry) -> Carry:
@@ -259,14 +293,6 @@ class _Chunks:
     def product(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         logits = self.dot(x.astype(self.dtype), weight, (1, 0), self.logits_dtype)
         return logits if bias is None else logits + self.padded(bias, self.logits_dtype)[None]
-
-    def gathered(self, weight: jax.Array) -> jax.Array:
-        """Weight, or its tangent, gathered in the dtype of the products from where it is stored."""
-        weight = weight.astype(self.dtype)
-        for axis, names in enumerate(self.over.stored):
-            if names:
-                weight = lax.all_gather(weight, names, axis=axis, tiled=True)
-        return weight
 
     def padded(self, a: jax.Array, dtype: np.dtype) -> jax.Array:
         """Weight, bias, or a tangent of theirs; its padding is 0."""
@@ -324,7 +350,7 @@ class _Chunks:
         """An empty carry with the type of a turn's, which inside `jax.shard_map` says more."""
         own = (jax.typeof(a).manual_axis_type.varying for a in (self.x, self.weight, self.labels))
         over = frozenset().union(*own)
-        if name not in ("weight", "bias"):  # summed over the classes
+        if name in self.head.outputs:  # summed over the classes
             over -= {*self.over.classes}
         return lax.pcast(a, tuple(sorted(over)), to="varying") if over else a
 

@@ -117,23 +117,26 @@ class _LossRules(Rules[Head]):
 
         A mesh axis that splits only x or weight along d, or weight along V beside the rows, splits
         rows, too: without that its devices would all compute the same. Each device gathers weight
-        along d and along those of its classes that are split as rows are, once, before the loop
-        (FSDP). Weight's gradient is summed over the devices once, after the loop, and each device
-        keeps its shard of it. XLA would gather and sum in each turn of the loop.
+        along d once, before the loop (FSDP). Where a mesh axis splits the rows and the classes, it
+        gathers weight or x, whichever is smaller. Gradients are summed over the devices once, after
+        the loop, and each device keeps its shard. XLA would gather and sum in each turn of the
+        loop.
         """
         by_name = dict(zip(head.operand_names, types))
         x, weight = by_name["x"], by_name["weight"]
         stored = [sharding.axes_over(weight, axis, mesh) for axis in (0, 1)]
         rows = [sharding.axes_over(x, axis, mesh) for axis in range(len(x.shape) - 1)]
+        gathered = _gathered_rows(x, weight, rows, stored[1], mesh)
+        rows = [names[: len(names) - len(last)] for names, last in zip(rows, gathered)]
         classes = () if {*sum(rows, ())} & {*stored[1]} else stored[1]
         for name in (*sharding.axes_over(x, len(rows), mesh), *stored[0], *stored[1]):
             if name not in (*sum(rows, ()), *classes):
                 _split_rows(rows, name, by_name["labels"], mesh)
         over_rows = sum(rows, ())
         d, v = (names if {*names} <= {*over_rows} else () for names in stored)
-        over = Over(over_rows, classes, stored=(d, v))
+        over = Over(over_rows, classes, stored=(d, v), gathered=gathered)
         axes: dict[Kind, Any] = {
-            "x": (*rows, ()),
+            "x": (*[names + last for names, last in zip(rows, gathered)], ()),
             "weight": (d, v or classes),
             "bias": (classes,),
             "row": rows,
@@ -168,7 +171,29 @@ class _LossRules(Rules[Head]):
         operands, results = (
             [factors[kind] for kind in kinds] for kinds in (head.operand_kinds, head.result_kinds)
         )
-        return Factors(operands, results, whole=("d",))
+        return Factors(operands, results, whole=())
+
+
+def _gathered_rows(
+    x: Any, weight: Any, rows: Sequence[tuple[str, ...]], classes: tuple[str, ...], mesh: Any
+) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes over which x is gathered along each axis of its rows.
+
+    These split the classes, too, and are the last of those that split their axis of the rows, so
+    that a gathered shard has rows in their order. There are none if weight's shard, gathered over
+    the same axes, is smaller.
+    """
+    gathered = []
+    for names in rows:
+        count = next((i for i, name in enumerate(reversed(names)) if name not in classes), None)
+        gathered.append(names if count is None else names[len(names) - count :])
+    shared, split = {*sum(gathered, ())}, {*sum(rows, ())} & {*classes}
+
+    def size(shape: Sequence[int], names: Sequence[str]) -> int:
+        return math.prod(shape) // math.prod(mesh.shape[n] for n in names if n not in shared)
+
+    is_smaller = size(x.shape[:-1], sum(rows, ())) < size(weight.shape[1:], classes)
+    return tuple(gathered) if shared == split and is_smaller else ((),) * len(rows)
 
 
 def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) -> None:
