@@ -194,9 +194,12 @@ class Over:
         gathers weight over them, and keeps its shard of weight's gradient.
       gathered: for each axis of the rows, the axes of `classes` over which x is stored in shards.
         Each device gathers x over them, and keeps its shard of x's gradient.
+      moved: for each axis of the rows, the last axes of `rows` that split it, over which x is
+        stored in shards of d. The devices exchange shards of d for shards of rows, and back.
     """
 
     rows: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
     stored: tuple[tuple[str, ...], ...] = ()
     gathered: tuple[tuple[str, ...], ...] = ()
+    moved: tuple[tuple[str, ...], ...] = ()

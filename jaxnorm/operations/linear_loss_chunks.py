@@ -55,7 +55,7 @@ def run(
 
     def gathered(kind: Kind, a: jax.Array) -> jax.Array:
         if kind == "x":  # Replicated from here on, as the labels are over these axes.
-            return _gathered(a, over.gathered, dtype, "invarying")
+            return _moved(_gathered(a, over.gathered, dtype, "invarying"), over, dtype)
         return _gathered(a, over.stored, dtype, "varying") if kind == "weight" else a
 
     whole = [*map(gathered, head.operand_kinds, arrays)]
@@ -81,7 +81,7 @@ def run(
             return a
         # A gradient. Each device has a sum over its own classes or over its own rows.
         if kind == "x":
-            a = _scattered(a, over.classes, over.gathered)
+            a = _scattered(_moved_back(a, over), over.classes, over.gathered)
         else:
             a = _scattered(a, over.rows, over.stored if kind == "weight" else ())
         return a.astype(head.gradient_dtype(by_name[name].dtype))
@@ -98,9 +98,29 @@ def _gathered(
     """
     for axis, names in enumerate(stored):
         if names:
-            narrow = a.astype(min(a.dtype, dtype, key=lambda dtype: dtype.itemsize))
-            a = lax.all_gather(narrow, names, axis=axis, tiled=True, to=to)
+            a = lax.all_gather(_narrow(a, dtype), names, axis=axis, tiled=True, to=to)
     return a
+
+
+def _moved(x: jax.Array, over: Over, dtype: np.dtype) -> jax.Array:
+    """x with whole rows: devices that have a shard of d of the same rows share these rows out."""
+    for axis, names in enumerate(over.moved):
+        for name in names:
+            x = lax.all_to_all(_narrow(x, dtype), name, axis, x.ndim - 1, tiled=True)
+    return x
+
+
+def _moved_back(dx: jax.Array, over: Over) -> jax.Array:
+    """x's gradient in shards of d, as x was before `_moved`."""
+    for axis, names in reversed([*enumerate(over.moved)]):
+        for name in reversed(names):
+            dx = lax.all_to_all(dx, name, dx.ndim - 1, axis, tiled=True)
+    return dx
+
+
+def _narrow(a: jax.Array, dtype: np.dtype) -> jax.Array:
+    """`a` in the dtype of the products, if that is narrower: devices exchange no more bytes."""
+    return a.astype(min(a.dtype, dtype, key=lambda dtype: dtype.itemsize))
 
 
 def _scattered(
@@ -219,9 +239,7 @@ class _Chunks:
                 results["bias"] = carry["bias"] + jnp.sum(dlogits, 0, dtype=self.wide)
             return results
 
-        dx_dtype = head.gradient_dtype(self.x.dtype)
-        if self.over.classes:
-            dx_dtype = self.summed_dtype
+        dx_dtype = self.summed_dtype if self.over.classes else head.gradient_dtype(self.x.dtype)
         empty = {
             "y": jnp.zeros(self.rows, self.wide),
             "x": jnp.zeros(self.x.shape, dx_dtype),

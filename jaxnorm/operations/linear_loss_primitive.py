@@ -116,7 +116,8 @@ class _LossRules(Rules[Head]):
         """Split the rows of x and the classes as they lie, where the shards divide them.
 
         A mesh axis that splits only x or weight along d, or weight along V beside the rows, splits
-        rows, too: without that its devices would all compute the same. Each device gathers weight
+        rows, too: without that its devices would all compute the same. Devices with shards of x
+        along d exchange them for rows. Each device gathers weight
         along d once, before the loop (FSDP). Where a mesh axis splits the rows and the classes, it
         gathers weight or x, whichever is smaller. Gradients are summed over the devices once, after
         the loop, and each device keeps its shard. XLA would gather and sum in each turn of the
@@ -129,14 +130,21 @@ class _LossRules(Rules[Head]):
         gathered = _gathered_rows(x, weight, rows, stored[1], mesh)
         rows = [names[: len(names) - len(last)] for names, last in zip(rows, gathered)]
         classes = () if {*sum(rows, ())} & {*stored[1]} else stored[1]
-        for name in (*sharding.axes_over(x, len(rows), mesh), *stored[0], *stored[1]):
-            if name not in (*sum(rows, ()), *classes):
+        features = sharding.axes_over(x, len(rows), mesh)
+        for name in (*stored[0], *stored[1]):
+            if name not in (*sum(rows, ()), *classes, *features):
                 _split_rows(rows, name, by_name["labels"], mesh)
+        of_x = [names + last for names, last in zip(rows, gathered)]
+        moved: list[tuple[str, ...]] = [()] * len(rows)
+        for name in reversed(features):  # An exchange over the innermost axis keeps d in its order.
+            axis = None if name in classes else _split_rows(rows, name, by_name["labels"], mesh)
+            if axis is not None:
+                moved[axis] += (name,)
         over_rows = sum(rows, ())
         d, v = (names if {*names} <= {*over_rows} else () for names in stored)
-        over = Over(over_rows, classes, stored=(d, v), gathered=gathered)
+        over = Over(over_rows, classes, stored=(d, v), gathered=gathered, moved=tuple(moved))
         axes: dict[Kind, Any] = {
-            "x": (*[names + last for names, last in zip(rows, gathered)], ()),
+            "x": (*of_x, tuple(name for name in features if name in sum(moved, ()))),
             "weight": (d, v or classes),
             "bias": (classes,),
             "row": rows,
@@ -196,8 +204,8 @@ def _gathered_rows(
     return tuple(gathered) if shared == split and is_smaller else ((),) * len(rows)
 
 
-def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) -> None:
-    """Split an axis of the rows over the mesh axis `name`, too, if it divides one.
+def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) -> int | None:
+    """Split an axis of the rows over the mesh axis `name`, too, and return which, if it divides one.
 
     `rows`: the mesh axes that split each axis of the rows, changed in place. An axis along which
     the labels are split in this way comes first, then the leftmost one.
@@ -207,7 +215,8 @@ def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) 
         names = (*rows[axis], name)
         if labels.shape[axis] % math.prod(mesh.shape[each] for each in names) == 0:
             rows[axis] = names
-            return
+            return axis
+    return None
 
 
 _RULES = _LossRules()
