@@ -106,7 +106,7 @@ def bars(rows: Sequence[Row]) -> str:
     steps = figures.steps(row for row in rows if row["status"] == OK)
     body = []
     for bar in BARS:
-        ours, plain = (steps.get(tuple(map(str, dataclasses.astuple(c)))) for c in bar.cells)
+        ours, plain = (steps.get((*figures.step_of(c).values(),)) for c in bar.cells)
         if ours is not None and plain is not None:
             ratio = float(ours[bar.figure]) / float(plain[bar.figure])
             verdict = "holds" if ratio <= bar.most else "missed"

@@ -16,12 +16,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import Case, mesh_of
-from sharding_cases import Kernels
-from stand_in import as_default
+from stand_in import StandIn, as_default
 
 import jaxnorm
 from benchmarks import hlo
 from benchmarks.providers import jnp_functions as plain
+from jaxnorm_kernels import xla
 
 pytestmark = [
     pytest.mark.oldest_jax,
@@ -34,12 +34,29 @@ BATCH, LENGTH, D, HIDDEN, CLASSES = 8, 64, 128, 256, 1024
 PLAIN = plain._PLAIN
 
 
+class Kernels(StandIn):
+    """A stand-in for kernels, which XLA's partitioner cannot split."""
+
+    def __getattr__(self, name):
+        return getattr(xla, name)
+
+    def supports(self, spec):
+        return "rows are split" if spec.cols_over else None
+
+
 class Function(NamedTuple):
-    """A function beside plain JAX's. `operands`: kinds of arrays, which `SHAPES` has."""
+    """A function beside plain JAX's.
+
+    Attributes:
+      operands: kinds of arrays, which `SHAPES` has.
+      recomputes: the backward computes a part of the forward again, and gathers its weight again,
+        instead of saving more. Plain JAX does so under `jax.checkpoint`.
+    """
 
     ours: Callable[..., Any]
     plain: Callable[..., Any]
     operands: str
+    recomputes: bool = False
 
 
 SHAPES = {
@@ -52,6 +69,10 @@ SHAPES = {
     "head": (D, CLASSES),
     "labels": (BATCH, LENGTH),
 }
+
+
+def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x: function(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def rms_norm(x: Any, scale: Any) -> Any:
@@ -99,8 +120,8 @@ def plain_rope(x: Any, scale: Any) -> Any:
 
 
 FUNCTIONS = {
-    "softmax": Function(jaxnorm.softmax, jax.nn.softmax, "x"),
-    "log_softmax": Function(jaxnorm.log_softmax, jax.nn.log_softmax, "x"),
+    "softmax": Function(jaxnorm.softmax, in_float32(jax.nn.softmax), "x"),
+    "log_softmax": Function(jaxnorm.log_softmax, in_float32(jax.nn.log_softmax), "x"),
     "rms_norm": Function(jaxnorm.rms_norm, rms_norm, "x scale"),
     "layer_norm": Function(jaxnorm.layer_norm, layer_norm, "x scale scale"),
     "add_rms_norm": Function(jaxnorm.add_rms_norm, add_norm(rms_norm), "x x scale"),
@@ -129,16 +150,19 @@ FUNCTIONS = {
         lambda x, w, scale: jaxnorm.rms_norm_linear(x, w, scale, dtype=x.dtype),
         lambda x, w, scale: rms_norm(x, scale) @ w.astype(x.dtype),
         "x weight scale",
+        recomputes=True,
     ),
     "gated_linear": Function(
         lambda gate, up, w: jaxnorm.gated_linear(gate, up, w, dtype=gate.dtype),
         lambda gate, up, w: (jax.nn.silu(gate) * up) @ w.astype(gate.dtype),
         "hidden hidden down",
+        recomputes=True,
     ),
     "activation_linear": Function(
         lambda x, w: jaxnorm.activation_linear(x, w, dtype=x.dtype),
         lambda x, w: jax.nn.gelu(x) @ w.astype(x.dtype),
         "hidden down",
+        recomputes=True,
     ),
     "linear_softmax_cross_entropy": Function(
         lambda x, w, labels: jaxnorm.linear_softmax_cross_entropy(
@@ -153,6 +177,7 @@ FUNCTIONS = {
         ),
         lambda x, w, labels: losses(x @ w.astype(x.dtype), labels),
         "x head labels",
+        recomputes=True,
     ),
     "linear_log_prob_and_entropy": Function(
         lambda x, w, labels: jaxnorm.linear_log_prob_and_entropy(
@@ -160,6 +185,7 @@ FUNCTIONS = {
         ),
         lambda x, w, labels: log_prob_and_entropy(x @ w.astype(x.dtype), labels),
         "x head labels",
+        recomputes=True,
     ),
 }
 
@@ -245,7 +271,8 @@ def exchanged(
 @functools.cache
 def plain_exchanges(name: str, layout: Layout) -> list[hlo.Collective]:
     function = FUNCTIONS[name]
-    return exchanged(function.plain, function.operands.split(), layout, "auto")
+    run = jax.checkpoint(function.plain) if function.recomputes else function.plain
+    return exchanged(run, function.operands.split(), layout, "auto")
 
 
 @pytest.mark.parametrize("way", ["kernel", "xla", "explicit"])
