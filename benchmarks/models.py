@@ -104,9 +104,7 @@ def cells(
                 yield cell(model, remat, its_layers, variant, count)
 
 
-def cell(
-    model: str, remat: Remat, layers: Layers, variant: str, devices: int = 1
-) -> TrainingCell:
+def cell(model: str, remat: Remat, layers: Layers, variant: str, devices: int = 1) -> TrainingCell:
     """A step in the dtype and with the batch for each device that are measured."""
     batch, mesh = MODELS[model].batch * devices, "" if devices == 1 else f"fsdp={devices}"
     return TrainingCell(model, remat, layers, "bfloat16", batch, variant, mesh)

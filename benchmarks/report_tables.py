@@ -1,6 +1,5 @@
 """The tables of report.md; docs/results.md shows some of them, too, and of blocks the medians."""
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 

@@ -148,7 +148,7 @@ def test_a_training_step(cell):
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="for CPU devices")
 def test_a_training_step_on_a_mesh(cell, monkeypatch):
-    """Its losses are those of one device; parameters and their moments are split, as are batches."""
+    """Losses are those of one device; parameters, their moments, and batches are split."""
     monkeypatch.setattr(training, "_SPLIT_FROM", 1000)
     monkeypatch.setattr(training, "LOSS_STEPS", LOSS_STEPS[:2])
     alone, over_two = (

@@ -153,13 +153,15 @@ FUNCTIONS = {
         recomputes=True,
     ),
     "gated_linear": Function(
-        lambda gate, up, w: jaxnorm.gated_linear(gate, up, w, dtype=gate.dtype),
+        lambda gate, up, w, **options: jaxnorm.gated_linear(
+            gate, up, w, dtype=gate.dtype, **options
+        ),
         lambda gate, up, w: (jax.nn.silu(gate) * up) @ w.astype(gate.dtype),
         "hidden hidden down",
         recomputes=True,
     ),
     "activation_linear": Function(
-        lambda x, w: jaxnorm.activation_linear(x, w, dtype=x.dtype),
+        lambda x, w, **options: jaxnorm.activation_linear(x, w, dtype=x.dtype, **options),
         lambda x, w: jax.nn.gelu(x) @ w.astype(x.dtype),
         "hidden down",
         recomputes=True,
@@ -246,10 +248,25 @@ def operands(kinds: Sequence[str]) -> list[Any]:
     return [*map(operand, kinds)]
 
 
+#: Why devices exchange more than in plain JAX, by function (or its start), layout and way.
+EXCEPTIONS = {
+    # x is replicated over the axes that split the head. Plain JAX has all their devices compute the
+    # loss of the same rows; here they share the rows out and exchange gradients.
+    ("linear_softmax_cross_entropy", "weight alone", "*"): "devices share rows out",
+    # Plain JAX sums logits, which here have no more rows than the head: 128. The exchange of x is
+    # what is added. Heads are smaller than logits in training.
+    ("linear_softmax_cross_entropy", "tensor, inputs", "*"): "few rows",
+    # JAX sums a gradient over all devices before it reshards it to the weight's own sharding.
+    ("rms_norm_linear", "sequence and outputs", "explicit"): "the transpose of reshard",
+    ("gated_linear", "sequence and outputs", "explicit"): "the transpose of reshard",
+    ("activation_linear", "sequence and outputs", "explicit"): "the transpose of reshard",
+}
+
+
 def exchanged(
     function: Callable[..., Any], kinds: Sequence[str], layout: Layout, kind: str
 ) -> list[hlo.Collective]:
-    """What the devices exchange for the results and the gradients, which lie as their operands."""
+    """What devices exchange for the gradients, which lie as their operands, without scalars."""
     mesh = mesh_of(Case("", MESH, P()), kind)
     shardings = [NamedSharding(mesh, layout.spec(kind)) for kind in kinds]
     arrays = [jax.device_put(a, s) for a, s in zip(operands(kinds), shardings)]
@@ -265,7 +282,7 @@ def exchanged(
 
     jitted = jax.jit(step, out_shardings=tuple(shardings[i] for i in wrt))
     text = jitted.lower(*arrays).compile().as_text()
-    return hlo.collectives(text, mesh.size)
+    return [each for each in hlo.collectives(text, mesh.size) if not each.array.endswith("[]")]
 
 
 @functools.cache
@@ -280,11 +297,20 @@ def plain_exchanges(name: str, layout: Layout) -> list[hlo.Collective]:
 def test_no_more_bytes_than_plain_jax(name, layout, way):
     function = FUNCTIONS[name]
     kinds = function.operands.split()
-    its = {**OF_ROWS, **OF_PRODUCTS}[layout]
-    if PRODUCTS & {*kinds}:
-        its = OF_PRODUCTS[layout]
-    expected = plain_exchanges(name, its)
+    its = (OF_PRODUCTS if PRODUCTS & {*kinds} else OF_ROWS)[layout]
+    run = function.ours
+    if way == "explicit" and its.features and name in ("gated_linear", "activation_linear"):
+        run = functools.partial(run, out_sharding=P(*its.rows, None))
     with as_default(Kernels()) if way == "kernel" else contextlib.nullcontext():
-        found = exchanged(function.ours, kinds, its, "explicit" if way == "explicit" else "auto")
+        found = exchanged(run, kinds, its, "explicit" if way == "explicit" else "auto")
+    expected = plain_exchanges(name, its)
+    if way == "xla":  # XLA may gather vectors of parameters more than once.
+        found, expected = ([c for c in side if large(c)] for side in (found, expected))
     ours, most = (sum(each.bytes for each in side) for side in (found, expected))
-    assert ours <= most, "\n".join(map(str, ["ours", *found, "plain JAX", *expected]))
+    excepted = any((name, layout, each) in EXCEPTIONS for each in (way, "*"))
+    assert (ours > most) == excepted, "\n".join(map(str, ["ours", *found, "plain", *expected]))
+
+
+def large(collective: hlo.Collective) -> bool:
+    """Whether it exchanges arrays of more than one axis."""
+    return "," in collective.array

@@ -123,9 +123,7 @@ def _narrow(a: jax.Array, dtype: np.dtype) -> jax.Array:
     return a.astype(min(a.dtype, dtype, key=lambda dtype: dtype.itemsize))
 
 
-def _scattered(
-    a: jax.Array, over: tuple[str, ...], stored: Sequence[tuple[str, ...]]
-) -> jax.Array:
+def _scattered(a: jax.Array, over: tuple[str, ...], stored: Sequence[tuple[str, ...]]) -> jax.Array:
     """The sum of `a` over mesh axes, of which each device keeps the shard that `stored` says."""
     scattered = sum(stored, ())
     for axis, names in enumerate(stored):
@@ -169,7 +167,8 @@ class _Chunks:
         self.padding = -self.classes % _COLUMNS if whole else 0
         self.factor = self.padded(self.weight, self.dtype)  # once, before the loop
         dtypes = self.logits_dtype, self.dtype
-        self.chunk = chunk_rows(head.chunk, self.rows, self.weight.shape, *dtypes)
+        shards = lax.axis_size(over.classes) if over.classes else 1
+        self.chunk = chunk_rows(head.chunk, self.rows, self.weight.shape, *dtypes, shards)
         # Gradients are summed over devices as in plain JAX, where products round them. In float16
         # they would lose what is small: a forward pass does not have the scale of the loss.
         is_narrow = self.dtype.name == "bfloat16"

@@ -205,7 +205,7 @@ def _gathered_rows(
 
 
 def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) -> int | None:
-    """Split an axis of the rows over the mesh axis `name`, too, and return which, if it divides one.
+    """Split an axis of the rows over the mesh axis `name`, too, and return it; None if none fits.
 
     `rows`: the mesh axes that split each axis of the rows, changed in place. An axis along which
     the labels are split in this way comes first, then the leftmost one.

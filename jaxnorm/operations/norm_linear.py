@@ -263,19 +263,17 @@ def _composed(call: Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.A
         if layout is not None and name in operands:
             operands[name] = sharding.reshard(operands[name], layout.mesh, layout.spec(name))
     normalised = [operands[name] for name in ("x", "scale") if name in operands]
-    # If nothing follows the matmul, it rounds its sums to y itself, in no pass of its own. Sums over
-    # shards of x's columns are rounded before devices add them up, as in plain JAX: in float32 the
-    # devices would exchange twice the bytes.
-    is_alone = "bias" not in operands and spec.activation is None
-    result = spec.y_dtype if is_alone else spec.compute_dtype
-    if layout is not None and layout.cols:
-        result = min(result, spec.product_dtype, key=lambda dtype: dtype.itemsize)
+    # If nothing follows the matmul, it rounds its sums to y itself, in no pass of its own. Sums
+    # over shards of x's columns are rounded before devices add them up, as in plain JAX: in float32
+    # the devices would exchange twice the bytes.
+    is_split = layout is not None and bool(layout.cols)
+    is_alone = is_split or ("bias" not in operands and spec.activation is None)
     z = products.product(
         functools.partial(_normalised, call.norm),
         normalised,
         operands["weight"],
         dtype=spec.product_dtype,
-        result=result,
+        result=spec.y_dtype if is_alone else spec.compute_dtype,
         precision=spec.precision,
         weight_sharding=None if layout is None else layout.sharding("weight"),
         out_sharding=None if layout is None else layout.sharding("z"),
