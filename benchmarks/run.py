@@ -211,6 +211,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "BATCHxLENGTHxCOLS, of linear_cross_entropy ROWSxFEATURESxCLASSES, of linear MxKxN",
     )
     parser.add_argument(
+        "--devices",
+        nargs="+",
+        type=workers,
+        metavar="N",
+        help="of training: over how many devices a mesh splits parameters and batches (FSDP), with "
+        "as many sequences for each (default: 1, and all GPUs of the machine)",
+    )
+    parser.add_argument(
         "--bars",
         action="store_true",
         help="of training and capacity only the steps that the bars of benchmarks/bars.py compare, "
@@ -262,6 +270,7 @@ def selected(given: argparse.Namespace) -> Selection:
         variants=tuple(given.variants),
         remats=tuple(given.remats),
         layers=tuple(given.layers),
+        devices=tuple(given.devices or dict.fromkeys((1, results.gpus() or 1))),
         bars=given.bars,
     )
 
@@ -281,7 +290,7 @@ def shape(text: str) -> workloads.Shape:
 
 def workers(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected 1 or more processes")
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a number, 1 or more")
     return int(text)
 
 

@@ -205,6 +205,12 @@ def test_training_steps_are_selected():
     assert [c.layers for c in asked("--quick", "--variants", "jnp")] == ["scan"]
 
 
+def test_training_steps_on_a_mesh():
+    """As many sequences for each device, and a mesh that has a name."""
+    found = asked("--ops", "llama-1b", "--quick", "--variants", "jnp", "--devices", "1", "2")
+    assert [(c.batch, c.mesh, c.devices) for c in found] == [(4, "", 1), (8, "fsdp=2", 2)]
+
+
 def test_steps_that_bars_compare():
     """Of each bar both, of those that are selected, and each once."""
     every = asked("--bars")

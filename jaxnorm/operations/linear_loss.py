@@ -92,9 +92,11 @@ def linear_softmax_cross_entropy(
     Derivatives of second order, and what `jax.vmap` makes of a batch of weights or of gradients
     of weight inside it, are right, but are made by more products.
 
-    On a mesh rows, V and d may be split: shards of V exchange statistics of rows and sums for x's
-    gradient; a weight in shards of d, or of V over axes that split the rows (FSDP), is gathered
-    once, before the loop; weight's gradient is summed over the devices once, after it.
+    On a mesh rows, V and d may be split. Devices with shards of V exchange statistics of rows in
+    the loop. A weight in shards of d (FSDP) is gathered once, before the loop. Over mesh axes that
+    split both rows and V, weight or x is gathered, whichever is smaller. Devices with shards of x
+    along d share the rows out. Gradients of x and weight are summed over devices once, after the
+    loop, and in the dtype of the products, as in plain JAX (float16: in float32).
 
     Raises:
       TypeError: x, weight or bias is not of a supported float dtype, or ``dtype`` is none, labels

@@ -50,7 +50,16 @@ def run(
       arrays: as `Head.operand_kinds` says; shards where axes are split `over` a mesh.
       recompute: for derivatives of this function, which then keep no logits either.
     """
-    lead = arrays[0].shape[:-1]
+    by_name = dict(zip(head.primals, arrays))
+    dtype, _ = head.dtypes(by_name["x"].dtype, by_name["weight"].dtype)
+
+    def gathered(kind: Kind, a: jax.Array) -> jax.Array:
+        if kind == "x":  # Replicated from here on, as the labels are over these axes.
+            return _moved(_gathered(a, over.gathered, dtype, "invarying"), over, dtype)
+        return _gathered(a, over.stored, dtype, "varying") if kind == "weight" else a
+
+    whole = [*map(gathered, head.operand_kinds, arrays)]
+    lead = whole[0].shape[:-1]
     count = math.prod(lead)
 
     def flattened(kind: Kind, a: jax.Array) -> jax.Array:
@@ -61,13 +70,66 @@ def run(
         rows = kind in ("x", "row", "mask")
         return a.reshape(count, *a.shape[len(lead) :]) if rows else a
 
-    flat = [*map(flattened, head.operand_kinds, arrays)]
+    flat = [*map(flattened, head.operand_kinds, whole)]
     chunks = _Chunks(head, flat, over, recompute)
     directions = {"fwd": chunks.forward, "tan": chunks.tangent, "bwd": chunks.backward}
-    return [
-        a.reshape(*lead, *a.shape[1:]) if kind in ("x", "row") else a
-        for kind, a in zip(head.result_kinds, directions[head.direction]())
-    ]
+
+    def finished(name: str, kind: Kind, a: jax.Array) -> jax.Array:
+        if kind in ("x", "row"):
+            a = a.reshape(*lead, *a.shape[1:])
+        if name not in by_name:
+            return a
+        # A gradient. Each device has a sum over its own classes or over its own rows.
+        if kind == "x":
+            a = _scattered(_moved_back(a, over), over.classes, over.gathered)
+        else:
+            a = _scattered(a, over.rows, over.stored if kind == "weight" else ())
+        return a.astype(head.gradient_dtype(by_name[name].dtype))
+
+    return [*map(finished, head.result_names, head.result_kinds, directions[head.direction]())]
+
+
+def _gathered(
+    a: jax.Array, stored: Sequence[tuple[str, ...]], dtype: np.dtype, to: str
+) -> jax.Array:
+    """`a` gathered along each axis over the mesh axes of `stored`, in `dtype` if that is narrower.
+
+    `to`: the result's type over these axes, as `jax.lax.all_gather` takes it.
+    """
+    for axis, names in enumerate(stored):
+        if names:
+            a = lax.all_gather(_narrow(a, dtype), names, axis=axis, tiled=True, to=to)
+    return a
+
+
+def _moved(x: jax.Array, over: Over, dtype: np.dtype) -> jax.Array:
+    """x with whole rows: devices that have a shard of d of the same rows share these rows out."""
+    for axis, names in enumerate(over.moved):
+        for name in names:
+            x = lax.all_to_all(_narrow(x, dtype), name, axis, x.ndim - 1, tiled=True)
+    return x
+
+
+def _moved_back(dx: jax.Array, over: Over) -> jax.Array:
+    """x's gradient in shards of d, as x was before `_moved`."""
+    for axis, names in reversed([*enumerate(over.moved)]):
+        for name in reversed(names):
+            dx = lax.all_to_all(dx, name, dx.ndim - 1, axis, tiled=True)
+    return dx
+
+
+def _narrow(a: jax.Array, dtype: np.dtype) -> jax.Array:
+    """`a` in the dtype of the products, if that is narrower: devices exchange no more bytes."""
+    return a.astype(min(a.dtype, dtype, key=lambda dtype: dtype.itemsize))
+
+
+def _scattered(a: jax.Array, over: tuple[str, ...], stored: Sequence[tuple[str, ...]]) -> jax.Array:
+    """The sum of `a` over mesh axes, of which each device keeps the shard that `stored` says."""
+    scattered = sum(stored, ())
+    for axis, names in enumerate(stored):
+        if names:
+            a = lax.psum_scatter(a, names, scatter_dimension=axis, tiled=True)
+    return _sum_over(a, tuple(name for name in over if name not in scattered))
 
 
 def reduced(
@@ -105,7 +167,12 @@ class _Chunks:
         self.padding = -self.classes % _COLUMNS if whole else 0
         self.factor = self.padded(self.weight, self.dtype)  # once, before the loop
         dtypes = self.logits_dtype, self.dtype
-        self.chunk = chunk_rows(head.chunk, self.rows, self.weight.shape, *dtypes)
+        shards = lax.axis_size(over.classes) if over.classes else 1
+        self.chunk = chunk_rows(head.chunk, self.rows, self.weight.shape, *dtypes, shards)
+        # Gradients are summed over devices as in plain JAX, where products round them. In float16
+        # they would lose what is small: a forward pass does not have the scale of the loss.
+        is_narrow = self.dtype.name == "bfloat16"
+        self.summed_dtype = self.dtype if is_narrow else self.wide
 
     # --------------------------------------------------------------------------------- passes
 
@@ -163,7 +230,6 @@ class _Chunks:
             dlogits = chunk_loss.dlogits(call, residuals, [*map(rows.of, cotangents)], self.dtype)
             if "x" in head.wrt:
                 dx = self.dot(dlogits, weight, (1, 1), self.wide)
-                dx = _sum_over(dx, self.over.classes)
                 results["x"] = rows.put(carry["x"], (scale * dx).astype(carry["x"].dtype))
             if "weight" in head.wrt:
                 product = self.dot(x.astype(self.dtype), dlogits, (0, 0), self.wide)
@@ -172,9 +238,10 @@ class _Chunks:
                 results["bias"] = carry["bias"] + jnp.sum(dlogits, 0, dtype=self.wide)
             return results
 
+        dx_dtype = self.summed_dtype if self.over.classes else head.gradient_dtype(self.x.dtype)
         empty = {
             "y": jnp.zeros(self.rows, self.wide),
-            "x": jnp.zeros(self.x.shape, head.gradient_dtype(self.x.dtype)),
+            "x": jnp.zeros(self.x.shape, dx_dtype),
             "weight": jnp.zeros(self.factor.shape, self.wide),
             "bias": jnp.zeros(self.classes + self.padding, self.wide),
         }
@@ -183,19 +250,11 @@ class _Chunks:
         return [self.finished(name, results[name], scale) for name in names]
 
     def finished(self, name: str, gradient: jax.Array, scale: jax.Array) -> jax.Array:
-        """A gradient as it is returned; that of x, and losses, are already."""
-        operand = {"weight": self.weight, "bias": self.bias}.get(name)
-        if operand is None:
+        """A device's gradient, as it is summed over devices; x's and losses are so already."""
+        if name not in ("weight", "bias"):
             return gradient
-        gradient = lax.slice_in_dim(gradient, 0, self.classes, axis=-1)
-        scattered = self.over.scattered if name == "weight" else ()
-        gradient = _sum_over(
-            gradient, tuple(n for n in self.over.rows if n not in sum(scattered, ()))
-        )
-        for axis, names in enumerate(scattered):
-            if names:
-                gradient = lax.psum_scatter(gradient, names, scatter_dimension=axis, tiled=True)
-        return (scale * gradient).astype(self.head.gradient_dtype(operand.dtype))
+        gradient = scale * lax.slice_in_dim(gradient, 0, self.classes, axis=-1)
+        return gradient.astype(self.summed_dtype) if self.over.rows else gradient
 
     def tangent(self) -> list[jax.Array]:
         """Of each row's results, along those of x, weight and bias that there are."""
@@ -308,7 +367,7 @@ class _Chunks:
         """An empty carry with the type of a turn's, which inside `jax.shard_map` says more."""
         own = (jax.typeof(a).manual_axis_type.varying for a in (self.x, self.weight, self.labels))
         over = frozenset().union(*own)
-        if name not in ("weight", "bias"):  # summed over the classes
+        if name in self.head.outputs:  # summed over the classes
             over -= {*self.over.classes}
         return lax.pcast(a, tuple(sorted(over)), to="varying") if over else a
 

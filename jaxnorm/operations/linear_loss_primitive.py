@@ -10,6 +10,7 @@ four.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,31 +113,46 @@ class _LossRules(Rules[Head]):
         return [linear_loss_chunks.reduced(losses, where, head.reduction, axes)], [0]
 
     def shards(self, head: Head, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
-        """Rows of x, and classes, are split as they lie, where shards divide them.
+        """Split the rows of x and the classes as they lie, where the shards divide them.
 
-        Weight is gathered along d, once, before the loop (FSDP), and along the classes where those
-        are split as the rows are. Its gradient is summed over the devices once, after the loop, and
-        each keeps its shard of what was gathered. How XLA would partition the loop would be right,
-        too, but would gather and sum in each turn.
+        A mesh axis that splits only x or weight along d, or weight along V beside the rows, splits
+        rows, too: without that its devices would all compute the same. Devices with shards of x
+        along d exchange them for rows. Each device gathers weight
+        along d once, before the loop (FSDP). Where a mesh axis splits the rows and the classes, it
+        gathers weight or x, whichever is smaller. Gradients are summed over the devices once, after
+        the loop, and each device keeps its shard. XLA would gather and sum in each turn of the
+        loop.
         """
-        x, weight, *_ = types
-        rows = tuple(sharding.axes_over(x, axis, mesh) for axis in range(len(x.shape) - 1))
-        d, v = (sharding.axes_over(weight, axis, mesh) for axis in (0, 1))
+        by_name = dict(zip(head.operand_names, types))
+        x, weight = by_name["x"], by_name["weight"]
+        stored = [sharding.axes_over(weight, axis, mesh) for axis in (0, 1)]
+        rows = [sharding.axes_over(x, axis, mesh) for axis in range(len(x.shape) - 1)]
+        gathered = _gathered_rows(x, weight, rows, stored[1], mesh)
+        rows = [names[: len(names) - len(last)] for names, last in zip(rows, gathered)]
+        classes = () if {*sum(rows, ())} & {*stored[1]} else stored[1]
+        features = sharding.axes_over(x, len(rows), mesh)
+        for name in (*stored[0], *stored[1]):
+            if name not in (*sum(rows, ()), *classes, *features):
+                _split_rows(rows, name, by_name["labels"], mesh)
+        of_x = [names + last for names, last in zip(rows, gathered)]
+        moved: list[tuple[str, ...]] = [()] * len(rows)
+        for name in reversed(features):  # An exchange over the innermost axis keeps d in its order.
+            axis = None if name in classes else _split_rows(rows, name, by_name["labels"], mesh)
+            if axis is not None:
+                moved[axis] += (name,)
         over_rows = sum(rows, ())
-        classes = () if {*over_rows} & {*v} else v
-        d, v = (names if {*names} <= {*over_rows} else () for names in (d, v))
-        over = Over(over_rows, classes, scattered=(d, v))
+        d, v = (names if {*names} <= {*over_rows} else () for names in stored)
+        over = Over(over_rows, classes, stored=(d, v), gathered=gathered, moved=tuple(moved))
         axes: dict[Kind, Any] = {
-            "x": (*rows, ()),
-            "weight": ((), classes),
+            "x": (*of_x, tuple(name for name in features if name in sum(moved, ()))),
+            "weight": (d, v or classes),
             "bias": (classes,),
             "row": rows,
             "mask": (*rows, classes),
             "total": (),
         }
-        of_gradients = axes | {"weight": (d, v or classes)}
 
-        def spec(axes: dict[Kind, Any], kind: Kind, shape: Sequence[int] = ()) -> PartitionSpec:
+        def spec(kind: Kind, shape: Sequence[int] = ()) -> PartitionSpec:
             names = axes[kind]
             if kind == "mask":  # Which may be broadcast.
                 names = [() if size == 1 else over for size, over in zip(shape, names)]
@@ -144,8 +160,8 @@ class _LossRules(Rules[Head]):
 
         operands = zip(head.operand_kinds, types)
         return Shards(
-            operands=tuple(spec(axes, kind, aval.shape) for kind, aval in operands),
-            results=tuple(spec(of_gradients, kind) for kind in head.result_kinds),
+            operands=tuple(spec(kind, aval.shape) for kind, aval in operands),
+            results=tuple(spec(kind) for kind in head.result_kinds),
             run=functools.partial(run, head, over=over),
         )
 
@@ -163,7 +179,44 @@ class _LossRules(Rules[Head]):
         operands, results = (
             [factors[kind] for kind in kinds] for kinds in (head.operand_kinds, head.result_kinds)
         )
-        return Factors(operands, results, whole=("d",))
+        return Factors(operands, results, whole=())
+
+
+def _gathered_rows(
+    x: Any, weight: Any, rows: Sequence[tuple[str, ...]], classes: tuple[str, ...], mesh: Any
+) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes over which x is gathered along each axis of its rows.
+
+    These split the classes, too, and are the last of those that split their axis of the rows, so
+    that a gathered shard has rows in their order. There are none if weight's shard, gathered over
+    the same axes, is smaller.
+    """
+    gathered = []
+    for names in rows:
+        count = next((i for i, name in enumerate(reversed(names)) if name not in classes), None)
+        gathered.append(names if count is None else names[len(names) - count :])
+    shared, split = {*sum(gathered, ())}, {*sum(rows, ())} & {*classes}
+
+    def size(shape: Sequence[int], names: Sequence[str]) -> int:
+        return math.prod(shape) // math.prod(mesh.shape[n] for n in names if n not in shared)
+
+    is_smaller = size(x.shape[:-1], sum(rows, ())) < size(weight.shape[1:], classes)
+    return tuple(gathered) if shared == split and is_smaller else ((),) * len(rows)
+
+
+def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) -> int | None:
+    """Split an axis of the rows over the mesh axis `name`, too, and return it; None if none fits.
+
+    `rows`: the mesh axes that split each axis of the rows, changed in place. An axis along which
+    the labels are split in this way comes first, then the leftmost one.
+    """
+    splits = [sharding.axes_over(labels, axis, mesh) for axis in range(len(rows))]
+    for axis in sorted(range(len(rows)), key=lambda axis: name not in splits[axis]):
+        names = (*rows[axis], name)
+        if labels.shape[axis] % math.prod(mesh.shape[each] for each in names) == 0:
+            rows[axis] = names
+            return axis
+    return None
 
 
 _RULES = _LossRules()
