@@ -23,6 +23,7 @@ from jaxnorm.meshes import sharding
 from jaxnorm.meshes.shards import Factors, Shards
 from jaxnorm.operations import checks, linear_loss_chunks
 from jaxnorm.operations.linear_loss_call import Head, Kind, Over
+from jaxnorm.primitives.linear import linear
 from jaxnorm.primitives.rules import Rules, batch_first, nonzero
 
 _GRADIENT = "jaxnorm_linear_gradient"
@@ -71,12 +72,11 @@ class _LossRules(Rules[Head]):
         total, *gradients = self.bind(head.with_gradients([*nonzeros]), *primals)
         gradients = [checkpoint_name(g, _GRADIENT) for g in gradients]
 
-        # What is kept for the transpose is the gradient as it is, half the size of its float32.
-        @functools.partial(jax.checkpoint, prevent_cse=False)
         def inner_product(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
             return jnp.sum(gradient.astype(total.dtype) * tangent.astype(total.dtype))
 
-        terms = map(inner_product, gradients, nonzeros.values())
+        # `linear` saves the gradient in its own dtype, and not as float32, twice the size.
+        terms = [linear(inner_product, [g], t) for g, t in zip(gradients, nonzeros.values())]
         return [total], [functools.reduce(jnp.add, terms)]
 
     def batch(
