@@ -67,7 +67,8 @@ def product(
       Array (..., n) in `result`.
     """
     options = Dot(dtype, precision, weight_sharding, out_sharding)
-    return _product((f, options, result), weight, f(*arrays), *arrays)
+    h = f(*arrays)
+    return _product((f, options, result), options(h, weight, result), h, weight, *arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,14 +123,16 @@ _Static = tuple[Callable[..., jax.Array], Dot, np.dtype]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _product(static: _Static, weight: jax.Array, h: jax.Array, *arrays: jax.Array) -> jax.Array:
-    """Return ``h @ weight`` for h = f(*arrays), without saving h.
+def _product(
+    static: _Static, z: jax.Array, h: jax.Array, weight: jax.Array, *arrays: jax.Array
+) -> jax.Array:
+    """Return z = h weight for h = f(*arrays), with a derivative that does not save h.
 
-    h is computed outside, where policies of rematerialisation see the names in f.
+    h and z are computed by the caller, so that policies of rematerialisation see the names in f,
+    and the matmul. The rule replaces the tangent of z; nothing computes the one that it ignores.
     """
-    del arrays
-    _, options, result = static
-    return options(h, weight, result)
+    del static, h, weight, arrays
+    return z
 
 
 @functools.partial(_product.defjvp, symbolic_zeros=True)
@@ -140,7 +143,7 @@ def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) ->
     and no copy of weight that is cast or gathered.
     """
     f, options, result = static
-    (weight, h, *arrays), (dweight, dh, *_) = primals, tangents
+    (z, _, weight, *arrays), (_, dh, dweight, *_) = primals, tangents
     terms = []
     if nonzero(dh) is not None:
         # XLA may reuse the forward's copy of weight, as it does in plain JAX.
@@ -154,7 +157,7 @@ def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) ->
 
         # The barrier: without it XLA would compute h beside the forward's, and keep it.
         terms.append(linear(times_h, arrays, dweight, barrier=True))
-    return _product(static, weight, h, *arrays), options.tangent(terms, result)
+    return z, options.tangent(terms, result)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
