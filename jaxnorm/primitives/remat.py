@@ -135,27 +135,24 @@ def register[P](primitive: Primitive, family: Family[P]) -> None:
     def rule(trace: Any, *primals: Any, **static: P) -> tuple[list[jax.Array], Any, Any]:
         """Return the results, what the policy saves, and a function of it and of the primals."""
         (call,) = static.values()
-        full = family.with_residuals(call)
-        if full is not None:
-            # Saved arrays stand for themselves: their derivative of second order is the forward's.
-            name_all = functools.partial(named, family.names(full), name=name)
-            apply = functools.partial(
-                transform, trace.policy, custom_vjp_rules=trace.custom_vjp_rules
-            )
-            types = family.types(full, *map(jax.typeof, primals))
-            outputs = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
-            _, saved = jax.eval_shape(lambda outputs: apply(name_all, outputs), outputs)
-        if full is None or not jax.tree.leaves(saved):
-            return family.bind(call, *primals), (), lambda _, *primals: family.bind(call, *primals)
+        recompute = functools.partial(family.bind, call)
+        if (full := family.with_residuals(call)) is None:
+            return recompute(*primals), (), lambda _, *primals: recompute(*primals)
+        # Saved arrays stand for themselves: their derivative of second order is the forward's.
+        with_names = functools.partial(named, family.names(full), name=name)
+        apply = functools.partial(
+            transform, trace.policy, with_names, custom_vjp_rules=trace.custom_vjp_rules
+        )
+        types = family.types(full, *map(jax.typeof, primals))
+        shapes = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
+        if not jax.tree.leaves(jax.eval_shape(apply, shapes)[1]):  # Nothing is saved.
+            return recompute(*primals), (), lambda _, *primals: recompute(*primals)
+        outputs, saved = apply(family.bind(full, *primals))
 
-        def with_names(*primals: jax.Array) -> list[jax.Array]:
-            return name_all(family.bind(full, *primals))
+        def restored(saved: Callable[..., list[jax.Array]], *primals: Any) -> list[jax.Array]:
+            return _restored(family, call, saved(family.bind(full, *primals)), *primals)
 
-        def recomputed(saved: Callable[..., list[jax.Array]], *primals: Any) -> list[jax.Array]:
-            return _restored(family, call, saved(*primals), *primals)
-
-        outputs, saved = apply(with_names, *primals)
-        return family.results(call, outputs), saved, recomputed
+        return family.results(call, outputs), saved, restored
 
     rules[primitive] = rule
 
