@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxnorm.calls.call import Arrays, Run
@@ -24,7 +23,9 @@ from jaxnorm.meshes import sharding
 from jaxnorm.meshes.shards import Factors, Shards
 from jaxnorm.operations import checks, linear_loss_chunks
 from jaxnorm.operations.linear_loss_call import Head, Kind, Over
-from jaxnorm.primitives.rules import Rules, batch_first, nonzero
+from jaxnorm.primitives import remat
+from jaxnorm.primitives.linear import linear
+from jaxnorm.primitives.rules import Rules, batch_first, nonzero, zero_like
 
 _GRADIENT = "jaxnorm_linear_gradient"
 
@@ -69,16 +70,38 @@ class _LossRules(Rules[Head]):
             by_name = dict(zip(with_kept.outputs, outputs))
             residuals = [*primals, *(by_name[name] for name in head.kept)]
             return outputs[: len(head.outputs)], self.tangents_of(head, residuals, nonzeros)
-        total, *gradients = self.bind(head.with_gradients([*nonzeros]), *primals)
-        gradients = [checkpoint_name(g, _GRADIENT) for g in gradients]
+        with_gradients = head.with_gradients([*nonzeros])
+        outputs = remat.named(self.names(with_gradients), self.bind(with_gradients, *primals))
+        return self._along(with_gradients, outputs, nonzeros)
 
-        # What is kept for the transpose is the gradient as it is, half the size of its float32.
-        @functools.partial(jax.checkpoint, prevent_cse=False)
+    def with_residuals(self, head: Head) -> Head | None:
+        if head.wrt or head.reduction == "none":
+            return None
+        # All gradients: which of them a derivative needs is unknown where a policy is asked. Those
+        # that it does not need are dropped later.
+        return head.with_gradients([n for n in ("x", "weight", "bias") if n in head.primals])
+
+    def names(self, head: Head) -> list[str | None]:
+        return [None, *(_GRADIENT for _ in head.wrt)]
+
+    def derived(self, head: Head, outputs: Arrays, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        with_gradients = self.with_residuals(head)
+        assert with_gradients is not None
+        return self._along(with_gradients, outputs, nonzero(zip(head.primals, tangents)))
+
+    def _along(
+        self, head: Head, outputs: Arrays, tangents: dict[str, jax.Array]
+    ) -> tuple[list[jax.Array], list[Any]]:
+        """The total and its tangent: inner products of gradients and tangents."""
+        total, *gradients = outputs
+        of = dict(zip(head.wrt, gradients))
+
         def inner_product(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
             return jnp.sum(gradient.astype(total.dtype) * tangent.astype(total.dtype))
 
-        terms = map(inner_product, gradients, nonzeros.values())
-        return [total], [functools.reduce(jnp.add, terms)]
+        # `linear` saves the gradient in its own dtype, and not as float32, twice the size.
+        terms = [linear(inner_product, [of[name]], t) for name, t in tangents.items()]
+        return [total], [functools.reduce(jnp.add, terms) if terms else zero_like(total)]
 
     def batch(
         self, head: Head, arrays: Arrays, dims: Sequence[int | None]

@@ -2,7 +2,7 @@
 
 Of these only the norm is a primitive, and this is what each keeps:
 
-    n = rms_norm(x, scale)  `_normalised`           x and rstd
+    n = rms_norm(x, scale)  its primitive           x and rstd
     z = n weight + bias     `products.product`      weight, and nothing to make n again of but those
     y = activation(z)       `products.activated`    z, rounded to y's dtype
 """
@@ -10,13 +10,12 @@ Of these only the norm is a primitive, and this is what each keeps:
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, get_args, overload
+from collections.abc import Callable
+from typing import ClassVar, Literal, get_args, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from jaxnorm.calls import backends
 from jaxnorm.calls.call import Call
@@ -236,6 +235,8 @@ def _call_of(
         save="input",
         implementation=None if implementation == "mosaic" else implementation,
     )
+    # Another function's call: policies do not save its result (`remat.name`).
+    norm = norm.replaced(function=NAME, primitives=norm.function)
     return Linear(norm, spec, implementation)
 
 
@@ -287,18 +288,7 @@ def _composed(call: Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.A
     return products.activated(_ACTIVATIONS[spec.activation], z, kept).astype(spec.y_dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _normalised(norm: Call, x: jax.Array, *scale: jax.Array) -> jax.Array:
-    """The norm, of which x and rstd are kept; its result has no name that a policy would keep."""
+    """The norm. x and its statistics are saved; the result has no name that a policy may save."""
     (n,) = row_operations.bind(norm, x, *scale)
     return n
-
-
-@functools.partial(_normalised.defjvp, symbolic_zeros=True)
-def _(norm: Call, primals: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
-    x, *scale = primals
-    n, rstd = row_operations.bind(norm.with_stats(), x, *scale)
-    rstd = remat.name_of_linear("rstd", rstd)
-    along = {name: products.nonzero(t) for name, t in zip(("x", "scale"), tangents)}
-    (dn,) = row_operations.tangents_of(norm, [x, rstd, *scale], along)
-    return n, SymbolicZero(jax.typeof(n).to_tangent_aval()) if dn is None else dn

@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxnorm.calls.call import Arrays, Run
 from jaxnorm.meshes import auto_axes, sharding
 from jaxnorm.meshes.shards import Factors, Shards
-from jaxnorm.primitives import eager
+from jaxnorm.primitives import eager, remat
 from jaxnorm.primitives.stack import in_one_chunk
 from jaxnorm_kernels.specs import Direction
 
@@ -94,6 +94,18 @@ class Rules[P: Pass](abc.ABC):
         """The rule of differentiation of a forward."""
 
     @abc.abstractmethod
+    def with_residuals(self, call: P) -> P | None:
+        """The forward that also returns its residuals; None if no policy can save any."""
+
+    @abc.abstractmethod
+    def names(self, call: P) -> Sequence[str | None]:
+        """Names of the outputs of a forward with residuals, for policies of rematerialisation."""
+
+    @abc.abstractmethod
+    def derived(self, call: P, outputs: Arrays, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        """The results of a forward and their tangents, which start from residuals in `outputs`."""
+
+    @abc.abstractmethod
     def batch(
         self, call: P, arrays: Arrays, dims: Sequence[int | None]
     ) -> tuple[Arrays, list[int]]:
@@ -106,6 +118,11 @@ class Rules[P: Pass](abc.ABC):
     @abc.abstractmethod
     def factors(self, call: P, arrays: Arrays) -> Factors:
         """How shardings spread from one array to another."""
+
+    def results(self, call: P, outputs: Arrays) -> list[jax.Array]:
+        """Pick the results of a forward from the outputs of the forward with residuals."""
+        by_name = dict(zip((self.with_residuals(call) or call).result_names, outputs))
+        return [by_name[name] for name in call.result_names]
 
     def differentiated(self, call: P, /, *arrays: jax.Array) -> list[jax.Array]:
         """`plain`, for derivatives of second order."""
@@ -267,6 +284,7 @@ class Rules[P: Pass](abc.ABC):
         batching.primitive_batchers[primitive] = as_jax_calls(self.batch)
         if direction == "fwd":
             ad.primitive_jvps[primitive] = as_jax_calls(self.forward_jvp)
+            remat.register(primitive, self)
         else:
             ad.primitive_jvps[primitive] = as_jax_calls(self.linear_jvp)
             ad.primitive_transposes[primitive] = as_jax_calls(self.transpose)
