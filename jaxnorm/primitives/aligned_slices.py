@@ -12,6 +12,7 @@ copied if it is one.
 
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ def indices(ctx: Any, values: Sequence[Any], *, whole: bool) -> list[int]:
     try:
         program = _Program(ctx.module_context.symbol_table, whole)
         return [i for i, value in enumerate(values) if program.is_aligned_slice(value)]
-    except (AttributeError, KeyError):  # MLIR as another version of JAX writes it.
+    except (AttributeError, KeyError, ValueError):  # MLIR as another version of JAX writes it.
         return []
 
 
@@ -74,9 +75,12 @@ class _Program:
         """What a value is a view of, and the calls inside of which that is computed."""
         while True:
             if not _is_result(value):
-                if not calls or value.owner != calls[0].callee:
+                if calls and value.owner == calls[0].callee:
+                    value, calls = calls[0].operands[value.arg_number], calls[1:]
+                elif (argument := _argument_of_body(value)) is not None:
+                    value = argument
+                else:
                     return value, calls
-                value, calls = calls[0].operands[value.arg_number], calls[1:]
                 continue
             operation = _operation(value.owner)
             if operation.name == "stablehlo.reshape":
@@ -119,6 +123,29 @@ class _Call:
     def __init__(self, callee: Any, operands: Any) -> None:
         self.callee = callee
         self.operands = operands
+
+
+def _argument_of_body(value: Any) -> Any:
+    """What a loop passes to its body as this argument of a block; None if it is not known.
+
+    JAX lowers the body of a loop to a function that is in no module yet, and calls it afterwards.
+    Until then, only frames on Python's stack have the arguments. If a version of JAX has other
+    frames, nothing breaks, but slices of what a scan stacks are copied.
+    """
+    function, place = _operation(value.owner.owner), value.arg_number
+    if function.name != "func.func" or "sym_visibility" in function.attributes:
+        return None
+    name, types = function.attributes["sym_name"].value, [a.type for a in value.owner.arguments]
+    frame: Any = sys._getframe()
+    while frame is not None:
+        local = frame.f_locals if frame.f_code.co_name == "call_lowering" else {}
+        if local.get("inline_jax_late") and local.get("fn_name") == name:
+            arguments = local.get("args", ())
+            if types == [getattr(a, "type", None) for a in arguments]:
+                return arguments[place]
+            return None
+        frame = frame.f_back
+    return None
 
 
 def _is_result(value: Any) -> bool:
