@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxnorm.calls import backends
 from jaxnorm.calls.rows import RowView
+from jaxnorm_kernels import buffers
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import OPERANDS, PARAMETERS, Kind
 from jaxnorm_kernels.specs import Direction, Name, Spec
@@ -44,6 +45,8 @@ class Call:
       wrt: names of the primals that have a tangent, in ``tan`` and ``bwd``.
       primitives: whose primitives it binds, where those are another function's: the loss of a
         linear layer makes calls of the cross-entropy.
+      aligned: names of the operands that are slices at aligned addresses. Kernels read these in
+        place; of any other slice they get a copy. Known only once the call is lowered.
     """
 
     function: str
@@ -52,6 +55,7 @@ class Call:
     implementation: Name | None
     wrt: tuple[str, ...] = ()
     primitives: str | None = None
+    aligned: tuple[str, ...] = ()
 
     @classmethod
     @_once
@@ -63,8 +67,9 @@ class Call:
         implementation: Name | None,
         wrt: tuple[str, ...] = (),
         primitives: str | None = None,
+        aligned: tuple[str, ...] = (),
     ) -> "Call":
-        return cls(function, spec, view, implementation, wrt, primitives)
+        return cls(function, spec, view, implementation, wrt, primitives, aligned)
 
     def __str__(self) -> str:
         """What a jaxpr shows."""
@@ -232,6 +237,17 @@ class Call:
         return (*x, "saved", *self.spec.statistics, *filter(self.spec.has, operation.keeps))
 
     @functools.cached_property
+    def _results_saved(self) -> tuple[str, ...]:
+        """Names of the residuals that are results of the forward, in buffers of their own.
+
+        A loop may stack them. Then they are slices at multiples of their own size.
+        """
+        if self.spec.direction == "fwd":
+            return ()
+        saved = ("saved",) * (self.spec.starts_from in ("y", "h"))
+        return (*saved, *self.spec.statistics)
+
+    @functools.cached_property
     def residuals(self) -> int:
         """How many of the operands of ``tan`` and ``bwd`` are residuals."""
         return len(self.residual_names)
@@ -370,7 +386,10 @@ class Call:
                 whole = jnp.broadcast_to(arrays[at], view.shape)
                 arrays = (*arrays[:at], whole, *arrays[at + 1 :])
             rows = [view.to_rows(kind, a, strided=strided) for kind, a in zip(kinds, arrays)]
-            results = zip(self.result_kinds, self._run(name, spec, rows))
+            named = zip(self.operand_names, rows)
+            aligned = {*self.aligned, *self._results_saved}
+            with buffers.aligned([a for operand, a in named if operand in aligned]):
+                results = zip(self.result_kinds, self._run(name, spec, rows))
             return [view.from_rows(kind, a, strided=strided) for kind, a in results]
 
         return run
