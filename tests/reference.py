@@ -90,20 +90,24 @@ def log_softmax_gradient(y: np.ndarray, d: np.ndarray, axis) -> np.ndarray:
 
 
 def softmax_gradient_bound(
-    y: np.ndarray, d: np.ndarray, axis, y_error: np.ndarray, x_dtype: str, u: float
+    y: np.ndarray, d: np.ndarray, axis, y_error: np.ndarray, x_dtype: str, y_dtype: str, u: float
 ) -> np.ndarray:
-    """First order in y's error, then the arithmetic on d - sum(d y), then dx is stored."""
+    """First order in y's error, then the arithmetic on d - sum(d y), then dx is stored.
+
+    A y of 16 bits is divided by its sum, so a part that all d of a row have in common drops out.
+    """
     total = np.sum(np.abs(d) * y, axis=axis, keepdims=True)
     n = y.size / max(1, np.max(y, axis=axis).size)
-    inner = np.sum(np.abs(d) * y_error, axis=axis, keepdims=True)
-    inner = inner + SAFETY * u * ((math.sqrt(n) + 2) * total + np.abs(d))
     centred = np.abs(d - np.sum(d * y, axis=axis, keepdims=True))
+    counted = centred if y_dtype in ("bfloat16", "float16") else np.abs(d)
+    inner = np.sum(counted * y_error, axis=axis, keepdims=True)
+    inner = inner + SAFETY * u * ((math.sqrt(n) + 2) * total + np.abs(d))
     dx = softmax_gradient(y, d, axis)
     return (y + y_error) * inner + y_error * centred + rounding(dx, x_dtype) + 4 * u * np.abs(dx)
 
 
 def log_softmax_gradient_bound(
-    y: np.ndarray, d: np.ndarray, axis, y_error: np.ndarray, x_dtype: str, u: float
+    y: np.ndarray, d: np.ndarray, axis, y_error: np.ndarray, x_dtype: str, y_dtype: str, u: float
 ) -> np.ndarray:
     n = y.size / max(1, np.max(y, axis=axis).size)
     total = np.sum(d, axis=axis, keepdims=True)

@@ -90,7 +90,7 @@ def check(name, x, bias, d, *, where=None, causal=False, scale=SCALE, implementa
     y_error = np.where(everything, y_bound, 0)
     dz = gradient(probabilities, ds, -1)
     with np.errstate(invalid="ignore"):
-        dz_bound = gradient_bound(probabilities, ds, -1, y_error, "float32", u)
+        dz_bound = gradient_bound(probabilities, ds, -1, y_error, "float32", y_dtype, u)
     dz, dz_bound = (np.where(everything, a, 0) for a in (dz, dz_bound))
     assert_within(dx, scale * dz, scale * dz_bound + reference.rounding(scale * dz, x.dtype.name))
 

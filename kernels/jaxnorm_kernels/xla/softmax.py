@@ -2,11 +2,12 @@
 
 Of z = scale x + bias. With m = max(z), d = dy, all sums over a row:
 
-    softmax      y = exp(z - m) / sum(exp(z - m))       dz = y (d - sum(d y))
+    softmax      y = exp(z - m) / sum(exp(z - m))       dz = y (d - sum(d y) / sum(y))
     log_softmax  y = z - m - log(sum(exp(z - m)))       dz = d - exp(y) sum(d)
     both         dx = scale dz,  dbias = sum(dz) where the bias is broadcast
 
-softmax's Jacobian is symmetric: with t the tangent of z, that of y is y (t - sum(t y)).
+softmax's Jacobian is symmetric: with t the tangent of z, that of y is y (t - sum(t y) / sum(y)).
+sum(y) is 1, and not computed, unless y is rounded to 16 bits (`Spec.renormalises`).
 
 ``mask`` keeps the entries where it is True; so does ``causal`` those up to the diagonal. The row is
 the softmax of what is kept, the rest is 0 (softmax) or -inf (log_softmax) with zero gradient. A row
@@ -22,7 +23,7 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.formulas import Formulas
-from jaxnorm_kernels.xla.reductions import row_any, row_max, row_sum
+from jaxnorm_kernels.xla.reductions import row_any, row_max, row_sum, row_sums
 
 
 def softmax_fwd(operands: Operands, spec: Spec) -> Results:
@@ -80,7 +81,10 @@ FORMULAS: dict[Op, Formulas] = {
 def _jacobian(y: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
     """Softmax's Jacobian, which is its own transpose, times v."""
     y = y.astype(spec.compute_dtype)
-    return y * (v - row_sum(v * y, spec))
+    if not spec.renormalises:
+        return y * (v - row_sum(v * y, spec))
+    total, weight = row_sums([v * y, y], spec)
+    return y * (v - total / jnp.where(weight == 0, 1, weight))
 
 
 def _tangent(y: jax.Array, tangents: Operands, spec: Spec) -> jax.Array:

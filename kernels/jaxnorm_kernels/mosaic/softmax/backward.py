@@ -2,13 +2,15 @@
 
 With d = dy, sums over the row:
 
-softmax       dz = y (d - sum(d y))
+softmax       dz = y (d - sum(d y) / sum(y))
 log_softmax   dz = d - exp(y) sum(d)
 both          dx = scale dz,  dbias = sum(dz) over the rows that share a bias
 
+sum(y) is 1, and not computed, unless y is rounded to 16 bits (`Spec.renormalises`).
+
 A bias of one value for a row needs the sum of dz over the row, which those of d, d y and y give:
 
-softmax       sum(dz) = sum(d y) (1 - sum(y))
+softmax       sum(dz) = sum(d y) (1 - sum(y)), or 0 where dz has sum(y)
 log_softmax   sum(dz) = sum(d) (1 - sum(exp(y)))
 
 What takes no part has y = 0, or -inf, and its d counts as 0, infinite though it may be. softmax
@@ -47,7 +49,7 @@ class SoftmaxFormula:
 
     @property
     def row_sums(self) -> int:
-        return 2 if self.sums_rows else 1
+        return 1 + self._sums_weights
 
     @property
     def column_sums(self) -> int:
@@ -68,13 +70,16 @@ class SoftmaxFormula:
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
         y, d = elements
-        weights = [self._exp(y) if self._is_log else y] if self.sums_rows else []
+        weights = [self._exp(y) if self._is_log else y] if self._sums_weights else []
         return [d if self._is_log else d * y, *weights]
 
     def finish(
         self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        (y, d, *keep), total = elements, totals[0]
+        (y, d, *keep), (total, *weights) = elements, totals
+        if self.spec.renormalises:
+            (weight,) = weights
+            total /= jnp.where(weight == 0.0, 1.0, weight)
         dz = d - self._exp(y) * total if self._is_log else y * (d - total)
         if keep:
             dz = jnp.where(keep[0], dz, 0.0)
@@ -83,6 +88,10 @@ class SoftmaxFormula:
     def _exp(self, y: jax.Array) -> jax.Array:
         widest = max(self.spec.x_dtype.itemsize, self.spec.y_dtype.itemsize)
         return numerics.exp(is_wide=widest > 2)(y)
+
+    @property
+    def _sums_weights(self) -> bool:
+        return self.sums_rows or self.spec.renormalises
 
     @property
     def _is_log(self) -> bool:
@@ -128,7 +137,7 @@ def softmax_bwd(
     if sums is not None:
         dbias = sums.gradient(*rest)
     elif formula.bias is not None:
-        dbias = _of_rows(formula.bias, *rest).astype(spec.logits_bias_dtype)
+        dbias = _of_rows(formula.bias, spec, *rest).astype(spec.logits_bias_dtype)
     return Operands(dx, logits_bias=dbias)
 
 
@@ -152,8 +161,8 @@ def _read(
     return list(zip(y, d))
 
 
-def _of_rows(shared: Shared, totals: jax.Array, weights: jax.Array) -> jax.Array:
+def _of_rows(shared: Shared, spec: Spec, totals: jax.Array, weights: jax.Array) -> jax.Array:
     """``(n, 1)``: the sums of dz over the rows that share a value of the bias."""
-    dz = totals * (1 - weights)
+    dz = totals - totals if spec.renormalises else totals * (1 - weights)  # NaN stays NaN
     broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
     return dz.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)
