@@ -32,7 +32,7 @@ def softmax_fwd(operands: Operands, spec: Spec) -> Results:
     total = row_sum(e, spec)
     if kept is None or not spec.drops_masked:
         return Results((e / total).astype(spec.y_dtype))
-    y = jnp.where(kept, e / _nonempty(total, kept, spec), 0)
+    y = jnp.where(kept, e / _nonempty(total, kept, e, spec), 0)
     return Results(y.astype(spec.y_dtype))
 
 
@@ -59,7 +59,7 @@ def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
     if kept is None:
         y = shifted - jnp.log(total)
     else:
-        y = jnp.where(kept, shifted - jnp.log(_nonempty(total, kept, spec)), -jnp.inf)
+        y = jnp.where(kept, shifted - jnp.log(_nonempty(total, kept, shifted, spec)), -jnp.inf)
     return Results(y.astype(spec.y_dtype))
 
 
@@ -120,7 +120,7 @@ def _shifted(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Arra
     m = row_max(z, spec)
     if kept is not None and spec.drops_masked:
         # An empty row would be -inf - -inf = NaN; a genuine row of -inf stays NaN.
-        m = jnp.where(row_any(kept, spec), m, 0)
+        m = jnp.where(row_any(kept, z, spec), m, 0)
     return kept, z - m
 
 
@@ -140,9 +140,9 @@ def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Arr
     return reached if mask is None else mask & reached
 
 
-def _nonempty(total: jax.Array, kept: jax.Array, spec: Spec) -> jax.Array:
-    """The row sums, with 1 for a row that keeps nothing."""
-    return jnp.where(row_any(kept, spec), total, 1)
+def _nonempty(total: jax.Array, kept: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
+    """The row sums, with 1 for a row that keeps nothing; `like` has whole rows."""
+    return jnp.where(row_any(kept, like, spec), total, 1)
 
 
 def _masked(v: jax.Array, kept: jax.Array | None, spec: Spec) -> jax.Array:
