@@ -1,6 +1,5 @@
 """Masks, biases and parameters of size 1 along axes that meshes split, beside whole ones."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -23,6 +23,7 @@ from jaxnorm.meshes import sharding
 from jaxnorm.meshes.shards import Factors, Shards
 from jaxnorm.operations import checks, linear_loss_chunks
 from jaxnorm.operations.linear_loss_call import Head, Kind, Over
+from jaxnorm.operations.loss import counted
 from jaxnorm.primitives.rules import Rules, batch_first, nonzero
 
 _GRADIENT = "jaxnorm_linear_gradient"
@@ -68,6 +69,7 @@ class _LossRules(Rules[Head]):
             by_name = dict(zip(with_kept.outputs, outputs))
             residuals = [*primals, *(by_name[name] for name in head.kept)]
             return outputs[: len(head.outputs)], self.tangents_of(head, residuals, nonzeros)
+        nonzeros = _without_left_out_rows(head, primals, nonzeros)
         total, *gradients = self.bind(head.with_gradients([*nonzeros]), *primals)
         gradients = [checkpoint_name(g, _GRADIENT) for g in gradients]
 
@@ -164,6 +166,19 @@ class _LossRules(Rules[Head]):
             [factors[kind] for kind in kinds] for kinds in (head.operand_kinds, head.result_kinds)
         )
         return Factors(operands, results, whole=("d",))
+
+
+def _without_left_out_rows(
+    head: Head, primals: Arrays, tangents: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Set x's tangent to 0 in rows that do not count: times a gradient of 0, NaN would stay NaN."""
+    where = dict(zip(head.primals, primals)).get("where")
+    if where is None or "x" not in tangents:
+        return tangents
+    counts = jnp.broadcast_to(counted(where)[..., None], tangents["x"].shape)
+    counts, along = sharding.vary_alike([counts, tangents["x"]])
+    along = jnp.where(sharding.lie_alike(counts, along), along, 0)
+    return tangents | {"x": along}
 
 
 _RULES = _LossRules()

@@ -40,16 +40,18 @@ def softmax_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results
     """The tangent of y, from y."""
     y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
     t = _masked(_tangent(y, tangents, spec), kept, spec)
-    return Results(_jacobian(y, t, spec).astype(spec.y_dtype))
+    along = _jacobian(y, t, spec)
+    if spec.drops_masked:
+        along = _masked(along, kept, spec)
+    return Results(along.astype(spec.y_dtype))
 
 
 def softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """The gradients of x and, if the spec wants it, of the bias, from y."""
     y, dy = residuals.saved, cotangents.y
     kept = _kept(residuals.mask, y.shape, spec)
-    if spec.drops_masked:
-        return _gradients(_jacobian(y, _masked(dy, kept, spec), spec), spec)
-    return _gradients(_masked(_jacobian(y, dy.astype(spec.compute_dtype), spec), kept, spec), spec)
+    d = _masked(dy, kept, spec) if spec.drops_masked else dy.astype(spec.compute_dtype)
+    return _gradients(_masked(_jacobian(y, d, spec), kept, spec), spec)
 
 
 def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
@@ -146,9 +148,10 @@ def _nonempty(total: jax.Array, kept: jax.Array, like: jax.Array, spec: Spec) ->
 
 
 def _masked(v: jax.Array, kept: jax.Array | None, spec: Spec) -> jax.Array:
-    """v with masked entries zeroed *before* any product: 0 * inf would poison the row.
+    """v with masked entries set to 0, by a selection.
 
-    A cotangent before them in the backward, a tangent in its transpose.
+    Before any product, or 0 * inf would poison the row; and after the products with sums over the
+    row, which NaN of one entry would carry to the masked ones.
     """
     v = v.astype(spec.compute_dtype)
     return v if kept is None else jnp.where(kept, v, 0)
