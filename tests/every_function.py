@@ -105,3 +105,27 @@ def call_of(name, dtype="float32"):
 def scalar(function):
     """Return a function whose result is one number, made of all its results."""
     return lambda *a: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(function(*a)))
+
+
+#: Arguments without a default, by their names, which mean the same in every function.
+ARGUMENTS = {
+    **dict.fromkeys(["x", "logits", "residual", "gate", "up"], np.ones((4, 8), np.float32)),
+    "weight": np.ones((8, 8), np.float32),
+    "scale": np.ones(8, np.float32),
+    **dict.fromkeys(["cos", "sin"], np.ones((4, 4), np.float32)),
+    "labels": np.zeros(4, np.int32),
+}
+
+
+def plain_call_of(name):
+    """Return a public function with JAX arrays for the arguments that it must have."""
+    function = getattr(jaxnorm, name)
+    parameters = inspect.signature(function).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty]
+    return functools.partial(function, **{n: jnp.asarray(ARGUMENTS[n]) for n in needed})
+
+
+def options_of(name):
+    """Return the names and defaults of a public function's arguments that have one."""
+    parameters = inspect.signature(getattr(jaxnorm, name)).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}

@@ -10,7 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from every_function import CALLS, OTHERS, call_of, public_functions, scalar
+from every_function import (
+    CALLS,
+    OTHERS,
+    call_of,
+    options_of,
+    plain_call_of,
+    public_functions,
+    scalar,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -148,3 +156,101 @@ def test_partitioned_without_64_bit_types(name):
         run = jax.jit(jax.value_and_grad(scalar(function), tuple(range(len(operands)))))
         expected, traced = run(*operands), run.trace(*sharded)
     assert_close(traced.lower().compile()(*sharded), expected)
+
+
+# ----------------------------------------------------------- static arguments, outside `jax.jit`
+
+# By the default of an option, or by its name: one that is accepted, and an equal one that is not.
+EQUAL = {
+    bool: [(True, 1), (False, 0)],
+    float: [(1.0, True), (0.0, False)],
+    "axis": [(0, False), (1, True), ((0, 1), (False, True)), ((1, 0), (1, False))],
+    "chunk": [(1, True)],
+    "logit_softcap": [(1.0, True)],
+}
+
+
+def equal_options():
+    for name in sorted(public_functions() - OTHERS):
+        for option, default in options_of(name).items():
+            for good, bad in EQUAL.get(option, EQUAL.get(type(default), [])):
+                yield pytest.param(name, option, good, bad, id=f"{name}-{option}-{bad}")
+
+
+@pytest.mark.parametrize(("name", "option", "good", "bad"), [*equal_options()])
+def test_static_arguments_that_are_equal_but_differ(name, option, good, bad):
+    """A compiled call is looked up by the types of its static arguments, too."""
+    call = plain_call_of(name)
+    with pytest.raises(TypeError, match=f"{name}: {option}") as first:
+        call(**{option: bad})
+    accepted = True
+    try:
+        call(**{option: good})
+    except ValueError:  # 0 for a scale, or axes that a function does not take
+        accepted = False
+    with pytest.raises(TypeError) as then:
+        call(**{option: bad})
+    assert str(then.value) == str(first.value)
+    assert accepted or (good in (0.0, 0) or option == "axis")
+
+
+def test_numbers_of_several_types_are_taken():
+    call = plain_call_of("rms_norm")
+    for value in (1, 1.0, np.float32(1), np.int8(1)):
+        np.testing.assert_array_equal(call(epsilon=value), call(epsilon=1.0))
+
+
+@pytest.mark.parametrize("name", sorted(public_functions() - OTHERS))
+def test_names_of_unexpected_types(name):
+    """Neither an array nor a list is a name, even one that holds a name."""
+    call = plain_call_of(name)
+    names = {"implementation": "xla", "save": "input", "activation": "silu", "reduction": "sum"}
+    for option in names.keys() & options_of(name).keys():
+        good = names[option]
+        call(**{option: good})
+        for bad in (np.array(good), np.array([good, good]), [good], (good,), good.encode(), 1):
+            if option == "activation" and name.endswith("_linear"):
+                continue  # a function, too: see test_gated_linear.py and test_norm_linear.py
+            with pytest.raises(ValueError, match=f"{name}: {option}=.*expected one of"):
+                call(**{option: bad})
+
+
+@pytest.mark.parametrize("name", sorted(public_functions() - OTHERS))
+def test_dtypes_of_another_byte_order(name):
+    call = plain_call_of(name)
+    swapped = np.dtype(np.float32).newbyteorder("S")
+    if "dtype" in options_of(name):
+        for given in (swapped, swapped.str):
+            for run in (call, jax.jit(call, static_argnames="dtype")):
+                with pytest.raises(TypeError, match=f"{name}: dtype=.*byte order.* e.g. float32"):
+                    run(dtype=given)
+    for argument, value in call.keywords.items():
+        order = value.dtype.newbyteorder("S")
+        with pytest.raises(TypeError, match=f"{name}: {argument} has dtype .* byte order"):
+            call(**{argument: np.asarray(value).astype(order)})
+
+
+# A size that float64 holds and float32 does not, for each option that is a number.
+HUGE = {"scale", "epsilon", "scale_offset", "z_loss", "logits_scale", "logit_softcap"}
+
+
+@pytest.mark.parametrize("name", sorted(public_functions() - OTHERS))
+def test_numbers_that_are_finite_in_float64_alone(name):
+    call = plain_call_of(name)
+    cases = [(option, 1e39) for option in HUGE] + [
+        (option, 1e-50) for option in ("logits_scale", "logit_softcap")
+    ]
+    options = options_of(name)
+    for option, value in cases:
+        if options.get(option) is None and option != "logit_softcap":
+            continue
+        if option not in options:
+            continue
+        with pytest.raises(ValueError, match=rf"{name}: {option}=.* in float32.*float64 arrays"):
+            call(**{option: value})
+        with jax.enable_x64(True):
+            wide = {
+                n: a.astype(jnp.float64) if a.dtype == jnp.float32 else a
+                for n, a in call.keywords.items()
+            }
+            call(**wide, **{option: value})
