@@ -209,8 +209,6 @@ def test_names_of_unexpected_types(name):
         good = names[option]
         call(**{option: good})
         for bad in (np.array(good), np.array([good, good]), [good], (good,), good.encode(), 1):
-            if option == "activation" and name.endswith("_linear"):
-                continue  # a function, too: see test_gated_linear.py and test_norm_linear.py
             with pytest.raises(ValueError, match=f"{name}: {option}=.*expected one of"):
                 call(**{option: bad})
 
