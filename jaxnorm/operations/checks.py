@@ -63,6 +63,12 @@ def _array(function: str, name: str, value: Any, expected: str) -> jax.Array:
 
 
 def _no_array(function: str, name: str, value: object) -> TypeError:
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.isnative:
+        return TypeError(
+            f"{function}: {name} has dtype {value.dtype.str}, in another byte order than this "
+            f"machine's; expected {value.dtype.name} in the machine's own; convert it, e.g. "
+            f"{name}.astype({name}.dtype.newbyteorder('='))"
+        )
     return TypeError(
         f"{function}: {name} is a {type(value).__name__}; expected an array; "
         f"convert it, e.g. jnp.asarray({name})"
@@ -82,6 +88,11 @@ def dtype(function: str, name: str, given: DTypeLike) -> np.dtype:
         raise TypeError(
             f"{function}: {name}={given!r} is no dtype; expected one of {', '.join(FLOAT_DTYPES)}"
         ) from error
+    if not resolved.isnative:
+        raise TypeError(
+            f"{function}: {name}={resolved.str} has another byte order than this machine's; "
+            f"expected a dtype in the machine's own, e.g. {resolved.name}"
+        )
     if resolved.name not in FLOAT_DTYPES:
         raise TypeError(
             f"{function}: {name}={resolved.name}; expected one of {', '.join(FLOAT_DTYPES)}; "
@@ -330,6 +341,24 @@ def positive(function: str, name: str, value: float) -> float:
     return given
 
 
+def finite_in(
+    function: str, dtype: np.dtype, *, above_zero: bool = False, **numbers: float | None
+) -> None:
+    """Raises unless numbers are finite in the dtype of the arithmetic; and still above 0 there."""
+    for name, value in numbers.items():
+        if value is None:
+            continue
+        with np.errstate(over="ignore", under="ignore"):
+            rounded = dtype.type(value)
+        if not np.isfinite(rounded) or (above_zero and rounded == 0):
+            info = np.finfo(dtype)
+            least = f"from {info.smallest_subnormal:.2g} " if above_zero else ""
+            raise ValueError(
+                f"{function}: {name}={value!r} is {rounded} in {dtype.name}, the dtype of the "
+                f"arithmetic; expected a size {least}up to {info.max:.2g}, or float64 arrays"
+            )
+
+
 def integer(function: str, name: str, value: int, unit: str) -> int:
     """`value` as a Python integer of at least 1; `unit` is what it counts."""
     _refuse_traced(function, name, value, "integer")
@@ -385,7 +414,8 @@ def _shown(value: object) -> str:
 
 def one_of(function: str, name: str, value: str | None, valid: Sequence[str | None]) -> None:
     """Raises unless `value` is one of `valid`."""
-    if value not in valid:
+    # Arrays compare with names one by one: one of a name is no name.
+    if not isinstance(value, str | None) or value not in valid:
         raise ValueError(
             f"{function}: {name}={value!r}; expected one of {', '.join(map(repr, valid))}"
         )

@@ -10,7 +10,7 @@ from jaxnorm.calls import backends
 from jaxnorm.operations import checks, chunk_loss, linear_loss_primitive
 from jaxnorm.operations.chunk_sizes import chunk_rows
 from jaxnorm.operations.linear_loss_call import Function, Head, Reduction
-from jaxnorm.operations.loss import softcap
+from jaxnorm.operations.loss import check_numbers, softcap
 from jaxnorm.primitives import eager
 from jaxnorm_kernels.specs import Name
 
@@ -178,6 +178,8 @@ def of_linear_logits(
         precision=jax.config.jax_default_matmul_precision,
         **options,
     )
+    wide = checks.arithmetic_dtype(*head.dtypes(x.dtype, weight.dtype))
+    check_numbers(function, wide, head.logits_scale, head.logit_softcap, head.z_loss)
     if where is not None:
         array, of_classes = _where(head, where, x, weight)
         head = dataclasses.replace(head, has_where=not of_classes, has_mask=of_classes)

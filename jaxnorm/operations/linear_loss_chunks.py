@@ -13,8 +13,9 @@ One loop over chunks of rows makes all of a pass. Its three products are XLA's:
                               carries
 
 dlogits are of the products' dtype, and those of the sum of the losses, of the size of
-probabilities: 1 / n is applied to the products in float32, because float16 would lose what is below
-6e-8. Weights of rows, and a `bwd`'s cotangents, are divided by their largest for the same reason.
+probabilities: all other factors are applied in float32, because float16 would lose what is below
+6e-8, and float32 what is below 1e-45. 1 / n and `logits_scale` multiply the products. A row's weight
+or cotangent multiplies its row of dx and, in weight's gradient, its row of x.
 """
 
 import functools
@@ -181,27 +182,30 @@ class _Chunks:
         if head.reduction == "none" or not head.wrt:
             y, *rest = self.of_rows()
             return [self.weighted(y) if head.reduction == "none" else self.total(y), *rest]
-        cotangents, largest = jnp.ones(self.rows, self.wide), jnp.ones((), self.wide)
+        cotangents, sizes = jnp.ones(self.rows, self.wide), None
         if self.where is not None and self.where.dtype != bool:
-            (cotangents,), largest = self.normalised([self.weighted(cotangents)])
-        losses, *gradients = self.gradients([cotangents], self.scale() * largest)
+            cotangents = self.weighted(cotangents)
+            sizes = self.sizes([cotangents])
+        losses, *gradients = self.gradients([cotangents], self.scale(), sizes)
         return [self.total(losses), *gradients]
 
     def backward(self) -> list[jax.Array]:
         dy, *others = self.linear
-        return self.gradients(*self.normalised([self.weighted(dy), *others]))
+        cotangents = [self.weighted(dy), *others]
+        return self.gradients(cotangents, jnp.ones((), self.wide), self.sizes(cotangents))
 
-    def normalised(self, cotangents: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-        """Rows' cotangents over the largest one, and that."""
+    def sizes(self, cotangents: Sequence[jax.Array]) -> jax.Array:
+        """The size of each row's largest cotangent, as a power of two, which rounds no factor.
+
+        1 where that is not finite, is 0 or does not count.
+        """
         size = functools.reduce(jnp.maximum, [jnp.abs(lax.stop_gradient(ct)) for ct in cotangents])
-        counts = jnp.isfinite(size)
+        counts = jnp.isfinite(size) & (size > 0)
         if self.counted is not None:
             counts &= self.counted
-        largest = jnp.max(jnp.where(counts, size, 0), initial=0)
-        if self.over.rows:
-            largest = lax.pmax(largest, self.over.rows)
-        largest = jnp.where(largest > 0, largest, 1).astype(self.wide)
-        return [ct / largest for ct in cotangents], largest
+        info = jnp.finfo(self.wide)
+        size = jnp.clip(jnp.where(counts, size, 1), info.smallest_normal, info.max / 2)
+        return lax.reduce_precision(size.astype(self.wide), info.nexp, mantissa_bits=0)
 
     def of_rows(self) -> list[jax.Array]:
         """The results of each row, and the statistics where the call wants them."""
@@ -215,10 +219,24 @@ class _Chunks:
         results = self.loop(step, {n: jnp.zeros(self.rows, self.wide) for n in self.head.outputs})
         return [results[name] for name in self.head.outputs]
 
-    def gradients(self, cotangents: Sequence[jax.Array], scale: jax.Array) -> list[jax.Array]:
-        """`scale` times the gradients of sum(cotangents * results); of a fwd, losses first."""
+    def gradients(
+        self, cotangents: Sequence[jax.Array], scale: jax.Array, sizes: jax.Array | None
+    ) -> list[jax.Array]:
+        """`scale` times the gradients of sum(cotangents * results); of a fwd, losses first.
+
+        `sizes`: of the cotangents of each row; None if they are all 1.
+        """
         head = self.head
         weight, makes_losses = self.factor, head.direction == "fwd"
+        factor = _power_of_two(head.logits_scale)
+        if factor != 1:
+            cotangents, scale = [ct / factor for ct in cotangents], scale * factor
+        of_x = of_weight = scale
+        shares = None  # of each row in the sums over rows
+        if sizes is not None:
+            cotangents = [ct / sizes for ct in cotangents]
+            largest = self.largest(sizes)
+            of_weight, shares = scale * largest, sizes / largest
 
         def step(rows: _Rows, carry: Carry) -> Carry:
             x = rows.of_x(self.x)
@@ -230,12 +248,16 @@ class _Chunks:
             dlogits = chunk_loss.dlogits(call, residuals, [*map(rows.of, cotangents)], self.dtype)
             if "x" in head.wrt:
                 dx = self.dot(dlogits, weight, (1, 1), self.wide)
-                results["x"] = rows.put(carry["x"], (scale * dx).astype(carry["x"].dtype))
+                dx = of_x * (dx if sizes is None else rows.of(sizes)[:, None] * dx)
+                results["x"] = rows.put(carry["x"], dx.astype(carry["x"].dtype))
+            share = None if shares is None else rows.of(shares)[:, None]
             if "weight" in head.wrt:
+                x = x if share is None else share * x.astype(self.wide)
                 product = self.dot(x.astype(self.dtype), dlogits, (0, 0), self.wide)
                 results["weight"] = carry["weight"] + product
             if "bias" in head.wrt:
-                results["bias"] = carry["bias"] + jnp.sum(dlogits, 0, dtype=self.wide)
+                of_rows = dlogits if share is None else share * dlogits.astype(self.wide)
+                results["bias"] = carry["bias"] + jnp.sum(of_rows, 0, dtype=self.wide)
             return results
 
         dx_dtype = self.summed_dtype if self.over.classes else head.gradient_dtype(self.x.dtype)
@@ -247,7 +269,15 @@ class _Chunks:
         }
         names = (*["y"] * makes_losses, *head.wrt)
         results = self.loop(step, {name: empty[name] for name in names})
-        return [self.finished(name, results[name], scale) for name in names]
+        return [self.finished(name, results[name], of_weight) for name in names]
+
+    def largest(self, sizes: jax.Array) -> jax.Array:
+        """The largest size of a row that counts, 1 if there is none; over all shards of rows."""
+        counts = jnp.ones_like(sizes) if self.counted is None else self.counted
+        largest = jnp.max(jnp.where(counts, sizes, 0), initial=0)
+        if self.over.rows:
+            largest = lax.pmax(largest, self.over.rows)
+        return jnp.where(largest > 0, largest, 1)
 
     def finished(self, name: str, gradient: jax.Array, scale: jax.Array) -> jax.Array:
         """A device's gradient, as it is summed over devices; x's and losses are so already."""
@@ -427,6 +457,15 @@ class _Rows:
 
 def _sum_over(a: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum(a, axes) if axes else a
+
+
+def _power_of_two(scale: float) -> float:
+    """The power of two next below a scale, by which numbers are multiplied without rounding.
+
+    The exponent is limited, so that numbers of the size of 1, times or over it, are finite.
+    """
+    _, exponent = math.frexp(scale)
+    return 2.0 ** max(-100, min(exponent - 1, 100))
 
 
 def _inverse(total: jax.Array) -> jax.Array:

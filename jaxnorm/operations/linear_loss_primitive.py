@@ -23,6 +23,7 @@ from jaxnorm.meshes import sharding
 from jaxnorm.meshes.shards import Factors, Shards
 from jaxnorm.operations import checks, linear_loss_chunks
 from jaxnorm.operations.linear_loss_call import Head, Kind, Over
+from jaxnorm.operations.loss import counted
 from jaxnorm.primitives import remat
 from jaxnorm.primitives.linear import linear
 from jaxnorm.primitives.rules import Rules, batch_first, nonzero, zero_like
@@ -70,6 +71,7 @@ class _LossRules(Rules[Head]):
             by_name = dict(zip(with_kept.outputs, outputs))
             residuals = [*primals, *(by_name[name] for name in head.kept)]
             return outputs[: len(head.outputs)], self.tangents_of(head, residuals, nonzeros)
+        nonzeros = _without_left_out_rows(head, primals, nonzeros)
         with_gradients = head.with_gradients([*nonzeros])
         outputs = remat.named(self.names(with_gradients), self.bind(with_gradients, *primals))
         return self._along(with_gradients, outputs, nonzeros)
@@ -87,7 +89,9 @@ class _LossRules(Rules[Head]):
     def derived(self, head: Head, outputs: Arrays, primals: Any, tangents: Any) -> tuple[Any, Any]:
         with_gradients = self.with_residuals(head)
         assert with_gradients is not None
-        return self._along(with_gradients, outputs, nonzero(zip(head.primals, tangents)))
+        nonzeros = nonzero(zip(head.primals, tangents))
+        nonzeros = _without_left_out_rows(head, primals, nonzeros)
+        return self._along(with_gradients, outputs, nonzeros)
 
     def _along(
         self, head: Head, outputs: Arrays, tangents: dict[str, jax.Array]
@@ -240,6 +244,19 @@ def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) 
             rows[axis] = names
             return axis
     return None
+
+
+def _without_left_out_rows(
+    head: Head, primals: Arrays, tangents: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Set x's tangent to 0 in rows that do not count: times a gradient of 0, NaN would stay NaN."""
+    where = dict(zip(head.primals, primals)).get("where")
+    if where is None or "x" not in tangents:
+        return tangents
+    counts = jnp.broadcast_to(counted(where)[..., None], tangents["x"].shape)
+    counts, along = sharding.vary_alike([counts, tangents["x"]])
+    along = jnp.where(sharding.lie_alike(counts, along), along, 0)
+    return tangents | {"x": along}
 
 
 _RULES = _LossRules()

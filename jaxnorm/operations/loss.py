@@ -207,7 +207,19 @@ def loss_call(
         logits_scale=checks.positive(function, "logits_scale", logits_scale),
         logit_softcap=softcap(function, logit_softcap),
     )
+    check_numbers(function, spec.compute_dtype, spec.logits_scale, spec.logit_softcap, spec.z_loss)
     return Call.of(function, spec, view, implementation).on(view)
+
+
+def check_numbers(
+    function: str, dtype: np.dtype, logits_scale: float, logit_softcap: float | None, z_loss: float
+) -> None:
+    """Raises unless the dtype of the arithmetic holds the numbers of a loss."""
+    checks.finite_in(function, dtype, z_loss=z_loss)
+    positive = {"logits_scale": logits_scale, "logit_softcap": logit_softcap}
+    if logit_softcap is not None:
+        positive["logits_scale / logit_softcap"] = logits_scale / logit_softcap
+    checks.finite_in(function, dtype, above_zero=True, **positive)
 
 
 def softcap(function: str, value: float | None) -> float | None:

@@ -201,7 +201,7 @@ def _call_of(
     """A call with these arguments, after the checks; `others`: weight, scale, bias, residual."""
     shape, weight = x.shape, others["weight"]
     dtypes = {name: a.dtype for name, a in others.items()}
-    if activation not in (None, *_ACTIVATIONS):
+    if not isinstance(activation, str | None) or activation not in (None, *_ACTIVATIONS):
         raise ValueError(
             f"{NAME}: activation={activation!r}; expected one of "
             f"{', '.join(map(repr, _ACTIVATIONS))}, or None; apply another one to the result"
@@ -224,6 +224,8 @@ def _call_of(
         activation=activation,
         precision=jax.config.jax_default_matmul_precision,
     )
+    numbers = {"epsilon": spec.epsilon, "scale_offset": spec.scale_offset}
+    checks.finite_in(NAME, spec.compute_dtype, **numbers)
     norm = norm_call(
         "rms_norm",
         jax.ShapeDtypeStruct(shape, spec.x_dtype),

@@ -34,11 +34,13 @@ def compiled[**P, T](
         ordered = operator.itemgetter(*parameters)
         arrays_of, statics_of = operator.itemgetter(*arrays), operator.itemgetter(*statics)
 
-        def named(*values: Any) -> T:
+        def named(types: tuple[Any, ...], *values: Any) -> T:
+            del types
             return function(**dict(zip(parameters, values)))  # type: ignore[call-arg]
 
         named.__name__ = named.__qualname__ = function.__name__  # what profiles show
-        fast = jax.jit(named, static_argnums=[[*parameters].index(name) for name in statics])
+        static_argnums = [0, *(1 + [*parameters].index(name) for name in statics)]
+        fast = jax.jit(named, static_argnums=static_argnums)
 
         @functools.wraps(function)
         def call(*arguments: P.args, **options: P.kwargs) -> T:
@@ -52,9 +54,9 @@ def compiled[**P, T](
                 and given.keys() == parameters.keys()
                 and all(map(_is_concrete, map(type, arrays_of(given))))
                 and not any(map(callable, map(given.get, functions)))
-                and _is_hashable(statics_of(given))
+                and _is_hashable(of_call := statics_of(given))
             ):
-                result: T = fast(*ordered(given))
+                result: T = fast(_types(of_call), *ordered(given))
                 return result
             return function(*arguments, **options)
 
@@ -114,6 +116,15 @@ def alone(
 def _is_concrete(kind: type) -> bool:
     is_array = issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
     return is_array or kind is type(None)
+
+
+def _types(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the type of each value, and of each element of a tuple.
+
+    They are part of the key of a compiled call: `jax.jit` compares static arguments by ``==``, and
+    False is 0, 1.0 is 1 and True is 1.
+    """
+    return tuple([_types(v) if isinstance(v, tuple) else type(v) for v in values])
 
 
 def _is_hashable(value: Any) -> bool:

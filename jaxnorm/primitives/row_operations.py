@@ -26,7 +26,7 @@ from jaxnorm.calls.rows import BROADCAST
 from jaxnorm.meshes import auto_axes, sharding
 from jaxnorm.meshes.shards import factors_of_rows, shards_of_rows
 from jaxnorm.primitives import aligned_slices, lowering, remat
-from jaxnorm.primitives.rules import Rules, as_jax_calls, batch_first, nonzero, zero_like
+from jaxnorm.primitives.rules import Rules, as_jax_rule, batch_first, nonzero, zero_like
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS, PARAMETERS, SHARED, Kind
 from jaxnorm_kernels.specs import Direction
 
@@ -240,7 +240,7 @@ class _RowRules(Rules[Call]):
         primitive = super().registered(function, direction, partitioned)
         is_norm = OPERATIONS[FUNCTIONS[function].op].family == "norm"
         if _accumulators is not None and direction == "tan" and is_norm:
-            rule = as_jax_calls(self.into_accumulators)
+            rule = as_jax_rule(self.into_accumulators)
             _accumulators.fancy_transposes[primitive] = rule
         return primitive
 

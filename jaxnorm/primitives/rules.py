@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxnorm.calls.call import Arrays, Run
 from jaxnorm.meshes import auto_axes, sharding
 from jaxnorm.meshes.shards import Factors, Shards
-from jaxnorm.primitives import eager, remat
+from jaxnorm.primitives import eager, remat, wide_types
 from jaxnorm.primitives.stack import in_one_chunk
 from jaxnorm_kernels.specs import Direction
 
@@ -191,7 +191,8 @@ class Rules[P: Pass](abc.ABC):
             return self.anywhere(self.differentiated, call, *operands)
 
         results = self.bind(call, *primals)
-        _, tangents_out = jax.jvp(function, [primals[i] for i in at], [tangents[i] for i in at])
+        with wide_types.enabled_for((*primals, *results)):
+            _, tangents_out = jax.jvp(function, [primals[i] for i in at], [tangents[i] for i in at])
         return results, tangents_out
 
     def tangents_of(
@@ -250,7 +251,7 @@ class Rules[P: Pass](abc.ABC):
 
     def partitioned(self, call: P) -> Run:
         """The pass on the shards that XLA's partitioner has in hand."""
-        shards = functools.partial(self.shards, call, self.on_shard)
+        shards = functools.partial(self.shards, call, wide_types.enabled(self.on_shard))
         factors = functools.partial(self.factors, call)
         return auto_axes.partitioned(call, functools.partial(self.plain, call), shards, factors)
 
@@ -272,7 +273,8 @@ class Rules[P: Pass](abc.ABC):
             with jax.named_scope(ctx.primitive.name):
                 return function(*arrays)
 
-        return mlir.lower_fun(named)(ctx, *arrays)
+        with wide_types.enabled_for((*ctx.avals_in, *ctx.avals_out)):
+            return mlir.lower_fun(named)(ctx, *arrays)
 
     # ------------------------------------------------------------------------------ registration
 
@@ -287,7 +289,7 @@ class Rules[P: Pass](abc.ABC):
         # Once for all layers of a model.
         primitive.def_abstract_eval(as_jax_calls(functools.lru_cache(maxsize=4096)(self.types)))
         names = as_jax_calls(operator.attrgetter("result_names"))
-        primitive.def_impl(eager.alone(primitive, as_jax_calls(self.uncompiled), names))
+        primitive.def_impl(eager.alone(primitive, as_jax_rule(self.uncompiled), names))
         # Lower out of line, so that identical layers share one lowering: lowering a kernel runs
         # slow Python. JAX hides the operands from a rule whose lowering it shares. So the first
         # rule looks at these, and the second one, of another primitive, lowers the call.
@@ -298,13 +300,13 @@ class Rules[P: Pass](abc.ABC):
         mlir.register_lowering(lowered, lower, inline=False)
         look = as_jax_calls(functools.partial(self.lower_once, lowered))
         mlir.register_lowering(primitive, look, cacheable=False)
-        batching.primitive_batchers[primitive] = as_jax_calls(self.batch)
+        batching.primitive_batchers[primitive] = as_jax_rule(self.batch)
         if direction == "fwd":
-            ad.primitive_jvps[primitive] = as_jax_calls(self.forward_jvp)
+            ad.primitive_jvps[primitive] = as_jax_rule(self.forward_jvp)
             remat.register(primitive, self)
         else:
-            ad.primitive_jvps[primitive] = as_jax_calls(self.linear_jvp)
-            ad.primitive_transposes[primitive] = as_jax_calls(self.transpose)
+            ad.primitive_jvps[primitive] = as_jax_rule(self.linear_jvp)
+            ad.primitive_transposes[primitive] = as_jax_rule(self.transpose)
         partial_eval.dce_rules[primitive] = self.drop_unused
         if partitioned:
             auto_axes.needs_devices(primitive)
@@ -326,6 +328,11 @@ class Rules[P: Pass](abc.ABC):
 def as_jax_calls(rule: Callable[..., Any]) -> Callable[..., Any]:
     """A rule as JAX calls it: the static part, which it takes first, is a keyword there."""
     return lambda *arguments, **static: rule(*static.values(), *arguments)
+
+
+def as_jax_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Convert a rule as `as_jax_calls` does; it runs with 64-bit types if an array has them."""
+    return as_jax_calls(wide_types.enabled(rule))
 
 
 def nonzero(tangents: Iterable[tuple[str, Any]]) -> dict[str, jax.Array]:

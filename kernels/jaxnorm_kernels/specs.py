@@ -283,6 +283,11 @@ class Spec:
         return self.op == "softmax" and self.y_dtype.itemsize < 4
 
     @functools.cached_property
+    def drops_entries(self) -> bool:
+        """True if some entries of a softmax may take no part."""
+        return self.causal or (self.has_mask and self.drops_masked)
+
+    @functools.cached_property
     def reads_mask(self) -> bool:
         """softmax's backward needs none where y is 0 for what is not kept."""
         shows = self.direction == "bwd" and self.op == "softmax" and self.drops_masked

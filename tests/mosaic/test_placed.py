@@ -84,6 +84,29 @@ def test_what_takes_no_part_does_not_matter(case, op):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("quick_to_compile")
+@pytest.mark.parametrize("op", FUNCTIONS)
+@pytest.mark.parametrize("case", EDGES, ids=str)
+def test_nan_of_what_takes_part_stays_there(case, op):
+    """A cotangent that is NaN makes the sum over its row NaN, and masked entries stay 0."""
+    mask = test_logits.mask_of(case.mask).at[..., 0].set(True)
+    rows, cols = case.shape[0], case.shape[-1]
+    kept = mask if not case.causal else mask & jnp.tril(jnp.ones((rows, cols), bool))
+    d = data(case.shape, "float32", seed=1)
+    forward, backward = case.call(op, F32), case.backward(op, F32)
+    bias = [jnp.zeros(forward.view.logits_bias)] * (case.bias is not None)
+    (y,) = forward.xla(data(case.shape, "float32"), mask, *bias)
+    broken, clean = (
+        interpret(backward, y, mask, cotangent) for cotangent in (d.at[1, ..., 0].set(jnp.nan), d)
+    )
+    dx = np.asarray(broken[0])
+    np.testing.assert_array_equal(dx[~kept], 0)
+    assert np.isnan(dx[1, ..., 0]).all()
+    np.testing.assert_array_equal(np.delete(dx, 1, 0), np.delete(clean[0], 1, 0))
+    for dbias in broken[1:]:
+        np.testing.assert_array_equal(np.isnan(dbias).ravel(), np.isnan(dx[1]).ravel())
+
+
 FILL = float(np.finfo(np.float32).min)
 FILLED = [
     Case((64, 1, 72), mask=(64, 1, 72), scale=1.0, masked_logit=FILL),

@@ -168,8 +168,14 @@ def total_of(terms, weights, logits: tl.constexpr):
 
 @triton.jit
 def cotangent_of_logits(y, d, total, logits: tl.constexpr):
-    """dz = y (d - total), or d - exp(y) total of a log_softmax."""
-    return d - tl.exp(y) * total if logits.log else y * (d - total)
+    """dz = y (d - total), or d - exp(y) total of a log_softmax.
+
+    A total of NaN must not reach what takes no part, whose y or exp(y) is 0.
+    """
+    multiple = tl.exp(y) * total if logits.log else y * (d - total)
+    if logits.drops or logits.drops_zeros:
+        multiple = tl.where(y == (float("-inf") if logits.log else 0.0), 0.0, multiple)
+    return d - multiple if logits.log else multiple
 
 
 @triton.jit

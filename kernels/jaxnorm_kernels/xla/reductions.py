@@ -50,8 +50,18 @@ def row_max(v: jax.Array, spec: Spec) -> jax.Array:
     return lax.pmax(largest, spec.cols_over) if spec.cols_over else largest
 
 
-def row_any(mask: jax.Array, spec: Spec) -> jax.Array:
-    """Whether a row of the mask keeps anything."""
+def row_any(mask: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
+    """True for each row that the mask does not leave out entirely; `like` has whole rows.
+
+    A mask that is broadcast along an axis does not vary over the mesh axes that split it, and a sum
+    over several mesh axes needs to vary over all of them.
+    """
     if not spec.cols_over:
         return jnp.any(mask, axis=spec.axes, keepdims=True)
-    return row_sum(mask.astype(jnp.int32), spec) > 0
+    return row_sum(vary_like(mask.astype(jnp.int32), like), spec) > 0
+
+
+def vary_like(a: jax.Array, like: jax.Array) -> jax.Array:
+    """Cast `a` to vary over the mesh axes over which `like` does, inside `jax.shard_map`."""
+    over, own = (jax.typeof(v).manual_axis_type.varying for v in (like, a))
+    return lax.pcast(a, tuple(sorted(over - own)), to="varying") if over - own else a

@@ -33,7 +33,7 @@ def softmax_fwd(operands: Operands, spec: Spec) -> Results:
     total = row_sum(e, spec)
     if kept is None or not spec.drops_masked:
         return Results((e / total).astype(spec.y_dtype))
-    y = jnp.where(kept, e / _nonempty(total, kept, spec), 0)
+    y = jnp.where(kept, e / _nonempty(total, kept, e, spec), 0)
     return Results(y.astype(spec.y_dtype))
 
 
@@ -41,16 +41,18 @@ def softmax_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results
     """The tangent of y, from y."""
     y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
     t = _masked(_tangent(y, tangents, spec), kept, spec)
-    return Results(_jacobian(y, t, spec).astype(spec.y_dtype))
+    along = _jacobian(y, t, spec)
+    if spec.drops_masked:
+        along = _masked(along, kept, spec)
+    return Results(along.astype(spec.y_dtype))
 
 
 def softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """The gradients of x and, if the spec wants it, of the bias, from y."""
     y, dy = residuals.saved, cotangents.y
     kept = _kept(residuals.mask, y.shape, spec)
-    if spec.drops_masked:
-        return _gradients(_jacobian(y, _masked(dy, kept, spec), spec), spec)
-    return _gradients(_masked(_jacobian(y, dy.astype(spec.compute_dtype), spec), kept, spec), spec)
+    d = _masked(dy, kept, spec) if spec.drops_masked else dy.astype(spec.compute_dtype)
+    return _gradients(_masked(_jacobian(y, d, spec), kept, spec), spec)
 
 
 def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
@@ -60,7 +62,7 @@ def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
     if kept is None:
         y = shifted - jnp.log(total)
     else:
-        y = jnp.where(kept, shifted - jnp.log(_nonempty(total, kept, spec)), -jnp.inf)
+        y = jnp.where(kept, shifted - jnp.log(_nonempty(total, kept, shifted, spec)), -jnp.inf)
     return Results(y.astype(spec.y_dtype))
 
 
@@ -124,7 +126,7 @@ def _shifted(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Arra
     m = row_max(z, spec)
     if kept is not None and spec.drops_masked:
         # An empty row would be -inf - -inf = NaN; a genuine row of -inf stays NaN.
-        m = jnp.where(row_any(kept, spec), m, 0)
+        m = jnp.where(row_any(kept, z, spec), m, 0)
     return kept, z - m
 
 
@@ -144,15 +146,16 @@ def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Arr
     return reached if mask is None else mask & reached
 
 
-def _nonempty(total: jax.Array, kept: jax.Array, spec: Spec) -> jax.Array:
-    """The row sums, with 1 for a row that keeps nothing."""
-    return jnp.where(row_any(kept, spec), total, 1)
+def _nonempty(total: jax.Array, kept: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
+    """The row sums, with 1 for a row that keeps nothing; `like` has whole rows."""
+    return jnp.where(row_any(kept, like, spec), total, 1)
 
 
 def _masked(v: jax.Array, kept: jax.Array | None, spec: Spec) -> jax.Array:
-    """v with masked entries zeroed *before* any product: 0 * inf would poison the row.
+    """v with masked entries set to 0, by a selection.
 
-    A cotangent before them in the backward, a tangent in its transpose.
+    Before any product, or 0 * inf would poison the row; and after the products with sums over the
+    row, which NaN of one entry would carry to the masked ones.
     """
     v = v.astype(spec.compute_dtype)
     return v if kept is None else jnp.where(kept, v, 0)

@@ -16,6 +16,9 @@ log_softmax   sum(dz) = sum(d) (1 - sum(exp(y)))
 What takes no part has y = 0, or -inf, and its d counts as 0, infinite though it may be. softmax
 looks at y alone and reads no mask: a cotangent of what has rounded to 0 is dropped, too. With a
 finite `Spec.masked_logit` it does: what is not kept has its y, and dz = 0.
+
+If a cotangent of the row is NaN or infinite, so is the sum, and 0 times the sum is NaN. So calls
+with a mask, or causal ones, select 0 in place of a multiple of y = 0 or exp(y) = 0.
 """
 
 import dataclasses
@@ -80,10 +83,19 @@ class SoftmaxFormula:
         if self.spec.renormalises:
             (weight,) = weights
             total /= jnp.where(weight == 0.0, 1.0, weight)
-        dz = d - self._exp(y) * total if self._is_log else y * (d - total)
+        if self._is_log:
+            dz = d - self._unless_masked(y, self._exp(y) * total)
+        else:
+            dz = self._unless_masked(y, y * (d - total))
         if keep:
             dz = jnp.where(keep[0], dz, 0.0)
         return [scaled(dz, self.spec)], [dz] * self.column_sums
+
+    def _unless_masked(self, y: jax.Array, multiple: jax.Array) -> jax.Array:
+        """A multiple of y or exp(y), selected to be 0 where that factor is, if rows are masked."""
+        if not self.spec.drops_entries:
+            return multiple
+        return jnp.where(y == (-jnp.inf if self._is_log else 0.0), 0.0, multiple)
 
     def _exp(self, y: jax.Array) -> jax.Array:
         widest = max(self.spec.x_dtype.itemsize, self.spec.y_dtype.itemsize)
