@@ -29,13 +29,13 @@ class Collective:
 
     Attributes:
       name: its opcode, such as "all-gather".
-      array: the dtype and shape of its result, such as "bf16[16,64]"; several if it is a tuple.
+      arrays: dtypes and shapes of its results, such as "bf16[16,64]": XLA combines collectives.
       size: bytes that each device sends in one run, by a ring or directly.
       runs: how often it runs: more than once in a loop.
     """
 
     name: str
-    array: str
+    arrays: tuple[str, ...]
     size: int
     runs: int
 
@@ -62,7 +62,7 @@ def collectives(text: str, devices: int) -> list[Collective]:
         return trips * runs(outer) if outer else 1
 
     return [
-        Collective(found[1], " ".join(arrays), _sent(found[1], arrays, line, devices), runs(name))
+        Collective(found[1], tuple(arrays), _sent(found[1], arrays, line, devices), runs(name))
         for name, instructions in computations.items()
         for opcode, kind, line in instructions
         if (found := _COLLECTIVE.match(opcode))

@@ -390,3 +390,30 @@ def test_extra_passes_of_a_compiled_program():
 
 def test_scopes_of_kernels():
     assert hlo.scopes(PROGRAM) == {"x_1": "x"}
+
+
+COLLECTIVES = """
+%body.1 (param: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %all-reduce.1 = f32[8]{0} all-reduce(%x), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+}
+ENTRY %main.2 (param.1: f32[8]) -> f32[8] {
+  %w = (s32[], f32[8]) while(%tuple), body=%body.1, backend_config={"known_trip_count":{"n":"3"}}
+  %s = ((bf16[4,2]{1,0}), bf16[8,2]{1,0}) all-gather-start(%y), replica_groups=[4,2]<=[8]
+  %d = bf16[8,2]{1,0} all-gather-done(%s)
+  %p = f32[16]{0} all-reduce(%z), replica_groups=[1,8]<=[8], to_apply=%add.promoted
+  ROOT %r = f32[8]{0} reduce-scatter(%v), replica_groups=mesh['data'=4,'model'=2] {'data'}
+}
+"""
+
+
+def test_collectives_of_a_program():
+    """The bytes that a device sends: by a ring, of promoted sums half, in a loop each time."""
+    found = hlo.collectives(COLLECTIVES, 8)
+    assert [(each.name, each.size, each.runs) for each in found] == [
+        ("all-reduce", 2 * 32 * 3 // 4, 3),
+        ("all-gather", 32 // 2, 1),
+        ("all-reduce", 2 * 32 * 7 // 8, 1),
+        ("reduce-scatter", 32 * 3, 1),
+    ]
+    assert found[0].bytes == 3 * found[0].size
+    assert found[1].arrays == ("bf16[8,2]",)
