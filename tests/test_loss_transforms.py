@@ -106,6 +106,7 @@ def test_vmap(in_axes, function):
     np.testing.assert_allclose(outside, expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.remat
 @pytest.mark.parametrize(
     ("function", "name", "count"),
     [(cross_entropy, NAME, 2), (mixture, "log_prob_and_entropy", 4)],

@@ -61,6 +61,7 @@ def trained_on_one_device():
     return [np.asarray(a) for a in jax.tree.leaves(gradient(*training_operands()))]
 
 
+@pytest.mark.remat
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize(
     "transform",
