@@ -297,6 +297,7 @@ def test_derivatives(name, derivative, implementation):
     check(*FUNCTIONS[name], DERIVATIVES[derivative], None, implementation)
 
 
+@pytest.mark.remat
 # Each function under each transformation; the derivatives in turn, so that each function and each
 # transformation meets all of them.
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def test_derivatives(derivative, pair):
     check(*PAIRS[pair], DERIVATIVES[derivative], None, "xla")
 
 
+@pytest.mark.remat
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("transformation", ["scan", "checkpoint", "save_policy", "jit", "vmap"])
 @pytest.mark.parametrize("pair", PAIRS)

@@ -122,6 +122,7 @@ def step_of(block):
     return jax.value_and_grad(lambda w, x: jnp.sum(jnp.sin(block(x, w))), argnums=(0, 1))
 
 
+@pytest.mark.remat
 def test_no_product_of_a_block_runs_twice(of_docs):
     block, x = of_docs["llama_block"], jnp.ones((2, 32, 256))
     expected = {

@@ -92,6 +92,7 @@ each = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.remat
 @each
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.usefixtures("x64")

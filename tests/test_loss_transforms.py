@@ -112,6 +112,7 @@ def test_vmap(in_axes, function):
     assert_computes(outside, expected, whole[0])
 
 
+@pytest.mark.remat
 @pytest.mark.parametrize(
     ("function", "name", "count"),
     [(cross_entropy, NAME, 2), (mixture, "log_prob_and_entropy", 4)],

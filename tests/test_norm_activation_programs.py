@@ -134,6 +134,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.remat
 @pytest.mark.parametrize("around", WRAPPED)
 def test_what_is_made_again(around):
     """By the policy of the library, nothing; without one, all of a checkpointed block."""

@@ -48,6 +48,7 @@ def test_derivatives(derivative):
     check(plain, ours, DERIVATIVES[derivative], None, "xla")
 
 
+@pytest.mark.remat
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("transformation", ["scan", "save_policy", "vmap"])
 def test_under_transformations(transformation):

@@ -69,6 +69,7 @@ def test_an_unused_result_costs_no_pass_backward(used):
     assert [len(operands.split()) for operands in backward] == ([4] if used == 0 else [])
 
 
+@pytest.mark.remat
 @pytest.mark.parametrize("around", ["plain", "save_policy"])
 @pytest.mark.parametrize(
     ("name", "save", "kept"),

@@ -61,6 +61,7 @@ def trained_on_one_device():
     return analyse(gradient_of(lambda f: f), *training_operands())
 
 
+@pytest.mark.remat
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize(
     "transform",
