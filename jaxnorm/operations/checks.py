@@ -267,6 +267,24 @@ def integer_array(function: str, name: str, value: ArrayLike) -> jax.Array:
     return array
 
 
+def not_one_hot(
+    function: str, labels: ArrayLike, logits: tuple[int, ...], axes: tuple[int, ...]
+) -> None:
+    """Raises if labels have the shape of logits, as one-hot labels or probabilities have."""
+    shape = getattr(labels, "shape", None)
+    if shape != logits:
+        return
+    expected = tuple(size for axis, size in enumerate(logits) if axis not in axes)
+    axis = axes[0] if len(axes) == 1 else axes
+    fix = f"jnp.argmax(labels, axis={axis})"
+    if len(axes) > 1:
+        fix = f"jnp.argmax of labels with their axes {axes} reshaped to one"
+    raise ValueError(
+        f"{function}: labels have shape {shape}, that of the logits, as one-hot labels have; "
+        f"expected {expected}, the number of a class for each position; convert them, e.g. {fix}"
+    )
+
+
 def _in_32_bits(value: np.ndarray) -> np.ndarray:
     """64-bit integers within 32 bits: without 64-bit types JAX would wrap them."""
     if value.dtype.name not in ("int64", "uint64"):

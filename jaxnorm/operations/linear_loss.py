@@ -157,6 +157,9 @@ def of_linear_logits(
     """The results of a function of linear logits, after the checks; `options` are of `Head`."""
     x = checks.float_array(function, "x", x)
     weight = checks.float_array(function, "weight", weight)
+    if x.ndim and weight.ndim == 2:
+        logits = (*x.shape[:-1], weight.shape[1])
+        checks.not_one_hot(function, labels, logits, (len(logits) - 1,))
     labels = checks.integer_array(function, "labels", labels)
     _check_shapes(function, x, weight, labels)
     arrays = [x, weight]
@@ -195,6 +198,7 @@ def _where(
     """Weights of positions, of labels' shape, or a mask of classes; and whether it is that."""
     function, of_labels = head.function, x.shape[:-1]
     if function == NAME:
+        _refuse_classes(where, x.shape, weight.shape[1])
         loss_dtype = checks.arithmetic_dtype(*head.dtypes(x.dtype, weight.dtype))
         array = checks.weights(function, "where", where, loss_dtype)
     else:
@@ -210,6 +214,20 @@ def _where(
             f"{', or how much' if function == NAME else classes}; reshape where, e.g. where[None]"
         )
     return jnp.broadcast_to(array, of_labels), False
+
+
+def _refuse_classes(where: checks.ArrayLike, x: tuple[int, ...], classes: int) -> None:
+    """Raises where the loss is given a mask of classes."""
+    shape = getattr(where, "shape", ())
+    if len(shape) != len(x) or shape[-1] not in (1, classes):
+        return
+    raise ValueError(
+        f"{NAME}: where has shape {shape}, with the axis of the classes, as a mask of classes has; "
+        f"expected one that broadcasts to labels' shape {x[:-1]}, for positions, because this "
+        "function takes no mask of classes. If all positions share the mask, add it to the bias, "
+        "e.g. bias=jnp.where(mask, 0, -jnp.inf); else use "
+        "-jaxnorm.linear_log_prob_and_entropy(x, weight, labels, where=mask)[0], which takes one"
+    )
 
 
 def _check_shapes(function: Function, x: jax.Array, weight: jax.Array, labels: jax.Array) -> None:

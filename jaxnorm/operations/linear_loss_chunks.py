@@ -12,10 +12,10 @@ One loop over chunks of rows makes all of a pass. Its three products are XLA's:
                               (cuBLAS' beta = 1), since the sum is the only use of what the loop
                               carries
 
-dlogits are of the products' dtype, and those of the sum of the losses, of the size of
-probabilities: all other factors are applied in float32, because float16 would lose what is below
-6e-8, and float32 what is below 1e-45. 1 / n and `logits_scale` multiply the products. A row's weight
-or cotangent multiplies its row of dx and, in weight's gradient, its row of x.
+dlogits are in the products' dtype and of the size of probabilities. All other factors are applied
+in float32, because float16 would lose what is below 6e-8, and float32 what is below 1e-45. 1 / n
+and `logits_scale` multiply the products. A row's weight or cotangent multiplies its row of dx and,
+in weight's gradient, its row of x.
 """
 
 import functools

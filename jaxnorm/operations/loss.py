@@ -134,10 +134,11 @@ def of_rows(
       options: of `loss_call`.
     """
     logits = checks.float_array(function, "logits", logits)
-    labels = checks.integer_array(function, "labels", labels)
     shape = logits.shape
     in_order = checks.axes_in_order(function, axis, shape, of="logits")
     axes = tuple(sorted(in_order))
+    checks.not_one_hot(function, labels, shape, axes)
+    labels = checks.integer_array(function, "labels", labels)
     mask = weights = None
     if where is not None:
         array = (
