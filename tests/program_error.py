@@ -130,15 +130,15 @@ def _run(jaxpr: Any, consts: Any, operands: Any) -> list[Value]:
 
 def _equation(equation: Any, operands: list[Value]) -> list[Value]:
     name, params = equation.primitive.name, equation.params
-    if name in _CONTROL:
-        return _CONTROL[name](operands, **params)
-    if name in _IDENTITIES:
-        return operands
-    is_simple = not name.startswith("jaxnorm.") and not {*params} & _INNER
+    is_simple = not (name.startswith("jaxnorm.") or name in _LOOPS or {*params} & _INNER)
     if is_simple and not (_has_floats(equation.outvars) and _has_floats(equation.invars)):
         results = equation.primitive.bind(*map(_as_jax, operands, equation.invars), **params)
         results = results if equation.primitive.multiple_results else [results]
         return [*map(exact, results)]
+    if name in _CONTROL:
+        return _CONTROL[name](operands, **params)
+    if name in _IDENTITIES:
+        return operands
     if name in _RULES:
         (variable,) = equation.outvars
         result, rounding = _RULES[name](operands, **params)
@@ -312,27 +312,33 @@ def _matmul(operands, dimension_numbers, **_):
     return Value(product(a.value, b.value), error), SAFETY * math.sqrt(n) * magnitude
 
 
-def _convolution(operands, dimension_numbers, **params):
-    a, b = operands
+def _bilinear(function: Callable, terms: Callable) -> Callable:
+    """Products that JAX itself sums; ``terms(b, params)`` says how many for each result."""
 
-    def product(x, y):
-        with jax.enable_x64(True):
-            given = params | {"preferred_element_type": np.dtype("float64")}
-            return np.asarray(
-                jax.lax.conv_general_dilated_p.bind(
-                    jnp.asarray(x), jnp.asarray(y), dimension_numbers=dimension_numbers, **given
-                )
-            )
+    def rule(operands, **params):
+        (a, b), rest = operands[:2], [jnp.asarray(o.value) for o in operands[2:]]
 
-    n = b.value.size / b.value.shape[dimension_numbers.rhs_spec[0]]
-    sizes = np.abs(a.value), np.abs(b.value)
-    error = product(sizes[0], b.error) + product(a.error, sizes[1]) + product(a.error, b.error)
-    return Value(product(a.value, b.value), error), SAFETY * math.sqrt(n) * product(*sizes)
+        def product(x, y):
+            with jax.enable_x64(True):
+                given = params | {"preferred_element_type": np.dtype("float64")}
+                return np.asarray(function(jnp.asarray(x), jnp.asarray(y), *rest, **given))
+
+        sizes, n = (np.abs(a.value), np.abs(b.value)), terms(b.value, params)
+        error = product(sizes[0], b.error) + product(a.error, sizes[1]) + product(a.error, b.error)
+        return Value(product(a.value, b.value), error), SAFETY * math.sqrt(n) * product(*sizes)
+
+    return rule
+
+
+def _convolved(b: np.ndarray, params: dict[str, Any]) -> float:
+    return b.size / b.shape[params["dimension_numbers"].rhs_spec[0]]
 
 
 def _convert(operands, new_dtype, **_):
     (x,) = operands
-    return Value(x.value, x.error), np.abs(x.value)
+    # What the new dtype represents is not rounded.
+    is_rounded = (x.error > 0) | (x.value.astype(new_dtype).astype(np.float64) != x.value)
+    return Value(x.value, x.error), np.abs(x.value) * is_rounded
 
 
 def _added(sign: int) -> Callable:
@@ -460,7 +466,9 @@ _RULES: dict[str, Callable] = {
     "clamp": _choice(lambda least, x, most: np.clip(x, least, most)),
     "select_n": _select,
     "dot_general": _matmul,
-    "conv_general_dilated": _convolution,
+    "conv_general_dilated": _bilinear(jax.lax.conv_general_dilated_p.bind, _convolved),
+    # At most all rows of the weight, or all rows of the activations where those are summed.
+    "ragged_dot_general": _bilinear(jax.lax.ragged_dot_general, lambda b, _: max(b.shape)),
     "convert_element_type": _convert,
     "reduce_precision": lambda operands, exponent_bits, mantissa_bits: (
         operands[0],
@@ -553,6 +561,7 @@ def _unstack(operands, *, axis, **_):
     return [Value(*fields) for fields in zip(*fields)]
 
 
+_LOOPS = {"scan", "while", "cond"}
 _CONTROL: dict[str, Callable] = {
     "scan": _scan,
     "while": _while,
