@@ -4,11 +4,11 @@ import functools
 import re
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from programs import equations
 from test_recipes import page
 
 from jaxnorm import memory_report
@@ -35,11 +35,8 @@ def flash(q, k, v):
 
 
 def names_of(jaxpr):
-    """Of all equations, also inside of others."""
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            yield from names_of(inner)
+    """The primitives of all equations, also inside of others."""
+    return (equation.primitive.name for equation in equations(jaxpr))
 
 
 # ------------------------------------------------------------------------- its output, kept once
