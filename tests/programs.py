@@ -1,4 +1,4 @@
-"""What the equations of a program are, in its loops and calls, too."""
+"""A walk over all equations of a traced program."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ import jax.extend.core
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation of a jaxpr, each before those of its own jaxprs.
+    """Yield every equation of a jaxpr, including those of nested jaxprs.
 
     JAX's next rematerialisation (``jax_remat3``) is a primitive of a high-level type, whose jaxpr
     `jaxprs_in_params` does not return.
