@@ -4,12 +4,12 @@ import functools
 import re
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from program_error import assert_computes
+from programs import equations
 from test_recipes import page
 
 from jaxnorm import memory_report
@@ -36,11 +36,8 @@ def flash(q, k, v):
 
 
 def names_of(jaxpr):
-    """Of all equations, also inside of others."""
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            yield from names_of(inner)
+    """The primitives of all equations, also inside of others."""
+    return (equation.primitive.name for equation in equations(jaxpr))
 
 
 # ------------------------------------------------------------------------- its output, kept once
@@ -123,7 +120,19 @@ def step_of(block):
     return jax.value_and_grad(lambda w, x: jnp.sum(jnp.sin(block(x, w))), argnums=(0, 1))
 
 
+@pytest.fixture
+def custom_vjp3():
+    """Under ``jax_remat3`` policies see names in a `jax.custom_vjp` with this setting alone."""
+    is_next = getattr(jax.config, "jax_remat3", False)
+    if is_next:
+        jax.config.update("jax_custom_vjp3", True)
+    yield
+    if is_next:
+        jax.config.update("jax_custom_vjp3", False)
+
+
 @pytest.mark.remat
+@pytest.mark.usefixtures("custom_vjp3")
 def test_no_product_of_a_block_runs_twice(of_docs):
     block, x = of_docs["llama_block"], jnp.ones((2, 32, 256))
     expected = {
@@ -132,7 +141,10 @@ def test_no_product_of_a_block_runs_twice(of_docs):
         "names": (jax.checkpoint(block, policy=of_docs["products"]), 27),
     }
     for name, (around, number) in expected.items():
-        assert products_in(step_of(around), of_docs["params"], x) == (number, number), name
+        made, compiled = products_in(step_of(around), of_docs["params"], x)
+        assert compiled == number, name
+        # The jaxpr of the next rematerialisation has products that nothing uses.
+        assert made == number or getattr(jax.config, "jax_remat3", False), name
 
 
 def test_gradients_are_those_without_names(of_docs):

@@ -92,9 +92,12 @@ def name_of_linear(result: str, a: jax.Array) -> jax.Array:
 def _remat3() -> tuple[dict[Any, Any], Callable[..., Any], Callable[..., Any]] | None:
     """Return what JAX has for its next rematerialisation; None if it is not as expected.
 
-    Private, and tried on jax 0.11.2 and 0.12.0.1. Without it, results and gradients are right, but
-    under ``jax_remat3`` policies save nothing that our functions name.
+    The registry is private, and was tried on jax 0.12.0.1; the rules of jax 0.11 have another form.
+    Without it, results and gradients are right, but under ``jax_remat3`` policies save nothing
+    that our functions name.
     """
+    if jax.__version_info__ < (0, 12):
+        return None
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src.interpreters import remat as private
         from jax.ad_checkpoint import checkpoint_name_fwd
