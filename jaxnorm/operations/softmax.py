@@ -171,7 +171,7 @@ def _softmax_of(
         logits_bias_dtype=None if bias is None else bias.dtype,
         causal=causal,
     )
-    checks.finite_in(function, spec.compute_dtype, scale=spec.logits_scale)
+    checks.finite_in(function, spec.compute_dtype, {"scale": spec.logits_scale})
     call = Call.of(function, spec, view, implementation).on(view)
     if bias is not None:
         bias = sharding.broadcast_alike(bias, x)
