@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -360,7 +360,11 @@ def positive(function: str, name: str, value: float) -> float:
 
 
 def finite_in(
-    function: str, dtype: np.dtype, *, above_zero: bool = False, **numbers: float | None
+    function: str,
+    dtype: np.dtype,
+    numbers: Mapping[str, float | None],
+    *,
+    above_zero: bool = False,
 ) -> None:
     """Raises unless numbers are finite in the dtype of the arithmetic; and still above 0 there."""
     for name, value in numbers.items():

@@ -218,7 +218,7 @@ def _where(
 
 def _refuse_classes(where: checks.ArrayLike, x: tuple[int, ...], classes: int) -> None:
     """Raises where the loss is given a mask of classes."""
-    shape = getattr(where, "shape", ())
+    shape: tuple[int, ...] = getattr(where, "shape", ())
     if len(shape) != len(x) or shape[-1] not in (1, classes):
         return
     raise ValueError(

@@ -216,11 +216,14 @@ def check_numbers(
     function: str, dtype: np.dtype, logits_scale: float, logit_softcap: float | None, z_loss: float
 ) -> None:
     """Raises unless the dtype of the arithmetic holds the numbers of a loss."""
-    checks.finite_in(function, dtype, z_loss=z_loss)
-    positive = {"logits_scale": logits_scale, "logit_softcap": logit_softcap}
+    checks.finite_in(function, dtype, {"z_loss": z_loss})
+    positive: dict[str, float | None] = {
+        "logits_scale": logits_scale,
+        "logit_softcap": logit_softcap,
+    }
     if logit_softcap is not None:
         positive["logits_scale / logit_softcap"] = logits_scale / logit_softcap
-    checks.finite_in(function, dtype, above_zero=True, **positive)
+    checks.finite_in(function, dtype, positive, above_zero=True)
 
 
 def softcap(function: str, value: float | None) -> float | None:

@@ -73,7 +73,7 @@ def norm_call(
         **options,
     )
     numbers = {"epsilon": spec.epsilon, "scale_offset": spec.scale_offset}
-    checks.finite_in(function, spec.compute_dtype, **numbers)
+    checks.finite_in(function, spec.compute_dtype, numbers)
     return Call.of(function, spec, view, implementation).on(view)
 
 

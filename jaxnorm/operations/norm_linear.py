@@ -225,7 +225,7 @@ def _call_of(
         precision=jax.config.jax_default_matmul_precision,
     )
     numbers = {"epsilon": spec.epsilon, "scale_offset": spec.scale_offset}
-    checks.finite_in(NAME, spec.compute_dtype, **numbers)
+    checks.finite_in(NAME, spec.compute_dtype, numbers)
     norm = norm_call(
         "rms_norm",
         jax.ShapeDtypeStruct(shape, spec.x_dtype),

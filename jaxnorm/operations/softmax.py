@@ -202,7 +202,7 @@ def softmax_call(
         logits_bias_dtype=None if bias is None else bias.dtype,
         causal=causal,
     )
-    checks.finite_in(function, spec.compute_dtype, scale=spec.logits_scale)
+    checks.finite_in(function, spec.compute_dtype, {"scale": spec.logits_scale})
     if bias is not None:
         bias = sharding.broadcast_alike(bias, x)
     return Call.of(function, spec, view, implementation).on(view), mask, bias
