@@ -29,13 +29,13 @@ class Collective:
 
     Attributes:
       name: its opcode, such as "all-gather".
-      arrays: dtypes and shapes of its results, such as "bf16[16,64]": XLA combines collectives.
+      array: the dtype and shape of its result, such as "bf16[16,64]".
       size: bytes that each device sends in one run, by a ring or directly.
       runs: how often it runs: more than once in a loop.
     """
 
     name: str
-    arrays: tuple[str, ...]
+    array: str
     size: int
     runs: int
 
@@ -45,9 +45,9 @@ class Collective:
 
 
 def collectives(text: str, devices: int) -> list[Collective]:
-    """The collectives of a compiled program for so many devices.
+    """The collectives of a compiled program for so many devices, of each array one.
 
-    A loop of which XLA does not state how often it runs counts once.
+    XLA combines collectives, and an all-to-all may have an array for each device. A loop of which XLA does not state how often it runs counts once.
     """
     computations = dict(_computations(text))
     loops = {}  # The computation that has the loop, and how often this runs, by the loop's body.
@@ -62,11 +62,11 @@ def collectives(text: str, devices: int) -> list[Collective]:
         return trips * runs(outer) if outer else 1
 
     return [
-        Collective(found[1], tuple(arrays), _sent(found[1], arrays, line, devices), runs(name))
+        Collective(found[1], array, _sent(found[1], array, line, devices), runs(name))
         for name, instructions in computations.items()
         for opcode, kind, line in instructions
         if (found := _COLLECTIVE.match(opcode))
-        for arrays in [_results(opcode, kind)]
+        for array in _results(opcode, kind)
     ]
 
 
@@ -76,14 +76,11 @@ def _results(opcode: str, kind: str) -> list[str]:
     return arrays[len(arrays) // 2 :] if opcode.endswith("-start") else arrays
 
 
-def _sent(name: str, arrays: Sequence[str], line: str, devices: int) -> int:
-    """Bytes that a device sends, from those of the result and the size of a group of devices."""
-    size = sum(map(_bytes, arrays))
-    if "promoted" in line:  # A CPU adds numbers of 16 bits up in 32.
-        size //= 2
+def _sent(name: str, array: str, line: str, devices: int) -> int:
+    """Bytes that a device sends, from the array of the result and the size of a group of devices."""
     n = _group(line, devices)
     factors = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1, "collective-permute": 1}
-    return round(size * factors.get(name, (n - 1) / n))
+    return round(_bytes(array) * factors.get(name, (n - 1) / n))
 
 
 def _bytes(array: str) -> int:

@@ -400,20 +400,20 @@ ENTRY %main.2 (param.1: f32[8]) -> f32[8] {
   %w = (s32[], f32[8]) while(%tuple), body=%body.1, backend_config={"known_trip_count":{"n":"3"}}
   %s = ((bf16[4,2]{1,0}), bf16[8,2]{1,0}) all-gather-start(%y), replica_groups=[4,2]<=[8]
   %d = bf16[8,2]{1,0} all-gather-done(%s)
-  %p = f32[16]{0} all-reduce(%z), replica_groups=[1,8]<=[8], to_apply=%add.promoted
+  %p = f32[16]{0} all-reduce(%z), replica_groups=[1,8]<=[8], to_apply=%add
   ROOT %r = f32[8]{0} reduce-scatter(%v), replica_groups=mesh['data'=4,'model'=2] {'data'}
 }
 """
 
 
 def test_collectives_of_a_program():
-    """The bytes that a device sends: by a ring, of promoted sums half, in a loop each time."""
+    """The bytes that a device sends: by a ring, and in a loop each time."""
     found = hlo.collectives(COLLECTIVES, 8)
     assert [(each.name, each.size, each.runs) for each in found] == [
         ("all-reduce", 2 * 32 * 3 // 4, 3),
         ("all-gather", 32 // 2, 1),
-        ("all-reduce", 2 * 32 * 7 // 8, 1),
+        ("all-reduce", 2 * 64 * 7 // 8, 1),
         ("reduce-scatter", 32 * 3, 1),
     ]
     assert found[0].bytes == 3 * found[0].size
-    assert found[1].arrays == ("bf16[8,2]",)
+    assert found[1].array == "bf16[8,2]"

@@ -2,6 +2,8 @@
 
 Each function is compiled for eight CPU devices with a stand-in for a kernel (Auto axes), as XLA's
 code (Auto axes), and with Explicit axes; plain JAX with Auto axes, where XLA chooses what to do.
+Arrays are float32, because XLA's code for CPUs exchanges numbers of 16 bits as such of 32:
+`mosaic/test_mesh_programs.py` looks at the dtypes in programs for GPUs.
 """
 
 import contextlib
@@ -41,7 +43,7 @@ class Kernels(StandIn):
         return getattr(xla, name)
 
     def supports(self, spec):
-        return "rows are split" if spec.cols_over else None
+        return "plain JAX's" if spec.cols_over or spec.rotated else None
 
 
 class Function(NamedTuple):
@@ -242,8 +244,7 @@ def operands(kinds: Sequence[str]) -> list[Any]:
         shape = SHAPES[kind]
         if kind == "labels":
             return rng.integers(0, CLASSES, shape).astype(np.int32)
-        dtype = np.float32 if kind in PRODUCTS | {"scale"} else jnp.bfloat16
-        return rng.normal(size=shape).astype(dtype)
+        return rng.normal(size=shape).astype(np.float32)
 
     return [*map(operand, kinds)]
 
@@ -256,6 +257,8 @@ EXCEPTIONS = {
     # Plain JAX sums logits, which here have no more rows than the head: 128. The exchange of x is
     # what is added. Heads are smaller than logits in training.
     ("linear_softmax_cross_entropy", "tensor, inputs", "*"): "few rows",
+    # XLA has each device normalise a part of x, which is replicated; a kernel has whole rows.
+    ("rms_norm_linear", "weight alone", "kernel"): "the kernel's rows are whole",
     # JAX sums a gradient over all devices before it reshards it to the weight's own sharding.
     ("rms_norm_linear", "sequence and outputs", "explicit"): "the transpose of reshard",
     ("gated_linear", "sequence and outputs", "explicit"): "the transpose of reshard",
@@ -283,7 +286,7 @@ def exchanged(
     jitted = jax.jit(step, out_shardings=tuple(shardings[i] for i in wrt))
     text = jitted.lower(*arrays).compile().as_text()
     found = hlo.collectives(text, mesh.size)
-    return [each for each in found if not all(array.endswith("[]") for array in each.arrays)]
+    return [each for each in found if not each.array.endswith("[]")]
 
 
 @functools.cache
@@ -305,7 +308,8 @@ def test_no_more_bytes_than_plain_jax(name, layout, way):
     with as_default(Kernels()) if way == "kernel" else contextlib.nullcontext():
         found = exchanged(run, kinds, its, "explicit" if way == "explicit" else "auto")
     expected = plain_exchanges(name, its)
-    if way == "xla":  # XLA may gather vectors of parameters more than once.
+    # XLA may gather vectors of parameters more than once. It runs all of a rotation's programs.
+    if way == "xla" or name == "rms_norm_rope":
         found, expected = ([c for c in side if large(c)] for side in (found, expected))
     ours, most = (sum(each.bytes for each in side) for side in (found, expected))
     excepted = any((name, layout, each) in EXCEPTIONS for each in (way, "*"))
@@ -314,4 +318,4 @@ def test_no_more_bytes_than_plain_jax(name, layout, way):
 
 def large(collective: hlo.Collective) -> bool:
     """Whether it exchanges arrays of more than one axis."""
-    return any("," in array for array in collective.arrays)
+    return "," in collective.array

@@ -73,13 +73,12 @@ def test_16_bits_are_exchanged(layout, mesh):
     text = step.lower(x, head, labels).compile().as_text()
     found = {}
     for each in hlo.collectives(text, mesh.size):
-        for array in each.arrays:
-            dtype, sizes = array.rstrip("]").split("[")
-            elements = math.prod(map(int, filter(None, sizes.split(","))))
-            if elements >= ROWS * D // 4:
-                assert dtype == "bf16", each
-                assert each.runs == 1, each
-                found.setdefault(each.name, []).append(elements)
+        dtype, sizes = each.array.rstrip("]").split("[")
+        elements = math.prod(map(int, filter(None, sizes.split(","))))
+        if elements >= ROWS * D // 4:
+            assert dtype == "bf16", each
+            assert each.runs == 1, each
+            found.setdefault(each.name, []).append(elements)
     # XLA gives an array other axes, but not another number of elements.
     assert {name: sorted(sizes) for name, sizes in found.items()} == {
         name: sorted(map(math.prod, shapes)) for name, shapes in expected.items()
