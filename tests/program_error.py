@@ -111,6 +111,15 @@ def assert_computes(
     assert_analysed(actual, analysed, other)
 
 
+def assert_same_results(ours: Callable, theirs: Callable) -> None:
+    """Two programs without operands have the same results, in the same dtypes."""
+    results, types = ours(), jax.eval_shape(theirs)
+    assert jax.tree.structure(results) == jax.tree.structure(types)
+    for a, b in zip(*map(jax.tree.leaves, (results, types)), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    assert_computes(results, theirs, like=ours)
+
+
 # ----------------------------------------------------------------------------------- the evaluation
 
 
@@ -356,8 +365,9 @@ def _by_jax(primitive: Any, adds: bool = False) -> Callable:
     """What moves elements and makes none, by JAX itself; `adds` if it may add some up."""
 
     def rule(operands, **params):
-        if adds:  # Its addition is of the program's dtype.
-            params |= {"update_jaxpr": None, "update_consts": ()}
+        if adds:  # The equation's own addition is of the program's dtype.
+            with jax.enable_x64(True):
+                params |= {"update_jaxpr": jax.make_jaxpr(jax.lax.add)(0.0, 0.0).jaxpr}
 
         def run(field):
             with jax.enable_x64(True):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from program_error import assert_computes
+from program_error import assert_computes, assert_same_results
 
 import jaxnorm
 import jaxnorm.nnx
@@ -65,11 +65,9 @@ def run(module, x, **call):
     return jax.vmap(lambda x: module(x, **call), axis_name=module.axis_name)(x)
 
 
-def assert_close(a, b, tolerance):
+def assert_same(a, b):
     assert (a.shape, a.dtype) == (b.shape, b.dtype)
-    np.testing.assert_allclose(
-        np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=tolerance, atol=tolerance
-    )
+    np.testing.assert_array_equal(a, b)
 
 
 @each
@@ -88,8 +86,7 @@ def test_every_argument(ours, theirs, arguments, dtype, save):
         np.testing.assert_array_equal(a, b)
     if "scale_metadata" in arguments:
         assert module.scale.get_metadata("note") == "gain"
-    y = run(reference, x)
-    assert_close(run(module, x), y, 2 * float(jnp.finfo(y.dtype).eps) + 1e-5)
+    assert_same_results(lambda: run(module, x), lambda: run(reference, x))
 
 
 @each
@@ -105,16 +102,17 @@ def test_gradients(ours, theirs, save):
         by_module, by_x = nnx.grad(loss, argnums=(0, 1))(module, x)
         return [*jax.tree.leaves(by_module), by_x]
 
-    for a, b in zip(grads(make(ours, **arguments, save=save)), grads(make(theirs, **arguments))):
-        assert_close(a, b, 1e-3)
+    module, reference = make(ours, **arguments, save=save), make(theirs, **arguments)
+    # Copies: what is differentiated must have been made by the program itself.
+    assert_same_results(lambda: grads(nnx.clone(module)), lambda: grads(nnx.clone(reference)))
 
 
 def test_mask_is_left_to_flax():
     x, mask = data(), data() > 0
     ours, theirs = make(jaxnorm.nnx.RMSNorm), make(nnx.RMSNorm)
-    assert_close(ours(x, mask), theirs(x, mask), 0)  # positional, as in Flax
+    assert_same(ours(x, mask), theirs(x, mask))  # positional, as in Flax
     ours, theirs = make(jaxnorm.nnx.LayerNorm), make(nnx.LayerNorm)
-    assert_close(ours(x, mask=mask), theirs(x, mask=mask), 0)
+    assert_same(ours(x, mask=mask), theirs(x, mask=mask))
 
 
 @each
@@ -169,19 +167,21 @@ def test_flax_state_loads(ours, theirs):
     trained = make(theirs, scale_init=nnx.initializers.normal(1.0))
     module = make(ours)
     nnx.update(module, nnx.state(trained))
-    assert_close(module(x), trained(x), 1e-5)
+    assert_same_results(lambda: module(x), lambda: trained(x))
 
 
 def test_parameters_are_cast_to_dtype_first():
     """As in Flax: with dtype=bfloat16 the float32 x is rounded before its statistics are taken."""
-    x = 1e3 + data()
+    x = 100 + data()
     module, reference = (
         make(m, dtype=jnp.bfloat16) for m in (jaxnorm.nnx.LayerNorm, nnx.LayerNorm)
     )
     reference.use_fast_variance = False
-    assert_close(module(x), reference(x), 0.02)
-    # The spacing of bfloat16 at 1000 is 4, which is more than the standard deviation of x.
-    assert np.abs(module(x) - make(jaxnorm.nnx.LayerNorm)(x)).max() > 1
+    rounded = x.astype(jnp.bfloat16)
+    assert_same(module(x), module(rounded))
+    assert_same_results(lambda: module(rounded), lambda: reference(rounded))
+    # The spacing of bfloat16 at 100 is half of the standard deviation of x.
+    assert np.abs(module(x) - make(jaxnorm.nnx.LayerNorm)(x)).max() > 0.1
 
 
 def test_a_param_is_an_array_to_the_functions():
@@ -208,11 +208,11 @@ def test_under_nnx_jit():
 def test_residual(ours, theirs, options, x_dtype, dtype):
     """(y, h): h = x + residual in the residual's dtype, and Flax's norm of h."""
     x, residual = data(x_dtype), jnp.sin(data(dtype))
-    y, h = make(ours, **options)(x, residual=residual)
+    _, h = make(ours, **options)(x, residual=residual)
     assert h.dtype == residual.dtype
     assert_computes(h, jnp.add, x, residual)
-    expected = make(theirs, dtype=options.get("dtype"))(x + residual)
-    assert_close(y, expected, 2 * float(jnp.finfo(expected.dtype).eps) + 1e-5)
+    module, reference = make(ours, **options), make(theirs, dtype=options.get("dtype"))
+    assert_same_results(lambda: module(x, residual=residual)[0], lambda: reference(x + residual))
 
 
 @each
@@ -221,4 +221,4 @@ def test_residual_of_a_call_that_is_left_to_flax(ours, theirs):
     mask = data() > -1
     y, h = make(ours)(x, mask=mask, residual=residual)
     assert_computes(h, jnp.add, x, residual)
-    assert_close(y, make(theirs)(h, mask=mask), 1e-6)
+    assert_same(y, make(theirs)(h, mask=mask))

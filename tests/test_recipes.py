@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference import SAFETY, unit_roundoff
+from reference import SAFETY, assert_within, exact, unit_roundoff
 from test_readme import ROOT, blocks
 
 import jaxnorm
@@ -53,7 +53,7 @@ def assert_close(ours, theirs):
     """Within 64 roundings of the largest element: SAFETY sqrt(n) of them for 256 products."""
     for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
         assert a.dtype == b.dtype
-        np.testing.assert_allclose(a, b, rtol=0, atol=ROUNDING * float(jnp.abs(b).max()))
+        assert_within(a, exact(b), ROUNDING * np.abs(exact(b)).max())
 
 
 @pytest.mark.parametrize("groups", [1, 4])
