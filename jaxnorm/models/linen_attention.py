@@ -35,9 +35,10 @@ def dot_product_attention(
     """:func:`flax.linen.dot_product_attention` with :func:`jaxnorm.softmax`.
 
     For ``linen.MultiHeadDotProductAttention(attention_fn=jaxnorm.linen.dot_product_attention)``.
-    Arguments, masking and results are Flax's; the softmax is computed in float32 for every dtype,
-    and the backward keeps the attention weights alone, where :func:`jax.nn.softmax` keeps two
-    arrays of their size (unless ``jax_softmax_custom_jvp`` is set).
+    Arguments and masking are Flax's. As there, the logits have the dtype of the computation. The
+    softmax is computed in float32 for every dtype. The backward pass saves only the attention
+    weights, where :func:`jax.nn.softmax` saves two arrays of their size (unless
+    ``jax_softmax_custom_jvp`` is set).
 
     Args:
       query, key, value: ``(batch..., length, heads, depth)``.
