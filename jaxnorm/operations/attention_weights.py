@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxnorm.calls.call import Call
 from jaxnorm.operations import products
 from jaxnorm.operations.softmax import softmax_call
-from jaxnorm.primitives import eager, remat, row_operations
+from jaxnorm.primitives import eager, row_operations
 
 
 @eager.compiled("query", "key", "where", "bias")
@@ -55,7 +55,8 @@ def attention_weights(
         "softmax", logits, where=where, scale=scale, bias=bias, causal=causal, dtype=query.dtype,
         masked_logit=fill,
     )  # fmt: skip
-    return _weights(call, precision, query, key, mask, bias)
+    (y,) = row_operations.bind(call, logits_of(precision, query, key), mask, bias)
+    return _with_narrow_derivative(call, precision, y, query, key, mask, bias)
 
 
 def logits_of(
@@ -77,24 +78,28 @@ def logits_of(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _weights(
+def _with_narrow_derivative(
     call: Call,
     precision: Any,
+    y: jax.Array,
     query: jax.Array,
     key: jax.Array,
     mask: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
-    (y,) = row_operations.bind(call, logits_of(precision, query, key), mask, bias)
+    """Return the weights y, with a derivative whose cotangent of the logits has 16 bits.
+
+    The caller computes y, so that policies of rematerialisation see its name. The rule replaces
+    the tangent of y; nothing computes the one that it ignores.
+    """
+    del call, precision, query, key, mask, bias
     return y
 
 
-@functools.partial(_weights.defjvp, symbolic_zeros=True)
+@functools.partial(_with_narrow_derivative.defjvp, symbolic_zeros=True)
 def _(call: Call, precision: Any, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-    query, key, mask, bias = primals
-    dquery, dkey, _, dbias = tangents
-    y = _weights(call, precision, *primals)
-    (y,) = remat.name(call, [y])
+    y, query, key, mask, bias = primals
+    _, dquery, dkey, _, dbias = tangents
     terms = []
     if products.nonzero(dquery) is not None:
         terms.append(logits_of(precision, dquery, key, query.dtype))
