@@ -47,7 +47,8 @@ class Collective:
 def collectives(text: str, devices: int) -> list[Collective]:
     """The collectives of a compiled program for so many devices, of each array one.
 
-    XLA combines collectives, and an all-to-all may have an array for each device. A loop of which XLA does not state how often it runs counts once.
+    XLA combines collectives, and an all-to-all may have an array for each device. A loop of which
+    XLA does not state how often it runs counts once.
     """
     computations = dict(_computations(text))
     loops = {}  # The computation that has the loop, and how often this runs, by the loop's body.
@@ -77,7 +78,7 @@ def _results(opcode: str, kind: str) -> list[str]:
 
 
 def _sent(name: str, array: str, line: str, devices: int) -> int:
-    """Bytes that a device sends, from the array of the result and the size of a group of devices."""
+    """Bytes that a device sends, from the result's array and the size of a group of devices."""
     n = _group(line, devices)
     factors = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1, "collective-permute": 1}
     return round(_bytes(array) * factors.get(name, (n - 1) / n))
