@@ -57,8 +57,10 @@ def test_values_and_gradients(ours, theirs, kind, with_bias, dtype):
         y, vjp = jax.vjp(lambda *a: f(*a, bias=bias, mask=mask), *operands)
         return [y, *vjp(jnp.cos(jnp.arange(y.size, dtype=dtype)).reshape(y.shape))]
 
-    # In bfloat16 the two round logits and weights at different places.
-    assert_same_results(lambda: both(ours), lambda: both(theirs))
+    # The two round logits and weights at different places. Of ours, an analysis gives no bound in
+    # bfloat16: it does not know that the weights of a row sum to 1, and the gradient divides by
+    # that sum.
+    assert_same_results(lambda: both(ours), lambda: both(theirs), as_accurate=True)
 
 
 @each
