@@ -26,8 +26,10 @@ _BUFFERS = frozenset(
 # XLA makes no slice of a result of these, unless it does so of an operand.
 _ELEMENTWISE = frozenset(
     f"stablehlo.{name}"
-    for name in ("add", "broadcast_in_dim", "constant", "convert", "divide", "logistic")
-    + ("maximum", "multiply", "negate", "reshape", "rsqrt", "subtract", "tanh", "transpose")
+    for name in (
+        *("add", "broadcast_in_dim", "constant", "convert", "divide", "logistic", "maximum"),
+        *("multiply", "negate", "reshape", "rsqrt", "subtract", "tanh", "transpose"),
+    )
 )
 # How far back a program is followed.
 _DEPTH = 12
@@ -68,7 +70,8 @@ class _Program:
         if operation.name not in ("stablehlo.slice", "stablehlo.dynamic_slice"):
             return False
         unit = _offset_unit(operation)
-        is_aligned = self.whole and unit % ALIGNMENT == 0 or unit % _bytes(value.type) == 0
+        is_multiple = unit % _bytes(value.type) == 0
+        is_aligned = is_multiple or (self.whole and unit % ALIGNMENT == 0)
         return is_aligned and self.is_buffer(operation.operands[0], calls, _DEPTH)
 
     def origin(self, value: Any, calls: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:

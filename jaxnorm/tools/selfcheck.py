@@ -261,10 +261,15 @@ def operands_of(case: Case, dtype: str) -> tuple[Operands, dict[str, Any], dict[
     return Operands(floats, constants, cotangents), given, along
 
 
-def check(case: Case, dtype: str, form: Callable[[Passes], Passes] = lambda run: run) -> Outcome:
+def check(
+    case: Case,
+    dtype: str,
+    form: Callable[[Passes], Passes] = lambda run: run,
+    read: Callable[[np.ndarray], np.ndarray] = lambda a: a,
+) -> Outcome:
     """The errors of all results, and of all gradients.
 
-    `form` makes of the passes those that are run, which are to return the same values.
+    Tests run the passes in another `form`, from whose results `read` makes those of the passes.
     """
     options = _OPTIONS.get(backends.local_platform())
     both = jax.jit(form(passes(case)), compiler_options=options)
@@ -273,7 +278,7 @@ def check(case: Case, dtype: str, form: Callable[[Passes], Passes] = lambda run:
         operands, given, along = operands_of(case, dtype)
         implementations = _implementations(both.trace(operands).jaxpr)
         try:
-            results, gradients = jax.device_get(both(operands))
+            results, gradients = jax.tree.map(read, jax.device_get(both(operands)))
         except Exception as error:  # a kernel that does not compile or start is what is looked for
             said = str(error).strip().partition("\n")[0]
             return Outcome(case, dtype, implementations, failure=f"{type(error).__name__}: {said}")
