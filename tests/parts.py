@@ -101,5 +101,5 @@ def _address(line: str, body: str) -> Address:
 
 
 def kernels(text: str) -> int:
-    """How many calls of kernels a compiled program has."""
+    """Return the number of kernels' calls in a compiled program."""
     return sum(text.count(f'custom_call_target="{target}') for target in TARGETS)

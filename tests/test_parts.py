@@ -100,6 +100,8 @@ with_own_rule.defvjp(
     lambda saved, dy: jax.vjp(rms_norm, *saved)[1](dy),
 )
 
+checkpointed = jax.checkpoint(rms_norm)
+
 #: By name: a function, and what makes its arguments. Without copies, most of them would pass an
 #: unaligned address to a kernel.
 PATTERNS = {
@@ -168,6 +170,14 @@ PATTERNS = {
         lambda x, g: with_own_rule(x[1:].reshape(256, 1024), g[1:]),
         lambda: (normal(256 * 1024 + 1), ones(1025)),
     ),
+    "custom_vjp of aligned and unaligned slices": (
+        lambda x, g: with_own_rule(with_own_rule(x, g[:1024]), g[1025:]),
+        lambda: (normal(256, 1024), ones(2049)),
+    ),
+    "checkpoint of aligned and unaligned slices": (
+        lambda x, g: checkpointed(checkpointed(x, g[:1024]), g[1025:]),
+        lambda: (normal(256, 1024), ones(2049)),
+    ),
     "jit in jit": (
         lambda x, g: jax.jit(lambda x, g: rms_norm(x[1], g[1]))(
             x[1:].reshape(2, 256, 1024), g[1:].reshape(2, 1024)
@@ -184,10 +194,9 @@ PATTERNS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PATTERNS)
 def test_patterns(name):
-    """Results are those of copies, to the last bit. The gradient runs, too.
+    """Results are those of copies, to the last bit: outside `jax.jit`, each slice is a copy.
 
-    Outside `jax.jit` each slice is an array of its own, and the kernels are the same. Values of
-    gradients are tested above.
+    The gradient runs, too; its values are tested above.
     """
     function, make = PATTERNS[name]
     operands = make()

@@ -32,7 +32,7 @@ def compiled(compiler: Compiler, function, *operands) -> str:
     shapes = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=compiler.sharding), operands
     )
-    # A function that JAX has not traced: what it has traced knows no patch of `buffers`.
+    # A new function, so that JAX traces it with the present functions of `buffers`.
     return jax.jit(lambda *a: function(*a)).lower(*shapes).compile().as_text()
 
 
@@ -162,7 +162,7 @@ def unrolled(x, scale, weights):
 
 
 def operations(text: str) -> collections.Counter[str]:
-    """How many of each operation a program has, and how many of each kind of fusion."""
+    """Count the operations of a program by name, and its fusions by kind."""
     lines = re.findall(r"^ +(?:ROOT )?%[\w.-]+ = .*? ([a-z][\w-]*)\((.*)$", text, re.MULTILINE)
     kinds = (re.search(r"kind=(\w+)", rest) for _, rest in lines)
     return collections.Counter(
