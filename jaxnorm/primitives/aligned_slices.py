@@ -31,6 +31,8 @@ _ELEMENTWISE = frozenset(
         *("multiply", "negate", "reshape", "rsqrt", "subtract", "tanh", "transpose"),
     )
 )
+# Operations whose results are views of their operands.
+_VIEWS = frozenset(("stablehlo.reshape", "sdy.sharding_constraint"))
 # How far back a program is followed.
 _DEPTH = 12
 
@@ -90,7 +92,7 @@ class _Program:
                     continue
                 return value, calls
             operation = _operation(value.owner)
-            if operation.name == "stablehlo.reshape":
+            if operation.name in _VIEWS:
                 value = operation.operands[0]
             elif operation.name == "func.call":
                 name = operation.attributes["callee"].value
