@@ -52,7 +52,8 @@ class Case:
       function: its name.
       reference: its results and gradients, of `references`.
       shapes: of its operands, by name.
-      options: what else the function and the reference are given.
+      options: other arguments of the function and of the reference, which takes no
+        ``implementation``.
       note: what is special.
     """
 
@@ -286,7 +287,7 @@ def check(
         {n: Bounded.exact(a) if a.dtype == np.float64 else a for n, a in given.items()},
         [Bounded.exact(d) for d in along.values()],
         dtype,
-        **case.options,
+        **{name: value for name, value in case.options.items() if name != "implementation"},
     )
     value = max(_worst(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
     gradient = max(_worst(ours, expected_gradients[name]) for name, ours in gradients.items())
