@@ -15,6 +15,7 @@ import added_operation
 import jax
 import jax.numpy as jnp
 import numpy as np
+import parts
 import pytest
 from jax.sharding import PartitionSpec as P
 from meshes import KINDS, Case, collectives, on_mesh
@@ -72,6 +73,15 @@ def test_values_and_gradients(added, dtype):
     outcome = selfcheck.check(dataclasses.replace(case, options={"factor": FACTOR}), dtype)
     assert outcome.is_right, outcome
     assert outcome.implementations == ("xla", "xla")
+
+
+@pytest.mark.parametrize("dtype", selfcheck.DTYPES)
+def test_values_and_gradients_of_parts(added, dtype):
+    """All operands and cotangents are slices, and all results are written into larger arrays."""
+    (case,) = selfcheck.cases_of("rms_norm_scaled")
+    case = dataclasses.replace(case, options={"factor": FACTOR})
+    outcome = selfcheck.check(case, dtype, parts.of_parts, parts.read)
+    assert outcome.is_right, outcome
 
 
 def loss_of(function):

@@ -26,9 +26,13 @@ _BUFFERS = frozenset(
 # XLA makes no slice of a result of these, unless it does so of an operand.
 _ELEMENTWISE = frozenset(
     f"stablehlo.{name}"
-    for name in ("add", "broadcast_in_dim", "constant", "convert", "divide", "logistic")
-    + ("maximum", "multiply", "negate", "reshape", "rsqrt", "subtract", "tanh", "transpose")
+    for name in (
+        *("add", "broadcast_in_dim", "constant", "convert", "divide", "logistic", "maximum"),
+        *("multiply", "negate", "reshape", "rsqrt", "subtract", "tanh", "transpose"),
+    )
 )
+# Operations whose results are views of their operands.
+_VIEWS = frozenset(("stablehlo.reshape", "sdy.sharding_constraint"))
 # How far back a program is followed.
 _DEPTH = 12
 
@@ -61,29 +65,34 @@ class _Program:
         self.whole = whole
 
     def is_aligned_slice(self, value: Any) -> bool:
-        value, calls = self.origin(value, ())
+        argument = _argument_of_body(value)
+        value, calls = self.origin(value if argument is None else argument, ())
         if not _is_result(value):
             return False
         operation = _operation(value.owner)
         if operation.name not in ("stablehlo.slice", "stablehlo.dynamic_slice"):
             return False
+        if argument is not None:
+            # JAX may share the lowering of a body with other code that is no loop. So only what a
+            # loop makes of its own stack counts.
+            stack, _ = self.origin(operation.operands[0], calls)
+            if _is_result(stack) or _operation(stack.owner.owner).name != "stablehlo.while":
+                return False
         unit = _offset_unit(operation)
-        is_aligned = self.whole and unit % ALIGNMENT == 0 or unit % _bytes(value.type) == 0
+        is_multiple = unit % _bytes(value.type) == 0
+        is_aligned = is_multiple or (self.whole and unit % ALIGNMENT == 0)
         return is_aligned and self.is_buffer(operation.operands[0], calls, _DEPTH)
 
     def origin(self, value: Any, calls: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """What a value is a view of, and the calls inside of which that is computed."""
+        """Return the value that this one is a view of, and the calls that compute it."""
         while True:
             if not _is_result(value):
                 if calls and value.owner == calls[0].callee:
                     value, calls = calls[0].operands[value.arg_number], calls[1:]
-                elif (argument := _argument_of_body(value)) is not None:
-                    value = argument
-                else:
-                    return value, calls
-                continue
+                    continue
+                return value, calls
             operation = _operation(value.owner)
-            if operation.name == "stablehlo.reshape":
+            if operation.name in _VIEWS:
                 value = operation.operands[0]
             elif operation.name == "func.call":
                 name = operation.attributes["callee"].value
@@ -102,7 +111,7 @@ class _Program:
         if not _is_result(value):
             parent = _operation(value.owner.owner)
             if parent.name == "func.func":
-                return bool(parent.attributes["sym_name"].value == "main")
+                return str(parent.attributes["sym_visibility"]) == '"public"'
             if parent.name != "stablehlo.while":
                 return False
             # XLA drops a loop of one step. A stack of several arrays is made by one of several.
@@ -126,12 +135,14 @@ class _Call:
 
 
 def _argument_of_body(value: Any) -> Any:
-    """What a loop passes to its body as this argument of a block; None if it is not known.
+    """Return what a loop passes to its body as this block argument; None if it is unknown.
 
     JAX lowers the body of a loop to a function that is in no module yet, and calls it afterwards.
     Until then, only frames on Python's stack have the arguments. If a version of JAX has other
     frames, nothing breaks, but slices of what a scan stacks are copied.
     """
+    if _is_result(value):
+        return None
     function, place = _operation(value.owner.owner), value.arg_number
     if function.name != "func.func" or "sym_visibility" in function.attributes:
         return None
@@ -154,7 +165,7 @@ def _is_result(value: Any) -> bool:
 
 
 def _operation(owner: Any) -> Any:
-    """The operation, of which MLIR may have a view with a class of its own."""
+    """Return the operation itself where MLIR's Python API wraps it in a class of its own."""
     return getattr(owner, "operation", owner)
 
 

@@ -52,7 +52,8 @@ class Case:
       function: its name.
       reference: its results and gradients, of `references`.
       shapes: of its operands, by name.
-      options: what else the function and the reference are given.
+      options: other arguments of the function and of the reference, which takes no
+        ``implementation``.
       note: what is special.
     """
 
@@ -261,10 +262,15 @@ def operands_of(case: Case, dtype: str) -> tuple[Operands, dict[str, Any], dict[
     return Operands(floats, constants, cotangents), given, along
 
 
-def check(case: Case, dtype: str, form: Callable[[Passes], Passes] = lambda run: run) -> Outcome:
+def check(
+    case: Case,
+    dtype: str,
+    form: Callable[[Passes], Passes] = lambda run: run,
+    read: Callable[[np.ndarray], np.ndarray] = lambda a: a,
+) -> Outcome:
     """The errors of all results, and of all gradients.
 
-    `form` makes of the passes those that are run, which are to return the same values.
+    Tests run the passes in another `form`, from whose results `read` makes those of the passes.
     """
     options = _OPTIONS.get(backends.local_platform())
     both = jax.jit(form(passes(case)), compiler_options=options)
@@ -273,7 +279,7 @@ def check(case: Case, dtype: str, form: Callable[[Passes], Passes] = lambda run:
         operands, given, along = operands_of(case, dtype)
         implementations = _implementations(both.trace(operands).jaxpr)
         try:
-            results, gradients = jax.device_get(both(operands))
+            results, gradients = jax.tree.map(read, jax.device_get(both(operands)))
         except Exception as error:  # a kernel that does not compile or start is what is looked for
             said = str(error).strip().partition("\n")[0]
             return Outcome(case, dtype, implementations, failure=f"{type(error).__name__}: {said}")
@@ -281,7 +287,7 @@ def check(case: Case, dtype: str, form: Callable[[Passes], Passes] = lambda run:
         {n: Bounded.exact(a) if a.dtype == np.float64 else a for n, a in given.items()},
         [Bounded.exact(d) for d in along.values()],
         dtype,
-        **case.options,
+        **{name: value for name, value in case.options.items() if name != "implementation"},
     )
     value = max(_worst(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
     gradient = max(_worst(ours, expected_gradients[name]) for name, ours in gradients.items())

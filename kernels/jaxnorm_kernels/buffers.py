@@ -1,4 +1,4 @@
-"""Arrays of a kernel as buffers of their own, which start at an aligned address.
+"""Give each operand and result of a kernel a buffer that starts at an aligned address.
 
 XLA passes a contiguous slice to a kernel as an address inside the sliced array, and lets a kernel
 write its result into a part of a larger array (XLA calls both a dynamic-slice fusion). It takes
@@ -40,12 +40,12 @@ def aligned(operands: Sequence[jax.Array]) -> Iterator[None]:
 
 
 def operand(array: jax.Array) -> jax.Array:
-    """An operand of a kernel, copied if it is a slice that is not known to be aligned."""
+    """Return an operand of a kernel, copied if it is a slice that is not known to be aligned."""
     if any(array is other for other in _aligned.get()):
         return array
     return lax.optimization_barrier(array)
 
 
 def result(array: jax.Array) -> jax.Array:
-    """A result of a kernel, in a buffer of its own."""
+    """Return a result of a kernel in a buffer that is no part of another one."""
     return lax.optimization_barrier(array)
