@@ -45,8 +45,6 @@ class Call:
       wrt: names of the primals that have a tangent, in ``tan`` and ``bwd``.
       primitives: whose primitives it binds, where those are another function's: the loss of a
         linear layer makes calls of the cross-entropy.
-      aligned: names of the operands that are slices at aligned addresses. Kernels read these in
-        place; of any other slice they get a copy. Known only once the call is lowered.
     """
 
     function: str
@@ -55,7 +53,6 @@ class Call:
     implementation: Name | None
     wrt: tuple[str, ...] = ()
     primitives: str | None = None
-    aligned: tuple[str, ...] = ()
 
     @classmethod
     @_once
@@ -67,9 +64,8 @@ class Call:
         implementation: Name | None,
         wrt: tuple[str, ...] = (),
         primitives: str | None = None,
-        aligned: tuple[str, ...] = (),
     ) -> "Call":
-        return cls(function, spec, view, implementation, wrt, primitives, aligned)
+        return cls(function, spec, view, implementation, wrt, primitives)
 
     def __str__(self) -> str:
         """What a jaxpr shows."""
@@ -237,15 +233,17 @@ class Call:
         return (*x, "saved", *self.spec.statistics, *filter(self.spec.has, operation.keeps))
 
     @functools.cached_property
-    def _results_saved(self) -> tuple[str, ...]:
-        """Names of the residuals that are results of the forward, in buffers of their own.
+    def _in_place(self) -> frozenset[str]:
+        """Names of the operands and results that a kernel reads and writes where they are.
 
-        A loop may stack them. Then they are slices at multiples of their own size.
+        These are results of the forward that only the backward reads. A loop may stack them. Then
+        they start at multiples of their own size, which XLA requires to be aligned. A loop over
+        chunks of rows, as that of a linear loss, cuts them at any row.
         """
-        if self.spec.direction == "fwd":
-            return ()
-        saved = ("saved",) * (self.spec.starts_from in ("y", "h"))
-        return (*saved, *self.spec.statistics)
+        if self.primitives is not None:
+            return frozenset()
+        saved = ("saved",) * (self.direction != "fwd" and self.spec.starts_from in ("y", "h"))
+        return frozenset((*saved, *self.spec.statistics))
 
     @functools.cached_property
     def residuals(self) -> int:
@@ -386,13 +384,20 @@ class Call:
                 whole = jnp.broadcast_to(arrays[at], view.shape)
                 arrays = (*arrays[:at], whole, *arrays[at + 1 :])
             rows = [view.to_rows(kind, a, strided=strided) for kind, a in zip(kinds, arrays)]
-            named = zip(self.operand_names, rows)
-            aligned = {*self.aligned, *self._results_saved}
-            with buffers.aligned([a for operand, a in named if operand in aligned]):
-                results = zip(self.result_kinds, self._run(name, spec, rows))
-            return [view.from_rows(kind, a, strided=strided) for kind, a in results]
+            rows = self._own_buffers(name, self.operand_names, rows)
+            results = self._run(name, spec, rows)
+            results = self._own_buffers(name, self.result_names, results)
+            kinds = self.result_kinds
+            return [view.from_rows(kind, a, strided=strided) for kind, a in zip(kinds, results)]
 
         return run
+
+    def _own_buffers(self, name: str, names: Sequence[str], arrays: Arrays) -> list[jax.Array]:
+        """Arrays of the implementation `name`, apart from larger arrays of which XLA has slices."""
+        if name == "xla":
+            return [*arrays]
+        in_place = self._in_place
+        return [a if n in in_place else buffers.own(a) for n, a in zip(names, arrays, strict=True)]
 
     def _run(self, name: str, spec: Spec, arrays: Arrays) -> list[jax.Array]:
         implementation: Any = backends.module(name)

@@ -23,9 +23,9 @@ from jax.interpreters import ad
 from jaxnorm.calls import backends
 from jaxnorm.calls.call import Arrays, Call, Run
 from jaxnorm.calls.rows import BROADCAST
-from jaxnorm.meshes import auto_axes, sharding
+from jaxnorm.meshes import sharding
 from jaxnorm.meshes.shards import factors_of_rows, shards_of_rows
-from jaxnorm.primitives import aligned_slices, lowering, remat
+from jaxnorm.primitives import lowering, remat
 from jaxnorm.primitives.rules import Rules, as_jax_rule, batch_first, nonzero, zero_like
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS, PARAMETERS, SHARED, Kind
 from jaxnorm_kernels.specs import Direction
@@ -81,12 +81,6 @@ class _RowRules(Rules[Call]):
 
     def lowered(self, call: Call, ctx: Any) -> Run:
         return lowering.choose(ctx, call, self.bind, self.partitioned)
-
-    def read_in_place(self, call: Call, ctx: Any, values: Sequence[Any]) -> Call:
-        axes = ctx.module_context.axis_context
-        whole = auto_axes.are_whole(axes) and sharding.explicit_mesh(ctx.avals_in) is None
-        names = [call.operand_names[i] for i in aligned_slices.indices(ctx, values, whole=whole)]
-        return call.replaced(aligned=(*call.aligned, *names)) if names else call
 
     def needs_shards(self, call: Call) -> bool:
         return backends.has_kernels(call.implementation, backends.local_platform())

@@ -139,10 +139,6 @@ class Rules[P: Pass](abc.ABC):
             return self.partitioned(call)
         return functools.partial(self.plain, call)
 
-    def read_in_place(self, call: P, ctx: Any, values: Sequence[Any]) -> P:
-        """The call, where kernels read operands in place that are slices at aligned addresses."""
-        return call
-
     def needs_shards(self, call: P) -> bool:
         """Whether its code is none, or may be none, that XLA spreads over devices by itself."""
         return True
@@ -255,12 +251,6 @@ class Rules[P: Pass](abc.ABC):
         factors = functools.partial(self.factors, call)
         return auto_axes.partitioned(call, functools.partial(self.plain, call), shards, factors)
 
-    def lower_once(self, lowered: Primitive, call: P, ctx: Any, *values: Any) -> Any:
-        """Lowers a call by `lowered`, of which equal calls share the lowering."""
-        call = self.read_in_place(call, ctx, values)
-        bind = functools.partial(lowered.bind, **{self.static: call})
-        return mlir.lower_fun(bind)(ctx, *values)
-
     def lower(self, call: P, ctx: Any, *arrays: Any) -> Any:
         def on_explicit_axes(*arrays: jax.Array) -> list[jax.Array]:
             results = self.anywhere(self.on_shard, call, *arrays)
@@ -291,15 +281,9 @@ class Rules[P: Pass](abc.ABC):
         names = as_jax_calls(operator.attrgetter("result_names"))
         primitive.def_impl(eager.alone(primitive, as_jax_rule(self.uncompiled), names))
         # Lower out of line, so that identical layers share one lowering: lowering a kernel runs
-        # slow Python. JAX hides the operands from a rule whose lowering it shares. So the first
-        # rule looks at these, and the second one, of another primitive, lowers the call.
-        lowered = Primitive(primitive.name)
-        lowered.multiple_results = True
-        lowered.def_abstract_eval(as_jax_calls(self.types))
+        # slow Python.
         lower = functools.partial(in_one_chunk, as_jax_calls(self.lower))
-        mlir.register_lowering(lowered, lower, inline=False)
-        look = as_jax_calls(functools.partial(self.lower_once, lowered))
-        mlir.register_lowering(primitive, look, cacheable=False)
+        mlir.register_lowering(primitive, lower, inline=False)
         batching.primitive_batchers[primitive] = as_jax_rule(self.batch)
         if direction == "fwd":
             ad.primitive_jvps[primitive] = as_jax_rule(self.forward_jvp)

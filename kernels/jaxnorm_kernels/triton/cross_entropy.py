@@ -49,7 +49,6 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from jaxnorm_kernels import buffers
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import schedule as schedules
@@ -156,7 +155,7 @@ def cross_entropy_bwd(
     m, log_s = residuals.stats
     options = Options.of(spec, schedule)
     (tiles,) = schedule.grid(spec)
-    place = jax.new_ref(buffers.operand(x)) if spec.overwrites_x else None
+    place = jax.new_ref(x) if spec.overwrites_x else None
     dx = None if spec.overwrites_x else jax.ShapeDtypeStruct(x.shape, spec.dx_dtype)
     results = schedule.launch(
         _cross_entropy_bwd,
@@ -173,7 +172,7 @@ def cross_entropy_bwd(
         dentropy_ptr=cotangents.entropy,
         options=options,
     )
-    return Operands(results[0] if place is None else buffers.result(jax.freeze(place)))
+    return Operands(results[0] if place is None else jax.freeze(place))
 
 
 @triton.jit

@@ -9,17 +9,13 @@ import jax
 import jax_triton
 from jax import lax
 
-from jaxnorm_kernels import buffers, tracing
+from jaxnorm_kernels import tracing
 from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.triton import extra
 
 # Triton would write PTX for the newest CUDA that it knows; this is what CUDA 12.8 reads. Fusion
 # (x * y + z with one rounding) is its default, which is about to change.
 _OPTIONS = {"ptx_version": 87, "enable_fp_fusion": True}
-
-#: Outputs that are residuals and that no caller sees. A scan stacks them, and a kernel may write
-#: them into the stack, at multiples of their own size.
-_STATISTICS = ("rstd_ptr", "mean_ptr", "next_rstd_ptr", "m_ptr", "log_s_ptr")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +73,6 @@ def launch(
       arguments: arrays, sizes and compile-time constants, by the name of the kernel's parameter.
         An array may be None, and the kernel is compiled without it.
     """
-    arguments = {
-        key: buffers.operand(value) if isinstance(value, jax.Array) else value
-        for key, value in arguments.items()
-    }
     absent = {key: None for key, out in outputs.items() if out is None}
     results = run(
         kernel=kernel,
@@ -93,11 +85,7 @@ def launch(
         **arguments,
         **absent,
     )
-    names = [key for key, out in outputs.items() if out is not None]
-    return [
-        _vary_like(arguments, result if name in _STATISTICS else buffers.result(result))
-        for name, result in zip(names, results, strict=True)
-    ]
+    return [_vary_like(arguments, result) for result in results]
 
 
 def run(**call: Any) -> list[jax.Array]:

@@ -9,7 +9,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 
-from jaxnorm_kernels import buffers, tracing
+from jaxnorm_kernels import tracing
 from jaxnorm_kernels.specs import Spec
 
 #: Names of the axes that a kernel body can ask its place in (``lax.axis_index``). Where blocks form
@@ -50,7 +50,6 @@ def launch(
     *,
     name: str,
     outputs: Sequence[tuple[tuple[int, ...], np.dtype]],
-    statistics: int = 0,
     overwritten: int = 0,
     blocks: int,
     cluster: int = 1,
@@ -64,9 +63,6 @@ def launch(
       cluster: above 1, there are `blocks` clusters of this many blocks, which run at the same time
         and see each other's shared memory.
       outputs: shape and dtype of each output.
-      statistics: how many outputs, the last ones, are residuals that no caller sees. A scan stacks
-        them, and the kernel may write them into the stack, at multiples of their own size. All
-        other outputs have buffers of their own, since a caller may store them at any offset.
       overwritten: how many operands, the first ones, the body writes to. They are results, too, the
         first ones, and no memory is taken for these: XLA copies an operand that is still needed.
         Where operands vary over mesh axes they have refs of their own, before those of `outputs`:
@@ -96,12 +92,9 @@ def launch(
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not auto_barriers),
     )
     with tracing.settings():
-        operands = [*map(buffers.operand, operands)]
         refs = [jax.new_ref(operand) for operand in operands[:overwritten]]
         results = kernel(*refs, *operands[overwritten:])
-        results = (*map(jax.freeze, refs), *results)
-        visible = len(results) - statistics
-        return (*map(buffers.result, results[:visible]), *results[visible:])
+        return (*[jax.freeze(ref) for ref in refs], *results)
 
 
 def split(refs: Sequence[Any], *sizes: int) -> tuple[Sequence[Any], ...]:

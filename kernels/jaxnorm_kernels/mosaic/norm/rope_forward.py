@@ -54,7 +54,6 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
         arrays,
         name="jaxnorm_rms_norm_rope_fwd",
         outputs=[(shape, spec.y_dtype), *stats],
-        statistics=len(stats),
         blocks=-(-spec.rows // tile.rows),
         auto_barriers=False,
     )

@@ -66,7 +66,6 @@ def run(
         [*operands, *params],
         name=f"jaxnorm_{name}",
         outputs=[*((view, dtype) for dtype in results), *[((rows,), _F32)] * stats],
-        statistics=stats,
         blocks=tile.blocks(rows),
         cluster=tile.cluster,
         warpgroups=tile.warpgroups,

@@ -73,7 +73,6 @@ def strided_forward(
             (x.shape, y_dtype),
             *[(strips.stats_shape, np.dtype(np.float32))] * stats,
         ],
-        statistics=stats,
         blocks=strips.blocks,
         cluster=strips.cluster,
         warpgroups=strips.warpgroups,
