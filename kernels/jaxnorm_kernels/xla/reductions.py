@@ -1,6 +1,6 @@
 """Reductions over the rows of a call: over ``spec.axes``, and over the shards of a sharded row."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -55,3 +55,8 @@ def row_any(mask: jax.Array, spec: Spec) -> jax.Array:
     if not spec.cols_over:
         return jnp.any(mask, axis=spec.axes, keepdims=True)
     return row_sum(mask.astype(jnp.int32), spec) > 0
+
+
+def on_cpu[T](function: Callable[[T], T], values: T) -> T:
+    """Return ``function(values)`` in code for a CPU, and `values` elsewhere."""
+    return lax.platform_dependent(values, cpu=function, default=lambda values: values)
