@@ -22,7 +22,7 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.formulas import Formulas
-from jaxnorm_kernels.xla.reductions import on_cpu, row_any, row_max, row_sum
+from jaxnorm_kernels.xla.reductions import on_cpu, row_any, row_max, row_sum, sum_apart
 
 
 def softmax_fwd(operands: Operands, spec: Spec) -> Results:
@@ -56,7 +56,7 @@ def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
     """y in ``spec.y_dtype``; -inf for what the mask does not keep."""
     kept, has_entry, z = _logits(operands, spec)
     m = on_cpu(lax.optimization_barrier, _largest(z, has_entry, spec))
-    total = _sum_apart(jnp.exp(z - m), spec)
+    total = sum_apart(jnp.exp(z - m), spec)
     # Two loops over x are faster on a CPU than one that stores z - m for the other.
     x, m = on_cpu(lax.optimization_barrier, (operands.x, m))
     shifted = _logits(operands._replace(x=x), spec)[-1] - m
@@ -71,7 +71,7 @@ def log_softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Op
     """The gradients of x and, if the spec wants it, of the bias, from y."""
     y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
     d = _masked(cotangents.y, kept, spec)
-    dz = d - jnp.exp(y.astype(spec.compute_dtype)) * _sum_apart(d, spec)
+    dz = d - jnp.exp(y.astype(spec.compute_dtype)) * sum_apart(d, spec)
     return _gradients(_masked(dz, kept, spec), spec)
 
 
@@ -84,7 +84,7 @@ FORMULAS: dict[Op, Formulas] = {
 def _jacobian(y: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
     """Softmax's Jacobian, which is its own transpose, times v."""
     y = y.astype(spec.compute_dtype)
-    return y * (v - _sum_apart(v * y, spec))
+    return y * (v - sum_apart(v * y, spec))
 
 
 def _masked_jacobian(y: jax.Array, v: jax.Array, kept: jax.Array, spec: Spec) -> jax.Array:
@@ -95,15 +95,6 @@ def _masked_jacobian(y: jax.Array, v: jax.Array, kept: jax.Array, spec: Spec) ->
     """
     v, y = on_cpu(lax.optimization_barrier, (v, y))
     return _jacobian(y, _masked(v, kept, spec), spec)
-
-
-def _sum_apart(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return the row sums, on a CPU without what follows them.
-
-    XLA has a library compute sums there, and elementwise functions of them. Its own loops compute
-    those in two thirds of the time, and write them over one of their operands.
-    """
-    return on_cpu(lax.optimization_barrier, row_sum(v, spec))
 
 
 def _tangent(y: jax.Array, tangents: Operands, spec: Spec) -> jax.Array:
