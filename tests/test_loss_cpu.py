@@ -40,9 +40,9 @@ def test_ulps(cols, deviation):
 
 
 def test_lane_sizes():
-    """The divisor nearest to 16, or None if no one is between 8 and 64 and leaves 32 lanes."""
-    sizes = [1024, 8192, 50257, 128256, 151936, PRIME, 100, 7 * 5003]
-    assert [lane_size(n) for n in sizes] == [16, 16, 29, 16, 16, None, None, None]
+    """The divisor nearest to 16, or None if no one is between 8 and 2048 and leaves 32 lanes."""
+    sizes = [1024, 8192, 50257, 128256, 151936, 103 * 1031, PRIME, 100, 7 * 5003]
+    assert [lane_size(n) for n in sizes] == [16, 16, 29, 16, 16, 103, None, None, None]
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -35,7 +35,7 @@ from jaxnorm_kernels.xla.reductions import fused_row_sums, over_shards
 
 # Elements of a lane, near _LANE: fewer make the library's sums slow, more the gather. And the least
 # number of lanes.
-_SHORTEST, _LANE, _LONGEST, _LANES = 8, 16, 64, 32
+_SHORTEST, _LANE, _LONGEST, _LANES = 8, 16, 2048, 32
 
 
 def label_sums(
