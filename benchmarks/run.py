@@ -39,14 +39,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks import processes, report, report_tables, results, workloads
-from benchmarks.blocks import BLOCKS
-from benchmarks.linear import LINEAR
-from benchmarks.losses import LOSSES
-from benchmarks.models import LAYERS, MODELS, REMATS, VARIANTS
+from benchmarks.models import LAYERS, REMATS, VARIANTS
 from benchmarks.processes import Outcome
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import OK, Machine, Row, Table
-from benchmarks.suites import SUITES, Cell, Selection, Suite, provider_name, provider_of
+from benchmarks.suites import OPS, SUITES, Cell, Selection, Suite, provider_name, provider_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +175,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     names: dict[str, tuple[list[str], str]] = {
         "providers": (list(PROVIDERS), "whose functions"),
         "ops": (
-            [*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR, *MODELS],
+            list(OPS),
             "which operations, blocks, losses, products and models",
         ),
         "directions": (

@@ -66,6 +66,9 @@ Timed = TimedCell | BlockCell | LossCell | LinearCell
 Cell = Timed | TrainingCell | StackCell | CompileCell | CpuCell
 
 
+OPS = tuple(dict.fromkeys([*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR, *MODELS, *cpu.CPU]))
+
+
 @dataclasses.dataclass(frozen=True)
 class Selection:
     """What the command line asks for: `ops` also names blocks, losses, products and models.
@@ -75,7 +78,7 @@ class Selection:
     """
 
     providers: tuple[str, ...] = tuple(PROVIDERS)
-    ops: tuple[str, ...] = (*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR, *MODELS)
+    ops: tuple[str, ...] = OPS
     directions: tuple[Direction, ...] = workloads.DIRECTIONS
     dtypes: tuple[tuple[str, str], ...] = tuple(workloads.DTYPES)
     shapes: tuple[Shape, ...] | None = None

@@ -1,4 +1,4 @@
-"""The cross-entropy of XLA's code on a CPU, whose sums leave the label's term out by blocks."""
+"""The cross-entropy of XLA's code on a CPU, whose sums leave the label's term out by lanes."""
 
 import functools
 import re
@@ -14,7 +14,7 @@ from reference import SAFETY, assert_within, exact, unit_roundoff
 
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 from jaxnorm_kernels.specs import Spec
-from jaxnorm_kernels.xla.label_sums import block_size, label_sums
+from jaxnorm_kernels.xla.label_sums import label_sums, lane_size
 
 pytestmark = [
     pytest.mark.oldest_jax,
@@ -40,10 +40,10 @@ def test_ulps(cols, deviation):
     assert ulps.max() <= 2
 
 
-def test_block_sizes():
-    """The divisor nearest to 64; none where there is no block, or none that is short enough."""
-    sizes = [1024, 8192, 50257, 128256, 151936, PRIME, 100, 7 * 5003]
-    assert [block_size(n) for n in sizes] == [64, 64, 1733, 64, 64, None, None, None]
+def test_lane_sizes():
+    """The divisor nearest to 16, or None if no one is between 8 and 2048 and leaves 32 lanes."""
+    sizes = [1024, 8192, 50257, 128256, 151936, 103 * 1031, PRIME, 100, 7 * 5003]
+    assert [lane_size(n) for n in sizes] == [16, 16, 29, 16, 16, 103, None, None, None]
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -51,7 +51,7 @@ def test_block_sizes():
 def test_a_certain_label_in_every_column(dtype, masked):
     """The label's term, 1, leaves sums of the others that are 1e-7 of it, wherever it is."""
     cols = 256
-    assert block_size(cols) == 32
+    assert lane_size(cols) == 8
     x, _, d = operands((cols, cols), dtype, scale=1.0)
     labels = jnp.arange(cols)
     x = x.at[labels, labels].set(24)

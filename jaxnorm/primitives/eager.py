@@ -1,7 +1,8 @@
 """Calls outside `jax.jit`: compiled as a whole, so that Python no more than looks one up.
 
 The checks of a call alone take longer than to normalise a small array. Where an argument is traced
-the function itself runs: no `jax.jit` of ours stands between the caller's code and a primitive.
+without a value, as inside `jax.jit`, the function itself runs: no `jax.jit` of ours stands between
+the caller's code and a primitive.
 """
 
 import functools
@@ -52,7 +53,7 @@ def compiled[**P, T](
             if (
                 is_each_once
                 and given.keys() == parameters.keys()
-                and all(map(_is_concrete, map(type, arrays_of(given))))
+                and all(map(_is_given, arrays_of(given)))
                 and not any(map(callable, map(given.get, functions)))
                 and _is_hashable(of_call := statics_of(given))
             ):
@@ -110,6 +111,22 @@ def alone(
         return results
 
     return implementation
+
+
+def _is_given(a: Any) -> bool:
+    """True if `a` is None or an array with a value, also if it is being differentiated.
+
+    Outside `jax.jit`, `jax.grad` differentiates one primitive at a time. Of a compiled function,
+    JAX caches the derivative, too; it would trace that of a composition at each call. But where it
+    looks for infinities, it would also find those that a loss saves as marks (see `alone`).
+    """
+    kind = type(a)
+    if _is_concrete(kind):
+        return True
+    if not issubclass(kind, jax.core.Tracer):
+        return False
+    is_checked = jax.config.jax_debug_nans or jax.config.jax_debug_infs
+    return not is_checked and a.to_concrete_value() is not None
 
 
 @functools.cache

@@ -15,8 +15,11 @@ Backward with d = dy; R is the rotation, R' its transpose, by (a cos + b sin, b 
 A pair whose cos^2 + sin^2 is 0 tells nothing of n, which is 0 there.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import Op
@@ -51,18 +54,32 @@ def norm_rope_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Oper
 
 def rotated(n: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
     """The rotation of n, in the arithmetic dtype."""
-    a, b = _pairs(n, spec)
-    cos, sin = cos.astype(n.dtype), sin.astype(n.dtype)
-    return _joined(a * cos - b * sin, b * cos + a * sin, n, spec)
+
+    def by_halves(n: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        a, b = _pairs(n, spec)
+        return _joined(_from_pairs(a * cos - b * sin, b * cos + a * sin, spec), n, spec)
+
+    def in_one_loop(n: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        """Swap the elements of each pair: XLA fuses no concatenation on a CPU, but it does this."""
+        head = n[..., : spec.rotated]
+        half = spec.rotated // 2
+        pairs = (half, 2) if spec.interleaved else (2, half)
+        of_pairs = head.reshape(*head.shape[:-1], *pairs)
+        swapped = lax.rev(of_pairs, (n.ndim if spec.interleaved else n.ndim - 1,))
+        both = functools.partial(_from_pairs, spec=spec)
+        y = head * both(cos, cos) + swapped.reshape(head.shape) * both(-sin, sin)
+        return _joined(y, n, spec)
+
+    tables = cos.astype(n.dtype), sin.astype(n.dtype)
+    return lax.platform_dependent(n, *tables, cpu=in_one_loop, default=by_halves)
 
 
 def _unrotated(y: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
     """n of a y that is its rotation."""
-    a, b = _pairs(y, spec)
     cos, sin = cos.astype(y.dtype), sin.astype(y.dtype)
     square = cos * cos + sin * sin
-    na, nb = (safe_divide(v, square) for v in (a * cos + b * sin, b * cos - a * sin))
-    return _joined(na, nb, y, spec)
+    # The tables are smaller than y: dividing them takes less time.
+    return rotated(y, safe_divide(cos, square), safe_divide(-sin, square), spec)
 
 
 def _saved_of_norm(residuals: Residuals, spec: Spec) -> tuple[jax.Array, Spec]:
@@ -92,12 +109,15 @@ def _pairs(v: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
     return head[..., :half], head[..., half:]
 
 
-def _joined(a: jax.Array, b: jax.Array, rest: jax.Array, spec: Spec) -> jax.Array:
-    """The inverse of `_pairs`, with the other columns of `rest`."""
+def _from_pairs(a: jax.Array, b: jax.Array, spec: Spec) -> jax.Array:
+    """The inverse of `_pairs`."""
     if spec.interleaved:
-        head = jnp.stack([a, b], axis=-1).reshape(*a.shape[:-1], spec.rotated)
-    else:
-        head = jnp.concatenate([a, b], axis=-1)
+        return jnp.stack([a, b], axis=-1).reshape(*a.shape[:-1], spec.rotated)
+    return jnp.concatenate([a, b], axis=-1)
+
+
+def _joined(head: jax.Array, rest: jax.Array, spec: Spec) -> jax.Array:
+    """The rotated columns, and the other columns of `rest`."""
     return jnp.concatenate([head, rest[..., spec.rotated :]], axis=-1)
 
 

@@ -23,17 +23,24 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.formulas import Formulas
-from jaxnorm_kernels.xla.reductions import row_any, row_max, row_sum, row_sums
+from jaxnorm_kernels.xla.reductions import (
+    on_cpu,
+    row_any,
+    row_max,
+    row_sum,
+    row_sums,
+    sum_apart,
+)
 
 
 def softmax_fwd(operands: Operands, spec: Spec) -> Results:
     """y in ``spec.y_dtype``; 0 for what the mask does not keep."""
-    kept, shifted = _shifted(operands, spec)
-    e = jnp.exp(shifted)
+    kept, has_entry, z = _logits(operands, spec)
+    e = jnp.exp(z - _largest(z, has_entry, spec))
     total = row_sum(e, spec)
     if kept is None or not spec.drops_masked:
         return Results((e / total).astype(spec.y_dtype))
-    y = jnp.where(kept, e / _nonempty(total, kept, e, spec), 0)
+    y = jnp.where(kept, e / _nonempty(total, has_entry), 0)
     return Results(y.astype(spec.y_dtype))
 
 
@@ -51,18 +58,25 @@ def softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operan
     """The gradients of x and, if the spec wants it, of the bias, from y."""
     y, dy = residuals.saved, cotangents.y
     kept = _kept(residuals.mask, y.shape, spec)
-    d = _masked(dy, kept, spec) if spec.drops_masked else dy.astype(spec.compute_dtype)
-    return _gradients(_masked(_jacobian(y, d, spec), kept, spec), spec)
+    if kept is not None and spec.drops_masked:
+        dz = _masked_jacobian(y, dy, kept, spec)
+    else:
+        dz = _jacobian(y, dy.astype(spec.compute_dtype), spec)
+    return _gradients(_masked(dz, kept, spec), spec)
 
 
 def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
     """y in ``spec.y_dtype``; -inf for what the mask does not keep."""
-    kept, shifted = _shifted(operands, spec)
-    total = row_sum(jnp.exp(shifted), spec)
+    kept, has_entry, z = _logits(operands, spec)
+    m = on_cpu(lax.optimization_barrier, _largest(z, has_entry, spec))
+    total = sum_apart(jnp.exp(z - m), spec)
+    # Two loops over x are faster on a CPU than one that stores z - m for the other.
+    x, m = on_cpu(lax.optimization_barrier, (operands.x, m))
+    shifted = _logits(operands._replace(x=x), spec)[-1] - m
     if kept is None:
         y = shifted - jnp.log(total)
     else:
-        y = jnp.where(kept, shifted - jnp.log(_nonempty(total, kept, shifted, spec)), -jnp.inf)
+        y = jnp.where(kept, shifted - jnp.log(_nonempty(total, has_entry)), -jnp.inf)
     return Results(y.astype(spec.y_dtype))
 
 
@@ -70,7 +84,7 @@ def log_softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Op
     """The gradients of x and, if the spec wants it, of the bias, from y."""
     y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
     d = _masked(cotangents.y, kept, spec)
-    dz = d - jnp.exp(y.astype(spec.compute_dtype)) * row_sum(d, spec)
+    dz = d - jnp.exp(y.astype(spec.compute_dtype)) * sum_apart(d, spec)
     return _gradients(_masked(dz, kept, spec), spec)
 
 
@@ -84,9 +98,19 @@ def _jacobian(y: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
     """Softmax's Jacobian, which is its own transpose, times v."""
     y = y.astype(spec.compute_dtype)
     if not spec.renormalises:
-        return y * (v - row_sum(v * y, spec))
+        return y * (v - sum_apart(v * y, spec))
     total, weight = row_sums([v * y, y], spec)
-    return y * (v - total / jnp.where(weight == 0, 1, weight))
+    return y * (v - on_cpu(lax.optimization_barrier, total / jnp.where(weight == 0, 1, weight)))
+
+
+def _masked_jacobian(y: jax.Array, v: jax.Array, kept: jax.Array, spec: Spec) -> jax.Array:
+    """Return softmax's Jacobian times v, whose masked entries take no part.
+
+    On a CPU, XLA would compute the masked v before the forward pass, and store both. Fresh memory
+    takes longer there than the arithmetic.
+    """
+    v, y = on_cpu(lax.optimization_barrier, (v, y))
+    return _jacobian(y, _masked(v, kept, spec), spec)
 
 
 def _tangent(y: jax.Array, tangents: Operands, spec: Spec) -> jax.Array:
@@ -111,23 +135,30 @@ def _scaled(z: jax.Array, spec: Spec) -> jax.Array:
     return z if spec.logits_scale == 1 else spec.logits_scale * z
 
 
-def _shifted(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array]:
-    """Which entries take part; and z - max(z), both over these, for the rest -inf or finite.
+def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
+    """Return which entries are unmasked, which rows have one, and z.
 
-    Finite is `Spec.masked_logit`.
+    The first two are None if that is all of them. z of masked entries is `Spec.masked_logit`.
     """
-    x, bias = operands.x, operands.logits_bias
-    kept = _kept(operands.mask, x.shape, spec)
+    x, mask, bias = operands.x, operands.mask, operands.logits_bias
+    kept = _kept(mask, x.shape, spec)
     z = _scaled(x.astype(spec.compute_dtype), spec)
     if bias is not None:
         z = z + bias.astype(spec.compute_dtype)
-    if kept is not None:
-        z = jnp.where(kept, z, spec.masked_logit)
+    if kept is None:
+        return None, None, z
+    # A causal mask alone leaves the first column in every row.
+    has_entry = None if mask is None else row_any(kept, z, spec)
+    return kept, has_entry, jnp.where(kept, z, spec.masked_logit)
+
+
+def _largest(z: jax.Array, has_entry: jax.Array | None, spec: Spec) -> jax.Array:
+    """Return max(z) over the unmasked entries."""
     m = row_max(z, spec)
-    if kept is not None and spec.drops_masked:
-        # An empty row would be -inf - -inf = NaN; a genuine row of -inf stays NaN.
-        m = jnp.where(row_any(kept, z, spec), m, 0)
-    return kept, z - m
+    if has_entry is None or not spec.drops_masked:
+        return m
+    # An empty row would be -inf - -inf = NaN; a genuine row of -inf stays NaN.
+    return jnp.where(has_entry, m, 0)
 
 
 def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Array | None:
@@ -142,13 +173,16 @@ def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Arr
         first = lax.axis_index(over) * shape[axis] if over else 0
         return first + lax.broadcasted_iota(jnp.int32, sizes, axis % rank)
 
-    reached = index(-2, spec.queries_over) >= index(-1, spec.cols_over)
+    row = index(-2, spec.queries_over)
+    if spec.queries:  # In the two-dimensional view, the rows of all matrices follow each other.
+        row = row % spec.queries
+    reached = row >= index(-1, spec.cols_over)
     return reached if mask is None else mask & reached
 
 
-def _nonempty(total: jax.Array, kept: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
-    """The row sums, with 1 for a row that keeps nothing; `like` has whole rows."""
-    return jnp.where(row_any(kept, like, spec), total, 1)
+def _nonempty(total: jax.Array, has_entry: jax.Array | None) -> jax.Array:
+    """Return the row sums, with 1 for a row without an unmasked entry."""
+    return total if has_entry is None else jnp.where(has_entry, total, 1)
 
 
 def _masked(v: jax.Array, kept: jax.Array | None, spec: Spec) -> jax.Array:
