@@ -94,7 +94,7 @@ def check_softmax(kernels, name, rows, cols, x_dtype, y_dtype, seed=0):
     assert_within(
         dx,
         gradient(y_ref, exact(d), -1),
-        bound(y_ref, exact(d), -1, y_bound, x_dtype, u),
+        bound(y_ref, exact(d), -1, y_bound, x_dtype, y_dtype, u),
     )
 
 

@@ -160,14 +160,14 @@ def _read(
     place = Place(tile, spec, row, mask)
     loaded = [place.load(ref) for ref in (y_ref, dy_ref)]
     y, d = [[widen(v, tile.layout_of(v.shape)) for v in values] for values in loaded]
-    if place.drops:
-        keep = place.keep()
-        d = [jnp.where(k, v, 0.0) for k, v in zip(keep, d)]
-    if spec.causal:  # What is above the diagonal has not been read.
-        nothing = -jnp.inf if spec.op == "log_softmax" else 0.0
-        y = [jnp.where(k, v, nothing) for k, v in zip(keep, y)]
-    if place.masks and not place.drops:
+    if not place.drops and place.masks:  # a finite `Spec.masked_logit`
         return list(zip(y, d, place.keep()))
+    if place.drops:
+        keep, nothing = place.keep(), -jnp.inf if spec.op == "log_softmax" else 0.0
+        if spec.causal:  # What is above the diagonal has not been read.
+            y = [jnp.where(k, v, nothing) for k, v in zip(keep, y)]
+        if spec.reads_mask or not spec.has_mask:
+            d = [jnp.where(k, v, 0.0) for k, v in zip(keep, d)]
     if spec.has_mask and mask is None:
         d = [jnp.where(p == 0, 0.0, v) for p, v in zip(y, d)]
     return list(zip(y, d))
