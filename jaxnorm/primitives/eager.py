@@ -120,7 +120,7 @@ def _is_given(a: Any) -> bool:
     JAX caches the derivative, too; it would trace that of a composition at each call. But where it
     looks for infinities, it would also find those that a loss saves as marks (see `alone`).
     """
-    kind = type(a)
+    kind: type = type(a)
     if _is_concrete(kind):
         return True
     if not issubclass(kind, jax.core.Tracer):

@@ -34,8 +34,8 @@ def choose(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run]) 
         # are sharded, or would be transposed, must stay as they are.
         view, on_cpu = call.view, platforms[0] == "cpu"
         natural = view.moved or view.has_groups or view.logits_bias or view.table
-        natural = natural or call.spec.causal or (on_cpu and call.spec.is_softmax)
-        in_rows = whole and not natural
+        stays = call.spec.causal or (on_cpu and call.spec.is_softmax)
+        in_rows = whole and not (natural or stays)
         return call.kernel("xla") if in_rows else call.xla
     if whole:
         return call.kernel(name)

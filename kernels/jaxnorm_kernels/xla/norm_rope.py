@@ -15,8 +15,6 @@ Backward with d = dy; R is the rotation, R' its transpose, by (a cos + b sin, b 
 A pair whose cos^2 + sin^2 is 0 tells nothing of n, which is 0 there.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -41,7 +39,7 @@ def norm_rope_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Oper
     cos, sin = residuals.cos, residuals.sin
     saved, last = _saved_of_norm(residuals, spec)
     d = cotangents.y.astype(spec.compute_dtype)
-    dn = rotated(d, cos, -sin, spec)
+    dn = _rotated_in_backward(d, cos, -sin, spec)
     of_n = Results(dn, stats=cotangents.stats)
     gradients = norm.backward(residuals._replace(saved=saved), of_n, last)
     if not spec.wants_tables:
@@ -54,24 +52,30 @@ def norm_rope_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Oper
 
 def rotated(n: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
     """The rotation of n, in the arithmetic dtype."""
+    cos, sin = cos.astype(n.dtype), sin.astype(n.dtype)
+    a, b = _pairs(n, spec)
+    return _joined(_from_pairs(a * cos - b * sin, b * cos + a * sin, spec), n, spec)
 
-    def by_halves(n: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        a, b = _pairs(n, spec)
-        return _joined(_from_pairs(a * cos - b * sin, b * cos + a * sin, spec), n, spec)
 
-    def in_one_loop(n: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        """Swap the elements of each pair: XLA fuses no concatenation on a CPU, but it does this."""
-        head = n[..., : spec.rotated]
-        half = spec.rotated // 2
-        pairs = (half, 2) if spec.interleaved else (2, half)
-        of_pairs = head.reshape(*head.shape[:-1], *pairs)
-        swapped = lax.rev(of_pairs, (n.ndim if spec.interleaved else n.ndim - 1,))
-        both = functools.partial(_from_pairs, spec=spec)
-        y = head * both(cos, cos) + swapped.reshape(head.shape) * both(-sin, sin)
-        return _joined(y, n, spec)
+def _rotated_in_backward(v: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
+    """Return `rotated`, on a CPU by swapping the elements of each pair.
 
-    tables = cos.astype(n.dtype), sin.astype(n.dtype)
-    return lax.platform_dependent(n, *tables, cpu=in_one_loop, default=by_halves)
+    XLA fuses no concatenation there: the backward would store each rotation. In the forward, which
+    has one, two halves and their concatenation are faster.
+    """
+
+    def swapping(v: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        head, half = v[..., : spec.rotated], spec.rotated // 2
+        pairs = head.reshape(*head.shape[:-1], *((half, 2) if spec.interleaved else (2, half)))
+        swapped = lax.rev(pairs, (v.ndim if spec.interleaved else v.ndim - 1,))
+        both_cos, both_sin = _from_pairs(cos, cos, spec), _from_pairs(-sin, sin, spec)
+        return _joined(head * both_cos + swapped.reshape(head.shape) * both_sin, v, spec)
+
+    def by_halves(v: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        return rotated(v, cos, sin, spec)
+
+    tables = cos.astype(v.dtype), sin.astype(v.dtype)
+    return lax.platform_dependent(v, *tables, cpu=swapping, default=by_halves)
 
 
 def _unrotated(y: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
@@ -79,7 +83,8 @@ def _unrotated(y: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.
     cos, sin = cos.astype(y.dtype), sin.astype(y.dtype)
     square = cos * cos + sin * sin
     # The tables are smaller than y: dividing them takes less time.
-    return rotated(y, safe_divide(cos, square), safe_divide(-sin, square), spec)
+    tables = safe_divide(cos, square), safe_divide(-sin, square)
+    return _rotated_in_backward(y, *tables, spec)
 
 
 def _saved_of_norm(residuals: Residuals, spec: Spec) -> tuple[jax.Array, Spec]:
