@@ -37,7 +37,7 @@ FEW = 8.0
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """What an equation yields, and a bound on the error of each element; integers are exact.
+    """An array of the program and a bound on the error of each element; integers are exact.
 
     A float is in float64, and a bool or an integer in its own dtype, with an error of zeros.
     """
@@ -46,7 +46,7 @@ class Value:
     error: np.ndarray
 
     def map(self, function: Callable) -> "Value":
-        """The same view, or linear map with weights of 0 and 1, of the values and the errors."""
+        """Apply a view, or a linear map with weights of 0 and 1, to the values and the errors."""
         return Value(function(self.value), function(self.error))
 
 
@@ -75,7 +75,7 @@ def _on_the_host(array: Any) -> Any:
 def assert_analysed(actual: Any, analysed: Any, other: Any = None) -> None:
     """Each array of `actual` is its `Value` in `analysed`, to within that error.
 
-    `other`: the values of a second program whose errors `actual` may have, too.
+    `other`: the values of a second program, whose errors are allowed as well.
     """
     actual, values = jax.tree.leaves(actual), jax.tree.leaves(analysed)
     others = values if other is None else jax.tree.leaves(other)
@@ -155,6 +155,11 @@ def _equation(equation: Any, operands: list[Value]) -> list[Value]:
         (variable,) = equation.outvars
         result, rounding = _RULES[name](operands, **params)
         return [_stored(result, rounding, variable.aval.dtype)]
+    if name == "psum":  # over axes that `jax.vmap` has made positional
+        return [
+            _stored(*_sum([o], **params), v.aval.dtype)
+            for o, v in zip(operands, equation.outvars, strict=True)
+        ]
     if name.startswith("jaxnorm."):
         return _run_plain(equation, operands)
     for key in {*params} & _INNER:
@@ -365,7 +370,7 @@ def _added(sign: int) -> Callable:
 
 
 def _by_jax(primitive: Any, adds: bool = False) -> Callable:
-    """What moves elements and makes none, by JAX itself; `adds` if it may add some up."""
+    """Let JAX move elements of values and errors; `adds` if several may be added up."""
 
     def rule(operands, **params):
         if adds:  # The equation's own addition is of the program's dtype.
