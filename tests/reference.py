@@ -22,6 +22,11 @@ def unit_roundoff(dtype: str) -> float:
     return float(ml_dtypes.finfo(dtype).eps) / 2
 
 
+def of_roundings(count: int, dtype: str, size: float | np.ndarray) -> np.ndarray:
+    """Bound the error of `count` roundings that follow each other, of numbers up to `size`."""
+    return np.asarray(count * unit_roundoff(dtype) * size)
+
+
 def tiny(dtype: str) -> float:
     """Spacing of the subnormals."""
     return float(ml_dtypes.finfo(dtype).smallest_subnormal)

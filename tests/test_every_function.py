@@ -1,7 +1,6 @@
 """Forms of a call that every public function is tested with.
 
-Results are compared in float64. No more than some hundred roundings follow each other there, so
-10 bits of the 53 are theirs.
+Results are compared in float64.
 """
 
 import functools
@@ -21,6 +20,7 @@ from every_function import (
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from reference import of_roundings
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
@@ -30,7 +30,9 @@ each = pytest.mark.parametrize("name", CALLS)
 def assert_close(results, expected):
     for ours, theirs in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         assert ours.dtype == theirs.dtype == np.float64
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2.0**-43 * np.abs(theirs).max())
+        # No more than some hundred roundings follow each other.
+        bound = of_roundings(1024, "float64", np.abs(theirs).max())
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound)
 
 
 def cosines(arrays):
