@@ -190,7 +190,7 @@ def are_recorded() -> bool:
 
 
 def _compiled(one: Launch) -> bytes:
-    """What the custom call of a launch runs: the kernel's code, its grid and its integers."""
+    """Compile a launch: the kernel's code, its grid and its integers, for the custom call."""
     jax_triton = importlib.import_module("jax_triton")
     types_of = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in one.arrays.items()
@@ -198,7 +198,7 @@ def _compiled(one: Launch) -> bytes:
     refs = {name for name, array in one.arrays.items() if isinstance(array, jax.Ref)}
 
     def launched(*arrays: jax.Array) -> Any:
-        given = dict(zip(types_of, arrays))
+        given: dict[str, Any] = dict(zip(types_of, arrays))
         given |= {name: jax.new_ref(given[name]) for name in refs}
         results = jax_triton.triton_call(kernel=one.kernel, **{**one.call, **given})
         return results, [jax.freeze(given[name]) for name in refs]
@@ -224,7 +224,7 @@ def _only_call(module: Any) -> Any:
 
 
 def opaque(call: Any) -> bytes:
-    """What a custom call of jax-triton has for its handler, compressed."""
+    """Return the compressed description of a launch that a custom call of jax-triton carries."""
     code: bytes = call.attributes["mhlo.backend_config"]["opaque"].value_bytes
     return code
 
@@ -264,14 +264,14 @@ def replay(folder: Path) -> None:
 
 
 def replayed() -> list[Path]:
-    """The folder that `replay` takes kernels from; none if there is none."""
+    """Return the folder that `replay` was given, in a list; an empty list without `replay`."""
     call = getattr(sys.modules.get("jax_triton"), "triton_call", None)
     return [call.folder] if isinstance(call, _Replay) else []
 
 
 @dataclasses.dataclass(frozen=True)
 class _Replay:
-    """``jax_triton.triton_call``, of which the kernels lie in a folder."""
+    """Stands in for ``jax_triton.triton_call``: launches kernels from a folder."""
 
     folder: Path
 
@@ -325,8 +325,8 @@ def _software() -> str:
 def sources() -> str:
     """A hash of the Triton kernels' source: a launch's name says all else that matters."""
     (root,) = map(Path, jaxnorm_kernels.__path__)
-    files = sorted(root.glob("triton/*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    texts = (file.read_bytes() for file in sorted(root.glob("triton/*.py")))
+    return hashlib.sha256(b"".join(t for t in texts if b"@triton.jit" in t)).hexdigest()
 
 
 @contextlib.contextmanager
@@ -348,7 +348,8 @@ def _schedule_for(gpu: Sequence[int]) -> None:
 
 def _set_local_gpu(local_gpu: Any) -> None:
     for name in ("launch", "schedule"):
-        importlib.import_module(f"jaxnorm_kernels.triton.{name}").local_gpu = local_gpu
+        module: Any = importlib.import_module(f"jaxnorm_kernels.triton.{name}")
+        module.local_gpu = local_gpu
 
 
 @contextlib.contextmanager
