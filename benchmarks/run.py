@@ -210,7 +210,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--devices",
         nargs="+",
-        type=workers,
+        type=count,
         metavar="N",
         help="of training: over how many devices a mesh splits parameters and batches (FSDP), with "
         "as many sequences for each (default: 1, and all GPUs of the machine)",
@@ -229,7 +229,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--workers",
-        type=workers,
+        type=count,
         metavar="N",
         help="processes of a side that compile at the same time, and then measure one after the "
         "other (default: on a GPU half of the cores, at most 8; else 1)",
@@ -285,7 +285,7 @@ def shape(text: str) -> workloads.Shape:
     return tuple(map(int, sizes))
 
 
-def workers(text: str) -> int:
+def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}; expected a number, 1 or more")
     return int(text)
