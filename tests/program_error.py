@@ -162,6 +162,8 @@ def _equation(equation: Any, operands: list[Value]) -> list[Value]:
         ]
     if name.startswith("jaxnorm."):
         return _run_plain(equation, operands)
+    if name == "call_hi_primitive":  # jax_remat3's checkpoint and names
+        return _run_high_level(params["_prim"], equation.invars, operands)
     for key in {*params} & _INNER:
         if not name.startswith(("pallas", "shard_map")):
             inner = params[key]
@@ -184,6 +186,17 @@ def _run_plain(equation: Any, operands: list[Value]) -> list[Value]:
         run = functools.partial(equation.primitive.impl, **equation.params)
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
         jaxpr = jax.make_jaxpr(run)(*avals)
+    return _run(jaxpr.jaxpr, jaxpr.consts, operands)
+
+
+def _run_high_level(primitive: Any, variables: Any, operands: list[Value]) -> list[Value]:
+    """One of JAX's high-level primitives, as the JAX program that it stands for."""
+
+    def run(*arrays: Any) -> list[Any]:
+        return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, arrays)))
+
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
+    jaxpr = jax.make_jaxpr(run)(*avals)
     return _run(jaxpr.jaxpr, jaxpr.consts, operands)
 
 

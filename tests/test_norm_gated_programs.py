@@ -131,7 +131,11 @@ def test_what_is_made_again(around, before):
         for name in ("", "_backward", "_tangent")
     }
     assert found == {"": 1 + (around == "remat"), "_backward": 1, "_tangent": 0}
-    assert set(re.findall(r"\[name=(jaxnorm_\w+)", text)) == {"jaxnorm_out", "jaxnorm_rstd"}
+    names = {"jaxnorm_out", "jaxnorm_rstd"}
+    if around == "remat" and getattr(jax.config, "jax_remat3", False):
+        # It drops what is recomputed without need: y.
+        names.remove("jaxnorm_out")
+    assert set(re.findall(r"\[name=(jaxnorm_\w+)", text)) == names
     expected, ours = gradients(functools.partial(plain, norm_before_gate=before)), gradients(block)
     assert_computes(ours(*ALL), expected, *ALL, like=ours)
 
