@@ -61,7 +61,7 @@ def test_what_is_asked():
     assert len({c.workload for c in plain}) == 5 * 2 * 2
     assert not any(c.flops for c in plain)
     assert {c.provider for c in plain} == {
-        *("jaxnorm", "mosaic", "triton", "xla", "jnp", "optax"),
+        *("jaxnorm", "mosaic", "triton", "triton_sm80", "triton_sm90", "xla", "jnp", "optax"),
         *("quack", "liger", "torch.compile"),
     }
     linear = [c for c in cells if c.op == "linear_cross_entropy"]
@@ -69,13 +69,15 @@ def test_what_is_asked():
         LossWorkload("linear_cross_entropy", "fwd+bwd", "8192x4096x128256", "bfloat16")
     }
     assert {c.provider for c in linear} == {
-        *("jaxnorm", "mosaic", "triton", "xla", "jnp", "optax", "products"),
+        *("jaxnorm", "mosaic", "triton", "triton_sm80", "triton_sm90", "xla", "jnp", "optax"),
+        "products",
         *("tokamax", "liger", "torch.compile"),
     }
     log_probs = [c for c in cells if c.op == "log_prob_and_entropy"]
     assert len({c.workload for c in log_probs}) == 2 * 2 * 2
     assert {c.provider for c in log_probs} == {
-        *("jaxnorm", "mosaic", "triton", "xla", "jnp", "torch.compile")
+        *("jaxnorm", "mosaic", "triton", "triton_sm80", "triton_sm90", "xla", "jnp"),
+        "torch.compile",
     }
     linear = [c for c in cells if c.op == "linear_log_prob_and_entropy"]
     assert len({c.workload for c in linear}) == 1
