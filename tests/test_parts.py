@@ -144,7 +144,7 @@ PATTERNS = {
         lambda: (normal(32, 256, 1000), ones(33, 1, 1000)),
     ),
     "tables[1:]": (
-        lambda x, c: jaxnorm.rms_norm_rope(x, None, c[1:], c[1:]),
+        lambda x, c: jaxnorm.rms_norm_rope(x, None, c[1:], c[1:], implementation="mosaic"),
         lambda: (normal(4, 1024, 8, 64), normal(1025, 1, 20, dtype="float32")),
     ),
     "flat slice": (

@@ -237,11 +237,11 @@ class Call:
         """Names of the operands and results that a kernel reads and writes where they are.
 
         These are results of the forward that only the backward reads. A loop may stack them. Then
-        they start at multiples of their own size, which XLA requires to be aligned. A loop over
-        chunks of rows, as that of a linear loss, cuts them at any row.
+        they start at multiples of their own size, which XLA requires to be aligned. A linear loss
+        gives the calls on its chunks aligned arrays.
         """
-        if self.primitives is not None:
-            return frozenset()
+        if self.primitives is not None and self.spec.is_loss:
+            return frozenset((*self.operand_names, *self.result_names))
         saved = ("saved",) * (self.direction != "fwd" and self.spec.starts_from in ("y", "h"))
         return frozenset((*saved, *self.spec.statistics))
 

@@ -34,6 +34,7 @@ from jaxnorm.operations import checks, chunk_loss
 from jaxnorm.operations.chunk_sizes import chunk_rows
 from jaxnorm.operations.linear_loss_call import Head, Kind, Over, Reduction
 from jaxnorm.operations.loss import counted, weighted
+from jaxnorm_kernels import buffers
 
 # Classes are padded to a multiple of this, with weight once: XLA pads the operands of each product
 # of a chunk, and cuts its result, where rows are no multiple of 16 bytes.
@@ -66,8 +67,10 @@ def run(
     def flattened(kind: Kind, a: jax.Array) -> jax.Array:
         if kind == "mask":  # Of all rows, or of each.
             if math.prod(a.shape[:-1]) == 1:
-                return a.reshape(1, -1)
+                return buffers.own(a.reshape(1, -1))
             a = jnp.broadcast_to(a, (*lead, a.shape[-1]))
+        if kind in ("row", "mask"):
+            a = buffers.own(a)  # Kernels read them, or chunks of them.
         rows = kind in ("x", "row", "mask")
         return a.reshape(count, *a.shape[len(lead) :]) if rows else a
 
@@ -79,7 +82,7 @@ def run(
         if kind in ("x", "row"):
             a = a.reshape(*lead, *a.shape[1:])
         if name not in by_name:
-            return a
+            return buffers.own(a)
         # A gradient. Each device has a sum over its own classes or over its own rows.
         if kind == "x":
             a = _scattered(_moved_back(a, over), over.classes, over.gathered)
@@ -406,19 +409,20 @@ class _Rows:
     """The rows of a chunk.
 
     The first chunk of several may reach into the second, so that all are of one size and nothing is
-    padded: there it counts nothing, and what it writes the second one overwrites.
+    padded: there it counts nothing, and what it writes the second one overwrites. Such chunks start
+    at any row, and are copied for kernels, which need aligned addresses.
     """
 
     def __init__(self, chunks: _Chunks, index: jax.Array):
         size, short = chunks.chunk, -chunks.rows % chunks.chunk
         self.size, self.start = size, jnp.maximum(index * size - short, 0)
+        self.chunks = chunks
         own = self.of(chunks.counted) if chunks.counted is not None else None
         if chunks.overlaps:
             first = self.start + jnp.arange(size) < (index + 1) * size - short
             own = first if own is None else own & first
         # Rows that the next chunk has, too, are left out like those that do not count.
         self.counted = own
-        self.chunks = chunks
 
     @property
     def mask(self) -> jax.Array:
@@ -444,7 +448,8 @@ class _Rows:
         return kept
 
     def of(self, a: jax.Array) -> jax.Array:
-        return lax.dynamic_slice_in_dim(a, self.start, self.size)
+        part = lax.dynamic_slice_in_dim(a, self.start, self.size)
+        return buffers.own(part) if self.chunks.overlaps else part
 
     def of_x(self, x: jax.Array) -> jax.Array:
         """Rows of x, 0 where they do not count: weight's gradient is a sum over all of them."""
@@ -452,6 +457,7 @@ class _Rows:
         return part if self.counted is None else jnp.where(self.counted[:, None], part, 0)
 
     def put(self, whole: jax.Array, part: jax.Array) -> jax.Array:
+        part = buffers.own(part) if self.chunks.overlaps else part
         return lax.dynamic_update_slice_in_dim(whole, part, self.start, 0)
 
 
