@@ -56,8 +56,12 @@ def run(
     dtype, _ = head.dtypes(by_name["x"].dtype, by_name["weight"].dtype)
 
     def gathered(kind: Kind, a: jax.Array) -> jax.Array:
-        if kind == "x":  # Replicated from here on, as the labels are over these axes.
-            return _moved(_gathered(a, over.gathered, dtype, "invarying"), over, dtype)
+        if kind == "x":
+            # Inside `jax.shard_map` its type says that it is replicated from here on.
+            # Types in a part of a program that XLA's partitioner has split name no axes.
+            is_typed = {*sum(over.gathered, ())} <= jax.typeof(a).manual_axis_type.varying
+            to = "invarying" if is_typed else "varying"
+            return _moved(_gathered(a, over.gathered, dtype, to), over, dtype)
         return _gathered(a, over.stored, dtype, "varying") if kind == "weight" else a
 
     whole = [*map(gathered, head.operand_kinds, arrays)]
