@@ -129,11 +129,15 @@ def on_mesh(function, arrays, case, kind):
 
 
 def collectives(compiled):
-    """Name -> shapes of what each collective of that name yields, one for each array."""
+    """Name -> shapes of what each collective of that name yields, one for each array.
+
+    An asynchronous one begins with a "-start", which yields its operands, too, before the results.
+    """
     found = {}
-    pattern = r"= (\(?[^=]*?) (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\("
-    for shapes, name in re.findall(pattern, compiled.as_text()):
-        found.setdefault(name, []).extend(re.findall(r"\w+\[([\d,]*)\]", shapes))
+    pattern = r"= (\(?[^=]*?) (all-reduce|all-gather|all-to-all|collective-permute)(-start)?\("
+    for kind, name, start in re.findall(pattern, compiled.as_text()):
+        shapes = re.findall(r"\w+\[([\d,]*)\]", kind)
+        found.setdefault(name, []).extend(shapes[len(shapes) // 2 :] if start else shapes)
     return found
 
 
