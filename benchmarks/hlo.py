@@ -85,13 +85,13 @@ def _sent(name: str, array: str, line: str, devices: int) -> int:
 
 
 def _bytes(array: str) -> int:
-    """Of an array such as "bf16[16,64]"."""
+    """Return the bytes of an array such as "bf16[16,64]"."""
     _, bits, shape = next(iter(_ARRAY.findall(array)))
     return math.prod(map(int, filter(None, shape.split(",")))) * max(int(bits or 8) // 8, 1)
 
 
 def _group(line: str, devices: int) -> int:
-    """How many devices take part in one collective."""
+    """Return how many devices take part in one collective."""
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return found[1].count(",") + 1
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
