@@ -119,7 +119,7 @@ def this_machine() -> Machine:
 
 
 def gpus() -> int:
-    """How many NVIDIA GPUs the machine has; 0 without a driver."""
+    """Return the number of NVIDIA GPUs of the machine; 0 without a driver."""
     if shutil.which("nvidia-smi") is None:
         return 0
     asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

@@ -236,9 +236,9 @@ class Call:
     def _in_place(self) -> frozenset[str]:
         """Names of the operands and results that a kernel reads and writes where they are.
 
-        These are results of the forward that only the backward reads. A loop may stack them. Then
-        they start at multiples of their own size, which XLA requires to be aligned. A linear loss
-        gives the calls on its chunks aligned arrays.
+        These are results of the forward that only the backward reads. If a loop stacks them, each
+        starts at a multiple of its own size, and XLA passes it as an address only if that size is
+        aligned. A linear loss passes aligned arrays to the calls on its chunks.
         """
         if self.primitives is not None and self.spec.is_loss:
             return frozenset((*self.operand_names, *self.result_names))

@@ -90,7 +90,7 @@ def _with_narrow_derivative(
     """Return the weights y, with a derivative whose cotangent of the logits has 16 bits.
 
     The caller computes y, so that policies of rematerialisation see its name. The rule replaces
-    the tangent of y; nothing computes the one that it ignores.
+    the tangent of y. JAX drops the computation of the tangent that the rule ignores.
     """
     del call, precision, query, key, mask, bias
     return y
