@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from meshes import KINDS, Case, collectives, on_mesh
-from program_error import analyse, assert_analysed, assert_computes
+from program_error import analyse, assert_analysed, assert_batches, assert_computes
 from stand_in import as_default
 from test_norm import normal
 from test_set_mesh import Kernels
@@ -65,17 +65,7 @@ def test_vmap(dims):
         for a, dim in zip((X[0], SCALE, BIAS), dims)
     ]
     for f in (ours, gradients(ours)):
-
-        def one_by_one(*operands, f=f):
-            each = [
-                f(*(a if d is None else jnp.take(a, i, axis=d) for a, d in zip(operands, dims)))
-                for i in range(size)
-            ]
-            return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-
-        expected = analyse(one_by_one, *operands)
-        assert_analysed(jax.vmap(f, dims)(*operands), expected)
-        assert_analysed(jax.jit(jax.vmap(f, dims))(*operands), expected)
+        assert_batches(f, dims, size, *operands)
 
 
 @each_activation

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gated_cases import plain
-from program_error import analyse, assert_analysed, assert_computes
+from program_error import assert_batches, assert_computes
 from test_norm import normal
 
 import jaxnorm
@@ -66,17 +66,7 @@ def test_vmap(dims, before):
         for a, dim in zip((X[0], GATE[0], SCALE), dims)
     ]
     for f in (gated(before), gradients(gated(before))):
-
-        def one_by_one(*operands, f=f):
-            each = [
-                f(*(a if d is None else jnp.take(a, i, axis=d) for a, d in zip(operands, dims)))
-                for i in range(size)
-            ]
-            return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-
-        expected = analyse(one_by_one, *operands)
-        assert_analysed(jax.vmap(f, dims)(*operands), expected)
-        assert_analysed(jax.jit(jax.vmap(f, dims))(*operands), expected)
+        assert_batches(f, dims, size, *operands)
 
 
 @each_order

@@ -22,7 +22,7 @@ from norm_rope_cases import (
     plain,
     tables,
 )
-from program_error import analyse, assert_analysed, assert_computes
+from program_error import assert_batches, assert_computes
 
 import jaxnorm
 
@@ -70,17 +70,7 @@ def test_vmap(dims, save):
     ]
     function = functools.partial(jaxnorm.rms_norm_rope, save=save)
     for f in (function, gradients(function)):
-
-        def one_by_one(*operands, f=f):
-            each = [
-                f(*(a if d is None else jnp.take(a, i, axis=d) for a, d in zip(operands, dims)))
-                for i in range(size)
-            ]
-            return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-
-        expected = analyse(one_by_one, *operands)
-        assert_analysed(jax.vmap(f, dims)(*operands), expected)
-        assert_analysed(jax.jit(jax.vmap(f, dims))(*operands), expected)
+        assert_batches(f, dims, size, *operands)
 
 
 def test_gradient_of_a_batch():
