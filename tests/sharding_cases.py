@@ -26,7 +26,7 @@ class Kernels(StandIn):
 
         return launch
 
-    def supports(self, spec):
+    def why_unsupported(self, spec):
         return "it has no masked kernel" if spec.has_mask else None
 
 

@@ -42,7 +42,7 @@ class Kernels(StandIn):
     def __getattr__(self, name):
         return getattr(xla, name)
 
-    def supports(self, spec):
+    def why_unsupported(self, spec):
         return "plain JAX's" if spec.cols_over or spec.rotated else None
 
 

@@ -120,7 +120,7 @@ class Kernels(StandIn):
 
         return launch
 
-    def supports(self, spec):
+    def why_unsupported(self, spec):
         return "plain JAX's" if spec.plain else None
 
 

@@ -327,11 +327,9 @@ class Call:
         in_rows, strided = self._in_rows, self._strided
         if strided is None:
             return in_rows
-        takes_inner = getattr(backends.module(name), "takes_inner", None)
-        if takes_inner is None:
-            return in_rows
         # Where rows have no view, the reason to refuse is that of the strided one.
-        return strided if in_rows.scattered or takes_inner(strided) else in_rows
+        takes_it = in_rows.scattered or backends.implementation(name).takes_inner(strided)
+        return strided if takes_it else in_rows
 
     @functools.cached_property
     def _in_rows(self) -> Spec:
@@ -400,7 +398,7 @@ class Call:
         return [a if n in in_place else buffers.own(a) for n, a in zip(names, arrays, strict=True)]
 
     def _run(self, name: str, spec: Spec, arrays: Arrays) -> list[jax.Array]:
-        implementation: Any = backends.module(name)
+        implementation = backends.implementation(name)
         if spec.direction == "fwd":
             results = implementation.forward(Operands(**dict(zip(self.primals, arrays))), spec)
             return self._picked(results)
@@ -408,6 +406,7 @@ class Call:
         linear = arrays[self.residuals :]
         if spec.direction == "tan":
             tangents = Operands(**dict(zip(self.wrt, linear)))
+            assert implementation.tangent is not None  # or `Spec.plain` left it to xla
             return self._picked(implementation.tangent(residuals, tangents, spec))
         cotangents = Results(**self._record(self._outputs, linear))
         gradients = implementation.backward(residuals, cotangents, spec)

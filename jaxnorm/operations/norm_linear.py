@@ -7,11 +7,10 @@ Of these only the norm is a primitive, and this is what each keeps:
     y = activation(z)       `products.activated`    z, rounded to y's dtype
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import ClassVar, Literal, get_args, overload
+from typing import get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +21,10 @@ from jaxnorm.calls.call import Call
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks, norm_linear_kernel, products
 from jaxnorm.operations.norm_call import norm_call
+from jaxnorm.operations.norm_linear_kernel import NAME, NormLinearCall
 from jaxnorm.primitives import eager, remat, row_operations
 from jaxnorm_kernels.linear_spec import Activation, LinearSpec
 from jaxnorm_kernels.specs import Name
-
-Function = Literal["rms_norm_linear"]
-NAME: Function = "rms_norm_linear"
 
 _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     name: products.ACTIVATIONS[name] for name in get_args(Activation)
@@ -168,27 +165,6 @@ def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
 # ----------------------------------------------------------------------------- what a call is
 
 
-@dataclasses.dataclass(frozen=True)
-class Linear:
-    """The static part of a call.
-
-    Attributes:
-      norm: the norm of x, or of h, whose result is the product's operand.
-      spec: the whole call, as a kernel of it sees it.
-    """
-
-    function: ClassVar[Function] = NAME
-
-    norm: Call
-    spec: LinearSpec
-    implementation: Name | None
-
-    def as_seen_by(self, name: str) -> LinearSpec:
-        """The spec that the implementation `name` gets."""
-        del name
-        return self.spec
-
-
 def _call_of(
     x: jax.Array,
     others: dict[str, jax.Array],
@@ -197,7 +173,7 @@ def _call_of(
     scale_offset: float,
     dtype: checks.DTypeLike | None,
     implementation: Name | None,
-) -> Linear:
+) -> NormLinearCall:
     """A call with these arguments, after the checks; `others`: weight, scale, bias, residual."""
     shape, weight = x.shape, others["weight"]
     dtypes = {name: a.dtype for name, a in others.items()}
@@ -239,7 +215,7 @@ def _call_of(
     )
     # Another function's call: policies do not save its result (`remat.name`).
     norm = norm.replaced(function=NAME, primitives=norm.function)
-    return Linear(norm, spec, implementation)
+    return NormLinearCall(norm, spec, implementation)
 
 
 def _check_shapes(shape: tuple[int, ...], others: dict[str, tuple[int, ...]]) -> None:
@@ -257,7 +233,7 @@ def _check_shapes(shape: tuple[int, ...], others: dict[str, tuple[int, ...]]) ->
 # ----------------------------------------------------------------------------- the composition
 
 
-def _composed(call: Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.Array:
+def _composed(call: NormLinearCall, names: tuple[str, ...], *arrays: jax.Array) -> jax.Array:
     """y, of x, weight, scale and bias, those that `names` names."""
     operands, spec = dict(zip(names, arrays)), call.spec
     layout = products.layout_of(operands["x"], operands["weight"])

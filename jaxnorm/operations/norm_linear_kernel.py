@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Literal
 
 import jax
 from jax import lax
@@ -14,19 +14,44 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType
 
 from jaxnorm.calls import backends
+from jaxnorm.calls.call import Call
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import products
 from jaxnorm_kernels import buffers
+from jaxnorm_kernels.linear_spec import LinearSpec
+from jaxnorm_kernels.specs import Name
 
-if TYPE_CHECKING:
-    from jaxnorm.operations.norm_linear import Linear
+Function = Literal["rms_norm_linear"]
+NAME: Function = "rms_norm_linear"
 
 #: y of a call, of the names of its arrays and those.
 Composition = Callable[..., jax.Array]
 
 
+@dataclasses.dataclass(frozen=True)
+class NormLinearCall:
+    """The static part of a call of `rms_norm_linear`.
+
+    Attributes:
+      norm: the norm of x or of h. Its result is an operand of the matmul.
+      spec: the whole call, for a kernel of the norm and the matmul.
+      implementation: the name that the user gave, or None.
+    """
+
+    function: ClassVar[Function] = NAME
+
+    norm: Call
+    spec: LinearSpec
+    implementation: Name | None
+
+    def as_seen_by(self, name: str) -> LinearSpec:
+        """The spec that the implementation `name` gets."""
+        del name
+        return self.spec
+
+
 def by_name(
-    call: "Linear", composed: Composition, names: tuple[str, ...], *arrays: jax.Array
+    call: NormLinearCall, composed: Composition, names: tuple[str, ...], *arrays: jax.Array
 ) -> jax.Array:
     """y by the kernel, of the arrays that `names` names, differentiated as `composed` is.
 
@@ -39,14 +64,14 @@ def by_name(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _by_kernel(
-    call: "Linear", composed: Composition, names: tuple[str, ...], *arrays: jax.Array
+    call: NormLinearCall, composed: Composition, names: tuple[str, ...], *arrays: jax.Array
 ) -> jax.Array:
     return _kernel(call, names)(*arrays)
 
 
 @functools.partial(_by_kernel.defjvp, symbolic_zeros=True)
 def _(
-    call: "Linear",
+    call: NormLinearCall,
     composed: Composition,
     names: tuple[str, ...],
     primals: Sequence[jax.Array],
@@ -56,8 +81,9 @@ def _(
     return _by_kernel(call, composed, names, *primals), dy
 
 
-def _kernel(call: "Linear", names: tuple[str, ...]) -> Callable[..., jax.Array]:
+def _kernel(call: NormLinearCall, names: tuple[str, ...]) -> Callable[..., jax.Array]:
     """The kernel: a batch of x is more rows, one of parameters a loop."""
+    from jaxnorm_kernels import mosaic
 
     @custom_vmap
     def run(*arrays: jax.Array) -> jax.Array:
@@ -65,7 +91,7 @@ def _kernel(call: "Linear", names: tuple[str, ...]) -> Callable[..., jax.Array]:
         x, weight = _placed.bind(operands["x"], call=call), operands["weight"]
         *lead, cols = x.shape
         spec = dataclasses.replace(call.spec, rows=math.prod(lead))
-        y = backends.module("mosaic").rms_norm_linear_fwd(  # type: ignore[attr-defined]
+        y = mosaic.rms_norm_linear_fwd(
             x.reshape(spec.rows, cols), weight, operands.get("scale"), operands.get("bias"), spec
         )
         return buffers.own(y).reshape(*lead, weight.shape[1])
@@ -86,14 +112,14 @@ def _kernel(call: "Linear", names: tuple[str, ...]) -> Callable[..., jax.Array]:
     return run
 
 
-def _lower(ctx: Any, x: Any, *, call: "Linear") -> list[Any]:
+def _lower(ctx: Any, x: Any, *, call: NormLinearCall) -> list[Any]:
     """Nothing. But where a program will run is known when it is lowered, and not before."""
     platforms = ctx.platforms or ctx.module_context.platforms
     backends.placed(call.function, "mosaic", platforms)
     return [x]
 
 
-def _run(x: jax.Array, *, call: "Linear") -> jax.Array:
+def _run(x: jax.Array, *, call: NormLinearCall) -> jax.Array:
     backends.placed(call.function, "mosaic", (backends.local_platform(),))
     return x
 
@@ -106,7 +132,7 @@ _placed.def_impl(_run)
 mlir.register_lowering(_placed, _lower)
 
 
-def _check_whole(call: "Linear", arrays: Sequence[jax.Array]) -> None:
+def _check_whole(call: NormLinearCall, arrays: Sequence[jax.Array]) -> None:
     """ValueError where arrays may be spread over devices: the kernel is not partitioned."""
     mesh = sharding.mesh_of([jax.typeof(a) for a in arrays])
     if mesh.empty:

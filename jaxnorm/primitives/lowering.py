@@ -80,7 +80,8 @@ def _loses_its_kernel_by_dh(call: Call, platform: str) -> bool:
     def is_kernel_s(call: Call) -> bool:
         if call.implementation is not None:
             spec = call.as_seen_by(call.implementation)
-            return backends.module(call.implementation).supports(spec) is None
+            backend = backends.implementation(call.implementation)
+            return backend.why_unsupported(spec) is None
         return backends.choose(call.as_seen_by, platform).name != "xla"
 
     return is_kernel_s(call.without_dh()) and not is_kernel_s(call)

@@ -175,7 +175,7 @@ def test_lowers_for_a_gpu(shape: tuple[int, int], norm: str, mix: Any, activatio
     """In one kernel each way."""
     for direction in ("fwd", "bwd"):
         spec = make_spec(direction, norm, *shape, mix, activation=activation)
-        assert mosaic.supports(spec) is None
+        assert mosaic.why_unsupported(spec) is None
         call = jax.jit(lambda *a, spec=spec: contract.call(mosaic, spec, *a))
         program = call.trace(*types_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
         assert program.count("mosaic_gpu_v2") == 1
@@ -233,4 +233,4 @@ def test_refusals() -> None:
         ({"rows": 32, "cols": 64}, "takes rows this short only by 64 and more"),
         ({"stat_cotangents": True}, "plain JAX's"),
     ):
-        assert sentence in (mosaic.supports(dataclasses.replace(spec, **change)) or "")
+        assert sentence in (mosaic.why_unsupported(dataclasses.replace(spec, **change)) or "")

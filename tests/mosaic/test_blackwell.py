@@ -277,9 +277,9 @@ def test_kernels_compile(
 ) -> None:
     if capability == 120 and spec.direction == "bwd" and spec.cols == 65536 and spec.is_norm:
         # 256 KiB of each of two arrays need clusters of 16, or more shared memory.
-        assert "no rows of this length" in (support.supports(spec) or "")
+        assert "no rows of this length" in (support.why_unsupported(spec) or "")
         return
-    assert support.supports(spec) is None
+    assert support.why_unsupported(spec) is None
     check(spec, capability, processes)
 
 
@@ -377,7 +377,7 @@ def test_strips_fit_shared_memory_of_99_kib() -> None:
 def test_where_they_are_the_default(capability: int | None, part: str | None, monkeypatch) -> None:
     monkeypatch.setattr(support, "local_capability", lambda: capability)
     spec = forward_cases.make_spec("layer_norm", 8192, 4096, BF16, BF16)
-    refusal = support.prefers(spec)
+    refusal = support.why_not_default(spec)
     assert (refusal is None) if part is None else (part in refusal)
 
 
@@ -385,4 +385,4 @@ def test_older_gpus_are_refused(monkeypatch) -> None:
     """By name, and where the environment names them, too."""
     monkeypatch.setattr(support, "local_capability", lambda: 89)
     for spec in (FORWARD[0], STRIPS[0]):
-        assert "9.0 (Hopper) or newer" in (support.supports(spec) or "")
+        assert "9.0 (Hopper) or newer" in (support.why_unsupported(spec) or "")

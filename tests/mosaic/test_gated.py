@@ -168,7 +168,7 @@ def test_lowers_for_a_gpu(
     for direction in ("fwd", "bwd"):
         given = {"norm_before_gate": before, "activation": activation}
         spec = make_spec(direction, *shape, mix, **given)
-        assert mosaic.supports(spec) is None
+        assert mosaic.why_unsupported(spec) is None
         call = jax.jit(lambda *a, spec=spec: contract.call(mosaic, spec, *a))
         program = call.trace(*types_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
         assert program.count("mosaic_gpu_v2") == 1
@@ -189,7 +189,7 @@ def test_lowers_for_a_gpu(
 )
 def test_refusals(change: dict[str, Any], sentence: str) -> None:
     spec = dataclasses.replace(make_spec("bwd", 8191, 1024, MIXES[0]), **change)
-    assert sentence in (mosaic.supports(spec) or "")
+    assert sentence in (mosaic.why_unsupported(spec) or "")
 
 
 @ORDERS

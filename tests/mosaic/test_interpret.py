@@ -319,7 +319,7 @@ def test_default_schedule_of_groups(groups: int, rows: int, cols: int) -> None:
     for op in ("layer_norm", "add_layer_norm"):
         given = {"scale_groups": groups, "bias_groups": groups}
         spec = make_spec(op, rows, cols, BF16, BF16, **given)
-        assert mosaic.supports(spec) is None
+        assert mosaic.why_unsupported(spec) is None
         check(spec, None, *make_operands(spec))
 
 
@@ -388,5 +388,5 @@ SUPPORTED = {op: make_spec(op, 4, 128, BF16, F32) for op in ("layer_norm", "soft
 )
 def test_supports(change: dict[str, Any], reason: str | None) -> None:
     spec = SUPPORTED["softmax" if change.get("op") == "softmax" else "layer_norm"]
-    refusal = mosaic.supports(dataclasses.replace(spec, **change))
+    refusal = mosaic.why_unsupported(dataclasses.replace(spec, **change))
     assert refusal is None if reason is None else reason in str(refusal)

@@ -183,7 +183,7 @@ def test_lowers_for_a_gpu(
     for direction in ("fwd", "bwd"):
         given = {"saved": saved, "interleaved": interleaved}
         spec = make_spec(direction, QUERIES[queries], size, mix, **given)
-        assert mosaic.supports(spec) is None
+        assert mosaic.why_unsupported(spec) is None
         call = jax.jit(lambda *a, spec=spec: contract.call(mosaic, spec, *a)[:2])
         program = call.trace(*types_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
         assert program.count("mosaic_gpu_v2") == 1
@@ -202,13 +202,13 @@ def test_lowers_for_a_gpu(
     ids=str,
 )
 def test_refusals(change: dict[str, Any], sentence: str) -> None:
-    assert sentence in (mosaic.supports(make_spec("bwd", QUERIES[5], **change)) or "")
+    assert sentence in (mosaic.why_unsupported(make_spec("bwd", QUERIES[5], **change)) or "")
 
 
 def test_few_rows_are_refused() -> None:
     few = Shared(((63, True),), has_columns=True)
     for direction in ("fwd", "bwd"):
-        assert "by 64 and more" in (mosaic.supports(make_spec(direction, few)) or "")
+        assert "by 64 and more" in (mosaic.why_unsupported(make_spec(direction, few)) or "")
 
 
 @pytest.mark.parametrize(

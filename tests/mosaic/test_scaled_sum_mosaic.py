@@ -138,7 +138,7 @@ def test_lowers_for_a_gpu(rows: int, cols: int, groups: int, mix: tuple[np.dtype
     """In one kernel each way."""
     for direction in ("fwd", "bwd"):
         spec = of_gpu(direction, rows, cols, groups, mix)
-        assert mosaic.supports(spec) is None
+        assert mosaic.why_unsupported(spec) is None
         call = jax.jit(lambda *a, spec=spec: contract.call(mosaic, spec, *a))
         program = call.trace(*types_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
         assert program.count("mosaic_gpu_v2") == 1
@@ -162,7 +162,7 @@ def test_lowers_for_a_gpu(rows: int, cols: int, groups: int, mix: tuple[np.dtype
 )
 def test_refusals(change: dict[str, Any], sentence: str) -> None:
     spec = dataclasses.replace(make_spec("bwd", 8192, 1024, MIXES[0]), **change)
-    assert sentence in (mosaic.supports(spec) or "")
+    assert sentence in (mosaic.why_unsupported(spec) or "")
 
 
 @pytest.mark.parametrize("saved", ["output", "input"])

@@ -234,7 +234,7 @@ def test_lowering(shape: tuple[int, int, int], direction: str) -> None:
     turn = SHAPES.index(shape)
     x, y = [(BF16, BF16), (F32, F32), (F32, BF16)][turn % 3]
     spec = make_spec(direction, OPS[(turn + (direction == "bwd")) % 4], shape, x, y)
-    assert mosaic.supports(spec) is None
+    assert mosaic.why_unsupported(spec) is None
     assert "mosaic_gpu" in lowered(spec)
 
 
@@ -312,7 +312,7 @@ def test_refusals(change: dict[str, Any], part: str) -> None:
     assert mosaic.takes_inner(spec)
     refused = dataclasses.replace(spec, **change)
     assert not mosaic.takes_inner(refused)
-    assert part in str(mosaic.supports(refused))
+    assert part in str(mosaic.why_unsupported(refused))
 
 
 @pytest.mark.parametrize(

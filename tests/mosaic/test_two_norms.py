@@ -200,7 +200,7 @@ def shapes_of(spec: Spec) -> tuple[Any, ...]:
 def test_lowers_for_a_gpu(cols: int, dtypes: tuple[np.dtype, ...]) -> None:
     """In one kernel, or two where no ring takes the rows."""
     spec = make_spec(8192 if cols in WIDTHS else 8191, cols, dtypes)
-    assert mosaic.supports(spec) is None
+    assert mosaic.why_unsupported(spec) is None
     function = jax.jit(lambda *operands: contract.call(mosaic, spec, *operands))
     text = function.trace(*shapes_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
     kernels = text.count("mosaic_gpu_v2")
@@ -211,7 +211,7 @@ def test_lowers_for_a_gpu(cols: int, dtypes: tuple[np.dtype, ...]) -> None:
 
 @pytest.mark.parametrize("cols", [50257, 262144])
 def test_what_neither_norm_s_kernel_holds_is_refused(cols: int) -> None:
-    assert "no rows of this length" in str(mosaic.supports(make_spec(8191, cols, MIXES[0])))
+    assert "no rows of this length" in str(mosaic.why_unsupported(make_spec(8191, cols, MIXES[0])))
 
 
 @each_mix

@@ -75,7 +75,7 @@ WIDE = Spec("norm", "bwd", 8192, 8192, BF16, BF16, F32, want_stats=True)
 )
 def test_supports(change, reason):
     spec = CALLS[OPERATIONS[change.get("op", "norm")].family]
-    refusal = load_alone("triton", "support").supports(dataclasses.replace(spec, **change))
+    refusal = load_alone("triton", "support").why_unsupported(dataclasses.replace(spec, **change))
     assert refusal is None if reason is None else reason in refusal
 
 
@@ -84,19 +84,19 @@ LINEAR = LinearSpec(4, 128, 64, BF16, BF16, BF16, BF16, F32, F32, activation="ge
 
 def test_has_no_product():
     support = load_alone("triton", "support")
-    assert "no kernel of a norm and a product: XLA's" in support.supports(LINEAR)
+    assert "no kernel of a norm and a product: XLA's" in support.why_unsupported(LINEAR)
 
 
 def test_needs_ampere(monkeypatch):
     support = load_alone("triton", "support")
     for capability, refused in [(75, True), (80, False), (89, False), (None, False)]:
         monkeypatch.setattr(support, "local_capability", lambda c=capability: c)
-        assert ("8.0 (Ampere)" in (support.supports(NORM) or "")) == refused
+        assert ("8.0 (Ampere)" in (support.why_unsupported(NORM) or "")) == refused
 
 
 def test_supports_whatever_has_elements_of_32_bits_at_most():
     """Unlike Mosaic's kernels: every number of rows and columns, in every mix of dtypes."""
-    supports = load_alone("triton", "support").supports
+    supports = load_alone("triton", "support").why_unsupported
     rng = np.random.default_rng(0)
     dtypes = (BF16, F32, np.dtype(np.float16))
     for _ in range(500):
@@ -120,21 +120,23 @@ def test_not_imported_unless_mosaic_leaves_a_call():
 def test_without_jaxs_cuda_plugin_the_default_is_xla(monkeypatch):
     support = load_alone("triton", "support")
     monkeypatch.setattr(support, "can_lower", lambda: True)
-    assert support.prefers(WIDE) is None
+    assert support.why_not_default(WIDE) is None
     monkeypatch.setattr(support, "can_lower", lambda: False)
-    assert "CUDA plugin" in support.prefers(WIDE)
+    assert "CUDA plugin" in support.why_not_default(WIDE)
 
 
 def test_the_default_leaves_what_is_not_measured(monkeypatch):
     support = load_alone("triton", "support")
     monkeypatch.setattr(support, "can_lower", lambda: True)
     softmax = Spec("softmax", "fwd", 8192, 1024, BF16, BF16)
-    assert support.prefers(softmax) is None
-    assert support.prefers(dataclasses.replace(softmax, logits_scale=0.5)) is None
+    assert support.why_not_default(softmax) is None
+    assert support.why_not_default(dataclasses.replace(softmax, logits_scale=0.5)) is None
     unmeasured = [{"has_mask": True}, {"logits_bias_dtype": BF16}, {"causal": True}]
     for change in (*unmeasured, {"op": "cross_entropy"}):
-        assert "not measured yet" in support.prefers(dataclasses.replace(softmax, **change))
-    assert "not measured yet" in support.prefers(dataclasses.replace(WIDE, **ROPE, cols=128))
+        assert "not measured yet" in support.why_not_default(dataclasses.replace(softmax, **change))
+    assert "not measured yet" in support.why_not_default(
+        dataclasses.replace(WIDE, **ROPE, cols=128)
+    )
 
 
 @pytest.mark.triton

@@ -45,7 +45,7 @@ def call(request, monkeypatch):
     options = {"schedule": make_schedule(request.param)} if request.param in SCHEDULES else {}
 
     def run(*operands, spec):
-        assert triton.supports(spec) is None
+        assert triton.why_unsupported(spec) is None
         return contract.call(triton, spec, *operands, **options)
 
     return run

@@ -80,7 +80,7 @@ def run(schedule, *operands, spec):
     if schedule in SCHEDULES:
         warps, tile_rows, programs, stages = SCHEDULES[schedule]
         options["schedule"] = Schedule(512, warps, tile_rows, programs=programs, stages=stages)
-    assert triton.supports(spec) is None
+    assert triton.why_unsupported(spec) is None
     return contract.call(triton, spec, *operands, **options)
 
 

@@ -156,7 +156,7 @@ def takes_inner(spec: Spec) -> bool:
     return strip_schedule.refusal(spec) is None
 
 
-def supports(spec: Spec | LinearSpec) -> str | None:
+def why_unsupported(spec: Spec | LinearSpec) -> str | None:
     """None, or why this call cannot run here."""
     if isinstance(spec, LinearSpec):
         return first_of_linear(_CANNOT_MULTIPLY, spec)
@@ -165,13 +165,14 @@ def supports(spec: Spec | LinearSpec) -> str | None:
     return first(_CANNOT, spec)
 
 
-def prefers(spec: Spec) -> str | None:
+def why_not_default(spec: Spec) -> str | None:
     """None, or why the default leaves this call to xla."""
     return first(_LEFT_TO_XLA, spec)
 
 
-def caveat() -> str | None:
-    """What is not known of these kernels on the GPU at hand; None for nothing."""
+def caveat(spec: Spec) -> str | None:
+    """What is unknown about these kernels on the GPU at hand; None for nothing."""
+    del spec
     if local_capability() not in _NOT_TIMED:
         return None
     return "compiled for this GPU's compute capability, but not timed on it"

@@ -82,7 +82,7 @@ def softmax_bwd_bias(
       mask: `(n, cols)` or `(n, 1)`; None for one that is not read.
     """
     shared = spec.logits_bias_rows
-    assert shared is not None  # or `supports` refuses it
+    assert shared is not None  # or `why_unsupported` refuses it
     operands: dict[str, Any] = {
         "y_ptr": y,
         "dy_ptr": dy,

@@ -129,14 +129,14 @@ def platforms() -> tuple[str, ...]:
     return ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
 
 
-def supports(spec: Spec | LinearSpec) -> str | None:
+def why_unsupported(spec: Spec | LinearSpec) -> str | None:
     """None, or why this call cannot run here."""
     if isinstance(spec, LinearSpec):
         return _NO_PRODUCT
     return first(_CANNOT, spec)
 
 
-def prefers(spec: Spec) -> str | None:
+def why_not_default(spec: Spec) -> str | None:
     """None, or why the default leaves this call to xla."""
     return first(_LEFT_TO_XLA, spec)
 

@@ -28,7 +28,7 @@ class Formulas(NamedTuple):
     own_tangent: Callable[[Residuals, Operands, Spec], Results] | None = None
 
     def tangent(self, residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
-        """See `WithTangent`."""
+        """See `Implementation.tangent`."""
         if self.own_tangent is not None:
             return self.own_tangent(residuals, tangents, spec)
         saved = residuals.saved

@@ -38,7 +38,7 @@ def interpreted(params: plgpu.InterpretGPUParams | None = None) -> Iterator[None
 
 
 def required[T](schedule: T | None, spec: Spec) -> T:
-    """The schedule for a call; `supports` refuses those that have none."""
+    """The schedule for a call; `why_unsupported` refuses those that have none."""
     if schedule is None:
         raise ValueError(f"no kernel takes the rows of {spec}")
     return schedule
