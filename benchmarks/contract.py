@@ -98,7 +98,14 @@ class KernelWorkload(Workload):
         op = self.operation
         types = jnp.dtype(self.x_dtype), jnp.dtype(self.y_dtype)
         if not self.is_norm:
-            return Spec(op, self.direction, self.rows, self.cols, *types)  # type: ignore[arg-type]
+            return Spec(
+                op,
+                self.direction,  # type: ignore[arg-type]
+                self.rows,
+                self.cols,
+                *types,
+                outputs=("y",),
+            )
         backward_of_sum = op == "add_norm" and self.direction == "bwd"
         parameter = np.dtype(np.float32)
         operation = OPERATIONS[op]
@@ -109,6 +116,7 @@ class KernelWorkload(Workload):
             self.rows,
             self.cols,
             *types,
+            outputs=("y", "h") if self._adds_dh else tuple(operation.results),
             scale_dtype=parameter,
             bias_dtype=parameter if self._subtracts_mean else None,
             residual_dtype=types[0] if has_residual else None,
@@ -123,7 +131,6 @@ class KernelWorkload(Workload):
             saved="input" if operation.saves[0] == "x" else "output",
             epsilon=1e-6,
             subtract_mean=self._subtracts_mean,
-            adds_dh=self._adds_dh,
         )
 
     def function(self, implementation: Any) -> Callable[..., Any]:
@@ -249,6 +256,7 @@ class HeadsKernelWorkload:
             self.direction,
             *(batch * length * heads, cols),
             *(dtype, dtype),
+            outputs=("y",),
             scale_dtype=parameter,
             epsilon=1e-6,
             table_dtype=parameter,

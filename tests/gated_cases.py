@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from reference import SAFETY, Norm, activated, arithmetic, assert_within, exact, rounding
+from specs import changed, spec_of
 
 from benchmarks import contract
 from jaxnorm_kernels import xla
-from jaxnorm_kernels.specs import Spec
 
 ACTIVATIONS = ("silu", "gelu", "relu", "leaky_relu", "sigmoid")
 
@@ -128,7 +128,7 @@ def make_spec(direction, rows, cols, mix, **given):
     x, gate, y = mix
     options = {"scale_dtype": np.dtype("float32"), "norm_before_gate": True, "activation": "silu"}
     options |= given
-    return Spec(
+    return spec_of(
         "norm_gated",
         direction,
         rows,
@@ -199,7 +199,7 @@ def check_forward(call, spec):
 def check_backward(call, spec):
     """The same of a backward."""
     x, gate, scale, dy = make_operands(spec)
-    forward = dataclasses.replace(spec, direction="fwd", want_stats=True)
+    forward = changed(spec, direction="fwd", want_stats=True)
     _, stats = jax.jit(functools.partial(contract.call, xla, forward))(x, gate, scale)
     dx, dgate, dscale = call(spec, x, stats, gate, scale, dy)
     assert (dx.dtype, dgate.dtype) == (spec.x_dtype, spec.gate_dtype)

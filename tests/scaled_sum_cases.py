@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from reference import SAFETY, Norm, arithmetic, assert_within, exact, rounding
+from specs import changed, spec_of
 
 from benchmarks import contract
 from jaxnorm_kernels import xla
-from jaxnorm_kernels.specs import Spec
 
 PARAMETERS = ("scale", "bias", "branch_scale")
 
@@ -102,7 +102,7 @@ def make_spec(direction, rows, cols, mix, kind="layer_norm", groups=(1, 1, 1), *
     of_layer = {"bias_dtype": float32, "subtract_mean": True} if kind == "layer_norm" else {}
     options = {"scale_dtype": float32, "branch_scale_dtype": float32, **of_layer, **given}
     options |= {f"{name}_groups": n for name, n in zip(PARAMETERS, groups)}
-    return Spec(
+    return spec_of(
         "scaled_add_norm",
         direction,
         rows,
@@ -191,7 +191,7 @@ def check_forward(call, spec):
 def check_backward(call, spec):
     """The same of a backward."""
     given = make_operands(spec)
-    forward = dataclasses.replace(spec, direction="fwd", want_stats=True, adds_dh=False)
+    forward = changed(spec, direction="fwd", want_stats=True, adds_dh=False)
     operands = [given[name] for name in spec.operation.operands]
     y, h, stats = jax.jit(functools.partial(contract.call, xla, forward))(*operands)
     params = [given[name] for name in PARAMETERS]

@@ -29,7 +29,7 @@ CASES = [(op, family, name) for op in OPS for family in OF_ONE for name in OF_ON
 @pytest.mark.parametrize(("of", "family", "name"), CASES)
 def test_a_call_says_what_its_family_has(of, family, name):
     value = OF_ONE[family][name]
-    spec = Spec(OPS[of], "fwd", 4, 128, F32, F32)
+    spec = Spec(OPS[of], "fwd", 4, 128, F32, F32, ("y",))
     if of == family:
         assert getattr(dataclasses.replace(spec, **{name: value}), name) == value
     else:
@@ -40,7 +40,7 @@ def test_a_call_says_what_its_family_has(of, family, name):
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_the_norms_of_a_call(op):
     """Of no norm, a call is its own last one."""
-    spec = Spec(op, "bwd", 4, 128, F32, F32)
+    spec = Spec(op, "bwd", 4, 128, F32, F32, ("y",))
     norms = spec.norms
     assert len(norms) == len(OPERATIONS[op].norms)
     assert all(norm.op == "norm" for norm in norms)

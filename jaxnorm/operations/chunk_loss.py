@@ -59,14 +59,8 @@ def dlogits(
 
     Where it is theirs, it takes their place.
     """
-    fits = dtype == call.spec.x_dtype
-    statistics = len(cotangents) > len(call.spec.operation.results)
-    call = call.backward(
-        ["x"],
-        overwrites_x=fits,
-        gradient_dtype=None if fits else dtype,
-        stat_cotangents=statistics,
-    )
+    outputs = call.with_stats().result_names[: len(cotangents)]
+    call = call.backward(["x"], outputs, gradient_dtype=dtype)
     return _bind(call, [*(residuals[name] for name in call.residual_names), *cotangents])[0]
 
 

@@ -369,7 +369,9 @@ class _Chunks:
             has_positions=rows.counted is not None,
             mask=None if self.mask is None else rows.mask.shape,
         )
-        changes: dict[str, Any] = {"padding": self.padding, "want_stats": self.head.keeps}
+        if self.head.keeps:
+            call = call.with_stats()
+        changes: dict[str, Any] = {"padding": self.padding}
         if self.over.classes:
             changes |= {
                 "cols": shape[1] * lax.axis_size(self.over.classes),

@@ -10,7 +10,7 @@ from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
 from jaxnorm.operations import checks
 from jaxnorm.primitives import eager, row_operations
-from jaxnorm_kernels.operations import FUNCTIONS
+from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
 from jaxnorm_kernels.specs import Name, Spec
 
 Function = Literal["softmax_cross_entropy_with_integer_labels", "log_prob_and_entropy"]
@@ -194,9 +194,11 @@ def loss_call(
             "many axes as logits), which says nothing of the targets of the others; expected 0, or "
             "a mask of positions with the axes of labels; leave one of both out"
         )
+    op = FUNCTIONS[function].op
     spec = Spec(
-        op=FUNCTIONS[function].op,
+        op=op,
         direction="fwd",
+        outputs=(*OPERATIONS[op].results,),
         rows=view.rows,
         cols=view.cols,
         x_dtype=dtype,

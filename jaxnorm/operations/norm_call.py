@@ -60,6 +60,7 @@ def norm_call(
     spec = Spec(
         op=op,
         direction="fwd",
+        outputs=(*OPERATIONS[op].results,),
         rows=view.rows,
         cols=view.cols,
         x_dtype=x.dtype,

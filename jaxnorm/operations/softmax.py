@@ -10,7 +10,7 @@ from jaxnorm.calls.rows import RowView
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
 from jaxnorm.primitives import eager, row_operations
-from jaxnorm_kernels.operations import FUNCTIONS
+from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
 from jaxnorm_kernels.specs import Name, Spec
 
 
@@ -189,9 +189,11 @@ def softmax_call(
     causal = checks.flag(function, "causal", causal)
     if causal:
         checks.matrix(function, "causal", view)
+    op = FUNCTIONS[function].op
     spec = Spec(
-        op=FUNCTIONS[function].op,
+        op=op,
         direction="fwd",
+        outputs=(*OPERATIONS[op].results,),
         rows=view.rows,
         cols=view.cols,
         x_dtype=np.dtype(x.dtype),

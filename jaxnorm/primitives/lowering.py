@@ -74,7 +74,9 @@ def _loses_its_kernel_by_dh(call: Call, platform: str) -> bool:
 
     The transpose adds dh to whatever norm it meets: the user did not ask for that.
     """
-    if not (call.spec.adds_dh and call.spec.operation.may_add_dh) or call.spec.plain:
+    spec = call.spec
+    takes_dh = spec.direction == "bwd" and "h" in spec.outputs and spec.operation.may_add_dh
+    if spec.plain or not takes_dh:
         return False
 
     def is_kernel_s(call: Call) -> bool:

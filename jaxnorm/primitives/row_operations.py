@@ -91,14 +91,14 @@ class _RowRules(Rules[Call]):
 
     def with_residuals(self, call: Call) -> Call | None:
         # A call that has statistics is one that a derivative has made.
-        return None if call.spec.want_stats else call.with_stats()
+        return None if call.spec.has_stats else call.with_stats()
 
     names = staticmethod(remat.names)
 
     def forward_jvp(self, call: Call, primals: Any, tangents: Any) -> tuple[Any, Any]:
         with_stats = call.with_stats()
         outputs = self.bind(with_stats, *primals)
-        if not call.spec.want_stats:
+        if not call.spec.has_stats:
             outputs = remat.named(remat.names(with_stats), outputs)
         return self.derived(call, outputs, primals, tangents)
 
@@ -127,19 +127,19 @@ class _RowRules(Rules[Call]):
         self, call: Call, residuals: Arrays, cotangents: Any, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
         """The cotangents of the tangents `names`, from those of a tangent's results."""
-        by_name = dict(zip(call.result_names, cotangents))
-        dh = by_name.pop("h", None)
-        if isinstance(dh, ad.Zero) or not {*call.spec.operation.through_h} & {*names}:
-            dh = None
+        by_name, statistics = dict(zip(call.result_names, cotangents)), call.spec.statistics
         nonzeros = nonzero(by_name.items())
-        if not nonzeros:
-            return self.gradients_by_h(call, residuals, dh, names)
-        stat_cotangents = not nonzeros.keys().isdisjoint(call.spec.statistics)
-        backward = call.backward(names, adds_dh=dh is not None, stat_cotangents=stat_cotangents)
-        by_name["h"] = dh
-        linear = [by_name[name] for name in backward.operand_names[call.residuals :]]
-        results = self.bind(backward, *residuals, *map(ad.instantiate_zeros, linear))
-        return dict(zip(names, results))
+        if {*names}.isdisjoint(call.spec.operation.through_h):
+            nonzeros.pop("h", None)
+        if nonzeros.keys() <= {"h"}:
+            return self.gradients_by_h(call, residuals, nonzeros.get("h"), names)
+        # Cotangents that are 0: y has one, h and the statistics have none.
+        absent = {"h"} - nonzeros.keys()
+        if nonzeros.keys().isdisjoint(statistics):
+            absent.update(statistics)
+        outputs = [name for name in call.result_names if name not in absent]
+        linear = [ad.instantiate_zeros(by_name[name]) for name in outputs]
+        return dict(zip(names, self.bind(call.backward(names, outputs), *residuals, *linear)))
 
     def gradients_by_h(
         self, call: Call, residuals: Arrays, dh: jax.Array | None, names: Sequence[str]
@@ -151,7 +151,7 @@ class _RowRules(Rules[Call]):
             return by_name
         if "branch_scale" in operation.operands:
             wrt = [name for name in names if name in operation.through_h]
-            results = self.bind(call.backward_of_h(wrt), *residuals, dh) if wrt else []
+            results = self.bind(call.backward(wrt, ["h"]), *residuals, dh) if wrt else []
             return by_name | dict(zip(wrt, results))
         if operation.starts_from_x:
             arrays, first = dict(zip(call.residual_names, residuals)), call.first()
@@ -180,11 +180,11 @@ class _RowRules(Rules[Call]):
         x: Any = wanted.get("x")
         knows = type(x) is _accumulators.ValAccum and not isinstance(x.val, ad.Zero)
         moves = any(not isinstance(ct, ad.Zero) for ct in cotangents)
-        adds = knows and moves and call.spec.operation.may_add_dh and not call.spec.adds_dh
+        adds = knows and moves and call.spec.operation.may_add_dh and "h" not in call.result_names
         if adds:
             dy, *others = cotangents
             cotangents = [dy, x.val, *others]
-            call = call.tangent(call.wrt, adds_dh=True)
+            call = call.tangent(call.wrt, takes_h=True)
         results = self.transposed_tangent(call, residuals, cotangents, [*wanted])
         for name, accumulator in wanted.items():
             if adds and name == "x":

@@ -320,7 +320,7 @@ def _shown(ratio: float | None) -> str:
 def _floor_of(y_dtype: np.dtype) -> float | None:
     """The floor that an output-saving norm would use."""
     float32 = np.dtype(np.float32)
-    return Spec("norm", "fwd", 1, 1, float32, y_dtype, scale_dtype=float32).scale_floor
+    return Spec("norm", "fwd", 1, 1, float32, y_dtype, ("y",), scale_dtype=float32).scale_floor
 
 
 def _host(name: str, path: str, value: Any) -> np.ndarray:

@@ -91,8 +91,8 @@ class Results(NamedTuple):
         ``spec.residual_dtype``; of a loss, or a label's log-probability, that of each row,
         ``(rows,)``.
       h: the sum, in ``spec.residual_dtype``, of which y is the norm as it is rounded. As a
-        cotangent (``spec.adds_dh``), of a plain norm, it is another one of x.
-      stats: the row statistics, where ``spec.want_stats`` says so.
+        cotangent of a plain norm, it is another cotangent of x.
+      stats: the row statistics, if ``spec.has_stats``.
       entropy: of each row, ``(rows,)``, in ``spec.y_dtype``.
     """
 

@@ -119,7 +119,7 @@ BETTER_FUSED: Table = (
         lambda s: (
             s.is_norm
             and s.direction == "fwd"
-            and not s.want_stats
+            and not s.has_stats
             and s.rows * s.cols * s.x_dtype.itemsize <= _SMALL_BYTES
         ),
     ),

@@ -21,7 +21,7 @@ Name = Literal["xla", "mosaic", "triton"]
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 #: Row statistics that a norm's backward needs: ``(rstd,)`` or ``(rstd, mean)``, each ``(rows,)``
-#: in the arithmetic dtype; empty where ``spec.want_stats`` is False. Of two norms, each one's rstd.
+#: in the arithmetic dtype; empty unless ``spec.has_stats``. Of two norms, each one's rstd.
 #: Of a cross-entropy ``(m, log_s)``, the maximum of what a row keeps and log(sum(exp(x - m))); the
 #: log-sum-exp is their sum. log_s is -inf, the logarithm of nothing, for a row without an entry,
 #: and NaN for one whose label is none of its columns.
@@ -70,6 +70,13 @@ class Spec:
     Attributes:
       op: ``"norm"`` is LayerNorm and RMSNorm: one kernel with the switch ``subtract_mean``.
       direction: the pass: ``"fwd"`` (forward), ``"tan"`` (tangent) or ``"bwd"`` (backward).
+      outputs: names of those results and statistics of the forward that this pass has. The forward
+        returns them, the tangent returns their tangents, and the backward takes their cotangents.
+        If y is not among them, a forward is a sum of which only the xla implementation computes no
+        norm, and a backward starts from the cotangent of h alone. A plain norm has no h: its
+        backward adds this cotangent to dx, and h's tangent is x's.
+      wrt: names of the operands that have a tangent (``"tan"``) or a gradient (``"bwd"``). A kernel
+        may return gradients of other operands, too.
       rows, cols: shape of the two-dimensional view; ``cols`` is the normalised length.
       x_dtype: dtype of the input; the backward returns dx in it.
       y_dtype: dtype of the output; the cotangent dy arrives in it. Of a cross-entropy, its loss.
@@ -82,31 +89,22 @@ class Spec:
       scale_offset: added to ``scale`` in the arithmetic dtype (1.0 for Gemma's ``1 + w``).
       saved: which array a norm's backward starts from; of two norms, the second's (that of the
         first one starts from x).
-      want_stats: the forward also returns the statistics that the backward needs, and the tangent
-        their tangents.
       wide: the arithmetic is float64 although no array of rows is: that of one norm of a call with
         a residual, where another array of the call is float64.
       table_dtype: of the tables of a rotation, as the five that follow are.
       rotated: how many columns, the first ones, are rotated.
       interleaved: a pair is columns 2i and 2i + 1, and not i and i + rotated / 2.
       table_rows: where the rows find theirs in the tables.
-      wants_tables: the backward also returns the gradients of cos and sin.
       gate_dtype: of the gate, as what follows is.
       norm_before_gate: y = norm(x) activation(gate), and not the norm of x activation(gate).
       activation: that of `jax.nn`, with its defaults: of the gate, or of a plain norm that keeps
         its input: y = activation(norm(x)); None for y = norm(x).
-      unused: ``"y"`` or ``"h"``: a forward that has both returns None for it. Without y it is a
-        sum, of which the xla implementation makes no norm; a backward then takes h's cotangent
-        alone.
-      stat_cotangents: the backward also takes cotangents of the statistics: second derivatives.
-      adds_dh: the backward also takes dh, another cotangent of what is normalised, in its dtype,
-        and adds it to that one's; a plain norm's tangent also returns dx as it is.
       has_mask: a ``where`` mask of columns comes with the call (softmaxes and cross-entropy).
       has_positions: a mask of rows comes with a cross-entropy: its loss is 0 where that is False.
       label_smoothing, z_loss: of a cross-entropy, as in its equation above.
       padding: of a cross-entropy: how many of the last columns are no classes; their dx is 0.
-      overwrites_x: a loss's backward may write dx over x, which nothing reads after it.
-      gradient_dtype: of a loss's dx; None for x_dtype.
+      gradient_dtype: dtype of dx, in the backward of a loss after which nothing reads x; None for
+        any other backward, whose dx is in x_dtype.
       logit_softcap: c of a cross-entropy's logits c tanh(logits_scale x / c); None for none.
       logits_scale: x is multiplied by it. Of softmaxes, too.
       masked_logit: what a logit is that the mask does not keep. -inf: it takes no part, and a row
@@ -143,6 +141,8 @@ class Spec:
     cols: int
     x_dtype: np.dtype
     y_dtype: np.dtype
+    outputs: tuple[str, ...]
+    wrt: tuple[str, ...] = ()
     scale_dtype: np.dtype | None = None
     bias_dtype: np.dtype | None = None
     residual_dtype: np.dtype | None = None
@@ -152,25 +152,19 @@ class Spec:
     subtract_mean: bool = False
     scale_offset: float = 0.0
     saved: Save = "output"
-    want_stats: bool = False
     wide: bool = False
     table_dtype: np.dtype | None = None
     rotated: int = 0
     interleaved: bool = False
     table_rows: Shared | None = None
-    wants_tables: bool = False
     gate_dtype: np.dtype | None = None
     norm_before_gate: bool = False
     activation: Activation | None = None
-    unused: Literal["y", "h"] | None = None
-    stat_cotangents: bool = False
-    adds_dh: bool = False
     has_mask: bool = False
     has_positions: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     padding: int = 0
-    overwrites_x: bool = False
     gradient_dtype: np.dtype | None = None
     logit_softcap: float | None = None
     logits_scale: float = 1.0
@@ -221,6 +215,11 @@ class Spec:
     def dx_dtype(self) -> np.dtype:
         """dtype of the gradient of x."""
         return self.gradient_dtype or self.x_dtype
+
+    @functools.cached_property
+    def overwrites_x(self) -> bool:
+        """True if the backward of a loss may write dx over x."""
+        return self.gradient_dtype is not None and self.gradient_dtype == self.x_dtype
 
     @functools.cached_property
     def operand_dtypes(self) -> list[np.dtype]:
@@ -294,9 +293,14 @@ class Spec:
         return self.has_mask and not shows
 
     @functools.cached_property
-    def returns_h(self) -> bool:
-        """Whether the sum h is a result."""
-        return self.normalises_h and self.unused != "h"
+    def has_stats(self) -> bool:
+        """True if the pass returns the statistics, or takes their cotangents."""
+        return not set(self.statistics).isdisjoint(self.outputs)
+
+    @functools.cached_property
+    def returns_tables(self) -> bool:
+        """True if the backward returns the gradients of cos or sin."""
+        return self.direction == "bwd" and not {"cos", "sin"}.isdisjoint(self.wrt)
 
     @functools.cached_property
     def is_softmax(self) -> bool:
@@ -382,8 +386,9 @@ class Spec:
     @functools.cached_property
     def plain(self) -> bool:
         """Whether the xla implementation alone has this pass: no kernel is asked for it."""
-        is_derivative = self.direction == "tan" or self.stat_cotangents or self.wants_tables
-        return is_derivative or self.unused == "y"
+        takes_stats = self.direction == "bwd" and self.has_stats
+        is_derivative = self.direction == "tan" or takes_stats or self.returns_tables
+        return is_derivative or "y" not in self.outputs
 
     @functools.cached_property
     def first(self) -> "Spec":
@@ -391,7 +396,7 @@ class Spec:
         changes: dict[str, Any] = {}
         if self.residual_dtype is not None:
             changes["y_dtype"] = self.residual_dtype  # that of its cotangent
-        return self._one_norm(saved="input", adds_dh=False, **changes)
+        return self._one_norm(("y",), saved="input", **changes)
 
     @functools.cached_property
     def last(self) -> "Spec":
@@ -399,11 +404,12 @@ class Spec:
         if not self.is_norm:
             return self
         changes: dict[str, Any] = {}
+        takes_dh = "h" in self.outputs and (self.direction == "bwd" or not self.normalises_h)
         if self.normalises_h:
             changes["x_dtype"] = self.residual_dtype
         if "next_scale" in self.operation.operands:
             changes["scale_dtype"] = self.next_scale_dtype
-        return self._one_norm(**changes)
+        return self._one_norm(("y", "h") if takes_dh else ("y",), **changes)
 
     @functools.cached_property
     def norms(self) -> list["Spec"]:
@@ -411,36 +417,37 @@ class Spec:
         each = {"first": lambda: self.first, "last": lambda: self.last}
         return [each[name]() for name in self.operation.norms]
 
-    def _one_norm(self, **changes: Any) -> "Spec":
-        """Of the call's norms, in the call's arithmetic."""
+    def _one_norm(self, outputs: tuple[str, ...], **changes: Any) -> "Spec":
+        """Return one of the call's norms, in the call's arithmetic."""
         others = (*_ROTATION, *_BRANCH, *(_GATE if self.gate_dtype is not None else ()))
         changes.update((name, _DEFAULTS[name]) for name in others)
-        return dataclasses.replace(
+        norm = dataclasses.replace(
             self,
             op="norm",
+            outputs=outputs,
             residual_dtype=None,
             next_scale_dtype=None,
             wide=self.compute_dtype == np.float64,
             **changes,
         )
+        with_stats = (*outputs, *norm.statistics)
+        return dataclasses.replace(norm, outputs=with_stats) if self.has_stats else norm
 
 
 # Fields that not all families have; of the others they are what a Spec has by default. One class
 # for all: schedules and refusals ask each call the same questions, such as whether it has a scale.
 _PARAMETERS = ("scale_dtype", "bias_dtype", "residual_dtype", "next_scale_dtype")
-_STATISTICS = ("want_stats", "stat_cotangents")
-_ROTATION = ("table_dtype", "rotated", "interleaved", "table_rows", "wants_tables")
+_ROTATION = ("table_dtype", "rotated", "interleaved", "table_rows")
 _GATE = ("gate_dtype", "norm_before_gate", "activation")
 _BRANCH = ("branch_scale_dtype", "branch_scale_groups")
 _MASK = ("has_mask", "mask_rows")
 _FIELDS: dict[Family, tuple[str, ...]] = {
     "norm": (
         *_PARAMETERS,
-        *_STATISTICS,
         *_ROTATION,
         *_GATE,
         *_BRANCH,
-        *("epsilon", "subtract_mean", "scale_offset", "saved", "wide", "unused", "adds_dh"),
+        *("epsilon", "subtract_mean", "scale_offset", "saved", "wide"),
         *("scale_groups", "bias_groups", "scattered", "inner_params"),
     ),
     "softmax": (
@@ -450,8 +457,7 @@ _FIELDS: dict[Family, tuple[str, ...]] = {
     ),
     "loss": (
         *_MASK,
-        *_STATISTICS,
-        *("has_positions", "label_smoothing", "z_loss", "padding", "overwrites_x"),
+        *("has_positions", "label_smoothing", "z_loss", "padding"),
         *("gradient_dtype", "logits_scale", "logit_softcap"),
     ),
 }

@@ -9,6 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 from reference import after_norm, exact, half_unit, log_softmax_gradient
+from specs import spec_of
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
@@ -92,11 +93,11 @@ SOFTMAX_CLUSTER_CASES = (
 
 def make_spec(op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, **kwargs: Any) -> Spec:
     if op in ("softmax", "log_softmax"):
-        return Spec(op, "bwd", rows, cols, x, y)  # type: ignore[arg-type]
+        return spec_of(op, "bwd", rows, cols, x, y)  # type: ignore[arg-type]
     parameters: dict[str, Any] = {"scale_dtype": F32, "epsilon": 1e-6, "want_stats": True}
     if op == "layer_norm":
         parameters |= {"subtract_mean": True, "bias_dtype": F32}
-    return Spec("norm", "bwd", rows, cols, x, y, **(parameters | kwargs))
+    return spec_of("norm", "bwd", rows, cols, x, y, **(parameters | kwargs))
 
 
 def floored(gain: np.ndarray, spec: Spec) -> np.ndarray:
@@ -142,7 +143,7 @@ def make_operands(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
         s[:, 0].astype(np.float32) for s in ((rstd, mean) if spec.returns_mean else (rstd,))
     )
     saved = x.astype(spec.x_dtype) if spec.saved == "input" else y.astype(spec.y_dtype)
-    if not spec.adds_dh:
+    if "h" not in spec.outputs:
         return saved, stats, scale, bias, d
     return saved, stats, scale, bias, d, rng.normal(0, 1, x.shape).astype(spec.x_dtype)
 
@@ -195,7 +196,7 @@ def abstract_operands(spec: Spec) -> tuple[Any, ...]:
         scale = array(parameter_shape(spec.scale_groups, spec), spec.scale_dtype)
         bias = array(parameter_shape(spec.bias_groups, spec), spec.bias_dtype)
         operands = (saved, stats, scale, bias, dy)
-        if spec.adds_dh:
+        if "h" in spec.outputs:
             operands += (array((rows, cols), spec.x_dtype),)
     return operands
 

@@ -9,6 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 from reference import Norm, after_norm, exact, half_unit, log_softmax, softmax
+from specs import changed, spec_of
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic, xla
@@ -112,7 +113,7 @@ CLUSTERED = (
 def make_spec(op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, **kwargs: Any) -> Spec:
     """An operation of `OPS`, or a norm with a residual, by default of x's dtype."""
     if op in ("softmax", "log_softmax"):
-        return Spec(op, "fwd", rows, cols, x, y)  # type: ignore[arg-type]
+        return spec_of(op, "fwd", rows, cols, x, y)  # type: ignore[arg-type]
     parameters: dict[str, Any] = {"scale_dtype": F32, "epsilon": 1e-6, "want_stats": True}
     if "layer_norm" in op:
         parameters["subtract_mean"] = True
@@ -126,7 +127,7 @@ def make_spec(op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, **kwargs:
     parameters |= kwargs
     if op == "norm_add":
         y = parameters["residual_dtype"]
-    return Spec(op, "fwd", rows, cols, x, y, **parameters)  # type: ignore[arg-type]
+    return spec_of(op, "fwd", rows, cols, x, y, **parameters)  # type: ignore[arg-type]
 
 
 #: What each function takes, with the mean and the standard deviation of its elements here.
@@ -253,7 +254,7 @@ def norm_reference(
     error = error + 4 * _U * np.abs(norm.normal)
     y, _, error, _ = after_norm(spec.activation, norm.normal, error, _U)
     outputs, errors = [y], [error + half_unit(y, spec.y_dtype)]
-    if spec.want_stats:
+    if spec.has_stats:
         outputs.append(rstd[:, 0])
         errors.append(rstd_error[:, 0])
         if spec.returns_mean:
@@ -271,7 +272,7 @@ def residual_reference(
         (y, *stats), (error, *stat_errors) = norm_reference(spec.last, outputs[1], *params)
         return [y, h, *stats], [error, np.zeros_like(y), *stat_errors]
     scale, *next_scale = params
-    first = dataclasses.replace(spec.first, y_dtype=F32)
+    first = changed(spec.first, y_dtype=F32)
     (normal, *stats), (error, *stat_errors) = norm_reference(first, x, scale, None)
     h = residual.astype(np.float64) + normal
     error = error + 4 * _U * np.abs(h) + half_unit(h, spec.residual_dtype)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from specs import spec_of
 
 from jaxnorm_kernels.specs import Shared, Spec
 
@@ -24,7 +25,7 @@ def make_spec(
     **given: Any,
 ) -> Spec:
     (cols, rotated), (x, table, y) = size, mix
-    return Spec(
+    return spec_of(
         "norm_rope",
         direction,
         math.prod(size for size, _ in shared.segments),

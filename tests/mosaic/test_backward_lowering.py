@@ -26,6 +26,7 @@ from backward_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from specs import changed
 
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device import gpu as gpu_module
@@ -153,10 +154,10 @@ def test_rows_of_dh_decide_whether_they_can_be_copied() -> None:
     in_windows = schedules.norm_schedule(spec)
     assert isinstance(in_windows, Ring)
     assert in_windows.window is not None
-    aligned = schedules.norm_schedule(dataclasses.replace(spec, adds_dh=False))
+    aligned = schedules.norm_schedule(changed(spec, adds_dh=False))
     assert isinstance(aligned, Ring)
     assert aligned.window is None
-    odd = schedules.norm_schedule(dataclasses.replace(spec, rows=4095))
+    odd = schedules.norm_schedule(changed(spec, rows=4095))
     assert isinstance(odd, Direct)
 
 

@@ -28,6 +28,7 @@ from forward_cases import (
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from pairs import pairwise
 from program_error import assert_computes
+from specs import changed
 
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
@@ -388,5 +389,5 @@ SUPPORTED = {op: make_spec(op, 4, 128, BF16, F32) for op in ("layer_norm", "soft
 )
 def test_supports(change: dict[str, Any], reason: str | None) -> None:
     spec = SUPPORTED["softmax" if change.get("op") == "softmax" else "layer_norm"]
-    refusal = mosaic.why_unsupported(dataclasses.replace(spec, **change))
+    refusal = mosaic.why_unsupported(changed(spec, **change))
     assert refusal is None if reason is None else reason in str(refusal)

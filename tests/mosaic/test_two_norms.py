@@ -1,6 +1,5 @@
 """The backward kernel of two norms with a residual between them."""
 
-import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from backward_cases import BF16, F16, F32
 from h100 import Compiler
 from reference import TwoNorms, assert_within, exact, rounding
+from specs import changed, spec_of
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic, xla
@@ -46,7 +46,7 @@ def two_mixes_each(cases: Iterable[Any]) -> list[tuple[Any, tuple[np.dtype, ...]
 
 def make_spec(rows: int, cols: int, dtypes: tuple[np.dtype, ...], saved: str = "output") -> Spec:
     x, residual, y = dtypes
-    return Spec(
+    return spec_of(
         op="norm_add_norm",
         direction="bwd",
         rows=rows,
@@ -75,10 +75,10 @@ def make_operands(spec: Spec) -> tuple[Any, ...]:
         None if dtype is None else 1 + 0.3 * normal(dtype, shape)
         for dtype in (spec.scale_dtype, spec.next_scale_dtype)
     )
-    forward = dataclasses.replace(spec, direction="fwd", want_stats=True)
+    forward = changed(spec, direction="fwd", want_stats=True)
     kept = jax.jit(functools.partial(contract.call, xla, forward))
     y, h, stats = kept(x, residual, scale, next_scale)
-    dy, dh = normal(spec.y_dtype), normal(spec.residual_dtype) if spec.adds_dh else None
+    dy, dh = normal(spec.y_dtype), normal(spec.residual_dtype) if "h" in spec.outputs else None
     saved = y if spec.saved == "output" else h
     return (x, saved, stats, scale, next_scale, dy, dh), h
 
@@ -159,7 +159,7 @@ def test_values_of_unaligned_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["ring", "rows_ring"])
 def test_variants(name: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     rows, cols, schedule = CASES[name]
-    spec = dataclasses.replace(make_spec(rows, cols, (F32, F32, F32)), **change)
+    spec = changed(make_spec(rows, cols, (F32, F32, F32)), **change)
     check(spec, schedule, monkeypatch)
 
 

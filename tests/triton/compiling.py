@@ -113,7 +113,7 @@ def _operands(spec: Spec, label_dtype: Any) -> tuple[Any, ...]:
     stats = (array((rows,), jnp.float32),) * (1 + spec.returns_mean)
     if spec.rotated:
         return saved, stats, scale, *tables, dy
-    return saved, stats, scale, bias, dy, x if spec.adds_dh else None
+    return saved, stats, scale, bias, dy, x if "h" in spec.outputs else None
 
 
 def _call(spec: Spec, *operands: Any, **options: Any) -> Any:

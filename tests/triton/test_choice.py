@@ -1,6 +1,5 @@
 """Who gets the Triton kernels, and what is said where they cannot be had; Triton or no Triton."""
 
-import dataclasses
 import re
 import subprocess
 import sys
@@ -10,24 +9,25 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import load_alone
+from specs import changed, spec_of
 
 import jaxnorm
 from jaxnorm.calls import backends
 from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.operations import OPERATIONS
-from jaxnorm_kernels.specs import Shared, Spec
+from jaxnorm_kernels.specs import Shared
 
 BF16, F16, F32, F64 = (
     np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)
 )
 
 
-NORM = Spec("norm", "bwd", 4, 128, BF16, F32, F32, F32, subtract_mean=True, want_stats=True)
+NORM = spec_of("norm", "bwd", 4, 128, BF16, F32, F32, F32, subtract_mean=True, want_stats=True)
 
 CALLS = {
     "norm": NORM,
-    "softmax": Spec("softmax", "bwd", 4, 128, BF16, F32),
-    "loss": Spec("cross_entropy", "bwd", 4, 128, BF16, F32, want_stats=True),
+    "softmax": spec_of("softmax", "bwd", 4, 128, BF16, F32),
+    "loss": spec_of("cross_entropy", "bwd", 4, 128, BF16, F32, want_stats=True),
 }
 
 ROWS = Shared(((4, True),), has_columns=True)
@@ -35,7 +35,7 @@ ROWS = Shared(((4, True),), has_columns=True)
 ROPE = {"op": "norm_rope", "subtract_mean": False, "bias_dtype": None}
 ROPE |= {"table_dtype": F32, "table_rows": ROWS, "rotated": 64}
 
-WIDE = Spec("norm", "bwd", 8192, 8192, BF16, BF16, F32, want_stats=True)
+WIDE = spec_of("norm", "bwd", 8192, 8192, BF16, BF16, F32, want_stats=True)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ WIDE = Spec("norm", "bwd", 8192, 8192, BF16, BF16, F32, want_stats=True)
 )
 def test_supports(change, reason):
     spec = CALLS[OPERATIONS[change.get("op", "norm")].family]
-    refusal = load_alone("triton", "support").why_unsupported(dataclasses.replace(spec, **change))
+    refusal = load_alone("triton", "support").why_unsupported(changed(spec, **change))
     assert refusal is None if reason is None else reason in refusal
 
 
@@ -104,7 +104,7 @@ def test_supports_whatever_has_elements_of_32_bits_at_most():
         rows, cols = (int(2 ** rng.uniform(0, 24)) for _ in range(2))
         for op in ("softmax", "norm"):
             parameters = (scale, bias) if op == "norm" else ()
-            spec = Spec(op, ("fwd", "bwd")[rng.integers(2)], rows, cols, x, y, *parameters)
+            spec = spec_of(op, ("fwd", "bwd")[rng.integers(2)], rows, cols, x, y, *parameters)
             assert supports(spec) is None
 
 
@@ -128,15 +128,13 @@ def test_without_jaxs_cuda_plugin_the_default_is_xla(monkeypatch):
 def test_the_default_leaves_what_is_not_measured(monkeypatch):
     support = load_alone("triton", "support")
     monkeypatch.setattr(support, "can_lower", lambda: True)
-    softmax = Spec("softmax", "fwd", 8192, 1024, BF16, BF16)
+    softmax = spec_of("softmax", "fwd", 8192, 1024, BF16, BF16)
     assert support.why_not_default(softmax) is None
-    assert support.why_not_default(dataclasses.replace(softmax, logits_scale=0.5)) is None
+    assert support.why_not_default(changed(softmax, logits_scale=0.5)) is None
     unmeasured = [{"has_mask": True}, {"logits_bias_dtype": BF16}, {"causal": True}]
     for change in (*unmeasured, {"op": "cross_entropy"}):
-        assert "not measured yet" in support.why_not_default(dataclasses.replace(softmax, **change))
-    assert "not measured yet" in support.why_not_default(
-        dataclasses.replace(WIDE, **ROPE, cols=128)
-    )
+        assert "not measured yet" in support.why_not_default(changed(softmax, **change))
+    assert "not measured yet" in support.why_not_default(changed(WIDE, **ROPE, cols=128))
 
 
 @pytest.mark.triton

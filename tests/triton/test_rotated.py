@@ -15,12 +15,12 @@ import reference
 from needs import INTERPRETED
 from program_error import assert_computes
 from reference import Norm, assert_within, exact, rounding
+from specs import changed, spec_of
 from test_norm import normal
 
 import jaxnorm
 from benchmarks import contract
 from jaxnorm.calls.rows import RowView
-from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.triton
 
@@ -90,7 +90,7 @@ def make_spec(shape, mix=MIXES[1], **changes):
     view = RowView((*lead, cols), (len(lead),), table=(*table, rotated // 2))
     x, table_dtype, scale, y = map(np.dtype, mix)
     options = {"epsilon": 1e-6, "want_stats": True, "scale_dtype": scale, **changes}
-    return Spec(
+    return spec_of(
         "norm_rope",
         "fwd",
         math.prod(lead),
@@ -243,7 +243,7 @@ def check(call, shape, spec, arrays=None):
     r = expected.norm.r[:, 0]
     assert_within(rstd, r, r * expected.norm._walk)
 
-    backward = dataclasses.replace(spec, direction="bwd", want_stats=False)
+    backward = changed(spec, direction="bwd", want_stats=False)
     dx, dscale, *tables = call(*arrays.residuals(y, stats, spec), spec=backward)
     assert tables == [None, None]
     assert dx.dtype == spec.x_dtype
@@ -316,7 +316,7 @@ def test_a_scale_that_is_small_beside_its_partner_s(y_dtype, call):
 
 def gradients_of(implementation, spec, arrays, call=contract.call):
     y, stats = call(implementation, spec, *arrays.operands)
-    backward = dataclasses.replace(spec, direction="bwd", want_stats=False)
+    backward = changed(spec, direction="bwd", want_stats=False)
     dx, dscale, *_ = call(implementation, backward, *arrays.residuals(y, stats, spec))
     return y, dx, dscale
 

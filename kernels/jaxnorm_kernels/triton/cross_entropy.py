@@ -120,7 +120,7 @@ def cross_entropy_fwd(
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or schedules.choose(spec)
     of_rows = jax.ShapeDtypeStruct((spec.rows,), np.float32)
-    stat = of_rows if spec.want_stats else None
+    stat = of_rows if spec.has_stats else None
     options = Options.of(spec, schedule)
     y, *rest = schedule.launch(
         _cross_entropy_fwd,

@@ -58,7 +58,7 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
     elif schedule.stages > 1 and _may_persist(spec):
         kernel = norm_fwd_persistent
         options = {"grid": schedule.persistent_grid(spec)[1:], "stages": schedule.stages}
-    stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.want_stats else None
+    stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.has_stats else None
     # Of two norms the first keeps x and has neither mean, floor nor bias: the second one decides.
     norm = spec.norms[-1]
     y_dtype = spec.residual_dtype if spec.operation.y_is_sum else spec.y_dtype
@@ -92,7 +92,7 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
     if h is None:
         return Results(y, stats=tuple(results))
     # The kernels write h in any case: rows too wide for registers are read back.
-    return Results(y, results[0] if spec.returns_h else None, tuple(results[1:]))
+    return Results(y, results[0] if "h" in spec.outputs else None, tuple(results[1:]))
 
 
 def _may_persist(spec: Spec) -> bool:

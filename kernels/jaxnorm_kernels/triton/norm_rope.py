@@ -101,7 +101,7 @@ class Rotation:
 def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
     """See `Implementation.forward`; `schedule` stands in for the one of the table."""
     schedule = schedule or schedules.choose(spec)
-    stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.want_stats else None
+    stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.has_stats else None
     y, *stats = schedule.launch(
         _norm_rope_fwd,
         spec,

@@ -393,7 +393,7 @@ def _stages(line: Line, tile: int, spec: Spec, gpu: Gpu) -> int:
     read: list[np.dtype | None] = [*spec.operand_dtypes]
     if spec.direction == "bwd":
         # Of tables two values for each pair of columns: as many as of an array.
-        dh = spec.last.x_dtype if spec.adds_dh else None
+        dh = spec.last.x_dtype if "h" in spec.outputs else None
         read = [saved, *spec.kept_dtypes, spec.y_dtype, dh, spec.table_dtype]
     room = gpu.smem // line.per_sm - _EXCHANGE * tile
     return min(line.stages, 1 + max(0, room) // (tile * sum(t.itemsize for t in read if t)))

@@ -53,7 +53,7 @@ _INT32_MAX = 2**31 - 1
 def cross_entropy_fwd(operands: Operands, spec: Spec) -> Results:
     """The loss, and the statistics that the spec wants; each of the rows' shape."""
     loss, *stats = loss_and_statistics(operands, spec)
-    return Results(loss, stats=tuple(stats) if spec.want_stats else ())
+    return Results(loss, stats=tuple(stats) if spec.has_stats else ())
 
 
 def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.Array, jax.Array]:

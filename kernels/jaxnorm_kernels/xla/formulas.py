@@ -38,8 +38,6 @@ class Formulas(NamedTuple):
             direction="bwd",
             # Rounded to it, the gradient of h would not be linear in the cotangents.
             residual_dtype=spec.residual_dtype and spec.compute_dtype,
-            stat_cotangents=spec.want_stats,
-            wants_tables=not {"cos", "sin"}.isdisjoint(given),
         )
 
         def gradients(cotangents: Results) -> dict[str, jax.Array]:
@@ -54,12 +52,12 @@ def _results_like(saved: jax.Array, spec: Spec) -> Results:
     """Arrays of the types of the results; each differs among shards, as what is saved does."""
     of_row, is_array = jnp.sum(saved, spec.axes), spec.operation.results["y"] == "array"
     stat = of_row.astype(spec.compute_dtype)
-    has_h = spec.adds_dh or spec.returns_h
-    return Results(
-        (saved if is_array else of_row).astype(spec.y_dtype),
-        saved.astype(spec.last.x_dtype) if has_h else None,
-        (stat,) * len(spec.statistics) if spec.want_stats else (),
-    )
+    results = Results(stats=(stat,) * len(spec.statistics) if spec.has_stats else ())
+    if "y" in spec.outputs:
+        results = results._replace(y=(saved if is_array else of_row).astype(spec.y_dtype))
+    if "h" in spec.outputs:
+        results = results._replace(h=saved.astype(spec.last.x_dtype))
+    return results
 
 
 def _over_shards(results: Results, spec: Spec) -> Results:

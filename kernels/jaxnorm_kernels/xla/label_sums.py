@@ -67,7 +67,7 @@ def label_sums(
     def in_parts() -> list[jax.Array]:
         index = jnp.maximum(label, 0)
         lane = lane_size(x.shape[-1]) if _is_last_and_whole(spec) else None
-        if spec.want_stats and shares_exponentials(spec):
+        if spec.has_stats and shares_exponentials(spec):
             others = jnp.sum(exponentials_but_label(kept, m, index, spec), -1, keepdims=True)
         elif lane is not None:
             others = _others(kept, m, index, lane, spec)

@@ -45,7 +45,7 @@ def log_prob_and_entropy_fwd(operands: Operands, spec: Spec) -> Results:
     t = _exponents(g(x, spec), m, operands, spec)
     entropy = jnp.where(log_s == -jnp.inf, 0, log_s - t * jnp.exp(-log_s))
     m, log_s, entropy = (jnp.squeeze(v, spec.axes) for v in (m, log_s, entropy))
-    return Results(0 - loss, entropy=entropy, stats=(m, log_s) if spec.want_stats else ())
+    return Results(0 - loss, entropy=entropy, stats=(m, log_s) if spec.has_stats else ())
 
 
 def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> jax.Array:
@@ -66,7 +66,7 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
     def beside_the_backward() -> jax.Array:
         """On a CPU, which would write out x - m, because the backward makes it, too."""
         of_all = depth(*lax.optimization_barrier((kept, m)))
-        if not (spec.want_stats and shares_exponentials(spec)):
+        if not (spec.has_stats and shares_exponentials(spec)):
             return jnp.sum(term(jnp.exp(of_all), of_all), axis=spec.axes, keepdims=True)
         column = jnp.maximum(label_of(operands.labels, spec), 0)
         others = term(exponentials_but_label(kept, m, column, spec), of_all)
@@ -88,7 +88,7 @@ def log_prob_and_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spe
     of_entropy = weighted * _above_mean(x, p, residuals, spec)
     terms = [weighted, jnp.where(at_label, t, 0), of_entropy]
     dlse, t_l, dentropy = (jnp.squeeze(v, spec.axes) for v in row_sums(terms, spec))
-    dstats = (jnp.zeros_like(dlse), dlse) if spec.want_stats else ()
+    dstats = (jnp.zeros_like(dlse), dlse) if spec.has_stats else ()
     return Results(t_l - dlse, entropy=-dentropy, stats=dstats)
 
 

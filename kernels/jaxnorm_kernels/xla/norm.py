@@ -86,7 +86,7 @@ def scaled_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
 
 def scaled_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `scaled_add_norm_fwd`."""
-    if spec.unused == "y":
+    if "y" not in spec.outputs:
         assert cotangents.h is not None
         of_norm = Operands(cotangents.h.astype(spec.compute_dtype))
     else:
@@ -159,11 +159,11 @@ FORMULAS: dict[Op, Formulas] = {
 def _with_norm_of(
     h: jax.Array, params: tuple[jax.Array | None, jax.Array | None], stats: Stats, spec: Spec
 ) -> Results:
-    """h, its norm, and the statistics of that after those that there are; what is not unused."""
-    if spec.unused == "y":
+    """h, its norm, and the statistics of that after `stats`; those that are in ``spec.outputs``."""
+    if "y" not in spec.outputs:
         return Results(h=h)
     y, of_h = normalised(h, *params, spec.last)
-    return Results(y.astype(spec.y_dtype), h if spec.returns_h else None, (*stats, *of_h))
+    return Results(y.astype(spec.y_dtype), h if "h" in spec.outputs else None, (*stats, *of_h))
 
 
 def _unrounded(norm: Spec) -> Spec:
@@ -266,7 +266,7 @@ def _normalised_again(residuals: Residuals, spec: Spec) -> jax.Array:
 
 def _statistics(rstd: jax.Array, mean: jax.Array | None, spec: Spec) -> Stats:
     """Those that the spec wants, without the normalised axes."""
-    if not spec.want_stats:
+    if not spec.has_stats:
         return ()
     kept = (rstd, mean) if mean is not None and spec.returns_mean else (rstd,)
     return tuple(jnp.squeeze(stat, spec.axes) for stat in kept)

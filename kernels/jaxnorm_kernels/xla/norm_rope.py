@@ -42,7 +42,7 @@ def norm_rope_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Oper
     dn = _rotated_in_backward(d, cos, -sin, spec)
     of_n = Results(dn, stats=cotangents.stats)
     gradients = norm.backward(residuals._replace(saved=saved), of_n, last)
-    if not spec.wants_tables:
+    if not spec.returns_tables:
         return gradients
     na, nb = _pairs(_normalised_again(saved, residuals, spec), spec)
     da, db = _pairs(d, spec)

@@ -128,7 +128,7 @@ def cross_entropy_fwd(
     """The loss, or log_prob and entropy, and the statistics; `schedule` in place of the chosen."""
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or choose(spec)
-    results = 1 + spec.returns_entropy + 2 * spec.want_stats
+    results = 1 + spec.returns_entropy + 2 * spec.has_stats
     gather = Gather(schedule.warpgroups, schedule.cluster, _sums(spec))
     arrays = [a for a in (operands.x, operands.labels, operands.positions) if a is not None]
 

@@ -48,7 +48,7 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
         for ref in rstd:
             store(ref.at[rows], r)
 
-    shape, stats = operands.x.shape, [((spec.rows,), np.dtype(np.float32))] * spec.want_stats
+    shape, stats = operands.x.shape, [((spec.rows,), np.dtype(np.float32))] * spec.has_stats
     y, *rstd = launch(
         body,
         arrays,

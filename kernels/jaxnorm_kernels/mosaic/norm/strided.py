@@ -60,7 +60,7 @@ def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
         params,
         strips=required(strip_schedule.strips_of(spec), spec),
         y_dtype=spec.y_dtype,
-        stats=1 + spec.returns_mean if spec.want_stats else 0,
+        stats=1 + spec.returns_mean if spec.has_stats else 0,
         exchanged=3 if spec.subtract_mean else 1,
         name=name,
     )

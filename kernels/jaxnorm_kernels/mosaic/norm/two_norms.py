@@ -41,11 +41,11 @@ class TwoNormsFormula:
 
     @property
     def summed(self) -> int:
-        return 3 + self.spec.adds_dh
+        return 3 + ("h" in self.spec.outputs)
 
     @property
     def row_sums(self) -> int:
-        return 3 + self.spec.adds_dh
+        return 3 + ("h" in self.spec.outputs)
 
     @property
     def column_sums(self) -> int:

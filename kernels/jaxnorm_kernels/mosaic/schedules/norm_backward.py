@@ -258,7 +258,7 @@ def row_dtypes(spec: Spec) -> list[np.dtype]:
     last = spec.last
     saved = last.y_dtype if last.saved == "output" else last.x_dtype
     x = [spec.x_dtype] * (len(spec.norms) > 1)
-    return [*x, saved, *spec.kept_dtypes, spec.y_dtype, *[last.x_dtype] * spec.adds_dh]
+    return [*x, saved, *spec.kept_dtypes, spec.y_dtype, *[last.x_dtype] * ("h" in spec.outputs)]
 
 
 def _rows(spec: Spec) -> int:
