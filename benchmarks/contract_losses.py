@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from benchmarks.contract import call
 from benchmarks.workloads import ITEMSIZE, Direction, Shape
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
-from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.specs import LossOptions, Spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class LossKernelWorkload:
             jnp.dtype(self.x_dtype),
             jnp.dtype(self.y_dtype),
             outputs,
-            logit_softcap=self.softcap,
+            LossOptions(logit_softcap=self.softcap),
         )
 
     def function(self, implementation: Any) -> Callable[..., Any]:

@@ -139,11 +139,11 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
 
         def call(*records: Any, **schedule: Any) -> Any:
             *arrays, spec = records
-            if spec.mask_rows is not None or spec.logits_bias_rows is not None:
+            if spec.logits.mask_rows is not None or spec.softmax.logits_bias_rows is not None:
                 return kernel(*arrays, spec, **schedule)  # zeros: xla takes no such view
             jax.eval_shape(lambda *arrays: kernel(*arrays, spec, **schedule), *arrays)
             first, *others = arrays
-            if (shared := spec.table_rows) is not None:
+            if (shared := spec.norm.table_rows) is not None:
                 at = _operand_rows(shared)
                 first = first._replace(cos=first.cos[at], sin=first.sin[at])
             return formula(first, *others, spec)

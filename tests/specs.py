@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxnorm_kernels.operations import OPERATIONS, Op
-from jaxnorm_kernels.specs import Direction, Spec
+from jaxnorm_kernels.specs import OPTIONS, Direction, Spec
 
 
 def spec_of(
@@ -45,9 +45,11 @@ def spec_of(
     if overwrites_x:
         fields["gradient_dtype"] = x_dtype
     fields |= dict(zip(("scale_dtype", "bias_dtype"), parameters))
-    spec = Spec(op, direction, rows, cols, x_dtype, y_dtype, tuple(names), **fields)
+    options = OPTIONS[OPERATIONS[op].family]()
+    spec = Spec(op, direction, rows, cols, x_dtype, y_dtype, tuple(names), options)
+    spec = spec.replaced(**fields)
     if stat_cotangents if backward else want_stats:
-        spec = dataclasses.replace(spec, outputs=(*names, *spec.statistics))
+        spec = spec.replaced(outputs=(*names, *spec.statistics))
     return spec
 
 
@@ -60,6 +62,14 @@ def changed(spec: Spec, **changes: Any) -> Spec:
         "adds_dh": backward and "h" in spec.outputs,
         "unused": next((n for n in ("y", "h") if n not in spec.outputs and not backward), None),
     }
-    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(Spec)}
+    fields = vars_of(spec)
+    options = fields.pop("options")
     del fields["outputs"]
+    if OPERATIONS[changes.get("op", spec.op)].family == spec.operation.family:
+        fields |= vars_of(options)
     return spec_of(**(fields | flags | changes))
+
+
+def vars_of(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by their names."""
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}

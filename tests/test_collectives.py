@@ -43,7 +43,7 @@ class Kernels(StandIn):
         return getattr(xla, name)
 
     def why_unsupported(self, spec):
-        return "plain JAX's" if spec.cols_over or spec.rotated else None
+        return "plain JAX's" if spec.cols_over or spec.norm.rotated else None
 
 
 class Function(NamedTuple):

@@ -71,19 +71,19 @@ class Call:
         if len(self.view.axes) > 1 or self.view.moved:
             text += f" axis={self.view.axes}"
         if spec.is_norm:
-            text += f" save={spec.saved}"
-        if spec.activation is not None:
-            text += f" activation={spec.activation}"
-        if spec.logits_scale != 1:
-            text += f" scale={spec.logits_scale}"
-        if spec.logit_softcap is not None:
-            text += f" softcap={spec.logit_softcap}"
-        if spec.causal:
+            text += f" save={spec.norm.saved}"
+        if spec.norm.activation is not None:
+            text += f" activation={spec.norm.activation}"
+        if spec.logits.logits_scale != 1:
+            text += f" scale={spec.logits.logits_scale}"
+        if spec.loss.logit_softcap is not None:
+            text += f" softcap={spec.loss.logit_softcap}"
+        if spec.softmax.causal:
             text += " causal"
-        if spec.label_smoothing:
-            text += f" label_smoothing={spec.label_smoothing}"
-        if spec.z_loss:
-            text += f" z_loss={spec.z_loss}"
+        if spec.loss.label_smoothing:
+            text += f" label_smoothing={spec.loss.label_smoothing}"
+        if spec.loss.z_loss:
+            text += f" z_loss={spec.loss.z_loss}"
         if self.implementation is not None:
             text += f" implementation={self.implementation}"
         return f"({text})" if not self.wrt else f"({text} wrt={','.join(self.wrt)})"
@@ -146,13 +146,12 @@ class Call:
         """The backward that takes the cotangents of `outputs`; by default, of all but h."""
         if outputs is None:
             outputs = [name for name in self.spec.operation.results if name != "h"]
-        return self.replaced(
-            wrt=tuple(wrt),
-            direction="bwd",
-            outputs=tuple(outputs),
-            gradient_dtype=gradient_dtype,
-            **({} if "logits_bias" in wrt else {"logits_bias_dtype": None}),
-        )
+        changes: dict[str, Any] = {}
+        if self.spec.is_loss:
+            changes["gradient_dtype"] = gradient_dtype
+        if self.spec.is_softmax and "logits_bias" not in wrt:
+            changes["logits_bias_dtype"] = None
+        return self.replaced(direction="bwd", outputs=tuple(outputs), wrt=tuple(wrt), **changes)
 
     def without_dh(self) -> "Call":
         """The backward of a plain norm, without another cotangent of x."""
@@ -168,17 +167,13 @@ class Call:
     @_once
     def on(self, view: RowView) -> "Call":
         """With what its spec has of a view: that of its arrays, of a batch of them, of a shard."""
-        return self.replaced(
-            view=view,
-            rows=view.rows,
-            cols=view.cols,
-            axes=view.axes,
-            scale_groups=view.groups("scale"),
-            bias_groups=view.groups("bias"),
-            branch_scale_groups=view.groups("branch_scale"),
-            logits_bias_shape=view.logits_bias,
-            scattered=view.scattered,
-        )
+        changes: dict[str, Any] = {}
+        if self.spec.is_norm:
+            changes = {f"{kind}_groups": view.groups(kind) for kind in PARAMETERS}
+            changes["scattered"] = view.scattered
+        elif self.spec.is_softmax:
+            changes["logits_bias_shape"] = view.logits_bias
+        return self.replaced(view=view, rows=view.rows, cols=view.cols, axes=view.axes, **changes)
 
     def widened(self, name: str, parameter: jax.Array) -> tuple["Call", jax.Array]:
         """The call with that parameter in the arithmetic dtype, if its own is narrower.
@@ -195,7 +190,7 @@ class Call:
         fields = {
             f.name: changes.pop(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)
         }
-        fields["spec"] = dataclasses.replace(fields["spec"], **changes)
+        fields["spec"] = fields["spec"].replaced(**changes)
         return Call.of(*fields.values())
 
     # ------------------------------------------------------------- what a pass takes and returns
@@ -283,10 +278,9 @@ class Call:
                 return spec.dx_dtype if name == "x" else spec.y_dtype
             case "h" | "residual":
                 return spec.last.x_dtype
-            case "cos" | "sin" if spec.table_dtype is not None:
-                return spec.table_dtype
             case _ if name in OPERANDS:
-                dtype: np.dtype = getattr(spec, f"{name}_dtype")
+                dtype = spec.dtype(name)
+                assert dtype is not None
                 return dtype
             case _:
                 return spec.compute_dtype
@@ -303,22 +297,21 @@ class Call:
         if strided is None:
             return in_rows
         # Where rows have no view, the reason to refuse is that of the strided one.
-        takes_it = in_rows.scattered or backends.implementation(name).takes_inner(strided)
+        takes_it = in_rows.norm.scattered or backends.implementation(name).takes_inner(strided)
         return strided if takes_it else in_rows
 
     @functools.cached_property
     def _in_rows(self) -> Spec:
         """The spec of the two-dimensional view."""
-        view = self.view
-        return dataclasses.replace(
-            self.spec,
-            axes=(-1,),
-            moved_axis=view.moved,
-            mask_rows=view.shared("mask"),
-            table_rows=view.shared("table"),
-            logits_bias_rows=view.shared("logits_bias"),
-            queries=view.shape[-2] if self.spec.causal else 0,
-        )
+        spec, view = self.spec, self.view
+        if spec.is_norm:
+            changes: dict[str, Any] = {"table_rows": view.shared("table")}
+        else:
+            changes = {"mask_rows": view.shared("mask")}
+        if spec.is_softmax:
+            changes["logits_bias_rows"] = view.shared("logits_bias")
+            changes["queries"] = view.shape[-2] if spec.softmax.causal else 0
+        return spec.replaced(axes=(-1,), moved_axis=view.moved, **changes)
 
     @functools.cached_property
     def _strided(self) -> Spec | None:
@@ -327,14 +320,11 @@ class Call:
         if view.strided is None:
             return None
         *_, inner, inner_cols = view.strided
-        strided = dataclasses.replace(
-            self._in_rows, moved_axis=False, inner=inner, inner_cols=inner_cols
-        )
+        strided = self._in_rows.replaced(moved_axis=False, inner=inner, inner_cols=inner_cols)
         kinds = {kind for name in self.parameters if (kind := OPERANDS[name]) in PARAMETERS}
         groups = {kind: view.inner_groups(kind) for kind in kinds}
         if groups and None not in groups.values():
-            return dataclasses.replace(
-                strided,
+            return strided.replaced(
                 scattered=False,
                 inner_params=True,
                 scale_groups=groups.get("scale") or 1,

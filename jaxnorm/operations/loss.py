@@ -11,7 +11,7 @@ from jaxnorm.calls.rows import RowView
 from jaxnorm.operations import checks
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
-from jaxnorm_kernels.specs import Name, Spec
+from jaxnorm_kernels.specs import LossOptions, Name, Spec
 
 Function = Literal["softmax_cross_entropy_with_integer_labels", "log_prob_and_entropy"]
 
@@ -203,14 +203,22 @@ def loss_call(
         cols=view.cols,
         x_dtype=dtype,
         y_dtype=checks.arithmetic_dtype(dtype),
-        has_mask=mask is not None,
-        has_positions=has_positions,
-        label_smoothing=smoothing,
-        z_loss=checks.number(function, "z_loss", z_loss, minimum=0),
-        logits_scale=checks.positive(function, "logits_scale", logits_scale),
-        logit_softcap=softcap(function, logit_softcap),
+        options=LossOptions(
+            has_mask=mask is not None,
+            has_positions=has_positions,
+            label_smoothing=smoothing,
+            z_loss=checks.number(function, "z_loss", z_loss, minimum=0),
+            logits_scale=checks.positive(function, "logits_scale", logits_scale),
+            logit_softcap=softcap(function, logit_softcap),
+        ),
     )
-    check_numbers(function, spec.compute_dtype, spec.logits_scale, spec.logit_softcap, spec.z_loss)
+    check_numbers(
+        function,
+        spec.compute_dtype,
+        spec.logits.logits_scale,
+        spec.loss.logit_softcap,
+        spec.loss.z_loss,
+    )
     return Call.of(function, spec, view, implementation).on(view)
 
 

@@ -12,7 +12,7 @@ from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
 from jaxnorm.primitives import row_operations
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, PARAMETERS
-from jaxnorm_kernels.specs import Activation, Name, NormActivation, Save, Spec
+from jaxnorm_kernels.specs import Activation, Name, NormActivation, NormOptions, Save, Spec
 
 # What errors call an operand of the table.
 _PUBLIC_NAMES = {"branch_scale": "gate"}
@@ -34,8 +34,8 @@ def norm_call(
 ) -> Call:
     """The forward of a call with these arguments, after the checks.
 
-    `given`: residual and parameters, those that there are. `options`: fields of `Spec` that this
-    operation alone has, checked.
+    `given`: the residual and the parameters that the call has. `options`: fields of `NormOptions`
+    that only this operation has, checked.
     """
     axes = checks.axes(function, axis, x.shape)
     view = RowView(x.shape, axes)
@@ -65,15 +65,17 @@ def norm_call(
         cols=view.cols,
         x_dtype=x.dtype,
         y_dtype=checks.output_dtype(function, dtype, default),
-        epsilon=checks.number(function, "epsilon", epsilon, minimum=0.0),
-        scale_offset=checks.number(function, "scale_offset", scale_offset),
-        subtract_mean=entry.subtract_mean,
-        saved=save if activation is None else "input",  # an activation cannot be undone
-        activation=activation,
-        **dtypes,
-        **options,
+        options=NormOptions(
+            epsilon=checks.number(function, "epsilon", epsilon, minimum=0.0),
+            scale_offset=checks.number(function, "scale_offset", scale_offset),
+            subtract_mean=entry.subtract_mean,
+            saved=save if activation is None else "input",  # an activation cannot be undone
+            activation=activation,
+            **dtypes,
+            **options,
+        ),
     )
-    numbers = {"epsilon": spec.epsilon, "scale_offset": spec.scale_offset}
+    numbers = {"epsilon": spec.norm.epsilon, "scale_offset": spec.norm.scale_offset}
     checks.finite_in(function, spec.compute_dtype, numbers)
     return Call.of(function, spec, view, implementation).on(view)
 

@@ -34,7 +34,7 @@ def choose(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run]) 
         # are sharded, or would be transposed, must stay as they are.
         view, on_cpu = call.view, platforms[0] == "cpu"
         natural = view.moved or view.has_groups or view.logits_bias or view.table
-        stays = call.spec.causal or (on_cpu and call.spec.is_softmax)
+        stays = call.spec.softmax.causal or (on_cpu and call.spec.is_softmax)
         in_rows = whole and not (natural or stays)
         return call.kernel("xla") if in_rows else call.xla
     if whole:
@@ -53,7 +53,7 @@ def choose(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run]) 
 def _is_scattered(call: Call) -> bool:
     """Whether the implementation that was asked for has no view of its parameters."""
     name = call.implementation
-    return name is not None and call.spec.scattered and call.as_seen_by(name).scattered
+    return name is not None and call.spec.norm.scattered and call.as_seen_by(name).norm.scattered
 
 
 def _implementation(ctx: Any, call: Call, platforms: Sequence[str]) -> str:

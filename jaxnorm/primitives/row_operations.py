@@ -117,7 +117,7 @@ class _RowRules(Rules[Call]):
             residual, norm = nonzeros.pop("residual", None), call.first()
             residuals = [arrays[name] for name in norm.residual_names]
             dy, *others = self.tangents_of(norm, residuals, nonzeros)
-            tangents_out = [_sum([residual, dy], call.spec.residual_dtype), *others]
+            tangents_out = [_sum([residual, dy], call.spec.norm.residual_dtype), *others]
         by_name = dict(zip(with_stats.result_names, tangents_out))
         results = [arrays[name] for name in call.result_names]
         along_results = [by_name[name] for name in call.result_names]

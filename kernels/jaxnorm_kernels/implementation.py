@@ -32,13 +32,14 @@ class Operands(NamedTuple):
       x, residual, gate: ``(rows, cols)``.
       scale, bias, next_scale, branch_scale: ``(cols,)``, or ``(n, cols)`` for groups of rows;
         next_scale is the second norm's, branch_scale that of x in a sum.
-      mask, logits_bias: boolean and float, as `Spec.mask_rows` and `Spec.logits_bias_rows` say, and
-        so is the bias' gradient; xla's, who has the call as it is, broadcast to x's shape by
-        numpy's rules.
+      mask, logits_bias: boolean and float, as `LogitsOptions.mask_rows` and
+        `SoftmaxOptions.logits_bias_rows` say, and so is the gradient of the bias. The xla
+        implementation takes arrays that broadcast to x's shape by numpy's rules.
       labels: of any integer dtype, ``(rows,)``.
       positions: a boolean mask, ``(rows,)``.
-      cos, sin: as `Spec.table_rows` says, and their gradients, which xla's alone returns; for it
-        broadcast to x's shape, but for the columns, of which there is one for each pair.
+      cos, sin: as `NormOptions.table_rows` says, with a column for each pair of x's columns. The
+        xla implementation takes tables that broadcast to x's other axes, and returns their
+        gradients.
     """
 
     x: jax.Array = _ABSENT
@@ -88,9 +89,9 @@ class Results(NamedTuple):
 
     Attributes:
       y: ``(rows, cols)`` in ``spec.y_dtype``, which a y that is the sum has in
-        ``spec.residual_dtype``; of a loss, or a label's log-probability, that of each row,
+        ``spec.norm.residual_dtype``; of a loss, or a label's log-probability, that of each row,
         ``(rows,)``.
-      h: the sum, in ``spec.residual_dtype``, of which y is the norm as it is rounded. As a
+      h: the sum, in ``spec.norm.residual_dtype``, of which y is the norm as it is rounded. As a
         cotangent of a plain norm, it is another cotangent of x.
       stats: the row statistics, if ``spec.has_stats``.
       entropy: of each row, ``(rows,)``, in ``spec.y_dtype``.

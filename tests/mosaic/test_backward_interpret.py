@@ -51,7 +51,7 @@ def check(spec: Spec, schedule: Any, *operands: Any) -> None:
     """Every output against the reference in float64, within its error bound."""
     outputs = interpret(spec, *operands, schedule=schedule)
     expected, errors = reference(spec, *operands)
-    dtypes = (spec.x_dtype, spec.scale_dtype, spec.bias_dtype)
+    dtypes = (spec.x_dtype, spec.norm.scale_dtype, spec.norm.bias_dtype)
     for output, dtype, value, error in zip(outputs, dtypes, expected, errors):
         if value is None:
             assert output is None

@@ -222,10 +222,10 @@ def function_of(spec: Spec) -> tuple[Any, Any]:
         return loss_of(spec)
     if spec.op == "norm_add_norm" and spec.direction == "bwd":
         return two_norms_of(spec)
-    if spec.rotated:
+    if spec.norm.rotated:
         return (lambda *operands: contract.call(mosaic, spec, *operands)[:2]), types_of(spec)
-    if spec.gate_dtype is not None or spec.branch_scale_dtype is not None:
-        cases_of = gated_cases if spec.gate_dtype is not None else scaled_sum_cases
+    if spec.norm.gate_dtype is not None or spec.norm.branch_scale_dtype is not None:
+        cases_of = gated_cases if spec.norm.gate_dtype is not None else scaled_sum_cases
         types = cases_of.types_of(spec)
         return (lambda *operands: contract.call(mosaic, spec, *operands)), types
     cases = forward_cases if spec.direction == "fwd" else backward_cases

@@ -90,8 +90,8 @@ def make_params(spec: Spec) -> list[np.ndarray | None]:
     shape = (spec.inner,) if spec.groups == 1 else (spec.groups, spec.inner)
     scale, bias = rng.normal(1, 0.5, shape).astype(F32), rng.normal(0, 1, shape).astype(F32)
     scale[..., ::7] = 0  # floored
-    bias[..., ::7] *= spec.scale_dtype is None
-    dtypes = (spec.scale_dtype, spec.bias_dtype)
+    bias[..., ::7] *= spec.norm.scale_dtype is None
+    dtypes = (spec.norm.scale_dtype, spec.norm.bias_dtype)
     return [None if dtype is None else a for a, dtype in zip((scale, bias), dtypes)]
 
 
@@ -129,7 +129,7 @@ def check(spec: Spec, *, adds_dh: bool = False) -> None:
 
     # From what the forward of XLA keeps.
     y, kept = jax.jit(functools.partial(contract.call, xla, rows))(x, *wide)
-    saved, kept = np.asarray(y) if spec.saved == "output" else x, [np.asarray(s) for s in kept]
+    saved, kept = np.asarray(y) if spec.norm.saved == "output" else x, [np.asarray(s) for s in kept]
     backward, rows = (changed(s, direction="bwd", adds_dh=adds_dh) for s in (spec, rows))
     given = (d, dh) if adds_dh else (d,)
     dx, *gradients = backward_cases.interpret(

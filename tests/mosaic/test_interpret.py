@@ -45,7 +45,7 @@ def check(spec: Spec, schedule: Schedule | None, *operands: Any) -> None:
     expected, errors = reference(spec, *operands, outputs=outputs)
     assert len(outputs) == len(expected)
     assert outputs[0].dtype == spec.y_dtype
-    assert not spec.normalises_h or outputs[1].dtype == spec.residual_dtype
+    assert not spec.normalises_h or outputs[1].dtype == spec.norm.residual_dtype
     for output, value, error in zip(outputs, expected, errors):
         assert output.shape == value.shape
         excess = np.abs(output.astype(np.float64) - value) - error
@@ -62,7 +62,9 @@ def check(spec: Spec, schedule: Schedule | None, *operands: Any) -> None:
 )
 def test_values(op: str, case: Case, dtype: np.dtype) -> None:
     spec = make_spec(op, case.rows, case.cols, dtype, dtype)
-    schedule = case.schedule_for(spec.x_dtype, spec.y_dtype, spec.scale_dtype, spec.bias_dtype)
+    schedule = case.schedule_for(
+        spec.x_dtype, spec.y_dtype, spec.norm.scale_dtype, spec.norm.bias_dtype
+    )
     check(spec, schedule, *make_operands(spec))
 
 
@@ -126,7 +128,7 @@ def test_residuals(op: str, x: np.dtype, residual: np.dtype, y: np.dtype, case: 
 def test_residual_variants(op: str, change: dict[str, Any], name: str) -> None:
     case = BY_NAME[name]
     spec = make_spec(op, case.rows, case.cols, BF16, F16, **change)
-    schedule = case.schedule_for(spec.x_dtype, spec.residual_dtype)
+    schedule = case.schedule_for(spec.x_dtype, spec.norm.residual_dtype)
     check(spec, dataclasses.replace(schedule, params_first=True), *make_operands(spec))
 
 
@@ -184,7 +186,7 @@ def test_dtypes(name: str, x: np.dtype, y: np.dtype, scale: np.dtype, bias: np.d
     for op in ("softmax", "layer_norm"):
         parameters = {} if op == "softmax" else {"scale_dtype": scale, "bias_dtype": bias}
         spec = make_spec(op, case.rows, case.cols, x, y, **parameters)
-        schedule = case.schedule_for(x, y, spec.scale_dtype, spec.bias_dtype)
+        schedule = case.schedule_for(x, y, spec.norm.scale_dtype, spec.norm.bias_dtype)
         check(spec, schedule, *make_operands(spec))
 
 

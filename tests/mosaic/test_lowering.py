@@ -58,7 +58,7 @@ def test_schedules_lower(op: str, case: Case, x: np.dtype, y: np.dtype) -> None:
     spec = make_spec(
         op, case.rows, case.cols, x, y, **({"scale_dtype": BF16} if "norm" in op else {})
     )
-    schedule = case.schedule_for(x, y, spec.scale_dtype, spec.bias_dtype)
+    schedule = case.schedule_for(x, y, spec.norm.scale_dtype, spec.norm.bias_dtype)
     assert "mosaic_gpu" in lower(spec, *make_operands(spec), schedule=schedule)
 
 
@@ -199,7 +199,7 @@ def test_schedules_fit_the_gpu(gpu: Gpu) -> None:
         assert mosaic.why_unsupported(spec) is None
         schedule = choose(spec, gpu)
         held = schedule.rows_of(spec)
-        inputs = [d for d in (spec.x_dtype, spec.residual_dtype) if d is not None]
+        inputs = [d for d in (spec.x_dtype, spec.norm.residual_dtype) if d is not None]
         cols = spec.cols if schedule.window is None else schedule.window.width
         assert cols % schedule.vector == 0
         assert schedule.vector * max(d.itemsize for d in (*inputs, spec.y_dtype)) <= 16

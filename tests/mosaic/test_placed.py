@@ -185,7 +185,7 @@ def test_rows_are_whole_parts_of_runs():
 )
 def test_rows_of_an_operand(shape):
     case = Case((5, 3, 4, 8), mask=(*shape, 1))
-    shared = case.call("softmax", F32).as_seen_by("mosaic").mask_rows
+    shared = case.call("softmax", F32).as_seen_by("mosaic").logits.mask_rows
     own = np.arange(np.prod(shape)).reshape(shape)
     expected = np.broadcast_to(own, (5, 3, 4)).reshape(-1)
     got = jax.vmap(functools.partial(operand_row, shared))(jnp.arange(60))
@@ -198,7 +198,12 @@ def test_rows_of_an_operand(shape):
 
 def test_neighbouring_axes_are_one():
     def shared(mask):
-        return Case((4, 16, 32, 64), mask=mask).call("softmax", F32).as_seen_by("mosaic").mask_rows
+        return (
+            Case((4, 16, 32, 64), mask=mask)
+            .call("softmax", F32)
+            .as_seen_by("mosaic")
+            .logits.mask_rows
+        )
 
     assert shared((4, 16, 32, 64)) == Shared(((2048, True),), True)
     assert shared((4, 1, 1, 64)) == Shared(((4, True), (512, False)), True)

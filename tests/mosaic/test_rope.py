@@ -49,35 +49,37 @@ def rows_of(shared: Shared) -> np.ndarray:
 def make_operands(spec: Spec) -> tuple[Any, ...]:
     """x, scale, cos, sin and dy."""
     rng = np.random.default_rng(0)
-    assert spec.table_rows is not None
-    cos, sin = tables((spec.table_rows.rows, spec.rotated // 2), spec.table_dtype, factor=1.2)
+    assert spec.norm.table_rows is not None
+    cos, sin = tables(
+        (spec.norm.table_rows.rows, spec.norm.rotated // 2), spec.norm.table_dtype, factor=1.2
+    )
     x, d = (
         jnp.asarray(rng.normal(size=(spec.rows, spec.cols)), dtype)
         for dtype in (spec.x_dtype, spec.y_dtype)
     )
     scale = None
-    if spec.scale_dtype is not None:
-        scale = jnp.asarray(1 + 0.3 * rng.normal(size=spec.cols), spec.scale_dtype)
+    if spec.norm.scale_dtype is not None:
+        scale = jnp.asarray(1 + 0.3 * rng.normal(size=spec.cols), spec.norm.scale_dtype)
     return x, scale, cos, sin, d
 
 
 def reference_of(spec: Spec, operands: tuple[Any, ...]) -> RotatedNorm:
     x, scale, cos, sin, d = operands
-    assert spec.table_rows is not None
-    of_rows = rows_of(spec.table_rows)
+    assert spec.norm.table_rows is not None
+    of_rows = rows_of(spec.norm.table_rows)
     return RotatedNorm(
         x=exact(x),
-        gain=np.ones(spec.cols) if scale is None else exact(scale) + spec.scale_offset,
+        gain=np.ones(spec.cols) if scale is None else exact(scale) + spec.norm.scale_offset,
         bias=np.zeros(spec.cols),
         d=exact(d),
         subtract_mean=False,
         epsilon=1e-6,
-        saved=spec.saved,
+        saved=spec.norm.saved,
         x_dtype=spec.x_dtype.name,
         y_dtype=spec.y_dtype.name,
         cos=exact(cos)[of_rows],
         sin=exact(sin)[of_rows],
-        interleaved=spec.interleaved,
+        interleaved=spec.norm.interleaved,
     )
 
 
@@ -107,7 +109,7 @@ def check(
     y, (rstd,) = run(forward, x, scale, cos, sin)
     assert_within(y, ref.y, ref.y_bound())
     assert_within(rstd, ref.r[:, 0], rstd_bound(ref))
-    saved = y if forward.saved == "output" else x
+    saved = y if forward.norm.saved == "output" else x
     dx, dscale, *_ = run(
         backward, saved, (rstd,), scale, cos, sin, d, **({"schedule": schedule} if schedule else {})
     )

@@ -69,17 +69,17 @@ def make_operands(spec: Spec) -> tuple[Any, ...]:
     def normal(dtype: np.dtype | None, shape: tuple[int, ...] = (spec.rows, spec.cols)) -> Any:
         return None if dtype is None else jnp.asarray(rng.normal(size=shape).astype(dtype))
 
-    x, residual = normal(spec.x_dtype), normal(spec.residual_dtype)
+    x, residual = normal(spec.x_dtype), normal(spec.norm.residual_dtype)
     shape = (spec.cols,) if spec.groups == 1 else (spec.groups, spec.cols)
     scale, next_scale = (
         None if dtype is None else 1 + 0.3 * normal(dtype, shape)
-        for dtype in (spec.scale_dtype, spec.next_scale_dtype)
+        for dtype in (spec.norm.scale_dtype, spec.norm.next_scale_dtype)
     )
     forward = changed(spec, direction="fwd", want_stats=True)
     kept = jax.jit(functools.partial(contract.call, xla, forward))
     y, h, stats = kept(x, residual, scale, next_scale)
-    dy, dh = normal(spec.y_dtype), normal(spec.residual_dtype) if "h" in spec.outputs else None
-    saved = y if spec.saved == "output" else h
+    dy, dh = normal(spec.y_dtype), normal(spec.norm.residual_dtype) if "h" in spec.outputs else None
+    saved = y if spec.norm.saved == "output" else h
     return (x, saved, stats, scale, next_scale, dy, dh), h
 
 
@@ -99,7 +99,7 @@ def check(spec: Spec, schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         gains = [
             np.ones(spec.cols)
             if p is None
-            else exact(p).reshape(spec.groups, -1)[group] + spec.scale_offset
+            else exact(p).reshape(spec.groups, -1)[group] + spec.norm.scale_offset
             for p in (scale, next_scale)
         ]
         ref = TwoNorms(
@@ -108,7 +108,7 @@ def check(spec: Spec, schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             *gains,
             exact(dy)[at],
             np.zeros((rows, spec.cols)) if dh is None else exact(dh)[at],
-            spec.saved,
+            spec.norm.saved,
             *(dtype.name for dtype in (spec.x_dtype, spec.last.x_dtype, spec.y_dtype)),
         )
         expected = (ref.first.dx, ref.dresidual, ref.first.dscale, ref.last.dscale)
@@ -191,7 +191,7 @@ def shapes_of(spec: Spec) -> tuple[Any, ...]:
         return jax.ShapeDtypeStruct((spec.rows, spec.cols), dtype)
 
     stat, column = (jax.ShapeDtypeStruct((n,), F32) for n in (spec.rows, spec.cols))
-    saved = spec.y_dtype if spec.saved == "output" else spec.last.x_dtype
+    saved = spec.y_dtype if spec.norm.saved == "output" else spec.last.x_dtype
     dh = rows(spec.last.x_dtype)
     return rows(spec.x_dtype), rows(saved), (stat, stat), column, column, rows(spec.y_dtype), dh
 

@@ -66,7 +66,10 @@ def parameters(spec, seed=10):
         if dtype is None
         else normal((spec.cols,) if n == 1 else (n, spec.cols), dtype, seed + i, 0.3, shift)
         for i, (dtype, n, shift) in enumerate(
-            [(spec.scale_dtype, spec.scale_groups, 1.0), (spec.bias_dtype, spec.bias_groups, 0.0)]
+            [
+                (spec.norm.scale_dtype, spec.norm.scale_groups, 1.0),
+                (spec.norm.bias_dtype, spec.norm.bias_groups, 0.0),
+            ]
         )
     )
     return scale, bias
@@ -85,22 +88,24 @@ def expected(spec, x, scale, bias=None, d=None, rows=slice(None)):
     x = exact(x)
     return Norm(
         x=x[rows],
-        gain=(along_rows(scale, spec, 1.0) + (spec.scale_offset if scale is not None else 0))[rows],
+        gain=(along_rows(scale, spec, 1.0) + (spec.norm.scale_offset if scale is not None else 0))[
+            rows
+        ],
         bias=along_rows(bias, spec, 0.0)[rows],
         d=(np.zeros_like(x) if d is None else exact(d))[rows],
-        subtract_mean=spec.subtract_mean,
-        epsilon=spec.epsilon,
-        saved=spec.saved,
+        subtract_mean=spec.norm.subtract_mean,
+        epsilon=spec.norm.epsilon,
+        saved=spec.norm.saved,
         x_dtype=spec.x_dtype.name,
         y_dtype=spec.y_dtype.name,
-        activation=spec.activation,
+        activation=spec.norm.activation,
     )
 
 
 def check_statistics(stats, spec, ref):
     """rstd, and the mean where the norm `spec` returns it."""
     walk = reference.SAFETY * U * (np.sqrt(spec.cols) + 4)
-    biggest = np.max(np.abs(ref.x), -1, keepdims=True) * walk if spec.subtract_mean else 0.0
+    biggest = np.max(np.abs(ref.x), -1, keepdims=True) * walk if spec.norm.subtract_mean else 0.0
     assert len(stats) == 1 + spec.returns_mean
     wanted = [(ref.r, ref.r * (walk + (biggest * ref.r) ** 2)), (ref.mean, biggest)]
     for stat, (value, bound) in zip(stats, wanted):
@@ -111,8 +116,8 @@ def check_statistics(stats, spec, ref):
 def check_sum(h, spec, residual, normed, error):
     """h is residual + normed, of which that error is known, rounded once to be stored."""
     total = exact(residual) + normed
-    stored = rounding(np.abs(total) + error, spec.residual_dtype.name)
-    assert h.dtype == spec.residual_dtype
+    stored = rounding(np.abs(total) + error, spec.norm.residual_dtype.name)
+    assert h.dtype == spec.norm.residual_dtype
     assert_within(h, total, error + 4 * U * (np.abs(total) + error) + stored)
 
 
@@ -125,7 +130,7 @@ def check_norm(y, stats, spec, x, scale, bias):
 
 def check_add_norm(call, spec):
     x = normal((spec.rows, spec.cols), spec.x_dtype, 0, shift=0.3)
-    residual = normal(x.shape, spec.residual_dtype, 1, scale=3.0)
+    residual = normal(x.shape, spec.norm.residual_dtype, 1, scale=3.0)
     params = parameters(spec)
     y, h, stats = call(x, residual, *params, spec=spec)
     check_sum(h, spec, residual, exact(x), 0.0)
@@ -134,7 +139,7 @@ def check_add_norm(call, spec):
 
 def check_norm_add(call, spec):
     x = normal((spec.rows, spec.cols), spec.x_dtype, 0, shift=0.3)
-    residual = normal(x.shape, spec.residual_dtype, 1, scale=3.0)
+    residual = normal(x.shape, spec.norm.residual_dtype, 1, scale=3.0)
     scale, _ = parameters(spec)
     y, stats = call(x, residual, scale, spec=spec)
     first = changed(spec.first, y_dtype=np.dtype("float32"))
@@ -145,7 +150,7 @@ def check_norm_add(call, spec):
 
 def check_norm_add_norm(call, spec):
     x = normal((spec.rows, spec.cols), spec.x_dtype, 0, shift=0.3)
-    residual = normal(x.shape, spec.residual_dtype, 1, scale=3.0)
+    residual = normal(x.shape, spec.norm.residual_dtype, 1, scale=3.0)
     (scale, _), (next_scale, _) = parameters(spec), parameters(spec.last, seed=20)
     y, h, (rstd, *stats) = call(x, residual, scale, next_scale, spec=spec)
     first = changed(spec.first, y_dtype=np.dtype("float32"))
@@ -222,7 +227,7 @@ def gradients(call, spec, adds_dh=False):
     d = normal(x.shape, spec.y_dtype, 3)
     params = parameters(spec)
     y, stats = call(x, *params, spec=spec)
-    saved = y if spec.saved == "output" else x
+    saved = y if spec.norm.saved == "output" else x
     backward = changed(spec, direction="bwd", adds_dh=adds_dh)
 
     def run(dh=None):
@@ -242,7 +247,10 @@ def check_backward(call, spec, adds_dh=False):
     stored = rounding(np.abs(total) + bound, spec.x_dtype.name)
     assert dx.dtype == spec.x_dtype
     assert_within(dx, total, bound + stored + 2 * U * (np.abs(whole.dx) + np.abs(more)))
-    dtypes, groups = (spec.scale_dtype, spec.bias_dtype), (spec.scale_groups, spec.bias_groups)
+    dtypes, groups = (
+        (spec.norm.scale_dtype, spec.norm.bias_dtype),
+        (spec.norm.scale_groups, spec.norm.bias_groups),
+    )
     for i, (grad, dtype, n) in enumerate(zip(grads, dtypes, groups)):
         if dtype is None:
             assert grad is None

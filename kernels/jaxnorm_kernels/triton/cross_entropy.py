@@ -101,10 +101,10 @@ class Options:
         blocks, vector = loss_blocks(spec, schedule), loss_vector(spec, schedule)
         return cls(
             spec.classes,
-            spec.label_smoothing,
-            spec.z_loss,
-            spec.logits_scale,
-            spec.logit_softcap or 0.0,
+            spec.loss.label_smoothing,
+            spec.loss.z_loss,
+            spec.logits.logits_scale,
+            spec.loss.logit_softcap or 0.0,
             spec.logit_factor,
             spec.returns_entropy,
             blocks,

@@ -36,7 +36,7 @@ _CANNOT: Table = (
     ("its kernels leave out what a mask does not keep", lambda s: not s.drops_masked),
     (
         "its kernel of two norms with a residual between them is RMSNorm's",
-        lambda s: len(s.operation.norms) > 1 and s.subtract_mean,
+        lambda s: len(s.operation.norms) > 1 and s.norm.subtract_mean,
     ),
     (
         f"its kernels of a norm and a rotation hold a row of up to {_MOST_ROTATED} columns",
@@ -44,7 +44,7 @@ _CANNOT: Table = (
     ),
     (
         "there is nothing to rotate by tables of size 0",
-        lambda s: s.op == "norm_rope" and s.rotated == 0,
+        lambda s: s.op == "norm_rope" and s.norm.rotated == 0,
     ),
     (
         f"its kernels number rows and columns in 32 bits, up to {_MOST}",
@@ -82,7 +82,7 @@ _LEFT_TO_XLA: Table = (
     ),
     (
         "its softmaxes with a mask, a bias or a diagonal are not measured yet",
-        lambda s: s.has_mask or s.logits_bias_dtype is not None or s.causal,
+        lambda s: s.logits.has_mask or s.softmax.logits_bias_dtype is not None or s.softmax.causal,
     ),
     ("its cross-entropy is not measured yet", lambda s: s.is_loss),
     ("its norm with a rotation is not measured yet", lambda s: s.op == "norm_rope"),
@@ -147,7 +147,7 @@ def _is_too_old() -> bool:
 
 def _few_rows(spec: Spec) -> int:
     """The rows from which a norm is known to be faster; measured at 1, 128 and 2048."""
-    float32_layer_norm = spec.subtract_mean and spec.y_dtype.itemsize == 4
+    float32_layer_norm = spec.norm.subtract_mean and spec.y_dtype.itemsize == 4
     return 2048 if spec.direction == "fwd" or float32_layer_norm else 128
 
 
@@ -156,11 +156,11 @@ def _norm(spec: Spec, direction: str) -> bool:
 
 
 def _is_layer(spec: Spec, direction: str) -> bool:
-    return _norm(spec, direction) and spec.subtract_mean
+    return _norm(spec, direction) and spec.norm.subtract_mean
 
 
 def _is_rms(spec: Spec, direction: str) -> bool:
-    return _norm(spec, direction) and not spec.subtract_mean
+    return _norm(spec, direction) and not spec.norm.subtract_mean
 
 
 def _is_16_bit(spec: Spec) -> bool:

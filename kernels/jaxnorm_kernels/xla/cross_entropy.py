@@ -27,7 +27,6 @@ and gradient 0, and log(s) = -inf, by which the other passes know it. One with a
 of its columns has NaN for log(s), loss and gradient. Columns of padding are not read.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -61,7 +60,7 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     mask, positions = operands.mask, operands.positions
     (x,), spec = without_padding([operands.x], spec)
     x = g(x, spec)
-    label, a = label_of(operands.labels, spec), spec.label_smoothing
+    label, a = label_of(operands.labels, spec), spec.loss.label_smoothing
     at_label = _columns(x.shape, spec) == label
     kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
     # The maximum in the dtype of what it is of: nothing is rounded.
@@ -82,8 +81,8 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     if a:
         even = log_s - f_times(rest[0] / spec.cols, spec)
         loss = a * even if a == 1 else (1 - a) * loss + a * even
-    if spec.z_loss:
-        loss = loss + spec.z_loss * jnp.square(f_times(m, spec) + log_s)
+    if spec.loss.z_loss:
+        loss = loss + spec.loss.z_loss * jnp.square(f_times(m, spec) + log_s)
     loss, log_s = (jnp.where(label < 0, jnp.nan, v) for v in (loss, log_s))
     if has_entry is not None:
         loss, log_s = jnp.where(has_entry, loss, 0), jnp.where(has_entry, log_s, -jnp.inf)
@@ -93,16 +92,16 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
 
 def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """The gradient of x."""
-    dloss, dstats, padding = cotangents.y, cotangents.stats, spec.padding
+    dloss, dstats, padding = cotangents.y, cotangents.stats, spec.loss.padding
     (x,), spec = without_padding([residuals.saved], spec)
     x, p, lse, takes_part, at_label = probabilities(residuals._replace(saved=x), spec)
-    a = spec.label_smoothing
+    a = spec.loss.label_smoothing
     d = jnp.expand_dims(dloss.astype(spec.compute_dtype), spec.axes)
     even = a / spec.cols if a else 0.0
     target = jnp.where(at_label, jnp.asarray(1 - a + even, p.dtype), jnp.asarray(even, p.dtype))
     slope = p - target
-    if spec.z_loss:
-        slope = slope + 2 * spec.z_loss * lse * p
+    if spec.loss.z_loss:
+        slope = slope + 2 * spec.loss.z_loss * lse * p
     dx = d * slope
     if dstats:
         _, dlse = dstats
@@ -116,10 +115,10 @@ FORMULAS: dict[Op, Formulas] = {"cross_entropy": Formulas(cross_entropy_fwd, cro
 
 def without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.Array], Spec]:
     """Arrays of x's shape and a spec, of classes alone."""
-    if not spec.padding:
+    if not spec.loss.padding:
         return list(arrays), spec
     arrays = [lax.slice_in_dim(a, 0, spec.classes, axis=-1) for a in arrays]
-    return arrays, dataclasses.replace(spec, cols=spec.classes, padding=0)
+    return arrays, spec.replaced(cols=spec.classes, padding=0)
 
 
 def probabilities(
@@ -132,7 +131,7 @@ def probabilities(
     has_entry = log_s != -jnp.inf
     log_s = jnp.where(has_entry, log_s, 0)
     takes_part = has_entry if mask is None else has_entry & (mask | at_label)
-    if spec.logit_softcap is not None and (spec.has_positions or mask is not None):
+    if spec.loss.logit_softcap is not None and (spec.loss.has_positions or mask is not None):
         # Of what takes no part, which may be NaN, tanh's derivative is to be 0.
         x = jnp.where(takes_part, x, 0)
     x = g(x, spec)

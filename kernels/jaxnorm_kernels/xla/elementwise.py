@@ -13,14 +13,14 @@ from jaxnorm_kernels.specs import Spec
 
 def gain(scale: jax.Array, spec: Spec) -> jax.Array:
     """G = scale + scale_offset in the arithmetic dtype, floored where the spec says so."""
-    g = scale.astype(spec.compute_dtype) + spec.scale_offset
+    g = scale.astype(spec.compute_dtype) + spec.norm.scale_offset
     return g if spec.scale_floor is None else _floor(g, spec.scale_floor)
 
 
 def effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
     """bias in the arithmetic dtype; rounded to y's dtype where the output is saved."""
     b = bias.astype(spec.compute_dtype)
-    return _rounded(b, spec.y_dtype.name) if spec.saved == "output" else b
+    return _rounded(b, spec.y_dtype.name) if spec.norm.saved == "output" else b
 
 
 def safe_divide(z: jax.Array, g: jax.Array) -> jax.Array:

@@ -1,6 +1,5 @@
 """What an operation is in plain JAX: its forward and its backward, of which the tangent follows."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,12 +32,10 @@ class Formulas(NamedTuple):
             return self.own_tangent(residuals, tangents, spec)
         saved = residuals.saved
         given = {n: vary_like(t, saved) for n, t in tangents._asdict().items() if t is not None}
-        of_backward = dataclasses.replace(
-            spec,
-            direction="bwd",
+        of_backward = spec.replaced(direction="bwd")
+        if spec.norm.residual_dtype is not None:
             # Rounded to it, the gradient of h would not be linear in the cotangents.
-            residual_dtype=spec.residual_dtype and spec.compute_dtype,
-        )
+            of_backward = of_backward.replaced(residual_dtype=spec.compute_dtype)
 
         def gradients(cotangents: Results) -> dict[str, jax.Array]:
             found = self.backward(residuals, cotangents, of_backward)

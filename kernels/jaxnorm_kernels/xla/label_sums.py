@@ -54,7 +54,7 @@ def label_sums(
     picked = [x, kept] if masked else [x]
 
     def even(x: jax.Array, m: jax.Array) -> list[jax.Array]:
-        return [x.astype(wide) - m] if spec.label_smoothing else []
+        return [x.astype(wide) - m] if spec.loss.label_smoothing else []
 
     def compared() -> list[jax.Array]:
         """Values whose sums are the results."""
@@ -90,7 +90,7 @@ def shares_exponentials(spec: Spec) -> bool:
     Not where positions are left out: whatever their logits are, their derivatives are 0.
     """
     is_as_wide = spec.x_dtype == spec.compute_dtype
-    return is_as_wide and _is_last_and_whole(spec) and not spec.has_positions
+    return is_as_wide and _is_last_and_whole(spec) and not spec.loss.has_positions
 
 
 def exponentials_but_label(x: jax.Array, m: jax.Array, label: jax.Array, spec: Spec) -> jax.Array:

@@ -94,7 +94,7 @@ def log_prob_and_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spe
 
 def log_prob_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """The gradient of x."""
-    padding = spec.padding
+    padding = spec.loss.padding
     (x,), spec = without_padding([residuals.saved], spec)
     residuals = residuals._replace(saved=x)
     x, p, _, takes_part, at_label = probabilities(residuals, spec)

@@ -16,9 +16,11 @@ from jaxnorm_kernels.specs import Spec
 
 def g(x: jax.Array, spec: Spec) -> jax.Array:
     """In the arithmetic dtype, or x itself, in its dtype."""
-    if spec.logit_softcap is None:
+    if spec.loss.logit_softcap is None:
         return x
-    return jnp.tanh(x.astype(spec.compute_dtype) * (spec.logits_scale / spec.logit_softcap))
+    return jnp.tanh(
+        x.astype(spec.compute_dtype) * (spec.logits.logits_scale / spec.loss.logit_softcap)
+    )
 
 
 def f_times(difference: jax.Array, spec: Spec) -> jax.Array:
@@ -28,6 +30,6 @@ def f_times(difference: jax.Array, spec: Spec) -> jax.Array:
 
 def times_slope(d: jax.Array, g: jax.Array, spec: Spec) -> jax.Array:
     """D times dz / dx: a tangent of z, or a cotangent of x."""
-    if spec.logits_scale != 1:
-        d = spec.logits_scale * d
-    return d if spec.logit_softcap is None else d * ((1 - g) * (1 + g))
+    if spec.logits.logits_scale != 1:
+        d = spec.logits.logits_scale * d
+    return d if spec.loss.logit_softcap is None else d * ((1 - g) * (1 + g))

@@ -52,14 +52,14 @@ from jaxnorm_kernels.xla.reductions import mean_apart, row_mean
 def norm_fwd(operands: Operands, spec: Spec) -> Results:
     """y = norm(x), or activation(norm(x))."""
     y, stats = normalised(operands.x, operands.scale, operands.bias, spec)
-    if spec.activation is not None:
+    if spec.norm.activation is not None:
         y = _activation(spec)(y)
     return Results(y.astype(spec.y_dtype), stats=stats)
 
 
 def norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `norm_fwd`."""
-    if spec.activation is not None:
+    if spec.norm.activation is not None:
         _, pullback = jax.vjp(_activation(spec), _normalised_again(residuals, spec))
         (d,) = pullback(cotangents.y.astype(spec.compute_dtype))
         cotangents = cotangents._replace(y=d)
@@ -95,8 +95,8 @@ def scaled_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -
     of_scale = summed_like(residuals.branch_scale, of_h * residuals.x.astype(of_h.dtype), spec)
     return of_norm._replace(
         x=_scaled(of_h, residuals, spec).astype(spec.x_dtype),
-        residual=of_h.astype(spec.residual_dtype),
-        branch_scale=of_scale.astype(spec.branch_scale_dtype),
+        residual=of_h.astype(spec.norm.residual_dtype),
+        branch_scale=of_scale.astype(spec.norm.branch_scale_dtype),
     )
 
 
@@ -119,16 +119,16 @@ def norm_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
     dy, dh, dstats, *_ = cotangents
     of_last = backward(last, Results(dy, dh, dstats[1:]), _unrounded(spec.last))
     of_first = backward(first, Results(of_last.x, None, dstats[:1]), spec.first)
-    dresidual = of_last.x.astype(spec.residual_dtype)
+    dresidual = of_last.x.astype(spec.norm.residual_dtype)
     return of_first._replace(residual=dresidual, next_scale=of_last.scale)
 
 
 def norm_gated_fwd(operands: Operands, spec: Spec) -> Results:
     """y = norm(x) activation(gate), or norm(x activation(gate))."""
     x, a = operands.x.astype(spec.compute_dtype), _activation(spec)(operands.gate)
-    of = x if spec.norm_before_gate else x * a
+    of = x if spec.norm.norm_before_gate else x * a
     y, stats = normalised(of, operands.scale, None, spec.last)
-    return Results((y * a if spec.norm_before_gate else y).astype(spec.y_dtype), stats=stats)
+    return Results((y * a if spec.norm.norm_before_gate else y).astype(spec.y_dtype), stats=stats)
 
 
 def norm_gated_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
@@ -136,7 +136,7 @@ def norm_gated_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Ope
     x, last = residuals.saved.astype(spec.compute_dtype), _unrounded(spec.last)
     residuals = residuals._replace(saved=x)
     a, pullback = jax.vjp(_activation(spec), residuals.gate)
-    if spec.norm_before_gate:
+    if spec.norm.norm_before_gate:
         d = cotangents.y.astype(x.dtype)
         of_norm = backward(residuals, cotangents._replace(y=d * a), last)
         dx, (dgate,) = of_norm.x, pullback(d * _normalised_again(residuals, last))
@@ -196,15 +196,17 @@ def backward(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
         drstd, *dmean = (jnp.expand_dims(stat, spec.axes) for stat in dstats)
         c2 = c2 + rstd * drstd / spec.cols
     dx = dg - xh * c2
-    if spec.subtract_mean:
+    if spec.norm.subtract_mean:
         dx = dx - row_mean(dg, spec)
     dx = dx * rstd
     if dstats and dmean:
         dx = dx + dmean[0] / spec.cols
     if dh is not None:
         dx = dx + dh.astype(spec.compute_dtype)
-    dscale = None if scale is None else summed_like(scale, d * xh, spec).astype(spec.scale_dtype)
-    dbias = None if bias is None else summed_like(bias, d, spec).astype(spec.bias_dtype)
+    dscale = (
+        None if scale is None else summed_like(scale, d * xh, spec).astype(spec.norm.scale_dtype)
+    )
+    dbias = None if bias is None else summed_like(bias, d, spec).astype(spec.norm.bias_dtype)
     return Operands(dx.astype(spec.x_dtype), scale=dscale, bias=dbias)
 
 
@@ -213,9 +215,9 @@ def normalised(
 ) -> tuple[jax.Array, Stats]:
     """y in the arithmetic dtype, and the statistics that the spec wants."""
     x = x.astype(spec.compute_dtype)
-    mean = row_mean(x, spec) if spec.subtract_mean else None
+    mean = row_mean(x, spec) if spec.norm.subtract_mean else None
     centred = x if mean is None else x - mean
-    rstd = lax.rsqrt(row_mean(jnp.square(centred), spec) + spec.epsilon)
+    rstd = lax.rsqrt(row_mean(jnp.square(centred), spec) + spec.norm.epsilon)
     y = centred * rstd
     if scale is not None:
         y = y * along_rows(gain(scale, spec), y, spec)
@@ -227,8 +229,8 @@ def normalised(
 def _sum(residual: jax.Array, y: jax.Array, spec: Spec) -> jax.Array:
     """In the residual's dtype, rounded once; a norm of it is that of what is returned."""
     total = residual.astype(spec.compute_dtype) + y.astype(spec.compute_dtype)
-    assert spec.residual_dtype is not None
-    return round_to(total, spec.residual_dtype)
+    assert spec.norm.residual_dtype is not None
+    return round_to(total, spec.norm.residual_dtype)
 
 
 def _recovered(
@@ -238,7 +240,7 @@ def _recovered(
     saved, scale, bias = residuals.saved.astype(spec.compute_dtype), residuals.scale, residuals.bias
     along = [jnp.expand_dims(stat, spec.axes) for stat in residuals.stats]
     g = None if scale is None else along_rows(gain(scale, spec), saved, spec)
-    if spec.saved == "input":
+    if spec.norm.saved == "input":
         rstd, *mean = along
         return g, (saved - mean[0] if mean else saved) * rstd, along, None
     z = saved if spec.y_limit is None else clip(saved, spec.y_limit)
@@ -252,8 +254,8 @@ def _recovered(
 
 def _activation(spec: Spec) -> Callable[[jax.Array], jax.Array]:
     """Of a norm, or of a gate in its own dtype; in the arithmetic dtype."""
-    assert spec.activation is not None
-    of_wide = getattr(jax.nn, spec.activation)
+    assert spec.norm.activation is not None
+    of_wide = getattr(jax.nn, spec.norm.activation)
     return lambda a: of_wide(a.astype(spec.compute_dtype))
 
 

@@ -65,7 +65,7 @@ def scaled_sum_bwd(
       schedule: how it runs; by default, what the table says.
     """
     params = [residuals.branch_scale, residuals.scale]
-    params.append(residuals.bias if spec.saved == "output" else None)
+    params.append(residuals.bias if spec.norm.saved == "output" else None)
     rows = [residuals.saved, cotangents.y, residuals.x, cotangents.h]
     dx, dresidual, *partials = walk_rows(
         ScaledSumFormula(NormFormula(spec.last)),
@@ -81,7 +81,7 @@ def scaled_sum_bwd(
     )
     dbranch_scale, dscale, dbias = add_partials(
         partials,
-        (spec.branch_scale_dtype, spec.scale_dtype, spec.bias_dtype),
-        (spec.branch_scale_groups, spec.scale_groups, spec.bias_groups),
+        (spec.norm.branch_scale_dtype, spec.norm.scale_dtype, spec.norm.bias_dtype),
+        (spec.norm.branch_scale_groups, spec.norm.scale_groups, spec.norm.bias_groups),
     )
     return Operands(dx, dresidual, dscale, dbias, branch_scale=dbranch_scale)
