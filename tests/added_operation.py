@@ -7,7 +7,7 @@ A comment says for each part where CONTRIBUTING.md would have it.
 
 import dataclasses
 
-from jaxnorm.operations import norm_call
+from jaxnorm.operations import norm
 from jaxnorm.tools import references
 from jaxnorm_kernels.operations import OPERATIONS, Function
 from jaxnorm_kernels.specs import NormOptions
@@ -60,7 +60,7 @@ FORMULAS = Formulas(norm_scaled_fwd, norm_scaled_bwd)
 
 
 def rms_norm_scaled(x, scale=None, *, factor=1.0, axis=-1, epsilon=1e-6, implementation=None):
-    (y,) = norm_call.normalise(
+    (y,) = norm.normalise(
         "rms_norm_scaled",
         x,
         scale=scale,

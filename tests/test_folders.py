@@ -65,6 +65,16 @@ def test_no_file_is_in_a_circle_of_imports():
     graphlib.TopologicalSorter(graph).prepare()  # CycleError names the circle.
 
 
+def test_one_module_imports_what_is_private_in_jax():
+    """For the kernels: `test_kernel_imports.py`."""
+    importers = {
+        file.name
+        for file in (ROOT / "jaxnorm").rglob("*.py")
+        if any(name.startswith(("jax._src", "jaxlib")) for name in imported(file))
+    }
+    assert importers == {"private_jax.py"}
+
+
 def test_only_public_modules_are_at_the_top():
     private = [path.name for path in (ROOT / "jaxnorm").glob("_*.py")]
     assert sorted(private) == ["__init__.py", "__main__.py"]

@@ -176,7 +176,7 @@ def product_kernel(monkeypatch):
     def kernel(x, weight, scale, bias, spec):
         assert (x.shape, weight.shape) == ((spec.rows, spec.cols), (spec.cols, spec.features))
         shapes.append((x.shape, weight.shape))
-        return rms_norm_linear(x, weight, scale, bias=bias, activation=spec.norm.activation)
+        return rms_norm_linear(x, weight, scale, bias=bias, activation=spec.activation)
 
     from jaxnorm_kernels import mosaic
 

@@ -12,7 +12,7 @@ from stand_in import StandIn, as_default
 
 import jaxnorm
 from jaxnorm.calls import backends
-from jaxnorm.primitives.stack import in_one_chunk
+from jaxnorm.primitives.rules import in_one_chunk
 from jaxnorm.tools.plan import calls_in
 from jaxnorm_kernels import xla
 

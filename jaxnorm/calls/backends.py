@@ -5,7 +5,6 @@ import importlib
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import jax
 
@@ -143,24 +142,12 @@ def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
     )
 
 
-class AnyCall(Protocol):
-    """A call that a backend may run."""
-
-    @property
-    def function(self) -> str:
-        """The name of the public function, for errors."""
-
-    def as_seen_by(self, name: str) -> Spec | LinearSpec:
-        """The spec that the implementation `name` gets."""
-
-
-def forced(call: AnyCall, name: str) -> Choice:
-    """`name` itself; ValueError with its reason where it cannot run a call."""
-    spec = call.as_seen_by(name)
+def forced(function: str, spec: Spec | LinearSpec, name: str) -> Choice:
+    """Choose `name`; ValueError with its reason if it cannot run a call of this spec."""
     refusal = implementation(name).why_unsupported(spec)
     if refusal is not None:
         raise ValueError(
-            f"{call.function}: implementation={name!r} cannot run the {_PASSES[spec.direction]} of "
+            f"{function}: implementation={name!r} cannot run the {_PASSES[spec.direction]} of "
             f"({spec.rows}, {spec.cols}): {refusal}; leave implementation out to let jaxnorm choose"
         )
     return Choice(name, "asked for by name")

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxnorm.calls import backends
 from jaxnorm.calls.rows import RowView
-from jaxnorm_kernels import buffers
+from jaxnorm_kernels import launching
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import OPERANDS, PARAMETERS, Kind
 from jaxnorm_kernels.specs import Direction, Name, Spec
@@ -360,7 +360,10 @@ class Call:
         if name == "xla":
             return [*arrays]
         in_place = self._in_place
-        return [a if n in in_place else buffers.own(a) for n, a in zip(names, arrays, strict=True)]
+        return [
+            a if n in in_place else launching.own_buffer(a)
+            for n, a in zip(names, arrays, strict=True)
+        ]
 
     def _run(self, name: str, spec: Spec, arrays: Arrays) -> list[jax.Array]:
         implementation = backends.implementation(name)

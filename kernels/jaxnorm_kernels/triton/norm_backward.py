@@ -37,9 +37,9 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from jaxnorm_kernels import composed
+from jaxnorm_kernels import gradients
+from jaxnorm_kernels.gradients import add_partials
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import activations, norm_parameters
 from jaxnorm_kernels.triton import schedule as schedules
@@ -135,7 +135,7 @@ def norm_bwd(
 
 def two_norms_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of norm_add_norm: a kernel for each norm."""
-    return composed.two_norms_bwd(norm_bwd, residuals, cotangents, spec)
+    return gradients.two_norms_bwd(norm_bwd, residuals, cotangents, spec)
 
 
 def parameter_gradients(

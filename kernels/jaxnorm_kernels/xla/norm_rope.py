@@ -23,8 +23,8 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla import norm
-from jaxnorm_kernels.xla.elementwise import clip, gain, safe_divide
 from jaxnorm_kernels.xla.formulas import Formulas
+from jaxnorm_kernels.xla.norm import clip, gain, safe_divide
 
 
 def norm_rope_fwd(operands: Operands, spec: Spec) -> Results:

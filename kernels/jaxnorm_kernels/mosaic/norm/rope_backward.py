@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.gradients import add_partials
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, warpgroup_barrier
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch, required, split
@@ -36,7 +37,6 @@ from jaxnorm_kernels.mosaic.schedules.heads import Heads
 from jaxnorm_kernels.mosaic.schedules.norm_backward import persistent_blocks
 from jaxnorm_kernels.mosaic.walks.rows_ring import sum_of_rows
 from jaxnorm_kernels.mosaic.walks.stages import Stages
-from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)

@@ -21,7 +21,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxnorm_kernels import composed
+from jaxnorm_kernels import gradients
+from jaxnorm_kernels.gradients import add_partials
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.norm.backward import norm_bwd
 from jaxnorm_kernels.mosaic.norm.elementwise import gain, reciprocal, within_limit
@@ -29,7 +30,6 @@ from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.mosaic.walks.formulas import Arrays, RowOperands
 from jaxnorm_kernels.mosaic.walks.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing, rows_ring_backward
-from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
 
 
@@ -127,7 +127,7 @@ def two_norms_bwd(
     """
     schedule = schedule or schedules.two_norms_schedule(spec)
     if schedule is None:
-        return composed.two_norms_bwd(norm_bwd, residuals, cotangents, spec)
+        return gradients.two_norms_bwd(norm_bwd, residuals, cotangents, spec)
     arrays = (residuals.x, residuals.saved, cotangents.y, cotangents.h)
     rows = [a for a in arrays if a is not None]
     params = [p for p in (residuals.scale, residuals.next_scale) if p is not None]
