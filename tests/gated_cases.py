@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from reference import SAFETY, Norm, activated, arithmetic, assert_within, exact, rounding
-from specs import changed, spec_of
+from specs import build_spec, changed
 
 from benchmarks import contract
 from jaxnorm_kernels import xla
@@ -128,7 +128,7 @@ def make_spec(direction, rows, cols, mix, **given):
     x, gate, y = mix
     options = {"scale_dtype": np.dtype("float32"), "norm_before_gate": True, "activation": "silu"}
     options |= given
-    return spec_of(
+    return build_spec(
         "norm_gated",
         direction,
         rows,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from reference import SAFETY, Norm, arithmetic, assert_within, exact, rounding
-from specs import changed, spec_of
+from specs import build_spec, changed
 
 from benchmarks import contract
 from jaxnorm_kernels import xla
@@ -102,7 +102,7 @@ def make_spec(direction, rows, cols, mix, kind="layer_norm", groups=(1, 1, 1), *
     of_layer = {"bias_dtype": float32, "subtract_mean": True} if kind == "layer_norm" else {}
     options = {"scale_dtype": float32, "branch_scale_dtype": float32, **of_layer, **given}
     options |= {f"{name}_groups": n for name, n in zip(PARAMETERS, groups)}
-    return spec_of(
+    return build_spec(
         "scaled_add_norm",
         direction,
         rows,

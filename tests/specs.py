@@ -9,7 +9,7 @@ from jaxnorm_kernels.operations import OPERATIONS, Op
 from jaxnorm_kernels.specs import OPTIONS, Direction, Spec
 
 
-def spec_of(
+def build_spec(
     op: Op,
     direction: Direction,
     rows: int,
@@ -54,7 +54,7 @@ def spec_of(
 
 
 def changed(spec: Spec, **changes: Any) -> Spec:
-    """Return a `Spec` with other values of these fields, or of flags of `spec_of`."""
+    """Return a `Spec` with other values of these fields, or of flags of `build_spec`."""
     backward = spec.direction == "bwd"
     flags = {
         "want_stats": not backward and spec.has_stats,
@@ -67,7 +67,7 @@ def changed(spec: Spec, **changes: Any) -> Spec:
     del fields["outputs"]
     if OPERATIONS[changes.get("op", spec.op)].family == spec.operation.family:
         fields |= vars_of(options)
-    return spec_of(**(fields | flags | changes))
+    return build_spec(**(fields | flags | changes))
 
 
 def vars_of(record: Any) -> dict[str, Any]:

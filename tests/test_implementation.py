@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from program_error import analyse, assert_analysed, assert_computes
-from specs import spec_of
+from specs import build_spec
 
 import jaxnorm
 from jaxnorm.calls import backends
@@ -351,7 +351,7 @@ def test_a_gpu_whose_kernels_cannot_be_imported_is_told_once(
 
 def test_which_gpus_have_which_kernels_by_default(monkeypatch):
     """A warning is of what the default would take."""
-    spec = spec_of("softmax", "fwd", 8192, 4096, *[np.dtype("float32")] * 2)
+    spec = build_spec("softmax", "fwd", 8192, 4096, *[np.dtype("float32")] * 2)
     for capability in (70, 75, 80, 86, 89, 90, 100, 103, 120):
         monkeypatch.setattr(support, "local_capability", lambda c=capability: c)
         takes = support.why_unsupported(spec) is None and support.why_not_default(spec) is None

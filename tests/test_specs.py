@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from specs import spec_of
+from specs import build_spec
 
 from jaxnorm_kernels.operations import OPERATIONS
 from jaxnorm_kernels.specs import LossOptions, Spec
@@ -30,7 +30,7 @@ CASES = [(op, family, name) for op in OPS for family in OF_ONE for name in OF_ON
 @pytest.mark.parametrize(("of", "family", "name"), CASES)
 def test_a_call_says_what_its_family_has(of, family, name):
     value = OF_ONE[family][name]
-    spec = spec_of(OPS[of], "fwd", 4, 128, F32, F32)
+    spec = build_spec(OPS[of], "fwd", 4, 128, F32, F32)
     if of == family:
         assert getattr(getattr(spec.replaced(**{name: value}), family), name) == value
     else:
@@ -39,7 +39,7 @@ def test_a_call_says_what_its_family_has(of, family, name):
 
 
 def test_options_are_those_of_the_family():
-    spec = spec_of("add_norm", "fwd", 4, 128, F32, F32)
+    spec = build_spec("add_norm", "fwd", 4, 128, F32, F32)
     with pytest.raises(TypeError, match="add_norm has NormOptions: got LossOptions"):
         spec.replaced(options=LossOptions())
 
@@ -51,7 +51,7 @@ def test_a_spec_is_small():
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_the_norms_of_a_call(op):
     """Of no norm, a call is its own last one."""
-    spec = spec_of(op, "bwd", 4, 128, F32, F32)
+    spec = build_spec(op, "bwd", 4, 128, F32, F32)
     norms = spec.norms
     assert len(norms) == len(OPERATIONS[op].norms)
     assert all(norm.op == "norm" for norm in norms)

@@ -9,7 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 from reference import after_norm, exact, half_unit, log_softmax_gradient
-from specs import spec_of
+from specs import build_spec
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
@@ -93,11 +93,11 @@ SOFTMAX_CLUSTER_CASES = (
 
 def make_spec(op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, **kwargs: Any) -> Spec:
     if op in ("softmax", "log_softmax"):
-        return spec_of(op, "bwd", rows, cols, x, y)  # type: ignore[arg-type]
+        return build_spec(op, "bwd", rows, cols, x, y)  # type: ignore[arg-type]
     parameters: dict[str, Any] = {"scale_dtype": F32, "epsilon": 1e-6, "want_stats": True}
     if op == "layer_norm":
         parameters |= {"subtract_mean": True, "bias_dtype": F32}
-    return spec_of("norm", "bwd", rows, cols, x, y, **(parameters | kwargs))
+    return build_spec("norm", "bwd", rows, cols, x, y, **(parameters | kwargs))
 
 
 def floored(gain: np.ndarray, spec: Spec) -> np.ndarray:

@@ -9,7 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 from reference import Norm, after_norm, exact, half_unit, log_softmax, softmax
-from specs import changed, spec_of
+from specs import build_spec, changed
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic, xla
@@ -113,7 +113,7 @@ CLUSTERED = (
 def make_spec(op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, **kwargs: Any) -> Spec:
     """An operation of `OPS`, or a norm with a residual, by default of x's dtype."""
     if op in ("softmax", "log_softmax"):
-        return spec_of(op, "fwd", rows, cols, x, y)  # type: ignore[arg-type]
+        return build_spec(op, "fwd", rows, cols, x, y)  # type: ignore[arg-type]
     parameters: dict[str, Any] = {"scale_dtype": F32, "epsilon": 1e-6, "want_stats": True}
     if "layer_norm" in op:
         parameters["subtract_mean"] = True
@@ -127,7 +127,7 @@ def make_spec(op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, **kwargs:
     parameters |= kwargs
     if op == "norm_add":
         y = parameters["residual_dtype"]
-    return spec_of(op, "fwd", rows, cols, x, y, **parameters)  # type: ignore[arg-type]
+    return build_spec(op, "fwd", rows, cols, x, y, **parameters)  # type: ignore[arg-type]
 
 
 #: What each function takes, with the mean and the standard deviation of its elements here.

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from specs import spec_of
+from specs import build_spec
 
 from jaxnorm_kernels.specs import Shared, Spec
 
@@ -25,7 +25,7 @@ def make_spec(
     **given: Any,
 ) -> Spec:
     (cols, rotated), (x, table, y) = size, mix
-    return spec_of(
+    return build_spec(
         "norm_rope",
         direction,
         math.prod(size for size, _ in shared.segments),

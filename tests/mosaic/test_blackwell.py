@@ -25,7 +25,7 @@ from forward_cases import BF16, F32
 from h100 import CONFIGS, Compiled, Compiler
 from logits_cases import of_width, operand_types
 from rope_cases import QUERIES, make_spec, types_of
-from specs import changed, spec_of
+from specs import build_spec, changed
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
@@ -104,7 +104,7 @@ STRIPS = [
     )
 ]
 LOSSES = [
-    spec_of(op, "fwd", rows, cols, x, F32, want_stats=True, **options)
+    build_spec(op, "fwd", rows, cols, x, F32, want_stats=True, **options)
     for op, rows, cols, x, options in (
         ("cross_entropy", 8192, 4096, BF16, {}),
         ("cross_entropy", 5, 128256, BF16, {}),  # of a cluster
@@ -113,7 +113,7 @@ LOSSES = [
         ("log_prob_and_entropy", 4096, 50257, F32, {"logit_softcap": 30.0}),
     )
 ]
-TWO_NORMS = spec_of(
+TWO_NORMS = build_spec(
     "norm_add_norm",
     "bwd",
     8192,

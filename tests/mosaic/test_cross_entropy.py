@@ -12,7 +12,7 @@ from forward_cases import BF16, F16, F32
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from loss_cases import CrossEntropy, operands
 from reference import assert_within
-from specs import changed, spec_of
+from specs import build_spec, changed
 
 import jaxnorm
 from benchmarks import contract, hlo
@@ -32,7 +32,7 @@ CAPPED = {"logits_scale": 0.7, "logit_softcap": 8.0, **SMOOTHED}
 
 def make_spec(rows, cols, dtype, **options):
     options = {"want_stats": True, **options}
-    return spec_of("cross_entropy", "fwd", rows, cols, np.dtype(dtype), F32, **options)
+    return build_spec("cross_entropy", "fwd", rows, cols, np.dtype(dtype), F32, **options)
 
 
 def forward_and_backward(spec, schedule=None, parts=PARTS, **backward_options):

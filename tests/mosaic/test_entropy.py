@@ -13,7 +13,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from log_prob_cases import LogProbs
 from loss_cases import operands
 from reference import assert_within, exact
-from specs import changed, spec_of
+from specs import build_spec, changed
 from test_cross_entropy import PARTS, Parts, Schedule, types
 
 import jaxnorm
@@ -28,7 +28,7 @@ CAPPED = {"logits_scale": 0.7, "logit_softcap": 8.0}
 
 def make_spec(rows, cols, dtype, **options):
     options = {"want_stats": True, **options}
-    return spec_of(NAME, "fwd", rows, cols, np.dtype(dtype), F32, **options)
+    return build_spec(NAME, "fwd", rows, cols, np.dtype(dtype), F32, **options)
 
 
 @functools.lru_cache(maxsize=8)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from forward_cases import BF16, F32
 from h100 import Compiler
-from specs import changed, spec_of
+from specs import build_spec, changed
 
 import jaxnorm
 from benchmarks import contract
@@ -44,7 +44,7 @@ def make_spec(
 ) -> Spec:
     """Of ``(outer, cols, inner)``."""
     outer, cols, inner = shape
-    spec = spec_of(
+    spec = build_spec(
         "norm",
         direction,  # type: ignore[arg-type]
         outer * inner // group,
@@ -272,7 +272,7 @@ def test_refusals(shape: Any, axis: Any, param: Any, part: str) -> None:
 
 
 def test_softmaxes_are_refused() -> None:
-    spec = spec_of("softmax", "fwd", 64, 512, F32, F32, inner=32, inner_cols=8)
+    spec = build_spec("softmax", "fwd", 64, 512, F32, F32, inner=32, inner_cols=8)
     assert "side by side" in str(mosaic.why_unsupported(spec))
 
 

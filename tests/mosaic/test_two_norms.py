@@ -11,7 +11,7 @@ import pytest
 from backward_cases import BF16, F16, F32
 from h100 import Compiler
 from reference import TwoNorms, assert_within, exact, rounding
-from specs import changed, spec_of
+from specs import build_spec, changed
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic, xla
@@ -46,7 +46,7 @@ def two_mixes_each(cases: Iterable[Any]) -> list[tuple[Any, tuple[np.dtype, ...]
 
 def make_spec(rows: int, cols: int, dtypes: tuple[np.dtype, ...], saved: str = "output") -> Spec:
     x, residual, y = dtypes
-    return spec_of(
+    return build_spec(
         op="norm_add_norm",
         direction="bwd",
         rows=rows,

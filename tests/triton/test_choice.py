@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import load_alone
-from specs import changed, spec_of
+from specs import build_spec, changed
 
 import jaxnorm
 from jaxnorm.calls import backends
@@ -22,12 +22,12 @@ BF16, F16, F32, F64 = (
 )
 
 
-NORM = spec_of("norm", "bwd", 4, 128, BF16, F32, F32, F32, subtract_mean=True, want_stats=True)
+NORM = build_spec("norm", "bwd", 4, 128, BF16, F32, F32, F32, subtract_mean=True, want_stats=True)
 
 CALLS = {
     "norm": NORM,
-    "softmax": spec_of("softmax", "bwd", 4, 128, BF16, F32),
-    "loss": spec_of("cross_entropy", "bwd", 4, 128, BF16, F32, want_stats=True),
+    "softmax": build_spec("softmax", "bwd", 4, 128, BF16, F32),
+    "loss": build_spec("cross_entropy", "bwd", 4, 128, BF16, F32, want_stats=True),
 }
 
 ROWS = Shared(((4, True),), has_columns=True)
@@ -35,7 +35,7 @@ ROWS = Shared(((4, True),), has_columns=True)
 ROPE = {"op": "norm_rope", "subtract_mean": False, "bias_dtype": None}
 ROPE |= {"table_dtype": F32, "table_rows": ROWS, "rotated": 64}
 
-WIDE = spec_of("norm", "bwd", 8192, 8192, BF16, BF16, F32, want_stats=True)
+WIDE = build_spec("norm", "bwd", 8192, 8192, BF16, BF16, F32, want_stats=True)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_supports_whatever_has_elements_of_32_bits_at_most():
         rows, cols = (int(2 ** rng.uniform(0, 24)) for _ in range(2))
         for op in ("softmax", "norm"):
             parameters = (scale, bias) if op == "norm" else ()
-            spec = spec_of(op, ("fwd", "bwd")[rng.integers(2)], rows, cols, x, y, *parameters)
+            spec = build_spec(op, ("fwd", "bwd")[rng.integers(2)], rows, cols, x, y, *parameters)
             assert supports(spec) is None
 
 
@@ -128,7 +128,7 @@ def test_without_jaxs_cuda_plugin_the_default_is_xla(monkeypatch):
 def test_the_default_leaves_what_is_not_measured(monkeypatch):
     support = load_alone("triton", "support")
     monkeypatch.setattr(support, "can_lower", lambda: True)
-    softmax = spec_of("softmax", "fwd", 8192, 1024, BF16, BF16)
+    softmax = build_spec("softmax", "fwd", 8192, 1024, BF16, BF16)
     assert support.why_not_default(softmax) is None
     assert support.why_not_default(changed(softmax, logits_scale=0.5)) is None
     unmeasured = [{"has_mask": True}, {"logits_bias_dtype": BF16}, {"causal": True}]

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compiling import compile_call
-from specs import spec_of
+from specs import build_spec
 
 import jaxnorm
 from benchmarks.contract import KernelWorkload
@@ -36,10 +36,10 @@ COLS = [1, 64, 1000, 2048, 3000, 4095, 4096, 5120, 8192, 12288, 16384, 32768, 50
 
 def make_spec(op, direction, rows, cols, x=BF16, y=BF16, **changes):
     if "softmax" in op:
-        return spec_of(op, direction, rows, cols, x, y)
+        return build_spec(op, direction, rows, cols, x, y)
     layer = {"subtract_mean": True, "bias_dtype": F32} if op == "layer_norm" else {}
     norm = {"scale_dtype": F32, "epsilon": 1e-6, "want_stats": True, **layer, **changes}
-    return spec_of("norm", direction, rows, cols, x, y, **norm)
+    return build_spec("norm", direction, rows, cols, x, y, **norm)
 
 
 def check(spec, gpu):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specs import spec_of
+from specs import build_spec
 from test_compile import (
     BF16,
     F16,
@@ -30,7 +30,7 @@ CAPPED = {"logits_scale": 0.7, "logit_softcap": 30.0}
 
 def make_spec(direction, rows, cols, dtype, *, op="cross_entropy", **changes):
     options = {"want_stats": direction == "fwd", **changes}
-    return spec_of(op, direction, rows, cols, dtype, F32, **options)
+    return build_spec(op, direction, rows, cols, dtype, F32, **options)
 
 
 @pytest.mark.parametrize("cols", WIDTHS)

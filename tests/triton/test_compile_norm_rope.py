@@ -5,7 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from specs import spec_of
+from specs import build_spec
 from test_compile import (
     BF16,
     F16,
@@ -28,7 +28,7 @@ HEADS += [(1024, 1024)]
 
 def make_spec(direction, cols, rotated, x=BF16, y=BF16, heads=32, **changes):
     options = {"scale_dtype": F32, "epsilon": 1e-6, "want_stats": True, "table_dtype": F32}
-    return spec_of(
+    return build_spec(
         "norm_rope",
         direction,
         4 * 2048 * heads,

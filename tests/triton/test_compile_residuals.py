@@ -5,7 +5,7 @@ import re
 
 import jax
 import pytest
-from specs import changed, spec_of
+from specs import build_spec, changed
 from test_compile import BF16, F16, F32, GPUS, check, compile_call, kernels_in
 
 from benchmarks import contract
@@ -28,7 +28,7 @@ def make_spec(kind, cols, x=BF16, residual=BF16, **changes):
     op = "norm" if backward else re.sub("layer_norm|rms_norm", "norm", kind)
     options = {"scale_dtype": F32, "epsilon": 1e-6, "want_stats": True, **layer, **more}
     direction = "bwd" if backward else "fwd"
-    return spec_of(op, direction, 4096, cols, x, BF16 if x == F16 else x, **(options | changes))
+    return build_spec(op, direction, 4096, cols, x, BF16 if x == F16 else x, **(options | changes))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)

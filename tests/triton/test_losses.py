@@ -9,7 +9,7 @@ import test_loss
 from loss_cases import CrossEntropy, operands
 from program_error import assert_computes
 from reference import assert_within
-from specs import changed, spec_of
+from specs import build_spec, changed
 from test_schedules import scheduled  # noqa: F401
 
 from benchmarks import contract
@@ -108,7 +108,7 @@ def test_dx_where_x_lies(dtype, cols, padding, scheduled):  # noqa: F811
     del scheduled
     x, labels, d = operands((9, cols), dtype)
     wide = jnp.concatenate([x, jnp.full((9, padding), jnp.finfo(x.dtype).max)], 1)
-    forward = spec_of(
+    forward = build_spec(
         "cross_entropy",
         "fwd",
         9,

@@ -11,7 +11,7 @@ import pytest
 import reference
 from needs import INTERPRETED
 from reference import Norm, assert_within, exact, rounding
-from specs import changed, spec_of
+from specs import build_spec, changed
 from test_norm import normal
 from test_schedules import SCHEDULES, make_schedule
 
@@ -56,7 +56,7 @@ def make_spec(op, x, residual, parameter, y, keeps, kind="rms_norm", **changes):
     both = {"next_scale_dtype": parameter} if op == "norm_add_norm" else {}
     options = {"scale_dtype": parameter, "epsilon": 1e-6, "want_stats": True, "saved": keeps}
     options |= {"residual_dtype": None if op == "norm" else residual, **layer, **both}
-    return spec_of(op, "fwd", *SHAPE, x, y, **(options | changes))
+    return build_spec(op, "fwd", *SHAPE, x, y, **(options | changes))
 
 
 def parameters(spec, seed=10):

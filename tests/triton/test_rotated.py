@@ -15,7 +15,7 @@ import reference
 from needs import INTERPRETED
 from program_error import assert_computes
 from reference import Norm, assert_within, exact, rounding
-from specs import changed, spec_of
+from specs import build_spec, changed
 from test_norm import normal
 
 import jaxnorm
@@ -90,7 +90,7 @@ def make_spec(shape, mix=MIXES[1], **changes):
     view = RowView((*lead, cols), (len(lead),), table=(*table, rotated // 2))
     x, table_dtype, scale, y = map(np.dtype, mix)
     options = {"epsilon": 1e-6, "want_stats": True, "scale_dtype": scale, **changes}
-    return spec_of(
+    return build_spec(
         "norm_rope",
         "fwd",
         math.prod(lead),
