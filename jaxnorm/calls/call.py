@@ -3,7 +3,7 @@
 Which arrays those are, and what of each, the table of operations says
 (`jaxnorm_kernels.operations`), and which of them a pass has, `Spec.outputs` and `Spec.wrt`. The
 arrays of a call are passed around as a flat list without the absent ones, in the order of
-`Call.operand_names` and `Call.result_names`.
+`Call.takes` and `Call.returns`.
 """
 
 import dataclasses
@@ -222,7 +222,7 @@ class Call:
         aligned. A linear loss passes aligned arrays to the calls on its chunks.
         """
         if self.primitives is not None and self.spec.is_loss:
-            return frozenset((*self.operand_names, *self.result_names))
+            return frozenset((*self.takes, *self.returns))
         saved = ("saved",) * (self.direction != "fwd" and self.spec.starts_from in ("y", "h"))
         return frozenset((*saved, *self.spec.statistics))
 
@@ -238,7 +238,7 @@ class Call:
         return {name: i for i, name in enumerate(self.residual_names) if name in names}
 
     @functools.cached_property
-    def operand_names(self) -> tuple[str, ...]:
+    def takes(self) -> tuple[str, ...]:
         """Names of the arrays that the pass takes: a cotangent has the name of its result."""
         match self.spec.direction:
             case "fwd":
@@ -249,17 +249,17 @@ class Call:
                 return (*self.residual_names, *self.spec.outputs)
 
     @functools.cached_property
-    def result_names(self) -> tuple[str, ...]:
+    def returns(self) -> tuple[str, ...]:
         """Names of the arrays that the pass returns: a gradient has the name of its operand."""
         return self.spec.wrt if self.spec.direction == "bwd" else self.spec.outputs
 
     @functools.cached_property
-    def operand_kinds(self) -> list[Kind]:
-        return [*map(self._kind, self.operand_names)]
+    def kinds_taken(self) -> list[Kind]:
+        return [*map(self._kind, self.takes)]
 
     @functools.cached_property
-    def result_kinds(self) -> list[Kind]:
-        return [*map(self._kind, self.result_names)]
+    def kinds_returned(self) -> list[Kind]:
+        return [*map(self._kind, self.returns)]
 
     def _kind(self, name: str) -> Kind:
         if name in self.spec.operation.statistics:
@@ -267,9 +267,9 @@ class Call:
         return OPERANDS.get(name) or self.spec.operation.results.get(name, "array")
 
     @functools.cached_property
-    def result_dtypes(self) -> list[np.dtype]:
+    def dtypes_returned(self) -> list[np.dtype]:
         """Of parameters' gradients, too, which come in the dtypes of the parameters."""
-        return [*map(self._dtype, self.result_names)]
+        return [*map(self._dtype, self.returns)]
 
     def _dtype(self, name: str) -> np.dtype:
         spec = self.spec
@@ -340,17 +340,17 @@ class Call:
         """The implementation `name`, through its view of the arrays."""
 
         def run(*arrays: jax.Array) -> list[jax.Array]:
-            spec, view, kinds = self.as_seen_by(name), self.view, self.operand_kinds
+            spec, view, kinds = self.as_seen_by(name), self.view, self.kinds_taken
             strided = spec.inner > 1
             if name == "xla" and "mask" in kinds:  # It knows no `Shared`, and fuses this.
                 at = kinds.index("mask")
                 whole = jnp.broadcast_to(arrays[at], view.shape)
                 arrays = (*arrays[:at], whole, *arrays[at + 1 :])
             rows = [view.to_rows(kind, a, strided=strided) for kind, a in zip(kinds, arrays)]
-            rows = self._own_buffers(name, self.operand_names, rows)
+            rows = self._own_buffers(name, self.takes, rows)
             results = self._run(name, spec, rows)
-            results = self._own_buffers(name, self.result_names, results)
-            kinds = self.result_kinds
+            results = self._own_buffers(name, self.returns, results)
+            kinds = self.kinds_returned
             return [view.from_rows(kind, a, strided=strided) for kind, a in zip(kinds, results)]
 
         return run

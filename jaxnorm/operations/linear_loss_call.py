@@ -119,7 +119,7 @@ class LinearLossCall:
         """Of gradients that are not used none is made: a rematerialised loss is one product."""
         if self.direction != "fwd" or self.reduction == "none":
             return self
-        return self.with_gradients([n for n, u in zip(self.result_names, used) if u and n != "y"])
+        return self.with_gradients([n for n, u in zip(self.returns, used) if u and n != "y"])
 
     def rowwise(self) -> "LinearLossCall":
         """The forward that returns the losses of rows."""
@@ -145,24 +145,24 @@ class LinearLossCall:
         return len(self.residual_names)
 
     @property
-    def result_names(self) -> tuple[str, ...]:
+    def returns(self) -> tuple[str, ...]:
         results = {"fwd": self.outputs + self.wrt, "tan": self.outputs, "bwd": self.wrt}
         return results[self.direction]
 
     @property
-    def operand_names(self) -> tuple[str, ...]:
+    def takes(self) -> tuple[str, ...]:
         if self.direction == "fwd":
             return self.primals
         return self.residual_names + (self.wrt if self.direction == "tan" else self.outputs)
 
     @property
-    def operand_kinds(self) -> list[Kind]:
-        return [*map(_kind, self.operand_names)]
+    def kinds_taken(self) -> list[Kind]:
+        return [*map(_kind, self.takes)]
 
     @property
-    def result_kinds(self) -> list[Kind]:
+    def kinds_returned(self) -> list[Kind]:
         is_total = self.direction == "fwd" and self.reduction != "none"
-        kinds = map(_kind, self.result_names)
+        kinds = map(_kind, self.returns)
         return ["total" if kind == "row" and is_total else kind for kind in kinds]
 
     def dtypes(self, x: np.dtype, weight: np.dtype) -> tuple[np.dtype, np.dtype]:
@@ -245,7 +245,7 @@ def call_of(
 def forward(call: Call, operands: Arrays) -> Arrays:
     """The results, and the statistics where the call wants them."""
     results = _bind(call, [operands.get(name) for name in call.primals])
-    return dict(zip(call.result_names, results))
+    return dict(zip(call.returns, results))
 
 
 def tangent(call: Call, residuals: Arrays, along: jax.Array) -> list[jax.Array]:
@@ -261,7 +261,7 @@ def dlogits(
 
     Where it is theirs, it takes their place.
     """
-    outputs = call.with_stats().result_names[: len(cotangents)]
+    outputs = call.with_stats().returns[: len(cotangents)]
     call = call.backward(["x"], outputs, gradient_dtype=dtype)
     return _bind(call, [*(residuals[name] for name in call.residual_names), *cotangents])[0]
 
@@ -284,7 +284,7 @@ def _forward_on_shards(call: Call, *arrays: jax.Array | None) -> list[jax.Array]
 @_forward_on_shards.defjvp
 def _(call: Call, primals: Any, tangents: Any) -> tuple[list[jax.Array], list[jax.Array]]:
     outputs = _forward_on_shards(call, *primals)
-    arrays = dict(zip(call.primals, primals)) | dict(zip(call.result_names, outputs))
+    arrays = dict(zip(call.primals, primals)) | dict(zip(call.returns, outputs))
     arrays["saved"] = arrays["x"]
     residuals = [arrays[name] for name in call.residual_names]
     return outputs, call.tangent(["x"]).xla(*residuals, tangents[0])
