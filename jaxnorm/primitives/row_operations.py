@@ -36,7 +36,7 @@ from jaxnorm_kernels.specs import Direction
 
 
 def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run]) -> Run:
-    """What a call becomes; ``bind(call, *arrays)`` makes another one.
+    """Return what a call becomes; ``bind(call, *arrays)`` makes another one.
 
     `partitioned`: what becomes of it where XLA spreads its arrays over devices.
     """
@@ -121,7 +121,7 @@ _accumulators = private_jax.accumulators()
 
 
 class _RowRules(Rules[Call]):
-    """What row operations have for themselves."""
+    """The rules of row operations."""
 
     # -------------------------------------------------------------------------------- evaluation
 
