@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO
 
+from benchmarks import program_folders
 from benchmarks.suites import SUITES, Cell
 
 RESTART = 75  # exit code: the cells that are left need another process
@@ -63,6 +64,10 @@ class Absent:
 
 def import_side(name: str) -> Any:
     try:
+        if name in program_folders.SIDES:
+            triton_programs = importlib.import_module("benchmarks.triton_programs")
+            triton_programs.replay(program_folders.of_side(name))
+            name = "jax"
         return importlib.import_module(f"benchmarks.{name}_side")
     except ImportError as error:
         return Absent(error)

@@ -1,5 +1,6 @@
 """Fixtures that every test file shares."""
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -21,6 +22,7 @@ import needs
 import pytest
 import refused
 
+from benchmarks import triton_programs
 from jaxnorm.primitives.stack import in_one_chunk
 
 # GPUs multiply float32 matrices in TF32 by default: its roundings are not what these tests look at.
@@ -94,6 +96,17 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return Compiler(tmp_path_factory.mktemp("ptxas"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Triton's kernels are compiled for a GPU that is not here, or were compiled elsewhere."""
+    if folder := config.getoption("--export-triton"):
+        gpu = config.getoption("--triton-gpu")
+        programs = contextlib.ExitStack()
+        programs.enter_context(triton_programs.recording(folder, gpu))
+        config.add_cleanup(programs.close)
+    elif folder := config.getoption("--exported-triton"):
+        triton_programs.replay(folder)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Files are left out whose imports are not here; None leaves it to pytest."""
     return needs.leaves_out_file(config, collection_path) or None
@@ -158,6 +171,25 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every", type=int, default=1, metavar="N", help="of each test, one case of N or so"
+    )
+    parser.addoption(
+        "--export-triton",
+        type=Path,
+        metavar="FOLDER",
+        help="without a GPU: compile the Triton kernels that tests launch, and use XLA's values",
+    )
+    parser.addoption(
+        "--triton-gpu",
+        type=triton_programs.gpu_of,
+        default="h100",
+        metavar="GPU",
+        help="which GPU these are compiled for (default: %(default)s)",
+    )
+    parser.addoption(
+        "--exported-triton",
+        type=Path,
+        metavar="FOLDER",
+        help="without Triton: run kernels that --export-triton has compiled",
     )
     parser.addoption(
         "--write-refusals",

@@ -7,6 +7,9 @@ compute-sanitizer python tests/memcheck.py mosaic "loss" float32
 compute-sanitizer python tests/memcheck.py mosaic "log_prob_and_entropy" float32
 compute-sanitizer python tests/memcheck.py mosaic "linear loss" float32
 compute-sanitizer python tests/memcheck.py mosaic "rms_norm_linear" bfloat16
+compute-sanitizer python tests/memcheck.py triton layer_norm float32 FOLDER
+
+The last one runs Triton kernels that were compiled elsewhere (`benchmarks/triton_programs.py`).
 """
 
 import functools
@@ -14,6 +17,7 @@ import inspect
 import math
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxnorm
+from benchmarks import triton_programs
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 
 # Narrow rows, odd and prime widths (tails), whole units, clusters; some with few rows.
@@ -176,7 +181,9 @@ def compiled(call: Any, operands: Any) -> Any:
     return jax.jit(both).lower(*operands).compile(options if on_gpu else None)
 
 
-def main(implementation: str, name: str, dtype: str) -> None:
+def main(implementation: str, name: str, dtype: str, programs: str | None = None) -> None:
+    if programs is not None:
+        triton_programs.replay(Path(programs))
     kind, _, op = name.rpartition(" ")
     of_names = {"loss": losses, "linear loss": linear_losses, "rms_norm_linear": products}
     of_names |= {

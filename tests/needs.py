@@ -18,6 +18,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from benchmarks import triton_programs
 from jaxnorm.calls import backends
 
 # Whether Triton interprets its kernels on the CPU: it then cannot compile them.
@@ -47,9 +48,9 @@ def second_gpu() -> str | None:
 def triton() -> str | None:
     if missing := _triton_extra():
         return missing
-    if INTERPRETED or capability() >= 8.0:
+    if INTERPRETED or triton_programs.are_recorded() or capability() >= 8.0:
         return None
-    return "needs an NVIDIA GPU of capability 8.0 or newer, or TRITON_INTERPRET=1"
+    return "needs an NVIDIA GPU of capability 8.0 or newer, TRITON_INTERPRET=1 or --export-triton"
 
 
 def speed() -> str | None:
@@ -57,7 +58,7 @@ def speed() -> str | None:
 
 
 def compute_sanitizer() -> str | None:
-    if shutil.which("compute-sanitizer"):
+    if shutil.which("compute-sanitizer") or triton_programs.are_recorded():
         return None
     return "needs compute-sanitizer, of the CUDA toolkit, on PATH"
 
@@ -81,9 +82,8 @@ def triton_compiler() -> str | None:
 
 
 def triton_for_cuda() -> str | None:
-    extra = importlib.import_module("jaxnorm_kernels.triton.extra")
     try:
-        extra.check_cuda()
+        importlib.import_module("jaxnorm_kernels.triton.extra").check_cuda()
     except ImportError as error:
         return str(error)
     return None

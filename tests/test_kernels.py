@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import memcheck
 import numpy as np
 import pytest
 import reference
@@ -23,6 +24,7 @@ from reference import assert_within, exact
 from test_norm import check, normal
 
 import jaxnorm
+from benchmarks import triton_programs
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
 
@@ -291,6 +293,9 @@ def test_no_access_out_of_bounds_by_products(dtype):
 
 def check_accesses(kernels, name, dtype):
     """Under compute-sanitizer."""
+    if triton_programs.are_recorded():
+        memcheck.main(kernels, name, dtype)
+        return
     checker = shutil.which("compute-sanitizer")
     # A buffer of its own for each array: from a pool, a neighbour's memory would be in bounds.
     environment = os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
@@ -302,6 +307,7 @@ def check_accesses(kernels, name, dtype):
         "--target-processes=application-only",
     ]
     command += [sys.executable, str(Path(__file__).with_name("memcheck.py")), kernels, name, dtype]
+    command += map(str, triton_programs.replayed())
     # A checker that crashes leaves the program behind: no pipe is waited for, and all is ended.
     with (
         tempfile.TemporaryFile("w+") as log,

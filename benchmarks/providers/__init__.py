@@ -14,13 +14,15 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any, Literal
 
+from benchmarks import program_folders
 from benchmarks.blocks import BLOCKS, MIXED
 from benchmarks.linear import LINEAR
 from benchmarks.losses import CROSS_ENTROPIES, LOSSES
 from benchmarks.workloads import OPERATIONS, Operation, ShapedWorkload, Workload
 
-Side = Literal["jax", "torch"]
-SIDES: tuple[Side, ...] = ("jax", "torch")
+# Those of Triton's are JAX's, with kernels that another machine has compiled.
+Side = Literal["jax", "triton_sm80", "triton_sm90", "torch"]
+SIDES: tuple[Side, ...] = ("jax", "triton_sm80", "triton_sm90", "torch")
 NORMS: tuple[Operation, ...] = ("layer_norm", "rms_norm")
 
 
@@ -65,6 +67,8 @@ class Provider:
     @property
     def software(self) -> str:
         """Names and versions; raises ModuleNotFoundError where one is not installed."""
+        if self.side in program_folders.SIDES:
+            return program_folders.software(self.side)
         try:
             return " + ".join(f"{name} {metadata.version(name)}" for name in self.distributions)
         except metadata.PackageNotFoundError as error:
@@ -79,6 +83,8 @@ _EVERYTHING: dict[str, Any] = {
     "linear": tuple(LINEAR),
 }
 _JAXNORM: dict[str, Any] = {**_EVERYTHING, "linear": ("rms_norm_linear",)}
+_NO_PRODUCTS: dict[str, Any] = {**_EVERYTHING, "linear": ()}
+_TRITON: tuple[str, tuple[str, ...]] = ("jaxnorm_functions", ("jax",))
 
 PROVIDERS: dict[str, Provider] = {
     "jaxnorm": Provider("jaxnorm", "jax", "jaxnorm_functions", ("jax",), **_JAXNORM),
@@ -88,8 +94,11 @@ PROVIDERS: dict[str, Provider] = {
         "jax",
         "jaxnorm_functions",
         ("jax", "jax-triton", "triton"),
-        **{**_EVERYTHING, "linear": ()},
+        **_NO_PRODUCTS,
     ),
+    # Compiled elsewhere, for an A100 and an H100: see benchmarks/triton_programs.py.
+    "triton_sm80": Provider("jaxnorm triton for sm_80", "triton_sm80", *_TRITON, **_NO_PRODUCTS),
+    "triton_sm90": Provider("jaxnorm triton for sm_90", "triton_sm90", *_TRITON, **_NO_PRODUCTS),
     "xla": Provider("jaxnorm xla", "jax", "jaxnorm_functions", ("jax",), **_JAXNORM),
     # jaxnorm's plain functions beside jnp's arithmetic, where one of its functions is the block.
     # In one dtype, add_rms_norm and add_layer_norm so composed are the blocks residual_*.

@@ -79,7 +79,7 @@ _LOSSES: dict[str, Callable[..., Any]] = {
 
 
 def function(name: str, op: str, y_dtype: str) -> Callable[..., Any]:
-    implementation = None if name in ("jaxnorm", "composed") else name
+    implementation = None if name in ("jaxnorm", "composed") else name.partition("_")[0]
 
     def plain(norm: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(norm, implementation=implementation)

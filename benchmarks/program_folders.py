@@ -1,0 +1,48 @@
+"""Folders of compiled Triton kernels: where they are, and what they were compiled for.
+
+Free of JAX and torch, as `providers` is. `triton_programs` fills the folders and runs the kernels.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+#: Environment variable: the folder that has a folder of kernels for each side of `SIDES`.
+VARIABLE = "TRITON_PROGRAMS"
+
+#: Compute capability times ten, multiprocessors, and bytes of shared memory that a block may have.
+GPUS = {
+    "a100": (80, 108, 163 * 1024),
+    "l4": (89, 58, 99 * 1024),
+    "h100": (90, 132, 227 * 1024),
+}
+
+#: The sides whose processes run such kernels, and the GPU that those were compiled for.
+SIDES = {"triton_sm80": "a100", "triton_sm90": "h100"}
+
+ABOUT = "about.json"
+
+
+def about(folder: Path) -> dict[str, Any]:
+    """What the kernels of a folder were compiled for, and from what."""
+    read: dict[str, Any] = json.loads((folder / ABOUT).read_text())
+    return read
+
+
+def of_side(side: str) -> Path:
+    """The kernels' folder; raises ModuleNotFoundError if there is none."""
+    folder = Path(os.environ.get(VARIABLE, "."), side)
+    if not (folder / ABOUT).exists():
+        raise ModuleNotFoundError(
+            f"the environment has {VARIABLE}={os.environ.get(VARIABLE)!r}; expected a folder that "
+            f"has {side}/{ABOUT}: python -m benchmarks.triton_programs makes one"
+        )
+    return folder
+
+
+def software(side: str) -> str:
+    """What compiled the kernels, and for which GPU."""
+    found = about(of_side(side))
+    capability, sms, _ = found["gpu"]
+    return f"{found['software']} (for sm_{capability}, {sms} multiprocessors)"

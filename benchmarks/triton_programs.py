@@ -1,0 +1,398 @@
+"""Triton kernels that one machine compiles and another runs, although it has no Triton.
+
+A folder holds compiled kernels for one GPU: a file for each launch, named after the kernel and a
+hash of everything that the launch depends on. `recording` fills the folder on a machine with Triton
+and without a GPU. `replaying` takes launches from it on a machine with a GPU and without Triton.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.triton_programs FOLDER blocks loss --dtypes bfloat16
+
+compiles what ``TRITON_PROGRAMS=FOLDER python -m benchmarks.run blocks loss --dtypes bfloat16``
+times of the providers `triton_sm80` and `triton_sm90`. The tests' kernels are compiled by ``pytest
+--export-triton`` (see CONTRIBUTING.md).
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import importlib
+import json
+import os
+import re
+import sys
+import types
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxnorm_kernels
+from benchmarks.program_folders import ABOUT, GPUS, SIDES, about
+from jaxnorm.calls import backends
+from jaxnorm.calls.call import Call
+
+_TARGET = "triton_kernel_call_ffi"  # jax-triton's custom call, which JAX's CUDA plugin has
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One call of ``jax_triton.triton_call``.
+
+    Attributes:
+      kernel: the kernel's function.
+      call: its other arguments.
+    """
+
+    kernel: Any
+    call: Mapping[str, Any]
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The arrays and references that the kernel takes, in the order of its parameters."""
+        names = [name for name in self.kernel.arg_names if _is_array(self.call.get(name))]
+        return {name: self.call[name] for name in names}
+
+    def __str__(self) -> str:
+        arguments = (f"{name}={_text(value)}" for name, value in sorted(self.call.items()))
+        function = getattr(self.kernel, "fn", self.kernel)
+        return f"{function.__module__}.{function.__name__}({', '.join(arguments)})"
+
+    @property
+    def file(self) -> str:
+        digest = hashlib.sha256(str(self).encode()).hexdigest()[:24]
+        return f"{self.call['name']}-{digest}"
+
+
+class MissingProgramError(LookupError):
+    """A launch whose kernel was not recorded."""
+
+    def __init__(self, folder: Path, launch: Launch) -> None:
+        super().__init__(f"{folder} has no program of {launch}: record it again")
+        self.launch = launch
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (jax.Array, jax.Ref))
+
+
+def _text(value: Any) -> str:
+    """A text that is the same in every process for equal values, and another one for others."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return repr(value)
+        case jax.Ref():
+            return f"&{value.dtype.name}{[*value.shape]}"
+        case jax.Array() | jax.ShapeDtypeStruct():
+            return f"{value.dtype.name}{[*value.shape]}"
+        case np.dtype():
+            return value.name
+        case dict():
+            return "{" + ", ".join(f"{key}: {_text(value[key])}" for key in sorted(value)) + "}"
+        case tuple() if hasattr(value, "_asdict"):
+            return f"{type(value).__name__}{_text(value._asdict())}"
+        case tuple() | list():
+            return f"({', '.join(map(_text, value))})"
+        case _ if dataclasses.is_dataclass(value):
+            fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+            return f"{type(value).__name__}{_text(fields)}"
+    raise TypeError(f"a kernel's argument of type {type(value)} has no text of its own: {value!r}")
+
+
+# ------------------------------------------------------------------------------------- recording
+
+
+@contextlib.contextmanager
+def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
+    """Compiles every Triton kernel that is launched for `gpu`, and computes with XLA.
+
+    Args:
+      folder: gets the compiled kernels; it may have some already.
+      gpu: an entry of `GPUS`.
+    """
+    triton = importlib.import_module("jaxnorm_kernels.triton")
+    launch = importlib.import_module("jaxnorm_kernels.triton.launch")
+    expected = {"gpu": [*gpu], "sources": sources(), "software": _software()}
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError), (folder / ABOUT).open("x") as file:
+        json.dump(expected, file)
+    if about(folder) != expected:
+        raise ValueError(
+            f"{folder} has kernels of {about(folder)}; expected {expected}: name an empty folder"
+        )
+
+    def run(*, kernel: Any, out_type: Sequence[Any], **call: Any) -> list[jax.Array]:
+        one = Launch(kernel, {**call, "out_type": out_type})
+        if not (folder / one.file).exists():
+            part = folder / f".{one.file}.{os.getpid()}"
+            part.write_bytes(_compiled(one))
+            part.rename(folder / one.file)
+        return [jnp.zeros(out.shape, out.dtype) for out in out_type]
+
+    def of_contract(kernel: Any, formula: Any) -> Any:
+        """A pass of the contract: launches the kernel, and returns what XLA computes."""
+
+        def call(*records: Any, **schedule: Any) -> Any:
+            *arrays, spec = records
+            of_rows = (spec.mask_rows, spec.logits_bias_rows, spec.table_rows)
+            if any(shared is not None for shared in of_rows):  # the xla implementation has no view
+                return kernel(*arrays, spec, **schedule)
+            jax.eval_shape(lambda *arrays: kernel(*arrays, spec, **schedule), *arrays)
+            return formula(*arrays, spec)
+
+        return call
+
+    def of_call(call: Call, name: str) -> Any:
+        """A pass of a public function: likewise."""
+        if name != "triton":
+            return kernel_of(call, name)
+
+        def computed(*arrays: jax.Array) -> list[jax.Array]:
+            with _patched((triton, "forward", forward), (triton, "backward", backward)):
+                jax.eval_shape(kernel_of(call, name), *arrays)
+            return call.xla(*arrays)
+
+        return computed
+
+    kernel_of, forward, backward = Call.kernel, triton.forward, triton.backward
+    xla = backends.module("xla")
+    with (
+        _scheduled_for(gpu),
+        _patched(
+            (launch, "run", run),
+            (Call, "kernel", of_call),
+            (triton, "forward", of_contract(forward, xla.forward)),
+            (triton, "backward", of_contract(backward, xla.backward)),
+            (triton, "platforms", lambda: ("cuda", "cpu")),
+        ),
+    ):
+        yield
+
+
+def are_recorded() -> bool:
+    """True if a `recording` is under way."""
+    launch = sys.modules.get("jaxnorm_kernels.triton.launch")
+    return launch is not None and launch.run.__module__ == __name__
+
+
+def _compiled(one: Launch) -> bytes:
+    """What the custom call of a launch runs: the kernel's code, its grid and its integers."""
+    jax_triton = importlib.import_module("jax_triton")
+    types_of = {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in one.arrays.items()
+    }
+    refs = {name for name, array in one.arrays.items() if isinstance(array, jax.Ref)}
+
+    def launched(*arrays: jax.Array) -> Any:
+        given = dict(zip(types_of, arrays))
+        given |= {name: jax.new_ref(given[name]) for name in refs}
+        results = jax_triton.triton_call(kernel=one.kernel, **{**one.call, **given})
+        return results, [jax.freeze(given[name]) for name in refs]
+
+    with jax.core.eval_context(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        traced = jax.jit(launched).trace(*types_of.values())
+        module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    call = _only_call(module)
+    assert call.attributes["call_target_name"].value == _TARGET, call
+    assert [*call.operands] == [*call.operation.block.arguments], f"another order: {one}"
+    return zlib.decompress(opaque(call))
+
+
+def _only_call(module: Any) -> Any:
+    """The only custom call in a module."""
+    (call,) = (
+        op
+        for function in module.body.operations
+        for op in function.regions[0].blocks[0].operations
+        if op.operation.name == "stablehlo.custom_call"
+    )
+    return call
+
+
+def opaque(call: Any) -> bytes:
+    """What a custom call of jax-triton has for its handler, compressed."""
+    code: bytes = call.attributes["mhlo.backend_config"]["opaque"].value_bytes
+    return code
+
+
+# -------------------------------------------------------------------------------------- replaying
+
+
+def replay(folder: Path) -> None:
+    """From now on takes Triton kernels from `folder`; this process must not have imported Triton.
+
+    Stand-ins take the place of the modules `triton` and `jax_triton`. All else of
+    `jaxnorm_kernels.triton` is as it is: schedules, launches, and what is refused.
+    """
+    if "jaxnorm_kernels.triton" in sys.modules:
+        raise RuntimeError("the Triton kernels are imported already; replay the programs before")
+    found = about(folder)
+    if found["sources"] != sources():
+        raise ValueError(f"{folder} was made from other sources than these: make it again")
+    extra = types.ModuleType("jaxnorm_kernels.triton.extra")
+    extra.__dict__.update(check=lambda: None, check_cuda=lambda: None)
+    jax_triton = types.ModuleType("jax_triton")
+    jax_triton.__dict__.update(triton_call=_Replay(folder))
+    triton, language = types.ModuleType("triton"), _Language("triton.language")
+    triton.__dict__.update(
+        jit=_Kernel, next_power_of_2=lambda n: 1 << (n - 1).bit_length(), language=language
+    )
+    stand_ins = (triton, language, jax_triton, extra)
+    others = {module.__name__: sys.modules.get(module.__name__) for module in stand_ins}
+    sys.modules.update({module.__name__: module for module in stand_ins})
+    importlib.import_module("jaxnorm_kernels.triton")
+    # Whatever else imports Triton in this process gets its own.
+    for name in ("triton", "triton.language"):
+        sys.modules.pop(name)
+        if (other := others[name]) is not None:
+            sys.modules[name] = other
+    _schedule_for(found["gpu"])
+
+
+def replayed() -> list[Path]:
+    """The folder that `replay` takes kernels from; none if there is none."""
+    call = getattr(sys.modules.get("jax_triton"), "triton_call", None)
+    return [call.folder] if isinstance(call, _Replay) else []
+
+
+@dataclasses.dataclass(frozen=True)
+class _Replay:
+    """``jax_triton.triton_call``, of which the kernels lie in a folder."""
+
+    folder: Path
+
+    def __call__(self, *, kernel: Any, out_type: Sequence[Any], **call: Any) -> list[jax.Array]:
+        one = Launch(kernel, {**call, "out_type": out_type})
+        try:
+            program = (self.folder / one.file).read_bytes()
+        except FileNotFoundError as error:
+            raise MissingProgramError(self.folder, one) from error
+        arrays = one.arrays
+        refs = {i: a for i, a in enumerate(arrays.values()) if isinstance(a, jax.Ref)}
+        results = jax.ffi.ffi_call(
+            _TARGET,
+            [*out_type, *(jax.ShapeDtypeStruct(ref.shape, ref.dtype) for ref in refs.values())],
+            input_output_aliases={i: len(out_type) + n for n, i in enumerate(refs)},
+        )(
+            *(a[...] if isinstance(a, jax.Ref) else a for a in arrays.values()),
+            opaque=zlib.compress(program, 1),
+        )
+        for ref, result in zip(refs.values(), results[len(out_type) :]):
+            ref[...] = result
+        return list(results[: len(out_type)])
+
+
+class _Kernel:
+    """A kernel's function, which is never called."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+        self.arg_names = [*fn.__code__.co_varnames[: fn.__code__.co_argcount]]
+
+
+class _Language(types.ModuleType):
+    """`triton.language`: names in annotations, and constants of kernels."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda value=None: value
+
+
+# ----------------------------------------------------------------------------------- the folder
+
+
+def _software() -> str:
+    return " + ".join(
+        f"{name} {metadata.version(name)}" for name in ("jax", "jax-triton", "triton")
+    )
+
+
+def sources() -> str:
+    """A hash of the Triton kernels' source: a launch's name says all else that matters."""
+    (root,) = map(Path, jaxnorm_kernels.__path__)
+    files = sorted(root.glob("triton/*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+@contextlib.contextmanager
+def _scheduled_for(gpu: tuple[int, int, int]) -> Iterator[None]:
+    before = importlib.import_module("jaxnorm_kernels.triton.launch").local_gpu
+    _schedule_for(gpu)
+    try:
+        yield
+    finally:
+        _set_local_gpu(before)
+
+
+def _schedule_for(gpu: Sequence[int]) -> None:
+    launch = importlib.import_module("jaxnorm_kernels.triton.launch")
+    capability, sms, smem = gpu
+    one = launch.Gpu(capability=capability, sms=sms, smem=smem)
+    _set_local_gpu(lambda: one)
+
+
+def _set_local_gpu(local_gpu: Any) -> None:
+    for name in ("launch", "schedule"):
+        importlib.import_module(f"jaxnorm_kernels.triton.{name}").local_gpu = local_gpu
+
+
+@contextlib.contextmanager
+def _patched(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def gpu_of(text: str) -> tuple[int, int, int]:
+    """The GPU that an argument names, or describes by three numbers."""
+    if text in GPUS:
+        return GPUS[text]
+    if re.fullmatch(r"\d+,\d+,\d+", text):
+        capability, sms, smem = map(int, text.split(","))
+        return capability, sms, smem
+    raise argparse.ArgumentTypeError(
+        f"got {text!r}; expected one of {', '.join(GPUS)}, or compute capability times ten, "
+        "multiprocessors and bytes of shared memory: 80,108,166912"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compiles the Triton kernels of benchmarks, for each GPU of `SIDES`."""
+    run = importlib.import_module("benchmarks.run")  # it imports the providers, and they this
+    suites = importlib.import_module("benchmarks.suites")
+    jax_side = importlib.import_module("benchmarks.jax_side")
+    folder, *rest = sys.argv[1:] if argv is None else argv
+    given = run.parse(rest)
+    sides = [side for side in SIDES if side in given.providers]
+    selection = dataclasses.replace(run.selected(given), providers=("triton",))
+    # Kernels are compiled when a program is lowered; XLA's code beside them is not needed.
+    lowered = types.SimpleNamespace(
+        as_text=str, memory_analysis=lambda: types.SimpleNamespace(temp_size_in_bytes=0)
+    )
+    for side in sides:
+        jax.clear_caches()
+        with (
+            recording(Path(folder, side), GPUS[SIDES[side]]),
+            _patched((jax.stages.Lowered, "compile", lambda *_: lowered)),
+        ):
+            for suite in given.suites:
+                for cell in suites.SUITES[suite].cells(selection):
+                    try:
+                        jax_side.compile_cell(cell)
+                    except ValueError as error:  # the kernels refuse it
+                        print(cell, error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
