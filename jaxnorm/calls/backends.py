@@ -115,7 +115,7 @@ def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
             reason = f"the default for {spec.op} {spec.direction} on {platform}"
             if is_preferred:
                 reason = f"asked for by {VARIABLE}"
-            caveat = getattr(module(name), "caveat", lambda: None)()
+            caveat = getattr(module(name), "caveat", lambda spec: None)(spec)
             return Choice(name, "; ".join([reason, *filter(None, [caveat]), *refusals]))
         asked = f"asked for by {VARIABLE}, " if is_preferred else ""
         refusals.append(f"{name}: {asked}{refusal}")
@@ -132,8 +132,7 @@ def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
     capability = devices.local_capability() if platform == "cuda" else None
     if capability is None or name in _told:
         return
-    is_default = name in _DEFAULT_ON and _DEFAULT_ON[name](capability)
-    if not (is_default or is_preferred):
+    if not (is_default_on(name, capability) or is_preferred):
         return
     _told.add(name)
     on_this_gpu = f"the default on this GPU (compute capability {capability / 10})"
@@ -145,6 +144,11 @@ def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
         refusal,
         VARIABLE,
     )
+
+
+def is_default_on(name: str, capability: int) -> bool:
+    """True if an implementation has the default kernels of GPUs of this compute capability."""
+    return name in _DEFAULT_ON and _DEFAULT_ON[name](capability)
 
 
 def forced(call: "Call | Linear", name: str) -> Choice:

@@ -170,8 +170,9 @@ def prefers(spec: Spec) -> str | None:
     return first(_LEFT_TO_XLA, spec)
 
 
-def caveat() -> str | None:
+def caveat(spec: Spec) -> str | None:
     """What is not known of these kernels on the GPU at hand; None for nothing."""
+    del spec
     if local_capability() not in _NOT_TIMED:
         return None
     return "compiled for this GPU's compute capability, but not timed on it"

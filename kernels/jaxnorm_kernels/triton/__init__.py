@@ -15,6 +15,7 @@ from jaxnorm_kernels.triton.norm_backward import norm_bwd, two_norms_bwd  # noqa
 from jaxnorm_kernels.triton.norm_forward import norm_fwd  # noqa: E402
 from jaxnorm_kernels.triton.norm_rope import norm_rope_bwd, norm_rope_fwd  # noqa: E402
 from jaxnorm_kernels.triton.softmax import softmax_bwd, softmax_fwd  # noqa: E402
+from jaxnorm_kernels.triton.support import caveat as caveat  # noqa: E402
 from jaxnorm_kernels.triton.support import platforms as platforms  # noqa: E402
 from jaxnorm_kernels.triton.support import prefers as prefers  # noqa: E402
 from jaxnorm_kernels.triton.support import supports as supports  # noqa: E402

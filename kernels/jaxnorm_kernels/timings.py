@@ -1,0 +1,87 @@
+"""Times of the Triton kernels over XLA's: they decide where the kernels are the default.
+
+The kernels are the default on Ampere, Ada and RTX 50, on which nothing was timed. They were
+compiled and scheduled for an A100 and timed on an H100, which runs code for an A100.
+`python -m benchmarks.triton_defaults` makes the table from the committed results, and
+`tests/test_triton_defaults.py` holds the two together.
+"""
+
+import dataclasses
+
+from jaxnorm_kernels.operations import FUNCTIONS
+from jaxnorm_kernels.specs import Spec
+
+#: Where and how they were timed.
+TIMED_ON = "an H100, with kernels compiled for an A100"
+
+#: A kernel that takes at most this share of XLA's time is the default.
+LIMIT = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """A kernel's time over that of XLA's code, forward and backward together.
+
+    Attributes:
+      ratio: the median over the shapes and dtypes that were timed.
+      least, most: the range.
+    """
+
+    ratio: float
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        """What reasons say of it."""
+        if self.least == self.most:
+            return f"{self.ratio:.2f} of XLA's time"
+        return f"{self.ratio:.2f} of XLA's time ({self.least:.2f} to {self.most:.2f})"
+
+
+#: By function, as `name_of` names a call of it.
+TIMINGS: dict[str, Timing] = {
+    "rms_norm": Timing(0.65, 0.65, 0.65),
+    "softmax": Timing(0.90, 0.90, 0.90),
+    "softmax with causal": Timing(0.45, 0.45, 0.45),
+    "softmax_cross_entropy_with_integer_labels": Timing(0.63, 0.63, 0.63),
+    "rms_norm_rope": Timing(0.34, 0.34, 0.34),
+}
+
+
+def name_of(spec: Spec) -> str:
+    """The public function that makes a call, and the first of these options that it has."""
+    functions = {
+        name: function
+        for name, function in FUNCTIONS.items()
+        if function.subtract_mean == spec.subtract_mean
+    }
+    name = next(name for name, function in functions.items() if spec.op in function.ops)
+    options = {
+        "causal": spec.causal,
+        "a bias": spec.logits_bias_dtype is not None,
+        "where": spec.has_mask,
+        "logit_softcap": spec.logit_softcap is not None,
+        "a gate": spec.op == functions[name].gated,
+        "norm_before_gate=False": spec.gate_dtype is not None and not spec.norm_before_gate,
+    }
+    option = next((option for option, is_used in options.items() if is_used), None)
+    return name if option is None else f"{name} with {option}"
+
+
+def why_not_default(spec: Spec) -> str | None:
+    """None, or why the default leaves a call to XLA."""
+    name = name_of(spec)
+    timing = TIMINGS.get(name)
+    if timing is None:
+        return f"its kernel of {name} is not timed"
+    if timing.ratio > LIMIT:
+        return f"its kernel of {name} took {timing} on {TIMED_ON}, which is more than {LIMIT}"
+    return None
+
+
+def caveat(spec: Spec) -> str | None:
+    """Where a kernel was timed, and how it compared; None if it was not."""
+    timing = TIMINGS.get(name_of(spec))
+    if timing is None:
+        return None
+    return f"not timed on this GPU; on {TIMED_ON} it took {timing}"
