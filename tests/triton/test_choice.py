@@ -125,18 +125,6 @@ def test_without_jaxs_cuda_plugin_the_default_is_xla(monkeypatch):
     assert "CUDA plugin" in support.prefers(WIDE)
 
 
-def test_the_default_leaves_what_is_not_measured(monkeypatch):
-    support = load_alone("triton", "support")
-    monkeypatch.setattr(support, "can_lower", lambda: True)
-    softmax = Spec("softmax", "fwd", 8192, 1024, BF16, BF16)
-    assert support.prefers(softmax) is None
-    assert support.prefers(dataclasses.replace(softmax, logits_scale=0.5)) is None
-    unmeasured = [{"has_mask": True}, {"logits_bias_dtype": BF16}, {"causal": True}]
-    for change in (*unmeasured, {"op": "cross_entropy"}):
-        assert "not measured yet" in support.prefers(dataclasses.replace(softmax, **change))
-    assert "not measured yet" in support.prefers(dataclasses.replace(WIDE, **ROPE, cols=128))
-
-
 @pytest.mark.triton
 def test_the_default_where_mosaic_leaves_a_call(monkeypatch):
     """Rows that are no multiple of 16 bytes: Mosaic's kernels hold no such long ones."""
