@@ -35,6 +35,7 @@ import jaxnorm_kernels
 from benchmarks.program_folders import ABOUT, GPUS, SIDES, about
 from jaxnorm.calls import backends
 from jaxnorm.calls.call import Call
+from jaxnorm_kernels.specs import Shared
 
 _TARGET = "triton_kernel_call_ffi"  # jax-triton's custom call, which JAX's CUDA plugin has
 
@@ -138,11 +139,14 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
 
         def call(*records: Any, **schedule: Any) -> Any:
             *arrays, spec = records
-            of_rows = (spec.mask_rows, spec.logits_bias_rows, spec.table_rows)
-            if any(shared is not None for shared in of_rows):  # the xla implementation has no view
-                return kernel(*arrays, spec, **schedule)
+            if spec.mask_rows is not None or spec.logits_bias_rows is not None:
+                return kernel(*arrays, spec, **schedule)  # zeros: xla takes no such view
             jax.eval_shape(lambda *arrays: kernel(*arrays, spec, **schedule), *arrays)
-            return formula(*arrays, spec)
+            first, *others = arrays
+            if (shared := spec.table_rows) is not None:
+                at = _operand_rows(shared)
+                first = first._replace(cos=first.cos[at], sin=first.sin[at])
+            return formula(first, *others, spec)
 
         return call
 
@@ -171,6 +175,12 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
         ),
     ):
         yield
+
+
+def _operand_rows(shared: Shared) -> np.ndarray:
+    """The row of an operand that belongs to each row of x."""
+    own = np.arange(shared.rows).reshape([size if has else 1 for size, has in shared.segments])
+    return np.broadcast_to(own, [size for size, _ in shared.segments]).ravel()
 
 
 def are_recorded() -> bool:

@@ -168,22 +168,25 @@ def products(name: str, dtype: str, implementation: str) -> Iterator[tuple[Any, 
         yield call, [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
 
-def compiled(call: Any, operands: Any) -> Any:
+def lowered(call: Any, operands: Any) -> Any:
     """Forward and backward."""
 
     def both(*operands: jax.Array) -> Any:
         results, vjp = jax.vjp(call, *operands)
         return results, vjp(results)
 
+    return jax.jit(both).lower(*operands)
+
+
+def compiled(call: Any, operands: Any) -> Any:
     # Of cuBLAS' and Triton's forms of a product, any will do: to time them all takes minutes here.
     options = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
     on_gpu = jax.default_backend() == "gpu"
-    return jax.jit(both).lower(*operands).compile(options if on_gpu else None)
+    return lowered(call, operands).compile(options if on_gpu else None)
 
 
-def main(implementation: str, name: str, dtype: str, programs: str | None = None) -> None:
-    if programs is not None:
-        triton_programs.replay(Path(programs))
+def cases_of(implementation: str, name: str, dtype: str) -> list[tuple[Any, Any]]:
+    """The calls of a name, and their operands' types."""
     kind, _, op = name.rpartition(" ")
     of_names = {"loss": losses, "linear loss": linear_losses, "rms_norm_linear": products}
     of_names |= {
@@ -195,8 +198,14 @@ def main(implementation: str, name: str, dtype: str, programs: str | None = None
         for name, function in FUNCTIONS.items()
         if "cos" in OPERATIONS[function.op].operands
     }
-    cases_of = of_names.get(name, logits if kind else strided_or_rows)
-    cases = list(cases_of(op, dtype, implementation))
+    make = of_names.get(name, logits if kind else strided_or_rows)
+    return list(make(op, dtype, implementation))
+
+
+def main(implementation: str, name: str, dtype: str, programs: str | None = None) -> None:
+    if programs is not None:
+        triton_programs.replay(Path(programs))
+    cases = cases_of(implementation, name, dtype)
     # One compiles after the other, and none while a kernel runs: under the checker, either ended in
     # a crash of this process now and then.
     programs = [compiled(*case) for case in cases]

@@ -304,7 +304,8 @@ def test_no_access_out_of_bounds_by_products(dtype):
 def check_accesses(kernels, name, dtype):
     """Under compute-sanitizer."""
     if triton_programs.are_recorded():
-        memcheck.main(kernels, name, dtype)
+        for case in memcheck.cases_of(kernels, name, dtype):
+            memcheck.lowered(*case)
         return
     checker = shutil.which("compute-sanitizer")
     # A buffer of its own for each array: from a pool, a neighbour's memory would be in bounds.
