@@ -1,10 +1,11 @@
 """Times of the Triton kernels over XLA's, from committed results: they choose the defaults.
 
-    python -m benchmarks.triton_defaults [FOLDER]
-
-prints the entries of `jaxnorm_kernels.timings.TIMINGS`, and the table of docs/platforms.md.
+python -m benchmarks.triton_defaults          prints the table of docs/platforms.md
+python -m benchmarks.triton_defaults --write  writes it there, and `timings.TIMINGS`
 """
 
+import argparse
+import re
 import statistics
 import sys
 from collections import defaultdict
@@ -13,11 +14,15 @@ from pathlib import Path
 
 from benchmarks import text
 from benchmarks.report import RESULTS
-from benchmarks.results import OK, Row, Table
+from benchmarks.results import OK, ROOT, Row, Table
 from benchmarks.suites import SUITES
-from jaxnorm_kernels.timings import LIMIT, TIMINGS, Timing
+from jaxnorm_kernels import timings
+from jaxnorm_kernels.timings import LIMIT, Timing
 
-FOLDER = RESULTS / "nvidia_h100_80gb_hbm3"
+#: One run of Triton's kernels, Mosaic's and XLA's.
+FOLDER = RESULTS / "nvidia_h100_80gb_hbm3_triton"
+PAGE = ROOT / "docs/platforms.md"
+_MARKS = ("<!-- triton:begin -->", "<!-- triton:end -->")
 
 #: The calls of `jaxnorm_kernels.timings` that the operations, blocks and losses are made of.
 CALLS = {
@@ -53,8 +58,9 @@ def times(folder: Path) -> Times:
     for suite in ("blocks", "loss"):
         for row in _rows(folder, suite):
             if row["op"] in CALLS and row["direction"] == "fwd+bwd":
-                workload = (CALLS[row["op"]], row["shape"], row["dtype"])
-                found[workload][row["provider"]] = float(row["us"])
+                found[CALLS[row["op"]], row["shape"], row["dtype"]][row["provider"]] = float(
+                    row["us"]
+                )
     passes: dict[tuple[str, ...], dict[str, dict[str, float]]] = defaultdict(
         lambda: defaultdict(dict)
     )
@@ -66,10 +72,10 @@ def times(folder: Path) -> Times:
             row["y_dtype"],
         )
         passes[workload][row["provider"]][row["direction"]] = float(row["us"])
-    for workload, of_provider in passes.items():
+    for key, of_provider in passes.items():
         for provider, of_direction in of_provider.items():
             if len(of_direction) == 2:
-                found[workload][provider] = sum(of_direction.values())
+                found[key][provider] = sum(of_direction.values())
     return found
 
 
@@ -116,12 +122,29 @@ def _rows(folder: Path, suite: str) -> list[Row]:
     return [row for row in Table(folder, SUITES[suite]).rows() if row["status"] == OK]
 
 
+def write() -> None:
+    """Writes the entries of `timings.TIMINGS`, and the table of the page."""
+    entries = "".join(
+        f'    "{call}": Timing({timing.ratio}, {timing.least}, {timing.most}),\n'
+        for call, timing in ratios(times(FOLDER), "triton_sm80").items()
+    )
+    code = Path(timings.__file__)
+    pattern = re.compile(r"(?<=TIMINGS: dict\[str, Timing\] = \{\n)(?:    .*\n)*")
+    code.write_text(pattern.sub(lambda _: entries, code.read_text()))
+    before, _, rest = PAGE.read_text().partition(_MARKS[0])
+    after = rest.partition(_MARKS[1])[2]
+    PAGE.write_text(f"{before}{_MARKS[0]}\n{table()}\n{_MARKS[1]}{after}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    (folder,) = map(Path, (sys.argv[1:] if argv is None else argv) or [FOLDER])
-    for call, timing in ratios(times(folder), "triton_sm80").items():
-        print(f'    "{call}": Timing({timing.ratio}, {timing.least}, {timing.most}),')
-    print(table(folder))
-    return 0 if ratios(times(folder), "triton_sm80") == TIMINGS else 1
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="to the code and the page")
+    if parser.parse_args(argv).write:
+        write()
+    print(table())
+    return 0
 
 
 if __name__ == "__main__":

@@ -198,7 +198,7 @@ def _compiled(one: Launch) -> bytes:
     refs = {name for name, array in one.arrays.items() if isinstance(array, jax.Ref)}
 
     def launched(*arrays: jax.Array) -> Any:
-        given = dict(zip(types_of, arrays))
+        given: dict[str, Any] = dict(zip(types_of, arrays))
         given |= {name: jax.new_ref(given[name]) for name in refs}
         results = jax_triton.triton_call(kernel=one.kernel, **{**one.call, **given})
         return results, [jax.freeze(given[name]) for name in refs]
@@ -348,7 +348,8 @@ def _schedule_for(gpu: Sequence[int]) -> None:
 
 def _set_local_gpu(local_gpu: Any) -> None:
     for name in ("launch", "schedule"):
-        importlib.import_module(f"jaxnorm_kernels.triton.{name}").local_gpu = local_gpu
+        module: Any = importlib.import_module(f"jaxnorm_kernels.triton.{name}")
+        module.local_gpu = local_gpu
 
 
 @contextlib.contextmanager

@@ -114,7 +114,9 @@ def report() -> str:
 def _default(call: Timed) -> str:
     """What runs the forward by default."""
     x, *others = call.shapes.items()
-    arguments = {name: jax.ShapeDtypeStruct(s, call.dtype_of(name)) for name, s in others}
+    arguments: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct(shape, call.dtype_of(name)) for name, shape in others
+    }
     plan = implementation_for(call.function, x[1], call.dtype, **arguments, **call.options)
     return plan.forward.name
 
@@ -122,7 +124,8 @@ def _default(call: Timed) -> str:
 def _ready(call: Timed) -> tuple[list[Callable[..., Any]], tuple[Any, ...]]:
     """Ours and XLA's program, which have run, and their arguments."""
     keys = iter(jax.random.split(jax.random.key(0), len(call.shapes)))
-    operands, constants = {}, {}
+    operands: Operands = {}
+    constants: Operands = {}
     for name, shape in call.shapes.items():
         key = next(keys)
         dtype = call.dtype_of(name)
