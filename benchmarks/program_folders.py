@@ -25,13 +25,13 @@ ABOUT = "about.json"
 
 
 def about(folder: Path) -> dict[str, Any]:
-    """What the kernels of a folder were compiled for, and from what."""
+    """Return the GPU, the sources and the software that the kernels of a folder are for and from."""
     read: dict[str, Any] = json.loads((folder / ABOUT).read_text())
     return read
 
 
 def of_side(side: str) -> Path:
-    """The kernels' folder; raises ModuleNotFoundError if there is none."""
+    """Return the folder of a side's kernels, or raise ModuleNotFoundError."""
     folder = Path(os.environ.get(VARIABLE, "."), side)
     if not (folder / ABOUT).exists():
         raise ModuleNotFoundError(
@@ -42,7 +42,7 @@ def of_side(side: str) -> Path:
 
 
 def software(side: str) -> str:
-    """What compiled the kernels, and for which GPU."""
+    """Return the software that compiled a side's kernels, and the GPU they are for."""
     found = about(of_side(side))
     capability, sms, _ = found["gpu"]
     return f"{found['software']} (for sm_{capability}, {sms} multiprocessors)"

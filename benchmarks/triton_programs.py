@@ -190,7 +190,7 @@ def are_recorded() -> bool:
 
 
 def _compiled(one: Launch) -> bytes:
-    """What the custom call of a launch runs: the kernel's code, its grid and its integers."""
+    """Compile a launch: the kernel's code, its grid and its integers, as the custom call has them."""
     jax_triton = importlib.import_module("jax_triton")
     types_of = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in one.arrays.items()
@@ -224,7 +224,7 @@ def _only_call(module: Any) -> Any:
 
 
 def opaque(call: Any) -> bytes:
-    """What a custom call of jax-triton has for its handler, compressed."""
+    """Return the compressed description of a launch that a custom call of jax-triton carries."""
     code: bytes = call.attributes["mhlo.backend_config"]["opaque"].value_bytes
     return code
 
@@ -264,14 +264,14 @@ def replay(folder: Path) -> None:
 
 
 def replayed() -> list[Path]:
-    """The folder that `replay` takes kernels from; none if there is none."""
+    """Return the folder that `replay` was given, in a list; an empty list without `replay`."""
     call = getattr(sys.modules.get("jax_triton"), "triton_call", None)
     return [call.folder] if isinstance(call, _Replay) else []
 
 
 @dataclasses.dataclass(frozen=True)
 class _Replay:
-    """``jax_triton.triton_call``, of which the kernels lie in a folder."""
+    """Stands in for ``jax_triton.triton_call``: launches kernels from a folder."""
 
     folder: Path
 

@@ -61,7 +61,7 @@ def test_every_timing_is_of_a_function_and_every_block_has_a_call():
 
 
 def test_the_table_is_what_was_measured():
-    """Of the committed results; and the page has the same table."""
+    """The code and the page both have the figures of the committed results."""
     measured = triton_defaults.times(triton_defaults.FOLDER)
     assert triton_defaults.ratios(measured, "triton_sm80") == TIMINGS
     assert triton_defaults.table() in (ROOT / "docs/platforms.md").read_text()
@@ -101,7 +101,7 @@ def test_the_report_says_what_the_extra_would_give(capability, absence, says, mo
 
 
 def test_the_check_times_what_has_a_timing():
-    """Its calls trace, and have the names of calls in the table."""
+    """The calls that ``--check`` times can be traced, and are named as in the table."""
     timed = {str(call) for call in wall_time.CALLS}
     assert {name.partition(" with ")[0] for name in timed} <= {*FUNCTIONS}
     assert timed & {*TIMINGS}

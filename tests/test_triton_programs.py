@@ -44,7 +44,7 @@ def kernels():
 
 
 def run(code, *arguments):
-    """The code after `PROGRAM` in a process of its own."""
+    """Run `PROGRAM` and then the code in a new process; return what it prints."""
     command = [sys.executable, "-c", PROGRAM + textwrap.dedent(code), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

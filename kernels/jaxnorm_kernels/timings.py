@@ -32,7 +32,7 @@ class Timing:
     most: float
 
     def __str__(self) -> str:
-        """What reasons say of it."""
+        """Return the text that `implementation_for` prints."""
         if self.least == self.most:
             return f"{self.ratio:.2f} of XLA's time"
         return f"{self.ratio:.2f} of XLA's time ({self.least:.2f} to {self.most:.2f})"
@@ -69,7 +69,7 @@ def name_of(spec: Spec) -> str:
 
 
 def why_not_default(spec: Spec) -> str | None:
-    """None, or why the default leaves a call to XLA."""
+    """Return the reason why the default leaves a call to XLA, or None."""
     name = name_of(spec)
     timing = TIMINGS.get(name)
     if timing is None:
@@ -80,7 +80,7 @@ def why_not_default(spec: Spec) -> str | None:
 
 
 def caveat(spec: Spec) -> str | None:
-    """Where a kernel was timed, and how it compared; None if it was not."""
+    """Return the GPU that timed a kernel and its time over XLA's; None without a timing."""
     timing = TIMINGS.get(name_of(spec))
     if timing is None:
         return None
