@@ -25,7 +25,7 @@ ABOUT = "about.json"
 
 
 def about(folder: Path) -> dict[str, Any]:
-    """Return the GPU, the sources and the software that the kernels of a folder are for and from."""
+    """Return what the kernels of a folder were compiled from, with what, and for which GPU."""
     read: dict[str, Any] = json.loads((folder / ABOUT).read_text())
     return read
 

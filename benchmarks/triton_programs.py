@@ -190,7 +190,7 @@ def are_recorded() -> bool:
 
 
 def _compiled(one: Launch) -> bytes:
-    """Compile a launch: the kernel's code, its grid and its integers, as the custom call has them."""
+    """Compile a launch: the kernel's code, its grid and its integers, for the custom call."""
     jax_triton = importlib.import_module("jax_triton")
     types_of = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in one.arrays.items()
