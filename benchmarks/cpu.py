@@ -6,20 +6,27 @@ Free of JAX and torch, as `workloads` is; `cpu_times` measures.
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from benchmarks.blocks import BLOCKS, BlockWorkload
 from benchmarks.losses import LOSSES, LossWorkload
-from benchmarks.workloads import Shape, Workload
+from benchmarks.workloads import Array, FewParameters, Shape, Workload
 
 DTYPES = ("float32", "bfloat16")
 DIRECTIONS = ("fwd", "fwd+bwd")
 ROWS: tuple[Shape, ...] = ((4096, 1024), (1024, 4096))
+# The second half of an MLP: rows, hidden features, features.
+PRODUCTS: tuple[Shape, ...] = ((512, 512, 512),)
 
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """What is timed of an operation: its shapes, and providers that it is timed beside."""
+    """What is timed of an operation: its shapes, and providers that it is timed beside.
+
+    `is_eager`: outside `jax.jit`, where a library may trace or compile a gradient at each call.
+    """
 
     shapes: tuple[Shape, ...]
     peers: tuple[str, ...]
+    is_eager: bool = False
 
 
 # "flax-two_pass" is Flax's norm without its fast variance, E[x^2] - E[x]^2.
@@ -29,10 +36,43 @@ CPU: dict[str, Beside] = {
     ),
     "linear_cross_entropy": Beside(((1024, 512, 8192),), peers=("optax",)),
     "softmax": Beside(ROWS, peers=("jnp",)),
-    "log_softmax": Beside(ROWS, peers=("jnp",)),
+    "log_softmax": Beside((*ROWS, (2048, 1024)), peers=("jnp",)),
+    "causal_softmax": Beside(((16, 512, 512), (8, 256, 256)), peers=("jnp",)),
+    "rms_norm_rope": Beside(((16, 256, 8, 64), (4, 256, 8, 64)), peers=("jnp",)),
     "layer_norm": Beside(ROWS, peers=("flax", "flax-two_pass")),
     "rms_norm": Beside(ROWS, peers=("flax",)),
+    "gated_linear": Beside(PRODUCTS, peers=("jnp",), is_eager=True),
+    "activation_linear": Beside(PRODUCTS, peers=("jnp",), is_eager=True),
 }
+
+
+class ProductWorkload(FewParameters):
+    """`gated_linear` of gate, up and weight, or `activation_linear` of x, weight and bias."""
+
+    @property
+    def row_operands(self) -> tuple[Array, ...]:
+        rows, hidden, features = self.sizes
+        x, weight = ((rows, hidden), self.dtype), ((hidden, features), self.dtype)
+        return (
+            (x, x, weight) if self.op == "gated_linear" else (x, weight, ((features,), self.dtype))
+        )
+
+    @property
+    def parameter_shapes(self) -> tuple[Shape, ...]:
+        return ()
+
+    @property
+    def results(self) -> tuple[tuple[Shape, str], ...]:
+        rows, _, features = self.sizes
+        return (((rows, features), self.dtype),)
+
+    @property
+    def cotangents(self) -> tuple[Array, ...]:
+        return self.results
+
+    @property
+    def gradients(self) -> tuple[int, ...]:
+        return (0, 1, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +86,14 @@ class CpuCell:
     provider: str
 
     @property
-    def workload(self) -> Workload | LossWorkload:
-        if self.op in LOSSES:
-            return LossWorkload(self.op, self.direction, self.shape, self.dtype)  # type: ignore[arg-type]
+    def workload(self) -> Workload | LossWorkload | BlockWorkload | ProductWorkload:
+        for table, kind in (
+            (LOSSES, LossWorkload),
+            (BLOCKS, BlockWorkload),
+            (("gated_linear", "activation_linear"), ProductWorkload),
+        ):
+            if self.op in table:
+                return kind(self.op, self.direction, self.shape, self.dtype)  # type: ignore[arg-type]
         rows, cols = map(int, self.shape.split("x"))
         return Workload(self.op, self.direction, rows, cols, self.dtype, self.dtype)  # type: ignore[arg-type]
 

@@ -1,5 +1,6 @@
 """Times a call of jaxnorm's plain JAX and a peer's in turn, on a CPU; on a GPU's host, too."""
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -9,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import jax_side, providers
-from benchmarks.cpu import CpuCell
+from benchmarks.cpu import CPU, CpuCell, ProductWorkload
 from benchmarks.losses import LOSSES
 from benchmarks.providers import flax_modules
+from benchmarks.variants import VARIANTS
 
 SECONDS, LEAST, MOST, WARMUP = 4.0, 15, 200, 2
 
@@ -22,17 +24,22 @@ def step(cell: CpuCell, name: str) -> Callable[..., Any]:
     """Of row operands, parameters and cotangents: results and, backward, gradients."""
     if name == "flax-two_pass":
         f = flax_modules.layer_norm(cell.dtype, use_fast_variance=False)
+    elif isinstance(cell.workload, ProductWorkload):
+        f = getattr(VARIANTS["jaxnorm-products" if name == "xla" else "jnp"], cell.op)
     else:
         f = providers.function(name, cell.op, cell.dtype)
-    is_loss = cell.op in LOSSES
+    is_loss, differentiated = cell.op in LOSSES, cell.workload.gradients
 
     def forward(rows: Any, parameters: Any) -> jax.Array:
         y = f(*rows, *parameters)
         return jnp.mean(y) if is_loss else y
 
     def forward_and_backward(rows: Any, parameters: Any, cotangents: Any) -> Any:
-        x, labels = (rows[:-1], rows[-1:]) if is_loss else (rows, ())
-        y, pullback = jax.vjp(lambda x, p: forward((*x, *labels), p), x, parameters)
+        def of_gradients(some: Any, parameters: Any) -> jax.Array:
+            given = dict(zip(differentiated, some))
+            return forward([given.get(i, a) for i, a in enumerate(rows)], parameters)
+
+        y, pullback = jax.vjp(of_gradients, [rows[i] for i in differentiated], parameters)
         return y, pullback(jnp.ones_like(y) if is_loss else cotangents[0])
 
     if cell.direction == "fwd":
@@ -42,16 +49,18 @@ def step(cell: CpuCell, name: str) -> Callable[..., Any]:
 
 def prepare(cell: CpuCell) -> Callable[[], Figures]:
     """What measures a cell; compiles both."""
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    on_cpu = functools.partial(jax.default_device, jax.local_devices(backend="cpu")[0])
+    with on_cpu():
         arrays = jax_side.random_arrays(0, *jax_side.arguments_of(cell.workload))
-        both = [
-            jax.jit(step(cell, name)).lower(*arrays).compile() for name in ("xla", cell.provider)
-        ]
+        both = [step(cell, name) for name in ("xla", cell.provider)]
+        if not CPU[cell.op].is_eager:
+            both = [jax.jit(f).lower(*arrays).compile() for f in both]
 
     def seconds(call: Callable[..., Any]) -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(call(*arrays))
-        return time.perf_counter() - start
+        with on_cpu():
+            start = time.perf_counter()
+            jax.block_until_ready(call(*arrays))
+            return time.perf_counter() - start
 
     def figures() -> Figures:
         start = time.perf_counter()

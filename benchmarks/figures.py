@@ -98,9 +98,15 @@ def of_products(rows: Iterable[Row]) -> Figures:
     return figures
 
 
+def step_of(cell: TrainingCell) -> dict[str, str]:
+    """The fields of a cell as text, of which the provider is the last."""
+    fields = {name: str(value) for name, value in dataclasses.asdict(cell).items()}
+    return fields | {"provider": fields.pop("provider")}
+
+
 def steps(rows: Iterable[Row]) -> dict[tuple[str, ...], Row]:
     """Rows of training steps by the fields of their cells: of a model side by side."""
-    names = [field.name for field in dataclasses.fields(TrainingCell)]
+    names = [*step_of(TrainingCell("", "none", "scan", "", 0, ""))]
     choices: dict[str, Sequence[str]] = {"model": [*MODELS], "layers": LAYERS, "remat": REMATS}
 
     def place(row: Row) -> list[int]:

@@ -1,5 +1,6 @@
 """What a compiled JAX program does beside what it has to: read in its optimised HLO."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,93 @@ _SHAPE = re.compile(r"\[([\d,]*)\]")
 _MOVES = {"copy", "copy-start", "convert", "transpose"}
 _FREE = {"parameter", "bitcast", "reshape", "constant", "tuple", "get-tuple-element"}
 
+_COLLECTIVE = re.compile(
+    r"^(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?$"
+)
+_ARRAY = re.compile(r"([a-z]+)(\d+)?\w*\[([\d,]*)\]")
+_BODY = re.compile(r"body=%?([\w.-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
 Instruction = tuple[str, str, str]  # opcode, type, line
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective of a compiled program.
+
+    Attributes:
+      name: its opcode, such as "all-gather".
+      array: the dtype and shape of its result, such as "bf16[16,64]".
+      size: bytes that each device sends in one run, by a ring or directly.
+      runs: how often it runs: more than once in a loop.
+    """
+
+    name: str
+    array: str
+    size: int
+    runs: int
+
+    @property
+    def bytes(self) -> int:
+        return self.size * self.runs
+
+
+def collectives(text: str, devices: int) -> list[Collective]:
+    """The collectives of a compiled program for so many devices, of each array one.
+
+    XLA combines collectives, and an all-to-all may have an array for each device. A loop of which
+    XLA does not state how often it runs counts once.
+    """
+    computations = dict(_computations(text))
+    loops = {}  # The computation that has the loop, and how often this runs, by the loop's body.
+    for name, instructions in computations.items():
+        for opcode, _, line in instructions:
+            if opcode == "while":
+                (body,), trips = _BODY.findall(line), _TRIPS.findall(line)
+                loops[body] = name, int(trips[0]) if trips else 1
+
+    def runs(computation: str) -> int:
+        outer, trips = loops.get(computation, ("", 1))
+        return trips * runs(outer) if outer else 1
+
+    return [
+        Collective(found[1], array, _sent(found[1], array, line, devices), runs(name))
+        for name, instructions in computations.items()
+        for opcode, kind, line in instructions
+        if (found := _COLLECTIVE.match(opcode))
+        for array in _results(opcode, kind)
+    ]
+
+
+def _results(opcode: str, kind: str) -> list[str]:
+    """The arrays of a collective's result; that of a "-start" has its operands first."""
+    arrays = [found[0] for found in _ARRAY.finditer(kind)]
+    return arrays[len(arrays) // 2 :] if opcode.endswith("-start") else arrays
+
+
+def _sent(name: str, array: str, line: str, devices: int) -> int:
+    """Bytes that a device sends, from the result's array and the size of a group of devices."""
+    n = _group(line, devices)
+    factors = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1, "collective-permute": 1}
+    return round(_bytes(array) * factors.get(name, (n - 1) / n))
+
+
+def _bytes(array: str) -> int:
+    """Return the bytes of an array such as "bf16[16,64]"."""
+    _, bits, shape = next(iter(_ARRAY.findall(array)))
+    return math.prod(map(int, filter(None, shape.split(",")))) * max(int(bits or 8) // 8, 1)
+
+
+def _group(line: str, devices: int) -> int:
+    """Return how many devices take part in one collective."""
+    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return found[1].count(",") + 1
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        return int(found[1])
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
+        return math.prod(sizes[name] for name in re.findall(r"'([^']+)'", found[2]))
+    return devices
 
 
 def extra_passes(text: str, elements: int) -> int:

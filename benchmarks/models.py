@@ -60,16 +60,28 @@ VARIANTS = {
 
 @dataclasses.dataclass(frozen=True)
 class TrainingCell:
+    """A training step.
+
+    Attributes:
+      batch: sequences of a step, over all devices.
+      mesh: "" on one device; "fsdp=2" splits parameters and batches over two.
+    """
+
     model: str
     remat: Remat
     layers: Layers
     dtype: str
     batch: int
     provider: str
+    mesh: str = ""
 
     @property
     def size(self) -> Size:
         return MODELS[self.model]
+
+    @property
+    def devices(self) -> int:
+        return int(self.mesh.removeprefix("fsdp=") or 1)
 
 
 def cells(
@@ -78,21 +90,24 @@ def cells(
     variants: Sequence[str],
     remats: Sequence[Remat],
     layers: Sequence[Layers],
+    devices: Sequence[int] = (1,),
     *,
     quick: bool,
 ) -> Iterator[TrainingCell]:
     """Those `names` that are models, with the variants of `providers`; one of each if `quick`."""
     few = slice(1 if quick else None)
     asked = [name for name in MODELS if name in names]
-    for model, its_layers, remat in itertools.product(asked[few], layers[few], remats[few]):
+    each = itertools.product(asked[few], layers[few], remats[few], devices)
+    for model, its_layers, remat, count in each:
         for variant in variants:
             if variant.split("-")[0] in providers:
-                yield cell(model, remat, its_layers, variant)
+                yield cell(model, remat, its_layers, variant, count)
 
 
-def cell(model: str, remat: Remat, layers: Layers, variant: str) -> TrainingCell:
-    """In the dtype and the batch that are measured."""
-    return TrainingCell(model, remat, layers, "bfloat16", MODELS[model].batch, variant)
+def cell(model: str, remat: Remat, layers: Layers, variant: str, devices: int = 1) -> TrainingCell:
+    """A step in the dtype and with the batch for each device that are measured."""
+    batch, mesh = MODELS[model].batch * devices, "" if devices == 1 else f"fsdp={devices}"
+    return TrainingCell(model, remat, layers, "bfloat16", batch, variant, mesh)
 
 
 STACK_LAYERS = 24

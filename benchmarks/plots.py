@@ -102,6 +102,7 @@ def training(rows: Sequence[Row], dtype: str, title: str, path: Path) -> None:
     figure.suptitle(title, fontsize=11)
     for name, (times, memory, curves) in zip(models, grid):
         its = [row for row in rows if row["model"] == name and row["dtype"] == dtype]
+        its = [row for row in its if not row["mesh"]]
         times.set_title(f"{name}: ms of a step", fontsize=10)
         _bars(times, its, "ms", 1.0)
         memory.set_title(f"{name}: temp memory, GB", fontsize=10)

@@ -1,6 +1,5 @@
 """The tables of report.md; docs/results.md shows some of them, too, and of blocks the medians."""
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -106,7 +105,7 @@ def bars(rows: Sequence[Row]) -> str:
     steps = figures.steps(row for row in rows if row["status"] == OK)
     body = []
     for bar in BARS:
-        ours, plain = (steps.get(tuple(map(str, dataclasses.astuple(c)))) for c in bar.cells)
+        ours, plain = (steps.get((*figures.step_of(c).values(),)) for c in bar.cells)
         if ours is not None and plain is not None:
             ratio = float(ours[bar.figure]) / float(plain[bar.figure])
             verdict = "holds" if ratio <= bar.most else "missed"

@@ -118,6 +118,15 @@ def this_machine() -> Machine:
     return Machine(device, driver)
 
 
+def gpus() -> int:
+    """Return the number of NVIDIA GPUs of the machine; 0 without a driver."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    answer = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return 0 if answer.returncode else len(answer.stdout.split("\n")) - 1
+
+
 def commit() -> str:
     """Short hash of HEAD, with "-dirty" where the kernels differ from it; "unknown" without git."""
     try:

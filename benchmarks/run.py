@@ -39,14 +39,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks import processes, report, report_tables, results, workloads
-from benchmarks.blocks import BLOCKS
-from benchmarks.linear import LINEAR
-from benchmarks.losses import LOSSES
-from benchmarks.models import LAYERS, MODELS, REMATS, VARIANTS
+from benchmarks.models import LAYERS, REMATS, VARIANTS
 from benchmarks.processes import Outcome
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import OK, Machine, Row, Table
-from benchmarks.suites import SUITES, Cell, Selection, Suite, provider_name, provider_of
+from benchmarks.suites import OPS, SUITES, Cell, Selection, Suite, provider_name, provider_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +175,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     names: dict[str, tuple[list[str], str]] = {
         "providers": (list(PROVIDERS), "whose functions"),
         "ops": (
-            [*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR, *MODELS],
+            list(OPS),
             "which operations, blocks, losses, products and models",
         ),
         "directions": (
@@ -211,6 +208,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "BATCHxLENGTHxCOLS, of linear_cross_entropy ROWSxFEATURESxCLASSES, of linear MxKxN",
     )
     parser.add_argument(
+        "--devices",
+        nargs="+",
+        type=count,
+        metavar="N",
+        help="of training: over how many devices a mesh splits parameters and batches (FSDP), with "
+        "as many sequences for each (default: 1, and all GPUs of the machine)",
+    )
+    parser.add_argument(
         "--bars",
         action="store_true",
         help="of training and capacity only the steps that the bars of benchmarks/bars.py compare, "
@@ -224,7 +229,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--workers",
-        type=workers,
+        type=count,
         metavar="N",
         help="processes of a side that compile at the same time, and then measure one after the "
         "other (default: on a GPU half of the cores, at most 8; else 1)",
@@ -262,6 +267,7 @@ def selected(given: argparse.Namespace) -> Selection:
         variants=tuple(given.variants),
         remats=tuple(given.remats),
         layers=tuple(given.layers),
+        devices=tuple(given.devices or dict.fromkeys((1, results.gpus() or 1))),
         bars=given.bars,
     )
 
@@ -279,9 +285,9 @@ def shape(text: str) -> workloads.Shape:
     return tuple(map(int, sizes))
 
 
-def workers(text: str) -> int:
+def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected 1 or more processes")
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a number, 1 or more")
     return int(text)
 
 

@@ -66,16 +66,19 @@ Timed = TimedCell | BlockCell | LossCell | LinearCell
 Cell = Timed | TrainingCell | StackCell | CompileCell | CpuCell
 
 
+OPS = tuple(dict.fromkeys([*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR, *MODELS, *cpu.CPU]))
+
+
 @dataclasses.dataclass(frozen=True)
 class Selection:
     """What the command line asks for: `ops` also names blocks, losses, products and models.
 
-    `shapes` None: each suite's own. Of training steps `variants`, `remats` and `layers`, and with
-    `bars` those alone that the bars compare.
+    `shapes` None: each suite's own. Of training steps `variants`, `remats` and `layers`, over each
+    number of `devices`, and with `bars` those alone that the bars compare.
     """
 
     providers: tuple[str, ...] = tuple(PROVIDERS)
-    ops: tuple[str, ...] = (*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR, *MODELS)
+    ops: tuple[str, ...] = OPS
     directions: tuple[Direction, ...] = workloads.DIRECTIONS
     dtypes: tuple[tuple[str, str], ...] = tuple(workloads.DTYPES)
     shapes: tuple[Shape, ...] | None = None
@@ -83,6 +86,7 @@ class Selection:
     variants: tuple[str, ...] = tuple(VARIANTS)
     remats: tuple[Remat, ...] = REMATS
     layers: tuple[Layers, ...] = LAYERS
+    devices: tuple[int, ...] = (1,)
     bars: bool = False
 
     @property
@@ -200,6 +204,7 @@ def _training(selection: Selection) -> Iterable[Cell]:
         selection.variants,
         selection.remats,
         selection.layers,
+        selection.devices,
         quick=selection.quick,
     )
 
@@ -291,7 +296,7 @@ SUITES: dict[str, Suite] = {
             "capacity",
             TrainingCell,
             {"batch_in_80gb": 0},
-            _training,
+            lambda selection: _training(dataclasses.replace(selection, devices=(1,))),
             sides=("jax",),
             batch=1,
         ),

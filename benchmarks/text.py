@@ -45,6 +45,7 @@ def ratio(row: Row, plain: Mapping[str, str], column: str) -> str:
 def model(row: Row) -> str:
     """Of a training step: its model, batch and length; layers are scanned where it says nothing."""
     size = f"{row['model']}, {row['batch']} x {MODELS[row['model']].seq}"
+    size = f"{size}, {row['mesh']}" if row["mesh"] else size
     return size if row["layers"] == "scan" else f"{size}, {row['layers']}"
 
 

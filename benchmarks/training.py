@@ -1,5 +1,6 @@
 """A training step of the models of language_models.py: its time, its memory, its losses."""
 
+import contextlib
 import functools
 import statistics
 import time
@@ -8,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks import language_models, models, timing
 from benchmarks.language_models import Model, State
@@ -17,6 +19,7 @@ from benchmarks.variants import VARIANTS
 Figures = dict[str, float | None]
 WARMUP = 3
 KERNEL_STEPS = 10  # whose kernels are timed
+_SPLIT_FROM = 100_000  # elements of an array that a mesh splits
 _GUESSES = 8  # along the line; after them the interval is halved
 
 # XLA times matrix products in many forms before it takes one, and that may come with a workspace of
@@ -51,6 +54,7 @@ class Step:
             "cudnn" if on_gpu else "xla",
         )
         self.tokens = batch * cell.size.seq
+        self.devices = cell.devices
         self._options = _GPU_OPTIONS if on_gpu else None
         self._batch_shape = (batch, cell.size.seq + 1)
         state, tokens = jax.eval_shape(lambda: (self._initial(), self._batch(0)))
@@ -126,11 +130,12 @@ class Step:
 
 
 def speed(step: Step) -> Figures:
-    """Of a step: its median time, also of its kernels alone, its memory; and losses."""
+    """A step's median time, also of its kernels on each device, its memory, and losses."""
     state, times, losses = step.times(LOSS_STEPS[-1])
     ms = statistics.median(times[WARMUP:])
     on_gpu = jax.default_backend() == "gpu"
-    us = sum(us for _, us in step.kernels(state)) / KERNEL_STEPS if on_gpu else None
+    kernel_steps = KERNEL_STEPS * step.devices
+    us = sum(us for _, us in step.kernels(state)) / kernel_steps if on_gpu else None
     return {
         "ms": ms,
         "kernels_ms": None if us is None else us / 1e3,
@@ -141,14 +146,42 @@ def speed(step: Step) -> Figures:
     }
 
 
+def over(devices: int) -> Callable[[State], tuple[Any, Any]]:
+    """Shardings of a state and of a batch over so many devices (FSDP).
+
+    Batches are split along their sequences. An array of 100,000 elements or more is split along its
+    last axis that the devices divide, and other arrays are whole on each device.
+    """
+    if devices == 1:
+        return lambda state: (None, None)
+    with contextlib.suppress(RuntimeError):  # JAX has its devices already.
+        jax.config.update("jax_num_cpu_devices", devices)
+    if len(jax.devices()) < devices:
+        raise ValueError(f"got {len(jax.devices())} devices; expected {devices} for this mesh")
+    mesh = jax.make_mesh(
+        (devices,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
+
+    def sharding(a: Any) -> NamedSharding:
+        axes = [i for i, size in enumerate(a.shape) if size % devices == 0]
+        if not axes or a.size < _SPLIT_FROM:
+            return NamedSharding(mesh, PartitionSpec())
+        return NamedSharding(mesh, PartitionSpec(*[None] * axes[-1], "fsdp"))
+
+    def shardings(state: State) -> tuple[Any, Any]:
+        return jax.tree.map(sharding, state), NamedSharding(mesh, PartitionSpec("fsdp"))
+
+    return shardings
+
+
 def prepare(suite: str, cell: TrainingCell) -> Callable[[], Figures]:
     """What measures a cell of "training", or of "capacity", which runs nothing; compiles it."""
-    step = Step(cell, cell.batch)
+    step = Step(cell, cell.batch, over(cell.devices))
     if suite == "training":
         _ = step.initial, step.batch
         return functools.partial(speed, step)
     fits = largest(
-        lambda batch: Step(cell, batch).peak_bytes,
+        lambda batch: Step(cell, batch, over(cell.devices)).peak_bytes,
         models.BUDGET_BYTES,
         {cell.batch: step.peak_bytes},
     )

@@ -57,7 +57,7 @@ __all__ = [
     "softmax_cross_entropy_with_integer_labels",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Where users find them: in signatures, tracebacks and help(jaxnorm), which lists what is defined
 # in a module.

@@ -124,7 +124,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             test = item.nodeid.partition("[")[0]
             # By a hash: a stride could meet the same value of a parameter each time.
-            is_chosen = test not in seen or zlib.crc32(item.nodeid.encode()) % every == 0
+            at = zlib.crc32(item.nodeid.encode()) % every
+            is_chosen = test not in seen or at == config.getoption("--offset") % every
             (chosen if is_chosen else others).append(item)
             seen.add(test)
         config.hook.pytest_deselected(items=others)
@@ -171,6 +172,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every", type=int, default=1, metavar="N", help="of each test, one case of N or so"
+    )
+    parser.addoption(
+        "--offset", type=int, default=0, metavar="K", help="with --every: another choice for each K"
     )
     parser.addoption(
         "--export-triton",

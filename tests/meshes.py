@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from program_error import analyse, assert_analysed
 
 import jaxnorm
 from jaxnorm_kernels import operations
@@ -66,9 +67,8 @@ def residual_step(name, **options):
 
 @functools.cache
 def expected_of_residual(name):
-    """What `residual_step` gives of `residual_operands` on one device."""
-    run = jax.jit(residual_step(name, implementation="xla"))
-    return [np.asarray(a) for a in run(*residual_operands(name))]
+    """The analysed results of `residual_step` on one device."""
+    return analyse(residual_step(name), *residual_operands(name))
 
 
 def residual_operands(name, shape=SHAPE):
@@ -129,28 +129,24 @@ def on_mesh(function, arrays, case, kind):
 
 
 def collectives(compiled):
-    """Name -> shapes of what each collective of that name yields, one for each array."""
+    """Name -> shapes of what each collective of that name yields, one for each array.
+
+    An asynchronous one begins with a "-start", which yields its operands, too, before the results.
+    """
     found = {}
-    pattern = r"= (\(?[^=]*?) (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\("
-    for shapes, name in re.findall(pattern, compiled.as_text()):
-        found.setdefault(name, []).extend(re.findall(r"\w+\[([\d,]*)\]", shapes))
+    pattern = r"= (\(?[^=]*?) (all-reduce|all-gather|all-to-all|collective-permute)(-start)?\("
+    for kind, name, start in re.findall(pattern, compiled.as_text()):
+        shapes = re.findall(r"\w+\[([\d,]*)\]", kind)
+        found.setdefault(name, []).extend(shapes[len(shapes) // 2 :] if start else shapes)
     return found
 
 
 @functools.cache
 def expected_of(name, save, shape):
-    """What `step` gives of `operands` on one device."""
-    run = jax.jit(step(name, save, implementation="xla"))
-    return [np.asarray(a) for a in run(*operands(name, shape))]
+    """The analysed results of `step` on one device."""
+    return analyse(step(name, save), *operands(name, shape))
 
 
 def check_values(compiled, sharded, name, save="output"):
-    """Of `operands`, wherever they lie."""
-    expected = expected_of(name, save, sharded[1].shape)
-    # A sum over n rows of terms near 1 grows to 3 sqrt(n); its n roundings add up like a random
-    # walk, in whatever order the rows are added.
-    rows = sharded[1].size // sharded[1].shape[-1]
-    of_parameters = 3 * rows * 2.0**-24
-    for i, (ours, theirs) in enumerate(zip(compiled(*sharded), expected, strict=True)):
-        atol = 2e-5 if i < 2 else max(2e-5, of_parameters)
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=atol)
+    """Assert that the compiled step gives the analysed results."""
+    assert_analysed(compiled(*sharded), expected_of(name, save, sharded[1].shape))

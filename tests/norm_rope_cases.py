@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from reference import SAFETY, Norm, exact, rounding
@@ -38,12 +37,6 @@ SHAPE = BATCH, LENGTH, HEADS, COLS = 4, 8, 2, 16
 X, SCALE = normal(SHAPE, "float32", 0), normal((COLS,), "float32", 1, scale=0.3, shift=1.0)
 COS, SIN = tables((LENGTH, 1, COLS // 2))
 ALL = X, SCALE, COS, SIN
-
-
-def assert_close(ours, theirs, atol=2e-5):
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert a.shape == b.shape
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=atol)
 
 
 @dataclasses.dataclass

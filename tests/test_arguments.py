@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from program_error import assert_computes
+from reference import of_roundings
 
 import jaxnorm
 
@@ -198,7 +200,11 @@ def test_numpy_input(function):
 
 
 def test_axis_none_means_all():
-    np.testing.assert_allclose(jaxnorm.softmax(X, None).sum(), 1.0, rtol=1e-6)
+
+    def total(x):
+        return jaxnorm.softmax(x, None).sum()
+
+    assert_computes(total(X), total, X, expected=1.0)
     np.testing.assert_array_equal(
         jaxnorm.rms_norm(X, axis=None), jaxnorm.rms_norm(X, axis=(0, 1, 2))
     )
@@ -421,3 +427,62 @@ def test_what_is_refused_of_a_linear_loss_names_it(function, options):
     for call in (loss, jax.jit(loss), gradient):
         with pytest.raises(ValueError, match=f"^{loss.func.__name__}: .* cannot run on cpu"):
             call(x, weight, labels)
+
+
+# ---------------------------------------------------- messages for mistakes that people make
+
+LOGITS, ONE_HOT = jnp.ones((2, 3, 5)), jnp.ones((2, 3, 5), int)
+LOSSES = {
+    "softmax_cross_entropy_with_integer_labels": jaxnorm.softmax_cross_entropy_with_integer_labels,
+    "log_prob_and_entropy": jaxnorm.log_prob_and_entropy,
+}
+LINEAR_LOSSES = {
+    "linear_softmax_cross_entropy": jaxnorm.linear_softmax_cross_entropy,
+    "linear_log_prob_and_entropy": jaxnorm.linear_log_prob_and_entropy,
+}
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float32", "bool"])
+def test_one_hot_labels(dtype):
+    """Of any dtype: to cast them, as the message for other floats says, would not help."""
+    labels = ONE_HOT.astype(dtype)
+    for name, function in LOSSES.items():
+        with pytest.raises(ValueError, match=rf"^{name}: .*one-hot.* jnp.argmax\(labels, axis=2\)"):
+            function(LOGITS, labels)
+        with pytest.raises(ValueError, match=r"expected \(3, 5\).* jnp.argmax\(labels, axis=0\)"):
+            function(LOGITS, labels, axis=0)
+        with pytest.raises(ValueError, match=r"expected \(2,\).*jnp.argmax of labels with their"):
+            function(LOGITS, labels, axis=(1, 2))
+    for name, function in LINEAR_LOSSES.items():
+        with pytest.raises(ValueError, match=rf"^{name}: .*one-hot.* jnp.argmax\(labels, axis=2\)"):
+            function(X[..., :4], jnp.ones((4, 5)), labels)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5), (1, 1, 5), (2, 3, 1)])
+def test_a_mask_of_classes_for_the_linear_loss(shape):
+    """What the message names is the loss with this mask."""
+    name, labels, weight = "linear_softmax_cross_entropy", jnp.zeros((2, 3), int), jnp.ones((4, 5))
+    mask = jnp.ones(shape, bool).at[..., 1:2].set(shape[-1] == 1)
+    with pytest.raises(ValueError, match=rf"^{name}: .*mask of classes.*bias=.*linear_log_prob"):
+        LINEAR_LOSSES[name](X, weight, labels, where=mask)
+    log_prob, _ = jaxnorm.linear_log_prob_and_entropy(X, weight, labels, where=mask)
+    expected = jaxnorm.softmax_cross_entropy_with_integer_labels(X @ weight, labels, where=mask)
+    # The matmul's sums of 4 terms, 5 exponentials and their sum, the logarithm: 16 roundings.
+    bound = of_roundings(16, "float32", 1.0)
+    np.testing.assert_allclose(-log_prob, expected, rtol=bound)
+    if shape == (1, 1, 5):
+        bias = jnp.where(mask[0, 0], 0, -jnp.inf)
+        losses = LINEAR_LOSSES[name](X, weight, labels, bias=bias, reduction="none")
+        np.testing.assert_allclose(losses, expected, rtol=bound)
+
+
+@pytest.mark.parametrize("width", [8, 6])
+def test_tables_that_hold_each_angle_twice(width):
+    table = jnp.ones((3, 1, width))
+    x = jnp.ones((2, 3, 2, 8))
+    with pytest.raises(
+        ValueError, match=r"^rms_norm_rope: .*4 at most.* first half.*\[\.\.\., ::2"
+    ):
+        jaxnorm.rms_norm_rope(x, None, table, table)
+    half = table[..., : width // 2]
+    assert jaxnorm.rms_norm_rope(x, None, half, half).shape == x.shape

@@ -1,6 +1,8 @@
 """The attention functions against Flax's, alone and inside Flax's attention modules."""
 
+import functools
 import inspect
+import math
 
 import flax.linen as nn
 import jax
@@ -8,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from program_error import assert_computes, assert_same_results
+from reference import SAFETY, unit_roundoff
 
 import jaxnorm.linen
 import jaxnorm.nnx
@@ -33,13 +37,6 @@ def qkv(dtype="float32", kv_heads=4):
     )
 
 
-def assert_close(a, b, tolerance=1e-5):
-    assert (a.shape, a.dtype) == (b.shape, b.dtype)
-    np.testing.assert_allclose(
-        np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=tolerance, atol=tolerance
-    )
-
-
 def masks():
     some = np.random.default_rng(3).random((2, 4, 5, 7)) < 0.5
     some[0, 0, 2] = False  # a query that may attend to nothing attends to everything
@@ -55,19 +52,23 @@ def test_values_and_gradients(ours, theirs, kind, with_bias, dtype):
     mask = masks()[kind]
     mask = None if mask is None else jnp.asarray(mask)
     bias = normal(1, 4, 5, 7, seed=4, dtype=dtype) if with_bias else None
-    results = []
-    for f in (ours, theirs):
-        y, vjp = jax.vjp(lambda *a, f=f: f(*a, bias=bias, mask=mask), *operands)
-        results.append([y, *vjp(jnp.cos(jnp.arange(y.size, dtype=dtype)).reshape(y.shape))])
-    # In bfloat16 the two round logits and weights at different places: a few units each.
-    for a, b in zip(*results):
-        assert_close(a, b, 1e-5 if dtype == "float32" else 0.1)
+
+    def both(f):
+        y, vjp = jax.vjp(lambda *a: f(*a, bias=bias, mask=mask), *operands)
+        return [y, *vjp(jnp.cos(jnp.arange(y.size, dtype=dtype)).reshape(y.shape))]
+
+    # The two round logits and weights at different places. Of ours, an analysis gives no bound in
+    # bfloat16: it does not know that the weights of a row sum to 1, and the gradient divides by
+    # that sum.
+    assert_same_results(lambda: both(ours), lambda: both(theirs), as_accurate=True)
 
 
 @each
 def test_dtype_argument(ours, theirs):
     operands = tuple(a[..., :6] for a in qkv("bfloat16"))
-    assert_close(ours(*operands, dtype=jnp.float32), theirs(*operands, dtype=jnp.float32))
+    assert_same_results(
+        lambda: ours(*operands, dtype=jnp.float32), lambda: theirs(*operands, dtype=jnp.float32)
+    )
 
 
 @each
@@ -78,8 +79,9 @@ def test_dropout(ours, theirs, broadcast):
         "dropout_rate": 0.5,
         "broadcast_dropout": broadcast,
     }
-    assert_close(ours(*qkv(), **arguments), theirs(*qkv(), **arguments))
-    assert_close(ours(*qkv(), **arguments, deterministic=True), ours(*qkv()), 0)
+    assert_same_results(lambda: ours(*qkv(), **arguments), lambda: theirs(*qkv(), **arguments))
+    whole = ours(*qkv(), **arguments, deterministic=True)
+    np.testing.assert_array_equal(whole, ours(*qkv()))
 
 
 @each
@@ -98,9 +100,9 @@ def test_grouped_queries_and_causal_mask_in_nnx(heads):
             n: jnp.asarray(np.broadcast_to(a, (2, 4, 5, 7))) if n == "mask" else a
             for n, a in arguments.items()
         }
-        assert_close(
-            jaxnorm.nnx.dot_product_attention(q, k, v, **arguments),
-            nnx.dot_product_attention(q, k, v, **arguments),
+        assert_same_results(
+            lambda: jaxnorm.nnx.dot_product_attention(q, k, v, **arguments),  # noqa: B023
+            lambda: nnx.dot_product_attention(q, k, v, **arguments),  # noqa: B023
         )
 
 
@@ -123,7 +125,10 @@ def test_complex_operands_in_linen(kind):
         for f in (jaxnorm.linen.dot_product_attention, nn.dot_product_attention)
     )
     assert ours.dtype == theirs.dtype == "complex64"
-    np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+    # Sums of 4 and of 5 complex products, so 8 and 10 real ones, and a softmax of 5 between them.
+    size = float(max(jnp.abs(a).max() for a in operands)) ** 2
+    bound = SAFETY * unit_roundoff("float32") * (math.sqrt(8) + 2 + math.sqrt(10)) * 8 * size
+    assert np.abs(ours - theirs).max() <= bound
     module = nn.MultiHeadDotProductAttention(
         num_heads=2, attention_fn=jaxnorm.linen.dot_product_attention
     )
@@ -133,8 +138,8 @@ def test_complex_operands_in_linen(kind):
 
 def test_softmax_precision_in_linen():
     operands = qkv("bfloat16")
-    ours, theirs = (f(*operands, force_fp32_for_softmax=True) for f in FUNCTIONS["linen"])
-    assert_close(ours, theirs, 1e-2)
+    ours, theirs = (functools.partial(f, force_fp32_for_softmax=True) for f in FUNCTIONS["linen"])
+    assert_same_results(lambda: ours(*operands), lambda: theirs(*operands))
 
 
 def test_replaced_einsums_in_linen():
@@ -147,15 +152,17 @@ def test_replaced_einsums_in_linen():
     y = jaxnorm.linen.dot_product_attention(
         *qkv(), qk_attn_weights_einsum=einsum, attn_weights_value_einsum=einsum
     )
-    assert_close(y, nn.dot_product_attention(*qkv()))
+    plain = nn.dot_product_attention
+    assert_computes(y, plain, *qkv(), like=jaxnorm.linen.dot_product_attention)
     assert len(calls) == 2
 
 
 def test_batch_axes():
     q, k, v = qkv()
     for ours, _ in FUNCTIONS.values():
-        np.testing.assert_allclose(ours(q[0], k[0], v[0]), ours(q, k, v)[0], rtol=1e-6)
-        assert_close(ours(q[None], k[None], v[None])[0], ours(q, k, v), 1e-6)
+        one = ours(q[0], k[0], v[0])
+        assert_computes(one, lambda *a, f=ours: f(*a)[0], q, k, v)
+        assert_computes(ours(q[None], k[None], v[None])[0], ours, q, k, v)
 
 
 @pytest.mark.parametrize("sow", [False, True])
@@ -167,14 +174,11 @@ def test_in_the_linen_module(sow):
 
     ours, theirs = (module(f) for f in FUNCTIONS["linen"])
     variables = theirs.init(jax.random.key(0), x)
-    a, b = (
-        m.apply(variables, x, mask=mask, sow_weights=sow, mutable=["intermediates"])
-        for m in (ours, theirs)
-    )
-    assert_close(a[0], b[0])
-    assert jax.tree.structure(a[1]) == jax.tree.structure(b[1])
-    for weights, expected in zip(jax.tree.leaves(a[1]), jax.tree.leaves(b[1])):
-        assert_close(weights, expected)
+
+    def applied(module):
+        return module.apply(variables, x, mask=mask, sow_weights=sow, mutable=["intermediates"])
+
+    assert_same_results(lambda: applied(ours), lambda: applied(theirs))
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
@@ -182,16 +186,19 @@ def test_in_the_linen_module(sow):
 def test_in_the_nnx_module(sow):
     x, mask = normal(2, 6, 16), nnx.make_causal_mask(jnp.ones((2, 6)))
 
+    modules = {
+        f: nnx.MultiHeadAttention(4, 16, attention_fn=f, decode=False, rngs=nnx.Rngs(0))
+        for f in FUNCTIONS["nnx"]
+    }
+
     def run(f):
-        module = nnx.MultiHeadAttention(4, 16, attention_fn=f, decode=False, rngs=nnx.Rngs(0))
+        module = nnx.clone(modules[f])
         y = module(x, mask=mask, sow_weights=sow)
         return y, jax.tree.leaves(nnx.state(module, nnx.Intermediate))
 
-    (a, sown), (b, expected) = (run(f) for f in FUNCTIONS["nnx"])
-    assert_close(a, b)
-    assert len(sown) == len(expected) == int(sow)
-    for weights, wanted in zip(sown, expected):
-        assert_close(weights, wanted)
+    ours, theirs = FUNCTIONS["nnx"]
+    assert len(run(ours)[1]) == int(sow)
+    assert_same_results(lambda: run(ours), lambda: run(theirs))
 
 
 def test_keeps_only_the_weights_of_the_softmax():

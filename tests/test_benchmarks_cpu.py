@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from benchmarks import report, results, run
+from benchmarks.blocks import BLOCKS
 from benchmarks.cpu import CPU, CpuCell
 from benchmarks.results import Machine, Table
 from benchmarks.suites import SUITES, Selection
@@ -16,7 +17,7 @@ SHAPES = (("cross_entropy", "2048x1024"), ("linear_cross_entropy", "1024x512x819
 def test_cells():
     cells = list(SUITE.cells(Selection()))
     assert {cell.op for cell in cells} == {*CPU}
-    assert len(cells) == len(set(cells)) == 60
+    assert len(cells) == len(set(cells)) == 88
     # Both of Flax's variances, and nothing of a provider that was not asked for.
     flax = [c for c in cells if c.op == "layer_norm" and c.shape == "4096x1024"]
     assert {c.provider for c in flax} == {"flax", "flax-two_pass"}
@@ -27,18 +28,21 @@ def test_cells():
 
 
 def test_shapes_that_are_asked_for():
-    selection = Selection(shapes=((8, 32), (8, 16, 32)), dtypes=(("float32", "float32"),))
-    shapes = {(c.op, c.shape) for c in SUITE.cells(selection)}
-    assert ("cross_entropy", "8x32") in shapes
-    assert ("linear_cross_entropy", "8x16x32") in shapes
-    assert len(shapes) == len(CPU)
+    shapes = ((8, 32), (8, 16, 32), (2, 4, 2, 32))
+    selection = Selection(shapes=shapes, dtypes=(("float32", "float32"),))
+    found = {(c.op, c.shape) for c in SUITE.cells(selection)}
+    assert ("cross_entropy", "8x32") in found
+    assert ("linear_cross_entropy", "8x16x32") in found
+    assert ("rms_norm_rope", "2x4x2x32") in found
+    assert len(found) == len(CPU)
 
 
 @pytest.mark.parametrize("op", CPU)
 def test_the_workload_of_a_cell(op):
     shape = "x".join(map(str, CPU[op].shapes[0]))
     workload = CpuCell(op, "fwd", shape, "float32", "jnp").workload
-    assert workload.row_operands[0][0] == CPU[op].shapes[0][:2]
+    whole = CPU[op].shapes[0]
+    assert workload.row_operands[0][0] == (whole if op in BLOCKS else whole[:2])
 
 
 def test_a_run(tmp_path, monkeypatch):
@@ -46,11 +50,12 @@ def test_a_run(tmp_path, monkeypatch):
     if results.this_machine() != Machine("cpu"):
         pytest.skip("takes the GPU's memory from the tests")
     arguments = ["cpu", "--ops", "cross_entropy", "linear_cross_entropy", "layer_norm"]
-    arguments += ["--dtypes", "float32", "--shapes", "8x32", "8x16x32", "--directions", "fwd+bwd"]
+    arguments += ["rms_norm_rope", "gated_linear", "activation_linear", "--dtypes", "float32"]
+    arguments += ["--shapes", "8x32", "8x16x32", "2x4x2x32", "--directions", "fwd+bwd"]
     arguments += ["--out", str(tmp_path)]
     assert run.main(arguments) == 0
     rows = Table(tmp_path, SUITE).rows()
-    assert len(rows) == 4
+    assert len(rows) == 7
     assert {row["status"] for row in rows} == {"ok"}
     for row in rows:
         assert all(float(row[name]) > 0 for name in SUITE.figures)

@@ -145,9 +145,38 @@ def test_a_training_step(cell):
     )
 
 
+@pytest.mark.usefixtures("quick_to_compile")
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="for CPU devices")
+def test_a_training_step_on_a_mesh(cell, monkeypatch):
+    """Losses are those of one device; parameters, their moments, and batches are split."""
+    monkeypatch.setattr(training, "_SPLIT_FROM", 1000)
+    monkeypatch.setattr(training, "LOSS_STEPS", LOSS_STEPS[:2])
+    alone, over_two = (
+        training.prepare("training", dataclasses.replace(cell, mesh=mesh))
+        for mesh in ("", "fsdp=2")
+    )
+    (step,) = over_two.args
+    state = step.initial()
+    split = {a.shape for a in jax.tree.leaves(state) if not a.sharding.is_fully_replicated}
+    assert split == {a.shape for a in jax.tree.leaves(state) if a.size >= 1000}
+    assert step.batch(0).sharding.shard_shape((4, 25)) == (2, 25)
+    ours, expected = over_two(), alone()
+    assert ours["tokens_per_s"] == pytest.approx(4 * 24 / ours["ms"] * 1e3)
+    for n in LOSS_STEPS[:2]:
+        # A mean of losses near log(97), whose sums over rows are in another order.
+        loss = expected[f"loss_{n}"]
+        assert ours[f"loss_{n}"] == pytest.approx(loss, abs=1e-4)
+
+
+def test_more_devices_than_there_are(cell):
+    cell = dataclasses.replace(cell, mesh=f"fsdp={jax.device_count() + 1}")
+    with pytest.raises(ValueError, match=r"got \d+ devices; expected \d+ for this mesh"):
+        training.prepare("training", cell)
+
+
 def test_what_fits(cell, monkeypatch):
     class Line:
-        def __init__(self, cell, batch):
+        def __init__(self, cell, batch, shardings):
             self.peak_bytes = 100 + 7 * batch
 
     monkeypatch.setattr(training, "Step", Line)

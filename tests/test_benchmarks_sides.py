@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 import gc
+import math
 import types
 
 import jax
 import pytest
+from reference import SAFETY, unit_roundoff
 
 from benchmarks import jax_side
 from benchmarks.blocks import BLOCKS
@@ -88,7 +90,9 @@ def test_torch_cells(suite, direction, torch_side):
     cell = dataclasses.replace(CELL, direction=direction, provider="torch")
     assert torch_side.prepare(suite, cell)()["us"] > 0
     accurate = dataclasses.replace(cell, direction="bwd", y_dtype="float32")
-    assert torch_side.prepare("accuracy", accurate)()["dx_error"] < 1e-6
+    # Sums of a row, and a few operations.
+    error = SAFETY * (math.sqrt(CELL.workload.cols) + 4) * unit_roundoff("float32")
+    assert torch_side.prepare("accuracy", accurate)()["dx_error"] < error
 
 
 @pytest.mark.parametrize("op", BLOCKS)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from program_error import assert_computes
 
 import jaxnorm
 
@@ -33,6 +34,91 @@ def test_a_call_costs_what_jax_nn_s_does(name):
     raise AssertionError(f"{5e4 * ours:.1f} us, {5e4 * theirs:.1f} of jax.nn")
 
 
+ROWS, WEIGHT, SCALE, LABELS = jnp.ones((4, 8)), jnp.ones((8, 6)), jnp.ones(8), jnp.arange(4)
+TABLE = jnp.ones((4, 1, 4))
+# A call of each public function, and the arrays that it is differentiated with respect to.
+CALLS = {
+    "activation_linear": (jaxnorm.activation_linear, (ROWS, WEIGHT)),
+    "add_layer_norm": (jaxnorm.add_layer_norm, (ROWS, ROWS, SCALE, SCALE)),
+    "add_rms_norm": (jaxnorm.add_rms_norm, (ROWS, ROWS, SCALE)),
+    "gated_linear": (jaxnorm.gated_linear, (ROWS, ROWS, WEIGHT)),
+    "layer_norm": (jaxnorm.layer_norm, (ROWS, SCALE, SCALE)),
+    "linear_log_prob_and_entropy": (
+        lambda x, w: jaxnorm.linear_log_prob_and_entropy(x, w, LABELS),
+        (ROWS, WEIGHT),
+    ),
+    "linear_softmax_cross_entropy": (
+        lambda x, w: jaxnorm.linear_softmax_cross_entropy(x, w, LABELS),
+        (ROWS, WEIGHT),
+    ),
+    "log_prob_and_entropy": (lambda x: jaxnorm.log_prob_and_entropy(x, LABELS), (ROWS,)),
+    "log_softmax": (jaxnorm.log_softmax, (ROWS,)),
+    "rms_norm": (jaxnorm.rms_norm, (ROWS, SCALE)),
+    "rms_norm_add": (jaxnorm.rms_norm_add, (ROWS, ROWS, SCALE)),
+    "rms_norm_add_rms_norm": (jaxnorm.rms_norm_add_rms_norm, (ROWS, ROWS, SCALE, SCALE)),
+    "rms_norm_gated": (jaxnorm.rms_norm_gated, (ROWS, ROWS, SCALE)),
+    "rms_norm_linear": (
+        lambda x, w, s: jaxnorm.rms_norm_linear(x, w, s, activation="gelu"),
+        (ROWS, WEIGHT, SCALE),
+    ),
+    "rms_norm_rope": (
+        lambda x, s: jaxnorm.rms_norm_rope(x, s, TABLE, TABLE),
+        (jnp.ones((4, 2, 8)), SCALE),
+    ),
+    "softmax": (lambda x: jaxnorm.softmax(x, causal=True), (ROWS,)),
+    "softmax_cross_entropy_with_integer_labels": (
+        lambda x: jaxnorm.softmax_cross_entropy_with_integer_labels(x, LABELS),
+        (ROWS,),
+    ),
+}
+# Public names that are no functions of arrays, or that only inspect a program.
+NOT_CALLED = {
+    *("Choice", "MemoryReport", "NormReport", "ParamReport", "Plan"),
+    *("check_params", "implementation_for", "memory_report", "save_policy"),
+}
+
+
+def test_each_function_has_a_call():
+    assert {*CALLS} == {*jaxnorm.__all__} - NOT_CALLED
+
+
+@pytest.mark.oldest_jax
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_gradient_is_traced_once(name, order):
+    """A warm gradient outside `jax.jit` runs no Python of ours but what looks a program up.
+
+    Tracing anything anew would run the checks, the rules or the formulas.
+    """
+    function, arrays = CALLS[name]
+
+    def total(*arrays):
+        return sum(jnp.sum(y**2) for y in jax.tree.leaves(function(*arrays)))
+
+    def gradient(*arrays):
+        return jax.grad(total, tuple(range(len(arrays))))(*arrays)
+
+    def slope(*arrays):
+        return sum(jnp.sum(d**2) for d in gradient(*arrays))
+
+    run = gradient if order == 1 else jax.grad(slope)
+    run(*arrays)
+    run(*arrays)
+    ran = set()
+
+    def note(frame, event, argument):
+        path = frame.f_code.co_filename
+        if event == "call" and ("/jaxnorm/" in path or "/jaxnorm_kernels/" in path):
+            ran.add(path.rsplit("/", 1)[-1])
+
+    sys.setprofile(note)
+    try:
+        run(*arrays)
+    finally:
+        sys.setprofile(None)
+    assert ran == {"eager.py"}
+
+
 def test_arguments_that_cannot_be_hashed():
     x = jnp.arange(24.0).reshape(2, 3, 4)
     np.testing.assert_array_equal(jaxnorm.softmax(x, [0, 2]), jaxnorm.softmax(x, (0, 2)))
@@ -54,11 +140,13 @@ def test_a_traced_argument_meets_no_jit():
 
 def test_without_jit():
     x, scale = jnp.arange(12.0).reshape(3, 4), jnp.ones(4)
-    expected = jaxnorm.rms_norm(x, scale), jax.grad(lambda x: jaxnorm.softmax(x)[0, 0])(x)
+
+    def both(x, scale):
+        return jaxnorm.rms_norm(x, scale), jax.grad(lambda x: jaxnorm.softmax(x)[0, 0])(x)
+
     with jax.disable_jit():
-        got = jaxnorm.rms_norm(x, scale), jax.grad(lambda x: jaxnorm.softmax(x)[0, 0])(x)
-    for ours, theirs in zip(got, expected):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+        results = both(x, scale)
+    assert_computes(results, both, x, scale)
 
 
 @pytest.mark.oldest_jax

@@ -4,7 +4,6 @@ xla in float64; kernels, which have none, in float32 on a GPU, against the same 
 """
 
 import functools
-import math
 import re
 
 import jax
@@ -17,6 +16,7 @@ from gated_cases import plain as plain_gated
 from jax.experimental import checkify, jet
 from norm_rope_cases import plain as plain_rope
 from pairs import pairwise
+from program_error import analyse, assert_analysed, assert_computes
 
 import jaxnorm
 
@@ -232,32 +232,25 @@ def transformed(function, derivative, transformation):
 
 @functools.cache
 def expected_of(reference, derivative, transformation, *of):
-    """In float64, of `operands`: functions that keep one thing or another have one reference."""
-    wide = [a.astype("float64") for a in operands(*of)]
-    found = jax.jit(transformed(reference, derivative, transformation))(*wide)
-    return [np.asarray(a) for a in jax.tree.leaves(found)]
+    """The analysed reference: functions that save one thing or another have one reference."""
+    return analyse(transformed(reference, derivative, transformation), *operands(*of))
+
+
+def error_of(program, *of):
+    """The analysed values of a program that starts from other residuals than its reference."""
+    return analyse(program, *operands(*of))
 
 
 def check(reference, function, derivative, transformation, implementation):
     function = functools.partial(function, implementation=implementation)
-    if implementation == "xla":
-        dtype, *shape = of = "float64", 4, 6
-        u = 2.0**-53
-    else:
-        dtype, *shape = of = "float32", 70, 64
-        u = 2.0**-24
+    of = ("float64", 4, 6) if implementation == "xla" else ("float32", 70, 64)
     # The others change no value, and the reference does without them.
     repeated = transformation if transformation == "scan" else None
     expected = expected_of(reference, derivative, repeated, *of)
-    got = jax.tree.leaves(
-        jax.jit(transformed(function, derivative, transformation))(*operands(*of))
-    )
-    # Sums over rows and columns, each rounded like a random walk; what is left of a difference of
-    # two of them is held against the largest entry. 64: roundings of up to three derivatives.
-    bound = 64 * math.sqrt(math.prod(shape)) * u
-    for ours, theirs in zip(got, expected, strict=True):
-        assert ours.dtype == dtype
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound * max(1, np.abs(theirs).max()))
+    program = transformed(function, derivative, transformation)
+    got = jax.jit(program)(*operands(*of))
+    assert {a.dtype for a in jax.tree.leaves(got)} == {np.dtype(of[0])}
+    assert_analysed(got, expected, error_of(program, *of))
 
 
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
@@ -297,6 +290,7 @@ def test_derivatives(name, derivative, implementation):
     check(*FUNCTIONS[name], DERIVATIVES[derivative], None, implementation)
 
 
+@pytest.mark.remat
 # Each function under each transformation; the derivatives in turn, so that each function and each
 # transformation meets all of them.
 @pytest.mark.parametrize(
@@ -321,26 +315,29 @@ def test_outside_jit(name):
     reference, function = FUNCTIONS[name]
     of = "float64", 4, 6
     for derivative in (jvp, gradient, forward_over_reverse):
-        got = jax.tree.leaves(derivative(function)(*operands(*of)))
-        for ours, theirs in zip(got, expected_of(reference, derivative, None, *of), strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-12)
+        program = derivative(function)
+        expected = expected_of(reference, derivative, None, *of)
+        assert_analysed(program(*operands(*of)), expected, error_of(program, *of))
 
 
 def test_hutchinson_s_estimator():
     """optax's estimate of a Hessian's diagonal, by forward over reverse mode."""
     optax = pytest.importorskip("optax")
     x, scale, _ = operands("float64", 4, 6)
-    estimates = []
-    for norm in FUNCTIONS["rms_norm"]:
 
-        def objective(scale, norm=norm):
+    def estimate_of(norm):
+        def objective(scale):
             return jnp.mean((norm(x, scale, None) - jnp.sin(x)) ** 4)
 
         estimator = optax.contrib.hutchinson_estimator_diag_hessian(jax.random.key(0))
-        estimate, _ = estimator.update(None, estimator.init(scale), scale, obj_fn=objective)
-        estimates.append(estimate)
-    assert np.abs(estimates[0]).max() > 0.1
-    np.testing.assert_allclose(*estimates, rtol=1e-9)
+        return lambda scale: estimator.update(None, estimator.init(scale), scale, obj_fn=objective)[
+            0
+        ]
+
+    expected, ours = map(estimate_of, FUNCTIONS["rms_norm"])
+    estimate = ours(scale)
+    assert np.abs(estimate).max() > 0.1
+    assert_computes(estimate, expected, scale, like=ours)
 
 
 @pytest.mark.parametrize(("save", "bound"), [("output", 2.2e-2), ("input", 2e-3)])

@@ -17,6 +17,7 @@ from gated_linear_cases import (
     value_and_gradients,
 )
 from pairs import pairwise
+from program_error import analyse, assert_computes
 from reference import assert_within, exact, rounding
 
 import jaxnorm
@@ -79,15 +80,18 @@ def test_shapes():
 def test_defaults():
     a = operands((5, 8), 6)
     gate, up, weight, bias = a.values()
-    np.testing.assert_allclose(
-        jaxnorm.gated_linear(gate, up, weight), (jax.nn.silu(gate) * up) @ weight, rtol=1e-5
-    )
-    np.testing.assert_allclose(
-        jaxnorm.activation_linear(gate, weight, bias=bias),
-        jax.nn.gelu(gate) @ weight + bias,
-        rtol=1e-5,
-        atol=1e-6,
-    )
+
+    def plain(gate, up, weight):
+        return (jax.nn.silu(gate) * up) @ weight
+
+    y = jaxnorm.gated_linear(gate, up, weight)
+    assert_computes(y, plain, gate, up, weight, like=jaxnorm.gated_linear)
+
+    def plain_activation(gate, weight, bias):
+        return jax.nn.gelu(gate) @ weight + bias
+
+    y = jaxnorm.activation_linear(gate, weight, bias=bias)
+    assert_computes(y, plain_activation, gate, weight, bias)
 
 
 def test_rows_of_nan_stay_where_they_are():
@@ -199,13 +203,14 @@ def test_an_activation_closes_over_arrays(around):
         return layers
 
     arrays = jnp.full((8,), 0.7), *(a[name] for name in ("gate", "up", "weight"))
-    both = []
-    for function in (ours, plain):
-        gradients = jax.value_and_grad(functools.partial(loss, wrapped(function)), (0, 1, 2, 3))
-        both.append((jax.jit(gradients) if around == "jit" else gradients)(*arrays))
-    for p, q in zip(*map(jax.tree.leaves, both), strict=True):
-        np.testing.assert_allclose(p, q, rtol=1e-5, atol=1e-5)
-    assert np.abs(both[0][1][0]).max() > 1e-3
+    derived, expected = (
+        jax.value_and_grad(functools.partial(loss, wrapped(function)), (0, 1, 2, 3))
+        for function in (ours, plain)
+    )
+    results = (jax.jit(derived) if around == "jit" else derived)(*arrays)
+    assert_computes(results, expected, *arrays, like=derived)
+    of_slope = analyse(expected, *arrays)[1][0]
+    assert np.any(np.abs(of_slope.value) > of_slope.error)
 
 
 def test_experts():
@@ -227,13 +232,16 @@ def test_experts():
         return jax.lax.ragged_dot(h.astype(BF16), weight.astype(BF16), sizes)
 
     def both(function):
-        y, vjp = jax.vjp(function, gate, up, weight)
-        return y, *vjp(jnp.ones_like(y))
+        def run(*arrays):
+            y, vjp = jax.vjp(function, *arrays)
+            return y, *vjp(jnp.ones_like(y))
 
-    for p, q in zip(both(ours), both(plain), strict=True):
-        assert p.dtype == q.dtype
-        # Two draws of the same roundings to 8 bits.
-        np.testing.assert_allclose(exact(p), exact(q), rtol=0, atol=2**-6 * np.abs(exact(q)).max())
+        return run
+
+    arrays = gate, up, weight
+    results = both(ours)(*arrays)
+    assert [a.dtype for a in results] == [a.dtype for a in jax.eval_shape(both(plain), *arrays)]
+    assert_computes(results, both(plain), *arrays, like=both(ours))
 
 
 def test_a_product_of_a_tree():
@@ -267,8 +275,9 @@ def test_a_product_of_a_tree():
             y, vjp = jax.vjp(lambda *a: function(*a, arrays[-1]), *arrays[:-1])
             return y, *vjp(jnp.ones_like(y))
 
-        return run(x, weight["scale"], bias, jax.random.key(3))
+        return run
 
-    for p, q in zip(both(function), both(plain), strict=True):
-        assert p.dtype == q.dtype
-        np.testing.assert_allclose(exact(p), exact(q), rtol=0, atol=2**-6 * np.abs(exact(q)).max())
+    arrays = x, weight["scale"], bias, jax.random.key(3)
+    results = both(function)(*arrays)
+    assert [a.dtype for a in results] == [a.dtype for a in jax.eval_shape(both(plain), *arrays)]
+    assert_computes(results, both(plain), *arrays, like=both(function))

@@ -56,6 +56,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.remat
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("function", [gated, ungated])
 def test_operands_alone_are_kept(function, options):
@@ -67,6 +68,7 @@ def test_operands_alone_are_kept(function, options):
     assert of_sines == [(4, INNER)] * (2 if function.func is gated else 1)
 
 
+@pytest.mark.remat
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("function", [gated, ungated])
 def test_blocks(function, around):

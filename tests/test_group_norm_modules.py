@@ -13,6 +13,7 @@ import pytest
 import reference
 from convert_cases import kernels_in, normal
 from flax import nnx
+from program_error import analyse, assert_analysed, assert_computes
 
 import jaxnorm.linen
 import jaxnorm.nnx
@@ -210,7 +211,7 @@ def test_checkpoints_of_either_load_into_the_other():
     variables = theirs.init(jax.random.key(1), X)
     stored = flax.serialization.to_bytes(variables)
     loaded = flax.serialization.from_bytes(ours.init(jax.random.key(0), X), stored)
-    np.testing.assert_allclose(ours.apply(loaded, X), theirs.apply(variables, X), atol=1e-5)
+    assert_computes(ours.apply(loaded, X), theirs.apply, variables, X, like=ours.apply)
 
 
 # ------------------------------------------------------------------------------------ conversions
@@ -225,6 +226,11 @@ class Block(nn.Module):
 def test_a_linen_model_within_converted(caplog):
     model = Block()
     variables = model.init(jax.random.key(0), X)
+
+    def converted(variables, x):
+        with jaxnorm.linen.converted():
+            return model.apply(variables, x)
+
     with jaxnorm.linen.converted():
         made = model.init(jax.random.key(0), X)
         program = str(jax.make_jaxpr(model.apply)(variables, X))
@@ -234,7 +240,7 @@ def test_a_linen_model_within_converted(caplog):
         lost.init(jax.random.key(0), X)
     jax.tree.map(np.testing.assert_array_equal, made, variables)
     assert program.count("jaxnorm.layer_norm[") == 1
-    np.testing.assert_allclose(ours, model.apply(variables, X), atol=1e-4)
+    assert_computes(ours, model.apply, variables, X, like=converted)
     (record,) = caplog.records
     assert 'keep their input, as with save="input"' in record.getMessage()
 
@@ -253,7 +259,7 @@ def test_an_nnx_model_is_converted(caplog):
         "named": nnx.GroupNorm(CHANNELS, 4, axis_name="batch", rngs=rngs),
         "scaled": Scaled(CHANNELS, 4, rngs=rngs),
     }
-    expected, scale = norms["plain"](X), norms["plain"].scale
+    expected, scale = analyse(norms["plain"], X), norms["plain"].scale
     with caplog.at_level(logging.WARNING):
         jaxnorm.nnx.convert(nnx.Dict(**norms))
     plain = norms["plain"]
@@ -262,7 +268,7 @@ def test_an_nnx_model_is_converted(caplog):
     assert (plain.save, norms["lost"].save, plain.activation) == ("output", "input", None)
     assert type(norms["named"]) is nnx.GroupNorm
     assert type(norms["scaled"]) is Scaled
-    np.testing.assert_allclose(plain(X), expected, atol=1e-5)
+    assert_analysed(plain(X), expected, analyse(plain, X))
     text = caplog.records[0].getMessage()
     assert "2 of 4 norms are left to Flax" in text
     assert "Scaled is a subclass of Flax's GroupNorm" in text

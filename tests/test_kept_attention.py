@@ -4,11 +4,12 @@ import functools
 import re
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from program_error import assert_computes
+from programs import equations
 from test_recipes import page
 
 from jaxnorm import memory_report
@@ -35,11 +36,8 @@ def flash(q, k, v):
 
 
 def names_of(jaxpr):
-    """Of all equations, also inside of others."""
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            yield from names_of(inner)
+    """The primitives of all equations, also inside of others."""
+    return (equation.primitive.name for equation in equations(jaxpr))
 
 
 # ------------------------------------------------------------------------- its output, kept once
@@ -122,6 +120,19 @@ def step_of(block):
     return jax.value_and_grad(lambda w, x: jnp.sum(jnp.sin(block(x, w))), argnums=(0, 1))
 
 
+@pytest.fixture
+def custom_vjp3():
+    """Under ``jax_remat3`` policies see names in a `jax.custom_vjp` with this setting alone."""
+    is_next = getattr(jax.config, "jax_remat3", False)
+    if is_next:
+        jax.config.update("jax_custom_vjp3", True)
+    yield
+    if is_next:
+        jax.config.update("jax_custom_vjp3", False)
+
+
+@pytest.mark.remat
+@pytest.mark.usefixtures("custom_vjp3")
 def test_no_product_of_a_block_runs_twice(of_docs):
     block, x = of_docs["llama_block"], jnp.ones((2, 32, 256))
     expected = {
@@ -130,7 +141,10 @@ def test_no_product_of_a_block_runs_twice(of_docs):
         "names": (jax.checkpoint(block, policy=of_docs["products"]), 27),
     }
     for name, (around, number) in expected.items():
-        assert products_in(step_of(around), of_docs["params"], x) == (number, number), name
+        made, compiled = products_in(step_of(around), of_docs["params"], x)
+        assert compiled == number, name
+        # The jaxpr of the next rematerialisation has products that nothing uses.
+        assert made == number or getattr(jax.config, "jax_remat3", False), name
 
 
 def test_gradients_are_those_without_names(of_docs):
@@ -140,11 +154,8 @@ def test_gradients_are_those_without_names(of_docs):
     }
     x = jnp.asarray(rng.normal(size=(2, 32, 256)), jnp.float32)
     block = of_docs["llama_block"]
-    plain = jax.jit(step_of(block))(w, x)
-    named = jax.jit(step_of(jax.checkpoint(block, policy=of_docs["products"])))(w, x)
-    for a, b in zip(*map(jax.tree.leaves, (plain, named)), strict=True):
-        # The same sums in another order: of some thousand terms.
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(a).max()))
+    named = step_of(jax.checkpoint(block, policy=of_docs["products"]))
+    assert_computes(jax.jit(named)(w, x), step_of(block), w, x)
 
 
 def with_a_name_outside(q, k, v):

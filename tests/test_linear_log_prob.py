@@ -10,6 +10,7 @@ import pytest
 import reference
 from linear_loss_cases import operands
 from log_prob_cases import Linear
+from program_error import assert_computes
 from reference import assert_within, exact
 
 from jaxnorm import linear_log_prob_and_entropy, log_prob_and_entropy
@@ -96,7 +97,7 @@ def test_float64():
 
 
 def test_logits_are_never_rounded():
-    """Ratios of probabilities of 16-bit operands are right to 3e-5; of rounded logits, to 1e-2."""
+    """Results of 16-bit operands are within float32's bounds; of rounded logits, they are not."""
     x, weight, _, labels = operands(64, 512, 4096, "bfloat16")
     weight = 4 * weight  # logits of a trained model's size
     log_prob, entropy = jax.jit(functools.partial(linear_log_prob_and_entropy, chunk=24))(
@@ -104,10 +105,10 @@ def test_logits_are_never_rounded():
     )
     zero = np.zeros(4096)
     of_exact = Linear(x, weight, jnp.asarray(zero, jnp.float32), labels)
-    for ours, wanted in zip((log_prob, entropy), of_exact.results):
-        np.testing.assert_allclose(exact(ours), wanted, rtol=0, atol=3e-5)
+    for ours, wanted, bound in zip((log_prob, entropy), of_exact.results, of_exact.bounds):
+        assert_within(ours, wanted, bound)
     rounded, _ = log_prob_and_entropy(x @ weight, labels)
-    assert np.abs(exact(rounded) - of_exact.results[0]).max() > 1e-2
+    assert np.abs(exact(rounded) - of_exact.results[0]).max() > np.max(of_exact.bounds[0])
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 7, 21, 64, None])
@@ -145,11 +146,14 @@ def test_masks_of_classes(shape):
             x @ weight + bias, labels, where=jnp.broadcast_to(where, (7, 40))
         )
 
-    expected, vjp = jax.vjp(of_logits, x, weight, bias)
-    found = values_and_gradients(x, weight, bias, labels, where, d, options=(("chunk", 3),))
-    for a, b in zip(jax.tree.leaves(found), [*expected, *vjp(d)], strict=True):
-        # Of 40 products' terms, of the size of 1, added in another order.
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
+    def both(x, weight, bias):
+        results, vjp = jax.vjp(of_logits, x, weight, bias)
+        return results, vjp(d)
+
+    def in_chunks(x, weight, bias):
+        return values_and_gradients(x, weight, bias, labels, where, d, options=(("chunk", 3),))
+
+    assert_computes(in_chunks(x, weight, bias), both, x, weight, bias, like=in_chunks)
 
 
 def test_labels_outside():
@@ -174,8 +178,9 @@ def test_shapes():
         assert [a.shape for a in results] == [lead, lead]
         gradients = step_of(labels, chunk=2)(x, weight)
         assert [g.shape for g in gradients] == [x.shape, weight.shape]
-        np.testing.assert_allclose(results[0], -np.log(classes), rtol=1e-6)
-        np.testing.assert_allclose(results[1], np.log(classes), rtol=1e-6)
+        program = functools.partial(linear_log_prob_and_entropy, labels=labels)
+        expected = -np.log(classes), np.log(classes)
+        assert_computes(results, program, x, weight, expected=expected)
 
 
 ERRORS = [

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reference
 from linear_loss_cases import Linear, operands
+from program_error import assert_computes
 from reference import assert_within, exact
 
 from jaxnorm import linear_softmax_cross_entropy as linear_loss
@@ -181,7 +182,7 @@ def test_masks_broadcast():
     x, weight, _, labels = operands(6, 16, 40, lead=(4,))
     where = jnp.arange(6)[None] < 4
     ours = linear_loss(x, weight, labels, where=where)
-    np.testing.assert_allclose(ours, linear_loss(x[:, :4], weight, labels[:, :4]), rtol=1e-6)
+    assert_computes(ours, linear_loss, x[:, :4], weight, labels[:, :4])
 
 
 def test_labels_outside():
@@ -217,7 +218,8 @@ def test_shapes(reduction):
             for a in (value, dx, dw):
                 np.testing.assert_array_equal(a, 0)
         else:
-            np.testing.assert_allclose(value, np.log(5), rtol=1e-6)
+            count = np.prod(lead) if reduction == "none" else 1
+            assert_computes(value, function, x, weight, expected=np.log(5) * count)
 
 
 def test_small_gradients_in_float16():
@@ -234,16 +236,76 @@ def test_small_gradients_in_float16():
             jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
         )
 
-    ours, theirs = (jax.jit(jax.grad(f, (0, 1)))(x, weight) for f in (function, plain))
-    for a, b in zip(ours, theirs):
-        assert reference.relative_error(a, np.asarray(b, np.float64)) < 4e-3
+    def gradients(f):
+        return jax.jit(jax.grad(f, (0, 1)))
+
+    assert_computes(
+        gradients(function)(x, weight), gradients(plain), x, weight, like=gradients(function)
+    )
 
     def rows(x, weight):
         return jnp.mean(linear_loss(x, weight, labels, reduction="none", chunk=16)) * 2.0**-4
 
-    for a, b in zip(jax.jit(jax.grad(rows, (0, 1)))(x, weight), theirs):
-        # What is below 6e-8 is lost where it is returned, not before.
-        np.testing.assert_allclose(np.float64(a), np.float64(b) * 2.0**-16, atol=6e-8, rtol=4e-3)
+    def small(x, weight):
+        return plain(x, weight) * 2.0**-16
+
+    # What is below the smallest float16 is lost where it is returned, not before.
+    ours = gradients(rows)
+    assert_computes(ours(x, weight), gradients(small), x, weight, like=ours)
+
+
+def check_gradients(function, arrays, d, **options):
+    """Every gradient of sum(d * losses) within the bound of its own row, or sum over rows."""
+    expected = Linear(*arrays, **options)
+    gradients = jax.jit(jax.grad(function, (0, 1, 2)))(*arrays[:3])
+    for gradient, (value, bound) in zip(gradients, expected.gradients(np.float64(d)), strict=True):
+        reference.assert_within(gradient, value, bound)
+
+
+# Sizes of rows' cotangents and weights: in float16 those that its gradients hold.
+SIZES = {
+    "float32": [1e15, -1e-20, 1, 1e-25, 0, 3e7, -1e-3],
+    "bfloat16": [1e15, -1e-20, 1, 1e-25, 0, 3e7, -1e-3],
+    "float16": [2000, -1e-3, 1, 1e-3, 0, 100, -0.01],
+}
+
+
+@pytest.mark.parametrize("dtype", SIZES)
+def test_rows_of_different_sizes(dtype):
+    """A row's cotangent, or weight, meets its part of dx in float32, however large others are."""
+    arrays = operands(7, 16, 64, dtype)
+    d, labels = np.float32(SIZES[dtype]), arrays[-1]
+
+    def of_cotangents(x, weight, bias):
+        losses = linear_loss(x, weight, labels, bias=bias, reduction="none", chunk=3)
+        return jnp.sum(d * losses)
+
+    def of_weights(x, weight, bias):
+        return linear_loss(x, weight, labels, bias=bias, where=d, reduction="sum", chunk=3)
+
+    for function in (of_cotangents, of_weights):
+        check_gradients(function, arrays, d)
+
+
+SCALES = {"float16": [2.0**-12, 1e-3, 64], "bfloat16": [1e-30, 1e30], "float32": [1e-30, 1e30]}
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(dtype, scale) for dtype in SCALES for scale in SCALES[dtype]]
+)
+def test_logits_scale_of_any_size(dtype, scale, reduction):
+    """It multiplies float32 products, not the gradient of logits, which float16 may not hold."""
+    # Logits of the size of 1, and gradients of that of the loss scaling by 2**10.
+    x, weight, bias, labels = operands(7, 16, 64, dtype)
+    x, weight, bias = (a / max(1, scale**0.5) for a in (x, weight, bias / max(1, scale**0.5)))
+    arrays, d = (x, weight, bias, labels), 2.0**10
+
+    def function(x, weight, bias):
+        options = {"logits_scale": scale, "reduction": reduction, "chunk": 3}
+        return d * jnp.sum(linear_loss(x, weight, labels, bias=bias, **options))
+
+    check_gradients(function, arrays, np.full(7, d), logits_scale=scale)
 
 
 ERRORS = [

@@ -4,11 +4,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.test_util import check_grads
 from linear_loss_cases import operands
 from log_prob_cases import linear_mixture
+from program_error import assert_computes
 from test_linear_loss import ALL, OPTIONS
 from test_loss_transforms import plain_mixture
 
@@ -92,6 +92,7 @@ each = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.remat
 @each
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.usefixtures("x64")
@@ -108,12 +109,8 @@ def test_transformations(transform, name, reduction):
     def theirs(x, weight, bias):
         return expected_of(x, weight, bias, labels, weights, reduction, **options)
 
-    found, expected = (
-        jax.tree.leaves(jax.jit(functools.partial(TRANSFORMS[transform], f))(*arrays))
-        for f in (ours, theirs)
-    )
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+    found, expected = (functools.partial(TRANSFORMS[transform], f) for f in (ours, theirs))
+    assert_computes(jax.jit(found)(*arrays), expected, *arrays, like=found)
 
 
 @pytest.mark.usefixtures("x64")
@@ -124,7 +121,7 @@ def test_outside_jit():
     )
     with jax.disable_jit():
         loss = linear_loss(arrays[0], arrays[1], labels, chunk=2)
-    np.testing.assert_allclose(loss, linear_loss(arrays[0], arrays[1], labels), rtol=1e-12)
+    assert_computes(loss, linear_loss, arrays[0], arrays[1], labels)
 
 
 @each
@@ -155,19 +152,16 @@ def test_vmap(in_axes, name, reduction):
         batched = (jax.vmap(f, in_axes)(*arrays) for f in (function, gradients))
         return *batched, jax.grad(outside, (0, 1))(*arrays[:2])
 
-    @jax.jit
     def one_by_one(*arrays):
         parts = [
             [a if axis is None else jnp.take(a, i, axis) for a, axis in zip(arrays, in_axes)]
             for i in range(3)
         ]
-        return [function(*p) for p in parts], [gradients(*p) for p in parts]
+        inside = [jnp.stack(each) for each in zip(*(gradients(*p) for p in parts))]
+        outside = [
+            each.sum(0) if axis is None else jnp.moveaxis(each, 0, axis)
+            for each, axis in zip(inside, in_axes)
+        ]
+        return jnp.stack([function(*p) for p in parts]), inside, outside
 
-    batched, inside, outside = both(*arrays)
-    each, each_gradient = one_by_one(*arrays)
-    np.testing.assert_allclose(batched, jnp.stack(each), rtol=1e-5, atol=1e-6)
-    for k in range(2):
-        parts = jnp.stack([g[k] for g in each_gradient])
-        np.testing.assert_allclose(inside[k], parts, rtol=1e-4, atol=1e-5)
-        whole = parts.sum(0) if in_axes[k] is None else jnp.moveaxis(parts, 0, in_axes[k])
-        np.testing.assert_allclose(outside[k], whole, rtol=1e-4, atol=1e-5)
+    assert_computes(both(*arrays), one_by_one, *arrays)

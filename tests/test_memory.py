@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference import assert_as_accurate
 
 import jaxnorm
 from jaxnorm_kernels import xla
@@ -123,9 +124,14 @@ def test_gradients_of_the_stack_agree():
     x, params = jax.tree.map(
         lambda s: jnp.asarray(rng.normal(size=s.shape) * 0.05, s.dtype), operands("float32")
     )
-    grads = [
-        jax.jit(jax.grad(functools.partial(stack, layer_norm(save)), argnums=1))(x, params)
+    scale, *others = params
+    params = 1 + scale, *others
+    ours, theirs = (
+        jax.jit(jax.grad(functools.partial(stack, layer_norm(save)), argnums=1))
         for save in ("output", "input")
-    ]
-    for a, b in zip(*map(jax.tree.leaves, grads)):
-        assert np.linalg.norm(a - b) < 1e-4 * np.linalg.norm(b)
+    )
+    results = ours(x, params), theirs(x, params)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), (x, params))
+        # Twelve layers amplify roundings more than a bound can follow.
+        assert_as_accurate(*results, theirs(*wide))

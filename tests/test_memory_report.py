@@ -121,6 +121,7 @@ BLOCKS = {
 }
 
 
+@pytest.mark.remat
 @pytest.mark.parametrize("stack", [scan, unrolled])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_total_is_jax_s(capsys, name, stack):

@@ -29,6 +29,7 @@ from meshes import (
     step,
 )
 from norm_linear_cases import operands as linear_operands
+from reference import SAFETY, assert_within, exact, rounding, unit_roundoff
 
 import jaxnorm
 
@@ -128,10 +129,9 @@ def test_losses(name, kind, has_entropy):
     ]
     compiled = jax.jit(step).lower(*placed).compile()
     for ours, theirs in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(expected)):
-        # Products are of TF32: 10 bits, of sums of up to `rows` terms of either sign.
-        np.testing.assert_allclose(
-            ours, theirs, rtol=2e-5, atol=2**-9 * float(jnp.abs(theirs).max())
-        )
+        # Matmuls are of TF32, whose roundoff is float16's; their terms have either sign.
+        theirs = exact(theirs)
+        assert_within(ours, theirs, SAFETY * unit_roundoff("float16") * np.abs(theirs).max())
     if specs[1] == P("data"):
         assert compiled.as_text().count("mosaic_gpu") >= 2
     moved = [size for sizes in collectives(compiled).values() for size in sizes]
@@ -152,11 +152,9 @@ def product_of(arrays, **options):
 def check_product(ours):
     """Against one GPU's, without a kernel."""
     expected = jax.jit(functools.partial(product_of, implementation="xla"))(PRODUCT())
-    # Of sums of the size of 1, whose terms are rounded to 8 bits on either side, 6 deviations; and
-    # y's own rounding on either side.
-    np.testing.assert_allclose(
-        ours.astype("float32"), expected.astype("float32"), rtol=2**-8, atol=2**-6
-    )
+    # Sums of the size of 1, whose terms are rounded to bfloat16 on either side, and y's rounding.
+    bound = SAFETY * unit_roundoff("bfloat16") + 2 * rounding(exact(expected), "bfloat16")
+    assert_within(ours, exact(expected), bound)
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import refused
 from pairs import pairwise
+from program_error import assert_computes
 from reference import DTYPES, Norm, exact
 from test_norm import AXES, MIXES, PARAMETERS, check, normal
 
@@ -141,8 +142,13 @@ def test_rows_that_are_not_finite_stay_alone(bad, implementation):
 def test_it_is_jax_s_activation_of_the_norm(has_mean, activation):
     norm = jaxnorm.layer_norm if has_mean else jaxnorm.rms_norm
     x, scale, bias = (normal(s, "float32", i) for i, s in enumerate([(8, 64), (64,), (64,)]))
-    expected = getattr(jax.nn, activation)(norm(x, scale, bias=bias, save="input"))
-    y = norm(x, scale, bias=bias, activation=activation)
-    np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6)
+
+    def composed(x, scale, bias):
+        return getattr(jax.nn, activation)(norm(x, scale, bias=bias, save="input"))
+
+    def ours(x, scale, bias):
+        return norm(x, scale, bias=bias, activation=activation)
+
+    assert_computes(ours(x, scale, bias), composed, x, scale, bias, like=ours)
     plain = norm(x, scale, bias=bias)
     np.testing.assert_array_equal(norm(x, scale, bias=bias, activation=None), plain)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from meshes import KINDS, Case, collectives, on_mesh
+from program_error import analyse, assert_analysed, assert_batches, assert_computes
 from stand_in import as_default
 from test_norm import normal
 from test_set_mesh import Kernels
@@ -35,12 +36,6 @@ def plain(x, scale, bias, *, activation="silu", epsilon=1e-6):
 
 
 ours = functools.partial(jaxnorm.layer_norm, activation="silu")
-
-
-def assert_close(results, expected, atol=2e-5):
-    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-        assert a.shape == b.shape
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=atol)
 
 
 def gradients(function):
@@ -70,13 +65,7 @@ def test_vmap(dims):
         for a, dim in zip((X[0], SCALE, BIAS), dims)
     ]
     for f in (ours, gradients(ours)):
-        each = [
-            f(*(a if d is None else jnp.take(a, i, axis=d) for a, d in zip(operands, dims)))
-            for i in range(size)
-        ]
-        expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-        assert_close(jax.vmap(f, dims)(*operands), expected)
-        assert_close(jax.jit(jax.vmap(f, dims))(*operands), expected)
+        assert_batches(f, dims, size, *operands)
 
 
 @each_activation
@@ -85,21 +74,27 @@ def test_forward_over_reverse_over_forward(activation):
     tangents = tuple(jnp.cos(3 * a) for a in ALL)
 
     def products(function):
-        of_gradient = jax.jvp(gradients(function), ALL, tangents)[1]
-        along = jax.grad(lambda *a: jnp.sum(jnp.sin(jax.jvp(function, a, tangents)[1])), (0, 1, 2))
-        return jax.jvp(function, ALL, tangents), of_gradient, along(*ALL)
+        def run(*operands):
+            of_gradient = jax.jvp(gradients(function), operands, tangents)[1]
+            along = jax.grad(
+                lambda *a: jnp.sum(jnp.sin(jax.jvp(function, a, tangents)[1])), (0, 1, 2)
+            )
+            return jax.jvp(function, operands, tangents), of_gradient, along(*operands)
 
-    given = {"activation": activation}
-    results = products(functools.partial(jaxnorm.layer_norm, **given))
-    assert_close(results, products(functools.partial(plain, **given)), 2e-4)
+        return run
+
+    derived, expected = (
+        products(functools.partial(f, activation=activation)) for f in (jaxnorm.layer_norm, plain)
+    )
+    assert_computes(derived(*ALL), expected, *ALL, like=derived)
 
 
 def test_a_second_cotangent_of_x():
     """x goes on beside the norm: a residual branch."""
-    results, expected = (
-        gradients(lambda x, s, b, f=f: x + f(jnp.sin(x), s, b))(*ALL) for f in (ours, plain)
+    derived, expected = (
+        gradients(lambda x, s, b, f=f: x + f(jnp.sin(x), s, b)) for f in (ours, plain)
     )
-    assert_close(results, expected)
+    assert_computes(derived(*ALL), expected, *ALL, like=derived)
 
 
 def test_scan_over_layers():
@@ -117,7 +112,8 @@ def test_scan_over_layers():
         return x
 
     operands = X, scales, BIAS
-    assert_close(gradients(scanned)(*operands), gradients(unrolled)(*operands), 1e-4)
+    derived = gradients(scanned)
+    assert_computes(derived(*operands), gradients(unrolled), *operands, like=derived)
 
 
 WRAPPED = {
@@ -128,6 +124,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.remat
 @pytest.mark.parametrize("around", WRAPPED)
 def test_what_is_made_again(around):
     """By the policy of the library, nothing; without one, all of a checkpointed block."""
@@ -139,7 +136,8 @@ def test_what_is_made_again(around):
     }
     assert found == {"": 1 + (around == "remat"), "_backward": 1, "_tangent": 0}
     assert "activation=silu" in text
-    assert_close(gradients(block)(*ALL), gradients(plain)(*ALL))
+    derived = gradients(block)
+    assert_computes(derived(*ALL), gradients(plain), *ALL, like=derived)
 
 
 @pytest.mark.parametrize("save", ["output", "input"])
@@ -167,10 +165,12 @@ def test_outside_of_jit(activation):
     reference = functools.partial(plain, activation=activation)
     y = function(*ALL)
     np.testing.assert_array_equal(y, jax.jit(function)(*ALL))
-    np.testing.assert_allclose(y, reference(*ALL), rtol=0, atol=4e-6)
-    assert_close(gradients(function)(*ALL), jax.jit(gradients(reference))(*ALL))
+    assert_computes(y, reference, *ALL, like=function)
+    derived = gradients(function)
+    assert_computes(derived(*ALL), gradients(reference), *ALL, like=derived)
     with jax.disable_jit():
-        np.testing.assert_allclose(function(*ALL), y, rtol=0, atol=4e-6)
+        uncompiled = function(*ALL)
+    assert_computes(uncompiled, function, *ALL)
     np.testing.assert_array_equal(function(*map(np.asarray, ALL)), y)
 
 
@@ -204,9 +204,9 @@ def step(d, *operands):
 @each_case_and_kind
 def test_meshes(case, kind):
     """Sums and parameters travel, no rows do; kernels see whole rows, as many as a shard has."""
-    expected = jax.jit(step)(D, *ALL)
+    expected = analyse(step, D, *ALL)
     compiled, sharded = on_mesh(step, (D, *ALL), case, kind)
-    assert_close(compiled(*sharded), expected)
+    assert_analysed(compiled(*sharded), expected)
     sizes = [
         math.prod(map(int, filter(None, shape.split(","))))
         for shapes in collectives(compiled).values()
@@ -216,7 +216,7 @@ def test_meshes(case, kind):
     assert max(sizes, default=0) <= max(2 * COLS, 4 * BATCH * LENGTH)
     with as_default(Kernels()) as kernels:
         compiled, sharded = on_mesh(step, (D, *ALL), case, kind)
-        assert_close(compiled(*sharded), expected)
+        assert_analysed(compiled(*sharded), expected)
         rows = [(BATCH * LENGTH // case.shards, COLS)] * 2
         assert kernels.shapes == ([] if case.name == "columns" else rows)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from program_error import assert_same_results
 
 import jaxnorm
 import jaxnorm.linen
@@ -54,21 +55,10 @@ class Composed(nn.Module):
         return nn.Dense(24, **some(self.fields, DENSE), name="dense")(n)
 
 
-def tolerance(fields, dtype):
-    """Without a scale Flax rounds the norm's result to x's dtype, before a product in float32."""
-    rounds = "use_scale" in fields and dtype == "bfloat16"
-    return 2 * float(jnp.finfo(dtype).eps) if rounds else None
-
-
-def assert_same(ours, theirs, tolerance=None):
-    """Equal, or both within a few roundings of the output's dtype."""
+def assert_same(ours, theirs):
     for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        limit = 8 * float(jnp.finfo(b.dtype).eps) if tolerance is None else tolerance
-        size = max(1, float(jnp.abs(b.astype("float32")).max()))
-        np.testing.assert_allclose(
-            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0, atol=limit * size
-        )
+        np.testing.assert_array_equal(a, b)
 
 
 @each_field
@@ -78,8 +68,8 @@ def test_linen(fields, dtype):
     ours, theirs = jaxnorm.linen.RMSNormDense(24, **fields), Composed(fields)
     variables, expected = ours.init(key, x), theirs.init(key, x)
     assert jax.tree.structure(variables) == jax.tree.structure(expected)
-    assert_same(variables, expected, 0)
-    assert_same(ours.apply(variables, x), theirs.apply(variables, x), tolerance(fields, dtype))
+    assert_same(variables, expected)
+    assert_same_results(lambda: ours.apply(variables, x), lambda: theirs.apply(variables, x))
 
 
 @each_field
@@ -89,9 +79,9 @@ def test_nnx(fields, dtype):
     rngs = nnx.Rngs(1)
     norm = nnx.RMSNorm(16, **some(fields, NORM), rngs=rngs)
     dense = nnx.Linear(16, 24, **some(fields, DENSE), rngs=rngs)
-    assert_same(nnx.state(ours.norm), nnx.state(norm), 0)
-    assert_same(nnx.state(ours.dense), nnx.state(dense), 0)
-    assert_same(ours(x), dense(norm(x)), tolerance(fields, dtype))
+    assert_same(nnx.state(ours.norm), nnx.state(norm))
+    assert_same(nnx.state(ours.dense), nnx.state(dense))
+    assert_same_results(lambda: ours(x), lambda: dense(norm(x)))
 
 
 def test_checkpoints_of_linen_load_both_ways():
@@ -104,9 +94,9 @@ def test_checkpoints_of_linen_load_both_ways():
     params = {"norm": stored["layers_0"], "dense": stored["layers_1"]}
     empty = ours.init(jax.random.key(1), x)
     loaded = flax.serialization.from_state_dict(empty, {"params": params})
-    assert_same(ours.apply(loaded, x), pair.apply(saved, x))
+    assert_same_results(lambda: ours.apply(loaded, x), lambda: pair.apply(saved, x))
     back = {"layers_0": loaded["params"]["norm"], "layers_1": loaded["params"]["dense"]}
-    assert_same(pair.apply({"params": back}, x), pair.apply(saved, x), 0)
+    assert_same(pair.apply({"params": back}, x), pair.apply(saved, x))
 
 
 def test_states_of_nnx_load_both_ways():
@@ -116,11 +106,11 @@ def test_states_of_nnx_load_both_ways():
     ours = jaxnorm.nnx.RMSNormDense(16, 24, rngs=nnx.Rngs(1))
     nnx.update(ours.norm, nnx.state(norm))
     nnx.update(ours.dense, nnx.state(dense))
-    assert_same(ours(x), dense(norm(x)))
+    assert_same_results(lambda: ours(x), lambda: dense(norm(x)))
     other = nnx.RMSNorm(16, rngs=rngs), nnx.Linear(16, 24, rngs=rngs)
     for module, part in zip(other, (ours.norm, ours.dense)):
         nnx.update(module, nnx.state(part))
-    assert_same(other[1](other[0](x)), dense(norm(x)), 0)
+    assert_same(other[1](other[0](x)), dense(norm(x)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -132,7 +122,7 @@ def test_residuals_and_activations(dtype):
     ours = jaxnorm.nnx.RMSNormDense(16, 24, activation="gelu", scale_offset=0.5, rngs=nnx.Rngs(0))
     ours.dense.kernel[...] = variables["params"]["dense"]["kernel"]
     y, h = linen.apply(variables, x, residual=r)
-    assert_same(ours(x, residual=r), (y, h), 0)
+    assert_same(ours(x, residual=r), (y, h))
     norm = jaxnorm.linen.RMSNorm(scale_offset=0.5)
 
     def composed(params, x):
@@ -142,7 +132,8 @@ def test_residuals_and_activations(dtype):
     def module(params, x):
         return linen.apply({"params": params}, x, residual=r)
 
-    assert_same((y, h), composed(variables["params"], x))
+    params = variables["params"]
+    assert_same_results(lambda: module(params, x), lambda: composed(params, x))
 
     def gradients(f):
         def loss(params, x):
@@ -151,7 +142,7 @@ def test_residuals_and_activations(dtype):
 
         return jax.jit(jax.grad(loss, (0, 1)))(variables["params"], x)
 
-    assert_same(gradients(module), gradients(composed), None if dtype == "bfloat16" else 1e-5)
+    assert_same_results(lambda: gradients(module), lambda: gradients(composed))
 
 
 def test_converted_models_keep_it():

@@ -9,6 +9,7 @@ import pytest
 import refused
 from gated_cases import ACTIVATIONS, plain, reference_of
 from pairs import pairwise
+from program_error import assert_computes
 from reference import DTYPES, assert_within, exact, rounding
 from test_norm import normal
 
@@ -145,12 +146,14 @@ def test_float64(x64, x_dtype, gate_dtype, y_dtype, activation, before):
 def test_it_is_the_norm_and_its_gate(activation, before):
     x, gate, scale = operands((2, 8, 64), *["float32"] * 3)
     given = {"norm_before_gate": before, "activation": activation}
-    expected = plain(x, gate, scale, **given)
-    y = jaxnorm.rms_norm_gated(x, gate, scale, **given)
-    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-5)
-    a = getattr(jax.nn, activation)(gate)
-    composed = jaxnorm.rms_norm(x, scale) * a if before else jaxnorm.rms_norm(x * a, scale)
-    np.testing.assert_allclose(y, composed, rtol=0, atol=1e-5)
+
+    def composed(x, gate, scale):
+        a = getattr(jax.nn, activation)(gate)
+        return jaxnorm.rms_norm(x, scale) * a if before else jaxnorm.rms_norm(x * a, scale)
+
+    ours, theirs = (functools.partial(f, **given) for f in (jaxnorm.rms_norm_gated, plain))
+    for program in (theirs, composed):
+        assert_computes(ours(x, gate, scale), program, x, gate, scale, like=ours)
 
 
 def test_one_rounding():

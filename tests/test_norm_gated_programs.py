@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gated_cases import plain
+from program_error import assert_batches, assert_computes
 from test_norm import normal
 
 import jaxnorm
@@ -21,12 +22,6 @@ SCALE = normal((COLS,), "float32", 2, scale=0.3, shift=1.0)
 ALL = X, GATE, SCALE
 ORDERS = {"norm first": True, "gate first": False}
 each_order = pytest.mark.parametrize("before", ORDERS.values(), ids=list(ORDERS))
-
-
-def assert_close(ours, theirs, atol=2e-5):
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert a.shape == b.shape
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=atol)
 
 
 def gated(before):
@@ -71,13 +66,7 @@ def test_vmap(dims, before):
         for a, dim in zip((X[0], GATE[0], SCALE), dims)
     ]
     for f in (gated(before), gradients(gated(before))):
-        each = [
-            f(*(a if d is None else jnp.take(a, i, axis=d) for a, d in zip(operands, dims)))
-            for i in range(size)
-        ]
-        expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-        assert_close(jax.vmap(f, dims)(*operands), expected)
-        assert_close(jax.jit(jax.vmap(f, dims))(*operands), expected)
+        assert_batches(f, dims, size, *operands)
 
 
 @each_order
@@ -85,12 +74,13 @@ def test_gradient_of_a_batch(before):
     def batched(x, gate, scale):
         return jax.vmap(gated(before), (0, 0, None))(x, gate, scale)
 
-    assert_close(gradients(batched)(*ALL), gradients(gated(before))(*ALL))
+    assert_computes(gradients(batched)(*ALL), gradients(gated(before)), *ALL)
 
 
 # --------------------------------------------------------------------- control flow, and programs
 
 
+@pytest.mark.remat
 @each_order
 def test_scan_over_layers(before):
     scales = jnp.stack([SCALE, 2 - SCALE, SCALE / 2])
@@ -107,7 +97,8 @@ def test_scan_over_layers(before):
         return x
 
     operands = X, GATE, scales
-    assert_close(gradients(scanned)(*operands), gradients(unrolled)(*operands), 1e-4)
+    ours = gradients(scanned)
+    assert_computes(ours(*operands), gradients(unrolled), *operands, like=ours)
 
 
 WRAPPED = {
@@ -118,6 +109,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.remat
 @each_order
 @pytest.mark.parametrize("around", WRAPPED)
 def test_what_is_made_again(around, before):
@@ -129,11 +121,16 @@ def test_what_is_made_again(around, before):
         for name in ("", "_backward", "_tangent")
     }
     assert found == {"": 1 + (around == "remat"), "_backward": 1, "_tangent": 0}
-    assert set(re.findall(r"name\[name=(\w+)", text)) == {"jaxnorm_out", "jaxnorm_rstd"}
-    expected = gradients(functools.partial(plain, norm_before_gate=before))(*ALL)
-    assert_close(gradients(block)(*ALL), expected)
+    names = {"jaxnorm_out", "jaxnorm_rstd"}
+    if around == "remat" and getattr(jax.config, "jax_remat3", False):
+        # It drops what is recomputed without need: y.
+        names.remove("jaxnorm_out")
+    assert set(re.findall(r"\[name=(jaxnorm_\w+)", text)) == names
+    expected, ours = gradients(functools.partial(plain, norm_before_gate=before)), gradients(block)
+    assert_computes(ours(*ALL), expected, *ALL, like=ours)
 
 
+@pytest.mark.remat
 @each_order
 @pytest.mark.parametrize("around", WRAPPED)
 def test_what_is_kept(around, before):
@@ -161,6 +158,7 @@ def test_what_is_kept(around, before):
     assert id(y) not in residuals
 
 
+@pytest.mark.remat
 @each_order
 def test_what_the_policy_keeps_for_the_next_product(before):
     """y, so that a block which is made again makes the products before the gate, and no norm."""
@@ -188,10 +186,12 @@ def test_outside_of_jit(activation, before):
     reference = functools.partial(plain, activation=activation, norm_before_gate=before)
     y = function(*ALL)
     np.testing.assert_array_equal(y, jax.jit(function)(*ALL))
-    np.testing.assert_allclose(y, reference(*ALL), rtol=0, atol=4e-6)
-    assert_close(gradients(function)(*ALL), jax.jit(gradients(reference))(*ALL))
+    assert_computes(y, reference, *ALL, like=function)
+    ours = gradients(function)
+    assert_computes(ours(*ALL), gradients(reference), *ALL, like=ours)
     with jax.disable_jit():
-        np.testing.assert_allclose(function(*ALL), y, rtol=0, atol=4e-6)
+        uncompiled = function(*ALL)
+    assert_computes(uncompiled, function, *ALL)
     np.testing.assert_array_equal(function(*map(np.asarray, ALL)), y)
 
 

@@ -3,10 +3,10 @@
 import functools
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import pytest
 from norm_linear_cases import operands
+from programs import equations
 
 import jaxnorm
 from jaxnorm import rms_norm_linear
@@ -23,6 +23,7 @@ WITH_Z = functools.partial(
 )
 
 
+@pytest.mark.remat
 @pytest.mark.parametrize(
     ("around", "activation", "residual", "kept"),
     [
@@ -73,6 +74,7 @@ def test_the_residual_s_gradient_is_added_in_the_norm_s_backward():
 LAYERS, TOKENS, WIDTH = 6, 512, 128
 
 
+@pytest.mark.remat
 def test_memory_of_a_scan():
     """Of layers as compiled: no normalised array, and nothing for silu but what it is of."""
 
@@ -127,6 +129,7 @@ def test_memory_of_unrolled_layers(dtype):
     assert of_a_layer(composed) - of_a_layer(ours) >= 0.9 * activation
 
 
+@pytest.mark.remat
 def test_what_is_not_used_is_not_made():
     """A rematerialised forward makes z and no activation, or no product and no norm at all."""
     x, weight = jnp.ones((4, 8)), jnp.ones((8, 6))
@@ -140,16 +143,9 @@ def test_what_is_not_used_is_not_made():
             return jnp.sum(block(jnp.sin(x), weight))
 
         jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, weight)
-        found = []
-
-        def walk(jaxpr):
-            for equation in jaxpr.eqns:
-                if equation.primitive.name in ("jaxnorm.rms_norm", "dot_general", "erf", "tanh"):
-                    found.append(equation.primitive.name)
-                for inner in jax.extend.core.jaxprs_in_params(equation.params):
-                    walk(inner)
-
-        walk(jaxpr.jaxpr)
+        counted = ("jaxnorm.rms_norm", "dot_general", "erf", "tanh")
+        names = (equation.primitive.name for equation in equations(jaxpr))
+        found = [name for name in names if name in counted]
         return {name: found.count(name) for name in found}
 
     # The block's: one of each. Of the backward: two products, the norm again for one of them, and
@@ -161,6 +157,7 @@ def test_what_is_not_used_is_not_made():
     assert calls(None, jaxnorm.save_policy) == {norm: 1 + 1, product: 1 + 2}
 
 
+@pytest.mark.remat
 @pytest.mark.parametrize("around", [lambda f: f, POLICY], ids=["plain", "save_policy"])
 def test_a_scan_keeps_h_once(around):
     """Also where a policy keeps it by its name, beside whatever else takes it."""

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import KINDS, Case, collectives, in_shards, mesh_of
-from norm_rope_cases import ALL, BATCH, COLS, HEADS, LENGTH, SCALE, X, assert_close, tables
+from norm_rope_cases import ALL, BATCH, COLS, HEADS, LENGTH, SCALE, X, tables
+from program_error import analyse, assert_analysed
 from stand_in import StandIn, as_default
 
 import jaxnorm
@@ -53,7 +54,7 @@ def step_without_tables(d, x, scale, cos, sin):
 @functools.cache
 def on_one_device():
     """Of `step`; that of `step_without_tables` are the first three."""
-    return [np.asarray(a) for a in jax.jit(step)(jnp.cos(X), *ALL)]
+    return analyse(step, jnp.cos(X), *ALL)
 
 
 def on_mesh(function, name, kind):
@@ -80,7 +81,7 @@ def test_meshes(case, kind):
     """Values and gradients, also of the tables; y and dx lie as x does."""
     compiled, sharded = on_mesh(step, case, kind)
     results = compiled(*sharded)
-    assert_close(results, on_one_device())
+    assert_analysed(results, on_one_device())
     for a in results[:2]:
         # Of automatic axes XLA may bring x to where the tables are, or leave its columns whole.
         if kind != "auto" or case in OF_SHARDS:
@@ -137,7 +138,7 @@ def test_kernels_on_shards(case, kind):
     expected = on_one_device()[:3]  # by no stand-in
     with as_default(Kernels()) as kernels:
         compiled, sharded = on_mesh(step_without_tables, case, kind)
-        assert_close(compiled(*sharded), expected)
+        assert_analysed(compiled(*sharded), expected)
         if kind == "auto" and case not in OF_SHARDS:
             return  # Of automatic axes XLA may split x as the tables are.
         shards = {None: 1, ("data", "model"): 4}
@@ -153,9 +154,9 @@ def test_kernels_on_shards(case, kind):
 def test_kernels_read_tables_as_they_are(lead):
     cos, sin = tables((*lead, COLS // 2))
     arrays = jnp.cos(X), X, SCALE, cos, sin
-    expected = step_without_tables(*arrays)
+    expected = analyse(step_without_tables, *arrays)
     with as_default(Kernels()) as kernels:
-        assert_close(jax.jit(step_without_tables)(*arrays), expected)
+        assert_analysed(jax.jit(step_without_tables)(*arrays), expected)
         assert kernels.tables == [(int(np.prod(lead)), COLS // 2)] * 2
 
 
@@ -174,9 +175,9 @@ def test_inside_set_mesh(place, kernels):
     expected = on_one_device()
     if not kernels:
         with jax.set_mesh(mesh):
-            assert_close(jax.jit(step)(*arrays), expected)
-            assert_close(step(*arrays), expected)
+            assert_analysed(jax.jit(step)(*arrays), expected)
+            assert_analysed(step(*arrays), expected)
         return
     with as_default(Kernels()) as stand_in, jax.set_mesh(mesh):
-        assert_close(jax.jit(step_without_tables)(*arrays), expected[:3])
+        assert_analysed(jax.jit(step_without_tables)(*arrays), expected[:3])
         assert stand_in.shapes == [(BATCH * LENGTH * HEADS, COLS)] * 2

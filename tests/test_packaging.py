@@ -1,6 +1,7 @@
 """The wheel: what it holds, and that it works where there is nothing else."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -92,15 +93,25 @@ print("works")
     assert run(python, "-W", "error", "-c", program, cwd=tmp_path) == "works\n"
 
 
-def test_version():
-    assert jaxnorm.__version__ == version("jaxnorm")
-    assert jaxnorm.__version__ in (ROOT / "CHANGELOG.md").read_text()
+def test_version_is_that_of_the_newest_release_in_the_changelog(dist):
+    """The newest dated entry; only entries above it are unreleased."""
+    heading = r"^## (\S+) \((unreleased|\d{4}-\d\d-\d\d)\)$"
+    text = (ROOT / "CHANGELOG.md").read_text()
+    entries = re.findall(heading, text, re.MULTILINE)
+    assert len(entries) == len(re.findall(r"^## ", text, re.MULTILINE))
+    unreleased = [number for number, date in entries if date == "unreleased"]
+    released = [(number, date) for number, date in entries if date != "unreleased"]
+    assert [number for number, _ in entries[: len(unreleased)]] == unreleased
+    assert jaxnorm.__version__ == released[0][0]
+    assert [date for _, date in released] == sorted((date for _, date in released), reverse=True)
+    (wheel,) = dist.glob("*.whl")
+    assert wheel.name.startswith(f"jaxnorm-{jaxnorm.__version__}-")
 
 
 def test_import_costs_no_extra():
     """Neither Flax nor a kernel backend is imported before it is asked for."""
     program = "import jaxnorm, sys; print([m for m in sys.modules if m.startswith(('flax', "
     program += "'jax.experimental.pallas', 'jaxnorm_kernels.'))])"
-    names = ("operations", "specs", "linear_spec", "implementation")
+    names = ("operations", "specs", "buffers", "linear_spec", "implementation")
     contract = [f"jaxnorm_kernels.{name}" for name in names]
     assert run(sys.executable, "-c", program) == f"{contract}\n"

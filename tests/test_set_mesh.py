@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import in_shards
 from pairs import pairwise
+from program_error import analyse, assert_analysed
 from stand_in import StandIn, as_default
 
 import jaxnorm
@@ -134,7 +135,7 @@ def call_of(name):
 @functools.cache
 def on_one_device(name):
     run, operands = call_of(name)
-    return [np.asarray(a) for a in jax.tree.leaves(jax.jit(run)(*operands))]
+    return analyse(run, *operands)
 
 
 def mesh_of(name):
@@ -153,18 +154,13 @@ def placed(operands, mesh, place):
     return [jax.device_put(a, whole) if is_committed(i) else a for i, a in enumerate(operands)]
 
 
-def check(results, expected):
-    for ours, theirs in zip(jax.tree.leaves(results), expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
-
-
 @on_eight_devices
 @pytest.mark.parametrize(("name", "mesh", "place"), pairwise([*CALLS], [*MESHES], PLACES))
 def test_no_axis_is_named(name, mesh, place):
     expected, (run, operands) = on_one_device(name), call_of(name)
     devices = mesh_of(mesh)
     with as_default(Kernels()) as kernels, jax.set_mesh(devices):
-        check(jax.jit(run)(*placed(operands, devices, place)), expected)
+        assert_analysed(jax.jit(run)(*placed(operands, devices, place)), expected)
         # Beside automatic axes of more than one device nothing runs but XLA's code.
         assert bool(kernels.shapes) == (len(MESHES[mesh][0]) == 1)
 
@@ -175,9 +171,9 @@ def test_no_axis_is_named(name, mesh, place):
 def test_outside_of_jit(name, place):
     mesh = mesh_of("eight")
     function, operands = CALLS[name]
-    expected = jax.tree.leaves(function(*operands))
+    expected = analyse(function, *operands)
     with as_default(Kernels()) as kernels, jax.set_mesh(mesh):
-        check(function(*placed(operands, mesh, place)), expected)
+        assert_analysed(function(*placed(operands, mesh, place)), expected)
         assert kernels.shapes
 
 
@@ -187,12 +183,12 @@ def test_a_part_with_automatic_axes(name):
     """`jax.sharding.auto_axes` on an Explicit mesh: XLA's code; nothing partitions kernels."""
     run, operands = call_of(name)
     mesh = mesh_of("eight")
-    part = jax.sharding.auto_axes(run, out_sharding=P())
+    part, expected = jax.sharding.auto_axes(run, out_sharding=P()), on_one_device(name)
     first, *others = operands
     with as_default(Kernels()), jax.set_mesh(mesh):
         for spec in (P(), P("data")):
             arrays = *in_shards([first], mesh, [spec]), *others
-            check(jax.jit(part)(*arrays), on_one_device(name))
+            assert_analysed(jax.jit(part)(*arrays), expected)
 
 
 @on_eight_devices
@@ -201,11 +197,13 @@ def test_a_part_with_automatic_axes(name):
 def test_what_is_not_compiled(name, over):
     """With `jax.disable_jit`, which is there to see each step; rows are split, or are not."""
     function, operands = CALLS[name]
-    expected = jax.tree.leaves(function(*operands))
+    expected = analyse(function, *operands)
     mesh = mesh_of("eight")
     first, *others = operands
     with jax.set_mesh(mesh), jax.disable_jit():
-        check(function(jax.device_put(first, NamedSharding(mesh, over)), *others), expected)
+        assert_analysed(
+            function(jax.device_put(first, NamedSharding(mesh, over)), *others), expected
+        )
 
 
 @on_eight_devices
@@ -213,10 +211,10 @@ def test_what_is_not_compiled(name, over):
 def test_xla_s_code(name):
     """As it runs where there is no kernel."""
     mesh = mesh_of("eight")
-    run, operands = call_of(name)
+    (run, operands), expected = call_of(name), on_one_device(name)
     with jax.set_mesh(mesh):
         for place in PLACES:
-            check(jax.jit(run)(*placed(operands, mesh, place)), on_one_device(name))
+            assert_analysed(jax.jit(run)(*placed(operands, mesh, place)), expected)
 
 
 @on_eight_devices
@@ -227,12 +225,11 @@ def test_second_derivatives(name):
     def second(*operands):
         return jax.jvp(lambda *a: run(*a)[1], operands, tuple(map(jnp.cos, operands)))[1]
 
-    expected = jax.tree.leaves(jax.jit(second)(*operands))
+    expected = analyse(second, *operands)
     mesh = mesh_of("eight")
     with as_default(Kernels()), jax.set_mesh(mesh):
         results = jax.jit(second)(*placed(operands, mesh, "others"))
-    for ours, theirs in zip(jax.tree.leaves(results), expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert_analysed(results, expected)
 
 
 @on_eight_devices
@@ -254,11 +251,11 @@ def test_a_mesh_without_devices():
 def test_kernels_on_a_mesh_of_gpus(name, place):
     """Of one GPU, or of as many as there are."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    run, operands = call_of(name)
+    (run, operands), expected = call_of(name), on_one_device(name)
     with jax.set_mesh(mesh):
         arrays = placed(operands, mesh, place)
         compiled = jax.jit(run).lower(*arrays).compile()
-        check(compiled(*arrays), on_one_device(name))
+        assert_analysed(compiled(*arrays), expected)
     # The kernels that run without a mesh, whatever they are.
     alone = jax.jit(run).lower(*operands).compile()
     assert compiled.as_text().count("mosaic_gpu") == alone.as_text().count("mosaic_gpu")
@@ -308,7 +305,7 @@ BATCHES = {
 @functools.cache
 def of_whole_arrays(function, batch):
     transform, x, w = BATCHES[batch]
-    return [np.asarray(a) for a in jax.tree.leaves(jax.jit(transform(function))(x, w))]
+    return analyse(transform(function), x, w)
 
 
 # Losses and log-probabilities are one primitive, of one batching rule: the other functions of it
@@ -333,5 +330,4 @@ def test_a_batch_in_shards(function, batch, weight_over):
     with jax.set_mesh(mesh):
         sharded = in_shards((x, w), mesh, (x_spec, w_spec))
         results = jax.tree.leaves(jax.jit(transform(function))(*sharded))
-    for ours, theirs in zip(results, of_whole_arrays(function, batch), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert_analysed(results, of_whole_arrays(function, batch))

@@ -33,6 +33,7 @@ from meshes import (
     step,
 )
 from pairs import pairwise
+from program_error import analyse, assert_analysed, assert_computes
 from sharding_cases import CASES, moved, which_kernels  # noqa: F401
 
 import jaxnorm
@@ -117,8 +118,9 @@ def test_norms_with_a_residual(kernels, name, case, kind):
     """The residual and h lie as x does; nothing of their size moves."""
     compiled, sharded = on_mesh(residual_step(name), residual_operands(name), case, kind)
     x = sharded[1]
-    for ours, theirs in zip(compiled(*sharded), expected_of_residual(name), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    results = compiled(*sharded)
+    assert_analysed(results, expected_of_residual(name))
+    for ours in results:
         if ours.shape == x.shape:
             assert ours.sharding.is_equivalent_to(x.sharding, x.ndim)
     assert not moved(compiled)
@@ -132,14 +134,13 @@ def test_a_residual_that_lies_otherwise():
     d, x, residual, scale = residual_operands("add_rms_norm")
     specs = (P("data"), P("data"), P(None, "seq"), P())
     sharded = in_shards((d, x, residual, scale), mesh, specs)
-    y, h, dx, dresidual, dscale = jax.jit(residual_step("add_rms_norm"))(*sharded)
+    results = jax.jit(residual_step("add_rms_norm"))(*sharded)
+    y, h, dx, dresidual, _ = results
     assert [jax.typeof(a).sharding.spec[:2] for a in (y, h, dx, dresidual)] == [
         *[("data", None)] * 3,
         (None, "seq"),
     ]
-    expected = residual_step("add_rms_norm")(d, x, residual, scale)
-    for ours, theirs in zip((y, h, dx, dresidual, dscale), expected):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert_computes(results, residual_step("add_rms_norm"), d, x, residual, scale)
 
 
 @each_kind
@@ -159,9 +160,7 @@ def test_parameters_of_groups_on_a_mesh(kernels, lead, kind):
         function = jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=ins)
     sharded = in_shards((d, x, scale), mesh, (specs[0], *specs))
     compiled = jax.jit(function).lower(*sharded).compile()
-    expected = step("rms_norm", implementation="xla")(d, x, scale)
-    for ours, theirs in zip(compiled(*sharded), expected):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+    assert_computes(compiled(*sharded), step("rms_norm"), d, x, scale)
     assert kernels is None or len(kernels.shapes) == 2
 
 
@@ -196,13 +195,13 @@ def test_every_pair_of_explicit_specs(x_spec, params):
 
 @functools.cache
 def derivative_on_one_device(name, derivative):
-    """A function, its operands, and what it gives."""
+    """A function, its operands, and its analysed results."""
     derive, arrays = MIXED_DERIVATIVES[derivative], operands(name, (8, 8, 16))
 
     def run(d, *primals):
         return derive(lambda *a: step(name)(d, *a)[0], d, *primals)
 
-    return run, arrays, [np.asarray(a) for a in jax.tree.leaves(jax.jit(run)(*arrays))]
+    return run, arrays, analyse(run, *arrays)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -215,8 +214,7 @@ def test_forward_mode_on_a_mesh(name, derivative, x_spec, kind):
     case = Case("", {"data": 4, "seq": 2}, x_spec)
     run, arrays, expected = derivative_on_one_device(name, derivative)
     compiled, sharded = on_mesh(run, arrays, case, kind)
-    for ours, theirs in zip(jax.tree.leaves(compiled(*sharded)), expected):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert_analysed(compiled(*sharded), expected)
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
@@ -227,10 +225,10 @@ def test_other_axes(kernels, axis, kind):
     x = operands("softmax")[1]
     sharded = jax.device_put(x, NamedSharding(mesh, P(None, None, "data")))
     for function in (jaxnorm.softmax, jaxnorm.layer_norm):
-        compiled = jax.jit(functools.partial(function, axis=axis)).lower(sharded).compile()
+        of_axis = functools.partial(function, axis=axis)
+        compiled = jax.jit(of_axis).lower(sharded).compile()
         assert not collectives(compiled)
-        expected = function(x, axis=axis, implementation="xla")
-        np.testing.assert_allclose(compiled(sharded), expected, rtol=2e-5, atol=2e-5)
+        assert_computes(compiled(sharded), of_axis, x)
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
@@ -241,7 +239,10 @@ def test_a_mask_broadcasts_against_shards(kernels, mask_shape, kind):
     mask = jnp.asarray(np.random.default_rng(1).random(mask_shape) < 0.7)
     sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
     where = jax.device_put(mask, NamedSharding(mesh, P("data" if mask_shape[0] == 8 else None)))
-    compiled = jax.jit(lambda x, m: jaxnorm.softmax(x, where=m)).lower(sharded, where).compile()
+
+    def masked(x, where):
+        return jaxnorm.softmax(x, where=where)
+
+    compiled = jax.jit(masked).lower(sharded, where).compile()
     assert not moved(compiled)
-    expected = jaxnorm.softmax(x, where=mask)
-    np.testing.assert_allclose(compiled(sharded, where), expected, rtol=2e-5, atol=2e-5)
+    assert_computes(compiled(sharded, where), masked, x, mask)

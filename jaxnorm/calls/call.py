@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxnorm.calls import backends
 from jaxnorm.calls.rows import RowView
+from jaxnorm_kernels import buffers
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import OPERANDS, PARAMETERS, Kind
 from jaxnorm_kernels.specs import Direction, Name, Spec
@@ -232,6 +233,19 @@ class Call:
         return (*x, "saved", *self.spec.statistics, *filter(self.spec.has, operation.keeps))
 
     @functools.cached_property
+    def _in_place(self) -> frozenset[str]:
+        """Names of the operands and results that a kernel reads and writes where they are.
+
+        These are results of the forward that only the backward reads. If a loop stacks them, each
+        starts at a multiple of its own size, and XLA passes it as an address only if that size is
+        aligned. A linear loss passes aligned arrays to the calls on its chunks.
+        """
+        if self.primitives is not None and self.spec.is_loss:
+            return frozenset((*self.operand_names, *self.result_names))
+        saved = ("saved",) * (self.direction != "fwd" and self.spec.starts_from in ("y", "h"))
+        return frozenset((*saved, *self.spec.statistics))
+
+    @functools.cached_property
     def residuals(self) -> int:
         """How many of the operands of ``tan`` and ``bwd`` are residuals."""
         return len(self.residual_names)
@@ -370,10 +384,20 @@ class Call:
                 whole = jnp.broadcast_to(arrays[at], view.shape)
                 arrays = (*arrays[:at], whole, *arrays[at + 1 :])
             rows = [view.to_rows(kind, a, strided=strided) for kind, a in zip(kinds, arrays)]
-            results = zip(self.result_kinds, self._run(name, spec, rows))
-            return [view.from_rows(kind, a, strided=strided) for kind, a in results]
+            rows = self._own_buffers(name, self.operand_names, rows)
+            results = self._run(name, spec, rows)
+            results = self._own_buffers(name, self.result_names, results)
+            kinds = self.result_kinds
+            return [view.from_rows(kind, a, strided=strided) for kind, a in zip(kinds, results)]
 
         return run
+
+    def _own_buffers(self, name: str, names: Sequence[str], arrays: Arrays) -> list[jax.Array]:
+        """Arrays of the implementation `name`, apart from larger arrays of which XLA has slices."""
+        if name == "xla":
+            return [*arrays]
+        in_place = self._in_place
+        return [a if n in in_place else buffers.own(a) for n, a in zip(names, arrays, strict=True)]
 
     def _run(self, name: str, spec: Spec, arrays: Arrays) -> list[jax.Array]:
         implementation: Any = backends.module(name)

@@ -89,7 +89,7 @@ def lie_alike(a: jax.Array, like: jax.Array) -> jax.Array:
     return reshard(a, sharding.mesh, sharding.spec) if differs else a
 
 
-def broadcast_alike(a: jax.Array, like: jax.Array) -> jax.Array:
+def broadcast_alike(a: jax.Array, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     """`a`, whose axes are those of another, or of size 1, with the mesh axes that its type names.
 
     An axis of any other size is whole.

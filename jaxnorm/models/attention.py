@@ -1,21 +1,92 @@
-"""The steps of dot-product attention that linen's and nnx's attention functions share.
+"""The body of the attention functions of ``jaxnorm.linen`` and ``jaxnorm.nnx``.
 
-    weights = softmax(query key^T / sqrt(depth) + bias, masked)       out = dropout(weights) value
+    weights = softmax(scale query key^T + bias, masked)       out = dropout(weights) value
 
-with Flax's semantics: a masked logit becomes the dtype's most negative finite number, so a query
-that may attend to nothing attends to everything evenly. Only the softmax differs: it keeps its
-output, and nothing else, for the backward.
+Each API passes a function that returns the weights, with logits in the dtype that Flax uses there.
+As in Flax, a finite number replaces a masked logit, so a query whose keys are all masked attends to
+all of them evenly. Only the softmax differs from Flax's: its backward pass needs no array but the
+weights.
 """
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxnorm.operations.softmax import filled_softmax, softmax
+from jaxnorm.operations.softmax import filled_softmax
 from jaxnorm_kernels.specs import FLOAT_DTYPES
 
 
+class Dropout(NamedTuple):
+    """Dropout of the weights, with one draw for all batches and heads if `broadcast`."""
+
+    rng: jax.Array
+    rate: float
+    broadcast: bool
+
+    def __call__(self, weights: jax.Array, dtype: np.dtype) -> jax.Array:
+        """Multiply the weights by 0 or 1 / (1 - rate), rounded to `dtype`."""
+        batch = (1,) * (weights.ndim - 2) if self.broadcast else weights.shape[:-2]
+        keep = jax.random.bernoulli(self.rng, 1.0 - self.rate, batch + weights.shape[-2:])
+        return weights * (keep.astype(dtype) / jnp.asarray(1.0 - self.rate, dtype=dtype))
+
+
+def dropout(
+    rng: jax.Array | None, rate: float, broadcast: bool, deterministic: bool
+) -> Dropout | None:
+    """Check Flax's four arguments of dropout; return None if there is none."""
+    if deterministic or rate == 0.0:
+        return None
+    if not 0.0 < rate < 1.0:
+        raise ValueError(f"dot_product_attention: dropout_rate={rate!r}; expected 0 <= rate < 1")
+    if rng is None:
+        raise ValueError(
+            "dot_product_attention: dropout_rate > 0 and deterministic=False need a dropout_rng"
+        )
+    return Dropout(rng, rate, broadcast)
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    *,
+    weigh: Callable[..., jax.Array],
+    einsum: Callable[..., jax.Array],
+    sow: Callable[[jax.Array], object] | None,
+    dropout: Dropout | None,
+) -> jax.Array:
+    """Return dot-product attention over ``(batch..., length, heads, depth)``.
+
+    Args:
+      query, key, value: arrays of one dtype, whose shapes `check_shapes` has accepted.
+      bias, mask: broadcastable to ``(batch..., heads, q_length, kv_length)``, or None.
+      weigh: returns the weights of ``(query, key, bias, mask)``.
+      einsum: multiplies weights and values.
+      sow: called with the weights before dropout.
+      dropout: dropout of the weights.
+    """
+    weights = weigh(query, key, bias, mask)
+    if sow is not None:
+        sow(weights)
+    if dropout is not None:
+        weights = dropout(weights, query.dtype)
+    heads, groups = query.shape[-2], value.shape[-2]
+    if heads == groups:
+        return einsum("...hqk,...khd->...qhd", weights, value)
+    # Grouped-query attention: several query heads share a head of the values.
+    batch, lengths = weights.shape[:-3], weights.shape[-2:]
+    split = weights.reshape(*batch, groups, heads // groups, *lengths)
+    out = einsum("...hgqk,...khd->...qhgd", split, value)
+    return out.reshape(*out.shape[:-3], heads, out.shape[-1])
+
+
 def check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
-    """ValueError unless the three fit together (but for their numbers of heads)."""
+    """Raise a ValueError unless the shapes fit together. Numbers of heads are not compared."""
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     expected = "(batch..., length, heads, depth)"
     if not query.ndim == key.ndim == value.ndim or query.ndim < 3:
@@ -34,75 +105,51 @@ def check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
         )
 
 
-def group_size(query: jax.Array, other: jax.Array, name: str) -> int:
-    """How many query heads share one head of `other` (grouped-query attention)."""
+def masked_softmax(
+    logits: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    *,
+    fill: float,
+    dtype: np.dtype,
+) -> jax.Array:
+    """Return the softmax of ``(batch..., heads, q_length, kv_length)`` logits over the last axis.
+
+    Also takes what the kernels do not: complex and 8-bit logits, an integer bias, and a bias or a
+    mask that enlarges the logits.
+    """
+    supported = is_supported(logits.dtype, dtype)
+    if bias is not None and not (supported and fits(bias, logits.shape, FLOAT_DTYPES)):
+        logits, bias = logits + bias, None
+        supported = is_supported(logits.dtype, dtype)
+    if mask is not None and not (supported and fits(mask, logits.shape)):
+        logits, mask = jnp.where(mask, logits, fill), None
+    if not supported:
+        wide = jnp.promote_types(logits.dtype, dtype)
+        return jax.nn.softmax(logits.astype(wide)).astype(dtype)
+    where = None if mask is None else jnp.asarray(mask, bool)
+    return filled_softmax(logits, where, bias, fill=fill, dtype=dtype)
+
+
+def is_supported(*dtypes: jax.typing.DTypeLike) -> bool:
+    """True if jaxnorm's functions support all of the dtypes."""
+    return all(np.dtype(dtype).name in FLOAT_DTYPES for dtype in dtypes)
+
+
+def fits(
+    a: jax.Array | None, shape: tuple[int, ...], dtypes: Collection[str] | None = None
+) -> bool:
+    """True if `a` is None, or broadcasts to `shape` and has one of the dtypes."""
+    return a is None or (
+        jnp.broadcast_shapes(a.shape, shape) == shape and (dtypes is None or a.dtype.name in dtypes)
+    )
+
+
+def check_heads(query: jax.Array, other: jax.Array, name: str) -> None:
+    """Raise a ValueError unless `other` has as many heads as the query, or a divisor of these."""
     heads, shared = query.shape[-2], other.shape[-2]
     if heads % shared:
         raise ValueError(
             f"dot_product_attention: query has {heads} heads and {name} {shared}; "
             f"expected query's heads to be a multiple of {name}'s"
         )
-    return heads // shared
-
-
-def scaled(query: jax.Array) -> jax.Array:
-    """query / sqrt(depth), in query's dtype."""
-    return query / jnp.sqrt(query.shape[-1]).astype(query.dtype)
-
-
-def attention_weights(
-    logits: jax.Array,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-    compute_dtype: jax.typing.DTypeLike,
-    out_dtype: jax.typing.DTypeLike,
-    *,
-    is_causal: bool = False,
-) -> jax.Array:
-    """softmax over the last axis of ``(batch..., heads, q_length, kv_length)`` logits."""
-    fill = float(jnp.finfo(compute_dtype).min)
-    is_real = logits.dtype.name in FLOAT_DTYPES  # or complex, say, which Flax takes
-    if is_causal and is_real and bias is None and mask is None:
-        # No row is without an entry, so that a finite fill and -inf are the same.
-        return softmax(logits, causal=True, dtype=out_dtype)
-    if is_causal:
-        causal = jnp.tril(jnp.ones(logits.shape[-2:], dtype=bool))
-        mask = causal if mask is None else jnp.logical_and(mask, causal)
-    if bias is not None and not (is_real and _fits(bias, logits)):
-        logits, bias = logits + bias, None
-    if mask is not None and not (is_real and _broadcasts(mask, logits)):
-        logits, mask = jnp.where(mask, logits, fill), None
-    if not is_real:
-        return jax.nn.softmax(logits.astype(out_dtype))
-    where = None if mask is None else jnp.asarray(mask, bool)
-    return filled_softmax(logits, where, bias, fill=fill, dtype=out_dtype)
-
-
-def _fits(bias: jax.Array, logits: jax.Array) -> bool:
-    return _broadcasts(bias, logits) and bias.dtype.name in FLOAT_DTYPES
-
-
-def _broadcasts(a: jax.Array, logits: jax.Array) -> bool:
-    """Whether `a` leaves the logits' shape as it is."""
-    return jnp.broadcast_shapes(jnp.shape(a), logits.shape) == logits.shape
-
-
-def dropout(
-    weights: jax.Array,
-    rng: jax.Array | None,
-    rate: float,
-    *,
-    broadcast: bool,
-    compute_dtype: jax.typing.DTypeLike,
-) -> jax.Array:
-    """Zeroes weights with probability `rate`; one draw for all batches and heads if `broadcast`."""
-    if not 0.0 <= rate < 1.0:
-        raise ValueError(f"dot_product_attention: dropout_rate={rate!r}; expected 0 <= rate < 1")
-    if rng is None:
-        raise ValueError(
-            "dot_product_attention: dropout_rate > 0 and deterministic=False need a dropout_rng"
-        )
-    shape = (1,) * (weights.ndim - 2) + weights.shape[-2:] if broadcast else weights.shape
-    keep = jax.random.bernoulli(rng, 1.0 - rate, shape)
-    multiplier = keep.astype(compute_dtype) / jnp.asarray(1.0 - rate, dtype=compute_dtype)
-    return weights * multiplier

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax.linen import dtypes
 
@@ -34,9 +35,10 @@ def dot_product_attention(
     """:func:`flax.linen.dot_product_attention` with :func:`jaxnorm.softmax`.
 
     For ``linen.MultiHeadDotProductAttention(attention_fn=jaxnorm.linen.dot_product_attention)``.
-    Arguments, masking and results are Flax's; the softmax is computed in float32 for every dtype,
-    and the backward keeps the attention weights alone, where :func:`jax.nn.softmax` keeps two
-    arrays of their size (unless ``jax_softmax_custom_jvp`` is set).
+    Arguments and masking are Flax's. As there, the logits have the dtype of the computation. The
+    softmax is computed in float32 for every dtype. The backward pass saves only the attention
+    weights, where :func:`jax.nn.softmax` saves two arrays of their size (unless
+    ``jax_softmax_custom_jvp`` is set).
 
     Args:
       query, key, value: ``(batch..., length, heads, depth)``.
@@ -85,25 +87,34 @@ def dot_product_attention(
             f"dot_product_attention: query, key and value have {query.shape[-2]}, {key.shape[-2]} "
             f"and {value.shape[-2]} heads; expected equal numbers"
         )
-    compute_dtype = query.dtype
+    dtype = query.dtype
     einsum = functools.partial(
         jnp.einsum,
         precision=precision,
         _dot_general=einsum_dot_general or jax.lax.dot_general,
     )
-    logits = (qk_attn_weights_einsum or einsum)(
-        "...qhd,...khd->...hqk", attention.scaled(query), key
-    )
-    out_dtype = jnp.float32 if force_fp32_for_softmax else compute_dtype
-    weights = attention.attention_weights(logits, bias, mask, compute_dtype, out_dtype)
-    if module is not None:
-        module.sow("intermediates", "attention_weights", weights)
-    if not deterministic and dropout_rate > 0.0:
-        weights = attention.dropout(
-            weights,
-            dropout_rng,
-            dropout_rate,
-            broadcast=broadcast_dropout,
-            compute_dtype=compute_dtype,
+
+    def weigh(
+        query: jax.Array, key: jax.Array, bias: jax.Array | None, mask: jax.Array | None
+    ) -> jax.Array:
+        query = query / jnp.sqrt(query.shape[-1]).astype(dtype)
+        logits = (qk_attn_weights_einsum or einsum)("...qhd,...khd->...hqk", query, key)
+        return attention.masked_softmax(
+            logits,
+            bias,
+            mask,
+            fill=float(jnp.finfo(dtype).min),
+            dtype=np.dtype(jnp.float32) if force_fp32_for_softmax else dtype,
         )
-    return (attn_weights_value_einsum or einsum)("...hqk,...khd->...qhd", weights, value)
+
+    return attention.attend(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        weigh=weigh,
+        einsum=attn_weights_value_einsum or einsum,
+        sow=module and functools.partial(module.sow, "intermediates", "attention_weights"),
+        dropout=attention.dropout(dropout_rng, dropout_rate, broadcast_dropout, deterministic),
+    )

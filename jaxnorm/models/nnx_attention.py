@@ -1,5 +1,7 @@
 """The attention function of ``jaxnorm.nnx``, for ``nnx.MultiHeadAttention``."""
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,12 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jaxnorm.models import attention
+from jaxnorm.operations.attention_weights import attention_weights, logits_of
 from jaxnorm.operations.checks import DTypeLike
+from jaxnorm_kernels.specs import FLOAT_DTYPES
+
+# The fill of jax.nn.dot_product_attention, for logits in float64, too.
+_FILL = 0.7 * float(jnp.finfo(jnp.float32).min)
 
 
 def dot_product_attention(
@@ -30,10 +37,11 @@ def dot_product_attention(
 ) -> jax.Array:
     """:func:`flax.nnx.dot_product_attention` with :func:`jaxnorm.softmax`.
 
-    For ``nnx.MultiHeadAttention(attention_fn=jaxnorm.nnx.dot_product_attention)``. Arguments,
-    masking and results are Flax's; the softmax is computed in float32 for every dtype, and the
-    backward keeps the attention weights alone. Key and value may have fewer heads than query
-    (grouped-query attention).
+    For ``nnx.MultiHeadAttention(attention_fn=jaxnorm.nnx.dot_product_attention)``. Arguments and
+    masking are Flax's. The logits of 16-bit operands are float32, also with dropout or ``module``,
+    where Flax rounds them. The softmax is computed in float32 (float64 for float64). The backward
+    pass saves only the attention weights, in the dtype of the computation. Key and value may have
+    fewer heads than query (grouped-query attention).
 
     Args:
       query: ``(batch..., q_length, heads, depth)``.
@@ -69,43 +77,52 @@ def dot_product_attention(
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     attention.check_shapes(query, key, value)
-    compute_dtype = query.dtype
-    logits = jnp.einsum(
-        "...qhgd,...khd->...hgqk",
-        _grouped(attention.scaled(query), -2, attention.group_size(query, key, "key")),
+    attention.check_heads(query, key, "key")
+    attention.check_heads(query, value, "value")
+    return attention.attend(
+        query,
         key,
-        precision=precision,
-    )
-    logits = _merged(logits, -4)
-    weights = attention.attention_weights(
-        logits, bias, mask, compute_dtype, compute_dtype, is_causal=is_causal
-    )
-    if module is not None:
-        module.sow(nnx.Intermediate, "attention_weights", weights)
-    if not deterministic and dropout_rate > 0.0:
-        weights = attention.dropout(
-            weights,
-            dropout_rng,
-            dropout_rate,
-            broadcast=broadcast_dropout,
-            compute_dtype=compute_dtype,
-        )
-    out = jnp.einsum(
-        "...hgqk,...khd->...qhgd",
-        _grouped(weights, -3, attention.group_size(query, value, "value")),
         value,
-        precision=precision,
+        bias,
+        mask,
+        weigh=functools.partial(_weigh, precision, is_causal),
+        einsum=functools.partial(jnp.einsum, precision=precision),
+        sow=module and functools.partial(module.sow, nnx.Intermediate, "attention_weights"),
+        dropout=attention.dropout(dropout_rng, dropout_rate, broadcast_dropout, deterministic),
     )
-    return _merged(out, -3)
 
 
-def _grouped(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Splits `axis` into (groups, size)."""
-    axis %= x.ndim
-    return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
-
-
-def _merged(x: jax.Array, axis: int) -> jax.Array:
-    """Merges `axis` with the one after it."""
-    axis %= x.ndim
-    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+def _weigh(
+    precision: Any,
+    is_causal: bool,
+    query: jax.Array,
+    key: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+) -> jax.Array:
+    scale, fill, dtype = query.shape[-1] ** -0.5, _FILL, query.dtype
+    lengths = query.shape[-3], key.shape[-3]
+    # A causal mask alone leaves a key to each query, so a fill of -inf gives the same weights, and
+    # the kernels need not read what is masked.
+    only_causal = is_causal and bias is None and mask is None
+    if is_causal and not (only_causal and attention.is_supported(dtype)):
+        causal = jnp.tril(jnp.ones(lengths, bool))
+        mask, only_causal = causal if mask is None else jnp.logical_and(mask, causal), False
+    shape = (*query.shape[:-3], query.shape[-2], *lengths)
+    if (
+        attention.is_supported(dtype)
+        and attention.fits(bias, shape, FLOAT_DTYPES)
+        and attention.fits(mask, shape)
+    ):
+        return attention_weights(
+            query,
+            key,
+            None if mask is None else jnp.asarray(mask, bool),
+            bias,
+            scale=scale,
+            fill=-math.inf if only_causal else fill,
+            causal=only_causal,
+            precision=precision,
+        )
+    logits = logits_of(precision, query, key) * scale
+    return attention.masked_softmax(logits, bias, mask, fill=fill, dtype=dtype)

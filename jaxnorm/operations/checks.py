@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -63,6 +63,12 @@ def _array(function: str, name: str, value: Any, expected: str) -> jax.Array:
 
 
 def _no_array(function: str, name: str, value: object) -> TypeError:
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.isnative:
+        return TypeError(
+            f"{function}: {name} has dtype {value.dtype.str}, in another byte order than this "
+            f"machine's; expected {value.dtype.name} in the machine's own; convert it, e.g. "
+            f"{name}.astype({name}.dtype.newbyteorder('='))"
+        )
     return TypeError(
         f"{function}: {name} is a {type(value).__name__}; expected an array; "
         f"convert it, e.g. jnp.asarray({name})"
@@ -82,6 +88,11 @@ def dtype(function: str, name: str, given: DTypeLike) -> np.dtype:
         raise TypeError(
             f"{function}: {name}={given!r} is no dtype; expected one of {', '.join(FLOAT_DTYPES)}"
         ) from error
+    if not resolved.isnative:
+        raise TypeError(
+            f"{function}: {name}={resolved.str} has another byte order than this machine's; "
+            f"expected a dtype in the machine's own, e.g. {resolved.name}"
+        )
     if resolved.name not in FLOAT_DTYPES:
         raise TypeError(
             f"{function}: {name}={resolved.name}; expected one of {', '.join(FLOAT_DTYPES)}; "
@@ -256,6 +267,24 @@ def integer_array(function: str, name: str, value: ArrayLike) -> jax.Array:
     return array
 
 
+def not_one_hot(
+    function: str, labels: ArrayLike, logits: tuple[int, ...], axes: tuple[int, ...]
+) -> None:
+    """Raises if labels have the shape of logits, as one-hot labels or probabilities have."""
+    shape = getattr(labels, "shape", None)
+    if shape != logits:
+        return
+    expected = tuple(size for axis, size in enumerate(logits) if axis not in axes)
+    axis = axes[0] if len(axes) == 1 else axes
+    fix = f"jnp.argmax(labels, axis={axis})"
+    if len(axes) > 1:
+        fix = f"jnp.argmax of labels with their axes {axes} reshaped to one"
+    raise ValueError(
+        f"{function}: labels have shape {shape}, that of the logits, as one-hot labels have; "
+        f"expected {expected}, the number of a class for each position; convert them, e.g. {fix}"
+    )
+
+
 def _in_32_bits(value: np.ndarray) -> np.ndarray:
     """64-bit integers within 32 bits: without 64-bit types JAX would wrap them."""
     if value.dtype.name not in ("int64", "uint64"):
@@ -330,6 +359,28 @@ def positive(function: str, name: str, value: float) -> float:
     return given
 
 
+def finite_in(
+    function: str,
+    dtype: np.dtype,
+    numbers: Mapping[str, float | None],
+    *,
+    above_zero: bool = False,
+) -> None:
+    """Raises unless numbers are finite in the dtype of the arithmetic; and still above 0 there."""
+    for name, value in numbers.items():
+        if value is None:
+            continue
+        with np.errstate(over="ignore", under="ignore"):
+            rounded = dtype.type(value)
+        if not np.isfinite(rounded) or (above_zero and rounded == 0):
+            info = np.finfo(dtype)
+            least = f"from {info.smallest_subnormal:.2g} " if above_zero else ""
+            raise ValueError(
+                f"{function}: {name}={value!r} is {rounded} in {dtype.name}, the dtype of the "
+                f"arithmetic; expected a size {least}up to {info.max:.2g}, or float64 arrays"
+            )
+
+
 def integer(function: str, name: str, value: int, unit: str) -> int:
     """`value` as a Python integer of at least 1; `unit` is what it counts."""
     _refuse_traced(function, name, value, "integer")
@@ -385,7 +436,8 @@ def _shown(value: object) -> str:
 
 def one_of(function: str, name: str, value: str | None, valid: Sequence[str | None]) -> None:
     """Raises unless `value` is one of `valid`."""
-    if value not in valid:
+    # Arrays compare with names one by one: one of a name is no name.
+    if not isinstance(value, str | None) or value not in valid:
         raise ValueError(
             f"{function}: {name}={value!r}; expected one of {', '.join(map(repr, valid))}"
         )

@@ -15,19 +15,26 @@ _TILE = 128
 
 
 def chunk_rows(
-    chunk: int | None, rows: int, weight: tuple[int, ...], logits: np.dtype, factors: np.dtype
+    chunk: int | None,
+    rows: int,
+    weight: tuple[int, ...],
+    logits: np.dtype,
+    factors: np.dtype,
+    shards: int = 1,
 ) -> int:
     """How many rows a chunk has: all chunks as many, the first may overlap the second.
 
     Args:
       weight: its shape (d, classes).
       logits, factors: dtypes of a chunk's logits, and of the products.
+      shards: of how many shards of the classes `weight` is one. Devices exchange statistics in each
+        chunk; with as many times the rows a chunk's logits are no larger, and there are fewer.
     """
     if chunk is not None or not rows:
         return min(chunk or 1, max(rows, 1))
     d, classes = weight
     fitting = _BYTES // (max(classes, 1) * logits.itemsize) // _TILE * _TILE
     as_weight = d * factors.itemsize // logits.itemsize
-    most = min(max(fitting, _LEAST), max(_MOST, as_weight))
+    most = min(max(fitting, _LEAST), shards * max(_MOST, as_weight))
     even = math.ceil(rows / math.ceil(rows / most))
     return min(math.ceil(even / _TILE) * _TILE, rows)

@@ -189,10 +189,11 @@ def _linear_of(
     rows, weights, biases = ([next(operands) for _ in a] for a in (rows, weights, biases))
     if product is None:
         weight_sharding, its_sharding = _shardings(function, rows[0], weights[0], out_sharding)
-        # Sums are rounded by the product itself, in no pass of its own, where nothing is added to
-        # them: no bias, and on a mesh no sums of other shards.
+        # If no bias is added, the matmul rounds its sums to y itself, in no pass of its own. Sums
+        # over shards of features are rounded before devices add them up, as in plain JAX: in
+        # float32 the devices would exchange twice the bytes.
         is_split = weight_sharding is not None and weight_sharding.spec[0] is not None
-        is_alone = y_dtype == product_dtype and not (biases or is_split)
+        is_alone = is_split or (y_dtype == product_dtype and not biases)
         precision = jax.config.jax_default_matmul_precision
         options = products.Dot(product_dtype, precision, weight_sharding, its_sharding)
         multiply: Product = functools.partial(products.dot, options, y_dtype if is_alone else wide)

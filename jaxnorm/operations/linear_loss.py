@@ -10,7 +10,7 @@ from jaxnorm.calls import backends
 from jaxnorm.operations import checks, chunk_loss, linear_loss_primitive
 from jaxnorm.operations.chunk_sizes import chunk_rows
 from jaxnorm.operations.linear_loss_call import Function, Head, Reduction
-from jaxnorm.operations.loss import softcap
+from jaxnorm.operations.loss import check_numbers, softcap
 from jaxnorm.primitives import eager
 from jaxnorm_kernels.specs import Name
 
@@ -92,9 +92,11 @@ def linear_softmax_cross_entropy(
     Derivatives of second order, and what `jax.vmap` makes of a batch of weights or of gradients
     of weight inside it, are right, but are made by more products.
 
-    On a mesh rows, V and d may be split: shards of V exchange statistics of rows and sums for x's
-    gradient; a weight in shards of d, or of V over axes that split the rows (FSDP), is gathered
-    once, before the loop; weight's gradient is summed over the devices once, after it.
+    On a mesh rows, V and d may be split. Devices with shards of V exchange statistics of rows in
+    the loop. A weight in shards of d (FSDP) is gathered once, before the loop. Over mesh axes that
+    split both rows and V, weight or x is gathered, whichever is smaller. Devices with shards of x
+    along d share the rows out. Gradients of x and weight are summed over devices once, after the
+    loop, and in the dtype of the products, as in plain JAX (float16: in float32).
 
     Raises:
       TypeError: x, weight or bias is not of a supported float dtype, or ``dtype`` is none, labels
@@ -155,6 +157,9 @@ def of_linear_logits(
     """The results of a function of linear logits, after the checks; `options` are of `Head`."""
     x = checks.float_array(function, "x", x)
     weight = checks.float_array(function, "weight", weight)
+    if x.ndim and weight.ndim == 2:
+        logits = (*x.shape[:-1], weight.shape[1])
+        checks.not_one_hot(function, labels, logits, (len(logits) - 1,))
     labels = checks.integer_array(function, "labels", labels)
     _check_shapes(function, x, weight, labels)
     arrays = [x, weight]
@@ -176,6 +181,8 @@ def of_linear_logits(
         precision=jax.config.jax_default_matmul_precision,
         **options,
     )
+    wide = checks.arithmetic_dtype(*head.dtypes(x.dtype, weight.dtype))
+    check_numbers(function, wide, head.logits_scale, head.logit_softcap, head.z_loss)
     if where is not None:
         array, of_classes = _where(head, where, x, weight)
         head = dataclasses.replace(head, has_where=not of_classes, has_mask=of_classes)
@@ -191,6 +198,7 @@ def _where(
     """Weights of positions, of labels' shape, or a mask of classes; and whether it is that."""
     function, of_labels = head.function, x.shape[:-1]
     if function == NAME:
+        _refuse_classes(where, x.shape, weight.shape[1])
         loss_dtype = checks.arithmetic_dtype(*head.dtypes(x.dtype, weight.dtype))
         array = checks.weights(function, "where", where, loss_dtype)
     else:
@@ -206,6 +214,20 @@ def _where(
             f"{', or how much' if function == NAME else classes}; reshape where, e.g. where[None]"
         )
     return jnp.broadcast_to(array, of_labels), False
+
+
+def _refuse_classes(where: checks.ArrayLike, x: tuple[int, ...], classes: int) -> None:
+    """Raises where the loss is given a mask of classes."""
+    shape: tuple[int, ...] = getattr(where, "shape", ())
+    if len(shape) != len(x) or shape[-1] not in (1, classes):
+        return
+    raise ValueError(
+        f"{NAME}: where has shape {shape}, with the axis of the classes, as a mask of classes has; "
+        f"expected one that broadcasts to labels' shape {x[:-1]}, for positions, because this "
+        "function takes no mask of classes. If all positions share the mask, add it to the bias, "
+        "e.g. bias=jnp.where(mask, 0, -jnp.inf); else use "
+        "-jaxnorm.linear_log_prob_and_entropy(x, weight, labels, where=mask)[0], which takes one"
+    )
 
 
 def _check_shapes(function: Function, x: jax.Array, weight: jax.Array, labels: jax.Array) -> None:

@@ -189,10 +189,17 @@ class Over:
     """Mesh axes over which arrays of devices with shards are split.
 
     Attributes:
-      rows, classes: of x and of weight.
-      scattered: those of the rows' over which weight's gradient is to be split, along d and V.
+      rows, classes: the axes that split the loop's rows, and those that split its classes.
+      stored: the axes of `rows` over which weight is stored in shards of d and of V. Each device
+        gathers weight over them, and keeps its shard of weight's gradient.
+      gathered: for each axis of the rows, the axes of `classes` over which x is stored in shards.
+        Each device gathers x over them, and keeps its shard of x's gradient.
+      moved: for each axis of the rows, the last axes of `rows` that split it, over which x is
+        stored in shards of d. The devices exchange shards of d for shards of rows, and back.
     """
 
     rows: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
-    scattered: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    stored: tuple[tuple[str, ...], ...] = ()
+    gathered: tuple[tuple[str, ...], ...] = ()
+    moved: tuple[tuple[str, ...], ...] = ()

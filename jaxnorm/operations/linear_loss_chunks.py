@@ -12,9 +12,10 @@ One loop over chunks of rows makes all of a pass. Its three products are XLA's:
                               (cuBLAS' beta = 1), since the sum is the only use of what the loop
                               carries
 
-dlogits are of the products' dtype, and those of the sum of the losses, of the size of
-probabilities: 1 / n is applied to the products in float32, because float16 would lose what is below
-6e-8. Weights of rows, and a `bwd`'s cotangents, are divided by their largest for the same reason.
+dlogits are in the products' dtype and of the size of probabilities. All other factors are applied
+in float32, because float16 would lose what is below 6e-8, and float32 what is below 1e-45. 1 / n
+and `logits_scale` multiply the products. A row's weight or cotangent multiplies its row of dx and,
+in weight's gradient, its row of x.
 """
 
 import functools
@@ -33,6 +34,7 @@ from jaxnorm.operations import checks, chunk_loss
 from jaxnorm.operations.chunk_sizes import chunk_rows
 from jaxnorm.operations.linear_loss_call import Head, Kind, Over, Reduction
 from jaxnorm.operations.loss import counted, weighted
+from jaxnorm_kernels import buffers
 
 # Classes are padded to a multiple of this, with weight once: XLA pads the operands of each product
 # of a chunk, and cuts its result, where rows are no multiple of 16 bytes.
@@ -50,24 +52,92 @@ def run(
       arrays: as `Head.operand_kinds` says; shards where axes are split `over` a mesh.
       recompute: for derivatives of this function, which then keep no logits either.
     """
-    lead = arrays[0].shape[:-1]
+    by_name = dict(zip(head.primals, arrays))
+    dtype, _ = head.dtypes(by_name["x"].dtype, by_name["weight"].dtype)
+
+    def gathered(kind: Kind, a: jax.Array) -> jax.Array:
+        if kind == "x":
+            # Inside `jax.shard_map` its type says that it is replicated from here on.
+            # Types in a part of a program that XLA's partitioner has split name no axes.
+            is_typed = {*sum(over.gathered, ())} <= jax.typeof(a).manual_axis_type.varying
+            to = "invarying" if is_typed else "varying"
+            return _moved(_gathered(a, over.gathered, dtype, to), over, dtype)
+        return _gathered(a, over.stored, dtype, "varying") if kind == "weight" else a
+
+    whole = [*map(gathered, head.operand_kinds, arrays)]
+    lead = whole[0].shape[:-1]
     count = math.prod(lead)
 
     def flattened(kind: Kind, a: jax.Array) -> jax.Array:
         if kind == "mask":  # Of all rows, or of each.
             if math.prod(a.shape[:-1]) == 1:
-                return a.reshape(1, -1)
+                return buffers.own(a.reshape(1, -1))
             a = jnp.broadcast_to(a, (*lead, a.shape[-1]))
+        if kind in ("row", "mask"):
+            a = buffers.own(a)  # Kernels read them, or chunks of them.
         rows = kind in ("x", "row", "mask")
         return a.reshape(count, *a.shape[len(lead) :]) if rows else a
 
-    flat = [*map(flattened, head.operand_kinds, arrays)]
+    flat = [*map(flattened, head.operand_kinds, whole)]
     chunks = _Chunks(head, flat, over, recompute)
     directions = {"fwd": chunks.forward, "tan": chunks.tangent, "bwd": chunks.backward}
-    return [
-        a.reshape(*lead, *a.shape[1:]) if kind in ("x", "row") else a
-        for kind, a in zip(head.result_kinds, directions[head.direction]())
-    ]
+
+    def finished(name: str, kind: Kind, a: jax.Array) -> jax.Array:
+        if kind in ("x", "row"):
+            a = a.reshape(*lead, *a.shape[1:])
+        if name not in by_name:
+            return buffers.own(a)
+        # A gradient. Each device has a sum over its own classes or over its own rows.
+        if kind == "x":
+            a = _scattered(_moved_back(a, over), over.classes, over.gathered)
+        else:
+            a = _scattered(a, over.rows, over.stored if kind == "weight" else ())
+        return a.astype(head.gradient_dtype(by_name[name].dtype))
+
+    return [*map(finished, head.result_names, head.result_kinds, directions[head.direction]())]
+
+
+def _gathered(
+    a: jax.Array, stored: Sequence[tuple[str, ...]], dtype: np.dtype, to: str
+) -> jax.Array:
+    """`a` gathered along each axis over the mesh axes of `stored`, in `dtype` if that is narrower.
+
+    `to`: the result's type over these axes, as `jax.lax.all_gather` takes it.
+    """
+    for axis, names in enumerate(stored):
+        if names:
+            a = lax.all_gather(_narrow(a, dtype), names, axis=axis, tiled=True, to=to)
+    return a
+
+
+def _moved(x: jax.Array, over: Over, dtype: np.dtype) -> jax.Array:
+    """x with whole rows: devices that have a shard of d of the same rows share these rows out."""
+    for axis, names in enumerate(over.moved):
+        for name in names:
+            x = lax.all_to_all(_narrow(x, dtype), name, axis, x.ndim - 1, tiled=True)
+    return x
+
+
+def _moved_back(dx: jax.Array, over: Over) -> jax.Array:
+    """x's gradient in shards of d, as x was before `_moved`."""
+    for axis, names in reversed([*enumerate(over.moved)]):
+        for name in reversed(names):
+            dx = lax.all_to_all(dx, name, dx.ndim - 1, axis, tiled=True)
+    return dx
+
+
+def _narrow(a: jax.Array, dtype: np.dtype) -> jax.Array:
+    """`a` in the dtype of the products, if that is narrower: devices exchange no more bytes."""
+    return a.astype(min(a.dtype, dtype, key=lambda dtype: dtype.itemsize))
+
+
+def _scattered(a: jax.Array, over: tuple[str, ...], stored: Sequence[tuple[str, ...]]) -> jax.Array:
+    """The sum of `a` over mesh axes, of which each device keeps the shard that `stored` says."""
+    scattered = sum(stored, ())
+    for axis, names in enumerate(stored):
+        if names:
+            a = lax.psum_scatter(a, names, scatter_dimension=axis, tiled=True)
+    return _sum_over(a, tuple(name for name in over if name not in scattered))
 
 
 def reduced(
@@ -105,7 +175,12 @@ class _Chunks:
         self.padding = -self.classes % _COLUMNS if whole else 0
         self.factor = self.padded(self.weight, self.dtype)  # once, before the loop
         dtypes = self.logits_dtype, self.dtype
-        self.chunk = chunk_rows(head.chunk, self.rows, self.weight.shape, *dtypes)
+        shards = lax.axis_size(over.classes) if over.classes else 1
+        self.chunk = chunk_rows(head.chunk, self.rows, self.weight.shape, *dtypes, shards)
+        # Gradients are summed over devices as in plain JAX, where products round them. In float16
+        # they would lose what is small: a forward pass does not have the scale of the loss.
+        is_narrow = self.dtype.name == "bfloat16"
+        self.summed_dtype = self.dtype if is_narrow else self.wide
 
     # --------------------------------------------------------------------------------- passes
 
@@ -114,27 +189,30 @@ class _Chunks:
         if head.reduction == "none" or not head.wrt:
             y, *rest = self.of_rows()
             return [self.weighted(y) if head.reduction == "none" else self.total(y), *rest]
-        cotangents, largest = jnp.ones(self.rows, self.wide), jnp.ones((), self.wide)
+        cotangents, sizes = jnp.ones(self.rows, self.wide), None
         if self.where is not None and self.where.dtype != bool:
-            (cotangents,), largest = self.normalised([self.weighted(cotangents)])
-        losses, *gradients = self.gradients([cotangents], self.scale() * largest)
+            cotangents = self.weighted(cotangents)
+            sizes = self.sizes([cotangents])
+        losses, *gradients = self.gradients([cotangents], self.scale(), sizes)
         return [self.total(losses), *gradients]
 
     def backward(self) -> list[jax.Array]:
         dy, *others = self.linear
-        return self.gradients(*self.normalised([self.weighted(dy), *others]))
+        cotangents = [self.weighted(dy), *others]
+        return self.gradients(cotangents, jnp.ones((), self.wide), self.sizes(cotangents))
 
-    def normalised(self, cotangents: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-        """Rows' cotangents over the largest one, and that."""
+    def sizes(self, cotangents: Sequence[jax.Array]) -> jax.Array:
+        """The size of each row's largest cotangent, as a power of two, which rounds no factor.
+
+        1 where that is not finite, is 0 or does not count.
+        """
         size = functools.reduce(jnp.maximum, [jnp.abs(lax.stop_gradient(ct)) for ct in cotangents])
-        counts = jnp.isfinite(size)
+        counts = jnp.isfinite(size) & (size > 0)
         if self.counted is not None:
             counts &= self.counted
-        largest = jnp.max(jnp.where(counts, size, 0), initial=0)
-        if self.over.rows:
-            largest = lax.pmax(largest, self.over.rows)
-        largest = jnp.where(largest > 0, largest, 1).astype(self.wide)
-        return [ct / largest for ct in cotangents], largest
+        info = jnp.finfo(self.wide)
+        size = jnp.clip(jnp.where(counts, size, 1), info.smallest_normal, info.max / 2)
+        return lax.reduce_precision(size.astype(self.wide), info.nexp, mantissa_bits=0)
 
     def of_rows(self) -> list[jax.Array]:
         """The results of each row, and the statistics where the call wants them."""
@@ -148,10 +226,24 @@ class _Chunks:
         results = self.loop(step, {n: jnp.zeros(self.rows, self.wide) for n in self.head.outputs})
         return [results[name] for name in self.head.outputs]
 
-    def gradients(self, cotangents: Sequence[jax.Array], scale: jax.Array) -> list[jax.Array]:
-        """`scale` times the gradients of sum(cotangents * results); of a fwd, losses first."""
+    def gradients(
+        self, cotangents: Sequence[jax.Array], scale: jax.Array, sizes: jax.Array | None
+    ) -> list[jax.Array]:
+        """`scale` times the gradients of sum(cotangents * results); of a fwd, losses first.
+
+        `sizes`: of the cotangents of each row; None if they are all 1.
+        """
         head = self.head
         weight, makes_losses = self.factor, head.direction == "fwd"
+        factor = _power_of_two(head.logits_scale)
+        if factor != 1:
+            cotangents, scale = [ct / factor for ct in cotangents], scale * factor
+        of_x = of_weight = scale
+        shares = None  # of each row in the sums over rows
+        if sizes is not None:
+            cotangents = [ct / sizes for ct in cotangents]
+            largest = self.largest(sizes)
+            of_weight, shares = scale * largest, sizes / largest
 
         def step(rows: _Rows, carry: Carry) -> Carry:
             x = rows.of_x(self.x)
@@ -163,39 +255,43 @@ class _Chunks:
             dlogits = chunk_loss.dlogits(call, residuals, [*map(rows.of, cotangents)], self.dtype)
             if "x" in head.wrt:
                 dx = self.dot(dlogits, weight, (1, 1), self.wide)
-                dx = _sum_over(dx, self.over.classes)
-                results["x"] = rows.put(carry["x"], (scale * dx).astype(carry["x"].dtype))
+                dx = of_x * (dx if sizes is None else rows.of(sizes)[:, None] * dx)
+                results["x"] = rows.put(carry["x"], dx.astype(carry["x"].dtype))
+            share = None if shares is None else rows.of(shares)[:, None]
             if "weight" in head.wrt:
+                x = x if share is None else share * x.astype(self.wide)
                 product = self.dot(x.astype(self.dtype), dlogits, (0, 0), self.wide)
                 results["weight"] = carry["weight"] + product
             if "bias" in head.wrt:
-                results["bias"] = carry["bias"] + jnp.sum(dlogits, 0, dtype=self.wide)
+                of_rows = dlogits if share is None else share * dlogits.astype(self.wide)
+                results["bias"] = carry["bias"] + jnp.sum(of_rows, 0, dtype=self.wide)
             return results
 
+        dx_dtype = self.summed_dtype if self.over.classes else head.gradient_dtype(self.x.dtype)
         empty = {
             "y": jnp.zeros(self.rows, self.wide),
-            "x": jnp.zeros(self.x.shape, head.gradient_dtype(self.x.dtype)),
+            "x": jnp.zeros(self.x.shape, dx_dtype),
             "weight": jnp.zeros(self.factor.shape, self.wide),
             "bias": jnp.zeros(self.classes + self.padding, self.wide),
         }
         names = (*["y"] * makes_losses, *head.wrt)
         results = self.loop(step, {name: empty[name] for name in names})
-        return [self.finished(name, results[name], scale) for name in names]
+        return [self.finished(name, results[name], of_weight) for name in names]
+
+    def largest(self, sizes: jax.Array) -> jax.Array:
+        """The largest size of a row that counts, 1 if there is none; over all shards of rows."""
+        counts = jnp.ones_like(sizes) if self.counted is None else self.counted
+        largest = jnp.max(jnp.where(counts, sizes, 0), initial=0)
+        if self.over.rows:
+            largest = lax.pmax(largest, self.over.rows)
+        return jnp.where(largest > 0, largest, 1)
 
     def finished(self, name: str, gradient: jax.Array, scale: jax.Array) -> jax.Array:
-        """A gradient as it is returned; that of x, and losses, are already."""
-        operand = {"weight": self.weight, "bias": self.bias}.get(name)
-        if operand is None:
+        """A device's gradient, as it is summed over devices; x's and losses are so already."""
+        if name not in ("weight", "bias"):
             return gradient
-        gradient = lax.slice_in_dim(gradient, 0, self.classes, axis=-1)
-        scattered = self.over.scattered if name == "weight" else ()
-        gradient = _sum_over(
-            gradient, tuple(n for n in self.over.rows if n not in sum(scattered, ()))
-        )
-        for axis, names in enumerate(scattered):
-            if names:
-                gradient = lax.psum_scatter(gradient, names, scatter_dimension=axis, tiled=True)
-        return (scale * gradient).astype(self.head.gradient_dtype(operand.dtype))
+        gradient = scale * lax.slice_in_dim(gradient, 0, self.classes, axis=-1)
+        return gradient.astype(self.summed_dtype) if self.over.rows else gradient
 
     def tangent(self) -> list[jax.Array]:
         """Of each row's results, along those of x, weight and bias that there are."""
@@ -308,7 +404,7 @@ class _Chunks:
         """An empty carry with the type of a turn's, which inside `jax.shard_map` says more."""
         own = (jax.typeof(a).manual_axis_type.varying for a in (self.x, self.weight, self.labels))
         over = frozenset().union(*own)
-        if name not in ("weight", "bias"):  # summed over the classes
+        if name in self.head.outputs:  # summed over the classes
             over -= {*self.over.classes}
         return lax.pcast(a, tuple(sorted(over)), to="varying") if over else a
 
@@ -317,19 +413,20 @@ class _Rows:
     """The rows of a chunk.
 
     The first chunk of several may reach into the second, so that all are of one size and nothing is
-    padded: there it counts nothing, and what it writes the second one overwrites.
+    padded: there it counts nothing, and what it writes the second one overwrites. Such chunks start
+    at any row, and are copied for kernels, which need aligned addresses.
     """
 
     def __init__(self, chunks: _Chunks, index: jax.Array):
         size, short = chunks.chunk, -chunks.rows % chunks.chunk
         self.size, self.start = size, jnp.maximum(index * size - short, 0)
+        self.chunks = chunks
         own = self.of(chunks.counted) if chunks.counted is not None else None
         if chunks.overlaps:
             first = self.start + jnp.arange(size) < (index + 1) * size - short
             own = first if own is None else own & first
         # Rows that the next chunk has, too, are left out like those that do not count.
         self.counted = own
-        self.chunks = chunks
 
     @property
     def mask(self) -> jax.Array:
@@ -355,7 +452,8 @@ class _Rows:
         return kept
 
     def of(self, a: jax.Array) -> jax.Array:
-        return lax.dynamic_slice_in_dim(a, self.start, self.size)
+        part = lax.dynamic_slice_in_dim(a, self.start, self.size)
+        return buffers.own(part) if self.chunks.overlaps else part
 
     def of_x(self, x: jax.Array) -> jax.Array:
         """Rows of x, 0 where they do not count: weight's gradient is a sum over all of them."""
@@ -363,11 +461,21 @@ class _Rows:
         return part if self.counted is None else jnp.where(self.counted[:, None], part, 0)
 
     def put(self, whole: jax.Array, part: jax.Array) -> jax.Array:
+        part = buffers.own(part) if self.chunks.overlaps else part
         return lax.dynamic_update_slice_in_dim(whole, part, self.start, 0)
 
 
 def _sum_over(a: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum(a, axes) if axes else a
+
+
+def _power_of_two(scale: float) -> float:
+    """The power of two next below a scale, by which numbers are multiplied without rounding.
+
+    The exponent is limited, so that numbers of the size of 1, times or over it, are finite.
+    """
+    _, exponent = math.frexp(scale)
+    return 2.0 ** max(-100, min(exponent - 1, 100))
 
 
 def _inverse(total: jax.Array) -> jax.Array:

@@ -10,12 +10,12 @@ four.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxnorm.calls.call import Arrays, Run
@@ -23,7 +23,10 @@ from jaxnorm.meshes import sharding
 from jaxnorm.meshes.shards import Factors, Shards
 from jaxnorm.operations import checks, linear_loss_chunks
 from jaxnorm.operations.linear_loss_call import Head, Kind, Over
-from jaxnorm.primitives.rules import Rules, batch_first, nonzero
+from jaxnorm.operations.loss import counted
+from jaxnorm.primitives import remat
+from jaxnorm.primitives.linear import linear
+from jaxnorm.primitives.rules import Rules, batch_first, nonzero, zero_like
 
 _GRADIENT = "jaxnorm_linear_gradient"
 
@@ -68,16 +71,41 @@ class _LossRules(Rules[Head]):
             by_name = dict(zip(with_kept.outputs, outputs))
             residuals = [*primals, *(by_name[name] for name in head.kept)]
             return outputs[: len(head.outputs)], self.tangents_of(head, residuals, nonzeros)
-        total, *gradients = self.bind(head.with_gradients([*nonzeros]), *primals)
-        gradients = [checkpoint_name(g, _GRADIENT) for g in gradients]
+        nonzeros = _without_left_out_rows(head, primals, nonzeros)
+        with_gradients = head.with_gradients([*nonzeros])
+        outputs = remat.named(self.names(with_gradients), self.bind(with_gradients, *primals))
+        return self._along(with_gradients, outputs, nonzeros)
 
-        # What is kept for the transpose is the gradient as it is, half the size of its float32.
-        @functools.partial(jax.checkpoint, prevent_cse=False)
+    def with_residuals(self, head: Head) -> Head | None:
+        if head.wrt or head.reduction == "none":
+            return None
+        # All gradients: which of them a derivative needs is unknown where a policy is asked. Those
+        # that it does not need are dropped later.
+        return head.with_gradients([n for n in ("x", "weight", "bias") if n in head.primals])
+
+    def names(self, head: Head) -> list[str | None]:
+        return [None, *(_GRADIENT for _ in head.wrt)]
+
+    def derived(self, head: Head, outputs: Arrays, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        with_gradients = self.with_residuals(head)
+        assert with_gradients is not None
+        nonzeros = nonzero(zip(head.primals, tangents))
+        nonzeros = _without_left_out_rows(head, primals, nonzeros)
+        return self._along(with_gradients, outputs, nonzeros)
+
+    def _along(
+        self, head: Head, outputs: Arrays, tangents: dict[str, jax.Array]
+    ) -> tuple[list[jax.Array], list[Any]]:
+        """The total and its tangent: inner products of gradients and tangents."""
+        total, *gradients = outputs
+        of = dict(zip(head.wrt, gradients))
+
         def inner_product(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
             return jnp.sum(gradient.astype(total.dtype) * tangent.astype(total.dtype))
 
-        terms = map(inner_product, gradients, nonzeros.values())
-        return [total], [functools.reduce(jnp.add, terms)]
+        # `linear` saves the gradient in its own dtype, and not as float32, twice the size.
+        terms = [linear(inner_product, [of[name]], t) for name, t in tangents.items()]
+        return [total], [functools.reduce(jnp.add, terms) if terms else zero_like(total)]
 
     def batch(
         self, head: Head, arrays: Arrays, dims: Sequence[int | None]
@@ -112,31 +140,46 @@ class _LossRules(Rules[Head]):
         return [linear_loss_chunks.reduced(losses, where, head.reduction, axes)], [0]
 
     def shards(self, head: Head, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
-        """Rows of x, and classes, are split as they lie, where shards divide them.
+        """Split the rows of x and the classes as they lie, where the shards divide them.
 
-        Weight is gathered along d, once, before the loop (FSDP), and along the classes where those
-        are split as the rows are. Its gradient is summed over the devices once, after the loop, and
-        each keeps its shard of what was gathered. How XLA would partition the loop would be right,
-        too, but would gather and sum in each turn.
+        A mesh axis that splits only x or weight along d, or weight along V beside the rows, splits
+        rows, too: without that its devices would all compute the same. Devices with shards of x
+        along d exchange them for rows. Each device gathers weight
+        along d once, before the loop (FSDP). Where a mesh axis splits the rows and the classes, it
+        gathers weight or x, whichever is smaller. Gradients are summed over the devices once, after
+        the loop, and each device keeps its shard. XLA would gather and sum in each turn of the
+        loop.
         """
-        x, weight, *_ = types
-        rows = tuple(sharding.axes_over(x, axis, mesh) for axis in range(len(x.shape) - 1))
-        d, v = (sharding.axes_over(weight, axis, mesh) for axis in (0, 1))
+        by_name = dict(zip(head.operand_names, types))
+        x, weight = by_name["x"], by_name["weight"]
+        stored = [sharding.axes_over(weight, axis, mesh) for axis in (0, 1)]
+        rows = [sharding.axes_over(x, axis, mesh) for axis in range(len(x.shape) - 1)]
+        gathered = _gathered_rows(x, weight, rows, stored[1], mesh)
+        rows = [names[: len(names) - len(last)] for names, last in zip(rows, gathered)]
+        classes = () if {*sum(rows, ())} & {*stored[1]} else stored[1]
+        features = sharding.axes_over(x, len(rows), mesh)
+        for name in (*stored[0], *stored[1]):
+            if name not in (*sum(rows, ()), *classes, *features):
+                _split_rows(rows, name, by_name["labels"], mesh)
+        of_x = [names + last for names, last in zip(rows, gathered)]
+        moved: list[tuple[str, ...]] = [()] * len(rows)
+        for name in reversed(features):  # An exchange over the innermost axis keeps d in its order.
+            axis = None if name in classes else _split_rows(rows, name, by_name["labels"], mesh)
+            if axis is not None:
+                moved[axis] += (name,)
         over_rows = sum(rows, ())
-        classes = () if {*over_rows} & {*v} else v
-        d, v = (names if {*names} <= {*over_rows} else () for names in (d, v))
-        over = Over(over_rows, classes, scattered=(d, v))
+        d, v = (names if {*names} <= {*over_rows} else () for names in stored)
+        over = Over(over_rows, classes, stored=(d, v), gathered=gathered, moved=tuple(moved))
         axes: dict[Kind, Any] = {
-            "x": (*rows, ()),
-            "weight": ((), classes),
+            "x": (*of_x, tuple(name for name in features if name in sum(moved, ()))),
+            "weight": (d, v or classes),
             "bias": (classes,),
             "row": rows,
             "mask": (*rows, classes),
             "total": (),
         }
-        of_gradients = axes | {"weight": (d, v or classes)}
 
-        def spec(axes: dict[Kind, Any], kind: Kind, shape: Sequence[int] = ()) -> PartitionSpec:
+        def spec(kind: Kind, shape: Sequence[int] = ()) -> PartitionSpec:
             names = axes[kind]
             if kind == "mask":  # Which may be broadcast.
                 names = [() if size == 1 else over for size, over in zip(shape, names)]
@@ -144,8 +187,8 @@ class _LossRules(Rules[Head]):
 
         operands = zip(head.operand_kinds, types)
         return Shards(
-            operands=tuple(spec(axes, kind, aval.shape) for kind, aval in operands),
-            results=tuple(spec(of_gradients, kind) for kind in head.result_kinds),
+            operands=tuple(spec(kind, aval.shape) for kind, aval in operands),
+            results=tuple(spec(kind) for kind in head.result_kinds),
             run=functools.partial(run, head, over=over),
         )
 
@@ -163,7 +206,57 @@ class _LossRules(Rules[Head]):
         operands, results = (
             [factors[kind] for kind in kinds] for kinds in (head.operand_kinds, head.result_kinds)
         )
-        return Factors(operands, results, whole=("d",))
+        return Factors(operands, results, whole=())
+
+
+def _gathered_rows(
+    x: Any, weight: Any, rows: Sequence[tuple[str, ...]], classes: tuple[str, ...], mesh: Any
+) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes over which x is gathered along each axis of its rows.
+
+    These split the classes, too, and are the last of those that split their axis of the rows, so
+    that a gathered shard has rows in their order. There are none if weight's shard, gathered over
+    the same axes, is smaller.
+    """
+    gathered = []
+    for names in rows:
+        count = next((i for i, name in enumerate(reversed(names)) if name not in classes), None)
+        gathered.append(names if count is None else names[len(names) - count :])
+    shared, split = {*sum(gathered, ())}, {*sum(rows, ())} & {*classes}
+
+    def size(shape: Sequence[int], names: Sequence[str]) -> int:
+        return math.prod(shape) // math.prod(mesh.shape[n] for n in names if n not in shared)
+
+    is_smaller = size(x.shape[:-1], sum(rows, ())) < size(weight.shape[1:], classes)
+    return tuple(gathered) if shared == split and is_smaller else ((),) * len(rows)
+
+
+def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) -> int | None:
+    """Split an axis of the rows over the mesh axis `name`, too, and return it; None if none fits.
+
+    `rows`: the mesh axes that split each axis of the rows, changed in place. An axis along which
+    the labels are split in this way comes first, then the leftmost one.
+    """
+    splits = [sharding.axes_over(labels, axis, mesh) for axis in range(len(rows))]
+    for axis in sorted(range(len(rows)), key=lambda axis: name not in splits[axis]):
+        names = (*rows[axis], name)
+        if labels.shape[axis] % math.prod(mesh.shape[each] for each in names) == 0:
+            rows[axis] = names
+            return axis
+    return None
+
+
+def _without_left_out_rows(
+    head: Head, primals: Arrays, tangents: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Set x's tangent to 0 in rows that do not count: times a gradient of 0, NaN would stay NaN."""
+    where = dict(zip(head.primals, primals)).get("where")
+    if where is None or "x" not in tangents:
+        return tangents
+    counts = jnp.broadcast_to(counted(where)[..., None], tangents["x"].shape)
+    counts, along = sharding.vary_alike([counts, tangents["x"]])
+    along = jnp.where(sharding.lie_alike(counts, along), along, 0)
+    return tangents | {"x": along}
 
 
 _RULES = _LossRules()

@@ -134,10 +134,11 @@ def of_rows(
       options: of `loss_call`.
     """
     logits = checks.float_array(function, "logits", logits)
-    labels = checks.integer_array(function, "labels", labels)
     shape = logits.shape
     in_order = checks.axes_in_order(function, axis, shape, of="logits")
     axes = tuple(sorted(in_order))
+    checks.not_one_hot(function, labels, shape, axes)
+    labels = checks.integer_array(function, "labels", labels)
     mask = weights = None
     if where is not None:
         array = (
@@ -207,7 +208,22 @@ def loss_call(
         logits_scale=checks.positive(function, "logits_scale", logits_scale),
         logit_softcap=softcap(function, logit_softcap),
     )
+    check_numbers(function, spec.compute_dtype, spec.logits_scale, spec.logit_softcap, spec.z_loss)
     return Call.of(function, spec, view, implementation).on(view)
+
+
+def check_numbers(
+    function: str, dtype: np.dtype, logits_scale: float, logit_softcap: float | None, z_loss: float
+) -> None:
+    """Raises unless the dtype of the arithmetic holds the numbers of a loss."""
+    checks.finite_in(function, dtype, {"z_loss": z_loss})
+    positive: dict[str, float | None] = {
+        "logits_scale": logits_scale,
+        "logit_softcap": logit_softcap,
+    }
+    if logit_softcap is not None:
+        positive["logits_scale / logit_softcap"] = logits_scale / logit_softcap
+    checks.finite_in(function, dtype, positive, above_zero=True)
 
 
 def softcap(function: str, value: float | None) -> float | None:

@@ -72,6 +72,8 @@ def norm_call(
         **dtypes,
         **options,
     )
+    numbers = {"epsilon": spec.epsilon, "scale_offset": spec.scale_offset}
+    checks.finite_in(function, spec.compute_dtype, numbers)
     return Call.of(function, spec, view, implementation).on(view)
 
 

@@ -2,7 +2,7 @@
 
 Of these only the norm is a primitive, and this is what each keeps:
 
-    n = rms_norm(x, scale)  `_normalised`           x and rstd
+    n = rms_norm(x, scale)  its primitive           x and rstd
     z = n weight + bias     `products.product`      weight, and nothing to make n again of but those
     y = activation(z)       `products.activated`    z, rounded to y's dtype
 """
@@ -10,13 +10,12 @@ Of these only the norm is a primitive, and this is what each keeps:
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, get_args, overload
+from collections.abc import Callable
+from typing import ClassVar, Literal, get_args, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from jaxnorm.calls import backends
 from jaxnorm.calls.call import Call
@@ -202,7 +201,7 @@ def _call_of(
     """A call with these arguments, after the checks; `others`: weight, scale, bias, residual."""
     shape, weight = x.shape, others["weight"]
     dtypes = {name: a.dtype for name, a in others.items()}
-    if activation not in (None, *_ACTIVATIONS):
+    if not isinstance(activation, str | None) or activation not in (None, *_ACTIVATIONS):
         raise ValueError(
             f"{NAME}: activation={activation!r}; expected one of "
             f"{', '.join(map(repr, _ACTIVATIONS))}, or None; apply another one to the result"
@@ -225,6 +224,8 @@ def _call_of(
         activation=activation,
         precision=jax.config.jax_default_matmul_precision,
     )
+    numbers = {"epsilon": spec.epsilon, "scale_offset": spec.scale_offset}
+    checks.finite_in(NAME, spec.compute_dtype, numbers)
     norm = norm_call(
         "rms_norm",
         jax.ShapeDtypeStruct(shape, spec.x_dtype),
@@ -236,6 +237,8 @@ def _call_of(
         save="input",
         implementation=None if implementation == "mosaic" else implementation,
     )
+    # Another function's call: policies do not save its result (`remat.name`).
+    norm = norm.replaced(function=NAME, primitives=norm.function)
     return Linear(norm, spec, implementation)
 
 
@@ -263,10 +266,11 @@ def _composed(call: Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.A
         if layout is not None and name in operands:
             operands[name] = sharding.reshard(operands[name], layout.mesh, layout.spec(name))
     normalised = [operands[name] for name in ("x", "scale") if name in operands]
-    # Nothing but the sums is rounded to y: the product does that itself, in no pass of its own. But
-    # sums over shards of x's columns are added up before they are rounded.
+    # If nothing follows the matmul, it rounds its sums to y itself, in no pass of its own. Sums
+    # over shards of x's columns are rounded before devices add them up, as in plain JAX: in float32
+    # the devices would exchange twice the bytes.
     is_split = layout is not None and bool(layout.cols)
-    is_alone = "bias" not in operands and spec.activation is None and not is_split
+    is_alone = is_split or ("bias" not in operands and spec.activation is None)
     z = products.product(
         functools.partial(_normalised, call.norm),
         normalised,
@@ -286,18 +290,7 @@ def _composed(call: Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.A
     return products.activated(_ACTIVATIONS[spec.activation], z, kept).astype(spec.y_dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _normalised(norm: Call, x: jax.Array, *scale: jax.Array) -> jax.Array:
-    """The norm, of which x and rstd are kept; its result has no name that a policy would keep."""
+    """The norm. x and its statistics are saved; the result has no name that a policy may save."""
     (n,) = row_operations.bind(norm, x, *scale)
     return n
-
-
-@functools.partial(_normalised.defjvp, symbolic_zeros=True)
-def _(norm: Call, primals: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
-    x, *scale = primals
-    n, rstd = row_operations.bind(norm.with_stats(), x, *scale)
-    rstd = remat.name_of_linear("rstd", rstd)
-    along = {name: products.nonzero(t) for name, t in zip(("x", "scale"), tangents)}
-    (dn,) = row_operations.tangents_of(norm, [x, rstd, *scale], along)
-    return n, SymbolicZero(jax.typeof(n).to_tangent_aval()) if dn is None else dn

@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 from jaxnorm.calls import backends
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import products
+from jaxnorm_kernels import buffers
 
 if TYPE_CHECKING:
     from jaxnorm.operations.norm_linear import Linear
@@ -60,14 +61,14 @@ def _kernel(call: "Linear", names: tuple[str, ...]) -> Callable[..., jax.Array]:
 
     @custom_vmap
     def run(*arrays: jax.Array) -> jax.Array:
-        operands = dict(zip(names, arrays))
+        operands = dict(zip(names, map(buffers.own, arrays)))
         x, weight = _placed.bind(operands["x"], call=call), operands["weight"]
         *lead, cols = x.shape
         spec = dataclasses.replace(call.spec, rows=math.prod(lead))
         y = backends.module("mosaic").rms_norm_linear_fwd(  # type: ignore[attr-defined]
             x.reshape(spec.rows, cols), weight, operands.get("scale"), operands.get("bias"), spec
         )
-        return y.reshape(*lead, weight.shape[1])
+        return buffers.own(y).reshape(*lead, weight.shape[1])
 
     @run.def_vmap
     def _(size: int, is_batched: list[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:

@@ -46,6 +46,11 @@ def rms_norm_rope(
         even: the first r columns are rotated, and the others are normalised alone. Typically
         (length, 1, r / 2) for x (batch, length, heads, d): they are read as they are, and never
         broadcast in memory. Any of these dtypes; their product with n is taken in float32.
+
+        Two mistakes have valid shapes and raise no error. Tables that hold each angle twice, as
+        Hugging Face's do, are (..., r) wide: if r is d / 2 or less, they rotate the wrong columns;
+        pass their first half. Tables (length, d / 2) without the axis of the heads rotate by head
+        if there are as many heads as positions; pass (length, 1, d / 2).
       interleaved: pairs are the columns 2i and 2i + 1 (GPT-J, the paper), and not i and i + r / 2
         (GPT-NeoX, Llama in Hugging Face's layout).
       epsilon: added to the mean square, at least 0.
@@ -126,6 +131,13 @@ def _check_tables(cos: tuple[int, ...], sin: tuple[int, ...], x: tuple[int, ...]
     )
     if cos == sin and broadcasts and 2 * cos[-1] <= x[-1]:
         return
+    if cos == sin and broadcasts and cos[-1] <= x[-1]:
+        raise ValueError(
+            f"{_FUNCTION}: cos and sin have shape {cos}; expected one column for each pair of "
+            f"columns of x {x}, {x[-1] // 2} at most; if the tables hold each angle twice, as "
+            "Hugging Face's do, pass their first half, cos[..., : cos.shape[-1] // 2], or "
+            "cos[..., ::2] if equal angles are neighbours"
+        )
     expected = ", ".join(map(str, rows))
     raise ValueError(
         f"{_FUNCTION}: cos has shape {cos} and sin {sin}, and x {x}; expected one shape that "

@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
+from jaxnorm.primitives.linear import linear
 
 #: Elementwise functions by their names: those of `jax.nn` with their defaults.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -66,7 +67,8 @@ def product(
       Array (..., n) in `result`.
     """
     options = Dot(dtype, precision, weight_sharding, out_sharding)
-    return _product((f, options, result), weight, *arrays)
+    h = f(*arrays)
+    return _product((f, options, result), options(h, weight, result), h, weight, *arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,33 +123,40 @@ _Static = tuple[Callable[..., jax.Array], Dot, np.dtype]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _product(static: _Static, weight: jax.Array, *arrays: jax.Array) -> jax.Array:
-    f, options, result = static
-    return options(f(*arrays), weight, result)
+def _product(
+    static: _Static, z: jax.Array, h: jax.Array, weight: jax.Array, *arrays: jax.Array
+) -> jax.Array:
+    """Return z = h weight for h = f(*arrays), with a derivative that does not save h.
+
+    h and z are computed by the caller, so that policies of rematerialisation see the names in f,
+    and the matmul. The rule replaces the tangent of z; nothing computes the one that it ignores.
+    """
+    del static, h, weight, arrays
+    return z
 
 
 @functools.partial(_product.defjvp, symbolic_zeros=True)
 def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
-    """dz = dh weight + h dweight, of h made again.
+    """dz = dh weight + h dweight, with h recomputed from `arrays`.
 
-    `jax.checkpoint` keeps what it is applied to from forward to backward: no h, and no copy of
-    weight that is cast or gathered.
+    The tangent of h has the tangents of `arrays` in it. `linear` saves what it is applied to: no h,
+    and no copy of weight that is cast or gathered.
     """
     f, options, result = static
-    (weight, *arrays), (dweight, *darrays) = primals, tangents
-    h, dh = jvp(f, arrays, darrays)
-    z = options(h, weight, result)
+    (z, _, weight, *arrays), (_, dh, dweight, *_) = primals, tangents
     terms = []
-    if dh is not None:
-        # XLA may take the forward's copy of weight, as it does in plain JAX.
-        along_h = jax.checkpoint(
-            lambda weight, dh: options(dh, weight, options.dtype), prevent_cse=False
-        )
-        terms.append(along_h(weight, dh))
+    if nonzero(dh) is not None:
+        # XLA may reuse the forward's copy of weight, as it does in plain JAX.
+        along_h = linear(lambda weight, dh: options(dh, weight, options.dtype), [weight], dh)
+        terms.append(along_h)
     if nonzero(dweight) is not None:
-        # It waits for the product's cotangent: XLA would make h beside the forward's, and keep it.
-        along_weight = jax.checkpoint(lambda arrays, dw: options(f(*arrays), dw, options.dtype))
-        terms.append(along_weight(arrays, dweight))
+
+        def times_h(*operands: jax.Array) -> jax.Array:
+            *arrays, dweight = operands
+            return options(f(*arrays), dweight, options.dtype)
+
+        # The barrier: without it XLA would compute h beside the forward's, and keep it.
+        terms.append(linear(times_h, arrays, dweight, barrier=True))
     return z, options.tangent(terms, result)
 
 
@@ -168,13 +177,13 @@ def _(
 ) -> tuple[jax.Array, jax.Array]:
     (z, kept), (dz, _) = primals, tangents
 
-    # No barrier: what makes dz is fused with this. One for `kept` alone costs unrolled layers of a
-    # gated MLP an array each (the gate, which XLA makes again), and saves one without a gate.
-    @functools.partial(jax.checkpoint, prevent_cse=False)
     def tangent(kept: jax.Array, dz: jax.Array) -> jax.Array:
         return jax.jvp(activation, (kept.astype(z.dtype),), (dz,))[1]
 
-    return activated(activation, z, kept), tangent(kept, dz)
+    # No barrier: XLA fuses this with what computes dz. A barrier around `kept` alone costs unrolled
+    # layers of a gated MLP an array each (the gate, which XLA recomputes), and saves one without a
+    # gate.
+    return activated(activation, z, kept), linear(tangent, [kept], dz)
 
 
 def nonzero(tangent: Any) -> jax.Array | None:

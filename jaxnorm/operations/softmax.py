@@ -3,6 +3,7 @@
 import math
 
 import jax
+import numpy as np
 
 from jaxnorm.calls.call import Call
 from jaxnorm.calls.rows import RowView
@@ -127,9 +128,10 @@ def filled_softmax(
     fill: float,
     dtype: checks.DTypeLike,
 ) -> jax.Array:
-    """softmax over the last axis of x + bias, or of the finite `fill` where the mask is False.
+    """Return the softmax over the last axis of x + bias, or of `fill` where `where` is False.
 
-    As the logits of attention are masked in Flax: a row that keeps nothing is even.
+    Flax masks the logits of attention like this. `fill` is finite, so the weights of a row without
+    unmasked entries are equal.
     """
     return _softmax_of("softmax", x, -1, where, 1.0, bias, False, dtype, None, fill)
 
@@ -147,6 +149,35 @@ def _softmax_of(
     masked_logit: float,
 ) -> jax.Array:
     x = checks.float_array(function, "x", x)
+    call, mask, bias = softmax_call(
+        function,
+        x,
+        axis=axis,
+        where=where,
+        scale=scale,
+        bias=bias,
+        causal=causal,
+        dtype=dtype,
+        implementation=implementation,
+        masked_logit=masked_logit,
+    )
+    return row_operations.run(call, x, mask, bias)[0]
+
+
+def softmax_call(
+    function: str,
+    x: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    where: checks.ArrayLike | None,
+    scale: float,
+    bias: checks.ArrayLike | None,
+    causal: bool,
+    dtype: checks.DTypeLike | None,
+    masked_logit: float,
+    axis: checks.Axis = -1,
+    implementation: Name | None = None,
+) -> tuple[Call, jax.Array | None, jax.Array | None]:
+    """Check the arguments; return the call, and the mask and the bias as it takes them."""
     mask = None if where is None else checks.mask(function, where, x.shape)
     if bias is not None:
         bias = checks.float_array(function, "bias", bias)
@@ -163,7 +194,7 @@ def _softmax_of(
         direction="fwd",
         rows=view.rows,
         cols=view.cols,
-        x_dtype=x.dtype,
+        x_dtype=np.dtype(x.dtype),
         y_dtype=checks.output_dtype(function, dtype, x.dtype),
         has_mask=mask is not None,
         masked_logit=masked_logit,
@@ -171,7 +202,7 @@ def _softmax_of(
         logits_bias_dtype=None if bias is None else bias.dtype,
         causal=causal,
     )
-    call = Call.of(function, spec, view, implementation).on(view)
+    checks.finite_in(function, spec.compute_dtype, {"scale": spec.logits_scale})
     if bias is not None:
         bias = sharding.broadcast_alike(bias, x)
-    return row_operations.run(call, x, mask, bias)[0]
+    return Call.of(function, spec, view, implementation).on(view), mask, bias

@@ -1,7 +1,8 @@
 """Calls outside `jax.jit`: compiled as a whole, so that Python no more than looks one up.
 
 The checks of a call alone take longer than to normalise a small array. Where an argument is traced
-the function itself runs: no `jax.jit` of ours stands between the caller's code and a primitive.
+without a value, as inside `jax.jit`, the function itself runs: no `jax.jit` of ours stands between
+the caller's code and a primitive.
 """
 
 import functools
@@ -34,11 +35,13 @@ def compiled[**P, T](
         ordered = operator.itemgetter(*parameters)
         arrays_of, statics_of = operator.itemgetter(*arrays), operator.itemgetter(*statics)
 
-        def named(*values: Any) -> T:
+        def named(types: tuple[Any, ...], *values: Any) -> T:
+            del types
             return function(**dict(zip(parameters, values)))  # type: ignore[call-arg]
 
         named.__name__ = named.__qualname__ = function.__name__  # what profiles show
-        fast = jax.jit(named, static_argnums=[[*parameters].index(name) for name in statics])
+        static_argnums = [0, *(1 + [*parameters].index(name) for name in statics)]
+        fast = jax.jit(named, static_argnums=static_argnums)
 
         @functools.wraps(function)
         def call(*arguments: P.args, **options: P.kwargs) -> T:
@@ -50,11 +53,11 @@ def compiled[**P, T](
             if (
                 is_each_once
                 and given.keys() == parameters.keys()
-                and all(map(_is_concrete, map(type, arrays_of(given))))
+                and all(map(_is_given, arrays_of(given)))
                 and not any(map(callable, map(given.get, functions)))
-                and _is_hashable(statics_of(given))
+                and _is_hashable(of_call := statics_of(given))
             ):
-                result: T = fast(*ordered(given))
+                result: T = fast(_types(of_call), *ordered(given))
                 return result
             return function(*arguments, **options)
 
@@ -110,10 +113,35 @@ def alone(
     return implementation
 
 
+def _is_given(a: Any) -> bool:
+    """True if `a` is None or an array with a value, also if it is being differentiated.
+
+    Outside `jax.jit`, `jax.grad` differentiates one primitive at a time. Of a compiled function,
+    JAX caches the derivative, too; it would trace that of a composition at each call. But where it
+    looks for infinities, it would also find those that a loss saves as marks (see `alone`).
+    """
+    kind: type = type(a)
+    if _is_concrete(kind):
+        return True
+    if not issubclass(kind, jax.core.Tracer):
+        return False
+    is_checked = jax.config.jax_debug_nans or jax.config.jax_debug_infs
+    return not is_checked and a.to_concrete_value() is not None
+
+
 @functools.cache
 def _is_concrete(kind: type) -> bool:
     is_array = issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
     return is_array or kind is type(None)
+
+
+def _types(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the type of each value, and of each element of a tuple.
+
+    They are part of the key of a compiled call: `jax.jit` compares static arguments by ``==``, and
+    False is 0, 1.0 is 1 and True is 1.
+    """
+    return tuple([_types(v) if isinstance(v, tuple) else type(v) for v in values])
 
 
 def _is_hashable(value: Any) -> bool:

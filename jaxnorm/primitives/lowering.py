@@ -29,11 +29,13 @@ def choose(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run]) 
     axes = ctx.module_context.axis_context
     whole = auto_axes.are_whole(axes)
     if name == "xla":
-        # Of rows XLA fuses more with a softmax, such as attention's mask. But it must not reshape
-        # what is sharded, nor transpose what it can reduce as it lies.
-        view = call.view
+        # On a GPU, XLA fuses more into a softmax of two-dimensional arrays, such as attention's
+        # mask. On a CPU, such a reshape hinders loops that write over their operands. Arrays that
+        # are sharded, or would be transposed, must stay as they are.
+        view, on_cpu = call.view, platforms[0] == "cpu"
         natural = view.moved or view.has_groups or view.logits_bias or view.table
-        in_rows = whole and not (natural or call.spec.causal)
+        stays = call.spec.causal or (on_cpu and call.spec.is_softmax)
+        in_rows = whole and not (natural or stays)
         return call.kernel("xla") if in_rows else call.xla
     if whole:
         return call.kernel(name)

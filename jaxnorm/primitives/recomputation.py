@@ -22,6 +22,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun  # type: ignore[attr-defined]
 from jax.interpreters import ad, batching, mlir, partial_eval
 
+from jaxnorm.primitives import wide_types
+
 Function = Callable[..., jax.Array]
 
 
@@ -95,6 +97,8 @@ def _transpose(
     is_linear = [ad.is_undefined_primal(a) for a in operands]
     undefined, known = _partition(is_linear, operands)
     avals = [a.aval for a in undefined]
+    # A tangent may be known: JAX transposes with respect to some of them.
+    wanted = [group for group, linear in zip(groups, is_linear[-len(groups) :]) if linear]
     cotangents = [ad.instantiate_zeros(a) for a in cotangents]
 
     def transposed(*operands: jax.Array) -> Sequence[jax.Array]:
@@ -108,8 +112,8 @@ def _transpose(
 
             return jax.linear_transpose(of_linear, *avals)([*cotangents])
 
-        made = {group: of_group(group) for group in {*groups}}
-        return [made[group][i] for i, group in enumerate(groups)]
+        made = {group: of_group(group) for group in {*wanted}}
+        return [made[group][i] for i, group in enumerate(wanted)]
 
     operands = (*known, *cotangents)
     traced = jax.make_jaxpr(transposed)(*operands)
@@ -158,9 +162,9 @@ _linear.multiple_results = True
 _linear.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
 _linear.def_impl(lambda *operands, jaxpr, **_: jaxpr_as_fun(jaxpr)(*operands))
 mlir.register_lowering(_linear, mlir.lower_fun(_lower))
-ad.primitive_jvps[_linear] = _jvp
-ad.primitive_transposes[_linear] = _transpose
-batching.fancy_primitive_batchers[_linear] = _batch
+ad.primitive_jvps[_linear] = wide_types.enabled(_jvp)
+ad.primitive_transposes[_linear] = wide_types.enabled(_transpose)
+batching.fancy_primitive_batchers[_linear] = wide_types.enabled(_batch)
 
 
 def _jvp_along(

@@ -26,7 +26,7 @@ from jaxnorm.calls.rows import BROADCAST
 from jaxnorm.meshes import sharding
 from jaxnorm.meshes.shards import factors_of_rows, shards_of_rows
 from jaxnorm.primitives import lowering, remat
-from jaxnorm.primitives.rules import Rules, as_jax_calls, batch_first, nonzero, zero_like
+from jaxnorm.primitives.rules import Rules, as_jax_rule, batch_first, nonzero, zero_like
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS, PARAMETERS, SHARED, Kind
 from jaxnorm_kernels.specs import Direction
 
@@ -89,11 +89,21 @@ class _RowRules(Rules[Call]):
 
     # --------------------------------------------------------------------------- differentiation
 
+    def with_residuals(self, call: Call) -> Call | None:
+        # A call that has statistics is one that a derivative has made.
+        return None if call.spec.want_stats else call.with_stats()
+
+    names = staticmethod(remat.names)
+
     def forward_jvp(self, call: Call, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        with_stats, operation = call.with_stats(), call.spec.operation
+        with_stats = call.with_stats()
         outputs = self.bind(with_stats, *primals)
         if not call.spec.want_stats:
-            outputs = remat.name(with_stats, outputs)
+            outputs = remat.named(remat.names(with_stats), outputs)
+        return self.derived(call, outputs, primals, tangents)
+
+    def derived(self, call: Call, outputs: Arrays, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        with_stats, operation = call.with_stats(), call.spec.operation
         arrays = dict(zip(call.primals, primals)) | dict(zip(with_stats.result_names, outputs))
         # The very array that is returned: a reshaped or cast copy would be stored a second time.
         arrays["saved"] = arrays[call.spec.starts_from]
@@ -224,7 +234,7 @@ class _RowRules(Rules[Call]):
         primitive = super().registered(function, direction, partitioned)
         is_norm = OPERATIONS[FUNCTIONS[function].op].family == "norm"
         if _accumulators is not None and direction == "tan" and is_norm:
-            rule = as_jax_calls(self.into_accumulators)
+            rule = as_jax_rule(self.into_accumulators)
             _accumulators.fancy_transposes[primitive] = rule
         return primitive
 

@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxnorm.calls.call import Arrays, Run
 from jaxnorm.meshes import auto_axes, sharding
 from jaxnorm.meshes.shards import Factors, Shards
-from jaxnorm.primitives import eager
+from jaxnorm.primitives import eager, remat, wide_types
 from jaxnorm.primitives.stack import in_one_chunk
 from jaxnorm_kernels.specs import Direction
 
@@ -94,6 +94,18 @@ class Rules[P: Pass](abc.ABC):
         """The rule of differentiation of a forward."""
 
     @abc.abstractmethod
+    def with_residuals(self, call: P) -> P | None:
+        """The forward that also returns its residuals; None if no policy can save any."""
+
+    @abc.abstractmethod
+    def names(self, call: P) -> Sequence[str | None]:
+        """Names of the outputs of a forward with residuals, for policies of rematerialisation."""
+
+    @abc.abstractmethod
+    def derived(self, call: P, outputs: Arrays, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        """The results of a forward and their tangents, which start from residuals in `outputs`."""
+
+    @abc.abstractmethod
     def batch(
         self, call: P, arrays: Arrays, dims: Sequence[int | None]
     ) -> tuple[Arrays, list[int]]:
@@ -106,6 +118,11 @@ class Rules[P: Pass](abc.ABC):
     @abc.abstractmethod
     def factors(self, call: P, arrays: Arrays) -> Factors:
         """How shardings spread from one array to another."""
+
+    def results(self, call: P, outputs: Arrays) -> list[jax.Array]:
+        """Pick the results of a forward from the outputs of the forward with residuals."""
+        by_name = dict(zip((self.with_residuals(call) or call).result_names, outputs))
+        return [by_name[name] for name in call.result_names]
 
     def differentiated(self, call: P, /, *arrays: jax.Array) -> list[jax.Array]:
         """`plain`, for derivatives of second order."""
@@ -170,7 +187,8 @@ class Rules[P: Pass](abc.ABC):
             return self.anywhere(self.differentiated, call, *operands)
 
         results = self.bind(call, *primals)
-        _, tangents_out = jax.jvp(function, [primals[i] for i in at], [tangents[i] for i in at])
+        with wide_types.enabled_for((*primals, *results)):
+            _, tangents_out = jax.jvp(function, [primals[i] for i in at], [tangents[i] for i in at])
         return results, tangents_out
 
     def tangents_of(
@@ -229,7 +247,7 @@ class Rules[P: Pass](abc.ABC):
 
     def partitioned(self, call: P) -> Run:
         """The pass on the shards that XLA's partitioner has in hand."""
-        shards = functools.partial(self.shards, call, self.on_shard)
+        shards = functools.partial(self.shards, call, wide_types.enabled(self.on_shard))
         factors = functools.partial(self.factors, call)
         return auto_axes.partitioned(call, functools.partial(self.plain, call), shards, factors)
 
@@ -245,7 +263,8 @@ class Rules[P: Pass](abc.ABC):
             with jax.named_scope(ctx.primitive.name):
                 return function(*arrays)
 
-        return mlir.lower_fun(named)(ctx, *arrays)
+        with wide_types.enabled_for((*ctx.avals_in, *ctx.avals_out)):
+            return mlir.lower_fun(named)(ctx, *arrays)
 
     # ------------------------------------------------------------------------------ registration
 
@@ -260,16 +279,18 @@ class Rules[P: Pass](abc.ABC):
         # Once for all layers of a model.
         primitive.def_abstract_eval(as_jax_calls(functools.lru_cache(maxsize=4096)(self.types)))
         names = as_jax_calls(operator.attrgetter("result_names"))
-        primitive.def_impl(eager.alone(primitive, as_jax_calls(self.uncompiled), names))
-        # Out of line: a call of another layer is lowered once. A kernel is lowered in Python.
+        primitive.def_impl(eager.alone(primitive, as_jax_rule(self.uncompiled), names))
+        # Lower out of line, so that identical layers share one lowering: lowering a kernel runs
+        # slow Python.
         lower = functools.partial(in_one_chunk, as_jax_calls(self.lower))
         mlir.register_lowering(primitive, lower, inline=False)
-        batching.primitive_batchers[primitive] = as_jax_calls(self.batch)
+        batching.primitive_batchers[primitive] = as_jax_rule(self.batch)
         if direction == "fwd":
-            ad.primitive_jvps[primitive] = as_jax_calls(self.forward_jvp)
+            ad.primitive_jvps[primitive] = as_jax_rule(self.forward_jvp)
+            remat.register(primitive, self)
         else:
-            ad.primitive_jvps[primitive] = as_jax_calls(self.linear_jvp)
-            ad.primitive_transposes[primitive] = as_jax_calls(self.transpose)
+            ad.primitive_jvps[primitive] = as_jax_rule(self.linear_jvp)
+            ad.primitive_transposes[primitive] = as_jax_rule(self.transpose)
         partial_eval.dce_rules[primitive] = self.drop_unused
         if partitioned:
             auto_axes.needs_devices(primitive)
@@ -291,6 +312,11 @@ class Rules[P: Pass](abc.ABC):
 def as_jax_calls(rule: Callable[..., Any]) -> Callable[..., Any]:
     """A rule as JAX calls it: the static part, which it takes first, is a keyword there."""
     return lambda *arguments, **static: rule(*static.values(), *arguments)
+
+
+def as_jax_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Convert a rule as `as_jax_calls` does; it runs with 64-bit types if an array has them."""
+    return as_jax_calls(wide_types.enabled(rule))
 
 
 def nonzero(tangents: Iterable[tuple[str, Any]]) -> dict[str, jax.Array]:

@@ -23,6 +23,14 @@ _CALLS = {
     "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint", "shard_map",
 }  # fmt: skip
 
+# JAX's next rematerialisation (``jax_remat3``) has primitives of its own, of these classes; the
+# names are those of the present one.
+_HIGH_LEVEL = {
+    "CheckpointName": "name",
+    "CheckpointNameFwd": "name",
+    "RematTraced": "checkpoint",
+}
+
 # By which a scan makes one array of what it keeps of each layer. (jnp.stack is JAX's "stack".)
 STACKED = "stacked layers"
 
@@ -114,7 +122,7 @@ def _graph(
         return Value(v.aval, "literal") if isinstance(v, Literal) else values[v]
 
     for equation in jaxpr.eqns:
-        name = equation.primitive.name
+        name = _name(equation)
         operands = [read(v) for v in equation.invars]
         body = _body(equation)
         line = source or _line(equation) or _line_of(operands) or around
@@ -175,10 +183,17 @@ def _whole(outer: Sequence[Any], inner: Sequence[Any]) -> int:
     return sum(len(v.aval.shape) == len(w.aval.shape) for v, w in zip(outer, inner))
 
 
+def _name(equation: Any) -> str:
+    high_level = type(equation.params.get("_prim")).__name__
+    return _HIGH_LEVEL.get(high_level, equation.primitive.name)
+
+
 def _body(equation: Any) -> Jaxpr | None:
+    high_level = equation.params.get("_prim")
+    given = equation.params if high_level is None else vars(high_level)
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        if name in equation.params:
-            body = equation.params[name]
+        if name in given:
+            body = given[name]
             return getattr(body, "jaxpr", body)
     return None
 

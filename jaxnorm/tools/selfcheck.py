@@ -52,7 +52,8 @@ class Case:
       function: its name.
       reference: its results and gradients, of `references`.
       shapes: of its operands, by name.
-      options: what else the function and the reference are given.
+      options: other arguments of the function and of the reference, which takes no
+        ``implementation``.
       note: what is special.
     """
 
@@ -211,31 +212,74 @@ class _Pair(NamedTuple):
         return f"{self.case}, {self.dtype}"
 
 
-def check(case: Case, dtype: str) -> Outcome:
-    """The errors of all results, and of all gradients."""
+class Operands(NamedTuple):
+    """The arrays that `Passes` take.
+
+    Attributes:
+      floats: the operands that are differentiated, by name.
+      constants: the other ones.
+      cotangents: of the results.
+    """
+
+    floats: dict[str, jax.Array]
+    constants: dict[str, jax.Array]
+    cotangents: list[jax.Array]
+
+
+#: Both passes of a case: the results and the gradients, by name, of its operands.
+Passes = Callable[[Operands], tuple[list[jax.Array], dict[str, jax.Array]]]
+
+
+def passes(case: Case) -> Passes:
+    """The passes of a case, which are not compiled yet."""
+
+    def run(operands: Operands) -> tuple[list[jax.Array], dict[str, jax.Array]]:
+        function = functools.partial(_results, case, constants=operands.constants)
+        results, pullback = jax.vjp(function, operands.floats)
+        (gradients,) = pullback(operands.cotangents)
+        return results, gradients
+
+    return run
+
+
+def _results(
+    case: Case, floats: dict[str, jax.Array], constants: dict[str, jax.Array]
+) -> list[jax.Array]:
+    call = getattr(jaxnorm, case.function)
+    results: list[jax.Array] = jax.tree.leaves(call(**floats, **constants, **case.options))
+    return results
+
+
+def operands_of(case: Case, dtype: str) -> tuple[Operands, dict[str, Any], dict[str, Any]]:
+    """The operands of a case, and those and the cotangents before they are rounded to `dtype`."""
     given = references.operands(case.shapes, _CLASSES, seed=0)
     arrays = {n: jnp.asarray(a, dtype if a.dtype == np.float64 else None) for n, a in given.items()}
     floats = {name: a for name, a in arrays.items() if _is_differentiated(name, a)}
     constants = {name: a for name, a in arrays.items() if name not in floats}
+    types = jax.eval_shape(functools.partial(_results, case), floats, constants)
+    along = references.operands({str(i): t.shape for i, t in enumerate(types)}, 0, seed=1)
+    cotangents = [jnp.asarray(d, t.dtype) for d, t in zip(along.values(), types)]
+    return Operands(floats, constants, cotangents), given, along
 
-    def function(floats: dict[str, jax.Array]) -> list[jax.Array]:
-        call = getattr(jaxnorm, case.function)
-        results: list[jax.Array] = jax.tree.leaves(call(**floats, **constants, **case.options))
-        return results
 
-    @functools.partial(jax.jit, compiler_options=_OPTIONS.get(backends.local_platform()))
-    def both(floats: Any, cotangents: Any) -> Any:
-        results, pullback = jax.vjp(function, floats)
-        return results, *pullback(cotangents)
+def check(
+    case: Case,
+    dtype: str,
+    form: Callable[[Passes], Passes] = lambda run: run,
+    read: Callable[[np.ndarray], np.ndarray] = lambda a: a,
+) -> Outcome:
+    """The errors of all results, and of all gradients.
 
+    Tests run the passes in another `form`, from whose results `read` makes those of the passes.
+    """
+    options = _OPTIONS.get(backends.local_platform())
+    both = jax.jit(form(passes(case)), compiler_options=options)
     # Products of float32 are of float32, and not of TensorFloat-32, which a GPU would take.
     with jax.default_matmul_precision("highest"):
-        types = jax.eval_shape(function, floats)
-        along = references.operands({str(i): t.shape for i, t in enumerate(types)}, 0, seed=1)
-        cotangents = [jnp.asarray(d, t.dtype) for d, t in zip(along.values(), types)]
-        implementations = _implementations(both.trace(floats, cotangents).jaxpr)
+        operands, given, along = operands_of(case, dtype)
+        implementations = _implementations(both.trace(operands).jaxpr)
         try:
-            results, gradients = jax.device_get(both(floats, cotangents))
+            results, gradients = jax.tree.map(read, jax.device_get(both(operands)))
         except Exception as error:  # a kernel that does not compile or start is what is looked for
             said = str(error).strip().partition("\n")[0]
             return Outcome(case, dtype, implementations, failure=f"{type(error).__name__}: {said}")
@@ -243,7 +287,7 @@ def check(case: Case, dtype: str) -> Outcome:
         {n: Bounded.exact(a) if a.dtype == np.float64 else a for n, a in given.items()},
         [Bounded.exact(d) for d in along.values()],
         dtype,
-        **case.options,
+        **{name: value for name, value in case.options.items() if name != "implementation"},
     )
     value = max(_worst(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
     gradient = max(_worst(ours, expected_gradients[name]) for name, ours in gradients.items())

@@ -274,6 +274,20 @@ class Spec:
         return self.masked_logit == -math.inf
 
     @functools.cached_property
+    def renormalises(self) -> bool:
+        """True if softmax's derivative divides by sum(y), because y is rounded to 16 bits.
+
+        Where a row is nearly one-hot, the terms of d - sum(d y) cancel, and the rounding of y would
+        remain: |d| / 512 in bfloat16.
+        """
+        return self.op == "softmax" and self.y_dtype.itemsize < 4
+
+    @functools.cached_property
+    def drops_entries(self) -> bool:
+        """True if some entries of a softmax may take no part."""
+        return self.causal or (self.has_mask and self.drops_masked)
+
+    @functools.cached_property
     def reads_mask(self) -> bool:
         """softmax's backward needs none where y is 0 for what is not kept."""
         shows = self.direction == "bwd" and self.op == "softmax" and self.drops_masked

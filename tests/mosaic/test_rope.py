@@ -10,7 +10,7 @@ import pytest
 from h100 import Compiler
 from norm_rope_cases import RotatedNorm, tables
 from pairs import pairwise
-from reference import assert_within, exact, rounding
+from reference import SAFETY, assert_within, exact, rounding, unit_roundoff
 from rope_cases import BF16, F16, F32, QUERIES, make_spec, types_of
 
 from benchmarks import contract
@@ -86,6 +86,12 @@ def run(spec: Spec, *operands: Any, **schedule: Any) -> Any:
         return jax.jit(lambda *a: contract.call(mosaic, spec, *a, **schedule))(*operands)
 
 
+def rstd_bound(ref: RotatedNorm) -> np.ndarray:
+    """The sum of the squares of a row, and a few operations."""
+    roundings: np.ndarray = SAFETY * unit_roundoff("float32") * (np.sqrt(ref.n) + 4) * ref.r[:, 0]
+    return roundings
+
+
 def check(
     shared: Shared,
     monkeypatch: pytest.MonkeyPatch,
@@ -100,7 +106,7 @@ def check(
     ref = reference_of(forward, operands)
     y, (rstd,) = run(forward, x, scale, cos, sin)
     assert_within(y, ref.y, ref.y_bound())
-    np.testing.assert_allclose(exact(rstd), ref.r[:, 0], rtol=1e-6)
+    assert_within(rstd, ref.r[:, 0], rstd_bound(ref))
     saved = y if forward.saved == "output" else x
     dx, dscale, *_ = run(
         backward, saved, (rstd,), scale, cos, sin, d, **({"schedule": schedule} if schedule else {})
@@ -157,7 +163,9 @@ def test_a_scale_that_y_tells_nothing_of(monkeypatch: pytest.MonkeyPatch) -> Non
     assert np.all(np.isfinite(dscale))
     ref = reference_of(spec, (x, scale, cos, sin, d))
     others = np.arange(spec.cols) != 3
-    np.testing.assert_allclose(exact(dscale)[others], ref.dscale[others], rtol=1e-4, atol=1e-4)
+    _, bound = ref.gradient_bounds()
+    bound = bound + rounding(np.abs(ref.dscale) + bound, dscale.dtype.name)
+    assert_within(exact(dscale)[others], ref.dscale[others], bound[others])
 
 
 LARGE = [(128, 128), (64, 64), (256, 256), (512, 512), (16, 16), (80, 32), (96, 96), (128, 64)]

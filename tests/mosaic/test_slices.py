@@ -1,40 +1,153 @@
-"""Slices of one array, as queries and keys of one projection: which a kernel reads where they lie.
+"""Parts of arrays as operands and results, in programs that are compiled for an H100.
 
-XLA gives a kernel the address of an operand that is dense in memory. A slice of leading axes is:
-XLA makes a *dynamic-slice fusion* of slice and kernel, which passes an address inside the array.
-One of columns is not, and is copied first. So a projection whose parts are to be normalised puts
-them on its first axis.
+XLA passes a slice that is contiguous in memory to a kernel as an address inside the sliced array
+(a *dynamic-slice fusion*), and lets a kernel write into a part of an array. Kernels take such an
+address only for what a scan stacks for the backward pass. Any other part is copied.
 """
+
+import collections
+import re
 
 import jax
 import jax.numpy as jnp
+import parts
 import pytest
 from h100 import Compiler
+from test_parts import CASES, PATTERNS, gradients
 
 import jaxnorm
+from jaxnorm.tools import selfcheck
+from jaxnorm_kernels import buffers
 
 pytestmark = pytest.mark.compiles
 
-
-def compiled(compiler: Compiler, function, shape: tuple[int, ...]) -> str:
-    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=compiler.sharding)
-    return jax.jit(function).lower(x).compile().as_text()
+BF16, F32 = jnp.bfloat16, jnp.float32
 
 
-def norm(x: jax.Array) -> jax.Array:
-    return jaxnorm.rms_norm(x, implementation="mosaic")
+def shape(*sizes: int, dtype=BF16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def test_a_part_on_the_first_axis_is_read_where_it_lies(compiler: Compiler):
-    """(q, k, v) of 8192 tokens, 32 heads of 128."""
-    text = compiled(compiler, lambda qkv: (norm(qkv[0]), norm(qkv[1])), (3, 8192, 32, 128))
-    entry = text[text.index("ENTRY") :]
-    assert entry.count("dynamic-slice-fusion") >= 2
-    assert not any(f" {op}(" in entry for op in ("copy", "slice"))
-    assert "kind=kLoop" not in entry
+def compiled(compiler: Compiler, function, *operands) -> str:
+    shapes = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=compiler.sharding), operands
+    )
+    # A new function, so that JAX traces it with the present functions of `buffers`.
+    return jax.jit(lambda *a: function(*a)).lower(*shapes).compile().as_text()
 
 
-def test_a_part_of_the_columns_is_copied_once(compiler: Compiler):
-    """What XLA does today; where this fails, the docs' advice can go."""
-    text = compiled(compiler, lambda qkv: norm(qkv[..., :32, :]), (8192, 96, 128))
-    assert text[text.index("ENTRY") :].count("kind=kLoop") == 1
+def norm(x: jax.Array, *scale: jax.Array) -> jax.Array:
+    return jaxnorm.rms_norm(x, *scale, implementation="mosaic")
+
+
+# ------------------------------------------------------------------------------ what is copied
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_kernel_gets_an_unaligned_address(case, compiler):
+    """All operands and cotangents are slices, and all results are written into larger arrays."""
+    operands, *_ = selfcheck.operands_of(case, "bfloat16")
+    text = compiled(compiler, parts.of_parts(selfcheck.passes(case)), operands)
+    assert parts.kernels(text) >= 2
+    assert not parts.fused(text)
+
+
+@pytest.mark.parametrize("direction", [lambda f: f, gradients], ids=["forward", "gradient"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns(name, direction, compiler):
+    function, operands = PATTERNS[name]
+    text = compiled(compiler, direction(function), *jax.eval_shape(operands))
+    assert parts.kernels(text) > 0
+    assert not any(map(is_unaligned, parts.addresses(text)))
+
+
+def is_unaligned(address: parts.Address) -> bool:
+    return address.unit % buffers.ALIGNMENT != 0
+
+
+def test_without_barriers_kernels_get_unaligned_addresses(compiler, monkeypatch):
+    """The tests above would fail: of a slice, and of a result that is written into an array."""
+    monkeypatch.setattr(buffers, "own", lambda a: a)
+    jax.clear_caches()
+    text = compiled(compiler, parts.of_parts(norm), shape(256, 1024), shape(1024, dtype=F32))
+    jax.clear_caches()
+    operations = [address.operation for address in parts.addresses(text)]
+    assert sorted(operations) == ["dynamic-update-slice", "slice", "slice"]
+    assert all(map(is_unaligned, parts.addresses(text)))
+
+
+# ------------------------------------------------------------------- what is read in place
+
+
+def layer(x, params):
+    scale, weight = params
+    return x + norm(x, scale) @ weight, None
+
+
+LAYERS = shape(5, 1024, dtype=F32), shape(5, 1024, 1024)
+
+
+def test_residuals_in_a_loop_s_stacks_are_read_and_written_in_place(compiler: Compiler):
+    """What a layer saves, y and rstd; a kernel writes rstd into its stack."""
+    text = compiled(
+        compiler,
+        gradients(lambda x, *layers: jax.lax.scan(layer, x, layers)[0]),
+        *(shape(4096, 1024), *LAYERS),
+    )
+    found = collections.Counter(address.operation for address in parts.addresses(text))
+    # The backward reads y and rstd.
+    assert found == {"dynamic-slice": 2, "dynamic-update-slice": 1}
+    assert not any(map(is_unaligned, parts.addresses(text)))
+
+
+# ----------------------------------------------------------------------- what barriers cost
+
+#: Programs whose kernels take whole arrays.
+WHOLE = {
+    "norm": (lambda x, g: norm(x * 2, g) @ x.T, (shape(512, 1024), shape(1024, dtype=F32))),
+    "residual": (
+        lambda x, r, g: jaxnorm.add_rms_norm(x, r, g),
+        (shape(512, 1024), shape(512, 1024), shape(1024, dtype=F32)),
+    ),
+    "same norm twice": (
+        lambda x, g, w: norm(x, g) @ w + norm(x, g) @ (2 * w),
+        (shape(512, 1024), shape(1024, dtype=F32), shape(1024, 1024)),
+    ),
+    "softmax": (lambda x, v: jaxnorm.softmax(x) @ v, (shape(512, 1024), shape(1024, 128))),
+    "loss": (
+        lambda x, w, t: jaxnorm.softmax_cross_entropy_with_integer_labels(x @ w, t).mean(),
+        (shape(512, 256), shape(256, 32000), shape(512, dtype=jnp.int32)),
+    ),
+    "layers": (
+        lambda x, g, *w: unrolled(x, g, w),
+        (shape(512, 1024), shape(1024, dtype=F32), *[shape(1024, 1024)] * 4),
+    ),
+}
+
+
+def unrolled(x, scale, weights):
+    for weight in weights:
+        x, _ = layer(x, (scale, weight))
+    return x
+
+
+def operations(text: str) -> collections.Counter[str]:
+    """Count the operations of a program by name, and its fusions by kind."""
+    lines = re.findall(r"^ +(?:ROOT )?%[\w.-]+ = .*? ([a-z][\w-]*)\((.*)$", text, re.MULTILINE)
+    kinds = (re.search(r"kind=(\w+)", rest) for _, rest in lines)
+    return collections.Counter(
+        f"{name} {kind[1]}" if kind else name for (name, _), kind in zip(lines, kinds)
+    )
+
+
+@pytest.mark.parametrize("direction", [lambda f: f, gradients], ids=["forward", "gradient"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_arrays_cost_nothing(name, direction, compiler, monkeypatch):
+    """The program has the operations that it has without barriers."""
+    function, shapes = WHOLE[name]
+    found = operations(compiled(compiler, direction(function), *shapes))
+    jax.clear_caches()
+    monkeypatch.setattr(buffers, "own", lambda a: a)
+    expected = operations(compiled(compiler, direction(function), *shapes))
+    jax.clear_caches()
+    assert found == expected

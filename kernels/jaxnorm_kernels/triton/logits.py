@@ -30,6 +30,7 @@ class Logits:
       mask, bias: None for one that the kernel does not have.
       drops: some elements take no part, as the mask or `queries` say.
       drops_zeros: so do others, whose output is 0.
+      renormalises: the backward divides by sum(y).
     """
 
     log: bool = False
@@ -39,11 +40,12 @@ class Logits:
     bias: Operand | None = None
     drops: bool = False
     drops_zeros: bool = False
+    renormalises: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether there is nothing but x."""
-        return self == Logits(log=self.log)
+        return self == Logits(log=self.log, renormalises=self.renormalises)
 
 
 def of(spec: Spec) -> Logits:
@@ -57,6 +59,7 @@ def of(spec: Spec) -> Logits:
         bias=broadcast.of(spec.logits_bias_rows) if has_bias else None,
         drops=spec.causal or spec.reads_mask,
         drops_zeros=spec.has_mask and not spec.reads_mask,
+        renormalises=spec.direction == "bwd" and spec.renormalises,
     )
 
 
@@ -149,14 +152,30 @@ def columns_of(first_row, rows, logits: tl.constexpr, tiling: tl.constexpr):
 
 @triton.jit
 def term_of_total(y, d, logits: tl.constexpr):
-    """The total of a row is sum(d y), or sum(d) of a log_softmax."""
+    """The total of a row is sum(d y) / sum(y), or sum(d) of a log_softmax."""
     return d if logits.log else d * y
 
 
 @triton.jit
+def total_of(terms, weights, logits: tl.constexpr):
+    """The total of each row, ``(tile_rows, 1)``, from a tile of partial sums of its terms and y."""
+    total = tl.sum(terms, axis=1)[:, None]
+    if logits.renormalises:
+        weight = tl.sum(weights, axis=1)[:, None]
+        total /= tl.where(weight == 0.0, 1.0, weight)
+    return total
+
+
+@triton.jit
 def cotangent_of_logits(y, d, total, logits: tl.constexpr):
-    """dz = y (d - total), or d - exp(y) total of a log_softmax."""
-    return d - tl.exp(y) * total if logits.log else y * (d - total)
+    """dz = y (d - total), or d - exp(y) total of a log_softmax.
+
+    A total of NaN must not reach what takes no part, whose y or exp(y) is 0.
+    """
+    multiple = tl.exp(y) * total if logits.log else y * (d - total)
+    if logits.drops or logits.drops_zeros:
+        multiple = tl.where(y == (float("-inf") if logits.log else 0.0), 0.0, multiple)
+    return d - multiple if logits.log else multiple
 
 
 @triton.jit
@@ -164,7 +183,7 @@ def looped_total(
     y_ptr, dy_ptr, mask_ptr, first_row, rows, logits: tl.constexpr, tiling: tl.constexpr
 ):
     """The total of rows that are read block after block: `(tile_rows, 1)`."""
-    terms = zeros(tiling)
+    terms, weights = zeros(tiling), zeros(tiling)
     for first_col in tl.range(0, columns_of(first_row, rows, logits, tiling), tiling.block):
         tile = tile_at(first_row, first_col, rows, tiling)
         d = load_cotangent(dy_ptr, mask_ptr, tile, logits, tiling.cols, "evict_last")
@@ -173,7 +192,9 @@ def looped_total(
         else:
             y = load_output(y_ptr, tile, logits, "evict_last")
             terms += drop_zeros(d, y, logits) * y
-    return tl.sum(terms, axis=1)[:, None]
+            if logits.renormalises:
+                weights += y
+    return total_of(terms, weights, logits)
 
 
 @triton.jit

@@ -2,9 +2,11 @@
 
 With m = max(z), d = dy, all sums over a row:
 
-    softmax      y = exp(z - m) / sum(exp(z - m))          dz = y (d - sum(d y))
+    softmax      y = exp(z - m) / sum(exp(z - m))          dz = y (d - sum(d y) / sum(y))
     log_softmax  y = z - m - log(sum(exp(z - m)))          dz = d - exp(y) sum(d)
     both         dx = scale dz,  dbias = sum(dz) over what shares a value of the bias
+
+sum(y) is 1, and not computed, unless y is rounded to 16 bits (`Spec.renormalises`).
 
 What takes no part has z = -inf, y = 0 or -inf, and its d counts as 0, infinite though it may be.
 The backward of softmax with a mask looks at y alone: the cotangent of what has rounded to 0 is
@@ -37,6 +39,7 @@ from jaxnorm_kernels.triton.logits import (
     masked,
     scaled,
     term_of_total,
+    total_of,
 )
 from jaxnorm_kernels.triton.schedule import Schedule
 from jaxnorm_kernels.triton.softmax_bias import softmax_bwd_bias
@@ -180,10 +183,12 @@ def _softmax_bwd_in_registers(
         tile = tile_at(first_row, i * tiling.block, rows, tiling)
         piece = load_cotangent(dy_ptr, mask_ptr, tile, logits, tiling.cols)
         d += (drop_zeros(piece, y[i], logits),)
-    terms, sums = zeros(tiling), zeros(tiling)
+    terms, weights, sums = zeros(tiling), zeros(tiling), zeros(tiling)
     for i in tl.static_range(pieces):
         terms += term_of_total(y[i], d[i], logits)
-    total = tl.sum(terms, axis=1)[:, None]
+        if logits.renormalises:
+            weights += y[i]
+    total = total_of(terms, weights, logits)
     for i in tl.static_range(pieces):
         dz = cotangent_of_logits(y[i], d[i], total, logits)
         sums += dz

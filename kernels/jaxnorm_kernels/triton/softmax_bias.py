@@ -27,6 +27,7 @@ from jaxnorm_kernels.triton.logits import (
     looped_total,
     scaled,
     term_of_total,
+    total_of,
 )
 from jaxnorm_kernels.triton.schedule import Schedule
 from jaxnorm_kernels.triton.tiles import columns_at, zeros
@@ -178,17 +179,19 @@ def _softmax_bwd_bias(
         exists = ((bias_row < bias_rows) & (nth < end))[:, None]
         start = row.to(tl.int64)[:, None] * cols
         ys, ds = (), ()
-        terms = zeros(tiling)
+        terms, weights = zeros(tiling), zeros(tiling)
         for i in tl.static_range(pieces):
             col = columns_at(first_col + i * block, block)
             tile = (row, start, col, exists & (col < cols))
             y = load_output(y_ptr, tile, logits)
             d = drop_zeros(load_cotangent(dy_ptr, mask_ptr, tile, logits, cols), y, logits)
             terms += term_of_total(y, d, logits)
+            if logits.renormalises:
+                weights += y
             ys += (y,)
             ds += (d,)
         if total_ptr is None:
-            total = tl.sum(terms, axis=1)[:, None]
+            total = total_of(terms, weights, logits)
         else:
             total = tl.load(total_ptr + row, row < rows, 0.0)[:, None]
         sums = ()

@@ -66,7 +66,7 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
     # The maximum in the dtype of what it is of: nothing is rounded.
     m = row_max(kept, spec).astype(spec.compute_dtype)
-    has_entry = None if mask is None else row_any(mask, spec)
+    has_entry = None if mask is None else row_any(mask, x, spec)
     if positions is not None:
         positions = jnp.expand_dims(positions, spec.axes)
         has_entry = positions if has_entry is None else positions & has_entry

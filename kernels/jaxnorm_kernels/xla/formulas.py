@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.xla.reductions import vary_like
 
 _ANOTHER_S: Any = None
 
@@ -31,7 +32,7 @@ class Formulas(NamedTuple):
         if self.own_tangent is not None:
             return self.own_tangent(residuals, tangents, spec)
         saved = residuals.saved
-        given = {n: _varying(t, saved) for n, t in tangents._asdict().items() if t is not None}
+        given = {n: vary_like(t, saved) for n, t in tangents._asdict().items() if t is not None}
         of_backward = dataclasses.replace(
             spec,
             direction="bwd",
@@ -47,12 +48,6 @@ class Formulas(NamedTuple):
 
         (results,) = jax.linear_transpose(gradients, _results_like(saved, spec))(given)
         return _over_shards(results, spec) if spec.cols_over else results
-
-
-def _varying(a: jax.Array, like: jax.Array) -> jax.Array:
-    """`a` as one that varies over the mesh axes over which another does, inside `jax.shard_map`."""
-    over, own = (jax.typeof(v).manual_axis_type.varying for v in (like, a))
-    return lax.pcast(a, tuple(sorted(over - own)), to="varying") if over - own else a
 
 
 def _results_like(saved: jax.Array, spec: Spec) -> Results:

@@ -4,13 +4,14 @@
 
 On a GPU XLA fuses one reduction with what it sums. On a CPU it gives each sum to a library, which
 adds many terms side by side, and fuses a chain of arithmetic into it. A comparison is no part of
-such a chain: what it makes is written out, an array of x's size. So there columns are cut into
-blocks, where their number has a fitting divisor, and m becomes inf for that of the label:
+such a chain: its result is stored, in an array of x's size. So there a row becomes a matrix, if its
+length has a fitting divisor. Its columns are *lanes*, and m is inf for the label's lane:
 
-    others   sum(exp(x - m_b)) + sum(exp(x - m), j in the label's block, j != l)
+    others   sum(exp(x - m_lane)) + sum(exp(x - m), j in the label's lane, j != l)
 
-The block is gathered from each row, and only there columns are compared with the label. Sums of
-blocks differ by nothing but the order of their terms, all of which are at least 0.
+The label's lane is gathered from each row, and only there columns are compared with the label.
+Lanes are short, since gathers are slow. Their sums differ in the order of the terms alone, all of
+which are at least 0.
 
 Exponentials are two thirds of a CPU's time for the loss and its gradient. Where they are as narrow
 as the logits, a forward that has a backward, and the backward, make one and the same array of them:
@@ -32,9 +33,9 @@ from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.logits import f_times
 from jaxnorm_kernels.xla.reductions import fused_row_sums, over_shards
 
-# Columns of a block, near _BLOCK. In smaller ones the library's sums, of a block each, are slow,
-# and larger ones are slow to gather, or of a short row the most of it.
-_LEAST, _BLOCK, _MOST, _BLOCKS = 32, 64, 2048, 8
+# Elements of a lane, near _LANE: fewer make the library's sums slow, more the gather. And the least
+# number of lanes.
+_SHORTEST, _LANE, _LONGEST, _LANES = 8, 16, 2048, 32
 
 
 def label_sums(
@@ -65,11 +66,11 @@ def label_sums(
 
     def in_parts() -> list[jax.Array]:
         index = jnp.maximum(label, 0)
-        block = block_size(x.shape[-1]) if _is_last_and_whole(spec) else None
+        lane = lane_size(x.shape[-1]) if _is_last_and_whole(spec) else None
         if spec.want_stats and shares_exponentials(spec):
             others = jnp.sum(exponentials_but_label(kept, m, index, spec), -1, keepdims=True)
-        elif block is not None:
-            others = _others(kept, m, index, block, spec)
+        elif lane is not None:
+            others = _others(kept, m, index, lane, spec)
         else:
             return [jnp.sum(v, axis=spec.axes, keepdims=True) for v in compared()]
         return [
@@ -109,23 +110,26 @@ def _is_last_and_whole(spec: Spec) -> bool:
     return spec.axes == (-1,) and not spec.cols_over
 
 
-def _others(x: jax.Array, m: jax.Array, label: jax.Array, block: int, spec: Spec) -> jax.Array:
-    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
-    own = lax.div(label, jnp.int32(block))
-    index = lax.broadcasted_iota(jnp.int32, blocks.shape[:-1], blocks.ndim - 2)
-    m_b = jnp.where(index == own, jnp.inf, m)
-    depth = f_times(blocks.astype(m.dtype) - m_b[..., None], spec)
+def _others(x: jax.Array, m: jax.Array, label: jax.Array, lane: int, spec: Spec) -> jax.Array:
+    lanes = x.shape[-1] // lane
+    rows = x.reshape(*x.shape[:-1], lane, lanes)
+    own = lax.rem(label, jnp.int32(lanes))
+    index = lax.broadcasted_iota(jnp.int32, (*x.shape[:-1], lanes), x.ndim - 1)
+    m_lane = jnp.where(index == own, jnp.inf, m)
+    depth = f_times(rows.astype(m.dtype) - m_lane[..., None, :], spec)
     total = jnp.sum(jnp.exp(depth), (-2, -1))[..., None]
-    part = jnp.take_along_axis(blocks, own[..., None], -2, mode="promise_in_bounds")[..., 0, :]
-    is_label = lax.broadcasted_iota(jnp.int32, part.shape, part.ndim - 1) == label - own * block
+    part = jnp.take_along_axis(rows, own[..., None], -1, mode="promise_in_bounds")[..., 0]
+    place = lax.broadcasted_iota(jnp.int32, part.shape, part.ndim - 1)
+    is_label = place == lax.div(label, jnp.int32(lanes))
     terms = jnp.where(is_label, 0, jnp.exp(f_times(part.astype(m.dtype) - m, spec)))
     return total + jnp.sum(terms, -1, keepdims=True)
 
 
 @functools.cache
-def block_size(cols: int) -> int | None:
-    """Of columns that are a number: their divisor nearest to `_BLOCK`, if one is near enough."""
+def lane_size(cols: int) -> int | None:
+    """Return the divisor of `cols` nearest to `_LANE`; None if none fits or `cols` is symbolic."""
     if not isinstance(cols, int):
         return None
-    sizes = [k for k in range(_LEAST, min(_MOST, cols // _BLOCKS) + 1) if cols % k == 0]
-    return min(sizes, key=lambda k: abs(math.log(k / _BLOCK)), default=None)
+    longest = min(_LONGEST, cols // _LANES)
+    sizes = [k for k in range(_SHORTEST, longest + 1) if cols % k == 0]
+    return min(sizes, key=lambda k: abs(math.log(k / _LANE)), default=None)

@@ -46,7 +46,7 @@ from jaxnorm_kernels.specs import Spec, Stats
 from jaxnorm_kernels.xla.elementwise import clip, effective_bias, gain, round_to, safe_divide
 from jaxnorm_kernels.xla.formulas import Formulas
 from jaxnorm_kernels.xla.parameters import along_rows, summed_like
-from jaxnorm_kernels.xla.reductions import row_mean
+from jaxnorm_kernels.xla.reductions import mean_apart, row_mean
 
 
 def norm_fwd(operands: Operands, spec: Spec) -> Results:
@@ -191,7 +191,7 @@ def backward(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     d = dy.astype(spec.compute_dtype)
     g, xh, (rstd, *_), z = _recovered(residuals, spec)
     dg = d if g is None else d * g
-    c2 = row_mean(dg * xh if z is None else d * z, spec)
+    c2 = mean_apart(dg * xh if z is None else d * z, spec)
     if dstats:
         drstd, *dmean = (jnp.expand_dims(stat, spec.axes) for stat in dstats)
         c2 = c2 + rstd * drstd / spec.cols

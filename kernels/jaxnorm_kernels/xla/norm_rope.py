@@ -17,6 +17,7 @@ A pair whose cos^2 + sin^2 is 0 tells nothing of n, which is 0 there.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import Op
@@ -38,7 +39,7 @@ def norm_rope_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Oper
     cos, sin = residuals.cos, residuals.sin
     saved, last = _saved_of_norm(residuals, spec)
     d = cotangents.y.astype(spec.compute_dtype)
-    dn = rotated(d, cos, -sin, spec)
+    dn = _rotated_in_backward(d, cos, -sin, spec)
     of_n = Results(dn, stats=cotangents.stats)
     gradients = norm.backward(residuals._replace(saved=saved), of_n, last)
     if not spec.wants_tables:
@@ -51,18 +52,39 @@ def norm_rope_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Oper
 
 def rotated(n: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
     """The rotation of n, in the arithmetic dtype."""
-    a, b = _pairs(n, spec)
     cos, sin = cos.astype(n.dtype), sin.astype(n.dtype)
-    return _joined(a * cos - b * sin, b * cos + a * sin, n, spec)
+    a, b = _pairs(n, spec)
+    return _joined(_from_pairs(a * cos - b * sin, b * cos + a * sin, spec), n, spec)
+
+
+def _rotated_in_backward(v: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
+    """Return `rotated`, on a CPU by swapping the elements of each pair.
+
+    XLA fuses no concatenation there: the backward would store each rotation. In the forward, which
+    has one, two halves and their concatenation are faster.
+    """
+
+    def swapping(v: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        head, half = v[..., : spec.rotated], spec.rotated // 2
+        pairs = head.reshape(*head.shape[:-1], *((half, 2) if spec.interleaved else (2, half)))
+        swapped = lax.rev(pairs, (v.ndim if spec.interleaved else v.ndim - 1,))
+        both_cos, both_sin = _from_pairs(cos, cos, spec), _from_pairs(-sin, sin, spec)
+        return _joined(head * both_cos + swapped.reshape(head.shape) * both_sin, v, spec)
+
+    def by_halves(v: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        return rotated(v, cos, sin, spec)
+
+    tables = cos.astype(v.dtype), sin.astype(v.dtype)
+    return lax.platform_dependent(v, *tables, cpu=swapping, default=by_halves)
 
 
 def _unrotated(y: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
     """n of a y that is its rotation."""
-    a, b = _pairs(y, spec)
     cos, sin = cos.astype(y.dtype), sin.astype(y.dtype)
     square = cos * cos + sin * sin
-    na, nb = (safe_divide(v, square) for v in (a * cos + b * sin, b * cos - a * sin))
-    return _joined(na, nb, y, spec)
+    # The tables are smaller than y: dividing them takes less time.
+    tables = safe_divide(cos, square), safe_divide(-sin, square)
+    return _rotated_in_backward(y, *tables, spec)
 
 
 def _saved_of_norm(residuals: Residuals, spec: Spec) -> tuple[jax.Array, Spec]:
@@ -92,12 +114,15 @@ def _pairs(v: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
     return head[..., :half], head[..., half:]
 
 
-def _joined(a: jax.Array, b: jax.Array, rest: jax.Array, spec: Spec) -> jax.Array:
-    """The inverse of `_pairs`, with the other columns of `rest`."""
+def _from_pairs(a: jax.Array, b: jax.Array, spec: Spec) -> jax.Array:
+    """The inverse of `_pairs`."""
     if spec.interleaved:
-        head = jnp.stack([a, b], axis=-1).reshape(*a.shape[:-1], spec.rotated)
-    else:
-        head = jnp.concatenate([a, b], axis=-1)
+        return jnp.stack([a, b], axis=-1).reshape(*a.shape[:-1], spec.rotated)
+    return jnp.concatenate([a, b], axis=-1)
+
+
+def _joined(head: jax.Array, rest: jax.Array, spec: Spec) -> jax.Array:
+    """The rotated columns, and the other columns of `rest`."""
     return jnp.concatenate([head, rest[..., spec.rotated :]], axis=-1)
 
 

@@ -1,6 +1,6 @@
 """Reductions over the rows of a call: over ``spec.axes``, and over the shards of a sharded row."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,20 @@ def row_mean(v: jax.Array, spec: Spec) -> jax.Array:
     return jnp.mean(v, axis=spec.axes, keepdims=True)
 
 
+def sum_apart(v: jax.Array, spec: Spec) -> jax.Array:
+    """Return `row_sum`, on a CPU without what follows it.
+
+    XLA has a library compute sums there, and elementwise functions of them. Its own loops compute
+    those in two thirds of the time, and write them over one of their operands.
+    """
+    return on_cpu(lax.optimization_barrier, row_sum(v, spec))
+
+
+def mean_apart(v: jax.Array, spec: Spec) -> jax.Array:
+    """Return `row_mean`, in the same way as `sum_apart`."""
+    return on_cpu(lax.optimization_barrier, row_mean(v, spec))
+
+
 def row_max(v: jax.Array, spec: Spec) -> jax.Array:
     """The maximum, likewise; -inf of nothing."""
     # `initial` gives rows of length 0 a maximum.
@@ -50,8 +64,23 @@ def row_max(v: jax.Array, spec: Spec) -> jax.Array:
     return lax.pmax(largest, spec.cols_over) if spec.cols_over else largest
 
 
-def row_any(mask: jax.Array, spec: Spec) -> jax.Array:
-    """Whether a row of the mask keeps anything."""
+def row_any(mask: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
+    """True for each row that the mask does not leave out entirely; `like` has whole rows.
+
+    A mask that is broadcast along an axis does not vary over the mesh axes that split it, and a sum
+    over several mesh axes needs to vary over all of them.
+    """
     if not spec.cols_over:
         return jnp.any(mask, axis=spec.axes, keepdims=True)
-    return row_sum(mask.astype(jnp.int32), spec) > 0
+    return row_sum(vary_like(mask.astype(jnp.int32), like), spec) > 0
+
+
+def vary_like(a: jax.Array, like: jax.Array) -> jax.Array:
+    """Cast `a` to vary over the mesh axes over which `like` does, inside `jax.shard_map`."""
+    over, own = (jax.typeof(v).manual_axis_type.varying for v in (like, a))
+    return lax.pcast(a, tuple(sorted(over - own)), to="varying") if over - own else a
+
+
+def on_cpu[T](function: Callable[[T], T], values: T) -> T:
+    """Return ``function(values)`` in code for a CPU, and `values` elsewhere."""
+    return lax.platform_dependent(values, cpu=function, default=lambda values: values)

@@ -2,11 +2,12 @@
 
 Of z = scale x + bias. With m = max(z), d = dy, all sums over a row:
 
-    softmax      y = exp(z - m) / sum(exp(z - m))       dz = y (d - sum(d y))
+    softmax      y = exp(z - m) / sum(exp(z - m))       dz = y (d - sum(d y) / sum(y))
     log_softmax  y = z - m - log(sum(exp(z - m)))       dz = d - exp(y) sum(d)
     both         dx = scale dz,  dbias = sum(dz) where the bias is broadcast
 
-softmax's Jacobian is symmetric: with t the tangent of z, that of y is y (t - sum(t y)).
+softmax's Jacobian is symmetric: with t the tangent of z, that of y is y (t - sum(t y) / sum(y)).
+sum(y) is 1, and not computed, unless y is rounded to 16 bits (`Spec.renormalises`).
 
 ``mask`` keeps the entries where it is True; so does ``causal`` those up to the diagonal. The row is
 the softmax of what is kept, the rest is 0 (softmax) or -inf (log_softmax) with zero gradient. A row
@@ -22,17 +23,24 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.formulas import Formulas
-from jaxnorm_kernels.xla.reductions import row_any, row_max, row_sum
+from jaxnorm_kernels.xla.reductions import (
+    on_cpu,
+    row_any,
+    row_max,
+    row_sum,
+    row_sums,
+    sum_apart,
+)
 
 
 def softmax_fwd(operands: Operands, spec: Spec) -> Results:
     """y in ``spec.y_dtype``; 0 for what the mask does not keep."""
-    kept, shifted = _shifted(operands, spec)
-    e = jnp.exp(shifted)
+    kept, has_entry, z = _logits(operands, spec)
+    e = jnp.exp(z - _largest(z, has_entry, spec))
     total = row_sum(e, spec)
     if kept is None or not spec.drops_masked:
         return Results((e / total).astype(spec.y_dtype))
-    y = jnp.where(kept, e / _nonempty(total, kept, spec), 0)
+    y = jnp.where(kept, e / _nonempty(total, has_entry), 0)
     return Results(y.astype(spec.y_dtype))
 
 
@@ -40,26 +48,35 @@ def softmax_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results
     """The tangent of y, from y."""
     y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
     t = _masked(_tangent(y, tangents, spec), kept, spec)
-    return Results(_jacobian(y, t, spec).astype(spec.y_dtype))
+    along = _jacobian(y, t, spec)
+    if spec.drops_masked:
+        along = _masked(along, kept, spec)
+    return Results(along.astype(spec.y_dtype))
 
 
 def softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """The gradients of x and, if the spec wants it, of the bias, from y."""
     y, dy = residuals.saved, cotangents.y
     kept = _kept(residuals.mask, y.shape, spec)
-    if spec.drops_masked:
-        return _gradients(_jacobian(y, _masked(dy, kept, spec), spec), spec)
-    return _gradients(_masked(_jacobian(y, dy.astype(spec.compute_dtype), spec), kept, spec), spec)
+    if kept is not None and spec.drops_masked:
+        dz = _masked_jacobian(y, dy, kept, spec)
+    else:
+        dz = _jacobian(y, dy.astype(spec.compute_dtype), spec)
+    return _gradients(_masked(dz, kept, spec), spec)
 
 
 def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
     """y in ``spec.y_dtype``; -inf for what the mask does not keep."""
-    kept, shifted = _shifted(operands, spec)
-    total = row_sum(jnp.exp(shifted), spec)
+    kept, has_entry, z = _logits(operands, spec)
+    m = on_cpu(lax.optimization_barrier, _largest(z, has_entry, spec))
+    total = sum_apart(jnp.exp(z - m), spec)
+    # Two loops over x are faster on a CPU than one that stores z - m for the other.
+    x, m = on_cpu(lax.optimization_barrier, (operands.x, m))
+    shifted = _logits(operands._replace(x=x), spec)[-1] - m
     if kept is None:
         y = shifted - jnp.log(total)
     else:
-        y = jnp.where(kept, shifted - jnp.log(_nonempty(total, kept, spec)), -jnp.inf)
+        y = jnp.where(kept, shifted - jnp.log(_nonempty(total, has_entry)), -jnp.inf)
     return Results(y.astype(spec.y_dtype))
 
 
@@ -67,7 +84,7 @@ def log_softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Op
     """The gradients of x and, if the spec wants it, of the bias, from y."""
     y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
     d = _masked(cotangents.y, kept, spec)
-    dz = d - jnp.exp(y.astype(spec.compute_dtype)) * row_sum(d, spec)
+    dz = d - jnp.exp(y.astype(spec.compute_dtype)) * sum_apart(d, spec)
     return _gradients(_masked(dz, kept, spec), spec)
 
 
@@ -80,7 +97,20 @@ FORMULAS: dict[Op, Formulas] = {
 def _jacobian(y: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
     """Softmax's Jacobian, which is its own transpose, times v."""
     y = y.astype(spec.compute_dtype)
-    return y * (v - row_sum(v * y, spec))
+    if not spec.renormalises:
+        return y * (v - sum_apart(v * y, spec))
+    total, weight = row_sums([v * y, y], spec)
+    return y * (v - on_cpu(lax.optimization_barrier, total / jnp.where(weight == 0, 1, weight)))
+
+
+def _masked_jacobian(y: jax.Array, v: jax.Array, kept: jax.Array, spec: Spec) -> jax.Array:
+    """Return softmax's Jacobian times v, whose masked entries take no part.
+
+    On a CPU, XLA would compute the masked v before the forward pass, and store both. Fresh memory
+    takes longer there than the arithmetic.
+    """
+    v, y = on_cpu(lax.optimization_barrier, (v, y))
+    return _jacobian(y, _masked(v, kept, spec), spec)
 
 
 def _tangent(y: jax.Array, tangents: Operands, spec: Spec) -> jax.Array:
@@ -105,23 +135,30 @@ def _scaled(z: jax.Array, spec: Spec) -> jax.Array:
     return z if spec.logits_scale == 1 else spec.logits_scale * z
 
 
-def _shifted(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array]:
-    """Which entries take part; and z - max(z), both over these, for the rest -inf or finite.
+def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
+    """Return which entries are unmasked, which rows have one, and z.
 
-    Finite is `Spec.masked_logit`.
+    The first two are None if that is all of them. z of masked entries is `Spec.masked_logit`.
     """
-    x, bias = operands.x, operands.logits_bias
-    kept = _kept(operands.mask, x.shape, spec)
+    x, mask, bias = operands.x, operands.mask, operands.logits_bias
+    kept = _kept(mask, x.shape, spec)
     z = _scaled(x.astype(spec.compute_dtype), spec)
     if bias is not None:
         z = z + bias.astype(spec.compute_dtype)
-    if kept is not None:
-        z = jnp.where(kept, z, spec.masked_logit)
+    if kept is None:
+        return None, None, z
+    # A causal mask alone leaves the first column in every row.
+    has_entry = None if mask is None else row_any(kept, z, spec)
+    return kept, has_entry, jnp.where(kept, z, spec.masked_logit)
+
+
+def _largest(z: jax.Array, has_entry: jax.Array | None, spec: Spec) -> jax.Array:
+    """Return max(z) over the unmasked entries."""
     m = row_max(z, spec)
-    if kept is not None and spec.drops_masked:
-        # An empty row would be -inf - -inf = NaN; a genuine row of -inf stays NaN.
-        m = jnp.where(row_any(kept, spec), m, 0)
-    return kept, z - m
+    if has_entry is None or not spec.drops_masked:
+        return m
+    # An empty row would be -inf - -inf = NaN; a genuine row of -inf stays NaN.
+    return jnp.where(has_entry, m, 0)
 
 
 def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Array | None:
@@ -136,19 +173,23 @@ def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Arr
         first = lax.axis_index(over) * shape[axis] if over else 0
         return first + lax.broadcasted_iota(jnp.int32, sizes, axis % rank)
 
-    reached = index(-2, spec.queries_over) >= index(-1, spec.cols_over)
+    row = index(-2, spec.queries_over)
+    if spec.queries:  # In the two-dimensional view, the rows of all matrices follow each other.
+        row = row % spec.queries
+    reached = row >= index(-1, spec.cols_over)
     return reached if mask is None else mask & reached
 
 
-def _nonempty(total: jax.Array, kept: jax.Array, spec: Spec) -> jax.Array:
-    """The row sums, with 1 for a row that keeps nothing."""
-    return jnp.where(row_any(kept, spec), total, 1)
+def _nonempty(total: jax.Array, has_entry: jax.Array | None) -> jax.Array:
+    """Return the row sums, with 1 for a row without an unmasked entry."""
+    return total if has_entry is None else jnp.where(has_entry, total, 1)
 
 
 def _masked(v: jax.Array, kept: jax.Array | None, spec: Spec) -> jax.Array:
-    """v with masked entries zeroed *before* any product: 0 * inf would poison the row.
+    """v with masked entries set to 0, by a selection.
 
-    A cotangent before them in the backward, a tangent in its transpose.
+    Before any product, or 0 * inf would poison the row; and after the products with sums over the
+    row, which NaN of one entry would carry to the masked ones.
     """
     v = v.astype(spec.compute_dtype)
     return v if kept is None else jnp.where(kept, v, 0)

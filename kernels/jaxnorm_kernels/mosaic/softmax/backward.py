@@ -2,18 +2,23 @@
 
 With d = dy, sums over the row:
 
-softmax       dz = y (d - sum(d y))
+softmax       dz = y (d - sum(d y) / sum(y))
 log_softmax   dz = d - exp(y) sum(d)
 both          dx = scale dz,  dbias = sum(dz) over the rows that share a bias
 
+sum(y) is 1, and not computed, unless y is rounded to 16 bits (`Spec.renormalises`).
+
 A bias of one value for a row needs the sum of dz over the row, which those of d, d y and y give:
 
-softmax       sum(dz) = sum(d y) (1 - sum(y))
+softmax       sum(dz) = sum(d y) (1 - sum(y)), or 0 where dz has sum(y)
 log_softmax   sum(dz) = sum(d) (1 - sum(exp(y)))
 
 What takes no part has y = 0, or -inf, and its d counts as 0, infinite though it may be. softmax
 looks at y alone and reads no mask: a cotangent of what has rounded to 0 is dropped, too. With a
 finite `Spec.masked_logit` it does: what is not kept has its y, and dz = 0.
+
+If a cotangent of the row is NaN or infinite, so is the sum, and 0 times the sum is NaN. So calls
+with a mask, or causal ones, select 0 in place of a multiple of y = 0 or exp(y) = 0.
 """
 
 import dataclasses
@@ -47,7 +52,7 @@ class SoftmaxFormula:
 
     @property
     def row_sums(self) -> int:
-        return 2 if self.sums_rows else 1
+        return 1 + self._sums_weights
 
     @property
     def column_sums(self) -> int:
@@ -68,21 +73,37 @@ class SoftmaxFormula:
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
         y, d = elements
-        weights = [self._exp(y) if self._is_log else y] if self.sums_rows else []
+        weights = [self._exp(y) if self._is_log else y] if self._sums_weights else []
         return [d if self._is_log else d * y, *weights]
 
     def finish(
         self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        (y, d, *keep), total = elements, totals[0]
-        dz = d - self._exp(y) * total if self._is_log else y * (d - total)
+        (y, d, *keep), (total, *weights) = elements, totals
+        if self.spec.renormalises:
+            (weight,) = weights
+            total /= jnp.where(weight == 0.0, 1.0, weight)
+        if self._is_log:
+            dz = d - self._unless_masked(y, self._exp(y) * total)
+        else:
+            dz = self._unless_masked(y, y * (d - total))
         if keep:
             dz = jnp.where(keep[0], dz, 0.0)
         return [scaled(dz, self.spec)], [dz] * self.column_sums
 
+    def _unless_masked(self, y: jax.Array, multiple: jax.Array) -> jax.Array:
+        """A multiple of y or exp(y), selected to be 0 where that factor is, if rows are masked."""
+        if not self.spec.drops_entries:
+            return multiple
+        return jnp.where(y == (-jnp.inf if self._is_log else 0.0), 0.0, multiple)
+
     def _exp(self, y: jax.Array) -> jax.Array:
         widest = max(self.spec.x_dtype.itemsize, self.spec.y_dtype.itemsize)
         return numerics.exp(is_wide=widest > 2)(y)
+
+    @property
+    def _sums_weights(self) -> bool:
+        return self.sums_rows or self.spec.renormalises
 
     @property
     def _is_log(self) -> bool:
@@ -128,7 +149,7 @@ def softmax_bwd(
     if sums is not None:
         dbias = sums.gradient(*rest)
     elif formula.bias is not None:
-        dbias = _of_rows(formula.bias, *rest).astype(spec.logits_bias_dtype)
+        dbias = _of_rows(formula.bias, spec, *rest).astype(spec.logits_bias_dtype)
     return Operands(dx, logits_bias=dbias)
 
 
@@ -139,21 +160,21 @@ def _read(
     place = Place(tile, spec, row, mask)
     loaded = [place.load(ref) for ref in (y_ref, dy_ref)]
     y, d = [[widen(v, tile.layout_of(v.shape)) for v in values] for values in loaded]
-    if place.drops:
-        keep = place.keep()
-        d = [jnp.where(k, v, 0.0) for k, v in zip(keep, d)]
-    if spec.causal:  # What is above the diagonal has not been read.
-        nothing = -jnp.inf if spec.op == "log_softmax" else 0.0
-        y = [jnp.where(k, v, nothing) for k, v in zip(keep, y)]
-    if place.masks and not place.drops:
+    if not place.drops and place.masks:  # a finite `Spec.masked_logit`
         return list(zip(y, d, place.keep()))
+    if place.drops:
+        keep, nothing = place.keep(), -jnp.inf if spec.op == "log_softmax" else 0.0
+        if spec.causal:  # What is above the diagonal has not been read.
+            y = [jnp.where(k, v, nothing) for k, v in zip(keep, y)]
+        if spec.reads_mask or not spec.has_mask:
+            d = [jnp.where(k, v, 0.0) for k, v in zip(keep, d)]
     if spec.has_mask and mask is None:
         d = [jnp.where(p == 0, 0.0, v) for p, v in zip(y, d)]
     return list(zip(y, d))
 
 
-def _of_rows(shared: Shared, totals: jax.Array, weights: jax.Array) -> jax.Array:
+def _of_rows(shared: Shared, spec: Spec, totals: jax.Array, weights: jax.Array) -> jax.Array:
     """``(n, 1)``: the sums of dz over the rows that share a value of the bias."""
-    dz = totals * (1 - weights)
+    dz = totals - totals if spec.renormalises else totals * (1 - weights)  # NaN stays NaN
     broadcast = [axis for axis, (_, has_axis) in enumerate(shared.segments) if not has_axis]
     return dz.reshape([size for size, _ in shared.segments]).sum(broadcast).reshape(-1, 1)

@@ -1,0 +1,105 @@
+"""Operands and results that are parts of other arrays, at addresses that are not aligned.
+
+XLA passes a contiguous slice to a kernel as an address inside the sliced array, and lets a kernel
+write into a part of a larger array. `of_parts` gives any function such operands and results, and
+`fused` finds the addresses that a compiled program passes to kernels.
+"""
+
+import math
+import operator
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# Custom calls that are kernels of this library.
+TARGETS = ("mosaic_gpu", "triton_kernel_call")
+# Bytes of types whose names do not end in their bits.
+_ITEMSIZE = {"pred": 1}
+
+
+def around(a: jax.Array) -> jax.Array:
+    """A flat array that holds `a` behind its first element, which is 1."""
+    return jnp.concatenate([jnp.ones(1, a.dtype), a.ravel()])
+
+
+def of_parts(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of slices of flat arrays, with results that are written into flat arrays.
+
+    Each slice and each result starts at the second element of its flat array, so that no address is
+    a multiple of 16 bytes. `read` returns the elements of a result.
+    """
+
+    def of_slices(*operands: Any) -> Any:
+        wholes = jax.tree.map(lambda a: jax.lax.optimization_barrier(around(a)), operands)
+        slices = jax.tree.map(lambda a, whole: whole[1:].reshape(a.shape), operands, wholes)
+        return jax.tree.map(_stored, function(*slices))
+
+    return of_slices
+
+
+def _stored(a: jax.Array) -> jax.Array:
+    # Without the barrier, XLA would pad `a`.
+    whole = jax.lax.optimization_barrier(jnp.zeros(1 + a.size, a.dtype))
+    return whole.at[1:].set(a.ravel())
+
+
+def read(whole: jax.Array) -> jax.Array:
+    """The elements of a result of such a function, in one dimension."""
+    return whole[1:]
+
+
+class Address(NamedTuple):
+    """An address inside an array that a kernel gets.
+
+    Attributes:
+      operation: the slice, or the update of one, that XLA has made a part of the kernel's call.
+      unit: a number of bytes of which the offset in the array is a multiple.
+    """
+
+    operation: str
+    unit: int
+
+
+def fused(text: str) -> list[str]:
+    """The slices, and updates of slices, that a compiled program has inside of kernels' calls.
+
+    Each is a line of the program with an address that a kernel gets.
+    """
+    return [line for body in _bodies(text) for line in _slices(body)]
+
+
+def addresses(text: str) -> list[Address]:
+    """The addresses that `fused` finds."""
+    return [_address(line, body) for body in _bodies(text) for line in _slices(body)]
+
+
+def _bodies(text: str) -> list[str]:
+    """Calls of kernels with slices of operands or results, as XLA writes them."""
+    bodies = re.findall(r"^%?dynamic-slice-fusion[\w.]* \(.*?^\}", text, re.DOTALL | re.MULTILINE)
+    return [b for b in bodies if any(f'custom_call_target="{target}' in b for target in TARGETS)]
+
+
+def _slices(body: str) -> list[str]:
+    lines = body.splitlines()
+    return [line.strip() for line in lines if re.search(r" [a-z-]*slice\(", line)]
+
+
+def _address(line: str, body: str) -> Address:
+    (operation,) = re.findall(r" ([a-z-]*slice)\(", line)
+    if operation != "slice":
+        offsets = re.findall(r'"byte_(?:offset|stride)":"(-?\d+)"', line)
+        return Address(operation, math.gcd(*map(int, offsets)))
+    (operand,) = re.findall(r" slice\(%([\w.-]+)\)", line)
+    dtype, sizes = re.findall(rf"{re.escape(operand)} ?[:=] (\w+)\[([\d,]*)\]", body)[0]
+    starts = [int(start) for start in re.findall(r"\[(\d+):", line)]
+    strides = [math.prod(map(int, sizes.split(",")[i + 1 :])) for i in range(len(starts))]
+    itemsize = _ITEMSIZE.get(dtype) or int(re.sub(r"\D", "", dtype)) // 8
+    return Address(operation, itemsize * sum(map(operator.mul, starts, strides)))
+
+
+def kernels(text: str) -> int:
+    """Return the number of kernels' calls in a compiled program."""
+    return sum(text.count(f'custom_call_target="{target}') for target in TARGETS)

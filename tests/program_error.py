@@ -1,0 +1,619 @@
+"""Bounds on the rounding error of a whole JAX program, by running error analysis of its equations.
+
+`analyse` traces a program and evaluates its jaxpr in float64 numpy. Beside each value it carries a
+bound on the error that a computation in the program's own dtypes makes: the error that the operands
+bring in, and the rounding of the equation itself. Two compilations of a program (jit and eager, on
+one device and on a mesh, with and without rematerialisation) differ in the order of sums and in
+what is fused, and both lie within the bound. So a comparison of them needs no tolerance.
+
+The rounding of one equation, with u the unit roundoff of its result's dtype:
+
+- Additions, products and conversions are correctly rounded: u of the result.
+- Other functions of one element (exp, rsqrt, tanh, a quotient) are accurate to ``FEW`` roundoffs.
+  A code for exp or a power first multiplies the argument x by a constant, which adds x u.
+- A sum of n terms, in any order, errs by ``SAFETY sqrt(n) u`` of the sum of the terms' magnitudes
+  (a random walk, as in `reference`).
+- What is below the smallest normal number may be flushed to zero.
+
+An error in a predicate or an index is not followed: operands should keep away from such steps.
+
+Source: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, section 3.3.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from reference import SAFETY, assert_within, unit_roundoff
+
+FEW = 8.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """An array of the program and a bound on the error of each element; integers are exact.
+
+    A float is in float64, and a bool or an integer in its own dtype, with an error of zeros.
+    """
+
+    value: np.ndarray
+    error: np.ndarray
+
+    def map(self, function: Callable) -> "Value":
+        """Apply a view, or a linear map with weights of 0 and 1, to the values and the errors."""
+        return Value(function(self.value), function(self.error))
+
+
+def exact(array: Any) -> Value:
+    if jnp.issubdtype(getattr(array, "dtype", type(array)), jax.dtypes.extended):
+        return Value(array, np.zeros(()))  # a random key
+    array = np.asarray(array)
+    value = array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.inexact) else array
+    return Value(value, np.zeros(array.shape))
+
+
+def analyse(program: Callable, *operands: Any) -> Any:
+    """The results of ``program(*operands)`` in its tree, each a `Value`."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]), np.errstate(all="ignore"):
+        operands = jax.tree.map(_on_the_host, operands)
+        jaxpr, shapes = jax.make_jaxpr(program, return_shape=True)(*operands)
+        results = _run(jaxpr.jaxpr, jaxpr.consts, map(exact, jax.tree.leaves(operands)))
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _on_the_host(array: Any) -> Any:
+    is_key = isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.extended)
+    return array if is_key else jnp.asarray(np.asarray(array))
+
+
+def assert_analysed(actual: Any, analysed: Any, other: Any = None) -> None:
+    """Each array of `actual` is its `Value` in `analysed`, to within that error.
+
+    `other`: the values of a second program, whose errors are allowed as well.
+    """
+    actual, values = jax.tree.leaves(actual), jax.tree.leaves(analysed)
+    others = values if other is None else jax.tree.leaves(other)
+    for a, value, second in zip(actual, values, others, strict=True):
+        bound = value.error if other is None else value.error + second.error
+        assert np.all(np.isfinite(bound)), "the analysis gives no bound"
+        assert_within(a, value.value.astype(np.float64), bound)
+
+
+def assert_computes(
+    actual: Any,
+    program: Callable,
+    *operands: Any,
+    like: Callable | None = None,
+    expected: Any = None,
+) -> None:
+    """`actual` is ``program(*operands)`` to within the rounding error of the program.
+
+    Args:
+      like: the program that computed `actual`, if its equations are others: it may add its own
+        error.
+      expected: the exact results, if they are known: then the program gives the bounds alone.
+    """
+    analysed = analyse(program, *operands)
+    if expected is not None:
+        values, tree = jax.tree.flatten(analysed)
+        known = [np.asarray(e, np.float64) for e in jax.tree.leaves(expected)]
+        analysed = tree.unflatten(
+            Value(np.broadcast_to(e, v.value.shape), v.error)
+            for e, v in zip(known, values, strict=True)
+        )
+    other = None if like is None else analyse(like, *operands)
+    assert_analysed(actual, analysed, other)
+
+
+def assert_batches(
+    function: Callable, dims: tuple[int | None, ...], size: int, *operands: Any
+) -> None:
+    """`jax.vmap` of a function has the results of a loop over a batch of this size."""
+
+    def one_by_one(*operands: Any) -> Any:
+        each = [
+            function(*(a if d is None else jnp.take(a, i, axis=d) for a, d in zip(operands, dims)))
+            for i in range(size)
+        ]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+
+    expected, batched = analyse(one_by_one, *operands), jax.vmap(function, dims)
+    assert_analysed(batched(*operands), expected)
+    assert_analysed(jax.jit(batched)(*operands), expected)
+
+
+def assert_same_results(ours: Callable, theirs: Callable, *, as_accurate: bool = False) -> None:
+    """Two programs without operands have the same results, in the same dtypes.
+
+    `as_accurate`: ours may err as much as theirs, instead of as much as its own equations can.
+    """
+    results, types = ours(), jax.eval_shape(theirs)
+    assert jax.tree.structure(results) == jax.tree.structure(types)
+    for a, b in zip(*map(jax.tree.leaves, (results, types)), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    assert_computes(results, theirs, like=theirs if as_accurate else ours)
+
+
+# ----------------------------------------------------------------------------------- the evaluation
+
+
+def _run(jaxpr: Any, consts: Any, operands: Any) -> list[Value]:
+    known = dict(zip(jaxpr.constvars, map(exact, consts)))
+    known |= dict(zip(jaxpr.invars, operands, strict=True))
+
+    def read(atom: Any) -> Value:
+        return exact(atom.val) if hasattr(atom, "val") else known[atom]
+
+    for equation in jaxpr.eqns:
+        results = _equation(equation, [read(a) for a in equation.invars])
+        for variable, result in zip(equation.outvars, results, strict=True):
+            known[variable] = result
+    return [read(a) for a in jaxpr.outvars]
+
+
+def _equation(equation: Any, operands: list[Value]) -> list[Value]:
+    name, params = equation.primitive.name, equation.params
+    is_simple = not (name.startswith("jaxnorm.") or name in _LOOPS or {*params} & _INNER)
+    if is_simple and not (_has_floats(equation.outvars) and _has_floats(equation.invars)):
+        results = equation.primitive.bind(*map(_as_jax, operands, equation.invars), **params)
+        results = results if equation.primitive.multiple_results else [results]
+        return [*map(exact, results)]
+    if name in _CONTROL:
+        return _CONTROL[name](operands, **params)
+    if name in _IDENTITIES:
+        return operands
+    if name in _RULES:
+        (variable,) = equation.outvars
+        result, rounding = _RULES[name](operands, **params)
+        return [_stored(result, rounding, variable.aval.dtype)]
+    if name == "psum":  # over axes that `jax.vmap` has made positional
+        return [
+            _stored(*_sum([o], **params), v.aval.dtype)
+            for o, v in zip(operands, equation.outvars, strict=True)
+        ]
+    if name.startswith("jaxnorm."):
+        return _run_plain(equation, operands)
+    if name == "call_hi_primitive":  # jax_remat3's checkpoint and names
+        return _run_high_level(params["_prim"], equation.invars, operands)
+    for key in {*params} & _INNER:
+        if not name.startswith(("pallas", "shard_map")):
+            inner = params[key]
+            return _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands)
+    raise NotImplementedError(f"program_error has no rule for {name}: add one to its tables")
+
+
+def _has_floats(atoms: Any) -> bool:
+    return any(jnp.issubdtype(a.aval.dtype, jnp.inexact) for a in atoms)
+
+
+def _as_jax(operand: Value, atom: Any) -> Any:
+    is_key = isinstance(operand.value, jax.Array)
+    return operand.value if is_key else jnp.asarray(operand.value, atom.aval.dtype)
+
+
+def _run_plain(equation: Any, operands: list[Value]) -> list[Value]:
+    """One of jaxnorm's primitives, as the plain JAX that it is where nothing is compiled."""
+    with jax.disable_jit():
+        run = functools.partial(equation.primitive.impl, **equation.params)
+        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
+        jaxpr = jax.make_jaxpr(run)(*avals)
+    return _run(jaxpr.jaxpr, jaxpr.consts, operands)
+
+
+def _run_high_level(primitive: Any, variables: Any, operands: list[Value]) -> list[Value]:
+    """One of JAX's high-level primitives, as the JAX program that it stands for."""
+
+    def run(*arrays: Any) -> list[Any]:
+        return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, arrays)))
+
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
+    jaxpr = jax.make_jaxpr(run)(*avals)
+    return _run(jaxpr.jaxpr, jaxpr.consts, operands)
+
+
+def _stored(result: Value, rounding: Any, dtype: Any) -> Value:
+    """Add the rounding of the equation, `rounding` roundoffs of a magnitude for each element."""
+    dtype = np.dtype(dtype)
+    value = np.asarray(result.value, np.float64)
+    largest = float(ml_dtypes.finfo(dtype).max)
+    value = np.where(
+        np.abs(value) > largest * (1 + unit_roundoff(dtype)), np.copysign(np.inf, value), value
+    )
+    least = float(ml_dtypes.finfo(dtype).smallest_normal) if np.any(rounding) else 0.0
+    # The analysis itself is in float64: there its own roundings are as many.
+    own = unit_roundoff(dtype) * (2 if dtype == np.float64 else 1) * np.asarray(rounding) + least
+    error = np.broadcast_to(result.error, value.shape) + np.where(np.isfinite(value), own, 0)
+    # Infinities and NaN are expected to be met exactly.
+    return Value(value, np.where(np.isfinite(value), error, 0))
+
+
+# A rule returns the result with the errors that operands bring in, and how much the equation itself
+# rounds, in roundoffs times magnitudes.
+
+
+def _product(a: Value, b: Value) -> Value:
+    error = np.abs(a.value) * b.error + np.abs(b.value) * a.error + a.error * b.error
+    # 0 times an infinity that a select leaves out.
+    return Value(a.value * b.value, error)
+
+
+def _quotient(a: Value, b: Value) -> Value:
+    value = a.value / b.value
+    least = np.maximum(np.abs(b.value) - b.error, 0)
+    error = a.error + np.abs(value) * b.error
+    return Value(value, np.divide(error, least, out=np.zeros_like(error), where=error != 0))
+
+
+def _elementwise(function: Callable) -> Callable:
+    """A function whose greatest change over an interval is at one of its ends."""
+
+    def rule(operands, **params):
+        (x,) = operands
+        value = function(x.value, **params)
+        changes = [np.abs(function(x.value + sign * x.error, **params) - value) for sign in (-1, 1)]
+        error = np.where(x.error == 0, 0, np.maximum(*changes))
+        error = np.where(np.isnan(error), np.inf, error)
+        return Value(value, error), FEW * np.abs(value)
+
+    return rule
+
+
+def _lipschitz(function: Callable, rounded: bool = True) -> Callable:
+    def rule(operands, **_):
+        (x,) = operands
+        value = function(x.value)
+        return Value(value, x.error), FEW * np.maximum(np.abs(value), 1) * rounded
+
+    return rule
+
+
+def _power_of(base: Callable) -> Callable:
+    def rule(operands, **_):
+        result, rounding = _elementwise(base)(operands)
+        x = operands[0].value
+        return result, rounding + SAFETY * np.abs(np.where(result.value == 0, 0, x * result.value))
+
+    return rule
+
+
+def _power(operands, **_):
+    x, y = operands
+    value = np.power(x.value, y.value)
+    ends = [
+        np.abs(np.power(x.value + i * x.error, y.value + j * y.error) - value)
+        for i in (-1, 1)
+        for j in (-1, 1)
+    ]
+    exponent = np.abs(y.value * np.log(np.abs(x.value)))
+    exponent = np.where(np.isfinite(exponent), exponent, 0)
+    return Value(value, np.max(ends, 0)), (FEW + SAFETY * exponent) * np.abs(value)
+
+
+def _sum(operands, axes, **_):
+    (x,) = operands
+    result = x.map(lambda a: a.sum(tuple(axes)))
+    n = x.value.size / max(result.value.size, 1)
+    walk = SAFETY * math.sqrt(n) * np.abs(x.value).sum(tuple(axes)) * (n > 1)
+    return result, walk
+
+
+def _cumulative_sum(operands, axis, reverse, **_):
+    def cumulative(a):
+        return np.flip(np.cumsum(np.flip(a, axis), axis), axis) if reverse else np.cumsum(a, axis)
+
+    (x,) = operands
+    n = x.value.shape[axis]
+    return x.map(cumulative), SAFETY * math.sqrt(n) * cumulative(np.abs(x.value))
+
+
+def _extreme(function: Callable) -> Callable:
+    def rule(operands, axes, **_):
+        (x,) = operands
+        axes = tuple(axes)
+        return Value(function(x.value, axis=axes), x.error.max(axis=axes)), 0
+
+    return rule
+
+
+def _choice(function: Callable) -> Callable:
+    def rule(operands, **_):
+        error = functools.reduce(np.maximum, [o.error for o in operands])
+        return Value(function(*[o.value for o in operands]), error), 0
+
+    return rule
+
+
+def _select(operands, **_):
+    which, *cases = operands
+    index = np.broadcast_to(np.asarray(which.value, np.int64), cases[0].value.shape)
+    return Value(*(np.choose(index, [getattr(c, f) for c in cases]) for f in ("value", "error"))), 0
+
+
+def _matmul(operands, dimension_numbers, **_):
+    a, b = operands
+    (of_a, of_b), (batch_a, batch_b) = dimension_numbers
+
+    def matrices(x, contracted, batch, last):
+        free = [i for i in range(x.ndim) if i not in {*contracted, *batch}]
+        order = [*batch, *free, *contracted] if last else [*batch, *contracted, *free]
+        lead, inner = [x.shape[i] for i in batch], math.prod(x.shape[i] for i in contracted)
+        rest = math.prod(x.shape[i] for i in free)
+        shape = [*lead, rest, inner] if last else [*lead, inner, rest]
+        return x.transpose(order).reshape(shape), [x.shape[i] for i in free]
+
+    def product(x, y):
+        left, rows = matrices(x, of_a, batch_a, True)
+        right, columns = matrices(y, of_b, batch_b, False)
+        return (left @ right).reshape([x.shape[i] for i in batch_a] + rows + columns)
+
+    n = math.prod(a.value.shape[i] for i in of_a)
+    magnitude = product(np.abs(a.value), np.abs(b.value))
+    error = product(np.abs(a.value), b.error) + product(a.error, np.abs(b.value))
+    error = error + product(a.error, b.error)
+    return Value(product(a.value, b.value), error), SAFETY * math.sqrt(n) * magnitude
+
+
+def _bilinear(function: Callable, terms: Callable) -> Callable:
+    """Products that JAX itself sums; ``terms(b, params)`` says how many for each result."""
+
+    def rule(operands, **params):
+        (a, b), rest = operands[:2], [jnp.asarray(o.value) for o in operands[2:]]
+
+        def product(x, y):
+            with jax.enable_x64(True):
+                given = params | {"preferred_element_type": np.dtype("float64")}
+                return np.asarray(function(jnp.asarray(x), jnp.asarray(y), *rest, **given))
+
+        sizes, n = (np.abs(a.value), np.abs(b.value)), terms(b.value, params)
+        error = product(sizes[0], b.error) + product(a.error, sizes[1]) + product(a.error, b.error)
+        return Value(product(a.value, b.value), error), SAFETY * math.sqrt(n) * product(*sizes)
+
+    return rule
+
+
+def _convolved(b: np.ndarray, params: dict[str, Any]) -> float:
+    return b.size / b.shape[params["dimension_numbers"].rhs_spec[0]]
+
+
+def _convert(operands, new_dtype, **_):
+    (x,) = operands
+    # What the new dtype represents is not rounded.
+    is_rounded = (x.error > 0) | (x.value.astype(new_dtype).astype(np.float64) != x.value)
+    return Value(x.value, x.error), np.abs(x.value) * is_rounded
+
+
+def _added(sign: int) -> Callable:
+    def rule(operands, **_):
+        a, b = operands
+        value = a.value + sign * b.value
+        # The addition of an exact zero is exact.
+        is_rounded = np.logical_and(*(np.abs(o.value) + o.error > 0 for o in operands))
+        return Value(value, a.error + b.error), np.abs(value) * is_rounded
+
+    return rule
+
+
+def _by_jax(primitive: Any, adds: bool = False) -> Callable:
+    """Let JAX move elements of values and errors; `adds` if several may be added up."""
+
+    def rule(operands, **params):
+        if adds:  # The equation's own addition is of the program's dtype.
+            with jax.enable_x64(True):
+                params |= {"update_jaxpr": jax.make_jaxpr(jax.lax.add)(0.0, 0.0).jaxpr}
+
+        def run(field):
+            with jax.enable_x64(True):
+                arrays = [
+                    getattr(o, field) if o.value.dtype == np.float64 else o.value for o in operands
+                ]
+                return np.asarray(primitive.bind(*map(jnp.asarray, arrays), **params))
+
+        result = Value(run("value"), run("error"))
+        if not adds:
+            return result, 0
+        terms = [np.abs(o.value) if o.value.dtype == np.float64 else o.value for o in operands]
+        with jax.enable_x64(True):
+            magnitude = np.asarray(primitive.bind(*map(jnp.asarray, terms), **params))
+        return result, SAFETY * math.sqrt(operands[-1].value.size) * magnitude
+
+    return rule
+
+
+def _view(function: Callable) -> Callable:
+    def rule(operands, **params):
+        return operands[0].map(lambda a: function(a, **params)), 0
+
+    return rule
+
+
+def _broadcast(a, shape, broadcast_dimensions, **_):
+    lead = [1] * len(shape)
+    for i, at in enumerate(broadcast_dimensions):
+        lead[at] = a.shape[i]
+    return np.broadcast_to(a.reshape(lead), shape)
+
+
+def _slice(a, start_indices, limit_indices, strides, **_):
+    strides = strides or [1] * a.ndim
+    return a[tuple(map(slice, start_indices, limit_indices, strides))]
+
+
+def _concatenate(operands, dimension, **_):
+    fields = ([getattr(o, f) for o in operands] for f in ("value", "error"))
+    return Value(*(np.concatenate(f, dimension) for f in fields)), 0
+
+
+def _stack(operands, axis, **_):
+    fields = ([getattr(o, f) for o in operands] for f in ("value", "error"))
+    return Value(*(np.stack(f, axis) for f in fields)), 0
+
+
+def _multiply(operands, **_):
+    result = _product(*operands)
+    return result, np.abs(result.value)
+
+
+def _divide(operands, **_):
+    result = _quotient(*operands)
+    return result, FEW * np.abs(result.value)
+
+
+def _one_minus_square(operands, **_):
+    """The derivative of tanh: x * x is rounded, too, unless the subtraction is exact."""
+    result, rounding = _elementwise(lambda x: 1 - x * x)(operands)
+    return result, rounding + operands[0].value ** 2
+
+
+def _logistic(x, **_):
+    return np.where(x < 0, np.exp(np.minimum(x, 0)), 1) / (1 + np.exp(-np.abs(x)))
+
+
+_erf = np.vectorize(math.erf, otypes=[float])
+
+_RULES: dict[str, Callable] = {
+    "add": _added(1),
+    "add_any": _added(1),
+    "sub": _added(-1),
+    "mul": _multiply,
+    "div": _divide,
+    "neg": _lipschitz(np.negative, rounded=False),
+    "abs": _lipschitz(np.abs, rounded=False),
+    "sign": lambda operands, **_: (exact(np.sign(operands[0].value)), 0),
+    "floor": lambda operands, **_: (exact(np.floor(operands[0].value)), 0),
+    "round": lambda operands, **_: (exact(np.round(operands[0].value)), 0),
+    "sin": _lipschitz(np.sin),
+    "cos": _lipschitz(np.cos),
+    "exp": _power_of(lambda x, **_: np.exp(x)),
+    "exp2": _power_of(lambda x, **_: np.exp2(x)),
+    "expm1": _elementwise(lambda x, **_: np.expm1(x)),
+    "log": _elementwise(lambda x, **_: np.log(x)),
+    "log1p": _elementwise(lambda x, **_: np.log1p(x)),
+    "tanh": _elementwise(lambda x, **_: np.tanh(x)),
+    "logistic": _power_of(_logistic),
+    "erf": _elementwise(lambda x, **_: _erf(x)),
+    "erfc": _elementwise(lambda x, **_: 1 - _erf(x)),
+    "sqrt": _elementwise(lambda x, **_: np.sqrt(x)),
+    "rsqrt": _elementwise(lambda x, **_: 1 / np.sqrt(x)),
+    "cbrt": _elementwise(lambda x, **_: np.cbrt(x)),
+    "square": _elementwise(lambda x, **_: x * x),
+    "one_minus_square": _one_minus_square,
+    "integer_pow": _elementwise(lambda x, y, **_: x ** float(y)),
+    "pow": _power,
+    "reduce_sum": _sum,
+    "cumsum": _cumulative_sum,
+    "reduce_max": _extreme(np.max),
+    "reduce_min": _extreme(np.min),
+    "max": _choice(np.maximum),
+    "min": _choice(np.minimum),
+    "clamp": _choice(lambda least, x, most: np.clip(x, least, most)),
+    "select_n": _select,
+    "dot_general": _matmul,
+    "conv_general_dilated": _bilinear(jax.lax.conv_general_dilated_p.bind, _convolved),
+    # At most all rows of the weight, or all rows of the activations where those are summed.
+    "ragged_dot_general": _bilinear(jax.lax.ragged_dot_general, lambda b, _: max(b.shape)),
+    "convert_element_type": _convert,
+    "reduce_precision": lambda operands, exponent_bits, mantissa_bits: (
+        operands[0],
+        # The array's own dtype may be wider than what it is rounded to.
+        np.abs(operands[0].value) * 2.0 ** (23 - mantissa_bits),
+    ),
+    "broadcast_in_dim": _view(_broadcast),
+    "reshape": _view(lambda a, new_sizes, **_: a.reshape(new_sizes)),
+    "squeeze": _view(lambda a, dimensions, **_: a.squeeze(tuple(dimensions))),
+    "expand_dims": _view(lambda a, dimensions, **_: np.expand_dims(a, tuple(dimensions))),
+    "transpose": _view(lambda a, permutation, **_: a.transpose(permutation)),
+    "rev": _view(lambda a, dimensions, **_: np.flip(a, tuple(dimensions))),
+    "slice": _view(_slice),
+    "concatenate": _concatenate,
+    "stack": _stack,
+    "copy": _view(lambda a, **_: a),
+    "copy_p": _view(lambda a, **_: a),
+    "name": _view(lambda a, **_: a),
+    "reduce_and": _view(lambda a, axes, **_: a.all(tuple(axes))),
+    "gather": _by_jax(jax.lax.gather_p),
+    "dynamic_slice": _by_jax(jax.lax.dynamic_slice_p),
+    "dynamic_update_slice": _by_jax(jax.lax.dynamic_update_slice_p),
+    "pad": _by_jax(jax.lax.pad_p),
+    "scatter": _by_jax(jax.lax.scatter_p),
+    "scatter-add": _by_jax(jax.lax.scatter_add_p, adds=True),
+    "scatter_add": _by_jax(jax.lax.scatter_add_p, adds=True),
+}
+
+# What an equation calls: the names that JAX's call-like primitives have for it.
+_INNER = {"jaxpr", "call_jaxpr", "fun_jaxpr"}
+_IDENTITIES = {
+    "mesh_cast",
+    "optimization_barrier",
+    "pcast",
+    "pvary",
+    "reshard",
+    "sharding_constraint",
+    "stop_gradient",
+}
+
+
+# ------------------------------------------------------- control flow, and more than one result
+
+
+def _scan(operands, *, length, reverse, jaxpr, ft_in, **_):
+    consts, carry, stacked = map(list, ft_in.update(operands).unpack())
+    each: list[list[Value]] = []
+    order = range(length)[::-1] if reverse else range(length)
+    for i in order:
+        step = [Value(o.value[i], o.error[i]) for o in stacked]
+        results = _run(jaxpr.jaxpr, jaxpr.consts, [*consts, *carry, *step])
+        carry, rest = results[: len(carry)], results[len(carry) :]
+        each.append(rest)
+    each = each[::-1] if reverse else each
+    return [
+        *carry,
+        *(
+            Value(*(np.stack([getattr(o, f) for o in outs]) for f in ("value", "error")))
+            for outs in zip(*each)
+        ),
+    ]
+
+
+def _while(operands, *, cond_jaxpr, cond_nconsts, body_jaxpr, body_nconsts, **_):
+    split = cond_nconsts + body_nconsts
+    of_cond, of_body, state = (
+        operands[:cond_nconsts],
+        operands[cond_nconsts:split],
+        operands[split:],
+    )
+    while _run(cond_jaxpr.jaxpr, cond_jaxpr.consts, [*of_cond, *state])[0].value:
+        state = _run(body_jaxpr.jaxpr, body_jaxpr.consts, [*of_body, *state])
+    return state
+
+
+def _cond(operands, *, branches, **_):
+    index, *rest = operands
+    branch = branches[int(np.clip(int(index.value), 0, len(branches) - 1))]
+    return _run(branch.jaxpr, branch.consts, rest)
+
+
+def _split(operands, *, sizes, axis, **_):
+    ends = np.cumsum(sizes)[:-1]
+    fields = (np.split(getattr(operands[0], f), ends, axis) for f in ("value", "error"))
+    return [Value(*fields) for fields in zip(*fields)]
+
+
+def _unstack(operands, *, axis, **_):
+    fields = (np.moveaxis(getattr(operands[0], f), axis, 0) for f in ("value", "error"))
+    return [Value(*fields) for fields in zip(*fields)]
+
+
+_LOOPS = {"scan", "while", "cond"}
+_CONTROL: dict[str, Callable] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "split": _split,
+    "unstack": _unstack,
+}

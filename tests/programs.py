@@ -1,0 +1,21 @@
+"""A walk over all equations of a traced program."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.extend.core
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield every equation of a jaxpr, including those of nested jaxprs.
+
+    JAX's next rematerialisation (``jax_remat3``) is a primitive of a high-level type, whose jaxpr
+    `jaxprs_in_params` does not return.
+    """
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield equation
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
+        high_level = getattr(equation.params.get("_prim"), "jaxpr", None)
+        if high_level is not None:
+            yield from equations(high_level)

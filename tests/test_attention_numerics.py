@@ -1,0 +1,317 @@
+"""Accuracy of the attention functions: float64 bounds, Flax's errors beside ours, masks, NaNs."""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from flax import nnx
+from reference import assert_within, exact
+
+import jaxnorm.linen
+import jaxnorm.nnx
+
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
+
+LENGTH, HEADS, DEPTH = 48, 2, 64
+SIXTEEN = ["bfloat16", "float16"]
+FLUSHED = float(np.finfo(np.float32).tiny)  # XLA replaces smaller numbers by 0
+attend = jaxnorm.nnx.dot_product_attention
+
+
+# On a CPU, jax 0.11.2 adds up some batched bfloat16 matmuls in bfloat16: plain JAX's as well.
+adds_in_bfloat16 = jax.default_backend() == "cpu" and jax.__version_info__ < (0, 12)
+accurate = [
+    pytest.param("bfloat16", marks=pytest.mark.skipif(adds_in_bfloat16, reason="XLA's matmuls")),
+    "float16",
+]
+
+
+def normal(shape, dtype, seed, scale=1.0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, dtype)
+
+
+def operands(dtype, size, kv_heads=HEADS):
+    """query, key, value and a cotangent; queries and keys are about `size`."""
+    q = normal((2, LENGTH, HEADS, DEPTH), dtype, 0, size)
+    k = normal((2, LENGTH, kv_heads, DEPTH), dtype, 1, size)
+    v = normal((2, LENGTH, kv_heads, DEPTH), dtype, 2)
+    return q, k, v, normal(q.shape, dtype, 3)
+
+
+def results(f, q, k, v, ct):
+    """y, and the gradients of query, key and value."""
+    y, vjp = jax.vjp(f, q, k, v)
+    return [y, *vjp(ct)]
+
+
+def expected(q, k, v, ct, kept, *, rounds_logits):
+    """The results in float64, and bounds of their errors.
+
+    `rounds_logits`: the query is divided by sqrt(depth) and the logits are rounded, both to 16
+    bits, as in linen.
+    """
+    dtype = q.dtype.name
+    u, u16 = reference.arithmetic(dtype), reference.unit_roundoff(dtype)
+    q, k, v, ct = map(exact, (q, k, v, ct))
+    scale = DEPTH**-0.5
+
+    def matmul(subscripts, a, b, a_error=0.0, b_error=0.0, dtype=None):
+        """The matmul of a and b, and a bound of its error: theirs, its sums', its rounding."""
+        y, terms = np.einsum(subscripts, a, b), a.shape[subscripts.index(contracted(subscripts))]
+        size = np.einsum(subscripts, np.abs(a), np.abs(b))
+        error = reference.SAFETY * u * (math.sqrt(terms) + 2) * size
+        for error_of, other, is_first in ((a_error, b, True), (b_error, a, False)):
+            if np.ndim(error_of):
+                pair = (error_of, np.abs(other)) if is_first else (np.abs(other), error_of)
+                error = error + np.einsum(subscripts, *pair)
+        return y, error if dtype is None else error + reference.rounding(y, dtype) + FLUSHED
+
+    q_error = reference.rounding(q * scale, dtype) if rounds_logits else 0.0
+    logits_dtype = dtype if rounds_logits else "float32"
+    z, z_error = matmul("bqhd,bkhd->bhqk", q * scale, k, q_error, dtype=logits_dtype)
+    p = reference.softmax(z, -1, kept)
+    of_z = z_error + np.max(z_error, axis=-1, keepdims=True)
+    shown = np.where(kept, z, np.min(z))
+    p_error = p * np.expm1(of_z) + reference.softmax_bound(shown, p, -1, dtype, u)
+    p_error = np.where(kept, p_error + FLUSHED, 0)
+    y, y_error = matmul("bhqk,bkhd->bqhd", p, v, p_error, dtype=dtype)
+    dv, dv_error = matmul("bhqk,bqhd->bkhd", p, ct, p_error, dtype=dtype)
+    dp, dp_error = matmul("bqhd,bkhd->bhqk", ct, v, dtype=dtype)
+    dz = reference.softmax_gradient(p, dp, -1) * scale
+    dz_error = reference.softmax_gradient_bound(p, dp, -1, p_error, "float32", dtype, u)
+    dz_error += (p + p_error) * (dp_error + np.sum(p * dp_error, axis=-1, keepdims=True))
+    dz_error = dz_error * scale + reference.rounding(dz, dtype) + FLUSHED
+    dq, dq_error = matmul("bhqk,bkhd->bqhd", dz, k, dz_error, dtype=dtype)
+    dk, dk_error = matmul("bhqk,bqhd->bkhd", dz, q, dz_error, dtype=dtype)
+    if rounds_logits:  # dq is rounded once before it is divided by sqrt(depth), and once after.
+        dq_error += u16 * np.abs(dq)
+        dk_error += np.einsum("bhqk,bqhd->bkhd", np.abs(dz), q_error / scale)
+    return [y, dq, dk, dv], [y_error, dq_error, dk_error, dv_error]
+
+
+def contracted(subscripts):
+    """The axis that both operands have and the result does not."""
+    a, b, y = subscripts.replace("->", ",").split(",")
+    (axis,) = ({*a} & {*b}) - {*y}
+    return axis
+
+
+CAUSAL = np.tri(LENGTH, dtype=bool)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("size", [1, 3, 6, 20, 60])
+@pytest.mark.parametrize("dtype", [*accurate, "float32"])
+def test_nnx_within_bounds_of_float32_logits(dtype, size, is_causal):
+    given = operands(dtype, size)
+    kept = CAUSAL if is_causal else np.ones_like(CAUSAL)
+    ours = results(lambda *a: attend(*a, is_causal=is_causal), *given)
+    for a, value, error in zip(ours, *expected(*given, kept, rounds_logits=False)):
+        assert_within(a, value, error)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("dtype", accurate)
+def test_linen_within_bounds_of_logits_in_the_compute_dtype(dtype, size):
+    given = operands(dtype, size)
+    ours = results(jaxnorm.linen.dot_product_attention, *given)
+    kept = np.ones_like(CAUSAL)
+    for a, value, error in zip(ours, *expected(*given, kept, rounds_logits=True)):
+        assert_within(a, value, error)
+
+
+@pytest.mark.parametrize("size", [1, 3, 6, 20, 60])
+@pytest.mark.parametrize("dtype", accurate)
+def test_as_accurate_as_flax(dtype, size):
+    """In nnx, no result is less accurate than Flax's by more than two units in the last place.
+
+    In linen, logits are rounded, and for large logits their rounding outweighs all other errors.
+    Ours and Flax's are then two draws of one size.
+    """
+    given = operands(dtype, size)
+    wanted, _ = expected(*given, np.ones_like(CAUSAL), rounds_logits=False)
+    modules = jaxnorm.linen, nn
+    reference.assert_as_accurate(
+        *(results(module.dot_product_attention, *given) for module in modules), wanted
+    )
+    two_units = 4 * reference.unit_roundoff(dtype)
+    theirs = results(nnx.dot_product_attention, *given)
+    for a, b, value in zip(results(attend, *given), theirs, wanted):
+        ours, flax = (np.linalg.norm(exact(array) - value) for array in (a, b))
+        assert ours <= flax + two_units * np.linalg.norm(value)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_float16_and_bfloat16_compile(dtype, kv_heads):
+    """Flax's own function fails inside `jax.jit` on a CPU in float16."""
+    given = operands(dtype, 200, kv_heads)
+    for result in jax.jit(lambda *a: results(attend, *a))(*given):
+        assert jnp.isfinite(result).all()
+
+
+def saved(f, *arrays):
+    """Shapes and dtypes of the arrays that the derivative saves."""
+    leaves = jax.eval_shape(lambda *a: jax.tree.leaves(jax.vjp(f, *a)[1]), *arrays)
+    return [(a.shape, a.dtype.name) for a in leaves]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_no_wide_array_of_logits_in_the_backward(dtype, is_causal):
+    """It saves the weights in 16 bits, and the cotangent of the logits is 16 bits, too."""
+    q, k, v, ct = operands(dtype, 1)
+    square = (2, HEADS, LENGTH, LENGTH)
+
+    def f(q, k, v):
+        return attend(q, k, v, is_causal=is_causal)
+
+    assert [a for a in saved(f, q, k, v) if a[0] == square] == [(square, dtype)]
+    jaxpr = jax.make_jaxpr(lambda *a: jax.vjp(f, q, k, v)[1](*a))(ct).jaxpr
+    made = [o.aval for e in jaxpr.eqns for o in e.outvars if o.aval.shape == square]
+    backward = [a.dtype.name for a in made[-2:]]  # of the weights, and of the logits
+    assert backward == [dtype, dtype]
+
+
+# ------------------------------------------------------------------------------------- derivatives
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "mask and bias", "grouped"])
+def test_derivatives_in_both_modes_to_second_order(kind):
+    """Compare values, tangents and derivatives of gradients with plain JAX, in float64."""
+    with jax.enable_x64(True):
+        q, k, v, _ = (
+            a[:1, :7, :, :4] for a in operands("float64", 1, 1 if kind == "grouped" else 2)
+        )
+        mask = jnp.asarray(np.random.default_rng(4).random((1, HEADS, 7, 7)) < 0.6)
+        mask = mask.at[0, 0, 2].set(False) if kind == "mask and bias" else None
+        kept = jnp.tri(7, dtype=bool) if kind == "causal" else mask
+        bias = normal((HEADS, 1, 7), "float64", 5) if kind == "mask and bias" else jnp.zeros(())
+
+        def ours(q, k, v, bias):
+            bias = bias[None] if bias.ndim else None
+            return attend(q, k, v, bias, mask, is_causal=kind == "causal")
+
+        def plain(q, k, v, bias):
+            k, v = (jnp.broadcast_to(a, q.shape) for a in (k, v))
+            z = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2 + bias
+            z = z if kept is None else jnp.where(kept, z, -1e30)
+            return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(z), v)
+
+        given = (q, k, v, bias)
+        along = tuple(jnp.cos(jnp.arange(a.size, dtype=a.dtype)).reshape(a.shape) for a in given)
+
+        def all_orders(f):
+            def gradient(*a):
+                return jax.grad(lambda *a: jnp.sin(f(*a)).sum(), (0, 1, 2, 3))(*a)
+
+            return f(*given), jax.jvp(f, given, along), jax.jvp(gradient, given, along)
+
+        # Some 100 roundings follow each other, and condition numbers are below 100.
+        bound = reference.of_roundings(100 * 100, "float64", 1.0)
+        for a, b in zip(*map(jax.tree.leaves, map(all_orders, (ours, plain)))):
+            np.testing.assert_allclose(a, b, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", accurate)
+def test_tangents_in_16_bits(dtype):
+    """Along query and key at once: their terms are rounded to 16 bits, and so is their sum."""
+    q, k, v, t = operands(dtype, 1)
+    _, dy = jax.jvp(lambda q, k: attend(q, k, v), (q, k), (t, 2 * t))
+    with jax.enable_x64(True):
+        wide = tuple(jnp.asarray(exact(a)) for a in (q, k, v, t))
+        _, value = jax.jvp(lambda q, k: attend(q, k, wide[2]), wide[:2], (wide[3], 2 * wide[3]))
+        value = exact(value)
+    q, k, v, t = map(exact, (q, k, v, t))
+    scale, u16 = DEPTH**-0.5, reference.unit_roundoff(dtype)
+    p = reference.softmax(np.einsum("bqhd,bkhd->bhqk", q, k) * scale, -1)
+    terms = [np.einsum("bqhd,bkhd->bhqk", *a) * scale for a in ((t, k), (q, 2 * t))]
+    s = sum(terms)
+    centred = np.abs(s - np.sum(p * s, axis=-1, keepdims=True))
+    s_error = u16 * (sum(map(np.abs, terms)) + np.abs(s))
+    # The weights are rounded (u16 each, also inside the sum), then their tangent.
+    p_error = p * (s_error + np.sum(p * s_error, axis=-1, keepdims=True))
+    p_error += u16 * p * (3 * centred + np.sum(p * centred, axis=-1, keepdims=True))
+    bound = 1.1 * np.einsum("bhqk,bkhd->bqhd", p_error, np.abs(v)) + reference.rounding(
+        value, dtype
+    )
+    assert_within(dy, value, bound + reference.tiny(dtype) * LENGTH * DEPTH)
+
+
+def test_under_vmap_and_remat():
+    q, k, v, ct = operands("float32", 1)
+    wanted = results(attend, q, k, v, ct)
+    each = jax.vmap(lambda *a: results(attend, *a))(q, k, v, ct)
+    again = results(jax.checkpoint(attend), q, k, v, ct)
+    size = reference.SAFETY * reference.unit_roundoff("float32") * LENGTH
+    for a, *others in zip(wanted, each, again):
+        for b in others:
+            np.testing.assert_allclose(a, b, rtol=size, atol=size)
+
+
+# ------------------------------------------------------------------------------------------- masks
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_mask", [False, True])
+@pytest.mark.parametrize("dtype", [*SIXTEEN, "float32"])
+def test_is_causal_is_a_mask(dtype, with_mask, with_bias):
+    """A NaN cotangent of the first query stays in the first key, too."""
+    q, k, v, ct = operands(dtype, 1)
+    ct = ct.at[:, 0].set(jnp.nan)
+    causal = jnp.asarray(CAUSAL)[None, None]
+    mask = jnp.asarray(np.random.default_rng(6).random((2, 1, 1, LENGTH)) < 0.8)
+    mask = mask.at[..., 0].set(True) if with_mask else None
+    bias = normal((1, HEADS, LENGTH, LENGTH), "float32", 7) if with_bias else None
+    a = results(lambda *a: attend(*a, bias, mask, is_causal=True), q, k, v, ct)
+    both = causal if mask is None else causal & mask
+    b = results(lambda *a: attend(*a, bias, both), q, k, v, ct)
+    _, _, dk, _ = a  # dv is a matmul of the weights and the cotangent: 0 * NaN
+    assert not jnp.isnan(dk[:, 1:]).any()
+    for ours, by_mask in zip(a, b):
+        np.testing.assert_array_equal(exact(ours), exact(by_mask))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_float32_bias_below_the_range_of_float16(dtype, is_causal):
+    """A padding bias of -1e9 on every key that the mask keeps: no other key gets a weight."""
+    q, k, _, _ = (a[:1, :4, :1, :8] for a in operands(dtype, 1))
+    v = jnp.eye(8, dtype=dtype)[None, :4, None]  # y is the row of weights
+    padding = jnp.where(jnp.arange(4) < 2, -1e9, 0.0)[None, None, None]
+    mask = None if is_causal else jnp.tri(4, dtype=bool)[None, None]
+    weights = exact(attend(q, k, v, padding, mask, is_causal=is_causal))[0, :, 0, :4]
+    np.testing.assert_array_equal(weights[~np.tri(4, dtype=bool)], 0)
+
+
+def biases():
+    """float32 biases whose least values are, and are not, below the fill of a masked logit."""
+    lowest = float(np.finfo(np.float32).min)
+    first = np.arange(5) < 3
+    values = {"normal": 0.5, "-1e9": -1e9, "lowest": lowest, "-inf": -math.inf}
+    return {n: jnp.where(first, b, 0.0).astype("float32") for n, b in values.items()}
+
+
+@pytest.mark.parametrize("name", biases())
+@pytest.mark.parametrize("mask", ["none", "causal", "nothing"])
+@pytest.mark.parametrize("dtype", [*SIXTEEN, "float32"])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_what_a_masked_query_attends_to_is_what_it_does_in_flax(api, dtype, mask, name):
+    """Weights of rows whose keys are all masked, or have a bias near or below the fill."""
+    ours, theirs = {"linen": (jaxnorm.linen, nn), "nnx": (jaxnorm.nnx, nnx)}[api]
+    q, k, _, _ = (a[:1, :5, :1, :8] for a in operands(dtype, 1))
+    v = jnp.eye(8, dtype=dtype)[None, :5, None]
+    kept = {"none": None, "causal": jnp.tri(5, dtype=bool), "nothing": jnp.zeros((5, 5), bool)}[
+        mask
+    ]
+    kept = None if kept is None else kept[None, None]
+    bias = biases()[name][None, None, None]
+    a, b = (exact(m.dot_product_attention(q, k, v, bias, kept)) for m in (ours, theirs))
+    # The logits here are below 4, and those of linen are rounded to 16 bits; so are the weights.
+    bound = 8 * reference.unit_roundoff(dtype) * (np.abs(b) + (api == "linen"))
+    np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+    assert np.all((np.abs(a - b) <= bound) | np.isnan(b))

@@ -1,0 +1,256 @@
+"""Forms of a call that every public function is tested with.
+
+Results are compared in float64.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from every_function import (
+    CALLS,
+    OTHERS,
+    call_of,
+    options_of,
+    plain_call_of,
+    public_functions,
+    scalar,
+)
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from reference import of_roundings
+
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
+
+each = pytest.mark.parametrize("name", CALLS)
+
+
+def assert_close(results, expected):
+    for ours, theirs in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        assert ours.dtype == theirs.dtype == np.float64
+        # No more than some hundred roundings follow each other.
+        bound = of_roundings(1024, "float64", np.abs(theirs).max())
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound)
+
+
+def cosines(arrays):
+    return jax.tree.map(jnp.cos, arrays)
+
+
+def test_every_public_function_has_a_call():
+    assert {name.split()[0] for name in CALLS} | OTHERS == public_functions()
+
+
+# ------------------------------------------------------------------------- partial transposes
+
+
+@each
+def test_a_custom_jvp_with_frozen_arguments(x64, name):
+    """JAX instantiates zeros for the tangents of arguments that are not differentiated."""
+    function, operands = call_of(name, "float64")
+
+    @jax.custom_jvp
+    def wrapped(*operands):
+        return function(*operands)
+
+    wrapped.defjvp(functools.partial(jax.jvp, function))
+    run = jax.jit(jax.grad(scalar(function), tuple(range(len(operands)))))
+    for i, expected in enumerate(run(*operands)):
+        assert_close(jax.jit(jax.grad(scalar(wrapped), i))(*operands), expected)
+
+
+@each
+def test_the_transpose_of_one_tangent(x64, name):
+    """The other tangents are known, and are not 0."""
+    function, operands = call_of(name, "float64")
+    y, pullback = jax.vjp(function, *operands)
+    cotangents = cosines(y)
+    tangents = [*cosines(operands)]
+    for i, expected in enumerate(pullback(cotangents)):
+
+        def along(t, i=i):
+            return jax.jvp(function, operands, (*tangents[:i], t, *tangents[i + 1 :]))[1]
+
+        (got,) = jax.linear_transpose(along, operands[i])(cotangents)
+        assert_close(got, expected)
+
+
+# ------------------------------------------------- 64-bit types in a part of a program's life
+
+
+# The backward of rms_norm_linear is JAX's own transpose of a matmul, which sums in float32 there.
+each_with_rules = pytest.mark.parametrize(
+    "name", [name for name in CALLS if not name.startswith("rms_norm_linear")]
+)
+
+
+@each_with_rules
+def test_derivatives_made_with_64_bit_types_and_used_without(name):
+    with jax.enable_x64(True):
+        function, operands = call_of(name, "float64")
+        y, pullback = jax.vjp(function, *operands)
+        _, pushforward = jax.linearize(function, *operands)
+        tangents, cotangents = cosines(operands), cosines(y)
+        batch = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), cotangents)
+
+        def run():
+            return [
+                pullback(cotangents),
+                jax.jit(pullback)(cotangents),
+                pushforward(*tangents),
+                jax.vmap(pullback)(batch),
+                jax.linear_transpose(pullback, cotangents)(tangents),
+            ]
+
+        expected = run()
+    assert_close(run(), expected)
+
+
+@each_with_rules
+def test_second_derivatives_of_what_was_made_with_64_bit_types(name):
+    """Rules of differentiation, too, run outside."""
+    with jax.enable_x64(True):
+        function, operands = call_of(name, "float64")
+        program = jax.make_jaxpr(scalar(function))(*operands)
+
+        def run():
+            evaluated = jax.extend.core.jaxpr_as_fun(program)
+            gradient = jax.grad(lambda *a: evaluated(*a)[0], tuple(range(len(operands))))
+            return jax.jvp(gradient, operands, tangents)
+
+        tangents = cosines(operands)
+        expected = run()
+    assert_close(run(), expected)
+
+
+@each
+def test_traced_with_64_bit_types_and_lowered_without(name):
+    with jax.enable_x64(True):
+        function, operands = call_of(name, "float64")
+        run = jax.jit(jax.value_and_grad(scalar(function), tuple(range(len(operands)))))
+        expected, traced = run(*operands), run.trace(*operands)
+    assert_close(traced.lower().compile()(*operands), expected)
+
+
+@each
+def test_traced_without_64_bit_types_and_lowered_with(name):
+    function, operands = call_of(name)
+    run = jax.jit(jax.value_and_grad(scalar(function), tuple(range(len(operands)))))
+    expected, traced = run(*operands), run.trace(*operands)
+    with jax.enable_x64(True):
+        compiled = traced.lower().compile()
+    for ours, theirs in zip(*map(jax.tree.leaves, (compiled(*operands), expected)), strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
+@each
+def test_partitioned_without_64_bit_types(name):
+    """XLA's partitioner asks for the code of a shard while it compiles."""
+    with jax.enable_x64(True):
+        function, operands = call_of(name, "float64")
+        mesh = jax.make_mesh((2,), ("rows",), (AxisType.Auto,), devices=jax.devices()[:2])
+        lies = [P("rows") if a.ndim == 3 and len(a) % 2 == 0 else P() for a in operands]
+        sharded = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(operands, lies)]
+        run = jax.jit(jax.value_and_grad(scalar(function), tuple(range(len(operands)))))
+        expected, traced = run(*operands), run.trace(*sharded)
+    assert_close(traced.lower().compile()(*sharded), expected)
+
+
+# ----------------------------------------------------------- static arguments, outside `jax.jit`
+
+# By the default of an option, or by its name: one that is accepted, and an equal one that is not.
+EQUAL = {
+    bool: [(True, 1), (False, 0)],
+    float: [(1.0, True), (0.0, False)],
+    "axis": [(0, False), (1, True), ((0, 1), (False, True)), ((1, 0), (1, False))],
+    "chunk": [(1, True)],
+    "logit_softcap": [(1.0, True)],
+}
+
+
+def equal_options():
+    for name in sorted(public_functions() - OTHERS):
+        for option, default in options_of(name).items():
+            for good, bad in EQUAL.get(option, EQUAL.get(type(default), [])):
+                yield pytest.param(name, option, good, bad, id=f"{name}-{option}-{bad}")
+
+
+@pytest.mark.parametrize(("name", "option", "good", "bad"), [*equal_options()])
+def test_static_arguments_that_are_equal_but_differ(name, option, good, bad):
+    """A compiled call is looked up by the types of its static arguments, too."""
+    call = plain_call_of(name)
+    with pytest.raises(TypeError, match=f"{name}: {option}") as first:
+        call(**{option: bad})
+    accepted = True
+    try:
+        call(**{option: good})
+    except ValueError:  # 0 for a scale, or axes that a function does not take
+        accepted = False
+    with pytest.raises(TypeError) as then:
+        call(**{option: bad})
+    assert str(then.value) == str(first.value)
+    assert accepted or (good in (0.0, 0) or option == "axis")
+
+
+def test_numbers_of_several_types_are_taken():
+    call = plain_call_of("rms_norm")
+    for value in (1, 1.0, np.float32(1), np.int8(1)):
+        np.testing.assert_array_equal(call(epsilon=value), call(epsilon=1.0))
+
+
+@pytest.mark.parametrize("name", sorted(public_functions() - OTHERS))
+def test_names_of_unexpected_types(name):
+    """Neither an array nor a list is a name, even one that holds a name."""
+    call = plain_call_of(name)
+    names = {"implementation": "xla", "save": "input", "activation": "silu", "reduction": "sum"}
+    for option in names.keys() & options_of(name).keys():
+        good = names[option]
+        call(**{option: good})
+        for bad in (np.array(good), np.array([good, good]), [good], (good,), good.encode(), 1):
+            with pytest.raises(ValueError, match=f"{name}: {option}=.*expected one of"):
+                call(**{option: bad})
+
+
+@pytest.mark.parametrize("name", sorted(public_functions() - OTHERS))
+def test_dtypes_of_another_byte_order(name):
+    call = plain_call_of(name)
+    swapped = np.dtype(np.float32).newbyteorder("S")
+    if "dtype" in options_of(name):
+        for given in (swapped, swapped.str):
+            for run in (call, jax.jit(call, static_argnames="dtype")):
+                with pytest.raises(TypeError, match=f"{name}: dtype=.*byte order.* e.g. float32"):
+                    run(dtype=given)
+    for argument, value in call.keywords.items():
+        order = value.dtype.newbyteorder("S")
+        with pytest.raises(TypeError, match=f"{name}: {argument} has dtype .* byte order"):
+            call(**{argument: np.asarray(value).astype(order)})
+
+
+# A size that float64 holds and float32 does not, for each option that is a number.
+HUGE = {"scale", "epsilon", "scale_offset", "z_loss", "logits_scale", "logit_softcap"}
+
+
+@pytest.mark.parametrize("name", sorted(public_functions() - OTHERS))
+def test_numbers_that_are_finite_in_float64_alone(name):
+    call = plain_call_of(name)
+    cases = [(option, 1e39) for option in HUGE] + [
+        (option, 1e-50) for option in ("logits_scale", "logit_softcap")
+    ]
+    options = options_of(name)
+    for option, value in cases:
+        if options.get(option) is None and option != "logit_softcap":
+            continue
+        if option not in options:
+            continue
+        with pytest.raises(ValueError, match=rf"{name}: {option}=.* in float32.*float64 arrays"):
+            call(**{option: value})
+        with jax.enable_x64(True):
+            wide = {
+                n: a.astype(jnp.float64) if a.dtype == jnp.float32 else a
+                for n, a in call.keywords.items()
+            }
+            call(**wide, **{option: value})

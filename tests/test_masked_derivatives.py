@@ -1,0 +1,214 @@
+"""NaN or infinity of an entry that takes part reaches no entry that does not.
+
+Cotangents and tangents of masked entries are selected to be 0; the sums over a row in the
+derivative of a softmax would carry NaN to all of its entries otherwise.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import refused
+from test_softmax import data
+
+import jaxnorm
+
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
+
+SHAPE = (4, 32, 32)
+LOWER = np.tril(np.ones(SHAPE[1:], bool))
+MASK = np.random.default_rng(0).random(SHAPE) < 0.6
+MASK[:, 3], MASK[:, :, 0] = False, True  # rows with one entry
+# Each row's broken entry is one that takes part in every mask.
+BROKEN, AT = (slice(None), 5), (slice(None), 5, 0)
+BIAS = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
+
+MASKS = {
+    "where": ({"where": MASK}, MASK),
+    "where of keys": ({"where": MASK[:1, 7:8]}, MASK[:1, 7:8]),
+    "causal": ({"causal": True}, LOWER),
+    "causal and where": ({"causal": True, "where": MASK}, MASK & LOWER),
+    "bias of all": ({"where": MASK, "bias": BIAS}, MASK),
+    "bias of columns": ({"causal": True, "bias": BIAS[:1, :1]}, LOWER),
+    "bias of rows": ({"where": MASK, "bias": BIAS[:, :, :1]}, MASK),
+}
+FUNCTIONS = {"softmax": jaxnorm.softmax, "log_softmax": jaxnorm.log_softmax}
+BAD = [np.nan, np.inf]
+
+softmaxes = pytest.mark.parametrize(
+    ("name", "kind", "bad"),
+    [
+        (name, kind, BAD[i % 2])
+        for i, (name, kind) in enumerate(itertools.product(FUNCTIONS, MASKS))
+    ],
+)
+
+
+def with_bias(name, kind, **more):
+    """Return a function of x and, if there is one, the bias; its operands, and what is kept."""
+    options, kept = MASKS[kind]
+    bias = [jnp.asarray(options["bias"])] if "bias" in options else []
+    rest = {k: v for k, v in options.items() if k != "bias"} | more
+
+    def function(x, *bias):
+        return FUNCTIONS[name](x, **rest, **({"bias": bias[0]} if bias else {}))
+
+    return function, (data(SHAPE, "float32"), *bias), np.broadcast_to(kept, SHAPE)
+
+
+def assert_masked(values, clean, kept):
+    """Masked entries are 0; rows without the broken entry are what they are without it."""
+    values, clean = np.asarray(values), np.asarray(clean)
+    np.testing.assert_array_equal(values[~kept], 0)
+    assert not np.isfinite(values[AT]).any()
+    others = np.delete(np.arange(SHAPE[1]), BROKEN[1])
+    np.testing.assert_array_equal(values[:, others], clean[:, others])
+
+
+@refused.expect(refused.SOME_COLUMNS)
+@softmaxes
+def test_cotangents_of_a_softmax(name, kind, bad, implementation):
+    function, operands, kept = with_bias(name, kind, implementation=implementation)
+    d = data(SHAPE, "float32", seed=1)
+    (dx, *dbias), (clean, *_) = (
+        jax.jit(lambda d: jax.vjp(function, *operands)[1](d))(d) for d in (d.at[AT].set(bad), d)
+    )
+    assert_masked(dx, clean, kept)
+    if dbias and dbias[0].shape[-1] > 1:
+        # Entries of the bias that meet no row with the broken entry, or no kept entry there.
+        over = tuple(a for a, size in enumerate(dbias[0].shape) if size == 1)
+        in_row = np.zeros(SHAPE, bool)
+        in_row[BROKEN] = kept[BROKEN]
+        assert np.isfinite(np.asarray(dbias[0])[~in_row.any(over, keepdims=True)]).all()
+
+
+@softmaxes
+def test_tangents_of_a_softmax(name, kind, bad):
+    function, operands, kept = with_bias(name, kind)
+    t = tuple(map(jnp.cos, operands))
+    broken = (t[0].at[AT].set(bad), *t[1:])
+    along, clean = (jax.jit(lambda t: jax.jvp(function, operands, t)[1])(t) for t in (broken, t))
+    assert_masked(along, clean, kept)
+
+
+@softmaxes
+@pytest.mark.parametrize("order", ["forward over reverse", "reverse over reverse"])
+def test_second_derivatives_of_a_softmax(name, kind, bad, order):
+    function, operands, kept = with_bias(name, kind)
+    d, t = data(SHAPE, "float32", seed=1), tuple(map(jnp.cos, operands))
+
+    def gradient(d):
+        def of_operands(*operands):
+            return jax.vjp(function, *operands)[1](d)
+
+        if order == "forward over reverse":
+            return jax.jvp(of_operands, operands, t)[1][0]
+        return jax.vjp(of_operands, *operands)[1](t)[0]
+
+    values, clean = (np.asarray(jax.jit(gradient)(v)) for v in (d.at[AT].set(bad), d))
+    np.testing.assert_array_equal(values[~kept], 0)
+    others = np.delete(np.arange(SHAPE[1]), BROKEN[1])
+    np.testing.assert_array_equal(values[:, others], clean[:, others])
+
+
+# ------------------------------------------------------------------------------------- losses
+
+CLASSES = 256
+ROWS = 8
+CLASS_MASK = np.random.default_rng(2).random((ROWS, CLASSES)) < 0.6
+CLASS_MASK[:, 0] = True
+LABELS = np.arange(ROWS, dtype=np.int32) * 3
+OF_CLASSES = CLASS_MASK | (np.arange(CLASSES) == LABELS[:, None])  # a label always takes part
+POSITIONS = np.arange(ROWS) % 2 == 0
+OF_POSITIONS = np.broadcast_to(POSITIONS[:, None], CLASS_MASK.shape)
+
+LOSSES = {
+    "cross_entropy": lambda x, where, **o: jaxnorm.softmax_cross_entropy_with_integer_labels(
+        x, LABELS, where=where, z_loss=0.1, **o
+    ),
+    "capped cross_entropy": lambda x, where, **o: jaxnorm.softmax_cross_entropy_with_integer_labels(
+        x, LABELS, where=where, logit_softcap=2.0, **o
+    ),
+    "log_prob_and_entropy": lambda x, where, **o: jaxnorm.log_prob_and_entropy(
+        x, LABELS, where=where, **o
+    ),
+}
+losses = pytest.mark.parametrize("name", LOSSES)
+where_of_losses = pytest.mark.parametrize(
+    ("where", "kept"),
+    [(CLASS_MASK, OF_CLASSES), (POSITIONS, OF_POSITIONS)],
+    ids=["classes", "positions"],
+)
+
+
+@refused.expect(refused.CLASSES)
+@losses
+@where_of_losses
+@pytest.mark.parametrize("bad", BAD)
+def test_cotangents_of_a_loss(name, where, kept, bad, implementation):
+    """All cotangents are broken: those of positions that do not count, too."""
+    x = data((ROWS, CLASSES), "float32")
+    y, pullback = jax.vjp(lambda x: LOSSES[name](x, where, implementation=implementation), x)
+    (dx,) = pullback(jax.tree.map(lambda a: jnp.full_like(a, bad), y))
+    np.testing.assert_array_equal(np.asarray(dx)[~kept], 0)
+
+
+@losses
+@where_of_losses
+@pytest.mark.parametrize("bad", BAD)
+def test_tangents_of_a_loss(name, where, kept, bad):
+    """Those of what takes no part do not matter."""
+    x = data((ROWS, CLASSES), "float32")
+
+    def function(x):
+        return LOSSES[name](x, where)
+
+    t = jnp.cos(x)
+    along, clean = (
+        jax.tree.leaves(jax.jvp(function, (x,), (jnp.where(kept, t, other),))[1])
+        for other in (bad, 0)
+    )
+    for ours, theirs in zip(along, clean, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert np.isfinite(ours).all()
+
+
+LINEAR = {
+    "mean": lambda x, w, where: jaxnorm.linear_softmax_cross_entropy(
+        x, w, LABELS, where=where, chunk=3
+    ),
+    "sum": lambda x, w, where: jaxnorm.linear_softmax_cross_entropy(
+        x, w, LABELS, where=where, chunk=3, reduction="sum"
+    ),
+    "none": lambda x, w, where: jaxnorm.linear_softmax_cross_entropy(
+        x, w, LABELS, where=where, chunk=3, reduction="none"
+    ),
+    "log_prob": lambda x, w, where: jaxnorm.linear_log_prob_and_entropy(
+        x, w, LABELS, where=where, chunk=3
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(
+    ("name", "weighs"),
+    [*itertools.product(LINEAR, [False]), *itertools.product(["mean", "sum", "none"], [True])],
+)
+def test_rows_that_a_linear_loss_leaves_out(name, bad, weighs):
+    """Neither their x, nor its tangent, nor their cotangents matter, to any operand."""
+    where = jnp.asarray(POSITIONS * 0.5, jnp.float32) if weighs else POSITIONS
+    w = data((16, CLASSES), "float32", scale=0.1)
+    x, counts = data((ROWS, 16), "float32", seed=1), POSITIONS[:, None]
+
+    def run(other):
+        x_, tx = (jnp.where(counts, a, other) for a in (x, jnp.cos(x)))
+        y, along = jax.jvp(lambda x, w: LINEAR[name](x, w, where), (x_, w), (tx, jnp.sin(w)))
+        _, pullback = jax.vjp(lambda x, w: LINEAR[name](x, w, where), x_, w)
+        d = jax.tree.map(lambda a: jnp.where(POSITIONS, 1, other) if a.ndim else a, y)
+        return jax.tree.leaves((y, along, pullback(jax.tree.map(jnp.float32, d))))
+
+    for ours, theirs in zip(run(bad), run(0), strict=True):
+        assert np.isfinite(ours).all()
+        np.testing.assert_array_equal(ours, theirs)

@@ -1,0 +1,338 @@
+"""Rematerialisation, by JAX's present implementation and by its next one (``jax_remat3``).
+
+What a policy saves is counted as `jax.ad_checkpoint.print_saved_residuals` lists it, without
+arguments. What runs again is counted in jaxprs and in the optimised program.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.ad_checkpoint import saved_residuals
+from programs import equations
+from reference import assert_within, exact
+
+import jaxnorm
+
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["remat2", "remat3"])
+def remat3(request):
+    """Each of JAX's implementations of `jax.checkpoint`."""
+    if jax.__version_info__ < (0, 12):
+        if request.param:
+            pytest.skip("jax 0.11 has an unfinished one, without rules of this form")
+        yield False
+        return
+    before = jax.config.jax_remat3
+    jax.config.update("jax_remat3", request.param)
+    yield request.param
+    jax.config.update("jax_remat3", before)
+
+
+ROWS, COLS = 6, 16
+FULL, PER_ROW = (ROWS, COLS), (ROWS,)
+LABELS = jnp.arange(ROWS) % COLS
+TABLES = jnp.cos(jnp.arange(8.0)), jnp.sin(jnp.arange(8.0))
+
+POLICIES = jax.checkpoint_policies
+OURS = (
+    *("jaxnorm_out", "jaxnorm_rstd", "jaxnorm_lse", "jaxnorm_softmax_out"),
+    *("jaxnorm_preactivation", "jaxnorm_linear_gradient"),
+)
+named = POLICIES.save_only_these_names
+AROUND = {
+    "plain": lambda f: f,
+    "checkpoint": jax.checkpoint,
+    "save_policy": functools.partial(jax.checkpoint, policy=jaxnorm.save_policy),
+    "names": functools.partial(jax.checkpoint, policy=named(*OURS)),
+    "all but out": functools.partial(
+        jax.checkpoint, policy=POLICIES.save_any_names_but_these("jaxnorm_out")
+    ),
+    "both": functools.partial(
+        jax.checkpoint,
+        policy=POLICIES.save_from_both_policies(jaxnorm.save_policy, POLICIES.dots_saveable),
+    ),
+    "offload": functools.partial(
+        jax.checkpoint,
+        policy=POLICIES.save_and_offload_only_these_names(
+            names_which_can_be_saved=["jaxnorm_rstd", "jaxnorm_lse"],
+            names_which_can_be_offloaded=["jaxnorm_out"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    ),
+}
+AROUND["nested"] = lambda f: AROUND["save_policy"](AROUND["save_policy"](f))
+AROUND["jit inside"] = lambda f: AROUND["save_policy"](jax.jit(f))
+
+# Name -> the function of an array, a vector and a matrix; its primitive; what is saved by each
+# policy: arrays of all rows and columns, arrays of a number for each row, squares (weights).
+NORM = {"save_policy": (1, 1, 0), "names": (1, 1, 0), "all but out": (0, 1, 0)}
+LOSS = {"save_policy": (0, 2, 0), "names": (0, 2, 0), "all but out": (0, 2, 0)}
+FUNCTIONS = {
+    "rms_norm": (lambda x, s, w: jaxnorm.rms_norm(x, s), NORM),
+    "layer_norm": (lambda x, s, w: jaxnorm.layer_norm(x, s, s), NORM),
+    "add_rms_norm": (lambda x, s, w: sum(jaxnorm.add_rms_norm(x, 2 * x, s)), NORM),
+    "rms_norm_rope": (lambda x, s, w: jaxnorm.rms_norm_rope(x, s, *TABLES), NORM),
+    "rms_norm_gated": (
+        lambda x, s, w: jaxnorm.rms_norm_gated(x, 2 * x, s),
+        # The backward starts from x and the gate, and nothing here takes y.
+        NORM | dict.fromkeys(["save_policy", "names"], (0, 1, 0)),
+    ),
+    "softmax": (
+        lambda x, s, w: jaxnorm.softmax(x),
+        {"save_policy": (0, 0, 0), "names": (1, 0, 0), "all but out": (1, 0, 0)},
+    ),
+    "softmax_cross_entropy_with_integer_labels": (
+        lambda x, s, w: jaxnorm.softmax_cross_entropy_with_integer_labels(x, LABELS),
+        LOSS,
+    ),
+    "log_prob_and_entropy": (
+        lambda x, s, w: jaxnorm.log_prob_and_entropy(x, LABELS)[1],
+        dict.fromkeys(LOSS, (0, 3, 0)),
+    ),
+    "linear_softmax_cross_entropy": (
+        lambda x, s, w: jaxnorm.linear_softmax_cross_entropy(x, w, LABELS),
+        {"save_policy": (0, 0, 0), "names": (1, 0, 1), "all but out": (1, 0, 1)},
+    ),
+    "rms_norm_linear": (lambda x, s, w: jaxnorm.rms_norm_linear(x, w, s), {
+        "save_policy": (0, 1, 0), "names": (0, 1, 0), "all but out": (0, 1, 0),
+    }),
+    "rms_norm_linear silu": (
+        lambda x, s, w: jaxnorm.rms_norm_linear(x, w, s, activation="silu"),
+        {"save_policy": (0, 1, 0), "names": (1, 1, 0), "all but out": (1, 1, 0)},
+    ),
+    "gated_linear": (
+        lambda x, s, w: jaxnorm.gated_linear(x @ w, x, w),
+        dict.fromkeys(NORM, (0, 0, 0)),
+    ),
+}  # fmt: skip
+# These policies save of our functions what `save_policy` does, and products, which all but one
+# have none of.
+SAME = ("both", "offload", "nested", "jit inside")
+CASES = [
+    (name, policy, saved[policy if policy in saved else "save_policy"])
+    for name, (_, saved) in FUNCTIONS.items()
+    for policy in (*saved, *SAME)
+    if not (policy == "both" and "linear" in name)
+] + [(name, "checkpoint", (0, 0, 0)) for name in FUNCTIONS]
+
+
+def operands(dtype="float32"):
+    rng = np.random.default_rng(0)
+    x, s, w = rng.normal(size=FULL), 1 + rng.normal(size=COLS) / 8, rng.normal(size=(COLS, COLS))
+    return tuple(jnp.asarray(a, dtype) for a in (x, s, w / 4))
+
+
+def block(name):
+    """A function whose operand is computed, and therefore not among the arguments."""
+    function = FUNCTIONS[name][0]
+    return lambda x, s, w: function(jnp.sin(x), s, w)
+
+
+def loss(f):
+    """A sum with a different cotangent everywhere."""
+
+    def summed(*arrays):
+        y = f(*arrays)
+        return jnp.sum(jnp.sin(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape))))
+
+    return summed
+
+
+def saved_shapes(f, *arrays):
+    found = [a for a, why in saved_residuals(f, *arrays) if "argument" not in why]
+    return [a.shape for a in found if jnp.issubdtype(a.dtype, jnp.floating)]
+
+
+@pytest.mark.parametrize(("name", "policy", "saved"), CASES)
+def test_what_is_saved(name, policy, saved):
+    shapes = saved_shapes(AROUND[policy](block(name)), *operands())
+    assert tuple(map(shapes.count, (FULL, PER_ROW, (COLS, COLS)))) == saved
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("policy", ["checkpoint", "names", "nested"])
+def test_gradients_are_those_without(name, policy):
+    """Compare float64 gradients, whose elements are sums of at most rows * cols^2 rounded terms."""
+    with jax.enable_x64(True):
+        arrays = operands("float64")
+        expected = jax.jit(jax.grad(loss(block(name)), (0, 1, 2)))(*arrays)
+        got = jax.jit(jax.grad(loss(AROUND[policy](block(name))), (0, 1, 2)))(*arrays)
+    for ours, theirs in zip(got, expected):
+        largest = np.abs(exact(theirs)).max()
+        assert_within(ours, exact(theirs), ROWS * COLS**2 * 2.0**-53 * largest)
+
+
+# ------------------------------------------------------------------------------ what runs again
+
+
+def calls(f, *arrays):
+    """Return the names of our forward calls in the jaxpr, including loops and nested jaxprs."""
+    names = [e.primitive.name for e in equations(jax.make_jaxpr(f)(*arrays))]
+    passes = [name.removeprefix("jaxnorm.") for name in names if name.startswith("jaxnorm.")]
+    return [name for name in passes if not name.endswith(("_backward", "_tangent"))]
+
+
+def compiled_calls(f, *arrays):
+    """Forward norms in the program as XLA has optimised it: each has one rsqrt."""
+    text = jax.jit(f).lower(*arrays).compile().as_text()
+    return len(re.findall(r" = \S+ rsqrt\(", text))
+
+
+def layer(x, w):
+    """A norm between two matmuls, and elementwise code after it."""
+    return x + jnp.tanh(jaxnorm.rms_norm(x @ w, 1 + w[0]) @ w)
+
+
+LAYERS = 3
+
+
+def unrolled(around, x, weights):
+    for w in weights:
+        x = around(layer)(x, w)
+    return jnp.sum(x**2)
+
+
+def scanned(around, x, weights):
+    return jnp.sum(jax.lax.scan(lambda x, w: (around(layer)(x, w), None), x, weights)[0] ** 2)
+
+
+@pytest.mark.parametrize("stack", [unrolled, scanned])
+@pytest.mark.parametrize("policy", ["plain", "save_policy", "offload", "nested", "jit inside"])
+def test_no_norm_runs_twice(stack, policy):
+    x, _, w = operands()
+    weights = jnp.stack([w] * LAYERS)
+    step = jax.grad(functools.partial(stack, AROUND[policy]), argnums=(0, 1))
+    layers = LAYERS if stack is unrolled else 1
+    assert calls(jax.jit(step), x, weights).count("rms_norm") == layers
+    assert compiled_calls(step, x, weights) == layers
+
+
+@pytest.mark.parametrize("stack", [unrolled, scanned])
+def test_checkpoint_runs_a_norm_again(stack):
+    """The counts above would see a second norm."""
+    x, _, w = operands()
+    weights = jnp.stack([w] * LAYERS)
+    step = jax.grad(functools.partial(stack, jax.checkpoint), argnums=(0, 1))
+    layers = LAYERS if stack is unrolled else 1
+    assert compiled_calls(step, x, weights) == 2 * layers
+
+
+@pytest.mark.parametrize(("policy", "kernels"), [("save_policy", 2), ("checkpoint", 3)])
+def test_kernels_in_a_program_for_a_gpu(policy, kernels):
+    """One kernel forward and one backward; without a policy the forward's again."""
+    x = jax.ShapeDtypeStruct((8192, 1024), "bfloat16")
+    weights = jax.ShapeDtypeStruct((LAYERS, 1024, 1024), "bfloat16")
+    step = jax.grad(functools.partial(scanned, AROUND[policy]), argnums=(0, 1))
+    text = jax.jit(step).trace(x, weights).lower(lowering_platforms=("cuda",)).as_text()
+    called = re.findall(r"call @(jaxnorm\.rms_norm\w*)\(", text)
+    assert len(called) == kernels
+    assert text.count("custom_call @mosaic_gpu") >= 2
+
+
+# ------------------------------------------------------------------------ derivatives and rules
+
+
+def custom_jvp(f):
+    g = jax.custom_jvp(f)
+    g.defjvp(lambda primals, tangents: jax.jvp(f, primals, tangents))
+    return g
+
+
+def custom_vjp(f):
+    g = jax.custom_vjp(f)
+    g.defvjp(lambda *arrays: jax.vjp(f, *arrays), lambda backward, dy: backward(dy))
+    return g
+
+
+def gradient_norm(f):
+    """A function whose gradient is of second order."""
+    return lambda *a: sum(jnp.sum(jnp.cos(g)) for g in jax.grad(loss(f), (0, 1, 2))(*a))
+
+
+DERIVATIVES = {
+    "custom_jvp": lambda f: jax.grad(loss(custom_jvp(f)), (0, 1, 2)),
+    "custom_vjp": lambda f: jax.grad(loss(custom_vjp(f)), (0, 1, 2)),
+    "jvp": lambda f: lambda *a: jax.jvp(f, a, tuple(jnp.cos(b) for b in a)),
+    "linearize": lambda f: lambda *a: jax.linearize(f, *a)[1](*(jnp.cos(b) for b in a)),
+    "second order": lambda f: jax.grad(gradient_norm(f), (0, 1, 2)),
+    "vmap": lambda f: (
+        lambda x, s, w: jax.vmap(jax.grad(loss(f)), (0, None, None))(jnp.stack([x, 2 * x]), s, w)
+    ),
+}
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+@pytest.mark.parametrize(
+    "name",
+    ["rms_norm", "softmax", "linear_softmax_cross_entropy", "rms_norm_linear silu"],
+)
+def test_derivatives(name, derivative):
+    """Saved residuals have derivatives of their own, which second order takes.
+
+    A second derivative sums over the terms of the first, of which there are rows * cols^2.
+    """
+    with jax.enable_x64(True):
+        arrays = operands("float64")
+        expected, got = (
+            jax.jit(DERIVATIVES[derivative](AROUND[around](block(name))))(*arrays)
+            for around in ("plain", "names")
+        )
+    for ours, theirs in zip(*map(jax.tree.leaves, (got, expected))):
+        largest = np.abs(exact(theirs)).max()
+        assert_within(ours, exact(theirs), (ROWS * COLS**2) ** 2 * 2.0**-53 * largest)
+
+
+def test_the_gradient_of_a_frozen_weight_is_not_computed():
+    x, _, w = operands()
+    f = AROUND["names"](lambda x: jaxnorm.linear_softmax_cross_entropy(jnp.sin(x), w, LABELS))
+    assert saved_shapes(f, x) == [FULL]
+    text = jax.jit(jax.grad(f)).lower(x).as_text()
+    assert text.count("stablehlo.dot_general") == 2  # logits and dx
+
+
+@pytest.mark.parametrize("stack", [unrolled, scanned])
+@pytest.mark.parametrize("policy", ["plain", "checkpoint", "save_policy", "names", "offload"])
+def test_memory_report(stack, policy):
+    """The bytes are those of JAX's own list; the arrays have the names of what makes them."""
+    x, _, w = operands()
+    f = functools.partial(stack, AROUND[policy])
+    weights = jnp.stack([w] * LAYERS)
+    report = jaxnorm.memory_report(f, x, weights, argnums=(0, 1))
+    expected = [
+        a.size * a.dtype.itemsize
+        for a, why in saved_residuals(f, x, weights)
+        if "argument" not in why and "constant" not in why
+    ]
+    assert report.total == sum(expected)
+    makers = {row.made_by for row in report}
+    assert not any("hi_primitive" in maker for maker in makers)
+    assert ("jaxnorm.rms_norm" in makers) == (policy != "checkpoint")
+
+
+def test_a_policy_of_products_sees_the_product_of_rms_norm_linear():
+    arrays = operands()
+    block = FUNCTIONS["rms_norm_linear silu"][0]
+    f = jax.checkpoint(block, policy=POLICIES.dots_saveable)
+    assert saved_shapes(f, *arrays).count(FULL) == 1
+    text = jax.jit(jax.grad(loss(f), (0, 1, 2))).lower(*arrays).as_text()
+    assert text.count("stablehlo.dot_general") == 3
+
+
+def test_names_inside_a_custom_vjp(remat3):
+    """JAX's own settings decide whether a policy sees them: see docs/transformations.md."""
+    f = AROUND["save_policy"](custom_vjp(block("rms_norm")))
+    assert (PER_ROW in saved_shapes(f, *operands())) == (not remat3)
+    if remat3:
+        before = jax.config.jax_custom_vjp3
+        jax.config.update("jax_custom_vjp3", True)
+        try:
+            assert saved_shapes(f, *operands()).count(PER_ROW) == 1
+        finally:
+            jax.config.update("jax_custom_vjp3", before)

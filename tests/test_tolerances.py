@@ -1,0 +1,127 @@
+"""No tolerance in the tests is a literal: bounds come from `reference` and `program_error`."""
+
+import ast
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from program_error import analyse, assert_computes
+
+import jaxnorm
+
+TESTS = Path(__file__).parent
+TOLERANCES = {"rtol", "atol", "rel", "abs", "tolerance"}
+
+#: Files whose tolerances are no bounds on roundings, and what they are.
+EXCEPTIONS = {
+    "test_activation_advice.py": "advice promises its bytes to within 10 %",
+    "test_benchmarks_linear.py": "samples of random numbers; rows of three digits",
+    "test_benchmarks_loss.py": "a sample of random numbers",
+    "test_benchmarks_models.py": "a sample of random numbers",
+    "test_benchmarks_report.py": "half of the last digit that rows are printed with",
+    "test_llama_layer.py": "advice about one model is exact but for small arrays",
+    "test_loss_advice.py": "advice promises its bytes to within 10 %",
+    "test_memory_report.py": "advice promises its bytes to within 10 %; JAX prints rounded sizes",
+    "test_memory_report_equinox.py": "advice promises its bytes to within 10 %",
+    "test_memory_report_models.py": "advice promises its bytes to within 10 %",
+    "test_multigpu.py": "the final losses of two trainings, which drift apart",
+    "test_rotation_advice.py": "advice promises its bytes to within 10 %",
+}
+
+
+def literal_tolerances(path):
+    """Lines with a tolerance, other than 0, that is made of literals."""
+    lines = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            given = [(k.arg, k.value) for k in node.keywords]
+            if "assert" in ast.unparse(node.func):
+                given += [("tolerance", a) for a in node.args[2:] if isinstance(a, ast.Constant)]
+        elif isinstance(node, ast.FunctionDef):
+            named = reversed(node.args.args)
+            given = [(a.arg, value) for a, value in zip(named, reversed(node.args.defaults))]
+        else:
+            continue
+        for name, value in given:
+            constants = [c.value for c in ast.walk(value) if isinstance(c, ast.Constant)]
+            if name in TOLERANCES and any(isinstance(c, (int, float)) and c for c in constants):
+                lines.append(value.lineno)
+    return sorted(lines)
+
+
+def test_no_tolerance_is_a_literal():
+    found = {
+        path.name: lines
+        for path in sorted(TESTS.rglob("*.py"))
+        if (lines := literal_tolerances(path))
+    }
+    new = {name: lines for name, lines in found.items() if name not in EXCEPTIONS}
+    assert not new, f"derive these bounds, as program_error.assert_computes does: {new}"
+    assert found.keys() == EXCEPTIONS.keys(), "an exception that is no longer needed"
+
+
+def test_a_literal_is_found(tmp_path):
+    path = tmp_path / "test_literal.py"
+    path.write_text(
+        "f(a, rtol=1e-6)\nf(a, rtol=0, atol=2**-7 * n)\nf(a, rtol=u)\ndef f(tolerance=1): 0"
+    )
+    assert literal_tolerances(path) == [1, 2, 4]
+
+
+# ------------------------------------------------------------------------- the analysed programs
+
+
+def program(x, scale):
+    def loss(x, scale):
+        return jnp.sum(jnp.sin(jax.nn.silu(jaxnorm.layer_norm(x, scale))))
+
+    return jaxnorm.softmax(x), jax.value_and_grad(loss, (0, 1))(x, scale)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_bound_holds_and_is_near(dtype):
+    """Errors are below their bounds, and a change of some hundred epsilons is above."""
+    rng = np.random.default_rng(0)
+    x, scale = (jnp.asarray(rng.normal(size=s), dtype) for s in ((8, 32), (32,)))
+    results = jax.jit(program)(x, scale)
+    assert_computes(results, program, x, scale)
+    change = {"float32": 1000, "bfloat16": 100}[dtype] * float(jnp.finfo(dtype).eps)
+    for i, leaf in enumerate(jax.tree.leaves(results)):
+        leaves, tree = jax.tree.flatten(results)
+        leaves[i] = (leaf + change * jnp.max(jnp.abs(leaf))).astype(dtype)
+        with pytest.raises(AssertionError, match="out of bounds"):
+            assert_computes(tree.unflatten(leaves), program, x, scale)
+
+
+def test_float64_is_the_value(x64):
+    """In float64 the same program lies within its own, much smaller, bound."""
+    rng = np.random.default_rng(1)
+    x, scale = (jnp.asarray(rng.normal(size=s)) for s in ((8, 32), (32,)))
+    assert_computes(jax.jit(program)(x, scale), program, x, scale)
+
+
+def loops(x):
+    def body(carry, row):
+        return carry + jnp.exp(row) * jnp.cumsum(row), jax.lax.rsqrt(1 + row**2)
+
+    carry, rows = jax.lax.scan(body, jnp.zeros(x.shape[1:]), x, reverse=True)
+    twice = jax.lax.fori_loop(0, 2, lambda i, a: jnp.tanh(a) + x[i], carry)
+    chosen = jax.lax.cond(jnp.any(twice > 0), jnp.flip, jnp.negative, twice)
+    return chosen, rows.at[1].add(carry), jnp.pad(rows, 1), x[jnp.array([2, 0])]
+
+
+def test_control_flow():
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(4, 6)), jnp.float32)
+    assert_computes(jax.jit(loops)(x), loops, x)
+
+
+def test_an_unknown_equation_is_named():
+    with pytest.raises(NotImplementedError, match="no rule for lgamma"):
+        analyse(jax.lax.lgamma, jnp.ones(2))
+
+
+def test_what_float32_does_not_hold_is_infinite():
+    x = jnp.array([3e38, 1.0], jnp.float32)
+    assert_computes(x * 2, lambda x: x * 2, x)
