@@ -84,4 +84,4 @@ def caveat(spec: Spec) -> str | None:
     timing = TIMINGS.get(name_of(spec))
     if timing is None:
         return None
-    return f"not timed on this GPU; on {TIMED_ON} it took {timing}"
+    return f"not timed on this GPU; on {TIMED_ON}, it took {timing}"
