@@ -128,6 +128,8 @@ def _advice() -> str | None:
     if (absence := backends.absence("triton", backends.local_platform())) is None:
         return None
     ratios = [t.ratio for t in timings.TIMINGS.values() if t.ratio <= timings.LIMIT]
+    if not ratios:
+        return None
     return (
         f'pip install -e ".[triton]" gives this GPU kernels for {len(ratios)} kinds of calls, '
         f"which took {min(ratios):.2f} to {max(ratios):.2f} of XLA's time on {timings.TIMED_ON}; "

@@ -40,11 +40,24 @@ class Timing:
 
 #: By function, as `name_of` names a call of it.
 TIMINGS: dict[str, Timing] = {
-    "rms_norm": Timing(0.65, 0.65, 0.65),
-    "softmax": Timing(0.90, 0.90, 0.90),
-    "softmax with causal": Timing(0.45, 0.45, 0.45),
-    "softmax_cross_entropy_with_integer_labels": Timing(0.63, 0.63, 0.63),
-    "rms_norm_rope": Timing(0.34, 0.34, 0.34),
+    "softmax": Timing(0.7, 0.51, 0.72),
+    "log_softmax": Timing(0.82, 0.65, 0.84),
+    "softmax with causal": Timing(0.31, 0.31, 0.31),
+    "softmax with a bias": Timing(0.55, 0.55, 0.55),
+    "softmax with where": Timing(0.42, 0.42, 0.42),
+    "layer_norm": Timing(0.72, 0.59, 0.96),
+    "rms_norm": Timing(0.71, 0.64, 0.82),
+    "add_layer_norm": Timing(0.34, 0.32, 0.39),
+    "add_rms_norm": Timing(0.63, 0.52, 0.68),
+    "add_layer_norm with a gate": Timing(0.32, 0.31, 0.33),
+    "rms_norm_add": Timing(0.73, 0.63, 0.8),
+    "rms_norm_add_rms_norm": Timing(0.53, 0.48, 0.56),
+    "rms_norm_rope": Timing(0.34, 0.31, 0.54),
+    "rms_norm_gated": Timing(0.73, 0.67, 1.01),
+    "rms_norm_gated with norm_before_gate=False": Timing(0.59, 0.54, 0.75),
+    "softmax_cross_entropy_with_integer_labels": Timing(0.64, 0.61, 0.68),
+    "softmax_cross_entropy_with_integer_labels with logit_softcap": Timing(0.54, 0.53, 0.55),
+    "log_prob_and_entropy": Timing(0.57, 0.55, 0.59),
 }
 
 

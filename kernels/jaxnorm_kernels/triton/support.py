@@ -105,8 +105,8 @@ _LEFT_TO_XLA: Table = (
         ),
     ),
     (
-        "LayerNorm's backward of float32 rows of this width reads them twice from memory",
-        lambda s: _is_layer(s, "bwd") and s.y_dtype.itemsize == 4 and 8192 < s.cols <= 16384,
+        "LayerNorm's backward of rows of this width reads them twice from memory",
+        lambda s: _is_layer(s, "bwd") and 8192 < s.cols <= 16384,
     ),
     (
         "RMSNorm of float32 rows this wide reads them twice from memory",
