@@ -94,7 +94,7 @@ def triton_for_cuda() -> str | None:
 @functools.cache
 def _triton_extra() -> str | None:
     try:
-        backends.module("triton")
+        backends.implementation("triton")
     except ImportError as error:
         return str(error).partition(";")[0]
     return None

@@ -37,7 +37,7 @@ def test_gates_have_the_tables_schedule_and_others(direction):
     """In both orders, and each of them lowers."""
     table = {"fwd": choose, "bwd": norm_schedule}[direction]
     jobs = {w: gated.schedules(w) for w in gated.workloads() if w.direction == direction}
-    assert {w.spec.norm_before_gate for w in jobs} == {True, False}
+    assert {w.spec.norm.norm_before_gate for w in jobs} == {True, False}
     assert all(s[0] == table(w.spec) for w, s in jobs.items())
     assert all(len(set(s)) == len(s) > 2 for s in jobs.values())
     for i, (workload, schedules) in enumerate(jobs.items()):

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import load_alone
+from specs import build_spec
 from test_adding_an_operation import ROOT
 
 from benchmarks import triton_defaults
@@ -17,15 +18,14 @@ from jaxnorm.calls import backends
 from jaxnorm.tools import machine, wall_time
 from jaxnorm_kernels import devices, timings
 from jaxnorm_kernels.operations import FUNCTIONS
-from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.timings import TIMINGS, Timing
 
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 
 
 def spec(op, **changes):
-    norm = {"scale_dtype": F32, "want_stats": True} if "norm" in op else {}
-    return Spec(op, "bwd", 8192, 4096, BF16, BF16, **{**norm, **changes})
+    norm = {"scale_dtype": F32} if "norm" in op else {}
+    return build_spec(op, "bwd", 8192, 4096, BF16, BF16, **{**norm, **changes})
 
 
 CALLS = [
@@ -33,7 +33,7 @@ CALLS = [
     (spec("log_softmax", has_mask=True), "log_softmax with where"),
     (spec("softmax", has_mask=True, logits_bias_dtype=F32), "softmax with a bias"),
     (spec("softmax", has_mask=True, causal=True), "softmax with causal"),
-    (spec("norm", subtract_mean=True, adds_dh=True), "layer_norm"),
+    (spec("norm", subtract_mean=True, outputs=("y", "h")), "layer_norm"),
     (spec("add_norm", residual_dtype=BF16), "add_rms_norm"),
     (
         spec("scaled_add_norm", residual_dtype=BF16, subtract_mean=True),
@@ -79,9 +79,9 @@ def test_the_default_is_what_was_fast_enough(timing, reason, monkeypatch):
     monkeypatch.setattr(timings, "TIMINGS", {} if timing is None else {"softmax": timing})
     support = load_alone("triton", "support")
     monkeypatch.setattr(support, "can_lower", lambda: True)
-    said = support.prefers(spec("softmax"))
+    said = support.why_not_default(spec("softmax"))
     assert said is None if reason is None else reason in said
-    assert support.supports(spec("softmax")) is None  # by name it runs
+    assert support.why_unsupported(spec("softmax")) is None  # by name it runs
     assert ("not timed on this GPU" in (support.caveat(spec("softmax")) or "")) == bool(timing)
 
 

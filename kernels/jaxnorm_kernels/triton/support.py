@@ -37,7 +37,7 @@ _CANNOT: Table = (
     ("its kernels leave out what a mask does not keep", lambda s: not s.drops_masked),
     (
         "its kernel of two norms with a residual between them is RMSNorm's",
-        lambda s: len(s.operation.norms) > 1 and s.subtract_mean,
+        lambda s: len(s.operation.norms) > 1 and s.norm.subtract_mean,
     ),
     (
         f"its kernels of a norm and a rotation hold a row of up to {_MOST_ROTATED} columns",
@@ -45,7 +45,7 @@ _CANNOT: Table = (
     ),
     (
         "there is nothing to rotate by tables of size 0",
-        lambda s: s.op == "norm_rope" and s.rotated == 0,
+        lambda s: s.op == "norm_rope" and s.norm.rotated == 0,
     ),
     (
         f"its kernels number rows and columns in 32 bits, up to {_MOST}",
@@ -124,14 +124,14 @@ def platforms() -> tuple[str, ...]:
     return ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
 
 
-def supports(spec: Spec | LinearSpec) -> str | None:
+def why_unsupported(spec: Spec | LinearSpec) -> str | None:
     """None, or why this call cannot run here."""
     if isinstance(spec, LinearSpec):
         return _NO_PRODUCT
     return first(_CANNOT, spec)
 
 
-def prefers(spec: Spec) -> str | None:
+def why_not_default(spec: Spec) -> str | None:
     """None, or why the default leaves this call to xla."""
     return first(_LEFT_TO_XLA, spec) or timings.why_not_default(spec)
 
@@ -147,7 +147,7 @@ def _is_too_old() -> bool:
 
 def _few_rows(spec: Spec) -> int:
     """The rows from which a norm is known to be faster; measured at 1, 128 and 2048."""
-    float32_layer_norm = spec.subtract_mean and spec.y_dtype.itemsize == 4
+    float32_layer_norm = spec.norm.subtract_mean and spec.y_dtype.itemsize == 4
     return 2048 if spec.direction == "fwd" or float32_layer_norm else 128
 
 
@@ -156,11 +156,11 @@ def _norm(spec: Spec, direction: str) -> bool:
 
 
 def _is_layer(spec: Spec, direction: str) -> bool:
-    return _norm(spec, direction) and spec.subtract_mean
+    return _norm(spec, direction) and spec.norm.subtract_mean
 
 
 def _is_rms(spec: Spec, direction: str) -> bool:
-    return _norm(spec, direction) and not spec.subtract_mean
+    return _norm(spec, direction) and not spec.norm.subtract_mean
 
 
 def _is_16_bit(spec: Spec) -> bool:
