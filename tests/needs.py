@@ -78,6 +78,8 @@ def cuda_compilers() -> str | None:
 def triton_compiler() -> str | None:
     if INTERPRETED:
         return "TRITON_INTERPRET=1 leaves nothing to compile"
+    if triton_programs.replayed():
+        return "--exported-triton runs kernels that are compiled already"
     return _triton_extra()
 
 

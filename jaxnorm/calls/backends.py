@@ -127,8 +127,7 @@ def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
     capability = devices.local_capability() if platform == "cuda" else None
     if capability is None or name in _told:
         return
-    is_default = name in _DEFAULT_ON and _DEFAULT_ON[name](capability)
-    if not (is_default or is_preferred):
+    if not (is_default_on(name, capability) or is_preferred):
         return
     _told.add(name)
     on_this_gpu = f"the default on this GPU (compute capability {capability / 10})"
@@ -140,6 +139,11 @@ def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
         refusal,
         VARIABLE,
     )
+
+
+def is_default_on(name: str, capability: int) -> bool:
+    """True if an implementation has the default kernels of GPUs of this compute capability."""
+    return name in _DEFAULT_ON and _DEFAULT_ON[name](capability)
 
 
 def forced(function: str, spec: Spec | LinearSpec, name: str) -> Choice:

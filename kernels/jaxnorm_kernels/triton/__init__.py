@@ -16,6 +16,7 @@ from jaxnorm_kernels.triton.norm_forward import norm_fwd  # noqa: E402
 from jaxnorm_kernels.triton.norm_rope import norm_rope_bwd, norm_rope_fwd  # noqa: E402
 from jaxnorm_kernels.triton.softmax import softmax_bwd, softmax_fwd  # noqa: E402
 from jaxnorm_kernels.triton.support import (  # noqa: E402
+    caveat,
     platforms,
     why_not_default,
     why_unsupported,
@@ -50,5 +51,5 @@ def backward(residuals: Residuals, cotangents: Results, spec: Spec, **schedule: 
 
 
 IMPLEMENTATION = Implementation(
-    forward, backward, why_unsupported, why_not_default, platforms=platforms
+    forward, backward, why_unsupported, why_not_default, platforms=platforms, caveat=caveat
 )

@@ -218,13 +218,17 @@ def norm_fwd_persistent(
 
 @triton.jit
 def _normalized(x, epsilon: tl.constexpr, subtract_mean: tl.constexpr, tiling: tl.constexpr):
-    """x - mean, by pieces; r; and the mean."""
+    """Return x - mean, by pieces; r; and the mean.
+
+    The division is rounded correctly. Triton's `/` errs by up to 2 ulp, so that a row of equal
+    numbers would have a mean beside them, and results of 1 instead of 0.
+    """
     mean = tl.full([tiling.tile_rows], 0.0, tl.float32)
     if subtract_mean:
         total = zeros(tiling)
         for i in tl.static_range(len(x)):
             total += x[i]
-        mean = tl.sum(total, axis=1) / tiling.cols
+        mean = tl.div_rn(tl.sum(total, axis=1), mean + tiling.cols)
     centred, square = (), zeros(tiling)
     for i in tl.static_range(len(x)):
         c = x[i]
@@ -277,7 +281,7 @@ def norm_fwd_looped(
             before = tl.cast(first_col, tl.float32)
             size = tl.cast(tl.minimum(tiling.cols - first_col, tiling.block), tl.float32)
             weight = size / (before + size)
-            block_mean = tl.sum(x, axis=1) / size
+            block_mean = tl.div_rn(tl.sum(x, axis=1), size)
             x = zero_beyond(x - block_mean[:, None], first_col, tiling)
             shift = block_mean - mean
             square += shift * shift * before * weight

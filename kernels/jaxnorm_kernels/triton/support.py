@@ -4,6 +4,7 @@ import functools
 import importlib
 import os
 
+from jaxnorm_kernels import timings
 from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.refusals import (
@@ -81,12 +82,6 @@ _LEFT_TO_XLA: Table = (
         lambda s: not can_lower(),
     ),
     (
-        "its softmaxes with a mask, a bias or a diagonal are not measured yet",
-        lambda s: s.logits.has_mask or s.softmax.logits_bias_dtype is not None or s.softmax.causal,
-    ),
-    ("its cross-entropy is not measured yet", lambda s: s.is_loss),
-    ("its norm with a rotation is not measured yet", lambda s: s.op == "norm_rope"),
-    (
         "with few rows, XLA spreads a norm over more multiprocessors",
         lambda s: s.is_norm and s.rows < _few_rows(s),
     ),
@@ -110,8 +105,8 @@ _LEFT_TO_XLA: Table = (
         ),
     ),
     (
-        "LayerNorm's backward of float32 rows of this width reads them twice from memory",
-        lambda s: _is_layer(s, "bwd") and s.y_dtype.itemsize == 4 and 8192 < s.cols <= 16384,
+        "LayerNorm's backward of rows of this width reads them twice from memory",
+        lambda s: _is_layer(s, "bwd") and 8192 < s.cols <= 16384,
     ),
     (
         "RMSNorm of float32 rows this wide reads them twice from memory",
@@ -138,7 +133,12 @@ def why_unsupported(spec: Spec | LinearSpec) -> str | None:
 
 def why_not_default(spec: Spec) -> str | None:
     """None, or why the default leaves this call to xla."""
-    return first(_LEFT_TO_XLA, spec)
+    return first(_LEFT_TO_XLA, spec) or timings.why_not_default(spec)
+
+
+def caveat(spec: Spec) -> str | None:
+    """Where the kernel was timed, if not on the GPU at hand."""
+    return timings.caveat(spec)
 
 
 def _is_too_old() -> bool:
