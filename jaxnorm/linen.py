@@ -34,7 +34,15 @@ __all__ = [
 dot_product_attention.__module__ = __name__  # where users find it
 
 
-class LayerNorm(nn.LayerNorm):
+class _Settings(nn.Module):
+    """The fields that Flax's norms do not have."""
+
+    save: Save = "output"
+    implementation: Name | None = None
+    scale_offset: float = 0.0
+
+
+class LayerNorm(_Settings, nn.LayerNorm):
     """:class:`flax.linen.LayerNorm` that keeps its output, not its input, for the backward pass.
 
     Every field, default, parameter name and the call are Flax's, so checkpoints load unchanged;
@@ -59,10 +67,6 @@ class LayerNorm(nn.LayerNorm):
       ((8, 512), ['bias', 'scale'])
     """
 
-    save: Save = "output"
-    implementation: Name | None = None
-    scale_offset: float = 0.0
-
     @nn.compact
     def __call__(self, x: Any, *, mask: jax.Array | None = None, residual: Any = None) -> Any:
         """Normalises x, as :meth:`flax.linen.LayerNorm.__call__` does.
@@ -73,7 +77,7 @@ class LayerNorm(nn.LayerNorm):
         return called(self, super().__call__, x, mask, residual)
 
 
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(_Settings, nn.RMSNorm):
     """:class:`flax.linen.RMSNorm` that keeps its output, not its input, for the backward pass.
 
     What :class:`jaxnorm.linen.LayerNorm` says of fields, parameters and Flax's own path holds here.
@@ -95,10 +99,6 @@ class RMSNorm(nn.RMSNorm):
       ((8, 512), (8, 512))
     """
 
-    save: Save = "output"
-    implementation: Name | None = None
-    scale_offset: float = 0.0
-
     @nn.compact
     def __call__(self, x: Any, *, mask: jax.Array | None = None, residual: Any = None) -> Any:
         """Normalises x, as :meth:`flax.linen.RMSNorm.__call__` does.
@@ -109,7 +109,7 @@ class RMSNorm(nn.RMSNorm):
         return called(self, super().__call__, x, mask, residual)
 
 
-class GroupNorm(nn.GroupNorm):
+class GroupNorm(_Settings, nn.GroupNorm):
     """:class:`flax.linen.GroupNorm` that keeps its output, not its input, for the backward pass.
 
     What :class:`jaxnorm.linen.LayerNorm` says of fields, parameters and Flax's own path holds here;
@@ -132,9 +132,6 @@ class GroupNorm(nn.GroupNorm):
       ((2, 16, 16, 64), (64,))
     """
 
-    save: Save = "output"
-    implementation: Name | None = None
-    scale_offset: float = 0.0
     activation: NormActivation | None = None
 
     @nn.compact
