@@ -4,17 +4,15 @@ import dataclasses
 import functools
 import importlib
 import os
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from benchmarks import calls, first_calls, gradients, hlo, providers, stacks, timing
-from benchmarks.suites import Timed, TimedCell, provider_of
+from benchmarks import calls, first_calls, hlo, providers, stacks, timing
+from benchmarks.suites import Timed
 from benchmarks.workloads import Array, Shape, ShapedWorkload, Workload
 
 Figures = dict[str, float | None]
@@ -24,8 +22,6 @@ Inputs = tuple[Arrays, Arrays, Arrays]  # row operands, parameters, cotangents
 
 THREADS = 16  # that prepare cells, at most
 KEPT_BYTES = 5e9  # by a process that waits; JAX's pool may be twice what it had to hold
-
-one_problem = threading.Lock()  # it is cached: the other providers' threads wait for it
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -159,24 +155,6 @@ def kernel_time(cell: Timed, program: Program) -> Figures:
     }
 
 
-def latency(cell: TimedCell, program: Program) -> Figures:
-    operands = operands_of(cell, program)[:1]
-    return {
-        "us": timing.measure(program.call, operands).us,
-        "wall_us": timing.wall_us(program.call, operands, calls.LATENCY_REPEATS),
-    }
-
-
-def accuracy(cell: TimedCell) -> Figures:
-    with one_problem:
-        problem = gradients.problem(cell.workload)
-    parameter_dtype = provider_of(cell).parameter_dtype(cell.x_dtype)
-    x, dy = (jnp.asarray(a, cell.x_dtype) for a in (problem.x, problem.dy))
-    parameters = [jnp.asarray(p, parameter_dtype) for p in problem.parameters]
-    _, saved = jax.vjp(providers.function(cell.provider, cell.op, cell.y_dtype), x, *parameters)
-    return gradients.errors(problem, [np.asarray(g, np.float64) for g in jax.jit(saved)(dy)])
-
-
 def prepare(suite: str, cell: Any) -> Measure:
     """What measures a cell; all that it runs is compiled here. Cells are prepared in threads."""
     if suite == "stacks":
@@ -189,13 +167,8 @@ def prepare(suite: str, cell: Any) -> Measure:
     if suite in ("training", "capacity"):
         training = importlib.import_module("benchmarks.training")  # needs optax
         return training.prepare(suite, cell)
-    if suite == "accuracy":  # times nothing, so it waits for no turn
-        figures = accuracy(cell)
-        return lambda: figures
     program = compile_cell(cell)
     inputs_program(*arguments_of(cell.workload))
-    if suite == "latency":
-        return functools.partial(latency, cell, program)
     if not cell.flops:
         timing.copy_programs(cell.bytes)
     return functools.partial(kernel_time, cell, program)

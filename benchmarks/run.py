@@ -8,10 +8,10 @@
 Suites: `kernels`, kernel time forward and backward over the whole grid; `api`, forward and backward
 in one call; `blocks`, norms with what a model does to the same rows before and after; `loss`,
 cross-entropies and log-probabilities, and their memory; `linear`, a matrix product alone and after
-a norm; `latency`, calls of few rows, also from the host; `training`, steps of GPT-2 small and Llama
+a norm; `training`, steps of GPT-2 small and Llama
 3.2 1B, also with QK norms, their time, memory and losses; `capacity`, the largest batch of such a
 step that fits in 80 GB; `stacks`, programs of many small norms; `compile`, seconds from a first
-call to its program, width by width; `accuracy`, gradients against float64; `cpu`, jaxnorm's plain
+call to its program, width by width; `cpu`, jaxnorm's plain
 JAX on the machine's CPU beside optax, jax.nn and Flax.
 
 Kernel time is CUPTI's, on rotating buffers larger than the cache; GB/s are by the least bytes that
@@ -22,8 +22,7 @@ arrays that copy, convert or transpose: a copy may be no kernel, and not timed. 
 beside operands and results: what XLA plans, and what torch allocates.
 Nothing compiles while a call is timed, but calls compile beside each other, in several processes
 (--workers): `compile_s` is what that takes, and of torch also the first call. Those of `linear`
-compile one after the other, since compilers try products on the GPU. How long a kernel takes that
-compiles alone, `python -m benchmarks.sweep` says with `--compile-times`.
+compile one after the other, since compilers try products on the GPU.
 On a machine without an NVIDIA GPU times are wall-clock times of the CPU. Rows already in the CSV
 files are not measured again.
 """

@@ -29,8 +29,6 @@ from benchmarks.models import (
 from benchmarks.providers import PROVIDERS, SIDES, Provider, Side
 from benchmarks.workloads import Direction, Shape, ShapedWorkload, Workload
 
-LATENCY_ROWS = (1, 128)
-
 
 def _asked(kind: type[Any]) -> Any:
     """The property of a cell that is its question, the same for all providers."""
@@ -108,7 +106,7 @@ class Selection:
         )
 
     def timed(
-        self, shapes: Iterable[Shape], directions: tuple[Direction, ...], *, mixed: bool = True
+        self, shapes: Iterable[Shape], directions: tuple[Direction, ...]
     ) -> Iterator[TimedCell]:
         """The cells of some directions over the selection's shapes, or else over `shapes`."""
         if self.rows_by_cols is not None:
@@ -118,7 +116,7 @@ class Selection:
         for workload in workloads.grid(
             self.operations,
             [d for d in directions if d in self.directions],
-            [(x, y) for x, y in self.dtypes if mixed or x == y],
+            self.dtypes,
             list(shapes),
         ):
             for name in self.providers:
@@ -144,7 +142,7 @@ class Suite:
 
     name: str
     cell: type[Any]
-    figures: Mapping[str, int | None]
+    figures: Mapping[str, int]
     cells: Callable[[Selection], Iterable[Cell]]
     sides: tuple[Side, ...] = SIDES
     batch: int = 32
@@ -181,20 +179,6 @@ def _api(selection: Selection) -> Iterable[Cell]:
     )
 
 
-def _latency(selection: Selection) -> Iterable[Cell]:
-    few = [(m, n) for m, n in workloads.GRID["few rows"] if m in LATENCY_ROWS]
-    if selection.shapes is None:  # --quick keeps them too: they are quick
-        selection = dataclasses.replace(selection, shapes=tuple(few))
-    return selection.timed(few, ("fwd", "fwd+bwd"), mixed=False)
-
-
-def _accuracy(selection: Selection) -> Iterable[Cell]:
-    shapes = [(256, 1024), (4096, 8192)]
-    if selection.quick and selection.shapes is None:
-        selection = dataclasses.replace(selection, shapes=tuple(shapes[:1]))
-    return selection.timed(shapes, ("bwd",), mixed=False)
-
-
 def _training(selection: Selection) -> Iterable[Cell]:
     if selection.bars:
         return [cell for cell in bars.cells() if selection.takes(cell)]
@@ -225,12 +209,14 @@ def _compile(selection: Selection) -> Iterable[Cell]:
     if selection.rows_by_cols is not None:
         widths = dict.fromkeys(cols for _, cols in selection.rows_by_cols)
     dtypes = [x if x == y else "mixed" for x, y in selection.dtypes]
-    return compile_times.cells(
+    yield from compile_times.cells(
         selection.providers,
         selection.ops,
         [*dtypes, *["float16"] * ("bfloat16" in dtypes)],
         tuple(widths),
     )
+    if "bfloat16" in dtypes and selection.shapes is None:
+        yield from compile_times.steps(selection.providers, selection.ops)
 
 
 def _cpu(selection: Selection) -> Iterable[Cell]:
@@ -280,7 +266,6 @@ SUITES: dict[str, Suite] = {
             batch=1,
             alone=True,
         ),
-        Suite("latency", TimedCell, {"us": 2, "wall_us": 2}, _latency),
         Suite(
             "training",
             TrainingCell,
@@ -314,12 +299,6 @@ SUITES: dict[str, Suite] = {
             _compile,
             sides=("jax",),
             in_turn=True,
-        ),
-        Suite(
-            "accuracy",
-            TimedCell,
-            {"dx_error": None, "dscale_error": None, "dbias_error": None},
-            _accuracy,
         ),
         Suite(
             "cpu",

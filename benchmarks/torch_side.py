@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import calls, gradients, providers
+from benchmarks import calls, providers
 from benchmarks.calls import Timing
-from benchmarks.suites import Timed, TimedCell, provider_of
+from benchmarks.suites import Timed, provider_of
 from benchmarks.workloads import ShapedWorkload, Workload
 
 Figures = dict[str, float | None]
@@ -191,37 +191,9 @@ def kernel_time(cell: Timed, f: Callable[..., Any], compile_s: float) -> Figures
     return {**measured.figures(cell, roof), "compile_s": compile_s, "temp_bytes": temp}
 
 
-def latency(cell: TimedCell, f: Callable[..., Any]) -> Figures:
-    sets = rotating_inputs(cell.workload, parameter_dtype(cell))[:1]
-    function, operands = calls_of(cell, f, sets)
-    return {
-        "us": timed(function, operands).us,
-        "wall_us": wall_us(function, operands, calls.LATENCY_REPEATS),
-    }
-
-
-def accuracy(cell: TimedCell) -> Figures:
-    problem = gradients.problem(cell.workload)
-    dtype = getattr(torch, parameter_dtype(cell))
-
-    def tensor(array: Any, dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(array).to(DEVICE, dtype)
-
-    x, dy = (tensor(a, getattr(torch, cell.x_dtype)) for a in (problem.x, problem.dy))
-    leaves = leaves_of(((x,), tuple(tensor(p, dtype) for p in problem.parameters), (dy,)))
-    y = providers.function(cell.provider, cell.op, cell.y_dtype)(*leaves)
-    actual = torch.autograd.grad(y, leaves, dy)
-    return gradients.errors(problem, [g.double().cpu().numpy() for g in actual])
-
-
 def prepare(suite: str, cell: Any) -> Measure:
     """What measures a cell. It keeps what torch compiles in the first call, and no operands."""
-    if suite == "accuracy":  # times nothing, so it waits for no turn
-        figures = accuracy(cell)
-        return lambda: figures
     f, compile_s = compiled(cell)
-    if suite == "latency":
-        return functools.partial(latency, cell, f)
     return functools.partial(kernel_time, cell, f, compile_s)
 
 

@@ -3,12 +3,10 @@
 import dataclasses
 import functools
 import gc
-import math
 import types
 
 import jax
 import pytest
-from reference import SAFETY, unit_roundoff
 
 from benchmarks import jax_side
 from benchmarks.blocks import BLOCKS
@@ -18,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 CELL = TimedCell("layer_norm", "fwd", 4, 33, "float32", "bfloat16", "jaxnorm")
 BLOCK = BlockCell("sandwich", "fwd+bwd", "4x36", "float32", "jaxnorm")
-CASES = [("kernels", "fwd"), ("kernels", "bwd"), ("api", "fwd+bwd"), ("latency", "fwd+bwd")]
+CASES = [("kernels", "fwd"), ("kernels", "bwd"), ("api", "fwd+bwd")]
 
 
 @pytest.fixture
@@ -89,10 +87,6 @@ def torch_side(torch):
 def test_torch_cells(suite, direction, torch_side):
     cell = dataclasses.replace(CELL, direction=direction, provider="torch")
     assert torch_side.prepare(suite, cell)()["us"] > 0
-    accurate = dataclasses.replace(cell, direction="bwd", y_dtype="float32")
-    # Sums of a row, and a few operations.
-    error = SAFETY * (math.sqrt(CELL.workload.cols) + 4) * unit_roundoff("float32")
-    assert torch_side.prepare("accuracy", accurate)()["dx_error"] < error
 
 
 @pytest.mark.parametrize("op", BLOCKS)
