@@ -69,10 +69,9 @@ class LayerNorm(_Settings, nn.LayerNorm):
 
     @nn.compact
     def __call__(self, x: Any, *, mask: jax.Array | None = None, residual: Any = None) -> Any:
-        """Normalises x, as :meth:`flax.linen.LayerNorm.__call__` does.
+        """Normalise x, as :meth:`flax.linen.LayerNorm.__call__` does.
 
-        With a residual: h = x + residual, in one pass with the addition, and returns (y, h), as
-        :func:`jaxnorm.add_layer_norm` does.
+        With a residual, return (y, h) of h = x + residual: see :func:`jaxnorm.add_layer_norm`.
         """
         return called(self, super().__call__, x, mask, residual)
 
@@ -101,10 +100,9 @@ class RMSNorm(_Settings, nn.RMSNorm):
 
     @nn.compact
     def __call__(self, x: Any, *, mask: jax.Array | None = None, residual: Any = None) -> Any:
-        """Normalises x, as :meth:`flax.linen.RMSNorm.__call__` does.
+        """Normalise x, as :meth:`flax.linen.RMSNorm.__call__` does.
 
-        With a residual: h = x + residual, in one pass with the addition, and returns (y, h), as
-        :func:`jaxnorm.add_rms_norm` does.
+        With a residual, return (y, h) of h = x + residual: see :func:`jaxnorm.add_rms_norm`.
         """
         return called(self, super().__call__, x, mask, residual)
 

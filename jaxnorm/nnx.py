@@ -113,10 +113,9 @@ class LayerNorm(nnx.LayerNorm):
         flax_modules.set_fields(self, Added(save, implementation, scale_offset))
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None, residual: Any = None) -> Any:
-        """Normalises x, as :meth:`flax.nnx.LayerNorm.__call__` does.
+        """Normalise x, as :meth:`flax.nnx.LayerNorm.__call__` does.
 
-        With a residual: h = x + residual, in one pass with the addition, and returns (y, h), as
-        :func:`jaxnorm.add_layer_norm` does.
+        With a residual, return (y, h) of h = x + residual: see :func:`jaxnorm.add_layer_norm`.
         """
         functions = layer_norm, add_layer_norm
         parameters = self.scale, self.bias
@@ -162,10 +161,9 @@ class RMSNorm(nnx.RMSNorm):
         flax_modules.set_fields(self, Added(save, implementation, scale_offset))
 
     def __call__(self, x: Any, mask: jax.Array | None = None, *, residual: Any = None) -> Any:
-        """Normalises x, as :meth:`flax.nnx.RMSNorm.__call__` does.
+        """Normalise x, as :meth:`flax.nnx.RMSNorm.__call__` does.
 
-        With a residual: h = x + residual, in one pass with the addition, and returns (y, h), as
-        :func:`jaxnorm.add_rms_norm` does.
+        With a residual, return (y, h) of h = x + residual: see :func:`jaxnorm.add_rms_norm`.
         """
         functions = rms_norm, add_rms_norm
         return _called(self, functions, (self.scale,), super().__call__, x, mask, residual)

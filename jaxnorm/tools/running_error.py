@@ -11,11 +11,11 @@ Source: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, section 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Union
+from typing import Any, Union
 
 import numpy as np
 
-Axes = int | Sequence[int]
+Axes = int | Sequence[int] | None
 Operand = Union["Bounded", np.ndarray, float]
 
 # Of a dtype: unit roundoff, and half the spacing of its subnormals.
@@ -79,8 +79,15 @@ class Bounded:
         walk = _SAFETY * self.unit * math.sqrt(self.value.shape[-1])
         return self._rounded(self.value @ other.value, error + walk * (left @ right))
 
+    def __getitem__(self, at: Any) -> "Bounded":
+        return dataclasses.replace(self, value=self.value[at], error=self.error[at])
+
     @property
-    def transposed(self) -> "Bounded":
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
+
+    @property
+    def T(self) -> "Bounded":  # noqa: N802 (numpy's name)
         return dataclasses.replace(self, value=self.value.T, error=self.error.T)
 
     def reshape(self, shape: tuple[int, ...]) -> "Bounded":
@@ -89,7 +96,7 @@ class Bounded:
 
     def sum(self, axes: Axes = -1) -> "Bounded":
         """With the summed axes as 1."""
-        axes = axes if isinstance(axes, int) else tuple(axes)
+        axes = _axes(axes)
         value = self.value.sum(axes, keepdims=True)
         walk = _SAFETY * self.unit * math.sqrt(self.value.size / max(value.size, 1))
         magnitude = np.abs(self.value).sum(axes, keepdims=True)
@@ -113,10 +120,10 @@ class Bounded:
         value = 1 / np.sqrt(self.value)
         return self._rounded(value, value * self.error / (2 * (self.value - self.error)))
 
-    def kept(self, mask: np.ndarray) -> "Bounded":
-        """0 where the mask is False."""
+    def kept(self, mask: np.ndarray, fill: float = 0) -> "Bounded":
+        """Return the array with an exact number where the mask is False."""
         return dataclasses.replace(
-            self, value=np.where(mask, self.value, 0), error=np.where(mask, self.error, 0)
+            self, value=np.where(mask, self.value, fill), error=np.where(mask, self.error, 0)
         )
 
     def at(self, indices: np.ndarray) -> "Bounded":
@@ -125,10 +132,6 @@ class Bounded:
             np.take_along_axis(a, indices[..., None], -1) for a in (self.value, self.error)
         )
         return dataclasses.replace(self, value=value, error=error)
-
-    def columns(self, order: np.ndarray) -> "Bounded":
-        """Those of the last axis that `order` names."""
-        return dataclasses.replace(self, value=self.value[..., order], error=self.error[..., order])
 
     def stored(self, dtype: str) -> "Bounded":
         """As an array of this dtype has it."""
@@ -140,6 +143,60 @@ class Bounded:
         return dataclasses.replace(
             self, value=value, error=error + _SAFETY * self.unit * np.abs(value)
         )
+
+
+# ------------------------------------------------- functions of a Bounded, or of a plain array
+
+
+def exp(x: Any) -> Any:
+    """Return the exponentials of the elements."""
+    return x.exp() if isinstance(x, Bounded) else np.exp(x)
+
+
+def log(x: Any) -> Any:
+    """Return the logarithms of the elements."""
+    return x.log() if isinstance(x, Bounded) else np.log(x)
+
+
+def rsqrt(x: Any) -> Any:
+    """Return the reciprocal square roots of the elements."""
+    return x.rsqrt() if isinstance(x, Bounded) else 1 / np.sqrt(x)
+
+
+def total(x: Any, axes: Axes = -1) -> Any:
+    """Return the sum over some axes, which stay as 1."""
+    if isinstance(x, Bounded):
+        return x.sum(axes)
+    return x.sum(_axes(axes), keepdims=True)
+
+
+def mean(x: Any, axes: Axes = -1) -> Any:
+    """Return the mean over some axes, which stay as 1."""
+    if isinstance(x, Bounded):
+        return x.mean(axes)
+    return x.mean(_axes(axes), keepdims=True)
+
+
+def kept(x: Any, mask: np.ndarray, fill: float = 0) -> Any:
+    """Return x with a number where the mask is False."""
+    return x.kept(mask, fill) if isinstance(x, Bounded) else np.where(mask, x, fill)
+
+
+def largest(x: Any, mask: np.ndarray, axes: Axes = -1) -> Any:
+    """Return the largest elements along some axes out of those where the mask is True, or 0."""
+    axes = _axes(axes)
+    among = np.where(mask, x.value if isinstance(x, Bounded) else x, -np.inf)
+    found = among.max(axes, keepdims=True, initial=-np.inf)
+    found = np.where(mask.any(axes, keepdims=True), found, 0)
+    if not isinstance(x, Bounded):
+        return found
+    # It is one of the elements, with its error.
+    error = np.where(among == found, x.error, 0).max(axes, keepdims=True)
+    return dataclasses.replace(x, value=found, error=error)
+
+
+def _axes(axes: Axes) -> int | tuple[int, ...] | None:
+    return tuple(axes) if isinstance(axes, Sequence) else axes
 
 
 def _bounded(operand: Operand) -> Bounded:
