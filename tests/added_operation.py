@@ -79,4 +79,4 @@ def rms_norm_scaled(x, scale=None, *, factor=1.0, axis=-1, epsilon=1e-6, impleme
 def reference(given, d, dtype, *, factor=1.0):
     of = references.Norm(given["x"], given["scale"])
     gradients = of.backward(d[0] * factor)
-    return [(of.y * factor).stored(dtype)], references.stored(gradients, dtype)
+    return [(of.y * factor).stored(dtype)], references._stored(gradients, dtype)

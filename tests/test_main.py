@@ -220,7 +220,7 @@ def test_running_errors_bound_float32():
     for ours, bounded in (
         ((a * b).sum(-1, keepdims=True), (x * y).sum()),
         (np.cumsum(a * b, -1)[:, -1:], (x * y).sum()),
-        (a @ b.T, x @ y.T),
+        (a @ b.T, x @ y.transposed),
         (np.exp(a - b) / (1 + a * a), (x - y).exp() / (1 + x * x)),
         (1 / np.sqrt(b * b + np.float32(0.1)), (y * y + 0.1).rsqrt()),
         (np.log(a * a + 1) - b, (x * x + 1).log() - y),

@@ -119,9 +119,9 @@ def norm(given: Arrays, d: list[Bounded], dtype: str, *, activation: str | None 
     of = Norm(given["x"], given["scale"], given.get("bias"))
     if activation is not None:
         a, slope = _silu(of.y)
-        return [a.stored(dtype)], stored(of.backward(d[0] * slope), dtype)
+        return [a.stored(dtype)], _stored(of.backward(d[0] * slope), dtype)
     y = of.y.stored(dtype)
-    return [y], stored(of.backward(d[0], y), dtype)
+    return [y], _stored(of.backward(d[0], y), dtype)
 
 
 def add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
@@ -131,7 +131,7 @@ def add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     y = of.y.stored(dtype)
     gradients = of.backward(d[0], y)
     gradients["x"] = gradients["residual"] = gradients["x"] + d[1]
-    return [y, h], stored(gradients, dtype)
+    return [y, h], _stored(gradients, dtype)
 
 
 def scaled_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
@@ -144,14 +144,16 @@ def scaled_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     dh = gradients["x"] + d[1]
     of_gate = (dh * x).sum(tuple(range(dh.value.ndim - 1)))
     gradients |= {"x": dh * gate, "residual": dh, "gate": of_gate}
-    return [y, h], stored(gradients, dtype)
+    return [y, h], _stored(gradients, dtype)
 
 
 def norm_add(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     """``y = residual + norm(x)``, of which the norm's result is not rounded."""
     of = Norm(given["x"], given["scale"], None)
     gradients = of.backward(d[0])
-    return [(given["residual"] + of.y).stored(dtype)], stored(gradients | {"residual": d[0]}, dtype)
+    return [(given["residual"] + of.y).stored(dtype)], _stored(
+        gradients | {"residual": d[0]}, dtype
+    )
 
 
 def norm_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
@@ -164,7 +166,7 @@ def norm_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     dh = (of_last["x"] + d[1]).stored(dtype)
     gradients = first.backward(dh)
     gradients |= {"residual": dh, "next_scale": of_last["scale"]}
-    return [y, h], stored(gradients, dtype)
+    return [y, h], _stored(gradients, dtype)
 
 
 class Rotation:
@@ -204,7 +206,7 @@ def norm_rope(given: Arrays, d: list[Bounded], dtype: str, *, interleaved: bool 
     rotation = Rotation(given["cos"], given["sin"], cols, interleaved=interleaved)
     of = Norm(given["x"], given["scale"], None)
     y = rotation(of.y).stored(dtype)
-    return [y], stored(of.backward(rotation.transposed(d[0]), rotation.undone(y)), dtype)
+    return [y], _stored(of.backward(rotation.transposed(d[0]), rotation.undone(y)), dtype)
 
 
 def norm_gated(
@@ -217,11 +219,11 @@ def norm_gated(
     if norm_before_gate:
         gradients = of.backward(d[0] * a)
         gradients["gate"] = d[0] * of.y * slope
-        return [(of.y * a).stored(dtype)], stored(gradients, dtype)
+        return [(of.y * a).stored(dtype)], _stored(gradients, dtype)
     gradients = of.backward(d[0])
     dt = gradients["x"]
     gradients |= {"x": dt * a, "gate": dt * x * slope}
-    return [of.y.stored(dtype)], stored(gradients, dtype)
+    return [of.y.stored(dtype)], _stored(gradients, dtype)
 
 
 def _silu(v: Bounded) -> tuple[Bounded, Bounded]:
@@ -234,9 +236,9 @@ def norm_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     """``y = rms_norm(x) @ weight + bias``, whose norm is rounded; the backward starts from x."""
     of = Norm(given["x"], given["scale"], None)
     n, weight = of.y.stored(dtype), given["weight"]
-    gradients = of.backward((d[0] @ weight.T).stored(dtype))
-    gradients |= {"weight": n.T @ d[0], "bias": d[0].sum(0)}
-    return [(n @ weight + given["bias"]).stored(dtype)], stored(gradients, dtype)
+    gradients = of.backward((d[0] @ weight.transposed).stored(dtype))
+    gradients |= {"weight": n.transposed @ d[0], "bias": d[0].sum(0)}
+    return [(n @ weight + given["bias"]).stored(dtype)], _stored(gradients, dtype)
 
 
 def cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
@@ -260,12 +262,12 @@ def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results
     slope = slope.stored(dtype)
     share = d[0] * (1 / len(loss.value))
     gradients = {
-        "x": slope @ weight.T * share,
-        "weight": x.T @ slope * share,
+        "x": slope @ weight.transposed * share,
+        "weight": x.transposed @ slope * share,
         "bias": slope.sum(0) * share,
     }
     # Kept as they are, and rounded once more when they are multiplied by the loss's cotangent.
-    return [loss.mean(0)], stored(stored(gradients, dtype), dtype)
+    return [loss.mean(0)], _stored(_stored(gradients, dtype), dtype)
 
 
 def linear_log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
@@ -274,11 +276,11 @@ def linear_log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> 
     results, dlogits = _log_probs(x @ weight + given["bias"], given["labels"], d)
     of_products = dlogits.stored(dtype)
     gradients = {
-        "x": of_products @ weight.T,
-        "weight": x.T @ of_products,
+        "x": of_products @ weight.transposed,
+        "weight": x.transposed @ of_products,
         "bias": of_products.sum(0),
     }
-    return results, stored(gradients, dtype)
+    return results, _stored(gradients, dtype)
 
 
 def _log_probs(
@@ -305,8 +307,7 @@ def _losses(x: Bounded, labels: np.ndarray) -> tuple[Bounded, Bounded]:
     return lse - x.at(labels), (x - lse).exp() - one_hot
 
 
-def stored(gradients: dict[str, Bounded], dtype: str) -> dict[str, Bounded]:
-    """Gradients as arrays of this dtype have them."""
+def _stored(gradients: dict[str, Bounded], dtype: str) -> dict[str, Bounded]:
     return {name: gradient.stored(dtype) for name, gradient in gradients.items()}
 
 

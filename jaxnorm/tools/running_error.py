@@ -87,7 +87,7 @@ class Bounded:
         return self.value.shape
 
     @property
-    def T(self) -> "Bounded":  # noqa: N802 (numpy's name)
+    def transposed(self) -> "Bounded":
         return dataclasses.replace(self, value=self.value.T, error=self.error.T)
 
     def reshape(self, shape: tuple[int, ...]) -> "Bounded":
