@@ -2,8 +2,7 @@
 
 import jax
 
-from jaxnorm.operations import checks
-from jaxnorm.operations.norm_call import normalise
+from jaxnorm.operations import checks, norm_call
 from jaxnorm.primitives import eager
 from jaxnorm_kernels.specs import Name, NormActivation, Save
 
@@ -88,18 +87,9 @@ def layer_norm(
       >>> jaxnorm.layer_norm(images, scale, axis=(1, 2, 4), activation="silu").shape
       (2, 16, 16, 32, 8)
     """
-    (y,) = normalise(
-        "layer_norm",
-        x,
-        scale=scale,
-        bias=bias,
-        axis=axis,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        dtype=dtype,
-        save=save,
-        implementation=implementation,
-        activation=activation,
+    options = norm_call.options(axis, epsilon, scale_offset, dtype, save, implementation)
+    (y,) = norm_call.normalise(
+        "layer_norm", x, scale=scale, bias=bias, activation=activation, **options
     )
     return y
 
@@ -155,17 +145,8 @@ def rms_norm(
       >>> y.shape, y.dtype.name
       ((8, 128, 512), 'bfloat16')
     """
-    (y,) = normalise(
-        "rms_norm",
-        x,
-        scale=scale,
-        bias=bias,
-        axis=axis,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        dtype=dtype,
-        save=save,
-        implementation=implementation,
-        activation=activation,
+    options = norm_call.options(axis, epsilon, scale_offset, dtype, save, implementation)
+    (y,) = norm_call.normalise(
+        "rms_norm", x, scale=scale, bias=bias, activation=activation, **options
     )
     return y

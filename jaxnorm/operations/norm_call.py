@@ -77,6 +77,25 @@ def norm_call(
     return Call.of(function, spec, view, implementation).on(view)
 
 
+def options(
+    axis: checks.Axis,
+    epsilon: float,
+    scale_offset: float,
+    dtype: checks.DTypeLike | None,
+    save: Save,
+    implementation: Name | None,
+) -> dict[str, Any]:
+    """The options that all norms have, by name, from arguments in the order of their signatures."""
+    return {
+        "axis": axis,
+        "epsilon": epsilon,
+        "scale_offset": scale_offset,
+        "dtype": dtype,
+        "save": save,
+        "implementation": implementation,
+    }
+
+
 def normalise(
     function: str,
     x: checks.ArrayLike,

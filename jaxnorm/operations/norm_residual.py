@@ -2,8 +2,7 @@
 
 import jax
 
-from jaxnorm.operations import checks
-from jaxnorm.operations.norm_call import normalise
+from jaxnorm.operations import checks, norm_call
 from jaxnorm.primitives import eager
 from jaxnorm_kernels.specs import Name, Save
 
@@ -65,19 +64,9 @@ def add_layer_norm(
       >>> round(float(h[0, 0]), 4)
       1.0001
     """
-    y, h = normalise(
-        "add_layer_norm",
-        x,
-        residual,
-        scale=scale,
-        bias=bias,
-        gate=gate,
-        axis=axis,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        dtype=dtype,
-        save=save,
-        implementation=implementation,
+    options = norm_call.options(axis, epsilon, scale_offset, dtype, save, implementation)
+    y, h = norm_call.normalise(
+        "add_layer_norm", x, residual, scale=scale, bias=bias, gate=gate, **options
     )
     return y, h
 
@@ -120,19 +109,8 @@ def add_rms_norm(
       >>> y.dtype.name, h.dtype.name
       ('bfloat16', 'float32')
     """
-    y, h = normalise(
-        "add_rms_norm",
-        x,
-        residual,
-        scale=scale,
-        gate=gate,
-        axis=axis,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        dtype=dtype,
-        save=save,
-        implementation=implementation,
-    )
+    options = norm_call.options(axis, epsilon, scale_offset, dtype, save, implementation)
+    y, h = norm_call.normalise("add_rms_norm", x, residual, scale=scale, gate=gate, **options)
     return y, h
 
 
@@ -175,7 +153,7 @@ def rms_norm_add(
       >>> y.shape, y.dtype.name
       ((8, 512), 'float32')
     """
-    (y,) = normalise(
+    (y,) = norm_call.normalise(
         "rms_norm_add",
         x,
         residual,
@@ -234,17 +212,8 @@ def rms_norm_add_rms_norm(
       >>> y.dtype.name, h.dtype.name
       ('bfloat16', 'float32')
     """
-    y, h = normalise(
-        "rms_norm_add_rms_norm",
-        x,
-        residual,
-        scale=scale,
-        next_scale=next_scale,
-        axis=axis,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        dtype=dtype,
-        save=save,
-        implementation=implementation,
+    options = norm_call.options(axis, epsilon, scale_offset, dtype, save, implementation)
+    y, h = norm_call.normalise(
+        "rms_norm_add_rms_norm", x, residual, scale=scale, next_scale=next_scale, **options
     )
     return y, h
