@@ -71,6 +71,15 @@ OPS = tuple(op for op in (*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR) if o
 _MIXED = ("layer_norm", "rms_norm", *(op for op, block in BLOCKS.items() if "h" in block.results))
 
 
+def shaped_workload(
+    op: str, direction: Direction, shape: str, dtype: str
+) -> BlockWorkload | LossWorkload | LinearWorkload:
+    """A block, a loss or a product, by its name."""
+    if op in BLOCKS:
+        return BlockWorkload(op, direction, shape, dtype)
+    return (LinearWorkload if op in LINEAR else LossWorkload)(op, direction, shape, dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class CompileCell:
     """One operation, forward and backward, on x of one shape; "mixed" as in `workloads.DTYPES`.
@@ -97,15 +106,12 @@ class CompileCell:
     def workload(self) -> Any:
         """The workload of a single operation."""
         both: Direction = "fwd+bwd"
-        if self.op in BLOCKS:
-            return BlockWorkload(self.op, both, self.shape, self.dtype)
-        if self.op in workloads.OPERATIONS:
-            rows, cols = map(int, self.shape.split("x"))
-            mixed = self.dtype == "mixed"
-            x, y = ("float32", "bfloat16") if mixed else (self.dtype, self.dtype)
-            return Workload(self.op, both, rows, cols, x, y)
-        kind = LinearWorkload if self.op in LINEAR else LossWorkload
-        return kind(self.op, both, self.shape, self.dtype)
+        if self.op not in workloads.OPERATIONS:
+            return shaped_workload(self.op, both, self.shape, self.dtype)
+        rows, cols = map(int, self.shape.split("x"))
+        mixed = self.dtype == "mixed"
+        x, y = ("float32", "bfloat16") if mixed else (self.dtype, self.dtype)
+        return Workload(self.op, both, rows, cols, x, y)
 
 
 def cells(

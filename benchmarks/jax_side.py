@@ -91,7 +91,7 @@ def compile_cell(cell: Timed) -> Program:
 
     A gradient that is another array already is not returned: XLA would have to copy it.
     """
-    f = providers.function(cell.provider, cell.op, cell.y_dtype)
+    f = providers.function(cell.provider, cell.op, cell.workload.y_dtype)
     rows, parameters, cotangents = jax.eval_shape(
         lambda: random_arrays(0, *arguments_of(cell.workload))
     )
@@ -114,7 +114,7 @@ def compile_cell(cell: Timed) -> Program:
         results, pullback = jax.vjp(forward, rows, parameters)
         # A mean has none: a constant 1, as of jax.grad.
         of_rows, of_parameters = pullback(cotangents or jax.tree.map(jnp.ones_like, results))
-        return results, [of_rows[i] for i in cell.gradients], of_parameters
+        return results, [of_rows[i] for i in cell.workload.gradients], of_parameters
 
     if cell.direction == "fwd":
         call = compiled(forward, rows, parameters)
@@ -145,10 +145,10 @@ def operands_of(cell: Timed, program: Program) -> list[tuple[Any, ...]]:
 
 
 def kernel_time(cell: Timed, program: Program) -> Figures:
-    roof = None if cell.flops else timing.copy_roof(cell.bytes)
+    roof = None if cell.workload.flops else timing.copy_roof(cell.workload.bytes)
     measured = timing.measure(program.call, operands_of(cell, program))
     return {
-        **measured.figures(cell, roof),
+        **measured.figures(cell.workload, roof),
         "compile_s": program.compile_s,
         "extra_passes": program.extra_passes,
         "temp_bytes": program.temp_bytes,
@@ -169,8 +169,8 @@ def prepare(suite: str, cell: Any) -> Measure:
         return training.prepare(suite, cell)
     program = compile_cell(cell)
     inputs_program(*arguments_of(cell.workload))
-    if not cell.flops:
-        timing.copy_programs(cell.bytes)
+    if not cell.workload.flops:
+        timing.copy_programs(cell.workload.bytes)
     return functools.partial(kernel_time, cell, program)
 
 

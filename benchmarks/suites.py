@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks import bars, blocks, compile_times, cpu, linear, losses, models, workloads
 from benchmarks.blocks import BLOCKS, BlockWorkload
-from benchmarks.compile_times import CompileCell
+from benchmarks.compile_times import CompileCell, shaped_workload
 from benchmarks.cpu import CpuCell
 from benchmarks.linear import LINEAR, LinearWorkload
 from benchmarks.losses import LOSSES, LossWorkload
@@ -30,37 +30,34 @@ from benchmarks.providers import PROVIDERS, SIDES, Provider, Side
 from benchmarks.workloads import Direction, Shape, ShapedWorkload, Workload
 
 
-def _asked(kind: type[Any]) -> Any:
-    """The property of a cell that is its question, the same for all providers."""
-    names = [field.name for field in dataclasses.fields(kind)]
-    return property(lambda cell: kind(*(getattr(cell, name) for name in names)))
-
-
 @dataclasses.dataclass(frozen=True)
 class TimedCell(Workload):
     provider: str
-    workload = _asked(Workload)
+
+    @property
+    def workload(self) -> Workload:
+        """The question, the same for all providers."""
+        names = [field.name for field in dataclasses.fields(Workload)]
+        return Workload(*(getattr(self, name) for name in names))
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockCell(BlockWorkload):
+class ShapedCell:
+    """A block, a loss or a product."""
+
+    op: str
+    direction: Direction
+    shape: str
+    dtype: str
     provider: str
-    workload = _asked(BlockWorkload)
+
+    @property
+    def workload(self) -> BlockWorkload | LossWorkload | LinearWorkload:
+        """The question, the same for all providers."""
+        return shaped_workload(self.op, self.direction, self.shape, self.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class LossCell(LossWorkload):
-    provider: str
-    workload = _asked(LossWorkload)
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearCell(LinearWorkload):
-    provider: str
-    workload = _asked(LinearWorkload)
-
-
-Timed = TimedCell | BlockCell | LossCell | LinearCell
+Timed = TimedCell | ShapedCell
 Cell = Timed | TrainingCell | StackCell | CompileCell | CpuCell
 
 
@@ -230,21 +227,19 @@ def _cpu(selection: Selection) -> Iterable[Cell]:
     )
 
 
-def _shaped(
-    grid: Callable[..., Iterator[ShapedWorkload]], cell: type[Any], selection: Selection
-) -> Iterator[Cell]:
+def _shaped(grid: Callable[..., Iterator[ShapedWorkload]], selection: Selection) -> Iterator[Cell]:
     dtypes = [x if x == y else "mixed" for x, y in selection.dtypes]
     for workload in grid(
         selection.ops, selection.directions, dtypes, selection.shapes, quick=selection.quick
     ):
         for name in selection.providers:
             if PROVIDERS[name].offers(workload):
-                yield cell(**dataclasses.asdict(workload), provider=name)
+                yield ShapedCell(**dataclasses.asdict(workload), provider=name)
 
 
-_blocks = functools.partial(_shaped, blocks.grid, BlockCell)
-_losses = functools.partial(_shaped, losses.grid, LossCell)
-_linear = functools.partial(_shaped, linear.grid, LinearCell)
+_blocks = functools.partial(_shaped, blocks.grid)
+_losses = functools.partial(_shaped, losses.grid)
+_linear = functools.partial(_shaped, linear.grid)
 
 _TIME = {"us": 2, "main_us": 2, "gbps": 1, "roof": 4, "compile_s": 2}
 
@@ -253,11 +248,11 @@ SUITES: dict[str, Suite] = {
     for suite in (
         Suite("kernels", TimedCell, _TIME, _kernels),
         Suite("api", TimedCell, _TIME, _api),
-        Suite("blocks", BlockCell, {**_TIME, "kernels": 0, "extra_passes": 0}, _blocks),
-        Suite("loss", LossCell, {**_TIME, "temp_bytes": 0}, _losses),
+        Suite("blocks", ShapedCell, {**_TIME, "kernels": 0, "extra_passes": 0}, _blocks),
+        Suite("loss", ShapedCell, {**_TIME, "temp_bytes": 0}, _losses),
         Suite(
             "linear",
-            LinearCell,
+            ShapedCell,
             {
                 **{"us": 2, "main_us": 2, "tflops": 1, "compile_s": 2},
                 **{"kernels": 0, "extra_passes": 0, "temp_bytes": 0},

@@ -93,20 +93,20 @@ def calls_of(
     """The function to time and its operands, of a provider's function."""
     if cell.direction == "fwd":
         return functools.partial(forward, f), [(inputs,) for inputs in sets]
-    leaves = [(leaves_of(inputs, cell.constants), inputs[-1]) for inputs in sets]
+    leaves = [(leaves_of(inputs, cell.workload.constants), inputs[-1]) for inputs in sets]
     if cell.direction == "fwd+bwd":
         return functools.partial(forward_and_backward, f), leaves
     return backward, [(f(*each), each, cotangents) for each, cotangents in leaves]
 
 
 def parameter_dtype(cell: Timed) -> str:
-    return provider_of(cell).parameter_dtype(cell.x_dtype)
+    return provider_of(cell).parameter_dtype(cell.workload.x_dtype)
 
 
 def compiled(cell: Timed) -> tuple[Callable[..., Any], float]:
     """The provider's function, and seconds until its first result: torch compiles on call."""
     start = time.perf_counter()
-    f = providers.function(cell.provider, cell.op, cell.y_dtype)
+    f = providers.function(cell.provider, cell.op, cell.workload.y_dtype)
     function, operands = calls_of(cell, f, random_inputs(cell.workload, parameter_dtype(cell), 1))
     function(*operands[0])
     synchronize()
@@ -182,13 +182,13 @@ def copy_roof(size: int) -> Timing:
 
 
 def kernel_time(cell: Timed, f: Callable[..., Any], compile_s: float) -> Figures:
-    roof = None if cell.flops else copy_roof(cell.bytes)
+    roof = None if cell.workload.flops else copy_roof(cell.workload.bytes)
     function, operands = calls_of(cell, f, rotating_inputs(cell.workload, parameter_dtype(cell)))
     measured = timed(function, operands)
     temp = temp_bytes(function, operands[0])
     if cell.op in provider_of(cell).overwrites:
         rotating_inputs.cache_clear()  # the workload's other providers get what it got
-    return {**measured.figures(cell, roof), "compile_s": compile_s, "temp_bytes": temp}
+    return {**measured.figures(cell.workload, roof), "compile_s": compile_s, "temp_bytes": temp}
 
 
 def prepare(suite: str, cell: Any) -> Measure:

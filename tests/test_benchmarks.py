@@ -22,7 +22,7 @@ from benchmarks import (
 from benchmarks.blocks import BLOCKS, BlockWorkload
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import ROOT
-from benchmarks.suites import SUITES, BlockCell, Selection
+from benchmarks.suites import SUITES, Selection, ShapedCell
 from benchmarks.training import largest
 from benchmarks.workloads import OPERATIONS, Workload
 
@@ -306,9 +306,9 @@ def test_gradients_that_are_arrays_of_their_own_are_returned():
         ("biased_softmax", "float32", 2),
     ]:
         shape = SMALL_SHAPES[len(BLOCKS[op].shapes[0])]
-        cell = BlockCell(op, "fwd+bwd", shape, dtype, "jaxnorm")
+        cell = ShapedCell(op, "fwd+bwd", shape, dtype, "jaxnorm")
         program = jax_side.compile_cell(cell)
-        inputs = jax_side.random_arrays(0, *jax_side.arguments_of(cell))
+        inputs = jax_side.random_arrays(0, *jax_side.arguments_of(cell.workload))
         results, of_rows, of_parameters = program.call(*program.operands(*inputs))
         assert len(results) == len(BLOCKS[op].results)
         assert len(of_rows) == count

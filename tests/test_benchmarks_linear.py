@@ -25,13 +25,13 @@ from benchmarks.linear import LINEAR, LinearWorkload
 from benchmarks.providers import PROVIDERS, SIDES
 from benchmarks.report import Results
 from benchmarks.results import Machine, Table
-from benchmarks.suites import SUITES, LinearCell, Selection
+from benchmarks.suites import SUITES, Selection, ShapedCell
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 SUITE = SUITES["linear"]
 BARS = {"8192x2048x3072", "8192x4096x6144", "8192x4096x14336"}
-BOTH = LinearCell("rms_norm_linear", "fwd+bwd", "6x32x48", "bfloat16", "jaxnorm")
+BOTH = ShapedCell("rms_norm_linear", "fwd+bwd", "6x32x48", "bfloat16", "jaxnorm")
 PRODUCT = dataclasses.replace(BOTH, op="product", provider="jnp")
 
 
@@ -71,7 +71,7 @@ def program(cell):
 
 
 def result(cell):
-    inputs = jax_side.random_arrays(0, *jax_side.arguments_of(cell))
+    inputs = jax_side.random_arrays(0, *jax_side.arguments_of(cell.workload))
     compiled = program(cell)
     return jax.tree.leaves(compiled.call(*compiled.operands(*inputs)))
 
@@ -91,7 +91,7 @@ def test_the_providers_compute_the_product_of_a_norm(name):
 
 def test_the_product_has_three_products():
     y, dx, dweight = result(PRODUCT)
-    (x, weight), parameters, (dy,) = jax_side.random_arrays(0, *jax_side.arguments_of(PRODUCT))
+    (x, weight), parameters, (dy,) = jax_side.random_arrays(0, *jax_side.arguments_of(PRODUCT.workload))
     assert parameters == ()
     wide = [np.asarray(a, np.float64) for a in (x, weight, dy)]
     x, weight, dy = wide
@@ -105,7 +105,7 @@ def test_the_product_has_three_products():
 
 def test_figures_are_by_flops():
     measured = jax_side.prepare("linear", PRODUCT)()
-    assert measured["tflops"] == pytest.approx(PRODUCT.flops / measured["us"] / 1e6)
+    assert measured["tflops"] == pytest.approx(PRODUCT.workload.flops / measured["us"] / 1e6)
     assert measured["gbps"] is measured["roof"] is None
     row = results.rounded(SUITE, measured)
     assert row.keys() == SUITE.figures.keys()
@@ -136,7 +136,7 @@ def test_torch_products(op, name, monkeypatch):
     walk = SAFETY * unit_roundoff("bfloat16") * (x.square() @ weight.square()).sqrt().numpy()
     assert_within(y.double().numpy(), expected, walk + rounding(expected, "bfloat16"))
     measured = torch_side.prepare("linear", cell)()
-    assert measured["tflops"] == pytest.approx(cell.flops / measured["us"] / 1e6)
+    assert measured["tflops"] == pytest.approx(cell.workload.flops / measured["us"] / 1e6)
 
 
 def test_one_process_compiles(monkeypatch):

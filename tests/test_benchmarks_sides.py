@@ -10,12 +10,12 @@ import pytest
 
 from benchmarks import jax_side
 from benchmarks.blocks import BLOCKS
-from benchmarks.suites import BlockCell, TimedCell
+from benchmarks.suites import ShapedCell, TimedCell
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 CELL = TimedCell("layer_norm", "fwd", 4, 33, "float32", "bfloat16", "jaxnorm")
-BLOCK = BlockCell("sandwich", "fwd+bwd", "4x36", "float32", "jaxnorm")
+BLOCK = ShapedCell("sandwich", "fwd+bwd", "4x36", "float32", "jaxnorm")
 CASES = [("kernels", "fwd"), ("kernels", "bwd"), ("api", "fwd+bwd")]
 
 
@@ -95,17 +95,19 @@ def test_torch_blocks(op, torch, torch_side, monkeypatch):
     monkeypatch.setattr(torch, "compile", eager)
     shape = {2: "4x32", 3: "2x4x32", 4: "2x3x4x32"}[len(BLOCKS[op].shapes[0])]
     for dtype in ("bfloat16", "mixed") if BLOCKS[op].mixed else ("bfloat16",):
-        cell = BlockCell(op, "fwd+bwd", shape, dtype, "torch.compile")
+        cell = ShapedCell(op, "fwd+bwd", shape, dtype, "torch.compile")
         f, _ = torch_side.compiled(cell)
         inputs = torch_side.random_inputs(cell.workload, torch_side.parameter_dtype(cell), 1)
         function, (operands,) = torch_side.calls_of(cell, f, inputs)
         results, gradients = function(*operands)
         results = results if isinstance(results, tuple) else (results,)
-        assert [str(a.dtype) for a in results] == [f"torch.{d}" for _, d in cell.cotangents]
+        assert [str(a.dtype) for a in results] == [
+            f"torch.{d}" for _, d in cell.workload.cotangents
+        ]
         leaves = [
             a
             for i, a in enumerate(operands[0])
-            if a.is_floating_point() and i not in cell.constants
+            if a.is_floating_point() and i not in cell.workload.constants
         ]
         assert [g.shape for g in gradients] == [a.shape for a in leaves]
         assert torch_side.prepare("blocks", cell)()["us"] > 0
