@@ -1,11 +1,11 @@
-"""Where the time of a training step goes: milliseconds of its GPU kernels, by what they do.
+"""Lists where the time of a training step goes: milliseconds of its GPU kernels, by class.
 
     python -m benchmarks.profile llama-1b --remat none
 
-A column for each variant. Matrix products, attention and jaxnorm's kernels are told by their names;
-XLA's fusions by the scope of the instruction that they are made of, in the compiled program. A GPU
-does some of it beside each other: `step` is the median time of a step, from its call to its
-results. `--kernels` also lists the longest kernels of each column.
+A column for each variant. Matrix products, attention and jaxnorm's kernels are recognised by their
+names, XLA's fusions by the scope of their instruction in the compiled program. A GPU runs some
+kernels beside each other: `step` is the median time of a step, from its call to its results.
+`--kernels` also lists the longest kernels of each column.
 """
 
 import argparse

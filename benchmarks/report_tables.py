@@ -173,7 +173,7 @@ def compile_times(rows: Sequence[Row]) -> str:
 
 
 def _of_operations(rows: Sequence[Row]) -> str:
-    """Of each provider and operation: the median, the longest, and which cell that is."""
+    """The median of each provider and operation, the longest, and which cell that is."""
     body = []
     for provider in dict.fromkeys(row["provider"] for row in rows):
         of_provider = [row for row in rows if row["provider"] == provider]

@@ -1,4 +1,4 @@
-"""What is measured: one suite for each CSV, with the cells it asks for and the figures it gets.
+"""The suites: one for each CSV, with the cells that it asks for and the figures that it gets.
 
 A cell is one question to one provider; its fields are columns of the CSV.
 """

@@ -202,7 +202,7 @@ _Declared = dict[str, tuple[Any, tuple[int, ...]]]  # by name: initialiser and s
 
 
 class _Parameters(nn.Module):
-    """Parameters in a tree of their own."""
+    """Parameters that are in a subtree of the module's."""
 
     dtype: DTypeLike
 

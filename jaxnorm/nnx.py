@@ -406,7 +406,7 @@ def _called(
 
     Args:
       norm: a LayerNorm or an RMSNorm, whose fields are options of the functions.
-      functions: jaxnorm's function of x, and the one that adds a residual.
+      functions: jaxnorm's function without and with a residual.
       parameters: Flax's parameters of the norm, in the functions' order.
       flax_norm: Flax's own code, for what the functions do not support.
     """

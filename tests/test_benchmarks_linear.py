@@ -91,7 +91,9 @@ def test_the_providers_compute_the_product_of_a_norm(name):
 
 def test_the_product_has_three_products():
     y, dx, dweight = result(PRODUCT)
-    (x, weight), parameters, (dy,) = jax_side.random_arrays(0, *jax_side.arguments_of(PRODUCT.workload))
+    (x, weight), parameters, (dy,) = jax_side.random_arrays(
+        0, *jax_side.arguments_of(PRODUCT.workload)
+    )
     assert parameters == ()
     wide = [np.asarray(a, np.float64) for a in (x, weight, dy)]
     x, weight, dy = wide

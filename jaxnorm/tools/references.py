@@ -63,7 +63,7 @@ def softmax_gradient(y: Any, d: Any, axes: Axes = -1, *, log: bool = False) -> A
 
 
 def log_softmax(given: Arrays, cotangents: list[Bounded], dtype: str, **options: Any) -> Results:
-    """Of `softmax`, the logarithm."""
+    """The logarithm of `softmax`."""
     return softmax(given, cotangents, dtype, log=True, **options)
 
 
@@ -84,7 +84,7 @@ class Norm:
         subtract_mean: bool | None = None,
         epsilon: float = 1e-6,
     ) -> None:
-        """By default a norm with a bias is a LayerNorm, and one without is an RMSNorm."""
+        """`subtract_mean`: by default True for norms with a bias."""
         self.scale, self.bias = scale, bias
         self.subtract_mean = bias is not None if subtract_mean is None else subtract_mean
         self.mean = mean(x) if self.subtract_mean else 0.0
@@ -148,7 +148,7 @@ def scaled_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 
 def norm_add(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """``y = residual + norm(x)``, of which the norm's result is not rounded."""
+    """``y = residual + norm(x)``; the result of the norm is not rounded."""
     of = Norm(given["x"], given["scale"], None)
     gradients = of.backward(d[0])
     return [(given["residual"] + of.y).stored(dtype)], _stored(
@@ -170,7 +170,7 @@ def norm_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 
 class Rotation:
-    """Of pairs of columns, by ``v cos + partner(v) sin`` with the sign of each column."""
+    """The rotation of pairs of columns: ``v cos + partner(v) sin``, with a sign for each column."""
 
     def __init__(self, cos: Any, sin: Any, cols: int, *, interleaved: bool):
         pairs = cos.shape[-1]
@@ -180,7 +180,7 @@ class Rotation:
         self.partner[first], self.partner[second] = second, first
 
         def along(table: Any, of_first: float, of_others: float) -> Any:
-            """For each column what its pair's table has; of_others where nothing is rotated."""
+            """Spread a table over the columns; columns that are not rotated get `of_others`."""
             if isinstance(table, Bounded):
                 return Bounded(along(table.value, of_first, of_others), along(table.error, 1, 0))
             spread = np.full((*table.shape[:-1], cols), float(of_others))
@@ -201,7 +201,7 @@ class Rotation:
 
 
 def norm_rope(given: Arrays, d: list[Bounded], dtype: str, *, interleaved: bool = False) -> Results:
-    """``y = rotation(norm(x), cos, sin)``, of which the norm's result is not rounded."""
+    """``y = rotation(norm(x), cos, sin)``; the result of the norm is not rounded."""
     cols = given["x"].value.shape[-1]
     rotation = Rotation(given["cos"], given["sin"], cols, interleaved=interleaved)
     of = Norm(given["x"], given["scale"], None)
@@ -227,7 +227,7 @@ def norm_gated(
 
 
 def _silu(v: Bounded) -> tuple[Bounded, Bounded]:
-    """And its derivative."""
+    """The silu of v, and its derivative."""
     sigmoid = Bounded.exact(np.ones_like(v.value)) / ((-v).exp() + 1)
     return v * sigmoid, sigmoid * (v * (1 - sigmoid) + 1)
 
@@ -266,12 +266,12 @@ def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results
         "weight": x.transposed @ slope * share,
         "bias": slope.sum(0) * share,
     }
-    # Kept as they are, and rounded once more when they are multiplied by the loss's cotangent.
+    # Saved in this dtype, and rounded again when they are multiplied by the cotangent of the loss.
     return [loss.mean(0)], _stored(_stored(gradients, dtype), dtype)
 
 
 def linear_log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Of the logits ``x @ weight + bias``, which are not rounded; their gradient is."""
+    """The same for ``x @ weight + bias``: these logits are not rounded, but their gradient is."""
     x, weight = given["x"], given["weight"]
     results, dlogits = _log_probs(x @ weight + given["bias"], given["labels"], d)
     of_products = dlogits.stored(dtype)
@@ -286,7 +286,7 @@ def linear_log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> 
 def _log_probs(
     x: Bounded, labels: np.ndarray, cotangents: list[Bounded]
 ) -> tuple[list[Bounded], Bounded]:
-    """Of each row, with the columns as 1; and the gradient of x."""
+    """The results of each row, with the columns as 1, and the gradient of x."""
     loss, slope = _losses(x, labels)
     shifted = x - x.at(x.value.argmax(-1))
     exponentials = shifted.exp()
@@ -300,7 +300,7 @@ def _log_probs(
 
 
 def _losses(x: Bounded, labels: np.ndarray) -> tuple[Bounded, Bounded]:
-    """Of each row, with the columns as 1; and what the gradient of a row's loss is."""
+    """The loss of each row, with the columns as 1, and its derivative along x."""
     largest = x.at(x.value.argmax(-1))
     lse = (x - largest).exp().sum().log() + largest
     one_hot = np.arange(x.value.shape[-1]) == labels[..., None]

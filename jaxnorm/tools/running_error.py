@@ -18,7 +18,7 @@ import numpy as np
 Axes = int | Sequence[int] | None
 Operand = Union["Bounded", np.ndarray, float]
 
-# Of a dtype: unit roundoff, and half the spacing of its subnormals.
+# By dtype: its unit roundoff, and half the spacing of its subnormals.
 _STORED = {"bfloat16": (2.0**-8, 2.0**-134), "float32": (2.0**-24, 2.0**-150)}
 
 #: Times the expected error, where a bound has to hold for each of many elements.
@@ -67,7 +67,7 @@ class Bounded:
     __rmul__ = __mul__
 
     def __truediv__(self, other: "Bounded") -> "Bounded":
-        """By what is far from 0, relative to its error."""
+        """Divide by an array that is far from 0, relative to its error."""
         quotient = self.value / other.value
         least = np.abs(other.value) - other.error
         error = (self.error + np.abs(quotient) * other.error) / least
@@ -95,7 +95,7 @@ class Bounded:
         return dataclasses.replace(self, value=value, error=error)
 
     def sum(self, axes: Axes = -1) -> "Bounded":
-        """With the summed axes as 1."""
+        """Return the sum over some axes, which stay as 1."""
         axes = _axes(axes)
         value = self.value.sum(axes, keepdims=True)
         walk = _SAFETY * self.unit * math.sqrt(self.value.size / max(value.size, 1))
@@ -134,7 +134,7 @@ class Bounded:
         return dataclasses.replace(self, value=value, error=error)
 
     def stored(self, dtype: str) -> "Bounded":
-        """As an array of this dtype has it."""
+        """Return the array as it is after it was stored in this dtype."""
         roundoff, quantum = _STORED[dtype]
         rounding = roundoff * (np.abs(self.value) + self.error) + quantum
         return dataclasses.replace(self, error=self.error + rounding)
