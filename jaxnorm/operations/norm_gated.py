@@ -5,7 +5,8 @@ from typing import get_args
 import jax
 
 from jaxnorm.meshes import sharding
-from jaxnorm.operations import checks, norm_call
+from jaxnorm.operations import checks
+from jaxnorm.operations.norm import common_options, norm_call
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.specs import Activation, Name
 
@@ -77,11 +78,11 @@ def rms_norm_gated(
     if scale is not None:
         scale = checks.float_array(_FUNCTION, "scale", scale)
     checks.one_of(_FUNCTION, "activation", activation, get_args(Activation))
-    call = norm_call.norm_call(
+    call = norm_call(
         _FUNCTION,
         x,
         {} if scale is None else {"scale": scale},
-        **norm_call.options(-1, epsilon, scale_offset, dtype, "input", implementation),
+        **common_options(-1, epsilon, scale_offset, dtype, "input", implementation),
         gate_dtype=gate.dtype,
         norm_before_gate=checks.flag(_FUNCTION, "norm_before_gate", norm_before_gate),
         activation=activation,

@@ -2,7 +2,8 @@
 
 import jax
 
-from jaxnorm.operations import checks, norm_call
+from jaxnorm.operations import checks
+from jaxnorm.operations.norm import common_options, normalise
 from jaxnorm.primitives import eager
 from jaxnorm_kernels.specs import Name, Save
 
@@ -64,10 +65,8 @@ def add_layer_norm(
       >>> round(float(h[0, 0]), 4)
       1.0001
     """
-    options = norm_call.options(axis, epsilon, scale_offset, dtype, save, implementation)
-    y, h = norm_call.normalise(
-        "add_layer_norm", x, residual, scale=scale, bias=bias, gate=gate, **options
-    )
+    options = common_options(axis, epsilon, scale_offset, dtype, save, implementation)
+    y, h = normalise("add_layer_norm", x, residual, scale=scale, bias=bias, gate=gate, **options)
     return y, h
 
 
@@ -109,8 +108,8 @@ def add_rms_norm(
       >>> y.dtype.name, h.dtype.name
       ('bfloat16', 'float32')
     """
-    options = norm_call.options(axis, epsilon, scale_offset, dtype, save, implementation)
-    y, h = norm_call.normalise("add_rms_norm", x, residual, scale=scale, gate=gate, **options)
+    options = common_options(axis, epsilon, scale_offset, dtype, save, implementation)
+    y, h = normalise("add_rms_norm", x, residual, scale=scale, gate=gate, **options)
     return y, h
 
 
@@ -153,7 +152,7 @@ def rms_norm_add(
       >>> y.shape, y.dtype.name
       ((8, 512), 'float32')
     """
-    (y,) = norm_call.normalise(
+    (y,) = normalise(
         "rms_norm_add",
         x,
         residual,
@@ -212,8 +211,8 @@ def rms_norm_add_rms_norm(
       >>> y.dtype.name, h.dtype.name
       ('bfloat16', 'float32')
     """
-    options = norm_call.options(axis, epsilon, scale_offset, dtype, save, implementation)
-    y, h = norm_call.normalise(
+    options = common_options(axis, epsilon, scale_offset, dtype, save, implementation)
+    y, h = normalise(
         "rms_norm_add_rms_norm", x, residual, scale=scale, next_scale=next_scale, **options
     )
     return y, h

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxnorm.meshes import sharding
-from jaxnorm.operations import checks, norm_call
+from jaxnorm.operations import checks
+from jaxnorm.operations.norm import common_options, norm_call
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.specs import Name, Save
 
@@ -94,11 +95,11 @@ def rms_norm_rope(
     table_dtype = checks.product_dtype(*[table.dtype for table in tables])
     lacking = x.ndim - tables[0].ndim
     tables = [jnp.expand_dims(a.astype(table_dtype), range(lacking)) for a in tables]
-    call = norm_call.norm_call(
+    call = norm_call(
         _FUNCTION,
         x,
         {} if scale is None else {"scale": scale},
-        **norm_call.options(-1, epsilon, scale_offset, dtype, save, implementation),
+        **common_options(-1, epsilon, scale_offset, dtype, save, implementation),
         table_dtype=table_dtype,
         rotated=2 * tables[0].shape[-1],
         interleaved=checks.flag(_FUNCTION, "interleaved", interleaved),
