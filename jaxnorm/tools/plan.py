@@ -147,7 +147,8 @@ def _of_linear_logits(
 
     A chunk's logits are float32 (float64 for float64), or, for the cross-entropy, of x's dtype.
     """
-    weight, of_logits = arguments["weight"], OF_LOGITS[function]
+    weight = arguments["weight"]
+    of_logits = next(name for linear, name in OF_LOGITS.items() if linear == function)
     dtype = arguments.get("dtype") or x.dtype
     if of_logits != "softmax_cross_entropy_with_integer_labels":
         dtype = jnp.promote_types(dtype, jnp.float32)
