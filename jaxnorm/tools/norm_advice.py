@@ -32,6 +32,7 @@ def norms(program: Program) -> Iterator[Advice]:
         y = x * rsqrt(mean(x ** 2) + epsilon) * scale               jaxnorm.rms_norm: saves y
         y = (x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias   jaxnorm.layer_norm: saves y
         y = silu(norm(x))                                           activation="silu": saves x
+        y = norm(residual + gate * branch)                          jaxnorm.add_..., gate=gate
         y = concatenate([a * cos - b * sin, b * cos + a * sin])     jaxnorm.rms_norm_rope: saves y
             where a, b = split(norm(x), 2)
 
@@ -45,8 +46,43 @@ def norms(program: Program) -> Iterator[Advice]:
 
 
 def gated_sums(program: Program) -> Iterator[Advice]:
-    """Recognise nothing yet."""
-    yield from ()
+    """Recognise one of jaxnorm's norms after a sum whose gate multiplies a cast of the branch.
+
+    ::
+
+        h = residual + gate * branch.astype(float32)    adaLN-zero's gate, or LayerScale's vector
+        y = jaxnorm.layer_norm(h, scale, bias)          jaxnorm.add_layer_norm, gate=gate
+
+    That one saves the branch as it is. (A norm of plain code after a gated sum: `norms`.)
+    """
+    for norm in program.values:
+        name = norm.made_by.removeprefix("jaxnorm.")
+        if norm.made_by in ("jaxnorm.layer_norm", "jaxnorm.rms_norm"):
+            branch = _gated_branch(elementwise.uncast(norm.operands[0]))
+            cast = [] if branch is None else program.saved_of([origin(branch)])
+            if branch is not None and cast and branch.made_by == "convert_element_type":
+                instead = program.extra_bytes(elementwise.uncast(branch))
+                how = _with_gate(name)
+                yield Advice(f"add_{name}", norm.source, how, cast, instead, norm.layers)
+
+
+def _gated_branch(h: Value) -> Value | None:
+    """Return the branch of ``residual + gate * branch``, whose gate is of rows or of columns."""
+    for operand in h.operands if h.made_by == "add" else ():
+        product = elementwise.uncast(operand)
+        if product.made_by == "mul" and product.size == h.size:
+            whole = [v for v in product.operands if v.size == h.size]
+            branches = [v for v in whole if not elementwise.is_spread(v)]
+            if len(branches) == 1 and all(v.made_by != "literal" for v in product.operands):
+                return branches[0]
+    return None
+
+
+def _with_gate(name: str) -> str:
+    return (
+        f"replace the norm {{at}} and the gated sum before it with jaxnorm.add_{name}, with gate=: "
+        "only the branch and the norm's result are saved"
+    )
 
 
 def activations(program: Program) -> Iterator[Advice]:
@@ -216,6 +252,13 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
     if name == "rms_norm" and rotation_advice.is_saved_rotated(first, program):
         return rotation_advice.of_norm(line, members, root.layers)
     how = f"replace the norm {{at}} with jaxnorm.{name}{cast}: only its result is saved"
+    branch = _gated_branch(root) if activation is None else None
+    if branch is not None:
+        name, how = f"add_{name}", _with_gate(name)
+        if branch.made_by == "convert_element_type":
+            cast_branch = program.saved_of([branch])
+            members += cast_branch
+            instead += program.extra_bytes(elementwise.uncast(branch)) if cast_branch else 0
     if activation is not None:
         name, how = _with_activation(name, activation, cast)
     return Advice(name, line, how, members, instead, root.layers)
