@@ -37,6 +37,7 @@ _OF_LOGITS = (*_REDUCTIONS, "argmax")
 #: Primitives that are in no other table.
 PRIMITIVES = {
     "argmax", "dot_general", "gather", "iota", "one_minus_square", "reduce_max", "reduce_sum",
+    "slice",
 }  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def losses(program: Program) -> Iterator[Advice]:
 
     ::
 
-        logits = x @ weight                                      or with a bias, a cast
+        logits = x @ weight                                      or with a bias, a cast, a slice
         logits = cap * tanh(logits / cap)                        logit_softcap=cap
         logp = log_softmax(logits)                               or logsumexp, or log(softmax(..))
         loss = -take_along_axis(logp, labels, -1)                or a product with one_hot(labels)
@@ -285,11 +286,12 @@ def _of_linear(loss: Loss, program: Program) -> Advice | None:
             instead += operand.bytes * matmul.layers
         elif goes is not None and not operand.is_active:
             members.append(goes)
+    sliced = ", and slice the matmul's input" * any(v.made_by == "slice" for v in path)
     what = "loss" if function == _FUNCTION else "call"
     saved = "only gradients are saved" if function == _FUNCTION else "only its operands are saved"
     how = (
         f"replace the {what} {{at}} and the matmul before it with jaxnorm.{_LINEAR[function]}"
-        f"{loss.options}: {saved}, and no logits"
+        f"{loss.options}{sliced}: {saved}, and no logits"
     )
     return Advice(_LINEAR[function], loss.source, how, members, instead, matmul.layers)
 
@@ -297,9 +299,10 @@ def _of_linear(loss: Loss, program: Program) -> Advice | None:
 def _from_matmul(logits: Value) -> list[Value] | None:
     """Return the logits, and what they are made of, to the matmul of rows with a weight."""
     path, value = [], logits
-    while value.made_by != "dot_general":
+    while value.made_by != "dot_general" and value.operands:
         path.append(value)
-        if value.made_by in elementwise.COPYING or value.made_by in NAMING:
+        is_slice = value.made_by == "slice" and value.shape[-1:] == value.operands[0].shape[-1:]
+        if is_slice or value.made_by in elementwise.COPYING or value.made_by in NAMING:
             value = origin(value.operands[0])
         elif value.made_by == "add":
             rest = [v for v in value.operands if not elementwise.is_spread(v)]

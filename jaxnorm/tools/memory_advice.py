@@ -38,8 +38,9 @@ def saved_twice(program: Program) -> Iterator[Advice]:
             if before is not None:
                 shown = f"{before.dtype.name}[{','.join(map(str, before.shape))}]"
                 template = (
-                    f"saved {{at}} beside {shown} of {before.source or 'an argument'}, of which it "
-                    "is made; put it and what takes it into one jax.checkpoint"
+                    f"the {made.made_by} {{at}} is saved beside {shown} of "
+                    f"{before.source.partition(' ')[0] or 'an argument'}, of which it is made; put "
+                    "it and what takes it into one jax.checkpoint"
                 )
                 yield Advice(
                     "jax.checkpoint", made.source, template, [value], 0, made.layers, made.made_by

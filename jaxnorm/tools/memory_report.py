@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import html
+import math
 import operator
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,12 +96,14 @@ class MemoryReport:
             max_rows = checks.integer("MemoryReport.table", "max_rows", max_rows, "rows")
         shown = self.rows[:max_rows]
         lines = [_HEADER, *map(self._cells, shown)]
-        lines = [_limited(line) for line in lines]
-        others = sum(max(map(len, column)) for column in zip(*lines)) + 2 * (len(_HEADER) - 1)
+        lines = [
+            tuple(_short(cell, _LIMITS.get(name, _WIDTH)) for name, cell in zip(_HEADER, line))
+            for line in lines
+        ]
         at = _HEADER.index("source")
-        width = max(map(len, (line[at] for line in lines)))
-        width -= max(0, others - _WIDTH)
-        lines = [(*line[:at], _short(line[at], width), *line[at + 1 :]) for line in lines]
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        width = _WIDTH - sum(widths) + widths[at] - 2 * (len(_HEADER) - 1)
+        lines = [(*line[:at], _short_source(line[at], width), *line[at + 1 :]) for line in lines]
         text = table(lines, left=(1, 3, 4, 5))
         rest = self.rows[len(shown) :]
         if rest:
@@ -175,14 +178,16 @@ def _mib(size: int) -> str:
     return f"{mib:.3g}" if mib < 1000 else f"{mib:.0f}"
 
 
-def _limited(line: Sequence[str]) -> tuple[str, ...]:
-    return tuple(
-        _short(cell, _LIMITS.get(name, _WIDTH)) for name, cell in zip(_HEADER, line, strict=True)
-    )
-
-
 def _short(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def _short_source(source: str, width: int) -> str:
+    """Return a line of code without the name of the function, or of the file, where it is long."""
+    place = source.partition(" ")[0]
+    if len(source) <= width or len(place) <= width:
+        return source if len(source) <= width else place
+    return f"…{place[len(place) - width + 1 :]}"
 
 
 def memory_report(
@@ -256,13 +261,13 @@ def memory_report(
 
     traced, (saved, _) = jax.make_jaxpr(residuals, return_shape=True)(arrays)
     graph = kept_arrays.Graph(traced, len(saved), [i in moving for i in sorted(arrays)])
-    shares = _shares(residuals, arrays, graph)
+    parts = _parts(residuals, arrays, graph)
     pieces = memory_advice.advice(graph)
     told: dict[str, Advice] = {}
     groups: dict[Any, KeptArray] = {}
     for value in graph.saved:
         advice, saves = pieces.get(id(value), (None, 0))
-        row = _row(value, advice, saves, shares.get(id(value), 1.0))
+        row = _row(value, advice, saves, parts.get(id(value), value.local))
         key = (row.source, row.shape, row.dtype, row.made_by, row.layers, row.advice)
         if key in groups:
             total = groups[key]
@@ -276,17 +281,18 @@ def memory_report(
     return MemoryReport(sum(row.bytes for row in rows), tuple(rows), told)
 
 
-def _row(value: Value, advice: Advice | None, saves: int, share: float) -> KeptArray:
+def _row(value: Value, advice: Advice | None, saves: int, shape: tuple[int, ...]) -> KeptArray:
     made = kept_arrays.origin(value)
+    size = math.prod(shape) * value.dtype.itemsize
     return KeptArray(
-        bytes=round(value.bytes * share),
-        shape=value.local,
+        bytes=size,
+        shape=shape,
         dtype=value.dtype,
         source=made.source or "?",
         made_by=made.made_by,
         layers=made.layers,
         advice=None if advice is None else advice.sentence,
-        saves=round(saves * share),
+        saves=saves * size // value.bytes,
         count=made.layers,
     )
 
@@ -298,37 +304,39 @@ def _cotangent(y: Any) -> Any:
     return np.zeros(y.shape, jax.dtypes.float0)
 
 
-def _shares(
+def _parts(
     residuals: Callable[..., Any], arrays: Mapping[int, Any], graph: kept_arrays.Graph
-) -> dict[int, float]:
-    """Return which share of each saved array a device has, if XLA chooses the shardings.
+) -> dict[int, tuple[int, ...]]:
+    """Return the shape of each saved array on one device, if XLA chooses the shardings.
 
-    It does so if arguments are sharded over Auto axes of a mesh.
+    It does so if arguments, or arrays inside, are sharded over Auto axes of a mesh.
     """
     shardings = [getattr(a, "sharding", None) for a in arrays.values()]
-    if not any(isinstance(s, jax.sharding.NamedSharding) and _is_auto(s) for s in shardings):
+    constraints = [v for v in graph.values if v.made_by == "sharding_constraint"]
+    inside = [v.equation.params.get("sharding") for v in constraints]
+    if not any(map(_is_auto, [*shardings, *inside])):
         return {}
     given = {
         i: jax.ShapeDtypeStruct(np.shape(a), jax.numpy.result_type(a), sharding=s)
         for (i, a), s in zip(arrays.items(), shardings)
     }
-    shares: dict[int, float] = {}
-    with contextlib.suppress(ValueError, RuntimeError, jax.errors.JaxRuntimeError):
+    parts: dict[int, tuple[int, ...]] = {}
+    with contextlib.suppress(ValueError, RuntimeError):  # devices that are not here
         compiled = jax.jit(lambda arrays: residuals(arrays)[0]).lower(given).compile()
         for value, sharding in zip(graph.outputs, jax.tree.leaves(compiled.output_shardings)):
-            if value.local == value.shape and value.size:
-                part = np.prod(sharding.shard_shape(value.shape), dtype=float)
-                shares[id(value)] = float(part / value.size)
-    return shares
+            if value.local == value.shape:
+                parts[id(value)] = tuple(sharding.shard_shape(value.shape))
+    return parts
 
 
-def _is_auto(sharding: jax.sharding.NamedSharding) -> bool:
+def _is_auto(sharding: Any) -> bool:
     """Return True if a sharding splits an array over Auto axes of devices that are there."""
-    auto = jax.sharding.AxisType.Auto
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return False
     kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types))
     used = [axis for axes in sharding.spec if axes for axis in np.atleast_1d(axes)]
-    is_real = isinstance(sharding.mesh, jax.sharding.Mesh)
-    return is_real and any(kinds[str(axis)] == auto for axis in used)
+    is_auto = any(kinds[str(axis)] == jax.sharding.AxisType.Auto for axis in used)
+    return is_auto and isinstance(sharding.mesh, jax.sharding.Mesh) and sharding.mesh.size > 1
 
 
 def _places(argnums: int | Sequence[int], count: int) -> set[int]:
