@@ -76,6 +76,17 @@ def window(logits, v, padding):
     return out(jax.nn.softmax(jnp.where((s <= t) & (t - s < 8), logits, -jnp.inf)), v)
 
 
+def above(logits, v, padding):
+    above = jnp.triu(jnp.ones((LENGTH, LENGTH), bool), 1)
+    return out(jax.nn.softmax(jnp.where(above, -jnp.inf, logits)), v)
+
+
+def with_one_more(logits, v, padding):
+    """Each row has one entry above the diagonal, too."""
+    where = jnp.tril(jnp.ones((LENGTH, LENGTH), bool), 1)
+    return out(jax.nn.softmax(jnp.where(where, logits, -jnp.inf)), v)
+
+
 def ours_after_where(logits, v, padding):
     return out(softmax(jnp.where(padding[:, None, None], logits, -1e9)), v)
 
@@ -87,6 +98,8 @@ def where_of(mask):
 FOLLOWED = {
     "plain": (lambda s, v, _: out(jax.nn.softmax(s), v), lambda s, v, _: out(softmax(s), v), ""),
     "causal": (causal, lambda s, v, _: out(softmax(s, causal=True), v), "causal=True"),
+    "above": (above, lambda s, v, _: out(softmax(s, causal=True), v), "causal=True"),
+    "one more": (with_one_more, where_of(lambda padding: TRIL), "where="),
     "given": (given, where_of(lambda padding: TRIL), "where="),
     "padded": (padded, where_of(lambda padding: padding[:, None, None]), "where="),
     "window": (window, where_of(lambda padding: TRIL), "where="),

@@ -63,6 +63,11 @@ class Program:
         found = {id(v): self.by_origin[id(v)] for v in values if id(v) in self.by_origin}
         return [v for v in found.values() if id(v) not in self.advised]
 
+    def zeros_like(self, value: Value) -> list[Value]:
+        """Return zeros of a value's shape that JAX saves, without those that have advice."""
+        zeros = [v for v in self.saved if elementwise.is_zeros(origin(v), value)]
+        return [v for v in zeros if id(v) not in self.advised]
+
     def extra_bytes(self, value: Value) -> int:
         """Return the bytes of all layers of a value, or 0 if it is there anyway."""
         is_there = id(value) in self.by_origin or value.made_by in elementwise.GIVEN

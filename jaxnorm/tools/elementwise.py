@@ -8,7 +8,7 @@ import numpy as np
 from jaxnorm.tools.kept_arrays import NAMING, Value, origin, reached
 
 # Primitives that return the same elements in another shape or dtype.
-COPYING = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type"}
+COPYING = {"reshape", "transpose", "squeeze", "convert_element_type"}
 
 ELEMENTWISE = {
     "abs", "add", "add_any", "and", "bitcast_convert_type", "cbrt", "ceil", "clamp",

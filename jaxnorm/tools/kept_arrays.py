@@ -37,7 +37,7 @@ _HIGH_LEVEL = {
 STACKED = "stacked layers"
 
 #: Primitives that return their operand's elements; none of them counts as what made an array.
-NAMING = {"name", "optimization_barrier", "reduce_precision", "copy", "pvary", "pcast", "copy_p"}
+NAMING = {"name", "optimization_barrier", "reduce_precision", "copy", "pvary"}
 
 
 class Value:
@@ -156,7 +156,7 @@ class Graph:
                     body, [*constants, *operands], layers, source or line * is_library_s, line
                 )
                 results = [
-                    value if value.shape == _shape(v) else self._whole(value, v.aval, line)
+                    value if value.shape == _shape(v) else _stacked(value, v.aval, line, 1)
                     for value, v in zip(inside, equation.outvars)
                 ]
             else:
@@ -166,12 +166,6 @@ class Graph:
                 self.values += results
             values.update(zip(equation.outvars, results))
         return [read(v) for v in jaxpr.outvars]
-
-    def _whole(self, part: Value, aval: Any, line: str) -> Value:
-        """Return the array of all devices that `jax.shard_map` returns."""
-        whole = Value(aval, STACKED, [part], line)
-        whole.local = part.local
-        return whole
 
     def _scan(
         self, equation: Any, body: Jaxpr, operands: Sequence[Value], layers: int, source: str
@@ -195,15 +189,18 @@ class Graph:
         return [
             Value(v.aval, "scan", [value, *operands], line, layers, equation)
             if i < carries
-            else self._stacked(value, v.aval, line, layers)
+            else _stacked(value, v.aval, line, layers)
             for i, (value, v) in enumerate(zip(results, equation.outvars))
         ]
 
-    def _stacked(self, layer: Value, aval: Any, line: str, layers: int) -> Value:
-        stacked = Value(aval, STACKED, [layer], line, layers)
-        if stacked.local == stacked.shape:
-            stacked.local = (*stacked.shape[: -len(layer.shape) or None], *layer.local)
-        return stacked
+
+def _stacked(part: Value, aval: Any, line: str, layers: int) -> Value:
+    """Return what a scan stacks of a layer's value, or `jax.shard_map` of a device's part."""
+    stacked = Value(aval, STACKED, [part], line, layers)
+    axes = len(stacked.shape) - len(part.shape)
+    if stacked.local == stacked.shape:
+        stacked.local = (*stacked.shape[:axes], *part.local)
+    return stacked
 
 
 def origin(value: Value) -> Value:

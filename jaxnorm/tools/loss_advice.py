@@ -83,15 +83,12 @@ def losses(program: Program) -> Iterator[Advice]:
 def _of_logits(loss: Loss, program: Program) -> Advice:
     """Return advice to use the loss of logits, which saves these as they were before a cast."""
     function = loss.ours or _FUNCTION
+    dtype = loss.logits.dtype.name
+    how = f"replace the loss {{at}} with jaxnorm.{function}{loss.options}"
     if loss.ours is not None:
-        cast = loss.options or " before they are cast"
-        how = f"give the call {{at}} its logits{cast}: only these logits are saved"
-        if loss.options:
-            how = f"give the call {{at}} its logits uncapped{cast}: only these are saved"
-    else:
-        dtype = loss.logits.dtype.name
-        how = f"replace the loss {{at}} with jaxnorm.{function}{loss.options}: only the {dtype} "
-        how += "logits are saved"
+        when = f"uncapped{loss.options}" if loss.options else "before they are cast"
+        how = f"give the call {{at}} its logits {when}"
+    how += f": only the {dtype} logits are saved"
     instead = program.extra_bytes(loss.logits)
     return Advice(
         function, loss.source, how, program.saved_of(loss.inside), instead, loss.logits.layers
@@ -272,9 +269,8 @@ def _of_linear(loss: Loss, program: Program) -> Advice | None:
     matmul = path[-1]
     inside = [*path, *loss.inside]
     function = loss.ours or _FUNCTION
-    if loss.ours is None and not all(_is_for_the_loss(v, inside, _REDUCTIONS) for v in inside):
-        return None
-    if loss.ours is not None and not all(_is_for(function, v, inside) for v in inside):
+    others = (f"jaxnorm.{function}", STACKED, *NAMING) if loss.ours else _REDUCTIONS
+    if not all(_is_for_the_loss(v, inside, others) for v in inside):
         return None
     members, instead = program.saved_of([*loss.inside, *path]), 0
     for operand in matmul.operands:
@@ -315,12 +311,6 @@ def _from_matmul(logits: Value) -> list[Value] | None:
     if factors is None or logits.shape[-1] not in factors[1].shape:
         return None
     return [*path, value]
-
-
-def _is_for(function: str, value: Value, inside: Collection[Value]) -> bool:
-    members = {*map(id, inside)}
-    names = (f"jaxnorm.{function}", STACKED, *NAMING)
-    return all(id(t) in members or t.made_by.startswith(names) for t in value.users)
 
 
 def _is_saved(operand: Value, program: Program) -> bool:

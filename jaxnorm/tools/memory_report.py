@@ -1,5 +1,6 @@
 """memory_report: what a derivative saves between forward and backward, and what would save less."""
 
+import collections
 import contextlib
 import dataclasses
 import html
@@ -15,11 +16,12 @@ import numpy as np
 from jaxnorm.operations import checks
 from jaxnorm.tools import kept_arrays, memory_advice
 from jaxnorm.tools.advice import Advice
-from jaxnorm.tools.kept_arrays import Value
 from jaxnorm.tools.text import table
 
 # Limits of what is printed: columns, rows, and the share of the total below which rows are summed.
 _WIDTH, _ROWS, _SHARE = 100, 24, 0.005
+# What equal arrays have in common, in the order of the fields of `KeptArray`.
+type _Key = tuple[tuple[int, ...], np.dtype, str, str, int, str | None]
 _HEADER = ("MiB", "array", "count", "made by", "source", "advice")
 # Limits of the columns but for the source, which has what is left.
 _LIMITS = {"array": 28, "made by": 16, "advice": 20}
@@ -119,57 +121,48 @@ class MemoryReport:
 
     def __str__(self) -> str:
         large = sum(row.bytes >= _SHARE * self.total for row in self.rows)
-        parts = [self.table(min(large, _ROWS))] if self.rows else []
-        parts += ["\n".join(lines) for lines in [self._summary()] if lines]
-        total = (
-            f"{_mib(self.total)} MiB are saved for the backward pass, without arguments. Inside "
-            "lax.scan, XLA saves exactly these arrays; in unrolled code XLA may keep less."
-        )
-        if self.saves:
-            total += f" All advice together saves {_mib(self.saves)} MiB."
-        return "\n\n".join([*parts, "\n".join(textwrap.wrap(total, _WIDTH))])
+        rows = [self.table(min(large, _ROWS))] if self.rows else []
+        return "\n\n".join([*rows, self._after_rows()])
 
-    def _summary(self) -> list[str]:
-        """Return lines on each function, the largest saving first: where it goes, what to do."""
-        lines = []
-        for function, (saves, advice) in self._by_function().items():
-            places: dict[str, int] = {}
-            for one in advice:
-                places[one.place] = places.get(one.place, 0) + one.runs
-            where = "; ".join(f"{p}, {n} time{'s' * (n > 1)}" for p, n in places.items())
-            line = f"{function} saves {_mib(saves)} of {_mib(self.total)} MiB: {where}"
-            lines += textwrap.wrap(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-            at = f"at {advice[0].place}" if len(places) == 1 else "there"
-            for template in dict.fromkeys(one.template for one in advice):
-                lines += textwrap.wrap(
-                    template.format(at=at), _WIDTH, initial_indent="  ", subsequent_indent="  "
-                )
-        return lines
-
-    def _by_function(self) -> dict[str, tuple[int, list[Advice]]]:
-        """Return the saving and the pieces of advice of each function, the largest saving first."""
+    def _after_rows(self) -> str:
+        """Return the summary of each function's advice, the largest saving first, and totals."""
         saves: dict[str, int] = {}
         pieces: dict[str, list[Advice]] = {}
         for sentence, advice in self._advice.items():
             own = sum(row.saves for row in self.rows if row.advice == sentence)
             saves[advice.function] = saves.get(advice.function, 0) + own
             pieces.setdefault(advice.function, []).append(advice)
-        return {f: (saves[f], pieces[f]) for f in sorted(saves, key=lambda f: -saves[f])}
+        lines = []
+        for function in sorted(saves, key=lambda function: -saves[function]):
+            places: collections.Counter[str] = collections.Counter()
+            for one in pieces[function]:
+                places[one.place] += one.runs
+            where = "; ".join(f"{p}, {n} time{'s' * (n > 1)}" for p, n in places.items())
+            line = f"{function} saves {_mib(saves[function])} of {_mib(self.total)} MiB: {where}"
+            lines += _wrapped(line, "", "  ")
+            at = f"at {pieces[function][0].place}" if len(places) == 1 else "there"
+            for template in dict.fromkeys(one.template for one in pieces[function]):
+                lines += _wrapped(template.format(at=at), "  ", "  ")
+        total = (
+            f"{_mib(self.total)} MiB are saved for the backward pass, without arguments. Inside "
+            "lax.scan, XLA saves exactly these arrays; in unrolled code XLA may keep less."
+        )
+        if self.saves:
+            total += f" All advice together saves {_mib(self.saves)} MiB."
+        return "\n".join([*lines, *[""] * bool(lines), *_wrapped(total, "", "")])
 
     def _repr_html_(self) -> str:
-        """Return the report for notebooks."""
-        rows = [self._cells(row) for row in self.rows[:_ROWS]]
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in _HEADER)
-        body = "".join(
-            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
-            for cells in rows
-        )
-        rest = self.rows[_ROWS:]
-        text = str(self).split("\n\n")[1 if self.rows else 0 :]
-        if rest:
-            text.insert(0, f"{len(rest)} more rows: {_mib(sum(r.bytes for r in rest))} MiB")
-        after = "".join(f"<pre>{html.escape(part)}</pre>" for part in text)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{after}"
+        """Return the report for notebooks: the largest rows as a table, and the summary."""
+        lines = [_HEADER, *map(self._cells, self.rows[:_ROWS])]
+        rows = ["".join(f"<td>{html.escape(cell)}</td>" for cell in line) for line in lines]
+        table = "".join(f"<tr>{cells}</tr>" for cells in rows)
+        return f"<table>{table}</table><pre>{html.escape(self._after_rows())}</pre>"
+
+
+def _wrapped(text: str, first: str, others: str) -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False
+    )
 
 
 def _mib(size: int) -> str:
@@ -264,37 +257,21 @@ def memory_report(
     parts = _parts(residuals, arrays, graph)
     pieces = memory_advice.advice(graph)
     told: dict[str, Advice] = {}
-    groups: dict[Any, KeptArray] = {}
+    groups: dict[_Key, list[int]] = {}  # bytes, saves and count of equal arrays
     for value in graph.saved:
         advice, saves = pieces.get(id(value), (None, 0))
-        row = _row(value, advice, saves, parts.get(id(value), value.local))
-        key = (row.source, row.shape, row.dtype, row.made_by, row.layers, row.advice)
-        if key in groups:
-            total = groups[key]
-            sums = {n: getattr(total, n) + getattr(row, n) for n in ("bytes", "saves", "count")}
-            row = dataclasses.replace(total, **sums)
-        groups[key] = row
+        made, shape = kept_arrays.origin(value), parts.get(id(value), value.local)
+        size = math.prod(shape) * value.dtype.itemsize
+        sentence = None if advice is None else advice.sentence
+        key = shape, value.dtype, made.source or "?", made.made_by, made.layers, sentence
+        added = size, saves * size // value.bytes, made.layers
+        groups[key] = [sum(pair) for pair in zip(groups.get(key, (0, 0, 0)), added)]
     for one in {id(advice): advice for advice, _ in pieces.values()}.values():
         runs = one.runs + (told[one.sentence].runs if one.sentence in told else 0)
         told[one.sentence] = one._replace(runs=runs)
-    rows = sorted(groups.values(), key=lambda row: -row.bytes)
+    rows = [KeptArray(size, *key, saves, count) for key, (size, saves, count) in groups.items()]
+    rows.sort(key=lambda row: -row.bytes)
     return MemoryReport(sum(row.bytes for row in rows), tuple(rows), told)
-
-
-def _row(value: Value, advice: Advice | None, saves: int, shape: tuple[int, ...]) -> KeptArray:
-    made = kept_arrays.origin(value)
-    size = math.prod(shape) * value.dtype.itemsize
-    return KeptArray(
-        bytes=size,
-        shape=shape,
-        dtype=value.dtype,
-        source=made.source or "?",
-        made_by=made.made_by,
-        layers=made.layers,
-        advice=None if advice is None else advice.sentence,
-        saves=saves * size // value.bytes,
-        count=made.layers,
-    )
 
 
 def _cotangent(y: Any) -> Any:
@@ -316,13 +293,9 @@ def _parts(
     inside = [v.equation.params.get("sharding") for v in constraints]
     if not any(map(_is_auto, [*shardings, *inside])):
         return {}
-    given = {
-        i: jax.ShapeDtypeStruct(np.shape(a), jax.numpy.result_type(a), sharding=s)
-        for (i, a), s in zip(arrays.items(), shardings)
-    }
     parts: dict[int, tuple[int, ...]] = {}
     with contextlib.suppress(ValueError, RuntimeError):  # devices that are not here
-        compiled = jax.jit(lambda arrays: residuals(arrays)[0]).lower(given).compile()
+        compiled = jax.jit(lambda arrays: residuals(arrays)[0]).lower(arrays).compile()
         for value, sharding in zip(graph.outputs, jax.tree.leaves(compiled.output_shardings)):
             if value.local == value.shape:
                 parts[id(value)] = tuple(sharding.shard_shape(value.shape))

@@ -23,6 +23,11 @@ _ACTIVATIONS = {
 # Primitives that are in neither norms nor activations.
 _WAVES = {"cos", "cosh", "sin", "sinh", "tan"}
 
+_WITH_GATE = (
+    "replace the norm {at} and the gated sum before it with jaxnorm.add_NAME, with gate=: only the "
+    "branch and the norm's result are saved"
+)
+
 
 def norms(program: Program) -> Iterator[Advice]:
     """Recognise a norm, with an activation or a rotation of its result or without.
@@ -62,7 +67,7 @@ def gated_sums(program: Program) -> Iterator[Advice]:
             cast = [] if branch is None else program.saved_of([origin(branch)])
             if branch is not None and cast and branch.made_by == "convert_element_type":
                 instead = program.extra_bytes(elementwise.uncast(branch))
-                how = _with_gate(name)
+                how = _WITH_GATE.replace("NAME", name)
                 yield Advice(f"add_{name}", norm.source, how, cast, instead, norm.layers)
 
 
@@ -76,13 +81,6 @@ def _gated_branch(h: Value) -> Value | None:
             if len(branches) == 1 and all(v.made_by != "literal" for v in product.operands):
                 return branches[0]
     return None
-
-
-def _with_gate(name: str) -> str:
-    return (
-        f"replace the norm {{at}} and the gated sum before it with jaxnorm.add_{name}, with gate=: "
-        "only the branch and the norm's result are saved"
-    )
 
 
 def activations(program: Program) -> Iterator[Advice]:
@@ -231,8 +229,8 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
     if activation is None and is_free and root.made_by not in elementwise.GIVEN:
         freed.append(root)
     members = program.saved_of(freed)
-    if activation is not None:
-        members += _zeros_of(activation, results[0], program)
+    if activation == "relu":
+        members += program.zeros_like(results[0])[:1]  # of one layer
     results = [*{id(v): v for v in map(_narrowest, results) if v not in again}.values()]
     # What the function takes and returns is saved as it is. A grouped norm also saves a reshape.
     its = results if activation is None else [root]
@@ -254,7 +252,8 @@ def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice |
     how = f"replace the norm {{at}} with jaxnorm.{name}{cast}: only its result is saved"
     branch = _gated_branch(root) if activation is None else None
     if branch is not None:
-        name, how = f"add_{name}", _with_gate(name)
+        how = _WITH_GATE.replace("NAME", name)
+        name = f"add_{name}"
         if branch.made_by == "convert_element_type":
             cast_branch = program.saved_of([branch])
             members += cast_branch
@@ -286,31 +285,21 @@ def _after_norm(root: Value, region: Sequence[Value], program: Program) -> Advic
     if any(id(v) in program.advised for v in saved):
         return None  # a linear layer's advice saves less
     freed = [v for v in region if v not in out] + (way if is_free else [])
-    members = program.saved_of(freed) + _zeros_of(activation, out[0], program)
+    members = program.saved_of(freed)
+    members += program.zeros_like(out[0])[: activation == "relu"]
     instead = sum(map(program.extra_bytes, (origin(norm.operands[0]), *out)))
     name = norm.made_by.removeprefix("jaxnorm.")
     name, how = _with_activation(name, activation, "")
     return Advice(name, norm.source, how, members, instead, norm.layers)
 
 
-def _zeros_of(activation: str, result: Value, program: Program) -> list[Value]:
-    """Return the zeros of one layer, which JAX saves for relu's derivative."""
-    zeros = [
-        v
-        for v in program.saved
-        if elementwise.is_zeros(origin(v), result) and id(v) not in program.advised
-    ]
-    return zeros[:1] if activation == "relu" else []
-
-
 def _with_activation(name: str, activation: str, cast: str) -> tuple[str, str]:
     """Return the function with its option, and an instruction."""
-    call = f'{name}(activation="{activation}")'
     how = (
         f"replace the norm {{at}} and the {activation} after it with jaxnorm.{name}, with "
         f'activation="{activation}"{cast}: only its input and its result are saved'
     )
-    return call, how
+    return f'{name}(activation="{activation}")', how
 
 
 def _narrowest(result: Value) -> Value:

@@ -8,7 +8,7 @@ from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin, reached
 
 #: Primitives that cut rows into pairs, rotate these, and put them together again.
 STEPS = {
-    "add", "broadcast_in_dim", "concatenate", "convert_element_type", "expand_dims", "gather",
+    "add", "broadcast_in_dim", "concatenate", "convert_element_type", "gather",
     "mul", "neg", "reshape", "slice", "split", "squeeze", "stack", "sub", *NAMING,
 }  # fmt: skip
 

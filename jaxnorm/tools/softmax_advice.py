@@ -4,12 +4,10 @@ from collections.abc import Iterator, Sequence
 
 from jaxnorm.tools import elementwise
 from jaxnorm.tools.advice import Advice, Program
-from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin, reached
+from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin
 
 #: Primitives that are in no other table.
-PRIMITIVES = {"eq", "ge", "gt", "iota", "le", "lt", "reduce_max", "reduce_sum", "select_n"}
-
-_COMPARISONS = ("ge", "gt", "le", "lt")
+PRIMITIVES = {"ge", "iota", "not", "reduce_max", "reduce_sum", "select_n"}
 
 
 def softmaxes(program: Program) -> Iterator[Advice]:
@@ -107,38 +105,33 @@ def _mask(logits: Value, program: Program) -> tuple[Sequence[Value], str]:
     select = elementwise.uncast(value)
     if select.made_by != "select_n" or len(select.operands) != 3:
         return [], ""
-    predicate = origin(select.operands[0])
-    is_fill = [
-        elementwise.is_spread(v) or elementwise.number(v) is not None for v in _cases(select)
-    ]
-    if sum(is_fill) != 1:
+    predicate, *cases = map(origin, select.operands)
+    fills = [v for v in cases if elementwise.is_spread(v) or elementwise.number(v) is not None]
+    if len(fills) != 1:
         return [], ""
     saved = program.saved_of([predicate])
     is_for_it = all(v is select or v.made_by in ("scan", STACKED) for v in predicate.users)
     if not saved or not is_for_it:
         return [], ""
-    zeros = [
-        v
-        for v in program.saved
-        if id(v) not in program.advised
-        and elementwise.is_zeros(origin(v), select)
-        and origin(v).source == select.source
-    ]
-    option = "causal=True" if _is_causal(predicate) else "where="
+    zeros = [v for v in program.zeros_like(select) if origin(v).source == select.source]
+    option = "causal=True" if _is_causal(predicate, fills[0] is cases[1]) else "where="
     return [*saved, *zeros[:1]], option
 
 
-def _cases(select: Value) -> Sequence[Value]:
-    return [origin(v) for v in select.operands[1:]]
-
-
-def _is_causal(predicate: Value) -> bool:
-    """Return True for one comparison of the numbers of rows with those of columns."""
-    made_of = reached([predicate], lambda v: v.operands).values()
-    names = [v.made_by for v in made_of]
-    comparisons = [name for name in names if name in _COMPARISONS]
-    return (
-        len(comparisons) == 1
-        and "iota" in names
-        and not {"argument", "slice", "and", "or", "eq", "ne"} & {*names}
-    )
+def _is_causal(mask: Value, is_inverted: bool) -> bool:
+    """Return True for the mask of `jnp.tril`, or the inverse of that of ``jnp.triu(.., 1)``."""
+    while mask.made_by in ("broadcast_in_dim", "select_n", "not", *elementwise.COPYING):
+        if mask.made_by == "select_n":
+            numbers = [elementwise.number(v) for v in mask.operands[1:]]
+            if {*numbers} != {0, 1}:
+                return False
+            is_inverted ^= numbers[0] == 1
+        is_inverted ^= mask.made_by == "not"
+        mask = origin(mask.operands[0])
+    if mask.made_by != "ge" or is_inverted:
+        return False
+    rows, columns = map(origin, mask.operands)
+    while rows.made_by == "add" and elementwise.number(rows.operands[1]) == 0:
+        rows = origin(rows.operands[0])
+    axes = [v.equation.params["dimension"] for v in (rows, columns) if v.made_by == "iota"]
+    return axes == [len(mask.shape) - 2, len(mask.shape) - 1]
