@@ -222,6 +222,23 @@ def test_a_softcap_of_log_probabilities():
     check(*both, "linear_log_prob_and_entropy")
 
 
+@pytest.mark.parametrize("is_capped", [True, False])
+def test_logits_without_the_last_position(is_capped):
+    """As of next tokens: the linear layer's input is sliced instead."""
+
+    def before(x, weight, labels):
+        logits = x @ weight
+        logits = capped(logits) if is_capped else logits
+        return of_optax(logits[:-1].astype(jnp.float32), labels[1:])
+
+    def after(x, weight, labels):
+        return LINEAR(x[:-1], weight, labels[1:], logit_softcap=30.0 if is_capped else None)
+
+    both = reports(before, after, *operands("bfloat16", "bfloat16"))
+    check(*both, "linear_softmax_cross_entropy")
+    assert all("slice the matmul's input" in row.advice for row in both[0] if row.advice)
+
+
 def test_capped_logits_that_something_else_takes():
     """The loss alone cannot have the softcap."""
 

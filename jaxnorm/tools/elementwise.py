@@ -27,7 +27,7 @@ NONLINEAR = {
 }  # fmt: skip
 
 # Values that are there without being computed.
-GIVEN = ("argument", "slice", "literal")
+GIVEN = ("argument", "layer's", "literal")
 
 
 def users(value: Value) -> Iterator[Value]:

@@ -46,8 +46,8 @@ class Value:
     Attributes:
       shape, dtype: its type.
       local: the shape of one device's part, if the program says how it is sharded.
-      made_by: the name of the primitive that makes it; ``"argument"``, ``"carry"`` and ``"slice"``
-        for what the program, or the body of a scan, is given.
+      made_by: the name of the primitive that makes it. What the program, or the body of a scan, is
+        given is made by ``"argument"``, ``"carry"`` or ``"layer's"``.
       operands: the values that it is made of.
       source: the user's line.
       layers: how often the scans around it run.
@@ -180,7 +180,7 @@ class Graph:
             *operands[:consts],
             *[Value(v.aval, "carry", (), line, layers, is_active=is_active) for v in carried],
             *[
-                Value(v.aval, "slice", (), line, layers, is_active=whole.is_active)
+                Value(v.aval, "layer's", (), line, layers, is_active=whole.is_active)
                 for v, whole in zip(sliced, operands[consts + carries :])
             ],
         ]

@@ -141,7 +141,8 @@ def _uncapped(loss: Loss) -> Loss:
 
     The softcap must be for the loss alone.
     """
-    capped, factors = _factors(loss.logits)
+    sliced = [loss.logits] * _is_slice(loss.logits)
+    capped, factors = _factors(sliced[0].operands[0] if sliced else loss.logits)
     if capped.made_by != "tanh":
         return loss
     logits, inverses = _factors(elementwise.uncast(capped.operands[0]))
@@ -150,19 +151,22 @@ def _uncapped(loss: Loss) -> Loss:
         [logits],
         lambda v: [t for t in v.users if t.size == v.size and t.made_by in _OF_CAPS | _STEPS],
     )
-    inside = {id(v) for v in loss.inside}
+    inside = {id(v) for v in [*loss.inside, *sliced]}
     chain = [v for key, v in region.items() if v is not logits and key not in inside]
     names = (STACKED, *_OF_LOGITS, f"jaxnorm.{loss.ours}" if loss.ours else "gather")
     if len(factors) != 1 or not all(
         v.made_by in _OF_CAPS
-        and all(id(t) in region or t.made_by.startswith(names) or _is_pick(t) for t in v.users)
+        and all(
+            id(t) in region or id(t) in inside or t.made_by.startswith(names) or _is_pick(t)
+            for t in v.users
+        )
         for v in chain
     ):
         return loss
     options = f", with logit_softcap={cap:g}"
     if abs(scale - 1) > 1e-3:
         options += f" and logits_scale={scale:g}"
-    inside_ = [*chain, *[v for v in loss.inside if v is not logits]]
+    inside_ = [*chain, *sliced, *[v for v in loss.inside if v is not logits]]
     return dataclasses.replace(loss, logits=logits, inside=inside_, options=options)
 
 
@@ -282,7 +286,7 @@ def _of_linear(loss: Loss, program: Program) -> Advice | None:
             instead += operand.bytes * matmul.layers
         elif goes is not None and not operand.is_active:
             members.append(goes)
-    sliced = ", and slice the matmul's input" * any(v.made_by == "slice" for v in path)
+    sliced = ", and slice the matmul's input" * any(map(_is_slice, inside))
     what = "loss" if function == _FUNCTION else "call"
     saved = "only gradients are saved" if function == _FUNCTION else "only its operands are saved"
     how = (
@@ -297,8 +301,7 @@ def _from_matmul(logits: Value) -> list[Value] | None:
     path, value = [], logits
     while value.made_by != "dot_general" and value.operands:
         path.append(value)
-        is_slice = value.made_by == "slice" and value.shape[-1:] == value.operands[0].shape[-1:]
-        if is_slice or value.made_by in elementwise.COPYING or value.made_by in NAMING:
+        if _is_slice(value) or value.made_by in elementwise.COPYING or value.made_by in NAMING:
             value = origin(value.operands[0])
         elif value.made_by == "add":
             rest = [v for v in value.operands if not elementwise.is_spread(v)]
@@ -311,6 +314,11 @@ def _from_matmul(logits: Value) -> list[Value] | None:
     if factors is None or logits.shape[-1] not in factors[1].shape:
         return None
     return [*path, value]
+
+
+def _is_slice(value: Value) -> bool:
+    """Return True for a slice of rows: of all positions but the last, say."""
+    return value.made_by == "slice" and value.shape[-1:] == value.operands[0].shape[-1:]
 
 
 def _is_saved(operand: Value, program: Program) -> bool:

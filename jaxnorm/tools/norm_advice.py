@@ -78,7 +78,12 @@ def _gated_branch(h: Value) -> Value | None:
         if product.made_by == "mul" and product.size == h.size:
             whole = [v for v in product.operands if v.size == h.size]
             branches = [v for v in whole if not elementwise.is_spread(v)]
-            if len(branches) == 1 and all(v.made_by != "literal" for v in product.operands):
+            is_number = any(v.size == 1 for v in product.operands)
+            if (
+                len(branches) == 1
+                and not is_number
+                and not _is_by_a_root(elementwise.uncast(branches[0]))
+            ):
                 return branches[0]
     return None
 

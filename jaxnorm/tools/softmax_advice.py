@@ -23,14 +23,10 @@ def softmaxes(program: Program) -> Iterator[Advice]:
 
     In grouped-query attention the result is reshaped; a reshape of the logits does the same.
     """
-    for value in program.saved:
-        made = origin(value)
-        if made.made_by == "exp":
-            advice = _of_plain(made, program)
-        elif made.made_by == "jaxnorm.softmax":
-            advice = _of_ours(made, program)
-        else:
-            continue
+    finders = {"exp": _of_plain, "jaxnorm.softmax": _of_ours}
+    for made in map(origin, program.saved):
+        find = finders.get(made.made_by)
+        advice = None if find is None else find(made, program)
         if advice is not None:
             yield advice
 
