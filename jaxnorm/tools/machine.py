@@ -14,6 +14,7 @@ import jaxnorm
 from jaxnorm.calls import backends
 from jaxnorm.tools.plan import functions, implementation_for
 from jaxnorm.tools.text import table
+from jaxnorm_kernels import devices, timings
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "equinox", "jax-triton", "triton")
@@ -34,6 +35,8 @@ def report() -> str:
             _columns(_missing_extras()) or "none"
         ),
     }
+    if advice := _advice():
+        parts["kernels for this GPU"] = advice
     return "\n\n".join(f"{title}\n{_indented(text)}" for title, text in parts.items())
 
 
@@ -126,6 +129,23 @@ def _choices() -> Iterator[tuple[str, str, str]]:
         yield "", "backward", str(plan.backward)
     for tool, what in _TOOLS.items():
         yield tool, "", what
+
+
+def _advice() -> str | None:
+    """What the extra `triton` would give on this GPU, if its kernels would be the default there."""
+    capability = devices.local_capability()
+    if capability is None or not backends.is_default_on("triton", capability):
+        return None
+    if (absence := backends.absence("triton", backends.local_platform())) is None:
+        return None
+    ratios = [t.ratio for t in timings.TIMINGS.values() if t.ratio <= timings.LIMIT]
+    if not ratios:
+        return None
+    return (
+        f'pip install -e ".[triton]" gives this GPU kernels for {len(ratios)} kinds of calls, '
+        f"which took {min(ratios):.2f} to {max(ratios):.2f} of XLA's time on {timings.TIMED_ON}; "
+        f"now they run XLA's code ({absence})"
+    )
 
 
 def _missing_extras() -> Iterator[tuple[str, str]]:
