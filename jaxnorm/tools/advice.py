@@ -8,7 +8,7 @@ from jaxnorm.tools.kept_arrays import Graph, Value, origin
 
 
 class Advice(NamedTuple):
-    """What would save less, and where.
+    """A change that saves fewer bytes, and where.
 
     Attributes:
       function: the function to use, as the report's summary names it.

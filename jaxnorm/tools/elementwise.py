@@ -1,4 +1,4 @@
-"""What values are made of, element by element, in the graph of `kept_arrays`."""
+"""Questions about elementwise operations in the graph of `kept_arrays`."""
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ ELEMENTWISE = {
     "tanh", "xor", *NAMING,
 }  # fmt: skip
 
-# Primitives of activations. A gate's product alone, or a norm, has none of them.
+# Primitives of activations. A product with a gate, or a norm, uses others.
 NONLINEAR = {
     "abs", "clamp", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic",
     "max", "min", "select_n", "tanh",

@@ -29,8 +29,8 @@ _OF_CAPS = {
     "tanh", "add", *NAMING,
 }  # fmt: skip
 
-# Users of whole rows that save nothing of their size. The loss of a linear layer has no rows for an
-# argmax, either.
+# Users of whole rows whose derivative saves no array of their size. With the linear layer's loss,
+# there are no logits for an argmax.
 _REDUCTIONS = ("gather", "reduce_", STACKED)
 _OF_LOGITS = (*_REDUCTIONS, "argmax")
 
@@ -250,7 +250,7 @@ def _is_pick(user: Value) -> bool:
 
 
 def _is_for_the_loss(value: Value, inside: Collection[Value], others: tuple[str, ...]) -> bool:
-    """Return True if only the loss uses a value, and `others`, which save nothing of it."""
+    """Return True if only the loss uses a value, or `others`, whose derivative does not."""
     members = {*map(id, inside)}
     return all(
         id(user) in members or _is_pick(user) or user.made_by.startswith(others)

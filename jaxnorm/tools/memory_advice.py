@@ -1,4 +1,4 @@
-"""What would not save an array that a derivative saves: jaxnorm's functions, `jax.checkpoint`.
+"""Advice where jaxnorm's functions, or `jax.checkpoint`, save fewer residuals.
 
 Patterns are known by the primitives that make an array and that use it, in the graph of
 `kept_arrays`. Each recogniser is a function whose docstring shows the code that it recognises;

@@ -56,7 +56,7 @@ class KeptArray:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """What a derivative saves, largest first; prints as a table and a summary of the advice.
+    """The arrays that a derivative saves, largest first; prints as a table and a summary of advice.
 
     Attributes:
       total: bytes of all rows.
@@ -75,7 +75,7 @@ class MemoryReport:
 
     @property
     def saves(self) -> int:
-        """By how many bytes the total falls where all advice is followed."""
+        """The bytes by which the total falls if all advice is followed."""
         return sum(row.saves for row in self.rows)
 
     def __iter__(self) -> Iterator[KeptArray]:
@@ -186,7 +186,7 @@ def _short_source(source: str, width: int) -> str:
 def memory_report(
     f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> MemoryReport:
-    """What the derivative of a function saves between forward and backward, and what saves less.
+    """Report what the derivative of a function saves for its backward pass, and what saves less.
 
     The function is traced, and not run: arguments may be shapes, and a large model takes seconds.
     The report covers scan, `jax.checkpoint`, `jax.jit` and custom rules. Arguments and constants
@@ -275,7 +275,7 @@ def memory_report(
 
 
 def _cotangent(y: Any) -> Any:
-    """Return a cotangent of a result; integers have one of their own dtype."""
+    """Return a cotangent of a result: zeros, and for integers zeros of float0."""
     if jax.numpy.issubdtype(y.dtype, jax.numpy.inexact):
         return jax.numpy.zeros_like(y)
     return np.zeros(y.shape, jax.dtypes.float0)

@@ -9,7 +9,7 @@ from jaxnorm.tools import elementwise, rotation_advice
 from jaxnorm.tools.advice import Advice, Program
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin
 
-# Primitives that save nothing of their operand.
+# Primitives whose derivative does not use their operand.
 _LINEAR = {"add", "add_any", "sub", "neg", STACKED, "scan", *elementwise.COPYING, *NAMING}
 
 # Activations that a norm can have: the one nonlinear primitive of each, another primitive of it,
