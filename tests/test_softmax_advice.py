@@ -87,6 +87,18 @@ def with_one_more(logits, v, padding):
     return out(jax.nn.softmax(jnp.where(where, logits, -jnp.inf)), v)
 
 
+def of_other_axes(logits, v, padding):
+    """As Gemma's logits are: (batch, length, heads, length)."""
+    where = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))[:, None]
+    p = jax.nn.softmax(jnp.where(where, logits.transpose(0, 2, 1, 3), -jnp.inf))
+    return jnp.einsum("bths,bshd->bthd", p.astype(v.dtype), v)
+
+
+def of_other_axes_ours(logits, v, padding):
+    p = softmax(logits.transpose(0, 2, 1, 3), where=TRIL[:, None])
+    return jnp.einsum("bths,bshd->bthd", p, v)
+
+
 def ours_after_where(logits, v, padding):
     return out(softmax(jnp.where(padding[:, None, None], logits, -1e9)), v)
 
@@ -99,6 +111,7 @@ FOLLOWED = {
     "plain": (lambda s, v, _: out(jax.nn.softmax(s), v), lambda s, v, _: out(softmax(s), v), ""),
     "causal": (causal, lambda s, v, _: out(softmax(s, causal=True), v), "causal=True"),
     "above": (above, lambda s, v, _: out(softmax(s, causal=True), v), "causal=True"),
+    "other axes": (of_other_axes, of_other_axes_ours, "where="),
     "one more": (with_one_more, where_of(lambda padding: TRIL), "where="),
     "given": (given, where_of(lambda padding: TRIL), "where="),
     "padded": (padded, where_of(lambda padding: padding[:, None, None]), "where="),

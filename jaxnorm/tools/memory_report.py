@@ -102,8 +102,7 @@ class MemoryReport:
             tuple(_short(cell, _LIMITS.get(name, _WIDTH)) for name, cell in zip(_HEADER, line))
             for line in lines
         ]
-        at = _HEADER.index("source")
-        widths = [max(map(len, column)) for column in zip(*lines)]
+        at, widths = _HEADER.index("source"), [max(map(len, column)) for column in zip(*lines)]
         width = _WIDTH - sum(widths) + widths[at] - 2 * (len(_HEADER) - 1)
         lines = [(*line[:at], _short_source(line[at], width), *line[at + 1 :]) for line in lines]
         text = table(lines, left=(1, 3, 4, 5))
@@ -313,19 +312,18 @@ def _is_auto(sharding: Any) -> bool:
 
 
 def _places(argnums: int | Sequence[int], count: int) -> set[int]:
-    function = "memory_report"
     given = argnums if isinstance(argnums, Sequence) else [argnums]
     try:
         places = [operator.index(i) for i in given]
     except TypeError as error:
         raise TypeError(
-            f"{function}: argnums={argnums!r}; expected an integer or a sequence of integers"
+            f"memory_report: argnums={argnums!r}; expected an integer or a sequence of integers"
         ) from error
     for i in places:
         if not -count <= i < count:
             expected = f"integers from {-count} to {count - 1}" if count else "arguments after f"
             raise ValueError(
-                f"{function}: argnums={argnums!r} of {count} arguments; expected {expected}"
+                f"memory_report: argnums={argnums!r} of {count} arguments; expected {expected}"
             )
     return {i % count for i in places}
 

@@ -44,10 +44,9 @@ def norms(program: Program) -> Iterator[Advice]:
     In GroupNorm, x is reshaped for its sums.
     """
     for root, region in _regions(program):
-        if any(map(_is_by_a_root, region)):
-            advice = _of_norm(root, region, program)
-            if advice is not None:
-                yield advice
+        advice = _of_norm(root, region, program) if any(map(_is_by_a_root, region)) else None
+        if advice is not None:
+            yield advice
 
 
 def gated_sums(program: Program) -> Iterator[Advice]:
@@ -98,10 +97,9 @@ def activations(program: Program) -> Iterator[Advice]:
     The norm's result may be reshaped before the activation, as that of groups is.
     """
     for root, region in _regions(program):
-        if not any(map(_is_by_a_root, region)):
-            advice = _after_norm(root, region, program)
-            if advice is not None:
-                yield advice
+        advice = _after_norm(root, region, program) if not any(map(_is_by_a_root, region)) else None
+        if advice is not None:
+            yield advice
 
 
 def _regions(program: Program) -> Iterator[tuple[Value, list[Value]]]:

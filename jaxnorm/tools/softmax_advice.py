@@ -40,6 +40,8 @@ def _of_plain(exponential: Value, program: Program) -> Advice | None:
     if path[-1].dtype != quotient.dtype:
         options.append(f"dtype={path[-1].dtype.name}")
     mask, option = _mask(exponential.operands[0], program)
+    if path[-1].shape[-2:] != quotient.shape[-2:] or any(v.made_by == "transpose" for v in path):
+        option = option and "where="  # causal=True is of the last two axes
     options += [option] * bool(option)
     members = program.saved_of([exponential, *mask])
     how = "replace the softmax {at} with jaxnorm.softmax"
@@ -116,7 +118,8 @@ def _mask(logits: Value, program: Program) -> tuple[Sequence[Value], str]:
 
 def _is_causal(mask: Value, is_inverted: bool) -> bool:
     """Return True for the mask of `jnp.tril`, or the inverse of that of ``jnp.triu(.., 1)``."""
-    while mask.made_by in ("broadcast_in_dim", "select_n", "not", *elementwise.COPYING):
+    shape = mask.shape[-2:]
+    while mask.made_by in ("broadcast_in_dim", "select_n", "not", "reshape"):
         if mask.made_by == "select_n":
             numbers = [elementwise.number(v) for v in mask.operands[1:]]
             if {*numbers} != {0, 1}:
@@ -124,6 +127,8 @@ def _is_causal(mask: Value, is_inverted: bool) -> bool:
             is_inverted ^= numbers[0] == 1
         is_inverted ^= mask.made_by == "not"
         mask = origin(mask.operands[0])
+        if mask.shape[-2:] != shape:  # rows are on another axis than the last but one
+            return False
     if mask.made_by != "ge" or is_inverted:
         return False
     rows, columns = map(origin, mask.operands)
