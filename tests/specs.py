@@ -56,11 +56,12 @@ def build_spec(
 def changed(spec: Spec, **changes: Any) -> Spec:
     """Return a `Spec` with other values of these fields, or of flags of `build_spec`."""
     backward = spec.direction == "bwd"
+    unused = [name for name in spec.operation.results if name not in spec.outputs]
     flags = {
         "want_stats": not backward and spec.has_stats,
         "stat_cotangents": backward and spec.has_stats,
         "adds_dh": backward and "h" in spec.outputs,
-        "unused": next((n for n in ("y", "h") if n not in spec.outputs and not backward), None),
+        "unused": None if backward else next(iter(unused), None),
     }
     fields = vars_of(spec)
     options = fields.pop("options")
