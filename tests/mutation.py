@@ -51,11 +51,11 @@ COVERING = {
     ],
     "primitives/stack": ["test_primitive", "test_cache_keys", "test_eager"],
     "primitives/eager": ["test_eager", "test_every_function", "test_cache_keys"],
-    "primitives/remat": ["test_remat", "test_transforms"],
+    "primitives/remat": ["test_remat", "test_programs"],
     "primitives/recomputation": ["test_gated_linear*", "test_norm_linear*"],
     "primitives/linear": ["test_gated_linear*", "test_norm_linear*", "test_linear_loss*"],
     "primitives/lowering": ["test_implementation", "test_primitive", "test_set_mesh"],
-    "primitives/": ["test_forward_mode", "test_every_function", "test_transforms", "test_sharding"],
+    "primitives/": ["test_batches", "test_forward_mode", "test_programs", "test_meshes"],
     "mosaic/cross_entropy": ["mosaic/test_cross_entropy", "mosaic/test_entropy"],
     "mosaic/linear": ["mosaic/test_product", "mosaic/test_linear_products"],
     "mosaic/softmax": [

@@ -7,9 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from jaxnorm.calls import backends
+from jaxnorm_kernels import xla
 
 
 class StandIn(types.ModuleType):
@@ -28,6 +32,48 @@ class StandIn(types.ModuleType):
 
     def platforms(self) -> None:
         return None
+
+
+class Kernels(StandIn):
+    """XLA's functions of whole rows, in two dimensions, as a kernel has them; it sees no mesh.
+
+    Attributes:
+      tables: the shapes of rotary tables.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(xla, name)
+
+        def launch(operands: Any, *rest: Any) -> Any:
+            (x, *_), spec = operands, rest[-1]
+            assert x.shape == (spec.rows, spec.cols), "not seen as rows"
+            assert AxisType.Explicit not in jax.typeof(x).sharding.mesh.axis_types
+            self.shapes.append(x.shape)
+            if spec.rotated:
+                assert operands.cos.shape == (spec.table_rows.rows, spec.rotated // 2)
+                self.tables.append(operands.cos.shape)
+                tables = (_of_rows(t, spec.table_rows) for t in (operands.cos, operands.sin))
+                operands = operands._replace(**dict(zip(("cos", "sin"), tables)))
+            return function(operands, *rest)
+
+        return launch
+
+    def supports(self, spec: Any) -> str | None:
+        if getattr(spec, "plain", not spec.cols) or spec.cols_over:
+            return "plain JAX's"
+        return "it has no masked kernel" if spec.has_mask or spec.logits_bias_dtype else None
+
+
+def _of_rows(table: jax.Array, shared: Any) -> jax.Array:
+    """A row of a table for each row, which `shared` describes."""
+    sizes = [size if has_axis else 1 for size, has_axis in shared.segments]
+    whole = [size for size, _ in shared.segments]
+    table = jnp.broadcast_to(table.reshape(*sizes, -1), (*whole, table.shape[-1]))
+    return table.reshape(int(np.prod(whole)), table.shape[-1])
 
 
 @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""A row's results are the same bits whatever is in the other rows (docs/determinism.md)."""
+"""A row's results are the same bits whatever is in the other rows (docs/determinism.md).
+
+So a NaN stays in its row, in the results and in the gradient.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +63,7 @@ def log_prob(x, implementation):
 CALLS = {
     "rms_norm": norm(jaxnorm.rms_norm),
     "layer_norm": norm(jaxnorm.layer_norm),
+    "layer_norm from input": norm(jaxnorm.layer_norm, save="input"),
     "layer_norm silu": norm(jaxnorm.layer_norm, activation="silu"),
     "add_rms_norm": norm(jaxnorm.add_rms_norm),
     "add_layer_norm": norm(jaxnorm.add_layer_norm),
@@ -112,20 +116,26 @@ def check(call, cols, dtype, implementation):
         d = jax.tree.map(lambda a: jnp.sin(jnp.arange(a.size, dtype=a.dtype)).reshape(a.shape), y)
         return *jax.tree.leaves(y), *vjp(d)
 
-    def rows_kept():
-        """The bits of the kept rows, in all results and in the gradient of x."""
-        return [np.asarray(a)[KEPT].tobytes() for a in results(jnp.asarray(x, dtype))]
+    def rows_kept(value=0.0):
+        """The bits of the kept rows, in all results and in the gradient of x.
+
+        The other ones have no number where x has none.
+        """
+        found = [np.asarray(a) for a in results(jnp.asarray(x, dtype))]
+        if np.isnan(value).all():
+            assert all(np.isnan(a[others].astype("float32")).all() for a in found)
+        return [a[KEPT].tobytes() for a in found]
 
     x = np.random.default_rng(0).normal(size=(ROWS, cols))
-    expected = rows_kept()
     others = np.setdiff1d(np.arange(ROWS), KEPT)
+    expected = rows_kept()
     for value in (np.nan, np.inf, 1e4, np.random.default_rng(1).normal(size=(len(others), cols))):
         x[others] = value
-        assert rows_kept() == expected
+        assert rows_kept(value) == expected
 
 
 @pytest.mark.parametrize("cols", [256, 1000])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", CALLS)
 def test_other_rows_do_not_matter(name, dtype, cols, implementation):
     check(CALLS[name], cols, dtype, implementation)

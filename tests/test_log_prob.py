@@ -234,43 +234,6 @@ def test_axes(axis):
         assert_computes((results, moved(dx)), values_and_gradient, rows, labels, d, of_rows)
 
 
-@refusable
-@pytest.mark.parametrize("shape", [(0, 300), (3, 0, 300)])
-def test_no_rows(shape, implementation):
-    x, labels = jnp.zeros(shape, jnp.bfloat16), jnp.zeros(shape[:-1], int)
-    nothing = jnp.zeros(shape[:-1], jnp.float32)
-    static = (("implementation", implementation),)
-    results, dx = values_and_gradient(x, labels, (nothing, nothing), options=static)
-    assert [a.shape for a in (*results, dx)] == [shape[:-1], shape[:-1], shape]
-
-
-LOGITS = jnp.ones((2, 3))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
-    [
-        (([[1, 2]], [0]), {}, TypeError, r"logits is a list; expected an array"),
-        ((LOGITS, jnp.ones(2)), {}, TypeError, r"labels has dtype float32; expected int"),
-        ((LOGITS, jnp.ones((2, 1), int)), {}, ValueError, r"\(2, 1\); expected \(2,\)"),
-        ((LOGITS, [0, 0], 2), {}, ValueError, r"axis=2 is out of range for logits"),
-        ((LOGITS, [0, 0], -1, np.ones(2)), {}, TypeError, r"float\d\d; expected bool"),
-        ((LOGITS, [0, 0], -1, np.ones(2, int)), {}, TypeError, r"int\d\d; expected bool"),
-        ((LOGITS, [0, 0], -1, jnp.ones((2, 3))), {}, TypeError, r"float32; expected bool"),
-        ((LOGITS, [0, 0], -1, jnp.ones(3, bool)), {}, ValueError, r"\(2,\), with 1 axes"),
-        ((LOGITS, [0, 0]), {"logits_scale": 0}, ValueError, r"scale=0; expected .* above"),
-        ((LOGITS, [0, 0]), {"logit_softcap": -1}, ValueError, r"a number above 0"),
-        ((LOGITS, [0, 0]), {"logit_softcap": "30"}, TypeError, r"logit_softcap is a str"),
-        ((LOGITS, [0, 0]), {"implementation": "cuda"}, ValueError, r"expected one of"),
-    ],
-)
-def test_errors(arguments, options, error, message):
-    logits, labels, *rest = arguments
-    labels = jnp.asarray(labels) if isinstance(labels, list) else labels
-    with pytest.raises(error, match=f"^{NAME}: .*{message}"):
-        log_prob_and_entropy(logits, labels, *rest, **options)
-
-
 few = settings(max_examples=25, deadline=None, derandomize=True)
 rows = hnp.arrays(np.float32, (3, 5), elements=st.floats(-100, 100, width=32))
 

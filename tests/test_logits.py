@@ -203,22 +203,6 @@ def test_what_is_kept_and_computed():
     assert kept == [("bool", (2, 1, 5)), ("float32", (2, 3, 5))]
 
 
-@pytest.mark.parametrize("in_axes", [(0, None, None), (0, 0, None), (None, 1, 0), (0, 2, 0)])
-def test_vmap(in_axes):
-    size = 3
-    arrays = [data(s, "float32", seed=i) for i, s in enumerate([(4, 6), (1, 6)])]
-    arrays.append(mask_of((4, 1)))
-    batched = [
-        a if axis is None else jnp.stack([jnp.roll(a, i) for i in range(size)], axis)
-        for a, axis in zip(arrays, in_axes)
-    ]
-    both = functools.partial(gradients, argnums=(0, 1))
-    got = jax.jit(jax.vmap(both, in_axes))(*batched)
-    for i in range(size):
-        one = [a if axis is None else jnp.take(a, i, axis) for a, axis in zip(batched, in_axes)]
-        assert_computes([a[i] for a in got], both, *one)
-
-
 # x's sharding over a mesh of two axes: batch, queries, keys.
 SPECS = [
     P("data"),
@@ -310,49 +294,6 @@ def test_the_gradient_of_a_bias_that_shards_share_is_their_sum():
         lambda x, bias: both(x, bias), mesh=mesh, in_specs=specs, out_specs=specs
     )
     assert_computes(jax.jit(sharded)(x, bias), both, x, bias)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"bias": jnp.ones((3, 1, 1))}, ValueError, "bias has shape (3, 1, 1)"),
-        ({"bias": jnp.ones(5)}, ValueError, "broadcasts to x's shape (4, 6) without enlarging"),
-        ({"bias": jnp.ones(6, jnp.int32)}, TypeError, "bias has dtype int32"),
-        ({"scale": math.inf}, ValueError, "scale=inf; expected a finite number"),
-        ({"scale": "x"}, TypeError, "scale is a str; expected a number"),
-        (
-            {"causal": True, "axis": 0},
-            ValueError,
-            "causal=True for axis=(0,) of x with shape (4, 6)",
-        ),
-    ],
-    ids=lambda v: None,
-)
-def test_errors(name, options, error, message):
-    with pytest.raises(error) as caught:
-        getattr(jaxnorm, name)(jnp.ones((4, 6)), **options)
-    assert str(caught.value).startswith(f"{name}: ")
-    assert message in str(caught.value)
-
-
-def test_causal_needs_rows():
-    with pytest.raises(ValueError, match="shape \\(6,\\); expected the last axis, of two or more"):
-        jaxnorm.softmax(jnp.ones(6), causal=True)
-
-
-def test_scale_is_no_traced_value():
-    with pytest.raises(TypeError, match="scale is a traced value"):
-        jax.jit(lambda s: jaxnorm.softmax(jnp.ones((2, 3)), scale=s))(2.0)
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0, 4), (2, 0)])
-def test_nothing(shape):
-    x = jnp.zeros(shape)
-    bias = jnp.zeros(shape[-1:])
-    dx, dbias = gradients(x, bias, None, argnums=(0, 1))
-    assert (dx.shape, dbias.shape) == (shape, bias.shape)
-    np.testing.assert_array_equal(dbias, 0)
 
 
 def test_implementation_for():
