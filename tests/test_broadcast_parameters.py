@@ -163,22 +163,6 @@ def test_errors():
             jaxnorm.layer_norm(X, jnp.ones(shape), axis=(1, 3))
 
 
-def test_implementation_for():
-    """Of parameters that are broadcast, by their shape."""
-
-    def asked(shape, parameter):
-        of = jax.ShapeDtypeStruct(parameter, "bfloat16")
-        return jaxnorm.implementation_for(
-            "layer_norm", shape, "bfloat16", scale=of, bias=of, axis=(1, 3), platform="cuda"
-        )
-
-    for group in (8, 10):
-        plan = asked((32, 4096, 32, group), (32, 1, group))
-        assert (plan.forward.name, plan.backward.name) == ("mosaic", "mosaic")
-    assert "no neighbours as many" in asked((8, 1024, 32, 21), (32, 1, 21)).forward.reason
-    assert "broadcast along" in asked((8, 1024, 32, 8), (1, 8)).forward.reason
-
-
 def test_check_params():
     report = jaxnorm.check_params({"norm": {"scale": SCALE, "bias": BIAS}}, "bfloat16")
     assert report.norms[0].columns == 32

@@ -205,6 +205,7 @@ OF_NORM = [
     ),
     ({"scale": T((4, 2)), "axis": (2, 0)}, r"scale has shape \(4, 2\); expected \(2, 4\)"),
     ({"bias": T(3)}, r"bias has shape \(3,\); expected \(4,\)"),
+    ({"activation": "silu", "save": "x"}, "save='x'; expected one of"),
     ({"x": T(())}, r"x with shape \(\).*x\[None\]"),
 ]
 OF_RESIDUAL = [

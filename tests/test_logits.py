@@ -294,10 +294,3 @@ def test_the_gradient_of_a_bias_that_shards_share_is_their_sum():
         lambda x, bias: both(x, bias), mesh=mesh, in_specs=specs, out_specs=specs
     )
     assert_computes(jax.jit(sharded)(x, bias), both, x, bias)
-
-
-def test_implementation_for():
-    plan = jaxnorm.implementation_for(
-        "softmax", (4, 16, 64, 64), "bfloat16", causal=True, bias=jnp.ones((1, 16, 64, 64))
-    )
-    assert plan.forward.name == plan.backward.name == "xla"

@@ -1,7 +1,5 @@
 """rms_norm_linear: values and gradients against float64 numpy; errors."""
 
-import functools
-
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -134,34 +132,6 @@ def test_shapes():
         assert y.shape == (*shape[:-1], features)
         assert [g.shape for g in gradients] == [x.shape, weight.shape]
         assert all(np.isfinite(g).all() for g in gradients)
-
-
-def test_which_implementation_runs():
-    """That of its norm, forward and backward; a kernel of norm and product is asked for by name."""
-    plan = jaxnorm.implementation_for(
-        NAME,
-        (8192, 4096),
-        "bfloat16",
-        weight=jax.ShapeDtypeStruct((4096, 1024), "bfloat16"),
-        activation="gelu",
-        platform="cuda",
-    )
-    assert (plan.forward.name, plan.backward.name) == ("mosaic", "mosaic")
-    assert plan == jaxnorm.implementation_for("rms_norm", (8192, 4096), "bfloat16", platform="cuda")
-    named = functools.partial(jaxnorm.implementation_for, NAME, (8192, 4096), platform="cuda")
-    by_name = named("bfloat16", implementation="mosaic")
-    assert (by_name.forward.name, by_name.forward.reason) == ("mosaic", "asked for by name")
-    assert by_name.backward == plan.backward
-    assert named("bfloat16", implementation="xla").backward.name == "xla"
-    with pytest.raises(
-        ValueError,
-        match=r"rms_norm_linear: .* cannot run the forward of \(2, 8\): its products",
-    ):
-        rms_norm_linear(jnp.ones((2, 8)), jnp.ones((8, 4)), implementation="mosaic")
-    with pytest.raises(ValueError, match=f"{NAME}: .*its products are of bfloat16 or float16"):
-        named("float32", implementation="mosaic")
-    with pytest.raises(ValueError, match=f"{NAME}: activation='tanh'"):
-        jaxnorm.implementation_for(NAME, (8, 8), "float32", activation="tanh")
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")

@@ -1,4 +1,4 @@
-"""rms_norm_rope under transformations; what its programs keep; what it refuses."""
+"""What programs of rms_norm_rope save of its tables."""
 
 import functools
 import re
@@ -33,9 +33,6 @@ def loss_of(function, **options):
         return jnp.sum(jnp.sin(y) * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
 
     return loss
-
-
-# --------------------------------------------------------------------- control flow, and programs
 
 
 def test_scan_keeps_the_tables_once():
@@ -104,26 +101,3 @@ def test_tables_are_not_broadcast():
     assert arguments.count(f"tensor<{LENGTH}x1x{COLS // 2}xf32>") == 2
     jaxpr = str(jax.make_jaxpr(jax.grad(loss_of(jaxnorm.rms_norm_rope), (0, 1)))(*ALL))
     assert f"{BATCH},{LENGTH},{HEADS},{COLS // 2}]" not in jaxpr
-
-
-# ----------------------------------------------------------------------------------------- errors
-
-
-def test_implementation_for():
-    """Tables are float32 and of all columns, where there are none."""
-    shape = (4, 2048, 32, 128)
-    scale = jax.ShapeDtypeStruct((128,), "float32")
-    plan = jaxnorm.implementation_for("rms_norm_rope", shape, "bfloat16", platform="cpu")
-    assert (plan.forward.name, plan.backward.name) == ("xla", "xla")
-    table = jax.ShapeDtypeStruct((2048, 1, 64), "float32")
-    for platform in ("cpu", "cuda"):
-        asked = functools.partial(
-            jaxnorm.implementation_for, "rms_norm_rope", shape, "bfloat16", platform=platform
-        )
-        whole = asked(scale=scale, cos=table, sin=table)
-        assert asked(scale=scale) == asked(scale=scale, cos=table) == whole
-    for few in ((64,), (8, 64)):
-        jaxnorm.implementation_for("rms_norm_rope", few, "float32")
-    for wrong, message in [({"cos": jax.ShapeDtypeStruct((5, 1, 64), "float32")}, "cos has shape")]:
-        with pytest.raises(ValueError, match=f"^rms_norm_rope: {message}"):
-            jaxnorm.implementation_for("rms_norm_rope", shape, "bfloat16", **wrong)

@@ -258,13 +258,3 @@ def test_groups_over_channels():
         return jnp.moveaxis(jaxnorm.layer_norm(jnp.moveaxis(x, 1, -1), scale, bias), -1, 1)
 
     assert_computes(jaxnorm.layer_norm(x, scale, bias, axis=1), moved, x, scale, bias)
-
-
-@pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_add", "rms_norm_add_rms_norm"])
-def test_implementation_for(name):
-    shape, scale = (8192, 4096), jax.ShapeDtypeStruct((4096,), "float32")
-    residual = jax.ShapeDtypeStruct(shape, "float32")
-    plan = jaxnorm.implementation_for(name, shape, "bfloat16", residual=residual, platform="cpu")
-    assert (plan.forward.name, plan.backward.name) == ("xla", "xla")
-    plan = jaxnorm.implementation_for(name, shape, "bfloat16", scale=scale, platform="cuda")
-    assert (plan.forward.name, plan.backward.name) == ("mosaic", "mosaic")

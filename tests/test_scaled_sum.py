@@ -1,6 +1,5 @@
 """add_layer_norm and add_rms_norm with a gate: values, gradients, transformations, what is kept."""
 
-import functools
 import re
 
 import jax
@@ -174,21 +173,3 @@ def test_where_the_norm_is_not_used_a_sum_is_left():
 
 
 # ------------------------------------------------------------------------------------------ errors
-
-
-@each_function
-def test_implementation_for(name):
-    shape = (32, 1024, 1152)
-    asked = functools.partial(jaxnorm.implementation_for, name, shape, "bfloat16", platform="cuda")
-    for gate in ((32, 1, 1152), (1152,)):
-        plan = asked(gate=jax.ShapeDtypeStruct(gate, "float32"))
-        assert (plan.forward.name, plan.backward.name) == ("mosaic", "mosaic")
-        assert "scaled_add_norm" in plan.forward.reason
-    plan = asked(gate=jax.ShapeDtypeStruct((1024, 1152), "float32"))
-    assert plan.forward.name == plan.backward.name == "xla"
-    assert "not consecutive" in plan.forward.reason
-    scale = jax.ShapeDtypeStruct((32, 1024, 1152), "float32")
-    plan = asked(scale=scale, gate=jax.ShapeDtypeStruct((32, 1, 1152), "float32"))
-    assert "groups of different sizes" in plan.backward.reason
-    with pytest.raises(ValueError, match=rf"^{name}: gate has shape"):
-        asked(gate=jax.ShapeDtypeStruct((1151,), "float32"))
