@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from functions import (
+    BASIC,
     FUNCTIONS,
     SHAPES,
     Sizes,
@@ -28,6 +29,7 @@ import jaxnorm
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
 each = pytest.mark.parametrize("name", FUNCTIONS)
+basic = pytest.mark.parametrize("name", BASIC)
 
 
 def both(function, wrt):
@@ -122,8 +124,10 @@ def test_scan_over_layers(name, x64):
 # ------------------------------------------------------------------------ exports, other platforms
 
 
-@each
-@pytest.mark.parametrize("platforms", [None, ("cpu", "cuda", "tpu")], ids=["here", "all"])
+@pytest.mark.parametrize(
+    ("name", "platforms"),
+    [*((name, ("cpu", "cuda", "tpu")) for name in FUNCTIONS), *((name, None) for name in BASIC)],
+)
 def test_export_round_trip(name, platforms):
     operands = operands_of(name)
     run = both(FUNCTIONS[name].ours, floats_in(operands))
@@ -146,11 +150,21 @@ def of_symbols(name, operands):
 LINEAR_LOSSES = [name for name in FUNCTIONS if name.startswith("linear_")]
 # Their operands belong to positions, samples or groups, which have a number here.
 OF_POSITIONS = {"softmax with a mask", "softmax with a bias", "layer_norm of groups"}
+OF_POSITIONS |= {"rms_norm_gated of heads"}
 OF_POSITIONS |= {n for n, f in FUNCTIONS.items() if {"cos", "of_samples"} & {*f.kinds.split()}}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n not in {*LINEAR_LOSSES, *OF_POSITIONS}])
+OF_ROWS = [n for n in FUNCTIONS if n not in {*LINEAR_LOSSES, *OF_POSITIONS}]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "float32") for name in OF_ROWS),
+        # In bfloat16 the analysis of a norm of a sum, and a product after it, has no bound.
+        *((name, "bfloat16") for name in OF_ROWS if name != "rms_norm_linear silu"),
+    ],
+)
 def test_export_with_symbolic_rows(name, dtype):
     """Both passes of any number of rows, in plain JAX: kernels need sizes that are numbers."""
     operands, function = operands_of(name, dtype), FUNCTIONS[name].ours
@@ -213,7 +227,7 @@ def test_symbolic_rows_of_linear_losses_are_refused(name):
         jax.export.export(jax.jit(FUNCTIONS[name].ours))(*types)
 
 
-@each
+@basic
 def test_lowering_for_a_gpu_from_any_host(name):
     operands = operands_of(name, "float32", Sizes((32, 2), 16))
     for run in (FUNCTIONS[name].ours, gradients(FUNCTIONS[name].ours, floats_in(operands))):
@@ -221,7 +235,7 @@ def test_lowering_for_a_gpu_from_any_host(name):
         assert "func.func public @main" in lowered.as_text()
 
 
-@each
+@basic
 def test_work_placed_on_the_cpu(name):
     """On a GPU host, too: the placement chooses the implementation, not the backend."""
     cpu = jax.devices("cpu")[0]
@@ -240,7 +254,7 @@ def test_donated_operands():
 # ---------------------------------------------------------------------------------- checks for NaN
 
 
-@each
+@basic
 def test_debug_nans_is_silent_on_ordinary_data(name):
     operands = operands_of(name)
     with jax.debug_nans(True):
