@@ -197,6 +197,7 @@ def run(mutant: Mutant | None, tests: list[str], args: argparse.Namespace) -> di
             environment["TRITON_INTERPRET"] = "1"
         command = [args.python, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
         command += [*(["--every", str(args.every)] if args.every > 1 else []), *tests]
+        command += ["-k", args.match] if args.match else []
         start, output, outcome = time.monotonic(), "", "over the limit"
         try:
             done = subprocess.run(
@@ -227,6 +228,7 @@ def main() -> None:
     parser.add_argument("--tests", nargs="+", help="files, instead of those that COVERING names")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for one mutant")
     parser.add_argument("--every", type=int, default=1, help="of each test, one case of so many")
+    parser.add_argument("--match", help="of these tests, those whose names match, as pytest's -k")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--results", type=Path, help="a file that gets a line of JSON for each")
     args = parser.parse_args()
