@@ -91,7 +91,7 @@ def test_same_bits_with_and_without_a_gradient(name, dtype, implementation):
     x, *others = operands_of(name, "float32", Sizes((70,), 16))
     function = functools.partial(FUNCTIONS[name].ours, implementation=implementation)
     x = x.astype(dtype)
-    y, _ = jax.jit(lambda x: jax.vjp(lambda x: function(x, *others), x))(x)
+    y, _ = jax.jit(lambda x, *others: jax.vjp(lambda x: function(x, *others), x))(x, *others)
     np.testing.assert_array_equal(y, jax.jit(function)(x, *others))
 
 
