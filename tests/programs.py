@@ -21,6 +21,11 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(high_level)
 
 
+def primitives(jaxpr: Any) -> list[str]:
+    """Return the names of the primitives of all equations, in their order."""
+    return [equation.primitive.name for equation in equations(jaxpr)]
+
+
 def names(jaxpr: Any) -> list[str]:
     """Return the names of `checkpoint_name` in a jaxpr; `jax_remat3` has a primitive for each."""
     found = []
