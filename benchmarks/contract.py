@@ -17,7 +17,7 @@ from jaxnorm_kernels import xla
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, Op
-from jaxnorm_kernels.specs import Direction, Shared, Spec
+from jaxnorm_kernels.specs import Direction, NormOptions, Shared, SoftmaxOptions, Spec
 
 #: Arrays of x's shape that a pass moves, of x's dtype and of y's. A backward is from the output.
 _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
@@ -26,10 +26,6 @@ _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
     ("norm_add", "fwd"): (3, 0),  # x, residual, the sum
     ("norm_add_norm", "fwd"): (3, 1),
     ("norm_add_norm", "bwd"): (4, 2),  # x, dh, dx, dresidual; y, dy
-    ("scaled_add_norm", "fwd"): (3, 1),
-    ("scaled_add_norm", "bwd"): (4, 2),  # x, dh, dx, dresidual; y, dy
-    ("norm_gated", "fwd"): (2, 1),  # x, the gate; y
-    ("norm_gated", "bwd"): (4, 1),  # x, the gate, dx, dgate; dy
 }
 
 
@@ -59,22 +55,12 @@ def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tu
 class KernelWorkload(Workload):
     """One function of the contract on one shape, forward or backward from the output.
 
-    Its operation may also be one with a residual or a gate, which then has x's dtype.
-
-    Attributes:
-      groups: of rows, each with parameters of its own.
-      gated: with a gate of the sum, a parameter, too.
+    Its operation may also be one with a residual, which then has x's dtype.
     """
-
-    groups: int = 1
-    gated: bool = False
 
     @property
     def operation(self) -> Op:
-        function = FUNCTIONS[self.op]
-        op = function.gated if self.gated else function.op
-        assert op is not None
-        return op
+        return FUNCTIONS[self.op].op
 
     @property
     def bytes(self) -> int:
@@ -98,7 +84,15 @@ class KernelWorkload(Workload):
         op = self.operation
         types = jnp.dtype(self.x_dtype), jnp.dtype(self.y_dtype)
         if not self.is_norm:
-            return Spec(op, self.direction, self.rows, self.cols, *types)  # type: ignore[arg-type]
+            return Spec(
+                op,
+                self.direction,  # type: ignore[arg-type]
+                self.rows,
+                self.cols,
+                *types,
+                outputs=("y",),
+                options=SoftmaxOptions(),
+            )
         backward_of_sum = op == "add_norm" and self.direction == "bwd"
         parameter = np.dtype(np.float32)
         operation = OPERATIONS[op]
@@ -109,21 +103,16 @@ class KernelWorkload(Workload):
             self.rows,
             self.cols,
             *types,
-            scale_dtype=parameter,
-            bias_dtype=parameter if self._subtracts_mean else None,
-            residual_dtype=types[0] if has_residual else None,
-            next_scale_dtype=parameter if "next_scale" in operation.operands else None,
-            branch_scale_dtype=parameter if self.gated else None,
-            scale_groups=self.groups,
-            bias_groups=self.groups if self._subtracts_mean else 1,
-            branch_scale_groups=self.groups if self.gated else 1,
-            gate_dtype=types[0] if "gate" in operation.operands else None,
-            norm_before_gate="gate" in operation.operands,
-            activation="silu" if "gate" in operation.operands else None,
-            saved="input" if operation.saves[0] == "x" else "output",
-            epsilon=1e-6,
-            subtract_mean=self._subtracts_mean,
-            adds_dh=self._adds_dh,
+            outputs=("y", "h") if self._adds_dh else tuple(operation.results),
+            options=NormOptions(
+                scale_dtype=parameter,
+                bias_dtype=parameter if self._subtracts_mean else None,
+                residual_dtype=types[0] if has_residual else None,
+                next_scale_dtype=parameter if "next_scale" in operation.operands else None,
+                saved="input" if operation.saves[0] == "x" else "output",
+                epsilon=1e-6,
+                subtract_mean=self._subtracts_mean,
+            ),
         )
 
     def function(self, implementation: Any) -> Callable[..., Any]:
@@ -153,10 +142,9 @@ class KernelWorkload(Workload):
         def operand(name: str) -> jax.Array | None:
             if OPERANDS[name] == "array":
                 return of_rows(self.x_dtype)
-            shape = (self.cols,) if self.groups == 1 else (self.groups, self.cols)
             if OPERANDS[name] == "bias":
-                return normal(shape) if self._subtracts_mean else None
-            return 1 + 0.1 * normal(shape)
+                return normal((self.cols,)) if self._subtracts_mean else None
+            return 1 + 0.1 * normal((self.cols,))
 
         operation = spec.operation
         if not backward:
@@ -164,7 +152,7 @@ class KernelWorkload(Workload):
         rstd = [1 + jax.random.uniform(next(keys), (self.rows,), jnp.float32) for _ in spec.norms]
         dh = [of_rows(self.x_dtype)] if self._adds_dh else []
         x = [of_rows(self.x_dtype)] * operation.starts_from_x
-        saved = of_rows(self.y_dtype if spec.saved == "output" else self.x_dtype)
+        saved = of_rows(self.y_dtype if spec.norm.saved == "output" else self.x_dtype)
         kept = map(operand, operation.keeps)
         return (*x, saved, tuple(rstd), *kept, of_rows(self.y_dtype), *dh)
 
@@ -249,11 +237,16 @@ class HeadsKernelWorkload:
             self.direction,
             *(batch * length * heads, cols),
             *(dtype, dtype),
-            scale_dtype=parameter,
-            epsilon=1e-6,
-            table_dtype=parameter,
-            rotated=cols,
-            table_rows=Shared(((batch, False), (length, True), (heads, False)), has_columns=True),
+            outputs=("y",),
+            options=NormOptions(
+                scale_dtype=parameter,
+                epsilon=1e-6,
+                table_dtype=parameter,
+                rotated=cols,
+                table_rows=Shared(
+                    ((batch, False), (length, True), (heads, False)), has_columns=True
+                ),
+            ),
         )
 
     def function(self, implementation: Any) -> Callable[..., Any]:

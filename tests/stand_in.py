@@ -14,10 +14,12 @@ from jax.sharding import AxisType
 
 from jaxnorm.calls import backends
 from jaxnorm_kernels import xla
+from jaxnorm_kernels.implementation import Implementation
+from jaxnorm_kernels.specs import LogitsOptions, NormOptions, SoftmaxOptions
 
 
 class StandIn(types.ModuleType):
-    """What every stand-in has, besides its functions and `supports`.
+    """What every stand-in has, besides its functions and `why_unsupported`.
 
     Attributes:
       shapes: of each launch, which its functions note.
@@ -27,11 +29,10 @@ class StandIn(types.ModuleType):
         super().__init__("jaxnorm_kernels_stand_in")
         self.shapes: list[Any] = []
 
-    def prefers(self, spec: Any) -> None:
-        return None
-
-    def platforms(self) -> None:
-        return None
+    @property
+    def IMPLEMENTATION(self) -> Implementation:  # noqa: N802
+        backward: Any = getattr(self, "backward", None)
+        return Implementation(self.forward, backward, self.why_unsupported)
 
 
 class Kernels(StandIn):
@@ -53,19 +54,23 @@ class Kernels(StandIn):
             assert x.shape == (spec.rows, spec.cols), "not seen as rows"
             assert AxisType.Explicit not in jax.typeof(x).sharding.mesh.axis_types
             self.shapes.append(x.shape)
-            if spec.rotated:
-                assert operands.cos.shape == (spec.table_rows.rows, spec.rotated // 2)
+            if isinstance(spec.options, NormOptions) and spec.norm.rotated:
+                shared = spec.norm.table_rows
+                assert operands.cos.shape == (shared.rows, spec.norm.rotated // 2)
                 self.tables.append(operands.cos.shape)
-                tables = (_of_rows(t, spec.table_rows) for t in (operands.cos, operands.sin))
+                tables = (_of_rows(t, shared) for t in (operands.cos, operands.sin))
                 operands = operands._replace(**dict(zip(("cos", "sin"), tables)))
             return function(operands, *rest)
 
         return launch
 
-    def supports(self, spec: Any) -> str | None:
+    def why_unsupported(self, spec: Any) -> str | None:
         if getattr(spec, "plain", not spec.cols) or spec.cols_over:
             return "plain JAX's"
-        return "it has no masked kernel" if spec.has_mask or spec.logits_bias_dtype else None
+        options = getattr(spec, "options", None)
+        has_mask = isinstance(options, LogitsOptions) and options.has_mask
+        has_bias = isinstance(options, SoftmaxOptions) and options.logits_bias_dtype is not None
+        return "it has no masked kernel" if has_mask or has_bias else None
 
 
 def _of_rows(table: jax.Array, shared: Any) -> jax.Array:

@@ -23,6 +23,7 @@ from stand_in import Kernels, as_default
 import jaxnorm
 from benchmarks.hlo import _computations
 from jaxnorm import rms_norm_linear
+from jaxnorm_kernels.implementation import Implementation
 
 pytestmark = [
     pytest.mark.oldest_jax,
@@ -371,8 +372,8 @@ def product_kernel(monkeypatch):
     from jaxnorm_kernels import mosaic
 
     monkeypatch.setattr(mosaic, "rms_norm_linear_fwd", kernel)
-    monkeypatch.setattr(mosaic, "supports", lambda spec: None)
-    monkeypatch.setattr(mosaic, "platforms", lambda: ("cpu",))
+    here = Implementation(mosaic.forward, mosaic.backward, platforms=lambda: ("cpu",))
+    monkeypatch.setattr(mosaic, "IMPLEMENTATION", here)
     return shapes
 
 

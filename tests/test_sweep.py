@@ -1,18 +1,17 @@
 """The schedules that a sweep times: distinct, and as XLA computes."""
 
+import pickle
+
 import jax
 import pytest
 from program_error import assert_computes
 
 from benchmarks import sweep
 from benchmarks.contract import KernelWorkload, LinearKernelWorkload
-from benchmarks.sweeps import adaptive, backward, gated, linear, tiles
+from benchmarks.sweeps import backward, linear
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.mosaic import interpreted
 from jaxnorm_kernels.mosaic.linear import schedule as linear_schedule
-from jaxnorm_kernels.mosaic.schedules.forward import choose
-from jaxnorm_kernels.mosaic.schedules.norm_backward import norm_schedule
-from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 
 
 def test_every_wide_backward_has_several_schedules():
@@ -20,38 +19,6 @@ def test_every_wide_backward_has_several_schedules():
     assert all(len(set(schedules)) == len(schedules) for schedules in jobs.values())
     wide = [len(s) for w, s in jobs.items() if w.is_norm and 1024 <= w.cols <= 32768]
     assert min(wide) > 2
-
-
-def test_short_rows_have_the_tables_schedule_and_others():
-    table = {"fwd": choose, "bwd": softmax_schedule}
-    jobs = {w: tiles.schedules(w) for w in tiles.workloads()}
-    assert all(s[0] == table[w.direction](w.spec) for w, s in jobs.items())
-    assert all(len(set(s)) == len(s) for s in jobs.values())
-    assert all(len(s) > 2 for w, s in jobs.items() if w.cols <= 1024)
-
-
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_gates_have_the_tables_schedule_and_others(direction):
-    """In both orders, and each of them lowers."""
-    table = {"fwd": choose, "bwd": norm_schedule}[direction]
-    jobs = {w: gated.schedules(w) for w in gated.workloads() if w.direction == direction}
-    assert {w.spec.norm_before_gate for w in jobs} == {True, False}
-    assert all(s[0] == table(w.spec) for w, s in jobs.items())
-    assert all(len(set(s)) == len(s) > 2 for s in jobs.values())
-    for i, (workload, schedules) in enumerate(jobs.items()):
-        sweep.lowered(workload, schedules[i % len(schedules)])
-
-
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_parameters_of_samples_have_the_tables_schedule_and_others(direction):
-    """With a gate and without; each of them lowers."""
-    table = {"fwd": choose, "bwd": norm_schedule}[direction]
-    jobs = {w: adaptive.schedules(w) for w in adaptive.workloads() if w.direction == direction}
-    assert {w.spec.op for w in jobs} == {"norm", "scaled_add_norm"}
-    assert all(s[0] == table(w.spec) for w, s in jobs.items())
-    assert all(len(set(s)) == len(s) > 6 for s in jobs.values())
-    for i, (workload, schedules) in enumerate(jobs.items()):
-        sweep.lowered(workload, schedules[-1 - i])
 
 
 def test_a_given_schedule_replaces_the_table():
@@ -102,3 +69,18 @@ def test_rows_rank_by_time():
     assert text.splitlines()[0].endswith("xla 0.5, 2 of 3 ran")
     assert [line.split()[-1] for line in text.splitlines()[1:3]] == ["fast", "slow"]
     assert text.splitlines()[3] == "  failed: bad: spilled"
+
+
+@pytest.mark.parametrize("name", ["causal", "gated", "linear", "tiles"])
+def test_other_processes_can_take_workloads(name):
+    """Schedules are lowered in other processes: workloads and schedules are sent to them."""
+    chosen = sweep.definitions(sweep.ROOT / f"benchmarks/sweeps/{name}.py")
+    workload = next(chosen["workloads"]())
+    sent = workload, chosen["schedules"](workload)
+    assert pickle.loads(pickle.dumps(sent)) == sent
+
+
+def test_a_file_elsewhere_may_define_workloads(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def workloads():\n    return [1]\n")
+    assert sweep.definitions(file)["workloads"]() == [1]

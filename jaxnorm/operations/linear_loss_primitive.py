@@ -22,7 +22,7 @@ from jaxnorm.calls.call import Arrays, Run
 from jaxnorm.meshes import sharding
 from jaxnorm.meshes.shards import Factors, Shards
 from jaxnorm.operations import checks, linear_loss_chunks
-from jaxnorm.operations.linear_loss_call import Head, Kind, Over
+from jaxnorm.operations.linear_loss_call import Kind, LinearLossCall, Over
 from jaxnorm.operations.loss import counted
 from jaxnorm.primitives import remat
 from jaxnorm.primitives.linear import linear
@@ -31,18 +31,18 @@ from jaxnorm.primitives.rules import Rules, batch_first, nonzero, zero_like
 _GRADIENT = "jaxnorm_linear_gradient"
 
 
-class _LossRules(Rules[Head]):
+class _LossRules(Rules[LinearLossCall]):
     """What the loss has for itself."""
 
     static = "head"
 
-    def types(self, head: Head, *avals: Any) -> list[Any]:
+    def types(self, head: LinearLossCall, *avals: Any) -> list[Any]:
         """Types of the results: rows lie as those of x, and a gradient as what it is of."""
         by_name = dict(zip(head.primals, avals))
         x, mesh = by_name["x"], sharding.mesh_of(avals)
         wide = checks.arithmetic_dtype(*head.dtypes(x.dtype, by_name["weight"].dtype))
         types = []
-        for name, kind in zip(head.result_names, head.result_kinds):
+        for name, kind in zip(head.returns, head.kinds_returned):
             if name in by_name:
                 dtype = head.gradient_dtype(by_name[name].dtype)
                 types.append(by_name[name].update(dtype=dtype, weak_type=False))
@@ -52,16 +52,18 @@ class _LossRules(Rules[Head]):
                 types.append(sharding.type_like(x, mesh, x.shape[:axes], wide, split))
         return types
 
-    def plain(self, head: Head, *arrays: jax.Array) -> list[jax.Array]:
+    def plain(self, head: LinearLossCall, *arrays: jax.Array) -> list[jax.Array]:
         return linear_loss_chunks.run(head, *arrays)
 
-    def on_shard(self, head: Head, *arrays: jax.Array, **layout: Any) -> list[jax.Array]:
+    def on_shard(self, head: LinearLossCall, *arrays: jax.Array, **layout: Any) -> list[jax.Array]:
         return linear_loss_chunks.run(head, *arrays, **layout)
 
-    def differentiated(self, head: Head, *arrays: jax.Array, **layout: Any) -> list[jax.Array]:
+    def differentiated(
+        self, head: LinearLossCall, *arrays: jax.Array, **layout: Any
+    ) -> list[jax.Array]:
         return linear_loss_chunks.run(head, *arrays, recompute=True, **layout)
 
-    def forward_jvp(self, head: Head, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    def forward_jvp(self, head: LinearLossCall, primals: Any, tangents: Any) -> tuple[Any, Any]:
         if head.wrt:  # Gradients are among the results.
             return self.second_order(head, primals, tangents)
         nonzeros = nonzero(zip(head.primals, tangents))
@@ -76,17 +78,19 @@ class _LossRules(Rules[Head]):
         outputs = remat.named(self.names(with_gradients), self.bind(with_gradients, *primals))
         return self._along(with_gradients, outputs, nonzeros)
 
-    def with_residuals(self, head: Head) -> Head | None:
+    def with_residuals(self, head: LinearLossCall) -> LinearLossCall | None:
         if head.wrt or head.reduction == "none":
             return None
         # All gradients: which of them a derivative needs is unknown where a policy is asked. Those
         # that it does not need are dropped later.
         return head.with_gradients([n for n in ("x", "weight", "bias") if n in head.primals])
 
-    def names(self, head: Head) -> list[str | None]:
+    def names(self, head: LinearLossCall) -> list[str | None]:
         return [None, *(_GRADIENT for _ in head.wrt)]
 
-    def derived(self, head: Head, outputs: Arrays, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    def derived(
+        self, head: LinearLossCall, outputs: Arrays, primals: Any, tangents: Any
+    ) -> tuple[Any, Any]:
         with_gradients = self.with_residuals(head)
         assert with_gradients is not None
         nonzeros = nonzero(zip(head.primals, tangents))
@@ -94,7 +98,7 @@ class _LossRules(Rules[Head]):
         return self._along(with_gradients, outputs, nonzeros)
 
     def _along(
-        self, head: Head, outputs: Arrays, tangents: dict[str, jax.Array]
+        self, head: LinearLossCall, outputs: Arrays, tangents: dict[str, jax.Array]
     ) -> tuple[list[jax.Array], list[Any]]:
         """The total and its tangent: inner products of gradients and tangents."""
         total, *gradients = outputs
@@ -108,7 +112,7 @@ class _LossRules(Rules[Head]):
         return [total], [functools.reduce(jnp.add, terms) if terms else zero_like(total)]
 
     def batch(
-        self, head: Head, arrays: Arrays, dims: Sequence[int | None]
+        self, head: LinearLossCall, arrays: Arrays, dims: Sequence[int | None]
     ) -> tuple[Arrays, list[int]]:
         """A batch of rows is more rows, where they share weight and bias.
 
@@ -118,13 +122,13 @@ class _LossRules(Rules[Head]):
         batch.
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
-        kinds = head.operand_kinds
+        kinds = head.kinds_taken
         parameters = {"weight", "bias"}
         batched = {kind for kind, dim in zip(kinds, dims) if dim is not None}
         returns_gradients = head.direction == "fwd" and bool(head.wrt)
-        if returns_gradients or parameters & {*head.result_kinds, *batched}:
+        if returns_gradients or parameters & {*head.kinds_returned, *batched}:
             one = functools.partial(self.bind, head)
-            return sharding.map_batch(one, arrays, dims), [0] * len(head.result_kinds)
+            return sharding.map_batch(one, arrays, dims), [0] * len(head.kinds_returned)
 
         def with_batch_axis(a: jax.Array, dim: int | None, kind: Kind) -> jax.Array:
             if kind in parameters:
@@ -133,13 +137,13 @@ class _LossRules(Rules[Head]):
 
         rows = [*map(with_batch_axis, arrays, dims, kinds)]
         if head.direction != "fwd" or head.reduction == "none":
-            return self.bind(head, *rows), [0] * len(head.result_kinds)
+            return self.bind(head, *rows), [0] * len(head.kinds_returned)
         (losses,) = self.bind(head.rowwise(), *rows)
         where = dict(zip(head.primals, rows)).get("where")
         axes = range(1, losses.ndim)
         return [linear_loss_chunks.reduced(losses, where, head.reduction, axes)], [0]
 
-    def shards(self, head: Head, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
+    def shards(self, head: LinearLossCall, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
         """Split the rows of x and the classes as they lie, where the shards divide them.
 
         A mesh axis that splits only x or weight along d, or weight along V beside the rows, splits
@@ -150,7 +154,7 @@ class _LossRules(Rules[Head]):
         the loop, and each device keeps its shard. XLA would gather and sum in each turn of the
         loop.
         """
-        by_name = dict(zip(head.operand_names, types))
+        by_name = dict(zip(head.takes, types))
         x, weight = by_name["x"], by_name["weight"]
         stored = [sharding.axes_over(weight, axis, mesh) for axis in (0, 1)]
         rows = [sharding.axes_over(x, axis, mesh) for axis in range(len(x.shape) - 1)]
@@ -185,26 +189,26 @@ class _LossRules(Rules[Head]):
                 names = [() if size == 1 else over for size, over in zip(shape, names)]
             return PartitionSpec(*[over or None for over in names])
 
-        operands = zip(head.operand_kinds, types)
+        operands = zip(head.kinds_taken, types)
         return Shards(
             operands=tuple(spec(kind, aval.shape) for kind, aval in operands),
-            results=tuple(spec(kind) for kind in head.result_kinds),
+            results=tuple(spec(kind) for kind in head.kinds_returned),
             run=functools.partial(run, head, over=over),
         )
 
-    def factors(self, head: Head, arrays: Arrays) -> Factors:
+    def factors(self, head: LinearLossCall, arrays: Arrays) -> Factors:
         axes = [f"r{axis}" for axis in range(arrays[0].ndim - 1)]
         rows = " ".join(axes)
         # Weight's d is another than x's: how it is stored says how its gradient is to lie.
         factors = {"x": f"{rows} d", "weight": "k v", "bias": "v", "row": rows, "total": ""}
         if head.has_mask:
-            shape = arrays[head.operand_names.index("mask")].shape
+            shape = arrays[head.takes.index("mask")].shape
             names = (
                 f"m{i}" if size == 1 else n for i, (n, size) in enumerate(zip([*axes, "v"], shape))
             )
             factors["mask"] = " ".join(names)
         operands, results = (
-            [factors[kind] for kind in kinds] for kinds in (head.operand_kinds, head.result_kinds)
+            [factors[kind] for kind in kinds] for kinds in (head.kinds_taken, head.kinds_returned)
         )
         return Factors(operands, results, whole=())
 
@@ -247,7 +251,7 @@ def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) 
 
 
 def _without_left_out_rows(
-    head: Head, primals: Arrays, tangents: dict[str, jax.Array]
+    head: LinearLossCall, primals: Arrays, tangents: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
     """Set x's tangent to 0 in rows that do not count: times a gradient of 0, NaN would stay NaN."""
     where = dict(zip(head.primals, primals)).get("where")

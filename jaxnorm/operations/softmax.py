@@ -1,6 +1,7 @@
 """softmax and log_softmax: the public functions, and the checks that they share."""
 
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,8 +11,8 @@ from jaxnorm.calls.rows import RowView
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
 from jaxnorm.primitives import eager, row_operations
-from jaxnorm_kernels.operations import FUNCTIONS
-from jaxnorm_kernels.specs import Name, Spec
+from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
+from jaxnorm_kernels.specs import Name, SoftmaxOptions, Spec
 
 
 @eager.compiled("x", "where", "bias")
@@ -68,7 +69,15 @@ def softmax(
       (3, 3)
     """
     return _softmax_of(
-        "softmax", x, axis, where, scale, bias, causal, dtype, implementation, -math.inf
+        "softmax",
+        x,
+        axis=axis,
+        where=where,
+        scale=scale,
+        bias=bias,
+        causal=causal,
+        dtype=dtype,
+        implementation=implementation,
     )
 
 
@@ -115,7 +124,15 @@ def log_softmax(
       'float32'
     """
     return _softmax_of(
-        "log_softmax", x, axis, where, scale, bias, causal, dtype, implementation, -math.inf
+        "log_softmax",
+        x,
+        axis=axis,
+        where=where,
+        scale=scale,
+        bias=bias,
+        causal=causal,
+        dtype=dtype,
+        implementation=implementation,
     )
 
 
@@ -133,34 +150,13 @@ def filled_softmax(
     Flax masks the logits of attention like this. `fill` is finite, so the weights of a row without
     unmasked entries are equal.
     """
-    return _softmax_of("softmax", x, -1, where, 1.0, bias, False, dtype, None, fill)
+    return _softmax_of("softmax", x, where=where, bias=bias, dtype=dtype, masked_logit=fill)
 
 
-def _softmax_of(
-    function: str,
-    x: checks.ArrayLike,
-    axis: checks.Axis,
-    where: checks.ArrayLike | None,
-    scale: float,
-    bias: checks.ArrayLike | None,
-    causal: bool,
-    dtype: checks.DTypeLike | None,
-    implementation: Name | None,
-    masked_logit: float,
-) -> jax.Array:
+def _softmax_of(function: str, x: checks.ArrayLike, **options: Any) -> jax.Array:
+    """Run a softmax; `options` are those of `softmax_call`."""
     x = checks.float_array(function, "x", x)
-    call, mask, bias = softmax_call(
-        function,
-        x,
-        axis=axis,
-        where=where,
-        scale=scale,
-        bias=bias,
-        causal=causal,
-        dtype=dtype,
-        implementation=implementation,
-        masked_logit=masked_logit,
-    )
+    call, mask, bias = softmax_call(function, x, **options)
     return row_operations.run(call, x, mask, bias)[0]
 
 
@@ -169,12 +165,12 @@ def softmax_call(
     x: jax.Array | jax.ShapeDtypeStruct,
     *,
     where: checks.ArrayLike | None,
-    scale: float,
     bias: checks.ArrayLike | None,
-    causal: bool,
     dtype: checks.DTypeLike | None,
-    masked_logit: float,
     axis: checks.Axis = -1,
+    scale: float = 1.0,
+    causal: bool = False,
+    masked_logit: float = -math.inf,
     implementation: Name | None = None,
 ) -> tuple[Call, jax.Array | None, jax.Array | None]:
     """Check the arguments; return the call, and the mask and the bias as it takes them."""
@@ -189,20 +185,24 @@ def softmax_call(
     causal = checks.flag(function, "causal", causal)
     if causal:
         checks.matrix(function, "causal", view)
+    op = FUNCTIONS[function].op
     spec = Spec(
-        op=FUNCTIONS[function].op,
+        op=op,
         direction="fwd",
+        outputs=(*OPERATIONS[op].results,),
         rows=view.rows,
         cols=view.cols,
         x_dtype=np.dtype(x.dtype),
         y_dtype=checks.output_dtype(function, dtype, x.dtype),
-        has_mask=mask is not None,
-        masked_logit=masked_logit,
-        logits_scale=checks.number(function, "scale", scale),
-        logits_bias_dtype=None if bias is None else bias.dtype,
-        causal=causal,
+        options=SoftmaxOptions(
+            has_mask=mask is not None,
+            masked_logit=masked_logit,
+            logits_scale=checks.number(function, "scale", scale),
+            logits_bias_dtype=None if bias is None else bias.dtype,
+            causal=causal,
+        ),
     )
-    checks.finite_in(function, spec.compute_dtype, {"scale": spec.logits_scale})
+    checks.finite_in(function, spec.compute_dtype, {"scale": spec.logits.logits_scale})
     if bias is not None:
         bias = sharding.broadcast_alike(bias, x)
     return Call.of(function, spec, view, implementation).on(view), mask, bias

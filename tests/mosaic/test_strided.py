@@ -4,7 +4,6 @@ The references are those of rows, transposed. Pallas' interpreter knows neither 
 clusters: calls whose strips are shared by clusters are lowered, compiled, and run on a GPU.
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 from forward_cases import BF16, F16, F32
 from h100 import Compiler
 from reference import SAFETY, assert_within, rounding
+from specs import changed
 
 import jaxnorm
 from jaxnorm.calls.rows import RowView
@@ -47,7 +47,7 @@ def make_spec(
     """Of ``(outer, cols, inner)``."""
     outer, cols, inner = shape
     spec = CASES[direction].make_spec(op, outer * inner, cols, x, y, **kwargs)
-    return dataclasses.replace(spec, inner=inner)
+    return changed(spec, inner=inner)
 
 
 def strided(rows: Any, spec: Spec) -> Any:
@@ -157,12 +157,12 @@ def test_values_by_default(op: str, direction: str) -> None:
 def test_scale(op: str) -> None:
     """A power of two, so that nothing is rounded: that of x, and of its gradient."""
     spec = make_spec("fwd", op, (1, 37, 32), F32, F32)
-    scaled = dataclasses.replace(spec, logits_scale=0.25)
+    scaled = changed(spec, logits_scale=0.25)
     (x,) = (strided(a, spec) for a in forward_cases.make_operands(spec))
     (y,), (expected,) = forward_cases.interpret(scaled, x), forward_cases.interpret(spec, x / 4)
     np.testing.assert_array_equal(y, expected)
     spec = make_spec("bwd", op, (1, 37, 32), F32, F32)
-    scaled = dataclasses.replace(spec, logits_scale=0.25)
+    scaled = changed(spec, logits_scale=0.25)
     operands = [strided(a, spec) for a in backward_cases.make_operands(spec)]
     dx, expected = (backward_cases.interpret(s, *operands)[0] for s in (scaled, spec))
     np.testing.assert_array_equal(dx, expected / 4)
@@ -234,7 +234,7 @@ def test_lowering(shape: tuple[int, int, int], direction: str) -> None:
     turn = SHAPES.index(shape)
     x, y = [(BF16, BF16), (F32, F32), (F32, BF16)][turn % 3]
     spec = make_spec(direction, OPS[(turn + (direction == "bwd")) % 4], shape, x, y)
-    assert mosaic.supports(spec) is None
+    assert mosaic.why_unsupported(spec) is None
     assert "mosaic_gpu" in lowered(spec)
 
 
@@ -310,9 +310,9 @@ def test_refusals(change: dict[str, Any], part: str) -> None:
     op = "softmax" if change.get("op") == "softmax" else "rms_norm"
     spec = make_spec("fwd", op, (2, 64, 64), F32, F32)
     assert mosaic.takes_inner(spec)
-    refused = dataclasses.replace(spec, **change)
+    refused = changed(spec, **change)
     assert not mosaic.takes_inner(refused)
-    assert part in str(mosaic.supports(refused))
+    assert part in str(mosaic.why_unsupported(refused))
 
 
 @pytest.mark.parametrize(

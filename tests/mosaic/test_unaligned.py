@@ -14,6 +14,7 @@ import pytest
 from forward_cases import BF16, F32, RESIDUAL_OPS
 from h100 import Compiler
 from reference import assert_within
+from specs import changed
 
 from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels import mosaic
@@ -156,7 +157,7 @@ def test_what_has_windows(dtype: np.dtype, cols: int) -> None:
         found = choose(bwd)
         has_window = getattr(found, "window", None) is not None
         assert has_window == (cols * dtype.itemsize > 2048 or isinstance(found, Ring))
-        fwd, bwd = (dataclasses.replace(spec, rows=8191) for spec in (fwd, bwd))
+        fwd, bwd = (changed(spec, rows=8191) for spec in (fwd, bwd))
         for found in (forward_schedules.choose(fwd), choose(bwd)):
             assert getattr(found, "window", None) is None
 

@@ -71,5 +71,5 @@ ACTIVATIONS: dict[Activation, Callable[[jax.Array], ValueAndSlope]] = {
 
 def activation_of(spec: Spec) -> Callable[[jax.Array], ValueAndSlope]:
     """That of a call which has one."""
-    assert spec.activation is not None
-    return ACTIVATIONS[spec.activation]
+    assert spec.norm.activation is not None
+    return ACTIVATIONS[spec.norm.activation]

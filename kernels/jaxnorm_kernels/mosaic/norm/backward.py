@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxnorm_kernels.gradients import add_partials
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.norm.activations import activation_of
@@ -36,7 +37,6 @@ from jaxnorm_kernels.mosaic.walks.formulas import Arrays, Formula, RowOperands
 from jaxnorm_kernels.mosaic.walks.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing, rows_ring_backward
 from jaxnorm_kernels.mosaic.walks.strided_backward import strided_backward
-from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
 
 
@@ -53,21 +53,21 @@ class NormFormula:
 
     @functools.cached_property
     def row_sums(self) -> int:
-        return 1 + self.spec.subtract_mean
+        return 1 + self.spec.norm.subtract_mean
 
     @functools.cached_property
     def column_sums(self) -> int:
-        return (self.spec.scale_dtype is not None) + (self.spec.bias_dtype is not None)
+        return (self.spec.norm.scale_dtype is not None) + (self.spec.norm.bias_dtype is not None)
 
     @functools.cached_property
     def _from_output(self) -> bool:
-        return self.spec.saved == "output"
+        return self.spec.norm.saved == "output"
 
     def columns(self, params: Arrays) -> list[jax.Array]:
         """G, 1 / G and the bias; those of them that the equations need."""
         params = list(params)
         columns = []
-        if self.spec.scale_dtype is not None:
+        if self.spec.norm.scale_dtype is not None:
             g = gain(params.pop(0), self.spec)
             columns.append(g)
             if self._from_output:
@@ -80,7 +80,7 @@ class NormFormula:
         saved, dy = elements
         d, dg, z, _ = self._elements(saved, dy, columns, stats)
         c2 = (d if self._from_output else dg) * z
-        return [c2, dg] if self.spec.subtract_mean else [c2]
+        return [c2, dg] if self.spec.norm.subtract_mean else [c2]
 
     def finish(
         self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
@@ -97,9 +97,9 @@ class NormFormula:
         if dh:
             dx = dx + dh[0]
         sums = []
-        if self.spec.scale_dtype is not None:
+        if self.spec.norm.scale_dtype is not None:
             sums.append(d * xh)
-        if self.spec.bias_dtype is not None:
+        if self.spec.norm.bias_dtype is not None:
             sums.append(d)
         return [dx] * self.copies, sums
 
@@ -115,11 +115,11 @@ class NormFormula:
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """d; d G; z (from the input: xh); and 1 / G where that is needed."""
         columns, d = list(columns), dy
-        g = columns.pop(0) if self.spec.scale_dtype is not None else None
+        g = columns.pop(0) if self.spec.norm.scale_dtype is not None else None
         if not self._from_output:
             rstd, *mean = stats
             xh = (saved - mean[0] if mean else saved) * rstd
-            if self.spec.activation is not None:
+            if self.spec.norm.activation is not None:
                 n = xh if g is None else xh * g
                 _, slope = activation_of(self.spec)(n + columns.pop(0) if columns else n)
                 d = d * slope
@@ -142,7 +142,7 @@ class InnerNormFormula(NormFormula):
 
     @property
     def row_sums(self) -> int:
-        return 1 + (self.spec.subtract_mean or self.spec.bias_dtype is not None)
+        return 1 + (self.spec.norm.subtract_mean or self.spec.norm.bias_dtype is not None)
 
     @property
     def column_sums(self) -> int:
@@ -180,14 +180,14 @@ class InnerNormFormula(NormFormula):
         dscale, *dbias = sums
         if not self._from_output:
             dscale = dscale * stats[0]
-        has = (self.spec.scale_dtype is not None, self.spec.bias_dtype is not None)
+        has = (self.spec.norm.scale_dtype is not None, self.spec.norm.bias_dtype is not None)
         gradients = [total for total, is_there in zip((dscale, *dbias), has) if is_there]
-        rows = [dscale, *dbias][: 1 + self.spec.subtract_mean]
+        rows = [dscale, *dbias][: 1 + self.spec.norm.subtract_mean]
         return gradients, rows if not has[0] else [params[0] * total for total in rows]
 
     def _rstd_gain(self, columns: Arrays, stats: Arrays) -> jax.Array:
         """r G."""
-        return stats[0] if self.spec.scale_dtype is None else stats[0] * columns[0]
+        return stats[0] if self.spec.norm.scale_dtype is None else stats[0] * columns[0]
 
     def _centred(
         self, x: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
@@ -195,7 +195,7 @@ class InnerNormFormula(NormFormula):
         """d and c."""
         _, *mean = stats
         c = x - mean[0] if mean else x
-        if self.spec.activation is None:
+        if self.spec.norm.activation is None:
             return dy, c
         n = c * self._rstd_gain(columns, stats)
         if self.spec.reads_bias:
@@ -267,7 +267,7 @@ def _backward(
     if residuals.bias is not None and spec.reads_bias:
         params.append(residuals.bias)
     rows = [a for a in (residuals.saved, cotangents.y, cotangents.h) if a is not None]
-    inner = InnerNormFormula(spec.last, len(dtypes)) if spec.inner_params else None
+    inner = InnerNormFormula(spec.last, len(dtypes)) if spec.norm.inner_params else None
     formula = inner or NormFormula(spec.last, copies=len(dtypes))
     operands = RowOperands(rows, residuals.stats, params, spec.groups)
     if spec.inner > 1:
@@ -278,6 +278,6 @@ def _backward(
     else:
         results = walk_rows(formula, operands, dtypes, spec, schedule)
     dx, partials = results[: len(dtypes)], results[len(dtypes) :]
-    groups = (spec.scale_groups, spec.bias_groups)
-    dscale, dbias = add_partials(partials, (spec.scale_dtype, spec.bias_dtype), groups)
+    groups = (spec.norm.scale_groups, spec.norm.bias_groups)
+    dscale, dbias = add_partials(partials, (spec.norm.scale_dtype, spec.norm.bias_dtype), groups)
     return dx, dscale, dbias

@@ -67,19 +67,20 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
         spec.rows,
         operands=_present(operands.x, operands.residual, operands.gate),
         params=_present(operands.scale, operands.bias, operands.next_scale, operands.branch_scale),
-        results=[y_dtype, _residual_dtype(spec)] if spec.returns_h else [y_dtype],
-        stats=sum(1 + norm.returns_mean for norm in spec.norms) if spec.want_stats else 0,
+        results=[y_dtype, _residual_dtype(spec)] if "h" in spec.outputs else [y_dtype],
+        stats=sum(1 + norm.returns_mean for norm in spec.norms) if spec.has_stats else 0,
         exchanged=3,
         auto_barriers=schedule.auto_barriers,
-        name=spec.op.replace("norm", "layer_norm" if spec.subtract_mean else "rms_norm") + "_fwd",
+        name=spec.op.replace("norm", "layer_norm" if spec.norm.subtract_mean else "rms_norm")
+        + "_fwd",
     )
     return Results(y, h[0] if h else None, tuple(stats))
 
 
 def _residual_dtype(spec: Spec) -> np.dtype:
-    if spec.residual_dtype is None:
+    if spec.norm.residual_dtype is None:
         raise ValueError(f"{spec.op} needs a residual, and {spec} has none")
-    return spec.residual_dtype
+    return spec.norm.residual_dtype
 
 
 def _in_registers(spec: Spec, params_first: bool) -> Callable[[Tile, Refs], None]:
@@ -96,7 +97,7 @@ def _in_registers(spec: Spec, params_first: bool) -> Callable[[Tile, Refs], None
         def load(x: jax.Array, *residual: jax.Array) -> tuple[jax.Array, ...]:
             """The row to reduce; then h, or a residual or a gate that comes later."""
             x = widen(x, tile.layout_of(x.shape))
-            if spec.op == "norm_gated" and not spec.norm_before_gate:
+            if spec.op == "norm_gated" and not spec.norm.norm_before_gate:
                 return (gated(x, *residual),)
             if spec.op != "add_norm":
                 return x, *residual
@@ -111,7 +112,7 @@ def _in_registers(spec: Spec, params_first: bool) -> Callable[[Tile, Refs], None
             return columns or [[]] * len(tile.pieces())
 
         # Whose parameters there are, and those of each.
-        steps_of: list[Spec | None] = [*norms, *[None] * (spec.branch_scale_dtype is not None)]
+        steps_of: list[Spec | None] = [*norms, *[None] * (spec.norm.branch_scale_dtype is not None)]
         param_refs = _by_step(refs.params, steps_of)
 
         def params(k: int, index: Callable[[], Any]) -> list[list[jax.Array]]:
@@ -167,7 +168,7 @@ def _in_registers(spec: Spec, params_first: bool) -> Callable[[Tile, Refs], None
                     write(0, norm(lambda: wide(scaled_sum() if tile.rereads else h)))
                 case "norm_gated":
                     y = norm(row.read)
-                    waits = spec.norm_before_gate
+                    waits = spec.norm.norm_before_gate
                     write(0, [gated(*v) for v in zip(y, row.read(1))] if waits else y)
             _store_stats(refs.stats, tile.row_number(row.index), stats)
 
@@ -195,13 +196,13 @@ def _row_statistics(
 ) -> tuple[Stat, Stat | None]:
     """r and the mean of a row in registers; `nth` of the norms of this step's row."""
     size = tile.part_sizes() if isinstance(tile, SplitRow) else float(spec.cols)
-    mean = tile.sum(tile.skip_others(read())) / size if spec.subtract_mean else None
+    mean = tile.sum(tile.skip_others(read())) / size if spec.norm.subtract_mean else None
     centred = read() if mean is None else [v - tile.broadcast(mean, v) for v in read()]
     square = tile.sum([jnp.square(v) for v in tile.skip_others(centred)])
     if isinstance(tile, SplitRow):
         gather = functools.partial(tile.gather, scratch, step=step, nth=nth)
         mean, square = _merge(gather, size, mean, square, spec)
-    return lax.rsqrt(square / spec.cols + spec.epsilon), mean
+    return lax.rsqrt(square / spec.cols + spec.norm.epsilon), mean
 
 
 def _merge(
@@ -229,7 +230,9 @@ def _merge(
 def _by_step(params: Sequence[Ref], steps: Sequence[Spec | None]) -> list[list[Ref]]:
     """The parameters of each norm, and the scale of x, for which None stands."""
     rest = list(params)
-    counts = [1 if n is None else len(_present(n.scale_dtype, n.bias_dtype)) for n in steps]
+    counts = [
+        1 if n is None else len(_present(n.norm.scale_dtype, n.norm.bias_dtype)) for n in steps
+    ]
     return [[rest.pop(0) for _ in range(count)] for count in counts]
 
 

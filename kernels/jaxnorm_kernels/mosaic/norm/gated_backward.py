@@ -16,13 +16,13 @@ import dataclasses
 
 import jax
 
+from jaxnorm_kernels.gradients import add_partials
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.norm.activations import activation_of
 from jaxnorm_kernels.mosaic.norm.backward import walk_rows
 from jaxnorm_kernels.mosaic.norm.elementwise import gain
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.mosaic.walks.formulas import Arrays, RowOperands
-from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
 
 
@@ -36,7 +36,7 @@ class GatedFormula:
 
     @property
     def column_sums(self) -> int:
-        return int(self.spec.scale_dtype is not None)
+        return int(self.spec.norm.scale_dtype is not None)
 
     def columns(self, params: Arrays) -> list[jax.Array]:
         """G."""
@@ -53,7 +53,7 @@ class GatedFormula:
         e, dg, t, a, slope = self._elements(elements, columns)
         xh = t * rstd
         dt = dg * rstd - xh * (totals[0] * rstd * (rstd / self.spec.cols))
-        if self.spec.norm_before_gate:
+        if self.spec.norm.norm_before_gate:
             results, dscale = [dt, e * xh * slope], d * a * xh
         else:
             results, dscale = [dt * a, dt * x * slope], d * xh
@@ -66,7 +66,9 @@ class GatedFormula:
         x, gate, d = elements
         a, slope = activation_of(self.spec)(gate)
         e = d * columns[0] if columns else d
-        return (e, e * a, x, a, slope) if self.spec.norm_before_gate else (e, e, x * a, a, slope)
+        return (
+            (e, e * a, x, a, slope) if self.spec.norm.norm_before_gate else (e, e, x * a, a, slope)
+        )
 
 
 def norm_gated_bwd(
@@ -82,15 +84,15 @@ def norm_gated_bwd(
       residuals, cotangents: arrays of 16 or 32 bits; statistics of float32.
       schedule: how it runs; by default, what the table says.
     """
-    assert spec.gate_dtype is not None
+    assert spec.norm.gate_dtype is not None
     rows = [residuals.saved, residuals.gate, cotangents.y]
     params = [] if residuals.scale is None else [residuals.scale]
     dx, dgate, *partials = walk_rows(
         GatedFormula(spec),
         RowOperands(rows, residuals.stats, params, spec.groups),
-        [spec.x_dtype, spec.gate_dtype],
+        [spec.x_dtype, spec.norm.gate_dtype],
         spec,
         schedule,
     )
-    (dscale,) = add_partials(partials, (spec.scale_dtype,), (spec.scale_groups,))
+    (dscale,) = add_partials(partials, (spec.norm.scale_dtype,), (spec.norm.scale_groups,))
     return Operands(dx, scale=dscale, gate=dgate)

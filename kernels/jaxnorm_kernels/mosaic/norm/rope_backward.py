@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.gradients import add_partials
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, warpgroup_barrier
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch, required, split
@@ -36,7 +37,6 @@ from jaxnorm_kernels.mosaic.schedules.heads import Heads
 from jaxnorm_kernels.mosaic.schedules.norm_backward import persistent_blocks
 from jaxnorm_kernels.mosaic.walks.rows_ring import sum_of_rows
 from jaxnorm_kernels.mosaic.walks.stages import Stages
-from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
@@ -72,7 +72,7 @@ class _Formula:
         self, saved: Parts, table: Parts, reciprocals: Parts, r: Parts
     ) -> tuple[Parts, Parts | None]:
         """xh and, from the output, n."""
-        if self.spec.saved == "input":
+        if self.spec.norm.saved == "input":
             return [part * of_row for part, of_row in zip(saved, r)], None
         cos, sin = table
         square = cos * cos + sin * sin
@@ -126,7 +126,7 @@ class _Kernel:
     def step(self, k: Any, carried: Parts) -> Parts:
         """dx of the rows of step `k`, and with them the sums; then its stage is free."""
         first, tile = self.share.first_row(k), self.tile
-        shared = self.formula.spec.table_rows
+        shared = self.formula.spec.norm.table_rows
         assert shared is not None
         # They come from the L2 cache while the stage arrives.
         ahead = [
@@ -207,5 +207,5 @@ def norm_rope_bwd(
         ],
         auto_barriers=False,
     )
-    (dscale,) = add_partials(partials, (spec.scale_dtype,))
+    (dscale,) = add_partials(partials, (spec.norm.scale_dtype,))
     return Operands(dx, scale=dscale)

@@ -24,7 +24,7 @@ from jaxnorm_kernels.specs import Spec
 def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = None) -> Results:
     """See `Implementation.forward`; statistics are float32."""
     schedule = required(schedule or heads.forward(spec), spec)
-    tile, shared = schedule.tile(spec), spec.table_rows
+    tile, shared = schedule.tile(spec), spec.norm.table_rows
     assert shared is not None
     layouts = tile.layouts(tile.rows_layout)
     params = [a for a in (operands.scale,) if a is not None]
@@ -40,7 +40,7 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
         table = [tile.load_table(ref, shared, first) for ref in (cos, sin)]
         parts = [widen(part, layout) for part, layout in zip(raw, layouts)]
         square = tile.sum([jnp.square(part) for part in parts])
-        r = lax.rsqrt(square / spec.cols + spec.epsilon)
+        r = lax.rsqrt(square / spec.cols + spec.norm.epsilon)
         n = [part * tile.broadcast(r, part) for part in parts]
         for of_scale in gains:
             n = [part * tile.expand(g) for part, g in zip(n, of_scale)]
@@ -48,7 +48,7 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
         for ref in rstd:
             store(ref.at[rows], r)
 
-    shape, stats = operands.x.shape, [((spec.rows,), np.dtype(np.float32))] * spec.want_stats
+    shape, stats = operands.x.shape, [((spec.rows,), np.dtype(np.float32))] * spec.has_stats
     y, *rstd = launch(
         body,
         arrays,

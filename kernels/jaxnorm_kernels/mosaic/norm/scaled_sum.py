@@ -9,11 +9,11 @@ import dataclasses
 
 import jax
 
+from jaxnorm_kernels.gradients import add_partials
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.norm.backward import NormFormula, walk_rows
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.mosaic.walks.formulas import Arrays, RowOperands
-from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
 
 
@@ -65,7 +65,7 @@ def scaled_sum_bwd(
       schedule: how it runs; by default, what the table says.
     """
     params = [residuals.branch_scale, residuals.scale]
-    params.append(residuals.bias if spec.saved == "output" else None)
+    params.append(residuals.bias if spec.norm.saved == "output" else None)
     rows = [residuals.saved, cotangents.y, residuals.x, cotangents.h]
     dx, dresidual, *partials = walk_rows(
         ScaledSumFormula(NormFormula(spec.last)),
@@ -81,7 +81,7 @@ def scaled_sum_bwd(
     )
     dbranch_scale, dscale, dbias = add_partials(
         partials,
-        (spec.branch_scale_dtype, spec.scale_dtype, spec.bias_dtype),
-        (spec.branch_scale_groups, spec.scale_groups, spec.bias_groups),
+        (spec.norm.branch_scale_dtype, spec.norm.scale_dtype, spec.norm.bias_dtype),
+        (spec.norm.branch_scale_groups, spec.norm.scale_groups, spec.norm.bias_groups),
     )
     return Operands(dx, dresidual, dscale, dbias, branch_scale=dbranch_scale)

@@ -5,7 +5,6 @@ give is then merged once more. The equations are those of `norm.forward`, and so
 merged.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -26,17 +25,17 @@ from jaxnorm_kernels.specs import Spec
 
 
 def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
-    """x and y are ``(outer, cols, inner)``; scale and bias also as `Spec.inner_params` says."""
-    name = "layer_norm" if spec.subtract_mean else "rms_norm"
+    """Normalise the axis cols of ``(outer, cols, inner)``; see `NormOptions.inner_params`."""
+    name = "layer_norm" if spec.norm.subtract_mean else "rms_norm"
     params = [param for param in (operands.scale, operands.bias) if param is not None]
     prepare = functools.partial(norm_columns, spec=spec)
     # r G is that of an inner element where G is.
-    joins = spec.inner_params and spec.scale_dtype is not None
-    rest = dataclasses.replace(spec, scale_dtype=None) if joins else spec
+    joins = spec.norm.inner_params and spec.norm.scale_dtype is not None
+    rest = spec.replaced(scale_dtype=None) if joins else spec
 
     def finish(strip: Strip, gather: Gather, refs: Refs) -> None:
         x = strip.reader(0)
-        if spec.inner_params:
+        if spec.norm.inner_params:
             # Read first: that takes as long as the sums do.
             prepared = prepare([strip.inner_param(ref) for ref in refs.params])
             columns = strip.same_of_columns(prepared[joins:])
@@ -60,8 +59,8 @@ def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
         params,
         strips=required(strip_schedule.strips_of(spec), spec),
         y_dtype=spec.y_dtype,
-        stats=1 + spec.returns_mean if spec.want_stats else 0,
-        exchanged=3 if spec.subtract_mean else 1,
+        stats=1 + spec.returns_mean if spec.has_stats else 0,
+        exchanged=3 if spec.norm.subtract_mean else 1,
         name=name,
     )
     return Results(y, stats=tuple(stat.reshape(spec.rows) for stat in statistics))
@@ -72,7 +71,7 @@ def _statistics(
 ) -> tuple[Stat, Stat | None]:
     """r and the mean of each inner element, or of its group."""
     mean = None
-    if spec.subtract_mean:
+    if spec.norm.subtract_mean:
         size = strip.sizes()
         (total,) = strip.sum(lambda piece: [x(piece)], waits=True)
         part_mean = total / size
@@ -86,7 +85,7 @@ def _statistics(
         part_squares = strip.sum(lambda piece: [jnp.square(x(piece))], waits=True)
         (square,) = gather(_add, part_squares)
     square = strip.group_sum(square)
-    return lax.rsqrt(square / spec.cols + spec.epsilon), mean
+    return lax.rsqrt(square / spec.cols + spec.norm.epsilon), mean
 
 
 def _add(parts: Parts) -> list[Stat]:

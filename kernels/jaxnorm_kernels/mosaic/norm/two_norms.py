@@ -21,7 +21,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxnorm_kernels import composed
+from jaxnorm_kernels import gradients
+from jaxnorm_kernels.gradients import add_partials
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.norm.backward import norm_bwd
 from jaxnorm_kernels.mosaic.norm.elementwise import gain, reciprocal, within_limit
@@ -29,7 +30,6 @@ from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.mosaic.walks.formulas import Arrays, RowOperands
 from jaxnorm_kernels.mosaic.walks.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing, rows_ring_backward
-from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
 
 
@@ -41,33 +41,35 @@ class TwoNormsFormula:
 
     @property
     def summed(self) -> int:
-        return 3 + self.spec.adds_dh
+        return 3 + ("h" in self.spec.outputs)
 
     @property
     def row_sums(self) -> int:
-        return 3 + self.spec.adds_dh
+        return 3 + ("h" in self.spec.outputs)
 
     @property
     def column_sums(self) -> int:
-        return (self.spec.scale_dtype is not None) + (self.spec.next_scale_dtype is not None)
+        return (self.spec.norm.scale_dtype is not None) + (
+            self.spec.norm.next_scale_dtype is not None
+        )
 
     def columns(self, params: Arrays) -> list[jax.Array]:
         """G; G' and, from the output, 1 / G'."""
         params = list(params)
         columns = []
-        if self.spec.scale_dtype is not None:
+        if self.spec.norm.scale_dtype is not None:
             columns.append(gain(params.pop(0), self.spec.first))
-        if self.spec.next_scale_dtype is not None:
+        if self.spec.norm.next_scale_dtype is not None:
             g = gain(params.pop(0), self.spec.last)
             columns.append(g)
-            if self.spec.saved == "output":
+            if self.spec.norm.saved == "output":
                 columns.append(reciprocal(g, self.spec.last))
         return columns
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
         _, _, d, *dh = elements
         _, u, z, next_xh, dg = self._elements(elements, columns, stats)
-        c = d * z if self.spec.saved == "output" else dg * z
+        c = d * z if self.spec.norm.saved == "output" else dg * z
         return [c, dg * u, next_xh * u, *(each * u for each in dh)]
 
     def finish(
@@ -81,10 +83,10 @@ class TwoNormsFormula:
         dresidual = next_rstd * (dg - next_xh * next_c)
         if dh:
             c, dresidual = c + of_dh[0], dresidual + dh[0]
-        has_scale = self.spec.scale_dtype is not None
+        has_scale = self.spec.norm.scale_dtype is not None
         dx = rstd * ((dresidual * columns[0] if has_scale else dresidual) - xh * c)
         sums = [dresidual * xh] if has_scale else []
-        if self.spec.next_scale_dtype is not None:
+        if self.spec.norm.next_scale_dtype is not None:
             sums.append(d * next_xh)
         return [dx, dresidual], sums
 
@@ -94,13 +96,13 @@ class TwoNormsFormula:
         """xh, u, z (from the input: xh'), xh' and d G'."""
         (x, saved, d, *_), (rstd, next_rstd), columns = elements, stats, list(columns)
         u = xh = x * rstd
-        if self.spec.scale_dtype is not None:
+        if self.spec.norm.scale_dtype is not None:
             u = xh * columns.pop(0)
-        from_output = self.spec.saved == "output"
+        from_output = self.spec.norm.saved == "output"
         z = within_limit(saved, self.spec.last) if from_output else saved * next_rstd
         next_xh = z
         dg = d
-        if self.spec.next_scale_dtype is not None:
+        if self.spec.norm.next_scale_dtype is not None:
             dg = d * columns.pop(0)
             if from_output:
                 next_xh = z * columns.pop(0)
@@ -125,7 +127,7 @@ def two_norms_bwd(
     """
     schedule = schedule or schedules.two_norms_schedule(spec)
     if schedule is None:
-        return composed.two_norms_bwd(norm_bwd, residuals, cotangents, spec)
+        return gradients.two_norms_bwd(norm_bwd, residuals, cotangents, spec)
     arrays = (residuals.x, residuals.saved, cotangents.y, cotangents.h)
     rows = [a for a in arrays if a is not None]
     params = [p for p in (residuals.scale, residuals.next_scale) if p is not None]
@@ -141,6 +143,6 @@ def two_norms_bwd(
         name="jaxnorm_rms_norm_add_rms_norm_bwd",
     )
     dscale, dnext_scale = add_partials(
-        partials, (spec.scale_dtype, spec.next_scale_dtype), (spec.groups, spec.groups)
+        partials, (spec.norm.scale_dtype, spec.norm.next_scale_dtype), (spec.groups, spec.groups)
     )
     return Operands(dx, dresidual, dscale, next_scale=dnext_scale)

@@ -97,7 +97,7 @@ _CANNOT: Table = (
     *NO_KERNEL,
     (
         "its kernels over an axis that is not the last take no mask or bias of a softmax",
-        lambda s: s.has_mask or s.causal or s.logits_bias_dtype is not None,
+        lambda s: s.logits.has_mask or s.softmax.causal or s.softmax.logits_bias_dtype is not None,
     ),
     (
         "its kernels over an axis that is not the last take no residual",
@@ -105,7 +105,7 @@ _CANNOT: Table = (
     ),
     (
         "its kernels over an axis that is not the last take no parameters of groups of rows",
-        lambda s: s.groups > 1 and not s.inner_params,
+        lambda s: s.groups > 1 and not s.norm.inner_params,
     ),
     (
         "its softmaxes are over one axis, or over axes that lie side by side",
@@ -142,7 +142,7 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Strips | None:
     outer, cols, inner = spec.strided
     array_bytes = -(-cols // line.cluster) * line.width * itemsize
     block_bytes = array_bytes * sum(d.itemsize for d in _held(spec)) // itemsize
-    reads_columns = spec.is_norm and not spec.inner_params
+    reads_columns = spec.is_norm and not spec.norm.inner_params
     most_kib = _BLOCK_KIB[reads_columns, spec.direction][itemsize]
     fits = (
         2 <= threads <= WARP // 2
@@ -174,8 +174,8 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Strips | None:
     strips = dataclasses.replace(strips, blocks=count)
     if _shared_bytes(strips, spec) - RESERVED_BYTES > gpu.smem:
         return None
-    has_column_sums = spec.direction == "bwd" and not spec.inner_params
-    if not has_column_sums or (spec.scale_dtype is None and spec.bias_dtype is None):
+    has_column_sums = spec.direction == "bwd" and not spec.norm.inner_params
+    if not has_column_sums or (spec.norm.scale_dtype is None and spec.norm.bias_dtype is None):
         return strips
     # Gradients of parameters: each block adds up those of many strips, and writes its sums. As many
     # blocks as run at a time, or as few as take as many strips each.
