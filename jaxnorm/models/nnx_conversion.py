@@ -64,8 +64,7 @@ def convert(
         norm, attributes = converted[path], added
         if added.save == "output" and (why := why_input(norm)) is not None:
             attributes, kept[path] = added._replace(save="input"), why
-        for name, value in attributes._asdict().items():
-            setattr(norm, name, value)
+        flax_modules.set_fields(norm, attributes)
         base = conversion.converted_as(type(norm), classes)
         assert base is not None
         norm.__class__ = classes[base]
