@@ -137,7 +137,7 @@ def test_activation(pair, activation):
         results(ours, parameters, X), results(expected, parameters, X), exact
     )
     (call,) = calls_in(jax.make_jaxpr(ours)(parameters, X).jaxpr)
-    assert call.spec.activation == activation
+    assert call.spec.norm.activation == activation
     mask = X > -1
     np.testing.assert_array_equal(
         ours(parameters, X, mask=mask), expected(parameters, X, mask=mask)
