@@ -163,7 +163,9 @@ def test_rows_on_a_mesh(name, layout, kind, runs):
         # Gradients of parameters, and sums of rows whose columns are split.
         assert max(travels, default=0) <= max(*params, 4 * ROWS, 0)
         assert not (travels and layout == "replicated")
-    moves_rows = name == OF_GROUPS or (kind == "auto" and runs == "xla")
+    # Automatic axes may gather parameters of samples, or rows with XLA's code.
+    of_samples = "of_samples" in FUNCTIONS[name].kinds
+    moves_rows = name == OF_GROUPS or (kind == "auto" and (runs == "xla" or of_samples))
     if layout in ("rows", "both", "over two") and not moves_rows:
         assert {*collectives(compiled)} <= {"all-reduce"}
     if kernels is not None:

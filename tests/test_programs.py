@@ -49,12 +49,16 @@ def test_it_is_the_formula(name, x64):
 
 @each
 def test_outside_jit(name):
-    """The same bits in values, of NumPy's arrays, too; gradients; without a compiler."""
+    """The same bits in values of one primitive, of NumPy's arrays, too; gradients; uncompiled."""
     operands = operands_of(name)
     function, plain, _ = FUNCTIONS[name]
     values = jax.tree.leaves(function(*operands))
     for run, given in ((jax.jit(function), operands), (function, map(np.asarray, operands))):
-        for a, b in zip(jax.tree.leaves(run(*given)), values, strict=True):
+        found = jax.tree.leaves(run(*given))
+        if "linear" in name:  # of several primitives, which `jax.jit` fuses
+            assert_computes(found, function, *operands)
+            continue
+        for a, b in zip(found, values, strict=True):
             np.testing.assert_array_equal(a, b)
     ours, theirs = (gradients(f, floats_in(operands)) for f in (function, plain))
     assert_computes(ours(*operands), theirs, *operands, like=ours)
