@@ -405,8 +405,9 @@ def check(name, derivative, transformation, implementation):
     if name in FUNCTIONS:
         function = functools.partial(function, implementation=implementation)
     of = ("float64", 4, 6) if implementation == "xla" else ("float32", 70, 64)
-    # The others change no value, and the reference does without them.
-    repeated = transformation if transformation == "scan" else None
+    # The others change no value, and the reference does without them. Under vmap, each row is the
+    # first one, and has its label.
+    repeated = transformation if transformation in ("scan", "vmap") else None
     expected = expected_of(reference, derivative, repeated, *of)
     program = transformed(function, derivative, transformation)
     got = jax.jit(program)(*operands(*of))
