@@ -37,16 +37,19 @@ def test_a_call_costs_what_jax_nn_s_does(name):
 
 
 @pytest.mark.oldest_jax
-@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize(("order", "constants"), [(1, "JAX"), (2, "JAX"), (1, "NumPy")])
 @pytest.mark.parametrize("name", BASIC)
-def test_a_gradient_is_traced_once(name, order):
+def test_a_gradient_is_traced_once(name, order, constants):
     """A warm gradient outside `jax.jit` runs no Python of ours but what looks a program up.
 
-    Tracing anything anew would run the checks, the rules or the formulas.
+    Tracing anything anew would run the checks, the rules or the formulas. Labels, masks and tables
+    are arrays of JAX or of NumPy.
     """
     operands = [*map(jnp.asarray, operands_of(name))]
-    function = of_floats(FUNCTIONS[name].ours, operands)
     arrays = [operands[i] for i in floats_in(operands)]
+    if constants == "NumPy":
+        operands = [*map(np.asarray, operands)]
+    function = of_floats(FUNCTIONS[name].ours, operands)
 
     def total(*arrays):
         return sum(jnp.sum(y**2) for y in jax.tree.leaves(function(*arrays)))

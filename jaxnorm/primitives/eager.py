@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 
 
@@ -114,7 +115,7 @@ def alone(
 
 
 def _is_given(a: Any) -> bool:
-    """True if `a` is None or an array with a value, also if it is being differentiated.
+    """True if `a` is None or an array with a value, of JAX or NumPy, also if it is differentiated.
 
     Outside `jax.jit`, `jax.grad` differentiates one primitive at a time. Of a compiled function,
     JAX caches the derivative, too; it would trace that of a composition at each call. But where it
@@ -123,6 +124,9 @@ def _is_given(a: Any) -> bool:
     kind: type = type(a)
     if _is_concrete(kind):
         return True
+    if kind is np.ndarray:
+        # Other dtypes have errors of their own.
+        return bool(a.dtype.isnative and a.dtype.kind in "biuf")
     if not issubclass(kind, jax.core.Tracer):
         return False
     is_checked = jax.config.jax_debug_nans or jax.config.jax_debug_infs
