@@ -40,8 +40,16 @@ class Case:
             return None if shape is None else jax.ShapeDtypeStruct(shape, dtype)
 
         def softmax(x: Any, mask: Any, bias: Any) -> jax.Array:
-            options = (y or x.dtype, None, self.masked_logit)
-            return _softmax_of(op, x, -1, mask, self.scale, bias, self.causal, *options)
+            return _softmax_of(
+                op,
+                x,
+                where=mask,
+                scale=self.scale,
+                bias=bias,
+                causal=self.causal,
+                dtype=y or x.dtype,
+                masked_logit=self.masked_logit,
+            )
 
         arrays = struct(self.shape, x), struct(self.mask, bool), struct(self.bias, bias or x)
         return next(calls_in(jax.make_jaxpr(softmax)(*arrays).jaxpr))

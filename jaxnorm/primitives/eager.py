@@ -126,12 +126,22 @@ def _is_given(a: Any) -> bool:
     if _is_concrete(kind):
         return True
     if kind is np.ndarray:
-        # For other dtypes, the function itself raises an error.
-        return bool(a.dtype.isnative and a.dtype.kind in "biuf")
+        return _keeps_value(a)
     if not issubclass(kind, jax.core.Tracer):
         return False
     is_checked = jax.config.jax_debug_nans or jax.config.jax_debug_infs
     return not is_checked and a.to_concrete_value() is not None
+
+
+def _keeps_value(a: np.ndarray) -> bool:
+    """True if `jax.jit` takes a NumPy array as it is; others have rules or errors of their own."""
+    if not a.dtype.isnative or a.dtype.kind not in "biuf":
+        return False
+    kept = jax.dtypes.canonicalize_dtype(a.dtype)
+    if kept == a.dtype:
+        return True
+    limits = np.iinfo(kept) if a.dtype.kind in "iu" and a.size else None
+    return limits is not None and bool(limits.min <= a.min() and a.max() <= limits.max)
 
 
 @functools.cache
