@@ -277,7 +277,7 @@ def _line(equation: Any) -> str:
 
 
 def _line_of(operands: Sequence[Value]) -> str:
-    """Return the line of an operand, for an equation of JAX's derivatives, which has none."""
+    """Return an operand's line, for an equation of JAX's derivatives without a line."""
     return next((v.source for v in operands if v.source), "")
 
 

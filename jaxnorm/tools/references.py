@@ -289,7 +289,7 @@ def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results
 
 
 def linear_log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """The same for ``x @ weight + bias``: these logits are not rounded, but their gradient is."""
+    """``log p[label]`` and ``-sum p log p`` of ``x @ weight + bias``, with unrounded logits."""
     x, weight = given["x"], given["weight"]
     results, dlogits = _log_probs(x @ weight + given["bias"], given["labels"], d)
     of_products = dlogits.stored(dtype)

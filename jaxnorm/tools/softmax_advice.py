@@ -1,4 +1,4 @@
-"""Advice on softmaxes: jaxnorm's saves its result alone, without exponentials and masks."""
+"""Advice on softmaxes: jaxnorm's saves only its result, without exponentials and masks."""
 
 from collections.abc import Iterator, Sequence
 
