@@ -354,7 +354,7 @@ class Call:
         return run
 
     def _own_buffers(self, name: str, names: Sequence[str], arrays: Arrays) -> list[jax.Array]:
-        """Give a kernel's arrays buffers of their own, so that none is part of a larger array."""
+        """Give a kernel's arrays separate buffers, so that none is part of a larger array."""
         if name == "xla":
             return [*arrays]
         in_place = self._in_place

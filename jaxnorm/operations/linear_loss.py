@@ -99,9 +99,9 @@ def linear_softmax_cross_entropy(
     float32).
 
     Raises:
-      TypeError: x, weight or bias is not of a supported float dtype, or ``dtype`` is none, labels
-        are no integers, ``where`` is of integers, ``chunk`` is no integer, or ``label_smoothing``,
-        ``z_loss``, ``logits_scale`` or ``logit_softcap`` is no Python number.
+      TypeError: x, weight, bias or ``dtype`` is not of a supported float dtype, labels are not
+        integers, ``where`` is of integers, ``chunk`` is not an integer, or ``label_smoothing``,
+        ``z_loss``, ``logits_scale`` or ``logit_softcap`` is not a Python number.
       ValueError: the shape of an array, ``reduction``, ``chunk``, one of these numbers or
         ``implementation`` is wrong.
 
@@ -324,9 +324,9 @@ def linear_log_prob_and_entropy(
     On a mesh, rows, V and d may be sharded, as in :func:`linear_softmax_cross_entropy`.
 
     Raises:
-      TypeError: x, weight or bias is not of a supported float dtype, or ``dtype`` is none, labels
-        are no integers, ``where`` is not boolean, ``chunk`` is no integer, or ``logits_scale`` or
-        ``logit_softcap`` is no Python number.
+      TypeError: x, weight, bias or ``dtype`` is not of a supported float dtype, labels are not
+        integers, ``where`` is not boolean, ``chunk`` is not an integer, or ``logits_scale`` or
+        ``logit_softcap`` is not a Python number.
       ValueError: the shape of an array, ``chunk``, one of these numbers or ``implementation`` is
         wrong.
 

@@ -81,9 +81,9 @@ def softmax_cross_entropy_with_integer_labels(
     Differentiable with respect to logits, in reverse and forward mode, to any order.
 
     Raises:
-      TypeError: logits are not of a supported float dtype, labels are no integers, ``where`` is of
+      TypeError: logits are not of a supported float dtype, labels are not integers, ``where`` is of
         integers or, with logits' axes, not boolean, or ``label_smoothing``, ``z_loss``,
-        ``logits_scale`` or ``logit_softcap`` is no Python number.
+        ``logits_scale`` or ``logit_softcap`` is not a Python number.
       ValueError: ``axis``, the shape of labels or ``where``, one of these numbers or
         ``implementation`` is wrong.
 
@@ -322,8 +322,8 @@ def log_prob_and_entropy(
     Differentiable with respect to logits, in reverse and forward mode, to any order.
 
     Raises:
-      TypeError: logits are not of a supported float dtype, labels are no integers, ``where`` is not
-        boolean, or ``logits_scale`` or ``logit_softcap`` is no Python number.
+      TypeError: logits are not of a supported float dtype, labels are not integers, ``where`` is
+        not boolean, or ``logits_scale`` or ``logit_softcap`` is not a Python number.
       ValueError: ``axis``, the shape of labels or ``where``, one of these numbers or
         ``implementation`` is wrong.
 

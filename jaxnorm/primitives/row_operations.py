@@ -328,7 +328,7 @@ bind, tangents_of = _RULES.bind, _RULES.tangents_of
 
 
 def run(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
-    """The results of a user's call: refused here, where an implementation's name cannot run it."""
+    """Run a user's call; raise ValueError if the named implementation cannot run it."""
     if call.implementation is not None:
         name = call.implementation
         backends.forced(call.function, call.as_seen_by(name), name)
