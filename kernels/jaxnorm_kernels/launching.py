@@ -1,4 +1,4 @@
-"""Give a kernel's operands and results buffers of their own, which start at aligned addresses.
+"""Give a kernel's operands and results separate buffers, which start at aligned addresses.
 
 XLA passes a contiguous slice to a kernel as an address inside the sliced array, and lets a kernel
 write its result into a part of a larger array (XLA calls both a dynamic-slice fusion). It does so
@@ -26,7 +26,7 @@ ALIGNMENT = 256
 
 
 def own_buffer(array: jax.Array) -> jax.Array:
-    """Return an operand or a result of a kernel in a buffer of its own."""
+    """Return an operand or a result of a kernel in a separate buffer."""
     return lax.optimization_barrier(array)
 
 

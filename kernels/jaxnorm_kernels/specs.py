@@ -143,7 +143,7 @@ class SoftmaxOptions(LogitsOptions):
     Attributes:
       logits_bias_dtype: dtype of the bias that is added to the logits, and of its gradient. None
         for no bias, and for a backward that does not return its gradient.
-      logits_bias_shape: shape of the bias: that of the whole x, with 1 where it is broadcast.
+      logits_bias_shape: shape of the bias: x's shape, with 1 where it is broadcast.
       logits_bias_rows: as `LogitsOptions.mask_rows`, for the bias.
       masked_logit: the value of a masked logit. -inf excludes it, and a row without unmasked logits
         is 0. A finite number is included as a constant.
@@ -414,7 +414,7 @@ class Spec:
 
     @functools.cached_property
     def normalises_h(self) -> bool:
-        """True if y is the norm of the sum h, and h is a result, too."""
+        """True if y is the norm of the sum h, and both are results."""
         return "h" in self.operation.results
 
     @functools.cached_property
@@ -425,7 +425,7 @@ class Spec:
 
     @functools.cached_property
     def groups(self) -> int:
-        """Number of groups of rows that have parameters of their own."""
+        """Number of groups of rows with separate parameters."""
         return max(self.norm.scale_groups, self.norm.bias_groups, self.norm.branch_scale_groups)
 
     @functools.cached_property
