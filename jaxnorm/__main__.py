@@ -9,7 +9,7 @@ from jaxnorm.tools import machine, selfcheck, wall_time
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a report. 1 if a value was checked and is wrong, otherwise 0."""
+    """Print a report; return 1 if a value was checked and is wrong, otherwise 0."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxnorm",
         description="Prints versions, devices, and which implementation runs each function here.",

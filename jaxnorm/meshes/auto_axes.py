@@ -5,8 +5,8 @@ operands of a kernel.
 
 In the program, this rule is only the address of a Python function, which differs between processes.
 So JAX's persistent compilation cache misses, unless a flag of JAX's removes the address from its
-keys. In that case the calls are told apart by the name of a function in the program, which contains
-a digest of the call.
+keys. In that case, the name of a function in the program, which contains a digest of the call,
+distinguishes the calls.
 """
 
 import functools

@@ -113,7 +113,7 @@ def vary_alike(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Make all arrays vary over the same manual mesh axes, inside `jax.shard_map`.
 
     A parameter is the same on every device, but the rows are not. The gradient of this cast is the
-    sum over these axes, so that the parameter's gradient is the same on every device, too.
+    sum over these axes, so that the parameter's gradient is also the same on every device.
     """
     if len(arrays) == 1:
         return arrays

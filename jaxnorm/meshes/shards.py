@@ -137,7 +137,7 @@ def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
     """Return the sharding rule of a call: axis i of x is named `xi` in all arrays.
 
     Parameters are gathered, since they are small: their sharding does not affect that of x. Their
-    gradients have axis names of their own, so that they can be sharded in any way.
+    gradients have separate axis names, so that they can be sharded in any way.
     """
     places = itertools.count()
 

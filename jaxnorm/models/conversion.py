@@ -127,7 +127,7 @@ class Calls:
     """
 
     def __init__(self, function: str, calls: Any, base: type, package: str) -> None:
-        """TypeError or ValueError if ``calls`` is not a mapping of the package's modules."""
+        """Raise TypeError or ValueError if ``calls`` is not a mapping of the package's modules."""
         expected = (
             f"expected a dictionary {{class of {package}: function(module, *args, **kwargs)}}"
         )

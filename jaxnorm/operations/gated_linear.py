@@ -94,7 +94,8 @@ def gated_linear(
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
-      ValueError: the shape of an array, ``activation`` or ``out_sharding`` is wrong, or lacks.
+      ValueError: the shape of an array, ``activation`` or ``out_sharding`` is wrong, or
+        ``out_sharding`` is missing.
 
     Example:
       >>> import jax.numpy as jnp

@@ -61,7 +61,7 @@ def linear_softmax_cross_entropy(
         and x's gradient is 0.
       reduction: ``"mean"`` over the positions that count, sum(where * loss) / sum(where), or 0 if
         the denominator is 0; ``"sum"``; or ``"none"`` for each position's loss times its weight.
-      chunk: number of rows of a chunk, at least 1; on a mesh, of a device's rows. None chooses 2048
+      chunk: number of rows in a chunk, at least 1; on a mesh, rows of one device. None chooses 2048
         or d, whichever is more, but fewer, down to 512, if their logits take more than 1 GiB.
         Besides weight's gradient, the function needs memory for the float32 array of its sum, and
         for a chunk's logits, which their gradient overwrites. With larger chunks, the float32 array
@@ -307,7 +307,7 @@ def linear_log_prob_and_entropy(
         ``(..., V)``, selects classes instead, as in :func:`log_prob_and_entropy`.
       logits_scale, logit_softcap: applied to the logits with bias, as in
         :func:`softmax_cross_entropy_with_integer_labels`.
-      chunk: number of rows of a chunk, at least 1; on a mesh, of a device's rows. None chooses, as
+      chunk: number of rows in a chunk, at least 1; on a mesh, rows of one device. None chooses, as
         in :func:`linear_softmax_cross_entropy`, by the memory of float32 logits.
       dtype: dtype of the matmuls, if x and weight promote to a wider one: ``jnp.bfloat16`` rounds a
         float32 weight, and makes 16-bit matmuls. None for the dtype to which they promote.

@@ -12,10 +12,10 @@ Each pass is one loop over chunks of rows. XLA computes its three matmuls:
     dW    += x^T dlogits      accumulated in float32, in place, by the matmul's epilogue (cuBLAS'
                               beta = 1), since the loop's carry has no other use
 
-dlogits have the matmuls' dtype and are as large as probabilities. All other factors are applied in
-float32, because dlogits would underflow: below 6e-8 in float16, below 1e-45 in float32. 1 / n
-and `logits_scale` multiply the matmuls' results. A row's weight or cotangent multiplies its row of
-dx and, in the gradient of weight, its row of x.
+dlogits have the matmuls' dtype and are as large as probabilities. Small factors would make them
+underflow (below 6e-8 in float16, below 1e-45 in float32), so all other factors are applied
+elsewhere, in float32. 1 / n and `logits_scale` multiply the matmuls' results. A row's weight or
+cotangent multiplies its row of dx and, in the gradient of weight, its row of x.
 """
 
 import functools

@@ -145,8 +145,9 @@ class _LossRules(Rules[LinearLossCall]):
     def shards(self, head: LinearLossCall, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
         """Split rows and classes over the mesh axes that shard them, if the sizes are divisible.
 
-        A mesh axis that shards only the d of x or weight, or weight's V if the rows use that axis,
-        also splits the rows, because otherwise its devices would repeat the same work. Devices with
+        Some mesh axes split neither the classes nor the rows at first: those that shard only the d
+        of x or weight, or V if another axis of V shards the rows. They also split the rows,
+        because otherwise their devices would repeat the same work. Devices with
         shards of x along d exchange them for rows. Each device gathers weight along d once, before
         the loop (FSDP). If a mesh axis shards both rows and classes, weight or x is gathered,
         whichever is smaller. Gradients are reduced over the devices once, after the loop, and each

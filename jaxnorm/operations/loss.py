@@ -76,7 +76,8 @@ def softmax_cross_entropy_with_integer_labels(
 
     Returns:
       Array of labels' shape, the loss of each position: float32, or float64 for float64 logits. It
-      is NaN if logits have +inf or NaN, or are all -inf, and infinite if the label's logit is -inf.
+      is NaN if logits have +inf or NaN, or are all -inf, and infinite if a class with a nonzero
+      target has the logit -inf.
 
     Differentiable with respect to logits, in reverse and forward mode, to any order.
 

@@ -186,8 +186,8 @@ def layer_norm(
       Array of x's shape in ``dtype``.
 
     Differentiable in reverse and forward mode, to any order. Gradients of the parameters have the
-    parameters' shapes and dtypes, and are summed in float32. Tangents are computed from the saved
-    array, too: along ``scale`` they have the accuracy of y's dtype with ``save="output"``, and of
+    parameters' shapes and dtypes, and are summed in float32. Tangents are also computed from the
+    saved array: along ``scale`` they have the accuracy of y's dtype with ``save="output"``, and of
     float32 with ``save="input"``. For second derivatives prefer ``save="input"``: from the output,
     those of ``scale`` have a relative error of about ``u / |scale|`` (u: the output dtype's
     roundoff), and are NaN in columns with ``|scale| < 2**-60``.

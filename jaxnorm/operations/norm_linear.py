@@ -91,7 +91,7 @@ def rms_norm_linear(
       \mathrm{bias})
 
     The residuals are x and one number for each row. The normalised array is never saved: the
-    gradient of weight recomputes it. With an activation, the activation's input is saved, too.
+    gradient of weight recomputes it. With an activation, the activation's input is also saved.
 
     The dtype of the matmul is the one to which x and weight promote, or ``dtype`` if that has fewer
     bits; the normalised array is rounded to it. Sums, bias and activation are computed in float32
@@ -351,7 +351,7 @@ def _run(x: jax.Array) -> jax.Array:
     return x
 
 
-# The identity, which raises ValueError on a platform without the kernel. It needs no JVP or
+# The identity on x, which raises ValueError on a platform without the kernel. It needs no JVP or
 # batching rule, since it is inside a `custom_vmap` and a `custom_jvp`.
 _placed = Primitive("jaxnorm.placed")
 _placed.def_abstract_eval(lambda x: x)

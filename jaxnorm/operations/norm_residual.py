@@ -42,7 +42,7 @@ def add_layer_norm(
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
       gate: like ``scale``, with axes of its own: (batch, 1, channels) in adaLN-zero (Peebles and
         Xie, 2022, https://arxiv.org/abs/2212.09748), (channels,) in LayerScale (Touvron et al.,
-        2021, https://arxiv.org/abs/2103.17239). Its gradient needs x, which is then saved, too.
+        2021, https://arxiv.org/abs/2103.17239). Its gradient needs x, which is then also saved.
         None adds x without a factor.
 
     Returns:

@@ -99,7 +99,7 @@ class Dot:
     def tangent(self, terms: Sequence[jax.Array], result: np.dtype) -> jax.Array:
         """Return the sum of `terms`, added in the arithmetic dtype and cast to `result`.
 
-        The terms are rounded to the matmuls' dtype, so that their cotangents are, too.
+        The terms have the matmuls' dtype, so that their cotangents are rounded to it.
         """
         wide = checks.arithmetic_dtype(self.dtype, np.dtype(result))
         return functools.reduce(jnp.add, [t.astype(wide) for t in terms]).astype(result)

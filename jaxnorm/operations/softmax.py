@@ -51,7 +51,7 @@ def softmax(
       Array of x's shape in ``dtype``. As in :mod:`jax.nn`, a row with +inf, NaN or nothing but -inf
       is NaN.
 
-    Differentiable in reverse and forward mode, to any order; tangents are computed from y, too.
+    Differentiable in reverse and forward mode, to any order; tangents are also computed from y.
 
     Raises:
       TypeError: x, bias or ``dtype`` is not a supported float dtype, ``where`` is not boolean,

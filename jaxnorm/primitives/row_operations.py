@@ -273,7 +273,7 @@ class _RowRules(Rules[Call]):
     ) -> tuple[Arrays, list[int]]:
         """Batch a call: batched rows become more rows, batched parameters groups of rows.
 
-        A batch of parameters' gradients becomes groups of rows, too. The pass stays the same, so
+        A batch of parameters' gradients also becomes groups of rows. The pass stays the same, so
         that a gradient taken outside `jax.vmap` uses the same backward.
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)

@@ -160,8 +160,8 @@ class Rules[P: Pass](abc.ABC):
     def _may_be_partitioned(self, call: P, arrays: Arrays) -> bool:
         """Return True if XLA's partitioner may need our partitioning rule for this call.
 
-        The rule requires that JAX has the devices when it lowers. Programs for an `AbstractMesh`
-        and programs with several meshes have none, so the rule is requested only if needed.
+        The rule requires that JAX has the devices when it lowers, which is impossible in programs
+        for an `AbstractMesh` or with several meshes. So the rule is requested only if needed.
         """
         return (
             jax.device_count() > 1
@@ -344,7 +344,7 @@ def in_one_chunk[T](function: Callable[..., T], /, *arguments: Any, **named: Any
     Python's stack consists of 16 KiB chunks. In Python 3.12, a call that needs a new chunk maps its
     memory, and its return unmaps it. A loop that makes such calls deep in a trace takes up to three
     times as long (https://github.com/python/cpython/issues/142183). A frame larger than a chunk
-    gets a chunk of its own size, rounded up to a power of two.
+    gets a chunk of the frame's size, rounded up to a power of two.
     """
     return function(*arguments, **named)
 

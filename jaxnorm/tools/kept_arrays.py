@@ -216,7 +216,7 @@ def reached(
     """Return `start` and everything that follows from it, by identity, breadth first."""
     seen = {id(v): v for v in start}
     queue = [*seen.values()]
-    for value in queue:  # which grows
+    for value in queue:  # grows in the loop
         new = {id(v): v for v in following(value) if id(v) not in seen}
         seen |= new
         queue += new.values()
