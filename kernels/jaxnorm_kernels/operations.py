@@ -269,7 +269,7 @@ class Function:
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """All of its operations."""
+        """All operations of the function."""
         return (self.op,) if self.gated is None else (self.op, self.gated)
 
 

@@ -177,8 +177,8 @@ SOFTMAX_FORWARD = (
 )
 
 # Softmax with a mask, a bias or a diagonal. If the row is looped over, a thread has only 8 values,
-# because the addresses of the additional arrays take registers. In unaligned rows, each value has
-# an address of its own in each array, so that one program has all registers of an SM.
+# because the addresses of the additional arrays take registers. In unaligned rows, each value has a
+# separate address in each array, so that one program has all registers of an SM.
 LOGITS_FORWARD = (
     *SOFTMAX_FORWARD[:-1],
     Line(None, warps=16, per_sm=1, looped=True, unaligned=True),
@@ -193,7 +193,7 @@ SOFTMAX_BACKWARD = (
     # program. In 16 bits that leaves too few bytes in flight: loading twice is faster.
     Line(16384, warps=16, per_sm=2, looped=True, itemsize=2),
     Line(16384, warps=32, per_sm=1),
-    # If each value has an address of its own, Triton 3.7 runs out of registers with 32 warps.
+    # If each value has a separate address, Triton 3.7 runs out of registers with 32 warps.
     Line(None, warps=16, per_sm=2, looped=True, unaligned=True),
     # The L2 cache has room for one row of two arrays for each SM.
     Line(None, warps=32, per_sm=1, looped=True),

@@ -76,7 +76,7 @@ def label_sums(
     Args:
       x: logits, of any dtype. Each sum converts them itself, because XLA on a CPU would store a
         conversion that several sums share. `kept` is x, or -inf where masked.
-      m: the maximum of `kept`, in the arithmetic dtype, which the results have, too.
+      m: the maximum of `kept`, in the arithmetic dtype, which is also that of the results.
       label: a column, or -1 for none; the row's results are then arbitrary.
       at_label: True at that column.
     """
@@ -106,7 +106,7 @@ def label_sums(
         return [
             others,
             *(at_column(v, index).astype(wide) for v in picked),
-            # The barrier keeps XLA from storing x - m, which the backward computes, too.
+            # The barrier keeps XLA from storing x - m, which the backward also computes.
             *(jnp.sum(v, -1, keepdims=True) for v in even(*lax.optimization_barrier((x, m)))),
         ]
 

@@ -14,7 +14,7 @@ The backward, with d = dy; RMSNorm has c1 = 0:
 With an activation, let n = xh G + bias: y = activation(n), and d = dy activation'(n).
 
 With a residual, three forms exist: the norm of h = x + residual, the residual plus the norm of x,
-or both in sequence. h may have a cotangent dh of its own, which is added to the norm's dx. With
+or both in sequence. h may have a separate cotangent dh, which is added to the norm's dx. With
 h = residual + branch_scale x, let t be that sum of cotangents:
 
     dresidual = t       dx = branch_scale t       dbranch_scale = sum_rows(t x)
