@@ -1,4 +1,4 @@
-"""Views of arrays of any shape as ``(rows, cols)``, or as strided rows, without other reshapes."""
+"""Views of arrays of any shape as ``(rows, cols)`` or strided rows; only this module reshapes."""
 
 import dataclasses
 import functools
