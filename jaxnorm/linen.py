@@ -272,7 +272,7 @@ def converted(
         were not called. ``jax.jit`` retraces if a function is a new object: define each once.
 
     Raises:
-      TypeError: ``params`` is no dictionary, or ``calls`` is not a dictionary of classes and
+      TypeError: ``params`` is not a dictionary, or ``calls`` is not a dictionary of classes and
         functions.
       ValueError: ``save`` or ``implementation`` is wrong, or ``calls`` has a class that is not a
         ``flax.linen.Module``.

@@ -21,7 +21,7 @@ def convert(
     Args:
       model: an `nnx.Module`, or what has some in it.
       classes: jaxnorm's class for each of Flax's.
-      added: for all norms but those that have to keep their input.
+      added: for all norms except those that must save their input.
       calls: functions for classes, which take precedence.
 
     Raises:

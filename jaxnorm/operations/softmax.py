@@ -55,7 +55,7 @@ def softmax(
 
     Raises:
       TypeError: x, bias or ``dtype`` is not a supported float dtype, ``where`` is not boolean,
-        ``scale`` is no Python number, or ``causal`` neither True nor False.
+        ``scale`` is not a Python number, or ``causal`` is neither True nor False.
       ValueError: ``axis``, the shape of ``where`` or ``bias``, ``scale``, ``causal`` (for other
         axes than the last, or for an x of one axis) or ``implementation`` is wrong.
 

@@ -179,7 +179,7 @@ def check_params(
       empty report is not ``safe``.
 
     Raises:
-      TypeError: ``dtype`` is no supported float dtype, or a scale or bias is not a real float
+      TypeError: ``dtype`` is not a supported float dtype, or a scale or bias is not a real float
         array, or an option is of the wrong type.
       ValueError: a bias's shape differs from its scale's; ``rotated`` names no norm, or one with a
         bias; or ``rotated_columns`` is odd, or more than a norm has.

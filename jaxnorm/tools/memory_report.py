@@ -207,8 +207,8 @@ def memory_report(
       gated sums, and, in a scan, arrays that are saved twice.
 
     Raises:
-      TypeError: f is no function, or ``argnums`` no integer, and no sequence of them.
-      ValueError: ``argnums`` names an argument that is not there.
+      TypeError: f is not a function, or ``argnums`` is neither an integer nor a sequence of them.
+      ValueError: ``argnums`` names an argument that does not exist.
 
     A function that JAX cannot differentiate raises what ``jax.grad`` raises.
 
