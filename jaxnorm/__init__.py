@@ -1,9 +1,9 @@
-"""Softmax, cross-entropy, LayerNorm and RMSNorm for JAX: kernels, and what they keep is little.
+"""Fused softmax, cross-entropy, LayerNorm and RMSNorm for JAX that save little memory for backward.
 
-Softmax and the norms save their output for the backward, not their input. The norms come with the
-residual addition before or after them, too, in one pass. The functions are drop-in for
+Softmax and the norms save their output for the backward pass, not their input. A norm can include
+the residual addition before or after it in one pass. The functions are drop-in replacements for
 :mod:`jax.nn`, optax's loss and the usual norms; ``jaxnorm.linen`` and ``jaxnorm.nnx`` have Flax
-modules made of them.
+modules that use them.
 """
 
 from jaxnorm.calls.backends import Choice
@@ -57,8 +57,8 @@ __all__ = [
 
 __version__ = "0.3.0"
 
-# Where users find them: in signatures, tracebacks and help(jaxnorm), which lists what is defined
-# in a module.
+# Show these objects as members of jaxnorm in signatures, tracebacks and help(jaxnorm), which lists
+# only what a module defines.
 for _name in __all__:
     if _name != "save_policy":  # which is JAX's, whatever it is
         globals()[_name].__module__ = __name__

@@ -1,4 +1,4 @@
-"""``python -m jaxnorm``: what is here, and what runs; ``--check``: values, and speed on a GPU."""
+"""``python -m jaxnorm``: report this machine; ``--check``: check values, and speed on a GPU."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ from jaxnorm.tools import machine, selfcheck, wall_time
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a report. 1 if a value was checked and is wrong, otherwise 0."""
+    """Print a report; return 1 if a value was checked and is wrong, otherwise 0."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxnorm",
         description="Prints versions, devices, and which implementation runs each function here.",
@@ -41,6 +41,6 @@ def _check() -> int:
 
 
 if __name__ == "__main__":
-    # The check's processes share a GPU: none of them takes three quarters of its memory at once.
+    # The check's processes share a GPU, so none may preallocate three quarters of its memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     raise SystemExit(main())

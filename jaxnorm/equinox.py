@@ -27,26 +27,26 @@ _NO_STATE: Any = object()
 
 
 class LayerNorm(eqx.nn.LayerNorm):
-    """``equinox.nn.LayerNorm`` that keeps its output, not its input, for the backward pass.
+    """``equinox.nn.LayerNorm`` that saves its output, not its input, for the backward pass.
 
-    Fields, arguments, defaults and the call are equinox's; three keyword arguments come on top. As
-    there, x has the module's shape, all of which is normalised, and the result has x's dtype. Under
-    ``jax.vmap`` (one or more, one inside the other) all rows are one kernel's, forward and
-    backward. An x of another dtype than the floats of 16 to 64 bits, or without axes or elements,
-    is equinox's own, input-saving computation.
+    Fields, arguments, defaults and the call are equinox's; there are three additional keyword
+    arguments. As in equinox, x has the module's shape, all axes are normalised, and the result has
+    x's dtype. Under one or more nested ``jax.vmap``, one kernel runs all rows, forward and
+    backward. If x is not a float of 16 to 64 bits, or has no axes or elements, equinox's own code
+    runs, which saves the input.
 
     Args:
-      shape: of x, an integer or several; weight and bias have it, too.
+      shape: shape of x, weight and bias: an integer or several.
       eps: added to the variance.
-      use_weight, use_bias: whether there are these parameters; None where not.
-      dtype: of the parameters; JAX's default float by default.
-      elementwise_affine: equinox's deprecated one for both ``use_weight`` and ``use_bias``.
+      use_weight, use_bias: whether the module has these parameters; they are None if not.
+      dtype: dtype of the parameters; JAX's default float by default.
+      elementwise_affine: equinox's deprecated argument for both ``use_weight`` and ``use_bias``.
       save: ``"output"`` or ``"input"``; see :func:`jaxnorm.layer_norm`.
       implementation: see :func:`jaxnorm.layer_norm`.
       scale_offset: added to ``weight``; 0.0 by default.
 
     Raises:
-      ValueError: when called with an x that has not the module's shape, or as
+      ValueError: when called with an x of another shape than the module's, or as
         :func:`jaxnorm.layer_norm` does.
 
     Example:
@@ -83,7 +83,7 @@ class LayerNorm(eqx.nn.LayerNorm):
         self.scale_offset = scale_offset
 
     def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
-        """Normalises x, as ``equinox.nn.LayerNorm`` does; ``state`` passes through unchanged.
+        """Normalise x, as ``equinox.nn.LayerNorm`` does; ``state`` passes through unchanged.
 
         Returns:
           Array of x's shape and dtype; with a ``state``, (that array, state).
@@ -93,15 +93,15 @@ class LayerNorm(eqx.nn.LayerNorm):
 
 
 class RMSNorm(eqx.nn.RMSNorm):
-    """``equinox.nn.RMSNorm`` that keeps its output, not its input, for the backward pass.
+    """``equinox.nn.RMSNorm`` that saves its output, not its input, for the backward pass.
 
-    What :class:`jaxnorm.equinox.LayerNorm` says of fields, arguments, ``jax.vmap`` and equinox's
-    own path holds here.
+    Fields, arguments, ``jax.vmap`` and the calls left to equinox are as in
+    :class:`jaxnorm.equinox.LayerNorm`.
 
     Args:
       shape, eps, use_weight, use_bias, dtype: as in :class:`jaxnorm.equinox.LayerNorm`.
-      save: ``"output"`` or ``"input"``; see :func:`jaxnorm.rms_norm`. With a bias the advice is
-        that of :func:`jaxnorm.layer_norm`.
+      save: ``"output"`` or ``"input"``; see :func:`jaxnorm.rms_norm` and, for norms with a bias,
+        :func:`jaxnorm.layer_norm`.
       implementation: see :func:`jaxnorm.rms_norm`.
       scale_offset: added to ``weight``; 1.0 for Gemma's ``1 + w``.
 
@@ -139,7 +139,7 @@ class RMSNorm(eqx.nn.RMSNorm):
         self.scale_offset = scale_offset
 
     def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
-        """Normalises x, as ``equinox.nn.RMSNorm`` does; ``state`` passes through unchanged.
+        """Normalise x, as ``equinox.nn.RMSNorm`` does; ``state`` passes through unchanged.
 
         Returns:
           Array of x's shape and dtype; with a ``state``, (that array, state).
@@ -149,11 +149,11 @@ class RMSNorm(eqx.nn.RMSNorm):
 
 
 class GroupNorm(eqx.nn.GroupNorm):
-    """``equinox.nn.GroupNorm`` that keeps its output, not its input, for the backward pass.
+    """``equinox.nn.GroupNorm`` that saves its output, not its input, for the backward pass.
 
-    Fields, arguments, defaults and the call are equinox's; three keyword arguments come on top.
-    Channels are the first axis of x. An x of another dtype than the floats of 16 to 64 bits is left
-    to equinox's own, input-saving computation.
+    Fields, arguments, defaults and the call are equinox's; there are three additional keyword
+    arguments. Channels are the first axis of x. If x is not a float of 16 to 64 bits, equinox's own
+    code runs, which saves the input.
 
     Args:
       groups, channels, eps, channelwise_affine, dtype: as in ``equinox.nn.GroupNorm``.
@@ -195,7 +195,7 @@ class GroupNorm(eqx.nn.GroupNorm):
         self.scale_offset = scale_offset
 
     def __call__(self, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
-        """Normalises x, as ``equinox.nn.GroupNorm`` does; ``state`` passes through unchanged.
+        """Normalise x, as ``equinox.nn.GroupNorm`` does; ``state`` passes through unchanged.
 
         Returns:
           Array of x's shape and dtype; with a ``state``, (that array, state).
@@ -225,44 +225,44 @@ def convert[Model](
     implementation: Name | None = None,
     calls: Mapping[type, Callable[..., Any]] | None = None,
 ) -> Model:
-    """Makes every ``equinox.nn.LayerNorm``, ``RMSNorm`` and ``GroupNorm`` in a model jaxnorm's.
+    """Replace each ``equinox.nn.LayerNorm``, ``RMSNorm`` and ``GroupNorm`` in a model by jaxnorm's.
 
-    Modules are immutable, so it returns a new model, with the very same arrays in the same order of
-    leaves: checkpoints (``equinox.tree_serialise_leaves``) of either are read into the other. The
-    state of an optimiser has the structure of the model that it was made for: convert before it is
-    made. A norm in two places stays one object.
+    Modules are immutable, so the function returns a new model. It has the same arrays, in the same
+    order of leaves, so checkpoints (``equinox.tree_serialise_leaves``) load in both directions. An
+    optimiser's state has the structure of its model, so convert the model before creating it. A
+    norm in two places stays one object.
 
-    Norms are found wherever the model's tree has them, in fields, lists, tuples and dictionaries;
-    among them stacked ones (of ``equinox.filter_vmap``, for ``jax.lax.scan``) and abstract ones
+    Norms are found anywhere in the model's tree, in fields, lists, tuples and dictionaries. This
+    includes stacked norms (from ``equinox.filter_vmap``, for ``jax.lax.scan``) and abstract ones
     (``equinox.filter_eval_shape``).
 
-    From the output of a norm whose weight is 0 beside a bias, or far below it, the gradient of that
-    weight cannot be computed (see :func:`jaxnorm.check_params`). So parameters are looked at, where
-    they have values, and norms that have such columns get ``save="input"``: convert a model after
-    its checkpoint is loaded. Abstract and traced parameters have no values. A norm is judged for
-    outputs, which have the dtype of x, of its parameters' dtype: where x has fewer bits, look at
+    If a weight is 0, or far below the bias next to it, its gradient cannot be computed from the
+    norm's output (see :func:`jaxnorm.check_params`). The conversion therefore examines parameters
+    that have values, and gives norms with such columns ``save="input"``: convert a model after its
+    checkpoint is loaded. Abstract and traced parameters have no values. An output has the dtype of
+    x, which is assumed to be the parameters' dtype. If x has fewer bits, check
     ``jaxnorm.check_params(model, x.dtype)``.
 
-    Left as they are are norms with parameters that are no floats of 16 to 64 bits, and subclasses
-    of equinox's classes with code of their own. (A subclass whose body is ``pass`` is converted.)
-    One warning of the logger ``"jaxnorm"`` names
-    these and those that keep their input, with the reasons; it also says so where a model has none
-    of these norms at all. Norms that are jaxnorm's already keep their own settings.
+    Norms are not converted if their parameters are not floats of 16 to 64 bits, or if they are of a
+    subclass of equinox's classes that overrides code. (A subclass whose body is ``pass`` is
+    converted.) One warning of the logger ``"jaxnorm"`` names these norms and those that save their
+    input, with the reasons, or says that a model has no such norms at all. Norms that are already
+    jaxnorm's keep their own settings.
 
     Args:
       model: an ``equinox.Module``, or a tree that has some.
-      save: ``"output"`` or ``"input"``, of all norms but those that have to keep their input; see
+      save: ``"output"`` or ``"input"``, for all norms except those that must save their input; see
         :func:`jaxnorm.layer_norm`.
-      implementation: of all norms; see :func:`jaxnorm.layer_norm`.
-      calls: ``{class: function(module, *args, **kwargs)}``: what is called in place of the
-        ``__call__`` of modules of exactly that class, such as a norm class of the model's own; it
-        may call that ``__call__`` itself. Such a module keeps its fields, and stays an instance of
-        the class; ``save`` and ``implementation`` do not apply to it. The log line names these
-        modules, those of subclasses, which are left as they are, and classes that the model does
-        not have.
+      implementation: for all norms; see :func:`jaxnorm.layer_norm`.
+      calls: ``{class: function(module, *args, **kwargs)}``: the function that replaces the
+        ``__call__`` of modules of exactly that class, such as a norm class that the model defines.
+        It may call that ``__call__`` itself. Such a module keeps its fields, and stays an instance
+        of the class; ``save`` and ``implementation`` do not apply to it. The log line names these
+        modules, modules of subclasses, which are not changed, and classes that the model does not
+        have.
 
     Returns:
-      The model, of the same structure but for its norms.
+      The model, with the same structure except for its norms.
 
     Raises:
       TypeError: ``model`` has no ``equinox.Module`` in it, or ``calls`` is not a dictionary of
@@ -298,7 +298,7 @@ def convert[Model](
     theirs = {path: norm for path, norm in norms.items() if not isinstance(norm, _OURS)}
     left: dict[str, str] = {}
     kept: dict[str, str] = {}
-    new: dict[int, Any] = {}  # by the identity of the old one
+    new: dict[int, Any] = {}  # new norms by the identity of the old ones
     for name in progress([*theirs], after=conversion.PATIENCE):
         norm = theirs[name]
         why = _why_left(norm)
@@ -329,9 +329,9 @@ _OURS = tuple(_CONVERTED.values())
 
 
 def _with_calls[Tree](model: Tree, calls: conversion.Calls) -> tuple[Tree, dict[str, Any]]:
-    """Return a model whose modules call the functions of ``calls``, and its norms by their paths.
+    """Return a model whose modules call the functions of ``calls``, and its norms by path.
 
-    The norms are those whose conversion ``calls`` leaves open.
+    Norms whose class, or a base of it, is in ``calls`` are left out.
     """
     norms: dict[str, Any] = {}
 
@@ -352,12 +352,12 @@ def _with_calls[Tree](model: Tree, calls: conversion.Calls) -> tuple[Tree, dict[
 def _rebuilt[Tree](model: Tree, replace: Callable[[Any, Any, str], Any]) -> Tree:
     """Return a model with each module replaced, from the innermost outwards.
 
-    A module in two places stays one object, and a module with nothing replaced the object it is.
+    A module in two places stays one object. A module in which nothing is replaced is not copied.
 
     Args:
       model: a tree with modules.
-      replace: what stands for a module: a function of that module with its submodules replaced, of
-        the module as it was, and of its path.
+      replace: function that returns the new module, given the module with its submodules replaced,
+        the original module, and its path.
     """
     new: dict[int, Any] = {}
 
@@ -386,7 +386,7 @@ def _joined(path: str, key: Any) -> str:
 
 
 def _of_class(module: Any, kind: type) -> Any:
-    """Return a module of a class that has the same fields."""
+    """Return a copy of a module as an instance of another class with the same fields."""
     made: Any = object.__new__(kind)
     for name, value in vars(module).items():
         object.__setattr__(made, name, value)
@@ -402,7 +402,7 @@ def _is_norm(node: Any) -> bool:
 
 
 def _converted(norm: Any, save: Save, implementation: Name | None) -> Any:
-    """jaxnorm's module of equinox's, with its parameters."""
+    """Return jaxnorm's counterpart of one of equinox's modules, with its parameters."""
     base = conversion.converted_as(type(norm), _CONVERTED)
     assert base is not None
     options: dict[str, Any] = {"save": save, "implementation": implementation}
@@ -419,7 +419,7 @@ def _converted(norm: Any, save: Save, implementation: Name | None) -> Any:
 
 
 def _why_left(norm: Any) -> str | None:
-    """Why a norm of equinox's is not converted; None where it is."""
+    """Return why one of equinox's norms is not converted; None if it is."""
     if conversion.converted_as(type(norm), _CONVERTED) is None:
         base = next(base for base in _CONVERTED if isinstance(norm, base))
         return conversion.subclass(norm, base, "equinox")
@@ -428,7 +428,7 @@ def _why_left(norm: Any) -> str | None:
 
 
 def _why_input(norm: Any) -> str | None:
-    """Why a norm that is converted keeps its input though it was to keep its output."""
+    """Return why a converted norm must save its input instead of its output; None if not."""
     if not hasattr(norm.weight, "dtype"):
         return None
     parameters = _parameters(norm)
@@ -437,7 +437,7 @@ def _why_input(norm: Any) -> str | None:
 
 
 def _parameters(norm: Any) -> list[Any]:
-    """Weight and bias: arrays, or what stands for them; those that there are."""
+    """Return weight and bias, without absent ones; they may be abstract arrays."""
     return [a for a in (norm.weight, norm.bias) if hasattr(a, "dtype")]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# First, because it says what to do where Flax is missing.
+# This import is first, because it raises a helpful error if Flax is not installed.
 from jaxnorm.models import conversion, flax_modules
 
 # isort: split
@@ -43,13 +43,13 @@ class _Settings(nn.Module):
 
 
 class LayerNorm(_Settings, nn.LayerNorm):
-    """:class:`flax.linen.LayerNorm` that keeps its output, not its input, for the backward pass.
+    """:class:`flax.linen.LayerNorm` that saves its output, not its input, for the backward pass.
 
-    Every field, default, parameter name and the call are Flax's, so checkpoints load unchanged;
-    three fields come on top. ``use_fast_variance`` is accepted, but the variance is always the
-    stable two-pass one. A call with ``mask``, ``axis_name``, ``force_float32_reductions=False``,
-    ``feature_axes`` other than ``reduction_axes``, or a dtype that is no float of 16 to 64 bits, is
-    Flax's own, input-saving computation.
+    Fields, defaults, parameter names and the call are Flax's, so checkpoints load unchanged; there
+    are three additional fields. ``use_fast_variance`` is accepted, but the variance is always
+    computed in two passes, which is stable. Flax's own code, which saves the input, runs for calls
+    with ``mask``, ``axis_name``, ``force_float32_reductions=False``, ``feature_axes`` other than
+    ``reduction_axes``, or a dtype that is not a float of 16 to 64 bits.
 
     Attributes:
       save: ``"output"`` or ``"input"``; see :func:`jaxnorm.layer_norm`.
@@ -77,9 +77,9 @@ class LayerNorm(_Settings, nn.LayerNorm):
 
 
 class RMSNorm(_Settings, nn.RMSNorm):
-    """:class:`flax.linen.RMSNorm` that keeps its output, not its input, for the backward pass.
+    """:class:`flax.linen.RMSNorm` that saves its output, not its input, for the backward pass.
 
-    What :class:`jaxnorm.linen.LayerNorm` says of fields, parameters and Flax's own path holds here.
+    Fields, parameters and the calls left to Flax are as in :class:`jaxnorm.linen.LayerNorm`.
 
     Attributes:
       save: ``"output"`` or ``"input"``; see :func:`jaxnorm.rms_norm`.
@@ -108,17 +108,17 @@ class RMSNorm(_Settings, nn.RMSNorm):
 
 
 class GroupNorm(_Settings, nn.GroupNorm):
-    """:class:`flax.linen.GroupNorm` that keeps its output, not its input, for the backward pass.
+    """:class:`flax.linen.GroupNorm` that saves its output, not its input, for the backward pass.
 
-    What :class:`jaxnorm.linen.LayerNorm` says of fields, parameters and Flax's own path holds here;
-    channels are the last axis.
+    Fields, parameters and the calls left to Flax are as in :class:`jaxnorm.linen.LayerNorm`.
+    Channels are the last axis.
 
     Attributes:
       save: ``"output"`` or ``"input"``; see :func:`jaxnorm.layer_norm`.
       implementation: see :func:`jaxnorm.layer_norm`.
       scale_offset: added to the parameter ``scale``; 0.0 by default.
-      activation: ``"silu"``, ``"gelu"`` or ``"relu"``, of the norm, in the same pass; it then keeps
-        its input. None for none.
+      activation: ``"silu"``, ``"gelu"`` or ``"relu"``, applied to the norm in the same pass; the
+        module then saves its input. None applies none.
 
     Example:
       >>> import jax
@@ -134,25 +134,25 @@ class GroupNorm(_Settings, nn.GroupNorm):
 
     @nn.compact
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
-        """Normalises x, as :meth:`flax.linen.GroupNorm.__call__` does, and activates it."""
+        """Normalise x, as :meth:`flax.linen.GroupNorm.__call__` does, and apply the activation."""
         return called(self, super().__call__, x, mask, None)
 
 
 class RMSNormDense(nn.Module):
     """RMSNorm and the Dense after it, as :func:`jaxnorm.rms_norm_linear`.
 
-    Parameters are those of the two modules, in trees of their names, so that theirs load unchanged,
-    in both directions::
+    The parameters are those of an RMSNorm and a Dense, in subtrees, so that checkpoints load
+    unchanged in both directions::
 
         {"norm": {"scale": ...}, "dense": {"kernel": ..., "bias": ...}}
 
     Attributes:
-      features: of the result.
+      features: number of features of the result.
       use_bias, kernel_init, bias_init: as in :class:`flax.linen.Dense`.
       epsilon, use_scale, scale_init: as in :class:`flax.linen.RMSNorm`.
-      dtype: of the product and its result; by default that to which what is normalised and the
-        parameters promote.
-      param_dtype: of all parameters.
+      dtype: dtype of the matmul and its result; by default, the one to which the normalised array
+        and the parameters promote.
+      param_dtype: dtype of all parameters.
       activation: None, or a name; see :func:`jaxnorm.rms_norm_linear`.
       implementation: see :func:`jaxnorm.rms_norm_linear`.
       scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
@@ -183,8 +183,8 @@ class RMSNormDense(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any, *, residual: Any = None) -> Any:
-        """The result, or (y, h) with a residual, as :func:`jaxnorm.rms_norm_linear` gives them."""
-        *_, cols = jnp.shape(x) or (1,)  # rms_norm_linear says what an x without axes lacks
+        """Return y, or (y, h) with a residual, as :func:`jaxnorm.rms_norm_linear` does."""
+        *_, cols = jnp.shape(x) or (1,)  # rms_norm_linear raises the error for an x without axes
         norm: _Declared = {"scale": (self.scale_init, (cols,))} if self.use_scale else {}
         dense: _Declared = {"kernel": (self.kernel_init, (cols, self.features))}
         if self.use_bias:
@@ -198,11 +198,11 @@ class RMSNormDense(nn.Module):
         )
 
 
-_Declared = dict[str, tuple[Any, tuple[int, ...]]]  # by name: initialiser and shape
+_Declared = dict[str, tuple[Any, tuple[int, ...]]]  # initialisers and shapes by name
 
 
 class _Parameters(nn.Module):
-    """Parameters that are in a subtree of the module's."""
+    """Parameters in a subtree of another module's."""
 
     dtype: DTypeLike
 
@@ -219,38 +219,37 @@ def converted(
     params: Any = None,
     calls: Mapping[type, Callable[..., Any]] | None = None,
 ) -> Iterator[None]:
-    """Inside it, :class:`flax.linen.LayerNorm`, ``RMSNorm`` and ``GroupNorm`` run jaxnorm's code.
+    """Run :class:`flax.linen.LayerNorm`, ``RMSNorm`` and ``GroupNorm`` by jaxnorm's code inside.
 
-    For models that exist, and whose source is not to be changed: parameters have the same names,
-    shapes, dtypes and initial values, so checkpoints of either load into the other. ::
+    This context manager converts existing models without changing their source. Parameters have the
+    same names, shapes, dtypes and initial values, so checkpoints load in both directions. ::
 
         with jaxnorm.linen.converted():
             variables = model.init(key, tokens)
             logits = model.apply(variables, tokens)
 
-    What counts is where a model is *traced*. A function compiled by ``jax.jit`` is traced once
-    for inside and once for outside, wherever it was called first, so the context may be around
-    calls of compiled functions, or in them. A call with ``mask``, ``axis_name``,
-    ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a
-    dtype that is no float of 16 to 64 bits, stays Flax's, and so do subclasses of Flax's
-    classes with code of their own. (A subclass whose body is ``pass`` is converted.) Where the
-    context ends, one warning of the logger ``"jaxnorm"`` names those that were traced inside,
-    with the reasons; another one says so where nothing was converted. Modules that are
-    jaxnorm's already keep their own settings. Of nested contexts the innermost counts;
-    interceptors (``nn.intercept_methods``) that are entered inside see no calls of converted
-    norms.
+    A model is converted if it is *traced* inside the context. ``jax.jit`` traces a function
+    separately for calls inside and outside, so the context may be around calls of compiled
+    functions, or in them. Some norms are left to Flax: calls with ``mask``, ``axis_name``,
+    ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a dtype
+    that is not a float of 16 to 64 bits, and subclasses of Flax's classes that override code. (A
+    subclass whose body is ``pass`` is converted.) When the context ends, one warning of the logger
+    ``"jaxnorm"`` names those that were traced inside, with the reasons; another one is logged if
+    nothing was converted. Modules that are already jaxnorm's keep their own settings. In nested
+    contexts, the innermost one applies. Interceptors (``nn.intercept_methods``) that are entered
+    inside do not see calls of converted norms.
 
-    From the output of a norm whose scale is 0 beside a bias, or far below it, the gradient of that
-    scale cannot be computed (see :func:`jaxnorm.check_params`). Norms that have such columns keep
-    their input, and the warning names them. Parameters of a function that is compiled, and those of
-    scanned layers, have no values while it is traced: ``params`` is looked at in place of these,
-    once, where the context is entered. ::
+    If a scale is 0, or far below the bias next to it, its gradient cannot be computed from the
+    norm's output (see :func:`jaxnorm.check_params`). Norms with such columns save their input, and
+    the warning names them. Parameters of compiled functions and of scanned layers have no values
+    while they are traced. Pass ``params`` to have these values examined instead, once, when the
+    context is entered. ::
 
         with jaxnorm.linen.converted(params=variables):
             variables = train_step(variables, tokens)
 
-    Many models have norm classes of their own. ``calls`` says what to call in their place; here for
-    Hugging Face's Llama::
+    Many models define their own norm classes. ``calls`` replaces their ``__call__``. For Hugging
+    Face's Llama::
 
         def rms_norm(norm, x):
             dtype = jnp.promote_types(norm.weight.dtype, norm.dtype)
@@ -261,19 +260,19 @@ def converted(
             logits = model(tokens, params=params).logits
 
     Args:
-      save: ``"output"`` or ``"input"``, of all norms but those that have to keep their input; see
+      save: ``"output"`` or ``"input"``, for all norms except those that must save their input; see
         :func:`jaxnorm.layer_norm`.
-      implementation: of all norms; see :func:`jaxnorm.layer_norm`.
-      params: the parameters of the model that is called, with values: its variables, or those of
-        the collection ``"params"``. None where the calls themselves have them, or to look at none.
-      calls: ``{class: function(module, *args, **kwargs)}``: what is called in place of the
+      implementation: for all norms; see :func:`jaxnorm.layer_norm`.
+      params: the parameters of the model, with values: its variables, or those of the collection
+        ``"params"``. None if the calls themselves have values, or to examine none.
+      calls: ``{class: function(module, *args, **kwargs)}``: the function that replaces the
         ``__call__`` of modules of exactly that class. It may call that ``__call__`` itself and, if
         that is compact, ``module.param``. ``save`` and ``implementation`` do not apply to it. The
-        log line names these modules, those of subclasses, which are left as they are, and classes
-        that were not called. ``jax.jit`` traces anew for other functions: define them once.
+        log line names these modules, modules of subclasses, which are not changed, and classes that
+        were not called. ``jax.jit`` retraces if a function is a new object: define each once.
 
     Raises:
-      TypeError: ``params`` is no dictionary, or ``calls`` is not a dictionary of classes and
+      TypeError: ``params`` is not a dictionary, or ``calls`` is not a dictionary of classes and
         functions.
       ValueError: ``save`` or ``implementation`` is wrong, or ``calls`` has a class that is not a
         ``flax.linen.Module``.
@@ -298,7 +297,7 @@ def converted(
         yield
         return
     seen = Seen(replaced)
-    running: list[nn.Module] = []  # modules whose function of `calls` may call their own code
+    running: list[nn.Module] = []  # modules whose functions in `calls` are running
 
     def call(
         call: Callable[..., Any],
@@ -342,14 +341,14 @@ def converted(
     seen.tell(settings, around)
 
 
-# The settings of the innermost `converted`. They are a part of what jax.jit looks up its traces by.
+# The settings of the innermost `converted`, which are part of the key of jax.jit's cache.
 _innermost = jax.make_user_context()
 _FLAX = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 _OURS = (LayerNorm, RMSNorm, GroupNorm)
 
 
 def _why_left(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
-    """Why a call of a module of Flax's is not converted; None where it is."""
+    """Return why a call of one of Flax's modules is not converted; None if it is."""
     if conversion.converted_as(type(norm), _FLAX) is None:
         base = next(kind for kind in _FLAX if isinstance(norm, kind))
         return conversion.subclass(norm, base, "Flax")

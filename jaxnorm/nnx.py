@@ -9,7 +9,7 @@ from typing import Any, Required, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 
-# First, because it says what to do where Flax is missing.
+# This import is first, because it raises a helpful error if Flax is not installed.
 from jaxnorm.models import flax_modules
 
 # isort: split
@@ -73,14 +73,14 @@ class _GroupNormFields(_NormFields, _BiasFields, total=False):
 
 
 class LayerNorm(nnx.LayerNorm):
-    """:class:`flax.nnx.LayerNorm` that keeps its output, not its input, for the backward pass.
+    """:class:`flax.nnx.LayerNorm` that saves its output, not its input, for the backward pass.
 
-    Every argument, default, parameter name and the call are Flax's, so states load unchanged; three
-    arguments come on top. As in Flax, x and the parameters are first promoted to one dtype
-    (``promote_dtype``). ``use_fast_variance`` is accepted, but the variance is always the stable
-    two-pass one. A call with ``mask``, ``axis_name``, ``feature_axes`` other than
-    ``reduction_axes``, or a dtype that is no float of 16 to 64 bits, is Flax's own, input-saving
-    computation.
+    Arguments, defaults, parameter names and the call are Flax's, so states load unchanged; there
+    are three additional arguments. As in Flax, x and the parameters are first promoted to one dtype
+    (``promote_dtype``). ``use_fast_variance`` is accepted, but the variance is always computed in
+    two passes, which is stable. Flax's own code, which saves the input, runs for calls with
+    ``mask``, ``axis_name``, ``feature_axes`` other than ``reduction_axes``, or a dtype that is not
+    a float of 16 to 64 bits.
 
     Args:
       num_features: number of scales and biases.
@@ -88,7 +88,7 @@ class LayerNorm(nnx.LayerNorm):
       implementation: see :func:`jaxnorm.layer_norm`.
       scale_offset: added to the parameter ``scale``; 0.0 by default.
 
-    The others are those of :class:`flax.nnx.LayerNorm`; ``rngs`` is required.
+    The other arguments are those of :class:`flax.nnx.LayerNorm`; ``rngs`` is required.
 
     Example:
       >>> import jax.numpy as jnp
@@ -123,10 +123,9 @@ class LayerNorm(nnx.LayerNorm):
 
 
 class RMSNorm(nnx.RMSNorm):
-    """:class:`flax.nnx.RMSNorm` that keeps its output, not its input, for the backward pass.
+    """:class:`flax.nnx.RMSNorm` that saves its output, not its input, for the backward pass.
 
-    What :class:`jaxnorm.nnx.LayerNorm` says of arguments, parameters and Flax's own path holds
-    here.
+    Arguments, parameters and the calls left to Flax are as in :class:`jaxnorm.nnx.LayerNorm`.
 
     Args:
       num_features: number of scales.
@@ -135,7 +134,7 @@ class RMSNorm(nnx.RMSNorm):
       scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
         ``scale_init``.
 
-    The others are those of :class:`flax.nnx.RMSNorm`; ``rngs`` is required.
+    The other arguments are those of :class:`flax.nnx.RMSNorm`; ``rngs`` is required.
 
     Example:
       >>> import jax.numpy as jnp
@@ -170,21 +169,21 @@ class RMSNorm(nnx.RMSNorm):
 
 
 class GroupNorm(nnx.GroupNorm):
-    """:class:`flax.nnx.GroupNorm` that keeps its output, not its input, for the backward pass.
+    """:class:`flax.nnx.GroupNorm` that saves its output, not its input, for the backward pass.
 
-    What :class:`jaxnorm.nnx.LayerNorm` says of arguments, parameters and Flax's own path holds
-    here; channels are the last axis.
+    Arguments, parameters and the calls left to Flax are as in :class:`jaxnorm.nnx.LayerNorm`.
+    Channels are the last axis.
 
     Args:
       num_features: number of channels.
-      num_groups, group_size: how many groups they are in, or how many a group has; one is None.
+      num_groups, group_size: number of groups, or of channels in a group; one of them is None.
       save: ``"output"`` or ``"input"``; see :func:`jaxnorm.layer_norm`.
       implementation: see :func:`jaxnorm.layer_norm`.
       scale_offset: added to the parameter ``scale``; 0.0 by default.
-      activation: ``"silu"``, ``"gelu"`` or ``"relu"``, of the norm, in the same pass; it then keeps
-        its input. None for none.
+      activation: ``"silu"``, ``"gelu"`` or ``"relu"``, applied to the norm in the same pass; the
+        module then saves its input. None applies none.
 
-    The others are those of :class:`flax.nnx.GroupNorm`; ``rngs`` is required.
+    The other arguments are those of :class:`flax.nnx.GroupNorm`; ``rngs`` is required.
 
     Example:
       >>> import jax.numpy as jnp
@@ -195,7 +194,7 @@ class GroupNorm(nnx.GroupNorm):
       (2, 16, 16, 64)
     """
 
-    activation: NormActivation | None = None  # of one that was converted
+    activation: NormActivation | None = None  # the default of converted modules
 
     @flax_modules.arguments_of(nnx.GroupNorm)
     def __init__(
@@ -215,7 +214,7 @@ class GroupNorm(nnx.GroupNorm):
         self.activation = activation
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
-        """Normalises x, as :meth:`flax.nnx.GroupNorm.__call__` does, and activates it."""
+        """Normalise x, as :meth:`flax.nnx.GroupNorm.__call__` does, and apply the activation."""
         operands = x, _value(self.scale), _value(self.bias)
         promoted, scale, bias = self.promote_dtype(operands, dtype=self.dtype)
         seen = {a.dtype.name for a in (promoted, scale, bias) if a is not None}
@@ -245,19 +244,18 @@ class GroupNorm(nnx.GroupNorm):
 class RMSNormDense(nnx.Module):
     """RMSNorm and the linear layer after it, as :func:`jaxnorm.rms_norm_linear`.
 
-    They are two modules, ``norm`` and ``dense``, so that the states of an RMSNorm and of a
-    :class:`flax.nnx.Linear` load into them unchanged, and back. Their fields count where the whole
-    is called.
+    It has two submodules, ``norm`` and ``dense``, so that the states of an RMSNorm and of a
+    :class:`flax.nnx.Linear` load unchanged in both directions. A call uses their fields.
 
     Args:
-      in_features, out_features: columns and features of the product.
+      in_features, out_features: numbers of features of x and of the result.
       use_bias, kernel_init, bias_init: as in :class:`flax.nnx.Linear`.
       epsilon, use_scale, scale_init: as in :class:`flax.nnx.RMSNorm`.
-      dtype: of the product and its result; by default that to which what is normalised and the
-        parameters promote.
-      param_dtype: of all parameters.
+      dtype: dtype of the matmul and its result; by default, the one to which the normalised array
+        and the parameters promote.
+      param_dtype: dtype of all parameters.
       rngs: keys of the parameters.
-      kernel_metadata, bias_metadata, scale_metadata: of the parameters.
+      kernel_metadata, bias_metadata, scale_metadata: metadata of the parameters.
       activation: None, or a name; see :func:`jaxnorm.rms_norm_linear`.
       implementation: see :func:`jaxnorm.rms_norm_linear`.
       scale_offset: added to the parameter ``scale``; 1.0 for Gemma's ``1 + w``, with zeros for
@@ -319,7 +317,7 @@ class RMSNormDense(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: Any, *, residual: Any = None) -> Any:
-        """The result, or (y, h) with a residual, as :func:`jaxnorm.rms_norm_linear` gives them."""
+        """Return y, or (y, h) with a residual, as :func:`jaxnorm.rms_norm_linear` does."""
         stored = {
             "scale": _value(self.norm.scale),
             "kernel": _value(self.dense.kernel),
@@ -338,37 +336,37 @@ def convert[Model](
     implementation: Name | None = None,
     calls: Mapping[type, Callable[..., Any]] | None = None,
 ) -> Model:
-    """Makes each :class:`flax.nnx.LayerNorm`, ``RMSNorm`` and ``GroupNorm`` in a model jaxnorm's.
+    """Replace each :class:`flax.nnx.LayerNorm`, ``RMSNorm`` and ``GroupNorm`` in a model, in place.
 
-    In place: a norm stays the object that it is, with the very same ``nnx.Param`` objects, and gets
-    jaxnorm's class: what shares it goes on sharing it, optimisers that hold the parameters go on
-    holding them, and the paths, shapes and dtypes of the state are as before, so checkpoints of
-    either load into the other. An ``nnx.Optimizer`` may be made before or after. Graph definitions
-    that were split off before still describe the old model: convert first, or split again. ::
+    A norm stays the same object, with the same ``nnx.Param`` objects, and gets jaxnorm's class. So
+    shared modules stay shared, optimisers keep their parameters, and the paths, shapes and dtypes
+    of the state do not change: checkpoints load in both directions. An ``nnx.Optimizer`` may be
+    created before or after. Graph definitions that were split off before still describe the old
+    model: convert first, or split again. ::
 
         model = jaxnorm.nnx.convert(Transformer(config, rngs=nnx.Rngs(0)))
 
     Norms are found wherever nnx finds modules: attributes, ``nnx.List``, ``nnx.Dict``,
-    ``nnx.Sequential``, lists and dictionaries; among them the stacked ones that ``nnx.vmap`` and
-    ``nnx.scan`` use, those of ``nnx.MultiHeadAttention(normalize_qk=True)``, and abstract ones
-    (``nnx.eval_shape``). A converted norm takes the stable two-pass variance, whatever
-    ``use_fast_variance`` says, and a call with ``mask`` stays Flax's.
+    ``nnx.Sequential``, lists and dictionaries. This includes stacked norms for ``nnx.vmap`` and
+    ``nnx.scan``, those of ``nnx.MultiHeadAttention(normalize_qk=True)``, and abstract ones
+    (``nnx.eval_shape``). A converted norm computes the stable two-pass variance, whatever
+    ``use_fast_variance`` says, and a call with ``mask`` runs Flax's code.
 
-    From the output of a norm whose scale is 0 beside a bias, or far below it, the gradient of that
-    scale cannot be computed (see :func:`jaxnorm.check_params`). So parameters are looked at, where
-    they have values, and norms that have such columns get ``save="input"``: convert a model after
-    its checkpoint is loaded. Abstract and traced parameters have no values. A norm without a
-    ``dtype`` is judged for outputs of its parameters' dtype.
+    If a scale is 0, or far below the bias next to it, its gradient cannot be computed from the
+    norm's output (see :func:`jaxnorm.check_params`). The conversion therefore examines parameters
+    that have values, and gives norms with such columns ``save="input"``: convert a model after its
+    checkpoint is loaded. Abstract and traced parameters have no values. If a norm has no ``dtype``,
+    its output is assumed to have the parameters' dtype.
 
-    Left as they are are norms with an ``axis_name``, with ``feature_axes`` that are not
-    ``reduction_axes``, or with dtypes that are no floats of 16 to 64 bits, and subclasses of
-    Flax's classes with code of their own. (A subclass whose body is ``pass`` is converted.) One
-    warning of the logger ``"jaxnorm"`` names these and those that keep their input, with the
-    reasons; it also says so where a model has none of these norms at all. Norms that are jaxnorm's
-    already keep their own settings.
+    Norms are not converted if they have an ``axis_name``, ``feature_axes`` that are not
+    ``reduction_axes``, or dtypes that are not floats of 16 to 64 bits, or if they are of a subclass
+    of Flax's classes that overrides code. (A subclass whose body is ``pass`` is converted.) One
+    warning of the logger ``"jaxnorm"`` names these norms and those that save their input, with the
+    reasons, or says that a model has no such norms at all. Norms that are already jaxnorm's keep
+    their own settings.
 
-    Many models have norm classes of their own. ``calls`` says what to call in their place; here for
-    Tunix's Qwen 3::
+    Many models define their own norm classes. ``calls`` replaces their ``__call__``. For Tunix's
+    Qwen 3::
 
         def rms_norm(norm, x):
             return jaxnorm.rms_norm(x, norm.w[...], epsilon=norm.norm_eps, dtype=norm.dtype)
@@ -378,14 +376,14 @@ def convert[Model](
 
     Args:
       model: an ``nnx.Module``, or a list, tuple or dictionary of them.
-      save: ``"output"`` or ``"input"``, of all norms but those that have to keep their input; see
+      save: ``"output"`` or ``"input"``, for all norms except those that must save their input; see
         :func:`jaxnorm.layer_norm`.
-      implementation: of all norms; see :func:`jaxnorm.layer_norm`.
-      calls: ``{class: function(module, *args, **kwargs)}``: what is called in place of the
-        ``__call__`` of modules of exactly that class; it may call that ``__call__`` itself. Such a
+      implementation: for all norms; see :func:`jaxnorm.layer_norm`.
+      calls: ``{class: function(module, *args, **kwargs)}``: the function that replaces the
+        ``__call__`` of modules of exactly that class. It may call that ``__call__`` itself. Such a
         module keeps its parameters and its identity, and stays an instance of the class; ``save``
-        and ``implementation`` do not apply to it. The log line names these modules, those of
-        subclasses, which are left as they are, and classes that the model does not have.
+        and ``implementation`` do not apply to it. The log line names these modules, modules of
+        subclasses, which are not changed, and classes that the model does not have.
 
     Returns:
       ``model``, the same object.
@@ -447,7 +445,7 @@ def _called(
 
 
 def _value(parameter: Any) -> jax.Array | None:
-    """The array of a parameter, or None for None."""
+    """Return the array of a parameter, or None if there is no parameter."""
     return None if parameter is None else parameter[...]
 
 
@@ -467,7 +465,7 @@ def _covered_axes(
 def _shaped(
     module: Any, parameter: jax.Array | None, x: jax.Array, axes: tuple[int, ...]
 ) -> jax.Array | None:
-    """Flax stores one flat vector of features, whatever the number of feature axes."""
+    """Reshape a parameter to its feature axes; Flax stores it as one flat vector."""
     if parameter is None:
         return None
     shape = tuple(x.shape[a] for a in axes)

@@ -13,26 +13,28 @@ from jaxnorm_kernels.implementation import Implementation
 from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.specs import Spec
 
-# Where each implementation lives. Imported on first use: a kernel backend costs nothing until then.
+# Module of each implementation, imported on first use: importing a kernel backend takes time.
 _MODULES = {
     "xla": "jaxnorm_kernels.xla",
     "mosaic": "jaxnorm_kernels.mosaic",
     "triton": "jaxnorm_kernels.triton",
 }
 
-# What the default tries on a platform, in this order, before xla. Platforms not named run xla.
+# Implementations that the default tries on a platform, in this order, before xla. Other platforms
+# run xla.
 _CANDIDATES: dict[str, tuple[str, ...]] = {"cuda": ("mosaic", "triton")}
 
-# NVIDIA GPUs whose default kernels are an implementation's, by compute capability times ten.
+# For each implementation, the NVIDIA GPUs on which it is the default, by compute capability times
+# ten.
 _DEFAULT_ON: dict[str, Callable[[int], bool]] = {
     "mosaic": lambda capability: capability in (90, 100),
     "triton": lambda capability: capability >= 80 and capability not in (90, 100),
 }
 
-# What is said of a pass.
+# Names of the passes in errors.
 _PASSES = {"fwd": "forward", "tan": "tangent", "bwd": "backward"}
 
-# Modules that could not be imported, and why; names of implementations that a user was told of.
+# Modules that could not be imported, with the reason, and implementations already warned about.
 _failures: dict[str, str] = {}
 _told: set[str] = set()
 
@@ -41,7 +43,7 @@ VARIABLE = "JAXNORM_IMPLEMENTATION"
 
 
 def _from_environment() -> str | None:
-    """The name that the variable holds; None where it is empty or not set."""
+    """Return the value of the environment variable; None if it is empty or not set."""
     name = os.environ.get(VARIABLE) or None
     if name is not None and name not in _MODULES:
         raise ValueError(
@@ -66,31 +68,31 @@ class Choice:
 
 
 def names() -> tuple[str, ...]:
-    """The valid values of ``implementation=``, besides None."""
+    """Return the valid values of ``implementation=``, besides None."""
     return tuple(_MODULES)
 
 
 def preferred() -> str | None:
-    """The implementation that the environment names: it runs every call that it can."""
+    """Return the implementation named by the environment; it runs every call that it supports."""
     return _PREFERRED
 
 
 def order(platform: str) -> tuple[str, ...]:
-    """All names: in the order in which the default tries them, then those that it does not."""
+    """Return all names: first those that the default tries, in order, then the others."""
     return tuple(dict.fromkeys([*_candidates(platform), "xla", *_MODULES]))
 
 
 def _candidates(platform: str) -> tuple[str, ...]:
-    """The implementations that the default tries before xla, from the preferred one on."""
+    """Return the implementations that the default tries before xla, from the preferred one on."""
     ordinary = (*_CANDIDATES.get(platform, ()), "xla")
     return ordinary[ordinary.index(_PREFERRED) if _PREFERRED in ordinary else 0 : -1]
 
 
 def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
-    """The default's choice for a call on `platform` ("cpu", "cuda", "rocm", "tpu").
+    """Choose the implementation of a call on `platform` ("cpu", "cuda", "rocm", "tpu").
 
-    `as_seen_by` gives the spec of the view that an implementation gets, by its name. What the
-    environment names is the first that is tried, and runs whatever it can.
+    `as_seen_by` returns the spec of the view that the implementation of a given name gets. The
+    implementation named by the environment is tried first, and runs every call that it supports.
     """
     if _PREFERRED == "xla":
         return Choice("xla", f"asked for by {VARIABLE}")
@@ -120,7 +122,7 @@ def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
 
 
 def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
-    """Says once that kernels which would be this GPU's default cannot be imported.
+    """Warn once if kernels that would be this GPU's default cannot be imported.
 
     Kernels that are not a GPU's default, such as Triton's on Hopper, need no warning.
     """
@@ -142,7 +144,7 @@ def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
 
 
 def is_default_on(name: str, capability: int) -> bool:
-    """True if an implementation has the default kernels of GPUs of this compute capability."""
+    """Return True if an implementation is the default on GPUs of this compute capability."""
     return name in _DEFAULT_ON and _DEFAULT_ON[name](capability)
 
 
@@ -158,7 +160,7 @@ def forced(function: str, spec: Spec | LinearSpec, name: str) -> Choice:
 
 
 def placed(function: str, name: str, platforms: Sequence[str]) -> None:
-    """ValueError where a program for these platforms cannot hold `name`, which was asked for."""
+    """Raise ValueError if the requested `name` cannot run on one of a program's platforms."""
     can = implementation(name).platforms()
     cannot = [platform for platform in platforms if can is not None and platform not in can]
     if cannot:
@@ -170,7 +172,7 @@ def placed(function: str, name: str, platforms: Sequence[str]) -> None:
 
 
 def importable(platform: str) -> tuple[str, ...]:
-    """The implementations besides xla that the default may run on a platform."""
+    """Return the implementations besides xla that the default may run on a platform."""
     return tuple(name for name in _candidates(platform) if absence(name, platform) is None)
 
 
@@ -189,7 +191,7 @@ def absence(name: str, platform: str) -> str | None:
 
 
 def implementation(name: str) -> Implementation:
-    """Import the implementation `name`; ImportError if that fails; it is tried once."""
+    """Import the implementation `name`. If that fails, it raises ImportError, now and later."""
     path = _MODULES[name]
     if path in _failures:
         raise ImportError(_failures[path])
@@ -203,7 +205,7 @@ def implementation(name: str) -> Implementation:
 
 
 def local_platform() -> str:
-    """The platform of JAX's default device, as lowering rules name it."""
+    """Return the platform of JAX's default device, by its name in lowering rules."""
     device = jax.local_devices()[0]
     if device.platform != "gpu":
         return str(device.platform)
@@ -211,7 +213,7 @@ def local_platform() -> str:
 
 
 def has_kernels(name: str | None, platform: str) -> bool:
-    """Whether a call may run a kernel there, named so or by default."""
+    """Return True if a call may run a kernel on a platform, by name or by default."""
     if name is None:
         return _PREFERRED != "xla" and platform in _CANDIDATES
     return name != "xla"

@@ -1,9 +1,8 @@
-"""One call of an operation: its static part, and what its passes take and return.
+"""The static description of a call, and the arrays that each of its passes takes and returns.
 
-Which arrays those are, and what of each, the table of operations says
-(`jaxnorm_kernels.operations`), and which of them a pass has, `Spec.outputs` and `Spec.wrt`. The
-arrays of a call are passed around as a flat list without the absent ones, in the order of
-`Call.takes` and `Call.returns`.
+The table in `jaxnorm_kernels.operations` lists the operands, results and residuals of every
+operation; `Spec.outputs` and `Spec.wrt` select those of a pass. The arrays of a call are passed
+around as a flat list without the absent ones, in the order of `Call.takes` and `Call.returns`.
 """
 
 import dataclasses
@@ -23,10 +22,10 @@ from jaxnorm_kernels.operations import OPERANDS, PARAMETERS, Kind
 from jaxnorm_kernels.specs import Direction, Name, Spec
 
 Arrays = Sequence[jax.Array]
-#: What computes a pass: takes the arrays of a call one by one, and returns those of its results.
+#: A function that computes a pass: it takes the arrays of a call and returns those of its results.
 Run = Callable[..., list[jax.Array]]
 
-# One object for all layers of a model: what its pass takes and returns is computed once.
+# Calls are interned, so identical layers of a model share one object and its cached properties.
 _once = functools.lru_cache(maxsize=4096)
 
 
@@ -39,10 +38,10 @@ class Call:
     Attributes:
       function: name of the public function, for errors.
       spec: describes the whole arrays; ``spec.axes`` are the axes of the view.
-      view: how an implementation of two-dimensional arrays sees the arrays.
+      view: the two-dimensional view of the arrays, which kernels take.
       implementation: the name that the user gave, or None.
-      primitives: name of the public function whose primitives the call binds, if it is another one:
-        the loss of a linear layer makes calls of the cross-entropy.
+      primitives: name of the public function whose primitives the call binds, if that is not
+        `function`: the loss of a linear layer makes calls of the cross-entropy.
     """
 
     function: str
@@ -98,14 +97,14 @@ class Call:
     # ------------------------------------------------------------------------- other passes
 
     def with_stats(self) -> "Call":
-        """The forward that returns all of its results and the statistics."""
+        """Return the forward with all results and the statistics among its outputs."""
         return self.replaced(outputs=(*self.spec.operation.results, *self.spec.statistics))
 
     def without_unused(self, used: Sequence[bool]) -> "Call":
-        """The pass without results that are not `used` and can be left out.
+        """Return the pass without the unused results that can be left out.
 
-        Of a forward with h, these are h, and all but h. Of a backward, they are the gradients of
-        tables, which no kernel returns.
+        A forward with h can leave out h, or everything except h. A backward can leave out the
+        gradients of tables, which no kernel returns.
         """
         spec = self.spec
         if spec.returns_tables:
@@ -118,13 +117,13 @@ class Call:
         return self if used[0] or any(used[2:]) else self.replaced(outputs=("h",))
 
     def first(self) -> "Call":
-        """The norm of x, whose output goes to the residual."""
+        """Return the norm of x, whose output is added to the residual."""
         return self.replaced(spec=self.spec.first)
 
     def tangent(self, wrt: Sequence[str], *, takes_h: bool = False) -> "Call":
-        """The tangent along `wrt`: of all results of a forward, or the transpose of a backward.
+        """Return the tangent along `wrt`, of all results of a forward or as a backward's transpose.
 
-        `takes_h`: of a plain norm, h's tangent is another result, which is x's.
+        `takes_h`: the tangent of a plain norm also returns h's tangent, which is x's.
         """
         spec, outputs = self.spec, self.spec.outputs
         if spec.direction != "bwd":
@@ -142,7 +141,7 @@ class Call:
         *,
         gradient_dtype: np.dtype | None = None,
     ) -> "Call":
-        """The backward that takes the cotangents of `outputs`; by default, of all but h."""
+        """Return the backward that takes the cotangents of `outputs`; by default, of all but h."""
         if outputs is None:
             outputs = [name for name in self.spec.operation.results if name != "h"]
         changes: dict[str, Any] = {}
@@ -153,11 +152,11 @@ class Call:
         return self.replaced(direction="bwd", outputs=tuple(outputs), wrt=tuple(wrt), **changes)
 
     def without_dh(self) -> "Call":
-        """The backward of a plain norm, without another cotangent of x."""
+        """Return the backward of a plain norm without the extra cotangent of x."""
         return self.replaced(outputs=tuple(name for name in self.spec.outputs if name != "h"))
 
     def gradient(self) -> "Call":
-        """The backward that the gradient of all outputs of a forward takes."""
+        """Return the backward that the gradient of all outputs of a forward runs."""
         call = self.first() if self.spec.operation.derivative else self
         # cos and sin are constants: their gradients are not requested.
         wrt = [*filter(_is_not_table, call.differentiable)]
@@ -175,10 +174,10 @@ class Call:
         return self.replaced(view=view, rows=view.rows, cols=view.cols, axes=view.axes, **changes)
 
     def widened(self, name: str, parameter: jax.Array) -> tuple["Call", jax.Array]:
-        """The call with that parameter in the arithmetic dtype, if its own is narrower.
+        """Return the call with a parameter widened to the arithmetic dtype, and that parameter.
 
-        This is for a parameter that is broadcast to groups of rows. Their gradients are then added
-        up before the sum is rounded to the parameter's own dtype.
+        This is for a parameter that is broadcast to groups of rows: its gradient is summed over the
+        groups before it is rounded to the parameter's own dtype.
         """
         dtype = max(parameter.dtype, self.spec.compute_dtype, key=lambda dtype: dtype.itemsize)
         return self.replaced(**{f"{name}_dtype": dtype}), parameter.astype(dtype)
@@ -207,14 +206,14 @@ class Call:
 
     @functools.cached_property
     def residual_names(self) -> tuple[str, ...]:
-        """Names of the arrays that ``tan`` and ``bwd`` start from: ``saved``, and others."""
+        """Names of the residuals of ``tan`` and ``bwd``: ``saved``, and others."""
         operation = self.spec.operation
         x = ("x",) * operation.starts_from_x
         return (*x, "saved", *self.spec.statistics, *filter(self.spec.has, operation.keeps))
 
     @functools.cached_property
     def _in_place(self) -> frozenset[str]:
-        """Names of the operands and results that a kernel reads and writes where they are.
+        """Names of the operands and results that a kernel loads and stores without a copy.
 
         These are results of the forward that only the backward reads. If a loop stacks them, each
         starts at a multiple of its own size, and XLA passes an address only if this size is
@@ -232,13 +231,13 @@ class Call:
 
     @functools.cached_property
     def parameters(self) -> dict[str, int]:
-        """Places among the residuals of the forward's operands that are kept, without x."""
+        """Positions, among the residuals, of the forward's saved operands other than x."""
         names = self.spec.operation.keeps
         return {name: i for i, name in enumerate(self.residual_names) if name in names}
 
     @functools.cached_property
     def takes(self) -> tuple[str, ...]:
-        """Names of the arrays that the pass takes: a cotangent has the name of its result."""
+        """Names of the arrays that the pass takes. A cotangent has the name of its result."""
         match self.spec.direction:
             case "fwd":
                 return self.primals
@@ -249,7 +248,7 @@ class Call:
 
     @functools.cached_property
     def returns(self) -> tuple[str, ...]:
-        """Names of the arrays that the pass returns: a gradient has the name of its operand."""
+        """Names of the arrays that the pass returns. A gradient has the name of its operand."""
         return self.spec.wrt if self.spec.direction == "bwd" else self.spec.outputs
 
     @functools.cached_property
@@ -287,9 +286,9 @@ class Call:
     # ------------------------------------------------------------------------------ running it
 
     def as_seen_by(self, name: str) -> Spec:
-        """The spec of the view that the implementation `name` gets.
+        """Return the spec of the view that the implementation `name` gets.
 
-        The view is two-dimensional. It takes a transpose if the normalised axes are not the last
+        The view is two-dimensional. It needs a transpose if the normalised axes are not the last
         ones, unless the implementation takes the strided view.
         """
         in_rows, strided = self._in_rows, self._strided
@@ -332,16 +331,16 @@ class Call:
         return strided if inner_cols == 1 or not groups else None
 
     def xla(self, *arrays: jax.Array) -> list[jax.Array]:
-        """The results by the xla implementation, which needs no view."""
+        """Run the xla implementation, which needs no view."""
         return self._run("xla", self.spec, arrays)
 
     def kernel(self, name: str) -> Run:
-        """The implementation `name`, through its view of the arrays."""
+        """Return a function that runs the implementation `name` on its view of the arrays."""
 
         def run(*arrays: jax.Array) -> list[jax.Array]:
             spec, view, kinds = self.as_seen_by(name), self.view, self.kinds_taken
             strided = spec.inner > 1
-            if name == "xla" and "mask" in kinds:  # xla takes no `Shared`, and fuses the broadcast.
+            if name == "xla" and "mask" in kinds:  # xla needs whole masks; the broadcast is fused.
                 at = kinds.index("mask")
                 whole = jnp.broadcast_to(arrays[at], view.shape)
                 arrays = (*arrays[:at], whole, *arrays[at + 1 :])
@@ -355,7 +354,7 @@ class Call:
         return run
 
     def _own_buffers(self, name: str, names: Sequence[str], arrays: Arrays) -> list[jax.Array]:
-        """Give arrays of the implementation `name` buffers that are no parts of larger arrays."""
+        """Give a kernel's arrays separate buffers, so that none is part of a larger array."""
         if name == "xla":
             return [*arrays]
         in_place = self._in_place
@@ -380,7 +379,7 @@ class Call:
         return [getattr(gradients, name) for name in spec.wrt]
 
     def _record(self, names: Iterable[str], arrays: Arrays) -> dict[str, Any]:
-        """Arrays by their names, the statistics in one tuple."""
+        """Return arrays by name, with the statistics in one tuple."""
         by_name: dict[str, Any] = dict(zip(names, arrays))
         statistics = [by_name.pop(name) for name in self.spec.statistics if name in by_name]
         return {**by_name, "stats": tuple(statistics)}

@@ -1,7 +1,7 @@
-"""Everything private in JAX that this package uses; tried on jax 0.11.2 and 0.12.0.1.
+"""All uses of JAX's private API in this package; tested with jax 0.11.2 and 0.12.0.1.
 
-Each function says what happens with a JAX that lacks what it looks for. Results and gradients are
-right without all of it.
+Each docstring says what happens if JAX lacks the API. Results and gradients are correct without any
+of it.
 """
 
 import contextlib
@@ -14,10 +14,10 @@ from jax.extend.core import Primitive
 
 
 def needs_devices(primitive: Primitive) -> None:
-    """Let JAX say, when it lowers `primitive`, for which devices it does.
+    """Make JAX pass the devices when it lowers `primitive`, as for its own custom_partitioning.
 
-    JAX's own custom_partitioning requests it in this way. Without it, `auto_axes.can_partition` is
-    False, and XLA's code runs on arrays that XLA spreads over devices.
+    Without it, `auto_axes.can_partition` is False, and XLA's code runs on arrays that are sharded
+    over Auto axes.
     """
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import dispatch
@@ -26,9 +26,9 @@ def needs_devices(primitive: Primitive) -> None:
 
 
 def check_floats(primitive: Primitive) -> None:
-    """Let `checkify` find the NaNs that a primitive makes.
+    """Make `checkify` check the results of a primitive for NaNs.
 
-    Without it, the float checks of `checkify` see none of them.
+    Without it, the float checks of `checkify` ignore this primitive.
     """
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src import checkify
@@ -38,7 +38,7 @@ def check_floats(primitive: Primitive) -> None:
 
 
 def accumulators() -> Any:
-    """Return JAX's module of derivatives if its backward passes hand accumulators to transposes.
+    """Return JAX's autodiff module if its backward passes give accumulators to transpose rules.
 
     Without it (None), the gradient of a residual is added outside the kernel.
     """
@@ -51,10 +51,10 @@ def accumulators() -> Any:
 
 
 def remat3() -> tuple[dict[Any, Any], Callable[..., Any], Callable[..., Any]] | None:
-    """Return what JAX has for its next rematerialisation: rules, a transform, names in a rule.
+    """Return the API of JAX's next rematerialisation: rules, a transform, names in a rule.
 
-    The rules of jax 0.11 have another form. Without it (None), policies save nothing that our
-    functions name under ``jax_remat3``.
+    The rules of jax 0.11 have another form. Without it (None), policies under ``jax_remat3`` do not
+    save the arrays that our functions name.
     """
     if jax.__version_info__ < (0, 12):
         return None

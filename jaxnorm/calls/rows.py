@@ -1,4 +1,4 @@
-"""Any shape and axes, seen as ``(rows, cols)`` or strided: the only place that reshapes."""
+"""Views of arrays of any shape as ``(rows, cols)`` or strided rows; only this module reshapes."""
 
 import dataclasses
 import functools
@@ -11,26 +11,26 @@ import jax.numpy as jnp
 from jaxnorm_kernels.operations import PARAMETERS, Kind
 from jaxnorm_kernels.specs import Shared
 
-#: Of x's shape, with 1 for an axis that they are broadcast along.
+#: Operands that have all axes of x, with size 1 along axes where they are broadcast.
 BROADCAST: tuple[Kind, ...] = ("logits_bias", "mask", "table")
 
-# Operands whose shapes x's does not tell, in the order of a view's fields.
+# Operands whose shapes do not follow from x's, in the order of the fields of `RowView`.
 _SHAPES = (*PARAMETERS, *BROADCAST)
 
 
 @dataclasses.dataclass(frozen=True)
 class RowView:
-    """How an array of ``shape`` looks when its ``axes`` (sorted, not negative) become columns.
+    """The view of an array of ``shape`` whose ``axes`` (sorted, not negative) become columns.
 
     Attributes:
-      shape: of x.
-      axes: the normalised ones.
-      scale, bias, branch_scale: shapes of the parameters: axes that broadcast, right-aligned, to
-        x's other axes (a parameter for each group of rows), then the normalised ones, with 1 where
-        it is broadcast. By default the sizes of the normalised axes.
-      logits_bias, mask: shapes of a softmax's bias and of its mask: x's, with 1 where they are
-        broadcast.
-      table: of a rotation's tables: the same, but one of the last axis for each pair of columns.
+      shape: shape of x.
+      axes: the normalised axes.
+      scale, bias, branch_scale: shapes of the parameters. Leading axes broadcast, right-aligned, to
+        the other axes of x (one parameter for each group of rows). The normalised axes follow, with
+        1 where the parameter is broadcast. `()` means: exactly the normalised axes.
+      logits_bias, mask: shapes of a softmax's bias and of its mask: x's shape, with 1 where they
+        are broadcast.
+      table: shape of the cos and sin tables: as above, with one value for each pair of columns.
     """
 
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class RowView:
 
     @functools.cached_property
     def normalised(self) -> tuple[int, ...]:
-        """Sizes of the normalised axes: the shape of scale and bias, if not told otherwise."""
+        """Sizes of the normalised axes: the default shape of scale and bias."""
         return tuple(self.shape[a] for a in self.axes)
 
     @functools.cached_property
@@ -62,17 +62,17 @@ class RowView:
 
     @functools.cached_property
     def moved(self) -> bool:
-        """Whether the view needs a transpose: the normalised axes are not the last ones."""
+        """True if the view needs a transpose, because the normalised axes are not the last ones."""
         order = [axis for axis in self._order if self.shape[axis] != 1]
         return order != sorted(order)
 
     @functools.cached_property
     def strided(self) -> tuple[int, int, int, int] | None:
-        """``(outer, cols, inner)`` that an array is as it lies, and `inner_cols`; None for no such.
+        """The view ``(outer, cols, inner)`` without a transpose, and `inner_cols`; None if absent.
 
-        The normalised axes lie side by side and are not the last; or the last axes are normalised,
-        too, and `inner_cols` is their size: those are neighbours on the inner axis that belong to
-        one row.
+        The view exists if the normalised axes are adjacent but not the last ones. The last axes
+        may be normalised as well: then each run of `inner_cols` neighbours on the inner axis
+        belongs to one row. Otherwise `inner_cols` is 1.
         """
         match [math.prod(self._sizes(axes)) for axes in self._runs]:
             case [outer, cols, inner]:
@@ -84,9 +84,9 @@ class RowView:
 
     @functools.cached_property
     def _runs(self) -> list[tuple[int, ...]]:
-        """Neighbouring axes: others (or none), normalised ones, others, and so on.
+        """Runs of adjacent axes: other axes (possibly none), normalised, other axes, and so on.
 
-        Those of size 1 are left out.
+        Axes of size 1 are left out.
         """
         runs: list[tuple[int, ...]] = [()]
         for axis in (axis for axis, size in enumerate(self.shape) if size != 1):
@@ -97,21 +97,21 @@ class RowView:
 
     @property
     def inner(self) -> int:
-        """Of `strided`; 1 for none."""
+        """Size of the inner axis of the strided view; 1 if there is no such view."""
         return 1 if self.strided is None else self.strided[2]
 
     @functools.cached_property
     def has_groups(self) -> bool:
-        """Whether a parameter belongs to groups of rows, or is broadcast along normalised axes."""
+        """True if a parameter belongs to groups of rows or is broadcast along normalised axes."""
         return any(self.shape_of(kind) != self.normalised for kind in PARAMETERS)
 
     @functools.cached_property
     def scattered(self) -> bool:
-        """Whether a parameter is none of consecutive rows with all columns: it has no view."""
+        """True if a parameter has no ``(groups, cols)`` view with groups of consecutive rows."""
         return any(self._groups(kind) is None for kind in PARAMETERS)
 
     def groups(self, kind: Kind) -> int:
-        """Of consecutive rows, as many as a parameter has rows of its own."""
+        """Return the number of groups of consecutive rows that have a parameter each."""
         return self._groups(kind) or 1
 
     def _groups(self, kind: Kind) -> int | None:
@@ -120,9 +120,10 @@ class RowView:
         return _leading(lead, self._sizes(self.others)) if is_whole else None
 
     def inner_groups(self, kind: Kind) -> int | None:
-        """Of consecutive outer indices, where a parameter is one of the inner elements of each.
+        """Return the number of groups of outer indices, for a parameter of the inner axis.
 
-        It is broadcast along the columns of `strided`. None for any other parameter.
+        Such a parameter is broadcast along the columns of `strided`. The result is None for any
+        other parameter.
         """
         if self.strided is None:
             return None
@@ -135,7 +136,7 @@ class RowView:
         return _leading([sizes[a] for a in outer], self._sizes(outer))
 
     def _parts(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The sizes that a parameter has along x's other axes, and along the normalised ones."""
+        """Return a parameter's sizes along x's other axes, and along the normalised ones."""
         shape = self.shape_of(kind)
         padded = (1,) * (len(self.shape) - len(shape)) + shape
         return padded[: len(self.others)], padded[len(self.others) :]
@@ -144,7 +145,10 @@ class RowView:
         return tuple(self.shape[axis] for axis in axes)
 
     def shared(self, kind: Kind) -> Shared | None:
-        """Where the rows find theirs in an operand; None for one of a part of the columns."""
+        """Describe how x's rows share an operand's rows; None if it has only part of the columns.
+
+        An operand of part of the columns has some of the normalised axes, but not all of them.
+        """
         shape = self.shape_of(kind)
         if not shape:
             return None
@@ -162,7 +166,7 @@ class RowView:
         return Shared(tuple(segments), has_columns=has_cols != {False})
 
     def axes_of(self, kind: Kind) -> tuple[int, ...]:
-        """Which axes of x an operand of this kind has, in its own order."""
+        """Return the axes of x that an operand of this kind has, in the operand's order."""
         if kind == "array" or kind in BROADCAST:
             return tuple(range(len(self.shape)))
         if kind not in PARAMETERS:
@@ -171,7 +175,7 @@ class RowView:
         return self.others[lacking:] + self.axes
 
     def shape_of(self, kind: Kind) -> tuple[int, ...]:
-        """Of an operand or result of this kind."""
+        """Return the shape of an operand or result of this kind."""
         if kind in _SHAPES:
             shape: tuple[int, ...] = getattr(self, kind)
             return shape or (self.normalised if kind in PARAMETERS else ())
@@ -180,11 +184,11 @@ class RowView:
     def of_shapes(
         self, shape: tuple[int, ...], axes: tuple[int, ...], of: Callable[[Kind], tuple[int, ...]]
     ) -> "RowView":
-        """That of an x of another shape, whose operands have the shapes ``of(kind)``."""
+        """Return the view of another x, whose operands have the shapes ``of(kind)``."""
         return RowView(shape, axes, *map(of, _SHAPES))
 
     def batched(self, size: int, kinds: Collection[Kind]) -> "RowView":
-        """With one more axis of rows in front, for each of the parameters among `kinds`, too."""
+        """Return the view with a batch axis in front of x and of the operands in `kinds`."""
 
         def batched(kind: Kind) -> tuple[int, ...]:
             shape = self.shape_of(kind)
@@ -198,11 +202,11 @@ class RowView:
         return self.of_shapes((size, *self.shape), axes, batched)
 
     def to_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:
-        """The two-dimensional view of an array, the one-dimensional view of the others.
+        """Return the two-dimensional view of an array, or the one-dimensional view of others.
 
-        A mask or a bias of logits is ``(n, cols)`` or ``(n, 1)``, as `shared` describes it, or that
-        of a whole array. `strided`: that of an array is ``(outer, cols, inner)`` instead, and a
-        parameter of inner elements is ``(inner,)`` or ``(groups, inner)``.
+        A mask or a bias of logits becomes ``(n, cols)`` or ``(n, 1)``, as `shared` describes it. If
+        `strided`, arrays become ``(outer, cols, inner)`` instead, and a parameter of the inner axis
+        becomes ``(inner,)`` or ``(groups, inner)``.
         """
         match kind:
             case "stat" | "label":
@@ -221,7 +225,7 @@ class RowView:
         return a.reshape(rows, cols)
 
     def from_rows(self, kind: Kind, a: jax.Array, *, strided: bool = False) -> jax.Array:
-        """The inverse of `to_rows`."""
+        """Invert `to_rows`."""
         if kind == "stat" or kind in PARAMETERS:
             return a.reshape(self.shape_of(kind))
         shape = self.shape_of(kind)
@@ -236,11 +240,10 @@ class RowView:
 
 
 def _leading(parameter: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """Groups of neighbours along axes of these sizes, each with another value of a parameter.
+    """Return the number of groups of consecutive elements that share a value of a parameter.
 
-    `parameter` are its sizes along them: those, or 1 where it is broadcast.
-
-    None where what is shared changes along another axis than the first ones.
+    `sizes` are the sizes of some axes, `parameter` those of the parameter along them: equal, or 1
+    where it is broadcast. The result is None unless the parameter varies along the first axes only.
     """
     shared = next((i for i, (n, all_) in enumerate(zip(parameter, sizes)) if n != all_), None)
     if shared is not None and any(n != 1 for n in parameter[shared:]):

@@ -1,11 +1,12 @@
-"""Calls on arrays that XLA spreads over devices by itself (Auto axes of a mesh).
+"""Calls on arrays that XLA's partitioner shards automatically (Auto axes of a mesh).
 
-The partitioner asks what to do with the shards it has in hand (`custom_partitioning`), and gets the
-same call on a shard. Without that it would gather what a kernel reads.
+`custom_partitioning` gives the partitioner the same call on a shard. Otherwise it would gather all
+operands of a kernel.
 
-The program holds no more of that than the address of a Python function, which differs from process
-to process. So JAX's persistent compilation cache misses, or, by a flag of JAX's, leaves the address
-out of its keys: then the name of a function in the program tells the calls apart.
+In the program, this rule is only the address of a Python function, which differs between processes.
+So JAX's persistent compilation cache misses, unless a flag of JAX's removes the address from its
+keys. In that case, the name of a function in the program, which contains a digest of the call,
+distinguishes the calls.
 """
 
 import functools
@@ -25,22 +26,22 @@ from jaxnorm.calls import backends
 from jaxnorm.calls.call import Arrays, Run
 from jaxnorm.meshes.shards import Factors, Shards
 
-# Modules that the triton implementation has imported, where it can be.
+# Modules that the triton implementation imports, if it can be imported.
 _COMPILERS = ("triton", "jax_triton")
 
 
 def are_whole(axes: Any) -> bool:
-    """Whether arrays are whole where code is lowered: on one device, or inside `jax.shard_map`."""
+    """Return True if code is lowered for whole arrays: one device, or inside `jax.shard_map`."""
     if isinstance(axes, mlir.SPMDAxisContext):
         return all(size == 1 or name in axes.manual_axes for name, size in axes.mesh.shape.items())
     return isinstance(axes, mlir.ShardingContext) and axes.num_devices == 1
 
 
 def can_partition(axes: Any) -> bool:
-    """Whether the partitioner will name the mesh axes of the shards it has.
+    """Return True if the partitioner can pass the mesh axes of its shards to our rule.
 
-    On a mesh with Explicit axes, which `jax.sharding.auto_axes` makes automatic in a part of a
-    program, it fails: JAX lowers what runs on a shard with that mesh.
+    It cannot if the mesh has Explicit axes, which `jax.sharding.auto_axes` makes automatic in part
+    of a program: JAX would lower the code of a shard with the Explicit mesh, and fail.
     """
     return (
         isinstance(axes, mlir.ShardingContext)
@@ -56,10 +57,10 @@ def partitioned(
     shards: Callable[[Sequence[Any], Any], Shards],
     factors: Callable[[Arrays], Factors],
 ) -> Run:
-    """`whole`, which computes a call, on the shards that XLA's partitioner has in hand.
+    """Return `whole`, which computes a call, with a partitioning rule for its shards.
 
-    `call`: the static part, which decides all else. Its `repr` is the same in every process, and of
-    another call another one.
+    `call` is the static part, which determines everything else. Its `repr` must be the same in
+    every process, and differ between calls.
     """
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
@@ -92,9 +93,9 @@ def partitioned(
 
 
 def _digest(static: Any) -> str:
-    """Of a call, and of what makes code of it: our own code is not in the program."""
+    """Return a digest of a call and of all that determines its code, which the program omits."""
     kernels = backends.importable(backends.local_platform())
-    # Triton's are compiled before the program is; of what compiles others the key itself tells.
+    # Triton compiles its kernels itself. The versions of other compilers are in JAX's keys.
     compilers = [sys.modules[name].__version__ for name in _COMPILERS if "triton" in kernels]
     decides = (
         *(static, jax.__version__, jax.config.jax_enable_x64, _sources()),
@@ -105,7 +106,7 @@ def _digest(static: Any) -> str:
 
 @functools.cache
 def _sources() -> str:
-    """A digest of both packages: in a checkout, more changes than the version's number."""
+    """Return a digest of both packages' sources: in a checkout, they change between versions."""
     files = [
         file
         for package in ("jaxnorm", "jaxnorm_kernels")

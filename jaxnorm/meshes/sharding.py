@@ -1,8 +1,8 @@
-"""How a call is partitioned over a mesh, by what the types of its operands say.
+"""How a call is partitioned over a mesh, depending on the types of its mesh axes.
 
-Explicit axes   the types name the mesh axes: `jax.shard_map`, here
-Auto axes       XLA decides when it compiles: `auto_axes`
-Manual axes     inside `jax.shard_map` the operands are shards already
+Explicit axes   types name the mesh axes, and this module runs the call in `jax.shard_map`
+Auto axes       XLA decides when it compiles; see `auto_axes`
+Manual axes     inside `jax.shard_map`, the operands are shards already
 """
 
 import math
@@ -21,9 +21,10 @@ from jaxnorm.meshes.shards import Shards
 def run(
     whole: Run, shards: Callable[[Sequence[Any], Any], Shards], arrays: Arrays
 ) -> list[jax.Array]:
-    """``whole(*arrays)``, or on their shards where a mesh has Explicit axes.
+    """Return ``whole(*arrays)``, computed on shards if the mesh has Explicit axes.
 
-    `shards`: makes of the types of the arrays, and of the mesh, what a device does.
+    `shards` takes the types of the arrays and the mesh, and returns their sharding and the function
+    that each device runs.
     """
     avals = [jax.typeof(a) for a in arrays]
     mesh = explicit_mesh(avals)
@@ -37,7 +38,7 @@ def run(
         out_specs=[*results],
         axis_names=explicit_axes(mesh),
     )
-    # A parameter may be sharded for storage (FSDP): it is gathered, as small as it is.
+    # A parameter that is sharded for storage (FSDP) is gathered, since it is small.
     outputs: list[jax.Array] = sharded(*[reshard(a, mesh, s) for a, s in zip(arrays, operands)])
     return outputs
 
@@ -45,10 +46,10 @@ def run(
 def map_batch(
     function: Callable[..., list[jax.Array]], arrays: Arrays, dims: Sequence[int | None]
 ) -> list[jax.Array]:
-    """What `jax.vmap` makes of a function, by a loop over the batch; results have it first.
+    """Map a function over a batch as `jax.vmap` does, but in a loop; results have the batch first.
 
-    `dims`: which axis of each array is the batch, None for an array that all of it shares. Where
-    mesh axes split the batch (Explicit axes), each device loops over its own part.
+    `dims`: the batch axis of each array; None for an array that the whole batch shares. If Explicit
+    mesh axes split the batch, each device loops over its own part.
     """
     batched = {i: jnp.moveaxis(arrays[i], d, 0) for i, d in enumerate(dims) if d is not None}
     shared = {i: arrays[i] for i, d in enumerate(dims) if d is None}
@@ -60,7 +61,7 @@ def map_batch(
 
         return lax.map(one, batched)
 
-    # `jax.vmap` sees to it that the batch of each array is split alike, and no shared array by it.
+    # `jax.vmap` ensures that all batches are sharded alike, and no shared array over the same axes.
     batch = jax.typeof(next(iter(batched.values())))
     over = axes_over(batch, 0, batch.sharding.mesh)
     if not over:
@@ -77,22 +78,22 @@ def map_batch(
 
 
 def type_like(x: Any, mesh: Any, shape: tuple[int, ...], dtype: Any, split: Iterable[Any]) -> Any:
-    """The type x has, of another shape and dtype, its axes split over axes of the mesh."""
+    """Return the type of x with another shape and dtype, and its axes split as `split` names."""
     sharding = x.sharding if mesh.empty else NamedSharding(mesh, PartitionSpec(*split))
     return x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 def lie_alike(a: jax.Array, like: jax.Array) -> jax.Array:
-    """`a`, of another's shape, with the mesh axes that its type names."""
+    """Reshard `a` like another array of its shape."""
     sharding = jax.typeof(like).sharding
     differs = not sharding.mesh.empty and jax.typeof(a).sharding.spec != sharding.spec
     return reshard(a, sharding.mesh, sharding.spec) if differs else a
 
 
 def broadcast_alike(a: jax.Array, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-    """`a`, whose axes are those of another, or of size 1, with the mesh axes that its type names.
+    """Reshard `a`, which broadcasts to another array, like that array.
 
-    An axis of any other size is whole.
+    Axes of size 1, or of a size that differs from the other array's, are not split.
     """
     sharding = jax.typeof(like).sharding
     if sharding.mesh.empty:
@@ -103,16 +104,16 @@ def broadcast_alike(a: jax.Array, like: jax.Array | jax.ShapeDtypeStruct) -> jax
 
 
 def lie_as(a: jax.Array, aval: Any) -> jax.Array:
-    """`a` with the sharding of a type."""
+    """Reshard `a` to the sharding of a type."""
     sharding = aval.sharding
     return a if sharding.mesh.empty else reshard(a, sharding.mesh, sharding.spec)
 
 
 def vary_alike(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Makes all arrays vary over the same manual mesh axes, inside `jax.shard_map`.
+    """Make all arrays vary over the same manual mesh axes, inside `jax.shard_map`.
 
-    A parameter that is the same on every device meets rows that are not. The gradient of this cast
-    is the sum over those axes, so that of the parameter is the same on every device again.
+    A parameter is the same on every device, but the rows are not. The gradient of this cast is the
+    sum over these axes, so that the parameter's gradient is also the same on every device.
     """
     if len(arrays) == 1:
         return arrays
@@ -125,11 +126,11 @@ def vary_alike(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
 
 
 def explicit_mesh(avals: Sequence[Any]) -> Any:
-    """The mesh with Explicit axes that arrays of these types lie on, or meet; None for no such one.
+    """Return the mesh with Explicit axes for arrays of these types; None if there is none.
 
-    Types need not name an axis: those of replicated arrays have a mesh all the same, and arrays
-    that are not committed to a device (whose types have none) meet that of `jax.set_mesh`. On it no
-    sharding is left to XLA, and its partitioner cannot be asked (`auto_axes`).
+    The types of replicated arrays have a mesh although they name none of its axes. The types of
+    arrays that are not committed to a device have no mesh, and the mesh of `jax.set_mesh` applies.
+    On a mesh with Explicit axes, XLA chooses no sharding, and the rules in `auto_axes` do not work.
     """
     mesh = mesh_of(avals)
     if mesh.empty:
@@ -138,27 +139,27 @@ def explicit_mesh(avals: Sequence[Any]) -> Any:
 
 
 def mesh_of(avals: Sequence[Any]) -> Any:
-    """The mesh of types: the first that is not empty."""
+    """Return the first mesh of these types that is not empty; an empty one if all are."""
     meshes = [aval.sharding.mesh for aval in avals]
     return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
 
 
 def axes_over(aval: Any, axis: int, mesh: Any) -> tuple[str, ...]:
-    """Mesh axes that split an axis of a type; none where its size is no multiple of the shards."""
+    """Return the mesh axes that split an axis of a type; none if the shards do not divide it."""
     entry = (*aval.sharding.spec, *[None] * len(aval.shape))[axis]
     names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
     return () if aval.shape[axis] % math.prod(mesh.shape[name] for name in names) else names
 
 
 def explicit_axes(mesh: Any) -> set[str]:
-    """What `jax.shard_map` takes as ``axis_names`` to make the explicit axes manual."""
+    """Return the ``axis_names`` with which `jax.shard_map` makes the Explicit axes Manual."""
     if mesh.are_all_axes_explicit:
-        return set()  # All, for `jax.shard_map`; but not those that `jax.vmap` has taken.
+        return set()  # `jax.shard_map` then takes all axes except those that `jax.vmap` uses.
     return {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
 
 
 def reshard(a: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """`a`, lying over a mesh as `spec` says."""
-    # A sharding and not its spec alone, which would need a mesh to be set.
+    """Reshard `a` over a mesh as `spec` says."""
+    # A NamedSharding, because a PartitionSpec alone would need `jax.set_mesh`.
     resharded: jax.Array = jax.reshard(a, NamedSharding(mesh, spec))
     return resharded

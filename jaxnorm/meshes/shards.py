@@ -1,4 +1,4 @@
-"""A call on the shards of its arrays, whichever way they came to be shards."""
+"""How the rows and columns of a call are sharded, and the call that each device runs."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ from jaxnorm_kernels.operations import PARAMETERS, SHARED, Kind
 
 
 class Shards(NamedTuple):
-    """How the arrays of a call lie on a mesh, and what a device does with its shards of them."""
+    """The sharding of a call's arrays on a mesh, and the function that each device runs."""
 
     operands: tuple[PartitionSpec, ...]
     results: tuple[PartitionSpec, ...]
@@ -24,10 +24,10 @@ class Shards(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """How shardings spread (Shardy's rule): axes of the same name are split alike.
+    """A sharding rule for Shardy: axes of the same name are sharded over the same mesh axes.
 
     Attributes:
-      operands, results: of each array the names of its axes, with blanks between them.
+      operands, results: for each array, the names of its axes, separated by blanks.
       whole: names of the axes that are gathered.
     """
 
@@ -38,14 +38,14 @@ class Factors(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Over which mesh axes each axis of x is split."""
+    """The mesh axes over which each axis of x is sharded."""
 
     view: RowView
     mesh_axes: tuple[tuple[str, ...], ...]
 
     @classmethod
     def of(cls, spec: Iterable[Any], view: RowView) -> "Layout":
-        """The layout of an array with this `PartitionSpec`."""
+        """Return the layout of an array with this `PartitionSpec`."""
         entries = [() if e is None else e if isinstance(e, tuple) else (e,) for e in spec]
         missing = len(view.shape) - len(entries)
         return cls(view, (*map(tuple, entries), *[()] * missing))
@@ -55,42 +55,42 @@ class Layout:
         return sum((self.mesh_axes[a] for a in self.view.axes), ())
 
     def spec(self, kind: Kind, shape: tuple[int, ...]) -> PartitionSpec:
-        """Of an operand or result of this kind and (global) shape."""
+        """Return the `PartitionSpec` of an operand or result of this kind and global shape."""
         split = (self.mesh_axes[axis] or None for axis in self.view.axes_of(kind))
         # A mask or a parameter may be broadcast along some axes.
         return PartitionSpec(*(None if size == 1 else s for size, s in zip(shape, split)))
 
     def with_whole_rows(self) -> "Layout":
-        """Of what cannot be split along the normalised axes: the pairs of a rotation."""
+        """Return the layout with whole rows, for a rotation, whose pairs must not be split."""
         axes = self.view.axes
         split = ((() if i in axes else over) for i, over in enumerate(self.mesh_axes))
         return dataclasses.replace(self, mesh_axes=tuple(split))
 
     def summed_over(self, kind: Kind) -> tuple[str, ...]:
-        """Mesh axes over which devices have sums of their own elements: of a shared gradient."""
+        """Return the mesh axes over which devices have partial sums of a shared gradient."""
         if kind not in SHARED:
             return ()
         split = jax.tree.leaves(tuple(self.spec(kind, self.view.shape_of(kind))))
         return tuple(axis for axis in sum(self.mesh_axes, ()) if axis not in split)
 
     def view_of_shard(self, shape: tuple[int, ...]) -> RowView:
-        """That of a shard of x with this shape."""
+        """Return the view of a shard of x with this shape."""
         view = self.view
 
         def of_shard(kind: Kind) -> tuple[int, ...]:
             sizes = view.shape_of(kind)
             split = tuple(1 if s == 1 else shape[a] for s, a in zip(sizes, view.axes_of(kind)))
-            # Pairs of columns are whole.
+            # Pairs of columns are not split.
             return (*split[:-1], *sizes[-1:]) if kind == "table" else split
 
         return view.of_shapes(shape, view.axes, of_shard)
 
     def queries_over(self, call: Call) -> tuple[str, ...]:
-        """Mesh axes over which the rows of a matrix are split, where ``causal`` counts them."""
+        """Return the mesh axes that shard a matrix's rows, whose indices ``causal`` depends on."""
         return self.mesh_axes[-2] if call.spec.softmax.causal else ()
 
     def check(self, function: str, mesh: Any) -> None:
-        """ValueError where a shard would not be a whole part of the array."""
+        """Raise ValueError if an axis of x is not a multiple of its shards."""
         for size, axes in zip(self.view.shape, self.mesh_axes):
             shards = math.prod(mesh.shape[a] for a in axes)
             if size % shards:
@@ -102,10 +102,11 @@ class Layout:
 
 
 def shards_of_rows(call: Call, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
-    """Of a call that lies as its first array does; ``run(call, *arrays)`` makes it on a shard.
+    """Return the sharding of a call, which follows its first array.
 
-    Rows need nothing from each other. What a parameter's gradient needs is one sum over the devices
-    that have rows of it, and the statistics of split rows one over those that share them.
+    ``run(call, *arrays)`` computes the call on a shard. Rows are independent of each other. A
+    parameter's gradient is summed over the devices that have rows of it. If rows are split, their
+    statistics are summed over the devices that share a row.
     """
     layout = Layout.of(types[0].sharding.spec, call.view)
     if call.spec.norm.rotated:
@@ -133,10 +134,10 @@ def shards_of_rows(call: Call, run: Run, types: Sequence[Any], mesh: Any) -> Sha
 
 
 def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
-    """Axis i of x is `xi` everywhere.
+    """Return the sharding rule of a call: axis i of x is named `xi` in all arrays.
 
-    Parameters come whole, as small as they are: however they are stored, x stays as it is. Their
-    gradients go wherever they are wanted.
+    Parameters are gathered, since they are small: their sharding does not affect that of x. Their
+    gradients have separate axis names, so that they can be sharded in any way.
     """
     places = itertools.count()
 
@@ -153,7 +154,7 @@ def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
 
     operands = factors(call.kinds_taken, [a.shape for a in arrays], "p")
     results = factors(call.kinds_returned, [*map(call.view.shape_of, call.kinds_returned)], "g")
-    # A pair is two columns. Shardy takes factors in the order in which they occur.
+    # A pair is two columns, so the columns are whole. Shardy requires the order of occurrence.
     of_pairs = {f"x{axis}" for axis in call.view.axes} if call.spec.norm.rotated else set()
     names = dict.fromkeys(" ".join(operands).split())
     whole = [name for name in names if name.startswith("p") or name in of_pairs]

@@ -4,8 +4,7 @@
 
 Each API passes a function that returns the weights, with logits in the dtype that Flax uses there.
 As in Flax, a finite number replaces a masked logit, so a query whose keys are all masked attends to
-all of them evenly. Only the softmax differs from Flax's: its backward pass needs no array but the
-weights.
+all of them evenly. Only the softmax differs from Flax's: its backward pass saves only the weights.
 """
 
 from collections.abc import Callable, Collection
@@ -115,8 +114,8 @@ def masked_softmax(
 ) -> jax.Array:
     """Return the softmax of ``(batch..., heads, q_length, kv_length)`` logits over the last axis.
 
-    Also takes what the kernels do not: complex and 8-bit logits, an integer bias, and a bias or a
-    mask that enlarges the logits.
+    It also supports inputs that the kernels do not: complex and 8-bit logits, an integer bias, and
+    a bias or a mask that enlarges the logits.
     """
     supported = is_supported(logits.dtype, dtype)
     if bias is not None and not (supported and fits(bias, logits.shape, FLOAT_DTYPES)):

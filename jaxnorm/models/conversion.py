@@ -1,4 +1,4 @@
-"""Converting models that exist: what linen's, nnx's and equinox's conversions share."""
+"""Helpers that the linen, nnx and equinox conversions of existing models share."""
 
 import functools
 import logging
@@ -14,7 +14,7 @@ from jaxnorm.operations import checks
 from jaxnorm.tools import check_params
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
 
-#: What is said of norms that were to keep their output.
+#: How a log line describes norms that save their input instead of their output.
 KEPT = 'keep their input, as with save="input"'
 
 #: Seconds after which a conversion shows a progress bar.
@@ -22,24 +22,24 @@ PATIENCE = 2.0
 
 
 def check(function: str, save: Save, implementation: Name | None) -> None:
-    """ValueError where an argument of a conversion is wrong."""
+    """Raise ValueError if an argument of a conversion is wrong."""
     checks.one_of(function, "save", save, checks.SAVE_MODES)
     checks.implementation(function, implementation)
 
 
 def are_known(parameters: Iterable[Any]) -> bool:
-    """Whether the values of all of these parameters are at hand."""
+    """Return True if the values of all of these parameters are known."""
     return all(_values(parameter) is not None for parameter in parameters)
 
 
 def why_input(parameters: Collection[Any], y_dtype: np.dtype) -> str | None:
-    """Why a norm with these parameters keeps its input where it was to keep its output.
+    """Return why a norm with these parameters must save its input instead of its output.
 
-    None where it need not, or where their values are not at hand.
+    The result is None if it need not, or if the parameters' values are unknown.
 
     Args:
       parameters: scale and, if there is one, bias.
-      y_dtype: of the norm's output.
+      y_dtype: dtype of the norm's output.
     """
     values = [known for known in map(_values, parameters) if known is not None]
     if len(values) < len(parameters) or len({a.shape for a in values}) > 1:
@@ -55,28 +55,28 @@ def why_input(parameters: Collection[Any], y_dtype: np.dtype) -> str | None:
 
 
 def _values(parameter: Any) -> np.ndarray | None:
-    """The values of a parameter, if they are floats that are known and within this process's reach.
+    """Return the values of a float parameter, or None if this process cannot read them.
 
-    That of a tracer of `jax.grad` outside `jax.jit` is known, too.
+    The value of a tracer is known if `jax.grad` made it outside `jax.jit`.
     """
     if isinstance(parameter, jax.core.Tracer):
         parameter = parameter.to_concrete_value()
     if isinstance(parameter, jax.Array):
         whole = parameter.is_fully_addressable or parameter.is_fully_replicated
-        # An explicit transfer, which `jax.transfer_guard` lets pass.
+        # `jax.transfer_guard` allows this explicit transfer.
         parameter = jax.device_get(parameter) if whole and not parameter.is_deleted() else None
     is_known = isinstance(parameter, np.ndarray) and parameter.dtype.name in FLOAT_DTYPES
     return parameter if is_known else None
 
 
 def subclass(module: Any, base: type, package: str) -> str:
-    """Why a conversion leaves a module whose class is derived from one of a package's."""
+    """Return why a conversion leaves a module whose class is derived from a package's norm."""
     name = type(module).__name__
     return f"{name} is a subclass of {package}'s {base.__name__}, with code of its own"
 
 
 def converted_as(kind: type, bases: Iterable[type]) -> type | None:
-    """Return the base that a class stands for: itself, or a base that it adds no code to."""
+    """Return the base class to convert a class as: itself, or a base to which it adds no code."""
     bases = set(bases)
     while kind not in bases:
         if len(kind.__bases__) != 1 or not _adds_nothing(kind):
@@ -86,7 +86,7 @@ def converted_as(kind: type, bases: Iterable[type]) -> type | None:
 
 
 def _adds_nothing(kind: type) -> bool:
-    """Return True if the body of a class is ``pass``: it has only what its metaclass writes."""
+    """Return True if the body of a class is ``pass``: it has only what its metaclass adds."""
     own, empty = (_contents(k) for k in (kind, _empty_subclass(kind.__bases__[0])))
     return own.items() <= empty.items()
 
@@ -96,7 +96,7 @@ def _empty_subclass(base: type) -> type:
     return type(base)(base.__name__, (base,), {"__module__": __name__})
 
 
-# What every class statement writes, whatever its body is.
+# Attributes that every class statement sets, whatever its body is.
 _OF_STATEMENTS = {
     "__annotate__", "__annotate_func__", "__annotations__", "__annotations_cache__",
     "__classdictcell__", "__doc__", "__firstlineno__", "__module__", "__qualname__",
@@ -105,7 +105,7 @@ _OF_STATEMENTS = {
 
 
 def _contents(kind: type) -> dict[str, Any]:
-    """Return what a class has by itself: names, and where the code of functions is from."""
+    """Return the attributes that a class itself defines, with the files of its functions."""
     contents: dict[str, Any] = {"annotations": bool(vars(kind).get("__annotations__"))}
     for name, value in vars(kind).items():
         if name not in _OF_STATEMENTS:
@@ -120,14 +120,14 @@ class Calls:
     Two are equal if they call the same functions for the same classes.
 
     Attributes:
-      functions: what is called in place of the ``__call__`` of each class.
+      functions: the function that replaces the ``__call__`` of each class.
       applied: paths of modules of these classes, with their classes' names.
-      left: paths of modules of subclasses, with the reason why they are left as they are.
-      others: paths of modules of other classes that are called norms, with their classes' names.
+      left: paths of modules of subclasses, with the reason why they are not changed.
+      others: paths of modules of other classes named like norms, with their classes' names.
     """
 
     def __init__(self, function: str, calls: Any, base: type, package: str) -> None:
-        """TypeError or ValueError if ``calls`` is not a mapping of the package's modules."""
+        """Raise TypeError or ValueError if ``calls`` is not a mapping of the package's modules."""
         expected = (
             f"expected a dictionary {{class of {package}: function(module, *args, **kwargs)}}"
         )
@@ -173,21 +173,21 @@ class Calls:
         return None
 
     def has(self, path: str) -> bool:
-        """Return True if ``calls`` decides what becomes of the module at a path."""
+        """Return True if ``calls`` has the class of the module at a path, or a base of it."""
         return path in self.applied or path in self.left
 
     def note(self, kind: type, path: str) -> None:
-        """Note a module that no conversion knows, if its class is called a norm."""
+        """Note a module of a class unknown to the conversions, if it is named like a norm."""
         library, _, _ = kind.__module__.partition(".")
         is_own = library not in ("equinox", "flax", "jaxnorm")
         if is_own and kind.__name__.lower().endswith("norm"):
             self.others[path] = kind.__name__
 
     def sentences(self, left: Iterable[str] = (), seen: Collection[str] = ()) -> Iterator[str]:
-        """Yield what a log line says of these modules.
+        """Yield the sentences of a log line on these modules.
 
         Args:
-          left: names of classes that the conversion has left because of code of their own.
+          left: names of classes that the conversion has left because they override code.
           seen: full names of classes that were found before.
         """
         for what, modules in (
@@ -239,9 +239,9 @@ def original(kind: type) -> type:
 
 
 def warn(text: str, *arguments: object) -> None:
-    """A line of the logger ``"jaxnorm"``.
+    """Log a line to the logger ``"jaxnorm"``.
 
-    A warning, because Python's logging shows no lower level by default.
+    Its level is warning, because Python's logging shows no lower level by default.
     """
     logging.getLogger("jaxnorm").warning(text, *arguments)
 
@@ -252,15 +252,15 @@ def log(
     outcomes: Mapping[str, Mapping[str, str]],
     sentences: Iterable[str] = (),
 ) -> None:
-    """One line on the norms of those seen that are not what was asked for.
+    """Log one line on norms that were not converted as requested.
 
-    They run slower, or keep more, than was meant, without another sign of it.
+    Such norms are slower or save more than intended, and nothing else would show it.
 
     Args:
       function: the conversion, such as ``"nnx.convert"``.
-      seen: how many norms.
-      outcomes: what became of some, and for each its path and the reason.
-      sentences: what else is said.
+      seen: number of norms.
+      outcomes: for each outcome, the paths of its norms with the reasons.
+      sentences: further sentences.
     """
     parts = [
         f"{len(norms)} of {seen} norms {what}: "

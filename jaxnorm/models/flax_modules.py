@@ -1,6 +1,6 @@
-"""Code that the linen and the nnx modules share; neither imports the other's half of Flax.
+"""Code shared by the linen and the nnx modules, without importing either half of Flax.
 
-Imported before anything of Flax, it says what to do where that is missing.
+It must be imported before Flax, because it raises a helpful error if Flax is not installed.
 """
 
 import importlib.util
@@ -63,7 +63,7 @@ def arguments_of[**P](base: type) -> Callable[[Callable[P, None]], Callable[P, N
 
 
 def given_to(function: str, save: Save, implementation: Name | None) -> Added:
-    """The arguments of a conversion, checked."""
+    """Check the arguments of a conversion and return them as fields."""
     conversion.check(function, save, implementation)
     return Added(save, implementation)
 
@@ -71,7 +71,7 @@ def given_to(function: str, save: Save, implementation: Name | None) -> Added:
 def shared_axes(
     module: str, reduction_axes: Axes, feature_axes: Axes, shape: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """The axes that are both normalised and scaled; None where the two differ."""
+    """Return the axes that are normalised and scaled; None if the two sets differ."""
     reduced, features = (
         tuple(
             sorted(
@@ -87,13 +87,13 @@ def shared_axes(
 
 
 class Groups(NamedTuple):
-    """A GroupNorm as a LayerNorm: x's shape with its channels in groups, and the axes of that."""
+    """A GroupNorm as a LayerNorm: x's shape with channels in groups, and the axes to normalise."""
 
     shape: tuple[int, ...]
     axes: tuple[int, ...]
 
     def of_parameter(self, parameter: Any) -> Any:
-        """A parameter of channels for each group, and the channels of it."""
+        """Reshape a parameter of channels to groups and channels per group."""
         if parameter is None:
             return None
         *_, groups, size = self.shape
@@ -117,8 +117,8 @@ def options(
 ) -> dict[str, Any]:
     """Return the keyword arguments of the functions.
 
-    The output's dtype is by Flax's rule, linen's or nnx's `dtypes`: the module's, or what the
-    operands promote to.
+    The output's dtype follows Flax's rule in linen's or nnx's `dtypes`: the module's dtype, or the
+    one to which the operands promote.
     """
     dtype = dtypes.canonicalize_dtype(*operands, dtype=module.dtype)
     return {
@@ -138,9 +138,9 @@ def norm_and_dense(
     activation: Activation | None,
     dtype: Any,
 ) -> Any:
-    """y or, with a residual, (y, h), of scale, kernel and bias; `module` has the norm's fields.
+    """Return y or, with a residual, (y, h); `module` has the fields of the norm.
 
-    The product and its result have the dtype that Flax gives a Dense after the norm.
+    The matmul and its result have the dtype that a Dense after the norm has in Flax.
     """
     normalised = x if residual is None else residual
     promoted = dtypes.canonicalize_dtype(normalised, *parameters.values(), dtype=dtype)
@@ -160,7 +160,7 @@ def norm_and_dense(
 
 
 def composed(norm: Callable[[Any], Any], x: Any, residual: Any) -> Any:
-    """Flax's own norm of x or, with a residual, (y, h) of the sum h in the residual's dtype."""
+    """Return Flax's own norm of x or, with a residual, (y, h), with h in the residual's dtype."""
     if residual is None:
         return norm(x)
     dtype = jnp.result_type(residual)
@@ -169,14 +169,14 @@ def composed(norm: Callable[[Any], Any], x: Any, residual: Any) -> Any:
 
 
 def activated(module: Any, y: jax.Array) -> jax.Array:
-    """Flax's own result, and the activation that one of jaxnorm's GroupNorms has after it."""
+    """Apply the activation of one of jaxnorm's GroupNorms to Flax's own result."""
     valid = (None, *get_args(NormActivation))
     checks.one_of(type(module).__name__, "activation", module.activation, valid)
     return y if module.activation is None else getattr(jax.nn, module.activation)(y)
 
 
 def no_offset(module: Any) -> None:
-    """Raises for a module with a scale_offset whose call is left to Flax, which has none."""
+    """Raise if a module whose call is left to Flax has a scale_offset, which Flax lacks."""
     if module.scale_offset:
         name = type(module).__name__
         raise ValueError(

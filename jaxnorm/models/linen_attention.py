@@ -42,15 +42,15 @@ def dot_product_attention(
 
     Args:
       query, key, value: ``(batch..., length, heads, depth)``.
-      bias, mask: broadcastable to ``(batch..., heads, q_length, kv_length)``; mask keeps where
-        True.
+      bias, mask: broadcastable to ``(batch..., heads, q_length, kv_length)``; entries where mask is
+        False are masked.
       broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout of the weights.
       dtype: dtype of the computation; inferred from the inputs by default.
-      precision: of the two matrix products.
+      precision: precision of the two matmuls.
       module: where to sow the weights, as ``attention_weights`` in ``intermediates``.
       force_fp32_for_softmax: keep the weights in float32.
       einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: replacements of the
-        matrix products; the last two go together and exclude ``precision`` and the first.
+        matmuls; the last two go together and exclude ``precision`` and the first.
 
     Returns:
       ``(batch..., q_length, heads, v_depth)``.

@@ -15,7 +15,7 @@ from jaxnorm.operations.norm import layer_norm, rms_norm
 from jaxnorm.operations.norm_residual import add_layer_norm, add_rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Save
 
-# Returns what is saved, from a module's parameters and its output's dtype.
+# A function that returns the `save` mode, given a module's parameters and its output's dtype.
 Judged = Callable[[Mapping[str, Any], np.dtype], Save] | None
 
 
@@ -39,9 +39,9 @@ def normalised(
     residual: Any = None,
     judged: Judged = None,
 ) -> Any:
-    """y or, with a residual, (y, h), by a module's fields; its parameters are made in its scope.
+    """Return y or, with a residual, (y, h), with parameters created in the module's scope.
 
-    `judged` returns what is saved, from the parameters and the output's dtype.
+    `judged` returns the `save` mode, given the parameters and the output's dtype.
     """
     if isinstance(norm, nn.GroupNorm):
         return _of_groups(norm, added, x, judged)
@@ -71,7 +71,7 @@ def _of_groups(norm: Any, added: flax_modules.Added, x: Any, judged: Judged) -> 
 
 
 def _parameters(norm: Any, shape: list[int]) -> dict[str, Any]:
-    """Make the parameters that the fields ask for in the module's scope."""
+    """Create the parameters that the module's fields request, in its scope."""
     inits = {"scale": norm.scale_init if norm.use_scale else None}
     if not isinstance(norm, nn.RMSNorm):
         inits["bias"] = norm.bias_init if norm.use_bias else None
@@ -97,7 +97,7 @@ def _options(
 
 
 def _groups(norm: Any, x: Any) -> flax_modules.Groups | None:
-    """Return the groups of a GroupNorm's channels; None for what Flax refuses."""
+    """Return the groups of a GroupNorm's channels; None if Flax refuses the module or x."""
     count, size = norm.num_groups, norm.group_size
     if (count is None) == (size is None):
         return None
@@ -113,7 +113,7 @@ def _axes(norm: Any, x: Any) -> tuple[int, ...] | None:
 
 
 def why_flax(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
-    """Why a call is left to Flax's own code; None where it is not."""
+    """Return why a call is left to Flax's own code; None if it is not."""
     dtypes_seen = [jnp.result_type(x), jnp.dtype(norm.param_dtype)]
     if norm.dtype is not None:
         dtypes_seen.append(jnp.dtype(norm.dtype))

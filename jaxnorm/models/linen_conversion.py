@@ -1,4 +1,4 @@
-"""What `jaxnorm.linen.converted` knows of a model's parameters, and what it saw of its calls."""
+"""Decisions and records of `jaxnorm.linen.converted`: the parameters given, the calls made."""
 
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any
@@ -11,9 +11,10 @@ from jaxnorm_kernels.specs import FLOAT_DTYPES, Save
 
 
 class Stored:
-    """Which norms have to keep their input, by parameters with values: a tree of them, or None.
+    """The norms that must save their input, judged by the values in a tree of parameters, or None.
 
-    Two are equal where the same norms do, so that `jax.jit` traces anew only where they differ.
+    Two objects are equal if they name the same norms, so that `jax.jit` retraces only if these
+    change.
     """
 
     def __init__(self, params: Any) -> None:
@@ -29,7 +30,7 @@ class Stored:
             self._paths = set(self._norms(params.get("params", params), ()))
 
     def _norms(self, tree: Any, path: tuple[str, ...]) -> Iterator[str]:
-        """Paths of the norms in a tree, whose parameters it looks at."""
+        """Yield the paths of the norms in a tree, and note which of them must save their input."""
         if not isinstance(tree, Mapping):
             return
         name = "/".join(path)
@@ -44,7 +45,7 @@ class Stored:
             yield from self._norms(subtree, (*path, key))
 
     def knows(self, path: str) -> bool:
-        """Whether the parameters have this norm; True where there are none to look at."""
+        """Return True if the parameters have this norm, or if no parameters were given."""
         return self._paths is None or path in self._paths
 
     def __hash__(self) -> int:
@@ -59,12 +60,12 @@ class Seen:
 
     Attributes:
       modules: names of the classes of all modules.
-      has_norms: whether norms were among them, Flax's or jaxnorm's.
-      norms: paths of Flax's norms, and for each why it was left to Flax, or None.
-      kept: paths of the norms that keep their input, and why.
-      unknown: paths of the norms that the parameters that were given do not have.
-      calls: the functions for classes, and where they were used.
-      own: names of Flax's subclasses that were left because of code of their own.
+      has_norms: True if some of them were norms, of Flax or of jaxnorm.
+      norms: paths of Flax's norms, each with the reason why it was left to Flax, or None.
+      kept: paths of the norms that save their input, each with the reason.
+      unknown: paths of norms that are missing in the given parameters.
+      calls: the functions that replace classes, and where they were used.
+      own: names of subclasses of Flax's norms that were left because they override code.
     """
 
     def __init__(self, calls: conversion.Calls) -> None:
@@ -77,14 +78,14 @@ class Seen:
         self.unknown: dict[str, str] = {}
 
     def note_left(self, norm: nn.Module, flax: Collection[type]) -> None:
-        """Note the class of a norm that is left to Flax, if it has code of its own."""
+        """Note the class of a norm that is left to Flax because it overrides code."""
         if conversion.converted_as(type(norm), flax) is None:
             self.own[type(norm).__name__] = None
 
     def judged(
         self, stored: Stored, path: str, parameters: Mapping[str, Any], y_dtype: np.dtype
     ) -> Save:
-        """What a norm saves that is to save its output, by its parameters or by those `stored`."""
+        """Return whether a norm can save its output, judged by its parameters or `stored` ones."""
         if "scale" not in parameters:
             return "output"
         if conversion.are_known(parameters.values()):
@@ -99,12 +100,12 @@ class Seen:
         return "input"
 
     def tell(self, settings: Hashable, around: Hashable) -> None:
-        """Says at a context's end what is not as it was meant.
+        """Log what was converted at the end of a context, and warn if nothing was.
 
-        `settings` are the context's, `around` those of the one around it, or None.
+        `settings` are the settings of the context, `around` those of the enclosing one, or None.
         """
         if around is not None:
-            _seen_before.setdefault(around, set())  # That one has something inside.
+            _seen_before.setdefault(around, set())  # The enclosing context is not empty.
         left = {path: why for path, why in self.norms.items() if why is not None}
         before = _seen_before.get(settings)
         is_part = before is not None and self.modules <= before  # jax.jit had traced the rest
@@ -121,7 +122,7 @@ class Seen:
         )
         _seen_before[settings] = self.modules | (before or set())
         if self.has_norms or self.calls.applied or is_part:
-            return  # What jax.jit has compiled calls no module again.
+            return  # Modules are called while jax.jit traces, and not in a compiled program.
         if not self.modules:
             conversion.warn(
                 "jaxnorm.linen.converted: no linen module was called inside it, so nothing is "
@@ -136,5 +137,5 @@ class Seen:
         )
 
 
-#: Names of the classes of the modules that were called inside contexts of the same settings.
+#: By settings, the names of the module classes called in earlier contexts with these settings.
 _seen_before: dict[Hashable, set[str]] = {}

@@ -15,7 +15,7 @@ from jaxnorm.operations.attention_weights import attention_weights, logits_of
 from jaxnorm.operations.checks import DTypeLike
 from jaxnorm_kernels.specs import FLOAT_DTYPES
 
-# The fill of jax.nn.dot_product_attention, for logits in float64, too.
+# The fill value of jax.nn.dot_product_attention, which uses it for float64 logits as well.
 _FILL = 0.7 * float(jnp.finfo(jnp.float32).min)
 
 
@@ -46,13 +46,13 @@ def dot_product_attention(
     Args:
       query: ``(batch..., q_length, heads, depth)``.
       key, value: ``(batch..., kv_length, kv_heads, depth)``.
-      bias, mask: broadcastable to ``(batch..., heads, q_length, kv_length)``; mask keeps where
-        True.
+      bias, mask: broadcastable to ``(batch..., heads, q_length, kv_length)``; entries where mask is
+        False are masked.
       broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout of the weights.
       dtype: dtype of the computation; inferred from the inputs by default.
-      precision: of the two matrix products.
+      precision: precision of the two matmuls.
       module: where to sow the weights, as ``attention_weights`` of type ``nnx.Intermediate``.
-      promote_dtype: how the inputs get one dtype.
+      promote_dtype: function that casts the inputs to one dtype.
       is_causal: also mask keys that come after the query.
 
     Returns:
@@ -102,8 +102,8 @@ def _weigh(
 ) -> jax.Array:
     scale, fill, dtype = query.shape[-1] ** -0.5, _FILL, query.dtype
     lengths = query.shape[-3], key.shape[-3]
-    # A causal mask alone leaves a key to each query, so a fill of -inf gives the same weights, and
-    # the kernels need not read what is masked.
+    # With a causal mask alone, each query has an unmasked key, so a fill of -inf gives the same
+    # weights, and the kernels can skip masked entries.
     only_causal = is_causal and bias is None and mask is None
     if is_causal and not (only_causal and attention.is_supported(dtype)):
         causal = jnp.tril(jnp.ones(lengths, bool))

@@ -1,4 +1,4 @@
-"""`jaxnorm.nnx.convert`: the norms in a model, and what it asks of each."""
+"""The implementation of `jaxnorm.nnx.convert`: find the norms in a model, and convert each."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,12 +16,12 @@ from jaxnorm_kernels.specs import FLOAT_DTYPES
 def convert(
     model: Any, classes: Mapping[type, type], added: flax_modules.Added, calls: conversion.Calls
 ) -> None:
-    """Gives each norm of Flax's in a model jaxnorm's class, and what that has beyond Flax's.
+    """Give each of Flax's norms in a model jaxnorm's class, and its additional attributes.
 
     Args:
       model: an `nnx.Module`, or what has some in it.
       classes: jaxnorm's class for each of Flax's.
-      added: for all norms but those that have to keep their input.
+      added: for all norms except those that must save their input.
       calls: functions for classes, which take precedence.
 
     Raises:
@@ -78,7 +78,7 @@ def convert(
 
 
 def why_left(norm: Any, classes: Sequence[type]) -> str | None:
-    """Why a norm of Flax's `classes` is not converted; None where it is."""
+    """Return why a norm of Flax's `classes` is not converted; None if it is."""
     if conversion.converted_as(type(norm), classes) is None:
         base = next(base for base in classes if isinstance(norm, base))
         return conversion.subclass(norm, base, "Flax")
@@ -101,7 +101,7 @@ def why_left(norm: Any, classes: Sequence[type]) -> str | None:
 
 
 def why_input(norm: Any) -> str | None:
-    """Why a norm that is converted keeps its input though it was to keep its output."""
+    """Return why a converted norm must save its input instead of its output; None if not."""
     if norm.scale is None:
         return None
     parameters = [norm.scale.get_value()]

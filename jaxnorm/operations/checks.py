@@ -1,4 +1,4 @@
-"""Checks of what users pass in: each error names what was given, what was expected, the fix."""
+"""Checks of arguments: each error names what was given, what was expected and the fix."""
 
 import math
 import operator
@@ -15,12 +15,12 @@ from jaxnorm_kernels.specs import FLOAT_DTYPES
 
 
 class StandsForArray(Protocol):
-    """What jax.numpy takes for an array besides one: an ``nnx.Param``, say."""
+    """An object that jax.numpy accepts as an array, such as an ``nnx.Param``."""
 
     def __jax_array__(self) -> Any: ...
 
 
-# `type` statements: signatures, and help(), show such an alias by its name.
+# `type` statements, because signatures and help() show such an alias by its name.
 type ArrayLike = jax.typing.ArrayLike | StandsForArray
 type Axis = int | Sequence[int] | None
 type DTypeLike = jax.typing.DTypeLike
@@ -31,7 +31,7 @@ _FLOAT_DTYPES = frozenset(map(jnp.dtype, FLOAT_DTYPES))
 
 
 def float_array(function: str, name: str, value: ArrayLike | None) -> jax.Array:
-    """`value` as an array of one of the supported float dtypes."""
+    """Return `value` as an array of one of the supported float dtypes."""
     if isinstance(value, jax.Array):
         array = value
     elif isinstance(value, jax.typing.ArrayLike) or hasattr(value, "__jax_array__"):
@@ -47,14 +47,18 @@ def float_array(function: str, name: str, value: ArrayLike | None) -> jax.Array:
 
 
 def _array(function: str, name: str, value: Any, expected: str) -> jax.Array:
-    """`value` as an array; a list, too. `expected`: what is, in place of a huge integer."""
+    """Convert `value`, such as a list, to an array.
+
+    `expected` says in the error for a huge integer what to pass instead.
+    """
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         is_integer = isinstance(value, int)
         if not (is_integer or isinstance(error, OverflowError)):
             raise _no_array(function, name, value) from error
-        # Of a number JAX's own text has all digits, or is a ValueError that Python makes none.
+        # JAX's own message would print every digit, or fail because Python refuses to convert the
+        # integer to text.
         given = _shown(value) if is_integer else error
         raise ValueError(
             f"{function}: {name} has an integer that JAX's integers do not hold: {given}; "
@@ -76,12 +80,12 @@ def _no_array(function: str, name: str, value: object) -> TypeError:
 
 
 def output_dtype(function: str, given: DTypeLike | None, default: np.dtype) -> np.dtype:
-    """The dtype of the output: `given`, or `default` for None."""
+    """Return the dtype of the output: `given`, or `default` if that is None."""
     return default if given is None else dtype(function, "dtype", given)
 
 
 def dtype(function: str, name: str, given: DTypeLike) -> np.dtype:
-    """`given` as one of the supported dtypes."""
+    """Return `given` as one of the supported dtypes."""
     try:
         resolved = np.dtype(given if given is not None else "None")  # to numpy None is float64
     except TypeError as error:
@@ -107,18 +111,18 @@ def dtype(function: str, name: str, given: DTypeLike) -> np.dtype:
 
 
 def product_dtype(x: np.dtype, weight: np.dtype) -> np.dtype:
-    """That of a product: to which both promote, also where JAX promotes nothing by itself."""
+    """Return the dtype of a matmul, by standard promotion even if JAX's implicit one is off."""
     with jax.numpy_dtype_promotion("standard"):
         return np.dtype(jnp.promote_types(x, weight))
 
 
 def arithmetic_dtype(*dtypes: np.dtype) -> np.dtype:
-    """float64 where one of them is, else float32."""
+    """Return float64 if one of the dtypes is float64, else float32."""
     return np.dtype(np.float64 if np.dtype(np.float64) in dtypes else np.float32)
 
 
 def axes(function: str, axis: Axis, shape: tuple[int, ...], of: str = "x") -> tuple[int, ...]:
-    """`axis` as sorted, non-negative axes of an array of `shape`; None means all of them.
+    """Return `axis` as sorted, non-negative axes of an array of `shape`; None means all of them.
 
     `of` is the array's name.
     """
@@ -128,7 +132,7 @@ def axes(function: str, axis: Axis, shape: tuple[int, ...], of: str = "x") -> tu
 def axes_in_order(
     function: str, axis: Axis, shape: tuple[int, ...], of: str = "x"
 ) -> tuple[int, ...]:
-    """`axes`, in the order in which they are given."""
+    """Return the same as `axes`, but in the order given."""
     ndim = len(shape)
     if axis is None:
         given: Sequence[int] = range(ndim)
@@ -166,7 +170,7 @@ def axes_in_order(
 
 
 def check_parameter(function: str, name: str, shape: tuple[int, ...], view: RowView) -> None:
-    """Raises unless a parameter's axes are normalised ones, after others, and broadcast to them."""
+    """Raise unless a parameter broadcasts to x's last other axes, then the normalised ones."""
     expected = [view.shape[axis] for axis in view.others + view.axes]
     covered = tuple(expected[len(expected) - len(shape) :])
     if len(view.axes) <= len(shape) <= len(expected) and fits(shape, covered):
@@ -183,7 +187,7 @@ def check_parameter(function: str, name: str, shape: tuple[int, ...], view: RowV
 def same_shape(
     function: str, name: str, shape: tuple[int, ...], expected: tuple[int, ...], of: str = "x"
 ) -> None:
-    """Raises unless an array has the shape of another, whose name is `of`."""
+    """Raise unless an array has the shape of the array called `of`."""
     if shape != expected:
         raise ValueError(
             f"{function}: {name} has shape {shape}; expected {expected}, the shape of {of}; "
@@ -192,7 +196,7 @@ def same_shape(
 
 
 def features(function: str, name: str, shape: tuple[int, ...], size: str) -> None:
-    """Raises unless the first factor of a product has a last axis, whose size is called `size`."""
+    """Raise unless the first operand of a matmul has a last axis, whose size is called `size`."""
     if not shape:
         raise ValueError(
             f"{function}: {name} has shape (); expected (..., {size}), a vector of features for "
@@ -203,7 +207,7 @@ def features(function: str, name: str, shape: tuple[int, ...], size: str) -> Non
 def weight(
     function: str, shape: tuple[int, ...], x_shape: tuple[int, ...], of: str = "x", also: str = ""
 ) -> None:
-    """Raises unless a weight fits the first factor, whose name is `of`; `also` is another fix."""
+    """Raise unless a weight fits the first operand, called `of`; `also` names another fix."""
     if len(shape) != 2 or shape[0] != x_shape[-1]:
         raise ValueError(
             f"{function}: weight has shape {shape}; expected ({x_shape[-1]}, n), the last axis of "
@@ -215,7 +219,7 @@ def weight(
 def vector(
     function: str, name: str, shape: tuple[int, ...], expected: tuple[int, ...], of: str
 ) -> None:
-    """Raises unless an array has the shape `expected`, a number for each of what `of` says."""
+    """Raise unless an array has the shape `expected`, with a number for each `of`."""
     if shape != expected:
         raise ValueError(
             f"{function}: {name} has shape {shape}; expected {expected}, a number for each {of}; "
@@ -224,13 +228,13 @@ def vector(
 
 
 def mask(function: str, where: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
-    """`where` as a boolean array with one axis for each axis of x, broadcastable to x's shape."""
+    """Return `where` as a boolean array with all axes of x that broadcasts to x's shape."""
     also = ", or add an additive mask to x with bias="
     return broadcastable(function, "where", boolean(function, "where", where, also), shape)
 
 
 def boolean(function: str, name: str, value: ArrayLike, also: str = "") -> jax.Array:
-    """`value` as a boolean array; `also` is another fix."""
+    """Return `value` as a boolean array; `also` names another fix."""
     array = _array(function, name, value, "booleans (True keeps an entry)")
     if array.dtype != jnp.bool_:
         raise TypeError(
@@ -241,7 +245,7 @@ def boolean(function: str, name: str, value: ArrayLike, also: str = "") -> jax.A
 
 
 def weights(function: str, name: str, value: ArrayLike, dtype: np.dtype) -> jax.Array:
-    """`value` as an array of booleans, or of float weights in `dtype`, without a gradient."""
+    """Return `value` as an array of booleans, or of float weights in `dtype` without a gradient."""
     array = _array(function, name, value, "booleans or float weights")
     if array.dtype == jnp.bool_:
         return array
@@ -254,7 +258,7 @@ def weights(function: str, name: str, value: ArrayLike, dtype: np.dtype) -> jax.
 
 
 def integer_array(function: str, name: str, value: ArrayLike) -> jax.Array:
-    """`value` as an array of integers, of the dtype that it has."""
+    """Return `value` as an array of integers, without changing its dtype."""
     if isinstance(value, (np.ndarray, np.generic)) and not jax.config.jax_enable_x64:
         value = _in_32_bits(np.asarray(value))
     smaller = "smaller ones, e.g. -1 for a label that is no class"
@@ -270,7 +274,7 @@ def integer_array(function: str, name: str, value: ArrayLike) -> jax.Array:
 def not_one_hot(
     function: str, labels: ArrayLike, logits: tuple[int, ...], axes: tuple[int, ...]
 ) -> None:
-    """Raises if labels have the shape of logits, as one-hot labels or probabilities have."""
+    """Raise if labels have the shape of the logits, as one-hot labels or probabilities have."""
     shape = getattr(labels, "shape", None)
     if shape != logits:
         return
@@ -286,7 +290,7 @@ def not_one_hot(
 
 
 def _in_32_bits(value: np.ndarray) -> np.ndarray:
-    """64-bit integers within 32 bits: without 64-bit types JAX would wrap them."""
+    """Clip 64-bit integers to 32 bits: if 64-bit types are off, JAX would wrap them around."""
     if value.dtype.name not in ("int64", "uint64"):
         return value
     return np.clip(value, -1 if value.dtype.kind == "i" else 0, 2**31 - 1)
@@ -295,9 +299,9 @@ def _in_32_bits(value: np.ndarray) -> np.ndarray:
 def broadcastable(
     function: str, name: str, array: jax.Array, shape: tuple[int, ...], of: str = "x's"
 ) -> jax.Array:
-    """`array` with one axis for each of `shape`; ValueError unless it broadcasts to that.
+    """Return `array` with as many axes as `shape`; ValueError unless it broadcasts to `shape`.
 
-    `of`: whose shape that is.
+    `of` names the array that has this shape.
     """
     padded = (1,) * (len(shape) - array.ndim) + array.shape
     if not fits(padded, shape):
@@ -309,12 +313,12 @@ def broadcastable(
 
 
 def fits(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
-    """Whether an array has as many axes as another, each of its size or of 1."""
+    """Return True if the ranks are equal and each axis has size 1 or the size of the other's."""
     return len(shape) == len(into) and all(own in (1, n) for own, n in zip(shape, into))
 
 
 def matrix(function: str, name: str, view: RowView) -> None:
-    """ValueError unless the columns are the last axis of x, and there is one before it."""
+    """Raise ValueError unless the columns are the last of two or more axes of x."""
     if view.axes != (len(view.shape) - 1,) or len(view.shape) < 2:
         raise ValueError(
             f"{function}: {name}=True for axis={view.axes} of x with shape {view.shape}; expected "
@@ -331,12 +335,12 @@ def number(
     minimum: float = -math.inf,
     maximum: float = math.inf,
 ) -> float:
-    """`value` as a finite Python float of at least `minimum` and at most `maximum`."""
+    """Return `value` as a finite Python float from `minimum` to `maximum`."""
     _refuse_traced(function, name, value, "number")
     try:
         if _is_boolean(value):
             raise TypeError("a boolean is no number")
-        given = math.ldexp(value, 0)  # float() would read text, too
+        given = math.ldexp(value, 0)  # unlike float(), it refuses strings
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{function}: {name} is a {type(value).__name__}; expected a number"
@@ -352,7 +356,7 @@ def number(
 
 
 def positive(function: str, name: str, value: float) -> float:
-    """`value` as a finite Python float above 0."""
+    """Return `value` as a finite Python float above 0."""
     given = number(function, name, value)
     if given <= 0:
         raise ValueError(f"{function}: {name}={_shown(value)}; expected a number above 0")
@@ -366,7 +370,7 @@ def finite_in(
     *,
     above_zero: bool = False,
 ) -> None:
-    """Raises unless numbers are finite in the dtype of the arithmetic; and still above 0 there."""
+    """Raise unless numbers are finite in the arithmetic dtype and, if `above_zero`, not 0 in it."""
     for name, value in numbers.items():
         if value is None:
             continue
@@ -382,7 +386,7 @@ def finite_in(
 
 
 def integer(function: str, name: str, value: int, unit: str) -> int:
-    """`value` as a Python integer of at least 1; `unit` is what it counts."""
+    """Return `value` as a Python integer of at least 1; `unit` names what it counts."""
     _refuse_traced(function, name, value, "integer")
     try:
         given = _index(value)
@@ -399,7 +403,7 @@ def integer(function: str, name: str, value: int, unit: str) -> int:
 
 
 def flag(function: str, name: str, value: bool) -> bool:
-    """`value` as a Python boolean."""
+    """Return `value` as a Python boolean."""
     _refuse_traced(function, name, value, "boolean")
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(
@@ -417,7 +421,7 @@ def _refuse_traced(function: str, name: str, value: object, kind: str) -> None:
 
 
 def _index(value: int) -> int:
-    """As an index, which to Python a boolean is, too."""
+    """Return `value` as an index, but refuse booleans, which Python accepts as indices."""
     if _is_boolean(value):
         raise TypeError("a boolean is no index")
     return operator.index(value)
@@ -428,15 +432,15 @@ def _is_boolean(value: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    """Its `repr`, or the size of an integer that would fill lines."""
+    """Return the `repr` of a value, or only the size of a huge integer."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"(an integer of {value.bit_length()} bits)"
     return repr(value)
 
 
 def one_of(function: str, name: str, value: str | None, valid: Sequence[str | None]) -> None:
-    """Raises unless `value` is one of `valid`."""
-    # Arrays compare with names one by one: one of a name is no name.
+    """Raise unless `value` is one of `valid`."""
+    # Arrays compare with names element by element, so an array of names would pass for a name.
     if not isinstance(value, str | None) or value not in valid:
         raise ValueError(
             f"{function}: {name}={value!r}; expected one of {', '.join(map(repr, valid))}"
@@ -444,7 +448,7 @@ def one_of(function: str, name: str, value: str | None, valid: Sequence[str | No
 
 
 def implementation(function: str, name: str | None) -> None:
-    """Raises unless `name` is None or an implementation that can be imported."""
+    """Raise unless `name` is None or an implementation that can be imported."""
     if name is None:
         return
     one_of(function, "implementation", name, backends.names())

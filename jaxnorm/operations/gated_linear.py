@@ -1,10 +1,10 @@
 """Elementwise functions and the linear layer after them: gated_linear, activation_linear.
 
-    h = activation(gate) * up       in one pass, rounded once      kept: gate and up
-    y = h weight + bias             `products.dot`                 kept: weight
+    h = activation(gate) * up       in one pass, rounded once      saves gate and up
+    y = h weight + bias             `products.dot`                 saves weight
 
-Both are one function that is `recomputed`: its backward makes h again, in the pass that makes the
-gradients of gate and up.
+Both steps are one function that is `recomputed`: its backward recomputes h in the pass that
+computes the gradients of gate and up.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jaxnorm.operations import checks, products
 from jaxnorm.primitives import eager, recomputation
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Activation
 
-# `type` statements: signatures, and help(), show such an alias by its name.
+# `type` statements, because signatures and help() show such an alias by its name.
 type Elementwise = Activation
 type ElementwiseFunction = Elementwise | Callable[[jax.Array], jax.Array]
 type Product = Callable[[jax.Array, Any], jax.Array]
@@ -29,7 +29,7 @@ type Sharding = NamedSharding | PartitionSpec
 
 Function = Literal["gated_linear", "activation_linear"]
 
-# Those whose elementwise function the product takes.
+# Names of the arguments of each function's elementwise part.
 _OPERANDS: dict[Function, tuple[str, ...]] = {
     "gated_linear": ("gate", "up"),
     "activation_linear": ("x",),
@@ -54,47 +54,48 @@ def gated_linear(
     .. math::
       y = (\mathrm{activation}(\mathrm{gate}) \cdot \mathrm{up}) \, \mathrm{weight} + \mathrm{bias}
 
-    It keeps gate, up and weight for the backward, and nothing else: neither the product of
-    activation and up, which the backward makes again in the pass that makes the gradients of gate
-    and up, nor what the activation's own derivative would keep. No matrix product runs twice.
+    It saves only gate, up and weight for the backward. The hidden activations (activation times up)
+    are recomputed in the pass that computes the gradients of gate and up, and so are the residuals
+    of the activation's own derivative. No matmul runs twice.
 
-    Elementwise arithmetic is float32 (float64 where gate or up is), rounded once, to the dtype to
-    which gate and up promote. The product is of the dtype to which that and weight promote, or of
-    ``dtype`` where that has fewer bits: a wider one is the result's alone. Its sums are float32
-    (float64 where product or output is), bias is added to them, and they are rounded once. Its
-    cotangent is rounded to its dtype: behind a product of 16 bits are products of 16 bits.
+    Elementwise arithmetic is float32 (float64 if gate or up is float64), rounded once to the dtype
+    to which gate and up promote. The dtype of the matmul is the one to which that and weight
+    promote, or ``dtype`` if that has fewer bits; a wider ``dtype`` applies to the result only. Sums
+    are float32 (float64 if the matmul or the output is float64), bias is added to them, and they
+    are rounded once. The backward pass of a 16-bit matmul uses 16-bit matmuls.
 
     Args:
       gate: array (..., f); bfloat16, float16, float32 or float64.
       up: array of gate's shape, of these dtypes.
       weight: array (f, n), of these dtypes.
       bias: array (n,), of these dtypes. None adds nothing.
-      activation: ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` or ``"sigmoid"``: that of
-        :mod:`jax.nn` with its defaults (gelu is the approximation by tanh). Or any elementwise
-        function of one array, which it gets in the arithmetic dtype. It may close over arrays, and
-        has gradients with respect to them; outside `jax.jit` each call traces it anew.
-      dtype: dtype of y; by default the product's.
-      product: function (h, weight) -> y of the elementwise result and weight, both in the product's
-        dtype, in place of ``h @ weight``: `jax.lax.ragged_dot` of experts, a quantised or low-rank
-        product, with dropout or sharding constraints of h before it. It may close over arrays, and
-        is made again in the backward, as far as its derivative takes it. weight is then whatever it
-        takes: an array of any shape, or a tree of arrays, of which those of other dtypes stay as
-        they are.
-      out_sharding: `NamedSharding` or `PartitionSpec` of the product's result, on a mesh with
-        Explicit axes, as in `jnp.einsum`: where f is split (tensor parallelism), it must be given.
+      activation: ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` or ``"sigmoid"``: the
+        function of :mod:`jax.nn` with its defaults (gelu is the tanh approximation). Or any
+        elementwise function of one array, which is called with an array of the arithmetic dtype. It
+        may close over arrays, which then have gradients; outside `jax.jit`, each call retraces it.
+      dtype: dtype of y; by default, the dtype of the matmul.
+      product: function (h, weight) -> y that replaces ``h @ weight``, such as `jax.lax.ragged_dot`
+        for experts, or a quantised or low-rank matmul. It may apply dropout or sharding constraints
+        to h, and may close over arrays. h and weight have the matmul's dtype. The backward
+        recomputes the intermediates that its derivative needs. weight may then be an array of any
+        shape, or a tree of arrays, in which arrays that are not floats stay unchanged.
+      out_sharding: `NamedSharding` or `PartitionSpec` of the matmul's result, on a mesh with
+        Explicit axes, as in `jnp.einsum`. It is required if f is sharded (tensor parallelism).
 
     Returns:
       y, array (..., n) in ``dtype``.
 
-    Differentiable in reverse and forward mode, to any order; gradients have the dtypes of what they
-    are of.
+    Differentiable in reverse and forward mode, to any order; gradients have the dtypes of their
+    arguments.
 
-    On a mesh, rows, f and n may be split. On Explicit axes a weight that is stored in shards of f,
-    or of n over axes that split rows (FSDP), is gathered, forward and again backward.
+    On a mesh, rows, f and n may be sharded. On Explicit axes, a weight that is sharded along f, or
+    along n over mesh axes that shard rows (FSDP), is gathered in the forward and again in the
+    backward.
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
-      ValueError: the shape of an array, ``activation`` or ``out_sharding`` is wrong, or lacks.
+      ValueError: the shape of an array, ``activation`` or ``out_sharding`` is wrong, or
+        ``out_sharding`` is missing.
 
     Example:
       >>> import jax.numpy as jnp
@@ -129,8 +130,8 @@ def activation_linear(
     .. math::
       y = \mathrm{activation}(x) \, \mathrm{weight} + \mathrm{bias}
 
-    :func:`jaxnorm.gated_linear` without ``up``: it keeps x and weight for the backward, and nothing
-    else. gelu is that of Hendrycks and Gimpel (2016, https://arxiv.org/abs/1606.08415).
+    It is :func:`jaxnorm.gated_linear` without ``up``, and saves only x and weight for the backward.
+    gelu is by Hendrycks and Gimpel (2016, https://arxiv.org/abs/1606.08415).
 
     Args:
       x: array (..., f); bfloat16, float16, float32 or float64.
@@ -189,8 +190,8 @@ def _linear_of(
     rows, weights, biases = ([next(operands) for _ in a] for a in (rows, weights, biases))
     if product is None:
         weight_sharding, its_sharding = _shardings(function, rows[0], weights[0], out_sharding)
-        # If no bias is added, the matmul rounds its sums to y itself, in no pass of its own. Sums
-        # over shards of features are rounded before devices add them up, as in plain JAX: in
+        # If no bias is added, the matmul rounds its sums to y itself, without another pass. Partial
+        # sums over shards of features are rounded before the all-reduce, as in plain JAX: in
         # float32 the devices would exchange twice the bytes.
         is_split = weight_sharding is not None and weight_sharding.spec[0] is not None
         is_alone = is_split or (y_dtype == product_dtype and not biases)
@@ -213,7 +214,7 @@ def _linear_of(
 
 
 def _elementwise(function: Function, activation: ElementwiseFunction) -> Callable[..., jax.Array]:
-    """activation(x), or activation(gate) * up, in the arithmetic dtype."""
+    """Return a function for activation(x), or activation(gate) * up, in the arithmetic dtype."""
     is_name = isinstance(activation, str) and activation in products.ACTIVATIONS
     if not (is_name or callable(activation)):
         raise ValueError(
@@ -245,7 +246,7 @@ def _elementwise(function: Function, activation: ElementwiseFunction) -> Callabl
 def _by_function(
     function: Function, product: Product, dtype: np.dtype, h: jax.Array, weight: Any
 ) -> jax.Array:
-    """``product(h, weight)``, of floats in `dtype`."""
+    """Return ``product(h, weight)``, with floats cast to `dtype`."""
     weight = jax.tree.map(lambda a: a.astype(dtype) if _is_float(a) else a, weight)
     y = product(h.astype(dtype), weight)
     if not isinstance(y, jax.Array) or not jnp.issubdtype(y.dtype, jnp.floating):
@@ -257,7 +258,7 @@ def _by_function(
 
 
 def _given(result: Any) -> str:
-    """What a function returned, in place of an array of numbers as they should be."""
+    """Describe, for an error, what a function returned instead of an array of real numbers."""
     is_array = isinstance(result, jax.Array)
     return f"dtype {result.dtype.name}" if is_array else f"a {type(result).__name__}"
 
@@ -265,7 +266,7 @@ def _given(result: Any) -> str:
 def _shardings(
     function: Function, x: jax.Array, weight: jax.Array, out_sharding: Sharding | None
 ) -> tuple[NamedSharding | None, NamedSharding | None]:
-    """Of weight as the product takes it, and of its result; None without Explicit axes."""
+    """Return the shardings of weight in the matmul and of its result; None off Explicit axes."""
     layout = products.layout_of(x, weight)
     if layout is None:
         if out_sharding is not None:
@@ -292,7 +293,7 @@ def _shardings(
 def _weights(
     function: Function, weight: Any, product: Product | None
 ) -> tuple[list[jax.Array], Any]:
-    """The arrays of weight, and their tree: one array, unless a function takes them."""
+    """Return weight's arrays and their tree: one array, unless a `product` takes several."""
     if product is None:
         return jax.tree.flatten(checks.float_array(function, "weight", weight))
     if not callable(product):
@@ -352,7 +353,7 @@ def _check_bias(function: Function, bias: jax.Array, features: tuple[int, ...]) 
 
 
 def _of_columns(function: Function, bias: jax.Array, y: jax.Array) -> jax.Array:
-    """bias as a row of y, in y's dtype."""
+    """Return bias in y's dtype, with axes of size 1 that broadcast it to y's rows."""
     _check_bias(function, bias, y.shape[-1:])
     return jnp.expand_dims(bias.astype(y.dtype), range(y.ndim - 1))
 

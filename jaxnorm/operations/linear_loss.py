@@ -1,4 +1,4 @@
-"""linear_softmax_cross_entropy and linear_log_prob_and_entropy: public functions, and checks."""
+"""linear_softmax_cross_entropy and linear_log_prob_and_entropy, and their checks."""
 
 import dataclasses
 from typing import Any
@@ -37,74 +37,75 @@ def linear_softmax_cross_entropy(
 ) -> jax.Array:
     r"""Cross-entropy of the logits ``x @ weight + bias`` and integer labels, without these logits.
 
-    They exist for a chunk of rows at a time. It is
-    :func:`softmax_cross_entropy_with_integer_labels` of the logits, reduced. One loop over the
-    chunks makes the loss and, where it is differentiated, the gradients: a mean or a sum takes
-    three matrix products (logits, and the gradients of x and weight), ``reduction="none"`` four,
-    because its backward makes the logits again. What is not differentiated takes one.
+    Only the logits of one chunk of rows are in memory at a time. The result is a reduction of
+    :func:`softmax_cross_entropy_with_integer_labels`. One loop over the chunks computes the loss
+    and, if it is differentiated, the gradients. The gradient of a mean or a sum takes three matmuls
+    (logits, and the gradients of x and weight). With ``reduction="none"`` it takes four, because
+    the backward recomputes the logits. A loss that is not differentiated takes one.
 
-    Products are of the dtype to which x and weight promote, as in ``jnp.matmul``: a float32 weight
-    makes three products in float32, unless ``dtype=jnp.bfloat16`` rounds it. A chunk's logits are
-    rounded to that dtype, as those of ``x @ weight`` are, with bias added in it; sums and
-    statistics are float32 (float64 for float64), and so is the one array in which weight's gradient
-    is accumulated over all chunks. Gradients are divided by the number of rows in float32, too.
+    The dtype of the matmuls is the one to which x and weight promote, as in ``jnp.matmul``. A
+    float32 weight therefore makes three float32 matmuls, unless ``dtype=jnp.bfloat16`` rounds it. A
+    chunk's logits are rounded to that dtype, as those of ``x @ weight`` are, and bias is added in
+    it. Sums and statistics are float32 (float64 for float64), and so is the array in which weight's
+    gradient is accumulated over all chunks. Gradients are divided by the number of rows in float32.
 
     Args:
       x: array (..., d) of any number of rows; bfloat16, float16, float32 or float64.
       weight: array (d, V), of these dtypes.
-      labels: integers of any dtype, of x's shape without its last axis: which of the V classes. One
-        that is none, a negative one too, makes the loss NaN, and gradients.
+      labels: class indices from 0 to V - 1, integers of any dtype, of x's shape without its last
+        axis. A label out of range, such as a negative one, makes the loss and gradients NaN.
       bias: array (V,), of these dtypes; or None.
-      where: booleans or float weights that broadcast to labels' shape, with as many axes: which
-        positions count, for example ``labels != -100``, or how much, of any sign, without a
-        gradient. Where it is False or 0 neither label nor x matters, not even NaN, and x's gradient
-        is 0.
-      reduction: ``"mean"`` over the positions that count, or sum(where * loss) / sum(where), 0 if
-        that is 0; ``"sum"``; or ``"none"`` for the loss of each position, times its weight.
-      chunk: rows of x at a time, at least 1; on a mesh, of a device's rows. None chooses: 2048, or
-        d where that is more, or fewer, down to 512, where the logits of as many take more than
-        1 GiB. Beside weight's gradient, memory is the float32 array for its sum, and a chunk's
-        logits, whose place their gradient takes. A larger chunk reads and writes that array less
-        often.
+      where: booleans that say which positions count, such as ``labels != -100``, or float weights
+        of positions, of any sign and without a gradient. They have as many axes as labels, and
+        broadcast to their shape. Where it is False or 0, label and x are ignored, even if x is NaN,
+        and x's gradient is 0.
+      reduction: ``"mean"`` over the positions that count, sum(where * loss) / sum(where), or 0 if
+        the denominator is 0; ``"sum"``; or ``"none"`` for each position's loss times its weight.
+      chunk: number of rows in a chunk, at least 1; on a mesh, rows of one device. None chooses 2048
+        or d, whichever is more, but fewer, down to 512, if their logits take more than 1 GiB.
+        Besides weight's gradient, the function needs memory for the float32 array of its sum, and
+        for a chunk's logits, which their gradient overwrites. With larger chunks, the float32 array
+        is loaded and stored less often.
       label_smoothing: a Python number from 0 to 1, the share of the targets that is spread evenly
         over all classes.
       z_loss: a finite Python number of at least 0: z_loss times the square of the log of the sum of
         the exponentials is added.
-      logits_scale, logit_softcap: of logits with bias, as in
+      logits_scale, logit_softcap: applied to the logits with bias, as in
         :func:`softmax_cross_entropy_with_integer_labels`.
-      dtype: of the logits, and of the factors of all products where those promote to a wider one.
-        None for what they promote to.
-      implementation: of the loss of a chunk's logits; None chooses, a name forces it. What is
-        chosen, ``implementation_for("softmax_cross_entropy_with_integer_labels", (chunk, V),
-        dtype)`` says.
+      dtype: dtype of the logits, and of the matmuls' operands if these promote to a wider one. None
+        for the dtype to which they promote.
+      implementation: implementation of the loss of a chunk's logits; None chooses, a name forces
+        it. ``implementation_for("softmax_cross_entropy_with_integer_labels", (chunk, V), dtype)``
+        shows the choice.
 
     Returns:
-      A scalar, or for ``"none"`` an array of labels' shape: float32, or float64 where the logits
-      are.
+      A scalar, or for ``"none"`` an array of labels' shape: float32, or float64 if the logits are
+      float64.
 
     Differentiable with respect to x, weight and bias, in reverse and forward mode; gradients have
-    the dtypes of what they are of. The forward pass of a mean or a sum keeps the gradients, in
-    these dtypes, but those of float16 in float32, because only the backward knows by what loss
-    scaling multiplies them. They are named ``jaxnorm_linear_gradient`` for policies of
-    :func:`jax.checkpoint` (:func:`save_policy` does not keep them: they are of weight's size), and
-    nothing else is kept; that of ``"none"`` keeps its operands.
-    Derivatives of second order, and what `jax.vmap` makes of a batch of weights or of gradients
-    of weight inside it, are right, but are made by more products.
+    the dtypes of their arguments. The forward pass of a mean or a sum saves the gradients, and
+    nothing else, in these dtypes. float16 gradients are saved in float32, because the backward
+    multiplies them by the loss scale only later. They are named ``jaxnorm_linear_gradient`` for
+    policies of :func:`jax.checkpoint`; :func:`save_policy` does not save them, since they are as
+    large as weight. With ``"none"``, the forward pass saves its operands. Second-order derivatives
+    are supported, and so is `jax.vmap` over weights or over gradients of weight, but they take more
+    matmuls.
 
-    On a mesh rows, V and d may be split. Devices with shards of V exchange statistics of rows in
-    the loop. A weight in shards of d (FSDP) is gathered once, before the loop. Over mesh axes that
-    split both rows and V, weight or x is gathered, whichever is smaller. Devices with shards of x
-    along d share the rows out. Gradients of x and weight are summed over devices once, after the
-    loop, and in the dtype of the products, as in plain JAX (float16: in float32).
+    On a mesh, rows, V and d may be sharded. Devices with shards of V exchange statistics of rows in
+    the loop. A weight that is sharded along d (FSDP) is gathered once, before the loop. Over mesh
+    axes that shard both rows and V, weight or x is gathered, whichever is smaller. Devices with
+    shards of x along d exchange them for shards of rows. Gradients of x and weight are reduced over
+    devices once, after the loop, in the dtype of the matmuls, as in plain JAX (float16: in
+    float32).
 
     Raises:
-      TypeError: x, weight or bias is not of a supported float dtype, or ``dtype`` is none, labels
-        are no integers, ``where`` is of integers, ``chunk`` is no integer, or ``label_smoothing``,
-        ``z_loss``, ``logits_scale`` or ``logit_softcap`` is no Python number.
+      TypeError: x, weight, bias or ``dtype`` is not of a supported float dtype, labels are not
+        integers, ``where`` is of integers, ``chunk`` is not an integer, or ``label_smoothing``,
+        ``z_loss``, ``logits_scale`` or ``logit_softcap`` is not a Python number.
       ValueError: the shape of an array, ``reduction``, ``chunk``, one of these numbers or
         ``implementation`` is wrong.
 
-    Source: gradients made in the forward's loop over chunks are the idea of Liger's
+    Source: computing the gradients in the forward's loop over chunks is the idea of Liger's
     `fused linear cross-entropy <https://arxiv.org/abs/2410.10989>`_.
 
     Example:
@@ -153,9 +154,9 @@ def of_linear_logits(
     implementation: Name | None,
     **options: Any,
 ) -> list[jax.Array]:
-    """The results of a function of linear logits, after the checks.
+    """Check the arguments of a function of linear logits, and return its results.
 
-    `options`: fields of `LinearLossCall`.
+    `options` are fields of `LinearLossCall`.
     """
     x = checks.float_array(function, "x", x)
     weight = checks.float_array(function, "weight", weight)
@@ -197,7 +198,7 @@ def of_linear_logits(
 def _where(
     head: LinearLossCall, where: checks.ArrayLike, x: jax.Array, weight: jax.Array
 ) -> tuple[jax.Array, bool]:
-    """Weights of positions, of labels' shape, or a mask of classes; and whether it is that."""
+    """Return weights of positions, of labels' shape, or a mask of classes; and True for a mask."""
     function, of_labels = head.function, x.shape[:-1]
     if function == NAME:
         _refuse_classes(where, x.shape, weight.shape[1])
@@ -219,7 +220,7 @@ def _where(
 
 
 def _refuse_classes(where: checks.ArrayLike, x: tuple[int, ...], classes: int) -> None:
-    """Raises where the loss is given a mask of classes."""
+    """Raise if `where` is a mask of classes, which the loss does not take."""
     shape: tuple[int, ...] = getattr(where, "shape", ())
     if len(shape) != len(x) or shape[-1] not in (1, classes):
         return
@@ -255,7 +256,7 @@ def _check_shapes(function: Function, x: jax.Array, weight: jax.Array, labels: j
 def _check_implementation(
     head: LinearLossCall, x: jax.Array, weight: jax.Array, name: Name
 ) -> None:
-    """Raises where `name` cannot run a chunk of these arrays."""
+    """Raise if `name` cannot run a chunk of these arrays."""
     (factors, dtype), classes = head.dtypes(x.dtype, weight.dtype), weight.shape[1]
     count = x.size // max(x.shape[-1], 1)
     rows = chunk_rows(head.chunk, count, weight.shape, dtype, factors)
@@ -285,51 +286,53 @@ def linear_log_prob_and_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     r"""Log-probabilities and entropies of the logits ``x @ weight + bias``, without these logits.
 
-    They exist for a chunk of rows at a time. It is :func:`log_prob_and_entropy` of the logits, with
-    one difference: a chunk's logits are the float32 sums of the product, and are never rounded.
-    Rounded to bfloat16, ratios of probabilities :math:`e^{\log p' - \log p}` err by percents.
+    Only the logits of one chunk of rows are in memory at a time. The results are those of
+    :func:`log_prob_and_entropy`, with one difference: a chunk's logits are the float32 sums of the
+    matmul, without rounding. If they were rounded to bfloat16, probability ratios
+    :math:`e^{\log p' - \log p}` would have errors of several percent.
 
-    Forward it takes one matrix product; the backward makes the logits again, and takes three. It
-    keeps x, weight and three numbers for each position.
+    The forward takes one matmul; the backward recomputes the logits, and takes three. The residuals
+    are x, weight and three numbers for each position.
 
     Args:
       x: array (..., d) of any number of rows; bfloat16, float16, float32 or float64.
       weight: array (d, V), of these dtypes.
-      labels: integers of any dtype, of x's shape without its last axis: which of the V classes. A
-        position with one that is none, a negative one too, has NaN for both results, and gradients.
+      labels: class indices from 0 to V - 1, integers of any dtype, of x's shape without its last
+        axis. If a label is out of range, such as a negative one, both results of its position and
+        the gradients are NaN.
       bias: array (V,), of these dtypes; or None.
-      where: booleans that broadcast to labels' shape, with as many axes: which positions count, for
-        example ``labels != -100``. Where it is False, both results are 0, neither label nor x
-        matters, and x's gradient is 0. With as many axes as x, booleans that broadcast to
-        ``(..., V)``: which classes there are, as in :func:`log_prob_and_entropy`.
-      logits_scale, logit_softcap: of logits with bias, as in
+      where: booleans with the axes of labels that broadcast to their shape and say which positions
+        count, such as ``labels != -100``. Where it is False, both results are 0, label and x are
+        ignored, and x's gradient is 0. A mask with as many axes as x, which broadcasts to
+        ``(..., V)``, selects classes instead, as in :func:`log_prob_and_entropy`.
+      logits_scale, logit_softcap: applied to the logits with bias, as in
         :func:`softmax_cross_entropy_with_integer_labels`.
-      chunk: rows of x at a time, at least 1; on a mesh, of a device's rows. None chooses, as in
-        :func:`linear_softmax_cross_entropy`, by the memory of float32 logits.
-      dtype: of the products, where x and weight promote to a wider one: ``jnp.bfloat16`` rounds a
-        float32 weight, and makes products of 16 bits. None for what they promote to.
-      implementation: of a chunk's results; None chooses, a name forces it. What is chosen,
-        ``implementation_for("log_prob_and_entropy", (chunk, V), jnp.float32)`` says.
+      chunk: number of rows in a chunk, at least 1; on a mesh, rows of one device. None chooses, as
+        in :func:`linear_softmax_cross_entropy`, by the memory of float32 logits.
+      dtype: dtype of the matmuls, if x and weight promote to a wider one: ``jnp.bfloat16`` rounds a
+        float32 weight, and makes 16-bit matmuls. None for the dtype to which they promote.
+      implementation: implementation for a chunk's logits; None chooses, a name forces it.
+        ``implementation_for("log_prob_and_entropy", (chunk, V), jnp.float32)`` shows the choice.
 
     Returns:
-      (log_prob, entropy), arrays of labels' shape: float32, or float64 for float64 products.
+      (log_prob, entropy), arrays of labels' shape: float32, or float64 for float64 matmuls.
 
     Differentiable with respect to x, weight and bias, in reverse and forward mode, to any order;
-    gradients have the dtypes of what they are of. The gradient of a chunk's logits is rounded to
-    the products' dtype; weight's is summed in float32 over all chunks.
+    gradients have the dtypes of their arguments. The gradient of a chunk's logits is rounded to the
+    matmuls' dtype; the gradient of weight is summed in float32 over all chunks.
 
-    On a mesh rows, V and d may be split, as in :func:`linear_softmax_cross_entropy`.
+    On a mesh, rows, V and d may be sharded, as in :func:`linear_softmax_cross_entropy`.
 
     Raises:
-      TypeError: x, weight or bias is not of a supported float dtype, or ``dtype`` is none, labels
-        are no integers, ``where`` is not boolean, ``chunk`` is no integer, or ``logits_scale`` or
-        ``logit_softcap`` is no Python number.
+      TypeError: x, weight, bias or ``dtype`` is not of a supported float dtype, labels are not
+        integers, ``where`` is not boolean, ``chunk`` is not an integer, or ``logits_scale`` or
+        ``logit_softcap`` is not a Python number.
       ValueError: the shape of an array, ``chunk``, one of these numbers or ``implementation`` is
         wrong.
 
-    Source: what the losses of `GRPO <https://arxiv.org/abs/2402.03300>`_, `PPO
-    <https://arxiv.org/abs/1707.06347>`_ and `DPO <https://arxiv.org/abs/2305.18290>`_ take of a
-    model.
+    Source: the losses of `GRPO <https://arxiv.org/abs/2402.03300>`_, `PPO
+    <https://arxiv.org/abs/1707.06347>`_ and `DPO <https://arxiv.org/abs/2305.18290>`_ use these
+    results of a model.
 
     Example:
       >>> import jax.numpy as jnp

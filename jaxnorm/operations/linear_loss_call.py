@@ -1,7 +1,7 @@
-"""One call of a function of linear logits: its static part, what its passes take and return.
+"""The static description of a call of linear logits, and what its passes take and return.
 
-That function, of logits and labels, is one of rows: their losses, or their log-probabilities and
-entropies. A mean or a sum of losses has a ``fwd`` alone.
+The function of logits and labels has results for each row: losses, or log-probabilities and
+entropies. A mean or a sum of losses has only a ``fwd``.
 
     pass     takes                      returns
     fwd      primals                    a mean or a sum; with `wrt`, its gradients, too
@@ -11,10 +11,10 @@ entropies. A mean or a sum of losses has a ``fwd`` alone.
 
     primals  x (..., d), weight (d, V), bias (V,), labels (...), where (...), mask (..., V)
 
-``tan`` and ``bwd`` are linear in what follows what is kept, and each other's transpose.
+``tan`` and ``bwd`` are linear in tangents and cotangents, and each is the transpose of the other.
 
-A chunk's loss is a `Call` of the function of logits: a primitive of its own, unless a mesh splits
-the classes.
+A chunk's loss is a `Call` of the function of logits. It binds that function's primitive, unless a
+mesh splits the classes.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ class LinearLossCall:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of a forward's results that are no gradients: "y" is the loss or its mean."""
+        """Names of a forward's results without gradients; "y" is the loss or its mean."""
         return (*self.operation.results, *(self.operation.statistics if self.keeps else ()))
 
     @property
@@ -117,17 +117,17 @@ class LinearLossCall:
         return dataclasses.replace(self, direction="bwd", wrt=tuple(wrt))
 
     def without_unused(self, used: Sequence[bool]) -> "LinearLossCall":
-        """Drop gradients that are not used: a rematerialised loss is one matmul."""
+        """Drop unused gradients, so that a rematerialised loss is a single matmul."""
         if self.direction != "fwd" or self.reduction == "none":
             return self
         return self.with_gradients([n for n, u in zip(self.returns, used) if u and n != "y"])
 
     def rowwise(self) -> "LinearLossCall":
-        """The forward that returns the losses of rows."""
+        """Return the forward that returns the losses of rows."""
         return dataclasses.replace(self, reduction="none")
 
     def with_kept(self) -> "LinearLossCall":
-        """Return the forward of rows that also returns what the derivative takes."""
+        """Return the forward of rows that also returns the residuals in `kept`."""
         return dataclasses.replace(self, keeps=bool(self.kept))
 
     @property
@@ -137,7 +137,7 @@ class LinearLossCall:
 
     @property
     def residual_names(self) -> tuple[str, ...]:
-        """Names of the operands in which ``tan`` and ``bwd`` are not linear; they come first."""
+        """Names of the residuals: the operands in which ``tan`` and ``bwd`` are not linear."""
         return self.primals + self.kept
 
     @property
@@ -169,8 +169,8 @@ class LinearLossCall:
     def dtypes(self, x: np.dtype, weight: np.dtype) -> tuple[np.dtype, np.dtype]:
         """Dtypes of the factors of the matmuls, and of the logits.
 
-        A dtype wider than the operands promote to applies to the logits only: factors that fit 16
-        bits need no more. Log-probabilities take logits that are not rounded.
+        A dtype wider than the one to which the operands promote applies to the logits only, since
+        wider factors gain no accuracy. For log-probabilities, logits are not rounded.
         """
         promoted = checks.product_dtype(x, weight)
         asked = self.dtype or promoted
@@ -182,8 +182,8 @@ class LinearLossCall:
     def gradient_dtype(self, dtype: np.dtype) -> np.dtype:
         """Dtype of the gradient of an operand of this dtype.
 
-        Loss scaling is in the cotangent, by which the gradient of a ``fwd`` is multiplied later. In
-        float16, numbers below 6e-8 would be lost before that.
+        Loss scaling is part of the cotangent, by which the gradient of a ``fwd`` is multiplied
+        later. In float16, numbers below 6e-8 would underflow before that.
         """
         is_narrow = self.direction == "fwd" and dtype.name == "float16"
         return np.dtype(np.float32) if is_narrow else dtype
@@ -196,7 +196,7 @@ def _kind(name: str) -> Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Over:
-    """Mesh axes over which arrays of devices with shards are split.
+    """The mesh axes over which the arrays of a call are sharded.
 
     Attributes:
       rows, classes: the axes that split the loop's rows, and those that split its classes.
@@ -226,7 +226,7 @@ def call_of(
     has_positions: bool,
     mask: tuple[int, ...] | None = None,
 ) -> Call:
-    """Return the call of a chunk's logits, whose errors name the function that users call."""
+    """Return the call of a chunk's logits. Its errors name the public function."""
     call = loss_call(
         OF_LOGITS[head.function],
         shape,
@@ -244,7 +244,7 @@ def call_of(
 
 
 def forward(call: Call, operands: Arrays) -> Arrays:
-    """The results, and the statistics where the call wants them."""
+    """Return the results of a chunk, and the statistics if the call returns them."""
     results = _bind(call, [operands.get(name) for name in call.primals])
     return dict(zip(call.returns, results))
 
@@ -258,9 +258,9 @@ def tangent(call: Call, residuals: Arrays, along: jax.Array) -> list[jax.Array]:
 def dlogits(
     call: Call, residuals: Arrays, cotangents: Sequence[jax.Array], dtype: np.dtype
 ) -> jax.Array:
-    """The gradient of sum(cotangents * results), in `dtype`; nothing reads the logits after this.
+    """Return the gradient of sum(cotangents * results) in `dtype`.
 
-    Where it is theirs, it takes their place.
+    Nothing reads the logits afterwards, so the gradient may overwrite them if the dtypes agree.
     """
     outputs = call.with_stats().returns[: len(cotangents)]
     call = call.backward(["x"], outputs, gradient_dtype=dtype)
@@ -278,7 +278,7 @@ def _bind(call: Call, arrays: Sequence[jax.Array | None]) -> list[jax.Array]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forward_on_shards(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
-    """Run the forward, with the primitive's derivative: JAX has none of a maximum over a mesh."""
+    """Run the forward, with the primitive's derivative: JAX cannot differentiate `jax.lax.pmax`."""
     return call.xla(*[a for a in arrays if a is not None])
 
 
@@ -291,13 +291,14 @@ def _(call: Call, primals: Any, tangents: Any) -> tuple[list[jax.Array], list[ja
     return outputs, call.tangent(["x"]).xla(*residuals, tangents[0])
 
 
-# Rows of x at a time. The fewer, the more often dW is read and written, which its product does not
-# hide: with chunks of 4096, 2048 and 1024 rows it takes 1.05, 1.14 and 1.49 of its time (H100,
-# bfloat16). A chunk is in memory before dW in its dtype is, so one of d rows takes no more: over
-# 8192 x 4096 x 128256, 4096 and 2048 rows take 39.9 and 41.1 ms, 2100 and 2068 MiB (H200).
+# Rows of a chunk. With smaller chunks, dW is loaded and stored more often than its matmul can hide:
+# chunks of 4096, 2048 and 1024 rows take 1.05, 1.14 and 1.49 times the matmul's own time (H100,
+# bfloat16). A chunk's logits are freed before dW is cast to its own dtype, so a chunk of d rows
+# does not raise the peak. For 8192 x 4096 x 128256, chunks of 4096 and 2048 rows take 39.9 and
+# 41.1 ms, 2100 and 2068 MiB (H200).
 _LEAST, _MOST = 512, 2048
 _BYTES = 2**30
-# Tiles of a product have 128 rows.
+# Tiles of a matmul have 128 rows.
 _TILE = 128
 
 
@@ -312,10 +313,11 @@ def chunk_rows(
     """Return the number of rows of each chunk; the first chunk may overlap the second.
 
     Args:
-      weight: its shape (d, classes).
-      logits, factors: dtypes of a chunk's logits, and of the products.
-      shards: of how many shards of the classes `weight` is one. Devices exchange statistics in each
-        chunk; with as many times the rows a chunk's logits are no larger, and there are fewer.
+      weight: shape (d, classes) of weight.
+      logits, factors: dtypes of a chunk's logits, and of the matmuls' operands.
+      shards: number of shards of the classes, one of which is `weight`. Devices exchange statistics
+        in each chunk. With `shards` times the rows, a device's logits of a chunk are no larger, and
+        there are fewer exchanges.
     """
     if chunk is not None or not rows:
         return min(chunk or 1, max(rows, 1))

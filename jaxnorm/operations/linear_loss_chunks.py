@@ -1,21 +1,21 @@
-"""The loss of linear logits, or log-probabilities, chunk by chunk: what a call's passes compute.
+"""The passes of a linear layer's loss or log-probabilities, computed in chunks of rows.
 
-One loop over chunks of rows makes all of a pass. Its three products are XLA's:
+Each pass is one loop over chunks of rows. XLA computes its three matmuls:
 
-    logits = x W + b          which is all that a chunk keeps: those of a loss in the dtype to which
-                              x and weight promote, or another that is asked for. Of 16 bits they
-                              are half as much to read in each of the passes over them, and dlogits,
-                              of that dtype, can take their place. Those of log-probabilities are
-                              the sums in float32: by 16 bits their differences err by 2^-9 |z|
-    dx     = dlogits W^T      into the rows of one array
-    dW    += x^T dlogits      in float32: a product whose epilogue adds what was there, in place
-                              (cuBLAS' beta = 1), since the sum is the only use of what the loop
-                              carries
+    logits = x W + b          stored for the current chunk only. For a loss, their dtype is the one
+                              to which x and weight promote, or the one that the caller requests.
+                              16-bit logits halve the memory traffic of each pass over them, and
+                              dlogits can reuse their buffer. For log-probabilities, logits are in
+                              float32, because 16-bit logits z give differences an error of
+                              2^-9 |z|
+    dx     = dlogits W^T      written into the rows of one array
+    dW    += x^T dlogits      accumulated in float32, in place, by the matmul's epilogue (cuBLAS'
+                              beta = 1), since the loop's carry has no other use
 
-dlogits are in the products' dtype and of the size of probabilities. All other factors are applied
-in float32, because float16 would lose what is below 6e-8, and float32 what is below 1e-45. 1 / n
-and `logits_scale` multiply the products. A row's weight or cotangent multiplies its row of dx and,
-in weight's gradient, its row of x.
+dlogits have the matmuls' dtype and are as large as probabilities. Small factors would make them
+underflow (below 6e-8 in float16, below 1e-45 in float32), so all other factors are applied
+elsewhere, in float32. 1 / n and `logits_scale` multiply the matmuls' results. A row's weight or
+cotangent multiplies its row of dx and, in the gradient of weight, its row of x.
 """
 
 import functools
@@ -35,8 +35,8 @@ from jaxnorm.operations.linear_loss_call import Kind, LinearLossCall, Over, Redu
 from jaxnorm.operations.loss import counted, weighted
 from jaxnorm_kernels import launching
 
-# Classes are padded to a multiple of this, with weight once: XLA pads the operands of each product
-# of a chunk, and cuts its result, where rows are no multiple of 16 bytes.
+# Weight's classes are padded to a multiple of this once, before the loop. Otherwise, if rows are
+# not a multiple of 16 bytes, XLA would pad the operands and slice the result of every matmul.
 _COLUMNS = 8
 
 _WHOLE = Over()
@@ -45,19 +45,20 @@ _WHOLE = Over()
 def run(
     head: LinearLossCall, *arrays: jax.Array, over: Over = _WHOLE, recompute: bool = False
 ) -> list[jax.Array]:
-    """The results of a pass.
+    """Compute the results of a pass.
 
     Args:
-      arrays: as `LinearLossCall.kinds_taken` says; shards where axes are split `over` a mesh.
-      recompute: for derivatives of this function, which then keep no logits either.
+      arrays: operands in the order of `LinearLossCall.kinds_taken`; shards if axes are split `over`
+        a mesh.
+      recompute: checkpoint each chunk, so that derivatives of this function save no logits either.
     """
     by_name = dict(zip(head.primals, arrays))
     dtype, _ = head.dtypes(by_name["x"].dtype, by_name["weight"].dtype)
 
     def gathered(kind: Kind, a: jax.Array) -> jax.Array:
         if kind == "x":
-            # Inside `jax.shard_map` its type says that it is replicated from here on.
-            # Types in a part of a program that XLA's partitioner has split name no axes.
+            # Inside `jax.shard_map`, the type of the gathered x must be replicated ("invarying").
+            # In code that XLA's partitioner has split, types name no mesh axes.
             is_typed = {*sum(over.gathered, ())} <= jax.typeof(a).manual_axis_type.varying
             to = "invarying" if is_typed else "varying"
             return _moved(_gathered(a, over.gathered, dtype, to), over, dtype)
@@ -68,12 +69,12 @@ def run(
     count = math.prod(lead)
 
     def flattened(kind: Kind, a: jax.Array) -> jax.Array:
-        if kind == "mask":  # Of all rows, or of each.
+        if kind == "mask":  # One row shared by all, or one per row.
             if math.prod(a.shape[:-1]) == 1:
                 return launching.own_buffer(a.reshape(1, -1))
             a = jnp.broadcast_to(a, (*lead, a.shape[-1]))
         if kind in ("row", "mask"):
-            a = launching.own_buffer(a)  # Kernels read them, or chunks of them.
+            a = launching.own_buffer(a)  # Kernels read these arrays, whole or in chunks.
         rows = kind in ("x", "row", "mask")
         return a.reshape(count, *a.shape[len(lead) :]) if rows else a
 
@@ -86,7 +87,7 @@ def run(
             a = a.reshape(*lead, *a.shape[1:])
         if name not in by_name:
             return launching.own_buffer(a)
-        # A gradient. Each device has a sum over its own classes or over its own rows.
+        # This is a gradient: each device has a partial sum over its own classes or rows.
         if kind == "x":
             a = _scattered(_moved_back(a, over), over.classes, over.gathered)
         else:
@@ -99,9 +100,9 @@ def run(
 def _gathered(
     a: jax.Array, stored: Sequence[tuple[str, ...]], dtype: np.dtype, to: str
 ) -> jax.Array:
-    """`a` gathered along each axis over the mesh axes of `stored`, in `dtype` if that is narrower.
+    """All-gather `a` along each axis over the mesh axes in `stored`, in `dtype` if narrower.
 
-    `to`: the result's type over these axes, as `jax.lax.all_gather` takes it.
+    `to`: the result's type over these mesh axes, passed on to `jax.lax.all_gather`.
     """
     for axis, names in enumerate(stored):
         if names:
@@ -110,7 +111,7 @@ def _gathered(
 
 
 def _moved(x: jax.Array, over: Over, dtype: np.dtype) -> jax.Array:
-    """x with whole rows: devices that have a shard of d of the same rows share these rows out."""
+    """Exchange shards of x's features for whole rows, by an all-to-all over `over.moved`."""
     for axis, names in enumerate(over.moved):
         for name in names:
             x = lax.all_to_all(_narrow(x, dtype), name, axis, x.ndim - 1, tiled=True)
@@ -118,7 +119,7 @@ def _moved(x: jax.Array, over: Over, dtype: np.dtype) -> jax.Array:
 
 
 def _moved_back(dx: jax.Array, over: Over) -> jax.Array:
-    """x's gradient in shards of d, as x was before `_moved`."""
+    """Return the gradient of x in shards of its features, the inverse of `_moved`."""
     for axis, names in reversed([*enumerate(over.moved)]):
         for name in reversed(names):
             dx = lax.all_to_all(dx, name, dx.ndim - 1, axis, tiled=True)
@@ -126,12 +127,12 @@ def _moved_back(dx: jax.Array, over: Over) -> jax.Array:
 
 
 def _narrow(a: jax.Array, dtype: np.dtype) -> jax.Array:
-    """`a` in the dtype of the products, if that is narrower: devices exchange no more bytes."""
+    """Cast `a` to the matmuls' dtype if that is narrower, so that devices exchange fewer bytes."""
     return a.astype(min(a.dtype, dtype, key=lambda dtype: dtype.itemsize))
 
 
 def _scattered(a: jax.Array, over: tuple[str, ...], stored: Sequence[tuple[str, ...]]) -> jax.Array:
-    """The sum of `a` over mesh axes, of which each device keeps the shard that `stored` says."""
+    """Sum `a` over mesh axes; axes in `stored` are reduce-scattered, the others all-reduced."""
     scattered = sum(stored, ())
     for axis, names in enumerate(stored):
         if names:
@@ -142,7 +143,7 @@ def _scattered(a: jax.Array, over: tuple[str, ...], stored: Sequence[tuple[str, 
 def reduced(
     losses: jax.Array, where: jax.Array | None, reduction: Reduction, axes: Sequence[int]
 ) -> jax.Array:
-    """The sum of losses over axes, or their mean by the sum of their weights."""
+    """Return the sum of losses over axes, or that sum divided by the sum of their weights."""
     total = jnp.sum(losses, axes)
     if reduction == "sum":
         return total
@@ -154,7 +155,7 @@ Carry = dict[str, jax.Array]
 
 
 class _Chunks:
-    """The passes over two-dimensional x, and row arrays of one axis."""
+    """The passes of a call on two-dimensional x and one-dimensional row arrays."""
 
     def __init__(
         self, head: LinearLossCall, arrays: Sequence[jax.Array], over: Over, recompute: bool
@@ -171,15 +172,15 @@ class _Chunks:
         self.dtype, self.logits_dtype = head.dtypes(self.x.dtype, self.weight.dtype)
         self.wide = checks.arithmetic_dtype(self.dtype, self.logits_dtype)
         self.rows, self.classes = len(self.x), self.weight.shape[1]
-        # Shards of a row's classes have no padding between them, and a mask has none.
+        # Padding would separate the shards of a row's classes, and a mask has no padding.
         whole = not over.classes and self.mask is None
         self.padding = -self.classes % _COLUMNS if whole else 0
         self.factor = self.padded(self.weight, self.dtype)  # once, before the loop
         dtypes = self.logits_dtype, self.dtype
         shards = lax.axis_size(over.classes) if over.classes else 1
         self.chunk = chunk_rows(head.chunk, self.rows, self.weight.shape, *dtypes, shards)
-        # Gradients are summed over devices as in plain JAX, where products round them. In float16
-        # they would lose what is small: a forward pass does not have the scale of the loss.
+        # As in plain JAX, bfloat16 gradients are rounded before the sum over devices. In float16,
+        # small ones would underflow, because no loss scale is applied yet in a forward pass.
         is_narrow = self.dtype.name == "bfloat16"
         self.summed_dtype = self.dtype if is_narrow else self.wide
 
@@ -203,9 +204,9 @@ class _Chunks:
         return self.gradients(cotangents, jnp.ones((), self.wide), self.sizes(cotangents))
 
     def sizes(self, cotangents: Sequence[jax.Array]) -> jax.Array:
-        """The size of each row's largest cotangent, as a power of two, which rounds no factor.
+        """Return each row's largest cotangent, as a power of two: dividing by it rounds nothing.
 
-        1 where that is not finite, is 0 or does not count.
+        It is 1 where that size is not finite or 0, and in rows that do not count.
         """
         size = functools.reduce(jnp.maximum, [jnp.abs(lax.stop_gradient(ct)) for ct in cotangents])
         counts = jnp.isfinite(size) & (size > 0)
@@ -216,7 +217,7 @@ class _Chunks:
         return lax.reduce_precision(size.astype(self.wide), info.nexp, mantissa_bits=0)
 
     def of_rows(self) -> list[jax.Array]:
-        """The results of each row, and the statistics where the call wants them."""
+        """Return the results of each row, and the statistics if the call returns them."""
 
         def step(rows: _Rows, carry: Carry) -> Carry:
             logits = self.product(rows.of_x(self.x), self.factor, self.bias)
@@ -230,9 +231,10 @@ class _Chunks:
     def gradients(
         self, cotangents: Sequence[jax.Array], scale: jax.Array, sizes: jax.Array | None
     ) -> list[jax.Array]:
-        """`scale` times the gradients of sum(cotangents * results); of a fwd, losses first.
+        """Return `scale` times the gradients of sum(cotangents * results).
 
-        `sizes`: of the cotangents of each row; None if they are all 1.
+        In a fwd, the losses come first. `sizes`: the size of each row's cotangents; None if they
+        are all 1.
         """
         head = self.head
         weight, makes_losses = self.factor, head.direction == "fwd"
@@ -240,7 +242,7 @@ class _Chunks:
         if factor != 1:
             cotangents, scale = [ct / factor for ct in cotangents], scale * factor
         of_x = of_weight = scale
-        shares = None  # of each row in the sums over rows
+        shares = None  # weight of each row in the sums over rows
         if sizes is not None:
             cotangents = [ct / sizes for ct in cotangents]
             largest = self.largest(sizes)
@@ -282,7 +284,7 @@ class _Chunks:
         return [self.finished(name, results[name], of_weight) for name in names]
 
     def largest(self, sizes: jax.Array) -> jax.Array:
-        """The largest size of a row that counts, 1 if there is none; over all shards of rows."""
+        """Return the largest size among rows that count, over all shards; 1 if no row counts."""
         counts = jnp.ones_like(sizes) if self.counted is None else self.counted
         largest = jnp.max(jnp.where(counts, sizes, 0), initial=0)
         if self.over.rows:
@@ -290,14 +292,14 @@ class _Chunks:
         return jnp.where(largest > 0, largest, 1)
 
     def finished(self, name: str, gradient: jax.Array, scale: jax.Array) -> jax.Array:
-        """A device's gradient, as it is summed over devices; x's and losses are so already."""
+        """Prepare a device's gradient for the sum over devices; only weight and bias need it."""
         if name not in ("weight", "bias"):
             return gradient
         gradient = scale * lax.slice_in_dim(gradient, 0, self.classes, axis=-1)
         return gradient.astype(self.summed_dtype) if self.over.rows else gradient
 
     def tangent(self) -> list[jax.Array]:
-        """Of each row's results, along those of x, weight and bias that there are."""
+        """Return the tangents of each row's results, along the given tangents of the operands."""
         along = dict(zip(self.head.wrt, self.linear))
         tx, tw, tb = (along.get(name) for name in ("x", "weight", "bias"))
         tw = None if tw is None else self.padded(tw, self.dtype)
@@ -325,7 +327,7 @@ class _Chunks:
         return [self.weighted(y), *others]
 
     def residuals(self, call: Call, rows: "_Rows", logits: jax.Array) -> Carry:
-        """What the derivative of a chunk takes: of rows what is kept, or made again."""
+        """Return the residuals of a chunk's derivative: saved statistics, or recomputed ones."""
         operands = rows.operands(logits)
         kept = rows.kept() if self.kept else linear_loss_call.forward(call, operands)
         return operands | kept
@@ -334,7 +336,7 @@ class _Chunks:
         return losses if self.where is None else weighted(losses, self.where)
 
     def scale(self) -> jax.Array:
-        """What the gradients of the sum are multiplied by."""
+        """Return the factor of the reduction: 1 for a sum, 1 / (sum of weights) for a mean."""
         if self.head.reduction == "sum":
             return jnp.ones((), self.wide)
         if self.where is None:
@@ -345,26 +347,26 @@ class _Chunks:
     def total(self, losses: jax.Array) -> jax.Array:
         return self.scale() * _sum_over(jnp.sum(self.weighted(losses)), self.over.rows)
 
-    # --------------------------------------------------------------------------- of one chunk
+    # ------------------------------------------------------------------------------ one chunk
 
     def product(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         logits = self.dot(x.astype(self.dtype), weight, (1, 0), self.logits_dtype)
         return logits if bias is None else logits + self.padded(bias, self.logits_dtype)[None]
 
     def padded(self, a: jax.Array, dtype: np.dtype) -> jax.Array:
-        """Weight, bias, or a tangent of theirs; its padding is 0."""
+        """Pad the classes of weight, of bias or of their tangents with zeros."""
         a = a.astype(dtype)
         return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, self.padding)]) if self.padding else a
 
     def dot(self, a: jax.Array, b: jax.Array, over: tuple[int, int], dtype: np.dtype) -> jax.Array:
-        """The product over an axis of each, its sums in float32 (float64), rounded once."""
+        """Contract one axis of each operand. Sums are in float32 (float64) and rounded once."""
         axes = ((over[:1], over[1:]), ((), ()))
         return lax.dot_general(
             a, b, axes, precision=self.head.precision, preferred_element_type=dtype
         )
 
     def call(self, shape: tuple[int, ...], rows: "_Rows") -> Call:
-        """The function of a chunk's logits and labels."""
+        """Return the call of the cross-entropy of a chunk's logits and labels."""
         call = linear_loss_call.call_of(
             self.head,
             shape,
@@ -390,7 +392,7 @@ class _Chunks:
         return self.rows % self.chunk > 0
 
     def loop(self, step: Callable[["_Rows", Carry], Carry], carry: Carry) -> Carry:
-        """What `step` makes of the carry in all chunks, one after the other."""
+        """Return the carry after `step` has processed all chunks in order."""
         carry = {name: self.varying(name, a) for name, a in carry.items()}
         if not self.rows:
             return carry
@@ -406,10 +408,10 @@ class _Chunks:
         return lax.fori_loop(0, count, body, carry)
 
     def varying(self, name: str, a: jax.Array) -> jax.Array:
-        """An empty carry with the type of a turn's, which inside `jax.shard_map` says more."""
+        """Give an initial carry the varying type that `step` returns inside `jax.shard_map`."""
         own = (jax.typeof(a).manual_axis_type.varying for a in (self.x, self.weight, self.labels))
         over = frozenset().union(*own)
-        if name in self.head.outputs:  # summed over the classes
+        if name in self.head.outputs:  # already summed over the classes
             over -= {*self.over.classes}
         return lax.pcast(a, tuple(sorted(over)), to="varying") if over else a
 
@@ -417,9 +419,10 @@ class _Chunks:
 class _Rows:
     """The rows of a chunk.
 
-    The first chunk of several may reach into the second, so that all are of one size and nothing is
-    padded: there it counts nothing, and what it writes the second one overwrites. Such chunks start
-    at any row, and are copied for kernels, which need aligned addresses.
+    All chunks have the same size, without padding. If the rows are not a multiple of it, the first
+    chunk overlaps the second. The shared rows do not count in the first chunk, and the second one
+    overwrites what the first wrote there. Such chunks start at any row. They are copied for
+    kernels, which need aligned addresses.
     """
 
     def __init__(self, chunks: _Chunks, index: jax.Array):
@@ -430,18 +433,18 @@ class _Rows:
         if chunks.overlaps:
             first = self.start + jnp.arange(size) < (index + 1) * size - short
             own = first if own is None else own & first
-        # Rows that the next chunk has, too, are left out like those that do not count.
+        # Rows shared with the next chunk are masked like rows that do not count.
         self.counted = own
 
     @property
     def mask(self) -> jax.Array:
-        """Of classes."""
+        """The mask of the classes, for the rows of this chunk."""
         mask = self.chunks.mask
         assert mask is not None
         return mask if len(mask) == 1 else self.of(mask)
 
     def operands(self, logits: jax.Array) -> Carry:
-        """What a function of logits takes."""
+        """Return the operands of the cross-entropy of these logits."""
         operands = {"x": logits, "saved": logits, "labels": self.of(self.chunks.labels)}
         if self.counted is not None:
             operands["positions"] = self.counted
@@ -450,7 +453,7 @@ class _Rows:
         return operands
 
     def kept(self) -> Carry:
-        """What a derivative takes of the forward; log_sum tells of rows that do not count."""
+        """Return the saved statistics; a log_sum of -inf marks rows that do not count."""
         kept = {name: self.of(a) for name, a in self.chunks.kept.items()}
         if self.counted is not None:
             kept["log_sum"] = jnp.where(self.counted, kept["log_sum"], -jnp.inf)
@@ -461,7 +464,7 @@ class _Rows:
         return launching.own_buffer(part) if self.chunks.overlaps else part
 
     def of_x(self, x: jax.Array) -> jax.Array:
-        """Rows of x, 0 where they do not count: weight's gradient is a sum over all of them."""
+        """Return the rows of x, 0 where they do not count: the gradient of weight sums them all."""
         part = self.of(x)
         return part if self.counted is None else jnp.where(self.counted[:, None], part, 0)
 
@@ -475,14 +478,14 @@ def _sum_over(a: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _power_of_two(scale: float) -> float:
-    """The power of two next below a scale, by which numbers are multiplied without rounding.
+    """Return the largest power of two up to `scale`: multiplying by it does not round.
 
-    The exponent is limited, so that numbers of the size of 1, times or over it, are finite.
+    The exponent is limited, so that numbers near 1 stay finite if multiplied or divided by it.
     """
     _, exponent = math.frexp(scale)
     return 2.0 ** max(-100, min(exponent - 1, 100))
 
 
 def _inverse(total: jax.Array) -> jax.Array:
-    """1 / total, and 0 where that is 0: the mean of nothing is 0."""
+    """Return 1 / total, and 0 where total is 0: an empty mean is 0."""
     return jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))

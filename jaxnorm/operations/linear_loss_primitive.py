@@ -1,12 +1,12 @@
-"""Functions of linear logits as JAX primitives: a forward, a tangent and a backward one.
+"""The JAX primitives of functions of linear logits: a forward, a tangent and a backward.
 
-    "mean", "sum"   the JVP rule of the forward binds the forward that returns the gradients too;
-                    the tangent is their inner product with the operands' tangents
-    of rows         the JVP rule of the forward binds, on the primals and rows' statistics, the
-                    tangent, whose transpose is the backward; both make the logits again
+    "mean", "sum"   the forward's JVP rule binds the forward that also returns the gradients; the
+                    tangent is their inner product with the operands' tangents
+    rows' results   the forward's JVP rule binds the tangent, which takes the primals and the rows'
+                    statistics; its transpose is the backward; both recompute the logits
 
-So what is not differentiated makes one product; the gradient of a mean three, and of rows' results
-four.
+A call that is not differentiated takes one matmul, the gradient of a mean three, and the gradient
+of rows' results four.
 """
 
 import functools
@@ -32,12 +32,12 @@ _GRADIENT = "jaxnorm_linear_gradient"
 
 
 class _LossRules(Rules[LinearLossCall]):
-    """What the loss has for itself."""
+    """The JAX rules of functions of linear logits."""
 
     static = "head"
 
     def types(self, head: LinearLossCall, *avals: Any) -> list[Any]:
-        """Types of the results: rows lie as those of x, and a gradient as what it is of."""
+        """Return the results' types: rows are sharded like x's, gradients like their operands."""
         by_name = dict(zip(head.primals, avals))
         x, mesh = by_name["x"], sharding.mesh_of(avals)
         wide = checks.arithmetic_dtype(*head.dtypes(x.dtype, by_name["weight"].dtype))
@@ -81,8 +81,8 @@ class _LossRules(Rules[LinearLossCall]):
     def with_residuals(self, head: LinearLossCall) -> LinearLossCall | None:
         if head.wrt or head.reduction == "none":
             return None
-        # All gradients: which of them a derivative needs is unknown where a policy is asked. Those
-        # that it does not need are dropped later.
+        # All gradients, because a policy decides before it is known which of them a derivative
+        # needs. Unused ones are dropped later.
         return head.with_gradients([n for n in ("x", "weight", "bias") if n in head.primals])
 
     def names(self, head: LinearLossCall) -> list[str | None]:
@@ -100,7 +100,7 @@ class _LossRules(Rules[LinearLossCall]):
     def _along(
         self, head: LinearLossCall, outputs: Arrays, tangents: dict[str, jax.Array]
     ) -> tuple[list[jax.Array], list[Any]]:
-        """The total and its tangent: inner products of gradients and tangents."""
+        """Return the total and its tangent, the sum of inner products of gradients and tangents."""
         total, *gradients = outputs
         of = dict(zip(head.wrt, gradients))
 
@@ -114,12 +114,11 @@ class _LossRules(Rules[LinearLossCall]):
     def batch(
         self, head: LinearLossCall, arrays: Arrays, dims: Sequence[int | None]
     ) -> tuple[Arrays, list[int]]:
-        """A batch of rows is more rows, where they share weight and bias.
+        """Batch a call: if the batch shares weight and bias, its rows become more rows.
 
-        Else, and where each of the batch has a gradient of weight, it is a loop: the products of
-        one are large enough. The mean of each of a batch becomes a mean of rows' losses, so that a
-        gradient taken outside `jax.vmap` sums weight's over all rows and makes none for each of the
-        batch.
+        Otherwise, or if each batch element has its own gradient of weight, it is a loop, since the
+        matmuls of one element are large enough. A batch of means becomes means over rows' losses,
+        so that a gradient taken outside `jax.vmap` sums weight's gradient over all rows directly.
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
         kinds = head.kinds_taken
@@ -144,15 +143,15 @@ class _LossRules(Rules[LinearLossCall]):
         return [linear_loss_chunks.reduced(losses, where, head.reduction, axes)], [0]
 
     def shards(self, head: LinearLossCall, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
-        """Split the rows of x and the classes as they lie, where the shards divide them.
+        """Split rows and classes over the mesh axes that shard them, if the sizes are divisible.
 
-        A mesh axis that splits only x or weight along d, or weight along V beside the rows, splits
-        rows, too: without that its devices would all compute the same. Devices with shards of x
-        along d exchange them for rows. Each device gathers weight
-        along d once, before the loop (FSDP). Where a mesh axis splits the rows and the classes, it
-        gathers weight or x, whichever is smaller. Gradients are summed over the devices once, after
-        the loop, and each device keeps its shard. XLA would gather and sum in each turn of the
-        loop.
+        Some mesh axes split neither the classes nor the rows at first: those that shard only the d
+        of x or weight, or V if another axis of V shards the rows. They also split the rows,
+        because otherwise their devices would repeat the same work. Devices with
+        shards of x along d exchange them for rows. Each device gathers weight along d once, before
+        the loop (FSDP). If a mesh axis shards both rows and classes, weight or x is gathered,
+        whichever is smaller. Gradients are reduced over the devices once, after the loop, and each
+        device keeps its shard. XLA would gather and reduce in each iteration.
         """
         by_name = dict(zip(head.takes, types))
         x, weight = by_name["x"], by_name["weight"]
@@ -167,7 +166,7 @@ class _LossRules(Rules[LinearLossCall]):
                 _split_rows(rows, name, by_name["labels"], mesh)
         of_x = [names + last for names, last in zip(rows, gathered)]
         moved: list[tuple[str, ...]] = [()] * len(rows)
-        for name in reversed(features):  # An exchange over the innermost axis keeps d in its order.
+        for name in reversed(features):  # The innermost axis comes first, to keep d in order.
             axis = None if name in classes else _split_rows(rows, name, by_name["labels"], mesh)
             if axis is not None:
                 moved[axis] += (name,)
@@ -185,7 +184,7 @@ class _LossRules(Rules[LinearLossCall]):
 
         def spec(kind: Kind, shape: Sequence[int] = ()) -> PartitionSpec:
             names = axes[kind]
-            if kind == "mask":  # Which may be broadcast.
+            if kind == "mask":  # A mask may be broadcast.
                 names = [() if size == 1 else over for size, over in zip(shape, names)]
             return PartitionSpec(*[over or None for over in names])
 
@@ -199,7 +198,7 @@ class _LossRules(Rules[LinearLossCall]):
     def factors(self, head: LinearLossCall, arrays: Arrays) -> Factors:
         axes = [f"r{axis}" for axis in range(arrays[0].ndim - 1)]
         rows = " ".join(axes)
-        # Weight's d is another than x's: how it is stored says how its gradient is to lie.
+        # Weight's d has another name than x's, so that weight's gradient is sharded like weight.
         factors = {"x": f"{rows} d", "weight": "k v", "bias": "v", "row": rows, "total": ""}
         if head.has_mask:
             shape = arrays[head.takes.index("mask")].shape
@@ -216,11 +215,11 @@ class _LossRules(Rules[LinearLossCall]):
 def _gathered_rows(
     x: Any, weight: Any, rows: Sequence[tuple[str, ...]], classes: tuple[str, ...], mesh: Any
 ) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes over which x is gathered along each axis of its rows.
+    """Return the mesh axes over which x is gathered, for each axis of its rows.
 
-    These split the classes, too, and are the last of those that split their axis of the rows, so
-    that a gathered shard has rows in their order. There are none if weight's shard, gathered over
-    the same axes, is smaller.
+    These mesh axes also split the classes. They are the innermost ones on their axis of the rows,
+    so that gathered rows stay in order. There are none if it is cheaper to gather weight over these
+    mesh axes.
     """
     gathered = []
     for names in rows:
@@ -236,10 +235,10 @@ def _gathered_rows(
 
 
 def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) -> int | None:
-    """Split an axis of the rows over the mesh axis `name`, too, and return it; None if none fits.
+    """Split an axis of the rows over the mesh axis `name` and return it; None if none fits.
 
-    `rows`: the mesh axes that split each axis of the rows, changed in place. An axis along which
-    the labels are split in this way comes first, then the leftmost one.
+    `rows` lists the mesh axes that split each axis of the rows, and is changed in place. An axis
+    along which `name` already splits the labels is preferred, then the leftmost one.
     """
     splits = [sharding.axes_over(labels, axis, mesh) for axis in range(len(rows))]
     for axis in sorted(range(len(rows)), key=lambda axis: name not in splits[axis]):
@@ -253,7 +252,7 @@ def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) 
 def _without_left_out_rows(
     head: LinearLossCall, primals: Arrays, tangents: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Set x's tangent to 0 in rows that do not count: times a gradient of 0, NaN would stay NaN."""
+    """Set x's tangent to 0 in rows that do not count: a NaN times their gradient of 0 is NaN."""
     where = dict(zip(head.primals, primals)).get("where")
     if where is None or "x" not in tangents:
         return tangents

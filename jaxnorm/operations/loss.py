@@ -39,50 +39,52 @@ def softmax_cross_entropy_with_integer_labels(
       L - \sum_j q_j z_j + \mathrm{z\_loss} \cdot L^2 \qquad L = \log \sum_j \exp(z_j) \qquad
       q_j = (1 - a) [j = \mathrm{label}] + a / V \qquad a = \mathrm{label\_smoothing}
 
-    of z = logits, or as ``logits_scale`` and ``logit_softcap`` say
+    where z = logits or, with ``logits_scale`` and ``logit_softcap``,
 
     .. math::
       z = c \tanh (\mathrm{logits\_scale} \cdot \mathrm{logits} / c)
       \qquad c = \mathrm{logit\_softcap}
 
-    It reads the logits once and writes no array of their size; it keeps them and L, as two numbers
-    for each position, for the backward, which reads them once and writes the gradient. A loss near
-    0 is as accurate as a large one. The arithmetic is float32 (float64 for float64 logits).
+    The forward reads the logits once and writes no array of their size. The residuals are the
+    logits and L, as two numbers for each position. The backward reads the logits once and writes
+    the gradient. A loss near 0 is as accurate as a large one. The arithmetic is float32 (float64
+    for float64 logits).
 
     Args:
       logits: array of any shape; bfloat16, float16, float32 or float64.
-      labels: integers of any dtype, of the shape of logits without ``axis``: which of the V classes
-        along that. A position with another number, a negative one too, has the loss NaN, and its
-        logits the gradient NaN.
-      axis: the axis of the classes; of several, or of all for None, labels count classes in
-        row-major order of the axes as given, as optax's do: the last one varies fastest. Others
-        than ascending ones cost a transpose of logits.
-      where: booleans or float weights that broadcast to labels' shape, with as many axes: which
-        positions count, for example ``labels != -100``, or how much, of any sign; the loss of each
-        is multiplied by its weight, which is taken in the loss's dtype and has no gradient. Where
-        it is False or 0, loss and gradient are 0, whatever labels and logits are. A boolean mask
-        with as many axes as logits, which broadcasts to their shape, says which classes enter the
-        sum in L; a position that has none has loss and gradient 0, and the logit of a label counts
-        even if it is not among them.
+      labels: class indices from 0 to V - 1, integers of any dtype, of the shape of logits without
+        ``axis``. If a label is out of range, such as a negative one, the loss of its position and
+        the gradient of its logits are NaN.
+      axis: the axis of the classes. If there are several (or all, for None), labels count classes
+        in row-major order of the axes as given, like optax's: the last axis varies fastest. Axes
+        that are not in ascending order cost a transpose of logits.
+      where: booleans that say which positions count, such as ``labels != -100``, or float weights
+        of positions, of any sign, by which the losses are multiplied. They have as many axes as
+        labels, and broadcast to their shape. Weights are cast to the loss's dtype and have no
+        gradient. Where it is False or 0, loss and gradient are 0, whatever labels and logits are. A
+        boolean mask with as many axes as logits, which broadcasts to their shape, selects the
+        classes in the sum in L. A position without a class has loss and gradient 0. The logit of
+        the label counts even if its class is masked.
       label_smoothing: a Python number from 0 to 1, the share of the targets that is spread evenly
         over all classes; 0 with a mask of classes.
       z_loss: a finite Python number of at least 0.
       logits_scale: a Python number above 0: 1 over a temperature.
-      logit_softcap: a Python number above 0, what logits are held below, as Gemma 2's; or None. A
-        logit of -inf is then -logit_softcap: what is to take no part, ``where`` says. In kernels
-        tanh is right to 2 units in the last place of 1.
+      logit_softcap: a Python number above 0, the bound of the logits, as in Gemma 2; or None. A
+        logit of -inf becomes -logit_softcap: use ``where`` to exclude entries. In kernels, tanh is
+        accurate to 2 units in the last place of 1.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
 
     Returns:
-      Array of labels' shape, the loss of each position: float32, or float64 for float64 logits. NaN
-      for logits with +inf, NaN or nothing but -inf; infinite where a logit of -inf has a target.
+      Array of labels' shape, the loss of each position: float32, or float64 for float64 logits. It
+      is NaN if logits have +inf or NaN, or are all -inf, and infinite if a class with a nonzero
+      target has the logit -inf.
 
     Differentiable with respect to logits, in reverse and forward mode, to any order.
 
     Raises:
-      TypeError: logits are not of a supported float dtype, labels are no integers, ``where`` is of
+      TypeError: logits are not of a supported float dtype, labels are not integers, ``where`` is of
         integers or, with logits' axes, not boolean, or ``label_smoothing``, ``z_loss``,
-        ``logits_scale`` or ``logit_softcap`` is no Python number.
+        ``logits_scale`` or ``logit_softcap`` is not a Python number.
       ValueError: ``axis``, the shape of labels or ``where``, one of these numbers or
         ``implementation`` is wrong.
 
@@ -127,11 +129,11 @@ def of_rows(
     has_weights: bool = False,
     **options: Any,
 ) -> tuple[list[jax.Array], jax.Array | None]:
-    """The results of a function of logits and labels; `where`, if that is of positions.
+    """Return the results of a function of logits and labels, and `where` if it is for positions.
 
     Args:
-      has_weights: `where` may be float weights.
-      options: of `loss_call`.
+      has_weights: True if `where` may be float weights.
+      options: options of `loss_call`.
     """
     logits = checks.float_array(function, "logits", logits)
     shape = logits.shape
@@ -184,7 +186,7 @@ def loss_call(
     logits_scale: float = 1.0,
     logit_softcap: float | None = None,
 ) -> Call:
-    """The forward of a call with these arguments, after the checks; `mask` is a shape."""
+    """Check the arguments and return the forward call; `mask` is a shape."""
     view = RowView(shape, checks.axes(function, axis, shape, of="logits"), mask=mask or ())
     checks.implementation(function, implementation)
     smoothing = checks.number(function, "label_smoothing", label_smoothing, minimum=0, maximum=1)
@@ -225,7 +227,7 @@ def loss_call(
 def check_numbers(
     function: str, dtype: np.dtype, logits_scale: float, logit_softcap: float | None, z_loss: float
 ) -> None:
-    """Raises unless the dtype of the arithmetic holds the numbers of a loss."""
+    """Raise unless the options of a loss are finite in the arithmetic dtype."""
     checks.finite_in(function, dtype, {"z_loss": z_loss})
     positive: dict[str, float | None] = {
         "logits_scale": logits_scale,
@@ -237,24 +239,24 @@ def check_numbers(
 
 
 def softcap(function: str, value: float | None) -> float | None:
-    """`value`, a number above 0, or None."""
+    """Return `value`, which must be a number above 0, or None."""
     return None if value is None else checks.positive(function, "logit_softcap", value)
 
 
 def counted(weights: jax.Array) -> jax.Array:
-    """Whether positions have a weight."""
+    """Return True for positions with a nonzero weight."""
     return weights if weights.dtype == bool else weights != 0
 
 
 def weighted(loss: jax.Array, weights: jax.Array) -> jax.Array:
-    """Losses times the weights of their positions; those that do not count are 0 already."""
+    """Multiply losses by float weights. Losses are 0 already where a boolean mask is False."""
     return loss if weights.dtype == bool else loss * weights
 
 
 def _masks(
     function: str, where: jax.Array, view: RowView
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """`where` as a mask of classes, or as what it is of positions, by its axes."""
+    """Return `where` as (mask of classes, None) or (None, weights of positions), by its axes."""
     shape, of_labels = view.shape, view.shape_of("label")
     if where.ndim == len(shape):
         also = ", or give weights of positions the axes of labels"
@@ -289,46 +291,45 @@ def log_prob_and_entropy(
       \log p_{\mathrm{label}}, \quad - \sum_j p_j \log p_j
       \qquad p = \mathrm{softmax}(z)
 
-    of z = logits, or as ``logits_scale`` and ``logit_softcap`` say in
-    :func:`softmax_cross_entropy_with_integer_labels`. What GRPO, PPO and DPO are made of
-    (`Losses <losses.html>`_).
+    where z = logits, or is computed with ``logits_scale`` and ``logit_softcap`` as in
+    :func:`softmax_cross_entropy_with_integer_labels`. The losses of GRPO, PPO and DPO use these
+    two results (`Losses <losses.html>`_).
 
-    It reads the logits once and writes no array of their size; it keeps them and three numbers for
-    each position for the backward, which reads them once and writes the gradient of both results.
-    A log-probability near 0 is as accurate as a large one, and the entropy is never negative. The
-    arithmetic is float32 (float64 for float64 logits).
+    The forward reads the logits once and writes no array of their size. The residuals are the
+    logits and three numbers for each position. The backward reads the logits once and writes the
+    gradient of both results. A log-probability near 0 is as accurate as a large one, and the
+    entropy is never negative. The arithmetic is float32 (float64 for float64 logits).
 
     Args:
       logits: array of any shape; bfloat16, float16, float32 or float64.
-      labels: integers of any dtype, of the shape of logits without ``axis``: which of the V classes
-        along that. A position with another number, a negative one too, has NaN for both results,
-        and its logits the gradient NaN.
-      axis: the axis of the classes; of several, or of all for None, labels count classes in
-        row-major order of the axes as given.
-      where: booleans that broadcast to labels' shape, with as many axes: which positions count, for
-        example ``labels != -100``. Where it is False, both results are 0, and gradients, whatever
-        labels and logits are. With as many axes as logits, it says which classes there are; a
-        position that has none has 0 for both, and the logit of a label counts even if it is not
-        among them.
+      labels: class indices from 0 to V - 1, integers of any dtype, of the shape of logits without
+        ``axis``. If a label is out of range, such as a negative one, both results of its position
+        and the gradient of its logits are NaN.
+      axis: the axis of the classes. If there are several (or all, for None), labels count classes
+        in row-major order of the axes as given.
+      where: booleans with the axes of labels that broadcast to their shape and say which positions
+        count, such as ``labels != -100``. Where it is False, both results and the gradients are 0,
+        whatever labels and logits are. A mask with as many axes as logits selects classes instead.
+        A position without a class has 0 for both results. The logit of the label counts even if its
+        class is masked.
       logits_scale: a Python number above 0: 1 over a temperature.
       logit_softcap: a Python number above 0, or None for no cap.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
 
     Returns:
-      (log_prob, entropy), arrays of labels' shape: float32, or float64 for float64 logits. NaN for
-      logits with +inf, NaN or nothing but -inf; a label whose logit is -inf has log_prob -inf.
+      (log_prob, entropy), arrays of labels' shape: float32, or float64 for float64 logits. They are
+      NaN if logits have +inf or NaN, or are all -inf. If a label's logit is -inf, log_prob is -inf.
 
     Differentiable with respect to logits, in reverse and forward mode, to any order.
 
     Raises:
-      TypeError: logits are not of a supported float dtype, labels are no integers, ``where`` is not
-        boolean, or ``logits_scale`` or ``logit_softcap`` is no Python number.
+      TypeError: logits are not of a supported float dtype, labels are not integers, ``where`` is
+        not boolean, or ``logits_scale`` or ``logit_softcap`` is not a Python number.
       ValueError: ``axis``, the shape of labels or ``where``, one of these numbers or
         ``implementation`` is wrong.
 
-    Source: both sums in one pass are those of `Online normalizer calculation for softmax
-    <https://arxiv.org/abs/1805.02867>`_, with the sum of the exponents beside that of the
-    exponentials.
+    Source: both sums are computed in one pass as in `Online normalizer calculation for softmax
+    <https://arxiv.org/abs/1805.02867>`_, extended by the sum that the entropy needs.
 
     Example:
       >>> import jax.numpy as jnp

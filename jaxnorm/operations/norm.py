@@ -1,4 +1,4 @@
-"""layer_norm and rms_norm: the public functions, and what all functions of norms share."""
+"""layer_norm and rms_norm, and the checks that all functions of norms share."""
 
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -14,7 +14,7 @@ from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, PARAMETERS
 from jaxnorm_kernels.specs import Activation, Name, NormActivation, NormOptions, Save, Spec
 
-# What errors call an operand of the table.
+# Names of operands in errors, if they differ from those in the table of operations.
 _PUBLIC_NAMES = {"branch_scale": "gate"}
 
 
@@ -32,10 +32,10 @@ def norm_call(
     activation: Activation | None = None,
     **options: Any,
 ) -> Call:
-    """The forward of a call with these arguments, after the checks.
+    """Check the arguments and return the forward call.
 
-    `given`: the residual and the parameters that the call has. `options`: fields of `NormOptions`
-    that only this operation has, checked.
+    `given` has the residual and the parameters of the call. `options` are checked fields of
+    `NormOptions` that only this operation has.
     """
     axes = checks.axes(function, axis, x.shape)
     view = RowView(x.shape, axes)
@@ -46,7 +46,7 @@ def norm_call(
         kind: jnp.broadcast_shapes(*(own for name, own in shapes.items() if OPERANDS[name] == kind))
         for kind in PARAMETERS
     }
-    # Of the sizes of the normalised axes, a view needs no word.
+    # In a view, `()` means: the parameter has exactly the normalised axes.
     view = RowView(
         x.shape, axes, **{k: () if own == view.normalised else own for k, own in by_kind.items()}
     )
@@ -88,7 +88,7 @@ def common_options(
     save: Save,
     implementation: Name | None,
 ) -> dict[str, Any]:
-    """The options that all norms have, by name, from arguments in the order of their signatures."""
+    """Return the options of all norms by name; the arguments are in the order of signatures."""
     return {
         "axis": axis,
         "epsilon": epsilon,
@@ -110,9 +110,10 @@ def normalise(
     activation: NormActivation | None = None,
     **options: Any,
 ) -> list[jax.Array]:
-    """The results of a function of the table, after the checks.
+    """Check the arguments of a function of the table, and return its results.
 
-    `gate`: of a sum; in the table it is its branch_scale. `options`: of `norm_call`.
+    `gate` is the factor of x in a sum, which the table calls branch_scale. `options` are those of
+    `norm_call`.
     """
     checks.one_of(function, "activation", activation, (None, *get_args(NormActivation)))
     x = checks.float_array(function, "x", x)
@@ -123,7 +124,7 @@ def normalise(
     if gate is not None:
         given["branch_scale"] = checks.float_array(function, "gate", gate)
     if "residual" in OPERATIONS[FUNCTIONS[function].op].operands:
-        # None is no residual: the check says so.
+        # If the residual is None, this check raises the error.
         residual = checks.float_array(function, "residual", residual)
         checks.same_shape(function, "residual", residual.shape, x.shape)
         given["residual"] = sharding.lie_alike(residual, x)
@@ -157,46 +158,45 @@ def layer_norm(
       y = \frac{x - \mathrm{mean}(x)}{\sqrt{\mathrm{var}(x) + \epsilon}}
           \, (\mathrm{scale} + \mathrm{scale\_offset}) + \mathrm{bias}
 
-    Mean and biased variance are taken over ``axis`` in two passes, in float32 (float64 where x or
+    Mean and biased variance are computed over ``axis`` in two passes, in float32 (float64 if x or
     the output is float64).
 
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
-      scale: array whose shape is the sizes of the normalised axes, in the order of x, or 1 where it
-        is the same along such an axis; any of the dtypes of x, not necessarily the same. It may
-        have axes before those, a scale for each group of rows (adaLN): they broadcast,
-        right-aligned as numpy's, to the other axes of x. None multiplies by 1 (``scale_offset`` is
-        then unused).
+      scale: array with the sizes of the normalised axes, in the order of x, or 1 where it is
+        broadcast along such an axis. It may have any of x's dtypes. Leading axes give a scale to
+        each group of rows (adaLN); they broadcast, right-aligned as in numpy, to the other axes of
+        x. None multiplies by 1 (``scale_offset`` is then unused).
       bias: like ``scale``, with axes of its own. None adds nothing.
       axis: axis or axes to normalise, negative ones count from the end; None for all.
       epsilon: added to the variance, at least 0.
       scale_offset: added to ``scale``; 1.0 for parameters stored as ``1 + w``.
       dtype: dtype of the output; x's by default.
-      save: what the backward pass starts from. ``"output"`` keeps y, which the next layer usually
-        keeps anyway, and frees x. Gradients of ``scale`` then lose accuracy in columns with
-        ``|bias|`` far above ``|scale|`` (and, in float16, ``|scale|`` below 2**-14), and are 0
-        where ``scale`` is 0 beside a bias that is not, of which y tells nothing;
-        :func:`jaxnorm.check_params` finds these columns. ``"input"`` keeps x and the row means.
+      save: the residual of the backward pass. ``"output"`` saves y, which the next layer usually
+        saves anyway, and frees x. Gradients of ``scale`` then lose accuracy in columns with
+        ``|bias|`` far above ``|scale|`` (and, in float16, ``|scale|`` below 2**-14). They are 0
+        where ``scale`` is 0 next to a nonzero bias, because x cannot be recovered from y there.
+        :func:`jaxnorm.check_params` finds these columns. ``"input"`` saves x and the row means.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
-      activation: ``"silu"``, ``"gelu"`` or ``"relu"``: y is that of :mod:`jax.nn` with its defaults
-        (gelu is the approximation by tanh) of the norm, in the same pass and rounded once. None for
-        none. An activation cannot be undone: with one the input is kept, whatever ``save`` says.
+      activation: ``"silu"``, ``"gelu"`` or ``"relu"``: the function of :mod:`jax.nn` with its
+        defaults (gelu is the tanh approximation), applied to the norm in the same pass. None
+        applies none. The backward cannot invert an activation, so it saves x whatever ``save`` is.
 
     Returns:
       Array of x's shape in ``dtype``.
 
-    Differentiable in reverse and forward mode, to any order. Gradients of the parameters come in
-    their own shapes and dtypes, summed in float32. Tangents, too, start from what is saved: along
-    ``scale`` they have y's accuracy from the output, and float32's with ``save="input"``. For
-    second derivatives prefer ``save="input"``: from the output, those of ``scale`` carry a relative
-    error of about ``u / |scale|`` (u: the output dtype's roundoff), and are NaN in columns with
-    ``|scale| < 2**-60``.
+    Differentiable in reverse and forward mode, to any order. Gradients of the parameters have the
+    parameters' shapes and dtypes, and are summed in float32. Tangents are also computed from the
+    saved array: along ``scale`` they have the accuracy of y's dtype with ``save="output"``, and of
+    float32 with ``save="input"``. For second derivatives prefer ``save="input"``: from the output,
+    those of ``scale`` have a relative error of about ``u / |scale|`` (u: the output dtype's
+    roundoff), and are NaN in columns with ``|scale| < 2**-60``.
 
-    GroupNorm (Wu and He, 2018, https://arxiv.org/abs/1803.08494) of images with channels last is
-    this function over all but the axes of samples and of groups, without a transpose: of x
-    ``(N, H, W, G, C / G)`` with ``axis=(1, 2, 4)`` and parameters ``(G, 1, 1, C / G)``.
-    InstanceNorm is that of x ``(N, H, W, C)`` with ``axis=(1, 2)`` and parameters ``(C, 1, 1)``.
-    ``activation="silu"`` is what a diffusion model's U-Net or VAE has after each GroupNorm.
+    For GroupNorm (Wu and He, 2018, https://arxiv.org/abs/1803.08494) of images with channels last,
+    reshape x to ``(N, H, W, G, C / G)`` and use ``axis=(1, 2, 4)`` with parameters
+    ``(G, 1, 1, C / G)``; no transpose is needed. For InstanceNorm of x ``(N, H, W, C)``, use
+    ``axis=(1, 2)`` with parameters ``(C, 1, 1)``. ``activation="silu"`` fuses the activation that
+    follows each GroupNorm in the U-Net or VAE of a diffusion model.
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
@@ -249,10 +249,10 @@ def rms_norm(
       epsilon: added to the mean square, at least 0.
       scale_offset: added to ``scale``; 1.0 for Gemma's ``1 + w``.
       dtype: dtype of the output; x's by default.
-      save: as in :func:`jaxnorm.layer_norm`. Without a bias ``"output"`` is safe for every scale in
-        bfloat16, float32 and float64, zeros included; scales of 0 beside a bias are not.
+      save: as in :func:`jaxnorm.layer_norm`. Without a bias, ``"output"`` is safe for any scale,
+        including 0, in bfloat16, float32 and float64; next to a bias, a scale of 0 is not.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
-      bias: like ``scale``, by keyword alone; equinox's RMSNorm has one. None adds nothing.
+      bias: like ``scale``, by keyword only; equinox's RMSNorm has one. None adds nothing.
       activation: as in :func:`jaxnorm.layer_norm`.
 
     Returns:

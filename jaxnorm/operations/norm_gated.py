@@ -1,4 +1,4 @@
-"""RMSNorm and a gate of each element, after it or before it."""
+"""rms_norm_gated: RMSNorm with an elementwise gate after or before it."""
 
 from typing import get_args
 
@@ -26,18 +26,18 @@ def rms_norm_gated(
     dtype: checks.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
-    r"""RMSNorm over the last axis and a gate, in one pass: of Mamba 2, of gated delta nets.
+    r"""RMSNorm over the last axis and a gate in one pass, as in Mamba 2 and gated delta nets.
 
     .. math::
       y = \mathrm{rms\_norm}(x) \cdot \mathrm{activation}(\mathrm{gate})
       \qquad \text{or} \qquad
       y = \mathrm{rms\_norm}(x \cdot \mathrm{activation}(\mathrm{gate}))
 
-    The first is the gated delta net's (Yang, Kautz and Hatamizadeh, 2024,
-    https://arxiv.org/abs/2412.06464; Qwen3-Next, Kimi Linear), over the columns of each head; the
-    second Mamba 2's (Dao and Gu, 2024, https://arxiv.org/abs/2405.21060). Arithmetic is float32
-    (float64 where x, gate or the output is), rounded once. The backward keeps x, gate and a number
-    for each row, and makes all else again: never the normalised x, or what the gate becomes.
+    Gated delta nets use the first form, over the columns of each head (Yang, Kautz and Hatamizadeh,
+    2024, https://arxiv.org/abs/2412.06464; Qwen3-Next, Kimi Linear). Mamba 2 uses the second (Dao
+    and Gu, 2024, https://arxiv.org/abs/2405.21060). Arithmetic is float32 (float64 if x, gate or
+    the output is float64), rounded once. The residuals are x, gate and a number for each row. The
+    backward recomputes the normalised x and the activated gate, without storing them.
 
     Args:
       x: array (..., d); bfloat16, float16, float32 or float64.
@@ -45,9 +45,10 @@ def rms_norm_gated(
       scale: (d,), as in :func:`jaxnorm.rms_norm`, or with axes before that, which broadcast to x's
         other axes: (groups, d) where x is (..., groups, d), as in Mamba 2 with groups. None
         multiplies by 1 (``scale_offset`` is then unused).
-      norm_before_gate: what is normalised: x, or, with False, its product with the gate.
-      activation: ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` or ``"sigmoid"``: that of
-        :mod:`jax.nn` with its defaults (gelu is the approximation by tanh).
+      norm_before_gate: True to normalise x (the first form), False to normalise its product with
+        the gate (the second form).
+      activation: ``"silu"``, ``"gelu"``, ``"relu"``, ``"leaky_relu"`` or ``"sigmoid"``: the
+        function of :mod:`jax.nn` with its defaults (gelu is the tanh approximation).
       epsilon: added to the mean square, at least 0.
       scale_offset: added to ``scale``; 1.0 for parameters stored as ``1 + w``.
       dtype: dtype of the output; x's by default.
@@ -55,7 +56,7 @@ def rms_norm_gated(
 
     Returns:
       Array of x's shape in ``dtype``. Differentiable in reverse and forward mode, to any order;
-      gradients have the dtypes of what they are of.
+      gradients have the dtypes of their arguments.
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.

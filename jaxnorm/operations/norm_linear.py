@@ -1,9 +1,9 @@
 """RMSNorm and the linear layer after it: rms_norm_linear, a composition.
 
-Of these only the norm is a primitive, and this is what each keeps:
+Only the norm is a primitive. Each step saves these residuals:
 
     n = rms_norm(x, scale)  its primitive           x and rstd
-    z = n weight + bias     `products.product`      weight, and nothing to make n again of but those
+    z = n weight + bias     `products.product`      weight; n is recomputed from x and rstd
     y = activation(z)       `products.activated`    z, rounded to y's dtype
 """
 
@@ -90,12 +90,12 @@ def rms_norm_linear(
       y = \mathrm{activation}(\mathrm{rms\_norm}(x, \mathrm{scale}) \, \mathrm{weight} +
       \mathrm{bias})
 
-    The backward starts from x and a number for each row, and never keeps the normalised array: it
-    is made again for weight's gradient. With an activation, it keeps what that is of, too.
+    The residuals are x and one number for each row. The normalised array is never saved: the
+    gradient of weight recomputes it. With an activation, the activation's input is also saved.
 
-    The product is of the dtype to which x and weight promote, or of ``dtype`` where that has fewer
-    bits: the normalised array is rounded to it. Sums, bias and activation are float32 (float64
-    where x, weight or the output is), and rounded once.
+    The dtype of the matmul is the one to which x and weight promote, or ``dtype`` if that has fewer
+    bits; the normalised array is rounded to it. Sums, bias and activation are computed in float32
+    (float64 if x, weight or the output is float64), and the result is rounded once.
 
     Args:
       x: array (..., d) of any number of rows; bfloat16, float16, float32 or float64.
@@ -104,23 +104,24 @@ def rms_norm_linear(
       bias: array (n,), of these dtypes. None adds nothing.
       residual: array of x's shape, of these dtypes: h = x + residual, in residual's dtype, is
         normalised in place of x, and returned.
-      activation: ``"relu"``, ``"leaky_relu"``, ``"gelu"`` or ``"silu"``: that of :mod:`jax.nn` with
-        its defaults (gelu is the approximation by tanh). None for none.
+      activation: ``"relu"``, ``"leaky_relu"``, ``"gelu"`` or ``"silu"``: the function of
+        :mod:`jax.nn` with its defaults (gelu is the tanh approximation). None applies none.
       epsilon: added to the mean square, at least 0.
       scale_offset: added to ``scale``; 1.0 for Gemma's ``1 + w``.
-      dtype: dtype of y; by default that to which x and weight promote.
-      implementation: None chooses, for the norm; the product is XLA's. ``"mosaic"`` is a kernel of
-        both, a forward alone: its derivative is that of None. It is not partitioned over a mesh:
-        call it inside `jax.shard_map`. See :func:`jaxnorm.implementation_for`.
+      dtype: dtype of y; by default, the dtype to which x and weight promote.
+      implementation: None chooses one for the norm, and XLA computes the matmul. ``"mosaic"`` is a
+        forward kernel of both, with the derivative of None. It is not partitioned over a mesh: call
+        it inside `jax.shard_map`. See :func:`jaxnorm.implementation_for`.
 
     Returns:
       y, array (..., n) in ``dtype``; with a residual (y, h).
 
-    Differentiable in reverse and forward mode, to any order; gradients have the dtypes of what they
-    are of.
+    Differentiable in reverse and forward mode, to any order; gradients have the dtypes of their
+    arguments.
 
-    On a mesh, rows and n may be split; a weight that is stored in shards of d (FSDP), or of n over
-    axes that split x, is gathered. Where x's own last axis is split, its shards add up the product.
+    On a mesh, rows and n may be sharded. A weight that is sharded along d (FSDP), or along n over
+    mesh axes that also shard x, is gathered. If x's last axis is sharded, the partial sums of the
+    matmul are all-reduced.
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
@@ -159,13 +160,13 @@ def rms_norm_linear(
 
 
 def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
-    """h = x + residual in residual's dtype, rounded once, under its name."""
+    """Return h = x + residual, rounded once to residual's dtype, with its checkpoint name."""
     wide = checks.arithmetic_dtype(x.dtype, residual.dtype)
     residual = sharding.lie_alike(residual, x)
     x, other = sharding.vary_alike([x.astype(wide), residual.astype(wide)])
     h = remat.name_of_linear("h", (x + other).astype(residual.dtype))
-    # Nothing, to XLA. But what a policy keeps by its name it would keep once more for each
-    # `jax.checkpoint` that takes it; the result of this it makes again of what it keeps.
+    # A no-op for XLA. Without it, each `jax.checkpoint` that takes the named array would save it
+    # once more. The result of this operation is recomputed from the saved array instead.
     info = jnp.finfo(h.dtype)
     return lax.reduce_precision(h, info.nexp, info.nmant)
 
@@ -179,7 +180,7 @@ def _call_of(
     dtype: checks.DTypeLike | None,
     implementation: Name | None,
 ) -> tuple[Call, LinearSpec]:
-    """The norm, whose result the matmul takes, and the whole call, after the checks.
+    """Check the arguments, and return the norm before the matmul and the spec of the whole call.
 
     `others`: weight, scale, bias, residual.
     """
@@ -244,16 +245,16 @@ def _check_shapes(shape: tuple[int, ...], others: dict[str, tuple[int, ...]]) ->
 def _composed(
     norm: Call, spec: LinearSpec, names: tuple[str, ...], *arrays: jax.Array
 ) -> jax.Array:
-    """y, of x, weight, scale and bias, those that `names` names."""
+    """Return y, given the arrays in `names`: x, weight and, if present, scale and bias."""
     operands = dict(zip(names, arrays))
     layout = products.layout_of(operands["x"], operands["weight"])
     for name in ("scale", "bias"):
-        # They may be sharded for storage (FSDP), and are small; weight is gathered by the product.
+        # Gather these small arrays if they are sharded (FSDP). `product` gathers weight.
         if layout is not None and name in operands:
             operands[name] = sharding.reshard(operands[name], layout.mesh, layout.spec(name))
     normalised = [operands[name] for name in ("x", "scale") if name in operands]
-    # If nothing follows the matmul, it rounds its sums to y itself, in no pass of its own. Sums
-    # over shards of x's columns are rounded before devices add them up, as in plain JAX: in float32
+    # If nothing follows the matmul, it rounds its sums to y itself, without another pass. Partial
+    # sums over shards of x's columns are rounded before the all-reduce, as in plain JAX: in float32
     # the devices would exchange twice the bytes.
     is_split = layout is not None and bool(layout.cols)
     is_alone = is_split or ("bias" not in operands and spec.activation is None)
@@ -277,7 +278,7 @@ def _composed(
 
 
 def _normalised(norm: Call, x: jax.Array, *scale: jax.Array) -> jax.Array:
-    """The norm. x and its statistics are saved; the result has no name that a policy may save."""
+    """Return the norm. x and its statistics are saved; no policy can save the result by name."""
     (n,) = row_operations.bind(norm, x, *scale)
     return n
 
@@ -289,9 +290,9 @@ def _normalised(norm: Call, x: jax.Array, *scale: jax.Array) -> jax.Array:
 def _by_kernel(
     norm: Call, spec: LinearSpec, names: tuple[str, ...], *arrays: jax.Array
 ) -> jax.Array:
-    """y by Mosaic's kernel of the norm and the matmul, with the derivative of `_composed`.
+    """Return y by Mosaic's kernel of the norm and the matmul, with the derivative of `_composed`.
 
-    ValueError when the call is lowered for a platform without the kernel.
+    It raises ValueError when the call is lowered for a platform without the kernel.
     """
     return _kernel(spec, names)(*arrays)
 
@@ -309,7 +310,7 @@ def _(
 
 
 def _kernel(spec: LinearSpec, names: tuple[str, ...]) -> Callable[..., jax.Array]:
-    """The kernel: a batch of x is more rows, one of parameters a loop."""
+    """Return the kernel. Under vmap, a batch of x is more rows; a batch of parameters is a loop."""
     from jaxnorm_kernels import mosaic
 
     @custom_vmap
@@ -340,7 +341,7 @@ def _kernel(spec: LinearSpec, names: tuple[str, ...]) -> Callable[..., jax.Array
 
 
 def _lower(ctx: Any, x: Any) -> list[Any]:
-    """Return x. The platform of a program is known when it is lowered, and not before."""
+    """Return x, and check the platform of the program, which is unknown before lowering."""
     backends.placed(NAME, "mosaic", ctx.platforms or ctx.module_context.platforms)
     return [x]
 
@@ -350,8 +351,8 @@ def _run(x: jax.Array) -> jax.Array:
     return x
 
 
-# x, on a platform that has the kernel; ValueError on another. Inside a `custom_vmap`, and a
-# `custom_jvp`: it meets no transformation.
+# The identity on x, which raises ValueError on a platform without the kernel. It needs no JVP or
+# batching rule, since it is inside a `custom_vmap` and a `custom_jvp`.
 _placed = Primitive("jaxnorm.placed")
 _placed.def_abstract_eval(lambda x: x)
 _placed.def_impl(_run)
@@ -359,7 +360,7 @@ mlir.register_lowering(_placed, _lower)
 
 
 def _check_whole(arrays: Sequence[jax.Array]) -> None:
-    """ValueError where arrays may be spread over devices: the kernel is not partitioned."""
+    """Raise ValueError if arrays may be sharded over devices: the kernel is not partitioned."""
     mesh = sharding.mesh_of([jax.typeof(a) for a in arrays])
     if mesh.empty:
         mesh = jax.sharding.get_abstract_mesh()

@@ -1,4 +1,4 @@
-"""Norms and residual additions beside them: the public functions."""
+"""The public functions that fuse a norm with a residual addition."""
 
 import jax
 
@@ -28,26 +28,26 @@ def add_layer_norm(
     .. math::
       h = \mathrm{residual} + \mathrm{gate} \, x, \qquad y = \mathrm{layer\_norm}(h)
 
-    Its backward adds the cotangent of h in the same pass, so that the gradient of x and residual,
-    without a gate one array where their dtypes agree, is written once. The gate's comes from that
-    pass, too.
+    The backward adds the cotangent of h in the same pass, which also returns the gate's gradient.
+    Without a gate, x and residual have the same gradient: if their dtypes agree, it is one array,
+    written once.
 
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
       residual: array of x's shape; any of these dtypes.
       scale, bias, axis, epsilon, scale_offset: as in :func:`jaxnorm.layer_norm`.
       dtype: dtype of y; x's by default.
-      save: what the norm's backward starts from: ``"output"`` keeps y, ``"input"`` keeps h and the
-        row means. Scales of 0 beside a bias need the latter; see :func:`jaxnorm.layer_norm`.
+      save: the residual of the norm's backward: ``"output"`` saves y, ``"input"`` saves h and the
+        row means. Scales of 0 next to a bias need the latter; see :func:`jaxnorm.layer_norm`.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
       gate: like ``scale``, with axes of its own: (batch, 1, channels) in adaLN-zero (Peebles and
         Xie, 2022, https://arxiv.org/abs/2212.09748), (channels,) in LayerScale (Touvron et al.,
-        2021, https://arxiv.org/abs/2103.17239). With one, x is kept, too, for its gradient. None
-        adds x as it is.
+        2021, https://arxiv.org/abs/2103.17239). Its gradient needs x, which is then also saved.
+        None adds x without a factor.
 
     Returns:
-      (y, h): arrays of x's shape, y in ``dtype`` and h in residual's dtype; y is the norm of h as
-      rounded to it. Differentiable as :func:`jaxnorm.layer_norm` is.
+      (y, h): arrays of x's shape, y in ``dtype`` and h in residual's dtype. y is the norm of the
+      rounded h. Differentiable as :func:`jaxnorm.layer_norm` is.
 
     Raises:
       TypeError: an array is not of a supported float dtype, or an option is of the wrong type.
@@ -129,8 +129,7 @@ def rms_norm_add(
     .. math::
       y = \mathrm{residual} + \mathrm{rms\_norm}(x)
 
-    The norm's output is rounded only in the sum, and nobody else needs it: the backward starts from
-    x, whatever it is that needs x, too.
+    The norm's output is rounded only in the sum and not saved: the backward always starts from x.
 
     Args:
       x, residual: as in :func:`jaxnorm.add_layer_norm`.
@@ -180,20 +179,20 @@ def rms_norm_add_rms_norm(
     save: Save = "output",
     implementation: Name | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    r"""The norm after a branch, the residual addition and the next branch's norm, in one pass.
+    r"""RMSNorm after a branch, residual addition and the next branch's RMSNorm, in one pass.
 
     .. math::
       h = \mathrm{residual} + \mathrm{rms\_norm}(x), \qquad y = \mathrm{rms\_norm}(h)
 
-    What Gemma 2 and 3 have between two branches.
+    Gemma 2 and 3 compute this between two branches.
 
     Args:
       x, residual: as in :func:`jaxnorm.add_layer_norm`.
-      scale, next_scale: of the first and of the second norm, as in :func:`jaxnorm.rms_norm`.
-      axis, epsilon, scale_offset: of both norms, as in :func:`jaxnorm.rms_norm`.
+      scale, next_scale: scales of the first and the second norm, as in :func:`jaxnorm.rms_norm`.
+      axis, epsilon, scale_offset: as in :func:`jaxnorm.rms_norm`, for both norms.
       dtype: dtype of y; x's by default.
-      save: what the second norm's backward starts from: ``"output"`` keeps y, ``"input"`` keeps h.
-        The first norm keeps x.
+      save: the residual of the second norm's backward: ``"output"`` saves y, ``"input"`` saves h.
+        The first norm saves x.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
 
     Returns:

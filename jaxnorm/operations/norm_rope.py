@@ -1,4 +1,4 @@
-"""RMSNorm of the heads of attention, and the rotation by their position (RoPE) after it."""
+"""rms_norm_rope: RMSNorm of attention's heads, and rotary position embedding (RoPE) after it."""
 
 import dataclasses
 
@@ -30,9 +30,9 @@ def rms_norm_rope(
 ) -> jax.Array:
     r"""RMSNorm over each head and rotary position embedding (RoPE) of the result, in one pass.
 
-    What attention with QK norms (Qwen3, Gemma 3, OLMo 2) does to q and to k: RMSNorm as in
+    Attention with QK norms (Qwen3, Gemma 3, OLMo 2) applies this to q and to k: RMSNorm as in
     :func:`jaxnorm.rms_norm`, then the rotation of Su et al. (2021,
-    https://arxiv.org/abs/2104.09864) of pairs of its columns, rounded once:
+    https://arxiv.org/abs/2104.09864) of pairs of columns. The result is rounded once:
 
     .. math::
       n = \mathrm{rms\_norm}(x), \qquad
@@ -42,26 +42,26 @@ def rms_norm_rope(
       x: array (..., d), a head in each row, typically (batch, length, heads, d); bfloat16, float16,
         float32 or float64.
       scale: (d,), of any of these dtypes. None multiplies by 1 (``scale_offset`` is then unused).
-      cos, sin: of one shape, which broadcasts to x.shape[:-1] + (r / 2,) by numpy's rules, r <= d
-        even: the first r columns are rotated, and the others are normalised alone. Typically
-        (length, 1, r / 2) for x (batch, length, heads, d): they are read as they are, and never
-        broadcast in memory. Any of these dtypes; their product with n is taken in float32.
+      cos, sin: arrays of one shape that broadcasts to x.shape[:-1] + (r / 2,) by numpy's rules, for
+        an even r <= d. The first r columns are rotated; the others are only normalised. Typically
+        (length, 1, r / 2) for x (batch, length, heads, d): they are never broadcast in memory. Any
+        of these dtypes; the rotation is computed in float32.
 
         Two mistakes have valid shapes and raise no error. Tables that hold each angle twice, as
         Hugging Face's do, are (..., r) wide: if r is d / 2 or less, they rotate the wrong columns;
         pass their first half. Tables (length, d / 2) without the axis of the heads rotate by head
         if there are as many heads as positions; pass (length, 1, d / 2).
-      interleaved: pairs are the columns 2i and 2i + 1 (GPT-J, the paper), and not i and i + r / 2
-        (GPT-NeoX, Llama in Hugging Face's layout).
+      interleaved: if True, pairs are columns 2i and 2i + 1 (GPT-J, the paper); if False, columns i
+        and i + r / 2 (GPT-NeoX, Llama in Hugging Face's layout).
       epsilon: added to the mean square, at least 0.
       scale_offset: added to ``scale``; 1.0 for Gemma's ``1 + w``.
       dtype: dtype of the output; x's by default.
-      save: what the backward starts from. ``"output"`` keeps y, which attention keeps anyway, the
-        tables, and a number for each row. A rotation is undone by its transpose over
-        ``cos^2 + sin^2``, so that tables may carry a factor (YaRN, LongRoPE); a pair where that is
-        0 needs ``"input"``, which keeps x. What y tells of a column errs by its roundoff times the
-        scale of the column's partner over its own: a scale of 0 beside one that is not is lost;
-        :func:`jaxnorm.check_params` finds such columns if it is told which scales are rotated.
+      save: the residual of the backward. ``"output"`` saves y, which attention saves anyway, the
+        tables, and a number for each row. The backward inverts the rotation by its transpose over
+        ``cos^2 + sin^2``, so tables may include a factor (YaRN, LongRoPE). If that is 0 for a pair,
+        use ``"input"``, which saves x. A column recovered from y has an error of y's roundoff times
+        its partner's scale over its own. A scale of 0 whose partner's is not 0 gets no correct
+        gradient; :func:`jaxnorm.check_params` finds such columns, given the names of these norms.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
 
     Returns:
@@ -91,7 +91,7 @@ def rms_norm_rope(
         _check_scale(scale.shape, x.shape)
     tables = [checks.float_array(_FUNCTION, n, a) for n, a in (("cos", cos), ("sin", sin))]
     _check_tables(tables[0].shape, tables[1].shape, x.shape)
-    # Of x's rank; and of one dtype, as tables nearly always are.
+    # Give both tables x's rank and a common dtype.
     table_dtype = checks.product_dtype(*[table.dtype for table in tables])
     lacking = x.ndim - tables[0].ndim
     tables = [jnp.expand_dims(a.astype(table_dtype), range(lacking)) for a in tables]
@@ -119,7 +119,7 @@ def _check_scale(scale: tuple[int, ...], x: tuple[int, ...]) -> None:
 
 
 def _check_tables(cos: tuple[int, ...], sin: tuple[int, ...], x: tuple[int, ...]) -> None:
-    """ValueError where tables of these shapes are none for an x of this shape."""
+    """Raise ValueError unless the tables' shapes fit x's shape."""
     rows = x[:-1]
     broadcasts = 0 < len(cos) <= len(x) and all(
         size in (1, whole) for size, whole in zip(cos[-2::-1], rows[::-1])

@@ -1,14 +1,15 @@
-"""Matrix products with what precedes and follows them: what is kept of them, and in which dtypes.
+"""Matmuls fused with a function before or after them: their residuals and cotangents' dtypes.
 
-Nothing here is a primitive. `dot`, `product` and `activated` are a `jax.custom_jvp` each, whose
-rules say what is kept, and in which dtype cotangents are:
+`dot`, `product` and `activated` are each a `jax.custom_jvp`, whose rule determines the residuals
+and the dtype of cotangents:
 
-    z = h weight            `dot`                        keeps h and weight, as any product
-    z = f(x) weight         `product`                    keeps x, weight and what f's own rule
-                                                         keeps; it makes f(x) again
-    y = activation(z)       `activated`                  keeps z, rounded to y's dtype
+    z = h weight            `dot`                        saves h and weight, as any matmul
+    z = f(x) weight         `product`                    saves x, weight and the residuals of f's
+                                                         own rule; recomputes f(x)
+    y = activation(z)       `activated`                  saves z, rounded to y's dtype
 
-So forward mode, `jax.vmap`, meshes and policies of rematerialisation are JAX's.
+None of them is a primitive, so forward mode, `jax.vmap`, meshes and rematerialisation policies are
+JAX's own.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
 from jaxnorm.primitives.linear import linear
 
-#: Elementwise functions by their names: those of `jax.nn` with their defaults.
+#: Elementwise functions of `jax.nn`, with their defaults, by name.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "leaky_relu": jax.nn.leaky_relu,
@@ -48,20 +49,22 @@ def product(
     weight_sharding: NamedSharding | None = None,
     out_sharding: NamedSharding | None = None,
 ) -> jax.Array:
-    """``f(*arrays) @ weight``, which keeps `arrays` and `weight` for its derivative, and not f's.
+    """Return ``f(*arrays) @ weight``; save `arrays` and `weight`, but not f's result.
 
-    Its cotangent is rounded to `dtype`: a 16-bit product has 16-bit products behind it, also where
-    its result is float32, as bias and activation take it.
+    The cotangent is rounded to `dtype`: the backward pass of a 16-bit matmul uses 16-bit matmuls,
+    even if its result is float32 because a bias or an activation follows.
 
     Args:
-      f: makes the first factor, (..., d), of arrays; hashable, and the same for the same call.
-      arrays: what it is of.
-      weight: (d, n), of any dtype.
-      dtype: of both factors: f's result and weight are rounded to it.
-      result: of the result, to which the sums are rounded.
+      f: function of `arrays` that returns the first operand, (..., d). It must be hashable, and
+        equal for equal calls.
+      arrays: arguments of f.
+      weight: array (d, n) of any dtype.
+      dtype: dtype of both operands, to which f's result and weight are rounded.
+      result: dtype of the result, to which the sums are rounded.
       precision: as ``jax.default_matmul_precision``.
-      weight_sharding: what weight is gathered to (Explicit axes), forward and once more backward.
-      out_sharding: the result's (Explicit axes).
+      weight_sharding: sharding to which weight is gathered (Explicit axes), in the forward and
+        again in the backward.
+      out_sharding: sharding of the result (Explicit axes).
 
     Returns:
       Array (..., n) in `result`.
@@ -73,7 +76,7 @@ def product(
 
 @dataclasses.dataclass(frozen=True)
 class Dot:
-    """A product of rows with a weight: the options of `product`."""
+    """A matmul of rows with a weight: the options of `product`."""
 
     dtype: np.dtype
     precision: str | None = None
@@ -94,9 +97,9 @@ class Dot:
         )
 
     def tangent(self, terms: Sequence[jax.Array], result: np.dtype) -> jax.Array:
-        """The sum of products in this dtype, added up in the arithmetic dtype.
+        """Return the sum of `terms`, added in the arithmetic dtype and cast to `result`.
 
-        It is rounded here, so that cotangents are, before they come in.
+        The terms have the matmuls' dtype, so that their cotangents are rounded to it.
         """
         wide = checks.arithmetic_dtype(self.dtype, np.dtype(result))
         return functools.reduce(jnp.add, [t.astype(wide) for t in terms]).astype(result)
@@ -104,7 +107,7 @@ class Dot:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def dot(options: Dot, result: np.dtype, h: jax.Array, weight: jax.Array) -> jax.Array:
-    """``h @ weight`` in `result`, whose cotangent is rounded to the product's dtype."""
+    """Return ``h @ weight`` in `result`; its cotangent is rounded to the matmul's dtype."""
     return options(h, weight, result)
 
 
@@ -137,10 +140,10 @@ def _product(
 
 @functools.partial(_product.defjvp, symbolic_zeros=True)
 def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
-    """dz = dh weight + h dweight, with h recomputed from `arrays`.
+    """Return z and dz = dh weight + h dweight, with h recomputed from `arrays`.
 
-    The tangent of h has the tangents of `arrays` in it. `linear` saves what it is applied to: no h,
-    and no copy of weight that is cast or gathered.
+    The tangent of h includes those of `arrays`. `linear` saves the arguments that it is given, so
+    that neither h nor a cast or gathered copy of weight is saved.
     """
     f, options, result = static
     (z, _, weight, *arrays), (_, dh, dweight, *_) = primals, tangents
@@ -155,7 +158,7 @@ def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) ->
             *arrays, dweight = operands
             return options(f(*arrays), dweight, options.dtype)
 
-        # The barrier: without it XLA would compute h beside the forward's, and keep it.
+        # Without the barrier, XLA would compute h along with the forward's, and save it.
         terms.append(linear(times_h, arrays, dweight, barrier=True))
     return z, options.tangent(terms, result)
 
@@ -164,7 +167,7 @@ def _(static: _Static, primals: Sequence[jax.Array], tangents: Sequence[Any]) ->
 def activated(
     activation: Callable[[jax.Array], jax.Array], z: jax.Array, kept: jax.Array
 ) -> jax.Array:
-    """``activation(z)``, whose derivative is taken at `kept`: z, rounded to what is kept of it."""
+    """Return ``activation(z)``, whose derivative is taken at `kept`: z, rounded to be saved."""
     del kept
     return activation(z)
 
@@ -187,14 +190,14 @@ def _(
 
 
 def nonzero(tangent: Any) -> jax.Array | None:
-    """A tangent; None for one that is 0 by its type."""
+    """Return a tangent, or None if it is a symbolic zero."""
     return None if isinstance(tangent, SymbolicZero) else tangent
 
 
 def jvp(
     f: Callable[..., jax.Array], primals: Sequence[jax.Array], tangents: Sequence[Any]
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`jax.jvp` along the tangents that are not 0; None for a tangent that is."""
+    """Return `jax.jvp` along the tangents that are not symbolic zeros; a zero tangent is None."""
     at = [i for i, t in enumerate(tangents) if nonzero(t) is not None]
     if not at:
         return f(*primals), None
@@ -213,10 +216,10 @@ def jvp(
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Over which axes of a mesh with Explicit axes rows, columns and features are split.
+    """The Explicit mesh axes over which rows, columns of x and features are split.
 
-    Weight is split along its columns as x is, and gathered where it is stored otherwise (FSDP), or
-    where features are split over axes that split x.
+    Weight's first axis is split like x's columns. Weight is gathered if it is stored in another
+    sharding (FSDP), or if its features are split over mesh axes that also split x.
     """
 
     mesh: Any
@@ -239,7 +242,10 @@ class Layout:
 
 
 def layout_of(x: jax.Array, weight: jax.Array) -> Layout | None:
-    """By types; None without Explicit axes. What does not divide an axis does not split it."""
+    """Return the layout given by the types of x and weight; None without Explicit axes.
+
+    A mesh axis whose size does not divide an axis is taken not to split it.
+    """
     x_type, weight_type = jax.typeof(x), jax.typeof(weight)
     mesh = sharding.explicit_mesh([x_type, weight_type])
     if mesh is None:

@@ -27,23 +27,23 @@ def softmax(
     dtype: checks.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
-    r"""Softmax; the output-saving counterpart of :func:`jax.nn.softmax`.
+    r"""Softmax that saves only its output; the counterpart of :func:`jax.nn.softmax`.
 
     .. math::
       y_i = \frac{\exp(z_i)}{\sum_j \exp(z_j)} \qquad z = \mathrm{scale} \cdot x + \mathrm{bias}
 
-    The arithmetic is float32 (float64 where x, the bias or the output is float64) for every dtype;
+    The arithmetic is float32 (float64 if x, the bias or the output is float64) for every dtype, and
     z is not rounded.
 
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
       axis: axis or axes over which the output sums to 1; None for all.
-      where: boolean mask that broadcasts to x's shape. Entries where it is False take no part:
-        their output and gradient are 0, also in a row where all are False.
+      where: boolean mask that broadcasts to x's shape. Entries where it is False are excluded:
+        their output and gradient are 0, even if the whole row is False.
       scale: a finite Python number.
       bias: float array that broadcasts to x's shape; its -inf count as those of x.
-      causal: of the last axis, column j of row i takes part where j <= i; rows are those of the
-        axis before it, and both count from 0. As with ``where``, the others are 0.
+      causal: if True, only columns j <= i of row i are included, as with ``where``. Columns are the
+        last axis, rows the axis before it, and both count from 0.
       dtype: dtype of the output; x's by default.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
 
@@ -51,11 +51,11 @@ def softmax(
       Array of x's shape in ``dtype``. As in :mod:`jax.nn`, a row with +inf, NaN or nothing but -inf
       is NaN.
 
-    Differentiable in reverse and forward mode, to any order; tangents, too, start from y.
+    Differentiable in reverse and forward mode, to any order; tangents are also computed from y.
 
     Raises:
       TypeError: x, bias or ``dtype`` is not a supported float dtype, ``where`` is not boolean,
-        ``scale`` is no Python number, or ``causal`` neither True nor False.
+        ``scale`` is not a Python number, or ``causal`` is neither True nor False.
       ValueError: ``axis``, the shape of ``where`` or ``bias``, ``scale``, ``causal`` (for other
         axes than the last, or for an x of one axis) or ``implementation`` is wrong.
 
@@ -93,7 +93,7 @@ def log_softmax(
     dtype: checks.DTypeLike | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
-    r"""Logarithm of the softmax; the output-saving counterpart of :func:`jax.nn.log_softmax`.
+    r"""Log-softmax that saves only its output; the counterpart of :func:`jax.nn.log_softmax`.
 
     .. math::
       y_i = z_i - \log \sum_j \exp(z_j) \qquad z = \mathrm{scale} \cdot x + \mathrm{bias}
@@ -104,9 +104,9 @@ def log_softmax(
     Args:
       x: array of any shape; bfloat16, float16, float32 or float64.
       axis: axis or axes over which ``exp`` of the output sums to 1; None for all.
-      where: boolean mask that broadcasts to x's shape. Entries where it is False take no part:
+      where: boolean mask that broadcasts to x's shape. Entries where it is False are excluded:
         their output is -inf and their gradient 0.
-      scale, bias, causal: as of :func:`jaxnorm.softmax`; what is not causal is -inf.
+      scale, bias, causal: as in :func:`jaxnorm.softmax`; columns beyond the diagonal are -inf.
       dtype: dtype of the output; x's by default.
       implementation: None chooses; a name forces it. See :func:`jaxnorm.implementation_for`.
 

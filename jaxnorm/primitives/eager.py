@@ -1,8 +1,8 @@
-"""Calls outside `jax.jit`: compiled as a whole, so that Python no more than looks one up.
+"""Calls outside `jax.jit`, compiled as a whole and cached, to save time in Python.
 
-The checks of a call alone take longer than to normalise a small array. Where an argument is traced
-without a value, as inside `jax.jit`, the function itself runs: no `jax.jit` of ours stands between
-the caller's code and a primitive.
+Checking the arguments of a call takes longer than normalising a small array. If an argument is a
+tracer without a value, as inside `jax.jit`, the function itself runs, so that there is no inner
+`jax.jit` between the caller's code and the primitive.
 """
 
 import functools
@@ -20,12 +20,12 @@ from jax.extend.core import Primitive
 def compiled[**P, T](
     *arrays: str, functions: Collection[str] = ()
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Makes a function one that is compiled where it is called outside `jax.jit`.
+    """Decorate a function so that calls outside `jax.jit` are compiled.
 
     Args:
-      arrays: names of its arguments that are arrays or None.
-      functions: of those that may be functions: a call with one is not compiled, since each may
-        have another.
+      arrays: names of the arguments that are arrays or None.
+      functions: names of the arguments that may be functions. A call with a function is not
+        compiled, since each call may pass a new one.
     """
 
     def decorated(function: Callable[P, T]) -> Callable[P, T]:
@@ -40,7 +40,7 @@ def compiled[**P, T](
             del types
             return function(**dict(zip(parameters, values)))  # type: ignore[call-arg]
 
-        named.__name__ = named.__qualname__ = function.__name__  # what profiles show
+        named.__name__ = named.__qualname__ = function.__name__  # for profiles
         static_argnums = [0, *(1 + [*parameters].index(name) for name in statics)]
         fast = jax.jit(named, static_argnums=static_argnums)
 
@@ -50,7 +50,7 @@ def compiled[**P, T](
             given.update(options)
             is_each_once = len(given) == len(arguments) + len(options)
             given = {**defaults, **given}
-            # Of arguments that are none of the function's, Python says what is wrong.
+            # If the arguments do not fit the signature, the plain call below raises the error.
             if (
                 is_each_once
                 and given.keys() == parameters.keys()
@@ -70,13 +70,13 @@ def compiled[**P, T](
 def alone(
     primitive: Primitive, plain: Callable[..., Any], names: Callable[..., Sequence[str]]
 ) -> Callable[..., Any]:
-    """A primitive's implementation outside `jax.jit`: it is compiled alone.
+    """Return the implementation of a primitive outside `jax.jit`, which compiles it alone.
 
-    Where JAX compiles nothing, which is there to see each step, `plain` runs. Where it looks for
-    NaNs or infinities, one in a result is the error that it is of JAX's own primitives; but -inf in
-    ``log_sum``, by which a loss knows a position that does not count.
+    Under `jax.disable_jit`, which exists to step through code, `plain` runs instead. If JAX checks
+    for NaNs or infinities, one in a result raises the same error as for JAX's own primitives. The
+    exception is -inf in ``log_sum``, by which a loss marks a position that does not count.
 
-    `names`: of the results.
+    `names` returns the names of the results.
     """
 
     @functools.lru_cache(maxsize=4096)
@@ -84,7 +84,7 @@ def alone(
         def run(*arrays: jax.Array) -> Any:
             return primitive.bind(*arrays, **static)
 
-        run.__name__ = run.__qualname__ = primitive.name  # what profiles show
+        run.__name__ = run.__qualname__ = primitive.name  # for profiles
         return jax.jit(run)
 
     def run(*arrays: jax.Array, **static: Any) -> Any:
@@ -96,7 +96,8 @@ def alone(
         checks_nans, checks_infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
         if not (checks_nans or checks_infs):
             return run(*arrays, **static)
-        # At a NaN, jax.jit calls its function once more, uncompiled: that were this one, for ever.
+        # jax.jit answers a NaN by calling the function again, uncompiled. That would be this very
+        # function, without end.
         with jax.debug_nans(False), jax.debug_infs(False):
             results = run(*arrays, **static)
             named = zip(names(**static), results, strict=True)
@@ -115,11 +116,11 @@ def alone(
 
 
 def _is_given(a: Any) -> bool:
-    """True if `a` is None or an array with a value, of JAX or NumPy, also if it is differentiated.
+    """Return True if `a` is None or a JAX or NumPy array with a value, even if differentiated.
 
-    Outside `jax.jit`, `jax.grad` differentiates one primitive at a time. Of a compiled function,
-    JAX caches the derivative, too; it would trace that of a composition at each call. But where it
-    looks for infinities, it would also find those that a loss saves as marks (see `alone`).
+    Outside `jax.jit`, `jax.grad` differentiates one primitive at a time, and traces the derivative
+    of a composition at each call. The derivative of a compiled function is cached. But if JAX
+    checks for infinities, it would find those that a loss saves as marks (see `alone`).
     """
     kind: type = type(a)
     if _is_concrete(kind):
@@ -152,8 +153,8 @@ def _is_concrete(kind: type) -> bool:
 def _types(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the type of each value, and of each element of a tuple.
 
-    They are part of the key of a compiled call: `jax.jit` compares static arguments by ``==``, and
-    False is 0, 1.0 is 1 and True is 1.
+    They are part of the key of a compiled call, because `jax.jit` compares static arguments by
+    ``==``, by which False is 0 and 1.0 is 1.
     """
     return tuple([_types(v) if isinstance(v, tuple) else type(v) for v in values])
 

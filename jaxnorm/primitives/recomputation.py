@@ -1,8 +1,9 @@
-"""A function of which the backward makes everything again, from the arrays that it is of.
+"""Functions whose backward pass recomputes everything from their arguments.
 
-`jax.checkpoint` does as much. What XLA made forward it would take backward, and keep; a barrier
-around all those arrays hinders it, and in a loop over layers the slice of each stacked array is
-copied for it. Here the barrier is around bools, on which what is made again depends.
+`jax.checkpoint` does the same, but its optimization barrier is around all arguments. In a loop over
+layers, XLA copies the slice of each stacked array for such a barrier. Without a barrier, XLA would
+save the forward's intermediates and use them in the backward pass. Here the barrier is only around
+bools on which the recomputed values depend.
 
     y = f(x, ..., *arrays)                              a `jax.custom_jvp`
     dy = df(select(true, x), ..., *arrays)(tangents)    a primitive, linear in tangents
@@ -28,15 +29,15 @@ Function = Callable[..., jax.Array]
 
 
 def recomputed(f: Function, rows: Sequence[jax.Array], *arrays: jax.Array) -> jax.Array:
-    """``f(*rows, *arrays)``, which keeps rows, arrays and what f closes over, and nothing else.
+    """Return ``f(*rows, *arrays)`` and save nothing but rows, arrays and what f closes over.
 
-    Two bools, one for the gradients of `rows` and one for those of the other arrays: of what both
-    are made of, were it one expression, XLA makes an array between two kernels where it is
-    expensive (gelu's tanh, in float32).
+    The gradients of `rows` depend on one bool, those of the other arrays on another. With a single
+    bool, XLA would share an expensive common subexpression (gelu's tanh, in float32) by storing it
+    in an array between two kernels.
 
     Args:
-      f: function of arrays, in which all that XLA must not keep depends on the first of `rows`.
-      rows, arrays: of any dtypes.
+      f: function of arrays. All intermediates that XLA must not save depend on the first of `rows`.
+      rows, arrays: arrays of any dtypes.
     """
     traced = jax.make_jaxpr(f)(*rows, *arrays)
 
@@ -59,13 +60,13 @@ def _(f: Function, rows: int, arrays: Sequence[jax.Array], tangents: Sequence[An
 
     def tangent(true: jax.Array, _: jax.Array, x: jax.Array, *operands: jax.Array) -> jax.Array:
         arrays, tangents = _split(operands, len(along) - 1)
-        # Here, and not in f: the select would be differentiated, too.
+        # The select is here, because in f it would be differentiated.
         x = lax.select(true, x, jnp.zeros_like(x))
         return _jvp_along(f, along, (x, *arrays), tangents)[1]
 
     operands = (np.True_, np.True_, *arrays, *_partition(along, tangents)[0])
     traced = jax.make_jaxpr(tangent)(*operands)
-    # Without what makes y alone.
+    # Drop the equations that only compute y.
     jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True], instantiate=True)
     traced = ClosedJaxpr(jaxpr, traced.consts)
     groups = tuple(int(i >= rows) for i, is_along in enumerate(along) if is_along)
@@ -81,7 +82,8 @@ def _lower(
 ) -> list[jax.Array]:
     if awaits:
         trues, arrays, cotangents = _split(operands, 2, -len(groups))
-        # Of the cotangents, too: with bools alone XLA makes f's derivative early, and keeps it.
+        # The cotangents must be in the barrier: with the bools alone, XLA would compute f's
+        # derivative early and save it.
         trues, cotangents = lax.optimization_barrier((trues, cotangents))
         operands = (*trues, *arrays, *cotangents)
     return jaxpr_as_fun(jaxpr)(*operands)
@@ -97,7 +99,7 @@ def _transpose(
     is_linear = [ad.is_undefined_primal(a) for a in operands]
     undefined, known = _partition(is_linear, operands)
     avals = [a.aval for a in undefined]
-    # A tangent may be known: JAX transposes with respect to some of them.
+    # Some tangents may be known, because JAX transposes with respect to the others.
     wanted = [group for group, linear in zip(groups, is_linear[-len(groups) :]) if linear]
     cotangents = [ad.instantiate_zeros(a) for a in cotangents]
 
@@ -149,14 +151,14 @@ def _batch(
 def _jvp(
     primals: Sequence[jax.Array], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, **_: Any
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Plain JAX's: a second derivative keeps what it keeps."""
+    """The JVP of plain JAX, which saves more residuals: it is only for second derivatives."""
     along = [not isinstance(t, ad.Zero) for t in tangents]
     return _jvp_along(jaxpr_as_fun(jaxpr), along, primals, _partition(along, tangents)[0])
 
 
-# (true, true, *arrays, *tangents) -> tangent, and (true, true, *arrays, cotangent) -> cotangents,
-# where the bools wait (`awaits`) for the cotangent. groups: which of them each tangent's cotangent
-# is made with.
+# A linear function (true, true, *arrays, *tangents) -> tangent, or its transpose
+# (true, true, *arrays, cotangent) -> cotangents, in which the bools wait for the cotangent
+# (`awaits`). groups: for each tangent, the index of the bool on which its cotangent depends.
 _linear = Primitive("jaxnorm.recomputed")
 _linear.multiple_results = True
 _linear.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
@@ -170,7 +172,7 @@ batching.fancy_primitive_batchers[_linear] = with_wide_types(_batch)
 def _jvp_along(
     f: Callable[..., Any], along: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> Any:
-    """`jax.jvp` with tangents of those primals alone that `along` chooses."""
+    """Call `jax.jvp` along the primals that `along` selects."""
     given, rest = _partition(along, primals)
     return jax.jvp(lambda *some: f(*_merge(along, some, rest)), given, tuple(tangents))
 
@@ -184,11 +186,11 @@ def _split(arrays: Sequence[Any], *at: int) -> list[tuple[Any, ...]]:
 
 
 def _partition(chosen: Sequence[bool], arrays: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
-    """Those that are chosen, and the others."""
+    """Split a sequence into the chosen elements and the others."""
     return tuple(tuple(a for c, a in zip(chosen, arrays) if c is kind) for kind in (True, False))
 
 
 def _merge(chosen: Sequence[bool], some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """What `_partition` took apart."""
+    """Invert `_partition`."""
     sources: dict[bool, Iterator[Any]] = {True: iter(some), False: iter(others)}
     return [next(sources[c]) for c in chosen]

@@ -1,10 +1,10 @@
 """Names of the residuals, the policy that saves them, and JAX's two kinds of rematerialisation.
 
 JAX has two implementations of `jax.checkpoint`. The present one differentiates a block first, and
-asks the policy about the names in the derivative: the names that our JVP rules give suffice.
+applies the policy to the names in the derivative. The names in our JVP rules are enough for it.
 
-The next one (``jax_remat3``) asks the policy while it evaluates the block, before any JVP rule has
-run, and sees no name in a rule. For it, each forward primitive has a rule of rematerialisation:
+The next one (``jax_remat3``) applies the policy while it evaluates the block, before any JVP rule
+runs, so that it sees no names in JVP rules. Each forward primitive has a rematerialisation rule:
 
     forward     call(*primals)       binds the call with its residuals, names them, and saves those
                                      that the policy accepts
@@ -28,7 +28,8 @@ from jaxnorm_kernels.operations import OPERATIONS
 
 _PREACTIVATION = "jaxnorm_preactivation"
 
-# Of norms and of what is a number for each row: not of softmaxes, as large as attention's matrix.
+# Names of norms' outputs and of row statistics, without the outputs of softmaxes, which are as
+# large as the attention matrix.
 _KEPT = sorted(
     {
         name
@@ -38,29 +39,29 @@ _KEPT = sorted(
     }
 )
 
-#: Policy for :func:`jax.checkpoint`: norms are kept, and everything else is recomputed.
+#: Policy for :func:`jax.checkpoint` that saves norms and recomputes everything else.
 #:
-#: ``jax.checkpoint(block, policy=jaxnorm.save_policy)`` keeps the outputs and statistics of the
-#: norms (named ``jaxnorm_out`` and ``jaxnorm_rstd``), so the backward computes no norm again, and
-#: the log-sum-exp of each row of a loss (``jaxnorm_lse``: two numbers, and results that a
-#: derivative takes), not its logits. A softmax's output, as large as the attention matrix, has a
-#: name of its own (``jaxnorm_softmax_out``), and is not kept; nor is what ``rms_norm_linear``
-#: gives to an activation (``jaxnorm_preactivation``), a product's result. To keep them, or arrays
-#: with names of your own, too, use :func:`jax.checkpoint_policies.save_only_these_names` with all
-#: of the names, or :func:`jax.checkpoint_policies.save_from_both_policies`.
+#: ``jax.checkpoint(block, policy=jaxnorm.save_policy)`` saves the outputs and statistics of the
+#: norms (named ``jaxnorm_out`` and ``jaxnorm_rstd``), so the backward recomputes no norm. It also
+#: saves the log-sum-exp of each row of a loss (``jaxnorm_lse``: two numbers, and results that a
+#: derivative takes), but not the logits. Two named arrays are not saved: a softmax's output, as
+#: large as the attention matrix (``jaxnorm_softmax_out``), and the matmul's result to which
+#: ``rms_norm_linear`` applies an activation (``jaxnorm_preactivation``). To save these, or arrays
+#: with names of your own, use :func:`jax.checkpoint_policies.save_only_these_names` with all of
+#: the names, or :func:`jax.checkpoint_policies.save_from_both_policies`.
 #:
-#: It is what ``save_only_these_names`` returns: a function, or data in a JAX whose policies are
-#: that. So hand it to JAX, and do not call it.
+#: The policy is the return value of ``save_only_these_names``: a function or, depending on the
+#: version of JAX, data. Pass it to JAX, and do not call it.
 save_policy = jax.checkpoint_policies.save_only_these_names(*_KEPT)
 
 
 def names(call: Call) -> list[str | None]:
     """Return the name of each result of a call, or None: statistics, and outputs of norms.
 
-    Results that are numbers of a row, which may be factors of a derivative, are as cheap to save as
-    statistics. h has a name only where the backward starts from it: else its sum costs less to
-    recompute than to save. A call that another function makes (rms_norm_linear) does not return its
-    y, and names its statistics only.
+    Results with one number for each row may be factors of a derivative, and are as cheap to save as
+    statistics. h has a name only if the backward starts from it. Otherwise, recomputing its sum is
+    cheaper than saving it. A call inside another function (rms_norm_linear) names its statistics
+    only, since its y is not returned.
     """
     operation = call.spec.operation
     by_result = {"y": operation.out_name} if call.primitives is None else {}
@@ -81,7 +82,7 @@ def named(
 
 
 def name_of_linear(result: str, a: jax.Array) -> jax.Array:
-    """Name z of rms_norm_linear, what its activation is applied to, or the sum h."""
+    """Name the sum h, or the activation's input z, of rms_norm_linear."""
     names = {"h": OPERATIONS["norm"].out_name, "z": _PREACTIVATION}
     return checkpoint_name(a, names[result])
 
@@ -108,7 +109,7 @@ class Family[P](Protocol):
     def derived(
         self, call: P, outputs: Sequence[jax.Array], primals: Any, tangents: Any
     ) -> tuple[Any, Any]:
-        """The results of a call and their tangents, which start from the residuals in `outputs`."""
+        """Return a call's results and tangents, computed from the residuals in `outputs`."""
 
 
 def register[P](primitive: Primitive, family: Family[P]) -> None:
@@ -124,7 +125,7 @@ def register[P](primitive: Primitive, family: Family[P]) -> None:
         recompute = functools.partial(family.bind, call)
         if (full := family.with_residuals(call)) is None:
             return recompute(*primals), (), lambda _, *primals: recompute(*primals)
-        # Saved arrays stand for themselves: their derivative of second order is the forward's.
+        # A saved array is used as it is; its own derivative, for second order, is the forward's.
         with_names = functools.partial(named, family.names(full), name=name)
         apply = functools.partial(
             transform, trace.policy, with_names, custom_vjp_rules=trace.custom_vjp_rules

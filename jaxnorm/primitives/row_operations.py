@@ -1,18 +1,18 @@
-"""The operations as JAX primitives: a forward, a tangent and a backward one for each function.
+"""The JAX primitives of the operations: a forward, a tangent and a backward for each function.
 
-    jaxnorm.rms_norm             x, scale                        its JVP rule binds, on what is
-    jaxnorm.rms_norm_tangent     y, rstd, scale | dx, dscale     saved, the tangent, whose
-    jaxnorm.rms_norm_backward    y, rstd, scale | dy             transpose is the backward
+    jaxnorm.rms_norm             x, scale                        its JVP rule binds the tangent, on
+    jaxnorm.rms_norm_tangent     y, rstd, scale | dx, dscale     the residuals before the bar;
+    jaxnorm.rms_norm_backward    y, rstd, scale | dy             its transpose is the backward
 
-So reverse mode, forward mode and their mixtures follow, under every transformation, and x is never
-among what is saved from the output. The tangent and the backward are linear in what follows the
-bar, and each other's transpose; their derivatives along what precedes it, which second order needs,
-are those of the xla implementation.
+This gives reverse mode, forward mode and their mixtures, under every transformation. If the output
+is saved, x is not among the residuals. The tangent and the backward are linear in the operands
+after the bar, and each is the transpose of the other. Second-order derivatives differentiate them
+along the residuals, using the xla implementation.
 
-What a call becomes is decided when its primitive is lowered. While the call is traced, neither the
-platform (work may be placed on the CPU of a GPU host, or lowered for another machine), nor the
-number of devices, nor whether the program is for export is known. So a laptop never imports, traces
-or checks a GPU kernel, and a program that a kernel cannot be part of holds XLA's code.
+An implementation is chosen when the primitive is lowered. While the call is traced, the platform is
+unknown (the work may be placed on a GPU host's CPU, or lowered for another machine), and so are the
+number of devices and whether the program is exported. Therefore a machine without a GPU never
+imports or traces a GPU kernel, and programs that cannot contain a kernel get XLA's code.
 """
 
 import functools
@@ -36,9 +36,10 @@ from jaxnorm_kernels.specs import Direction
 
 
 def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run]) -> Run:
-    """Return what a call becomes; ``bind(call, *arrays)`` makes another one.
+    """Return the function that a call is lowered to.
 
-    `partitioned`: what becomes of it where XLA spreads its arrays over devices.
+    ``bind(call, *arrays)`` binds another call. `partitioned` returns the function for a call whose
+    arrays XLA's partitioner shards.
     """
     platforms = ctx.platforms or ctx.module_context.platforms
     if _loses_its_kernel_by_dh(call, platforms[0]):
@@ -70,17 +71,17 @@ def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run])
 
 
 def _is_scattered(call: Call) -> bool:
-    """Whether the implementation that was asked for has no view of its parameters."""
+    """Return True if the requested implementation has no view of the parameters."""
     name = call.implementation
     return name is not None and call.spec.norm.scattered and call.as_seen_by(name).norm.scattered
 
 
 def _chosen_implementation(ctx: Any, call: Call, platforms: Sequence[str]) -> str:
-    """The implementation that runs a call which kernels may run."""
+    """Return the implementation of a call that kernels may run."""
     if call.implementation is not None:
         name = call.implementation
         backends.placed(call.function, name, platforms)
-        # Known here alone: under `jax.vmap` a backward has more rows than where it was called.
+        # The rows are known only here: under `jax.vmap`, a backward has more than when called.
         backends.forced(call.function, call.as_seen_by(name), name)
         return name
     if ctx.module_context.lowering_parameters.for_export or len(platforms) > 1:
@@ -89,9 +90,9 @@ def _chosen_implementation(ctx: Any, call: Call, platforms: Sequence[str]) -> st
 
 
 def _loses_its_kernel_by_dh(call: Call, platform: str) -> bool:
-    """Whether a kernel that runs a plain norm's backward does not with dh, whose rows it reads too.
+    """Return True if a kernel supports a plain norm's backward, but not with extra cotangent dh.
 
-    The transpose adds dh to whatever norm it meets: the user did not ask for that.
+    The transpose rule adds dh on its own, so a call that the user named a kernel for must not fail.
     """
     spec = call.spec
     takes_dh = spec.direction == "bwd" and "h" in spec.outputs and spec.operation.may_add_dh
@@ -126,7 +127,7 @@ class _RowRules(Rules[Call]):
     # -------------------------------------------------------------------------------- evaluation
 
     def types(self, call: Call, *avals: Any) -> list[Any]:
-        """Types of the results: rows lie as x does, and a parameter's gradient as the parameter."""
+        """Return the results' types: rows are sharded as x, gradients as their parameters."""
         x, *_ = avals
         mesh, spec, view = sharding.mesh_of(avals), x.sharding.spec, call.view
         types = []
@@ -150,7 +151,7 @@ class _RowRules(Rules[Call]):
         return self.bind(call, *arrays)
 
     def uncompiled(self, call: Call, *arrays: jax.Array) -> list[jax.Array]:
-        return self.plain(call, *arrays)  # of which JAX knows what becomes of shardings
+        return self.plain(call, *arrays)  # JAX propagates shardings through plain code
 
     def lowered(self, call: Call, ctx: Any) -> Run:
         return lowered(ctx, call, self.bind, self.partitioned)
@@ -163,7 +164,7 @@ class _RowRules(Rules[Call]):
     # --------------------------------------------------------------------------- differentiation
 
     def with_residuals(self, call: Call) -> Call | None:
-        # A call that has statistics is one that a derivative has made.
+        # A call with statistics is already the forward of a derivative.
         return None if call.spec.has_stats else call.with_stats()
 
     names = staticmethod(remat.names)
@@ -178,7 +179,7 @@ class _RowRules(Rules[Call]):
     def derived(self, call: Call, outputs: Arrays, primals: Any, tangents: Any) -> tuple[Any, Any]:
         with_stats, operation = call.with_stats(), call.spec.operation
         arrays = dict(zip(call.primals, primals)) | dict(zip(with_stats.returns, outputs))
-        # The very array that is returned: a reshaped or cast copy would be stored a second time.
+        # This must be the same array as the result: a reshaped or cast copy would be stored again.
         arrays["saved"] = arrays[call.spec.starts_from]
         tangent_of = dict(zip(call.primals, tangents))
         nonzeros = nonzero([(name, tangent_of[name]) for name in call.differentiable])
@@ -199,14 +200,14 @@ class _RowRules(Rules[Call]):
     def transposed_tangent(
         self, call: Call, residuals: Arrays, cotangents: Any, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
-        """The cotangents of the tangents `names`, from those of a tangent's results."""
+        """Return the cotangents of the tangents `names`, given those of the tangent's results."""
         by_name, statistics = dict(zip(call.returns, cotangents)), call.spec.statistics
         nonzeros = nonzero(by_name.items())
         if {*names}.isdisjoint(call.spec.operation.through_h):
             nonzeros.pop("h", None)
         if nonzeros.keys() <= {"h"}:
             return self.gradients_by_h(call, residuals, nonzeros.get("h"), names)
-        # The backward takes a cotangent of y also if it is 0, but none of h and of the statistics.
+        # The backward always takes y's cotangent, but those of h and of statistics only if nonzero.
         absent = {"h"} - nonzeros.keys()
         if nonzeros.keys().isdisjoint(statistics):
             absent.update(statistics)
@@ -217,7 +218,7 @@ class _RowRules(Rules[Call]):
     def gradients_by_h(
         self, call: Call, residuals: Arrays, dh: jax.Array | None, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
-        """`transposed_tangent` where y is not used."""
+        """Return the result of `transposed_tangent` if y is unused."""
         by_name: dict[str, jax.Array | None] = dict.fromkeys(names)
         operation = call.spec.operation
         if dh is None:
@@ -240,11 +241,11 @@ class _RowRules(Rules[Call]):
         return by_name
 
     def into_accumulators(self, call: Call, cotangents: Any, *operands: Any) -> None:
-        """The transpose of a norm's tangent, for a backward pass that hands out its accumulators.
+        """Transpose a norm's tangent in a JAX whose backward pass exposes gradient accumulators.
 
-        In ``h = x + r; y = norm(h)`` what the residual branch gives the cotangent of h is in its
-        accumulator by now. The backward takes it as dh and writes the sum, which else were another
-        pass over three arrays of this size.
+        In ``h = x + r; y = norm(h)``, h's accumulator already has the cotangent from the residual
+        branch. The backward kernel takes it as dh and writes the sum, which saves a separate pass
+        over three arrays of this size.
         """
         residuals, accumulators = operands[: call.residuals], operands[call.residuals :]
         wanted = {
@@ -270,10 +271,10 @@ class _RowRules(Rules[Call]):
     def batch(
         self, call: Call, arrays: Arrays, dims: Sequence[int | None]
     ) -> tuple[Arrays, list[int]]:
-        """A batch of rows is more rows; a batch of parameters, or of their gradients, is groups.
+        """Batch a call: batched rows become more rows, batched parameters groups of rows.
 
-        So the pass stays what it is, and a gradient taken outside `jax.vmap` finds the same
-        backward.
+        A batch of parameters' gradients also becomes groups of rows. The pass stays the same, so
+        that a gradient taken outside `jax.vmap` uses the same backward.
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
         batched = {kind for kind, dim in zip(call.kinds_taken, dims) if dim is not None}
@@ -313,7 +314,7 @@ class _RowRules(Rules[Call]):
 
 
 def _sum(terms: Sequence[jax.Array | None], dtype: Any) -> jax.Array | None:
-    """The sum in `dtype`, rounded once, of those that are not None; None for that of none."""
+    """Return the sum of the terms that are not None, rounded once to `dtype`; None if all are."""
     arrays: Sequence[jax.Array] = [a for a in terms if a is not None]
     if not arrays:
         return None
@@ -327,7 +328,7 @@ bind, tangents_of = _RULES.bind, _RULES.tangents_of
 
 
 def run(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
-    """The results of a user's call: refused here, where an implementation's name cannot run it."""
+    """Run a user's call; raise ValueError if the named implementation cannot run it."""
     if call.implementation is not None:
         name = call.implementation
         backends.forced(call.function, call.as_seen_by(name), name)

@@ -1,8 +1,8 @@
-"""The rules by which JAX differentiates, batches and lowers the passes of a call, once for all.
+"""The differentiation, batching and lowering rules that the JAX primitives of all calls share.
 
-A call has a forward, a tangent and a backward pass, and each is a JAX primitive. Tangent and
-backward are linear in what follows the residuals, and each other's transpose; their derivatives
-along the residuals, which second order needs, are those of plain JAX.
+A call has a forward, a tangent and a backward pass, and each is a JAX primitive. The tangent and
+the backward pass are linear in the operands that follow the residuals, and each is the transpose of
+the other. Second-order derivatives differentiate them along the residuals, in plain JAX.
 """
 
 import abc
@@ -28,7 +28,7 @@ _SUFFIXES = {"fwd": "", "tan": "_tangent", "bwd": "_backward"}
 
 
 class Pass(Protocol):
-    """The static part of a pass; that of a row operation is a `jaxnorm.calls.call.Call`."""
+    """The static part of a pass. For a row operation, it is a `jaxnorm.calls.call.Call`."""
 
     @property
     def direction(self) -> Direction: ...
@@ -38,7 +38,7 @@ class Pass(Protocol):
 
     @property
     def primitives(self) -> str | None:
-        """Whose it binds, where those are another function's."""
+        """The function whose primitives this call binds, if it is not `function` itself."""
 
     @property
     def wrt(self) -> tuple[str, ...]:
@@ -46,11 +46,11 @@ class Pass(Protocol):
 
     @property
     def residuals(self) -> int:
-        """How many of the operands of ``tan`` and ``bwd`` are residuals."""
+        """Number of residuals among the operands of ``tan`` and ``bwd``."""
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """In a ``bwd`` a cotangent has the name of the result that it is of."""
+        """Names of the operands. In ``bwd``, each cotangent has the name of its result."""
 
     @property
     def returns(self) -> tuple[str, ...]: ...
@@ -60,14 +60,14 @@ class Pass(Protocol):
     def backward(self, wrt: Sequence[str]) -> Self: ...
 
     def without_unused(self, used: Sequence[bool]) -> Self:
-        """The pass without results that it need not make, where some are not `used`."""
+        """Return the pass without the unused results that can be left out."""
 
 
 class Rules[P: Pass](abc.ABC):
-    """The rules of a family of calls, whose static part is a P.
+    """The JAX rules of a family of calls whose static part is a P.
 
     Attributes:
-      static: what jaxprs call the static part.
+      static: name of the static part in jaxprs.
     """
 
     static = "call"
@@ -79,45 +79,48 @@ class Rules[P: Pass](abc.ABC):
 
     @abc.abstractmethod
     def types(self, call: P, *avals: Any) -> list[Any]:
-        """Types of the results, by those of the operands."""
+        """Return the types of the results for operands of these types."""
 
     @abc.abstractmethod
     def plain(self, call: P, /, *arrays: jax.Array) -> list[jax.Array]:
-        """The results, in plain JAX."""
+        """Compute the results in plain JAX."""
 
     @abc.abstractmethod
     def on_shard(self, call: P, /, *arrays: jax.Array) -> list[jax.Array]:
-        """The results, where a device has its shards."""
+        """Compute the results from the shards of one device."""
 
     @abc.abstractmethod
     def forward_jvp(self, call: P, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        """The rule of differentiation of a forward."""
+        """The JVP rule of a forward pass."""
 
     @abc.abstractmethod
     def with_residuals(self, call: P) -> P | None:
-        """The forward that also returns its residuals; None if no policy can save any."""
+        """Return the forward that also returns its residuals; None if no policy can save any."""
 
     @abc.abstractmethod
     def names(self, call: P) -> Sequence[str | None]:
-        """Names of the outputs of a forward with residuals, for policies of rematerialisation."""
+        """Return the names by which rematerialisation policies can save a forward's outputs."""
 
     @abc.abstractmethod
     def derived(self, call: P, outputs: Arrays, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        """The results of a forward and their tangents, which start from residuals in `outputs`."""
+        """Return a forward's results and tangents, computed from the residuals in `outputs`."""
 
     @abc.abstractmethod
     def batch(
         self, call: P, arrays: Arrays, dims: Sequence[int | None]
     ) -> tuple[Arrays, list[int]]:
-        """The rule of `jax.vmap`."""
+        """The batching rule."""
 
     @abc.abstractmethod
     def shards(self, call: P, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
-        """Those of arrays of these types; ``run(call, *arrays)`` makes a pass on a device's."""
+        """Describe the shards of arrays of these types.
+
+        ``run(call, *arrays)`` computes a pass on the shards of one device.
+        """
 
     @abc.abstractmethod
     def factors(self, call: P, arrays: Arrays) -> Factors:
-        """How shardings spread from one array to another."""
+        """Return how shardings propagate from one array to another."""
 
     def results(self, call: P, outputs: Arrays) -> list[jax.Array]:
         """Pick the results of a forward from the outputs of the forward with residuals."""
@@ -125,28 +128,28 @@ class Rules[P: Pass](abc.ABC):
         return [by_name[name] for name in call.returns]
 
     def differentiated(self, call: P, /, *arrays: jax.Array) -> list[jax.Array]:
-        """`plain`, for derivatives of second order."""
+        """Compute the results as `plain` does, in a form for second-order derivatives."""
         return self.plain(call, *arrays)
 
     def uncompiled(self, call: P, *arrays: jax.Array) -> list[jax.Array]:
-        """The results where JAX compiles nothing (`jax.disable_jit`)."""
+        """Compute the results under `jax.disable_jit`."""
         return self.anywhere(self.on_shard, call, *arrays)
 
     def lowered(self, call: P, ctx: Any) -> Run:
-        """What a pass becomes, where there are no Explicit axes."""
+        """Return the function that a pass lowers to on a mesh without Explicit axes."""
         axes = ctx.module_context.axis_context
         if auto_axes.can_partition(axes) and not auto_axes.are_whole(axes):
             return self.partitioned(call)
         return functools.partial(self.plain, call)
 
     def needs_shards(self, call: P) -> bool:
-        """Whether its code is none, or may be none, that XLA spreads over devices by itself."""
+        """Return True if the call may lower to code that XLA cannot partition."""
         return True
 
     # ---------------------------------------------------------------------------------- the call
 
     def bind(self, call: P, *arrays: jax.Array | None) -> list[jax.Array]:
-        """The results of the pass; None stands for an array that there is not."""
+        """Bind the primitive of the pass and return its results. Absent operands are None."""
         function, direction = call.primitives or call.function, call.direction
         leaves = [a for a in arrays if a is not None]
         primitive = self.primitive(function, direction, self._may_be_partitioned(call, leaves))
@@ -155,10 +158,10 @@ class Rules[P: Pass](abc.ABC):
         return results
 
     def _may_be_partitioned(self, call: P, arrays: Arrays) -> bool:
-        """Whether XLA's partitioner may have to ask what to do with the shards of arrays.
+        """Return True if XLA's partitioner may need our partitioning rule for this call.
 
-        For that JAX has to know the devices when it lowers, which programs without any (for an
-        `AbstractMesh`) and with several meshes cannot say. So it is asked for no more than it must.
+        The rule requires that JAX has the devices when it lowers, which is impossible in programs
+        for an `AbstractMesh` or with several meshes. So the rule is requested only if needed.
         """
         return (
             jax.device_count() > 1
@@ -169,7 +172,7 @@ class Rules[P: Pass](abc.ABC):
     # --------------------------------------------------------------------------- differentiation
 
     def linear_jvp(self, call: P, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        """The rule of a tangent or a backward."""
+        """The JVP rule of a tangent or a backward pass."""
         count = call.residuals
         if any(not isinstance(t, ad.Zero) for t in tangents[:count]):
             return self.second_order(call, primals, tangents)
@@ -177,7 +180,7 @@ class Rules[P: Pass](abc.ABC):
         return self.bind(call, *primals), self.bind(call, *primals[:count], *linear)
 
     def second_order(self, call: P, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        """The results of a pass, and the tangents that those of plain JAX have."""
+        """Return the results of a pass, and their tangents differentiated in plain JAX."""
         at = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
         def function(*arrays: jax.Array) -> list[jax.Array]:
@@ -194,7 +197,7 @@ class Rules[P: Pass](abc.ABC):
     def tangents_of(
         self, call: P, residuals: Arrays, tangents: dict[str, Any]
     ) -> list[jax.Array | None]:
-        """What the tangent of a call returns; None for a tangent of 0, among `tangents`, too."""
+        """Run the tangent pass of a call. Zero tangents are None, in `tangents` and results."""
         nonzeros = nonzero(tangents.items())
         tangent = call.tangent([*nonzeros])
         if not nonzeros:
@@ -202,7 +205,7 @@ class Rules[P: Pass](abc.ABC):
         return [*self.bind(tangent, *residuals, *nonzeros.values())]
 
     def transpose(self, call: P, cotangents: Any, *operands: Any) -> list[Any]:
-        """The rule of a tangent or a backward: each is the other's transpose."""
+        """The transpose rule: a tangent pass transposes to a backward pass, and vice versa."""
         residuals, linear = operands[: call.residuals], operands[call.residuals :]
         names = call.takes[call.residuals :]
         wanted = [name for name, a in zip(names, linear) if ad.is_undefined_primal(a)]
@@ -219,15 +222,15 @@ class Rules[P: Pass](abc.ABC):
     def transposed_tangent(
         self, call: P, residuals: Arrays, cotangents: Any, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
-        """The cotangents of the tangents `names`, from those of a tangent's results."""
+        """Return the cotangents of the tangents `names`, given those of the tangent's results."""
         if all(isinstance(ct, ad.Zero) for ct in cotangents):
             return {}
         arrays = map(ad.instantiate_zeros, cotangents)
         return dict(zip(names, self.bind(call.backward(names), *residuals, *arrays)))
 
     def drop_unused(self, used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
-        """What is not used goes: a call, or some of its results."""
-        equation = rest[-1]  # Newer versions of JAX say in between which inputs are live.
+        """Eliminate dead code: drop an unused call, or its unused results."""
+        equation = rest[-1]  # Newer versions of JAX pass the inputs' liveness before it.
         if not any(used):
             return [False] * len(equation.invars), None
         if all(used):
@@ -241,12 +244,12 @@ class Rules[P: Pass](abc.ABC):
     # ---------------------------------------------------------------------------------- lowering
 
     def anywhere(self, run: Run, call: P, *arrays: jax.Array) -> list[jax.Array]:
-        """``run(call, *arrays)``, on shards where a mesh has Explicit axes."""
+        """Return ``run(call, *arrays)``, computed on shards if the mesh has Explicit axes."""
         whole, shards = functools.partial(run, call), functools.partial(self.shards, call, run)
         return sharding.run(whole, shards, arrays)
 
     def partitioned(self, call: P) -> Run:
-        """The pass on the shards that XLA's partitioner has in hand."""
+        """Return the pass with the rule by which XLA's partitioner runs it on shards."""
         shards = functools.partial(self.shards, call, with_wide_types(self.on_shard))
         factors = functools.partial(self.factors, call)
         return auto_axes.partitioned(call, functools.partial(self.plain, call), shards, factors)
@@ -269,14 +272,14 @@ class Rules[P: Pass](abc.ABC):
     # ------------------------------------------------------------------------------ registration
 
     def registered(self, function: str, direction: Direction, partitioned: bool) -> Primitive:
-        """A primitive, its rules in all tables where JAX looks for them.
+        """Return a new primitive, with its rules registered in JAX's tables.
 
-        `partitioned`: that of calls for which `_may_be_partitioned`.
+        `partitioned`: True for the primitive of calls that `_may_be_partitioned` selects.
         """
         name = f"{function}{_SUFFIXES[direction]}"
         primitive = Primitive(f"jaxnorm.{name}")
         primitive.multiple_results = True
-        # Once for all layers of a model.
+        # Cached, so that identical layers of a model share the result.
         primitive.def_abstract_eval(as_jax_calls(functools.lru_cache(maxsize=4096)(self.types)))
         names = as_jax_calls(operator.attrgetter("returns"))
         primitive.def_impl(eager.alone(primitive, as_jax_rule(self.uncompiled), names))
@@ -296,7 +299,7 @@ class Rules[P: Pass](abc.ABC):
             private_jax.needs_devices(primitive)
         private_jax.check_floats(primitive)
         with contextlib.suppress(ImportError, AttributeError):
-            # Without it nothing breaks, but the error says no more than the primitive's name.
+            # Only for a better error: JAX's own names the primitive and nothing else.
             from jax.experimental import jet
 
             jet.jet_rules[primitive] = functools.partial(_no_taylor_series, name)
@@ -304,27 +307,27 @@ class Rules[P: Pass](abc.ABC):
 
 
 def as_jax_calls(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """A rule as JAX calls it: the static part, which it takes first, is a keyword there."""
+    """Adapt a rule to JAX, which passes the static part by keyword instead of first."""
     return lambda *arguments, **static: rule(*static.values(), *arguments)
 
 
 def as_jax_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Convert a rule as `as_jax_calls` does; it runs with 64-bit types if an array has them."""
+    """Adapt a rule as `as_jax_calls` does, and enable 64-bit types if an array has them."""
     return as_jax_calls(with_wide_types(rule))
 
 
 def nonzero(tangents: Iterable[tuple[str, Any]]) -> dict[str, jax.Array]:
-    """Those of tangents, or of cotangents, that are not 0, for which None may stand, too."""
+    """Return the tangents, or cotangents, that are neither symbolic zeros nor None."""
     return {n: t for n, t in tangents if t is not None and not isinstance(t, ad.Zero)}
 
 
 def zero_like(a: jax.Array) -> ad.Zero:
-    """The tangent 0 of an array."""
+    """Return the symbolic zero tangent of an array."""
     return ad.Zero(jax.typeof(a).to_tangent_aval())
 
 
 def batch_first(a: jax.Array, dim: int | None, size: int) -> jax.Array:
-    """An array with its batch axis first; one that it has not (None) is made, of this size."""
+    """Move the batch axis to the front. If `dim` is None, broadcast along a new one."""
     return jnp.broadcast_to(a, (size, *a.shape)) if dim is None else jnp.moveaxis(a, dim, 0)
 
 
@@ -336,22 +339,22 @@ def _no_taylor_series(name: str, *_: Any, **__: Any) -> Any:
 
 
 def in_one_chunk[T](function: Callable[..., T], /, *arguments: Any, **named: Any) -> T:
-    """Call a function where Python's stack has room for all that it calls.
+    """Call a function on one large chunk of Python's stack, which makes lowering faster.
 
-    That stack is chunks of 16 KiB. In Python 3.12 a call that takes a new chunk maps its memory,
-    and the return from it unmaps it again: where a loop deep in a trace makes such calls, it takes
-    up to three times as long (https://github.com/python/cpython/issues/142183). A frame larger than
-    a chunk gets one of its own size, up to the next power of two.
+    Python's stack consists of 16 KiB chunks. In Python 3.12, a call that needs a new chunk maps its
+    memory, and its return unmaps it. A loop that makes such calls deep in a trace takes up to three
+    times as long (https://github.com/python/cpython/issues/142183). A frame larger than a chunk
+    gets a chunk of the frame's size, rounded up to a power of two.
     """
     return function(*arguments, **named)
 
 
-# A frame of 1 MiB, which it does not fill: the next power of two leaves as much for what it calls.
+# The frame takes a little over 1 MiB, so its chunk has 2 MiB: nearly 1 MiB is left for the callees.
 in_one_chunk.__code__ = in_one_chunk.__code__.replace(co_stacksize=2**17)
 
 
 def wide_types_for(arrays: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Turn 64-bit types on if one of the arrays, or of their types, has 64 bits.
+    """Enable 64-bit types if one of the arrays or abstract values has a 64-bit dtype.
 
     JAX runs a rule later than the call: when it lowers, differentiates or batches. By then the
     caller may have left `jax.enable_x64`, and `astype(float64)` would give float32.
@@ -362,7 +365,7 @@ def wide_types_for(arrays: Iterable[Any]) -> contextlib.AbstractContextManager[A
 
 
 def with_wide_types[**P, T](rule: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a rule so that it runs with the types of its arguments: arrays and sequences of them."""
+    """Wrap a rule so that it runs with 64-bit types if one of its arrays has them."""
 
     @functools.wraps(rule)
     def run(*arguments: P.args, **options: P.kwargs) -> T:

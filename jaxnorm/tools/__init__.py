@@ -1,1 +1,1 @@
-"""What tells a user about calls and parameters: plans, checks, reports."""
+"""Tools that inspect calls, parameters and programs: plans, checks and reports."""

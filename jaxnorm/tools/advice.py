@@ -1,4 +1,4 @@
-"""A piece of advice of `memory_report`, and the program that it is about."""
+"""The records of `memory_report`: a piece of advice, and the program that it is about."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple

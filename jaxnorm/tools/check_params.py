@@ -13,8 +13,8 @@ from jaxnorm.operations import checks
 from jaxnorm.tools.text import table
 from jaxnorm_kernels.specs import FLOAT_DTYPES, NormOptions, Spec
 
-# Rounding of y to the output dtype, as a relative error of x_hat: `relative` (half a unit roundoff,
-# the measured mean) wherever y is normal, `quantum` the spacing of its subnormals.
+# Rounding of y to the output dtype: the relative error of x_hat where y is a normal number (half a
+# unit roundoff, the measured mean), and the spacing of subnormal numbers.
 _ROUNDING = {
     "bfloat16": (2.0**-9, 2.0**-133),
     "float16": (2.0**-12, 2.0**-24),
@@ -22,18 +22,18 @@ _ROUNDING = {
     "float64": (2.0**-54, 2.0**-1074),
 }
 
-# A predicted error above this, in the worst column, advises save="input": about the noise that
-# ordinary minibatch gradients carry anyway.
+# save="input" is advised if the predicted error in the worst column exceeds this, which is about
+# the noise of ordinary minibatch gradients.
 _ADVISE_INPUT = 0.1
 
 SAFE = "safe"
 INPUT_ADVISED = 'save="input" advised'
 
-# Names that scales and biases have in norm classes of models' own.
+# Names of scales and biases in norm classes that models define themselves.
 _OWN_SCALES = ("w", "gamma")
 _BIASES = ("bias", "b", "beta")
 
-# What a norm is called: input_layernorm, LayerNorm_0, q_norm, norm1, norm_f, ln_2.
+# Matches the names of norms: input_layernorm, LayerNorm_0, q_norm, norm1, norm_f, ln_2.
 _NORM_S_NAME = re.compile(r"(norm|(^|_)ln)_?(\d+|f)?$", re.IGNORECASE)
 
 _Path = tuple[str, ...]
@@ -44,15 +44,16 @@ class NormReport:
     """The cost of saving the output of one norm, in gradient accuracy.
 
     Attributes:
-      path: where the norm's parameters are in the tree.
-      columns: how many scales it has (over all layers, where they are stacked).
-      under_floor: columns whose ``|scale + scale_offset|`` is below what y can carry in ``dtype``:
-        raised to 2**-60 in the forward in bfloat16 and float32; degraded in float16 (below 2**-14).
+      path: path of the norm's parameters in the tree.
+      columns: number of scales, over all layers if they are stacked.
+      under_floor: number of columns whose ``|scale + scale_offset|`` is too small for y in
+        ``dtype``. The forward raises it to 2**-60 in bfloat16 and float32; in float16, accuracy
+        degrades below 2**-14.
       max_bias_ratio: largest ``|bias / (scale + scale_offset)|``; 0 without a bias.
       dscale_error: predicted relative error of the scale's gradient in the worst column.
       verdict: ``"safe"``, or advice.
-      max_partner_ratio: of a norm whose output is rotated, the largest scale of a column's partner
-        over the column's own; None of any other.
+      max_partner_ratio: for a norm whose output is rotated, the largest ratio of the scale of a
+        column's partner to the column's own; None for any other norm.
     """
 
     path: str
@@ -73,7 +74,7 @@ class ParamReport:
 
     @property
     def safe(self) -> bool:
-        """Whether norms were found, and every one of them may save its output."""
+        """True if norms were found, and every one of them may save its output."""
         return bool(self.norms) and all(norm.verdict == SAFE for norm in self.norms)
 
     def __iter__(self) -> Iterator[NormReport]:
@@ -105,15 +106,15 @@ class _Rotation:
     """The columns that `rms_norm_rope` pairs.
 
     Attributes:
-      columns: how many, the first ones, are rotated; None for all.
-      interleaved: a pair is two neighbours, and not two columns in the two halves.
+      columns: number of leading columns that are rotated; None for all.
+      interleaved: True if a pair is two adjacent columns, False if it is one column of each half.
     """
 
     columns: int | None
     interleaved: bool
 
     def partners(self, path: str, columns: int) -> np.ndarray:
-        """The partner of each column; of one that is not rotated, itself."""
+        """Return the partner of each column; a column that is not rotated is its own partner."""
         rotated = columns if self.columns is None else self.columns
         if rotated % 2 or not 0 <= rotated <= columns:
             raise ValueError(
@@ -136,49 +137,49 @@ def check_params(
     interleaved: bool = False,
     scale_names: str | Sequence[str] | None = None,
 ) -> ParamReport:
-    """Predicts, for each norm, what ``save="output"`` costs in gradient accuracy.
+    """Predict, for each norm, what ``save="output"`` costs in gradient accuracy.
 
-    From the saved y the backward recovers ``x_hat = (y - bias) / scale``. What y's rounding leaves
-    of it depends only on the parameters, so a checkpoint can be judged without data:
+    From the saved y the backward recovers ``x_hat = (y - bias) / scale``. Its rounding error
+    depends only on the parameters, so a checkpoint can be judged without data:
 
         error(dscale_j) = sqrt((0.83 u)^2 (1 + (bias_j / scale_j)^2) + (q / (sqrt(12) scale_j))^2)
 
-    with u and q the rounding of normal and subnormal numbers of ``dtype``. Where y is rotated
-    (:func:`jaxnorm.rms_norm_rope`), a column carries its partner's rounding, too: in place of the
-    bias's term there is that of the two scales, ``(0.83 u)^2 (1 + (partner_j / scale_j)^2) / 2``. A
-    host utility: it pulls the parameters off the device.
+    with u and q the rounding of normal and subnormal numbers of ``dtype``. If y is rotated
+    (:func:`jaxnorm.rms_norm_rope`), a column also has its partner's rounding error: the first term
+    is ``(0.83 u)^2 (1 + (partner_j / scale_j)^2) / 2`` instead. The function runs on the host, and
+    copies the parameters there.
 
     Args:
       params: a tree of parameters, with names of Flax (linen and nnx alike), equinox or PyTorch,
         nested or joined by dots or slashes, or a model that is such a tree, as equinox's are.
         Leaves may be stacked over layers. A norm is
 
-        - a leaf named ``scale``, with the ``bias`` beside it, if any;
-        - a leaf named ``weight`` beside a ``bias`` of its shape, which a linear layer's bias has
-          not;
-        - a leaf named ``weight`` without a ``bias``, if it has one axis, or if the module that it
-          is in is named like a norm (``q_norm``, ``input_layernorm``, ``ln_1``, ``norm_f``) or has
-          a class with ``Norm`` in its name;
-        - a leaf named ``w`` or ``gamma`` in such a module, with the ``b`` or ``beta`` beside it, if
-          any: norm classes of models' own, such as Tunix's.
+        - a leaf named ``scale``, with the ``bias`` next to it, if any;
+        - a leaf named ``weight`` next to a ``bias`` of the same shape (the bias of a linear layer
+          has another shape);
+        - a leaf named ``weight`` without a ``bias``, if it has one axis, or if its module is named
+          like a norm (``q_norm``, ``input_layernorm``, ``ln_1``, ``norm_f``) or has a class with
+          ``Norm`` in its name;
+        - a leaf named ``w`` or ``gamma`` in such a module, with the ``b`` or ``beta`` next to it,
+          if any, as in norm classes that models define themselves, such as Tunix's.
 
       dtype: dtype of the norms' *output*, not of the parameters.
       scale_offset: added to every scale, as in the functions.
       rotated: names of the norms whose output is rotated, or one name: the last part of their
-        paths, or more of it, such as ``("q_norm", "k_norm")``. Their scales' last axis is that of
-        the columns of a head.
-      rotated_columns, interleaved: of these norms, how many columns are rotated (twice the last
+        paths, or more of it, such as ``("q_norm", "k_norm")``. The last axis of their scales must
+        be the columns of a head.
+      rotated_columns, interleaved: for these norms, the number of rotated columns (twice the last
         axis of the tables; None for all), and how they are paired, as in
         :func:`jaxnorm.rms_norm_rope`.
-      scale_names: further names of scales, or one name, in norm classes of the model's own. A leaf
-        with such a name is a scale if a ``weight`` in its place is.
+      scale_names: further names of scales, or one name, in norm classes that the model defines. A
+        leaf with such a name is treated like one named ``weight``.
 
     Returns:
-      A :class:`ParamReport`: a sequence of norms, each with a verdict; ``print`` it for a table. It
-      is not ``safe`` where it is empty.
+      A :class:`ParamReport`: a sequence of norms, each with a verdict; ``print`` it for a table. An
+      empty report is not ``safe``.
 
     Raises:
-      TypeError: ``dtype`` is no supported float dtype, or a scale or bias is not a real float
+      TypeError: ``dtype`` is not a supported float dtype, or a scale or bias is not a real float
         array, or an option is of the wrong type.
       ValueError: a bias's shape differs from its scale's; ``rotated`` names no norm, or one with a
         bias; or ``rotated_columns`` is odd, or more than a norm has.
@@ -245,7 +246,7 @@ def _names(argument: str, given: str | Sequence[str] | None, expected: str) -> t
 
 
 def _ends_with(path: str, name: str) -> bool:
-    """Whether the last parts of a path are those of a name, joined by dots or slashes."""
+    """Return True if a path ends with the parts of a name, joined by dots or slashes."""
     parts = re.split("[./]", name)
     return path.split("/")[-len(parts) :] == parts
 
@@ -283,7 +284,7 @@ def _report(
         error = _error(g, np.hypot(1.0, of_partner) / math.sqrt(2), y_dtype)
     floor = _floor_of(y_dtype)
     under = np.abs(g) < (2.0**-14 if floor is None else floor)
-    # A gradient that is all noise is wrong by about 1, and x_hat is clipped besides.
+    # A gradient of pure noise has a relative error of about 1, because x_hat is clipped.
     worst = float(np.max(np.minimum(error, 1.0), initial=0.0))
     return NormReport(
         path=path,
@@ -299,7 +300,7 @@ def _report(
 def _ratio_and_error(
     scale: np.ndarray, bias: np.ndarray | None, y_dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
-    """|bias / scale|, as y carries it, and the predicted relative error, of each column."""
+    """Return |bias / scale|, with the scale raised as in y, and the predicted error, by column."""
     ratio = np.zeros_like(scale)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         if bias is not None:
@@ -325,7 +326,7 @@ def _error(scale: np.ndarray, spread: np.ndarray, y_dtype: np.dtype) -> np.ndarr
 
 
 def _carried(scale: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
-    """|scale|, raised where the forward raises it."""
+    """Return |scale|, raised to the floor as in the forward."""
     floor = _floor_of(y_dtype)
     return np.abs(scale) if floor is None else np.maximum(np.abs(scale), floor)
 
@@ -335,7 +336,7 @@ def _shown(ratio: float | None) -> str:
 
 
 def _floor_of(y_dtype: np.dtype) -> float | None:
-    """The floor that an output-saving norm would use."""
+    """Return the floor of an output-saving norm's scale."""
     float32 = np.dtype(np.float32)
     return Spec(
         "norm", "fwd", 1, 1, float32, y_dtype, ("y",), NormOptions(scale_dtype=float32)
@@ -366,7 +367,7 @@ def _flat(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[_Path
 
 
 def _is_norm(node: Any) -> bool:
-    """Whether it is a module of a class that is called a norm, with a weight."""
+    """Return True for a module with a weight whose class has "norm" in its name."""
     is_container = isinstance(node, (Mapping, list, tuple))
     return not is_container and "norm" in type(node).__name__.lower() and hasattr(node, "weight")
 
@@ -380,7 +381,7 @@ def _is_scale(weight: Any, bias: Any, is_in_norm: bool) -> bool:
 
 
 def _key(entry: Any) -> str:
-    """A path entry's bare name: dict key, attribute or index."""
+    """Return a path entry's bare name: a dict key, an attribute or an index."""
     for attribute in ("key", "name", "idx"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))

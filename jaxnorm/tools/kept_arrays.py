@@ -216,7 +216,7 @@ def reached(
     """Return `start` and everything that follows from it, by identity, breadth first."""
     seen = {id(v): v for v in start}
     queue = [*seen.values()]
-    for value in queue:  # which grows
+    for value in queue:  # grows in the loop
         new = {id(v): v for v in following(value) if id(v) not in seen}
         seen |= new
         queue += new.values()
@@ -277,7 +277,7 @@ def _line(equation: Any) -> str:
 
 
 def _line_of(operands: Sequence[Value]) -> str:
-    """Return the line of an operand, for an equation of JAX's derivatives, which has none."""
+    """Return an operand's line, for an equation of JAX's derivatives without a line."""
     return next((v.source for v in operands if v.source), "")
 
 

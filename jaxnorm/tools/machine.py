@@ -1,4 +1,4 @@
-"""What ``python -m jaxnorm`` prints: versions, devices, what runs, what could be installed."""
+"""The report of ``python -m jaxnorm``: versions, devices, implementations and missing extras."""
 
 import ctypes
 import platform
@@ -18,14 +18,14 @@ from jaxnorm_kernels import devices, timings
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "equinox", "jax-triton", "triton")
-# Of a layer of a transformer, and of its heads, which a rotation takes.
+# The shapes for which the report lists implementations: a transformer's activations, and its heads.
 _SHAPE, _HEADS, _DTYPE = (8192, 4096), (4, 2048, 32, 128), "bfloat16"
-# Functions outside the table of operations that have a scale.
+# Functions that have a scale but are not in the table of operations.
 _WITH_SCALE = ("rms_norm_linear",)
 
 
 def report() -> str:
-    """All of it, in paragraphs."""
+    """Return the whole report, in paragraphs."""
     parts = {
         "versions": _columns(_versions()),
         "devices": "\n".join(map(_device, jax.local_devices())),
@@ -65,7 +65,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _cuda_versions() -> Iterator[tuple[str, str]]:
-    """Of the driver, as far as it goes, and of the runtime that JAX has loaded."""
+    """Yield the newest CUDA that the driver supports, and the runtime that JAX has loaded."""
     number = ctypes.c_int()
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
@@ -101,7 +101,7 @@ def _implementations() -> Iterator[tuple[str, str]]:
         yield name, f"can run on {here}" if absence is None else f"not on {here}: {absence}"
 
 
-# Public functions that run on the host, and what they do there.
+# Public functions that run on the host, with a description of each.
 _TOOLS = {
     "check_params": "judges a model's parameters on the host",
     "implementation_for": "traces a call on the host, and runs nothing",
@@ -111,9 +111,9 @@ _TOOLS = {
 
 
 def _choices() -> Iterator[tuple[str, str, str]]:
-    """Of each function: forward and backward, each with the reasons; one line where they agree."""
+    """Yield each function's forward and backward plan, with reasons; one line if they agree."""
     for function in functions():
-        # Functions that are not in the table take no scale that has to be given.
+        # Functions outside the table need no scale, except for those in _WITH_SCALE.
         op = FUNCTIONS[function].op if function in FUNCTIONS else None
         operands = OPERATIONS[op].operands if op else ("scale",) * (function in _WITH_SCALE)
         kinds = {name: OPERANDS[name] for name in operands}
@@ -132,7 +132,7 @@ def _choices() -> Iterator[tuple[str, str, str]]:
 
 
 def _advice() -> str | None:
-    """What the extra `triton` would give on this GPU, if its kernels would be the default there."""
+    """Return advice to install the extra `triton` if its kernels would be this GPU's default."""
     capability = devices.local_capability()
     if capability is None or not backends.is_default_on("triton", capability):
         return None
@@ -149,7 +149,7 @@ def _advice() -> str | None:
 
 
 def _missing_extras() -> Iterator[tuple[str, str]]:
-    """Extras that lack a package, each with the command that installs it."""
+    """Yield the extras with a missing package, each with the command that installs it."""
     needed: dict[str, list[str]] = {}
     try:
         requirements = metadata.requires("jaxnorm") or []
@@ -167,6 +167,6 @@ def _missing_extras() -> Iterator[tuple[str, str]]:
 
 
 def _package_of(requirement: str) -> str:
-    """What a requirement installs: of ``jax[cuda13]``, JAX's plugin."""
+    """Return the package that a requirement installs: JAX's plugin for ``jax[cuda13]``."""
     name, of_jax = re.findall(r"^([\w.-]+)(?:\[(\w+)\])?", requirement)[0]
     return f"{name}-{of_jax}-plugin" if of_jax else name

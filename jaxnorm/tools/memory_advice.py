@@ -1,9 +1,9 @@
 """Advice where jaxnorm's functions, or `jax.checkpoint`, save fewer residuals.
 
-Patterns are known by the primitives that make an array and that use it, in the graph of
-`kept_arrays`. Each recogniser is a function whose docstring shows the code that it recognises;
-`RECOGNISERS` lists them in the order in which they run, with the primitives that they look for: a
-new version of JAX that renames one of these needs a look at that recogniser.
+Patterns are recognised by the primitives that make an array and that use it, in the graph of
+`kept_arrays`. Each recogniser is a function whose docstring shows the code that it recognises.
+`RECOGNISERS` lists them in the order in which they run, with the primitives that they look for. If
+a new version of JAX renames one of these primitives, its recognisers must be updated.
 """
 
 from collections.abc import Iterator

@@ -187,19 +187,19 @@ def memory_report(
 ) -> MemoryReport:
     """Report what the derivative of a function saves for its backward pass, and what saves less.
 
-    The function is traced, and not run: arguments may be shapes, and a large model takes seconds.
+    The function is traced, but not run: arguments may be shapes, and a large model takes seconds.
     The report covers scan, `jax.checkpoint`, `jax.jit` and custom rules. Arguments and constants
-    are not counted: they are there anyway. It counts the residuals of JAX; XLA, which sees the
-    whole program where layers are not in a loop, may save less. On meshes, and inside
-    ``jax.shard_map``, it counts the bytes of one device. (If arguments are sharded over Auto axes,
-    XLA compiles the forward pass to say how it shards the residuals.)
+    are not counted, because they are in memory anyway. It counts the residuals of JAX; XLA may save
+    less if layers are not in a loop. On meshes, and inside ``jax.shard_map``, it counts the bytes
+    of one device. (If arguments are sharded over Auto axes, it compiles the forward pass to find
+    how XLA shards the residuals.)
 
     Args:
-      f: function of which ``jax.grad`` or ``jax.vjp`` takes the derivative.
-      args: its arguments: trees of arrays or of ``jax.ShapeDtypeStruct``; what is neither, in a
-        model, say, is passed as it is: Python's numbers, too.
-      argnums: which arguments the derivative is with respect to: of their floating-point arrays.
-      has_aux: whether f returns a pair, of which only the first is differentiated.
+      f: function to differentiate, as ``jax.grad`` or ``jax.vjp`` would.
+      args: its arguments: trees of arrays or of ``jax.ShapeDtypeStruct``. Other leaves, such as
+        Python's numbers in a model, are passed unchanged.
+      argnums: the arguments whose floating-point arrays are differentiated.
+      has_aux: True if f returns a pair of which only the first element is differentiated.
 
     Returns:
       A :class:`MemoryReport`: ``total`` and ``saves`` in bytes, ``rows``, and text as its ``str``.
@@ -207,8 +207,8 @@ def memory_report(
       gated sums, and, in a scan, arrays that are saved twice.
 
     Raises:
-      TypeError: f is no function, or ``argnums`` no integer, and no sequence of them.
-      ValueError: ``argnums`` names an argument that is not there.
+      TypeError: f is not a function, or ``argnums`` is neither an integer nor a sequence of them.
+      ValueError: ``argnums`` names an argument that does not exist.
 
     A function that JAX cannot differentiate raises what ``jax.grad`` raises.
 
@@ -329,7 +329,7 @@ def _places(argnums: int | Sequence[int], count: int) -> set[int]:
 
 
 def _is_array(a: Any) -> bool:
-    """Python's numbers, in a model, say how it is made: a rate, or whether it trains."""
+    """Return True for arrays and shapes, but not for Python's numbers, which are model options."""
     is_number = isinstance(a, (bool, int, float, complex))
     return isinstance(a, (jax.ShapeDtypeStruct, jax.typing.ArrayLike)) and not is_number
 

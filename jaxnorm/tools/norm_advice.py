@@ -1,4 +1,4 @@
-"""Advice on norms: jaxnorm's save one array, with an activation, a rotation or a gated sum.
+"""Advice on norms: jaxnorm's save one array, even with an activation, rotation or gated sum.
 
 A norm is x times the reciprocal root of a mean of squares, whatever class or function computes it.
 """

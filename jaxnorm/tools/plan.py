@@ -1,4 +1,4 @@
-"""implementation_for: tells which implementation a call gets, and why, without running it."""
+"""implementation_for: report which implementation a call gets, and why, without running it."""
 
 import dataclasses
 import inspect
@@ -27,7 +27,7 @@ _XLA_ONLY = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which implementation runs each direction of a call: a name and a reason."""
+    """The implementations that run the forward and the backward of a call, with the reasons."""
 
     forward: backends.Choice
     backward: backends.Choice
@@ -45,29 +45,29 @@ def implementation_for(
     platform: str | None = None,
     **arguments: Any,
 ) -> Plan:
-    """Which implementation runs a call of `function`, forward and backward, and why.
+    """Return which implementation runs a call of `function`, forward and backward, and why.
 
-    Of that call alone: not whether plain code, which XLA fuses with what is round it, would take
-    longer. The call is traced, and not run. Under ``jax.vmap`` a batch of x is more rows: put its
-    size in front of `shape`. A batch of parameters, and gradients of parameters that are taken
-    inside ``jax.vmap`` (one for each example), are parameters of groups of rows, with the batch as
-    their first axis.
+    The call is traced, but not run. The plan does not say whether plain code, which XLA fuses with
+    its surroundings, would be slower. Under ``jax.vmap``, a batch of x is more rows: put its size
+    in front of `shape`. A batch of parameters, or of parameters' gradients taken inside
+    ``jax.vmap`` (one for each example), corresponds to parameters of groups of rows, with the batch
+    as their first axis.
 
     Args:
       function: name of a function of this package, such as ``"add_rms_norm"``.
-      shape, dtype: of x, or of logits; inside ``jax.shard_map``, of a shard.
-      platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; by default that of JAX's default
-        device. (Calls themselves never look at it: they decide when they are lowered.)
-      arguments: those of the function, by name; arrays among them, such as ``scale``, as
-        ``jax.ShapeDtypeStruct`` or as they are. Without a residual, a gate or labels, which the
-        function must have, x's shape and dtype and int32 are taken; without a weight, a square one;
-        without cos and sin, float32 tables of all columns, (length, 1, d / 2) for an x (...,
-        length, heads, d). The backward is that of all gradients but those of cos and sin.
+      shape, dtype: shape and dtype of x, or of logits; inside ``jax.shard_map``, those of a shard.
+      platform: ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; by default, the platform of JAX's
+        default device. (Calls do not depend on that device: they decide when they are lowered.)
+      arguments: arguments of the function, by name. Arrays, such as ``scale``, may be given as
+        ``jax.ShapeDtypeStruct``. Required arrays may be omitted: a residual or a gate is then like
+        x, labels are int32, a weight is square, and cos and sin are float32 tables of all columns,
+        (length, 1, d / 2) for an x (..., length, heads, d). The backward computes all gradients
+        except those of cos and sin.
 
     Returns:
       A :class:`Plan`: ``forward`` and ``backward``, each with ``name`` and ``reason``; its ``str``
       is two lines to print. Matmuls are XLA's. The plan of ``"rms_norm_linear"`` is that of its
-      norm, except for the kernel of both that ``implementation="mosaic"`` asks for, forward. The
+      norm, unless ``implementation="mosaic"`` requests the forward kernel of norm and matmul. The
       plan of a function of linear logits is that of a chunk of its logits.
 
     Raises:
@@ -91,7 +91,7 @@ def implementation_for(
     x_dtype = checks.dtype(caller, "dtype", dtype)
     try:
         x = jax.ShapeDtypeStruct(tuple(shape), x_dtype)
-        jax.eval_shape(jnp.zeros_like, x)  # which wants sizes, none of them negative
+        jax.eval_shape(jnp.zeros_like, x)  # raises for sizes that are negative or not integers
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{caller}: shape={shape!r}; expected a tuple of sizes, e.g. x.shape"
@@ -128,7 +128,7 @@ def implementation_for(
             return backends.choose(first.as_seen_by, platform)
         name = arguments["implementation"]
         backends.placed(function, name, [platform])
-        if first is None:  # A kernel that is no row operation's: the function has checked its name.
+        if first is None:  # Not a row operation's kernel: the function has checked its name.
             return backends.Choice(name, "asked for by name")
         return backends.forced(first.function, first.as_seen_by(name), name)
 
@@ -169,7 +169,7 @@ def _of_linear_logits(
 
 
 def calls_in(jaxpr: Any) -> Iterator[Call]:
-    """The calls that a jaxpr makes, also inside loops and `jax.checkpoint`, in their order."""
+    """Yield the calls in a jaxpr in order, including those in loops and `jax.checkpoint`."""
     for equation in jaxpr.eqns:
         if isinstance(equation.params.get("call"), Call):
             yield equation.params["call"]

@@ -289,7 +289,7 @@ def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results
 
 
 def linear_log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """The same for ``x @ weight + bias``: these logits are not rounded, but their gradient is."""
+    """``log p[label]`` and ``-sum p log p`` of ``x @ weight + bias``, with unrounded logits."""
     x, weight = given["x"], given["weight"]
     results, dlogits = _log_probs(x @ weight + given["bias"], given["labels"], d)
     of_products = dlogits.stored(dtype)
@@ -304,7 +304,7 @@ def linear_log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> 
 def _log_probs(
     x: Bounded, labels: np.ndarray, cotangents: list[Bounded]
 ) -> tuple[list[Bounded], Bounded]:
-    """The results of each row, with the columns as 1, and the gradient of x."""
+    """The results of each row, with size 1 for the columns, and the gradient of x."""
     loss, slope = _losses(x, labels)
     shifted = x - x.at(x.value.argmax(-1))
     exponentials = shifted.exp()
@@ -318,7 +318,7 @@ def _log_probs(
 
 
 def _losses(x: Bounded, labels: np.ndarray) -> tuple[Bounded, Bounded]:
-    """The loss of each row, with the columns as 1, and its derivative along x."""
+    """The loss of each row, with size 1 for the columns, and its derivative along x."""
     largest = x.at(x.value.argmax(-1))
     lse = (x - largest).exp().sum().log() + largest
     one_hot = np.arange(x.value.shape[-1]) == labels[..., None]

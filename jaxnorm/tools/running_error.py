@@ -1,9 +1,10 @@
 """Values in float64, each with a bound on the error of computing it: running error analysis.
 
-An operation's error is what its operands' errors become to first order, and its own rounding: a
-few units of the arithmetic's roundoff u, or, for a sum of n terms, some sqrt(n) u of the sum of
-their magnitudes (the errors of a random order of sums walk randomly). So a formula that is written
-once gives its value and what a computation of it, in whatever order, may be off by.
+An operation's error is the propagated error of its operands, to first order, plus its own rounding
+error. That is a few units of the arithmetic's roundoff u. For a sum of n terms, it is about
+sqrt(n) u times the sum of their magnitudes, because rounding errors in a random order add up like
+a random walk. A formula evaluated with these numbers gives its value, and a bound on the error of
+computing it in any order.
 
 Source: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, section 3.3.
 """
@@ -18,10 +19,10 @@ import numpy as np
 Axes = int | Sequence[int] | None
 Operand = Union["Bounded", np.ndarray, float]
 
-# By dtype: its unit roundoff, and half the spacing of its subnormals.
+# For each dtype, its unit roundoff and half the spacing of its subnormals.
 _STORED = {"bfloat16": (2.0**-8, 2.0**-134), "float32": (2.0**-24, 2.0**-150)}
 
-#: Times the expected error, where a bound has to hold for each of many elements.
+#: Factor of the expected error, so that the bound holds for each of many elements.
 _SAFETY = 4.0
 
 

@@ -1,7 +1,7 @@
 """The check of ``python -m jaxnorm --check``: every function on this machine, forward and backward.
 
-Values and gradients are held against `references`, in units of the bounds that belong to them: a
-result of more than 1 is wrong.
+Values and gradients are compared with `references`. Errors are in units of their error bounds, so
+that an error above 1 means a wrong result.
 """
 
 import dataclasses
@@ -28,15 +28,16 @@ from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, PARAMETE
 
 DTYPES = ("float32", "bfloat16")
 _WORKERS = min(8, os.cpu_count() or 1)
-# Kernels are lowered in Python, of which a process runs one thread at a time. A TPU is for one
-# process alone.
+# Several processes, because kernels are lowered in Python, which runs one thread at a time. Only
+# one process can use a TPU.
 _IN_PROCESSES = {"cuda"}
-# XLA would time matrix products in many forms, to take one; any is as right.
+# Skip XLA's autotuning of matmuls, which takes time and does not affect correctness.
 _OPTIONS = {"cuda": {"xla_gpu_autotune_level": "0"}}
 
-# Enough rows for all kernels; columns that are a multiple of 16 bytes, and no power of 2.
+# Enough rows for all kernels, and a number of columns that is a multiple of 16 bytes but not a
+# power of two.
 _X = (2, 128, 1000)
-# Heads of attention, which a rotation takes; its tables are of positions and pairs of columns.
+# Shapes of attention's heads, for a rotation, and of its tables: positions and pairs of columns.
 _HEADS = (2, 64, 4, 128)
 _ROWS, _FEATURES, _CLASSES = 256, 384, 1000
 
@@ -50,11 +51,11 @@ class Case:
 
     Attributes:
       function: its name.
-      reference: its results and gradients, of `references`.
-      shapes: of its operands, by name.
+      reference: function in `references` that returns its results and gradients.
+      shapes: shapes of its operands, by name.
       options: other arguments of the function and of the reference, which takes no
         ``implementation``.
-      note: what is special.
+      note: description of what is special about the case.
     """
 
     function: str
@@ -68,7 +69,7 @@ class Case:
 
 
 def _norm(function: str) -> tuple[Case, ...]:
-    """With all operands of its operation, but the bias that an RMSNorm seldom has."""
+    """Return a norm's case with all operands, except for an RMSNorm's bias, which is rare."""
     kinds = {name: OPERANDS[name] for name in OPERATIONS[FUNCTIONS[function].op].operands}
     if "table" in kinds.values():
         return _rotated_norm(function)
@@ -86,7 +87,7 @@ def _norm(function: str) -> tuple[Case, ...]:
 
 
 def _rotated_norm(function: str) -> tuple[Case, ...]:
-    """All columns of a head in both orders of pairs, and a part of them."""
+    """Return cases that rotate all columns, in both orders of pairs, or some of them."""
     _, length, _, cols = _HEADS
 
     def shapes(rotated: int) -> dict[str, tuple[int, ...]]:
@@ -193,7 +194,7 @@ class Outcome:
 
 
 def run() -> list[Outcome]:
-    """All cases in all dtypes."""
+    """Run all cases in all dtypes."""
     pairs = [_Pair(case, dtype) for case in CASES for dtype in DTYPES]
     with _pool() as pool:
         outcomes = pool.map(check, *zip(*pairs))
@@ -201,17 +202,17 @@ def run() -> list[Outcome]:
 
 
 def _pool() -> Executor:
-    """Workers that compile beside each other."""
+    """Return a pool of workers that compile in parallel."""
     platform = backends.local_platform()
     if platform not in _IN_PROCESSES:
         return ThreadPoolExecutor(_WORKERS)
-    # Spawned: a fork would share what JAX's threads hold.
+    # Spawned, because a fork would copy locks that JAX's threads hold.
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(_WORKERS, context, _start, (platform,))
 
 
 def _start(platform: str) -> None:
-    """A process that finds no such device fails, and does not check what runs on a CPU."""
+    """Start a worker, which fails if it finds no such device, instead of checking the CPU."""
     jax.config.update("jax_platforms", platform)
 
 
@@ -228,8 +229,8 @@ class Operands(NamedTuple):
 
     Attributes:
       floats: the operands that are differentiated, by name.
-      constants: the other ones.
-      cotangents: of the results.
+      constants: the other operands, by name.
+      cotangents: cotangents of the results.
     """
 
     floats: dict[str, jax.Array]
@@ -242,7 +243,7 @@ Passes = Callable[[Operands], tuple[list[jax.Array], dict[str, jax.Array]]]
 
 
 def passes(case: Case) -> Passes:
-    """The passes of a case, which are not compiled yet."""
+    """Return the passes of a case, not compiled."""
 
     def run(operands: Operands) -> tuple[list[jax.Array], dict[str, jax.Array]]:
         function = functools.partial(_results, case, constants=operands.constants)
@@ -279,13 +280,13 @@ def check(
     form: Callable[[Passes], Passes] = lambda run: run,
     read: Callable[[np.ndarray], np.ndarray] = lambda a: a,
 ) -> Outcome:
-    """The errors of all results, and of all gradients.
+    """Return the errors of all results and of all gradients.
 
-    Tests run the passes in another `form`, from whose results `read` makes those of the passes.
+    Tests transform the passes by another `form`; `read` then extracts the results of the passes.
     """
     options = _OPTIONS.get(backends.local_platform())
     both = jax.jit(form(passes(case)), compiler_options=options)
-    # Products of float32 are of float32, and not of TensorFloat-32, which a GPU would take.
+    # float32 matmuls must not use TensorFloat-32, which is the default on a GPU.
     with jax.default_matmul_precision("highest"):
         operands, given, along = operands_of(case, dtype)
         implementations = _implementations(both.trace(operands).jaxpr)
@@ -306,7 +307,7 @@ def check(
 
 
 def _is_differentiated(name: str, array: jax.Array) -> bool:
-    """Tables of a rotation have gradients, too, but in plain JAX: with them no kernel would run."""
+    """Return True for float operands except tables, whose gradients no kernel computes."""
     return jnp.issubdtype(array.dtype, jnp.floating) and OPERANDS.get(name) != "table"
 
 
@@ -317,7 +318,7 @@ def _implementations(program: Any) -> tuple[str, ...]:
 
 
 def _worst(computed: np.ndarray, expected: Bounded) -> float:
-    """The largest error in units of its bound; infinite where one of both is not finite."""
+    """Return the largest error in units of its bound; infinite if either is not finite."""
     computed = np.asarray(computed).astype(np.float64)
     value, bound = (a.reshape(computed.shape) for a in (expected.value, expected.error))
     finite = np.isfinite(value)
@@ -330,7 +331,7 @@ def _worst(computed: np.ndarray, expected: Bounded) -> float:
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
-    """A table of them."""
+    """Return a table of the outcomes."""
     header = ("function", "dtype", "forward, backward", "value", "gradient", "")
     lines = [header, *(outcome.cells for outcome in outcomes)]
     return table(lines, left=(0, 1, 2, 5))

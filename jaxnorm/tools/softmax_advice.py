@@ -1,4 +1,4 @@
-"""Advice on softmaxes: jaxnorm's saves its result alone, without exponentials and masks."""
+"""Advice on softmaxes: jaxnorm's saves only its result, without exponentials and masks."""
 
 from collections.abc import Iterator, Sequence
 
@@ -76,7 +76,7 @@ def _quotient(exponential: Value) -> Value | None:
 def _to_saved(result: Value, program: Program) -> list[Value] | None:
     """Return the copies of a softmax's result, up to the one that is saved.
 
-    If any but that one is used otherwise, or the softmax's axis takes part in a reshape, a softmax
+    If another copy has other users, or a reshape changes the softmax's axis, a softmax
     of copied logits does not have this result.
     """
     path = [result]

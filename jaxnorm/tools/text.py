@@ -8,7 +8,7 @@ _WIDTH = 30
 
 
 def table(lines: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> str:
-    """Columns side by side; those of `left` begin where the others end."""
+    """Return a table; the columns in `left` are left-aligned, the others right-aligned."""
     left = set(left)
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join(

@@ -1,7 +1,8 @@
-"""Wall time of a few calls beside XLA's, for ``python -m jaxnorm --check`` on a GPU.
+"""Wall time of a few calls, compared with XLA's, for ``python -m jaxnorm --check`` on a GPU.
 
-What a user's clock shows of jitted programs, one after the other, with the time that the host takes
-to start them: coarser than the kernel times of the repository's benchmarks, and rough below 50 us.
+It times jitted programs that run one after the other, including the time that the host takes to
+launch them. This is coarser than the kernel times of the repository's benchmarks, and inaccurate
+below 50 us.
 """
 
 import dataclasses
@@ -31,8 +32,8 @@ class Timed:
 
     Attributes:
       function: name of the public function.
-      shapes: of its operands, which are random. Labels are integers, cos and sin are float32.
-      dtype: of the other operands.
+      shapes: shapes of its operands, which are random. Labels are integers, cos and sin float32.
+      dtype: dtype of the other operands.
       options: its other arguments.
     """
 
@@ -42,7 +43,7 @@ class Timed:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
-        """As in `jaxnorm_kernels.timings`."""
+        """Return the name that `jaxnorm_kernels.timings` has for the call."""
         return " with ".join([self.function, *self.options])
 
     def dtype_of(self, operand: str) -> str:
@@ -53,7 +54,7 @@ class Timed:
         return functools.partial(getattr(jaxnorm, self.function), **self.options)
 
     def program(self, implementation: str | None) -> Callable[..., Any]:
-        """Forward and backward."""
+        """Return a program that runs forward and backward."""
 
         def both(operands: Operands, constants: Operands, cotangents: Any) -> Any:
             def function(operands: Operands) -> Any:
@@ -65,7 +66,7 @@ class Timed:
         return jax.jit(both)
 
     def cotangents(self, operands: Operands, constants: Operands) -> Any:
-        """Operands, too: a constant XLA folds into its own code alone."""
+        """Return cotangents. They are operands, because XLA would fold constants into its code."""
         results = jax.eval_shape(self.call, **operands, **constants)
         return jax.tree.map(lambda t: jnp.ones(t.shape, t.dtype), results)
 
@@ -93,9 +94,9 @@ CALLS = (
 
 
 def report() -> str:
-    """A table of times, of forward and backward together.
+    """Return a table of times, of forward and backward together.
 
-    Beside the time of Triton's kernels over XLA's is the one that made them the default.
+    For Triton's kernels, the last column is the speed-up because of which they are the default.
     """
     lines = [("function", "shape", "dtype", "default", "its time", "XLA's", "speed-up", "expected")]
     with ThreadPoolExecutor(len(CALLS)) as pool:  # to compile; all are ready before one is timed
@@ -112,7 +113,7 @@ def report() -> str:
 
 
 def _default(call: Timed) -> str:
-    """What runs the forward by default."""
+    """Return the implementation that runs the forward by default."""
     x, *others = call.shapes.items()
     arguments: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(shape, call.dtype_of(name)) for name, shape in others
@@ -122,7 +123,7 @@ def _default(call: Timed) -> str:
 
 
 def _ready(call: Timed) -> tuple[list[Callable[..., Any]], tuple[Any, ...]]:
-    """Ours and XLA's program, which have run, and their arguments."""
+    """Return jaxnorm's and XLA's program, each run once to compile it, and their arguments."""
     keys = iter(jax.random.split(jax.random.key(0), len(call.shapes)))
     operands: Operands = {}
     constants: Operands = {}
@@ -144,7 +145,7 @@ def _ready(call: Timed) -> tuple[list[Callable[..., Any]], tuple[Any, ...]]:
 def _times(
     programs: Sequence[Callable[..., Any]], arguments: tuple[Any, ...]
 ) -> tuple[float, float]:
-    """Seconds of a program: medians of batches that take turns, so that a slow spell hits both."""
+    """Return the seconds of both programs: medians of batches that alternate between them."""
     batches = [[_batch(p, *arguments) for p in programs] for _ in range(_BATCHES)]
     ours, xla = (statistics.median(times) for times in zip(*batches))
     return ours, xla

@@ -1,4 +1,4 @@
-"""The GPU at hand."""
+"""Query the local GPU."""
 
 import functools
 
@@ -7,9 +7,9 @@ import jax
 
 @functools.cache
 def local_capability() -> int | None:
-    """Compute capability of the NVIDIA GPU at hand, times ten; None where there is none."""
+    """Return the compute capability of the local NVIDIA GPU, times ten; None if there is none."""
     device = jax.local_devices()[0]
-    capability = getattr(device, "compute_capability", "")  # of an AMD GPU a name: "gfx942"
+    capability = getattr(device, "compute_capability", "")  # for AMD GPUs, a name: "gfx942"
     if device.platform != "gpu" or not capability.replace(".", "").isdigit():
         return None
     return round(10 * float(capability))

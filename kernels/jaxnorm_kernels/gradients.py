@@ -1,4 +1,4 @@
-"""The last steps of gradients: sums of partial sums, and two norms by the kernel of one."""
+"""The last steps of gradients: sums of partial sums, and two norms by single-norm kernels."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,13 +16,13 @@ def add_partials(
     dtypes: Sequence[np.dtype | None],
     groups: Sequence[int] | None = None,
 ) -> list[jax.Array | None]:
-    """The sums over the first axis of `partials`, ``(n, cols)`` each, in the parameters' dtypes.
+    """Sum `partials`, each ``(n, cols)``, over the first axis, in the parameters' dtypes.
 
-    All in one reduction, since two would be two kernels. A dtype of None stands for a parameter
-    that there is not, and has no partial.
+    A single reduction computes all sums, since two reductions would be two kernels. The dtype of an
+    absent parameter is None, and `partials` has no entry for it.
 
-    `groups` says how many groups of rows have a parameter of their own: one ``(groups, cols)`` has
-    as many sums, each over its part of the first axis. One that all rows share has a sum of all.
+    `groups` has the number of row groups of each parameter. A parameter ``(groups, cols)`` has as
+    many sums, each over its part of the first axis. If it is 1, the sum is over the whole axis.
     """
     counts = [1 if dtype is None else n for dtype, n in zip(dtypes, groups or [1] * len(dtypes))]
     most = max(counts)
@@ -56,7 +56,7 @@ def two_norms_bwd(
     cotangents: Results,
     spec: Spec,
 ) -> Operands:
-    """Run the backward of two norms and the sum between them by the backward of each norm.
+    """Compute the backward of two norms and the sum between them by two single-norm backwards.
 
     The dx of the second norm is the dy of the first.
     """

@@ -1,16 +1,15 @@
-"""The contract between the API and every implementation (``xla``, ``mosaic``, ``triton``).
+"""The interface between the API and its implementations (``xla``, ``mosaic``, ``triton``).
 
-An implementation is an :class:`Implementation`: a function for each pass, which runs every
+An implementation is an :class:`Implementation`: one function for each pass, which runs every
 operation of `operations.OPERATIONS`. It gets two-dimensional arrays ``(rows, cols)`` whose last
-axis is the normalised one, and one frozen :class:`~jaxnorm_kernels.specs.Spec` that says everything
-else about the call. It does not depend on autodiff, sharding or Flax. If ``takes_inner(spec)``, it
-also gets ``(outer, cols, inner)`` with ``Spec.inner``, the view that needs no transpose; its
-statistics are those of ``(outer, inner)``, flat.
+axis is normalised, and a frozen :class:`~jaxnorm_kernels.specs.Spec` that describes everything else
+about the call. It does not depend on autodiff, sharding or Flax. If ``takes_inner(spec)``, it also
+gets arrays ``(outer, cols, inner)`` with ``Spec.inner``, which need no transpose. Their statistics
+have the shape ``(outer * inner,)``.
 
-The ``xla`` implementation alone also takes arrays of any shape with ``Spec.axes``: XLA partitions
-them over a mesh as they are, where a reshape to rows could make it gather them. It alone has
-``tangent``, and a backward that takes the cotangents of the statistics: what forward mode and
-second derivatives ask for.
+Only the ``xla`` implementation takes arrays of any shape with ``Spec.axes``, because XLA might
+gather sharded arrays for a reshape to rows. Only it has a ``tangent``, and a backward that takes
+cotangents of the statistics, for forward mode and second derivatives.
 """
 
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import jax
 from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.specs import Spec, Stats
 
-# Arrays that every call of an operation has are typed without None.
+# The default of arrays whose type excludes None because every call of their operation has them.
 _ABSENT: Any = None
 
 
@@ -30,16 +29,16 @@ class Operands(NamedTuple):
 
     Attributes:
       x, residual, gate: ``(rows, cols)``.
-      scale, bias, next_scale, branch_scale: ``(cols,)``, or ``(n, cols)`` for groups of rows;
-        next_scale is the second norm's, branch_scale that of x in a sum.
-      mask, logits_bias: boolean and float, as `LogitsOptions.mask_rows` and
-        `SoftmaxOptions.logits_bias_rows` say, and so is the gradient of the bias. The xla
+      scale, bias, next_scale, branch_scale: ``(cols,)``, or ``(n, cols)`` for groups of rows.
+        next_scale is the second norm's scale, branch_scale the factor of x in a sum.
+      mask, logits_bias: boolean and float arrays with the shapes in `LogitsOptions.mask_rows` and
+        `SoftmaxOptions.logits_bias_rows`; the bias's gradient has the same shape. The xla
         implementation takes arrays that broadcast to x's shape by numpy's rules.
-      labels: of any integer dtype, ``(rows,)``.
+      labels: ``(rows,)``, of any integer dtype.
       positions: a boolean mask, ``(rows,)``.
-      cos, sin: as `NormOptions.table_rows` says, with a column for each pair of x's columns. The
-        xla implementation takes tables that broadcast to x's other axes, and returns their
-        gradients.
+      cos, sin: tables with rows as in `NormOptions.table_rows` and a column for each pair of x's
+        columns. The xla implementation takes tables that broadcast to x's other axes, and returns
+        their gradients.
     """
 
     x: jax.Array = _ABSENT
@@ -62,7 +61,7 @@ class Residuals(NamedTuple):
 
     Attributes:
       saved: the operand or result that `Spec.starts_from` names.
-      x: that of the norm before a sum, or of its scale.
+      x: the input of the norm before a sum, or the branch that branch_scale multiplies.
       stats: the row statistics.
       scale, bias, next_scale, mask, labels, cos, sin, gate, branch_scale: as in
         :class:`Operands`.
@@ -88,13 +87,12 @@ class Results(NamedTuple):
     """The results of a forward, or their tangents or cotangents. Absent ones are None.
 
     Attributes:
-      y: ``(rows, cols)`` in ``spec.y_dtype``, which a y that is the sum has in
-        ``spec.norm.residual_dtype``; of a loss, or a label's log-probability, that of each row,
-        ``(rows,)``.
-      h: the sum, in ``spec.norm.residual_dtype``, of which y is the norm as it is rounded. As a
-        cotangent of a plain norm, it is another cotangent of x.
+      y: ``(rows, cols)`` in ``spec.y_dtype``, or in ``spec.norm.residual_dtype`` if y is the sum.
+        For a loss or a label's log-probability, ``(rows,)``.
+      h: the sum, rounded to ``spec.norm.residual_dtype``; y is the norm of the rounded sum. As a
+        cotangent of a plain norm, it is an extra cotangent of x.
       stats: the row statistics, if ``spec.has_stats``.
-      entropy: of each row, ``(rows,)``, in ``spec.y_dtype``.
+      entropy: the entropy of each row, ``(rows,)``, in ``spec.y_dtype``.
     """
 
     y: jax.Array = _ABSENT
@@ -113,23 +111,23 @@ def _takes_no_inner(spec: Spec) -> bool:
 
 
 class Implementation(NamedTuple):
-    """The functions of a backend: the constant ``IMPLEMENTATION`` of its package.
+    """The functions of a backend, in the constant ``IMPLEMENTATION`` of its package.
 
     Attributes:
-      forward: returns the results that are in ``spec.outputs``; the others are None.
-      backward: returns the gradients, each in the dtype of its operand. A bias of logits has one if
-        the spec has its dtype. With a residual, the gradient of the residual is that of h, rounded
-        to its dtype. The gradient of x is this array in x's dtype, and the same array if both
-        dtypes agree. With two norms, the backward of the first may start from the gradient of the
-        residual before it is rounded, and so may the gradients of x and its branch_scale: a kernel
-        of both norms never stores it. Without y's cotangent they are the gradients of h's.
-      why_unsupported: None, or a sentence for the user that says why it cannot run a call.
-      why_not_default: None, or a sentence that says why the default leaves a call to ``xla``.
-      takes_inner: True if it takes the view of a call with ``spec.inner``.
-      platforms: the platforms that it can run on ("cpu", "cuda", "rocm", "tpu"); None for all.
-      caveat: None, or what is unknown about its kernels for a call on the GPU at hand.
-      tangent: of the xla implementation alone: returns the tangents of the results; a tangent of
-        None stands for 0. For a plain norm, h's tangent is x's.
+      forward: returns the results in ``spec.outputs``; the others are None.
+      backward: returns the gradients, each in the dtype of its operand. A bias of logits has a
+        gradient if the spec has its dtype. With a residual, the residual's gradient is that of h,
+        rounded to its dtype. The gradient of x is the same array if both dtypes agree; otherwise
+        it is cast to x's dtype. With two norms, a kernel never stores the residual's gradient, so
+        the first norm's backward may start from the unrounded one. The same holds for the gradients
+        of x and its branch_scale. If y has no cotangent, h's cotangent takes the gradient's place.
+      why_unsupported: returns a sentence for the user why it cannot run a call, or None.
+      why_not_default: returns a sentence why the default leaves a call to ``xla``, or None.
+      takes_inner: returns True if it takes the view of a call with ``spec.inner``.
+      platforms: returns its platforms ("cpu", "cuda", "rocm", "tpu"); None for all.
+      caveat: returns what is unknown about its kernels for a call on the local GPU, or None.
+      tangent: returns the tangents of the results, where a tangent of None is 0. For a plain norm,
+        h's tangent is x's. Only the xla implementation has this function.
     """
 
     forward: Callable[[Operands, Spec], Results]

@@ -1,6 +1,6 @@
-"""Everything static about one call of Mosaic's kernel of a norm and the product after it.
+"""`LinearSpec`, the static description of a call of Mosaic's kernel of a norm and a matmul.
 
-A forward alone::
+The kernel is a forward only::
 
     rms_norm_linear  y = activation(z),  z = rms_norm(x) weight + bias
 """
@@ -17,21 +17,21 @@ Activation = Literal["relu", "leaky_relu", "gelu", "silu"]
 
 @dataclasses.dataclass(frozen=True)
 class LinearSpec:
-    """Everything static about one call of a kernel of a norm and the product after it.
+    """The static description of a call of a kernel that fuses a norm and a matmul.
 
-    Since rms_norm(x) weight = rstd (x (G weight)) row by row, with G = scale + scale_offset, a
-    kernel need not write the normalised array.
+    With G = scale + scale_offset, rms_norm(x) weight = rstd (x (G weight)) in each row, so a kernel
+    need not store the normalised array.
 
     Attributes:
       rows, cols, features: x is ``(rows, cols)``, weight ``(cols, features)``.
-      x_dtype, weight_dtype: of these arrays.
-      product_dtype: to which the normalised x (or what stands for it in a kernel's product) and
-        weight are rounded. Sums are of `compute_dtype`.
-      y_dtype: of y, rounded to it once, from `compute_dtype`.
-      scale_dtype, bias_dtype: of ``(cols,)`` and ``(features,)``; None for one that is absent.
+      x_dtype, weight_dtype: dtypes of these arrays.
+      product_dtype: dtype of the matmul's operands, to which the normalised x (or the array that
+        a kernel multiplies instead) and weight are rounded. Sums are in `compute_dtype`.
+      y_dtype: dtype of y, which is rounded to it once.
+      scale_dtype, bias_dtype: dtypes of scale ``(cols,)`` and bias ``(features,)``; None if absent.
       epsilon, scale_offset: as in :class:`Spec`.
-      activation: that of `jax.nn` with its defaults, of z in `compute_dtype`; None for y = z.
-      precision: of the product, as ``jax.default_matmul_precision``.
+      activation: function of `jax.nn`, with its defaults, of z in `compute_dtype`; None for y = z.
+      precision: precision of the matmul, as ``jax.default_matmul_precision``.
     """
 
     op: ClassVar[Literal["rms_norm_linear"]] = "rms_norm_linear"
@@ -53,6 +53,6 @@ class LinearSpec:
 
     @property
     def compute_dtype(self) -> np.dtype:
-        """dtype of the product's sums and of z: float64 where an array of rows is, else float32."""
+        """dtype of the matmul's sums and of z: float64 if an array of rows is, else float32."""
         names = (self.x_dtype.name, self.product_dtype.name, self.y_dtype.name)
         return np.dtype(np.float64 if "float64" in names else np.float32)

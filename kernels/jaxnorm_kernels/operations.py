@@ -1,24 +1,24 @@
-"""What each operation takes, returns and keeps: the table from which all else is derived.
+"""The table of operations: what each takes, returns and saves. All else is derived from it.
 
 A softmax takes logits, z = logits_scale x + logits_bias::
 
     softmax          y = exp(z) / sum(exp(z))
     log_softmax      y = z - log(sum(exp(z)))
 
-A loss takes logits, z = softcap tanh(logits_scale x / softcap), a label of each row, and masks::
+A loss takes logits, z = softcap tanh(logits_scale x / softcap), a label for each row, and masks::
 
     cross_entropy           y = logsumexp(z) - sum(targets z) + z_loss logsumexp(z)^2
                             targets = (1 - label_smoothing) one_hot(label) + label_smoothing / cols
     log_prob_and_entropy    y = log(p[label])    entropy = -sum(p log(p))    p = softmax(z)
 
-A norm is fused with the residual addition beside it::
+A norm may be fused with the residual addition before or after it::
 
     norm             y = norm(x)
     add_norm         h = x + residual          y = norm(h)
     norm_add         y = residual + norm(x)
     norm_add_norm    h = residual + norm(x)    y = norm(h)
 
-Or with one that scales what it adds (LayerScale, adaLN-zero)::
+Or with an addition that scales its branch (LayerScale, adaLN-zero)::
 
     scaled_add_norm  h = residual + branch_scale x        y = norm(h)
 
@@ -26,13 +26,14 @@ Or with the rotation of a head's pairs of columns after it (RoPE)::
 
     norm_rope        y = rotation(norm(x), cos, sin)
 
-A plain norm may have an activation after it, y = activation(norm(x)): a static option, not an
-operation. Or with a gate, after it or before it::
+Or with a gate after or before it::
 
     norm_gated       y = norm(x) activation(gate)       or y = norm(x activation(gate))
 
-An operation has three passes. ``tan`` and ``bwd`` are linear in what follows the residuals, and
-each other's transpose::
+An activation after a plain norm, y = activation(norm(x)), is a static option and not an operation.
+
+An operation has three passes. ``tan`` and ``bwd`` are linear in the operands that follow the
+residuals, and each is the transpose of the other::
 
     pass    takes                      returns
     fwd     operands                   results, statistics
@@ -59,10 +60,10 @@ Op = Literal[
 ]
 Family = Literal["softmax", "loss", "norm"]
 
-#: What an operand or a result of a call is: an array of x's shape; a mask or a bias of logits, each
-#: broadcast to it; a statistic or a label of each row, over axes that are not normalised; a
-#: parameter, over those that are; a table of a rotation, over pairs of columns, and broadcast to
-#: the axes that are not normalised.
+#: The kind of an operand or a result. An "array" has x's shape; a mask or a bias of logits
+#: broadcasts to it. A statistic ("stat") or label has one number for each row. A parameter has the
+#: normalised axes. A table of a rotation has a number for each pair of columns, and broadcasts to
+#: the other axes.
 Kind = Literal[
     "array",
     "mask",
@@ -76,9 +77,9 @@ Kind = Literal[
 ]
 
 PARAMETERS: tuple[Kind, ...] = ("scale", "bias", "branch_scale")
-#: Whose gradients are sums over those elements of x that share one of theirs.
+#: Kinds that are shared by several elements of x, over which their gradients are summed.
 SHARED: tuple[Kind, ...] = (*PARAMETERS, "logits_bias", "table")
-#: Booleans and integers, which have no tangents.
+#: Kinds of booleans and integers, which have no tangents.
 CONSTANTS: tuple[Kind, ...] = ("mask", "label")
 
 #: The kind of each operand.
@@ -104,24 +105,24 @@ class Operation:
     """An entry of the table.
 
     Attributes:
-      operands: names of the arrays that the forward takes, in the order in which functions of the
-        package bind them; a call may lack any but x, residual and labels.
-      results: names and kinds of those that it returns. y is the output, h the sum that the second
-        step of a call normalises.
-      statistics: names of the numbers of each row that it returns for the derivative. mean is there
-        where a LayerNorm keeps its input.
-      saves: what the derivative starts from, with save="output" and with save="input".
-      starts_from_x: the derivative takes x beside it: that of the norm before the sum, or of its
-        scale.
-      keeps: operands that the derivative takes, too, and results beside y and h.
-      through_h: operands whose gradients h's cotangent is part of. A plain norm has no h, but may
-        be given another cotangent of x, which stands in its place.
-      norms: of a call's norms, those that there are: the one of x before a sum ("first"), and the
-        one that makes y ("last").
-      derivative: whose tangent and backward are its own, but for the residual's; None for its own.
-      has_kernels: False for one that is plain JAX's alone, whatever the device.
-      out_name, statistics_name: names of y, and of the statistics, for policies of
-        `jax.checkpoint`; h has y's where the derivative starts from it.
+      operands: names of the arrays that the forward takes, in binding order. A call must have x,
+        residual and labels; the others may be absent.
+      results: names and kinds of the arrays that it returns. y is the output. h is the sum that is
+        normalised.
+      statistics: names of the row statistics that it returns for the derivative. mean is present
+        only if a LayerNorm saves its input.
+      saves: the array that the derivative starts from, with save="output" and with save="input".
+      starts_from_x: the derivative also takes x, for the norm before the sum or for branch_scale.
+      keeps: further operands that the derivative takes, and results other than y and h.
+      through_h: operands to whose gradients h's cotangent contributes. A plain norm has no h, but
+        its backward may take an extra cotangent of x in h's place.
+      norms: the norms in a call: that of x before a sum ("first"), and that whose result is y
+        ("last").
+      derivative: the operation whose tangent and backward this one uses, except along the residual;
+        None if it has its own.
+      has_kernels: False if the operation exists in plain JAX only.
+      out_name, statistics_name: names of y and of the statistics for `jax.checkpoint` policies. h
+        has the name of y if the derivative starts from h.
     """
 
     family: Family
@@ -140,12 +141,12 @@ class Operation:
 
     @property
     def y_is_sum(self) -> bool:
-        """Whether y has the residual in it, and its dtype."""
+        """True if y includes the residual and has its dtype."""
         return "residual" in self.operands and "h" not in self.results
 
     @property
     def may_add_dh(self) -> bool:
-        """Whether a call has no h, but its backward may be given its cotangent: a plain norm."""
+        """True if the backward takes h's cotangent although a call has no h: for a plain norm."""
         return bool(self.through_h) and "h" not in self.results
 
     @property
@@ -181,7 +182,7 @@ _LOSS = Operation(
     operands=("x", "labels", "mask", "positions"),
     results={"y": "stat"},
     saves=("x", "x"),
-    keeps=("labels", "mask"),  # The statistics tell which rows have an entry.
+    keeps=("labels", "mask"),  # log_sum is -inf in rows without an entry.
     statistics=("max", "log_sum"),
     statistics_name="jaxnorm_lse",
 )
@@ -209,7 +210,7 @@ OPERATIONS: dict[Op, Operation] = {
         saves=("x", "x"),
         keeps=("scale",),
         statistics=("rstd",),
-        through_h=(),  # y has the sum; h is none of its own
+        through_h=(),  # y is the sum: there is no h
         norms=("first",),
         derivative="norm",
     ),
@@ -243,7 +244,7 @@ OPERATIONS: dict[Op, Operation] = {
     "norm_gated": dataclasses.replace(
         _NORM,
         operands=("x", "gate", "scale"),
-        saves=("x", "x"),  # the gate's derivative takes more than y
+        saves=("x", "x"),  # the gate's derivative cannot be computed from y
         keeps=("gate", "scale"),
         statistics=("rstd",),
         through_h=(),
@@ -257,8 +258,9 @@ class Function:
 
     Attributes:
       op: its operation.
-      subtract_mean: of a norm, whether it does.
-      gated: the operation of a call with a gate of the sum, where it takes one.
+      subtract_mean: True if it is a LayerNorm.
+      gated: the operation of a call with ``gate=``, which scales the branch that is added; None if
+        the function has no such argument.
     """
 
     op: Op
@@ -267,7 +269,7 @@ class Function:
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """All of its operations."""
+        """All operations of the function."""
         return (self.op,) if self.gated is None else (self.op, self.gated)
 
 

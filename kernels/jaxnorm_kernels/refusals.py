@@ -1,4 +1,4 @@
-"""Tables of sentences: why a kernel cannot, or should not, run a call."""
+"""Tables of the reasons why kernels cannot, or should not, run a call."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from jaxnorm_kernels.specs import Spec
 Table = tuple[tuple[str, Callable[[Spec], bool]], ...]
 LinearTable = tuple[tuple[str, Callable[[LinearSpec], bool]], ...]
 
-#: What no kernel here can do.
+#: Calls that no kernel supports.
 NO_KERNEL: Table = (
     ("there is no kernel of this operation yet", lambda s: not s.operation.has_kernels),
     (
@@ -45,7 +45,7 @@ NO_KERNEL: Table = (
     ),
 )
 
-#: What no kernel of rows, ``(rows, cols)``, can do.
+#: Calls that no kernel of two-dimensional arrays, ``(rows, cols)``, supports.
 NO_ROWS: Table = (
     *NO_KERNEL,
     (
@@ -65,11 +65,11 @@ NO_ROWS: Table = (
     ),
 )
 
-# "float32", say, is a precision that products of 16 bits have anyway: their factors are exact, and
-# summed in float32. But upper case names one algorithm.
+# 16-bit matmuls satisfy a precision such as "float32" anyway, since products of 16-bit numbers are
+# exact and summed in float32. A name in upper case requests a particular algorithm.
 _ALGORITHMS = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
 
-#: What no kernel here can do of a norm and the product after it.
+#: Calls of a norm and a matmul that no kernel supports.
 NO_PRODUCT: LinearTable = (
     (
         "its kernels need sizes that are known when the call is traced, not symbolic ones",
@@ -105,10 +105,11 @@ NO_PRODUCT: LinearTable = (
     ),
 )
 
-# Up to here a forward pass of a norm takes a GPU a few microseconds, and the host as long.
+# Up to this size, the forward pass of a norm takes a few microseconds on a GPU, no more than the
+# host takes to launch it.
 _SMALL_BYTES = 4 * 2**20
 
-#: What no kernel here should do, though it can: measured in programs, not alone
+#: Calls that kernels support but XLA fuses better: measured inside larger programs
 #: (`python -m benchmarks.run stacks blocks`).
 BETTER_FUSED: Table = (
     (
@@ -129,10 +130,10 @@ BETTER_FUSED: Table = (
 
 
 def first(table: Table, spec: Spec) -> str | None:
-    """The first sentence that applies to `spec`, if there is one.
+    """Return the first reason that applies to `spec`, or None.
 
-    A backward with a residual is that of each norm in it, in one kernel or two: what holds for
-    theirs holds for it.
+    A backward with a residual consists of the backward of each of its norms, in one kernel or two,
+    so the reasons that apply to one of these norms apply to it.
     """
     has_residual = spec.direction == "bwd" and spec.norm.residual_dtype is not None
     specs = [spec, *(spec.norms if has_residual else [])]
@@ -140,5 +141,5 @@ def first(table: Table, spec: Spec) -> str | None:
 
 
 def first_of_linear(table: LinearTable, spec: LinearSpec) -> str | None:
-    """The first sentence that applies to `spec`, if there is one."""
+    """Return the first reason that applies to `spec`, or None."""
     return next((reason for reason, applies in table if applies(spec)), None)

@@ -1,4 +1,4 @@
-"""Everything static about one call of an implementation."""
+"""`Spec`, the static description of one pass of a call, as an implementation receives it."""
 
 import dataclasses
 import functools
@@ -13,24 +13,24 @@ from jaxnorm_kernels.operations import OPERANDS, OPERATIONS, Family, Op, Operati
 Direction = Literal["fwd", "tan", "bwd"]
 Save = Literal["output", "input"]
 Activation = Literal["silu", "gelu", "relu", "leaky_relu", "sigmoid"]
-#: Those that a plain norm may have after it.
+#: Activations that a plain norm may have after it.
 NormActivation = Literal["silu", "gelu", "relu"]
 Name = Literal["xla", "mosaic", "triton"]
 
 #: dtypes that every function takes and returns.
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
-#: Row statistics that a norm's backward needs: ``(rstd,)`` or ``(rstd, mean)``, each ``(rows,)``
-#: in the arithmetic dtype; empty unless ``spec.has_stats``. Of two norms, each one's rstd.
-#: Of a cross-entropy ``(m, log_s)``, the maximum of what a row keeps and log(sum(exp(x - m))); the
-#: log-sum-exp is their sum. log_s is -inf, the logarithm of nothing, for a row without an entry,
-#: and NaN for one whose label is none of its columns.
+#: Row statistics that a backward needs, each ``(rows,)`` in the arithmetic dtype; empty unless
+#: ``spec.has_stats``. A norm has ``(rstd,)`` or ``(rstd, mean)``; two norms have one rstd each.
+#: A cross-entropy has ``(m, log_s)``: the maximum of a row's unmasked entries, and
+#: log(sum(exp(x - m))). Their sum is the log-sum-exp. log_s is -inf for a row without an entry,
+#: and NaN for a row whose label is not one of its columns.
 Stats = tuple[jax.Array, ...]
 
-# Below this magnitude a scale is raised to it in the forward of an output-saving norm, so that y
-# still carries x_hat for the backward. Small enough to vanish in any sum with ordinary numbers;
-# large enough that 1 / floor**2, which second derivatives need, is finite. float16 has no such
-# room.
+# The forward of an output-saving norm raises smaller scales to this magnitude, so that the backward
+# can recover x_hat from y. It is small enough to vanish in any sum with ordinary numbers, and large
+# enough that 1 / floor**2, which second derivatives need, is finite. float16's range has no such
+# number.
 _SCALE_FLOOR = {"bfloat16": 2.0**-60, "float32": 2.0**-60, "float64": 2.0**-500}
 
 
@@ -39,8 +39,8 @@ class Shared:
     """The map from rows of x to rows of a mask, a bias or tables that are broadcast to x.
 
     Attributes:
-      segments: the axes of x's rows, each with its size and whether the operand has it: those that
-        are neighbours and alike as one. A row's index in the operand is that along its own axes.
+      segments: the axes of x's rows, each with its size and whether the operand has it. Adjacent
+        axes of the same sort are merged. The operand's row index runs over the axes that it has.
       has_columns: the operand is ``(n, cols)``; else ``(n, 1)``, a value for each row.
     """
 
@@ -59,7 +59,7 @@ class Shared:
 
     @property
     def run(self) -> int:
-        """Number of consecutive rows of x that have consecutive rows of the operand, or one."""
+        """Number of consecutive rows of x that use consecutive rows of the operand, or one row."""
         return self.segments[-1][0] if self.segments else 1
 
 
@@ -77,22 +77,23 @@ class NormOptions:
       epsilon: added to the variance (or mean square) under the root.
       subtract_mean: True for LayerNorm, False for RMSNorm.
       scale_offset: added to ``scale`` in the arithmetic dtype (1.0 for Gemma's ``1 + w``).
-      saved: which array the backward starts from; with two norms, that of the second norm. The
-        backward of the first norm starts from x.
-      activation: a function of `jax.nn`, with its defaults, of the gate or of a plain norm that
-        saves its input: y = activation(norm(x)). None for y = norm(x).
-      norm_before_gate: y = norm(x) activation(gate), and not the norm of x activation(gate).
-      rotated: how many columns, the first ones, are rotated.
-      interleaved: a pair is columns 2i and 2i + 1, and not i and i + rotated / 2.
-      table_rows: which row of the tables belongs to a row of x.
-      wide: the arithmetic is float64 although no array of rows is. This is one norm of a call with
-        a residual, where another array of the call is float64.
-      scale_groups, bias_groups, branch_scale_groups: 1 for a parameter ``(cols,)`` of all rows; n
-        for one ``(n, cols)``, each of whose rows belongs to ``rows / n`` consecutive rows.
+      saved: which array the backward starts from. With two norms, this applies to the second one;
+        the backward of the first norm starts from x.
+      activation: a function of `jax.nn`, with its defaults, applied to the gate or to a plain norm
+        that saves its input: y = activation(norm(x)). None for y = norm(x).
+      norm_before_gate: True for y = norm(x) activation(gate), False for norm(x activation(gate)).
+      rotated: number of leading columns that are rotated.
+      interleaved: a pair is columns 2i and 2i + 1; else columns i and i + rotated / 2.
+      table_rows: the map from rows of x to rows of the tables.
+      wide: the arithmetic is float64 although no array of this norm is: another array of the same
+        call is float64.
+      scale_groups, bias_groups, branch_scale_groups: 1 for a parameter ``(cols,)`` that all rows
+        share; n for one of shape ``(n, cols)``, each row of which belongs to ``rows / n``
+        consecutive rows.
       scattered: a parameter belongs to groups of rows that are not consecutive, or is broadcast
         along normalised axes.
-      inner_params: scale and bias are ``(inner,)``, or ``(n, inner)`` for n groups of consecutive
-        outer indices, and not of columns.
+      inner_params: scale and bias belong to the inner axis instead of columns: ``(inner,)``, or
+        ``(n, inner)`` for n groups of consecutive outer indices.
     """
 
     scale_dtype: np.dtype | None = None
@@ -124,10 +125,10 @@ class LogitsOptions:
     """Options of a function of logits.
 
     Attributes:
-      has_mask: a mask of columns comes with the call.
-      mask_rows: which row of the mask belongs to a row of x. None if there is no mask, or its
-        columns are neither all there nor all broadcast.
-      logits_scale: x is multiplied by it.
+      has_mask: the call has a mask of columns.
+      mask_rows: the map from rows of x to rows of the mask. None if there is no mask, or if it is
+        broadcast along some of the normalised axes but not all.
+      logits_scale: factor of x.
     """
 
     has_mask: bool = False
@@ -142,13 +143,13 @@ class SoftmaxOptions(LogitsOptions):
     Attributes:
       logits_bias_dtype: dtype of the bias that is added to the logits, and of its gradient. None
         for no bias, and for a backward that does not return its gradient.
-      logits_bias_shape: shape of the bias: that of the whole x, with 1 where it is broadcast.
+      logits_bias_shape: shape of the bias: x's shape, with 1 where it is broadcast.
       logits_bias_rows: as `LogitsOptions.mask_rows`, for the bias.
-      masked_logit: the value of a masked logit. With -inf, it takes no part, and a row without
-        unmasked logits is 0. With a finite number, it takes part, without a gradient.
-      causal: column j of row i of a matrix takes part if j <= i.
-      queries: rows of a matrix, for ``causal``.
-      queries_over: mesh axes that the axis before ``axes`` is sharded over, for ``causal``.
+      masked_logit: the value of a masked logit. -inf excludes it, and a row without unmasked logits
+        is 0. A finite number is included as a constant.
+      causal: column j of row i of a matrix is included if j <= i.
+      queries: number of rows of a matrix, for ``causal``.
+      queries_over: mesh axes over which the axis before ``axes`` is sharded, for ``causal``.
     """
 
     logits_bias_dtype: np.dtype | None = None
@@ -165,11 +166,11 @@ class LossOptions(LogitsOptions):
     """Options of a loss.
 
     Attributes:
-      has_positions: a mask of rows comes with the call. The loss is 0 where it is False.
+      has_positions: the call has a mask of rows. The loss is 0 where it is False.
       label_smoothing, z_loss: as in the equation of a cross-entropy.
       logit_softcap: c, if the logits are c tanh(logits_scale x / c); None for no cap.
-      padding: how many of the last columns are no classes; their dx is 0.
-      gradient_dtype: dtype of dx, in a backward after which nothing reads x; None for any other
+      padding: number of trailing columns that are padding and not classes; their dx is 0.
+      gradient_dtype: dtype of dx, for a backward after which nothing reads x. None for any other
         backward, whose dx is in x_dtype.
     """
 
@@ -192,31 +193,32 @@ _NO_NORM, _NO_SOFTMAX, _NO_LOSS = NormOptions(), SoftmaxOptions(), LossOptions()
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """Everything static about one pass of a call, for an implementation.
+    """The static description of one pass of a call, for an implementation.
 
     Attributes:
       op: ``"norm"`` is LayerNorm and RMSNorm: one kernel with the switch ``subtract_mean``.
       direction: the pass: ``"fwd"`` (forward), ``"tan"`` (tangent) or ``"bwd"`` (backward).
       rows, cols: shape of the two-dimensional view; ``cols`` is the normalised length.
       x_dtype: dtype of the input; the backward returns dx in it.
-      y_dtype: dtype of the output; the cotangent dy arrives in it. Of a cross-entropy, its loss.
-      outputs: names of those results and statistics of the forward that this pass has. The forward
+      y_dtype: dtype of the output, such as a cross-entropy's loss, and of its cotangent dy.
+      outputs: names of the forward's results and statistics that this pass includes. The forward
         returns them, the tangent returns their tangents, and the backward takes their cotangents.
-        If y is not among them, a forward is a sum of which only the xla implementation computes no
-        norm, and a backward starts from the cotangent of h alone. A plain norm has no h: its
-        backward adds this cotangent to dx, and h's tangent is x's.
-      options: what the operation's family has.
+        Without y, a forward is only a sum (the xla implementation skips the norm), and a backward
+        starts from the cotangent of h alone. A plain norm has no h: its backward adds this
+        cotangent to dx, and h's tangent is x's.
+      options: options of the operation's family.
       wrt: names of the operands that have a tangent (``"tan"``) or a gradient (``"bwd"``). A kernel
-        may return gradients of other operands, too.
-      axes: the normalised axes of the arrays: the last one, but for the xla implementation.
-      moved_axis: the two-dimensional view needs a transpose, in and out.
-      inner: above 1, arrays are as `strided` says, normalised over the middle axis: for an
-        implementation whose `takes_inner` is True.
-      inner_cols: of the `cols` elements of a row, those that are neighbours on the inner axis:
-        GroupNorm's channels of a group. Statistics are then ``(outer * inner / inner_cols,)``.
-      cols_over: mesh axes (inside ``jax.shard_map``) that the columns are sharded over, of which
-        there are ``cols`` in all; for the xla implementation alone.
-      axes_over: the same for each of ``axes``: where a label's column is.
+        may also return gradients of other operands.
+      axes: the normalised axes of the arrays. Only the xla implementation gets other axes than the
+        last one.
+      moved_axis: the two-dimensional view needs a transpose of operands and results.
+      inner: if above 1, arrays have the shape `strided`, normalised over the middle axis. Only an
+        implementation whose `takes_inner` is True gets such a spec.
+      inner_cols: how many of a row's `cols` elements are adjacent on the inner axis: GroupNorm's
+        channels of a group. Statistics then have the shape ``(outer * inner / inner_cols,)``.
+      cols_over: mesh axes (inside ``jax.shard_map``) over which the columns are sharded; ``cols``
+        counts all shards. Only the xla implementation takes it.
+      axes_over: the same for each of ``axes``, to locate a label's column.
     """
 
     op: Op
@@ -275,7 +277,7 @@ class Spec:
         return OPERATIONS[self.op]
 
     def has(self, operand: str) -> bool:
-        """Whether the call has this operand of its operation, or result that it keeps."""
+        """Return True if the call has this operand, or this result that the derivative takes."""
         match operand:
             case "x" | "labels" | "cos" | "sin" | "entropy":
                 return True
@@ -285,7 +287,7 @@ class Spec:
                 return self.dtype(operand) is not None
 
     def dtype(self, operand: str) -> np.dtype | None:
-        """The dtype of a float operand; None for an absent one."""
+        """Return the dtype of a float operand; None if it is absent."""
         match operand:
             case "x":
                 return self.x_dtype
@@ -320,7 +322,7 @@ class Spec:
 
     @functools.cached_property
     def operand_waits(self) -> bool:
-        """Whether what is beside x is used after the norm of x, whose statistics it waits for."""
+        """True if the operand beside x is used only after the statistics of x are known."""
         return self.norm.norm_before_gate or "first" in self.operation.norms
 
     def _dtypes_of_arrays(self, names: tuple[str, ...]) -> list[np.dtype]:
@@ -339,9 +341,9 @@ class Spec:
 
     @functools.cached_property
     def compute_dtype(self) -> np.dtype:
-        """dtype of the arithmetic: float64 where an array of rows is float64, else float32.
+        """dtype of the arithmetic: float64 if an array of rows is float64, else float32.
 
-        Of both norms of a call, whichever the array belongs to: its statistics are of one dtype.
+        Both norms of a call use the same one, so that all statistics have one dtype.
         """
         arrays = (*self.operand_dtypes, self.y_dtype, self.softmax.logits_bias_dtype)
         # By name: numpy takes None for float64.
@@ -350,28 +352,28 @@ class Spec:
 
     @functools.cached_property
     def logit_factor(self) -> float:
-        """The factor of a loss's logits: x times it, or a tanh times the cap."""
+        """The outer factor of a loss's logits: the scale of x, or the cap of a tanh."""
         return (
             self.logits.logits_scale if self.loss.logit_softcap is None else self.loss.logit_softcap
         )
 
     @functools.cached_property
     def drops_masked(self) -> bool:
-        """True if masked entries take no part."""
+        """True if masked entries are excluded, and not included as a constant."""
         return self.softmax.masked_logit == -math.inf
 
     @functools.cached_property
     def renormalises(self) -> bool:
         """True if softmax's derivative divides by sum(y), because y is rounded to 16 bits.
 
-        Where a row is nearly one-hot, the terms of d - sum(d y) cancel, and the rounding of y would
-        remain: |d| / 512 in bfloat16.
+        If a row is nearly one-hot, the terms of d - sum(d y) cancel, and the rounding error of y
+        would remain: |d| / 512 in bfloat16.
         """
         return self.op == "softmax" and self.y_dtype.itemsize < 4
 
     @functools.cached_property
     def drops_entries(self) -> bool:
-        """True if some entries of a softmax may take no part."""
+        """True if some entries of a softmax may be excluded."""
         return self.softmax.causal or (self.logits.has_mask and self.drops_masked)
 
     @functools.cached_property
@@ -392,27 +394,27 @@ class Spec:
 
     @functools.cached_property
     def is_softmax(self) -> bool:
-        """Whether it is softmax or log_softmax."""
+        """True for softmax and log_softmax."""
         return self.operation.family == "softmax"
 
     @functools.cached_property
     def is_norm(self) -> bool:
-        """Whether it is LayerNorm or RMSNorm, alone or with a residual."""
+        """True for LayerNorm and RMSNorm, with or without fused operations."""
         return self.operation.family == "norm"
 
     @functools.cached_property
     def is_loss(self) -> bool:
-        """Whether it has labels."""
+        """True for operations with labels."""
         return self.operation.family == "loss"
 
     @functools.cached_property
     def returns_entropy(self) -> bool:
-        """Whether the entropy of each row is a result."""
+        """True if the entropy of each row is a result."""
         return "entropy" in self.operation.results
 
     @functools.cached_property
     def normalises_h(self) -> bool:
-        """Whether y is the norm of the sum h, which is returned too."""
+        """True if y is the norm of the sum h, and both are results."""
         return "h" in self.operation.results
 
     @functools.cached_property
@@ -423,7 +425,7 @@ class Spec:
 
     @functools.cached_property
     def groups(self) -> int:
-        """Number of groups of rows that have parameters of their own."""
+        """Number of groups of rows with separate parameters."""
         return max(self.norm.scale_groups, self.norm.bias_groups, self.norm.branch_scale_groups)
 
     @functools.cached_property
@@ -435,26 +437,26 @@ class Spec:
 
     @functools.cached_property
     def clips_x_hat(self) -> bool:
-        """Whether a kernel must hold x_hat = z / G, recovered from the output, to its true bound.
+        """True if a kernel must clip x_hat = z / G, recovered from the output, to its true bound.
 
-        A bias adds its rounding to z, and without a floor G may be so small that y rounds to a few
-        units of its smallest number. Else z / G is x_hat but for y's rounding.
+        A bias adds a rounding error to z. Without a floor, G may be so small that y rounds to a few
+        units of its smallest number. Otherwise, z / G is x_hat up to the rounding of y.
         """
         vanishes = self.norm.scale_dtype is not None and self.scale_floor is None
         return self.norm.saved == "output" and (self.norm.bias_dtype is not None or vanishes)
 
     @functools.cached_property
     def reads_bias(self) -> bool:
-        """Whether a norm's backward takes the bias: to find x_hat, or what was activated."""
+        """True if a norm's backward takes the bias, to recover x_hat or the activation's input."""
         has_use = self.norm.saved == "output" or self.norm.activation is not None
         return has_use and self.norm.bias_dtype is not None
 
     @functools.cached_property
     def y_limit(self) -> float | None:
-        """The largest y that is stored: a backward takes it for one that overflowed; None for y.
+        """The limit to which the backward clips a saved y that may have overflowed; None for none.
 
-        float16 ends at 65504, which x_hat G may exceed. What is bounded, such as a tanh, has a
-        cotangent of 0 there, and 0 inf would be NaN in the mean of a whole row.
+        float16 ends at 65504, which x_hat G may exceed. A bounded function of y, such as a tanh,
+        has a cotangent of 0 there, and 0 * inf would make the mean of a whole row NaN.
         """
         grows = self.norm.scale_dtype is not None or self.norm.bias_dtype is not None
         stored = self.norm.saved == "output" and self.y_dtype.name == "float16"
@@ -462,7 +464,7 @@ class Spec:
 
     @functools.cached_property
     def returns_mean(self) -> bool:
-        """Whether the norm's statistics include the row means (a saved-input LayerNorm)."""
+        """True if the statistics include the row means, as for a LayerNorm that saves its input."""
         return self.norm.subtract_mean and self.norm.saved == "input"
 
     @functools.cached_property
@@ -480,15 +482,15 @@ class Spec:
 
     @functools.cached_property
     def first(self) -> "Spec":
-        """The norm of x, before the addition of a residual: it keeps x."""
+        """The norm of x, before the addition of a residual. It saves x."""
         changes: dict[str, Any] = {}
         if self.norm.residual_dtype is not None:
-            changes["y_dtype"] = self.norm.residual_dtype  # that of its cotangent
+            changes["y_dtype"] = self.norm.residual_dtype  # the dtype of its cotangent
         return self._one_norm(("y",), saved="input", **changes)
 
     @functools.cached_property
     def last(self) -> "Spec":
-        """The norm of h, or of x where nothing is added before it; of no norm, the call itself."""
+        """The norm of h, or of x if nothing is added before it. Otherwise, the call itself."""
         if not self.is_norm:
             return self
         changes: dict[str, Any] = {}
@@ -501,7 +503,7 @@ class Spec:
 
     @functools.cached_property
     def norms(self) -> list["Spec"]:
-        """The norms of a call, in their order."""
+        """The norms of a call, in order."""
         each = {"first": lambda: self.first, "last": lambda: self.last}
         return [each[name]() for name in self.operation.norms]
 

@@ -1,9 +1,9 @@
-"""Times of the Triton kernels over XLA's: they decide where the kernels are the default.
+"""Times of the Triton kernels relative to XLA's, which decide whether a kernel is the default.
 
 The kernels are the default on Ampere, Ada and RTX 50, on which nothing was timed. They were
 compiled and scheduled for an A100 and timed on an H100, which runs code for an A100.
 `python -m benchmarks.triton_defaults` makes the table from the committed results, and
-`tests/test_triton_defaults.py` holds the two together.
+`tests/test_triton_defaults.py` checks that they agree.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ LIMIT = 0.8
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """A kernel's time over that of XLA's code, forward and backward together.
+    """A kernel's time divided by that of XLA's code, forward and backward together.
 
     Attributes:
       ratio: the median over the shapes and dtypes that were timed.
-      least, most: the range.
+      least, most: the smallest and the largest ratio.
     """
 
     ratio: float
@@ -38,7 +38,7 @@ class Timing:
         return f"{self.ratio:.2f} of XLA's time ({self.least:.2f} to {self.most:.2f})"
 
 
-#: By function, as `name_of` names a call of it.
+#: Timings by the names that `name_of` returns.
 TIMINGS: dict[str, Timing] = {
     "softmax": Timing(0.7, 0.51, 0.72),
     "log_softmax": Timing(0.82, 0.65, 0.84),
@@ -62,7 +62,7 @@ TIMINGS: dict[str, Timing] = {
 
 
 def name_of(spec: Spec) -> str:
-    """The public function that makes a call, and the first of these options that it has."""
+    """Return the name of a call's public function, with the first of these options that it has."""
     norm = spec.norm
     functions = {
         name: function

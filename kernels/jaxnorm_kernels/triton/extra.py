@@ -1,7 +1,8 @@
-"""What the kernels need besides JAX: whether it is here, and whether its versions fit.
+"""Checks that Triton and jax-triton are installed in versions that fit together.
 
-An unfit pair fails late and in the dark: with a Triton that is too old, jax-triton replaces its
-NVIDIA backend by an empty class, which raises when the first kernel is compiled.
+Without these checks, versions that do not fit fail late and obscurely: with a Triton that is too
+old, jax-triton replaces its NVIDIA backend by an empty class, which raises when the first kernel is
+compiled.
 """
 
 import importlib
@@ -15,15 +16,15 @@ from jaxnorm_kernels.triton import support
 
 _MEND = 'from a checkout of jaxnorm: pip install -e ".[triton]"'
 
-# The first that takes None for an array that a kernel does without.
+# The first jax-triton that accepts None for an absent array.
 _JAX_TRITON = (0, 4, 1)
 
-# Those that jax-triton imports, and whose lack it takes for the lack of a backend.
+# Names that jax-triton imports from Triton 3.7; if they are missing, it assumes no NVIDIA backend.
 _NAMES_OF_3_7 = ("TMA_TF32", "TMA_DTYPE_DEVICE_TO_HOST")
 
 
 def check() -> None:
-    """ImportError with the fix where Triton or jax-triton is missing or too old."""
+    """Raise ImportError, with the fix, if Triton or jax-triton is missing or too old."""
     try:
         driver = importlib.import_module("triton.backends.nvidia.driver")
     except ImportError as error:
@@ -47,7 +48,7 @@ def check() -> None:
 
 
 def check_cuda() -> None:
-    """ImportError with the fix where JAX cannot make a CUDA program with Triton kernels in it."""
+    """Raise ImportError, with the fix, if JAX cannot lower Triton kernels for CUDA."""
     if not support.can_lower():
         raise ImportError(
             "Triton kernels are lowered with JAX's CUDA plugin, which is not installed; "
@@ -56,10 +57,10 @@ def check_cuda() -> None:
 
 
 def _mend_dead_code_elimination() -> None:
-    """Leaves dead calls of jax-triton to JAX's own rule, where JAX cannot call jax-triton's.
+    """Remove jax-triton's dead-code rule if JAX cannot call it.
 
-    JAX 0.12 gives such a rule three arguments; that of jax-triton 0.4.1 takes two, so that any
-    traced kernel raises a TypeError. JAX's own drops calls whose results nobody reads.
+    JAX 0.12 calls these rules with three arguments, but jax-triton 0.4.1's takes two, so that every
+    traced kernel raises a TypeError. JAX's default rule drops calls whose results are unused.
     """
     from jax_triton.triton_lib import triton_kernel_call_p
 

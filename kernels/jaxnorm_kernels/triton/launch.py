@@ -1,4 +1,4 @@
-"""How a Triton kernel becomes a JAX call."""
+"""Launch Triton kernels from JAX."""
 
 import dataclasses
 import functools
@@ -13,19 +13,19 @@ from jaxnorm_kernels import launching
 from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.triton import extra
 
-# Triton would write PTX for the newest CUDA that it knows; this is what CUDA 12.8 reads. Fusion
-# (x * y + z with one rounding) is its default, which is about to change.
+# PTX 8.7, which CUDA 12.8 accepts: Triton would emit PTX for the newest CUDA that it supports. FP
+# fusion (x * y + z with one rounding) is Triton's default, which is about to change.
 _OPTIONS = {"ptx_version": 87, "enable_fp_fusion": True}
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What a launch depends on.
+    """The properties of a GPU that launches depend on.
 
     Attributes:
       capability: compute capability, times ten.
-      sms: multiprocessors.
-      smem: bytes of shared memory that a program may have.
+      sms: number of multiprocessors.
+      smem: bytes of shared memory available to a program.
     """
 
     capability: int
@@ -33,16 +33,17 @@ class Gpu:
     smem: int
 
 
-# What is lowered for where no GPU is at hand.
+# The GPU that code is lowered for if there is no local GPU.
 AMPERE = Gpu(capability=80, sms=108, smem=163 * 1024)  # A100
 
-# Of GPUs since Ampere, for one that does not say: that of capability 8.6 and 8.9.
+# The smallest shared memory of GPUs since Ampere (capability 8.6 and 8.9), for a GPU that does not
+# report its own.
 _LEAST_SMEM = 99 * 1024
 
 
 @functools.cache
 def local_gpu() -> Gpu:
-    """The GPU at hand; an A100 where there is none."""
+    """Return the local GPU; an A100 if there is none."""
     device = jax.local_devices()[0]
     capability = local_capability()
     if capability is None:
@@ -64,14 +65,14 @@ def launch(
     registers: int,
     **arguments: Any,
 ) -> list[jax.Array]:
-    """Runs `kernel` on a grid of programs and returns its outputs, those that are not None.
+    """Launch `kernel` on a grid of programs and return its outputs without those that are None.
 
     Args:
-      outputs: by the name of the kernel's parameter; None for one that is not wanted.
-      warps: of 32 threads, in a program.
-      registers: that a thread may have.
-      arguments: arrays, sizes and compile-time constants, by the name of the kernel's parameter.
-        An array may be None, and the kernel is compiled without it.
+      outputs: types of the outputs by the kernel's parameter names; None to omit an output.
+      warps: warps of 32 threads in a program.
+      registers: register limit of a thread.
+      arguments: arrays, sizes and compile-time constants, by the kernel's parameter names. If an
+        array is None, the kernel is compiled without it.
     """
     absent = {key: None for key, out in outputs.items() if out is None}
     results = run(
@@ -89,7 +90,7 @@ def launch(
 
 
 def run(**call: Any) -> list[jax.Array]:
-    """The one place that calls jax-triton."""
+    """Call jax-triton; nothing else does."""
     extra.check_cuda()
     with launching.settings():
         results: list[jax.Array] = jax_triton.triton_call(**call)
@@ -97,7 +98,7 @@ def run(**call: Any) -> list[jax.Array]:
 
 
 def _vary_like(arguments: Mapping[str, Any], result: jax.Array) -> jax.Array:
-    """Inside `jax.shard_map` an output varies over the mesh axes that the inputs vary over."""
+    """Cast a result inside `jax.shard_map` to vary over all mesh axes that the inputs vary over."""
     arrays = [a for a in arguments.values() if isinstance(a, jax.Array)]
     axes = sorted({axis for a in arrays for axis in jax.typeof(a).manual_axis_type.varying})
     return lax.pcast(result, tuple(axes), to="varying") if axes else result

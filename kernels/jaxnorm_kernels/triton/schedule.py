@@ -1,24 +1,25 @@
-"""How a kernel runs: tables; the first line that fits is taken. The reasons are hardware.
+"""Schedule tables of the Triton kernels: for each call, the first line that fits is used.
 
-The sizes that matter, and how the lines below use them:
+The hardware limits behind the tables, and how the lines below use them:
 
-* A multiprocessor (SM) has 64 K registers: 64 for each of 1024 threads, which most lines have in an
-  SM. A float32 value of a row costs one, so that a thread of a forward pass holds up to 48 values,
-  and one of a backward pass, with two arrays and their sums over the rows, up to 16.
-* A row that is held is as many pieces as it takes, so that few threads are left without columns; of
-  a piece a thread has 4, 8 or 16 values. 8 are a read of 16 bytes where values have 16 bits. With 4
-  the parameters, which have 32, lie in the same threads; with 8 or 16 they are first sent around.
-* About 64 KiB of reads under way in each SM keep the memory busy (measured on an H200). Short rows
-  have as many because an SM runs several programs. Programs that take turns over the rows wait for
-  a row, exchange sums and write, unless the next rows come through shared memory meanwhile
-  (`stages`).
-* A second read from the L2 cache costs no memory bandwidth, but L2 bandwidth: the last resort.
+* A multiprocessor (SM) has 64 K registers: 64 for each of 1024 threads, the number that most lines
+  run in an SM. A float32 value of a row takes one register. A thread of a forward pass holds up to
+  48 values; a thread of a backward pass, with two arrays and their sums over rows, up to 16.
+* A row that is held in registers is split into as many pieces as it takes, so that few threads
+  have no columns. A thread has 4, 8 or 16 values of a piece. 8 values of 16 bits are one 16-byte
+  load. With 4 values, the threads that use 32-bit parameters also load them; with 8 or 16, the
+  parameters are first exchanged between threads.
+* About 64 KiB of loads in flight in each SM saturate memory bandwidth (measured on an H200). For
+  short rows, several programs per SM reach that. A persistent program waits for a row, exchanges
+  sums and stores, unless it prefetches the next rows into shared memory meanwhile (`stages`).
+* A second load from the L2 cache costs no memory bandwidth, but L2 bandwidth: the last resort.
 
-Chosen out of schedules timed on one H200 with Triton 3.6 (`benchmarks.sweep
-benchmarks/sweeps/triton.py`); what was chosen was timed again with Triton 3.9 (`benchmarks.run`).
-Norms with a residual, and softmaxes with a mask, a bias or a diagonal, have the lines of plain
-ones, with fewer values in a thread where some would spill; those, those that add up the gradient of
-a bias, norms with a rotation, and the rule for cross-entropies were compiled, not timed.
+The lines were chosen from schedules timed on one H200 with Triton 3.6 (`benchmarks.sweep
+benchmarks/sweeps/triton.py`); the chosen ones were timed again with Triton 3.9 (`benchmarks.run`).
+Norms with a residual, and softmaxes with a mask, a bias or a diagonal, use the lines of the plain
+operations, with fewer values in a thread where some would spill. These kernels were compiled, but
+not timed. The same holds for kernels that sum the gradient of a bias, for norms with a rotation,
+and for the rule for cross-entropies.
 """
 
 import dataclasses
@@ -35,11 +36,11 @@ from jaxnorm_kernels.triton.logits import sums_columns
 from jaxnorm_kernels.triton.tiles import Tiling
 
 _WARP = 32  # threads
-_REGISTERS = 2**16  # of an SM
-_MOST_REGISTERS = 255  # that a thread can have
-_VECTOR = 16  # bytes that a thread reads at once, at most
-_BYTES_UNDER_WAY = 64 * 1024  # of each SM, that keep the memory busy: measured on an H200
-_EXCHANGE = 5  # bytes of shared memory for each element, for exchanges between threads
+_REGISTERS = 2**16  # per SM
+_MOST_REGISTERS = 255  # per thread
+_VECTOR = 16  # bytes of a thread's widest load
+_BYTES_UNDER_WAY = 64 * 1024  # loads in flight per SM that saturate memory: measured on an H200
+_EXCHANGE = 5  # bytes of shared memory per element, for exchanges between threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,15 +49,16 @@ class Schedule:
 
     Attributes:
       block: columns of a tile, a power of two.
-      pieces: tiles, side by side, that a program holds at once. Where they are less than a row, the
-        row is looped over, tile by tile.
-      warps: of 32 threads, in a program.
+      pieces: adjacent tiles that a program holds at once. If they cover less than a row, the
+        program loops over the row, tile by tile.
+      warps: warps of 32 threads in a program.
       tile_rows: rows of a tile, a power of two.
-      registers: that a thread may have.
-      programs: that take turns over the rows of a norm: in its backward, and where stages > 1.
-      stages: tiles that such a program has under way; 1 for no prefetch.
-      hold_params: a norm's backward keeps scale and bias in registers, and does not read them again
-        for each row.
+      registers: register limit of a thread.
+      programs: number of persistent programs, each of which loops over rows: used by a norm's
+        backward, and if stages > 1.
+      stages: tiles that a persistent program has in flight; 1 for no prefetch.
+      hold_params: True if a norm's backward holds scale and bias in registers instead of loading
+        them for each row.
     """
 
     block: int
@@ -69,15 +71,15 @@ class Schedule:
     pieces: int = 1
 
     def is_looped(self, spec: Spec) -> bool:
-        """Whether a row is more than a program holds."""
+        """True if a row is longer than the columns that a program holds at once."""
         return self.pieces * self.block < spec.cols
 
     def tiling(self, spec: Spec) -> Tiling:
-        """What a kernel is compiled for."""
+        """Return the tile sizes that a kernel is compiled for."""
         return Tiling(spec.cols, self.tile_rows, self.block, self.pieces)
 
     def grid(self, spec: Spec) -> tuple[int, ...]:
-        """Programs of a kernel in which each has a tile of rows."""
+        """Return the grid of a kernel whose programs have one tile of rows each."""
         return (math.ceil(spec.rows / self.tile_rows),)
 
     def launch(
@@ -90,7 +92,7 @@ class Schedule:
         grid: tuple[int, ...] | None = None,
         **arguments: Any,
     ) -> list[jax.Array]:
-        """Runs a kernel on the rows of `spec`; by default, each program has a tile of them."""
+        """Launch a kernel on the rows of `spec`; by default, each program has one tile of rows."""
         return launch(
             kernel,
             name=name,
@@ -104,9 +106,9 @@ class Schedule:
         )
 
     def persistent_grid(self, spec: Spec) -> tuple[int, int]:
-        """Programs that take turns over the rows of a group: over the blocks of a row, and those.
+        """Return the persistent programs of a group of rows: (blocks of a row, programs per block).
 
-        In a forward pass, and where the rows share their parameters, all rows are one group.
+        In a forward pass, or if all rows share their parameters, all rows are one group.
         """
         groups = spec.groups if spec.direction == "bwd" else 1
         col_blocks = math.ceil(spec.cols / (self.pieces * self.block))
@@ -116,20 +118,21 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of a table: for rows of up to `cols` columns; None is any number.
+    """A line of a schedule table, for rows of up to `cols` columns (None: any number).
 
     Attributes:
-      warps: of 32 threads, in a program.
-      per_sm: programs that an SM has registers for.
-      values: of a piece of a row in a thread.
-      share: elements of the rows that share a tile, where they are short.
-      stages: rows that a program reads at once; for norms.
-      hold_params: for norms' backwards; see `Schedule`.
-      looped: a row is read piece after piece, and never held.
-      mean: only where a mean is subtracted.
-      unaligned: only for rows that are no multiple of 16 bytes.
-      itemsize: only for elements of so many bytes: of x or what is beside it, whichever is wider,
-        in a forward pass; of dy, or what is kept beside x, in a backward one.
+      warps: warps of 32 threads in a program.
+      per_sm: programs for which an SM has registers.
+      values: values of a piece of a row in each thread.
+      share: elements of a tile that several short rows share.
+      stages: tiles of rows that a program has in flight; for norms.
+      hold_params: for a norm's backward; see `Schedule`.
+      looped: the row is loaded piece by piece and never held as a whole.
+      mean: the line is only for norms that subtract a mean.
+      unaligned: the line is only for rows whose length is not a multiple of 16 bytes.
+      itemsize: the line is only for elements of this many bytes. In a forward pass, they are the
+        widest of x and the arrays beside it; in a backward pass, of dy and the saved arrays beside
+        x.
     """
 
     cols: int | None
@@ -145,11 +148,11 @@ class Line:
     itemsize: int | None = None
 
     def fits(self, spec: Spec) -> bool:
-        """Whether it is for calls such as this one."""
+        """Return True if this line is for calls of this spec."""
         read, held = spec.operand_dtypes, spec.cols
         if spec.direction == "bwd":
             read = [spec.y_dtype, *spec.kept_dtypes]
-            # Lines are for two arrays of rows: a third one's elements take registers, too.
+            # Lines assume two arrays of rows; a third array takes additional registers.
             held += held // 2 * len(spec.kept_dtypes)
         itemsize = max(dtype.itemsize for dtype in read)
         return (
@@ -161,20 +164,21 @@ class Line:
 
 
 SOFTMAX_FORWARD = (
-    # Many programs in an SM: one reads while others exchange sums.
+    # Many programs in an SM: one loads while others exchange sums.
     Line(3072, warps=4, per_sm=8, share=2048),
-    # 24 values in 40 registers, so that all threads of an SM but a quarter have some.
+    # 24 values in 40 registers keep three quarters of an SM's threads resident.
     Line(6144, warps=8, per_sm=6),
     Line(12288, warps=16, per_sm=3),
     # Then 32 values in 64 registers.
     Line(16384, warps=16, per_sm=2),
     Line(32768, warps=32, per_sm=1),
-    # The second read finds the row in the L2 cache, which has room for all rows under way.
+    # The second load hits the L2 cache, which has room for all rows in flight.
     Line(None, warps=16, per_sm=2, values=16, looped=True),
 )
 
-# With a mask, a bias or a diagonal. Of a looped row a thread has 8 values, for the sake of the
-# addresses of more arrays; of unaligned rows each value has one in each, and registers for them.
+# Softmax with a mask, a bias or a diagonal. If the row is looped over, a thread has only 8 values,
+# because the addresses of the additional arrays take registers. In unaligned rows, each value has a
+# separate address in each array, so that one program has all registers of an SM.
 LOGITS_FORWARD = (
     *SOFTMAX_FORWARD[:-1],
     Line(None, warps=16, per_sm=1, looped=True, unaligned=True),
@@ -185,34 +189,34 @@ SOFTMAX_BACKWARD = (
     Line(1024, warps=4, per_sm=8, share=1024),
     Line(6144, warps=8, per_sm=4),
     Line(8192, warps=16, per_sm=2),
-    # 16 values of two arrays are all that a thread has registers for, and one program is alone in
-    # its SM: in 16 bits, where there are fewer bytes to wait for, reading twice is faster.
+    # Holding 16 values of two arrays takes all registers of a thread, so that an SM runs a single
+    # program. In 16 bits that leaves too few bytes in flight: loading twice is faster.
     Line(16384, warps=16, per_sm=2, looped=True, itemsize=2),
     Line(16384, warps=32, per_sm=1),
-    # Where each value has an address of its own, Triton 3.7 has too few registers in 32 warps.
+    # If each value has a separate address, Triton 3.7 runs out of registers with 32 warps.
     Line(None, warps=16, per_sm=2, looped=True, unaligned=True),
-    # One row of two arrays for each SM is what the L2 cache has room for.
+    # The L2 cache has room for one row of two arrays for each SM.
     Line(None, warps=32, per_sm=1, looped=True),
 )
 
-# Programs take turns over the rows of x that share a row of a bias, and keep the sum of what they
-# give. Of 16 values of three arrays, 128 registers have room for all, and for addresses.
+# Persistent programs loop over the rows of x that share a row of a bias and accumulate its
+# gradient. 128 registers hold 16 values of three arrays, and the addresses.
 SOFTMAX_BIAS_BACKWARD = (
     Line(1024, warps=4, per_sm=4, share=1024, stages=3),
     Line(2048, warps=8, per_sm=2, stages=3),
     Line(4096, warps=8, per_sm=2, stages=2),
     Line(8192, warps=16, per_sm=1, stages=2),
-    # Then the sums fit by pieces alone, so that a row's total comes first.
+    # In longer rows, the sums fit one piece at a time only, so a row's total is computed first.
     Line(None, warps=4, per_sm=8, looped=True),
 )
 
 NORM_FORWARD = (
-    # LayerNorm exchanges sums twice before it writes, and has twice the parameters: programs keep
-    # those, and read the next rows meanwhile.
+    # LayerNorm exchanges sums twice before it stores, and has twice the parameters: persistent
+    # programs hold the parameters and prefetch the next rows.
     Line(1024, warps=4, per_sm=6, share=2048, stages=3, mean=True, itemsize=2),
     Line(2048, warps=4, per_sm=6, values=4, share=2048, stages=3, mean=True, itemsize=2),
     Line(2048, warps=4, per_sm=8, share=2048),
-    # Up to 48 values in a thread: the bytes under way count, and in 16 bits they are few.
+    # Up to 48 values in a thread, to have enough bytes in flight with 16-bit elements.
     Line(5120, warps=4, per_sm=8, itemsize=2),
     Line(12288, warps=8, per_sm=4, values=4, itemsize=2),
     Line(5120, warps=8, per_sm=4, values=4),
@@ -221,58 +225,60 @@ NORM_FORWARD = (
     Line(None, warps=16, per_sm=2, values=16, looped=True),
 )
 
-# A residual is read where it is added, and rows that are held have registers enough for it. Of a
-# looped row a thread has 8 values, for the sake of one more array's addresses.
+# A residual is loaded where it is added; if the row is held, there are enough registers for it. If
+# the row is looped over, a thread has only 8 values, because one more array needs addresses.
 RESIDUAL_FORWARD = (
     *NORM_FORWARD[:-1],
     Line(None, warps=16, per_sm=2, looped=True),
 )
 
-# Of 24 values in a thread or fewer, none spill between the two norms.
+# With up to 24 values in a thread, nothing spills between the two norms.
 TWO_NORMS_FORWARD = (
     Line(2048, warps=4, per_sm=8, share=2048),
     Line(5120, warps=8, per_sm=4, values=4),
     Line(12288, warps=16, per_sm=2, values=4),
-    # Of 32 some do, which costs less than to read a row three times.
+    # With 32 values some spill, which costs less than loading a row three times.
     Line(32768, warps=32, per_sm=1, values=4),
     Line(None, warps=8, per_sm=4, looped=True),
 )
 
 NORM_BACKWARD = (
-    # Programs take turns over the rows. 128 registers hold 8 values of each array, of the
-    # parameters and of their sums; what reading costs in time, the rows under way make up for.
+    # Persistent programs loop over the rows. 128 registers hold 8 values of each array, of the
+    # parameters and of their sums. The rows in flight hide the load latency.
     Line(1024, warps=4, per_sm=4, share=1024, stages=4),
     Line(2048, warps=8, per_sm=2, stages=4),
-    # Then 12 and 16 values.
+    # These lines hold 12 and 16 values.
     Line(3072, warps=8, per_sm=2, values=4, stages=4, itemsize=2),
     Line(4096, warps=8, per_sm=2, stages=3, itemsize=2),
     Line(4096, warps=8, per_sm=2, values=4),
     Line(6144, warps=16, per_sm=1, values=4, stages=3, mean=True),
     Line(5120, warps=8, per_sm=2, values=4, stages=3),
     Line(8192, warps=16, per_sm=1, values=16, stages=3),
-    # The sums of LayerNorm fit in registers by pieces alone, so that a row's means come first.
+    # LayerNorm's sums fit in registers one piece at a time only, so a row's means are computed
+    # first.
     Line(None, warps=4, per_sm=8, looped=True, mean=True),
-    # RMSNorm's, but then no registers are left for the scale: it comes from the L1 cache.
+    # RMSNorm's sums fit, but no registers are left for the scale: it is loaded from the L1 cache.
     Line(12288, warps=16, per_sm=1, hold_params=False, itemsize=2),
     Line(12288, warps=32, per_sm=1, values=4, hold_params=False),
-    # What spills costs less than the second read of the last line.
+    # Spilling costs less than the second load of the last line.
     Line(16384, warps=32, per_sm=1, values=16, hold_params=False, itemsize=2),
     Line(16384, warps=32, per_sm=1, values=16),
     Line(None, warps=4, per_sm=8, looped=True),
 )
 
-# Heads are short, and programs have several.
+# Heads are short, so each program has several.
 NORM_ROPE_FORWARD = (
-    # Of 16 values in a thread 8 are the first of a pair and 8 the second, each a read of 16 bytes.
+    # Of a thread's 16 values, 8 are first halves of pairs and 8 second ones: two 16-byte loads.
     Line(1024, warps=4, per_sm=8, share=2048, itemsize=2),
-    # 8 are as many bytes in 32 bits. Of 16 some spill where a part of the columns is not rotated.
+    # 8 values of 32 bits have as many bytes. With 16, some spill if only some columns are rotated.
     Line(1024, warps=4, per_sm=8, share=1024),
 )
 
-# Programs take turns over the rows, as in a norm's backward; 128 registers hold 16 values of all.
+# Persistent programs loop over the rows, as in a norm's backward. 128 registers hold 16 values of
+# each array.
 NORM_ROPE_BACKWARD = (Line(1024, warps=4, per_sm=4, share=2048, stages=4),)
 
-#: Of other norms, by how many arrays of rows they read, and how many norms they are.
+#: Tables of the other norms, by the number of arrays that they load and the number of norms.
 _NORM_FORWARD = {(1, 1): NORM_FORWARD, (2, 1): RESIDUAL_FORWARD, (2, 2): TWO_NORMS_FORWARD}
 _TABLES = {
     ("softmax", "fwd"): SOFTMAX_FORWARD,
@@ -285,19 +291,19 @@ _TABLES = {
 
 
 def choose(spec: Spec, gpu: Gpu | None = None) -> Schedule:
-    """The schedule for `spec` on `gpu`, or the one at hand."""
+    """Return the schedule for `spec` on `gpu`; by default, on the local GPU."""
     if spec.is_loss:
         return _of_loss(spec, gpu or local_gpu())
     return of_line(choose_line(spec), spec, gpu or local_gpu())
 
 
 def choose_line(spec: Spec) -> Line:
-    """The first line of its table that fits `spec`."""
+    """Return the first line of the table that fits `spec`."""
     return next(line for line in _table(spec) if line.fits(spec))
 
 
 def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
-    """What a line of a table means for the rows of `spec`."""
+    """Return the schedule that a line of a table gives for the rows of `spec`."""
     threads, pieces = _WARP * line.warps, 1
     block = threads * line.values
     if not line.looped:
@@ -316,21 +322,21 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
     )
 
 
-# Of a cross-entropy. 16 values of a row, and what is made of them, take 64 registers. The threads
-# that an SM has those for add up one block while others are under way: 2 in 16 bits, 1 in 32.
+# A cross-entropy holds 16 values of a row per thread; with intermediates they take 64 registers.
+# While the threads of an SM reduce one block, other blocks are in flight: 2 in 16 bits, 1 in 32.
 _LOSS_VALUES, _LOSS_REGISTERS = 16, 64
 _LOSS_WARPS_OF_AN_SM = _REGISTERS // (_WARP * _LOSS_REGISTERS)
-# Small programs, because some begin while others read. But where each warp has so much of a row to
-# read, how long it takes to begin and to merge does not matter, and of fewer rows under way less is
-# left at the end.
+# Programs are small, so that some start while others load. If each warp loads at least this many
+# bytes of a row, start-up and merging do not matter. Larger programs then keep fewer rows in
+# flight, which shortens the tail of the launch.
 _LOSS_WARPS, _MOST_LOSS_WARPS, _LOSS_BYTES_OF_A_WARP = 4, 16, 8192
 
 
 def _of_loss(spec: Spec, gpu: Gpu) -> Schedule:
-    """By a rule, not by a table."""
+    """Return the schedule of a cross-entropy, which follows a rule instead of a table."""
     warps, itemsize = _LOSS_WARPS, spec.x_dtype.itemsize
     while spec.direction == "fwd" and warps < _MOST_LOSS_WARPS:
-        # Few rows are spread over all warps, as far as there is something to read for each.
+        # A few rows are spread over all warps, as long as each warp has elements to load.
         is_few = 2 * warps * spec.rows <= _LOSS_WARPS_OF_AN_SM * gpu.sms
         least = _WARP * _LOSS_VALUES * itemsize if is_few else _LOSS_BYTES_OF_A_WARP
         if spec.cols * itemsize < 2 * warps * least:
@@ -350,17 +356,17 @@ def _of_loss(spec: Spec, gpu: Gpu) -> Schedule:
 
 
 def loss_vector(spec: Spec, schedule: Schedule) -> int:
-    """Elements that a thread of a cross-entropy reads at once, of 16 bytes at most.
+    """Return the elements in one load of a cross-entropy's thread, at most 16 bytes.
 
-    Where rows are no multiple of them, the blocks of a row begin before its first column; but not
-    those of rows so short that they have no block inside.
+    If rows are not a multiple of that, the blocks of a row begin before its first column. Rows too
+    short to have a whole block inside use narrower loads instead.
     """
     most = min(_VECTOR // spec.x_dtype.itemsize, schedule.block)
     return most if spec.cols >= 2 * schedule.block else math.gcd(most, spec.cols)
 
 
 def loss_blocks(spec: Spec, schedule: Schedule) -> int:
-    """Of a row of a cross-entropy."""
+    """Return the number of blocks in a row of a cross-entropy."""
     vector = loss_vector(spec, schedule)
     lead = vector - 1 if spec.cols % vector else 0
     return math.ceil((spec.cols + lead) / schedule.block)
@@ -380,19 +386,19 @@ def _table(spec: Spec) -> tuple[Line, ...]:
 
 
 def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:
-    """Rows of a tile, a power of two: few rows are spread over all SMs first."""
+    """Return the rows of a tile, a power of two: a few rows are spread over all SMs first."""
     rows = math.ceil(spec.rows / gpu.sms)
     if spec.direction == "bwd":
-        rows = min(rows, spec.rows // spec.groups)  # A tile of it has rows of one group alone.
+        rows = min(rows, spec.rows // spec.groups)  # A tile must not span two groups.
     return max(1, min(most, _power_of_2_from(rows)))
 
 
 def _stages(line: Line, tile: int, spec: Spec, gpu: Gpu) -> int:
-    """As many tiles under way as there is shared memory for: it holds all but the first."""
+    """Return the tiles in flight that fit in shared memory, which holds all but the first."""
     saved = spec.y_dtype if spec.norm.saved == "output" else spec.last.x_dtype
     read: list[np.dtype | None] = [*spec.operand_dtypes]
     if spec.direction == "bwd":
-        # Of tables two values for each pair of columns: as many as of an array.
+        # cos and sin have two values for each pair of columns: as many as an array.
         dh = spec.last.x_dtype if "h" in spec.outputs else None
         read = [saved, *spec.kept_dtypes, spec.y_dtype, dh, spec.norm.table_dtype]
     room = gpu.smem // line.per_sm - _EXCHANGE * tile
@@ -400,5 +406,5 @@ def _stages(line: Line, tile: int, spec: Spec, gpu: Gpu) -> int:
 
 
 def _power_of_2_from(n: int) -> int:
-    """The smallest power of two that is `n` or more."""
+    """Return the smallest power of two that is at least `n`."""
     return 1 << (n - 1).bit_length()

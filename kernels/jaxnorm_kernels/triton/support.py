@@ -1,4 +1,4 @@
-"""What the kernels cannot do, and where the default leaves a call to XLA: tables of sentences."""
+"""Why Triton kernels cannot run a call, or why the default leaves it to XLA: two tables."""
 
 import functools
 import importlib
@@ -15,20 +15,20 @@ from jaxnorm_kernels.refusals import (
 )
 from jaxnorm_kernels.specs import Spec
 
-# Rows and columns are numbered in int32, and the last step goes over the end by so much at most.
+# Rows and columns have int32 indices, and the last step of a loop goes at most 2**21 past the end.
 _MOST = 2**31 - 2**21
 
-# Of the rows that a norm with a rotation has, heads; no schedule is for wider ones.
+# A norm with a rotation has heads as rows; there is no schedule for wider ones.
 _MOST_ROTATED = 1024
 
-#: Columns of a block of a cross-entropy's backward, at least, in a row that has more; but the first
-#: block and the last may have fewer.
+#: Minimum columns of a block in a cross-entropy's backward, except for the first and the last block
+#: of a row.
 LOSS_BLOCK = 2048
 
 
 @functools.cache
 def can_lower() -> bool:
-    """Whether JAX's CUDA plugin is installed, which lowers Triton kernels; a GPU need not be."""
+    """Return True if JAX's CUDA plugin is installed, which lowers Triton kernels without a GPU."""
     return hasattr(importlib.import_module("jaxlib.gpu_triton"), "TritonKernel")
 
 
@@ -66,15 +66,16 @@ _CANNOT: Table = (
     ),
 )
 
-# Its product was behind XLA's norm and product in all that was timed (docs/linear.md): it is gone.
+# A Triton kernel of a norm and a matmul was removed: XLA's were faster in every timing
+# (docs/linear.md).
 _NO_PRODUCT = (
     "it has no kernel of a norm and a product: XLA's norm and product were faster wherever its "
     "was timed"
 )
 
 # Measured on one H200 with jax 0.11.2 and Triton 3.9: kernel time against XLA's (`python -m
-# benchmarks.run`; the committed figures are in benchmarks/results/nvidia_h200). What was measured
-# of plain norms is taken for those with a residual too, which spread their rows in the same way.
+# benchmarks.run`; the committed figures are in benchmarks/results/nvidia_h200). The timings of
+# plain norms stand for norms with a residual too, which distribute their rows in the same way.
 _LEFT_TO_XLA: Table = (
     *BETTER_FUSED,
     (
@@ -120,24 +121,24 @@ _LEFT_TO_XLA: Table = (
 
 
 def platforms() -> tuple[str, ...]:
-    """Where it can run; on a CPU too, once Triton was told to interpret its kernels."""
+    """Return the platforms of the kernels, which include the CPU if Triton interprets them."""
     return ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
 
 
 def why_unsupported(spec: Spec | LinearSpec) -> str | None:
-    """None, or why this call cannot run here."""
+    """Return why the kernels cannot run this call; None if they can."""
     if isinstance(spec, LinearSpec):
         return _NO_PRODUCT
     return first(_CANNOT, spec)
 
 
 def why_not_default(spec: Spec) -> str | None:
-    """None, or why the default leaves this call to xla."""
+    """Return why the default leaves this call to xla; None if it does not."""
     return first(_LEFT_TO_XLA, spec) or timings.why_not_default(spec)
 
 
 def caveat(spec: Spec) -> str | None:
-    """Where the kernel was timed, if not on the GPU at hand."""
+    """Return where the kernel was timed, if that was not the local GPU's model."""
     return timings.caveat(spec)
 
 
@@ -146,7 +147,7 @@ def _is_too_old() -> bool:
 
 
 def _few_rows(spec: Spec) -> int:
-    """The rows from which a norm is known to be faster; measured at 1, 128 and 2048."""
+    """Return the number of rows from which a norm is faster, measured at 1, 128 and 2048 rows."""
     float32_layer_norm = spec.norm.subtract_mean and spec.y_dtype.itemsize == 4
     return 2048 if spec.direction == "fwd" or float32_layer_norm else 128
 
@@ -172,5 +173,5 @@ def _has_unaligned_rows(spec: Spec) -> bool:
 
 
 def _narrowest(spec: Spec) -> int:
-    """Bytes of the smallest elements that are read or written in rows."""
+    """Return the bytes of the smallest elements that are loaded or stored in rows."""
     return min(dtype.itemsize for dtype in (*spec.operand_dtypes, spec.y_dtype))

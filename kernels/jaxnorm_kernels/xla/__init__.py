@@ -1,4 +1,4 @@
-"""The contract in plain ``jax.numpy``: the reference, the fallback, the path for CPU and TPU."""
+"""All operations in plain ``jax.numpy``: the reference, the fallback, the path for CPU and TPU."""
 
 from jaxnorm_kernels.implementation import Implementation, Operands, Residuals, Results
 from jaxnorm_kernels.operations import Op
@@ -6,7 +6,7 @@ from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla import cross_entropy, norm, norm_rope, softmax
 from jaxnorm_kernels.xla.formulas import Formulas
 
-#: Of each operation of the table.
+#: The formulas of each operation of the table.
 FORMULAS: dict[Op, Formulas] = {
     **softmax.FORMULAS,
     **cross_entropy.FORMULAS,

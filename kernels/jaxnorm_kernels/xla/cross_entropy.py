@@ -3,9 +3,9 @@
 Cross-entropy
 -------------
 
-Row of V logits x, label l, a = label_smoothing, b = z_loss; sums over what ``mask`` keeps, but
-those of the targets over all. With a scale or a cap, differences of x are `f_times` those of g(x),
-and `times_slope` leads to x's tangent, and from its gradient:
+For a row of V logits x with label l, a = label_smoothing and b = z_loss. Sums are over unmasked
+columns, but those with targets over all columns. With a scale or a cap, differences of x are
+computed by `f_times` from those of g(x), and `times_slope` applies dz / dx:
 
     lse      = m + log(s)        m = max(x)        s = sum(exp(x - m))
     targets  = (1 - a) [j = l] + a / V
@@ -15,25 +15,25 @@ With p = exp(x - m - log(s)) and d = dloss:
 
     dx = d (p - targets + 2 b lse p), and p times lse's cotangent
 
-m and log(s) are kept apart: rounded to one number, lse would miss log(s) where logits are large.
-Nothing depends on one alone, so that the whole cotangent of lse is log(s)'.
+m and log(s) are saved separately, because their sum lse would round log(s) away if logits are
+large. Nothing depends on one of them alone, so log(s) carries the whole cotangent of lse.
 
-Where the label is nearly certain, lse - x_l is nearly 0 and would cancel. So the label's own term
-is left out of the sum; D = m - x_l is 0 where the label is the largest:
+If the label is nearly certain, lse - x_l is nearly 0 and would cancel. So the label's own term is
+left out of the sum. D = m - x_l is 0 if the label's logit is the largest:
 
     lse - x_l = D + log(s)      log(s) = log1p(sum(exp(x - m), j != l) + exp(-D) - 1)
 
     loss = (1 - a) (lse - x_l) + a (log(s) - mean(x - m)) + b lse^2
 
-A row without an entry, whose ``positions`` is False or of which ``mask`` keeps nothing, has loss
-and gradient 0, and log(s) = -inf, by which the other passes know it. One with a label that is none
-of its columns has NaN for log(s), loss and gradient. Columns of padding are not read.
+A row has no entry if its ``positions`` is False or all of it is masked. Its loss and gradient are
+0, and log(s) = -inf marks it for the other passes. A row whose label is not one of its columns has
+NaN for log(s), loss and gradient. Columns of padding are not read.
 
 Log-probability of the label, and entropy
 -----------------------------------------
 
-Row of logits x, label l; sums over what ``mask`` keeps. m, s and log(s) are the cross-entropy's,
-whose loss is -y:
+For a row of logits x with label l; sums are over unmasked columns. m, s and log(s) are as in the
+cross-entropy, whose loss is -y:
 
     y        = log(p_l)            p = exp(x - m - log(s))
     entropy  = log(s) - T / s      T = sum(exp(x - m) (x - m))
@@ -42,9 +42,9 @@ Neither term of the entropy is negative. With a and b the cotangents of y and of
 
     dx = a ([j = l] - p) - b p (log(p) + H)
 
-With t the tangent of x, that of y is t_l - sum(p t), and that of H -sum(p (log(p) + H) t).
+With t the tangent of x, the tangent of y is t_l - sum(p t), that of H is -sum(p (log(p) + H) t).
 
-A row without an entry has 0 for both, and one whose label is none of its columns NaN.
+Both results are 0 in a row without an entry, and NaN if the label is not one of its columns.
 """
 
 from collections.abc import Sequence
@@ -72,20 +72,20 @@ _INT32_MAX = 2**31 - 1
 
 
 def cross_entropy_fwd(operands: Operands, spec: Spec) -> Results:
-    """The loss, and the statistics that the spec wants; each of the rows' shape."""
+    """Return the loss and the statistics that the spec requests, one number for each row."""
     loss, *stats = loss_and_statistics(operands, spec)
     return Results(loss, stats=tuple(stats) if spec.has_stats else ())
 
 
 def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The loss, m and log(s)."""
+    """Return the loss, m and log(s)."""
     mask, positions = operands.mask, operands.positions
     (x,), spec = without_padding([operands.x], spec)
     x = g(x, spec)
     label, a = label_of(operands.labels, spec), spec.loss.label_smoothing
     at_label = _columns(x.shape, spec) == label
     kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
-    # The maximum in the dtype of what it is of: nothing is rounded.
+    # The maximum is exact in the dtype of its operand.
     m = row_max(kept, spec).astype(spec.compute_dtype)
     has_entry = None if mask is None else row_any(mask, x, spec)
     if positions is not None:
@@ -93,10 +93,10 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
         has_entry = positions if has_entry is None else positions & has_entry
     if has_entry is not None:
         m = jnp.where(has_entry, m, 0)
-    # -inf - -inf: a row of -inf is NaN.
+    # In a row of -inf, -inf - -inf makes the loss NaN.
     others, x_l, kept_l, *rest = label_sums(x, kept, m, label, at_label, spec)
     d = f_times(m - x_l, spec)
-    # -1 where the label is none of what is kept.
+    # This is -1 if the label's column is masked.
     own = jnp.expm1(f_times(kept_l - m, spec))
     log_s = jnp.log1p(others + own)
     loss = d + log_s
@@ -113,7 +113,7 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
 
 
 def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """The gradient of x."""
+    """Return the gradient of x."""
     dloss, dstats, padding = cotangents.y, cotangents.stats, spec.loss.padding
     (x,), spec = without_padding([residuals.saved], spec)
     x, p, lse, takes_part, at_label = probabilities(residuals._replace(saved=x), spec)
@@ -133,7 +133,7 @@ def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
 
 
 def without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.Array], Spec]:
-    """Arrays of x's shape and a spec, of classes alone."""
+    """Return arrays of x's shape and the spec without the columns of padding."""
     if not spec.loss.padding:
         return list(arrays), spec
     arrays = [lax.slice_in_dim(a, 0, spec.classes, axis=-1) for a in arrays]
@@ -143,7 +143,7 @@ def without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.A
 def probabilities(
     residuals: Residuals, spec: Spec
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """g(x), p; along rows lse, 0 without an entry; what takes part; the label's place."""
+    """Return g(x), p, lse (0 in rows without an entry), which entries count, where the label is."""
     x, mask, label = residuals.saved, residuals.mask, label_of(residuals.labels, spec)
     at_label = _columns(x.shape, spec) == label
     m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in residuals.stats)
@@ -151,13 +151,13 @@ def probabilities(
     log_s = jnp.where(has_entry, log_s, 0)
     takes_part = has_entry if mask is None else has_entry & (mask | at_label)
     if spec.loss.logit_softcap is not None and (spec.loss.has_positions or mask is not None):
-        # Of what takes no part, which may be NaN, tanh's derivative is to be 0.
+        # Excluded entries may be NaN, but tanh's derivative must be 0 there.
         x = jnp.where(takes_part, x, 0)
     x = g(x, spec)
 
     def made_again() -> jax.Array:
         kept = has_entry if mask is None else has_entry & mask
-        # Before the exponential, so that the derivative of what is not kept is 0, not NaN.
+        # Masked before the exponential, so that the derivative of masked entries is 0, not NaN.
         depth = f_times(x.astype(spec.compute_dtype) - m, spec)
         return jnp.exp(jnp.where(kept, depth - log_s, -jnp.inf))
 
@@ -176,7 +176,7 @@ def probabilities(
 
 
 def label_of(labels: jax.Array, spec: Spec) -> jax.Array:
-    """The column of each row's label, along rows; -1 for one that is no column."""
+    """Return the column of each row's label; -1 if the label is not a column."""
     index = labels.astype(jnp.int32)
     is_column = (labels >= 0) & (index < spec.cols)
     if jnp.iinfo(labels.dtype).max > _INT32_MAX:
@@ -185,7 +185,7 @@ def label_of(labels: jax.Array, spec: Spec) -> jax.Array:
 
 
 def _columns(shape: Sequence[int], spec: Spec) -> jax.Array:
-    """The column of each element, of all shards of a row."""
+    """Return the column of each element, counted over all shards of a row."""
     column: jax.Array | None = None
     over = spec.axes_over or ((),) * len(spec.axes)
     for axis, names in zip(spec.axes, over):
@@ -199,12 +199,12 @@ def _columns(shape: Sequence[int], spec: Spec) -> jax.Array:
     return column
 
 
-#: An exponent whose exponential is 0, in float64 too.
+#: An exponent whose exponential is 0 even in float64.
 _NO_TERM = -1e4
 
 
 def log_prob_and_entropy_fwd(operands: Operands, spec: Spec) -> Results:
-    """Both, and the statistics that the spec wants; each of the rows' shape."""
+    """Return both results and the statistics that the spec requests, a number for each row."""
     loss, m, log_s = loss_and_statistics(operands, spec)
     (x,), spec = without_padding([operands.x], spec)
     m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in (m, log_s))
@@ -215,14 +215,14 @@ def log_prob_and_entropy_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> jax.Array:
-    """T, from g(x) and m along rows."""
+    """Return T, given g(x) and m."""
     kept = x if operands.mask is None else jnp.where(operands.mask, x, -jnp.inf)
 
     def depth(x: jax.Array, m: jax.Array) -> jax.Array:
         return f_times(x.astype(spec.compute_dtype) - m, spec)
 
     def term(e: jax.Array, depth: jax.Array) -> jax.Array:
-        """Not 0 inf; by no comparison, which a CPU would write out: see `label_sums`."""
+        """Avoid 0 * inf, without a comparison, which a CPU would store (see `label_sums`)."""
         return e * jnp.maximum(depth, _NO_TERM)
 
     def in_one() -> jax.Array:
@@ -230,7 +230,7 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
         return jnp.sum(term(jnp.exp(of_all), of_all), axis=spec.axes, keepdims=True)
 
     def beside_the_backward() -> jax.Array:
-        """On a CPU, which would write out x - m, because the backward makes it, too."""
+        """Return T on a CPU, where XLA would store x - m, which the backward also computes."""
         of_all = depth(*lax.optimization_barrier((kept, m)))
         if not (spec.has_stats and shares_exponentials(spec)):
             return jnp.sum(term(jnp.exp(of_all), of_all), axis=spec.axes, keepdims=True)
@@ -244,11 +244,11 @@ def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> ja
 
 
 def log_prob_and_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
-    """The tangents of both, and of the statistics where the spec wants them."""
+    """Return the tangents of both results, and of the statistics if the spec requests them."""
     (x, dx), spec = without_padding([residuals.saved, tangents.x], spec)
     residuals, mask = residuals._replace(saved=x), residuals.mask
     x, p, _, takes_part, at_label = probabilities(residuals, spec)
-    # Zeroed before any product: 0 * inf would poison the row.
+    # Masked before any multiplication, because 0 * inf would make the row NaN.
     t = jnp.where(takes_part, times_slope(dx.astype(spec.compute_dtype), x, spec), 0)
     weighted = p * (t if mask is None else jnp.where(mask, t, 0))
     of_entropy = weighted * _above_mean(x, p, residuals, spec)
@@ -259,7 +259,7 @@ def log_prob_and_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spe
 
 
 def log_prob_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """The gradient of x."""
+    """Return the gradient of x."""
     padding = spec.loss.padding
     (x,), spec = without_padding([residuals.saved], spec)
     residuals = residuals._replace(saved=x)
@@ -277,7 +277,7 @@ def log_prob_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Sp
 
 
 def _above_mean(x: jax.Array, p: jax.Array, residuals: Residuals, spec: Spec) -> jax.Array:
-    """log(p) + H, from g(x): log(p) less its mean; 0 where p is."""
+    """Return log(p) + H, given g(x): log(p) minus its mean; 0 where p is 0."""
     m, log_s, entropy = (
         jnp.expand_dims(stat, spec.axes) for stat in (*residuals.stats, residuals.entropy)
     )

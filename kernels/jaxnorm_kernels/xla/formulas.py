@@ -1,4 +1,4 @@
-"""What an operation is in plain JAX: its forward and its backward, of which the tangent follows."""
+"""`Formulas`: an operation in plain JAX. The tangent is derived from the backward."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,11 +15,12 @@ _ANOTHER_S: Any = None
 
 
 class Formulas(NamedTuple):
-    """See `Implementation`; forward alone where the table names another operation's derivative.
+    """The passes of an operation; see `Implementation`.
 
-    The tangent is the transpose of the backward, which is linear in the cotangents. `own_tangent`
-    takes its place where XLA fuses that less well on a CPU: over 2048 x 1024 of float32 jax.jvp of
-    softmax moves 8 arrays, and would move 12, and that of log_prob takes 0.3 of the time.
+    An operation that uses another one's derivative has a forward only. The tangent is the transpose
+    of the backward, which is linear in the cotangents. `own_tangent` replaces that transpose if XLA
+    fuses it badly on a CPU. For float32 arrays of 2048 x 1024, jax.jvp of softmax moves 8 arrays
+    instead of 12, and that of log_prob takes 0.3 of the time.
     """
 
     forward: Callable[[Operands, Spec], Results]
@@ -34,7 +35,7 @@ class Formulas(NamedTuple):
         given = {n: vary_like(t, saved) for n, t in tangents._asdict().items() if t is not None}
         of_backward = spec.replaced(direction="bwd")
         if spec.norm.residual_dtype is not None:
-            # Rounded to it, the gradient of h would not be linear in the cotangents.
+            # If rounded to the residual's dtype, h's gradient would not be linear in cotangents.
             of_backward = of_backward.replaced(residual_dtype=spec.compute_dtype)
 
         def gradients(cotangents: Results) -> dict[str, jax.Array]:
@@ -46,7 +47,7 @@ class Formulas(NamedTuple):
 
 
 def _results_like(saved: jax.Array, spec: Spec) -> Results:
-    """Arrays of the types of the results; each differs among shards, as what is saved does."""
+    """Return arrays of the results' types, which vary over mesh axes as `saved` does."""
     of_row, is_array = jnp.sum(saved, spec.axes), spec.operation.results["y"] == "array"
     stat = of_row.astype(spec.compute_dtype)
     results = Results(stats=(stat,) * len(spec.statistics) if spec.has_stats else ())
@@ -58,7 +59,7 @@ def _results_like(saved: jax.Array, spec: Spec) -> Results:
 
 
 def _over_shards(results: Results, spec: Spec) -> Results:
-    """What there is one of for each row: each shard of a row has a term of it."""
+    """All-reduce the results that have one number for each row: each shard has a partial sum."""
     y, stats = results.y, lax.psum(results.stats, spec.cols_over)
     if spec.operation.results["y"] == "stat":
         y = lax.psum(y, spec.cols_over)

@@ -1,34 +1,34 @@
-"""What the forward of a cross-entropy sums along rows: x its logits, -inf for what is masked.
+"""Row sums in the forward of a cross-entropy, for logits x (-inf where masked) and label l.
 
     others   sum(exp(x - m), j != l)
 
-On a GPU XLA fuses one reduction with what it sums. On a CPU it gives each sum to a library, which
-adds many terms side by side, and fuses a chain of arithmetic into it. A comparison is no part of
-such a chain: its result is stored, in an array of x's size. So there a row becomes a matrix, if its
-length has a fitting divisor. Its columns are *lanes*, and m is inf for the label's lane:
+On a GPU, XLA fuses the comparison with the label and the exponential into one reduction. On a CPU,
+it gives each sum to a library that adds many terms in parallel, and fuses arithmetic into it, but
+not comparisons: their result would be stored, in an array of x's size. So on a CPU a row is
+reshaped to a matrix, if its length has a suitable divisor. The matrix's columns are called *lanes*,
+and m is replaced by inf in the label's lane:
 
     others   sum(exp(x - m_lane)) + sum(exp(x - m), j in the label's lane, j != l)
 
-The label's lane is gathered from each row, and only there columns are compared with the label.
-Lanes are short, since gathers are slow. Their sums differ in the order of the terms alone, all of
-which are at least 0.
+The label's lane is gathered from each row, and only its columns are compared with the label. Lanes
+are short, since gathers are slow. Both formulas add the same terms in a different order, and no
+term is negative.
 
-Exponentials are two thirds of a CPU's time for the loss and its gradient. Where they are as narrow
-as the logits, a forward that has a backward, and the backward, make one and the same array of them:
+Exponentials take two thirds of a CPU's time for the loss and its gradient. If they have the dtype
+of the logits, a forward with a backward and that backward compute the same array of them, and in
+one program XLA computes it once. For 16-bit logits, that array would be twice as large as x.
 
     e = exp(x - m), but 0 at the label      others = sum(e)      p = e / s, but exp(x_l - m) / s
-In one program XLA makes it once. Of 16-bit logits it would be twice as large as they are.
 
-With a scale or a cap x is g(x), whose differences are multiplied by f before they are exponents.
-
-Scale and cap: the logits are z = f g(x), with a = logits_scale and c = logit_softcap.
+With a scale a = logits_scale or a cap c = logit_softcap, the logits are z = f g(x). Then g(x)
+replaces x above, and its differences are multiplied by f before the exponential:
 
     g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)      with a cap
     g = x                f = a    dz / dx = a                else
 
-Maxima and differences are those of g. In f (g - m) a product is rounded; in z - m z would be, by
-more than 1 where it is large, or not at all where a compiler makes one instruction of f g - m: then
-the largest exponent is not 0, but as far from it as m was rounded.
+Maxima and differences are computed of g. f (g - m) has a small rounding error. In z - m, a large z
+would be rounded by more than 1. If a compiler fuses f g - m into one instruction, z is not rounded
+but m is, and the largest exponent is not 0.
 """
 
 import functools
@@ -43,7 +43,7 @@ from jaxnorm_kernels.xla.reductions import fused_row_sums, over_shards
 
 
 def g(x: jax.Array, spec: Spec) -> jax.Array:
-    """In the arithmetic dtype, or x itself, in its dtype."""
+    """Return tanh(a x / c) in the arithmetic dtype; without a cap, x in its own dtype."""
     if spec.loss.logit_softcap is None:
         return x
     return jnp.tanh(
@@ -52,33 +52,33 @@ def g(x: jax.Array, spec: Spec) -> jax.Array:
 
 
 def f_times(difference: jax.Array, spec: Spec) -> jax.Array:
-    """Of z, from that of g."""
+    """Return the difference of two z, given that of g."""
     return difference if spec.logit_factor == 1 else spec.logit_factor * difference
 
 
 def times_slope(d: jax.Array, g: jax.Array, spec: Spec) -> jax.Array:
-    """D times dz / dx: a tangent of z, or a cotangent of x."""
+    """Multiply d by dz / dx, which gives a tangent of z or a cotangent of x."""
     if spec.logits.logits_scale != 1:
         d = spec.logits.logits_scale * d
     return d if spec.loss.logit_softcap is None else d * ((1 - g) * (1 + g))
 
 
-# Elements of a lane, near _LANE: fewer make the library's sums slow, more the gather. And the least
-# number of lanes.
+# Elements of a lane, preferably _LANE: with fewer, the library's sums are slow; with more, the
+# gather is. _LANES is the minimum number of lanes.
 _SHORTEST, _LANE, _LONGEST, _LANES = 8, 16, 2048, 32
 
 
 def label_sums(
     x: jax.Array, kept: jax.Array, m: jax.Array, label: jax.Array, at_label: jax.Array, spec: Spec
 ) -> list[jax.Array]:
-    """Along rows: others of `kept`; x and `kept` at the label; where it is smoothed sum(x - m).
+    """Return for each row: others of `kept`; x and `kept` at the label; sum(x - m) if smoothed.
 
     Args:
-      x: logits; `kept` is x, or -inf where a mask leaves them out. Of any dtype: each sum converts
-        them for itself, or XLA on a CPU would write them out for several.
-      m: the maximum of `kept`, in the arithmetic dtype, as the results.
-      label: a column, or -1 for none, whose sums are any.
-      at_label: where that column is.
+      x: logits, of any dtype. Each sum converts them itself, because XLA on a CPU would store a
+        conversion that several sums share. `kept` is x, or -inf where masked.
+      m: the maximum of `kept`, in the arithmetic dtype, which is also that of the results.
+      label: a column, or -1 for none; the row's results are then arbitrary.
+      at_label: True at that column.
     """
     masked, wide = kept is not x, spec.compute_dtype
     picked = [x, kept] if masked else [x]
@@ -87,7 +87,7 @@ def label_sums(
         return [x.astype(wide) - m] if spec.loss.label_smoothing else []
 
     def compared() -> list[jax.Array]:
-        """Values whose sums are the results."""
+        """Return the terms of each sum."""
         terms = jnp.where(at_label, 0, jnp.exp(f_times(kept.astype(wide) - m, spec)))
         return [terms, *(jnp.where(at_label, v.astype(wide), 0) for v in picked), *even(x, m)]
 
@@ -106,7 +106,7 @@ def label_sums(
         return [
             others,
             *(at_column(v, index).astype(wide) for v in picked),
-            # The backward makes x - m, too: without the barrier XLA would write it out for both.
+            # The barrier keeps XLA from storing x - m, which the backward also computes.
             *(jnp.sum(v, -1, keepdims=True) for v in even(*lax.optimization_barrier((x, m)))),
         ]
 
@@ -115,24 +115,24 @@ def label_sums(
 
 
 def shares_exponentials(spec: Spec) -> bool:
-    """Whether, on a CPU, forward and backward make one array of the exponentials of rows.
+    """Return True if, on a CPU, forward and backward share one array of exponentials.
 
-    Not where positions are left out: whatever their logits are, their derivatives are 0.
+    They do not if positions are masked, because their derivatives must be 0 even if logits are NaN.
     """
     is_as_wide = spec.x_dtype == spec.compute_dtype
     return is_as_wide and _is_last_and_whole(spec) and not spec.loss.has_positions
 
 
 def exponentials_but_label(x: jax.Array, m: jax.Array, label: jax.Array, spec: Spec) -> jax.Array:
-    """exp(x - m), and 0 in each row's column `label`."""
+    """Return exp(x - m), and 0 in each row's column `label`."""
     e = jnp.exp(f_times(x - m, spec))
-    # Not jnp.put_along_axis, which needs numbers of rows that are known.
+    # jnp.put_along_axis does not support a symbolic number of rows.
     rows = [lax.broadcasted_iota(jnp.int32, label.shape, axis) for axis in range(e.ndim - 1)]
     return e.at[(*rows, label)].set(0, mode="promise_in_bounds")
 
 
 def at_column(x: jax.Array, column: jax.Array) -> jax.Array:
-    """What each row of x has in a column."""
+    """Return each row's element of x in a given column."""
     return jnp.take_along_axis(x, column, -1, mode="promise_in_bounds")
 
 

@@ -1,35 +1,38 @@
-"""LayerNorm and RMSNorm over ``spec.axes``; the backward from the output or the input.
+"""LayerNorm and RMSNorm over ``spec.axes``, with a backward from the output or the input.
 
-Row of N; G = scale + scale_offset; LayerNorm subtracts the mean, RMSNorm has mean = 0:
+For a row x of N elements, G = scale + scale_offset; RMSNorm has mean = 0:
 
     r = 1 / sqrt(mean((x - mean)^2) + epsilon)     xh = (x - mean) r     y = xh G + bias
 
-Backward with d = dy; c1 is LayerNorm's alone:
+The backward, with d = dy; RMSNorm has c1 = 0:
 
     from the output    z = y - bias,  xh = z / G,          c2 = mean(d z)
     from the input     xh = (x - mean) r,                  c2 = mean(d G xh)
     both               dx = r (d G - c1 - xh c2),          c1 = mean(d G)
                        dscale = sum_rows(d xh),            dbias = sum_rows(d)
 
-With an activation after it, n = xh G + bias: y = activation(n), and d = dy activation'(n).
+With an activation, let n = xh G + bias: y = activation(n), and d = dy activation'(n).
 
-With a residual, the row that is normalised is h = x + residual, or the normalised row is added to
-the residual, or both, one norm after the other; dh, the cotangent that h has beside the norm's, is
-added to dx. With h = residual + branch_scale x, t that sum:
+With a residual, three forms exist: the norm of h = x + residual, the residual plus the norm of x,
+or both in sequence. h may have a separate cotangent dh, which is added to the norm's dx. With
+h = residual + branch_scale x, let t be that sum of cotangents:
 
     dresidual = t       dx = branch_scale t       dbranch_scale = sum_rows(t x)
 
-With a gate, a = activation(gate), the norm is that of x, and d = a dy; or that of t = x a, and
-dt the gradient above:
+With a gate, let a = activation(gate). Either x is normalised, and d = a dy; or t = x a is
+normalised to th, and dt is the gradient above:
 
     y = xh G a       dx as above        dgate = dy xh G activation'(gate)
     y = th G         dx = dt a          dgate = dt x activation'(gate)
 
-The mean is not needed from the output, and c2 needs no division, because G cancels. Three measures
-keep the output-saving pair right: the forward floors |G| (``Spec.scale_floor``) so that y carries
-xh even where scale is 0; forward and backward use the same bias, rounded to y's dtype; and |xh| is
-clipped to sqrt(N), its true bound, |y| to the largest number (``Spec.y_limit``). The variance is
-taken in two passes: E[x^2] - E[x]^2 cancels.
+The backward from the output needs no mean, and c2 needs no division, because G cancels. Three
+measures keep it accurate:
+
+* The forward floors |G| (``Spec.scale_floor``), so that y carries xh even where scale is 0.
+* Forward and backward use the same bias, rounded to y's dtype.
+* |xh| is clipped to its true bound sqrt(N), and |y| to the largest number (``Spec.y_limit``).
+
+The variance is computed in two passes, because E[x^2] - E[x]^2 cancels.
 """
 
 import dataclasses
@@ -50,19 +53,19 @@ from jaxnorm_kernels.xla.reductions import along_rows, mean_apart, row_mean, sum
 
 
 def gain(scale: jax.Array, spec: Spec) -> jax.Array:
-    """G = scale + scale_offset in the arithmetic dtype, floored where the spec says so."""
+    """Return G = scale + scale_offset in the arithmetic dtype, floored at `Spec.scale_floor`."""
     g = scale.astype(spec.compute_dtype) + spec.norm.scale_offset
     return g if spec.scale_floor is None else _floor(g, spec.scale_floor)
 
 
 def effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
-    """bias in the arithmetic dtype; rounded to y's dtype where the output is saved."""
+    """Return bias in the arithmetic dtype; rounded to y's dtype if the output is saved."""
     b = bias.astype(spec.compute_dtype)
     return _rounded(b, spec.y_dtype.name) if spec.norm.saved == "output" else b
 
 
 def safe_divide(z: jax.Array, g: jax.Array) -> jax.Array:
-    """z / g, and 0 where g is 0 (only without a floor: in float16)."""
+    """Return z / g, and 0 where g is 0, which happens without a floor only: in float16."""
     zero = g == 0
     return jnp.where(zero, 0, z / jnp.where(zero, 1, g))
 
@@ -76,10 +79,11 @@ def _floor(g: jax.Array, floor: float) -> jax.Array:
 def _floor_jvp(
     floor: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Only second derivatives come here, and below the floor y cannot carry them: NaN.
+    """Return NaN below the floor, where second derivatives cannot be computed from y.
 
-    There the cotangent of the saved y is the sum of an ordinary one and one of x_hat / floor, which
-    swallows it. A loud answer, where the alternative is noise of any size.
+    Only second derivatives use this rule. Below the floor, the cotangent of the saved y is the sum
+    of an ordinary term and one of size x_hat / floor, to which the ordinary term is lost. NaN is
+    better than noise of any size.
     """
     (g,), (t,) = primals, tangents
     return _floor(g, floor), t * jnp.where(jnp.abs(g) < floor, jnp.nan, 1).astype(t.dtype)
@@ -88,9 +92,9 @@ def _floor_jvp(
 def _straight_through[T](
     f: Callable[[jax.Array, T], jax.Array],
 ) -> Callable[[jax.Array, T], jax.Array]:
-    """f with the derivative of the identity: a correction of representation, not of the function.
+    """Give f the derivative of the identity: f corrects rounding and leaves the function as it is.
 
-    Again for second derivatives: one-hot rows sit on the clip's bound, where they must not vanish.
+    Second derivatives need this: one-hot rows reach the clip's bound, and must have a derivative.
     """
     wrapped = jax.custom_jvp(f, nondiff_argnums=(1,))
     wrapped.defjvp(lambda arg, primals, tangents: (f(primals[0], arg), tangents[0]))
@@ -99,12 +103,12 @@ def _straight_through[T](
 
 @_straight_through
 def clip(v: jax.Array, bound: float | jax.Array) -> jax.Array:
-    """v within its true bound: x_hat that is recovered from a rounded y may lie beyond."""
+    """Clip v to its true bound, which an x_hat recovered from a rounded y may exceed."""
     return jnp.clip(v, -bound, bound)
 
 
 def round_to(v: jax.Array, dtype: np.dtype) -> jax.Array:
-    """v in `dtype`, and as rounded for those who go on from it, too, whatever they widen it to."""
+    """Cast v to `dtype`, so that XLA cannot elide the rounding if the result is widened again."""
     if dtype.itemsize < v.dtype.itemsize:
         v = _rounded_where_casts_are_dropped(v, dtype.name)
     return v.astype(dtype)
@@ -112,17 +116,17 @@ def round_to(v: jax.Array, dtype: np.dtype) -> jax.Array:
 
 @_straight_through
 def _rounded_where_casts_are_dropped(v: jax.Array, dtype: str) -> jax.Array:
-    """XLA keeps casts on a CPU, where `_rounded` takes twice the time of a norm in float16."""
+    """Round v except on a CPU, where XLA keeps casts and rounding doubles a float16 norm's time."""
     return lax.platform_dependent(v, cpu=lambda v: v, default=lambda v: _rounded(v, dtype))
 
 
 @_straight_through
 def _rounded(v: jax.Array, dtype: str) -> jax.Array:
-    """v rounded to the values of `dtype`, kept in its own dtype.
+    """Round v to the values of `dtype`, without changing its own dtype.
 
-    Not a pair of casts: XLA may drop such a pair (`xla_allow_excess_precision`), in the forward and
-    not in the backward. `reduce_precision` is never dropped, but it flushes subnormals, which are
-    ordinary numbers in float16: those are rounded to multiples of its smallest one.
+    A pair of casts will not do: XLA may drop it (`xla_allow_excess_precision`) in the forward but
+    not in the backward. XLA never drops `reduce_precision`, but it flushes subnormals, which are
+    common in float16. Those are rounded to multiples of the smallest subnormal instead.
     """
     info, own = jnp.finfo(dtype), jnp.finfo(v.dtype)
     if info.bits >= own.bits:
@@ -135,7 +139,7 @@ def _rounded(v: jax.Array, dtype: str) -> jax.Array:
 
 
 def norm_fwd(operands: Operands, spec: Spec) -> Results:
-    """y = norm(x), or activation(norm(x))."""
+    """Compute y = norm(x), or activation(norm(x))."""
     y, stats = normalised(operands.x, operands.scale, operands.bias, spec)
     if spec.norm.activation is not None:
         y = _activation(spec)(y)
@@ -143,7 +147,7 @@ def norm_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Of `norm_fwd`."""
+    """The backward of `norm_fwd`."""
     if spec.norm.activation is not None:
         _, pullback = jax.vjp(_activation(spec), _normalised_again(residuals, spec))
         (d,) = pullback(cotangents.y.astype(spec.compute_dtype))
@@ -152,25 +156,25 @@ def norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
 
 
 def add_norm_fwd(operands: Operands, spec: Spec) -> Results:
-    """h = x + residual, y = norm(h)."""
+    """Compute h = x + residual, y = norm(h)."""
     h = _sum(operands.residual, operands.x, spec)
     return _with_norm_of(h, (operands.scale, operands.bias), (), spec)
 
 
 def add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Of `add_norm_fwd`."""
+    """The backward of `add_norm_fwd`."""
     of_norm = backward(residuals, cotangents, _unrounded(spec.last))
     dresidual = round_to(of_norm.x, spec.last.x_dtype)
     return of_norm._replace(x=dresidual.astype(spec.x_dtype), residual=dresidual)
 
 
 def scaled_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
-    """h = residual + branch_scale x, y = norm(h)."""
+    """Compute h = residual + branch_scale x, y = norm(h)."""
     return add_norm_fwd(operands._replace(x=_scaled(operands.x, operands, spec)), spec)
 
 
 def scaled_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Of `scaled_add_norm_fwd`."""
+    """The backward of `scaled_add_norm_fwd`."""
     if "y" not in spec.outputs:
         assert cotangents.h is not None
         of_norm = Operands(cotangents.h.astype(spec.compute_dtype))
@@ -186,20 +190,20 @@ def scaled_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -
 
 
 def norm_add_fwd(operands: Operands, spec: Spec) -> Results:
-    """y = residual + norm(x)."""
+    """Compute y = residual + norm(x)."""
     u, stats = normalised(operands.x, operands.scale, None, spec.first)
     return Results(_sum(operands.residual, u, spec), stats=stats)
 
 
 def norm_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
-    """h = residual + norm(x), y = norm(h)."""
+    """Compute h = residual + norm(x), y = norm(h)."""
     u, stats = normalised(operands.x, operands.scale, None, spec.first)
     h = _sum(operands.residual, u, spec)
     return _with_norm_of(h, (operands.next_scale, None), stats, spec)
 
 
 def norm_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Of `norm_add_norm_fwd`."""
+    """The backward of `norm_add_norm_fwd`."""
     first, last = _of_two_norms(residuals)
     dstats = cotangents.stats
     of_last = backward(last, cotangents._replace(stats=dstats[1:]), _unrounded(spec.last))
@@ -209,7 +213,7 @@ def norm_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
 
 
 def norm_gated_fwd(operands: Operands, spec: Spec) -> Results:
-    """y = norm(x) activation(gate), or norm(x activation(gate))."""
+    """Compute y = norm(x) activation(gate), or norm(x activation(gate))."""
     x, a = operands.x.astype(spec.compute_dtype), _activation(spec)(operands.gate)
     of = x if spec.norm.norm_before_gate else x * a
     y, stats = normalised(of, operands.scale, None, spec.last)
@@ -217,7 +221,7 @@ def norm_gated_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def norm_gated_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Of `norm_gated_fwd`."""
+    """The backward of `norm_gated_fwd`."""
     x, last = residuals.saved.astype(spec.compute_dtype), _unrounded(spec.last)
     residuals = residuals._replace(saved=x)
     a, pullback = jax.vjp(_activation(spec), residuals.gate)
@@ -244,7 +248,7 @@ FORMULAS: dict[Op, Formulas] = {
 def _with_norm_of(
     h: jax.Array, params: tuple[jax.Array | None, jax.Array | None], stats: Stats, spec: Spec
 ) -> Results:
-    """h, its norm, and the statistics of that after `stats`; those that are in ``spec.outputs``."""
+    """Return h, its norm, and its statistics after `stats`; only those in ``spec.outputs``."""
     if "y" not in spec.outputs:
         return Results(h=h)
     y, of_h = normalised(h, *params, spec.last)
@@ -252,25 +256,25 @@ def _with_norm_of(
 
 
 def _unrounded(norm: Spec) -> Spec:
-    """A norm whose gradient of x is in the arithmetic dtype."""
+    """Return the norm with dx in the arithmetic dtype."""
     return dataclasses.replace(norm, x_dtype=norm.compute_dtype)
 
 
 def _of_two_norms(residuals: Residuals) -> tuple[Residuals, Residuals]:
-    """Those of the norm of x, and of the norm of h."""
+    """Return the residuals of the norm of x, and those of the norm of h."""
     rstd, next_rstd = residuals.stats
     first = Residuals(residuals.x, stats=(rstd,), scale=residuals.scale)
     return first, Residuals(residuals.saved, stats=(next_rstd,), scale=residuals.next_scale)
 
 
 def _scaled(x: jax.Array, of: Operands | Residuals, spec: Spec) -> jax.Array:
-    """branch_scale x, in the arithmetic dtype."""
+    """Return branch_scale x in the arithmetic dtype."""
     scale = of.branch_scale.astype(spec.compute_dtype)
     return x.astype(spec.compute_dtype) * along_rows(scale, x, spec)
 
 
 def backward(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """The gradients of x, scale and bias of one norm."""
+    """Return the gradients of x, scale and bias of one norm."""
     dh, dstats = cotangents.h, cotangents.stats
     scale, bias = residuals.scale, residuals.bias
     d = cotangents.y.astype(spec.compute_dtype)
@@ -298,7 +302,7 @@ def backward(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
 def normalised(
     x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, spec: Spec
 ) -> tuple[jax.Array, Stats]:
-    """y in the arithmetic dtype, and the statistics that the spec wants."""
+    """Return y in the arithmetic dtype, and the statistics that the spec requests."""
     x = x.astype(spec.compute_dtype)
     mean = row_mean(x, spec) if spec.norm.subtract_mean else None
     centred = x if mean is None else x - mean
@@ -312,7 +316,7 @@ def normalised(
 
 
 def _sum(residual: jax.Array, y: jax.Array, spec: Spec) -> jax.Array:
-    """In the residual's dtype, rounded once; a norm of it is that of what is returned."""
+    """Return the sum, rounded once to the residual's dtype: the values that a norm of h reads."""
     total = residual.astype(spec.compute_dtype) + y.astype(spec.compute_dtype)
     assert spec.norm.residual_dtype is not None
     return round_to(total, spec.norm.residual_dtype)
@@ -321,7 +325,7 @@ def _sum(residual: jax.Array, y: jax.Array, spec: Spec) -> jax.Array:
 def _recovered(
     residuals: Residuals, spec: Spec
 ) -> tuple[jax.Array | None, jax.Array, list[jax.Array], jax.Array | None]:
-    """G, x_hat, the statistics along rows and, from the output, z = x_hat G."""
+    """Return G, x_hat, the statistics along rows and, if the output is saved, z = x_hat G."""
     saved, scale, bias = residuals.saved.astype(spec.compute_dtype), residuals.scale, residuals.bias
     along = [jnp.expand_dims(stat, spec.axes) for stat in residuals.stats]
     g = None if scale is None else along_rows(gain(scale, spec), saved, spec)
@@ -331,28 +335,28 @@ def _recovered(
     z = saved if spec.y_limit is None else clip(saved, spec.y_limit)
     if bias is not None:
         z = z - along_rows(effective_bias(bias, spec), z, spec)
-    is_number = isinstance(spec.cols, int)  # not so in an export of any size
+    is_number = isinstance(spec.cols, int)  # False in an export with symbolic shapes
     bound = math.sqrt(spec.cols) if is_number else jnp.sqrt(jnp.asarray(spec.cols, z.dtype))
     xh = clip(z if g is None else safe_divide(z, g), bound)
     return g, xh, along, z
 
 
 def _activation(spec: Spec) -> Callable[[jax.Array], jax.Array]:
-    """Of a norm, or of a gate in its own dtype; in the arithmetic dtype."""
+    """Return the activation, which casts its argument to the arithmetic dtype."""
     assert spec.norm.activation is not None
     of_wide = getattr(jax.nn, spec.norm.activation)
     return lambda a: of_wide(a.astype(spec.compute_dtype))
 
 
 def _normalised_again(residuals: Residuals, spec: Spec) -> jax.Array:
-    """The norm in the arithmetic dtype, of the input that a derivative starts from."""
+    """Recompute the norm in the arithmetic dtype from the residuals."""
     bias, (g, xh, _, _) = residuals.bias, _recovered(residuals, spec)
     n = xh if g is None else xh * g
     return n if bias is None else n + along_rows(effective_bias(bias, spec), n, spec)
 
 
 def _statistics(rstd: jax.Array, mean: jax.Array | None, spec: Spec) -> Stats:
-    """Those that the spec wants, without the normalised axes."""
+    """Return the statistics that the spec requests, without the normalised axes."""
     if not spec.has_stats:
         return ()
     kept = (rstd, mean) if mean is not None and spec.returns_mean else (rstd,)

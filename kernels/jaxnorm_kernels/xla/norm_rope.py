@@ -1,18 +1,18 @@
-"""RMSNorm and the rotation of pairs of columns after it (RoPE), over the last axis.
+"""RMSNorm over the last axis, and the rotation of pairs of columns after it (RoPE).
 
-Pairs (a, b) of the first `NormOptions.rotated` columns: i and i + rotated / 2, or 2i and 2i + 1.
-With n = norm(x), whose formulas are those of `norm`:
+A pair (a, b) is columns i and i + rotated / 2, or 2i and 2i + 1, of the first
+`NormOptions.rotated` columns. With n = norm(x), as in `norm`:
 
     y = (a cos - b sin, b cos + a sin) of n's pairs, and n in the other columns
 
-Backward with d = dy; R is the rotation, R' its transpose, by (a cos + b sin, b cos - a sin):
+The backward, with d = dy, the rotation R, and its transpose R', (a cos + b sin, b cos - a sin):
 
     from the output    n = R' y / (cos^2 + sin^2)
     from the input     n = norm(x)
-    both               the norm's, of the cotangent R' d
+    both               the norm's backward, of the cotangent R' d
                        dcos = sum(da na + db nb),  dsin = sum(db na - da nb)
 
-A pair whose cos^2 + sin^2 is 0 tells nothing of n, which is 0 there.
+If cos^2 + sin^2 of a pair is 0, n cannot be recovered from y, and is taken to be 0.
 """
 
 import jax
@@ -28,14 +28,14 @@ from jaxnorm_kernels.xla.norm import clip, gain, safe_divide
 
 
 def norm_rope_fwd(operands: Operands, spec: Spec) -> Results:
-    """y = rotation(norm(x), cos, sin)."""
+    """Compute y = rotation(norm(x), cos, sin)."""
     n, stats = norm.normalised(operands.x, operands.scale, None, spec.last)
     y = rotated(n, operands.cos, operands.sin, spec)
     return Results(y.astype(spec.y_dtype), stats=stats)
 
 
 def norm_rope_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """Of `norm_rope_fwd`."""
+    """The backward of `norm_rope_fwd`."""
     cos, sin = residuals.cos, residuals.sin
     saved, last = _saved_of_norm(residuals, spec)
     d = cotangents.y.astype(spec.compute_dtype)
@@ -51,17 +51,17 @@ def norm_rope_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Oper
 
 
 def rotated(n: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
-    """The rotation of n, in the arithmetic dtype."""
+    """Return the rotation of n, in the arithmetic dtype."""
     cos, sin = cos.astype(n.dtype), sin.astype(n.dtype)
     a, b = _pairs(n, spec)
     return _joined(_from_pairs(a * cos - b * sin, b * cos + a * sin, spec), n, spec)
 
 
 def _rotated_in_backward(v: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
-    """Return `rotated`, on a CPU by swapping the elements of each pair.
+    """Return `rotated`; on a CPU, by swapping the elements of each pair.
 
-    XLA fuses no concatenation there: the backward would store each rotation. In the forward, which
-    has one, two halves and their concatenation are faster.
+    On a CPU, XLA does not fuse concatenations, so that the backward would store each rotation. The
+    forward has only one rotation, for which concatenating two halves is faster.
     """
 
     def swapping(v: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -79,7 +79,7 @@ def _rotated_in_backward(v: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spe
 
 
 def _unrotated(y: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.Array:
-    """n of a y that is its rotation."""
+    """Undo the rotation: return n, given y."""
     cos, sin = cos.astype(y.dtype), sin.astype(y.dtype)
     square = cos * cos + sin * sin
     # The tables are smaller than y: dividing them takes less time.
@@ -88,7 +88,7 @@ def _unrotated(y: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.
 
 
 def _saved_of_norm(residuals: Residuals, spec: Spec) -> tuple[jax.Array, Spec]:
-    """What the norm's derivative starts from, and its spec: n is never rounded to y's dtype."""
+    """Return the array that the norm's derivative starts from, not rounded, and the norm's spec."""
     saved = residuals.saved.astype(spec.compute_dtype)
     if spec.norm.saved == "input":
         return saved, spec.last
@@ -97,7 +97,7 @@ def _saved_of_norm(residuals: Residuals, spec: Spec) -> tuple[jax.Array, Spec]:
 
 
 def _normalised_again(saved: jax.Array, residuals: Residuals, spec: Spec) -> jax.Array:
-    """n, of what the norm's derivative starts from."""
+    """Recompute n from the array that the norm's derivative starts from."""
     if spec.norm.saved == "output":
         return saved
     (rstd,) = residuals.stats
@@ -106,7 +106,7 @@ def _normalised_again(saved: jax.Array, residuals: Residuals, spec: Spec) -> jax
 
 
 def _pairs(v: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
-    """The first and the second of each pair."""
+    """Return the first and the second element of each pair."""
     head = v[..., : spec.norm.rotated]
     if spec.norm.interleaved:
         return head[..., ::2], head[..., 1::2]
@@ -115,19 +115,19 @@ def _pairs(v: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
 
 
 def _from_pairs(a: jax.Array, b: jax.Array, spec: Spec) -> jax.Array:
-    """The inverse of `_pairs`."""
+    """Invert `_pairs`."""
     if spec.norm.interleaved:
         return jnp.stack([a, b], axis=-1).reshape(*a.shape[:-1], spec.norm.rotated)
     return jnp.concatenate([a, b], axis=-1)
 
 
 def _joined(head: jax.Array, rest: jax.Array, spec: Spec) -> jax.Array:
-    """The rotated columns, and the other columns of `rest`."""
+    """Concatenate the rotated columns and the other columns of `rest`."""
     return jnp.concatenate([head, rest[..., spec.norm.rotated :]], axis=-1)
 
 
 def _summed_like(table: jax.Array, v: jax.Array) -> jax.Array:
-    """The sums of v over the elements that share one of a table."""
+    """Sum v over the axes along which a table is broadcast."""
     axes = [axis for axis, (n, size) in enumerate(zip(table.shape, v.shape)) if n != size]
     return jnp.sum(v, axis=tuple(axes), keepdims=True)
 

@@ -1,4 +1,4 @@
-"""Reductions over rows (``spec.axes``, and shards of a row), and rows that share parameters."""
+"""Reductions over rows (``spec.axes``, and shards of a row), and parameters broadcast to rows."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,25 +10,25 @@ from jaxnorm_kernels.specs import Spec
 
 
 def row_sum(v: jax.Array, spec: Spec) -> jax.Array:
-    """The sum over the normalised axes, which stay as 1; over all shards of them."""
+    """Return the sum over the normalised axes and all their shards; the axes keep size 1."""
     total = jnp.sum(v, axis=spec.axes, keepdims=True)
     return lax.psum(total, spec.cols_over) if spec.cols_over else total
 
 
 def row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
-    """`row_sum` of each, in one exchange with the other shards."""
+    """Return the `row_sum` of each array, with one all-reduce over the shards."""
     return over_shards([jnp.sum(v, axis=spec.axes, keepdims=True) for v in values], spec)
 
 
 def over_shards(totals: list[jax.Array], spec: Spec) -> list[jax.Array]:
-    """Sums over a shard of each row, made those over all shards, in one exchange."""
+    """All-reduce sums over a shard of each row, in one exchange."""
     return list(lax.psum(jnp.stack(totals), spec.cols_over)) if spec.cols_over else totals
 
 
 def fused_row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
-    """The sums of each, of this shard alone, in one reduction; has no derivative.
+    """Return the sums of each array over this shard, in one reduction without a derivative.
 
-    What makes the values is fused with it on a GPU. On a CPU it is one long sum of scalars.
+    On a GPU, XLA fuses the computation of the values into it. On a CPU, it is a slow scalar loop.
     """
     axes = [axis % values[0].ndim for axis in spec.axes]
     zeros = tuple(jnp.zeros((), v.dtype) for v in values)
@@ -37,38 +37,38 @@ def fused_row_sums(values: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
 
 
 def row_mean(v: jax.Array, spec: Spec) -> jax.Array:
-    """The mean, likewise."""
+    """Return the mean over the normalised axes and all their shards; the axes keep size 1."""
     if spec.cols_over:
         return row_sum(v, spec) / spec.cols
     return jnp.mean(v, axis=spec.axes, keepdims=True)
 
 
 def sum_apart(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return `row_sum`, on a CPU without what follows it.
+    """Return `row_sum`; on a CPU, not fused with the computation that follows.
 
-    XLA has a library compute sums there, and elementwise functions of them. Its own loops compute
-    those in two thirds of the time, and write them over one of their operands.
+    On a CPU, XLA has a library compute sums and elementwise functions of them. XLA's own loops need
+    two thirds of the library's time for such functions, and reuse an operand's buffer.
     """
     return on_cpu(lax.optimization_barrier, row_sum(v, spec))
 
 
 def mean_apart(v: jax.Array, spec: Spec) -> jax.Array:
-    """Return `row_mean`, in the same way as `sum_apart`."""
+    """Return `row_mean`; on a CPU, not fused with what follows (see `sum_apart`)."""
     return on_cpu(lax.optimization_barrier, row_mean(v, spec))
 
 
 def row_max(v: jax.Array, spec: Spec) -> jax.Array:
-    """The maximum, likewise; -inf of nothing."""
+    """Return the maximum over the normalised axes and all their shards; -inf for empty rows."""
     # `initial` gives rows of length 0 a maximum.
     largest = jnp.max(v, axis=spec.axes, keepdims=True, initial=-jnp.inf)
     return lax.pmax(largest, spec.cols_over) if spec.cols_over else largest
 
 
 def row_any(mask: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
-    """True for each row that the mask does not leave out entirely; `like` has whole rows.
+    """Return True for each row with an unmasked entry; `like` has the shape and type of x.
 
-    A mask that is broadcast along an axis does not vary over the mesh axes that split it, and a sum
-    over several mesh axes needs to vary over all of them.
+    A mask that is broadcast along an axis does not vary over the mesh axes that split the axis. A
+    sum over several mesh axes requires an array that varies over all of them.
     """
     if not spec.cols_over:
         return jnp.any(mask, axis=spec.axes, keepdims=True)
@@ -82,12 +82,12 @@ def vary_like(a: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def on_cpu[T](function: Callable[[T], T], values: T) -> T:
-    """Return ``function(values)`` in code for a CPU, and `values` elsewhere."""
+    """Return ``function(values)`` on a CPU, and `values` on other platforms."""
     return lax.platform_dependent(values, cpu=function, default=lambda values: values)
 
 
 def along_rows(parameter: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
-    """`parameter` against an array like `like`."""
+    """Reshape `parameter` so that it broadcasts to an array like `like`."""
     if _is_of_groups(parameter, like, spec):
         return jnp.repeat(parameter, spec.rows // parameter.shape[0], axis=0)
     axes, lacking = _axes_of_parameter(parameter, like, spec)
@@ -98,7 +98,7 @@ def along_rows(parameter: jax.Array, like: jax.Array, spec: Spec) -> jax.Array:
 
 
 def summed_like(parameter: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
-    """The sums of v over the rows that share a parameter."""
+    """Sum v over the rows that share a parameter."""
     if _is_of_groups(parameter, v, spec):
         return jnp.sum(v.reshape(parameter.shape[0], -1, spec.cols), axis=1)
     axes, lacking = _axes_of_parameter(parameter, v, spec)
@@ -114,10 +114,10 @@ def summed_like(parameter: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
 def _axes_of_parameter(
     parameter: jax.Array, like: jax.Array, spec: Spec
 ) -> tuple[list[int], list[int]]:
-    """Which axes of an array like `like` a parameter has, in its order; and those it lacks.
+    """Return the axes of `like` that a parameter has, in the parameter's order, and the others.
 
-    Its last axes are the normalised ones. Axes before those, of groups of rows, are right-aligned
-    to the others, as numpy broadcasts.
+    Its last axes are the normalised ones. Leading axes, for groups of rows, are right-aligned to
+    the other axes, as numpy broadcasts.
     """
     normalised = [axis % like.ndim for axis in spec.axes]
     others = [axis for axis in range(like.ndim) if axis not in normalised]
@@ -126,6 +126,6 @@ def _axes_of_parameter(
 
 
 def _is_of_groups(parameter: jax.Array, like: jax.Array, spec: Spec) -> bool:
-    """Whether each row of a parameter belongs to consecutive rows of a two-dimensional view."""
+    """Return True if a parameter has a row for each group of consecutive rows of a 2D view."""
     in_rows = like.ndim == parameter.ndim == 2 and spec.axes == (-1,)
     return in_rows and parameter.shape[0] not in (1, spec.rows)

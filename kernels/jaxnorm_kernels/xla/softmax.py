@@ -1,18 +1,18 @@
-"""softmax and log_softmax over ``spec.axes``; the backward starts from the output.
+"""softmax and log_softmax over ``spec.axes``, whose backward starts from the output.
 
-Of z = scale x + bias. With m = max(z), d = dy, all sums over a row:
+For z = scale x + bias, m = max(z) and d = dy, with all sums over a row:
 
     softmax      y = exp(z - m) / sum(exp(z - m))       dz = y (d - sum(d y) / sum(y))
     log_softmax  y = z - m - log(sum(exp(z - m)))       dz = d - exp(y) sum(d)
     both         dx = scale dz,  dbias = sum(dz) where the bias is broadcast
 
-softmax's Jacobian is symmetric: with t the tangent of z, that of y is y (t - sum(t y) / sum(y)).
+softmax's Jacobian is symmetric: if t is the tangent of z, that of y is y (t - sum(t y) / sum(y)).
 sum(y) is 1, and not computed, unless y is rounded to 16 bits (`Spec.renormalises`).
 
-``mask`` keeps the entries where it is True; so does ``causal`` those up to the diagonal. The row is
-the softmax of what is kept, the rest is 0 (softmax) or -inf (log_softmax) with zero gradient. A row
-with nothing kept is all 0 (or -inf). With a finite ``SoftmaxOptions.masked_logit`` the rest is that
-number, a constant.
+``mask`` masks the entries where it is False; ``causal`` masks those beyond the diagonal. The row is
+the softmax of its unmasked entries. Masked entries are 0 (softmax) or -inf (log_softmax), with a
+gradient of 0, also in a row whose entries are all masked. If ``SoftmaxOptions.masked_logit`` is
+finite, masked logits are that constant instead.
 """
 
 import jax
@@ -34,7 +34,7 @@ from jaxnorm_kernels.xla.reductions import (
 
 
 def softmax_fwd(operands: Operands, spec: Spec) -> Results:
-    """y in ``spec.y_dtype``; 0 for what the mask does not keep."""
+    """Return y in ``spec.y_dtype``; masked entries are 0."""
     kept, has_entry, z = _logits(operands, spec)
     e = jnp.exp(z - _largest(z, has_entry, spec))
     total = row_sum(e, spec)
@@ -45,7 +45,7 @@ def softmax_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def softmax_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
-    """The tangent of y, from y."""
+    """Return the tangent of y, computed from y."""
     y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
     t = _masked(_tangent(y, tangents, spec), kept, spec)
     along = _jacobian(y, t, spec)
@@ -55,7 +55,7 @@ def softmax_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results
 
 
 def softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """The gradients of x and, if the spec wants it, of the bias, from y."""
+    """Return the gradients of x and, if the spec requests it, of the bias, computed from y."""
     y, dy = residuals.saved, cotangents.y
     kept = _kept(residuals.mask, y.shape, spec)
     if kept is not None and spec.drops_masked:
@@ -66,7 +66,7 @@ def softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operan
 
 
 def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
-    """y in ``spec.y_dtype``; -inf for what the mask does not keep."""
+    """Return y in ``spec.y_dtype``; masked entries are -inf."""
     kept, has_entry, z = _logits(operands, spec)
     m = on_cpu(lax.optimization_barrier, _largest(z, has_entry, spec))
     total = sum_apart(jnp.exp(z - m), spec)
@@ -81,7 +81,7 @@ def log_softmax_fwd(operands: Operands, spec: Spec) -> Results:
 
 
 def log_softmax_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-    """The gradients of x and, if the spec wants it, of the bias, from y."""
+    """Return the gradients of x and, if the spec requests it, of the bias, computed from y."""
     y, kept = residuals.saved, _kept(residuals.mask, residuals.saved.shape, spec)
     d = _masked(cotangents.y, kept, spec)
     dz = d - jnp.exp(y.astype(spec.compute_dtype)) * sum_apart(d, spec)
@@ -95,7 +95,7 @@ FORMULAS: dict[Op, Formulas] = {
 
 
 def _jacobian(y: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
-    """Softmax's Jacobian, which is its own transpose, times v."""
+    """Return softmax's Jacobian, which is its own transpose, times v."""
     y = y.astype(spec.compute_dtype)
     if not spec.renormalises:
         return y * (v - sum_apart(v * y, spec))
@@ -104,17 +104,17 @@ def _jacobian(y: jax.Array, v: jax.Array, spec: Spec) -> jax.Array:
 
 
 def _masked_jacobian(y: jax.Array, v: jax.Array, kept: jax.Array, spec: Spec) -> jax.Array:
-    """Return softmax's Jacobian times v, whose masked entries take no part.
+    """Return softmax's Jacobian times v, without v's masked entries.
 
-    On a CPU, XLA would compute the masked v before the forward pass, and store both. Fresh memory
-    takes longer there than the arithmetic.
+    The barrier is for CPUs, where XLA would compute the masked v before the forward pass, and store
+    both. Allocating memory takes longer there than the arithmetic.
     """
     v, y = on_cpu(lax.optimization_barrier, (v, y))
     return _jacobian(y, _masked(v, kept, spec), spec)
 
 
 def _tangent(y: jax.Array, tangents: Operands, spec: Spec) -> jax.Array:
-    """That of z."""
+    """Return the tangent of z."""
     dx, dbias = tangents.x, tangents.logits_bias
     terms = [] if dx is None else [_scaled(dx.astype(spec.compute_dtype), spec)]
     if dbias is not None:
@@ -123,7 +123,7 @@ def _tangent(y: jax.Array, tangents: Operands, spec: Spec) -> jax.Array:
 
 
 def _gradients(dz: jax.Array, spec: Spec) -> Operands:
-    """Of x, and of the bias, as wide as it is."""
+    """Return the gradients of x and of the bias, summed where the bias is broadcast."""
     dbias = None
     if spec.softmax.logits_bias_dtype is not None:
         broadcast = [axis for axis, size in enumerate(spec.softmax.logits_bias_shape) if size == 1]
@@ -136,10 +136,9 @@ def _scaled(z: jax.Array, spec: Spec) -> jax.Array:
 
 
 def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
-    """Return which entries are unmasked, which rows have one, and z.
+    """Return which entries are unmasked, which rows have an unmasked entry, and z.
 
-    The first two are None if that is all of them. z of masked entries is
-    `SoftmaxOptions.masked_logit`.
+    The first two are None if all of them are. z of masked entries is `SoftmaxOptions.masked_logit`.
     """
     x, mask, bias = operands.x, operands.mask, operands.logits_bias
     kept = _kept(mask, x.shape, spec)
@@ -163,7 +162,7 @@ def _largest(z: jax.Array, has_entry: jax.Array | None, spec: Spec) -> jax.Array
 
 
 def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Array | None:
-    """Which entries take part, of a shape that broadcasts to x's; None for all."""
+    """Return which entries are unmasked, in a shape that broadcasts to x's; None if all are."""
     if not spec.softmax.causal:
         return mask
     rank = len(shape)
@@ -189,10 +188,10 @@ def _nonempty(total: jax.Array, has_entry: jax.Array | None) -> jax.Array:
 
 
 def _masked(v: jax.Array, kept: jax.Array | None, spec: Spec) -> jax.Array:
-    """v with masked entries set to 0, by a selection.
+    """Return v with masked entries set to 0 by a select.
 
-    Before any product, or 0 * inf would poison the row; and after the products with sums over the
-    row, which NaN of one entry would carry to the masked ones.
+    This is applied before any multiplication, because 0 * inf would make the row NaN. It is also
+    applied after multiplying by a sum over the row, which a NaN in one entry makes NaN.
     """
     v = v.astype(spec.compute_dtype)
     return v if kept is None else jnp.where(kept, v, 0)
