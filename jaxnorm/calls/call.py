@@ -26,6 +26,11 @@ Arrays = Sequence[jax.Array]
 #: What computes a pass: takes the arrays of a call one by one, and returns those of its results.
 Run = Callable[..., list[jax.Array]]
 
+# A part of another array that is no larger is copied for a kernel. XLA copies a loop's index to the
+# host before it passes an address that depends on the index, and waits for that: as long as for a
+# copy of 5 MB on an H100. So short a copy is less than a launch.
+_COPIED_BYTES = 2**20
+
 # One object for all layers of a model: what its pass takes and returns is computed once.
 _once = functools.lru_cache(maxsize=4096)
 
@@ -220,8 +225,6 @@ class Call:
         starts at a multiple of its own size, and XLA passes an address only if this size is
         aligned. A linear loss passes aligned arrays to the calls on its chunks.
         """
-        if self.primitives is not None and self.spec.is_loss:
-            return frozenset((*self.takes, *self.returns))
         saved = ("saved",) * (self.direction != "fwd" and self.spec.starts_from in ("y", "h"))
         return frozenset((*saved, *self.spec.statistics))
 
@@ -358,11 +361,15 @@ class Call:
         """Give arrays of the implementation `name` buffers that are no parts of larger arrays."""
         if name == "xla":
             return [*arrays]
-        in_place = self._in_place
         return [
-            a if n in in_place else launching.own_buffer(a)
+            a if self._is_in_place(n, a) else launching.own_buffer(a)
             for n, a in zip(names, arrays, strict=True)
         ]
+
+    def _is_in_place(self, name: str, array: jax.Array) -> bool:
+        if self.primitives is not None and self.spec.is_loss:
+            return True
+        return name in self._in_place and array.nbytes > _COPIED_BYTES
 
     def _run(self, name: str, spec: Spec, arrays: Arrays) -> list[jax.Array]:
         implementation = backends.implementation(name)
