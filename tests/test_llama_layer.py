@@ -20,7 +20,7 @@ def test_the_docs_have_its_figures():
     plain, norms, _, least = rows.values()
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     for sentence in (
-        f"keeps {plain} arrays of tokens x width for its backward in plain JAX",
+        f"stores the equivalent of {plain} activations (tokens x width) in plain JAX",
         f"{norms} with `rms_norm`, and {least} with `gated_linear`",
     ):
         assert sentence in readme

@@ -51,7 +51,8 @@ def test_the_examples_run(page):
 
 def test_the_pages_have_examples():
     """The expression that finds them finds them."""
-    without = {"benchmarks", "correctness", "faq", "maxtext", "results", "structure"}
+    without = {"benchmarks", "comparison", "correctness", "errors", "faq", "maxtext", "replaces"}
+    without |= {"results", "structure"}
     assert {page.stem for page in PAGES if not blocks(page)} == without
     assert sum(len(blocks(page)) for page in PAGES) >= 30
 
@@ -81,4 +82,4 @@ def test_the_readme_begins_with_the_commands_of_a_fresh_clone():
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
