@@ -14,7 +14,6 @@ from benchmarks import contract
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic import interpreted
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
-from jaxnorm_kernels.mosaic.walks.direct import Direct
 from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.walks.ring import Ring
 from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing
@@ -59,9 +58,6 @@ NORM_CASES = (
     Case("rows_ring", 23, 512, RowsRing(8, 32, rows=8, stages=2)),
     Case("rows_ring_tail", 13, 440, RowsRing(8, 32, rows=4, stages=3)),
     Case("rows_ring_parts_of_warps", 70, 64, RowsRing(8, 4, rows=32, stages=2)),
-    Case("direct", 7, 384, Direct(1, 1, ahead=2)),
-    Case("direct_tail", 7, 1023, Direct(1, 2, ahead=1)),
-    Case("direct_four_warpgroups", 5, 4100, Direct(8, 4, ahead=1)),
 )
 
 SOFTMAX_CASES = (

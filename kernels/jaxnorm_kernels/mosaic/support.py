@@ -7,7 +7,7 @@ from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import LEAST_VECTOR, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.schedules import forward, heads
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
-from jaxnorm_kernels.mosaic.schedules.columns import row_vector
+from jaxnorm_kernels.mosaic.schedules.columns import is_unaligned, row_vector
 from jaxnorm_kernels.mosaic.schedules.norm_backward import is_copied, norm_schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.refusals import (
@@ -60,12 +60,18 @@ _CANNOT: Table = (
         ),
     ),
     (
+        "its norms take rows in multiples of 16 bytes",
+        lambda s: (
+            not is_copied(s) if _norm_bwd(s) else s.is_norm and not s.rotated and is_unaligned(s)
+        ),
+    ),
+    (
         "its norm backward takes rows this short only by 64 and more (of each group that has "
-        "parameters of its own), in multiples of 16 bytes",
+        "parameters of its own)",
         lambda s: (
             _norm_bwd(s)
             and s.cols < WARPGROUP_THREADS * min(row_vector(s), LEAST_VECTOR)
-            and (s.rows // s.groups < 64 or not is_copied(s))
+            and s.rows // s.groups < 64
         ),
     ),
     (

@@ -31,7 +31,6 @@ from jaxnorm_kernels.mosaic.norm.activations import activation_of
 from jaxnorm_kernels.mosaic.norm.elementwise import effective_bias, gain, reciprocal, within_limit
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
-from jaxnorm_kernels.mosaic.walks.direct import Direct, direct_backward
 from jaxnorm_kernels.mosaic.walks.formulas import Arrays, Formula, RowOperands
 from jaxnorm_kernels.mosaic.walks.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing, rows_ring_backward
@@ -204,7 +203,7 @@ class InnerNormFormula(NormFormula):
         return dy * slope, c
 
 
-_KERNELS = {Ring: ring_backward, RowsRing: rows_ring_backward, Direct: direct_backward}
+_KERNELS = {Ring: ring_backward, RowsRing: rows_ring_backward}
 
 
 def norm_bwd(

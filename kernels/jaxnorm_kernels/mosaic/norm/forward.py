@@ -169,7 +169,7 @@ def _in_registers(spec: Spec, params_first: bool) -> Callable[[Tile, Refs], None
                     y = norm(row.read)
                     waits = spec.norm_before_gate
                     write(0, [gated(*v) for v in zip(y, row.read(1))] if waits else y)
-            _store_stats(refs.stats, tile.row_number(row.index), stats)
+            _store_stats(refs.stats, row.index, stats)
 
         steps = Steps(load, finish)
         if params_first:
@@ -195,9 +195,9 @@ def _row_statistics(
 ) -> tuple[Stat, Stat | None]:
     """r and the mean of a row in registers; `nth` of the norms of this step's row."""
     size = tile.part_sizes() if isinstance(tile, SplitRow) else float(spec.cols)
-    mean = tile.sum(tile.skip_others(read())) / size if spec.subtract_mean else None
+    mean = tile.sum(read()) / size if spec.subtract_mean else None
     centred = read() if mean is None else [v - tile.broadcast(mean, v) for v in read()]
-    square = tile.sum([jnp.square(v) for v in tile.skip_others(centred)])
+    square = tile.sum([jnp.square(v) for v in centred])
     if isinstance(tile, SplitRow):
         gather = functools.partial(tile.gather, scratch, step=step, nth=nth)
         mean, square = _merge(gather, size, mean, square, spec)

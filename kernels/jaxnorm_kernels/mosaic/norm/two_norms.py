@@ -123,7 +123,7 @@ def two_norms_bwd(
       residuals, cotangents: arrays of 16 or 32 bits; statistics of float32.
       schedule: how it runs; by default, what the table says.
     """
-    schedule = schedule or schedules.two_norms_schedule(spec)
+    schedule = schedule or schedules.norm_schedule(spec)
     if schedule is None:
         return composed.two_norms_bwd(norm_bwd, residuals, cotangents, spec)
     arrays = (residuals.x, residuals.saved, cotangents.y, cotangents.h)

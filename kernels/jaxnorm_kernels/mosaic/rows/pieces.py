@@ -17,19 +17,16 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
-from jaxnorm_kernels.mosaic.device.edges import load_each, store_each, store_inside
+from jaxnorm_kernels.mosaic.device.edges import store_inside
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
-    WARPS,
     Layout,
     Ref,
     flat_index,
-    load,
-    store,
     warps_layout,
 )
 from jaxnorm_kernels.mosaic.device.registers import store_global
-from jaxnorm_kernels.mosaic.rows.windows import PlacedWindow, Window, tail_vector
+from jaxnorm_kernels.mosaic.rows.windows import Window, tail_vector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +51,6 @@ class Piece:
         start = self.start if self.window is None else self.window.start() + self.start
         return pl.ds(start, self.width)
 
-    def load_param(self, ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
-        """What a ``(cols,)`` ref has for it, in its own dtype."""
-        if self.window is None:
-            return load(ref.at[pl.ds(self.start, self.width)], layout, shape)
-        places = self.window.places(shape, layout)
-        return load_each(ref, self.start - self.window.before(), places, layout)
-
     def store(self, ref: Ref, row: Any, value: jax.Array, layout: Layout) -> None:
         """Stores it in a row, but for what belongs to other rows."""
         if self.window is None or not self.edge:
@@ -70,36 +60,12 @@ class Piece:
         places = self.window.places(value.shape, layout)
         store_inside(ref.at[row], start, value, first, self.window.cols, places, layout)
 
-    def store_sum(self, ref: Ref, block: Any, value: jax.Array, layout: Layout) -> None:
-        """Stores what a block has added up for it, in a ``(blocks, cols)`` ref."""
-        if self.window is None:
-            store(ref.at[block, pl.ds(self.start, self.width)], value)
-        else:
-            places = self.window.places(value.shape, layout)
-            store_each(ref.at[block], self.start - self.window.before(), value, places, layout)
-
-    def skip_others(self, term: jax.Array) -> jax.Array:
-        """`term` in `warps_layout`, and 0 where a column is stale or of another row."""
-        if not self.edge or self.window is None:
-            return self.skip_stale(term)
-        before, column = self.window.before(), self._index_of(term)
-        first = before if self.fresh is None else jnp.maximum(before, self.fresh)
-        end = before + self.window.cols
-        inside = (column >= first - self.start) & (column < end - self.start)
-        return jnp.where(inside, term, jnp.float32(0))
-
     def skip_stale(self, term: jax.Array) -> jax.Array:
         """`term` in `warps_layout`, and 0 where another piece has the same column."""
         if self.fresh is None:
             return term
-        stale = self._index_of(term) < self.fresh - self.start
-        return jnp.where(stale, jnp.float32(0), term)
-
-    def _index_of(self, term: jax.Array) -> jax.Array:
-        layout = warps_layout(term.size // WARPGROUP_THREADS)
-        if self.window is None:
-            return flat_index(term.shape, layout)
-        return self.window.places(term.shape, layout)
+        column = flat_index(term.shape, warps_layout(term.size // WARPGROUP_THREADS))
+        return jnp.where(column < self.fresh - self.start, jnp.float32(0), term)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,15 +90,6 @@ class Slice:
         """Refuses rows that are too short."""
         if not self.units:
             raise ValueError(f"{self} holds rows of {self.slices * self.unit} columns and more")
-
-    def placed(self, window: PlacedWindow | None) -> "Slice":
-        """This, in a kernel's body, with what its units in `warps_layout` ask for."""
-        if window is None:
-            return self
-        widths = dict.fromkeys((self.unit, self.tail_width))
-        layouts = {(WARPS, w // WARPS): warps_layout(w // WARPGROUP_THREADS) for w in widths}
-        places = {shape: flat_index(shape, layout) for shape, layout in layouts.items()}
-        return dataclasses.replace(self, window=window.with_places(places))
 
     @property
     def units(self) -> int:

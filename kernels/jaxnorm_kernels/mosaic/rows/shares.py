@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device.layouts import Ref
-from jaxnorm_kernels.mosaic.rows.windows import Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +22,6 @@ class Share:
       blocks: that share a group.
       place: of this block among them.
       group: that it works on; None where there is one alone.
-      window: of unaligned rows, placed: the rows are those of a class.
     """
 
     rows: int
@@ -31,27 +29,10 @@ class Share:
     blocks: int
     place: Any
     group: Any = None
-    window: Window | None = None
 
     @classmethod
-    def of(
-        cls,
-        block: Any,
-        *,
-        rows: int,
-        groups: int,
-        blocks: int,
-        height: int = 1,
-        window: Window | None = None,
-    ) -> "Share":
-        """That of block number `block`; `rows` of all groups, `blocks` of each.
-
-        With windows, that of the rows of its class.
-        """
-        if window is not None:
-            classes = window.period
-            place = window.place(block)
-            return cls(rows // classes, height, blocks // classes, place, window=window)
+    def of(cls, block: Any, *, rows: int, groups: int, blocks: int, height: int = 1) -> "Share":
+        """The rows of block number `block`; `rows` of all groups, `blocks` of each."""
         if groups == 1:
             return cls(rows, height, blocks, block)
         place, group = lax.rem(block, blocks), lax.div(block, blocks)
@@ -62,18 +43,10 @@ class Share:
         steps = -(-self.rows // self.height)
         return lax.div(steps - self.place + self.blocks - 1, self.blocks)
 
-    def row(self, k: Any) -> Any:
-        """The row of step `k`, of one row each."""
-        return self._of_all(self._step(k))
-
     def first_row(self, k: Any) -> Any:
         """The first row of step `k`."""
         start = jnp.minimum(self._step(k) * self.height, self.rows - self.height)
         return self._of_all(start)
-
-    def row_number(self, row: Any) -> Any:
-        """Of a row of a step, its index among all rows."""
-        return row if self.window is None else self.window.row(row)
 
     @functools.cached_property
     def has_stale_rows(self) -> bool:

@@ -68,10 +68,6 @@ class SplitRow(Tile):
 
     def part_sizes(self) -> jax.Array | float:
         """How many columns each warp has that are not stale."""
-        if self.window is not None:
-            shapes = [self.shape(p.width) for p in self.pieces()]
-            ones = [plgpu.layout_cast(jnp.ones(s, jnp.float32), self.layout_of(s)) for s in shapes]
-            return self.sum(self.skip_others(ones))
         body, *tail = self.pieces()
         return sum((count_fresh(self._is_fresh(p), self.layout) for p in tail), body.width / WARPS)
 

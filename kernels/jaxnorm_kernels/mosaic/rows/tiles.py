@@ -181,10 +181,6 @@ class Tile:
         block = lax.axis_index(BLOCK)
         return block if self.window is None else self.window.place(block)
 
-    def row_number(self, row: Any) -> Any:
-        """Of a row of this block, its index among all rows."""
-        return row if self.window is None else self.window.row(row)
-
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
         """Scratch of a block: to exchange up to `stats` values, and for rows in these dtypes."""
         del stats, dtypes
@@ -245,11 +241,7 @@ class Tile:
 
     def load_param(self, ref: Ref) -> list[jax.Array]:
         """A ``(cols,)`` ref, held as a row is held, in its own dtype."""
-        if self.window is None:
-            return [p.load_param(ref, self.layout, self.shape(p.width)) for p in self.pieces()]
-        shapes = [self.shape(p.width) for p in self.pieces()]
-        layouts = [self.layout_of(shape) for shape in shapes]
-        return [p.load_param(ref, *held) for p, *held in zip(self.pieces(), layouts, shapes)]
+        return [load(ref.at[p.columns()], self.layout, self.shape(p.width)) for p in self.pieces()]
 
     def store(self, ref: Ref, row: Any, values: Sequence[jax.Array]) -> None:
         """Writes the pieces of a row to the array `ref`, each element once or twice the same."""

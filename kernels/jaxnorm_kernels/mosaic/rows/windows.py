@@ -79,10 +79,6 @@ class Window:
         """Of a block, among those of its class."""
         return lax.div(block, self.period)
 
-    def row(self, index: Any) -> Any:
-        """Which of all rows the class' row of this index is."""
-        return index * self.period + self._class()
-
     def view(self, array: jax.Array) -> jax.Array:
         """``(rows, cols)`` -> ``(rows / period, period * cols)``."""
         return array.reshape(self.shape(len(array)))

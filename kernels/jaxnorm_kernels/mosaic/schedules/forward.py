@@ -65,14 +65,9 @@ PLACED = (
 )
 
 
-_ANY = 2.0**-8  # Some parameters for the rows' bytes, however few.
-
-#: For unaligned rows, in `Window`s. Parameters are read one by one, so that a norm reads them once
-#: for many rows. Short rows would be masked in each unit.
+#: For unaligned rows of softmaxes, in `Window`s. Short rows would be masked in each unit.
 UNALIGNED = (
     *(line for line in TABLE if line.waves is not None),
-    Line("queued_row", cols=2**15, params=_ANY, cluster=8, tiles=8),
-    Line("queued_row", cols=2**17, params=_ANY, values=64, cluster=8, warpgroups=2, tiles=8),
     Line("warpgroup_row", cols=8192),
     # In registers, the parts of a row would wait for each other's windows: softmax of 16 bits over
     # 50257 columns reached 0.56 of a copy (H100).
@@ -81,8 +76,7 @@ UNALIGNED = (
 )
 
 
-# Unaligned rows of no more columns are read element by element: in a window of float32, LayerNorm
-# over 1001 columns would reach 0.91 of a copy, not 0.94 (H100).
+# Unaligned rows of no more columns are read element by element.
 _LEAST_WINDOW_COLS = 1024
 
 
@@ -101,7 +95,7 @@ def _in_windows(spec: Spec, gpu: Gpu) -> Schedule | None:
     """That of rows as long as the windows; None where rows are aligned, or are not held in them."""
     dtypes = [*spec.operand_dtypes, spec.y_dtype]
     window = window_of(spec.rows, spec.cols, dtypes)
-    if window is None or not is_unaligned(spec) or has_places(spec) or spec.groups > 1:
+    if window is None or not is_unaligned(spec) or has_places(spec):
         return None
     if spec.cols <= _LEAST_WINDOW_COLS:
         return None

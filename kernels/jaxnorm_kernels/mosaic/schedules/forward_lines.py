@@ -82,7 +82,6 @@ class Schedule:
         queue = {name: getattr(self, name) for name in ("slots", "tiles", "tail", "rereads")}
         if window is not None:
             cols, apart = window.width, {"apart": True, "window": window}
-            queue["tail"] = -(-self.tail // window.period)
         match self.kind:
             case "row_tile":
                 return RowTile(cols, vector, self.threads, self.rows, **apart)
@@ -120,7 +119,6 @@ class Line:
       cluster: blocks that may share a row, with a warpgroup in each.
       least: warpgroups of a block.
       warpgroups: of a block, where a row has more shares than `cluster` blocks of the least.
-      tiles: rows that a block takes (queued_row). 0: as many as its parameters make worth while.
     """
 
     kind: Kind
@@ -135,7 +133,6 @@ class Line:
     cluster: int = 1
     least: int = 1
     warpgroups: int = 1
-    tiles: int = 0
 
     def fits(self, spec: Spec, gpu: Gpu) -> bool:
         """Whether it is for calls such as this one."""
@@ -286,7 +283,7 @@ def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     # Blocks of a cluster that have an SM to themselves, and many parameters to read: one round
     # takes all rows.
     alone = 1 < line.cluster < shares and params == 2 and spec.groups == 1
-    tiles = line.tiles or _tiles_of_a_block(spec, cluster, gpu)
+    tiles = _tiles_of_a_block(spec, cluster, gpu)
     if alone:
         tiles = math.ceil(spec.rows / gpu.at_a_time(cluster))
     least = _LEAST_SLOTS if cluster == 1 or alone else _LEAST_SLOTS_OF_CLUSTER
@@ -300,8 +297,7 @@ def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
         slots=max(1, slots),
         tiles=tiles,
         tail=0 if alone else _tail(tiles, gpu, cluster),
-        rereads=of_thread > _HELD_VALUES
-        and (params < 2 or (of_thread <= _REREAD_VALUES and not line.tiles)),
+        rereads=of_thread > _HELD_VALUES and (params < 2 or of_thread <= _REREAD_VALUES),
         params_first=True,
         auto_barriers=False,
     )

@@ -1,8 +1,8 @@
 """Backward passes of rows in registers, in the tiles of the forward: those of softmaxes.
 
 All inputs of a row are read at once. Each block takes as many rows as it holds, and ends, unless it
-adds up what they have to a bias' gradient. Passes with sums over all rows run in `ring`,
-`rows_ring` and `direct`.
+adds up what they have to a bias' gradient. Passes with sums over all rows run in `ring` and
+`rows_ring`.
 """
 
 import dataclasses

@@ -32,13 +32,13 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     Layout,
     Ref,
     load,
+    store,
     warps_layout,
     widen,
 )
 from jaxnorm_kernels.mosaic.rows.exchange import RowSums
 from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
 from jaxnorm_kernels.mosaic.rows.shares import Share
-from jaxnorm_kernels.mosaic.rows.windows import Window
 from jaxnorm_kernels.mosaic.walks.formulas import Arrays, Formula, Refs, RowOperands, prepare
 from jaxnorm_kernels.mosaic.walks.stages import Stages
 
@@ -55,7 +55,6 @@ class Ring:
       lag: steps that are reduced before the first of them is finished. Needs as many stages more.
       blocks_per_sm: that fit a multiprocessor at the same time.
       cluster: blocks that share a row, each with its own ring.
-      window: of unaligned rows, what the rings hold of each.
     """
 
     vector: int
@@ -65,13 +64,11 @@ class Ring:
     lag: int = 0
     blocks_per_sm: int = 1
     cluster: int = 1
-    window: Window | None = None
 
     def slice(self, cols: int, warpgroup: Any = 0) -> Slice:
         """The columns of a warpgroup, counted through the cluster."""
-        unit, window = WARPGROUP_THREADS * self.vector, self.window
-        cols = cols if window is None else window.width
-        return Slice(cols, self.cluster * self.warpgroups, unit, warpgroup, window)
+        unit = WARPGROUP_THREADS * self.vector
+        return Slice(cols, self.cluster * self.warpgroups, unit, warpgroup)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +104,7 @@ class _Kernel:
         _, carried = lax.fori_loop(lag, steps + lag, self.step, (queue, carried))
         for j, ref in enumerate(self.refs.partials):
             for unit, value in zip(self.units, carried[j :: self.formula.column_sums]):
-                unit.store_sum(ref, block, value, _layout(unit.width))
+                store(ref.at[block, unit.columns()], value)
 
     def step(self, k: Any, carry: Any) -> Any:
         """Reduces step `k`, finishes step ``k - lag``; reads the statistics of ``k + 1``."""
@@ -123,8 +120,7 @@ class _Kernel:
     def statistics(self, k: Any) -> list[list[jax.Array]]:
         """Those of each row of step `k`."""
         first = self.share.first_row(jnp.minimum(k, self.stages.steps - 1))
-        stats, number = self.refs.stats, self.share.row_number
-        return [[ref[number(first + row)] for ref in stats] for row in range(self.ring.rows)]
+        return [[ref[first + row] for ref in self.refs.stats] for row in range(self.ring.rows)]
 
     def reduce(self, k: Any, stats: list[list[jax.Array]]) -> None:
         """Publishes the sums over the rows of step `k`, each warp those of its columns."""
@@ -136,7 +132,7 @@ class _Kernel:
             for row in rows:
                 elements = self.read(at, row, unit, formula.summed)
                 terms = formula.terms(elements, columns, stats[row])
-                terms = [unit.skip_others(term) for term in terms]
+                terms = [unit.skip_stale(term) for term in terms]
                 for total, term in zip(totals[row], terms):
                     width = unit.width
                     total[width] = total[width] + term if width in total else term
@@ -200,10 +196,6 @@ def ring_backward(
     `blocks` are those of a group of rows; with a cluster, they are clusters.
     """
     ring, (rows, cols), groups = schedule, operands.shape, operands.groups
-    window, view = ring.window, (rows, cols)
-    if window is not None:
-        view = window.shape(rows)
-        operands = dataclasses.replace(operands, rows=[window.view(v) for v in operands.rows])
     if ring.stages < 1 + ring.lag or rows // groups < ring.rows:
         raise ValueError(f"{ring} holds less than {1 + ring.lag} steps, or too many rows")
     sums = RowSums(ring.warpgroups, ring.cluster, ring.rows * formula.row_sums, depth=1 + ring.lag)
@@ -215,11 +207,8 @@ def ring_backward(
         sums.open(exchanged)
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
         rank = lax.axis_index(CLUSTER) if ring.cluster > 1 else 0
-        placed = None if window is None else window.placed()
-        slice_ = ring.slice(cols, rank * ring.warpgroups + warpgroup).placed(placed)
-        share = Share.of(
-            block, rows=rows, groups=groups, blocks=blocks, height=ring.rows, window=placed
-        )
+        slice_ = ring.slice(cols, rank * ring.warpgroups + warpgroup)
+        share = Share.of(block, rows=rows, groups=groups, blocks=blocks, height=ring.rows)
         steps, pieces = share.count(), slice_.pieces()
         places = [piece.columns() for piece in pieces]
 
@@ -243,12 +232,12 @@ def ring_backward(
     part = ring.slice(cols)
     copies = len(operands.rows) * ring.rows * len(part.pieces())  # of a stage
     stages = ring.warpgroups * ring.stages
-    outputs = launch(
+    return launch(
         body,
         operands.arrays,
         name=name,
         outputs=[
-            *[(view, dtype) for dtype in results],
+            *[((rows, cols), dtype) for dtype in results],
             *[((groups * blocks, cols), np.dtype(np.float32))] * formula.column_sums,
         ],
         blocks=groups * blocks,
@@ -261,13 +250,11 @@ def ring_backward(
         ],
         auto_barriers=False,
     )
-    of_rows = [output.reshape(rows, cols) for output in outputs[: len(results)]]
-    return (*of_rows, *outputs[len(results) :])
 
 
 def _load_param(ref: Ref, unit: Piece) -> jax.Array:
     """A unit of a ``(cols,)`` ref."""
-    return unit.load_param(ref, _layout(unit.width), _shape(unit.width))
+    return load(ref.at[unit.columns()], _layout(unit.width), _shape(unit.width))
 
 
 def _of_warps(terms: dict[int, jax.Array]) -> jax.Array:
