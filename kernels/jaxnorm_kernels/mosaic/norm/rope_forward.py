@@ -26,7 +26,7 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
     schedule = required(schedule or heads.forward(spec), spec)
     tile, shared = schedule.tile(spec), spec.table_rows
     assert shared is not None
-    layouts = tile.layouts(tile.rows_layout)
+    layouts = tile.row_layouts
     params = [a for a in (operands.scale,) if a is not None]
     arrays = [operands.x, operands.cos, operands.sin, *params]
     count = len(arrays)  # What traces the body keeps it: it may hold no traced array.

@@ -71,9 +71,19 @@ class HeadTile:
         rest = self.cols - self.rotated
         return [self.pairs, self.pairs, *[rest] * bool(rest)]
 
-    def layouts(self, of: Callable[[int], Layout]) -> list[Layout]:
-        """Of each part."""
-        return [of(v) for v, _ in zip((self.vector, self.vector, self.rest), self.widths)]
+    @property
+    def row_layouts(self) -> list[Layout]:
+        """Layout of each part, of the rows."""
+        return [self.rows_layout(v) for v in self._vectors]
+
+    @property
+    def column_layouts(self) -> list[Layout]:
+        """Layout of each part, of what all rows share."""
+        return [self.columns_layout(v) for v in self._vectors]
+
+    @property
+    def _vectors(self) -> list[int]:
+        return [self.vector, self.vector, self.rest][: len(self.widths)]
 
     def rows_layout(self, vector: int) -> Layout:
         """Of the rows, by vectors of so many columns."""

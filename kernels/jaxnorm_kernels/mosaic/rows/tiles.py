@@ -36,6 +36,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     columns_layout,
     load,
     rows_layout,
+    store,
     warpgroup_layout,
 )
 from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
@@ -347,6 +348,26 @@ class RowTile(Tile):
     def row_index(self, rows: int, group: Any = None) -> Any:
         group = self.block_of_class() if group is None else group
         return pl.ds(jnp.minimum(group * self.height, rows - self.height), self.height)
+
+    @property
+    def widths(self) -> list[int]:
+        """Columns of each piece."""
+        return [p.width for p in self.pieces()]
+
+    @property
+    def row_layouts(self) -> list[Layout]:
+        """Layout of each piece, of the rows."""
+        return [self.layout for _ in self.pieces()]
+
+    @property
+    def column_layouts(self) -> list[Layout]:
+        """Layout of each piece, of what all rows share."""
+        return [columns_layout(self.vector, self.threads) for _ in self.pieces()]
+
+    def store_param(self, ref: Ref, values: Sequence[jax.Array]) -> None:
+        """Store what all rows share in a ``(cols,)`` ref."""
+        for p, value in zip(self.pieces(), values):
+            store(ref.at[p.columns()], value)
 
     def load_param(self, ref: Ref) -> list[jax.Array]:
         layout = columns_layout(self.vector, self.threads)

@@ -1,18 +1,18 @@
-"""Backward passes over narrow rows: a warp holds whole rows, a stage of the ring many.
+"""Pipelined backward passes over narrow rows: a warp holds whole rows, a stage holds many.
 
 As in `ring`, a persistent block carries its column sums in registers while the copy engine (TMA)
-keeps a ring of shared memory filled. Rows lie side by side in memory, so that a stage is one copy
-of each input. No sum leaves its warp, until the end: then the warps' column sums meet in shared
-memory.
+keeps stages of shared memory filled. Rows lie side by side in memory, so that a stage is one copy
+of each input. Each sum over a row stays within a warp. At the end, the column sums of all warps are
+added up in shared memory.
 
-The last stage of all overlaps the one before it where the rows do not divide; its first rows are
-*stale*: they are written twice, and count once.
+If the rows do not divide into stages, the last stage overlaps the one before it. The rows that both
+have are *stale* in the last one: they are stored twice, and count once.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -28,13 +28,12 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
     Layout,
     Ref,
-    columns_layout,
     load,
     store,
     widen,
 )
 from jaxnorm_kernels.mosaic.device.registers import load_columns
-from jaxnorm_kernels.mosaic.rows.pieces import Piece
+from jaxnorm_kernels.mosaic.rows.heads import HeadTile
 from jaxnorm_kernels.mosaic.rows.shares import Share
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile
 from jaxnorm_kernels.mosaic.walks.formulas import Arrays, Formula, Refs, RowOperands, prepare
@@ -43,16 +42,175 @@ from jaxnorm_kernels.mosaic.walks.stages import Stages
 # Rows of column sums whose loads are under way together, at the end of a block.
 _ADDED_AT_A_TIME = 8
 
+#: An array for each part of the rows of a tile.
+Parts = Sequence[jax.Array]
+
+
+class TileWork(NamedTuple):
+    """What a kernel does with a tile of neighbouring rows.
+
+    Attributes:
+      finish: ``finish(held, top, statistics, early)`` returns the parts of each result and the
+        terms of the column sums, for the tile at row `top` of a stage's operands.
+      statistics: loads those of the tile that begins at a row, one step before they are used.
+      early: loads what else is in global memory, before the tile's stage has arrived.
+    """
+
+    finish: Callable[[Sequence[Ref], int, Any, Any], tuple[Sequence[Parts], Parts]]
+    statistics: Callable[[Any], Any] = lambda first: None
+    early: Callable[[Any], Any] = lambda first: None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """A block, which is a warpgroup, and its rows.
+
+    Attributes:
+      tops: first rows of the tiles of a stage.
+      stages, held: the pipeline, and ``(stages, rows, columns)`` of each row operand.
+      shared: ``(height, columns)`` of each part, to add up column sums.
+    """
+
+    work: TileWork
+    tile: RowTile | HeadTile
+    tops: Sequence[int]
+    refs: Refs
+    stages: Stages
+    held: Sequence[Ref]
+    share: Share
+    shared: Sequence[Ref]
+
+    def run(self, block: Any) -> None:
+        """Work on each step in turn, then write the column sums of the block."""
+        tile, partials = self.tile, self.refs.partials
+        zeros = [
+            plgpu.layout_cast(jnp.zeros((tile.rows, width), jnp.float32), layout)
+            for width, layout in zip(tile.widths, tile.row_layouts)
+            for _ in partials
+        ]
+        start = (self.statistics(jnp.int32(0)), zeros)
+        _, carried = lax.fori_loop(0, self.stages.steps, self.step, start)
+        for j, target in enumerate(partials):
+            for ref, value in zip(self.shared, carried[j :: len(partials)]):
+                store(ref, value)
+            warpgroup_barrier()
+            totals = map(_sum_of_rows, self.shared, tile.column_layouts)
+            tile.store_param(target.at[block], [*totals])
+            warpgroup_barrier()
+
+    def step(self, k: Any, carry: Any) -> Any:
+        """Store the row results of step `k`, add to the column sums, and refill the stage."""
+        statistics, carried = carry
+        # The next rows' statistics have all of this stage's work to arrive.
+        following = self.statistics(jnp.minimum(k + 1, self.stages.steps - 1))
+        first = self.share.first_row(k)
+        early = [self.work.early(first + top) for top in self.tops]
+        at = self.stages.wait(k)
+        held = [ref.at[at] for ref in self.held]
+        for top, *loaded in zip(self.tops, statistics, early):
+            results, terms = self.work.finish(held, top, *loaded)
+            added = [self.skip_stale(term, k, first + top) for term in terms]
+            for ref, parts in zip(self.refs.results, results):
+                self.tile.store(ref, pl.ds(first + top, self.tile.rows), parts)
+            carried = [a + b for a, b in zip(carried, added)]
+        self.stages.refill(k)
+        return following, carried
+
+    def statistics(self, k: Any) -> list[Any]:
+        """Load those of the rows of step `k`, for each tile."""
+        first = self.share.first_row(k)
+        return [self.work.statistics(first + top) for top in self.tops]
+
+    def skip_stale(self, term: jax.Array, k: Any, first: Any) -> jax.Array:
+        """Return `term`, and 0 in rows that a step before `k` has too."""
+        if not self.share.has_stale_rows:
+            return term
+        row = first + lax.broadcasted_iota(jnp.int32, term.shape, 0)
+        return jnp.where(self.share.is_new(row, k), term, jnp.float32(0))
+
+
+def _sum_of_rows(ref: Ref, layout: Layout) -> jax.Array:
+    """Return the sums over the rows of a ``(height, n)`` ref in shared memory."""
+    height, _ = ref.shape
+    together = min(height, _ADDED_AT_A_TIME)
+
+    def add(i: Any, total: jax.Array) -> jax.Array:
+        first = i * together
+        parts = [load(ref.at[first + row], layout) for row in range(together)]
+        return functools.reduce(jnp.add, parts, total)
+
+    zeros = plgpu.layout_cast(jnp.zeros(ref.shape[1:], jnp.float32), layout)
+    return lax.fori_loop(0, height // together, add, zeros)
+
+
+def narrow_rows_backward(
+    start: Callable[[Refs, Share], TileWork],
+    operands: RowOperands,
+    *,
+    tile: RowTile | HeadTile,
+    rows: int,
+    stages: int,
+    column_sums: int,
+    blocks: int,
+    results: Sequence[np.dtype],
+    name: str,
+) -> tuple[jax.Array, ...]:
+    """Return the row results, then for each column sum its partial sums, a row for each block.
+
+    Args:
+      start: makes the work of a block, after the first copies have started.
+      rows, stages: rows of a stage, and stages.
+      blocks: of each group of rows.
+    """
+    (all_rows, cols), groups = operands.shape, operands.groups
+    if rows % tile.rows or all_rows // groups < rows:
+        raise ValueError(f"{tile} needs stages of k * {tile.rows} rows, not {rows}")
+    sizes = operands.sizes  # The traced body is cached: it must not hold traced arrays.
+    widths = tile.widths if column_sums else []
+
+    def body(*arguments: Ref) -> None:
+        refs = Refs.of(arguments, sizes, len(results), column_sums)
+        held, shared, (full,) = split(refs.scratch, len(refs.rows), len(widths))
+        in_plain_order(*held, *shared)
+        block = lax.axis_index(BLOCK)
+        share = Share.of(block, rows=all_rows, groups=groups, blocks=blocks, height=rows)
+
+        def copies(k: Any, at: Any) -> Iterable[tuple[Ref, Ref]]:
+            step = pl.ds(share.first_row(k), rows)
+            return ((source.at[step], stage.at[at]) for source, stage in zip(refs.rows, held))
+
+        ring = Stages(stages, share.count(), full, copies)
+        ring.start()
+        work, tops = start(refs, share), range(0, rows, tile.rows)
+        _Kernel(work, tile, tops, refs, ring, held, share, shared).run(block)
+
+    return launch(
+        body,
+        operands.arrays,
+        name=name,
+        outputs=[
+            *[((all_rows, cols), dtype) for dtype in results],
+            *[((groups * blocks, cols), np.dtype(np.float32))] * column_sums,
+        ],
+        blocks=groups * blocks,
+        scratch=[
+            *[plgpu.SMEM((stages, rows, cols), v.dtype) for v in operands.rows],
+            *[plgpu.SMEM((tile.rows, width), jnp.float32) for width in widths],
+            plgpu.Barrier(num_arrivals=len(operands.rows), num_barriers=stages),
+        ],
+        auto_barriers=False,
+    )
+
 
 @dataclasses.dataclass(frozen=True)
 class RowsRing:
-    """Parameters of the kernel.
+    """Parameters of the kernel of a `Formula`.
 
     Attributes:
       vector: neighbouring elements that one thread reads and writes at once.
       threads: of a warp, that share a row.
       rows: of a stage, a multiple of `height`.
-      stages: of the ring.
+      stages: of the pipeline.
       blocks_per_sm: that fit a multiprocessor at the same time.
     """
 
@@ -68,127 +226,8 @@ class RowsRing:
         return WARPGROUP_THREADS // self.threads
 
     def tile(self, cols: int) -> RowTile:
-        """How it holds them."""
+        """Return how the warpgroup holds them."""
         return RowTile(cols, self.vector, threads=self.threads, height=self.height)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kernel:
-    """What a block, which is a warpgroup, does with its rows, tile by tile.
-
-    Attributes:
-      tops: first rows of the tiles of a stage.
-      stages, held: the ring, and ``(stages, rows, columns)`` of each row operand.
-      shared: for each piece of a row its columns of all rows of a tile, to add up.
-      columns: what the formula needs of the parameters, for each piece.
-    """
-
-    formula: Formula
-    tile: RowTile
-    tops: Sequence[int]
-    refs: Refs
-    stages: Stages
-    held: Sequence[Ref]
-    share: Share
-    shared: Sequence[Ref]
-    columns: Sequence[Arrays]
-
-    def run(self, block: Any) -> None:
-        """Each step in turn; then the column sums of the block are written."""
-        carried = self.no_sums()
-        start = (self.statistics(jnp.int32(0)), carried)
-        _, carried = lax.fori_loop(0, self.stages.steps, self.step, start)
-        for j, target in enumerate(self.refs.partials):
-            for ref, value in zip(self.shared, carried[j :: self.formula.column_sums]):
-                store(ref, value)
-            warpgroup_barrier()
-            layout = columns_layout(self.tile.vector, self.tile.threads)
-            for piece, ref in zip(self.tile.pieces(), self.shared):
-                store(target.at[block, piece.columns()], sum_of_rows(ref, layout))
-            warpgroup_barrier()
-
-    def step(self, k: Any, carry: Any) -> Any:
-        """The row results of step `k` and, with it, the column sums; then its stage is free."""
-        stats, carried = carry
-        # The next rows' statistics have all of this stage's work to arrive.
-        ahead = self.statistics(jnp.minimum(k + 1, self.stages.steps - 1))
-        at = self.stages.wait(k)
-        for top, of_tile in zip(self.tops, stats):
-            carried = self.finish_tile(k, at, top, of_tile, carried)
-        self.stages.refill(k)
-        return ahead, carried
-
-    def statistics(self, k: Any) -> list[list[jax.Array]]:
-        """Those of the rows of step `k`, for each tile."""
-        first, layout = self.share.first_row(k), self.tile.layout.reduce(1)
-        return [
-            [load(ref.at[pl.ds(first + top, self.tile.height)], layout) for ref in self.refs.stats]
-            for top in self.tops
-        ]
-
-    def finish_tile(
-        self, k: Any, at: Any, top: int, stats: Arrays, carried: Arrays
-    ) -> list[jax.Array]:
-        """Reduces the rows of a tile, stores their results, and adds to the column sums."""
-        tile, formula = self.tile, self.formula
-        summed = self.read(at, top, self.held[: formula.summed])
-        of_rows = [[tile.broadcast(stat, v) for stat in stats] for v, *_ in summed]
-        of_columns = [
-            [lax.broadcast_in_dim(c, v.shape, (1,)) for c in columns]
-            for columns, (v, *_) in zip(self.columns, summed)
-        ]
-        pieces = list(zip(summed, of_columns, of_rows))
-        totals = [tile.sum(term) for term in zip(*(formula.terms(*piece) for piece in pieces))]
-        first, added, results = self.share.first_row(k), [], []
-        rest = self.read(at, top, self.held[formula.summed :])
-        for (elements, columns, of_row), others in zip(pieces, rest):
-            broadcast = [tile.broadcast(total, elements[0]) for total in totals]
-            values, terms = formula.finish([*elements, *others], columns, of_row, broadcast)
-            results.append(values)
-            added += [self.skip_stale(term, k, first + top) for term in terms]
-        for ref, of_pieces in zip(self.refs.results, zip(*results)):
-            tile.store(ref, pl.ds(first + top, tile.height), of_pieces)
-        return [a + b for a, b in zip(carried, added)]
-
-    def read(self, at: Any, top: int, held: Sequence[Ref]) -> list[list[jax.Array]]:
-        """For each piece of a tile, its elements of some of the operands, in float32."""
-        layout, rows = self.tile.layout, pl.ds(top, self.tile.height)
-
-        def elements(ref: Ref, piece: Piece) -> jax.Array:
-            loaded = load_columns(ref.at[at, rows], piece.start, piece.width, layout)
-            return widen(loaded, layout)
-
-        return [[elements(ref, piece) for ref in held] for piece in self.tile.pieces()]
-
-    def skip_stale(self, term: jax.Array, k: Any, first: Any) -> jax.Array:
-        """`term`, and 0 in the rows that are in a step before `k`, too."""
-        if not self.share.has_stale_rows:
-            return term
-        row = first + lax.broadcasted_iota(jnp.int32, term.shape, 0)
-        return jnp.where(self.share.is_new(row, k), term, jnp.float32(0))
-
-    def no_sums(self) -> list[jax.Array]:
-        """0 for each column sum of each piece."""
-        tile = self.tile
-        return [
-            plgpu.layout_cast(jnp.zeros(tile.shape(piece.width), jnp.float32), tile.layout)
-            for piece in tile.pieces()
-            for _ in range(self.formula.column_sums)
-        ]
-
-
-def sum_of_rows(ref: Ref, layout: Layout) -> jax.Array:
-    """The sums over the rows of a ``(height, n)`` ref in shared memory, for each of its columns."""
-    height, _ = ref.shape
-    together = min(height, _ADDED_AT_A_TIME)
-
-    def add(i: Any, total: jax.Array) -> jax.Array:
-        first = i * together
-        parts = [load(ref.at[first + row], layout) for row in range(together)]
-        return functools.reduce(jnp.add, parts, total)
-
-    zeros = plgpu.layout_cast(jnp.zeros(ref.shape[1:], jnp.float32), layout)
-    return lax.fori_loop(0, height // together, add, zeros)
 
 
 def rows_ring_backward(
@@ -200,52 +239,58 @@ def rows_ring_backward(
     results: Sequence[np.dtype],
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """The row results, then for each column sum its partial sums, one row for each block.
+    """`narrow_rows_backward` of a formula."""
+    tile = schedule.tile(operands.shape[1])
+    pieces, layout = tile.pieces(), tile.layout
 
-    `blocks` are those of a group of rows.
-    """
-    ring, (rows, cols), groups = schedule, operands.shape, operands.groups
-    if ring.rows % ring.height or rows // groups < ring.rows:
-        raise ValueError(f"{ring} needs k * {ring.height} rows, not {rows // groups}")
-    tile = ring.tile(cols)
-    pieces = tile.pieces()
-    sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
-
-    def body(*arguments: Ref) -> None:
-        refs = Refs.of(arguments, sizes, len(results), formula.column_sums)
-        held, shared, (full,) = split(refs.scratch, len(refs.rows), len(pieces))
-        in_plain_order(*held, *shared)
-        block = lax.axis_index(BLOCK)
-        share = Share.of(block, rows=rows, groups=groups, blocks=blocks, height=ring.rows)
-
-        def copies(k: Any, at: Any) -> Iterable[tuple[Ref, Ref]]:
-            step = pl.ds(share.first_row(k), ring.rows)
-            return ((source.at[step], stages.at[at]) for source, stages in zip(refs.rows, held))
-
-        stages = Stages(ring.stages, share.count(), full, copies)
-        stages.start()
-        params = [share.param(ref) for ref in refs.params]
-        layout = columns_layout(ring.vector, ring.threads)
-        columns = [
-            prepare(formula, [load(ref.at[piece.columns()], layout) for ref in params])
+    def read(held: Sequence[Ref], top: int) -> list[list[jax.Array]]:
+        """Return for each piece of a tile its elements of some of the operands, in float32."""
+        tops = [ref.at[pl.ds(top, tile.rows)] for ref in held]
+        return [
+            [widen(load_columns(ref, piece.start, piece.width, layout), layout) for ref in tops]
             for piece in pieces
         ]
-        tops = range(0, ring.rows, ring.height)
-        _Kernel(formula, tile, tops, refs, stages, held, share, shared, columns).run(block)
 
-    return launch(
-        body,
-        operands.arrays,
+    def finish(
+        columns: Sequence[Arrays], held: Sequence[Ref], top: int, stats: Arrays, _: None
+    ) -> tuple[Sequence[Parts], Parts]:
+        summed = read(held[: formula.summed], top)
+        of_rows = [[tile.broadcast(stat, v) for stat in stats] for v, *_ in summed]
+        of_columns = [
+            [lax.broadcast_in_dim(c, v.shape, (1,)) for c in of_piece]
+            for of_piece, (v, *_) in zip(columns, summed)
+        ]
+        operands = list(zip(summed, of_columns, of_rows))
+        totals = [tile.sum(term) for term in zip(*(formula.terms(*piece) for piece in operands))]
+        values, terms = [], []
+        rest = read(held[formula.summed :], top)
+        for (elements, of_piece, of_row), others in zip(operands, rest):
+            broadcast = [tile.broadcast(total, elements[0]) for total in totals]
+            finished, added = formula.finish([*elements, *others], of_piece, of_row, broadcast)
+            values.append(finished)
+            terms += added
+        return list(zip(*values)), terms
+
+    def start(refs: Refs, share: Share) -> TileWork:
+        def statistics(first: Any) -> Arrays:
+            rows = pl.ds(first, tile.rows)
+            return [load(ref.at[rows], layout.reduce(1)) for ref in refs.stats]
+
+        params = [share.param(ref) for ref in refs.params]
+        columns = [
+            prepare(formula, [load(ref.at[piece.columns()], of_piece) for ref in params])
+            for piece, of_piece in zip(pieces, tile.column_layouts)
+        ]
+        return TileWork(functools.partial(finish, columns), statistics)
+
+    return narrow_rows_backward(
+        start,
+        operands,
+        tile=tile,
+        rows=schedule.rows,
+        stages=schedule.stages,
+        column_sums=formula.column_sums,
+        blocks=blocks,
+        results=results,
         name=name,
-        outputs=[
-            *[((rows, cols), dtype) for dtype in results],
-            *[((groups * blocks, cols), np.dtype(np.float32))] * formula.column_sums,
-        ],
-        blocks=groups * blocks,
-        scratch=[
-            *[plgpu.SMEM((ring.stages, ring.rows, cols), v.dtype) for v in operands.rows],
-            *[plgpu.SMEM((ring.height, piece.width), jnp.float32) for piece in pieces],
-            plgpu.Barrier(num_arrivals=len(operands.rows), num_barriers=ring.stages),
-        ],
-        auto_barriers=False,
     )
