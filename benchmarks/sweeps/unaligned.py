@@ -18,7 +18,7 @@ from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
 
 _ROWS = 8192
 _COLS = (1001, 4095, 50257)
-_BARE: dict[str, Any] = {"params_first": True, "auto_barriers": False}
+_BARE: dict[str, Any] = {"params_first": True}
 
 
 def workloads() -> Iterator[KernelWorkload]:

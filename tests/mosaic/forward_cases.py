@@ -40,8 +40,6 @@ class Case:
         return dataclasses.replace(self.schedule, vector=16 // widest)
 
 
-UNBARRED: dict[str, Any] = {"auto_barriers": False}
-
 # Each kind with rows that are whole units, and with rows (and blocks) that overlap.
 CASES = (
     Case("rows_in_warps", 9, 512, Schedule("row_tile", 8, rows=4)),
@@ -56,55 +54,55 @@ CASES = (
         "queued_tile",
         11,  # 3 groups of 4 rows, which overlap: 2 for the first block, 1 for the second
         512,
-        Schedule("queued_tile", 8, rows=4, slots=2, tiles=2, params_first=True, **UNBARRED),
+        Schedule("queued_tile", 8, rows=4, slots=2, tiles=2, params_first=True),
     ),
     Case(
         "queued_tile_tail",
         17,
         440,
-        Schedule("queued_tile", 8, rows=8, slots=1, tiles=3, rereads=True, **UNBARRED),
+        Schedule("queued_tile", 8, rows=8, slots=1, tiles=3, rereads=True),
     ),
     Case(
         "queued_row",
         5,
         4096,
-        Schedule("queued_row", 8, warpgroups=2, slots=2, tiles=3, **UNBARRED),
+        Schedule("queued_row", 8, warpgroups=2, slots=2, tiles=3),
     ),
     Case(
         "queued_row_that_ends_in_single_rows",
         6,
         4096,
-        Schedule("queued_row", 8, warpgroups=2, slots=1, tiles=2, tail=3, **UNBARRED),
+        Schedule("queued_row", 8, warpgroups=2, slots=1, tiles=2, tail=3),
     ),
     Case(
         "queued_row_tail",
         4,
         3000,
-        Schedule("queued_row", 8, slots=3, tiles=4, params_first=True, **UNBARRED),
+        Schedule("queued_row", 8, slots=3, tiles=4, params_first=True),
     ),
     Case(
         "queued_row_that_rereads",
         3,
         3000,
-        Schedule("queued_row", 8, slots=2, tiles=3, rereads=True, **UNBARRED),
+        Schedule("queued_row", 8, slots=2, tiles=3, rereads=True),
     ),
 )
 
 #: Rows that the blocks of a cluster share, of which the interpreter knows nothing.
 CLUSTERED = (
-    Case("split_row", 2, 16384, Schedule("split_row", 8, cluster=4, **UNBARRED)),
-    Case("split_row_tail", 2, 5571, Schedule("split_row", 1, warpgroups=2, cluster=8, **UNBARRED)),
+    Case("split_row", 2, 16384, Schedule("split_row", 8, cluster=4)),
+    Case("split_row_tail", 2, 5571, Schedule("split_row", 1, warpgroups=2, cluster=8)),
     Case(
         "queued_row",
         5,
         16384,
-        Schedule("queued_row", 8, warpgroups=2, cluster=2, slots=2, tiles=3, **UNBARRED),
+        Schedule("queued_row", 8, warpgroups=2, cluster=2, slots=2, tiles=3),
     ),
     Case(
         "queued_row_tail",
         5,
         9000,
-        Schedule("queued_row", 8, cluster=8, slots=2, tiles=3, rereads=True, **UNBARRED),
+        Schedule("queued_row", 8, cluster=8, slots=2, tiles=3, rereads=True),
     ),
 )
 

@@ -97,7 +97,7 @@ CHANGES: list[dict[str, Any]] = [
     {"adds_dh": True},
 ]
 ROW_TILE = Schedule("row_tile", 4, rows=8, params_first=True)
-RINGS = (8, 1024, Ring(4, 1, stages=2, lag=1)), (16, 440, RowsRing(4, 32, rows=4, stages=2))
+RINGS = (8, 1024, Ring(4, 1, stages=2)), (16, 440, RowsRing(4, 32, rows=4, stages=2))
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)

@@ -80,7 +80,10 @@ def test_norm_values(op: str, case: Case, dtype: np.dtype, saved: str) -> None:
 @pytest.mark.parametrize(
     ("op", "case"),
     [
-        *(("layer_norm", BY_NAME[name]) for name in ("ring_lag", "ring_tail", "rows_ring_tail")),
+        *(
+            ("layer_norm", BY_NAME[name])
+            for name in ("ring_two_stages", "ring_tail", "rows_ring_tail")
+        ),
         *(("softmax", case) for case in SOFTMAX_CASES if case.name.endswith("tail")),
     ],
     ids=str,
@@ -183,12 +186,12 @@ def test_dtypes_of_dh(
 #: Groups with rows that two blocks or the rows of a step do not divide; and groups of a step each.
 GROUPED = [
     ("ring", 3, 5),
-    ("ring_lag", 2, 3),
+    ("ring_two_stages", 2, 3),
     ("ring_two_warpgroups_tail", 3, 3),
     ("ring_rows", 2, 9),
     ("ring_rows", 3, 4),
     ("ring_rows_tail", 2, 5),
-    ("ring_deeper_lag", 2, 5),
+    ("ring_more_stages", 2, 5),
     ("rows_ring", 3, 21),
     ("rows_ring_tail", 2, 11),
     ("rows_ring_parts_of_warps", 2, 70),
@@ -256,7 +259,7 @@ def test_nan_stays_in_its_row(name: str) -> None:
     assert np.flatnonzero(np.isnan(dscale)).tolist() == [3]
 
 
-@pytest.mark.parametrize("name", ["ring_lag", "rows_ring"])
+@pytest.mark.parametrize("name", ["ring_two_stages", "rows_ring"])
 def test_clip(name: str) -> None:
     """|x_hat| is at most sqrt(N): what lies beyond is noise: of a bias far above G, here."""
     case = BY_NAME[name]

@@ -98,7 +98,7 @@ def test_variants(change: dict[str, Any], before: bool, monkeypatch: pytest.Monk
     given = {"norm_before_gate": before, **change}
     row_tile = Schedule("row_tile", 4, rows=8, params_first=True)
     check_forward(make_spec("fwd", 16, 440, MIXES[1], **given), row_tile)
-    rings = (8, 1024, Ring(4, 1, stages=2, lag=1)), (16, 440, RowsRing(4, 32, rows=4, stages=2))
+    rings = (8, 1024, Ring(4, 1, stages=2)), (16, 440, RowsRing(4, 32, rows=4, stages=2))
     for rows, cols, ring in rings:
         check_backward(make_spec("bwd", rows, cols, MIXES[1], **given), ring, monkeypatch)
 
@@ -110,7 +110,7 @@ def test_with_64_bit_types(before: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     with jax.enable_x64(True):
         row_tile = Schedule("row_tile", 4, rows=8, params_first=True)
         check_forward(make_spec("fwd", 16, 440, MIXES[0], **given), row_tile)
-        rings = (8, 1024, Ring(4, 1, stages=2, lag=1)), (16, 440, RowsRing(4, 32, rows=4, stages=2))
+        rings = (8, 1024, Ring(4, 1, stages=2)), (16, 440, RowsRing(4, 32, rows=4, stages=2))
         for rows, cols, ring in rings:
             check_backward(make_spec("bwd", rows, cols, MIXES[0], **given), ring, monkeypatch)
 

@@ -92,7 +92,7 @@ def test_variants(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> No
         Schedule("row_tile", 4, rows=8),
     ):
         check_forward(make_spec("fwd", 16, 440, MIXES[1], **change), schedule)
-    rings = (8, 1024, Ring(4, 1, stages=2, lag=1)), (16, 440, RowsRing(4, 32, rows=4, stages=2))
+    rings = (8, 1024, Ring(4, 1, stages=2)), (16, 440, RowsRing(4, 32, rows=4, stages=2))
     for rows, cols, ring in rings:
         check_backward(make_spec("bwd", rows, cols, MIXES[1], **change), ring, monkeypatch)
 

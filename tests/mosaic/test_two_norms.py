@@ -26,10 +26,10 @@ SPILLED = 32  # bytes of a thread: a few words
 MIXES = [(BF16, BF16, BF16), (F32, F32, F32), (BF16, F32, BF16), (F32, BF16, BF16)]
 each_mix = pytest.mark.parametrize("dtypes", MIXES, ids=str)
 CASES = {
-    "ring": (7, 1024, Ring(4, 1, stages=2, lag=1)),
+    "ring": (7, 1024, Ring(4, 1, stages=2)),
     "ring_tail": (5, 1504, Ring(4, 1, stages=2)),
-    "ring_rows": (6, 1024, Ring(4, 1, stages=2, rows=2, lag=1)),
-    "ring_two_warpgroups": (5, 2048, Ring(4, 2, stages=2, lag=1)),
+    "ring_rows": (6, 1024, Ring(4, 1, stages=2, rows=2)),
+    "ring_two_warpgroups": (5, 2048, Ring(4, 2, stages=2)),
     "rows_ring": (9, 440, RowsRing(4, 32, rows=4, stages=2)),
 }
 

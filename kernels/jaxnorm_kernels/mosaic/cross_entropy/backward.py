@@ -98,7 +98,6 @@ def cross_entropy_bwd(
         outputs=[] if spec.overwrites_x else [((spec.rows, spec.cols), spec.dx_dtype)],
         overwritten=int(spec.overwrites_x),
         blocks=spec.rows * parts,
-        auto_barriers=False,
     )
     return Operands(dx)
 

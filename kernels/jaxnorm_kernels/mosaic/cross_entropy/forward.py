@@ -146,7 +146,6 @@ def cross_entropy_fwd(
         cluster=schedule.cluster,
         warpgroups=schedule.warpgroups,
         scratch=gather.scratch(),
-        auto_barriers=False,
     )
     if not spec.returns_entropy:
         return Results(y, stats=tuple(rest))

@@ -24,6 +24,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     with_registers,
 )
 from jaxnorm_kernels.mosaic.device.mgpu import arith, ir, llvm, utils, vector
+from jaxnorm_kernels.mosaic.device.registers import moves
 
 
 def load_each(ref: Ref, first: Any, places: jax.Array, layout: Layout) -> jax.Array:
@@ -38,7 +39,6 @@ def load_each(ref: Ref, first: Any, places: jax.Array, layout: Layout) -> jax.Ar
         return_type=plgpu.ShapeDtypeStruct(places.shape, ref.dtype, layout),
     )
     def read(context: Any, ref: Any, index: Any) -> Any:
-        del context
         kind, base = ir.MemRefType(ref.type).element_type, mgpu.in_global(utils.memref_ptr(ref))
 
         def loaded(indices: Any) -> Any:
@@ -63,7 +63,6 @@ def store_each(ref: Ref, first: Any, value: jax.Array, places: jax.Array, layout
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
     def write(context: Any, ref: Any, value: Any, index: Any) -> None:
-        del context
         base = mgpu.in_global(utils.memref_ptr(ref))
         kind = ir.MemRefType(ref.type).element_type
         for register, indices in zip(value.registers.flat, index.registers.flat):
@@ -96,23 +95,17 @@ def store_inside(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
     def write(context: Any, ref: Any, value: Any, index: Any) -> None:
-        del context
-        one_tile = utils.memref_reshape(ref, (*[1] * len(value.shape), *value.shape))
-        moves = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
         kind = ir.MemRefType(ref.type).element_type
-        for register, _, _, address in moves:
-            elements, indices = (
-                register(value.registers),
-                mgpu.elements_of(register(index.registers)),
-            )
-            there, ends = mgpu.in_global(address), [indices[0], indices[-1]]
-            inside = [mgpu.is_below(i, size) for i in ends]
+        for register, address in moves(ref, value):
+            elements = register(value.registers)
+            indices = mgpu.elements_of(register(index.registers))
+            inside = [mgpu.is_below(i, size) for i in (indices[0], indices[-1])]
             is_whole = arith.andi(*inside)
             with utils.when(is_whole):
-                llvm.store(elements, there)
+                llvm.store(elements, address)
             with utils.when(arith.xori(*inside)):
                 for k, (element, i) in enumerate(zip(mgpu.elements_of(elements), indices)):
-                    at = utils.getelementptr(there, [k], kind)
+                    at = utils.getelementptr(address, [k], kind)
                     _store(element, at, mgpu.is_below(i, size))
 
     write(target, value.astype(ref.dtype), first + places)
@@ -128,35 +121,40 @@ def store_vectors(
     if is_interpreted():
         store_some(ref, start, value, start - first, end - first)
         return
+    at = start + flat_index(value.shape, layout)
+    target = ref.at[pl.ds(start, value.size)].reshape(*value.shape)
+    store_where(target, value, jnp.logical_and(at >= first, at < end), layout)
+
+
+def store_where(ref: Ref, value: jax.Array, inside: jax.Array, layout: Layout) -> None:
+    """Stores the vectors of `value` whose first element is `inside`."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
     def write(context: Any, ref: Any, value: Any, inside: Any) -> None:
-        del context
-        one_tile = utils.memref_reshape(ref, (*[1] * len(value.shape), *value.shape))
-        moves = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
-        for register, _, _, address in moves:
+        for register, address in moves(ref, value):
             with utils.when(mgpu.elements_of(register(inside.registers))[0]):
-                llvm.store(register(value.registers), mgpu.in_global(address))
+                llvm.store(register(value.registers), address)
 
-    at = start + flat_index(value.shape, layout)
-    target = ref.at[pl.ds(start, value.size)].reshape(*value.shape)
-    write(target, value.astype(ref.dtype), jnp.logical_and(at >= first, at < end))
+    write(ref, value.astype(ref.dtype), inside)
 
 
 def store_some(ref: Ref, start: Any, value: jax.Array, first: Any, size: Any) -> None:
-    """In the interpreter: as few slices as their sizes, which are powers of 2, allow.
+    """In the interpreter: as few slices of the last axis as their sizes, powers of 2, allow.
 
     Another block, or warpgroup, may be storing what is left out.
     """
-    value = value.astype(ref.dtype).reshape(-1)
-    at = jnp.clip(-first, 0, value.size)
-    count = jnp.clip(size - first, 0, value.size) - at
-    for width in (1 << k for k in reversed(range(value.size.bit_length()))):
+    value = value.astype(ref.dtype).reshape(*ref.shape[:-1], -1)
+    whole = value.shape[-1]
+    at = jnp.clip(-first, 0, whole)
+    count = jnp.clip(size - first, 0, whole) - at
+    for width in (1 << k for k in reversed(range(whole.bit_length()))):
         has_slice = (count & width) != 0
 
         @pl.when(has_slice)
         def _(at: Any = at, width: int = width) -> None:
-            store(ref.at[pl.ds(start + at, width)], lax.dynamic_slice(value, (at,), (width,)))
+            part = lax.dynamic_slice_in_dim(value, at, width, axis=-1)
+            columns = pl.ds(start + at, width)
+            store(ref.at[columns] if value.ndim == 1 else ref.at[:, columns], part)
 
         at = jnp.where(has_slice, at + width, at)
 

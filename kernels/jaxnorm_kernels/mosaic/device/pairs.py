@@ -29,7 +29,6 @@ def split_pairs(value: jax.Array, wide: Layout, half: Layout) -> list[jax.Array]
 
     @plgpu.inline_mgpu(arg_types=(wide,), return_type=(of_half, of_half))
     def split(context: Any, value: Any) -> Any:
-        del context
 
         def every_second(first: int) -> Any:
             def of(register: Any) -> Any:
@@ -53,7 +52,6 @@ def join_pairs(first: jax.Array, second: jax.Array, half: Layout, wide: Layout) 
         arg_types=(half, half), return_type=plgpu.ShapeDtypeStruct(shape, first.dtype, wide)
     )
     def join(context: Any, first: Any, second: Any) -> Any:
-        del context
 
         def of(a: Any, b: Any) -> Any:
             (elements,) = ir.VectorType(a.type).shape
@@ -88,7 +86,6 @@ def load_each_row(
         return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout),
     )
     def read(context: Any, ref: Any, rows: Any) -> Any:
-        del context
         kind, base = ir.MemRefType(ref.type).element_type, mgpu.in_global(utils.memref_ptr(ref))
         i32 = ir.IntegerType.get_signless(32)
         columns = FragmentedArray.broadcasted_iota(i32, shape, 1, rows.layout, is_signed=True)

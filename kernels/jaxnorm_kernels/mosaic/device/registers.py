@@ -3,6 +3,7 @@
 The interpreter has no registers: there, these are JAX's operations.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -39,7 +40,6 @@ def load_columns(ref: Ref, start: int, width: int, layout: Layout) -> jax.Array:
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout)
     )
     def read(context: Any, ref: Any) -> Any:
-        del context
         columns = utils.memref_slice(ref, (slice(None), slice(start, start + width)))
         return FragmentedArray.load_untiled(columns, layout=layout.to_mgpu(), optimized=False)
 
@@ -58,7 +58,6 @@ def load_mask(ref: Ref, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, jnp.int8, layout)
     )
     def read(context: Any, ref: Any) -> Any:
-        del context
         of_bits, i64 = ir.MemRefType(ref.type), ir.IntegerType.get_signless(64)
         pointer, sizes = llvm.PointerType.get(), llvm.ArrayType.get(i64, len(of_bits.shape))
         descriptor = llvm.StructType.get_literal([pointer, pointer, i64, sizes, sizes])
@@ -106,7 +105,6 @@ def _through(value: jax.Array, instruction: str) -> jax.Array:
         arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout)
     )
     def hide(context: Any, value: Any) -> Any:
-        del context
         hidden = utils.inline_ptx(
             instruction,
             value.registers.item(),
@@ -128,15 +126,18 @@ def store_global(ref: Ref, value: jax.Array, layout: Layout) -> None:
         store(ref, value)
         return
     value = value.astype(ref.dtype)
-    if value.shape != ref.shape:
-        ref = ref.reshape(*value.shape)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
     def write(context: Any, ref: Any, value: Any) -> None:
-        del context
-        one_tile = utils.memref_reshape(ref, (*[1] * len(value.shape), *value.shape))
-        moves = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
-        for register, _, _, address in moves:
-            llvm.store(register(value.registers), mgpu.in_global(address))
+        for register, address in moves(ref, value):
+            llvm.store(register(value.registers), address)
 
-    write(ref, value)
+    write(ref if value.shape == ref.shape else ref.reshape(*value.shape), value)
+
+
+def moves(ref: Any, value: Any) -> Iterator[tuple[Callable[[Any], Any], Any]]:
+    """Yield, for each register of `value`, what picks it, and its address in global memory."""
+    one_tile = utils.memref_reshape(ref, (*[1] * len(value.shape), *value.shape))
+    each = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
+    for register, _, _, address in each:
+        yield register, mgpu.in_global(address)

@@ -99,7 +99,6 @@ def rms_norm_linear_fwd(
         blocks=min(rows * columns, local_gpu().sms),
         warpgroups=MULTIPLY + 1,
         scratch=[*shared.values()],
-        auto_barriers=False,
     )
     return y[:, : spec.features]
 

@@ -70,7 +70,6 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
         results=[y_dtype, _residual_dtype(spec)] if spec.returns_h else [y_dtype],
         stats=sum(1 + norm.returns_mean for norm in spec.norms) if spec.want_stats else 0,
         exchanged=3,
-        auto_barriers=schedule.auto_barriers,
         name=spec.op.replace("norm", "layer_norm" if spec.subtract_mean else "rms_norm") + "_fwd",
     )
     return Results(y, h[0] if h else None, tuple(stats))

@@ -55,6 +55,5 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
         name="jaxnorm_rms_norm_rope_fwd",
         outputs=[(shape, spec.y_dtype), *stats],
         blocks=-(-spec.rows // tile.rows),
-        auto_barriers=False,
     )
     return Results(y, stats=tuple(rstd))

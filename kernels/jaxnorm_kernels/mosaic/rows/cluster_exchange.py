@@ -102,7 +102,6 @@ class ClusterExchange:
         def send_values(
             context: Any, slots: Any, barriers: Any, terms: Any, stage: Any, values: Sequence[Any]
         ) -> None:
-            del context
             stage, thread = stage.registers.item(), utils.thread_idx()
             rank = utils.inline_ptx(
                 "mov.u32 $0, %cluster_ctarank;", result_types=ir.IntegerType.get_signless(32)
@@ -167,7 +166,6 @@ class ClusterExchange:
 
         @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR), return_type=[scalar] * self.values)
         def add(context: Any, slots: Any, stage: Any) -> list[Any]:
-            del context
             rows, width = self._slots
             first = mgpu.plus(
                 mgpu.address_of(slots), mgpu.times(stage.registers.item(), 4 * rows * width)

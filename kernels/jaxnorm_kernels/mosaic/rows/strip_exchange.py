@@ -174,7 +174,6 @@ class StripExchange:
             arg_types=([ref] * len(stats), [layout] * len(stats), ref, plgpu.Layout.WG_SPLAT)
         )
         def send_stats(context: Any, slots: Any, stats: Any, barriers: Any, stage: Any) -> None:
-            del context
             thread = utils.thread_idx()
             barrier = barrier_of(barriers, stage.registers.item())
             is_first = arith.cmpi(arith.CmpIPredicate.eq, thread, mgpu.i32(0))

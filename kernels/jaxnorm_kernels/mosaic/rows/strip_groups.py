@@ -13,13 +13,12 @@ import functools
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device import mgpu
-from jaxnorm_kernels.mosaic.device.edges import load_each, store_each, store_some
+from jaxnorm_kernels.mosaic.device.edges import load_each, store_each, store_some, store_where
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
@@ -59,7 +58,6 @@ def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(stat.shape, jnp.float32, layout),
     )
     def sum_up(context: Any, value: Any) -> Any:
-        del context
         return with_registers(value, [summed(r) for r in value.registers.flat])
 
     return sum_up(stat)
@@ -77,7 +75,6 @@ def load_of_groups(ref: Ref, group: int, vector_width: int, layout: Layout) -> j
         return_type=plgpu.ShapeDtypeStruct((groups * group,), jnp.float32, layout),
     )
     def read(context: Any, ref: Any) -> Any:
-        del context
         values = [llvm.load(f32(), at) for at in _addresses(ref, group, vector_width, threads)]
         vector_type = ir.VectorType.get((vector_width,), f32())
         register = vector.from_elements(
@@ -101,7 +98,6 @@ def store_of_groups(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
     def write(context: Any, ref: Any, value: Any) -> None:
-        del context
         elements = mgpu.elements_of(value.registers.item())
         for at, address in enumerate(_addresses(ref, group, vector_width, threads)):
             llvm.store(elements[at * group], address)
@@ -171,36 +167,13 @@ def store_own(ref: Ref, value: jax.Array, span: Span, layout: Layout) -> None:
 
     `ref` is ``(columns, width)`` in global memory.
     """
-    value = value.astype(ref.dtype)
     if is_interpreted():
-        _store_some_columns(ref, value.reshape(ref.shape), span)
+        first, end = span.first - span.start, span.end - span.start
+        store_some(ref, 0, value, -first, end - first)
         return
     inner = span.start + lax.broadcasted_iota(jnp.int32, value.shape, 2)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
-    def write(context: Any, ref: Any, value: Any, inside: Any) -> None:
-        del context
-        one_tile = utils.memref_reshape(ref, (*[1] * len(value.shape), *value.shape))
-        moves = value.transfer_tiled(one_tile, 16, value.layout, value.shape, optimized=False)
-        for register, _, _, address in moves:
-            with utils.when(mgpu.elements_of(register(inside.registers))[0]):
-                llvm.store(register(value.registers), mgpu.in_global(address))
-
-    write(ref.reshape(*value.shape), value, (inner >= span.first) & (inner < span.end))
-
-
-def _store_some_columns(ref: Ref, value: jax.Array, span: Span) -> None:
-    """In the interpreter: as `store_some`, of the last axis."""
-    at, count = span.first - span.start, span.end - span.first
-    for width in (1 << k for k in reversed(range(span.width.bit_length()))):
-        has_slice = (count & width) != 0
-
-        @pl.when(has_slice)
-        def _(at: Any = at, width: int = width) -> None:
-            part = lax.dynamic_slice(value, (jnp.int32(0), at), (value.shape[0], width))
-            store(ref.at[:, pl.ds(at, width)], part)
-
-        at = jnp.where(has_slice, at + width, at)
+    inside = (inner >= span.first) & (inner < span.end)
+    store_where(ref.reshape(*value.shape), value, inside, layout)
 
 
 def sum_of_any(stat: jax.Array, span: Span, scratch: Ref) -> jax.Array:
@@ -220,7 +193,6 @@ def sum_of_any(stat: jax.Array, span: Span, scratch: Ref) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(stat.shape, jnp.float32, span.layout),
     )
     def sum_up(context: Any, scratch: Any, value: Any, start: Any) -> Any:
-        del context
         start, thread = start.registers.item(), utils.thread_idx()
         warp = mgpu.remainder(mgpu.quotient(thread, WARP), WARPS)
         of_warp = mgpu.plus(mgpu.address_of(scratch), mgpu.times(warp, 4 * width))

@@ -48,7 +48,6 @@ class TransactionBarriers:
 
         @plgpu.inline_mgpu(arg_types=(_REF,))
         def make(context: Any, barriers: Any) -> None:
-            del context
             first = arith.cmpi(arith.CmpIPredicate.eq, utils.thread_idx(), mgpu.i32(0))
             for stage in range(self.stages):
                 utils.inline_ptx(
@@ -67,7 +66,6 @@ class TransactionBarriers:
 
         @plgpu.inline_mgpu()
         def wait(context: Any) -> None:
-            del context
             ptx = "barrier.cluster.wait.acquire;"
             utils.inline_ptx(ptx, has_side_effects=True, convergent=True)
 
@@ -81,7 +79,6 @@ class TransactionBarriers:
 
         @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, _SCALAR))
         def wait(context: Any, barriers: Any, stage: Any, parity: Any) -> None:
-            del context
             barrier = barrier_of(barriers, stage.registers.item())
             nvvm.mbarrier_try_wait_parity(
                 mgpu.in_shared(barrier), parity.registers.item(), mgpu.i32(10_000_000)

@@ -50,8 +50,6 @@ class Schedule:
       params_first: scale and bias are loaded before the reductions, not after: latency against
         registers.
       window: of unaligned rows, what a block holds of each.
-      auto_barriers: Pallas' barriers around each store. The kernels are sound without them: what
-        one thread reads of another has a barrier of its own.
     """
 
     kind: Kind
@@ -66,7 +64,6 @@ class Schedule:
     rereads: bool = False
     params_first: bool = False
     window: Window | None = None
-    auto_barriers: bool = True
 
     def rows_of(self, spec: Spec) -> Tile:
         """How a block holds its rows."""
@@ -205,7 +202,7 @@ def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
         case "queued_tile":
             return _queued_tile(spec, vector, gpu)
         case "warpgroup_row":
-            return Schedule("warpgroup_row", vector, params_first=True, auto_barriers=False)
+            return Schedule("warpgroup_row", vector, params_first=True)
         case "split_row":
             return _split_row(line, spec, vector, gpu)
         case "queued_row":
@@ -233,7 +230,6 @@ def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> Schedule:
         rows=rows or 1,
         threads=threads,
         params_first=True,
-        auto_barriers=False,
     )
 
 
@@ -268,7 +264,6 @@ def _split_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
         cluster=cluster,
         warpgroups=warpgroups,
         params_first=values * (registers(spec) + len(param_sizes(spec))) <= room,
-        auto_barriers=False,
     )
 
 
@@ -299,7 +294,6 @@ def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
         tail=0 if alone else _tail(tiles, gpu, cluster),
         rereads=of_thread > _HELD_VALUES and (params < 2 or of_thread <= _REREAD_VALUES),
         params_first=True,
-        auto_barriers=False,
     )
 
 

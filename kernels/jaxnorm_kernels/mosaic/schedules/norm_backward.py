@@ -153,7 +153,6 @@ def wide_ring(
         warpgroups,
         _RING_STAGES,
         rows=min(rows, _rows(spec)),
-        lag=1,
         blocks_per_sm=blocks_per_sm,
         cluster=cluster,
     )

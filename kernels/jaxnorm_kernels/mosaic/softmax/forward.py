@@ -43,7 +43,6 @@ def softmax_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = N
         operands=[a for a in (operands.x, operands.mask, operands.logits_bias) if a is not None],
         results=[spec.y_dtype],
         exchanged=2 + spec.has_mask,
-        auto_barriers=schedule.auto_barriers,
         name=f"{spec.op}_fwd",
     )
     return Results(y)

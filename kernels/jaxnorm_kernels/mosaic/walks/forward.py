@@ -42,7 +42,6 @@ def run(
     params: Sequence[jax.Array] = (),
     stats: int = 0,
     exchanged: int,
-    auto_barriers: bool,
     name: str,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Runs a kernel: its results in these dtypes, and as many statistics of rows.
@@ -70,7 +69,6 @@ def run(
         cluster=tile.cluster,
         warpgroups=tile.warpgroups,
         scratch=tile.scratch(exchanged, [operand.dtype for operand in operands]),
-        auto_barriers=auto_barriers,
     )
     of_rows = [output.reshape(shape) for output in outputs[: len(results)]]
     return of_rows, list(outputs[len(results) :])

@@ -134,7 +134,6 @@ def in_registers_backward(
         cluster=tile.cluster,
         warpgroups=tile.warpgroups,
         scratch=exchange.scratch() if is_split else (),
-        auto_barriers=False,
     )
     of_rows = [output.reshape(rows, -1) for output in outputs[: len(results)]]
     return (*of_rows, *outputs[len(results) :])

@@ -5,8 +5,8 @@ write dx. Here a *persistent* block takes every n-th row (or step of a few short
 warpgroups owns a slice of the columns and a ring of stages, which the copy engine (TMA) keeps
 filled with its slice of the rows to come. The two reads of a row are both from shared memory, so
 that few registers live across the exchange of row sums: the column sums (dscale, dbias), which a
-thread carries through all its rows, have room. With a `lag` of 1, step k is reduced before step
-k - 1 is finished, which hides the exchange::
+thread carries through all its rows, have room. Step k is reduced before step k - 1 is finished,
+which hides the exchange::
 
     for step k:   wait for its stage      reduce, publish the sums of each warp    (reduce)
                   read the sums of k-1    dx, column sums, refill its stage        (finish)
@@ -52,7 +52,6 @@ class Ring:
       warpgroups: of a block. They share a row.
       stages: of the ring of each warpgroup; one stage holds a step's rows.
       rows: of a step. They share an exchange of sums.
-      lag: steps that are reduced before the first of them is finished. Needs as many stages more.
       blocks_per_sm: that fit a multiprocessor at the same time.
       cluster: blocks that share a row, each with its own ring.
     """
@@ -61,7 +60,6 @@ class Ring:
     warpgroups: int = 1
     stages: int = 4
     rows: int = 1
-    lag: int = 0
     blocks_per_sm: int = 1
     cluster: int = 1
 
@@ -95,27 +93,21 @@ class _Kernel:
 
     def run(self, block: Any) -> None:
         """Each step in turn; then the column sums of the block are written."""
-        lag, steps = self.ring.lag, self.stages.steps
-        carried = self.no_sums()
-        queue = [self.statistics(jnp.int32(k)) for k in range(1 + lag)]
+        carried, steps = self.no_sums(), self.stages.steps
+        first, second = (self.statistics(jnp.int32(k)) for k in range(2))
         self.sums.ready()
-        for k in range(lag):
-            pl.when(k < steps)(functools.partial(self.reduce, jnp.int32(k), queue[k]))
-        _, carried = lax.fori_loop(lag, steps + lag, self.step, (queue, carried))
+        pl.when(steps > 0)(functools.partial(self.reduce, jnp.int32(0), first))
+        *_, carried = lax.fori_loop(1, steps + 1, self.step, (first, second, carried))
         for j, ref in enumerate(self.refs.partials):
             for unit, value in zip(self.units, carried[j :: self.formula.column_sums]):
                 store(ref.at[block, unit.columns()], value)
 
     def step(self, k: Any, carry: Any) -> Any:
-        """Reduces step `k`, finishes step ``k - lag``; reads the statistics of ``k + 1``."""
-        (*before, now), carried = carry
+        """Reduces step `k`, finishes step ``k - 1``; reads the statistics of ``k + 1``."""
+        before, now, carried = carry
         ahead = self.statistics(k + 1)
-        if self.ring.lag:
-            pl.when(k < self.stages.steps)(functools.partial(self.reduce, k, now))
-        else:
-            self.reduce(k, now)
-        queue = [*before, now, ahead]
-        return queue[1:], self.finish(k - self.ring.lag, queue[0], carried)
+        pl.when(k < self.stages.steps)(functools.partial(self.reduce, k, now))
+        return now, ahead, self.finish(k - 1, before, carried)
 
     def statistics(self, k: Any) -> list[list[jax.Array]]:
         """Those of each row of step `k`."""
@@ -196,9 +188,9 @@ def ring_backward(
     `blocks` are those of a group of rows; with a cluster, they are clusters.
     """
     ring, (rows, cols), groups = schedule, operands.shape, operands.groups
-    if ring.stages < 1 + ring.lag or rows // groups < ring.rows:
-        raise ValueError(f"{ring} holds less than {1 + ring.lag} steps, or too many rows")
-    sums = RowSums(ring.warpgroups, ring.cluster, ring.rows * formula.row_sums, depth=1 + ring.lag)
+    if ring.stages < 2 or rows // groups < ring.rows:
+        raise ValueError(f"{ring} holds less than 2 steps, or too many rows")
+    sums = RowSums(ring.warpgroups, ring.cluster, ring.rows * formula.row_sums, depth=2)
     sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
 
     def body(*arguments: Ref) -> None:
@@ -248,7 +240,6 @@ def ring_backward(
             plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             *sums.scratch(),
         ],
-        auto_barriers=False,
     )
 
 

@@ -198,7 +198,6 @@ def narrow_rows_backward(
             *[plgpu.SMEM((tile.rows, width), jnp.float32) for width in widths],
             plgpu.Barrier(num_arrivals=len(operands.rows), num_barriers=stages),
         ],
-        auto_barriers=False,
     )
 
 

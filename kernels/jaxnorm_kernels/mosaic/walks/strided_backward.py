@@ -168,7 +168,6 @@ def strided_backward(
             *exchange.scratch(),
             *[sums] * formula.column_sums,
         ],
-        auto_barriers=False,
     )
 
 

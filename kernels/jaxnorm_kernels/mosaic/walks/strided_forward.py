@@ -77,6 +77,5 @@ def strided_forward(
         cluster=strips.cluster,
         warpgroups=strips.warpgroups,
         scratch=[*held, *exchange.scratch()],
-        auto_barriers=False,
     )
     return y, statistics
