@@ -42,6 +42,13 @@ from jaxnorm_kernels.specs import Spec
 
 SPILLED = 32  # bytes of a thread: a few words
 
+
+def in_strips(cases: Any, op: str, outer: int, cols: int, inner: int, dtype: np.dtype) -> Spec:
+    """``(outer, cols, inner)``, with parameters of inner elements."""
+    spec = cases.make_spec(op, outer * inner, cols, dtype, dtype)
+    return dataclasses.replace(spec, inner=inner, inner_params=True)
+
+
 # x, y; rows and columns.
 FORWARD = [
     forward_cases.make_spec(op, rows, cols, x, y)
@@ -88,14 +95,14 @@ BACKWARD = [
     )
 ]
 STRIPS = [
-    dataclasses.replace(cases.make_spec(op, outer * inner, cols, x, x), inner=inner)
+    in_strips(cases, op, outer, cols, inner, x)
     for cases, op, outer, cols, inner, x in (
-        (forward_cases, "softmax", 64, 49, 1024, BF16),  # 128 elements wide
+        (forward_cases, "layer_norm", 64, 49, 1024, BF16),  # 128 elements wide
         (forward_cases, "layer_norm", 64, 48, 4096, F32),  # 64
         (forward_cases, "layer_norm", 32, 512, 4096, BF16),  # 32
-        (forward_cases, "softmax", 8, 4096, 4096, BF16),  # the strip of a cluster
+        (forward_cases, "rms_norm", 8, 4096, 4096, BF16),  # the strip of a cluster
         (backward_cases, "layer_norm", 32, 256, 4096, BF16),
-        (backward_cases, "log_softmax", 8, 4096, 4096, F32),
+        (backward_cases, "layer_norm", 8, 4096, 4096, F32),
         (backward_cases, "rms_norm", 8, 4096, 784, F32),
     )
 ]
@@ -230,9 +237,9 @@ def function_of(spec: Spec) -> tuple[Any, Any]:
     else:
         types = backward_cases.abstract_operands(spec)
     if spec.inner > 1:
-        types = jax.tree.map(
-            lambda a: rows_of(spec, a.dtype)[0] if a.shape == (spec.rows, spec.cols) else a, types
-        )
+        column = jax.ShapeDtypeStruct((spec.inner,), F32)
+        shapes = {(spec.rows, spec.cols): rows_of(spec, spec.x_dtype)[0], (spec.cols,): column}
+        types = jax.tree.map(lambda a: shapes.get(a.shape, a), types)
     return (lambda *operands: cases.call(spec, *operands)), types
 
 
@@ -353,8 +360,7 @@ def test_strips_fit_shared_memory_of_99_kib() -> None:
     for direction, cols, inner, x in itertools.product(
         (forward_cases, backward_cases), range(8, 24000, 179), (16, 784, 4096), (BF16, F32)
     ):
-        spec = direction.make_spec("layer_norm", 64 * inner, cols, x, x)
-        spec = dataclasses.replace(spec, inner=inner)
+        spec = in_strips(direction, "layer_norm", 64, cols, inner, x)
         strips = strip_schedule.strips_of(spec, RTX_5090)
         refused += strips is None
         if strips is not None:

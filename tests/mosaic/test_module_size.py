@@ -99,10 +99,6 @@ def activated(function: Callable[..., Any]) -> Callable[..., Any]:
     return functools.partial(function, activation="silu")
 
 
-def in_strips(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *operands, **given: function(*operands, axis=1, **given)
-
-
 def gated_sum(x: jax.Array, *operands: jax.Array, **given: Any) -> Any:
     *others, gate = operands
     return jaxnorm.add_layer_norm(x, *others, gate=gate, **given)
@@ -128,10 +124,6 @@ FUNCTIONS = {
     "biased_softmax": Function(biased, lambda cols: (8, 128, cols), like_x=1),
     "cross_entropy": Function(loss),
     "log_prob_and_entropy": Function(log_prob),
-    "softmax of columns": Function(in_strips(jaxnorm.softmax), lambda cols: (16, cols, 512)),
-    "layer_norm of columns": Function(
-        in_strips(jaxnorm.layer_norm), lambda cols: (16, cols, 512), columns=2
-    ),
     "layer_norm of samples": Function(of_samples, lambda cols: (16, 512, cols), columns=2),
     "layer_norm of groups": Function(of_groups, lambda cols: (8, 16, 16, cols), columns=2),
 }
@@ -173,8 +165,6 @@ CASES = [
     ("layer_norm of samples", 4088, *MIXED),
     ("rms_norm_add_rms_norm", 65536, BF16, BF16),
     ("layer_norm", 131072, F32, F32),
-    ("softmax of columns", 4096, BF16, BF16),
-    ("layer_norm of columns", 1023, *MIXED),
     ("layer_norm of groups", 256, BF16, BF16),
     *(("rms_norm_gated", cols, BF16, BF16) for cols in (24, 128, 4088, 4096, 50256)),
     ("rms_norm_gated", 65536, *MIXED),

@@ -30,11 +30,9 @@ from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.norm.activations import activation_of
 from jaxnorm_kernels.mosaic.norm.elementwise import effective_bias, gain, reciprocal, within_limit
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
-from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.mosaic.walks.formulas import Arrays, Formula, RowOperands
 from jaxnorm_kernels.mosaic.walks.ring import Ring, ring_backward
 from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing, rows_ring_backward
-from jaxnorm_kernels.mosaic.walks.strided_backward import strided_backward
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
 
@@ -59,7 +57,7 @@ class NormFormula:
         return (self.spec.scale_dtype is not None) + (self.spec.bias_dtype is not None)
 
     @functools.cached_property
-    def _from_output(self) -> bool:
+    def from_output(self) -> bool:
         return self.spec.saved == "output"
 
     def columns(self, params: Arrays) -> list[jax.Array]:
@@ -69,7 +67,7 @@ class NormFormula:
         if self.spec.scale_dtype is not None:
             g = gain(params.pop(0), self.spec)
             columns.append(g)
-            if self._from_output:
+            if self.from_output:
                 columns.append(reciprocal(g, self.spec))
         if self.spec.reads_bias:
             columns.append(effective_bias(params.pop(0), self.spec))
@@ -77,16 +75,16 @@ class NormFormula:
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
         saved, dy = elements
-        d, dg, z, _ = self._elements(saved, dy, columns, stats)
-        c2 = (d if self._from_output else dg) * z
+        d, dg, z, _ = self.elements(saved, dy, columns, stats)
+        c2 = (d if self.from_output else dg) * z
         return [c2, dg] if self.spec.subtract_mean else [c2]
 
     def finish(
         self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         saved, dy, *dh = elements
-        d, dg, z, reciprocal = self._elements(saved, dy, columns, stats)
-        xh = self._x_hat(z, reciprocal)
+        d, dg, z, reciprocal = self.elements(saved, dy, columns, stats)
+        xh = self.x_hat(z, reciprocal)
         # r in each term: two fused multiply-adds, where r (d G - c1 - xh c2) has one, and two more.
         c2, *c1 = [total * (stats[0] / self.spec.cols) for total in totals]
         dx = dg * stats[0]
@@ -102,20 +100,20 @@ class NormFormula:
             sums.append(d)
         return [dx] * self.copies, sums
 
-    def _x_hat(self, z: jax.Array, reciprocal: jax.Array | None) -> jax.Array:
+    def x_hat(self, z: jax.Array, reciprocal: jax.Array | None) -> jax.Array:
         xh = z if reciprocal is None else z * reciprocal
         if self.spec.clips_x_hat:
             bound = math.sqrt(self.spec.cols)
             xh = jnp.clip(xh, -bound, bound)
         return xh
 
-    def _elements(
+    def elements(
         self, saved: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """d; d G; z (from the input: xh); and 1 / G where that is needed."""
         columns, d = list(columns), dy
         g = columns.pop(0) if self.spec.scale_dtype is not None else None
-        if not self._from_output:
+        if not self.from_output:
             rstd, *mean = stats
             xh = (saved - mean[0] if mean else saved) * rstd
             if self.spec.activation is not None:
@@ -127,80 +125,6 @@ class NormFormula:
         y = within_limit(saved, self.spec)
         z = y - columns.pop(0) if columns else y
         return d, d if g is None else d * g, z, reciprocal
-
-
-class InnerNormFormula(NormFormula):
-    """The same where G and the bias belong to an inner element of a strip, not to a column.
-
-    The sums over its columns are dscale and dbias, and G times them its part of c2 and c1: so c2 is
-    that of d G xh from the output, too. From the input, c = x - mean is enough of an element, and
-    what it is multiplied by belongs to the inner element:
-
-        n = c (r G) + bias,    dscale = r sum(d c),    dx = d (r G) - r c1 - c (r r c2)
-    """
-
-    @property
-    def row_sums(self) -> int:
-        return 1 + (self.spec.subtract_mean or self.spec.bias_dtype is not None)
-
-    @property
-    def column_sums(self) -> int:
-        return 0
-
-    @property
-    def inner_sums(self) -> int:
-        return super().column_sums
-
-    def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
-        saved, dy = elements
-        if self._from_output:
-            d, _, z, reciprocal = self._elements(saved, dy, columns, stats)
-            return [d * self._x_hat(z, reciprocal), d][: self.row_sums]
-        d, c = self._centred(saved, dy, columns, stats)
-        return [d * c, d][: self.row_sums]
-
-    def finish(
-        self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        if self._from_output:
-            results, _ = super().finish(elements, columns, stats, totals)
-            return results, []
-        saved, dy = elements
-        d, c = self._centred(saved, dy, columns, stats)
-        c2, *c1 = [total * (stats[0] / self.spec.cols) for total in totals]
-        dx = d * self._rstd_gain(columns, stats)
-        if c1:
-            dx = dx - c1[0]
-        return [dx - c * (c2 * stats[0])], []
-
-    def of_inner(
-        self, sums: Arrays, params: Arrays, stats: Arrays
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        dscale, *dbias = sums
-        if not self._from_output:
-            dscale = dscale * stats[0]
-        has = (self.spec.scale_dtype is not None, self.spec.bias_dtype is not None)
-        gradients = [total for total, is_there in zip((dscale, *dbias), has) if is_there]
-        rows = [dscale, *dbias][: 1 + self.spec.subtract_mean]
-        return gradients, rows if not has[0] else [params[0] * total for total in rows]
-
-    def _rstd_gain(self, columns: Arrays, stats: Arrays) -> jax.Array:
-        """r G."""
-        return stats[0] if self.spec.scale_dtype is None else stats[0] * columns[0]
-
-    def _centred(
-        self, x: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
-    ) -> tuple[jax.Array, jax.Array]:
-        """d and c."""
-        _, *mean = stats
-        c = x - mean[0] if mean else x
-        if self.spec.activation is None:
-            return dy, c
-        n = c * self._rstd_gain(columns, stats)
-        if self.spec.reads_bias:
-            n = n + columns[-1]
-        _, slope = activation_of(self.spec)(n)
-        return dy * slope, c
 
 
 _KERNELS = {Ring: ring_backward, RowsRing: rows_ring_backward}
@@ -266,16 +190,9 @@ def _backward(
     if residuals.bias is not None and spec.reads_bias:
         params.append(residuals.bias)
     rows = [a for a in (residuals.saved, cotangents.y, cotangents.h) if a is not None]
-    inner = InnerNormFormula(spec.last, len(dtypes)) if spec.inner_params else None
-    formula = inner or NormFormula(spec.last, copies=len(dtypes))
     operands = RowOperands(rows, residuals.stats, params, spec.groups)
-    if spec.inner > 1:
-        strips, name = required(strip_schedule.strips_of(spec), spec), "jaxnorm_norm_strided_bwd"
-        results = strided_backward(
-            formula, operands, strips=strips, results=dtypes, name=name, inner=inner
-        )
-    else:
-        results = walk_rows(formula, operands, dtypes, spec, schedule)
+    formula = NormFormula(spec.last, copies=len(dtypes))
+    results = walk_rows(formula, operands, dtypes, spec, schedule)
     dx, partials = results[: len(dtypes)], results[len(dtypes) :]
     groups = (spec.scale_groups, spec.bias_groups)
     dscale, dbias = add_partials(partials, (spec.scale_dtype, spec.bias_dtype), groups)

@@ -41,7 +41,6 @@ from jaxnorm_kernels.mosaic.device.layouts import Ref, store, widen
 from jaxnorm_kernels.mosaic.device.registers import rounded
 from jaxnorm_kernels.mosaic.norm.activations import activation_of
 from jaxnorm_kernels.mosaic.norm.elementwise import norm_columns, norm_output
-from jaxnorm_kernels.mosaic.norm.strided import norm_strided_fwd
 from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
 from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, Stat, Steps, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
@@ -57,8 +56,6 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
       operands: of 16 or 32 bits.
       schedule: how it runs; by default, what `schedules.choose` says.
     """
-    if spec.inner > 1:
-        return norm_strided_fwd(operands, spec)
     schedule = required(schedule or schedules.choose(spec), spec)
     y_dtype = _residual_dtype(spec) if spec.op == "norm_add" else spec.y_dtype
     (y, *h), stats = run(

@@ -11,7 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.barriers import in_plain_order, release_used
+from jaxnorm_kernels.mosaic.device.barriers import in_plain_order
 from jaxnorm_kernels.mosaic.device.edges import store_vectors
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import WARPS, Ref, flat_index, load, store, widen
@@ -26,8 +26,6 @@ _VALUES = 16
 #: A value for each inner element of a strip: ``(width,)``; or for each of those and each warp of
 #: the warpgroup, ``(4, width)``, of the columns that it has.
 Stat = jax.Array
-#: Something for each element of a unit, ``(4, columns of a warp, width)``.
-Read = Callable[[Piece], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +35,7 @@ class Strip:
     Attributes:
       strips: that it is one of.
       outer, start: where it begins: index of the outer axis, and the first inner element.
-      fresh: the first inner element that is in no strip before it; None where all are.
-      step: counts the strips of the block.
+      fresh: the first inner element that is in no strip before it.
       slice: the columns of the warpgroup.
       stages: what the block reads, in shared memory; then what `strip_groups.sum_of_any` takes.
       full: barriers of the parts of each warpgroup.
@@ -48,37 +45,37 @@ class Strip:
     outer: Any
     start: Any
     fresh: Any
-    step: Any
     slice: Slice
     stages: Sequence[Ref]
     full: Ref
 
     @classmethod
-    def of(cls, strips: Strips, index: Any, step: Any, scratch: Sequence[Any]) -> "Strip":
-        """Number `index` of the array; `scratch` of `Strips.scratch`."""
+    def begin(cls, strips: Strips, operands: Sequence[Ref], scratch: Sequence[Any]) -> "Strip":
+        """Return the block's strip, and start to copy what it has of the operands.
+
+        Args:
+          scratch: of `Strips.scratch`, for the operands.
+        """
         *stages, full = scratch
+        in_plain_order(*stages)
+        index = lax.axis_index(BLOCK)
         fresh = lax.rem(index, strips.across) * strips.pitch
         start = jnp.minimum(fresh, strips.inner - strips.width)
         part = lax.axis_index(WARPGROUP)
         if strips.cluster > 1:
             part += lax.axis_index(CLUSTER) * strips.warpgroups
-        return cls(
-            strips,
-            outer=lax.div(index, strips.across),
-            start=start,
-            fresh=fresh if strips.inner % strips.width or not strips.holds_groups else None,
-            step=step,
-            slice=strips.slice(part),
-            stages=stages,
-            full=full,
-        )
+        outer = lax.div(index, strips.across)
+        strip = cls(strips, outer, start, fresh, strips.slice(part), stages, full)
+        for source, stage in zip(operands, stages):
+            strip._copy(source, stage)
+        return strip
 
     @property
     def inner(self) -> Any:
         """Its inner elements, as an index."""
         return pl.ds(self.start, self.strips.width)
 
-    def copy(self, source: Ref, stage: Ref) -> None:
+    def _copy(self, source: Ref, stage: Ref) -> None:
         """Starts the copies that bring the warpgroup's columns to shared memory."""
         boxes = [(piece, *box) for piece in self.slice.pieces() for box in boxes_of(piece)]
         for nth, (piece, at, columns) in enumerate(boxes):
@@ -97,27 +94,6 @@ class Strip:
         layout = self.strips.layout
         staged = ref.at[pl.ds(piece.stage_start, piece.width)]
         return widen(load(staged, layout, self.strips.shape), layout)
-
-    def reader(self, which: int) -> Read:
-        """One of the arrays: see `read`."""
-        return functools.partial(self.read, which)
-
-    def param(self, ref: Ref, piece: Piece) -> jax.Array:
-        """What a ``(cols,)`` ref has for the columns of a piece: ``(4, columns of a warp)``."""
-        return self.load_columns(ref.at[pl.ds(piece.start, piece.width)])
-
-    def load_columns(self, ref: Ref) -> jax.Array:
-        """The columns of a piece as ``(4, columns of a warp)``."""
-        return load(ref, self.strips.layout.reduce(2), self.strips.shape[:2])
-
-    def no_columns(self) -> jax.Array:
-        """Zeros in the place of `load_columns`."""
-        zeros = jnp.zeros(self.strips.shape[:2], jnp.float32)
-        return plgpu.layout_cast(zeros, self.strips.layout.reduce(2))
-
-    def of_columns(self, value: jax.Array) -> jax.Array:
-        """``(4, columns of a warp)`` for every element of a piece."""
-        return lax.broadcast_in_dim(value, self.strips.shape, (0, 1))
 
     def broadcast(self, stat: Stat) -> jax.Array:
         """A statistic for every element of a piece."""
@@ -138,21 +114,6 @@ class Strip:
         if len(ref.shape) == 2:
             ref = ref.at[lax.div(self.outer, self.strips.outer // ref.shape[0])]
         return load(ref.at[self.inner], self.strips.stat_layout)
-
-    def params(
-        self,
-        refs: Sequence[Ref],
-        prepare: Callable[[Sequence[jax.Array]], Sequence[jax.Array]],
-    ) -> Callable[[Piece], list[jax.Array]]:
-        """What `prepare` makes of the parameters of columns, for every element of a piece."""
-        return lambda piece: [
-            self.of_columns(column) for column in prepare([self.param(ref, piece) for ref in refs])
-        ]
-
-    def same_of_columns(self, stats: Sequence[Stat]) -> Callable[[Piece], list[jax.Array]]:
-        """In the place of `params`, what belongs to inner elements: columns have it in common."""
-        wide = [self.broadcast(stat) for stat in stats]
-        return lambda piece: wide
 
     def store(self, ref: Ref, piece: Piece, value: jax.Array) -> None:
         """Stores the elements of a piece, rounded to the dtype of `ref`."""
@@ -226,11 +187,6 @@ class Strip:
         scratch = self.stages[-1].at[lax.axis_index(WARPGROUP)]
         return strip_groups.sum_of_any(stat, self._span, scratch)
 
-    def max(self, read: Read, least: float, *, waits: bool = False) -> Stat:
-        """Of each warp's columns, and `least`; see `_walk`."""
-        (most,) = self._fold(lambda piece: [read(piece)], jnp.maximum, least, 1, waits)
-        return jnp.max(most, axis=1)
-
     def sum(
         self,
         terms: Callable[[Piece], Sequence[jax.Array]],
@@ -239,7 +195,13 @@ class Strip:
         waits: bool = False,
     ) -> list[Stat]:
         """Of each warp's columns, for each of `count` terms; see `_walk`."""
-        return [jnp.sum(total, axis=1) for total in self._fold(terms, jnp.add, 0, count, waits)]
+
+        def add(piece: Piece, carry: list[jax.Array]) -> list[jax.Array]:
+            new = [self._skip_columns(term, piece) for term in terms(piece)]
+            return [a + b for a, b in zip(carry, new, strict=True)]
+
+        totals = self._walk(add, [self._all(0)] * count, waits=waits)
+        return [jnp.sum(total, axis=1) for total in totals]
 
     def sizes(self) -> Stat | float:
         """How many columns each warp has that no other one has."""
@@ -248,48 +210,23 @@ class Strip:
         (sizes,) = self.sum(lambda piece: [self._all(1)])
         return sizes
 
-    def each_piece(self, step: Callable[[Piece], None], *, together: int = _VALUES) -> None:
+    def each_piece(self, step: Callable[[Piece], None]) -> None:
         """Runs `step` on each unit of the warpgroup's columns; see `_walk`."""
 
         def one(piece: Piece, carry: tuple[()]) -> tuple[()]:
             step(piece)
             return carry
 
-        self._walk(one, (), together)
-
-    def sum_inner(self, term: jax.Array) -> jax.Array:
-        """The sums over the inner elements that no strip before has: see `load_columns`."""
-        if self.fresh is not None:
-            inner = self.start + lax.broadcasted_iota(jnp.int32, term.shape, 2)
-            term = jnp.where(inner < self.fresh, jnp.float32(0), term)
-        return jnp.sum(term, axis=2)
-
-    def _fold(
-        self,
-        terms: Callable[[Piece], Sequence[jax.Array]],
-        pairwise: Callable[[jax.Array, jax.Array], jax.Array],
-        start: float,
-        count: int,
-        waits: bool,
-    ) -> list[jax.Array]:
-        """Element by element of a unit, over all units."""
-
-        def add(piece: Piece, carry: list[jax.Array]) -> list[jax.Array]:
-            new = [self._skip_columns(term, piece, start) for term in terms(piece)]
-            return [pairwise(a, b) for a, b in zip(carry, new, strict=True)]
-
-        return self._walk(add, [self._all(start)] * count, waits=waits)
+        self._walk(one, ())
 
     def _walk[T](
         self,
         step: Callable[[Piece, T], T],
         carry: T,
-        together: int = _VALUES,
         waits: bool = False,
     ) -> T:
         """`step` on each unit in turn; where they are many a loop over groups of them.
 
-        `together`: columns of a thread that a group has.
         `waits`: for each part before it is read.
         """
         body, *tail = self.slice.pieces()
@@ -299,7 +236,7 @@ class Strip:
         def part(nth: Any, carry: T, count: int = of_part) -> T:
             if waits:
                 plgpu.barrier_wait(self._full(nth))
-            return self._walk_units(step, carry, together, body.start, nth * of_part, count)
+            return self._walk_units(step, carry, body.start, nth * of_part, count)
 
         whole = units // of_part
         carry = lax.fori_loop(0, whole, part, carry) if parts > 1 else part(0, carry)
@@ -313,14 +250,13 @@ class Strip:
         self,
         step: Callable[[Piece, T], T],
         carry: T,
-        together: int,
         start: Any,
         first: Any,
         units: int,
     ) -> T:
         """`step` on so many units from the `first`, of the columns that begin at `start`."""
         unit = self.slice.unit
-        group = max(1, together // self.strips.vector)
+        group = max(1, _VALUES // self.strips.vector)
 
         def nth(k: Any, carry: T) -> T:
             return step(Piece(start + (first + k) * unit, unit, (first + k) * unit), carry)
@@ -336,55 +272,15 @@ class Strip:
             return lax.fori_loop(rest.start, rest.stop, nth, carry)
         return functools.reduce(lambda c, k: nth(k, c), rest, carry)
 
-    def _skip_columns(self, term: jax.Array, piece: Piece, neutral: float) -> jax.Array:
-        """`term`, and `neutral` where another piece has the same column."""
+    def _skip_columns(self, term: jax.Array, piece: Piece) -> jax.Array:
+        """`term`, and 0 where another piece has the same column."""
         if piece.fresh is None:
             return term
         column = flat_index(term.shape, self.strips.layout, axes=2)
-        return jnp.where(column < piece.fresh - piece.start, jnp.float32(neutral), term)
+        return jnp.where(column < piece.fresh - piece.start, jnp.float32(0), term)
 
     def _all(self, value: float) -> jax.Array:
         """`value` for every element of a piece."""
         return plgpu.layout_cast(
             jnp.full(self.strips.shape, value, jnp.float32), self.strips.layout
         )
-
-
-def each_strip(
-    strips: Strips,
-    operands: Sequence[Ref],
-    scratch: Sequence[Any],
-    finish: Callable[[Strip], None],
-    ready: Callable[[], None],
-) -> None:
-    """Runs `finish` on each strip that this block takes of the operands.
-
-    Args:
-      finish: its first pass over the strip, and no other, is one that `waits`.
-      scratch: of `Strips.scratch`, for the operands.
-      ready: runs once, after the first copies have been started.
-    """
-    in_plain_order(*scratch[:-1])
-    block = lax.axis_index(BLOCK)
-    most = -(-strips.count // strips.blocks)
-
-    def strip(k: Any) -> Strip:
-        return Strip.of(strips, block + k * strips.blocks, k, scratch)
-
-    def fill(k: Any) -> None:
-        for source, target in zip(operands, scratch):
-            strip(k).copy(source, target)
-
-    fill(jnp.int32(0))
-    ready()
-    if most == 1:
-        finish(strip(jnp.int32(0)))
-        return
-    count = lax.div(strips.count - block + strips.blocks - 1, strips.blocks)
-
-    def step(k: Any) -> None:
-        finish(strip(k))
-        release_used()
-        pl.when(k + 1 < count)(lambda: fill(k + 1))
-
-    pl.loop(0, count)(step)

@@ -7,7 +7,7 @@ blocks (`transaction_barriers`), which merge that.
 
 import dataclasses
 import functools
-import operator
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +26,6 @@ from jaxnorm_kernels.mosaic.rows.transaction_barriers import (
     MESSAGE,
     TransactionBarriers,
     announce,
-    barrier_of,
     send,
 )
 
@@ -43,27 +42,21 @@ class Parts:
     count: int
     stats: Sequence[Callable[[Any], Stat] | float]
 
-    def max(self, term: Callable[..., Stat]) -> Stat:
-        """The maximum over the parts of what `term` makes of the statistics of each."""
-        return self._reduce(jnp.maximum, term)
-
     def sum(self, term: Callable[..., Stat]) -> Stat:
-        """The sum over the parts of what `term` makes of the statistics of each."""
-        return self._reduce(operator.add, term)
+        """Return the sum over the parts of what `term` makes of the statistics of each.
+
+        In a loop, or the compiler would load all parts at once, and need registers for them.
+        """
+
+        def of(part: Any) -> Stat:
+            return term(*[s if isinstance(s, float) else s(part) for s in self.stats])
+
+        return lax.fori_loop(1, self.count, lambda part, total: total + of(part), of(0))
 
     def total(self, which: int) -> Stat | float:
         """The sum of a statistic over the parts."""
         stat = self.stats[which]
         return self.count * stat if isinstance(stat, float) else self.sum(lambda *s: s[which])
-
-    def _reduce(self, pairwise: Callable[[Stat, Stat], Stat], term: Callable[..., Stat]) -> Stat:
-        """In a loop, or the compiler would load all parts at once, and need registers for them."""
-
-        def of(part: Any) -> Stat:
-            stats = [s if isinstance(s, float) else s(part) for s in self.stats]
-            return term(*stats)
-
-        return lax.fori_loop(1, self.count, lambda part, so_far: pairwise(so_far, of(part)), of(0))
 
 
 #: Statistics of parts of the columns -> those of all of them.
@@ -83,19 +76,14 @@ class StripExchange:
     stats: int
 
     @property
-    def _stages(self) -> int:
-        """A warpgroup may be a strip ahead of another one that still reads."""
-        return 1 if self.strips.blocks == self.strips.count else 2
-
-    @property
     def _parts(self) -> int:
         return WARPS * self.strips.warpgroups
 
     def scratch(self) -> list[Any]:
         """What the warps tell, a barrier for it, and what the blocks of a cluster tell."""
         strips = self.strips
-        of_warps = (self._stages * self.stats, self._parts, strips.width)
-        of_blocks = (self._stages * self.stats, strips.cluster, strips.width)
+        of_warps = (self.stats, self._parts, strips.width)
+        of_blocks = (self.stats, strips.cluster, strips.width)
         scratch = [
             plgpu.SMEM(of_warps, jnp.float32),
             plgpu.Barrier(num_arrivals=strips.warpgroups),
@@ -115,54 +103,46 @@ class StripExchange:
             self._barriers.ready()
 
     def __call__(
-        self, scratch: Sequence[Any], step: Any, merge: Merge, stats: Sequence[Stat | float]
+        self, scratch: Sequence[Any], merge: Merge, stats: Sequence[Stat | float]
     ) -> list[Any]:
         """``(4, width)`` of each warpgroup -> ``(width,)``, the same in all warps, bit by bit.
 
         Args:
           scratch: of `scratch`.
-          step: how often the block has exchanged before.
           merge: run once on the parts of a block, and once on those of the blocks.
           stats: of this warpgroup's warps.
         """
         of_warps, barrier, *of_cluster = scratch
-        step = jnp.int32(step)
-        stage = lax.rem(step, self._stages)
-        first = stage * self.stats
         arrays = [stat for stat in stats if not isinstance(stat, float)]
         mine = pl.ds(WARPS * lax.axis_index(WARPGROUP), WARPS)
         for at, stat in enumerate(arrays):
-            store(of_warps.at[first + at, mine], stat)
+            store(of_warps.at[at, mine], stat)
         plgpu.barrier_arrive(barrier)
         plgpu.barrier_wait(barrier)
-        merged = merge(self._parts_in(of_warps, first, stats, self._parts))
+        merged = merge(self._parts_in(of_warps, stats, self._parts))
         if self.strips.cluster == 1:
             return merged
         arrays = [stat for stat in merged if not isinstance(stat, float)]
         of_blocks, barriers = of_cluster
         rank = lax.axis_index(CLUSTER)
-        slots = [of_blocks.at[first + at, rank] for at in range(len(arrays))]
-        self._send(slots, arrays, barriers, stage)
-        parity = lax.rem(lax.div(step, self._stages), 2)
-        self._barriers.receive(barriers, stage, parity)
-        return merge(self._parts_in(of_blocks, first, merged, self.strips.cluster))
+        slots = [of_blocks.at[at, rank] for at in range(len(arrays))]
+        self._send(slots, arrays, barriers)
+        self._barriers.receive(barriers, jnp.int32(0), jnp.int32(0))
+        return merge(self._parts_in(of_blocks, merged, self.strips.cluster))
 
-    def _parts_in(self, slots: Ref, first: Any, stats: Sequence[Any], parts: int) -> Parts:
+    def _parts_in(self, slots: Ref, stats: Sequence[Any], parts: int) -> Parts:
         """Those of a list of statistics, of which `slots` has those that are no numbers."""
-        readers: list[Callable[[Any], Stat] | float] = []
-        at = first
-        for stat in stats:
-            if isinstance(stat, float):
-                readers.append(stat)
-                continue
-            readers.append(functools.partial(self._part, slots, at))
-            at = at + 1
+        rows = itertools.count()
+        readers = [
+            stat if isinstance(stat, float) else functools.partial(self._part, slots, next(rows))
+            for stat in stats
+        ]
         return Parts(parts, readers)
 
     def _part(self, slots: Ref, row: Any, part: Any) -> Stat:
         return load(slots.at[row, part], self.strips.stat_layout)
 
-    def _send(self, slots: Sequence[Ref], stats: Sequence[Stat], barriers: Ref, stage: Any) -> None:
+    def _send(self, slots: Sequence[Ref], stats: Sequence[Stat], barriers: Ref) -> None:
         """Sends this block's statistics to a slot of each block of the cluster.
 
         Every warp has them, and so have several parts of a warp: each part sends to another block.
@@ -170,12 +150,10 @@ class StripExchange:
         threads, cluster, width = self.strips.threads, self.strips.cluster, self.strips.width
         ref, layout = plgpu.RefType(), self.strips.stat_layout
 
-        @plgpu.inline_mgpu(
-            arg_types=([ref] * len(stats), [layout] * len(stats), ref, plgpu.Layout.WG_SPLAT)
-        )
-        def send_stats(context: Any, slots: Any, stats: Any, barriers: Any, stage: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=([ref] * len(stats), [layout] * len(stats), ref))
+        def send_stats(context: Any, slots: Any, stats: Any, barriers: Any) -> None:
             thread = utils.thread_idx()
-            barrier = barrier_of(barriers, stage.registers.item())
+            barrier = mgpu.address_of(barriers)
             is_first = arith.cmpi(arith.CmpIPredicate.eq, thread, mgpu.i32(0))
             announce(barrier, 4 * len(stats) * cluster * width, is_first)
             block = mgpu.quotient(thread, threads)
@@ -187,8 +165,8 @@ class StripExchange:
                     message, target = values[at : at + MESSAGE], mgpu.plus(first, 4 * at)
                     send(message, target, barrier, block, cluster)
 
-        send_stats(list(slots), list(stats), barriers, stage)
+        send_stats(list(slots), list(stats), barriers)
 
     @property
     def _barriers(self) -> TransactionBarriers:
-        return TransactionBarriers(arrivals=1, stages=self._stages)
+        return TransactionBarriers(arrivals=1, stages=1)

@@ -1,4 +1,4 @@
-"""How an array that is normalised over an axis that is not its last is cut into strips.
+"""How an array that is normalised over an axis that is not its last is cut into strips: GroupNorm.
 
 Of ``(outer, cols, inner)`` with the middle axis normalised, a *strip* is all columns of one outer
 index by `width` neighbouring inner elements: wide enough to use whole sectors of memory. A block
@@ -51,7 +51,6 @@ class Strips:
       threads: of a warp, whose vectors lie side by side: the width of a strip.
       warpgroups: of a block.
       cluster: blocks that share a strip.
-      blocks: (or clusters) of the grid, each of which takes every n-th strip.
       group: neighbouring inner elements that are normalised together.
     """
 
@@ -62,7 +61,6 @@ class Strips:
     threads: int
     warpgroups: int = 1
     cluster: int = 1
-    blocks: int = 0
     group: int = 1
 
     def __post_init__(self) -> None:
@@ -72,8 +70,6 @@ class Strips:
             raise ValueError(f"{self} needs 2 to {WARP // 2} threads")
         if self.width > self.inner:
             raise ValueError(f"{self} needs an inner axis of {self.width} elements or more")
-        if not 0 < self.blocks <= self.count:
-            raise ValueError(f"{self} needs 1 to {self.count} blocks")
         if not self.pitch or self.inner % self.group:
             raise ValueError(f"{self} needs groups that divide the inner axis, and fit the width")
         self.slice()  # raises where the columns are too few
@@ -100,7 +96,7 @@ class Strips:
 
     @property
     def count(self) -> int:
-        """Strips of the array."""
+        """Strips of the array: blocks of the grid, or clusters."""
         return self.outer * self.across
 
     @property

@@ -34,12 +34,10 @@ from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.rows.logits import Place, scaled
 from jaxnorm_kernels.mosaic.rows.tiles import Tile
-from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.mosaic.walks.bias_sums import BiasSums
-from jaxnorm_kernels.mosaic.walks.formulas import Arrays, RowOperands
+from jaxnorm_kernels.mosaic.walks.formulas import Arrays
 from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters, in_registers_backward
-from jaxnorm_kernels.mosaic.walks.strided_backward import strided_backward
 from jaxnorm_kernels.specs import Shared, Spec
 
 
@@ -116,15 +114,6 @@ def softmax_bwd(
     """The gradients of x and of the bias; `schedule` stands in for the one of the table."""
     formula = SoftmaxFormula(spec)
     y, mask, dy = residuals.saved, residuals.mask, cotangents.y
-    if spec.inner > 1:
-        (dx,) = strided_backward(
-            formula,
-            RowOperands([y, dy]),
-            strips=required(strip_schedule.strips_of(spec), spec),
-            results=[spec.x_dtype],
-            name=f"jaxnorm_{spec.op}_strided_bwd",
-        )
-        return Operands(dx)
     schedule = required(schedule or softmax_schedule(spec), spec)
     tile = schedule.tile(spec.cols)
     sums = None

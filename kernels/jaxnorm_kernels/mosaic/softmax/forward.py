@@ -24,7 +24,6 @@ from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
 from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, Steps, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
 from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
-from jaxnorm_kernels.mosaic.softmax.strided import softmax_strided_fwd
 from jaxnorm_kernels.mosaic.walks.forward import Refs, run
 from jaxnorm_kernels.specs import Spec
 
@@ -33,8 +32,6 @@ Exp = Callable[[jax.Array], jax.Array]
 
 def softmax_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
     """Of softmax or log_softmax; `schedule` stands in for the one of the table."""
-    if spec.inner > 1:
-        return softmax_strided_fwd(operands, spec)
     schedule = required(schedule or schedules.choose(spec), spec)
     (y,), _ = run(
         _in_registers(spec),

@@ -104,22 +104,6 @@ class Formula(Protocol):
         ...
 
 
-class InnerFormula(Formula, Protocol):
-    """One whose parameters are those of an inner element of a strip: all its columns share them."""
-
-    #: how many of the sums over the columns are gradients of parameters.
-    inner_sums: int
-
-    def of_inner(
-        self, sums: Arrays, params: Arrays, stats: Arrays
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Of the sums over the columns of an inner element: gradients, and its part of the totals.
-
-        `params` as `columns` gives them.
-        """
-        ...
-
-
 def prepare(formula: Formula, params: Arrays) -> list[jax.Array]:
     """What a formula needs of the parameters, whatever their dtypes."""
     return formula.columns([p.astype(jnp.float32) for p in params])
