@@ -169,7 +169,7 @@ class Place:
         return lax.rem(self.first, jnp.int32(self.spec.queries))
 
     def _reached(self, piece: Piece, query: jax.Array) -> jax.Array:
-        """Elements of a piece on the diagonal and below it, of rows that begin with this query."""
+        """Elements of a piece up to the diagonal, of rows that begin with this query."""
         shape = self.tile.shape(piece.width)
         if self.tile.rows > 1:
             query = query + lax.broadcasted_iota(jnp.int32, shape, 0)
