@@ -12,7 +12,6 @@ from jaxnorm_kernels.mosaic.schedules.norm_backward import (
     NormSchedule,
     norm_schedule,
     rows_ring,
-    two_norms_schedule,
     wide_ring,
 )
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
@@ -44,8 +43,7 @@ def schedules(workload: KernelWorkload) -> list[NormSchedule | InRegisters]:
 
 def _rings(workload: KernelWorkload) -> Iterator[NormSchedule | None]:
     spec, cols = workload.spec, workload.cols
-    table = two_norms_schedule if spec.op == "norm_add_norm" else norm_schedule
-    yield table(spec)
+    yield norm_schedule(spec)
     if cols <= 1024:
         yield rows_ring(spec)
     shares = itertools.product(_WARPGROUPS, _CLUSTERS, _BLOCKS_PER_SM, (1, 2))
