@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator
 
 from benchmarks.contract import KernelWorkload
+from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.schedules.norm_backward import (
     NormSchedule,
     norm_schedule,
@@ -15,7 +16,6 @@ from jaxnorm_kernels.mosaic.schedules.norm_backward import (
     wide_ring,
 )
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
-from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
 
 _OPS = ("layer_norm", "rms_norm", "add_layer_norm", "rms_norm_add_rms_norm", "softmax")
 _ELEMENTS = 2**26

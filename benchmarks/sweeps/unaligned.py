@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.contract import KernelWorkload
+from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.rows.windows import window_of
 from jaxnorm_kernels.mosaic.schedules import forward
 from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
-from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
 
 _ROWS = 8192
 _COLS = (1001, 4095, 50257)

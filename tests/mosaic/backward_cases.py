@@ -13,10 +13,10 @@ from reference import after_norm, exact, half_unit, log_softmax_gradient
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic import interpreted
+from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
+from jaxnorm_kernels.mosaic.loops.narrow_rows import RowsRing
+from jaxnorm_kernels.mosaic.loops.pipelined import Ring
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
-from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
-from jaxnorm_kernels.mosaic.walks.ring import Ring
-from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing
 from jaxnorm_kernels.specs import Spec
 
 BF16, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))

@@ -31,10 +31,10 @@ from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device import gpu as gpu_module
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER, Gpu, active_clusters, local_gpu
 from jaxnorm_kernels.mosaic.device.launch import interpreted
+from jaxnorm_kernels.mosaic.loops.narrow_rows import RowsRing
+from jaxnorm_kernels.mosaic.loops.pipelined import Ring
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
-from jaxnorm_kernels.mosaic.walks.ring import Ring
-from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing
 
 MIXES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32), (F32, F16)]
 

@@ -5,9 +5,9 @@ import pytest
 from backward_cases import BF16, F32, abstract_operands, call, make_spec
 from h100 import Compiler
 
+from jaxnorm_kernels.mosaic.loops.narrow_rows import RowsRing
+from jaxnorm_kernels.mosaic.loops.pipelined import Ring
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
-from jaxnorm_kernels.mosaic.walks.ring import Ring
-from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing
 from jaxnorm_kernels.specs import Spec
 
 SPILLED = 32  # bytes of a thread: a few words

@@ -32,12 +32,12 @@ from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic import support
 from jaxnorm_kernels.mosaic.device import gpu as gpu_module
 from jaxnorm_kernels.mosaic.device.gpu import B200, GPUS, RTX_5090, Gpu
+from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
+from jaxnorm_kernels.mosaic.loops.narrow_rows import RowsRing
+from jaxnorm_kernels.mosaic.loops.pipelined import Ring
 from jaxnorm_kernels.mosaic.schedules import forward, norm_backward
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
-from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
-from jaxnorm_kernels.mosaic.walks.ring import Ring
-from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing
 from jaxnorm_kernels.specs import Spec
 
 SPILLED = 32  # bytes of a thread: a few words

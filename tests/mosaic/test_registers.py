@@ -12,9 +12,9 @@ from forward_cases import BF16, F32, RESIDUAL_OPS, call, make_spec, operand_type
 from benchmarks.contract import KernelWorkload
 from benchmarks.workloads import GRID
 from jaxnorm_kernels import mosaic
+from jaxnorm_kernels.mosaic.loops.narrow_rows import RowsRing
+from jaxnorm_kernels.mosaic.loops.pipelined import Ring
 from jaxnorm_kernels.mosaic.schedules import norm_backward
-from jaxnorm_kernels.mosaic.walks.ring import Ring
-from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing
 
 # A shape for each line of the tables.
 _GROUPS = ("narrow rows", "powers of two", "model widths", "odd rows")

@@ -27,12 +27,12 @@ import numpy as np
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device.launch import required
+from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula, RowOperands
+from jaxnorm_kernels.mosaic.loops.narrow_rows import RowsRing, rows_ring_backward
+from jaxnorm_kernels.mosaic.loops.pipelined import Ring, ring_backward
 from jaxnorm_kernels.mosaic.norm.activations import activation_of
 from jaxnorm_kernels.mosaic.norm.elementwise import effective_bias, gain, reciprocal, within_limit
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
-from jaxnorm_kernels.mosaic.walks.formulas import Arrays, Formula, RowOperands
-from jaxnorm_kernels.mosaic.walks.ring import Ring, ring_backward
-from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing, rows_ring_backward
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
 

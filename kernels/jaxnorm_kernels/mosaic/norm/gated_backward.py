@@ -17,11 +17,11 @@ import dataclasses
 import jax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.mosaic.loops.formulas import Arrays, RowOperands
 from jaxnorm_kernels.mosaic.norm.activations import activation_of
 from jaxnorm_kernels.mosaic.norm.backward import walk_rows
 from jaxnorm_kernels.mosaic.norm.elementwise import gain
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
-from jaxnorm_kernels.mosaic.walks.formulas import Arrays, RowOperands
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
 

@@ -9,7 +9,7 @@ Row of N; G = scale + scale_offset, r = rstd, d = dy; R' is the rotation's trans
 
 |xh| is clipped to sqrt(N), its true bound: in a column with a small scale, what n has of its
 partner's rounding may be any multiple of it. The loop is that of
-`walks.rows_ring`.
+`loops.narrow_rows`.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ import jax.numpy as jnp
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load, widen
+from jaxnorm_kernels.mosaic.loops.formulas import Refs, RowOperands
+from jaxnorm_kernels.mosaic.loops.narrow_rows import TileWork, narrow_rows_backward
 from jaxnorm_kernels.mosaic.norm.elementwise import gain, reciprocal, within_limit
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile, Parts, rotated_back
 from jaxnorm_kernels.mosaic.rows.shares import Share
 from jaxnorm_kernels.mosaic.schedules import heads
 from jaxnorm_kernels.mosaic.schedules.heads import Heads
 from jaxnorm_kernels.mosaic.schedules.norm_backward import persistent_blocks
-from jaxnorm_kernels.mosaic.walks.formulas import Refs, RowOperands
-from jaxnorm_kernels.mosaic.walks.rows_ring import TileWork, narrow_rows_backward
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
 

@@ -10,9 +10,9 @@ import dataclasses
 import jax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.mosaic.loops.formulas import Arrays, RowOperands
 from jaxnorm_kernels.mosaic.norm.backward import NormFormula, walk_rows
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
-from jaxnorm_kernels.mosaic.walks.formulas import Arrays, RowOperands
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
 

@@ -26,6 +26,7 @@ from jax import lax
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device.launch import launch, required, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref
+from jaxnorm_kernels.mosaic.loops.formulas import Arrays, prepare
 from jaxnorm_kernels.mosaic.norm.activations import activation_of
 from jaxnorm_kernels.mosaic.norm.backward import NormFormula
 from jaxnorm_kernels.mosaic.norm.elementwise import norm_columns, norm_output
@@ -34,7 +35,6 @@ from jaxnorm_kernels.mosaic.rows.strip import Stat, Strip
 from jaxnorm_kernels.mosaic.rows.strip_exchange import Merge, Parts, StripExchange
 from jaxnorm_kernels.mosaic.rows.strips import Strips
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
-from jaxnorm_kernels.mosaic.walks.formulas import Arrays, prepare
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
 

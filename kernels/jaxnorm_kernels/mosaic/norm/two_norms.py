@@ -23,12 +23,12 @@ import jax.numpy as jnp
 
 from jaxnorm_kernels import composed
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.mosaic.loops.formulas import Arrays, RowOperands
+from jaxnorm_kernels.mosaic.loops.narrow_rows import RowsRing, rows_ring_backward
+from jaxnorm_kernels.mosaic.loops.pipelined import Ring, ring_backward
 from jaxnorm_kernels.mosaic.norm.backward import norm_bwd
 from jaxnorm_kernels.mosaic.norm.elementwise import gain, reciprocal, within_limit
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
-from jaxnorm_kernels.mosaic.walks.formulas import Arrays, RowOperands
-from jaxnorm_kernels.mosaic.walks.ring import Ring, ring_backward
-from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing, rows_ring_backward
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
 

@@ -24,10 +24,10 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
     fitting_vector,
 )
+from jaxnorm_kernels.mosaic.loops.narrow_rows import RowsRing
+from jaxnorm_kernels.mosaic.loops.pipelined import Ring
 from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
 from jaxnorm_kernels.mosaic.schedules.heads import Heads
-from jaxnorm_kernels.mosaic.walks.ring import Ring
-from jaxnorm_kernels.mosaic.walks.rows_ring import RowsRing
 from jaxnorm_kernels.specs import Spec
 
 NormSchedule = Ring | RowsRing

@@ -8,10 +8,10 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
     WARPGROUP_THREADS,
 )
+from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
 from jaxnorm_kernels.mosaic.rows.windows import window_of
 from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
-from jaxnorm_kernels.mosaic.walks.in_registers import InRegisters
 from jaxnorm_kernels.specs import Spec
 
 # Softmax rows in registers: columns up to, warpgroups. Beyond 48 columns of a thread fewer blocks

@@ -33,11 +33,11 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     widen,
 )
 from jaxnorm_kernels.mosaic.device.registers import load_columns
+from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula, Refs, RowOperands, prepare
+from jaxnorm_kernels.mosaic.loops.persistent import Stages
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile
 from jaxnorm_kernels.mosaic.rows.shares import Share
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile
-from jaxnorm_kernels.mosaic.walks.formulas import Arrays, Formula, Refs, RowOperands, prepare
-from jaxnorm_kernels.mosaic.walks.stages import Stages
 
 # Rows of column sums whose loads are under way together, at the end of a block.
 _ADDED_AT_A_TIME = 8

@@ -36,11 +36,11 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     warps_layout,
     widen,
 )
+from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula, Refs, RowOperands, prepare
+from jaxnorm_kernels.mosaic.loops.persistent import Stages
 from jaxnorm_kernels.mosaic.rows.exchange import RowSums
 from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
 from jaxnorm_kernels.mosaic.rows.shares import Share
-from jaxnorm_kernels.mosaic.walks.formulas import Arrays, Formula, Refs, RowOperands, prepare
-from jaxnorm_kernels.mosaic.walks.stages import Stages
 
 
 @dataclasses.dataclass(frozen=True)
