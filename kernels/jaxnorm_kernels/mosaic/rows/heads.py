@@ -29,8 +29,13 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     rows_layout,
     widen,
 )
-from jaxnorm_kernels.mosaic.device.pairs import join_pairs, load_each_row, split_pairs
-from jaxnorm_kernels.mosaic.device.registers import load_columns, store_global
+from jaxnorm_kernels.mosaic.device.registers import (
+    join_pairs,
+    load_columns,
+    load_each_row,
+    split_pairs,
+    store_global,
+)
 from jaxnorm_kernels.mosaic.rows.logits import operand_row
 from jaxnorm_kernels.specs import Shared
 

@@ -17,7 +17,6 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
-from jaxnorm_kernels.mosaic.device.edges import store_inside
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
     Layout,
@@ -25,7 +24,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     flat_index,
     warps_layout,
 )
-from jaxnorm_kernels.mosaic.device.registers import store_global
+from jaxnorm_kernels.mosaic.device.registers import store_global, store_inside
 from jaxnorm_kernels.mosaic.rows.windows import Window, tail_vector
 
 

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device.barriers import in_plain_order
-from jaxnorm_kernels.mosaic.device.edges import store_vectors
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import WARPS, Ref, flat_index, load, store, widen
-from jaxnorm_kernels.mosaic.device.registers import store_global
+from jaxnorm_kernels.mosaic.device.registers import store_global, store_vectors
 from jaxnorm_kernels.mosaic.rows import strip_groups
 from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
 from jaxnorm_kernels.mosaic.rows.strips import BOX, Strips, boxes_of

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.mosaic.device import mgpu
-from jaxnorm_kernels.mosaic.device.edges import load_each, store_each, store_some, store_where
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import (
     WARP,
@@ -31,6 +30,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     with_registers,
 )
 from jaxnorm_kernels.mosaic.device.mgpu import FragmentedArray, arith, ir, llvm, utils, vector
+from jaxnorm_kernels.mosaic.device.registers import load_each, store_each, store_some, store_where
 
 
 def group_sum(stat: jax.Array, group: int, layout: Layout) -> jax.Array:
