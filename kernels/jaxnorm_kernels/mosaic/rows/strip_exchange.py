@@ -20,14 +20,14 @@ from jaxnorm_kernels.mosaic.device import mgpu
 from jaxnorm_kernels.mosaic.device.launch import CLUSTER, WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import WARPS, Ref, load, store
 from jaxnorm_kernels.mosaic.device.mgpu import arith, utils
-from jaxnorm_kernels.mosaic.rows.strip import Stat
-from jaxnorm_kernels.mosaic.rows.strips import Strips
-from jaxnorm_kernels.mosaic.rows.transaction_barriers import (
+from jaxnorm_kernels.mosaic.rows.exchange import (
     MESSAGE,
     TransactionBarriers,
     announce,
     send,
 )
+from jaxnorm_kernels.mosaic.rows.strip import Stat
+from jaxnorm_kernels.mosaic.rows.strips import Strips
 
 
 @dataclasses.dataclass(frozen=True)
