@@ -19,9 +19,8 @@ from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, Ref, store
 from jaxnorm_kernels.mosaic.loops.bias_sums import BiasSums
 from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula
 from jaxnorm_kernels.mosaic.rows.exchange import RowSums
-from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
-from jaxnorm_kernels.mosaic.rows.tiles import Pieces, RowTile, Stat, Tile, WarpgroupRow
-from jaxnorm_kernels.mosaic.rows.windows import Window
+from jaxnorm_kernels.mosaic.rows.pieces import Window
+from jaxnorm_kernels.mosaic.rows.tiles import Pieces, RowTile, SplitRow, Stat, Tile, WarpgroupRow
 
 #: Gives the elements of a block's rows, in float32: for each piece, one array of each kind.
 Read = Callable[[Tile, Any, Sequence[Ref]], list[Sequence[jax.Array]]]

@@ -28,8 +28,7 @@ from jaxnorm_kernels.mosaic.device.launch import WARPGROUP
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.device.registers import load_columns, opaque
 from jaxnorm_kernels.mosaic.rows.exchange import Gather
-from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
-from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, RowTile, Steps, Tile
+from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, RowTile, SplitRow, Steps, Tile
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from jaxnorm_kernels.mosaic.device.gpu import Gpu, kept
 from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.rows.logits import has_places
-from jaxnorm_kernels.mosaic.rows.windows import widest_vector, window_of
+from jaxnorm_kernels.mosaic.rows.pieces import widest_vector, window_of
 from jaxnorm_kernels.mosaic.schedules.columns import is_unaligned
 from jaxnorm_kernels.mosaic.schedules.forward_lines import Line, Schedule, of_line
 from jaxnorm_kernels.specs import Spec

@@ -14,10 +14,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     vector_width,
 )
 from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
+from jaxnorm_kernels.mosaic.rows.pieces import Window
 from jaxnorm_kernels.mosaic.rows.queued import QueuedRow, QueuedTile
-from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
-from jaxnorm_kernels.mosaic.rows.tiles import RowTile, Tile, WarpgroupRow
-from jaxnorm_kernels.mosaic.rows.windows import Window
+from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow, Tile, WarpgroupRow
 from jaxnorm_kernels.mosaic.schedules.columns import (
     column_bytes,
     data_bytes,

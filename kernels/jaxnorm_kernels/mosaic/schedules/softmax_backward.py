@@ -10,7 +10,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
-from jaxnorm_kernels.mosaic.rows.windows import window_of
+from jaxnorm_kernels.mosaic.rows.pieces import window_of
 from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
 from jaxnorm_kernels.specs import Spec
 

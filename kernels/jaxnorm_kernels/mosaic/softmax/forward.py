@@ -21,8 +21,7 @@ from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.loops.forward import Refs, run
 from jaxnorm_kernels.mosaic.rows.logits import Place, each_piece, first_row, has_places, scaled
-from jaxnorm_kernels.mosaic.rows.split_row import SplitRow
-from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, Steps, Tile
+from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, SplitRow, Steps, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
 from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
 from jaxnorm_kernels.specs import Spec
