@@ -31,9 +31,7 @@ from jaxnorm_kernels.mosaic.norm.activations import activation_of
 from jaxnorm_kernels.mosaic.norm.backward import NormFormula
 from jaxnorm_kernels.mosaic.norm.elementwise import norm_columns, norm_output
 from jaxnorm_kernels.mosaic.rows.pieces import Piece
-from jaxnorm_kernels.mosaic.rows.strip import Stat, Strip
-from jaxnorm_kernels.mosaic.rows.strip_exchange import Merge, Parts, StripExchange
-from jaxnorm_kernels.mosaic.rows.strips import Strips
+from jaxnorm_kernels.mosaic.rows.strips import Merge, Parts, Stat, Strip, StripExchange, Strips
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
