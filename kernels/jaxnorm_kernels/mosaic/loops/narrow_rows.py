@@ -34,9 +34,8 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.device.registers import load_columns
 from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula, Refs, RowOperands, prepare
-from jaxnorm_kernels.mosaic.loops.persistent import Stages
+from jaxnorm_kernels.mosaic.loops.persistent import Share, Stages
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile
-from jaxnorm_kernels.mosaic.rows.shares import Share
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile
 
 # Rows of column sums whose loads are under way together, at the end of a block.

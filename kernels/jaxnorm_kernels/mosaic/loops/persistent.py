@@ -62,3 +62,67 @@ class Stages:
                 self.full.at[at],
                 oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # of any length
             )
+
+
+# -------------------------------------------------------------------------------------------------
+# Which rows a block takes, where a grid has fewer blocks than there are rows.
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The rows of one block: every n-th step of a group of rows, which n blocks share.
+
+    Of all steps of a group, the last one overlaps the one before it where the rows do not divide.
+
+    Attributes:
+      rows: of a group.
+      height: rows of a step.
+      blocks: that share a group.
+      place: of this block among them.
+      group: that it works on; None where there is one alone.
+    """
+
+    rows: int
+    height: int
+    blocks: int
+    place: Any
+    group: Any = None
+
+    @classmethod
+    def of(cls, block: Any, *, rows: int, groups: int, blocks: int, height: int = 1) -> "Share":
+        """The rows of block number `block`; `rows` of all groups, `blocks` of each."""
+        if groups == 1:
+            return cls(rows, height, blocks, block)
+        place, group = lax.rem(block, blocks), lax.div(block, blocks)
+        return cls(rows // groups, height, blocks, place, group)
+
+    def count(self) -> Any:
+        """Steps of this block."""
+        steps = -(-self.rows // self.height)
+        return lax.div(steps - self.place + self.blocks - 1, self.blocks)
+
+    def first_row(self, k: Any) -> Any:
+        """The first row of step `k`."""
+        start = jnp.minimum(self._step(k) * self.height, self.rows - self.height)
+        return self._of_all(start)
+
+    @functools.cached_property
+    def has_stale_rows(self) -> bool:
+        """Whether a step has rows that belong to another one too."""
+        return self.rows % self.height != 0
+
+    def is_new(self, row: Any, k: Any) -> Any:
+        """Whether a row of step `k` is in no step before it."""
+        return row >= self._of_all(self._step(k) * self.height)
+
+    def param(self, ref: Ref) -> Ref:
+        """The ``(cols,)`` of a parameter of all rows or, one for each, of groups."""
+        return ref if len(ref.shape) == 1 else ref.at[self.group]
+
+    def _step(self, k: Any) -> Any:
+        """Step `k` of this block, counted in the group."""
+        return self.place + k * self.blocks
+
+    def _of_all(self, row: Any) -> Any:
+        """A row of the group, counted in all rows."""
+        return row if self.group is None else self.group * self.rows + row

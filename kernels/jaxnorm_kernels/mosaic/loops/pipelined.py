@@ -37,10 +37,9 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     widen,
 )
 from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula, Refs, RowOperands, prepare
-from jaxnorm_kernels.mosaic.loops.persistent import Stages
+from jaxnorm_kernels.mosaic.loops.persistent import Share, Stages
 from jaxnorm_kernels.mosaic.rows.exchange import RowSums
 from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
-from jaxnorm_kernels.mosaic.rows.shares import Share
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,9 +26,9 @@ from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load, widen
 from jaxnorm_kernels.mosaic.loops.formulas import Refs, RowOperands
 from jaxnorm_kernels.mosaic.loops.narrow_rows import TileWork, narrow_rows_backward
+from jaxnorm_kernels.mosaic.loops.persistent import Share
 from jaxnorm_kernels.mosaic.norm.elementwise import gain, reciprocal, within_limit
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile, Parts, rotated_back
-from jaxnorm_kernels.mosaic.rows.shares import Share
 from jaxnorm_kernels.mosaic.schedules import heads
 from jaxnorm_kernels.mosaic.schedules.heads import Heads
 from jaxnorm_kernels.mosaic.schedules.norm_backward import persistent_blocks

@@ -32,9 +32,8 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
-from jaxnorm_kernels.mosaic.loops.bias_sums import BiasSums
 from jaxnorm_kernels.mosaic.loops.formulas import Arrays
-from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters, in_registers_backward
+from jaxnorm_kernels.mosaic.loops.in_registers import BiasSums, InRegisters, in_registers_backward
 from jaxnorm_kernels.mosaic.rows.logits import Place, scaled
 from jaxnorm_kernels.mosaic.rows.tiles import Tile
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
