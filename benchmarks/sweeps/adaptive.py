@@ -15,8 +15,7 @@ from benchmarks.contract import KernelWorkload
 from benchmarks.sweeps.gated import rings
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS
-from jaxnorm_kernels.mosaic.schedules.forward import choose
-from jaxnorm_kernels.mosaic.schedules.forward_lines import Line, Schedule, of_line
+from jaxnorm_kernels.mosaic.schedules.forward import Line, Schedule, choose, of_line
 from jaxnorm_kernels.mosaic.schedules.norm_backward import norm_schedule
 from jaxnorm_kernels.specs import Spec
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from benchmarks.contract import KernelWorkload
 from benchmarks.workloads import grid
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
-from jaxnorm_kernels.mosaic.schedules.forward import choose
-from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward import Schedule, choose
 
 _TILES = (1, 2, 3, 4, 6, 8)
 _TAILS = (0, 1, 2, 4)  # rows, or groups of rows, for each block that could run alone

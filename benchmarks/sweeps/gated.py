@@ -13,8 +13,7 @@ from typing import Any
 from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels.mosaic.device.gpu import REGISTERS, local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPGROUP_THREADS
-from jaxnorm_kernels.mosaic.schedules.forward import choose
-from jaxnorm_kernels.mosaic.schedules.forward_lines import Line, Schedule, of_line
+from jaxnorm_kernels.mosaic.schedules.forward import Line, Schedule, choose, of_line
 from jaxnorm_kernels.mosaic.schedules.norm_backward import (
     NormSchedule,
     norm_schedule,

@@ -14,8 +14,7 @@ from benchmarks.workloads import Operation, grid
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
-from jaxnorm_kernels.mosaic.schedules.forward import choose
-from jaxnorm_kernels.mosaic.schedules.forward_lines import Line, Schedule, of_line
+from jaxnorm_kernels.mosaic.schedules.forward import Line, Schedule, choose, of_line
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 
 _COLS = {"fwd": 4096, "bwd": 12288}

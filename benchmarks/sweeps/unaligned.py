@@ -13,7 +13,7 @@ from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.rows.pieces import window_of
 from jaxnorm_kernels.mosaic.schedules import forward
-from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward import Schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 
 _ROWS = 8192

@@ -12,7 +12,7 @@ from reference import Norm, after_norm, exact, half_unit, log_softmax, softmax
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward import Schedule
 from jaxnorm_kernels.specs import Spec
 
 OPS = ("softmax", "log_softmax", "rms_norm", "layer_norm")

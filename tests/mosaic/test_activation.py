@@ -22,7 +22,7 @@ from jaxnorm_kernels.mosaic.loops.narrow_rows import RowsRing
 from jaxnorm_kernels.mosaic.loops.pipelined import Ring
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
-from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward import Schedule
 from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")

@@ -30,7 +30,7 @@ from pairs import pairwise
 from program_error import assert_computes
 
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward import Schedule
 from jaxnorm_kernels.specs import Shared, Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")

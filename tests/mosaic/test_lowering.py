@@ -35,8 +35,7 @@ from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER, Gpu
 from jaxnorm_kernels.mosaic.rows.queued import Queue
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow
-from jaxnorm_kernels.mosaic.schedules.forward import TABLE, choose
-from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward import TABLE, Schedule, choose
 from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.oldest_jax

@@ -20,7 +20,7 @@ from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.rows.pieces import Window, tail_vector, widest_vector, window_of
 from jaxnorm_kernels.mosaic.schedules import forward as forward_schedules
-from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward import Schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.specs import Spec
 

@@ -44,7 +44,7 @@ from jaxnorm_kernels.mosaic.norm.activations import activation_of
 from jaxnorm_kernels.mosaic.norm.elementwise import norm_columns, norm_output
 from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, SplitRow, Stat, Steps, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
-from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward import Schedule
 from jaxnorm_kernels.specs import Op, Spec
 
 

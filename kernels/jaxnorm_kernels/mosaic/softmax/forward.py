@@ -23,7 +23,7 @@ from jaxnorm_kernels.mosaic.loops.forward import Refs, run
 from jaxnorm_kernels.mosaic.rows.logits import Place, each_piece, first_row, has_places, scaled
 from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, SplitRow, Steps, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
-from jaxnorm_kernels.mosaic.schedules.forward_lines import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward import Schedule
 from jaxnorm_kernels.specs import Spec
 
 Exp = Callable[[jax.Array], jax.Array]
