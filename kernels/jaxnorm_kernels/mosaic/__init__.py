@@ -8,14 +8,15 @@ from jaxnorm_kernels.mosaic.cross_entropy.backward import cross_entropy_bwd
 from jaxnorm_kernels.mosaic.cross_entropy.forward import cross_entropy_fwd
 from jaxnorm_kernels.mosaic.device.launch import interpreted as interpreted
 from jaxnorm_kernels.mosaic.linear.product import rms_norm_linear_fwd as rms_norm_linear_fwd
-from jaxnorm_kernels.mosaic.norm.backward import norm_bwd
+from jaxnorm_kernels.mosaic.norm.backward import (
+    norm_bwd,
+    norm_gated_bwd,
+    scaled_sum_bwd,
+    two_norms_bwd,
+)
 from jaxnorm_kernels.mosaic.norm.forward import norm_fwd
-from jaxnorm_kernels.mosaic.norm.gated_backward import norm_gated_bwd
-from jaxnorm_kernels.mosaic.norm.rope_backward import norm_rope_bwd
-from jaxnorm_kernels.mosaic.norm.rope_forward import norm_rope_fwd
-from jaxnorm_kernels.mosaic.norm.scaled_sum import scaled_sum_bwd
+from jaxnorm_kernels.mosaic.norm.rope import norm_rope_bwd, norm_rope_fwd
 from jaxnorm_kernels.mosaic.norm.strided import norm_strided_bwd, norm_strided_fwd
-from jaxnorm_kernels.mosaic.norm.two_norms import two_norms_bwd
 from jaxnorm_kernels.mosaic.softmax.backward import softmax_bwd
 from jaxnorm_kernels.mosaic.softmax.forward import softmax_fwd
 from jaxnorm_kernels.mosaic.support import caveat as caveat

@@ -25,13 +25,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxnorm_kernels import composed
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula, RowOperands
 from jaxnorm_kernels.mosaic.loops.narrow_rows import RowsRing, rows_ring_backward
 from jaxnorm_kernels.mosaic.loops.pipelined import Ring, ring_backward
-from jaxnorm_kernels.mosaic.norm.activations import activation_of
-from jaxnorm_kernels.mosaic.norm.elementwise import effective_bias, gain, reciprocal, within_limit
+from jaxnorm_kernels.mosaic.norm.elementwise import (
+    activation_of,
+    effective_bias,
+    gain,
+    reciprocal,
+    within_limit,
+)
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
@@ -197,3 +203,297 @@ def _backward(
     groups = (spec.scale_groups, spec.bias_groups)
     dscale, dbias = add_partials(partials, (spec.scale_dtype, spec.bias_dtype), groups)
     return dx, dscale, dbias
+
+
+# -------------------------------------------------------------------------------------------------
+# Backward pass of RMSNorm and a gate, after it or before it, from x and the gate.
+#
+# Row of N; G = scale + scale_offset, r = rstd, a = activation(gate), e = dy G. Of t = x, or x a:
+#
+#     xh = t r      dt = r (dg - xh c)      c = mean(dg xh) = r mean(dg t)
+#
+#     norm(x) a     dg = e a     dx = dt       dgate = e xh activation'(gate)
+#                                dscale = sum_rows(dy a xh)
+#     norm(x a)     dg = e       dx = dt a     dgate = dt x activation'(gate)
+#                                dscale = sum_rows(dy xh)
+#
+# Nothing of the gate is kept: its activation is made again, with its derivative.
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedFormula:
+    """The equations above, for elements of a row: of x, of the gate and of dy."""
+
+    spec: Spec
+    summed: int = 3
+    row_sums: int = 1
+
+    @property
+    def column_sums(self) -> int:
+        return int(self.spec.scale_dtype is not None)
+
+    def columns(self, params: Arrays) -> list[jax.Array]:
+        """G."""
+        return [gain(scale, self.spec) for scale in params]
+
+    def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
+        _, dg, t, _, _ = self._elements(elements, columns)
+        return [dg * t]
+
+    def finish(
+        self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        (x, _, d), (rstd,) = elements, stats
+        e, dg, t, a, slope = self._elements(elements, columns)
+        xh = t * rstd
+        dt = dg * rstd - xh * (totals[0] * rstd * (rstd / self.spec.cols))
+        if self.spec.norm_before_gate:
+            results, dscale = [dt, e * xh * slope], d * a * xh
+        else:
+            results, dscale = [dt * a, dt * x * slope], d * xh
+        return results, [dscale] * self.column_sums
+
+    def _elements(
+        self, elements: Arrays, columns: Arrays
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+        """e, dg, t; a and its derivative."""
+        x, gate, d = elements
+        a, slope = activation_of(self.spec)(gate)
+        e = d * columns[0] if columns else d
+        return (e, e * a, x, a, slope) if self.spec.norm_before_gate else (e, e, x * a, a, slope)
+
+
+def norm_gated_bwd(
+    residuals: Residuals,
+    cotangents: Results,
+    spec: Spec,
+    *,
+    schedule: schedules.NormSchedule | None = None,
+) -> Operands:
+    """See `Implementation.backward`.
+
+    Args:
+      residuals, cotangents: arrays of 16 or 32 bits; statistics of float32.
+      schedule: how it runs; by default, what the table says.
+    """
+    assert spec.gate_dtype is not None
+    rows = [residuals.saved, residuals.gate, cotangents.y]
+    params = [] if residuals.scale is None else [residuals.scale]
+    dx, dgate, *partials = walk_rows(
+        GatedFormula(spec),
+        RowOperands(rows, residuals.stats, params, spec.groups),
+        [spec.x_dtype, spec.gate_dtype],
+        spec,
+        schedule,
+    )
+    (dscale,) = add_partials(partials, (spec.scale_dtype,), (spec.scale_groups,))
+    return Operands(dx, scale=dscale, gate=dgate)
+
+
+# -------------------------------------------------------------------------------------------------
+# Backward pass of a norm of h = residual + branch_scale x: LayerScale, or adaLN-zero's gate.
+#
+# With t the gradient of h, that of `norm.backward` with h's own cotangent, before it is rounded:
+#
+#     dresidual = t       dx = branch_scale t       dbranch_scale = sum_rows(t x)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledSumFormula:
+    """The equations above, for elements of a row: of saved, d and x, then of dh if there is one.
+
+    `norm`: of h.
+    """
+
+    norm: NormFormula
+    summed: int = 2
+
+    @property
+    def row_sums(self) -> int:
+        return self.norm.row_sums
+
+    @property
+    def column_sums(self) -> int:
+        return self.norm.column_sums + 1
+
+    def columns(self, params: Arrays) -> list[jax.Array]:
+        """branch_scale, then those of the norm."""
+        branch_scale, *of_norm = params
+        return [branch_scale, *self.norm.columns(of_norm)]
+
+    def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
+        return self.norm.terms(elements, columns[1:], stats)
+
+    def finish(
+        self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        (saved, d, x, *dh), (branch_scale, *of_norm) = elements, columns
+        (t,), sums = self.norm.finish([saved, d, *dh], of_norm, stats, totals)
+        return [t * branch_scale, t], [t * x, *sums]
+
+
+def scaled_sum_bwd(
+    residuals: Residuals,
+    cotangents: Results,
+    spec: Spec,
+    *,
+    schedule: schedules.NormSchedule | None = None,
+) -> Operands:
+    """See `Implementation.backward`.
+
+    Args:
+      residuals, cotangents: arrays of 16 or 32 bits; statistics of float32.
+      schedule: how it runs; by default, what the table says.
+    """
+    params = [residuals.branch_scale, residuals.scale]
+    params.append(residuals.bias if spec.saved == "output" else None)
+    rows = [residuals.saved, cotangents.y, residuals.x, cotangents.h]
+    dx, dresidual, *partials = walk_rows(
+        ScaledSumFormula(NormFormula(spec.last)),
+        RowOperands(
+            [a for a in rows if a is not None],
+            residuals.stats,
+            [p for p in params if p is not None],
+            spec.groups,
+        ),
+        [spec.x_dtype, spec.last.x_dtype],
+        spec,
+        schedule,
+    )
+    dbranch_scale, dscale, dbias = add_partials(
+        partials,
+        (spec.branch_scale_dtype, spec.scale_dtype, spec.bias_dtype),
+        (spec.branch_scale_groups, spec.scale_groups, spec.bias_groups),
+    )
+    return Operands(dx, dresidual, dscale, dbias, branch_scale=dbranch_scale)
+
+
+# -------------------------------------------------------------------------------------------------
+# Backward pass of two RMSNorms with a residual between them: h = residual + norm(x), y = norm(h).
+#
+# Row of N; G and r of the first norm, G' and r' of the second; d = dy, and dh is h's own cotangent:
+#
+#     first norm         xh = x r,               u = xh G
+#     second norm        from the output z = y,  xh' = y / G',    c' = mean(d z)
+#                        from the input          xh' = h r',      c' = mean(d G' xh')
+#     of h, in all       dresidual = dh + r' (d G' - xh' c')
+#     of x               dx = r (dresidual G - xh c),             c = mean(dresidual u)
+#                        dscale = sum_rows(dresidual xh),         dnext_scale = sum_rows(d xh')
+#
+# dresidual needs c', and c needs dresidual. So that a row is reduced once, c is put together from
+# sums that need neither:
+#
+#     c = mean(dh u) + r' (mean(d G' u) - c' mean(xh' u))
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoNormsFormula:
+    """The equations above, for elements of a row: of x, saved and d, then of dh if there is one."""
+
+    spec: Spec
+
+    @property
+    def summed(self) -> int:
+        return 3 + self.spec.adds_dh
+
+    @property
+    def row_sums(self) -> int:
+        return 3 + self.spec.adds_dh
+
+    @property
+    def column_sums(self) -> int:
+        return (self.spec.scale_dtype is not None) + (self.spec.next_scale_dtype is not None)
+
+    def columns(self, params: Arrays) -> list[jax.Array]:
+        """G; G' and, from the output, 1 / G'."""
+        params = list(params)
+        columns = []
+        if self.spec.scale_dtype is not None:
+            columns.append(gain(params.pop(0), self.spec.first))
+        if self.spec.next_scale_dtype is not None:
+            g = gain(params.pop(0), self.spec.last)
+            columns.append(g)
+            if self.spec.saved == "output":
+                columns.append(reciprocal(g, self.spec.last))
+        return columns
+
+    def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
+        _, _, d, *dh = elements
+        _, u, z, next_xh, dg = self._elements(elements, columns, stats)
+        c = d * z if self.spec.saved == "output" else dg * z
+        return [c, dg * u, next_xh * u, *(each * u for each in dh)]
+
+    def finish(
+        self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        _, _, d, *dh = elements
+        xh, _, _, next_xh, dg = self._elements(elements, columns, stats)
+        rstd, next_rstd = stats
+        next_c, of_dg, of_next_xh, *of_dh = [total / self.spec.cols for total in totals]
+        c = next_rstd * (of_dg - next_c * of_next_xh)
+        dresidual = next_rstd * (dg - next_xh * next_c)
+        if dh:
+            c, dresidual = c + of_dh[0], dresidual + dh[0]
+        has_scale = self.spec.scale_dtype is not None
+        dx = rstd * ((dresidual * columns[0] if has_scale else dresidual) - xh * c)
+        sums = [dresidual * xh] if has_scale else []
+        if self.spec.next_scale_dtype is not None:
+            sums.append(d * next_xh)
+        return [dx, dresidual], sums
+
+    def _elements(
+        self, elements: Arrays, columns: Arrays, stats: Arrays
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+        """xh, u, z (from the input: xh'), xh' and d G'."""
+        (x, saved, d, *_), (rstd, next_rstd), columns = elements, stats, list(columns)
+        u = xh = x * rstd
+        if self.spec.scale_dtype is not None:
+            u = xh * columns.pop(0)
+        from_output = self.spec.saved == "output"
+        z = within_limit(saved, self.spec.last) if from_output else saved * next_rstd
+        next_xh = z
+        dg = d
+        if self.spec.next_scale_dtype is not None:
+            dg = d * columns.pop(0)
+            if from_output:
+                next_xh = z * columns.pop(0)
+        if self.spec.last.clips_x_hat:
+            bound = math.sqrt(self.spec.cols)
+            next_xh = jnp.clip(next_xh, -bound, bound)
+        return xh, u, z, next_xh, dg
+
+
+def two_norms_bwd(
+    residuals: Residuals,
+    cotangents: Results,
+    spec: Spec,
+    *,
+    schedule: Ring | RowsRing | None = None,
+) -> Operands:
+    """Of norm_add_norm; in two kernels where no ring takes the rows.
+
+    Args:
+      residuals, cotangents: arrays of 16 or 32 bits; statistics of float32.
+      schedule: how it runs; by default, what the table says.
+    """
+    schedule = schedule or schedules.norm_schedule(spec)
+    if schedule is None:
+        return composed.two_norms_bwd(norm_bwd, residuals, cotangents, spec)
+    arrays = (residuals.x, residuals.saved, cotangents.y, cotangents.h)
+    rows = [a for a in arrays if a is not None]
+    params = [p for p in (residuals.scale, residuals.next_scale) if p is not None]
+    residual_dtype = spec.last.x_dtype
+    dx, dresidual, *partials = (
+        rows_ring_backward if isinstance(schedule, RowsRing) else ring_backward
+    )(
+        TwoNormsFormula(spec),
+        RowOperands(rows, residuals.stats, params, spec.groups),
+        schedule=schedule,
+        blocks=schedules.persistent_blocks(spec, schedule),
+        results=[spec.x_dtype, residual_dtype],
+        name="jaxnorm_rms_norm_add_rms_norm_bwd",
+    )
+    dscale, dnext_scale = add_partials(
+        partials, (spec.scale_dtype, spec.next_scale_dtype), (spec.groups, spec.groups)
+    )
+    return Operands(dx, dresidual, dscale, next_scale=dnext_scale)

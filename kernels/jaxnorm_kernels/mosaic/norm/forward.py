@@ -40,8 +40,7 @@ from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, required, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref, store, widen
 from jaxnorm_kernels.mosaic.device.registers import rounded
 from jaxnorm_kernels.mosaic.loops.forward import Refs, of_group, run
-from jaxnorm_kernels.mosaic.norm.activations import activation_of
-from jaxnorm_kernels.mosaic.norm.elementwise import norm_columns, norm_output
+from jaxnorm_kernels.mosaic.norm.elementwise import activation_of, norm_columns, norm_output
 from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, SplitRow, Stat, Steps, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
 from jaxnorm_kernels.mosaic.schedules.forward import Schedule

@@ -27,9 +27,8 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device.launch import launch, required, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.loops.formulas import Arrays, prepare
-from jaxnorm_kernels.mosaic.norm.activations import activation_of
 from jaxnorm_kernels.mosaic.norm.backward import NormFormula
-from jaxnorm_kernels.mosaic.norm.elementwise import norm_columns, norm_output
+from jaxnorm_kernels.mosaic.norm.elementwise import activation_of, norm_columns, norm_output
 from jaxnorm_kernels.mosaic.rows.pieces import Piece
 from jaxnorm_kernels.mosaic.rows.strips import Merge, Parts, Stat, Strip, StripExchange, Strips
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule

@@ -1,15 +1,7 @@
-"""Backward pass of RMSNorm and the rotation after it, from the output or from the input.
+"""RMSNorm of heads, and the rotation of their pairs (a, b) of columns after it.
 
-Row of N; G = scale + scale_offset, r = rstd, d = dy; R' is the rotation's transpose:
-
-    from the output    n = R' y / (cos^2 + sin^2),     xh = n / G,     c2 = mean(d' n)
-    from the input     xh = x r,                                       c2 = mean(d' G xh)
-    both               d' = R' d,                      dx = r (d' G - xh c2)
-                       dscale = sum_rows(d' xh)
-
-|xh| is clipped to sqrt(N), its true bound: in a column with a small scale, what n has of its
-partner's rounding may be any multiple of it. The loop is that of
-`loops.narrow_rows`.
+n = x r G        r = 1 / sqrt(mean(x^2) + epsilon)        G = scale + scale_offset
+y = (na cos - nb sin, nb cos + na sin), and n in the columns that are not rotated
 """
 
 import dataclasses
@@ -20,20 +12,74 @@ from typing import Any
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
-from jaxnorm_kernels.mosaic.device.launch import required
-from jaxnorm_kernels.mosaic.device.layouts import Ref, load, widen
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch, required, split
+from jaxnorm_kernels.mosaic.device.layouts import Ref, load, store, widen
 from jaxnorm_kernels.mosaic.loops.formulas import Refs, RowOperands
 from jaxnorm_kernels.mosaic.loops.narrow_rows import TileWork, narrow_rows_backward
 from jaxnorm_kernels.mosaic.loops.persistent import Share
 from jaxnorm_kernels.mosaic.norm.elementwise import gain, reciprocal, within_limit
-from jaxnorm_kernels.mosaic.rows.heads import HeadTile, Parts, rotated_back
+from jaxnorm_kernels.mosaic.rows.heads import HeadTile, Parts, rotated, rotated_back
 from jaxnorm_kernels.mosaic.schedules import heads
 from jaxnorm_kernels.mosaic.schedules.heads import Heads
 from jaxnorm_kernels.mosaic.schedules.norm_backward import persistent_blocks
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
+
+
+def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = None) -> Results:
+    """See `Implementation.forward`; statistics are float32."""
+    schedule = required(schedule or heads.forward(spec), spec)
+    tile, shared = schedule.tile(spec), spec.table_rows
+    assert shared is not None
+    layouts = tile.row_layouts
+    params = [a for a in (operands.scale,) if a is not None]
+    arrays = [operands.x, operands.cos, operands.sin, *params]
+    count = len(arrays)  # What traces the body keeps it: it may hold no traced array.
+
+    def body(*refs: Any) -> None:
+        (x, cos, sin, *scale), (y, *rstd) = split(refs, count)
+        first = jnp.minimum(lax.axis_index(BLOCK) * tile.rows, spec.rows - tile.rows)
+        rows = pl.ds(first, tile.rows)
+        raw = tile.load(x, rows)
+        gains = [[gain(part, spec.last) for part in tile.load_param(ref)] for ref in scale]
+        table = [tile.load_table(ref, shared, first) for ref in (cos, sin)]
+        parts = [widen(part, layout) for part, layout in zip(raw, layouts)]
+        square = tile.sum([jnp.square(part) for part in parts])
+        r = lax.rsqrt(square / spec.cols + spec.epsilon)
+        n = [part * tile.broadcast(r, part) for part in parts]
+        for of_scale in gains:
+            n = [part * tile.expand(g) for part, g in zip(n, of_scale)]
+        tile.store(y, rows, rotated(n, *table))
+        for ref in rstd:
+            store(ref.at[rows], r)
+
+    shape, stats = operands.x.shape, [((spec.rows,), np.dtype(np.float32))] * spec.want_stats
+    y, *rstd = launch(
+        body,
+        arrays,
+        name="jaxnorm_rms_norm_rope_fwd",
+        outputs=[(shape, spec.y_dtype), *stats],
+        blocks=-(-spec.rows // tile.rows),
+    )
+    return Results(y, stats=tuple(rstd))
+
+
+# -------------------------------------------------------------------------------------------------
+# Backward pass of RMSNorm and the rotation after it, from the output or from the input.
+#
+# Row of N; G = scale + scale_offset, r = rstd, d = dy; R' is the rotation's transpose:
+#
+#     from the output    n = R' y / (cos^2 + sin^2),     xh = n / G,     c2 = mean(d' n)
+#     from the input     xh = x r,                                       c2 = mean(d' G xh)
+#     both               d' = R' d,                      dx = r (d' G - xh c2)
+#                        dscale = sum_rows(d' xh)
+#
+# |xh| is clipped to sqrt(N), its true bound: in a column with a small scale, what n has of its
+# partner's rounding may be any multiple of it. The loop is that of `loops.narrow_rows`.
 
 
 @dataclasses.dataclass(frozen=True)
