@@ -9,7 +9,7 @@ from benchmarks.contract import KernelWorkload, LinearKernelWorkload
 from benchmarks.sweeps import adaptive, backward, gated, linear, tiles
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.mosaic import interpreted
-from jaxnorm_kernels.mosaic.linear import schedule as linear_schedule
+from jaxnorm_kernels.mosaic.linear import product as linear_schedule
 from jaxnorm_kernels.mosaic.schedules.forward import choose
 from jaxnorm_kernels.mosaic.schedules.norm_backward import norm_schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from benchmarks.contract import LinearKernelWorkload
 from benchmarks.linear import LINEAR, SQUARES
-from jaxnorm_kernels.mosaic.linear.schedule import Schedule, choose
+from jaxnorm_kernels.mosaic.linear.product import Schedule, choose
 
 _FEATURES = (128, 192, 256)
 _STAGES = (3, 4, 5, 6)

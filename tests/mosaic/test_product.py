@@ -19,7 +19,7 @@ from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER
 from jaxnorm_kernels.mosaic.linear import product as kernel
-from jaxnorm_kernels.mosaic.linear.schedule import Schedule, choose
+from jaxnorm_kernels.mosaic.linear.product import Schedule, choose
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 

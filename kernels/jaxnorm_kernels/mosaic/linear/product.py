@@ -1,31 +1,6 @@
-"""RMSNorm and the product with a matrix, by Hopper's matrix instructions (wgmma).
+"""How the kernel of a norm with a product runs: how y is cut in tiles, and what a block holds.
 
-With G = scale + scale_offset, row by row:
-
-    w = G weight                         rounded to the product's dtype, beforehand
-    z = rstd (x w) + bias                rstd = 1 / sqrt(mean(x^2) + epsilon)
-    y = activation(z)
-
-The sum of squares comes from the tiles of x that the product reads, so it is known when the product
-is done, and the normalised array is never written. In float16 w is c G weight, with a power of 2
-that makes c G 1 at most, and rstd / c takes it back.
-
-A block makes one tile of y after the other. Its third warpgroup copies tiles of x and weight to a
-ring in shared memory; each of the two others multiplies half of a tile's rows, two steps at a time,
-and meanwhile adds up the squares of what it multiplies.
-
-G on its way costs more than the pass over weight. Times of 8192 rows of bfloat16 on an H100, over
-those of cuBLAS' product alone:
-
-    weight                               2048 x 3072    4096 x 6144    4096 x 14336
-    this kernel, without G                   1.04           1.06           1.09
-    with the pass that gives weight G        1.12           1.13           1.16
-    instead, G to x in registers             1.16           1.17           1.27
-    or G to x in shared memory               1.30           1.32           1.39
-    XLA's norm, and cuBLAS                   1.18           1.09           1.05
-
-In registers no product may be under way when x is written to them, or ptxas has all of them wait;
-in shared memory, reads and writes of x compete with what the matrix instructions read.
+Measured on an H100 (`benchmarks/sweeps/linear.py`: tiles, stages and groups of ten products).
 """
 
 import dataclasses
@@ -43,18 +18,93 @@ from jax import lax
 
 from jaxnorm_kernels.linear_spec import Activation, LinearSpec
 from jaxnorm_kernels.mosaic.device.barriers import release_used
-from jaxnorm_kernels.mosaic.device.gpu import local_gpu
+from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, is_interpreted, launch
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load
-from jaxnorm_kernels.mosaic.linear.schedule import (
-    DEPTH,
-    MULTIPLY,
-    ROWS,
-    STORES,
-    Schedule,
-    choose,
-    stored_columns,
-)
+
+#: Warpgroups that multiply. Another one copies.
+MULTIPLY = 2
+#: Rows of a tile of y that one of them multiplies at a time: a wgmma's.
+ROWS = 64
+#: Columns of a tile of x: those of 16 bits fill a row of the widest swizzle.
+DEPTH = 64
+#: Bytes of y's rows in one store, and how many stores of a warpgroup are under way.
+STORED_BYTES, STORES = 64, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """One way to run the kernel.
+
+    Attributes:
+      features: columns of a tile of y. It has 128 rows.
+      stages: tiles of x and weight in shared memory.
+      group: columns of tiles that follow each other before the next rows do: as many read the same
+        rows of x, and the next rows the same columns of weight, while both are in the L2 cache.
+    """
+
+    features: int
+    stages: int
+    group: int
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return MULTIPLY * ROWS
+
+    def tiles(self, spec: LinearSpec) -> tuple[int, int]:
+        """Tiles of y: of rows, of columns."""
+        return -(-spec.rows // self.rows), -(-spec.features // self.features)
+
+
+# The larger a tile, the less is read for a product, and a wgmma has 256 columns at most: 192 take
+# 1.09 times as long. Groups of 4, 16 or 32 take up to 1.11 times as long where weight exceeds L2.
+_WIDE = Schedule(features=256, stages=4, group=8)
+# Half of it, where there are not enough of the others for all multiprocessors.
+_NARROW = Schedule(features=128, stages=6, group=8)
+
+
+def choose(spec: LinearSpec, gpu: Gpu | None = None) -> Schedule:
+    """The schedule for a call."""
+    rows, columns = _WIDE.tiles(spec)
+    return _WIDE if rows * columns >= (gpu or local_gpu()).sms else _NARROW
+
+
+def stored_columns(spec: LinearSpec) -> int:
+    """Of y, in one store."""
+    return STORED_BYTES // spec.y_dtype.itemsize
+
+
+# -------------------------------------------------------------------------------------------------
+# RMSNorm and the product with a matrix, by Hopper's matrix instructions (wgmma).
+#
+# With G = scale + scale_offset, row by row:
+#
+#     w = G weight                         rounded to the product's dtype, beforehand
+#     z = rstd (x w) + bias                rstd = 1 / sqrt(mean(x^2) + epsilon)
+#     y = activation(z)
+#
+# The sum of squares comes from the tiles of x that the product reads, so it is known when the
+# product is done, and the normalised array is never written. In float16 w is c G weight, with a
+# power of 2 that makes c G 1 at most, and rstd / c takes it back.
+#
+# A block makes one tile of y after the other. Its third warpgroup copies tiles of x and weight to a
+# ring in shared memory; each of the two others multiplies half of a tile's rows, two steps at a
+# time, and meanwhile adds up the squares of what it multiplies.
+#
+# G on its way costs more than the pass over weight. Times of 8192 rows of bfloat16 on an H100, over
+# those of cuBLAS' product alone:
+#
+#     weight                               2048 x 3072    4096 x 6144    4096 x 14336
+#     this kernel, without G                   1.04           1.06           1.09
+#     with the pass that gives weight G        1.12           1.13           1.16
+#     instead, G to x in registers             1.16           1.17           1.27
+#     or G to x in shared memory               1.30           1.32           1.39
+#     XLA's norm, and cuBLAS                   1.18           1.09           1.05
+#
+# In registers no product may be under way when x is written to them, or ptxas has all of them wait;
+# in shared memory, reads and writes of x compete with what the matrix instructions read.
+
 
 _F32 = np.dtype(np.float32)
 
