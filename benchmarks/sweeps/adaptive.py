@@ -15,7 +15,7 @@ from benchmarks.contract import KernelWorkload
 from benchmarks.sweeps.gated import rings
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS
-from jaxnorm_kernels.mosaic.schedules.forward import Line, Schedule, choose, of_line
+from jaxnorm_kernels.mosaic.schedules.forward import ForwardRule, Schedule, choose, of_line
 from jaxnorm_kernels.mosaic.schedules.norm_backward import norm_schedule
 from jaxnorm_kernels.specs import Spec
 
@@ -42,11 +42,11 @@ def schedules(workload: KernelWorkload) -> list[Any]:
 
 
 def _forward(spec: Spec) -> Iterator[Schedule]:
-    tile = of_line(Line("row_tile"), spec, local_gpu())
+    tile = of_line(ForwardRule("row_tile"), spec, local_gpu())
     if spec.cols <= _MOST_VALUES * tile.threads:
         yield tile
         yield from _queued(dataclasses.replace(tile, kind="queued_tile"))
-    row = of_line(Line("warpgroup_row"), spec, local_gpu())
+    row = of_line(ForwardRule("warpgroup_row"), spec, local_gpu())
     yield row
     for warpgroups, cluster in itertools.product((1, 2), (1, 2)):
         if spec.cols < warpgroups * cluster * WARPGROUP_THREADS * row.vector:

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels.mosaic.device.gpu import REGISTERS, local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPGROUP_THREADS
-from jaxnorm_kernels.mosaic.schedules.forward import Line, Schedule, choose, of_line
+from jaxnorm_kernels.mosaic.schedules.forward import ForwardRule, Schedule, choose, of_line
 from jaxnorm_kernels.mosaic.schedules.norm_backward import (
     NormSchedule,
     norm_schedule,
@@ -57,7 +57,7 @@ def schedules(workload: KernelWorkload) -> list[Any]:
 
 
 def _forward(spec: Spec) -> Iterator[Schedule]:
-    one = of_line(Line("row_tile"), spec, local_gpu())
+    one = of_line(ForwardRule("row_tile"), spec, local_gpu())
     for groups, threads in itertools.product(_GROUPS, (one.threads, 2 * one.threads)):
         # With more threads for a row, narrower loads.
         vector = one.vector * one.threads // threads
@@ -66,7 +66,7 @@ def _forward(spec: Spec) -> Iterator[Schedule]:
             yield dataclasses.replace(one, vector=vector, threads=threads, rows=rows)
     if spec.cols < WARPGROUP_THREADS * _VALUES[0] // 2:
         return
-    row = of_line(Line("warpgroup_row"), spec, local_gpu())
+    row = of_line(ForwardRule("warpgroup_row"), spec, local_gpu())
     yield from (dataclasses.replace(row, params_first=first) for first in (True, False))
     for warpgroups, cluster in itertools.product((1, 2, 4), (1, 2, 4)):
         columns = spec.cols / (WARPGROUP_THREADS * warpgroups * cluster)

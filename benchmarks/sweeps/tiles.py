@@ -14,7 +14,7 @@ from benchmarks.workloads import Operation, grid
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
-from jaxnorm_kernels.mosaic.schedules.forward import Line, Schedule, choose, of_line
+from jaxnorm_kernels.mosaic.schedules.forward import ForwardRule, Schedule, choose, of_line
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 
 _COLS = {"fwd": 4096, "bwd": 12288}
@@ -53,11 +53,11 @@ def schedules(workload: KernelWorkload) -> list[Any]:
 def _forward(workload: KernelWorkload) -> Iterator[Schedule]:
     loads = (False, True) if workload.is_norm else (True,)
     if workload.cols >= WARPGROUP_THREADS:
-        row = of_line(Line("warpgroup_row"), workload.spec, local_gpu())
+        row = of_line(ForwardRule("warpgroup_row"), workload.spec, local_gpu())
         yield from (dataclasses.replace(row, params_first=first) for first in loads)
     if workload.cols > _WARP_COLS:
         return
-    one = of_line(Line("row_tile"), workload.spec, local_gpu())
+    one = of_line(ForwardRule("row_tile"), workload.spec, local_gpu())
     for groups in _GROUPS:
         rows = groups * WARPGROUP_THREADS // one.threads
         if groups * workload.cols <= _VALUES * one.threads:

@@ -99,7 +99,7 @@ class Schedule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class ForwardRule:
     """A line of the table: for rows of up to `cols` columns; None is any number.
 
     Where a column takes two registers, `cols` and `values` are half as many.
@@ -187,7 +187,7 @@ _MOST_OF_GROUP = 2
 _TAIL = 2
 
 
-def of_line(line: Line, spec: Spec, gpu: Gpu) -> Schedule:
+def of_line(line: ForwardRule, spec: Spec, gpu: Gpu) -> Schedule:
     """What a line says for `spec`."""
     dtypes = (*spec.operand_dtypes, spec.y_dtype, full_bias_dtype(spec))
     vector = vector_width(spec.cols, *dtypes)
@@ -223,7 +223,7 @@ def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> Schedule:
         rows = next((n for n in range(rows, 0, -step) if group % n == 0), 0)
     # Fewer rows than the warps of a block hold.
     if not rows and spec.cols >= WARPGROUP_THREADS:
-        return of_line(Line("warpgroup_row"), spec, gpu)
+        return of_line(ForwardRule("warpgroup_row"), spec, gpu)
     return Schedule(
         "row_tile",
         vector,
@@ -252,7 +252,7 @@ def _queued_tile(spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     return dataclasses.replace(tile, kind="queued_tile", slots=tiles, tiles=tiles, tail=tail)
 
 
-def _split_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
+def _split_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     shares = _shares(spec.cols, vector, line.values // registers(spec))
     cluster = min(line.cluster, gpu.sms // spec.rows) if line.waves else line.cluster
     warpgroups, cluster = _distribute(shares, line, gpu, cluster)
@@ -267,7 +267,7 @@ def _split_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     )
 
 
-def _queued_row(line: Line, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
+def _queued_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     params = len(param_sizes(spec))
     values = line.values or _VALUES[params]
     shares = _shares(spec.cols, vector, values // registers(spec))
@@ -332,7 +332,7 @@ def _shares(cols: int, vector: int, values: int) -> int:
     return min(2 ** math.ceil(math.log2(wanted)), power_of_2(most))
 
 
-def _distribute(shares: int, line: Line, gpu: Gpu, cluster: int) -> tuple[int, int]:
+def _distribute(shares: int, line: ForwardRule, gpu: Gpu, cluster: int) -> tuple[int, int]:
     """Warpgroups of a block and blocks of a cluster, for a row of so many shares."""
     for warpgroups in (line.least, line.warpgroups):
         warpgroups = min(warpgroups, shares)
@@ -367,36 +367,38 @@ TABLE = (
     # As many parameters as data, or more, would come from the L1 or L2 cache for each row, and do
     # not leave enough of their bandwidth. In registers they serve rows that a queue brings: 48
     # columns of a thread with two parameters, 36 with three: 144 registers, beside others.
-    Line("queued_tile", cols=1536, params=1, most_params=2),
-    Line("queued_tile", cols=1152, params=1),
+    ForwardRule("queued_tile", cols=1536, params=1, most_params=2),
+    ForwardRule("queued_tile", cols=1152, params=1),
     # A warp reads a row of 2 KiB with 4 loads or fewer, and needs no barrier.
-    Line("row_tile", row_bytes=2048),
+    ForwardRule("row_tile", row_bytes=2048),
     # Few rows: an SM has one of them at most, so that latency decides. Many threads for each row,
     # in as many SMs as there are for it.
-    Line("split_row", cols=2**18, waves=1, values=16, cluster=8, warpgroups=4),
+    ForwardRule("split_row", cols=2**18, waves=1, values=16, cluster=8, warpgroups=4),
     # As many parameters as data: in registers, too. So far an SM has room for several blocks.
-    Line("queued_row", cols=2**15, params=1, cluster=8),
+    ForwardRule("queued_row", cols=2**15, params=1, cluster=8),
     # Longer rows leave an SM room for a block or two, and a thread has more of a row.
-    Line("queued_row", cols=2**17, params=1, most_params=2, values=64, cluster=8, warpgroups=2),
-    Line("queued_row", cols=2**16, params=1, values=36, cluster=8, warpgroups=2),
+    ForwardRule(
+        "queued_row", cols=2**17, params=1, most_params=2, values=64, cluster=8, warpgroups=2
+    ),
+    ForwardRule("queued_row", cols=2**16, params=1, values=36, cluster=8, warpgroups=2),
     # 64 values a thread still let an SM have 4 rows under way; a row needs 2 or 3 barriers.
-    Line("warpgroup_row", cols=8192),
+    ForwardRule("warpgroup_row", cols=8192),
     # log_softmax needs x again after its exponentials, which take as many registers: x stays in
     # shared memory. The fewer blocks share a row, the less a block waits for the others.
-    Line("queued_row", row_bytes=2**18, op="log_softmax", values=64, cluster=8, least=2),
+    ForwardRule("queued_row", row_bytes=2**18, op="log_softmax", values=64, cluster=8, least=2),
     # The same of each part of a row. Small blocks load while others reduce.
-    Line("split_row", row_bytes=2**18, values=64, cluster=8, warpgroups=2),
+    ForwardRule("split_row", row_bytes=2**18, values=64, cluster=8, warpgroups=2),
     # Rows of half a MiB and more fill the registers of several SMs. Few large blocks share one,
     # because the blocks of a cluster have to start at the same time.
-    Line("split_row", cols=2**18, values=32, cluster=8, warpgroups=8),
+    ForwardRule("split_row", cols=2**18, values=32, cluster=8, warpgroups=8),
 )
 
 
 #: For softmaxes with a mask or a bias, or causal ones: a queue brings x alone. The smaller a unit,
 #: the more of a row lies in units above the diagonal.
 PLACED = (
-    Line("row_tile", row_bytes=2048),
-    Line("row_tile", cols=2048, causal=True),
+    ForwardRule("row_tile", row_bytes=2048),
+    ForwardRule("row_tile", cols=2048, causal=True),
     *(line for line in TABLE if line.kind in ("split_row", "warpgroup_row") and line.waves is None),
 )
 
@@ -404,11 +406,11 @@ PLACED = (
 #: For unaligned rows of softmaxes, in `Window`s. Short rows would be masked in each unit.
 UNALIGNED = (
     *(line for line in TABLE if line.waves is not None),
-    Line("warpgroup_row", cols=8192),
+    ForwardRule("warpgroup_row", cols=8192),
     # In registers, the parts of a row would wait for each other's windows: softmax of 16 bits over
     # 50257 columns reached 0.56 of a copy (H100).
-    Line("queued_row", row_bytes=2**18, values=64, cluster=8, least=2),
-    Line("split_row", cols=2**18, values=32, cluster=8, warpgroups=8),
+    ForwardRule("queued_row", row_bytes=2**18, values=64, cluster=8, least=2),
+    ForwardRule("split_row", cols=2**18, values=32, cluster=8, warpgroups=8),
 )
 
 
@@ -422,7 +424,7 @@ def choose(spec: Spec, gpu: Gpu) -> Schedule | None:
     return _in_windows(spec, gpu) or _of_table(PLACED if has_places(spec) else TABLE, spec, gpu)
 
 
-def _of_table(table: Sequence[Line], spec: Spec, gpu: Gpu) -> Schedule | None:
+def _of_table(table: Sequence[ForwardRule], spec: Spec, gpu: Gpu) -> Schedule | None:
     line = next((line for line in table if line.fits(spec, gpu)), None)
     return None if line is None else of_line(line, spec, gpu)
 

@@ -29,7 +29,7 @@ _KIB = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class StripRule:
     """A line of the table: for blocks that hold up to `kib` KiB of all arrays that are read.
 
     Attributes:
@@ -56,17 +56,17 @@ _BLOCK_KIB: dict[Direction, int] = {"fwd": 48, "bwd": 96}
 # Wider ones have more statistics to exchange, which takes longer than whole lines gain, but for
 # blocks that have little else to do.
 TABLE = (
-    Line(width=128, kib=16, itemsize=2),
-    Line(width=64, kib=16),
-    Line(width=64, kib=68, direction="bwd", itemsize=2),
+    StripRule(width=128, kib=16, itemsize=2),
+    StripRule(width=64, kib=16),
+    StripRule(width=64, kib=68, direction="bwd", itemsize=2),
     # Many columns: several blocks share a strip. Sectors are still read whole.
-    *[Line(width, cluster=cluster) for width in (32, 16) for cluster in (1, 2, 4, 8, 16)],
-    Line(width=16, kib=96, cluster=16),
-    *[Line(width=8, cluster=cluster) for cluster in (1, 2, 4, 8, 16)],
-    Line(width=16, kib=192, cluster=8),
-    Line(width=8, kib=192, cluster=8),
+    *[StripRule(width, cluster=cluster) for width in (32, 16) for cluster in (1, 2, 4, 8, 16)],
+    StripRule(width=16, kib=96, cluster=16),
+    *[StripRule(width=8, cluster=cluster) for cluster in (1, 2, 4, 8, 16)],
+    StripRule(width=16, kib=192, cluster=8),
+    StripRule(width=8, kib=192, cluster=8),
     # Groups that are no power of 2, of which a vector and another one are the least that fits.
-    *[Line(width, cluster=cluster) for width in (64, 128) for cluster in (1, 2, 4, 8, 16)],
+    *[StripRule(width, cluster=cluster) for width in (64, 128) for cluster in (1, 2, 4, 8, 16)],
 )
 
 # Of one array, for each warpgroup of a block.
@@ -111,7 +111,7 @@ def strips_of(spec: Spec, gpu: Gpu | None = None) -> Strips | None:
     return next((found for line in TABLE if (found := of_line(line, spec, gpu))), None)
 
 
-def of_line(line: Line, spec: Spec, gpu: Gpu) -> Strips | None:
+def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> Strips | None:
     """What a line says for `spec`; None where it does not fit."""
     dtypes = [*_held(spec), spec.x_dtype, spec.y_dtype]
     itemsize = max(dtype.itemsize for dtype in dtypes)
