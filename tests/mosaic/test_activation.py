@@ -18,8 +18,8 @@ from test_group_norm import STRIPS
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.mosaic.loops.narrow_rows import RowsRing
-from jaxnorm_kernels.mosaic.loops.pipelined import Ring
+from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
+from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.mosaic.schedules.forward import Schedule
@@ -97,7 +97,10 @@ CHANGES: list[dict[str, Any]] = [
     {"adds_dh": True},
 ]
 ROW_TILE = Schedule("row_tile", 4, rows=8, params_first=True)
-RINGS = (8, 1024, Ring(4, 1, stages=2)), (16, 440, RowsRing(4, 32, rows=4, stages=2))
+RINGS = (
+    (8, 1024, PipelinedRows(4, 1, stages=2)),
+    (16, 440, PipelinedNarrowRows(4, 32, rows=4, stages=2)),
+)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
@@ -190,7 +193,7 @@ def test_registers(shape: tuple[int, int], norm: str, mix: Any, compiler: Compil
         )
         assert kernel.spilled <= SPILLED
         schedule = schedules.norm_schedule(spec) if direction == "bwd" else None
-        if isinstance(schedule, Ring | RowsRing):
+        if isinstance(schedule, PipelinedRows | PipelinedNarrowRows):
             threads = 128 * getattr(schedule, "warpgroups", 1)
             registers = -(-kernel.registers // 8) * 8  # given to a warp by 8 for each thread
             assert registers * threads * schedule.blocks_per_sm <= schedules.REGISTERS

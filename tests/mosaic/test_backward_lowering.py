@@ -31,8 +31,8 @@ from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device import gpu as gpu_module
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER, Gpu, active_clusters, local_gpu
 from jaxnorm_kernels.mosaic.device.launch import interpreted
-from jaxnorm_kernels.mosaic.loops.narrow_rows import RowsRing
-from jaxnorm_kernels.mosaic.loops.pipelined import Ring
+from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
+from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 
@@ -144,7 +144,7 @@ def test_default_schedules_with_dh_lower(
     assert "mosaic_gpu" in lower(spec)
     schedule = schedules.norm_schedule(spec)
     if cols in WIDTHS:
-        assert isinstance(schedule, Ring | RowsRing)
+        assert isinstance(schedule, PipelinedRows | PipelinedNarrowRows)
         assert schedule.stages >= 2
 
 
@@ -153,7 +153,9 @@ def test_rows_of_dh_decide_whether_they_can_be_copied() -> None:
     spec = make_spec("rms_norm", 4096, 4100, BF16, F32, adds_dh=True)
     assert schedules.norm_schedule(spec) is None
     assert "multiples of 16 bytes" in str(mosaic.supports(spec))
-    assert isinstance(schedules.norm_schedule(dataclasses.replace(spec, adds_dh=False)), Ring)
+    assert isinstance(
+        schedules.norm_schedule(dataclasses.replace(spec, adds_dh=False)), PipelinedRows
+    )
 
 
 @pytest.mark.parametrize("rows", [7, 64, 100])
@@ -176,7 +178,7 @@ def test_blocks_of_groups_have_no_idle_round(groups: int, rows: int) -> None:
     """As much as they can, the blocks of all groups end together."""
     spec = make_spec("rms_norm", groups * rows, 4096, BF16, BF16, scale_groups=groups)
     schedule = schedules.norm_schedule(spec, HOPPER)
-    assert isinstance(schedule, Ring)
+    assert isinstance(schedule, PipelinedRows)
     blocks = schedules.persistent_blocks(spec, schedule, HOPPER)
     at_a_time = HOPPER.at_a_time(schedule.cluster) * schedule.blocks_per_sm
     steps = -(-rows // schedule.rows)
@@ -225,14 +227,14 @@ def test_every_call_has_a_schedule_that_fits(
     schedule = choose(spec)
     itemsizes = (y if softmax or saved == "output" else x).itemsize + y.itemsize
     itemsizes += x.itemsize * (adds_dh and not softmax)
-    if isinstance(schedule, Ring):
+    if isinstance(schedule, PipelinedRows):
         width = schedule.warpgroups * schedule.slice(cols).width
         ring = schedule.stages * schedule.rows * width * itemsizes
         assert schedule.blocks_per_sm * ring <= HOPPER.smem
         assert schedule.stages >= 2
         assert schedule.warpgroups * schedule.stages <= 32
         assert schedule.rows <= rows
-    elif isinstance(schedule, RowsRing):
+    elif isinstance(schedule, PipelinedNarrowRows):
         ring = schedule.stages * schedule.rows * cols * itemsizes
         assert schedule.blocks_per_sm * ring <= HOPPER.smem
         assert schedule.stages >= 2
@@ -283,7 +285,7 @@ def test_a_driver_that_cannot_tell_is_no_failure(monkeypatch, status) -> None:
 def test_persistent_blocks_run_in_one_round() -> None:
     spec = make_spec("layer_norm", 4096, 32768, BF16, BF16)
     schedule = schedules.norm_schedule(spec, HOPPER)
-    assert isinstance(schedule, Ring)
+    assert isinstance(schedule, PipelinedRows)
     assert schedule.cluster == 16
     for clusters in (7, 8, 6):
         gpu = dataclasses.replace(HOPPER, clusters={16: clusters})
@@ -298,7 +300,7 @@ def test_without_large_clusters_rows_are_held_by_more_warpgroups(cols: int, x: n
     for clusters in ({}, {2: 66}, {2: 66, 4: 30, 8: 15}):
         gpu = dataclasses.replace(HOPPER, clusters=clusters)
         schedule = schedules.norm_schedule(spec, gpu)
-        if isinstance(schedule, Ring):
+        if isinstance(schedule, PipelinedRows):
             assert schedule.cluster == 1 or schedule.cluster in clusters
         else:
             assert cols > 8192 * max(clusters, default=1)

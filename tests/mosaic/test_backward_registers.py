@@ -5,8 +5,8 @@ import pytest
 from backward_cases import BF16, F32, abstract_operands, call, make_spec
 from h100 import Compiler
 
-from jaxnorm_kernels.mosaic.loops.narrow_rows import RowsRing
-from jaxnorm_kernels.mosaic.loops.pipelined import Ring
+from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
+from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.specs import Spec
 
@@ -20,7 +20,7 @@ def check(spec: Spec, compiler: Compiler) -> None:
     assert kernels
     assert max(kernel.spilled for kernel in kernels) <= SPILLED
     schedule = schedules.norm_schedule(spec)
-    if isinstance(schedule, Ring | RowsRing):
+    if isinstance(schedule, PipelinedRows | PipelinedNarrowRows):
         assert schedule.stages >= 2
         threads = 128 * getattr(schedule, "warpgroups", 1)
         registers = -(-kernels[0].registers // 8) * 8  # given to a warp by 8 for each thread

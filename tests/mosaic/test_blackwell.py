@@ -33,8 +33,8 @@ from jaxnorm_kernels.mosaic import support
 from jaxnorm_kernels.mosaic.device import gpu as gpu_module
 from jaxnorm_kernels.mosaic.device.gpu import B200, GPUS, RTX_5090, Gpu
 from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
-from jaxnorm_kernels.mosaic.loops.narrow_rows import RowsRing
-from jaxnorm_kernels.mosaic.loops.pipelined import Ring
+from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
+from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules import forward, norm_backward
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
@@ -313,8 +313,8 @@ def test_the_calls_meet_every_line() -> None:
     assert lines(forward.UNALIGNED, in_windows) == set(forward.UNALIGNED)
 
     norms = [norm_backward.norm_schedule(spec, B200) for spec in BACKWARD if spec.op == "norm"]
-    assert {type(schedule) for schedule in norms} == {Ring, RowsRing}
-    rings = [schedule for schedule in norms if isinstance(schedule, Ring)]
+    assert {type(schedule) for schedule in norms} == {PipelinedRows, PipelinedNarrowRows}
+    rings = [schedule for schedule in norms if isinstance(schedule, PipelinedRows)]
     assert {ring.cluster for ring in rings} >= {1, 4, 16}
     softmaxes = [softmax_schedule(spec, B200) for spec in BACKWARD if spec.op != "norm"]
     assert all(isinstance(schedule, InRegisters) for schedule in softmaxes)
@@ -342,10 +342,10 @@ def test_backwards_fit_shared_memory(gpu: Gpu) -> None:
     """With as many blocks of a multiprocessor as a schedule asks for."""
     for spec in norm_backwards():
         schedule = norm_backward.norm_schedule(spec, gpu)
-        if not isinstance(schedule, Ring | RowsRing):
+        if not isinstance(schedule, PipelinedRows | PipelinedNarrowRows):
             continue
         columns = spec.cols
-        if isinstance(schedule, Ring):
+        if isinstance(schedule, PipelinedRows):
             assert schedule.cluster == 1 or schedule.cluster in gpu.clusters
             columns = schedule.warpgroups * schedule.slice(spec.cols).width
         held = sum(dtype.itemsize for dtype in norm_backward.row_dtypes(spec))

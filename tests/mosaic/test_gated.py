@@ -19,8 +19,8 @@ from reference import assert_within
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.mosaic.loops.narrow_rows import RowsRing
-from jaxnorm_kernels.mosaic.loops.pipelined import Ring
+from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
+from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.mosaic.schedules.forward import Schedule
 from jaxnorm_kernels.specs import Spec
@@ -98,7 +98,10 @@ def test_variants(change: dict[str, Any], before: bool, monkeypatch: pytest.Monk
     given = {"norm_before_gate": before, **change}
     row_tile = Schedule("row_tile", 4, rows=8, params_first=True)
     check_forward(make_spec("fwd", 16, 440, MIXES[1], **given), row_tile)
-    rings = (8, 1024, Ring(4, 1, stages=2)), (16, 440, RowsRing(4, 32, rows=4, stages=2))
+    rings = (
+        (8, 1024, PipelinedRows(4, 1, stages=2)),
+        (16, 440, PipelinedNarrowRows(4, 32, rows=4, stages=2)),
+    )
     for rows, cols, ring in rings:
         check_backward(make_spec("bwd", rows, cols, MIXES[1], **given), ring, monkeypatch)
 
@@ -110,7 +113,10 @@ def test_with_64_bit_types(before: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     with jax.enable_x64(True):
         row_tile = Schedule("row_tile", 4, rows=8, params_first=True)
         check_forward(make_spec("fwd", 16, 440, MIXES[0], **given), row_tile)
-        rings = (8, 1024, Ring(4, 1, stages=2)), (16, 440, RowsRing(4, 32, rows=4, stages=2))
+        rings = (
+            (8, 1024, PipelinedRows(4, 1, stages=2)),
+            (16, 440, PipelinedNarrowRows(4, 32, rows=4, stages=2)),
+        )
         for rows, cols, ring in rings:
             check_backward(make_spec("bwd", rows, cols, MIXES[0], **given), ring, monkeypatch)
 
@@ -128,7 +134,7 @@ def test_gates_of_all_sizes(activation: str, monkeypatch: pytest.MonkeyPatch) ->
     y_bound, dx_bound, dgate_bound, _ = ref.bounds()
     assert_within(y, ref.y, y_bound)
     spec = dataclasses.replace(spec, direction="bwd", want_stats=False)
-    ring = RowsRing(4, 32, rows=4, stages=2)
+    ring = PipelinedNarrowRows(4, 32, rows=4, stages=2)
     dx, dgate, _ = run(spec, x, stats, gate, scale, dy, schedule=ring)
     assert_within(dx, ref.dx, dx_bound)
     assert_within(dgate, ref.dgate, dgate_bound)
@@ -192,7 +198,7 @@ def test_registers(
         )
         assert kernel.spilled <= SPILLED
         schedule = schedules.norm_schedule(spec) if direction == "bwd" else None
-        if isinstance(schedule, Ring | RowsRing):
+        if isinstance(schedule, PipelinedRows | PipelinedNarrowRows):
             threads = 128 * getattr(schedule, "warpgroups", 1)
             registers = -(-kernel.registers // 8) * 8  # given to a warp by 8 for each thread
             assert registers * threads * schedule.blocks_per_sm <= schedules.REGISTERS

@@ -33,7 +33,7 @@ from pairs import pairwise
 import jaxnorm
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER, Gpu
-from jaxnorm_kernels.mosaic.rows.queued import Queue
+from jaxnorm_kernels.mosaic.rows.queued import Pipelined
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow
 from jaxnorm_kernels.mosaic.schedules.forward import TABLE, Schedule, choose
 from jaxnorm_kernels.specs import Spec
@@ -211,7 +211,7 @@ def test_schedules_fit_the_gpu(gpu: Gpu) -> None:
         scratch = held.scratch(3, inputs)
         arrays = [s for s in scratch if hasattr(s, "dtype")]
         assert sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in arrays) <= gpu.smem
-        if isinstance(held, Queue):
+        if isinstance(held, Pipelined):
             assert held.warpgroups * held.slots <= 32  # barriers in an array
             if schedule.window is None:
                 assert not any(spec.cols * dtype.itemsize % 16 for dtype in inputs)

@@ -12,8 +12,8 @@ from forward_cases import BF16, F32, RESIDUAL_OPS, call, make_spec, operand_type
 from benchmarks.contract import KernelWorkload
 from benchmarks.workloads import GRID
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.mosaic.loops.narrow_rows import RowsRing
-from jaxnorm_kernels.mosaic.loops.pipelined import Ring
+from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
+from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules import norm_backward
 
 # A shape for each line of the tables.
@@ -30,7 +30,7 @@ def threads_and_blocks(workload):
     if workload.direction == "fwd" or spec.op != "norm":
         return None
     schedule = norm_backward.norm_schedule(spec)
-    assert isinstance(schedule, Ring | RowsRing)
+    assert isinstance(schedule, PipelinedRows | PipelinedNarrowRows)
     return 128 * getattr(schedule, "warpgroups", 1), schedule.blocks_per_sm
 
 

@@ -15,8 +15,8 @@ from scaled_sum_cases import make_spec, types_of
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
-from jaxnorm_kernels.mosaic.loops.narrow_rows import RowsRing
-from jaxnorm_kernels.mosaic.loops.pipelined import Ring
+from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
+from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.mosaic.schedules.forward import Schedule
 from jaxnorm_kernels.specs import Spec
@@ -92,7 +92,10 @@ def test_variants(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> No
         Schedule("row_tile", 4, rows=8),
     ):
         check_forward(make_spec("fwd", 16, 440, MIXES[1], **change), schedule)
-    rings = (8, 1024, Ring(4, 1, stages=2)), (16, 440, RowsRing(4, 32, rows=4, stages=2))
+    rings = (
+        (8, 1024, PipelinedRows(4, 1, stages=2)),
+        (16, 440, PipelinedNarrowRows(4, 32, rows=4, stages=2)),
+    )
     for rows, cols, ring in rings:
         check_backward(make_spec("bwd", rows, cols, MIXES[1], **change), ring, monkeypatch)
 
@@ -101,7 +104,7 @@ def test_with_64_bit_types(monkeypatch: pytest.MonkeyPatch) -> None:
     with jax.enable_x64(True):
         row_tile = Schedule("row_tile", 4, rows=8, params_first=True)
         check_forward(make_spec("fwd", 16, 440, MIXES[0]), row_tile)
-        ring = RowsRing(4, 32, rows=4, stages=2)
+        ring = PipelinedNarrowRows(4, 32, rows=4, stages=2)
         check_backward(make_spec("bwd", 16, 440, MIXES[0]), ring, monkeypatch)
 
 
@@ -167,7 +170,7 @@ def test_registers(
         )
         assert kernel.spilled <= SPILLED
         schedule = schedules.norm_schedule(spec) if direction == "bwd" else None
-        if isinstance(schedule, Ring | RowsRing):
+        if isinstance(schedule, PipelinedRows | PipelinedNarrowRows):
             threads = 128 * getattr(schedule, "warpgroups", 1)
             registers = -(-kernel.registers // 8) * 8  # given to a warp by 8 for each thread
             assert registers * threads * schedule.blocks_per_sm <= schedules.REGISTERS

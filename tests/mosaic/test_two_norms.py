@@ -15,8 +15,8 @@ from reference import TwoNorms, assert_within, exact, rounding
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.mosaic.loops.narrow_rows import RowsRing
-from jaxnorm_kernels.mosaic.loops.pipelined import Ring
+from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
+from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.specs import Spec
 
@@ -26,11 +26,11 @@ SPILLED = 32  # bytes of a thread: a few words
 MIXES = [(BF16, BF16, BF16), (F32, F32, F32), (BF16, F32, BF16), (F32, BF16, BF16)]
 each_mix = pytest.mark.parametrize("dtypes", MIXES, ids=str)
 CASES = {
-    "ring": (7, 1024, Ring(4, 1, stages=2)),
-    "ring_tail": (5, 1504, Ring(4, 1, stages=2)),
-    "ring_rows": (6, 1024, Ring(4, 1, stages=2, rows=2)),
-    "ring_two_warpgroups": (5, 2048, Ring(4, 2, stages=2)),
-    "rows_ring": (9, 440, RowsRing(4, 32, rows=4, stages=2)),
+    "ring": (7, 1024, PipelinedRows(4, 1, stages=2)),
+    "ring_tail": (5, 1504, PipelinedRows(4, 1, stages=2)),
+    "ring_rows": (6, 1024, PipelinedRows(4, 1, stages=2, rows=2)),
+    "ring_two_warpgroups": (5, 2048, PipelinedRows(4, 2, stages=2)),
+    "rows_ring": (9, 440, PipelinedNarrowRows(4, 32, rows=4, stages=2)),
 }
 
 

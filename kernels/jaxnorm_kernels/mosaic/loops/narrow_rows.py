@@ -201,7 +201,7 @@ def narrow_rows_backward(
 
 
 @dataclasses.dataclass(frozen=True)
-class RowsRing:
+class PipelinedNarrowRows:
     """Parameters of the kernel of a `Formula`.
 
     Attributes:
@@ -228,11 +228,11 @@ class RowsRing:
         return RowTile(cols, self.vector, threads=self.threads, height=self.height)
 
 
-def rows_ring_backward(
+def pipelined_narrow_rows_backward(
     formula: Formula,
     operands: RowOperands,
     *,
-    schedule: RowsRing,
+    schedule: PipelinedNarrowRows,
     blocks: int,
     results: Sequence[np.dtype],
     name: str,

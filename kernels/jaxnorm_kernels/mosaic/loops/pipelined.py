@@ -43,7 +43,7 @@ from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
+class PipelinedRows:
     """Parameters of the kernel.
 
     Attributes:
@@ -80,7 +80,7 @@ class _Kernel:
     """
 
     formula: Formula
-    ring: Ring
+    ring: PipelinedRows
     refs: Refs
     stages: Stages
     held: Sequence[Ref]
@@ -173,11 +173,11 @@ class _Kernel:
         return [zeros[unit.width] for unit in self.units for _ in range(self.formula.column_sums)]
 
 
-def ring_backward(
+def pipelined_backward(
     formula: Formula,
     operands: RowOperands,
     *,
-    schedule: Ring,
+    schedule: PipelinedRows,
     blocks: int,
     results: Sequence[np.dtype],
     name: str,

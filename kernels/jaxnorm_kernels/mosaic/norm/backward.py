@@ -29,8 +29,11 @@ from jaxnorm_kernels import composed
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula, RowOperands
-from jaxnorm_kernels.mosaic.loops.narrow_rows import RowsRing, rows_ring_backward
-from jaxnorm_kernels.mosaic.loops.pipelined import Ring, ring_backward
+from jaxnorm_kernels.mosaic.loops.narrow_rows import (
+    PipelinedNarrowRows,
+    pipelined_narrow_rows_backward,
+)
+from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows, pipelined_backward
 from jaxnorm_kernels.mosaic.norm.elementwise import (
     activation_of,
     effective_bias,
@@ -133,7 +136,7 @@ class NormFormula:
         return d, d if g is None else d * g, z, reciprocal
 
 
-_KERNELS = {Ring: ring_backward, RowsRing: rows_ring_backward}
+_KERNELS = {PipelinedRows: pipelined_backward, PipelinedNarrowRows: pipelined_narrow_rows_backward}
 
 
 def norm_bwd(
@@ -468,7 +471,7 @@ def two_norms_bwd(
     cotangents: Results,
     spec: Spec,
     *,
-    schedule: Ring | RowsRing | None = None,
+    schedule: PipelinedRows | PipelinedNarrowRows | None = None,
 ) -> Operands:
     """Of norm_add_norm; in two kernels where no ring takes the rows.
 
@@ -484,7 +487,9 @@ def two_norms_bwd(
     params = [p for p in (residuals.scale, residuals.next_scale) if p is not None]
     residual_dtype = spec.last.x_dtype
     dx, dresidual, *partials = (
-        rows_ring_backward if isinstance(schedule, RowsRing) else ring_backward
+        pipelined_narrow_rows_backward
+        if isinstance(schedule, PipelinedNarrowRows)
+        else pipelined_backward
     )(
         TwoNormsFormula(spec),
         RowOperands(rows, residuals.stats, params, spec.groups),

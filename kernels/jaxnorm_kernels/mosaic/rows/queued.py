@@ -32,7 +32,7 @@ from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, RowTile, SplitRow, Step
 
 
 @dataclasses.dataclass(frozen=True)
-class Queue(Tile):
+class Pipelined(Tile):
     """What makes a queued tile of a tile. Each warpgroup has a queue for what it holds of a row.
 
     With `rereads`, a row stays in shared memory until it is done, and holds no registers meanwhile.
@@ -152,7 +152,7 @@ class Queue(Tile):
 
 
 @dataclasses.dataclass(frozen=True)
-class QueuedRow(Queue, SplitRow):
+class PipelinedRow(Pipelined, SplitRow):
     """A `SplitRow` at a time."""
 
     @functools.cached_property
@@ -174,7 +174,7 @@ class QueuedRow(Queue, SplitRow):
 
 
 @dataclasses.dataclass(frozen=True)
-class QueuedTile(Queue, RowTile):
+class PipelinedTile(Pipelined, RowTile):
     """A `RowTile` at a time."""
 
     def slot_shapes(self) -> list[tuple[int, ...]]:

@@ -16,7 +16,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
 from jaxnorm_kernels.mosaic.rows.pieces import Window, widest_vector, window_of
-from jaxnorm_kernels.mosaic.rows.queued import QueuedRow, QueuedTile
+from jaxnorm_kernels.mosaic.rows.queued import PipelinedRow, PipelinedTile
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow, Tile, WarpgroupRow
 from jaxnorm_kernels.mosaic.schedules.columns import (
     column_bytes,
@@ -37,7 +37,7 @@ class Schedule:
     """One way to run a forward pass. What each number means is said where `kind` is defined.
 
     Attributes:
-      kind: `RowTile`, `QueuedTile`, `WarpgroupRow`, `SplitRow` or `QueuedRow`.
+      kind: `RowTile`, `PipelinedTile`, `WarpgroupRow`, `SplitRow` or `PipelinedRow`.
       vector: elements that a thread reads at once; it must divide the row.
       rows: rows of a block at a time (tiles).
       threads: threads of a warp that share a row (tiles).
@@ -83,13 +83,13 @@ class Schedule:
             case "row_tile":
                 return RowTile(cols, vector, self.threads, self.rows, **apart)
             case "queued_tile":
-                return QueuedTile(cols, vector, self.threads, self.rows, **queue)
+                return PipelinedTile(cols, vector, self.threads, self.rows, **queue)
             case "warpgroup_row":
                 return WarpgroupRow(cols, vector, **apart)
             case "split_row":
                 return SplitRow(cols, vector, **shares, **apart)
             case "queued_row":
-                return QueuedRow(cols, vector, **shares, **queue, **apart)
+                return PipelinedRow(cols, vector, **shares, **queue, **apart)
 
     @property
     def _rows_of_params(self) -> int:

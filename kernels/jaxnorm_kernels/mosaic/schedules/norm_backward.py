@@ -24,13 +24,13 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
     fitting_vector,
 )
-from jaxnorm_kernels.mosaic.loops.narrow_rows import RowsRing
-from jaxnorm_kernels.mosaic.loops.pipelined import Ring
+from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
+from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
 from jaxnorm_kernels.mosaic.schedules.heads import Heads
 from jaxnorm_kernels.specs import Spec
 
-NormSchedule = Ring | RowsRing
+NormSchedule = PipelinedRows | PipelinedNarrowRows
 
 # Barriers, the sums that are being exchanged, and Mosaic's own scratch.
 _OTHER_SHARED_BYTES = 6 * 1024
@@ -47,7 +47,7 @@ def persistent_blocks(spec: Spec, schedule: NormSchedule | Heads, gpu: Gpu | Non
     Each costs a row of partial sums, to write, to read, and to add up.
     """
     gpu = gpu or local_gpu()
-    cluster = schedule.cluster if isinstance(schedule, Ring) else 1
+    cluster = schedule.cluster if isinstance(schedule, PipelinedRows) else 1
     most = gpu.at_a_time(cluster) * schedule.blocks_per_sm
     steps, groups = -(-_rows(spec) // schedule.rows), spec.groups
 
@@ -91,14 +91,14 @@ def norm_schedule(spec: Spec, gpu: Gpu) -> NormSchedule | None:
     return ring(spec, gpu)
 
 
-def rows_ring(spec: Spec, gpu: Gpu | None = None) -> RowsRing:
+def rows_ring(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
     """A ring of narrow rows: as many at a time as fill a stage."""
     gpu = gpu or local_gpu()
     vector = row_vector(spec)
     threads = WARP
     while threads > 2 and spec.cols < threads * vector:
         threads //= 2
-    ring = RowsRing(vector, threads)
+    ring = PipelinedNarrowRows(vector, threads)
     blocks_per_sm = 3 if spec.cols <= _THREE_BLOCKS_COLUMNS * threads else 2
     # What becomes of a third array leaves registers for a tile at a time.
     is_small = _row_bytes(spec) <= _SHORT_ROW_BYTES or bool(spec.kept_dtypes)
@@ -113,7 +113,7 @@ def rows_ring(spec: Spec, gpu: Gpu | None = None) -> RowsRing:
     return dataclasses.replace(ring, rows=rows, stages=stages, blocks_per_sm=blocks_per_sm)
 
 
-def ring(spec: Spec, gpu: Gpu) -> Ring | None:
+def ring(spec: Spec, gpu: Gpu) -> PipelinedRows | None:
     """A row in one warpgroup of each block of a cluster, or in several; None for too long a row."""
     most = WARPGROUP_THREADS * _RING_COLUMNS
     sizes = [1, *sorted(gpu.clusters)]
@@ -140,7 +140,7 @@ def wide_ring(
     blocks_per_sm: int,
     rows: int = 1,
     gpu: Gpu | None = None,
-) -> Ring | None:
+) -> PipelinedRows | None:
     """With these, what registers and shared memory allow; None for too little. See `ring`."""
     block = cluster * WARPGROUP_THREADS  # threads that share a row, with one warpgroup
     while warpgroups > 1 and spec.cols < warpgroups * block * LEAST_VECTOR:
@@ -148,7 +148,7 @@ def wide_ring(
     vector = fitting_vector(spec.cols, row_vector(spec), warpgroups * block)
     if spec.cols < warpgroups * block * vector:
         return None
-    ring = Ring(
+    ring = PipelinedRows(
         vector,
         warpgroups,
         _RING_STAGES,
@@ -186,7 +186,7 @@ def _column_sums(spec: Spec) -> int:
     return sum(dtype is not None for dtype in (*norms, spec.branch_scale_dtype))
 
 
-def _most_registers(ring: Ring) -> int:
+def _most_registers(ring: PipelinedRows) -> int:
     threads = ring.warpgroups * WARPGROUP_THREADS
     return min(MOST_REGISTERS, REGISTERS // (threads * ring.blocks_per_sm))
 
