@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
-from jaxnorm_kernels.mosaic.rows.pieces import window_of
+from jaxnorm_kernels.mosaic.rows.pieces import alignment_view
 from jaxnorm_kernels.mosaic.schedules import forward
 from jaxnorm_kernels.mosaic.schedules.forward import Schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
@@ -43,7 +43,7 @@ def schedules(workload: KernelWorkload) -> list[Any]:
 
 
 def _held(workload: KernelWorkload, chosen: Schedule | None) -> Iterator[Schedule]:
-    window = window_of(workload.rows, workload.cols, [workload.spec.x_dtype])
+    window = alignment_view(workload.rows, workload.cols, [workload.spec.x_dtype])
     if workload.cols == 1001:
         yield Schedule("warpgroup_row", 4, window=window, **_BARE)
     elif workload.cols == 4095:
@@ -59,7 +59,7 @@ def _held(workload: KernelWorkload, chosen: Schedule | None) -> Iterator[Schedul
 
 
 def _in_registers(workload: KernelWorkload) -> Iterator[InRegisters]:
-    window = window_of(workload.rows, workload.cols, [workload.spec.x_dtype])
+    window = alignment_view(workload.rows, workload.cols, [workload.spec.x_dtype])
     if workload.cols == 1001:
         yield InRegisters(4, window=window)
     elif workload.cols == 4095:

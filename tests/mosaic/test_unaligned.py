@@ -18,7 +18,12 @@ from reference import assert_within
 from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
-from jaxnorm_kernels.mosaic.rows.pieces import Window, tail_vector, widest_vector, window_of
+from jaxnorm_kernels.mosaic.rows.pieces import (
+    AlignmentView,
+    alignment_view,
+    tail_vector,
+    widest_vector,
+)
 from jaxnorm_kernels.mosaic.schedules import forward as forward_schedules
 from jaxnorm_kernels.mosaic.schedules.forward import Schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
@@ -30,7 +35,7 @@ from jaxnorm_kernels.specs import Spec
 def test_windows(cols: int, itemsize: int) -> None:
     """Each has its row, begins and ends with 16 bytes, and lies within the array."""
     step = 16 // itemsize
-    window = Window(cols, step)
+    window = AlignmentView(cols, step)
     width, period = window.width, window.period
     assert width % step == 0
     assert period * cols % step == 0
@@ -42,11 +47,11 @@ def test_windows(cols: int, itemsize: int) -> None:
 
 
 def test_rows_that_have_no_windows() -> None:
-    assert window_of(64, 4095, [BF16]) == Window(4095, 8)
-    assert window_of(64, 4094, [F32, BF16]) == Window(4094, 8)
-    assert window_of(63, 4095, [BF16]) is None
-    assert window_of(64, 4096, [BF16, F32]) is None
-    assert window_of(64, 4092, [F32]) is None
+    assert alignment_view(64, 4095, [BF16]) == AlignmentView(4095, 8)
+    assert alignment_view(64, 4094, [F32, BF16]) == AlignmentView(4094, 8)
+    assert alignment_view(63, 4095, [BF16]) is None
+    assert alignment_view(64, 4096, [BF16, F32]) is None
+    assert alignment_view(64, 4092, [F32]) is None
 
 
 def test_vectors_of_windows() -> None:
@@ -70,7 +75,9 @@ BACKWARD = (
 
 
 def with_window(schedule: Any, spec: Spec) -> Any:
-    return dataclasses.replace(schedule, window=window_of(spec.rows, spec.cols, [spec.x_dtype]))
+    return dataclasses.replace(
+        schedule, window=alignment_view(spec.rows, spec.cols, [spec.x_dtype])
+    )
 
 
 @pytest.mark.usefixtures("quick_to_compile")

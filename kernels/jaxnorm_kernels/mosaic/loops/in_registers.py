@@ -21,7 +21,7 @@ from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, Ref, store
 from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula
 from jaxnorm_kernels.mosaic.rows.exchange import RowSums
 from jaxnorm_kernels.mosaic.rows.logits import row_of_x
-from jaxnorm_kernels.mosaic.rows.pieces import Window
+from jaxnorm_kernels.mosaic.rows.pieces import AlignmentView
 from jaxnorm_kernels.mosaic.rows.tiles import Pieces, RowTile, SplitRow, Stat, Tile, WarpgroupRow
 from jaxnorm_kernels.specs import Shared
 
@@ -123,7 +123,7 @@ class InRegisters:
     cluster: int = 1
     splits: int = 1
     apart: bool = False
-    window: Window | None = None
+    window: AlignmentView | None = None
 
     def tile(self, cols: int) -> Tile:
         """How a block holds rows of so many columns."""

@@ -42,7 +42,7 @@ from jaxnorm_kernels.mosaic.device.registers import store_global, store_inside
 
 
 @dataclasses.dataclass(frozen=True)
-class Window:
+class AlignmentView:
     """Of rows of `cols` elements, the windows; `step` elements of the narrowest array are 16 bytes.
 
     Block b takes rows of class ``b % period``.
@@ -67,9 +67,9 @@ class Window:
         """The first so many columns of a window, or the last, may be those of other rows."""
         return 2 * self.step
 
-    def placed(self) -> "PlacedWindow":
+    def placed(self) -> "PlacedView":
         """This, in a kernel's body, with this block's place in it."""
-        return PlacedWindow(self.cols, self.step, self._class(), self.start(), self.before())
+        return PlacedView(self.cols, self.step, self._phase(), self.start(), self.before())
 
     def start(self) -> jax.Array:
         """Where this block's windows begin, in a row of the view."""
@@ -96,15 +96,15 @@ class Window:
         """Of the view."""
         return rows // self.period, self.period * self.cols
 
-    def _class(self) -> jax.Array:
+    def _phase(self) -> jax.Array:
         return lax.rem(lax.axis_index(BLOCK), self.period)
 
     def _row_start(self) -> jax.Array:
-        return self._class() * self.cols
+        return self._phase() * self.cols
 
 
 @dataclasses.dataclass(frozen=True)
-class PlacedWindow(Window):
+class PlacedView(AlignmentView):
     """With what each load and store asks for, so that a kernel has it once and not once for each.
 
     A compiler would find out that it is the same; but each operation costs time before that.
@@ -117,7 +117,7 @@ class PlacedWindow(Window):
         default_factory=dict, compare=False
     )
 
-    def with_places(self, known: Mapping[tuple[int, ...], jax.Array]) -> "PlacedWindow":
+    def with_places(self, known: Mapping[tuple[int, ...], jax.Array]) -> "PlacedView":
         """This, with `places` of these shapes, each of which has one layout in a kernel."""
         return dataclasses.replace(self, known=known)
 
@@ -133,7 +133,7 @@ class PlacedWindow(Window):
         """As computed."""
         return self.rest
 
-    def _class(self) -> jax.Array:
+    def _phase(self) -> jax.Array:
         return self.of_block
 
 
@@ -153,12 +153,12 @@ def widest_vector(cols: int, vector: int, threads: int) -> int:
     return half if cols < threads * vector or held(vector) > held(half) * 1.1 else vector
 
 
-def window_of(rows: int, cols: int, dtypes: Sequence[np.dtype]) -> Window | None:
+def alignment_view(rows: int, cols: int, dtypes: Sequence[np.dtype]) -> AlignmentView | None:
     """For rows in arrays of these dtypes; None where each is whole multiples of 16 bytes.
 
     None, too, where the rows are not whole periods.
     """
-    window = Window(cols, VECTOR_BYTES // min(dtype.itemsize for dtype in dtypes))
+    window = AlignmentView(cols, VECTOR_BYTES // min(dtype.itemsize for dtype in dtypes))
     return None if window.period == 1 or rows % window.period else window
 
 
@@ -190,7 +190,7 @@ class Piece:
     stage_start: int = 0
     fresh: Any = None
     edge: bool = False
-    window: Window | None = None
+    window: AlignmentView | None = None
 
     def columns(self) -> Any:
         """Where it lies in a row of an array, or of its view as the window's."""
@@ -230,7 +230,7 @@ class Slice:
     slices: int
     unit: int
     index: Any = 0
-    window: Window | None = None
+    window: AlignmentView | None = None
 
     def __post_init__(self) -> None:
         """Refuses rows that are too short."""

@@ -53,7 +53,7 @@ class Pipelined(Tile):
 
     def first(self, rows: int) -> Any:
         """The first that this block takes, of all rows or groups of them."""
-        block, whole = self.block_of_class(), self.whole_blocks(rows)
+        block, whole = self.block_of_phase(), self.whole_blocks(rows)
         return jnp.where(block < whole, block * self.tiles, block + whole * (self.tiles - 1))
 
     def first_row(self, rows: int) -> Any:
@@ -88,11 +88,11 @@ class Pipelined(Tile):
         in_plain_order(*arrays)
         queues = [arrays[at : at + parts] for at in range(0, len(arrays), parts)]  # of operands
         self.open(scratch)
-        rows = self.rows_of_class(rows)
+        rows = self.rows_of_phase(rows)
         first = self.first(rows)
         count: Any = 1
         if self.tiles > 1:
-            whole = self.block_of_class() < self.whole_blocks(rows)
+            whole = self.block_of_phase() < self.whole_blocks(rows)
             # Of a copy that starts in any case, the compiler moves ahead what waits for `params`.
             count = opaque(jnp.where(whole, self.tiles, 1))
 

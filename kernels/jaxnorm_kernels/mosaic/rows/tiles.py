@@ -43,7 +43,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     warps_layout,
 )
 from jaxnorm_kernels.mosaic.rows.exchange import Gather
-from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice, Window
+from jaxnorm_kernels.mosaic.rows.pieces import AlignmentView, Piece, Slice
 
 #: A value for each row: a scalar, or an array over the rows of a `RowTile`. Of a `SplitRow`
 #: it is first an array over the warps of the warpgroup, until it has been exchanged.
@@ -104,13 +104,13 @@ class Tile:
     cols: int
     vector: int
     apart: bool = dataclasses.field(default=False, kw_only=True)
-    window: Window | None = dataclasses.field(default=None, kw_only=True)
+    window: AlignmentView | None = dataclasses.field(default=None, kw_only=True)
     index: Mapping[tuple[int, ...], jax.Array] = dataclasses.field(
         default_factory=dict, kw_only=True, compare=False
     )
 
     def placed(self) -> Self:
-        """This, in a kernel's body, with what is the same for all pieces: see `PlacedWindow`.
+        """This, in a kernel's body, with what is the same for all pieces: see `PlacedView`.
 
         Where pieces begin is computed anew for each use all the same. Computed once it would stay
         in registers: 80 became 90 (softmax's backward over 50257 columns), and 1.24 of the time.
@@ -170,17 +170,17 @@ class Tile:
         """Of the grid, for all rows."""
         if self.window is None:
             return self.blocks_of(rows)
-        return self.window.period * self.blocks_of(self.rows_of_class(rows))
+        return self.window.period * self.blocks_of(self.rows_of_phase(rows))
 
     def blocks_of(self, rows: int) -> int:
         """For these rows, of all or of a class."""
         return -(-rows // self.rows)
 
-    def rows_of_class(self, rows: int) -> int:
+    def rows_of_phase(self, rows: int) -> int:
         """Of all rows, those of one class."""
         return rows if self.window is None else rows // self.window.period
 
-    def block_of_class(self) -> Any:
+    def block_of_phase(self) -> Any:
         """This block, counted among those of its class."""
         block = lax.axis_index(BLOCK)
         return block if self.window is None else self.window.place(block)
@@ -192,7 +192,7 @@ class Tile:
 
     def row_index(self, rows: int, group: Any = None) -> Any:
         """Index of a row, or group of rows, into a ``(rows, ...)`` ref; by default the block's."""
-        return self.block_of_class() if group is None else group
+        return self.block_of_phase() if group is None else group
 
     def first_row(self, rows: int) -> Any:
         """Index of the first row, or group of rows, that this block takes."""
@@ -349,7 +349,7 @@ class RowTile(Tile):
         return self.height
 
     def row_index(self, rows: int, group: Any = None) -> Any:
-        group = self.block_of_class() if group is None else group
+        group = self.block_of_phase() if group is None else group
         return pl.ds(jnp.minimum(group * self.height, rows - self.height), self.height)
 
     @property

@@ -15,7 +15,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     vector_width,
 )
 from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
-from jaxnorm_kernels.mosaic.rows.pieces import Window, widest_vector, window_of
+from jaxnorm_kernels.mosaic.rows.pieces import AlignmentView, alignment_view, widest_vector
 from jaxnorm_kernels.mosaic.rows.queued import PipelinedRow, PipelinedTile
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow, Tile, WarpgroupRow
 from jaxnorm_kernels.mosaic.schedules.columns import (
@@ -63,7 +63,7 @@ class Schedule:
     tail: int = 0
     rereads: bool = False
     params_first: bool = False
-    window: Window | None = None
+    window: AlignmentView | None = None
 
     def rows_of(self, spec: Spec) -> Tile:
         """How a block holds its rows."""
@@ -403,7 +403,7 @@ PLACED = (
 )
 
 
-#: For unaligned rows of softmaxes, in `Window`s. Short rows would be masked in each unit.
+#: For unaligned rows of softmaxes, in `AlignmentView`s. Short rows would be masked in each unit.
 UNALIGNED = (
     *(line for line in TABLE if line.waves is not None),
     ForwardRule("warpgroup_row", cols=8192),
@@ -432,7 +432,7 @@ def _of_table(table: Sequence[ForwardRule], spec: Spec, gpu: Gpu) -> Schedule | 
 def _in_windows(spec: Spec, gpu: Gpu) -> Schedule | None:
     """That of rows as long as the windows; None where rows are aligned, or are not held in them."""
     dtypes = [*spec.operand_dtypes, spec.y_dtype]
-    window = window_of(spec.rows, spec.cols, dtypes)
+    window = alignment_view(spec.rows, spec.cols, dtypes)
     if window is None or not is_unaligned(spec) or has_places(spec):
         return None
     if spec.cols <= _LEAST_WINDOW_COLS:

@@ -10,7 +10,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
-from jaxnorm_kernels.mosaic.rows.pieces import window_of
+from jaxnorm_kernels.mosaic.rows.pieces import alignment_view
 from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
 from jaxnorm_kernels.specs import Spec
 
@@ -46,7 +46,7 @@ def softmax_schedule(spec: Spec, gpu: Gpu) -> InRegisters | None:
 
 def _in_windows(spec: Spec, gpu: Gpu) -> InRegisters | None:
     """Unaligned rows, like rows as long as their windows; of no row that is short."""
-    window = window_of(spec.rows, spec.cols, [spec.y_dtype, spec.x_dtype])
+    window = alignment_view(spec.rows, spec.cols, [spec.y_dtype, spec.x_dtype])
     if window is None or spec.cols * spec.y_dtype.itemsize % COPY_BYTES == 0:
         return None
     of_class = dataclasses.replace(spec, cols=window.width)
