@@ -323,7 +323,7 @@ def test_default_schedule_of_groups(groups: int, rows: int, cols: int) -> None:
         check(spec, None, *make_operands(spec))
 
 
-# Where pieces of a row overlap, two warpgroups store the same value: a race that does no harm.
+# Where fragments of a row overlap, two warpgroups store the same value: a race that does no harm.
 @pytest.mark.parametrize(
     "case", [c for c in CASES if not c.name.endswith("tail")], ids=lambda case: case.name
 )

@@ -205,7 +205,7 @@ def test_schedules_fit_the_gpu(gpu: Gpu) -> None:
         assert held.warpgroups <= 8
         assert held.cluster <= 8
         if isinstance(held, RowTile):
-            assert held.pieces()
+            assert held.fragments()
         elif isinstance(held, SplitRow):
             assert held.slice().units > 0
         scratch = held.scratch(3, inputs)

@@ -20,9 +20,9 @@ from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch, split
 from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, Ref, store
 from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula
 from jaxnorm_kernels.mosaic.rows.exchange import RowSums
+from jaxnorm_kernels.mosaic.rows.fragments import AlignmentView
 from jaxnorm_kernels.mosaic.rows.logits import row_of_x
-from jaxnorm_kernels.mosaic.rows.pieces import AlignmentView
-from jaxnorm_kernels.mosaic.rows.tiles import Pieces, RowTile, SplitRow, Stat, Tile, WarpgroupRow
+from jaxnorm_kernels.mosaic.rows.tiles import Fragments, RowTile, SplitRow, Stat, Tile, WarpgroupRow
 from jaxnorm_kernels.specs import Shared
 
 
@@ -53,7 +53,7 @@ class BiasSums:
         whole = rows == self.shared.rows
         return (rows, self.tile.cols), self.dtype if whole else np.dtype(np.float32)
 
-    def run(self, target: Ref, step: Callable[[Any, Any], Pieces]) -> None:
+    def run(self, target: Ref, step: Callable[[Any, Any], Fragments]) -> None:
         """Adds up what `step` gives of each tile of rows, and how many came before it."""
         tiles, (rows, _) = self._tiles, self.output[0]
         block = lax.axis_index(BLOCK)
@@ -61,14 +61,14 @@ class BiasSums:
         each = -(-tiles.sharing // self.splits)
         first = split * each
 
-        def add(k: Any, total: Pieces) -> Pieces:
+        def add(k: Any, total: Fragments) -> Fragments:
             group = row_of_x(tiles, row, first + k)
             terms = step(self.tile.row_index(tiles.rows * tiles.sharing * self.tile.rows, group), k)
             return [a + b for a, b in zip(total, terms)]
 
         zeros = [
             plgpu.layout_cast(jnp.zeros(self.tile.shape(p.width), jnp.float32), self.tile.layout)
-            for p in self.tile.pieces()
+            for p in self.tile.fragments()
         ]
         count = jnp.minimum(each, tiles.sharing - first)
         total = lax.fori_loop(0, count, add, zeros)
@@ -97,7 +97,7 @@ class BiasSums:
 # `rows_ring`.
 
 
-#: Gives the elements of a block's rows, in float32: for each piece, one array of each kind.
+#: Gives the elements of a block's rows, in float32: for each fragment, one array of each kind.
 Read = Callable[[Tile, Any, Sequence[Ref]], list[Sequence[jax.Array]]]
 
 
@@ -112,7 +112,7 @@ class InRegisters:
       rows: of a block; more than one only where the threads of a warp share a row.
       cluster: blocks that share a row.
       splits: blocks, or clusters, for the rows of x that share one of a bias (`BiasSums`).
-      apart: each unit of a row is a piece of its own (`Tile`).
+      apart: each unit of a row is a fragment of its own (`Tile`).
       window: of unaligned rows, what a block holds of each.
     """
 
@@ -167,7 +167,7 @@ def in_registers_backward(
         operand_refs, result_refs, value_refs, sum_refs, scratch = split(refs, *counts)
         placed = tile.placed()
 
-        def step(row: Any, k: Any = 0) -> Pieces:
+        def step(row: Any, k: Any = 0) -> Fragments:
             """Stores the results of a tile of rows; the terms of the column sum."""
             elements = read(placed, row, operand_refs)
             terms = [formula.terms(v[: formula.summed], (), ()) for v in elements]
@@ -185,7 +185,7 @@ def in_registers_backward(
                 placed.store(ref, row, values)
             if value_refs:
                 _store_values(value_refs, row, totals)
-            return [term for _, of_piece in finished for term in of_piece]
+            return [term for _, of_fragment in finished for term in of_fragment]
 
         exchange.open(scratch)
         if sums is None:

@@ -239,14 +239,17 @@ def pipelined_narrow_rows_backward(
 ) -> tuple[jax.Array, ...]:
     """`narrow_rows_backward` of a formula."""
     tile = schedule.tile(operands.shape[1])
-    pieces, layout = tile.pieces(), tile.layout
+    fragments, layout = tile.fragments(), tile.layout
 
     def read(held: Sequence[Ref], top: int) -> list[list[jax.Array]]:
-        """Return for each piece of a tile its elements of some of the operands, in float32."""
+        """Return for each fragment of a tile its elements of some of the operands, in float32."""
         tops = [ref.at[pl.ds(top, tile.rows)] for ref in held]
         return [
-            [widen(load_columns(ref, piece.start, piece.width, layout), layout) for ref in tops]
-            for piece in pieces
+            [
+                widen(load_columns(ref, fragment.start, fragment.width, layout), layout)
+                for ref in tops
+            ]
+            for fragment in fragments
         ]
 
     def finish(
@@ -255,16 +258,18 @@ def pipelined_narrow_rows_backward(
         summed = read(held[: formula.summed], top)
         of_rows = [[tile.broadcast(stat, v) for stat in stats] for v, *_ in summed]
         of_columns = [
-            [lax.broadcast_in_dim(c, v.shape, (1,)) for c in of_piece]
-            for of_piece, (v, *_) in zip(columns, summed)
+            [lax.broadcast_in_dim(c, v.shape, (1,)) for c in of_fragment]
+            for of_fragment, (v, *_) in zip(columns, summed)
         ]
         operands = list(zip(summed, of_columns, of_rows))
-        totals = [tile.sum(term) for term in zip(*(formula.terms(*piece) for piece in operands))]
+        totals = [
+            tile.sum(term) for term in zip(*(formula.terms(*fragment) for fragment in operands))
+        ]
         values, terms = [], []
         rest = read(held[formula.summed :], top)
-        for (elements, of_piece, of_row), others in zip(operands, rest):
+        for (elements, of_fragment, of_row), others in zip(operands, rest):
             broadcast = [tile.broadcast(total, elements[0]) for total in totals]
-            finished, added = formula.finish([*elements, *others], of_piece, of_row, broadcast)
+            finished, added = formula.finish([*elements, *others], of_fragment, of_row, broadcast)
             values.append(finished)
             terms += added
         return list(zip(*values)), terms
@@ -276,8 +281,8 @@ def pipelined_narrow_rows_backward(
 
         params = [share.param(ref) for ref in refs.params]
         columns = [
-            prepare(formula, [load(ref.at[piece.columns()], of_piece) for ref in params])
-            for piece, of_piece in zip(pieces, tile.column_layouts)
+            prepare(formula, [load(ref.at[fragment.columns()], of_fragment) for ref in params])
+            for fragment, of_fragment in zip(fragments, tile.column_layouts)
         ]
         return TileWork(functools.partial(finish, columns), statistics)
 

@@ -39,7 +39,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula, Refs, RowOperands, prepare
 from jaxnorm_kernels.mosaic.loops.persistent import Share, Stages
 from jaxnorm_kernels.mosaic.rows.exchange import RowSums
-from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
+from jaxnorm_kernels.mosaic.rows.fragments import Fragment, Partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +62,10 @@ class PipelinedRows:
     blocks_per_sm: int = 1
     cluster: int = 1
 
-    def slice(self, cols: int, warpgroup: Any = 0) -> Slice:
+    def slice(self, cols: int, warpgroup: Any = 0) -> Partition:
         """The columns of a warpgroup, counted through the cluster."""
         unit = WARPGROUP_THREADS * self.vector
-        return Slice(cols, self.cluster * self.warpgroups, unit, warpgroup)
+        return Partition(cols, self.cluster * self.warpgroups, unit, warpgroup)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class _Kernel:
     share: Share
     sums: RowSums
     exchanged: Sequence[Ref]
-    units: Sequence[Piece]
+    units: Sequence[Fragment]
     columns: Sequence[Arrays]
 
     def run(self, block: Any) -> None:
@@ -157,7 +157,7 @@ class _Kernel:
             added = [jnp.where(masks[a.shape], a, jnp.float32(0)) for a in added]
         return [a + b for a, b in zip(carried, added)]
 
-    def read(self, at: Any, row: int, unit: Piece, count: int) -> list[jax.Array]:
+    def read(self, at: Any, row: int, unit: Fragment, count: int) -> list[jax.Array]:
         """A unit of a row in stage `at`, of the first `count` operands, in float32."""
         columns = pl.ds(unit.stage_start, unit.width)
         layout, shape = _layout(unit.width), _shape(unit.width)
@@ -198,30 +198,30 @@ def pipelined_backward(
         sums.open(exchanged)
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
         rank = lax.axis_index(CLUSTER) if ring.cluster > 1 else 0
-        slice_ = ring.slice(cols, rank * ring.warpgroups + warpgroup)
+        partition_ = ring.slice(cols, rank * ring.warpgroups + warpgroup)
         share = Share.of(block, rows=rows, groups=groups, blocks=blocks, height=ring.rows)
-        steps, pieces = share.count(), slice_.pieces()
-        places = [piece.columns() for piece in pieces]
+        steps, fragments = share.count(), partition_.fragments()
+        places = [fragment.columns() for fragment in fragments]
 
         def copies(k: Any, at: Any) -> Iterable[tuple[Ref, Ref]]:
             first = share.first_row(k)
             for row in range(ring.rows):
-                for piece, columns in zip(pieces, places):
-                    target = pl.ds(piece.stage_start, piece.width)
+                for fragment, columns in zip(fragments, places):
+                    target = pl.ds(fragment.stage_start, fragment.width)
                     for source, stages in zip(refs.rows, held):
                         yield source.at[first + row, columns], stages.at[at, row, target]
 
         stages = Stages(ring.stages, steps, full, copies, warpgroup)
         stages.start()
-        first, *tail = slice_.pieces()
-        units = [*slice_.cut(first), *tail]
+        first, *tail = partition_.fragments()
+        units = [*partition_.cut(first), *tail]
         params = [share.param(ref) for ref in refs.params]
         columns = [prepare(formula, [_load_param(ref, unit) for ref in params]) for unit in units]
         kernel = _Kernel(formula, ring, refs, stages, held, share, sums, exchanged, units, columns)
         kernel.run(block)
 
     part = ring.slice(cols)
-    copies = len(operands.rows) * ring.rows * len(part.pieces())  # of a stage
+    copies = len(operands.rows) * ring.rows * len(part.fragments())  # of a stage
     stages = ring.warpgroups * ring.stages
     return launch(
         body,
@@ -242,7 +242,7 @@ def pipelined_backward(
     )
 
 
-def _load_param(ref: Ref, unit: Piece) -> jax.Array:
+def _load_param(ref: Ref, unit: Fragment) -> jax.Array:
     """A unit of a ``(cols,)`` ref."""
     return load(ref.at[unit.columns()], _layout(unit.width), _shape(unit.width))
 

@@ -41,7 +41,7 @@ from jaxnorm_kernels.mosaic.device.layouts import Ref, store, widen
 from jaxnorm_kernels.mosaic.device.registers import rounded
 from jaxnorm_kernels.mosaic.loops.forward import Refs, of_group, run
 from jaxnorm_kernels.mosaic.norm.elementwise import activation_of, norm_columns, norm_output
-from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, SplitRow, Stat, Steps, Tile
+from jaxnorm_kernels.mosaic.rows.tiles import Fragments, LoadedRow, SplitRow, Stat, Steps, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
 from jaxnorm_kernels.mosaic.schedules.forward import Schedule
 from jaxnorm_kernels.specs import Op, Spec
@@ -76,7 +76,7 @@ def _residual_dtype(spec: Spec) -> np.dtype:
     return spec.residual_dtype
 
 
-#: What belongs to the columns of each piece of a row.
+#: What belongs to the columns of each fragment of a row.
 Columns = list[list[jax.Array]]
 
 
@@ -113,9 +113,9 @@ class _Params:
         """Return G and the bias of norm `k`, or the scale of x, in float32."""
         norm = self.norms[k]
         if norm is None:
-            return [[p.astype(jnp.float32) for p in piece] for piece in zip(*loaded)]
-        columns = [norm_columns(piece, norm) for piece in zip(*loaded)]
-        return columns or [[]] * len(self.tile.pieces())
+            return [[p.astype(jnp.float32) for p in fragment] for fragment in zip(*loaded)]
+        columns = [norm_columns(fragment, norm) for fragment in zip(*loaded)]
+        return columns or [[]] * len(self.tile.fragments())
 
     def prepare(self, loaded: Sequence[Columns]) -> list[Columns]:
         """Return the columns of all norms."""
@@ -138,15 +138,15 @@ class _Row:
     columns: Callable[[int], Columns]
     stats: list[Stat] = dataclasses.field(default_factory=list)
 
-    def x(self) -> Pieces:
+    def x(self) -> Fragments:
         """Return x, or what is normalised in its place, in float32."""
         return self.loaded.read(0)
 
-    def other(self) -> Pieces:
+    def other(self) -> Fragments:
         """Return what was loaded beside x, in its own dtype: h, the residual or the gate."""
         return self.loaded.read(1)
 
-    def norm(self, read: Callable[[], Pieces], k: int = 0) -> Pieces:
+    def norm(self, read: Callable[[], Fragments], k: int = 0) -> Fragments:
         """Return norm `k` of the call, of what `read` gives."""
         spec, tile = self.spec.norms[k], self.tile
         rstd, mean = _row_statistics(tile, read, self.scratch, spec, self.loaded.step, k)
@@ -156,22 +156,22 @@ class _Row:
             for v, columns in zip(read(), self.columns(k))
         ]
 
-    def scaled(self) -> Pieces:
+    def scaled(self) -> Fragments:
         """Return branch_scale x."""
         return [x * scale for x, (scale,) in zip(self.x(), self.columns(1))]
 
-    def sum(self, values: Pieces) -> Pieces:
+    def sum(self, values: Fragments) -> Fragments:
         """Return `values` plus the residual, in the residual's dtype."""
         sums = [_plus(self.tile, v, r) for v, r in zip(values, self.other())]
         return [rounded(v, _residual_dtype(self.spec)) for v in sums]
 
-    def wide(self, h: Pieces) -> Pieces:
+    def wide(self, h: Fragments) -> Fragments:
         """Return h in float32."""
         return [_wide(self.tile, v) for v in h]
 
 
 #: Names and values of an operation's results, in the order in which they are stored.
-NamedResults = Iterator[tuple[str, Pieces]]
+NamedResults = Iterator[tuple[str, Fragments]]
 
 
 def _norm(row: _Row) -> NamedResults:
@@ -262,7 +262,7 @@ def _gated(tile: Tile, value: jax.Array, gate: jax.Array, spec: Spec) -> jax.Arr
 
 def _row_statistics(
     tile: Tile,
-    read: Callable[[], Pieces],
+    read: Callable[[], Fragments],
     scratch: Sequence[Any],
     spec: Spec,
     step: Any,

@@ -29,7 +29,7 @@ from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.loops.formulas import Arrays, prepare
 from jaxnorm_kernels.mosaic.norm.backward import NormFormula
 from jaxnorm_kernels.mosaic.norm.elementwise import activation_of, norm_columns, norm_output
-from jaxnorm_kernels.mosaic.rows.pieces import Piece
+from jaxnorm_kernels.mosaic.rows.fragments import Fragment
 from jaxnorm_kernels.mosaic.rows.strips import Merge, Parts, Stat, Strip, StripExchange, Strips
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.partials import add_partials
@@ -58,11 +58,11 @@ def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
         wide_rstd = strip.broadcast(rstd * prepared[0] if joins else rstd)
         wide_mean = None if mean is None else strip.broadcast(mean)
 
-        def write(piece: Piece) -> None:
-            y = norm_output(strip.read(0, piece), wide_rstd, wide_mean, columns, rest)
-            strip.store(y_ref, piece, y)
+        def write(fragment: Fragment) -> None:
+            y = norm_output(strip.read(0, fragment), wide_rstd, wide_mean, columns, rest)
+            strip.store(y_ref, fragment, y)
 
-        strip.each_piece(write)
+        strip.each_fragment(write)
         for ref, stat in zip(stat_refs, (rstd, mean)):
             strip.store_stat(ref, stat)
 
@@ -94,11 +94,11 @@ def norm_strided_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> O
         prepared = prepare(formula, [strip.inner_param(ref) for ref in param_refs])
         columns = [strip.broadcast(column) for column in prepared]
 
-        def elements(piece: Piece, count: int) -> list[jax.Array]:
-            return [strip.read(k, piece) for k in range(count)]
+        def elements(fragment: Fragment, count: int) -> list[jax.Array]:
+            return [strip.read(k, fragment) for k in range(count)]
 
-        def terms(piece: Piece) -> list[jax.Array]:
-            return formula.terms(elements(piece, formula.summed), columns, stats)
+        def terms(fragment: Fragment) -> list[jax.Array]:
+            return formula.terms(elements(fragment, formula.summed), columns, stats)
 
         sums = gather(_add, strip.sum(terms, formula.row_sums, waits=True))
         gradients, totals = formula.of_inner(sums, prepared, of_inner)
@@ -106,11 +106,11 @@ def norm_strided_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> O
             strip.store_inner(ref, gradient)
         wide = [strip.broadcast(strip.group_sum(total)) for total in totals]
 
-        def write(piece: Piece) -> None:
-            dx = formula.dx(elements(piece, len(rows)), columns, stats, wide)
-            strip.store(dx_ref, piece, dx)
+        def write(fragment: Fragment) -> None:
+            dx = formula.dx(elements(fragment, len(rows)), columns, stats, wide)
+            strip.store(dx_ref, fragment, dx)
 
-        strip.each_piece(write)
+        strip.each_fragment(write)
 
     dx, *partials = _in_strips(
         finish,
@@ -172,22 +172,22 @@ def _in_strips(
 def _statistics(strip: Strip, gather: Gather, spec: Spec) -> tuple[Stat, Stat | None]:
     """r and the mean of each inner element, or of its group."""
 
-    def x(piece: Piece) -> jax.Array:
-        return strip.read(0, piece)
+    def x(fragment: Fragment) -> jax.Array:
+        return strip.read(0, fragment)
 
     mean = None
     if spec.subtract_mean:
         size = strip.sizes()
-        (total,) = strip.sum(lambda piece: [x(piece)], waits=True)
+        (total,) = strip.sum(lambda fragment: [x(fragment)], waits=True)
         part_mean = total / size
         wide = strip.broadcast(part_mean)
-        (part_square,) = strip.sum(lambda piece: [jnp.square(x(piece) - wide)])
+        (part_square,) = strip.sum(lambda fragment: [jnp.square(x(fragment) - wide)])
         mean, square, _ = gather(_merge_moments, [part_mean, part_square, size])
         if strip.strips.group > 1:
             own_mean, mean = mean, strip.group_sum(mean) / strip.strips.group
             square = square + strip.strips.cols * jnp.square(own_mean - mean)
     else:
-        (square,) = gather(_add, strip.sum(lambda piece: [jnp.square(x(piece))], waits=True))
+        (square,) = gather(_add, strip.sum(lambda fragment: [jnp.square(x(fragment))], waits=True))
     square = strip.group_sum(square)
     return lax.rsqrt(square / spec.cols + spec.epsilon), mean
 

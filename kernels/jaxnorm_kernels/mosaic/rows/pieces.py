@@ -163,20 +163,20 @@ def alignment_view(rows: int, cols: int, dtypes: Sequence[np.dtype]) -> Alignmen
 
 
 # -------------------------------------------------------------------------------------------------
-# Which columns of a row a warpgroup has, in pieces.
+# Which columns of a row a warpgroup has, in fragments.
 #
 # A warpgroup owns a *slice* of the columns. It advances in *units*, one vector for each thread of a
 # row. There are no masked loads or stores on this backend, so a row that is no multiple of all its
-# slices' units is held in two *pieces*: a body of whole units, and a tail, one unit that ends with
-# the row at the latest. The first columns of the tail may be in another piece too: reductions skip
-# them (they are *stale*), and they are stored twice with the same value.
+# slices' units is held in two *fragments*: a body of whole units, and a tail, one unit that ends
+# with the row at the latest. The first columns of the tail may be in another fragment too:
+# reductions skip them (they are *stale*), and they are stored twice with the same value.
 #
 # Of unaligned rows, a row is its window (`windows`). The columns of other rows in it, which lie at
 # its *edges*, are skipped too, and not stored.
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class Fragment:
     """Columns ``[start, start + width)`` of a row; those before `fresh` are stale.
 
     Attributes:
@@ -207,7 +207,7 @@ class Piece:
         store_inside(ref.at[row], start, value, first, self.window.cols, places, layout)
 
     def skip_stale(self, term: jax.Array) -> jax.Array:
-        """`term` in `warps_layout`, and 0 where another piece has the same column."""
+        """`term` in `warps_layout`, and 0 where another fragment has the same column."""
         if self.fresh is None:
             return term
         column = flat_index(term.shape, warps_layout(term.size // WARPGROUP_THREADS))
@@ -215,7 +215,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Slice:
+class Partition:
     """The columns of one warpgroup, or of the threads of a warp that hold a row.
 
     Attributes:
@@ -266,11 +266,11 @@ class Slice:
         """Columns of the slice, with the tail."""
         return self.body_width + self.has_tail * self.tail_width
 
-    def body(self) -> Piece:
+    def body(self) -> Fragment:
         """The bodies of the slices lie side by side."""
-        return Piece(self.index * self.body_width, self.body_width, window=self.window)
+        return Fragment(self.index * self.body_width, self.body_width, window=self.window)
 
-    def tail(self) -> list[Piece]:
+    def tail(self) -> list[Fragment]:
         """The tails share what the bodies leave of the row; none where they leave nothing."""
         if not self.has_tail:
             return []
@@ -278,17 +278,17 @@ class Slice:
         start = self.cols - self.tail_width
         start = min(fresh, start) if isinstance(fresh, int) else jnp.minimum(fresh, start)
         edge = self.window is not None
-        return [Piece(start, self.tail_width, self.body_width, fresh, edge, self.window)]
+        return [Fragment(start, self.tail_width, self.body_width, fresh, edge, self.window)]
 
-    def pieces(self) -> list[Piece]:
+    def fragments(self) -> list[Fragment]:
         """As few as there are: what is copied at once."""
         return [self.body(), *self.tail()]
 
-    def cut(self, body: Piece) -> list[Piece]:
-        """A body in pieces of a unit each."""
+    def cut(self, body: Fragment) -> list[Fragment]:
+        """A body in fragments of a unit each."""
         starts = range(0, body.width, self.unit)
         edges = set() if self.window is None else {0, starts[-1]}
         return [
-            Piece(body.start + at, self.unit, at, edge=at in edges, window=self.window)
+            Fragment(body.start + at, self.unit, at, edge=at in edges, window=self.window)
             for at in starts
         ]

@@ -68,7 +68,7 @@ class Pipelined(Tile):
         raise NotImplementedError
 
     def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
-        """The pieces of what its slots have of a row, in its own dtype."""
+        """The fragments of what its slots have of a row, in its own dtype."""
         raise NotImplementedError
 
     def scratch(self, stats: int, dtypes: Sequence[np.dtype]) -> list[Any]:
@@ -118,7 +118,7 @@ class Pipelined(Tile):
         def read(k: Any) -> list[tuple[jax.Array, ...]]:
             at = slot(k)
             raw = [self.read([array.at[at] for array in queue]) for queue in queues]
-            return [steps.load(*piece) for piece in zip(*raw)]
+            return [steps.load(*fragment) for fragment in zip(*raw)]
 
         def refill(k: Any, release: Callable[[], None]) -> None:
             if self.tiles > self.slots:
@@ -160,16 +160,16 @@ class PipelinedRow(Pipelined, SplitRow):
         return Gather(self.warpgroups, self.cluster, slots=2)
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
-        # Of each piece: Mosaic reads a slice of columns only where its width divides the row.
+        # Of each fragment: Mosaic reads a slice of columns only where its width divides the row.
         part = self.slice()
         bodies = [part.unit] * part.units if self.apart else [part.body_width]
         return [(width,) for width in [*bodies, *[part.tail_width] * part.has_tail]]
 
     def copies(self, x: Ref, index: Any, slots: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
-        return [(x.at[index, p.columns()], slot) for p, slot in zip(self.pieces(), slots)]
+        return [(x.at[index, p.columns()], slot) for p, slot in zip(self.fragments(), slots)]
 
     def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
-        shapes = [self.shape(p.width) for p in self.pieces()]
+        shapes = [self.shape(p.width) for p in self.fragments()]
         return [layouts.load(slot, self.layout_of(s), s) for slot, s in zip(slots, shapes)]
 
 
@@ -185,4 +185,4 @@ class PipelinedTile(Pipelined, RowTile):
 
     def read(self, slots: Sequence[Ref]) -> list[jax.Array]:
         (slot,) = slots
-        return [load_columns(slot, p.start, p.width, self.layout) for p in self.pieces()]
+        return [load_columns(slot, p.start, p.width, self.layout) for p in self.fragments()]

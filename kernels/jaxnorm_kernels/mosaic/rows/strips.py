@@ -7,13 +7,13 @@ it to shared memory once, in the dtype that it has, and each pass over it reads 
 that a thread needs registers for a few of its elements alone. The first pass begins with what has
 arrived, in *parts*.
 
-Each warpgroup owns a slice of the columns (see `pieces`), in units of one vector for each thread,
-``(4, columns of a warp, width)``: the lanes of a warp run along the width, then along the columns.
-Inner elements that are normalised together are a *group* (see `strip_groups`). Strips overlap where
-the width does not divide the inner axis: the last one ends with it, and its first elements, which
-are *stale*, are stored twice with the same value. Where groups do not divide the width, each strip
-overlaps the next one, and stores those alone that are whole in it and in no strip before: its
-*own*.
+Each warpgroup owns a slice of the columns (see `fragments`), in units of one vector for each
+thread, ``(4, columns of a warp, width)``: the lanes of a warp run along the width, then along the
+columns. Inner elements that are normalised together are a *group* (see `strip_groups`). Strips
+overlap where the width does not divide the inner axis: the last one ends with it, and its first
+elements, which are *stale*, are stored twice with the same value. Where groups do not divide the
+width, each strip overlaps the next one, and stores those alone that are whole in it and in no strip
+before: its *own*.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ from jaxnorm_kernels.mosaic.rows.exchange import (
     announce,
     send,
 )
-from jaxnorm_kernels.mosaic.rows.pieces import Piece, Slice
+from jaxnorm_kernels.mosaic.rows.fragments import Fragment, Partition
 
 #: The copy engine takes boxes of up to so many elements along each axis.
 BOX = 256
@@ -141,9 +141,9 @@ class Strips:
         """Of a statistic of each group of the array."""
         return self.outer, self.inner // self.group
 
-    def slice(self, index: Any = 0) -> Slice:
+    def slice(self, index: Any = 0) -> Partition:
         """The columns of a warpgroup, counted through the cluster."""
-        return Slice(self.cols, self.cluster * self.warpgroups, WARPS * self.shape[1], index)
+        return Partition(self.cols, self.cluster * self.warpgroups, WARPS * self.shape[1], index)
 
     @property
     def parts(self) -> int:
@@ -157,7 +157,7 @@ class Strips:
 
     @property
     def _box_count(self) -> int:
-        return sum(len(boxes_of(piece)) for piece in self.slice().pieces())
+        return sum(len(boxes_of(fragment)) for fragment in self.slice().fragments())
 
     def scratch(self, dtypes: Sequence[np.dtype]) -> list[Any]:
         """A stage for each array that is read, and barriers for the parts of each warpgroup."""
@@ -173,9 +173,9 @@ class Strips:
         ]
 
 
-def boxes_of(piece: Piece) -> list[tuple[int, int]]:
-    """Where what the copy engine takes at a time begins in a piece, and its columns."""
-    return [(at, min(BOX, piece.width - at)) for at in range(0, piece.width, BOX)]
+def boxes_of(fragment: Fragment) -> list[tuple[int, int]]:
+    """Where what the copy engine takes at a time begins in a fragment, and its columns."""
+    return [(at, min(BOX, fragment.width - at)) for at in range(0, fragment.width, BOX)]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class Strip:
     outer: Any
     start: Any
     fresh: Any
-    slice: Slice
+    slice: Partition
     stages: Sequence[Ref]
     full: Ref
 
@@ -239,26 +239,28 @@ class Strip:
 
     def _copy(self, source: Ref, stage: Ref) -> None:
         """Starts the copies that bring the warpgroup's columns to shared memory."""
-        boxes = [(piece, *box) for piece in self.slice.pieces() for box in boxes_of(piece)]
-        for nth, (piece, at, columns) in enumerate(boxes):
+        boxes = [
+            (fragment, *box) for fragment in self.slice.fragments() for box in boxes_of(fragment)
+        ]
+        for nth, (fragment, at, columns) in enumerate(boxes):
             plgpu.copy_gmem_to_smem(
-                source.at[self.outer, pl.ds(piece.start + at, columns), self.inner],
-                stage.at[lax.axis_index(WARPGROUP), pl.ds(piece.stage_start + at, columns)],
+                source.at[self.outer, pl.ds(fragment.start + at, columns), self.inner],
+                stage.at[lax.axis_index(WARPGROUP), pl.ds(fragment.stage_start + at, columns)],
                 self._full(nth // self.strips.boxes_of_part),
             )
 
     def _full(self, part: Any) -> Ref:
         return self.full.at[lax.axis_index(WARPGROUP) * self.strips.parts + part]
 
-    def read(self, which: int, piece: Piece) -> jax.Array:
+    def read(self, which: int, fragment: Fragment) -> jax.Array:
         """Elements of one of the arrays, in float32."""
         ref = self.stages[which].at[lax.axis_index(WARPGROUP)]
         layout = self.strips.layout
-        staged = ref.at[pl.ds(piece.stage_start, piece.width)]
+        staged = ref.at[pl.ds(fragment.stage_start, fragment.width)]
         return widen(load(staged, layout, self.strips.shape), layout)
 
     def broadcast(self, stat: Stat) -> jax.Array:
-        """A statistic for every element of a piece."""
+        """A statistic for every element of a fragment."""
         axes = (0, 2) if stat.ndim == 2 else (2,)
         return lax.broadcast_in_dim(stat, self.strips.shape, axes)
 
@@ -277,9 +279,9 @@ class Strip:
             ref = ref.at[lax.div(self.outer, self.strips.outer // ref.shape[0])]
         return load(ref.at[self.inner], self.strips.stat_layout)
 
-    def store(self, ref: Ref, piece: Piece, value: jax.Array) -> None:
-        """Stores the elements of a piece, rounded to the dtype of `ref`."""
-        target = ref.at[self.outer, pl.ds(piece.start, piece.width), self.inner]
+    def store(self, ref: Ref, fragment: Fragment, value: jax.Array) -> None:
+        """Stores the elements of a fragment, rounded to the dtype of `ref`."""
+        target = ref.at[self.outer, pl.ds(fragment.start, fragment.width), self.inner]
         if self.strips.holds_groups:
             store_global(target, value, self.strips.layout)
         else:
@@ -351,15 +353,15 @@ class Strip:
 
     def sum(
         self,
-        terms: Callable[[Piece], Sequence[jax.Array]],
+        terms: Callable[[Fragment], Sequence[jax.Array]],
         count: int = 1,
         *,
         waits: bool = False,
     ) -> list[Stat]:
         """Of each warp's columns, for each of `count` terms; see `_walk`."""
 
-        def add(piece: Piece, carry: list[jax.Array]) -> list[jax.Array]:
-            new = [self._skip_columns(term, piece) for term in terms(piece)]
+        def add(fragment: Fragment, carry: list[jax.Array]) -> list[jax.Array]:
+            new = [self._skip_columns(term, fragment) for term in terms(fragment)]
             return [a + b for a, b in zip(carry, new, strict=True)]
 
         totals = self._walk(add, [self._all(0)] * count, waits=waits)
@@ -369,21 +371,21 @@ class Strip:
         """How many columns each warp has that no other one has."""
         if not self.slice.has_tail:
             return self.slice.width / WARPS
-        (sizes,) = self.sum(lambda piece: [self._all(1)])
+        (sizes,) = self.sum(lambda fragment: [self._all(1)])
         return sizes
 
-    def each_piece(self, step: Callable[[Piece], None]) -> None:
+    def each_fragment(self, step: Callable[[Fragment], None]) -> None:
         """Runs `step` on each unit of the warpgroup's columns; see `_walk`."""
 
-        def one(piece: Piece, carry: tuple[()]) -> tuple[()]:
-            step(piece)
+        def one(fragment: Fragment, carry: tuple[()]) -> tuple[()]:
+            step(fragment)
             return carry
 
         self._walk(one, ())
 
     def _walk[T](
         self,
-        step: Callable[[Piece, T], T],
+        step: Callable[[Fragment, T], T],
         carry: T,
         waits: bool = False,
     ) -> T:
@@ -391,7 +393,7 @@ class Strip:
 
         `waits`: for each part before it is read.
         """
-        body, *tail = self.slice.pieces()
+        body, *tail = self.slice.fragments()
         units, parts = self.slice.units, self.strips.parts if waits else 1
         of_part = self.strips.boxes_of_part * BOX // self.slice.unit if parts > 1 else units
 
@@ -404,13 +406,13 @@ class Strip:
         carry = lax.fori_loop(0, whole, part, carry) if parts > 1 else part(0, carry)
         for nth in range(whole, parts):
             carry = part(nth, carry, max(0, units - nth * of_part))
-        for piece in tail:
-            carry = step(piece, carry)
+        for fragment in tail:
+            carry = step(fragment, carry)
         return carry
 
     def _walk_units[T](
         self,
-        step: Callable[[Piece, T], T],
+        step: Callable[[Fragment, T], T],
         carry: T,
         start: Any,
         first: Any,
@@ -421,7 +423,7 @@ class Strip:
         group = max(1, _VALUES // self.strips.vector)
 
         def nth(k: Any, carry: T) -> T:
-            return step(Piece(start + (first + k) * unit, unit, (first + k) * unit), carry)
+            return step(Fragment(start + (first + k) * unit, unit, (first + k) * unit), carry)
 
         def several(i: Any, carry: T) -> T:
             return functools.reduce(lambda c, j: nth(i * group + j, c), range(group), carry)
@@ -434,15 +436,15 @@ class Strip:
             return lax.fori_loop(rest.start, rest.stop, nth, carry)
         return functools.reduce(lambda c, k: nth(k, c), rest, carry)
 
-    def _skip_columns(self, term: jax.Array, piece: Piece) -> jax.Array:
-        """`term`, and 0 where another piece has the same column."""
-        if piece.fresh is None:
+    def _skip_columns(self, term: jax.Array, fragment: Fragment) -> jax.Array:
+        """`term`, and 0 where another fragment has the same column."""
+        if fragment.fresh is None:
             return term
         column = flat_index(term.shape, self.strips.layout, axes=2)
-        return jnp.where(column < piece.fresh - piece.start, jnp.float32(0), term)
+        return jnp.where(column < fragment.fresh - fragment.start, jnp.float32(0), term)
 
     def _all(self, value: float) -> jax.Array:
-        """`value` for every element of a piece."""
+        """`value` for every element of a fragment."""
         return plgpu.layout_cast(
             jnp.full(self.strips.shape, value, jnp.float32), self.strips.layout
         )

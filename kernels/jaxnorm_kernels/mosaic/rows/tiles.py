@@ -6,11 +6,12 @@ A *tile* says which threads hold a row. Three tiles cover the row lengths that f
     WarpgroupRow   a warpgroup holds a row           reductions within the warpgroup
     SplitRow       several warpgroups hold a row     reductions within a warp, then a `Gather`
 
-Which columns a warpgroup has of a row, in which pieces, `pieces` says. Rows overlap as pieces do:
-the last block starts early enough to be whole.
+Which columns a warpgroup has of a row, in which fragments, `fragments` says. Rows overlap as
+fragments do: the last block starts early enough to be whole.
 
 Of unaligned rows a tile holds the windows (`windows`), of which `cols` is the width. Each unit is a
-piece of its own, so that only those at the edges, which may hold parts of other rows, are masked.
+fragment of its own, so that only those at the edges, which may hold parts of other rows, are
+masked.
 """
 
 import dataclasses
@@ -43,14 +44,14 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     warps_layout,
 )
 from jaxnorm_kernels.mosaic.rows.exchange import Gather
-from jaxnorm_kernels.mosaic.rows.pieces import AlignmentView, Piece, Slice
+from jaxnorm_kernels.mosaic.rows.fragments import AlignmentView, Fragment, Partition
 
 #: A value for each row: a scalar, or an array over the rows of a `RowTile`. Of a `SplitRow`
 #: it is first an array over the warps of the warpgroup, until it has been exchanged.
 Stat = jax.Array
 
-#: A value for each element of a piece; a row is a list of them.
-Pieces = list[jax.Array]
+#: A value for each element of a fragment; a row is a list of them.
+Fragments = list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +61,14 @@ class LoadedRow:
     Attributes:
       index: into a ``(rows, ...)`` ref.
       step: counts the rows of the block.
-      load: gives what `Steps.load` makes of each piece.
+      load: gives what `Steps.load` makes of each fragment.
     """
 
     index: Any
     step: Any
     load: Callable[[], list[tuple[jax.Array, ...]]]
 
-    def read(self, which: int = 0) -> Pieces:
+    def read(self, which: int = 0) -> Fragments:
         """One of the arrays that `Steps.load` gives."""
         return [loaded[which] for loaded in self.load()]
 
@@ -92,13 +93,13 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What the tiles have in common. A row is a list of arrays: one for each piece.
+    """What the tiles have in common. A row is a list of arrays: one for each fragment.
 
     Attributes:
       vector: elements that a thread reads at once.
-      apart: each unit is a piece of its own, so that it need not be loaded.
+      apart: each unit is a fragment of its own, so that it need not be loaded.
       window: of unaligned rows. A row's index is then that among the rows of its class.
-      index: for pieces of a shape the columns, where they are known.
+      index: for fragments of a shape the columns, where they are known.
     """
 
     cols: int
@@ -110,14 +111,15 @@ class Tile:
     )
 
     def placed(self) -> Self:
-        """This, in a kernel's body, with what is the same for all pieces: see `PlacedView`.
+        """This, in a kernel's body, with what is the same for all fragments: see `PlacedView`.
 
-        Where pieces begin is computed anew for each use all the same. Computed once it would stay
-        in registers: 80 became 90 (softmax's backward over 50257 columns), and 1.24 of the time.
+        Where fragments begin is computed anew for each use all the same. Computed once it would
+        stay in registers: 80 became 90 (softmax's backward over 50257 columns), and 1.24 of the
+        time.
         """
         if self.window is None and not self.apart:
-            return self  # One or two pieces.
-        shapes = dict.fromkeys(self.shape(p.width) for p in self.pieces())
+            return self  # One or two fragments.
+        shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
         index = {s: self.count_columns(s) for s in shapes}
         window = None if self.window is None else self.window.placed().with_places(index)
         return dataclasses.replace(self, window=window, index=index)
@@ -129,21 +131,21 @@ class Tile:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """Of a piece that is read with the whole vector."""
+        """Of a fragment that is read with the whole vector."""
         return self.layout_of_vectors(self.vector)
 
     def layout_of_vectors(self, vector: int) -> Layout:
-        """Of a piece that is read by so many elements."""
+        """Of a fragment that is read by so many elements."""
         raise NotImplementedError
 
     def layout_of(self, shape: tuple[int, ...]) -> Layout:
-        """Of a piece of this shape: the tail of a window may have narrower vectors."""
+        """Of a fragment of this shape: the tail of a window may have narrower vectors."""
         if self.window is None:
             return self.layout
         return self.layout_of_vectors(math.prod(shape) // WARPGROUP_THREADS)
 
     def shape(self, width: int) -> tuple[int, ...]:
-        """Shape in registers of a piece of `width` columns."""
+        """Shape in registers of a fragment of `width` columns."""
         raise NotImplementedError
 
     @property
@@ -207,7 +209,7 @@ class Tile:
         self.open(scratch)
         row = self.first_row(rows)
         raw = [self.load(operand, row) for operand in operands]
-        held = [steps.load(*piece) for piece in zip(*raw)]
+        held = [steps.load(*fragment) for fragment in zip(*raw)]
         self.ready()
         steps.finish(LoadedRow(row, 0, lambda: held), shared)
 
@@ -226,12 +228,12 @@ class Tile:
         """Of this warpgroup, among those that share a row."""
         return 0
 
-    def slice(self, index: Any = 0) -> Slice:
+    def slice(self, index: Any = 0) -> Partition:
         """What the warpgroup of this index has of a row."""
-        return Slice(self.cols, self._shares, self.unit, index, self.window)
+        return Partition(self.cols, self._shares, self.unit, index, self.window)
 
-    def pieces(self) -> list[Piece]:
-        """The columns of a row that this warpgroup has, piece by piece."""
+    def fragments(self) -> list[Fragment]:
+        """The columns of a row that this warpgroup has, fragment by fragment."""
         part = self.slice(self._index())
         tail, body = part.tail(), part.body()
         return [*(part.cut(body) if self.apart else [body]), *tail]
@@ -240,19 +242,21 @@ class Tile:
         """A row of a ``(rows, cols)`` ref, in its own dtype."""
         return [
             load(ref.at[row, p.columns()], self.layout_of(self.shape(p.width)), self.shape(p.width))
-            for p in self.pieces()
+            for p in self.fragments()
         ]
 
     def load_param(self, ref: Ref) -> list[jax.Array]:
         """A ``(cols,)`` ref, held as a row is held, in its own dtype."""
-        return [load(ref.at[p.columns()], self.layout, self.shape(p.width)) for p in self.pieces()]
+        return [
+            load(ref.at[p.columns()], self.layout, self.shape(p.width)) for p in self.fragments()
+        ]
 
     def store(self, ref: Ref, row: Any, values: Sequence[jax.Array]) -> None:
-        """Writes the pieces of a row to the array `ref`, each element once or twice the same."""
-        for p, value in zip(self.pieces(), values):
+        """Writes the fragments of a row to the array `ref`, each element once or twice the same."""
+        for p, value in zip(self.fragments(), values):
             p.store(ref, row, value, self.layout_of(value.shape))
 
-    def skip_others(self, x: Sequence[jax.Array], neutral: float = 0.0) -> Pieces:
+    def skip_others(self, x: Sequence[jax.Array], neutral: float = 0.0) -> Fragments:
         """`x`, and `neutral` for what a window has of other rows: before a reduction.
 
         Best as soon as it is loaded, and once: predicates that wait for a second use, or both
@@ -262,13 +266,13 @@ class Tile:
             return list(x)
         before, cols = self.window.before(), self.window.cols
 
-        def is_inside(piece: Piece) -> jax.Array:
-            column = self.columns(self.shape(piece.width)) + (piece.start - before)
+        def is_inside(fragment: Fragment) -> jax.Array:
+            column = self.columns(self.shape(fragment.width)) + (fragment.start - before)
             return (column >= 0) & (column < cols)
 
         return [
             jnp.where(is_inside(p), v, jnp.float32(neutral)) if p.edge else v
-            for p, v in zip(self.pieces(), x)
+            for p, v in zip(self.fragments(), x)
         ]
 
     def max(self, x: Sequence[jax.Array]) -> Stat:
@@ -280,17 +284,17 @@ class Tile:
         return self._reduce(x, jnp.sum, operator.add, 0)
 
     def broadcast(self, stat: Stat, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-        """`stat` for every element of a piece."""
+        """`stat` for every element of a fragment."""
         return lax.broadcast_in_dim(stat, like.shape, (0,)) if stat.ndim else stat
 
-    def of_pieces(self, stat: Stat) -> Callable[[jax.Array], jax.Array]:
-        """As `broadcast`, but once for all pieces of a shape."""
-        shapes = dict.fromkeys(self.shape(p.width) for p in self.pieces())
+    def of_fragments(self, stat: Stat) -> Callable[[jax.Array], jax.Array]:
+        """As `broadcast`, but once for all fragments of a shape."""
+        shapes = dict.fromkeys(self.shape(p.width) for p in self.fragments())
         known = {s: self.broadcast(stat, jax.ShapeDtypeStruct(s, stat.dtype)) for s in shapes}
         return lambda like: known[like.shape]
 
     def columns(self, shape: tuple[int, ...]) -> jax.Array:
-        """Column of each element, counted from the start of its piece."""
+        """Column of each element, counted from the start of its fragment."""
         return self.index[shape] if shape in self.index else self.count_columns(shape)
 
     def count_columns(self, shape: tuple[int, ...]) -> jax.Array:
@@ -312,11 +316,11 @@ class Tile:
     def _skip_stale(self, x: Sequence[jax.Array], neutral: float) -> list[jax.Array]:
         return [
             v if p.fresh is None else jnp.where(self._is_fresh(p), v, jnp.float32(neutral))
-            for p, v in zip(self.pieces(), x)
+            for p, v in zip(self.fragments(), x)
         ]
 
-    def _is_fresh(self, piece: Piece) -> jax.Array:
-        return self.columns(self.shape(piece.width)) >= piece.fresh - piece.start
+    def _is_fresh(self, fragment: Fragment) -> jax.Array:
+        return self.columns(self.shape(fragment.width)) >= fragment.fresh - fragment.start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,22 +358,22 @@ class RowTile(Tile):
 
     @property
     def widths(self) -> list[int]:
-        """Columns of each piece."""
-        return [p.width for p in self.pieces()]
+        """Columns of each fragment."""
+        return [p.width for p in self.fragments()]
 
     @property
     def row_layouts(self) -> list[Layout]:
-        """Layout of each piece, of the rows."""
-        return [self.layout for _ in self.pieces()]
+        """Layout of each fragment, of the rows."""
+        return [self.layout for _ in self.fragments()]
 
     @property
     def column_layouts(self) -> list[Layout]:
-        """Layout of each piece, of what all rows share."""
-        return [columns_layout(self.vector, self.threads) for _ in self.pieces()]
+        """Layout of each fragment, of what all rows share."""
+        return [columns_layout(self.vector, self.threads) for _ in self.fragments()]
 
     def store_param(self, ref: Ref, values: Sequence[jax.Array]) -> None:
         """Store what all rows share in a ``(cols,)`` ref."""
-        for p, value in zip(self.pieces(), values):
+        for p, value in zip(self.fragments(), values):
             store(ref.at[p.columns()], value)
 
     def load_param(self, ref: Ref) -> list[jax.Array]:
@@ -378,7 +382,7 @@ class RowTile(Tile):
             lax.broadcast_in_dim(
                 load(ref.at[pl.ds(p.start, p.width)], layout), self.shape(p.width), (1,)
             )
-            for p in self.pieces()
+            for p in self.fragments()
         ]
 
 
@@ -399,7 +403,7 @@ class WarpgroupRow(Tile):
         pairwise: Callable[[jax.Array, jax.Array], jax.Array],
         neutral: float,
     ) -> Stat:
-        # A reduction over the warpgroup costs barriers: the pieces are folded into a unit first.
+        # A reduction over the warpgroup costs barriers: the fragments are folded into a unit first.
         if len(x) == 1:
             return within(x[0])
         if self.apart:
@@ -473,7 +477,7 @@ class SplitRow(Tile):
 
     def part_sizes(self) -> jax.Array | float:
         """How many columns each warp has that are not stale."""
-        body, *tail = self.pieces()
+        body, *tail = self.fragments()
         return sum((count_fresh(self._is_fresh(p), self.layout) for p in tail), body.width / WARPS)
 
 

@@ -144,7 +144,7 @@ def softmax_bwd(
 def _read(
     tile: Tile, spec: Spec, row: Any, y_ref: Ref, dy_ref: Ref, mask: Ref | None = None
 ) -> list[Sequence[jax.Array]]:
-    """y and d of each piece; and what is kept, where the rest takes part, too."""
+    """y and d of each fragment; and what is kept, where the rest takes part, too."""
     place = Place(tile, spec, row, mask)
     loaded = [place.load(ref) for ref in (y_ref, dy_ref)]
     y, d = [[widen(v, tile.layout_of(v.shape)) for v in values] for values in loaded]

@@ -20,8 +20,8 @@ from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.loops.forward import Refs, run
-from jaxnorm_kernels.mosaic.rows.logits import Place, each_piece, first_row, has_places, scaled
-from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, Pieces, SplitRow, Steps, Tile
+from jaxnorm_kernels.mosaic.rows.logits import Place, each_fragment, first_row, has_places, scaled
+from jaxnorm_kernels.mosaic.rows.tiles import Fragments, LoadedRow, SplitRow, Steps, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
 from jaxnorm_kernels.mosaic.schedules.forward import Schedule
 from jaxnorm_kernels.specs import Spec
@@ -55,9 +55,9 @@ def _in_registers(spec: Spec) -> Callable[[Tile, Refs], None]:
             return (scaled(widen(x, tile.layout_of(x.shape)), spec),)
 
         def finish(row: LoadedRow, place: Place | None) -> None:
-            each = each_piece if place is None else place.each
+            each = each_fragment if place is None else place.each
 
-            def read() -> Pieces:
+            def read() -> Fragments:
                 return tile.skip_others(row.read(), -jnp.inf)
 
             highest = read()
@@ -70,8 +70,8 @@ def _in_registers(spec: Spec) -> Callable[[Tile, Refs], None]:
                 ]
             top = tile.max(highest)
             part_m = m = jnp.maximum(top, numerics.LOWEST)
-            of_pieces = tile.of_pieces(m)
-            e = each(lambda v: exp(v - of_pieces(v)), read())
+            of_fragments = tile.of_fragments(m)
+            e = each(lambda v: exp(v - of_fragments(v)), read())
             s = tile.sum(e)
             counts = [jnp.where(top == -jnp.inf, 0.0, 1.0)] if may_be_empty else []
             if isinstance(tile, SplitRow):
