@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
-from jaxnorm_kernels.mosaic.rows.fragments import alignment_view
+from jaxnorm_kernels.mosaic.rows.partitions import alignment_view
 from jaxnorm_kernels.mosaic.schedules import forward
 from jaxnorm_kernels.mosaic.schedules.forward import Schedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule

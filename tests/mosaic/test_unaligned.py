@@ -18,7 +18,7 @@ from reference import assert_within
 from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
-from jaxnorm_kernels.mosaic.rows.fragments import (
+from jaxnorm_kernels.mosaic.rows.partitions import (
     AlignmentView,
     alignment_view,
     tail_vector,

@@ -20,8 +20,8 @@ from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch, split
 from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, Ref, store
 from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula
 from jaxnorm_kernels.mosaic.rows.exchange import RowSums
-from jaxnorm_kernels.mosaic.rows.fragments import AlignmentView
 from jaxnorm_kernels.mosaic.rows.logits import row_of_x
+from jaxnorm_kernels.mosaic.rows.partitions import AlignmentView
 from jaxnorm_kernels.mosaic.rows.tiles import Fragments, RowTile, SplitRow, Stat, Tile, WarpgroupRow
 from jaxnorm_kernels.specs import Shared
 

@@ -39,7 +39,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula, Refs, RowOperands, prepare
 from jaxnorm_kernels.mosaic.loops.persistent import Share, Stages
 from jaxnorm_kernels.mosaic.rows.exchange import RowSums
-from jaxnorm_kernels.mosaic.rows.fragments import Fragment, Partition
+from jaxnorm_kernels.mosaic.rows.partitions import Fragment, Partition
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ from jaxnorm_kernels.mosaic.device.layouts import Ref
 from jaxnorm_kernels.mosaic.loops.formulas import Arrays, prepare
 from jaxnorm_kernels.mosaic.norm.backward import NormFormula
 from jaxnorm_kernels.mosaic.norm.elementwise import activation_of, norm_columns, norm_output
-from jaxnorm_kernels.mosaic.rows.fragments import Fragment
+from jaxnorm_kernels.mosaic.rows.partitions import Fragment
 from jaxnorm_kernels.mosaic.rows.strips import Merge, Parts, Stat, Strip, StripExchange, Strips
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
 from jaxnorm_kernels.partials import add_partials

@@ -28,7 +28,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     widen,
 )
 from jaxnorm_kernels.mosaic.device.registers import load_mask, renewed
-from jaxnorm_kernels.mosaic.rows.fragments import Fragment
+from jaxnorm_kernels.mosaic.rows.partitions import Fragment
 from jaxnorm_kernels.mosaic.rows.tiles import Fragments, RowTile, Tile
 from jaxnorm_kernels.specs import Shared, Spec
 

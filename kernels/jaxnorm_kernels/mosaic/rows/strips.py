@@ -7,7 +7,7 @@ it to shared memory once, in the dtype that it has, and each pass over it reads 
 that a thread needs registers for a few of its elements alone. The first pass begins with what has
 arrived, in *parts*.
 
-Each warpgroup owns a slice of the columns (see `fragments`), in units of one vector for each
+Each warpgroup owns a slice of the columns (see `partitions`), in units of one vector for each
 thread, ``(4, columns of a warp, width)``: the lanes of a warp run along the width, then along the
 columns. Inner elements that are normalised together are a *group* (see `strip_groups`). Strips
 overlap where the width does not divide the inner axis: the last one ends with it, and its first
@@ -54,7 +54,7 @@ from jaxnorm_kernels.mosaic.rows.exchange import (
     announce,
     send,
 )
-from jaxnorm_kernels.mosaic.rows.fragments import Fragment, Partition
+from jaxnorm_kernels.mosaic.rows.partitions import Fragment, Partition
 
 #: The copy engine takes boxes of up to so many elements along each axis.
 BOX = 256

@@ -6,11 +6,11 @@ A *tile* says which threads hold a row. Three tiles cover the row lengths that f
     WarpgroupRow   a warpgroup holds a row           reductions within the warpgroup
     SplitRow       several warpgroups hold a row     reductions within a warp, then a `Gather`
 
-Which columns a warpgroup has of a row, in which fragments, `fragments` says. Rows overlap as
+Which columns a warpgroup has of a row, in which fragments, `partitions` says. Rows overlap as
 fragments do: the last block starts early enough to be whole.
 
-Of unaligned rows a tile holds the windows (`windows`), of which `cols` is the width. Each unit is a
-fragment of its own, so that only those at the edges, which may hold parts of other rows, are
+Of unaligned rows a tile holds the windows (`partitions`), of which `cols` is the width. Each unit
+is a fragment of its own, so that only those at the edges, which may hold parts of other rows, are
 masked.
 """
 
@@ -44,7 +44,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     warps_layout,
 )
 from jaxnorm_kernels.mosaic.rows.exchange import Gather
-from jaxnorm_kernels.mosaic.rows.fragments import AlignmentView, Fragment, Partition
+from jaxnorm_kernels.mosaic.rows.partitions import AlignmentView, Fragment, Partition
 
 #: A value for each row: a scalar, or an array over the rows of a `RowTile`. Of a `SplitRow`
 #: it is first an array over the warps of the warpgroup, until it has been exchanged.

@@ -14,8 +14,8 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     power_of_2,
     vector_width,
 )
-from jaxnorm_kernels.mosaic.rows.fragments import AlignmentView, alignment_view, widest_vector
 from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
+from jaxnorm_kernels.mosaic.rows.partitions import AlignmentView, alignment_view, widest_vector
 from jaxnorm_kernels.mosaic.rows.queued import PipelinedRow, PipelinedTile
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow, Tile, WarpgroupRow
 from jaxnorm_kernels.mosaic.schedules.columns import (

@@ -9,8 +9,8 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     WARPGROUP_THREADS,
 )
 from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
-from jaxnorm_kernels.mosaic.rows.fragments import alignment_view
 from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
+from jaxnorm_kernels.mosaic.rows.partitions import alignment_view
 from jaxnorm_kernels.mosaic.schedules.columns import OTHER_REGISTERS, row_vector
 from jaxnorm_kernels.specs import Spec
 

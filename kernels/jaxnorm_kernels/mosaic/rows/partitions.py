@@ -171,8 +171,8 @@ def alignment_view(rows: int, cols: int, dtypes: Sequence[np.dtype]) -> Alignmen
 # with the row at the latest. The first columns of the tail may be in another fragment too:
 # reductions skip them (they are *stale*), and they are stored twice with the same value.
 #
-# Of unaligned rows, a row is its window (`windows`). The columns of other rows in it, which lie at
-# its *edges*, are skipped too, and not stored.
+# Of unaligned rows, a row is its window (`partitions`). The columns of other rows in it, which lie
+# at its *edges*, are skipped too, and not stored.
 
 
 @dataclasses.dataclass(frozen=True)
