@@ -15,7 +15,7 @@ from benchmarks.contract import KernelWorkload
 from benchmarks.sweeps.gated import rings
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS
-from jaxnorm_kernels.mosaic.schedules.forward import ForwardRule, Schedule, choose, of_line
+from jaxnorm_kernels.mosaic.schedules.forward import ForwardRule, ForwardSchedule, choose, of_line
 from jaxnorm_kernels.mosaic.schedules.norm_backward import norm_schedule
 from jaxnorm_kernels.specs import Spec
 
@@ -41,7 +41,7 @@ def schedules(workload: KernelWorkload) -> list[Any]:
     return list(dict.fromkeys(schedule for schedule in tried if schedule is not None))
 
 
-def _forward(spec: Spec) -> Iterator[Schedule]:
+def _forward(spec: Spec) -> Iterator[ForwardSchedule]:
     tile = of_line(ForwardRule("row_tile"), spec, local_gpu())
     if spec.cols <= _MOST_VALUES * tile.threads:
         yield tile
@@ -57,7 +57,7 @@ def _forward(spec: Spec) -> Iterator[Schedule]:
         yield from _queued(dataclasses.replace(split, kind="queued_row"))
 
 
-def _queued(schedule: Schedule) -> Iterator[Schedule]:
+def _queued(schedule: ForwardSchedule) -> Iterator[ForwardSchedule]:
     """With the rows that are taken one by one at the end, where a block has several."""
     for tiles, slots in itertools.product(_TILES, _SLOTS):
         if slots <= tiles:

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels.mosaic.device.gpu import REGISTERS, local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import WARP, WARPGROUP_THREADS
-from jaxnorm_kernels.mosaic.schedules.forward import ForwardRule, Schedule, choose, of_line
+from jaxnorm_kernels.mosaic.schedules.forward import ForwardRule, ForwardSchedule, choose, of_line
 from jaxnorm_kernels.mosaic.schedules.norm_backward import (
     NormSchedule,
     norm_schedule,
@@ -56,7 +56,7 @@ def schedules(workload: KernelWorkload) -> list[Any]:
     return list(dict.fromkeys(schedule for schedule in tried if schedule is not None))
 
 
-def _forward(spec: Spec) -> Iterator[Schedule]:
+def _forward(spec: Spec) -> Iterator[ForwardSchedule]:
     one = of_line(ForwardRule("row_tile"), spec, local_gpu())
     for groups, threads in itertools.product(_GROUPS, (one.threads, 2 * one.threads)):
         # With more threads for a row, narrower loads.

@@ -14,7 +14,7 @@ from benchmarks.workloads import Operation, grid
 from jaxnorm_kernels.mosaic.device.gpu import local_gpu
 from jaxnorm_kernels.mosaic.device.layouts import VECTOR_BYTES, WARP, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
-from jaxnorm_kernels.mosaic.schedules.forward import ForwardRule, Schedule, choose, of_line
+from jaxnorm_kernels.mosaic.schedules.forward import ForwardRule, ForwardSchedule, choose, of_line
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 
 _COLS = {"fwd": 4096, "bwd": 12288}
@@ -50,7 +50,7 @@ def schedules(workload: KernelWorkload) -> list[Any]:
     return list(dict.fromkeys(tried))
 
 
-def _forward(workload: KernelWorkload) -> Iterator[Schedule]:
+def _forward(workload: KernelWorkload) -> Iterator[ForwardSchedule]:
     loads = (False, True) if workload.is_norm else (True,)
     if workload.cols >= WARPGROUP_THREADS:
         row = of_line(ForwardRule("warpgroup_row"), workload.spec, local_gpu())
@@ -67,7 +67,7 @@ def _forward(workload: KernelWorkload) -> Iterator[Schedule]:
                 yield from _queued(tile)
 
 
-def _queued(tile: Schedule) -> Iterator[Schedule]:
+def _queued(tile: ForwardSchedule) -> Iterator[ForwardSchedule]:
     for tiles in _TILES:
         tail = 2 * local_gpu().sms if tiles > 1 else 0
         yield dataclasses.replace(

@@ -13,7 +13,7 @@ from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.rows.partitions import alignment_view
 from jaxnorm_kernels.mosaic.schedules import forward
-from jaxnorm_kernels.mosaic.schedules.forward import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 
 _ROWS = 8192
@@ -42,18 +42,18 @@ def schedules(workload: KernelWorkload) -> list[Any]:
     return list(dict.fromkeys(schedule for schedule in tried if schedule is not None))
 
 
-def _held(workload: KernelWorkload, chosen: Schedule | None) -> Iterator[Schedule]:
+def _held(workload: KernelWorkload, chosen: ForwardSchedule | None) -> Iterator[ForwardSchedule]:
     window = alignment_view(workload.rows, workload.cols, [workload.spec.x_dtype])
     if workload.cols == 1001:
-        yield Schedule("warpgroup_row", 4, window=window, **_BARE)
+        yield ForwardSchedule("warpgroup_row", 4, window=window, **_BARE)
     elif workload.cols == 4095:
         if chosen is not None:
             yield dataclasses.replace(chosen, vector=4)
-        yield Schedule("split_row", 8, warpgroups=1, window=window, **_BARE)
-        yield Schedule("split_row", 8, warpgroups=2, window=window, **_BARE)
+        yield ForwardSchedule("split_row", 8, warpgroups=1, window=window, **_BARE)
+        yield ForwardSchedule("split_row", 8, warpgroups=2, window=window, **_BARE)
     else:
         for cluster, warpgroups in ((4, 2), (8, 2), (4, 4)):
-            yield Schedule(
+            yield ForwardSchedule(
                 "split_row", 8, warpgroups=warpgroups, cluster=cluster, window=window, **_BARE
             )
 

@@ -22,7 +22,7 @@ from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
 from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
-from jaxnorm_kernels.mosaic.schedules.forward import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
 from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -96,7 +96,7 @@ CHANGES: list[dict[str, Any]] = [
     {"scale_groups": 2, "bias_groups": 2},
     {"adds_dh": True},
 ]
-ROW_TILE = Schedule("row_tile", 4, rows=8, params_first=True)
+ROW_TILE = ForwardSchedule("row_tile", 4, rows=8, params_first=True)
 RINGS = (
     (8, 1024, PipelinedRows(4, 1, stages=2)),
     (16, 440, PipelinedNarrowRows(4, 32, rows=4, stages=2)),

@@ -22,7 +22,7 @@ from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
 from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
-from jaxnorm_kernels.mosaic.schedules.forward import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
 from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -96,7 +96,7 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_variants(change: dict[str, Any], before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"norm_before_gate": before, **change}
-    row_tile = Schedule("row_tile", 4, rows=8, params_first=True)
+    row_tile = ForwardSchedule("row_tile", 4, rows=8, params_first=True)
     check_forward(make_spec("fwd", 16, 440, MIXES[1], **given), row_tile)
     rings = (
         (8, 1024, PipelinedRows(4, 1, stages=2)),
@@ -111,7 +111,7 @@ def test_with_64_bit_types(before: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     """Kernels count in 32 bits, and a gate's formulas stay in float32, whatever `1.0` is."""
     given = {"norm_before_gate": before}
     with jax.enable_x64(True):
-        row_tile = Schedule("row_tile", 4, rows=8, params_first=True)
+        row_tile = ForwardSchedule("row_tile", 4, rows=8, params_first=True)
         check_forward(make_spec("fwd", 16, 440, MIXES[0], **given), row_tile)
         rings = (
             (8, 1024, PipelinedRows(4, 1, stages=2)),
@@ -129,7 +129,7 @@ def test_gates_of_all_sizes(activation: str, monkeypatch: pytest.MonkeyPatch) ->
     x, gate, scale, dy = make_operands(spec)
     gate = jnp.asarray(np.concatenate([[0.0], *np.outer([-1, 1], np.geomspace(1e-20, 3e4, 255))]))
     gate = jnp.broadcast_to(jnp.append(gate, -0.0), (8, 512)).astype(F32)
-    y, stats = run(spec, x, gate, scale, schedule=Schedule("row_tile", 4, rows=8))
+    y, stats = run(spec, x, gate, scale, schedule=ForwardSchedule("row_tile", 4, rows=8))
     ((_, ref),) = references_of(spec, x, gate, scale, dy)
     y_bound, dx_bound, dgate_bound, _ = ref.bounds()
     assert_within(y, ref.y, y_bound)

@@ -30,7 +30,7 @@ from pairs import pairwise
 from program_error import assert_computes
 
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.mosaic.schedules.forward import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
 from jaxnorm_kernels.specs import Shared, Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("quick_to_compile")
 BY_NAME = {case.name: case for case in CASES}
 
 
-def check(spec: Spec, schedule: Schedule | None, *operands: Any) -> None:
+def check(spec: Spec, schedule: ForwardSchedule | None, *operands: Any) -> None:
     """Outputs and statistics against the reference in float64, within its error bound."""
     outputs = interpret(spec, *operands, schedule=schedule)
     expected, errors = reference(spec, *operands, outputs=outputs)
@@ -147,8 +147,8 @@ def test_groups_of_rows(op: str, case: Case) -> None:
 def test_groups_that_no_tile_can_have() -> None:
     of_rows = make_spec("rms_norm", 30, 512, F32, F32, scale_groups=5)
     for schedule in (
-        Schedule("row_tile", 4, rows=4),  # rows 4 to 7 are of two groups
-        Schedule("queued_row", 4, slots=1, tiles=4, params_first=True),
+        ForwardSchedule("row_tile", 4, rows=4),  # rows 4 to 7 are of two groups
+        ForwardSchedule("queued_row", 4, slots=1, tiles=4, params_first=True),
     ):
         with pytest.raises(ValueError, match="of one group for rows of another"):
             schedule.rows_of(of_rows)
@@ -244,11 +244,11 @@ SPECIAL = {
 
 
 SPECIAL_CASES = [
-    Case("row_tile", 3, 440, Schedule("row_tile", 4, rows=1)),
-    Case("warpgroup_row", 3, 600, Schedule("warpgroup_row", 4)),
-    Case("split_row", 3, 1024, Schedule("split_row", 4, warpgroups=2)),
-    Case("split_row_tail", 3, 1100, Schedule("split_row", 4, warpgroups=2)),
-    Case("queued_row", 3, 2500, Schedule("queued_row", 4, slots=2, tiles=2)),
+    Case("row_tile", 3, 440, ForwardSchedule("row_tile", 4, rows=1)),
+    Case("warpgroup_row", 3, 600, ForwardSchedule("warpgroup_row", 4)),
+    Case("split_row", 3, 1024, ForwardSchedule("split_row", 4, warpgroups=2)),
+    Case("split_row_tail", 3, 1100, ForwardSchedule("split_row", 4, warpgroups=2)),
+    Case("queued_row", 3, 2500, ForwardSchedule("queued_row", 4, slots=2, tiles=2)),
 ]
 
 

@@ -18,7 +18,7 @@ from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.loops.narrow_rows import PipelinedNarrowRows
 from jaxnorm_kernels.mosaic.loops.pipelined import PipelinedRows
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
-from jaxnorm_kernels.mosaic.schedules.forward import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
 from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -88,8 +88,8 @@ CHANGES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_variants(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for schedule in (
-        Schedule("row_tile", 4, rows=8, params_first=True),
-        Schedule("row_tile", 4, rows=8),
+        ForwardSchedule("row_tile", 4, rows=8, params_first=True),
+        ForwardSchedule("row_tile", 4, rows=8),
     ):
         check_forward(make_spec("fwd", 16, 440, MIXES[1], **change), schedule)
     rings = (
@@ -102,7 +102,7 @@ def test_variants(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_with_64_bit_types(monkeypatch: pytest.MonkeyPatch) -> None:
     with jax.enable_x64(True):
-        row_tile = Schedule("row_tile", 4, rows=8, params_first=True)
+        row_tile = ForwardSchedule("row_tile", 4, rows=8, params_first=True)
         check_forward(make_spec("fwd", 16, 440, MIXES[0]), row_tile)
         ring = PipelinedNarrowRows(4, 32, rows=4, stages=2)
         check_backward(make_spec("bwd", 16, 440, MIXES[0]), ring, monkeypatch)

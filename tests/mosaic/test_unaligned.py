@@ -25,7 +25,7 @@ from jaxnorm_kernels.mosaic.rows.partitions import (
     widest_vector,
 )
 from jaxnorm_kernels.mosaic.schedules import forward as forward_schedules
-from jaxnorm_kernels.mosaic.schedules.forward import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 from jaxnorm_kernels.specs import Spec
 
@@ -62,10 +62,16 @@ def test_vectors_of_windows() -> None:
 
 
 FORWARD = (
-    ("softmax", 8, 1999, BF16, Schedule("warpgroup_row", 8)),
-    ("log_softmax", 4, 2571, F32, Schedule("split_row", 4, warpgroups=2)),
-    ("softmax", 20, 1031, F32, Schedule("queued_row", 4, slots=1, tiles=1)),
-    ("log_softmax", 16, 1031, BF16, Schedule("queued_row", 8, slots=1, tiles=1, rereads=True)),
+    ("softmax", 8, 1999, BF16, ForwardSchedule("warpgroup_row", 8)),
+    ("log_softmax", 4, 2571, F32, ForwardSchedule("split_row", 4, warpgroups=2)),
+    ("softmax", 20, 1031, F32, ForwardSchedule("queued_row", 4, slots=1, tiles=1)),
+    (
+        "log_softmax",
+        16,
+        1031,
+        BF16,
+        ForwardSchedule("queued_row", 8, slots=1, tiles=1, rereads=True),
+    ),
 )
 BACKWARD = (
     ("softmax", 8, 1999, BF16, InRegisters(8)),
@@ -82,7 +88,9 @@ def with_window(schedule: Any, spec: Spec) -> Any:
 
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize(("op", "rows", "cols", "dtype", "schedule"), FORWARD)
-def test_forward_values(op: str, rows: int, cols: int, dtype: np.dtype, schedule: Schedule) -> None:
+def test_forward_values(
+    op: str, rows: int, cols: int, dtype: np.dtype, schedule: ForwardSchedule
+) -> None:
     spec = forward.make_spec(op, rows, cols, dtype, dtype)
     operands = forward.make_operands(spec)
     outputs = forward.interpret(spec, *operands, schedule=with_window(schedule, spec))
@@ -105,7 +113,7 @@ def test_backward_values(op: str, rows: int, cols: int, dtype: np.dtype, schedul
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize(("op", "rows", "cols", "dtype", "schedule"), [FORWARD[0], FORWARD[2]])
 def test_what_is_not_finite_stays_in_its_row(
-    op: str, rows: int, cols: int, dtype: np.dtype, schedule: Schedule
+    op: str, rows: int, cols: int, dtype: np.dtype, schedule: ForwardSchedule
 ) -> None:
     spec = forward.make_spec(op, rows, cols, dtype, dtype)
     x, *rest = forward.make_operands(spec)

@@ -2,7 +2,7 @@
 
 from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.linear_spec import LinearSpec
-from jaxnorm_kernels.mosaic.cross_entropy.backward import Schedule
+from jaxnorm_kernels.mosaic.cross_entropy.backward import LossBackwardSchedule
 from jaxnorm_kernels.mosaic.device.launch import is_interpreted
 from jaxnorm_kernels.mosaic.device.layouts import LEAST_VECTOR, WARPGROUP_THREADS
 from jaxnorm_kernels.mosaic.schedules import forward, heads
@@ -43,7 +43,11 @@ _CANNOT: Table = (
     ),
     (
         f"its kernels number blocks, the parts of rows, in 32 bits, up to {_MAX_ROWS}",
-        lambda s: s.direction == "bwd" and s.is_loss and s.rows * Schedule().parts(s) > _MAX_ROWS,
+        lambda s: (
+            s.direction == "bwd"
+            and s.is_loss
+            and s.rows * LossBackwardSchedule().parts(s) > _MAX_ROWS
+        ),
     ),
     (f"its kernels need rows of {_MIN_COLS} elements or more", lambda s: s.cols < _MIN_COLS),
     (

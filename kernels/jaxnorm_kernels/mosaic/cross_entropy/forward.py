@@ -68,7 +68,7 @@ Sums = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class LossForwardSchedule:
     """How a row is read.
 
     Attributes:
@@ -97,7 +97,7 @@ _COLUMNS = 16
 
 
 @kept
-def choose(spec: Spec, gpu: Gpu) -> Schedule:
+def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
     """The schedule for a call. With fewer rows than SMs, those of a cluster share a row."""
     units = units_of(spec)
     share = _SHARE_BYTES if spec.rows > gpu.sms else _SHARE_BYTES_OF_FEW
@@ -112,7 +112,9 @@ def choose(spec: Spec, gpu: Gpu) -> Schedule:
     step = max(1, _COLUMNS // units.vector)
     while cluster > 1 and cluster * warpgroups * step > units.count:
         cluster //= 2
-    return Schedule(min(step, max(1, units.count // (cluster * warpgroups))), warpgroups, cluster)
+    return LossForwardSchedule(
+        min(step, max(1, units.count // (cluster * warpgroups))), warpgroups, cluster
+    )
 
 
 @functools.lru_cache(maxsize=SCHEDULES_KEPT)
@@ -123,7 +125,7 @@ def units_of(spec: Spec, *, padded: bool = False) -> Units:
 
 
 def cross_entropy_fwd(
-    operands: Operands, spec: Spec, *, schedule: Schedule | None = None
+    operands: Operands, spec: Spec, *, schedule: LossForwardSchedule | None = None
 ) -> Results:
     """The loss, or log_prob and entropy, and the statistics; `schedule` in place of the chosen."""
     assert operands.mask is None, "of classes: `support` refuses it"
@@ -160,7 +162,7 @@ def _sums(spec: Spec) -> int:
 
 def _row(
     spec: Spec,
-    schedule: Schedule,
+    schedule: LossForwardSchedule,
     gather: Gather,
     operands: Sequence[Ref],
     results: Sequence[Ref],
@@ -219,7 +221,7 @@ class _Share:
 
     spec: Spec
     units: Units
-    schedule: Schedule
+    schedule: LossForwardSchedule
     row: Any
 
     @functools.cached_property

@@ -33,7 +33,7 @@ STORED_BYTES, STORES = 64, 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class ProductSchedule:
     """One way to run the kernel.
 
     Attributes:
@@ -59,12 +59,12 @@ class Schedule:
 
 # The larger a tile, the less is read for a product, and a wgmma has 256 columns at most: 192 take
 # 1.09 times as long. Groups of 4, 16 or 32 take up to 1.11 times as long where weight exceeds L2.
-_WIDE = Schedule(features=256, stages=4, group=8)
+_WIDE = ProductSchedule(features=256, stages=4, group=8)
 # Half of it, where there are not enough of the others for all multiprocessors.
-_NARROW = Schedule(features=128, stages=6, group=8)
+_NARROW = ProductSchedule(features=128, stages=6, group=8)
 
 
-def choose(spec: LinearSpec, gpu: Gpu | None = None) -> Schedule:
+def choose(spec: LinearSpec, gpu: Gpu | None = None) -> ProductSchedule:
     """The schedule for a call."""
     rows, columns = _WIDE.tiles(spec)
     return _WIDE if rows * columns >= (gpu or local_gpu()).sms else _NARROW
@@ -122,7 +122,7 @@ def rms_norm_linear_fwd(
     bias: jax.Array | None,
     spec: LinearSpec,
     *,
-    schedule: Schedule | None = None,
+    schedule: ProductSchedule | None = None,
 ) -> jax.Array:
     """y; `schedule` stands in for the chosen one."""
     schedule = schedule or choose(spec)
@@ -136,7 +136,7 @@ def rms_norm_linear_fwd(
     def body(*refs: Ref) -> None:
         arrays = dict(zip((*operands, "y"), refs))
         scratch = dict(zip(shared, refs[len(arrays) :]))
-        kernel = _Kernel(spec, schedule, arrays, scratch)
+        kernel = _ProductKernel(spec, schedule, arrays, scratch)
         index = lax.axis_index(WARPGROUP)
         pl.when(index == MULTIPLY)(kernel.copy)
         pl.when(index < MULTIPLY)(kernel.multiply)
@@ -178,7 +178,10 @@ def _padded(array: jax.Array, name: str) -> jax.Array:
 
 
 def _shared(
-    spec: LinearSpec, schedule: Schedule, operands: dict[str, jax.Array], y: jax.ShapeDtypeStruct
+    spec: LinearSpec,
+    schedule: ProductSchedule,
+    operands: dict[str, jax.Array],
+    y: jax.ShapeDtypeStruct,
 ) -> dict[str, Any]:
     """Shared memory and barriers of a block."""
     stages = schedule.stages
@@ -212,11 +215,11 @@ def _swizzled(shape: tuple[int, ...], *arrays: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kernel:
+class _ProductKernel:
     """What a block does; `arrays` in memory and `shared` memory by their names."""
 
     spec: LinearSpec
-    schedule: Schedule
+    schedule: ProductSchedule
     arrays: dict[str, Ref]
     shared: dict[str, Any]
 

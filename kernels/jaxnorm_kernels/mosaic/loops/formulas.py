@@ -51,7 +51,7 @@ class RowOperands:
         return len(self.rows), len(self.stats), len(self.params)
 
 
-class Refs(NamedTuple):
+class BackwardRefs(NamedTuple):
     """What the body of a backward kernel gets: operands, results, and the scratch of a block.
 
     Attributes:
@@ -70,7 +70,7 @@ class Refs(NamedTuple):
     @classmethod
     def of(
         cls, refs: Sequence[Ref], sizes: tuple[int, int, int], results: int, partials: int
-    ) -> "Refs":
+    ) -> "BackwardRefs":
         """Those of a body's arguments; `sizes` as `RowOperands.sizes`."""
         return cls(*split(refs, *sizes, results, partials))
 

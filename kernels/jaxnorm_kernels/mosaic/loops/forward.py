@@ -15,7 +15,7 @@ from jaxnorm_kernels.mosaic.rows.tiles import Tile
 _F32 = np.dtype(np.float32)
 
 
-class Refs(NamedTuple):
+class ForwardRefs(NamedTuple):
     """What a kernel reads and writes.
 
     Attributes:
@@ -33,7 +33,7 @@ class Refs(NamedTuple):
 
 
 def run(
-    body: Callable[[Tile, Refs], None],
+    body: Callable[[Tile, ForwardRefs], None],
     tile: Tile,
     rows: int,
     *,
@@ -54,7 +54,7 @@ def run(
     counts = (len(operands), len(params), len(results), stats)
 
     def kernel(*refs: Ref) -> None:
-        body(tile.placed(), Refs(*split(refs, *counts)))
+        body(tile.placed(), ForwardRefs(*split(refs, *counts)))
 
     shape, window = operands[0].shape, tile.window
     view = shape if window is None else window.shape(rows)

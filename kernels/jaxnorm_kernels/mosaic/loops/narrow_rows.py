@@ -33,7 +33,13 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     widen,
 )
 from jaxnorm_kernels.mosaic.device.registers import load_columns
-from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula, Refs, RowOperands, prepare
+from jaxnorm_kernels.mosaic.loops.formulas import (
+    Arrays,
+    BackwardRefs,
+    Formula,
+    RowOperands,
+    prepare,
+)
 from jaxnorm_kernels.mosaic.loops.persistent import Share, Stages
 from jaxnorm_kernels.mosaic.rows.heads import HeadTile
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile
@@ -61,7 +67,7 @@ class TileWork(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kernel:
+class _NarrowRowsKernel:
     """A block, which is a warpgroup, and its rows.
 
     Attributes:
@@ -73,7 +79,7 @@ class _Kernel:
     work: TileWork
     tile: RowTile | HeadTile
     tops: Sequence[int]
-    refs: Refs
+    refs: BackwardRefs
     stages: Stages
     held: Sequence[Ref]
     share: Share
@@ -143,7 +149,7 @@ def _sum_of_rows(ref: Ref, layout: Layout) -> jax.Array:
 
 
 def narrow_rows_backward(
-    start: Callable[[Refs, Share], TileWork],
+    start: Callable[[BackwardRefs, Share], TileWork],
     operands: RowOperands,
     *,
     tile: RowTile | HeadTile,
@@ -168,7 +174,7 @@ def narrow_rows_backward(
     widths = tile.widths if column_sums else []
 
     def body(*arguments: Ref) -> None:
-        refs = Refs.of(arguments, sizes, len(results), column_sums)
+        refs = BackwardRefs.of(arguments, sizes, len(results), column_sums)
         held, shared, (full,) = split(refs.scratch, len(refs.rows), len(widths))
         in_plain_order(*held, *shared)
         block = lax.axis_index(BLOCK)
@@ -181,7 +187,7 @@ def narrow_rows_backward(
         ring = Stages(stages, share.count(), full, copies)
         ring.start()
         work, tops = start(refs, share), range(0, rows, tile.rows)
-        _Kernel(work, tile, tops, refs, ring, held, share, shared).run(block)
+        _NarrowRowsKernel(work, tile, tops, refs, ring, held, share, shared).run(block)
 
     return launch(
         body,
@@ -274,7 +280,7 @@ def pipelined_narrow_rows_backward(
             terms += added
         return list(zip(*values)), terms
 
-    def start(refs: Refs, share: Share) -> TileWork:
+    def start(refs: BackwardRefs, share: Share) -> TileWork:
         def statistics(first: Any) -> Arrays:
             rows = pl.ds(first, tile.rows)
             return [load(ref.at[rows], layout.reduce(1)) for ref in refs.stats]

@@ -36,7 +36,13 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     warps_layout,
     widen,
 )
-from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula, Refs, RowOperands, prepare
+from jaxnorm_kernels.mosaic.loops.formulas import (
+    Arrays,
+    BackwardRefs,
+    Formula,
+    RowOperands,
+    prepare,
+)
 from jaxnorm_kernels.mosaic.loops.persistent import Share, Stages
 from jaxnorm_kernels.mosaic.rows.exchange import RowSums
 from jaxnorm_kernels.mosaic.rows.partitions import Fragment, Partition
@@ -69,7 +75,7 @@ class PipelinedRows:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kernel:
+class _PipelinedKernel:
     """What a warpgroup does with its slice of the block's rows.
 
     Attributes:
@@ -81,7 +87,7 @@ class _Kernel:
 
     formula: Formula
     ring: PipelinedRows
-    refs: Refs
+    refs: BackwardRefs
     stages: Stages
     held: Sequence[Ref]
     share: Share
@@ -193,7 +199,7 @@ def pipelined_backward(
     sizes = operands.sizes  # What traces the body keeps it: it may hold no traced array.
 
     def body(*arguments: Ref) -> None:
-        refs = Refs.of(arguments, sizes, len(results), formula.column_sums)
+        refs = BackwardRefs.of(arguments, sizes, len(results), formula.column_sums)
         held, (full, *exchanged) = split(refs.scratch, len(refs.rows))
         sums.open(exchanged)
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
@@ -217,7 +223,9 @@ def pipelined_backward(
         units = [*partition_.cut(first), *tail]
         params = [share.param(ref) for ref in refs.params]
         columns = [prepare(formula, [_load_param(ref, unit) for ref in params]) for unit in units]
-        kernel = _Kernel(formula, ring, refs, stages, held, share, sums, exchanged, units, columns)
+        kernel = _PipelinedKernel(
+            formula, ring, refs, stages, held, share, sums, exchanged, units, columns
+        )
         kernel.run(block)
 
     part = ring.slice(cols)

@@ -39,15 +39,15 @@ from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, required, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref, store, widen
 from jaxnorm_kernels.mosaic.device.registers import rounded
-from jaxnorm_kernels.mosaic.loops.forward import Refs, of_group, run
+from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, of_group, run
 from jaxnorm_kernels.mosaic.norm.elementwise import activation_of, norm_columns, norm_output
 from jaxnorm_kernels.mosaic.rows.tiles import Fragments, LoadedRow, SplitRow, Stat, Steps, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
-from jaxnorm_kernels.mosaic.schedules.forward import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
 from jaxnorm_kernels.specs import Op, Spec
 
 
-def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
+def norm_fwd(operands: Operands, spec: Spec, *, schedule: ForwardSchedule | None = None) -> Results:
     """See `Implementation.forward`; statistics are float32.
 
     Args:
@@ -218,7 +218,7 @@ _OPERATIONS: dict[Op, Callable[[_Row], NamedResults]] = {
 }
 
 
-def _in_registers(spec: Spec, params_first: bool, tile: Tile, refs: Refs) -> None:
+def _in_registers(spec: Spec, params_first: bool, tile: Tile, refs: ForwardRefs) -> None:
     """Run the body of the kernel."""
 
     def load(x: jax.Array, *other: jax.Array) -> tuple[jax.Array, ...]:

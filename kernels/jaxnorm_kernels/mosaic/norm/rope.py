@@ -18,7 +18,7 @@ from jax import lax
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch, required, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load, store, widen
-from jaxnorm_kernels.mosaic.loops.formulas import Refs, RowOperands
+from jaxnorm_kernels.mosaic.loops.formulas import BackwardRefs, RowOperands
 from jaxnorm_kernels.mosaic.loops.narrow_rows import TileWork, narrow_rows_backward
 from jaxnorm_kernels.mosaic.loops.persistent import Share
 from jaxnorm_kernels.mosaic.norm.elementwise import gain, reciprocal, within_limit
@@ -145,7 +145,7 @@ def norm_rope_bwd(
     tile = schedule.tile(spec)
     scale = [a for a in (residuals.scale,) if a is not None]
 
-    def start(refs: Refs, share: Share) -> TileWork:
+    def start(refs: BackwardRefs, share: Share) -> TileWork:
         cos, sin, *scale = refs.params
         g = [gain(part, spec.last) for ref in scale for part in tile.load_param(ref)]
         gains = g, [reciprocal(part, spec.last) for part in g]

@@ -33,7 +33,7 @@ Kind = Literal["row_tile", "queued_tile", "warpgroup_row", "split_row", "queued_
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class ForwardSchedule:
     """One way to run a forward pass. What each number means is said where `kind` is defined.
 
     Attributes:
@@ -187,7 +187,7 @@ _MOST_OF_GROUP = 2
 _TAIL = 2
 
 
-def of_line(line: ForwardRule, spec: Spec, gpu: Gpu) -> Schedule:
+def of_line(line: ForwardRule, spec: Spec, gpu: Gpu) -> ForwardSchedule:
     """What a line says for `spec`."""
     dtypes = (*spec.operand_dtypes, spec.y_dtype, full_bias_dtype(spec))
     vector = vector_width(spec.cols, *dtypes)
@@ -202,14 +202,14 @@ def of_line(line: ForwardRule, spec: Spec, gpu: Gpu) -> Schedule:
         case "queued_tile":
             return _queued_tile(spec, vector, gpu)
         case "warpgroup_row":
-            return Schedule("warpgroup_row", vector, params_first=True)
+            return ForwardSchedule("warpgroup_row", vector, params_first=True)
         case "split_row":
             return _split_row(line, spec, vector, gpu)
         case "queued_row":
             return _queued_row(line, spec, vector, gpu)
 
 
-def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> Schedule:
+def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
     threads = _threads(spec.cols, vector)
     if has_places(spec):
         threads, vector = threads_of_runs(spec, threads, vector)
@@ -224,7 +224,7 @@ def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     # Fewer rows than the warps of a block hold.
     if not rows and spec.cols >= WARPGROUP_THREADS:
         return of_line(ForwardRule("warpgroup_row"), spec, gpu)
-    return Schedule(
+    return ForwardSchedule(
         "row_tile",
         vector,
         rows=rows or 1,
@@ -241,7 +241,7 @@ def _threads(cols: int, vector: int) -> int:
     return next((n for n in fitting if read[n] <= cols * _MOST_READ), least)
 
 
-def _queued_tile(spec: Spec, vector: int, gpu: Gpu) -> Schedule:
+def _queued_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
     tile = _row_tile(spec, vector, gpu)
     if tile.rows == 1:
         return tile
@@ -252,13 +252,13 @@ def _queued_tile(spec: Spec, vector: int, gpu: Gpu) -> Schedule:
     return dataclasses.replace(tile, kind="queued_tile", slots=tiles, tiles=tiles, tail=tail)
 
 
-def _split_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
+def _split_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
     shares = _shares(spec.cols, vector, line.values // registers(spec))
     cluster = min(line.cluster, gpu.sms // spec.rows) if line.waves else line.cluster
     warpgroups, cluster = _distribute(shares, line, gpu, cluster)
     values = spec.cols / (cluster * warpgroups * WARPGROUP_THREADS)
     room = _ROOM if warpgroups < _SPLIT_WARPGROUPS else _MANY_WARPGROUPS_ROOM
-    return Schedule(
+    return ForwardSchedule(
         "split_row",
         vector,
         cluster=cluster,
@@ -267,7 +267,7 @@ def _split_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Schedule
     )
 
 
-def _queued_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Schedule:
+def _queued_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
     params = len(param_sizes(spec))
     values = line.values or _VALUES[params]
     shares = _shares(spec.cols, vector, values // registers(spec))
@@ -284,7 +284,7 @@ def _queued_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Schedul
     least = _LEAST_SLOTS if cluster == 1 or alone else _LEAST_SLOTS_OF_CLUSTER
     room = (gpu.smem - _OTHER_SHARED_BYTES) // part_bytes
     slots = min(max(least, _QUEUED_BYTES // part_bytes), tiles, room, _MOST_SLOTS)
-    return Schedule(
+    return ForwardSchedule(
         "queued_row",
         vector,
         cluster=cluster,
@@ -419,17 +419,17 @@ _LEAST_WINDOW_COLS = 1024
 
 
 @kept
-def choose(spec: Spec, gpu: Gpu) -> Schedule | None:
+def choose(spec: Spec, gpu: Gpu) -> ForwardSchedule | None:
     """The schedule for `spec`: that of the first line of the table that fits; None for no line."""
     return _in_windows(spec, gpu) or _of_table(PLACED if has_places(spec) else TABLE, spec, gpu)
 
 
-def _of_table(table: Sequence[ForwardRule], spec: Spec, gpu: Gpu) -> Schedule | None:
+def _of_table(table: Sequence[ForwardRule], spec: Spec, gpu: Gpu) -> ForwardSchedule | None:
     line = next((line for line in table if line.fits(spec, gpu)), None)
     return None if line is None else of_line(line, spec, gpu)
 
 
-def _in_windows(spec: Spec, gpu: Gpu) -> Schedule | None:
+def _in_windows(spec: Spec, gpu: Gpu) -> ForwardSchedule | None:
     """That of rows as long as the windows; None where rows are aligned, or are not held in them."""
     dtypes = [*spec.operand_dtypes, spec.y_dtype]
     window = alignment_view(spec.rows, spec.cols, dtypes)

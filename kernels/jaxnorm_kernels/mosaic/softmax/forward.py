@@ -19,17 +19,19 @@ from jaxnorm_kernels.implementation import Operands, Results
 from jaxnorm_kernels.mosaic.device import numerics
 from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
-from jaxnorm_kernels.mosaic.loops.forward import Refs, run
+from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, run
 from jaxnorm_kernels.mosaic.rows.logits import Place, each_fragment, first_row, has_places, scaled
 from jaxnorm_kernels.mosaic.rows.tiles import Fragments, LoadedRow, SplitRow, Steps, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
-from jaxnorm_kernels.mosaic.schedules.forward import Schedule
+from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
 from jaxnorm_kernels.specs import Spec
 
 Exp = Callable[[jax.Array], jax.Array]
 
 
-def softmax_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
+def softmax_fwd(
+    operands: Operands, spec: Spec, *, schedule: ForwardSchedule | None = None
+) -> Results:
     """Of softmax or log_softmax; `schedule` stands in for the one of the table."""
     schedule = required(schedule or schedules.choose(spec), spec)
     (y,), _ = run(
@@ -44,11 +46,11 @@ def softmax_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = N
     return Results(y)
 
 
-def _in_registers(spec: Spec) -> Callable[[Tile, Refs], None]:
+def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
     exp = numerics.exp(is_wide=spec.y_dtype.itemsize > 2)
     dropped = -jnp.inf if spec.op == "log_softmax" else 0.0
 
-    def body(tile: Tile, refs: Refs) -> None:
+    def body(tile: Tile, refs: ForwardRefs) -> None:
         (y_ref,) = refs.results
 
         def load(x: jax.Array) -> tuple[jax.Array]:
