@@ -45,7 +45,7 @@ def _forward(spec: Spec) -> Iterator[ForwardSchedule]:
     tile = of_line(ForwardRule("row_tile"), spec, local_gpu())
     if spec.cols <= _MOST_VALUES * tile.threads:
         yield tile
-        yield from _queued(dataclasses.replace(tile, kind="queued_tile"))
+        yield from _queued(dataclasses.replace(tile, kind="pipelined_tile"))
     row = of_line(ForwardRule("warpgroup_row"), spec, local_gpu())
     yield row
     for warpgroups, cluster in itertools.product((1, 2), (1, 2)):
@@ -54,7 +54,7 @@ def _forward(spec: Spec) -> Iterator[ForwardSchedule]:
         split = dataclasses.replace(row, warpgroups=warpgroups, cluster=cluster)
         if warpgroups * cluster > 1:
             yield dataclasses.replace(split, kind="split_row")
-        yield from _queued(dataclasses.replace(split, kind="queued_row"))
+        yield from _queued(dataclasses.replace(split, kind="pipelined_row"))
 
 
 def _queued(schedule: ForwardSchedule) -> Iterator[ForwardSchedule]:

@@ -28,7 +28,7 @@ def workloads() -> Iterator[KernelWorkload]:
 def schedules(workload: KernelWorkload) -> list[ForwardSchedule]:
     """The table's first; then others of its kind."""
     chosen = choose(workload.spec)
-    if chosen is None or chosen.kind not in ("queued_tile", "queued_row"):
+    if chosen is None or chosen.kind not in ("pipelined_tile", "pipelined_row"):
         return []
     tried = [chosen, *_shares(workload, chosen)]
     if workload.is_norm:
@@ -49,7 +49,7 @@ def _ends(workload: KernelWorkload, chosen: ForwardSchedule) -> Iterator[Forward
 
 def _shares(workload: KernelWorkload, chosen: ForwardSchedule) -> Iterator[ForwardSchedule]:
     """Other numbers of warpgroups and blocks for a row."""
-    if chosen.kind == "queued_tile" or workload.x_dtype != workload.y_dtype:
+    if chosen.kind == "pipelined_tile" or workload.x_dtype != workload.y_dtype:
         return
     for cluster, warpgroups in itertools.product((1, 2, 4, 8), (1, 2, 4)):
         if not _VALUES[0] <= workload.cols / (128 * cluster * warpgroups) <= _VALUES[1]:

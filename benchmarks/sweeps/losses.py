@@ -28,7 +28,11 @@ def workloads() -> Iterator[LossKernelWorkload]:
 def schedules(workload: LossKernelWorkload) -> list[Any]:
     """The table's first; then others."""
     if workload.direction == "bwd":
-        return list(dict.fromkeys([backward.Schedule(), *map(backward.Schedule, _UNITS)]))
+        return list(
+            dict.fromkeys(
+                [backward.LossBackwardSchedule(), *map(backward.LossBackwardSchedule, _UNITS)]
+            )
+        )
     vectors = (1, 2) if workload.x_dtype == "bfloat16" else (2, 4)
-    others = itertools.starmap(forward.Schedule, itertools.product(vectors, _WARPGROUPS))
+    others = itertools.starmap(forward.LossForwardSchedule, itertools.product(vectors, _WARPGROUPS))
     return list(dict.fromkeys([forward.choose(workload.spec), *others]))

@@ -71,7 +71,7 @@ def _queued(tile: ForwardSchedule) -> Iterator[ForwardSchedule]:
     for tiles in _TILES:
         tail = 2 * local_gpu().sms if tiles > 1 else 0
         yield dataclasses.replace(
-            tile, kind="queued_tile", tiles=tiles, slots=min(tiles, 2), tail=tail
+            tile, kind="pipelined_tile", tiles=tiles, slots=min(tiles, 2), tail=tail
         )
 
 

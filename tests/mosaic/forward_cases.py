@@ -51,40 +51,40 @@ CASES = (
     Case("split_row", 2, 4096, ForwardSchedule("split_row", 8, warpgroups=2)),
     Case("split_row_tail", 2, 2571, ForwardSchedule("split_row", 1, warpgroups=4)),
     Case(
-        "queued_tile",
+        "pipelined_tile",
         11,  # 3 groups of 4 rows, which overlap: 2 for the first block, 1 for the second
         512,
-        ForwardSchedule("queued_tile", 8, rows=4, slots=2, tiles=2, params_first=True),
+        ForwardSchedule("pipelined_tile", 8, rows=4, slots=2, tiles=2, params_first=True),
     ),
     Case(
-        "queued_tile_tail",
+        "pipelined_tile_tail",
         17,
         440,
-        ForwardSchedule("queued_tile", 8, rows=8, slots=1, tiles=3, rereads=True),
+        ForwardSchedule("pipelined_tile", 8, rows=8, slots=1, tiles=3, rereads=True),
     ),
     Case(
-        "queued_row",
+        "pipelined_row",
         5,
         4096,
-        ForwardSchedule("queued_row", 8, warpgroups=2, slots=2, tiles=3),
+        ForwardSchedule("pipelined_row", 8, warpgroups=2, slots=2, tiles=3),
     ),
     Case(
-        "queued_row_that_ends_in_single_rows",
+        "pipelined_row_that_ends_in_single_rows",
         6,
         4096,
-        ForwardSchedule("queued_row", 8, warpgroups=2, slots=1, tiles=2, tail=3),
+        ForwardSchedule("pipelined_row", 8, warpgroups=2, slots=1, tiles=2, tail=3),
     ),
     Case(
-        "queued_row_tail",
+        "pipelined_row_tail",
         4,
         3000,
-        ForwardSchedule("queued_row", 8, slots=3, tiles=4, params_first=True),
+        ForwardSchedule("pipelined_row", 8, slots=3, tiles=4, params_first=True),
     ),
     Case(
-        "queued_row_that_rereads",
+        "pipelined_row_that_rereads",
         3,
         3000,
-        ForwardSchedule("queued_row", 8, slots=2, tiles=3, rereads=True),
+        ForwardSchedule("pipelined_row", 8, slots=2, tiles=3, rereads=True),
     ),
 )
 
@@ -93,16 +93,16 @@ CLUSTERED = (
     Case("split_row", 2, 16384, ForwardSchedule("split_row", 8, cluster=4)),
     Case("split_row_tail", 2, 5571, ForwardSchedule("split_row", 1, warpgroups=2, cluster=8)),
     Case(
-        "queued_row",
+        "pipelined_row",
         5,
         16384,
-        ForwardSchedule("queued_row", 8, warpgroups=2, cluster=2, slots=2, tiles=3),
+        ForwardSchedule("pipelined_row", 8, warpgroups=2, cluster=2, slots=2, tiles=3),
     ),
     Case(
-        "queued_row_tail",
+        "pipelined_row_tail",
         5,
         9000,
-        ForwardSchedule("queued_row", 8, cluster=8, slots=2, tiles=3, rereads=True),
+        ForwardSchedule("pipelined_row", 8, cluster=8, slots=2, tiles=3, rereads=True),
     ),
 )
 

@@ -53,13 +53,13 @@ def in_strips(cases: Any, op: str, outer: int, cols: int, inner: int, dtype: np.
 FORWARD = [
     forward_cases.make_spec(op, rows, cols, x, y)
     for op, rows, cols, x, y in (
-        ("layer_norm", 8192, 512, BF16, BF16),  # queued_tile
+        ("layer_norm", 8192, 512, BF16, BF16),  # pipelined_tile
         ("softmax", 8192, 1000, BF16, BF16),  # row_tile
         ("rms_norm", 8, 8192, BF16, BF16),  # split_row of few rows
-        ("layer_norm", 8192, 4096, BF16, BF16),  # queued_row
+        ("layer_norm", 8192, 4096, BF16, BF16),  # pipelined_row
         ("layer_norm", 4096, 65536, F32, BF16),  # the same, wide
         ("rms_norm", 8192, 4096, F32, F32),  # warpgroup_row
-        ("log_softmax", 8192, 16384, F32, F32),  # queued_row that rereads
+        ("log_softmax", 8192, 16384, F32, F32),  # pipelined_row that rereads
         ("softmax", 8192, 32768, BF16, BF16),  # split_row
         ("softmax", 1024, 2**18, BF16, BF16),  # the same, of half a MiB
         # In windows.

@@ -126,5 +126,5 @@ def test_no_copy_overtakes_a_read():
     """
     workload = KernelWorkload("layer_norm", "fwd", 32768, 3000, "bfloat16", "bfloat16")
     schedule = dataclasses.replace(choose(workload.spec), slots=1, tiles=2, rereads=False)
-    assert schedule.kind == "queued_row"
+    assert schedule.kind == "pipelined_row"
     assert_like_xla(workload, with_schedule(schedule))

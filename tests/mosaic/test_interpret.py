@@ -105,7 +105,7 @@ def test_residuals(op: str, x: np.dtype, residual: np.dtype, y: np.dtype, case: 
     check(spec, case.schedule_for(x, residual, y, F32), *make_operands(spec))
 
 
-@pytest.mark.parametrize("name", ["rows_in_warps_tail", "split_row_tail", "queued_row_tail"])
+@pytest.mark.parametrize("name", ["rows_in_warps_tail", "split_row_tail", "pipelined_row_tail"])
 @pytest.mark.parametrize(
     ("op", "change"),
     [
@@ -148,7 +148,7 @@ def test_groups_that_no_tile_can_have() -> None:
     of_rows = make_spec("rms_norm", 30, 512, F32, F32, scale_groups=5)
     for schedule in (
         ForwardSchedule("row_tile", 4, rows=4),  # rows 4 to 7 are of two groups
-        ForwardSchedule("queued_row", 4, slots=1, tiles=4, params_first=True),
+        ForwardSchedule("pipelined_row", 4, slots=1, tiles=4, params_first=True),
     ):
         with pytest.raises(ValueError, match="of one group for rows of another"):
             schedule.rows_of(of_rows)
@@ -177,7 +177,7 @@ def test_with_64_bit_types(case: Case) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["rows_in_warps_tail", "split_row", "queued_row"])
+@pytest.mark.parametrize("name", ["rows_in_warps_tail", "split_row", "pipelined_row"])
 def test_dtypes(name: str, x: np.dtype, y: np.dtype, scale: np.dtype, bias: np.dtype) -> None:
     case = BY_NAME[name]
     for op in ("softmax", "layer_norm"):
@@ -187,7 +187,7 @@ def test_dtypes(name: str, x: np.dtype, y: np.dtype, scale: np.dtype, bias: np.d
         check(spec, schedule, *make_operands(spec))
 
 
-@pytest.mark.parametrize("name", ["queued_tile", "split_row_tail"])
+@pytest.mark.parametrize("name", ["pipelined_tile", "split_row_tail"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -248,7 +248,7 @@ SPECIAL_CASES = [
     Case("warpgroup_row", 3, 600, ForwardSchedule("warpgroup_row", 4)),
     Case("split_row", 3, 1024, ForwardSchedule("split_row", 4, warpgroups=2)),
     Case("split_row_tail", 3, 1100, ForwardSchedule("split_row", 4, warpgroups=2)),
-    Case("queued_row", 3, 2500, ForwardSchedule("queued_row", 4, slots=2, tiles=2)),
+    Case("pipelined_row", 3, 2500, ForwardSchedule("pipelined_row", 4, slots=2, tiles=2)),
 ]
 
 

@@ -33,7 +33,7 @@ from pairs import pairwise
 import jaxnorm
 from jaxnorm_kernels import mosaic
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER, Gpu
-from jaxnorm_kernels.mosaic.rows.queued import Pipelined
+from jaxnorm_kernels.mosaic.rows.pipelined import Pipelined
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow
 from jaxnorm_kernels.mosaic.schedules.forward import TABLE, ForwardSchedule, choose
 from jaxnorm_kernels.specs import Spec

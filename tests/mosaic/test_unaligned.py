@@ -64,13 +64,13 @@ def test_vectors_of_windows() -> None:
 FORWARD = (
     ("softmax", 8, 1999, BF16, ForwardSchedule("warpgroup_row", 8)),
     ("log_softmax", 4, 2571, F32, ForwardSchedule("split_row", 4, warpgroups=2)),
-    ("softmax", 20, 1031, F32, ForwardSchedule("queued_row", 4, slots=1, tiles=1)),
+    ("softmax", 20, 1031, F32, ForwardSchedule("pipelined_row", 4, slots=1, tiles=1)),
     (
         "log_softmax",
         16,
         1031,
         BF16,
-        ForwardSchedule("queued_row", 8, slots=1, tiles=1, rereads=True),
+        ForwardSchedule("pipelined_row", 8, slots=1, tiles=1, rereads=True),
     ),
 )
 BACKWARD = (

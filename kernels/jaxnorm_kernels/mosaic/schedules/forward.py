@@ -16,7 +16,7 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.rows.logits import has_places, run_of_rows, threads_of_runs
 from jaxnorm_kernels.mosaic.rows.partitions import AlignmentView, alignment_view, widest_vector
-from jaxnorm_kernels.mosaic.rows.queued import PipelinedRow, PipelinedTile
+from jaxnorm_kernels.mosaic.rows.pipelined import PipelinedRow, PipelinedTile
 from jaxnorm_kernels.mosaic.rows.tiles import RowTile, SplitRow, Tile, WarpgroupRow
 from jaxnorm_kernels.mosaic.schedules.columns import (
     column_bytes,
@@ -29,7 +29,7 @@ from jaxnorm_kernels.mosaic.schedules.columns import (
 )
 from jaxnorm_kernels.specs import Op, Spec
 
-Kind = Literal["row_tile", "queued_tile", "warpgroup_row", "split_row", "queued_row"]
+Kind = Literal["row_tile", "pipelined_tile", "warpgroup_row", "split_row", "pipelined_row"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +41,12 @@ class ForwardSchedule:
       vector: elements that a thread reads at once; it must divide the row.
       rows: rows of a block at a time (tiles).
       threads: threads of a warp that share a row (tiles).
-      warpgroups: warpgroups of a block that share a row (split_row, queued_row).
-      cluster: blocks that share a row (split_row, queued_row).
-      slots: rows, or groups of rows, in the queue of a block (queued).
-      tiles: rows, or groups of rows, that a block takes (queued).
-      tail: the last of all rows, or groups of them, of which a block takes one (queued).
-      rereads: a row is read from shared memory for each use, and holds no registers (queued).
+      warpgroups: warpgroups of a block that share a row (split_row, pipelined_row).
+      cluster: blocks that share a row (split_row, pipelined_row).
+      slots: rows, or groups of rows, in the pipeline of a block (pipelined).
+      tiles: rows, or groups of rows, that a block takes (pipelined).
+      tail: the last of all rows, or groups of them, of which a block takes one (pipelined).
+      rereads: a row is read from shared memory for each use, and holds no registers (pipelined).
       params_first: scale and bias are loaded before the reductions, not after: latency against
         registers.
       window: of unaligned rows, what a block holds of each.
@@ -82,20 +82,20 @@ class ForwardSchedule:
         match self.kind:
             case "row_tile":
                 return RowTile(cols, vector, self.threads, self.rows, **apart)
-            case "queued_tile":
+            case "pipelined_tile":
                 return PipelinedTile(cols, vector, self.threads, self.rows, **queue)
             case "warpgroup_row":
                 return WarpgroupRow(cols, vector, **apart)
             case "split_row":
                 return SplitRow(cols, vector, **shares, **apart)
-            case "queued_row":
+            case "pipelined_row":
                 return PipelinedRow(cols, vector, **shares, **queue, **apart)
 
     @property
     def _rows_of_params(self) -> int:
         """How many rows share what is loaded of the parameters."""
-        queued = self.kind.startswith("queued") and self.params_first
-        return self.rows * (self.tiles if queued else 1)
+        pipelined = self.kind.startswith("pipelined") and self.params_first
+        return self.rows * (self.tiles if pipelined else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class ForwardRule:
       op: only for this operation.
       causal: only for softmaxes that are.
       values: columns of a thread, which give the *shares* of a row: how many warpgroups share it
-        (split_row, queued_row). 0: as many as its parameters leave room for.
+        (split_row, pipelined_row). 0: as many as its parameters leave room for.
       cluster: blocks that may share a row, with a warpgroup in each.
       least: warpgroups of a block.
       warpgroups: of a block, where a row has more shares than `cluster` blocks of the least.
@@ -138,7 +138,7 @@ class ForwardRule:
             and (self.waves is None or spec.rows <= self.waves * gpu.sms)
             and (self.row_bytes is None or spec.cols * column_bytes(spec) <= self.row_bytes)
             # What asynchronous copies can take.
-            and (not self.kind.startswith("queued") or not is_unaligned(spec))
+            and (not self.kind.startswith("pipelined") or not is_unaligned(spec))
             and param_bytes(spec) >= self.params * data_bytes(spec)
             and (self.most_params is None or len(param_sizes(spec)) <= self.most_params)
             and self.op in (None, spec.op)
@@ -154,16 +154,18 @@ _TILE_BYTES = 2 * VECTOR_BYTES
 # Of a tile: the threads of a row read up to so much of it, the rest of its last unit twice.
 _MOST_READ = 9 / 8
 
-# A queued tile has two groups of rows where rows have more than so many columns (of shorter ones,
-# many share what is loaded of the parameters in any case) and each SM has at least so many groups.
+# A pipelined tile has two groups of rows where rows have more than so many columns (of shorter
+# ones, many share what is loaded of the parameters in any case) and each SM has at least so many
+# groups.
 _SHORT_COLS, _GROUPS_OF_SM = 256, 6
 
 # A split row: registers of a thread for its columns and their parameters. Of 8 warpgroups each
 # thread has 64, with fewer 128.
 _SPLIT_WARPGROUPS, _MANY_WARPGROUPS_ROOM, _ROOM = 8, 48, 128
 
-# A queued row, from the sweep (`benchmarks/sweeps/forward.py`). Columns of a thread, each of which
-# costs a register for each of its parameters and one for its value; by how many parameters it has.
+# A pipelined row, from the sweep (`benchmarks/sweeps/forward.py`). Columns of a thread, each of
+# which costs a register for each of its parameters and one for its value; by how many parameters
+# it has.
 _VALUES = {0: 48, 1: 80, 2: 48, 3: 36}
 # Bytes of its slots, or else 2 parts of rows: more room for them would leave fewer blocks to an SM.
 # In a cluster the third part pays: its blocks wait for each other.
@@ -199,14 +201,14 @@ def of_line(line: ForwardRule, spec: Spec, gpu: Gpu) -> ForwardSchedule:
     match line.kind:
         case "row_tile":
             return _row_tile(spec, vector, gpu)
-        case "queued_tile":
-            return _queued_tile(spec, vector, gpu)
+        case "pipelined_tile":
+            return _pipelined_tile(spec, vector, gpu)
         case "warpgroup_row":
             return ForwardSchedule("warpgroup_row", vector, params_first=True)
         case "split_row":
             return _split_row(line, spec, vector, gpu)
-        case "queued_row":
-            return _queued_row(line, spec, vector, gpu)
+        case "pipelined_row":
+            return _pipelined_row(line, spec, vector, gpu)
 
 
 def _row_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
@@ -241,7 +243,7 @@ def _threads(cols: int, vector: int) -> int:
     return next((n for n in fitting if read[n] <= cols * _MOST_READ), least)
 
 
-def _queued_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
+def _pipelined_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
     tile = _row_tile(spec, vector, gpu)
     if tile.rows == 1:
         return tile
@@ -249,7 +251,7 @@ def _queued_tile(spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
     tiles = 2 if many and param_bytes(spec) > data_bytes(spec) else 1
     tiles = _of_a_group(spec, tiles, tile.rows)
     tail = _tail(tiles, gpu, cluster=1)
-    return dataclasses.replace(tile, kind="queued_tile", slots=tiles, tiles=tiles, tail=tail)
+    return dataclasses.replace(tile, kind="pipelined_tile", slots=tiles, tiles=tiles, tail=tail)
 
 
 def _split_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
@@ -267,7 +269,7 @@ def _split_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> ForwardS
     )
 
 
-def _queued_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
+def _pipelined_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> ForwardSchedule:
     params = len(param_sizes(spec))
     values = line.values or _VALUES[params]
     shares = _shares(spec.cols, vector, values // registers(spec))
@@ -285,7 +287,7 @@ def _queued_row(line: ForwardRule, spec: Spec, vector: int, gpu: Gpu) -> Forward
     room = (gpu.smem - _OTHER_SHARED_BYTES) // part_bytes
     slots = min(max(least, _QUEUED_BYTES // part_bytes), tiles, room, _MOST_SLOTS)
     return ForwardSchedule(
-        "queued_row",
+        "pipelined_row",
         vector,
         cluster=cluster,
         warpgroups=warpgroups,
@@ -367,25 +369,25 @@ TABLE = (
     # As many parameters as data, or more, would come from the L1 or L2 cache for each row, and do
     # not leave enough of their bandwidth. In registers they serve rows that a queue brings: 48
     # columns of a thread with two parameters, 36 with three: 144 registers, beside others.
-    ForwardRule("queued_tile", cols=1536, params=1, most_params=2),
-    ForwardRule("queued_tile", cols=1152, params=1),
+    ForwardRule("pipelined_tile", cols=1536, params=1, most_params=2),
+    ForwardRule("pipelined_tile", cols=1152, params=1),
     # A warp reads a row of 2 KiB with 4 loads or fewer, and needs no barrier.
     ForwardRule("row_tile", row_bytes=2048),
     # Few rows: an SM has one of them at most, so that latency decides. Many threads for each row,
     # in as many SMs as there are for it.
     ForwardRule("split_row", cols=2**18, waves=1, values=16, cluster=8, warpgroups=4),
     # As many parameters as data: in registers, too. So far an SM has room for several blocks.
-    ForwardRule("queued_row", cols=2**15, params=1, cluster=8),
+    ForwardRule("pipelined_row", cols=2**15, params=1, cluster=8),
     # Longer rows leave an SM room for a block or two, and a thread has more of a row.
     ForwardRule(
-        "queued_row", cols=2**17, params=1, most_params=2, values=64, cluster=8, warpgroups=2
+        "pipelined_row", cols=2**17, params=1, most_params=2, values=64, cluster=8, warpgroups=2
     ),
-    ForwardRule("queued_row", cols=2**16, params=1, values=36, cluster=8, warpgroups=2),
+    ForwardRule("pipelined_row", cols=2**16, params=1, values=36, cluster=8, warpgroups=2),
     # 64 values a thread still let an SM have 4 rows under way; a row needs 2 or 3 barriers.
     ForwardRule("warpgroup_row", cols=8192),
     # log_softmax needs x again after its exponentials, which take as many registers: x stays in
     # shared memory. The fewer blocks share a row, the less a block waits for the others.
-    ForwardRule("queued_row", row_bytes=2**18, op="log_softmax", values=64, cluster=8, least=2),
+    ForwardRule("pipelined_row", row_bytes=2**18, op="log_softmax", values=64, cluster=8, least=2),
     # The same of each part of a row. Small blocks load while others reduce.
     ForwardRule("split_row", row_bytes=2**18, values=64, cluster=8, warpgroups=2),
     # Rows of half a MiB and more fill the registers of several SMs. Few large blocks share one,
@@ -409,7 +411,7 @@ UNALIGNED = (
     ForwardRule("warpgroup_row", cols=8192),
     # In registers, the parts of a row would wait for each other's windows: softmax of 16 bits over
     # 50257 columns reached 0.56 of a copy (H100).
-    ForwardRule("queued_row", row_bytes=2**18, values=64, cluster=8, least=2),
+    ForwardRule("pipelined_row", row_bytes=2**18, values=64, cluster=8, least=2),
     ForwardRule("split_row", cols=2**18, values=32, cluster=8, warpgroups=8),
 )
 
