@@ -156,56 +156,45 @@ def norm_bwd(
       residuals, cotangents: arrays of 16 or 32 bits; statistics of float32.
       schedule: how it runs; by default, what the table says.
     """
-    if spec.op == "norm":
-        (dx,), scale, bias = _backward(residuals, cotangents, [spec.x_dtype], spec, schedule)
-        return Operands(dx, scale=scale, bias=bias)
     x_dtype, dtypes = spec.x_dtype, [spec.last.x_dtype]
-    if dtypes[0] != np.float32:
+    if spec.op != "norm" and dtypes[0] != np.float32:
         spec = dataclasses.replace(spec, x_dtype=dtypes[0])
     if spec.x_dtype != dtypes[0]:
         dtypes.append(spec.x_dtype)
-    of_h, scale, bias = _backward(residuals, cotangents, dtypes, spec, schedule)
-    return Operands(of_h[-1].astype(x_dtype), of_h[0], scale, bias)
+    rows = (residuals.saved, cotangents.y, cotangents.h)
+    params = (residuals.scale, residuals.bias if spec.reads_bias else None)
+    formula = NormFormula(spec.last, copies=len(dtypes))
+    (dh, *dx), gradients = _run(formula, rows, residuals, params, dtypes, spec, schedule)
+    if spec.op == "norm":
+        return Operands(dh, **gradients)
+    return Operands((dx or [dh])[0].astype(x_dtype), dh, **gradients)
 
 
-def walk_rows(
+def _run(
     formula: Formula,
-    operands: RowOperands,
+    rows: Sequence[jax.Array | None],
+    residuals: Residuals,
+    params: Sequence[jax.Array | None],
     results: Sequence[np.dtype],
     spec: Spec,
     schedule: schedules.NormSchedule | None,
-) -> tuple[jax.Array, ...]:
-    """The row results in these dtypes, and the partial sums, by the kernel of the schedule."""
+    names: Sequence[str] = ("scale", "bias"),
+) -> tuple[Sequence[jax.Array], dict[str, jax.Array | None]]:
+    """Return the row results in these dtypes, and the gradients of the parameters by `names`."""
     schedule = required(schedule or schedules.norm_schedule(spec), spec)
-    return _KERNELS[type(schedule)](
+    given = [[a for a in arrays if a is not None] for arrays in (rows, params)]
+    outputs = _KERNELS[type(schedule)](
         formula,
-        operands,
+        RowOperands(given[0], residuals.stats, given[1], spec.groups),
         schedule=schedule,
         blocks=schedules.persistent_blocks(spec, schedule),
         results=results,
         name=f"jaxnorm_{spec.op}_bwd",
     )
-
-
-def _backward(
-    residuals: Residuals,
-    cotangents: Results,
-    dtypes: Sequence[np.dtype],
-    spec: Spec,
-    schedule: schedules.NormSchedule | None,
-) -> tuple[Sequence[jax.Array], jax.Array | None, jax.Array | None]:
-    """The cotangent of what is normalised in each of `dtypes`; dscale and dbias."""
-    params = [] if residuals.scale is None else [residuals.scale]
-    if residuals.bias is not None and spec.reads_bias:
-        params.append(residuals.bias)
-    rows = [a for a in (residuals.saved, cotangents.y, cotangents.h) if a is not None]
-    operands = RowOperands(rows, residuals.stats, params, spec.groups)
-    formula = NormFormula(spec.last, copies=len(dtypes))
-    results = walk_rows(formula, operands, dtypes, spec, schedule)
-    dx, partials = results[: len(dtypes)], results[len(dtypes) :]
-    groups = (spec.scale_groups, spec.bias_groups)
-    dscale, dbias = add_partials(partials, (spec.scale_dtype, spec.bias_dtype), groups)
-    return dx, dscale, dbias
+    dtypes = [getattr(spec, f"{name}_dtype") for name in names]
+    groups = [getattr(spec, f"{name}_groups", spec.groups) for name in names]
+    gradients = add_partials(outputs[len(results) :], dtypes, groups)
+    return outputs[: len(results)], dict(zip(names, gradients))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -280,17 +269,16 @@ def norm_gated_bwd(
       schedule: how it runs; by default, what the table says.
     """
     assert spec.gate_dtype is not None
-    rows = [residuals.saved, residuals.gate, cotangents.y]
-    params = [] if residuals.scale is None else [residuals.scale]
-    dx, dgate, *partials = walk_rows(
+    (dx, dgate), gradients = _run(
         GatedFormula(spec),
-        RowOperands(rows, residuals.stats, params, spec.groups),
+        (residuals.saved, residuals.gate, cotangents.y),
+        residuals,
+        (residuals.scale,),
         [spec.x_dtype, spec.gate_dtype],
         spec,
         schedule,
     )
-    (dscale,) = add_partials(partials, (spec.scale_dtype,), (spec.scale_groups,))
-    return Operands(dx, scale=dscale, gate=dgate)
+    return Operands(dx, gate=dgate, **gradients)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -348,27 +336,18 @@ def scaled_sum_bwd(
       residuals, cotangents: arrays of 16 or 32 bits; statistics of float32.
       schedule: how it runs; by default, what the table says.
     """
-    params = [residuals.branch_scale, residuals.scale]
-    params.append(residuals.bias if spec.saved == "output" else None)
-    rows = [residuals.saved, cotangents.y, residuals.x, cotangents.h]
-    dx, dresidual, *partials = walk_rows(
+    bias = residuals.bias if spec.saved == "output" else None
+    (dx, dresidual), gradients = _run(
         ScaledSumFormula(NormFormula(spec.last)),
-        RowOperands(
-            [a for a in rows if a is not None],
-            residuals.stats,
-            [p for p in params if p is not None],
-            spec.groups,
-        ),
+        (residuals.saved, cotangents.y, residuals.x, cotangents.h),
+        residuals,
+        (residuals.branch_scale, residuals.scale, bias),
         [spec.x_dtype, spec.last.x_dtype],
         spec,
         schedule,
+        ("branch_scale", "scale", "bias"),
     )
-    dbranch_scale, dscale, dbias = add_partials(
-        partials,
-        (spec.branch_scale_dtype, spec.scale_dtype, spec.bias_dtype),
-        (spec.branch_scale_groups, spec.scale_groups, spec.bias_groups),
-    )
-    return Operands(dx, dresidual, dscale, dbias, branch_scale=dbranch_scale)
+    return Operands(dx, dresidual, **gradients)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -482,23 +461,14 @@ def two_norms_bwd(
     schedule = schedule or schedules.norm_schedule(spec)
     if schedule is None:
         return composed.two_norms_bwd(norm_bwd, residuals, cotangents, spec)
-    arrays = (residuals.x, residuals.saved, cotangents.y, cotangents.h)
-    rows = [a for a in arrays if a is not None]
-    params = [p for p in (residuals.scale, residuals.next_scale) if p is not None]
-    residual_dtype = spec.last.x_dtype
-    dx, dresidual, *partials = (
-        pipelined_narrow_rows_backward
-        if isinstance(schedule, PipelinedNarrowRows)
-        else pipelined_backward
-    )(
+    (dx, dresidual), gradients = _run(
         TwoNormsFormula(spec),
-        RowOperands(rows, residuals.stats, params, spec.groups),
-        schedule=schedule,
-        blocks=schedules.persistent_blocks(spec, schedule),
-        results=[spec.x_dtype, residual_dtype],
-        name="jaxnorm_rms_norm_add_rms_norm_bwd",
+        (residuals.x, residuals.saved, cotangents.y, cotangents.h),
+        residuals,
+        (residuals.scale, residuals.next_scale),
+        [spec.x_dtype, spec.last.x_dtype],
+        spec,
+        schedule,
+        ("scale", "next_scale"),
     )
-    dscale, dnext_scale = add_partials(
-        partials, (spec.scale_dtype, spec.next_scale_dtype), (spec.groups, spec.groups)
-    )
-    return Operands(dx, dresidual, dscale, next_scale=dnext_scale)
+    return Operands(dx, dresidual, **gradients)
