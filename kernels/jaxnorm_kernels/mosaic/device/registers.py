@@ -201,7 +201,7 @@ def store_each(ref: Ref, first: Any, value: jax.Array, places: jax.Array, layout
         kind = ir.MemRefType(ref.type).element_type
         for register, indices in zip(value.registers.flat, index.registers.flat):
             for element, i in zip(mgpu.elements_of(register), mgpu.elements_of(indices)):
-                _store(element, utils.getelementptr(base, [i], kind), mgpu.is_below(i, size))
+                _store(element, utils.getelementptr(base, [i], kind), mgpu.Word(i).is_below(size))
 
     write(ref, value.astype(ref.dtype), first + places)
 
@@ -233,14 +233,14 @@ def store_inside(
         for register, address in moves(ref, value):
             elements = register(value.registers)
             indices = mgpu.elements_of(register(index.registers))
-            inside = [mgpu.is_below(i, size) for i in (indices[0], indices[-1])]
+            inside = [mgpu.Word(i).is_below(size) for i in (indices[0], indices[-1])]
             is_whole = arith.andi(*inside)
             with utils.when(is_whole):
                 llvm.store(elements, address)
             with utils.when(arith.xori(*inside)):
                 for k, (element, i) in enumerate(zip(mgpu.elements_of(elements), indices)):
                     at = utils.getelementptr(address, [k], kind)
-                    _store(element, at, mgpu.is_below(i, size))
+                    _store(element, at, mgpu.Word(i).is_below(size))
 
     write(target, value.astype(ref.dtype), first + places)
 
@@ -384,9 +384,9 @@ def load_each_row(
         def loaded(rows: Any, columns: Any) -> Any:
             (elements,) = ir.VectorType(columns.type).shape
             row, column = (mgpu.elements_of(register)[0] for register in (rows, columns))
-            at = mgpu.plus(mgpu.times(row, shape[1]), column)
+            at = mgpu.Word(row) * shape[1] + mgpu.Word(column)
             return llvm.load(
-                ir.VectorType.get((elements,), kind), utils.getelementptr(base, [at], kind)
+                ir.VectorType.get((elements,), kind), utils.getelementptr(base, [at.value], kind)
             )
 
         return _mapped(loaded, layout.to_mgpu(), rows, columns)

@@ -61,11 +61,11 @@ class TransactionBarriers:
 
         @plgpu.inline_mgpu(arg_types=(_REF,))
         def make(context: Any, barriers: Any) -> None:
-            first = arith.cmpi(arith.CmpIPredicate.eq, utils.thread_idx(), mgpu.i32(0))
+            first = mgpu.thread().is_zero()
             for stage in range(self.stages):
                 utils.inline_ptx(
                     f"mbarrier.init.shared::cta.b64 [$0+{8 * stage}], {self.arrivals};",
-                    mgpu.address_of(barriers),
+                    mgpu.address_of(barriers).value,
                     predicate=first,
                     has_side_effects=True,
                 )
@@ -92,7 +92,7 @@ class TransactionBarriers:
 
         @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, _SCALAR))
         def wait(context: Any, barriers: Any, stage: Any, parity: Any) -> None:
-            barrier = barrier_of(barriers, stage.registers.item())
+            barrier = barrier_of(barriers, mgpu.Word(stage.registers.item()))
             nvvm.mbarrier_try_wait_parity(
                 mgpu.in_shared(barrier), parity.registers.item(), mgpu.i32(10_000_000)
             )
@@ -100,23 +100,25 @@ class TransactionBarriers:
         wait(barriers, stage, parity)
 
 
-def barrier_of(barriers: Any, stage: Any) -> Any:
+def barrier_of(barriers: Any, stage: mgpu.Word) -> mgpu.Word:
     """The address of a stage's."""
-    return mgpu.plus(mgpu.address_of(barriers), mgpu.times(stage, 8))
+    return mgpu.address_of(barriers) + stage * 8
 
 
-def announce(barrier: Any, size: int, is_one: Any) -> None:
+def announce(barrier: mgpu.Word, size: int, is_one: Any) -> None:
     """The thread of which `is_one` is true announces so many bytes to come."""
     utils.inline_ptx(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
-        barrier,
+        barrier.value,
         mgpu.i32(size),
         predicate=is_one,
         has_side_effects=True,
     )
 
 
-def send(message: Sequence[Any], target: Any, barrier: Any, block: Any, blocks: int) -> None:
+def send(
+    message: Sequence[Any], target: mgpu.Word, barrier: mgpu.Word, block: mgpu.Word, blocks: int
+) -> None:
     """Sends 1, 2 or 4 values to where `target` is in `block`; nothing to blocks that are not."""
     kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[len(message)]
     values = ", ".join(f"${4 + i}" for i in range(len(message)))
@@ -129,10 +131,8 @@ def send(message: Sequence[Any], target: Any, barrier: Any, block: Any, blocks: 
         @$0 st.async.shared::cluster.mbarrier::complete_tx::bytes.{kind}
             [there], {values}, [counter];
         }}""",
-        mgpu.is_below(block, blocks),
-        target,
-        barrier,
-        block,
+        block.is_below(blocks),
+        *[word.value for word in (target, barrier, block)],
         *[utils.bitcast(value, ir.IntegerType.get_signless(32)) for value in message],
         has_side_effects=True,
     )
@@ -148,10 +148,6 @@ def send(message: Sequence[Any], target: Any, barrier: Any, block: Any, blocks: 
 # for them at once, the warps of a warpgroup add theirs up first.
 #
 # Pallas has no such operations, so this is PTX; the interpreter knows no clusters.
-
-
-_SCALAR = plgpu.Layout.WG_SPLAT
-_REF = plgpu.RefType()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,54 +220,46 @@ class ClusterExchange:
         def send_values(
             context: Any, slots: Any, barriers: Any, terms: Any, stage: Any, values: Sequence[Any]
         ) -> None:
-            stage, thread = stage.registers.item(), utils.thread_idx()
-            rank = utils.inline_ptx(
-                "mov.u32 $0, %cluster_ctarank;", result_types=ir.IntegerType.get_signless(32)
-            )
+            stage, thread = mgpu.Word(stage.registers.item()), mgpu.thread()
+            i32 = ir.IntegerType.get_signless(32)
+            rank = mgpu.Word(utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=i32))
             of_warp = [value.registers.item() for value in values]
             barrier = barrier_of(barriers, stage)
             rows, width = self._slots
-            target = mgpu.plus(mgpu.address_of(slots), mgpu.times(stage, 4 * rows * width))
+            target = mgpu.address_of(slots) + stage * (4 * rows * width)
             if self.added:
                 sums = self._add(terms[0], stage, of_warp)
                 self._announce(barrier)
-                sender = mgpu.plus(mgpu.times(rank, self.warpgroups), mgpu.warpgroup(thread))
-                target = mgpu.plus(target, mgpu.times(sender, 4 * width))
+                target += (rank * self.warpgroups + thread // WARPGROUP_THREADS) * (4 * width)
                 # Lane i of warp j sends to block 4 i + j.
-                block = mgpu.plus(mgpu.times(mgpu.lane(thread), WARPS), mgpu.warp(thread))
+                block = thread % WARP * WARPS + thread // WARP % WARPS
                 messages = [(at, sums[at : at + MESSAGE]) for at in range(0, width, MESSAGE)]
             else:
                 self._announce(barrier)
-                sender = mgpu.plus(
-                    mgpu.times(rank, WARPS * self.warpgroups), mgpu.quotient(thread, WARP)
-                )
-                target = mgpu.plus(target, mgpu.times(sender, 4))
-                block = mgpu.lane(thread)
+                target += (rank * (WARPS * self.warpgroups) + thread // WARP) * 4
+                block = thread % WARP
                 messages = [(i * width, [value]) for i, value in enumerate(of_warp)]
             for at, message in messages:
-                send(message, mgpu.plus(target, 4 * at), barrier, block, self.blocks)
+                send(message, target + 4 * at, barrier, block, self.blocks)
 
         send_values(slots, barriers, terms, stage, list(values))
 
-    def _announce(self, barrier: Any) -> None:
+    def _announce(self, barrier: mgpu.Word) -> None:
         """One thread of each warpgroup announces its share of the bytes to come."""
         rows, width = self._slots
-        of_warpgroup = mgpu.remainder(utils.thread_idx(), WARPGROUP_THREADS)
-        is_first = arith.cmpi(arith.CmpIPredicate.eq, of_warpgroup, mgpu.i32(0))
+        is_first = (mgpu.thread() % WARPGROUP_THREADS).is_zero()
         announce(barrier, 4 * rows * width // self.warpgroups, is_first)
 
-    def _add(self, terms: Any, stage: Any, of_warp: Sequence[Any]) -> list[Any]:
+    def _add(self, terms: Any, stage: mgpu.Word, of_warp: Sequence[Any]) -> list[Any]:
         """The sums over the warps of the warpgroup, and zeros to fill the last message."""
-        thread = utils.thread_idx()
-        first = mgpu.plus(mgpu.times(stage, self.warpgroups), mgpu.warpgroup(thread))
-        first = mgpu.plus(mgpu.address_of(terms), mgpu.times(first, 4 * WARPS * self.values))
+        thread = mgpu.thread()
+        first = stage * self.warpgroups + thread // WARPGROUP_THREADS
+        first = mgpu.address_of(terms) + first * (4 * WARPS * self.values)
         for i, value in enumerate(of_warp):
-            at = mgpu.plus(mgpu.times(mgpu.warp(thread), 4), 4 * WARPS * i)
-            llvm.store(value, mgpu.in_shared(mgpu.plus(first, at)))
+            at = thread // WARP % WARPS * 4 + 4 * WARPS * i
+            llvm.store(value, mgpu.in_shared(first + at))
         utils.warpgroup_barrier()
-        sums = [
-            _tree_sum(mgpu.load_floats(mgpu.plus(first, 16 * i), WARPS)) for i in range(self.values)
-        ]
+        sums = [_tree_sum(mgpu.load_floats(first + 16 * i, WARPS)) for i in range(self.values)]
         return sums + [arith.constant(ir.F32Type.get(), 0.0)] * (self._width - len(sums))
 
     def receive(self, scratch: Sequence[Any], stage: Any, parity: Any) -> None:
@@ -289,21 +277,20 @@ class ClusterExchange:
         @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR), return_type=[scalar] * self.values)
         def add(context: Any, slots: Any, stage: Any) -> list[Any]:
             rows, width = self._slots
-            first = mgpu.plus(
-                mgpu.address_of(slots), mgpu.times(stage.registers.item(), 4 * rows * width)
-            )
-            lane = mgpu.remainder(utils.thread_idx(), lanes)
+            stage = mgpu.Word(stage.registers.item())
+            first = mgpu.address_of(slots) + stage * (4 * rows * width)
+            lane = mgpu.thread() % lanes
             zero = arith.constant(ir.F32Type.get(), 0.0)
             sums: list[Any] = [zero] * self.values
             for start in range(0, self.parts, lanes):
-                part = mgpu.plus(lane, start)
-                exists = mgpu.is_below(part, self.parts)
-                part = arith.select(exists, part, mgpu.i32(0))
-                at = mgpu.plus(first, mgpu.times(part, 4 * width))
+                part = lane + start
+                exists = part.is_below(self.parts)
+                part = mgpu.Word(arith.select(exists, part.value, mgpu.i32(0)))
+                at = first + part * (4 * width)
                 elements = [
                     element
                     for j in range(0, width, MESSAGE)
-                    for element in mgpu.load_floats(mgpu.plus(at, 4 * j), min(width, MESSAGE))
+                    for element in mgpu.load_floats(at + 4 * j, min(width, MESSAGE))
                 ]
                 sums = [
                     arith.addf(s, arith.select(exists, e, zero)) for s, e in zip(sums, elements)

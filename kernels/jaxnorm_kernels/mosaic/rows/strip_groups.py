@@ -107,15 +107,12 @@ def store_of_groups(
 
 def _addresses(ref: Any, group: int, vector_width: int, threads: int) -> list[Any]:
     """Where the groups of this thread's vector have theirs."""
-    thread = mgpu.remainder(utils.thread_idx(), threads)
-    each = max(1, vector_width // group)
-    if group <= vector_width:
-        first = mgpu.times(thread, each)
-    else:
-        first = mgpu.quotient(thread, group // vector_width)
+    thread, each = mgpu.thread() % threads, max(1, vector_width // group)
+    is_whole = group <= vector_width
+    first = thread * each if is_whole else thread // (group // vector_width)
     start = utils.memref_ptr(ref)
     return [
-        utils.getelementptr(start, [mgpu.plus(first, at)], ir.F32Type.get()) for at in range(each)
+        utils.getelementptr(start, [(first + at).value], ir.F32Type.get()) for at in range(each)
     ]
 
 
@@ -193,32 +190,31 @@ def sum_of_any(stat: jax.Array, span: Span, scratch: Ref) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(stat.shape, jnp.float32, span.layout),
     )
     def sum_up(context: Any, scratch: Any, value: Any, start: Any) -> Any:
-        start, thread = start.registers.item(), utils.thread_idx()
-        warp = mgpu.remainder(mgpu.quotient(thread, WARP), WARPS)
-        of_warp = mgpu.plus(mgpu.address_of(scratch), mgpu.times(warp, 4 * width))
-        lane_first = mgpu.times(mgpu.remainder(thread, width // v), v)
+        start, thread = mgpu.Word(start.registers.item()), mgpu.thread()
+        of_warp = mgpu.address_of(scratch) + thread // WARP % WARPS * (4 * width)
+        lane_first = thread % (width // v) * v
 
-        def place(element: Any) -> Any:
-            return mgpu.in_shared(mgpu.plus(of_warp, mgpu.times(element, 4)))
+        def place(element: mgpu.Word) -> Any:
+            return mgpu.in_shared(of_warp + element * 4)
 
         for at, element in enumerate(mgpu.elements_of(value.registers.item())):
-            llvm.store(element, place(mgpu.plus(lane_first, at)))
+            llvm.store(element, place(lane_first + at))
         utils.warp_barrier()
-        first = mgpu.plus(start, lane_first)
-        first_group = mgpu.quotient(first, group)
+        first = start + lane_first
+        first_group = first // group
         totals = []
         for nth in range(count):
-            begin = arith.subi(mgpu.times(mgpu.plus(first_group, nth), group), start)
+            begin = ((first_group + nth) * group - start).value
             begin = arith.minsi(arith.maxsi(begin, mgpu.i32(0)), mgpu.i32(width - group))
-            terms = [llvm.load(f32(), place(mgpu.plus(begin, at))) for at in range(group)]
+            terms = [llvm.load(f32(), place(mgpu.Word(begin) + at)) for at in range(group)]
             totals.append(functools.reduce(arith.addf, terms))
         utils.warp_barrier()
         results = []
         for at in range(v):
-            nth = arith.subi(mgpu.quotient(mgpu.plus(first, at), group), first_group)
+            nth = (first + at) // group - first_group
             total = totals[0]
             for k in range(1, count):
-                total = arith.select(mgpu.is_below(mgpu.plus(nth, -k), 1), totals[k], total)
+                total = arith.select((nth + -k).is_below(1), totals[k], total)
             results.append(total)
         register = vector.from_elements(ir.VectorType.get((v,), f32()), results)
         return with_registers(value, [register])

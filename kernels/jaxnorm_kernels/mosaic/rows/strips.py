@@ -45,7 +45,6 @@ from jaxnorm_kernels.mosaic.device.layouts import (
     strip_layout,
     widen,
 )
-from jaxnorm_kernels.mosaic.device.mgpu import arith, utils
 from jaxnorm_kernels.mosaic.device.registers import store_global, store_vectors
 from jaxnorm_kernels.mosaic.rows import strip_groups
 from jaxnorm_kernels.mosaic.rows.exchange import (
@@ -580,18 +579,15 @@ class StripExchange:
 
         @plgpu.inline_mgpu(arg_types=([ref] * len(stats), [layout] * len(stats), ref))
         def send_stats(context: Any, slots: Any, stats: Any, barriers: Any) -> None:
-            thread = utils.thread_idx()
+            thread = mgpu.thread()
             barrier = mgpu.address_of(barriers)
-            is_first = arith.cmpi(arith.CmpIPredicate.eq, thread, mgpu.i32(0))
-            announce(barrier, 4 * len(stats) * cluster * width, is_first)
-            block = mgpu.quotient(thread, threads)
-            lane = mgpu.remainder(thread, threads)
+            announce(barrier, 4 * len(stats) * cluster * width, thread.is_zero())
+            block, lane = thread // threads, thread % threads
             for slot, stat in zip(slots, stats):
                 values = mgpu.elements_of(stat.registers.item())
-                first = mgpu.plus(mgpu.address_of(slot), mgpu.times(lane, 4 * len(values)))
+                first = mgpu.address_of(slot) + lane * (4 * len(values))
                 for at in range(0, len(values), MESSAGE):
-                    message, target = values[at : at + MESSAGE], mgpu.plus(first, 4 * at)
-                    send(message, target, barrier, block, cluster)
+                    send(values[at : at + MESSAGE], first + 4 * at, barrier, block, cluster)
 
         send_stats(list(slots), list(stats), barriers)
 
