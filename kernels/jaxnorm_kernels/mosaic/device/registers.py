@@ -1,6 +1,8 @@
-"""Conversions and stores, register by register, where Mosaic's own cost more instructions or time.
+"""Loads, stores and conversions that are written register by register.
 
-The interpreter has no registers: there, these are JAX's operations.
+Mosaic's own cost more instructions or time, or do not exist: loads of columns and masks, stores to
+global memory, elements at the edges of rows, pairs of columns, and rows of a table. The interpreter
+has no registers; there, these are JAX's operations.
 """
 
 from collections.abc import Callable, Iterator

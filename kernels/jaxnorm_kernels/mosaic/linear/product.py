@@ -1,6 +1,31 @@
-"""How the kernel of a norm with a product runs: how y is cut in tiles, and what a block holds.
+"""RMSNorm and the product with a matrix, by Hopper's matrix instructions (wgmma).
 
-Measured on an H100 (`benchmarks/sweeps/linear.py`: tiles, stages and groups of ten products).
+With G = scale + scale_offset, row by row:
+
+    w = G weight                         rounded to the product's dtype, beforehand
+    z = rstd (x w) + bias                rstd = 1 / sqrt(mean(x^2) + epsilon)
+    y = activation(z)
+
+The sum of squares comes from the tiles of x that the product reads, so it is known when the
+product is done, and the normalised array is never written. In float16 w is c G weight, with a
+power of 2 that makes c G 1 at most, and rstd / c takes it back.
+
+A block makes one tile of y after the other. Its third warpgroup copies tiles of x and weight to a
+ring in shared memory; each of the two others multiplies half of a tile's rows, two steps at a
+time, and meanwhile adds up the squares of what it multiplies.
+
+G on its way costs more than the pass over weight. Times of 8192 rows of bfloat16 on an H100, over
+those of cuBLAS' product alone:
+
+    weight                               2048 x 3072    4096 x 6144    4096 x 14336
+    this kernel, without G                   1.04           1.06           1.09
+    with the pass that gives weight G        1.12           1.13           1.16
+    instead, G to x in registers             1.16           1.17           1.27
+    or G to x in shared memory               1.30           1.32           1.39
+    XLA's norm, and cuBLAS                   1.18           1.09           1.05
+
+In registers no product may be under way when x is written to them, or ptxas has all of them wait;
+in shared memory, reads and writes of x compete with what the matrix instructions read.
 """
 
 import dataclasses
@@ -21,6 +46,12 @@ from jaxnorm_kernels.mosaic.device.barriers import release_used
 from jaxnorm_kernels.mosaic.device.gpu import Gpu, local_gpu
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, is_interpreted, launch
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load
+
+# -------------------------------------------------------------------------------------------------
+# How the kernel of a norm with a product runs: how y is cut in tiles, and what a block holds.
+#
+# Measured on an H100 (`benchmarks/sweeps/linear.py`: tiles, stages and groups of ten products).
+
 
 #: Warpgroups that multiply. Another one copies.
 MULTIPLY = 2
@@ -73,37 +104,6 @@ def choose(spec: LinearSpec, gpu: Gpu | None = None) -> ProductSchedule:
 def stored_columns(spec: LinearSpec) -> int:
     """Of y, in one store."""
     return STORED_BYTES // spec.y_dtype.itemsize
-
-
-# -------------------------------------------------------------------------------------------------
-# RMSNorm and the product with a matrix, by Hopper's matrix instructions (wgmma).
-#
-# With G = scale + scale_offset, row by row:
-#
-#     w = G weight                         rounded to the product's dtype, beforehand
-#     z = rstd (x w) + bias                rstd = 1 / sqrt(mean(x^2) + epsilon)
-#     y = activation(z)
-#
-# The sum of squares comes from the tiles of x that the product reads, so it is known when the
-# product is done, and the normalised array is never written. In float16 w is c G weight, with a
-# power of 2 that makes c G 1 at most, and rstd / c takes it back.
-#
-# A block makes one tile of y after the other. Its third warpgroup copies tiles of x and weight to a
-# ring in shared memory; each of the two others multiplies half of a tile's rows, two steps at a
-# time, and meanwhile adds up the squares of what it multiplies.
-#
-# G on its way costs more than the pass over weight. Times of 8192 rows of bfloat16 on an H100, over
-# those of cuBLAS' product alone:
-#
-#     weight                               2048 x 3072    4096 x 6144    4096 x 14336
-#     this kernel, without G                   1.04           1.06           1.09
-#     with the pass that gives weight G        1.12           1.13           1.16
-#     instead, G to x in registers             1.16           1.17           1.27
-#     or G to x in shared memory               1.30           1.32           1.39
-#     XLA's norm, and cuBLAS                   1.18           1.09           1.05
-#
-# In registers no product may be under way when x is written to them, or ptxas has all of them wait;
-# in shared memory, reads and writes of x compete with what the matrix instructions read.
 
 
 _F32 = np.dtype(np.float32)

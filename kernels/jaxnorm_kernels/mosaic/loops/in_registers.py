@@ -1,8 +1,8 @@
-"""The gradient of a softmax's bias: dz, added up over the rows of x that share a row of the bias.
+"""Backward passes of rows in registers, in the tiles of the forward: those of softmaxes.
 
-A block takes those rows, one after the other, keeps the sum in registers and writes it once. Where
-few rows of a bias are shared by many of x, several blocks have a part of them each and write sums
-in float32, which XLA adds up. So do the rows of a tile that all share one of the bias.
+All inputs of a row are read at once. Each block takes as many rows as it holds, and ends, unless it
+adds up the gradient of a bias (`BiasSums`). Passes with sums over all rows run in `pipelined` and
+`narrow_rows`.
 """
 
 import dataclasses
@@ -24,6 +24,13 @@ from jaxnorm_kernels.mosaic.rows.logits import row_of_x
 from jaxnorm_kernels.mosaic.rows.partitions import AlignmentView
 from jaxnorm_kernels.mosaic.rows.tiles import Fragments, RowTile, SplitRow, Stat, Tile, WarpgroupRow
 from jaxnorm_kernels.specs import Shared
+
+# -------------------------------------------------------------------------------------------------
+# The gradient of a softmax's bias: dz, added up over the rows of x that share a row of the bias.
+#
+# A block takes those rows, one after the other, keeps the sum in registers and writes it once.
+# Where few rows of a bias are shared by many of x, several blocks have a part of them each and
+# write sums in float32, which XLA adds up. So do the rows of a tile that all share one of the bias.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,14 +94,6 @@ class BiasSums:
             return self.shared
         *outer, (size, has_axis) = self.shared.segments
         return Shared((*outer, (size // self.tile.rows, has_axis)), self.shared.has_columns)
-
-
-# -------------------------------------------------------------------------------------------------
-# Backward passes of rows in registers, in the tiles of the forward: those of softmaxes.
-#
-# All inputs of a row are read at once. Each block takes as many rows as it holds, and ends, unless
-# it adds up what they have to a bias' gradient. Passes with sums over all rows run in `ring` and
-# `rows_ring`.
 
 
 #: Gives the elements of a block's rows, in float32: for each fragment, one array of each kind.

@@ -1,4 +1,4 @@
-"""Stages of shared memory that the copy engine (TMA) keeps filled with a block's next steps."""
+"""What a persistent block works on: the rows that it takes, and the stages that bring them."""
 
 import dataclasses
 import functools
@@ -62,10 +62,6 @@ class Stages:
                 self.full.at[at],
                 oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # of any length
             )
-
-
-# -------------------------------------------------------------------------------------------------
-# Which rows a block takes, where a grid has fewer blocks than there are rows.
 
 
 @dataclasses.dataclass(frozen=True)

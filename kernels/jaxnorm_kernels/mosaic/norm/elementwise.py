@@ -1,14 +1,4 @@
-"""Activations of a gate or a norm g, and their derivatives, in float32: both of one sigmoid.
-
-    sigmoid       s(g)              s (1 - s)
-    silu          g s(g)            s (1 + g - g s)
-    gelu          g s(z)            s (1 + g (1 - s) z')         z = sqrt(8 / pi) (g + 0.044715 g^3)
-    relu          max(g, 0)         1 for g > 0, else 0
-    leaky_relu    g or 0.01 g       1 for g >= 0, else 0.01
-
-gelu is the approximation by tanh, since (1 + tanh(v)) / 2 = s(2 v). The rounding of an exponent
-gives s an error of |g| u, relative to what is as small as exp(-|g|) where that is large.
-"""
+"""Elementwise terms of norms, in float32: activations and their derivatives, G, the bias and y."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,6 +9,19 @@ from jax import lax
 
 from jaxnorm_kernels.mosaic.device.numerics import exp2
 from jaxnorm_kernels.specs import Activation, Spec
+
+# -------------------------------------------------------------------------------------------------
+# Activations of a gate or a norm g, and their derivatives, in float32: both of one sigmoid.
+#
+#     sigmoid       s(g)              s (1 - s)
+#     silu          g s(g)            s (1 + g - g s)
+#     gelu          g s(z)            s (1 + g (1 - s) z')    z = sqrt(8 / pi) (g + 0.044715 g^3)
+#     relu          max(g, 0)         1 for g > 0, else 0
+#     leaky_relu    g or 0.01 g       1 for g >= 0, else 0.01
+#
+# gelu is the approximation by tanh, since (1 + tanh(v)) / 2 = s(2 v). The rounding of an exponent
+# gives s an error of |g| u, relative to what is as small as exp(-|g|) where that is large.
+
 
 _LOG2_E = math.log2(math.e)
 _GELU, _GELU_CUBE = math.sqrt(8 / math.pi), 0.044715
@@ -73,10 +76,6 @@ def activation_of(spec: Spec) -> Callable[[jax.Array], ValueAndSlope]:
     """That of a call which has one."""
     assert spec.activation is not None
     return ACTIVATIONS[spec.activation]
-
-
-# -------------------------------------------------------------------------------------------------
-# What is done to single elements of a norm: G, the bias, y. In float32.
 
 
 # Without a floor (float16) G may be as small as it likes. Below this y has no room for x_hat G, so

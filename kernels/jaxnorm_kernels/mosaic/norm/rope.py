@@ -1,8 +1,4 @@
-"""RMSNorm of heads, and the rotation of their pairs (a, b) of columns after it.
-
-n = x r G        r = 1 / sqrt(mean(x^2) + epsilon)        G = scale + scale_offset
-y = (na cos - nb sin, nb cos + na sin), and n in the columns that are not rotated
-"""
+"""RMSNorm of heads and the rotation after it: forward and backward."""
 
 import dataclasses
 import math
@@ -28,6 +24,12 @@ from jaxnorm_kernels.mosaic.schedules.heads import Heads
 from jaxnorm_kernels.mosaic.schedules.norm_backward import persistent_blocks
 from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
+
+# -------------------------------------------------------------------------------------------------
+# RMSNorm of heads, and the rotation of their pairs (a, b) of columns after it.
+#
+# n = x r G        r = 1 / sqrt(mean(x^2) + epsilon)        G = scale + scale_offset
+# y = (na cos - nb sin, nb cos + na sin), and n in the columns that are not rotated
 
 
 def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = None) -> Results:

@@ -1,13 +1,9 @@
-"""Barriers of a block that count the bytes which the blocks of its cluster send to it.
+"""Exchange of values between the warps that share a row, in a block or in a cluster.
 
-A thread sends (``st.async``), and goes on; who waits for the barrier of its own block sees all that
-was announced. Plain stores and an arrival at the other blocks' barriers would not do: these are
-seen in any order (H200: a wrong sum in some rows of a million), unless a fence waits for all that
-the block has stored, its output too (a third of the bandwidth); and where it has stored nothing,
-the fence of a barrier of the cluster still takes longer than the messages (GroupNorm, then silu:
-12 of 162 us; H100).
-
-Pallas has no such operations, so this is PTX; the interpreter knows no clusters.
+`Gather` shows the values of each warp to all of them; `RowSums` adds them up. Blocks of a cluster
+send each other values through distributed shared memory (`ClusterExchange`), and count the bytes
+that arrive (`TransactionBarriers`). Pallas has no such operations, so these are PTX; the
+interpreter knows no clusters.
 """
 
 import dataclasses
@@ -38,6 +34,19 @@ _SCALAR = plgpu.Layout.WG_SPLAT
 _REF = plgpu.RefType()
 #: float32 values, the most that are sent at once.
 MESSAGE = 4
+
+
+# -------------------------------------------------------------------------------------------------
+# Barriers of a block that count the bytes which the blocks of its cluster send to it.
+#
+# A thread sends (``st.async``), and goes on; who waits for the barrier of its own block sees all
+# that was announced. Plain stores and an arrival at the other blocks' barriers would not do: these
+# are seen in any order (H200: a wrong sum in some rows of a million), unless a fence waits for all
+# that the block has stored, its output too (a third of the bandwidth); and where it has stored
+# nothing, the fence of a barrier of the cluster still takes longer than the messages (GroupNorm,
+# then silu: 12 of 162 us; H100).
+#
+# Pallas has no such operations, so this is PTX; the interpreter knows no clusters.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,13 +317,6 @@ def _tree_sum(values: list[Any]) -> Any:
     while len(values) > 1:
         values = [arith.addf(a, b) for a, b in zip(values[::2], values[1::2])]
     return values[0]
-
-
-# -------------------------------------------------------------------------------------------------
-# What the warps that share a row tell each other, in a block or in a cluster.
-#
-# Each warp has some values, numbers that it reduced its columns to. `Gather` shows those of all
-# warps to each of them at once; `RowSums` adds them up, between other work of a persistent kernel.
 
 
 # Every thread reads all of an array, four elements at a time, and adds them up by itself.

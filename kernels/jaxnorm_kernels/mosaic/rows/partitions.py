@@ -1,21 +1,13 @@
-"""Unaligned rows, which are no multiple of 16 bytes, read and written by 16 bytes all the same.
+"""Which columns of a row a warpgroup has, in fragments.
 
-Where rows are no multiple of 16 bytes, a row begins somewhere between two of these, and `period`
-rows further another one begins at the same place. These rows are of one *class*. Seen as
-``(rows / period, period * cols)`` the array has rows that are multiples of 16 bytes, and each class
-has its columns of them. A block takes rows of one class, and of each its *window*: the multiples of
-16 bytes that have a part of the row::
+A warpgroup owns a *slice* of the columns. It advances in *units*, one vector for each thread of a
+row. There are no masked loads or stores on this backend, so a row that is no multiple of all its
+slices' units is held in two *fragments*: a body of whole units, and a tail, one unit that ends
+with the row at the latest. The first columns of the tail may be in another fragment too:
+reductions skip them (they are *stale*), and they are stored twice with the same value.
 
-    multiples of 16 bytes   |       |       |       |       |       |       |
-    rows                    0 0 0 0 0 0 0 0 0 1 1 1 1 1 1 1 1 1 2 2 2 2 2 2
-    window of row 1                 |- - - - - - - - - - - -|
-
-So all that lies in a block's registers lies alike for all its rows. What a window has of other rows
-takes no part in reductions, and is not stored. Windows are as wide for all classes, and within the
-array: some begin or end 16 bytes further from their row.
-
-They are often a little wider than whole units of a block, for rows are often a little shorter. Then
-the last unit, the tail, has narrower vectors.
+An unaligned row is held as its window (`AlignmentView`). The columns of other rows in it, which lie
+at its *edges*, are skipped too, and not stored.
 """
 
 import dataclasses
@@ -40,12 +32,30 @@ from jaxnorm_kernels.mosaic.device.layouts import (
 )
 from jaxnorm_kernels.mosaic.device.registers import store_global, store_inside
 
+# -------------------------------------------------------------------------------------------------
+# 16-byte loads and stores for rows whose length is not a multiple of 16 bytes.
+#
+# Such rows start at changing offsets within a 16-byte word; the offsets repeat every `period` rows.
+# Rows with the same offset form a *phase*. Viewed as ``(rows / period, period * cols)``, the array
+# has aligned rows, and each phase occupies a fixed range of columns. A block processes rows of a
+# single phase, so that all its rows share one register layout. Of each row it holds the *window*:
+# the 16-byte words that have a part of the row::
+#
+#     multiples of 16 bytes   |       |       |       |       |       |       |
+#     rows                    0 0 0 0 0 0 0 0 0 1 1 1 1 1 1 1 1 1 2 2 2 2 2 2
+#     window of row 1                 |- - - - - - - - - - - -|
+#
+# The columns of other rows in a window take no part in reductions and are not stored. Windows have
+# the same width in all phases and lie within the array: some begin or end 16 bytes further from
+# their row. They are often a little wider than whole units of a block; then the last unit, the
+# tail, has narrower vectors.
+
 
 @dataclasses.dataclass(frozen=True)
 class AlignmentView:
     """Of rows of `cols` elements, the windows; `step` elements of the narrowest array are 16 bytes.
 
-    Block b takes rows of class ``b % period``.
+    Block b takes rows of phase ``b % period``.
     """
 
     cols: int
@@ -53,7 +63,7 @@ class AlignmentView:
 
     @property
     def period(self) -> int:
-        """How many classes there are."""
+        """Number of phases."""
         return self.step // math.gcd(self.cols, self.step)
 
     @property
@@ -85,7 +95,7 @@ class AlignmentView:
         return flat_index(shape, layout)
 
     def place(self, block: Any) -> Any:
-        """Of a block, among those of its class."""
+        """Of a block, among those of its phase."""
         return lax.div(block, self.period)
 
     def view(self, array: jax.Array) -> jax.Array:
@@ -160,19 +170,6 @@ def alignment_view(rows: int, cols: int, dtypes: Sequence[np.dtype]) -> Alignmen
     """
     window = AlignmentView(cols, VECTOR_BYTES // min(dtype.itemsize for dtype in dtypes))
     return None if window.period == 1 or rows % window.period else window
-
-
-# -------------------------------------------------------------------------------------------------
-# Which columns of a row a warpgroup has, in fragments.
-#
-# A warpgroup owns a *slice* of the columns. It advances in *units*, one vector for each thread of a
-# row. There are no masked loads or stores on this backend, so a row that is no multiple of all its
-# slices' units is held in two *fragments*: a body of whole units, and a tail, one unit that ends
-# with the row at the latest. The first columns of the tail may be in another fragment too:
-# reductions skip them (they are *stale*), and they are stored twice with the same value.
-#
-# Of unaligned rows, a row is its window (`partitions`). The columns of other rows in it, which lie
-# at its *edges*, are skipped too, and not stored.
 
 
 @dataclasses.dataclass(frozen=True)

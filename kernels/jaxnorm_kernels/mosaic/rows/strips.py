@@ -177,10 +177,6 @@ def boxes_of(fragment: Fragment) -> list[tuple[int, int]]:
     return [(at, min(BOX, fragment.width - at)) for at in range(0, fragment.width, BOX)]
 
 
-# -------------------------------------------------------------------------------------------------
-# What a warpgroup has of a strip, and how it reads, reduces and stores it: see `strips`.
-
-
 # Of a thread, read from shared memory at a time: enough to hide its latency, in few registers.
 _VALUES = 16
 

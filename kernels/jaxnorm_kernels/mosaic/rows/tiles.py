@@ -422,10 +422,6 @@ def _folded(
     return [functools.reduce(pairwise, [v for v in units if v.shape == s]) for s in shapes]
 
 
-# -------------------------------------------------------------------------------------------------
-# A row in several warpgroups: of a block, or of all blocks of a cluster. See `tiles`.
-
-
 @dataclasses.dataclass(frozen=True)
 class SplitRow(Tile):
     """A row in `warpgroups` of a block, or in those of all `cluster` blocks of a cluster.

@@ -1,4 +1,20 @@
-"""A line of the forward table: which calls it is for, and the schedule that it makes of one."""
+"""How a forward pass runs: one table; the first rule that fits is taken. The reasons are hardware.
+
+The sizes that matter, and how the rules use them:
+
+* An SM gives 64 registers to each of 1024 threads, 128 to each of 512. A value of a row costs one
+  register, so 32 values for each thread let 8 warpgroups share an SM. A residual that waits to be
+  added costs another: rows count as twice as long (`registers`).
+* About 64 KiB of reads under way in each SM keep the memory of an H100 or H200 busy. Rows in
+  registers have as many because an SM runs several blocks: some load while others reduce or store.
+  A row of 32 KiB and more leaves room for one or two, so it is spread over the blocks of a cluster.
+* As many blocks as rows reach 0.97 of a copy's bandwidth where a block for each SM, or a few, that
+  share the rows evenly reach 0.91: SMs differ, it seems, and all wait for the slowest. So a block
+  takes a few rows at most, and only where it then reads its parameters once for all of them; the
+  last rows are taken one by one.
+* The bytes of a row are those of x and of its residual: both are under way at the same time.
+* Groups of rows have parameters of their own, so that a block keeps them for rows of its group.
+"""
 
 import dataclasses
 import math
@@ -341,28 +357,6 @@ def _distribute(shares: int, line: ForwardRule, gpu: Gpu, cluster: int) -> tuple
         if shares // warpgroups <= min(cluster, gpu.portable_cluster):
             break
     return warpgroups, min(gpu.portable_cluster, shares // warpgroups)
-
-
-# -------------------------------------------------------------------------------------------------
-# How a forward pass runs: one table; the first line that fits is taken. The reasons are hardware.
-#
-# The sizes that matter, and how the lines below use them:
-#
-# * An SM gives 64 registers to each of 1024 threads, 128 to each of 512. A value of a row costs one
-#   register, so 32 values for each thread let 8 warpgroups share an SM. A residual that waits to be
-#   added costs another: rows count as twice as long (`registers`).
-# * About 64 KiB of reads under way in each SM keep the memory of an H100 or H200 busy. Rows in
-#   registers have as many because an SM runs several blocks: some load while others reduce or
-# store.
-#   A row of 32 KiB and more leaves room for one or two, so it is spread over the blocks of a
-# cluster.
-# * As many blocks as rows reach 0.97 of a copy's bandwidth where a block for each SM, or a few,
-# that
-#   share the rows evenly reach 0.91: SMs differ, it seems, and all wait for the slowest. So a block
-#   takes a few rows at most, and only where it then reads its parameters once for all of them; the
-#   last rows are taken one by one.
-# * The bytes of a row are those of x and of its residual: both are under way at the same time. *
-# Groups of rows have parameters of their own, so that a block keeps them for rows of its group.
 
 
 TABLE = (
