@@ -156,13 +156,15 @@ class _Row:
             for v, columns in zip(read(), self.columns(k))
         ]
 
-    def scaled(self) -> Fragments:
-        """Return branch_scale x."""
-        return [x * scale for x, (scale,) in zip(self.x(), self.columns(1))]
-
     def sum(self, values: Fragments) -> Fragments:
         """Return `values` plus the residual, in the residual's dtype."""
         sums = [_plus(self.tile, v, r) for v, r in zip(values, self.other())]
+        return [rounded(v, _residual_dtype(self.spec)) for v in sums]
+
+    def scaled_sum(self) -> Fragments:
+        """Return branch_scale x plus the residual, in the residual's dtype."""
+        terms = zip(self.loaded.load(), self.columns(1))
+        sums = [_plus(self.tile, x * scale, r) for (x, r), (scale,) in terms]
         return [rounded(v, _residual_dtype(self.spec)) for v in sums]
 
     def wide(self, h: Fragments) -> Fragments:
@@ -195,10 +197,10 @@ def _norm_add_norm(row: _Row) -> NamedResults:
 
 
 def _scaled_add_norm(row: _Row) -> NamedResults:
-    h = row.sum(row.scaled())
+    h = row.scaled_sum()
     yield "h", h
     # Recomputed, h holds no registers between its uses.
-    yield "y", row.norm(lambda: row.wide(row.sum(row.scaled()) if row.tile.rereads else h))
+    yield "y", row.norm(lambda: row.wide(row.scaled_sum() if row.tile.rereads else h))
 
 
 def _norm_gated(row: _Row) -> NamedResults:
