@@ -14,7 +14,6 @@ which hides the exchange::
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from jax import lax
 
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, CLUSTER, WARPGROUP, launch, split
 from jaxnorm_kernels.mosaic.device.layouts import (
+    WARP,
     WARPGROUP_THREADS,
     WARPS,
     Layout,
@@ -67,6 +67,16 @@ class PipelinedRows:
     rows: int = 1
     blocks_per_sm: int = 1
     cluster: int = 1
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of a unit."""
+        return warps_layout(self.vector)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of a unit in registers."""
+        return WARPS, WARP * self.vector
 
     def slice(self, cols: int, warpgroup: Any = 0) -> Partition:
         """The columns of a warpgroup, counted through the cluster."""
@@ -122,18 +132,17 @@ class _PipelinedKernel:
     def reduce(self, k: Any, stats: list[list[jax.Array]]) -> None:
         """Publishes the sums over the rows of step `k`, each warp those of its columns."""
         at, rows, formula = self.stages.wait(k), range(self.ring.rows), self.formula
-        # For each row and each of its sums, those over units of each width.
-        totals: list[list[dict[int, jax.Array]]]
-        totals = [[{} for _ in range(formula.row_sums)] for _ in rows]
+        totals: list[Arrays] = [[] for _ in rows]
         for unit, columns in zip(self.units, self.columns):
             for row in rows:
                 elements = self.read(at, row, unit, formula.summed)
                 terms = formula.terms(elements, columns, stats[row])
                 terms = [unit.skip_stale(term) for term in terms]
-                for total, term in zip(totals[row], terms):
-                    width = unit.width
-                    total[width] = total[width] + term if width in total else term
-        parts = [_of_warps(total) for row_totals in totals for total in row_totals]
+                totals[row] = [a + b for a, b in zip(totals[row], terms)] if totals[row] else terms
+        # Annotate the layout on results only: annotating every load slows down layout inference.
+        layout = self.ring.layout
+        of_steps = [total for row in totals for total in row]
+        parts = [jnp.sum(plgpu.layout_cast(total, layout), axis=1) for total in of_steps]
         self.sums.publish(self.exchanged, parts, k)
 
     def finish(self, k: Any, stats: list[list[jax.Array]], carried: Arrays) -> Arrays:
@@ -152,31 +161,27 @@ class _PipelinedKernel:
         at, index = self.stages.at(k), self.share.first_row(k) + row
         added: list[jax.Array] = []
         for unit, columns in zip(self.units, self.columns):
-            layout, elements = _layout(unit.width), self.read(at, row, unit, len(self.held))
+            elements = self.read(at, row, unit, len(self.held))
             values, terms = self.formula.finish(elements, columns, stats, totals)
             for ref, value in zip(self.refs.results, values):
-                unit.store(ref, index, value, layout)
+                unit.store(ref, index, value, self.ring.layout)
             added += terms
-        if self.share.has_stale_rows:
-            is_new, shapes = self.share.is_new(index, k), dict.fromkeys(a.shape for a in added)
-            masks = {shape: lax.broadcast_in_dim(is_new, shape, ()) for shape in shapes}
-            added = [jnp.where(masks[a.shape], a, jnp.float32(0)) for a in added]
+        if self.share.has_stale_rows and added:
+            is_new = lax.broadcast_in_dim(self.share.is_new(index, k), self.ring.shape, ())
+            added = [jnp.where(is_new, a, jnp.float32(0)) for a in added]
         return [a + b for a, b in zip(carried, added)]
 
     def read(self, at: Any, row: int, unit: Fragment, count: int) -> list[jax.Array]:
         """A unit of a row in stage `at`, of the first `count` operands, in float32."""
         columns = pl.ds(unit.stage_start, unit.width)
-        layout, shape = _layout(unit.width), _shape(unit.width)
+        layout, shape = self.ring.layout, self.ring.shape
         refs = [held.at[at, row, columns] for held in self.held[:count]]
         return [widen(load(ref, layout, shape), layout) for ref in refs]
 
     def no_sums(self) -> list[jax.Array]:
         """0 for each column sum of each unit."""
-        zeros = {
-            width: plgpu.layout_cast(jnp.zeros(_shape(width), jnp.float32), _layout(width))
-            for width in dict.fromkeys(unit.width for unit in self.units)
-        }
-        return [zeros[unit.width] for unit in self.units for _ in range(self.formula.column_sums)]
+        zeros = plgpu.layout_cast(jnp.zeros(self.ring.shape, jnp.float32), self.ring.layout)
+        return [zeros] * (len(self.units) * self.formula.column_sums)
 
 
 def pipelined_backward(
@@ -204,9 +209,9 @@ def pipelined_backward(
         sums.open(exchanged)
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
         rank = lax.axis_index(CLUSTER) if ring.cluster > 1 else 0
-        partition_ = ring.slice(cols, rank * ring.warpgroups + warpgroup)
+        partition = ring.slice(cols, rank * ring.warpgroups + warpgroup)
         share = Share.of(block, rows=rows, groups=groups, blocks=blocks, height=ring.rows)
-        steps, fragments = share.count(), partition_.fragments()
+        steps, fragments = share.count(), partition.fragments()
         places = [fragment.columns() for fragment in fragments]
 
         def copies(k: Any, at: Any) -> Iterable[tuple[Ref, Ref]]:
@@ -219,10 +224,15 @@ def pipelined_backward(
 
         stages = Stages(ring.stages, steps, full, copies, warpgroup)
         stages.start()
-        first, *tail = partition_.fragments()
-        units = [*partition_.cut(first), *tail]
+        first, *tail = partition.fragments()
+        units = [*partition.cut(first), *tail]
         params = [share.param(ref) for ref in refs.params]
-        columns = [prepare(formula, [_load_param(ref, unit) for ref in params]) for unit in units]
+        columns = [
+            prepare(
+                formula, [load(ref.at[unit.columns()], ring.layout, ring.shape) for ref in params]
+            )
+            for unit in units
+        ]
         kernel = _PipelinedKernel(
             formula, ring, refs, stages, held, share, sums, exchanged, units, columns
         )
@@ -248,27 +258,3 @@ def pipelined_backward(
             *sums.scratch(),
         ],
     )
-
-
-def _load_param(ref: Ref, unit: Fragment) -> jax.Array:
-    """A unit of a ``(cols,)`` ref."""
-    return load(ref.at[unit.columns()], _layout(unit.width), _shape(unit.width))
-
-
-def _of_warps(terms: dict[int, jax.Array]) -> jax.Array:
-    """The sums of each warp, of those of units for each of their widths.
-
-    Only results name the layout: each load that did would cost Mosaic's inference.
-    """
-    of_widths = [plgpu.layout_cast(value, _layout(width)) for width, value in terms.items()]
-    return functools.reduce(operator.add, [jnp.sum(value, axis=1) for value in of_widths])
-
-
-def _layout(width: int) -> Layout:
-    """Of a unit."""
-    return warps_layout(width // WARPGROUP_THREADS)
-
-
-def _shape(width: int) -> tuple[int, int]:
-    """Of a unit, in registers."""
-    return WARPS, width // WARPS
