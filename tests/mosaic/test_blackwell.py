@@ -110,7 +110,7 @@ LOSSES = [
     Spec(op, "fwd", rows, cols, x, F32, want_stats=True, **options)
     for op, rows, cols, x, options in (
         ("cross_entropy", 8192, 4096, BF16, {}),
-        ("cross_entropy", 5, 128256, BF16, {}),  # of a cluster
+        ("cross_entropy", 5, 128256, BF16, {}),
         ("cross_entropy", 4096, 50257, F32, {"label_smoothing": 0.1, "z_loss": 1e-2}),
         ("log_prob_and_entropy", 5, 128256, BF16, {}),
         ("log_prob_and_entropy", 4096, 50257, F32, {"logit_softcap": 30.0}),

@@ -208,9 +208,8 @@ def test_schedules():
             for rows in (1, 5, 66, 8192):
                 schedule = choose(make_spec(rows, cols, dtype), HOPPER)
                 units = Units.of(cols, 16 // dtype.itemsize)
-                assert schedule.shares * schedule.units <= max(units.count, 1)
-                assert schedule.cluster == 1 or schedule.cluster * rows <= HOPPER.sms
-    assert choose(make_spec(5, 128256, BF16), HOPPER) == LossForwardSchedule(2, 4, 8)
+                assert schedule.warpgroups * schedule.units <= max(units.count, 1)
+    assert choose(make_spec(5, 128256, BF16), HOPPER) == LossForwardSchedule(2, 4)
 
 
 def test_what_the_kernels_refuse():
@@ -241,7 +240,6 @@ def types(rows, cols, dtype, label_dtype="int32"):
 
 
 @pytest.mark.oldest_jax
-# Few rows are shared by the blocks of a cluster.
 @pytest.mark.parametrize(
     ("rows", "cols", "dtype", "label_dtype"),
     [
