@@ -10,19 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxnorm_kernels.mosaic.device.launch import BLOCK, WARPGROUP, launch, split
-from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, Ref, store
+from jaxnorm_kernels.mosaic.device.launch import BLOCK, split
+from jaxnorm_kernels.mosaic.device.layouts import WARPGROUP_THREADS, Ref
 from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula
+from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, run, store_stats
 from jaxnorm_kernels.mosaic.rows.exchange import RowSums
 from jaxnorm_kernels.mosaic.rows.logits import row_of_x
 from jaxnorm_kernels.mosaic.rows.partitions import AlignmentView
-from jaxnorm_kernels.mosaic.rows.tiles import Fragments, RowTile, SplitRow, Stat, Tile, WarpgroupRow
+from jaxnorm_kernels.mosaic.rows.tiles import Fragments, RowTile, SplitRow, Tile, WarpgroupRow
 from jaxnorm_kernels.specs import Shared
 
 # -------------------------------------------------------------------------------------------------
@@ -157,18 +157,13 @@ def in_registers_backward(
     """
     exchange = RowSums(tile.warpgroups, tile.cluster, formula.row_sums, in_lanes=True)
     is_split = isinstance(tile, SplitRow)
-    counts = len(operands), len(results), row_values, int(sums is not None)
-    shape, window = (rows, tile.cols), tile.window
-    if window is not None:
-        shape, operands = window.shape(rows), [window.view(operand) for operand in operands]
 
-    def body(*refs: Ref) -> None:
-        operand_refs, result_refs, value_refs, sum_refs, scratch = split(refs, *counts)
-        placed = tile.placed()
+    def body(placed: Tile, refs: ForwardRefs) -> None:
+        sum_refs, scratch = split(refs.scratch, int(sums is not None))
 
         def step(row: Any, k: Any = 0) -> Fragments:
             """Stores the results of a tile of rows; the terms of the column sum."""
-            elements = read(placed, row, operand_refs)
+            elements = read(placed, row, refs.operands)
             terms = [formula.terms(v[: formula.summed], (), ()) for v in elements]
             totals = [placed.sum(placed.skip_others(term)) for term in zip(*terms)]
             if is_split:
@@ -180,10 +175,10 @@ def in_registers_backward(
             for v in elements:
                 broadcast = [placed.broadcast(total, v[0]) for total in totals]
                 finished.append(formula.finish(v, (), (), broadcast))
-            for ref, values in zip(result_refs, zip(*(results for results, _ in finished))):
+            for ref, values in zip(refs.results, zip(*(results for results, _ in finished))):
                 placed.store(ref, row, values)
-            if value_refs:
-                _store_values(value_refs, row, totals)
+            if refs.stats:
+                store_stats(refs.stats, row, totals)
             return [term for _, of_fragment in finished for term in of_fragment]
 
         exchange.open(scratch)
@@ -194,28 +189,16 @@ def in_registers_backward(
             exchange.ready()
         sums.run(sum_refs[0], step)
 
-    outputs = launch(
+    of_rows, others = run(
         body,
-        operands,
+        tile,
+        rows,
+        operands=operands,
+        results=results,
+        stats=row_values,
+        others=[] if sums is None else [sums.output],
+        scratch=exchange.scratch() if is_split else [],
+        blocks=None if sums is None else sums.blocks,
         name=name,
-        outputs=[
-            *[(shape, dtype) for dtype in results],
-            *[((rows,), np.dtype(np.float32))] * row_values,
-            *([] if sums is None else [sums.output]),
-        ],
-        blocks=tile.blocks(rows) if sums is None else sums.blocks,
-        cluster=tile.cluster,
-        warpgroups=tile.warpgroups,
-        scratch=exchange.scratch() if is_split else (),
     )
-    of_rows = [output.reshape(rows, -1) for output in outputs[: len(results)]]
-    return (*of_rows, *outputs[len(results) :])
-
-
-def _store_values(refs: Sequence[Ref], row: Any, values: Sequence[Stat]) -> None:
-    """Every warpgroup has all of them."""
-
-    @pl.when(lax.axis_index(WARPGROUP) == 0)
-    def _() -> None:
-        for ref, value in zip(refs, values):
-            store(ref.at[row], value)
+    return (*of_rows, *others)

@@ -30,16 +30,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Results
-from jaxnorm_kernels.mosaic.device.launch import WARPGROUP, required, split
-from jaxnorm_kernels.mosaic.device.layouts import Ref, store, widen
+from jaxnorm_kernels.mosaic.device.launch import required, split
+from jaxnorm_kernels.mosaic.device.layouts import Ref, widen
 from jaxnorm_kernels.mosaic.device.registers import rounded
-from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, of_group, run
+from jaxnorm_kernels.mosaic.loops.forward import ForwardRefs, of_group, run, store_stats
 from jaxnorm_kernels.mosaic.norm.elementwise import activation_of, norm_columns, norm_output
 from jaxnorm_kernels.mosaic.rows.tiles import Fragments, LoadedRow, SplitRow, Stat, Steps, Tile
 from jaxnorm_kernels.mosaic.schedules import forward as schedules
@@ -244,7 +243,7 @@ def _in_registers(spec: Spec, params_first: bool, tile: Tile, refs: ForwardRefs)
         for name, values in _OPERATIONS[spec.op](row):
             if name in results:
                 tile.store(results[name], loaded.index, values)
-        _store_stats(refs.stats, loaded.index, row.stats)
+        store_stats(refs.stats, loaded.index, row.stats)
 
     first = (params.load_all, params.prepare) if params_first else ()
     tile.each_row(refs.operands, spec.rows, refs.scratch, Steps(load, finish, *first))
@@ -301,15 +300,6 @@ def _merge(
         part_mean, part_square, size = gather(mean, square, size)
     mean = jnp.sum(size * part_mean) / spec.cols
     return mean, jnp.sum(part_square + size * jnp.square(part_mean - mean))
-
-
-def _store_stats(refs: Sequence[Ref], row: Any, stats: Sequence[Stat]) -> None:
-    """Stores as many of the statistics as there are refs; every warpgroup has all of them."""
-
-    @pl.when(lax.axis_index(WARPGROUP) == 0)
-    def _() -> None:
-        for ref, stat in zip(refs, stats):
-            store(ref.at[row], stat)
 
 
 def _present[T](*values: T | None) -> list[T]:

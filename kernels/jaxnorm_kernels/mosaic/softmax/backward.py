@@ -129,7 +129,7 @@ def softmax_bwd(
         tile,
         rows=spec.rows,
         results=[spec.x_dtype],
-        name=f"jaxnorm_{spec.op}_bwd",
+        name=f"{spec.op}_bwd",
         row_values=2 * formula.sums_rows,
         sums=sums,
     )
