@@ -180,6 +180,7 @@ def random_spec(rng: np.random.Generator) -> Spec:
     op = str(rng.choice([*OPS, *RESIDUAL_OPS]))
     if "softmax" in op:
         return make_spec(op, rows, cols, x, y)
+    cols = -(-cols // 8) * 8
     given: dict[str, Any] = {"scale_dtype": scale if rng.random() < 0.8 else None}
     if op.endswith("layer_norm"):
         given["bias_dtype"] = bias if rng.random() < 0.8 else None
