@@ -228,7 +228,7 @@ def test_every_call_has_a_schedule_that_fits(
     itemsizes = (y if softmax or saved == "output" else x).itemsize + y.itemsize
     itemsizes += x.itemsize * (adds_dh and not softmax)
     if isinstance(schedule, PipelinedRows):
-        width = schedule.warpgroups * schedule.slice(cols).width
+        width = schedule.warpgroups * schedule.partition(cols).width
         ring = schedule.stages * schedule.rows * width * itemsizes
         assert schedule.blocks_per_sm * ring <= HOPPER.smem
         assert schedule.stages >= 2

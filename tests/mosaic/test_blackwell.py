@@ -347,7 +347,7 @@ def test_backwards_fit_shared_memory(gpu: Gpu) -> None:
         columns = spec.cols
         if isinstance(schedule, PipelinedRows):
             assert schedule.cluster == 1 or schedule.cluster in gpu.clusters
-            columns = schedule.warpgroups * schedule.slice(spec.cols).width
+            columns = schedule.warpgroups * schedule.partition(spec.cols).width
         held = sum(dtype.itemsize for dtype in norm_backward.row_dtypes(spec))
         used = schedule.stages * schedule.rows * columns * held + 1024
         assert schedule.stages >= 2

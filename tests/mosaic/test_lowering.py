@@ -210,7 +210,7 @@ def test_schedules_fit_the_gpu(gpu: Gpu) -> None:
         if isinstance(held, RowTile):
             assert held.fragments()
         elif isinstance(held, SplitRow):
-            assert held.slice().units > 0
+            assert held.partition().units > 0
         scratch = held.scratch(3, inputs)
         arrays = [s for s in scratch if hasattr(s, "dtype")]
         assert sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in arrays) <= gpu.smem

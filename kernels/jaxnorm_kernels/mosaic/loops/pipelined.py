@@ -2,9 +2,9 @@
 
 A backward pass reads two arrays or more, reduces each row to a few sums, and reads the row again to
 write dx. Here a *persistent* block takes every n-th row (or step of a few short rows). Each of its
-warpgroups owns a slice of the columns and a ring of stages, which the copy engine (TMA) keeps
-filled with its slice of the rows to come. The two reads of a row are both from shared memory, so
-that few registers live across the exchange of row sums: the column sums (dscale, dbias), which a
+warpgroups owns a partition of the columns and a ring of stages, which the copy engine (TMA) keeps
+filled with its partition of the rows to come. The two reads of a row are both from shared memory,
+so that few registers live across the exchange of row sums: the column sums (dscale, dbias), which a
 thread carries through all its rows, have room. Step k is reduced before step k - 1 is finished,
 which hides the exchange::
 
@@ -78,7 +78,7 @@ class PipelinedRows:
         """Shape of a unit in registers."""
         return WARPS, WARP * self.vector
 
-    def slice(self, cols: int, warpgroup: Any = 0) -> Partition:
+    def partition(self, cols: int, warpgroup: Any = 0) -> Partition:
         """The columns of a warpgroup, counted through the cluster."""
         unit = WARPGROUP_THREADS * self.vector
         return Partition(cols, self.cluster * self.warpgroups, unit, warpgroup)
@@ -86,12 +86,12 @@ class PipelinedRows:
 
 @dataclasses.dataclass(frozen=True)
 class _PipelinedKernel:
-    """What a warpgroup does with its slice of the block's rows.
+    """What a warpgroup does with its partition of the block's rows.
 
     Attributes:
-      stages, held: the ring of its slice, and ``(stages, rows, columns)`` of each row operand.
+      stages, held: the ring of its partition, and ``(stages, rows, columns)`` of each row operand.
       exchanged: what `sums` exchanges the sums of rows in.
-      units: the slice, cut.
+      units: the partition, cut.
       columns: what the formula needs of the parameters, for each of these.
     """
 
@@ -209,7 +209,7 @@ def pipelined_backward(
         sums.open(exchanged)
         block, warpgroup = lax.axis_index(BLOCK), lax.axis_index(WARPGROUP)
         rank = lax.axis_index(CLUSTER) if ring.cluster > 1 else 0
-        partition = ring.slice(cols, rank * ring.warpgroups + warpgroup)
+        partition = ring.partition(cols, rank * ring.warpgroups + warpgroup)
         share = Share.of(block, rows=rows, groups=groups, blocks=blocks, height=ring.rows)
         steps, fragments = share.count(), partition.fragments()
         places = [fragment.columns() for fragment in fragments]
@@ -238,7 +238,7 @@ def pipelined_backward(
         )
         kernel.run(block)
 
-    part = ring.slice(cols)
+    part = ring.partition(cols)
     copies = len(operands.rows) * ring.rows * len(part.fragments())  # of a stage
     stages = ring.warpgroups * ring.stages
     return launch(

@@ -1,8 +1,8 @@
 """Which columns of a row a warpgroup has, in fragments.
 
-A warpgroup owns a *slice* of the columns. It advances in *units*, one vector for each thread of a
-row. There are no masked loads or stores on this backend, so a row that is no multiple of all its
-slices' units is held in two *fragments*: a body of whole units, and a tail, one unit that ends
+A warpgroup owns a *partition* of the columns. It advances in *units*, one vector for each thread of
+a row. There are no masked loads or stores on this backend, so a row that is no multiple of all its
+partitions' units is held in two *fragments*: a body of whole units, and a tail, one unit that ends
 with the row at the latest. The first columns of the tail may be in another fragment too:
 reductions skip them (they are *stale*), and they are stored twice with the same value.
 
@@ -177,7 +177,7 @@ class Fragment:
     """Columns ``[start, start + width)`` of a row; those before `fresh` are stale.
 
     Attributes:
-      stage_start: where they lie in shared memory, counted from the start of the slice.
+      stage_start: where they lie in shared memory, counted from the start of the partition.
       edge: it may hold columns of other rows, of a window.
       window: of unaligned rows, in which `start` counts.
     """

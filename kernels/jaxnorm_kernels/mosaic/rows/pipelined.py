@@ -161,7 +161,7 @@ class PipelinedRow(Pipelined, SplitRow):
 
     def slot_shapes(self) -> list[tuple[int, ...]]:
         # Of each fragment: Mosaic reads a slice of columns only where its width divides the row.
-        part = self.slice()
+        part = self.partition()
         bodies = [part.unit] * part.units if self.apart else [part.body_width]
         return [(width,) for width in [*bodies, *[part.tail_width] * part.has_tail]]
 

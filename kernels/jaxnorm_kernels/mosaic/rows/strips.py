@@ -7,7 +7,7 @@ it to shared memory once, in the dtype that it has, and each pass over it reads 
 that a thread needs registers for a few of its elements alone. The first pass begins with what has
 arrived, in *parts*.
 
-Each warpgroup owns a slice of the columns (see `partitions`), in units of one vector for each
+Each warpgroup owns a partition of the columns (see `partitions`), in units of one vector for each
 thread, ``(4, columns of a warp, width)``: the lanes of a warp run along the width, then along the
 columns. Inner elements that are normalised together are a *group* (see `strip_groups`). Strips
 overlap where the width does not divide the inner axis: the last one ends with it, and its first
@@ -93,7 +93,7 @@ class Strips:
             raise ValueError(f"{self} needs an inner axis of {self.width} elements or more")
         if not self.pitch or self.inner % self.group:
             raise ValueError(f"{self} needs groups that divide the inner axis, and fit the width")
-        self.slice()  # raises where the columns are too few
+        self.partition()  # raises where the columns are too few
 
     @property
     def width(self) -> int:
@@ -140,7 +140,7 @@ class Strips:
         """Of a statistic of each group of the array."""
         return self.outer, self.inner // self.group
 
-    def slice(self, index: Any = 0) -> Partition:
+    def partition(self, index: Any = 0) -> Partition:
         """The columns of a warpgroup, counted through the cluster."""
         return Partition(self.cols, self.cluster * self.warpgroups, WARPS * self.shape[1], index)
 
@@ -156,11 +156,11 @@ class Strips:
 
     @property
     def _box_count(self) -> int:
-        return sum(len(boxes_of(fragment)) for fragment in self.slice().fragments())
+        return sum(len(boxes_of(fragment)) for fragment in self.partition().fragments())
 
     def scratch(self, dtypes: Sequence[np.dtype]) -> list[Any]:
         """A stage for each array that is read, and barriers for the parts of each warpgroup."""
-        held = (self.warpgroups, self.slice().width, self.width)
+        held = (self.warpgroups, self.partition().width, self.width)
         of_warps = (self.warpgroups, WARPS * self.width)
         return [
             *[plgpu.SMEM(held, dtype) for dtype in dtypes],
@@ -193,7 +193,7 @@ class Strip:
       strips: that it is one of.
       outer, start: where it begins: index of the outer axis, and the first inner element.
       fresh: the first inner element that is in no strip before it.
-      slice: the columns of the warpgroup.
+      partition: the columns of the warpgroup.
       stages: what the block reads, in shared memory; then what `strip_groups.sum_of_any` takes.
       full: barriers of the parts of each warpgroup.
     """
@@ -202,7 +202,7 @@ class Strip:
     outer: Any
     start: Any
     fresh: Any
-    slice: Partition
+    partition: Partition
     stages: Sequence[Ref]
     full: Ref
 
@@ -222,7 +222,7 @@ class Strip:
         if strips.cluster > 1:
             part += lax.axis_index(CLUSTER) * strips.warpgroups
         outer = lax.div(index, strips.across)
-        strip = cls(strips, outer, start, fresh, strips.slice(part), stages, full)
+        strip = cls(strips, outer, start, fresh, strips.partition(part), stages, full)
         for source, stage in zip(operands, stages):
             strip._copy(source, stage)
         return strip
@@ -235,7 +235,9 @@ class Strip:
     def _copy(self, source: Ref, stage: Ref) -> None:
         """Starts the copies that bring the warpgroup's columns to shared memory."""
         boxes = [
-            (fragment, *box) for fragment in self.slice.fragments() for box in boxes_of(fragment)
+            (fragment, *box)
+            for fragment in self.partition.fragments()
+            for box in boxes_of(fragment)
         ]
         for nth, (fragment, at, columns) in enumerate(boxes):
             plgpu.copy_gmem_to_smem(
@@ -364,8 +366,8 @@ class Strip:
 
     def sizes(self) -> Stat | float:
         """How many columns each warp has that no other one has."""
-        if not self.slice.has_tail:
-            return self.slice.width / WARPS
+        if not self.partition.has_tail:
+            return self.partition.width / WARPS
         (sizes,) = self.sum(lambda fragment: [self._all(1)])
         return sizes
 
@@ -388,9 +390,9 @@ class Strip:
 
         `waits`: for each part before it is read.
         """
-        body, *tail = self.slice.fragments()
-        units, parts = self.slice.units, self.strips.parts if waits else 1
-        of_part = self.strips.boxes_of_part * BOX // self.slice.unit if parts > 1 else units
+        body, *tail = self.partition.fragments()
+        units, parts = self.partition.units, self.strips.parts if waits else 1
+        of_part = self.strips.boxes_of_part * BOX // self.partition.unit if parts > 1 else units
 
         def part(nth: Any, carry: T, count: int = of_part) -> T:
             if waits:
@@ -414,7 +416,7 @@ class Strip:
         units: int,
     ) -> T:
         """`step` on so many units from the `first`, of the columns that begin at `start`."""
-        unit = self.slice.unit
+        unit = self.partition.unit
         group = max(1, _VALUES // self.strips.vector)
 
         def nth(k: Any, carry: T) -> T:

@@ -228,13 +228,13 @@ class Tile:
         """Of this warpgroup, among those that share a row."""
         return 0
 
-    def slice(self, index: Any = 0) -> Partition:
+    def partition(self, index: Any = 0) -> Partition:
         """What the warpgroup of this index has of a row."""
         return Partition(self.cols, self._shares, self.unit, index, self.window)
 
     def fragments(self) -> list[Fragment]:
         """The columns of a row that this warpgroup has, fragment by fragment."""
-        part = self.slice(self._index())
+        part = self.partition(self._index())
         tail, body = part.tail(), part.body()
         return [*(part.cut(body) if self.apart else [body]), *tail]
 

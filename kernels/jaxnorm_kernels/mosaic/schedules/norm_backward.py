@@ -156,7 +156,7 @@ def wide_ring(
         blocks_per_sm=blocks_per_sm,
         cluster=cluster,
     )
-    width = ring.slice(spec.cols).width  # of a warpgroup
+    width = ring.partition(spec.cols).width  # of a warpgroup
     stage_bytes = ring.rows * warpgroups * width * _row_bytes(spec) // spec.cols
     shared_bytes = _shared_bytes(gpu or local_gpu(), ring.blocks_per_sm)
     stages = min(ring.stages, shared_bytes // stage_bytes)

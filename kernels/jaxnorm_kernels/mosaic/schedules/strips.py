@@ -150,7 +150,7 @@ def of_line(line: StripRule, spec: Spec, gpu: Gpu) -> Strips | None:
 
 def _shared_bytes(strips: Strips, spec: Spec) -> int:
     """Of a block, at most."""
-    columns = strips.warpgroups * strips.slice().width
+    columns = strips.warpgroups * strips.partition().width
     column_bytes = strips.width * sum(dtype.itemsize for dtype in _held(spec))
     exchanged = WARPS * strips.warpgroups + strips.cluster * (strips.cluster > 1)
     exchanged += 0 if strips.holds_groups else WARPS * strips.warpgroups
