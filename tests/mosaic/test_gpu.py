@@ -41,6 +41,7 @@ def test_forward_kernels(op, cols):
     # In turn, so that each width and each function meets all three.
     turn = FORWARD_COLS.index(cols) + OPERATIONS.index(op)
     x, y = [(BF16, BF16), (F32, F32), (F32, BF16)][turn % 3]
+    cols = cols if "softmax" in op else cols // 8 * 8
     spec = make_spec(op, 137 if cols > 8192 else 1001, cols, x, y)
     operands = make_operands(spec)
     outputs = jax.jit(lambda *args: call(spec, *args))(*operands)

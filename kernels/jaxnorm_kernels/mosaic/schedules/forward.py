@@ -416,7 +416,9 @@ _LEAST_WINDOW_COLS = 1024
 
 @kept
 def choose(spec: Spec, gpu: Gpu) -> ForwardSchedule | None:
-    """The schedule for `spec`: that of the first line of the table that fits; None for no line."""
+    """The schedule for `spec`: that of the first rule of the table that fits; None for no rule."""
+    if spec.is_norm and is_unaligned(spec):
+        return None
     return _in_windows(spec, gpu) or _of_table(PLACED if has_places(spec) else TABLE, spec, gpu)
 
 
