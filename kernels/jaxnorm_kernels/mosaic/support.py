@@ -64,18 +64,18 @@ _CANNOT: Table = (
         ),
     ),
     (
-        "its norms take rows in multiples of 16 bytes",
-        lambda s: (
-            not is_copied(s) if _norm_bwd(s) else s.is_norm and not s.rotated and is_unaligned(s)
-        ),
-    ),
-    (
         "its norm backward takes rows this short only by 64 and more (of each group that has "
         "parameters of its own)",
         lambda s: (
             _norm_bwd(s)
             and s.cols < WARPGROUP_THREADS * min(row_vector(s), LEAST_VECTOR)
             and s.rows // s.groups < 64
+        ),
+    ),
+    (
+        "its norms take rows in multiples of 16 bytes",
+        lambda s: (
+            not is_copied(s) if _norm_bwd(s) else s.is_norm and not s.rotated and is_unaligned(s)
         ),
     ),
     (
