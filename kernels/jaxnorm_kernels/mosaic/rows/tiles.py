@@ -98,7 +98,7 @@ class Tile:
     Attributes:
       vector: elements that a thread reads at once.
       apart: each unit is a fragment of its own, so that it need not be loaded.
-      window: of unaligned rows. A row's index is then that among the rows of its class.
+      window: of unaligned rows. A row's index is then that among the rows of its phase.
       index: for fragments of a shape the columns, where they are known.
     """
 
@@ -175,15 +175,15 @@ class Tile:
         return self.window.period * self.blocks_of(self.rows_of_phase(rows))
 
     def blocks_of(self, rows: int) -> int:
-        """For these rows, of all or of a class."""
+        """For these rows, of all or of a phase."""
         return -(-rows // self.rows)
 
     def rows_of_phase(self, rows: int) -> int:
-        """Of all rows, those of one class."""
+        """Of all rows, those of one phase."""
         return rows if self.window is None else rows // self.window.period
 
     def block_of_phase(self) -> Any:
-        """This block, counted among those of its class."""
+        """This block, counted among those of its phase."""
         block = lax.axis_index(BLOCK)
         return block if self.window is None else self.window.place(block)
 

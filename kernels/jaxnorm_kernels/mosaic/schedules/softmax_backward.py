@@ -49,10 +49,10 @@ def _in_windows(spec: Spec, gpu: Gpu) -> InRegisters | None:
     window = alignment_view(spec.rows, spec.cols, [spec.y_dtype, spec.x_dtype])
     if window is None or spec.cols * spec.y_dtype.itemsize % COPY_BYTES == 0:
         return None
-    of_class = dataclasses.replace(spec, cols=window.width)
-    if spec.cols <= WARPGROUP_THREADS * row_vector(of_class):
+    of_phase = dataclasses.replace(spec, cols=window.width)
+    if spec.cols <= WARPGROUP_THREADS * row_vector(of_phase):
         return None
-    schedule = _wide_rows(of_class, gpu)
+    schedule = _wide_rows(of_phase, gpu)
     return schedule and dataclasses.replace(schedule, window=window)
 
 
