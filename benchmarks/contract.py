@@ -17,7 +17,7 @@ from jaxnorm_kernels import xla
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS, Op
-from jaxnorm_kernels.specs import Direction, Shared, Spec
+from jaxnorm_kernels.specs import Direction, NormOptions, Shared, SoftmaxOptions, Spec
 
 #: Arrays of x's shape that a pass moves, of x's dtype and of y's. A backward is from the output.
 _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
@@ -98,7 +98,15 @@ class KernelWorkload(Workload):
         op = self.operation
         types = jnp.dtype(self.x_dtype), jnp.dtype(self.y_dtype)
         if not self.is_norm:
-            return Spec(op, self.direction, self.rows, self.cols, *types)  # type: ignore[arg-type]
+            return Spec(
+                op,
+                self.direction,  # type: ignore[arg-type]
+                self.rows,
+                self.cols,
+                *types,
+                outputs=("y",),
+                options=SoftmaxOptions(),
+            )
         backward_of_sum = op == "add_norm" and self.direction == "bwd"
         parameter = np.dtype(np.float32)
         operation = OPERATIONS[op]
@@ -109,21 +117,23 @@ class KernelWorkload(Workload):
             self.rows,
             self.cols,
             *types,
-            scale_dtype=parameter,
-            bias_dtype=parameter if self._subtracts_mean else None,
-            residual_dtype=types[0] if has_residual else None,
-            next_scale_dtype=parameter if "next_scale" in operation.operands else None,
-            branch_scale_dtype=parameter if self.gated else None,
-            scale_groups=self.groups,
-            bias_groups=self.groups if self._subtracts_mean else 1,
-            branch_scale_groups=self.groups if self.gated else 1,
-            gate_dtype=types[0] if "gate" in operation.operands else None,
-            norm_before_gate="gate" in operation.operands,
-            activation="silu" if "gate" in operation.operands else None,
-            saved="input" if operation.saves[0] == "x" else "output",
-            epsilon=1e-6,
-            subtract_mean=self._subtracts_mean,
-            adds_dh=self._adds_dh,
+            outputs=("y", "h") if self._adds_dh else tuple(operation.results),
+            options=NormOptions(
+                scale_dtype=parameter,
+                bias_dtype=parameter if self._subtracts_mean else None,
+                residual_dtype=types[0] if has_residual else None,
+                next_scale_dtype=parameter if "next_scale" in operation.operands else None,
+                branch_scale_dtype=parameter if self.gated else None,
+                scale_groups=self.groups,
+                bias_groups=self.groups if self._subtracts_mean else 1,
+                branch_scale_groups=self.groups if self.gated else 1,
+                gate_dtype=types[0] if "gate" in operation.operands else None,
+                norm_before_gate="gate" in operation.operands,
+                activation="silu" if "gate" in operation.operands else None,
+                saved="input" if operation.saves[0] == "x" else "output",
+                epsilon=1e-6,
+                subtract_mean=self._subtracts_mean,
+            ),
         )
 
     def function(self, implementation: Any) -> Callable[..., Any]:
@@ -164,7 +174,7 @@ class KernelWorkload(Workload):
         rstd = [1 + jax.random.uniform(next(keys), (self.rows,), jnp.float32) for _ in spec.norms]
         dh = [of_rows(self.x_dtype)] if self._adds_dh else []
         x = [of_rows(self.x_dtype)] * operation.starts_from_x
-        saved = of_rows(self.y_dtype if spec.saved == "output" else self.x_dtype)
+        saved = of_rows(self.y_dtype if spec.norm.saved == "output" else self.x_dtype)
         kept = map(operand, operation.keeps)
         return (*x, saved, tuple(rstd), *kept, of_rows(self.y_dtype), *dh)
 
@@ -249,11 +259,16 @@ class HeadsKernelWorkload:
             self.direction,
             *(batch * length * heads, cols),
             *(dtype, dtype),
-            scale_dtype=parameter,
-            epsilon=1e-6,
-            table_dtype=parameter,
-            rotated=cols,
-            table_rows=Shared(((batch, False), (length, True), (heads, False)), has_columns=True),
+            outputs=("y",),
+            options=NormOptions(
+                scale_dtype=parameter,
+                epsilon=1e-6,
+                table_dtype=parameter,
+                rotated=cols,
+                table_rows=Shared(
+                    ((batch, False), (length, True), (heads, False)), has_columns=True
+                ),
+            ),
         )
 
     def function(self, implementation: Any) -> Callable[..., Any]:

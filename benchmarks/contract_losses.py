@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from benchmarks.contract import call
 from benchmarks.workloads import ITEMSIZE, Direction, Shape
-from jaxnorm_kernels.operations import FUNCTIONS
-from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
+from jaxnorm_kernels.specs import LossOptions, Spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +44,19 @@ class LossKernelWorkload:
     @property
     def spec(self) -> Spec:
         rows, cols = self.shape
+        op = FUNCTIONS[self.op].op
+        outputs = tuple(OPERATIONS[op].results)
+        if self.direction == "fwd":
+            outputs += OPERATIONS[op].statistics
         return Spec(
-            FUNCTIONS[self.op].op,
+            op,
             self.direction,  # type: ignore[arg-type]
             rows,
             cols,
             jnp.dtype(self.x_dtype),
             jnp.dtype(self.y_dtype),
-            want_stats=self.direction == "fwd",
-            logit_softcap=self.softcap,
+            outputs,
+            LossOptions(logit_softcap=self.softcap),
         )
 
     def function(self, implementation: Any) -> Callable[..., Any]:

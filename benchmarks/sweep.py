@@ -35,6 +35,7 @@ import jax.numpy as jnp
 
 from benchmarks import calls, timing
 from benchmarks.contract import KernelWorkload, LinearKernelWorkload
+from benchmarks.results import ROOT
 from jaxnorm_kernels import mosaic, xla
 
 KernelCall = KernelWorkload | LinearKernelWorkload
@@ -178,6 +179,17 @@ def show(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def definitions(file: Path) -> dict[str, Any]:
+    """Return what a file defines.
+
+    A file of this repository is imported, so that other processes can unpickle its classes.
+    """
+    if not file.resolve().is_relative_to(ROOT):
+        return runpy.run_path(str(file))
+    name = ".".join(file.resolve().relative_to(ROOT).with_suffix("").parts)
+    return vars(importlib.import_module(name))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -193,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if jax.devices()[0].platform != "gpu":
         print("benchmarks.sweep times GPU kernels; there is no GPU", file=sys.stderr)
         return 2
-    chosen = runpy.run_path(str(given.file))
+    chosen = definitions(given.file)
     jobs = [
         (w, schedules)
         for w in chosen["workloads"]()

@@ -139,11 +139,11 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
 
         def call(*records: Any, **schedule: Any) -> Any:
             *arrays, spec = records
-            if spec.mask_rows is not None or spec.logits_bias_rows is not None:
+            if spec.logits.mask_rows is not None or spec.softmax.logits_bias_rows is not None:
                 return kernel(*arrays, spec, **schedule)  # zeros: xla takes no such view
             jax.eval_shape(lambda *arrays: kernel(*arrays, spec, **schedule), *arrays)
             first, *others = arrays
-            if (shared := spec.table_rows) is not None:
+            if (shared := spec.norm.table_rows) is not None:
                 at = _operand_rows(shared)
                 first = first._replace(cos=first.cos[at], sin=first.sin[at])
             return formula(first, *others, spec)
@@ -156,22 +156,24 @@ def recording(folder: Path, gpu: tuple[int, int, int]) -> Iterator[None]:
             return kernel_of(call, name)
 
         def computed(*arrays: jax.Array) -> list[jax.Array]:
-            with _patched((triton, "forward", forward), (triton, "backward", backward)):
+            with _patched((triton, "IMPLEMENTATION", of_kernels)):
                 jax.eval_shape(kernel_of(call, name), *arrays)
             return call.xla(*arrays)
 
         return computed
 
-    kernel_of, forward, backward = Call.kernel, triton.forward, triton.backward
-    xla = backends.module("xla")
+    kernel_of, xla = Call.kernel, backends.implementation("xla")
+    of_kernels = triton.IMPLEMENTATION._replace(platforms=lambda: ("cuda", "cpu"))
+    of_xla = of_kernels._replace(
+        forward=of_contract(triton.forward, xla.forward),
+        backward=of_contract(triton.backward, xla.backward),
+    )
     with (
         _scheduled_for(gpu),
         _patched(
             (launch, "run", run),
             (Call, "kernel", of_call),
-            (triton, "forward", of_contract(forward, xla.forward)),
-            (triton, "backward", of_contract(backward, xla.backward)),
-            (triton, "platforms", lambda: ("cuda", "cpu")),
+            (triton, "IMPLEMENTATION", of_xla),
         ),
     ):
         yield

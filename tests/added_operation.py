@@ -7,10 +7,10 @@ A comment says for each part where CONTRIBUTING.md would have it.
 
 import dataclasses
 
-from jaxnorm.operations import norm_call
+from jaxnorm.operations import norm
 from jaxnorm.tools import references
 from jaxnorm_kernels.operations import OPERATIONS, Function
-from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.specs import NormOptions
 from jaxnorm_kernels.xla.formulas import Formulas
 from jaxnorm_kernels.xla.norm import norm_bwd, norm_fwd
 
@@ -28,11 +28,11 @@ OPERATION = dataclasses.replace(
 FUNCTION = Function("norm_scaled")
 
 
-# specs.py: a field of Spec
+# specs.py: a field of NormOptions
 
 
 @dataclasses.dataclass(frozen=True)
-class SpecWithFactor(Spec):
+class OptionsWithFactor(NormOptions):
     factor: float = 1.0
 
 
@@ -42,11 +42,11 @@ class SpecWithFactor(Spec):
 def norm_scaled_fwd(operands, spec):
     """y = factor norm(x)."""
     results = norm_fwd(operands, _unrounded(spec))
-    return results._replace(y=(spec.factor * results.y).astype(spec.y_dtype))
+    return results._replace(y=(spec.norm.factor * results.y).astype(spec.y_dtype))
 
 
 def norm_scaled_bwd(residuals, cotangents, spec):
-    dy = spec.factor * cotangents.y.astype(spec.compute_dtype)
+    dy = spec.norm.factor * cotangents.y.astype(spec.compute_dtype)
     return norm_bwd(residuals, cotangents._replace(y=dy), _unrounded(spec))
 
 
@@ -60,7 +60,7 @@ FORMULAS = Formulas(norm_scaled_fwd, norm_scaled_bwd)
 
 
 def rms_norm_scaled(x, scale=None, *, factor=1.0, axis=-1, epsilon=1e-6, implementation=None):
-    (y,) = norm_call.normalise(
+    (y,) = norm.normalise(
         "rms_norm_scaled",
         x,
         scale=scale,

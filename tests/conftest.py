@@ -23,7 +23,7 @@ import pytest
 import refused
 
 from benchmarks import triton_programs
-from jaxnorm.primitives.stack import in_one_chunk
+from jaxnorm.primitives.rules import in_one_chunk
 
 # GPUs multiply float32 matrices in TF32 by default: its roundings are not what these tests look at.
 jax.config.update("jax_default_matmul_precision", "highest")

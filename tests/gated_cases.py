@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from reference import SAFETY, Norm, activated, arithmetic, assert_within, exact, rounding
+from specs import build_spec, changed
 
 from benchmarks import contract
 from jaxnorm_kernels import xla
-from jaxnorm_kernels.specs import Spec
 
 ACTIVATIONS = ("silu", "gelu", "relu", "leaky_relu", "sigmoid")
 
@@ -128,7 +128,7 @@ def make_spec(direction, rows, cols, mix, **given):
     x, gate, y = mix
     options = {"scale_dtype": np.dtype("float32"), "norm_before_gate": True, "activation": "silu"}
     options |= given
-    return Spec(
+    return build_spec(
         "norm_gated",
         direction,
         rows,
@@ -150,8 +150,10 @@ def types_of(spec):
         return None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
 
     rows = spec.rows, spec.cols
-    x, gate, dy = (array(rows, dtype) for dtype in (spec.x_dtype, spec.gate_dtype, spec.y_dtype))
-    scale = array(_scale_shape(spec), spec.scale_dtype)
+    x, gate, dy = (
+        array(rows, dtype) for dtype in (spec.x_dtype, spec.norm.gate_dtype, spec.y_dtype)
+    )
+    scale = array(_scale_shape(spec), spec.norm.scale_dtype)
     if spec.direction == "fwd":
         return x, gate, scale
     return x, (array(rows[:1], np.dtype("float32")),), gate, scale, dy
@@ -163,15 +165,15 @@ def make_operands(spec):
     shape, scale = (spec.rows, spec.cols), None
     x, gate, dy = (
         jnp.asarray((deviation * rng.normal(size=shape)).astype(dtype))
-        for dtype, deviation in ((spec.x_dtype, 1), (spec.gate_dtype, 2), (spec.y_dtype, 1))
+        for dtype, deviation in ((spec.x_dtype, 1), (spec.norm.gate_dtype, 2), (spec.y_dtype, 1))
     )
-    if spec.scale_dtype is not None:
-        scale = jnp.asarray(1 + 0.3 * rng.normal(size=_scale_shape(spec)), spec.scale_dtype)
+    if spec.norm.scale_dtype is not None:
+        scale = jnp.asarray(1 + 0.3 * rng.normal(size=_scale_shape(spec)), spec.norm.scale_dtype)
     return x, gate, scale, dy
 
 
 def _scale_shape(spec):
-    return (spec.cols,) if spec.scale_groups == 1 else (spec.scale_groups, spec.cols)
+    return (spec.cols,) if spec.norm.scale_groups == 1 else (spec.norm.scale_groups, spec.cols)
 
 
 def references_of(spec, x, gate, scale, dy):
@@ -180,8 +182,11 @@ def references_of(spec, x, gate, scale, dy):
     for group in range(spec.groups):
         at = np.s_[group * rows : (group + 1) * rows]
         of_group = scale if scale is None or spec.groups == 1 else scale[group]
-        options = {"norm_before_gate": spec.norm_before_gate, "activation": spec.activation}
-        options |= {"scale_offset": spec.scale_offset, "y_dtype": spec.y_dtype.name}
+        options = {
+            "norm_before_gate": spec.norm.norm_before_gate,
+            "activation": spec.norm.activation,
+        }
+        options |= {"scale_offset": spec.norm.scale_offset, "y_dtype": spec.y_dtype.name}
         yield at, reference_of(x[at], gate[at], of_group, dy[at], **options)
 
 
@@ -199,10 +204,10 @@ def check_forward(call, spec):
 def check_backward(call, spec):
     """The same of a backward."""
     x, gate, scale, dy = make_operands(spec)
-    forward = dataclasses.replace(spec, direction="fwd", want_stats=True)
+    forward = changed(spec, direction="fwd", want_stats=True)
     _, stats = jax.jit(functools.partial(contract.call, xla, forward))(x, gate, scale)
     dx, dgate, dscale = call(spec, x, stats, gate, scale, dy)
-    assert (dx.dtype, dgate.dtype) == (spec.x_dtype, spec.gate_dtype)
+    assert (dx.dtype, dgate.dtype) == (spec.x_dtype, spec.norm.gate_dtype)
     assert (dscale is None) == (scale is None)
     for group, (at, ref) in enumerate(references_of(spec, x, gate, scale, dy)):
         _, dx_bound, dgate_bound, dscale_bound = ref.bounds()

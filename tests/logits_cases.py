@@ -102,12 +102,12 @@ def operand_types(call: Call) -> list[jax.ShapeDtypeStruct]:
     spec, view = call.spec, call.view
     is_forward = spec.direction == "fwd"
     x = jax.ShapeDtypeStruct(view.shape, spec.x_dtype if is_forward else spec.y_dtype)
-    mask = [jax.ShapeDtypeStruct(view.mask, jnp.bool_)] * spec.has_mask
+    mask = [jax.ShapeDtypeStruct(view.mask, jnp.bool_)] * spec.logits.has_mask
     if not is_forward:
         return [x, *mask, x]
-    if spec.logits_bias_dtype is None:
+    if spec.softmax.logits_bias_dtype is None:
         return [x, *mask]
-    return [x, *mask, jax.ShapeDtypeStruct(view.logits_bias, spec.logits_bias_dtype)]
+    return [x, *mask, jax.ShapeDtypeStruct(view.logits_bias, spec.softmax.logits_bias_dtype)]
 
 
 def assert_like_xla(implementation, case, op, dtypes):

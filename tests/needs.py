@@ -78,6 +78,8 @@ def cuda_compilers() -> str | None:
 def triton_compiler() -> str | None:
     if INTERPRETED:
         return "TRITON_INTERPRET=1 leaves nothing to compile"
+    if triton_programs.replayed():
+        return "--exported-triton runs kernels that are compiled already"
     return _triton_extra()
 
 
@@ -92,7 +94,7 @@ def triton_for_cuda() -> str | None:
 @functools.cache
 def _triton_extra() -> str | None:
     try:
-        backends.module("triton")
+        backends.implementation("triton")
     except ImportError as error:
         return str(error).partition(";")[0]
     return None

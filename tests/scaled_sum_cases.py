@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from reference import SAFETY, Norm, arithmetic, assert_within, exact, rounding
+from specs import build_spec, changed
 
 from benchmarks import contract
 from jaxnorm_kernels import xla
-from jaxnorm_kernels.specs import Spec
 
 PARAMETERS = ("scale", "bias", "branch_scale")
 
@@ -102,7 +102,7 @@ def make_spec(direction, rows, cols, mix, kind="layer_norm", groups=(1, 1, 1), *
     of_layer = {"bias_dtype": float32, "subtract_mean": True} if kind == "layer_norm" else {}
     options = {"scale_dtype": float32, "branch_scale_dtype": float32, **of_layer, **given}
     options |= {f"{name}_groups": n for name, n in zip(PARAMETERS, groups)}
-    return Spec(
+    return build_spec(
         "scaled_add_norm",
         direction,
         rows,
@@ -124,25 +124,25 @@ def types_of(spec):
     def array(dtype, shape=rows):
         return None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
 
-    params = (array(getattr(spec, f"{name}_dtype"), _shape(spec, name)) for name in PARAMETERS)
-    x, residual, dy = map(array, (spec.x_dtype, spec.residual_dtype, spec.y_dtype))
+    params = (array(spec.dtype(name), _shape(spec, name)) for name in PARAMETERS)
+    x, residual, dy = map(array, (spec.x_dtype, spec.norm.residual_dtype, spec.y_dtype))
     if spec.direction == "fwd":
         return x, residual, *params
     stats = (array(np.dtype("float32"), rows[:1]),) * (1 + spec.returns_mean)
-    return x, dy if spec.saved == "output" else residual, stats, *params, dy, residual
+    return x, dy if spec.norm.saved == "output" else residual, stats, *params, dy, residual
 
 
 def make_operands(spec):
     """x, residual, scale, bias, branch_scale, dy, dh; by their names."""
     rng = np.random.default_rng(0)
-    arrays = {"x": spec.x_dtype, "residual": spec.residual_dtype}
-    arrays |= {"dy": spec.y_dtype, "dh": spec.residual_dtype}
+    arrays = {"x": spec.x_dtype, "residual": spec.norm.residual_dtype}
+    arrays |= {"dy": spec.y_dtype, "dh": spec.norm.residual_dtype}
     shape = spec.rows, spec.cols
     rows = {n: jnp.asarray(rng.normal(size=shape).astype(t)) for n, t in arrays.items()}
     centres = {"scale": 1.0, "bias": 0.0, "branch_scale": 0.5}
     params = {
         name: None
-        if (dtype := getattr(spec, f"{name}_dtype")) is None
+        if (dtype := spec.dtype(name)) is None
         else jnp.asarray((centre + 0.3 * rng.normal(size=_shape(spec, name))).astype(dtype))
         for name, centre in centres.items()
     }
@@ -150,7 +150,7 @@ def make_operands(spec):
 
 
 def _shape(spec, name):
-    groups = getattr(spec, f"{name}_groups")
+    groups = getattr(spec.norm, f"{name}_groups")
     return (spec.cols,) if groups == 1 else (groups, spec.cols)
 
 
@@ -165,16 +165,16 @@ def references_of(spec, given, h):
             else exact(given[name]).reshape(-1, spec.cols)[group % _groups(spec, name)]
             for name in PARAMETERS
         ]
-        params[0] = params[0] + (spec.scale_offset if given["scale"] is not None else 0)
+        params[0] = params[0] + (spec.norm.scale_offset if given["scale"] is not None else 0)
         rows = [exact(a)[at] for a in (given["x"], given["residual"], h)]
         cotangents = [exact(given[name])[at] for name in ("dy", "dh")]
-        dtypes = (spec.x_dtype.name, spec.residual_dtype.name, spec.y_dtype.name)
-        options = spec.subtract_mean, spec.saved, dtypes, spec.epsilon
+        dtypes = (spec.x_dtype.name, spec.norm.residual_dtype.name, spec.y_dtype.name)
+        options = spec.norm.subtract_mean, spec.norm.saved, dtypes, spec.norm.epsilon
         yield at, ScaledSum(*rows, *params, *cotangents, *options)
 
 
 def _groups(spec, name):
-    return getattr(spec, f"{name}_groups")
+    return getattr(spec.norm, f"{name}_groups")
 
 
 def check_forward(call, spec):
@@ -191,11 +191,11 @@ def check_forward(call, spec):
 def check_backward(call, spec):
     """The same of a backward."""
     given = make_operands(spec)
-    forward = dataclasses.replace(spec, direction="fwd", want_stats=True, adds_dh=False)
+    forward = changed(spec, direction="fwd", want_stats=True, adds_dh=False)
     operands = [given[name] for name in spec.operation.operands]
     y, h, stats = jax.jit(functools.partial(contract.call, xla, forward))(*operands)
     params = [given[name] for name in PARAMETERS]
-    saved = y if spec.saved == "output" else h
+    saved = y if spec.norm.saved == "output" else h
     results = call(spec, given["x"], saved, stats, *params, given["dy"], given["dh"])
     dx, dresidual, *gradients = results
     sums = {name: [] for name in PARAMETERS}

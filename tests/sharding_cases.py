@@ -26,8 +26,8 @@ class Kernels(StandIn):
 
         return launch
 
-    def supports(self, spec):
-        return "it has no masked kernel" if spec.has_mask else None
+    def why_unsupported(self, spec):
+        return "it has no masked kernel" if spec.logits.has_mask else None
 
 
 @pytest.fixture(name="kernels", params=["xla", "kernel"])

@@ -10,10 +10,11 @@ import jax
 import pytest
 
 from jaxnorm.calls import backends
+from jaxnorm_kernels.implementation import Implementation
 
 
 class StandIn(types.ModuleType):
-    """What every stand-in has, besides its functions and `supports`.
+    """What every stand-in has, besides its functions and `why_unsupported`.
 
     Attributes:
       shapes: of each launch, which its functions note.
@@ -23,11 +24,10 @@ class StandIn(types.ModuleType):
         super().__init__("jaxnorm_kernels_stand_in")
         self.shapes: list[Any] = []
 
-    def prefers(self, spec: Any) -> None:
-        return None
-
-    def platforms(self) -> None:
-        return None
+    @property
+    def IMPLEMENTATION(self) -> Implementation:  # noqa: N802
+        backward: Any = getattr(self, "backward", None)
+        return Implementation(self.forward, backward, self.why_unsupported)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from meshes import KINDS, Case, collectives, on_mesh
 from program_error import assert_computes
 
 import jaxnorm
-from jaxnorm.operations import norm_call
+from jaxnorm.operations import norm
 from jaxnorm.primitives import remat
 from jaxnorm.tools import references, selfcheck
 from jaxnorm_kernels import xla
@@ -40,7 +40,7 @@ def added(monkeypatch):
     monkeypatch.setitem(OPERATIONS, "norm_scaled", added_operation.OPERATION)
     monkeypatch.setitem(FUNCTIONS, "rms_norm_scaled", added_operation.FUNCTION)
     monkeypatch.setitem(xla.FORMULAS, "norm_scaled", added_operation.FORMULAS)
-    monkeypatch.setattr(norm_call, "Spec", added_operation.SpecWithFactor)
+    monkeypatch.setattr(norm, "NormOptions", added_operation.OptionsWithFactor)
     monkeypatch.setattr(references, "norm_scaled", added_operation.reference, raising=False)
     function = added_operation.rms_norm_scaled
     monkeypatch.setattr(jaxnorm, "rms_norm_scaled", function, raising=False)

@@ -42,8 +42,8 @@ class Kernels(StandIn):
     def __getattr__(self, name):
         return getattr(xla, name)
 
-    def supports(self, spec):
-        return "plain JAX's" if spec.cols_over or spec.rotated else None
+    def why_unsupported(self, spec):
+        return "plain JAX's" if spec.cols_over or spec.norm.rotated else None
 
 
 class Function(NamedTuple):

@@ -61,8 +61,8 @@ def test_no_default_is_slower_than_xla(support):
         slower = {
             workload: f"{ours:.2f} us against {theirs:.2f}"
             for workload, (ours, theirs) in figures.items()
-            if support.supports(workload.spec) is None
-            and support.prefers(workload.spec) is None
+            if support.why_unsupported(workload.spec) is None
+            and support.why_not_default(workload.spec) is None
             and not (name == "mosaic" and replaced(device, workload))
             and ours > NOISE * theirs
         }
@@ -81,9 +81,9 @@ def test_a_call_that_is_left_has_a_reason(support):
     """Alone; what is left for the sake of the program that it is in has other figures, below."""
     name, support = support
     left = [
-        (support.prefers(w.spec), ours > theirs)
+        (support.why_not_default(w.spec), ours > theirs)
         for (_, w), (ours, theirs) in timed(name).items()
-        if support.prefers(w.spec) and not first(BETTER_FUSED, w.spec)
+        if support.why_not_default(w.spec) and not first(BETTER_FUSED, w.spec)
     ]
     assert left
     # No sentence holds back calls for which the kernels are always faster.
@@ -93,7 +93,7 @@ def test_a_call_that_is_left_has_a_reason(support):
 def test_mosaics_forward_passes_are_left_for_the_program_s_sake_alone():
     for _, w in timed("mosaic"):
         if w.direction == "fwd":
-            assert mosaic.prefers(w.spec) == first(BETTER_FUSED, w.spec)
+            assert mosaic.why_not_default(w.spec) == first(BETTER_FUSED, w.spec)
 
 
 def stacks():

@@ -1,6 +1,7 @@
 """Imports go one way: from the public modules down (kernels: `test_kernel_imports.py`)."""
 
 import ast
+import graphlib
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,9 @@ FOLDERS = ["calls", "meshes", "primitives", "operations", "tools", "models"]
 
 
 def imported(file: Path) -> set[str]:
-    """Names of modules that a file imports, those that only type checkers read left out."""
-    tree = ast.parse(file.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []
+    """Names of what a file imports, also inside functions and for type checkers alone."""
     names = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -44,6 +41,38 @@ def test_a_folder_imports_those_below(folder):
         is_check = folder == "tools" and file.stem in ("machine", "plan", "selfcheck", "wall_time")
         assert not above, file
         assert "jaxnorm" not in names or is_check, file
+
+
+def test_no_file_is_in_a_circle_of_imports():
+    """Checks of the package call its public functions: `jaxnorm/__init__.py` is left out."""
+    folders = {"jaxnorm": ROOT, "kernels": ROOT / "kernels"}
+    files = {
+        ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file
+        for folder, root in folders.items()
+        for file in (ROOT / folder).rglob("*.py")
+    }
+
+    def module(name: str) -> str:
+        """The longest part of an imported name that is a file."""
+        while name and name not in files:
+            name = name.rpartition(".")[0]
+        return name
+
+    graph = {
+        importer: {module(name) for name in imported(file)} - {importer, "jaxnorm", ""}
+        for importer, file in files.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # CycleError names the circle.
+
+
+def test_one_module_imports_what_is_private_in_jax():
+    """For the kernels: `test_kernel_imports.py`."""
+    importers = {
+        file.name
+        for file in (ROOT / "jaxnorm").rglob("*.py")
+        if any(name.startswith(("jax._src", "jaxlib")) for name in imported(file))
+    }
+    assert importers == {"private_jax.py"}
 
 
 def test_only_public_modules_are_at_the_top():

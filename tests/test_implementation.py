@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from program_error import analyse, assert_analysed, assert_computes
+from specs import build_spec
 
 import jaxnorm
 from jaxnorm.calls import backends
 from jaxnorm_kernels import devices, xla
+from jaxnorm_kernels.implementation import Implementation
 from jaxnorm_kernels.mosaic import support
-from jaxnorm_kernels.specs import Spec
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
@@ -50,12 +51,18 @@ class Stub(types.ModuleType):
         return results._replace(y=opaque(results.y))
 
     @staticmethod
-    def supports(spec):
-        return "it has no masked kernel" if spec.has_mask else None
+    def why_unsupported(spec):
+        return "it has no masked kernel" if spec.logits.has_mask else None
 
     @staticmethod
-    def prefers(spec):
+    def why_not_default(spec):
         return "rows of 7 are faster there" if spec.cols == 7 else None
+
+    @property
+    def IMPLEMENTATION(self):  # noqa: N802
+        return Implementation(
+            self.forward, self.backward, self.why_unsupported, self.why_not_default
+        )
 
 
 @pytest.fixture
@@ -344,10 +351,10 @@ def test_a_gpu_whose_kernels_cannot_be_imported_is_told_once(
 
 def test_which_gpus_have_which_kernels_by_default(monkeypatch):
     """A warning is of what the default would take."""
-    spec = Spec("softmax", "fwd", 8192, 4096, *[np.dtype("float32")] * 2)
+    spec = build_spec("softmax", "fwd", 8192, 4096, *[np.dtype("float32")] * 2)
     for capability in (70, 75, 80, 86, 89, 90, 100, 103, 120):
         monkeypatch.setattr(support, "local_capability", lambda c=capability: c)
-        takes = support.supports(spec) is None and support.prefers(spec) is None
+        takes = support.why_unsupported(spec) is None and support.why_not_default(spec) is None
         assert takes == backends._DEFAULT_ON["mosaic"](capability)
 
 

@@ -13,7 +13,7 @@ from program_error import assert_computes
 from reference import assert_within, exact
 
 from jaxnorm import linear_softmax_cross_entropy as linear_loss
-from jaxnorm.operations.chunk_sizes import chunk_rows
+from jaxnorm.operations.linear_loss_call import chunk_rows
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 

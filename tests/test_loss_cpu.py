@@ -11,9 +11,9 @@ from jax import lax
 from loss_cases import CrossEntropy, operands
 from program_error import assert_computes
 from reference import SAFETY, assert_within, exact, unit_roundoff
+from specs import build_spec
 
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
-from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla.label_sums import label_sums, lane_size
 
 pytestmark = [
@@ -121,7 +121,7 @@ def test_other_devices_make_the_same_sums_in_one_reduction(cols, masked, monkeyp
     kept = jnp.where(where, x, -jnp.inf) if masked else x
     m = kept.max(-1, keepdims=True)
     float32 = np.dtype("float32")
-    spec = Spec("cross_entropy", "fwd", *x.shape, float32, float32, label_smoothing=0.1)
+    spec = build_spec("cross_entropy", "fwd", *x.shape, float32, float32, label_smoothing=0.1)
     here = label_sums(x, kept, m, label, at_label, spec)
     monkeypatch.setattr(lax, "platform_dependent", lambda *, cpu, default: default())
     elsewhere = label_sums(x, kept, m, label, at_label, spec)

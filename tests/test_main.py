@@ -17,6 +17,7 @@ from jaxnorm.calls import backends
 from jaxnorm.tools import machine, selfcheck, text, wall_time
 from jaxnorm.tools.running_error import Bounded
 from jaxnorm_kernels import xla
+from jaxnorm_kernels.implementation import Implementation
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
@@ -155,8 +156,11 @@ def test_processes_find_what_threads_find(monkeypatch):
 class Kernels(types.ModuleType):
     """xla's functions in an implementation of their own."""
 
-    supports = prefers = staticmethod(lambda spec: None)
     forward, backward = staticmethod(xla.forward), staticmethod(xla.backward)
+
+    @property
+    def IMPLEMENTATION(self):  # noqa: N802
+        return Implementation(self.forward, self.backward)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from stand_in import StandIn, as_default
 
 from jaxnorm import rms_norm_linear
 from jaxnorm_kernels import xla
+from jaxnorm_kernels.implementation import Implementation
 
 pytestmark = [
     pytest.mark.oldest_jax,
@@ -109,7 +110,7 @@ class Kernel(StandIn):
         self.shapes.append(residuals.saved.shape)
         return xla.backward(residuals, cotangents, spec)
 
-    def supports(self, spec):
+    def why_unsupported(self, spec):
         return None if spec.op == "norm" else "it has no other"
 
 
@@ -180,8 +181,8 @@ def product_kernel(monkeypatch):
     from jaxnorm_kernels import mosaic
 
     monkeypatch.setattr(mosaic, "rms_norm_linear_fwd", kernel)
-    monkeypatch.setattr(mosaic, "supports", lambda spec: None)
-    monkeypatch.setattr(mosaic, "platforms", lambda: ("cpu",))
+    here = Implementation(mosaic.forward, mosaic.backward, platforms=lambda: ("cpu",))
+    monkeypatch.setattr(mosaic, "IMPLEMENTATION", here)
     return shapes
 
 

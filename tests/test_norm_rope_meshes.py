@@ -100,7 +100,7 @@ def test_what_travels(case, kind):
 
 
 class Kernels(StandIn):
-    """A stand-in, which sees rows and the tables as `Spec.table_rows` says."""
+    """A stand-in, which sees rows and the tables as `NormOptions.table_rows` says."""
 
     def __init__(self):
         super().__init__()
@@ -112,15 +112,15 @@ class Kernels(StandIn):
         def launch(arrays, *rest):
             (x, *_), spec = arrays, rest[-1]
             assert x.shape == (spec.rows, spec.cols), "not seen as rows"
-            assert arrays.cos.shape == (spec.table_rows.rows, spec.rotated // 2)
+            assert arrays.cos.shape == (spec.norm.table_rows.rows, spec.norm.rotated // 2)
             self.shapes.append(x.shape)
             self.tables.append(arrays.cos.shape)
-            cos, sin = (of_rows(table, spec.table_rows) for table in (arrays.cos, arrays.sin))
+            cos, sin = (of_rows(table, spec.norm.table_rows) for table in (arrays.cos, arrays.sin))
             return function(arrays._replace(cos=cos, sin=sin), *rest)
 
         return launch
 
-    def supports(self, spec):
+    def why_unsupported(self, spec):
         return "plain JAX's" if spec.plain else None
 
 

@@ -98,7 +98,7 @@ def test_the_rounding_is_in_the_program(name, roundings, dtype):
 @pytest.mark.parametrize(("wide", "narrow"), [("float32", "float16"), ("float64", "float32")])
 def test_small_sums_are_not_flushed(wide, narrow, x64):
     """Numbers below the least normal one are ordinary: a sum keeps them, whatever rounds it."""
-    from jaxnorm_kernels.xla.elementwise import _rounded
+    from jaxnorm_kernels.xla.norm import _rounded
 
     least = float(jnp.finfo(narrow).smallest_subnormal)
     v = jnp.asarray(least * np.array([0.4, 0.6, 1.2, 2.5, -3.5, 100.3, 1e4]), wide)

@@ -42,7 +42,7 @@ class Kernels(StandIn):
 
         return launch
 
-    def supports(self, spec):
+    def why_unsupported(self, spec):
         return "plain JAX's" if getattr(spec, "plain", not spec.cols) or spec.cols_over else None
 
 

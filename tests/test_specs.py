@@ -4,9 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
+from specs import build_spec
 
 from jaxnorm_kernels.operations import OPERATIONS
-from jaxnorm_kernels.specs import Spec
+from jaxnorm_kernels.specs import LossOptions, Spec
 
 F32 = np.dtype(np.float32)
 #: A field of each family, with a value that it may have.
@@ -29,18 +30,28 @@ CASES = [(op, family, name) for op in OPS for family in OF_ONE for name in OF_ON
 @pytest.mark.parametrize(("of", "family", "name"), CASES)
 def test_a_call_says_what_its_family_has(of, family, name):
     value = OF_ONE[family][name]
-    spec = Spec(OPS[of], "fwd", 4, 128, F32, F32)
+    spec = build_spec(OPS[of], "fwd", 4, 128, F32, F32)
     if of == family:
-        assert getattr(dataclasses.replace(spec, **{name: value}), name) == value
+        assert getattr(getattr(spec.replaced(**{name: value}), family), name) == value
     else:
-        with pytest.raises(ValueError, match=f"{OPS[of]} has no {name}: got .*; expected "):
-            dataclasses.replace(spec, **{name: value})
+        with pytest.raises(TypeError, match=name):
+            spec.replaced(**{name: value})
+
+
+def test_options_are_those_of_the_family():
+    spec = build_spec("add_norm", "fwd", 4, 128, F32, F32)
+    with pytest.raises(TypeError, match="add_norm has NormOptions: got LossOptions"):
+        spec.replaced(options=LossOptions())
+
+
+def test_a_spec_is_small():
+    assert len(dataclasses.fields(Spec)) <= 16
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_the_norms_of_a_call(op):
     """Of no norm, a call is its own last one."""
-    spec = Spec(op, "bwd", 4, 128, F32, F32)
+    spec = build_spec(op, "bwd", 4, 128, F32, F32)
     norms = spec.norms
     assert len(norms) == len(OPERATIONS[op].norms)
     assert all(norm.op == "norm" for norm in norms)

@@ -1,5 +1,7 @@
 """The schedules that a sweep times: distinct, and as XLA computes."""
 
+import pickle
+
 import jax
 import pytest
 from program_error import assert_computes
@@ -35,7 +37,7 @@ def test_gates_have_the_tables_schedule_and_others(direction):
     """In both orders, and each of them lowers."""
     table = {"fwd": choose, "bwd": norm_schedule}[direction]
     jobs = {w: gated.schedules(w) for w in gated.workloads() if w.direction == direction}
-    assert {w.spec.norm_before_gate for w in jobs} == {True, False}
+    assert {w.spec.norm.norm_before_gate for w in jobs} == {True, False}
     assert all(s[0] == table(w.spec) for w, s in jobs.items())
     assert all(len(set(s)) == len(s) > 2 for s in jobs.values())
     for i, (workload, schedules) in enumerate(jobs.items()):
@@ -102,3 +104,18 @@ def test_rows_rank_by_time():
     assert text.splitlines()[0].endswith("xla 0.5, 2 of 3 ran")
     assert [line.split()[-1] for line in text.splitlines()[1:3]] == ["fast", "slow"]
     assert text.splitlines()[3] == "  failed: bad: spilled"
+
+
+@pytest.mark.parametrize("name", ["causal", "gated", "linear", "tiles"])
+def test_other_processes_can_take_workloads(name):
+    """Schedules are lowered in other processes: workloads and schedules are sent to them."""
+    chosen = sweep.definitions(sweep.ROOT / f"benchmarks/sweeps/{name}.py")
+    workload = next(chosen["workloads"]())
+    sent = workload, chosen["schedules"](workload)
+    assert pickle.loads(pickle.dumps(sent)) == sent
+
+
+def test_a_file_elsewhere_may_define_workloads(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def workloads():\n    return [1]\n")
+    assert sweep.definitions(file)["workloads"]() == [1]

@@ -29,12 +29,12 @@ class CausalWorkload(KernelWorkload):
 
     @property
     def spec(self) -> Spec:
-        return dataclasses.replace(super().spec, causal=True, queries=self.cols)
+        return super().spec.replaced(causal=True, queries=self.cols)
 
     def function(self, implementation: Any) -> Callable[..., Any]:
         if implementation is not xla:
             return super().function(implementation)
-        spec = dataclasses.replace(self.spec, queries=0)
+        spec = self.spec.replaced(queries=0)
 
         def whole(*operands: Any) -> Any:
             matrices = jax.tree.map(lambda a: a.reshape(-1, self.cols, self.cols), operands)

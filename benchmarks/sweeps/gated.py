@@ -36,7 +36,7 @@ class GateFirst(KernelWorkload):
 
     @property
     def spec(self) -> Spec:
-        return dataclasses.replace(super().spec, norm_before_gate=False)
+        return super().spec.replaced(norm_before_gate=False)
 
 
 def workloads() -> Iterator[KernelWorkload]:

@@ -5,16 +5,13 @@ import importlib
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
 
 import jax
 
+from jaxnorm_kernels import devices
+from jaxnorm_kernels.implementation import Implementation
+from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.specs import Spec
-
-if TYPE_CHECKING:
-    from jaxnorm.calls.call import Call
-    from jaxnorm.operations.norm_linear import Linear
-    from jaxnorm_kernels.implementation import Implementation
 
 # Where each implementation lives. Imported on first use: a kernel backend costs nothing until then.
 _MODULES = {
@@ -104,10 +101,10 @@ def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
     for name in candidates:
         is_preferred = name == _PREFERRED
         try:
-            spec = as_seen_by(name)
-            refusal = module(name).supports(spec)
+            backend, spec = implementation(name), as_seen_by(name)
+            refusal = backend.why_unsupported(spec)
             if refusal is None and not is_preferred:
-                refusal = module(name).prefers(spec)
+                refusal = backend.why_not_default(spec)
         except ImportError as error:  # a jaxlib without this kernel backend, or a missing extra
             refusal = f"it cannot be imported: {error}"
             _tell(name, platform, refusal, is_preferred)
@@ -115,7 +112,7 @@ def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
             reason = f"the default for {spec.op} {spec.direction} on {platform}"
             if is_preferred:
                 reason = f"asked for by {VARIABLE}"
-            caveat = getattr(module(name), "caveat", lambda: None)()
+            caveat = backend.caveat(spec)
             return Choice(name, "; ".join([reason, *filter(None, [caveat]), *refusals]))
         asked = f"asked for by {VARIABLE}, " if is_preferred else ""
         refusals.append(f"{name}: {asked}{refusal}")
@@ -127,13 +124,10 @@ def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
 
     Of a GPU's others, such as Triton's on Hopper, nobody expects the packages that they take.
     """
-    from jaxnorm_kernels import devices
-
     capability = devices.local_capability() if platform == "cuda" else None
     if capability is None or name in _told:
         return
-    is_default = name in _DEFAULT_ON and _DEFAULT_ON[name](capability)
-    if not (is_default or is_preferred):
+    if not (is_default_on(name, capability) or is_preferred):
         return
     _told.add(name)
     on_this_gpu = f"the default on this GPU (compute capability {capability / 10})"
@@ -147,13 +141,17 @@ def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
     )
 
 
-def forced(call: "Call | Linear", name: str) -> Choice:
-    """`name` itself; ValueError with its reason where it cannot run a call."""
-    spec = call.as_seen_by(name)
-    refusal = module(name).supports(spec)
+def is_default_on(name: str, capability: int) -> bool:
+    """True if an implementation has the default kernels of GPUs of this compute capability."""
+    return name in _DEFAULT_ON and _DEFAULT_ON[name](capability)
+
+
+def forced(function: str, spec: Spec | LinearSpec, name: str) -> Choice:
+    """Choose `name`; ValueError with its reason if it cannot run a call of this spec."""
+    refusal = implementation(name).why_unsupported(spec)
     if refusal is not None:
         raise ValueError(
-            f"{call.function}: implementation={name!r} cannot run the {_PASSES[spec.direction]} of "
+            f"{function}: implementation={name!r} cannot run the {_PASSES[spec.direction]} of "
             f"({spec.rows}, {spec.cols}): {refusal}; leave implementation out to let jaxnorm choose"
         )
     return Choice(name, "asked for by name")
@@ -161,7 +159,7 @@ def forced(call: "Call | Linear", name: str) -> Choice:
 
 def placed(function: str, name: str, platforms: Sequence[str]) -> None:
     """ValueError where a program for these platforms cannot hold `name`, which was asked for."""
-    can = getattr(module(name), "platforms", lambda: None)()
+    can = implementation(name).platforms()
     cannot = [platform for platform in platforms if can is not None and platform not in can]
     if cannot:
         raise ValueError(
@@ -184,23 +182,24 @@ def absence(name: str, platform: str) -> str | None:
         has_it = [place for place, candidates in _CANDIDATES.items() if name in candidates]
         return f"its kernels are for {' and '.join(has_it)}"
     try:
-        module(name)
+        implementation(name)
     except ImportError as error:
         return f"it cannot be imported: {error}"
     return None
 
 
-def module(name: str) -> "Implementation":
-    """The implementation `name`, imported; ImportError where it cannot be, which is tried once."""
+def implementation(name: str) -> Implementation:
+    """Import the implementation `name`; ImportError if that fails; it is tried once."""
     path = _MODULES[name]
     if path in _failures:
         raise ImportError(_failures[path])
     try:
-        return cast("Implementation", importlib.import_module(path))
-    except Exception as error:  # what JAX has moved is missed in many ways
+        backend: Implementation = importlib.import_module(path).IMPLEMENTATION
+    except Exception as error:  # a JAX that has moved what we import raises many kinds of errors
         is_told = isinstance(error, ImportError)
         _failures[path] = str(error) if is_told else f"{type(error).__name__}: {error}"
         raise ImportError(_failures[path]) from error
+    return backend
 
 
 def local_platform() -> str:

@@ -1,15 +1,15 @@
 """One call of an operation: its static part, and what its passes take and return.
 
 Which arrays those are, and what of each, the table of operations says
-(`jaxnorm_kernels.operations`). A ``bwd`` takes h's cotangent where the spec says ``adds_dh``; that
-of a plain norm may, too, for which h is its x. The arrays of a call are passed around as the flat
-list of those that there are, in the order of `Call.operand_names` and `Call.result_names`.
+(`jaxnorm_kernels.operations`), and which of them a pass has, `Spec.outputs` and `Spec.wrt`. The
+arrays of a call are passed around as a flat list without the absent ones, in the order of
+`Call.operand_names` and `Call.result_names`.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxnorm.calls import backends
 from jaxnorm.calls.rows import RowView
-from jaxnorm_kernels import buffers
+from jaxnorm_kernels import launching
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import OPERANDS, PARAMETERS, Kind
 from jaxnorm_kernels.specs import Direction, Name, Spec
@@ -42,7 +42,6 @@ class Call:
       spec: of the whole arrays; ``spec.axes`` are those of the view.
       view: how an implementation of two-dimensional arrays sees them.
       implementation: asked for by name, or None.
-      wrt: names of the primals that have a tangent, in ``tan`` and ``bwd``.
       primitives: whose primitives it binds, where those are another function's: the loss of a
         linear layer makes calls of the cross-entropy.
     """
@@ -51,7 +50,6 @@ class Call:
     spec: Spec
     view: RowView
     implementation: Name | None
-    wrt: tuple[str, ...] = ()
     primitives: str | None = None
 
     @classmethod
@@ -62,10 +60,9 @@ class Call:
         spec: Spec,
         view: RowView,
         implementation: Name | None,
-        wrt: tuple[str, ...] = (),
         primitives: str | None = None,
     ) -> "Call":
-        return cls(function, spec, view, implementation, wrt, primitives)
+        return cls(function, spec, view, implementation, primitives)
 
     def __str__(self) -> str:
         """What a jaxpr shows."""
@@ -74,19 +71,19 @@ class Call:
         if len(self.view.axes) > 1 or self.view.moved:
             text += f" axis={self.view.axes}"
         if spec.is_norm:
-            text += f" save={spec.saved}"
-        if spec.activation is not None:
-            text += f" activation={spec.activation}"
-        if spec.logits_scale != 1:
-            text += f" scale={spec.logits_scale}"
-        if spec.logit_softcap is not None:
-            text += f" softcap={spec.logit_softcap}"
-        if spec.causal:
+            text += f" save={spec.norm.saved}"
+        if spec.norm.activation is not None:
+            text += f" activation={spec.norm.activation}"
+        if spec.logits.logits_scale != 1:
+            text += f" scale={spec.logits.logits_scale}"
+        if spec.loss.logit_softcap is not None:
+            text += f" softcap={spec.loss.logit_softcap}"
+        if spec.softmax.causal:
             text += " causal"
-        if spec.label_smoothing:
-            text += f" label_smoothing={spec.label_smoothing}"
-        if spec.z_loss:
-            text += f" z_loss={spec.z_loss}"
+        if spec.loss.label_smoothing:
+            text += f" label_smoothing={spec.loss.label_smoothing}"
+        if spec.loss.z_loss:
+            text += f" z_loss={spec.loss.z_loss}"
         if self.implementation is not None:
             text += f" implementation={self.implementation}"
         return f"({text})" if not self.wrt else f"({text} wrt={','.join(self.wrt)})"
@@ -95,104 +92,88 @@ class Call:
     def direction(self) -> Direction:
         return self.spec.direction
 
+    @property
+    def wrt(self) -> tuple[str, ...]:
+        return self.spec.wrt
+
     # ------------------------------------------------------------------------- other passes
 
     def with_stats(self) -> "Call":
-        """The forward, with h and the statistics among its outputs."""
-        return self.replaced(want_stats=bool(self.spec.operation.statistics), unused=None)
-
-    def without(self, unused: Literal["y", "h"]) -> "Call":
-        """The forward, without y or h among its outputs."""
-        return self.replaced(unused=unused, want_stats=self.spec.want_stats and unused != "y")
+        """The forward that returns all of its results and the statistics."""
+        return self.replaced(outputs=(*self.spec.operation.results, *self.spec.statistics))
 
     def without_unused(self, used: Sequence[bool]) -> "Call":
-        """Of results that are `used` or not: h goes where only y is, the norm where only h is.
+        """The pass without results that are not `used` and can be left out.
 
-        Of a backward, the gradients of tables, which kernels do not make.
+        Of a forward with h, these are h, and all but h. Of a backward, they are the gradients of
+        tables, which no kernel returns.
         """
         spec = self.spec
-        if spec.wants_tables:
-            wanted = dict(zip(self.wrt, used))
-            wrt = [n for n in self.wrt if wanted[n] or OPERANDS[n] != "table"]
-            return self.replaced(wrt=tuple(wrt), wants_tables=not {"cos", "sin"}.isdisjoint(wrt))
-        if spec.direction != "fwd" or not spec.normalises_h or spec.unused is not None:
+        if spec.returns_tables:
+            wanted = dict(zip(spec.wrt, used))
+            return self.replaced(wrt=tuple(n for n in spec.wrt if wanted[n] or _is_not_table(n)))
+        if spec.direction != "fwd" or not {"y", "h"} <= {*spec.outputs}:
             return self
         if not used[1]:
-            return self.without("h")
-        return self if used[0] or any(used[2:]) else self.without("y")
+            return self.replaced(outputs=tuple(name for name in spec.outputs if name != "h"))
+        return self if used[0] or any(used[2:]) else self.replaced(outputs=("h",))
 
     def first(self) -> "Call":
         """The norm of x, whose output goes to the residual."""
         return self.replaced(spec=self.spec.first)
 
-    def tangent(self, wrt: Sequence[str], *, adds_dh: bool = False) -> "Call":
-        """Of the same outputs; of those whose cotangents a backward takes."""
-        spec, is_transpose = self.spec, self.spec.direction == "bwd"
-        wanted = spec.stat_cotangents if is_transpose else spec.want_stats
-        # To dx a plain norm's dh was added.
-        if is_transpose and spec.operation.may_add_dh and "x" in wrt:
-            adds_dh = spec.adds_dh
-        return self.replaced(
-            wrt=tuple(wrt),
-            direction="tan",
-            want_stats=wanted,
-            unused=None,
-            stat_cotangents=False,
-            wants_tables=False,
-            adds_dh=adds_dh,
-        )
+    def tangent(self, wrt: Sequence[str], *, takes_h: bool = False) -> "Call":
+        """The tangent along `wrt`: of all results of a forward, or the transpose of a backward.
+
+        `takes_h`: of a plain norm, h's tangent is another result, which is x's.
+        """
+        spec, outputs = self.spec, self.spec.outputs
+        if spec.direction != "bwd":
+            h = ("h",) * takes_h
+            stats = spec.statistics if spec.has_stats else ()
+            outputs = (*spec.operation.results, *h, *stats)
+        elif spec.operation.may_add_dh and "x" not in wrt:
+            outputs = tuple(name for name in outputs if name != "h")
+        return self.replaced(direction="tan", outputs=outputs, wrt=tuple(wrt))
 
     def backward(
         self,
         wrt: Sequence[str],
+        outputs: Sequence[str] | None = None,
         *,
-        adds_dh: bool = False,
-        stat_cotangents: bool = False,
-        overwrites_x: bool = False,
         gradient_dtype: np.dtype | None = None,
     ) -> "Call":
-        return self.replaced(
-            wrt=tuple(wrt),
-            direction="bwd",
-            want_stats=False,
-            unused=None,
-            stat_cotangents=stat_cotangents,
-            adds_dh=adds_dh,
-            overwrites_x=overwrites_x,
-            gradient_dtype=gradient_dtype,
-            # Their gradients are computed only where they are asked for.
-            wants_tables=not {"cos", "sin"}.isdisjoint(wrt),
-            **({} if "logits_bias" in wrt else {"logits_bias_dtype": None}),
-        )
-
-    def backward_of_h(self, wrt: Sequence[str]) -> "Call":
-        """The backward that takes h's cotangent alone."""
-        return self.backward(wrt, adds_dh=True).replaced(unused="y")
+        """The backward that takes the cotangents of `outputs`; by default, of all but h."""
+        if outputs is None:
+            outputs = [name for name in self.spec.operation.results if name != "h"]
+        changes: dict[str, Any] = {}
+        if self.spec.is_loss:
+            changes["gradient_dtype"] = gradient_dtype
+        if self.spec.is_softmax and "logits_bias" not in wrt:
+            changes["logits_bias_dtype"] = None
+        return self.replaced(direction="bwd", outputs=tuple(outputs), wrt=tuple(wrt), **changes)
 
     def without_dh(self) -> "Call":
-        return self.replaced(adds_dh=False)
+        """The backward of a plain norm, without another cotangent of x."""
+        return self.replaced(outputs=tuple(name for name in self.spec.outputs if name != "h"))
 
     def gradient(self) -> "Call":
         """The backward that the gradient of all outputs of a forward takes."""
         call = self.first() if self.spec.operation.derivative else self
-        # Nobody learns the tables of a rotation.
-        wrt = [name for name in call.differentiable if OPERANDS[name] != "table"]
-        return call.backward(wrt, adds_dh=self.spec.normalises_h)
+        # cos and sin are constants: their gradients are not requested.
+        wrt = [*filter(_is_not_table, call.differentiable)]
+        return call.backward(wrt, [*call.spec.operation.results])
 
     @_once
     def on(self, view: RowView) -> "Call":
         """With what its spec has of a view: that of its arrays, of a batch of them, of a shard."""
-        return self.replaced(
-            view=view,
-            rows=view.rows,
-            cols=view.cols,
-            axes=view.axes,
-            scale_groups=view.groups("scale"),
-            bias_groups=view.groups("bias"),
-            branch_scale_groups=view.groups("branch_scale"),
-            logits_bias_shape=view.logits_bias,
-            scattered=view.scattered,
-        )
+        changes: dict[str, Any] = {}
+        if self.spec.is_norm:
+            changes = {f"{kind}_groups": view.groups(kind) for kind in PARAMETERS}
+            changes["scattered"] = view.scattered
+        elif self.spec.is_softmax:
+            changes["logits_bias_shape"] = view.logits_bias
+        return self.replaced(view=view, rows=view.rows, cols=view.cols, axes=view.axes, **changes)
 
     def widened(self, name: str, parameter: jax.Array) -> tuple["Call", jax.Array]:
         """The call with that parameter in the arithmetic dtype, if its own is narrower.
@@ -209,7 +190,7 @@ class Call:
         fields = {
             f.name: changes.pop(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)
         }
-        fields["spec"] = dataclasses.replace(fields["spec"], **changes)
+        fields["spec"] = fields["spec"].replaced(**changes)
         return Call.of(*fields.values())
 
     # ------------------------------------------------------------- what a pass takes and returns
@@ -258,30 +239,19 @@ class Call:
 
     @functools.cached_property
     def operand_names(self) -> tuple[str, ...]:
+        """Names of the arrays that the pass takes: a cotangent has the name of its result."""
         match self.spec.direction:
             case "fwd":
                 return self.primals
             case "tan":
-                return (*self.residual_names, *self.wrt)
+                return (*self.residual_names, *self.spec.wrt)
             case "bwd":
-                return (*self.residual_names, *self._outputs)
+                return (*self.residual_names, *self.spec.outputs)
 
     @functools.cached_property
     def result_names(self) -> tuple[str, ...]:
-        return self.wrt if self.spec.direction == "bwd" else self._outputs
-
-    @property
-    def _outputs(self) -> tuple[str, ...]:
-        """Of a forward or a tangent, names of the results; of a backward, of their cotangents."""
-        spec = self.spec
-        has_h = spec.adds_dh or (spec.direction != "bwd" and spec.returns_h)
-        has_statistics = spec.want_stats or spec.stat_cotangents
-        return (
-            *(("y",) if spec.unused != "y" else ()),
-            *(("h",) if has_h else ()),
-            *(("entropy",) if spec.returns_entropy else ()),
-            *(spec.statistics if has_statistics else ()),
-        )
+        """Names of the arrays that the pass returns: a gradient has the name of its operand."""
+        return self.spec.wrt if self.spec.direction == "bwd" else self.spec.outputs
 
     @functools.cached_property
     def operand_kinds(self) -> list[Kind]:
@@ -308,10 +278,9 @@ class Call:
                 return spec.dx_dtype if name == "x" else spec.y_dtype
             case "h" | "residual":
                 return spec.last.x_dtype
-            case "cos" | "sin" if spec.table_dtype is not None:
-                return spec.table_dtype
             case _ if name in OPERANDS:
-                dtype: np.dtype = getattr(spec, f"{name}_dtype")
+                dtype = spec.dtype(name)
+                assert dtype is not None
                 return dtype
             case _:
                 return spec.compute_dtype
@@ -327,25 +296,22 @@ class Call:
         in_rows, strided = self._in_rows, self._strided
         if strided is None:
             return in_rows
-        takes_inner = getattr(backends.module(name), "takes_inner", None)
-        if takes_inner is None:
-            return in_rows
         # Where rows have no view, the reason to refuse is that of the strided one.
-        return strided if in_rows.scattered or takes_inner(strided) else in_rows
+        takes_it = in_rows.norm.scattered or backends.implementation(name).takes_inner(strided)
+        return strided if takes_it else in_rows
 
     @functools.cached_property
     def _in_rows(self) -> Spec:
         """The spec of the two-dimensional view."""
-        view = self.view
-        return dataclasses.replace(
-            self.spec,
-            axes=(-1,),
-            moved_axis=view.moved,
-            mask_rows=view.shared("mask"),
-            table_rows=view.shared("table"),
-            logits_bias_rows=view.shared("logits_bias"),
-            queries=view.shape[-2] if self.spec.causal else 0,
-        )
+        spec, view = self.spec, self.view
+        if spec.is_norm:
+            changes: dict[str, Any] = {"table_rows": view.shared("table")}
+        else:
+            changes = {"mask_rows": view.shared("mask")}
+        if spec.is_softmax:
+            changes["logits_bias_rows"] = view.shared("logits_bias")
+            changes["queries"] = view.shape[-2] if spec.softmax.causal else 0
+        return spec.replaced(axes=(-1,), moved_axis=view.moved, **changes)
 
     @functools.cached_property
     def _strided(self) -> Spec | None:
@@ -354,14 +320,11 @@ class Call:
         if view.strided is None:
             return None
         *_, inner, inner_cols = view.strided
-        strided = dataclasses.replace(
-            self._in_rows, moved_axis=False, inner=inner, inner_cols=inner_cols
-        )
+        strided = self._in_rows.replaced(moved_axis=False, inner=inner, inner_cols=inner_cols)
         kinds = {kind for name in self.parameters if (kind := OPERANDS[name]) in PARAMETERS}
         groups = {kind: view.inner_groups(kind) for kind in kinds}
         if groups and None not in groups.values():
-            return dataclasses.replace(
-                strided,
+            return strided.replaced(
                 scattered=False,
                 inner_params=True,
                 scale_groups=groups.get("scale") or 1,
@@ -397,21 +360,25 @@ class Call:
         if name == "xla":
             return [*arrays]
         in_place = self._in_place
-        return [a if n in in_place else buffers.own(a) for n, a in zip(names, arrays, strict=True)]
+        return [
+            a if n in in_place else launching.own_buffer(a)
+            for n, a in zip(names, arrays, strict=True)
+        ]
 
     def _run(self, name: str, spec: Spec, arrays: Arrays) -> list[jax.Array]:
-        implementation: Any = backends.module(name)
+        implementation = backends.implementation(name)
         if spec.direction == "fwd":
             results = implementation.forward(Operands(**dict(zip(self.primals, arrays))), spec)
             return self._picked(results)
         residuals = Residuals(**self._record(self.residual_names, arrays))
         linear = arrays[self.residuals :]
         if spec.direction == "tan":
-            tangents = Operands(**dict(zip(self.wrt, linear)))
+            tangents = Operands(**dict(zip(spec.wrt, linear)))
+            assert implementation.tangent is not None  # or `Spec.plain` left it to xla
             return self._picked(implementation.tangent(residuals, tangents, spec))
-        cotangents = Results(**self._record(self._outputs, linear))
+        cotangents = Results(**self._record(spec.outputs, linear))
         gradients = implementation.backward(residuals, cotangents, spec)
-        return [getattr(gradients, name) for name in self.wrt]
+        return [getattr(gradients, name) for name in spec.wrt]
 
     def _record(self, names: Iterable[str], arrays: Arrays) -> dict[str, Any]:
         """Arrays by their names, the statistics in one tuple."""
@@ -421,4 +388,8 @@ class Call:
 
     def _picked(self, results: Results) -> list[jax.Array]:
         by_name = {**results._asdict(), **dict(zip(self.spec.statistics, results.stats))}
-        return [array for name in self._outputs if (array := by_name[name]) is not None]
+        return [array for name in self.spec.outputs if (array := by_name[name]) is not None]
+
+
+def _is_not_table(operand: str) -> bool:
+    return OPERANDS[operand] != "table"

@@ -8,7 +8,6 @@ to process. So JAX's persistent compilation cache misses, or, by a flag of JAX's
 out of its keys: then the name of a function in the program tells the calls apart.
 """
 
-import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -28,18 +27,6 @@ from jaxnorm.meshes.shards import Factors, Shards
 
 # Modules that the triton implementation has imported, where it can be.
 _COMPILERS = ("triton", "jax_triton")
-
-
-def needs_devices(primitive: Any) -> None:
-    """Has JAX say, when it lowers `primitive`, for which devices.
-
-    JAX's own custom_partitioning asks for it in this way; there is no public one. Without it
-    nothing breaks: `can_partition` is then False, and XLA's code runs.
-    """
-    with contextlib.suppress(ImportError, AttributeError):
-        from jax._src import dispatch
-
-        dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def are_whole(axes: Any) -> bool:

@@ -87,7 +87,7 @@ class Layout:
 
     def queries_over(self, call: Call) -> tuple[str, ...]:
         """Mesh axes over which the rows of a matrix are split, where ``causal`` counts them."""
-        return self.mesh_axes[-2] if call.spec.causal else ()
+        return self.mesh_axes[-2] if call.spec.softmax.causal else ()
 
     def check(self, function: str, mesh: Any) -> None:
         """ValueError where a shard would not be a whole part of the array."""
@@ -108,7 +108,7 @@ def shards_of_rows(call: Call, run: Run, types: Sequence[Any], mesh: Any) -> Sha
     that have rows of it, and the statistics of split rows one over those that share them.
     """
     layout = Layout.of(types[0].sharding.spec, call.view)
-    if call.spec.rotated:
+    if call.spec.norm.rotated:
         layout = layout.with_whole_rows()
     layout.check(call.function, mesh)
 
@@ -154,7 +154,7 @@ def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
     operands = factors(call.operand_kinds, [a.shape for a in arrays], "p")
     results = factors(call.result_kinds, [*map(call.view.shape_of, call.result_kinds)], "g")
     # A pair is two columns. Shardy takes factors in the order in which they occur.
-    of_pairs = {f"x{axis}" for axis in call.view.axes} if call.spec.rotated else set()
+    of_pairs = {f"x{axis}" for axis in call.view.axes} if call.spec.norm.rotated else set()
     names = dict.fromkeys(" ".join(operands).split())
     whole = [name for name in names if name.startswith("p") or name in of_pairs]
     return Factors(operands, results, tuple(whole))
@@ -168,9 +168,10 @@ def _with_split_rows(shard: Call, cols: int, layout: Layout) -> Call:
             f"{layout.spec('array', layout.view.shape)}; leave implementation out, or shard other "
             "axes"
         )
+    if queries_over := layout.queries_over(shard):
+        shard = shard.replaced(queries_over=queries_over)
     return shard.replaced(
         cols=cols,
         cols_over=layout.cols_over,
         axes_over=tuple(layout.mesh_axes[axis] for axis in layout.view.axes),
-        queries_over=layout.queries_over(shard),
     )

@@ -449,7 +449,7 @@ def implementation(function: str, name: str | None) -> None:
         return
     one_of(function, "implementation", name, backends.names())
     try:
-        backends.module(name)
+        backends.implementation(name)
     except ImportError as error:
         raise ValueError(
             f"{function}: implementation={name!r} cannot be imported: {error}; leave "

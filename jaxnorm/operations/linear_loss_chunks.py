@@ -30,11 +30,10 @@ from jax import lax
 
 from jaxnorm.calls.call import Call
 from jaxnorm.meshes import sharding
-from jaxnorm.operations import checks, chunk_loss
-from jaxnorm.operations.chunk_sizes import chunk_rows
-from jaxnorm.operations.linear_loss_call import Head, Kind, Over, Reduction
+from jaxnorm.operations import checks, linear_loss_call
+from jaxnorm.operations.linear_loss_call import Kind, LinearLossCall, Over, Reduction, chunk_rows
 from jaxnorm.operations.loss import counted, weighted
-from jaxnorm_kernels import buffers
+from jaxnorm_kernels import launching
 
 # Classes are padded to a multiple of this, with weight once: XLA pads the operands of each product
 # of a chunk, and cuts its result, where rows are no multiple of 16 bytes.
@@ -44,12 +43,12 @@ _WHOLE = Over()
 
 
 def run(
-    head: Head, *arrays: jax.Array, over: Over = _WHOLE, recompute: bool = False
+    head: LinearLossCall, *arrays: jax.Array, over: Over = _WHOLE, recompute: bool = False
 ) -> list[jax.Array]:
     """The results of a pass.
 
     Args:
-      arrays: as `Head.operand_kinds` says; shards where axes are split `over` a mesh.
+      arrays: as `LinearLossCall.operand_kinds` says; shards where axes are split `over` a mesh.
       recompute: for derivatives of this function, which then keep no logits either.
     """
     by_name = dict(zip(head.primals, arrays))
@@ -71,10 +70,10 @@ def run(
     def flattened(kind: Kind, a: jax.Array) -> jax.Array:
         if kind == "mask":  # Of all rows, or of each.
             if math.prod(a.shape[:-1]) == 1:
-                return buffers.own(a.reshape(1, -1))
+                return launching.own_buffer(a.reshape(1, -1))
             a = jnp.broadcast_to(a, (*lead, a.shape[-1]))
         if kind in ("row", "mask"):
-            a = buffers.own(a)  # Kernels read them, or chunks of them.
+            a = launching.own_buffer(a)  # Kernels read them, or chunks of them.
         rows = kind in ("x", "row", "mask")
         return a.reshape(count, *a.shape[len(lead) :]) if rows else a
 
@@ -86,7 +85,7 @@ def run(
         if kind in ("x", "row"):
             a = a.reshape(*lead, *a.shape[1:])
         if name not in by_name:
-            return buffers.own(a)
+            return launching.own_buffer(a)
         # A gradient. Each device has a sum over its own classes or over its own rows.
         if kind == "x":
             a = _scattered(_moved_back(a, over), over.classes, over.gathered)
@@ -157,7 +156,9 @@ Carry = dict[str, jax.Array]
 class _Chunks:
     """The passes over two-dimensional x, and row arrays of one axis."""
 
-    def __init__(self, head: Head, arrays: Sequence[jax.Array], over: Over, recompute: bool):
+    def __init__(
+        self, head: LinearLossCall, arrays: Sequence[jax.Array], over: Over, recompute: bool
+    ):
         self.head, self.over, self.recompute = head, over, recompute
         given = list(arrays)
         by_name = dict(zip(head.primals, given))
@@ -220,7 +221,7 @@ class _Chunks:
         def step(rows: _Rows, carry: Carry) -> Carry:
             logits = self.product(rows.of_x(self.x), self.factor, self.bias)
             call = self.call(logits.shape, rows)
-            results = chunk_loss.forward(call, rows.operands(logits))
+            results = linear_loss_call.forward(call, rows.operands(logits))
             return {name: rows.put(carry[name], a) for name, a in results.items()}
 
         results = self.loop(step, {n: jnp.zeros(self.rows, self.wide) for n in self.head.outputs})
@@ -252,7 +253,9 @@ class _Chunks:
             residuals, results = self.residuals(call, rows, logits), {}
             if makes_losses:
                 results["y"] = rows.put(carry["y"], residuals["y"])
-            dlogits = chunk_loss.dlogits(call, residuals, [*map(rows.of, cotangents)], self.dtype)
+            dlogits = linear_loss_call.dlogits(
+                call, residuals, [*map(rows.of, cotangents)], self.dtype
+            )
             if "x" in head.wrt:
                 dx = self.dot(dlogits, weight, (1, 1), self.wide)
                 dx = of_x * (dx if sizes is None else rows.of(sizes)[:, None] * dx)
@@ -313,7 +316,7 @@ class _Chunks:
             along = sharding.vary_alike([logits, sum(moves[1:], moves[0])])[1]
             call = self.call(logits.shape, rows)
             residuals = self.residuals(call.with_stats(), rows, logits)
-            tangents = chunk_loss.tangent(call, residuals, along)
+            tangents = linear_loss_call.tangent(call, residuals, along)
             return {name: rows.put(carry[name], a) for name, a in zip(names, tangents)}
 
         names = self.head.outputs
@@ -324,7 +327,7 @@ class _Chunks:
     def residuals(self, call: Call, rows: "_Rows", logits: jax.Array) -> Carry:
         """What the derivative of a chunk takes: of rows what is kept, or made again."""
         operands = rows.operands(logits)
-        kept = rows.kept() if self.kept else chunk_loss.forward(call, operands)
+        kept = rows.kept() if self.kept else linear_loss_call.forward(call, operands)
         return operands | kept
 
     def weighted(self, losses: jax.Array) -> jax.Array:
@@ -362,14 +365,16 @@ class _Chunks:
 
     def call(self, shape: tuple[int, ...], rows: "_Rows") -> Call:
         """The function of a chunk's logits and labels."""
-        call = chunk_loss.call_of(
+        call = linear_loss_call.call_of(
             self.head,
             shape,
             self.logits_dtype,
             has_positions=rows.counted is not None,
             mask=None if self.mask is None else rows.mask.shape,
         )
-        changes: dict[str, Any] = {"padding": self.padding, "want_stats": self.head.keeps}
+        if self.head.keeps:
+            call = call.with_stats()
+        changes: dict[str, Any] = {"padding": self.padding}
         if self.over.classes:
             changes |= {
                 "cols": shape[1] * lax.axis_size(self.over.classes),
@@ -453,7 +458,7 @@ class _Rows:
 
     def of(self, a: jax.Array) -> jax.Array:
         part = lax.dynamic_slice_in_dim(a, self.start, self.size)
-        return buffers.own(part) if self.chunks.overlaps else part
+        return launching.own_buffer(part) if self.chunks.overlaps else part
 
     def of_x(self, x: jax.Array) -> jax.Array:
         """Rows of x, 0 where they do not count: weight's gradient is a sum over all of them."""
@@ -461,7 +466,7 @@ class _Rows:
         return part if self.counted is None else jnp.where(self.counted[:, None], part, 0)
 
     def put(self, whole: jax.Array, part: jax.Array) -> jax.Array:
-        part = buffers.own(part) if self.chunks.overlaps else part
+        part = launching.own_buffer(part) if self.chunks.overlaps else part
         return lax.dynamic_update_slice_in_dim(whole, part, self.start, 0)
 
 

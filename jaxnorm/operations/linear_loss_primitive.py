@@ -22,7 +22,7 @@ from jaxnorm.calls.call import Arrays, Run
 from jaxnorm.meshes import sharding
 from jaxnorm.meshes.shards import Factors, Shards
 from jaxnorm.operations import checks, linear_loss_chunks
-from jaxnorm.operations.linear_loss_call import Head, Kind, Over
+from jaxnorm.operations.linear_loss_call import Kind, LinearLossCall, Over
 from jaxnorm.operations.loss import counted
 from jaxnorm.primitives import remat
 from jaxnorm.primitives.linear import linear
@@ -31,12 +31,12 @@ from jaxnorm.primitives.rules import Rules, batch_first, nonzero, zero_like
 _GRADIENT = "jaxnorm_linear_gradient"
 
 
-class _LossRules(Rules[Head]):
+class _LossRules(Rules[LinearLossCall]):
     """What the loss has for itself."""
 
     static = "head"
 
-    def types(self, head: Head, *avals: Any) -> list[Any]:
+    def types(self, head: LinearLossCall, *avals: Any) -> list[Any]:
         """Types of the results: rows lie as those of x, and a gradient as what it is of."""
         by_name = dict(zip(head.primals, avals))
         x, mesh = by_name["x"], sharding.mesh_of(avals)
@@ -52,16 +52,18 @@ class _LossRules(Rules[Head]):
                 types.append(sharding.type_like(x, mesh, x.shape[:axes], wide, split))
         return types
 
-    def plain(self, head: Head, *arrays: jax.Array) -> list[jax.Array]:
+    def plain(self, head: LinearLossCall, *arrays: jax.Array) -> list[jax.Array]:
         return linear_loss_chunks.run(head, *arrays)
 
-    def on_shard(self, head: Head, *arrays: jax.Array, **layout: Any) -> list[jax.Array]:
+    def on_shard(self, head: LinearLossCall, *arrays: jax.Array, **layout: Any) -> list[jax.Array]:
         return linear_loss_chunks.run(head, *arrays, **layout)
 
-    def differentiated(self, head: Head, *arrays: jax.Array, **layout: Any) -> list[jax.Array]:
+    def differentiated(
+        self, head: LinearLossCall, *arrays: jax.Array, **layout: Any
+    ) -> list[jax.Array]:
         return linear_loss_chunks.run(head, *arrays, recompute=True, **layout)
 
-    def forward_jvp(self, head: Head, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    def forward_jvp(self, head: LinearLossCall, primals: Any, tangents: Any) -> tuple[Any, Any]:
         if head.wrt:  # Gradients are among the results.
             return self.second_order(head, primals, tangents)
         nonzeros = nonzero(zip(head.primals, tangents))
@@ -76,17 +78,19 @@ class _LossRules(Rules[Head]):
         outputs = remat.named(self.names(with_gradients), self.bind(with_gradients, *primals))
         return self._along(with_gradients, outputs, nonzeros)
 
-    def with_residuals(self, head: Head) -> Head | None:
+    def with_residuals(self, head: LinearLossCall) -> LinearLossCall | None:
         if head.wrt or head.reduction == "none":
             return None
         # All gradients: which of them a derivative needs is unknown where a policy is asked. Those
         # that it does not need are dropped later.
         return head.with_gradients([n for n in ("x", "weight", "bias") if n in head.primals])
 
-    def names(self, head: Head) -> list[str | None]:
+    def names(self, head: LinearLossCall) -> list[str | None]:
         return [None, *(_GRADIENT for _ in head.wrt)]
 
-    def derived(self, head: Head, outputs: Arrays, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    def derived(
+        self, head: LinearLossCall, outputs: Arrays, primals: Any, tangents: Any
+    ) -> tuple[Any, Any]:
         with_gradients = self.with_residuals(head)
         assert with_gradients is not None
         nonzeros = nonzero(zip(head.primals, tangents))
@@ -94,7 +98,7 @@ class _LossRules(Rules[Head]):
         return self._along(with_gradients, outputs, nonzeros)
 
     def _along(
-        self, head: Head, outputs: Arrays, tangents: dict[str, jax.Array]
+        self, head: LinearLossCall, outputs: Arrays, tangents: dict[str, jax.Array]
     ) -> tuple[list[jax.Array], list[Any]]:
         """The total and its tangent: inner products of gradients and tangents."""
         total, *gradients = outputs
@@ -108,7 +112,7 @@ class _LossRules(Rules[Head]):
         return [total], [functools.reduce(jnp.add, terms) if terms else zero_like(total)]
 
     def batch(
-        self, head: Head, arrays: Arrays, dims: Sequence[int | None]
+        self, head: LinearLossCall, arrays: Arrays, dims: Sequence[int | None]
     ) -> tuple[Arrays, list[int]]:
         """A batch of rows is more rows, where they share weight and bias.
 
@@ -139,7 +143,7 @@ class _LossRules(Rules[Head]):
         axes = range(1, losses.ndim)
         return [linear_loss_chunks.reduced(losses, where, head.reduction, axes)], [0]
 
-    def shards(self, head: Head, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
+    def shards(self, head: LinearLossCall, run: Run, types: Sequence[Any], mesh: Any) -> Shards:
         """Split the rows of x and the classes as they lie, where the shards divide them.
 
         A mesh axis that splits only x or weight along d, or weight along V beside the rows, splits
@@ -192,7 +196,7 @@ class _LossRules(Rules[Head]):
             run=functools.partial(run, head, over=over),
         )
 
-    def factors(self, head: Head, arrays: Arrays) -> Factors:
+    def factors(self, head: LinearLossCall, arrays: Arrays) -> Factors:
         axes = [f"r{axis}" for axis in range(arrays[0].ndim - 1)]
         rows = " ".join(axes)
         # Weight's d is another than x's: how it is stored says how its gradient is to lie.
@@ -247,7 +251,7 @@ def _split_rows(rows: list[tuple[str, ...]], name: str, labels: Any, mesh: Any) 
 
 
 def _without_left_out_rows(
-    head: Head, primals: Arrays, tangents: dict[str, jax.Array]
+    head: LinearLossCall, primals: Arrays, tangents: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
     """Set x's tangent to 0 in rows that do not count: times a gradient of 0, NaN would stay NaN."""
     where = dict(zip(head.primals, primals)).get("where")

@@ -6,7 +6,7 @@ import jax
 
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
-from jaxnorm.operations.norm_call import norm_call
+from jaxnorm.operations.norm import norm_call
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.specs import Activation, Name
 

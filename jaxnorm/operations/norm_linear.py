@@ -10,24 +10,28 @@ Of these only the norm is a primitive, and this is what each keeps:
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import ClassVar, Literal, get_args, overload
+from collections.abc import Callable, Sequence
+from typing import Any, get_args, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import AxisType
 
 from jaxnorm.calls import backends
 from jaxnorm.calls.call import Call
 from jaxnorm.meshes import sharding
-from jaxnorm.operations import checks, norm_linear_kernel, products
-from jaxnorm.operations.norm_call import norm_call
+from jaxnorm.operations import checks, products
+from jaxnorm.operations.norm import norm_call
 from jaxnorm.primitives import eager, remat, row_operations
+from jaxnorm_kernels import launching
 from jaxnorm_kernels.linear_spec import Activation, LinearSpec
 from jaxnorm_kernels.specs import Name
 
-Function = Literal["rms_norm_linear"]
-NAME: Function = "rms_norm_linear"
+NAME = "rms_norm_linear"
 
 _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     name: products.ACTIVATIONS[name] for name in get_args(Activation)
@@ -139,17 +143,18 @@ def rms_norm_linear(
         if array is not None:
             others[name] = checks.float_array(NAME, name, array)
     _check_shapes(x.shape, {name: a.shape for name, a in others.items()})
-    call = _call_of(x, others, activation, epsilon, scale_offset, dtype, implementation)
+    norm, spec = _call_of(x, others, activation, epsilon, scale_offset, dtype, implementation)
     if implementation is not None:
-        backends.forced(call, implementation)
+        backends.forced(NAME, spec, implementation)
     added = others.pop("residual", None)
     h = [] if added is None else [_sum(x, added)]
     operands = dict(zip(("x", *others), sharding.vary_alike([*(h or [x]), *others.values()])))
     with jax.named_scope(f"jaxnorm.{NAME}"):
         if implementation == "mosaic":
-            y = norm_linear_kernel.by_name(call, _composed, tuple(operands), *operands.values())
+            _check_whole([*operands.values()])
+            y = _by_kernel(norm, spec, tuple(operands), *operands.values())
         else:
-            y = _composed(call, tuple(operands), *operands.values())
+            y = _composed(norm, spec, tuple(operands), *operands.values())
     return (y, h[0]) if h else y
 
 
@@ -165,30 +170,6 @@ def _sum(x: jax.Array, residual: jax.Array) -> jax.Array:
     return lax.reduce_precision(h, info.nexp, info.nmant)
 
 
-# ----------------------------------------------------------------------------- what a call is
-
-
-@dataclasses.dataclass(frozen=True)
-class Linear:
-    """The static part of a call.
-
-    Attributes:
-      norm: the norm of x, or of h, whose result is the product's operand.
-      spec: the whole call, as a kernel of it sees it.
-    """
-
-    function: ClassVar[Function] = NAME
-
-    norm: Call
-    spec: LinearSpec
-    implementation: Name | None
-
-    def as_seen_by(self, name: str) -> LinearSpec:
-        """The spec that the implementation `name` gets."""
-        del name
-        return self.spec
-
-
 def _call_of(
     x: jax.Array,
     others: dict[str, jax.Array],
@@ -197,8 +178,11 @@ def _call_of(
     scale_offset: float,
     dtype: checks.DTypeLike | None,
     implementation: Name | None,
-) -> Linear:
-    """A call with these arguments, after the checks; `others`: weight, scale, bias, residual."""
+) -> tuple[Call, LinearSpec]:
+    """The norm, whose result the matmul takes, and the whole call, after the checks.
+
+    `others`: weight, scale, bias, residual.
+    """
     shape, weight = x.shape, others["weight"]
     dtypes = {name: a.dtype for name, a in others.items()}
     if not isinstance(activation, str | None) or activation not in (None, *_ACTIVATIONS):
@@ -239,7 +223,7 @@ def _call_of(
     )
     # Another function's call: policies do not save its result (`remat.name`).
     norm = norm.replaced(function=NAME, primitives=norm.function)
-    return Linear(norm, spec, implementation)
+    return norm, spec
 
 
 def _check_shapes(shape: tuple[int, ...], others: dict[str, tuple[int, ...]]) -> None:
@@ -257,9 +241,11 @@ def _check_shapes(shape: tuple[int, ...], others: dict[str, tuple[int, ...]]) ->
 # ----------------------------------------------------------------------------- the composition
 
 
-def _composed(call: Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.Array:
+def _composed(
+    norm: Call, spec: LinearSpec, names: tuple[str, ...], *arrays: jax.Array
+) -> jax.Array:
     """y, of x, weight, scale and bias, those that `names` names."""
-    operands, spec = dict(zip(names, arrays)), call.spec
+    operands = dict(zip(names, arrays))
     layout = products.layout_of(operands["x"], operands["weight"])
     for name in ("scale", "bias"):
         # They may be sharded for storage (FSDP), and are small; weight is gathered by the product.
@@ -272,7 +258,7 @@ def _composed(call: Linear, names: tuple[str, ...], *arrays: jax.Array) -> jax.A
     is_split = layout is not None and bool(layout.cols)
     is_alone = is_split or ("bias" not in operands and spec.activation is None)
     z = products.product(
-        functools.partial(_normalised, call.norm),
+        functools.partial(_normalised, norm),
         normalised,
         operands["weight"],
         dtype=spec.product_dtype,
@@ -294,3 +280,97 @@ def _normalised(norm: Call, x: jax.Array, *scale: jax.Array) -> jax.Array:
     """The norm. x and its statistics are saved; the result has no name that a policy may save."""
     (n,) = row_operations.bind(norm, x, *scale)
     return n
+
+
+# ------------------------------------------------------------------------- the kernel, by name
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _by_kernel(
+    norm: Call, spec: LinearSpec, names: tuple[str, ...], *arrays: jax.Array
+) -> jax.Array:
+    """y by Mosaic's kernel of the norm and the matmul, with the derivative of `_composed`.
+
+    ValueError when the call is lowered for a platform without the kernel.
+    """
+    return _kernel(spec, names)(*arrays)
+
+
+@functools.partial(_by_kernel.defjvp, symbolic_zeros=True)
+def _(
+    norm: Call,
+    spec: LinearSpec,
+    names: tuple[str, ...],
+    primals: Sequence[jax.Array],
+    tangents: Sequence[Any],
+) -> Any:
+    _, dy = products.jvp(functools.partial(_composed, norm, spec, names), primals, tangents)
+    return _by_kernel(norm, spec, names, *primals), dy
+
+
+def _kernel(spec: LinearSpec, names: tuple[str, ...]) -> Callable[..., jax.Array]:
+    """The kernel: a batch of x is more rows, one of parameters a loop."""
+    from jaxnorm_kernels import mosaic
+
+    @custom_vmap
+    def run(*arrays: jax.Array) -> jax.Array:
+        operands = dict(zip(names, map(launching.own_buffer, arrays)))
+        x, weight = _placed.bind(operands["x"]), operands["weight"]
+        *lead, cols = x.shape
+        rows = dataclasses.replace(spec, rows=math.prod(lead))
+        y = mosaic.rms_norm_linear_fwd(
+            x.reshape(rows.rows, cols), weight, operands.get("scale"), operands.get("bias"), rows
+        )
+        return launching.own_buffer(y).reshape(*lead, weight.shape[1])
+
+    @run.def_vmap
+    def _(size: int, is_batched: list[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+        del size
+        if not any(is_batched[1:]):
+            return run(*arrays), True
+        batched = [a for a, is_one in zip(arrays, is_batched) if is_one]
+
+        def one(batch: list[jax.Array]) -> jax.Array:
+            rest = iter(batch)
+            return run(*[next(rest) if is_one else a for a, is_one in zip(arrays, is_batched)])
+
+        return lax.map(one, batched), True
+
+    return run
+
+
+def _lower(ctx: Any, x: Any) -> list[Any]:
+    """Return x. The platform of a program is known when it is lowered, and not before."""
+    backends.placed(NAME, "mosaic", ctx.platforms or ctx.module_context.platforms)
+    return [x]
+
+
+def _run(x: jax.Array) -> jax.Array:
+    backends.placed(NAME, "mosaic", (backends.local_platform(),))
+    return x
+
+
+# x, on a platform that has the kernel; ValueError on another. Inside a `custom_vmap`, and a
+# `custom_jvp`: it meets no transformation.
+_placed = Primitive("jaxnorm.placed")
+_placed.def_abstract_eval(lambda x: x)
+_placed.def_impl(_run)
+mlir.register_lowering(_placed, _lower)
+
+
+def _check_whole(arrays: Sequence[jax.Array]) -> None:
+    """ValueError where arrays may be spread over devices: the kernel is not partitioned."""
+    mesh = sharding.mesh_of([jax.typeof(a) for a in arrays])
+    if mesh.empty:
+        mesh = jax.sharding.get_abstract_mesh()
+    spread = {
+        axis: mesh.shape[axis]
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types)
+        if kind != AxisType.Manual and mesh.shape[axis] > 1
+    }
+    if spread:
+        raise ValueError(
+            f"{NAME}: implementation='mosaic' is a kernel of whole "
+            f"arrays, and the arrays lie on a mesh with axes {spread}; expected one device, or "
+            "shards; call it inside jax.shard_map over these axes, or leave implementation out"
+        )

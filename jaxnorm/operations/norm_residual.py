@@ -3,7 +3,7 @@
 import jax
 
 from jaxnorm.operations import checks
-from jaxnorm.operations.norm_call import normalise
+from jaxnorm.operations.norm import normalise
 from jaxnorm.primitives import eager
 from jaxnorm_kernels.specs import Name, Save
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
-from jaxnorm.operations.norm_call import norm_call
+from jaxnorm.operations.norm import norm_call
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.specs import Name, Save
 

@@ -10,8 +10,8 @@ from jaxnorm.calls.rows import RowView
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
 from jaxnorm.primitives import eager, row_operations
-from jaxnorm_kernels.operations import FUNCTIONS
-from jaxnorm_kernels.specs import Name, Spec
+from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS
+from jaxnorm_kernels.specs import Name, SoftmaxOptions, Spec
 
 
 @eager.compiled("x", "where", "bias")
@@ -189,20 +189,24 @@ def softmax_call(
     causal = checks.flag(function, "causal", causal)
     if causal:
         checks.matrix(function, "causal", view)
+    op = FUNCTIONS[function].op
     spec = Spec(
-        op=FUNCTIONS[function].op,
+        op=op,
         direction="fwd",
+        outputs=(*OPERATIONS[op].results,),
         rows=view.rows,
         cols=view.cols,
         x_dtype=np.dtype(x.dtype),
         y_dtype=checks.output_dtype(function, dtype, x.dtype),
-        has_mask=mask is not None,
-        masked_logit=masked_logit,
-        logits_scale=checks.number(function, "scale", scale),
-        logits_bias_dtype=None if bias is None else bias.dtype,
-        causal=causal,
+        options=SoftmaxOptions(
+            has_mask=mask is not None,
+            masked_logit=masked_logit,
+            logits_scale=checks.number(function, "scale", scale),
+            logits_bias_dtype=None if bias is None else bias.dtype,
+            causal=causal,
+        ),
     )
-    checks.finite_in(function, spec.compute_dtype, {"scale": spec.logits_scale})
+    checks.finite_in(function, spec.compute_dtype, {"scale": spec.logits.logits_scale})
     if bias is not None:
         bias = sharding.broadcast_alike(bias, x)
     return Call.of(function, spec, view, implementation).on(view), mask, bias

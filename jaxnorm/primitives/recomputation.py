@@ -22,7 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun  # type: ignore[attr-defined]
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from jaxnorm.primitives import wide_types
+from jaxnorm.primitives.rules import with_wide_types
 
 Function = Callable[..., jax.Array]
 
@@ -162,9 +162,9 @@ _linear.multiple_results = True
 _linear.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
 _linear.def_impl(lambda *operands, jaxpr, **_: jaxpr_as_fun(jaxpr)(*operands))
 mlir.register_lowering(_linear, mlir.lower_fun(_lower))
-ad.primitive_jvps[_linear] = wide_types.enabled(_jvp)
-ad.primitive_transposes[_linear] = wide_types.enabled(_transpose)
-batching.fancy_primitive_batchers[_linear] = wide_types.enabled(_batch)
+ad.primitive_jvps[_linear] = with_wide_types(_jvp)
+ad.primitive_transposes[_linear] = with_wide_types(_transpose)
+batching.fancy_primitive_batchers[_linear] = with_wide_types(_batch)
 
 
 def _jvp_along(

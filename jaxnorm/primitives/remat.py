@@ -12,7 +12,6 @@ run, and sees no name in a rule. For it, each forward primitive has a rule of re
                                      from the saved residuals
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -23,6 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
+from jaxnorm.calls import private_jax
 from jaxnorm.calls.call import Call
 from jaxnorm_kernels.operations import OPERATIONS
 
@@ -89,23 +89,6 @@ def name_of_linear(result: str, a: jax.Array) -> jax.Array:
 # ----------------------------------------------------------------------------- jax_remat3
 
 
-def _remat3() -> tuple[dict[Any, Any], Callable[..., Any], Callable[..., Any]] | None:
-    """Return what JAX has for its next rematerialisation; None if it is not as expected.
-
-    The registry is private, and was tried on jax 0.12.0.1; the rules of jax 0.11 have another form.
-    Without it, results and gradients are right, but under ``jax_remat3`` policies save nothing
-    that our functions name.
-    """
-    if jax.__version_info__ < (0, 12):
-        return None
-    with contextlib.suppress(ImportError, AttributeError):
-        from jax._src.interpreters import remat as private
-        from jax.ad_checkpoint import checkpoint_name_fwd
-
-        return private.rules, private.remat_transform, checkpoint_name_fwd
-    return None
-
-
 class Family[P](Protocol):
     """The forward calls of a family of functions, as rematerialisation needs them."""
 
@@ -130,7 +113,7 @@ class Family[P](Protocol):
 
 def register[P](primitive: Primitive, family: Family[P]) -> None:
     """Let policies save the named outputs of a forward primitive under ``jax_remat3``."""
-    private = _remat3()
+    private = private_jax.remat3()
     if private is None:
         return
     rules, transform, name = private

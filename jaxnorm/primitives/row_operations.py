@@ -8,11 +8,15 @@ So reverse mode, forward mode and their mixtures follow, under every transformat
 among what is saved from the output. The tangent and the backward are linear in what follows the
 bar, and each other's transpose; their derivatives along what precedes it, which second order needs,
 are those of the xla implementation.
+
+What a call becomes is decided when its primitive is lowered. While the call is traced, neither the
+platform (work may be placed on the CPU of a GPU host, or lowered for another machine), nor the
+number of devices, nor whether the program is for export is known. So a laptop never imports, traces
+or checks a GPU kernel, and a program that a kernel cannot be part of holds XLA's code.
 """
 
-import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,31 +24,100 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from jaxnorm.calls import backends
+from jaxnorm.calls import backends, private_jax
 from jaxnorm.calls.call import Arrays, Call, Run
 from jaxnorm.calls.rows import BROADCAST
-from jaxnorm.meshes import sharding
+from jaxnorm.meshes import auto_axes, sharding
 from jaxnorm.meshes.shards import factors_of_rows, shards_of_rows
-from jaxnorm.primitives import lowering, remat
+from jaxnorm.primitives import remat
 from jaxnorm.primitives.rules import Rules, as_jax_rule, batch_first, nonzero, zero_like
 from jaxnorm_kernels.operations import FUNCTIONS, OPERATIONS, PARAMETERS, SHARED, Kind
 from jaxnorm_kernels.specs import Direction
 
 
-def _with_accumulators() -> Any:
-    """JAX's private module, if its backward passes hand their accumulators to transposes.
+def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run]) -> Run:
+    """What a call becomes; ``bind(call, *arrays)`` makes another one.
 
-    Without it nothing breaks: the residual's gradient is then added outside the kernel.
+    `partitioned`: what becomes of it where XLA spreads its arrays over devices.
     """
-    with contextlib.suppress(ImportError):
-        from jax._src.interpreters import ad as private
+    platforms = ctx.platforms or ctx.module_context.platforms
+    if _loses_its_kernel_by_dh(call, platforms[0]):
+        return _with_dh_added_outside(call, bind)
+    is_plain = call.spec.plain or _is_scattered(call)
+    name = "xla" if is_plain else _chosen_implementation(ctx, call, platforms)
+    axes = ctx.module_context.axis_context
+    whole = auto_axes.are_whole(axes)
+    if name == "xla":
+        # On a GPU, XLA fuses more into a softmax of two-dimensional arrays, such as attention's
+        # mask. On a CPU, such a reshape hinders loops that write over their operands. Arrays that
+        # are sharded, or would be transposed, must stay as they are.
+        view, on_cpu = call.view, platforms[0] == "cpu"
+        natural = view.moved or view.has_groups or view.logits_bias or view.table
+        stays = call.spec.softmax.causal or (on_cpu and call.spec.is_softmax)
+        in_rows = whole and not (natural or stays)
+        return call.kernel("xla") if in_rows else call.xla
+    if whole:
+        return call.kernel(name)
+    if auto_axes.can_partition(axes):
+        return partitioned(call)
+    if call.implementation is None:
+        return call.xla
+    raise ValueError(
+        f"{call.function}: implementation={name!r} cannot run on arrays that lie on a mesh with "
+        f"axes that are neither all manual nor all automatic: {axes}; leave "
+        "implementation out, or enter jax.shard_map with all axes of the mesh"
+    )
 
-        if all(hasattr(private, n) for n in ("fancy_transposes", "GradAccum", "ValAccum")):
-            return private
-    return None
+
+def _is_scattered(call: Call) -> bool:
+    """Whether the implementation that was asked for has no view of its parameters."""
+    name = call.implementation
+    return name is not None and call.spec.norm.scattered and call.as_seen_by(name).norm.scattered
 
 
-_accumulators = _with_accumulators()
+def _chosen_implementation(ctx: Any, call: Call, platforms: Sequence[str]) -> str:
+    """The implementation that runs a call which kernels may run."""
+    if call.implementation is not None:
+        name = call.implementation
+        backends.placed(call.function, name, platforms)
+        # Known here alone: under `jax.vmap` a backward has more rows than where it was called.
+        backends.forced(call.function, call.as_seen_by(name), name)
+        return name
+    if ctx.module_context.lowering_parameters.for_export or len(platforms) > 1:
+        return "xla"  # An exported program outlives this version's kernels.
+    return backends.choose(call.as_seen_by, platforms[0]).name
+
+
+def _loses_its_kernel_by_dh(call: Call, platform: str) -> bool:
+    """Whether a kernel that runs a plain norm's backward does not with dh, whose rows it reads too.
+
+    The transpose adds dh to whatever norm it meets: the user did not ask for that.
+    """
+    spec = call.spec
+    takes_dh = spec.direction == "bwd" and "h" in spec.outputs and spec.operation.may_add_dh
+    if spec.plain or not takes_dh:
+        return False
+
+    def is_kernel_s(call: Call) -> bool:
+        if call.implementation is not None:
+            spec = call.as_seen_by(call.implementation)
+            backend = backends.implementation(call.implementation)
+            return backend.why_unsupported(spec) is None
+        return backends.choose(call.as_seen_by, platform).name != "xla"
+
+    return is_kernel_s(call.without_dh()) and not is_kernel_s(call)
+
+
+def _with_dh_added_outside(call: Call, bind: Run) -> Run:
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        *operands, dh = arrays
+        dx, *gradients = bind(call.without_dh(), *operands)
+        return [dx + dh, *gradients]
+
+    return run
+
+
+_accumulators = private_jax.accumulators()
 
 
 class _RowRules(Rules[Call]):
@@ -80,7 +153,7 @@ class _RowRules(Rules[Call]):
         return self.plain(call, *arrays)  # of which JAX knows what becomes of shardings
 
     def lowered(self, call: Call, ctx: Any) -> Run:
-        return lowering.choose(ctx, call, self.bind, self.partitioned)
+        return lowered(ctx, call, self.bind, self.partitioned)
 
     def needs_shards(self, call: Call) -> bool:
         return backends.has_kernels(call.implementation, backends.local_platform())
@@ -91,14 +164,14 @@ class _RowRules(Rules[Call]):
 
     def with_residuals(self, call: Call) -> Call | None:
         # A call that has statistics is one that a derivative has made.
-        return None if call.spec.want_stats else call.with_stats()
+        return None if call.spec.has_stats else call.with_stats()
 
     names = staticmethod(remat.names)
 
     def forward_jvp(self, call: Call, primals: Any, tangents: Any) -> tuple[Any, Any]:
         with_stats = call.with_stats()
         outputs = self.bind(with_stats, *primals)
-        if not call.spec.want_stats:
+        if not call.spec.has_stats:
             outputs = remat.named(remat.names(with_stats), outputs)
         return self.derived(call, outputs, primals, tangents)
 
@@ -117,7 +190,7 @@ class _RowRules(Rules[Call]):
             residual, norm = nonzeros.pop("residual", None), call.first()
             residuals = [arrays[name] for name in norm.residual_names]
             dy, *others = self.tangents_of(norm, residuals, nonzeros)
-            tangents_out = [_sum([residual, dy], call.spec.residual_dtype), *others]
+            tangents_out = [_sum([residual, dy], call.spec.norm.residual_dtype), *others]
         by_name = dict(zip(with_stats.result_names, tangents_out))
         results = [arrays[name] for name in call.result_names]
         along_results = [by_name[name] for name in call.result_names]
@@ -127,19 +200,19 @@ class _RowRules(Rules[Call]):
         self, call: Call, residuals: Arrays, cotangents: Any, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
         """The cotangents of the tangents `names`, from those of a tangent's results."""
-        by_name = dict(zip(call.result_names, cotangents))
-        dh = by_name.pop("h", None)
-        if isinstance(dh, ad.Zero) or not {*call.spec.operation.through_h} & {*names}:
-            dh = None
+        by_name, statistics = dict(zip(call.result_names, cotangents)), call.spec.statistics
         nonzeros = nonzero(by_name.items())
-        if not nonzeros:
-            return self.gradients_by_h(call, residuals, dh, names)
-        stat_cotangents = not nonzeros.keys().isdisjoint(call.spec.statistics)
-        backward = call.backward(names, adds_dh=dh is not None, stat_cotangents=stat_cotangents)
-        by_name["h"] = dh
-        linear = [by_name[name] for name in backward.operand_names[call.residuals :]]
-        results = self.bind(backward, *residuals, *map(ad.instantiate_zeros, linear))
-        return dict(zip(names, results))
+        if {*names}.isdisjoint(call.spec.operation.through_h):
+            nonzeros.pop("h", None)
+        if nonzeros.keys() <= {"h"}:
+            return self.gradients_by_h(call, residuals, nonzeros.get("h"), names)
+        # Cotangents that are 0: y has one, h and the statistics have none.
+        absent = {"h"} - nonzeros.keys()
+        if nonzeros.keys().isdisjoint(statistics):
+            absent.update(statistics)
+        outputs = [name for name in call.result_names if name not in absent]
+        linear = [ad.instantiate_zeros(by_name[name]) for name in outputs]
+        return dict(zip(names, self.bind(call.backward(names, outputs), *residuals, *linear)))
 
     def gradients_by_h(
         self, call: Call, residuals: Arrays, dh: jax.Array | None, names: Sequence[str]
@@ -151,7 +224,7 @@ class _RowRules(Rules[Call]):
             return by_name
         if "branch_scale" in operation.operands:
             wrt = [name for name in names if name in operation.through_h]
-            results = self.bind(call.backward_of_h(wrt), *residuals, dh) if wrt else []
+            results = self.bind(call.backward(wrt, ["h"]), *residuals, dh) if wrt else []
             return by_name | dict(zip(wrt, results))
         if operation.starts_from_x:
             arrays, first = dict(zip(call.residual_names, residuals)), call.first()
@@ -180,11 +253,11 @@ class _RowRules(Rules[Call]):
         x: Any = wanted.get("x")
         knows = type(x) is _accumulators.ValAccum and not isinstance(x.val, ad.Zero)
         moves = any(not isinstance(ct, ad.Zero) for ct in cotangents)
-        adds = knows and moves and call.spec.operation.may_add_dh and not call.spec.adds_dh
+        adds = knows and moves and call.spec.operation.may_add_dh and "h" not in call.result_names
         if adds:
             dy, *others = cotangents
             cotangents = [dy, x.val, *others]
-            call = call.tangent(call.wrt, adds_dh=True)
+            call = call.tangent(call.wrt, takes_h=True)
         results = self.transposed_tangent(call, residuals, cotangents, [*wanted])
         for name, accumulator in wanted.items():
             if adds and name == "x":
@@ -256,5 +329,6 @@ bind, tangents_of = _RULES.bind, _RULES.tangents_of
 def run(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
     """The results of a user's call: refused here, where an implementation's name cannot run it."""
     if call.implementation is not None:
-        backends.forced(call, call.implementation)
+        name = call.implementation
+        backends.forced(call.function, call.as_seen_by(name), name)
     return bind(call, *arrays)

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
+from jaxnorm.calls import private_jax
 from jaxnorm.calls.call import Arrays, Run
 from jaxnorm.meshes import auto_axes, sharding
 from jaxnorm.meshes.shards import Factors, Shards
-from jaxnorm.primitives import eager, remat, wide_types
-from jaxnorm.primitives.stack import in_one_chunk
+from jaxnorm.primitives import eager, remat
 from jaxnorm_kernels.specs import Direction
 
 _SUFFIXES = {"fwd": "", "tan": "_tangent", "bwd": "_backward"}
@@ -187,7 +187,7 @@ class Rules[P: Pass](abc.ABC):
             return self.anywhere(self.differentiated, call, *operands)
 
         results = self.bind(call, *primals)
-        with wide_types.enabled_for((*primals, *results)):
+        with wide_types_for((*primals, *results)):
             _, tangents_out = jax.jvp(function, [primals[i] for i in at], [tangents[i] for i in at])
         return results, tangents_out
 
@@ -247,7 +247,7 @@ class Rules[P: Pass](abc.ABC):
 
     def partitioned(self, call: P) -> Run:
         """The pass on the shards that XLA's partitioner has in hand."""
-        shards = functools.partial(self.shards, call, wide_types.enabled(self.on_shard))
+        shards = functools.partial(self.shards, call, with_wide_types(self.on_shard))
         factors = functools.partial(self.factors, call)
         return auto_axes.partitioned(call, functools.partial(self.plain, call), shards, factors)
 
@@ -263,7 +263,7 @@ class Rules[P: Pass](abc.ABC):
             with jax.named_scope(ctx.primitive.name):
                 return function(*arrays)
 
-        with wide_types.enabled_for((*ctx.avals_in, *ctx.avals_out)):
+        with wide_types_for((*ctx.avals_in, *ctx.avals_out)):
             return mlir.lower_fun(named)(ctx, *arrays)
 
     # ------------------------------------------------------------------------------ registration
@@ -293,14 +293,8 @@ class Rules[P: Pass](abc.ABC):
             ad.primitive_transposes[primitive] = as_jax_rule(self.transpose)
         partial_eval.dce_rules[primitive] = self.drop_unused
         if partitioned:
-            auto_axes.needs_devices(primitive)
-        with contextlib.suppress(ImportError, AttributeError):
-            # `checkify` has no public table of the primitives that may make a NaN. Without it
-            # nothing breaks, but its float checks see none that a call makes.
-            from jax._src import checkify
-
-            check = functools.partial(checkify.nan_error_check, primitive)
-            checkify.error_checks[primitive] = check
+            private_jax.needs_devices(primitive)
+        private_jax.check_floats(primitive)
         with contextlib.suppress(ImportError, AttributeError):
             # Without it nothing breaks, but the error says no more than the primitive's name.
             from jax.experimental import jet
@@ -316,7 +310,7 @@ def as_jax_calls(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 def as_jax_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Convert a rule as `as_jax_calls` does; it runs with 64-bit types if an array has them."""
-    return as_jax_calls(wide_types.enabled(rule))
+    return as_jax_calls(with_wide_types(rule))
 
 
 def nonzero(tangents: Iterable[tuple[str, Any]]) -> dict[str, jax.Array]:
@@ -339,3 +333,49 @@ def _no_taylor_series(name: str, *_: Any, **__: Any) -> Any:
         f"{name}: jax.experimental.jet has no rule for it; expected jax.jvp, jax.vjp or jax.grad, "
         "which nest to any order; nest jax.jvp for a Taylor series"
     )
+
+
+def in_one_chunk[T](function: Callable[..., T], /, *arguments: Any, **named: Any) -> T:
+    """Call a function where Python's stack has room for all that it calls.
+
+    That stack is chunks of 16 KiB. In Python 3.12 a call that takes a new chunk maps its memory,
+    and the return from it unmaps it again: where a loop deep in a trace makes such calls, it takes
+    up to three times as long (https://github.com/python/cpython/issues/142183). A frame larger than
+    a chunk gets one of its own size, up to the next power of two.
+    """
+    return function(*arguments, **named)
+
+
+# A frame of 1 MiB, which it does not fill: the next power of two leaves as much for what it calls.
+in_one_chunk.__code__ = in_one_chunk.__code__.replace(co_stacksize=2**17)
+
+
+def wide_types_for(arrays: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Turn 64-bit types on if one of the arrays, or of their types, has 64 bits.
+
+    JAX runs a rule later than the call: when it lowers, differentiates or batches. By then the
+    caller may have left `jax.enable_x64`, and `astype(float64)` would give float32.
+    """
+    if jax.config.jax_enable_x64 or not any(map(_is_wide, arrays)):
+        return contextlib.nullcontext()
+    return jax.enable_x64(True)
+
+
+def with_wide_types[**P, T](rule: Callable[P, T]) -> Callable[P, T]:
+    """Wrap a rule so that it runs with the types of its arguments: arrays and sequences of them."""
+
+    @functools.wraps(rule)
+    def run(*arguments: P.args, **options: P.kwargs) -> T:
+        with wide_types_for(jax.tree.leaves(arguments, is_leaf=_is_symbolic)):
+            return rule(*arguments, **options)
+
+    return run
+
+
+def _is_symbolic(a: Any) -> bool:
+    return isinstance(a, ad.Zero) or ad.is_undefined_primal(a)
+
+
+def _is_wide(a: Any) -> bool:
+    dtype = getattr(getattr(a, "aval", a), "dtype", None)
+    return getattr(dtype, "itemsize", 0) == 8

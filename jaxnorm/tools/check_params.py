@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxnorm.operations import checks
 from jaxnorm.tools.text import table
-from jaxnorm_kernels.specs import FLOAT_DTYPES, Spec
+from jaxnorm_kernels.specs import FLOAT_DTYPES, NormOptions, Spec
 
 # Rounding of y to the output dtype, as a relative error of x_hat: `relative` (half a unit roundoff,
 # the measured mean) wherever y is normal, `quantum` the spacing of its subnormals.
@@ -320,7 +320,9 @@ def _shown(ratio: float | None) -> str:
 def _floor_of(y_dtype: np.dtype) -> float | None:
     """The floor that an output-saving norm would use."""
     float32 = np.dtype(np.float32)
-    return Spec("norm", "fwd", 1, 1, float32, y_dtype, scale_dtype=float32).scale_floor
+    return Spec(
+        "norm", "fwd", 1, 1, float32, y_dtype, ("y",), NormOptions(scale_dtype=float32)
+    ).scale_floor
 
 
 def _host(name: str, path: str, value: Any) -> np.ndarray:

@@ -15,6 +15,7 @@ from jaxnorm.calls import backends
 from jaxnorm.operations.linear_loss_call import OF_LOGITS
 from jaxnorm.tools.plan import functions, implementation_for
 from jaxnorm.tools.text import table
+from jaxnorm_kernels import devices, timings
 from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "equinox", "jax-triton", "triton")
@@ -33,6 +34,8 @@ def report() -> str:
             _columns(_missing_extras()) or "none"
         ),
     }
+    if advice := _advice():
+        parts["kernels for this GPU"] = advice
     return "\n\n".join(f"{title}\n{_indented(text)}" for title, text in parts.items())
 
 
@@ -115,6 +118,23 @@ def _choices() -> Iterator[tuple[str, str, str]]:
         yield "", "backward", str(plan.backward)
     for linear, of_logits in OF_LOGITS.items():
         yield linear, "", f"as {of_logits}, for each chunk of rows"
+
+
+def _advice() -> str | None:
+    """What the extra `triton` would give on this GPU, if its kernels would be the default there."""
+    capability = devices.local_capability()
+    if capability is None or not backends.is_default_on("triton", capability):
+        return None
+    if (absence := backends.absence("triton", backends.local_platform())) is None:
+        return None
+    ratios = [t.ratio for t in timings.TIMINGS.values() if t.ratio <= timings.LIMIT]
+    if not ratios:
+        return None
+    return (
+        f'pip install -e ".[triton]" gives this GPU kernels for {len(ratios)} kinds of calls, '
+        f"which took {min(ratios):.2f} to {max(ratios):.2f} of XLA's time on {timings.TIMED_ON}; "
+        f"now they run XLA's code ({absence})"
+    )
 
 
 def _missing_extras() -> Iterator[tuple[str, str]]:

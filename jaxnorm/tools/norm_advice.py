@@ -212,7 +212,7 @@ def _after_norm(
     activation = _activation(region, out)
     if norm.made_by not in ("jaxnorm.layer_norm", "jaxnorm.rms_norm") or activation is None:
         return None
-    if norm.equation.params["call"].spec.activation is not None:
+    if norm.equation.params["call"].spec.norm.activation is not None:
         return None  # it has one
     inside = {*map(id, region), *map(id, way)}
     is_free = all(id(t) in inside or t.made_by == STACKED for v in way for t in v.takers)

@@ -115,7 +115,7 @@ def implementation_for(
         backends.placed(function, name, [platform])
         if first is None:  # A kernel that is no row operation's: the function has checked its name.
             return backends.Choice(name, "asked for by name")
-        return backends.forced(first, name)
+        return backends.forced(first.function, first.as_seen_by(name), name)
 
     return Plan(choice(forward, "fwd"), choice(backward, "bwd"))
 

@@ -5,6 +5,7 @@ to start them: coarser than the kernel times of the repository's benchmarks, and
 """
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,9 @@ import jax
 import jax.numpy as jnp
 
 import jaxnorm
+from jaxnorm.tools.plan import implementation_for
 from jaxnorm.tools.text import progress, table
+from jaxnorm_kernels import timings
 
 _CALLS, _BATCHES = 20, 7
 
@@ -24,22 +27,37 @@ Operands = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A function of bfloat16 operands of these shapes; and of labels where it takes them."""
+    """A call that is timed, forward and backward.
+
+    Attributes:
+      function: name of the public function.
+      shapes: of its operands, which are random. Labels are integers, cos and sin are float32.
+      dtype: of the other operands.
+      options: its other arguments.
+    """
 
     function: str
     shapes: Mapping[str, tuple[int, ...]]
     dtype: str = "bfloat16"
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
-        return self.function
+        """As in `jaxnorm_kernels.timings`."""
+        return " with ".join([self.function, *self.options])
+
+    def dtype_of(self, operand: str) -> str:
+        return {"labels": "int32", "cos": "float32", "sin": "float32"}.get(operand, self.dtype)
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        return functools.partial(getattr(jaxnorm, self.function), **self.options)
 
     def program(self, implementation: str | None) -> Callable[..., Any]:
         """Forward and backward."""
 
         def both(operands: Operands, constants: Operands, cotangents: Any) -> Any:
             def function(operands: Operands) -> Any:
-                call = getattr(jaxnorm, self.function)
-                return call(**operands, **constants, implementation=implementation)
+                return self.call(**operands, **constants, implementation=implementation)
 
             results, pullback = jax.vjp(function, operands)
             return results, *pullback(cotangents)
@@ -48,11 +66,12 @@ class Timed:
 
     def cotangents(self, operands: Operands, constants: Operands) -> Any:
         """Operands, too: a constant XLA folds into its own code alone."""
-        results = jax.eval_shape(getattr(jaxnorm, self.function), **operands, **constants)
+        results = jax.eval_shape(self.call, **operands, **constants)
         return jax.tree.map(lambda t: jnp.ones(t.shape, t.dtype), results)
 
 
 _ROWS = (8192, 4096)
+_TABLES = ("cos", "sin")
 _PARAMETERS = {"scale": _ROWS[-1:], "bias": _ROWS[-1:]}
 
 CALLS = (
@@ -65,32 +84,56 @@ CALLS = (
         "softmax_cross_entropy_with_integer_labels",
         {"logits": (4096, 32768), "labels": (4096,)},
     ),
+    Timed("softmax", {"x": (4, 16, 1024, 1024)}, options={"causal": True}),
+    Timed(
+        "rms_norm_rope",
+        {"x": (4, 2048, 32, 128), "scale": (128,), **dict.fromkeys(_TABLES, (2048, 1, 64))},
+    ),
 )
 
 
 def report() -> str:
-    """A table of times, of forward and backward together."""
-    lines = [("function", "shape", "dtype", "here", "XLA", "speed-up")]
+    """A table of times, of forward and backward together.
+
+    Beside the time of Triton's kernels over XLA's is the one that made them the default.
+    """
+    lines = [("function", "shape", "dtype", "default", "its time", "XLA's", "speed-up", "expected")]
     with ThreadPoolExecutor(len(CALLS)) as pool:  # to compile; all are ready before one is timed
         ready = [each for _, each in zip(progress(CALLS), pool.map(_ready, CALLS))]
     for call, (programs, arguments) in zip(CALLS, ready):
         ours, xla = _times(programs, arguments)
         shape = " x ".join(map(str, next(iter(call.shapes.values()))))
         times = f"{ours * 1e6:.0f} us", f"{xla * 1e6:.0f} us", f"{xla / ours:.2f}"
-        lines.append((call.function, shape, call.dtype, *times))
-    return table(lines, left=(0, 1, 2))
+        name = _default(call)
+        timing = timings.TIMINGS.get(str(call)) if name == "triton" else None
+        expected = "" if timing is None else f"{1 / timing.ratio:.2f}"
+        lines.append((str(call), shape, call.dtype, name, *times, expected))
+    return table(lines, left=(0, 1, 2, 3))
+
+
+def _default(call: Timed) -> str:
+    """What runs the forward by default."""
+    x, *others = call.shapes.items()
+    arguments: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct(shape, call.dtype_of(name)) for name, shape in others
+    }
+    plan = implementation_for(call.function, x[1], call.dtype, **arguments, **call.options)
+    return plan.forward.name
 
 
 def _ready(call: Timed) -> tuple[list[Callable[..., Any]], tuple[Any, ...]]:
     """Ours and XLA's program, which have run, and their arguments."""
     keys = iter(jax.random.split(jax.random.key(0), len(call.shapes)))
-    operands, constants = {}, {}
+    operands: Operands = {}
+    constants: Operands = {}
     for name, shape in call.shapes.items():
         key = next(keys)
+        dtype = call.dtype_of(name)
         if name == "labels":
-            constants[name] = jax.random.randint(key, shape, 0, call.shapes["logits"][-1])
+            constants[name] = jax.random.randint(key, shape, 0, call.shapes["logits"][-1], dtype)
         else:
-            operands[name] = jax.random.normal(key, shape, call.dtype)
+            of = constants if name in _TABLES else operands
+            of[name] = jax.random.normal(key, shape, dtype)
     programs = [call.program(None), call.program("xla")]
     arguments = operands, constants, call.cotangents(operands, constants)
     for program in programs:

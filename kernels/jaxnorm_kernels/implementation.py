@@ -1,11 +1,11 @@
 """The contract between the API and every implementation (``xla``, ``mosaic``, ``triton``).
 
-An implementation is a module with the functions of :class:`Implementation`: one for each pass of
-every operation of `operations.OPERATIONS`. It sees two-dimensional arrays ``(rows, cols)`` whose
-last axis is the normalised one, and one frozen :class:`~jaxnorm_kernels.specs.Spec` that says
-everything else about the call. It knows nothing of autodiff, sharding or Flax. One whose
-``takes_inner`` says so also takes ``(outer, cols, inner)`` with ``Spec.inner``, the view that needs
-no transpose; its statistics are those of ``(outer, inner)``, flat.
+An implementation is an :class:`Implementation`: a function for each pass, which runs every
+operation of `operations.OPERATIONS`. It gets two-dimensional arrays ``(rows, cols)`` whose last
+axis is the normalised one, and one frozen :class:`~jaxnorm_kernels.specs.Spec` that says everything
+else about the call. It does not depend on autodiff, sharding or Flax. If ``takes_inner(spec)``, it
+also gets ``(outer, cols, inner)`` with ``Spec.inner``, the view that needs no transpose; its
+statistics are those of ``(outer, inner)``, flat.
 
 The ``xla`` implementation alone also takes arrays of any shape with ``Spec.axes``: XLA partitions
 them over a mesh as they are, where a reshape to rows could make it gather them. It alone has
@@ -13,7 +13,8 @@ them over a mesh as they are, where a reshape to rows could make it gather them.
 second derivatives ask for.
 """
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 
@@ -31,13 +32,14 @@ class Operands(NamedTuple):
       x, residual, gate: ``(rows, cols)``.
       scale, bias, next_scale, branch_scale: ``(cols,)``, or ``(n, cols)`` for groups of rows;
         next_scale is the second norm's, branch_scale that of x in a sum.
-      mask, logits_bias: boolean and float, as `Spec.mask_rows` and `Spec.logits_bias_rows` say, and
-        so is the bias' gradient; xla's, who has the call as it is, broadcast to x's shape by
-        numpy's rules.
+      mask, logits_bias: boolean and float, as `LogitsOptions.mask_rows` and
+        `SoftmaxOptions.logits_bias_rows` say, and so is the gradient of the bias. The xla
+        implementation takes arrays that broadcast to x's shape by numpy's rules.
       labels: of any integer dtype, ``(rows,)``.
       positions: a boolean mask, ``(rows,)``.
-      cos, sin: as `Spec.table_rows` says, and their gradients, which xla's alone returns; for it
-        broadcast to x's shape, but for the columns, of which there is one for each pair.
+      cos, sin: as `NormOptions.table_rows` says, with a column for each pair of x's columns. The
+        xla implementation takes tables that broadcast to x's other axes, and returns their
+        gradients.
     """
 
     x: jax.Array = _ABSENT
@@ -87,11 +89,11 @@ class Results(NamedTuple):
 
     Attributes:
       y: ``(rows, cols)`` in ``spec.y_dtype``, which a y that is the sum has in
-        ``spec.residual_dtype``; of a loss, or a label's log-probability, that of each row,
+        ``spec.norm.residual_dtype``; of a loss, or a label's log-probability, that of each row,
         ``(rows,)``.
-      h: the sum, in ``spec.residual_dtype``, of which y is the norm as it is rounded. As a
-        cotangent (``spec.adds_dh``), of a plain norm, it is another one of x.
-      stats: the row statistics, where ``spec.want_stats`` says so.
+      h: the sum, in ``spec.norm.residual_dtype``, of which y is the norm as it is rounded. As a
+        cotangent of a plain norm, it is another cotangent of x.
+      stats: the row statistics, if ``spec.has_stats``.
       entropy: of each row, ``(rows,)``, in ``spec.y_dtype``.
     """
 
@@ -101,47 +103,40 @@ class Results(NamedTuple):
     entropy: jax.Array = _ABSENT
 
 
-class Implementation(Protocol):
-    """What an implementation module provides."""
-
-    def forward(self, operands: Operands, spec: Spec) -> Results:
-        """The results; None for what is ``spec.unused``."""
-        ...
-
-    def backward(self, residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
-        """The gradients, each in the dtype of what it is of; of logits' bias where it has one.
-
-        With a residual, its gradient is that of h, rounded to its dtype, and x's is that, as
-        rounded, in x's dtype: the same array where their dtypes agree. Of two norms, the first
-        one's backward may start from the residual's before it is rounded, and so may the gradients
-        of x and its branch_scale: a kernel of both has never stored it. Without y's cotangent
-        (``spec.unused``) they are those of h's.
-        """
-        ...
-
-    def supports(self, spec: Spec | LinearSpec) -> str | None:
-        """None, or a sentence for the user that says why this call cannot run here."""
-        ...
-
-    def prefers(self, spec: Spec) -> str | None:
-        """None, or a sentence that says why the default should leave this call to ``xla``."""
-        ...
-
-    def takes_inner(self, spec: Spec) -> bool:
-        """Whether it takes the view with ``spec.inner``; may be missing, for False."""
-        ...
-
-    def platforms(self) -> tuple[str, ...] | None:
-        """The platforms that it can run on ("cpu", "cuda", "rocm", "tpu"); None for all."""
-        ...
+def _none(*_: Spec | LinearSpec) -> None:
+    """Return None: there is nothing to say about any call."""
 
 
-class WithTangent(Implementation, Protocol):
-    """What the xla implementation provides beyond that."""
+def _takes_no_inner(spec: Spec) -> bool:
+    del spec
+    return False
 
-    def tangent(self, residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
-        """The tangents of the results; a tangent of None stands for 0.
 
-        Of a plain norm's h where ``spec.adds_dh``: x's, as it is.
-        """
-        ...
+class Implementation(NamedTuple):
+    """What a backend provides: the constant ``IMPLEMENTATION`` of its package.
+
+    Attributes:
+      forward: returns the results that are in ``spec.outputs``; the others are None.
+      backward: returns the gradients, each in the dtype of its operand. A bias of logits has one if
+        the spec has its dtype. With a residual, the gradient of the residual is that of h, rounded
+        to its dtype. The gradient of x is this array in x's dtype, and the same array if both
+        dtypes agree. With two norms, the backward of the first may start from the gradient of the
+        residual before it is rounded, and so may the gradients of x and its branch_scale: a kernel
+        of both norms never stores it. Without y's cotangent they are the gradients of h's.
+      why_unsupported: None, or a sentence for the user that says why it cannot run a call.
+      why_not_default: None, or a sentence that says why the default leaves a call to ``xla``.
+      takes_inner: True if it takes the view of a call with ``spec.inner``.
+      platforms: the platforms that it can run on ("cpu", "cuda", "rocm", "tpu"); None for all.
+      caveat: None, or what is unknown about its kernels for a call on the GPU at hand.
+      tangent: of the xla implementation alone: returns the tangents of the results; a tangent of
+        None stands for 0. For a plain norm, h's tangent is x's.
+    """
+
+    forward: Callable[[Operands, Spec], Results]
+    backward: Callable[[Residuals, Results, Spec], Operands]
+    why_unsupported: Callable[[Spec | LinearSpec], str | None] = _none
+    why_not_default: Callable[[Spec], str | None] = _none
+    takes_inner: Callable[[Spec], bool] = _takes_no_inner
+    platforms: Callable[[], tuple[str, ...] | None] = _none
+    caveat: Callable[[Spec], str | None] = _none
+    tangent: Callable[[Residuals, Operands, Spec], Results] | None = None

@@ -20,9 +20,9 @@ NO_KERNEL: Table = (
         lambda s: any(
             dtype is not None and dtype.itemsize > 4
             for dtype in (
-                *(s.compute_dtype, s.x_dtype, s.y_dtype, s.scale_dtype, s.bias_dtype),
-                *(s.residual_dtype, s.next_scale_dtype, s.branch_scale_dtype),
-                *(s.logits_bias_dtype, s.table_dtype),
+                *(s.compute_dtype, s.x_dtype, s.y_dtype, s.norm.scale_dtype, s.norm.bias_dtype),
+                *(s.norm.residual_dtype, s.norm.next_scale_dtype, s.norm.branch_scale_dtype),
+                *(s.softmax.logits_bias_dtype, s.norm.table_dtype),
             )
         ),
     ),
@@ -35,11 +35,13 @@ NO_KERNEL: Table = (
     (
         "parameters of groups of rows that are not consecutive, or that are broadcast along "
         "normalised axes, are plain JAX's",
-        lambda s: s.scattered,
+        lambda s: s.norm.scattered,
     ),
     (
         "scale and bias belong to groups of different sizes",
-        lambda s: len({s.scale_groups, s.bias_groups, s.branch_scale_groups} - {1}) > 1,
+        lambda s: (
+            len({s.norm.scale_groups, s.norm.bias_groups, s.norm.branch_scale_groups} - {1}) > 1
+        ),
     ),
 )
 
@@ -48,18 +50,18 @@ NO_ROWS: Table = (
     *NO_KERNEL,
     (
         "its cross-entropy kernels take no mask of classes",
-        lambda s: s.has_mask and s.is_loss,
+        lambda s: s.logits.has_mask and s.is_loss,
     ),
     (
         "its kernels take a mask or a bias that has all columns, or one value for a row",
         lambda s: (
-            (s.has_mask and s.mask_rows is None)
-            or (s.logits_bias_dtype is not None and s.logits_bias_rows is None)
+            (s.logits.has_mask and s.logits.mask_rows is None)
+            or (s.softmax.logits_bias_dtype is not None and s.softmax.logits_bias_rows is None)
         ),
     ),
     (
         "its kernels know no shards of the rows or columns that a causal mask counts",
-        lambda s: bool(s.cols_over or s.queries_over),
+        lambda s: bool(s.cols_over or s.softmax.queries_over),
     ),
 )
 
@@ -119,7 +121,7 @@ BETTER_FUSED: Table = (
         lambda s: (
             s.is_norm
             and s.direction == "fwd"
-            and not s.want_stats
+            and not s.has_stats
             and s.rows * s.cols * s.x_dtype.itemsize <= _SMALL_BYTES
         ),
     ),
@@ -132,7 +134,7 @@ def first(table: Table, spec: Spec) -> str | None:
     A backward with a residual is that of each norm in it, in one kernel or two: what holds for
     theirs holds for it.
     """
-    has_residual = spec.direction == "bwd" and spec.residual_dtype is not None
+    has_residual = spec.direction == "bwd" and spec.norm.residual_dtype is not None
     specs = [spec, *(spec.norms if has_residual else [])]
     return next((reason for reason, applies in table if any(map(applies, specs))), None)
 

@@ -9,6 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 from reference import after_norm, exact, half_unit, log_softmax_gradient
+from specs import build_spec
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
@@ -88,11 +89,11 @@ SOFTMAX_CLUSTER_CASES = (
 
 def make_spec(op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, **kwargs: Any) -> Spec:
     if op in ("softmax", "log_softmax"):
-        return Spec(op, "bwd", rows, cols, x, y)  # type: ignore[arg-type]
+        return build_spec(op, "bwd", rows, cols, x, y)  # type: ignore[arg-type]
     parameters: dict[str, Any] = {"scale_dtype": F32, "epsilon": 1e-6, "want_stats": True}
     if op == "layer_norm":
         parameters |= {"subtract_mean": True, "bias_dtype": F32}
-    return Spec("norm", "bwd", rows, cols, x, y, **(parameters | kwargs))
+    return build_spec("norm", "bwd", rows, cols, x, y, **(parameters | kwargs))
 
 
 def floored(gain: np.ndarray, spec: Spec) -> np.ndarray:
@@ -121,30 +122,32 @@ def make_operands(spec: Spec, seed: int = 0) -> tuple[Any, ...]:
         y = e / e.sum(axis=1, keepdims=True)
         return (y if spec.op == "softmax" else np.log(y)).astype(spec.y_dtype), d
     scale = bias = None
-    mean = x.mean(axis=1, keepdims=True) if spec.subtract_mean else np.zeros((spec.rows, 1))
-    rstd = 1 / np.sqrt(np.square(x - mean).mean(axis=1, keepdims=True) + spec.epsilon)
+    mean = x.mean(axis=1, keepdims=True) if spec.norm.subtract_mean else np.zeros((spec.rows, 1))
+    rstd = 1 / np.sqrt(np.square(x - mean).mean(axis=1, keepdims=True) + spec.norm.epsilon)
     y = (x - mean) * rstd
-    if spec.scale_dtype is not None:
-        shape = parameter_shape(spec.scale_groups, spec)
-        scale = rng.normal(1, 0.5, shape).astype(spec.scale_dtype)
+    if spec.norm.scale_dtype is not None:
+        shape = parameter_shape(spec.norm.scale_groups, spec)
+        scale = rng.normal(1, 0.5, shape).astype(spec.norm.scale_dtype)
         scale[..., ::7] = 0  # floored, where there is a floor
-        y = y * of_rows(floored(scale.astype(np.float64) + spec.scale_offset, spec), spec)
-    if spec.bias_dtype is not None:
-        bias = rng.normal(0, 1, parameter_shape(spec.bias_groups, spec)).astype(spec.bias_dtype)
-        if spec.scale_dtype is not None:
+        y = y * of_rows(floored(scale.astype(np.float64) + spec.norm.scale_offset, spec), spec)
+    if spec.norm.bias_dtype is not None:
+        bias = rng.normal(0, 1, parameter_shape(spec.norm.bias_groups, spec)).astype(
+            spec.norm.bias_dtype
+        )
+        if spec.norm.scale_dtype is not None:
             bias[..., ::7] = 0  # Otherwise y has no room for x_hat times the floor.
         y = y + of_rows(effective_bias(bias, spec), spec)
     stats = tuple(
         s[:, 0].astype(np.float32) for s in ((rstd, mean) if spec.returns_mean else (rstd,))
     )
-    saved = x.astype(spec.x_dtype) if spec.saved == "input" else y.astype(spec.y_dtype)
-    if not spec.adds_dh:
+    saved = x.astype(spec.x_dtype) if spec.norm.saved == "input" else y.astype(spec.y_dtype)
+    if "h" not in spec.outputs:
         return saved, stats, scale, bias, d
     return saved, stats, scale, bias, d, rng.normal(0, 1, x.shape).astype(spec.x_dtype)
 
 
 def effective_bias(bias: np.ndarray, spec: Spec) -> np.ndarray:
-    if spec.saved == "output":
+    if spec.norm.saved == "output":
         bias = bias.astype(spec.y_dtype)
     return bias.astype(np.float64)
 
@@ -184,14 +187,14 @@ def abstract_operands(spec: Spec) -> tuple[Any, ...]:
 
     rows, cols = spec.rows, spec.cols
     dy = array((rows, cols), spec.y_dtype)
-    saved = array((rows, cols), spec.x_dtype if spec.saved == "input" else spec.y_dtype)
+    saved = array((rows, cols), spec.x_dtype if spec.norm.saved == "input" else spec.y_dtype)
     operands: tuple[Any, ...] = (saved, dy)
     if spec.op == "norm":
         stats = (array((rows,), F32),) * (1 + spec.returns_mean)
-        scale = array(parameter_shape(spec.scale_groups, spec), spec.scale_dtype)
-        bias = array(parameter_shape(spec.bias_groups, spec), spec.bias_dtype)
+        scale = array(parameter_shape(spec.norm.scale_groups, spec), spec.norm.scale_dtype)
+        bias = array(parameter_shape(spec.norm.bias_groups, spec), spec.norm.bias_dtype)
         operands = (saved, stats, scale, bias, dy)
-        if spec.adds_dh:
+        if "h" in spec.outputs:
             operands += (array((rows, cols), spec.x_dtype),)
     return operands
 
@@ -242,16 +245,16 @@ def norm_reference(
     r = stats[0].astype(np.float64)[:, None]
     g = np.ones((1, spec.cols))
     if scale is not None:
-        g = of_rows(floored(scale.astype(np.float64) + spec.scale_offset, spec), spec)
+        g = of_rows(floored(scale.astype(np.float64) + spec.norm.scale_offset, spec), spec)
     d_error = np.zeros_like(d)  # of the cotangent behind an activation
-    if spec.saved == "input":
-        mean = stats[1].astype(np.float64)[:, None] if spec.subtract_mean else 0.0
+    if spec.norm.saved == "input":
+        mean = stats[1].astype(np.float64)[:, None] if spec.norm.subtract_mean else 0.0
         xh = (saved - mean) * r
         xh_error = 4 * _U * (np.abs(xh) + np.abs(mean * r))
-        if spec.activation is not None:
+        if spec.norm.activation is not None:
             b = np.zeros((1, 1)) if bias is None else of_rows(bias.astype(np.float64), spec)
             n_error = np.abs(g) * xh_error + 4 * _U * (np.abs(xh * g) + np.abs(b))
-            _, slope, _, slope_error = after_norm(spec.activation, xh * g + b, n_error, _U)
+            _, slope, _, slope_error = after_norm(spec.norm.activation, xh * g + b, n_error, _U)
             d, d_error = d * slope, np.abs(d) * slope_error + _U * np.abs(d * slope)
         dg = d * g
         terms, terms_error = dg * xh, np.abs(dg) * xh_error + np.abs(g * xh) * d_error
@@ -268,7 +271,7 @@ def norm_reference(
     c2 = terms.mean(axis=1, keepdims=True)
     c2_error = (terms_error + sum_error * np.abs(terms)).mean(axis=1, keepdims=True)
     c1 = c1_error = np.zeros((spec.rows, 1))
-    if spec.subtract_mean:
+    if spec.norm.subtract_mean:
         c1 = dg.mean(axis=1, keepdims=True)
         c1_error = (sum_error * np.abs(dg) + np.abs(g) * d_error).mean(axis=1, keepdims=True)
     dx = r * (dg - c1 - xh * c2)
@@ -280,7 +283,10 @@ def norm_reference(
         error += _U * np.abs(dx)
     outputs: list[Any] = [dx]
     errors: list[Any] = [error + half_unit(dx, spec.x_dtype)]
-    parameters = (spec.scale_dtype, spec.scale_groups), (spec.bias_dtype, spec.bias_groups)
+    parameters = (
+        (spec.norm.scale_dtype, spec.norm.scale_groups),
+        (spec.norm.bias_dtype, spec.norm.bias_groups),
+    )
     column_terms = (d * xh, np.abs(d) * xh_error + np.abs(xh) * d_error), (d, d_error)
     for (dtype, groups), (terms, terms_error) in zip(parameters, column_terms):
 

@@ -9,6 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 from reference import Norm, after_norm, exact, half_unit, log_softmax, softmax
+from specs import build_spec, changed
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic, xla
@@ -110,7 +111,7 @@ CLUSTERED = (
 def make_spec(op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, **kwargs: Any) -> Spec:
     """An operation of `OPS`, or a norm with a residual, by default of x's dtype."""
     if op in ("softmax", "log_softmax"):
-        return Spec(op, "fwd", rows, cols, x, y)  # type: ignore[arg-type]
+        return build_spec(op, "fwd", rows, cols, x, y)  # type: ignore[arg-type]
     parameters: dict[str, Any] = {"scale_dtype": F32, "epsilon": 1e-6, "want_stats": True}
     if "layer_norm" in op:
         parameters["subtract_mean"] = True
@@ -124,7 +125,7 @@ def make_spec(op: str, rows: int, cols: int, x: np.dtype, y: np.dtype, **kwargs:
     parameters |= kwargs
     if op == "norm_add":
         y = parameters["residual_dtype"]
-    return Spec(op, "fwd", rows, cols, x, y, **parameters)  # type: ignore[arg-type]
+    return build_spec(op, "fwd", rows, cols, x, y, **parameters)  # type: ignore[arg-type]
 
 
 #: What each function takes, with the mean and the standard deviation of its elements here.
@@ -144,10 +145,10 @@ def operand_types(spec: Spec) -> dict[str, jax.ShapeDtypeStruct | None]:
     """The operands of a call, without values; None for a parameter that it does not have."""
 
     def of(name: str) -> jax.ShapeDtypeStruct | None:
-        dtype = getattr(spec, f"{name}_dtype")
+        dtype = spec.dtype(name)
         if name in ("x", "residual"):
             return jax.ShapeDtypeStruct((spec.rows, spec.cols), dtype)
-        groups = spec.bias_groups if name == "bias" else spec.scale_groups
+        groups = spec.norm.bias_groups if name == "bias" else spec.norm.scale_groups
         shape = (spec.cols,) if groups == 1 else (groups, spec.cols)
         return None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
 
@@ -233,14 +234,20 @@ def norm_reference(
     """y, rstd and mean in float64, and the errors that a kernel may make."""
     x = exact(x)
     scale, bias = (of_rows(param, spec.rows) for param in (scale, bias))
-    g = 1.0 if scale is None else exact(scale) + spec.scale_offset
+    g = 1.0 if scale is None else exact(scale) + spec.norm.scale_offset
     if scale is not None and (floor := spec.scale_floor) is not None:
         g = np.where(np.abs(g) < floor, np.where(g < 0, -floor, floor), g)
     b = 0.0 if bias is None else exact(bias)
-    options = spec.subtract_mean, spec.epsilon, spec.saved, str(spec.x_dtype), str(spec.y_dtype)
+    options = (
+        spec.norm.subtract_mean,
+        spec.norm.epsilon,
+        spec.norm.saved,
+        str(spec.x_dtype),
+        str(spec.y_dtype),
+    )
     norm = Norm(x, np.asarray(g), np.asarray(b), np.zeros_like(x), *options)
     mean, rstd = np.broadcast_to(norm.mean, (spec.rows, 1)), norm.r
-    mean_error = _TERMS * _U * np.abs(x).mean(axis=1, keepdims=True) * spec.subtract_mean
+    mean_error = _TERMS * _U * np.abs(x).mean(axis=1, keepdims=True) * spec.norm.subtract_mean
     # A wrong mean adds its square; the magnitudes of the sum are the sum.
     rstd_error = rstd * ((_TERMS + 8) * _U + np.square(mean_error * rstd))
     error = np.abs(x - mean) * rstd_error + rstd * (mean_error + _U * np.abs(x))
@@ -249,9 +256,9 @@ def norm_reference(
         # XLA on CPU may leave out a rounding to y's dtype.
         error = error + half_unit(b, spec.y_dtype) + 4 * _U * np.abs(b)
     error = error + 4 * _U * np.abs(norm.normal)
-    y, _, error, _ = after_norm(spec.activation, norm.normal, error, _U)
+    y, _, error, _ = after_norm(spec.norm.activation, norm.normal, error, _U)
     outputs, errors = [y], [error + half_unit(y, spec.y_dtype)]
-    if spec.want_stats:
+    if spec.has_stats:
         outputs.append(rstd[:, 0])
         errors.append(rstd_error[:, 0])
         if spec.returns_mean:
@@ -265,14 +272,14 @@ def residual_reference(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """What `norm_reference` gives, of all outputs; y is held against the norm of the h given."""
     if spec.op == "add_norm":
-        h = (x.astype(F32) + residual.astype(F32)).astype(spec.residual_dtype)
+        h = (x.astype(F32) + residual.astype(F32)).astype(spec.norm.residual_dtype)
         (y, *stats), (error, *stat_errors) = norm_reference(spec.last, outputs[1], *params)
         return [y, h, *stats], [error, np.zeros_like(y), *stat_errors]
     scale, *next_scale = params
-    first = dataclasses.replace(spec.first, y_dtype=F32)
+    first = changed(spec.first, y_dtype=F32)
     (normal, *stats), (error, *stat_errors) = norm_reference(first, x, scale, None)
     h = residual.astype(np.float64) + normal
-    error = error + 4 * _U * np.abs(h) + half_unit(h, spec.residual_dtype)
+    error = error + 4 * _U * np.abs(h) + half_unit(h, spec.norm.residual_dtype)
     if not next_scale:
         return [h, *stats], [error, *stat_errors]
     (y, *last), (y_error, *last_errors) = norm_reference(spec.last, outputs[1], *next_scale, None)
@@ -290,7 +297,7 @@ def reference(
     spec: Spec, *operands: Any, outputs: Sequence[np.ndarray] = ()
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """The outputs in float64 and the errors that a kernel may make, which gave these `outputs`."""
-    if spec.residual_dtype is not None:
+    if spec.norm.residual_dtype is not None:
         return residual_reference(spec, outputs, *operands)
     if spec.op == "norm":
         return norm_reference(spec, *operands)

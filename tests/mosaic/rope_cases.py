@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from specs import build_spec
 
 from jaxnorm_kernels.specs import Shared, Spec
 
@@ -24,7 +25,7 @@ def make_spec(
     **given: Any,
 ) -> Spec:
     (cols, rotated), (x, table, y) = size, mix
-    return Spec(
+    return build_spec(
         "norm_rope",
         direction,
         math.prod(size for size, _ in shared.segments),
@@ -40,15 +41,17 @@ def make_spec(
 
 
 def types_of(spec: Spec) -> tuple[Any, ...]:
-    assert spec.table_rows is not None
+    assert spec.norm.table_rows is not None
 
     def rows(dtype: np.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((spec.rows, spec.cols), dtype)
 
-    table = jax.ShapeDtypeStruct((spec.table_rows.rows, spec.rotated // 2), spec.table_dtype)
+    table = jax.ShapeDtypeStruct(
+        (spec.norm.table_rows.rows, spec.norm.rotated // 2), spec.norm.table_dtype
+    )
     scale = jax.ShapeDtypeStruct((spec.cols,), F32)
     if spec.direction == "fwd":
         return rows(spec.x_dtype), scale, table, table
     rstd = jax.ShapeDtypeStruct((spec.rows,), F32)
-    saved = rows(spec.y_dtype if spec.saved == "output" else spec.x_dtype)
+    saved = rows(spec.y_dtype if spec.norm.saved == "output" else spec.x_dtype)
     return saved, (rstd,), scale, table, table, rows(spec.y_dtype)

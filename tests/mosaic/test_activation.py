@@ -1,6 +1,5 @@
 """The kernels of a norm and an activation after it: interpreted, lowered, compiled for an H100."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from backward_cases import NORM_CASES
 from forward_cases import BF16, CASES, F16, F32
 from h100 import Compiler
 from pairs import pairwise
+from specs import changed
 from test_group_norm import STRIPS
 
 from benchmarks import contract
@@ -146,7 +146,8 @@ def test_groups_of_channels(
     monkeypatch.setattr(strip_schedule, "strips_of", lambda spec: chosen)
     shape = (chosen.outer, chosen.cols, chosen.inner)
     given = {"saved": "input", "activation": activation, **changes}
-    test_group_norm.check(test_group_norm.make_spec("fwd", shape, chosen.group, dtype, **given))
+    spec = test_group_norm.make_spec("fwd", shape, chosen.group, dtype, **given)
+    test_group_norm.check(spec, adds_dh="adds_dh" in changes)
 
 
 # ------------------------------------------------------------------------------- for a GPU
@@ -165,7 +166,7 @@ def test_lowers_for_a_gpu(shape: tuple[int, int], norm: str, mix: Any, activatio
     """In one kernel each way."""
     for direction in ("fwd", "bwd"):
         spec = make_spec(direction, norm, *shape, mix, activation=activation)
-        assert mosaic.supports(spec) is None
+        assert mosaic.why_unsupported(spec) is None
         call = jax.jit(lambda *a, spec=spec: contract.call(mosaic, spec, *a))
         program = call.trace(*types_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
         assert program.count("mosaic_gpu_v2") == 1
@@ -223,4 +224,4 @@ def test_refusals() -> None:
         ({"rows": 32, "cols": 64}, "takes rows this short only by 64 and more"),
         ({"stat_cotangents": True}, "plain JAX's"),
     ):
-        assert sentence in (mosaic.supports(dataclasses.replace(spec, **change)) or "")
+        assert sentence in (mosaic.why_unsupported(changed(spec, **change)) or "")

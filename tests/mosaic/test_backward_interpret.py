@@ -4,7 +4,6 @@ The interpreter knows neither layouts nor alignment nor clusters; `test_backward
 the first and the last.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ from backward_cases import (
 )
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from pairs import pairwise
+from specs import changed
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
@@ -51,7 +51,7 @@ def check(spec: Spec, schedule: Any, *operands: Any) -> None:
     """Every output against the reference in float64, within its error bound."""
     outputs = interpret(spec, *operands, schedule=schedule)
     expected, errors = reference(spec, *operands)
-    dtypes = (spec.x_dtype, spec.scale_dtype, spec.bias_dtype)
+    dtypes = (spec.x_dtype, spec.norm.scale_dtype, spec.norm.bias_dtype)
     for output, dtype, value, error in zip(outputs, dtypes, expected, errors):
         if value is None:
             assert output is None
@@ -338,7 +338,7 @@ def test_gradients_of_both_addends(dtypes: tuple[np.dtype, np.dtype], name: str)
     """Of h = x + residual: that of h, rounded to h's dtype, and that in x's."""
     case, (x, residual) = BY_NAME[name], dtypes
     plain = make_spec("rms_norm", case.rows, case.cols, residual, BF16, adds_dh=True)
-    spec = dataclasses.replace(plain, op="add_norm", x_dtype=x, residual_dtype=residual)
+    spec = changed(plain, op="add_norm", x_dtype=x, residual_dtype=residual)
     operands, schedule = make_operands(plain), case.schedule_for(x, residual, BF16)
     dh, *sums = interpret(plain, *operands, schedule=schedule)
     with mosaic.interpreted():

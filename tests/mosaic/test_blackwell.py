@@ -4,7 +4,6 @@ The schedules are those of the GPU's own sizes. This needs JAX's CUDA plugin, an
 it by `make compile`; that the calls meet every line, and that their memory is there, needs neither.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -26,6 +25,7 @@ from forward_cases import BF16, F32
 from h100 import CONFIGS, Compiled, Compiler
 from logits_cases import of_width, operand_types
 from rope_cases import QUERIES, make_spec, types_of
+from specs import build_spec, changed
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
@@ -46,7 +46,7 @@ SPILLED = 32  # bytes of a thread: a few words
 def in_strips(cases: Any, op: str, outer: int, cols: int, inner: int, dtype: np.dtype) -> Spec:
     """``(outer, cols, inner)``, with parameters of inner elements."""
     spec = cases.make_spec(op, outer * inner, cols, dtype, dtype)
-    return dataclasses.replace(spec, inner=inner, inner_params=True)
+    return changed(spec, inner=inner, inner_params=True)
 
 
 # x, y; rows and columns.
@@ -107,7 +107,7 @@ STRIPS = [
     )
 ]
 LOSSES = [
-    Spec(op, "fwd", rows, cols, x, F32, want_stats=True, **options)
+    build_spec(op, "fwd", rows, cols, x, F32, want_stats=True, **options)
     for op, rows, cols, x, options in (
         ("cross_entropy", 8192, 4096, BF16, {}),
         ("cross_entropy", 5, 128256, BF16, {}),
@@ -116,7 +116,7 @@ LOSSES = [
         ("log_prob_and_entropy", 4096, 50257, F32, {"logit_softcap": 30.0}),
     )
 ]
-TWO_NORMS = Spec(
+TWO_NORMS = build_spec(
     "norm_add_norm",
     "bwd",
     8192,
@@ -225,10 +225,10 @@ def function_of(spec: Spec) -> tuple[Any, Any]:
         return loss_of(spec)
     if spec.op == "norm_add_norm" and spec.direction == "bwd":
         return two_norms_of(spec)
-    if spec.rotated:
+    if spec.norm.rotated:
         return (lambda *operands: contract.call(mosaic, spec, *operands)[:2]), types_of(spec)
-    if spec.gate_dtype is not None or spec.branch_scale_dtype is not None:
-        cases_of = gated_cases if spec.gate_dtype is not None else scaled_sum_cases
+    if spec.norm.gate_dtype is not None or spec.norm.branch_scale_dtype is not None:
+        cases_of = gated_cases if spec.norm.gate_dtype is not None else scaled_sum_cases
         types = cases_of.types_of(spec)
         return (lambda *operands: contract.call(mosaic, spec, *operands)), types
     cases = forward_cases if spec.direction == "fwd" else backward_cases
@@ -245,7 +245,7 @@ def function_of(spec: Spec) -> tuple[Any, Any]:
 
 def loss_of(spec: Spec) -> tuple[Any, Any]:
     """Forward and backward."""
-    of_backward = dataclasses.replace(spec, direction="bwd", want_stats=False)
+    of_backward = changed(spec, direction="bwd", want_stats=False)
 
     def both(x: Any, labels: Any, *cotangents: Any) -> Any:
         loss, *entropy, stats = contract.call(mosaic, spec, x, labels)
@@ -280,9 +280,9 @@ def test_kernels_compile(
 ) -> None:
     if capability == 120 and spec.direction == "bwd" and spec.cols == 65536 and spec.is_norm:
         # 256 KiB of each of two arrays need clusters of 16, or more shared memory.
-        assert "no rows of this length" in (support.supports(spec) or "")
+        assert "no rows of this length" in (support.why_unsupported(spec) or "")
         return
-    assert support.supports(spec) is None
+    assert support.why_unsupported(spec) is None
     check(spec, capability, processes)
 
 
@@ -304,7 +304,7 @@ def test_the_calls_meet_every_line() -> None:
     forwards = [*FORWARD, *(spec for spec in SCALED if spec.direction == "fwd")]
     chosen = [forward.choose(spec, B200) for spec in forwards]
     in_windows = [
-        dataclasses.replace(spec, cols=schedule.window.width)
+        changed(spec, cols=schedule.window.width)
         for spec, schedule in zip(forwards, chosen)
         if schedule.window is not None
     ]
@@ -377,7 +377,7 @@ def test_strips_fit_shared_memory_of_99_kib() -> None:
 def test_where_they_are_the_default(capability: int | None, part: str | None, monkeypatch) -> None:
     monkeypatch.setattr(support, "local_capability", lambda: capability)
     spec = forward_cases.make_spec("layer_norm", 8192, 4096, BF16, BF16)
-    refusal = support.prefers(spec)
+    refusal = support.why_not_default(spec)
     assert (refusal is None) if part is None else (part in refusal)
 
 
@@ -385,4 +385,4 @@ def test_older_gpus_are_refused(monkeypatch) -> None:
     """By name, and where the environment names them, too."""
     monkeypatch.setattr(support, "local_capability", lambda: 89)
     for spec in (FORWARD[0], STRIPS[0]):
-        assert "9.0 (Hopper) or newer" in (support.supports(spec) or "")
+        assert "9.0 (Hopper) or newer" in (support.why_unsupported(spec) or "")

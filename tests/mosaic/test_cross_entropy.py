@@ -1,6 +1,5 @@
 """The cross-entropy's kernels: interpreted, lowered, and compiled for an H100."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -13,6 +12,7 @@ from forward_cases import BF16, F16, F32
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from loss_cases import CrossEntropy, operands
 from reference import assert_within
+from specs import build_spec, changed
 
 import jaxnorm
 from benchmarks import contract, hlo
@@ -22,7 +22,6 @@ from jaxnorm_kernels.mosaic.cross_entropy.backward import LossBackwardSchedule a
 from jaxnorm_kernels.mosaic.cross_entropy.forward import LossForwardSchedule, choose
 from jaxnorm_kernels.mosaic.device.gpu import HOPPER
 from jaxnorm_kernels.mosaic.rows.units import Units
-from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
@@ -33,7 +32,7 @@ CAPPED = {"logits_scale": 0.7, "logit_softcap": 8.0, **SMOOTHED}
 
 def make_spec(rows, cols, dtype, **options):
     options = {"want_stats": True, **options}
-    return Spec("cross_entropy", "fwd", rows, cols, np.dtype(dtype), F32, **options)
+    return build_spec("cross_entropy", "fwd", rows, cols, np.dtype(dtype), F32, **options)
 
 
 def forward_and_backward(spec, schedule=None, parts=PARTS, **backward_options):
@@ -46,7 +45,7 @@ def forward_and_backward(spec, schedule=None, parts=PARTS, **backward_options):
 
 @functools.lru_cache(maxsize=8)
 def _forward_and_backward(spec, schedule, parts, **backward_options):
-    backward = dataclasses.replace(spec, direction="bwd", want_stats=False, **backward_options)
+    backward = changed(spec, direction="bwd", want_stats=False, **backward_options)
 
     def both(x, labels, d, positions=None):
         operands = (x, labels, None, positions)
@@ -164,13 +163,13 @@ def test_gradient_in_the_logits_place(cols, dtype):
     x, labels, d = operands((9, cols), dtype)
     spec = make_spec(9, cols, dtype, **SMOOTHED)
     _, stats = jax.jit(functools.partial(contract.call, xla, spec))(x, labels, None, None)
-    spec = dataclasses.replace(spec, direction="bwd", want_stats=False)
+    spec = changed(spec, direction="bwd", want_stats=False)
     results = []
     for overwrites in (False, True):
         call = functools.partial(
             contract.call,
             mosaic,
-            dataclasses.replace(spec, overwrites_x=overwrites),
+            changed(spec, overwrites_x=overwrites),
             schedule=PARTS,
         )
         with mosaic.interpreted():
@@ -218,11 +217,11 @@ def test_what_the_kernels_refuse():
         "mask of classes": make_spec(8, 1000, BF16, has_mask=True),
         "float64": make_spec(8, 1000, np.float64),
         "size 0": make_spec(0, 1000, BF16),
-        "number blocks": dataclasses.replace(make_spec(2**26, 2**18, BF16), direction="bwd"),
+        "number blocks": changed(make_spec(2**26, 2**18, BF16), direction="bwd"),
     }
     for words, spec in refusals.items():
-        assert words in mosaic.supports(spec)
-    assert mosaic.supports(make_spec(8, 1000, BF16)) is None
+        assert words in mosaic.why_unsupported(spec)
+    assert mosaic.why_unsupported(make_spec(8, 1000, BF16)) is None
     for dtype in ("bfloat16", "float32"):
         plan = jaxnorm.implementation_for(
             "softmax_cross_entropy_with_integer_labels", (8192, 50257), dtype, platform="cuda"

@@ -1,6 +1,5 @@
 """The kernels of log_prob_and_entropy: interpreted, lowered, and compiled for an H100."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -14,12 +13,12 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from log_prob_cases import LogProbs
 from loss_cases import operands
 from reference import assert_within, exact
+from specs import build_spec, changed
 from test_cross_entropy import PARTS, LossForwardSchedule, Parts, types
 
 import jaxnorm
 from benchmarks import contract, hlo
 from jaxnorm_kernels import mosaic, xla
-from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
@@ -29,13 +28,13 @@ CAPPED = {"logits_scale": 0.7, "logit_softcap": 8.0}
 
 def make_spec(rows, cols, dtype, **options):
     options = {"want_stats": True, **options}
-    return Spec(NAME, "fwd", rows, cols, np.dtype(dtype), F32, **options)
+    return build_spec(NAME, "fwd", rows, cols, np.dtype(dtype), F32, **options)
 
 
 @functools.lru_cache(maxsize=8)
 def forward_and_backward(spec, schedule=None, parts=PARTS):
     """A function of logits, labels, both cotangents and, if there are any, positions."""
-    backward = dataclasses.replace(spec, direction="bwd", want_stats=False)
+    backward = changed(spec, direction="bwd", want_stats=False)
 
     def both(x, labels, a, b, positions=None):
         call = functools.partial(contract.call, mosaic)
@@ -148,9 +147,7 @@ def test_gradient_in_the_logits_place(cols, dtype):
     _, entropy, stats = forward(x, labels, None, None)
     results = []
     for overwrites in (False, True):
-        backward = dataclasses.replace(
-            spec, direction="bwd", want_stats=False, overwrites_x=overwrites
-        )
+        backward = changed(spec, direction="bwd", want_stats=False, overwrites_x=overwrites)
         call = jax.jit(functools.partial(contract.call, mosaic, backward, schedule=PARTS))
         with mosaic.interpreted():
             (dx,) = call(x, stats, labels, None, entropy, *both_cotangents(d))
@@ -173,7 +170,7 @@ def test_which_calls_have_kernels():
         "float64": make_spec(8, 1000, np.float64),
     }
     for words, spec in refusals.items():
-        assert words in mosaic.supports(spec)
+        assert words in mosaic.why_unsupported(spec)
     for dtype in ("bfloat16", "float32"):
         plan = jaxnorm.implementation_for(NAME, (8192, 50257), dtype, platform="cuda")
         assert (plan.forward.name, plan.backward.name) == ("mosaic", "mosaic")
@@ -248,9 +245,7 @@ def test_gradient_in_the_logits_place_on_a_gpu(rows, cols, dtype):
     results = []
     for overwrites in (False, True):
         spec = make_spec(rows, cols, dtype)
-        backward = dataclasses.replace(
-            spec, direction="bwd", want_stats=False, overwrites_x=overwrites
-        )
+        backward = changed(spec, direction="bwd", want_stats=False, overwrites_x=overwrites)
 
         @jax.jit
         def step(x, labels, a, b, spec=spec, backward=backward):

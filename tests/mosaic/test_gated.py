@@ -1,6 +1,5 @@
 """The kernels of a norm and a gate: interpreted, lowered, and compiled for an H100."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from gated_cases import ACTIVATIONS, make_operands, make_spec, references_of, ty
 from h100 import Compiler
 from pairs import pairwise
 from reference import assert_within
+from specs import changed
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
@@ -133,7 +133,7 @@ def test_gates_of_all_sizes(activation: str, monkeypatch: pytest.MonkeyPatch) ->
     ((_, ref),) = references_of(spec, x, gate, scale, dy)
     y_bound, dx_bound, dgate_bound, _ = ref.bounds()
     assert_within(y, ref.y, y_bound)
-    spec = dataclasses.replace(spec, direction="bwd", want_stats=False)
+    spec = changed(spec, direction="bwd", want_stats=False)
     ring = PipelinedNarrowRows(4, 32, rows=4, stages=2)
     dx, dgate, _ = run(spec, x, stats, gate, scale, dy, schedule=ring)
     assert_within(dx, ref.dx, dx_bound)
@@ -160,7 +160,7 @@ def test_lowers_for_a_gpu(
     for direction in ("fwd", "bwd"):
         given = {"norm_before_gate": before, "activation": activation}
         spec = make_spec(direction, *shape, mix, **given)
-        assert mosaic.supports(spec) is None
+        assert mosaic.why_unsupported(spec) is None
         call = jax.jit(lambda *a, spec=spec: contract.call(mosaic, spec, *a))
         program = call.trace(*types_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
         assert program.count("mosaic_gpu_v2") == 1
@@ -180,8 +180,8 @@ def test_lowers_for_a_gpu(
     ids=str,
 )
 def test_refusals(change: dict[str, Any], sentence: str) -> None:
-    spec = dataclasses.replace(make_spec("bwd", 8191, 1024, MIXES[0]), **change)
-    assert sentence in (mosaic.supports(spec) or "")
+    spec = changed(make_spec("bwd", 8191, 1024, MIXES[0]), **change)
+    assert sentence in (mosaic.why_unsupported(spec) or "")
 
 
 @ORDERS

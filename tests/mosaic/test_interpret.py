@@ -28,6 +28,7 @@ from forward_cases import (
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from pairs import pairwise
 from program_error import assert_computes
+from specs import changed
 
 from jaxnorm_kernels import mosaic, xla
 from jaxnorm_kernels.mosaic.schedules.forward import ForwardSchedule
@@ -44,7 +45,7 @@ def check(spec: Spec, schedule: ForwardSchedule | None, *operands: Any) -> None:
     expected, errors = reference(spec, *operands, outputs=outputs)
     assert len(outputs) == len(expected)
     assert outputs[0].dtype == spec.y_dtype
-    assert not spec.normalises_h or outputs[1].dtype == spec.residual_dtype
+    assert not spec.normalises_h or outputs[1].dtype == spec.norm.residual_dtype
     for output, value, error in zip(outputs, expected, errors):
         assert output.shape == value.shape
         excess = np.abs(output.astype(np.float64) - value) - error
@@ -61,7 +62,9 @@ def check(spec: Spec, schedule: ForwardSchedule | None, *operands: Any) -> None:
 )
 def test_values(op: str, case: Case, dtype: np.dtype) -> None:
     spec = make_spec(op, case.rows, case.cols, dtype, dtype)
-    schedule = case.schedule_for(spec.x_dtype, spec.y_dtype, spec.scale_dtype, spec.bias_dtype)
+    schedule = case.schedule_for(
+        spec.x_dtype, spec.y_dtype, spec.norm.scale_dtype, spec.norm.bias_dtype
+    )
     check(spec, schedule, *make_operands(spec))
 
 
@@ -125,7 +128,7 @@ def test_residuals(op: str, x: np.dtype, residual: np.dtype, y: np.dtype, case: 
 def test_residual_variants(op: str, change: dict[str, Any], name: str) -> None:
     case = BY_NAME[name]
     spec = make_spec(op, case.rows, case.cols, BF16, F16, **change)
-    schedule = case.schedule_for(spec.x_dtype, spec.residual_dtype)
+    schedule = case.schedule_for(spec.x_dtype, spec.norm.residual_dtype)
     check(spec, dataclasses.replace(schedule, params_first=True), *make_operands(spec))
 
 
@@ -183,7 +186,7 @@ def test_dtypes(name: str, x: np.dtype, y: np.dtype, scale: np.dtype, bias: np.d
     for op in ("softmax", "layer_norm"):
         parameters = {} if op == "softmax" else {"scale_dtype": scale, "bias_dtype": bias}
         spec = make_spec(op, case.rows, case.cols, x, y, **parameters)
-        schedule = case.schedule_for(x, y, spec.scale_dtype, spec.bias_dtype)
+        schedule = case.schedule_for(x, y, spec.norm.scale_dtype, spec.norm.bias_dtype)
         check(spec, schedule, *make_operands(spec))
 
 
@@ -319,7 +322,7 @@ def test_default_schedule_of_groups(groups: int, rows: int, cols: int) -> None:
     for op in ("layer_norm", "add_layer_norm"):
         given = {"scale_groups": groups, "bias_groups": groups}
         spec = make_spec(op, rows, cols, BF16, BF16, **given)
-        assert mosaic.supports(spec) is None
+        assert mosaic.why_unsupported(spec) is None
         check(spec, None, *make_operands(spec))
 
 
@@ -388,5 +391,5 @@ SUPPORTED = {op: make_spec(op, 4, 128, BF16, F32) for op in ("layer_norm", "soft
 )
 def test_supports(change: dict[str, Any], reason: str | None) -> None:
     spec = SUPPORTED["softmax" if change.get("op") == "softmax" else "layer_norm"]
-    refusal = mosaic.supports(dataclasses.replace(spec, **change))
+    refusal = mosaic.why_unsupported(changed(spec, **change))
     assert refusal is None if reason is None else reason in str(refusal)

@@ -56,7 +56,7 @@ def test_schedules_lower(op: str, case: Case, x: np.dtype, y: np.dtype) -> None:
     spec = make_spec(
         op, case.rows, case.cols, x, y, **({"scale_dtype": BF16} if "norm" in op else {})
     )
-    schedule = case.schedule_for(x, y, spec.scale_dtype, spec.bias_dtype)
+    schedule = case.schedule_for(x, y, spec.norm.scale_dtype, spec.norm.bias_dtype)
     assert "mosaic_gpu" in lower(spec, *make_operands(spec), schedule=schedule)
 
 
@@ -154,7 +154,7 @@ def test_default_schedules_of_residuals_lower(
 ) -> None:
     x, residual, y = dtypes
     spec = make_spec(op, rows, cols, x, y, residual_dtype=residual, scale_dtype=BF16)
-    assert mosaic.supports(spec) is None
+    assert mosaic.why_unsupported(spec) is None
     assert "mosaic_gpu" in lower(spec, *operand_types(spec).values())
 
 
@@ -166,7 +166,7 @@ def test_default_schedules_of_residuals_lower(
 def test_groups_of_rows_lower(groups: int, rows: int, cols: int, op: str) -> None:
     for bias_groups in {1, groups} if op.endswith("layer_norm") else {groups}:
         spec = make_spec(op, rows, cols, BF16, BF16, scale_groups=groups, bias_groups=bias_groups)
-        assert mosaic.supports(spec) is None
+        assert mosaic.why_unsupported(spec) is None
         assert "mosaic_gpu" in lower(spec, *operand_types(spec).values())
 
 
@@ -174,7 +174,7 @@ def test_large_arrays_are_addressed_with_64_bits() -> None:
     """A row's offset, row * cols, is computed in Mosaic's index type, which is 64 bits wide."""
     spec = make_spec("softmax", 70000, 65536, BF16, BF16)
     assert spec.rows * spec.cols > 2**31
-    assert mosaic.supports(spec) is None
+    assert mosaic.why_unsupported(spec) is None
 
 
 def random_spec(rng: np.random.Generator) -> Spec:
@@ -203,10 +203,10 @@ def random_spec(rng: np.random.Generator) -> Spec:
 def test_schedules_fit_the_gpu(gpu: Gpu) -> None:
     rng = np.random.default_rng(0)
     for spec in [random_spec(rng) for _ in range(20_000)]:
-        assert mosaic.supports(spec) is None
+        assert mosaic.why_unsupported(spec) is None
         schedule = choose(spec, gpu)
         held = schedule.rows_of(spec)
-        inputs = [d for d in (spec.x_dtype, spec.residual_dtype) if d is not None]
+        inputs = [d for d in (spec.x_dtype, spec.norm.residual_dtype) if d is not None]
         cols = spec.cols if schedule.window is None else schedule.window.width
         assert cols % schedule.vector == 0
         assert schedule.vector * max(d.itemsize for d in (*inputs, spec.y_dtype)) <= 16

@@ -139,8 +139,10 @@ def test_what_is_masked_may_take_part(case):
 
 def test_the_gradient_of_one_value_for_a_row_is_refused_beside_masked_logits():
     case = Case((4, 600), mask=(4, 600), bias=(4, 1), masked_logit=FILL)
-    assert mosaic.supports(case.call("softmax", F32).as_seen_by("mosaic")) is None
-    assert "take part" in str(mosaic.supports(case.backward("softmax", F32).as_seen_by("mosaic")))
+    assert mosaic.why_unsupported(case.call("softmax", F32).as_seen_by("mosaic")) is None
+    assert "take part" in str(
+        mosaic.why_unsupported(case.backward("softmax", F32).as_seen_by("mosaic"))
+    )
 
 
 @pytest.mark.parametrize(("kind", "cols", "dtypes"), [*mixed()])
@@ -148,7 +150,7 @@ def test_default_schedules_lower(kind, cols, dtypes):
     op = op_of(kind, cols)
     case = of_width(kind, 512, cols)
     for call in (case.call(op, *dtypes), case.backward(op, *dtypes)):
-        assert mosaic.supports(call.as_seen_by("mosaic")) is None
+        assert mosaic.why_unsupported(call.as_seen_by("mosaic")) is None
         assert "mosaic_gpu" in lower(call)
 
 
@@ -161,7 +163,7 @@ def test_runs_of_any_length_lower(cols, queries):
         Case(shape, bias=(4, queries, cols), mask=(24, 1, 1, 1)),
     ):
         for call in (case.call("softmax", BF16), case.backward("log_softmax", BF16)):
-            assert mosaic.supports(call.as_seen_by("mosaic")) is None
+            assert mosaic.why_unsupported(call.as_seen_by("mosaic")) is None
             assert "mosaic_gpu" in lower(call)
 
 
@@ -183,7 +185,7 @@ def test_rows_are_whole_parts_of_runs():
 )
 def test_rows_of_an_operand(shape):
     case = Case((5, 3, 4, 8), mask=(*shape, 1))
-    shared = case.call("softmax", F32).as_seen_by("mosaic").mask_rows
+    shared = case.call("softmax", F32).as_seen_by("mosaic").logits.mask_rows
     own = np.arange(np.prod(shape)).reshape(shape)
     expected = np.broadcast_to(own, (5, 3, 4)).reshape(-1)
     got = jax.vmap(functools.partial(operand_row, shared))(jnp.arange(60))
@@ -196,7 +198,12 @@ def test_rows_of_an_operand(shape):
 
 def test_neighbouring_axes_are_one():
     def shared(mask):
-        return Case((4, 16, 32, 64), mask=mask).call("softmax", F32).as_seen_by("mosaic").mask_rows
+        return (
+            Case((4, 16, 32, 64), mask=mask)
+            .call("softmax", F32)
+            .as_seen_by("mosaic")
+            .logits.mask_rows
+        )
 
     assert shared((4, 16, 32, 64)) == Shared(((2048, True),), True)
     assert shared((4, 1, 1, 64)) == Shared(((4, True), (512, False)), True)
@@ -253,4 +260,4 @@ def test_shard_map():
 def test_the_default_takes_them():
     for case in KINDS.values():
         for call in (case.call("softmax", BF16), case.backward("softmax", BF16)):
-            assert mosaic.prefers(call.as_seen_by("mosaic")) is None
+            assert mosaic.why_not_default(call.as_seen_by("mosaic")) is None

@@ -269,14 +269,14 @@ def test_program(scale):
 )
 def test_what_it_cannot_do(change, reason):
     spec = make_spec(16, 64, 128, scale_dtype=F32)
-    assert mosaic.supports(spec) is None
-    assert reason in mosaic.supports(dataclasses.replace(spec, **change))
+    assert mosaic.why_unsupported(spec) is None
+    assert reason in mosaic.why_unsupported(dataclasses.replace(spec, **change))
 
 
 @pytest.mark.parametrize("capability", [80, 100, 120])
 def test_gpus_without_its_instructions(capability, monkeypatch):
     monkeypatch.setattr(mosaic.support, "local_capability", lambda: capability)
-    assert "compute capability 9.0 (Hopper)" in mosaic.supports(make_spec(16, 64, 128))
+    assert "compute capability 9.0 (Hopper)" in mosaic.why_unsupported(make_spec(16, 64, 128))
 
 
 # ----------------------------------------------------------------------------- lowered, compiled

@@ -40,7 +40,7 @@ def threads_and_blocks(workload):
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 def test_registers(rows, cols, dtype, op, direction, compiler):
     workload = KernelWorkload(op, direction, rows, cols, str(dtype), str(dtype))
-    if (mosaic.supports(workload.spec) or mosaic.prefers(workload.spec)) is not None:
+    if (mosaic.why_unsupported(workload.spec) or mosaic.why_not_default(workload.spec)) is not None:
         return  # the default leaves it to XLA
     operands = jax.eval_shape(lambda: workload.operands(0))
     kernels = compiler.compile(workload.function(mosaic), operands)

@@ -1,6 +1,5 @@
 """The kernels of a norm and the rotation after it: interpreted, and lowered for a GPU."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from norm_rope_cases import RotatedNorm, tables
 from pairs import pairwise
 from reference import SAFETY, assert_within, exact, rounding, unit_roundoff
 from rope_cases import BF16, F16, F32, QUERIES, make_spec, types_of
+from specs import changed
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
@@ -49,35 +49,37 @@ def rows_of(shared: Shared) -> np.ndarray:
 def make_operands(spec: Spec) -> tuple[Any, ...]:
     """x, scale, cos, sin and dy."""
     rng = np.random.default_rng(0)
-    assert spec.table_rows is not None
-    cos, sin = tables((spec.table_rows.rows, spec.rotated // 2), spec.table_dtype, factor=1.2)
+    assert spec.norm.table_rows is not None
+    cos, sin = tables(
+        (spec.norm.table_rows.rows, spec.norm.rotated // 2), spec.norm.table_dtype, factor=1.2
+    )
     x, d = (
         jnp.asarray(rng.normal(size=(spec.rows, spec.cols)), dtype)
         for dtype in (spec.x_dtype, spec.y_dtype)
     )
     scale = None
-    if spec.scale_dtype is not None:
-        scale = jnp.asarray(1 + 0.3 * rng.normal(size=spec.cols), spec.scale_dtype)
+    if spec.norm.scale_dtype is not None:
+        scale = jnp.asarray(1 + 0.3 * rng.normal(size=spec.cols), spec.norm.scale_dtype)
     return x, scale, cos, sin, d
 
 
 def reference_of(spec: Spec, operands: tuple[Any, ...]) -> RotatedNorm:
     x, scale, cos, sin, d = operands
-    assert spec.table_rows is not None
-    of_rows = rows_of(spec.table_rows)
+    assert spec.norm.table_rows is not None
+    of_rows = rows_of(spec.norm.table_rows)
     return RotatedNorm(
         x=exact(x),
-        gain=np.ones(spec.cols) if scale is None else exact(scale) + spec.scale_offset,
+        gain=np.ones(spec.cols) if scale is None else exact(scale) + spec.norm.scale_offset,
         bias=np.zeros(spec.cols),
         d=exact(d),
         subtract_mean=False,
         epsilon=1e-6,
-        saved=spec.saved,
+        saved=spec.norm.saved,
         x_dtype=spec.x_dtype.name,
         y_dtype=spec.y_dtype.name,
         cos=exact(cos)[of_rows],
         sin=exact(sin)[of_rows],
-        interleaved=spec.interleaved,
+        interleaved=spec.norm.interleaved,
     )
 
 
@@ -107,7 +109,7 @@ def check(
     y, (rstd,) = run(forward, x, scale, cos, sin)
     assert_within(y, ref.y, ref.y_bound())
     assert_within(rstd, ref.r[:, 0], rstd_bound(ref))
-    saved = y if forward.saved == "output" else x
+    saved = y if forward.norm.saved == "output" else x
     dx, dscale, *_ = run(
         backward, saved, (rstd,), scale, cos, sin, d, **({"schedule": schedule} if schedule else {})
     )
@@ -157,7 +159,7 @@ def test_a_scale_that_y_tells_nothing_of(monkeypatch: pytest.MonkeyPatch) -> Non
     x, scale, cos, sin, d = make_operands(spec)
     scale = scale.at[3].set(0)
     y, stats = run(spec, x, scale, cos, sin)
-    spec = dataclasses.replace(spec, direction="bwd", want_stats=False)
+    spec = changed(spec, direction="bwd", want_stats=False)
     dx, dscale, *_ = run(spec, y, stats, scale, cos, sin, d)
     assert np.all(np.isfinite(dx))
     assert np.all(np.isfinite(dscale))
@@ -183,7 +185,7 @@ def test_lowers_for_a_gpu(
     for direction in ("fwd", "bwd"):
         given = {"saved": saved, "interleaved": interleaved}
         spec = make_spec(direction, QUERIES[queries], size, mix, **given)
-        assert mosaic.supports(spec) is None
+        assert mosaic.why_unsupported(spec) is None
         call = jax.jit(lambda *a, spec=spec: contract.call(mosaic, spec, *a)[:2])
         program = call.trace(*types_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
         assert program.count("mosaic_gpu_v2") == 1
@@ -202,13 +204,13 @@ def test_lowers_for_a_gpu(
     ids=str,
 )
 def test_refusals(change: dict[str, Any], sentence: str) -> None:
-    assert sentence in (mosaic.supports(make_spec("bwd", QUERIES[5], **change)) or "")
+    assert sentence in (mosaic.why_unsupported(make_spec("bwd", QUERIES[5], **change)) or "")
 
 
 def test_few_rows_are_refused() -> None:
     few = Shared(((63, True),), has_columns=True)
     for direction in ("fwd", "bwd"):
-        assert "by 64 and more" in (mosaic.supports(make_spec(direction, few)) or "")
+        assert "by 64 and more" in (mosaic.why_unsupported(make_spec(direction, few)) or "")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Kernels of a norm of residual + branch_scale x: interpreted, lowered, compiled for an H100."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -12,6 +11,7 @@ from backward_cases import NORM_CASES
 from forward_cases import BF16, CASES, F16, F32
 from h100 import Compiler
 from scaled_sum_cases import make_spec, types_of
+from specs import changed
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic
@@ -129,7 +129,7 @@ def test_lowers_for_a_gpu(rows: int, cols: int, groups: int, mix: tuple[np.dtype
     """In one kernel each way."""
     for direction in ("fwd", "bwd"):
         spec = of_gpu(direction, rows, cols, groups, mix)
-        assert mosaic.supports(spec) is None
+        assert mosaic.why_unsupported(spec) is None
         call = jax.jit(lambda *a, spec=spec: contract.call(mosaic, spec, *a))
         program = call.trace(*types_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
         assert program.count("mosaic_gpu_v2") == 1
@@ -152,8 +152,8 @@ def test_lowers_for_a_gpu(rows: int, cols: int, groups: int, mix: tuple[np.dtype
     ids=str,
 )
 def test_refusals(change: dict[str, Any], sentence: str) -> None:
-    spec = dataclasses.replace(make_spec("bwd", 8192, 1024, MIXES[0]), **change)
-    assert sentence in (mosaic.supports(spec) or "")
+    spec = changed(make_spec("bwd", 8192, 1024, MIXES[0]), **change)
+    assert sentence in (mosaic.why_unsupported(spec) or "")
 
 
 @pytest.mark.parametrize("saved", ["output", "input"])

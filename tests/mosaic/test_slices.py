@@ -17,7 +17,7 @@ from test_parts import CASES, PATTERNS, gradients
 
 import jaxnorm
 from jaxnorm.tools import selfcheck
-from jaxnorm_kernels import buffers
+from jaxnorm_kernels import launching
 
 pytestmark = pytest.mark.compiles
 
@@ -62,12 +62,12 @@ def test_patterns(name, direction, compiler):
 
 
 def is_unaligned(address: parts.Address) -> bool:
-    return address.unit % buffers.ALIGNMENT != 0
+    return address.unit % launching.ALIGNMENT != 0
 
 
 def test_without_barriers_kernels_get_unaligned_addresses(compiler, monkeypatch):
     """The tests above would fail: of a slice, and of a result that is written into an array."""
-    monkeypatch.setattr(buffers, "own", lambda a: a)
+    monkeypatch.setattr(launching, "own_buffer", lambda a: a)
     jax.clear_caches()
     text = compiled(compiler, parts.of_parts(norm), shape(256, 1024), shape(1024, dtype=F32))
     jax.clear_caches()
@@ -147,7 +147,7 @@ def test_whole_arrays_cost_nothing(name, direction, compiler, monkeypatch):
     function, shapes = WHOLE[name]
     found = operations(compiled(compiler, direction(function), *shapes))
     jax.clear_caches()
-    monkeypatch.setattr(buffers, "own", lambda a: a)
+    monkeypatch.setattr(launching, "own_buffer", lambda a: a)
     expected = operations(compiled(compiler, direction(function), *shapes))
     jax.clear_caches()
     assert found == expected

@@ -1,6 +1,5 @@
 """The backward kernel of two norms with a residual between them."""
 
-import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from backward_cases import BF16, F16, F32
 from h100 import Compiler
 from reference import TwoNorms, assert_within, exact, rounding
+from specs import build_spec, changed
 
 from benchmarks import contract
 from jaxnorm_kernels import mosaic, xla
@@ -45,7 +45,7 @@ def two_mixes_each(cases: Iterable[Any]) -> list[tuple[Any, tuple[np.dtype, ...]
 
 def make_spec(rows: int, cols: int, dtypes: tuple[np.dtype, ...], saved: str = "output") -> Spec:
     x, residual, y = dtypes
-    return Spec(
+    return build_spec(
         op="norm_add_norm",
         direction="bwd",
         rows=rows,
@@ -68,17 +68,17 @@ def make_operands(spec: Spec) -> tuple[Any, ...]:
     def normal(dtype: np.dtype | None, shape: tuple[int, ...] = (spec.rows, spec.cols)) -> Any:
         return None if dtype is None else jnp.asarray(rng.normal(size=shape).astype(dtype))
 
-    x, residual = normal(spec.x_dtype), normal(spec.residual_dtype)
+    x, residual = normal(spec.x_dtype), normal(spec.norm.residual_dtype)
     shape = (spec.cols,) if spec.groups == 1 else (spec.groups, spec.cols)
     scale, next_scale = (
         None if dtype is None else 1 + 0.3 * normal(dtype, shape)
-        for dtype in (spec.scale_dtype, spec.next_scale_dtype)
+        for dtype in (spec.norm.scale_dtype, spec.norm.next_scale_dtype)
     )
-    forward = dataclasses.replace(spec, direction="fwd", want_stats=True)
+    forward = changed(spec, direction="fwd", want_stats=True)
     kept = jax.jit(functools.partial(contract.call, xla, forward))
     y, h, stats = kept(x, residual, scale, next_scale)
-    dy, dh = normal(spec.y_dtype), normal(spec.residual_dtype) if spec.adds_dh else None
-    saved = y if spec.saved == "output" else h
+    dy, dh = normal(spec.y_dtype), normal(spec.norm.residual_dtype) if "h" in spec.outputs else None
+    saved = y if spec.norm.saved == "output" else h
     return (x, saved, stats, scale, next_scale, dy, dh), h
 
 
@@ -96,7 +96,7 @@ def check(spec: Spec, schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         gains = [
             np.ones(spec.cols)
             if p is None
-            else exact(p).reshape(spec.groups, -1)[group] + spec.scale_offset
+            else exact(p).reshape(spec.groups, -1)[group] + spec.norm.scale_offset
             for p in (scale, next_scale)
         ]
         ref = TwoNorms(
@@ -105,7 +105,7 @@ def check(spec: Spec, schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             *gains,
             exact(dy)[at],
             np.zeros((rows, spec.cols)) if dh is None else exact(dh)[at],
-            spec.saved,
+            spec.norm.saved,
             *(dtype.name for dtype in (spec.x_dtype, spec.last.x_dtype, spec.y_dtype)),
         )
         expected = (ref.first.dx, ref.dresidual, ref.first.dscale, ref.last.dscale)
@@ -151,7 +151,7 @@ def test_values(
 @pytest.mark.parametrize("name", ["ring", "rows_ring"])
 def test_variants(name: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     rows, cols, schedule = CASES[name]
-    spec = dataclasses.replace(make_spec(rows, cols, (F32, F32, F32)), **change)
+    spec = changed(make_spec(rows, cols, (F32, F32, F32)), **change)
     check(spec, schedule, monkeypatch)
 
 
@@ -183,7 +183,7 @@ def shapes_of(spec: Spec) -> tuple[Any, ...]:
         return jax.ShapeDtypeStruct((spec.rows, spec.cols), dtype)
 
     stat, column = (jax.ShapeDtypeStruct((n,), F32) for n in (spec.rows, spec.cols))
-    saved = spec.y_dtype if spec.saved == "output" else spec.last.x_dtype
+    saved = spec.y_dtype if spec.norm.saved == "output" else spec.last.x_dtype
     dh = rows(spec.last.x_dtype)
     return rows(spec.x_dtype), rows(saved), (stat, stat), column, column, rows(spec.y_dtype), dh
 
@@ -192,7 +192,7 @@ def shapes_of(spec: Spec) -> tuple[Any, ...]:
 def test_lowers_for_a_gpu(cols: int, dtypes: tuple[np.dtype, ...]) -> None:
     """In one kernel, or two where no ring takes the rows."""
     spec = make_spec(8192, cols, dtypes)
-    assert mosaic.supports(spec) is None
+    assert mosaic.why_unsupported(spec) is None
     function = jax.jit(lambda *operands: contract.call(mosaic, spec, *operands))
     text = function.trace(*shapes_of(spec)).lower(lowering_platforms=("cuda",)).as_text()
     kernels = text.count("mosaic_gpu_v2")
@@ -205,7 +205,7 @@ def test_lowers_for_a_gpu(cols: int, dtypes: tuple[np.dtype, ...]) -> None:
     ("cols", "reason"), [(50257, "multiples of 16 bytes"), (262144, "no rows of this length")]
 )
 def test_what_neither_norm_s_kernel_holds_is_refused(cols: int, reason: str) -> None:
-    assert reason in str(mosaic.supports(make_spec(8191, cols, MIXES[0])))
+    assert reason in str(mosaic.why_unsupported(make_spec(8191, cols, MIXES[0])))
 
 
 @each_mix

@@ -14,6 +14,7 @@ import pytest
 from forward_cases import BF16, F32, RESIDUAL_OPS
 from h100 import Compiler
 from reference import assert_within
+from specs import changed
 
 from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels import mosaic
@@ -148,7 +149,7 @@ def test_what_has_windows(dtype: np.dtype, cols: int) -> None:
     bwd = backward.make_spec("softmax", 8192, cols, dtype, dtype)
     assert (forward_schedules.choose(fwd).window is not None) == (cols > 1024)
     assert (softmax_schedule(bwd).window is not None) == (cols * dtype.itemsize > 2048)
-    fwd, bwd = (dataclasses.replace(spec, rows=8191) for spec in (fwd, bwd))
+    fwd, bwd = (changed(spec, rows=8191) for spec in (fwd, bwd))
     for found in (forward_schedules.choose(fwd), softmax_schedule(bwd)):
         assert getattr(found, "window", None) is None
 
@@ -158,9 +159,9 @@ def test_what_has_windows(dtype: np.dtype, cols: int) -> None:
 def test_norms_are_refused(op: str, cols: int) -> None:
     """No model has norms of such widths: XLA runs them."""
     fwd = forward.make_spec(op, 8192, cols, BF16, BF16)
-    for spec in (fwd, dataclasses.replace(fwd, direction="bwd", want_stats=False)):
-        assert "multiples of 16 bytes" in str(mosaic.supports(spec))
-    assert mosaic.supports(forward.make_spec(op, 8192, cols // 8 * 8, BF16, BF16)) is None
+    for spec in (fwd, changed(fwd, direction="bwd", want_stats=False)):
+        assert "multiples of 16 bytes" in str(mosaic.why_unsupported(spec))
+    assert mosaic.why_unsupported(forward.make_spec(op, 8192, cols // 8 * 8, BF16, BF16)) is None
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])

@@ -82,25 +82,27 @@ def _operands(spec: Spec, label_dtype: Any) -> tuple[Any, ...]:
     if spec.op == "scaled_add_norm":
         return scaled_sum_cases.types_of(spec)
     rows, cols = spec.rows, spec.cols
-    dtypes = (spec.x_dtype, spec.residual_dtype, spec.y_dtype)
+    dtypes = (spec.x_dtype, spec.norm.residual_dtype, spec.y_dtype)
     x, residual, dy = (array((rows, cols), dtype) for dtype in dtypes)
-    scale = parameter(spec.scale_dtype, spec.scale_groups)
-    bias = parameter(spec.bias_dtype, spec.bias_groups)
-    next_scale = parameter(spec.next_scale_dtype, spec.scale_groups)
+    scale = parameter(spec.norm.scale_dtype, spec.norm.scale_groups)
+    bias = parameter(spec.norm.bias_dtype, spec.norm.bias_groups)
+    next_scale = parameter(spec.norm.next_scale_dtype, spec.norm.scale_groups)
     if spec.operation.family == "loss":
         labels, of_row = array((rows,), label_dtype), array((rows,), jnp.float32)
         if spec.direction == "bwd":
             entropy, of_results = (of_row,) * spec.returns_entropy, (of_row,) * spec.returns_entropy
             return x, (of_row, of_row), labels, None, *entropy, of_row, *of_results
-        return x, labels, None, array((rows,), jnp.bool_ if spec.has_positions else None)
+        return x, labels, None, array((rows,), jnp.bool_ if spec.loss.has_positions else None)
     if not spec.is_norm:
-        mask = of_logits(jnp.bool_, spec.mask_rows)
+        mask = of_logits(jnp.bool_, spec.logits.mask_rows)
         if spec.direction == "bwd":
             return dy, mask, dy
-        return x, mask, of_logits(spec.logits_bias_dtype, spec.logits_bias_rows)
+        return x, mask, of_logits(spec.softmax.logits_bias_dtype, spec.softmax.logits_bias_rows)
     tables = ()
-    if spec.table_rows is not None:
-        tables = (array((spec.table_rows.rows, spec.rotated // 2), spec.table_dtype),) * 2
+    if spec.norm.table_rows is not None:
+        tables = (
+            array((spec.norm.table_rows.rows, spec.norm.rotated // 2), spec.norm.table_dtype),
+        ) * 2
     if spec.direction == "fwd":
         return {
             "norm": (x, scale, bias),
@@ -109,11 +111,11 @@ def _operands(spec: Spec, label_dtype: Any) -> tuple[Any, ...]:
             "norm_add_norm": (x, residual, scale, next_scale),
             "norm_rope": (x, scale, *tables),
         }[spec.op]
-    saved = x if spec.saved == "input" else dy
+    saved = x if spec.norm.saved == "input" else dy
     stats = (array((rows,), jnp.float32),) * (1 + spec.returns_mean)
-    if spec.rotated:
+    if spec.norm.rotated:
         return saved, stats, scale, *tables, dy
-    return saved, stats, scale, bias, dy, x if spec.adds_dh else None
+    return saved, stats, scale, bias, dy, x if "h" in spec.outputs else None
 
 
 def _call(spec: Spec, *operands: Any, **options: Any) -> Any:

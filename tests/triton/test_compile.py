@@ -13,11 +13,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compiling import compile_call
+from specs import build_spec
 
 import jaxnorm
 from benchmarks.contract import KernelWorkload
 from benchmarks.sweeps import triton as sweep
-from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.launch import Gpu
 from jaxnorm_kernels.triton.schedule import choose, choose_line
@@ -36,10 +36,10 @@ COLS = [1, 64, 1000, 2048, 3000, 4095, 4096, 5120, 8192, 12288, 16384, 32768, 50
 
 def make_spec(op, direction, rows, cols, x=BF16, y=BF16, **changes):
     if "softmax" in op:
-        return Spec(op, direction, rows, cols, x, y)
+        return build_spec(op, direction, rows, cols, x, y)
     layer = {"subtract_mean": True, "bias_dtype": F32} if op == "layer_norm" else {}
     norm = {"scale_dtype": F32, "epsilon": 1e-6, "want_stats": True, **layer, **changes}
-    return Spec("norm", direction, rows, cols, x, y, **norm)
+    return build_spec("norm", direction, rows, cols, x, y, **norm)
 
 
 def check(spec, gpu):

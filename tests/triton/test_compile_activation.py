@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from pairs import pairwise
+from specs import build_spec
 from test_compile import BF16, F16, F32, GPUS, check, compile_call, kernels_in
 
 import jaxnorm
-from jaxnorm_kernels.specs import Spec
 
 # Short rows, unaligned, held, and looped over.
 COLS = [64, 128, 1000, 2048, 4095, 4096, 8192, 16384, 50257]
@@ -18,7 +18,7 @@ def make_spec(norm, direction, cols, x, y=None, **changes):
     layer = {"subtract_mean": True, "bias_dtype": F32} if norm == "layer_norm" else {}
     options = {"scale_dtype": F32, "epsilon": 1e-6, "saved": "input", "activation": "silu"}
     options |= {"want_stats": direction == "fwd", **layer, **changes}
-    return Spec("norm", direction, 4096, cols, x, x if y is None else y, **options)
+    return build_spec("norm", direction, 4096, cols, x, x if y is None else y, **options)
 
 
 @pytest.mark.parametrize(

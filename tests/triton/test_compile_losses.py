@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from specs import build_spec
 from test_compile import (
     BF16,
     F16,
@@ -19,7 +20,6 @@ from test_compile import (
 )
 
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
-from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import support
 
 # Rows that share a tile; that have no whole block inside; vocabularies.
@@ -30,7 +30,7 @@ CAPPED = {"logits_scale": 0.7, "logit_softcap": 30.0}
 
 def make_spec(direction, rows, cols, dtype, *, op="cross_entropy", **changes):
     options = {"want_stats": direction == "fwd", **changes}
-    return Spec(op, direction, rows, cols, dtype, F32, **options)
+    return build_spec(op, direction, rows, cols, dtype, F32, **options)
 
 
 @pytest.mark.parametrize("cols", WIDTHS)

@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from specs import build_spec
 from test_compile import (
     BF16,
     F16,
@@ -18,7 +19,7 @@ from test_compile import (
 )
 
 import jaxnorm
-from jaxnorm_kernels.specs import Shared, Spec
+from jaxnorm_kernels.specs import Shared
 
 # Columns of a head, and how many of them are rotated.
 HEADS = [(2, 2), (33, 6), (64, 64), (80, 32), (96, 96), (128, 128), (192, 64), (256, 256)]
@@ -27,7 +28,7 @@ HEADS += [(1024, 1024)]
 
 def make_spec(direction, cols, rotated, x=BF16, y=BF16, heads=32, **changes):
     options = {"scale_dtype": F32, "epsilon": 1e-6, "want_stats": True, "table_dtype": F32}
-    return Spec(
+    return build_spec(
         "norm_rope",
         direction,
         4 * 2048 * heads,

@@ -1,16 +1,15 @@
 """Norms with a residual, a second cotangent and parameters of groups compile for every GPU."""
 
-import dataclasses
 import functools
 import re
 
 import jax
 import pytest
+from specs import build_spec, changed
 from test_compile import BF16, F16, F32, GPUS, check, compile_call, kernels_in
 
 from benchmarks import contract
 from jaxnorm_kernels import triton
-from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import schedule as schedules
 from jaxnorm_kernels.triton.schedule import choose, choose_line
 
@@ -29,7 +28,7 @@ def make_spec(kind, cols, x=BF16, residual=BF16, **changes):
     op = "norm" if backward else re.sub("layer_norm|rms_norm", "norm", kind)
     options = {"scale_dtype": F32, "epsilon": 1e-6, "want_stats": True, **layer, **more}
     direction = "bwd" if backward else "fwd"
-    return Spec(op, direction, 4096, cols, x, BF16 if x == F16 else x, **(options | changes))
+    return build_spec(op, direction, 4096, cols, x, BF16 if x == F16 else x, **(options | changes))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
@@ -89,7 +88,7 @@ def test_every_line_of_a_table_is_used():
     ):
         widths = [*COLS, 2048, 8192, 12288]
         specs = [make_spec(kind, n, t, t) for kind in kinds for n in widths for t in (BF16, F32)]
-        lines = {choose_line(dataclasses.replace(spec, rows=32768)) for spec in specs}
+        lines = {choose_line(changed(spec, rows=32768)) for spec in specs}
         assert lines == set(table)
 
 
@@ -108,7 +107,7 @@ def test_calls_lower_for_cuda(cols, groups):
         ("rms_norm_add_rms_norm", (x, x, scale, scale)),
         ("rms_norm_bwd", (x, (stat,), scale, None, x, x)),
     ):
-        spec = dataclasses.replace(make_spec(kind, cols), rows=6, scale_groups=groups)
+        spec = changed(make_spec(kind, cols), rows=6, scale_groups=groups)
         run = functools.partial(contract.call, triton, spec)
         looped = "bwd" in kind and cols > 16384
         assert kernels_in(run, *operands) == 1 + looped

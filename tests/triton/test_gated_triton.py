@@ -42,7 +42,7 @@ def call(monkeypatch):
         triton_interpreter.install(monkeypatch)
 
     def run(spec, *operands, schedule=None):
-        assert triton.supports(spec) is None
+        assert triton.why_unsupported(spec) is None
         options = {} if schedule is None else {"schedule": make_schedule(schedule)}
         return contract.call(triton, spec, *operands, **options)
 

@@ -1,7 +1,5 @@
 """Functions of logits in every kind of schedule, as in `test_schedules`."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +9,12 @@ import test_loss
 from loss_cases import CrossEntropy, operands
 from program_error import assert_computes
 from reference import assert_within
+from specs import build_spec, changed
 from test_schedules import scheduled  # noqa: F401
 
 from benchmarks import contract
 from jaxnorm import log_prob_and_entropy
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
-from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.triton
 
@@ -110,7 +108,7 @@ def test_dx_where_x_lies(dtype, cols, padding, scheduled):  # noqa: F811
     del scheduled
     x, labels, d = operands((9, cols), dtype)
     wide = jnp.concatenate([x, jnp.full((9, padding), jnp.finfo(x.dtype).max)], 1)
-    forward = Spec(
+    forward = build_spec(
         "cross_entropy",
         "fwd",
         9,
@@ -120,7 +118,7 @@ def test_dx_where_x_lies(dtype, cols, padding, scheduled):  # noqa: F811
         want_stats=True,
         padding=padding,
     )
-    backward = dataclasses.replace(forward, direction="bwd", want_stats=False, overwrites_x=True)
+    backward = changed(forward, direction="bwd", want_stats=False, overwrites_x=True)
 
     @jax.jit
     def step(x, labels, d):

@@ -4,7 +4,6 @@ The functions of the contract are called as they are, under every kind of schedu
 of the tables, in Triton's interpreter or on a GPU.
 """
 
-import dataclasses
 import functools
 
 import numpy as np
@@ -12,11 +11,11 @@ import pytest
 import reference
 from needs import INTERPRETED
 from reference import Norm, assert_within, exact, rounding
+from specs import build_spec, changed
 from test_norm import normal
 from test_schedules import SCHEDULES, make_schedule
 
 from benchmarks import contract
-from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.triton
 
@@ -45,7 +44,7 @@ def call(request, monkeypatch):
     options = {"schedule": make_schedule(request.param)} if request.param in SCHEDULES else {}
 
     def run(*operands, spec):
-        assert triton.supports(spec) is None
+        assert triton.why_unsupported(spec) is None
         return contract.call(triton, spec, *operands, **options)
 
     return run
@@ -57,7 +56,7 @@ def make_spec(op, x, residual, parameter, y, keeps, kind="rms_norm", **changes):
     both = {"next_scale_dtype": parameter} if op == "norm_add_norm" else {}
     options = {"scale_dtype": parameter, "epsilon": 1e-6, "want_stats": True, "saved": keeps}
     options |= {"residual_dtype": None if op == "norm" else residual, **layer, **both}
-    return Spec(op, "fwd", *SHAPE, x, y, **(options | changes))
+    return build_spec(op, "fwd", *SHAPE, x, y, **(options | changes))
 
 
 def parameters(spec, seed=10):
@@ -67,7 +66,10 @@ def parameters(spec, seed=10):
         if dtype is None
         else normal((spec.cols,) if n == 1 else (n, spec.cols), dtype, seed + i, 0.3, shift)
         for i, (dtype, n, shift) in enumerate(
-            [(spec.scale_dtype, spec.scale_groups, 1.0), (spec.bias_dtype, spec.bias_groups, 0.0)]
+            [
+                (spec.norm.scale_dtype, spec.norm.scale_groups, 1.0),
+                (spec.norm.bias_dtype, spec.norm.bias_groups, 0.0),
+            ]
         )
     )
     return scale, bias
@@ -86,22 +88,24 @@ def expected(spec, x, scale, bias=None, d=None, rows=slice(None)):
     x = exact(x)
     return Norm(
         x=x[rows],
-        gain=(along_rows(scale, spec, 1.0) + (spec.scale_offset if scale is not None else 0))[rows],
+        gain=(along_rows(scale, spec, 1.0) + (spec.norm.scale_offset if scale is not None else 0))[
+            rows
+        ],
         bias=along_rows(bias, spec, 0.0)[rows],
         d=(np.zeros_like(x) if d is None else exact(d))[rows],
-        subtract_mean=spec.subtract_mean,
-        epsilon=spec.epsilon,
-        saved=spec.saved,
+        subtract_mean=spec.norm.subtract_mean,
+        epsilon=spec.norm.epsilon,
+        saved=spec.norm.saved,
         x_dtype=spec.x_dtype.name,
         y_dtype=spec.y_dtype.name,
-        activation=spec.activation,
+        activation=spec.norm.activation,
     )
 
 
 def check_statistics(stats, spec, ref):
     """rstd, and the mean where the norm `spec` returns it."""
     walk = reference.SAFETY * U * (np.sqrt(spec.cols) + 4)
-    biggest = np.max(np.abs(ref.x), -1, keepdims=True) * walk if spec.subtract_mean else 0.0
+    biggest = np.max(np.abs(ref.x), -1, keepdims=True) * walk if spec.norm.subtract_mean else 0.0
     assert len(stats) == 1 + spec.returns_mean
     wanted = [(ref.r, ref.r * (walk + (biggest * ref.r) ** 2)), (ref.mean, biggest)]
     for stat, (value, bound) in zip(stats, wanted):
@@ -112,8 +116,8 @@ def check_statistics(stats, spec, ref):
 def check_sum(h, spec, residual, normed, error):
     """h is residual + normed, of which that error is known, rounded once to be stored."""
     total = exact(residual) + normed
-    stored = rounding(np.abs(total) + error, spec.residual_dtype.name)
-    assert h.dtype == spec.residual_dtype
+    stored = rounding(np.abs(total) + error, spec.norm.residual_dtype.name)
+    assert h.dtype == spec.norm.residual_dtype
     assert_within(h, total, error + 4 * U * (np.abs(total) + error) + stored)
 
 
@@ -126,7 +130,7 @@ def check_norm(y, stats, spec, x, scale, bias):
 
 def check_add_norm(call, spec):
     x = normal((spec.rows, spec.cols), spec.x_dtype, 0, shift=0.3)
-    residual = normal(x.shape, spec.residual_dtype, 1, scale=3.0)
+    residual = normal(x.shape, spec.norm.residual_dtype, 1, scale=3.0)
     params = parameters(spec)
     y, h, stats = call(x, residual, *params, spec=spec)
     check_sum(h, spec, residual, exact(x), 0.0)
@@ -135,10 +139,10 @@ def check_add_norm(call, spec):
 
 def check_norm_add(call, spec):
     x = normal((spec.rows, spec.cols), spec.x_dtype, 0, shift=0.3)
-    residual = normal(x.shape, spec.residual_dtype, 1, scale=3.0)
+    residual = normal(x.shape, spec.norm.residual_dtype, 1, scale=3.0)
     scale, _ = parameters(spec)
     y, stats = call(x, residual, scale, spec=spec)
-    first = dataclasses.replace(spec.first, y_dtype=np.dtype("float32"))
+    first = changed(spec.first, y_dtype=np.dtype("float32"))
     ref = expected(first, x, scale)
     check_sum(y, spec, residual, ref.y, ref.y_bound())
     check_statistics(stats, first, ref)
@@ -146,10 +150,10 @@ def check_norm_add(call, spec):
 
 def check_norm_add_norm(call, spec):
     x = normal((spec.rows, spec.cols), spec.x_dtype, 0, shift=0.3)
-    residual = normal(x.shape, spec.residual_dtype, 1, scale=3.0)
+    residual = normal(x.shape, spec.norm.residual_dtype, 1, scale=3.0)
     (scale, _), (next_scale, _) = parameters(spec), parameters(spec.last, seed=20)
     y, h, (rstd, *stats) = call(x, residual, scale, next_scale, spec=spec)
-    first = dataclasses.replace(spec.first, y_dtype=np.dtype("float32"))
+    first = changed(spec.first, y_dtype=np.dtype("float32"))
     ref = expected(first, x, scale)
     check_sum(h, spec, residual, ref.y, ref.y_bound())
     check_statistics([rstd], first, ref)
@@ -217,14 +221,14 @@ def test_nan_and_inf_stay_in_their_row(op, bad, call):
 # -------------------------------------------------------------------------------------- backward
 
 
-def gradients(call, spec):
+def gradients(call, spec, adds_dh=False):
     """A function of dh; and the float64 norm of some of its rows."""
     x = normal((spec.rows, spec.cols), spec.x_dtype, 0, shift=0.3)
     d = normal(x.shape, spec.y_dtype, 3)
     params = parameters(spec)
-    y, stats = call(x, *params, spec=dataclasses.replace(spec, adds_dh=False))
-    saved = y if spec.saved == "output" else x
-    backward = dataclasses.replace(spec, direction="bwd")
+    y, stats = call(x, *params, spec=spec)
+    saved = y if spec.norm.saved == "output" else x
+    backward = changed(spec, direction="bwd", adds_dh=adds_dh)
 
     def run(dh=None):
         return call(saved, stats, *params, d, dh, spec=backward)
@@ -232,18 +236,21 @@ def gradients(call, spec):
     return run, functools.partial(expected, spec, x, *params, d)
 
 
-def check_backward(call, spec):
-    run, ref = gradients(call, spec)
-    dh = normal((spec.rows, spec.cols), spec.x_dtype, 4, 5.0) if spec.adds_dh else None
+def check_backward(call, spec, adds_dh=False):
+    run, ref = gradients(call, spec, adds_dh)
+    dh = normal((spec.rows, spec.cols), spec.x_dtype, 4, 5.0) if adds_dh else None
     dx, *grads = run(dh)
     whole = ref()
     bound, *_ = whole.gradient_bounds()
-    more = exact(dh) if spec.adds_dh else 0.0
+    more = exact(dh) if adds_dh else 0.0
     total = whole.dx + more
     stored = rounding(np.abs(total) + bound, spec.x_dtype.name)
     assert dx.dtype == spec.x_dtype
     assert_within(dx, total, bound + stored + 2 * U * (np.abs(whole.dx) + np.abs(more)))
-    dtypes, groups = (spec.scale_dtype, spec.bias_dtype), (spec.scale_groups, spec.bias_groups)
+    dtypes, groups = (
+        (spec.norm.scale_dtype, spec.norm.bias_dtype),
+        (spec.norm.scale_groups, spec.norm.bias_groups),
+    )
     for i, (grad, dtype, n) in enumerate(zip(grads, dtypes, groups)):
         if dtype is None:
             assert grad is None
@@ -261,7 +268,7 @@ def check_backward(call, spec):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mix", [MIXES[2], MIXES[4]], ids=" ".join)
 def test_backward_adds_dh(mix, kind, saved, call):
-    check_backward(call, make_spec("norm", *mix, kind, adds_dh=True, saved=saved))
+    check_backward(call, make_spec("norm", *mix, kind, saved=saved), adds_dh=True)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +291,7 @@ def test_groups(kind, scale_groups, bias_groups, saved, call):
     params = parameters(spec)
     check_norm(*call(x, *params, spec=spec), spec, x, *params)
     check_backward(call, spec)
-    check_backward(call, dataclasses.replace(spec, adds_dh=True))
+    check_backward(call, spec, adds_dh=True)
 
 
 @pytest.mark.parametrize("scale_groups", [1, 3])

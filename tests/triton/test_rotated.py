@@ -15,12 +15,12 @@ import reference
 from needs import INTERPRETED
 from program_error import assert_computes
 from reference import Norm, assert_within, exact, rounding
+from specs import build_spec, changed
 from test_norm import normal
 
 import jaxnorm
 from benchmarks import contract
 from jaxnorm.calls.rows import RowView
-from jaxnorm_kernels.specs import Spec
 
 pytestmark = pytest.mark.triton
 
@@ -80,7 +80,7 @@ def run(schedule, *operands, spec):
     if schedule in SCHEDULES:
         warps, tile_rows, programs, stages = SCHEDULES[schedule]
         options["schedule"] = Schedule(512, warps, tile_rows, programs=programs, stages=stages)
-    assert triton.supports(spec) is None
+    assert triton.why_unsupported(spec) is None
     return contract.call(triton, spec, *operands, **options)
 
 
@@ -90,7 +90,7 @@ def make_spec(shape, mix=MIXES[1], **changes):
     view = RowView((*lead, cols), (len(lead),), table=(*table, rotated // 2))
     x, table_dtype, scale, y = map(np.dtype, mix)
     options = {"epsilon": 1e-6, "want_stats": True, "scale_dtype": scale, **changes}
-    return Spec(
+    return build_spec(
         "norm_rope",
         "fwd",
         math.prod(lead),
@@ -116,16 +116,18 @@ class Arrays:
 
     @classmethod
     def of(cls, shape, spec):
-        angles = np.random.default_rng(1).uniform(0, 7, (spec.table_rows.rows, spec.rotated // 2))
-        groups = () if spec.scale_groups == 1 else (spec.scale_groups,)
+        angles = np.random.default_rng(1).uniform(
+            0, 7, (spec.norm.table_rows.rows, spec.norm.rotated // 2)
+        )
+        groups = () if spec.norm.scale_groups == 1 else (spec.norm.scale_groups,)
         scale = None
-        if spec.scale_dtype is not None:
-            scale = normal((*groups, spec.cols), spec.scale_dtype, 2, 0.3, 1.0)
+        if spec.norm.scale_dtype is not None:
+            scale = normal((*groups, spec.cols), spec.norm.scale_dtype, 2, 0.3, 1.0)
         return cls(
             normal((spec.rows, spec.cols), spec.x_dtype, 0, shift=0.3),
             scale,
-            jnp.asarray(FACTOR * np.cos(angles), spec.table_dtype),
-            jnp.asarray(FACTOR * np.sin(angles), spec.table_dtype),
+            jnp.asarray(FACTOR * np.cos(angles), spec.norm.table_dtype),
+            jnp.asarray(FACTOR * np.sin(angles), spec.norm.table_dtype),
             normal((spec.rows, spec.cols), spec.y_dtype, 3),
         )
 
@@ -135,7 +137,7 @@ class Arrays:
 
     def residuals(self, y, stats, spec):
         """Of the backward, with the cotangent."""
-        saved = y if spec.saved == "output" else self.x
+        saved = y if spec.norm.saved == "output" else self.x
         return saved, stats, self.scale, self.cos, self.sin, self.d
 
 
@@ -155,13 +157,13 @@ class Rotated:
 
         self.cos, self.sin = along_rows(arrays.cos), along_rows(arrays.sin)
         self.square = self.cos**2 + self.sin**2
-        if spec.interleaved:
+        if spec.norm.interleaved:
             self.first, self.second = np.arange(0, rotated, 2), np.arange(1, rotated, 2)
         else:
             self.first, self.second = np.arange(pairs), np.arange(pairs, rotated)
         gain = np.ones((spec.rows, spec.cols))
         if arrays.scale is not None:
-            groups = exact(arrays.scale).reshape(-1, spec.cols) + spec.scale_offset
+            groups = exact(arrays.scale).reshape(-1, spec.cols) + spec.norm.scale_offset
             if spec.scale_floor is not None:
                 low = np.abs(groups) < spec.scale_floor
                 groups = np.where(low, np.where(groups < 0, -1, 1) * spec.scale_floor, groups)
@@ -174,7 +176,7 @@ class Rotated:
             bias=np.zeros(spec.cols),
             d=self.turned(exact(arrays.d)[rows], self.cos, -self.sin),
             subtract_mean=False,
-            epsilon=spec.epsilon,
+            epsilon=spec.norm.epsilon,
             saved="input",
             x_dtype=spec.x_dtype.name,
             y_dtype="float32",
@@ -212,7 +214,7 @@ class Rotated:
         norm, g = self.norm, np.abs(self.gain)
         xh, d, dg = np.abs(norm.xh), np.abs(norm.d), np.abs(norm.d) * g
         d_error = 4 * U * self.magnitudes(self.abs_d)
-        if self.spec.saved == "output":
+        if self.spec.norm.saved == "output":
             # The clip at sqrt(N) holds x_hat where its column's gain is small beside its partner's.
             recovered = self.n_error() / g + 4 * U * xh
             xh_error = np.minimum(recovered, 2 * math.sqrt(self.spec.cols))
@@ -243,7 +245,7 @@ def check(call, shape, spec, arrays=None):
     r = expected.norm.r[:, 0]
     assert_within(rstd, r, r * expected.norm._walk)
 
-    backward = dataclasses.replace(spec, direction="bwd", want_stats=False)
+    backward = changed(spec, direction="bwd", want_stats=False)
     dx, dscale, *tables = call(*arrays.residuals(y, stats, spec), spec=backward)
     assert tables == [None, None]
     assert dx.dtype == spec.x_dtype
@@ -251,12 +253,14 @@ def check(call, shape, spec, arrays=None):
     if arrays.scale is None:
         assert dscale is None
         return dx, dscale
-    assert (dscale.shape, dscale.dtype) == (arrays.scale.shape, spec.scale_dtype)
-    size = spec.rows // spec.scale_groups
+    assert (dscale.shape, dscale.dtype) == (arrays.scale.shape, spec.norm.scale_dtype)
+    size = spec.rows // spec.norm.scale_groups
     for i, row in enumerate(exact(dscale).reshape(-1, spec.cols)):
         of_group = Rotated(shape, spec, arrays, slice(i * size, (i + 1) * size))
         value, error = of_group.gradients_and_bounds()[1]
-        assert_within(row, value, error + rounding(np.abs(value) + error, spec.scale_dtype.name))
+        assert_within(
+            row, value, error + rounding(np.abs(value) + error, spec.norm.scale_dtype.name)
+        )
     return dx, dscale
 
 
@@ -316,7 +320,7 @@ def test_a_scale_that_is_small_beside_its_partner_s(y_dtype, call):
 
 def gradients_of(implementation, spec, arrays, call=contract.call):
     y, stats = call(implementation, spec, *arrays.operands)
-    backward = dataclasses.replace(spec, direction="bwd", want_stats=False)
+    backward = changed(spec, direction="bwd", want_stats=False)
     dx, dscale, *_ = call(implementation, backward, *arrays.residuals(y, stats, spec))
     return y, dx, dscale
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.implementation import Implementation, Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.cross_entropy.backward import cross_entropy_bwd
 from jaxnorm_kernels.mosaic.cross_entropy.forward import cross_entropy_fwd
 from jaxnorm_kernels.mosaic.device.launch import interpreted as interpreted
@@ -19,11 +19,13 @@ from jaxnorm_kernels.mosaic.norm.rope import norm_rope_bwd, norm_rope_fwd
 from jaxnorm_kernels.mosaic.norm.strided import norm_strided_bwd, norm_strided_fwd
 from jaxnorm_kernels.mosaic.softmax.backward import softmax_bwd
 from jaxnorm_kernels.mosaic.softmax.forward import softmax_fwd
-from jaxnorm_kernels.mosaic.support import caveat as caveat
-from jaxnorm_kernels.mosaic.support import platforms as platforms
-from jaxnorm_kernels.mosaic.support import prefers as prefers
-from jaxnorm_kernels.mosaic.support import supports as supports
-from jaxnorm_kernels.mosaic.support import takes_inner as takes_inner
+from jaxnorm_kernels.mosaic.support import (
+    caveat,
+    platforms,
+    takes_inner,
+    why_not_default,
+    why_unsupported,
+)
 from jaxnorm_kernels.operations import Family, Op
 from jaxnorm_kernels.specs import Spec
 
@@ -59,3 +61,8 @@ def backward(residuals: Residuals, cotangents: Results, spec: Spec, **schedule: 
         return norm_strided_bwd(residuals, cotangents, spec)
     kernel = _BACKWARD.get(spec.op) or _BACKWARD[spec.operation.family]
     return kernel(residuals, cotangents, spec, **schedule)
+
+
+IMPLEMENTATION = Implementation(
+    forward, backward, why_unsupported, why_not_default, takes_inner, platforms, caveat
+)

@@ -75,31 +75,33 @@ _CANNOT: Table = (
     (
         "its norms take rows in multiples of 16 bytes",
         lambda s: (
-            not is_copied(s) if _norm_bwd(s) else s.is_norm and not s.rotated and is_unaligned(s)
+            not is_copied(s)
+            if _norm_bwd(s)
+            else s.is_norm and not s.norm.rotated and is_unaligned(s)
         ),
     ),
     (
         "its kernels add up no gradient of one value for a row where masked logits take part",
         lambda s: (
             s.direction == "bwd"
-            and s.logits_bias_rows is not None
-            and not s.logits_bias_rows.has_columns
+            and s.softmax.logits_bias_rows is not None
+            and not s.softmax.logits_bias_rows.has_columns
             and not s.drops_masked
         ),
     ),
     (
         "its norm with a rotation takes no groups of rows with a scale of their own, and tables of "
         "all pairs",
-        lambda s: bool(s.rotated) and (s.groups > 1 or s.table_rows is None),
+        lambda s: bool(s.norm.rotated) and (s.groups > 1 or s.norm.table_rows is None),
     ),
     (
         f"its norm with a rotation takes rows this short only by {heads.LEAST_ROWS} and more",
-        lambda s: bool(s.rotated) and s.rows < heads.LEAST_ROWS,
+        lambda s: bool(s.norm.rotated) and s.rows < heads.LEAST_ROWS,
     ),
     (
         "its norm with a rotation divides a head's pairs, and its other columns, among the threads "
         "of a row, two or more, and copies it in multiples of 16 bytes",
-        lambda s: 0 < s.rotated <= s.cols <= heads.MOST_COLS and not _is_held(s),
+        lambda s: 0 < s.norm.rotated <= s.cols <= heads.MOST_COLS and not _is_held(s),
     ),
     ("its kernels hold no rows of this length", lambda s: not _is_held(s)),
 )
@@ -139,7 +141,7 @@ _LEFT_TO_XLA: Table = (
     (
         "with fewer rows than multiprocessors, XLA spreads a norm's backward over more of them",
         lambda s: (
-            _norm_bwd(s) and s.rows < 128 and not (s.subtract_mean and s.y_dtype.itemsize == 4)
+            _norm_bwd(s) and s.rows < 128 and not (s.norm.subtract_mean and s.y_dtype.itemsize == 4)
         ),
     ),
     (
@@ -166,7 +168,7 @@ def takes_inner(spec: Spec) -> bool:
     return strip_schedule.refusal(spec) is None
 
 
-def supports(spec: Spec | LinearSpec) -> str | None:
+def why_unsupported(spec: Spec | LinearSpec) -> str | None:
     """None, or why this call cannot run here."""
     if isinstance(spec, LinearSpec):
         return first_of_linear(_CANNOT_MULTIPLY, spec)
@@ -175,13 +177,14 @@ def supports(spec: Spec | LinearSpec) -> str | None:
     return first(_CANNOT, spec)
 
 
-def prefers(spec: Spec) -> str | None:
+def why_not_default(spec: Spec) -> str | None:
     """None, or why the default leaves this call to xla."""
     return first(_LEFT_TO_XLA, spec)
 
 
-def caveat() -> str | None:
-    """What is not known of these kernels on the GPU at hand; None for nothing."""
+def caveat(spec: Spec) -> str | None:
+    """What is unknown about these kernels on the GPU at hand; None for nothing."""
+    del spec
     if local_capability() not in _NOT_TIMED:
         return None
     return "compiled for this GPU's compute capability, but not timed on it"
@@ -191,7 +194,7 @@ def _is_held(spec: Spec) -> bool:
     """Whether registers and shared memory have room for the rows of a call."""
     if spec.is_loss:
         return True  # In a loop.
-    if spec.rotated:
+    if spec.norm.rotated:
         return (heads.forward if spec.direction == "fwd" else heads.backward)(spec) is not None
     if spec.direction == "fwd":
         return forward.choose(spec) is not None
@@ -212,6 +215,6 @@ def _norm_bwd(spec: Spec) -> bool:
 
     But a sum of a scaled x has rows of its own beside the norm's.
     """
-    is_plain_sum = spec.residual_dtype is not None and spec.branch_scale_dtype is None
-    has_own_rows = is_plain_sum or spec.table_dtype is not None
+    is_plain_sum = spec.norm.residual_dtype is not None and spec.norm.branch_scale_dtype is None
+    has_own_rows = is_plain_sum or spec.norm.table_dtype is not None
     return spec.is_norm and spec.direction == "bwd" and not has_own_rows

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.implementation import Implementation, Operands, Residuals, Results
 from jaxnorm_kernels.operations import Family, Op
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.triton import extra
@@ -15,9 +15,12 @@ from jaxnorm_kernels.triton.norm_backward import norm_bwd, two_norms_bwd  # noqa
 from jaxnorm_kernels.triton.norm_forward import norm_fwd  # noqa: E402
 from jaxnorm_kernels.triton.norm_rope import norm_rope_bwd, norm_rope_fwd  # noqa: E402
 from jaxnorm_kernels.triton.softmax import softmax_bwd, softmax_fwd  # noqa: E402
-from jaxnorm_kernels.triton.support import platforms as platforms  # noqa: E402
-from jaxnorm_kernels.triton.support import prefers as prefers  # noqa: E402
-from jaxnorm_kernels.triton.support import supports as supports  # noqa: E402
+from jaxnorm_kernels.triton.support import (  # noqa: E402
+    caveat,
+    platforms,
+    why_not_default,
+    why_unsupported,
+)
 
 # Of the families, and of the operations whose kernels are not their family's.
 _FORWARD: dict[Family | Op, Callable[..., Results]] = {
@@ -45,3 +48,8 @@ def backward(residuals: Residuals, cotangents: Results, spec: Spec, **schedule: 
     """See `Implementation.backward`; `schedule` stands in for the one of the table."""
     kernel = _BACKWARD.get(spec.op) or _BACKWARD[spec.operation.family]
     return kernel(residuals, cotangents, spec, **schedule)
+
+
+IMPLEMENTATION = Implementation(
+    forward, backward, why_unsupported, why_not_default, platforms=platforms, caveat=caveat
+)

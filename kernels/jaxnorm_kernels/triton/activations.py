@@ -36,9 +36,9 @@ class Gate:
 
 def of(spec: Spec) -> Gate | None:
     """That of a call; None for none."""
-    if spec.gate_dtype is None or spec.activation is None:
+    if spec.norm.gate_dtype is None or spec.norm.activation is None:
         return None
-    return Gate(spec.activation, not spec.norm_before_gate)
+    return Gate(spec.norm.activation, not spec.norm.norm_before_gate)
 
 
 @triton.jit

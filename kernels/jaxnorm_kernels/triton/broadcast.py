@@ -35,7 +35,7 @@ class Operand:
 
 def of(shared: Shared | None) -> Operand:
     """That of a call."""
-    assert shared is not None  # or `supports` refuses it
+    assert shared is not None  # or `why_unsupported` refuses it
     row: Digits = ()
     parts: dict[bool, Digits] = {True: (), False: ()}
     of_x, inside = 1, {True: 1, False: 1}

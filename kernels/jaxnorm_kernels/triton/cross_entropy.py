@@ -101,10 +101,10 @@ class Options:
         blocks, vector = loss_blocks(spec, schedule), loss_vector(spec, schedule)
         return cls(
             spec.classes,
-            spec.label_smoothing,
-            spec.z_loss,
-            spec.logits_scale,
-            spec.logit_softcap or 0.0,
+            spec.loss.label_smoothing,
+            spec.loss.z_loss,
+            spec.logits.logits_scale,
+            spec.loss.logit_softcap or 0.0,
             spec.logit_factor,
             spec.returns_entropy,
             blocks,
@@ -120,7 +120,7 @@ def cross_entropy_fwd(
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or schedules.choose(spec)
     of_rows = jax.ShapeDtypeStruct((spec.rows,), np.float32)
-    stat = of_rows if spec.want_stats else None
+    stat = of_rows if spec.has_stats else None
     options = Options.of(spec, schedule)
     y, *rest = schedule.launch(
         _cross_entropy_fwd,

@@ -9,7 +9,7 @@ import jax
 import jax_triton
 from jax import lax
 
-from jaxnorm_kernels import tracing
+from jaxnorm_kernels import launching
 from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.triton import extra
 
@@ -91,7 +91,7 @@ def launch(
 def run(**call: Any) -> list[jax.Array]:
     """The one place that calls jax-triton."""
     extra.check_cuda()
-    with tracing.settings():
+    with launching.settings():
         results: list[jax.Array] = jax_triton.triton_call(**call)
     return results
 

@@ -50,22 +50,22 @@ class Logits:
 
 def of(spec: Spec) -> Logits:
     """That of a call."""
-    has_bias = spec.logits_bias_dtype is not None
+    has_bias = spec.softmax.logits_bias_dtype is not None
     return Logits(
         log=spec.op == "log_softmax",
-        scale=spec.logits_scale,
-        queries=spec.queries if spec.causal else 0,
-        mask=broadcast.of(spec.mask_rows) if spec.reads_mask else None,
-        bias=broadcast.of(spec.logits_bias_rows) if has_bias else None,
-        drops=spec.causal or spec.reads_mask,
-        drops_zeros=spec.has_mask and not spec.reads_mask,
+        scale=spec.logits.logits_scale,
+        queries=spec.softmax.queries if spec.softmax.causal else 0,
+        mask=broadcast.of(spec.logits.mask_rows) if spec.reads_mask else None,
+        bias=broadcast.of(spec.softmax.logits_bias_rows) if has_bias else None,
+        drops=spec.softmax.causal or spec.reads_mask,
+        drops_zeros=spec.logits.has_mask and not spec.reads_mask,
         renormalises=spec.direction == "bwd" and spec.renormalises,
     )
 
 
 def sums_columns(spec: Spec) -> bool:
     """Whether a backward returns the gradient of a bias that has columns."""
-    shared = None if spec.logits_bias_dtype is None else spec.logits_bias_rows
+    shared = None if spec.softmax.logits_bias_dtype is None else spec.softmax.logits_bias_rows
     return spec.direction == "bwd" and shared is not None and shared.has_columns
 
 

@@ -58,12 +58,12 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
     elif schedule.stages > 1 and _may_persist(spec):
         kernel = norm_fwd_persistent
         options = {"grid": schedule.persistent_grid(spec)[1:], "stages": schedule.stages}
-    stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.want_stats else None
+    stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.has_stats else None
     # Of two norms the first keeps x and has neither mean, floor nor bias: the second one decides.
     norm = spec.norms[-1]
-    y_dtype = spec.residual_dtype if spec.operation.y_is_sum else spec.y_dtype
-    h = jax.ShapeDtypeStruct(x.shape, spec.residual_dtype) if spec.normalises_h else None
-    kind = "layer_norm" if spec.subtract_mean else "rms_norm"
+    y_dtype = spec.norm.residual_dtype if spec.operation.y_is_sum else spec.y_dtype
+    h = jax.ShapeDtypeStruct(x.shape, spec.norm.residual_dtype) if spec.normalises_h else None
+    kind = "layer_norm" if spec.norm.subtract_mean else "rms_norm"
     y, *results = schedule.launch(
         kernel,
         spec,
@@ -92,12 +92,12 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None
     if h is None:
         return Results(y, stats=tuple(results))
     # The kernels write h in any case: rows too wide for registers are read back.
-    return Results(y, results[0] if spec.returns_h else None, tuple(results[1:]))
+    return Results(y, results[0] if "h" in spec.outputs else None, tuple(results[1:]))
 
 
 def _may_persist(spec: Spec) -> bool:
     """Whether the kernel of persistent programs is for such calls."""
-    return spec.operation.norms == ("last",) and spec.groups == 1 and spec.gate_dtype is None
+    return spec.operation.norms == ("last",) and spec.groups == 1 and spec.norm.gate_dtype is None
 
 
 @triton.jit
@@ -142,16 +142,16 @@ def norm_fwd_in_registers(
         for i in tl.static_range(len(loaded)):
             tile = tile_at(first_row, i * tiling.block, rows, tiling)
             x += (gated(loaded[i], gate_ptr, tile, gate, True),)
-    centred, rstd, mean = _normalized(x, norm.epsilon, norm.subtract_mean, tiling)
+    centred, rstd, mean = _normalized(x, norm.norm.epsilon, norm.norm.subtract_mean, tiling)
     if op == "norm_add_norm":
         _store_stats(rstd_ptr, None, first_row, rows, rstd, mean, tiling)
         normed = ()
         for i in tl.static_range(len(x)):
             col = columns_at(i * tiling.block, tiling.block)
-            g = gain(scale, col, tiling.cols, norm.scale_offset, 0.0)
+            g = gain(scale, col, tiling.cols, norm.norm.scale_offset, 0.0)
             normed += (centred[i] * rstd[:, None] * g,)
         h = _sums(normed, residual_ptr, h_ptr, first_row, rows, tiling)
-        centred, rstd, mean = _normalized(h, norm.epsilon, False, tiling)
+        centred, rstd, mean = _normalized(h, norm.norm.epsilon, False, tiling)
         rstd_ptr = next_rstd_ptr
         scale = of_groups(next_scale_ptr, row, rows, next_scale_rows, tiling.cols)
     for i in tl.static_range(len(x)):
@@ -208,7 +208,7 @@ def norm_fwd_persistent(
             for i in tl.static_range(pieces):
                 scaled += (x[i] * branch_scales[i],)
             x = _sums(scaled, residual_ptr, h_ptr, first_row, rows, tiling)
-        centred, rstd, mean = _normalized(x, norm.epsilon, norm.subtract_mean, tiling)
+        centred, rstd, mean = _normalized(x, norm.norm.epsilon, norm.norm.subtract_mean, tiling)
         for i in tl.static_range(pieces):
             g, b = params[i]
             y = _after_norm(centred[i] * rstd[:, None] * g + b, norm)
@@ -218,13 +218,17 @@ def norm_fwd_persistent(
 
 @triton.jit
 def _normalized(x, epsilon: tl.constexpr, subtract_mean: tl.constexpr, tiling: tl.constexpr):
-    """x - mean, by pieces; r; and the mean."""
+    """Return x - mean, by pieces; r; and the mean.
+
+    The division is rounded correctly. Triton's `/` errs by up to 2 ulp, so that a row of equal
+    numbers would have a mean beside them, and results of 1 instead of 0.
+    """
     mean = tl.full([tiling.tile_rows], 0.0, tl.float32)
     if subtract_mean:
         total = zeros(tiling)
         for i in tl.static_range(len(x)):
             total += x[i]
-        mean = tl.sum(total, axis=1) / tiling.cols
+        mean = tl.div_rn(tl.sum(total, axis=1), mean + tiling.cols)
     centred, square = (), zeros(tiling)
     for i in tl.static_range(len(x)):
         c = x[i]
@@ -273,17 +277,17 @@ def norm_fwd_looped(
         if op == "add_norm":
             x *= gain(branch_scale, tile[2], tiling.cols, 0.0, 0.0)
             x = _sum(x, residual_ptr, h_ptr, tile[1] + tile[2], tile[3])
-        if norm.subtract_mean:
+        if norm.norm.subtract_mean:
             before = tl.cast(first_col, tl.float32)
             size = tl.cast(tl.minimum(tiling.cols - first_col, tiling.block), tl.float32)
             weight = size / (before + size)
-            block_mean = tl.sum(x, axis=1) / size
+            block_mean = tl.div_rn(tl.sum(x, axis=1), size)
             x = zero_beyond(x - block_mean[:, None], first_col, tiling)
             shift = block_mean - mean
             square += shift * shift * before * weight
             mean += shift * weight
         square += tl.sum(x * x, axis=1)
-    rstd = tl.rsqrt(square / tiling.cols + norm.epsilon)
+    rstd = tl.rsqrt(square / tiling.cols + norm.norm.epsilon)
     if op == "norm_add_norm":
         _store_stats(rstd_ptr, None, first_row, rows, rstd, mean, tiling)
         square = tl.full([tiling.tile_rows], 0.0, tl.float32)
@@ -291,10 +295,10 @@ def norm_fwd_looped(
             _, start, col, exists = tile_at(first_row, first_col, rows, tiling)
             at = start + col
             x = tl.load(x_ptr + at, exists, 0.0, eviction_policy="evict_first").to(tl.float32)
-            g = gain(scale, col, tiling.cols, norm.scale_offset, 0.0)
+            g = gain(scale, col, tiling.cols, norm.norm.scale_offset, 0.0)
             h = _sum(x * rstd[:, None] * g, residual_ptr, h_ptr, at, exists)
             square += tl.sum(h * h, axis=1)
-        rstd = tl.rsqrt(square / tiling.cols + norm.epsilon)
+        rstd = tl.rsqrt(square / tiling.cols + norm.norm.epsilon)
         rstd_ptr = next_rstd_ptr
         scale = of_groups(next_scale_ptr, row, rows, next_scale_rows, tiling.cols)
     if h_ptr is not None:
@@ -316,8 +320,8 @@ def norm_fwd_looped(
 @triton.jit
 def _after_norm(n, norm: tl.constexpr):
     """The activation of a norm, if there is one."""
-    if norm.activation is not None:
-        n, _ = activated(n, norm.activation)
+    if norm.norm.activation is not None:
+        n, _ = activated(n, norm.norm.activation)
     return n
 
 

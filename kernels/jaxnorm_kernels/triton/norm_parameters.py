@@ -38,14 +38,14 @@ class Norm:
 def of(spec: Spec) -> Norm:
     """That of a call with one norm."""
     return Norm(
-        subtract_mean=spec.subtract_mean,
-        epsilon=spec.epsilon,
-        scale_offset=spec.scale_offset,
+        subtract_mean=spec.norm.subtract_mean,
+        epsilon=spec.norm.epsilon,
+        scale_offset=spec.norm.scale_offset,
         scale_floor=spec.scale_floor or 0.0,
-        from_output=spec.saved == "output",
+        from_output=spec.norm.saved == "output",
         x_hat_limit=math.sqrt(spec.cols) if spec.clips_x_hat else 0.0,
         y_limit=spec.y_limit or 0.0,
-        activation=spec.activation,
+        activation=spec.norm.activation,
     )
 
 
@@ -85,7 +85,7 @@ def gain(scale, col, cols: tl.constexpr, offset: tl.constexpr, floor: tl.constex
 @triton.jit
 def gain_and_inverse(scale, col, cols: tl.constexpr, norm: tl.constexpr):
     """G and 1 / G for the columns of a tile."""
-    g = gain(scale, col, cols, norm.scale_offset, norm.scale_floor)
+    g = gain(scale, col, cols, norm.norm.scale_offset, norm.scale_floor)
     if scale[0] is None:
         inverse = 1.0
     elif norm.scale_floor > 0.0:
@@ -110,7 +110,7 @@ def effective_bias(bias, y_ptr, col, cols: tl.constexpr, from_output: tl.constex
 @triton.jit
 def gain_and_bias(scale, bias, y_ptr, col, cols: tl.constexpr, norm: tl.constexpr):
     """G and the bias of the columns of a tile. No scale is G = 1, no bias is 0."""
-    g = gain(scale, col, cols, norm.scale_offset, norm.scale_floor)
+    g = gain(scale, col, cols, norm.norm.scale_offset, norm.scale_floor)
     return g, effective_bias(bias, y_ptr, col, cols, norm.from_output)
 
 

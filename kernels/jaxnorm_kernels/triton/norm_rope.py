@@ -68,7 +68,7 @@ class Rotation:
     @classmethod
     def of(cls, spec: Spec, schedule: Schedule) -> "Rotation":
         """That of a call."""
-        table = spec.table_rows
+        table = spec.norm.table_rows
         assert table is not None
         # Neighbours share a row: heads of one position, mostly. Tiles are cut from the first row of
         # each group that has a scale of its own.
@@ -77,8 +77,8 @@ class Rotation:
         shares = not has_axis and run % schedule.tile_rows == 0
         return cls(
             cols=spec.cols,
-            pairs=spec.rotated // 2,
-            interleaved=spec.interleaved,
+            pairs=spec.norm.rotated // 2,
+            interleaved=spec.norm.interleaved,
             table_row=broadcast.of(table).row,
             tile_shares=shares or table.rows == 1,
         )
@@ -101,7 +101,7 @@ class Rotation:
 def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
     """See `Implementation.forward`; `schedule` stands in for the one of the table."""
     schedule = schedule or schedules.choose(spec)
-    stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.want_stats else None
+    stat = jax.ShapeDtypeStruct((spec.rows,), np.float32) if spec.has_stats else None
     y, *stats = schedule.launch(
         _norm_rope_fwd,
         spec,
@@ -183,7 +183,7 @@ def _norm_rope_fwd(
     squares = ()
     for i in tl.static_range(len(x)):
         squares += (x[i] * x[i],)
-    rstd = tl.rsqrt(_row_sums(squares) / tiling.cols + norm.epsilon)
+    rstd = tl.rsqrt(_row_sums(squares) / tiling.cols + norm.norm.epsilon)
     n = ()
     for i in tl.static_range(len(x)):
         n += (x[i] * rstd[:, None] * g[i],)

@@ -154,7 +154,7 @@ class Line:
         itemsize = max(dtype.itemsize for dtype in read)
         return (
             (self.cols is None or held <= self.cols)
-            and (not self.mean or spec.subtract_mean)
+            and (not self.mean or spec.norm.subtract_mean)
             and (not self.unaligned or bool(spec.cols * itemsize % _VECTOR))
             and self.itemsize in (None, itemsize)
         )
@@ -369,8 +369,8 @@ def loss_blocks(spec: Spec, schedule: Schedule) -> int:
 def _table(spec: Spec) -> tuple[Line, ...]:
     if sums_columns(spec):
         return SOFTMAX_BIAS_BACKWARD
-    has_bias = spec.logits_bias_dtype is not None
-    if spec.direction == "fwd" and (spec.has_mask or has_bias or spec.causal):
+    has_bias = spec.softmax.logits_bias_dtype is not None
+    if spec.direction == "fwd" and (spec.logits.has_mask or has_bias or spec.softmax.causal):
         return LOGITS_FORWARD
     if (spec.op, spec.direction) in _TABLES or not spec.is_norm:
         return _TABLES[spec.op, spec.direction]
@@ -389,12 +389,12 @@ def _tile_rows(most: int, spec: Spec, gpu: Gpu) -> int:
 
 def _stages(line: Line, tile: int, spec: Spec, gpu: Gpu) -> int:
     """As many tiles under way as there is shared memory for: it holds all but the first."""
-    saved = spec.y_dtype if spec.saved == "output" else spec.last.x_dtype
+    saved = spec.y_dtype if spec.norm.saved == "output" else spec.last.x_dtype
     read: list[np.dtype | None] = [*spec.operand_dtypes]
     if spec.direction == "bwd":
         # Of tables two values for each pair of columns: as many as of an array.
-        dh = spec.last.x_dtype if spec.adds_dh else None
-        read = [saved, *spec.kept_dtypes, spec.y_dtype, dh, spec.table_dtype]
+        dh = spec.last.x_dtype if "h" in spec.outputs else None
+        read = [saved, *spec.kept_dtypes, spec.y_dtype, dh, spec.norm.table_dtype]
     room = gpu.smem // line.per_sm - _EXCHANGE * tile
     return min(line.stages, 1 + max(0, room) // (tile * sum(t.itemsize for t in read if t)))
 

@@ -73,7 +73,7 @@ def softmax_bwd(
     if logits_of.sums_columns(spec):
         dx, gradient = softmax_bwd_bias(y, mask, dy, spec, schedule)
         return Operands(dx, logits_bias=gradient)
-    dbias = None if spec.logits_bias_dtype is None else spec.logits_bias_rows
+    dbias = None if spec.softmax.logits_bias_dtype is None else spec.softmax.logits_bias_rows
     row_sums = jax.ShapeDtypeStruct((spec.rows,), np.float32)
     dx, *sums = schedule.launch(
         _softmax_bwd_looped if schedule.is_looped(spec) else _softmax_bwd_in_registers,
@@ -90,7 +90,7 @@ def softmax_bwd(
     )
     if dbias is None:
         return Operands(dx)
-    gradient = _of_rows(dbias, *sums).astype(spec.logits_bias_dtype)
+    gradient = _of_rows(dbias, *sums).astype(spec.softmax.logits_bias_dtype)
     return Operands(dx, logits_bias=gradient)
 
 

@@ -81,8 +81,8 @@ def softmax_bwd_bias(
       y, dy: `(rows, cols)`.
       mask: `(n, cols)` or `(n, 1)`; None for one that is not read.
     """
-    shared = spec.logits_bias_rows
-    assert shared is not None  # or `supports` refuses it
+    shared = spec.softmax.logits_bias_rows
+    assert shared is not None  # or `why_unsupported` refuses it
     operands: dict[str, Any] = {
         "y_ptr": y,
         "dy_ptr": dy,
@@ -102,7 +102,7 @@ def softmax_bwd_bias(
     is_whole = programs.splits == 1
     partial = jax.ShapeDtypeStruct(
         (programs.splits * shared.rows, spec.cols),
-        spec.logits_bias_dtype if is_whole else np.float32,
+        spec.softmax.logits_bias_dtype if is_whole else np.float32,
     )
     dx, dbias = schedule.launch(
         _softmax_bwd_bias,
@@ -121,7 +121,7 @@ def softmax_bwd_bias(
     )
     if not is_whole:
         dbias = dbias.reshape(programs.splits, shared.rows, spec.cols).sum(0)
-    return dx, dbias.astype(spec.logits_bias_dtype)
+    return dx, dbias.astype(spec.softmax.logits_bias_dtype)
 
 
 @triton.jit

@@ -4,6 +4,7 @@ import functools
 import importlib
 import os
 
+from jaxnorm_kernels import timings
 from jaxnorm_kernels.devices import local_capability
 from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.refusals import (
@@ -36,7 +37,7 @@ _CANNOT: Table = (
     ("its kernels leave out what a mask does not keep", lambda s: not s.drops_masked),
     (
         "its kernel of two norms with a residual between them is RMSNorm's",
-        lambda s: len(s.operation.norms) > 1 and s.subtract_mean,
+        lambda s: len(s.operation.norms) > 1 and s.norm.subtract_mean,
     ),
     (
         f"its kernels of a norm and a rotation hold a row of up to {_MOST_ROTATED} columns",
@@ -44,7 +45,7 @@ _CANNOT: Table = (
     ),
     (
         "there is nothing to rotate by tables of size 0",
-        lambda s: s.op == "norm_rope" and s.rotated == 0,
+        lambda s: s.op == "norm_rope" and s.norm.rotated == 0,
     ),
     (
         f"its kernels number rows and columns in 32 bits, up to {_MOST}",
@@ -81,12 +82,6 @@ _LEFT_TO_XLA: Table = (
         lambda s: not can_lower(),
     ),
     (
-        "its softmaxes with a mask, a bias or a diagonal are not measured yet",
-        lambda s: s.has_mask or s.logits_bias_dtype is not None or s.causal,
-    ),
-    ("its cross-entropy is not measured yet", lambda s: s.is_loss),
-    ("its norm with a rotation is not measured yet", lambda s: s.op == "norm_rope"),
-    (
         "with few rows, XLA spreads a norm over more multiprocessors",
         lambda s: s.is_norm and s.rows < _few_rows(s),
     ),
@@ -110,8 +105,8 @@ _LEFT_TO_XLA: Table = (
         ),
     ),
     (
-        "LayerNorm's backward of float32 rows of this width reads them twice from memory",
-        lambda s: _is_layer(s, "bwd") and s.y_dtype.itemsize == 4 and 8192 < s.cols <= 16384,
+        "LayerNorm's backward of rows of this width reads them twice from memory",
+        lambda s: _is_layer(s, "bwd") and 8192 < s.cols <= 16384,
     ),
     (
         "RMSNorm of float32 rows this wide reads them twice from memory",
@@ -129,16 +124,21 @@ def platforms() -> tuple[str, ...]:
     return ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
 
 
-def supports(spec: Spec | LinearSpec) -> str | None:
+def why_unsupported(spec: Spec | LinearSpec) -> str | None:
     """None, or why this call cannot run here."""
     if isinstance(spec, LinearSpec):
         return _NO_PRODUCT
     return first(_CANNOT, spec)
 
 
-def prefers(spec: Spec) -> str | None:
+def why_not_default(spec: Spec) -> str | None:
     """None, or why the default leaves this call to xla."""
-    return first(_LEFT_TO_XLA, spec)
+    return first(_LEFT_TO_XLA, spec) or timings.why_not_default(spec)
+
+
+def caveat(spec: Spec) -> str | None:
+    """Where the kernel was timed, if not on the GPU at hand."""
+    return timings.caveat(spec)
 
 
 def _is_too_old() -> bool:
@@ -147,7 +147,7 @@ def _is_too_old() -> bool:
 
 def _few_rows(spec: Spec) -> int:
     """The rows from which a norm is known to be faster; measured at 1, 128 and 2048."""
-    float32_layer_norm = spec.subtract_mean and spec.y_dtype.itemsize == 4
+    float32_layer_norm = spec.norm.subtract_mean and spec.y_dtype.itemsize == 4
     return 2048 if spec.direction == "fwd" or float32_layer_norm else 128
 
 
@@ -156,11 +156,11 @@ def _norm(spec: Spec, direction: str) -> bool:
 
 
 def _is_layer(spec: Spec, direction: str) -> bool:
-    return _norm(spec, direction) and spec.subtract_mean
+    return _norm(spec, direction) and spec.norm.subtract_mean
 
 
 def _is_rms(spec: Spec, direction: str) -> bool:
-    return _norm(spec, direction) and not spec.subtract_mean
+    return _norm(spec, direction) and not spec.norm.subtract_mean
 
 
 def _is_16_bit(spec: Spec) -> bool:

@@ -1,16 +1,15 @@
 """The contract in plain ``jax.numpy``: the reference, the fallback, the path for CPU and TPU."""
 
-from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.implementation import Implementation, Operands, Residuals, Results
 from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
-from jaxnorm_kernels.xla import cross_entropy, log_prob, norm, norm_rope, softmax
+from jaxnorm_kernels.xla import cross_entropy, norm, norm_rope, softmax
 from jaxnorm_kernels.xla.formulas import Formulas
 
 #: Of each operation of the table.
 FORMULAS: dict[Op, Formulas] = {
     **softmax.FORMULAS,
     **cross_entropy.FORMULAS,
-    **log_prob.FORMULAS,
     **norm.FORMULAS,
     **norm_rope.FORMULAS,
 }
@@ -22,7 +21,7 @@ def forward(operands: Operands, spec: Spec) -> Results:
 
 
 def tangent(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
-    """See `WithTangent.tangent`."""
+    """See `Implementation.tangent`."""
     return FORMULAS[spec.op].tangent(residuals, tangents, spec)
 
 
@@ -31,17 +30,4 @@ def backward(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     return FORMULAS[spec.op].backward(residuals, cotangents, spec)
 
 
-def platforms() -> None:
-    """It runs on all."""
-
-
-def supports(spec: object) -> str | None:
-    """Every call is supported."""
-    del spec
-    return None
-
-
-def prefers(spec: Spec) -> str | None:
-    """There is nothing to fall back to."""
-    del spec
-    return None
+IMPLEMENTATION = Implementation(forward, backward, tangent=tangent)

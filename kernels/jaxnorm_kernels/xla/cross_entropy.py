@@ -1,4 +1,7 @@
-"""Softmax cross-entropy with integer labels over ``spec.axes``; all passes start from the logits.
+"""Functions of logits and integer labels over ``spec.axes``; all passes start from the logits.
+
+Cross-entropy
+-------------
 
 Row of V logits x, label l, a = label_smoothing, b = z_loss; sums over what ``mask`` keeps, but
 those of the targets over all. With a scale or a cap, differences of x are `f_times` those of g(x),
@@ -25,9 +28,25 @@ is left out of the sum; D = m - x_l is 0 where the label is the largest:
 A row without an entry, whose ``positions`` is False or of which ``mask`` keeps nothing, has loss
 and gradient 0, and log(s) = -inf, by which the other passes know it. One with a label that is none
 of its columns has NaN for log(s), loss and gradient. Columns of padding are not read.
+
+Log-probability of the label, and entropy
+-----------------------------------------
+
+Row of logits x, label l; sums over what ``mask`` keeps. m, s and log(s) are the cross-entropy's,
+whose loss is -y:
+
+    y        = log(p_l)            p = exp(x - m - log(s))
+    entropy  = log(s) - T / s      T = sum(exp(x - m) (x - m))
+
+Neither term of the entropy is negative. With a and b the cotangents of y and of the entropy H:
+
+    dx = a ([j = l] - p) - b p (log(p) + H)
+
+With t the tangent of x, that of y is t_l - sum(p t), and that of H -sum(p (log(p) + H) t).
+
+A row without an entry has 0 for both, and one whose label is none of its columns NaN.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -41,11 +60,13 @@ from jaxnorm_kernels.xla.formulas import Formulas
 from jaxnorm_kernels.xla.label_sums import (
     at_column,
     exponentials_but_label,
+    f_times,
+    g,
     label_sums,
     shares_exponentials,
+    times_slope,
 )
-from jaxnorm_kernels.xla.logits import f_times, g, times_slope
-from jaxnorm_kernels.xla.reductions import row_any, row_max
+from jaxnorm_kernels.xla.reductions import over_shards, row_any, row_max, row_sums
 
 _INT32_MAX = 2**31 - 1
 
@@ -53,7 +74,7 @@ _INT32_MAX = 2**31 - 1
 def cross_entropy_fwd(operands: Operands, spec: Spec) -> Results:
     """The loss, and the statistics that the spec wants; each of the rows' shape."""
     loss, *stats = loss_and_statistics(operands, spec)
-    return Results(loss, stats=tuple(stats) if spec.want_stats else ())
+    return Results(loss, stats=tuple(stats) if spec.has_stats else ())
 
 
 def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -61,7 +82,7 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     mask, positions = operands.mask, operands.positions
     (x,), spec = without_padding([operands.x], spec)
     x = g(x, spec)
-    label, a = label_of(operands.labels, spec), spec.label_smoothing
+    label, a = label_of(operands.labels, spec), spec.loss.label_smoothing
     at_label = _columns(x.shape, spec) == label
     kept = x if mask is None else jnp.where(mask, x, -jnp.inf)
     # The maximum in the dtype of what it is of: nothing is rounded.
@@ -82,8 +103,8 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
     if a:
         even = log_s - f_times(rest[0] / spec.cols, spec)
         loss = a * even if a == 1 else (1 - a) * loss + a * even
-    if spec.z_loss:
-        loss = loss + spec.z_loss * jnp.square(f_times(m, spec) + log_s)
+    if spec.loss.z_loss:
+        loss = loss + spec.loss.z_loss * jnp.square(f_times(m, spec) + log_s)
     loss, log_s = (jnp.where(label < 0, jnp.nan, v) for v in (loss, log_s))
     if has_entry is not None:
         loss, log_s = jnp.where(has_entry, loss, 0), jnp.where(has_entry, log_s, -jnp.inf)
@@ -93,16 +114,16 @@ def loss_and_statistics(operands: Operands, spec: Spec) -> tuple[jax.Array, jax.
 
 def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """The gradient of x."""
-    dloss, dstats, padding = cotangents.y, cotangents.stats, spec.padding
+    dloss, dstats, padding = cotangents.y, cotangents.stats, spec.loss.padding
     (x,), spec = without_padding([residuals.saved], spec)
     x, p, lse, takes_part, at_label = probabilities(residuals._replace(saved=x), spec)
-    a = spec.label_smoothing
+    a = spec.loss.label_smoothing
     d = jnp.expand_dims(dloss.astype(spec.compute_dtype), spec.axes)
     even = a / spec.cols if a else 0.0
     target = jnp.where(at_label, jnp.asarray(1 - a + even, p.dtype), jnp.asarray(even, p.dtype))
     slope = p - target
-    if spec.z_loss:
-        slope = slope + 2 * spec.z_loss * lse * p
+    if spec.loss.z_loss:
+        slope = slope + 2 * spec.loss.z_loss * lse * p
     dx = d * slope
     if dstats:
         _, dlse = dstats
@@ -111,15 +132,12 @@ def cross_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
     return Operands(jnp.pad(dx, [(0, 0)] * (dx.ndim - 1) + [(0, padding)]) if padding else dx)
 
 
-FORMULAS: dict[Op, Formulas] = {"cross_entropy": Formulas(cross_entropy_fwd, cross_entropy_bwd)}
-
-
 def without_padding(arrays: Sequence[jax.Array], spec: Spec) -> tuple[list[jax.Array], Spec]:
     """Arrays of x's shape and a spec, of classes alone."""
-    if not spec.padding:
+    if not spec.loss.padding:
         return list(arrays), spec
     arrays = [lax.slice_in_dim(a, 0, spec.classes, axis=-1) for a in arrays]
-    return arrays, dataclasses.replace(spec, cols=spec.classes, padding=0)
+    return arrays, spec.replaced(cols=spec.classes, padding=0)
 
 
 def probabilities(
@@ -132,7 +150,7 @@ def probabilities(
     has_entry = log_s != -jnp.inf
     log_s = jnp.where(has_entry, log_s, 0)
     takes_part = has_entry if mask is None else has_entry & (mask | at_label)
-    if spec.logit_softcap is not None and (spec.has_positions or mask is not None):
+    if spec.loss.logit_softcap is not None and (spec.loss.has_positions or mask is not None):
         # Of what takes no part, which may be NaN, tanh's derivative is to be 0.
         x = jnp.where(takes_part, x, 0)
     x = g(x, spec)
@@ -179,3 +197,97 @@ def _columns(shape: Sequence[int], spec: Spec) -> jax.Array:
         column = index if column is None else column * size + index
     assert column is not None
     return column
+
+
+#: An exponent whose exponential is 0, in float64 too.
+_NO_TERM = -1e4
+
+
+def log_prob_and_entropy_fwd(operands: Operands, spec: Spec) -> Results:
+    """Both, and the statistics that the spec wants; each of the rows' shape."""
+    loss, m, log_s = loss_and_statistics(operands, spec)
+    (x,), spec = without_padding([operands.x], spec)
+    m, log_s = (jnp.expand_dims(stat, spec.axes) for stat in (m, log_s))
+    t = _exponents(g(x, spec), m, operands, spec)
+    entropy = jnp.where(log_s == -jnp.inf, 0, log_s - t * jnp.exp(-log_s))
+    m, log_s, entropy = (jnp.squeeze(v, spec.axes) for v in (m, log_s, entropy))
+    return Results(0 - loss, entropy=entropy, stats=(m, log_s) if spec.has_stats else ())
+
+
+def _exponents(x: jax.Array, m: jax.Array, operands: Operands, spec: Spec) -> jax.Array:
+    """T, from g(x) and m along rows."""
+    kept = x if operands.mask is None else jnp.where(operands.mask, x, -jnp.inf)
+
+    def depth(x: jax.Array, m: jax.Array) -> jax.Array:
+        return f_times(x.astype(spec.compute_dtype) - m, spec)
+
+    def term(e: jax.Array, depth: jax.Array) -> jax.Array:
+        """Not 0 inf; by no comparison, which a CPU would write out: see `label_sums`."""
+        return e * jnp.maximum(depth, _NO_TERM)
+
+    def in_one() -> jax.Array:
+        of_all = depth(kept, m)
+        return jnp.sum(term(jnp.exp(of_all), of_all), axis=spec.axes, keepdims=True)
+
+    def beside_the_backward() -> jax.Array:
+        """On a CPU, which would write out x - m, because the backward makes it, too."""
+        of_all = depth(*lax.optimization_barrier((kept, m)))
+        if not (spec.has_stats and shares_exponentials(spec)):
+            return jnp.sum(term(jnp.exp(of_all), of_all), axis=spec.axes, keepdims=True)
+        column = jnp.maximum(label_of(operands.labels, spec), 0)
+        others = term(exponentials_but_label(kept, m, column, spec), of_all)
+        own = depth(at_column(kept, column), m)
+        return jnp.sum(others, -1, keepdims=True) + term(jnp.exp(own), own)
+
+    total = lax.platform_dependent(cpu=beside_the_backward, default=in_one)
+    return over_shards([total], spec)[0]
+
+
+def log_prob_and_entropy_tan(residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
+    """The tangents of both, and of the statistics where the spec wants them."""
+    (x, dx), spec = without_padding([residuals.saved, tangents.x], spec)
+    residuals, mask = residuals._replace(saved=x), residuals.mask
+    x, p, _, takes_part, at_label = probabilities(residuals, spec)
+    # Zeroed before any product: 0 * inf would poison the row.
+    t = jnp.where(takes_part, times_slope(dx.astype(spec.compute_dtype), x, spec), 0)
+    weighted = p * (t if mask is None else jnp.where(mask, t, 0))
+    of_entropy = weighted * _above_mean(x, p, residuals, spec)
+    terms = [weighted, jnp.where(at_label, t, 0), of_entropy]
+    dlse, t_l, dentropy = (jnp.squeeze(v, spec.axes) for v in row_sums(terms, spec))
+    dstats = (jnp.zeros_like(dlse), dlse) if spec.has_stats else ()
+    return Results(t_l - dlse, entropy=-dentropy, stats=dstats)
+
+
+def log_prob_and_entropy_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
+    """The gradient of x."""
+    padding = spec.loss.padding
+    (x,), spec = without_padding([residuals.saved], spec)
+    residuals = residuals._replace(saved=x)
+    x, p, _, takes_part, at_label = probabilities(residuals, spec)
+    a, b, *dstats = (
+        jnp.expand_dims(ct, spec.axes)
+        for ct in (cotangents.y, cotangents.entropy, *cotangents.stats)
+    )
+    dx = a * (jnp.where(at_label, p.dtype.type(1), 0) - p)
+    dx = dx - b * (p * _above_mean(x, p, residuals, spec))
+    if dstats:
+        dx = dx + dstats[1] * p
+    dx = jnp.where(takes_part, times_slope(dx, x, spec), 0).astype(spec.dx_dtype)
+    return Operands(jnp.pad(dx, [(0, 0)] * (dx.ndim - 1) + [(0, padding)]) if padding else dx)
+
+
+def _above_mean(x: jax.Array, p: jax.Array, residuals: Residuals, spec: Spec) -> jax.Array:
+    """log(p) + H, from g(x): log(p) less its mean; 0 where p is."""
+    m, log_s, entropy = (
+        jnp.expand_dims(stat, spec.axes) for stat in (*residuals.stats, residuals.entropy)
+    )
+    depth = f_times(x.astype(spec.compute_dtype) - m, spec)
+    return jnp.where(p > 0, depth - log_s + entropy, 0)
+
+
+FORMULAS: dict[Op, Formulas] = {
+    "cross_entropy": Formulas(cross_entropy_fwd, cross_entropy_bwd),
+    "log_prob_and_entropy": Formulas(
+        log_prob_and_entropy_fwd, log_prob_and_entropy_bwd, log_prob_and_entropy_tan
+    ),
+}

@@ -1,6 +1,5 @@
 """What an operation is in plain JAX: its forward and its backward, of which the tangent follows."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,19 +27,15 @@ class Formulas(NamedTuple):
     own_tangent: Callable[[Residuals, Operands, Spec], Results] | None = None
 
     def tangent(self, residuals: Residuals, tangents: Operands, spec: Spec) -> Results:
-        """See `WithTangent`."""
+        """See `Implementation.tangent`."""
         if self.own_tangent is not None:
             return self.own_tangent(residuals, tangents, spec)
         saved = residuals.saved
         given = {n: vary_like(t, saved) for n, t in tangents._asdict().items() if t is not None}
-        of_backward = dataclasses.replace(
-            spec,
-            direction="bwd",
+        of_backward = spec.replaced(direction="bwd")
+        if spec.norm.residual_dtype is not None:
             # Rounded to it, the gradient of h would not be linear in the cotangents.
-            residual_dtype=spec.residual_dtype and spec.compute_dtype,
-            stat_cotangents=spec.want_stats,
-            wants_tables=not {"cos", "sin"}.isdisjoint(given),
-        )
+            of_backward = of_backward.replaced(residual_dtype=spec.compute_dtype)
 
         def gradients(cotangents: Results) -> dict[str, jax.Array]:
             found = self.backward(residuals, cotangents, of_backward)
@@ -54,12 +49,12 @@ def _results_like(saved: jax.Array, spec: Spec) -> Results:
     """Arrays of the types of the results; each differs among shards, as what is saved does."""
     of_row, is_array = jnp.sum(saved, spec.axes), spec.operation.results["y"] == "array"
     stat = of_row.astype(spec.compute_dtype)
-    has_h = spec.adds_dh or spec.returns_h
-    return Results(
-        (saved if is_array else of_row).astype(spec.y_dtype),
-        saved.astype(spec.last.x_dtype) if has_h else None,
-        (stat,) * len(spec.statistics) if spec.want_stats else (),
-    )
+    results = Results(stats=(stat,) * len(spec.statistics) if spec.has_stats else ())
+    if "y" in spec.outputs:
+        results = results._replace(y=(saved if is_array else of_row).astype(spec.y_dtype))
+    if "h" in spec.outputs:
+        results = results._replace(h=saved.astype(spec.last.x_dtype))
+    return results
 
 
 def _over_shards(results: Results, spec: Spec) -> Results:

@@ -19,7 +19,16 @@ as the logits, a forward that has a backward, and the backward, make one and the
     e = exp(x - m), but 0 at the label      others = sum(e)      p = e / s, but exp(x_l - m) / s
 In one program XLA makes it once. Of 16-bit logits it would be twice as large as they are.
 
-With a scale or a cap x is g(x), whose differences are times f before they are exponents.
+With a scale or a cap x is g(x), whose differences are multiplied by f before they are exponents.
+
+Scale and cap: the logits are z = f g(x), with a = logits_scale and c = logit_softcap.
+
+    g = tanh(a x / c)    f = c    dz / dx = a (1 - g^2)      with a cap
+    g = x                f = a    dz / dx = a                else
+
+Maxima and differences are those of g. In f (g - m) a product is rounded; in z - m z would be, by
+more than 1 where it is large, or not at all where a compiler makes one instruction of f g - m: then
+the largest exponent is not 0, but as far from it as m was rounded.
 """
 
 import functools
@@ -30,8 +39,29 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxnorm_kernels.specs import Spec
-from jaxnorm_kernels.xla.logits import f_times
 from jaxnorm_kernels.xla.reductions import fused_row_sums, over_shards
+
+
+def g(x: jax.Array, spec: Spec) -> jax.Array:
+    """In the arithmetic dtype, or x itself, in its dtype."""
+    if spec.loss.logit_softcap is None:
+        return x
+    return jnp.tanh(
+        x.astype(spec.compute_dtype) * (spec.logits.logits_scale / spec.loss.logit_softcap)
+    )
+
+
+def f_times(difference: jax.Array, spec: Spec) -> jax.Array:
+    """Of z, from that of g."""
+    return difference if spec.logit_factor == 1 else spec.logit_factor * difference
+
+
+def times_slope(d: jax.Array, g: jax.Array, spec: Spec) -> jax.Array:
+    """D times dz / dx: a tangent of z, or a cotangent of x."""
+    if spec.logits.logits_scale != 1:
+        d = spec.logits.logits_scale * d
+    return d if spec.loss.logit_softcap is None else d * ((1 - g) * (1 + g))
+
 
 # Elements of a lane, near _LANE: fewer make the library's sums slow, more the gather. And the least
 # number of lanes.
@@ -54,7 +84,7 @@ def label_sums(
     picked = [x, kept] if masked else [x]
 
     def even(x: jax.Array, m: jax.Array) -> list[jax.Array]:
-        return [x.astype(wide) - m] if spec.label_smoothing else []
+        return [x.astype(wide) - m] if spec.loss.label_smoothing else []
 
     def compared() -> list[jax.Array]:
         """Values whose sums are the results."""
@@ -67,7 +97,7 @@ def label_sums(
     def in_parts() -> list[jax.Array]:
         index = jnp.maximum(label, 0)
         lane = lane_size(x.shape[-1]) if _is_last_and_whole(spec) else None
-        if spec.want_stats and shares_exponentials(spec):
+        if spec.has_stats and shares_exponentials(spec):
             others = jnp.sum(exponentials_but_label(kept, m, index, spec), -1, keepdims=True)
         elif lane is not None:
             others = _others(kept, m, index, lane, spec)
@@ -90,7 +120,7 @@ def shares_exponentials(spec: Spec) -> bool:
     Not where positions are left out: whatever their logits are, their derivatives are 0.
     """
     is_as_wide = spec.x_dtype == spec.compute_dtype
-    return is_as_wide and _is_last_and_whole(spec) and not spec.has_positions
+    return is_as_wide and _is_last_and_whole(spec) and not spec.loss.has_positions
 
 
 def exponentials_but_label(x: jax.Array, m: jax.Array, label: jax.Array, spec: Spec) -> jax.Array:

@@ -33,33 +33,118 @@ taken in two passes: E[x^2] - E[x]^2 cancels.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec, Stats
-from jaxnorm_kernels.xla.elementwise import clip, effective_bias, gain, round_to, safe_divide
 from jaxnorm_kernels.xla.formulas import Formulas
-from jaxnorm_kernels.xla.parameters import along_rows, summed_like
-from jaxnorm_kernels.xla.reductions import mean_apart, row_mean
+from jaxnorm_kernels.xla.reductions import along_rows, mean_apart, row_mean, summed_like
+
+
+def gain(scale: jax.Array, spec: Spec) -> jax.Array:
+    """G = scale + scale_offset in the arithmetic dtype, floored where the spec says so."""
+    g = scale.astype(spec.compute_dtype) + spec.norm.scale_offset
+    return g if spec.scale_floor is None else _floor(g, spec.scale_floor)
+
+
+def effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
+    """bias in the arithmetic dtype; rounded to y's dtype where the output is saved."""
+    b = bias.astype(spec.compute_dtype)
+    return _rounded(b, spec.y_dtype.name) if spec.norm.saved == "output" else b
+
+
+def safe_divide(z: jax.Array, g: jax.Array) -> jax.Array:
+    """z / g, and 0 where g is 0 (only without a floor: in float16)."""
+    zero = g == 0
+    return jnp.where(zero, 0, z / jnp.where(zero, 1, g))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _floor(g: jax.Array, floor: float) -> jax.Array:
+    return jnp.where(jnp.abs(g) < floor, jnp.where(g < 0, -floor, floor).astype(g.dtype), g)
+
+
+@_floor.defjvp
+def _floor_jvp(
+    floor: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Only second derivatives come here, and below the floor y cannot carry them: NaN.
+
+    There the cotangent of the saved y is the sum of an ordinary one and one of x_hat / floor, which
+    swallows it. A loud answer, where the alternative is noise of any size.
+    """
+    (g,), (t,) = primals, tangents
+    return _floor(g, floor), t * jnp.where(jnp.abs(g) < floor, jnp.nan, 1).astype(t.dtype)
+
+
+def _straight_through[T](
+    f: Callable[[jax.Array, T], jax.Array],
+) -> Callable[[jax.Array, T], jax.Array]:
+    """f with the derivative of the identity: a correction of representation, not of the function.
+
+    Again for second derivatives: one-hot rows sit on the clip's bound, where they must not vanish.
+    """
+    wrapped = jax.custom_jvp(f, nondiff_argnums=(1,))
+    wrapped.defjvp(lambda arg, primals, tangents: (f(primals[0], arg), tangents[0]))
+    return wrapped
+
+
+@_straight_through
+def clip(v: jax.Array, bound: float | jax.Array) -> jax.Array:
+    """v within its true bound: x_hat that is recovered from a rounded y may lie beyond."""
+    return jnp.clip(v, -bound, bound)
+
+
+def round_to(v: jax.Array, dtype: np.dtype) -> jax.Array:
+    """v in `dtype`, and as rounded for those who go on from it, too, whatever they widen it to."""
+    if dtype.itemsize < v.dtype.itemsize:
+        v = _rounded_where_casts_are_dropped(v, dtype.name)
+    return v.astype(dtype)
+
+
+@_straight_through
+def _rounded_where_casts_are_dropped(v: jax.Array, dtype: str) -> jax.Array:
+    """XLA keeps casts on a CPU, where `_rounded` takes twice the time of a norm in float16."""
+    return lax.platform_dependent(v, cpu=lambda v: v, default=lambda v: _rounded(v, dtype))
+
+
+@_straight_through
+def _rounded(v: jax.Array, dtype: str) -> jax.Array:
+    """v rounded to the values of `dtype`, kept in its own dtype.
+
+    Not a pair of casts: XLA may drop such a pair (`xla_allow_excess_precision`), in the forward and
+    not in the backward. `reduce_precision` is never dropped, but it flushes subnormals, which are
+    ordinary numbers in float16: those are rounded to multiples of its smallest one.
+    """
+    info, own = jnp.finfo(dtype), jnp.finfo(v.dtype)
+    if info.bits >= own.bits:
+        return v
+    rounded = lax.reduce_precision(v, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    if info.nexp == own.nexp:
+        return rounded
+    normal, quantum = float(info.smallest_normal), float(info.smallest_subnormal)
+    return jnp.where(jnp.abs(v) < normal, jnp.round(v / quantum) * quantum, rounded)
 
 
 def norm_fwd(operands: Operands, spec: Spec) -> Results:
     """y = norm(x), or activation(norm(x))."""
     y, stats = normalised(operands.x, operands.scale, operands.bias, spec)
-    if spec.activation is not None:
+    if spec.norm.activation is not None:
         y = _activation(spec)(y)
     return Results(y.astype(spec.y_dtype), stats=stats)
 
 
 def norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `norm_fwd`."""
-    if spec.activation is not None:
+    if spec.norm.activation is not None:
         _, pullback = jax.vjp(_activation(spec), _normalised_again(residuals, spec))
         (d,) = pullback(cotangents.y.astype(spec.compute_dtype))
         cotangents = cotangents._replace(y=d)
@@ -86,7 +171,7 @@ def scaled_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
 
 def scaled_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `scaled_add_norm_fwd`."""
-    if spec.unused == "y":
+    if "y" not in spec.outputs:
         assert cotangents.h is not None
         of_norm = Operands(cotangents.h.astype(spec.compute_dtype))
     else:
@@ -95,8 +180,8 @@ def scaled_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -
     of_scale = summed_like(residuals.branch_scale, of_h * residuals.x.astype(of_h.dtype), spec)
     return of_norm._replace(
         x=_scaled(of_h, residuals, spec).astype(spec.x_dtype),
-        residual=of_h.astype(spec.residual_dtype),
-        branch_scale=of_scale.astype(spec.branch_scale_dtype),
+        residual=of_h.astype(spec.norm.residual_dtype),
+        branch_scale=of_scale.astype(spec.norm.branch_scale_dtype),
     )
 
 
@@ -119,16 +204,16 @@ def norm_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> 
     dy, dh, dstats, *_ = cotangents
     of_last = backward(last, Results(dy, dh, dstats[1:]), _unrounded(spec.last))
     of_first = backward(first, Results(of_last.x, None, dstats[:1]), spec.first)
-    dresidual = of_last.x.astype(spec.residual_dtype)
+    dresidual = of_last.x.astype(spec.norm.residual_dtype)
     return of_first._replace(residual=dresidual, next_scale=of_last.scale)
 
 
 def norm_gated_fwd(operands: Operands, spec: Spec) -> Results:
     """y = norm(x) activation(gate), or norm(x activation(gate))."""
     x, a = operands.x.astype(spec.compute_dtype), _activation(spec)(operands.gate)
-    of = x if spec.norm_before_gate else x * a
+    of = x if spec.norm.norm_before_gate else x * a
     y, stats = normalised(of, operands.scale, None, spec.last)
-    return Results((y * a if spec.norm_before_gate else y).astype(spec.y_dtype), stats=stats)
+    return Results((y * a if spec.norm.norm_before_gate else y).astype(spec.y_dtype), stats=stats)
 
 
 def norm_gated_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
@@ -136,7 +221,7 @@ def norm_gated_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Ope
     x, last = residuals.saved.astype(spec.compute_dtype), _unrounded(spec.last)
     residuals = residuals._replace(saved=x)
     a, pullback = jax.vjp(_activation(spec), residuals.gate)
-    if spec.norm_before_gate:
+    if spec.norm.norm_before_gate:
         d = cotangents.y.astype(x.dtype)
         of_norm = backward(residuals, cotangents._replace(y=d * a), last)
         dx, (dgate,) = of_norm.x, pullback(d * _normalised_again(residuals, last))
@@ -159,11 +244,11 @@ FORMULAS: dict[Op, Formulas] = {
 def _with_norm_of(
     h: jax.Array, params: tuple[jax.Array | None, jax.Array | None], stats: Stats, spec: Spec
 ) -> Results:
-    """h, its norm, and the statistics of that after those that there are; what is not unused."""
-    if spec.unused == "y":
+    """h, its norm, and the statistics of that after `stats`; those that are in ``spec.outputs``."""
+    if "y" not in spec.outputs:
         return Results(h=h)
     y, of_h = normalised(h, *params, spec.last)
-    return Results(y.astype(spec.y_dtype), h if spec.returns_h else None, (*stats, *of_h))
+    return Results(y.astype(spec.y_dtype), h if "h" in spec.outputs else None, (*stats, *of_h))
 
 
 def _unrounded(norm: Spec) -> Spec:
@@ -196,15 +281,17 @@ def backward(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
         drstd, *dmean = (jnp.expand_dims(stat, spec.axes) for stat in dstats)
         c2 = c2 + rstd * drstd / spec.cols
     dx = dg - xh * c2
-    if spec.subtract_mean:
+    if spec.norm.subtract_mean:
         dx = dx - row_mean(dg, spec)
     dx = dx * rstd
     if dstats and dmean:
         dx = dx + dmean[0] / spec.cols
     if dh is not None:
         dx = dx + dh.astype(spec.compute_dtype)
-    dscale = None if scale is None else summed_like(scale, d * xh, spec).astype(spec.scale_dtype)
-    dbias = None if bias is None else summed_like(bias, d, spec).astype(spec.bias_dtype)
+    dscale = (
+        None if scale is None else summed_like(scale, d * xh, spec).astype(spec.norm.scale_dtype)
+    )
+    dbias = None if bias is None else summed_like(bias, d, spec).astype(spec.norm.bias_dtype)
     return Operands(dx.astype(spec.x_dtype), scale=dscale, bias=dbias)
 
 
@@ -213,9 +300,9 @@ def normalised(
 ) -> tuple[jax.Array, Stats]:
     """y in the arithmetic dtype, and the statistics that the spec wants."""
     x = x.astype(spec.compute_dtype)
-    mean = row_mean(x, spec) if spec.subtract_mean else None
+    mean = row_mean(x, spec) if spec.norm.subtract_mean else None
     centred = x if mean is None else x - mean
-    rstd = lax.rsqrt(row_mean(jnp.square(centred), spec) + spec.epsilon)
+    rstd = lax.rsqrt(row_mean(jnp.square(centred), spec) + spec.norm.epsilon)
     y = centred * rstd
     if scale is not None:
         y = y * along_rows(gain(scale, spec), y, spec)
@@ -227,8 +314,8 @@ def normalised(
 def _sum(residual: jax.Array, y: jax.Array, spec: Spec) -> jax.Array:
     """In the residual's dtype, rounded once; a norm of it is that of what is returned."""
     total = residual.astype(spec.compute_dtype) + y.astype(spec.compute_dtype)
-    assert spec.residual_dtype is not None
-    return round_to(total, spec.residual_dtype)
+    assert spec.norm.residual_dtype is not None
+    return round_to(total, spec.norm.residual_dtype)
 
 
 def _recovered(
@@ -238,7 +325,7 @@ def _recovered(
     saved, scale, bias = residuals.saved.astype(spec.compute_dtype), residuals.scale, residuals.bias
     along = [jnp.expand_dims(stat, spec.axes) for stat in residuals.stats]
     g = None if scale is None else along_rows(gain(scale, spec), saved, spec)
-    if spec.saved == "input":
+    if spec.norm.saved == "input":
         rstd, *mean = along
         return g, (saved - mean[0] if mean else saved) * rstd, along, None
     z = saved if spec.y_limit is None else clip(saved, spec.y_limit)
@@ -252,8 +339,8 @@ def _recovered(
 
 def _activation(spec: Spec) -> Callable[[jax.Array], jax.Array]:
     """Of a norm, or of a gate in its own dtype; in the arithmetic dtype."""
-    assert spec.activation is not None
-    of_wide = getattr(jax.nn, spec.activation)
+    assert spec.norm.activation is not None
+    of_wide = getattr(jax.nn, spec.norm.activation)
     return lambda a: of_wide(a.astype(spec.compute_dtype))
 
 
@@ -266,7 +353,7 @@ def _normalised_again(residuals: Residuals, spec: Spec) -> jax.Array:
 
 def _statistics(rstd: jax.Array, mean: jax.Array | None, spec: Spec) -> Stats:
     """Those that the spec wants, without the normalised axes."""
-    if not spec.want_stats:
+    if not spec.has_stats:
         return ()
     kept = (rstd, mean) if mean is not None and spec.returns_mean else (rstd,)
     return tuple(jnp.squeeze(stat, spec.axes) for stat in kept)

@@ -1,7 +1,7 @@
 """RMSNorm and the rotation of pairs of columns after it (RoPE), over the last axis.
 
-Pairs (a, b) of the first `Spec.rotated` columns: i and i + rotated / 2, or 2i and 2i + 1. With
-n = norm(x), whose formulas are those of `norm`:
+Pairs (a, b) of the first `NormOptions.rotated` columns: i and i + rotated / 2, or 2i and 2i + 1.
+With n = norm(x), whose formulas are those of `norm`:
 
     y = (a cos - b sin, b cos + a sin) of n's pairs, and n in the other columns
 
@@ -23,8 +23,8 @@ from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.operations import Op
 from jaxnorm_kernels.specs import Spec
 from jaxnorm_kernels.xla import norm
-from jaxnorm_kernels.xla.elementwise import clip, gain, safe_divide
 from jaxnorm_kernels.xla.formulas import Formulas
+from jaxnorm_kernels.xla.norm import clip, gain, safe_divide
 
 
 def norm_rope_fwd(operands: Operands, spec: Spec) -> Results:
@@ -42,7 +42,7 @@ def norm_rope_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Oper
     dn = _rotated_in_backward(d, cos, -sin, spec)
     of_n = Results(dn, stats=cotangents.stats)
     gradients = norm.backward(residuals._replace(saved=saved), of_n, last)
-    if not spec.wants_tables:
+    if not spec.returns_tables:
         return gradients
     na, nb = _pairs(_normalised_again(saved, residuals, spec), spec)
     da, db = _pairs(d, spec)
@@ -65,9 +65,9 @@ def _rotated_in_backward(v: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spe
     """
 
     def swapping(v: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        head, half = v[..., : spec.rotated], spec.rotated // 2
-        pairs = head.reshape(*head.shape[:-1], *((half, 2) if spec.interleaved else (2, half)))
-        swapped = lax.rev(pairs, (v.ndim if spec.interleaved else v.ndim - 1,))
+        head, half = v[..., : spec.norm.rotated], spec.norm.rotated // 2
+        pairs = head.reshape(*head.shape[:-1], *((half, 2) if spec.norm.interleaved else (2, half)))
+        swapped = lax.rev(pairs, (v.ndim if spec.norm.interleaved else v.ndim - 1,))
         both_cos, both_sin = _from_pairs(cos, cos, spec), _from_pairs(-sin, sin, spec)
         return _joined(head * both_cos + swapped.reshape(head.shape) * both_sin, v, spec)
 
@@ -90,7 +90,7 @@ def _unrotated(y: jax.Array, cos: jax.Array, sin: jax.Array, spec: Spec) -> jax.
 def _saved_of_norm(residuals: Residuals, spec: Spec) -> tuple[jax.Array, Spec]:
     """What the norm's derivative starts from, and its spec: n is never rounded to y's dtype."""
     saved = residuals.saved.astype(spec.compute_dtype)
-    if spec.saved == "input":
+    if spec.norm.saved == "input":
         return saved, spec.last
     saved = saved if spec.y_limit is None else clip(saved, spec.y_limit)
     return _unrotated(saved, residuals.cos, residuals.sin, spec), spec.last
@@ -98,7 +98,7 @@ def _saved_of_norm(residuals: Residuals, spec: Spec) -> tuple[jax.Array, Spec]:
 
 def _normalised_again(saved: jax.Array, residuals: Residuals, spec: Spec) -> jax.Array:
     """n, of what the norm's derivative starts from."""
-    if spec.saved == "output":
+    if spec.norm.saved == "output":
         return saved
     (rstd,) = residuals.stats
     n = saved * rstd[..., None]
@@ -107,23 +107,23 @@ def _normalised_again(saved: jax.Array, residuals: Residuals, spec: Spec) -> jax
 
 def _pairs(v: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
     """The first and the second of each pair."""
-    head = v[..., : spec.rotated]
-    if spec.interleaved:
+    head = v[..., : spec.norm.rotated]
+    if spec.norm.interleaved:
         return head[..., ::2], head[..., 1::2]
-    half = spec.rotated // 2
+    half = spec.norm.rotated // 2
     return head[..., :half], head[..., half:]
 
 
 def _from_pairs(a: jax.Array, b: jax.Array, spec: Spec) -> jax.Array:
     """The inverse of `_pairs`."""
-    if spec.interleaved:
-        return jnp.stack([a, b], axis=-1).reshape(*a.shape[:-1], spec.rotated)
+    if spec.norm.interleaved:
+        return jnp.stack([a, b], axis=-1).reshape(*a.shape[:-1], spec.norm.rotated)
     return jnp.concatenate([a, b], axis=-1)
 
 
 def _joined(head: jax.Array, rest: jax.Array, spec: Spec) -> jax.Array:
     """The rotated columns, and the other columns of `rest`."""
-    return jnp.concatenate([head, rest[..., spec.rotated :]], axis=-1)
+    return jnp.concatenate([head, rest[..., spec.norm.rotated :]], axis=-1)
 
 
 def _summed_like(table: jax.Array, v: jax.Array) -> jax.Array:

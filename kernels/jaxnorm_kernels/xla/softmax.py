@@ -11,8 +11,8 @@ sum(y) is 1, and not computed, unless y is rounded to 16 bits (`Spec.renormalise
 
 ``mask`` keeps the entries where it is True; so does ``causal`` those up to the diagonal. The row is
 the softmax of what is kept, the rest is 0 (softmax) or -inf (log_softmax) with zero gradient. A row
-with nothing kept is all 0 (or -inf). With a finite ``Spec.masked_logit`` the rest is that number, a
-constant.
+with nothing kept is all 0 (or -inf). With a finite ``SoftmaxOptions.masked_logit`` the rest is that
+number, a constant.
 """
 
 import jax
@@ -125,20 +125,21 @@ def _tangent(y: jax.Array, tangents: Operands, spec: Spec) -> jax.Array:
 def _gradients(dz: jax.Array, spec: Spec) -> Operands:
     """Of x, and of the bias, as wide as it is."""
     dbias = None
-    if spec.logits_bias_dtype is not None:
-        broadcast = [axis for axis, size in enumerate(spec.logits_bias_shape) if size == 1]
-        dbias = jnp.sum(dz, axis=broadcast, keepdims=True).astype(spec.logits_bias_dtype)
+    if spec.softmax.logits_bias_dtype is not None:
+        broadcast = [axis for axis, size in enumerate(spec.softmax.logits_bias_shape) if size == 1]
+        dbias = jnp.sum(dz, axis=broadcast, keepdims=True).astype(spec.softmax.logits_bias_dtype)
     return Operands(_scaled(dz, spec).astype(spec.x_dtype), logits_bias=dbias)
 
 
 def _scaled(z: jax.Array, spec: Spec) -> jax.Array:
-    return z if spec.logits_scale == 1 else spec.logits_scale * z
+    return z if spec.logits.logits_scale == 1 else spec.logits.logits_scale * z
 
 
 def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
     """Return which entries are unmasked, which rows have one, and z.
 
-    The first two are None if that is all of them. z of masked entries is `Spec.masked_logit`.
+    The first two are None if that is all of them. z of masked entries is
+    `SoftmaxOptions.masked_logit`.
     """
     x, mask, bias = operands.x, operands.mask, operands.logits_bias
     kept = _kept(mask, x.shape, spec)
@@ -149,7 +150,7 @@ def _logits(operands: Operands, spec: Spec) -> tuple[jax.Array | None, jax.Array
         return None, None, z
     # A causal mask alone leaves the first column in every row.
     has_entry = None if mask is None else row_any(kept, z, spec)
-    return kept, has_entry, jnp.where(kept, z, spec.masked_logit)
+    return kept, has_entry, jnp.where(kept, z, spec.softmax.masked_logit)
 
 
 def _largest(z: jax.Array, has_entry: jax.Array | None, spec: Spec) -> jax.Array:
@@ -163,7 +164,7 @@ def _largest(z: jax.Array, has_entry: jax.Array | None, spec: Spec) -> jax.Array
 
 def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Array | None:
     """Which entries take part, of a shape that broadcasts to x's; None for all."""
-    if not spec.causal:
+    if not spec.softmax.causal:
         return mask
     rank = len(shape)
 
@@ -173,9 +174,11 @@ def _kept(mask: jax.Array | None, shape: tuple[int, ...], spec: Spec) -> jax.Arr
         first = lax.axis_index(over) * shape[axis] if over else 0
         return first + lax.broadcasted_iota(jnp.int32, sizes, axis % rank)
 
-    row = index(-2, spec.queries_over)
-    if spec.queries:  # In the two-dimensional view, the rows of all matrices follow each other.
-        row = row % spec.queries
+    row = index(-2, spec.softmax.queries_over)
+    if (
+        spec.softmax.queries
+    ):  # In the two-dimensional view, the rows of all matrices follow each other.
+        row = row % spec.softmax.queries
     reached = row >= index(-1, spec.cols_over)
     return reached if mask is None else mask & reached
 

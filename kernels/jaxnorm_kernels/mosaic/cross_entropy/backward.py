@@ -120,19 +120,19 @@ def _gradient(
         of_log = (e * base) * finite(log_p)
         dz, of_label = -p * ((d + e * entropy) + of_log), d
     else:
-        of_label = -(1 - spec.label_smoothing) * d
+        of_label = -(1 - spec.loss.label_smoothing) * d
         of_p = d
-        if spec.z_loss:
-            of_p = (1 + 2 * spec.z_loss * (f_times(top, spec) + log_sum)) * d
+        if spec.loss.z_loss:
+            of_p = (1 + 2 * spec.loss.z_loss * (f_times(top, spec) + log_sum)) * d
         dz = p * of_p
-        if spec.label_smoothing:
-            dz = dz - (spec.label_smoothing / spec.classes) * d
+        if spec.loss.label_smoothing:
+            dz = dz - (spec.loss.label_smoothing / spec.classes) * d
 
     def with_label() -> jax.Array:
         return jnp.where(columns == label - unit.start, dz + of_label, dz)
 
     # Few units have the label: the columns of others are not compared with it.
     dx = times_slope(lax.cond(has_label, with_label, lambda: dz), g_x, spec)
-    if not spec.padding:
+    if not spec.loss.padding:
         return dx
     return jnp.where(columns < spec.classes - unit.start, dx, 0.0)

@@ -96,7 +96,7 @@ def choose(spec: Spec, gpu: Gpu) -> LossForwardSchedule:
     share = _SHARE_BYTES if spec.rows > gpu.sms else _SHARE_BYTES_OF_FEW
     wanted = max(1, spec.cols * spec.x_dtype.itemsize // share)
     # A third sum and tanh take 80 registers: a block of 512 threads would have an SM to itself.
-    takes_80 = _sums(spec) > 2 or spec.logit_softcap is not None
+    takes_80 = _sums(spec) > 2 or spec.loss.logit_softcap is not None
     most = 2 if takes_80 else _MOST_WARPGROUPS
     warpgroups = 1 << min(wanted, most).bit_length() - 1
     step = max(1, _COLUMNS // units.vector)
@@ -116,7 +116,7 @@ def cross_entropy_fwd(
     """The loss, or log_prob and entropy, and the statistics; `schedule` in place of the chosen."""
     assert operands.mask is None, "of classes: `support` refuses it"
     schedule = schedule or choose(spec)
-    results = 1 + spec.returns_entropy + 2 * spec.want_stats
+    results = 1 + spec.returns_entropy + 2 * spec.has_stats
     gather = Gather(schedule.warpgroups, values=_sums(spec))
     arrays = [a for a in (operands.x, operands.labels, operands.positions) if a is not None]
 
@@ -142,7 +142,7 @@ def cross_entropy_fwd(
 
 def _sums(spec: Spec) -> int:
     """How many there are of what is read."""
-    return 2 + (bool(spec.label_smoothing) or spec.returns_entropy)
+    return 2 + (bool(spec.loss.label_smoothing) or spec.returns_entropy)
 
 
 def _row(
@@ -170,7 +170,7 @@ def _row(
 
     def reduce() -> None:
         r = None
-        if spec.label_smoothing:
+        if spec.loss.label_smoothing:
             r = g(x_l.astype(jnp.float32), spec)
             r = jnp.where(jnp.abs(r) < jnp.inf, r, 0.0)
         parts = gather(scratch, *_of_warps(share.reduce(x, first, label, r), spec))
@@ -332,7 +332,7 @@ def _finish(
 ) -> list[jax.Array]:
     """The results, m and log(s)."""
     m_o, s_o, *t = sums
-    a, b = spec.label_smoothing, spec.z_loss
+    a, b = spec.loss.label_smoothing, spec.loss.z_loss
     m = jnp.maximum(m_o, x_l)
     d = f_times(m - x_l, spec)
     others, *t = _rescaled(s_o, t, m_o - m, _exp(f_times(m_o - m, spec)), spec)

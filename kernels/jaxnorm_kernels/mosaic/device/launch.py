@@ -9,7 +9,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 
-from jaxnorm_kernels import tracing
+from jaxnorm_kernels import launching
 from jaxnorm_kernels.specs import Spec
 
 #: Names of the axes that a kernel body can ask its place in (``lax.axis_index``). Where blocks form
@@ -38,7 +38,7 @@ def interpreted(params: plgpu.InterpretGPUParams | None = None) -> Iterator[None
 
 
 def required[T](schedule: T | None, spec: Spec) -> T:
-    """The schedule for a call; `supports` refuses those that have none."""
+    """The schedule for a call; `why_unsupported` refuses those that have none."""
     if schedule is None:
         raise ValueError(f"no kernel takes the rows of {spec}")
     return schedule
@@ -91,7 +91,7 @@ def launch(
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
-    with tracing.settings():
+    with launching.settings():
         refs = [jax.new_ref(operand) for operand in operands[:overwritten]]
         results = kernel(*refs, *operands[overwritten:])
         return (*[jax.freeze(ref) for ref in refs], *results)

@@ -25,7 +25,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxnorm_kernels import composed
+from jaxnorm_kernels.gradients import add_partials
+from jaxnorm_kernels.gradients import two_norms_bwd as composed_two_norms_bwd
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device.launch import required
 from jaxnorm_kernels.mosaic.loops.formulas import Arrays, Formula, RowOperands
@@ -42,7 +43,6 @@ from jaxnorm_kernels.mosaic.norm.elementwise import (
     within_limit,
 )
 from jaxnorm_kernels.mosaic.schedules import norm_backward as schedules
-from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
 
 
@@ -59,21 +59,21 @@ class NormFormula:
 
     @functools.cached_property
     def row_sums(self) -> int:
-        return 1 + self.spec.subtract_mean
+        return 1 + self.spec.norm.subtract_mean
 
     @functools.cached_property
     def column_sums(self) -> int:
-        return (self.spec.scale_dtype is not None) + (self.spec.bias_dtype is not None)
+        return (self.spec.norm.scale_dtype is not None) + (self.spec.norm.bias_dtype is not None)
 
     @functools.cached_property
     def from_output(self) -> bool:
-        return self.spec.saved == "output"
+        return self.spec.norm.saved == "output"
 
     def columns(self, params: Arrays) -> list[jax.Array]:
         """G, 1 / G and the bias; those of them that the equations need."""
         params = list(params)
         columns = []
-        if self.spec.scale_dtype is not None:
+        if self.spec.norm.scale_dtype is not None:
             g = gain(params.pop(0), self.spec)
             columns.append(g)
             if self.from_output:
@@ -86,7 +86,7 @@ class NormFormula:
         saved, dy = elements
         d, dg, z, _ = self.elements(saved, dy, columns, stats)
         c2 = (d if self.from_output else dg) * z
-        return [c2, dg] if self.spec.subtract_mean else [c2]
+        return [c2, dg] if self.spec.norm.subtract_mean else [c2]
 
     def finish(
         self, elements: Arrays, columns: Arrays, stats: Arrays, totals: Arrays
@@ -103,9 +103,9 @@ class NormFormula:
         if dh:
             dx = dx + dh[0]
         sums = []
-        if self.spec.scale_dtype is not None:
+        if self.spec.norm.scale_dtype is not None:
             sums.append(d * xh)
-        if self.spec.bias_dtype is not None:
+        if self.spec.norm.bias_dtype is not None:
             sums.append(d)
         return [dx] * self.copies, sums
 
@@ -121,11 +121,11 @@ class NormFormula:
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """d; d G; z (from the input: xh); and 1 / G where that is needed."""
         columns, d = list(columns), dy
-        g = columns.pop(0) if self.spec.scale_dtype is not None else None
+        g = columns.pop(0) if self.spec.norm.scale_dtype is not None else None
         if not self.from_output:
             rstd, *mean = stats
             xh = (saved - mean[0] if mean else saved) * rstd
-            if self.spec.activation is not None:
+            if self.spec.norm.activation is not None:
                 n = xh if g is None else xh * g
                 _, slope = activation_of(self.spec)(n + columns.pop(0) if columns else n)
                 d = d * slope
@@ -191,8 +191,8 @@ def _run(
         results=results,
         name=f"jaxnorm_{spec.op}_bwd",
     )
-    dtypes = [getattr(spec, f"{name}_dtype") for name in names]
-    groups = [getattr(spec, f"{name}_groups", spec.groups) for name in names]
+    dtypes = [spec.dtype(name) for name in names]
+    groups = [getattr(spec.norm, f"{name}_groups", spec.groups) for name in names]
     gradients = add_partials(outputs[len(results) :], dtypes, groups)
     return outputs[: len(results)], dict(zip(names, gradients))
 
@@ -222,7 +222,7 @@ class GatedFormula:
 
     @property
     def column_sums(self) -> int:
-        return int(self.spec.scale_dtype is not None)
+        return int(self.spec.norm.scale_dtype is not None)
 
     def columns(self, params: Arrays) -> list[jax.Array]:
         """G."""
@@ -239,7 +239,7 @@ class GatedFormula:
         e, dg, t, a, slope = self._elements(elements, columns)
         xh = t * rstd
         dt = dg * rstd - xh * (totals[0] * rstd * (rstd / self.spec.cols))
-        if self.spec.norm_before_gate:
+        if self.spec.norm.norm_before_gate:
             results, dscale = [dt, e * xh * slope], d * a * xh
         else:
             results, dscale = [dt * a, dt * x * slope], d * xh
@@ -252,7 +252,9 @@ class GatedFormula:
         x, gate, d = elements
         a, slope = activation_of(self.spec)(gate)
         e = d * columns[0] if columns else d
-        return (e, e * a, x, a, slope) if self.spec.norm_before_gate else (e, e, x * a, a, slope)
+        return (
+            (e, e * a, x, a, slope) if self.spec.norm.norm_before_gate else (e, e, x * a, a, slope)
+        )
 
 
 def norm_gated_bwd(
@@ -268,13 +270,13 @@ def norm_gated_bwd(
       residuals, cotangents: arrays of 16 or 32 bits; statistics of float32.
       schedule: how it runs; by default, what the table says.
     """
-    assert spec.gate_dtype is not None
+    assert spec.norm.gate_dtype is not None
     (dx, dgate), gradients = _run(
         GatedFormula(spec),
         (residuals.saved, residuals.gate, cotangents.y),
         residuals,
         (residuals.scale,),
-        [spec.x_dtype, spec.gate_dtype],
+        [spec.x_dtype, spec.norm.gate_dtype],
         spec,
         schedule,
     )
@@ -336,7 +338,7 @@ def scaled_sum_bwd(
       residuals, cotangents: arrays of 16 or 32 bits; statistics of float32.
       schedule: how it runs; by default, what the table says.
     """
-    bias = residuals.bias if spec.saved == "output" else None
+    bias = residuals.bias if spec.norm.saved == "output" else None
     (dx, dresidual), gradients = _run(
         ScaledSumFormula(NormFormula(spec.last)),
         (residuals.saved, cotangents.y, residuals.x, cotangents.h),
@@ -376,33 +378,35 @@ class TwoNormsFormula:
 
     @property
     def summed(self) -> int:
-        return 3 + self.spec.adds_dh
+        return 3 + ("h" in self.spec.outputs)
 
     @property
     def row_sums(self) -> int:
-        return 3 + self.spec.adds_dh
+        return 3 + ("h" in self.spec.outputs)
 
     @property
     def column_sums(self) -> int:
-        return (self.spec.scale_dtype is not None) + (self.spec.next_scale_dtype is not None)
+        return (self.spec.norm.scale_dtype is not None) + (
+            self.spec.norm.next_scale_dtype is not None
+        )
 
     def columns(self, params: Arrays) -> list[jax.Array]:
         """G; G' and, from the output, 1 / G'."""
         params = list(params)
         columns = []
-        if self.spec.scale_dtype is not None:
+        if self.spec.norm.scale_dtype is not None:
             columns.append(gain(params.pop(0), self.spec.first))
-        if self.spec.next_scale_dtype is not None:
+        if self.spec.norm.next_scale_dtype is not None:
             g = gain(params.pop(0), self.spec.last)
             columns.append(g)
-            if self.spec.saved == "output":
+            if self.spec.norm.saved == "output":
                 columns.append(reciprocal(g, self.spec.last))
         return columns
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
         _, _, d, *dh = elements
         _, u, z, next_xh, dg = self._elements(elements, columns, stats)
-        c = d * z if self.spec.saved == "output" else dg * z
+        c = d * z if self.spec.norm.saved == "output" else dg * z
         return [c, dg * u, next_xh * u, *(each * u for each in dh)]
 
     def finish(
@@ -416,10 +420,10 @@ class TwoNormsFormula:
         dresidual = next_rstd * (dg - next_xh * next_c)
         if dh:
             c, dresidual = c + of_dh[0], dresidual + dh[0]
-        has_scale = self.spec.scale_dtype is not None
+        has_scale = self.spec.norm.scale_dtype is not None
         dx = rstd * ((dresidual * columns[0] if has_scale else dresidual) - xh * c)
         sums = [dresidual * xh] if has_scale else []
-        if self.spec.next_scale_dtype is not None:
+        if self.spec.norm.next_scale_dtype is not None:
             sums.append(d * next_xh)
         return [dx, dresidual], sums
 
@@ -429,13 +433,13 @@ class TwoNormsFormula:
         """xh, u, z (from the input: xh'), xh' and d G'."""
         (x, saved, d, *_), (rstd, next_rstd), columns = elements, stats, list(columns)
         u = xh = x * rstd
-        if self.spec.scale_dtype is not None:
+        if self.spec.norm.scale_dtype is not None:
             u = xh * columns.pop(0)
-        from_output = self.spec.saved == "output"
+        from_output = self.spec.norm.saved == "output"
         z = within_limit(saved, self.spec.last) if from_output else saved * next_rstd
         next_xh = z
         dg = d
-        if self.spec.next_scale_dtype is not None:
+        if self.spec.norm.next_scale_dtype is not None:
             dg = d * columns.pop(0)
             if from_output:
                 next_xh = z * columns.pop(0)
@@ -460,7 +464,7 @@ def two_norms_bwd(
     """
     schedule = schedule or schedules.norm_schedule(spec)
     if schedule is None:
-        return composed.two_norms_bwd(norm_bwd, residuals, cotangents, spec)
+        return composed_two_norms_bwd(norm_bwd, residuals, cotangents, spec)
     (dx, dresidual), gradients = _run(
         TwoNormsFormula(spec),
         (residuals.x, residuals.saved, cotangents.y, cotangents.h),

@@ -74,8 +74,8 @@ ACTIVATIONS: dict[Activation, Callable[[jax.Array], ValueAndSlope]] = {
 
 def activation_of(spec: Spec) -> Callable[[jax.Array], ValueAndSlope]:
     """That of a call which has one."""
-    assert spec.activation is not None
-    return ACTIVATIONS[spec.activation]
+    assert spec.norm.activation is not None
+    return ACTIVATIONS[spec.norm.activation]
 
 
 # Without a floor (float16) G may be as small as it likes. Below this y has no room for x_hat G, so
@@ -86,8 +86,8 @@ _NO_RECIPROCAL = 2.0**-100
 def gain(scale: jax.Array, spec: Spec) -> jax.Array:
     """G = scale + scale_offset, raised to `Spec.scale_floor` where its magnitude is below that."""
     g = scale.astype(jnp.float32)
-    if spec.scale_offset:
-        g = g + spec.scale_offset
+    if spec.norm.scale_offset:
+        g = g + spec.norm.scale_offset
     floor = spec.scale_floor
     return g if floor is None else jnp.where(jnp.abs(g) < floor, jnp.where(g < 0, -floor, floor), g)
 
@@ -102,7 +102,7 @@ def reciprocal(g: jax.Array, spec: Spec) -> jax.Array:
 
 def effective_bias(bias: jax.Array, spec: Spec) -> jax.Array:
     """The bias; rounded to y's dtype where the output is saved."""
-    if spec.saved == "output":
+    if spec.norm.saved == "output":
         bias = bias.astype(spec.y_dtype)
     return bias.astype(jnp.float32)
 
@@ -119,19 +119,19 @@ def norm_output(
     """y; `columns` is what `norm_columns` gives for the columns of x."""
     rest = list(columns)
     y = (x if mean is None else x - mean) * rstd
-    if spec.scale_dtype is not None:
+    if spec.norm.scale_dtype is not None:
         y = y * rest.pop(0)
-    if spec.bias_dtype is not None:
+    if spec.norm.bias_dtype is not None:
         y = y + rest.pop(0)
-    return y if spec.activation is None else activation_of(spec)(y)[0]
+    return y if spec.norm.activation is None else activation_of(spec)(y)[0]
 
 
 def norm_columns(params: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
     """G and the bias, of the scale and bias, as far as there are any."""
     rest = list(params)
     columns = []
-    if spec.scale_dtype is not None:
+    if spec.norm.scale_dtype is not None:
         columns.append(gain(rest.pop(0), spec))
-    if spec.bias_dtype is not None:
+    if spec.norm.bias_dtype is not None:
         columns.append(effective_bias(rest.pop(0), spec))
     return columns

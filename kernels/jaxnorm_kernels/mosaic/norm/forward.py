@@ -61,18 +61,19 @@ def norm_fwd(operands: Operands, spec: Spec, *, schedule: ForwardSchedule | None
         spec.rows,
         operands=_present(operands.x, operands.residual, operands.gate),
         params=_present(operands.scale, operands.bias, operands.next_scale, operands.branch_scale),
-        results=[y_dtype, _residual_dtype(spec)] if spec.returns_h else [y_dtype],
-        stats=sum(1 + norm.returns_mean for norm in spec.norms) if spec.want_stats else 0,
+        results=[y_dtype, _residual_dtype(spec)] if "h" in spec.outputs else [y_dtype],
+        stats=sum(1 + norm.returns_mean for norm in spec.norms) if spec.has_stats else 0,
         exchanged=3,
-        name=spec.op.replace("norm", "layer_norm" if spec.subtract_mean else "rms_norm") + "_fwd",
+        name=spec.op.replace("norm", "layer_norm" if spec.norm.subtract_mean else "rms_norm")
+        + "_fwd",
     )
     return Results(y, h[0] if h else None, tuple(stats))
 
 
 def _residual_dtype(spec: Spec) -> np.dtype:
-    if spec.residual_dtype is None:
+    if spec.norm.residual_dtype is None:
         raise ValueError(f"{spec.op} needs a residual, and {spec} has none")
-    return spec.residual_dtype
+    return spec.norm.residual_dtype
 
 
 #: What belongs to the columns of each fragment of a row.
@@ -94,8 +95,10 @@ class _Params:
 
     @classmethod
     def of(cls, tile: Tile, spec: Spec, refs: Sequence[Ref]) -> "_Params":
-        norms = [*spec.norms, *[None] * (spec.branch_scale_dtype is not None)]
-        counts = [1 if n is None else len(_present(n.scale_dtype, n.bias_dtype)) for n in norms]
+        norms = [*spec.norms, *[None] * (spec.norm.branch_scale_dtype is not None)]
+        counts = [
+            1 if n is None else len(_present(n.norm.scale_dtype, n.norm.bias_dtype)) for n in norms
+        ]
         return cls(tile, spec.rows, norms, split(refs, *counts)[:-1])
 
     def load(self, k: int, index: Callable[[], Any]) -> Columns:
@@ -225,7 +228,7 @@ def _in_registers(spec: Spec, params_first: bool, tile: Tile, refs: ForwardRefs)
     def load(x: jax.Array, *other: jax.Array) -> tuple[jax.Array, ...]:
         """Return what is normalised first; then h, or a residual or a gate that comes later."""
         x = _wide(tile, x)
-        if spec.op == "norm_gated" and not spec.norm_before_gate:
+        if spec.op == "norm_gated" and not spec.norm.norm_before_gate:
             return (_gated(tile, x, *other, spec),)
         if spec.op != "add_norm":
             return x, *other
@@ -271,13 +274,13 @@ def _row_statistics(
 ) -> tuple[Stat, Stat | None]:
     """r and the mean of a row in registers; `nth` of the norms of this step's row."""
     size = tile.part_sizes() if isinstance(tile, SplitRow) else float(spec.cols)
-    mean = tile.sum(read()) / size if spec.subtract_mean else None
+    mean = tile.sum(read()) / size if spec.norm.subtract_mean else None
     centred = read() if mean is None else [v - tile.broadcast(mean, v) for v in read()]
     square = tile.sum([jnp.square(v) for v in centred])
     if isinstance(tile, SplitRow):
         gather = functools.partial(tile.gather, scratch, step=step, nth=nth)
         mean, square = _merge(gather, size, mean, square, spec)
-    return lax.rsqrt(square / spec.cols + spec.epsilon), mean
+    return lax.rsqrt(square / spec.cols + spec.norm.epsilon), mean
 
 
 def _merge(

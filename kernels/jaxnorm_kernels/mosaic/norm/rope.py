@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.gradients import add_partials
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device.launch import BLOCK, launch, required, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref, load, store, widen
@@ -22,7 +23,6 @@ from jaxnorm_kernels.mosaic.rows.heads import HeadTile, Parts, rotated, rotated_
 from jaxnorm_kernels.mosaic.schedules import heads
 from jaxnorm_kernels.mosaic.schedules.heads import Heads
 from jaxnorm_kernels.mosaic.schedules.norm_backward import persistent_blocks
-from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
 
 # -------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ from jaxnorm_kernels.specs import Spec
 def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = None) -> Results:
     """See `Implementation.forward`; statistics are float32."""
     schedule = required(schedule or heads.forward(spec), spec)
-    tile, shared = schedule.tile(spec), spec.table_rows
+    tile, shared = schedule.tile(spec), spec.norm.table_rows
     assert shared is not None
     layouts = tile.row_layouts
     params = [a for a in (operands.scale,) if a is not None]
@@ -51,7 +51,7 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
         table = [tile.load_table(ref, shared, first) for ref in (cos, sin)]
         parts = [widen(part, layout) for part, layout in zip(raw, layouts)]
         square = tile.sum([jnp.square(part) for part in parts])
-        r = lax.rsqrt(square / spec.cols + spec.epsilon)
+        r = lax.rsqrt(square / spec.cols + spec.norm.epsilon)
         n = [part * tile.broadcast(r, part) for part in parts]
         for of_scale in gains:
             n = [part * tile.expand(g) for part, g in zip(n, of_scale)]
@@ -59,7 +59,7 @@ def norm_rope_fwd(operands: Operands, spec: Spec, *, schedule: Heads | None = No
         for ref in rstd:
             store(ref.at[rows], r)
 
-    shape, stats = operands.x.shape, [((spec.rows,), np.dtype(np.float32))] * spec.want_stats
+    shape, stats = operands.x.shape, [((spec.rows,), np.dtype(np.float32))] * spec.has_stats
     y, *rstd = launch(
         body,
         arrays,
@@ -100,7 +100,7 @@ class _RotatedRows:
 
     def load(self, first: Any) -> tuple[Parts, jax.Array]:
         """Load cos, sin and r of the tile that begins at row `first`."""
-        shared = self.spec.table_rows
+        shared = self.spec.norm.table_rows
         assert shared is not None
         table = [self.tile.load_table(ref, shared, first) for ref in self.tables]
         return table, load(self.rstd.at[pl.ds(first, self.tile.rows)], self.tile.stat_layout)
@@ -127,7 +127,7 @@ class _RotatedRows:
         self, saved: Parts, table: Parts, reciprocals: Parts, r: Parts
     ) -> tuple[Parts, Parts | None]:
         """Return xh and, from the output, n."""
-        if self.spec.saved == "input":
+        if self.spec.norm.saved == "input":
             return [part * of_row for part, of_row in zip(saved, r)], None
         cos, sin = table
         square = cos * cos + sin * sin
@@ -166,5 +166,5 @@ def norm_rope_bwd(
         results=[spec.x_dtype],
         name="jaxnorm_rms_norm_rope_bwd",
     )
-    (dscale,) = add_partials(partials, (spec.scale_dtype,))
+    (dscale,) = add_partials(partials, (spec.norm.scale_dtype,))
     return Operands(dx, scale=dscale)

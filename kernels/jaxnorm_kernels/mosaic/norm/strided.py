@@ -13,7 +13,6 @@ Blocks hold strips (see `rows.strips`), and read them from shared memory for eac
 part of a strip is what a warp has of its columns, or a block of a cluster.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxnorm_kernels.gradients import add_partials
 from jaxnorm_kernels.implementation import Operands, Residuals, Results
 from jaxnorm_kernels.mosaic.device.launch import launch, required, split
 from jaxnorm_kernels.mosaic.device.layouts import Ref
@@ -32,7 +32,6 @@ from jaxnorm_kernels.mosaic.norm.elementwise import activation_of, norm_columns,
 from jaxnorm_kernels.mosaic.rows.partitions import Fragment
 from jaxnorm_kernels.mosaic.rows.strips import Merge, Parts, Stat, Strip, StripExchange, Strips
 from jaxnorm_kernels.mosaic.schedules import strips as strip_schedule
-from jaxnorm_kernels.partials import add_partials
 from jaxnorm_kernels.specs import Spec
 
 _F32 = np.dtype(np.float32)
@@ -42,11 +41,11 @@ Gather = Callable[[Merge, Sequence[Stat | float]], list[Any]]
 
 
 def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
-    """x and y are ``(outer, cols, inner)``; scale and bias as `Spec.inner_params` says."""
+    """x and y are ``(outer, cols, inner)``; scale and bias as `NormOptions.inner_params` says."""
     params = [param for param in (operands.scale, operands.bias) if param is not None]
     # r G is that of an inner element where G is.
-    joins = spec.scale_dtype is not None
-    rest = dataclasses.replace(spec, scale_dtype=None) if joins else spec
+    joins = spec.norm.scale_dtype is not None
+    rest = spec.replaced(scale_dtype=None) if joins else spec
     strips = required(strip_schedule.strips_of(spec), spec)
 
     def finish(strip: Strip, gather: Gather, refs: Sequence[Ref]) -> None:
@@ -66,15 +65,15 @@ def norm_strided_fwd(operands: Operands, spec: Spec) -> Results:
         for ref, stat in zip(stat_refs, (rstd, mean)):
             strip.store_stat(ref, stat)
 
-    stats = 1 + spec.returns_mean if spec.want_stats else 0
+    stats = 1 + spec.returns_mean if spec.has_stats else 0
     y, *statistics = _in_strips(
         finish,
         strips,
         [operands.x],
         params,
         outputs=[(operands.x.shape, spec.y_dtype), *[(strips.stats_shape, _F32)] * stats],
-        exchanged=3 if spec.subtract_mean else 1,
-        name=f"jaxnorm_{'layer' if spec.subtract_mean else 'rms'}_norm_strided_fwd",
+        exchanged=3 if spec.norm.subtract_mean else 1,
+        name=f"jaxnorm_{'layer' if spec.norm.subtract_mean else 'rms'}_norm_strided_fwd",
     )
     return Results(y, stats=tuple(stat.reshape(spec.rows) for stat in statistics))
 
@@ -124,8 +123,8 @@ def norm_strided_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> O
         exchanged=formula.row_sums,
         name="jaxnorm_norm_strided_bwd",
     )
-    groups = (spec.scale_groups, spec.bias_groups)
-    dscale, dbias = add_partials(partials, (spec.scale_dtype, spec.bias_dtype), groups)
+    groups = (spec.norm.scale_groups, spec.norm.bias_groups)
+    dscale, dbias = add_partials(partials, (spec.norm.scale_dtype, spec.norm.bias_dtype), groups)
     return Operands(dx, scale=dscale, bias=dbias)
 
 
@@ -176,7 +175,7 @@ def _statistics(strip: Strip, gather: Gather, spec: Spec) -> tuple[Stat, Stat | 
         return strip.read(0, fragment)
 
     mean = None
-    if spec.subtract_mean:
+    if spec.norm.subtract_mean:
         size = strip.sizes()
         (total,) = strip.sum(lambda fragment: [x(fragment)], waits=True)
         part_mean = total / size
@@ -189,7 +188,7 @@ def _statistics(strip: Strip, gather: Gather, spec: Spec) -> tuple[Stat, Stat | 
     else:
         (square,) = gather(_add, strip.sum(lambda fragment: [jnp.square(x(fragment))], waits=True))
     square = strip.group_sum(square)
-    return lax.rsqrt(square / spec.cols + spec.epsilon), mean
+    return lax.rsqrt(square / spec.cols + spec.norm.epsilon), mean
 
 
 def _add(parts: Parts) -> list[Any]:
@@ -211,7 +210,7 @@ class _StripFormula(NormFormula):
 
     @property
     def row_sums(self) -> int:
-        return 1 + (self.spec.subtract_mean or self.spec.bias_dtype is not None)
+        return 1 + (self.spec.norm.subtract_mean or self.spec.norm.bias_dtype is not None)
 
     def terms(self, elements: Arrays, columns: Arrays, stats: Arrays) -> list[jax.Array]:
         saved, dy = elements
@@ -245,14 +244,14 @@ class _StripFormula(NormFormula):
         dscale, *dbias = sums
         if not self.from_output:
             dscale = dscale * stats[0]
-        has = (self.spec.scale_dtype is not None, self.spec.bias_dtype is not None)
+        has = (self.spec.norm.scale_dtype is not None, self.spec.norm.bias_dtype is not None)
         gradients = [total for total, is_there in zip((dscale, *dbias), has) if is_there]
-        rows = [dscale, *dbias][: 1 + self.spec.subtract_mean]
+        rows = [dscale, *dbias][: 1 + self.spec.norm.subtract_mean]
         return gradients, rows if not has[0] else [params[0] * total for total in rows]
 
     def _rstd_gain(self, columns: Arrays, stats: Arrays) -> jax.Array:
         """r G."""
-        return stats[0] if self.spec.scale_dtype is None else stats[0] * columns[0]
+        return stats[0] if self.spec.norm.scale_dtype is None else stats[0] * columns[0]
 
     def _centred(
         self, x: jax.Array, dy: jax.Array, columns: Arrays, stats: Arrays
@@ -260,7 +259,7 @@ class _StripFormula(NormFormula):
         """d and c."""
         _, *mean = stats
         c = x - mean[0] if mean else x
-        if self.spec.activation is None:
+        if self.spec.norm.activation is None:
             return dy, c
         n = c * self._rstd_gain(columns, stats)
         if self.spec.reads_bias:

@@ -35,18 +35,18 @@ from jaxnorm_kernels.specs import Shared, Spec
 
 def scaled(z: jax.Array, spec: Spec) -> jax.Array:
     """A softmax's scale times z; it is part of the derivative, too."""
-    return z if spec.logits_scale == 1 else jnp.float32(spec.logits_scale) * z
+    return z if spec.logits.logits_scale == 1 else jnp.float32(spec.logits.logits_scale) * z
 
 
 def shared_operands(spec: Spec) -> list[Shared | None]:
     """Of those that a pass reads or gives the gradient of; None for one that is not described."""
-    bias = [spec.logits_bias_rows] * (spec.logits_bias_dtype is not None)
-    return [spec.mask_rows] * spec.reads_mask + bias
+    bias = [spec.softmax.logits_bias_rows] * (spec.softmax.logits_bias_dtype is not None)
+    return [spec.logits.mask_rows] * spec.reads_mask + bias
 
 
 def has_places(spec: Spec) -> bool:
     """Whether it matters where a row lies in x."""
-    return spec.causal or bool(shared_operands(spec))
+    return spec.softmax.causal or bool(shared_operands(spec))
 
 
 def run_of_rows(spec: Spec) -> int:
@@ -56,7 +56,7 @@ def run_of_rows(spec: Spec) -> int:
     as many consecutive ones.
     """
     runs = [shared.run for shared in shared_operands(spec) if shared is not None]
-    return math.gcd(*runs, *[spec.queries] * spec.causal)
+    return math.gcd(*runs, *[spec.softmax.queries] * spec.softmax.causal)
 
 
 def threads_of_runs(spec: Spec, threads: int, vector: int) -> tuple[int, int]:
@@ -107,7 +107,7 @@ class Place:
     @property
     def masks(self) -> bool:
         """Whether some elements are not kept."""
-        return self.spec.causal or self.mask_ref is not None
+        return self.spec.softmax.causal or self.mask_ref is not None
 
     @property
     def drops(self) -> bool:
@@ -121,14 +121,14 @@ class Place:
         and to keep a predicate for each element several.
         """
         masks = [] if self._mask is None else [self._mask]
-        if self.spec.causal:
+        if self.spec.softmax.causal:
             query = renewed(self.query) if again else self.query
             masks.append([self._reached(p, query) for p in self.tile.fragments()])
         return [functools.reduce(jnp.logical_and, of_fragment) for of_fragment in zip(*masks)]
 
     def each(self, function: Callable[[jax.Array], jax.Array], values: Fragments) -> Fragments:
         """`each_fragment` of what is 0, or need not be computed, above the diagonal."""
-        if not self.spec.causal:
+        if not self.spec.softmax.causal:
             return each_fragment(function, values)
 
         zeros = {
@@ -144,9 +144,11 @@ class Place:
 
     @functools.cached_property
     def _mask(self) -> Fragments | None:
-        if self.mask_ref is None or self.spec.mask_rows is None:
+        if self.mask_ref is None or self.spec.logits.mask_rows is None:
             return None
-        return [values != 0 for values in self.load_shared(self.mask_ref, self.spec.mask_rows)]
+        return [
+            values != 0 for values in self.load_shared(self.mask_ref, self.spec.logits.mask_rows)
+        ]
 
     def _is_reached(self, fragment: Fragment) -> jax.Array:
         """Whether a fragment has an element on the diagonal or below it."""
@@ -166,7 +168,7 @@ class Place:
     @property
     def query(self) -> jax.Array:
         """The first row's index in its matrix."""
-        return lax.rem(self.first, jnp.int32(self.spec.queries))
+        return lax.rem(self.first, jnp.int32(self.spec.softmax.queries))
 
     def _reached(self, fragment: Fragment, query: jax.Array) -> jax.Array:
         """Elements of a fragment up to the diagonal, of rows that begin with this query."""
@@ -187,7 +189,7 @@ class Place:
         if is_row:  # one for all rows of the tile
             layout, shape = columns_layout(self.tile.vector, self.tile.threads), (fragment.width,)
 
-        if self.spec.causal:
+        if self.spec.softmax.causal:
             start = jnp.where(self._is_reached(fragment), fragment.start, 0)
             fragment = dataclasses.replace(fragment, start=start)
         values = _load(ref.at[row, fragment.columns()], layout, shape)

@@ -22,8 +22,8 @@ def registers(spec: Spec) -> int:
 
 def param_sizes(spec: Spec) -> list[int]:
     """Bytes of each parameter of a column."""
-    norms = (spec.scale_dtype, spec.bias_dtype, spec.next_scale_dtype)
-    return _sizes(*norms, spec.branch_scale_dtype)
+    norms = (spec.norm.scale_dtype, spec.norm.bias_dtype, spec.norm.next_scale_dtype)
+    return _sizes(*norms, spec.norm.branch_scale_dtype)
 
 
 def param_bytes(spec: Spec) -> int:
@@ -38,7 +38,7 @@ def column_bytes(spec: Spec) -> int:
 
 def data_bytes(spec: Spec) -> int:
     """Bytes of each column of the rows that are read and written."""
-    h_dtype = spec.residual_dtype if spec.normalises_h else None
+    h_dtype = spec.norm.residual_dtype if spec.normalises_h else None
     return column_bytes(spec) + sum(_sizes(spec.y_dtype, h_dtype))
 
 
@@ -49,8 +49,8 @@ def row_vector(spec: Spec) -> int:
 
 def full_bias_dtype(spec: Spec) -> np.dtype | None:
     """Of a softmax's bias that is read with x; not that of one value for a row."""
-    shared = spec.logits_bias_rows
-    return None if shared is None or not shared.has_columns else spec.logits_bias_dtype
+    shared = spec.softmax.logits_bias_rows
+    return None if shared is None or not shared.has_columns else spec.softmax.logits_bias_dtype
 
 
 def _sizes(*dtypes: np.dtype | None) -> list[int]:

@@ -62,8 +62,8 @@ class Heads:
         """How a block holds rows."""
         return HeadTile(
             spec.cols,
-            spec.rotated,
-            spec.interleaved,
+            spec.norm.rotated,
+            spec.norm.interleaved,
             self.vector,
             self.rest,
             self.threads,
@@ -73,7 +73,9 @@ class Heads:
 
 def forward(spec: Spec) -> Heads | None:
     """None where no kernel takes the heads."""
-    of_pairs = VECTOR_BYTES // 2 if spec.interleaved else VECTOR_BYTES  # which are loaded in one
+    of_pairs = (
+        VECTOR_BYTES // 2 if spec.norm.interleaved else VECTOR_BYTES
+    )  # which are loaded in one
     held = _held(spec, (spec.x_dtype, spec.y_dtype), of_pairs)
     if held is None:
         return None
@@ -88,7 +90,7 @@ def forward(spec: Spec) -> Heads | None:
 @kept
 def backward(spec: Spec, gpu: Gpu) -> Heads | None:
     """None where no kernel takes the heads."""
-    saved = spec.y_dtype if spec.saved == "output" else spec.x_dtype
+    saved = spec.y_dtype if spec.norm.saved == "output" else spec.x_dtype
     read = (saved, spec.y_dtype)
     held = _held(spec, (*read, spec.x_dtype), _BACKWARD_BYTES)
     if held is None or any(spec.cols * dtype.itemsize % _COPY_BYTES for dtype in read):
@@ -116,7 +118,7 @@ def _held(spec: Spec, dtypes: Sequence[np.dtype], of_pairs: int) -> tuple[int, i
         return None
     itemsize = max(dtype.itemsize for dtype in dtypes)
     most, most_of_pairs = VECTOR_BYTES // itemsize, min(of_pairs // itemsize, _MOST_OF_PAIRS)
-    pairs, rest = spec.rotated // 2, spec.cols - spec.rotated
+    pairs, rest = spec.norm.rotated // 2, spec.cols - spec.norm.rotated
 
     def vectors(threads: int) -> tuple[int, int] | None:
         if pairs % threads or rest % threads:

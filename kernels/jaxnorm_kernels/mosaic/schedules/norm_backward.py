@@ -173,17 +173,17 @@ def _registers(spec: Spec, width: int) -> int:
     # A column has its sums; and G, 1 / G and the bias, as `columns` of the formulas says.
     held = 0
     for norm in spec.norms:
-        of_scale = 2 if norm.saved == "output" else 1
-        held += of_scale * (norm.scale_dtype is not None) + norm.reads_bias
-    held += spec.branch_scale_dtype is not None
+        of_scale = 2 if norm.norm.saved == "output" else 1
+        held += of_scale * (norm.norm.scale_dtype is not None) + norm.reads_bias
+    held += spec.norm.branch_scale_dtype is not None
     of_column = (_column_sums(spec) + held) * len(spec.norms)  # what is under way, too
     others = OTHER_REGISTERS + _KEPT_REGISTERS * len(spec.kept_dtypes)
     return of_column * (width // WARPGROUP_THREADS) + others
 
 
 def _column_sums(spec: Spec) -> int:
-    norms = (spec.scale_dtype, spec.bias_dtype, spec.next_scale_dtype)
-    return sum(dtype is not None for dtype in (*norms, spec.branch_scale_dtype))
+    norms = (spec.norm.scale_dtype, spec.norm.bias_dtype, spec.norm.next_scale_dtype)
+    return sum(dtype is not None for dtype in (*norms, spec.norm.branch_scale_dtype))
 
 
 def _most_registers(ring: PipelinedRows) -> int:
@@ -202,9 +202,9 @@ def row_dtypes(spec: Spec) -> list[np.dtype]:
     That of two norms begins with x.
     """
     last = spec.last
-    saved = last.y_dtype if last.saved == "output" else last.x_dtype
+    saved = last.y_dtype if last.norm.saved == "output" else last.x_dtype
     x = [spec.x_dtype] * (len(spec.norms) > 1)
-    return [*x, saved, *spec.kept_dtypes, spec.y_dtype, *[last.x_dtype] * spec.adds_dh]
+    return [*x, saved, *spec.kept_dtypes, spec.y_dtype, *[last.x_dtype] * ("h" in spec.outputs)]
 
 
 def _rows(spec: Spec) -> int:

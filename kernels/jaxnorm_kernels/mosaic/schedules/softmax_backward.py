@@ -41,7 +41,9 @@ def softmax_schedule(spec: Spec, gpu: Gpu) -> InRegisters | None:
     schedule = schedule or _wide_rows(spec, gpu)
     if schedule is None or not has_places(spec):
         return schedule
-    return dataclasses.replace(schedule, splits=_splits(spec, schedule, gpu), apart=spec.causal)
+    return dataclasses.replace(
+        schedule, splits=_splits(spec, schedule, gpu), apart=spec.softmax.causal
+    )
 
 
 def _in_windows(spec: Spec, gpu: Gpu) -> InRegisters | None:
@@ -72,7 +74,7 @@ def _placed_tile(spec: Spec) -> InRegisters | None:
     """The same of a run. Above the diagonal, the units of a warp skip more than a warpgroup's."""
     vector = row_vector(spec)
     most = _WARPGROUP_VECTORS * vector - 1
-    if spec.causal and not _sums_columns(spec):
+    if spec.softmax.causal and not _sums_columns(spec):
         most = _CAUSAL_TILE
     if spec.cols > most:
         return None
@@ -105,8 +107,8 @@ def _wide_rows(spec: Spec, gpu: Gpu) -> InRegisters | None:
 
 def _sums_columns(spec: Spec) -> bool:
     """Whether a softmax adds up the gradient of a bias that has all columns."""
-    shared = spec.logits_bias_rows
-    return spec.logits_bias_dtype is not None and shared is not None and shared.has_columns
+    shared = spec.softmax.logits_bias_rows
+    return spec.softmax.logits_bias_dtype is not None and shared is not None and shared.has_columns
 
 
 def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
@@ -114,7 +116,7 @@ def _splits(spec: Spec, schedule: InRegisters, gpu: Gpu) -> int:
 
     As many as run at a time.
     """
-    shared = spec.logits_bias_rows
+    shared = spec.softmax.logits_bias_rows
     if not _sums_columns(spec) or shared is None:
         return 1
     is_own = bool(shared.segments) and shared.segments[-1][1]

@@ -87,7 +87,10 @@ _CANNOT: Table = (
     (
         "its kernels over an axis that is not the last take parameters of what lies behind that "
         "axis, such as GroupNorm's, and no others",
-        lambda s: not s.inner_params and (s.scale_dtype is not None or s.bias_dtype is not None),
+        lambda s: (
+            not s.norm.inner_params
+            and (s.norm.scale_dtype is not None or s.norm.bias_dtype is not None)
+        ),
     ),
     (
         f"its kernels need {COPY_BYTES} bytes, or a multiple, behind an axis that is not the last",

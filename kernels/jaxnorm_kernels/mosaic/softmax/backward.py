@@ -15,7 +15,7 @@ log_softmax   sum(dz) = sum(d) (1 - sum(exp(y)))
 
 What takes no part has y = 0, or -inf, and its d counts as 0, infinite though it may be. softmax
 looks at y alone and reads no mask: a cotangent of what has rounded to 0 is dropped, too. With a
-finite `Spec.masked_logit` it does: what is not kept has its y, and dz = 0.
+finite `SoftmaxOptions.masked_logit` it does: what is not kept has its y, and dz = 0.
 
 If a cotangent of the row is NaN or infinite, so is the sum, and 0 times the sum is NaN. So calls
 with a mask, or causal ones, select 0 in place of a multiple of y = 0 or exp(y) = 0.
@@ -58,7 +58,11 @@ class SoftmaxFormula:
     @property
     def bias(self) -> Shared | None:
         """That whose gradient is asked for."""
-        return None if self.spec.logits_bias_dtype is None else self.spec.logits_bias_rows
+        return (
+            None
+            if self.spec.softmax.logits_bias_dtype is None
+            else self.spec.softmax.logits_bias_rows
+        )
 
     @property
     def sums_rows(self) -> bool:
@@ -116,8 +120,12 @@ def softmax_bwd(
     schedule = required(schedule or softmax_schedule(spec), spec)
     tile = schedule.tile(spec.cols)
     sums = None
-    if formula.bias is not None and spec.logits_bias_dtype is not None and formula.column_sums:
-        sums = BiasSums(tile, formula.bias, spec.logits_bias_dtype, schedule.splits)
+    if (
+        formula.bias is not None
+        and spec.softmax.logits_bias_dtype is not None
+        and formula.column_sums
+    ):
+        sums = BiasSums(tile, formula.bias, spec.softmax.logits_bias_dtype, schedule.splits)
 
     def read(tile: Tile, row: Any, refs: Sequence[Ref]) -> list[Sequence[jax.Array]]:
         return _read(tile, spec, row, *refs)
@@ -137,7 +145,7 @@ def softmax_bwd(
     if sums is not None:
         dbias = sums.gradient(*rest)
     elif formula.bias is not None:
-        dbias = _of_rows(formula.bias, spec, *rest).astype(spec.logits_bias_dtype)
+        dbias = _of_rows(formula.bias, spec, *rest).astype(spec.softmax.logits_bias_dtype)
     return Operands(dx, logits_bias=dbias)
 
 
@@ -148,15 +156,15 @@ def _read(
     place = Place(tile, spec, row, mask)
     loaded = [place.load(ref) for ref in (y_ref, dy_ref)]
     y, d = [[widen(v, tile.layout_of(v.shape)) for v in values] for values in loaded]
-    if not place.drops and place.masks:  # a finite `Spec.masked_logit`
+    if not place.drops and place.masks:  # a finite `SoftmaxOptions.masked_logit`
         return list(zip(y, d, place.keep()))
     if place.drops:
         keep, nothing = place.keep(), -jnp.inf if spec.op == "log_softmax" else 0.0
-        if spec.causal:  # What is above the diagonal has not been read.
+        if spec.softmax.causal:  # What is above the diagonal has not been read.
             y = [jnp.where(k, v, nothing) for k, v in zip(keep, y)]
-        if spec.reads_mask or not spec.has_mask:
+        if spec.reads_mask or not spec.logits.has_mask:
             d = [jnp.where(k, v, 0.0) for k, v in zip(keep, d)]
-    if spec.has_mask and mask is None:
+    if spec.logits.has_mask and mask is None:
         d = [jnp.where(p == 0, 0.0, v) for p, v in zip(y, d)]
     return list(zip(y, d))
 

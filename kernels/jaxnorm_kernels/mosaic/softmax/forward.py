@@ -40,7 +40,7 @@ def softmax_fwd(
         spec.rows,
         operands=[a for a in (operands.x, operands.mask, operands.logits_bias) if a is not None],
         results=[spec.y_dtype],
-        exchanged=2 + spec.has_mask,
+        exchanged=2 + spec.logits.has_mask,
         name=f"{spec.op}_fwd",
     )
     return Results(y)
@@ -63,7 +63,7 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
                 return tile.skip_others(row.read(), -jnp.inf)
 
             highest = read()
-            may_be_empty = spec.has_mask and spec.drops_masked
+            may_be_empty = spec.logits.has_mask and spec.drops_masked
             if place is not None and may_be_empty:
                 # That of a row that keeps nothing but -inf is finite, unlike one that keeps none.
                 highest = [
@@ -102,8 +102,8 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
             return
         tile.open(refs.scratch)
         x, *rest = refs.operands
-        place = Place(tile, spec, first_row(tile, spec), rest[0] if spec.has_mask else None)
-        z = _load(place, x, *rest[spec.has_mask :])
+        place = Place(tile, spec, first_row(tile, spec), rest[0] if spec.logits.has_mask else None)
+        z = _load(place, x, *rest[spec.logits.has_mask :])
         tile.ready()
         finish(LoadedRow(place.row, 0, lambda: [(v,) for v in z]), place)
 
@@ -111,15 +111,15 @@ def _in_registers(spec: Spec) -> Callable[[Tile, ForwardRefs], None]:
 
 
 def _load(place: Place, x: Ref, bias: Ref | None = None) -> list[jax.Array]:
-    """scale x + bias where it is kept, else `Spec.masked_logit`."""
+    """scale x + bias where it is kept, else `SoftmaxOptions.masked_logit`."""
     spec, layout = place.spec, place.tile.layout
     z = [scaled(widen(v, layout), spec) for v in place.load(x)]
-    if bias is not None and spec.logits_bias_rows is not None:
-        added = place.load_shared(bias, spec.logits_bias_rows)
+    if bias is not None and spec.softmax.logits_bias_rows is not None:
+        added = place.load_shared(bias, spec.softmax.logits_bias_rows)
         z = [v + b for v, b in zip(z, added)]
     if not place.masks:
         return z
-    return [jnp.where(keep, v, spec.masked_logit) for keep, v in zip(place.keep(), z)]
+    return [jnp.where(keep, v, spec.softmax.masked_logit) for keep, v in zip(place.keep(), z)]
 
 
 def _merge(part_m: jax.Array, part_s: jax.Array, exp: Exp) -> tuple[jax.Array, jax.Array]:

@@ -15,6 +15,9 @@ most 0.4 % of a training step (GPT-2 small and Llama 1B under scan, with and wit
 rematerialisation, on an H100), and took 1 to 2 seconds of compilation.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import jax
 from jax import lax
 
@@ -22,6 +25,18 @@ from jax import lax
 ALIGNMENT = 256
 
 
-def own(array: jax.Array) -> jax.Array:
+def own_buffer(array: jax.Array) -> jax.Array:
     """Return an operand or a result of a kernel, in a buffer that is no part of another one."""
     return lax.optimization_barrier(array)
+
+
+@contextlib.contextmanager
+def settings() -> Iterator[None]:
+    """Set what JAX needs while a kernel is traced, whatever the caller has set.
+
+    Kernels count in 32 bits: with 64-bit types on, Python's integers would not meet theirs in one
+    operation. And Pallas keeps tracers of every kernel, of one that copies a vector, too (jax
+    0.11.2 and 0.12.0), for which ``jax_check_tracer_leaks`` would raise.
+    """
+    with jax.enable_x64(False), jax.check_tracer_leaks(False):
+        yield

@@ -1,11 +1,14 @@
-"""The last step of a parameter's gradient: adding up the sums that blocks of rows have made."""
+"""The last steps of gradients: sums of partial sums, and two norms by the kernel of one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jaxnorm_kernels.implementation import Operands, Residuals, Results
+from jaxnorm_kernels.specs import Spec
 
 
 def add_partials(
@@ -45,3 +48,19 @@ def _sums(arrays: Sequence[jax.Array], axis: int) -> list[jax.Array]:
 
 def _add(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     return tuple(x + y for x, y in zip(a, b))
+
+
+def two_norms_bwd(
+    norm_bwd: Callable[[Residuals, Results, Spec], Operands],
+    residuals: Residuals,
+    cotangents: Results,
+    spec: Spec,
+) -> Operands:
+    """Of two norms and the sum between them, by theirs: the second's dx is the first's dy."""
+    assert residuals.x is not None
+    rstd, next_rstd = residuals.stats
+    of_last = Residuals(residuals.saved, stats=(next_rstd,), scale=residuals.next_scale)
+    of_first = Residuals(residuals.x, stats=(rstd,), scale=residuals.scale)
+    last = norm_bwd(of_last, cotangents, spec.last)
+    first = norm_bwd(of_first, Results(last.x), spec.first)
+    return Operands(first.x, residual=last.x, scale=first.scale, next_scale=last.scale)

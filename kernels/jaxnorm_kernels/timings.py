@@ -1,0 +1,102 @@
+"""Times of the Triton kernels over XLA's: they decide where the kernels are the default.
+
+The kernels are the default on Ampere, Ada and RTX 50, on which nothing was timed. They were
+compiled and scheduled for an A100 and timed on an H100, which runs code for an A100.
+`python -m benchmarks.triton_defaults` makes the table from the committed results, and
+`tests/test_triton_defaults.py` holds the two together.
+"""
+
+import dataclasses
+
+from jaxnorm_kernels.operations import FUNCTIONS
+from jaxnorm_kernels.specs import Spec
+
+#: Where and how they were timed.
+TIMED_ON = "an H100, with kernels compiled for an A100"
+
+#: A kernel that takes at most this share of XLA's time is the default.
+LIMIT = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """A kernel's time over that of XLA's code, forward and backward together.
+
+    Attributes:
+      ratio: the median over the shapes and dtypes that were timed.
+      least, most: the range.
+    """
+
+    ratio: float
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        """Return the text that `implementation_for` prints."""
+        if self.least == self.most:
+            return f"{self.ratio:.2f} of XLA's time"
+        return f"{self.ratio:.2f} of XLA's time ({self.least:.2f} to {self.most:.2f})"
+
+
+#: By function, as `name_of` names a call of it.
+TIMINGS: dict[str, Timing] = {
+    "softmax": Timing(0.7, 0.51, 0.72),
+    "log_softmax": Timing(0.82, 0.65, 0.84),
+    "softmax with causal": Timing(0.31, 0.31, 0.31),
+    "softmax with a bias": Timing(0.55, 0.55, 0.55),
+    "softmax with where": Timing(0.42, 0.42, 0.42),
+    "layer_norm": Timing(0.72, 0.59, 0.96),
+    "rms_norm": Timing(0.71, 0.64, 0.82),
+    "add_layer_norm": Timing(0.34, 0.32, 0.39),
+    "add_rms_norm": Timing(0.63, 0.52, 0.68),
+    "add_layer_norm with a gate": Timing(0.32, 0.31, 0.33),
+    "rms_norm_add": Timing(0.73, 0.63, 0.8),
+    "rms_norm_add_rms_norm": Timing(0.53, 0.48, 0.56),
+    "rms_norm_rope": Timing(0.34, 0.31, 0.54),
+    "rms_norm_gated": Timing(0.73, 0.67, 1.01),
+    "rms_norm_gated with norm_before_gate=False": Timing(0.59, 0.54, 0.75),
+    "softmax_cross_entropy_with_integer_labels": Timing(0.64, 0.61, 0.68),
+    "softmax_cross_entropy_with_integer_labels with logit_softcap": Timing(0.54, 0.53, 0.55),
+    "log_prob_and_entropy": Timing(0.57, 0.55, 0.59),
+}
+
+
+def name_of(spec: Spec) -> str:
+    """The public function that makes a call, and the first of these options that it has."""
+    functions = {
+        name: function
+        for name, function in FUNCTIONS.items()
+        if function.subtract_mean == spec.norm.subtract_mean
+    }
+    name = next(name for name, function in functions.items() if spec.op in function.ops)
+    norm = spec.norm
+    options = {
+        "causal": spec.softmax.causal,
+        "a bias": spec.softmax.logits_bias_dtype is not None,
+        "where": spec.logits.has_mask,
+        "logit_softcap": spec.loss.logit_softcap is not None,
+        "a gate": spec.op == functions[name].gated,
+        "norm_before_gate=False": spec.norm.gate_dtype is not None
+        and not spec.norm.norm_before_gate,
+    }
+    option = next((option for option, is_used in options.items() if is_used), None)
+    return name if option is None else f"{name} with {option}"
+
+
+def why_not_default(spec: Spec) -> str | None:
+    """Return the reason why the default leaves a call to XLA, or None."""
+    name = name_of(spec)
+    timing = TIMINGS.get(name)
+    if timing is None:
+        return f"its kernel of {name} is not timed"
+    if timing.ratio > LIMIT:
+        return f"its kernel of {name} took {timing} on {TIMED_ON}, which is more than {LIMIT}"
+    return None
+
+
+def caveat(spec: Spec) -> str | None:
+    """Return the GPU that timed a kernel and its time over XLA's; None without a timing."""
+    timing = TIMINGS.get(name_of(spec))
+    if timing is None:
+        return None
+    return f"not timed on this GPU; on {TIMED_ON}, it took {timing}"

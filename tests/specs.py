@@ -1,0 +1,75 @@
+"""Static parts of passes for tests, whose outputs are described by flags."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxnorm_kernels.operations import OPERATIONS, Op
+from jaxnorm_kernels.specs import OPTIONS, Direction, Spec
+
+
+def build_spec(
+    op: Op,
+    direction: Direction,
+    rows: int,
+    cols: int,
+    x_dtype: np.dtype,
+    y_dtype: np.dtype,
+    *parameters: np.dtype,
+    want_stats: bool = False,
+    unused: str | None = None,
+    adds_dh: bool = False,
+    stat_cotangents: bool = False,
+    wants_tables: bool = False,
+    overwrites_x: bool = False,
+    **fields: Any,
+) -> Spec:
+    """Return a `Spec` with these fields.
+
+    Args:
+      parameters: dtypes of scale and bias.
+      want_stats: the forward returns the statistics.
+      unused: a result that the forward does not return, or whose cotangent no backward takes.
+      adds_dh: the backward takes the cotangent of h.
+      stat_cotangents: the backward takes cotangents of the statistics.
+      wants_tables: the backward returns the gradients of cos and sin.
+      overwrites_x: the backward of a loss may write dx over x.
+    """
+    names = [name for name in OPERATIONS[op].results if name not in (unused, "h")]
+    backward = direction == "bwd"
+    if adds_dh if backward else "h" in OPERATIONS[op].results and unused != "h":
+        names.insert(1 if "y" in names else 0, "h")
+    if wants_tables:
+        fields["wrt"] = ("cos", "sin")
+    if overwrites_x:
+        fields["gradient_dtype"] = x_dtype
+    fields |= dict(zip(("scale_dtype", "bias_dtype"), parameters))
+    options = OPTIONS[OPERATIONS[op].family]()
+    spec = Spec(op, direction, rows, cols, x_dtype, y_dtype, tuple(names), options)
+    spec = spec.replaced(**fields)
+    if stat_cotangents if backward else want_stats:
+        spec = spec.replaced(outputs=(*names, *spec.statistics))
+    return spec
+
+
+def changed(spec: Spec, **changes: Any) -> Spec:
+    """Return a `Spec` with other values of these fields, or of flags of `build_spec`."""
+    backward = spec.direction == "bwd"
+    flags = {
+        "want_stats": not backward and spec.has_stats,
+        "stat_cotangents": backward and spec.has_stats,
+        "adds_dh": backward and "h" in spec.outputs,
+        "unused": next((n for n in ("y", "h") if n not in spec.outputs and not backward), None),
+    }
+    fields = vars_of(spec)
+    options = fields.pop("options")
+    del fields["outputs"]
+    if OPERATIONS[changes.get("op", spec.op)].family == spec.operation.family:
+        fields |= vars_of(options)
+    return build_spec(**(fields | flags | changes))
+
+
+def vars_of(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by their names."""
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
