@@ -207,7 +207,7 @@ def _scaled_add_norm(row: _Row) -> NamedResults:
 
 def _norm_gated(row: _Row) -> NamedResults:
     y = row.norm(row.x)
-    if row.spec.norm_before_gate:
+    if row.spec.norm.norm_before_gate:
         y = [_gated(row.tile, v, gate, row.spec) for v, gate in zip(y, row.other())]
     yield "y", y
 
