@@ -12,7 +12,6 @@ MAX_BUFFERS = 64
 # That a copy moves at most, to fit beside operands: of more, its time is in proportion.
 COPY_BYTES = 8e9
 REPEATS = 20
-LATENCY_REPEATS = 200
 
 
 @dataclasses.dataclass(frozen=True)

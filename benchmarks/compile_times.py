@@ -4,7 +4,8 @@ What `jax.jit` does at the first call of a width: forward and backward in one pr
 (of blocks as many, of `causal_softmax` a square). Kernels are lowered in Python, so that widths
 differ more than their GPU times do. Every public function is among the operations: `post_norm` is
 `rms_norm_add`, `sandwich` is `rms_norm_add_rms_norm`, `gated_rms_norm` is `rms_norm_gated`, and
-`gated_add_layer_norm` is `add_layer_norm` with a gate.
+`gated_add_layer_norm` is `add_layer_norm` with a gate. `gpt2-small scan` and the like are whole
+training steps, with plain JAX's functions, with jaxnorm's norms, and with all of jaxnorm.
 
 Free of JAX and torch, as `workloads` is: `first_calls` measures.
 """
@@ -17,6 +18,7 @@ from benchmarks import workloads
 from benchmarks.blocks import BLOCKS, CHANNEL_GROUPS, BlockWorkload
 from benchmarks.linear import LINEAR, LinearWorkload
 from benchmarks.losses import LOSSES, LossWorkload
+from benchmarks.models import MODELS, PLAIN, Layers, TrainingCell
 from benchmarks.workloads import Direction, Shape, Workload
 
 #: A width for each line of the schedules' tables and the ends of it: narrow, aligned and not.
@@ -31,6 +33,13 @@ PROVIDERS = ("jaxnorm", "jnp")
 #: Seconds that no program is to take.
 LIMIT_S = 4.0
 ROWS = 8192
+#: Training steps: a model, how its layers are stacked, and sequences of a step.
+STEPS: dict[str, tuple[str, Layers, int]] = {
+    "gpt2-small scan": ("gpt2-small", "scan", 4),
+    "gpt2-small unrolled": ("gpt2-small", "unrolled", 4),
+    "llama-1b-qk scan": ("llama-1b-qk", "scan", 4),
+}
+STEP_VARIANTS = (PLAIN, "jaxnorm-norms", "jaxnorm-products")
 
 # Of x, by the width; of products, of x and weight. Operations that are not here are (ROWS, width).
 _SHAPES: dict[str, Callable[[int], Shape]] = {
@@ -62,9 +71,21 @@ OPS = tuple(op for op in (*workloads.OPERATIONS, *BLOCKS, *LOSSES, *LINEAR) if o
 _MIXED = ("layer_norm", "rms_norm", *(op for op, block in BLOCKS.items() if "h" in block.results))
 
 
+def shaped_workload(
+    op: str, direction: Direction, shape: str, dtype: str
+) -> BlockWorkload | LossWorkload | LinearWorkload:
+    """A block, a loss or a product, by its name."""
+    if op in BLOCKS:
+        return BlockWorkload(op, direction, shape, dtype)
+    return (LinearWorkload if op in LINEAR else LossWorkload)(op, direction, shape, dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class CompileCell:
-    """One operation, forward and backward, on x of one shape; "mixed" as in `workloads.DTYPES`."""
+    """One operation, forward and backward, on x of one shape; "mixed" as in `workloads.DTYPES`.
+
+    Or one of STEPS, whose shape is that of its tokens and whose provider is a variant.
+    """
 
     op: str
     shape: str
@@ -74,18 +95,23 @@ class CompileCell:
     direction = "fwd+bwd"
 
     @property
+    def step(self) -> TrainingCell | None:
+        """The training step; None for a single operation."""
+        if self.op not in STEPS:
+            return None
+        model, layers, batch = STEPS[self.op]
+        return TrainingCell(model, "none", layers, self.dtype, batch, self.provider)
+
+    @property
     def workload(self) -> Any:
-        """What is computed."""
+        """The workload of a single operation."""
         both: Direction = "fwd+bwd"
-        if self.op in BLOCKS:
-            return BlockWorkload(self.op, both, self.shape, self.dtype)
-        if self.op in workloads.OPERATIONS:
-            rows, cols = map(int, self.shape.split("x"))
-            mixed = self.dtype == "mixed"
-            x, y = ("float32", "bfloat16") if mixed else (self.dtype, self.dtype)
-            return Workload(self.op, both, rows, cols, x, y)
-        kind = LinearWorkload if self.op in LINEAR else LossWorkload
-        return kind(self.op, both, self.shape, self.dtype)
+        if self.op not in workloads.OPERATIONS:
+            return shaped_workload(self.op, both, self.shape, self.dtype)
+        rows, cols = map(int, self.shape.split("x"))
+        mixed = self.dtype == "mixed"
+        x, y = ("float32", "bfloat16") if mixed else (self.dtype, self.dtype)
+        return Workload(self.op, both, rows, cols, x, y)
 
 
 def cells(
@@ -101,3 +127,11 @@ def cells(
                 for name in (name for name in PROVIDERS if name in providers):
                     if name != "jnp" or dtype == "bfloat16":
                         yield CompileCell(op, "x".join(map(str, sizes)), dtype, name)
+
+
+def steps(providers: Sequence[str], ops: Sequence[str]) -> Iterator[CompileCell]:
+    """Training steps of the models among `ops`, of each variant whose provider is asked for."""
+    for name, (model, _, batch) in STEPS.items():
+        for variant in STEP_VARIANTS:
+            if model in ops and variant.split("-")[0] in providers:
+                yield CompileCell(name, f"{batch}x{MODELS[model].seq}", "bfloat16", variant)

@@ -26,10 +26,6 @@ _ARRAYS: dict[tuple[Op, str], tuple[int, int]] = {
     ("norm_add", "fwd"): (3, 0),  # x, residual, the sum
     ("norm_add_norm", "fwd"): (3, 1),
     ("norm_add_norm", "bwd"): (4, 2),  # x, dh, dx, dresidual; y, dy
-    ("scaled_add_norm", "fwd"): (3, 1),
-    ("scaled_add_norm", "bwd"): (4, 2),  # x, dh, dx, dresidual; y, dy
-    ("norm_gated", "fwd"): (2, 1),  # x, the gate; y
-    ("norm_gated", "bwd"): (4, 1),  # x, the gate, dx, dgate; dy
 }
 
 
@@ -59,22 +55,12 @@ def call(implementation: Any, spec: Spec, *operands: Any, **schedule: Any) -> tu
 class KernelWorkload(Workload):
     """One function of the contract on one shape, forward or backward from the output.
 
-    Its operation may also be one with a residual or a gate, which then has x's dtype.
-
-    Attributes:
-      groups: of rows, each with parameters of its own.
-      gated: with a gate of the sum, a parameter, too.
+    Its operation may also be one with a residual, which then has x's dtype.
     """
-
-    groups: int = 1
-    gated: bool = False
 
     @property
     def operation(self) -> Op:
-        function = FUNCTIONS[self.op]
-        op = function.gated if self.gated else function.op
-        assert op is not None
-        return op
+        return FUNCTIONS[self.op].op
 
     @property
     def bytes(self) -> int:
@@ -123,13 +109,6 @@ class KernelWorkload(Workload):
                 bias_dtype=parameter if self._subtracts_mean else None,
                 residual_dtype=types[0] if has_residual else None,
                 next_scale_dtype=parameter if "next_scale" in operation.operands else None,
-                branch_scale_dtype=parameter if self.gated else None,
-                scale_groups=self.groups,
-                bias_groups=self.groups if self._subtracts_mean else 1,
-                branch_scale_groups=self.groups if self.gated else 1,
-                gate_dtype=types[0] if "gate" in operation.operands else None,
-                norm_before_gate="gate" in operation.operands,
-                activation="silu" if "gate" in operation.operands else None,
                 saved="input" if operation.saves[0] == "x" else "output",
                 epsilon=1e-6,
                 subtract_mean=self._subtracts_mean,
@@ -163,10 +142,9 @@ class KernelWorkload(Workload):
         def operand(name: str) -> jax.Array | None:
             if OPERANDS[name] == "array":
                 return of_rows(self.x_dtype)
-            shape = (self.cols,) if self.groups == 1 else (self.groups, self.cols)
             if OPERANDS[name] == "bias":
-                return normal(shape) if self._subtracts_mean else None
-            return 1 + 0.1 * normal(shape)
+                return normal((self.cols,)) if self._subtracts_mean else None
+            return 1 + 0.1 * normal((self.cols,))
 
         operation = spec.operation
         if not backward:

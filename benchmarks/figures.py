@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import workloads
-from benchmarks.blocks import BLOCKS, BlockWorkload
+from benchmarks.blocks import BLOCKS
 from benchmarks.linear import PROJECTIONS, SQUARES, LinearWorkload
 from benchmarks.models import LAYERS, MODELS, REMATS, TrainingCell
 from benchmarks.results import OK, Row
@@ -194,18 +194,6 @@ def along_shapes(
         if asked == [op, direction] and its_dtype == dtype
     }
     return {shape: measured[shape] for shape in (*own, *measured) if shape in measured}
-
-
-def along_cols(
-    figures: Figures, op: str, direction: str, dtype: str
-) -> dict[int, dict[str, Figure]]:
-    """Answers of a block by the length of its rows, ascending."""
-    by_shape = along_shapes(figures, op, direction, dtype)
-    by_cols = {
-        BlockWorkload(op, direction, shape, dtype).cols: each  # type: ignore[arg-type]
-        for shape, each in by_shape.items()
-    }
-    return dict(sorted(by_cols.items()))
 
 
 def along_squares(

@@ -1,6 +1,7 @@
 """Times what `jax.jit` does at a first call: see `compile_times`."""
 
 import functools
+import importlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +32,14 @@ def _warm_up() -> None:
 
 
 def seconds(cell: CompileCell) -> Figures:
-    """To trace, to lower and to compile; without a GPU to lower for one, and not to compile."""
+    """Return the seconds to trace, to lower and to compile a cell's program.
+
+    Without a GPU it is lowered for one, and not compiled.
+    """
+    if cell.step is not None:
+        training = importlib.import_module("benchmarks.training")  # needs optax
+        whole = training.Step(cell.step, cell.step.batch)
+        return _seconds(whole.trace, whole.options)
     work = cell.workload
     f = providers.function(cell.provider, cell.op, work.y_dtype)
 
@@ -53,15 +61,19 @@ def seconds(cell: CompileCell) -> Figures:
         of_rows, of_parameters = pullback(cotangents or jax.tree.map(jnp.ones_like, results))
         return results, [of_rows[i] for i in work.gradients], of_parameters
 
+    return _seconds(lambda: jax.jit(step).trace(*operands))
+
+
+def _seconds(trace: Callable[[], Any], options: Any = None) -> Figures:
     on_gpu = jax.default_backend() == "gpu"
     jax.clear_caches()
     start = time.perf_counter()
-    traced = jax.jit(step).trace(*operands)
+    traced = trace()
     at_traced = time.perf_counter()
     lowered = traced.lower() if on_gpu else traced.lower(lowering_platforms=("cuda",))
     at_lowered = time.perf_counter()
     if on_gpu:
-        lowered.compile()
+        lowered.compile(options)
     end = time.perf_counter()
     return {
         "trace_s": at_traced - start,

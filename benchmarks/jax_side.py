@@ -4,17 +4,15 @@ import dataclasses
 import functools
 import importlib
 import os
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from benchmarks import calls, first_calls, gradients, hlo, providers, stacks, timing
-from benchmarks.suites import Timed, TimedCell, provider_of
+from benchmarks import calls, first_calls, hlo, providers, stacks, timing
+from benchmarks.suites import Timed
 from benchmarks.workloads import Array, Shape, ShapedWorkload, Workload
 
 Figures = dict[str, float | None]
@@ -24,8 +22,6 @@ Inputs = tuple[Arrays, Arrays, Arrays]  # row operands, parameters, cotangents
 
 THREADS = 16  # that prepare cells, at most
 KEPT_BYTES = 5e9  # by a process that waits; JAX's pool may be twice what it had to hold
-
-one_problem = threading.Lock()  # it is cached: the other providers' threads wait for it
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -95,7 +91,7 @@ def compile_cell(cell: Timed) -> Program:
 
     A gradient that is another array already is not returned: XLA would have to copy it.
     """
-    f = providers.function(cell.provider, cell.op, cell.y_dtype)
+    f = providers.function(cell.provider, cell.op, cell.workload.y_dtype)
     rows, parameters, cotangents = jax.eval_shape(
         lambda: random_arrays(0, *arguments_of(cell.workload))
     )
@@ -118,7 +114,7 @@ def compile_cell(cell: Timed) -> Program:
         results, pullback = jax.vjp(forward, rows, parameters)
         # A mean has none: a constant 1, as of jax.grad.
         of_rows, of_parameters = pullback(cotangents or jax.tree.map(jnp.ones_like, results))
-        return results, [of_rows[i] for i in cell.gradients], of_parameters
+        return results, [of_rows[i] for i in cell.workload.gradients], of_parameters
 
     if cell.direction == "fwd":
         call = compiled(forward, rows, parameters)
@@ -149,32 +145,14 @@ def operands_of(cell: Timed, program: Program) -> list[tuple[Any, ...]]:
 
 
 def kernel_time(cell: Timed, program: Program) -> Figures:
-    roof = None if cell.flops else timing.copy_roof(cell.bytes)
+    roof = None if cell.workload.flops else timing.copy_roof(cell.workload.bytes)
     measured = timing.measure(program.call, operands_of(cell, program))
     return {
-        **measured.figures(cell, roof),
+        **measured.figures(cell.workload, roof),
         "compile_s": program.compile_s,
         "extra_passes": program.extra_passes,
         "temp_bytes": program.temp_bytes,
     }
-
-
-def latency(cell: TimedCell, program: Program) -> Figures:
-    operands = operands_of(cell, program)[:1]
-    return {
-        "us": timing.measure(program.call, operands).us,
-        "wall_us": timing.wall_us(program.call, operands, calls.LATENCY_REPEATS),
-    }
-
-
-def accuracy(cell: TimedCell) -> Figures:
-    with one_problem:
-        problem = gradients.problem(cell.workload)
-    parameter_dtype = provider_of(cell).parameter_dtype(cell.x_dtype)
-    x, dy = (jnp.asarray(a, cell.x_dtype) for a in (problem.x, problem.dy))
-    parameters = [jnp.asarray(p, parameter_dtype) for p in problem.parameters]
-    _, saved = jax.vjp(providers.function(cell.provider, cell.op, cell.y_dtype), x, *parameters)
-    return gradients.errors(problem, [np.asarray(g, np.float64) for g in jax.jit(saved)(dy)])
 
 
 def prepare(suite: str, cell: Any) -> Measure:
@@ -189,15 +167,10 @@ def prepare(suite: str, cell: Any) -> Measure:
     if suite in ("training", "capacity"):
         training = importlib.import_module("benchmarks.training")  # needs optax
         return training.prepare(suite, cell)
-    if suite == "accuracy":  # times nothing, so it waits for no turn
-        figures = accuracy(cell)
-        return lambda: figures
     program = compile_cell(cell)
     inputs_program(*arguments_of(cell.workload))
-    if suite == "latency":
-        return functools.partial(latency, cell, program)
-    if not cell.flops:
-        timing.copy_programs(cell.bytes)
+    if not cell.workload.flops:
+        timing.copy_programs(cell.workload.bytes)
     return functools.partial(kernel_time, cell, program)
 
 

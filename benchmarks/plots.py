@@ -17,7 +17,7 @@ matplotlib.use("Agg")  # before pyplot: a CI machine has no display
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks import blocks, figures, text, workloads
+from benchmarks import figures, text, workloads
 from benchmarks.figures import Figure, Figures
 from benchmarks.linear import LINEAR, TOKENS
 from benchmarks.models import LAYERS, LOSS_STEPS, MODELS, REMATS, VARIANTS
@@ -65,18 +65,6 @@ def kernels(measured: Figures, dtype: str, title: str, path: Path) -> None:
     ]
     x_label = "N, length of a row (hollow: 1000, 3000, 4095, 50257)"
     _plot(panels, [x_label] * 2, title, path)
-
-
-def by_block(measured: Figures, dtype: str, title: str, path: Path) -> None:
-    """Writes a PNG of blocks in one dtype."""
-    panels = [
-        [
-            (f"{op} {text.DIRECTIONS[way]}", figures.along_cols(measured, op, way, dtype))
-            for way in blocks.DIRECTIONS
-        ]
-        for op in blocks.BLOCKS
-    ]
-    _plot(panels, ["N, length of a row"] * 2, title, path)
 
 
 def linear(measured: Figures, dtype: str, title: str, path: Path) -> None:

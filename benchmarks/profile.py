@@ -1,13 +1,10 @@
-"""Where the time of a training step goes: milliseconds of its GPU kernels, by what they do.
+"""Lists where the time of a training step goes: milliseconds of its GPU kernels, by class.
 
     python -m benchmarks.profile llama-1b --remat none
-    python -m benchmarks.profile gpt2-small --axis fsdp
 
-A column for each variant; with `--axis` of the last variant on 1, 2, 4, ... GPUs, over which a mesh
-axis splits as many sequences for each (weak scaling): what is a GPU's own work must not grow.
-Matrix products, attention, transfers and jaxnorm's kernels are told by their names; XLA's fusions
-by the scope of the instruction that they are made of, in the compiled program. A GPU does some of
-it beside each other: `step` is the median time of a step, from its call to its results.
+A column for each variant. Matrix products, attention and jaxnorm's kernels are recognised by their
+names, XLA's fusions by the scope of their instruction in the compiled program. A GPU runs some
+kernels beside each other: `step` is the median time of a step, from its call to its results.
 `--kernels` also lists the longest kernels of each column.
 """
 
@@ -17,24 +14,16 @@ import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import hlo, training
+from benchmarks import hlo, models, training
 from benchmarks.models import LAYERS, LOSS_STEPS, MODELS, REMATS, VARIANTS, TrainingCell
-from benchmarks.results import ROOT
-
-sys.path.insert(0, str(ROOT / "examples"))  # scripts, not a package
-
-from placement import Placement
 
 # The first that is found decides: in the kernel's name, then in its scope, then in its name again.
 _BY_NAME = {
     "matrix products": r"gemm|nvjet|xmma|cutlass|cublas|splitk",
     "attention": r"sdpa|fmha|flash|cudnn",
-    "transfers": r"nccl",
     "loss": r"jaxnorm\w*(cross_entropy|softmax)",
     "norms": r"jaxnorm",
 }
@@ -48,7 +37,7 @@ _BY_SCOPE = {
 _MOVES = {"copies and slices": r"copy|memcpy|slice|transpose|concatenate|broadcast|pad"}
 OTHER = "other fusions"
 CLASSES = (
-    *("matrix products", "attention", "norms", "mlp", "loss", "optimiser", "transfers"),
+    *("matrix products", "attention", "norms", "mlp", "loss", "optimiser"),
     *(*_MOVES, OTHER),
 )
 
@@ -88,19 +77,12 @@ def longest(
     ]
 
 
-def column(cell: TrainingCell, placement: Placement, *, list_kernels: bool) -> dict[str, float]:
-    """Milliseconds of each class on each GPU, of all kernels, and of a step; and tokens/s."""
-
-    def shardings(state: Any) -> tuple[Any, Any]:
-        if placement.mesh is None:
-            return None, None
-        batch = PartitionSpec(placement.mesh.axis_names)
-        return placement.shardings(state), NamedSharding(placement.mesh, batch)
-
-    step = training.Step(cell, cell.batch, shardings)
+def column(cell: TrainingCell, *, list_kernels: bool) -> dict[str, float]:
+    """Milliseconds of each class, of all kernels, and of a step; and tokens/s."""
+    step = training.Step(cell, cell.batch)
     state, times, _ = step.times(LOSS_STEPS[-1])
     ran, scopes = step.kernels(state), hlo.scopes(step.run.as_text() or "")
-    steps = training.KERNEL_STEPS * placement.devices
+    steps = training.KERNEL_STEPS
     if list_kernels:
         print(*longest(ran, scopes, steps), sep="\n")
     ms = by_class(ran, scopes, steps)
@@ -116,7 +98,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--remat", choices=REMATS, default="none", help="(default: %(default)s)")
     parser.add_argument("--layers", choices=LAYERS, default="scan", help="(default: %(default)s)")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--axis", choices=["data", "fsdp"], help="of the mesh (default: one GPU)")
     parser.add_argument("--kernels", action="store_true", help="list the longest kernels, too")
     return parser.parse_args(argv)
 
@@ -126,21 +107,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if jax.default_backend() != "gpu":
         print("benchmarks.profile times GPU kernels; there is no GPU", file=sys.stderr)
         return 2
-    each = [(variant, 1) for variant in given.variants]
-    if given.axis:
-        each = [(given.variants[-1], 2**i) for i in range(jax.device_count().bit_length())]
     columns = {}
-    for variant, gpus in each:
-        batch = MODELS[given.model].batch * gpus
-        cell = TrainingCell(given.model, given.remat, given.layers, "bfloat16", batch, variant)
-        placement = Placement.over({given.axis: gpus} if given.axis else None)
-        name = f"{gpus} GPUs" if given.axis else variant
+    for variant in given.variants:
         if given.kernels:
-            print(name)
-        columns[name] = column(cell, placement, list_kernels=given.kernels)
-    mesh = f", {given.variants[-1]} over {given.axis}" if given.axis else ""
+            print(variant)
+        cell = models.cell(given.model, given.remat, given.layers, variant)
+        columns[variant] = column(cell, list_kernels=given.kernels)
     kind = jax.devices()[0].device_kind
-    print(f"{given.model}, {given.layers}, remat {given.remat}{mesh}: ms of a step on each {kind}")
+    print(f"{given.model}, {given.layers}, remat {given.remat}: ms of a step on one {kind}")
     print(f"{'':18}" + "".join(f"{name:>20}" for name in columns))
     for row in (*CLASSES, "all", "step", "tokens/s"):
         print(f"{row:18}" + "".join(f"{figures[row]:20.2f}" for figures in columns.values()))

@@ -26,7 +26,7 @@ PAGE = ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 PAGE_WIDTH = 120
 PLOT_WIDTH = 125
-PLOTTED = ("bfloat16", "float32")
+PLOT_DTYPE = "bfloat16"
 REPORT = "report.md"
 
 
@@ -52,13 +52,9 @@ class Results:
         self.training = [row for row in self.rows["training"] if row["status"] == OK]
         self.ahead = [*figures.ahead(self.kernels), *figures.ahead(self.api)]
 
-    @property
-    def plotted(self) -> list[tuple[str, str]]:
-        """Suite and dtype of each plot."""
-        first = PLOTTED[:1]
-        dtypes = {"kernels": PLOTTED, "blocks": PLOTTED, "linear": first, "training": first}
-        measured = [suite for suite in dtypes if getattr(self, suite)]
-        return [(suite, dtype) for suite in measured for dtype in dtypes[suite]]
+    def plot(self, suite: str) -> Path:
+        """The file of a suite's plot, beside its CSV."""
+        return self.folders[suite] / f"{suite}_{PLOT_DTYPE}.png"
 
     @property
     def missing(self) -> list[str]:
@@ -70,10 +66,6 @@ class Results:
             for row in rows
             if row["status"] != OK
         ]
-
-
-def plot_name(dtype: str, suite: str = "kernels") -> str:
-    return f"{suite}_{dtype}.png"
 
 
 def readme_section(found: Results) -> str:
@@ -99,8 +91,8 @@ def readme_section(found: Results) -> str:
 
 
 def _image(found: Results, suite: str, page: Path) -> str:
-    here = os.path.relpath(found.folders[suite], page.parent).replace(os.sep, "/")
-    return f"![{_PLOTS[suite][0]}, bfloat16]({here}/{plot_name('bfloat16', suite)})"
+    file = os.path.relpath(found.plot(suite), page.parent).replace(os.sep, "/")
+    return f"![{_PLOTS[suite][0]}, {PLOT_DTYPE}]({file})"
 
 
 def page_section(found: Results) -> str:
@@ -134,7 +126,7 @@ def page_section(found: Results) -> str:
 def _captioned(found: Results, name: str) -> list[str]:
     """Caption, plot where it belongs there, and table of a suite."""
     table = _SHORT_TABLES.get(name, _TABLES[name])
-    plot = [_image(found, name, PAGE)] if name in _ILLUSTRATED else []
+    plot = [_image(found, name, PAGE)] if name == "linear" else []
     return [paragraph(_CAPTIONS[name], text.provenance(found.rows[name])), *plot, table(found)]
 
 
@@ -150,10 +142,6 @@ def full_report(found: Results) -> str:
     parts = ["# Benchmark results", "Made by `python -m benchmarks.report`."]
     if found.missing:
         parts.append(f"Not measured, as not installed: {'; '.join(found.missing)}.")
-    parts += [
-        f"![{_PLOTS[suite][0]}, {dtype}]({plot_name(dtype, suite)})"
-        for suite, dtype in found.plotted
-    ]
     for name, rows in found.rows.items():
         if rows:
             parts += [f"## {name}", text.provenance(rows), _TABLES[name](found)]
@@ -162,7 +150,7 @@ def full_report(found: Results) -> str:
         parts.append(notes)
     if found.ahead:
         parts += ["## Where a peer is more than 2 % ahead", report_tables.ahead(found.ahead)]
-    suites = ("kernels", "api", "blocks", "loss", "linear", "latency", "accuracy")
+    suites = ("kernels", "api", "blocks", "loss", "linear")
     timed = [row for name in suites for row in found.rows[name]]
     if any(row["status"] != OK for row in timed):
         parts += ["## What failed", report_tables.failed(timed)]
@@ -187,7 +175,6 @@ _CAPTIONS = {
     "stacks": "Many small norms: 24 pre-norm residual layers, from a call to its results, beside "
     "plain jnp in turn. By default a small norm with no backward to come is XLA's.",
 }
-_ILLUSTRATED = ("linear",)  # on the page, beside the kernels
 _OF_STEPS = (report_tables.training, report_tables.bars)
 _TABLES: dict[str, Callable[[Results], str]] = {
     "kernels": lambda found: report_tables.speeds(found.kernels, ("fwd", "bwd")),
@@ -195,21 +182,18 @@ _TABLES: dict[str, Callable[[Results], str]] = {
     "blocks": lambda found: report_tables.by_block(found.blocks),
     "loss": lambda found: report_tables.losses(found.rows["loss"]),
     "linear": lambda found: report_tables.linear(found.rows["linear"]),
-    "latency": lambda found: report_tables.latency(found.rows["latency"]),
     "training": lambda found: "\n\n".join(
         filter(None, (table(found.rows["training"]) for table in _OF_STEPS))
     ),
     "capacity": lambda found: report_tables.capacity(found.rows["capacity"]),
     "stacks": lambda found: report_tables.stacks(found.rows["stacks"]),
     "compile": lambda found: report_tables.compile_times(found.rows["compile"]),
-    "accuracy": lambda found: report_tables.accuracy(found.rows["accuracy"]),
     "cpu": lambda found: report_tables.on_cpu(found.rows["cpu"]),
 }
 
 # Of a suite: what its plots show, and what draws them.
 _PLOTS: dict[str, tuple[str, Callable[..., None]]] = {
     "kernels": ("GB/s against N", plots.kernels),
-    "blocks": ("GB/s against N", plots.by_block),
     "linear": ("TFLOP/s against M, N and K", plots.linear),
     "training": ("Time, temp memory and losses of training steps", plots.training),
 }
@@ -232,8 +216,9 @@ _FOOTNOTES = {
     "speed` is over the provider's. `temp` is memory beside operands and results. Liger writes the "
     "gradient over the logits, and sums weight's in weight's dtype; optax rounds the loss to the "
     "logits' dtype.",
-    "compile": "Of a first call, forward and backward in one program, in several processes beside "
-    "each other. Without a GPU, programs are lowered for one and not compiled.",
+    "compile": "Of a first call, forward and backward in one program, in as many processes beside "
+    "each other as --workers says. Training steps take the matmuls that cuBLAS takes by "
+    "itself. Without a GPU, programs are lowered for one and not compiled.",
     "linear": "M x K x N: x is (M, K), weight (K, N), which torch and QuACK have transposed, as "
     "torch.nn.Linear keeps it. `of the product` is the time of jnp's product alone, in the same "
     "direction, over the provider's; `jaxnorm's speed` is over the provider's. XLA and QuACK try "
@@ -257,24 +242,31 @@ def committed() -> list[Path]:
 
 
 def write(*folders: Path) -> list[Path]:
-    """Writes the report and the plots of each folder, and the pages' sections if they show one."""
+    """Write the report of each folder, and the pages' plots and sections if they show one."""
     written = []
     for folder in folders:
         found = Results(folder)
         written.append(folder / REPORT)
         written[-1].write_text(full_report(found), encoding="utf-8")
-        for suite, dtype in found.plotted:
-            written.append(folder / plot_name(dtype, suite))
-            source = text.provenance(found.rows[suite])
-            title = textwrap.fill(f"{dtype}. {source}", PLOT_WIDTH)
-            _, plot = _PLOTS[suite]
-            plot(getattr(found, suite), dtype, title, written[-1])
     if not {folder.resolve() for folder in folders}.isdisjoint(SHOWN):
         found = Results(*SHOWN)
+        written += draw(found)
         for file, section in ((README, readme_section), (PAGE, page_section)):
             file.write_text(with_section(file, section(found)), encoding="utf-8")
             written.append(file)
     return written
+
+
+def draw(found: Results) -> list[Path]:
+    """Draw the plot of each suite that was measured, beside its CSV."""
+    files = []
+    for suite, (_, plot) in _PLOTS.items():
+        if measured := getattr(found, suite):
+            files.append(found.plot(suite))
+            source = text.provenance(found.rows[suite])
+            title = textwrap.fill(f"{PLOT_DTYPE}. {source}", PLOT_WIDTH)
+            plot(measured, PLOT_DTYPE, title, files[-1])
+    return files
 
 
 def main(argv: Sequence[str] | None = None) -> int:

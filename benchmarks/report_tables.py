@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from benchmarks import blocks, figures, text, workloads
 from benchmarks.bars import BARS
 from benchmarks.blocks import BLOCKS
-from benchmarks.compile_times import LIMIT_S
+from benchmarks.compile_times import LIMIT_S, STEPS
 from benchmarks.figures import Ahead, Figure, Figures
 from benchmarks.losses import LossWorkload
 from benchmarks.models import LOSS_STEPS, MODELS, PLAIN, VARIANTS
@@ -166,7 +166,14 @@ def on_cpu(rows: Sequence[Row]) -> str:
 
 
 def compile_times(rows: Sequence[Row]) -> str:
-    """Seconds to a program of each provider and operation: median, longest, and which that is."""
+    """Seconds to a program: of single operations, and of training steps."""
+    steps = [row for row in rows if row["op"] in STEPS]
+    tables = (_of_operations([row for row in rows if row not in steps]), _of_steps(steps))
+    return "\n\n".join(filter(None, tables))
+
+
+def _of_operations(rows: Sequence[Row]) -> str:
+    """The median of each provider and operation, the longest, and which cell that is."""
     body = []
     for provider in dict.fromkeys(row["provider"] for row in rows):
         of_provider = [row for row in rows if row["provider"] == provider]
@@ -175,7 +182,26 @@ def compile_times(rows: Sequence[Row]) -> str:
         for op in dict.fromkeys(row["op"] for row in of_provider):
             body.append([f"{label}: {op}", *_seconds([r for r in of_provider if r["op"] == op])])
     over = f"above {LIMIT_S:.0f} s"
-    return text.table(["provider and operation", "median s", "longest s", "of", over], body)
+    header = ["provider and operation", "median s", "longest s", "of", over]
+    return text.table(header, body) if body else ""
+
+
+def _of_steps(rows: Sequence[Row]) -> str:
+    """Seconds of each part, and how many more they are than plain jnp's."""
+    parts = ("trace", "lower", "compile", "total")
+    totals = {row["op"]: float(row["total_s"]) for row in rows if row["provider"] == PLAIN}
+    body = [
+        [
+            f"{row['op']}, {row['shape'].replace('x', ' x ')}",
+            VARIANTS[row["provider"]],
+            *(row[f"{part}_s"] or "-" for part in parts),
+            f"{float(row['total_s']) - totals[row['op']]:+.2f}" if row["op"] in totals else "-",
+        ]
+        for row in rows
+        if row["status"] == OK
+    ]
+    header = ["training step", "functions", *(f"{part} s" for part in parts), "beyond jnp's"]
+    return text.table(header, body) if body else ""
 
 
 def _seconds(rows: Sequence[Row]) -> list[str]:
@@ -303,33 +329,6 @@ def _by_shape(rows: Sequence[Row], columns: Mapping[str, Callable[..., str]]) ->
                 ]
             )
     return text.table(["cell", "provider", "us", *columns, "jaxnorm's speed", "temp MiB"], body)
-
-
-def _by_cell(rows: Sequence[Row], header: Sequence[str], columns: Sequence[str]) -> str:
-    """Rows of a timed suite, the providers of a cell one after the other."""
-    order = list(PROVIDERS)
-    body = [
-        [
-            f"{row['op']} {text.DIRECTIONS[row['direction']]}, {row['rows']} x {row['cols']}, "
-            f"{text.dtypes(row['x_dtype'], row['y_dtype'])}",
-            PROVIDERS[row["provider"]].label,
-            *(row[column] or "-" for column in columns),
-        ]
-        for row in sorted(rows, key=lambda row: order.index(row["provider"]))
-        if row["status"] == OK
-    ]
-    return text.table(["cell", "provider", *header], sorted(body, key=lambda cells: cells[0]))
-
-
-def latency(rows: Sequence[Row]) -> str:
-    """Microseconds: of the kernels, and from the host."""
-    return _by_cell(rows, ["kernels us", "from the host us"], ["us", "wall_us"])
-
-
-def accuracy(rows: Sequence[Row]) -> str:
-    """Relative errors of the gradients against float64."""
-    names = ("dx", "dscale", "dbias")
-    return _by_cell(rows, names, [f"{name}_error" for name in names])
 
 
 def failed(rows: Iterable[Row]) -> str:

@@ -57,11 +57,9 @@ def append(file: Path, columns: Sequence[str], row: Row) -> None:
 def rounded(suite: Suite, figures: dict[str, float | None]) -> Row:
     """The suite's figures as text; those that were not measured are empty."""
 
-    def text(name: str, decimals: int | None) -> str:
+    def text(name: str, decimals: int) -> str:
         value = figures.get(name)
-        if value is None:
-            return ""
-        return f"{value:.2e}" if decimals is None else f"{value:.{decimals}f}"
+        return "" if value is None else f"{value:.{decimals}f}"
 
     return {name: text(name, decimals) for name, decimals in suite.figures.items()}
 

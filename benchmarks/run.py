@@ -8,11 +8,10 @@
 Suites: `kernels`, kernel time forward and backward over the whole grid; `api`, forward and backward
 in one call; `blocks`, norms with what a model does to the same rows before and after; `loss`,
 cross-entropies and log-probabilities, and their memory; `linear`, a matrix product alone and after
-a norm; `latency`, calls of few rows, also from the host; `training`, steps of GPT-2 small and Llama
-3.2 1B, also with QK norms, their time, memory and losses; `capacity`, the largest batch of such a
-step that fits in 80 GB; `stacks`, programs of many small norms; `compile`, seconds from a first
-call to its program, width by width; `accuracy`, gradients against float64; `cpu`, jaxnorm's plain
-JAX on the machine's CPU beside optax, jax.nn and Flax.
+a norm; `training`, steps of GPT-2 small and Llama 3.2 1B, also with QK norms, their time, memory
+and losses; `capacity`, the largest batch of such a step that fits in 80 GB; `stacks`, programs of
+many small norms; `compile`, seconds from a first call to its program, width by width, and of
+training steps; `cpu`, jaxnorm's plain JAX on the machine's CPU beside optax, jax.nn and Flax.
 
 Kernel time is CUPTI's, on rotating buffers larger than the cache; GB/s are by the least bytes that
 must move, of a block each of its arrays once in each direction; `roof` is the time of a copy of as
@@ -22,8 +21,7 @@ arrays that copy, convert or transpose: a copy may be no kernel, and not timed. 
 beside operands and results: what XLA plans, and what torch allocates.
 Nothing compiles while a call is timed, but calls compile beside each other, in several processes
 (--workers): `compile_s` is what that takes, and of torch also the first call. Those of `linear`
-compile one after the other, since compilers try products on the GPU. How long a kernel takes that
-compiles alone, `python -m benchmarks.sweep` says with `--compile-times`.
+compile one after the other, since compilers try products on the GPU.
 On a machine without an NVIDIA GPU times are wall-clock times of the CPU. Rows already in the CSV
 files are not measured again.
 """
@@ -31,9 +29,11 @@ files are not measured again.
 import argparse
 import contextlib
 import dataclasses
+import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -285,20 +285,23 @@ def shape(text: str) -> workloads.Shape:
     return tuple(map(int, sizes))
 
 
-def count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected a number, 1 or more")
-    return int(text)
+def positive(kind: type[int] | type[float], expected: str) -> Callable[[str], Any]:
+    """What parses a positive number, or says what was expected."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"got {text!r}; expected {expected}")
+        return value
+
+    return parse
 
 
-def seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected seconds, more than 0")
-    return value
+count = positive(int, "a number, 1 or more")
+seconds = positive(float, "seconds, more than 0")
 
 
 def folder(text: str) -> Path:

@@ -1,4 +1,4 @@
-"""What is measured: one suite for each CSV, with the cells it asks for and the figures it gets.
+"""The suites: one for each CSV, with the cells that it asks for and the figures that it gets.
 
 A cell is one question to one provider; its fields are columns of the CSV.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks import bars, blocks, compile_times, cpu, linear, losses, models, workloads
 from benchmarks.blocks import BLOCKS, BlockWorkload
-from benchmarks.compile_times import CompileCell
+from benchmarks.compile_times import CompileCell, shaped_workload
 from benchmarks.cpu import CpuCell
 from benchmarks.linear import LINEAR, LinearWorkload
 from benchmarks.losses import LOSSES, LossWorkload
@@ -29,40 +29,35 @@ from benchmarks.models import (
 from benchmarks.providers import PROVIDERS, SIDES, Provider, Side
 from benchmarks.workloads import Direction, Shape, ShapedWorkload, Workload
 
-LATENCY_ROWS = (1, 128)
-
-
-def _asked(kind: type[Any]) -> Any:
-    """The property of a cell that is its question, the same for all providers."""
-    names = [field.name for field in dataclasses.fields(kind)]
-    return property(lambda cell: kind(*(getattr(cell, name) for name in names)))
-
 
 @dataclasses.dataclass(frozen=True)
 class TimedCell(Workload):
     provider: str
-    workload = _asked(Workload)
+
+    @property
+    def workload(self) -> Workload:
+        """The question, the same for all providers."""
+        names = [field.name for field in dataclasses.fields(Workload)]
+        return Workload(*(getattr(self, name) for name in names))
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockCell(BlockWorkload):
+class ShapedCell:
+    """A block, a loss or a product."""
+
+    op: str
+    direction: Direction
+    shape: str
+    dtype: str
     provider: str
-    workload = _asked(BlockWorkload)
+
+    @property
+    def workload(self) -> BlockWorkload | LossWorkload | LinearWorkload:
+        """The question, the same for all providers."""
+        return shaped_workload(self.op, self.direction, self.shape, self.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class LossCell(LossWorkload):
-    provider: str
-    workload = _asked(LossWorkload)
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearCell(LinearWorkload):
-    provider: str
-    workload = _asked(LinearWorkload)
-
-
-Timed = TimedCell | BlockCell | LossCell | LinearCell
+Timed = TimedCell | ShapedCell
 Cell = Timed | TrainingCell | StackCell | CompileCell | CpuCell
 
 
@@ -108,7 +103,7 @@ class Selection:
         )
 
     def timed(
-        self, shapes: Iterable[Shape], directions: tuple[Direction, ...], *, mixed: bool = True
+        self, shapes: Iterable[Shape], directions: tuple[Direction, ...]
     ) -> Iterator[TimedCell]:
         """The cells of some directions over the selection's shapes, or else over `shapes`."""
         if self.rows_by_cols is not None:
@@ -118,7 +113,7 @@ class Selection:
         for workload in workloads.grid(
             self.operations,
             [d for d in directions if d in self.directions],
-            [(x, y) for x, y in self.dtypes if mixed or x == y],
+            self.dtypes,
             list(shapes),
         ):
             for name in self.providers:
@@ -144,7 +139,7 @@ class Suite:
 
     name: str
     cell: type[Any]
-    figures: Mapping[str, int | None]
+    figures: Mapping[str, int]
     cells: Callable[[Selection], Iterable[Cell]]
     sides: tuple[Side, ...] = SIDES
     batch: int = 32
@@ -181,20 +176,6 @@ def _api(selection: Selection) -> Iterable[Cell]:
     )
 
 
-def _latency(selection: Selection) -> Iterable[Cell]:
-    few = [(m, n) for m, n in workloads.GRID["few rows"] if m in LATENCY_ROWS]
-    if selection.shapes is None:  # --quick keeps them too: they are quick
-        selection = dataclasses.replace(selection, shapes=tuple(few))
-    return selection.timed(few, ("fwd", "fwd+bwd"), mixed=False)
-
-
-def _accuracy(selection: Selection) -> Iterable[Cell]:
-    shapes = [(256, 1024), (4096, 8192)]
-    if selection.quick and selection.shapes is None:
-        selection = dataclasses.replace(selection, shapes=tuple(shapes[:1]))
-    return selection.timed(shapes, ("bwd",), mixed=False)
-
-
 def _training(selection: Selection) -> Iterable[Cell]:
     if selection.bars:
         return [cell for cell in bars.cells() if selection.takes(cell)]
@@ -225,12 +206,14 @@ def _compile(selection: Selection) -> Iterable[Cell]:
     if selection.rows_by_cols is not None:
         widths = dict.fromkeys(cols for _, cols in selection.rows_by_cols)
     dtypes = [x if x == y else "mixed" for x, y in selection.dtypes]
-    return compile_times.cells(
+    yield from compile_times.cells(
         selection.providers,
         selection.ops,
         [*dtypes, *["float16"] * ("bfloat16" in dtypes)],
         tuple(widths),
     )
+    if "bfloat16" in dtypes and selection.shapes is None:
+        yield from compile_times.steps(selection.providers, selection.ops)
 
 
 def _cpu(selection: Selection) -> Iterable[Cell]:
@@ -244,21 +227,19 @@ def _cpu(selection: Selection) -> Iterable[Cell]:
     )
 
 
-def _shaped(
-    grid: Callable[..., Iterator[ShapedWorkload]], cell: type[Any], selection: Selection
-) -> Iterator[Cell]:
+def _shaped(grid: Callable[..., Iterator[ShapedWorkload]], selection: Selection) -> Iterator[Cell]:
     dtypes = [x if x == y else "mixed" for x, y in selection.dtypes]
     for workload in grid(
         selection.ops, selection.directions, dtypes, selection.shapes, quick=selection.quick
     ):
         for name in selection.providers:
             if PROVIDERS[name].offers(workload):
-                yield cell(**dataclasses.asdict(workload), provider=name)
+                yield ShapedCell(**dataclasses.asdict(workload), provider=name)
 
 
-_blocks = functools.partial(_shaped, blocks.grid, BlockCell)
-_losses = functools.partial(_shaped, losses.grid, LossCell)
-_linear = functools.partial(_shaped, linear.grid, LinearCell)
+_blocks = functools.partial(_shaped, blocks.grid)
+_losses = functools.partial(_shaped, losses.grid)
+_linear = functools.partial(_shaped, linear.grid)
 
 _TIME = {"us": 2, "main_us": 2, "gbps": 1, "roof": 4, "compile_s": 2}
 
@@ -267,11 +248,11 @@ SUITES: dict[str, Suite] = {
     for suite in (
         Suite("kernels", TimedCell, _TIME, _kernels),
         Suite("api", TimedCell, _TIME, _api),
-        Suite("blocks", BlockCell, {**_TIME, "kernels": 0, "extra_passes": 0}, _blocks),
-        Suite("loss", LossCell, {**_TIME, "temp_bytes": 0}, _losses),
+        Suite("blocks", ShapedCell, {**_TIME, "kernels": 0, "extra_passes": 0}, _blocks),
+        Suite("loss", ShapedCell, {**_TIME, "temp_bytes": 0}, _losses),
         Suite(
             "linear",
-            LinearCell,
+            ShapedCell,
             {
                 **{"us": 2, "main_us": 2, "tflops": 1, "compile_s": 2},
                 **{"kernels": 0, "extra_passes": 0, "temp_bytes": 0},
@@ -280,7 +261,6 @@ SUITES: dict[str, Suite] = {
             batch=1,
             alone=True,
         ),
-        Suite("latency", TimedCell, {"us": 2, "wall_us": 2}, _latency),
         Suite(
             "training",
             TrainingCell,
@@ -314,12 +294,6 @@ SUITES: dict[str, Suite] = {
             _compile,
             sides=("jax",),
             in_turn=True,
-        ),
-        Suite(
-            "accuracy",
-            TimedCell,
-            {"dx_error": None, "dscale_error": None, "dbias_error": None},
-            _accuracy,
         ),
         Suite(
             "cpu",

@@ -1,16 +1,11 @@
 """Times schedules of the kernels side by side: what their tables are made of.
 
     python -m benchmarks.sweep benchmarks/sweeps/backward.py --ops layer_norm --out sweep.csv
-    python -m benchmarks.sweep benchmarks/sweeps/backward.py --compile-times
 
 The file defines ``workloads()`` and, for one of them, ``schedules(workload)``. Each schedule is
 compiled, compared with XLA on the same operands, and timed as `benchmarks.run` times. `worst` is
 the largest difference from XLA's result, relative to its largest element: a schedule whose `worst`
 stands out is wrong, however fast.
-
-`--compile-times` is of the first schedule of each, the table's, one after the other as a user's
-calls have it: seconds from a traced call to a program that runs, of the first with the start of the
-compilers. (`compile_s` of `benchmarks.run` is of a call that is compiled beside others.)
 """
 
 import argparse
@@ -22,7 +17,6 @@ import multiprocessing
 import os
 import runpy
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
@@ -151,14 +145,6 @@ def sweep(jobs: Sequence[tuple[KernelCall, Sequence[Any]]]) -> Iterator[list[Row
             yield list(measured(workload, own))
 
 
-def compile_seconds(workload: KernelCall, schedule: Any) -> float:
-    """From the traced call to a program that runs."""
-    traced = jax.jit(workload.function(with_schedule(schedule))).trace(*shapes(workload))
-    start = time.perf_counter()
-    traced.lower().compile()
-    return time.perf_counter() - start
-
-
 def text_of(call: Row | KernelCall) -> str:
     """Its shape."""
     shape = call.shape
@@ -198,9 +184,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("sweep.csv"), help="(%(default)s)")
     parser.add_argument("--ops", nargs="+", metavar="NAME", help="of these alone")
     parser.add_argument("--cols", nargs="+", type=int, metavar="N", help="of these alone")
-    parser.add_argument(
-        "--compile-times", action="store_true", help="time no schedules, but their compilation"
-    )
     given = parser.parse_args(argv)
     if jax.devices()[0].platform != "gpu":
         print("benchmarks.sweep times GPU kernels; there is no GPU", file=sys.stderr)
@@ -212,10 +195,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if w.op in (given.ops or [w.op]) and w.cols in (given.cols or [w.cols])
         if (schedules := chosen["schedules"](w))
     ]
-    if given.compile_times:
-        for w, (first, *_) in jobs:
-            print(f"{name_of(w)}: {compile_seconds(w, first):.2f} s", flush=True)
-        return 0
     with given.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, [f.name for f in dataclasses.fields(Row)])
         writer.writeheader()

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import calls, gradients, providers
+from benchmarks import calls, providers
 from benchmarks.calls import Timing
-from benchmarks.suites import Timed, TimedCell, provider_of
+from benchmarks.suites import Timed, provider_of
 from benchmarks.workloads import ShapedWorkload, Workload
 
 Figures = dict[str, float | None]
@@ -93,20 +93,20 @@ def calls_of(
     """The function to time and its operands, of a provider's function."""
     if cell.direction == "fwd":
         return functools.partial(forward, f), [(inputs,) for inputs in sets]
-    leaves = [(leaves_of(inputs, cell.constants), inputs[-1]) for inputs in sets]
+    leaves = [(leaves_of(inputs, cell.workload.constants), inputs[-1]) for inputs in sets]
     if cell.direction == "fwd+bwd":
         return functools.partial(forward_and_backward, f), leaves
     return backward, [(f(*each), each, cotangents) for each, cotangents in leaves]
 
 
 def parameter_dtype(cell: Timed) -> str:
-    return provider_of(cell).parameter_dtype(cell.x_dtype)
+    return provider_of(cell).parameter_dtype(cell.workload.x_dtype)
 
 
 def compiled(cell: Timed) -> tuple[Callable[..., Any], float]:
     """The provider's function, and seconds until its first result: torch compiles on call."""
     start = time.perf_counter()
-    f = providers.function(cell.provider, cell.op, cell.y_dtype)
+    f = providers.function(cell.provider, cell.op, cell.workload.y_dtype)
     function, operands = calls_of(cell, f, random_inputs(cell.workload, parameter_dtype(cell), 1))
     function(*operands[0])
     synchronize()
@@ -182,46 +182,18 @@ def copy_roof(size: int) -> Timing:
 
 
 def kernel_time(cell: Timed, f: Callable[..., Any], compile_s: float) -> Figures:
-    roof = None if cell.flops else copy_roof(cell.bytes)
+    roof = None if cell.workload.flops else copy_roof(cell.workload.bytes)
     function, operands = calls_of(cell, f, rotating_inputs(cell.workload, parameter_dtype(cell)))
     measured = timed(function, operands)
     temp = temp_bytes(function, operands[0])
     if cell.op in provider_of(cell).overwrites:
         rotating_inputs.cache_clear()  # the workload's other providers get what it got
-    return {**measured.figures(cell, roof), "compile_s": compile_s, "temp_bytes": temp}
-
-
-def latency(cell: TimedCell, f: Callable[..., Any]) -> Figures:
-    sets = rotating_inputs(cell.workload, parameter_dtype(cell))[:1]
-    function, operands = calls_of(cell, f, sets)
-    return {
-        "us": timed(function, operands).us,
-        "wall_us": wall_us(function, operands, calls.LATENCY_REPEATS),
-    }
-
-
-def accuracy(cell: TimedCell) -> Figures:
-    problem = gradients.problem(cell.workload)
-    dtype = getattr(torch, parameter_dtype(cell))
-
-    def tensor(array: Any, dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(array).to(DEVICE, dtype)
-
-    x, dy = (tensor(a, getattr(torch, cell.x_dtype)) for a in (problem.x, problem.dy))
-    leaves = leaves_of(((x,), tuple(tensor(p, dtype) for p in problem.parameters), (dy,)))
-    y = providers.function(cell.provider, cell.op, cell.y_dtype)(*leaves)
-    actual = torch.autograd.grad(y, leaves, dy)
-    return gradients.errors(problem, [g.double().cpu().numpy() for g in actual])
+    return {**measured.figures(cell.workload, roof), "compile_s": compile_s, "temp_bytes": temp}
 
 
 def prepare(suite: str, cell: Any) -> Measure:
     """What measures a cell. It keeps what torch compiles in the first call, and no operands."""
-    if suite == "accuracy":  # times nothing, so it waits for no turn
-        figures = accuracy(cell)
-        return lambda: figures
     f, compile_s = compiled(cell)
-    if suite == "latency":
-        return functools.partial(latency, cell, f)
     return functools.partial(kernel_time, cell, f, compile_s)
 
 

@@ -28,10 +28,11 @@ _GPU_OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": Fal
 
 
 class Step:
-    """A compiled training step, which is not run, and what it takes.
+    """A training step, which is compiled when it is first asked for, and what it takes.
 
     Attributes:
       run: of the state, which it overwrites, and tokens; the state and the loss.
+      options: XLA's, with which it is compiled.
       initial: makes the first state.
       batch: makes the tokens of a step, by its number.
 
@@ -55,26 +56,29 @@ class Step:
         )
         self.tokens = batch * cell.size.seq
         self.devices = cell.devices
-        self._options = _GPU_OPTIONS if on_gpu else None
+        self.options = _GPU_OPTIONS if on_gpu else None
         self._batch_shape = (batch, cell.size.seq + 1)
-        state, tokens = jax.eval_shape(lambda: (self._initial(), self._batch(0)))
-        self._state_shardings, self._batch_shardings = shardings(state)
+        self._types = jax.eval_shape(lambda: (self._initial(), self._batch(0)))
+        self._state_shardings, self._batch_shardings = shardings(self._types[0])
+
+    def trace(self) -> Any:
         step = functools.partial(language_models.train_step, self.model)
-        self.run = (
-            jax.jit(
-                step,
-                donate_argnums=0,
-                in_shardings=(self._state_shardings, self._batch_shardings),
-                out_shardings=(self._state_shardings, None),
-            )
-            .lower(state, tokens)
-            .compile(self._options)
+        jitted = jax.jit(
+            step,
+            donate_argnums=0,
+            in_shardings=(self._state_shardings, self._batch_shardings),
+            out_shardings=(self._state_shardings, None),
         )
+        return jitted.trace(*self._types)
+
+    @functools.cached_property
+    def run(self) -> Any:
+        return self.trace().lower().compile(self.options)
 
     @functools.cached_property
     def initial(self) -> Callable[[], State]:
         lowered = jax.jit(self._initial, out_shardings=self._state_shardings).lower()
-        return lowered.compile(self._options)
+        return lowered.compile(self.options)
 
     @functools.cached_property
     def batch(self) -> Callable[[int], jax.Array]:
@@ -178,7 +182,7 @@ def prepare(suite: str, cell: TrainingCell) -> Callable[[], Figures]:
     """What measures a cell of "training", or of "capacity", which runs nothing; compiles it."""
     step = Step(cell, cell.batch, over(cell.devices))
     if suite == "training":
-        _ = step.initial, step.batch
+        _ = step.run, step.initial, step.batch
         return functools.partial(speed, step)
     fits = largest(
         lambda batch: Step(cell, batch, over(cell.devices)).peak_bytes,

@@ -34,7 +34,15 @@ __all__ = [
 dot_product_attention.__module__ = __name__  # where users find it
 
 
-class LayerNorm(nn.LayerNorm):
+class _Settings(nn.Module):
+    """The fields that Flax's norms do not have."""
+
+    save: Save = "output"
+    implementation: Name | None = None
+    scale_offset: float = 0.0
+
+
+class LayerNorm(_Settings, nn.LayerNorm):
     """:class:`flax.linen.LayerNorm` that keeps its output, not its input, for the backward pass.
 
     Every field, default, parameter name and the call are Flax's, so checkpoints load unchanged;
@@ -59,21 +67,16 @@ class LayerNorm(nn.LayerNorm):
       ((8, 512), ['bias', 'scale'])
     """
 
-    save: Save = "output"
-    implementation: Name | None = None
-    scale_offset: float = 0.0
-
     @nn.compact
     def __call__(self, x: Any, *, mask: jax.Array | None = None, residual: Any = None) -> Any:
-        """Normalises x, as :meth:`flax.linen.LayerNorm.__call__` does.
+        """Normalise x, as :meth:`flax.linen.LayerNorm.__call__` does.
 
-        With a residual: h = x + residual, in one pass with the addition, and returns (y, h), as
-        :func:`jaxnorm.add_layer_norm` does.
+        With a residual, return (y, h) of h = x + residual: see :func:`jaxnorm.add_layer_norm`.
         """
         return called(self, super().__call__, x, mask, residual)
 
 
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(_Settings, nn.RMSNorm):
     """:class:`flax.linen.RMSNorm` that keeps its output, not its input, for the backward pass.
 
     What :class:`jaxnorm.linen.LayerNorm` says of fields, parameters and Flax's own path holds here.
@@ -95,21 +98,16 @@ class RMSNorm(nn.RMSNorm):
       ((8, 512), (8, 512))
     """
 
-    save: Save = "output"
-    implementation: Name | None = None
-    scale_offset: float = 0.0
-
     @nn.compact
     def __call__(self, x: Any, *, mask: jax.Array | None = None, residual: Any = None) -> Any:
-        """Normalises x, as :meth:`flax.linen.RMSNorm.__call__` does.
+        """Normalise x, as :meth:`flax.linen.RMSNorm.__call__` does.
 
-        With a residual: h = x + residual, in one pass with the addition, and returns (y, h), as
-        :func:`jaxnorm.add_rms_norm` does.
+        With a residual, return (y, h) of h = x + residual: see :func:`jaxnorm.add_rms_norm`.
         """
         return called(self, super().__call__, x, mask, residual)
 
 
-class GroupNorm(nn.GroupNorm):
+class GroupNorm(_Settings, nn.GroupNorm):
     """:class:`flax.linen.GroupNorm` that keeps its output, not its input, for the backward pass.
 
     What :class:`jaxnorm.linen.LayerNorm` says of fields, parameters and Flax's own path holds here;
@@ -132,9 +130,6 @@ class GroupNorm(nn.GroupNorm):
       ((2, 16, 16, 64), (64,))
     """
 
-    save: Save = "output"
-    implementation: Name | None = None
-    scale_offset: float = 0.0
     activation: NormActivation | None = None
 
     @nn.compact
@@ -207,7 +202,7 @@ _Declared = dict[str, tuple[Any, tuple[int, ...]]]  # by name: initialiser and s
 
 
 class _Parameters(nn.Module):
-    """Parameters in a tree of their own."""
+    """Parameters that are in a subtree of the module's."""
 
     dtype: DTypeLike
 

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,13 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jaxnorm.models import nnx_conversion
+from jaxnorm.models.flax_modules import Added
 from jaxnorm.models.nnx_attention import dot_product_attention
-from jaxnorm.models.nnx_group_norm import GroupNorm, value
 from jaxnorm.operations.checks import DTypeLike
 from jaxnorm.operations.norm import layer_norm, rms_norm
 from jaxnorm.operations.norm_residual import add_layer_norm, add_rms_norm
 from jaxnorm_kernels.linear_spec import Activation
-from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
+from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, NormActivation, Save
 
 __all__ = [
     "GroupNorm",
@@ -34,7 +34,42 @@ __all__ = [
     "dot_product_attention",
 ]
 
-GroupNorm.__module__ = dot_product_attention.__module__ = __name__  # where users find them
+dot_product_attention.__module__ = __name__  # where users find it
+
+
+class _NormFields(TypedDict, total=False):
+    """Flax's arguments of every norm, which are passed on to its class."""
+
+    epsilon: float
+    dtype: DTypeLike | None
+    param_dtype: DTypeLike
+    use_scale: bool
+    scale_init: nnx.Initializer
+    axis_name: str | None
+    axis_index_groups: Any
+    use_fast_variance: bool
+    promote_dtype: Callable[..., Any]
+    rngs: Required[nnx.Rngs]
+    scale_metadata: Mapping[str, Any]
+
+
+class _RMSNormFields(_NormFields, total=False):
+    reduction_axes: flax_modules.Axes
+    feature_axes: flax_modules.Axes
+
+
+class _BiasFields(TypedDict, total=False):
+    use_bias: bool
+    bias_init: nnx.Initializer
+    bias_metadata: Mapping[str, Any]
+
+
+class _LayerNormFields(_RMSNormFields, _BiasFields, total=False):
+    pass
+
+
+class _GroupNormFields(_NormFields, _BiasFields, total=False):
+    reduction_axes: flax_modules.Axes | None
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -64,75 +99,27 @@ class LayerNorm(nnx.LayerNorm):
       (8, 512)
     """
 
+    @flax_modules.arguments_of(nnx.LayerNorm)
     def __init__(
         self,
         num_features: int,
         *,
-        epsilon: float = 1e-6,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        use_bias: bool = True,
-        use_scale: bool = True,
-        bias_init: nnx.Initializer = nnx.initializers.zeros_init(),
-        scale_init: nnx.Initializer = nnx.initializers.ones_init(),
-        reduction_axes: flax_modules.Axes = -1,
-        feature_axes: flax_modules.Axes = -1,
-        axis_name: str | None = None,
-        axis_index_groups: Any = None,
-        use_fast_variance: bool = True,
-        promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
-        rngs: nnx.Rngs,
-        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
-        scale_metadata: Mapping[str, Any] = MappingProxyType({}),
         save: Save = "output",
         implementation: Name | None = None,
         scale_offset: float = 0.0,
+        **fields: Unpack[_LayerNormFields],
     ) -> None:
-        super().__init__(
-            num_features,
-            epsilon=epsilon,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            use_bias=use_bias,
-            use_scale=use_scale,
-            bias_init=bias_init,
-            scale_init=scale_init,
-            reduction_axes=reduction_axes,
-            feature_axes=feature_axes,
-            axis_name=axis_name,
-            axis_index_groups=axis_index_groups,
-            use_fast_variance=use_fast_variance,
-            promote_dtype=promote_dtype,
-            rngs=rngs,
-            bias_metadata=bias_metadata,
-            scale_metadata=scale_metadata,
-        )
-        self.save = save
-        self.implementation = implementation
-        self.scale_offset = scale_offset
+        super().__init__(num_features, **fields)
+        flax_modules.set_fields(self, Added(save, implementation, scale_offset))
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None, residual: Any = None) -> Any:
-        """Normalises x, as :meth:`flax.nnx.LayerNorm.__call__` does.
+        """Normalise x, as :meth:`flax.nnx.LayerNorm.__call__` does.
 
-        With a residual: h = x + residual, in one pass with the addition, and returns (y, h), as
-        :func:`jaxnorm.add_layer_norm` does.
+        With a residual, return (y, h) of h = x + residual: see :func:`jaxnorm.add_layer_norm`.
         """
-        normalised = x if residual is None else residual
-        promoted, scale, bias = self.promote_dtype(
-            (normalised, value(self.scale), value(self.bias)), dtype=self.dtype
-        )
-        axes = _covered_axes(self, promoted, scale, bias, mask)
-        if axes is None:
-            flax_modules.no_offset(self)
-            flax_norm = functools.partial(super().__call__, mask=mask)
-            return flax_modules.composed(flax_norm, x, residual)
-        parameters = (_shaped(self, p, promoted, axes) for p in (scale, bias))
-        options = flax_modules.options(
-            dtypes, self, flax_modules.added(self), axes, promoted, scale, bias
-        )
-        if residual is None:
-            return layer_norm(promoted, *parameters, **options)
-        return add_layer_norm(x, residual, *parameters, **options)
+        functions = layer_norm, add_layer_norm
+        parameters = self.scale, self.bias
+        return _called(self, functions, parameters, super().__call__, x, mask, residual)
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -160,67 +147,99 @@ class RMSNorm(nnx.RMSNorm):
       ((8, 512), (8, 512))
     """
 
+    @flax_modules.arguments_of(nnx.RMSNorm)
     def __init__(
         self,
         num_features: int,
         *,
-        epsilon: float = 1e-6,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        use_scale: bool = True,
-        scale_init: nnx.Initializer = nnx.initializers.ones_init(),
-        reduction_axes: flax_modules.Axes = -1,
-        feature_axes: flax_modules.Axes = -1,
-        axis_name: str | None = None,
-        axis_index_groups: Any = None,
-        use_fast_variance: bool = True,
-        promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
-        rngs: nnx.Rngs,
-        scale_metadata: Mapping[str, Any] = MappingProxyType({}),
         save: Save = "output",
         implementation: Name | None = None,
         scale_offset: float = 0.0,
+        **fields: Unpack[_RMSNormFields],
     ) -> None:
-        super().__init__(
-            num_features,
-            epsilon=epsilon,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            use_scale=use_scale,
-            scale_init=scale_init,
-            reduction_axes=reduction_axes,
-            feature_axes=feature_axes,
-            axis_name=axis_name,
-            axis_index_groups=axis_index_groups,
-            use_fast_variance=use_fast_variance,
-            promote_dtype=promote_dtype,
-            rngs=rngs,
-            scale_metadata=scale_metadata,
-        )
-        self.save = save
-        self.implementation = implementation
-        self.scale_offset = scale_offset
+        super().__init__(num_features, **fields)
+        flax_modules.set_fields(self, Added(save, implementation, scale_offset))
 
     def __call__(self, x: Any, mask: jax.Array | None = None, *, residual: Any = None) -> Any:
-        """Normalises x, as :meth:`flax.nnx.RMSNorm.__call__` does.
+        """Normalise x, as :meth:`flax.nnx.RMSNorm.__call__` does.
 
-        With a residual: h = x + residual, in one pass with the addition, and returns (y, h), as
-        :func:`jaxnorm.add_rms_norm` does.
+        With a residual, return (y, h) of h = x + residual: see :func:`jaxnorm.add_rms_norm`.
         """
-        normalised = x if residual is None else residual
-        promoted, scale = self.promote_dtype((normalised, value(self.scale)), dtype=self.dtype)
-        axes = _covered_axes(self, promoted, scale, None, mask)
-        if axes is None:
+        functions = rms_norm, add_rms_norm
+        return _called(self, functions, (self.scale,), super().__call__, x, mask, residual)
+
+
+class GroupNorm(nnx.GroupNorm):
+    """:class:`flax.nnx.GroupNorm` that keeps its output, not its input, for the backward pass.
+
+    What :class:`jaxnorm.nnx.LayerNorm` says of arguments, parameters and Flax's own path holds
+    here; channels are the last axis.
+
+    Args:
+      num_features: number of channels.
+      num_groups, group_size: how many groups they are in, or how many a group has; one is None.
+      save: ``"output"`` or ``"input"``; see :func:`jaxnorm.layer_norm`.
+      implementation: see :func:`jaxnorm.layer_norm`.
+      scale_offset: added to the parameter ``scale``; 0.0 by default.
+      activation: ``"silu"``, ``"gelu"`` or ``"relu"``, of the norm, in the same pass; it then keeps
+        its input. None for none.
+
+    The others are those of :class:`flax.nnx.GroupNorm`; ``rngs`` is required.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxnorm.nnx
+      >>> from flax import nnx
+      >>> norm = jaxnorm.nnx.GroupNorm(64, activation="silu", rngs=nnx.Rngs(0))
+      >>> norm(jnp.ones((2, 16, 16, 64))).shape
+      (2, 16, 16, 64)
+    """
+
+    activation: NormActivation | None = None  # of one that was converted
+
+    @flax_modules.arguments_of(nnx.GroupNorm)
+    def __init__(
+        self,
+        num_features: int,
+        num_groups: int | None = 32,
+        group_size: int | None = None,
+        *,
+        save: Save = "output",
+        implementation: Name | None = None,
+        scale_offset: float = 0.0,
+        activation: NormActivation | None = None,
+        **fields: Unpack[_GroupNormFields],
+    ) -> None:
+        super().__init__(num_features, num_groups, group_size, **fields)
+        flax_modules.set_fields(self, Added(save, implementation, scale_offset))
+        self.activation = activation
+
+    def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
+        """Normalises x, as :meth:`flax.nnx.GroupNorm.__call__` does, and activates it."""
+        operands = x, _value(self.scale), _value(self.bias)
+        promoted, scale, bias = self.promote_dtype(operands, dtype=self.dtype)
+        seen = {a.dtype.name for a in (promoted, scale, bias) if a is not None}
+        if jnp.shape(x)[-1:] != (self.num_groups * self.group_size,):
+            raise ValueError(
+                f"{type(self).__name__}: x has shape {jnp.shape(x)}; expected "
+                f"{self.num_groups * self.group_size} channels, the module's num_features, on its "
+                "last axis; transpose x, or make the module of as many as x has"
+            )
+        groups = flax_modules.groups_of(self, promoted.shape, self.num_groups)
+        is_flax_s = mask is not None or self.axis_name is not None
+        if is_flax_s or groups is None or not seen <= {*FLOAT_DTYPES}:
             flax_modules.no_offset(self)
-            flax_norm = functools.partial(super().__call__, mask=mask)
-            return flax_modules.composed(flax_norm, x, residual)
-        scale = _shaped(self, scale, promoted, axes)
-        options = flax_modules.options(
-            dtypes, self, flax_modules.added(self), axes, promoted, scale
+            return flax_modules.activated(self, super().__call__(x, mask=mask))
+        y = layer_norm(
+            promoted.reshape(groups.shape),
+            groups.of_parameter(scale),
+            groups.of_parameter(bias),
+            activation=self.activation,
+            **flax_modules.options(
+                dtypes, self, flax_modules.added(self), groups.axes, promoted, scale, bias
+            ),
         )
-        if residual is None:
-            return rms_norm(promoted, scale, **options)
-        return add_rms_norm(x, residual, scale, **options)
+        return y.reshape(promoted.shape)
 
 
 class RMSNormDense(nnx.Module):
@@ -302,9 +321,9 @@ class RMSNormDense(nnx.Module):
     def __call__(self, x: Any, *, residual: Any = None) -> Any:
         """The result, or (y, h) with a residual, as :func:`jaxnorm.rms_norm_linear` gives them."""
         stored = {
-            "scale": value(self.norm.scale),
-            "kernel": value(self.dense.kernel),
-            "bias": value(self.dense.bias),
+            "scale": _value(self.norm.scale),
+            "kernel": _value(self.dense.kernel),
+            "bias": _value(self.dense.bias),
         }
         parameters = {name: a for name, a in stored.items() if a is not None}
         return flax_modules.norm_and_dense(
@@ -374,13 +393,49 @@ def convert[Model](
     return model
 
 
+def _called(
+    norm: Any,
+    functions: tuple[Callable[..., Any], Callable[..., Any]],
+    parameters: tuple[Any, ...],
+    flax_norm: Callable[..., Any],
+    x: Any,
+    mask: jax.Array | None,
+    residual: Any,
+) -> Any:
+    """Return y or, with a residual, (y, h).
+
+    Args:
+      norm: a LayerNorm or an RMSNorm, whose fields are options of the functions.
+      functions: jaxnorm's function without and with a residual.
+      parameters: Flax's parameters of the norm, in the functions' order.
+      flax_norm: Flax's own code, for what the functions do not support.
+    """
+    function, add_function = functions
+    normalised = x if residual is None else residual
+    promoted, *arrays = norm.promote_dtype((normalised, *map(_value, parameters)), dtype=norm.dtype)
+    axes = _covered_axes(norm, promoted, arrays, mask)
+    if axes is None:
+        flax_modules.no_offset(norm)
+        return flax_modules.composed(functools.partial(flax_norm, mask=mask), x, residual)
+    shaped = [_shaped(norm, array, promoted, axes) for array in arrays]
+    options = flax_modules.options(dtypes, norm, flax_modules.added(norm), axes, promoted, *arrays)
+    if residual is None:
+        return function(promoted, *shaped, **options)
+    return add_function(x, residual, *shaped, **options)
+
+
+def _value(parameter: Any) -> jax.Array | None:
+    """The array of a parameter, or None for None."""
+    return None if parameter is None else parameter[...]
+
+
 def _covered_axes(
-    module: Any, x: jax.Array, scale: Any, bias: Any, mask: jax.Array | None
+    module: Any, x: jax.Array, parameters: list[Any], mask: jax.Array | None
 ) -> tuple[int, ...] | None:
-    """The axes to normalise, or None where the call is left to Flax."""
+    """Return the axes to normalise, or None if the call is left to Flax."""
     if mask is not None or module.axis_name is not None:
         return None
-    operands = [a for a in (x, scale, bias) if a is not None]
+    operands = [a for a in (x, *parameters) if a is not None]
     if any(a.dtype.name not in FLOAT_DTYPES for a in operands):
         return None
     name = type(module).__name__

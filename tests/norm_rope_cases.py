@@ -8,6 +8,8 @@ import numpy as np
 from reference import SAFETY, Norm, exact, rounding
 from test_norm import normal
 
+from jaxnorm.tools import references
+
 
 def tables(shape, dtype="float32", *, factor=1.0, seed=0):
     """cos and sin of any angles, times a factor, as YaRN's are."""
@@ -53,19 +55,17 @@ class RotatedNorm(Norm):
     interleaved: bool
 
     def __post_init__(self):
-        pairs = self.cos.shape[-1]
-        self.first, self.second = pairs_of(2 * pairs, interleaved=self.interleaved)
-        self.partner = np.arange(self.x.shape[-1])
-        self.partner[self.first], self.partner[self.second] = self.second, self.first
+        rotation = references.Rotation(
+            self.cos, self.sin, self.x.shape[-1], interleaved=self.interleaved
+        )
+        self.first, self.second, self.partner = rotation.first, rotation.second, rotation.partner
         # Of each column: y = c n + s (n of its partner).
-        self.c, self.s = np.ones_like(self.x), np.zeros_like(self.x)
-        self.c[:, self.first] = self.c[:, self.second] = self.cos
-        self.s[:, self.first], self.s[:, self.second] = -self.sin, self.sin
+        self.c, self.s = rotation.cos, rotation.sin
         self.dy = self.d
-        self.d = self.dy * self.c - self.dy[:, self.partner] * self.s
+        self.d = rotation.transposed(self.dy)
         super().__post_init__()
         self.normalised = self.y
-        self.y = self.normalised * self.c + self.normalised[:, self.partner] * self.s
+        self.y = rotation(self.normalised)
         na, nb = self.normalised[:, self.first], self.normalised[:, self.second]
         da, db = self.dy[:, self.first], self.dy[:, self.second]
         self.dcos, self.dsin = da * na + db * nb, db * na - da * nb

@@ -1,9 +1,10 @@
-"""The functions and their gradients in float64 numpy, and bounds for what rounding may add.
+"""Bounds for what rounding may add to the functions and their gradients, derived by hand.
 
-Inputs are taken at their exact values, so a bound speaks of arithmetic and storage alone. In the
-bounds, u is the unit roundoff of float32 arithmetic, v that of the stored output. A sum of n
-rounded terms errs by at most about ``sqrt(n) u`` of the sum of magnitudes (random walk); the
-factor ``SAFETY`` covers the tail of that walk over all the elements that a test looks at.
+The float64 values are those of `jaxnorm.tools.references`. Inputs are taken at their exact values,
+so a bound speaks of arithmetic and storage alone. In the bounds, u is the unit roundoff of float32
+arithmetic, v that of the stored output. A sum of n rounded terms errs by at most about
+``sqrt(n) u`` of the sum of magnitudes (random walk); the factor ``SAFETY`` covers the tail of that
+walk over all the elements that a test looks at.
 """
 
 import dataclasses
@@ -13,6 +14,8 @@ import math
 import jax
 import ml_dtypes
 import numpy as np
+
+from jaxnorm.tools import references
 
 SAFETY = 4.0
 DTYPES = ("bfloat16", "float16", "float32")
@@ -54,23 +57,13 @@ def arithmetic(*dtypes: str) -> float:
 # --- softmax -------------------------------------------------------------------------------------
 
 
-def softmax(x: np.ndarray, axis, where=None) -> np.ndarray:
-    kept = np.ones(x.shape, bool) if where is None else np.broadcast_to(where, x.shape)
-    x = np.where(kept, x, -np.inf)
-    m = np.max(x, axis=axis, keepdims=True, initial=-np.inf)
-    m = np.where(np.any(kept, axis=axis, keepdims=True), m, 0)
-    e = np.exp(x - m)
-    total = np.sum(e, axis=axis, keepdims=True)
-    return np.where(kept, e / np.where(total == 0, 1, total), 0)
+def softmax(x: np.ndarray, axis, where=None, *, log: bool = False) -> np.ndarray:
+    mask = np.ones(x.shape, bool) if where is None else np.broadcast_to(where, x.shape)
+    with np.errstate(all="ignore"):  # rows that keep no entry, which the mask leaves out
+        return references.probabilities(x, mask, axis, log=log)
 
 
-def log_softmax(x: np.ndarray, axis, where=None) -> np.ndarray:
-    kept = np.ones(x.shape, bool) if where is None else np.broadcast_to(where, x.shape)
-    x = np.where(kept, x, -np.inf)
-    m = np.max(x, axis=axis, keepdims=True, initial=-np.inf)
-    m = np.where(np.any(kept, axis=axis, keepdims=True), m, 0)
-    total = np.sum(np.exp(x - m), axis=axis, keepdims=True)
-    return x - m - np.log(np.where(total == 0, 1, total))
+log_softmax = functools.partial(softmax, log=True)
 
 
 def softmax_bound(x: np.ndarray, y: np.ndarray, axis, out: str, u: float) -> np.ndarray:
@@ -86,12 +79,8 @@ def log_softmax_bound(x: np.ndarray, y: np.ndarray, axis, out: str, u: float) ->
     return SAFETY * u * (np.abs(y) + spread + math.sqrt(n) + 2) + rounding(y, out)
 
 
-def softmax_gradient(y: np.ndarray, d: np.ndarray, axis) -> np.ndarray:
-    return y * (d - np.sum(d * y, axis=axis, keepdims=True))
-
-
-def log_softmax_gradient(y: np.ndarray, d: np.ndarray, axis) -> np.ndarray:
-    return d - np.exp(y) * np.sum(d, axis=axis, keepdims=True)
+softmax_gradient = references.softmax_gradient
+log_softmax_gradient = functools.partial(softmax_gradient, log=True)
 
 
 def softmax_gradient_bound(
@@ -191,20 +180,18 @@ class Norm:
     def __post_init__(self) -> None:
         self.u = arithmetic(self.x_dtype, self.y_dtype)
         self.n = self.x.shape[-1]
-        self.mean = self.x.mean(-1, keepdims=True) if self.subtract_mean else 0.0
-        centred = self.x - self.mean
-        self.r = 1 / np.sqrt(np.mean(centred**2, -1, keepdims=True) + self.epsilon)
-        self.xh = centred * self.r
-        self.normal = self.xh * self.gain + self.bias
+        norm = references.Norm(
+            *(self.x, self.gain, self.bias),
+            subtract_mean=self.subtract_mean,
+            epsilon=self.epsilon,
+        )
+        self.mean, self.r, self.xh, self.normal = norm.mean, norm.r, norm.x_hat, norm.y
         exactly = np.zeros_like(self.normal)
         self.y, slope, *_ = after_norm(self.activation, self.normal, exactly, self.u)
         self.dn = self.d * slope  # cotangent of the norm
-        dg = self.dn * self.gain
-        self.c1 = dg.mean(-1, keepdims=True) if self.subtract_mean else 0.0
-        self.c2 = np.mean(dg * self.xh, -1, keepdims=True)
-        self.dx = self.r * (dg - self.c1 - self.xh * self.c2)
-        self.dscale = np.sum(self.dn * self.xh, 0)
-        self.dbias = np.sum(self.dn, 0)
+        self.c1, self.c2 = norm.means(self.dn * self.gain, self.xh)
+        self.dx = norm.backward(self.dn)["x"]
+        self.dscale, self.dbias = np.sum(self.dn * self.xh, 0), np.sum(self.dn, 0)
 
     @property
     def _walk(self) -> float:

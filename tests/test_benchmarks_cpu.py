@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from benchmarks import report, results, run
+from benchmarks import results, run
 from benchmarks.blocks import BLOCKS
 from benchmarks.cpu import CPU, CpuCell
 from benchmarks.results import Machine, Table
@@ -46,7 +46,6 @@ def test_the_workload_of_a_cell(op):
 
 
 def test_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "PLOTTED", ())
     if results.this_machine() != Machine("cpu"):
         pytest.skip("takes the GPU's memory from the tests")
     arguments = ["cpu", "--ops", "cross_entropy", "linear_cross_entropy", "layer_norm"]

@@ -25,13 +25,13 @@ from benchmarks.linear import LINEAR, LinearWorkload
 from benchmarks.providers import PROVIDERS, SIDES
 from benchmarks.report import Results
 from benchmarks.results import Machine, Table
-from benchmarks.suites import SUITES, LinearCell, Selection
+from benchmarks.suites import SUITES, Selection, ShapedCell
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 SUITE = SUITES["linear"]
 BARS = {"8192x2048x3072", "8192x4096x6144", "8192x4096x14336"}
-BOTH = LinearCell("rms_norm_linear", "fwd+bwd", "6x32x48", "bfloat16", "jaxnorm")
+BOTH = ShapedCell("rms_norm_linear", "fwd+bwd", "6x32x48", "bfloat16", "jaxnorm")
 PRODUCT = dataclasses.replace(BOTH, op="product", provider="jnp")
 
 
@@ -71,7 +71,7 @@ def program(cell):
 
 
 def result(cell):
-    inputs = jax_side.random_arrays(0, *jax_side.arguments_of(cell))
+    inputs = jax_side.random_arrays(0, *jax_side.arguments_of(cell.workload))
     compiled = program(cell)
     return jax.tree.leaves(compiled.call(*compiled.operands(*inputs)))
 
@@ -91,7 +91,9 @@ def test_the_providers_compute_the_product_of_a_norm(name):
 
 def test_the_product_has_three_products():
     y, dx, dweight = result(PRODUCT)
-    (x, weight), parameters, (dy,) = jax_side.random_arrays(0, *jax_side.arguments_of(PRODUCT))
+    (x, weight), parameters, (dy,) = jax_side.random_arrays(
+        0, *jax_side.arguments_of(PRODUCT.workload)
+    )
     assert parameters == ()
     wide = [np.asarray(a, np.float64) for a in (x, weight, dy)]
     x, weight, dy = wide
@@ -105,7 +107,7 @@ def test_the_product_has_three_products():
 
 def test_figures_are_by_flops():
     measured = jax_side.prepare("linear", PRODUCT)()
-    assert measured["tflops"] == pytest.approx(PRODUCT.flops / measured["us"] / 1e6)
+    assert measured["tflops"] == pytest.approx(PRODUCT.workload.flops / measured["us"] / 1e6)
     assert measured["gbps"] is measured["roof"] is None
     row = results.rounded(SUITE, measured)
     assert row.keys() == SUITE.figures.keys()
@@ -136,7 +138,7 @@ def test_torch_products(op, name, monkeypatch):
     walk = SAFETY * unit_roundoff("bfloat16") * (x.square() @ weight.square()).sqrt().numpy()
     assert_within(y.double().numpy(), expected, walk + rounding(expected, "bfloat16"))
     measured = torch_side.prepare("linear", cell)()
-    assert measured["tflops"] == pytest.approx(cell.flops / measured["us"] / 1e6)
+    assert measured["tflops"] == pytest.approx(cell.workload.flops / measured["us"] / 1e6)
 
 
 def test_one_process_compiles(monkeypatch):
@@ -163,7 +165,6 @@ def test_one_thread_compiles(suite, expected, monkeypatch):
 def test_a_run(tmp_path, monkeypatch):
     if results.this_machine() != Machine("cpu"):
         pytest.skip("takes the GPU's memory from the tests")
-    monkeypatch.setattr(report, "PLOTTED", ())  # test_a_report makes the plot
     arguments = ["linear", "--shapes", "4x16x32", "--directions", "fwd", "--out", str(tmp_path)]
     assert run.main([*arguments, "--providers", "jaxnorm", "jnp"]) == 0
     rows = Table(tmp_path, SUITE).rows()
@@ -247,14 +248,13 @@ def test_lines_of_the_plot(tmp_path):
 
 def test_a_report(tmp_path):
     found = written(tmp_path, ROWS)
-    files = report.write(tmp_path)
-    assert [f.name for f in files] == ["report.md", "linear_bfloat16.png"]
-    assert files[1].read_bytes().startswith(b"\x89PNG")
-    text = files[0].read_text()
-    assert "![TFLOP/s against M, N and K, bfloat16](linear_bfloat16.png)" in text
+    (file,), (plot,) = report.write(tmp_path), report.draw(found)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    text = file.read_text()
     assert "| jaxnorm mosaic: failed: no | 1 |" in text
     shown = report.page_section(found)
     assert "A norm and the product after it: TFLOP/s" in shown
+    assert "![TFLOP/s against M, N and K, bfloat16]" in shown
     assert "linear_bfloat16.png)" in shown
     assert "| 8192 x 4096 x 6144 | 687 | 660 (0.96) | 515 (0.75) |" in shown
     others = report.page_section(Results(*report.SHOWN))

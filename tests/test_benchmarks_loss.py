@@ -13,13 +13,13 @@ from benchmarks import calls, jax_side, report_tables, results, run
 from benchmarks.losses import LossWorkload
 from benchmarks.providers import PROVIDERS
 from benchmarks.results import Machine, Table
-from benchmarks.suites import SUITES, LossCell, Selection
+from benchmarks.suites import SUITES, Selection, ShapedCell
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 LOSS = SUITES["loss"]
-POSITIONS = LossCell("cross_entropy", "fwd+bwd", "6x40", "float32", "jaxnorm")
-MEAN = LossCell("linear_cross_entropy", "fwd+bwd", "6x8x40", "bfloat16", "jaxnorm")
+POSITIONS = ShapedCell("cross_entropy", "fwd+bwd", "6x40", "float32", "jaxnorm")
+MEAN = ShapedCell("linear_cross_entropy", "fwd+bwd", "6x8x40", "bfloat16", "jaxnorm")
 CELLS = [
     POSITIONS,
     MEAN,
@@ -59,7 +59,7 @@ def test_what_is_asked():
     cells = list(LOSS.cells(Selection()))
     plain = [c for c in cells if c.op == "cross_entropy"]
     assert len({c.workload for c in plain}) == 5 * 2 * 2
-    assert not any(c.flops for c in plain)
+    assert not any(c.workload.flops for c in plain)
     assert {c.provider for c in plain} == {
         *("jaxnorm", "mosaic", "triton", "triton_sm80", "triton_sm90", "xla", "jnp", "optax"),
         *("quack", "liger", "torch.compile"),
@@ -121,16 +121,16 @@ def program(cell):
 
 @pytest.mark.parametrize(
     ("name", "cell"),
-    [(n, c) for c in CELLS for n in ("jaxnorm", "optax") if PROVIDERS[n].offers(c)],
+    [(n, c) for c in CELLS for n in ("jaxnorm", "optax") if PROVIDERS[n].offers(c.workload)],
 )
 def test_the_providers_compute_the_loss(name, cell):
     """The loss and the gradients of the plain formula, in its dtypes."""
-    inputs = jax_side.random_arrays(0, *jax_side.arguments_of(cell))
+    inputs = jax_side.random_arrays(0, *jax_side.arguments_of(cell.workload))
     expected, actual = (
         jax.tree.leaves(each.call(*each.operands(*inputs)))
         for each in (program(of(cell, provider)) for provider in ("jnp", name))
     )
-    results, gradients = len(cell.results), len(cell.gradients)
+    results, gradients = len(cell.workload.results), len(cell.workload.gradients)
     assert [a.dtype for a in actual] == ["float32"] * results + [cell.dtype] * gradients
     # Both round logits, or their gradients, to the cell's dtype, at other places. What is summed of
     # them is up to as many terms as an operand has numbers in a row.
@@ -139,14 +139,14 @@ def test_the_providers_compute_the_loss(name, cell):
         assert_within(a, exact(e), walk * np.abs(exact(e)).max())
 
 
-@pytest.mark.parametrize("cell", [c for c in CELLS if c.flops])
+@pytest.mark.parametrize("cell", [c for c in CELLS if c.workload.flops])
 def test_the_products_are_those_of_the_loss(cell):
     """As many as the loss has, also after XLA's passes; results and gradients of its shapes."""
     theirs, products = program(of(cell, "jnp")), program(of(cell, "products"))
     shapes = jax.tree.map(lambda a: (a.shape, a.dtype), theirs.call.out_info)
     assert jax.tree.map(lambda a: (a.shape, a.dtype), products.call.out_info) == shapes
     count = len(re.findall(r" = \S+ dot\(", products.call.as_text()))
-    assert count == cell.loss.products
+    assert count == cell.workload.loss.products
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -162,11 +162,13 @@ def test_torch_losses(cell, monkeypatch):
     function, (operands,) = torch_side.calls_of(cell, f, inputs)
     results, gradients = function(*operands)
     results = results if isinstance(results, tuple) else (results,)
-    assert [(r.shape, r.dtype) for r in results] == [(s, torch.float32) for s, _ in cell.results]
+    assert [(r.shape, r.dtype) for r in results] == [
+        (s, torch.float32) for s, _ in cell.workload.results
+    ]
     assert [g.shape for g in gradients] == [a.shape for a in inputs[0][0][:-1]]
     figures = torch_side.prepare("loss", cell)()
     assert figures["us"] > 0
-    assert (figures["roof"] is None) == (cell.flops > 0)
+    assert (figures["roof"] is None) == (cell.workload.flops > 0)
 
 
 def test_a_run(tmp_path):

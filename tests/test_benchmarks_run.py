@@ -8,12 +8,12 @@ import subprocess
 import sys
 
 import pytest
-from reference import SAFETY, unit_roundoff
 
 import jaxnorm
-from benchmarks import compile_times, providers, report, report_tables, results, run
+from benchmarks import compile_times, first_calls, providers, report_tables, results, run
 from benchmarks.bars import BARS
 from benchmarks.compile_times import WIDTHS
+from benchmarks.models import MODELS, Size
 from benchmarks.processes import Outcome
 from benchmarks.providers import PROVIDERS, Provider
 from benchmarks.results import ROOT, Machine, Table
@@ -84,16 +84,9 @@ def test_a_provider_that_is_not_installed_is_a_row(tmp_path):
     )
 
 
-@pytest.fixture
-def no_plots(monkeypatch):
-    """They take longer than these runs, and test_benchmarks_report.py makes them."""
-    monkeypatch.setattr(report, "PLOTTED", ())
-
-
-@pytest.mark.usefixtures("no_plots")
 def test_a_run_on_the_cpu(tmp_path, capfd):
     """The whole way, in two processes: cells, rows, report; then nothing is left to do."""
-    arguments = ["kernels", "accuracy", "--ops", "rms_norm", "--dtypes", "bfloat16"]
+    arguments = ["kernels", "api", "--ops", "rms_norm", "--dtypes", "bfloat16"]
     arguments += ["--shapes", "4x32", "--providers", "xla", "jnp", "--out", str(tmp_path)]
     arguments += ["--workers", "2"]
     if results.this_machine() != Machine("cpu"):
@@ -104,16 +97,14 @@ def test_a_run_on_the_cpu(tmp_path, capfd):
         (direction, provider, "ok") for direction in ("fwd", "bwd") for provider in ("xla", "jnp")
     ]
     assert all(float(r["us"]) > 0 and float(r["roof"]) > 0 for r in rows)
-    accurate = Table(tmp_path, SUITES["accuracy"]).rows()
-    bound = SAFETY * unit_roundoff("bfloat16")
-    assert all(float(r[f"{name}_error"]) < bound for r in accurate for name in ("dx", "dscale"))
-    assert "xla" in (tmp_path / "report.md").read_text()
+    both = Table(tmp_path, SUITES["api"]).rows()
+    assert [(r["direction"], r["status"]) for r in both] == [("fwd+bwd", "ok")] * 2
+    assert "## kernels" in (tmp_path / "report.md").read_text()
     capfd.readouterr()
     assert run.main(arguments) == 0
     assert "0 cells to measure" in capfd.readouterr().out
 
 
-@pytest.mark.usefixtures("no_plots")
 def test_a_run_of_blocks(tmp_path):
     arguments = ["blocks", "--ops", "add_rms_norm", "--dtypes", "mixed", "--shapes", "4x32"]
     arguments += ["--providers", "jaxnorm", "jnp", "--workers", "1", "--out", str(tmp_path)]
@@ -131,7 +122,6 @@ def test_a_run_of_blocks(tmp_path):
     assert "| add_rms_norm, 4 x 32 |" in (tmp_path / "report.md").read_text()
 
 
-@pytest.mark.usefixtures("no_plots")
 def test_a_run_of_first_calls(tmp_path, capfd):
     """On the CPU programs are lowered for a GPU, and not compiled."""
     arguments = ["compile", "--ops", "rms_norm", "--dtypes", "bfloat16", "mixed"]
@@ -154,6 +144,27 @@ def test_a_run_of_first_calls(tmp_path, capfd):
     assert table in capfd.readouterr().out
     slow = [rows[0] | {"total_s": "4.5"}, *rows[1:]]
     assert "| 4.50 | rms_norm 8192x128 bfloat16 | 1 of 3 |" in report_tables.compile_times(slow)
+
+
+def test_first_calls_of_training_steps(monkeypatch):
+    """Plain JAX, jaxnorm's norms, and all of jaxnorm: each is lowered for a GPU."""
+    tiny = Size("gpt2", 2, 64, 2, 2, 128, 96, seq=16, batch=2)
+    monkeypatch.setitem(MODELS, "tiny", tiny)
+    monkeypatch.setitem(compile_times.STEPS, "tiny scan", ("tiny", "scan", 2))
+    cells = list(compile_times.steps(["jaxnorm", "jnp"], ["tiny"]))
+    assert [(c.op, c.shape) for c in cells] == [("tiny scan", "2x16")] * 3
+    rows = []
+    for cell in cells:
+        figures = first_calls.seconds(cell)
+        assert figures["total_s"] >= figures["trace_s"] > 0
+        figures = results.rounded(SUITES["compile"], figures)
+        rows.append(dataclasses.asdict(cell) | figures | {"status": "ok"})
+    assert [row["provider"] for row in rows] == ["jnp", "jaxnorm-norms", "jaxnorm-products"]
+    rows[0]["total_s"], rows[1]["total_s"] = "1.500", "2.250"
+    table = report_tables.compile_times(rows).splitlines()
+    assert table[0].startswith("| training step | functions | trace s |")
+    assert table[2].startswith("| tiny scan, 2 x 16 | jnp and optax |")
+    assert table[3].endswith("| 2.250 | +0.75 |")
 
 
 def test_first_calls_are_of_every_public_function():

@@ -3,22 +3,20 @@
 import dataclasses
 import functools
 import gc
-import math
 import types
 
 import jax
 import pytest
-from reference import SAFETY, unit_roundoff
 
 from benchmarks import jax_side
 from benchmarks.blocks import BLOCKS
-from benchmarks.suites import BlockCell, TimedCell
+from benchmarks.suites import ShapedCell, TimedCell
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 CELL = TimedCell("layer_norm", "fwd", 4, 33, "float32", "bfloat16", "jaxnorm")
-BLOCK = BlockCell("sandwich", "fwd+bwd", "4x36", "float32", "jaxnorm")
-CASES = [("kernels", "fwd"), ("kernels", "bwd"), ("api", "fwd+bwd"), ("latency", "fwd+bwd")]
+BLOCK = ShapedCell("sandwich", "fwd+bwd", "4x36", "float32", "jaxnorm")
+CASES = [("kernels", "fwd"), ("kernels", "bwd"), ("api", "fwd+bwd")]
 
 
 @pytest.fixture
@@ -89,10 +87,6 @@ def torch_side(torch):
 def test_torch_cells(suite, direction, torch_side):
     cell = dataclasses.replace(CELL, direction=direction, provider="torch")
     assert torch_side.prepare(suite, cell)()["us"] > 0
-    accurate = dataclasses.replace(cell, direction="bwd", y_dtype="float32")
-    # Sums of a row, and a few operations.
-    error = SAFETY * (math.sqrt(CELL.workload.cols) + 4) * unit_roundoff("float32")
-    assert torch_side.prepare("accuracy", accurate)()["dx_error"] < error
 
 
 @pytest.mark.parametrize("op", BLOCKS)
@@ -101,17 +95,19 @@ def test_torch_blocks(op, torch, torch_side, monkeypatch):
     monkeypatch.setattr(torch, "compile", eager)
     shape = {2: "4x32", 3: "2x4x32", 4: "2x3x4x32"}[len(BLOCKS[op].shapes[0])]
     for dtype in ("bfloat16", "mixed") if BLOCKS[op].mixed else ("bfloat16",):
-        cell = BlockCell(op, "fwd+bwd", shape, dtype, "torch.compile")
+        cell = ShapedCell(op, "fwd+bwd", shape, dtype, "torch.compile")
         f, _ = torch_side.compiled(cell)
         inputs = torch_side.random_inputs(cell.workload, torch_side.parameter_dtype(cell), 1)
         function, (operands,) = torch_side.calls_of(cell, f, inputs)
         results, gradients = function(*operands)
         results = results if isinstance(results, tuple) else (results,)
-        assert [str(a.dtype) for a in results] == [f"torch.{d}" for _, d in cell.cotangents]
+        assert [str(a.dtype) for a in results] == [
+            f"torch.{d}" for _, d in cell.workload.cotangents
+        ]
         leaves = [
             a
             for i, a in enumerate(operands[0])
-            if a.is_floating_point() and i not in cell.constants
+            if a.is_floating_point() and i not in cell.workload.constants
         ]
         assert [g.shape for g in gradients] == [a.shape for a in leaves]
         assert torch_side.prepare("blocks", cell)()["us"] > 0

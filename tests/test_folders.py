@@ -75,6 +75,25 @@ def test_one_module_imports_what_is_private_in_jax():
     assert importers == {"private_jax.py"}
 
 
+def table_of_files() -> str:
+    """A line for each file of both packages: its name and what its docstring begins with."""
+    lines = []
+    for package in ("jaxnorm", "kernels/jaxnorm_kernels"):
+        for folder in sorted({file.parent for file in (ROOT / package).rglob("*.py")}):
+            lines += ["", f"`{folder.relative_to(ROOT)}/`", ""]
+            for file in sorted(folder.glob("*.py")):
+                docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
+                first, _, _ = docstring.partition("\n\n")
+                lines.append(f"- `{file.name}`: {' '.join(first.split())}")
+    return "\n".join(lines).strip()
+
+
+def test_the_page_of_the_structure_lists_each_file():
+    """If this fails, put the table that it shows in place of the page's."""
+    page = (ROOT / "docs" / "structure.md").read_text()
+    assert page.partition("## Files\n")[2].strip() == table_of_files()
+
+
 def test_only_public_modules_are_at_the_top():
     private = [path.name for path in (ROOT / "jaxnorm").glob("_*.py")]
     assert sorted(private) == ["__init__.py", "__main__.py"]

@@ -2,6 +2,7 @@
 
 import inspect
 import pydoc
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,33 +14,21 @@ import jaxnorm
 import jaxnorm.linen
 import jaxnorm.nnx
 
-FUNCTIONS = {
-    "activation_linear",
-    "add_layer_norm",
-    "add_rms_norm",
-    "check_params",
-    "gated_linear",
-    "implementation_for",
-    "layer_norm",
-    "linear_log_prob_and_entropy",
-    "linear_softmax_cross_entropy",
-    "log_prob_and_entropy",
-    "log_softmax",
-    "memory_report",
-    "rms_norm",
-    "rms_norm_add",
-    "rms_norm_add_rms_norm",
-    "rms_norm_gated",
-    "rms_norm_linear",
-    "rms_norm_rope",
-    "softmax",
-    "softmax_cross_entropy_with_integer_labels",
-}
-TYPES = {"Choice", "MemoryReport", "NormReport", "ParamReport", "Plan"}
-VALUES = {"save_policy"}
+#: The kind and the name of all that the page of the API documents.
+_LISTED = re.findall(
+    r"^\.\. auto(\w+):: (\w+)$",
+    (Path(__file__).parent.parent / "docs/api/jaxnorm.md").read_text(),
+    re.MULTILINE,
+)
+FUNCTIONS = {name for kind, name in _LISTED if kind == "function"}
+TYPES = {name for kind, name in _LISTED if kind == "class"}
+VALUES = {name for kind, name in _LISTED if kind == "data"}
 
 
 def test_all_names_are_listed():
+    assert len(FUNCTIONS) >= 20
+    assert len(TYPES) >= 5
+    assert {"save_policy"} == VALUES
     assert set(jaxnorm.__all__) == FUNCTIONS | TYPES | VALUES
     for module, conversion in ((jaxnorm.linen, "converted"), (jaxnorm.nnx, "convert")):
         norms = {"GroupNorm", "LayerNorm", "RMSNorm", "RMSNormDense"}

@@ -1,41 +1,176 @@
-"""The float64 reference of the package beside that of the tests: two, which check each other.
+"""The float64 references: independent of the code that they check, and right.
 
-`jaxnorm.tools.references` comes with the package, for the self-check on a user's machine: it has no
-more than the public functions promise, and bounds by running error analysis, which nobody has to
-derive. `reference` and the cases over it know every option of the tests, and bounds derived by
-hand, which are closer. Kernels are held against either; a slip in one formula would be seen here.
+`jaxnorm.tools.references` comes with the package, for the self-check on a user's machine; the
+references of the tests add options and closer bounds to it. Here the results and the gradients are
+held against JAX's own derivatives, in float64, of each function as one writes it in jnp.
 """
 
+import ast
 import functools
-import operator
+from pathlib import Path
 
 import gated_cases
+import jax
+import jax.numpy as jnp
 import linear_loss_cases
 import log_prob_cases
 import loss_cases
-import norm_linear_cases
 import norm_rope_cases
 import numpy as np
 import pytest
 import reference
 
-from jaxnorm.tools import references
+from jaxnorm.tools import references, running_error
 from jaxnorm.tools.running_error import Bounded
+from jaxnorm_kernels.operations import OPERATIONS
 
 ROWS, COLS, FEATURES = 6, 40, 24
-X, PARAMETER = (ROWS, COLS), (COLS,)
-OPTIONS = "output", "float32", "float32"
+X, PARAMETER, LABELS = (ROWS, COLS), (COLS,), (ROWS,)
 
 
-def evaluated(function, shapes, *cotangents, **options):
-    """Operands, cotangents, and what the package says: results and gradients, without bounds."""
+@pytest.mark.parametrize("module", [references, running_error], ids=lambda m: m.__name__)
+def test_they_share_nothing_with_what_they_check(module):
+    """They import numpy and each other alone."""
+    tree = ast.parse(Path(module.__file__).read_text())
+    imported = {
+        name
+        for node in ast.walk(tree)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [f"{node.module}.{alias.name}" for alias in node.names]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    ours = {name for name in imported if name.startswith("jaxnorm")}
+    assert all(name.startswith("jaxnorm.tools.running_error") for name in ours)
+    others = {name.partition(".")[0] for name in imported - ours}
+    assert others <= {"collections", "dataclasses", "math", "numpy", "typing"}
+
+
+# ------------------------------------------------------------------ the functions, in plain jnp
+
+
+def softmax(x, bias=0.0, where=True, *, scale=1.0, causal=False, log=False):
+    kept = where & jnp.tri(*x.shape, dtype=bool) if causal else jnp.broadcast_to(where, x.shape)
+    z = jnp.where(kept, scale * x + bias, -jnp.inf)
+    return (jax.nn.log_softmax if log else jax.nn.softmax)(z)
+
+
+def norm(x, scale, bias=None, *, activation=None):
+    centred = x if bias is None else x - x.mean(-1, keepdims=True)
+    y = centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * scale
+    y = y if bias is None else y + bias
+    return y if activation is None else getattr(jax.nn, activation)(y)
+
+
+def add_norm(x, residual, scale, bias=None, gate=1.0):
+    h = residual + gate * x
+    return norm(h, scale, bias), h
+
+
+def norm_add_norm(x, residual, scale, next_scale):
+    h = residual + norm(x, scale)
+    return norm(h, next_scale), h
+
+
+def cross_entropy(logits, labels):
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], -1)[:, 0]
+
+
+def log_prob_and_entropy(logits, labels):
+    log_p = jax.nn.log_softmax(logits)
+    return -cross_entropy(logits, labels), -jnp.sum(jnp.exp(log_p) * log_p, -1)
+
+
+def of_layer(function):
+    """A function of logits, as one of the linear layer that makes them."""
+    return lambda x, weight, bias, labels: function(x @ weight + bias, labels)
+
+
+_NORMS = [{"scale": PARAMETER}, {"scale": PARAMETER, "bias": PARAMETER}]
+_LINEAR = {"x": X, "weight": (COLS, COLS), "bias": PARAMETER, "labels": LABELS}
+_SUM = {"x": X, "residual": X}
+_ROTATIONS = [{"cos": (ROWS, n // 2), "sin": (ROWS, n // 2)} for n in (COLS, COLS // 2)]
+
+#: By the name of a reference: what it is in jnp, the shapes of operands, and options.
+CASES = [
+    *(
+        (name, functools.partial(softmax, log=name == "log_softmax"), {"x": X, **others}, options)
+        for name in ("softmax", "log_softmax")
+        for options in ({}, {"scale": 0.7}, {"causal": True})
+        for others in ({}, {"where": X, "bias": X})
+    ),
+    *(
+        ("norm", norm, {"x": X, **parameters}, options)
+        for parameters in _NORMS
+        for options in ({}, {"activation": "silu"})
+    ),
+    *(("add_norm", add_norm, {**_SUM, **parameters}, {}) for parameters in _NORMS),
+    *(
+        ("scaled_add_norm", add_norm, {**_SUM, **parameters, "gate": PARAMETER}, {})
+        for parameters in _NORMS
+    ),
+    (
+        "norm_add",
+        lambda x, residual, scale: residual + norm(x, scale),
+        {**_SUM, "scale": PARAMETER},
+        {},
+    ),
+    (
+        "norm_add_norm",
+        norm_add_norm,
+        {**_SUM, "scale": PARAMETER, "next_scale": PARAMETER},
+        {},
+    ),
+    *(
+        (
+            "norm_rope",
+            norm_rope_cases.plain,
+            {"x": X, "scale": PARAMETER, **tables},
+            {"interleaved": interleaved},
+        )
+        for tables in _ROTATIONS
+        for interleaved in (False, True)
+    ),
+    *(
+        (
+            "norm_gated",
+            gated_cases.plain,
+            {"x": X, "gate": X, "scale": PARAMETER},
+            {"norm_before_gate": before},
+        )
+        for before in (True, False)
+    ),
+    (
+        "norm_linear",
+        lambda x, scale, weight, bias: norm(x, scale) @ weight + bias,
+        {"x": X, "scale": PARAMETER, "weight": (COLS, FEATURES), "bias": (FEATURES,)},
+        {},
+    ),
+    ("cross_entropy", cross_entropy, {"logits": X, "labels": LABELS}, {}),
+    ("log_prob_and_entropy", log_prob_and_entropy, {"logits": X, "labels": LABELS}, {}),
+    (
+        "linear_cross_entropy",
+        of_layer(lambda *operands: cross_entropy(*operands).mean()),
+        _LINEAR,
+        {},
+    ),
+    ("linear_log_prob_and_entropy", of_layer(log_prob_and_entropy), _LINEAR, {}),
+]
+
+
+def evaluated(name, shapes, types, **options):
+    """Operands, cotangents, and the reference's results and gradients, without their bounds."""
     given = references.operands(shapes, COLS, seed=0)
-    along = references.operands({str(i): shape for i, shape in enumerate(cotangents)}, 0, seed=1)
-    given_, along_ = (
-        {n: Bounded.exact(a) if a.dtype == np.float64 else a for n, a in arrays.items()}
-        for arrays in (given, along)
+    along = references.operands({str(i): shape for i, shape in enumerate(types)}, 0, seed=1)
+    results, gradients = getattr(references, name)(
+        {n: Bounded.exact(a) if a.dtype == np.float64 else a for n, a in given.items()},
+        [Bounded.exact(d) for d in along.values()],
+        "float32",
+        **options,
     )
-    results, gradients = function(given_, list(along_.values()), "float32", **options)
     values = {name: gradient.value for name, gradient in gradients.items()}
     return given, [*along.values()], [result.value for result in results], values
 
@@ -50,165 +185,54 @@ def agree(ours, theirs):
         reference.assert_within(np.reshape(a, b.shape), b, roundings * size)
 
 
-def norm(x, given, d, activation=None):
-    bias = given.get("bias")
-    zero = np.zeros(COLS)
-    gain, shift = given["scale"], zero if bias is None else bias
-    return reference.Norm(
-        x, gain, shift, d, bias is not None, 1e-6, *OPTIONS, activation=activation
+@pytest.mark.parametrize(
+    ("name", "plain", "shapes", "options"),
+    CASES,
+    ids=lambda a: a if isinstance(a, str) else "-".join(map(str, a)) if isinstance(a, dict) else "",
+)
+def test_results_and_gradients(name, plain, shapes, options, x64):
+    function = functools.partial(plain, **options)
+    operands = references.operands(shapes, COLS, seed=0)
+    types = jax.tree.leaves(jax.eval_shape(lambda: function(**operands)))
+    given, along, results, gradients = evaluated(name, shapes, [t.shape for t in types], **options)
+    constants = {n: a for n, a in given.items() if n not in gradients}
+    arrays = {n: jnp.asarray(given[n]) for n in gradients}
+    expected, pullback = jax.vjp(lambda arrays: function(**arrays, **constants), arrays)
+    # Where an entry is left out, the logarithm is -inf and its cotangent takes no part.
+    expected, tree = jax.tree.flatten(expected)
+    along = [np.where(np.isinf(y), 0, d) for y, d in zip(expected, along, strict=True)]
+    (wanted,) = pullback(jax.tree.unflatten(tree, map(jnp.asarray, along)))
+    agree(results, expected)
+    agree(gradients.values(), [wanted[name] for name in gradients])
+
+
+def test_every_reference_has_a_case():
+    assert {name for name, *_ in CASES} >= {*OPERATIONS}
+
+
+# ------------------------------------------- the tests' own losses, which know every option
+
+
+def test_losses_of_the_tests():
+    given, (d,), (loss,), gradients = evaluated(
+        "cross_entropy", {"logits": X, "labels": LABELS}, [LABELS]
     )
-
-
-@pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize("options", [{}, {"scale": 0.7}, {"causal": True}], ids=str)
-@pytest.mark.parametrize("others", [{}, {"where": X, "bias": X}], ids=str)
-def test_softmaxes(log, options, others):
-    call = functools.partial(references.softmax, log=log, **options)
-    given, (d,), (y,), gradients = evaluated(call, {"x": X, **others}, X)
-    kept = np.tri(*X, dtype=bool) if "causal" in options else np.ones(X, bool)
-    kept = kept & given.get("where", True)
-    z = options.get("scale", 1) * given["x"] + given.get("bias", 0)
-    function, gradient = (
-        (reference.log_softmax, reference.log_softmax_gradient)
-        if log
-        else (reference.softmax, reference.softmax_gradient)
-    )
-    expected = function(z, -1, kept)
-    dz = gradient(expected, np.where(kept, d, 0), -1)
-    agree([y, gradients["x"]], [expected, options.get("scale", 1) * dz])
-    if others:
-        agree([gradients["bias"]], [dz])
-
-
-@pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("parameters", [("scale",), ("scale", "bias")])
-def test_norms(parameters, activation):
-    shapes = {"x": X} | dict.fromkeys(parameters, PARAMETER)
-    call = functools.partial(references.norm, activation=activation)
-    given, (d,), (y,), gradients = evaluated(call, shapes, X)
-    expected = norm(given["x"], given, d, activation)
-    wanted = {"x": expected.dx, "scale": expected.dscale, "bias": expected.dbias}
-    agree([y, *gradients.values()], [expected.y, *map(wanted.get, gradients)])
-
-
-@pytest.mark.parametrize("parameters", [("scale",), ("scale", "bias")])
-def test_norms_of_sums(parameters):
-    shapes = {"x": X, "residual": X} | dict.fromkeys(parameters, PARAMETER)
-    given, (d, dh), (y, h), gradients = evaluated(references.add_norm, shapes, X, X)
-    expected = norm(given["x"] + given["residual"], given, d)
-    both = dict.fromkeys(("x", "residual"), expected.dx + dh)
-    wanted = both | {"scale": expected.dscale, "bias": expected.dbias}
-    agree([y, *gradients.values()], [expected.y, *map(wanted.get, gradients)])
-    agree([h], [given["x"] + given["residual"]])
-
-
-@pytest.mark.parametrize("parameters", [("scale",), ("scale", "bias")])
-def test_norms_of_sums_with_a_gate(parameters):
-    shapes = {"x": X, "residual": X, "gate": PARAMETER} | dict.fromkeys(parameters, PARAMETER)
-    given, (d, dh), (y, h), gradients = evaluated(references.scaled_add_norm, shapes, X, X)
-    total = given["residual"] + given["gate"] * given["x"]
-    expected = norm(total, given, d)
-    dresidual = expected.dx + dh
-    wanted = {
-        "x": given["gate"] * dresidual,
-        "residual": dresidual,
-        "gate": (dresidual * given["x"]).reshape(-1, COLS).sum(0),
-        "scale": expected.dscale,
-        "bias": expected.dbias,
-    }
-    agree([y, h, *gradients.values()], [expected.y, total, *map(wanted.get, gradients)])
-
-
-def test_a_sum_with_a_norm():
-    shapes = {"x": X, "residual": X, "scale": PARAMETER}
-    given, (d,), (y,), gradients = evaluated(references.norm_add, shapes, X)
-    expected = norm(given["x"], given, d)
-    wanted = {"x": expected.dx, "residual": d, "scale": expected.dscale}
-    agree([y, *gradients.values()], [given["residual"] + expected.y, *map(wanted.get, gradients)])
-
-
-def test_two_norms():
-    shapes = {"x": X, "residual": X, "scale": PARAMETER, "next_scale": PARAMETER}
-    given, (dy, dh), (y, h), gradients = evaluated(references.norm_add_norm, shapes, X, X)
-    sum_ = given["residual"] + norm(given["x"], given, dy).y
-    gains = given["scale"], given["next_scale"]
-    both = reference.TwoNorms(
-        given["x"], sum_, *gains, dy, dh, "output", "float32", "float32", "float32"
-    )
-    wanted = {
-        "x": both.first.dx,
-        "residual": both.dresidual,
-        "scale": both.first.dscale,
-        "next_scale": both.last.dscale,
-    }
-    agree([y, h, *gradients.values()], [both.last.y, sum_, *map(wanted.get, gradients)])
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rotated", [COLS, COLS // 2])
-def test_a_norm_and_a_rotation(rotated, interleaved):
-    shapes = {"x": X, "scale": PARAMETER} | dict.fromkeys(("cos", "sin"), (ROWS, rotated // 2))
-    options = {"interleaved": interleaved}
-    given, (d,), (y,), gradients = evaluated(references.norm_rope, shapes, X, **options)
-    zero, tables = np.zeros(COLS), (given["cos"], given["sin"])
-    expected = norm_rope_cases.RotatedNorm(
-        given["x"], given["scale"], zero, d, False, 1e-6, *OPTIONS, *tables, interleaved
-    )
-    wanted = {"x": expected.dx, "scale": expected.dscale}
-    agree([y, *gradients.values()], [expected.y, *map(wanted.get, gradients)])
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_a_norm_and_a_gate(before):
-    shapes, options = {"x": X, "gate": X, "scale": PARAMETER}, {"norm_before_gate": before}
-    given, (d,), (y,), gradients = evaluated(references.norm_gated, shapes, X, **options)
-    expected = gated_cases.GatedNorm(
-        *(given[name] for name in shapes), d, before, "silu", ("float32",) * 3
-    )
-    wanted = {"x": expected.dx, "gate": expected.dgate, "scale": expected.dscale}
-    agree([y, *gradients.values()], [expected.y, *map(wanted.get, gradients)])
-
-
-def test_a_norm_and_a_product():
-    shapes = {"x": X, "scale": PARAMETER, "weight": (COLS, FEATURES), "bias": (FEATURES,)}
-    given, (d,), (y,), gradients = evaluated(references.norm_linear, shapes, (ROWS, FEATURES))
-    arrays = operator.itemgetter("x", "weight", "scale", "bias")(given)
-    expected = norm_linear_cases.NormLinear(*arrays, d, np.zeros(X), *("float32",) * 4)
-    wanted = {name: value for name, (value, _) in expected.gradients().items()}
-    agree([y, *gradients.values()], [expected.y, *map(wanted.get, gradients)])
-
-
-def test_losses():
-    shapes = {"logits": X, "labels": (ROWS,)}
-    given, (d,), (loss,), gradients = evaluated(references.cross_entropy, shapes, (ROWS,))
     expected = loss_cases.CrossEntropy(given["logits"], given["labels"])
     agree([loss, gradients["logits"]], [expected.loss, expected.gradient(d)])
-
-
-def test_losses_of_a_linear_layer():
-    shapes = {"x": X, "weight": (COLS, COLS), "bias": PARAMETER, "labels": (ROWS,)}
-    given, (d,), (loss,), gradients = evaluated(references.linear_cross_entropy, shapes, ())
-    expected = linear_loss_cases.Linear(*map(given.get, ("x", "weight", "bias", "labels")))
-    wanted = [value for value, _ in expected.gradients(np.full(ROWS, d / ROWS))]
-    agree([loss], [expected.losses.mean()])
-    agree(map(gradients.get, ("x", "weight", "bias")), wanted)
-
-
-def test_log_probabilities_and_entropies():
-    shapes = {"logits": X, "labels": (ROWS,)}
     given, (a, b), results, gradients = evaluated(
-        references.log_prob_and_entropy, shapes, (ROWS,), (ROWS,)
+        "log_prob_and_entropy", {"logits": X, "labels": LABELS}, [LABELS] * 2
     )
     expected = log_prob_cases.LogProbs(given["logits"], given["labels"])
     agree([*results, gradients["logits"]], [*expected.results, expected.gradient(a, b)])
 
 
-def test_log_probabilities_and_entropies_of_a_linear_layer():
-    shapes = {"x": X, "weight": (COLS, COLS), "bias": PARAMETER, "labels": (ROWS,)}
-    given, d, results, gradients = evaluated(
-        references.linear_log_prob_and_entropy, shapes, (ROWS,), (ROWS,)
-    )
+def test_losses_of_a_linear_layer_of_the_tests():
     names = ("x", "weight", "bias")
+    given, (d,), (loss,), gradients = evaluated("linear_cross_entropy", _LINEAR, [()])
+    expected = linear_loss_cases.Linear(*map(given.get, (*names, "labels")))
+    wanted = [value for value, _ in expected.gradients(np.full(ROWS, d / ROWS))]
+    agree([loss, *map(gradients.get, names)], [expected.losses.mean(), *wanted])
+    given, d, results, gradients = evaluated("linear_log_prob_and_entropy", _LINEAR, [LABELS] * 2)
     expected = log_prob_cases.Linear(*map(given.get, (*names, "labels")))
     wanted = [value for value, _ in expected.gradients(*d)]
     agree([*results, *map(gradients.get, names)], [*expected.results, *wanted])

@@ -8,13 +8,10 @@ from program_error import assert_computes
 
 from benchmarks import sweep
 from benchmarks.contract import KernelWorkload, LinearKernelWorkload
-from benchmarks.sweeps import adaptive, backward, gated, linear, tiles
+from benchmarks.sweeps import backward, linear
 from jaxnorm_kernels import xla
 from jaxnorm_kernels.mosaic import interpreted
 from jaxnorm_kernels.mosaic.linear import product as linear_schedule
-from jaxnorm_kernels.mosaic.schedules.forward import choose
-from jaxnorm_kernels.mosaic.schedules.norm_backward import norm_schedule
-from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 
 
 def test_every_wide_backward_has_several_schedules():
@@ -22,38 +19,6 @@ def test_every_wide_backward_has_several_schedules():
     assert all(len(set(schedules)) == len(schedules) for schedules in jobs.values())
     wide = [len(s) for w, s in jobs.items() if w.is_norm and 1024 <= w.cols <= 32768]
     assert min(wide) > 2
-
-
-def test_short_rows_have_the_tables_schedule_and_others():
-    table = {"fwd": choose, "bwd": softmax_schedule}
-    jobs = {w: tiles.schedules(w) for w in tiles.workloads()}
-    assert all(s[0] == table[w.direction](w.spec) for w, s in jobs.items())
-    assert all(len(set(s)) == len(s) for s in jobs.values())
-    assert all(len(s) > 2 for w, s in jobs.items() if w.cols <= 1024)
-
-
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_gates_have_the_tables_schedule_and_others(direction):
-    """In both orders, and each of them lowers."""
-    table = {"fwd": choose, "bwd": norm_schedule}[direction]
-    jobs = {w: gated.schedules(w) for w in gated.workloads() if w.direction == direction}
-    assert {w.spec.norm.norm_before_gate for w in jobs} == {True, False}
-    assert all(s[0] == table(w.spec) for w, s in jobs.items())
-    assert all(len(set(s)) == len(s) > 2 for s in jobs.values())
-    for i, (workload, schedules) in enumerate(jobs.items()):
-        sweep.lowered(workload, schedules[i % len(schedules)])
-
-
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_parameters_of_samples_have_the_tables_schedule_and_others(direction):
-    """With a gate and without; each of them lowers."""
-    table = {"fwd": choose, "bwd": norm_schedule}[direction]
-    jobs = {w: adaptive.schedules(w) for w in adaptive.workloads() if w.direction == direction}
-    assert {w.spec.op for w in jobs} == {"norm", "scaled_add_norm"}
-    assert all(s[0] == table(w.spec) for w, s in jobs.items())
-    assert all(len(set(s)) == len(s) > 6 for s in jobs.values())
-    for i, (workload, schedules) in enumerate(jobs.items()):
-        sweep.lowered(workload, schedules[-1 - i])
 
 
 def test_a_given_schedule_replaces_the_table():

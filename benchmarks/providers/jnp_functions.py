@@ -158,13 +158,12 @@ def linear_log_prob_and_entropy(x: Array, weight: Array, labels: Array) -> tuple
     return log_prob_and_entropy(x @ weight, labels)
 
 
+_LOSSES = (
+    *(cross_entropy, capped_cross_entropy, linear_cross_entropy, capped_linear_cross_entropy),
+    *(log_prob_and_entropy, linear_log_prob_and_entropy),
+)
 _OTHERS: dict[str, Callable[..., Any]] = {
-    "cross_entropy": cross_entropy,
-    "capped_cross_entropy": capped_cross_entropy,
-    "linear_cross_entropy": linear_cross_entropy,
-    "capped_linear_cross_entropy": capped_linear_cross_entropy,
-    "log_prob_and_entropy": log_prob_and_entropy,
-    "linear_log_prob_and_entropy": linear_log_prob_and_entropy,
+    **{f.__name__: f for f in _LOSSES},
     "product": jnp.matmul,
 }
 _PLAIN = Plain(rms_norm, layer_norm, jax.nn.softmax)

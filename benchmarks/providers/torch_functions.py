@@ -139,6 +139,10 @@ def rms_norm_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return rms_norm(x, scale) @ weight
 
 
+_LOSSES = (
+    *(cross_entropy, capped_cross_entropy, linear_cross_entropy, capped_linear_cross_entropy),
+    *(log_prob_and_entropy, linear_log_prob_and_entropy),
+)
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "softmax": softmax,
     "log_softmax": log_softmax,
@@ -162,12 +166,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "rms_norm_rope": rms_norm_rope,
     "gated_rms_norm": gated_rms_norm,
     "gate_first_rms_norm": gate_first_rms_norm,
-    "cross_entropy": cross_entropy,
-    "capped_cross_entropy": capped_cross_entropy,
-    "linear_cross_entropy": linear_cross_entropy,
-    "capped_linear_cross_entropy": capped_linear_cross_entropy,
-    "log_prob_and_entropy": log_prob_and_entropy,
-    "linear_log_prob_and_entropy": linear_log_prob_and_entropy,
+    **{f.__name__: f for f in _LOSSES},
     "product": torch.matmul,
     "rms_norm_linear": rms_norm_linear,
 }

@@ -1,4 +1,4 @@
-"""Which implementation of the contract runs a call, and why."""
+"""The choice of the implementation that runs a call, and its reason."""
 
 import dataclasses
 import importlib
@@ -71,7 +71,7 @@ def names() -> tuple[str, ...]:
 
 
 def preferred() -> str | None:
-    """What the environment names for a whole program: it runs wherever it can."""
+    """The implementation that the environment names: it runs every call that it can."""
     return _PREFERRED
 
 
@@ -81,7 +81,7 @@ def order(platform: str) -> tuple[str, ...]:
 
 
 def _candidates(platform: str) -> tuple[str, ...]:
-    """What the default tries before xla: from what the environment names on."""
+    """The implementations that the default tries before xla, from the preferred one on."""
     ordinary = (*_CANDIDATES.get(platform, ()), "xla")
     return ordinary[ordinary.index(_PREFERRED) if _PREFERRED in ordinary else 0 : -1]
 
@@ -122,7 +122,7 @@ def choose(as_seen_by: Callable[[str], Spec], platform: str) -> Choice:
 def _tell(name: str, platform: str, refusal: str, is_preferred: bool) -> None:
     """Says once that kernels which would be this GPU's default cannot be imported.
 
-    Of a GPU's others, such as Triton's on Hopper, nobody expects the packages that they take.
+    Kernels that are not a GPU's default, such as Triton's on Hopper, need no warning.
     """
     capability = devices.local_capability() if platform == "cuda" else None
     if capability is None or name in _told:
@@ -170,12 +170,12 @@ def placed(function: str, name: str, platforms: Sequence[str]) -> None:
 
 
 def importable(platform: str) -> tuple[str, ...]:
-    """What the default may run on a platform besides xla."""
+    """The implementations besides xla that the default may run on a platform."""
     return tuple(name for name in _candidates(platform) if absence(name, platform) is None)
 
 
 def absence(name: str, platform: str) -> str | None:
-    """Why nothing of `name` runs on a platform by default; None where something may."""
+    """Return why the default never runs `name` on a platform; None if it may."""
     if name == "xla":
         return None
     if name not in _CANDIDATES.get(platform, ()):
@@ -203,7 +203,7 @@ def implementation(name: str) -> Implementation:
 
 
 def local_platform() -> str:
-    """That of JAX's default device, as lowering rules name it."""
+    """The platform of JAX's default device, as lowering rules name it."""
     device = jax.local_devices()[0]
     if device.platform != "gpu":
         return str(device.platform)

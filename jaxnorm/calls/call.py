@@ -3,7 +3,7 @@
 Which arrays those are, and what of each, the table of operations says
 (`jaxnorm_kernels.operations`), and which of them a pass has, `Spec.outputs` and `Spec.wrt`. The
 arrays of a call are passed around as a flat list without the absent ones, in the order of
-`Call.operand_names` and `Call.result_names`.
+`Call.takes` and `Call.returns`.
 """
 
 import dataclasses
@@ -32,18 +32,17 @@ _once = functools.lru_cache(maxsize=4096)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """The static part of a call.
+    """The static part of one pass of a call.
 
-    Equal calls are one object, that of `Call.of`: what is known of a call is looked up by what it
-    is, without a look at its fields.
+    Equal calls are one object (`Call.of` interns them), so caches can be keyed on identity.
 
     Attributes:
-      function: the public one's name, which errors tell.
-      spec: of the whole arrays; ``spec.axes`` are those of the view.
-      view: how an implementation of two-dimensional arrays sees them.
-      implementation: asked for by name, or None.
-      primitives: whose primitives it binds, where those are another function's: the loss of a
-        linear layer makes calls of the cross-entropy.
+      function: name of the public function, for errors.
+      spec: describes the whole arrays; ``spec.axes`` are the axes of the view.
+      view: how an implementation of two-dimensional arrays sees the arrays.
+      implementation: the name that the user gave, or None.
+      primitives: name of the public function whose primitives the call binds, if it is another one:
+        the loss of a linear layer makes calls of the cross-entropy.
     """
 
     function: str
@@ -65,7 +64,7 @@ class Call:
         return cls(function, spec, view, implementation, primitives)
 
     def __str__(self) -> str:
-        """What a jaxpr shows."""
+        """Return the text that a jaxpr shows."""
         spec = self.spec
         text = f"{spec.x_dtype.name}{list(self.view.shape)} -> {spec.y_dtype.name}"
         if len(self.view.axes) > 1 or self.view.moved:
@@ -166,7 +165,7 @@ class Call:
 
     @_once
     def on(self, view: RowView) -> "Call":
-        """With what its spec has of a view: that of its arrays, of a batch of them, of a shard."""
+        """Return the call with this view, of whole arrays, of a batch of them or of a shard."""
         changes: dict[str, Any] = {}
         if self.spec.is_norm:
             changes = {f"{kind}_groups": view.groups(kind) for kind in PARAMETERS}
@@ -178,15 +177,15 @@ class Call:
     def widened(self, name: str, parameter: jax.Array) -> tuple["Call", jax.Array]:
         """The call with that parameter in the arithmetic dtype, if its own is narrower.
 
-        For one that is broadcast to groups of rows: their gradients are then added up before the
-        sum is rounded to the parameter's own dtype.
+        This is for a parameter that is broadcast to groups of rows. Their gradients are then added
+        up before the sum is rounded to the parameter's own dtype.
         """
         dtype = max(parameter.dtype, self.spec.compute_dtype, key=lambda dtype: dtype.itemsize)
         return self.replaced(**{f"{name}_dtype": dtype}), parameter.astype(dtype)
 
     @_once
     def replaced(self, **changes: Any) -> "Call":
-        """With other values of these fields, of the call or of its spec."""
+        """Return the call with other values of these fields, its own or its spec's."""
         fields = {
             f.name: changes.pop(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)
         }
@@ -218,27 +217,27 @@ class Call:
         """Names of the operands and results that a kernel reads and writes where they are.
 
         These are results of the forward that only the backward reads. If a loop stacks them, each
-        starts at a multiple of its own size, and XLA passes it as an address only if that size is
+        starts at a multiple of its own size, and XLA passes an address only if this size is
         aligned. A linear loss passes aligned arrays to the calls on its chunks.
         """
         if self.primitives is not None and self.spec.is_loss:
-            return frozenset((*self.operand_names, *self.result_names))
+            return frozenset((*self.takes, *self.returns))
         saved = ("saved",) * (self.direction != "fwd" and self.spec.starts_from in ("y", "h"))
         return frozenset((*saved, *self.spec.statistics))
 
     @functools.cached_property
     def residuals(self) -> int:
-        """How many of the operands of ``tan`` and ``bwd`` are residuals."""
+        """Number of residuals, which come first among the operands of ``tan`` and ``bwd``."""
         return len(self.residual_names)
 
     @functools.cached_property
     def parameters(self) -> dict[str, int]:
-        """Where the operands of ``tan`` and ``bwd`` have each operand of the forward, but x."""
+        """Places among the residuals of the forward's operands that are kept, without x."""
         names = self.spec.operation.keeps
         return {name: i for i, name in enumerate(self.residual_names) if name in names}
 
     @functools.cached_property
-    def operand_names(self) -> tuple[str, ...]:
+    def takes(self) -> tuple[str, ...]:
         """Names of the arrays that the pass takes: a cotangent has the name of its result."""
         match self.spec.direction:
             case "fwd":
@@ -249,17 +248,17 @@ class Call:
                 return (*self.residual_names, *self.spec.outputs)
 
     @functools.cached_property
-    def result_names(self) -> tuple[str, ...]:
+    def returns(self) -> tuple[str, ...]:
         """Names of the arrays that the pass returns: a gradient has the name of its operand."""
         return self.spec.wrt if self.spec.direction == "bwd" else self.spec.outputs
 
     @functools.cached_property
-    def operand_kinds(self) -> list[Kind]:
-        return [*map(self._kind, self.operand_names)]
+    def kinds_taken(self) -> list[Kind]:
+        return [*map(self._kind, self.takes)]
 
     @functools.cached_property
-    def result_kinds(self) -> list[Kind]:
-        return [*map(self._kind, self.result_names)]
+    def kinds_returned(self) -> list[Kind]:
+        return [*map(self._kind, self.returns)]
 
     def _kind(self, name: str) -> Kind:
         if name in self.spec.operation.statistics:
@@ -267,9 +266,9 @@ class Call:
         return OPERANDS.get(name) or self.spec.operation.results.get(name, "array")
 
     @functools.cached_property
-    def result_dtypes(self) -> list[np.dtype]:
-        """Of parameters' gradients, too, which come in the dtypes of the parameters."""
-        return [*map(self._dtype, self.result_names)]
+    def dtypes_returned(self) -> list[np.dtype]:
+        """Dtypes of the results; gradients of parameters have the dtypes of the parameters."""
+        return [*map(self._dtype, self.returns)]
 
     def _dtype(self, name: str) -> np.dtype:
         spec = self.spec
@@ -290,13 +289,13 @@ class Call:
     def as_seen_by(self, name: str) -> Spec:
         """The spec of the view that the implementation `name` gets.
 
-        That is two-dimensional, by a transpose where the normalised axes are not the last ones, but
-        for an implementation that takes those as they lie.
+        The view is two-dimensional. It takes a transpose if the normalised axes are not the last
+        ones, unless the implementation takes the strided view.
         """
         in_rows, strided = self._in_rows, self._strided
         if strided is None:
             return in_rows
-        # Where rows have no view, the reason to refuse is that of the strided one.
+        # If the parameters have no view in rows, the strided spec gives the reason to refuse.
         takes_it = in_rows.norm.scattered or backends.implementation(name).takes_inner(strided)
         return strided if takes_it else in_rows
 
@@ -315,7 +314,7 @@ class Call:
 
     @functools.cached_property
     def _strided(self) -> Spec | None:
-        """That of the view that needs no transpose; None where there is no such view."""
+        """The spec of the view that needs no transpose; None if there is no such view."""
         view = self.view
         if view.strided is None:
             return None
@@ -340,23 +339,23 @@ class Call:
         """The implementation `name`, through its view of the arrays."""
 
         def run(*arrays: jax.Array) -> list[jax.Array]:
-            spec, view, kinds = self.as_seen_by(name), self.view, self.operand_kinds
+            spec, view, kinds = self.as_seen_by(name), self.view, self.kinds_taken
             strided = spec.inner > 1
-            if name == "xla" and "mask" in kinds:  # It knows no `Shared`, and fuses this.
+            if name == "xla" and "mask" in kinds:  # xla takes no `Shared`, and fuses the broadcast.
                 at = kinds.index("mask")
                 whole = jnp.broadcast_to(arrays[at], view.shape)
                 arrays = (*arrays[:at], whole, *arrays[at + 1 :])
             rows = [view.to_rows(kind, a, strided=strided) for kind, a in zip(kinds, arrays)]
-            rows = self._own_buffers(name, self.operand_names, rows)
+            rows = self._own_buffers(name, self.takes, rows)
             results = self._run(name, spec, rows)
-            results = self._own_buffers(name, self.result_names, results)
-            kinds = self.result_kinds
+            results = self._own_buffers(name, self.returns, results)
+            kinds = self.kinds_returned
             return [view.from_rows(kind, a, strided=strided) for kind, a in zip(kinds, results)]
 
         return run
 
     def _own_buffers(self, name: str, names: Sequence[str], arrays: Arrays) -> list[jax.Array]:
-        """Arrays of the implementation `name`, apart from larger arrays of which XLA has slices."""
+        """Give arrays of the implementation `name` buffers that are no parts of larger arrays."""
         if name == "xla":
             return [*arrays]
         in_place = self._in_place

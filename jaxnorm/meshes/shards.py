@@ -122,12 +122,12 @@ def shards_of_rows(call: Call, run: Run, types: Sequence[Any], mesh: Any) -> Sha
             results = run(shard, *arrays)
         return [
             lax.psum(a, axes) if (axes := layout.summed_over(kind)) else a
-            for kind, a in zip(call.result_kinds, results)
+            for kind, a in zip(call.kinds_returned, results)
         ]
 
     return Shards(
-        operands=tuple(layout.spec(k, a.shape) for k, a in zip(call.operand_kinds, types)),
-        results=tuple(layout.spec(k, call.view.shape_of(k)) for k in call.result_kinds),
+        operands=tuple(layout.spec(k, a.shape) for k, a in zip(call.kinds_taken, types)),
+        results=tuple(layout.spec(k, call.view.shape_of(k)) for k in call.kinds_returned),
         run=run_shard,
     )
 
@@ -151,8 +151,8 @@ def factors_of_rows(call: Call, arrays: Sequence[jax.Array]) -> Factors:
             for kind, shape in zip(kinds, shapes)
         ]
 
-    operands = factors(call.operand_kinds, [a.shape for a in arrays], "p")
-    results = factors(call.result_kinds, [*map(call.view.shape_of, call.result_kinds)], "g")
+    operands = factors(call.kinds_taken, [a.shape for a in arrays], "p")
+    results = factors(call.kinds_returned, [*map(call.view.shape_of, call.kinds_returned)], "g")
     # A pair is two columns. Shardy takes factors in the order in which they occur.
     of_pairs = {f"x{axis}" for axis in call.view.axes} if call.spec.norm.rotated else set()
     names = dict.fromkeys(" ".join(operands).split())

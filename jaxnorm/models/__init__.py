@@ -1,1 +1,1 @@
-"""What the modules of Flax and equinox share: conversions, attention."""
+"""Parts that the modules of Flax and equinox share: conversions and attention."""

@@ -1,9 +1,10 @@
-"""What linen and nnx modules share; neither imports the other's half of Flax.
+"""Code that the linen and the nnx modules share; neither imports the other's half of Flax.
 
 Imported before anything of Flax, it says what to do where that is missing.
 """
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
@@ -26,7 +27,7 @@ Axes = int | Sequence[int]
 
 
 class Added(NamedTuple):
-    """What jaxnorm's modules have beyond Flax's: fields of theirs, or given to a conversion."""
+    """The fields of jaxnorm's modules that Flax's do not have."""
 
     save: Save
     implementation: Name | None
@@ -34,8 +35,31 @@ class Added(NamedTuple):
 
 
 def added(module: Any) -> Added:
-    """The fields of one of jaxnorm's modules that Flax's lacks."""
+    """Return the fields of one of jaxnorm's modules that Flax's does not have."""
     return Added(module.save, module.implementation, module.scale_offset)
+
+
+def set_fields(module: Any, added: Added) -> None:
+    """Set the fields that Flax's module does not have."""
+    for name, value in added._asdict().items():
+        setattr(module, name, value)
+
+
+def arguments_of[**P](base: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Show the arguments of `base` in the signature of an ``__init__`` that passes them on.
+
+    The decorated method takes arguments of `base` as ``**fields``. `inspect.signature` and ``help``
+    then list all of them by name, with the defaults of the Flax that is installed.
+    """
+
+    def with_signature(init: Callable[P, None]) -> Callable[P, None]:
+        shown = dict(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
+        own = inspect.signature(init).parameters
+        shown |= {name: p for name, p in own.items() if p.kind is p.KEYWORD_ONLY}
+        vars(init)["__signature__"] = inspect.Signature([*shown.values()])
+        return init
+
+    return with_signature
 
 
 def given_to(function: str, save: Save, implementation: Name | None) -> Added:
@@ -77,7 +101,7 @@ class Groups(NamedTuple):
 
 
 def groups_of(module: Any, shape: tuple[int, ...], count: int) -> Groups | None:
-    """Of a GroupNorm with so many groups; None for groups or axes that it does not take."""
+    """Return the view of a GroupNorm with `count` groups; None for groups or axes it refuses."""
     *others, channels = shape or (0,)
     axes = module.reduction_axes
     axes = (*range(1, len(others)), -1) if axes is None else axes
@@ -91,7 +115,7 @@ def groups_of(module: Any, shape: tuple[int, ...], count: int) -> Groups | None:
 def options(
     dtypes: Any, module: Any, added: Added, axes: tuple[int, ...], *operands: Any
 ) -> dict[str, Any]:
-    """What the functions take by keyword.
+    """Return the keyword arguments of the functions.
 
     The output's dtype is by Flax's rule, linen's or nnx's `dtypes`: the module's, or what the
     operands promote to.

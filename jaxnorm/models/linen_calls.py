@@ -1,4 +1,4 @@
-"""A call of a linen norm: by its fields, parameters that are made in its scope; or Flax's own."""
+"""Calls of linen norms by jaxnorm's functions, or by Flax's own code."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -15,14 +15,14 @@ from jaxnorm.operations.norm import layer_norm, rms_norm
 from jaxnorm.operations.norm_residual import add_layer_norm, add_rms_norm
 from jaxnorm_kernels.specs import FLOAT_DTYPES, Save
 
-# What says, by a module's parameters and its output's dtype, what is saved.
+# Returns what is saved, from a module's parameters and its output's dtype.
 Judged = Callable[[Mapping[str, Any], np.dtype], Save] | None
 
 
 def called(
     norm: Any, flax_norm: Callable[..., Any], x: Any, mask: jax.Array | None, residual: Any
 ) -> Any:
-    """A call of one of jaxnorm's modules; `flax_norm` is that of its base."""
+    """Call one of jaxnorm's modules; `flax_norm` is the call of its base."""
     if why_flax(norm, x if residual is None else residual, mask):
         flax_modules.no_offset(norm)
         flax_norm = functools.partial(flax_norm, mask=mask)
@@ -41,7 +41,7 @@ def normalised(
 ) -> Any:
     """y or, with a residual, (y, h), by a module's fields; its parameters are made in its scope.
 
-    `judged` says by these, and by the output's dtype, what is saved.
+    `judged` returns what is saved, from the parameters and the output's dtype.
     """
     if isinstance(norm, nn.GroupNorm):
         return _of_groups(norm, added, x, judged)
@@ -71,7 +71,7 @@ def _of_groups(norm: Any, added: flax_modules.Added, x: Any, judged: Judged) -> 
 
 
 def _parameters(norm: Any, shape: list[int]) -> dict[str, Any]:
-    """Those that the fields ask for, made in the module's scope."""
+    """Make the parameters that the fields ask for in the module's scope."""
     inits = {"scale": norm.scale_init if norm.use_scale else None}
     if not isinstance(norm, nn.RMSNorm):
         inits["bias"] = norm.bias_init if norm.use_bias else None
@@ -97,7 +97,7 @@ def _options(
 
 
 def _groups(norm: Any, x: Any) -> flax_modules.Groups | None:
-    """Of a GroupNorm's channels; None for what Flax refuses."""
+    """Return the groups of a GroupNorm's channels; None for what Flax refuses."""
     count, size = norm.num_groups, norm.group_size
     if (count is None) == (size is None):
         return None

@@ -50,8 +50,7 @@ def convert(model: Any, classes: Mapping[type, type], added: flax_modules.Added)
         attributes = added
         if added.save == "output" and (why := why_input(norm)) is not None:
             attributes, kept[path] = added._replace(save="input"), why
-        for name, value in attributes._asdict().items():
-            setattr(norm, name, value)
+        flax_modules.set_fields(norm, attributes)
         norm.__class__ = classes[type(norm)]
     outcomes = {"are left to Flax": left, conversion.KEPT: kept}
     conversion.log("nnx.convert", len(theirs), outcomes)

@@ -38,7 +38,7 @@ Function = Literal["linear_softmax_cross_entropy", "linear_log_prob_and_entropy"
 Reduction = Literal["mean", "sum", "none"]
 Kind = Literal["x", "weight", "bias", "row", "mask", "total"]
 
-#: Of logits and labels, what each function is of a chunk's.
+#: The function of logits and labels that each function applies to a chunk.
 OF_LOGITS: dict[Function, OfLogits] = {
     "linear_softmax_cross_entropy": "softmax_cross_entropy_with_integer_labels",
     "linear_log_prob_and_entropy": "log_prob_and_entropy",
@@ -47,15 +47,16 @@ OF_LOGITS: dict[Function, OfLogits] = {
 
 @dataclasses.dataclass(frozen=True)
 class LinearLossCall:
-    """The static part of a call.
+    """The static part of one pass of a call.
 
     Attributes:
       wrt: which of x, weight and bias have gradients (``fwd``, ``bwd``) or tangents (``tan``).
       keeps: statistics are among the results of rows, and their tangents or cotangents.
       has_where: booleans or float weights of positions.
       has_mask: booleans of classes.
-      dtype: that is asked for; None for that to which x and weight promote. See `dtypes`.
-      precision: of the products, as ``jax.default_matmul_precision`` was when the call was made.
+      dtype: the user's dtype of matmuls; None for the dtype to which x and weight promote. See
+        `dtypes`.
+      precision: ``jax.default_matmul_precision`` when the call was made.
     """
 
     function: Function
@@ -78,26 +79,26 @@ class LinearLossCall:
     primitives: ClassVar[None] = None
 
     def __str__(self) -> str:
-        """What a jaxpr shows."""
+        """Return the text that a jaxpr shows."""
         text = self.reduction if self.direction == "fwd" else self.direction
         return f"({text} chunk={self.chunk} wrt={','.join(self.wrt)})"
 
     @property
     def operation(self) -> Operation:
-        """Of logits and labels."""
+        """The operation of logits and labels."""
         return OPERATIONS[FUNCTIONS[OF_LOGITS[self.function]].op]
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of what a forward returns but gradients: "y", the loss, its mean, and others."""
+        """Names of a forward's results that are no gradients: "y" is the loss or its mean."""
         return (*self.operation.results, *(self.operation.statistics if self.keeps else ()))
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Names of what ``tan`` and ``bwd`` take of the forward.
+        """Names of results of the forward that ``tan`` and ``bwd`` take.
 
-        Of losses nothing: of a gradient alone, without them, no forward remains. Who takes the
-        gradient of log-probabilities has a use for these.
+        Losses save nothing, so a program that needs only the gradient runs no forward pass.
+        Programs that differentiate log-probabilities use the results, too.
         """
         operation = self.operation
         if operation.results.keys() == {"y"}:
@@ -106,7 +107,7 @@ class LinearLossCall:
         return (*operation.statistics, *results)
 
     def with_gradients(self, wrt: Sequence[str]) -> "LinearLossCall":
-        """The forward of a mean or a sum that returns gradients, too."""
+        """Return the forward of a mean or a sum that also returns gradients."""
         return dataclasses.replace(self, wrt=tuple(wrt))
 
     def tangent(self, wrt: Sequence[str]) -> "LinearLossCall":
@@ -116,17 +117,17 @@ class LinearLossCall:
         return dataclasses.replace(self, direction="bwd", wrt=tuple(wrt))
 
     def without_unused(self, used: Sequence[bool]) -> "LinearLossCall":
-        """Of gradients that are not used none is made: a rematerialised loss is one product."""
+        """Drop gradients that are not used: a rematerialised loss is one matmul."""
         if self.direction != "fwd" or self.reduction == "none":
             return self
-        return self.with_gradients([n for n, u in zip(self.result_names, used) if u and n != "y"])
+        return self.with_gradients([n for n, u in zip(self.returns, used) if u and n != "y"])
 
     def rowwise(self) -> "LinearLossCall":
         """The forward that returns the losses of rows."""
         return dataclasses.replace(self, reduction="none")
 
     def with_kept(self) -> "LinearLossCall":
-        """The forward of rows that returns what the derivative takes of it, too."""
+        """Return the forward of rows that also returns what the derivative takes."""
         return dataclasses.replace(self, keeps=bool(self.kept))
 
     @property
@@ -136,40 +137,40 @@ class LinearLossCall:
 
     @property
     def residual_names(self) -> tuple[str, ...]:
-        """Of the operands that precede those in which ``tan`` and ``bwd`` are linear."""
+        """Names of the operands in which ``tan`` and ``bwd`` are not linear; they come first."""
         return self.primals + self.kept
 
     @property
     def residuals(self) -> int:
-        """How many these are."""
+        """Number of residuals."""
         return len(self.residual_names)
 
     @property
-    def result_names(self) -> tuple[str, ...]:
+    def returns(self) -> tuple[str, ...]:
         results = {"fwd": self.outputs + self.wrt, "tan": self.outputs, "bwd": self.wrt}
         return results[self.direction]
 
     @property
-    def operand_names(self) -> tuple[str, ...]:
+    def takes(self) -> tuple[str, ...]:
         if self.direction == "fwd":
             return self.primals
         return self.residual_names + (self.wrt if self.direction == "tan" else self.outputs)
 
     @property
-    def operand_kinds(self) -> list[Kind]:
-        return [*map(_kind, self.operand_names)]
+    def kinds_taken(self) -> list[Kind]:
+        return [*map(_kind, self.takes)]
 
     @property
-    def result_kinds(self) -> list[Kind]:
+    def kinds_returned(self) -> list[Kind]:
         is_total = self.direction == "fwd" and self.reduction != "none"
-        kinds = map(_kind, self.result_names)
+        kinds = map(_kind, self.returns)
         return ["total" if kind == "row" and is_total else kind for kind in kinds]
 
     def dtypes(self, x: np.dtype, weight: np.dtype) -> tuple[np.dtype, np.dtype]:
-        """Of the factors of the products, and of the logits.
+        """Dtypes of the factors of the matmuls, and of the logits.
 
-        A dtype wider than operands promote to is the logits' alone: products of what 16 bits hold
-        need no wider factors. Log-probabilities are of logits that are not rounded.
+        A dtype wider than the operands promote to applies to the logits only: factors that fit 16
+        bits need no more. Log-probabilities take logits that are not rounded.
         """
         promoted = checks.product_dtype(x, weight)
         asked = self.dtype or promoted
@@ -179,10 +180,10 @@ class LinearLossCall:
         return factors, asked
 
     def gradient_dtype(self, dtype: np.dtype) -> np.dtype:
-        """Of the gradient of an operand of this dtype.
+        """Dtype of the gradient of an operand of this dtype.
 
-        A ``fwd`` knows no loss scaling, which is in the cotangent that the gradient is multiplied
-        by later: below 6e-8, float16 would have lost what that is there to save.
+        Loss scaling is in the cotangent, by which the gradient of a ``fwd`` is multiplied later. In
+        float16, numbers below 6e-8 would be lost before that.
         """
         is_narrow = self.direction == "fwd" and dtype.name == "float16"
         return np.dtype(np.float32) if is_narrow else dtype
@@ -225,7 +226,7 @@ def call_of(
     has_positions: bool,
     mask: tuple[int, ...] | None = None,
 ) -> Call:
-    """Of logits and labels, with errors that name the function that users call."""
+    """Return the call of a chunk's logits, whose errors name the function that users call."""
     call = loss_call(
         OF_LOGITS[head.function],
         shape,
@@ -245,11 +246,11 @@ def call_of(
 def forward(call: Call, operands: Arrays) -> Arrays:
     """The results, and the statistics where the call wants them."""
     results = _bind(call, [operands.get(name) for name in call.primals])
-    return dict(zip(call.result_names, results))
+    return dict(zip(call.returns, results))
 
 
 def tangent(call: Call, residuals: Arrays, along: jax.Array) -> list[jax.Array]:
-    """Of the results, along a tangent of the logits."""
+    """Return the tangents of the results along a tangent of the logits."""
     call = call.tangent(["x"])
     return _bind(call, [*(residuals[name] for name in call.residual_names), along])
 
@@ -261,13 +262,13 @@ def dlogits(
 
     Where it is theirs, it takes their place.
     """
-    outputs = call.with_stats().result_names[: len(cotangents)]
+    outputs = call.with_stats().returns[: len(cotangents)]
     call = call.backward(["x"], outputs, gradient_dtype=dtype)
     return _bind(call, [*(residuals[name] for name in call.residual_names), *cotangents])[0]
 
 
 def _bind(call: Call, arrays: Sequence[jax.Array | None]) -> list[jax.Array]:
-    """The pass: a primitive of its own, but for classes that are split over a mesh."""
+    """Bind the primitive of the pass, unless a mesh splits the classes."""
     if not call.spec.cols_over:
         return row_operations.bind(call, *arrays)
     if call.spec.direction == "fwd":
@@ -277,14 +278,14 @@ def _bind(call: Call, arrays: Sequence[jax.Array | None]) -> list[jax.Array]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forward_on_shards(call: Call, *arrays: jax.Array | None) -> list[jax.Array]:
-    """With the rule of the primitive: a maximum over a mesh has no derivative of its own."""
+    """Run the forward, with the primitive's derivative: JAX has none of a maximum over a mesh."""
     return call.xla(*[a for a in arrays if a is not None])
 
 
 @_forward_on_shards.defjvp
 def _(call: Call, primals: Any, tangents: Any) -> tuple[list[jax.Array], list[jax.Array]]:
     outputs = _forward_on_shards(call, *primals)
-    arrays = dict(zip(call.primals, primals)) | dict(zip(call.result_names, outputs))
+    arrays = dict(zip(call.primals, primals)) | dict(zip(call.returns, outputs))
     arrays["saved"] = arrays["x"]
     residuals = [arrays[name] for name in call.residual_names]
     return outputs, call.tangent(["x"]).xla(*residuals, tangents[0])
@@ -308,7 +309,7 @@ def chunk_rows(
     factors: np.dtype,
     shards: int = 1,
 ) -> int:
-    """How many rows a chunk has: all chunks as many, the first may overlap the second.
+    """Return the number of rows of each chunk; the first chunk may overlap the second.
 
     Args:
       weight: its shape (d, classes).

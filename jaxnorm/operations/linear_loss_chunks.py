@@ -48,7 +48,7 @@ def run(
     """The results of a pass.
 
     Args:
-      arrays: as `LinearLossCall.operand_kinds` says; shards where axes are split `over` a mesh.
+      arrays: as `LinearLossCall.kinds_taken` says; shards where axes are split `over` a mesh.
       recompute: for derivatives of this function, which then keep no logits either.
     """
     by_name = dict(zip(head.primals, arrays))
@@ -63,7 +63,7 @@ def run(
             return _moved(_gathered(a, over.gathered, dtype, to), over, dtype)
         return _gathered(a, over.stored, dtype, "varying") if kind == "weight" else a
 
-    whole = [*map(gathered, head.operand_kinds, arrays)]
+    whole = [*map(gathered, head.kinds_taken, arrays)]
     lead = whole[0].shape[:-1]
     count = math.prod(lead)
 
@@ -77,7 +77,7 @@ def run(
         rows = kind in ("x", "row", "mask")
         return a.reshape(count, *a.shape[len(lead) :]) if rows else a
 
-    flat = [*map(flattened, head.operand_kinds, whole)]
+    flat = [*map(flattened, head.kinds_taken, whole)]
     chunks = _Chunks(head, flat, over, recompute)
     directions = {"fwd": chunks.forward, "tan": chunks.tangent, "bwd": chunks.backward}
 
@@ -93,7 +93,7 @@ def run(
             a = _scattered(a, over.rows, over.stored if kind == "weight" else ())
         return a.astype(head.gradient_dtype(by_name[name].dtype))
 
-    return [*map(finished, head.result_names, head.result_kinds, directions[head.direction]())]
+    return [*map(finished, head.returns, head.kinds_returned, directions[head.direction]())]
 
 
 def _gathered(

@@ -42,7 +42,7 @@ class _LossRules(Rules[LinearLossCall]):
         x, mesh = by_name["x"], sharding.mesh_of(avals)
         wide = checks.arithmetic_dtype(*head.dtypes(x.dtype, by_name["weight"].dtype))
         types = []
-        for name, kind in zip(head.result_names, head.result_kinds):
+        for name, kind in zip(head.returns, head.kinds_returned):
             if name in by_name:
                 dtype = head.gradient_dtype(by_name[name].dtype)
                 types.append(by_name[name].update(dtype=dtype, weak_type=False))
@@ -122,13 +122,13 @@ class _LossRules(Rules[LinearLossCall]):
         batch.
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
-        kinds = head.operand_kinds
+        kinds = head.kinds_taken
         parameters = {"weight", "bias"}
         batched = {kind for kind, dim in zip(kinds, dims) if dim is not None}
         returns_gradients = head.direction == "fwd" and bool(head.wrt)
-        if returns_gradients or parameters & {*head.result_kinds, *batched}:
+        if returns_gradients or parameters & {*head.kinds_returned, *batched}:
             one = functools.partial(self.bind, head)
-            return sharding.map_batch(one, arrays, dims), [0] * len(head.result_kinds)
+            return sharding.map_batch(one, arrays, dims), [0] * len(head.kinds_returned)
 
         def with_batch_axis(a: jax.Array, dim: int | None, kind: Kind) -> jax.Array:
             if kind in parameters:
@@ -137,7 +137,7 @@ class _LossRules(Rules[LinearLossCall]):
 
         rows = [*map(with_batch_axis, arrays, dims, kinds)]
         if head.direction != "fwd" or head.reduction == "none":
-            return self.bind(head, *rows), [0] * len(head.result_kinds)
+            return self.bind(head, *rows), [0] * len(head.kinds_returned)
         (losses,) = self.bind(head.rowwise(), *rows)
         where = dict(zip(head.primals, rows)).get("where")
         axes = range(1, losses.ndim)
@@ -154,7 +154,7 @@ class _LossRules(Rules[LinearLossCall]):
         the loop, and each device keeps its shard. XLA would gather and sum in each turn of the
         loop.
         """
-        by_name = dict(zip(head.operand_names, types))
+        by_name = dict(zip(head.takes, types))
         x, weight = by_name["x"], by_name["weight"]
         stored = [sharding.axes_over(weight, axis, mesh) for axis in (0, 1)]
         rows = [sharding.axes_over(x, axis, mesh) for axis in range(len(x.shape) - 1)]
@@ -189,10 +189,10 @@ class _LossRules(Rules[LinearLossCall]):
                 names = [() if size == 1 else over for size, over in zip(shape, names)]
             return PartitionSpec(*[over or None for over in names])
 
-        operands = zip(head.operand_kinds, types)
+        operands = zip(head.kinds_taken, types)
         return Shards(
             operands=tuple(spec(kind, aval.shape) for kind, aval in operands),
-            results=tuple(spec(kind) for kind in head.result_kinds),
+            results=tuple(spec(kind) for kind in head.kinds_returned),
             run=functools.partial(run, head, over=over),
         )
 
@@ -202,13 +202,13 @@ class _LossRules(Rules[LinearLossCall]):
         # Weight's d is another than x's: how it is stored says how its gradient is to lie.
         factors = {"x": f"{rows} d", "weight": "k v", "bias": "v", "row": rows, "total": ""}
         if head.has_mask:
-            shape = arrays[head.operand_names.index("mask")].shape
+            shape = arrays[head.takes.index("mask")].shape
             names = (
                 f"m{i}" if size == 1 else n for i, (n, size) in enumerate(zip([*axes, "v"], shape))
             )
             factors["mask"] = " ".join(names)
         operands, results = (
-            [factors[kind] for kind in kinds] for kinds in (head.operand_kinds, head.result_kinds)
+            [factors[kind] for kind in kinds] for kinds in (head.kinds_taken, head.kinds_returned)
         )
         return Factors(operands, results, whole=())
 

@@ -80,6 +80,25 @@ def norm_call(
     return Call.of(function, spec, view, implementation).on(view)
 
 
+def common_options(
+    axis: checks.Axis,
+    epsilon: float,
+    scale_offset: float,
+    dtype: checks.DTypeLike | None,
+    save: Save,
+    implementation: Name | None,
+) -> dict[str, Any]:
+    """The options that all norms have, by name, from arguments in the order of their signatures."""
+    return {
+        "axis": axis,
+        "epsilon": epsilon,
+        "scale_offset": scale_offset,
+        "dtype": dtype,
+        "save": save,
+        "implementation": implementation,
+    }
+
+
 def normalise(
     function: str,
     x: checks.ArrayLike,
@@ -198,19 +217,8 @@ def layer_norm(
       >>> jaxnorm.layer_norm(images, scale, axis=(1, 2, 4), activation="silu").shape
       (2, 16, 16, 32, 8)
     """
-    (y,) = normalise(
-        "layer_norm",
-        x,
-        scale=scale,
-        bias=bias,
-        axis=axis,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        dtype=dtype,
-        save=save,
-        implementation=implementation,
-        activation=activation,
-    )
+    options = common_options(axis, epsilon, scale_offset, dtype, save, implementation)
+    (y,) = normalise("layer_norm", x, scale=scale, bias=bias, activation=activation, **options)
     return y
 
 
@@ -265,17 +273,6 @@ def rms_norm(
       >>> y.shape, y.dtype.name
       ((8, 128, 512), 'bfloat16')
     """
-    (y,) = normalise(
-        "rms_norm",
-        x,
-        scale=scale,
-        bias=bias,
-        axis=axis,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        dtype=dtype,
-        save=save,
-        implementation=implementation,
-        activation=activation,
-    )
+    options = common_options(axis, epsilon, scale_offset, dtype, save, implementation)
+    (y,) = normalise("rms_norm", x, scale=scale, bias=bias, activation=activation, **options)
     return y

@@ -6,7 +6,7 @@ import jax
 
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
-from jaxnorm.operations.norm import norm_call
+from jaxnorm.operations.norm import common_options, norm_call
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.specs import Activation, Name
 
@@ -82,12 +82,7 @@ def rms_norm_gated(
         _FUNCTION,
         x,
         {} if scale is None else {"scale": scale},
-        axis=-1,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        dtype=dtype,
-        save="input",
-        implementation=implementation,
+        **common_options(-1, epsilon, scale_offset, dtype, "input", implementation),
         gate_dtype=gate.dtype,
         norm_before_gate=checks.flag(_FUNCTION, "norm_before_gate", norm_before_gate),
         activation=activation,

@@ -3,7 +3,7 @@
 import jax
 
 from jaxnorm.operations import checks
-from jaxnorm.operations.norm import normalise
+from jaxnorm.operations.norm import common_options, normalise
 from jaxnorm.primitives import eager
 from jaxnorm_kernels.specs import Name, Save
 
@@ -65,20 +65,8 @@ def add_layer_norm(
       >>> round(float(h[0, 0]), 4)
       1.0001
     """
-    y, h = normalise(
-        "add_layer_norm",
-        x,
-        residual,
-        scale=scale,
-        bias=bias,
-        gate=gate,
-        axis=axis,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        dtype=dtype,
-        save=save,
-        implementation=implementation,
-    )
+    options = common_options(axis, epsilon, scale_offset, dtype, save, implementation)
+    y, h = normalise("add_layer_norm", x, residual, scale=scale, bias=bias, gate=gate, **options)
     return y, h
 
 
@@ -120,19 +108,8 @@ def add_rms_norm(
       >>> y.dtype.name, h.dtype.name
       ('bfloat16', 'float32')
     """
-    y, h = normalise(
-        "add_rms_norm",
-        x,
-        residual,
-        scale=scale,
-        gate=gate,
-        axis=axis,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        dtype=dtype,
-        save=save,
-        implementation=implementation,
-    )
+    options = common_options(axis, epsilon, scale_offset, dtype, save, implementation)
+    y, h = normalise("add_rms_norm", x, residual, scale=scale, gate=gate, **options)
     return y, h
 
 
@@ -234,17 +211,8 @@ def rms_norm_add_rms_norm(
       >>> y.dtype.name, h.dtype.name
       ('bfloat16', 'float32')
     """
+    options = common_options(axis, epsilon, scale_offset, dtype, save, implementation)
     y, h = normalise(
-        "rms_norm_add_rms_norm",
-        x,
-        residual,
-        scale=scale,
-        next_scale=next_scale,
-        axis=axis,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        dtype=dtype,
-        save=save,
-        implementation=implementation,
+        "rms_norm_add_rms_norm", x, residual, scale=scale, next_scale=next_scale, **options
     )
     return y, h

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxnorm.meshes import sharding
 from jaxnorm.operations import checks
-from jaxnorm.operations.norm import norm_call
+from jaxnorm.operations.norm import common_options, norm_call
 from jaxnorm.primitives import eager, row_operations
 from jaxnorm_kernels.specs import Name, Save
 
@@ -99,12 +99,7 @@ def rms_norm_rope(
         _FUNCTION,
         x,
         {} if scale is None else {"scale": scale},
-        axis=-1,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        dtype=dtype,
-        save=save,
-        implementation=implementation,
+        **common_options(-1, epsilon, scale_offset, dtype, save, implementation),
         table_dtype=table_dtype,
         rotated=2 * tables[0].shape[-1],
         interleaved=checks.flag(_FUNCTION, "interleaved", interleaved),

@@ -1,6 +1,7 @@
 """softmax and log_softmax: the public functions, and the checks that they share."""
 
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -68,7 +69,15 @@ def softmax(
       (3, 3)
     """
     return _softmax_of(
-        "softmax", x, axis, where, scale, bias, causal, dtype, implementation, -math.inf
+        "softmax",
+        x,
+        axis=axis,
+        where=where,
+        scale=scale,
+        bias=bias,
+        causal=causal,
+        dtype=dtype,
+        implementation=implementation,
     )
 
 
@@ -115,7 +124,15 @@ def log_softmax(
       'float32'
     """
     return _softmax_of(
-        "log_softmax", x, axis, where, scale, bias, causal, dtype, implementation, -math.inf
+        "log_softmax",
+        x,
+        axis=axis,
+        where=where,
+        scale=scale,
+        bias=bias,
+        causal=causal,
+        dtype=dtype,
+        implementation=implementation,
     )
 
 
@@ -133,34 +150,13 @@ def filled_softmax(
     Flax masks the logits of attention like this. `fill` is finite, so the weights of a row without
     unmasked entries are equal.
     """
-    return _softmax_of("softmax", x, -1, where, 1.0, bias, False, dtype, None, fill)
+    return _softmax_of("softmax", x, where=where, bias=bias, dtype=dtype, masked_logit=fill)
 
 
-def _softmax_of(
-    function: str,
-    x: checks.ArrayLike,
-    axis: checks.Axis,
-    where: checks.ArrayLike | None,
-    scale: float,
-    bias: checks.ArrayLike | None,
-    causal: bool,
-    dtype: checks.DTypeLike | None,
-    implementation: Name | None,
-    masked_logit: float,
-) -> jax.Array:
+def _softmax_of(function: str, x: checks.ArrayLike, **options: Any) -> jax.Array:
+    """Run a softmax; `options` are those of `softmax_call`."""
     x = checks.float_array(function, "x", x)
-    call, mask, bias = softmax_call(
-        function,
-        x,
-        axis=axis,
-        where=where,
-        scale=scale,
-        bias=bias,
-        causal=causal,
-        dtype=dtype,
-        implementation=implementation,
-        masked_logit=masked_logit,
-    )
+    call, mask, bias = softmax_call(function, x, **options)
     return row_operations.run(call, x, mask, bias)[0]
 
 
@@ -169,12 +165,12 @@ def softmax_call(
     x: jax.Array | jax.ShapeDtypeStruct,
     *,
     where: checks.ArrayLike | None,
-    scale: float,
     bias: checks.ArrayLike | None,
-    causal: bool,
     dtype: checks.DTypeLike | None,
-    masked_logit: float,
     axis: checks.Axis = -1,
+    scale: float = 1.0,
+    causal: bool = False,
+    masked_logit: float = -math.inf,
     implementation: Name | None = None,
 ) -> tuple[Call, jax.Array | None, jax.Array | None]:
     """Check the arguments; return the call, and the mask and the bias as it takes them."""

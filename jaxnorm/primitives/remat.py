@@ -68,7 +68,7 @@ def names(call: Call) -> list[str | None]:
     by_result |= dict.fromkeys((*call.spec.statistics, *of_rows), operation.statistics_name)
     if call.spec.starts_from == "h":
         by_result["h"] = operation.out_name
-    return [by_result.get(result) for result in call.result_names]
+    return [by_result.get(result) for result in call.returns]
 
 
 def named(

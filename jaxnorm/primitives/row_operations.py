@@ -36,7 +36,7 @@ from jaxnorm_kernels.specs import Direction
 
 
 def lowered(ctx: Any, call: Call, bind: Run, partitioned: Callable[[Call], Run]) -> Run:
-    """What a call becomes; ``bind(call, *arrays)`` makes another one.
+    """Return what a call becomes; ``bind(call, *arrays)`` makes another one.
 
     `partitioned`: what becomes of it where XLA spreads its arrays over devices.
     """
@@ -121,7 +121,7 @@ _accumulators = private_jax.accumulators()
 
 
 class _RowRules(Rules[Call]):
-    """What row operations have for themselves."""
+    """The rules of row operations."""
 
     # -------------------------------------------------------------------------------- evaluation
 
@@ -130,7 +130,7 @@ class _RowRules(Rules[Call]):
         x, *_ = avals
         mesh, spec, view = sharding.mesh_of(avals), x.sharding.spec, call.view
         types = []
-        for name, kind, dtype in zip(call.result_names, call.result_kinds, call.result_dtypes):
+        for name, kind, dtype in zip(call.returns, call.kinds_returned, call.dtypes_returned):
             if kind in PARAMETERS:
                 types.append(avals[call.parameters[name]].update(weak_type=False))
                 continue
@@ -177,7 +177,7 @@ class _RowRules(Rules[Call]):
 
     def derived(self, call: Call, outputs: Arrays, primals: Any, tangents: Any) -> tuple[Any, Any]:
         with_stats, operation = call.with_stats(), call.spec.operation
-        arrays = dict(zip(call.primals, primals)) | dict(zip(with_stats.result_names, outputs))
+        arrays = dict(zip(call.primals, primals)) | dict(zip(with_stats.returns, outputs))
         # The very array that is returned: a reshaped or cast copy would be stored a second time.
         arrays["saved"] = arrays[call.spec.starts_from]
         tangent_of = dict(zip(call.primals, tangents))
@@ -191,26 +191,26 @@ class _RowRules(Rules[Call]):
             residuals = [arrays[name] for name in norm.residual_names]
             dy, *others = self.tangents_of(norm, residuals, nonzeros)
             tangents_out = [_sum([residual, dy], call.spec.norm.residual_dtype), *others]
-        by_name = dict(zip(with_stats.result_names, tangents_out))
-        results = [arrays[name] for name in call.result_names]
-        along_results = [by_name[name] for name in call.result_names]
+        by_name = dict(zip(with_stats.returns, tangents_out))
+        results = [arrays[name] for name in call.returns]
+        along_results = [by_name[name] for name in call.returns]
         return results, [zero_like(a) if t is None else t for a, t in zip(results, along_results)]
 
     def transposed_tangent(
         self, call: Call, residuals: Arrays, cotangents: Any, names: Sequence[str]
     ) -> dict[str, jax.Array | None]:
         """The cotangents of the tangents `names`, from those of a tangent's results."""
-        by_name, statistics = dict(zip(call.result_names, cotangents)), call.spec.statistics
+        by_name, statistics = dict(zip(call.returns, cotangents)), call.spec.statistics
         nonzeros = nonzero(by_name.items())
         if {*names}.isdisjoint(call.spec.operation.through_h):
             nonzeros.pop("h", None)
         if nonzeros.keys() <= {"h"}:
             return self.gradients_by_h(call, residuals, nonzeros.get("h"), names)
-        # Cotangents that are 0: y has one, h and the statistics have none.
+        # The backward takes a cotangent of y also if it is 0, but none of h and of the statistics.
         absent = {"h"} - nonzeros.keys()
         if nonzeros.keys().isdisjoint(statistics):
             absent.update(statistics)
-        outputs = [name for name in call.result_names if name not in absent]
+        outputs = [name for name in call.returns if name not in absent]
         linear = [ad.instantiate_zeros(by_name[name]) for name in outputs]
         return dict(zip(names, self.bind(call.backward(names, outputs), *residuals, *linear)))
 
@@ -253,7 +253,7 @@ class _RowRules(Rules[Call]):
         x: Any = wanted.get("x")
         knows = type(x) is _accumulators.ValAccum and not isinstance(x.val, ad.Zero)
         moves = any(not isinstance(ct, ad.Zero) for ct in cotangents)
-        adds = knows and moves and call.spec.operation.may_add_dh and "h" not in call.result_names
+        adds = knows and moves and call.spec.operation.may_add_dh and "h" not in call.returns
         if adds:
             dy, *others = cotangents
             cotangents = [dy, x.val, *others]
@@ -276,9 +276,9 @@ class _RowRules(Rules[Call]):
         backward.
         """
         size = next(a.shape[dim] for a, dim in zip(arrays, dims) if dim is not None)
-        batched = {kind for kind, dim in zip(call.operand_kinds, dims) if dim is not None}
+        batched = {kind for kind, dim in zip(call.kinds_taken, dims) if dim is not None}
         if call.spec.direction == "bwd":
-            batched.update(kind for kind in call.result_kinds if kind in SHARED)
+            batched.update(kind for kind in call.kinds_returned if kind in SHARED)
         view = call.view.batched(size, batched)
         if call.spec.direction == "fwd" and "scale" in batched and "next_scale" in call.primals:
             by_name = dict(zip(call.primals, arrays))
@@ -294,10 +294,10 @@ class _RowRules(Rules[Call]):
             a = a[None] if is_whole and kind in BROADCAST else batch_first(a, dim, size)
             return jnp.expand_dims(a, range(1, 1 + len(view.shape_of(kind)) - a.ndim))
 
-        operands = map(with_batch_axis, arrays, dims, call.operand_kinds)
+        operands = map(with_batch_axis, arrays, dims, call.kinds_taken)
         results = [
             jnp.squeeze(a, tuple(range(1, a.ndim - len(call.view.shape_of(kind)))))
-            for kind, a in zip(call.result_kinds, self.bind(call.on(view), *operands))
+            for kind, a in zip(call.kinds_returned, self.bind(call.on(view), *operands))
         ]
         return results, [0] * len(results)
 

@@ -49,11 +49,11 @@ class Pass(Protocol):
         """How many of the operands of ``tan`` and ``bwd`` are residuals."""
 
     @property
-    def operand_names(self) -> tuple[str, ...]:
+    def takes(self) -> tuple[str, ...]:
         """In a ``bwd`` a cotangent has the name of the result that it is of."""
 
     @property
-    def result_names(self) -> tuple[str, ...]: ...
+    def returns(self) -> tuple[str, ...]: ...
 
     def tangent(self, wrt: Sequence[str]) -> Self: ...
 
@@ -121,8 +121,8 @@ class Rules[P: Pass](abc.ABC):
 
     def results(self, call: P, outputs: Arrays) -> list[jax.Array]:
         """Pick the results of a forward from the outputs of the forward with residuals."""
-        by_name = dict(zip((self.with_residuals(call) or call).result_names, outputs))
-        return [by_name[name] for name in call.result_names]
+        by_name = dict(zip((self.with_residuals(call) or call).returns, outputs))
+        return [by_name[name] for name in call.returns]
 
     def differentiated(self, call: P, /, *arrays: jax.Array) -> list[jax.Array]:
         """`plain`, for derivatives of second order."""
@@ -198,13 +198,13 @@ class Rules[P: Pass](abc.ABC):
         nonzeros = nonzero(tangents.items())
         tangent = call.tangent([*nonzeros])
         if not nonzeros:
-            return [None] * len(tangent.result_names)
+            return [None] * len(tangent.returns)
         return [*self.bind(tangent, *residuals, *nonzeros.values())]
 
     def transpose(self, call: P, cotangents: Any, *operands: Any) -> list[Any]:
         """The rule of a tangent or a backward: each is the other's transpose."""
         residuals, linear = operands[: call.residuals], operands[call.residuals :]
-        names = call.operand_names[call.residuals :]
+        names = call.takes[call.residuals :]
         wanted = [name for name, a in zip(names, linear) if ad.is_undefined_primal(a)]
         if call.direction == "tan":
             by_name = self.transposed_tangent(call, residuals, cotangents, wanted)
@@ -212,7 +212,7 @@ class Rules[P: Pass](abc.ABC):
             nonzeros = nonzero(zip(call.wrt, cotangents))
             tangent = call.tangent([*nonzeros])
             results = self.bind(tangent, *residuals, *nonzeros.values())
-            by_name = dict(zip(tangent.result_names, results))
+            by_name = dict(zip(tangent.returns, results))
         of_linear = [by_name.get(name) if name in wanted else None for name in names]
         return [None] * len(residuals) + of_linear
 
@@ -233,8 +233,8 @@ class Rules[P: Pass](abc.ABC):
         if all(used):
             return [True] * len(equation.invars), equation
         call: P = equation.params[self.static]
-        less, by_name = call.without_unused(used), dict(zip(call.result_names, equation.outvars))
-        outvars = [by_name[name] for name in less.result_names]
+        less, by_name = call.without_unused(used), dict(zip(call.returns, equation.outvars))
+        outvars = [by_name[name] for name in less.returns]
         equation = equation.replace(outvars=outvars, params={self.static: less})
         return [True] * len(equation.invars), equation
 
@@ -278,7 +278,7 @@ class Rules[P: Pass](abc.ABC):
         primitive.multiple_results = True
         # Once for all layers of a model.
         primitive.def_abstract_eval(as_jax_calls(functools.lru_cache(maxsize=4096)(self.types)))
-        names = as_jax_calls(operator.attrgetter("result_names"))
+        names = as_jax_calls(operator.attrgetter("returns"))
         primitive.def_impl(eager.alone(primitive, as_jax_rule(self.uncompiled), names))
         # Lower out of line, so that identical layers share one lowering: lowering a kernel runs
         # slow Python.

@@ -37,7 +37,7 @@ _Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class NormReport:
-    """What saving the output would cost one norm.
+    """The cost of saving the output of one norm, in gradient accuracy.
 
     Attributes:
       path: where the norm's parameters are in the tree.
@@ -98,7 +98,7 @@ class ParamReport:
 
 @dataclasses.dataclass(frozen=True)
 class _Rotation:
-    """Which columns `rms_norm_rope` pairs.
+    """The columns that `rms_norm_rope` pairs.
 
     Attributes:
       columns: how many, the first ones, are rotated; None for all.
@@ -234,7 +234,7 @@ def _ends_with(path: str, name: str) -> bool:
 
 
 def columns_lost(scale: np.ndarray, bias: np.ndarray | None, y_dtype: np.dtype) -> int:
-    """How many columns' gradients saving the output would lose, by `check_params`' verdict."""
+    """Return the number of columns whose gradients would be lost, by `check_params`' verdict."""
     b = None if bias is None else bias.astype(np.float64)
     _, error = _ratio_and_error(scale.astype(np.float64), b, y_dtype)
     return int(np.sum(~(error <= _ADVISE_INPUT)))
@@ -291,16 +291,16 @@ def _ratio_and_error(
 
 
 def _partner_ratio(scale: np.ndarray, partners: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
-    """What y carries of each column's partner, over what it carries of the column."""
+    """Return the size of each column's partner in y, over that of the column."""
     carried = _carried(scale, y_dtype)
     of_partner = carried[..., partners]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        # Both 0, without a floor: nothing of either is carried, which is no matter of the ratio.
+        # If both are 0, without a floor, neither is in y, and the ratio does not matter.
         return np.where(of_partner == carried, 1.0, of_partner / carried)
 
 
 def _error(scale: np.ndarray, spread: np.ndarray, y_dtype: np.dtype) -> np.ndarray:
-    """Of each column, from y's rounding in units of what y carries of the column."""
+    """Return the error of each column: y's rounding over the size of the column in y."""
     u, quantum = _ROUNDING[y_dtype.name]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         subnormal = quantum / (math.sqrt(12) * _carried(scale, y_dtype))

@@ -1,18 +1,20 @@
-"""What each function and its gradients are, in float64 numpy, with a bound for what rounding adds.
+"""The functions and their gradients in float64 numpy, for ``--check`` and for the tests.
 
-Written from the equations, by hand, and free of JAX: of the code that they are there to check they
-share nothing. Gradients are computed as the functions promise to, from what is saved: the output,
+The formulas are written from the equations, by hand. They are free of JAX and share nothing with
+the code that they check. Each runs on numpy arrays, or on `Bounded` numbers, which carry a bound on
+the error that rounding adds. A function that is named like an operation returns the results and the
+gradients of a call. As the operations promise, these gradients start from what is saved: the output
 as it was stored. The operands' columns are the last axis.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxnorm.tools.running_error import Bounded
+from jaxnorm.tools import running_error
+from jaxnorm.tools.running_error import Axes, Bounded, exp, kept, largest, mean, rsqrt, total
 
 Arrays = dict[str, Any]
 #: Results of the call, and gradients by the names of operands.
@@ -30,71 +32,94 @@ def softmax(
 ) -> Results:
     """``y = exp(z) / sum exp(z)`` with ``z = scale x + bias``, or its logarithm."""
     x, (d,) = given["x"], cotangents
-    kept = np.broadcast_to(given.get("where", True), x.value.shape)
+    mask = np.broadcast_to(given.get("where", True), x.shape)
     if causal:
-        kept = kept & np.tri(*x.value.shape[-2:]).astype(bool)
+        mask = mask & np.tri(*x.shape[-2:]).astype(bool)
     z = x * scale if scale != 1 else x
     if "bias" in given:
         z = z + given["bias"]
-    z = z.kept(kept)
-    # The largest is one of the z, with its error.
-    largest = np.where(kept, z.value, -np.inf).argmax(-1)
-    shifted = z - z.at(largest)
-    exponentials = shifted.exp().kept(kept)
-    total = exponentials.sum()
-    if log:
-        y = (shifted - total.log()).stored(dtype).kept(kept)
-        dz = (d.kept(kept) - y.exp() * d.kept(kept).sum()).kept(kept)
-    else:
-        y = (exponentials / total).stored(dtype).kept(kept)
-        dz = y * (d - (d * y).sum())
+    y = probabilities(z, mask, log=log).stored(dtype).kept(mask)
+    dz = softmax_gradient(y, d.kept(mask), log=log).kept(mask)
     gradients = {"x": (dz * scale if scale != 1 else dz).stored(dtype)}
     if "bias" in given:
-        shape = (1,) * (dz.value.ndim - given["bias"].value.ndim) + given["bias"].value.shape
-        axes = [i for i, size in enumerate(shape) if size == 1 < dz.value.shape[i]]
+        shape = (1,) * (len(dz.shape) - len(given["bias"].shape)) + given["bias"].shape
+        axes = [i for i, size in enumerate(shape) if size == 1 < dz.shape[i]]
         gradients["bias"] = dz.sum(axes).stored(dtype)
-    value = np.where(kept, y.value, -math.inf if log else 0)
-    return [dataclasses.replace(y, value=value)], gradients
+    return [y.kept(mask, -math.inf if log else 0)], gradients
+
+
+def probabilities(z: Any, mask: np.ndarray, axes: Axes = -1, *, log: bool = False) -> Any:
+    """The softmax of the entries where the mask is True, or its logarithm; 0 or -inf elsewhere."""
+    shifted = z - largest(z, mask, axes)
+    exponentials = kept(exp(shifted), mask)
+    sums = total(exponentials, axes)
+    y = shifted - running_error.log(sums) if log else exponentials / sums
+    return kept(y, mask, -math.inf if log else 0)
+
+
+def softmax_gradient(y: Any, d: Any, axes: Axes = -1, *, log: bool = False) -> Any:
+    """The gradient along the logits, from the softmax or its logarithm."""
+    return d - exp(y) * total(d, axes) if log else y * (d - total(d * y, axes))
 
 
 def log_softmax(given: Arrays, cotangents: list[Bounded], dtype: str, **options: Any) -> Results:
-    """Of `softmax`, the logarithm."""
+    """The logarithm of `softmax`."""
     return softmax(given, cotangents, dtype, log=True, **options)
 
 
-class _Norm:
-    """LayerNorm or RMSNorm of x: ``y = x_hat (scale) + bias``, and the gradients from y or x."""
+class Norm:
+    """LayerNorm or RMSNorm of x: ``y = x_hat scale + bias``, and its gradients.
 
-    def __init__(self, x: Bounded, scale: Bounded, bias: Bounded | None, epsilon: float = 1e-6):
+    Attributes:
+      mean, r, x_hat: the mean, or 0; the reciprocal standard deviation; x normalised by both.
+      y: the result, which is not rounded.
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        scale: Any,
+        bias: Any = None,
+        *,
+        subtract_mean: bool | None = None,
+        epsilon: float = 1e-6,
+    ) -> None:
+        """`subtract_mean`: by default True for norms with a bias."""
         self.scale, self.bias = scale, bias
-        centred = x - x.mean() if bias is not None else x
-        self.r = ((centred * centred).mean() + epsilon).rsqrt()
+        self.subtract_mean = bias is not None if subtract_mean is None else subtract_mean
+        self.mean = mean(x) if self.subtract_mean else 0.0
+        centred = x - self.mean if self.subtract_mean else x
+        self.r = rsqrt(mean(centred * centred) + epsilon)
         self.x_hat = centred * self.r
         self.y = self.x_hat * scale
         if bias is not None:
             self.y = self.y + bias
 
-    def backward(self, dy: Bounded, saved: Bounded | None) -> dict[str, Bounded]:
-        """From y as it was stored, or from x for None."""
+    def means(self, dg: Any, x_hat: Any) -> tuple[Any, Any]:
+        """The means that are subtracted in the gradient of x: of dg, and of dg along x_hat."""
+        return mean(dg) if self.subtract_mean else 0.0, mean(dg * x_hat)
+
+    def backward(self, dy: Any, saved: Any = None) -> dict[str, Any]:
+        """The gradients from y as it was stored, or from x for None."""
         x_hat = self.x_hat
         if saved is not None:
             x_hat = (saved - self.bias if self.bias is not None else saved) / self.scale
         dg = dy * self.scale
-        dx = dg - x_hat * (dg * x_hat).mean()
-        rows = tuple(range(dy.value.ndim - 1))
-        gradients = {"scale": (dy * x_hat).sum(rows)}
-        if self.bias is not None:
-            dx = dx - dg.mean()
-            gradients["bias"] = dy.sum(rows)
-        return {"x": dx * self.r, **gradients}
+        c1, c2 = self.means(dg, x_hat)
+        dx = dg - x_hat * c2
+        if self.subtract_mean:
+            dx = dx - c1
+        rows = tuple(range(len(dy.shape) - 1))
+        gradients = {"x": dx * self.r, "scale": total(dy * x_hat, rows)}
+        return gradients | ({} if self.bias is None else {"bias": total(dy, rows)})
 
 
 def norm(given: Arrays, d: list[Bounded], dtype: str, *, activation: str | None = None) -> Results:
-    """Of a norm, or its silu: y, and the gradients of x and the parameters."""
-    of = _Norm(given["x"], given["scale"], given.get("bias"))
+    """A norm, or the silu of one: y, and the gradients of x and the parameters."""
+    of = Norm(given["x"], given["scale"], given.get("bias"))
     if activation is not None:
         a, slope = _silu(of.y)
-        return [a.stored(dtype)], _stored(of.backward(d[0] * slope, None), dtype)
+        return [a.stored(dtype)], _stored(of.backward(d[0] * slope), dtype)
     y = of.y.stored(dtype)
     return [y], _stored(of.backward(d[0], y), dtype)
 
@@ -102,7 +127,7 @@ def norm(given: Arrays, d: list[Bounded], dtype: str, *, activation: str | None 
 def add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     """``h = x + residual``, ``y = norm(h)`` of h as it is stored."""
     h = (given["x"] + given["residual"]).stored(dtype)
-    of = _Norm(h, given["scale"], given.get("bias"))
+    of = Norm(h, given["scale"], given.get("bias"))
     y = of.y.stored(dtype)
     gradients = of.backward(d[0], y)
     gradients["x"] = gradients["residual"] = gradients["x"] + d[1]
@@ -113,7 +138,7 @@ def scaled_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     """``h = residual + gate x``, ``y = norm(h)`` of h as it is stored."""
     x, gate = given["x"], given["gate"]
     h = (x * gate + given["residual"]).stored(dtype)
-    of = _Norm(h, given["scale"], given.get("bias"))
+    of = Norm(h, given["scale"], given.get("bias"))
     y = of.y.stored(dtype)
     gradients = of.backward(d[0], y)
     dh = gradients["x"] + d[1]
@@ -123,9 +148,9 @@ def scaled_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 
 def norm_add(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """``y = residual + norm(x)``, of which the norm's result is not rounded."""
-    of = _Norm(given["x"], given["scale"], None)
-    gradients = of.backward(d[0], None)
+    """``y = residual + norm(x)``; the result of the norm is not rounded."""
+    of = Norm(given["x"], given["scale"], None)
+    gradients = of.backward(d[0])
     return [(given["residual"] + of.y).stored(dtype)], _stored(
         gradients | {"residual": d[0]}, dtype
     )
@@ -133,52 +158,53 @@ def norm_add(given: Arrays, d: list[Bounded], dtype: str) -> Results:
 
 def norm_add_norm(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     """``h = residual + norm(x)``, ``y = norm(h)``."""
-    first = _Norm(given["x"], given["scale"], None)
+    first = Norm(given["x"], given["scale"], None)
     h = (given["residual"] + first.y).stored(dtype)
-    last = _Norm(h, given["next_scale"], None)
+    last = Norm(h, given["next_scale"], None)
     y = last.y.stored(dtype)
     of_last = last.backward(d[0], y)
     dh = (of_last["x"] + d[1]).stored(dtype)
-    gradients = first.backward(dh, None)
+    gradients = first.backward(dh)
     gradients |= {"residual": dh, "next_scale": of_last["scale"]}
     return [y, h], _stored(gradients, dtype)
 
 
-class _Rotation:
-    """Of pairs of columns, by ``v cos + partner(v) sin`` with the sign of each column."""
+class Rotation:
+    """The rotation of pairs of columns: ``v cos + partner(v) sin``, with a sign for each column."""
 
-    def __init__(self, cos: Bounded, sin: Bounded, cols: int, *, interleaved: bool):
-        pairs = cos.value.shape[-1]
+    def __init__(self, cos: Any, sin: Any, cols: int, *, interleaved: bool):
+        pairs = cos.shape[-1]
         columns = np.arange(2 * pairs).reshape((pairs, 2) if interleaved else (2, pairs))
         first, second = columns.T if interleaved else columns
         self.partner = np.arange(cols)
         self.partner[first], self.partner[second] = second, first
 
-        def along(table: Bounded, of_first: float, of_others: float) -> Bounded:
-            """For each column what its pair's table has; of_others where nothing is rotated."""
-            value, error = (np.zeros((*table.value.shape[:-1], cols)) for _ in range(2))
-            value[..., 2 * pairs :] = of_others
-            value[..., first], value[..., second] = of_first * table.value, table.value
-            error[..., first] = error[..., second] = table.error
-            return Bounded(value, error)
+        def along(table: Any, of_first: float, of_others: float) -> Any:
+            """Spread a table over the columns; columns that are not rotated get `of_others`."""
+            if isinstance(table, Bounded):
+                return Bounded(along(table.value, of_first, of_others), along(table.error, 1, 0))
+            spread = np.full((*table.shape[:-1], cols), float(of_others))
+            spread[..., first], spread[..., second] = of_first * table, table
+            return spread
 
+        self.first, self.second = first, second
         self.cos, self.sin = along(cos, 1, 1), along(sin, -1, 0)
 
-    def __call__(self, v: Bounded) -> Bounded:
-        return v * self.cos + v.columns(self.partner) * self.sin
+    def __call__(self, v: Any) -> Any:
+        return v * self.cos + v[..., self.partner] * self.sin
 
-    def transposed(self, v: Bounded) -> Bounded:
-        return v * self.cos - v.columns(self.partner) * self.sin
+    def transposed(self, v: Any) -> Any:
+        return v * self.cos - v[..., self.partner] * self.sin
 
-    def undone(self, v: Bounded) -> Bounded:
+    def undone(self, v: Any) -> Any:
         return self.transposed(v) / (self.cos * self.cos + self.sin * self.sin)
 
 
 def norm_rope(given: Arrays, d: list[Bounded], dtype: str, *, interleaved: bool = False) -> Results:
-    """``y = rotation(norm(x), cos, sin)``, of which the norm's result is not rounded."""
+    """``y = rotation(norm(x), cos, sin)``; the result of the norm is not rounded."""
     cols = given["x"].value.shape[-1]
-    rotation = _Rotation(given["cos"], given["sin"], cols, interleaved=interleaved)
-    of = _Norm(given["x"], given["scale"], None)
+    rotation = Rotation(given["cos"], given["sin"], cols, interleaved=interleaved)
+    of = Norm(given["x"], given["scale"], None)
     y = rotation(of.y).stored(dtype)
     return [y], _stored(of.backward(rotation.transposed(d[0]), rotation.undone(y)), dtype)
 
@@ -189,28 +215,28 @@ def norm_gated(
     """``y = norm(x) silu(gate)``, or ``norm(x silu(gate))``; from x and gate as they are."""
     x, gate, scale = given["x"], given["gate"], given["scale"]
     a, slope = _silu(gate)
-    of = _Norm(x if norm_before_gate else x * a, scale, None)
+    of = Norm(x if norm_before_gate else x * a, scale, None)
     if norm_before_gate:
-        gradients = of.backward(d[0] * a, None)
+        gradients = of.backward(d[0] * a)
         gradients["gate"] = d[0] * of.y * slope
         return [(of.y * a).stored(dtype)], _stored(gradients, dtype)
-    gradients = of.backward(d[0], None)
+    gradients = of.backward(d[0])
     dt = gradients["x"]
     gradients |= {"x": dt * a, "gate": dt * x * slope}
     return [of.y.stored(dtype)], _stored(gradients, dtype)
 
 
 def _silu(v: Bounded) -> tuple[Bounded, Bounded]:
-    """And its derivative."""
+    """The silu of v, and its derivative."""
     sigmoid = Bounded.exact(np.ones_like(v.value)) / ((-v).exp() + 1)
     return v * sigmoid, sigmoid * (v * (1 - sigmoid) + 1)
 
 
 def norm_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     """``y = rms_norm(x) @ weight + bias``, whose norm is rounded; the backward starts from x."""
-    of = _Norm(given["x"], given["scale"], None)
+    of = Norm(given["x"], given["scale"], None)
     n, weight = of.y.stored(dtype), given["weight"]
-    gradients = of.backward((d[0] @ weight.transposed).stored(dtype), None)
+    gradients = of.backward((d[0] @ weight.transposed).stored(dtype))
     gradients |= {"weight": n.transposed @ d[0], "bias": d[0].sum(0)}
     return [(n @ weight + given["bias"]).stored(dtype)], _stored(gradients, dtype)
 
@@ -240,12 +266,12 @@ def linear_cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results
         "weight": x.transposed @ slope * share,
         "bias": slope.sum(0) * share,
     }
-    # Kept as they are, and rounded once more when they are multiplied by the loss's cotangent.
+    # Saved in this dtype, and rounded again when they are multiplied by the cotangent of the loss.
     return [loss.mean(0)], _stored(_stored(gradients, dtype), dtype)
 
 
 def linear_log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
-    """Of the logits ``x @ weight + bias``, which are not rounded; their gradient is."""
+    """The same for ``x @ weight + bias``: these logits are not rounded, but their gradient is."""
     x, weight = given["x"], given["weight"]
     results, dlogits = _log_probs(x @ weight + given["bias"], given["labels"], d)
     of_products = dlogits.stored(dtype)
@@ -260,7 +286,7 @@ def linear_log_prob_and_entropy(given: Arrays, d: list[Bounded], dtype: str) -> 
 def _log_probs(
     x: Bounded, labels: np.ndarray, cotangents: list[Bounded]
 ) -> tuple[list[Bounded], Bounded]:
-    """Of each row, with the columns as 1; and the gradient of x."""
+    """The results of each row, with the columns as 1, and the gradient of x."""
     loss, slope = _losses(x, labels)
     shifted = x - x.at(x.value.argmax(-1))
     exponentials = shifted.exp()
@@ -274,7 +300,7 @@ def _log_probs(
 
 
 def _losses(x: Bounded, labels: np.ndarray) -> tuple[Bounded, Bounded]:
-    """Of each row, with the columns as 1; and what the gradient of a row's loss is."""
+    """The loss of each row, with the columns as 1, and its derivative along x."""
     largest = x.at(x.value.argmax(-1))
     lse = (x - largest).exp().sum().log() + largest
     one_hot = np.arange(x.value.shape[-1]) == labels[..., None]

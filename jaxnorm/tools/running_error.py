@@ -11,14 +11,14 @@ Source: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, section 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Union
+from typing import Any, Union
 
 import numpy as np
 
-Axes = int | Sequence[int]
+Axes = int | Sequence[int] | None
 Operand = Union["Bounded", np.ndarray, float]
 
-# Of a dtype: unit roundoff, and half the spacing of its subnormals.
+# By dtype: its unit roundoff, and half the spacing of its subnormals.
 _STORED = {"bfloat16": (2.0**-8, 2.0**-134), "float32": (2.0**-24, 2.0**-150)}
 
 #: Times the expected error, where a bound has to hold for each of many elements.
@@ -67,7 +67,7 @@ class Bounded:
     __rmul__ = __mul__
 
     def __truediv__(self, other: "Bounded") -> "Bounded":
-        """By what is far from 0, relative to its error."""
+        """Divide by an array that is far from 0, relative to its error."""
         quotient = self.value / other.value
         least = np.abs(other.value) - other.error
         error = (self.error + np.abs(quotient) * other.error) / least
@@ -79,6 +79,13 @@ class Bounded:
         walk = _SAFETY * self.unit * math.sqrt(self.value.shape[-1])
         return self._rounded(self.value @ other.value, error + walk * (left @ right))
 
+    def __getitem__(self, at: Any) -> "Bounded":
+        return dataclasses.replace(self, value=self.value[at], error=self.error[at])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
+
     @property
     def transposed(self) -> "Bounded":
         return dataclasses.replace(self, value=self.value.T, error=self.error.T)
@@ -88,8 +95,8 @@ class Bounded:
         return dataclasses.replace(self, value=value, error=error)
 
     def sum(self, axes: Axes = -1) -> "Bounded":
-        """With the summed axes as 1."""
-        axes = axes if isinstance(axes, int) else tuple(axes)
+        """Return the sum over some axes, which stay as 1."""
+        axes = _axes(axes)
         value = self.value.sum(axes, keepdims=True)
         walk = _SAFETY * self.unit * math.sqrt(self.value.size / max(value.size, 1))
         magnitude = np.abs(self.value).sum(axes, keepdims=True)
@@ -113,10 +120,10 @@ class Bounded:
         value = 1 / np.sqrt(self.value)
         return self._rounded(value, value * self.error / (2 * (self.value - self.error)))
 
-    def kept(self, mask: np.ndarray) -> "Bounded":
-        """0 where the mask is False."""
+    def kept(self, mask: np.ndarray, fill: float = 0) -> "Bounded":
+        """Return the array with an exact number where the mask is False."""
         return dataclasses.replace(
-            self, value=np.where(mask, self.value, 0), error=np.where(mask, self.error, 0)
+            self, value=np.where(mask, self.value, fill), error=np.where(mask, self.error, 0)
         )
 
     def at(self, indices: np.ndarray) -> "Bounded":
@@ -126,12 +133,8 @@ class Bounded:
         )
         return dataclasses.replace(self, value=value, error=error)
 
-    def columns(self, order: np.ndarray) -> "Bounded":
-        """Those of the last axis that `order` names."""
-        return dataclasses.replace(self, value=self.value[..., order], error=self.error[..., order])
-
     def stored(self, dtype: str) -> "Bounded":
-        """As an array of this dtype has it."""
+        """Return the array as it is after it was stored in this dtype."""
         roundoff, quantum = _STORED[dtype]
         rounding = roundoff * (np.abs(self.value) + self.error) + quantum
         return dataclasses.replace(self, error=self.error + rounding)
@@ -140,6 +143,60 @@ class Bounded:
         return dataclasses.replace(
             self, value=value, error=error + _SAFETY * self.unit * np.abs(value)
         )
+
+
+# ------------------------------------------------- functions of a Bounded, or of a plain array
+
+
+def exp(x: Any) -> Any:
+    """Return the exponentials of the elements."""
+    return x.exp() if isinstance(x, Bounded) else np.exp(x)
+
+
+def log(x: Any) -> Any:
+    """Return the logarithms of the elements."""
+    return x.log() if isinstance(x, Bounded) else np.log(x)
+
+
+def rsqrt(x: Any) -> Any:
+    """Return the reciprocal square roots of the elements."""
+    return x.rsqrt() if isinstance(x, Bounded) else 1 / np.sqrt(x)
+
+
+def total(x: Any, axes: Axes = -1) -> Any:
+    """Return the sum over some axes, which stay as 1."""
+    if isinstance(x, Bounded):
+        return x.sum(axes)
+    return x.sum(_axes(axes), keepdims=True)
+
+
+def mean(x: Any, axes: Axes = -1) -> Any:
+    """Return the mean over some axes, which stay as 1."""
+    if isinstance(x, Bounded):
+        return x.mean(axes)
+    return x.mean(_axes(axes), keepdims=True)
+
+
+def kept(x: Any, mask: np.ndarray, fill: float = 0) -> Any:
+    """Return x with a number where the mask is False."""
+    return x.kept(mask, fill) if isinstance(x, Bounded) else np.where(mask, x, fill)
+
+
+def largest(x: Any, mask: np.ndarray, axes: Axes = -1) -> Any:
+    """Return the largest elements along some axes out of those where the mask is True, or 0."""
+    axes = _axes(axes)
+    among = np.where(mask, x.value if isinstance(x, Bounded) else x, -np.inf)
+    found = among.max(axes, keepdims=True, initial=-np.inf)
+    found = np.where(mask.any(axes, keepdims=True), found, 0)
+    if not isinstance(x, Bounded):
+        return found
+    # It is one of the elements, with its error.
+    error = np.where(among == found, x.error, 0).max(axes, keepdims=True)
+    return dataclasses.replace(x, value=found, error=error)
+
+
+def _axes(axes: Axes) -> int | tuple[int, ...] | None:
+    return tuple(axes) if isinstance(axes, Sequence) else axes
 
 
 def _bounded(operand: Operand) -> Bounded:

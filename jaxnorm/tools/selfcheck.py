@@ -125,7 +125,7 @@ def _loss(function: str) -> tuple[Case, ...]:
 
 
 def _reference(function: str) -> Callable[..., Results]:
-    """That of a function's operation, which has its name."""
+    """Return the reference of a function's operation: they have one name."""
     reference: Callable[..., Results] = getattr(references, FUNCTIONS[function].op)
     return reference
 
@@ -138,7 +138,7 @@ _OF_FAMILY: dict[Family, Callable[[str], tuple[Case, ...]]] = {
 
 
 def cases_of(function: str) -> tuple[Case, ...]:
-    """Of a function of the table."""
+    """Return the cases of a function of the table."""
     return _OF_FAMILY[OPERATIONS[FUNCTIONS[function].op].family](function)
 
 
@@ -156,7 +156,7 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Of a case in one dtype: the worst errors, in units of their bounds; or why there are none."""
+    """The worst errors of a case in one dtype, in units of their bounds, or a failure."""
 
     case: Case
     dtype: str
@@ -167,7 +167,7 @@ class Outcome:
 
     @property
     def has_kernel(self) -> bool:
-        # A loss of a linear layer has none: of each chunk they are chosen when it is lowered.
+        # The linear losses choose the kernels of each chunk when it is lowered.
         return not {*self.implementations} <= {"xla"}
 
     @property
@@ -300,7 +300,7 @@ def _is_differentiated(name: str, array: jax.Array) -> bool:
 
 
 def _implementations(program: Any) -> tuple[str, ...]:
-    """What runs the passes of a jaxpr here, in their order."""
+    """Return the names of the implementations that run the passes of a jaxpr here, in order."""
     here = backends.local_platform()
     return tuple(backends.choose(c.as_seen_by, here).name for c in calls_in(program))
 

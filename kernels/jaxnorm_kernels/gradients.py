@@ -56,7 +56,10 @@ def two_norms_bwd(
     cotangents: Results,
     spec: Spec,
 ) -> Operands:
-    """Of two norms and the sum between them, by theirs: the second's dx is the first's dy."""
+    """Run the backward of two norms and the sum between them by the backward of each norm.
+
+    The dx of the second norm is the dy of the first.
+    """
     assert residuals.x is not None
     rstd, next_rstd = residuals.stats
     of_last = Residuals(residuals.saved, stats=(next_rstd,), scale=residuals.next_scale)

@@ -21,12 +21,12 @@ import jax
 from jaxnorm_kernels.linear_spec import LinearSpec
 from jaxnorm_kernels.specs import Spec, Stats
 
-# What an operation has in every call is no Optional for its functions.
+# Arrays that every call of an operation has are typed without None.
 _ABSENT: Any = None
 
 
 class Operands(NamedTuple):
-    """What a forward takes; or the tangents or gradients of it. None for what there is not.
+    """The operands of a forward, or their tangents or gradients. Absent ones are None.
 
     Attributes:
       x, residual, gate: ``(rows, cols)``.
@@ -58,7 +58,7 @@ class Operands(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What a tangent and a backward start from. None for what there is not.
+    """The residuals of a tangent and a backward. Absent ones are None.
 
     Attributes:
       saved: the operand or result that `Spec.starts_from` names.
@@ -85,7 +85,7 @@ class Residuals(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a forward returns; or the tangents or cotangents of it. None for what there is not.
+    """The results of a forward, or their tangents or cotangents. Absent ones are None.
 
     Attributes:
       y: ``(rows, cols)`` in ``spec.y_dtype``, which a y that is the sum has in
@@ -113,7 +113,7 @@ def _takes_no_inner(spec: Spec) -> bool:
 
 
 class Implementation(NamedTuple):
-    """What a backend provides: the constant ``IMPLEMENTATION`` of its package.
+    """The functions of a backend: the constant ``IMPLEMENTATION`` of its package.
 
     Attributes:
       forward: returns the results that are in ``spec.outputs``; the others are None.

@@ -36,7 +36,7 @@ _SCALE_FLOOR = {"bfloat16": 2.0**-60, "float32": 2.0**-60, "float64": 2.0**-500}
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Which row of a mask or a bias belongs to a row of x, among whose rows it is broadcast.
+    """The map from rows of x to rows of a mask, a bias or tables that are broadcast to x.
 
     Attributes:
       segments: the axes of x's rows, each with its size and whether the operand has it: those that
@@ -49,23 +49,23 @@ class Shared:
 
     @property
     def rows(self) -> int:
-        """Of the operand."""
+        """Number of rows of the operand."""
         return math.prod(size for size, has_axis in self.segments if has_axis)
 
     @property
     def sharing(self) -> int:
-        """How many rows of x have the same one."""
+        """Number of rows of x that share a row of the operand."""
         return math.prod(size for size, has_axis in self.segments if not has_axis)
 
     @property
     def run(self) -> int:
-        """Consecutive rows of x that have consecutive ones, or all the same one."""
+        """Number of consecutive rows of x that have consecutive rows of the operand, or one."""
         return self.segments[-1][0] if self.segments else 1
 
 
 @dataclasses.dataclass(frozen=True)
 class NormOptions:
-    """What only a norm has.
+    """Options of a norm.
 
     Attributes:
       scale_dtype, bias_dtype: dtype of each parameter and of its gradient; None where it is absent.
@@ -121,7 +121,7 @@ class NormOptions:
 
 @dataclasses.dataclass(frozen=True)
 class LogitsOptions:
-    """What softmaxes and losses have.
+    """Options of a function of logits.
 
     Attributes:
       has_mask: a mask of columns comes with the call.
@@ -137,7 +137,7 @@ class LogitsOptions:
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxOptions(LogitsOptions):
-    """What only a softmax has.
+    """Options of a softmax.
 
     Attributes:
       logits_bias_dtype: dtype of the bias that is added to the logits, and of its gradient. None
@@ -162,7 +162,7 @@ class SoftmaxOptions(LogitsOptions):
 
 @dataclasses.dataclass(frozen=True)
 class LossOptions(LogitsOptions):
-    """What only a loss has.
+    """Options of a loss.
 
     Attributes:
       has_positions: a mask of rows comes with the call. The loss is 0 where it is False.
@@ -242,7 +242,7 @@ class Spec:
             raise TypeError(f"a {self.op} has {expected.__name__}: got {self.options!r}")
 
     def replaced(self, **changes: Any) -> "Spec":
-        """Return a spec with other values of these fields, of its own or of its options."""
+        """Return a spec with other values of these fields, its own or its options'."""
         own = {name: changes.pop(name) for name in _FIELDS & changes.keys()}
         if changes:
             options = own.get("options", self.options)
@@ -309,12 +309,12 @@ class Spec:
 
     @functools.cached_property
     def operand_dtypes(self) -> list[np.dtype]:
-        """Of the arrays of x's shape that the forward reads: of x, and of what is beside it."""
+        """Dtypes of the arrays of x's shape that the forward reads, x first."""
         return self._dtypes_of_arrays(self.operation.operands)
 
     @functools.cached_property
     def kept_dtypes(self) -> list[np.dtype]:
-        """Of those that the derivative takes beside what is saved: each has a gradient."""
+        """Dtypes of the arrays of x's shape, besides the saved one, that the derivative takes."""
         x = ("x",) * (self.norm.branch_scale_dtype is not None)
         return self._dtypes_of_arrays((*x, *self.operation.keeps))
 
@@ -329,7 +329,7 @@ class Spec:
 
     @functools.cached_property
     def classes(self) -> int:
-        """Of a cross-entropy."""
+        """Number of classes of a loss: columns without padding."""
         return self.cols - self.loss.padding
 
     @functools.cached_property
@@ -350,14 +350,14 @@ class Spec:
 
     @functools.cached_property
     def logit_factor(self) -> float:
-        """What a cross-entropy's logits are a multiple of: of x, or of a tanh by the cap."""
+        """The factor of a loss's logits: x times it, or a tanh times the cap."""
         return (
             self.logits.logits_scale if self.loss.logit_softcap is None else self.loss.logit_softcap
         )
 
     @functools.cached_property
     def drops_masked(self) -> bool:
-        """Whether what a mask does not keep takes no part."""
+        """True if masked entries take no part."""
         return self.softmax.masked_logit == -math.inf
 
     @functools.cached_property
@@ -376,7 +376,7 @@ class Spec:
 
     @functools.cached_property
     def reads_mask(self) -> bool:
-        """softmax's backward needs none where y is 0 for what is not kept."""
+        """True if the pass reads the mask: softmax's backward does not if y is 0 where masked."""
         shows = self.direction == "bwd" and self.op == "softmax" and self.drops_masked
         return self.logits.has_mask and not shows
 
@@ -423,7 +423,7 @@ class Spec:
 
     @functools.cached_property
     def groups(self) -> int:
-        """Of rows, each with parameters of its own."""
+        """Number of groups of rows that have parameters of their own."""
         return max(self.norm.scale_groups, self.norm.bias_groups, self.norm.branch_scale_groups)
 
     @functools.cached_property
@@ -473,7 +473,7 @@ class Spec:
 
     @functools.cached_property
     def plain(self) -> bool:
-        """Whether the xla implementation alone has this pass: no kernel is asked for it."""
+        """True if only the xla implementation has this pass."""
         takes_stats = self.direction == "bwd" and self.has_stats
         is_derivative = self.direction == "tan" or takes_stats or self.returns_tables
         return is_derivative or "y" not in self.outputs

@@ -69,7 +69,6 @@ def name_of(spec: Spec) -> str:
         if function.subtract_mean == spec.norm.subtract_mean
     }
     name = next(name for name, function in functions.items() if spec.op in function.ops)
-    norm = spec.norm
     options = {
         "causal": spec.softmax.causal,
         "a bias": spec.softmax.logits_bias_dtype is not None,

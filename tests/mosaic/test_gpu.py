@@ -16,7 +16,7 @@ from reference import assert_within
 
 from benchmarks import blocks, jax_side
 from benchmarks.contract import KernelWorkload
-from benchmarks.suites import BlockCell
+from benchmarks.suites import ShapedCell
 from benchmarks.sweep import with_schedule
 from benchmarks.workloads import DIRECTIONS, OPERATIONS
 from jaxnorm_kernels import mosaic, xla
@@ -107,7 +107,7 @@ def test_large_blocks(workload):
     inputs = jax_side.random_arrays(0, *jax_side.arguments_of(workload))
 
     def compiled(provider: str) -> jax_side.Program:
-        return jax_side.compile_cell(BlockCell(**dataclasses.asdict(workload), provider=provider))
+        return jax_side.compile_cell(ShapedCell(**dataclasses.asdict(workload), provider=provider))
 
     expected = jax.tree.leaves(compiled("xla").call(*inputs))
     call = compiled("mosaic").call

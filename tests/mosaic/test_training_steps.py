@@ -26,7 +26,7 @@ def temp_bytes(compiler):
             patch.setattr(CHECK, lambda: CUDNN)
             patch.setattr(jax, "default_backend", lambda: "gpu")
             step = training.Step(cell, cell.batch, lambda state: (compiler.sharding,) * 2)
-        return step.temp_bytes
+            return step.temp_bytes
 
     return of_cell
 

@@ -71,13 +71,13 @@ def norm_bwd(
     if spec.op == "add_norm":
         of_h = norm_bwd(residuals, cotangents, spec.last)
         return of_h._replace(x=of_h.x.astype(spec.x_dtype), residual=of_h.x)
-    saved, x, stats, scale, bias, *_ = residuals
-    (dy, dh, *_), gate, branch_scale = cotangents, residuals.gate, residuals.branch_scale
+    saved, x, scale, bias = residuals.saved, residuals.x, residuals.scale, residuals.bias
+    gate, branch_scale, dh = residuals.gate, residuals.branch_scale, cotangents.h
     schedule = schedule or schedules.choose(spec)
-    rstd, *mean = stats
+    rstd, *mean = residuals.stats
     operands: dict[str, Any] = {
         "saved_ptr": saved,
-        "dy_ptr": dy,
+        "dy_ptr": cotangents.y,
         "rstd_ptr": rstd,
         "mean_ptr": mean[0] if mean else None,
         "scale_ptr": scale,

@@ -48,8 +48,8 @@ from jaxnorm_kernels.triton.tiles import (
 
 def norm_fwd(operands: Operands, spec: Spec, *, schedule: Schedule | None = None) -> Results:
     """See `Implementation.forward`; `schedule` stands in for the one of the table."""
-    x, residual, scale, bias, next_scale, *_ = operands
-    branch_scale = operands.branch_scale
+    x, scale, bias, next_scale = operands.x, operands.scale, operands.bias, operands.next_scale
+    residual, branch_scale = operands.residual, operands.branch_scale
     schedule = schedule or schedules.choose(spec)
     kernel = norm_fwd_in_registers
     options: dict[str, Any] = {"gate_ptr": operands.gate, "gate": activations.of(spec)}

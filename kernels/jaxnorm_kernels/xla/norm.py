@@ -201,9 +201,9 @@ def norm_add_norm_fwd(operands: Operands, spec: Spec) -> Results:
 def norm_add_norm_bwd(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """Of `norm_add_norm_fwd`."""
     first, last = _of_two_norms(residuals)
-    dy, dh, dstats, *_ = cotangents
-    of_last = backward(last, Results(dy, dh, dstats[1:]), _unrounded(spec.last))
-    of_first = backward(first, Results(of_last.x, None, dstats[:1]), spec.first)
+    dstats = cotangents.stats
+    of_last = backward(last, cotangents._replace(stats=dstats[1:]), _unrounded(spec.last))
+    of_first = backward(first, Results(of_last.x, stats=dstats[:1]), spec.first)
     dresidual = of_last.x.astype(spec.norm.residual_dtype)
     return of_first._replace(residual=dresidual, next_scale=of_last.scale)
 
@@ -258,9 +258,9 @@ def _unrounded(norm: Spec) -> Spec:
 
 def _of_two_norms(residuals: Residuals) -> tuple[Residuals, Residuals]:
     """Those of the norm of x, and of the norm of h."""
-    saved, x, (rstd, next_rstd), scale, _, next_scale, *_ = residuals
-    first = Residuals(x, stats=(rstd,), scale=scale)
-    return first, Residuals(saved, stats=(next_rstd,), scale=next_scale)
+    rstd, next_rstd = residuals.stats
+    first = Residuals(residuals.x, stats=(rstd,), scale=residuals.scale)
+    return first, Residuals(residuals.saved, stats=(next_rstd,), scale=residuals.next_scale)
 
 
 def _scaled(x: jax.Array, of: Operands | Residuals, spec: Spec) -> jax.Array:
@@ -271,9 +271,9 @@ def _scaled(x: jax.Array, of: Operands | Residuals, spec: Spec) -> jax.Array:
 
 def backward(residuals: Residuals, cotangents: Results, spec: Spec) -> Operands:
     """The gradients of x, scale and bias of one norm."""
-    dy, dh, dstats, *_ = cotangents
+    dh, dstats = cotangents.h, cotangents.stats
     scale, bias = residuals.scale, residuals.bias
-    d = dy.astype(spec.compute_dtype)
+    d = cotangents.y.astype(spec.compute_dtype)
     g, xh, (rstd, *_), z = _recovered(residuals, spec)
     dg = d if g is None else d * g
     c2 = mean_apart(dg * xh if z is None else d * z, spec)
