@@ -12,8 +12,8 @@ from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.schedules.norm_backward import (
     NormSchedule,
     norm_schedule,
-    rows_ring,
-    wide_ring,
+    narrow_rows,
+    wide_rows,
 )
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule
 
@@ -45,12 +45,12 @@ def _rings(workload: KernelWorkload) -> Iterator[NormSchedule | None]:
     spec, cols = workload.spec, workload.cols
     yield norm_schedule(spec)
     if cols <= 1024:
-        yield rows_ring(spec)
+        yield narrow_rows(spec)
     shares = itertools.product(_WARPGROUPS, _CLUSTERS, _BLOCKS_PER_SM, (1, 2))
     for warpgroups, cluster, blocks_per_sm, rows in shares:
         columns = cols / (128 * warpgroups * cluster)
         if 2 <= warpgroups * blocks_per_sm <= 4 and _in(_RING_COLUMNS[cluster > 1], columns):
-            yield wide_ring(spec, warpgroups, cluster, blocks_per_sm, rows)
+            yield wide_rows(spec, warpgroups, cluster, blocks_per_sm, rows)
 
 
 def _held(workload: KernelWorkload) -> Iterator[InRegisters | None]:

@@ -1,6 +1,6 @@
 """Pipelined backward passes over narrow rows: a warp holds whole rows, a stage holds many.
 
-As in `ring`, a persistent block carries its column sums in registers while the copy engine (TMA)
+As in `pipelined`, a persistent block carries its column sums in registers while the copy engine (TMA)
 keeps stages of shared memory filled. Rows lie side by side in memory, so that a stage is one copy
 of each input. Each sum over a row stays within a warp. At the end, the column sums of all warps are
 added up in shared memory.

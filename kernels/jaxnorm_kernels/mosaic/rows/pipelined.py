@@ -33,7 +33,7 @@ from jaxnorm_kernels.mosaic.rows.tiles import LoadedRow, RowTile, SplitRow, Step
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined(Tile):
-    """What makes a queued tile of a tile. Each warpgroup has a queue for what it holds of a row.
+    """What makes a pipelined tile of a tile. Each warpgroup has a queue for its part of a row.
 
     With `rereads`, a row stays in shared memory until it is done, and holds no registers meanwhile.
     """

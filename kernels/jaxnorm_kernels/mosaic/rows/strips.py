@@ -452,7 +452,7 @@ class Strip:
 #
 # Each warp has, for each inner element, the statistics of its columns. It shows them to the warps
 # of its block, each of which merges them all. Of a cluster, each block then sends what it merged to
-# all blocks (`transaction_barriers`), which merge that.
+# all blocks (`TransactionBarriers`), which merge that.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,11 +87,11 @@ def norm_schedule(spec: Spec, gpu: Gpu) -> NormSchedule | None:
     if not is_copied(spec):
         return None
     if spec.cols < _WARPGROUP_ROWS and _rows(spec) >= _LEAST_NARROW_ROWS:
-        return rows_ring(spec, gpu)
-    return ring(spec, gpu)
+        return narrow_rows(spec, gpu)
+    return pipelined_rows(spec, gpu)
 
 
-def rows_ring(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
+def narrow_rows(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
     """A ring of narrow rows: as many at a time as fill a stage."""
     gpu = gpu or local_gpu()
     vector = row_vector(spec)
@@ -113,7 +113,7 @@ def rows_ring(spec: Spec, gpu: Gpu | None = None) -> PipelinedNarrowRows:
     return dataclasses.replace(ring, rows=rows, stages=stages, blocks_per_sm=blocks_per_sm)
 
 
-def ring(spec: Spec, gpu: Gpu) -> PipelinedRows | None:
+def pipelined_rows(spec: Spec, gpu: Gpu) -> PipelinedRows | None:
     """A row in one warpgroup of each block of a cluster, or in several; None for too long a row."""
     most = WARPGROUP_THREADS * _RING_COLUMNS
     sizes = [1, *sorted(gpu.clusters)]
@@ -127,13 +127,13 @@ def ring(spec: Spec, gpu: Gpu) -> PipelinedRows | None:
     if spec.cols <= cluster * most or part_bytes < _ONE_BLOCK_BYTES:
         shapes.insert(0, (1, 3 if step_bytes <= _THREE_BLOCKS_BYTES else 2))
     rings = (
-        wide_ring(spec, warpgroups, cluster, blocks_per_sm, rows, gpu)
+        wide_rows(spec, warpgroups, cluster, blocks_per_sm, rows, gpu)
         for warpgroups, blocks_per_sm in shapes
     )
     return next((ring for ring in rings if ring), None)
 
 
-def wide_ring(
+def wide_rows(
     spec: Spec,
     warpgroups: int,
     cluster: int,
@@ -141,7 +141,7 @@ def wide_ring(
     rows: int = 1,
     gpu: Gpu | None = None,
 ) -> PipelinedRows | None:
-    """With these, what registers and shared memory allow; None for too little. See `ring`."""
+    """With these, what registers and shared memory allow; None for too little. See `pipelined_rows`."""
     block = cluster * WARPGROUP_THREADS  # threads that share a row, with one warpgroup
     while warpgroups > 1 and spec.cols < warpgroups * block * LEAST_VECTOR:
         warpgroups //= 2
