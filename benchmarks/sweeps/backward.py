@@ -11,8 +11,8 @@ from benchmarks.contract import KernelWorkload
 from jaxnorm_kernels.mosaic.loops.in_registers import InRegisters
 from jaxnorm_kernels.mosaic.schedules.norm_backward import (
     NormSchedule,
-    norm_schedule,
     narrow_rows,
+    norm_schedule,
     wide_rows,
 )
 from jaxnorm_kernels.mosaic.schedules.softmax_backward import softmax_schedule

@@ -1,9 +1,9 @@
 """Pipelined backward passes over narrow rows: a warp holds whole rows, a stage holds many.
 
-As in `pipelined`, a persistent block carries its column sums in registers while the copy engine (TMA)
-keeps stages of shared memory filled. Rows lie side by side in memory, so that a stage is one copy
-of each input. Each sum over a row stays within a warp. At the end, the column sums of all warps are
-added up in shared memory.
+As in `pipelined`, a persistent block carries its column sums in registers while the copy engine
+(TMA) keeps stages of shared memory filled. Rows lie side by side in memory, so that a stage is one
+copy of each input. Each sum over a row stays within a warp. At the end, the column sums of all
+warps are added up in shared memory.
 
 If the rows do not divide into stages, the last stage overlaps the one before it. The rows that both
 have are *stale* in the last one: they are stored twice, and count once.

@@ -141,7 +141,7 @@ def wide_rows(
     rows: int = 1,
     gpu: Gpu | None = None,
 ) -> PipelinedRows | None:
-    """With these, what registers and shared memory allow; None for too little. See `pipelined_rows`."""
+    """What registers and shared memory allow with these; None for too little."""
     block = cluster * WARPGROUP_THREADS  # threads that share a row, with one warpgroup
     while warpgroups > 1 and spec.cols < warpgroups * block * LEAST_VECTOR:
         warpgroups //= 2
