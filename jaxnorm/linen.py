@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -213,7 +213,11 @@ class _Parameters(nn.Module):
 
 @contextlib.contextmanager
 def converted(
-    *, save: Save = "output", implementation: Name | None = None, params: Any = None
+    *,
+    save: Save = "output",
+    implementation: Name | None = None,
+    params: Any = None,
+    calls: Mapping[type, Callable[..., Any]] | None = None,
 ) -> Iterator[None]:
     """Inside it, :class:`flax.linen.LayerNorm`, ``RMSNorm`` and ``GroupNorm`` run jaxnorm's code.
 
@@ -224,16 +228,17 @@ def converted(
             variables = model.init(key, tokens)
             logits = model.apply(variables, tokens)
 
-    What counts is where a model is *traced*. A function compiled by ``jax.jit`` is traced once for
-    inside and once for outside, wherever it was called first, so the context may be around calls
-    of compiled functions, or in them. A call with ``mask``, ``axis_name``,
-    ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a dtype
-    that is no float of 16 to 64 bits, stays Flax's, and so do subclasses of Flax's classes, whose
-    code may be their own: where the context ends, one warning of the logger ``"jaxnorm"`` names
-    those that were traced inside, with the reasons; another one says so where nothing was
-    converted. Modules that are jaxnorm's already keep their own settings. Of nested contexts the
-    innermost counts; interceptors (``nn.intercept_methods``) that are entered inside see no calls
-    of converted norms.
+    What counts is where a model is *traced*. A function compiled by ``jax.jit`` is traced once
+    for inside and once for outside, wherever it was called first, so the context may be around
+    calls of compiled functions, or in them. A call with ``mask``, ``axis_name``,
+    ``force_float32_reductions=False``, ``feature_axes`` other than ``reduction_axes``, or a
+    dtype that is no float of 16 to 64 bits, stays Flax's, and so do subclasses of Flax's
+    classes with code of their own. (A subclass whose body is ``pass`` is converted.) Where the
+    context ends, one warning of the logger ``"jaxnorm"`` names those that were traced inside,
+    with the reasons; another one says so where nothing was converted. Modules that are
+    jaxnorm's already keep their own settings. Of nested contexts the innermost counts;
+    interceptors (``nn.intercept_methods``) that are entered inside see no calls of converted
+    norms.
 
     From the output of a norm whose scale is 0 beside a bias, or far below it, the gradient of that
     scale cannot be computed (see :func:`jaxnorm.check_params`). Norms that have such columns keep
@@ -244,18 +249,16 @@ def converted(
         with jaxnorm.linen.converted(params=variables):
             variables = train_step(variables, tokens)
 
-    Norms of other classes, of which this knows nothing, can be replaced in the same way, without a
-    change of their source; here those of a module with a parameter ``weight``::
+    Many models have norm classes of their own. ``calls`` says what to call in their place; here for
+    Hugging Face's Llama::
 
-        def replaced(call, arguments, options, context):
-            norm = context.module
-            if not (type(norm) is LlamaRMSNorm and context.method_name == "__call__"):
-                return call(*arguments, **options)
-            return jaxnorm.rms_norm(*arguments, norm.weight, epsilon=norm.epsilon)
+        def rms_norm(norm, x):
+            dtype = jnp.promote_types(norm.weight.dtype, norm.dtype)
+            return jaxnorm.rms_norm(x, norm.weight, epsilon=norm.epsilon, dtype=dtype)
 
 
-        with flax.linen.intercept_methods(replaced):
-            logits = model.apply(variables, tokens)
+        with jaxnorm.linen.converted(calls={FlaxLlamaRMSNorm: rms_norm}):
+            logits = model(tokens, params=params).logits
 
     Args:
       save: ``"output"`` or ``"input"``, of all norms but those that have to keep their input; see
@@ -263,10 +266,17 @@ def converted(
       implementation: of all norms; see :func:`jaxnorm.layer_norm`.
       params: the parameters of the model that is called, with values: its variables, or those of
         the collection ``"params"``. None where the calls themselves have them, or to look at none.
+      calls: ``{class: function(module, *args, **kwargs)}``: what is called in place of the
+        ``__call__`` of modules of exactly that class. It may call that ``__call__`` itself and, if
+        that is compact, ``module.param``. ``save`` and ``implementation`` do not apply to it. The
+        log line names these modules, those of subclasses, which are left as they are, and classes
+        that were not called. ``jax.jit`` traces anew for other functions: define them once.
 
     Raises:
-      TypeError: ``params`` is no dictionary.
-      ValueError: ``save`` or ``implementation`` is wrong.
+      TypeError: ``params`` is no dictionary, or ``calls`` is not a dictionary of classes and
+        functions.
+      ValueError: ``save`` or ``implementation`` is wrong, or ``calls`` has a class that is not a
+        ``flax.linen.Module``.
 
     Example:
       >>> import flax.linen as nn
@@ -281,12 +291,14 @@ def converted(
     """
     added = flax_modules.given_to("converted", save, implementation)
     stored = Stored(params if save == "output" else None)
-    settings = (added, stored)
+    replaced = conversion.Calls("converted", calls, nn.Module, "linen")
+    settings = (added, stored, replaced)
     around = _innermost.value
     if around == settings:
         yield
         return
-    seen = Seen()
+    seen = Seen(replaced)
+    running: list[nn.Module] = []  # modules whose function of `calls` may call their own code
 
     def call(
         call: Callable[..., Any],
@@ -295,18 +307,31 @@ def converted(
         context: nn.module.InterceptorContext,
     ) -> Any:
         norm = context.module
-        if _innermost.value != settings:
+        is_call = context.method_name == "__call__"
+        if _innermost.value != settings or any(norm is one for one in running):
             return call(*arguments, **options)
         seen.modules.add(f"{type(norm).__module__}.{type(norm).__qualname__}")
+        path = "/".join(norm.path)
+        function = replaced.of(type(norm), path) if is_call else None
+        if function is not None:
+            running.append(norm)
+            try:
+                return function(norm, *arguments, **options)
+            finally:
+                running.pop()
+        if replaced.has(path):
+            return call(*arguments, **options)
         seen.has_norms |= isinstance(norm, _FLAX)
         is_flax_s = isinstance(norm, _FLAX) and not isinstance(norm, _OURS)
-        if not (is_flax_s and context.method_name == "__call__"):
+        if not isinstance(norm, _FLAX) and is_call:
+            replaced.note(type(norm), path)
+        if not (is_flax_s and is_call):
             return call(*arguments, **options)
         x = arguments[0] if arguments else options["x"]
         why = _why_left(norm, x, options.get("mask"))
-        path = "/".join(norm.path)
         seen.norms[path] = seen.norms.get(path) or why
         if why:
+            seen.note_left(norm, _FLAX)
             return call(*arguments, **options)
         if save == "input":
             return normalised(norm, added, x)
@@ -325,7 +350,7 @@ _OURS = (LayerNorm, RMSNorm, GroupNorm)
 
 def _why_left(norm: Any, x: Any, mask: jax.Array | None) -> str | None:
     """Why a call of a module of Flax's is not converted; None where it is."""
-    for flax_class in _FLAX:
-        if isinstance(norm, flax_class) and type(norm) is not flax_class:
-            return conversion.subclass(norm, flax_class, "Flax")
+    if conversion.converted_as(type(norm), _FLAX) is None:
+        base = next(kind for kind in _FLAX if isinstance(norm, kind))
+        return conversion.subclass(norm, base, "Flax")
     return why_flax(norm, x, mask)

@@ -16,7 +16,7 @@ from jaxnorm.models import flax_modules
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jaxnorm.models import nnx_conversion
+from jaxnorm.models import conversion, nnx_conversion
 from jaxnorm.models.flax_modules import Added
 from jaxnorm.models.nnx_attention import dot_product_attention
 from jaxnorm.operations.checks import DTypeLike
@@ -332,7 +332,11 @@ class RMSNormDense(nnx.Module):
 
 
 def convert[Model](
-    model: Model, *, save: Save = "output", implementation: Name | None = None
+    model: Model,
+    *,
+    save: Save = "output",
+    implementation: Name | None = None,
+    calls: Mapping[type, Callable[..., Any]] | None = None,
 ) -> Model:
     """Makes each :class:`flax.nnx.LayerNorm`, ``RMSNorm`` and ``GroupNorm`` in a model jaxnorm's.
 
@@ -358,22 +362,39 @@ def convert[Model](
 
     Left as they are are norms with an ``axis_name``, with ``feature_axes`` that are not
     ``reduction_axes``, or with dtypes that are no floats of 16 to 64 bits, and subclasses of
-    Flax's classes, whose code may be their own. One warning of the logger ``"jaxnorm"`` names these
-    and those that keep their input, with the reasons; it also says so where a model has none of
-    these norms at all. Norms that are jaxnorm's already keep their own settings.
+    Flax's classes with code of their own. (A subclass whose body is ``pass`` is converted.) One
+    warning of the logger ``"jaxnorm"`` names these and those that keep their input, with the
+    reasons; it also says so where a model has none of these norms at all. Norms that are jaxnorm's
+    already keep their own settings.
+
+    Many models have norm classes of their own. ``calls`` says what to call in their place; here for
+    Tunix's Qwen 3::
+
+        def rms_norm(norm, x):
+            return jaxnorm.rms_norm(x, norm.w[...], epsilon=norm.norm_eps, dtype=norm.dtype)
+
+
+        model = jaxnorm.nnx.convert(model, calls={tunix.models.qwen3.model.RMSNorm: rms_norm})
 
     Args:
       model: an ``nnx.Module``, or a list, tuple or dictionary of them.
       save: ``"output"`` or ``"input"``, of all norms but those that have to keep their input; see
         :func:`jaxnorm.layer_norm`.
       implementation: of all norms; see :func:`jaxnorm.layer_norm`.
+      calls: ``{class: function(module, *args, **kwargs)}``: what is called in place of the
+        ``__call__`` of modules of exactly that class; it may call that ``__call__`` itself. Such a
+        module keeps its parameters and its identity, and stays an instance of the class; ``save``
+        and ``implementation`` do not apply to it. The log line names these modules, those of
+        subclasses, which are left as they are, and classes that the model does not have.
 
     Returns:
       ``model``, the same object.
 
     Raises:
-      TypeError: ``model`` has no ``nnx.Module`` in it.
-      ValueError: ``save`` or ``implementation`` is wrong.
+      TypeError: ``model`` has no ``nnx.Module`` in it, or ``calls`` is not a dictionary of classes
+        and functions.
+      ValueError: ``save`` or ``implementation`` is wrong, or ``calls`` has a class that is not an
+        ``nnx.Module``.
 
     Example:
       >>> import jaxnorm.nnx
@@ -389,7 +410,8 @@ def convert[Model](
         nnx.RMSNorm: RMSNorm,
         nnx.GroupNorm: GroupNorm,
     }
-    nnx_conversion.convert(model, classes, added)
+    replaced = conversion.Calls("convert", calls, nnx.Module, "nnx")
+    nnx_conversion.convert(model, classes, added, replaced)
     return model
 
 

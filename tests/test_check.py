@@ -188,6 +188,28 @@ def test_the_name_decides_on_a_stacked_weight_without_a_bias(name, is_a_norm_s):
     assert names({name: {"weight": jnp.ones(())}}) == []
 
 
+def test_norm_classes_of_models_own():
+    """Tunix's have ``w``; other names are given."""
+    w, matrix = np.ones((2, 4)), np.ones((4, 4))
+    tree = {
+        "q_norm": {"w": w, "b": np.full((2, 4), 1e3)},
+        "input_layernorm": {"w": w[0]},
+        "q_proj": {"w": matrix},
+        "mlp": {"g": w[0]},
+        "norm": {"g": w},
+    }
+    report = jaxnorm.check_params(tree, "bfloat16")
+    assert {norm.path: norm.verdict for norm in report} == {
+        "q_norm": 'save="input" advised',
+        "input_layernorm": "safe",
+    }
+    for names in ("g", ["g"]):
+        paths = {norm.path for norm in jaxnorm.check_params(tree, "bfloat16", scale_names=names)}
+        assert paths == {"q_norm", "input_layernorm", "mlp", "norm"}
+    with pytest.raises(TypeError, match="scale_names is a int; expected names of parameters"):
+        jaxnorm.check_params(tree, "bfloat16", scale_names=1)
+
+
 def test_models_of_equinox():
     eqx = pytest.importorskip("equinox")
 

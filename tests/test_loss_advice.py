@@ -111,7 +111,7 @@ def test_log_probabilities(is_product, is_wide, dtype):
         return jnp.mean(jnp.exp(log_prob) - 0.01 * entropy)
 
     def logits_of(x, weight):
-        return x @ weight if is_product else capped(x @ weight)
+        return x @ weight if is_product else waves(x @ weight)
 
     def before(x, weight, labels):
         logits = logits_of(x, weight)
@@ -151,9 +151,9 @@ def test_a_tied_embedding_in_float32():
     check(*both, "linear_softmax_cross_entropy")
 
 
-def capped(logits):
-    """These are kept, but for their last product."""
-    return 30 * jnp.tanh(logits / 30)
+def waves(logits):
+    """These are saved, but for their last product."""
+    return 30 * jnp.sin(logits / 30)
 
 
 @pytest.mark.parametrize("loss", [*LOSSES, ours])
@@ -161,13 +161,112 @@ def test_logits_that_are_no_product(loss):
     """Of 16 bits, which the loss takes as they are: without a cast of them, or exponentials."""
 
     def before(x, weight, labels):
-        return loss(capped(x @ weight).astype(jnp.float32), labels)
+        return loss(waves(x @ weight).astype(jnp.float32), labels)
 
     def after(x, weight, labels):
-        return ours(capped(x @ weight), labels)
+        return ours(waves(x @ weight), labels)
 
     both = reports(before, after, *operands("bfloat16", "bfloat16"))
     check(*both, "softmax_cross_entropy_with_integer_labels")
+
+
+def capped(logits):
+    return 30 * jnp.tanh(logits / 30)
+
+
+def capped_in_float32(logits):
+    """As Gemma 2 does it: divided, capped and multiplied in float32."""
+    logits = logits.astype(jnp.float32) / 30
+    return jnp.tanh(logits) * 30
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cap", [capped, capped_in_float32])
+@pytest.mark.parametrize("loss", [*LOSSES, ours])
+def test_a_softcap_before_the_loss(loss, cap, dtype):
+    def before(x, weight, labels):
+        return loss(cap(x @ weight).astype(jnp.float32), labels)
+
+    def after(x, weight, labels):
+        return LINEAR(x, weight, labels, logit_softcap=30.0)
+
+    both = reports(before, after, *operands(dtype, dtype))
+    check(*both, "linear_softmax_cross_entropy")
+    assert all("logit_softcap=30" in row.advice for row in both[0] if row.advice)
+
+
+@pytest.mark.parametrize("loss", [of_optax, of_one_hot, ours])
+def test_a_softcap_of_logits_that_are_no_product(loss):
+    def before(x, weight, labels):
+        return loss(capped(waves(x @ weight)).astype(jnp.float32), labels)
+
+    def after(x, weight, labels):
+        return OURS(waves(x @ weight), labels, logit_softcap=30.0).mean()
+
+    both = reports(before, after, *operands("bfloat16", "bfloat16"))
+    check(*both, "softmax_cross_entropy_with_integer_labels")
+
+
+def test_a_softcap_of_log_probabilities():
+    def ratios(results):
+        log_prob, entropy = results
+        return jnp.mean(jnp.exp(log_prob) - 0.01 * entropy)
+
+    def before(x, weight, labels):
+        return ratios(jaxnorm.log_prob_and_entropy(capped(x @ weight), labels))
+
+    def after(x, weight, labels):
+        return ratios(jaxnorm.linear_log_prob_and_entropy(x, weight, labels, logit_softcap=30.0))
+
+    both = reports(before, after, *operands("float32", "float32"))
+    check(*both, "linear_log_prob_and_entropy")
+
+
+@pytest.mark.parametrize("is_capped", [True, False])
+def test_logits_without_the_last_position(is_capped):
+    """As of next tokens: the linear layer's input is sliced instead."""
+
+    def before(x, weight, labels):
+        logits = x @ weight
+        logits = capped(logits) if is_capped else logits
+        return of_optax(logits[:-1].astype(jnp.float32), labels[1:])
+
+    def after(x, weight, labels):
+        return LINEAR(x[:-1], weight, labels[1:], logit_softcap=30.0 if is_capped else None)
+
+    both = reports(before, after, *operands("bfloat16", "bfloat16"))
+    check(*both, "linear_softmax_cross_entropy")
+    assert all("slice the matmul's input" in row.advice for row in both[0] if row.advice)
+
+
+def test_capped_logits_that_something_else_takes():
+    """The loss alone cannot have the softcap."""
+
+    def loss(x, weight, labels):
+        logits = capped(x @ weight)
+        return of_optax(logits, labels) + jnp.sum(jnp.sin(logits))
+
+    x, weight = operands("float32", "float32")
+    report = memory_report(loss, x, weight, LABELS, argnums=(0, 1))
+    assert not [row for row in report if row.advice and "softcap" in row.advice]
+
+
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+@pytest.mark.parametrize("is_closed_over", [True, False])
+def test_frozen_operands(argnums, is_closed_over):
+    """The gradient of an operand that is not trained is neither made nor saved."""
+    x, weight = (jnp.ones(s, "bfloat16") for s in ((TOKENS, WIDTH), (WIDTH, CLASSES)))
+
+    def report(loss):
+        if is_closed_over and argnums in (0, 1):
+            given = (x, weight)[argnums]
+            whole = lambda a: loss(*((jnp.sin(a), weight) if argnums == 0 else (jnp.sin(x), a)))  # noqa: E731
+            return memory_report(whole, given)
+        return memory_report(lambda x, w: loss(jnp.sin(x), w), x, weight, argnums=argnums)
+
+    before = report(lambda x, w: of_optax(x @ w, FIRST))
+    after = report(lambda x, w: LINEAR(x, w, FIRST))
+    check(before, after, "linear_softmax_cross_entropy")
 
 
 def test_logits_that_something_else_takes():

@@ -41,9 +41,9 @@ def test_report(flax):
     for package in ("jax", "jaxlib", "numpy"):
         assert words[words.index(package) + 1] == metadata.version(package)
     assert words[words.index("jaxnorm") + 1] == jaxnorm.__version__
-    for function in jaxnorm.__all__:
-        if function.endswith(("norm", "norm_add", "softmax", "labels", "entropy")):
-            assert f"\n  {function} " in done.stdout
+    for name in jaxnorm.__all__:
+        if not name[0].isupper():
+            assert f"\n  {name} " in done.stdout
     assert str(jax.local_devices()[0].device_kind) in done.stdout
 
 
@@ -66,6 +66,29 @@ def test_what_runs_names_the_reasons(monkeypatch):
     assert dict(machine._implementations())["mosaic"] == "not on tpu: its kernels are for cuda"
     # A line for both directions where they agree.
     assert ("layer_norm", "", "xla (the default for tpu)") in list(machine._choices())
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_functions_of_linear_layers_have_plans(platform):
+    """Those without kernels are XLA's; a function of linear logits is one of a chunk's logits."""
+    shape, dtype = (8192, 4096), "bfloat16"
+    for name in ("gated_linear", "activation_linear"):
+        plan = jaxnorm.implementation_for(name, shape, dtype, platform=platform)
+        assert (plan.forward.name, plan.backward.name) == ("xla", "xla")
+    for name, of_logits in (
+        ("linear_softmax_cross_entropy", "softmax_cross_entropy_with_integer_labels"),
+        ("linear_log_prob_and_entropy", "log_prob_and_entropy"),
+    ):
+        weight = jax.ShapeDtypeStruct((4096, 32768), dtype)
+        plan = jaxnorm.implementation_for(name, shape, dtype, platform=platform, weight=weight)
+        assert plan.forward.name == ("mosaic" if platform == "cuda" else "xla")
+        assert plan.forward.reason.endswith(f"; as {of_logits}, for each chunk of rows")
+        options = {"weight": weight, "platform": platform, "implementation": "xla"}
+        assert jaxnorm.implementation_for(name, shape, dtype, **options).backward.name == "xla"
+    with pytest.raises(ValueError, match="weight"):
+        jaxnorm.implementation_for(
+            "gated_linear", shape, dtype, weight=jax.ShapeDtypeStruct((3, 4), dtype)
+        )
 
 
 def test_devices_and_cuda(monkeypatch):
@@ -246,3 +269,6 @@ def test_progress_is_for_terminals(terminal, monkeypatch):
     assert list(text.progress(["a", "b"])) == ["a", "b"]
     assert ("1/2 b" in written.getvalue()) == terminal
     assert bool(written.getvalue()) == terminal
+    written.truncate(0)
+    assert list(text.progress(["a", "b"], after=60.0)) == ["a", "b"]
+    assert not written.getvalue()

@@ -1,7 +1,10 @@
 """Converting models that exist: what linen's, nnx's and equinox's conversions share."""
 
+import functools
 import logging
-from collections.abc import Collection, Iterable, Mapping
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +16,9 @@ from jaxnorm_kernels.specs import FLOAT_DTYPES, Name, Save
 
 #: What is said of norms that were to keep their output.
 KEPT = 'keep their input, as with save="input"'
+
+#: Seconds after which a conversion shows a progress bar.
+PATIENCE = 2.0
 
 
 def check(function: str, save: Save, implementation: Name | None) -> None:
@@ -69,6 +75,169 @@ def subclass(module: Any, base: type, package: str) -> str:
     return f"{name} is a subclass of {package}'s {base.__name__}, with code of its own"
 
 
+def converted_as(kind: type, bases: Iterable[type]) -> type | None:
+    """Return the base that a class stands for: itself, or a base that it adds no code to."""
+    bases = set(bases)
+    while kind not in bases:
+        if len(kind.__bases__) != 1 or not _adds_nothing(kind):
+            return None
+        (kind,) = kind.__bases__
+    return kind
+
+
+def _adds_nothing(kind: type) -> bool:
+    """Return True if the body of a class is ``pass``: it has only what its metaclass writes."""
+    own, empty = (_contents(k) for k in (kind, _empty_subclass(kind.__bases__[0])))
+    return own.items() <= empty.items()
+
+
+@functools.cache
+def _empty_subclass(base: type) -> type:
+    return type(base)(base.__name__, (base,), {"__module__": __name__})
+
+
+# What every class statement writes, whatever its body is.
+_OF_STATEMENTS = {
+    "__annotate__", "__annotate_func__", "__annotations__", "__annotations_cache__",
+    "__classdictcell__", "__doc__", "__firstlineno__", "__module__", "__qualname__",
+    "__static_attributes__",
+}  # fmt: skip
+
+
+def _contents(kind: type) -> dict[str, Any]:
+    """Return what a class has by itself: names, and where the code of functions is from."""
+    contents: dict[str, Any] = {"annotations": bool(vars(kind).get("__annotations__"))}
+    for name, value in vars(kind).items():
+        if name not in _OF_STATEMENTS:
+            code = getattr(value, "__code__", None)
+            contents[name] = type(value).__name__ if code is None else code.co_filename
+    return contents
+
+
+class Calls:
+    """The argument ``calls`` of a conversion, and the modules that it applied to.
+
+    Two are equal if they call the same functions for the same classes.
+
+    Attributes:
+      functions: what is called in place of the ``__call__`` of each class.
+      applied: paths of modules of these classes, with their classes' names.
+      left: paths of modules of subclasses, with the reason why they are left as they are.
+      others: paths of modules of other classes that are called norms, with their classes' names.
+    """
+
+    def __init__(self, function: str, calls: Any, base: type, package: str) -> None:
+        """TypeError or ValueError if ``calls`` is not a mapping of the package's modules."""
+        expected = (
+            f"expected a dictionary {{class of {package}: function(module, *args, **kwargs)}}"
+        )
+        if not (calls is None or isinstance(calls, Mapping)):
+            raise TypeError(f"{function}: calls is a {type(calls).__name__}; {expected}")
+        self.functions: dict[type, Callable[..., Any]] = dict(calls or {})
+        for kind, replacement in self.functions.items():
+            if not isinstance(kind, type):
+                raise TypeError(f"{function}: calls has the key {kind!r}, not a class; {expected}")
+            if not issubclass(kind, base):
+                raise ValueError(
+                    f"{function}: calls has {kind.__module__}.{kind.__qualname__}, which is not a "
+                    f"{package} module; {expected}"
+                )
+            if not callable(replacement):
+                raise TypeError(
+                    f"{function}: calls[{kind.__name__}] is a {type(replacement).__name__}; "
+                    "expected a function(module, *args, **kwargs)"
+                )
+        self.applied: dict[str, str] = {}
+        self.left: dict[str, str] = {}
+        self.others: dict[str, str] = {}
+
+    def __hash__(self) -> int:
+        return hash(frozenset((kind, id(f)) for kind, f in self.functions.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Calls)
+            and self.functions.keys() == other.functions.keys()
+            and all(f is other.functions[kind] for kind, f in self.functions.items())
+        )
+
+    def of(self, kind: type, path: str) -> Callable[..., Any] | None:
+        """Return the function for modules of a class; note where it was used, or was not."""
+        kind = _ORIGINAL.get(kind, kind)
+        if kind in self.functions:
+            self.applied[path] = kind.__name__
+            return self.functions[kind]
+        base = next((k for k in self.functions if issubclass(kind, k)), None)
+        if base is not None and not kind.__module__.startswith("jaxnorm"):
+            self.left[path] = f"{kind.__name__} is a subclass of {base.__name__}, which calls has"
+        return None
+
+    def has(self, path: str) -> bool:
+        """Return True if ``calls`` decides what becomes of the module at a path."""
+        return path in self.applied or path in self.left
+
+    def note(self, kind: type, path: str) -> None:
+        """Note a module that no conversion knows, if its class is called a norm."""
+        library, _, _ = kind.__module__.partition(".")
+        is_own = library not in ("equinox", "flax", "jaxnorm")
+        if is_own and kind.__name__.lower().endswith("norm"):
+            self.others[path] = kind.__name__
+
+    def sentences(self, left: Iterable[str] = (), seen: Collection[str] = ()) -> Iterator[str]:
+        """Yield what a log line says of these modules.
+
+        Args:
+          left: names of classes that the conversion has left because of code of their own.
+          seen: full names of classes that were found before.
+        """
+        for what, modules in (
+            ("call functions of calls", self.applied),
+            ("are left as they are", self.left),
+        ):
+            if modules:
+                listed = [f"{path or 'the module itself'} ({why})" for path, why in modules.items()]
+                yield f"{len(modules)} modules {what}: {'; '.join(listed)}"
+        absent = [
+            kind.__name__
+            for kind in self.functions
+            if kind.__name__ not in self.applied.values()
+            and f"{kind.__module__}.{kind.__qualname__}" not in seen
+        ]
+        if absent:
+            yield f"calls has classes that were not found: {', '.join(absent)}"
+        names = [f"{name} ({count})" for name, count in Counter(self.others.values()).items()]
+        if names:
+            yield f"norms of other classes are left as they are: {', '.join(names)}"
+        if to_convert := [*dict.fromkeys((*left, *self.others.values()))]:
+            written = ", ".join(f"{name}: function" for name in to_convert)
+            yield f"To convert such classes, pass calls={{{written}}}"
+
+
+def with_call(kind: type, function: Callable[..., Any]) -> type:
+    """Return a subclass, equal for equal arguments, whose ``__call__`` is a function."""
+    key = kind, id(function)
+    made = _WITH_CALLS.get(key)
+    if made is None:
+        contents = {name: getattr(kind, name) for name in ("__doc__", "__module__", "__qualname__")}
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return function(self, *args, **kwargs)
+
+        made = type(kind)(kind.__name__, (kind,), {**contents, "__call__": call})
+        _WITH_CALLS[key], _ORIGINAL[made] = made, kind
+    return made
+
+
+# The classes of `with_call`. Each holds its function, so an identity is of one function.
+_WITH_CALLS: weakref.WeakValueDictionary[tuple[type, int], type] = weakref.WeakValueDictionary()
+_ORIGINAL: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
+
+
+def original(kind: type) -> type:
+    """Return the class that `with_call` made a class of, or the class itself."""
+    return _ORIGINAL.get(kind, kind)
+
+
 def warn(text: str, *arguments: object) -> None:
     """A line of the logger ``"jaxnorm"``.
 
@@ -77,7 +246,12 @@ def warn(text: str, *arguments: object) -> None:
     logging.getLogger("jaxnorm").warning(text, *arguments)
 
 
-def log(function: str, seen: int, outcomes: Mapping[str, Mapping[str, str]]) -> None:
+def log(
+    function: str,
+    seen: int,
+    outcomes: Mapping[str, Mapping[str, str]],
+    sentences: Iterable[str] = (),
+) -> None:
     """One line on the norms of those seen that are not what was asked for.
 
     They run slower, or keep more, than was meant, without another sign of it.
@@ -86,12 +260,13 @@ def log(function: str, seen: int, outcomes: Mapping[str, Mapping[str, str]]) -> 
       function: the conversion, such as ``"nnx.convert"``.
       seen: how many norms.
       outcomes: what became of some, and for each its path and the reason.
+      sentences: what else is said.
     """
     parts = [
         f"{len(norms)} of {seen} norms {what}: "
         + "; ".join(f"{path or 'the module itself'} ({why})" for path, why in norms.items())
         for what, norms in outcomes.items()
         if norms
-    ]
+    ] + [*sentences]
     if parts:
         warn("jaxnorm.%s: %s", function, ". ".join(parts))

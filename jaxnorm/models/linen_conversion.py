@@ -1,6 +1,6 @@
 """What `jaxnorm.linen.converted` knows of a model's parameters, and what it saw of its calls."""
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -63,14 +63,23 @@ class Seen:
       norms: paths of Flax's norms, and for each why it was left to Flax, or None.
       kept: paths of the norms that keep their input, and why.
       unknown: paths of the norms that the parameters that were given do not have.
+      calls: the functions for classes, and where they were used.
+      own: names of Flax's subclasses that were left because of code of their own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, calls: conversion.Calls) -> None:
+        self.calls = calls
+        self.own: dict[str, None] = {}
         self.modules: set[str] = set()
         self.has_norms = False
         self.norms: dict[str, str | None] = {}
         self.kept: dict[str, str] = {}
         self.unknown: dict[str, str] = {}
+
+    def note_left(self, norm: nn.Module, flax: Collection[type]) -> None:
+        """Note the class of a norm that is left to Flax, if it has code of its own."""
+        if conversion.converted_as(type(norm), flax) is None:
+            self.own[type(norm).__name__] = None
 
     def judged(
         self, stored: Stored, path: str, parameters: Mapping[str, Any], y_dtype: np.dtype
@@ -97,6 +106,9 @@ class Seen:
         if around is not None:
             _seen_before.setdefault(around, set())  # That one has something inside.
         left = {path: why for path, why in self.norms.items() if why is not None}
+        before = _seen_before.get(settings)
+        is_part = before is not None and self.modules <= before  # jax.jit had traced the rest
+        names = before if before and is_part else self.modules
         conversion.log(
             "linen.converted",
             len(self.norms),
@@ -105,10 +117,10 @@ class Seen:
                 conversion.KEPT: self.kept,
                 "were not looked at": self.unknown,
             },
+            self.calls.sentences(self.own, names) if self.modules else (),
         )
-        before = _seen_before.get(settings)
         _seen_before[settings] = self.modules | (before or set())
-        if self.has_norms or (before is not None and self.modules <= before):
+        if self.has_norms or self.calls.applied or is_part:
             return  # What jax.jit has compiled calls no module again.
         if not self.modules:
             conversion.warn(
@@ -119,7 +131,7 @@ class Seen:
         conversion.warn(
             "jaxnorm.linen.converted: no linen.LayerNorm, RMSNorm or GroupNorm was called "
             "inside it, only %s; norms of other classes can call jaxnorm.layer_norm and "
-            "jaxnorm.rms_norm, as the docstring of jaxnorm.linen.converted shows",
+            "jaxnorm.rms_norm, by calls={class: function}",
             ", ".join(sorted(name.rpartition(".")[2] for name in self.modules)),
         )
 

@@ -9,16 +9,20 @@ from flax import nnx
 
 from jaxnorm.models import conversion, flax_modules
 from jaxnorm.operations import checks
+from jaxnorm.tools.text import progress
 from jaxnorm_kernels.specs import FLOAT_DTYPES
 
 
-def convert(model: Any, classes: Mapping[type, type], added: flax_modules.Added) -> None:
+def convert(
+    model: Any, classes: Mapping[type, type], added: flax_modules.Added, calls: conversion.Calls
+) -> None:
     """Gives each norm of Flax's in a model jaxnorm's class, and what that has beyond Flax's.
 
     Args:
       model: an `nnx.Module`, or what has some in it.
       classes: jaxnorm's class for each of Flax's.
       added: for all norms but those that have to keep their input.
+      calls: functions for classes, which take precedence.
 
     Raises:
       TypeError: `model` has no `nnx.Module` in it.
@@ -33,32 +37,49 @@ def convert(model: Any, classes: Mapping[type, type], added: flax_modules.Added)
             f"convert: model is a {type(model).__name__}; expected an nnx.Module, or a list, tuple "
             "or dictionary of them; call linen modules inside jaxnorm.linen.converted()"
         )
-    norms = [(path, node) for path, node in modules if isinstance(node, tuple(classes))]
-    if not norms:
+    norms = []
+    for path, node in modules:
+        function = calls.of(type(node), path)
+        if function is not None:
+            node.__class__ = conversion.with_call(conversion.original(type(node)), function)
+        elif isinstance(node, tuple(classes)) and not calls.has(path):
+            norms.append((path, node))
+        elif not any(isinstance(child, nnx.Module) for child in vars(node).values()):
+            calls.note(type(node), path)
+    if not norms and not calls.applied:
+        others = "".join(f". {sentence}" for sentence in calls.sentences())
         conversion.warn(
             "jaxnorm.nnx.convert: %s has no nnx.LayerNorm, RMSNorm or GroupNorm; norms of other "
-            "classes can call jaxnorm.layer_norm and jaxnorm.rms_norm",
+            "classes can call jaxnorm.layer_norm and jaxnorm.rms_norm%s",
             type(model).__name__,
+            others,
         )
+        return
     theirs = [(path, norm) for path, norm in norms if not isinstance(norm, tuple(classes.values()))]
     reasons = {path: why_left(norm, [*classes]) for path, norm in theirs}
     left = {path: why for path, why in reasons.items() if why is not None}
     kept = {}
-    for path, norm in theirs:
-        if path in left:
-            continue
-        attributes = added
+    converted = {path: norm for path, norm in theirs if path not in left}
+    for path in progress([*converted], after=conversion.PATIENCE):
+        norm, attributes = converted[path], added
         if added.save == "output" and (why := why_input(norm)) is not None:
             attributes, kept[path] = added._replace(save="input"), why
         flax_modules.set_fields(norm, attributes)
-        norm.__class__ = classes[type(norm)]
+        base = conversion.converted_as(type(norm), classes)
+        assert base is not None
+        norm.__class__ = classes[base]
     outcomes = {"are left to Flax": left, conversion.KEPT: kept}
-    conversion.log("nnx.convert", len(theirs), outcomes)
+    own = [
+        type(norm).__name__
+        for path, norm in theirs
+        if path in left and conversion.converted_as(type(norm), classes) is None
+    ]
+    conversion.log("nnx.convert", len(theirs), outcomes, calls.sentences(own))
 
 
 def why_left(norm: Any, classes: Sequence[type]) -> str | None:
     """Why a norm of Flax's `classes` is not converted; None where it is."""
-    if type(norm) not in classes:
+    if conversion.converted_as(type(norm), classes) is None:
         base = next(base for base in classes if isinstance(norm, base))
         return conversion.subclass(norm, base, "Flax")
     # A GroupNorm's features are the last axis, which it says itself that it takes.

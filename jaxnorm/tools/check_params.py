@@ -29,6 +29,10 @@ _ADVISE_INPUT = 0.1
 SAFE = "safe"
 INPUT_ADVISED = 'save="input" advised'
 
+# Names that scales and biases have in norm classes of models' own.
+_OWN_SCALES = ("w", "gamma")
+_BIASES = ("bias", "b", "beta")
+
 # What a norm is called: input_layernorm, LayerNorm_0, q_norm, norm1, norm_f, ln_2.
 _NORM_S_NAME = re.compile(r"(norm|(^|_)ln)_?(\d+|f)?$", re.IGNORECASE)
 
@@ -130,6 +134,7 @@ def check_params(
     rotated: str | Sequence[str] | None = None,
     rotated_columns: int | None = None,
     interleaved: bool = False,
+    scale_names: str | Sequence[str] | None = None,
 ) -> ParamReport:
     """Predicts, for each norm, what ``save="output"`` costs in gradient accuracy.
 
@@ -153,7 +158,9 @@ def check_params(
           not;
         - a leaf named ``weight`` without a ``bias``, if it has one axis, or if the module that it
           is in is named like a norm (``q_norm``, ``input_layernorm``, ``ln_1``, ``norm_f``) or has
-          a class with ``Norm`` in its name.
+          a class with ``Norm`` in its name;
+        - a leaf named ``w`` or ``gamma`` in such a module, with the ``b`` or ``beta`` beside it, if
+          any: norm classes of models' own, such as Tunix's.
 
       dtype: dtype of the norms' *output*, not of the parameters.
       scale_offset: added to every scale, as in the functions.
@@ -163,6 +170,8 @@ def check_params(
       rotated_columns, interleaved: of these norms, how many columns are rotated (twice the last
         axis of the tables; None for all), and how they are paired, as in
         :func:`jaxnorm.rms_norm_rope`.
+      scale_names: further names of scales, or one name, in norm classes of the model's own. A leaf
+        with such a name is a scale if a ``weight`` in its place is.
 
     Returns:
       A :class:`ParamReport`: a sequence of norms, each with a verdict; ``print`` it for a table. It
@@ -185,7 +194,9 @@ def check_params(
     caller = "check_params"
     y_dtype = checks.dtype(caller, "dtype", dtype)
     offset = checks.number(caller, "scale_offset", scale_offset)
-    names = _names(rotated)
+    names = _names("rotated", rotated, 'names of norms, such as ("q_norm", "k_norm")')
+    own = _names("scale_names", scale_names, 'names of parameters, such as ("w",)')
+    scales = {"scale", "weight", *own, *_OWN_SCALES}
     if rotated_columns is not None:
         rotated_columns = checks.integer(caller, "rotated_columns", rotated_columns, "columns")
     rotation = _Rotation(rotated_columns, checks.flag(caller, "interleaved", interleaved))
@@ -195,12 +206,17 @@ def check_params(
     norms, found = [], set[str]()
     for path, scale in leaves.items():
         # nnx wraps a parameter: its path ends in the name and then in an attribute.
-        at = next((i for i in (-1, -2) if path[i:][:1] in (("scale",), ("weight",))), None)
+        at = next((i for i in (-1, -2) if len(path) >= -i and path[i] in scales), None)
         if at is None:
             continue
         parent, rest = path[:at], path[len(path) + at + 1 :]
-        bias = leaves.get((*parent, "bias", *rest))
-        if path[at] == "weight" and not _is_scale(scale, bias, parent, parent in of_norms):
+        biases = _BIASES if path[at] in (*own, *_OWN_SCALES) else _BIASES[:1]
+        found_biases = (leaves.get((*parent, bias, *rest)) for bias in biases)
+        bias = next((leaf for leaf in found_biases if leaf is not None), None)
+        is_in_norm = parent in of_norms or any(map(_NORM_S_NAME.search, parent[-1:]))
+        if path[at] in ("weight", *own) and not _is_scale(scale, bias, is_in_norm):
+            continue
+        if path[at] in {*_OWN_SCALES} - {*own} and not (is_in_norm and np.ndim(scale)):
             continue
         path_ = "/".join(parent) or "(root)"
         of_path = [name for name in names if _ends_with(path_, name)]
@@ -216,14 +232,15 @@ def check_params(
     return ParamReport(y_dtype.name, tuple(norms))
 
 
-def _names(rotated: str | Sequence[str] | None) -> tuple[str, ...]:
-    expected = 'expected names of norms, such as ("q_norm", "k_norm")'
-    if not (rotated is None or isinstance(rotated, Iterable)):
-        raise TypeError(f"check_params: rotated is a {type(rotated).__name__}; {expected}")
-    names = () if rotated is None else (rotated,) if isinstance(rotated, str) else tuple(rotated)
+def _names(argument: str, given: str | Sequence[str] | None, expected: str) -> tuple[str, ...]:
+    if not (given is None or isinstance(given, Iterable)):
+        kind = type(given).__name__
+        raise TypeError(f"check_params: {argument} is a {kind}; expected {expected}")
+    names = () if given is None else (given,) if isinstance(given, str) else tuple(given)
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(f"check_params: rotated has a {type(name).__name__}; {expected}")
+            kind = type(name).__name__
+            raise TypeError(f"check_params: {argument} has a {kind}; expected {expected}")
     return names
 
 
@@ -354,12 +371,12 @@ def _is_norm(node: Any) -> bool:
     return not is_container and "norm" in type(node).__name__.lower() and hasattr(node, "weight")
 
 
-def _is_scale(weight: Any, bias: Any, parent: _Path, is_norm_s: bool) -> bool:
-    """Whether a leaf named ``weight`` is what a norm multiplies by, and not a matrix."""
+def _is_scale(weight: Any, bias: Any, is_in_norm: bool) -> bool:
+    """Return True if a leaf named ``weight`` is a norm's scale, and not a matrix."""
     shape = np.shape(weight)
     if bias is not None or not shape:
         return bool(shape) and np.shape(bias) == shape
-    return len(shape) == 1 or is_norm_s or any(map(_NORM_S_NAME.search, parent[-1:]))
+    return len(shape) == 1 or is_in_norm
 
 
 def _key(entry: Any) -> str:

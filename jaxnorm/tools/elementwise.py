@@ -1,12 +1,14 @@
-"""What the arrays of a program are made of, element by element, in the graph of `kept_arrays`."""
+"""Questions about elementwise operations in the graph of `kept_arrays`."""
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+
 from jaxnorm.tools.kept_arrays import NAMING, Value, origin, reached
 
-# What makes the same elements again, in another shape or dtype.
-COPYING = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type"}
+# Primitives that return the same elements in another shape or dtype.
+COPYING = {"reshape", "transpose", "squeeze", "convert_element_type"}
 
 ELEMENTWISE = {
     "abs", "add", "add_any", "and", "bitcast_convert_type", "cbrt", "ceil", "clamp",
@@ -18,29 +20,45 @@ ELEMENTWISE = {
     "tanh", "xor", *NAMING,
 }  # fmt: skip
 
-# Of which an activation has one; the product with a gate alone, or a norm, has none.
+# Primitives of activations. A product with a gate, or a norm, uses others.
 NONLINEAR = {
     "abs", "clamp", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic",
     "max", "min", "select_n", "tanh",
 }  # fmt: skip
 
-# What is there without being computed.
-GIVEN = ("argument", "slice", "literal")
+# Values that are there without being computed.
+GIVEN = ("argument", "layer's", "literal")
 
 
-def takers(value: Value) -> Iterator[Value]:
-    """What takes a value, also by another name or in another dtype."""
-    for taker in value.takers:
-        yield taker
-        if taker.made_by in NAMING or taker.made_by == "convert_element_type":
-            yield from takers(taker)
+def users(value: Value) -> Iterator[Value]:
+    """Yield the users of a value, also those of its casts and of its other names."""
+    for user in value.users:
+        yield user
+        if user.made_by in NAMING or user.made_by == "convert_element_type":
+            yield from users(user)
+
+
+def uncast(value: Value) -> Value:
+    """Return what made an array, before it was cast."""
+    value = origin(value)
+    while value.made_by == "convert_element_type":
+        value = origin(value.operands[0])
+    return value
+
+
+def number(value: Value) -> float | None:
+    """Return the number that a literal, or a cast or broadcast of one, consists of."""
+    value = origin(value)
+    while value.made_by in ("broadcast_in_dim", *COPYING) and value.operands:
+        value = origin(value.operands[0])
+    return None if value.number is None or np.size(value.number) != 1 else float(value.number)
 
 
 def rows_and_weight(product: Value) -> tuple[Value, Value] | None:
-    """The factors of a linear layer; None for any other value.
+    """Return the factors of a linear layer's matmul; None for any other value.
 
-    In both orders, and along any axis of the rows: `jax.vmap` of ``weight @ x`` puts the weight
-    first, and the axis of its result, too.
+    The factors may come in either order, and the matmul may be along any axis of the rows:
+    `jax.vmap` of ``weight @ x`` puts the weight first.
     """
     if product.made_by != "dot_general" or product.equation is None:
         return None
@@ -57,7 +75,7 @@ def rows_and_weight(product: Value) -> tuple[Value, Value] | None:
 
 
 def _is_given(value: Value) -> bool:
-    """Whether an array is a parameter, or a copy of one."""
+    """Return True for a parameter, or a copy of one."""
     value = origin(value)
     while value.made_by in COPYING:
         value = origin(value.operands[0])
@@ -65,7 +83,7 @@ def _is_given(value: Value) -> bool:
 
 
 def is_product(value: Value) -> bool:
-    """A matrix product, with what a linear layer does to it: a bias, a cast."""
+    """Return True for a matmul, also with a linear layer's bias, a cast or a reshape after it."""
     value = origin(value)
     if value.made_by == "dot_general":
         return True
@@ -73,7 +91,7 @@ def is_product(value: Value) -> bool:
         return is_product(value.operands[0])
     if value.made_by == "add":
         rest = [v for v in value.operands if v.size == value.size and not is_spread(v)]
-        # A number is no bias: softplus and hard_swish add one to what they are of.
+        # A number is not a bias: softplus and hard_swish add one to their operand.
         is_number = any(v.made_by == "literal" for v in value.operands)
         return len(rest) == 1 and not is_number and is_product(rest[0])
     return False
@@ -81,7 +99,7 @@ def is_product(value: Value) -> bool:
 
 @functools.cache
 def is_spread(value: Value) -> bool:
-    """Whether it is made of smaller arrays alone: numbers for rows, for columns."""
+    """Return True if a value is made of smaller arrays alone: numbers of rows, or of columns."""
     value = origin(value)
     if value.made_by == "broadcast_in_dim":
         return True
@@ -93,20 +111,20 @@ def is_spread(value: Value) -> bool:
 
 
 def is_zeros(value: Value, like: Value) -> bool:
-    """An array of one number, which JAX hands over for a derivative."""
+    """Return True for an array of one number, which JAX saves for some derivatives."""
     is_of_literals = all(v.made_by == "literal" for v in value.operands)
     return value.made_by == "broadcast_in_dim" and is_of_literals and value.shape == like.shape
 
 
 def is_reduced(value: Value, limit: int) -> bool:
-    """Whether a small array is of a sum, or of another reduction."""
+    """Return True if a small array depends on a sum, or on another reduction."""
     return any(
         v.made_by.startswith(("reduce_", "arg", "cum", "dot_")) for v in ancestors(value, limit)
     )
 
 
 def ancestors(value: Value, limit: int) -> Iterable[Value]:
-    """What it is made of, itself included; of an array of `limit` elements nothing more."""
+    """Return a value and what it is made of; an array of `limit` elements is not followed."""
 
     def made_of(v: Value) -> Sequence[Value]:
         is_copy = v.made_by in NAMING or v.made_by == "convert_element_type"

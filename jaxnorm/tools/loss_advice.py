@@ -1,29 +1,44 @@
-"""What would not keep logits, their exponentials or a copy of them: jaxnorm's cross-entropies.
+"""Advice on cross-entropies of integer labels, and on functions of linear logits.
 
-A cross-entropy of integer labels is known by the logarithm of a sum of exponentials over a row, and
-an element that is picked from that row: by a gather, or a product with a one-hot array.
+A cross-entropy is known by the logarithm of a sum of exponentials over a row, and by an element
+that is picked from that row: by a gather, or by a product with a one-hot array.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
 
 from jaxnorm.tools import elementwise
+from jaxnorm.tools.advice import Advice, Program
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin, reached
 
 _FUNCTION = "softmax_cross_entropy_with_integer_labels"
-# Of a function of logits, that of linear ones.
+# Functions of logits, and the functions of a linear layer that stand for both.
 _LINEAR = {
     _FUNCTION: "linear_softmax_cross_entropy",
     "log_prob_and_entropy": "linear_log_prob_and_entropy",
 }
 
-# What a cross-entropy does to each element of a row, by itself and by numbers of the row.
+# What a cross-entropy does to each element of a row, alone and with numbers of the row.
 _STEPS = {"convert_element_type", "div", "eq", "exp", "log", "mul", "neg", "stop_gradient", "sub"}
 
-# What takes whole rows, and keeps nothing of their size; the loss of a linear layer has no rows for
-# an argmax, either.
+# What a softcap does to each element, and its derivative.
+_OF_CAPS = {
+    "convert_element_type", "div", "integer_pow", "mul", "neg", "one_minus_square", "square", "sub",
+    "tanh", "add", *NAMING,
+}  # fmt: skip
+
+# Users of whole rows whose derivative saves no array of their size. With the linear layer's loss,
+# there are no logits for an argmax.
 _REDUCTIONS = ("gather", "reduce_", STACKED)
 _OF_LOGITS = (*_REDUCTIONS, "argmax")
+
+#: Primitives that are in no other table.
+PRIMITIVES = {
+    "argmax", "dot_general", "gather", "iota", "one_minus_square", "reduce_max", "reduce_sum",
+    "slice",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,57 +46,61 @@ class Loss:
     """A cross-entropy, or another function of logits and labels.
 
     Attributes:
-      logits: before they are cast.
-      inside: what is made of them, in their size, by and for the loss alone.
-      source: its line.
-      ours: the name of jaxnorm's function, where it is one already.
+      logits: before they are capped and cast.
+      inside: the arrays of their size that are made of them, by and for the loss alone.
+      source: the line of the loss.
+      ours: the name of the function, if it is jaxnorm's.
+      options: what the instruction says of a softcap.
     """
 
     logits: Value
     inside: Sequence[Value]
     source: str
     ours: str | None
+    options: str = ""
 
 
-def losses(
-    kept: Sequence[Value], by_origin: Mapping[int, Value]
-) -> Iterator[tuple[list[Value], int, str]]:
-    """Arrays of cross-entropies, the bytes that jaxnorm's would keep in their place, a sentence."""
-    for loss in _found(kept):
-        whole, linear = _of_logits(loss, by_origin), _of_linear(loss, by_origin)
-        if linear is None or _saves(whole) >= _saves(linear):
-            yield whole
-        else:
-            yield linear
+def losses(program: Program) -> Iterator[Advice]:
+    """Recognise a loss of integer labels, with the linear layer before it or without.
+
+    ::
+
+        logits = x @ weight                                      or with a bias, a cast, a slice
+        logits = cap * tanh(logits / cap)                        logit_softcap=cap
+        logp = log_softmax(logits)                               or logsumexp, or log(softmax(..))
+        loss = -take_along_axis(logp, labels, -1)                or a product with one_hot(labels)
+        loss = jaxnorm.log_prob_and_entropy(logits, labels)      or another function of jaxnorm's
+
+    With the linear layer: jaxnorm.linear_softmax_cross_entropy, which saves gradients of x and
+    weight, those of trained ones. Otherwise softmax_cross_entropy_with_integer_labels, which saves
+    the logits.
+    """
+    for loss in _found(program):
+        whole, linear = _of_logits(loss, program), _of_linear(loss, program)
+        yield whole if linear is None or whole.saves >= linear.saves else linear
 
 
-def _saves(advice: tuple[list[Value], int, str]) -> int:
-    members, lacking, _ = advice
-    return sum(v.bytes for v in members) - lacking
-
-
-def _of_logits(loss: Loss, by_origin: Mapping[int, Value]) -> tuple[list[Value], int, str]:
-    """The loss of logits, which keeps these as they were before a cast."""
-    logits = loss.logits
-    is_kept = id(logits) in by_origin or logits.made_by in elementwise.GIVEN
-    lacking = 0 if is_kept else logits.bytes * logits.layers
+def _of_logits(loss: Loss, program: Program) -> Advice:
+    """Return advice to use the loss of logits, which saves these as they were before a cast."""
+    function = loss.ours or _FUNCTION
+    dtype = loss.logits.dtype.name
+    how = f"replace the loss {{at}} with jaxnorm.{function}{loss.options}"
     if loss.ours is not None:
-        how = f"give the one of {loss.source} its logits before they are cast"
-    else:
-        how = f"in place of the loss of {loss.source}, it keeps the logits, {logits.dtype.name}"
-    return _members(loss, by_origin), lacking, f"{loss.ours or _FUNCTION}: {how}, alone"
-
-
-def _members(loss: Loss, by_origin: Mapping[int, Value]) -> list[Value]:
-    return [by_origin[id(v)] for v in loss.inside if id(v) in by_origin]
+        when = f"uncapped{loss.options}" if loss.options else "before they are cast"
+        how = f"give the call {{at}} its logits {when}"
+    how += f": only the {dtype} logits are saved"
+    instead = program.extra_bytes(loss.logits)
+    return Advice(
+        function, loss.source, how, program.saved_of(loss.inside), instead, loss.logits.layers
+    )
 
 
 # -------------------------------------------------------------------------------- which losses
 
 
-def _found(kept: Sequence[Value]) -> Iterator[Loss]:
+def _found(program: Program) -> Iterator[Loss]:
     done: set[int] = set()
-    for value in map(origin, kept):
+    for value in map(origin, program.saved):
         loss = _ours(value) or _plain(value)
         if loss is not None and id(loss.logits) not in done:
             done.add(id(loss.logits))
@@ -89,42 +108,84 @@ def _found(kept: Sequence[Value]) -> Iterator[Loss]:
 
 
 def _ours(value: Value) -> Loss | None:
-    for taker in elementwise.takers(value):
-        name = taker.made_by.removeprefix("jaxnorm.")
-        if name in _LINEAR and taker.operands and origin(taker.operands[0]) is value:
-            logits = _uncast(value)
+    """Return the loss of jaxnorm's whose logits a value is."""
+    for user in elementwise.users(value):
+        name = user.made_by.removeprefix("jaxnorm.")
+        if name in _LINEAR and user.operands and origin(user.operands[0]) is value:
+            logits = elementwise.uncast(value)
             inside = [] if logits is value else [value]
-            return Loss(logits, inside, taker.source, name)
+            return _uncapped(Loss(logits, inside, user.source, name))
     return None
 
 
 def _plain(value: Value) -> Loss | None:
-    """The loss whose exponentials a value is."""
+    """Return the loss whose exponentials a value is."""
     if value.made_by != "exp":
         return None
     shifted = origin(value.operands[0])
     is_shifted = shifted.made_by == "sub" and elementwise.is_spread(shifted.operands[1])
-    logits = _uncast(shifted.operands[0] if is_shifted else shifted)
+    logits = elementwise.uncast(shifted.operands[0] if is_shifted else shifted)
     inside = _inside(logits)
     if not any(v is value for v in inside) or not _is_logarithm(value, inside):
         return None
     one_hots = _one_hots([logits, *inside])
-    if not one_hots and not any(t.made_by == "gather" for v in [logits, *inside] for t in v.takers):
+    if not one_hots and not any(t.made_by == "gather" for v in [logits, *inside] for t in v.users):
         return None
     if not all(_is_for_the_loss(v, inside, _OF_LOGITS) for v in inside):
         return None
-    return Loss(logits, [*inside, *one_hots], value.source, None)
+    return _uncapped(Loss(logits, [*inside, *one_hots], value.source, None))
 
 
-def _uncast(value: Value) -> Value:
-    value = origin(value)
-    while value.made_by == "convert_element_type":
-        value = origin(value.operands[0])
-    return value
+def _uncapped(loss: Loss) -> Loss:
+    """Return a loss with the softcap before it: ``cap * tanh(logits / cap)``, or the loss itself.
+
+    The softcap must be for the loss alone.
+    """
+    sliced = [loss.logits] * _is_slice(loss.logits)
+    capped, factors = _factors(sliced[0].operands[0] if sliced else loss.logits)
+    if capped.made_by != "tanh":
+        return loss
+    logits, inverses = _factors(elementwise.uncast(capped.operands[0]))
+    cap, scale = np.prod(factors), np.prod(factors) * np.prod(inverses)
+    region = reached(
+        [logits],
+        lambda v: [t for t in v.users if t.size == v.size and t.made_by in _OF_CAPS | _STEPS],
+    )
+    inside = {id(v) for v in [*loss.inside, *sliced]}
+    chain = [v for key, v in region.items() if v is not logits and key not in inside]
+    names = (STACKED, *_OF_LOGITS, f"jaxnorm.{loss.ours}" if loss.ours else "gather")
+    if len(factors) != 1 or not all(
+        v.made_by in _OF_CAPS
+        and all(
+            id(t) in region or id(t) in inside or t.made_by.startswith(names) or _is_pick(t)
+            for t in v.users
+        )
+        for v in chain
+    ):
+        return loss
+    options = f", with logit_softcap={cap:g}"
+    if abs(scale - 1) > 1e-3:
+        options += f" and logits_scale={scale:g}"
+    inside_ = [*chain, *sliced, *[v for v in loss.inside if v is not logits]]
+    return dataclasses.replace(loss, logits=logits, inside=inside_, options=options)
+
+
+def _factors(value: Value) -> tuple[Value, list[float]]:
+    """Return what is multiplied by numbers, before casts, and these numbers."""
+    value, factors = elementwise.uncast(value), list[float]()
+    while value.made_by in ("mul", "div"):
+        numbers = [elementwise.number(v) for v in value.operands]
+        at = next((i for i, n in enumerate(numbers) if n is not None), None)
+        if at is None or (value.made_by == "div" and at == 0):
+            break
+        factor = numbers[at] or 1.0
+        factors.append(factor if value.made_by == "mul" else 1 / factor)
+        value = elementwise.uncast(value.operands[1 - at])
+    return value, factors
 
 
 def _inside(logits: Value) -> list[Value]:
-    """What is made of each element of the logits, and of numbers of its row."""
+    """Return what is made of each element of the logits, and of numbers of its row."""
 
     def is_step(value: Value) -> bool:
         same = [v for v in value.operands if v.size == logits.size]
@@ -132,106 +193,115 @@ def _inside(logits: Value) -> list[Value]:
         fits = value.made_by in (*_STEPS, *NAMING) and value.size == logits.size
         return fits and len(rows) == 1
 
-    _, *inside = reached([logits], lambda v: filter(is_step, v.takers)).values()
+    _, *inside = reached([logits], lambda v: filter(is_step, v.users)).values()
     return inside
 
 
 def _is_logarithm(exponential: Value, inside: Sequence[Value]) -> bool:
-    """Whether a logarithm is taken of their sum over the last axis, or of their share of it."""
+    """Return True if a logarithm is taken of a sum over the last axis, or of shares of that sum."""
     last = len(exponential.shape) - 1
-    sums = [t for t in elementwise.takers(exponential) if t.made_by == "reduce_sum"]
+    sums = [t for t in elementwise.users(exponential) if t.made_by == "reduce_sum"]
     if not any(
         s.equation is not None and tuple(s.equation.params["axes"]) == (last,) for s in sums
     ):
         return False
-    picked = [t for v in inside for t in v.takers if t.made_by == "gather"]
+    picked = [t for v in inside for t in v.users if t.made_by == "gather"]
     if any(v.made_by == "log" for v in inside) or (picked and all(map(_is_logged, picked))):
         return True
     names = (*elementwise.ELEMENTWISE, *elementwise.COPYING, "broadcast_in_dim")
 
     def made_of_rows(value: Value) -> list[Value]:
         is_of_row = value.size < exponential.size
-        return [t for t in value.takers if is_of_row and t.made_by in names]
+        return [t for t in value.users if is_of_row and t.made_by in names]
 
     return any(v.made_by == "log" for v in reached(sums, made_of_rows).values())
 
 
 def _is_logged(value: Value) -> bool:
-    """Whether the logarithm, and nothing else, takes a probability."""
-    takers = [t for t in value.takers if t.made_by != STACKED]
+    """Return True if the logarithm, and nothing else, uses a probability."""
+    users = [t for t in value.users if t.made_by != STACKED]
     names = (*elementwise.COPYING, *NAMING)
-    of_it = [t.made_by == "log" or (t.made_by in names and _is_logged(t)) for t in takers]
+    of_it = [t.made_by == "log" or (t.made_by in names and _is_logged(t)) for t in users]
     return bool(of_it) and all(of_it)
 
 
 def _one_hots(values: Sequence[Value]) -> list[Value]:
-    """One-hot arrays that rows are multiplied by, in the dtypes that they have on the way."""
+    """Return the one-hot arrays that rows are multiplied by, and those these are casts of."""
     found: dict[int, Value] = {}
     for value in values:
-        for taker in value.takers:
-            if taker.made_by == "mul":
-                for other in map(origin, taker.operands):
+        for user in value.users:
+            if user.made_by == "mul":
+                for other in map(origin, user.operands):
                     if other is not value and _is_one_hot(other):
                         found[id(other)] = other
     return [*found.values()]
 
 
 def _is_one_hot(value: Value) -> bool:
-    """Labels that are compared with the numbers of the classes."""
-    compared = _uncast(value)
+    """Return True for labels that are compared with the numbers of the classes."""
+    compared = elementwise.uncast(value)
     if compared.made_by != "eq":
         return False
     return any(v.made_by == "iota" for v in elementwise.ancestors(compared, compared.size))
 
 
+def _is_pick(user: Value) -> bool:
+    return user.made_by == "mul" and any(map(_is_one_hot, map(origin, user.operands)))
+
+
 def _is_for_the_loss(value: Value, inside: Collection[Value], others: tuple[str, ...]) -> bool:
-    """Whether nothing but the loss takes a value, and `others`, which keep nothing of it."""
+    """Return True if only the loss uses a value, or `others`, whose derivative does not."""
     members = {*map(id, inside)}
-    for taker in value.takers:
-        is_pick = taker.made_by == "mul" and any(map(_is_one_hot, map(origin, taker.operands)))
-        if id(taker) not in members and not is_pick and not taker.made_by.startswith(others):
-            return False
-    return True
+    return all(
+        id(user) in members or _is_pick(user) or user.made_by.startswith(others)
+        for user in value.users
+    )
 
 
-# ------------------------------------------------------------------- of which a product is part
+# --------------------------------------------------------------------- with the linear layer
 
 
-def _of_linear(loss: Loss, by_origin: Mapping[int, Value]) -> tuple[list[Value], int, str] | None:
-    """The loss of the linear layer, where nothing else takes its logits.
+def _of_linear(loss: Loss, program: Program) -> Advice | None:
+    """Return advice to use the loss of the linear layer, if nothing else uses its logits.
 
-    It keeps the gradients of x and weight, in the place of x and weight where these are kept for
-    the product alone; that of log-probabilities keeps x and weight.
+    The cross-entropy saves the gradients of its active operands, and no longer an operand that is
+    saved for the matmul alone. The log-probabilities save the operands.
     """
-    path = _from_product(loss.logits)
+    path = _from_matmul(loss.logits)
     if path is None:
         return None
-    product = path[-1]
+    matmul = path[-1]
     inside = [*path, *loss.inside]
     function = loss.ours or _FUNCTION
-    if loss.ours is None and not all(_is_for_the_loss(v, inside, _REDUCTIONS) for v in inside):
+    others = (f"jaxnorm.{function}", STACKED, *NAMING) if loss.ours else _REDUCTIONS
+    if not all(_is_for_the_loss(v, inside, others) for v in inside):
         return None
-    if loss.ours is not None and not all(_is_for(function, v, inside) for v in inside):
-        return None
-    members = [*_members(loss, by_origin), *[by_origin[id(v)] for v in path if id(v) in by_origin]]
-    keeps_gradients = function == _FUNCTION
-    lacking = sum(
-        v.bytes * product.layers
-        for v in product.operands
-        if not (_goes(v, product, by_origin) if keeps_gradients else _is_kept(v, by_origin))
+    members, instead = program.saved_of([*loss.inside, *path]), 0
+    for operand in matmul.operands:
+        if function != _FUNCTION:
+            instead += 0 if _is_saved(operand, program) else operand.bytes * matmul.layers
+            continue
+        goes = _goes(operand, matmul, program)
+        if operand.is_active and goes is None:
+            instead += operand.bytes * matmul.layers
+        elif goes is not None and not operand.is_active:
+            members.append(goes)
+    sliced = ", and slice the matmul's input" * any(map(_is_slice, inside))
+    what = "loss" if function == _FUNCTION else "call"
+    saved = "only gradients are saved" if function == _FUNCTION else "only its operands are saved"
+    how = (
+        f"replace the {what} {{at}} and the matmul before it with jaxnorm.{_LINEAR[function]}"
+        f"{loss.options}{sliced}: {saved}, and no logits"
     )
-    how = f"in place of the {'loss' if keeps_gradients else 'call'} of {loss.source} and of"
-    what = "their gradients" if keeps_gradients else "that one's operands"
-    sentence = f"{_LINEAR[function]}: {how} the product before it, it keeps {what}, and no logits"
-    return members, lacking, sentence
+    return Advice(_LINEAR[function], loss.source, how, members, instead, matmul.layers)
 
 
-def _from_product(logits: Value) -> list[Value] | None:
-    """The logits, and what they are made of, to the product of rows with a weight."""
+def _from_matmul(logits: Value) -> list[Value] | None:
+    """Return the logits, and what they are made of, to the matmul of rows with a weight."""
     path, value = [], logits
-    while value.made_by != "dot_general":
+    while value.made_by != "dot_general" and value.operands:
         path.append(value)
-        if value.made_by in elementwise.COPYING or value.made_by in NAMING:
+        if _is_slice(value) or value.made_by in elementwise.COPYING or value.made_by in NAMING:
             value = origin(value.operands[0])
         elif value.made_by == "add":
             rest = [v for v in value.operands if not elementwise.is_spread(v)]
@@ -246,27 +316,27 @@ def _from_product(logits: Value) -> list[Value] | None:
     return [*path, value]
 
 
-def _is_for(function: str, value: Value, inside: Collection[Value]) -> bool:
-    members = {*map(id, inside)}
-    names = (f"jaxnorm.{function}", STACKED, *NAMING)
-    return all(id(t) in members or t.made_by.startswith(names) for t in value.takers)
+def _is_slice(value: Value) -> bool:
+    """Return True for a slice of rows: of all positions but the last, say."""
+    return value.made_by == "slice" and value.shape[-1:] == value.operands[0].shape[-1:]
 
 
-def _is_kept(operand: Value, by_origin: Mapping[int, Value]) -> bool:
-    """Whether an operand is there for the backward, or what it is a copy of."""
+def _is_saved(operand: Value, program: Program) -> bool:
+    """Return True if an operand, or what it is a copy of, is there for the backward pass."""
     value = origin(operand)
-    while id(value) not in by_origin and value.made_by in elementwise.COPYING:
+    while id(value) not in program.by_origin and value.made_by in elementwise.COPYING:
         value = origin(value.operands[0])
-    return id(value) in by_origin or value.made_by in elementwise.GIVEN
+    return id(value) in program.by_origin or value.made_by in elementwise.GIVEN
 
 
-def _goes(operand: Value, product: Value, by_origin: Mapping[int, Value]) -> bool:
-    """Whether an operand is kept, and no longer without its product."""
-    value, taker = origin(operand), product
+def _goes(operand: Value, matmul: Value, program: Program) -> Value | None:
+    """Return the saved array of an operand, if it is no longer saved without its matmul."""
+    value, user = origin(operand), matmul
     while True:
-        others = [t for t in value.takers if t is not taker and t.made_by != STACKED]
-        if id(value) in by_origin:
-            return not others and not value.made_by.startswith("jaxnorm.")
+        others = [t for t in value.users if t is not user and t.made_by != STACKED]
+        if id(value) in program.by_origin:
+            is_for_it = not others and not value.made_by.startswith("jaxnorm.")
+            return program.by_origin[id(value)] if is_for_it else None
         if value.made_by not in elementwise.COPYING or others:
-            return False
-        value, taker = origin(value.operands[0]), value
+            return None
+        value, user = origin(value.operands[0]), value

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 import jaxnorm
 from jaxnorm.calls import backends
-from jaxnorm.operations.linear_loss_call import OF_LOGITS
 from jaxnorm.tools.plan import functions, implementation_for
 from jaxnorm.tools.text import table
 from jaxnorm_kernels import devices, timings
@@ -21,6 +20,8 @@ from jaxnorm_kernels.operations import FUNCTIONS, OPERANDS, OPERATIONS
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "equinox", "jax-triton", "triton")
 # Of a layer of a transformer, and of its heads, which a rotation takes.
 _SHAPE, _HEADS, _DTYPE = (8192, 4096), (4, 2048, 32, 128), "bfloat16"
+# Functions outside the table of operations that have a scale.
+_WITH_SCALE = ("rms_norm_linear",)
 
 
 def report() -> str:
@@ -100,12 +101,22 @@ def _implementations() -> Iterator[tuple[str, str]]:
         yield name, f"can run on {here}" if absence is None else f"not on {here}: {absence}"
 
 
+# Public functions that run on the host, and what they do there.
+_TOOLS = {
+    "check_params": "judges a model's parameters on the host",
+    "implementation_for": "traces a call on the host, and runs nothing",
+    "memory_report": "traces a derivative on the host, and runs nothing",
+    "save_policy": "a policy of jax.checkpoint: which residuals it saves",
+}
+
+
 def _choices() -> Iterator[tuple[str, str, str]]:
     """Of each function: forward and backward, each with the reasons; one line where they agree."""
     for function in functions():
-        # A norm with its product, which is none of the table, takes a norm's.
-        op = FUNCTIONS[function].op if function in FUNCTIONS else "norm"
-        kinds = {name: OPERANDS[name] for name in OPERATIONS[op].operands}
+        # Functions that are not in the table take no scale that has to be given.
+        op = FUNCTIONS[function].op if function in FUNCTIONS else None
+        operands = OPERATIONS[op].operands if op else ("scale",) * (function in _WITH_SCALE)
+        kinds = {name: OPERANDS[name] for name in operands}
         shape = _HEADS if "table" in kinds.values() else _SHAPE
         parameter = jax.ShapeDtypeStruct(shape[-1:], jnp.float32)
         names = [name for name, kind in kinds.items() if kind == "scale"]
@@ -116,8 +127,8 @@ def _choices() -> Iterator[tuple[str, str, str]]:
             continue
         yield function, "forward", str(plan.forward)
         yield "", "backward", str(plan.backward)
-    for linear, of_logits in OF_LOGITS.items():
-        yield linear, "", f"as {of_logits}, for each chunk of rows"
+    for tool, what in _TOOLS.items():
+        yield tool, "", what
 
 
 def _advice() -> str | None:

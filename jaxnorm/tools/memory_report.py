@@ -1,31 +1,46 @@
-"""memory_report: what a derivative keeps from forward to backward, and what would keep less."""
+"""memory_report: what a derivative saves between forward and backward, and what would save less."""
 
+import collections
+import contextlib
 import dataclasses
+import html
+import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxnorm.operations import checks
 from jaxnorm.tools import kept_arrays, memory_advice
-from jaxnorm.tools.kept_arrays import Value
+from jaxnorm.tools.advice import Advice
 from jaxnorm.tools.text import table
+
+# Limits of what is printed: columns, rows, and the share of the total below which rows are summed.
+_WIDTH, _ROWS, _SHARE = 100, 24, 0.005
+# What equal arrays have in common, in the order of the fields of `KeptArray`.
+type _Key = tuple[tuple[int, ...], np.dtype, str, str, int, str | None]
+_HEADER = ("MiB", "array", "count", "made by", "source", "advice")
+# Limits of the columns but for the source, which has what is left.
+_LIMITS = {"array": 28, "made by": 16, "advice": 20}
 
 
 @dataclasses.dataclass(frozen=True)
 class KeptArray:
-    """An array that goes from forward to backward.
+    """Equal arrays that go from forward to backward.
 
     Attributes:
-      bytes: its size, of all layers of a scan.
-      shape, dtype: with the axes that scans stack.
+      bytes: the size of all of them, of all layers.
+      shape, dtype: of one array, with the axes that scans stack; on a mesh, of one device's part.
       source: ``"file.py:12 (function)"``, the line that makes it; of a function of a library, the
         line that calls it.
       made_by: the operation that makes it, by JAX's name.
       layers: how often scans stack it; 1 outside of them.
-      advice: what would not keep it; None where nothing is known.
-      saves: by how many bytes the total falls for this array where the advice is followed.
+      advice: what would not save it; None where nothing is known.
+      saves: by how many bytes the total falls for these arrays where the advice is followed.
+      count: how many arrays there are, times their layers.
     """
 
     bytes: int
@@ -36,22 +51,32 @@ class KeptArray:
     layers: int
     advice: str | None
     saves: int
+    count: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """What a derivative keeps, largest first; prints as a table.
+    """The arrays that a derivative saves, largest first; prints as a table and a summary of advice.
 
     Attributes:
       total: bytes of all rows.
-      rows: arrays, each with ``bytes``, ``shape`` and ``dtype`` (with the axes that scans stack),
-        ``source`` (``"file.py:12 (function)"``, the user's line), ``made_by`` (JAX's operation),
-        ``layers`` (how often scans stack it), ``advice`` (what would not keep it, or None) and
-        ``saves`` (by how many bytes the total falls where that is followed).
+      rows: groups of equal arrays, each with ``bytes`` (of the group), ``shape`` and ``dtype`` (of
+        one array, with the axes that scans stack), ``source`` (``"file.py:12 (function)"``, the
+        user's line), ``made_by`` (JAX's operation), ``layers`` (how often scans stack it),
+        ``advice`` (what would not save it, or None), ``saves`` (by how many bytes the total falls
+        where that is followed) and ``count`` (the arrays of the group, times their layers).
     """
 
     total: int
     rows: tuple[KeptArray, ...]
+    _advice: Mapping[str, Advice] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    @property
+    def saves(self) -> int:
+        """The bytes by which the total falls if all advice is followed."""
+        return sum(row.saves for row in self.rows)
 
     def __iter__(self) -> Iterator[KeptArray]:
         return iter(self.rows)
@@ -59,40 +84,115 @@ class MemoryReport:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __str__(self) -> str:
-        header = ("MiB", "array", "layers", "made by", "source", "saves", "advice")
-        lines = [header] + [
-            (
-                _mib(row.bytes),
-                f"{row.dtype.name}[{','.join(map(str, row.shape))}]",
-                str(row.layers),
-                row.made_by,
-                row.source,
-                _mib(row.saves) if row.advice else "",
-                row.advice or "",
-            )
-            for row in self.rows
+    def table(self, max_rows: int | None = None) -> str:
+        """Return the rows as text, at most 100 columns wide.
+
+        Args:
+          max_rows: how many rows are shown, the largest; None for all. A last line says how many
+            rows, and how many MiB, are not shown.
+
+        Raises:
+          TypeError, ValueError: ``max_rows`` is not an integer of at least 1.
+        """
+        if max_rows is not None:
+            max_rows = checks.integer("MemoryReport.table", "max_rows", max_rows, "rows")
+        shown = self.rows[:max_rows]
+        lines = [_HEADER, *map(self._cells, shown)]
+        lines = [
+            tuple(_short(cell, _LIMITS.get(name, _WIDTH)) for name, cell in zip(_HEADER, line))
+            for line in lines
         ]
+        at, widths = _HEADER.index("source"), [max(map(len, column)) for column in zip(*lines)]
+        width = _WIDTH - sum(widths) + widths[at] - 2 * (len(_HEADER) - 1)
+        lines = [(*line[:at], _short_source(line[at], width), *line[at + 1 :]) for line in lines]
+        text = table(lines, left=(1, 3, 4, 5))
+        rest = self.rows[len(shown) :]
+        if rest:
+            rows = "1 row is" if len(rest) == 1 else f"{len(rest)} rows are"
+            text += f"\n{rows} not shown: {_mib(sum(row.bytes for row in rest))} MiB"
+        return text
+
+    def _cells(self, row: KeptArray) -> tuple[str, ...]:
+        advice = self._advice.get(row.advice or "")
+        function = advice.function if advice else (row.advice or "").partition(":")[0]
+        array = f"{row.dtype.name}[{','.join(map(str, row.shape))}]"
+        return _mib(row.bytes), array, str(row.count), row.made_by, row.source, function
+
+    def __str__(self) -> str:
+        large = sum(row.bytes >= _SHARE * self.total for row in self.rows)
+        rows = [self.table(min(large, _ROWS))] if self.rows else []
+        return "\n\n".join([*rows, self._after_rows()])
+
+    def _after_rows(self) -> str:
+        """Return the summary of each function's advice, the largest saving first, and totals."""
+        saves: dict[str, int] = {}
+        pieces: dict[str, list[Advice]] = {}
+        for sentence, advice in self._advice.items():
+            own = sum(row.saves for row in self.rows if row.advice == sentence)
+            saves[advice.function] = saves.get(advice.function, 0) + own
+            pieces.setdefault(advice.function, []).append(advice)
+        lines = []
+        for function in sorted(saves, key=lambda function: -saves[function]):
+            places: collections.Counter[str] = collections.Counter()
+            for one in pieces[function]:
+                places[one.place] += one.runs
+            where = "; ".join(f"{p}, {n} time{'s' * (n > 1)}" for p, n in places.items())
+            line = f"{function} saves {_mib(saves[function])} of {_mib(self.total)} MiB: {where}"
+            lines += _wrapped(line, "", "  ")
+            at = f"at {pieces[function][0].place}" if len(places) == 1 else "there"
+            for template in dict.fromkeys(one.template for one in pieces[function]):
+                lines += _wrapped(template.format(at=at), "  ", "  ")
         total = (
-            f"{_mib(self.total)} MiB go from forward to backward, arguments left out: what JAX "
-            "hands over, of which XLA may keep less"
+            f"{_mib(self.total)} MiB are saved for the backward pass, without arguments. Inside "
+            "lax.scan, XLA saves exactly these arrays; in unrolled code XLA may keep less."
         )
-        return "\n".join([table(lines, left=(1, 3, 4, 6)), total])
+        if self.saves:
+            total += f" All advice together saves {_mib(self.saves)} MiB."
+        return "\n".join([*lines, *[""] * bool(lines), *_wrapped(total, "", "")])
+
+    def _repr_html_(self) -> str:
+        """Return the report for notebooks: the largest rows as a table, and the summary."""
+        lines = [_HEADER, *map(self._cells, self.rows[:_ROWS])]
+        rows = ["".join(f"<td>{html.escape(cell)}</td>" for cell in line) for line in lines]
+        table = "".join(f"<tr>{cells}</tr>" for cells in rows)
+        return f"<table>{table}</table><pre>{html.escape(self._after_rows())}</pre>"
+
+
+def _wrapped(text: str, first: str, others: str) -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False
+    )
 
 
 def _mib(size: int) -> str:
-    return f"{size / 2**20:.3g}"
+    """Return MiB with three significant digits, and no exponent."""
+    mib = size / 2**20
+    return f"{mib:.3g}" if mib < 1000 else f"{mib:.0f}"
+
+
+def _short(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def _short_source(source: str, width: int) -> str:
+    """Return a line of code without the name of the function, or of the file, where it is long."""
+    place = source.partition(" ")[0]
+    if len(source) <= width or len(place) <= width:
+        return source if len(source) <= width else place
+    return f"…{place[len(place) - width + 1 :]}"
 
 
 def memory_report(
     f: Callable[..., Any], *args: Any, argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> MemoryReport:
-    """What the derivative of a function keeps from forward to backward, and what would keep less.
+    """Report what the derivative of a function saves for its backward pass, and what saves less.
 
     The function is traced, and not run: arguments may be shapes, and a large model takes seconds.
-    Inside scan, `jax.checkpoint`, `jax.jit` and custom rules, too. Arguments and constants are not
-    counted: they are there anyway. It counts what JAX hands over; XLA, which sees the whole program
-    where layers are not in a loop, may keep less.
+    The report covers scan, `jax.checkpoint`, `jax.jit` and custom rules. Arguments and constants
+    are not counted: they are there anyway. It counts the residuals of JAX; XLA, which sees the
+    whole program where layers are not in a loop, may save less. On meshes, and inside
+    ``jax.shard_map``, it counts the bytes of one device. (If arguments are sharded over Auto axes,
+    XLA compiles the forward pass to say how it shards the residuals.)
 
     Args:
       f: function of which ``jax.grad`` or ``jax.vjp`` takes the derivative.
@@ -102,13 +202,15 @@ def memory_report(
       has_aux: whether f returns a pair, of which only the first is differentiated.
 
     Returns:
-      A :class:`MemoryReport`: ``total`` in bytes, ``rows``, and a table as its ``str``. Advice is
-      given of an activation before a linear layer, of norms, softmaxes and cross-entropies, and, in
-      a scan, of a reshape or a cast of what is kept as well.
+      A :class:`MemoryReport`: ``total`` and ``saves`` in bytes, ``rows``, and text as its ``str``.
+      Advice covers linear layers after an activation, norms, softmaxes, masks, cross-entropies and
+      gated sums, and, in a scan, arrays that are saved twice.
 
     Raises:
       TypeError: f is no function, or ``argnums`` no integer, and no sequence of them.
       ValueError: ``argnums`` names an argument that is not there.
+
+    A function that JAX cannot differentiate raises what ``jax.grad`` raises.
 
     Example:
       >>> import jax
@@ -136,7 +238,7 @@ def memory_report(
     moving = [i for i, a in arrays.items() if arguments[i] in places and _is_inexact(a)]
 
     def residuals(arrays: dict[int, Any]) -> tuple[list[Any], list[Any]]:
-        """What goes from forward to backward, and what f returns."""
+        """Return the residuals, and what f returns."""
 
         def of_moving(moving: dict[int, Any]) -> Any:
             return f(*jax.tree.unflatten(tree, (leaves | arrays | moving).values()))
@@ -144,46 +246,84 @@ def memory_report(
         primals = {i: arrays[i] for i in moving}
         results = jax.vjp(of_moving, primals, has_aux=has_aux)  # type: ignore[call-overload]
         y, backward, *aux = results
+        # Some functions have no transpose: a while loop of unknown length, for one.
+        jax.eval_shape(backward, jax.tree.map(_cotangent, y))
         returned = [a for a in jax.tree.leaves((y, aux)) if _is_array(a)]
         return jax.tree.leaves(backward), returned
 
-    traced, (from_forward, _) = jax.make_jaxpr(residuals, return_shape=True)(arrays)
-    kept = kept_arrays.of(traced, len(from_forward))
-    advice = memory_advice.advice(kept)
-    rows = [_row(value, advice.get(id(value))) for value in kept]
+    traced, (saved, _) = jax.make_jaxpr(residuals, return_shape=True)(arrays)
+    graph = kept_arrays.Graph(traced, len(saved), [i in moving for i in sorted(arrays)])
+    parts = _parts(residuals, arrays, graph)
+    pieces = memory_advice.advice(graph)
+    told: dict[str, Advice] = {}
+    groups: dict[_Key, list[int]] = {}  # bytes, saves and count of equal arrays
+    for value in graph.saved:
+        advice, saves = pieces.get(id(value), (None, 0))
+        made, shape = kept_arrays.origin(value), parts.get(id(value), value.local)
+        size = math.prod(shape) * value.dtype.itemsize
+        sentence = None if advice is None else advice.sentence
+        key = shape, value.dtype, made.source or "?", made.made_by, made.layers, sentence
+        added = size, saves * size // value.bytes, made.layers
+        groups[key] = [sum(pair) for pair in zip(groups.get(key, (0, 0, 0)), added)]
+    for one in {id(advice): advice for advice, _ in pieces.values()}.values():
+        runs = one.runs + (told[one.sentence].runs if one.sentence in told else 0)
+        told[one.sentence] = one._replace(runs=runs)
+    rows = [KeptArray(size, *key, saves, count) for key, (size, saves, count) in groups.items()]
     rows.sort(key=lambda row: -row.bytes)
-    return MemoryReport(sum(row.bytes for row in rows), tuple(rows))
+    return MemoryReport(sum(row.bytes for row in rows), tuple(rows), told)
 
 
-def _row(value: Value, advice: tuple[str, int] | None) -> KeptArray:
-    sentence, saves = advice or (None, 0)
-    made = kept_arrays.origin(value)
-    return KeptArray(
-        bytes=value.bytes,
-        shape=value.shape,
-        dtype=value.dtype,
-        source=made.source or "?",
-        made_by=made.made_by,
-        layers=made.layers,
-        advice=sentence,
-        saves=saves,
-    )
+def _cotangent(y: Any) -> Any:
+    """Return a cotangent of a result: zeros, and for integers zeros of float0."""
+    if jax.numpy.issubdtype(y.dtype, jax.numpy.inexact):
+        return jax.numpy.zeros_like(y)
+    return np.zeros(y.shape, jax.dtypes.float0)
+
+
+def _parts(
+    residuals: Callable[..., Any], arrays: Mapping[int, Any], graph: kept_arrays.Graph
+) -> dict[int, tuple[int, ...]]:
+    """Return the shape of each saved array on one device, if XLA chooses the shardings.
+
+    It does so if arguments, or arrays inside, are sharded over Auto axes of a mesh.
+    """
+    shardings = [getattr(a, "sharding", None) for a in arrays.values()]
+    constraints = [v for v in graph.values if v.made_by == "sharding_constraint"]
+    inside = [v.equation.params.get("sharding") for v in constraints]
+    if not any(map(_is_auto, [*shardings, *inside])):
+        return {}
+    parts: dict[int, tuple[int, ...]] = {}
+    with contextlib.suppress(ValueError, RuntimeError):  # devices that are not here
+        compiled = jax.jit(lambda arrays: residuals(arrays)[0]).lower(arrays).compile()
+        for value, sharding in zip(graph.outputs, jax.tree.leaves(compiled.output_shardings)):
+            if value.local == value.shape:
+                parts[id(value)] = tuple(sharding.shard_shape(value.shape))
+    return parts
+
+
+def _is_auto(sharding: Any) -> bool:
+    """Return True if a sharding splits an array over Auto axes of devices that are there."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return False
+    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types))
+    used = [axis for axes in sharding.spec if axes for axis in np.atleast_1d(axes)]
+    is_auto = any(kinds[str(axis)] == jax.sharding.AxisType.Auto for axis in used)
+    return is_auto and isinstance(sharding.mesh, jax.sharding.Mesh) and sharding.mesh.size > 1
 
 
 def _places(argnums: int | Sequence[int], count: int) -> set[int]:
-    function = "memory_report"
     given = argnums if isinstance(argnums, Sequence) else [argnums]
     try:
         places = [operator.index(i) for i in given]
     except TypeError as error:
         raise TypeError(
-            f"{function}: argnums={argnums!r}; expected an integer or a sequence of integers"
+            f"memory_report: argnums={argnums!r}; expected an integer or a sequence of integers"
         ) from error
     for i in places:
         if not -count <= i < count:
             expected = f"integers from {-count} to {count - 1}" if count else "arguments after f"
             raise ValueError(
-                f"{function}: argnums={argnums!r} of {count} arguments; expected {expected}"
+                f"memory_report: argnums={argnums!r} of {count} arguments; expected {expected}"
             )
     return {i % count for i in places}
 

@@ -1,47 +1,111 @@
-"""What would not keep what norms make of their input: jaxnorm's, with an activation where one is.
+"""Advice on norms: jaxnorm's save one array, with an activation or a gated sum if there is one.
 
-A norm is known by x times the reciprocal root of a mean of squares, or as jaxnorm's, whose results
-an activation is of.
+A norm is x times the reciprocal root of a mean of squares, whatever class or function computes it.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jaxnorm.tools import elementwise, rotation_advice
+from jaxnorm.tools.advice import Advice, Program
 from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin
 
-# What takes an array, and keeps nothing of it.
+# Primitives whose derivative does not use their operand.
 _LINEAR = {"add", "add_any", "sub", "neg", STACKED, "scan", *elementwise.COPYING, *NAMING}
 
-# Activations that a norm can have: what they alone have of all that is nonlinear, what else is
-# there, and what makes their results.
+# Activations that a norm can have: the one nonlinear primitive of each, another primitive of it,
+# and the primitive of its result.
 _ACTIVATIONS = {
     "silu": ("logistic", "mul", "mul"),
     "gelu": ("tanh", "integer_pow", "mul"),
     "relu": ("max", "gt", "max"),
 }
 
-# What a norm is not made of, nor an activation.
+# Primitives that are in neither norms nor activations.
 _WAVES = {"cos", "cosh", "sin", "sinh", "tan"}
 
-# Arrays, the bytes that are kept in their place, a sentence.
-type Advice = tuple[list[Value], int, str]
+_WITH_GATE = (
+    "replace the norm {at} and the gated sum before it with jaxnorm.add_NAME, with gate=: only the "
+    "branch and the norm's result are saved"
+)
 
 
-def norms(
-    kept: Sequence[Value], by_origin: Mapping[int, Value], told: Container[int]
-) -> Iterator[Advice]:
-    """Of each norm what jaxnorm's would not keep, less what has advice already, which is `told`."""
-    for root, region in _regions(kept):
-        is_norm = any(map(_is_by_a_root, region))
-        advice = (_of_norm if is_norm else _after_norm)(root, region, by_origin, told)
+def norms(program: Program) -> Iterator[Advice]:
+    """Recognise a norm, with an activation or a rotation of its result or without.
+
+    ::
+
+        y = x * rsqrt(mean(x ** 2) + epsilon) * scale               jaxnorm.rms_norm: saves y
+        y = (x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias   jaxnorm.layer_norm: saves y
+        y = silu(norm(x))                                           activation="silu": saves x
+        y = norm(residual + gate * branch)                          jaxnorm.add_..., gate=gate
+        y = concatenate([a * cos - b * sin, b * cos + a * sin])     jaxnorm.rms_norm_rope: saves y
+            where a, b = split(norm(x), 2)
+
+    In GroupNorm, x is reshaped for its sums.
+    """
+    for root, region in _regions(program):
+        advice = _of_norm(root, region, program) if any(map(_is_by_a_root, region)) else None
         if advice is not None:
             yield advice
 
 
-def _regions(kept: Sequence[Value]) -> Iterator[tuple[Value, list[Value]]]:
-    """What may be normalised, and the arrays of its size that are made of it, in their order."""
+def gated_sums(program: Program) -> Iterator[Advice]:
+    """Recognise one of jaxnorm's norms after a sum whose gate multiplies a cast of the branch.
+
+    ::
+
+        h = residual + gate * branch.astype(float32)    adaLN-zero's gate, or LayerScale's vector
+        y = jaxnorm.layer_norm(h, scale, bias)          jaxnorm.add_layer_norm, gate=gate
+
+    That one saves the branch as it is. (A norm of plain code after a gated sum: `norms`.)
+    """
+    for norm in program.values:
+        name = norm.made_by.removeprefix("jaxnorm.")
+        if norm.made_by in ("jaxnorm.layer_norm", "jaxnorm.rms_norm"):
+            branch = _gated_branch(elementwise.uncast(norm.operands[0]))
+            cast = [] if branch is None else program.saved_of([origin(branch)])
+            if branch is not None and cast and branch.made_by == "convert_element_type":
+                instead = program.extra_bytes(elementwise.uncast(branch))
+                how = _WITH_GATE.replace("NAME", name)
+                yield Advice(f"add_{name}", norm.source, how, cast, instead, norm.layers)
+
+
+def _gated_branch(h: Value) -> Value | None:
+    """Return the branch of ``residual + gate * branch``, whose gate is of rows or of columns."""
+    for operand in h.operands if h.made_by == "add" else ():
+        product = elementwise.uncast(operand)
+        if product.made_by == "mul" and product.size == h.size:
+            whole = [v for v in product.operands if v.size == h.size]
+            branches = [v for v in whole if not elementwise.is_spread(v)]
+            is_number = any(v.size == 1 for v in product.operands)
+            if (
+                len(branches) == 1
+                and not is_number
+                and not _is_by_a_root(elementwise.uncast(branches[0]))
+            ):
+                return branches[0]
+    return None
+
+
+def activations(program: Program) -> Iterator[Advice]:
+    """Recognise an activation of what one of jaxnorm's norms returns.
+
+    ::
+
+        y = silu(jaxnorm.layer_norm(x, scale, bias))    activation="silu": saves x, not the norm
+
+    The norm's result may be reshaped before the activation, as that of groups is.
+    """
+    for root, region in _regions(program):
+        advice = _after_norm(root, region, program) if not any(map(_is_by_a_root, region)) else None
+        if advice is not None:
+            yield advice
+
+
+def _regions(program: Program) -> Iterator[tuple[Value, list[Value]]]:
+    """Yield what may be normalised, and the arrays of its size that are made of it, in order."""
     done: set[int] = set()
-    for value in kept:
+    for value in program.saved:
         root = _root(value)
         if id(root) in done:
             continue
@@ -50,11 +114,11 @@ def _regions(kept: Sequence[Value]) -> Iterator[tuple[Value, list[Value]]]:
 
 
 def _root(value: Value) -> Value:
-    """Of what one array of its size a value is made, element by element."""
+    """Return the one array of its size that a value is made of, element by element."""
     while True:
         value = origin(value)
         same = [v for v in value.operands if v.size == value.size and not elementwise.is_spread(v)]
-        # A product that is cast to more bits may be so more than once.
+        # A matmul that is cast to more bits may be cast more than once.
         is_widened = value.made_by == "convert_element_type" and _narrowest(value) is not value
         if (
             value.made_by not in elementwise.ELEMENTWISE
@@ -70,7 +134,7 @@ def _nonlinear(region: Iterable[Value]) -> set[str]:
 
 
 def _activation(region: Sequence[Value], results: Sequence[Value]) -> str | None:
-    """Which a norm could have, if that is all that is made of its result."""
+    """Return an activation that a norm can have, if nothing else is made of the norm's result."""
     names, ends = {v.made_by for v in region}, [*map(_narrowest, results)]
     made_by = {v.made_by for v in ends}
     if made_by == {"mul"} and any(
@@ -86,9 +150,9 @@ def _activation(region: Sequence[Value], results: Sequence[Value]) -> str | None
 
 
 def _in_a_row(region: Iterable[Value]) -> bool:
-    """Whether an activation is of an activation's result."""
+    """Return True if an activation is applied to an activation's result."""
     after: set[int] = set()
-    for value in region:  # in their order
+    for value in region:  # in the order in which they are made
         is_nonlinear = value.made_by in elementwise.NONLINEAR
         is_after = any(id(v) in after for v in value.operands)
         if is_nonlinear and is_after:
@@ -99,31 +163,28 @@ def _in_a_row(region: Iterable[Value]) -> bool:
 
 
 def _region(root: Value) -> list[Value]:
-    """What is made of `root`, element by element, and of numbers for each row or column.
-
-    In GroupNorm x is reshaped for its sums alone.
-    """
+    """Return what is made of `root`, element by element, with numbers of rows or columns."""
     region = {id(root): root}
     stack = [root]
     while stack:
-        for taker in stack.pop().takers:
+        for user in stack.pop().users:
             same = [
-                v for v in taker.operands if v.size == root.size and not elementwise.is_spread(v)
+                v for v in user.operands if v.size == root.size and not elementwise.is_spread(v)
             ]
-            of_norm = taker.made_by in elementwise.ELEMENTWISE - _WAVES
-            fits = (of_norm and taker.size == root.size) or _is_for_sums(taker)
-            if fits and id(taker) not in region and all(id(v) in region for v in same):
-                region[id(taker)] = taker
-                stack.append(taker)
+            of_norm = user.made_by in elementwise.ELEMENTWISE - _WAVES
+            fits = (of_norm and user.size == root.size) or _is_for_sums(user)
+            if fits and id(user) not in region and all(id(v) in region for v in same):
+                region[id(user)] = user
+                stack.append(user)
     return [v for v in region.values() if v is not root]
 
 
 def _leaving(root: Value, region: Sequence[Value]) -> list[Value]:
-    """What of a region is taken by anything else."""
+    """Return the values of a region that have users outside of it."""
     inside = {id(root), *map(id, region)}
 
     def leaves(value: Value) -> bool:
-        rest = [t for t in value.takers if id(t) not in inside]
+        rest = [t for t in value.users if id(t) not in inside]
         return any(t.made_by not in (STACKED, "reduce_sum", "scan") for t in rest)
 
     return [v for v in region if leaves(v)]
@@ -133,12 +194,12 @@ def _is_for_sums(reshaped: Value) -> bool:
     if reshaped.made_by != "reshape":
         return False
     inside = [reshaped, *_region(reshaped)]
-    takers = [t for v in inside for t in v.takers if t not in inside]
-    return bool(takers) and all(t.made_by in ("reduce_sum", STACKED) for t in takers)
+    users = [t for v in inside for t in v.users if t not in inside]
+    return bool(users) and all(t.made_by in ("reduce_sum", STACKED) for t in users)
 
 
 def _is_by_a_root(value: Value) -> bool:
-    """Whether it is something times the reciprocal root of a sum over its row."""
+    """Return True for something times the reciprocal root of a sum over its row."""
     for operand in value.operands:
         operand = origin(operand)
         if operand.size == value.size and not elementwise.is_spread(operand):
@@ -150,61 +211,68 @@ def _is_by_a_root(value: Value) -> bool:
     return False
 
 
-def _of_norm(
-    root: Value, region: Sequence[Value], by_origin: Mapping[int, Value], told: Container[int]
-) -> Advice | None:
+def _of_norm(root: Value, region: Sequence[Value], program: Program) -> Advice | None:
     inside = {id(root), *map(id, region)}
-    # A cast of x may leave it, too, and is no result: it is kept, or not, for what takes it.
+    # A cast of x that leaves the region is not a result: it is saved, or not, for its user.
     normalised: set[int] = set()
-    for value in region:  # in their order
+    for value in region:  # in the order in which they are made
         if _is_by_a_root(value) or any(id(v) in normalised for v in value.operands):
             normalised.add(id(value))
     out = _leaving(root, region)
     results = [v for v in out if id(v) in normalised]
     activation = _activation(region, results)
-    if activation is None and _nonlinear(region):
+    if not results or (activation is None and _nonlinear(region)):
         return None
-    is_free = all(id(t) in inside or t.made_by in _LINEAR for t in root.takers)
+    is_free = all(id(t) in inside or t.made_by in _LINEAR for t in root.users)
     again = _cast_again(results)
-    members = [by_origin[id(v)] for v in region if id(v) in by_origin and v not in out]
-    members += [by_origin[id(v)] for v in again if id(v) in by_origin]
-    # Factors of x's size, of rows times columns.
-    factors = {id(origin(a)): a for v in region for a in v.operands if id(a) not in inside}
-    members += [by_origin[k] for k, a in factors.items() if k in by_origin and a.size == root.size]
-    if activation is not None:
-        members += _zeros_of(activation, results[0], by_origin, told)
-    elif is_free and id(root) in by_origin and root.made_by not in elementwise.GIVEN:
-        members.append(by_origin[id(root)])
+    # Factors of x's size: numbers of rows times numbers of columns.
+    factors = {id(origin(a)): origin(a) for v in region for a in v.operands if id(a) not in inside}
+    freed = [*[v for v in region if v not in out], *again]
+    freed += [a for a in factors.values() if a.size == root.size]
+    if activation is None and is_free and root.made_by not in elementwise.GIVEN:
+        freed.append(root)
+    members = program.saved_of(freed)
+    if activation == "relu":
+        members += program.zeros_like(results[0])[:1]  # of one layer
     results = [*{id(v): v for v in map(_narrowest, results) if v not in again}.values()]
-    # It keeps what it takes or returns as it is, beside what comes of its reshape.
-    is_grouped = any(v.made_by == "reshape" for v in region)
+    # What the function takes and returns is saved as it is. A grouped norm also saves a reshape.
     its = results if activation is None else [root]
-    lacking = sum(_bytes_beside(v, {} if is_grouped else by_origin) for v in its)
+    if any(v.made_by == "reshape" for v in region):
+        instead = sum(v.bytes * v.layers for v in its)
+    else:
+        instead = sum(map(program.extra_bytes, its))
     if activation is not None:
-        lacking += sum(_bytes_beside(v, by_origin) for v in results)
+        instead += sum(map(program.extra_bytes, results))
+    name = "layer_norm" if _subtracts_mean(root, region, inside) else "rms_norm"
+    line = next((v.source for v in region if v.source), root.source)
+    dtypes = {v.dtype for v in results}
+    cast = ""
+    if len(dtypes) == 1 and dtypes != {_narrowest(root).dtype}:
+        cast = f", with dtype={dtypes.pop().name}"
+    first = next(v for v in region if id(v) in normalised)
+    if name == "rms_norm" and rotation_advice.is_saved_rotated(first, program):
+        return rotation_advice.of_norm(line, members, root.layers)
+    how = f"replace the norm {{at}} with jaxnorm.{name}{cast}: only its result is saved"
+    branch = _gated_branch(root) if activation is None else None
+    if branch is not None:
+        how = _WITH_GATE.replace("NAME", name)
+        name = f"add_{name}"
+        if branch.made_by == "convert_element_type":
+            cast_branch = program.saved_of([branch])
+            members += cast_branch
+            instead += program.extra_bytes(elementwise.uncast(branch)) if cast_branch else 0
+    if activation is not None:
+        name, how = _with_activation(name, activation, cast)
+    return Advice(name, line, how, members, instead, root.layers)
+
+
+def _subtracts_mean(root: Value, region: Sequence[Value], inside: set[int]) -> bool:
     centred = [v for v in region if v.made_by == "sub"]
     subtracted = [a for v in centred for a in v.operands if id(a) not in inside]
-    has_mean = any(elementwise.is_reduced(a, root.size) for a in subtracted)
-    name = "layer_norm" if has_mean else "rms_norm"
-    members = [v for v in members if id(v) not in told]
-    line = next((v.source for v in region if v.source), root.source)
-    sentence = f"{name}: in place of the norm of {line}, it keeps its result"
-    if activation is not None:
-        sentence = _with_activation(name, activation, line)
-    dtypes = {v.dtype for v in results}
-    if len(dtypes) == 1 and dtypes != {_narrowest(root).dtype}:
-        sentence += f", with dtype={dtypes.pop().name}"
-    first = next(v for v in region if id(v) in normalised)
-    if name == "rms_norm" and rotation_advice.is_kept_rotated(first, by_origin):
-        sentence = f"{rotation_advice.FUNCTION}: in place of the norm of {line} and the rotation"
-        lacking = 0
-    return members, lacking, sentence
+    return any(elementwise.is_reduced(a, root.size) for a in subtracted)
 
 
-def _after_norm(
-    root: Value, region: Sequence[Value], by_origin: Mapping[int, Value], told: Container[int]
-) -> Advice | None:
-    """An activation of what jaxnorm's norm returns: as it is, or reshaped, as of groups."""
+def _after_norm(root: Value, region: Sequence[Value], program: Program) -> Advice | None:
     way = [root]
     while way[-1].made_by in NAMING or way[-1].made_by == "reshape":
         way.append(way[-1].operands[0])
@@ -215,42 +283,30 @@ def _after_norm(
     if norm.equation.params["call"].spec.norm.activation is not None:
         return None  # it has one
     inside = {*map(id, region), *map(id, way)}
-    is_free = all(id(t) in inside or t.made_by == STACKED for v in way for t in v.takers)
-    if any(id(by_origin[id(v)]) in told for v in region if id(v) in by_origin):
-        return None  # of a linear layer's advice, which keeps less
+    is_free = all(id(t) in inside or t.made_by == STACKED for v in way for t in v.users)
+    saved = [program.by_origin[id(v)] for v in region if id(v) in program.by_origin]
+    if any(id(v) in program.advised for v in saved):
+        return None  # a linear layer's advice saves less
     freed = [v for v in region if v not in out] + (way if is_free else [])
-    members = [by_origin[id(v)] for v in freed if id(v) in by_origin]
-    members += _zeros_of(activation, out[0], by_origin, told)
-    lacking = sum(_bytes_beside(v, by_origin) for v in (origin(norm.operands[0]), *out))
+    members = program.saved_of(freed)
+    members += program.zeros_like(out[0])[: activation == "relu"]
+    instead = sum(map(program.extra_bytes, (origin(norm.operands[0]), *out)))
     name = norm.made_by.removeprefix("jaxnorm.")
-    return members, lacking, _with_activation(name, activation, norm.source)
+    name, how = _with_activation(name, activation, "")
+    return Advice(name, norm.source, how, members, instead, norm.layers)
 
 
-def _zeros_of(
-    activation: str, result: Value, by_origin: Mapping[int, Value], told: Container[int]
-) -> list[Value]:
-    """Of one layer, which JAX keeps for relu's derivative."""
-    zeros = [
-        v
-        for v in by_origin.values()
-        if elementwise.is_zeros(origin(v), result) and id(v) not in told
-    ]
-    return zeros[:1] if activation == "relu" else []
-
-
-def _bytes_beside(value: Value, by_origin: Mapping[int, Value]) -> int:
-    """Of all layers, if it is not kept anyway."""
-    is_there = id(value) in by_origin or (value.made_by in elementwise.GIVEN and by_origin)
-    return 0 if is_there else value.bytes * value.layers
-
-
-def _with_activation(name: str, activation: str, line: str) -> str:
-    call = f'{name}(activation="{activation}")'
-    return f"{call}: in place of the norm of {line} and its {activation}, it keeps x and the result"
+def _with_activation(name: str, activation: str, cast: str) -> tuple[str, str]:
+    """Return the function with its option, and an instruction."""
+    how = (
+        f"replace the norm {{at}} and the {activation} after it with jaxnorm.{name}, with "
+        f'activation="{activation}"{cast}: only its input and its result are saved'
+    )
+    return f'{name}(activation="{activation}")', how
 
 
 def _narrowest(result: Value) -> Value:
-    """An array before it is cast to more bits."""
+    """Return an array before it is cast to more bits."""
     value = result
     while value.made_by == "convert_element_type" or value.made_by in NAMING:
         value = value.operands[0]
@@ -260,7 +316,7 @@ def _narrowest(result: Value) -> Value:
 
 
 def _cast_again(results: Sequence[Value]) -> list[Value]:
-    """Results that are casts as another one is: of the norm's own dtype there is one array."""
+    """Return results that repeat the cast of another one: the norm itself returns one array."""
     seen: set[tuple[int, str]] = set()
     again = []
     for value in results:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,9 +13,16 @@ import jaxnorm
 from jaxnorm.calls import backends
 from jaxnorm.calls.call import Call
 from jaxnorm.operations import checks
+from jaxnorm.operations.linear_loss_call import OF_LOGITS
 from jaxnorm_kernels import operations
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+# Functions without kernels: XLA fuses their elementwise work into what surrounds it.
+_XLA_ONLY = {
+    "gated_linear": "its matmul is XLA's, which computes the rest in fusions",
+    "activation_linear": "its matmul is XLA's, which computes the rest in fusions",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,15 +60,15 @@ def implementation_for(
         device. (Calls themselves never look at it: they decide when they are lowered.)
       arguments: those of the function, by name; arrays among them, such as ``scale``, as
         ``jax.ShapeDtypeStruct`` or as they are. Without a residual, a gate or labels, which the
-        function must have, x's shape and dtype and int32 are taken; without weight, one of as many
-        columns as x has; without cos and sin, float32 tables of all columns, (length, 1, d / 2) for
-        an x (..., length, heads, d). The backward is that of all gradients but those of cos and
-        sin.
+        function must have, x's shape and dtype and int32 are taken; without a weight, a square one;
+        without cos and sin, float32 tables of all columns, (length, 1, d / 2) for an x (...,
+        length, heads, d). The backward is that of all gradients but those of cos and sin.
 
     Returns:
       A :class:`Plan`: ``forward`` and ``backward``, each with ``name`` and ``reason``; its ``str``
-      is two lines to print. Those of ``"rms_norm_linear"`` are of its norm; products are XLA's, but
-      for the kernel of both that ``implementation="mosaic"`` asks for, forward.
+      is two lines to print. Matmuls are XLA's. The plan of ``"rms_norm_linear"`` is that of its
+      norm, except for the kernel of both that ``implementation="mosaic"`` asks for, forward. The
+      plan of a function of linear logits is that of a chunk of its logits.
 
     Raises:
       TypeError, ValueError: as the function itself would; also for an unknown function or platform.
@@ -98,6 +106,13 @@ def implementation_for(
         if jnp.issubdtype(a.dtype, jnp.floating) and operations.OPERANDS.get(name) != "table"
     }
     constants = {name: a for name, a in arrays.items() if name not in floats}
+    if function in _XLA_ONLY or function in OF_LOGITS:
+        jax.eval_shape(lambda x, arrays: call(x, **arrays, **options), x, arrays)
+    if function in _XLA_ONLY:
+        only = backends.Choice("xla", _XLA_ONLY[function])
+        return Plan(only, only)
+    if function in OF_LOGITS:
+        return _of_linear_logits(function, x, arguments, platform)
 
     def forward(x: Any, floats: Any, constants: Any) -> Any:
         return call(x, **floats, **constants, **options)
@@ -121,8 +136,36 @@ def implementation_for(
 
 
 def functions() -> tuple[str, ...]:
-    """Names of those that `implementation_for` knows: of the table, and a norm with its product."""
-    return (*operations.FUNCTIONS, "rms_norm_linear")
+    """Return the names that `implementation_for` takes: every public function with a gradient."""
+    return (*operations.FUNCTIONS, "rms_norm_linear", *_XLA_ONLY, *OF_LOGITS)
+
+
+def _of_linear_logits(
+    function: str, x: jax.ShapeDtypeStruct, arguments: dict[str, Any], platform: str
+) -> Plan:
+    """Return the plan of a chunk of the logits of a linear layer.
+
+    A chunk's logits are float32 (float64 for float64), or, for the cross-entropy, of x's dtype.
+    """
+    weight = arguments["weight"]
+    of_logits = next(name for linear, name in OF_LOGITS.items() if linear == function)
+    dtype = arguments.get("dtype") or x.dtype
+    if of_logits != "softmax_cross_entropy_with_integer_labels":
+        dtype = jnp.promote_types(dtype, jnp.float32)
+    names = ("implementation", "logits_scale", "logit_softcap", "teacher_logit_softcap", "reverse")
+    options = {name: arguments[name] for name in names if name in arguments}
+    rows = math.prod(x.shape[:-1])
+    chunk = min(arguments.get("chunk") or rows, rows)
+    plan = implementation_for(
+        of_logits, (chunk, weight.shape[-1]), dtype, platform=platform, **options
+    )
+    which = f"as {of_logits}, for each chunk of rows"
+    return Plan(
+        *(
+            dataclasses.replace(choice, reason=f"{choice.reason}; {which}")
+            for choice in (plan.forward, plan.backward)
+        )
+    )
 
 
 def calls_in(jaxpr: Any) -> Iterator[Call]:
@@ -141,17 +184,18 @@ def calls_in(jaxpr: Any) -> Iterator[Call]:
 def _required(
     call: Callable[..., Any], x: jax.ShapeDtypeStruct, arguments: dict[str, Any]
 ) -> dict[str, jax.ShapeDtypeStruct | None]:
-    """Arrays that a function must have beside x, where `arguments` lack them; of scale, None."""
+    """Return arrays for the operands that a function requires and `arguments` do not have."""
     _, *others = inspect.signature(call).parameters.values()
     lacking = {p.name for p in others if p.default is p.empty} - {*arguments}
     required: dict[str, jax.ShapeDtypeStruct | None] = {}
-    required |= {name: x for name in lacking if operations.OPERANDS.get(name) == "array"}
+    arrays = {name for name, kind in operations.OPERANDS.items() if kind == "array"}
+    required |= dict.fromkeys(lacking & {*arrays, "teacher_x", "up"}, x)
     if "labels" in lacking:
         axes = checks.axes(call.__name__, arguments.get("axis", -1), x.shape, of="logits")
         sizes = tuple(size for a, size in enumerate(x.shape) if a not in axes)
         required["labels"] = jax.ShapeDtypeStruct(sizes, jnp.int32)
-    if "weight" in lacking:
-        required["weight"] = jax.ShapeDtypeStruct((*x.shape[-1:], *x.shape[-1:]), x.dtype)
+    square = jax.ShapeDtypeStruct((*x.shape[-1:], *x.shape[-1:]), x.dtype)
+    required.update(dict.fromkeys(lacking & {"weight", "teacher_weight"}, square))
     if lacking & {"cos", "sin"}:
         *rows, cols = x.shape or (0,)
         positions = (rows[-2], 1) if len(rows) > 1 else ()

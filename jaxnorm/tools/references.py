@@ -241,6 +241,24 @@ def norm_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     return [(n @ weight + given["bias"]).stored(dtype)], _stored(gradients, dtype)
 
 
+def gated_linear(given: Arrays, d: list[Bounded], dtype: str) -> Results:
+    """Return ``(silu(gate) up) @ weight``, whose left operand and its gradient are rounded."""
+    gate, up, weight = given["gate"], given["up"], given["weight"]
+    a, slope = _silu(gate)
+    h, dh = (a * up).stored(dtype), (d[0] @ weight.transposed).stored(dtype)
+    gradients = {"gate": dh * up * slope, "up": dh * a, "weight": h.transposed @ d[0]}
+    return [(h @ weight).stored(dtype)], _stored(gradients, dtype)
+
+
+def activation_linear(given: Arrays, d: list[Bounded], dtype: str, *, activation: str) -> Results:
+    """Return ``silu(x) @ weight``, whose left operand and its gradient are rounded."""
+    assert activation == "silu"
+    a, slope = _silu(given["x"])
+    h, dh = a.stored(dtype), (d[0] @ given["weight"].transposed).stored(dtype)
+    gradients = {"x": dh * slope, "weight": h.transposed @ d[0]}
+    return [(h @ given["weight"]).stored(dtype)], _stored(gradients, dtype)
+
+
 def cross_entropy(given: Arrays, d: list[Bounded], dtype: str) -> Results:
     """``log sum exp(x) - x[label]`` of each row."""
     loss, slope = _losses(given["logits"], given["labels"])

@@ -149,6 +149,17 @@ CASES = (
         references.norm_linear,
         {"scale": (_FEATURES,), **{name: _LAYER[name] for name in ("x", "weight", "bias")}},
     ),
+    Case(
+        "gated_linear",
+        references.gated_linear,
+        {"gate": _LAYER["x"], "up": _LAYER["x"], "weight": _LAYER["weight"]},
+    ),
+    Case(
+        "activation_linear",
+        references.activation_linear,
+        {name: _LAYER[name] for name in ("x", "weight")},
+        {"activation": "silu"},
+    ),
     Case(_LINEAR_LOSS, references.linear_cross_entropy, _LAYER),
     Case(_LINEAR_LOG_PROB, references.linear_log_prob_and_entropy, _LAYER),
 )

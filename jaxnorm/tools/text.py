@@ -1,6 +1,7 @@
 """Tables and a progress bar, in plain text."""
 
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 
 _WIDTH = 30
@@ -19,15 +20,20 @@ def table(lines: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> str:
     )
 
 
-def progress[T](items: Sequence[T]) -> Iterator[T]:
-    """The items, with a bar of how many are done, where standard error is a terminal."""
-    shows = sys.stderr.isatty()
+def progress[T](items: Sequence[T], after: float = 0.0) -> Iterator[T]:
+    """Yield the items; if standard error is a terminal, show a bar of how many are done.
+
+    Args:
+      items: what is worked on; the bar shows the string of the current one.
+      after: seconds after which the bar appears, so that short work shows none.
+    """
+    begin, is_shown = time.monotonic(), False
     for done, item in enumerate(items):
-        if shows:
-            bar = "#" * (_WIDTH * done // len(items))
+        if sys.stderr.isatty() and time.monotonic() - begin >= after:
+            bar, is_shown = "#" * (_WIDTH * done // len(items)), True
             sys.stderr.write(f"\r\x1b[K[{bar:.<{_WIDTH}}] {done}/{len(items)} {item}")
             sys.stderr.flush()
         yield item
-    if shows:
+    if is_shown:
         sys.stderr.write("\r\x1b[K")
         sys.stderr.flush()

@@ -100,7 +100,7 @@ def report() -> str:
     lines = [("function", "shape", "dtype", "default", "its time", "XLA's", "speed-up", "expected")]
     with ThreadPoolExecutor(len(CALLS)) as pool:  # to compile; all are ready before one is timed
         ready = [each for _, each in zip(progress(CALLS), pool.map(_ready, CALLS))]
-    for call, (programs, arguments) in zip(CALLS, ready):
+    for call, (programs, arguments) in zip(progress(CALLS, after=2.0), ready):
         ours, xla = _times(programs, arguments)
         shape = " x ".join(map(str, next(iter(call.shapes.values()))))
         times = f"{ours * 1e6:.0f} us", f"{xla * 1e6:.0f} us", f"{xla / ours:.2f}"

@@ -1,0 +1,105 @@
+"""Advice on linear layers after an activation: gated_linear and activation_linear."""
+
+import functools
+from collections.abc import Iterator, Mapping
+
+from jaxnorm.tools import elementwise
+from jaxnorm.tools.advice import Advice, Program
+from jaxnorm.tools.kept_arrays import STACKED, Value, origin, reached
+
+
+def linear_layers(program: Program) -> Iterator[Advice]:
+    """Recognise a linear layer after an activation, with dropout between them or without.
+
+    ::
+
+        y = (silu(gate) * up) @ weight      jaxnorm.gated_linear: saves gate and up
+        y = gelu(x) @ weight                jaxnorm.activation_linear: saves x
+
+    Any elementwise function is an activation. The weight may be trained, frozen or a constant.
+    """
+    for value in program.values:
+        factors = elementwise.rows_and_weight(value)
+        advice = None if factors is None else _of_matmul(value, origin(factors[0]), program)
+        if advice is not None:
+            yield advice
+
+
+def clear_caches() -> None:
+    """Forget what was found in a graph."""
+    _sources.cache_clear()
+
+
+def _of_matmul(matmul: Value, h: Value, program: Program) -> Advice | None:
+    sources, is_nonlinear, is_alone = _sources(h)
+    # The mask of a dropout is recomputed from its key.
+    arrays = [s for s in sources.values() if s.made_by != "random_bits"]
+    if not (is_nonlinear and is_alone and len(arrays) in (1, 2)):
+        return None
+    if not _is_for(matmul, h, sources):
+        return None
+    by_origin = program.by_origin.items()
+    between = [v for key, v in by_origin if key not in sources and _is_between(origin(v), sources)]
+    members = [v for v in between if id(v) not in program.advised]
+    members += program.zeros_like(h)[: bool(members)]  # one array in each layer
+    function = "gated_linear" if len(arrays) == 2 else "activation_linear"
+    if function == "gated_linear":
+        how = "replace the down projection {at} with jaxnorm.gated_linear"
+        saved = "only gate and up are saved"
+    else:
+        how = "replace the linear layer {at} and its activation with jaxnorm.activation_linear"
+        saved = "only the activation's input is saved"
+    if len(arrays) < len(sources):
+        how += " (its dropout goes into product=)"
+    instead = sum(map(program.extra_bytes, arrays))
+    return Advice(function, matmul.source, f"{how}: {saved}", members, instead, matmul.layers)
+
+
+@functools.cache
+def _sources(h: Value) -> tuple[dict[int, Value], bool, bool]:
+    """Return the arrays of h's size that it is made of, element by element.
+
+    Also return whether an activation is on the way, and whether no other elements take part, as
+    they do in a norm or a softmax.
+    """
+    sources: dict[int, Value] = {}
+    is_nonlinear, is_alone = False, True
+    stack, seen = [h], set()
+    while stack:
+        value = origin(stack.pop())
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if value.size != h.size or elementwise.is_spread(value):
+            is_alone &= not elementwise.is_reduced(value, h.size)
+        elif value.made_by in elementwise.ELEMENTWISE and not elementwise.is_product(value):
+            is_nonlinear |= value.made_by in elementwise.NONLINEAR
+            stack += value.operands
+        else:
+            sources[id(value)] = value
+    return sources, is_nonlinear, is_alone
+
+
+def _is_for(matmul: Value, h: Value, sources: Mapping[int, Value]) -> bool:
+    """Return True if only this matmul uses what is made of the sources on the way to h."""
+
+    def before(value: Value) -> list[Value]:
+        made_of = (v for v in map(origin, value.operands) if not elementwise.is_spread(v))
+        return [v for v in made_of if id(v) not in sources and v.size == h.size]
+
+    def fits(user: Value) -> bool:
+        return user.made_by in elementwise.ELEMENTWISE and _is_between(user, sources)
+
+    inside = reached([h], before).values()
+    inside_or_after = reached(inside, lambda v: filter(fits, v.users))
+    return all(
+        user is matmul or user.made_by == STACKED or id(user) in inside_or_after
+        for value in inside_or_after.values()
+        for user in value.users
+    )
+
+
+def _is_between(value: Value, sources: Mapping[int, Value]) -> bool:
+    """Return True if an array is made of the sources alone."""
+    own, _, is_alone = _sources(value)
+    return bool(own) and is_alone and own.keys() <= sources.keys()

@@ -1,0 +1,138 @@
+"""Advice on softmaxes: jaxnorm's saves its result alone, without exponentials and masks."""
+
+from collections.abc import Iterator, Sequence
+
+from jaxnorm.tools import elementwise
+from jaxnorm.tools.advice import Advice, Program
+from jaxnorm.tools.kept_arrays import NAMING, STACKED, Value, origin
+
+#: Primitives that are in no other table.
+PRIMITIVES = {"ge", "iota", "not", "reduce_max", "reduce_sum", "select_n"}
+
+
+def softmaxes(program: Program) -> Iterator[Advice]:
+    """Recognise a softmax whose result is saved, as it is or for the matmul after it.
+
+    ::
+
+        p = softmax(logits)                                      jaxnorm.softmax: saves p
+        p = softmax(where(mask, logits, -inf))                   where=mask, or causal=True
+        y = einsum(..., p.astype(bfloat16), v)                   dtype=bfloat16: saves that p
+        y = einsum(..., p.reshape(batch, length, groups, ...))   reshape, or transpose, the logits
+        p = jaxnorm.softmax(where(mask, logits, -inf))           where=mask, or causal=True
+
+    In grouped-query attention the result is reshaped; a reshape of the logits does the same.
+    """
+    finders = {"exp": _of_plain, "jaxnorm.softmax": _of_ours}
+    for made in map(origin, program.saved):
+        find = finders.get(made.made_by)
+        advice = None if find is None else find(made, program)
+        if advice is not None:
+            yield advice
+
+
+def _of_plain(exponential: Value, program: Program) -> Advice | None:
+    quotient = _quotient(exponential)
+    path = None if quotient is None else _to_saved(quotient, program)
+    if quotient is None or path is None:
+        return None
+    options = []
+    if path[-1].dtype != quotient.dtype:
+        options.append(f"dtype={path[-1].dtype.name}")
+    mask, option = _mask(exponential.operands[0], program)
+    if path[-1].shape[-2:] != quotient.shape[-2:] or any(v.made_by == "transpose" for v in path):
+        option = option and "where="  # causal=True is of the last two axes
+    options += [option] * bool(option)
+    members = program.saved_of([exponential, *mask])
+    how = "replace the softmax {at} with jaxnorm.softmax"
+    how += f", with {' and '.join(options)}" if options else ""
+    moves = [v.made_by for v in path if v.made_by in ("reshape", "transpose")]
+    if moves:
+        moves = [*dict.fromkeys(moves)]
+        how += f", and {' and '.join(moves)} its logits in place of its result"
+    how += ": only its result is saved"
+    return Advice("softmax", exponential.source, how, members, 0, exponential.layers)
+
+
+def _of_ours(result: Value, program: Program) -> Advice | None:
+    """Return advice on the mask of one of jaxnorm's softmaxes."""
+    mask, option = _mask(result.operands[0], program)
+    if not mask:
+        return None
+    how = f"call the softmax {{at}} with {option} in place of masked logits: no mask is saved"
+    return Advice("softmax", result.source, how, mask, 0, result.layers)
+
+
+def _quotient(exponential: Value) -> Value | None:
+    """Return what exponentials are over their sum."""
+    for user in exponential.users:
+        if user.made_by == "div" and user.operands[0] is exponential:
+            sums = elementwise.ancestors(user.operands[1], user.size)
+            if any(v is exponential for v in sums):
+                return user
+    return None
+
+
+def _to_saved(result: Value, program: Program) -> list[Value] | None:
+    """Return the copies of a softmax's result, up to the one that is saved.
+
+    If any but that one is used otherwise, or the softmax's axis takes part in a reshape, a softmax
+    of copied logits does not have this result.
+    """
+    path = [result]
+    while id(path[-1]) not in program.by_origin:
+        users = [v for v in path[-1].users if v.made_by != STACKED]
+        casts = all(v.made_by == "convert_element_type" for v in users)
+        if not users or (len(users) > 1 and not casts):
+            return None
+        copy = next((v for v in users if id(v) in program.by_origin), users[0])
+        is_move = copy.made_by in ("reshape", "transpose")
+        if not (is_move or casts or copy.made_by in NAMING):
+            return None
+        if copy.made_by == "reshape" and copy.shape[-1:] != path[-1].shape[-1:]:
+            return None
+        path.append(copy)
+    return path
+
+
+def _mask(logits: Value, program: Program) -> tuple[Sequence[Value], str]:
+    """Return what is saved for a mask of logits, and the option in its place."""
+    value = origin(logits)
+    if value.made_by == "sub":  # less the maximum of its row
+        value = origin(value.operands[0])
+    select = elementwise.uncast(value)
+    if select.made_by != "select_n" or len(select.operands) != 3:
+        return [], ""
+    predicate, *cases = map(origin, select.operands)
+    fills = [v for v in cases if elementwise.is_spread(v) or elementwise.number(v) is not None]
+    if len(fills) != 1:
+        return [], ""
+    saved = program.saved_of([predicate])
+    is_for_it = all(v is select or v.made_by in ("scan", STACKED) for v in predicate.users)
+    if not saved or not is_for_it:
+        return [], ""
+    zeros = [v for v in program.zeros_like(select) if origin(v).source == select.source]
+    option = "causal=True" if _is_causal(predicate, fills[0] is cases[1]) else "where="
+    return [*saved, *zeros[:1]], option
+
+
+def _is_causal(mask: Value, is_inverted: bool) -> bool:
+    """Return True for the mask of `jnp.tril`, or the inverse of that of ``jnp.triu(.., 1)``."""
+    shape = mask.shape[-2:]
+    while mask.made_by in ("broadcast_in_dim", "select_n", "not", "reshape"):
+        if mask.made_by == "select_n":
+            numbers = [elementwise.number(v) for v in mask.operands[1:]]
+            if {*numbers} != {0, 1}:
+                return False
+            is_inverted ^= numbers[0] == 1
+        is_inverted ^= mask.made_by == "not"
+        mask = origin(mask.operands[0])
+        if mask.shape[-2:] != shape:  # rows are on another axis than the last but one
+            return False
+    if mask.made_by != "ge" or is_inverted:
+        return False
+    rows, columns = map(origin, mask.operands)
+    while rows.made_by == "add" and elementwise.number(rows.operands[1]) == 0:
+        rows = origin(rows.operands[0])
+    axes = [v.equation.params["dimension"] for v in (rows, columns) if v.made_by == "iota"]
+    return axes == [len(mask.shape) - 2, len(mask.shape) - 1]

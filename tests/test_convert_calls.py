@@ -1,0 +1,352 @@
+"""Models with norm classes of their own: ``calls=`` of the three conversions."""
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from convert_cases import normal
+from flax import nnx
+
+import jaxnorm.equinox
+import jaxnorm.linen
+import jaxnorm.nnx
+
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
+
+WIDTH = 16
+
+
+def plain(x, w):
+    return x / jnp.sqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6) * w
+
+
+# -------------------------------------------------------------- one model in each of the libraries
+
+
+class NnxNorm(nnx.Module):
+    def __init__(self, rngs):
+        self.w = nnx.Param(jnp.ones(WIDTH))
+
+    def __call__(self, x, *, double=False):
+        return plain(x, self.w[...]) * (2 if double else 1)
+
+
+class NnxSubclass(NnxNorm):
+    pass
+
+
+def of_nnx(norm, x, **options):
+    return jaxnorm.rms_norm(x, norm.w[...])
+
+
+def nnx_model():
+    rngs = nnx.Rngs(0)
+    return nnx.Dict(a=NnxNorm(rngs), b=NnxSubclass(rngs), c=nnx.RMSNorm(WIDTH, rngs=rngs))
+
+
+class LinenNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return plain(x, self.param("w", nn.initializers.ones, (WIDTH,)))
+
+
+class LinenSubclass(LinenNorm):
+    pass
+
+
+def of_linen(norm, x):
+    return jaxnorm.rms_norm(x, norm.param("w", nn.initializers.ones, (WIDTH,)))
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.RMSNorm(name="c")(LinenSubclass(name="b")(LinenNorm(name="a")(x)))
+
+
+class EqxNorm(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, x):
+        return plain(x, self.w)
+
+
+class EqxSubclass(EqxNorm):
+    pass
+
+
+class EqxBlock(eqx.Module):
+    """A class of calls with modules inside it."""
+
+    norm: EqxNorm
+
+    def __call__(self, x):
+        return self.norm(x)
+
+
+def of_equinox(norm, x):
+    return jaxnorm.rms_norm(x, norm.w)
+
+
+def equinox_model():
+    w = jnp.ones(WIDTH)
+    return {"a": EqxNorm(w), "b": EqxSubclass(w), "c": eqx.nn.RMSNorm(WIDTH)}
+
+
+def norms_in(function, *args):
+    return str(jax.make_jaxpr(function)(*args)).count("jaxnorm.rms_norm")
+
+
+# ------------------------------------------------------------------------------------- what it does
+
+
+def test_nnx(caplog):
+    model, x = nnx_model(), normal((4, WIDTH))
+    before = {key: node(x) for key, node in model.items()}
+    parameter, optimised = model["a"].w, nnx.state(model)
+    assert jaxnorm.nnx.convert(model, calls={NnxNorm: of_nnx}) is model
+    assert isinstance(model["a"], NnxNorm)
+    assert model["a"].w is parameter
+    assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(optimised)
+    assert [norms_in(model[key], x) for key in "abc"] == [1, 0, 1]
+    for key, node in model.items():
+        np.testing.assert_allclose(node(x), before[key], rtol=1e-5, atol=1e-6)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "jaxnorm.nnx.convert: 1 modules call functions of calls: a (NnxNorm). 1 modules are left "
+        "as they are: b (NnxSubclass is a subclass of NnxNorm, which calls has)"
+    )
+
+
+def test_linen(caplog):
+    model, x = LinenModel(), normal((4, WIDTH))
+    y, variables = model.init_with_output(jax.random.key(0), x)
+    calls = {LinenNorm: of_linen}
+    with jaxnorm.linen.converted(calls=calls):
+        ours, same = model.init_with_output(jax.random.key(0), x)
+        assert norms_in(model.apply, variables, x) == 2
+    np.testing.assert_allclose(ours, y, rtol=1e-5, atol=1e-6)
+    assert jax.tree.structure(same) == jax.tree.structure(variables)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "jaxnorm.linen.converted: 1 modules call functions of calls: a (LinenNorm). 1 modules are "
+        "left as they are: b (LinenSubclass is a subclass of LinenNorm, which calls has)"
+    )
+    assert norms_in(model.apply, variables, x) == 0
+
+
+def test_equinox(caplog):
+    model, x = equinox_model(), normal((WIDTH,))
+    converted = jaxnorm.equinox.convert(model, calls={EqxNorm: of_equinox})
+    assert isinstance(converted["a"], EqxNorm)
+    assert converted["a"].w is model["a"].w
+    paths, others = (jax.tree_util.tree_leaves_with_path(m) for m in (converted, model))
+    assert [path for path, _ in paths] == [path for path, _ in others]
+    assert [norms_in(converted[key], x) for key in "abc"] == [1, 0, 1]
+    assert norms_in(model["a"], x) == 0
+    for key, node in converted.items():
+        np.testing.assert_allclose(node(x), model[key](x), rtol=1e-5, atol=1e-6)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "jaxnorm.equinox.convert: 1 modules call functions of calls: a (EqxNorm). 1 modules are "
+        "left as they are: b (EqxSubclass is a subclass of EqxNorm, which calls has)"
+    )
+
+
+def test_equinox_modules_inside_modules():
+    shared = EqxNorm(jnp.ones(WIDTH))
+    model = [EqxBlock(shared), shared]
+    calls = {EqxNorm: of_equinox, EqxBlock: lambda block, x: EqxBlock.__call__(block, 2 * x)}
+    converted = jaxnorm.equinox.convert(model, calls=calls)
+    assert converted[0].norm is converted[1]
+    np.testing.assert_allclose(converted[0](jnp.ones(WIDTH)), jnp.ones(WIDTH), rtol=1e-5)
+    assert norms_in(converted[0], jnp.ones(WIDTH)) == 1
+    assert jax.tree.structure(jaxnorm.equinox.convert(model, calls=calls)) == jax.tree.structure(
+        converted
+    )
+
+
+def test_a_function_may_call_the_class_s_own_code():
+    x = normal((4, WIDTH))
+    model = nnx_model()
+    y = model["a"](x)
+    jaxnorm.nnx.convert(
+        model, calls={NnxNorm: lambda norm, x: NnxNorm.__call__(norm, x, double=True)}
+    )
+    np.testing.assert_allclose(model["a"](x), 2 * y)
+    model = LinenModel()
+    y, variables = model.init_with_output(jax.random.key(0), x)
+    with jaxnorm.linen.converted(calls={LinenNorm: lambda norm, x: LinenNorm.__call__(norm, -x)}):
+        np.testing.assert_allclose(model.apply(variables, x), -y, rtol=1e-5, atol=1e-6)
+
+
+def test_calls_come_before_the_conversions():
+    x = normal((4, WIDTH))
+    double = {kind: lambda norm, x: 2 * x for kind in (nnx.RMSNorm, nn.RMSNorm, eqx.nn.RMSNorm)}
+    model = jaxnorm.nnx.convert(nnx_model(), calls={nnx.RMSNorm: double[nnx.RMSNorm]})
+    np.testing.assert_array_equal(model["c"](x), 2 * x)
+    with jaxnorm.linen.converted(calls={nn.RMSNorm: double[nn.RMSNorm]}):
+        np.testing.assert_array_equal(nn.RMSNorm().apply({}, x), 2 * x)
+    model = jaxnorm.equinox.convert(equinox_model(), calls={eqx.nn.RMSNorm: double[eqx.nn.RMSNorm]})
+    np.testing.assert_array_equal(model["c"](x), 2 * x)
+
+
+def test_other_calls_are_other_traces():
+    x = jnp.ones((4, WIDTH))
+    model = LinenModel()
+    variables = model.init(jax.random.key(0), x)
+    apply = jax.jit(model.apply)
+    for factor in (2.0, 3.0):
+        with jaxnorm.linen.converted(calls={nn.RMSNorm: lambda norm, x, f=factor: f * x}):
+            np.testing.assert_allclose(apply(variables, x), factor * x, rtol=1e-5)
+    called = nnx.jit(lambda model, x: model["a"](x))
+    for factor in (2.0, 3.0):
+        model = jaxnorm.nnx.convert(nnx_model(), calls={NnxNorm: lambda n, x, f=factor: f * x})
+        np.testing.assert_array_equal(called(model, x), factor * x)
+
+
+def test_converted_again(caplog):
+    """The last function counts; equal calls make equal graphs."""
+    x, calls = jnp.ones((4, WIDTH)), {NnxNorm: of_nnx}
+    graphs = [nnx.graphdef(jaxnorm.nnx.convert(nnx_model(), calls=calls)) for _ in range(2)]
+    assert graphs[0] == graphs[1]
+    model = jaxnorm.nnx.convert(jaxnorm.nnx.convert(nnx_model(), calls=calls), calls=calls)
+    assert nnx.graphdef(model) == graphs[0]
+    jaxnorm.nnx.convert(model, calls={NnxNorm: lambda norm, x: 2 * x})
+    np.testing.assert_array_equal(model["a"](x), 2 * x)
+    caplog.clear()
+    jaxnorm.nnx.convert(model)
+    assert "a (" not in "".join(record.getMessage() for record in caplog.records)
+
+
+def test_classes_that_were_not_found(caplog):
+    jaxnorm.nnx.convert(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), calls={NnxNorm: of_nnx})
+    jaxnorm.equinox.convert(eqx.nn.LayerNorm(4), calls={EqxNorm: of_equinox})
+    model, x, calls = nn.LayerNorm(), jnp.ones((2, 4)), {LinenNorm: of_linen}
+    apply = jax.jit(model.apply)
+    variables = model.init(jax.random.key(0), x)
+    for _ in range(2):
+        with jaxnorm.linen.converted(calls=calls):
+            apply(variables, x)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 3
+    for line, name in zip(lines, ("NnxNorm", "EqxNorm", "LinenNorm"), strict=True):
+        assert f"calls has classes that were not found: {name}" in line
+
+
+def test_norm_classes_that_are_left_are_named(caplog):
+    """With what to write for them."""
+    jaxnorm.nnx.convert(nnx_model())
+    jaxnorm.equinox.convert({"a": EqxNorm(jnp.ones(4)), "c": eqx.nn.LayerNorm(4)})
+    with jaxnorm.linen.converted():
+        LinenModel().init(jax.random.key(0), jnp.ones((2, WIDTH)))
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        f"norms of other classes are left as they are: {name} (1). To convert such classes, "
+        f"pass calls={{{name}: function}}"
+        for name in ("NnxNorm", "EqxNorm", "LinenNorm")
+    ]
+
+
+def test_subclasses_whose_body_is_pass(caplog):
+    class OfNnx(nnx.LayerNorm):
+        """With a docstring."""
+
+    class Again(OfNnx):
+        pass
+
+    class OfLinen(nn.RMSNorm):
+        pass
+
+    class OfEquinox(eqx.nn.LayerNorm):
+        pass
+
+    class WithField(nn.RMSNorm):
+        epsilon: float = 1e-3
+
+    class WithMethod(nnx.LayerNorm):
+        def features(self):
+            return self.num_features
+
+    rngs, x = nnx.Rngs(0), normal((4, WIDTH))
+    for kind in (OfNnx, Again):
+        model = jaxnorm.nnx.convert(nnx.List([kind(WIDTH, rngs=rngs)]))
+        assert isinstance(model[0], jaxnorm.nnx.LayerNorm)
+    assert isinstance(jaxnorm.equinox.convert(OfEquinox(4)), jaxnorm.equinox.LayerNorm)
+    with jaxnorm.linen.converted():
+        assert norms_in(OfLinen().init_with_output, jax.random.key(0), x) == 1
+    assert not caplog.records
+    with jaxnorm.linen.converted():
+        assert norms_in(WithField().init_with_output, jax.random.key(0), x) == 0
+    jaxnorm.nnx.convert(WithMethod(WIDTH, rngs=rngs))
+    for record, name in zip(caplog.records, ("WithField", "WithMethod"), strict=True):
+        assert record.getMessage().endswith(
+            f"with code of its own). To convert such classes, pass calls={{{name}: function}}"
+        )
+
+
+def convert(library, calls):
+    if library == "nnx":
+        jaxnorm.nnx.convert(nnx_model(), calls=calls)
+    elif library == "equinox":
+        jaxnorm.equinox.convert(equinox_model(), calls=calls)
+    else:
+        with jaxnorm.linen.converted(calls=calls):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("calls", "error", "message"),
+    [
+        ([NnxNorm], TypeError, "calls is a list; expected"),
+        ({"RMSNorm": of_nnx}, TypeError, "calls has the key 'RMSNorm', not a class"),
+        ({dict: of_nnx}, ValueError, "calls has builtins.dict, which is not a"),
+        (None, ValueError, "calls has .*, which is not a"),
+        (3, TypeError, "calls.* is a int; expected a function"),
+    ],
+)
+@pytest.mark.parametrize("library", ["nnx", "linen", "equinox"])
+def test_errors(library, calls, error, message):
+    own, other = {
+        "nnx": (NnxNorm, LinenNorm),
+        "linen": (LinenNorm, EqxNorm),
+        "equinox": (EqxNorm, NnxNorm),
+    }[library]
+    if calls is None:
+        calls = {other: of_nnx}
+    if calls == 3:
+        calls = {own: 3}
+    with pytest.raises(error, match=message):
+        convert(library, calls)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("shape", [(8,), (8, 5), (8, 3, 4)])
+def test_equinox_s_group_norm(shape, affine):
+    norm = eqx.nn.GroupNorm(4, 8 if affine else None, channelwise_affine=affine)
+    if affine:
+        norm = jax.tree.map(lambda a: a + normal(a.shape, 1), norm)
+    converted = jaxnorm.equinox.convert(norm)
+    assert type(converted) is jaxnorm.equinox.GroupNorm
+    assert [a is b for a, b in zip(jax.tree.leaves(converted), jax.tree.leaves(norm))] == (
+        [True] * len(jax.tree.leaves(norm))
+    )
+    x, d = normal((3, *shape)), normal((3, *shape), 2)
+
+    def results(norm):
+        def loss(norm, x):
+            y = jax.vmap(norm)(x)
+            return jnp.sum(y * d), y
+
+        (_, y), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(norm, x)
+        return jax.tree.leaves((y, gradients))
+
+    for ours, theirs in zip(results(converted), results(norm), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
+    assert "jaxnorm.layer_norm" in str(jax.make_jaxpr(converted)(x[0]))
+    y, state = converted(x[0], "state")
+    assert state == "state"
+    assert y.shape == shape
+    with pytest.raises(ValueError, match=r"expected .* channels on its first axis"):
+        converted(jnp.ones((6,)))

@@ -1,0 +1,182 @@
+"""memory_report's advice on softmaxes: masks, and results that are copied before their matmul."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxnorm
+from jaxnorm import memory_report
+
+pytestmark = pytest.mark.oldest_jax
+
+LAYERS, BATCH, LENGTH, HEADS, GROUP, HEAD = 3, 2, 32, 4, 2, 16
+WIDTH = HEADS * HEAD
+TRIL = np.tril(np.ones((LENGTH, LENGTH), bool))
+X = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), "bfloat16")
+PADDING = jax.ShapeDtypeStruct((BATCH, LENGTH), "bool")
+
+
+def report_of(attend, stack, argnums=(0, 1)):
+    """Of layers of attention whose `attend` makes results of logits, values and padding."""
+    w = {n: jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), "bfloat16") for n in ("q", "k", "v", "o")}
+
+    def layer(padding, x, w):
+        q, k, v = ((x @ w[n]).reshape(BATCH, LENGTH, HEADS, HEAD) for n in "qkv")
+        logits = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32)
+        return x + attend(logits, v, padding).reshape(x.shape) @ w["o"]
+
+    def loss(w, x, padding):
+        step = functools.partial(layer, padding)
+        if stack == "scan":
+            x, _ = jax.lax.scan(lambda x, w: (step(x, w), None), x, w)
+        else:
+            for i in range(LAYERS):
+                x = step(x, {name: a[i] for name, a in w.items()})
+        return jnp.sum(x.astype(jnp.float32))
+
+    return memory_report(loss, w, X, PADDING, argnums=argnums)
+
+
+def out(p, v):
+    return jnp.einsum("bhts,bshd->bthd", p.astype(v.dtype), v)
+
+
+def grouped(p, v):
+    """Queries' heads in groups, as Tunix's Gemma and Qwen have them."""
+    p = p.astype(v.dtype).reshape(BATCH, HEADS // GROUP, GROUP, LENGTH, LENGTH)
+    return jnp.einsum("bkgts,bskd->btkgd", p, v[:, :, ::GROUP])
+
+
+def transposed(p, v):
+    return jnp.einsum("bths,bshd->bthd", p.astype(v.dtype).transpose(0, 2, 1, 3), v)
+
+
+softmax = functools.partial(jaxnorm.softmax, dtype=jnp.bfloat16)
+
+
+def causal(logits, v, padding):
+    where = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+    return out(jax.nn.softmax(jnp.where(where, logits, -jnp.inf)), v)
+
+
+def given(logits, v, padding):
+    return out(jax.nn.softmax(jnp.where(TRIL, logits, -1e9)), v)
+
+
+def padded(logits, v, padding):
+    masked = jnp.where(padding[:, None, None], logits, jnp.finfo(logits.dtype).min)
+    return out(jax.nn.softmax(masked), v)
+
+
+def window(logits, v, padding):
+    t, s = (jax.lax.broadcasted_iota(int, (LENGTH, LENGTH), i) for i in (0, 1))
+    return out(jax.nn.softmax(jnp.where((s <= t) & (t - s < 8), logits, -jnp.inf)), v)
+
+
+def above(logits, v, padding):
+    above = jnp.triu(jnp.ones((LENGTH, LENGTH), bool), 1)
+    return out(jax.nn.softmax(jnp.where(above, -jnp.inf, logits)), v)
+
+
+def with_one_more(logits, v, padding):
+    """Each row has one entry above the diagonal, too."""
+    where = jnp.tril(jnp.ones((LENGTH, LENGTH), bool), 1)
+    return out(jax.nn.softmax(jnp.where(where, logits, -jnp.inf)), v)
+
+
+def of_other_axes(logits, v, padding):
+    """As Gemma's logits are: (batch, length, heads, length)."""
+    where = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))[:, None]
+    p = jax.nn.softmax(jnp.where(where, logits.transpose(0, 2, 1, 3), -jnp.inf))
+    return jnp.einsum("bths,bshd->bthd", p.astype(v.dtype), v)
+
+
+def of_other_axes_ours(logits, v, padding):
+    p = softmax(logits.transpose(0, 2, 1, 3), where=TRIL[:, None])
+    return jnp.einsum("bths,bshd->bthd", p, v)
+
+
+def ours_after_where(logits, v, padding):
+    return out(softmax(jnp.where(padding[:, None, None], logits, -1e9)), v)
+
+
+def where_of(mask):
+    return lambda logits, v, padding: out(softmax(logits, where=mask(padding)), v)
+
+
+FOLLOWED = {
+    "plain": (lambda s, v, _: out(jax.nn.softmax(s), v), lambda s, v, _: out(softmax(s), v), ""),
+    "causal": (causal, lambda s, v, _: out(softmax(s, causal=True), v), "causal=True"),
+    "above": (above, lambda s, v, _: out(softmax(s, causal=True), v), "causal=True"),
+    "other axes": (of_other_axes, of_other_axes_ours, "where="),
+    "one more": (with_one_more, where_of(lambda padding: TRIL), "where="),
+    "given": (given, where_of(lambda padding: TRIL), "where="),
+    "padded": (padded, where_of(lambda padding: padding[:, None, None]), "where="),
+    "window": (window, where_of(lambda padding: TRIL), "where="),
+    "ours": (ours_after_where, where_of(lambda padding: padding[:, None, None]), "where="),
+    "grouped": (
+        lambda s, v, _: grouped(jax.nn.softmax(s), v),
+        lambda s, v, _: grouped(
+            softmax(s.reshape(BATCH, HEADS // GROUP, GROUP, LENGTH, LENGTH)), v
+        ),
+        "reshape its logits",
+    ),
+    "transposed": (
+        lambda s, v, _: transposed(jax.nn.softmax(s), v),
+        lambda s, v, _: jnp.einsum("bths,bshd->bthd", softmax(s.transpose(0, 2, 1, 3)), v),
+        "transpose its logits",
+    ),
+}  # fmt: skip
+
+
+def told_by(report):
+    return [row for row in report if row.advice and row.advice.startswith("softmax:")]
+
+
+@pytest.mark.parametrize("stack", ["scan", "unrolled"])
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_advice_is_true(name, stack):
+    """Following it lowers the total by what it says; then there is none of it left."""
+    plain, ours, words = FOLLOWED[name]
+    before, after = report_of(plain, stack), report_of(ours, stack)
+    told = told_by(before)
+    assert told
+    assert all(words in row.advice for row in told)
+    assert before.total - after.total == pytest.approx(sum(row.saves for row in told), rel=0.1)
+    assert not told_by(after)
+
+
+def test_a_mask_that_something_else_uses():
+    def attend(logits, v, padding):
+        mask = jnp.broadcast_to(padding[:, None, None], logits.shape)
+        p = jax.nn.softmax(jnp.where(mask, logits, -1e9))
+        return out(p, v) * jnp.sum(jnp.where(mask, logits, 0).astype(v.dtype))
+
+    told = told_by(report_of(attend, "scan"))
+    assert {row.made_by for row in told} == {"exp"}
+
+
+def test_a_reshape_of_the_softmax_s_own_axis():
+    """A softmax of reshaped logits would be over other elements."""
+
+    def attend(logits, v, padding):
+        p = jax.nn.softmax(logits).astype(v.dtype).reshape(BATCH, HEADS, LENGTH, 4, -1)
+        return jnp.einsum("bhtgs,bgshd->bthd", p, v.reshape(BATCH, 4, -1, HEADS, HEAD))
+
+    assert not told_by(report_of(attend, "scan"))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_of_jax(is_causal):
+    """`jax.nn.dot_product_attention` saves a mask of all logits' size for each layer."""
+
+    def loss(q, k, v):
+        y = jax.nn.dot_product_attention(jnp.sin(q), jnp.sin(k), jnp.sin(v), is_causal=is_causal)
+        return jnp.sum(y)
+
+    shape = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, HEAD), "float32")
+    told = told_by(memory_report(loss, shape, shape, shape, argnums=(0, 1, 2)))
+    assert {row.made_by for row in told} == ({"exp", "broadcast_in_dim"} if is_causal else {"exp"})
