@@ -79,6 +79,14 @@ class CrossEntropy:
         self.loss = np.where(self.has_entry, np.where(self.is_class, loss, np.nan), 0)
         self.p = np.where(self.has_entry[..., None], np.exp(logits - self.lse[..., None]), 0)
 
+    @property
+    def results(self):
+        return (self.loss,)
+
+    @property
+    def bounds(self):
+        return (self.loss_bound(),)
+
     def gradient(self, *d):
         """Of sum(d loss), by the array of which x is made; one d for each result."""
         return np.where(self.has_entry[..., None], self._of_x(*d) * self.slope, 0)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import itertools
 import math
 import re
@@ -20,9 +19,6 @@ from jaxnorm_kernels.operations import OPERATIONS
 
 SHAPE = (8, 16, 64)
 FUNCTIONS = ["softmax", "log_softmax", "rms_norm", "layer_norm"]
-RESIDUAL_FUNCTIONS = [
-    name for name, f in operations.FUNCTIONS.items() if "residual" in OPERATIONS[f.op].operands
-]
 KINDS = ["auto", "explicit", "manual"]
 
 
@@ -53,28 +49,6 @@ def step(name, save="output", **options):
         return y, *vjp(d)
 
     return run
-
-
-def residual_step(name, **options):
-    """Values and gradients of a norm with a residual, over (cotangent, x, residual, *params)."""
-
-    def run(d, *operands):
-        results, vjp = jax.vjp(functools.partial(getattr(jaxnorm, name), **options), *operands)
-        return *jax.tree.leaves(results), *vjp(jax.tree.map(lambda _: d, results))
-
-    return run
-
-
-@functools.cache
-def expected_of_residual(name):
-    """The analysed results of `residual_step` on one device."""
-    return analyse(residual_step(name), *residual_operands(name))
-
-
-def residual_operands(name, shape=SHAPE):
-    d, x, scale = operands("rms_norm", shape)
-    names = {*inspect.signature(getattr(jaxnorm, name)).parameters} & {"bias", "next_scale"}
-    return d, x, jnp.sin(x), scale, *(jnp.cos(scale) for _ in names)
 
 
 def operands(name, shape=SHAPE, dtype="float32"):

@@ -111,23 +111,6 @@ def assert_computes(
     assert_analysed(actual, analysed, other)
 
 
-def assert_batches(
-    function: Callable, dims: tuple[int | None, ...], size: int, *operands: Any
-) -> None:
-    """`jax.vmap` of a function has the results of a loop over a batch of this size."""
-
-    def one_by_one(*operands: Any) -> Any:
-        each = [
-            function(*(a if d is None else jnp.take(a, i, axis=d) for a, d in zip(operands, dims)))
-            for i in range(size)
-        ]
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-
-    expected, batched = analyse(one_by_one, *operands), jax.vmap(function, dims)
-    assert_analysed(batched(*operands), expected)
-    assert_analysed(jax.jit(batched)(*operands), expected)
-
-
 def assert_same_results(ours: Callable, theirs: Callable, *, as_accurate: bool = False) -> None:
     """Two programs without operands have the same results, in the same dtypes.
 

@@ -19,3 +19,19 @@ def equations(jaxpr: Any) -> Iterator[Any]:
         high_level = getattr(equation.params.get("_prim"), "jaxpr", None)
         if high_level is not None:
             yield from equations(high_level)
+
+
+def primitives(jaxpr: Any) -> list[str]:
+    """Return the names of the primitives of all equations, in their order."""
+    return [equation.primitive.name for equation in equations(jaxpr)]
+
+
+def names(jaxpr: Any) -> list[str]:
+    """Return the names of `checkpoint_name` in a jaxpr; `jax_remat3` has a primitive for each."""
+    found = []
+    for equation in equations(jaxpr):
+        if equation.primitive.name == "name":
+            found.append(equation.params["name"])
+        elif isinstance(name := getattr(equation.params.get("_prim"), "name", None), str):
+            found.append(name)
+    return found

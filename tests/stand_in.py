@@ -7,10 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from jaxnorm.calls import backends
+from jaxnorm_kernels import xla
 from jaxnorm_kernels.implementation import Implementation
+from jaxnorm_kernels.specs import LogitsOptions, NormOptions, SoftmaxOptions
 
 
 class StandIn(types.ModuleType):
@@ -28,6 +33,52 @@ class StandIn(types.ModuleType):
     def IMPLEMENTATION(self) -> Implementation:  # noqa: N802
         backward: Any = getattr(self, "backward", None)
         return Implementation(self.forward, backward, self.why_unsupported)
+
+
+class Kernels(StandIn):
+    """XLA's functions of whole rows, in two dimensions, as a kernel has them; it sees no mesh.
+
+    Attributes:
+      tables: the shapes of rotary tables.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(xla, name)
+
+        def launch(operands: Any, *rest: Any) -> Any:
+            (x, *_), spec = operands, rest[-1]
+            assert x.shape == (spec.rows, spec.cols), "not seen as rows"
+            assert AxisType.Explicit not in jax.typeof(x).sharding.mesh.axis_types
+            self.shapes.append(x.shape)
+            if isinstance(spec.options, NormOptions) and spec.norm.rotated:
+                shared = spec.norm.table_rows
+                assert operands.cos.shape == (shared.rows, spec.norm.rotated // 2)
+                self.tables.append(operands.cos.shape)
+                tables = (_of_rows(t, shared) for t in (operands.cos, operands.sin))
+                operands = operands._replace(**dict(zip(("cos", "sin"), tables)))
+            return function(operands, *rest)
+
+        return launch
+
+    def why_unsupported(self, spec: Any) -> str | None:
+        if getattr(spec, "plain", not spec.cols) or spec.cols_over:
+            return "plain JAX's"
+        options = getattr(spec, "options", None)
+        has_mask = isinstance(options, LogitsOptions) and options.has_mask
+        has_bias = isinstance(options, SoftmaxOptions) and options.logits_bias_dtype is not None
+        return "it has no masked kernel" if has_mask or has_bias else None
+
+
+def _of_rows(table: jax.Array, shared: Any) -> jax.Array:
+    """A row of a table for each row, which `shared` describes."""
+    sizes = [size if has_axis else 1 for size, has_axis in shared.segments]
+    whole = [size for size, _ in shared.segments]
+    table = jnp.broadcast_to(table.reshape(*sizes, -1), (*whole, table.shape[-1]))
+    return table.reshape(int(np.prod(whole)), table.shape[-1])
 
 
 @contextlib.contextmanager

@@ -6,20 +6,25 @@ what every operation goes through.
 
 import dataclasses
 import io
-import itertools
 import re
 import tokenize
 from pathlib import Path
 
 import added_operation
+import functions
 import jax
 import jax.numpy as jnp
 import numpy as np
 import parts
 import pytest
-from jax.sharding import PartitionSpec as P
-from meshes import KINDS, Case, collectives, on_mesh
+import test_batches
+import test_every_function
+import test_forward_mode
+import test_meshes
+import test_programs
+import test_remat
 from program_error import assert_computes
+from programs import equations, names
 
 import jaxnorm
 from jaxnorm.operations import norm
@@ -44,6 +49,7 @@ def added(monkeypatch):
     monkeypatch.setattr(references, "norm_scaled", added_operation.reference, raising=False)
     function = added_operation.rms_norm_scaled
     monkeypatch.setattr(jaxnorm, "rms_norm_scaled", function, raising=False)
+    monkeypatch.setitem(functions.FUNCTIONS, NAME, ENTRY)
 
 
 def test_it_is_short():
@@ -58,122 +64,91 @@ def test_it_is_short():
     assert len(lines) < 60
 
 
-def ours(x, scale):
-    return jaxnorm.rms_norm_scaled(x, scale, factor=FACTOR)
+NAME = "rms_norm_scaled"
+ENTRY = functions.Function(
+    lambda x, scale, **o: jaxnorm.rms_norm_scaled(x, scale, factor=FACTOR, **o),
+    lambda x, scale: FACTOR * functions.rms_norm(x, scale),
+    "x scale",
+)
 
 
-def plain(x, scale):
-    return FACTOR * x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * scale
-
-
+@pytest.mark.parametrize("form", ["whole arrays", "parts"])
 @pytest.mark.parametrize("dtype", selfcheck.DTYPES)
-def test_values_and_gradients(added, dtype):
+def test_values_and_gradients(added, dtype, form):
     """By the case that the self-check makes of the table's entry, with its bounds."""
-    (case,) = selfcheck.cases_of("rms_norm_scaled")
-    outcome = selfcheck.check(dataclasses.replace(case, options={"factor": FACTOR}), dtype)
+    (case,) = selfcheck.cases_of(NAME)
+    forms = (parts.of_parts, parts.read) if form == "parts" else ()
+    outcome = selfcheck.check(dataclasses.replace(case, options={"factor": FACTOR}), dtype, *forms)
     assert outcome.is_right, outcome
     assert outcome.implementations == ("xla", "xla")
 
 
-@pytest.mark.parametrize("dtype", selfcheck.DTYPES)
-def test_values_and_gradients_of_parts(added, dtype):
-    """All operands and cotangents are slices, and all results are written into larger arrays."""
-    (case,) = selfcheck.cases_of("rms_norm_scaled")
-    case = dataclasses.replace(case, options={"factor": FACTOR})
-    outcome = selfcheck.check(case, dtype, parts.of_parts, parts.read)
-    assert outcome.is_right, outcome
-
-
-def loss_of(function):
-    return lambda *operands: jnp.sum(jnp.sin(3 * function(*operands)))
-
-
-def gradients(function):
-    return jax.grad(loss_of(function), (0, 1))
-
-
-def tangent(function):
-    return lambda *operands: jax.jvp(function, operands, tuple(map(jnp.cos, operands)))
-
-
-def checkpointed(function):
-    return jax.checkpoint(function, policy=jaxnorm.save_policy)
-
-
-# Of a function of (8, 16, 48) and (48,).
-TRANSFORMED = {
-    "value": lambda f: f,
-    "gradients": gradients,
-    "forward mode": tangent,
-    "outside jit": gradients,
-    "checkpoint": lambda f: gradients(checkpointed(f)),
-    "linearize": lambda f: lambda *a: jax.linearize(f, *a)[1](*a),
-    "forward over reverse": lambda f: tangent(gradients(f)),
-    "reverse over reverse": lambda f: gradients(lambda *a: sum(map(jnp.sum, gradients(f)(*a)))),
-    "reverse over forward": lambda f: gradients(lambda *a: tangent(f)(*a)[1]),
-    "vmap of rows": lambda f: jax.vmap(gradients(f), (0, None)),
-    "vmap of both": lambda f: lambda x, scale: jax.vmap(gradients(f))(x, scale * x[:, 0]),
-    "vmap of parameters": lambda f: (
-        lambda x, scale: jax.vmap(tangent(f), (None, 0))(x, scale * x[0])
-    ),
-    "gradient of vmap": lambda f: gradients(jax.vmap(f, (1, None), out_axes=1)),
+# Of each suite, the tests of one entry.
+SUITES = {
+    "formula": lambda: test_programs.test_it_is_the_formula(NAME, None),
+    "outside jit": lambda: test_programs.test_outside_jit(NAME),
+    "scan": lambda: test_programs.test_scan_over_layers(NAME, None),
+    "export": lambda: test_programs.test_export_round_trip(NAME, ("cpu", "cuda", "tpu")),
+    "symbolic rows": lambda: test_programs.test_export_with_symbolic_rows(NAME, "bfloat16"),
+    "lowering": lambda: test_programs.test_lowering_for_a_gpu_from_any_host(NAME),
+    "NaNs": lambda: test_programs.test_debug_nans_is_silent_on_ordinary_data(NAME),
+    "vmap": lambda: [
+        test_batches.test_a_batch_is_a_loop(NAME, dims) for dims in ((0, None), (None, 1), (1, 0))
+    ],
+    "meshes": lambda: [
+        test_meshes.test_rows_on_a_mesh(NAME, layout, kind, "xla")
+        for layout, kind in [("both", "auto"), ("FSDP", "explicit"), ("over two", "manual")]
+    ],
+    "columns": lambda: test_meshes.test_rows_on_a_mesh(NAME, "columns", "explicit", "xla"),
+    "forward mode": lambda: test_meshes.test_forward_mode_on_a_mesh(NAME, "jvp", "both", "auto"),
+    "frozen": lambda: test_every_function.test_a_custom_jvp_with_frozen_arguments(None, NAME),
+    "one tangent": lambda: test_every_function.test_the_transpose_of_one_tangent(None, NAME),
 }
+IN_FLOAT64 = ("formula", "scan", "frozen", "one tangent")
+
+
+@pytest.mark.usefixtures("added", "quick_to_compile")
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_suite(suite):
+    with jax.enable_x64(suite in IN_FLOAT64):
+        SUITES[suite]()
+
+
+@pytest.mark.parametrize("derivative", test_forward_mode.DERIVATIVES)
+def test_derivatives(added, x64, quick_to_compile, monkeypatch, derivative):
+    pair = (lambda x, s, b: ENTRY.plain(x, s), lambda x, s, b: ENTRY.ours(x, s))
+    monkeypatch.setitem(test_forward_mode.OTHERS, NAME, pair)
+    test_forward_mode.check(NAME, test_forward_mode.DERIVATIVES[derivative], None, "xla")
 
 
 @pytest.mark.remat
-@pytest.mark.parametrize("name", TRANSFORMED)
-def test_every_transformation(added, x64, quick_to_compile, name):
-    """In float64, where a wrong formula is far off."""
-    runs = map(TRANSFORMED[name], (ours, plain))
-    if name != "outside jit":
-        runs = map(jax.jit, runs)
-    operands = jnp.asarray(X), jnp.asarray(SCALE)
-    run, expected = runs
-    results = run(*operands)
-    assert {a.dtype for a in jax.tree.leaves(results)} == {np.dtype("float64")}
-    assert_computes(results, expected, *operands, like=run)
+@pytest.mark.parametrize("policy", ["save_policy", "all but out", "checkpoint"])
+def test_rematerialisation(added, quick_to_compile, monkeypatch, policy):
+    entry = (lambda x, s, w: ENTRY.ours(x, s)), test_remat.saved(1, 0, 1)
+    monkeypatch.setitem(test_remat.FUNCTIONS, NAME, entry)
+    saved = (0, 0, 0) if policy == "checkpoint" else entry[1][policy]
+    test_remat.test_what_is_saved(NAME, policy, saved)
+    test_remat.test_what_runs_again(NAME)
+    test_remat.test_gradients_are_those_without(NAME, policy)
 
 
 def test_over_other_axes(added, x64):
     operands = jnp.asarray(X), jnp.asarray(SCALE[:16])
     y = jaxnorm.rms_norm_scaled(*operands, factor=FACTOR, axis=1)
-    assert_computes(y, lambda x, s: plain(x.swapaxes(1, 2), s).swapaxes(1, 2), *operands)
 
+    def turned(x, scale):
+        return ENTRY.plain(x.swapaxes(1, 2), scale).swapaxes(1, 2)
 
-CASES = [Case("rows", {"a": 4, "b": 2}, P("a", "b")), Case("columns", {"a": 8}, P(None, None, "a"))]
-
-
-# Inside `jax.shard_map` a shard of columns is a row of its own.
-@pytest.mark.parametrize(
-    ("case", "kind"),
-    [*itertools.product(CASES[:1], KINDS), (CASES[1], "auto"), (CASES[1], "explicit")],
-    ids=lambda a: getattr(a, "name", a),
-)
-def test_on_a_mesh(added, x64, case, kind):
-    """Eight devices: rows and columns stay where they are; sums and the parameter travel."""
-
-    def run(d, x, scale):
-        y, pullback = jax.vjp(ours, x, scale)
-        return y, *pullback(d)
-
-    operands = jnp.asarray(np.sin(X)), jnp.asarray(X), jnp.asarray(SCALE)
-    compiled, sharded = on_mesh(run, operands, case, kind)
-    results = compiled(*sharded)
-    assert_computes(results, run, *operands)
-    for a in results[:2]:
-        assert a.sharding.is_equivalent_to(sharded[1].sharding, a.ndim)
-    found = collectives(compiled)
-    assert {*found} <= {"all-reduce", "all-gather"}
-    assert {*found.get("all-gather", [])} <= {"48"}  # The gradient of scale, which is whole.
+    assert_computes(y, turned, *operands)
 
 
 def test_names(added):
     """Its primitives', what is kept by, and what an error and a plan say."""
     operands = jnp.asarray(X, jnp.float32), jnp.asarray(SCALE, jnp.float32)
-    program = str(jax.make_jaxpr(gradients(checkpointed(ours)))(*operands))
-    assert program.count("jaxnorm.rms_norm_scaled[") == 1  # The backward makes no norm again.
-    assert program.count("jaxnorm.rms_norm_scaled_backward[") == 1
-    assert set(re.findall(r"\[name=(jaxnorm_\w+)", program)) == {"jaxnorm_out", "jaxnorm_rstd"}
+    jaxpr = jax.make_jaxpr(jax.grad(functions.scalar(ENTRY.ours), (0, 1)))(*operands)
+    passes = [e.primitive.name for e in equations(jaxpr) if "jaxnorm." in e.primitive.name]
+    assert passes == ["jaxnorm.rms_norm_scaled", "jaxnorm.rms_norm_scaled_backward"]
+    assert {*names(jaxpr)} == {"jaxnorm_out", "jaxnorm_rstd"}
     with pytest.raises(ValueError, match=r"^rms_norm_scaled: scale has shape \(4,\)"):
         jaxnorm.rms_norm_scaled(operands[0], operands[1][:4])
     plan = jaxnorm.implementation_for(

@@ -8,9 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import refused
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
-from meshes import in_shards
 from program_error import analyse, assert_computes
 from reference import Norm, assert_within, exact, rounding
 from test_norm import normal
@@ -144,17 +141,6 @@ def test_whole_parameters_give_the_same(name, save):
     assert_computes(ours(primals, tangents), theirs, primals, tangents, like=ours)
 
 
-@pytest.mark.parametrize("dims", [(0, None, None), (None, 0, 0), (0, 0, None)])
-def test_vmap(dims):
-    """Gradients of each example, inside."""
-    function = functools.partial(summed, "layer_norm", save="input")
-    operands = [jnp.stack([a, a + 1]) if d == 0 else a for a, d in zip((X, SCALE, BIAS), dims)]
-    got = jax.vmap(jax.grad(function, (0, 1, 2)), dims)(*operands)
-    for i in range(2):
-        each = [a[i] if d == 0 else a for a, d in zip(operands, dims)]
-        assert_computes([a[i] for a in got], jax.grad(function, (0, 1, 2)), *each)
-
-
 def test_float64(x64):
     operands = [jnp.asarray(a, jnp.float64) for a in (X, SCALE, BIAS)]
     function = functools.partial(summed, "layer_norm")
@@ -169,48 +155,12 @@ def test_float64(x64):
     assert np.abs(jnp.sum(dscale * step) * 2 - slope) <= sizes
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices")
-@pytest.mark.parametrize("spec", [P("a", None, "b"), P("a", "b"), P(None, "b", None, "a")], ids=str)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_meshes(kind, spec):
-    """Samples, groups, and normalised axes, which the parameters have or have not, in shards."""
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2)
-    expected = jax.grad(functools.partial(summed, "layer_norm"), (0, 1, 2))
-    x, *parameters = in_shards((X, SCALE, BIAS), mesh, (spec, P(), P()))
-
-    def loss(x, *parameters):
-        y = jaxnorm.layer_norm(x, *parameters, axis=(1, 3), scale_offset=1.0)
-        return jnp.sum(y * weights)
-
-    weights = jax.device_put(
-        np.cos(np.arange(X.size, dtype=np.float32)).reshape(X.shape), NamedSharding(mesh, spec)
-    )
-    got = jax.jit(jax.grad(loss, (0, 1, 2)))(x, *parameters)
-    assert_computes(got, expected, X, SCALE, BIAS)
-
-
 def test_errors():
     for shape in [(4, 8), (2, 1, 8), (4, 2, 8), (4, 1, 4)]:
         with pytest.raises(
             ValueError, match=r"scale has shape .*; expected \(6, 8\).*\(or 1, where"
         ):
             jaxnorm.layer_norm(X, jnp.ones(shape), axis=(1, 3))
-
-
-def test_implementation_for():
-    """Of parameters that are broadcast, by their shape."""
-
-    def asked(shape, parameter):
-        of = jax.ShapeDtypeStruct(parameter, "bfloat16")
-        return jaxnorm.implementation_for(
-            "layer_norm", shape, "bfloat16", scale=of, bias=of, axis=(1, 3), platform="cuda"
-        )
-
-    for group in (8, 10):
-        plan = asked((32, 4096, 32, group), (32, 1, group))
-        assert (plan.forward.name, plan.backward.name) == ("mosaic", "mosaic")
-    assert "no neighbours as many" in asked((8, 1024, 32, 21), (32, 1, 21)).forward.reason
-    assert "broadcast along" in asked((8, 1024, 32, 8), (1, 8)).forward.reason
 
 
 def test_check_params():

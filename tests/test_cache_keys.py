@@ -40,8 +40,7 @@ for name, value in {
     jax.config.update(name, value)
 
 import jaxnorm
-from stand_in import as_default
-from test_set_mesh import Kernels
+from stand_in import Kernels, as_default
 
 mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 x = jax.device_put(jnp.cos(jnp.arange(16.0 * 64).reshape(16, 64)), NamedSharding(mesh, P("data")))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 from convert_cases import normal
 from flax import nnx
 
@@ -95,6 +96,15 @@ def equinox_model():
     return {"a": EqxNorm(w), "b": EqxSubclass(w), "c": eqx.nn.RMSNorm(WIDTH)}
 
 
+def assert_as_accurate(ours, theirs, x, times=1):
+    """A norm's result, of scales of 1, or of so many in a row."""
+    with jax.enable_x64(True):
+        expected = jnp.asarray(np.asarray(x, "float64"))
+        for _ in range(times):
+            expected = plain(expected, jnp.ones(WIDTH, "float64"))
+    reference.assert_as_accurate(ours, theirs, expected)
+
+
 def norms_in(function, *args):
     return str(jax.make_jaxpr(function)(*args)).count("jaxnorm.rms_norm")
 
@@ -112,7 +122,7 @@ def test_nnx(caplog):
     assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(optimised)
     assert [norms_in(model[key], x) for key in "abc"] == [1, 0, 1]
     for key, node in model.items():
-        np.testing.assert_allclose(node(x), before[key], rtol=1e-5, atol=1e-6)
+        assert_as_accurate(node(x), before[key], x)
     (record,) = caplog.records
     assert record.getMessage() == (
         "jaxnorm.nnx.convert: 1 modules call functions of calls: a (NnxNorm). 1 modules are left "
@@ -127,7 +137,7 @@ def test_linen(caplog):
     with jaxnorm.linen.converted(calls=calls):
         ours, same = model.init_with_output(jax.random.key(0), x)
         assert norms_in(model.apply, variables, x) == 2
-    np.testing.assert_allclose(ours, y, rtol=1e-5, atol=1e-6)
+    assert_as_accurate(ours, y, x, times=3)
     assert jax.tree.structure(same) == jax.tree.structure(variables)
     (record,) = caplog.records
     assert record.getMessage() == (
@@ -147,7 +157,7 @@ def test_equinox(caplog):
     assert [norms_in(converted[key], x) for key in "abc"] == [1, 0, 1]
     assert norms_in(model["a"], x) == 0
     for key, node in converted.items():
-        np.testing.assert_allclose(node(x), model[key](x), rtol=1e-5, atol=1e-6)
+        assert_as_accurate(node(x), model[key](x), x)
     (record,) = caplog.records
     assert record.getMessage() == (
         "jaxnorm.equinox.convert: 1 modules call functions of calls: a (EqxNorm). 1 modules are "
@@ -161,7 +171,8 @@ def test_equinox_modules_inside_modules():
     calls = {EqxNorm: of_equinox, EqxBlock: lambda block, x: EqxBlock.__call__(block, 2 * x)}
     converted = jaxnorm.equinox.convert(model, calls=calls)
     assert converted[0].norm is converted[1]
-    np.testing.assert_allclose(converted[0](jnp.ones(WIDTH)), jnp.ones(WIDTH), rtol=1e-5)
+    y = converted[0](normal((WIDTH,)))
+    np.testing.assert_array_equal(y, jaxnorm.rms_norm(2 * normal((WIDTH,)), shared.w))
     assert norms_in(converted[0], jnp.ones(WIDTH)) == 1
     assert jax.tree.structure(jaxnorm.equinox.convert(model, calls=calls)) == jax.tree.structure(
         converted
@@ -175,11 +186,11 @@ def test_a_function_may_call_the_class_s_own_code():
     jaxnorm.nnx.convert(
         model, calls={NnxNorm: lambda norm, x: NnxNorm.__call__(norm, x, double=True)}
     )
-    np.testing.assert_allclose(model["a"](x), 2 * y)
+    np.testing.assert_array_equal(model["a"](x), 2 * y)
     model = LinenModel()
     y, variables = model.init_with_output(jax.random.key(0), x)
     with jaxnorm.linen.converted(calls={LinenNorm: lambda norm, x: LinenNorm.__call__(norm, -x)}):
-        np.testing.assert_allclose(model.apply(variables, x), -y, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(model.apply(variables, x), -y)
 
 
 def test_calls_come_before_the_conversions():
@@ -198,9 +209,11 @@ def test_other_calls_are_other_traces():
     model = LinenModel()
     variables = model.init(jax.random.key(0), x)
     apply = jax.jit(model.apply)
-    for factor in (2.0, 3.0):
+    results = []
+    for factor in (2.0, 4.0):
         with jaxnorm.linen.converted(calls={nn.RMSNorm: lambda norm, x, f=factor: f * x}):
-            np.testing.assert_allclose(apply(variables, x), factor * x, rtol=1e-5)
+            results.append(apply(variables, x))
+    np.testing.assert_array_equal(2 * results[0], results[1])
     called = nnx.jit(lambda model, x: model["a"](x))
     for factor in (2.0, 3.0):
         model = jaxnorm.nnx.convert(nnx_model(), calls={NnxNorm: lambda n, x, f=factor: f * x})
@@ -342,8 +355,13 @@ def test_equinox_s_group_norm(shape, affine):
         (_, y), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(norm, x)
         return jax.tree.leaves((y, gradients))
 
-    for ours, theirs in zip(results(converted), results(norm), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
+    ours, theirs = results(converted), results(norm)
+    with jax.enable_x64(True):
+        double = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, "float64")), (norm, x, d))
+        norm, x, d = double
+        expected = results(norm)
+    reference.assert_as_accurate(ours, theirs, expected)
+    x = jnp.asarray(x, "float32")
     assert "jaxnorm.layer_norm" in str(jax.make_jaxpr(converted)(x[0]))
     y, state = converted(x[0], "state")
     assert state == "state"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from program_error import assert_computes
-from programs import equations
+from programs import primitives
 from test_recipes import page
 
 from jaxnorm import memory_report
@@ -33,11 +33,6 @@ def cudnn(monkeypatch):
 
 def flash(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-
-
-def names_of(jaxpr):
-    """The primitives of all equations, also inside of others."""
-    return (equation.primitive.name for equation in equations(jaxpr))
 
 
 # ------------------------------------------------------------------------- its output, kept once
@@ -105,7 +100,7 @@ def test_unrolled_layers_get_no_advice(cudnn):
 def products_in(step, *arrays):
     """Matrix products in the jaxpr, and in the compiled program."""
     traced = jax.jit(step).trace(*arrays)
-    made = list(names_of(traced.jaxpr.jaxpr)).count("dot_general")
+    made = primitives(traced.jaxpr).count("dot_general")
     return made, len(re.findall(r" dot\(", traced.lower().compile().as_text()))
 
 
@@ -183,7 +178,7 @@ def test_names_of_cudnn_s_attention(cudnn, of_docs):
 
     def counts(attention):
         jaxpr = jax.make_jaxpr(kernels_of(attention))(*attention_operands()).jaxpr
-        names = [name for name in names_of(jaxpr) if name.startswith("dot_product_attention")]
+        names = [name for name in primitives(jaxpr) if name.startswith("dot_product_attention")]
         return [sum(f"_{way}_" in name for name in names) for way in ("fwd", "bwd")]
 
     assert counts(with_a_name_outside) == [2, 1]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 from linear_loss_cases import operands
-from program_error import assert_computes
 
 from jaxnorm import linear_log_prob_and_entropy
 from jaxnorm import linear_softmax_cross_entropy as linear_loss
@@ -167,24 +166,6 @@ def step_of(function):
         return sum(map(jnp.sum, jax.tree.leaves(results)))
 
     return jax.value_and_grad(total, (0, 1))
-
-
-@each_function
-@pytest.mark.parametrize("platforms", [None, ("cpu", "cuda", "tpu")], ids=["here", "all"])
-def test_export_round_trip(platforms, function):
-    x, weight, _, labels = operands(6, 4, 9)
-    step = step_of(function)
-    exported = jax.export.export(jax.jit(step), platforms=platforms)(x, weight, labels)
-    restored = jax.export.deserialize(exported.serialize()).call(x, weight, labels)
-    assert_computes(restored, step, x, weight, labels)
-
-
-@each_function
-def test_symbolic_sizes_are_refused(function):
-    _, weight, _, labels = operands(6, 4, 9)
-    x = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("rows"), 4), jnp.float32)
-    with pytest.raises(ValueError, match=r"expected sizes that are numbers.*for each size"):
-        jax.export.export(jax.jit(function))(x, weight, labels)
 
 
 @each_function

@@ -36,6 +36,6 @@ def test_each_step_is_what_the_advice_says():
 def test_it_prints_the_report_and_the_table(capsys):
     llama_layer.main()
     printed = capsys.readouterr().out
-    assert "gated_linear: in place of" in printed
+    assert "gated_linear saves 8192 of" in printed
     for name, number in llama_layer.units().items():
         assert f"| {name} | {number:.1f} |" in printed

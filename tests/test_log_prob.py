@@ -1,13 +1,11 @@
-"""log_prob_and_entropy: values and gradients against float64 numpy."""
+"""log_prob_and_entropy: what concerns entropies alone; `test_loss` has the rest."""
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -15,74 +13,18 @@ from log_prob_cases import LogProbs
 from loss_cases import operands
 from program_error import analyse, assert_computes
 from reference import assert_within, exact
+from test_loss import FUNCTIONS, refusable
+from test_loss import check as check_values
+from test_loss import values_and_gradient as of_function
 
 from jaxnorm import log_prob_and_entropy, softmax_cross_entropy_with_integer_labels
 
+OPTIONS = FUNCTIONS["log_prob"].options
+cotangents_of = FUNCTIONS["log_prob"].cotangents
+check = functools.partial(check_values, of="log_prob")
+values_and_gradient = functools.partial(of_function, of="log_prob")
+
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
-
-NAME = "log_prob_and_entropy"
-OPTIONS = [
-    {},
-    {"logit_softcap": 5.0},
-    {"logits_scale": 1.5},
-    {"logits_scale": 0.7, "logit_softcap": 10.0},
-]
-refusable = refused.expect(refused.SHORT_LOGITS, refused.CLASSES, refused.EMPTY)
-
-
-@functools.partial(jax.jit, static_argnames=("axis", "options"))
-def values_and_gradient(x, labels, cotangents, where=None, axis=-1, options=()):
-    results, vjp = jax.vjp(
-        lambda x: log_prob_and_entropy(x, labels, axis, where, **dict(options)), x
-    )
-    return results, vjp(cotangents)[0]
-
-
-def cotangents_of(d):
-    """Of both results; they differ from row to row, and from each other."""
-    return d, jnp.flip(d) - 0.3
-
-
-def assert_right(results, dx, expected, cotangents):
-    for ours, wanted, bound in zip(results, expected.results, expected.bounds, strict=True):
-        assert_within(ours, wanted, bound)
-    assert_within(dx, expected.gradient(*cotangents), expected.gradient_bound(*cotangents))
-    assert not np.any(exact(results[1]) < 0)
-
-
-def check(x, labels, d, where=None, *, implementation, **options):
-    """Both results and the gradient over the last axis, each within its bound; the results."""
-    cotangents = cotangents_of(d)
-    static = tuple({**options, "implementation": implementation}.items())
-    results, dx = values_and_gradient(x, labels, cotangents, where, options=static)
-    masks = {}
-    if where is not None:
-        of_classes = where.ndim == x.ndim
-        name, shape = ("kept", x.shape) if of_classes else ("positions", labels.shape)
-        masks = {name: np.broadcast_to(where, shape)}
-    expected = LogProbs(x, labels, **masks, **options, dtype=x.dtype.name)
-    assert [a.dtype for a in (*results, dx)] == [d.dtype, d.dtype, x.dtype]
-    assert_right(results, dx, expected, cotangents)
-    return results
-
-
-@refusable
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", reference.DTYPES)
-def test_values_and_gradients(dtype, options, implementation):
-    check(*operands((3, 8, 1000), dtype), implementation=implementation, **options)
-
-
-@refusable
-@pytest.mark.parametrize("cols", [1, 2, 131, 301, 4099, 50257])
-def test_widths(cols, implementation):
-    check(*operands((5, cols), "float32"), implementation=implementation)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.usefixtures("x64")
-def test_float64(options):
-    check(*operands((3, 50), "float64"), implementation="xla", **options)
 
 
 @refusable
@@ -93,56 +35,6 @@ def test_log_probabilities_are_losses(dtype, implementation):
     log_prob, _ = check(x, labels, d, implementation=implementation)
     loss = softmax_cross_entropy_with_integer_labels(x, labels, implementation=implementation)
     assert_within(log_prob, -exact(loss), 2 * LogProbs(x, labels, dtype=dtype).loss_bound())
-
-
-@refusable
-@pytest.mark.parametrize("dtype", reference.DTYPES)
-def test_positions_that_do_not_count(dtype, implementation):
-    """Both results are 0, and the gradient, whatever label, logits and cotangents are."""
-    x, labels, d = operands((6, 300), dtype)
-    labels = labels.at[1].set(-100).at[3].set(1000)
-    x = x.at[1].set(jnp.inf).at[3, 7].set(jnp.nan)
-    where = jnp.arange(6) % 2 == 0
-    bad = [jnp.where(where, c, jnp.nan) for c in cotangents_of(d)]
-    static = (("implementation", implementation),)
-    results, dx = values_and_gradient(x, labels, tuple(bad), where, options=static)
-    for a in (*results, dx):
-        np.testing.assert_array_equal(a[1::2], 0)
-    check(x, labels, d, where, implementation=implementation)
-    check(x[None], labels[None], d[None], where[None], implementation=implementation)
-
-
-@refusable
-def test_masks_of_classes(implementation):
-    """Rows without a class, of the label alone, and labels that are not among the classes."""
-    rng = np.random.default_rng(1)
-    x, labels, d = operands((4, 6, 200), "float32")
-    where = rng.random((4, 6, 200)) < 0.5
-    where[1, 2] = False
-    where[3, 1] = np.arange(200) == labels[3, 1]
-    where[2, 2] = np.arange(200) != labels[2, 2]
-    hidden = ~where & (np.arange(200) != labels[..., None])  # what must not matter
-    for bad in (jnp.nan, jnp.inf):
-        log_prob, entropy = check(
-            jnp.where(hidden, bad, x), labels, d, jnp.asarray(where), implementation=implementation
-        )
-        assert (log_prob[1, 2], entropy[1, 2], log_prob[3, 1], entropy[3, 1]) == (0, 0, 0, 0)
-    check(x, labels, d, jnp.asarray(where[:1, :1]), implementation=implementation, **OPTIONS[3])
-
-
-@refusable
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_bad_rows_stay_alone(bad, implementation):
-    """A label outside, and a logit that is no number: NaN in that row, and no other."""
-    x, labels, d = operands((5, 400), "float32")
-    labels = labels.at[1].set(400).at[4].set(-1)
-    x = x.at[2, 9].set(bad)
-    static = (("implementation", implementation),)
-    results, dx = values_and_gradient(x, labels, cotangents_of(d), options=static)
-    for a in (*results, dx.sum(-1)):
-        np.testing.assert_array_equal(np.isnan(a), [False, True, True, False, True])
-    rows = jnp.array([0, 3])
-    check(x[rows], labels[rows], d[rows], implementation=implementation)
 
 
 @refusable
@@ -213,62 +105,6 @@ def test_what_is_infinite(options, implementation):
     rest = x[:1].at[0, labels[0]].set(-1e4)
     _, of_rest = log_prob_and_entropy(rest, labels[:1], implementation=implementation)
     np.testing.assert_array_equal(entropy[0], of_rest[0])
-
-
-@pytest.mark.parametrize("axis", [0, 1, (0, 2), (2, -3), (2, 0, 1), None])
-def test_axes(axis):
-    """As on the moved and flattened array, in the order of the axes; also with masks."""
-    x = operands((4, 5, 6), "float32")[0]
-    axes = [a % 3 for a in np.atleast_1d(range(3) if axis is None else axis)]
-    others = [a for a in range(3) if a not in axes]
-
-    def moved(a):
-        return jnp.transpose(a, [*others, *axes]).reshape(*(x.shape[i] for i in others), -1)
-
-    rows = moved(x)
-    labels = jnp.asarray(np.random.default_rng(2).integers(0, rows.shape[-1], rows.shape[:-1]))
-    d = cotangents_of(jnp.cos(labels.astype(jnp.float32)))
-    for where in (None, labels % 2 == 0, x > 0):
-        of_rows = moved(where) if where is not None and where.ndim == 3 else where
-        results, dx = values_and_gradient(x, labels, d, where, axis=axis)
-        assert_computes((results, moved(dx)), values_and_gradient, rows, labels, d, of_rows)
-
-
-@refusable
-@pytest.mark.parametrize("shape", [(0, 300), (3, 0, 300)])
-def test_no_rows(shape, implementation):
-    x, labels = jnp.zeros(shape, jnp.bfloat16), jnp.zeros(shape[:-1], int)
-    nothing = jnp.zeros(shape[:-1], jnp.float32)
-    static = (("implementation", implementation),)
-    results, dx = values_and_gradient(x, labels, (nothing, nothing), options=static)
-    assert [a.shape for a in (*results, dx)] == [shape[:-1], shape[:-1], shape]
-
-
-LOGITS = jnp.ones((2, 3))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
-    [
-        (([[1, 2]], [0]), {}, TypeError, r"logits is a list; expected an array"),
-        ((LOGITS, jnp.ones(2)), {}, TypeError, r"labels has dtype float32; expected int"),
-        ((LOGITS, jnp.ones((2, 1), int)), {}, ValueError, r"\(2, 1\); expected \(2,\)"),
-        ((LOGITS, [0, 0], 2), {}, ValueError, r"axis=2 is out of range for logits"),
-        ((LOGITS, [0, 0], -1, np.ones(2)), {}, TypeError, r"float\d\d; expected bool"),
-        ((LOGITS, [0, 0], -1, np.ones(2, int)), {}, TypeError, r"int\d\d; expected bool"),
-        ((LOGITS, [0, 0], -1, jnp.ones((2, 3))), {}, TypeError, r"float32; expected bool"),
-        ((LOGITS, [0, 0], -1, jnp.ones(3, bool)), {}, ValueError, r"\(2,\), with 1 axes"),
-        ((LOGITS, [0, 0]), {"logits_scale": 0}, ValueError, r"scale=0; expected .* above"),
-        ((LOGITS, [0, 0]), {"logit_softcap": -1}, ValueError, r"a number above 0"),
-        ((LOGITS, [0, 0]), {"logit_softcap": "30"}, TypeError, r"logit_softcap is a str"),
-        ((LOGITS, [0, 0]), {"implementation": "cuda"}, ValueError, r"expected one of"),
-    ],
-)
-def test_errors(arguments, options, error, message):
-    logits, labels, *rest = arguments
-    labels = jnp.asarray(labels) if isinstance(labels, list) else labels
-    with pytest.raises(error, match=f"^{NAME}: .*{message}"):
-        log_prob_and_entropy(logits, labels, *rest, **options)
 
 
 few = settings(max_examples=25, deadline=None, derandomize=True)

@@ -1,6 +1,11 @@
-"""softmax_cross_entropy_with_integer_labels: values and gradients against float64 numpy."""
+"""Functions of logits and labels: values and gradients against float64 numpy.
+
+What concerns entropies alone is in `test_log_prob`.
+"""
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +16,12 @@ import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from log_prob_cases import LogProbs
 from loss_cases import CrossEntropy, operands
 from program_error import analyse, assert_computes
 from reference import assert_within, exact
 
+from jaxnorm import log_prob_and_entropy
 from jaxnorm import softmax_cross_entropy_with_integer_labels as cross_entropy
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
@@ -33,49 +40,95 @@ OPTIONS = [
 refusable = refused.expect(refused.SHORT_LOGITS, refused.CLASSES, refused.EMPTY)
 
 
+class Of(NamedTuple):
+    """A function of logits and labels.
+
+    Attributes:
+      function, reference: it, and its results in float64 with bounds.
+      cotangents: of its results, which differ from row to row and from each other.
+      options: of all of them.
+    """
+
+    function: Callable[..., Any]
+    reference: type[CrossEntropy]
+    cotangents: Callable[[Any], tuple[Any, ...]]
+    options: list[dict[str, Any]]
+
+
+FUNCTIONS = {
+    "loss": Of(cross_entropy, CrossEntropy, lambda d: (d,), OPTIONS),
+    "log_prob": Of(
+        log_prob_and_entropy,
+        LogProbs,
+        lambda d: (d, jnp.flip(d) - 0.3),
+        [{}, OPTIONS[5], {"logits_scale": 1.5}, {"logits_scale": 0.7, "logit_softcap": 10.0}],
+    ),
+}
+each = pytest.mark.parametrize("of", FUNCTIONS)
+each_option = pytest.mark.parametrize(
+    ("of", "options"), [(of, o) for of in FUNCTIONS for o in FUNCTIONS[of].options], ids=str
+)
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "options", "of"))
+def values_and_gradient(x, labels, cotangents, where=None, axis=-1, options=(), of="loss"):
+    def function(x):
+        results = FUNCTIONS[of].function(x, labels, axis, where, **dict(options))
+        return results if isinstance(results, tuple) else (results,)
+
+    results, vjp = jax.vjp(function, x)
+    return results, vjp(cotangents)[0]
+
+
 @functools.partial(jax.jit, static_argnames=("axis", "options"))
 def value_and_gradient(x, labels, d, where=None, axis=-1, options=()):
-    loss, vjp = jax.vjp(lambda x: cross_entropy(x, labels, axis, where, **dict(options)), x)
-    return loss, vjp(d)[0]
+    (loss,), dx = values_and_gradient(x, labels, (d,), where, axis, options)
+    return loss, dx
 
 
-def check(x, labels, d, where=None, *, implementation, **options):
-    """Loss and gradient over the last axis, each within its bound; the loss."""
+def check(x, labels, d, where=None, *, implementation, of="loss", **options):
+    """All results and the gradient over the last axis, each within its bound; the results."""
     given = {**options, "implementation": implementation}
-    loss, dx = value_and_gradient(x, labels, d, where, options=tuple(given.items()))
+    cotangents = FUNCTIONS[of].cotangents(d)
+    results, dx = values_and_gradient(
+        x, labels, cotangents, where, options=tuple(given.items()), of=of
+    )
     masks, weights = {}, 1.0
     if where is not None and where.ndim == x.ndim:
         masks = {"kept": np.broadcast_to(where, x.shape)}
     elif where is not None:
         weights = np.broadcast_to(where, labels.shape).astype(d.dtype)
         masks = {"positions": weights != 0}
-    expected = CrossEntropy(x, labels, **masks, **options, dtype=x.dtype.name)
-    assert (loss.dtype, dx.dtype) == (d.dtype, x.dtype)
-    wanted = expected.loss * weights
-    bound = expected.loss_bound() * np.abs(weights) + expected.u * np.abs(wanted)
-    assert_within(loss, wanted, bound)
-    d = exact(d) * weights
-    assert_within(dx, expected.gradient(d), expected.gradient_bound(d))
-    return loss
+    expected = FUNCTIONS[of].reference(x, labels, **masks, **options, dtype=x.dtype.name)
+    assert [a.dtype for a in (*results, dx)] == [*[d.dtype] * len(results), x.dtype]
+    for ours, value, bound in zip(results, expected.results, expected.bounds, strict=True):
+        wanted = value * weights
+        assert_within(ours, wanted, bound * np.abs(weights) + expected.u * np.abs(wanted))
+    cotangents = [exact(c) * weights for c in cotangents]
+    assert_within(dx, expected.gradient(*cotangents), expected.gradient_bound(*cotangents))
+    assert of == "loss" or not np.any(exact(results[1]) < 0)
+    return results[0] if of == "loss" else results
 
 
 @refusable
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@each_option
 @pytest.mark.parametrize("dtype", reference.DTYPES)
-def test_values_and_gradients(dtype, options, implementation):
-    check(*operands((3, 8, 1000), dtype), implementation=implementation, **options)
+def test_values_and_gradients(dtype, of, options, implementation):
+    check(*operands((3, 8, 1000), dtype), implementation=implementation, of=of, **options)
 
 
 @refusable
-@pytest.mark.parametrize("cols", [1, 2, 131, 4099, 50257])
-def test_widths(cols, implementation):
-    check(*operands((5, cols), "float32"), implementation=implementation, label_smoothing=0.1)
+@each
+@pytest.mark.parametrize("cols", [1, 2, 131, 301, 4099, 50257])
+def test_widths(cols, of, implementation):
+    options = {"label_smoothing": 0.1} if of == "loss" else {}
+    check(*operands((5, cols), "float32"), implementation=implementation, of=of, **options)
 
 
-@pytest.mark.parametrize("options", [*OPTIONS[:4], OPTIONS[6]], ids=str)
+@each_option
 @pytest.mark.usefixtures("x64")
-def test_float64(options):
-    check(*operands((3, 50), "float64"), implementation="xla", **options)
+def test_float64(of, options):
+    check(*operands((3, 50), "float64"), implementation="xla", of=of, **options)
 
 
 @refusable
@@ -100,19 +153,21 @@ def test_labels_of_any_integer_dtype(dtype, implementation):
 
 
 @refusable
+@each
 @pytest.mark.parametrize("dtype", reference.DTYPES)
-def test_positions_that_do_not_count(dtype, implementation):
-    """Loss and gradient are 0, whatever label, logits and cotangent are."""
+def test_positions_that_do_not_count(dtype, of, implementation):
+    """Results and gradient are 0, whatever label, logits and cotangents are."""
     x, labels, d = operands((6, 300), dtype)
     labels = labels.at[1].set(-100).at[3].set(1000)
     x = x.at[1].set(jnp.inf).at[3, 7].set(jnp.nan)
     where = jnp.arange(6) % 2 == 0
-    options = tuple({"implementation": implementation, "z_loss": 0.1}.items())
-    cotangent = jnp.where(where, d, jnp.nan)
-    loss, dx = value_and_gradient(x, labels, cotangent, where, options=options)
-    np.testing.assert_array_equal(loss[1::2], 0)
-    np.testing.assert_array_equal(dx[1::2], 0)
-    check(x, labels, d, where, implementation=implementation, z_loss=0.1)
+    given = {"implementation": implementation, **({"z_loss": 0.1} if of == "loss" else {})}
+    bad = tuple(jnp.where(where, c, jnp.nan) for c in FUNCTIONS[of].cotangents(d))
+    results, dx = values_and_gradient(x, labels, bad, where, options=tuple(given.items()), of=of)
+    for a in (*results, dx):
+        np.testing.assert_array_equal(a[1::2], 0)
+    check(x, labels, d, where, of=of, **given)
+    check(x[None], labels[None], d[None], where[None], of=of, **given)
 
 
 @refusable
@@ -150,37 +205,47 @@ def test_infinite_logits_under_a_cap(cols, implementation):
 
 
 @refusable
+@each
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_bad_rows_stay_alone(bad, implementation):
+def test_bad_rows_stay_alone(bad, of, implementation):
     """A label outside, and a logit that is no number: NaN in that row, and no other."""
     x, labels, d = operands((5, 400), "float32")
     labels = labels.at[1].set(400).at[4].set(-1)
     x = x.at[2, 9].set(bad)
-    loss, dx = value_and_gradient(x, labels, d, options=(("implementation", implementation),))
-    assert np.isnan(loss[jnp.array([1, 2, 4])]).all()
+    given = {"implementation": implementation}
+    cotangents = FUNCTIONS[of].cotangents(d)
+    results, dx = values_and_gradient(x, labels, cotangents, options=tuple(given.items()), of=of)
+    for a in (*results, dx.sum(-1)):
+        np.testing.assert_array_equal(np.isnan(a), [False, True, True, False, True])
     assert np.isnan(dx[jnp.array([1, 2, 4])]).all()
     rows = jnp.array([0, 3])
-    check(x[rows], labels[rows], d[rows], implementation=implementation)
-    assert np.isfinite(loss[rows]).all()
-    assert np.isfinite(dx[rows]).all()
+    check(x[rows], labels[rows], d[rows], of=of, **given)
 
 
 @refusable
-def test_masks_of_classes(implementation):
+@each
+def test_masks_of_classes(of, implementation):
+    """Rows without a class, of the label alone, and labels that are not among the classes."""
     rng = np.random.default_rng(1)
     x, labels, d = operands((4, 6, 200), "float32")
     where = rng.random((4, 6, 200)) < 0.5
-    where[1, 2] = False  # a row without an entry
-    where[3, 1] = np.arange(200) == labels[3, 1]  # the label alone
+    where[1, 2] = False
+    where[3, 1] = np.arange(200) == labels[3, 1]
+    where[2, 2] = np.arange(200) != labels[2, 2]
     hidden = ~where & (np.arange(200) != labels[..., None])  # what must not matter
+    given = {"implementation": implementation, "of": of}
     for bad in (jnp.nan, jnp.inf):
-        check(
-            jnp.where(hidden, bad, x), labels, d, jnp.asarray(where), implementation=implementation
-        )
+        results = check(jnp.where(hidden, bad, x), labels, d, jnp.asarray(where), **given)
+        for a in results if of == "log_prob" else (results,):
+            assert (a[1, 2], a[3, 1]) == (0, 0)
     broadcast = jnp.asarray(where[:1, :1])
-    loss = check(x, labels, d, broadcast, z_loss=0.1, implementation=implementation)
-    one = functools.partial(cross_entropy, labels=labels[0, 0], where=broadcast[0, 0], z_loss=0.1)
-    assert_computes(loss[0, 0], one, x[0, 0])
+    options = FUNCTIONS[of].options[2]
+    results = check(x, labels, d, broadcast, **given, **options)
+    if of == "loss":
+        one = functools.partial(
+            cross_entropy, labels=labels[0, 0], where=broadcast[0, 0], **options
+        )
+        assert_computes(results[0, 0], one, x[0, 0])
 
 
 @refusable
@@ -226,91 +291,25 @@ def test_more_than_float32_halves():
     np.testing.assert_array_equal(cross_entropy(nothing, [0], where=nothing > 0), 0)
 
 
+@each
 @pytest.mark.parametrize("axis", [0, 1, (0, 2), (2, -3), (2, 0, 1), None])
-def test_axes(axis):
+def test_axes(axis, of):
     """As on the moved and flattened array, in the order of the axes; also with masks."""
     x = operands((4, 5, 6), "float32")[0]
     axes = [a % 3 for a in np.atleast_1d(range(3) if axis is None else axis)]
     others = [a for a in range(3) if a not in axes]
-    rows = jnp.transpose(x, [*others, *axes]).reshape(*(x.shape[a] for a in others), -1)
+
+    def moved(a):
+        return jnp.transpose(a, [*others, *axes]).reshape(*(x.shape[i] for i in others), -1)
+
+    rows = moved(x)
     labels = jnp.asarray(np.random.default_rng(2).integers(0, rows.shape[-1], rows.shape[:-1]))
-    d = jnp.cos(labels.astype(jnp.float32))
-    loss, dx = value_and_gradient(x, labels, d, axis=axis)
-    moved = jnp.transpose(dx, [*others, *axes]).reshape(rows.shape)
-    assert_computes((loss, moved), value_and_gradient, rows, labels, d)
-    where = labels % 2 == 0
-    masked = cross_entropy(x, labels, axis, where)
-    assert_computes(masked, lambda x: jnp.where(where, cross_entropy(x, labels), 0), rows)
-    classes = jnp.transpose(x > 0, [*others, *axes]).reshape(rows.shape)
-    of_some = cross_entropy(x, labels, axis, x > 0)
-    assert_computes(of_some, lambda x: cross_entropy(x, labels, where=classes), rows)
-
-
-@refusable
-@pytest.mark.parametrize("shape", [(0, 300), (3, 0, 300)])
-def test_no_rows(shape, implementation):
-    x, labels = jnp.zeros(shape, jnp.bfloat16), jnp.zeros(shape[:-1], int)
-    loss, dx = value_and_gradient(
-        x, labels, jnp.zeros(shape[:-1]), options=(("implementation", implementation),)
-    )
-    assert (loss.shape, dx.shape) == (shape[:-1], shape)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
-    [
-        (([[1, 2]], [0]), {}, TypeError, r"logits is a list; expected an array"),
-        ((jnp.ones((2, 3), int), [0, 0]), {}, TypeError, r"logits has dtype int32.*astype"),
-        ((jnp.ones((2, 3)), jnp.ones(2)), {}, TypeError, r"labels has dtype float32; expected int"),
-        ((jnp.ones((2, 3)), jnp.ones(2, bool)), {}, TypeError, r"labels has dtype bool"),
-        ((jnp.ones((2, 3)), None), {}, TypeError, r"labels is a NoneType; expected an array"),
-        (
-            (jnp.ones((2, 3)), [0, 0], -1, "all"),
-            {},
-            TypeError,
-            r"where is a str; expected an array",
-        ),
-        ((jnp.ones((2, 3)), jnp.ones((2, 1), int)), {}, ValueError, r"\(2, 1\); expected \(2,\)"),
-        ((jnp.ones((2, 3)), [0, 0], 2), {}, ValueError, r"axis=2 is out of range for logits"),
-        ((jnp.ones((2, 3)), [0, 0], -1, np.ones(2, int)), {}, TypeError, r"where has dtype int32"),
-        (
-            (jnp.ones((2, 3)), [0, 0], -1, jnp.ones((2, 3))),
-            {},
-            TypeError,
-            r"float32; expected bool",
-        ),
-        ((jnp.ones((2, 3)), [0, 0], -1, jnp.ones(3, bool)), {}, ValueError, r"\(2,\), with 1 axes"),
-        (
-            (jnp.ones((2, 3)), [0, 0], -1, jnp.ones((2, 2), bool)),
-            {},
-            ValueError,
-            r"where has shape \(2, 2\); expected .* broadcasts to logits' shape \(2, 3\)",
-        ),
-        ((jnp.ones((2, 3)), [0, 0]), {"label_smoothing": 1.5}, ValueError, r"from 0 to 1"),
-        (
-            (jnp.ones((2, 3)), [0, 0]),
-            {"logits_scale": 0},
-            ValueError,
-            r"scale=0; expected .* above",
-        ),
-        ((jnp.ones((2, 3)), [0, 0]), {"logit_softcap": -1}, ValueError, r"a number above 0"),
-        ((jnp.ones((2, 3)), [0, 0]), {"logit_softcap": "30"}, TypeError, r"logit_softcap is a str"),
-        ((jnp.ones((2, 3)), [0, 0]), {"z_loss": -1.0}, ValueError, r"of at least 0"),
-        ((jnp.ones((2, 3)), [0, 0]), {"z_loss": "a"}, TypeError, r"z_loss is a str"),
-        ((jnp.ones((2, 3)), [0, 0]), {"implementation": "cuda"}, ValueError, r"expected one of"),
-        (
-            (jnp.ones((2, 3)), [0, 0], -1, jnp.ones((2, 3), bool)),
-            {"label_smoothing": 0.1},
-            ValueError,
-            r"label_smoothing=0.1 with a mask of classes.*leave one of both out",
-        ),
-    ],
-)
-def test_errors(arguments, options, error, message):
-    logits, labels, *rest = arguments
-    labels = jnp.asarray(labels) if isinstance(labels, list) else labels
-    with pytest.raises(error, match=f"^{NAME}: .*{message}"):
-        cross_entropy(logits, labels, *rest, **options)
+    d = FUNCTIONS[of].cotangents(jnp.cos(labels.astype(jnp.float32)))
+    function = functools.partial(values_and_gradient, of=of)
+    for where in (None, labels % 2 == 0, x > 0):
+        of_rows = moved(where) if where is not None and where.ndim == 3 else where
+        results, dx = function(x, labels, d, where, axis=axis)
+        assert_computes((results, moved(dx)), function, rows, labels, d, of_rows)
 
 
 # ----------------------------------------------------------------------------------- properties

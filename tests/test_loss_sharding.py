@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from log_prob_cases import mixture
 from loss_cases import operands
-from meshes import KINDS, Case, collectives, in_shards, mesh_of
+from meshes import Case, collectives, in_shards, mesh_of
 from program_error import analyse, assert_analysed, assert_computes
 from sharding_cases import Kernels, which_kernels  # noqa: F401
 
@@ -24,7 +24,7 @@ pytestmark = [
 
 SHAPE = (8, 4, 128)
 MESH = {"data": 4, "model": 2}
-ROWS, VOCABULARY = P("data", "model"), P("data", None, "model")
+VOCABULARY = P("data", None, "model")
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 8.0}
 
 
@@ -74,21 +74,6 @@ def check(results, function, spec=None):
 
 def sizes(found):
     return [math.prod(int(n) for n in shape.split(",") if n) for v in found.values() for shape in v]
-
-
-@each
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_split(kernels, kind, function):
-    mesh = mesh_of(Case("", MESH, P()), kind)
-    sharded, specs = placed(mesh, ROWS)
-    run = functools.partial(step, function=function)
-    if kind == "manual":
-        outs = (specs[1], specs[0])
-        run = jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=outs)
-    compiled = jax.jit(run).lower(*sharded).compile()
-    check(compiled(*sharded), function, ROWS)
-    assert not collectives(compiled)
-    assert kernels is None or kernels.shapes == [(4, 128)] * 2
 
 
 @each

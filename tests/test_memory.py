@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from loss_cases import operands as logits_and_labels
 from reference import assert_as_accurate
+from test_loss import OPTIONS, value_and_gradient
 
 import jaxnorm
+from benchmarks import hlo
 from jaxnorm_kernels import xla
 
 pytestmark = pytest.mark.oldest_jax
@@ -136,3 +139,36 @@ def test_gradients_of_the_stack_agree():
         wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), (x, params))
         # Twelve layers amplify roundings more than a bound can follow.
         assert_as_accurate(*results, theirs(*wide))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3]], ids=str)
+def test_nothing_else_of_the_logits_size(dtype, options):
+    """The compiled step makes the gradient, and no other array as large beside it.
+
+    On a CPU float32's exponentials are made once, in the gradient's memory.
+    """
+    x, labels, d = logits_and_labels((64, 4096), dtype)
+    step = value_and_gradient.lower(x, labels, d, options=tuple(options.items())).compile()
+    assert step.memory_analysis().temp_size_in_bytes < x.nbytes / 4
+    shared = dtype == "float32" and jax.default_backend() == "cpu"
+    made = hlo.made(step.as_text(), x.size)
+    assert set(made) == {"fusion"} if shared else made == ["fusion"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_nothing_else_of_the_logits_size_of_an_entropy(dtype):
+    """The forward writes no array of that size; of the backward, the gradient is one."""
+    x, labels, d = logits_and_labels((64, 4096), dtype)
+
+    def step(x, labels, *cotangents):
+        results, vjp = jax.vjp(lambda x: jaxnorm.log_prob_and_entropy(x, labels), x)
+        return results, vjp(cotangents)
+
+    forward = jax.jit(jaxnorm.log_prob_and_entropy).lower(x, labels).compile()
+    assert forward.memory_analysis().temp_size_in_bytes < x.nbytes / 4
+    both = jax.jit(step).lower(x, labels, d, d).compile()
+    assert both.memory_analysis().temp_size_in_bytes < x.nbytes / 4
+    kept = jax.tree.leaves(jax.vjp(lambda x: jaxnorm.log_prob_and_entropy(x, labels), x)[1])
+    assert sum(a.nbytes for a in kept if a.size >= x.size) == x.nbytes
+    assert sum(a.size for a in kept if a.dtype == jnp.float32 and a.ndim == 1) == 3 * 64

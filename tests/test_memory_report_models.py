@@ -85,6 +85,12 @@ def test_all_advice_is_of_these_functions(before):
     assert all(re.match(r"modeling_flax_\w+\.py:|test_memory", row.source) for row in told)
 
 
+def test_what_is_printed(before):
+    lines = str(before).splitlines()
+    assert len(lines) <= 45
+    assert max(map(len, lines)) <= 100
+
+
 @contextlib.contextmanager
 def intercepted(take):
     """Calls of flax.linen's modules for which `take` returns a result have that one."""

@@ -1,7 +1,5 @@
 """Norms with an activation against float64 numpy: values, gradients, dtypes, extremes."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,17 +122,6 @@ def test_scales_of_zero_beside_a_bias(dtype):
           implementation="xla")  # fmt: skip
     y = exact(jaxnorm.layer_norm(x, scale, bias, activation="relu"))
     np.testing.assert_array_equal(y[:, 6], max(exact(bias.astype(dtype))[6], 0))
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_rows_that_are_not_finite_stay_alone(bad, implementation):
-    x, d = normal((70, 64), "float32", 0), normal((70, 64), "float32", 1)
-    norm = functools.partial(jaxnorm.layer_norm, activation="silu", implementation=implementation)
-    clean, found = ((y, *vjp(d)) for y, vjp in (jax.vjp(norm, a) for a in (x, x.at[3, 5].set(bad))))
-    others = np.arange(70) != 3
-    for ours, theirs in zip(found, clean):
-        assert np.isnan(ours[3]).all()
-        np.testing.assert_array_equal(ours[others], theirs[others])
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -5,6 +5,7 @@ arguments. What runs again is counted in jaxprs and in the optimised program.
 """
 
 import functools
+import inspect
 import re
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.ad_checkpoint import saved_residuals
-from programs import equations
+from programs import equations, names
 from reference import assert_within, exact
 
 import jaxnorm
@@ -72,46 +73,108 @@ AROUND["jit inside"] = lambda f: AROUND["save_policy"](jax.jit(f))
 
 # Name -> the function of an array, a vector and a matrix; its primitive; what is saved by each
 # policy: arrays of all rows and columns, arrays of a number for each row, squares (weights).
-NORM = {"save_policy": (1, 1, 0), "names": (1, 1, 0), "all but out": (0, 1, 0)}
-LOSS = {"save_policy": (0, 2, 0), "names": (0, 2, 0), "all but out": (0, 2, 0)}
+
+
+def saved(rows, named, numbers):
+    """What is saved without a policy, by policies that keep the output, and by one that does not.
+
+    Args:
+      rows, named: arrays of all rows and columns, and those of them that have a name.
+      numbers: arrays of a number for each row.
+    """
+    by_name = dict.fromkeys(("save_policy", "names"), (named, numbers, 0))
+    return {"plain": (rows, numbers, 0), **by_name, "all but out": (0, numbers, 0)}
+
+
+def norm_of(name, **options):
+    """A norm of x, of a residual if it takes one, and with all of its vectors."""
+    function = getattr(jaxnorm, name)
+    takes = inspect.signature(function).parameters
+    rows = 1 + ("residual" in takes or name == "rms_norm_gated")
+    vectors = 1 + ("next_scale" in takes or "layer" in name)
+
+    def call(x, s, w):
+        given = {k: s if v == "s" else v for k, v in options.items()}
+        return sum(jax.tree.leaves(function(*(x, 2 * x)[:rows], *[s] * vectors, **given)))
+
+    return call
+
+
 FUNCTIONS = {
-    "rms_norm": (lambda x, s, w: jaxnorm.rms_norm(x, s), NORM),
-    "layer_norm": (lambda x, s, w: jaxnorm.layer_norm(x, s, s), NORM),
-    "add_rms_norm": (lambda x, s, w: sum(jaxnorm.add_rms_norm(x, 2 * x, s)), NORM),
-    "rms_norm_rope": (lambda x, s, w: jaxnorm.rms_norm_rope(x, s, *TABLES), NORM),
-    "rms_norm_gated": (
-        lambda x, s, w: jaxnorm.rms_norm_gated(x, 2 * x, s),
-        # The backward starts from x and the gate, and nothing here takes y.
-        NORM | dict.fromkeys(["save_policy", "names"], (0, 1, 0)),
+    "rms_norm": (lambda x, s, w: jaxnorm.rms_norm(x, s), saved(1, 1, 1)),
+    "rms_norm from input": (norm_of("rms_norm", save="input"), saved(1, 0, 1)),
+    "layer_norm": (lambda x, s, w: jaxnorm.layer_norm(x, s, s), saved(1, 1, 1)),
+    "layer_norm from input": (norm_of("layer_norm", save="input"), saved(1, 0, 2)),
+    "layer_norm silu": (norm_of("layer_norm", activation="silu"), saved(1, 0, 2)),
+    "add_rms_norm": (norm_of("add_rms_norm"), saved(1, 1, 1)),
+    "add_rms_norm from input": (norm_of("add_rms_norm", save="input"), saved(1, 1, 1)),
+    "add_layer_norm": (norm_of("add_layer_norm"), saved(1, 1, 1)),
+    "add_layer_norm from input": (norm_of("add_layer_norm", save="input"), saved(1, 1, 2)),
+    "add_rms_norm with a gate": (norm_of("add_rms_norm", gate="s"), saved(2, 1, 1)),
+    "add_layer_norm with a gate": (
+        norm_of("add_layer_norm", gate="s", save="input"),
+        saved(2, 1, 2),
+    ),
+    "rms_norm_add": (norm_of("rms_norm_add"), saved(1, 0, 1)),
+    "rms_norm_add_rms_norm": (norm_of("rms_norm_add_rms_norm"), saved(2, 1, 2)),
+    "rms_norm_add_rms_norm from input": (
+        norm_of("rms_norm_add_rms_norm", save="input"),
+        saved(2, 1, 2),
+    ),
+    "rms_norm_rope": (lambda x, s, w: jaxnorm.rms_norm_rope(x, s, *TABLES), saved(1, 1, 1)),
+    "rms_norm_rope from input": (
+        lambda x, s, w: jaxnorm.rms_norm_rope(x, s, *TABLES, save="input"),
+        saved(1, 0, 1),
+    ),
+    "rms_norm_gated": (norm_of("rms_norm_gated"), saved(2, 0, 1)),
+    "rms_norm_gated gate first": (
+        norm_of("rms_norm_gated", norm_before_gate=False),
+        saved(2, 0, 1),
     ),
     "softmax": (
         lambda x, s, w: jaxnorm.softmax(x),
-        {"save_policy": (0, 0, 0), "names": (1, 0, 0), "all but out": (1, 0, 0)},
+        {
+            "plain": (1, 0, 0),
+            "save_policy": (0, 0, 0),
+            "names": (1, 0, 0),
+            "all but out": (1, 0, 0),
+        },
     ),
     "softmax_cross_entropy_with_integer_labels": (
         lambda x, s, w: jaxnorm.softmax_cross_entropy_with_integer_labels(x, LABELS),
-        LOSS,
+        saved(1, 0, 2),
     ),
     "log_prob_and_entropy": (
         lambda x, s, w: jaxnorm.log_prob_and_entropy(x, LABELS)[1],
-        dict.fromkeys(LOSS, (0, 3, 0)),
+        saved(1, 0, 3),
     ),
     "linear_softmax_cross_entropy": (
         lambda x, s, w: jaxnorm.linear_softmax_cross_entropy(x, w, LABELS),
-        {"save_policy": (0, 0, 0), "names": (1, 0, 1), "all but out": (1, 0, 1)},
+        dict.fromkeys(("plain", "names", "all but out"), (1, 0, 1)) | {"save_policy": (0, 0, 0)},
     ),
-    "rms_norm_linear": (lambda x, s, w: jaxnorm.rms_norm_linear(x, w, s), {
-        "save_policy": (0, 1, 0), "names": (0, 1, 0), "all but out": (0, 1, 0),
-    }),
+    "rms_norm_linear": (
+        lambda x, s, w: jaxnorm.rms_norm_linear(x, w, s),
+        dict.fromkeys(("save_policy", "names", "all but out"), (0, 1, 0)) | {"plain": (1, 1, 0)},
+    ),
     "rms_norm_linear silu": (
         lambda x, s, w: jaxnorm.rms_norm_linear(x, w, s, activation="silu"),
-        {"save_policy": (0, 1, 0), "names": (1, 1, 0), "all but out": (1, 1, 0)},
+        dict.fromkeys(("names", "all but out"), (1, 1, 0))
+        | {"save_policy": (0, 1, 0), "plain": (2, 1, 0)},
     ),
     "gated_linear": (
         lambda x, s, w: jaxnorm.gated_linear(x @ w, x, w),
-        dict.fromkeys(NORM, (0, 0, 0)),
+        dict.fromkeys(("save_policy", "names", "all but out"), (0, 0, 0)) | {"plain": (2, 0, 0)},
     ),
-}  # fmt: skip
+}
+NAMES = {
+    "softmax": {"jaxnorm_softmax_out"},
+    "softmax_cross_entropy_with_integer_labels": {"jaxnorm_lse"},
+    "log_prob_and_entropy": {"jaxnorm_lse"},
+    "linear_softmax_cross_entropy": {"jaxnorm_linear_gradient"},
+    "rms_norm_linear": {"jaxnorm_rstd"},
+    "rms_norm_linear silu": {"jaxnorm_rstd", "jaxnorm_preactivation"},
+    "gated_linear": set(),
+}
 # These policies save of our functions what `save_policy` does, and products, which all but one
 # have none of.
 SAME = ("both", "offload", "nested", "jit inside")
@@ -132,7 +195,7 @@ def operands(dtype="float32"):
 def block(name):
     """A function whose operand is computed, and therefore not among the arguments."""
     function = FUNCTIONS[name][0]
-    return lambda x, s, w: function(jnp.sin(x), s, w)
+    return lambda x, s, w: function(3 * x, s, w)
 
 
 def loss(f):
@@ -156,8 +219,15 @@ def test_what_is_saved(name, policy, saved):
     assert tuple(map(shapes.count, (FULL, PER_ROW, (COLS, COLS)))) == saved
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("policy", ["checkpoint", "names", "nested"])
+# Each function with two of the policies, in turn.
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        (name, ("checkpoint", "save_policy", "names", "nested")[(i + j) % 4])
+        for i, name in enumerate(FUNCTIONS)
+        for j in (0, 2)
+    ],
+)
 def test_gradients_are_those_without(name, policy):
     """Compare float64 gradients, whose elements are sums of at most rows * cols^2 rounded terms."""
     with jax.enable_x64(True):
@@ -170,6 +240,24 @@ def test_gradients_are_those_without(name, policy):
 
 
 # ------------------------------------------------------------------------------ what runs again
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "linear" not in name])
+def test_what_runs_again(name):
+    """A policy that keeps what the backward takes runs nothing again, another one the function."""
+    for policy in ("plain", "save_policy", "names", "all but out", "checkpoint", "jit inside"):
+        step = jax.grad(loss(AROUND[policy](block(name))), argnums=(0, 1, 2))
+        without_out = policy == "all but out" and FUNCTIONS[name][1]["names"][0] > 0
+        again = policy == "checkpoint" or (without_out and name != "softmax")
+        again = again or (name == "softmax" and policy in ("save_policy", "jit inside"))
+        assert calls(step, *operands()) == [name.split()[0]] * (1 + again), policy
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_names(name):
+    """The names of what a function keeps, as policies see them."""
+    jaxpr = jax.make_jaxpr(lambda *a: jax.vjp(block(name), *a)[0])(*operands())
+    assert {*names(jaxpr)} == NAMES.get(name, {"jaxnorm_out", "jaxnorm_rstd"})
 
 
 def calls(f, *arrays):

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import refused
-from meshes import RESIDUAL_FUNCTIONS
 from program_error import assert_computes
 from reference import DTYPES, Norm, TwoNorms, assert_within, exact, rounding
 from test_norm import normal
@@ -259,38 +258,3 @@ def test_groups_over_channels():
         return jnp.moveaxis(jaxnorm.layer_norm(jnp.moveaxis(x, 1, -1), scale, bias), -1, 1)
 
     assert_computes(jaxnorm.layer_norm(x, scale, bias, axis=1), moved, x, scale, bias)
-
-
-@pytest.mark.parametrize("name", RESIDUAL_FUNCTIONS)
-def test_errors_name_what_is_wrong(name):
-    function, x = getattr(jaxnorm, name), jnp.ones((2, 4))
-    with pytest.raises(ValueError, match=rf"{name}: residual has shape \(4,\); expected \(2, 4\)"):
-        function(x, jnp.ones(4))
-    with pytest.raises(TypeError, match=f"{name}: residual is a NoneType; expected an array"):
-        function(x, None)
-    with pytest.raises(TypeError, match=f"{name}: residual has dtype int32"):
-        function(x, jnp.ones((2, 4), jnp.int32))
-    with pytest.raises(ValueError, match=rf"{name}: scale has shape \(3,\)"):
-        function(x, x, jnp.ones(3))
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0, 4)])
-@pytest.mark.parametrize("name", RESIDUAL_FUNCTIONS)
-def test_no_rows(name, shape):
-    def loss(x, residual, scale):
-        return sum(jnp.sum(a) for a in jax.tree.leaves(getattr(jaxnorm, name)(x, residual, scale)))
-
-    x, scale = jnp.ones(shape), jnp.ones(4)
-    grads = jax.grad(loss, (0, 1, 2))(x, x, scale)
-    assert [g.shape for g in grads] == [shape, shape, (4,)]
-    np.testing.assert_array_equal(grads[2], 0)
-
-
-@pytest.mark.parametrize("name", ["add_rms_norm", "rms_norm_add", "rms_norm_add_rms_norm"])
-def test_implementation_for(name):
-    shape, scale = (8192, 4096), jax.ShapeDtypeStruct((4096,), "float32")
-    residual = jax.ShapeDtypeStruct(shape, "float32")
-    plan = jaxnorm.implementation_for(name, shape, "bfloat16", residual=residual, platform="cpu")
-    assert (plan.forward.name, plan.backward.name) == ("xla", "xla")
-    plan = jaxnorm.implementation_for(name, shape, "bfloat16", scale=scale, platform="cuda")
-    assert (plan.forward.name, plan.backward.name) == ("mosaic", "mosaic")

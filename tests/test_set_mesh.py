@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from functions import BASIC, FUNCTIONS, Sizes, floats_in, of_floats, operands_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import in_shards
 from pairs import pairwise
 from program_error import analyse, assert_analysed
-from stand_in import StandIn, as_default
+from stand_in import Kernels, as_default
 
 import jaxnorm
-from jaxnorm_kernels import xla
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 on_eight_devices = pytest.mark.skipif(
@@ -26,88 +26,18 @@ on_eight_devices = pytest.mark.skipif(
 )
 
 ROWS, COLS, CLASSES = 16, 64, 1000
-
-
-class Kernels(StandIn):
-    """Kernels of whole rows, which see no mesh: all axes are those of a manual region, or none."""
-
-    def __getattr__(self, name):
-        function = getattr(xla, name)
-
-        def launch(operands, *rest):
-            x, *_ = operands if isinstance(operands, tuple) else [operands]
-            assert AxisType.Explicit not in jax.typeof(x).sharding.mesh.axis_types
-            self.shapes.append(x.shape)
-            return function(operands, *rest)
-
-        return launch
-
-    def why_unsupported(self, spec):
-        return "plain JAX's" if getattr(spec, "plain", not spec.cols) or spec.cols_over else None
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape), jnp.float32)
-
-
-X, R, SCALE, WEIGHT = (
-    normal(ROWS, COLS),
-    normal(ROWS, COLS, seed=1),
-    1 + 0.1 * normal(COLS),
-    normal(COLS, CLASSES),
-)
+SIZES = Sizes((8, 2), COLS, CLASSES)
 LABELS = jnp.arange(ROWS) % CLASSES
 
-# Each with its operands; all are differentiated.
-CALLS = {
-    "softmax": (jaxnorm.softmax, (X,)),
-    "log_softmax": (jaxnorm.log_softmax, (X,)),
-    "layer_norm": (jaxnorm.layer_norm, (X, SCALE, SCALE)),
-    "rms_norm": (jaxnorm.rms_norm, (X, SCALE)),
-    "add_layer_norm": (jaxnorm.add_layer_norm, (X, R, SCALE, SCALE)),
-    "add_rms_norm": (jaxnorm.add_rms_norm, (X, R, SCALE)),
-    "add_rms_norm with a gate": (
-        lambda x, r, s, gate: jaxnorm.add_rms_norm(x, r, s, gate=gate),
-        (X, R, SCALE, SCALE),
-    ),
-    "rms_norm_add": (jaxnorm.rms_norm_add, (X, R, SCALE)),
-    "rms_norm_add_rms_norm": (jaxnorm.rms_norm_add_rms_norm, (X, R, SCALE, SCALE)),
-    "layer_norm silu": (
-        functools.partial(jaxnorm.layer_norm, activation="silu"),
-        (X, SCALE, SCALE),
-    ),
-    "rms_norm_gated": (jaxnorm.rms_norm_gated, (X, R, SCALE)),
-    "cross_entropy": (
-        functools.partial(jaxnorm.softmax_cross_entropy_with_integer_labels, labels=LABELS),
-        (normal(ROWS, CLASSES),),
-    ),
-    "log_prob_and_entropy": (
-        functools.partial(jaxnorm.log_prob_and_entropy, labels=LABELS),
-        (normal(ROWS, CLASSES),),
-    ),
-    "rms_norm_linear": (jaxnorm.rms_norm_linear, (X, WEIGHT, SCALE)),
-    # Of these a kernel is the norm's.
-    "gated_linear": (
-        lambda x, r, w: jaxnorm.gated_linear(jaxnorm.rms_norm(x), r, w),
-        (X, R, WEIGHT),
-    ),
-    "activation_linear": (
-        lambda x, w: jaxnorm.activation_linear(jaxnorm.rms_norm(x), w),
-        (X, WEIGHT),
-    ),
-    "linear_loss": (
-        lambda x, w: jaxnorm.linear_softmax_cross_entropy(x, w, LABELS),
-        (X, WEIGHT),
-    ),
-    "linear_losses": (
-        lambda x, w: jaxnorm.linear_softmax_cross_entropy(x, w, LABELS, reduction="none", chunk=8),
-        (X, WEIGHT),
-    ),
-    "linear_log_prob": (
-        lambda x, w: jaxnorm.linear_log_prob_and_entropy(x, w, LABELS, chunk=8),
-        (X, WEIGHT),
-    ),
-}
+
+def normal(*shape):
+    return jnp.asarray(np.random.default_rng(shape).normal(size=shape), jnp.float32)
+
+
+def has_kernel(name):
+    return name not in ("gated_linear", "activation_linear")
+
+
 MESHES = {
     "eight": ((8,), ("data",), (AxisType.Explicit,)),
     "one": ((1,), ("data",), (AxisType.Explicit,)),
@@ -117,24 +47,22 @@ MESHES = {
 PLACES = ("replicated", "uncommitted", "first", "others")
 
 
-def loss_of(function):
-    def loss(*operands):
-        results = jax.tree.leaves(function(*operands))
-        return sum(jnp.sum(jnp.sin(a)) for a in results), results
+def with_gradients(name):
+    """Results and gradients of an entry, and its operands."""
+    operands = operands_of(name, sizes=SIZES)
 
-    return jax.value_and_grad(loss, argnums=range(function.operands), has_aux=True)
+    def run(*operands):
+        floats = [operands[i] for i in floats_in(operands)]
+        function = of_floats(FUNCTIONS[name].ours, operands)
+        y, pullback = jax.vjp(function, *floats)
+        return y, pullback(jax.tree.map(jnp.cos, y))
 
-
-def call_of(name):
-    function, operands = CALLS[name]
-    wrapped = functools.partial(function)
-    wrapped.operands = len(operands)
-    return loss_of(wrapped), operands
+    return run, operands
 
 
 @functools.cache
 def on_one_device(name):
-    run, operands = call_of(name)
+    run, operands = with_gradients(name)
     return analyse(run, *operands)
 
 
@@ -155,33 +83,33 @@ def placed(operands, mesh, place):
 
 
 @on_eight_devices
-@pytest.mark.parametrize(("name", "mesh", "place"), pairwise([*CALLS], [*MESHES], PLACES))
+@pytest.mark.parametrize(("name", "mesh", "place"), pairwise(BASIC, [*MESHES], PLACES))
 def test_no_axis_is_named(name, mesh, place):
-    expected, (run, operands) = on_one_device(name), call_of(name)
+    expected, (run, operands) = on_one_device(name), with_gradients(name)
     devices = mesh_of(mesh)
     with as_default(Kernels()) as kernels, jax.set_mesh(devices):
         assert_analysed(jax.jit(run)(*placed(operands, devices, place)), expected)
         # Beside automatic axes of more than one device nothing runs but XLA's code.
-        assert bool(kernels.shapes) == (len(MESHES[mesh][0]) == 1)
+        assert bool(kernels.shapes) == (len(MESHES[mesh][0]) == 1 and has_kernel(name))
 
 
 @on_eight_devices
 @pytest.mark.parametrize("place", ["replicated", "uncommitted"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", BASIC)
 def test_outside_of_jit(name, place):
     mesh = mesh_of("eight")
-    function, operands = CALLS[name]
+    function, operands = FUNCTIONS[name].ours, operands_of(name, sizes=SIZES)
     expected = analyse(function, *operands)
     with as_default(Kernels()) as kernels, jax.set_mesh(mesh):
         assert_analysed(function(*placed(operands, mesh, place)), expected)
-        assert kernels.shapes
+        assert bool(kernels.shapes) == has_kernel(name)
 
 
 @on_eight_devices
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", BASIC)
 def test_a_part_with_automatic_axes(name):
     """`jax.sharding.auto_axes` on an Explicit mesh: XLA's code; nothing partitions kernels."""
-    run, operands = call_of(name)
+    run, operands = with_gradients(name)
     mesh = mesh_of("eight")
     part, expected = jax.sharding.auto_axes(run, out_sharding=P()), on_one_device(name)
     first, *others = operands
@@ -193,10 +121,10 @@ def test_a_part_with_automatic_axes(name):
 
 @on_eight_devices
 @pytest.mark.parametrize("over", [P(), P("data")], ids=["replicated", "split"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", BASIC)
 def test_what_is_not_compiled(name, over):
     """With `jax.disable_jit`, which is there to see each step; rows are split, or are not."""
-    function, operands = CALLS[name]
+    function, operands = FUNCTIONS[name].ours, operands_of(name, sizes=SIZES)
     expected = analyse(function, *operands)
     mesh = mesh_of("eight")
     first, *others = operands
@@ -207,23 +135,25 @@ def test_what_is_not_compiled(name, over):
 
 
 @on_eight_devices
-@pytest.mark.parametrize("name", [*[*CALLS][-3:], "rms_norm", "softmax"])
+@pytest.mark.parametrize("name", [*BASIC[-3:], "rms_norm", "softmax"])
 def test_xla_s_code(name):
     """As it runs where there is no kernel."""
     mesh = mesh_of("eight")
-    (run, operands), expected = call_of(name), on_one_device(name)
+    (run, operands), expected = with_gradients(name), on_one_device(name)
     with jax.set_mesh(mesh):
         for place in PLACES:
             assert_analysed(jax.jit(run)(*placed(operands, mesh, place)), expected)
 
 
 @on_eight_devices
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", BASIC)
 def test_second_derivatives(name):
-    run, operands = call_of(name)
+    run, operands = with_gradients(name)
 
     def second(*operands):
-        return jax.jvp(lambda *a: run(*a)[1], operands, tuple(map(jnp.cos, operands)))[1]
+        floats = [operands[i] for i in floats_in(operands)]
+        gradient = of_floats(lambda *a: run(*a)[1], operands)
+        return jax.jvp(gradient, floats, [*map(jnp.cos, floats)])[1]
 
     expected = analyse(second, *operands)
     mesh = mesh_of("eight")
@@ -236,7 +166,7 @@ def test_second_derivatives(name):
 def test_a_mesh_without_devices():
     """Programs for an `AbstractMesh` hold kernels, too, for as many devices as it will have."""
     mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    function, operands = CALLS["rms_norm"]
+    function, operands = jaxnorm.rms_norm, operands_of("rms_norm", sizes=SIZES)
     specs = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, P())) for a in operands
     ]
@@ -247,11 +177,11 @@ def test_a_mesh_without_devices():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", BASIC)
 def test_kernels_on_a_mesh_of_gpus(name, place):
     """Of one GPU, or of as many as there are."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    (run, operands), expected = call_of(name), on_one_device(name)
+    (run, operands), expected = with_gradients(name), on_one_device(name)
     with jax.set_mesh(mesh):
         arrays = placed(operands, mesh, place)
         compiled = jax.jit(run).lower(*arrays).compile()
@@ -264,6 +194,7 @@ def test_kernels_on_a_mesh_of_gpus(name, place):
 # ----------------------------------------------------------------- a batch that mesh axes split
 
 BATCH = 8
+X, WEIGHT = normal(ROWS, COLS), normal(COLS, CLASSES)
 XS, WEIGHTS = normal(BATCH, ROWS, COLS), normal(BATCH, COLS, CLASSES)
 
 

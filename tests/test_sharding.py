@@ -5,8 +5,6 @@ on two-dimensional arrays, which the partitioner cannot look into.
 """
 
 import functools
-import itertools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -15,25 +13,19 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import (
-    FUNCTIONS,
     KINDS,
-    RESIDUAL_FUNCTIONS,
     SHAPE,
     Case,
     check_values,
     collectives,
-    expected_of_residual,
     in_shards,
     mesh_of,
     on_mesh,
     operands,
-    residual_operands,
-    residual_step,
     specs_of,
     step,
 )
-from pairs import pairwise
-from program_error import analyse, assert_analysed, assert_computes
+from program_error import assert_computes
 from sharding_cases import CASES, moved, which_kernels  # noqa: F401
 
 import jaxnorm
@@ -45,102 +37,9 @@ pytestmark = [
 ]
 
 
-SPLIT_ROWS = Case("features", {"data": 4, "model": 2}, P("data", None, "model"), P("model"))
 # Where the two axes of a mesh may split one of three axes, or one of one.
 X_SPECS, PARAMETER_SPECS = (specs_of(("data", "seq"), axes) for axes in (3, 1))
-# Of a function and its primals, with a cotangent.
-MIXED_DERIVATIVES = {
-    "jvp": lambda f, d, *a: jax.jvp(f, a, tuple(map(jnp.cos, a)))[1],
-    "forward over reverse": lambda f, d, *a: jax.jvp(
-        lambda *a: jax.vjp(f, *a)[1](d), a, tuple(map(jnp.cos, a))
-    )[1],
-    "transpose of linearize": lambda f, d, *a: jax.linear_transpose(jax.linearize(f, *a)[1], *a)(d),
-}
-each_function = pytest.mark.parametrize("name", FUNCTIONS)
 each_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def in_turn(names, cases, kinds):
-    """Each function in each case on each kind of axis, by xla and by a kernel in turn.
-
-    Both meet every case on every kind, and every function.
-    """
-    places = [
-        (case, kind)
-        for case, kind in itertools.product(cases, kinds)
-        # There the axis that a call normalises is its own.
-        if not (case is SPLIT_ROWS and kind == "manual")
-    ]
-    return pytest.mark.parametrize(
-        ("kernels", "name", "case", "kind"),
-        [
-            pytest.param(runs, name, case, kind, id=f"{runs}-{name}-{case.name}-{kind}")
-            for runs, name, (case, kind) in pairwise(["xla", "kernel"], names, places)
-        ],
-        indirect=["kernels"],
-    )
-
-
-@in_turn(FUNCTIONS, CASES, KINDS)
-def test_rows_split_over_a_mesh(kernels, name, case, kind):
-    compiled, sharded = on_mesh(step(name), operands(name), case, kind)
-    check_values(compiled, sharded, name)
-    x = sharded[1]
-    for y in compiled(*sharded)[:2]:
-        assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
-    found = collectives(compiled)
-    gathered = found.pop("all-gather", [])
-    assert all(size == str(SHAPE[-1]) for size in gathered)
-    assert not gathered or case.params != P()
-    params = len(sharded) - 2
-    if case.params == P():
-        # One sum for each parameter, and no other collective. Left to itself, XLA sums over one
-        # axis of x after the other.
-        if kernels is None and kind == "auto":
-            params *= sum(axes is not None for axes in case.x)
-        expected = {"all-reduce": [str(SHAPE[-1])] * params} if params and case.shards > 1 else {}
-        assert found == expected
-    if kernels is not None:
-        rows = math.prod(SHAPE[:-1]) // case.shards
-        assert kernels.shapes == [(rows, SHAPE[-1])] * 2
-
-
-# From the output, `test_rows_split_over_a_mesh` has them all.
-@each_kind
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
-def test_gradients_from_the_input(kernels, name, kind):
-    compiled, sharded = on_mesh(step(name, "input"), operands(name), CASES[1], kind)
-    check_values(compiled, sharded, name, "input")
-
-
-@in_turn(RESIDUAL_FUNCTIONS, [CASES[1], CASES[3], SPLIT_ROWS], KINDS)
-def test_norms_with_a_residual(kernels, name, case, kind):
-    """The residual and h lie as x does; nothing of their size moves."""
-    compiled, sharded = on_mesh(residual_step(name), residual_operands(name), case, kind)
-    x = sharded[1]
-    results = compiled(*sharded)
-    assert_analysed(results, expected_of_residual(name))
-    for ours in results:
-        if ours.shape == x.shape:
-            assert ours.sharding.is_equivalent_to(x.sharding, x.ndim)
-    assert not moved(compiled)
-    if case is not SPLIT_ROWS and kernels is not None:
-        assert kernels.shapes == [(math.prod(SHAPE[:-1]) // case.shards, SHAPE[-1])] * 2
-
-
-def test_a_residual_that_lies_otherwise():
-    """On explicit axes it is brought to where x is, and its gradient back."""
-    mesh = mesh_of(Case("", {"data": 4, "seq": 2}, P()), "explicit")
-    d, x, residual, scale = residual_operands("add_rms_norm")
-    specs = (P("data"), P("data"), P(None, "seq"), P())
-    sharded = in_shards((d, x, residual, scale), mesh, specs)
-    results = jax.jit(residual_step("add_rms_norm"))(*sharded)
-    y, h, dx, dresidual, _ = results
-    assert [jax.typeof(a).sharding.spec[:2] for a in (y, h, dx, dresidual)] == [
-        *[("data", None)] * 3,
-        (None, "seq"),
-    ]
-    assert_computes(results, residual_step("add_rms_norm"), d, x, residual, scale)
 
 
 @each_kind
@@ -164,21 +63,6 @@ def test_parameters_of_groups_on_a_mesh(kernels, lead, kind):
     assert kernels is None or len(kernels.shapes) == 2
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-@each_function
-def test_a_sharded_normalised_axis(kernels, name, kind):
-    """Statistics are summed over the mesh; x stays as it lies, and at most parameters move."""
-    compiled, sharded = on_mesh(step(name), operands(name), SPLIT_ROWS, kind)
-    check_values(compiled, sharded, name)
-    found = collectives(compiled)
-    assert all(size == str(SHAPE[-1]) for size in found.pop("all-gather", []))
-    assert set(found) == {"all-reduce"}
-    x = sharded[1]
-    for y in compiled(*sharded)[:2]:
-        assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
-    assert kernels is None or not kernels.shapes
-
-
 @pytest.mark.parametrize("params", PARAMETER_SPECS, ids=str)
 @pytest.mark.parametrize("x_spec", X_SPECS, ids=str)
 def test_every_pair_of_explicit_specs(x_spec, params):
@@ -191,30 +75,6 @@ def test_every_pair_of_explicit_specs(x_spec, params):
     y, dx, dscale, dbias = (jax.typeof(a).sharding.spec for a in compiled(*sharded))
     x, scale = (jax.typeof(sharded[i]).sharding.spec for i in (1, 2))
     assert (y, dx, dscale, dbias) == (x, x, scale, scale)
-
-
-@functools.cache
-def derivative_on_one_device(name, derivative):
-    """A function, its operands, and its analysed results."""
-    derive, arrays = MIXED_DERIVATIVES[derivative], operands(name, (8, 8, 16))
-
-    def run(d, *primals):
-        return derive(lambda *a: step(name)(d, *a)[0], d, *primals)
-
-    return run, arrays, analyse(run, *arrays)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("x_spec", [P("data", "seq"), P("data", None, "seq")], ids=str)
-@pytest.mark.parametrize("derivative", MIXED_DERIVATIVES)
-@each_function
-def test_forward_mode_on_a_mesh(name, derivative, x_spec, kind):
-    if kind == "manual" and x_spec[-1] == "seq":
-        return  # There the axis that a call normalises is its own.
-    case = Case("", {"data": 4, "seq": 2}, x_spec)
-    run, arrays, expected = derivative_on_one_device(name, derivative)
-    compiled, sharded = on_mesh(run, arrays, case, kind)
-    assert_analysed(compiled(*sharded), expected)
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])

@@ -186,20 +186,6 @@ def test_log_softmax_mask_is_not_guessed_from_the_output():
         assert vjp(jnp.ones(3))[0][1] == expected
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("dtype", reference.DTYPES)
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_nan_and_inf_stay_in_their_row(name, dtype, bad, implementation):
-    function = FUNCTIONS[name][0]
-    x = data((4, 40), dtype)
-    broken = x.at[1, 7].set(bad)
-    y = function(broken, implementation=implementation)
-    assert np.isnan(exact(y)[1]).all()
-    np.testing.assert_array_equal(
-        exact(y)[[0, 2, 3]], exact(function(x, implementation=implementation))[[0, 2, 3]]
-    )
-
-
 def test_row_of_minus_infinity():
     x = jnp.full((2, 3), -jnp.inf)
     assert jnp.isnan(jaxnorm.softmax(x)).all()

@@ -9,14 +9,7 @@ new version of JAX that renames one of these needs a look at that recogniser.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxnorm.tools import (
-    elementwise,
-    linear_advice,
-    loss_advice,
-    norm_advice,
-    rotation_advice,
-    softmax_advice,
-)
+from jaxnorm.tools import elementwise, linear_advice, loss_advice, norm_advice, softmax_advice
 from jaxnorm.tools.advice import Advice, Program, Recogniser
 from jaxnorm.tools.kept_arrays import NAMING, Graph, Value, origin
 
@@ -71,7 +64,7 @@ RECOGNISERS = (
     Recognised(norm_advice.gated_sums, frozenset({*_COMMON, "reduce_sum"})),
     Recognised(norm_advice.norms, frozenset({*_COMMON, "reduce_sum"})),
     Recognised(norm_advice.activations, frozenset({*_COMMON, "reduce_sum"})),
-    Recognised(rotation_advice.rotations, frozenset({*_COMMON, *rotation_advice.STEPS})),
+    Recognised(norm_advice.rotations, frozenset({*_COMMON, *norm_advice.STEPS})),
     Recognised(loss_advice.losses, frozenset({*_COMMON, *loss_advice.PRIMITIVES})),
     Recognised(softmax_advice.softmaxes, frozenset({*_COMMON, *softmax_advice.PRIMITIVES})),
     Recognised(saved_twice, frozenset(_COMMON)),

@@ -63,10 +63,11 @@ TIMINGS: dict[str, Timing] = {
 
 def name_of(spec: Spec) -> str:
     """The public function that makes a call, and the first of these options that it has."""
+    norm = spec.norm
     functions = {
         name: function
         for name, function in FUNCTIONS.items()
-        if function.subtract_mean == spec.norm.subtract_mean
+        if function.subtract_mean == norm.subtract_mean
     }
     name = next(name for name, function in functions.items() if spec.op in function.ops)
     options = {
@@ -75,8 +76,7 @@ def name_of(spec: Spec) -> str:
         "where": spec.logits.has_mask,
         "logit_softcap": spec.loss.logit_softcap is not None,
         "a gate": spec.op == functions[name].gated,
-        "norm_before_gate=False": spec.norm.gate_dtype is not None
-        and not spec.norm.norm_before_gate,
+        "norm_before_gate=False": norm.gate_dtype is not None and not norm.norm_before_gate,
     }
     option = next((option for option, is_used in options.items() if is_used), None)
     return name if option is None else f"{name} with {option}"

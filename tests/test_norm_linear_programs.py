@@ -1,4 +1,4 @@
-"""What rms_norm_linear keeps for its backward: in jaxprs, and as compiled."""
+"""Programs of rms_norm_linear: what is saved, in jaxprs and as compiled; its matmuls."""
 
 import functools
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from norm_linear_cases import operands
-from programs import equations
+from programs import primitives
 
 import jaxnorm
 from jaxnorm import rms_norm_linear
@@ -66,9 +66,9 @@ def test_the_residual_s_gradient_is_added_in_the_norm_s_backward():
         return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.sin(h))
 
     order = [arrays[n] for n in ("x", "residual", "weight")]
-    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*order))
-    assert text.count("jaxnorm.rms_norm_backward") == 1
-    assert "add_any" not in text
+    found = primitives(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*order))
+    assert found.count("jaxnorm.rms_norm_backward") == 1
+    assert "add_any" not in found
 
 
 LAYERS, TOKENS, WIDTH = 6, 512, 128
@@ -144,8 +144,7 @@ def test_what_is_not_used_is_not_made():
 
         jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, weight)
         counted = ("jaxnorm.rms_norm", "dot_general", "erf", "tanh")
-        names = (equation.primitive.name for equation in equations(jaxpr))
-        found = [name for name in names if name in counted]
+        found = [name for name in primitives(jaxpr) if name in counted]
         return {name: found.count(name) for name in found}
 
     # The block's: one of each. Of the backward: two products, the norm again for one of them, and
@@ -175,3 +174,43 @@ def test_a_scan_keeps_h_once(around):
     kept = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(layers, *a)[1]))(arrays["x"], weights)
     stacked = [v.aval.shape for v in kept.jaxpr.outvars if v.aval.shape[1:] == (4, 16)]
     assert len(stacked) == 1
+
+
+def test_a_program_for_cuda():
+    """Its norm is a kernel there: forward, again backward for the product, and its backward.
+
+    16-bit operands make 16-bit products, whose results are rounded where their cotangents are.
+    """
+    shapes = {"x": (8192, 4096), "weight": (4096, 1024), "scale": (4096,), "bias": (1024,)}
+    arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
+
+    def loss(arrays):
+        arrays = dict(arrays)
+        y = rms_norm_linear(arrays.pop("x"), arrays.pop("weight"), **arrays, activation="silu")
+        return jnp.sum(y.astype("float32") ** 2)
+
+    traced = jax.jit(jax.grad(loss)).trace(arrays)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 3
+    products = [line.rpartition(" : ")[2] for line in text.splitlines() if "dot_general" in line]
+    assert len(products) == 3
+    assert all(line.partition("->")[0].count("bf16") == 2 for line in products)
+
+
+@pytest.mark.parametrize("bias", [None, "bfloat16"])
+def test_the_product_rounds_its_sums_to_y(bias):
+    """Itself, in no pass of its own; with a bias the sums stay float32."""
+    shapes = {"x": (8, 64), "weight": (64, 32), **({"bias": (32,)} if bias else {})}
+    arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
+    text = jax.jit(lambda arrays: rms_norm_linear(**arrays)).trace(arrays).lower().as_text()
+    (product,) = [line for line in text.splitlines() if "dot_general" in line]
+    assert product.rpartition("tensor<8x32x")[2].startswith("f32" if bias else "bf16")
+
+
+def test_a_batch_of_x_is_more_rows():
+    x, weight = jnp.ones((3, 4, 8)), jnp.ones((8, 6))
+    jaxpr = jax.make_jaxpr(jax.vmap(lambda x: rms_norm_linear(x, weight)))(x)
+    norm, product, rule = jaxpr.eqns
+    assert not rule.params["call_jaxpr"].eqns  # It has the derivative of the product alone.
+    assert product.primitive.name == "dot_general"
+    assert norm.outvars[0].aval.shape == (3, 4, 8)

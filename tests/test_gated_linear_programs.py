@@ -1,4 +1,4 @@
-"""What gated_linear and activation_linear keep, in jaxprs and in compiled programs."""
+"""Programs of gated_linear and activation_linear: what is saved; calls outside `jax.jit`."""
 
 import functools
 
@@ -6,9 +6,13 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import pytest
+from gated_linear_cases import call, operands
 from jax.ad_checkpoint import checkpoint_name
+from program_error import assert_computes
+from programs import equations, primitives
 
 import jaxnorm
+from jaxnorm.operations import products
 
 pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
 
@@ -141,18 +145,9 @@ def test_compiled_memory(stack, dtype, activation, has_gate):
 
 def products_of(function, *arrays):
     """Dtypes of the operands and of the result of each matrix product."""
-    found = []
-
-    def walk(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "dot_general":
-                variables = (*equation.invars, *equation.outvars)
-                found.append(tuple(v.aval.dtype.name for v in variables))
-            for inner in jax.extend.core.jaxprs_in_params(equation.params):
-                walk(inner)
-
-    walk(jax.make_jaxpr(function)(*arrays).jaxpr)
-    return found
+    jaxpr = jax.make_jaxpr(function)(*arrays)
+    products = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
+    return [tuple(v.aval.dtype.name for v in (*e.invars, *e.outvars)) for e in products]
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -186,3 +181,42 @@ def test_no_product_runs_twice():
     assert len(products_of(jax.grad(loss), *arrays)) == 2  # of frozen weights
     text = jax.jit(loss).lower(*arrays).as_text()
     assert "optimization_barrier" not in text
+
+
+# ------------------------------------------------------------------------------- outside jit
+
+
+def test_a_call_is_compiled_once(monkeypatch):
+    """But one with a function, which may be another each time, is traced each time."""
+    traced = []
+    plain = products.Dot.__call__
+
+    def counted(self, *arguments):
+        traced.append(self)
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(products.Dot, "__call__", counted)
+    arrays = operands((3, 11), 13)
+    named = [call(arrays, activation="silu") for _ in range(3)]
+    assert len(traced) == 1
+    of_functions = [call(arrays, activation=lambda x: jax.nn.silu(x)) for _ in range(3)]
+    assert len(traced) == 4
+    for y in named + of_functions:
+        assert_computes(y, lambda arrays: call(arrays, activation="silu"), arrays)
+
+
+def test_a_traced_argument_meets_no_jit():
+    arrays = operands((3, 4), 5)
+    for name in arrays:
+        jaxpr = jax.make_jaxpr(
+            lambda a, name=name: call({**arrays, name: a}, activation=lambda x: x)
+        )
+        assert "jit" not in primitives(jaxpr(arrays[name]))
+
+
+def test_matmul_precision():
+    arrays = operands((3, 4), 5)
+    with jax.default_matmul_precision("bfloat16"):
+        jaxpr = jax.make_jaxpr(call)(arrays)
+    (product,) = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
+    assert product.params["precision"] == (jax.lax.Precision.DEFAULT,) * 2

@@ -1,0 +1,377 @@
+"""The table of functions: calls of each public function, their operands, and plain JAX's formulas.
+
+The suites of values, batches, programs, rematerialisation and meshes run over it: an operation is
+tested because it has an entry.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxnorm
+
+
+class Sizes(NamedTuple):
+    """Sizes of the operands: axes of rows (the last of them are heads), columns, features."""
+
+    rows: tuple[int, ...] = (4, 2)
+    cols: int = 8
+    features: int = 24
+
+
+class Function(NamedTuple):
+    """A call of a public function.
+
+    Attributes:
+      ours: the function of its operands, and of options such as `implementation`.
+      plain: the same formula in plain JAX.
+      kinds: the kinds of the operands, which `SHAPES` has. Floats are differentiated.
+    """
+
+    ours: Callable[..., Any]
+    plain: Callable[..., Any]
+    kinds: str
+
+
+# Shapes of the kinds of operands.
+SHAPES: dict[str, Callable[[Sizes], tuple[int, ...]]] = {
+    **dict.fromkeys(["x", "residual", "gate"], lambda s: (*s.rows, s.cols)),
+    **dict.fromkeys(["scale", "bias", "branch"], lambda s: (s.cols,)),
+    **dict.fromkeys(["cos", "sin"], lambda s: (s.rows[0], *[1] * (len(s.rows) - 1), s.cols // 2)),
+    "logits_bias": lambda s: (1, *s.rows[1:], s.cols),
+    "mask": lambda s: (s.rows[0], *[1] * (len(s.rows) - 1), s.cols),
+    "of_samples": lambda s: (s.rows[0], *[1] * (len(s.rows) - 1), s.cols),
+    "of_groups": lambda s: (s.rows[-1], 1, s.cols),
+    "of_heads": lambda s: (s.rows[-1], s.cols),
+    "weight": lambda s: (s.cols, s.features),
+    "feature_bias": lambda s: (s.features,),
+    **dict.fromkeys(["logits", "classes"], lambda s: (*s.rows, s.features)),
+    **dict.fromkeys(["labels", "counts"], lambda s: s.rows),
+}
+
+
+def operand(kind: str, seed: int = 0, sizes: Sizes = Sizes()) -> np.ndarray:  # noqa: B008
+    """An operand in float64; labels and masks are NumPy's, which have no 64-bit types of a test."""
+    shape = SHAPES[kind](sizes)
+    if kind in ("labels", "counts"):
+        labels = (np.arange(np.prod(shape)) % sizes.features).reshape(shape).astype(np.int32)
+        return labels if kind == "labels" else labels % 3 > 0
+    values = np.random.default_rng([seed, *shape]).normal(size=shape)
+    if kind in ("mask", "classes"):
+        return (values < 0.5) | (np.arange(shape[-1]) == 1)
+    # No pair of a rotation is near 0, and no scale.
+    centres = {"scale": 1 + values / 10, "cos": np.cos(values), "sin": np.sin(values)}
+    centres |= {"weight": values / np.sqrt(shape[0]), "of_samples": 1 + values / 4}
+    centres |= dict.fromkeys(("of_groups", "of_heads"), 1 + values / 10)
+    return centres.get(kind, values)
+
+
+# ----------------------------------------------------------------------------------- plain formulas
+
+
+def rms_norm(x, scale=1.0, epsilon=1e-6, axis=-1):
+    return x * jax.lax.rsqrt(jnp.mean(x**2, axis, keepdims=True) + epsilon) * scale
+
+
+def layer_norm(x, scale=1.0, bias=0.0, axis=-1):
+    return rms_norm(x - x.mean(axis, keepdims=True), scale, axis=axis) + bias
+
+
+def add_norm(norm):
+    def call(x, residual, *parameters, gate=1.0):
+        h = residual + gate * x
+        return norm(h, *parameters), h
+
+    return call
+
+
+def two_norms(x, residual, scale, next_scale):
+    h = residual + rms_norm(x, scale)
+    return rms_norm(h, next_scale), h
+
+
+def rope(x, scale, cos, sin, interleaved=False):
+    n, pairs = rms_norm(x, scale), cos.shape[-1]
+    columns = np.arange(2 * pairs).reshape((pairs, 2) if interleaved else (2, pairs))
+    first, second = columns.T if interleaved else columns
+    a, b = n[..., first], n[..., second]
+    return n.at[..., first].set(a * cos - b * sin).at[..., second].set(b * cos + a * sin)
+
+
+def gated(x, gate, scale, before=True, activation=jax.nn.silu):
+    a = activation(gate)
+    return rms_norm(x, scale) * a if before else rms_norm(x * a, scale)
+
+
+def capped(logits, cap=None):
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def losses(logits, labels, counts, smoothing=0.0, z_loss=0.0, cap=None):
+    logits = capped(logits, cap)
+    lse = jax.nn.logsumexp(logits, -1)
+    chosen = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    loss = lse - (1 - smoothing) * chosen - smoothing * logits.mean(-1) + z_loss * lse**2
+    return loss * counts
+
+
+def losses_of_classes(logits, labels, classes):
+    one_hot = jnp.arange(logits.shape[-1]) == labels[..., None]
+    lse = jax.nn.logsumexp(logits, -1, where=classes)
+    return lse - jnp.sum(logits, -1, where=one_hot)
+
+
+def log_prob_and_entropy(logits, labels, counts, cap=None):
+    log_p = jax.nn.log_softmax(capped(logits, cap))
+    chosen = jnp.take_along_axis(log_p, labels[..., None], -1)[..., 0]
+    return chosen * counts, -jnp.sum(jnp.exp(log_p) * log_p, -1) * counts
+
+
+def causal_softmax(x, bias):
+    reached = jnp.tril(jnp.ones(x.shape[-2:], bool))
+    return jax.nn.softmax(0.5 * x + bias, where=reached)
+
+
+def of_groups(norm):
+    """A norm over positions and columns, with parameters of heads, as GroupNorm has them."""
+    return lambda x, scale, bias: norm(x, *(jnp.moveaxis(p, 0, 1) for p in (scale, bias)))
+
+
+# -------------------------------------------------------------------------------------------- calls
+
+_cross_entropy = jaxnorm.softmax_cross_entropy_with_integer_labels
+_linear_loss = jaxnorm.linear_softmax_cross_entropy
+
+
+def _of_logits(function, **options):
+    return lambda logits, labels, where, **o: function(logits, labels, where=where, **options, **o)
+
+
+def _linear(function, **options):
+    return lambda x, w, b, labels, counts, **o: function(
+        x, w, labels, bias=b, where=counts, chunk=3, **options, **o
+    )
+
+
+# The first word of a name is the public function's.
+FUNCTIONS = {
+    "softmax": Function(jaxnorm.softmax, jax.nn.softmax, "x"),
+    "softmax with a mask": Function(
+        lambda x, mask, **o: jaxnorm.softmax(x, where=mask, **o),
+        lambda x, mask: jax.nn.softmax(x, where=mask),
+        "x mask",
+    ),
+    "softmax with a bias": Function(
+        lambda x, bias, **o: jaxnorm.softmax(x, bias=bias, scale=0.5, causal=True, **o),
+        causal_softmax,
+        "x logits_bias",
+    ),
+    "log_softmax": Function(jaxnorm.log_softmax, jax.nn.log_softmax, "x"),
+    "layer_norm": Function(jaxnorm.layer_norm, layer_norm, "x scale bias"),
+    "layer_norm from input": Function(
+        functools.partial(jaxnorm.layer_norm, save="input"), layer_norm, "x scale bias"
+    ),
+    "layer_norm silu": Function(
+        functools.partial(jaxnorm.layer_norm, activation="silu"),
+        lambda *a: jax.nn.silu(layer_norm(*a)),
+        "x scale bias",
+    ),
+    "layer_norm of samples": Function(jaxnorm.layer_norm, layer_norm, "x of_samples of_samples"),
+    "layer_norm of groups": Function(
+        functools.partial(jaxnorm.layer_norm, axis=(-3, -1)),
+        of_groups(lambda x, s, b: layer_norm(x, s, b, axis=(-3, -1))),
+        "x of_groups of_groups",
+    ),
+    "rms_norm": Function(jaxnorm.rms_norm, rms_norm, "x scale"),
+    "rms_norm from input": Function(
+        functools.partial(jaxnorm.rms_norm, save="input"), rms_norm, "x scale"
+    ),
+    "add_layer_norm": Function(
+        jaxnorm.add_layer_norm, add_norm(layer_norm), "x residual scale bias"
+    ),
+    "add_layer_norm with a gate": Function(
+        lambda *a, **o: jaxnorm.add_layer_norm(*a[:-1], gate=a[-1], **o),
+        lambda *a: add_norm(layer_norm)(*a[:-1], gate=a[-1]),
+        "x residual of_samples of_samples of_samples",
+    ),
+    "add_layer_norm of which h alone is used": Function(
+        lambda *a, **o: jaxnorm.add_layer_norm(*a[:-1], gate=a[-1], **o)[1],
+        lambda *a: add_norm(layer_norm)(*a[:-1], gate=a[-1])[1],
+        "x residual scale bias of_samples",
+    ),
+    "add_layer_norm of which y alone is used": Function(
+        lambda *a, **o: jaxnorm.add_layer_norm(*a[:-1], gate=a[-1], save="input", **o)[0],
+        lambda *a: add_norm(layer_norm)(*a[:-1], gate=a[-1])[0],
+        "x residual of_samples of_samples branch",
+    ),
+    "add_rms_norm": Function(jaxnorm.add_rms_norm, add_norm(rms_norm), "x residual scale"),
+    "add_rms_norm with a gate": Function(
+        lambda x, residual, scale, gate, **o: jaxnorm.add_rms_norm(
+            x, residual, scale, gate=gate, save="input", **o
+        ),
+        lambda x, residual, scale, gate: add_norm(rms_norm)(x, residual, scale, gate=gate),
+        "x residual scale branch",
+    ),
+    "rms_norm_add": Function(
+        jaxnorm.rms_norm_add, lambda x, residual, s: residual + rms_norm(x, s), "x residual scale"
+    ),
+    "rms_norm_add_rms_norm": Function(
+        jaxnorm.rms_norm_add_rms_norm, two_norms, "x residual scale scale"
+    ),
+    "rms_norm_gated": Function(jaxnorm.rms_norm_gated, gated, "x gate scale"),
+    "rms_norm_gated gate first": Function(
+        functools.partial(jaxnorm.rms_norm_gated, norm_before_gate=False, activation="gelu"),
+        functools.partial(gated, before=False, activation=jax.nn.gelu),
+        "x gate scale",
+    ),
+    "rms_norm_gated of heads": Function(jaxnorm.rms_norm_gated, gated, "x gate of_heads"),
+    "rms_norm_rope": Function(jaxnorm.rms_norm_rope, rope, "x scale cos sin"),
+    "rms_norm_rope of constant tables": Function(
+        lambda x, s, *tables, **o: jaxnorm.rms_norm_rope(
+            x, s, *map(jax.lax.stop_gradient, tables), **o
+        ),
+        lambda x, s, *tables: rope(x, s, *map(jax.lax.stop_gradient, tables)),
+        "x scale cos sin",
+    ),
+    "rms_norm_rope from input": Function(
+        functools.partial(jaxnorm.rms_norm_rope, save="input", interleaved=True),
+        functools.partial(rope, interleaved=True),
+        "x scale cos sin",
+    ),
+    "rms_norm_linear": Function(
+        jaxnorm.rms_norm_linear, lambda x, w, s: rms_norm(x, s) @ w, "x weight scale"
+    ),
+    "rms_norm_linear silu": Function(
+        lambda x, w, s, b, residual, **o: jaxnorm.rms_norm_linear(
+            x, w, s, bias=b, residual=residual, activation="silu", **o
+        ),
+        lambda x, w, s, b, residual: (
+            jax.nn.silu(rms_norm(x + residual, s) @ w + b),
+            x + residual,
+        ),
+        "x weight scale feature_bias residual",
+    ),
+    "gated_linear": Function(
+        lambda gate, up, w, b, **o: jaxnorm.gated_linear(gate, up, w, bias=b, **o),
+        lambda gate, up, w, b: (jax.nn.silu(gate) * up) @ w + b,
+        "gate x weight feature_bias",
+    ),
+    "activation_linear": Function(
+        lambda x, w, b, **o: jaxnorm.activation_linear(x, w, bias=b, **o),
+        lambda x, w, b: jax.nn.gelu(x) @ w + b,
+        "x weight feature_bias",
+    ),
+    "softmax_cross_entropy_with_integer_labels": Function(
+        _of_logits(_cross_entropy, z_loss=0.1),
+        functools.partial(losses, z_loss=0.1),
+        "logits labels counts",
+    ),
+    "softmax_cross_entropy_with_integer_labels of classes": Function(
+        _of_logits(_cross_entropy), losses_of_classes, "logits labels classes"
+    ),
+    "softmax_cross_entropy_with_integer_labels capped": Function(
+        _of_logits(_cross_entropy, label_smoothing=0.1, logit_softcap=3.0),
+        functools.partial(losses, smoothing=0.1, cap=3.0),
+        "logits labels counts",
+    ),
+    "log_prob_and_entropy": Function(
+        _of_logits(jaxnorm.log_prob_and_entropy),
+        log_prob_and_entropy,
+        "logits labels counts",
+    ),
+    "linear_softmax_cross_entropy": Function(
+        _linear(_linear_loss),
+        lambda x, w, b, labels, counts: losses(x @ w + b, labels, counts).sum() / counts.sum(),
+        "x weight feature_bias labels counts",
+    ),
+    "linear_softmax_cross_entropy of rows": Function(
+        _linear(_linear_loss, reduction="none", label_smoothing=0.1, z_loss=0.1),
+        lambda x, w, b, labels, counts: losses(x @ w + b, labels, counts, 0.1, 0.1),
+        "x weight feature_bias labels counts",
+    ),
+    "linear_log_prob_and_entropy": Function(
+        _linear(jaxnorm.linear_log_prob_and_entropy, logit_softcap=3.0),
+        lambda x, w, b, labels, counts: log_prob_and_entropy(x @ w + b, labels, counts, 3.0),
+        "x weight feature_bias labels counts",
+    ),
+}
+#: An entry of each public function, and of forms that are operations of their own.
+BASIC = [*{name.split()[0]: name for name in reversed(FUNCTIONS)}.values()][::-1]
+BASIC[BASIC.index("rms_norm_rope")] += " of constant tables"  # With their gradients it is XLA's.
+BASIC += ["layer_norm silu", "add_layer_norm with a gate", "linear_softmax_cross_entropy of rows"]
+#: Entries that differ from another one in an option alone.
+VARIANTS = {name for name in FUNCTIONS if " from input" in name or " gate first" in name}
+
+#: Public functions of which there is nothing to differentiate.
+OTHERS = {"check_params", "implementation_for", "memory_report"}
+
+
+def public_functions() -> set[str]:
+    functions = {n for n in jaxnorm.__all__ if inspect.isfunction(getattr(jaxnorm, n))}
+    return functions - {"save_policy"}
+
+
+def operands_of(name: str, dtype: str = "float32", sizes: Sizes = Sizes()) -> tuple[Any, ...]:  # noqa: B008
+    """The operands of an entry: floats of a dtype, labels and masks."""
+    arrays = (operand(k, i, sizes) for i, k in enumerate(FUNCTIONS[name].kinds.split()))
+    return tuple(jnp.asarray(a, dtype) if a.dtype == np.float64 else a for a in arrays)
+
+
+def of_floats(function: Callable[..., Any], operands: tuple[Any, ...]) -> Callable[..., Any]:
+    """The function of the operands that are floats, which come first."""
+    others = [a for a in operands if not jnp.issubdtype(a.dtype, jnp.floating)]
+    return lambda *floats: function(*floats, *others)
+
+
+def call_of(name: str, dtype: str = "float32", sizes: Sizes = Sizes()) -> tuple[Any, Any]:  # noqa: B008
+    """Return a function of floats, and those operands."""
+    operands = operands_of(name, dtype, sizes)
+    floats = tuple(a for a in operands if jnp.issubdtype(a.dtype, jnp.floating))
+    return of_floats(FUNCTIONS[name].ours, operands), floats
+
+
+def scalar(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose result is one number, made of all its results."""
+
+    def of_result(y):
+        return jnp.sum(jnp.sin(y) * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
+
+    return lambda *a: sum(map(of_result, jax.tree.leaves(function(*a))))
+
+
+def floats_in(operands: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(i for i, a in enumerate(operands) if jnp.issubdtype(a.dtype, jnp.floating))
+
+
+def gradients(function: Callable[..., Any], wrt: tuple[int, ...]) -> Callable[..., Any]:
+    """Return the gradients of `scalar` of a function, for some of its operands."""
+    return jax.grad(scalar(function), wrt)
+
+
+#: Arguments without a default, by their names, which mean the same in every function.
+ARGUMENTS = {
+    **dict.fromkeys(["x", "logits", "residual", "gate", "up"], np.ones((4, 8), np.float32)),
+    "weight": np.ones((8, 8), np.float32),
+    "scale": np.ones(8, np.float32),
+    **dict.fromkeys(["cos", "sin"], np.ones((4, 4), np.float32)),
+    "labels": np.zeros(4, np.int32),
+}
+
+
+def plain_call_of(name: str) -> Any:
+    """Return a public function with JAX arrays for the arguments that it must have."""
+    function = getattr(jaxnorm, name)
+    parameters = inspect.signature(function).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty]
+    return functools.partial(function, **{n: jnp.asarray(ARGUMENTS[n]) for n in needed})
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """Return the names and defaults of a public function's arguments that have one."""
+    parameters = inspect.signature(getattr(jaxnorm, name)).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}

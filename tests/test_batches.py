@@ -1,0 +1,88 @@
+"""`jax.vmap` of every function, over each of its operands, beside a loop: values and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from functions import FUNCTIONS, SHAPES, Sizes, floats_in, gradients, operands_of, scalar
+from program_error import assert_computes
+
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
+
+SIZE = 2
+OF_ROWS = {kind for kind in SHAPES if len(SHAPES[kind](Sizes())) == 3} - {"cos", "sin"}
+
+
+def layouts(kinds):
+    """Yield where each operand has a batch axis: one operand alone, those of rows, all, others."""
+    for i, kind in enumerate(kinds):
+        axis = (i + 1) % (len(SHAPES[kind](Sizes())) + 1)
+        yield tuple(axis if j == i else None for j in range(len(kinds)))
+    yield tuple(0 if kind in {*OF_ROWS, "labels", "counts"} else None for kind in kinds)
+    yield (0,) * len(kinds)
+    yield (None, *[0] * (len(kinds) - 1))
+
+
+# Each function over each of its operands; variants and their functions have the others in turn.
+CASES = [
+    pytest.param(name, dims, id=f"{name}-{','.join(map(str, dims))}")
+    for n, (name, function) in enumerate(FUNCTIONS.items())
+    for i, dims in enumerate(dict.fromkeys(layouts(function.kinds.split())))
+    if any(d is not None for d in dims) and (i < len(dims) or (n + i) % 2)
+]
+
+
+def batched(array, dim):
+    """The array, and others like it, along a new axis."""
+    if dim is None:
+        return array
+    each = [
+        (1 + i / 8) * array if jnp.issubdtype(array.dtype, jnp.floating) else np.roll(array, i, 0)
+        for i in range(SIZE)
+    ]
+    return jnp.stack([a.astype(array.dtype) for a in each], dim)
+
+
+@pytest.mark.parametrize(("name", "dims"), CASES)
+def test_a_batch_is_a_loop(name, dims):
+    """With the gradient inside `jax.vmap`, and outside, in `jax.jit`."""
+    function = FUNCTIONS[name].ours
+    one = operands_of(name)
+    operands = [*map(batched, one, dims)]
+    wrt = floats_in(one)
+    inside = gradients(function, wrt)
+
+    def run(*operands):
+        def total(*operands):
+            return jnp.sum(jax.vmap(scalar(function), dims)(*operands))
+
+        both = jax.vmap(lambda *a: (function(*a), inside(*a)), dims)(*operands)
+        return both, jax.grad(total, wrt)(*operands)
+
+    def loop(*operands):
+        parts = [
+            [a if d is None else jnp.take(a, i, d) for a, d in zip(operands, dims)]
+            for i in range(SIZE)
+        ]
+        both = [(function(*part), inside(*part)) for part in parts]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *both)
+        outside = [
+            g.sum(0) if dims[i] is None else jnp.moveaxis(g, 0, dims[i])
+            for i, g in zip(wrt, stacked[1], strict=True)
+        ]
+        return stacked, tuple(outside)
+
+    assert_computes(jax.jit(run)(*operands), loop, *operands)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_batch_outside_jit(name):
+    function, operands = FUNCTIONS[name].ours, operands_of(name)
+    dims = (0, *[None] * (len(operands) - 1))
+    whole = batched(operands[0], 0), *operands[1:]
+
+    def loop(x, *others):
+        results = [function(a, *others) for a in x]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+
+    assert_computes(jax.vmap(function, dims)(*whole), loop, *whole)

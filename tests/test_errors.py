@@ -1,0 +1,369 @@
+"""Bad arguments: every error names the function, what was given, what was expected, and the fix.
+
+`OPTIONS` and the tests of arrays hold for each function that has an argument of that name;
+`ARGUMENTS` has what is one function's own.
+"""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from functions import OTHERS, options_of, plain_call_of, public_functions
+
+import jaxnorm
+
+NAMES = sorted(public_functions() - OTHERS)
+SOFTMAXES, CAUSED = ("softmax", "log_softmax"), (TypeError, ValueError)
+T = jnp.ones
+
+# Option -> values that no function takes, and what is said of them.
+OPTIONS = {
+    "epsilon": [
+        (-1.0, "epsilon=-1.0; expected a finite number of at least 0"),
+        (float("nan"), "epsilon=nan; expected a finite number of at least 0"),
+        (float("inf"), "epsilon=inf; expected a finite number of at least 0"),
+        ("0.1", "epsilon is a str; expected a number"),
+    ],
+    "scale_offset": [("1", "scale_offset is a str; expected a number")],
+    "save": [("both", "save='both'; expected one of 'output', 'input'")],
+    "dtype": [
+        *((t, f"dtype={t}; expected one of bfloat16") for t in ("int8", "complex64")),
+        ("float8_e4m3fn", "dtype=float8_e4m3fn; expected one of bfloat16"),
+        ("half precision", "is no dtype; expected one of bfloat16"),
+        ("float64", "jax_enable_x64"),
+    ],
+    "implementation": [("cudnn", "implementation='cudnn'; expected one of 'xla'")],
+    "interleaved": [("no", "interleaved='no' is a str; expected True or False")],
+    "norm_before_gate": [("no", "norm_before_gate='no' is a str; expected True or False")],
+    "axis": [
+        (7, "axis=7 is out of range for (?:x|logits) with shape"),
+        (-8, "axis=-8 is out of range"),
+        ((0, 5), "out of range"),
+        ((1, -1), "twice; name each axis once"),
+        ((), "names no axis"),
+        *((a, "expected an integer or a tuple of integers") for a in (1.0, "last", (0, None))),
+        *((a, "expected an integer or a tuple of integers") for a in (True, (False, 1), [False])),
+        (10**5000, rf"axis=\(an integer of {(10**5000).bit_length()} bits\) is out"),
+    ],
+    "activation": [
+        *((a, f"activation='{a}'; expected one of") for a in ("tanh", "SiLU", "")),
+        (1, "activation=1; expected one of"),
+        (["gelu"], r"activation=\['gelu'\]; expected one of"),
+    ],
+    "logits_scale": [
+        (0, "logits_scale=0; expected a number above 0"),
+        (-1.0, "logits_scale=-1.0; expected a number above 0"),
+    ],
+    "logit_softcap": [
+        (0, "logit_softcap=0; expected a number above 0"),
+        (-1, "logit_softcap=-1; expected a number above 0"),
+        ("30", "logit_softcap is a str"),
+    ],
+    "label_smoothing": [(1.5, "label_smoothing=1.5; .*from 0 to 1")],
+    "z_loss": [(-1.0, "z_loss=-1.0; .*of at least 0"), ("a", "z_loss is a str")],
+    "reduction": [("max", "reduction='max'; expected one of 'mean', 'sum', 'none'")],
+    "chunk": [
+        *((c, "chunk=.*; expected a number of rows of at least 1") for c in (0, -(10**5000))),
+        *((c, "chunk=.*; expected a number of rows, a Python int") for c in (True, 1.5, "8")),
+    ],
+    "product": [("ragged", r"product is a str; expected a function of \(h, weight\)")],
+    "out_sharding": [
+        ("data", "out_sharding is a str; expected a NamedSharding"),
+        (jax.P("data"), "lie on no mesh with Explicit axes; expected None; leave it out"),
+    ],
+}
+TRACED = ("epsilon", "scale_offset", "interleaved", "norm_before_gate", "causal", "chunk")
+WRONG = [
+    pytest.param(name, {option: value}, message, id=f"{name}-{option}-{i}")
+    for name in NAMES
+    for option in options_of(name)
+    for i, (value, message) in enumerate(OPTIONS.get(option, []))
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), WRONG)
+def test_options(name, options, message):
+    """Outside `jax.jit`, and inside, where the caller's code is traced."""
+    call = functools.partial(plain_call_of(name), **options)
+    for run in (call, lambda: jax.jit(lambda: call())()):
+        with pytest.raises(CAUSED, match=f"^{name}: .*{message}"):
+            run()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_traced_options(name):
+    for option in {*TRACED, *(["scale"] if name in SOFTMAXES else [])} & {*options_of(name)}:
+        call = plain_call_of(name)
+        with pytest.raises(TypeError, match=f"^{name}: {option} is a traced value"):
+            jax.jit(lambda v: call(**{option: v}))(1.0)  # noqa: B023
+
+
+# Arrays of the functions, and what else they may be.
+FLOATS = ("x", "logits", "residual", "gate", "up", "weight", "bias", "next_scale", "cos", "sin")
+
+
+def arrays_of(name):
+    parameters = inspect.signature(getattr(jaxnorm, name)).parameters
+    scale = ["scale"] if name not in SOFTMAXES else []
+    return [p for p in (*FLOATS, *scale) if p in parameters]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arrays_that_are_none(name):
+    """Lists, strings, and where an array must be given None; of other types than floats."""
+    call = plain_call_of(name)
+    for argument in arrays_of(name):
+        like = call.keywords.get(argument, T(8))
+        wrong = [[1.0, 2.0], "abc", *([None] if argument in call.keywords else [])]
+        if name == "rms_norm_rope" and argument == "scale":
+            wrong.remove(None)
+        for value in wrong:
+            kind = type(value).__name__
+            with pytest.raises(
+                TypeError, match=rf"^{name}: {argument} is a {kind}; expected an ar"
+            ):
+                call(**{argument: value})
+        for dtype in ("int32", "bool", "complex64"):
+            with pytest.raises(TypeError, match=rf"^{name}: {argument} has dtype {dtype}"):
+                call(**{argument: jnp.ones(like.shape, dtype)})
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if "labels" in plain_call_of(n).keywords])
+def test_labels(name):
+    call = plain_call_of(name)
+    for labels, message in [
+        (jnp.ones(4), "has dtype float32; expected int"),
+        (jnp.ones(4, bool), "has dtype bool"),
+        (None, "is a NoneType; expected an array"),
+        (jnp.ones((4, 1), int), r"have shape \(4, 1\); expected \(4,\)"),
+    ]:
+        with pytest.raises(CAUSED, match=f"^{name}: labels {message}"):
+            call(labels=labels)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")
+@pytest.mark.parametrize("name", [n for n in NAMES if "implementation" in options_of(n)])
+def test_a_kernel_on_a_cpu(name):
+    """Also where rows are long enough for one."""
+    arrays = {"labels": jnp.zeros(128, int), "weight": T((256, 256)), "scale": T(256)}
+    arrays |= dict.fromkeys(("cos", "sin"), T((128, 128)))
+    given = {n: arrays.get(n, T((128, 256))) for n in plain_call_of(name).keywords}
+    if name == "rms_norm_linear":
+        given = {n: a.astype("bfloat16") for n, a in given.items()}
+    call = functools.partial(getattr(jaxnorm, name), **given, implementation="mosaic")
+    message = rf"^{name}: implementation='mosaic' cannot run on cpu: its kernels are for NVIDIA"
+    for run in (call, lambda: jax.jit(lambda: call())()):
+        with pytest.raises(ValueError, match=message):
+            run()
+
+
+# ------------------------------------------------------------------------ of one function's own
+
+ROPE = {"x": T((4, 8, 2, 16)), "scale": T(16), **dict.fromkeys(("cos", "sin"), T((8, 1, 8)))}
+GATED = {"x": T((4, 6, 16)), "gate": T((4, 6, 16))}
+LINEAR = {"x": T((2, 3)), "weight": T((3, 5))}
+LOGITS = {"logits": T((2, 3)), "labels": jnp.zeros(2, int)}
+PRODUCT = {"gate": T((2, 3)), "up": T((2, 3)), "weight": T((3, 5))}
+ROWS = {"x": T((3, 5, 16)), "residual": T((3, 5, 16))}
+LOSS = {**LINEAR, "labels": jnp.zeros(2, int)}
+OF_NORM_LINEAR = [
+    ({"x": T(())}, r"x has shape \(\); expected \(..., d\).*x\[None\]"),
+    ({"weight": T((4, 5))}, r"\(4, 5\); expected \(3, n\).*weight.T"),
+    ({"weight": T(3)}, r"weight has shape \(3,\); expected \(3, n\)"),
+    ({"bias": T(3)}, r"bias has shape \(3,\); expected \(5,\), a number for"),
+]
+OF_LINEAR_LOSS = [
+    ({"weight": T((4, 5))}, r"\(4, 5\); expected \(3, V\).*weight.T"),
+    ({"weight": T(3)}, r"weight has shape \(3,\); expected \(3, V\)"),
+    ({"weight": T((3, 0))}, "one class or more"),
+    ({"x": T(())}, r"x has shape \(\); expected \(..., d\).*x\[None\]"),
+    ({"bias": T((1, 5))}, r"bias has shape \(1, 5\); expected \(5,\)"),
+    ({"labels": T((2, 1), int)}, r"\(2, 1\); expected \(2,\).*reshape"),
+]
+OF_SOFTMAX = [
+    ({"where": T((2, 3), "float32")}, "where has dtype float32.*additive mask to x"),
+    ({"where": T((2, 3), "int32")}, "where has dtype int32.*additive mask to x"),
+    *(({"where": T(s, bool)}, r"broadcasts to x's shape \(2, 3\)") for s in [(2,), (2, 5), (4, 1)]),
+    ({"bias": T((3, 1, 1))}, r"bias has shape \(3, 1, 1\)"),
+    ({"bias": T(5)}, r"broadcasts to x's shape \(2, 3\) without enlarging"),
+    ({"scale": float("inf")}, "scale=inf; expected a finite number"),
+    ({"scale": "x"}, "scale is a str; expected a number"),
+    ({"causal": True, "axis": 0}, r"causal=True for axis=\(0,\) of x with shape \(2, 3\)"),
+    ({"x": T(6), "causal": True}, r"shape \(6,\); expected the last axis, of two or more"),
+    ({"x": T(())}, r"x with shape \(\).*x\[None\]"),
+]
+OF_NORM = [
+    *(
+        (
+            {"scale": T(shape)},
+            r"scale has shape .*; expected \(4,\).* after axes that broadcast to \(2, 3\).*reshape",
+        )
+        for shape in [(3,), (), (2, 4), (3, 3, 4), (1, 2, 3, 4), (2, 3), (3, 1, 1)]
+    ),
+    ({"scale": T((4, 2)), "axis": (2, 0)}, r"scale has shape \(4, 2\); expected \(2, 4\)"),
+    ({"bias": T(3)}, r"bias has shape \(3,\); expected \(4,\)"),
+    ({"activation": "silu", "save": "x"}, "save='x'; expected one of"),
+    ({"x": T(())}, r"x with shape \(\).*x\[None\]"),
+]
+OF_RESIDUAL = [
+    ({"residual": T(16)}, r"residual has shape \(16,\); expected \(3, 5, 16\)"),
+    ({"scale": T(3)}, r"scale has shape \(3,\)"),
+]
+OF_GATE = [
+    ({"gate": T(8)}, r"gate has shape \(8,\); expected \(16,\)"),
+    ({"gate": T((3, 5))}, r"gate has shape \(3, 5\); .*broadcast gate to that shape"),
+    ({"gate": T((1, 3, 1, 16))}, r"gate has shape \(1, 3, 1, 16\)"),
+]
+OF_POSITIONS = [
+    ({"where": T((2, 3))}, "float32; expected bool"),
+    ({"where": T(3, bool)}, r"\(2,\), with 1 axes"),
+    ({"where": T((2, 2), bool)}, r"where has shape \(2, 2\); expected .* broadcasts to logits' sh"),
+    ({"where": np.ones(2, int)}, r"where has dtype int\d\d"),
+]
+
+# Function -> its arguments, and for each change of them what is said.
+ARGUMENTS = {
+    **dict.fromkeys(SOFTMAXES, ({"x": T((2, 3))}, OF_SOFTMAX)),
+    **dict.fromkeys(("layer_norm", "rms_norm"), ({"x": T((2, 3, 4))}, OF_NORM)),
+    **dict.fromkeys(("rms_norm_add", "rms_norm_add_rms_norm"), (ROWS, OF_RESIDUAL)),
+    **dict.fromkeys(("add_layer_norm", "add_rms_norm"), (ROWS, OF_RESIDUAL + OF_GATE)),
+    "rms_norm_gated": (
+        GATED,
+        [
+            ({"gate": T((4, 6, 8))}, r"gate has shape \(4, 6, 8\); expected \(4, 6, 16\), the sh"),
+            ({"gate": T(16)}, r"gate has shape \(16,\); .*broadcast gate, e.g."),
+            ({"scale": T(8)}, r"scale has shape \(8,\); expected \(16,\)"),
+            ({"scale": T((3, 16))}, r"scale has shape \(3, 16\); expected \(16,\).*or none"),
+            ({"x": T(()), "gate": T(())}, r"x with shape \(\).*x\[None\]"),
+            ({"activation": jax.nn.silu}, "activation=.*silu.*; expected one of 'silu', 'gelu', "),
+            ({"activation": None}, "activation=None; expected one of 'silu', 'gelu', 'relu', 'l"),
+        ],
+    ),
+    "rms_norm_rope": (
+        ROPE,
+        [
+            ({"scale": T((2, 16))}, r"scale has shape \(2, 16\); expected \(16,\), the"),
+            ({"scale": T(8)}, r"scale has shape \(8,\); expected \(16,\)"),
+            ({"sin": T((8, 1, 4))}, r"cos has shape \(8, 1, 8\) and sin \(8, 1, 4\), and"),
+            ({"cos": T(9), "sin": T(9)}, r"one column for each pair .* 8 at most"),
+            (
+                dict.fromkeys(("cos", "sin"), T((7, 1, 8))),
+                r"broadcasts to \(4, 8, 2, r / 2\).*give an axis of x that shares them the size 1",
+            ),
+            (dict.fromkeys(("cos", "sin"), T((1, 4, 8, 2, 8))), "one shape that"),
+            ({"cos": T(()), "sin": T(())}, r"cos has shape \(\) and sin \(\)"),
+            ({"x": T(())}, r"x with shape \(\).*x\[None\]"),
+        ],
+    ),
+    "rms_norm_linear": (
+        LINEAR,
+        [
+            *OF_NORM_LINEAR,
+            ({"scale": T((1, 3))}, r"\(1, 3\); expected \(3,\).*last axis of x"),
+            ({"residual": T(3)}, r"residual has shape \(3,\); expected \(2, 3\)"),
+            ({"activation": "tanh"}, "'tanh'; expected one of 'relu', .* or None; apply"),
+            ({"activation": jnp.tanh}, "activation=.*; expected one of 'relu'"),
+        ],
+    ),
+    "softmax_cross_entropy_with_integer_labels": (
+        LOGITS,
+        [
+            *OF_POSITIONS,
+            ({"logits": T((2, 3), int)}, "logits has dtype int32.*astype"),
+            ({"where": "all"}, "where is a str; expected an array"),
+            (
+                {"where": T((2, 3), bool), "label_smoothing": 0.1},
+                "label_smoothing=0.1 with a mask of classes.*leave one of both out",
+            ),
+        ],
+    ),
+    "log_prob_and_entropy": (
+        LOGITS,
+        [*OF_POSITIONS, ({"where": np.ones(2)}, r"float\d\d; expected bool")],
+    ),
+    "linear_softmax_cross_entropy": (
+        LOSS,
+        [
+            *OF_LINEAR_LOSS,
+            ({"where": np.ones(2, int)}, "where has dtype int32; expected bool .*or a float"),
+            ({"where": T((1, 2), bool)}, r"labels' shape \(2,\), with 1 axes.*reshape"),
+        ],
+    ),
+    "linear_log_prob_and_entropy": (
+        LOSS,
+        [
+            *OF_LINEAR_LOSS,
+            ({"where": np.ones(2, int)}, r"where has dtype int\d\d; expected bool"),
+            ({"where": T(2)}, "where has dtype float32; expected bool"),
+            ({"where": T(3, bool)}, r"\(2,\), with 1 axes.*2 axes: which classes"),
+            ({"where": T((2, 3), bool)}, r"\(2, 3\).* logits' shape \(2, 5\)"),
+        ],
+    ),
+}
+OF_PRODUCT = [
+    *(({"weight": a["weight"]}, m) for a, m in OF_NORM_LINEAR[1:3]),
+    OF_NORM_LINEAR[3],
+    ({"activation": "tanh"}, "'tanh'; expected one of 'relu', .* or an elementwise"),
+    ({"activation": None}, "activation=None; expected .* for none, lambda x: x"),
+    ({"activation": jnp.sum}, r"activation returned shape \(\) .* expected its shape"),
+    ({"activation": lambda x: None}, "activation returned a NoneType; expected an"),
+    ({"activation": lambda x: x + 1j}, "activation returned dtype complex64; expec"),
+    ({"product": lambda h, w: None}, "product returned a NoneType; expected an array"),
+    ({"product": lambda h, w: h > 0}, "product returned dtype bool; expected"),
+    ({"product": jnp.matmul, "bias": T(3)}, r"bias has shape \(3,\); expected \(5,\)"),
+    (
+        {"product": lambda h, w: h.sum(), "bias": T(5)},
+        r"bias has shape \(5,\); expected \(\)",
+    ),
+    ({"product": jnp.matmul, "weight": "w"}, "weight has a str; expected an array"),
+    (
+        {"out_sharding": jax.P("data"), "product": jnp.matmul},
+        "and product=; expected one of them; give it to the product",
+    ),
+]
+ARGUMENTS["activation_linear"] = (
+    {"x": T((2, 3)), "weight": T((3, 5))},
+    [*OF_PRODUCT, ({"x": T(())}, r"x has shape \(\); expected \(..., f\).*x\[None\]")],
+)
+ARGUMENTS["gated_linear"] = (
+    PRODUCT,
+    [
+        *OF_PRODUCT,
+        ({"up": T(3)}, r"up has shape \(3,\); expected \(2, 3\), the shape of gate"),
+        ({"gate": T(())}, r"gate has shape \(\); expected \(..., f\).*gate\[None\]"),
+    ],
+)
+
+
+def test_every_function_has_errors_of_its_own():
+    assert {*ARGUMENTS} == {*NAMES}
+
+
+@pytest.mark.parametrize(
+    ("name", "i"), [(name, i) for name in ARGUMENTS for i in range(len(ARGUMENTS[name][1]))]
+)
+def test_arguments(name, i):
+    given, cases = ARGUMENTS[name]
+    arguments, message = cases[i]
+    call = functools.partial(getattr(jaxnorm, name), **{**given, **arguments})
+    for run in (call, lambda: jax.jit(lambda: call())()):
+        with pytest.raises(CAUSED, match=f"^{name}: .*{message}"):
+            run()
+
+
+POSITIONAL = {
+    "layer_norm": (T((2, 4)), T(4), T(4), "silu"),
+    "add_layer_norm": (T((2, 4)), T((2, 4)), None, None, T(4)),
+    "add_rms_norm": (T((2, 4)), T((2, 4)), None, T(4)),
+    "gated_linear": (T((2, 3)), T((2, 3)), T((3, 5)), T(5)),
+    "activation_linear": (T((2, 3)), T((3, 5)), T(5)),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONAL)
+def test_options_are_named(name):
+    with pytest.raises(TypeError, match="positional"):
+        getattr(jaxnorm, name)(*POSITIONAL[name])

@@ -1,0 +1,377 @@
+"""LayerNorm and RMSNorm of jaxnorm.linen and jaxnorm.nnx against Flax's own.
+
+Fields, parameters, values, dtypes, gradients; GroupNorm is in `test_group_norm_modules`.
+"""
+
+import dataclasses
+import inspect
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from program_error import assert_computes, assert_same_results
+from programs import names as names_in
+from reference import Norm, assert_within, exact
+
+import jaxnorm
+import jaxnorm.linen
+import jaxnorm.nnx
+
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
+
+random = nn.initializers.normal(1.0)
+
+
+def data(dtype="float32", shape=(4, 5, 16)):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
+
+
+def keep_dtypes(operands, *, dtype):
+    """A promote_dtype of the user's own, which leaves everything as it is."""
+    del dtype
+    return operands
+
+
+# One entry or more for every field of Flax's modules.
+FIELDS = [
+    {},
+    {"epsilon": 1e-2},
+    {"dtype": jnp.bfloat16},
+    {"dtype": jnp.float32},
+    {"param_dtype": jnp.bfloat16},
+    {"use_bias": False},
+    {"use_scale": False},
+    {"use_bias": False, "use_scale": False},
+    {"bias_init": random},
+    {"scale_init": random},
+    {"reduction_axes": 1, "feature_axes": 1},
+    {"reduction_axes": (1, 2), "feature_axes": (1, 2)},
+    {"reduction_axes": (1, 2), "feature_axes": -1},
+    {"axis_name": "batch"},
+    {"axis_index_groups": [[0, 1], [2, 3]]},  # without axis_name it means nothing
+    {"use_fast_variance": False},
+    # Of linen, and of nnx.
+    {"reduction_axes": (-1, -2), "feature_axes": (-2, -1), "name": "norm"},
+    {"force_float32_reductions": False},
+    {"promote_dtype": keep_dtypes},
+    {"scale_metadata": {"note": "gain"}},
+    {"bias_metadata": {"note": "shift"}},
+]
+
+
+class Module(NamedTuple):
+    """A module with its parameters: a tree, and a function of it and x."""
+
+    module: Any
+    parameters: Any
+    apply: Any
+
+    def __call__(self, x, **call):
+        return self.apply(self.parameters, x, **call)
+
+
+def linen(module, x=None, **fields):
+    norm = module(**fields)
+    x = data() if x is None else x
+
+    def apply(variables, x, **call):
+        if norm.axis_name is None:
+            return norm.apply(variables, x, **call)
+        run = jax.vmap(lambda v, x: norm.apply(v, x, **call), axis_name=norm.axis_name)
+        return run(variables, x)
+
+    if norm.axis_name is None:
+        return Module(norm, norm.init(jax.random.key(1), x), apply)
+    init = jax.vmap(lambda x: norm.init(jax.random.key(1), x), axis_name=norm.axis_name)
+    return Module(norm, init(x), apply)
+
+
+def of_nnx(module, x=None, **fields):
+    del x
+    sizes = {1: 5, (1, 2): 80}
+    norm = module(sizes.get(fields.get("feature_axes"), 16), **fields, rngs=nnx.Rngs(1))
+    graph, state = nnx.split(norm)
+
+    def apply(state, x, **call):
+        merged = nnx.merge(graph, state)
+        if norm.axis_name is None:
+            return merged(x, **call)
+        return jax.vmap(lambda x: merged(x, **call), axis_name=norm.axis_name)(x)
+
+    return Module(norm, state, apply)
+
+
+MODULES = {
+    f"{api}-{name}": (make, getattr(ours, name), getattr(theirs, name))
+    for api, make, ours, theirs in (
+        ("linen", linen, jaxnorm.linen, nn),
+        ("nnx", of_nnx, jaxnorm.nnx, nnx),
+    )
+    for name in ("LayerNorm", "RMSNorm")
+}
+each = pytest.mark.parametrize(("make", "ours", "theirs"), MODULES.values(), ids=list(MODULES))
+each_of_nnx = pytest.mark.parametrize(
+    ("ours", "theirs"), [m[1:] for n, m in MODULES.items() if "nnx" in n]
+)
+each_save = pytest.mark.parametrize("save", ["output", "input"])
+
+
+def known(make, module):
+    if make is linen:
+        return {f.name for f in dataclasses.fields(module)}
+    return {*inspect.signature(module.__init__).parameters}
+
+
+def assert_same(ours, theirs):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_array_equal(a, b)
+
+
+def values_of(parameters):
+    return nnx.to_pure_dict(parameters) if isinstance(parameters, nnx.State) else parameters
+
+
+@each
+@each_save
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("fields", FIELDS, ids=lambda f: "-".join(f) or "default")
+def test_every_field(make, ours, theirs, fields, dtype, save):
+    if not {*fields} <= known(make, theirs):
+        return  # RMSNorm has no bias
+    x = data(dtype)
+    ours, theirs = make(ours, x, **fields, save=save), make(theirs, x, **fields)
+    assert_same(values_of(ours.parameters), values_of(theirs.parameters))
+    if "scale_metadata" in fields:
+        assert ours.module.scale.get_metadata("note") == "gain"
+    assert_same_results(lambda: ours(x), lambda: theirs(x))
+
+
+@each
+@each_save
+def test_gradients(make, ours, theirs, save):
+    x, fields = data(), {"scale_init": random}
+
+    def gradients(module):
+        def loss(parameters, x):
+            return jnp.sum(module.apply(parameters, x) ** 3)
+
+        return jax.tree.leaves(jax.grad(loss, (0, 1))(module.parameters, x))
+
+    ours, theirs = make(ours, **fields, save=save), make(theirs, **fields)
+    assert_same_results(lambda: gradients(ours), lambda: gradients(theirs))
+
+
+@each
+def test_a_mask_is_left_to_flax(make, ours, theirs):
+    x, mask = data(), data() > 0
+    ours, theirs = make(ours), make(theirs)
+    assert_same(ours(x, mask=mask), theirs(x, mask=mask))
+    if make is linen:
+        made = ours.module.init(jax.random.key(1), x, mask=mask)
+        assert_same(made, theirs.parameters)
+    elif type(theirs.module) is nnx.RMSNorm:
+        assert_same(ours.module(x, mask), theirs.module(x, mask))  # positional, as in Flax
+
+
+@each
+def test_other_dtypes_are_left_to_flax(make, ours, theirs):
+    # nnx casts integers, and ours runs then.
+    for dtype in ("complex64", *(["int32"] if make is linen else [])):
+        x = data().astype(dtype)
+        assert_same(make(ours)(x), make(theirs)(x))
+
+
+EXTRA = {"save": "output", "implementation": None, "scale_offset": 0.0}
+
+
+@each
+def test_signatures_are_flax_s_and_three_more(make, ours, theirs):
+    """Each by name, so that type checkers and editors know them."""
+
+    def call(module):
+        return [(p.name, p.kind) for p in inspect.signature(module.__call__).parameters.values()]
+
+    assert call(ours) == [*call(theirs), ("residual", inspect.Parameter.KEYWORD_ONLY)]
+    if make is linen:
+
+        def described(module):
+            return {f.name: (f.default, f.init) for f in dataclasses.fields(module)}
+
+        def parameters(module):
+            found = inspect.signature(module).parameters.values()
+            return [(p.name, p.kind, p.default) for p in found]
+
+        assert described(ours) == described(theirs) | {n: (v, True) for n, v in EXTRA.items()}
+        positional = [p for p in parameters(theirs) if p[0] not in ("parent", "name")]
+        assert parameters(ours)[: len(positional)] == positional
+        return
+
+    def arguments(module):
+        found = inspect.signature(module.__init__).parameters.values()
+        return {p.name: (p.kind, p.default) for p in found}
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    assert arguments(ours) == arguments(theirs) | {n: (keyword, v) for n, v in EXTRA.items()}
+    assert issubclass(ours, theirs)
+    with pytest.raises(TypeError, match="rngs"):
+        ours(16)
+
+
+@each
+def test_scale_offset(make, ours, theirs):
+    """Parameters stored as w, where the norm multiplies by 1 + w: Gemma's."""
+    x, plain = data(), make(ours)
+    offset = make(ours, scale_offset=1.0, scale_init=nn.initializers.zeros)
+    scales = values_of(offset.parameters)
+    np.testing.assert_array_equal(scales.get("params", scales)["scale"], 0)
+    assert_computes(offset(x), plain, x, like=offset)
+    # Flax's own code, which runs such a call, has no offset.
+    with pytest.raises(ValueError, match=r"scale_offset=1\.0 in a call that is left to Flax's own"):
+        offset(x, mask=jnp.ones(x.shape, bool))
+
+
+@each
+def test_parameters_of_flax_load(make, ours, theirs):
+    x, trained, norm = data(), make(theirs, scale_init=random), make(ours)
+    if make is linen:
+        stored = flax.serialization.to_bytes(trained.parameters)
+        loaded = flax.serialization.from_bytes(norm.parameters, stored)
+        assert_same_results(lambda: norm.apply(loaded, x), lambda: trained(x))
+    else:
+        nnx.update(norm.module, nnx.state(trained.module))
+        assert_same_results(lambda: norm.module(x), lambda: trained(x))
+
+
+@each
+def test_errors_reach_the_user(make, ours, theirs):
+    with pytest.raises(ValueError, match="save='both'; expected one of"):
+        make(ours, save="both")(data())
+    with pytest.raises(ValueError, match=r"Norm: axis=3 is out of range for x with shape"):
+        make(ours, reduction_axes=3, feature_axes=3)(data())
+
+
+@each
+@each_save
+@pytest.mark.parametrize("x_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"dtype": jnp.bfloat16}, {"use_scale": False}, {"reduction_axes": 1, "feature_axes": 1}],
+    ids=lambda f: "-".join(f) or "default",
+)
+def test_residual(make, ours, theirs, fields, x_dtype, save):
+    """(y, h): h = x + residual in the residual's dtype, and Flax's norm of h."""
+    x, residual = data(x_dtype), jnp.sin(data())
+    ours, theirs = make(ours, residual, **fields, save=save), make(theirs, residual, **fields)
+    assert_same(values_of(ours.parameters), values_of(theirs.parameters))
+
+    def plain():
+        h = x + residual
+        return theirs(h), h
+
+    assert_same_results(lambda: ours(x, residual=residual), plain)
+
+
+@each
+def test_residual_of_a_call_that_is_left_to_flax(make, ours, theirs):
+    x, residual, mask = data(), jnp.sin(data("bfloat16")), data() > -1
+    y, h = make(ours)(x, mask=mask, residual=residual)
+    assert h.dtype == residual.dtype
+    assert_same(y, make(theirs)(h, mask=mask))
+
+
+@each
+def test_the_saving_rule_is_used(make, ours, theirs):
+    """The norm's own residuals are named; Flax's paths have no names."""
+    x = data()
+
+    def names(module, **call):
+        def forward(parameters):
+            return jax.vjp(lambda p: module.apply(p, x, **call), parameters)[0]
+
+        return "jaxnorm_out" in names_in(jax.make_jaxpr(forward)(module.parameters))
+
+    ours = make(ours)
+    assert names(ours)
+    assert not names(ours, mask=x > 0)
+    assert not names(make(theirs))
+
+
+# ----------------------------------------------------------------------------------- linen's, nnx's
+
+
+def test_bfloat16_input_with_float32_parameters_gives_float32():
+    x = data("bfloat16")
+    assert linen(jaxnorm.linen.LayerNorm)(x).dtype == "float32"
+    assert linen(jaxnorm.linen.LayerNorm, dtype=jnp.bfloat16)(x).dtype == "bfloat16"
+
+
+def test_variance_is_stable_whatever_use_fast_variance_says():
+    x = 1e4 + data()
+    rows = exact(x).reshape(-1, x.shape[-1])
+    zeros = np.zeros_like(rows)
+    expected = Norm(rows, 1 + zeros[0], zeros[0], zeros, True, 1e-6, "input", "float32", "float32")
+    for fast in (True, False):
+        y = linen(jaxnorm.linen.LayerNorm, use_fast_variance=fast)(x)
+        assert_within(np.reshape(y, rows.shape), expected.y, expected.y_bound())
+
+
+def test_scan_and_remat_over_layers():
+    class Block(nn.Module):
+        norm: type[nn.Module]
+
+        @nn.compact
+        def __call__(self, x, _):
+            return x + nn.Dense(16)(self.norm()(x)), None
+
+    def model(norm):
+        block = nn.remat(Block, prevent_cse=False)
+        return nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(
+            norm
+        )
+
+    x = data()
+    variables = model(nn.LayerNorm).init(jax.random.key(0), x, None)
+
+    def grads(norm):
+        return jax.grad(lambda v: jnp.sum(model(norm).apply(v, x, None)[0] ** 2))(variables)
+
+    assert_same_results(lambda: grads(jaxnorm.linen.LayerNorm), lambda: grads(nn.LayerNorm))
+
+
+@each_of_nnx
+def test_a_wrong_width(ours, theirs):
+    message = r"32 features on its axes \(2,\); expected 16.*\(32, \.\.\."
+    with pytest.raises(ValueError, match=message):
+        of_nnx(ours)(data(shape=(4, 5, 32)))
+
+
+def test_parameters_are_cast_to_dtype_first():
+    """As in Flax: with dtype=bfloat16 the float32 x is rounded before its statistics are taken."""
+    x = 100 + data()
+    ours, theirs = (
+        of_nnx(m, dtype=jnp.bfloat16).module for m in (jaxnorm.nnx.LayerNorm, nnx.LayerNorm)
+    )
+    theirs.use_fast_variance = False
+    rounded = x.astype(jnp.bfloat16)
+    assert_same(ours(x), ours(rounded))
+    assert_same_results(lambda: ours(rounded), lambda: theirs(rounded))
+    # The spacing of bfloat16 at 100 is half of the standard deviation of x.
+    assert np.abs(ours(x) - of_nnx(jaxnorm.nnx.LayerNorm)(x)).max() > 0.1
+
+
+def test_a_param_is_an_array_to_the_functions():
+    module = of_nnx(nnx.RMSNorm).module
+    y = jaxnorm.rms_norm(data(), module.scale)
+    assert_computes(y, module, data(), like=lambda x: jaxnorm.rms_norm(x, module.scale))
+
+
+def test_under_nnx_jit():
+    x, module = data(), of_nnx(jaxnorm.nnx.LayerNorm).module
+    assert_computes(nnx.jit(lambda m, x: m(x))(module, x), module, x)

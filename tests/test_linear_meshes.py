@@ -1,0 +1,546 @@
+"""Linear layers and their losses on meshes: rows split, weight over its inputs or outputs; FSDP.
+
+Eight virtual CPU devices, in float64 but for the losses of chunks.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from log_prob_cases import linear_mixture
+from meshes import KINDS, Case, collectives, in_shards, mesh_of
+from program_error import analyse, assert_analysed, assert_computes
+from stand_in import Kernels, as_default
+
+import jaxnorm
+from benchmarks.hlo import _computations
+from jaxnorm import rms_norm_linear
+from jaxnorm_kernels.implementation import Implementation
+
+pytestmark = [
+    pytest.mark.oldest_jax,
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices"),
+    pytest.mark.usefixtures("quick_to_compile"),
+]
+
+MESH = {"data": 4, "model": 2}
+D, F, V = 16, 32, 64
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+# --------------------------------------------------------------------------------- what is computed
+
+
+def gated_loss(gate, up, weight, bias, *, out_sharding=None):
+    given = {"bias": bias, "out_sharding": out_sharding}
+    y = jaxnorm.gated_linear(gate, up, weight, **given)
+    z = jaxnorm.activation_linear(gate, weight, **given)
+    return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.sin(z))
+
+
+def norm_loss(x, residual, weight, scale, bias, **options):
+    given = {"bias": bias, "residual": residual, "activation": "gelu"}
+    y, h = rms_norm_linear(x, weight, scale, **given, **options)
+    return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.sin(h))
+
+
+LABELS = np.random.default_rng(4).integers(0, V, (8, 12)).astype(np.int32)
+LABELS[0] = -100
+
+
+def loss_of_rows(x, weight, bias, labels, *, reduction):
+    """A mean, a sum, losses of rows ("none"); or of rows log-probabilities and entropies."""
+    options = {"bias": bias, "chunk": 4, "logit_softcap": 8.0}
+    if reduction == "log_prob":
+        result = linear_mixture(x, weight, labels, where=labels >= 0, **options)
+    else:
+        weights = jnp.where(labels >= 0, labels % 4 - 0.5, 0.0)
+        options |= {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-2}
+        result = jaxnorm.linear_softmax_cross_entropy(x, weight, labels, where=weights, **options)
+    return jnp.sum(jnp.sin(result))
+
+
+class Layer(NamedTuple):
+    """A loss of a layer, its operands, and how they lie for specs of x and of weight."""
+
+    loss: Callable[..., Any]
+    arrays: Callable[[], tuple[Any, ...]]
+    specs: Callable[[P, P], list[P]]
+    dtype: str = "float64"
+
+
+LAYERS = {
+    "gated_linear": Layer(
+        gated_loss,
+        lambda: (normal(0, 8, 6, D), normal(1, 8, 6, D), normal(2, D, F) / 4, normal(3, F)),
+        lambda x, w: [x, x, w, P(*w[1:2])],
+    ),
+    "rms_norm_linear": Layer(
+        norm_loss,
+        lambda: (
+            *(normal(0, 8, 6, D), normal(1, 8, 6, D), normal(2, D, F) / 4),
+            *(1 + normal(3, D) / 4, normal(4, F)),
+        ),
+        lambda x, w: [x, x, w, P(*w[:1]), P(*w[1:2])],
+    ),
+    **{
+        reduction: Layer(
+            functools.partial(loss_of_rows, reduction=reduction),
+            lambda: (normal(0, 8, 12, D), normal(1, D, V), normal(2, V), LABELS),
+            lambda x, w: [x, w, P(*w[1:2]), P(*x[:2])],
+            "float32",
+        )
+        for reduction in ("mean", "sum", "none", "log_prob")
+    },
+}
+
+
+@functools.cache
+def operands_of(name):
+    layer = LAYERS[name]
+    return [jnp.asarray(a, layer.dtype if a.dtype == float else None) for a in layer.arrays()]
+
+
+def floats(name):
+    return tuple(i for i, a in enumerate(operands_of(name)) if a.dtype != "int32")
+
+
+def step_of(name, order=1, **options):
+    """The loss and its gradients, or gradients along tangents."""
+    loss = functools.partial(LAYERS[name].loss, **options)
+    wrt = floats(name)
+    if order == 1:
+        return jax.value_and_grad(loss, wrt)
+
+    def along(*operands):
+        first, rest = operands[: len(wrt)], operands[len(wrt) :]
+        return jax.jvp(lambda *a: jax.grad(loss, wrt)(*a, *rest), first, (*map(jnp.cos, first),))
+
+    return along
+
+
+@functools.cache
+def on_one_device(name, order):
+    return analyse(step_of(name, order), *operands_of(name))
+
+
+def check(results, name, order=1):
+    assert_analysed(results, on_one_device(name, order))
+
+
+def placed(name, mesh, x, weight):
+    specs = LAYERS[name].specs(x, weight)
+    return in_shards(operands_of(name), mesh, specs), specs
+
+
+@pytest.fixture(autouse=True)
+def types(request):
+    """64-bit types, for the layers that are not losses."""
+    name = getattr(request.node, "callspec", None) and request.node.callspec.params.get("name")
+    with jax.enable_x64(name is None or LAYERS[name].dtype == "float64"):
+        yield
+
+
+# ----------------------------------------------------------------------------------------- layouts
+
+SUMS, GATHERED = {"all-reduce"}, {"all-reduce", "all-gather"}
+FSDP = {"all-reduce", "all-gather", "reduce-scatter"}
+
+
+class Layout(NamedTuple):
+    """How x's axes and weight's are split, and the collectives of a step.
+
+    Attributes:
+      out: how a product lies, which has to be said where its sums are spread.
+      in_loop: whether the loop over chunks exchanges statistics: classes are split there.
+    """
+
+    x: P
+    weight: P
+    exchanges: set[str]
+    out: P | None = None
+    in_loop: bool = False
+
+
+GATED = {
+    "rows": Layout(P("data", "model"), P(), SUMS),
+    "rows and n": Layout(P("data"), P(None, "model"), SUMS),
+    "f": Layout(P("data", None, "model"), P("model"), SUMS, P("data")),
+    "f, of a sequence": Layout(
+        P("data", None, "model"),
+        P("model"),
+        GATHERED | {"all-to-all", "collective-permute"},
+        P("data", "model"),
+    ),
+    "FSDP over f": Layout(P(("data", "model")), P(("data", "model")), GATHERED),
+    "FSDP over n": Layout(P("data"), P(None, "data"), GATHERED),
+    "f, and FSDP over n": Layout(P("data", None, "model"), P("model", "data"), GATHERED, P("data")),
+}
+NORM = {
+    "rows": Layout(P("data", "model"), P(), SUMS),
+    "rows and n": Layout(P("data"), P(None, "model"), SUMS),
+    "FSDP over d": Layout(P(("data", "model")), P(("data", "model")), GATHERED),
+    "FSDP over d, and n": Layout(P("data"), P("data", "model"), GATHERED),
+    "FSDP over n": Layout(P("data"), P(None, "data"), GATHERED),
+    "x over d": Layout(P("data", None, "model"), P("model"), SUMS),
+}
+LOSS = {
+    "rows": Layout(P("data", "model"), P(), SUMS),
+    "rows and V": Layout(P("data"), P(None, "model"), SUMS, in_loop=True),
+    "FSDP over d": Layout(P(("data", "model")), P(("data", "model")), FSDP),
+    # A device gathers 96 rows of x or 64 columns of weight, whichever is less,
+    "FSDP over V": Layout(P("data"), P(None, "data"), FSDP),
+    # and here 24 rows.
+    "sequence and V": Layout(P("data", "model"), P(None, "model"), FSDP, in_loop=True),
+    "FSDP over d, and V": Layout(P("data"), P("data", "model"), FSDP, in_loop=True),
+    "V over data and model": Layout(P("data"), P(None, ("data", "model")), FSDP),
+    # No axis but that of d is there to split the rows.
+    "weight alone": Layout(P(), P("data", "model"), FSDP, in_loop=True),
+    "d of x": Layout(
+        P(None, None, "data"), P("data", "model"), FSDP | {"all-to-all"}, in_loop=True
+    ),
+    "d of x over both": Layout(P(None, None, ("data", "model")), P(), SUMS | {"all-to-all"}),
+    "d of x and of weight": Layout(P("data", None, "model"), P("model"), FSDP | {"all-to-all"}),
+}
+LAYOUTS = {"gated_linear": GATED, "rms_norm_linear": NORM, "mean": LOSS, "log_prob": LOSS}
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize(
+    ("name", "layout"), [(name, layout) for name in LAYOUTS for layout in LAYOUTS[name]]
+)
+def test_layouts(name, layout, kind):
+    """Gradients lie as what they are of; no array of rows crosses the mesh but to lie as asked."""
+    its, is_explicit = LAYOUTS[name][layout], kind == "explicit"
+    mesh = mesh_of(Case("", MESH, P()), kind)
+    sharded, specs = placed(name, mesh, its.x, its.weight)
+    lies = tuple(NamedSharding(mesh, specs[i]) for i in floats(name))
+    step = step_of(name, **({"out_sharding": its.out} if its.out and is_explicit else {}))
+    outs = None if is_explicit else (NamedSharding(mesh, P()), lies)
+    compiled = jax.jit(step, out_shardings=outs).lower(*sharded).compile()
+    results = compiled(*sharded)
+    check(results, name)
+    for gradient, sharding in zip(results[1], lies, strict=True):
+        assert gradient.sharding.is_equivalent_to(sharding, gradient.ndim)
+    if LAYERS[name].dtype == "float32":
+        check_loop(compiled.as_text(), its)
+    elif is_explicit or name == "rms_norm_linear":
+        assert {*collectives(compiled)} <= its.exchanges
+
+
+def check_loop(text, layout):
+    """The loop over chunks moves statistics alone, and what else moves is no larger than weight."""
+    found = exchanged(text.splitlines())
+    # Results of rows are gathered where x's rows are whole.
+    names = {name for name, size in found if (name, size) != ("all-gather", 8 * 12)}
+    assert names == layout.exchanges
+    shards = math.prod(MESH[name] for name in jax.tree.leaves(tuple(layout.weight)))
+    most = D * max(V // shards, 96 // MESH["data"])
+    assert all(size <= most for name, size in found if name == "all-reduce")
+    computations = dict(_computations(text))
+    bodies = re.findall(r"body=%?([\w.\-]+)", text)
+    found = exchanged(line for body in bodies for *_, line in computations[body])
+    # Statistics of a chunk's four rows.
+    assert all(name == "all-reduce" and size <= 4 * 4 for name, size in found), found
+    assert bool(found) == layout.in_loop
+
+
+def exchanged(lines):
+    """Of instructions that are collectives: names, and how many elements each array has."""
+    names = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    return [
+        (name, math.prod(int(n) for n in shape.split(",") if n))
+        for line in lines
+        for shapes, name in re.findall(rf"= (\(?[^=]*?) ({names})(?:-start)?\(", line)
+        for shape in re.findall(r"\w+\[([\d,]*)\]", shapes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(("gated_linear", layout) for layout in ("f", "f, and FSDP over n")),
+        *(("rms_norm_linear", layout) for layout in ("FSDP over d, and n", "x over d")),
+        *((name, "rows and V") for name in ("mean", "log_prob")),
+    ],
+)
+def test_second_order(name, layout):
+    its, mesh = LAYOUTS[name][layout], mesh_of(Case("", MESH, P()), "explicit")
+    sharded, _ = placed(name, mesh, its.x, its.weight)
+    options = {"out_sharding": its.out} if its.out else {}
+    check(jax.jit(step_of(name, 2, **options))(*sharded), name, 2)
+
+
+def test_explicit_and_auto_axes():
+    types = (AxisType.Explicit, AxisType.Auto)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
+    sharded, _ = placed("gated_linear", mesh, P("data"), P())
+    with jax.set_mesh(mesh):
+        check(jax.jit(step_of("gated_linear"))(*sharded), "gated_linear")
+
+
+# ------------------------------------------------------------------------------- in jax.shard_map
+
+
+def summed(value, *axes):
+    return jax.lax.psum(value, axes)
+
+
+def gated_on_shards(layout, gate, up, weight, bias):
+    """Weights' gradients are summed over the rows' devices."""
+    products = (
+        functools.partial(jaxnorm.gated_linear, gate, up, weight),
+        functools.partial(jaxnorm.activation_linear, gate, weight),
+    )
+    if layout == "f":
+        results = (summed(product(), "model") + bias for product in products)
+        return summed(sum(jnp.sum(jnp.sin(y)) for y in results), "data")
+    results = (product(bias=bias) for product in products)
+    return summed(sum(jnp.sum(jnp.sin(y)) for y in results), "data", "model")
+
+
+def norm_on_shards(layout, x, residual, weight, scale, bias, **options):
+    given = {"bias": bias, "residual": residual, "activation": "gelu"}
+    y, h = rms_norm_linear(x, weight, scale, **given, **options)
+    of_h = ("data",) if layout == "rows and n" else ("data", "model")
+    return summed(jnp.sum(jnp.sin(y)), "data", "model") + summed(jnp.sum(jnp.sin(h)), *of_h)
+
+
+def on_shards(name, layout, **options):
+    """The loss inside `jax.shard_map`, and its operands; what FSDP gathers is whole inside."""
+    its, mesh = LAYOUTS[name][layout], mesh_of(Case("", MESH, P()), "manual")
+    sharded, specs = placed(name, mesh, its.x, its.weight)
+    function = gated_on_shards if name == "gated_linear" else norm_on_shards
+    if layout == "FSDP over d":
+        specs = [*specs[:2], P(), P(), P()]
+    run = functools.partial(function, layout, **options)
+    return jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=P()), sharded
+
+
+@pytest.mark.parametrize("layout", ["rows and n", "f"])
+def test_gated_linear_on_shards(layout):
+    function, sharded = on_shards("gated_linear", layout)
+    check(jax.jit(jax.value_and_grad(function, range(4)))(*sharded), "gated_linear")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["rows and n", "FSDP over d"])
+def test_the_norm_s_kernel_gets_shards(layout, kind):
+    name = "rms_norm_linear"
+    on_one_device(name, 1)  # by XLA's code
+    its = NORM[layout]
+    function = norm_loss
+    sharded, _ = placed(name, mesh_of(Case("", MESH, P()), kind), its.x, its.weight)
+    if kind == "manual":
+        function, sharded = on_shards(name, layout)
+    with as_default(Kernels()) as kernels:
+        check(jax.jit(jax.value_and_grad(function, range(5)))(*sharded), name)
+    assert {*kernels.shapes} == {(12 if layout == "rows and n" else 6, D)}
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_a_kernel_gets_no_part_of_x_s_columns(kind):
+    name, its = "rms_norm_linear", NORM["x over d"]
+    on_one_device(name, 1)
+    sharded, _ = placed(name, mesh_of(Case("", MESH, P()), kind), its.x, its.weight)
+    with as_default(Kernels()) as kernels:
+        check(jax.jit(step_of(name))(*sharded), name)
+    assert not kernels.shapes
+
+
+@pytest.fixture
+def product_kernel(monkeypatch):
+    """The shapes that Mosaic's kernel, asked for by name, gets: the composition in its place."""
+    shapes = []
+
+    def kernel(x, weight, scale, bias, spec):
+        assert (x.shape, weight.shape) == ((spec.rows, spec.cols), (spec.cols, spec.features))
+        shapes.append((x.shape, weight.shape))
+        return rms_norm_linear(x, weight, scale, bias=bias, activation=spec.activation)
+
+    from jaxnorm_kernels import mosaic
+
+    monkeypatch.setattr(mosaic, "rms_norm_linear_fwd", kernel)
+    here = Implementation(mosaic.forward, mosaic.backward, platforms=lambda: ("cpu",))
+    monkeypatch.setattr(mosaic, "IMPLEMENTATION", here)
+    return shapes
+
+
+def test_the_kernel_of_norm_and_product_on_shards(product_kernel):
+    """Its derivative is the composition's."""
+    function, sharded = on_shards("rms_norm_linear", "rows and n", implementation="mosaic")
+    check(jax.jit(jax.value_and_grad(function, range(5)))(*sharded), "rms_norm_linear")
+    assert {*product_kernel} == {((12, D), (D, F // 2))}
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_the_kernel_of_norm_and_product_is_not_partitioned(product_kernel, kind):
+    mesh, its = mesh_of(Case("", MESH, P()), kind), NORM["rows and n"]
+    (x, _, weight, *_), _ = placed("rms_norm_linear", mesh, its.x, its.weight)
+    named = functools.partial(rms_norm_linear, implementation="mosaic")
+    message = (
+        r"^rms_norm_linear: implementation='mosaic' is a kernel of whole arrays, .* a mesh with "
+        r"axes {'data': 4, 'model': 2}; expected one device, or shards; call it inside "
+        r"jax.shard_map over these axes, or leave implementation out"
+    )
+    for call in (named, jax.jit(named)):
+        with pytest.raises(ValueError, match=message):
+            call(x, weight)
+    assert not product_kernel
+
+
+@pytest.mark.parametrize("name", ["none", "log_prob"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_of_rows(kind, name):
+    its, mesh = (
+        LOSS["rows" if kind == "manual" else "rows and V"],
+        mesh_of(Case("", MESH, P()), kind),
+    )
+    sharded, specs = placed(name, mesh, its.x, its.weight)
+    function = LAYERS[name].loss
+    if kind == "manual":
+        inner = function
+        function = jax.shard_map(
+            lambda *shards: summed(inner(*shards), "data", "model"),
+            mesh=mesh,
+            in_specs=tuple(specs),
+            out_specs=P(),
+        )
+    check(jax.jit(jax.value_and_grad(function, (0, 1, 2)))(*sharded), name)
+
+
+@pytest.mark.parametrize("name", ["sum", "log_prob"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["rows", "rows and V"])
+def test_kernels_get_chunks_of_shards(kind, layout, name):
+    """But where classes are split: XLA's code sums their statistics over the mesh."""
+    mesh, function = mesh_of(Case("", MESH, P()), kind), LAYERS[name].loss
+    sharded, _ = placed(name, mesh, LOSS[layout].x, LOSS[layout].weight)
+    if kind == "manual":
+        inner = function
+        function = jax.shard_map(
+            lambda *shards: summed(inner(*shards), "data"),
+            mesh=mesh,
+            in_specs=(P("data"), P(), P(), P("data")),
+            out_specs=P(),
+        )
+    with as_default(Kernels()) as kernels:
+        jax.jit(jax.value_and_grad(function, (0, 1, 2)))(*sharded)
+    chunks = [] if layout == "rows and V" and kind != "manual" else [(4, V)]
+    assert sorted({*kernels.shapes}) == chunks
+
+
+@pytest.mark.parametrize("name", ["mean"])
+def test_a_mean_inside_shard_map(name):
+    """That of the shard's rows; gradients of what is replicated are summed."""
+    mesh, loss = mesh_of(Case("", MESH, P()), "auto"), LAYERS[name].loss
+    sharded, specs = placed(name, mesh, P("data", "model"), P())
+    mapped = jax.shard_map(
+        lambda *shards: jax.lax.pmean(loss(*shards), ("data", "model")),
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=P(),
+    )
+
+    def whole(x, weight, bias, labels):
+        parts = [np.s_[i : i + 2, j : j + 6] for i in range(0, 8, 2) for j in (0, 6)]
+        return sum(loss(x[part], weight, bias, labels[part]) for part in parts) / 8
+
+    ours, theirs = (jax.value_and_grad(f, (0, 1, 2)) for f in (mapped, whole))
+    assert_computes(jax.jit(ours)(*sharded), theirs, *operands_of(name))
+
+
+# -------------------------------------------------------------- where the result of a product lies
+
+
+def gated_operands(layout, kind="explicit"):
+    mesh, its = mesh_of(Case("", MESH, P()), kind), GATED[layout]
+    return mesh, *placed("gated_linear", mesh, its.x, its.weight)[0]
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_where_the_result_lies(compiles):
+    """As asked, by a spec of the operands' mesh or by a sharding; else rows as gate's, n as it was.
+
+    Also outside `jax.jit`.
+    """
+    mesh, *_ = gated_operands("f")
+    for layout, asked, expected in (
+        ("f", P("data"), P("data", None, None)),
+        ("f", NamedSharding(mesh, P("data", "model")), P("data", "model", None)),
+        ("f", P(None, None, "model"), P(None, None, "model")),
+        ("rows and n", None, P("data", None, "model")),
+        ("rows and n", P(), P(None, None, None)),
+        ("FSDP over n", None, P("data", None, None)),
+    ):
+        _, gate, up, weight, bias = gated_operands(layout)
+        for more in ({}, {"bias": bias}):
+            call = functools.partial(jaxnorm.gated_linear, out_sharding=asked, **more)
+            y = (jax.jit(call) if compiles else call)(gate, up, weight)
+            assert jax.typeof(y).sharding.spec == expected
+
+
+def test_it_must_be_said_where_sums_lie():
+    _, gate, up, weight, _ = gated_operands("f")
+    message = (
+        r"^gated_linear: the mesh axes \('model',\) split the last axis of .* out_sharding=None; "
+        r"expected how the sums lie: give out_sharding="
+    )
+    for call in (jaxnorm.gated_linear, jax.jit(jaxnorm.gated_linear)):
+        with pytest.raises(ValueError, match=message):
+            call(gate, up, weight)
+    # Nothing of Auto axes is said by types.
+    _, *auto, _ = gated_operands("f", "auto")
+    with pytest.raises(ValueError, match=r"^gated_linear: out_sharding=.*with_sharding_constraint"):
+        jaxnorm.gated_linear(*auto, out_sharding=P("data"))
+
+
+def test_up_lies_as_gate_does():
+    mesh, gate, _, weight, _ = gated_operands("rows")
+    arrays = operands_of("gated_linear")[:3]
+    up = jax.device_put(arrays[1], NamedSharding(mesh, P(None, "model")))
+    y = jaxnorm.gated_linear(gate, up, weight)
+    assert jax.typeof(y).sharding.spec == P("data", "model", None)
+    assert_computes(y, jaxnorm.gated_linear, *arrays)
+
+
+def test_a_weight_is_kept_in_its_shards():
+    """FSDP gathers it again in the backward."""
+    _, *sharded, _ = gated_operands("f, and FSDP over n")
+
+    def residuals(*arrays):
+        function = functools.partial(jaxnorm.gated_linear, out_sharding=P("data"))
+        return jax.tree.leaves(jax.vjp(function, *arrays)[1])
+
+    kept = jax.make_jaxpr(residuals)(*sharded).jaxpr
+    inputs = {*kept.invars, *kept.constvars}
+    assert [v for v in kept.outvars if v.aval.ndim and v not in inputs] == []
+
+
+def test_a_function_on_a_mesh():
+    """Its own product says where its result lies."""
+    mesh, *sharded = gated_operands("f")
+
+    def loss(product, gate, up, weight, bias):
+        y = jaxnorm.gated_linear(gate, up, weight, bias=bias, product=product, activation=jnp.tanh)
+        return jnp.sum(jnp.sin(y))
+
+    def spread(h, weight):
+        return jnp.matmul(h, weight, out_sharding=NamedSharding(mesh, P("data")))
+
+    ours, theirs = (
+        jax.value_and_grad(functools.partial(loss, product), range(4))
+        for product in (spread, jnp.matmul)
+    )
+    assert_computes(jax.jit(ours)(*sharded), theirs, *operands_of("gated_linear"))

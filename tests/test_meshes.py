@@ -1,0 +1,250 @@
+"""Every function of rows on meshes: values, gradients, how they lie, what devices exchange.
+
+Eight virtual CPU devices. A shard runs XLA's code, or a stand-in for a kernel, into which the
+partitioner cannot look. Linear layers and their losses are in `test_linear_meshes`.
+"""
+
+import contextlib
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from functions import FUNCTIONS, Sizes, floats_in, gradients, of_floats, operands_of
+from jax.sharding import PartitionSpec as P
+from meshes import KINDS, Case, collectives, in_shards, mesh_of
+from pairs import pairwise
+from program_error import analyse, assert_analysed
+from stand_in import Kernels, as_default
+
+pytestmark = [
+    pytest.mark.oldest_jax,
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="for eight CPU devices"),
+    pytest.mark.usefixtures("quick_to_compile"),
+]
+
+MESH = {"data": 4, "model": 2}
+SIZES = Sizes((8, 4), 64, 64)
+ROWS = math.prod(SIZES.rows)
+
+
+class Layout(NamedTuple):
+    """How x lies, and parameters of all rows; tables, if they lie otherwise than x's first axis."""
+
+    x: P
+    params: P = P()
+    tables: P | None = None
+
+
+LAYOUTS = {
+    "rows": Layout(P("data")),
+    "both": Layout(P("data", "model")),
+    "over two": Layout(P(("data", "model"))),
+    "replicated": Layout(P()),
+    "columns": Layout(P("data", None, "model")),
+    "FSDP": Layout(P("data"), P("model")),
+}
+OF_TABLES = {
+    "tables whole": Layout(P("data", "model"), tables=P()),
+    "tables split": Layout(P("model"), tables=P("data")),
+    "tables otherwise": Layout(P("model", "data"), tables=P("data")),
+    "columns and pairs": Layout(P("data", None, "model"), tables=P("data", None, "model")),
+}
+NAMES = [
+    name
+    for name in FUNCTIONS
+    if "linear" not in name and name not in ("layer_norm from input", "rms_norm_rope from input")
+]
+OF_GROUPS = "layer_norm of groups"
+SCATTERED = (OF_GROUPS, "rms_norm_gated of heads")
+# Functions that have no kernel on a mesh, or whose mask or bias the stand-in refuses.
+WITHOUT_KERNEL = {"softmax with a mask", "softmax with a bias"}
+WITHOUT_KERNEL |= {*SCATTERED, "softmax_cross_entropy_with_integer_labels of classes"}
+
+
+def specs_of(name, layout):
+    a, b, c = (*layout.x, None, None, None)[:3]
+    specs = {
+        **dict.fromkeys(("x", "residual", "gate", "logits", "classes"), P(a, b, c)),
+        **dict.fromkeys(("labels", "counts"), P(a, b)),
+        **dict.fromkeys(("scale", "bias", "branch"), layout.params),
+        **dict.fromkeys(("of_samples", "mask"), P(a)),
+        **dict.fromkeys(("cos", "sin"), P(a) if layout.tables is None else layout.tables),
+        **dict.fromkeys(("of_groups", "of_heads"), P(b)),
+        "logits_bias": P(None, b),
+    }
+    return [specs[kind] for kind in FUNCTIONS[name].kinds.split()]
+
+
+def step_of(name):
+    """Results and gradients of all floats, for the cosines of the results."""
+
+    def step(*operands):
+        floats = [operands[i] for i in floats_in(operands)]
+        y, pullback = jax.vjp(of_floats(FUNCTIONS[name].ours, operands), *floats)
+        return jax.tree.leaves(y), list(pullback(jax.tree.map(jnp.cos, y)))
+
+    return step
+
+
+@functools.cache
+def on_one_device(name):
+    return analyse(step_of(name), *operands_of(name, sizes=SIZES))
+
+
+def on_mesh(step, name, layout, kind):
+    """The compiled step on a mesh, its operands, and how results of x's shape have to lie."""
+    operands, specs = operands_of(name, sizes=SIZES), specs_of(name, layout)
+    mesh = mesh_of(Case("", MESH, P()), kind)
+    if kind == "manual":
+        # Parameters are whole inside `jax.shard_map`.
+        specs = [P() if s == layout.params else s for s in specs]
+        results, _ = jax.eval_shape(step, *operands)
+        by_rank = {3: specs[0], 2: P(*specs[0][:2])}
+        outs = [by_rank[a.ndim] for a in results], [specs[i] for i in floats_in(operands)]
+        step = jax.shard_map(step, mesh=mesh, in_specs=tuple(specs), out_specs=outs)
+    sharded = in_shards(operands, mesh, specs)
+    return jax.jit(step).lower(*sharded).compile(), sharded
+
+
+def sizes_of(compiled):
+    """The number of elements of each array that a collective returns."""
+    found = collectives(compiled).values()
+    return [math.prod(int(n) for n in shape.split(",") if n) for v in found for shape in v]
+
+
+# Each function in each layout on each kind of axis, by XLA's code and by a kernel in turn.
+PLACES = [(layout, kind) for layout in LAYOUTS for kind in KINDS]
+CASES = [
+    *((name, *place, runs) for runs, name, place in pairwise(["xla", "kernel"], NAMES, PLACES)),
+    *(
+        (name, layout, kind, runs)
+        for layout in OF_TABLES
+        for name in ("rms_norm_rope", "rms_norm_rope of constant tables")
+        for kind, runs in (("auto", "xla"), ("explicit", "kernel"))
+    ),
+]
+
+
+def is_its_own(name, layout, kind, runs):
+    """True inside `jax.shard_map` where the axes that a call looks along are split."""
+    of_positions = name == OF_GROUPS and layout != "replicated"
+    of_heads = "with a bias" in name and layout == "both"  # it is causal
+    return kind == "manual" and (layout == "columns" or of_positions or of_heads)
+
+
+CASES = [
+    # The stand-in takes no parameters of rows that are not consecutive.
+    (*case[:3], "xla" if case[0] in SCATTERED else case[3])
+    for case in CASES
+    if not is_its_own(*case)
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "kind", "runs"), CASES)
+def test_rows_on_a_mesh(name, layout, kind, runs):
+    """No row travels but to where a parameter lies; kernels see whole rows, those of a shard."""
+    expected, its = on_one_device(name), (LAYOUTS | OF_TABLES)[layout]
+    with as_default(Kernels()) if runs == "kernel" else contextlib.nullcontext() as kernels:
+        compiled, sharded = on_mesh(step_of(name), name, its, kind)
+        results = compiled(*sharded)
+    assert_analysed(results, expected)
+    x, is_split = sharded[0], its.x[-1:] == ("model",) and len(its.x) == 3
+    # On automatic axes XLA may bring x to where parameters or tables are.
+    if kind != "auto" or layout in ("rows", "both", "over two", "replicated"):
+        for a in jax.tree.leaves(results):
+            if a.shape == x.shape:
+                assert a.sharding.is_equivalent_to(x.sharding, x.ndim)
+    travels = sizes_of(compiled)
+    params = [a.size for a in sharded[1:] if a.size < x.size]
+    if layout in LAYOUTS and not (is_split and "rope" in name):
+        # Gradients of parameters, and sums of rows whose columns are split.
+        assert max(travels, default=0) <= max(*params, 4 * ROWS, 0)
+        assert not (travels and layout == "replicated")
+    moves_rows = name == OF_GROUPS or (kind == "auto" and runs == "xla")
+    if layout in ("rows", "both", "over two") and not moves_rows:
+        assert {*collectives(compiled)} <= {"all-reduce"}
+    if kernels is not None:
+        # A rotation has whole heads, however x lies.
+        over = its.x[:2] if "rope" in name else its.x
+        shards = math.prod(MESH[axis] for axis in jax.tree.leaves(tuple(over)))
+        rows = (ROWS // shards, x.shape[-1])
+        if name == "rms_norm_rope":  # whose tables' gradients are XLA's
+            assert {*kernels.shapes} <= {rows} or layout in OF_TABLES
+        elif name in WITHOUT_KERNEL or (is_split and "rope" not in name):
+            assert not kernels.shapes
+        elif layout in LAYOUTS and not (kind == "auto" and layout == "FSDP"):
+            # Where h alone is used, there is no norm forward.
+            assert kernels.shapes == [rows] * (1 if "h alone" in name else 2)
+
+
+# Of a function of floats, and its primals.
+DERIVATIVES = {
+    "jvp": lambda f, *a: jax.jvp(f, a, tuple(map(jnp.cos, a)))[1],
+    "forward over reverse": lambda f, *a: jax.jvp(
+        gradients(f, tuple(range(len(a)))), a, tuple(map(jnp.cos, a))
+    )[1],
+    "transpose of linearize": lambda f, *a: jax.linear_transpose(jax.linearize(f, *a)[1], *a)(
+        jax.tree.map(jnp.cos, f(*a))
+    ),
+}
+
+
+def derivative_of(name, derivative):
+    def run(*operands):
+        floats = [operands[i] for i in floats_in(operands)]
+        found = DERIVATIVES[derivative](of_floats(FUNCTIONS[name].ours, operands), *floats)
+        return [], jax.tree.leaves(found)
+
+    return run
+
+
+@functools.cache
+def derivative_on_one_device(name, derivative):
+    return analyse(derivative_of(name, derivative), *operands_of(name, sizes=SIZES))
+
+
+@pytest.mark.parametrize(
+    ("name", "derivative", "layout", "kind"),
+    pairwise(NAMES, [*DERIVATIVES], ["both", "columns", "FSDP"], ["auto", "explicit"]),
+)
+def test_forward_mode_on_a_mesh(name, derivative, layout, kind):
+    compiled, sharded = on_mesh(derivative_of(name, derivative), name, LAYOUTS[layout], kind)
+    assert_analysed(compiled(*sharded), derivative_on_one_device(name, derivative))
+
+
+WITH_TWO = [n for n in NAMES if {"residual", "gate"} & {*FUNCTIONS[n].kinds.split()}]
+
+
+@pytest.mark.parametrize("name", WITH_TWO)
+def test_a_second_operand_of_rows_that_lies_otherwise(name):
+    """On explicit axes it is brought to where x is, and its gradient back."""
+    operands, specs = operands_of(name, sizes=SIZES), specs_of(name, LAYOUTS["rows"])
+    specs[1] = P(None, "model")
+    mesh = mesh_of(Case("", MESH, P()), "explicit")
+    results = jax.jit(step_of(name))(*in_shards(operands, mesh, specs))
+    assert_analysed(results, on_one_device(name))
+    values, (dx, dsecond, *_) = results
+    found = [jax.typeof(a).sharding.spec[:2] for a in (*values, dx, dsecond)]
+    assert found == [("data", None)] * (len(values) + 1) + [(None, "model")]
+
+
+@pytest.mark.parametrize(
+    "lead", [(8, 1), (), (4, 8, 1), (1, 1, 1), (4, 1, 2), (8, 2), (2,)], ids=str
+)
+def test_kernels_read_tables_as_they_are(lead):
+    """Tables of any axes before the columns, with an x of (4, 8, 2, 16)."""
+    x, scale = (jnp.cos(jnp.arange(math.prod(s)) + 1.0).reshape(s) for s in ((4, 8, 2, 16), (16,)))
+    angles = jnp.arange(math.prod(lead) * 8.0).reshape(*lead, 8)
+
+    def step(x, scale):
+        function = FUNCTIONS["rms_norm_rope"].ours
+        y, pullback = jax.vjp(lambda *a: function(*a, jnp.cos(angles), jnp.sin(angles)), x, scale)
+        return y, pullback(jnp.cos(y))
+
+    expected = analyse(step, x, scale)
+    with as_default(Kernels()) as kernels:
+        assert_analysed(jax.jit(step)(x, scale), expected)
+        assert kernels.tables == [(math.prod(lead), 8)] * 2

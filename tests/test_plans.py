@@ -1,0 +1,172 @@
+"""`jaxnorm.implementation_for`: what runs each function, for arrays of models' sizes, and why."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from functions import FUNCTIONS
+
+import jaxnorm
+from jaxnorm_kernels import operations
+
+MOSAIC, XLA = ("mosaic", "mosaic"), ("xla", "xla")
+ROWS, SAMPLES = (8192, 4096), (32, 1024, 1152)
+HEADS, IMAGES = (4, 2048, 32, 128), (32, 64, 64, 32, 8)
+NOT_CONSECUTIVE = "groups of rows that are not consecutive"
+TABLE = jax.ShapeDtypeStruct((2048, 1, 64), "float32")
+
+
+def vector(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def asked(name, shape, dtype="bfloat16", platform="cuda", **options):
+    return jaxnorm.implementation_for(name, shape, dtype, platform=platform, **options)
+
+
+def names(plan):
+    return plan.forward.name, plan.backward.name
+
+
+@pytest.mark.parametrize("name", operations.FUNCTIONS)
+def test_a_cpu_runs_xla_s_code(name):
+    assert names(asked(name, (64, 128), platform="cpu")) == XLA
+
+
+GROUP = {"scale": vector(32, 1, 8, dtype="bfloat16"), "axis": (1, 3)}
+# A function, the shape of x in bfloat16, options; what runs, and a part of the reasons.
+PLANS = [
+    *(
+        (name, ROWS, {"scale": vector(4096)}, MOSAIC, "")
+        for name in ("add_rms_norm", "rms_norm_add", "rms_norm_add_rms_norm")
+    ),
+    ("layer_norm", (8192, 1024), {"scale": vector(1024), "activation": "silu"}, MOSAIC, ""),
+    (
+        "layer_norm",
+        IMAGES,
+        {**dict.fromkeys(("scale", "bias"), vector(32, 1, 1, 8)), "axis": (1, 2, 4)},
+        MOSAIC,
+        "",
+    ),
+    ("layer_norm", (32, 4096, 32, 8), {**GROUP, "bias": GROUP["scale"]}, MOSAIC, ""),
+    (
+        "layer_norm",
+        (32, 4096, 32, 10),
+        {**dict.fromkeys(("scale", "bias"), vector(32, 1, 10)), "axis": (1, 3)},
+        MOSAIC,
+        "",
+    ),
+    (
+        "layer_norm",
+        (8, 1024, 32, 21),
+        {**dict.fromkeys(("scale", "bias"), vector(32, 1, 21)), "axis": (1, 3)},
+        None,
+        "no neighbours as many",
+    ),
+    (
+        "layer_norm",
+        (8, 1024, 32, 8),
+        {**dict.fromkeys(("scale", "bias"), vector(1, 8)), "axis": (1, 3)},
+        None,
+        "broadcast along",
+    ),
+    ("rms_norm_gated", HEADS, {"scale": vector(128)}, MOSAIC, ""),
+    ("rms_norm_gated", HEADS, {"scale": vector(32, 128)}, XLA, NOT_CONSECUTIVE),
+    *(
+        (name, SAMPLES, {"gate": vector(*gate)}, MOSAIC, "scaled_add_norm")
+        for name in ("add_layer_norm", "add_rms_norm")
+        for gate in ((32, 1, 1152), (1152,))
+    ),
+    *(
+        (name, SAMPLES, {"gate": vector(1024, 1152)}, XLA, "not consecutive")
+        for name in ("add_layer_norm", "add_rms_norm")
+    ),
+    *(
+        (
+            name,
+            SAMPLES,
+            {"scale": vector(*SAMPLES), "gate": vector(32, 1, 1152)},
+            None,
+            "groups of different sizes",
+        )
+        for name in ("add_layer_norm", "add_rms_norm")
+    ),
+    (
+        "rms_norm_linear",
+        ROWS,
+        {"weight": vector(4096, 1024, dtype="bfloat16"), "activation": "gelu"},
+        MOSAIC,
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize("i", range(len(PLANS)))
+def test_plans_for_a_gpu(i):
+    name, shape, options, expected, reason = PLANS[i]
+    plan = asked(name, shape, **options)
+    assert expected is None or names(plan) == expected
+    assert reason in plan.forward.reason + plan.backward.reason
+    if expected == XLA:
+        assert reason in plan.forward.reason
+        assert reason in plan.backward.reason
+
+
+def test_arrays_that_are_not_given():
+    """The gate is as x is; tables are float32 and of all columns."""
+    scale = {"scale": vector(128)}
+    plan = asked("rms_norm_gated", HEADS, **scale)
+    gate = vector(*HEADS, dtype="bfloat16")
+    assert plan == asked("rms_norm_gated", HEADS, **scale, gate=gate, norm_before_gate=False)
+    for platform in ("cpu", "cuda"):
+        of_heads = functools.partial(asked, "rms_norm_rope", HEADS, platform=platform, **scale)
+        assert of_heads() == of_heads(cos=TABLE) == of_heads(cos=TABLE, sin=TABLE)
+    for few in ((64,), (8, 64)):
+        asked("rms_norm_rope", few, "float32")
+
+
+def test_a_wide_gate_has_no_kernel(x64):
+    plan = asked(
+        "rms_norm_gated", (8192, 1024), "float32", gate=vector(8192, 1024, dtype="float64")
+    )
+    assert names(plan) == XLA
+    assert "float64 arrays ask for more" in plan.forward.reason
+
+
+def test_the_kernel_of_a_norm_and_a_product_is_asked_for_by_name():
+    """By default the norm's kernels run, forward and backward."""
+    named = functools.partial(asked, "rms_norm_linear", ROWS)
+    plan = named()
+    assert plan == asked("rms_norm", ROWS)
+    by_name = named(implementation="mosaic")
+    assert (by_name.forward.name, by_name.forward.reason) == ("mosaic", "asked for by name")
+    assert by_name.backward == plan.backward
+    assert named(implementation="xla").backward.name == "xla"
+    with pytest.raises(ValueError, match=r"^rms_norm_linear: .*its products are of"):
+        named("float32", implementation="mosaic")
+    message = r"^rms_norm_linear: .* cannot run the forward of \(2, 8\): its products"
+    with pytest.raises(ValueError, match=message):
+        jaxnorm.rms_norm_linear(jnp.ones((2, 8)), jnp.ones((8, 4)), implementation="mosaic")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("rms_norm_rope", {"cos": vector(5, 1, 64)}, "cos has shape"),
+        ("rms_norm_gated", {"activation": "tanh"}, "activation='tanh'"),
+        ("rms_norm_linear", {"activation": "tanh"}, "activation='tanh'"),
+        ("layer_norm", {"activation": "tanh"}, "activation='tanh'"),
+        ("add_rms_norm", {"gate": vector(127)}, "gate has shape"),
+        ("layer_norm", {"epsilon": -1.0}, "epsilon=-1.0"),
+        ("rms_norm", {"save": "both"}, "save='both'"),
+        ("softmax", {"where": "no"}, "where is a str"),
+        ("softmax", {"causal": "no"}, "causal='no'"),
+        ("softmax_cross_entropy_with_integer_labels", {"axis": 4}, "axis=4 is out of range for lo"),
+        ("log_prob_and_entropy", {"axis": 4}, "axis=4 is out of range for logits"),
+    ],
+)
+def test_it_refuses_as_the_function_does(name, options, message):
+    assert name in {entry.split()[0] for entry in FUNCTIONS}
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: {message}"):
+        asked(name, HEADS, **options)

@@ -1,0 +1,279 @@
+"""Every function in the programs that JAX makes of it: jit, none, scan, export, other platforms.
+
+The operands and plain JAX's formulas are those of the table in `functions`.
+"""
+
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from functions import (
+    BASIC,
+    FUNCTIONS,
+    SHAPES,
+    Sizes,
+    floats_in,
+    gradients,
+    operands_of,
+    options_of,
+    scalar,
+)
+from jax.experimental import checkify
+from program_error import assert_computes
+
+import jaxnorm
+
+pytestmark = [pytest.mark.oldest_jax, pytest.mark.usefixtures("quick_to_compile")]
+
+each = pytest.mark.parametrize("name", FUNCTIONS)
+basic = pytest.mark.parametrize("name", BASIC)
+
+
+def both(function, wrt):
+    """A function's results, and the gradients of a scalar of them."""
+    return lambda *operands: (function(*operands), gradients(function, wrt)(*operands))
+
+
+@each
+def test_it_is_the_formula(name, x64):
+    """Values and gradients in float64, where a wrong formula is far off."""
+    operands = operands_of(name, "float64")
+    ours, plain = (both(f, floats_in(operands)) for f in FUNCTIONS[name][:2])
+    results = jax.jit(ours)(*operands)
+    assert {a.dtype for a in jax.tree.leaves(results)} == {np.dtype("float64")}
+    assert_computes(results, plain, *operands, like=ours)
+
+
+@each
+def test_outside_jit(name):
+    """The same bits in values, of NumPy's arrays, too; gradients; without a compiler."""
+    operands = operands_of(name)
+    function, plain, _ = FUNCTIONS[name]
+    values = jax.tree.leaves(function(*operands))
+    for run, given in ((jax.jit(function), operands), (function, map(np.asarray, operands))):
+        for a, b in zip(jax.tree.leaves(run(*given)), values, strict=True):
+            np.testing.assert_array_equal(a, b)
+    ours, theirs = (gradients(f, floats_in(operands)) for f in (function, plain))
+    assert_computes(ours(*operands), theirs, *operands, like=ours)
+    run = both(function, floats_in(operands))
+    with jax.disable_jit():
+        uncompiled = run(*operands)
+    assert_computes(uncompiled, run, *operands)
+
+
+@each
+@pytest.mark.parametrize("rows", [(0, 2), (3, 0)], ids=str)
+def test_no_rows(name, rows):
+    """Shapes are as with rows, and gradients of parameters are 0."""
+    operands = operands_of(name, sizes=Sizes(rows))
+    run = both(FUNCTIONS[name].ours, floats_in(operands))
+    results, found = run(*operands)
+    for a, b in zip(*map(jax.tree.leaves, (results, jax.eval_shape(run, *operands)[0]))):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    for gradient, i in zip(found, floats_in(operands), strict=True):
+        assert gradient.shape == operands[i].shape
+        np.testing.assert_array_equal(gradient, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("softmax", "log_softmax", "layer_norm", "rms_norm", "layer_norm from input"),
+        *("layer_norm silu", "rms_norm_rope", "rms_norm_gated"),
+    ],
+)
+def test_same_bits_with_and_without_a_gradient(name, dtype, implementation):
+    """Of an implementation; the default may take another where no backward is to come."""
+    x, *others = operands_of(name, "float32", Sizes((70,), 16))
+    function = functools.partial(FUNCTIONS[name].ours, implementation=implementation)
+    x = x.astype(dtype)
+    y, _ = jax.jit(lambda x, *others: jax.vjp(lambda x: function(x, *others), x))(x, *others)
+    np.testing.assert_array_equal(y, jax.jit(function)(x, *others))
+
+
+@pytest.mark.remat
+@each
+def test_scan_over_layers(name, x64):
+    """Gradients of all operands of three layers, each of which takes what the last one returned."""
+    function, plain, _ = FUNCTIONS[name]
+    stacked = [jnp.stack([a, a, a]) for a in operands_of(name, "float64")]
+    wrt = floats_in(stacked)
+
+    def layer(f, carry, operands):
+        x, *others = operands
+        return scalar(f)(x + jnp.sin(carry), *others) / 8
+
+    def scanned(*stacked):
+        step = functools.partial(layer, function)
+        return jax.lax.scan(lambda c, a: (step(c, a), None), jnp.zeros(()), stacked)[0]
+
+    def unrolled(*stacked):
+        carry = jnp.zeros(())
+        for operands in zip(*stacked):
+            carry = layer(plain, carry, operands)
+        return carry
+
+    ours, theirs = (jax.value_and_grad(f, wrt) for f in (scanned, unrolled))
+    assert_computes(jax.jit(ours)(*stacked), theirs, *stacked, like=ours)
+
+
+# ------------------------------------------------------------------------ exports, other platforms
+
+
+@pytest.mark.parametrize(
+    ("name", "platforms"),
+    [*((name, ("cpu", "cuda", "tpu")) for name in FUNCTIONS), *((name, None) for name in BASIC)],
+)
+def test_export_round_trip(name, platforms):
+    operands = operands_of(name)
+    run = both(FUNCTIONS[name].ours, floats_in(operands))
+    exported = jax.export.export(jax.jit(run), platforms=platforms)(*operands)
+    restored = jax.export.deserialize(exported.serialize())
+    assert_computes(restored.call(*operands), run, *operands)
+
+
+def of_symbols(name, operands):
+    """Types of the operands, whose axes of rows are symbols."""
+    rows, sizes = jax.export.symbolic_shape("rows, heads"), Sizes()
+    return [
+        jax.ShapeDtypeStruct(
+            (*rows, *a.shape[2:]) if SHAPES[kind](sizes)[:2] == sizes.rows else a.shape, a.dtype
+        )
+        for kind, a in zip(FUNCTIONS[name].kinds.split(), operands)
+    ]
+
+
+LINEAR_LOSSES = [name for name in FUNCTIONS if name.startswith("linear_")]
+# Their operands belong to positions, samples or groups, which have a number here.
+OF_POSITIONS = {"softmax with a mask", "softmax with a bias", "layer_norm of groups"}
+OF_POSITIONS |= {"rms_norm_gated of heads"}
+OF_POSITIONS |= {n for n, f in FUNCTIONS.items() if {"cos", "of_samples"} & {*f.kinds.split()}}
+
+
+OF_ROWS = [n for n in FUNCTIONS if n not in {*LINEAR_LOSSES, *OF_POSITIONS}]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "float32") for name in OF_ROWS),
+        # In bfloat16 the analysis of a norm of a sum, and a product after it, has no bound.
+        *((name, "bfloat16") for name in OF_ROWS if name != "rms_norm_linear silu"),
+    ],
+)
+def test_export_with_symbolic_rows(name, dtype):
+    """Both passes of any number of rows, in plain JAX: kernels need sizes that are numbers."""
+    operands, function = operands_of(name, dtype), FUNCTIONS[name].ours
+    if "implementation" in options_of(name.split()[0]):
+        function = functools.partial(function, implementation="xla")
+    run = both(function, floats_in(operands))
+    exported = jax.export.export(jax.jit(run), platforms=("cpu", "cuda", "tpu"))(
+        *of_symbols(name, operands)
+    )
+    for rows in ((4, 2), (3, 1)):
+        given = operands_of(name, dtype, Sizes(rows))
+        assert_computes(exported.call(*given), run, *given)
+
+
+SYMBOLIC = {
+    # adaLN's parameters of each sample; GroupNorm, whose positions are a part of its rows.
+    "samples": lambda x, s: jaxnorm.layer_norm(x, s[:, :1], s[:, 1:2], scale_offset=1.0),
+    "gate": lambda x, s: jaxnorm.add_layer_norm(x, x, gate=s[:, :1])[0],
+    "groups": lambda x, s: jaxnorm.layer_norm(x.reshape(*x.shape[:2], 4, 4), axis=(1, 3)),
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_export_with_symbolic_samples_and_positions(name):
+    step = both(SYMBOLIC[name], (0, 1))
+    types = [jax.ShapeDtypeStruct(shape, "float32") for shape in symbolic("batch", "length")]
+    exported = jax.export.export(jax.jit(step))(*types)
+    for sizes in ((2, 3), (1, 6)):
+        given = [normal(*sizes, 16), normal(sizes[0], 2, 16)]
+        assert_computes(exported.call(*given), step, *given)
+
+
+def symbolic(batch, length):
+    batch, length = jax.export.symbolic_shape(f"{batch}, {length}")
+    return (batch, length, 16), (batch, 2, 16)
+
+
+def normal(*shape):
+    return jnp.asarray(np.random.default_rng(shape).normal(size=shape), jnp.float32)
+
+
+def test_export_with_symbolic_classes():
+    """The share of each class is no number then."""
+
+    def loss(x, labels):
+        call = jaxnorm.softmax_cross_entropy_with_integer_labels
+        return call(x, labels, label_smoothing=0.1, z_loss=0.1)
+
+    rows, classes = jax.export.symbolic_shape("rows, classes")
+    types = jax.ShapeDtypeStruct((rows, classes), "float32"), jax.ShapeDtypeStruct((rows,), "int32")
+    given = normal(3, 12), np.array([3, 0, 11], np.int32)
+    run = both(loss, (0,))
+    assert_computes(jax.export.export(jax.jit(run))(*types).call(*given), run, *given)
+
+
+@pytest.mark.parametrize("name", LINEAR_LOSSES)
+def test_symbolic_rows_of_linear_losses_are_refused(name):
+    types = of_symbols(name, operands_of(name))
+    with pytest.raises(ValueError, match=r"expected sizes that are numbers.*for each size"):
+        jax.export.export(jax.jit(FUNCTIONS[name].ours))(*types)
+
+
+@basic
+def test_lowering_for_a_gpu_from_any_host(name):
+    operands = operands_of(name, "float32", Sizes((32, 2), 16))
+    for run in (FUNCTIONS[name].ours, gradients(FUNCTIONS[name].ours, floats_in(operands))):
+        lowered = jax.jit(run).trace(*operands).lower(lowering_platforms=("cuda",))
+        assert "func.func public @main" in lowered.as_text()
+
+
+@basic
+def test_work_placed_on_the_cpu(name):
+    """On a GPU host, too: the placement chooses the implementation, not the backend."""
+    cpu = jax.devices("cpu")[0]
+    operands = [jax.device_put(a, cpu) for a in operands_of(name)]
+    results = jax.jit(FUNCTIONS[name].ours)(*operands)
+    assert {device for a in jax.tree.leaves(results) for device in a.devices()} == {cpu}
+    assert_computes(results, FUNCTIONS[name].ours, *operands)
+
+
+def test_donated_operands():
+    x, scale = operands_of("rms_norm")
+    y = jax.jit(jaxnorm.rms_norm, donate_argnums=0)(x, scale)
+    assert_computes(y, jaxnorm.rms_norm, *operands_of("rms_norm"))
+
+
+# ---------------------------------------------------------------------------------- checks for NaN
+
+
+@basic
+def test_debug_nans_is_silent_on_ordinary_data(name):
+    operands = operands_of(name)
+    with jax.debug_nans(True):
+        gradients(FUNCTIONS[name].ours, floats_in(operands))(*operands)
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "rms_norm", "layer_norm"])
+def test_checkify_reports_a_nan_that_a_call_makes(name):
+    function = getattr(jaxnorm, name)
+    checked = checkify.checkify(jax.jit(function), errors=checkify.float_checks)
+    error, _ = checked(jnp.asarray([[jnp.inf, 1.0], [1.0, 2.0]]))
+    assert f"nan generated by primitive: jaxnorm.{name}" in error.get()
+    assert checked(jnp.ones((2, 2)))[0].get() is None
+
+
+@pytest.mark.parametrize("name", [*LINEAR_LOSSES, "rms_norm_linear"])
+def test_checkify_names_the_call_that_got_a_nan(name):
+    x, *others = operands_of(name)
+    checked = checkify.checkify(jax.jit(FUNCTIONS[name].ours), errors=checkify.float_checks)
+    error, _ = checked(x.at[0].set(jnp.nan), *others)
+    expected = "jaxnorm.rms_norm" if name == "rms_norm_linear" else name.split()[0]
+    assert expected in error.get()
